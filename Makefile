@@ -1,0 +1,44 @@
+# `make` alone lists what there is.  Every target sets up what it needs; a second call skips what is done.
+
+PYTHON ?= python3.11
+VENV   ?= .venv
+BIN     = $(VENV)/bin
+STAMP   = $(VENV)/.installed
+# one compute thread per worker, and threads that wait asleep: workers share the cores
+export OMP_WAIT_POLICY = PASSIVE
+export RAY_USAGE_STATS_ENABLED = 0
+export MLFLOW_DISABLE_TELEMETRY = true
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help setup train test check format clean
+
+help:  ## this list
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## */  make \1\t/' | expand -t 16
+
+setup: $(STAMP)  ## create .venv and install the project with everything it needs
+
+$(STAMP): pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null || { echo "make: $(PYTHON) is not there; install Python 3.11 or say make PYTHON=python3"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt setuptools wheel torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[service,asr,synth,dev]'
+	@touch $(STAMP)
+
+train: $(STAMP)  ## train on synthetic digits and print a word error rate; make train ARGS="optimizer=sgd"
+	$(BIN)/ngsgd train $(ARGS)
+
+test: $(STAMP)  ## all tests, Ray and MLflow included
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
+
+check: $(STAMP)  ## style, types, layers, doctests and the fast tests
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --doctest-modules ngsgd tests -m "not ray and not mlflow and not slow" $(ARGS)
+
+format: $(STAMP)  ## sort imports and mend what ruff can
+	$(BIN)/ruff check --fix .
+
+clean:  ## remove the virtual environment and caches, never runs
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache build *.egg-info

@@ -1,0 +1,43 @@
+"""Ctrl-C and SIGTERM: the first asks the run to finish its outer iteration, the second, or time, ends it at once."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+
+class SignalStop:
+    """Set by a signal; `grace_s` later it expires."""
+
+    def __init__(self, grace_s: float, on_request: Callable[[str], None]) -> None:
+        self.grace_s = grace_s
+        self._on_request = on_request
+        self._count = 0
+        self._deadline = float("inf")
+
+    def requested(self) -> bool:
+        return self._count > 0
+
+    def expired(self) -> bool:
+        return self._count > 1 or time.monotonic() >= self._deadline
+
+    def handle(self, signum: int, frame: FrameType | None) -> None:
+        self._count += 1
+        if self._count == 1:
+            self._deadline = time.monotonic() + self.grace_s
+            self._on_request(f"{signal.Signals(signum).name}: finishing this outer iteration for up to "
+                             f"{self.grace_s:g} s; once more stops at once.")
+
+
+@contextmanager
+def signals_to(stop: SignalStop) -> Iterator[None]:
+    """Sends SIGINT and SIGTERM to `stop` while the block runs."""
+    old = {number: signal.signal(number, stop.handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)

@@ -1,0 +1,34 @@
+"""Natural-gradient SGD with parameter averaging, for acoustic models and any PyTorch module.
+
+The names below are loaded on first use, so that `import ngsgd` is quick and needs nothing beyond torch and numpy.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from ngsgd.ops.averaging import average_parameters
+    from ngsgd.optim.ngsgd import NGSGD
+    from ngsgd.preconditioners.online import OnlineNaturalGradient
+
+_HOME_OF = {
+    "NGSGD": "ngsgd.optim.ngsgd",
+    "OnlineNaturalGradient": "ngsgd.preconditioners.online",
+    "average_parameters": "ngsgd.ops.averaging",
+}
+
+__all__ = ["NGSGD", "OnlineNaturalGradient", "average_parameters"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'ngsgd' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME_OF[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

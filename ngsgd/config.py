@@ -1,0 +1,227 @@
+"""Every knob of a training run: its unit, range, default, and where the paper or Kaldi sets it.
+
+Section and equation numbers: arXiv 1410.7455.  The dataclasses hold plain values, know nothing of YAML, and are the
+only place where a default is written.  `check()` returns sentences, so that all mistakes are shown at once.
+
+Learning rates are per frame, on the objective *summed* over the minibatch (Kaldi's convention).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any
+
+
+def knob(default: Any, *, one_of: tuple[Any, ...] = (), low: float | None = None, high: float | None = None,
+         above: float | None = None) -> Any:
+    """A dataclass field with its allowed values: `one_of`, or the range [low, high], or (above, high]."""
+    return field(default=default, metadata={"one_of": one_of, "low": low, "high": high, "above": above})
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Which speech, from where, and how much of it."""
+
+    corpus: str = knob("digits", one_of=("digits", "fsdd"))
+    source: str = knob("")            # fsdd: folder or archive that holds the recordings; empty: download (pinned, checksummed)
+    cache_dir: str = knob("")         # where prepared data is kept; empty: <output_dir>/data
+    split: str = knob("speaker", one_of=("speaker", "official"))  # fsdd: test on unseen speakers, or the data set's own split
+    train_minutes: float = knob(40.0, above=0.0, high=6000.0)     # minutes of audio made for training (connected strings)
+    valid_minutes: float = knob(3.0, above=0.0, high=600.0)
+    test_minutes: float = knob(7.0, above=0.0, high=600.0)
+    snr_db_low: float = knob(0.0, low=-20.0, high=60.0)           # signal-to-noise ratio of added noise, drawn per utterance
+    snr_db_high: float = knob(15.0, low=-20.0, high=60.0)
+    seed: int = knob(0, low=0)        # of the corpus; apart from the training seed, so that training seeds share one corpus
+
+
+@dataclass(frozen=True)
+class FeatureConfig:
+    """Acoustic features: 25 ms windows every 10 ms, no dither."""
+
+    kind: str = knob("fbank", one_of=("fbank", "mfcc"))
+    num_mel_bins: int = knob(40, low=3, high=256)
+    num_ceps: int = knob(13, low=1, high=80)    # mfcc only; at most num_mel_bins
+    cmvn: str = knob("utterance", one_of=("none", "utterance", "speaker"))  # mean and variance are normalised over this unit
+
+
+@dataclass(frozen=True)
+class EgsConfig:
+    """Archives of training examples (C.2): shuffled once on disk, again at every reading."""
+
+    left_context: int = knob(5, low=0, high=100)     # frames
+    right_context: int = knob(5, low=0, high=100)    # frames
+    frames_per_eg: int = knob(8, low=1, high=256)    # an example gives one frame per pass; Kaldi uses 8
+    samples_per_iter: int = knob(16000, low=1)       # K, frames per job between two averagings; Kaldi uses 400000
+    num_diagnostic_frames: int = knob(4000, low=1)   # frames of each fixed subset on which objf is measured
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The acoustic model: affine layers, a nonlinearity, and a renormalisation to unit root mean square."""
+
+    kind: str = knob("relu", one_of=("relu", "pnorm"))
+    num_layers: int = knob(4, low=1, high=64)
+    hidden_dim: int = knob(256, low=2)               # outputs of each hidden affine layer
+    pnorm_group: int = knob(5, low=2)                # pnorm: hidden_dim / pnorm_group values go on; must divide hidden_dim
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """What a worker does with a minibatch."""
+
+    kind: str = knob("ngsgd", one_of=("ngsgd", "sgd"))
+    momentum: float = knob(0.0, low=0.0, high=0.999)
+    max_change: float = knob(0.75, low=0.0)          # L2 norm of one layer's change per minibatch; 0 = no limit (C.3)
+    max_param_change: float = knob(2.0, low=0.0)     # L2 norm of the whole model's change per minibatch; 0 = no limit (C.3)
+    weight_decay: float = knob(0.0, low=0.0)         # Kaldi's l2: adds -weight_decay * |W|^2 per frame to the objf
+    rank_in: int = knob(20, low=1)                   # Fisher rank on the input side; lowered to (dim + 1) / 2
+    rank_out: int = knob(80, low=1)                  # Fisher rank on the output-derivative side; lowered likewise
+    update_period: int = knob(4, low=1)              # minibatches between Fisher updates
+    num_samples_history: float = knob(2000.0, above=0.0, high=1e6)  # frames; forgetting time constant of the Fisher (eq. 78)
+    alpha: float = knob(4.0, low=0.0)                # smoothing towards the identity (eq. 19)
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    """How long, at which rate, on how many jobs; the formulas are Kaldi's (`ngsgd.schedules`)."""
+
+    num_epochs: float = knob(4.0, above=0.0, high=1000.0)
+    minibatch_size: int = knob(128, low=1)           # frames; C.1: 128 for CPU threads, 512 for GPUs
+    lr_initial: float = knob(0.004, above=0.0)       # effective learning rate per frame; a job's rate is this times num_jobs
+    lr_final: float = knob(0.0004, above=0.0)
+    num_jobs_initial: int = knob(1, low=1)
+    num_jobs_final: int = knob(2, low=1)
+    num_jobs_step: int = knob(1, low=1)              # num_jobs grows in multiples of this
+
+
+@dataclass(frozen=True)
+class ClusterConfig:
+    """Where the jobs run."""
+
+    kind: str = knob("ray", one_of=("in_process", "ray"))
+    num_workers: int = knob(2, low=1, high=10000)
+    threads_per_worker: int = knob(0, low=0)         # 0: cores divided by workers, at least 1
+    device: str = knob("auto", one_of=("auto", "cpu", "cuda"))  # auto: a GPU where Ray offers one, else CPU
+    address: str = knob("")                          # Ray cluster to join, host:port or auto; empty: start one on this machine
+    start_timeout_s: float = knob(120.0, above=0.0)  # for a worker to report that it is ready
+
+
+@dataclass(frozen=True)
+class FailureConfig:
+    """What may go wrong before the run stops."""
+
+    max_attempts: int = knob(3, low=1)               # tries for one shard in one outer iteration
+    max_worker_deaths: int = knob(-1, low=-1)        # for the whole run; -1 = unlimited
+    objf_tolerance: float = knob(1.0, above=0.0)     # a job is rejected when its objf is this far below the best (Kaldi: 1.0)
+    min_accepted: float = knob(0.5, above=0.0, high=1.0)  # share of an iteration's jobs that must be accepted
+    grace_s: float = knob(5.0, low=0.0)              # after Ctrl-C or SIGTERM: time for the running outer iteration to finish
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """A checkpoint follows every outer iteration."""
+
+    num_to_keep: int = knob(3, low=1)
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """Hybrid decoding: log posterior minus log prior, on a digit loop."""
+
+    acoustic_scales: tuple[float, ...] = knob((0.1, 0.15, 0.2, 0.3, 0.5))  # swept on valid; the best one is used on test
+    word_penalties: tuple[float, ...] = knob((0.0, 1.0, 2.0, 4.0))         # cost per word, swept likewise
+    beam: float = knob(16.0, above=0.0)
+    max_active: int = knob(7000, low=2)
+    num_prior_frames: int = knob(20000, low=1)       # training frames whose average posterior is the prior (Kaldi: 20000)
+
+
+@dataclass(frozen=True)
+class TrackingConfig:
+    """MLflow; the event log in the run folder is written in any case."""
+
+    kind: str = knob("mlflow", one_of=("mlflow", "none"))
+    uri: str = knob("")               # MLflow tracking URI; empty: sqlite:///<output_dir>/mlflow.db
+    experiment: str = knob("")        # empty: <corpus>-<model kind>
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Everything that decides a run."""
+
+    output_dir: str = knob("runs")    # holds run folders, prepared data and the tracking database
+    name: str = knob("")              # run name; empty: made from what tells runs apart
+    seed: int = knob(0, low=0)        # with the outer iteration and the job it decides every random draw of training
+    data: DataConfig = field(default_factory=DataConfig)
+    features: FeatureConfig = field(default_factory=FeatureConfig)
+    egs: EgsConfig = field(default_factory=EgsConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    failure: FailureConfig = field(default_factory=FailureConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    decode: DecodeConfig = field(default_factory=DecodeConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+
+
+def check(config: RunConfig) -> list[str]:
+    """One sentence per wrong value; an empty list when the configuration can run."""
+    problems = [sentence for path, spec, value in _leaves(config, "") for sentence in _check_value(path, spec.metadata, value)]
+    return problems or [sentence for rule in _RULES for sentence in rule(config)]
+
+
+def _leaves(node: Any, prefix: str) -> Iterator[tuple[str, Any, Any]]:
+    for spec in fields(node):
+        value = getattr(node, spec.name)
+        if is_dataclass(value):
+            yield from _leaves(value, f"{prefix}{spec.name}.")
+        else:
+            yield f"{prefix}{spec.name}", spec, value
+
+
+def _check_value(path: str, allowed: Any, value: Any) -> Iterator[str]:
+    if allowed.get("one_of") and value not in allowed["one_of"]:
+        yield f"{path} is {value!r}; choose one of {', '.join(map(str, allowed['one_of']))}."
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        low, high, above = allowed.get("low"), allowed.get("high"), allowed.get("above")
+        if math.isnan(value):  # passes every comparison below
+            yield f"{path} is not a number; give a finite value."
+        elif low is not None and value < low:
+            yield f"{path} is {value}; it must be at least {low:g}."
+        elif above is not None and value <= above:
+            yield f"{path} is {value}; it must be greater than {above:g}."
+        elif high is not None and value > high:
+            yield f"{path} is {value}; it must be at most {high:g}."
+
+
+def _rule_snr(c: RunConfig) -> Iterator[str]:
+    if c.data.snr_db_low > c.data.snr_db_high:
+        yield f"data.snr_db_low is {c.data.snr_db_low} and above data.snr_db_high, {c.data.snr_db_high}; swap them."
+
+
+def _rule_ceps(c: RunConfig) -> Iterator[str]:
+    if c.features.kind == "mfcc" and c.features.num_ceps > c.features.num_mel_bins:
+        yield f"features.num_ceps is {c.features.num_ceps}; it can be at most features.num_mel_bins, {c.features.num_mel_bins}."
+
+
+def _rule_pnorm(c: RunConfig) -> Iterator[str]:
+    if c.model.kind == "pnorm" and c.model.hidden_dim % c.model.pnorm_group:
+        yield (f"model.hidden_dim is {c.model.hidden_dim}; with model=pnorm it must be a multiple of model.pnorm_group, "
+               f"{c.model.pnorm_group}.")
+
+
+def _rule_lr(c: RunConfig) -> Iterator[str]:
+    if c.schedule.lr_final > c.schedule.lr_initial:
+        yield (f"schedule.lr_final is {c.schedule.lr_final} and above schedule.lr_initial, {c.schedule.lr_initial}; "
+               "the rate can only fall.")
+
+
+def _rule_jobs(c: RunConfig) -> Iterator[str]:
+    if c.schedule.num_jobs_final < c.schedule.num_jobs_initial:
+        yield (f"schedule.num_jobs_final is {c.schedule.num_jobs_final}; it must be at least schedule.num_jobs_initial, "
+               f"{c.schedule.num_jobs_initial}.")
+
+
+_RULES: tuple[Callable[[RunConfig], Iterator[str]], ...] = (_rule_snr, _rule_ceps, _rule_pnorm, _rule_lr, _rule_jobs)

@@ -1,0 +1,37 @@
+"""Labelled frames in memory, before they become archives.  Knows no speech.
+
+Letters: T frames, D feature dimension, U utterances.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ngsgd.errors import DataError
+
+
+@dataclass(frozen=True)
+class FrameSet:
+    """Frames of U utterances laid end to end, each frame with the class it should be recognised as."""
+
+    features_TD: npt.NDArray[np.float32]  # not spliced; context is added at reading time
+    pdf_T: npt.NDArray[np.int32]          # class (HMM state) of each frame
+    offsets: npt.NDArray[np.int64]        # U + 1 entries; utterance u is rows offsets[u]:offsets[u + 1]
+    utt_ids: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        num_frames = self.features_TD.shape[0]
+        if self.pdf_T.shape != (num_frames,) or self.offsets[-1] != num_frames or len(self.offsets) != len(self.utt_ids) + 1:
+            raise DataError(f"{num_frames} frames, {len(self.pdf_T)} labels and offsets up to {self.offsets[-1]} of "
+                            f"{len(self.utt_ids)} utterances do not fit together; prepare the data again.")
+
+    @property
+    def num_frames(self) -> int:
+        return int(self.features_TD.shape[0])
+
+    @property
+    def dim(self) -> int:
+        return int(self.features_TD.shape[1])

@@ -1,0 +1,66 @@
+"""The errors a user can meet, and the exit code of each.
+
+Every message is one sentence that says who, what, where and what to do next.  `assert` is for what only a bug of
+ours can break.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+EXIT_OK = 0
+EXIT_RUN_FAILED = 1
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, the shell's own convention
+
+
+class NgsgdError(Exception):
+    """Anything the user can act on; never raised bare."""
+
+    exit_code = EXIT_RUN_FAILED
+
+
+class ConfigError(NgsgdError):
+    """One or more settings are wrong; `problems` lists them all so that they can be mended in one go."""
+
+    exit_code = 2
+
+    def __init__(self, problems: str | Iterable[str]) -> None:
+        self.problems = [problems] if isinstance(problems, str) else list(problems)
+        super().__init__("\n".join(self.problems))
+
+
+class DataError(NgsgdError):
+    """Audio, alignments, features or archives are missing, damaged or do not fit together."""
+
+    exit_code = 3
+
+
+class DivergenceError(NgsgdError):
+    """Training left the finite numbers, or every job of an outer iteration was rejected."""
+
+    exit_code = 4
+
+
+class ClusterError(NgsgdError):
+    """Workers could not be started, or too few of them are left."""
+
+    exit_code = 5
+
+
+class CheckpointError(NgsgdError):
+    """A checkpoint is missing, damaged, or belongs to another model."""
+
+    exit_code = 6
+
+
+class MissingExtraError(ConfigError):
+    """A feature needs packages of an optional extra that is not installed."""
+
+    def __init__(self, package: str, extra: str, purpose: str) -> None:
+        super().__init__(f"{purpose} needs the package {package}, which is not installed: pip install 'ngsgd[{extra}]'")
+
+
+class RunInterrupted(NgsgdError):
+    """The user or the cluster asked the run to stop; the last checkpoint is whole."""
+
+    exit_code = EXIT_INTERRUPTED

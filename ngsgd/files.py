@@ -1,0 +1,55 @@
+"""Files that are whole or absent: written under a temporary name, fsynced, renamed."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+def sha256(path: Path) -> str:
+    """Hex digest of a file's content."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@contextmanager
+def new_directory(final: Path) -> Iterator[Path]:
+    """A directory to fill; it takes the name `final` when the block ends well, and is removed when it does not."""
+    temporary = final.with_name(f".{final.name}.{uuid.uuid4().hex[:8]}.tmp")
+    temporary.mkdir(parents=True)
+    try:
+        yield temporary
+        for path in temporary.rglob("*"):
+            _fsync(path)
+        if final.exists():  # somebody else was faster, or an older version is to be replaced
+            shutil.rmtree(final)
+        temporary.rename(final)
+        _fsync(final.parent)
+    except BaseException:  # Ctrl-C too must leave nothing behind
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replaces the file at `path` in one step."""
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        _fsync(temporary)
+        temporary.rename(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def _fsync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,6 @@
+"""Optimisers for one machine and anybody's training loop."""
+
+from ngsgd.optim.ngsgd import NGSGD
+from ngsgd.optim.sgd import SGD, StepActivity
+
+__all__ = ["NGSGD", "SGD", "StepActivity"]

@@ -1,0 +1,1 @@
+"""Preconditioners that a worker applies to its gradients."""

@@ -1,0 +1,94 @@
+"""Which jobs each outer iteration runs, on which data, at which learning rate.  Numbers only.
+
+The formulas are those of Kaldi's `steps/nnet3/train_dnn.py` (libs/nnet3/train/common.py, frame_level_objf/common.py);
+the learning-rate and job rules are section 3 and C.1 of arXiv 1410.7455.  An archive of examples that hold
+`frames_per_eg` frames each is read `frames_per_eg` times in an epoch, one frame of every example at a time; one such
+reading is called a *pass*.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What one job reads: one frame of every example in one archive."""
+
+    archive: int  # 0-based
+    frame: int    # 0-based, within each example
+
+
+@dataclass(frozen=True)
+class OuterIteration:
+    """The plan of one outer iteration: one shard for each job."""
+
+    outer_iter: int
+    shards: tuple[Shard, ...]
+    passes_done: int         # before this outer iteration
+    effective_lr: float      # per frame; what the averaged model moves by
+
+    @property
+    def num_jobs(self) -> int:
+        return len(self.shards)
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of each job: averaging dilutes a job's step num_jobs-fold, so it is scaled up as much."""
+        return self.effective_lr * self.num_jobs
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """All outer iterations of a run, as a pure function of these numbers."""
+
+    num_archives: int
+    frames_per_eg: int
+    num_epochs: float
+    lr_initial: float        # effective, per frame
+    lr_final: float
+    num_jobs_initial: int
+    num_jobs_final: int
+    num_jobs_step: int = 1
+
+    @property
+    def num_passes(self) -> int:
+        """Archive passes in the whole run."""
+        return int(self.num_epochs * self.num_archives * self.frames_per_eg)
+
+    @property
+    def num_outer_iters(self) -> int:
+        # a run of very little data still needs one outer iteration
+        return max(1, int(2 * self.num_passes / (self.num_jobs_initial + self.num_jobs_final)))
+
+    def num_jobs(self, outer_iter: int) -> int:
+        """Jobs grow linearly from initial to final over the run, rounded to multiples of `num_jobs_step`."""
+        ideal = self.num_jobs_initial + (self.num_jobs_final - self.num_jobs_initial) * outer_iter / self.num_outer_iters
+        if ideal <= self.num_jobs_step:
+            return int(0.5 + ideal)
+        return int(0.5 + ideal / self.num_jobs_step) * self.num_jobs_step
+
+    def effective_lr(self, outer_iter: int, passes_done: int) -> float:
+        """Exponential decay in the amount of data processed; the last outer iteration runs at `lr_final` exactly."""
+        if outer_iter + 1 >= self.num_outer_iters:
+            return self.lr_final
+        decay = math.log(self.lr_final / self.lr_initial) / self.num_passes
+        return self.lr_initial * math.exp(passes_done * decay)
+
+    def shard(self, pass_index: int) -> Shard:
+        """The shard of the run's pass number `pass_index`; `frames_per_eg` epochs of archives meet every frame once."""
+        archive = pass_index % self.num_archives
+        # Kaldi adds the 1-based archive number: neighbouring archives then show different frames in one outer iteration
+        return Shard(archive, (pass_index // self.num_archives + archive + 1) % self.frames_per_eg)
+
+    def outer_iterations(self, first: int = 0) -> Iterator[OuterIteration]:
+        """The plans from outer iteration `first` on."""
+        passes_done = 0
+        for outer_iter in range(self.num_outer_iters):
+            num_jobs = self.num_jobs(outer_iter)
+            if outer_iter >= first:
+                shards = tuple(self.shard(passes_done + job) for job in range(num_jobs))
+                yield OuterIteration(outer_iter, shards, passes_done, self.effective_lr(outer_iter, passes_done))
+            passes_done += num_jobs

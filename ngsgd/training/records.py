@@ -1,0 +1,117 @@
+"""What the coordinator reports: plain numbers, ready for a log line, a chart or a JSON file.
+
+Objective functions are per frame and go up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class JobRecord:
+    """One job of one outer iteration, as it ended."""
+
+    job: int                   # 0-based within the outer iteration
+    worker: int                # slot that ran it; stable when a worker process is replaced
+    attempt: int               # 1 for the first try
+    num_frames: int
+    num_minibatches: int
+    objf: float                # mean over the job while it trained, nats per frame
+    accuracy: float            # share of frames, 0 to 1
+    seconds: float             # from the first minibatch to the last
+    max_change_share: float    # share of layer updates shortened by max_change, 0 to 1
+    max_param_change_share: float  # share of minibatches shortened by max_param_change, 0 to 1
+    num_skipped: int           # minibatches skipped because a gradient was not finite
+    accepted: bool
+    reason: str                # why it was rejected; empty when accepted
+
+    @property
+    def frames_per_second(self) -> float:
+        return self.num_frames / max(self.seconds, 1e-9)
+
+
+@dataclass(frozen=True)
+class SubsetScore:
+    """The model on a fixed subset of frames."""
+
+    objf: float                # nats per frame
+    accuracy: float            # share of frames, 0 to 1
+
+
+@dataclass(frozen=True)
+class OuterIterationRecord:
+    """One committed outer iteration."""
+
+    outer_iter: int            # 0-based
+    num_outer_iters: int
+    num_jobs: int              # planned
+    num_accepted: int
+    epoch: float               # data passes done after this outer iteration, in epochs
+    num_epochs: float
+    frames_processed: int      # since the start of the run, over all accepted jobs; the x axis of every chart
+    effective_lr: float        # per frame
+    lr: float                  # per frame, of each job
+    train: SubsetScore         # the averaged model on the fixed training subset
+    valid: SubsetScore         # the averaged model on the fixed held-out subset
+    jobs: tuple[JobRecord, ...]
+    relative_change: dict[str, float]  # per layer: norm of this outer iteration's change over norm of the parameters
+    compute_s: float           # waiting for jobs
+    average_s: float
+    checkpoint_s: float
+    diagnostics_s: float
+    elapsed_s: float           # since this process began training
+    left_s: float              # estimate for the outer iterations to come
+
+    @property
+    def skew(self) -> float:
+        """How much longer the slowest accepted job took than the median one, as a share of the median."""
+        seconds = sorted(job.seconds for job in self.jobs if job.accepted)
+        return seconds[-1] / max(seconds[len(seconds) // 2], 1e-9) - 1.0 if seconds else 0.0
+
+    @property
+    def objf(self) -> float:
+        """Mean objf per frame while the accepted jobs trained."""
+        return self._frame_mean("objf")
+
+    @property
+    def accuracy(self) -> float:
+        return self._frame_mean("accuracy")
+
+    @property
+    def max_change_share(self) -> float:
+        return self._frame_mean("max_change_share")
+
+    @property
+    def max_param_change_share(self) -> float:
+        return self._frame_mean("max_param_change_share")
+
+    def _frame_mean(self, name: str) -> float:
+        accepted = [job for job in self.jobs if job.accepted]
+        num_frames = sum(job.num_frames for job in accepted)
+        return float(sum(getattr(job, name) * job.num_frames for job in accepted) / max(num_frames, 1))
+
+
+@dataclass(frozen=True)
+class FinalReport:
+    """What the run came to."""
+
+    wer: str                   # on the test set: "%WER 3.10 [ 31 / 1000, 4 ins, 7 del, 20 sub ]"
+    wer_percent: float
+    valid_wer: str
+    train: SubsetScore
+    valid: SubsetScore
+    frames_processed: int
+    seconds: float
+    files: dict[str, str] = field(default_factory=dict)  # what was written: label -> path
+
+
+@dataclass(frozen=True)
+class Incident:
+    """Something that was not planned, and what was done about it: one line in every log."""
+
+    what: str                  # worker_died | job_failed | job_rejected | worker_replaced | interrupted | ...
+    message: str               # one sentence: who, what, what was done
+    outer_iter: int
+    job: int = -1              # -1: not about a job
+    worker: int = -1

@@ -1,0 +1,44 @@
+"""Who wants to hear about a run: the coordinator tells every tracker the same records."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from ngsgd.training.records import FinalReport, Incident, OuterIterationRecord
+
+
+class Tracker(Protocol):
+    """A listener; it must return quickly and must not raise (the event log has the numbers in any case)."""
+
+    def outer_iteration(self, record: OuterIterationRecord) -> None: ...
+
+    def incident(self, incident: Incident) -> None: ...
+
+    def finished(self, report: FinalReport) -> None: ...
+
+    def close(self, status: str) -> None:
+        """The run ends; `status` is FINISHED, FAILED or KILLED."""
+
+
+class Trackers:
+    """Passes every record on to all trackers, in order."""
+
+    def __init__(self, trackers: Sequence[Tracker]) -> None:
+        self.trackers = list(trackers)
+
+    def outer_iteration(self, record: OuterIterationRecord) -> None:
+        for tracker in self.trackers:
+            tracker.outer_iteration(record)
+
+    def incident(self, incident: Incident) -> None:
+        for tracker in self.trackers:
+            tracker.incident(incident)
+
+    def finished(self, report: FinalReport) -> None:
+        for tracker in self.trackers:
+            tracker.finished(report)
+
+    def close(self, status: str) -> None:
+        for tracker in self.trackers:
+            tracker.close(status)

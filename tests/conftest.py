@@ -1,0 +1,39 @@
+"""Shared fixtures: reference vectors, and one Ray for the whole session."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+# set before torch, Ray or MLflow is imported anywhere
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
+os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+os.environ.setdefault("DO_NOT_TRACK", "1")
+
+import numpy as np
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+class Golden:
+    """One file of reference vectors: cases of named arrays, each with a config."""
+
+    def __init__(self, name: str) -> None:
+        self.npz = np.load(GOLDEN / name)
+
+    def cases(self, prefix: str = "") -> list[str]:
+        return sorted({key.split("__")[0] for key in self.npz.files if "__" in key and key.startswith(prefix)})
+
+    def config(self, case: str) -> dict[str, Any]:
+        return json.loads(str(self.npz[f"{case}__config"]))  # type: ignore[no-any-return]
+
+    def has(self, case: str, array: str) -> bool:
+        return f"{case}__{array}" in self.npz.files
+
+    def __call__(self, case: str, array: str) -> Any:
+        return self.npz[f"{case}__{array}"]

@@ -1,0 +1,48 @@
+"""The schedule against Kaldi's own functions (golden/schedule.npz)."""
+
+import math
+
+import pytest
+
+from ngsgd.schedules import Schedule, Shard
+from tests.conftest import Golden
+
+GOLDEN = Golden("schedule.npz")
+
+
+def kaldi_schedule(case: str) -> Schedule:
+    c = GOLDEN.config(case)
+    return Schedule(c["num_archives"], c["frames_per_eg"], c["num_epochs"], c["initial_effective_lrate"],
+                    c["final_effective_lrate"], c["num_jobs_initial"], c["num_jobs_final"], c["num_jobs_step"])
+
+
+@pytest.mark.parametrize("case", GOLDEN.cases())
+def test_every_outer_iteration_equals_kaldi(case: str) -> None:
+    schedule = kaldi_schedule(case)
+    plans = list(schedule.outer_iterations())
+    config = GOLDEN.config(case)
+    assert len(plans) == schedule.num_outer_iters == config["num_iters"]
+    assert schedule.num_passes == config["num_archives_to_process"]
+    for plan in plans:
+        it = plan.outer_iter
+        assert plan.num_jobs == GOLDEN(case, "num_jobs")[it]
+        assert plan.passes_done == GOLDEN(case, "archives_processed")[it]
+        # float64 on both sides; only the order of one product differs
+        assert math.isclose(plan.lr, GOLDEN(case, "learning_rate")[it], rel_tol=1e-12)
+        for job, shard in enumerate(plan.shards):
+            assert shard == Shard(GOLDEN(case, "archive_index")[it, job] - 1, GOLDEN(case, "frame")[it, job])
+
+
+def test_resuming_plans_the_same_outer_iterations() -> None:
+    schedule = kaldi_schedule(GOLDEN.cases()[0])
+    assert list(schedule.outer_iterations(first=7)) == list(schedule.outer_iterations())[7:]
+
+
+def test_every_frame_of_every_archive_is_read_once_in_frames_per_eg_rounds() -> None:
+    schedule = Schedule(5, 8, 1.0, 0.1, 0.01, 1, 1)
+    shards = [schedule.shard(index) for index in range(5 * 8)]
+    assert len(set(shards)) == 40
+
+
+def test_a_run_shorter_than_one_outer_iteration_still_has_one() -> None:
+    assert len(list(Schedule(1, 1, 1.0, 0.1, 0.01, 4, 4).outer_iterations())) == 1
