@@ -28,15 +28,16 @@ _STORE_BYTES = 512 * 2**20  # plasma on one machine; parameters and results of s
 class _RayWorker:
     """The actor: a `Worker` in a process of its own."""
 
-    def __init__(self, spec: WorkerSpec, index: int, num_threads: int) -> None:
+    def prepare(self, spec: WorkerSpec, index: int, num_threads: int) -> tuple[str, int]:
+        """(host, process id) once the worker can take jobs.
+
+        Not the constructor: Ray reports what a constructor raises as the actor's death, and loses its type.
+        """
         import torch
 
         from ngsgd.training.worker import Worker
         torch.set_num_threads(num_threads)
         self._worker = Worker(spec, index)
-
-    def process(self) -> tuple[str, int]:
-        """(host, process id); answering means that the worker is ready."""
         return os.uname().nodename, os.getpid()
 
     def run(self, job: Job, parameters: Vector) -> JobResult:
@@ -50,7 +51,6 @@ class _Slot:
     index: int
     actor: Any
     ready: Any                       # ref that resolves when the actor can take jobs
-    started: float
     process: tuple[str, int] | None = None  # host and process id, once ready
     job: Job | None = None
     running: Any = None              # ref of the job's result
@@ -169,12 +169,12 @@ class RayPool:
         return result
 
     def _new_slot(self, index: int) -> _Slot:
-        actor = self._actor_class.remote(self._spec_ref, index, self.num_threads)
-        return _Slot(index, actor, actor.process.remote(), time.monotonic())
+        actor = self._actor_class.remote()
+        return _Slot(index, actor, actor.prepare.remote(self._spec_ref, index, self.num_threads))
 
     def _replace(self, slot: _Slot) -> None:
         fresh = self._new_slot(slot.index)
-        slot.actor, slot.ready, slot.started, slot.process = fresh.actor, fresh.ready, fresh.started, None
+        slot.actor, slot.ready, slot.process = fresh.actor, fresh.ready, None
 
     def _gpus_per_worker(self) -> float:
         """A worker gets a GPU of its own where there are enough, else a share; NCCL is not involved."""

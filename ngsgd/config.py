@@ -114,7 +114,7 @@ class FailureConfig:
 
     max_attempts: int = knob(3, low=1)               # tries for one shard in one outer iteration
     max_worker_deaths: int = knob(-1, low=-1)        # for the whole run; -1 = unlimited
-    objf_tolerance: float = knob(1.0, above=0.0)     # a job is rejected when its objf is this far below the best (Kaldi: 1.0)
+    objf_tolerance: float = knob(1.0, above=0.0)     # nats per frame; a job this far below the best is rejected (Kaldi: 1.0)
     min_accepted: float = knob(0.5, above=0.0, high=1.0)  # share of an iteration's jobs that must be accepted
     grace_s: float = knob(5.0, low=0.0)              # after Ctrl-C or SIGTERM: time for the running outer iteration to finish
 

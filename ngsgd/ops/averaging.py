@@ -35,9 +35,10 @@ def weighted_mean(vectors: Sequence[npt.NDArray[np.float32]], weights: Sequence[
     mean = np.empty_like(vectors[0])
     for first in range(0, len(mean), _CHUNK):
         part = slice(first, first + _CHUNK)
-        total = shares[0] * vectors[0][part].astype(np.float64)
+        # dtype matters: a Python float times float32 stays float32
+        total = np.multiply(vectors[0][part], shares[0], dtype=np.float64)
         for share, vector in zip(shares[1:], vectors[1:], strict=True):
-            total += share * vector[part]
+            total += np.multiply(vector[part], share, dtype=np.float64)
         mean[part] = total
     return mean
 

@@ -12,15 +12,18 @@ from ngsgd.schedules import OuterIteration
 from ngsgd.training.job import JobResult
 
 
-def judge(results: Sequence[JobResult], objf_tolerance: float) -> list[tuple[JobResult, str]]:
+def judge(results: Sequence[JobResult], objf_tolerance: float, num_classes: int) -> list[tuple[JobResult, str]]:
     """Each result with the reason why it is rejected, empty when it is accepted.
 
     Rejected: a result whose parameters or objf are not finite, and one whose objf per frame is more than
-    `objf_tolerance` below the best of the others (Kaldi: 1.0).  If none is finite, none is accepted.
+    `objf_tolerance` below the best (Kaldi: 1.0) or below that of guessing: if all jobs diverge, none is accepted.
     """
     reasons = [_not_finite(result) for result in results]
-    best = max((result.objf for result, reason in zip(results, reasons, strict=True) if not reason), default=-math.inf)
-    return [(result, reason or _too_far_below(best, result.objf, objf_tolerance))
+    finite = [result.objf for result, reason in zip(results, reasons, strict=True) if not reason]
+    guessing = -math.log(num_classes)
+    best = max([guessing, *finite])
+    name = "the best" if best > guessing else "guessing"
+    return [(result, reason or _too_far_below(best, name, result.objf, objf_tolerance))
             for result, reason in zip(results, reasons, strict=True)]
 
 
@@ -43,7 +46,7 @@ def _not_finite(result: JobResult) -> str:
     return f"{num_bad} of its parameters are not finite" if num_bad else ""
 
 
-def _too_far_below(best: float, objf: float, tolerance: float) -> str:
+def _too_far_below(best: float, name: str, objf: float, tolerance: float) -> str:
     if best - objf <= tolerance:
         return ""
-    return f"its objf {objf:.3f} is more than {tolerance:g} below the best, {best:.3f}"
+    return f"its objf {objf:.3f} is more than {tolerance:g} below {name}, {best:.3f}"

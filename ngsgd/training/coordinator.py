@@ -80,7 +80,7 @@ class Coordinator:
         self.pool.broadcast(before.parameters)
         results = self._run_jobs(plan)
         compute_s = clock.lap()
-        verdicts = judge(results, self.failure.objf_tolerance)
+        verdicts = judge(results, self.failure.objf_tolerance, self.reader.info.num_classes)
         for result, reason in verdicts:
             self.ledger.judged(result, reason)
             if reason:

@@ -1,0 +1,21 @@
+"""One Ray for all tests that need it: starting it costs seconds."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def ray_session() -> Iterator[None]:
+    import ray
+    os.environ["RAY_AUTH_TOKEN"] = "test-session"  # keeps Ray from writing a token into the home directory
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as folder:  # socket paths must stay short
+        ray.init(address="local", num_cpus=8, include_dashboard=False, object_store_memory=200 * 2**20,
+                 log_to_driver=False, _temp_dir=str(Path(folder).resolve()))
+        yield
+        ray.shutdown()

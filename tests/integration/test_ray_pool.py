@@ -1,0 +1,97 @@
+"""Real Ray actors: the numbers of one process, and a worker that is killed."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from launcher.ray_pool import RayPool
+from ngsgd.config import ClusterConfig
+from ngsgd.errors import ClusterError, DataError
+from ngsgd.training.job import Job
+from ngsgd.training.ledger import audit
+from tests.toy import Run, config
+
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_session")]
+
+
+class PoolThatLosesWorkers(RayPool):
+    """Kills the worker of the slot that just got a job, as `kill -9` would."""
+
+    def __init__(self, run: Run, should_kill: Callable[[Job], bool]) -> None:
+        super().__init__(run.spec, 1)
+        self.should_kill = should_kill
+        self.killed: list[int] = []
+
+    def submit(self, job: Job) -> None:
+        super().submit(job)
+        if self.should_kill(job):
+            process_id = next(slot.process[1] for slot in self._slots if slot.job == job and slot.process)
+            os.kill(process_id, signal.SIGKILL)
+            self.killed.append(process_id)
+
+
+def test_ray_and_in_process_give_the_same_bits_and_leave_no_process(tmp_path: Path) -> None:
+    in_process = Run(tmp_path / "in_process").train()
+    run = Run(tmp_path / "ray")
+    pool = RayPool(run.spec, 1)
+    processes: list[int] = []
+    broadcast = pool.broadcast
+
+    def remember(parameters: np.ndarray) -> None:
+        processes[:] = pool.process_ids()
+        broadcast(parameters)
+    pool.broadcast = remember  # type: ignore[method-assign]
+    end = run.train(pool)
+    assert end.model_sha256 == in_process.model_sha256
+    assert len(set(processes)) == 2
+    gone, alive = psutil.wait_procs([psutil.Process(p) for p in processes if psutil.pid_exists(p)], timeout=10)
+    assert not alive, gone
+
+
+def test_a_worker_killed_in_an_outer_iteration_costs_nothing(tmp_path: Path) -> None:
+    whole = Run(tmp_path / "whole").train()
+    run = Run(tmp_path / "killed")
+    pool = PoolThatLosesWorkers(run, lambda job: (job.outer_iter, job.job, job.attempt) in {(1, 0, 1), (3, 1, 1)})
+    end = run.train(pool)
+    assert len(pool.killed) == 2
+    assert end.model_sha256 == whole.model_sha256
+    assert audit(run.ledger_path) == []
+    assert [i.what for i in run.recorder.incidents] == ["worker_died", "worker_died"]
+    assert f"process {pool.killed[0]} on " in run.recorder.incidents[0].message
+    assert "its shard runs again" in run.recorder.incidents[0].message
+
+
+def test_all_workers_killed_at_once_are_replaced(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.train(PoolThatLosesWorkers(run, lambda job: job.outer_iter == 2 and job.attempt == 1))
+    assert len(run.recorder.incidents) == 2
+    assert audit(run.ledger_path) == []
+
+
+def test_more_jobs_than_workers_wait_their_turn(tmp_path: Path) -> None:
+    four_jobs = dataclasses.replace(config().schedule, num_jobs_initial=4, num_jobs_final=4)
+    run = Run(tmp_path, config(schedule=four_jobs))
+    run.train(RayPool(run.spec, 1))
+    assert {record.num_accepted for record in run.recorder.records} == {4}
+
+
+def test_a_worker_that_cannot_read_its_data_says_so(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.spec = dataclasses.replace(run.spec, egs_directory=str(tmp_path / "nowhere"))
+    with pytest.raises(DataError, match="nowhere is not a directory of examples"):
+        run.train(RayPool(run.spec, 1))
+
+
+def test_workers_that_do_not_come_are_given_up_on(tmp_path: Path) -> None:
+    too_many = ClusterConfig(num_workers=2, threads_per_worker=100, start_timeout_s=1.0)  # the session has 8 cores
+    run = Run(tmp_path, config(cluster=too_many))
+    with pytest.raises(ClusterError, match=r"0 of 2 workers were ready after cluster\.start_timeout_s = 1"):
+        run.train(RayPool(run.spec, 100))

@@ -1,0 +1,125 @@
+"""A small learnable task and the pieces around it, for tests of training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ngsgd.config import ClusterConfig, EgsConfig, ModelConfig, OptimizerConfig, RunConfig, ScheduleConfig
+from ngsgd.egs.archives import prepare_archives
+from ngsgd.egs.frames import FrameSet
+from ngsgd.egs.reader import EgsReader
+from ngsgd.models import build_model
+from ngsgd.schedules import Schedule
+from ngsgd.training.checkpoint import Checkpoint, CheckpointStore
+from ngsgd.training.coordinator import Coordinator, StopSignal, first_checkpoint
+from ngsgd.training.flat import Layout
+from ngsgd.training.job import WorkerSpec
+from ngsgd.training.ledger import Ledger
+from ngsgd.training.pool import InProcessPool, WorkerPool
+from ngsgd.training.records import FinalReport, Incident, OuterIterationRecord
+
+NUM_CLASSES, DIM = 6, 5
+
+
+def frame_set(num_frames: int, seed: int, utterance: int = 57) -> FrameSet:
+    """Frames around one mean per class; the utterance length divides neither the example nor the set."""
+    random = np.random.default_rng(seed)
+    means = np.random.default_rng(99).normal(size=(NUM_CLASSES, DIM))
+    pdf = np.repeat(random.integers(0, NUM_CLASSES, num_frames // 4 + 1), 4)[:num_frames].astype(np.int32)
+    features = (means[pdf] + 0.7 * random.normal(size=(num_frames, DIM))).astype(np.float32)
+    offsets = np.append(np.arange(0, num_frames, utterance), num_frames)
+    return FrameSet(features, pdf, offsets, tuple(f"utt{u}" for u in range(len(offsets) - 1)))
+
+
+def config(**changes: Any) -> RunConfig:
+    """A run of a second: 3 archives, 2 jobs."""
+    settings: dict[str, Any] = {
+        "egs": EgsConfig(left_context=2, right_context=1, frames_per_eg=4, samples_per_iter=300, num_diagnostic_frames=200),
+        "model": ModelConfig(num_layers=2, hidden_dim=16),
+        "schedule": ScheduleConfig(num_epochs=1.0, minibatch_size=64, lr_initial=0.01, lr_final=0.001,
+                                   num_jobs_initial=2, num_jobs_final=2),
+        "optimizer": OptimizerConfig(rank_in=4, rank_out=4),
+        "cluster": ClusterConfig(num_workers=2, threads_per_worker=1),
+    }
+    return RunConfig(**{**settings, **changes})
+
+
+class NeverStop:
+    def requested(self) -> bool:
+        return False
+
+    def expired(self) -> bool:
+        return False
+
+
+class Recorder:
+    """A tracker that keeps what it hears."""
+
+    def __init__(self) -> None:
+        self.records: list[OuterIterationRecord] = []
+        self.incidents: list[Incident] = []
+        self.reports: list[FinalReport] = []
+        self.status = ""
+
+    def outer_iteration(self, record: OuterIterationRecord) -> None:
+        self.records.append(record)
+
+    def incident(self, incident: Incident) -> None:
+        self.incidents.append(incident)
+
+    def finished(self, report: FinalReport) -> None:
+        self.reports.append(report)
+
+    def close(self, status: str) -> None:
+        self.status = status
+
+
+class Run:
+    """A run folder with its data, and a coordinator over whatever pool."""
+
+    def __init__(self, folder: Path, run_config: RunConfig | None = None) -> None:
+        self.folder = folder
+        self.config = run_config or config()
+        self.egs = prepare_archives(frame_set(3600, 1), frame_set(600, 2), self.config.egs, num_classes=NUM_CLASSES,
+                                    digest="toy", cache_root=folder)
+        self.reader = EgsReader(self.egs)
+        self.spec = WorkerSpec(self.config, str(self.egs))
+        self.recorder = Recorder()
+        info = self.reader.info
+        self.model = build_model(self.config.model, info.num_inputs, info.num_classes, self.config.seed)
+        self.store = CheckpointStore(folder / "checkpoints", Layout.of(self.model), num_to_keep=3)
+        self.store.directory.mkdir(exist_ok=True)
+
+    @property
+    def ledger_path(self) -> Path:
+        return self.folder / "ledger.jsonl"
+
+    @property
+    def schedule(self) -> Schedule:
+        s, info = self.config.schedule, self.reader.info
+        return Schedule(info.num_archives, info.frames_per_eg, s.num_epochs, s.lr_initial, s.lr_final,
+                        s.num_jobs_initial, s.num_jobs_final, s.num_jobs_step)
+
+    def in_process(self, should_stop: Callable[[], bool] = lambda: False) -> InProcessPool:
+        return InProcessPool(self.spec, self.config.cluster.num_workers, 1, should_stop)
+
+    def train(self, pool: WorkerPool | None = None, stop: StopSignal | None = None) -> Checkpoint:
+        """From the newest checkpoint, or from the start."""
+        pool = pool or self.in_process()
+        layout = self.store.layout
+        latest, _ = self.store.latest()
+        info = self.reader.info
+        fresh = build_model(self.config.model, info.num_inputs, info.num_classes, self.config.seed)
+        start = latest or first_checkpoint(layout.flatten(fresh.state_dict()))
+        ledger = Ledger(self.ledger_path)
+        try:
+            pool.start()
+            return Coordinator(self.schedule, pool, self.model, self.reader, self.store, ledger, self.recorder,
+                               self.config.failure, stop or NeverStop()).train(start)
+        finally:
+            ledger.close()
+            pool.close()

@@ -1,0 +1,190 @@
+"""The outer loop: what is averaged, what is rejected, what is tried again, and what a stop leaves behind."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ngsgd.config import FailureConfig, OptimizerConfig
+from ngsgd.errors import ClusterError, DataError, DivergenceError, RunInterrupted
+from ngsgd.ops.averaging import weighted_mean
+from ngsgd.training.flat import Vector
+from ngsgd.training.job import Job, JobFailure, JobResult
+from ngsgd.training.ledger import audit, read_lines
+from ngsgd.training.pool import InProcessPool, Outcome
+from tests.toy import Run, config
+
+Spoil = Callable[[JobResult], Outcome]
+
+
+class FaultyPool(InProcessPool):
+    """An in-process pool whose outcomes a test may change."""
+
+    def __init__(self, run: Run, spoil: Spoil) -> None:
+        super().__init__(run.spec, 2, 1)
+        self.spoil = spoil
+        self.results: list[JobResult] = []
+
+    def wait(self, timeout_s: float) -> Outcome | None:
+        result = super().wait(timeout_s)
+        assert isinstance(result, JobResult)
+        self.results.append(result)
+        return self.spoil(result)
+
+
+def dies(result: JobResult) -> JobFailure:
+    return JobFailure(result.job, result.worker, "killed by SIGKILL", worker_died=True)
+
+
+def on_first_try_of(outer_iter: int, job: int, spoil: Spoil) -> Spoil:
+    def chosen(result: JobResult) -> Outcome:
+        at = result.job
+        return spoil(result) if (at.outer_iter, at.job, at.attempt) == (outer_iter, job, 1) else result
+    return chosen
+
+
+def test_each_outer_iteration_is_the_frame_weighted_mean_of_its_jobs(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    pool = FaultyPool(run, lambda result: result)
+    end = run.train(pool)
+    last = [r for r in pool.results if r.job.outer_iter == end.progress.outer_iter]
+    assert len(last) == 2
+    mean = weighted_mean([r.parameters for r in last], [r.num_frames for r in last])
+    assert np.array_equal(end.parameters, mean)
+    assert end.progress.frames_processed == 3600 == run.recorder.records[-1].frames_processed
+    assert audit(run.ledger_path) == []
+
+
+def test_training_learns(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.train()
+    first, last = run.recorder.records[0], run.recorder.records[-1]
+    assert last.valid.objf > first.valid.objf
+    assert last.valid.accuracy > 0.8  # six classes; chance is 0.17
+
+
+def test_a_job_whose_worker_died_runs_again_and_the_result_is_bit_equal(tmp_path: Path) -> None:
+    quiet = Run(tmp_path / "quiet").train()
+    run = Run(tmp_path / "faulty")
+    end = run.train(FaultyPool(run, on_first_try_of(1, 0, dies)))
+    assert end.model_sha256 == quiet.model_sha256
+    assert audit(run.ledger_path) == []
+    (incident,) = run.recorder.incidents
+    assert incident.what == "worker_died"
+    assert "worker 0 died (killed by SIGKILL) during job 0 of outer iteration 1, attempt 1" in incident.message
+
+
+def test_a_shard_that_fails_every_time_is_dropped_and_named(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    end = run.train(FaultyPool(run, lambda r: dies(r) if (r.job.outer_iter, r.job.job) == (2, 1) else r))
+    assert [i.what for i in run.recorder.incidents] == ["worker_died", "worker_died", "job_dropped"]
+    assert run.recorder.records[2].num_accepted == 1
+    assert end.progress.frames_processed < 3600
+    assert audit(run.ledger_path) == []  # dropped is settled, not lost
+
+
+def test_too_many_deaths_end_the_run(tmp_path: Path) -> None:
+    run = Run(tmp_path, config(failure=FailureConfig(max_worker_deaths=0)))
+    with pytest.raises(ClusterError, match=r"failure\.max_worker_deaths = 0"):
+        run.train(FaultyPool(run, on_first_try_of(0, 0, dies)))
+
+
+def nan_parameters(result: JobResult) -> JobResult:
+    spoilt: Vector = result.parameters.copy()
+    spoilt[3] = np.nan
+    return dataclasses.replace(result, parameters=spoilt)
+
+
+@pytest.mark.parametrize(("spoil", "reason"), [
+    (nan_parameters, "1 of its parameters are not finite"),
+    (lambda r: dataclasses.replace(r, objf=float("nan")), "its objf is nan"),
+    (lambda r: dataclasses.replace(r, objf=r.objf - 5.0), "below the best"),
+])
+def test_a_bad_result_is_rejected_by_name_and_the_rest_is_averaged(tmp_path: Path, spoil: Spoil, reason: str) -> None:
+    run = Run(tmp_path)
+    pool = FaultyPool(run, on_first_try_of(1, 1, spoil))
+    end = run.train(pool)
+    record = run.recorder.records[1]
+    assert (record.num_jobs, record.num_accepted) == (2, 1)
+    assert reason in record.jobs[1].reason
+    assert reason in run.recorder.incidents[0].message and "job 1 of outer iteration 1" in run.recorder.incidents[0].message
+    assert np.isfinite(end.parameters).all()
+    assert audit(run.ledger_path) == []
+
+
+def test_nothing_acceptable_ends_the_run_and_keeps_the_last_checkpoint(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    with pytest.raises(DivergenceError, match=r"only 0 of 2 jobs of outer iteration 3"):
+        run.train(FaultyPool(run, lambda r: nan_parameters(r) if r.job.outer_iter == 3 else r))
+    latest, problems = run.store.latest()
+    assert latest is not None and latest.progress.outer_iter == 2 and problems == []
+
+
+def test_a_diverging_learning_rate_is_caught_not_averaged(tmp_path: Path) -> None:
+    unlimited = OptimizerConfig(kind="sgd", max_change=0.0, max_param_change=0.0)
+    wild = dataclasses.replace(config().schedule, lr_initial=1e8, lr_final=1e8)
+    run = Run(tmp_path, config(optimizer=unlimited, schedule=wild))
+    with pytest.raises(DivergenceError, match=r"lower schedule\.lr_initial"):
+        run.train()
+
+
+def test_an_error_in_the_data_is_not_tried_again(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    error = DataError("archive 3 is damaged")
+    with pytest.raises(DataError, match="archive 3 is damaged"):
+        run.train(FaultyPool(run, lambda r: JobFailure(r.job, r.worker, "DataError", False, error)))
+    assert sum(line["event"] == "submitted" for line in read_lines(run.ledger_path)) == 2
+
+
+class StopAfter:
+    """A wish to stop that comes after so many questions."""
+
+    def __init__(self, questions: int, at_once: bool) -> None:
+        self.left = questions
+        self.at_once = at_once
+
+    def requested(self) -> bool:
+        self.left -= 1
+        return self.left < 0
+
+    def expired(self) -> bool:
+        return self.at_once and self.requested()
+
+
+@pytest.mark.parametrize("at_once", [False, True], ids=["finishing the outer iteration", "at once"])
+@pytest.mark.parametrize("questions", [0, 1, 5])
+def test_resuming_after_a_stop_gives_the_bits_of_the_run_that_was_not_stopped(tmp_path: Path, questions: int,
+                                                                              at_once: bool) -> None:
+    whole = Run(tmp_path / "whole").train()
+    run = Run(tmp_path / "stopped")
+    with pytest.raises(RunInterrupted):
+        run.train(stop=StopAfter(questions, at_once))
+    assert run.train().model_sha256 == whole.model_sha256
+    assert audit(run.ledger_path) == []
+
+
+def test_a_stop_is_heard_between_two_minibatches(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    pool = run.in_process(should_stop=lambda: True)
+    with pytest.raises(RunInterrupted):
+        run.train(pool)
+
+
+def test_a_job_leaves_nothing_behind_in_its_worker(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    pool = run.in_process()
+    pool.start()
+    start = run.store.layout.flatten(run.model.state_dict())
+    jobs = [Job(0, job, 1, run.schedule.shard(job), 0.01, 2) for job in (0, 1, 0)]
+    pool.broadcast(start)
+    outcomes = []
+    for job in jobs:
+        pool.submit(job)
+        outcomes.append(pool.wait(0.0))
+    first, _, again = outcomes
+    assert isinstance(first, JobResult) and isinstance(again, JobResult)
+    assert np.array_equal(first.parameters, again.parameters)
