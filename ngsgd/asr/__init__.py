@@ -1,0 +1,1 @@
+"""Speech: corpora, features, HMM-state topology, decoding and scoring.  No training code."""

@@ -44,7 +44,8 @@ def test_all_shards_together_hold_every_spliced_frame_once(tmp_path: Path) -> No
 
 
 def test_splicing_repeats_the_edges_of_an_utterance() -> None:
-    frames = FrameSet(np.array([[1.0], [2.0], [3.0], [9.0]], np.float32), np.zeros(4, np.int32), np.array([0, 3, 4]), ("a", "b"))
+    features = np.array([[1.0], [2.0], [3.0], [9.0]], np.float32)
+    frames = FrameSet(features, np.zeros(4, np.int32), np.array([0, 3, 4]), ("a", "b"))
     first, second = spliced_utterances(frames, 2, 1)
     assert first.tolist() == [[1, 1, 1, 2], [1, 1, 2, 3], [1, 2, 3, 3]]
     assert second.tolist() == [[9, 9, 9, 9]]

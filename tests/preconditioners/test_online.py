@@ -24,8 +24,8 @@ def rows(num: int, dim: int, seed: int) -> Tensor:
 
 
 @settings(max_examples=40, deadline=None)
-@given(dim=st.integers(3, 14), rank=st.integers(1, 8), num_rows=st.integers(2, 40), alpha=st.sampled_from([0.1, 1.0, 4.0, 10.0]),
-       seed=st.integers(0, 10_000))
+@given(dim=st.integers(3, 14), rank=st.integers(1, 8), num_rows=st.integers(2, 40),
+       alpha=st.sampled_from([0.1, 1.0, 4.0, 10.0]), seed=st.integers(0, 10_000))
 def test_equals_the_dense_reference(dim: int, rank: int, num_rows: int, alpha: float, seed: int) -> None:
     fast = OnlineNaturalGradient(rank, alpha=alpha)
     for t in range(3):  # away from the start, where float noise decides directions
@@ -110,7 +110,8 @@ def test_a_loaded_state_continues_bit_for_bit() -> None:
 
 def test_a_state_that_does_not_fit_together_is_refused() -> None:
     with pytest.raises(ValueError, match="Invalid state"):
-        OnlineNaturalGradient(3).load_state_dict({"W": torch.zeros(3, 8), "d": torch.zeros(4), "rho": torch.tensor(0.0), "t": 1})
+        OnlineNaturalGradient(3).load_state_dict(
+            {"W": torch.zeros(3, 8), "d": torch.zeros(4), "rho": torch.tensor(0.0), "t": 1})
 
 
 @pytest.mark.parametrize("wrong", [{"rank": 0}, {"update_period": 0}, {"alpha": -1.0}, {"num_samples_history": 0.0},

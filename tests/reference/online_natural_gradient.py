@@ -26,11 +26,11 @@ class DenseFisher:
         return cls(W / np.sqrt(1 / (beta / d + 1))[:, None], d, rho, alpha=alpha)
 
     @property
-    def F(self) -> Array:
+    def F(self) -> Array:  # noqa: N802  the paper's symbol
         return self.R.T @ np.diag(self.d) @ self.R + self.rho * np.eye(self.R.shape[1])  # (18)
 
     @property
-    def W(self) -> Array:
+    def W(self) -> Array:  # noqa: N802
         beta = self.rho * (1 + self.alpha) + self.alpha / self.R.shape[1] * self.d.sum()
         return np.sqrt(1 / (beta / self.d + 1))[:, None] * self.R
 

@@ -1,0 +1,7 @@
+"""`python -m launcher` is the `ngsgd` command."""
+
+import sys
+
+from launcher.cli import main
+
+sys.exit(main())

@@ -1,0 +1,190 @@
+"""The `ngsgd` command: reads the arguments, calls one function, turns errors into sentences and exit codes.
+
+Nothing heavy is imported at the top, so that `ngsgd --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import difflib
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from ngsgd.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_RUN_FAILED, ConfigError, MissingExtraError, NgsgdError
+
+_EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE, the shell's own convention
+# import name -> (package, extra); only what an optional extra brings
+_EXTRAS = {
+    "hydra": ("hydra-core", "service"), "omegaconf": ("omegaconf", "service"), "yaml": ("pyyaml", "service"),
+    "ray": ("ray", "service"), "mlflow": ("mlflow", "service"), "rich": ("rich", "service"),
+    "matplotlib": ("matplotlib", "service"), "kaldi_native_fbank": ("kaldi-native-fbank", "asr"),
+    "kaldi_decoder": ("kaldi-decoder", "asr"), "kaldifst": ("kaldifst", "asr"), "kaldialign": ("kaldialign", "asr"),
+    "espeakng_loader": ("espeakng-loader", "synth"), "scipy": ("scipy", "asr"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in arguments
+    with contextlib.suppress(ValueError, AttributeError):  # a captured stream cannot be reconfigured, and need not be
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    try:
+        code = run_guarded(lambda: _dispatch([word for word in arguments if word != "--debug"], debug), debug=debug)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # the reader has gone (`| head`); what is still buffered must not raise again when the interpreter ends
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _EXIT_BROKEN_PIPE
+    return code
+
+
+def run_guarded(action: Callable[[], int], *, debug: bool = False) -> int:
+    """The action's exit code; every error becomes sentences on stderr and the exit code of its kind."""
+    try:
+        return action()
+    except SystemExit as end:  # argparse's --help, or Hydra's own way of ending
+        return end.code if isinstance(end.code, int) else EXIT_OK if end.code is None else EXIT_RUN_FAILED
+    except KeyboardInterrupt:
+        _say(["interrupted."])
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        raise
+    except Exception as error:
+        if debug:
+            traceback.print_exc()
+        known = _as_ngsgd_error(error)
+        if known is None:
+            hint = "" if debug else " Run again with --debug to see where."
+            _say([f"{type(error).__name__}: {_first_line(error)}{hint}"])
+            return EXIT_RUN_FAILED
+        _say(known.problems if isinstance(known, ConfigError) else [str(known)])
+        return known.exit_code
+
+
+def _as_ngsgd_error(error: Exception) -> NgsgdError | None:
+    if isinstance(error, NgsgdError):
+        return error
+    if isinstance(error, ModuleNotFoundError) and error.name is not None:
+        if extra := _EXTRAS.get(error.name.partition(".")[0]):
+            return MissingExtraError(*extra, "This command")
+    return None
+
+
+def _first_line(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), "no message.")
+
+
+def _say(problems: Sequence[str]) -> None:
+    for problem in problems:
+        print(f"ngsgd: {problem}", file=sys.stderr)
+
+
+# Commands -------------------------------------------------------------------------------------------------------------
+
+
+def _dispatch(arguments: list[str], debug: bool) -> int:
+    from launcher import help as texts
+
+    command, rest = (arguments[0], arguments[1:]) if arguments else ("", [])
+    if command in ("-h", "--help", "help"):
+        print(texts.top(), end="")
+        return EXIT_OK
+    if command == "--version":
+        print(f"ngsgd {version('ngsgd')}")
+        return EXIT_OK
+    if command == "train" or command in ("-sc", "--shell-completion"):
+        from launcher import hydra_app
+
+        if command == "train" and ("--help" in rest or "-h" in rest):
+            print(texts.train(), end="")
+            return EXIT_OK
+        return hydra_app.train(rest, debug=debug) if command == "train" else hydra_app.complete(rest)
+    if command in texts.COMMANDS:
+        return _COMMANDS[command](rest)
+    near = difflib.get_close_matches(command, texts.COMMANDS, n=1)
+    hint = f"Did you mean ngsgd {near[0]}?" if near else f"Choose one of {', '.join(texts.COMMANDS)}; see ngsgd --help."
+    raise ConfigError(f"{command!r} is not a command. {hint}" if command else "No command was given. " + hint)
+
+
+def _resume(arguments: list[str]) -> int:
+    run_dir, quiet = _run_arguments("resume", arguments)
+    from launcher import train as service
+
+    return service.resume(run_dir, quiet=quiet)
+
+
+def _decode(arguments: list[str]) -> int:
+    run_dir, quiet = _run_arguments("decode", arguments)
+    from launcher import train as service
+
+    return service.decode(run_dir, quiet=quiet)
+
+
+def _ui(arguments: list[str]) -> int:
+    parser = Parser("ui")
+    parser.add_argument("output_dir", nargs="?", default="runs", help="folder that holds mlflow.db (default: %(default)s)")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s, this machine only)")
+    parser.add_argument("--port", type=int, default=5000, help="default: %(default)s")
+    options = parser.parse_args(arguments)
+    from launcher import ui
+
+    return ui.serve(Path(options.output_dir), host=options.host, port=options.port)
+
+
+def _info(arguments: list[str]) -> int:
+    parser = Parser("info")
+    parser.add_argument("run", nargs="?", help="a run folder, or its name under runs/")
+    run = parser.parse_args(arguments).run
+    from launcher import info
+
+    print("\n".join(info.describe_run(find_run(run)) if run else info.versions()))
+    return EXIT_OK
+
+
+_COMMANDS: dict[str, Callable[[list[str]], int]] = {"resume": _resume, "decode": _decode, "ui": _ui, "info": _info}
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are ConfigErrors."""
+
+    def __init__(self, command: str, **options: Any) -> None:
+        from launcher import help as texts
+
+        super().__init__(prog=f"ngsgd {command}", description=texts.COMMANDS[command], allow_abbrev=False, **options)
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{self.prog}: {message}; see {self.prog} --help.")
+
+
+def _run_arguments(command: str, arguments: list[str]) -> tuple[Path, bool]:
+    parser = Parser(command)
+    parser.add_argument("run", metavar="RUN", help="a run folder, or its name under runs/")
+    parser.add_argument("--quiet", "-q", action="store_true", help="only incidents and the result")
+    options = parser.parse_args(arguments)
+    return find_run(options.run), options.quiet
+
+
+def find_run(run: str) -> Path:
+    """The folder of a run given as a path, or by its name under runs/."""
+    for folder in (Path(run), Path("runs") / run):
+        if (folder / "config.yaml").is_file():
+            return folder.resolve()
+    existing = [folder.parent.name for folder in Path("runs").glob("*/config.yaml")]
+    near = difflib.get_close_matches(Path(run).name, existing, n=1)
+    hint = f"Did you mean {Path('runs') / near[0]}?" if near else "Give the folder that ngsgd train printed at its end."
+    raise ConfigError(f"{run} is not a run folder (it has no config.yaml). {hint}")
+
+
+def version(package: str) -> str:
+    from importlib import metadata
+
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"

@@ -1,0 +1,356 @@
+"""From command-line overrides and YAML to `ngsgd.config.RunConfig`, with every mistake reported at once.
+
+Hydra merges; the dataclasses decide.  The schema that Hydra starts from is made of the dataclasses' defaults, and what
+it returns is built back into dataclasses, so that unknown keys and wrong types cannot slip through `+key` or a file.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import math
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ngsgd import config as knobs
+from ngsgd.config import RunConfig
+from ngsgd.errors import ConfigError
+
+if TYPE_CHECKING:
+    from hydra.core.override_parser.types import Override
+
+_MAX_SWEEP_JOBS_CHECKED = 64  # composing takes about 0.1 s each; the jobs beyond are checked when their turn comes
+_CONFIG_NAME = "config"
+
+
+def conf_dir() -> Path:
+    """The folder of YAML groups: `ngsgd/conf` in a wheel, `conf` beside `launcher` in a source tree."""
+    root = Path(__file__).resolve().parent.parent
+    installed = root / "ngsgd" / "conf"
+    return installed if installed.is_dir() else root / "conf"
+
+
+def groups(config_dir: Path | None = None) -> dict[str, list[str]]:
+    """Config groups and their choices: the folders and files of conf/, and of the user's own folder if given."""
+    found: dict[str, set[str]] = {}
+    for root in [conf_dir(), *([config_dir] if config_dir else [])]:
+        for file in root.glob("*/*.yaml"):
+            found.setdefault(file.parent.name, set()).add(file.stem)
+    return {group: sorted(choices) for group, choices in sorted(found.items())}
+
+
+def compose(overrides: Sequence[str], *, config_dir: Path | None = None) -> RunConfig:
+    """The configuration that these overrides give; raises one ConfigError that lists everything wrong with them."""
+    good, problems = _read_overrides(overrides, config_dir)
+    sweeps = [override.input_line for override in good if override.is_sweep_override()]
+    problems += [f"{line} lists several values; add --multirun to run them one after another." for line in sweeps]
+    return _compose([_line(override) for override in good if not override.is_sweep_override()], problems, config_dir)
+
+
+def check_sweep(overrides: Sequence[str], *, config_dir: Path | None = None) -> None:
+    """Raises one ConfigError that lists everything wrong in any of the runs that `--multirun` would start."""
+    good, problems = _read_overrides(overrides, config_dir)
+    found = dict.fromkeys(problems)  # a dict keeps the order and drops repetitions
+    countable = [override for override in good if not override.is_sweep_override() or override.is_discrete_sweep()]
+    for lines in itertools.islice(itertools.product(*map(_lines, countable)), _MAX_SWEEP_JOBS_CHECKED):
+        try:
+            _compose(list(lines), [], config_dir)
+        except ConfigError as error:
+            found |= dict.fromkeys(error.problems)
+    if found:
+        raise ConfigError(found)
+
+
+def build(values: Mapping[str, Any]) -> RunConfig:
+    """A RunConfig from nested mappings that hold every key; raises one ConfigError that lists everything wrong."""
+    config, problems = _build_checked(values)
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def flatten(config: RunConfig) -> dict[str, Any]:
+    """Dotted key -> value, in the order of the dataclasses."""
+    return dict(_leaves(asdict(config), ""))
+
+
+def to_yaml(config: RunConfig) -> str:
+    import yaml
+
+    return yaml.safe_dump(_plain(asdict(config)), sort_keys=False, allow_unicode=True)
+
+
+def from_yaml(path: Path) -> RunConfig:
+    """The configuration that `to_yaml` wrote to a run folder."""
+    import yaml
+    from omegaconf import OmegaConf
+
+    try:
+        values = OmegaConf.to_container(OmegaConf.load(path))
+    except FileNotFoundError:
+        raise ConfigError(f"{path} does not exist; is this a run folder of ngsgd train?") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(_yaml_problem(error, path)) from None
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}.") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} holds no settings; it is damaged, restore it or train again.")
+    try:
+        return build(typing.cast("dict[str, Any]", values))
+    except ConfigError as error:
+        raise ConfigError([f"{path}: {problem}" for problem in error.problems]) from None
+
+
+def register_schema() -> None:
+    """Gives Hydra all keys and their defaults; a plain mapping, so that the groups may fill in any part of it."""
+    from hydra.core.config_store import ConfigStore
+
+    ConfigStore.instance().store(name="schema", node=_plain(asdict(RunConfig())), provider="ngsgd")
+
+
+# Overrides ------------------------------------------------------------------------------------------------------------
+
+
+def _read_overrides(overrides: Sequence[str], config_dir: Path | None) -> tuple[list[Override], list[str]]:
+    """The overrides that can be applied, and a sentence about each of the others."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import OverrideParseException
+
+    if config_dir is not None and not config_dir.is_dir():
+        raise ConfigError(f"--config-dir {config_dir} is not a folder; give one with YAML files in recipe/, model/ and so on.")
+    parser, choices = OverridesParser.create(), groups(config_dir)
+    good: list[Override] = []
+    problems: list[str] = []
+    for text in overrides:
+        if text.startswith("="):
+            problems.append(_syntax_problem(text))
+            continue
+        try:
+            [override] = parser.parse_overrides([text])
+        except OverrideParseException:
+            problems.append(_syntax_problem(text))
+            continue
+        wrong = list(_override_problems(override, choices))
+        problems += wrong
+        good += [] if wrong else [override]
+    return good, problems
+
+
+def _syntax_problem(text: str) -> str:
+    if not text.partition("=")[0] or "=" not in text:
+        near = _did_you_mean(text, ["train", "resume", "decode", "ui", "info", *_paths()], "")
+        return f"{text!r} is not a setting; write key=value, such as seed=1.{near}"
+    key, _, value = text.partition("=")
+    return f"{text!r} cannot be read; quote special characters for Hydra and for the shell: {key}='\"{value}\"'."
+
+
+def _override_problems(override: Override, choices: dict[str, list[str]]) -> Iterator[str]:
+    key = override.key_or_group
+    if override.is_hydra_override():
+        return
+    if override.is_add() or override.is_force_add() or override.is_delete():
+        yield (f"{override.input_line}: settings can be changed, not added or deleted; "
+               f"{f'write {key}=VALUE.' if key in [*_paths(), *choices] else 'see them all with: ngsgd train --cfg job.'}"
+               f"{_unknown_hint(key, choices)}")
+    elif key in choices:
+        values = list(override.sweep_string_iterator()) if override.is_discrete_sweep() else [str(override.value())]
+        for value in values:
+            if not override.is_interval_sweep() and value not in choices[key]:
+                yield f"{key}={value} is not a choice; choose one of {', '.join(choices[key])}."
+    elif key not in _paths() and key not in _sections():
+        yield f"{key} is not a setting.{_unknown_hint(key, choices) or ' See them all with: ngsgd train --cfg job.'}"
+
+
+def _unknown_hint(key: str, choices: Mapping[str, Any]) -> str:
+    """What the user may have meant by a key that does not exist; empty if it does."""
+    if key in _paths() or key in choices:
+        return ""
+    section, _, last = key.rpartition(".")
+    hint = _did_you_mean(key, _paths() if section else [*_paths(), *choices], last)
+    siblings = [path.rpartition(".")[2] for path in _paths() if section and path.startswith(f"{section}.")]
+    return hint or (f" {section} has {', '.join(siblings)}." if siblings else "")
+
+
+def _did_you_mean(word: str, known: Sequence[str], last: str) -> str:
+    """A question naming the nearest known words; a bare last part such as `max_change` is enough."""
+    near = difflib.get_close_matches(word, known, n=1, cutoff=0.7)
+    by_last = {path.rpartition(".")[2]: path for path in reversed(known)}
+    near = near or [by_last[name] for name in difflib.get_close_matches(last, by_last, n=1, cutoff=0.75)]
+    return f" Did you mean {near[0]}?" if near else ""
+
+
+def _line(override: Override) -> str:
+    assert override.input_line is not None
+    return override.input_line
+
+
+def _lines(override: Override) -> list[str]:
+    """The override itself, or one per value of a sweep."""
+    if not override.is_discrete_sweep():
+        return [_line(override)]
+    return [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()]
+
+
+# Composition ----------------------------------------------------------------------------------------------------------
+
+
+def _compose(lines: list[str], problems: list[str], config_dir: Path | None) -> RunConfig:
+    """Composes what can be composed, adds the problems found there, and raises them all."""
+    try:
+        values = _resolved(lines, problems, config_dir)
+    except ConfigError as error:
+        raise ConfigError([*problems, *error.problems]) from None
+    config, more = _build_checked(values)
+    if problems or more:
+        raise ConfigError(dict.fromkeys([*problems, *more]))
+    return config
+
+
+def _resolved(lines: list[str], problems: list[str], config_dir: Path | None) -> dict[str, Any]:
+    """Hydra's composition as nested dicts; values that cannot be resolved take their defaults and add to `problems`."""
+    import yaml
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_dir
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    register_schema()
+    extra = [f"hydra.searchpath=['file://{config_dir.resolve()}']"] if config_dir else []
+    try:
+        with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
+            composed = hydra_compose(_CONFIG_NAME, overrides=[*extra, *lines])
+    except yaml.YAMLError as error:
+        raise ConfigError(_yaml_problem(error, conf_dir())) from None
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(_composition_problem(error)) from None
+    default = dict(_leaves(_plain(asdict(RunConfig())), ""))
+    for path, raw in list(_leaves(OmegaConf.to_container(composed), "")):
+        if isinstance(raw, str) and ("${" in raw or raw == "???"):
+            try:
+                value = OmegaConf.select(composed, path, throw_on_missing=True)
+            except OmegaConfBaseException:
+                problems.append(f"{path} is {raw}, which leads nowhere; give a value.")
+                value = default.get(path)
+            OmegaConf.update(composed, path, value)
+    return typing.cast("dict[str, Any]", OmegaConf.to_container(composed))
+
+
+def _composition_problem(error: Exception) -> str:
+    """Hydra says the useful thing in the first line of the error, or of its cause."""
+    import yaml
+
+    causes: list[BaseException] = [error]
+    while causes[-1].__cause__ is not None:
+        causes.append(causes[-1].__cause__)
+    for cause in reversed(causes):
+        if isinstance(cause, yaml.YAMLError):
+            return _yaml_problem(cause, conf_dir())
+    lines = [line.strip() for cause in causes for line in str(cause).splitlines() if line.strip()]
+    told = dict.fromkeys(line.rstrip(".") for line in lines[:1] + str(causes[-1]).splitlines()[:1])
+    return f"The settings cannot be put together: {': '.join(told)}; see ngsgd train --info searchpath."
+
+
+def _yaml_problem(error: Any, path: Path) -> str:
+    mark = getattr(error, "problem_mark", None)
+    where = f"{mark.name}:{mark.line + 1}" if mark else str(path)
+    said = getattr(error, "problem", None) or str(error).partition("\n")[0]
+    return f"{where.strip()}: this is not valid YAML: {said}."
+
+
+# Values to dataclasses ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Wrong:
+    """A value that does not fit its key."""
+
+    path: str
+    sentence: str
+
+
+def _build_checked(values: Mapping[str, Any]) -> tuple[RunConfig, list[str]]:
+    """The configuration, wrong values replaced by defaults, and a sentence on each wrong value and broken rule."""
+    wrong: list[_Wrong] = []
+    config = _build_section(RunConfig, values, "", wrong)
+    # a rule on a value that was replaced would speak of a number nobody wrote
+    broken = [said for said in knobs.check(config) if not any(fault.path in said for fault in wrong)]
+    return config, [fault.sentence for fault in wrong] + broken
+
+
+def _build_section(kind: type[Any], values: Any, prefix: str, wrong: list[_Wrong]) -> Any:
+    if not isinstance(values, Mapping):
+        wrong.append(_Wrong(prefix, f"{prefix[:-1]} is {values!r}; it must be a section of settings."))
+        return kind()
+    hints, known = typing.get_type_hints(kind), [spec.name for spec in fields(kind)]
+    for name in values:
+        if name not in known:
+            near = difflib.get_close_matches(str(name), known, n=1) or [""]
+            hint = f" Did you mean {prefix}{near[0]}?" if near[0] else _did_you_mean(str(name), _paths(), str(name))
+            wrong.append(_Wrong(f"{prefix}{name}", f"{prefix}{name} is not a setting.{hint}"))
+    built = {}
+    for spec in fields(kind):
+        path = f"{prefix}{spec.name}"
+        if spec.name not in values:
+            wrong.append(_Wrong(path, f"{path} has no value; the file is damaged or of another version of ngsgd."))
+        elif is_dataclass(hints[spec.name]):
+            built[spec.name] = _build_section(hints[spec.name], values[spec.name], f"{path}.", wrong)
+        else:
+            try:
+                built[spec.name] = _convert(values[spec.name], hints[spec.name])
+            except ValueError as error:
+                wrong.append(_Wrong(path, f"{path} is {_shown(values[spec.name])}; it must be {error}."))
+    return kind(**built)
+
+
+def _convert(value: Any, kind: Any) -> Any:
+    """The value as `kind`; raises ValueError saying what it must be."""
+    if isinstance(kind, types.GenericAlias):  # tuple[float, ...]
+        try:
+            if isinstance(value, (list, tuple)) and value:
+                return tuple(_convert(item, float) for item in value)
+        except ValueError:
+            pass
+        raise ValueError("a list of finite numbers, such as [0.1,0.2]")
+    if kind is str:
+        if value is None or isinstance(value, (bool, list, dict)):
+            raise ValueError("a text")
+        return str(value)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError("a whole number" if kind is int else "a number")
+    if not math.isfinite(value):
+        raise ValueError("a finite number")
+    if kind is int and value != int(value):
+        raise ValueError("a whole number")
+    return kind(value)
+
+
+def _shown(value: Any) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
+
+
+def _leaves(node: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    for name, value in node.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _plain(node: Any) -> Any:
+    """The same with lists for tuples: YAML has no other word for a sequence."""
+    if isinstance(node, dict):
+        return {name: _plain(value) for name, value in node.items()}
+    return list(node) if isinstance(node, tuple) else node
+
+
+def _paths() -> list[str]:
+    return list(flatten(RunConfig()))
+
+
+def _sections() -> list[str]:
+    return [name for name, value in asdict(RunConfig()).items() if isinstance(value, dict)]

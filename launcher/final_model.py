@@ -1,0 +1,77 @@
+"""The end of a run: the final model on disk, decoded speech, word error rates."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from launcher.run_folder import RunFolder
+from ngsgd.asr.corpus import Corpus, SpeechSet
+from ngsgd.asr.decoding import DecodingTask, Tuned, tune_and_decode
+from ngsgd.asr.scoring import write_per_utterance
+from ngsgd.config import RunConfig
+from ngsgd.egs.archives import spliced_utterances
+from ngsgd.egs.reader import EgsReader
+from ngsgd.errors import CheckpointError
+from ngsgd.files import new_directory, write_text
+from ngsgd.models import build_model
+from ngsgd.training.diagnostics import average_posterior
+
+
+def save_final(folder: RunFolder, config: RunConfig, model: nn.Module, reader: EgsReader) -> None:
+    """Parameters, and beside them what is needed to use them: shapes, features, class priors."""
+    prior_P = average_posterior(model, reader, config.decode.num_prior_frames)
+    about = {"model": asdict(config.model), "features": asdict(config.features), "num_inputs": reader.info.num_inputs,
+             "num_classes": reader.info.num_classes, "left_context": reader.info.left_context,
+             "right_context": reader.info.right_context, "priors": prior_P.tolist()}
+    with new_directory(folder.final) as temporary:
+        save_file({name: t.contiguous() for name, t in model.state_dict().items()}, temporary / "model.safetensors")
+        write_text(temporary / "model.json", json.dumps(about, indent=1))
+
+
+def load_final(folder: RunFolder, config: RunConfig) -> tuple[nn.Module, npt.NDArray[np.float64]]:
+    """(model, priors) of a run that has ended."""
+    try:
+        about = json.loads((folder.final / "model.json").read_text())
+        state = load_file(folder.final / "model.safetensors")
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{folder.path} has no final model ({error}); finish it with `ngsgd resume {folder.path}`.") from error
+    model = build_model(config.model, about["num_inputs"], about["num_classes"], config.seed)
+    model.load_state_dict(state)
+    return model, np.asarray(about["priors"])
+
+
+def decode_and_score(folder: RunFolder, config: RunConfig, corpus: Corpus, model: nn.Module,
+                     prior_P: npt.NDArray[np.float64]) -> Tuned:
+    """Decodes valid and test; scale and penalty are chosen on valid and used on test.  Leaves decode/ in the folder."""
+    valid, test = (DecodingTask(speech.frames.utt_ids, speech.texts, _log_likelihoods(speech, config, model, prior_P))
+                   for speech in (corpus.valid, corpus.test))
+    tuned = tune_and_decode(corpus.topology, valid, test, config.decode)
+    low, high = tuned.test.confidence_interval()
+    with new_directory(folder.decode) as temporary:
+        write_per_utterance(temporary / "valid.per_utt.txt", tuned.valid)
+        write_per_utterance(temporary / "test.per_utt.txt", tuned.test)
+        write_text(temporary / "wer.json", json.dumps({
+            "acoustic_scale": tuned.acoustic_scale, "word_penalty": tuned.word_penalty, "valid": str(tuned.valid.errors),
+            "test": str(tuned.test.errors), "test_interval_95": [round(low, 2), round(high, 2)]}, indent=1))
+    return tuned
+
+
+@torch.no_grad()
+def _log_likelihoods(speech: SpeechSet, config: RunConfig, model: nn.Module,
+                     prior_P: npt.NDArray[np.float64]) -> list[npt.NDArray[np.float32]]:
+    """Per utterance, T x P: log posterior minus log prior, which is the log likelihood up to a constant per frame."""
+    log_prior_P = torch.from_numpy(np.log(prior_P)).float()
+    return [(model(torch.from_numpy(x_TD)).log_softmax(dim=1) - log_prior_P).numpy()
+            for x_TD in spliced_utterances(speech.frames, config.egs.left_context, config.egs.right_context)]
+
+
+def per_utterance_path(folder: RunFolder, name: str) -> Path:
+    return folder.decode / f"{name}.per_utt.txt"

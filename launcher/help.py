@@ -1,0 +1,110 @@
+"""The texts of `--help`, made from conf/ and ngsgd/config.py without importing Hydra."""
+
+from __future__ import annotations
+
+import inspect
+import re
+
+from launcher import compose
+from ngsgd import config as knobs
+from ngsgd.config import RunConfig
+
+COMMANDS = {
+    "train": "train an acoustic model, decode the test set, print the word error rate",
+    "resume": "continue an interrupted run from its last checkpoint",
+    "decode": "decode a run's test set again with its newest model",
+    "ui": "open the dashboard (MLflow) on the runs of an output folder",
+    "info": "state of a run; without a run: versions of what is installed",
+}
+
+TOP = """\
+usage: ngsgd COMMAND [...]
+
+Distributed natural-gradient SGD with parameter averaging, for acoustic models.
+
+commands:
+{commands}
+
+  ngsgd COMMAND --help    what a command takes
+  ngsgd --version
+
+examples:
+  ngsgd train                                   synthetic digits, two workers on this machine
+  ngsgd train recipe=fsdd cluster.num_workers=4
+  ngsgd ui                                      then look at the curves in a browser
+"""
+
+TRAIN = """\
+usage: ngsgd train [KEY=VALUE ...] [flags]
+
+Train an acoustic model and decode the test set. What a setting is not given for keeps its default.
+
+what to use (GROUP=CHOICE):
+{groups}
+
+most used settings (KEY=VALUE):
+{settings}
+
+flags:
+  --cfg job               print the composed settings, all of them, and stop (--resolve: with references filled in)
+  --multirun, -m          run every combination of the values given as KEY=A,B one after another
+  --config-dir DIR        a folder of your own YAML files: DIR/recipe/mine.yaml is then recipe=mine
+  --quiet, -q             only incidents and the result
+  --debug                 show the traceback of an error
+  --info [WHAT], --package, --resolve, --hydra-help, --shell-completion: Hydra's own
+
+examples:
+  ngsgd train optimizer=sgd name=baseline
+  ngsgd train recipe=fsdd data.source=fsdd.tar.gz model=pnorm
+  ngsgd train -m seed=0,1,2                     three runs, one after another
+  ngsgd train cluster=in_process                everything in one process: breakpoints work
+
+All settings with their values: ngsgd train --cfg job.  Units and ranges: {config_file}
+"""
+
+_MOST_USED = (
+    "output_dir", "name", "seed", "data.source", "data.train_minutes", "model.num_layers", "model.hidden_dim",
+    "optimizer.max_param_change", "schedule.num_epochs", "schedule.minibatch_size", "schedule.lr_initial",
+    "schedule.lr_final", "egs.samples_per_iter", "cluster.num_workers", "cluster.threads_per_worker", "cluster.address",
+)
+_KNOB_LINE = re.compile(r"^    (\w+): .* = knob\(.*\)\s+# (.*)$")
+_CLASS_LINE = re.compile(r"^class (\w+)")
+
+
+def top() -> str:
+    return TOP.format(commands="\n".join(f"  {name:8}{what}" for name, what in COMMANDS.items()))
+
+
+def train() -> str:
+    defaults, comments = compose.flatten(RunConfig()), knob_comments()
+    default_choices = _default_choices()
+    groups = [f"  {group + '=':12}{' | '.join(choices):24}default {default_choices.get(group, '-')}"
+              for group, choices in compose.groups().items()]
+    settings = [f"  {path:28}{_shown(defaults[path]):9} {comments.get(path, '')}" for path in _MOST_USED]
+    return TRAIN.format(groups="\n".join(groups), settings="\n".join(settings), config_file=knobs.__file__)
+
+
+def knob_comments() -> dict[str, str]:
+    """Dotted key -> the comment that stands beside it in ngsgd/config.py; empty when sources are not installed."""
+    try:
+        lines = inspect.getsource(knobs).splitlines()
+    except OSError:
+        return {}
+    prefixes = {type(value).__name__: f"{name}." for name, value in vars(RunConfig()).items()} | {"RunConfig": ""}
+    found, prefix = {}, ""
+    for line in lines:
+        if owner := _CLASS_LINE.match(line):
+            prefix = prefixes.get(owner[1], "?.")
+        elif knob := _KNOB_LINE.match(line):
+            found[f"{prefix}{knob[1]}"] = knob[2]
+    return found
+
+
+def _default_choices() -> dict[str, str]:
+    """The defaults list of conf/config.yaml, read by lines: a YAML parser would double the time of --help."""
+    text = (compose.conf_dir() / "config.yaml").read_text()
+    return dict(re.findall(r"^  - (\w+): (\w+)", text, re.MULTILINE))
+
+
+def _shown(value: object) -> str:
+    return "''" if value == "" else str(value)

@@ -1,0 +1,103 @@
+"""`ngsgd train` as a Hydra application: --cfg, --multirun, --info and shell completion work as in any other."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from launcher import compose
+from launcher.cli import Parser, run_guarded
+from ngsgd.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError
+
+
+def train(arguments: list[str], *, debug: bool) -> int:
+    """Checks every setting first, then lets Hydra do what its flags ask for; the worst exit code of all runs."""
+    options = _parser().parse_intermixed_args(arguments)
+    if not (options.shell_completion or options.hydra_help or options.info):
+        sweep = options.multirun or any(text.upper() == "HYDRA.MODE=MULTIRUN" for text in options.overrides)
+        validate = compose.check_sweep if sweep else compose.compose
+        validate(options.overrides, config_dir=Path(options.config_dir) if options.config_dir else None)
+    return _run(_hydra_arguments(options), quiet=options.quiet, debug=debug)
+
+
+def complete(arguments: list[str]) -> int:
+    """Answers the shell: the command's name first, then Hydra's completion of settings."""
+    from launcher import help as texts
+
+    program, _, typed = os.environ.get("COMP_LINE", "").partition(" ")
+    command, space, rest = typed.lstrip().partition(" ")
+    if arguments[:1] == ["query=bash"] and not (command == "train" and space):
+        print(" ".join(name for name in texts.COMMANDS if name.startswith(command)))
+        return EXIT_OK
+    os.environ["COMP_LINE"] = f"{program} {rest}"  # Hydra knows nothing of our subcommand
+    return _run(["--shell-completion", *arguments], quiet=True, debug=False)
+
+
+def _parser() -> Parser:
+    """The flags of Hydra that make sense here, and ours."""
+    parser = Parser("train", add_help=False)
+    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("--quiet", "-q", action="store_true")
+    parser.add_argument("--cfg", "-c", choices=["job", "hydra", "all"])
+    parser.add_argument("--package", "-p")
+    parser.add_argument("--config-dir", "-cd")
+    parser.add_argument("--info", "-i", nargs="?", const="all",
+                        choices=["all", "config", "defaults", "defaults-tree", "plugins", "searchpath"])
+    for flags in (["--multirun", "-m"], ["--resolve"], ["--hydra-help"], ["--shell-completion", "-sc"]):
+        parser.add_argument(*flags, action="store_true")
+    return parser
+
+
+def _hydra_arguments(options: argparse.Namespace) -> list[str]:
+    """Flags first: Hydra's own parser does not take settings on both sides of a flag."""
+    if options.resolve and not options.cfg:
+        raise ConfigError("--resolve goes with --cfg: ngsgd train --cfg job --resolve.")
+    if sum([options.multirun, options.cfg is not None, options.info is not None, options.shell_completion]) > 1:
+        raise ConfigError("Give only one of --multirun, --cfg, --info and --shell-completion.")
+    valued = [f"--{flag}={value}" for flag in ("cfg", "package", "config-dir", "info")
+              if (value := getattr(options, flag.replace("-", "_"))) is not None]
+    plain = [f"--{flag}" for flag in ("multirun", "resolve", "hydra-help", "shell-completion")
+             if getattr(options, flag.replace("-", "_"))]
+    return [*valued, *plain, *options.overrides]
+
+
+def _run(arguments: list[str], *, quiet: bool, debug: bool) -> int:
+    import hydra
+
+    exit_codes: list[int] = []
+
+    def task(composed: Any) -> None:
+        exit_codes.append(run_guarded(lambda: _train_one(composed, quiet=quiet), debug=debug))
+        if exit_codes[-1] == EXIT_INTERRUPTED:
+            sys.exit(EXIT_INTERRUPTED)  # no further run of a sweep
+
+    compose.register_schema()
+    decorate = hydra.main(version_base="1.3", config_path=str(compose.conf_dir()), config_name="config")
+    with _command_line(arguments):
+        decorate(task)()
+    return max(exit_codes, default=EXIT_OK)
+
+
+def _train_one(composed: Any, *, quiet: bool) -> int:
+    from omegaconf import OmegaConf
+
+    from launcher import train as service
+
+    config = compose.build(OmegaConf.to_container(composed, resolve=True))  # type: ignore[arg-type]
+    return service.train(config, quiet=quiet)
+
+
+@contextlib.contextmanager
+def _command_line(arguments: list[str]) -> Iterator[None]:
+    """@hydra.main reads sys.argv and nothing else."""
+    saved = sys.argv
+    sys.argv = ["ngsgd", *arguments]
+    try:
+        yield
+    finally:
+        sys.argv = saved

@@ -1,0 +1,63 @@
+"""What `ngsgd info` prints: the state of a run, read from its folder, or the versions of what is installed."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from launcher.cli import version
+from launcher.progress import duration
+
+# MLflow's word for how a run ended -> Ray's, which `ray job` users know
+_STATES = {"FINISHED": "SUCCEEDED", "FAILED": "FAILED", "KILLED": "STOPPED"}
+_PACKAGES = ("ngsgd", "torch", "numpy", "ray", "hydra-core", "mlflow", "kaldi-native-fbank", "kaldi-decoder", "espeakng-loader")
+
+
+def versions() -> list[str]:
+    return [f"{package:20}{version(package)}" for package in _PACKAGES]
+
+
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """The events of a run; a last line that a kill cut short is left out."""
+    events = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
+        try:
+            events.append(json.loads(line))
+        except ValueError:
+            continue
+    return events
+
+
+def describe_run(run_dir: Path) -> list[str]:
+    """A few lines on how far the run has come."""
+    events = read_events(run_dir / "events.jsonl")
+    iterations = [event for event in events if event.get("event") == "outer_iteration"]
+    incidents = [event for event in events if event.get("event") == "incident"]
+    ends = [event for event in events if event.get("event") == "finished"]
+    lines = [f"run        {run_dir}", f"state      {_state(run_dir, events)}"]
+    if iterations:
+        lines.append(f"progress   {_progress(iterations[-1])}")
+    if ends:
+        lines.append(f"result     {ends[-1].get('wer') or 'nothing was decoded'}")
+    lines += [f"incidents  {len(incidents)}"] + [f"  ! {event.get('message')}" for event in incidents[-5:]]
+    return lines
+
+
+def _state(run_dir: Path, events: list[dict[str, Any]]) -> str:
+    if not events:
+        return "PENDING (no event yet)"
+    status = events[-1].get("status")
+    if status in _STATES:
+        return _STATES[status]
+    age = time.time() - (run_dir / "events.jsonl").stat().st_mtime
+    return f"RUNNING, or lost: the last event came {duration(age)} ago; a lost run goes on with: ngsgd resume {run_dir}"
+
+
+def _progress(event: Mapping[str, Any]) -> str:
+    valid = event.get("valid", {})
+    return (f"iter {event['outer_iter'] + 1}/{event['num_outer_iters']}, epoch {event['epoch']:.2f}/{event['num_epochs']:g}, "
+            f"{event['frames_processed']} frames, valid objf {valid.get('objf', float('nan')):.3f}, "
+            f"accuracy {100 * valid.get('accuracy', float('nan')):.1f}%")

@@ -1,0 +1,96 @@
+"""The folder of a run: where each file is, and how a run gets its name."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from ngsgd.config import RunConfig
+from ngsgd.errors import CheckpointError, ConfigError
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Every file that a run writes, by name; docs/files.md tells what is in each."""
+
+    path: Path
+
+    @classmethod
+    def create(cls, config: RunConfig, config_yaml: str) -> RunFolder:
+        """A new folder under the output directory, holding the composed configuration."""
+        root = Path(config.output_dir)
+        name = f"{run_name(config)}-{time.strftime('%Y%m%d-%H%M%S')}"
+        for suffix in ("", *(f"-{number}" for number in range(2, 100))):  # two runs started in one second
+            folder = cls(root / (name + suffix))
+            try:
+                folder.path.mkdir(parents=True)
+            except FileExistsError:
+                continue
+            except OSError as error:
+                raise ConfigError(f"output_dir is {root}, where no folder can be made ({error.strerror}); "
+                                  "choose another with output_dir=PATH.") from error
+            folder.checkpoints.mkdir()
+            folder.config.write_text(config_yaml)
+            return folder
+        raise ConfigError(f"a hundred runs are named {root / name}; set another name=.")
+
+    @classmethod
+    def open(cls, path: Path) -> RunFolder:
+        """The folder of an existing run."""
+        folder = cls(path)
+        if not folder.config.is_file():
+            raise CheckpointError(f"{path} is not the folder of a run: it has no config.yaml; see the folders in "
+                                  f"{path.parent}.")
+        return folder
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def events(self) -> Path:
+        return self.path / "events.jsonl"
+
+    @property
+    def ledger(self) -> Path:
+        return self.path / "ledger.jsonl"
+
+    @property
+    def data(self) -> Path:
+        """Which prepared data the run trains on."""
+        return self.path / "data.json"
+
+    @property
+    def tracking(self) -> Path:
+        return self.path / "tracking.json"
+
+    @property
+    def final(self) -> Path:
+        return self.path / "final"
+
+    @property
+    def decode(self) -> Path:
+        return self.path / "decode"
+
+    @property
+    def learning_curve(self) -> Path:
+        return self.path / "learning_curve.png"
+
+    def remember_data(self, digest: str, egs_directory: Path) -> None:
+        """Notes the data at the first start; a resumed run on other data would be another run."""
+        if not self.data.exists():
+            self.data.write_text(json.dumps({"digest": digest, "egs": str(egs_directory)}, indent=1))
+        elif json.loads(self.data.read_text())["digest"] != digest:
+            raise CheckpointError(f"the data of {self.path} has changed since the run began; start a new run.")
+
+
+def run_name(config: RunConfig) -> str:
+    """What tells runs of one corpus apart, unless the user named the run."""
+    return config.name or (f"{config.data.corpus}-{config.model.kind}-{config.optimizer.kind}-"
+                           f"j{config.schedule.num_jobs_final}-s{config.seed}")

@@ -1,0 +1,181 @@
+"""Puts a run together: data, workers, coordinator, trackers; and takes it up again after it was stopped."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from launcher import compose
+from launcher.curves import draw
+from launcher.final_model import decode_and_score, load_final, per_utterance_path, save_final
+from launcher.mlflow_tracker import MlflowTracker
+from launcher.progress import ProgressTracker
+from launcher.run_folder import RunFolder, run_name
+from launcher.stop import SignalStop, signals_to
+from ngsgd.asr.corpus import Corpus, check_source, prepare
+from ngsgd.config import RunConfig
+from ngsgd.egs.archives import prepare_archives
+from ngsgd.egs.reader import EgsReader
+from ngsgd.errors import EXIT_OK, RunInterrupted
+from ngsgd.models import build_model
+from ngsgd.schedules import Schedule
+from ngsgd.training.checkpoint import Checkpoint, CheckpointStore
+from ngsgd.training.coordinator import Coordinator, first_checkpoint
+from ngsgd.training.diagnostics import score_subset
+from ngsgd.training.event_log import EventLog
+from ngsgd.training.flat import Layout
+from ngsgd.training.job import WorkerSpec
+from ngsgd.training.ledger import Ledger, read_lines
+from ngsgd.training.pool import InProcessPool, WorkerPool
+from ngsgd.training.records import FinalReport
+from ngsgd.training.tracking import Tracker, Trackers
+from ngsgd.training.worker import resolve_threads
+
+
+def train(config: RunConfig, quiet: bool) -> int:
+    """A new run, from data to word error rate; returns the exit code."""
+    progress = _progress(config, quiet)
+    data = _prepare(config, progress.report)  # before the run folder: wrong data leaves nothing behind
+    folder = RunFolder.create(config, compose.to_yaml(config))
+    progress.report(f"run folder {folder.path}")
+    return _run(config, folder, data, progress)
+
+
+def resume(run_dir: Path, quiet: bool) -> int:
+    """Goes on after the last committed outer iteration, with the run's own configuration."""
+    folder = RunFolder.open(run_dir)
+    config = compose.from_yaml(folder.config)
+    progress = _progress(config, quiet)
+    return _run(config, folder, _prepare(config, progress.report), progress)
+
+
+def decode(run_dir: Path, quiet: bool) -> int:
+    """Decodes again with the final model of a run."""
+    folder = RunFolder.open(run_dir)
+    config = compose.from_yaml(folder.config)
+    progress = _progress(config, quiet)
+    data = _prepare(config, progress.report)
+    model, prior_P = load_final(folder, config)
+    tuned = decode_and_score(folder, config, data.corpus, model, prior_P)
+    progress.report(f"valid  {tuned.valid.errors}")
+    progress.report(f"test   {tuned.test.errors}")
+    return EXIT_OK
+
+
+@dataclass(frozen=True)
+class _Data:
+    corpus: Corpus
+    egs_directory: Path
+
+
+def _prepare(config: RunConfig, report: Callable[[str], None]) -> _Data:
+    check_source(config.data)
+    cache_root = Path(config.data.cache_dir or Path(config.output_dir) / "data").absolute()
+    corpus = prepare(config.data, config.features, cache_root, report)
+    egs_directory = prepare_archives(corpus.train.frames, corpus.valid.frames, config.egs,
+                                     num_classes=corpus.num_pdfs, digest=corpus.digest, cache_root=cache_root)
+    return _Data(corpus, egs_directory)
+
+
+def _run(config: RunConfig, folder: RunFolder, data: _Data, progress: ProgressTracker) -> int:
+    folder.remember_data(data.corpus.digest, data.egs_directory)
+    stop = SignalStop(config.failure.grace_s, progress.report)
+    trackers = Trackers([EventLog(folder.events), progress, *_mlflow(config, folder, progress.warn)])
+    status = "FAILED"
+    try:
+        end = _train(config, folder, data, trackers, stop, progress.report)
+        trackers.finished(_finish(config, folder, data, end))
+        status = "FINISHED"
+    except (RunInterrupted, KeyboardInterrupt) as interrupt:
+        status = "KILLED"
+        raise RunInterrupted(f"{interrupt or 'interrupted'}; go on with: ngsgd resume {folder.path}") from interrupt
+    finally:
+        trackers.close(status)
+    return EXIT_OK
+
+
+def _train(config: RunConfig, folder: RunFolder, data: _Data, tracker: Tracker, stop: SignalStop,
+           report: Callable[[str], None]) -> Checkpoint:
+    """All outer iterations that are left."""
+    num_threads = resolve_threads(config, os.cpu_count() or 1)
+    torch.set_num_threads(num_threads)
+    reader = EgsReader(data.egs_directory)
+    model = _model(config, reader)
+    layout = Layout.of(model)
+    checkpoints = CheckpointStore(folder.checkpoints, layout, config.checkpoint.num_to_keep)
+    start = _start(checkpoints, model, report)
+    pool = _pool(config, data, num_threads, stop)
+    ledger = Ledger(folder.ledger)
+    try:
+        report(f"starting {config.cluster.num_workers} workers ({config.cluster.kind}, {num_threads} threads each)")
+        pool.start()
+        coordinator = Coordinator(schedule_of(config, reader), pool, model, reader, checkpoints, ledger, tracker,
+                                  config.failure, stop)
+        with signals_to(stop):
+            return coordinator.train(start)
+    finally:
+        ledger.close()
+        pool.close()
+
+
+def _start(checkpoints: CheckpointStore, model: nn.Module, report: Callable[[str], None]) -> Checkpoint:
+    latest, problems = checkpoints.latest()
+    for problem in problems:
+        report(problem)
+    if latest is None:
+        return first_checkpoint(checkpoints.layout.flatten(model.state_dict()))
+    report(f"going on after outer iteration {latest.progress.outer_iter}")
+    return latest
+
+
+def _finish(config: RunConfig, folder: RunFolder, data: _Data, end: Checkpoint) -> FinalReport:
+    """Final model, word error rates, learning curve."""
+    reader = EgsReader(data.egs_directory)
+    model = _model(config, reader)
+    Layout.of(model).load(model, end.parameters)
+    save_final(folder, config, model, reader)
+    model, prior_P = load_final(folder, config)  # what users will load, not what happens to be in memory
+    tuned = decode_and_score(folder, config, data.corpus, model, prior_P)
+    draw(read_lines(folder.events), folder.learning_curve)
+    files = {"run folder": folder.path, "final model": folder.final, "per-utterance": per_utterance_path(folder, "test"),
+             "learning curve": folder.learning_curve, "events": folder.events}
+    return FinalReport(str(tuned.test.errors), tuned.test.errors.wer, str(tuned.valid.errors),
+                       score_subset(model, reader.diagnostic("train")), score_subset(model, reader.diagnostic("valid")),
+                       end.progress.frames_processed, end.progress.elapsed_s,
+                       {label: str(path) for label, path in files.items()})
+
+
+def _model(config: RunConfig, reader: EgsReader) -> nn.Module:
+    return build_model(config.model, reader.info.num_inputs, reader.info.num_classes, config.seed)
+
+
+def schedule_of(config: RunConfig, reader: EgsReader) -> Schedule:
+    """The outer iterations of a run over the archives at hand."""
+    s = config.schedule
+    return Schedule(reader.info.num_archives, reader.info.frames_per_eg, s.num_epochs, s.lr_initial, s.lr_final,
+                    s.num_jobs_initial, s.num_jobs_final, s.num_jobs_step)
+
+
+def _pool(config: RunConfig, data: _Data, num_threads: int, stop: SignalStop) -> WorkerPool:
+    spec = WorkerSpec(config, str(data.egs_directory))
+    if config.cluster.kind == "in_process":
+        return InProcessPool(spec, config.cluster.num_workers, num_threads, stop.expired)
+    from launcher.ray_pool import RayPool
+    return RayPool(spec, num_threads)
+
+
+def _progress(config: RunConfig, quiet: bool) -> ProgressTracker:
+    has_dashboard = config.tracking.kind == "mlflow" and not config.tracking.uri
+    return ProgressTracker(quiet=quiet, output_dir=config.output_dir if has_dashboard else None)
+
+
+def _mlflow(config: RunConfig, folder: RunFolder, warn: Callable[[str], None]) -> list[Tracker]:
+    if config.tracking.kind == "none":
+        return []
+    return [MlflowTracker(config, folder.path, run_name(config), warn)]

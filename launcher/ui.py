@@ -1,0 +1,134 @@
+"""`ngsgd ui`: MLflow's pages on the runs of one output folder, on this machine only unless told otherwise."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from launcher.mlflow_tracker import read_tracking, sqlite_uri
+from ngsgd.errors import EXIT_OK, ConfigError, MissingExtraError, NgsgdError
+
+_START_TIMEOUT_S = 120.0  # 20 s on two busy cores; a cold disk takes longer
+_STOP_TIMEOUT_S = 5.0
+_PAGES = "?workflowType=machine_learning"  # MLflow opens in its page for language models otherwise
+
+
+class DashboardError(NgsgdError):
+    """The MLflow server would not run."""
+
+
+def dashboard_command(output_dir: Path | str) -> str:
+    """The command that opens the dashboard on this output folder."""
+    return "ngsgd ui" if str(output_dir) == "runs" else f"ngsgd ui {shlex.quote(str(output_dir))}"
+
+
+def serve(output_dir: Path, *, host: str = "127.0.0.1", port: int = 5000, say: Callable[[str], None] = print) -> int:
+    """Serves until Ctrl-C or SIGTERM, and leaves no process behind."""
+    _check(output_dir, host, port)
+    say(f"starting MLflow on {output_dir.absolute() / 'mlflow.db'} ...")
+    with tempfile.TemporaryFile() as log, _terminate_like_interrupt():
+        server = _start(output_dir, host, port, log)
+        try:
+            _wait_until_healthy(server, f"http://{_reachable(host)}:{port}", log)
+            for line in page_links(output_dir, f"http://{_reachable(host)}:{port}"):
+                say(line)
+            say("Ctrl-C ends it.")
+            server.wait()
+            raise DashboardError(f"the MLflow server ended by itself: {_last_line(log)}")
+        except KeyboardInterrupt:
+            say("stopped.")
+            return EXIT_OK
+        finally:
+            _end(server)
+
+
+def page_links(output_dir: Path, address: str) -> list[str]:
+    """Links to all runs of the experiment that was written last, and to the curves of its newest run."""
+    written = sorted(output_dir.glob("*/tracking.json"), key=lambda file: file.stat().st_mtime)
+    stored = read_tracking(written[-1].parent) if written else {}
+    if not stored:
+        return [f"runs        {address}/#/experiments{_PAGES}"]
+    experiment = f"{address}/#/experiments/{stored['experiment_id']}"
+    return [f"runs        {experiment}/runs{_PAGES}", f"newest run  {experiment}/runs/{stored['run_id']}/model-metrics{_PAGES}"]
+
+
+def _check(output_dir: Path, host: str, port: int) -> None:
+    if not (output_dir / "mlflow.db").is_file():
+        raise ConfigError(f"{output_dir} holds no mlflow.db, so there are no runs to show; give the output_dir of a run: ngsgd ui PATH.")
+    if importlib.util.find_spec("mlflow") is None:
+        raise MissingExtraError("mlflow", "service", "ngsgd ui")
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except (OSError, OverflowError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
+            raise ConfigError(f"{host}:{port} cannot be used ({reason}); choose another port with --port.") from None
+
+
+def _start(output_dir: Path, host: str, port: int, log: IO[bytes]) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", sqlite_uri(output_dir),
+               "--artifacts-destination", str(output_dir.absolute() / "mlartifacts"),
+               "--host", host, "--port", str(port), "--workers", "1"]
+    settings = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",  # saves a process of 236 MB
+                "MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "1"}
+    # a session of its own, so that Ctrl-C reaches only us and we end the server with all its children
+    return subprocess.Popen(command, env={**os.environ, **settings}, stdout=log, stderr=log, stdin=subprocess.DEVNULL,
+                            start_new_session=True)
+
+
+def _wait_until_healthy(server: subprocess.Popen[bytes], address: str, log: IO[bytes]) -> None:
+    deadline = time.monotonic() + _START_TIMEOUT_S
+    while time.monotonic() < deadline:
+        if server.poll() is not None:
+            raise DashboardError(f"the MLflow server did not start: {_last_line(log)}")
+        with contextlib.suppress(OSError, urllib.error.URLError):
+            with urllib.request.urlopen(f"{address}/health", timeout=5) as answer:
+                if answer.status == 200:
+                    return
+        time.sleep(0.3)
+    raise DashboardError(f"the MLflow server did not answer within {_START_TIMEOUT_S:.0f} s: {_last_line(log)}")
+
+
+def _end(server: subprocess.Popen[bytes]) -> None:
+    for sign in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(server.pid, sign)  # the whole group: MLflow starts workers of its own
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            server.wait(_STOP_TIMEOUT_S)
+
+
+@contextlib.contextmanager
+def _terminate_like_interrupt() -> Iterator[None]:
+    """SIGTERM must not leave the server behind either."""
+    def interrupt(_number: int, _frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _last_line(log: IO[bytes]) -> str:
+    log.seek(0)
+    lines = [line.strip() for line in log.read().decode(errors="replace").splitlines() if line.strip()]
+    return lines[-1] if lines else "it said nothing"
+
+
+def _reachable(host: str) -> str:
+    return "127.0.0.1" if host in ("0.0.0.0", "::", "") else host

@@ -1,0 +1,76 @@
+"""Prepared speech on disk: a folder of arrays, and a manifest with the SHA-256 of each.
+
+    manifest.json                          what it was made from, the topology, the checksums
+    train.json, valid.json, test.json      utterance ids, words, speakers
+    train.features_TD.npy, ...             arrays of `FrameSet`; features are memory-mapped when read
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ngsgd import files
+from ngsgd.asr.speech_set import SpeechSet
+from ngsgd.egs.frames import FrameSet
+
+MANIFEST = "manifest.json"
+ARRAYS = ("features_TD", "pdf_T", "offsets")
+
+
+class DamagedError(Exception):
+    """The folder cannot be trusted; the message names the file.  Whoever loads it makes the data again."""
+
+
+def short_hash(tree: Mapping[str, Any]) -> str:
+    """Twelve hex digits that change with anything in the tree."""
+    return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def store(folder: Path, sets: Mapping[str, SpeechSet], *, about: Mapping[str, Any]) -> None:
+    """Writes the sets; the folder is whole or absent."""
+    with files.new_directory(folder) as new:
+        for name, speech in sets.items():
+            for array in ARRAYS:
+                np.save(new / f"{name}.{array}.npy", getattr(speech.frames, array))
+            words = {"utt_ids": speech.frames.utt_ids, "texts": speech.texts, "speakers": speech.speakers}
+            (new / f"{name}.json").write_text(json.dumps(words), encoding="utf-8")
+        checksums = {path.name: files.sha256(path) for path in sorted(new.iterdir())}
+        manifest = {**about, "sets": list(sets), "sha256": checksums}
+        (new / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+
+
+def load(folder: Path) -> tuple[dict[str, SpeechSet], dict[str, Any], str]:
+    """The sets, what was said about them, and a digest of all their files.  Raises `DamagedError`."""
+    manifest = _read_manifest(folder)
+    for name, expected in manifest["sha256"].items():
+        path = folder / name
+        if not path.is_file():
+            raise DamagedError(f"{path} is missing")
+        if files.sha256(path) != expected:
+            raise DamagedError(f"{path} does not have the checksum in its manifest")
+    sets = {name: _load_set(folder, name) for name in manifest["sets"]}
+    digest = hashlib.sha256(json.dumps(manifest["sha256"], sort_keys=True).encode()).hexdigest()
+    return sets, manifest, digest
+
+
+def _read_manifest(folder: Path) -> dict[str, Any]:
+    try:
+        manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DamagedError(f"{folder / MANIFEST} is missing or not readable") from error
+    if not {"sets", "sha256", "topology"} <= manifest.keys():
+        raise DamagedError(f"{folder / MANIFEST} lacks entries")
+    return manifest
+
+
+def _load_set(folder: Path, name: str) -> SpeechSet:
+    words = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
+    features_TD, pdf_T, offsets = (np.load(folder / f"{name}.{array}.npy", mmap_mode="r") for array in ARRAYS)
+    frames = FrameSet(features_TD=features_TD, pdf_T=np.array(pdf_T), offsets=np.array(offsets), utt_ids=tuple(words["utt_ids"]))
+    return SpeechSet(frames=frames, texts=tuple(map(tuple, words["texts"])), speakers=tuple(words["speakers"]))

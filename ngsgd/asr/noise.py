@@ -1,0 +1,39 @@
+"""Noise of several colours, mixed in at a signal-to-noise ratio."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+Signal = npt.NDArray[np.float64]
+
+FULL_SCALE = 32767.0
+LOUDEST_MIX = 0.9 * FULL_SCALE  # headroom: rounding to 16 bits must not clip
+
+
+def white(num_samples: int, rng: np.random.Generator) -> Signal:
+    return rng.standard_normal(num_samples)
+
+
+def pink(num_samples: int, rng: np.random.Generator) -> Signal:
+    """Noise whose power falls as 1 / frequency, like that of rooms and machines."""
+    spectrum = np.fft.rfft(rng.standard_normal(num_samples))
+    bins = np.arange(len(spectrum))
+    bins[0] = 1  # the mean has no frequency to divide by; it is removed below
+    noise: Signal = np.fft.irfft(spectrum / np.sqrt(bins), n=num_samples)
+    return noise - noise.mean()
+
+
+def mix(speech: Signal, noise: Signal, *, snr_db: float, is_speech: npt.NDArray[np.bool_]) -> npt.NDArray[np.int16]:
+    """Speech plus noise as 16-bit samples.
+
+    `snr_db` is the power of the samples where `is_speech` over that of the noise: pauses do not count, or a slow
+    speaker would get less noise than a fast one.
+    """
+    speech_power = float(np.mean(speech[is_speech] ** 2))
+    noise_power = float(np.mean(noise ** 2))
+    gain = np.sqrt(speech_power / noise_power) * 10 ** (-snr_db / 20)
+    mixture = speech + gain * noise
+    peak = float(np.abs(mixture).max())
+    mixture *= min(1.0, LOUDEST_MIX / peak)
+    return np.round(mixture).astype(np.int16)

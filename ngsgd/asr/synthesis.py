@@ -1,0 +1,95 @@
+"""Drives the speech synthesiser: one fresh process for each shard of a fixed plan."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+
+import numpy as np
+
+from ngsgd.asr import extras
+from ngsgd.asr.utterance import Samples
+from ngsgd.errors import DataError
+
+WORKER = Path(__file__).with_name("synth_worker.py")
+SHARD_TIMEOUT_S = 300.0  # a shard takes under a second; the library has been seen to hang
+
+
+@dataclass(frozen=True)
+class Sentence:
+    """What to say, and how.  Units are espeak-ng's."""
+
+    text: str
+    voice: str       # a voice file, + and a variant of its timbre: gmw/en-US+Alex
+    rate: int        # words per minute, 80 to 450
+    pitch: int       # 0 to 100, 50 is the voice's own
+    range: int       # of pitch, 0 (monotone) to 100
+    word_gap: int    # pause between words, in units of 10 ms
+
+
+@dataclass(frozen=True)
+class Phoneme:
+    name: str
+    word: int        # which word of the sentence it belongs to, from 0
+    start: int       # sample at which it starts
+
+
+@dataclass(frozen=True)
+class Spoken:
+    samples: Samples
+    sample_rate: int
+    phonemes: tuple[Phoneme, ...]
+
+
+def require() -> None:
+    """Raises unless the synthesiser can be started here."""
+    extras.load("espeakng_loader", extra="synth", purpose="The embedded corpus, data.corpus=digits,")
+    extras.load("soxr", extra="asr", purpose="The embedded corpus, data.corpus=digits,")
+
+
+def version() -> str:
+    return metadata.version("espeakng-loader")
+
+
+def speak(sentences: Sequence[Sentence], *, seed: int) -> list[Spoken]:
+    """The sentences, spoken in this order by a new process; the same call gives the same bits."""
+    plan = {"seed": seed, "utterances": [asdict(sentence) for sentence in sentences]}
+    # -P keeps this folder off the worker's import path, and the file name keeps `ngsgd` itself out of the process
+    command = [sys.executable, "-P", str(WORKER)]
+    try:
+        done = subprocess.run(command, input=json.dumps(plan).encode(), capture_output=True, check=False,
+                              timeout=SHARD_TIMEOUT_S)
+    except subprocess.TimeoutExpired as error:
+        raise DataError(f"The speech synthesiser gave no answer in {SHARD_TIMEOUT_S:g} s; run the command again.") from error
+    if done.returncode != 0:
+        reason = done.stderr.decode(errors="replace").strip().rpartition("\n")[2] or f"exit status {done.returncode}"
+        raise DataError(f"The speech synthesiser failed ({reason}); "
+                        f"reinstall it with: pip install --force-reinstall espeakng-loader=={version()}")
+    return _parse(done.stdout)
+
+
+def _parse(answer: bytes) -> list[Spoken]:
+    first_line, _, pcm = answer.partition(b"\n")
+    header = json.loads(first_line)
+    samples = np.frombuffer(pcm, dtype="<i2")
+    ends = np.cumsum([utterance["num_samples"] for utterance in header["utterances"]])
+    assert ends[-1] == len(samples)
+    pieces = np.split(samples, ends[:-1])
+    return [Spoken(samples=piece, sample_rate=header["sample_rate"], phonemes=_phonemes(utterance["events"]))
+            for piece, utterance in zip(pieces, header["utterances"], strict=True)]
+
+
+def _phonemes(events: list[tuple[str, int, str]]) -> tuple[Phoneme, ...]:
+    word = -1
+    phonemes = []
+    for kind, start, name in events:
+        if kind == "word":
+            word += 1
+        else:
+            phonemes.append(Phoneme(name=name, word=word, start=start))
+    return tuple(phonemes)

@@ -1,0 +1,50 @@
+"""Which HMM states there are, and how words are spelt in them.
+
+Silence is one state, pdf 0; every phone is three states left to right.  A state and its pdf are the same thing here:
+nothing is tied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+STATES_PER_PHONE = 3
+SILENCE_PDF = 0
+
+Pronunciation = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Topology:
+    """All the decoder needs to know about a corpus."""
+
+    phones: tuple[str, ...]                          # without silence; their order decides the pdf ids
+    lexicon: dict[str, tuple[Pronunciation, ...]]    # word -> one or more pronunciations
+
+    @property
+    def num_pdfs(self) -> int:
+        return 1 + STATES_PER_PHONE * len(self.phones)
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        return tuple(self.lexicon)
+
+    def pdfs_of_phone(self, phone: str) -> tuple[int, ...]:
+        first = 1 + STATES_PER_PHONE * self.phones.index(phone)
+        return tuple(range(first, first + STATES_PER_PHONE))
+
+    def spellings(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Every (word, its pdfs from left to right); a word comes once for each pronunciation."""
+        for word, pronunciations in self.lexicon.items():
+            for phones in pronunciations:
+                yield word, tuple(pdf for phone in phones for pdf in self.pdfs_of_phone(phone))
+
+    def to_json(self) -> dict[str, Any]:
+        return {"phones": list(self.phones), "lexicon": {word: [list(p) for p in all_] for word, all_ in self.lexicon.items()}}
+
+    @staticmethod
+    def from_json(tree: dict[str, Any]) -> Topology:
+        lexicon = {word: tuple(tuple(p) for p in all_) for word, all_ in tree["lexicon"].items()}
+        return Topology(phones=tuple(tree["phones"]), lexicon=lexicon)

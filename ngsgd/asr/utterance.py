@@ -1,0 +1,41 @@
+"""One spoken utterance before feature extraction, and the frames it falls into."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+SAMPLE_RATE_HZ = 8000
+FRAME_SHIFT = 80  # samples: 10 ms
+
+Samples = npt.NDArray[np.int16]
+PdfIds = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class Utterance:
+    """Audio with the words it says and the HMM state of each of its frames."""
+
+    utt_id: str
+    speaker: str
+    words: tuple[str, ...]
+    samples: Samples  # 8 kHz
+    pdf_T: PdfIds
+
+
+def num_frames(num_samples: int) -> int:
+    """Frames of Kaldi's snip_edges=false: every 10 ms, windows reflected at the ends."""
+    return (num_samples + FRAME_SHIFT // 2) // FRAME_SHIFT
+
+
+def frame_centres(num_samples: int) -> npt.NDArray[np.int64]:
+    """The sample in the middle of each frame's window."""
+    return np.arange(num_frames(num_samples)) * FRAME_SHIFT + FRAME_SHIFT // 2
+
+
+def spread_to_samples(flag_T: npt.NDArray[np.bool_], num_samples: int) -> npt.NDArray[np.bool_]:
+    """The flag of the frame that each sample falls into; samples after the last whole frame take that frame's."""
+    frame_of_sample = np.minimum(np.arange(num_samples) // FRAME_SHIFT, len(flag_T) - 1)
+    return flag_T[frame_of_sample]

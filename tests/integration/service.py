@@ -1,0 +1,66 @@
+"""Runs the `ngsgd` command as a user does, on a corpus that takes seconds."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+TINY = ["data.train_minutes=1.5", "data.valid_minutes=0.3", "data.test_minutes=0.3", "data.snr_db_low=30",
+        "data.snr_db_high=30", "egs.samples_per_iter=400", "egs.num_diagnostic_frames=300", "model.num_layers=2",
+        "model.hidden_dim=64", "schedule.num_epochs=2", "schedule.minibatch_size=64", "tracking.kind=none"]
+
+
+class Service:
+    """The command, with one output directory for data and runs."""
+
+    def __init__(self, output_dir: Path) -> None:
+        self.output_dir = output_dir
+
+    def start(self, *arguments: str, command: str = "train") -> subprocess.Popen[str]:
+        words = [sys.executable, "-m", "launcher", command, *arguments]
+        if command == "train":
+            words += [f"output_dir={self.output_dir}", *(s for s in TINY if s.split("=")[0] not in " ".join(arguments))]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+        return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
+                                cwd=self.output_dir)
+
+    def call(self, *arguments: str, command: str = "train", timeout_s: float = 120.0) -> subprocess.CompletedProcess[str]:
+        process = self.start(*arguments, command=command)
+        out, err = process.communicate(timeout=timeout_s)
+        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+    def runs(self) -> list[Path]:
+        return sorted((path.parent for path in self.output_dir.glob("*/config.yaml")), key=lambda p: p.stat().st_mtime)
+
+    def wait_for_outer_iteration(self, outer_iter: int, process: subprocess.Popen[str], timeout_s: float = 90.0) -> Path:
+        """The newest run's folder, once it has committed that outer iteration."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline and process.poll() is None:
+            for run in reversed(self.runs()):
+                if any(entry["outer_iter"] >= outer_iter for entry in events(run, "outer_iteration")):
+                    return run
+            time.sleep(0.05)
+        raise AssertionError(f"outer iteration {outer_iter} did not come; exit code {process.poll()}")
+
+
+def events(run: Path, kind: str) -> list[dict[str, Any]]:
+    path = run / "events.jsonl"
+    if not path.exists():
+        return []
+    lines = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+    return [line for line in lines if line["event"] == kind]
+
+
+def final_hash(run: Path) -> str:
+    """Of the last committed model."""
+    (newest,) = sorted((run / "checkpoints").iterdir())[-1:]
+    return str(json.loads((newest / "manifest.json").read_text())["model_sha256"])
+
+
+WER_LINE = re.compile(r"%WER \d+\.\d\d \[ \d+ / \d+, \d+ ins, \d+ del, \d+ sub \]")

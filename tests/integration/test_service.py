@@ -1,0 +1,99 @@
+"""The whole way, as a user goes it: data, workers, averaging, decoding, a stop, a kill, a resume."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from ngsgd.training.ledger import audit
+from tests.integration.service import WER_LINE, Service, events, final_hash
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Service:
+    return Service(tmp_path_factory.mktemp("service"))
+
+
+@pytest.fixture(scope="module")
+def whole_run(service: Service) -> Iterator[Path]:
+    """A run that nobody disturbed."""
+    done = service.call("cluster=in_process", "name=whole")
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    assert len(WER_LINE.findall(done.stdout)) == 2, done.stdout  # valid and test
+    (run,) = [path for path in service.runs() if path.name.startswith("whole")]
+    yield run
+
+
+def test_a_run_leaves_everything_that_it_says(whole_run: Path) -> None:
+    for name in ("config.yaml", "events.jsonl", "ledger.jsonl", "final/model.safetensors", "final/model.json",
+                 "decode/wer.json", "decode/test.per_utt.txt", "learning_curve.png"):
+        assert (whole_run / name).stat().st_size > 0, name
+    assert audit(whole_run / "ledger.jsonl") == []
+    (report,) = events(whole_run, "finished")
+    for path in report["files"].values():
+        assert Path(path).exists(), path
+    steps = events(whole_run, "outer_iteration")
+    assert steps[-1]["valid"]["objf"] > steps[0]["valid"]["objf"]
+    priors = json.loads((whole_run / "final/model.json").read_text())["priors"]
+    assert sum(priors) == pytest.approx(1.0)
+    assert not [path for path in whole_run.parent.rglob("*.tmp")]
+
+
+def test_plain_sgd_runs_too(service: Service) -> None:
+    done = service.call("cluster=in_process", "optimizer=sgd", "model=pnorm", "model.hidden_dim=60", "name=sgd")
+    assert done.returncode == 0, done.stderr
+    assert WER_LINE.search(done.stdout)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_stops_soon_and_resuming_gives_the_bits_of_the_whole_run(service: Service, whole_run: Path,
+                                                                        number: signal.Signals) -> None:
+    process = service.start("cluster=in_process", f"name={number.name}")
+    run = service.wait_for_outer_iteration(3, process)
+    asked = time.monotonic()
+    process.send_signal(number)
+    _, err = process.communicate(timeout=30)
+    assert time.monotonic() - asked < 10
+    assert process.returncode == 130
+    assert f"ngsgd resume {run}" in err
+    assert "Traceback" not in err
+    done = service.call(str(run), command="resume")
+    assert done.returncode == 0, done.stderr
+    assert WER_LINE.search(done.stdout)
+    assert final_hash(run) == final_hash(whole_run)
+    assert audit(run / "ledger.jsonl") == []
+
+
+def test_a_coordinator_killed_outright_can_be_resumed(service: Service, whole_run: Path) -> None:
+    process = service.start("cluster=in_process", "name=killed")
+    run = service.wait_for_outer_iteration(2, process)
+    process.kill()
+    process.communicate()
+    assert service.call(str(run), command="resume").returncode == 0
+    assert final_hash(run) == final_hash(whole_run)
+    assert audit(run / "ledger.jsonl") == []
+
+
+@pytest.mark.ray
+def test_a_ray_worker_killed_in_the_middle_costs_nothing(service: Service, whole_run: Path) -> None:
+    process = service.start("cluster=ray", "name=ray")
+    run = service.wait_for_outer_iteration(1, process)
+    workers = [child for child in psutil.Process(process.pid).children(recursive=True)
+               if any("_RayWorker" in word for word in child.cmdline())]
+    assert len(workers) == 2
+    os.kill(workers[0].pid, signal.SIGKILL)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert f"process {workers[0].pid} on" in out + err
+    assert "its shard runs again" in out + err
+    assert audit(run / "ledger.jsonl") == []
+    assert final_hash(run) == final_hash(whole_run)
+    assert not [worker for worker in workers if worker.is_running()]
