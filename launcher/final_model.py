@@ -42,7 +42,8 @@ def load_final(folder: RunFolder, config: RunConfig) -> tuple[nn.Module, npt.NDA
         about = json.loads((folder.final / "model.json").read_text())
         state = load_file(folder.final / "model.safetensors")
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{folder.path} has no final model ({error}); finish it with `ngsgd resume {folder.path}`.") from error
+        raise CheckpointError(f"{folder.path} has no final model ({error}); "
+                              f"finish it with `ngsgd resume {folder.path}`.") from error
     model = build_model(config.model, about["num_inputs"], about["num_classes"], config.seed)
     model.load_state_dict(state)
     return model, np.asarray(about["priors"])

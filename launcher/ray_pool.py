@@ -81,7 +81,7 @@ class RayPool:
         self._spec_ref = ray.put(self.spec)
         options: dict[str, Any] = {"num_cpus": 0 if self._owns_ray else self.num_threads, "max_restarts": 0,
                                    "num_gpus": self._gpus_per_worker()}
-        self._actor_class = ray.remote(_RayWorker).options(**options)  # type: ignore[attr-defined]
+        self._actor_class = ray.remote(_RayWorker).options(**options)
         self._slots = [self._new_slot(index) for index in range(self.config.num_workers)]
         deadline = time.monotonic() + self.config.start_timeout_s
         while not all(slot.process for slot in self._slots):

@@ -28,9 +28,9 @@ class DataConfig:
     source: str = knob("")            # fsdd: folder or archive that holds the recordings; empty: download (pinned, checksummed)
     cache_dir: str = knob("")         # where prepared data is kept; empty: <output_dir>/data
     split: str = knob("speaker", one_of=("speaker", "official"))  # fsdd: test on unseen speakers, or the data set's own split
-    train_minutes: float = knob(40.0, above=0.0, high=6000.0)     # minutes of audio made for training (connected strings)
-    valid_minutes: float = knob(3.0, above=0.0, high=600.0)
-    test_minutes: float = knob(7.0, above=0.0, high=600.0)
+    train_minutes: float = knob(80.0, above=0.0, high=6000.0)     # minutes of audio made for training (connected strings)
+    valid_minutes: float = knob(5.0, above=0.0, high=600.0)
+    test_minutes: float = knob(10.0, above=0.0, high=600.0)
     snr_db_low: float = knob(0.0, low=-20.0, high=60.0)           # signal-to-noise ratio of added noise, drawn per utterance
     snr_db_high: float = knob(15.0, low=-20.0, high=60.0)
     seed: int = knob(0, low=0)        # of the corpus; apart from the training seed, so that training seeds share one corpus
@@ -87,10 +87,10 @@ class OptimizerConfig:
 class ScheduleConfig:
     """How long, at which rate, on how many jobs; the formulas are Kaldi's (`ngsgd.schedules`)."""
 
-    num_epochs: float = knob(4.0, above=0.0, high=1000.0)
+    num_epochs: float = knob(2.5, above=0.0, high=1000.0)
     minibatch_size: int = knob(128, low=1)           # frames; C.1: 128 for CPU threads, 512 for GPUs
-    lr_initial: float = knob(0.004, above=0.0)       # effective learning rate per frame; a job's rate is this times num_jobs
-    lr_final: float = knob(0.0004, above=0.0)
+    lr_initial: float = knob(0.003, above=0.0)       # effective learning rate per frame; a job's rate is this times num_jobs
+    lr_final: float = knob(0.0003, above=0.0)
     num_jobs_initial: int = knob(1, low=1)
     num_jobs_final: int = knob(2, low=1)
     num_jobs_step: int = knob(1, low=1)              # num_jobs grows in multiples of this
@@ -131,7 +131,7 @@ class DecodeConfig:
     """Hybrid decoding: log posterior minus log prior, on a digit loop."""
 
     acoustic_scales: tuple[float, ...] = knob((0.1, 0.15, 0.2, 0.3, 0.5))  # swept on valid; the best one is used on test
-    word_penalties: tuple[float, ...] = knob((0.0, 1.0, 2.0, 4.0))         # cost per word, swept likewise
+    word_penalties: tuple[float, ...] = knob((0.0, 2.0, 4.0, 6.0, 8.0))         # cost per word, swept likewise
     beam: float = knob(16.0, above=0.0)
     max_active: int = knob(7000, low=2)
     num_prior_frames: int = knob(20000, low=1)       # training frames whose average posterior is the prior (Kaldi: 20000)

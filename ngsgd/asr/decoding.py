@@ -5,7 +5,6 @@ Letters: T frames, P pdfs (HMM states).
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ngsgd.asr import extras
-from ngsgd.asr.scoring import ScoredSet, WordErrors, score
+from ngsgd.asr.scoring import ScoredSet, score
 from ngsgd.asr.topology import SILENCE_PDF, Topology
 from ngsgd.config import DecodeConfig
 
@@ -109,7 +108,7 @@ def tune_and_decode(topology: Topology, valid: DecodingTask, test: DecodingTask,
         for scale in config.acoustic_scales:
             scored = _decode_set(graph, valid, scale, config)
             scores.append((scored.errors.total, scale, penalty, scored))
-    fewest, scale, penalty, scored_valid = min(scores, key=lambda entry: entry[:3])
+    _, scale, penalty, scored_valid = min(scores, key=lambda entry: entry[:3])
     return Tuned(scale, penalty, scored_valid, _decode_set(build_graph(topology, penalty), test, scale, config))
 
 

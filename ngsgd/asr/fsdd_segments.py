@@ -52,8 +52,7 @@ def load_catalogue(folder: Traversable | None = None) -> Catalogue:
         segments = tuple(_segment(row) for row in csv.DictReader(file))
     description = json.loads(folder.joinpath("ali.json").read_text(encoding="utf-8"))
     lexicon = {word: tuple(tuple(phones) for phones in all_) for word, all_ in description["lexicon"].items()}
-    with folder.joinpath("ali.npz").open("rb") as file, np.load(file) as arrays:
-        pdf_T = {utt_id: _merge_silence(arrays[utt_id]) for utt_id in arrays.files}
+    pdf_T = _load_alignment(folder.joinpath("ali.npz"))
     _check_alignment(segments, pdf_T)
     return Catalogue(segments=segments, pdf_T=pdf_T, topology=Topology(tuple(description["phones"][1:]), lexicon))
 
@@ -89,6 +88,13 @@ def _set_by_index(segment: Segment) -> str:
 def _segment(row: dict[str, str]) -> Segment:
     return Segment(utt_id=row["utt_id"], file=row["file"], word=row["word"], speaker=row["speaker"], index=int(row["index"]),
                    num_samples=int(row["num_samples"]), sha256_pcm=row["sha256_pcm"])
+
+
+def _load_alignment(path: Traversable) -> dict[str, PdfIds]:
+    """Arrays of the file: pdf of all frames end to end, utt_ids, and offsets of the utterances in pdf."""
+    with path.open("rb") as file, np.load(file) as arrays:
+        pieces = np.split(_merge_silence(arrays["pdf"]), arrays["offsets"][1:-1])
+        return dict(zip(arrays["utt_ids"].tolist(), pieces, strict=True))
 
 
 def _merge_silence(pdf_T: np.ndarray) -> PdfIds:

@@ -35,14 +35,15 @@ class Service:
         out, err = process.communicate(timeout=timeout_s)
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
-    def runs(self) -> list[Path]:
-        return sorted((path.parent for path in self.output_dir.glob("*/config.yaml")), key=lambda p: p.stat().st_mtime)
+    def runs(self, name: str) -> list[Path]:
+        return [path.parent for path in self.output_dir.glob(f"{name}-*/config.yaml")]
 
-    def wait_for_outer_iteration(self, outer_iter: int, process: subprocess.Popen[str], timeout_s: float = 90.0) -> Path:
-        """The newest run's folder, once it has committed that outer iteration."""
+    def wait_for_outer_iteration(self, outer_iter: int, name: str, process: subprocess.Popen[str],
+                                 timeout_s: float = 90.0) -> Path:
+        """The folder of the run of that name, once it has committed that outer iteration."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline and process.poll() is None:
-            for run in reversed(self.runs()):
+            for run in self.runs(name):
                 if any(entry["outer_iter"] >= outer_iter for entry in events(run, "outer_iteration")):
                     return run
             time.sleep(0.05)

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -22,14 +21,14 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Service:
 
 
 @pytest.fixture(scope="module")
-def whole_run(service: Service) -> Iterator[Path]:
+def whole_run(service: Service) -> Path:
     """A run that nobody disturbed."""
     done = service.call("cluster=in_process", "name=whole")
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
     assert len(WER_LINE.findall(done.stdout)) == 2, done.stdout  # valid and test
-    (run,) = [path for path in service.runs() if path.name.startswith("whole")]
-    yield run
+    (run,) = service.runs("whole")
+    return run
 
 
 def test_a_run_leaves_everything_that_it_says(whole_run: Path) -> None:
@@ -44,7 +43,7 @@ def test_a_run_leaves_everything_that_it_says(whole_run: Path) -> None:
     assert steps[-1]["valid"]["objf"] > steps[0]["valid"]["objf"]
     priors = json.loads((whole_run / "final/model.json").read_text())["priors"]
     assert sum(priors) == pytest.approx(1.0)
-    assert not [path for path in whole_run.parent.rglob("*.tmp")]
+    assert not list(whole_run.parent.rglob("*.tmp"))
 
 
 def test_plain_sgd_runs_too(service: Service) -> None:
@@ -57,7 +56,7 @@ def test_plain_sgd_runs_too(service: Service) -> None:
 def test_ctrl_c_stops_soon_and_resuming_gives_the_bits_of_the_whole_run(service: Service, whole_run: Path,
                                                                         number: signal.Signals) -> None:
     process = service.start("cluster=in_process", f"name={number.name}")
-    run = service.wait_for_outer_iteration(3, process)
+    run = service.wait_for_outer_iteration(3, number.name, process)
     asked = time.monotonic()
     process.send_signal(number)
     _, err = process.communicate(timeout=30)
@@ -74,7 +73,7 @@ def test_ctrl_c_stops_soon_and_resuming_gives_the_bits_of_the_whole_run(service:
 
 def test_a_coordinator_killed_outright_can_be_resumed(service: Service, whole_run: Path) -> None:
     process = service.start("cluster=in_process", "name=killed")
-    run = service.wait_for_outer_iteration(2, process)
+    run = service.wait_for_outer_iteration(2, "killed", process)
     process.kill()
     process.communicate()
     assert service.call(str(run), command="resume").returncode == 0
@@ -85,7 +84,7 @@ def test_a_coordinator_killed_outright_can_be_resumed(service: Service, whole_ru
 @pytest.mark.ray
 def test_a_ray_worker_killed_in_the_middle_costs_nothing(service: Service, whole_run: Path) -> None:
     process = service.start("cluster=ray", "name=ray")
-    run = service.wait_for_outer_iteration(1, process)
+    run = service.wait_for_outer_iteration(1, "ray", process)
     workers = [child for child in psutil.Process(process.pid).children(recursive=True)
                if any("_RayWorker" in word for word in child.cmdline())]
     assert len(workers) == 2

@@ -40,8 +40,9 @@ def optimizer(config: dict[str, Any], model: nn.Module) -> SGD:
     common = {"momentum": config["mom"], "max_change": config["mc"], "max_param_change": config["maxc"],
               "weight_decay": config["l2"] * config["l2f"]}
     if config["ng"]:
-        made: SGD = NGSGD(model, config["lr"], update_period=config["period"], alpha=config["alpha"], **common)
-        for name, preconditioner in made.preconditioners():
+        preconditioned = NGSGD(model, config["lr"], update_period=config["period"], alpha=config["alpha"], **common)
+        made: SGD = preconditioned
+        for name, preconditioner in preconditioned.preconditioners():
             # ranks written in a Kaldi config are lowered to D - 1 only; the defaults, as ours, to (D + 1) / 2
             preconditioner.rank = config["rin"] if name.endswith("input") else config["rout"]
     else:

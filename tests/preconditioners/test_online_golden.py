@@ -48,7 +48,7 @@ def load(ng: OnlineNaturalGradient, W: Any, d: Any, rho: Any, t: int, dtype: tor
 
 def num_comparable_calls(case: str, config: dict[str, Any]) -> int:
     """All calls, except that ours does not count frozen ones: equal up to the first call after a frozen one."""
-    return min(config["frozen_at"]) + 1 if case == "frozen" else config["T"]
+    return int(min(config["frozen_at"]) + 1 if case == "frozen" else config["T"])
 
 
 def updates_as_kaldi(ng: OnlineNaturalGradient, X: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, bool]:
@@ -126,7 +126,7 @@ def test_one_call_from_kaldis_state(case: str, dtype: torch.dtype) -> None:
         else:
             continue
         ng = preconditioner(config)
-        load(ng, *before, t, dtype)
+        load(ng, before[0], before[1], before[2], t, dtype)
         xhat, scale = ng.precondition(torch.tensor(inputs[t], dtype=dtype))
         check_output(case, t, xhat, scale, tol)
         check_state(case, t, ng, config["D"], tol)

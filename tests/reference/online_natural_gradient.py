@@ -32,7 +32,7 @@ class DenseFisher:
     @property
     def W(self) -> Array:  # noqa: N802
         beta = self.rho * (1 + self.alpha) + self.alpha / self.R.shape[1] * self.d.sum()
-        return np.sqrt(1 / (beta / self.d + 1))[:, None] * self.R
+        return np.asarray(np.sqrt(1 / (beta / self.d + 1))[:, None] * self.R)
 
     def precondition(self, X: Array) -> tuple[Array, float]:
         """(Xhat, gamma): (19), (36), (38)."""
