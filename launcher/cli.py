@@ -70,10 +70,8 @@ def run_guarded(action: Callable[[], int], *, debug: bool = False) -> int:
 def _as_ngsgd_error(error: Exception) -> NgsgdError | None:
     if isinstance(error, NgsgdError):
         return error
-    if isinstance(error, ModuleNotFoundError) and error.name is not None:
-        if extra := _EXTRAS.get(error.name.partition(".")[0]):
-            return MissingExtraError(*extra, "This command")
-    return None
+    missing = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    return MissingExtraError(*_EXTRAS[missing], "This command") if missing in _EXTRAS else None
 
 
 def _first_line(error: Exception) -> str:

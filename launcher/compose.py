@@ -81,7 +81,7 @@ def flatten(config: RunConfig) -> dict[str, Any]:
 def to_yaml(config: RunConfig) -> str:
     import yaml
 
-    return yaml.safe_dump(_plain(asdict(config)), sort_keys=False, allow_unicode=True)
+    return str(yaml.safe_dump(_plain(asdict(config)), sort_keys=False, allow_unicode=True))
 
 
 def from_yaml(path: Path) -> RunConfig:

@@ -27,7 +27,8 @@ def draw(events: Events, path: Path) -> None:
     _lines(bottom[0], curve, {"effective": ("effective_lr", _GREEN), "each job": ("lr", "#8fc6a0")})
     bottom[0].set_yscale("log")
     _label(bottom[0], "Learning rate", "per frame", legend="best")
-    _lines(bottom[1], curve, {"layers": ("max_change_share", _RED), "whole model": ("max_param_change_share", "#e3a59e")}, scale=100.0)
+    shares = {"layers": ("max_change_share", _RED), "whole model": ("max_param_change_share", "#e3a59e")}
+    _lines(bottom[1], curve, shares, scale=100.0)
     bottom[1].set_ylim(bottom=0)
     _label(bottom[1], "Steps shortened by max-change", "%", legend="best")
     for axes in bottom:
@@ -43,8 +44,9 @@ def compare(runs: Sequence[tuple[str, Events]], path: Path) -> None:
     for (label, events), colour in zip(runs, _RUN_COLOURS * (1 + len(runs) // len(_RUN_COLOURS)), strict=False):
         curve = _Curve(events)
         for axes, quantity, scale in ((left, "objf", 1.0), (right, "accuracy", 100.0)):
-            axes.plot(curve.millions, curve.values(f"valid.{quantity}", scale), color=colour, linewidth=2.0, label=label)
-            axes.plot(curve.millions, curve.values(f"train.{quantity}", scale), color=colour, linewidth=1.2, linestyle="--", alpha=0.7)
+            valid, train = (curve.values(f"{subset}.{quantity}", scale) for subset in ("valid", "train"))
+            axes.plot(curve.millions, valid, color=colour, linewidth=2.0, label=label)
+            axes.plot(curve.millions, train, color=colour, linewidth=1.2, linestyle="--", alpha=0.7)
     _label(left, "Objective function", "nats per frame", legend="lower right")
     _label(right, "Frames right", "%", legend="lower right")
     for axes in (left, right):
@@ -71,7 +73,8 @@ class _Curve:
 def _lines(axes: Any, curve: _Curve, what: Mapping[str, tuple[str, str]], scale: float = 1.0) -> None:
     marker = "o" if len(curve.millions) <= 40 else ""  # a short run is points; dots on a long one are a smear
     for label, (key, colour) in what.items():
-        axes.plot(curve.millions, curve.values(key, scale), color=colour, linewidth=1.8, marker=marker, markersize=3.5, label=label)
+        axes.plot(curve.millions, curve.values(key, scale), color=colour, label=label,
+                  linewidth=1.8, marker=marker, markersize=3.5)
 
 
 def _label(axes: Any, title: str, unit: str, *, legend: str) -> None:
@@ -85,7 +88,8 @@ def _label(axes: Any, title: str, unit: str, *, legend: str) -> None:
 
 def _title(curve: _Curve) -> str:
     last = curve.iterations[-1]
-    return (f"{len(curve.iterations)} outer iterations, {last['epoch']:.1f} epochs, up to {max(e['num_jobs'] for e in curve.iterations)} jobs: "
+    num_jobs = max(event["num_jobs"] for event in curve.iterations)
+    return (f"{len(curve.iterations)} outer iterations, {last['epoch']:.1f} epochs, up to {num_jobs} jobs: "
             f"valid objf {last['valid']['objf']:.3f}, {100 * last['valid']['accuracy']:.1f}% of frames right")
 
 

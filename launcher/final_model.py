@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +13,7 @@ from torch import nn
 
 from launcher.run_folder import RunFolder
 from ngsgd.asr.corpus import Corpus, SpeechSet
-from ngsgd.asr.decoding import DecodingTask, Tuned, tune_and_decode
+from ngsgd.asr.evaluation import Evaluation, tune_and_decode
 from ngsgd.asr.scoring import write_per_utterance
 from ngsgd.config import RunConfig
 from ngsgd.egs.archives import spliced_utterances
@@ -50,19 +49,18 @@ def load_final(folder: RunFolder, config: RunConfig) -> tuple[nn.Module, npt.NDA
 
 
 def decode_and_score(folder: RunFolder, config: RunConfig, corpus: Corpus, model: nn.Module,
-                     prior_P: npt.NDArray[np.float64]) -> Tuned:
+                     prior_P: npt.NDArray[np.float64]) -> Evaluation:
     """Decodes valid and test; scale and penalty are chosen on valid and used on test.  Leaves decode/ in the folder."""
-    valid, test = (DecodingTask(speech.frames.utt_ids, speech.texts, _log_likelihoods(speech, config, model, prior_P))
-                   for speech in (corpus.valid, corpus.test))
-    tuned = tune_and_decode(corpus.topology, valid, test, config.decode)
-    low, high = tuned.test.confidence_interval()
+    result = tune_and_decode(corpus.topology, config.decode,
+                             valid=corpus.valid, valid_logliks=_log_likelihoods(corpus.valid, config, model, prior_P),
+                             test=corpus.test, test_logliks=_log_likelihoods(corpus.test, config, model, prior_P))
+    about = {**asdict(result.setting), "valid": str(result.valid), "test": str(result.test),
+             "test_interval_95": asdict(result.test_interval),
+             "sweep_on_valid": [{**asdict(setting), "errors": str(errors)} for setting, errors in result.sweep]}
     with new_directory(folder.decode) as temporary:
-        write_per_utterance(temporary / "valid.per_utt.txt", tuned.valid)
-        write_per_utterance(temporary / "test.per_utt.txt", tuned.test)
-        write_text(temporary / "wer.json", json.dumps({
-            "acoustic_scale": tuned.acoustic_scale, "word_penalty": tuned.word_penalty, "valid": str(tuned.valid.errors),
-            "test": str(tuned.test.errors), "test_interval_95": [round(low, 2), round(high, 2)]}, indent=1))
-    return tuned
+        write_per_utterance(temporary / "test.per_utt.txt", result.test, result.per_utterance)
+        write_text(temporary / "wer.json", json.dumps(about, indent=1))
+    return result
 
 
 @torch.no_grad()
@@ -73,6 +71,3 @@ def _log_likelihoods(speech: SpeechSet, config: RunConfig, model: nn.Module,
     return [(model(torch.from_numpy(x_TD)).log_softmax(dim=1) - log_prior_P).numpy()
             for x_TD in spliced_utterances(speech.frames, config.egs.left_context, config.egs.right_context)]
 
-
-def per_utterance_path(folder: RunFolder, name: str) -> Path:
-    return folder.decode / f"{name}.per_utt.txt"

@@ -25,6 +25,8 @@ from ngsgd.training.records import FinalReport, Incident, JobRecord, OuterIterat
 CLOSE_TIMEOUT_S = 15.0
 _MAX_WORKER_RUNS = 32            # a child run costs one request per outer iteration; more lines than this nobody can read
 _PARAMS_PER_BATCH = 100          # MLflow's limit
+# MLflow draws runs in colours of its own that may be two shades of one; ours are told apart
+_COLOURS = ("#1f6fb4", "#e07b1a", "#2f8f4e", "#c0392b", "#7d4fb0", "#8c6d31", "#17a2b8", "#d6499e")
 _BAD_IN_NAMES = re.compile(r"[^A-Za-z0-9_\-. /]")  # colons are allowed too, but not in file names
 
 Warn = Callable[[str], None]
@@ -135,9 +137,7 @@ class _MlflowRun:
 
     def log_result(self, report: FinalReport) -> None:
         self._frames_processed = report.frames_processed
-        result = {"train/objf": report.train.objf, "train/frame_accuracy": report.train.accuracy,
-                  "valid/objf": report.valid.objf, "valid/frame_accuracy": report.valid.accuracy,
-                  "time/total_s": report.seconds}
+        result = {"time/total_s": report.seconds}  # the scores on fixed frames came with the last outer iteration
         if report.wer:
             result |= {"test/wer": report.wer_percent, "valid/wer": _percent(report.valid_wer)}
             self._client.set_tag(self.run_id, "mlflow.note.content", f"test: {report.wer}\n\nvalid: {report.valid_wer}")
@@ -183,7 +183,8 @@ class _MlflowRun:
         from mlflow.entities import Param
 
         self.experiment_id = self._experiment()
-        tags = {"mlflow.source.name": "ngsgd train", "mlflow.source.type": "LOCAL", "mlflow.user": _user(), **_versions()}
+        num_runs = len(list(self.run_dir.parent.glob("*/tracking.json")))
+        tags = {**_origin(num_runs), **_versions()}
         run_id = str(self._client.create_run(self.experiment_id, tags=tags, run_name=self._run_name).info.run_id)
         # only here: MLflow refuses to change a parameter, and a resumed run has the same ones anyway
         params = [Param(name, str(value) or "''") for name, value in compose.flatten(self._config).items()]
@@ -206,7 +207,7 @@ class _MlflowRun:
     def _worker_run(self, worker: int) -> str:
         """The child run of a worker slot; a replaced worker process goes on in the same one."""
         if worker not in self._worker_runs:
-            tags = {"mlflow.parentRunId": self.run_id, "mlflow.source.name": "ngsgd train", "mlflow.user": _user()}
+            tags = {"mlflow.parentRunId": self.run_id, **_origin(worker)}
             run = self._client.create_run(self.experiment_id, tags=tags, run_name=f"worker {worker}")
             self._worker_runs[worker] = str(run.info.run_id)
             self._remember(self.run_id)
@@ -304,13 +305,15 @@ def _git(folder: Path, *arguments: str) -> str:
     return said.stdout.strip() if said.returncode == 0 else ""
 
 
-def _user() -> str:
+def _origin(index: int) -> dict[str, str]:
     import getpass
 
     try:
-        return getpass.getuser()
-    except (KeyError, OSError):
-        return "unknown"
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a container without a name for its user
+        user = "unknown"
+    return {"mlflow.source.name": "ngsgd train", "mlflow.source.type": "LOCAL", "mlflow.user": user,
+            "mlflow.runColor": _COLOURS[index % len(_COLOURS)]}
 
 
 def _first_line(error: Exception) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,9 +29,6 @@ class RunFolder:
                 folder.path.mkdir(parents=True)
             except FileExistsError:
                 continue
-            except OSError as error:
-                raise ConfigError(f"output_dir is {root}, where no folder can be made ({error.strerror}); "
-                                  "choose another with output_dir=PATH.") from error
             folder.checkpoints.mkdir()
             folder.config.write_text(config_yaml)
             return folder
@@ -88,6 +86,17 @@ class RunFolder:
             self.data.write_text(json.dumps({"digest": digest, "egs": str(egs_directory)}, indent=1))
         elif json.loads(self.data.read_text())["digest"] != digest:
             raise CheckpointError(f"the data of {self.path} has changed since the run began; start a new run.")
+
+
+def check_output_dir(config: RunConfig) -> None:
+    """Raises ConfigError unless files can be written there."""
+    try:
+        Path(config.output_dir).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=config.output_dir):
+            pass
+    except OSError as error:
+        raise ConfigError(f"output_dir is {config.output_dir}, where nothing can be written ({error.strerror}); "
+                          "choose another with output_dir=PATH.") from error
 
 
 def run_name(config: RunConfig) -> str:

@@ -12,10 +12,10 @@ from torch import nn
 
 from launcher import compose
 from launcher.curves import draw
-from launcher.final_model import decode_and_score, load_final, per_utterance_path, save_final
+from launcher.final_model import decode_and_score, load_final, save_final
 from launcher.mlflow_tracker import MlflowTracker
 from launcher.progress import ProgressTracker
-from launcher.run_folder import RunFolder, run_name
+from launcher.run_folder import RunFolder, check_output_dir, run_name
 from launcher.stop import SignalStop, signals_to
 from ngsgd.asr.corpus import Corpus, check_source, prepare
 from ngsgd.config import RunConfig
@@ -39,6 +39,7 @@ from ngsgd.training.worker import resolve_threads
 
 def train(config: RunConfig, quiet: bool) -> int:
     """A new run, from data to word error rate; returns the exit code."""
+    check_output_dir(config)
     progress = _progress(config, quiet)
     data = _prepare(config, progress.report)  # before the run folder: wrong data leaves nothing behind
     folder = RunFolder.create(config, compose.to_yaml(config))
@@ -61,9 +62,9 @@ def decode(run_dir: Path, quiet: bool) -> int:
     progress = _progress(config, quiet)
     data = _prepare(config, progress.report)
     model, prior_P = load_final(folder, config)
-    tuned = decode_and_score(folder, config, data.corpus, model, prior_P)
-    progress.report(f"valid  {tuned.valid.errors}")
-    progress.report(f"test   {tuned.test.errors}")
+    result = decode_and_score(folder, config, data.corpus, model, prior_P)
+    progress.report(f"valid  {result.valid}")
+    progress.report(f"test   {result.test}")
     return EXIT_OK
 
 
@@ -140,11 +141,11 @@ def _finish(config: RunConfig, folder: RunFolder, data: _Data, end: Checkpoint) 
     Layout.of(model).load(model, end.parameters)
     save_final(folder, config, model, reader)
     model, prior_P = load_final(folder, config)  # what users will load, not what happens to be in memory
-    tuned = decode_and_score(folder, config, data.corpus, model, prior_P)
+    result = decode_and_score(folder, config, data.corpus, model, prior_P)
     draw(read_lines(folder.events), folder.learning_curve)
-    files = {"run folder": folder.path, "final model": folder.final, "per-utterance": per_utterance_path(folder, "test"),
+    files = {"run folder": folder.path, "final model": folder.final, "per-utterance": folder.decode / "test.per_utt.txt",
              "learning curve": folder.learning_curve, "events": folder.events}
-    return FinalReport(str(tuned.test.errors), tuned.test.errors.wer, str(tuned.valid.errors),
+    return FinalReport(str(result.test), result.test.wer, str(result.valid),
                        score_subset(model, reader.diagnostic("train")), score_subset(model, reader.diagnostic("valid")),
                        end.progress.frames_processed, end.progress.elapsed_s,
                        {label: str(path) for label, path in files.items()})

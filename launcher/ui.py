@@ -12,7 +12,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -62,12 +61,14 @@ def page_links(output_dir: Path, address: str) -> list[str]:
     if not stored:
         return [f"runs        {address}/#/experiments{_PAGES}"]
     experiment = f"{address}/#/experiments/{stored['experiment_id']}"
-    return [f"runs        {experiment}/runs{_PAGES}", f"newest run  {experiment}/runs/{stored['run_id']}/model-metrics{_PAGES}"]
+    return [f"runs        {experiment}/runs{_PAGES}&compareRunsMode=CHART",
+            f"newest run  {experiment}/runs/{stored['run_id']}/model-metrics{_PAGES}"]
 
 
 def _check(output_dir: Path, host: str, port: int) -> None:
     if not (output_dir / "mlflow.db").is_file():
-        raise ConfigError(f"{output_dir} holds no mlflow.db, so there are no runs to show; give the output_dir of a run: ngsgd ui PATH.")
+        raise ConfigError(f"{output_dir} holds no mlflow.db, so there are no runs to show; "
+                          "give the output_dir of a run: ngsgd ui PATH.")
     if importlib.util.find_spec("mlflow") is None:
         raise MissingExtraError("mlflow", "service", "ngsgd ui")
     with socket.socket() as probe:
@@ -95,10 +96,8 @@ def _wait_until_healthy(server: subprocess.Popen[bytes], address: str, log: IO[b
     while time.monotonic() < deadline:
         if server.poll() is not None:
             raise DashboardError(f"the MLflow server did not start: {_last_line(log)}")
-        with contextlib.suppress(OSError, urllib.error.URLError):
-            with urllib.request.urlopen(f"{address}/health", timeout=5) as answer:
-                if answer.status == 200:
-                    return
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"{address}/health", timeout=5):
+            return
         time.sleep(0.3)
     raise DashboardError(f"the MLflow server did not answer within {_START_TIMEOUT_S:.0f} s: {_last_line(log)}")
 

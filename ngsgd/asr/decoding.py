@@ -1,12 +1,14 @@
-"""Decoding: a loop over words as a finite-state graph of HMM states, and Kaldi's beam search over it.
+"""The digit loop as a weighted transducer, and the beam search through it.
 
-Letters: T frames, P pdfs (HMM states).
+Input labels are pdf ids + 1 (0 is epsilon), output labels are word numbers + 1.  Costs are negative log probabilities:
+those of words are in the graph, those of frames come from the acoustic model, times the acoustic scale.
+
+Letters: T frames, P pdfs.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,105 +16,84 @@ import numpy as np
 import numpy.typing as npt
 
 from ngsgd.asr import extras
-from ngsgd.asr.scoring import ScoredSet, score
 from ngsgd.asr.topology import SILENCE_PDF, Topology
-from ngsgd.config import DecodeConfig
 
-LogLikelihoods = npt.NDArray[np.float32]  # T x P: log posterior minus log prior
-
-_STAY = _LEAVE = -math.log(0.5)           # cost of a self-loop and of leaving a state: Kaldi's start for any topology
-_PURPOSE = "Decoding"
+EPSILON = 0
 
 
 @dataclass(frozen=True)
 class Graph:
-    """A decoding graph: input labels are pdf + 1, output labels word index + 1."""
+    """What `decode` searches."""
 
-    fst: Any                              # kaldifst.StdConstFst
-    words: tuple[str, ...]
+    fst: Any                    # kaldifst.StdVectorFst
+    words: tuple[str, ...]      # output label - 1 -> word
 
 
 def build_graph(topology: Topology, word_penalty: float) -> Graph:
-    """Any sequence of words, equally likely, with optional silence before, between and after.
+    """Any number of words in any order, each as likely, with silence allowed before, between and after them.
 
-    `word_penalty` is a cost per word, in natural-log units and beside the scaled acoustic costs; more makes fewer words.
+    A word costs log(number of words) + `word_penalty`; leaving a state or staying in it costs nothing.
     """
-    kaldifst = extras.load("kaldifst", extra="asr", purpose=_PURPOSE)
+    kaldifst = extras.load("kaldifst", extra="asr", purpose="Decoding")
     fst = kaldifst.StdVectorFst()
     loop = fst.add_state()
     fst.start = loop
     fst.set_final(loop, 0.0)
-    choice = -math.log(len(topology.words) + 1)          # the words or silence
+    _add_silence(fst, loop)
+    word_cost = math.log(len(topology.words)) + word_penalty
     for word, pdfs in topology.spellings():
-        label = topology.words.index(word) + 1
-        shared = math.log(len(topology.lexicon[word]))   # a word's pronunciations share its probability
-        _add_path(kaldifst, fst, loop, pdfs, label, -choice + shared + word_penalty)
-    _add_path(kaldifst, fst, loop, (SILENCE_PDF,), 0, -choice)
-    return Graph(kaldifst.StdConstFst(fst), topology.words)
+        _add_word(fst, loop, pdfs, word_label=topology.words.index(word) + 1, word_cost=word_cost)
+    return Graph(fst=fst, words=topology.words)
 
 
-def _add_path(kaldifst: Any, fst: Any, loop: int, pdfs: Sequence[int], label: int, cost: float) -> None:
-    """From the loop state through left-to-right HMM states with self-loops, and back; the first arc carries word and cost."""
-    source = loop
-    for position, pdf in enumerate(pdfs):
-        state = fst.add_state()
-        first = position == 0
-        fst.add_arc(source, kaldifst.StdArc(pdf + 1, label if first else 0, cost if first else 0.0, state))
-        fst.add_arc(state, kaldifst.StdArc(pdf + 1, 0, _STAY, state))
-        source = state
-        if position == len(pdfs) - 1:
-            fst.add_arc(state, kaldifst.StdArc(0, 0, _LEAVE, loop))
-        else:
-            # the cost of leaving sits on a state of its own, so that the next arc keeps word and graph cost apart
-            source = fst.add_state()
-            fst.add_arc(state, kaldifst.StdArc(0, 0, _LEAVE, source))
+def decode(
+    graph: Graph, loglik_TP: npt.NDArray[np.float32], *, acoustic_scale: float, beam: float, max_active: int,
+) -> tuple[str, ...]:
+    """The words of the best path.  `loglik_TP` is log posterior minus log prior of each pdf."""
+    return best_path(graph, loglik_TP, acoustic_scale=acoustic_scale, beam=beam, max_active=max_active)[0]
 
 
-def decode(graph: Graph, loglik_TP: LogLikelihoods, *, acoustic_scale: float, beam: float, max_active: int) -> tuple[str, ...]:
-    """The best word sequence; empty when no path through the graph fits the utterance within the beam."""
-    kaldi_decoder = extras.load("kaldi_decoder", extra="asr", purpose=_PURPOSE)
-    kaldifst = extras.load("kaldifst", extra="asr", purpose=_PURPOSE)
+def best_path(
+    graph: Graph, loglik_TP: npt.NDArray[np.float32], *, acoustic_scale: float, beam: float, max_active: int,
+) -> tuple[tuple[str, ...], float]:
+    """The words of the best path, and its cost; no words and infinity when no path survived the beam."""
+    kaldifst = extras.load("kaldifst", extra="asr", purpose="Decoding")  # first: kaldi_decoder takes its graphs
+    kaldi_decoder = extras.load("kaldi_decoder", extra="asr", purpose="Decoding")
     decoder = kaldi_decoder.FasterDecoder(graph.fst, kaldi_decoder.FasterDecoderOptions(beam=beam, max_active=max_active))
-    decoder.decode(kaldi_decoder.DecodableCtc(np.ascontiguousarray(acoustic_scale * loglik_TP, dtype=np.float32)))
+    scaled_TP = np.ascontiguousarray(acoustic_scale * loglik_TP, dtype=np.float32)
+    decoder.decode(kaldi_decoder.DecodableCtc(scaled_TP))
     found, path = decoder.get_best_path()
     if not found:
-        return ()
-    _, _, labels, _ = kaldifst.get_linear_symbol_sequence(path)
-    return tuple(graph.words[label - 1] for label in labels)
+        return (), math.inf
+    _, _, labels, weight = kaldifst.get_linear_symbol_sequence(path)
+    return tuple(graph.words[label - 1] for label in labels), weight.value1 + weight.value2
 
 
-@dataclass(frozen=True)
-class Tuned:
-    """What a sweep on the valid set chose, and how both sets came out with it."""
-
-    acoustic_scale: float
-    word_penalty: float
-    valid: ScoredSet
-    test: ScoredSet
+def _add_silence(fst: Any, loop: int) -> None:
+    silence = fst.add_state()
+    _add_arc(fst, loop, silence, pdf=SILENCE_PDF)
+    _add_arc(fst, silence, silence, pdf=SILENCE_PDF)
+    _add_epsilon(fst, silence, loop)
 
 
-@dataclass(frozen=True)
-class DecodingTask:
-    """A set of utterances with what the model says about their frames."""
-
-    utt_ids: tuple[str, ...]
-    texts: tuple[tuple[str, ...], ...]
-    loglik: Sequence[LogLikelihoods]
-
-
-def tune_and_decode(topology: Topology, valid: DecodingTask, test: DecodingTask, config: DecodeConfig) -> Tuned:
-    """Chooses scale and penalty by the word errors on `valid`, never on `test`, and decodes `test` with them."""
-    scores: list[tuple[int, float, float, ScoredSet]] = []
-    for penalty in config.word_penalties:
-        graph = build_graph(topology, penalty)
-        for scale in config.acoustic_scales:
-            scored = _decode_set(graph, valid, scale, config)
-            scores.append((scored.errors.total, scale, penalty, scored))
-    _, scale, penalty, scored_valid = min(scores, key=lambda entry: entry[:3])
-    return Tuned(scale, penalty, scored_valid, _decode_set(build_graph(topology, penalty), test, scale, config))
+def _add_word(fst: Any, loop: int, pdfs: tuple[int, ...], *, word_label: int, word_cost: float) -> None:
+    state = loop
+    for position, pdf in enumerate(pdfs):
+        following = fst.add_state()
+        if position == 0:
+            _add_arc(fst, state, following, pdf=pdf, label=word_label, cost=word_cost)
+        else:
+            _add_arc(fst, state, following, pdf=pdf)
+        _add_arc(fst, following, following, pdf=pdf)
+        state = following
+    _add_epsilon(fst, state, loop)
 
 
-def _decode_set(graph: Graph, task: DecodingTask, scale: float, config: DecodeConfig) -> ScoredSet:
-    hypotheses = [decode(graph, loglik_TP, acoustic_scale=scale, beam=config.beam, max_active=config.max_active)
-                  for loglik_TP in task.loglik]
-    return score(task.texts, hypotheses, task.utt_ids)
+def _add_arc(fst: Any, source: int, target: int, *, pdf: int, label: int = EPSILON, cost: float = 0.0) -> None:
+    kaldifst = extras.load("kaldifst", extra="asr", purpose="Decoding")
+    fst.add_arc(source, kaldifst.StdArc(pdf + 1, label, cost, target))
+
+
+def _add_epsilon(fst: Any, source: int, target: int) -> None:
+    kaldifst = extras.load("kaldifst", extra="asr", purpose="Decoding")
+    fst.add_arc(source, kaldifst.StdArc(EPSILON, EPSILON, 0.0, target))

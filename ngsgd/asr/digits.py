@@ -24,7 +24,7 @@ WORDS_PER_MINUTE = (110, 240)
 PITCH, PITCH_RANGE = (25, 75), (30, 70)
 WORD_GAP = (0, 15)           # units of 10 ms
 EDGE_SILENCE_MS = (100, 300)
-RELATIVE_LENGTH = 0.85       # of a digit to the nominal 60 / rate seconds: mean over the voices, accents and rates here
+RELATIVE_LENGTH = 0.97       # of a digit to the nominal 60 / rate seconds: mean over the voices, accents and rates here
 
 NOISES = {"white": noise.white, "pink": noise.pink}
 SETS = ("train", "valid", "test")

@@ -96,8 +96,8 @@ def _wav_files(place: Path) -> Iterator[tuple[str, bytes]]:
     try:
         yield from _from_zip(place) if zipfile.is_zipfile(place) else _from_tar(place)
     except ARCHIVE_DAMAGE as error:
-        raise DataError(f"{place} is damaged or is not a tar or zip archive ({error or 'it ends too early'}); "
-                        "delete it and fetch it again.") from error
+        reason = str(error).partition("\n")[0] or "it ends too early"  # tarfile lists every format it tried
+        raise DataError(f"{place} is damaged or is not a tar or zip archive ({reason}); delete it and fetch it again.") from error
 
 
 def _from_tar(place: Path) -> Iterator[tuple[str, bytes]]:
@@ -127,7 +127,7 @@ def _decode(content: bytes, segment: Segment, place: Path) -> Samples:
     if shape != (1, 16):
         raise DataError(f"{where} has {shape[0]} channel(s) of {shape[1]} bits; FSDD is mono, 16 bits: fetch it again.")
     if rate_hz != SAMPLE_RATE_HZ:
-        raise DataError(f"{where} is sampled at {rate_hz} Hz; FSDD is sampled at {SAMPLE_RATE_HZ} Hz: fetch the original recordings.")
+        raise DataError(f"{where} is sampled at {rate_hz} Hz; FSDD is sampled at {SAMPLE_RATE_HZ} Hz: fetch it again.")
     if len(pcm) < 2 * promised:
         raise DataError(f"{where} is truncated: {len(pcm) // 2} of the {promised} samples in its header; fetch it again.")
     if hashlib.sha256(pcm).hexdigest()[:16] != segment.sha256_pcm:

@@ -21,7 +21,7 @@ def pink(num_samples: int, rng: np.random.Generator) -> Signal:
     bins = np.arange(len(spectrum))
     bins[0] = 1  # the mean has no frequency to divide by; it is removed below
     noise: Signal = np.fft.irfft(spectrum / np.sqrt(bins), n=num_samples)
-    return noise - noise.mean()
+    return np.asarray(noise - noise.mean())
 
 
 def mix(speech: Signal, noise: Signal, *, snr_db: float, is_speech: npt.NDArray[np.bool_]) -> npt.NDArray[np.int16]:
@@ -36,4 +36,4 @@ def mix(speech: Signal, noise: Signal, *, snr_db: float, is_speech: npt.NDArray[
     mixture = speech + gain * noise
     peak = float(np.abs(mixture).max())
     mixture *= min(1.0, LOUDEST_MIX / peak)
-    return np.round(mixture).astype(np.int16)
+    return np.asarray(np.round(mixture), dtype=np.int16)

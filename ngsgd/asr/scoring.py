@@ -1,100 +1,101 @@
-"""Word errors, counted as Kaldi counts them."""
+"""Word errors: counted, summed, and written down utterance by utterance."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ngsgd import files
 from ngsgd.asr import extras
-from ngsgd.files import write_text
-
-_NOTHING = "***"  # stands where one side of an alignment has no word, as in Kaldi's per_utt files
+from ngsgd.errors import DataError
 
 Words = Sequence[str]
+NOTHING = "***"  # stands opposite an inserted or deleted word
 
 
 @dataclass(frozen=True)
 class WordErrors:
-    """Counts over any number of utterances; they add up."""
+    """Counts over one or more utterances.
 
-    num_words: int = 0       # in the reference
-    insertions: int = 0
-    deletions: int = 0
-    substitutions: int = 0
+    >>> str(WordErrors(num_words=1000, insertions=4, deletions=7, substitutions=20))
+    '%WER 3.10 [ 31 / 1000, 4 ins, 7 del, 20 sub ]'
+    """
+
+    num_words: int      # of the references
+    insertions: int
+    deletions: int
+    substitutions: int
 
     @property
-    def total(self) -> int:
+    def num_errors(self) -> int:
         return self.insertions + self.deletions + self.substitutions
 
     @property
     def wer(self) -> float:
-        """Percent."""
-        return 100.0 * self.total / max(self.num_words, 1)
+        """Percent; above 100 when more words were inserted than there are."""
+        return 100.0 * self.num_errors / self.num_words
 
     def __add__(self, other: WordErrors) -> WordErrors:
         return WordErrors(self.num_words + other.num_words, self.insertions + other.insertions,
                           self.deletions + other.deletions, self.substitutions + other.substitutions)
 
     def __str__(self) -> str:
-        return (f"%WER {self.wer:.2f} [ {self.total} / {self.num_words}, {self.insertions} ins, {self.deletions} del, "
+        return (f"%WER {self.wer:.2f} [ {self.num_errors} / {self.num_words}, {self.insertions} ins, {self.deletions} del, "
                 f"{self.substitutions} sub ]")
 
 
 @dataclass(frozen=True)
-class ScoredUtterance:
+class UtteranceErrors:
+    """One utterance's alignment: pairs (said, recognised), with `NOTHING` where a word is missing on one side."""
+
     utt_id: str
-    reference: tuple[str, ...]
-    hypothesis: tuple[str, ...]
+    pairs: tuple[tuple[str, str], ...]
     errors: WordErrors
 
 
 @dataclass(frozen=True)
-class ScoredSet:
-    errors: WordErrors
-    utterances: tuple[ScoredUtterance, ...]
+class Interval:
+    """95 % of bootstrap resamplings of the utterances have a WER (percent) between these."""
 
-    def confidence_interval(self) -> tuple[float, float]:
-        """95 % bootstrap interval of the word error rate over utterances, in percent; a fixed seed."""
-        kaldialign = extras.load("kaldialign", extra="asr", purpose="Scoring")
-        interval = kaldialign.bootstrap_wer_ci([list(u.reference) for u in self.utterances],
-                                               [list(u.hypothesis) for u in self.utterances], seed=0)
-        return 100.0 * interval["ci95min"], 100.0 * interval["ci95max"]
+    low: float
+    high: float
 
 
-def score(references: Sequence[Words], hypotheses: Sequence[Words], utt_ids: Sequence[str]) -> ScoredSet:
-    """Minimum edit distance of each utterance, and the sum."""
+def score(refs: Sequence[Words], hyps: Sequence[Words], utt_ids: Sequence[str]) -> tuple[WordErrors, list[UtteranceErrors]]:
+    """The errors of all utterances together, and of each."""
+    if not len(refs) == len(hyps) == len(utt_ids):
+        raise DataError(f"{len(refs)} references, {len(hyps)} hypotheses and {len(utt_ids)} utterance names cannot be compared; "
+                        "decode the whole set again.")
+    if not any(refs):
+        raise DataError("The references hold no word, so there is no word error rate; choose a set with speech in it.")
+    rows = [_score_utterance(list(ref), list(hyp), utt_id) for ref, hyp, utt_id in zip(refs, hyps, utt_ids, strict=True)]
+    return sum((row.errors for row in rows), WordErrors(0, 0, 0, 0)), rows
+
+
+def confidence_interval(refs: Sequence[Words], hyps: Sequence[Words]) -> Interval:
+    """Bisani and Ney's bootstrap over utterances, as Kaldi's compute-wer-bootci; always the same 10000 resamplings."""
     kaldialign = extras.load("kaldialign", extra="asr", purpose="Scoring")
-    utterances = []
-    for utt_id, reference, hypothesis in zip(utt_ids, references, hypotheses, strict=True):
-        counts = kaldialign.edit_distance(list(reference), list(hypothesis))
-        errors = WordErrors(len(reference), counts["ins"], counts["del"], counts["sub"])
-        utterances.append(ScoredUtterance(utt_id, tuple(reference), tuple(hypothesis), errors))
-    return ScoredSet(sum((u.errors for u in utterances), WordErrors()), tuple(utterances))
+    found = kaldialign.bootstrap_wer_ci([list(ref) for ref in refs], [list(hyp) for hyp in hyps])
+    return Interval(low=100.0 * found["ci95min"], high=100.0 * found["ci95max"])
 
 
-def write_per_utterance(path: Path, scored: ScoredSet) -> None:
-    """Kaldi's per_utt format: four lines an utterance (ref, hyp, op, #csid), aligned word by word; then the sum."""
+def write_per_utterance(path: Path, total: WordErrors, rows: Iterable[UtteranceErrors]) -> None:
+    """The total, then for each utterance its counts and the two word sequences, one under the other."""
+    lines = [str(total), ""]
+    for row in rows:
+        lines += [f"{row.utt_id} {row.errors}", *_aligned(row.pairs), ""]
+    files.write_text(path, "\n".join(lines))
+
+
+def _score_utterance(ref: list[str], hyp: list[str], utt_id: str) -> UtteranceErrors:
     kaldialign = extras.load("kaldialign", extra="asr", purpose="Scoring")
-    lines = []
-    for utterance in scored.utterances:
-        pairs = kaldialign.align(list(utterance.reference), list(utterance.hypothesis), _NOTHING)
-        operations = [_operation(reference, hypothesis) for reference, hypothesis in pairs]
-        columns = [(reference, hypothesis, operation) for (reference, hypothesis), operation in
-                   zip(pairs, operations, strict=True)]
-        widths = [max(map(len, column)) for column in columns]
-        for name, row in zip(("ref ", "hyp ", "op  "), zip(*columns, strict=True) if columns else ((), (), ()), strict=True):
-            cells = " ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-            lines.append(f"{utterance.utt_id} {name} {cells}".rstrip())
-        counts = " ".join(str(operations.count(operation)) for operation in "CSID")
-        lines.append(f"{utterance.utt_id} #csid {counts}")
-    lines.append(f"{scored.errors}")
-    write_text(path, "\n".join(lines) + "\n")
+    counts = kaldialign.edit_distance(ref, hyp)
+    errors = WordErrors(num_words=len(ref), insertions=counts["ins"], deletions=counts["del"], substitutions=counts["sub"])
+    return UtteranceErrors(utt_id=utt_id, pairs=tuple(kaldialign.align(ref, hyp, NOTHING)), errors=errors)
 
 
-def _operation(reference: str, hypothesis: str) -> str:
-    if reference == _NOTHING:
-        return "I"
-    if hypothesis == _NOTHING:
-        return "D"
-    return "C" if reference == hypothesis else "S"
+def _aligned(pairs: Sequence[tuple[str, str]]) -> list[str]:
+    widths = [max(map(len, pair)) for pair in pairs]
+    return [" ".join([title, *(pair[side].ljust(width) for pair, width in zip(pairs, widths, strict=True))]).rstrip()
+            for side, title in enumerate(("ref", "hyp"))]
