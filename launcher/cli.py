@@ -61,7 +61,7 @@ def run_guarded(action: Callable[[], int], *, debug: bool = False) -> int:
         known = _as_ngsgd_error(error)
         if known is None:
             hint = "" if debug else " Run again with --debug to see where."
-            _say([f"{type(error).__name__}: {_first_line(error)}{hint}"])
+            _say([f"{type(error).__name__}: {_first_line(error).rstrip('.')}.{hint}"])
             return EXIT_RUN_FAILED
         _say(known.problems if isinstance(known, ConfigError) else [str(known)])
         return known.exit_code
@@ -75,7 +75,7 @@ def _as_ngsgd_error(error: Exception) -> NgsgdError | None:
 
 
 def _first_line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), "no message.")
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
 
 
 def _say(problems: Sequence[str]) -> None:
@@ -126,8 +126,8 @@ def _decode(arguments: list[str]) -> int:
 
 def _ui(arguments: list[str]) -> int:
     parser = Parser("ui")
-    parser.add_argument("output_dir", nargs="?", default="runs", help="folder that holds mlflow.db (default: %(default)s)")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s, this machine only)")
+    parser.add_argument("output_dir", nargs="?", default="runs", help="holds mlflow.db (default: %(default)s)")
+    parser.add_argument("--host", default="127.0.0.1", help="where to listen (default: %(default)s, this machine only)")
     parser.add_argument("--port", type=int, default=5000, help="default: %(default)s")
     options = parser.parse_args(arguments)
     from launcher import ui

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import difflib
 import itertools
-import math
-import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ngsgd import config as knobs
+from launcher.values import build, build_checked, did_you_mean, leaves, paths, plain, sections
 from ngsgd.config import RunConfig
 from ngsgd.errors import ConfigError
 
@@ -65,23 +63,12 @@ def check_sweep(overrides: Sequence[str], *, config_dir: Path | None = None) -> 
         raise ConfigError(found)
 
 
-def build(values: Mapping[str, Any]) -> RunConfig:
-    """A RunConfig from nested mappings that hold every key; raises one ConfigError that lists everything wrong."""
-    config, problems = _build_checked(values)
-    if problems:
-        raise ConfigError(problems)
-    return config
-
-
-def flatten(config: RunConfig) -> dict[str, Any]:
-    """Dotted key -> value, in the order of the dataclasses."""
-    return dict(_leaves(asdict(config), ""))
 
 
 def to_yaml(config: RunConfig) -> str:
     import yaml
 
-    return str(yaml.safe_dump(_plain(asdict(config)), sort_keys=False, allow_unicode=True))
+    return str(yaml.safe_dump(plain(asdict(config)), sort_keys=False, allow_unicode=True))
 
 
 def from_yaml(path: Path) -> RunConfig:
@@ -97,7 +84,7 @@ def from_yaml(path: Path) -> RunConfig:
         raise ConfigError(_yaml_problem(error, path)) from None
     except (OSError, UnicodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}.") from None
-    if not isinstance(values, dict):
+    if not values or not isinstance(values, dict):
         raise ConfigError(f"{path} holds no settings; it is damaged, restore it or train again.")
     try:
         return build(typing.cast("dict[str, Any]", values))
@@ -109,7 +96,7 @@ def register_schema() -> None:
     """Gives Hydra all keys and their defaults; a plain mapping, so that the groups may fill in any part of it."""
     from hydra.core.config_store import ConfigStore
 
-    ConfigStore.instance().store(name="schema", node=_plain(asdict(RunConfig())), provider="ngsgd")
+    ConfigStore.instance().store(name="schema", node=plain(asdict(RunConfig())), provider="ngsgd")
 
 
 # Overrides ------------------------------------------------------------------------------------------------------------
@@ -121,7 +108,7 @@ def _read_overrides(overrides: Sequence[str], config_dir: Path | None) -> tuple[
     from hydra.errors import OverrideParseException
 
     if config_dir is not None and not config_dir.is_dir():
-        raise ConfigError(f"--config-dir {config_dir} is not a folder; give one with YAML files in recipe/, model/ and so on.")
+        raise ConfigError(f"--config-dir {config_dir} is not a folder; give one that holds recipe/*.yaml and so on.")
     parser, choices = OverridesParser.create(), groups(config_dir)
     good: list[Override] = []
     problems: list[str] = []
@@ -142,7 +129,7 @@ def _read_overrides(overrides: Sequence[str], config_dir: Path | None) -> tuple[
 
 def _syntax_problem(text: str) -> str:
     if not text.partition("=")[0] or "=" not in text:
-        near = _did_you_mean(text, ["train", "resume", "decode", "ui", "info", *_paths()], "")
+        near = did_you_mean(text, ["train", "resume", "decode", "ui", "info", *paths()], "")
         return f"{text!r} is not a setting; write key=value, such as seed=1.{near}"
     key, _, value = text.partition("=")
     return f"{text!r} cannot be read; quote special characters for Hydra and for the shell: {key}='\"{value}\"'."
@@ -153,34 +140,30 @@ def _override_problems(override: Override, choices: dict[str, list[str]]) -> Ite
     if override.is_hydra_override():
         return
     if override.is_add() or override.is_force_add() or override.is_delete():
-        yield (f"{override.input_line}: settings can be changed, not added or deleted; "
-               f"{f'write {key}=VALUE.' if key in [*_paths(), *choices] else 'see them all with: ngsgd train --cfg job.'}"
-               f"{_unknown_hint(key, choices)}")
+        known = key in paths() or key in choices
+        see_all = f"see them all with: ngsgd train --cfg job.{_unknown_hint(key, choices)}"
+        advice = f"write {key}=VALUE." if known else see_all
+        yield f"{override.input_line}: settings can be changed, not added or deleted; {advice}"
     elif key in choices:
         values = list(override.sweep_string_iterator()) if override.is_discrete_sweep() else [str(override.value())]
         for value in values:
             if not override.is_interval_sweep() and value not in choices[key]:
                 yield f"{key}={value} is not a choice; choose one of {', '.join(choices[key])}."
-    elif key not in _paths() and key not in _sections():
+    elif key not in paths() and key not in sections():
         yield f"{key} is not a setting.{_unknown_hint(key, choices) or ' See them all with: ngsgd train --cfg job.'}"
 
 
 def _unknown_hint(key: str, choices: Mapping[str, Any]) -> str:
     """What the user may have meant by a key that does not exist; empty if it does."""
-    if key in _paths() or key in choices:
+    if key in paths() or key in choices:
         return ""
     section, _, last = key.rpartition(".")
-    hint = _did_you_mean(key, _paths() if section else [*_paths(), *choices], last)
-    siblings = [path.rpartition(".")[2] for path in _paths() if section and path.startswith(f"{section}.")]
-    return hint or (f" {section} has {', '.join(siblings)}." if siblings else "")
+    siblings = [path.rpartition(".")[2] for path in paths() if section and path.startswith(f"{section}.")]
+    if not siblings:  # the section is unknown too, or was left out
+        return did_you_mean(key, [*paths(), *choices], last)
+    near = difflib.get_close_matches(last, siblings, n=1)
+    return f" Did you mean {section}.{near[0]}?" if near else f" {section} has {', '.join(siblings)}."
 
-
-def _did_you_mean(word: str, known: Sequence[str], last: str) -> str:
-    """A question naming the nearest known words; a bare last part such as `max_change` is enough."""
-    near = difflib.get_close_matches(word, known, n=1, cutoff=0.7)
-    by_last = {path.rpartition(".")[2]: path for path in reversed(known)}
-    near = near or [by_last[name] for name in difflib.get_close_matches(last, by_last, n=1, cutoff=0.75)]
-    return f" Did you mean {near[0]}?" if near else ""
 
 
 def _line(override: Override) -> str:
@@ -204,7 +187,7 @@ def _compose(lines: list[str], problems: list[str], config_dir: Path | None) -> 
         values = _resolved(lines, problems, config_dir)
     except ConfigError as error:
         raise ConfigError([*problems, *error.problems]) from None
-    config, more = _build_checked(values)
+    config, more = build_checked(values)
     if problems or more:
         raise ConfigError(dict.fromkeys([*problems, *more]))
     return config
@@ -228,8 +211,8 @@ def _resolved(lines: list[str], problems: list[str], config_dir: Path | None) ->
         raise ConfigError(_yaml_problem(error, conf_dir())) from None
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(_composition_problem(error)) from None
-    default = dict(_leaves(_plain(asdict(RunConfig())), ""))
-    for path, raw in list(_leaves(OmegaConf.to_container(composed), "")):
+    default = dict(leaves(plain(asdict(RunConfig())), ""))
+    for path, raw in list(leaves(OmegaConf.to_container(composed), "")):
         if isinstance(raw, str) and ("${" in raw or raw == "???"):
             try:
                 value = OmegaConf.select(composed, path, throw_on_missing=True)
@@ -260,97 +243,3 @@ def _yaml_problem(error: Any, path: Path) -> str:
     where = f"{mark.name}:{mark.line + 1}" if mark else str(path)
     said = getattr(error, "problem", None) or str(error).partition("\n")[0]
     return f"{where.strip()}: this is not valid YAML: {said}."
-
-
-# Values to dataclasses ------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Wrong:
-    """A value that does not fit its key."""
-
-    path: str
-    sentence: str
-
-
-def _build_checked(values: Mapping[str, Any]) -> tuple[RunConfig, list[str]]:
-    """The configuration, wrong values replaced by defaults, and a sentence on each wrong value and broken rule."""
-    wrong: list[_Wrong] = []
-    config = _build_section(RunConfig, values, "", wrong)
-    # a rule on a value that was replaced would speak of a number nobody wrote
-    broken = [said for said in knobs.check(config) if not any(fault.path in said for fault in wrong)]
-    return config, [fault.sentence for fault in wrong] + broken
-
-
-def _build_section(kind: type[Any], values: Any, prefix: str, wrong: list[_Wrong]) -> Any:
-    if not isinstance(values, Mapping):
-        wrong.append(_Wrong(prefix, f"{prefix[:-1]} is {values!r}; it must be a section of settings."))
-        return kind()
-    hints, known = typing.get_type_hints(kind), [spec.name for spec in fields(kind)]
-    for name in values:
-        if name not in known:
-            near = difflib.get_close_matches(str(name), known, n=1) or [""]
-            hint = f" Did you mean {prefix}{near[0]}?" if near[0] else _did_you_mean(str(name), _paths(), str(name))
-            wrong.append(_Wrong(f"{prefix}{name}", f"{prefix}{name} is not a setting.{hint}"))
-    built = {}
-    for spec in fields(kind):
-        path = f"{prefix}{spec.name}"
-        if spec.name not in values:
-            wrong.append(_Wrong(path, f"{path} has no value; the file is damaged or of another version of ngsgd."))
-        elif is_dataclass(hints[spec.name]):
-            built[spec.name] = _build_section(hints[spec.name], values[spec.name], f"{path}.", wrong)
-        else:
-            try:
-                built[spec.name] = _convert(values[spec.name], hints[spec.name])
-            except ValueError as error:
-                wrong.append(_Wrong(path, f"{path} is {_shown(values[spec.name])}; it must be {error}."))
-    return kind(**built)
-
-
-def _convert(value: Any, kind: Any) -> Any:
-    """The value as `kind`; raises ValueError saying what it must be."""
-    if isinstance(kind, types.GenericAlias):  # tuple[float, ...]
-        try:
-            if isinstance(value, (list, tuple)) and value:
-                return tuple(_convert(item, float) for item in value)
-        except ValueError:
-            pass
-        raise ValueError("a list of finite numbers, such as [0.1,0.2]")
-    if kind is str:
-        if value is None or isinstance(value, (bool, list, dict)):
-            raise ValueError("a text")
-        return str(value)
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ValueError("a whole number" if kind is int else "a number")
-    if not math.isfinite(value):
-        raise ValueError("a finite number")
-    if kind is int and value != int(value):
-        raise ValueError("a whole number")
-    return kind(value)
-
-
-def _shown(value: Any) -> str:
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
-
-
-def _leaves(node: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-    for name, value in node.items():
-        if isinstance(value, dict):
-            yield from _leaves(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
-
-
-def _plain(node: Any) -> Any:
-    """The same with lists for tuples: YAML has no other word for a sequence."""
-    if isinstance(node, dict):
-        return {name: _plain(value) for name, value in node.items()}
-    return list(node) if isinstance(node, tuple) else node
-
-
-def _paths() -> list[str]:
-    return list(flatten(RunConfig()))
-
-
-def _sections() -> list[str]:
-    return [name for name, value in asdict(RunConfig()).items() if isinstance(value, dict)]

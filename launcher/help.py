@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 
-from launcher import compose
+from launcher import compose, values
 from ngsgd import config as knobs
 from ngsgd.config import RunConfig
 
@@ -76,7 +76,7 @@ def top() -> str:
 
 
 def train() -> str:
-    defaults, comments = compose.flatten(RunConfig()), knob_comments()
+    defaults, comments = values.flatten(RunConfig()), knob_comments()
     default_choices = _default_choices()
     groups = [f"  {group + '=':12}{' | '.join(choices):24}default {default_choices.get(group, '-')}"
               for group, choices in compose.groups().items()]

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from launcher import compose
+from launcher import compose, values
 from launcher.cli import Parser, run_guarded
 from ngsgd.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError
 
@@ -88,7 +88,7 @@ def _train_one(composed: Any, *, quiet: bool) -> int:
 
     from launcher import train as service
 
-    config = compose.build(OmegaConf.to_container(composed, resolve=True))  # type: ignore[arg-type]
+    config = values.build(OmegaConf.to_container(composed, resolve=True))  # type: ignore[arg-type]
     return service.train(config, quiet=quiet)
 
 

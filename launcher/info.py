@@ -13,7 +13,8 @@ from launcher.progress import duration
 
 # MLflow's word for how a run ended -> Ray's, which `ray job` users know
 _STATES = {"FINISHED": "SUCCEEDED", "FAILED": "FAILED", "KILLED": "STOPPED"}
-_PACKAGES = ("ngsgd", "torch", "numpy", "ray", "hydra-core", "mlflow", "kaldi-native-fbank", "kaldi-decoder", "espeakng-loader")
+_PACKAGES = ("ngsgd", "torch", "numpy", "ray", "hydra-core", "mlflow", "kaldi-native-fbank", "kaldi-decoder",
+             "espeakng-loader")
 
 
 def versions() -> list[str]:
@@ -58,6 +59,7 @@ def _state(run_dir: Path, events: list[dict[str, Any]]) -> str:
 
 def _progress(event: Mapping[str, Any]) -> str:
     valid = event.get("valid", {})
-    return (f"iter {event['outer_iter'] + 1}/{event['num_outer_iters']}, epoch {event['epoch']:.2f}/{event['num_epochs']:g}, "
+    return (f"iter {event['outer_iter'] + 1}/{event['num_outer_iters']}, "
+            f"epoch {event['epoch']:.2f}/{event['num_epochs']:g}, "
             f"{event['frames_processed']} frames, valid objf {valid.get('objf', float('nan')):.3f}, "
             f"accuracy {100 * valid.get('accuracy', float('nan')):.1f}%")

@@ -18,12 +18,12 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from launcher import compose
+from launcher import values
 from ngsgd.config import RunConfig
 from ngsgd.training.records import FinalReport, Incident, JobRecord, OuterIterationRecord
 
 CLOSE_TIMEOUT_S = 15.0
-_MAX_WORKER_RUNS = 32            # a child run costs one request per outer iteration; more lines than this nobody can read
+_MAX_WORKER_RUNS = 32            # each costs one request per outer iteration; more lines in a chart nobody can read
 _PARAMS_PER_BATCH = 100          # MLflow's limit
 # MLflow draws runs in colours of its own that may be two shades of one; ours are told apart
 _COLOURS = ("#1f6fb4", "#e07b1a", "#2f8f4e", "#c0392b", "#7d4fb0", "#8c6d31", "#17a2b8", "#d6499e")
@@ -82,7 +82,8 @@ class MlflowTracker:
             self._warn(f"MLflow did not answer within {CLOSE_TIMEOUT_S:.0f} s; the run may be incomplete there, "
                        f"events.jsonl in {self._run.run_dir} has everything.")
         elif self._num_dropped > 1:
-            self._warn(f"{self._num_dropped} updates did not reach MLflow; events.jsonl in {self._run.run_dir} has them.")
+            self._warn(f"{self._num_dropped} updates did not reach MLflow; "
+                       f"events.jsonl in {self._run.run_dir} has them.")
 
     def _serve(self) -> None:
         while (action := self._work.get()) is not None:
@@ -154,13 +155,13 @@ class _MlflowRun:
         for run_id in (*self._worker_runs.values(), self.run_id):
             self._client.set_terminated(run_id, status)
 
-    def _log(self, run_id: str, values: Mapping[str, float]) -> None:
-        """One request for all values, at the current number of frames."""
+    def _log(self, run_id: str, figures: Mapping[str, float]) -> None:
+        """One request for all figures, at the current number of frames."""
         from mlflow.entities import Metric
 
         now_ms = int(time.time() * 1000)
         metrics = [Metric(_BAD_IN_NAMES.sub("_", name), _storable(value), now_ms, self._frames_processed)
-                   for name, value in values.items()]
+                   for name, value in figures.items()]
         self._client.log_batch(run_id, metrics=metrics)
 
     def _continued(self) -> str:
@@ -187,7 +188,7 @@ class _MlflowRun:
         tags = {**_origin(num_runs), **_versions()}
         run_id = str(self._client.create_run(self.experiment_id, tags=tags, run_name=self._run_name).info.run_id)
         # only here: MLflow refuses to change a parameter, and a resumed run has the same ones anyway
-        params = [Param(name, str(value) or "''") for name, value in compose.flatten(self._config).items()]
+        params = [Param(name, str(value) or "''") for name, value in values.flatten(self._config).items()]
         for first in range(0, len(params), _PARAMS_PER_BATCH):
             self._client.log_batch(run_id, params=params[first:first + _PARAMS_PER_BATCH])
         self._remember(run_id)
@@ -234,7 +235,8 @@ def read_tracking(run_dir: Path) -> dict[str, Any]:
 def run_metrics(record: OuterIterationRecord) -> dict[str, float]:
     """The figures of one outer iteration; the part before the slash is MLflow's chart section."""
     return {
-        "train/objf": record.train.objf, "train/frame_accuracy": record.train.accuracy, "train/running_objf": record.objf,
+        "train/objf": record.train.objf, "train/frame_accuracy": record.train.accuracy,
+        "train/running_objf": record.objf,
         "valid/objf": record.valid.objf, "valid/frame_accuracy": record.valid.accuracy,
         "lr/effective": record.effective_lr, "lr/job": record.lr,
         "max_change/layer_share": record.max_change_share, "max_change/model_share": record.max_param_change_share,
@@ -242,7 +244,8 @@ def run_metrics(record: OuterIterationRecord) -> dict[str, float]:
         "time/checkpoint_s": record.checkpoint_s, "time/diagnostics_s": record.diagnostics_s,
         "cluster/jobs_planned": record.num_jobs, "cluster/jobs_accepted": record.num_accepted,
         "cluster/skew": record.skew,
-        "progress/outer_iter": record.outer_iter, "progress/epoch": record.epoch, "progress/elapsed_s": record.elapsed_s,
+        "progress/outer_iter": record.outer_iter, "progress/epoch": record.epoch,
+        "progress/elapsed_s": record.elapsed_s,
         **{f"relative_change/{layer}": change for layer, change in record.relative_change.items()},
     }
 
@@ -266,7 +269,7 @@ def _make_client(uri: str) -> Any:
     """Imports MLflow (1 to 2 s) without its greetings."""
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")  # alembic tells every migration otherwise
-    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")  # a server that is down must not hold the end of a run
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")  # a server that is down must not hold up the end
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
     if uri.startswith("sqlite:///"):
         Path(uri.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)
@@ -299,7 +302,8 @@ def _versions() -> dict[str, str]:
 def _git(folder: Path, *arguments: str) -> str:
     """What git says, or nothing when this is no checkout or git is missing."""
     try:
-        said = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10, check=False)
+        command = ["git", "-C", str(folder), *arguments]
+        said = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return said.stdout.strip() if said.returncode == 0 else ""

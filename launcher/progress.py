@@ -10,14 +10,15 @@ from typing import Any, TextIO
 from ngsgd.training.records import FinalReport, Incident, OuterIterationRecord
 
 _WIDTH = 120
-LEGEND = ("objf, valid: nats per frame on fixed training and held-out frames; acc: held-out; lr: effective, per frame;\n"
+LEGEND = ("objf, valid: nats per frame on fixed training and held-out frames; acc: held-out; lr: effective;\n"
           "skew: slowest job over the median; max-change: share of layer / whole-model steps that a limit shortened")
 
 
 class ProgressTracker:
     """Tells a run on a text stream; `quiet` leaves only incidents and the result."""
 
-    def __init__(self, *, quiet: bool = False, stream: TextIO | None = None, output_dir: Path | str | None = None) -> None:
+    def __init__(self, *, quiet: bool = False, stream: TextIO | None = None,
+                 output_dir: Path | str | None = None) -> None:
         self._quiet = quiet
         self._stream = stream or sys.stdout
         self._output_dir = output_dir     # where the dashboard's database is; None: there is none

@@ -39,7 +39,7 @@ def serve(output_dir: Path, *, host: str = "127.0.0.1", port: int = 5000, say: C
     _check(output_dir, host, port)
     say(f"starting MLflow on {output_dir.absolute() / 'mlflow.db'} ...")
     with tempfile.TemporaryFile() as log, _terminate_like_interrupt():
-        server = _start(output_dir, host, port, log)
+        server = _start(_server_command(output_dir, host, port), log)
         try:
             _wait_until_healthy(server, f"http://{_reachable(host)}:{port}", log)
             for line in page_links(output_dir, f"http://{_reachable(host)}:{port}"):
@@ -80,10 +80,13 @@ def _check(output_dir: Path, host: str, port: int) -> None:
             raise ConfigError(f"{host}:{port} cannot be used ({reason}); choose another port with --port.") from None
 
 
-def _start(output_dir: Path, host: str, port: int, log: IO[bytes]) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", sqlite_uri(output_dir),
-               "--artifacts-destination", str(output_dir.absolute() / "mlartifacts"),
-               "--host", host, "--port", str(port), "--workers", "1"]
+def _server_command(output_dir: Path, host: str, port: int) -> list[str]:
+    return [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", sqlite_uri(output_dir),
+            "--artifacts-destination", str(output_dir.absolute() / "mlartifacts"),
+            "--host", host, "--port", str(port), "--workers", "1"]
+
+
+def _start(command: list[str], log: IO[bytes]) -> subprocess.Popen[bytes]:
     settings = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",  # saves a process of 236 MB
                 "MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "1"}
     # a session of its own, so that Ctrl-C reaches only us and we end the server with all its children

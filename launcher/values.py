@@ -1,0 +1,131 @@
+"""Nested plain values to `RunConfig` and back; what does not fit becomes sentences, all of them at once."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from typing import Any
+
+from ngsgd import config as knobs
+from ngsgd.config import RunConfig
+from ngsgd.errors import ConfigError
+
+
+def build(values: Mapping[str, Any]) -> RunConfig:
+    """A RunConfig from nested mappings that hold every key; raises one ConfigError that lists everything wrong."""
+    config, problems = build_checked(values)
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def flatten(config: RunConfig) -> dict[str, Any]:
+    """Dotted key -> value, in the order of the dataclasses."""
+    return dict(leaves(asdict(config), ""))
+
+
+def did_you_mean(word: str, known: Sequence[str], last: str) -> str:
+    """A question naming the nearest known words; a bare last part such as `max_change` is enough."""
+    near = difflib.get_close_matches(word, known, n=1, cutoff=0.7)
+    by_last = {path.rpartition(".")[2]: path for path in reversed(known)}
+    near = near or [by_last[name] for name in difflib.get_close_matches(last, by_last, n=1, cutoff=0.75)]
+    return f" Did you mean {near[0]}?" if near else ""
+
+
+@dataclass(frozen=True)
+class _Wrong:
+    """A value that does not fit its key."""
+
+    path: str
+    sentence: str
+
+
+def build_checked(values: Mapping[str, Any]) -> tuple[RunConfig, list[str]]:
+    """The configuration, wrong values replaced by defaults, and a sentence on each wrong value and broken rule."""
+    wrong: list[_Wrong] = []
+    config = _build_section(RunConfig, values, "", wrong)
+    # a rule on a value that was replaced would speak of a number nobody wrote
+    broken = [said for said in knobs.check(config) if not any(fault.path in said for fault in wrong)]
+    return config, [fault.sentence for fault in wrong] + broken
+
+
+def _build_section(kind: type[Any], values: Any, prefix: str, wrong: list[_Wrong]) -> Any:
+    if not isinstance(values, Mapping):
+        wrong.append(_Wrong(prefix, f"{prefix[:-1]} is {values!r}; it must be a section of settings."))
+        return kind()
+    hints, known = typing.get_type_hints(kind), [spec.name for spec in fields(kind)]
+    for name in values:
+        if name not in known:
+            near = difflib.get_close_matches(str(name), known, n=1) or [""]
+            hint = f" Did you mean {prefix}{near[0]}?" if near[0] else did_you_mean(str(name), paths(), str(name))
+            wrong.append(_Wrong(f"{prefix}{name}", f"{prefix}{name} is not a setting.{hint}"))
+    missing = [f"{prefix}{name}" for name in known if name not in values]
+    if missing:  # cannot come from the command line, where the schema has every key
+        told = f"no value for {', '.join(missing)}; the file is damaged or of another version of ngsgd."
+        wrong.append(_Wrong(missing[0], told))
+    built = {}
+    for spec in fields(kind):
+        path = f"{prefix}{spec.name}"
+        if spec.name not in values:
+            continue
+        if is_dataclass(hints[spec.name]):
+            built[spec.name] = _build_section(hints[spec.name], values[spec.name], f"{path}.", wrong)
+        else:
+            try:
+                built[spec.name] = _convert(values[spec.name], hints[spec.name])
+            except ValueError as error:
+                wrong.append(_Wrong(path, f"{path} is {_shown(values[spec.name])}; it must be {error}."))
+    return kind(**built)
+
+
+def _convert(value: Any, kind: Any) -> Any:
+    """The value as `kind`; raises ValueError saying what it must be."""
+    if isinstance(kind, types.GenericAlias):  # tuple[float, ...]
+        try:
+            if isinstance(value, (list, tuple)) and value:
+                return tuple(_convert(item, float) for item in value)
+        except ValueError:
+            pass
+        raise ValueError("a list of finite numbers, such as [0.1,0.2]")
+    if kind is str:
+        if value is None or isinstance(value, (bool, list, dict)):
+            raise ValueError("a text")
+        return str(value)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError("a whole number" if kind is int else "a number")
+    if not math.isfinite(value):
+        raise ValueError("a finite number")
+    if kind is int and value != int(value):
+        raise ValueError("a whole number")
+    return kind(value)
+
+
+def _shown(value: Any) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
+
+
+def leaves(node: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    for name, value in node.items():
+        if isinstance(value, dict):
+            yield from leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def plain(node: Any) -> Any:
+    """The same with lists for tuples: YAML has no other word for a sequence."""
+    if isinstance(node, dict):
+        return {name: plain(value) for name, value in node.items()}
+    return list(node) if isinstance(node, tuple) else node
+
+
+def paths() -> list[str]:
+    return list(flatten(RunConfig()))
+
+
+def sections() -> list[str]:
+    return [name for name, value in asdict(RunConfig()).items() if isinstance(value, dict)]

@@ -1,0 +1,199 @@
+"""The `ngsgd` command: exit codes, one sentence per mistake, nothing imported or written that was not asked for."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from launcher import cli
+from launcher.help import knob_comments
+from ngsgd.config import RunConfig
+from ngsgd.errors import ClusterError, ConfigError, DataError, NgsgdError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Service(ModuleType):
+    """Stands in for launcher.train."""
+
+    def __init__(self) -> None:
+        super().__init__("launcher.train")
+        self.trained: list[RunConfig] = []
+        self.runs: list[tuple[str, Path, bool]] = []
+        self.error: BaseException | None = None
+
+    def train(self, config: RunConfig, quiet: bool) -> int:
+        self.trained.append(config)
+        if self.error is not None:
+            raise self.error
+        return 0
+
+    def resume(self, run_dir: Path, quiet: bool) -> int:
+        self.runs.append(("resume", run_dir, quiet))
+        return 0
+
+    def decode(self, run_dir: Path, quiet: bool) -> int:
+        self.runs.append(("decode", run_dir, quiet))
+        return 0
+
+
+@pytest.fixture
+def service(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Service:
+    fake = Service()
+    monkeypatch.setitem(sys.modules, "launcher.train", fake)
+    import launcher
+
+    monkeypatch.setattr(launcher, "train", fake, raising=False)
+    monkeypatch.chdir(tmp_path)
+    return fake
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["resume", "--help"], ["--version"], ["ui", "--help"]])
+def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
+    code = ("import sys; from launcher.cli import main; code = main(sys.argv[1:]); "
+            "heavy = {'torch', 'ray', 'mlflow', 'hydra', 'omegaconf', 'numpy', 'rich', 'yaml'} & set(sys.modules); "
+            "sys.exit(f'imported {heavy}' if heavy else code)")
+    done = subprocess.run([sys.executable, "-c", code, *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "ngsgd" in done.stdout
+
+
+def test_train_help_lists_groups_settings_and_units(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", "--help"]) == 0
+    text = capsys.readouterr().out
+    assert "ngsgd | sgd" in text
+    assert "schedule.lr_initial" in text
+    assert knob_comments()["schedule.lr_initial"] in text
+    assert "--cfg job" in text
+
+
+BAD_INPUTS = [
+    (["trian"], "'trian' is not a command. Did you mean ngsgd train?"),
+    ([], "No command was given."),
+    (["train", "optimizer.max_chnage=1"], "Did you mean optimizer.max_change?"),
+    (["train", "optimizer=adam"], "choose one of ngsgd, sgd."),
+    (["train", "schedule.num_epochs=abc"], "it must be a number."),
+    (["train", "cluster.num_workers=0"], "it must be at least 1."),
+    (["train", "+foo=1"], "settings can be changed, not added or deleted"),
+    (["train", "name=[1"], "cannot be read"),
+    (["train", "seed=1,2"], "add --multirun"),
+    (["train", "-m", "seed=1,x"], "seed is 'x'; it must be a whole number."),
+    (["train", "--nope"], "unrecognized arguments: --nope"),
+    (["train", "--cfg", "nope"], "invalid choice: 'nope'"),
+    (["train", "--config-dir", "none"], "--config-dir none is not a folder"),
+    (["train", "--resolve"], "--resolve goes with --cfg"),
+    (["train", "-m", "--cfg", "job"], "Give only one of"),
+    (["resume"], "the following arguments are required: RUN"),
+    (["resume", "none"], "none is not a run folder"),
+    (["decode", "none"], "none is not a run folder"),
+    (["info", "none"], "none is not a run folder"),
+    (["ui", "none"], "none holds no mlflow.db"),
+    (["ui", "--port", "x"], "invalid int value: 'x'"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "told"), BAD_INPUTS, ids=lambda value: " ".join(value) if isinstance(value, list) else "")
+def test_bad_input_is_told_in_sentences_with_exit_code_2(
+        arguments: list[str], told: str, service: Service, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(arguments) == 2
+    captured = capsys.readouterr()
+    assert told in captured.err
+    assert all(line.startswith("ngsgd: ") for line in captured.err.splitlines())
+    assert captured.out == ""
+    assert service.trained == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_bad_input_as_a_real_command_shows_no_traceback_and_writes_nothing(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", "import sys; from launcher.cli import main; sys.exit(main())", "train", "optimizer=adam", "sed=1"],
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == ["ngsgd: optimizer=adam is not a choice; choose one of ngsgd, sgd.",
+                                        "ngsgd: sed is not a setting. Did you mean seed?"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_train_hands_over_the_composed_configuration_and_writes_nothing(service: Service, tmp_path: Path) -> None:
+    assert cli.main(["train", "seed=3", "--quiet", "optimizer=sgd"]) == 0
+    [config] = service.trained
+    assert (config.seed, config.optimizer.kind) == (3, "sgd")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_multirun_runs_every_combination_and_keeps_its_file_in_the_output_folder(service: Service, tmp_path: Path) -> None:
+    assert cli.main(["train", "-m", "seed=1,2", "optimizer=ngsgd,sgd"]) == 0
+    assert [(c.seed, c.optimizer.kind) for c in service.trained] == [(1, "ngsgd"), (1, "sgd"), (2, "ngsgd"), (2, "sgd")]
+    assert [path.name for path in tmp_path.iterdir()] == ["runs"]
+
+
+def test_cfg_job_prints_and_trains_nothing(service: Service, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", "--cfg", "job", "seed=3"]) == 0
+    assert "seed: 3" in capsys.readouterr().out
+    assert service.trained == []
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("error", "code", "told"), [
+    (ConfigError(["one.", "two."]), 2, "ngsgd: one.\nngsgd: two.\n"),
+    (DataError("x.wav is cut short."), 3, "ngsgd: x.wav is cut short.\n"),
+    (ClusterError("no worker is left."), 5, "ngsgd: no worker is left.\n"),
+    (NgsgdError("ended."), 1, "ngsgd: ended.\n"),
+    (KeyboardInterrupt(), 130, "ngsgd: interrupted.\n"),
+    (ValueError("odd\nmore"), 1, "ngsgd: ValueError: odd. Run again with --debug to see where.\n"),
+    (ModuleNotFoundError("No module named 'ray'", name="ray"), 2,
+     "ngsgd: This command needs the package ray, which is not installed: pip install 'ngsgd[service]'\n"),
+])
+def test_every_kind_of_error_has_its_exit_code_and_sentence(
+        error: BaseException, code: int, told: str, service: Service, capsys: pytest.CaptureFixture[str]) -> None:
+    service.error = error
+    assert cli.main(["train"]) == code
+    assert capsys.readouterr().err == told
+
+
+def test_debug_shows_the_traceback(service: Service, capsys: pytest.CaptureFixture[str]) -> None:
+    service.error = ValueError("odd")
+    assert cli.main(["train", "--debug"]) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_interrupt_ends_a_sweep(service: Service) -> None:
+    service.error = KeyboardInterrupt()
+    assert cli.main(["train", "-m", "seed=1,2"]) == 130
+    assert len(service.trained) == 1
+
+
+def test_a_sweep_goes_on_after_a_failed_run_and_reports_it(service: Service) -> None:
+    service.error = DataError("x")
+    assert cli.main(["train", "-m", "seed=1,2"]) == 3
+    assert len(service.trained) == 2
+
+
+def test_resume_and_decode_find_a_run_by_path_or_name(service: Service, tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "first"
+    run.mkdir(parents=True)
+    (run / "config.yaml").write_text("")
+    assert cli.main(["resume", "first"]) == 0
+    assert cli.main(["decode", "runs/first", "-q"]) == 0
+    assert service.runs == [("resume", run, False), ("decode", run, True)]
+
+
+def test_reader_that_goes_away_is_no_error() -> None:
+    script = ("set -o pipefail; "
+              f"{sys.executable} -c 'from launcher.cli import main; import sys; sys.exit(main([\"train\", \"--help\"]))' | true")
+    done = subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.stderr == ""
+
+
+def test_completion_offers_commands_then_settings(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COMP_LINE", "ngsgd re")
+    assert cli.main(["-sc", "query=bash"]) == 0
+    assert capsys.readouterr().out.split() == ["resume"]
+    monkeypatch.setenv("COMP_LINE", "ngsgd train optimizer=")
+    assert cli.main(["-sc", "query=bash"]) == 0
+    assert capsys.readouterr().out.split() == ["optimizer=ngsgd", "optimizer=sgd"]

@@ -1,0 +1,153 @@
+"""Overrides to RunConfig: what is right goes through, what is wrong is told all at once."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import yaml
+
+from launcher import compose, values
+from ngsgd.config import RunConfig
+from ngsgd.errors import ConfigError
+
+
+def problems_of(*overrides: str, config_dir: Path | None = None) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        compose.compose(list(overrides), config_dir=config_dir)
+    return caught.value.problems
+
+
+def test_without_overrides_only_the_jobs_differ_from_the_dataclass_defaults() -> None:
+    composed, default = values.flatten(compose.compose([])), values.flatten(RunConfig())
+    changed = {key for key in default if composed[key] != default[key]}
+    assert changed <= {"schedule.num_jobs_initial"}
+    assert composed["schedule.num_jobs_initial"] == composed["cluster.num_workers"]
+
+
+def test_num_workers_decides_the_number_of_jobs() -> None:
+    schedule = compose.compose(["cluster.num_workers=4"]).schedule
+    assert (schedule.num_jobs_initial, schedule.num_jobs_final) == (4, 4)
+
+
+def test_recipe_sets_its_values_and_keeps_the_users_groups() -> None:
+    config = compose.compose(["model=pnorm", "optimizer=sgd", "recipe=fsdd", "data.snr_db_high=5"])
+    assert (config.data.corpus, config.data.snr_db_high) == ("fsdd", 5.0)
+    assert (config.model.kind, config.optimizer.kind) == ("pnorm", "sgd")
+
+
+@pytest.mark.parametrize("group", sorted(compose.groups()))
+def test_every_choice_of_every_group_composes(group: str) -> None:
+    for choice in compose.groups()[group]:
+        compose.compose([f"{group}={choice}"])
+
+
+@pytest.mark.parametrize(("override", "sentence"), [
+    ("optimizer.max_chnage=1", "optimizer.max_chnage is not a setting. Did you mean optimizer.max_change?"),
+    ("max_change=1", "max_change is not a setting. Did you mean optimizer.max_change?"),
+    ("optimzer=sgd", "optimzer is not a setting. Did you mean optimizer?"),
+    ("optimizer=adam", "optimizer=adam is not a choice; choose one of ngsgd, sgd."),
+    ("+optimizer.max_change=1",
+     "+optimizer.max_change=1: settings can be changed, not added or deleted; write optimizer.max_change=VALUE."),
+    ("~optimizer", "~optimizer: settings can be changed, not added or deleted; write optimizer=VALUE."),
+    ("schedule.num_epochs=abc", "schedule.num_epochs is 'abc'; it must be a number."),
+    ("seed=1.5", "seed is 1.5; it must be a whole number."),
+    ("seed=true", "seed is true; it must be a whole number."),
+    ("schedule.lr_initial=inf", "schedule.lr_initial is inf; it must be a finite number."),
+    ("schedule.lr_initial=nan", "schedule.lr_initial is nan; it must be a finite number."),
+    ("decode.acoustic_scales=[1,x]",
+     "decode.acoustic_scales is [1, 'x']; it must be a list of finite numbers, such as [0.1,0.2]."),
+    ("optimizer.max_change=-1", "optimizer.max_change is -1.0; it must be at least 0."),
+    ("seed=${no.such.key}", "seed is ${no.such.key}, which leads nowhere; give a value."),
+    ("seed=1,2", "seed=1,2 lists several values; add --multirun to run them one after another."),
+    ("trian", "'trian' is not a setting; write key=value, such as seed=1. Did you mean train?"),
+])
+def test_one_wrong_override_gives_one_sentence(override: str, sentence: str) -> None:
+    assert problems_of(override) == [sentence]
+
+
+def test_an_unknown_key_without_a_neighbour_lists_its_section() -> None:
+    assert problems_of("model.foo=1") == [
+        "model.foo is not a setting. model has kind, num_layers, hidden_dim, pnorm_group."]
+
+
+def test_unreadable_override_is_one_line() -> None:
+    [problem] = problems_of("name=[1")
+    assert problem.startswith("'name=[1' cannot be read")
+    assert "\n" not in problem
+
+
+def test_all_mistakes_are_told_at_once() -> None:
+    problems = problems_of("optimizer=adam", "model.fo=1", "schedule.num_epochs=abc", "optimizer.max_change=-1", "+x=1")
+    assert len(problems) == 5
+
+
+def test_a_wrong_value_causes_no_second_sentence_from_a_rule() -> None:
+    assert len(problems_of("schedule.lr_initial=1e-5", "schedule.lr_final=abc")) == 1
+
+
+def test_unknown_key_in_a_users_file_is_found(tmp_path: Path) -> None:
+    (tmp_path / "recipe").mkdir()
+    (tmp_path / "recipe" / "mine.yaml").write_text("# @package _global_\nschedule:\n  num_epoch: 2\n")
+    assert problems_of("recipe=mine", config_dir=tmp_path) == [
+        "schedule.num_epoch is not a setting. Did you mean schedule.num_epochs?"]
+
+
+def test_users_file_is_used(tmp_path: Path) -> None:
+    (tmp_path / "recipe").mkdir()
+    (tmp_path / "recipe" / "mine.yaml").write_text("# @package _global_\nschedule:\n  num_epochs: 2\n")
+    assert compose.compose(["recipe=mine"], config_dir=tmp_path).schedule.num_epochs == 2.0
+
+
+def test_yaml_mistake_names_file_and_line(tmp_path: Path) -> None:
+    (tmp_path / "recipe").mkdir()
+    (tmp_path / "recipe" / "bad.yaml").write_text("schedule:\n  num_epochs: [2\n  seed: 3\n")
+    [problem] = problems_of("recipe=bad", config_dir=tmp_path)
+    assert f"{tmp_path}/recipe/bad.yaml:3: this is not valid YAML" in problem
+
+
+def test_missing_config_dir_is_one_sentence(tmp_path: Path) -> None:
+    [problem] = problems_of(config_dir=tmp_path / "none")
+    assert "is not a folder" in problem
+
+
+def test_sweep_is_checked_value_by_value() -> None:
+    compose.check_sweep(["optimizer=ngsgd,sgd", "seed=range(0,3)"])
+    with pytest.raises(ConfigError) as caught:
+        compose.check_sweep(["optimizer=ngsgd,adam", "schedule.num_epochs=1,abc"])
+    assert caught.value.problems == ["optimizer=adam is not a choice; choose one of ngsgd, sgd.",
+                                     "schedule.num_epochs is 'abc'; it must be a number."]
+
+
+def test_yaml_round_trip_is_exact(tmp_path: Path) -> None:
+    config = compose.compose(["schedule.lr_initial=0.1234567890123", "schedule.lr_final=1e-7", "name='a: b #c'", "seed=3"])
+    (tmp_path / "config.yaml").write_text(compose.to_yaml(config))
+    assert compose.from_yaml(tmp_path / "config.yaml") == config
+
+
+@pytest.mark.parametrize(("text", "told"), [
+    ("seed: [1\n", "not valid YAML"), ("", "holds no settings"), ("- 1\n", "holds no settings"), ("seed: 1\n", "no value for output_dir"),
+])
+def test_damaged_stored_configuration_is_told(tmp_path: Path, text: str, told: str) -> None:
+    (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=told):
+        compose.from_yaml(tmp_path / "config.yaml")
+
+
+def test_truncated_stored_configuration_is_not_filled_with_defaults(tmp_path: Path) -> None:
+    text = compose.to_yaml(RunConfig())
+    (tmp_path / "config.yaml").write_text(text[:text.index("tracking:")])
+    with pytest.raises(ConfigError, match="no value for tracking"):
+        compose.from_yaml(tmp_path / "config.yaml")
+
+
+def test_flatten_has_every_leaf_once() -> None:
+    flat = values.flatten(RunConfig())
+    assert flat["decode.word_penalties"] == RunConfig().decode.word_penalties
+    assert len(flat) == sum(len(v) if isinstance(v, dict) else 1 for v in asdict(RunConfig()).values())
+
+
+def test_conf_repeats_no_default() -> None:
+    for file in (compose.conf_dir() / "optimizer").glob("*.yaml"):
+        assert yaml.safe_load(file.read_text()) == {"kind": file.stem}

@@ -1,0 +1,233 @@
+"""A run in MLflow: what is sent, that nothing of it can hurt training, and once for real in SQLite."""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from launcher import compose, mlflow_tracker
+from launcher.mlflow_tracker import MlflowTracker, read_tracking
+from ngsgd.config import RunConfig
+from ngsgd.training.records import Incident
+from tests.launcher.records import final_report, job, outer_iteration
+
+
+class Client:
+    """An MlflowClient that remembers what it was told."""
+
+    def __init__(self) -> None:
+        self.runs: dict[str, dict[str, Any]] = {}
+        self.metrics: list[tuple[str, dict[str, tuple[float, int]]]] = []  # run name, name -> value, step
+        self.params: dict[str, str] = {}
+        self.artifacts: list[str] = []
+        self.fails = False
+
+    def get_experiment_by_name(self, name: str) -> Any:
+        return None
+
+    def create_experiment(self, name: str, artifact_location: str | None) -> str:
+        return "7"
+
+    def create_run(self, experiment_id: str, *, tags: dict[str, str], run_name: str) -> Any:
+        run_id = f"id{len(self.runs)}"
+        self.runs[run_id] = {"name": run_name, "tags": tags, "status": "RUNNING"}
+        return SimpleNamespace(info=SimpleNamespace(run_id=run_id))
+
+    def update_run(self, run_id: str, status: str) -> None:
+        self.runs[run_id]["status"] = status
+
+    def log_batch(self, run_id: str, metrics: Any = (), params: Any = ()) -> None:
+        if self.fails:
+            raise OSError("disk full\nmore")
+        assert len(params) <= 100
+        self.params |= {param.key: param.value for param in params}
+        if metrics:
+            self.metrics.append((self.runs[run_id]["name"], {m.key: (m.value, m.step) for m in metrics}))
+
+    def log_artifact(self, run_id: str, path: str) -> None:
+        self.artifacts.append(Path(path).name)
+
+    def log_artifacts(self, run_id: str, path: str, where: str) -> None:
+        self.artifacts.append(f"{where}/")
+
+    def set_tag(self, run_id: str, key: str, value: str) -> None:
+        self.runs[run_id]["tags"][key] = value
+
+    def set_terminated(self, run_id: str, status: str) -> None:
+        self.runs[run_id]["status"] = status
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> RunConfig:
+    config = compose.compose([f"output_dir={tmp_path}"])
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text(compose.to_yaml(config))
+    (tmp_path / "run" / "events.jsonl").write_text("{}\n")
+    return config
+
+
+def start(config: RunConfig, make_client: Callable[[str], Any]) -> tuple[MlflowTracker, list[str]]:
+    said: list[str] = []
+    return MlflowTracker(config, Path(config.output_dir) / "run", "my run", said.append, make_client=make_client), said
+
+
+def test_every_outer_iteration_is_one_batch_per_run_at_frames_processed(config: RunConfig) -> None:
+    client = Client()
+    tracker, said = start(config, lambda _: client)
+    tracker.outer_iteration(outer_iteration(0))
+    tracker.outer_iteration(outer_iteration(1))
+    tracker.finished(final_report())
+    tracker.close("FINISHED")
+    assert said == []
+    names = [name for name, _ in client.metrics]
+    assert names == ["my run", "worker 0", "worker 1"] * 2 + ["my run"]
+    first = client.metrics[0][1]
+    assert first["train/objf"] == (-1.79, 32000) and first["valid/frame_accuracy"] == (0.612, 32000)
+    assert {"lr/effective", "lr/job", "max_change/layer_share", "time/compute_s", "time/checkpoint_s", "cluster/skew",
+            "cluster/jobs_accepted", "relative_change/layers.0.affine"} <= first.keys()
+    assert client.metrics[1][1].keys() == client.metrics[2][1].keys()
+    assert client.metrics[-1][1]["test/wer"][0] == 3.1 and client.metrics[-1][1]["valid/wer"][0] == 2.8
+    assert {run["status"] for run in client.runs.values()} == {"FINISHED"}
+    assert client.runs["id1"]["tags"]["mlflow.parentRunId"] == tracker.run_id
+    assert client.params["optimizer.max_change"] == "0.75"
+    assert all(client.params.values()), "an empty parameter shows as a blank"
+    assert {"config.yaml", "events.jsonl"} <= set(client.artifacts)
+
+
+def test_a_worker_with_two_jobs_gives_one_point_weighted_by_frames(config: RunConfig) -> None:
+    client = Client()
+    tracker, _ = start(config, lambda _: client)
+    tracker.outer_iteration(outer_iteration(jobs=(job(objf=-1.0), job(number=1, objf=-3.0), job(number=2, accepted=False))))
+    tracker.close("FINISHED")
+    [figures] = [figures for name, figures in client.metrics if name == "worker 0"]
+    assert figures["job/objf"][0] == -2.0
+    assert figures["job/frames_per_second"][0] == 8000.0
+
+
+def test_infinity_becomes_a_gap_and_bad_names_are_mended(config: RunConfig) -> None:
+    client = Client()
+    tracker, said = start(config, lambda _: client)
+    record = outer_iteration(valid_objf=-math.inf)
+    record.relative_change["block:0(x)"] = 0.5
+    tracker.outer_iteration(record)
+    tracker.close("FINISHED")
+    assert said == []
+    assert math.isnan(client.metrics[0][1]["valid/objf"][0])
+    assert "relative_change/block_0_x_" in client.metrics[0][1]
+
+
+def test_incidents_are_charted(config: RunConfig) -> None:
+    client = Client()
+    tracker, _ = start(config, lambda _: client)
+    tracker.incident(Incident("worker_died", "x", 0))
+    tracker.outer_iteration(outer_iteration())
+    tracker.close("FAILED")
+    assert client.metrics[0][1]["cluster/incidents"][0] == 1
+    assert client.runs["id0"]["status"] == "FAILED"
+
+
+def test_errors_are_told_once_and_counted(config: RunConfig) -> None:
+    client = Client()
+    tracker, said = start(config, lambda _: client)
+    while not tracker.run_id:
+        time.sleep(0.01)
+    client.fails = True
+    for outer_iter in range(3):
+        tracker.outer_iteration(outer_iteration(outer_iter))
+    tracker.close("FINISHED")
+    assert said[0].startswith("MLflow cannot be written (disk full)")
+    assert said[1].startswith("3 updates did not reach MLflow")
+    assert len(said) == 2
+
+
+def test_a_store_that_cannot_be_opened_does_not_stop_the_run(config: RunConfig) -> None:
+    def broken(_: str) -> Any:
+        raise RuntimeError("no such host")
+
+    tracker, said = start(config, broken)
+    tracker.outer_iteration(outer_iteration())
+    tracker.close("FINISHED")
+    assert "no such host" in said[0]
+
+
+def test_close_does_not_wait_for_ever(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mlflow_tracker, "CLOSE_TIMEOUT_S", 0.1)
+    never = threading.Event()
+    tracker, said = start(config, lambda _: never.wait())
+    began = time.monotonic()
+    tracker.outer_iteration(outer_iteration())
+    tracker.close("FINISHED")
+    assert time.monotonic() - began < 2.0
+    assert said[0].startswith("MLflow did not answer within")
+    never.set()
+
+
+def test_resumed_run_continues_in_the_same_runs(config: RunConfig) -> None:
+    client = Client()
+    tracker, _ = start(config, lambda _: client)
+    tracker.outer_iteration(outer_iteration(0))
+    tracker.close("KILLED")
+    stored = read_tracking(Path(config.output_dir) / "run")
+    assert (stored["run_id"], stored["experiment_id"]) == (tracker.run_id, tracker.experiment_id) == ("id0", "7")
+    client.params.clear()
+    again, said = start(config, lambda _: client)
+    again.outer_iteration(outer_iteration(1))
+    again.close("FINISHED")
+    assert said == []
+    assert again.run_id == tracker.run_id
+    assert len(client.runs) == 3
+    assert client.params == {}, "MLflow refuses to change a parameter"
+    assert {run["status"] for run in client.runs.values()} == {"FINISHED"}
+
+
+def test_damaged_tracking_file_starts_a_new_run(config: RunConfig) -> None:
+    (Path(config.output_dir) / "run" / "tracking.json").write_text('{"run_id": ')
+    client = Client()
+    tracker, said = start(config, lambda _: client)
+    tracker.close("FINISHED")
+    assert said == [] and tracker.run_id == "id0"
+
+
+@pytest.mark.mlflow
+def test_real_sqlite_store_has_the_run_its_workers_and_its_files(config: RunConfig, capfd: pytest.CaptureFixture[str]) -> None:
+    output_dir, said = Path(config.output_dir), list[str]()
+    (output_dir / "run" / "final").mkdir()
+    (output_dir / "run" / "final" / "model.json").write_text("{}")
+    tracker = MlflowTracker(config, output_dir / "run", "my run", said.append)
+    tracker.outer_iteration(outer_iteration(0))
+    tracker.outer_iteration(outer_iteration(1))
+    mlflow_timeout, mlflow_tracker.CLOSE_TIMEOUT_S = mlflow_tracker.CLOSE_TIMEOUT_S, 120.0  # a fresh schema on a busy machine
+    try:
+        tracker.finished(final_report())
+        tracker.close("KILLED")
+        again = MlflowTracker(config, output_dir / "run", "my run", said.append)
+        again.outer_iteration(outer_iteration(2))
+        again.close("FINISHED")
+    finally:
+        mlflow_tracker.CLOSE_TIMEOUT_S = mlflow_timeout
+    assert said == []
+    assert capfd.readouterr().err == "", "MLflow and alembic are to keep quiet"
+
+    from mlflow import MlflowClient
+
+    client = MlflowClient(tracking_uri=f"sqlite:///{output_dir}/mlflow.db")
+    experiment = client.get_experiment_by_name("digits-relu")
+    assert experiment is not None
+    runs = {run.info.run_name: run for run in client.search_runs([experiment.experiment_id])}
+    assert sorted(runs) == ["my run", "worker 0", "worker 1"]
+    run = runs["my run"]
+    assert run.info.status == "FINISHED" and run.data.metrics["test/wer"] == 3.1
+    assert [point.step for point in client.get_metric_history(run.info.run_id, "valid/objf")] == [32000, 64000, 96000]
+    assert run.data.params["schedule.num_epochs"] == "4.0" and run.data.tags["version.ngsgd"]
+    assert runs["worker 1"].data.tags["mlflow.parentRunId"] == run.info.run_id
+    assert {file.path for file in client.list_artifacts(run.info.run_id)} == {"config.yaml", "events.jsonl", "final"}
+    assert json.loads((output_dir / "run" / "tracking.json").read_text())["run_id"] == run.info.run_id
+    assert (output_dir / "mlartifacts").is_dir()

@@ -1,0 +1,106 @@
+"""The dashboard command: what it says before it starts anything, and that it leaves no server behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from launcher import ui
+from ngsgd.errors import ConfigError
+
+
+@pytest.fixture
+def output_dir(tmp_path: Path) -> Path:
+    (tmp_path / "mlflow.db").touch()
+    return tmp_path
+
+
+@pytest.fixture
+def busy_port() -> Iterator[int]:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        yield taken.getsockname()[1]
+
+
+def test_dashboard_command_is_what_a_shell_takes() -> None:
+    assert ui.dashboard_command("runs") == "ngsgd ui"
+    assert ui.dashboard_command(Path("/a b")) == "ngsgd ui '/a b'"
+
+
+def test_missing_database_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"holds no mlflow\.db, so there are no runs to show"):
+        ui.serve(tmp_path)
+
+
+def test_busy_port_is_one_sentence(output_dir: Path, busy_port: int) -> None:
+    with pytest.raises(ConfigError, match="choose another port with --port"):
+        ui.serve(output_dir, port=busy_port)
+
+
+def test_impossible_port_is_one_sentence(output_dir: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be used"):
+        ui.serve(output_dir, port=99999)
+
+
+def test_links_lead_to_the_newest_run(output_dir: Path) -> None:
+    (output_dir / "a").mkdir()
+    (output_dir / "a" / "tracking.json").write_text(json.dumps({"experiment_id": "3", "run_id": "abc", "worker_runs": {}}))
+    runs, newest = ui.page_links(output_dir, "http://127.0.0.1:5000")
+    assert "#/experiments/3/runs?workflowType=machine_learning" in runs
+    assert "runs/abc/model-metrics?workflowType=machine_learning" in newest
+
+
+def test_a_server_that_ends_is_told_with_its_last_words(output_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ui, "_server_command", lambda *_: [sys.executable, "-c", "print('no flask here'); exit(1)"])
+    with pytest.raises(ui.DashboardError, match="did not start: no flask here"):
+        ui.serve(output_dir, port=free_port(), say=lambda _: None)
+
+
+def test_ending_it_leaves_no_process_behind(output_dir: Path) -> None:
+    """A stand-in server with a child of its own, as MLflow has."""
+    port, pids = free_port(), output_dir / "pids"
+    server = ("import http.server, os, subprocess, sys; child = subprocess.Popen(['sleep', '60']); "
+              f"open({str(pids)!r}, 'w').write(f'{{os.getpid()}} {{child.pid}}'); "
+              "handler = type('H', (http.server.BaseHTTPRequestHandler,), {'do_GET': lambda self: (self.send_response(200), "
+              f"self.end_headers())}}); http.server.HTTPServer(('127.0.0.1', {port}), handler).serve_forever()")
+    code = (f"import sys; from pathlib import Path; from launcher import ui; "
+            f"ui._server_command = lambda *_: [sys.executable, '-c', {server!r}]; "
+            f"sys.exit(ui.serve(Path({str(output_dir)!r}), port={port}, say=lambda line: print(line, flush=True)))")
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True,
+                          env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}) as process:
+        assert process.stdout is not None
+        told = [process.stdout.readline() for _ in range(3)]
+        process.terminate()
+        assert process.wait(20) == 0
+    assert f"http://127.0.0.1:{port}/" in told[1]
+    assert told[2] == "Ctrl-C ends it.\n"
+    wait_until_gone([int(pid) for pid in pids.read_text().split()])
+
+
+def wait_until_gone(pids: list[int]) -> None:
+    deadline = time.monotonic() + 5.0
+    while any(is_alive(pid) for pid in pids):
+        assert time.monotonic() < deadline, "a server process was left behind"
+        time.sleep(0.05)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
