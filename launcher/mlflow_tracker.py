@@ -7,6 +7,7 @@ error of it reaches training: the first is told, the rest are counted, and the e
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import queue
@@ -268,13 +269,14 @@ def worker_metrics(jobs: list[JobRecord]) -> dict[str, float]:
 def _make_client(uri: str) -> Any:
     """Imports MLflow (1 to 2 s) without its greetings."""
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-    os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")  # alembic tells every migration otherwise
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")  # a server that is down must not hold up the end
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
     if uri.startswith("sqlite:///"):
         Path(uri.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)
     from mlflow import MlflowClient
 
+    if "MLFLOW_LOGGING_LEVEL" not in os.environ:
+        logging.getLogger("mlflow").setLevel(logging.WARNING)  # it tells how it makes its tables otherwise
     return MlflowClient(tracking_uri=uri)
 
 

@@ -92,13 +92,12 @@ def iteration_line(record: OuterIterationRecord) -> str:
     jobs = f"{record.num_accepted}/{record.num_jobs}"
     width = len(str(record.num_outer_iters))
     line = "  ".join([
-        f"iter {record.outer_iter + 1:{width}}/{record.num_outer_iters}",
-        f"jobs {jobs}",
-        f"epoch {record.epoch:.2f}/{record.num_epochs:g}",
+        f"iter {record.outer_iter + 1:{width}}/{record.num_outer_iters} jobs {jobs}"
+        f" epoch {record.epoch:.2f}/{record.num_epochs:g}",
         f"lr {record.effective_lr:#.2g}",
         f"objf {record.train.objf:.3f} valid {record.valid.objf:.3f} acc {100 * record.valid.accuracy:.1f}%",
-        f"skew {100 * record.skew:.0f}%",
-        f"max-change {100 * record.max_change_share:.0f}%/{100 * record.max_param_change_share:.0f}%",
+        f"skew {100 * record.skew:.0f}% max-change {100 * record.max_change_share:.0f}%"
+        f"/{100 * record.max_param_change_share:.0f}%",
         f"left {duration(record.left_s)}",
     ])
     return line if len(line) <= _WIDTH else line.replace("  ", " ")

@@ -21,7 +21,7 @@ from ngsgd.asr.corpus import Corpus, check_source, prepare
 from ngsgd.config import RunConfig
 from ngsgd.egs.archives import prepare_archives
 from ngsgd.egs.reader import EgsReader
-from ngsgd.errors import EXIT_OK, RunInterrupted
+from ngsgd.errors import EXIT_OK, CheckpointError, DataError, RunInterrupted
 from ngsgd.models import build_model
 from ngsgd.schedules import Schedule
 from ngsgd.training.checkpoint import Checkpoint, CheckpointStore
@@ -77,9 +77,13 @@ class _Data:
 def _prepare(config: RunConfig, report: Callable[[str], None]) -> _Data:
     check_source(config.data)
     cache_root = Path(config.data.cache_dir or Path(config.output_dir) / "data").absolute()
-    corpus = prepare(config.data, config.features, cache_root, report)
-    egs_directory = prepare_archives(corpus.train.frames, corpus.valid.frames, config.egs,
-                                     num_classes=corpus.num_pdfs, digest=corpus.digest, cache_root=cache_root)
+    try:
+        corpus = prepare(config.data, config.features, cache_root, report)
+        egs_directory = prepare_archives(corpus.train.frames, corpus.valid.frames, config.egs,
+                                         num_classes=corpus.num_pdfs, digest=corpus.digest, cache_root=cache_root)
+    except OSError as error:
+        raise DataError(f"the prepared data could not be written under {cache_root} ({error.strerror or error}); make room, or "
+                        "choose another place with data.cache_dir=PATH.") from error
     return _Data(corpus, egs_directory)
 
 
@@ -92,6 +96,9 @@ def _run(config: RunConfig, folder: RunFolder, data: _Data, progress: ProgressTr
         end = _train(config, folder, data, trackers, stop, progress.report)
         trackers.finished(_finish(config, folder, data, end))
         status = "FINISHED"
+    except OSError as error:
+        raise CheckpointError(f"{error.filename or folder.path} could not be written ({error.strerror}); make room or fix the "
+                              f"permissions, then go on with: ngsgd resume {folder.path}") from error
     except (RunInterrupted, KeyboardInterrupt) as interrupt:
         status = "KILLED"
         raise RunInterrupted(f"{interrupt or 'interrupted'}; go on with: ngsgd resume {folder.path}") from interrupt

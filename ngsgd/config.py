@@ -89,7 +89,7 @@ class ScheduleConfig:
 
     num_epochs: float = knob(2.5, above=0.0, high=1000.0)
     minibatch_size: int = knob(128, low=1)           # frames; C.1: 128 for CPU threads, 512 for GPUs
-    lr_initial: float = knob(0.003, above=0.0)       # effective learning rate per frame; a job's rate is this times num_jobs
+    lr_initial: float = knob(0.005, above=0.0)       # effective learning rate per frame; a job's rate is this times num_jobs
     lr_final: float = knob(0.0003, above=0.0)
     num_jobs_initial: int = knob(1, low=1)
     num_jobs_final: int = knob(2, low=1)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+_OS_ERROR = re.compile(r"\(os error (\d+)\)")  # in the message of safetensors' own error
 
 
 def sha256(path: Path) -> str:
@@ -19,7 +22,10 @@ def sha256(path: Path) -> str:
 
 @contextmanager
 def new_directory(final: Path) -> Iterator[Path]:
-    """A directory to fill; it takes the name `final` when the block ends well, and is removed when it does not."""
+    """A directory to fill; it takes the name `final` when the block ends well, and is removed when it does not.
+
+    A full or failing disk raises OSError, whatever the library that wrote calls it.
+    """
     temporary = final.with_name(f".{final.name}.{uuid.uuid4().hex[:8]}.tmp")
     temporary.mkdir(parents=True)
     try:
@@ -30,8 +36,11 @@ def new_directory(final: Path) -> Iterator[Path]:
             shutil.rmtree(final)
         temporary.rename(final)
         _fsync(final.parent)
-    except BaseException:  # Ctrl-C too must leave nothing behind
+    except BaseException as error:  # Ctrl-C too must leave nothing behind
         shutil.rmtree(temporary, ignore_errors=True)
+        code = _OS_ERROR.search(str(error)) if type(error).__name__ == "SafetensorError" else None
+        if code:
+            raise OSError(int(code[1]), os.strerror(int(code[1])), str(final)) from error
         raise
 
 

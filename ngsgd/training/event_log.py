@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import asdict
 from pathlib import Path
@@ -28,8 +29,9 @@ class EventLog:
         self._write("finished", asdict(report))
 
     def close(self, status: str) -> None:
-        self._write("closed", {"status": status})
-        self._file.close()
+        with contextlib.suppress(OSError):  # a full disk has been told already
+            self._write("closed", {"status": status})
+            self._file.close()
 
     def _write(self, event: str, fields: dict[str, Any]) -> None:
         self._file.write(json.dumps({"event": event, **fields}) + "\n")

@@ -5,6 +5,7 @@ Objective functions are per frame and go up.
 
 from __future__ import annotations
 
+import statistics
 from dataclasses import dataclass, field
 
 
@@ -66,8 +67,8 @@ class OuterIterationRecord:
     @property
     def skew(self) -> float:
         """How much longer the slowest accepted job took than the median one, as a share of the median."""
-        seconds = sorted(job.seconds for job in self.jobs if job.accepted)
-        return seconds[-1] / max(seconds[len(seconds) // 2], 1e-9) - 1.0 if seconds else 0.0
+        seconds = [job.seconds for job in self.jobs if job.accepted]
+        return max(seconds) / max(statistics.median(seconds), 1e-9) - 1.0 if seconds else 0.0
 
     @property
     def objf(self) -> float:

@@ -6,18 +6,21 @@ from ngsgd.training.records import FinalReport, JobRecord, OuterIterationRecord,
 
 
 def job(*, number: int = 0, worker: int = 0, objf: float = -1.8, accepted: bool = True) -> JobRecord:
-    return JobRecord(number, worker, 1, 16000, 125, objf, 0.5, 2.0, 0.12, 0.01, 0, accepted, "" if accepted else "diverged")
+    reason = "" if accepted else "diverged"
+    return JobRecord(number, worker, 1, 16000, 125, objf, 0.5, 2.0, 0.12, 0.01, 0, accepted, reason)
 
 
 def outer_iteration(outer_iter: int = 11, *, num_outer_iters: int = 40, jobs: tuple[JobRecord, ...] = (),
                     left_s: float = 80.0, valid_objf: float = -1.92) -> OuterIterationRecord:
     jobs = jobs or (job(), job(number=1, worker=1))
     return OuterIterationRecord(
-        outer_iter, num_outer_iters, len(jobs), sum(one.accepted for one in jobs), 4.0 * (outer_iter + 1) / num_outer_iters,
-        4.0, 32000 * (outer_iter + 1), 0.0021, 0.0042, SubsetScore(-1.79, 0.6), SubsetScore(valid_objf, 0.612), jobs,
+        outer_iter, num_outer_iters, len(jobs), sum(one.accepted for one in jobs),
+        4.0 * (outer_iter + 1) / num_outer_iters, 4.0, 32000 * (outer_iter + 1),
+        0.0021, 0.0042, SubsetScore(-1.79, 0.6), SubsetScore(valid_objf, 0.612), jobs,
         {"layers.0.affine": 0.1}, 2.0, 0.01, 0.02, 0.05, 24.0, left_s)
 
 
 def final_report() -> FinalReport:
-    return FinalReport("%WER 3.10 [ 31 / 1000, 4 ins, 7 del, 20 sub ]", 3.1, "%WER 2.80 [ 14 / 500, 2 ins, 3 del, 9 sub ]",
-                       SubsetScore(-1.0, 0.7), SubsetScore(-1.1, 0.6), 1280000, 75.0, {"run folder": "/r/x"})
+    wer, valid_wer = "%WER 3.10 [ 31 / 1000, 4 ins, 7 del, 20 sub ]", "%WER 2.80 [ 14 / 500, 2 ins, 3 del, 9 sub ]"
+    return FinalReport(wer, 3.1, valid_wer, SubsetScore(-1.0, 0.7), SubsetScore(-1.1, 0.6), 1280000, 75.0,
+                       {"run folder": "/r/x"})

@@ -53,12 +53,15 @@ def service(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Service:
     return fake
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["resume", "--help"], ["--version"], ["ui", "--help"]])
+@pytest.mark.parametrize("arguments", [
+    ["--help"], ["train", "--help"], ["resume", "--help"], ["--version"], ["ui", "--help"],
+])
 def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
     code = ("import sys; from launcher.cli import main; code = main(sys.argv[1:]); "
             "heavy = {'torch', 'ray', 'mlflow', 'hydra', 'omegaconf', 'numpy', 'rich', 'yaml'} & set(sys.modules); "
             "sys.exit(f'imported {heavy}' if heavy else code)")
-    done = subprocess.run([sys.executable, "-c", code, *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-c", code, *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert "ngsgd" in done.stdout
 
@@ -97,7 +100,7 @@ BAD_INPUTS = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "told"), BAD_INPUTS, ids=lambda value: " ".join(value) if isinstance(value, list) else "")
+@pytest.mark.parametrize(("arguments", "told"), BAD_INPUTS, ids=[" ".join(arguments) for arguments, _ in BAD_INPUTS])
 def test_bad_input_is_told_in_sentences_with_exit_code_2(
         arguments: list[str], told: str, service: Service, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(arguments) == 2
@@ -110,8 +113,9 @@ def test_bad_input_is_told_in_sentences_with_exit_code_2(
 
 
 def test_bad_input_as_a_real_command_shows_no_traceback_and_writes_nothing(tmp_path: Path) -> None:
+    code = "import sys; from launcher.cli import main; sys.exit(main())"
     done = subprocess.run(
-        [sys.executable, "-c", "import sys; from launcher.cli import main; sys.exit(main())", "train", "optimizer=adam", "sed=1"],
+        [sys.executable, "-c", code, "train", "optimizer=adam", "sed=1"],
         cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stderr.splitlines() == ["ngsgd: optimizer=adam is not a choice; choose one of ngsgd, sgd.",
@@ -126,13 +130,15 @@ def test_train_hands_over_the_composed_configuration_and_writes_nothing(service:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_multirun_runs_every_combination_and_keeps_its_file_in_the_output_folder(service: Service, tmp_path: Path) -> None:
+def test_multirun_runs_every_combination_and_keeps_its_file_in_the_output_folder(
+        service: Service, tmp_path: Path) -> None:
     assert cli.main(["train", "-m", "seed=1,2", "optimizer=ngsgd,sgd"]) == 0
     assert [(c.seed, c.optimizer.kind) for c in service.trained] == [(1, "ngsgd"), (1, "sgd"), (2, "ngsgd"), (2, "sgd")]
     assert [path.name for path in tmp_path.iterdir()] == ["runs"]
 
 
-def test_cfg_job_prints_and_trains_nothing(service: Service, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_cfg_job_prints_and_trains_nothing(
+        service: Service, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["train", "--cfg", "job", "seed=3"]) == 0
     assert "seed: 3" in capsys.readouterr().out
     assert service.trained == []
@@ -184,13 +190,14 @@ def test_resume_and_decode_find_a_run_by_path_or_name(service: Service, tmp_path
 
 
 def test_reader_that_goes_away_is_no_error() -> None:
-    script = ("set -o pipefail; "
-              f"{sys.executable} -c 'from launcher.cli import main; import sys; sys.exit(main([\"train\", \"--help\"]))' | true")
+    code = 'import sys; from launcher.cli import main; sys.exit(main(["train", "--help"]))'
+    script = f"{sys.executable} -c '{code}' | true"
     done = subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.stderr == ""
 
 
-def test_completion_offers_commands_then_settings(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_completion_offers_commands_then_settings(
+        monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("COMP_LINE", "ngsgd re")
     assert cli.main(["-sc", "query=bash"]) == 0
     assert capsys.readouterr().out.split() == ["resume"]

@@ -18,8 +18,8 @@ class Terminal(io.StringIO):
 
 def test_one_line_per_outer_iteration_has_everything() -> None:
     assert iteration_line(outer_iteration()) == (
-        "iter 12/40  jobs 2/2  epoch 1.20/4  lr 0.0021  objf -1.790 valid -1.920 acc 61.2%  skew 0%  "
-        "max-change 12%/1%  left 1m20s")
+        "iter 12/40 jobs 2/2 epoch 1.20/4  lr 0.0021  objf -1.790 valid -1.920 acc 61.2%  "
+        "skew 0% max-change 12%/1%  left 1m20s")
 
 
 @pytest.mark.parametrize("record", [
@@ -96,6 +96,8 @@ def test_a_reader_that_goes_away_does_not_stop_training() -> None:
     tracker.close("FINISHED")
 
 
-@pytest.mark.parametrize(("seconds", "told"), [(0, "0s"), (59.6, "1m00s"), (80, "1m20s"), (11100, "3h05m"), (float("inf"), "?")])
+@pytest.mark.parametrize(("seconds", "told"), [
+    (0, "0s"), (59.6, "1m00s"), (80, "1m20s"), (11100, "3h05m"), (float("inf"), "?"),
+])
 def test_duration(seconds: float, told: str) -> None:
     assert duration(seconds) == told

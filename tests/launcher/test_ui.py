@@ -53,7 +53,8 @@ def test_impossible_port_is_one_sentence(output_dir: Path) -> None:
 
 def test_links_lead_to_the_newest_run(output_dir: Path) -> None:
     (output_dir / "a").mkdir()
-    (output_dir / "a" / "tracking.json").write_text(json.dumps({"experiment_id": "3", "run_id": "abc", "worker_runs": {}}))
+    stored = {"experiment_id": "3", "run_id": "abc", "worker_runs": {}}
+    (output_dir / "a" / "tracking.json").write_text(json.dumps(stored))
     runs, newest = ui.page_links(output_dir, "http://127.0.0.1:5000")
     assert "#/experiments/3/runs?workflowType=machine_learning" in runs
     assert "runs/abc/model-metrics?workflowType=machine_learning" in newest
@@ -70,8 +71,9 @@ def test_ending_it_leaves_no_process_behind(output_dir: Path) -> None:
     port, pids = free_port(), output_dir / "pids"
     server = ("import http.server, os, subprocess, sys; child = subprocess.Popen(['sleep', '60']); "
               f"open({str(pids)!r}, 'w').write(f'{{os.getpid()}} {{child.pid}}'); "
-              "handler = type('H', (http.server.BaseHTTPRequestHandler,), {'do_GET': lambda self: (self.send_response(200), "
-              f"self.end_headers())}}); http.server.HTTPServer(('127.0.0.1', {port}), handler).serve_forever()")
+              "answer = lambda self: (self.send_response(200), self.end_headers()); "
+              "handler = type('H', (http.server.BaseHTTPRequestHandler,), {'do_GET': answer}); "
+              f"http.server.HTTPServer(('127.0.0.1', {port}), handler).serve_forever()")
     code = (f"import sys; from pathlib import Path; from launcher import ui; "
             f"ui._server_command = lambda *_: [sys.executable, '-c', {server!r}]; "
             f"sys.exit(ui.serve(Path({str(output_dir)!r}), port={port}, say=lambda line: print(line, flush=True)))")
