@@ -91,6 +91,7 @@ class RayPool:
                 raise ClusterError(
                     f"{up} of {len(self._slots)} workers were ready after cluster.start_timeout_s = "
                     f"{self.config.start_timeout_s:g}; ask for fewer with cluster.num_workers, or give them more time.")
+        self._last_alive = time.monotonic()
 
     def broadcast(self, parameters: Vector) -> None:
         self._parameters_ref = ray.put(parameters)
@@ -106,7 +107,9 @@ class RayPool:
         slot.running = slot.actor.run.remote(job, self._parameters_ref)
 
     def wait(self, timeout_s: float) -> Outcome | None:
-        return self._poll(timeout_s)
+        outcome = self._poll(timeout_s)
+        self._require_a_worker()
+        return outcome
 
     def abandon(self) -> None:
         """Kills the workers that are busy; the pool can only be closed afterwards."""
@@ -124,6 +127,15 @@ class RayPool:
     def process_ids(self) -> list[int]:
         """Of the workers that are ready, by slot."""
         return [slot.process[1] for slot in self._slots if slot.process]
+
+    def _require_a_worker(self) -> None:
+        """Fewer workers are no reason to stop; none at all, for as long as a start may take, is."""
+        now = time.monotonic()
+        if any(slot.process for slot in self._slots):
+            self._last_alive = now
+        elif now - self._last_alive > self.config.start_timeout_s:
+            raise ClusterError(f"all {len(self._slots)} workers are gone and none came back within cluster.start_timeout_s = "
+                               f"{self.config.start_timeout_s:g}; see whether the cluster still has their CPUs or GPUs.")
 
     def _poll(self, timeout_s: float) -> Outcome | None:
         """Waits for one thing to happen: a job ends, or a worker becomes ready (then None)."""

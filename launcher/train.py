@@ -137,7 +137,7 @@ def _start(checkpoints: CheckpointStore, model: nn.Module, report: Callable[[str
         report(problem)
     if latest is None:
         return first_checkpoint(checkpoints.layout.flatten(model.state_dict()))
-    report(f"going on after outer iteration {latest.progress.outer_iter}")
+    report(f"going on after outer iteration {latest.progress.outer_iter + 1}")
     return latest
 
 

@@ -33,7 +33,7 @@ def require_enough(accepted: Sequence[JobResult], verdicts: Sequence[tuple[JobRe
     if accepted and len(accepted) >= min_accepted * plan.num_jobs:
         return
     reasons = "; ".join(f"job {result.job.job}: {reason}" for result, reason in verdicts if reason)
-    counted = f"only {len(accepted)} of {plan.num_jobs} jobs of outer iteration {plan.outer_iter} could be averaged"
+    counted = f"only {len(accepted)} of {plan.num_jobs} jobs of outer iteration {plan.outer_iter + 1} could be averaged"
     if reasons:
         raise DivergenceError(f"{counted} ({reasons}); lower schedule.lr_initial and resume, or start again.")
     raise ClusterError(f"{counted}, because their workers kept dying; look at the log above and resume.")

@@ -56,7 +56,7 @@ class CheckpointStore:
                 write_text(temporary / "manifest.json", json.dumps(manifest, indent=1))
         except OSError as error:
             raise CheckpointError(
-                f"outer iteration {progress.outer_iter} could not be saved under {self.directory} ({error.strerror}); "
+                f"outer iteration {progress.outer_iter + 1} could not be saved under {self.directory} ({error.strerror}); "
                 f"make room or fix the permissions, then `ngsgd resume {self.directory.parent}`.") from error
         for old in self._found()[:-self.num_to_keep]:
             shutil.rmtree(old, ignore_errors=True)

@@ -71,7 +71,7 @@ class Coordinator:
         here = start
         for plan in self.schedule.outer_iterations(first=self._first):
             if self.stop.requested():
-                raise RunInterrupted(f"stopped before outer iteration {plan.outer_iter}")
+                raise RunInterrupted(f"stopped before outer iteration {plan.outer_iter + 1}")
             here = self._outer_iteration(plan, here)
         return here
 
@@ -84,7 +84,7 @@ class Coordinator:
         for result, reason in verdicts:
             self.ledger.judged(result, reason)
             if reason:
-                self._tell("job_rejected", f"job {result.job.job} of outer iteration {plan.outer_iter}, on worker "
+                self._tell("job_rejected", f"job {result.job.job} of outer iteration {plan.outer_iter + 1}, on worker "
                            f"{result.worker}, was left out of the average: {reason}.", result.job, result.worker)
         accepted = [result for result, reason in verdicts if not reason]
         require_enough(accepted, verdicts, plan, self.failure.min_accepted)
@@ -113,7 +113,7 @@ class Coordinator:
                 self.pool.submit(waiting.popleft())
             if self.stop.expired():
                 self.pool.abandon()
-                raise RunInterrupted(f"outer iteration {plan.outer_iter} was given up")
+                raise RunInterrupted(f"outer iteration {plan.outer_iter + 1} was given up")
             outcome = self.pool.wait(_POLL_S)
             if isinstance(outcome, JobResult):
                 results.append(outcome)
@@ -134,7 +134,7 @@ class Coordinator:
         self._num_deaths += failure.worker_died
         who = f"worker {failure.worker} died ({failure.reason})" if failure.worker_died else \
             f"worker {failure.worker} failed ({failure.reason})"
-        where = f"during job {job.job} of outer iteration {job.outer_iter}, attempt {job.attempt}"
+        where = f"during job {job.job} of outer iteration {job.outer_iter + 1}, attempt {job.attempt}"
         if 0 <= self.failure.max_worker_deaths < self._num_deaths:
             raise ClusterError(f"{who} {where}, which is more deaths than failure.max_worker_deaths = "
                                f"{self.failure.max_worker_deaths} allows; the last checkpoint is whole.")

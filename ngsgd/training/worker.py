@@ -51,7 +51,7 @@ class Worker:
         for minibatch in self.reader.minibatches(job.shard, self.config.schedule.minibatch_size, seed=self.config.seed,
                                                  outer_iter=job.outer_iter, job=job.job):
             if should_stop():
-                raise RunInterrupted(f"job {job.job} of outer iteration {job.outer_iter} was stopped")
+                raise RunInterrupted(f"job {job.job} of outer iteration {job.outer_iter + 1} was stopped")
             self._train(minibatch, optimizer, sums)
         objf, accuracy = sums.per_frame()
         activity = optimizer.activity()

@@ -75,7 +75,7 @@ def test_a_job_whose_worker_died_runs_again_and_the_result_is_bit_equal(tmp_path
     assert audit(run.ledger_path) == []
     (incident,) = run.recorder.incidents
     assert incident.what == "worker_died"
-    assert "worker 0 died (killed by SIGKILL) during job 0 of outer iteration 1, attempt 1" in incident.message
+    assert "worker 0 died (killed by SIGKILL) during job 0 of outer iteration 2, attempt 1" in incident.message
 
 
 def test_a_shard_that_fails_every_time_is_dropped_and_named(tmp_path: Path) -> None:
@@ -111,14 +111,14 @@ def test_a_bad_result_is_rejected_by_name_and_the_rest_is_averaged(tmp_path: Pat
     record = run.recorder.records[1]
     assert (record.num_jobs, record.num_accepted) == (2, 1)
     assert reason in record.jobs[1].reason
-    assert reason in run.recorder.incidents[0].message and "job 1 of outer iteration 1" in run.recorder.incidents[0].message
+    assert reason in run.recorder.incidents[0].message and "job 1 of outer iteration 2" in run.recorder.incidents[0].message
     assert np.isfinite(end.parameters).all()
     assert audit(run.ledger_path) == []
 
 
 def test_nothing_acceptable_ends_the_run_and_keeps_the_last_checkpoint(tmp_path: Path) -> None:
     run = Run(tmp_path)
-    with pytest.raises(DivergenceError, match=r"only 0 of 2 jobs of outer iteration 3"):
+    with pytest.raises(DivergenceError, match=r"only 0 of 2 jobs of outer iteration 4"):
         run.train(FaultyPool(run, lambda r: nan_parameters(r) if r.job.outer_iter == 3 else r))
     latest, problems = run.store.latest()
     assert latest is not None and latest.progress.outer_iter == 2 and problems == []
