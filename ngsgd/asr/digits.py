@@ -26,7 +26,6 @@ WORD_GAP = (0, 15)           # units of 10 ms
 EDGE_SILENCE_MS = (100, 300)
 RELATIVE_LENGTH = 0.97       # of a digit to the nominal 60 / rate seconds: mean over the voices, accents and rates here
 
-NOISES = {"white": noise.white, "pink": noise.pink}
 SETS = ("train", "valid", "test")
 
 
@@ -89,7 +88,7 @@ def _plan_one(rng: np.random.Generator, utt_id: str, variants: Sequence[str], da
     return PlannedUtterance(
         utt_id=utt_id, speaker=f"{accent.removeprefix('gmw/')}+{variant}", words=words, sentence=sentence,
         lead_ms=_draw(rng, EDGE_SILENCE_MS), tail_ms=_draw(rng, EDGE_SILENCE_MS),
-        noise_colour=str(rng.choice(tuple(NOISES))), noise_seed=int(rng.integers(2**31)),
+        noise_colour=str(rng.choice(tuple(noise.COLOURS))), noise_seed=int(rng.integers(2**31)),
         snr_db=float(rng.uniform(data.snr_db_low, data.snr_db_high)),
     )
 
@@ -101,7 +100,7 @@ def _make_utterance(planned: PlannedUtterance, spoken: Spoken) -> Utterance:
     padded = np.concatenate([np.zeros(lead), speech, np.zeros(tail)])
     pdf_T = digit_labels.label(spoken, planned.words, lead=lead, num_samples=len(padded))
     is_speech = spread_to_samples(pdf_T != SILENCE_PDF, len(padded))
-    background = NOISES[planned.noise_colour](len(padded), np.random.default_rng(planned.noise_seed))
+    background = noise.COLOURS[planned.noise_colour](len(padded), np.random.default_rng(planned.noise_seed))
     samples = noise.mix(padded, background, snr_db=planned.snr_db, is_speech=is_speech)
     return Utterance(utt_id=planned.utt_id, speaker=planned.speaker, words=planned.words, samples=samples, pdf_T=pdf_T)
 

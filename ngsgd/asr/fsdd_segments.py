@@ -68,8 +68,8 @@ def split(segments: Sequence[Segment], kind: str) -> dict[str, tuple[Segment, ..
         sets[_set_by_speaker(segment) if kind == "speaker" else _set_by_index(segment)].append(segment)
     for name, members in sets.items():
         if not members:
-            raise DataError(f"The {name} set of data.split={kind} is empty: none of the {len(segments)} recordings belongs to it; "
-                            "use the whole data set, or the other data.split.")
+            raise DataError(f"The {name} set of data.split={kind} is empty: none of the {len(segments)} recordings belongs "
+                            "to it; use the whole data set, or the other data.split.")
     return {name: tuple(members) for name, members in sets.items()}
 
 
@@ -108,5 +108,5 @@ def _check_alignment(segments: Sequence[Segment], pdf_T: Mapping[str, PdfIds]) -
         expected = num_frames(segment.num_samples)
         found = len(pdf_T.get(segment.utt_id, ()))
         if found != expected:
-            raise DataError(f"The alignment has {found} frames for {segment.utt_id} ({segment.file}), whose audio has {expected}; "
-                            "make it again with recipes/fsdd/local/align.py.")
+            raise DataError(f"The alignment has {found} frames for {segment.utt_id} ({segment.file}), whose audio has "
+                            f"{expected}; make it again with recipes/fsdd/local/align.py.")

@@ -24,6 +24,9 @@ def pink(num_samples: int, rng: np.random.Generator) -> Signal:
     return np.asarray(noise - noise.mean())
 
 
+COLOURS = {"white": white, "pink": pink}
+
+
 def mix(speech: Signal, noise: Signal, *, snr_db: float, is_speech: npt.NDArray[np.bool_]) -> npt.NDArray[np.int16]:
     """Speech plus noise as 16-bit samples.
 

@@ -53,5 +53,5 @@ def _check_length(utterance: Utterance) -> None:
     expected = num_frames(len(utterance.samples))
     if len(utterance.pdf_T) != expected:
         seconds = len(utterance.samples) / SAMPLE_RATE_HZ
-        raise DataError(f"Utterance {utterance.utt_id} has {len(utterance.pdf_T)} labels for {expected} frames ({seconds:.2f} s); "
-                        "its alignment belongs to other audio: make it again.")
+        raise DataError(f"Utterance {utterance.utt_id} has {len(utterance.pdf_T)} labels for {expected} frames "
+                        f"({seconds:.2f} s); its alignment belongs to other audio: make it again.")

@@ -1,0 +1,141 @@
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ngsgd.asr import corpus, digits, speech_set
+from ngsgd.asr.corpus import check_source, prepare
+from ngsgd.asr.fsdd_segments import load_catalogue
+from ngsgd.asr.utterance import Utterance
+from ngsgd.config import DataConfig, FeatureConfig
+from ngsgd.errors import DataError
+from tests.asr.fake_fsdd import FakeFsdd
+
+pytest.importorskip("kaldi_native_fbank")
+
+FEATURES = FeatureConfig(num_mel_bins=12)
+TINY = DataConfig(train_minutes=0.3, valid_minutes=0.1, test_minutes=0.1)
+
+
+@pytest.fixture
+def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DataConfig:
+    """A tiny fsdd corpus from made-up recordings."""
+    fake = FakeFsdd(tmp_path)
+    monkeypatch.setattr(corpus, "load_catalogue", lambda: load_catalogue(fake.shipped))
+    return replace(TINY, corpus="fsdd", source=str(fake.source))
+
+
+def silent(_: str) -> None:
+    pass
+
+
+def test_digits_prepared_twice_from_nothing_are_bit_identical_and_then_come_from_the_cache(tmp_path: Path) -> None:
+    pytest.importorskip("espeakng_loader")
+    first, again = (prepare(TINY, FEATURES, tmp_path / name, silent) for name in ("one", "two"))
+    assert first.digest == again.digest
+    reports: list[str] = []
+    cached = prepare(TINY, FEATURES, tmp_path / "one", reports.append)
+    assert cached.digest == first.digest
+    assert reports == []
+    assert first.num_pdfs == 73
+    assert not set(first.train.speakers) & set(first.test.speakers)
+
+
+def test_loaded_corpus_is_the_stored_one(data: DataConfig, tmp_path: Path) -> None:
+    made, loaded = (prepare(data, FEATURES, tmp_path / "cache", silent) for _ in range(2))
+    for name in ("train", "valid", "test"):
+        left, right = getattr(made, name), getattr(loaded, name)
+        assert (left.texts, left.speakers, left.frames.utt_ids) == (right.texts, right.speakers, right.frames.utt_ids)
+        assert np.array_equal(left.frames.features_TD, right.frames.features_TD)
+        assert left.frames.features_TD.shape == (left.frames.num_frames, 12)
+        assert len(left.texts[0]) >= 3
+    assert made.topology == loaded.topology
+    assert made.digest == loaded.digest
+
+
+def test_features_are_normalised_over_each_utterance(data: DataConfig, tmp_path: Path) -> None:
+    frames = prepare(data, FEATURES, tmp_path / "cache", silent).test.frames
+    for start, end in zip(frames.offsets[:-1], frames.offsets[1:], strict=True):
+        np.testing.assert_allclose(frames.features_TD[start:end].mean(axis=0), 0, atol=1e-4)
+
+
+@pytest.mark.parametrize("change", [{"seed": 1}, {"snr_db_low": -3.0}, {"train_minutes": 0.4}, {"split": "official"}])
+def test_every_setting_that_changes_the_data_has_its_own_folder(data: DataConfig, tmp_path: Path, change: dict[str, Any]) -> None:
+    one = prepare(data, FEATURES, tmp_path / "cache", silent)
+    other = prepare(replace(data, **change), FEATURES, tmp_path / "cache", silent)
+    assert one.digest != other.digest
+    assert len(list((tmp_path / "cache").iterdir())) == 2
+
+
+def test_the_place_the_recordings_came_from_does_not_change_the_data(data: DataConfig, tmp_path: Path) -> None:
+    prepare(data, FEATURES, tmp_path / "cache", silent)
+    reports: list[str] = []
+    prepare(replace(data, source=data.source + "/recordings"), FEATURES, tmp_path / "cache", reports.append)
+    assert reports == []
+
+
+@pytest.mark.parametrize("name", ["train.features_TD.npy", "valid.pdf_T.npy", "test.json", "manifest.json"])
+@pytest.mark.parametrize("deleted", [True, False])
+def test_damaged_cache_is_named_and_made_again(data: DataConfig, tmp_path: Path, name: str, deleted: bool) -> None:
+    whole = prepare(data, FEATURES, tmp_path / "cache", silent)
+    (path,) = (tmp_path / "cache").glob(f"*/{name}")
+    path.unlink() if deleted else path.write_bytes(path.read_bytes()[:-1])
+    reports: list[str] = []
+    mended = prepare(data, FEATURES, tmp_path / "cache", reports.append)
+    assert str(path) in reports[0]
+    assert "preparing it again" in reports[0]
+    assert mended.digest == whole.digest
+
+
+def test_interrupted_preparation_leaves_no_file(data: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved: list[Path] = []
+
+    def save_then_interrupt(path: Path, array: np.ndarray) -> None:
+        saved.append(path)
+        if len(saved) == 4:
+            raise KeyboardInterrupt
+        path.write_bytes(array.tobytes())
+
+    monkeypatch.setattr(np, "save", save_then_interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(data, FEATURES, tmp_path / "cache", silent)
+    assert saved[0].parent.parent == tmp_path / "cache"
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_manifest_tells_what_the_data_was_made_from(data: DataConfig, tmp_path: Path) -> None:
+    prepare(data, FEATURES, tmp_path / "cache", silent)
+    (path,) = (tmp_path / "cache").glob("fsdd-*/manifest.json")
+    manifest = json.loads(path.read_text())
+    assert manifest["made_from"]["data"]["train_minutes"] == 0.3
+    assert manifest["made_from"]["features"]["num_mel_bins"] == 12
+    assert "kaldi-native-fbank" in manifest["made_from"]["packages"]
+    assert set(manifest["sha256"]) == {file.name for file in path.parent.iterdir()} - {"manifest.json"}
+
+
+def test_wrong_source_is_found_before_anything_is_made(tmp_path: Path) -> None:
+    data = DataConfig(corpus="fsdd", source=str(tmp_path / "nowhere"))
+    with pytest.raises(DataError, match=r"data\.source"):
+        check_source(data)
+
+
+def test_labels_of_other_audio_are_refused() -> None:
+    utterance = Utterance(utt_id="u", speaker="s", words=("one",), samples=np.zeros(8000, np.int16), pdf_T=np.zeros(99, np.int32))
+    with pytest.raises(DataError, match="Utterance u has 99 labels for 100 frames"):
+        speech_set.build([utterance], FEATURES)
+
+
+def test_shards_that_wait_are_not_spoken_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[int] = []
+
+    def fail(_shard: object, seed: int) -> list[Utterance]:
+        started.append(seed)
+        raise DataError("no voice")
+
+    monkeypatch.setattr(digits, "make_shard", fail)
+    with pytest.raises(DataError, match="no voice"):
+        list(digits.utterances("train", DataConfig(), minutes=100, num_at_once=1))
+    assert len(started) < 5  # of about 75

@@ -1,0 +1,263 @@
+import hashlib
+import io
+import urllib.error
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ngsgd.asr import fsdd, fsdd_source
+from ngsgd.asr.fsdd_segments import Segment, load_catalogue, split
+from ngsgd.asr.topology import SILENCE_PDF
+from ngsgd.asr.utterance import FRAME_SHIFT, num_frames
+from ngsgd.config import DataConfig
+from ngsgd.errors import DataError
+from tests.asr.fake_fsdd import FakeFsdd, write_wav
+
+REAL = Path(__file__).parents[2].parent / "shared" / "data" / "fsdd"
+
+NOISELESS = DataConfig(corpus="fsdd", snr_db_low=60.0, snr_db_high=60.0)
+
+
+@pytest.fixture
+def fake(tmp_path: Path) -> FakeFsdd:
+    return FakeFsdd(tmp_path)
+
+
+def pool_of(fake: FakeFsdd, part: str, kind: str = "speaker") -> fsdd.Pool:
+    catalogue = load_catalogue(fake.shipped)
+    samples = fsdd_source.read_recordings(fake.recordings, catalogue.segments)
+    return fsdd.Pool(segments=split(catalogue.segments, kind)[part], samples=samples, pdf_T=catalogue.pdf_T)
+
+
+# the list and the splits
+
+
+def test_shipped_list_and_alignment_describe_all_3000_recordings() -> None:
+    catalogue = load_catalogue()
+    assert len(catalogue.segments) == len(catalogue.pdf_T) == 3000
+    assert catalogue.topology.num_pdfs == 58
+    assert sum(map(len, catalogue.pdf_T.values())) == 131237
+    assert set(np.concatenate(list(catalogue.pdf_T.values()))) == set(range(58))
+
+
+def test_shipped_alignment_spells_the_word_of_each_recording() -> None:
+    catalogue = load_catalogue()
+    spellings: dict[str, set[tuple[int, ...]]] = {word: set() for word in catalogue.topology.words}
+    for word, pdfs in catalogue.topology.spellings():
+        spellings[word].add(pdfs)
+    for segment in catalogue.segments:
+        pdf_T = catalogue.pdf_T[segment.utt_id]
+        path = tuple(int(pdf) for pdf in pdf_T[np.flatnonzero(np.diff(pdf_T, prepend=-1))] if pdf != SILENCE_PDF)
+        assert path in spellings[segment.word], segment.utt_id
+
+
+def test_speaker_split_tests_on_speakers_never_trained_on() -> None:
+    sets = split(load_catalogue().segments, "speaker")
+    assert {name: len(members) for name, members in sets.items()} == {"train": 1800, "valid": 200, "test": 1000}
+    assert {segment.speaker for segment in sets["test"]} == {"george", "nicolas"}
+    assert not {segment.speaker for segment in sets["train"]} & {"george", "nicolas"}
+
+
+@pytest.mark.parametrize("kind", ["speaker", "official"])
+def test_no_recording_is_in_two_sets(kind: str) -> None:
+    sets = split(load_catalogue().segments, kind)
+    assert sum(map(len, sets.values())) == len(set().union(*sets.values())) == 3000
+
+
+def test_official_split_tests_on_index_0_to_4() -> None:
+    sets = split(load_catalogue().segments, "official")
+    assert {segment.index for segment in sets["test"]} == set(range(5))
+    assert len(sets["test"]) == 300
+
+
+def test_empty_set_is_named(fake: FakeFsdd) -> None:
+    only_training_speakers = [segment for segment in fake.segments if segment.speaker in ("jackson", "theo")]
+    with pytest.raises(DataError, match=r"The test set of data\.split=speaker is empty"):
+        split(only_training_speakers, "speaker")
+
+
+def test_alignment_of_other_audio_is_refused(fake: FakeFsdd) -> None:
+    fake.write_alignment(1)
+    with pytest.raises(DataError, match=r"alignment has \d+ frames for george-0-00 \(0_george_0\.wav\), whose audio has \d+"):
+        load_catalogue(fake.shipped)
+
+
+# strings
+
+
+def test_strings_are_made_of_the_sets_own_recordings_of_one_speaker(fake: FakeFsdd) -> None:
+    pool = pool_of(fake, "test")
+    for utterance in fsdd.utterances("test", NOISELESS, pool, minutes=0.5):
+        assert utterance.speaker in ("george", "nicolas")
+        assert 3 <= len(utterance.words) <= 7
+        assert len(utterance.pdf_T) == num_frames(len(utterance.samples))
+
+
+def test_each_recording_is_used_once_before_any_is_used_again(fake: FakeFsdd) -> None:
+    pool = pool_of(fake, "train")
+    deck = fsdd._deck(pool, "theo", np.random.default_rng(0))
+    own = [segment for segment in pool.segments if segment.speaker == "theo"]
+    assert sorted(s.utt_id for s in (next(deck) for _ in own)) == [s.utt_id for s in own]
+
+
+def test_labels_stand_where_their_recordings_stand(fake: FakeFsdd) -> None:
+    """The string's frames carry the labels that the recordings' own frames carry, at most half a frame away."""
+    pool = pool_of(fake, "train")
+    segments = pool.segments[:4]
+    string = fsdd._splice("u", segments, pool, NOISELESS, np.random.default_rng(3))
+    starts, _ = fsdd._lay_out(segments, np.random.default_rng(3))  # the same draws as in _splice
+    speech_T = np.full(len(string.pdf_T), SILENCE_PDF)
+    for start, segment in zip(starts, segments, strict=True):
+        for t, pdf in enumerate(pool.pdf_T[segment.utt_id]):
+            centre = start + FRAME_SHIFT * t + FRAME_SHIFT // 2
+            speech_T[centre // FRAME_SHIFT] = pdf
+    # a recording's frames and the string's are offset by a fixed fraction, so labels move by one frame at the most
+    assert np.mean(speech_T == string.pdf_T) > 0.9
+    assert all(np.any(string.pdf_T[max(t - 1, 0):t + 2] == pdf) for t, pdf in enumerate(speech_T))
+    # and the audio is there: all but the added noise is inside the recordings
+    loud = np.abs(string.samples.astype(float)) > 100
+    inside = np.zeros(len(loud), bool)
+    for start, segment in zip(starts, segments, strict=True):
+        inside[start:start + segment.num_samples] = True
+    assert loud[inside].mean() > 0.9
+    assert not loud[~inside].any()
+
+
+def test_strings_are_the_same_in_every_run_and_differ_with_the_seed(fake: FakeFsdd) -> None:
+    pool = pool_of(fake, "train")
+    runs = [list(fsdd.utterances("train", replace(NOISELESS, seed=seed), pool, minutes=0.3)) for seed in (0, 0, 1)]
+    audio = [hashlib.sha256(b"".join(u.samples.tobytes() for u in run)).hexdigest() for run in runs]
+    assert audio[0] == audio[1] != audio[2]
+
+
+# where the recordings come from
+
+
+@pytest.mark.parametrize("form", ["folder", "recordings", "archive", "folder with archive"])
+def test_every_form_of_source_gives_the_same_recordings(fake: FakeFsdd, tmp_path: Path, form: str) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    source = {
+        "folder": fake.source, "recordings": fake.recordings,
+        "archive": fake.pack(tmp_path / "any-name.tgz"), "folder with archive": fake.pack(other / "recordings.tar.gz").parent,
+    }[form]
+    samples = fsdd_source.read_recordings(fsdd_source.locate(str(source)), fake.segments)
+    for segment in fake.segments:
+        assert hashlib.sha256(samples[segment.utt_id].tobytes()).hexdigest()[:16] == segment.sha256_pcm
+
+
+def cut_off(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-200])
+
+
+def cut_in_header(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:30])
+
+
+def change_a_sample(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def write_text(path: Path) -> None:
+    path.write_text("<html>Not found</html>")
+
+
+def double_rate(path: Path) -> None:
+    write_wav(path, np.zeros(4000, "<i2"), rate_hz=16000)
+
+
+def make_stereo(path: Path) -> None:
+    write_wav(path, np.zeros(4000, "<i2"), channels=2)
+
+
+def make_8_bit(path: Path) -> None:
+    write_wav(path, np.zeros(4000, "u1"), width=1)
+
+
+@pytest.mark.parametrize(("damage", "sentence"), [
+    (cut_off, r"1_theo_3\.wav is truncated: \d+ of the \d+ samples"),
+    (cut_in_header, r"1_theo_3\.wav is not a PCM wav file"),
+    (change_a_sample, r"1_theo_3\.wav is not the recording of that name: its SHA-256 is"),
+    (write_text, r"1_theo_3\.wav is not a PCM wav file"),
+    (double_rate, r"1_theo_3\.wav is sampled at 16000 Hz"),
+    (make_stereo, r"1_theo_3\.wav has 2 channel\(s\) of 16 bits"),
+    (make_8_bit, r"1_theo_3\.wav has 1 channel\(s\) of 8 bits"),
+    (Path.unlink, r"lacks 1 of 96 recordings, the first is 1_theo_3\.wav"),
+])
+def test_damaged_recording_is_named(fake: FakeFsdd, damage: Callable[[Path], Any], sentence: str) -> None:
+    damage(fake.recordings / "1_theo_3.wav")
+    with pytest.raises(DataError, match=sentence):
+        fsdd_source.read_recordings(fake.recordings, fake.segments)
+
+
+def test_wrong_path_is_named() -> None:
+    with pytest.raises(DataError, match=r"data\.source is /no/such/place, which does not exist"):
+        fsdd_source.locate("/no/such/place")
+
+
+def test_folder_without_recordings_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="neither wav files, nor a folder recordings, nor one of"):
+        fsdd_source.locate(str(tmp_path))
+
+
+@pytest.mark.parametrize("kept_share", [0.0, 0.3, 0.9])
+def test_damaged_archive_is_named(fake: FakeFsdd, tmp_path: Path, kept_share: float) -> None:
+    archive = fake.pack(tmp_path / "fsdd.tar.gz")
+    content = archive.read_bytes()
+    archive.write_bytes(content[:int(len(content) * kept_share)])
+    with pytest.raises(DataError, match=r"fsdd\.tar\.gz is damaged"):
+        fsdd_source.read_recordings(archive, fake.segments)
+
+
+class Answer(io.BytesIO):
+    """What urlopen returns."""
+
+    def __init__(self, content: bytes, promised: int) -> None:
+        super().__init__(content)
+        self.headers = {"Content-Length": str(promised)}
+
+
+def test_download_is_kept_and_not_repeated(fake: FakeFsdd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = fake.pack(tmp_path / "public.tar.gz").read_bytes()
+    asked: list[str] = []
+
+    def urlopen(url: str, timeout: float) -> Answer:
+        asked.append(url)
+        return Answer(content, len(content))
+
+    monkeypatch.setattr("urllib.request.urlopen", urlopen)
+    for _ in range(2):
+        archive = fsdd_source.download(tmp_path / "downloads", lambda _: None)
+    assert asked == [fsdd_source.URL]
+    assert len(fsdd_source.read_recordings(archive, fake.segments)) == len(fake.segments)
+
+
+def broken_off(url: str, timeout: float) -> Answer:
+    return Answer(b"half", promised=1000)
+
+
+def offline(url: str, timeout: float) -> Answer:
+    raise urllib.error.URLError("no route to host")
+
+
+@pytest.mark.parametrize(("urlopen", "reason"), [(broken_off, "broke off after 4 of 1000 bytes"), (offline, "no route to host")])
+def test_failed_download_leaves_nothing_and_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, urlopen: Callable[..., Answer], reason: str,
+) -> None:
+    monkeypatch.setattr("urllib.request.urlopen", urlopen)
+    with pytest.raises(DataError, match=rf"could not be downloaded.*{reason}.*data\.source"):
+        fsdd_source.download(tmp_path / "downloads", lambda _: None)
+    assert list((tmp_path / "downloads").iterdir()) == []
+
+
+@pytest.mark.skipif(not REAL.exists(), reason="needs the public recordings in ../shared/data/fsdd")
+def test_public_recordings_all_have_the_content_in_the_shipped_list() -> None:
+    segments: tuple[Segment, ...] = load_catalogue().segments
+    samples = fsdd_source.read_recordings(fsdd_source.locate(str(REAL)), segments)
+    assert all(len(samples[segment.utt_id]) == segment.num_samples for segment in segments)

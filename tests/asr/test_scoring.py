@@ -1,0 +1,91 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ngsgd.asr import scoring
+from ngsgd.asr.evaluation import tune_and_decode
+from ngsgd.asr.scoring import WordErrors
+from ngsgd.asr.speech_set import SpeechSet
+from ngsgd.asr.topology import Topology
+from ngsgd.config import DecodeConfig
+from ngsgd.egs.frames import FrameSet
+from ngsgd.errors import DataError
+from tests.asr.test_decoding import SMALL, spell
+
+pytest.importorskip("kaldialign")
+
+
+def test_total_is_printed_as_kaldi_prints_it() -> None:
+    assert str(WordErrors(1000, 4, 7, 20)) == "%WER 3.10 [ 31 / 1000, 4 ins, 7 del, 20 sub ]"
+
+
+def test_errors_are_counted_by_kind_and_by_utterance() -> None:
+    refs = [["one", "two", "three"], ["four", "five"], ["six"]]
+    hyps = [["one", "three"], ["four", "nine"], ["six", "six"]]
+    total, rows = scoring.score(refs, hyps, ["a", "b", "c"])
+    assert total == WordErrors(num_words=6, insertions=1, deletions=1, substitutions=1)
+    assert [row.errors.num_errors for row in rows] == [1, 1, 1]
+    assert rows[0].pairs == (("one", "one"), ("two", scoring.NOTHING), ("three", "three"))
+    assert total.wer == pytest.approx(50.0)
+
+
+def test_an_empty_hypothesis_is_all_deletions() -> None:
+    total, _ = scoring.score([["one", "two"]], [[]], ["a"])
+    assert total == WordErrors(num_words=2, insertions=0, deletions=2, substitutions=0)
+
+
+def test_references_without_words_are_refused() -> None:
+    with pytest.raises(DataError, match="no word"):
+        scoring.score([[]], [["one"]], ["a"])
+
+
+def test_per_utterance_file_shows_reference_over_hypothesis(tmp_path: Path) -> None:
+    total, rows = scoring.score([["one", "seven"]], [["one", "two", "six"]], ["utt-1"])
+    scoring.write_per_utterance(tmp_path / "per_utt.txt", total, rows)
+    lines = (tmp_path / "per_utt.txt").read_text().splitlines()
+    assert lines[0] == "%WER 100.00 [ 2 / 2, 1 ins, 0 del, 1 sub ]"
+    assert lines[2].startswith("utt-1 %WER")
+    ref, hyp = (line.split()[1:] for line in lines[3:5])
+    assert len(ref) == len(hyp)
+    assert [word for word in ref if word != scoring.NOTHING] == ["one", "seven"]
+    assert [word for word in hyp if word != scoring.NOTHING] == ["one", "two", "six"]
+    assert [path.name for path in tmp_path.iterdir()] == ["per_utt.txt"]
+
+
+def test_interval_holds_the_wer_and_is_repeatable() -> None:
+    rng = np.random.default_rng(0)
+    refs = [list("abcde") for _ in range(60)]
+    hyps = [[word if rng.random() > 0.2 else "x" for word in ref] for ref in refs]
+    wer = scoring.score(refs, hyps, [str(i) for i in range(60)])[0].wer
+    interval = scoring.confidence_interval(refs, hyps)
+    assert interval.low < wer < interval.high
+    assert interval == scoring.confidence_interval(refs, hyps)
+
+
+def speech_that_says(texts: list[list[str]], topology: Topology) -> tuple[SpeechSet, list[np.ndarray]]:
+    logliks = [spell(topology, words, frames_per_state=2) for words in texts]
+    offsets = np.cumsum([0, *map(len, logliks)], dtype=np.int64)
+    frames = FrameSet(features_TD=np.zeros((offsets[-1], 1), np.float32), pdf_T=np.zeros(offsets[-1], np.int32),
+                      offsets=offsets, utt_ids=tuple(map(str, range(len(texts)))))
+    return SpeechSet(frames=frames, texts=tuple(map(tuple, texts)), speakers=("s",) * len(texts)), logliks
+
+
+def test_the_setting_that_is_best_on_valid_is_used_on_test() -> None:
+    valid, valid_logliks = speech_that_says([["ab", "b", "aa"], ["aa", "ab"]], SMALL)
+    test, test_logliks = speech_that_says([["b", "ab"], ["aa"]], SMALL)
+    # at scale 1e-6 frames weigh nothing against the cost of a word, and at penalty 1e4 no word is worth it
+    config = DecodeConfig(acoustic_scales=(1e-6, 1.0), word_penalties=(1e4, 0.0), beam=1e6)
+    result = tune_and_decode(SMALL, config, valid=valid, valid_logliks=valid_logliks, test=test, test_logliks=test_logliks)
+    assert (result.setting.acoustic_scale, result.setting.word_penalty) == (1.0, 0.0)
+    assert result.valid.num_errors == result.test.num_errors == 0
+    assert len(result.sweep) == 4
+    assert result.sweep[0][1].deletions == valid.num_words
+    assert result.hypotheses == test.texts
+
+
+def test_scores_of_another_models_states_are_refused() -> None:
+    speech, logliks = speech_that_says([["ab"]], SMALL)
+    narrow = [loglik_TP[:, 1:] for loglik_TP in logliks]
+    with pytest.raises(DataError, match="6 HMM states and the corpus has 7"):
+        tune_and_decode(SMALL, DecodeConfig(), valid=speech, valid_logliks=narrow, test=speech, test_logliks=narrow)
