@@ -130,7 +130,7 @@ class CheckpointConfig:
 class DecodeConfig:
     """Hybrid decoding: log posterior minus log prior, on a digit loop."""
 
-    acoustic_scales: tuple[float, ...] = knob((0.1, 0.15, 0.2, 0.3, 0.5))  # swept on valid; the best one is used on test
+    acoustic_scales: tuple[float, ...] = knob((0.05, 0.07, 0.1, 0.15, 0.2, 0.3))  # swept on valid; the best one is used on test
     word_penalties: tuple[float, ...] = knob((0.0, 2.0, 4.0, 6.0, 8.0))         # cost per word, swept likewise
     beam: float = knob(16.0, above=0.0)
     max_active: int = knob(7000, low=2)

@@ -26,7 +26,7 @@ from ngsgd.asr.speech_set import SpeechSet
 from ngsgd.asr.topology import Topology
 from ngsgd.config import DataConfig, FeatureConfig
 
-RECIPE_VERSION = 1  # raise it when the same settings would give other data, so that old caches are not taken for new
+RECIPE_VERSION = 2  # raise it when the same settings would give other data, so that old caches are not taken for new
 
 Report = Callable[[str], None]
 
@@ -108,7 +108,7 @@ def _make_fsdd(
     samples = fsdd_source.read_recordings(place, catalogue.segments)
     sets = {}
     for name, minutes in _minutes_of_sets(data).items():
-        pool = fsdd.Pool(segments=pools[name], samples=samples, pdf_T=catalogue.pdf_T)
+        pool = fsdd.Pool(segments=pools[name], babble=pools["train"], samples=samples, pdf_T=catalogue.pdf_T)
         sets[name] = speech_set.build(fsdd.utterances(name, data, pool, minutes=minutes), feature_config)
         report(_describe(name, sets[name]))
     return sets, catalogue.topology

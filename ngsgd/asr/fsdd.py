@@ -32,15 +32,16 @@ PAUSE_MS = (0, 150)
 EDGE_SILENCE_MS = (50, 250)
 LEVEL_DB = 3.0               # each recording is made louder or softer by up to this much
 BABBLE_VOICES = 5
-NOISES = ("white", "pink", "babble")
+NOISES = (*noise.COLOURS, "babble")
 SETS = ("train", "valid", "test")
 
 
 @dataclass(frozen=True)
 class Pool:
-    """The recordings of one set; strings and babble of a set come from nowhere else."""
+    """The recordings that one set is made of."""
 
     segments: tuple[Segment, ...]
+    babble: tuple[Segment, ...]     # background voices, of the training set; never the speaker of the string
     samples: Mapping[str, Samples]  # by utt_id
     pdf_T: Mapping[str, PdfIds]     # by utt_id
 
@@ -73,7 +74,7 @@ def _splice(utt_id: str, segments: Sequence[Segment], pool: Pool, data: DataConf
         gain = 10 ** (rng.uniform(-LEVEL_DB, LEVEL_DB) / 20)
         speech[start:start + segment.num_samples] = gain * pool.samples[segment.utt_id]
         _place_labels(pdf_T, pool.pdf_T[segment.utt_id], start, num_samples)
-    background = _background(str(rng.choice(NOISES)), num_samples, pool, rng)
+    background = _background(str(rng.choice(NOISES)), num_samples, pool, segments[0].speaker, rng)
     samples = noise.mix(speech, background, snr_db=float(rng.uniform(data.snr_db_low, data.snr_db_high)),
                         is_speech=spread_to_samples(pdf_T != SILENCE_PDF, num_samples))
     return Utterance(utt_id=utt_id, speaker=segments[0].speaker, words=tuple(segment.word for segment in segments),
@@ -97,19 +98,20 @@ def _place_labels(pdf_T: PdfIds, own_T: PdfIds, start: int, num_samples: int) ->
     pdf_T[inside_T] = own_T[own_frame_T[inside_T]]
 
 
-def _background(colour: str, num_samples: int, pool: Pool, rng: np.random.Generator) -> Signal:
-    if colour == "babble":
-        return sum((_running_speech(num_samples, pool, rng) for _ in range(BABBLE_VOICES)), np.zeros(num_samples))
-    return noise.white(num_samples, rng) if colour == "white" else noise.pink(num_samples, rng)
+def _background(colour: str, num_samples: int, pool: Pool, speaker: str, rng: np.random.Generator) -> Signal:
+    if colour != "babble":
+        return noise.COLOURS[colour](num_samples, rng)
+    others = [segment for segment in pool.babble if segment.speaker != speaker]
+    return sum((_running_speech(num_samples, others, pool.samples, rng) for _ in range(BABBLE_VOICES)), np.zeros(num_samples))
 
 
-def _running_speech(num_samples: int, pool: Pool, rng: np.random.Generator) -> Signal:
+def _running_speech(num_samples: int, segments: Sequence[Segment], recorded: Mapping[str, Samples],
+                    rng: np.random.Generator) -> Signal:
     """One voice of the babble: recordings at equal loudness, one after the other."""
     pieces: list[npt.NDArray[np.float64]] = []
     length = 0
     while length < num_samples:
-        segment = pool.segments[int(rng.integers(len(pool.segments)))]
-        samples = pool.samples[segment.utt_id].astype(np.float64)
+        samples = recorded[segments[int(rng.integers(len(segments)))].utt_id].astype(np.float64)
         pieces.append(samples / np.sqrt(np.mean(samples ** 2)))
         length += len(samples)
     return np.concatenate(pieces)[:num_samples]

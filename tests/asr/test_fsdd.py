@@ -30,7 +30,16 @@ def fake(tmp_path: Path) -> FakeFsdd:
 def pool_of(fake: FakeFsdd, part: str, kind: str = "speaker") -> fsdd.Pool:
     catalogue = load_catalogue(fake.shipped)
     samples = fsdd_source.read_recordings(fake.recordings, catalogue.segments)
-    return fsdd.Pool(segments=split(catalogue.segments, kind)[part], samples=samples, pdf_T=catalogue.pdf_T)
+    sets = split(catalogue.segments, kind)
+    return fsdd.Pool(segments=sets[part], babble=sets["train"], samples=samples, pdf_T=catalogue.pdf_T)
+
+
+def test_babble_is_of_training_recordings_and_never_of_the_speaker_of_the_string(fake: FakeFsdd) -> None:
+    pool = pool_of(fake, "test")
+    allowed = {segment.utt_id for segment in pool.babble if segment.speaker != "theo"}
+    poisoned = {utt_id: samples if utt_id in allowed else np.full(len(samples), np.nan) for utt_id, samples in pool.samples.items()}
+    background = fsdd._background("babble", 4000, replace(pool, samples=poisoned), "theo", np.random.default_rng(0))
+    assert np.isfinite(background).all()
 
 
 # the list and the splits
