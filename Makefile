@@ -11,7 +11,7 @@ export MLFLOW_DISABLE_TELEMETRY = true
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test check format clean
+.PHONY: help setup train test check lint format clean
 
 help:  ## this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## */  make \1\t/' | expand -t 16
@@ -28,14 +28,16 @@ $(STAMP): pyproject.toml constraints.txt
 train: $(STAMP)  ## train on synthetic digits and print a word error rate; make train ARGS="optimizer=sgd"
 	$(BIN)/ngsgd train $(ARGS)
 
-test: $(STAMP)  ## all tests, Ray and MLflow included
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
+test: lint  ## everything that CI runs: lint, doctests and all tests, Ray and MLflow included
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --doctest-modules ngsgd tests $(ARGS)
 
-check: $(STAMP)  ## style, types, layers, doctests and the fast tests
+check: lint  ## the same without the tests that start Ray, write an MLflow store or are slow
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --doctest-modules ngsgd tests -m "not ray and not mlflow and not slow" $(ARGS)
+
+lint: $(STAMP)  ## style, types and import layers
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --doctest-modules ngsgd tests -m "not ray and not mlflow and not slow" $(ARGS)
 
 format: $(STAMP)  ## sort imports and mend what ruff can
 	$(BIN)/ruff check --fix .

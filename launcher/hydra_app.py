@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher import compose, values
-from launcher.cli import Parser, run_guarded
+from launcher.console import Parser, run_guarded
 from ngsgd.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError
 
 

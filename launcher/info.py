@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from launcher.cli import version
+from launcher.console import version
 from launcher.progress import duration
 
 # MLflow's word for how a run ended -> Ray's, which `ray job` users know

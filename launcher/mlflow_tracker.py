@@ -292,7 +292,7 @@ def _percent(wer: str) -> float:
 
 
 def _versions() -> dict[str, str]:
-    from launcher.cli import version
+    from launcher.console import version
 
     tags = {f"version.{package}": version(package) for package in ("ngsgd", "torch", "ray")}
     source = Path(__file__).parent
