@@ -18,6 +18,7 @@ def average_parameters(state_dicts: Sequence[Mapping[str, Tensor]],
     Weights are normalised to sum to one (give the number of samples each model was trained on).  Entries that are not
     floating point, such as counters, are taken from the first model.
 
+    >>> import torch
     >>> first, second = {"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([3.0, 6.0])}
     >>> average_parameters([first, second], weights=[3, 1])["w"]
     tensor([1.5000, 3.0000])
