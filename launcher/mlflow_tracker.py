@@ -125,7 +125,9 @@ class _MlflowRun:
 
     def log_outer_iteration(self, record: OuterIterationRecord) -> None:
         self._frames_processed = record.frames_processed
-        self._log(self.run_id, run_metrics(record) | {"cluster/incidents": self._num_incidents})
+        # the workers' charts show the mean over the jobs until the workers are unfolded; they would be empty otherwise
+        jobs = [job for job in record.jobs if job.accepted]
+        self._log(self.run_id, run_metrics(record) | worker_metrics(jobs) | {"cluster/incidents": self._num_incidents})
         by_worker: dict[int, list[JobRecord]] = {}
         for job in record.jobs:
             if job.accepted and 0 <= job.worker < _MAX_WORKER_RUNS:
