@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 from launcher.console import version
 from launcher.progress import duration
+from ngsgd.files import read_json_lines
 
 # MLflow's word for how a run ended -> Ray's, which `ray job` users know
 _STATES = {"FINISHED": "SUCCEEDED", "FAILED": "FAILED", "KILLED": "STOPPED"}
@@ -21,20 +21,10 @@ def versions() -> list[str]:
     return [f"{package:20}{version(package)}" for package in _PACKAGES]
 
 
-def read_events(path: Path) -> list[dict[str, Any]]:
-    """The events of a run; a last line that a kill cut short is left out."""
-    events = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
-        try:
-            events.append(json.loads(line))
-        except ValueError:
-            continue
-    return events
-
-
 def describe_run(run_dir: Path) -> list[str]:
     """A few lines on how far the run has come."""
-    events = read_events(run_dir / "events.jsonl")
+    log = run_dir / "events.jsonl"
+    events = read_json_lines(log) if log.is_file() else []
     iterations = [event for event in events if event.get("event") == "outer_iteration"]
     incidents = [event for event in events if event.get("event") == "incident"]
     ends = [event for event in events if event.get("event") == "finished"]

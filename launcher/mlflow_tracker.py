@@ -21,6 +21,7 @@ from typing import Any
 
 from launcher import values
 from ngsgd.config import RunConfig
+from ngsgd.files import write_text
 from ngsgd.training.records import FinalReport, Incident, JobRecord, OuterIterationRecord
 
 CLOSE_TIMEOUT_S = 15.0
@@ -221,9 +222,7 @@ class _MlflowRun:
         """Whole or not at all: a resumed run reads it."""
         stored = {"tracking_uri": self._uri, "experiment_id": self.experiment_id, "run_id": run_id,
                   "worker_runs": self._worker_runs}
-        draft = self.run_dir / "tracking.json.tmp"
-        draft.write_text(json.dumps(stored, indent=1))
-        draft.replace(self.run_dir / "tracking.json")
+        write_text(self.run_dir / "tracking.json", json.dumps(stored, indent=1))
 
 
 def read_tracking(run_dir: Path) -> dict[str, Any]:

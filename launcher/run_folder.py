@@ -65,10 +65,6 @@ class RunFolder:
         return self.path / "data.json"
 
     @property
-    def tracking(self) -> Path:
-        return self.path / "tracking.json"
-
-    @property
     def final(self) -> Path:
         return self.path / "final"
 

@@ -22,6 +22,7 @@ from ngsgd.config import RunConfig
 from ngsgd.egs.archives import prepare_archives
 from ngsgd.egs.reader import EgsReader
 from ngsgd.errors import EXIT_OK, CheckpointError, DataError, RunInterrupted
+from ngsgd.files import read_json_lines
 from ngsgd.models import build_model
 from ngsgd.schedules import Schedule
 from ngsgd.training.checkpoint import Checkpoint, CheckpointStore
@@ -30,7 +31,7 @@ from ngsgd.training.diagnostics import score_subset
 from ngsgd.training.event_log import EventLog
 from ngsgd.training.flat import Layout
 from ngsgd.training.job import WorkerSpec
-from ngsgd.training.ledger import Ledger, read_lines
+from ngsgd.training.ledger import Ledger
 from ngsgd.training.pool import InProcessPool, WorkerPool
 from ngsgd.training.records import FinalReport
 from ngsgd.training.tracking import Tracker, Trackers
@@ -149,7 +150,7 @@ def _finish(config: RunConfig, folder: RunFolder, data: _Data, end: Checkpoint) 
     save_final(folder, config, model, reader)
     model, prior_P = load_final(folder, config)  # what users will load, not what happens to be in memory
     result = decode_and_score(folder, config, data.corpus, model, prior_P)
-    draw(read_lines(folder.events), folder.learning_curve)
+    draw(read_json_lines(folder.events), folder.learning_curve)
     files = {"run folder": folder.path, "final model": folder.final, "per-utterance": folder.decode / "test.per_utt.txt",
              "learning curve": folder.learning_curve, "events": folder.events}
     return FinalReport(str(result.test), result.test.wer, str(result.valid),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -10,6 +11,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")  # in the message of safetensors' own error
 
@@ -54,6 +56,17 @@ def write_text(path: Path, text: str) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """All whole lines of an append-only log; a last line that a crash cut short is left out."""
+    lines = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            lines.append(json.loads(line))
+        except ValueError:
+            continue
+    return lines
 
 
 def _fsync(path: Path) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -67,9 +66,8 @@ class Coordinator:
         happens, the last committed outer iteration is on disk.
         """
         self._began = time.monotonic() - start.progress.elapsed_s
-        self._first = start.progress.outer_iter + 1
         here = start
-        for plan in self.schedule.outer_iterations(first=self._first):
+        for plan in self.schedule.outer_iterations(first=start.progress.outer_iter + 1):
             if self.stop.requested():
                 raise RunInterrupted(f"stopped before outer iteration {plan.outer_iter + 1}")
             here = self._outer_iteration(plan, here)
@@ -153,10 +151,9 @@ class Coordinator:
         passes = plan.passes_done + plan.num_jobs
         per_epoch = self.schedule.num_archives * self.schedule.frames_per_eg
         elapsed_s = after.progress.elapsed_s
-        done_here = plan.outer_iter + 1 - self._first
         # jobs weigh alike, so what is left goes with the passes, not with the outer iterations
         share = passes / max(self.schedule.num_passes, passes)
-        left_s = elapsed_s * (1.0 - share) / share if done_here else 0.0
+        left_s = elapsed_s * (1.0 - share) / share
         return OuterIterationRecord(
             outer_iter=plan.outer_iter, num_outer_iters=self.schedule.num_outer_iters, num_jobs=plan.num_jobs,
             num_accepted=sum(not reason for _, reason in verdicts), epoch=passes / per_epoch,
@@ -174,12 +171,11 @@ class Coordinator:
 class _Clock:
     """Seconds between two laps."""
 
-    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
-        self._now = now
-        self._last = now()
+    def __init__(self) -> None:
+        self._last = time.monotonic()
 
     def lap(self) -> float:
-        last, self._last = self._last, self._now()
+        last, self._last = self._last, time.monotonic()
         return self._last - last
 
 

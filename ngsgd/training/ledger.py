@@ -11,6 +11,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from ngsgd.files import read_json_lines
 from ngsgd.schedules import OuterIteration
 from ngsgd.training.job import Job, JobFailure, JobResult
 
@@ -54,17 +55,6 @@ class Ledger:
         os.fsync(self._file.fileno())
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """All whole lines; a last line that a crash cut short is left out."""
-    lines = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            lines.append(json.loads(line))
-        except ValueError:
-            continue
-    return lines
-
-
 def audit(path: Path) -> list[str]:
     """What is wrong with a run's ledger; an empty list when every planned shard was counted exactly once.
 
@@ -75,7 +65,7 @@ def audit(path: Path) -> list[str]:
     frames = 0
     planned: dict[int, dict[str, Any]] = {}
     settled: list[dict[str, Any]] = []
-    for line in read_lines(path):
+    for line in read_json_lines(path):
         if line["event"] == "planned":
             if line["job"] == 0:
                 planned, settled = {}, []

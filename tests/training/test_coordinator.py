@@ -11,10 +11,11 @@ import pytest
 
 from ngsgd.config import FailureConfig, OptimizerConfig
 from ngsgd.errors import ClusterError, DataError, DivergenceError, RunInterrupted
+from ngsgd.files import read_json_lines
 from ngsgd.ops.averaging import weighted_mean
 from ngsgd.training.flat import Vector
 from ngsgd.training.job import Job, JobFailure, JobResult
-from ngsgd.training.ledger import audit, read_lines
+from ngsgd.training.ledger import audit
 from ngsgd.training.pool import InProcessPool, Outcome
 from tests.toy import Run, config
 
@@ -137,7 +138,7 @@ def test_an_error_in_the_data_is_not_tried_again(tmp_path: Path) -> None:
     error = DataError("archive 3 is damaged")
     with pytest.raises(DataError, match="archive 3 is damaged"):
         run.train(FaultyPool(run, lambda r: JobFailure(r.job, r.worker, "DataError", False, error)))
-    assert sum(line["event"] == "submitted" for line in read_lines(run.ledger_path)) == 2
+    assert sum(line["event"] == "submitted" for line in read_json_lines(run.ledger_path)) == 2
 
 
 class StopAfter:
