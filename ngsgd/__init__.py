@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from ngsgd.ops.averaging import average_parameters
+    from ngsgd.ops.simple_natural_gradient import precondition_simple
     from ngsgd.optim.ngsgd import NGSGD
     from ngsgd.preconditioners.online import OnlineNaturalGradient
 
@@ -19,9 +20,10 @@ _HOME_OF = {
     "NGSGD": "ngsgd.optim.ngsgd",
     "OnlineNaturalGradient": "ngsgd.preconditioners.online",
     "average_parameters": "ngsgd.ops.averaging",
+    "precondition_simple": "ngsgd.ops.simple_natural_gradient",
 }
 
-__all__ = ["NGSGD", "OnlineNaturalGradient", "average_parameters"]
+__all__ = ["NGSGD", "OnlineNaturalGradient", "average_parameters", "precondition_simple"]
 
 
 def __getattr__(name: str) -> Any:

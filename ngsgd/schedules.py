@@ -3,7 +3,7 @@
 The formulas are those of Kaldi's `steps/nnet3/train_dnn.py` (libs/nnet3/train/common.py, frame_level_objf/common.py);
 the learning-rate and job rules are section 3 and C.1 of arXiv 1410.7455.  An archive of examples that hold
 `frames_per_eg` frames each is read `frames_per_eg` times in an epoch, one frame of every example at a time; one such
-reading is called a *pass*.
+reading is called a *pass*.  Dropout schedules are written as in Kaldi.
 """
 
 from __future__ import annotations
@@ -11,6 +11,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from itertools import pairwise
+
+import numpy as np
+
+from ngsgd.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -92,3 +98,55 @@ class Schedule:
                 shards = tuple(self.shard(passes_done + job) for job in range(num_jobs))
                 yield OuterIteration(outer_iter, shards, passes_done, self.effective_lr(outer_iter, passes_done))
             passes_done += num_jobs
+
+
+@dataclass(frozen=True)
+class DropoutSchedule:
+    """Dropout proportions over a training run, from Kaldi's schedule strings.
+
+    "0,0@0.2,0.5@0.5,0" is piecewise linear in the fraction of the data that has been processed: 0 until 0.2, up to 0.5 at
+    0.5, down to 0 at the end.  The first and the last value stand at 0 and 1; a single value between them without @ stands
+    at 0.5.  "lstm*=0,0.3,0 0,0.1,0" gives the components whose name fits a pattern a schedule of their own; the first
+    pattern that fits is used, and a schedule without a pattern is for all others.
+
+    >>> schedule = DropoutSchedule.parse("0,0@0.2,0.5@0.5,0")
+    >>> [round(schedule.proportion(fraction), 6) for fraction in (0.1, 0.35, 0.5, 0.75, 1.0)]
+    [0.0, 0.25, 0.5, 0.25, 0.0]
+    """
+
+    points: tuple[tuple[str, tuple[tuple[float, float], ...]], ...]  # (pattern, (fraction, proportion) rising in fraction)
+
+    @classmethod
+    def parse(cls, text: str) -> DropoutSchedule:
+        """Raises ConfigError for what is no schedule."""
+        named = [part.rpartition("=") for part in text.split()]
+        if not named:
+            raise ConfigError("the dropout schedule is empty; write one such as 0,0@0.2,0.3@0.5,0.")
+        return cls(tuple((pattern if sign else "*", _dropout_points(values)) for pattern, sign, values in named))
+
+    def proportion(self, fraction: float, component: str = "") -> float:
+        """The proportion of `component` when `fraction` (0 to 1) of the data has been processed; 0 if no pattern fits."""
+        for pattern, points in self.points:
+            if fnmatchcase(component, pattern):
+                fractions, proportions = zip(*points, strict=True)
+                return float(np.interp(fraction, fractions, proportions))
+        return 0.0
+
+
+def _dropout_points(text: str) -> tuple[tuple[float, float], ...]:
+    values = text.split(",")
+    points = []
+    for index, value in enumerate(values):
+        proportion, at, place = value.partition("@")
+        # as in Kaldi: ends stand at 0 and 1; between them a value without a place stands at 0.5
+        default = 0.0 if index == 0 else 1.0 if index == len(values) - 1 else 0.5
+        try:
+            points.append((float(place) if at else default, float(proportion)))
+        except ValueError:
+            raise ConfigError(f"the dropout schedule {text!r} has {value!r}; write a proportion or proportion@fraction.") from None
+    fractions = [fraction for fraction, _ in points]
+    rises = all(a < b for a, b in pairwise(fractions))
+    if len(points) < 2 or fractions[0] != 0.0 or fractions[-1] != 1.0 or not rises or any(not 0.0 <= p < 1.0 for _, p in points):
+        raise ConfigError(f"the dropout schedule {text!r} must begin at 0 and end at 1, with at least two proportions from 0 to "
+                          "below 1 at rising fractions.")
+    return tuple(points)

@@ -1,4 +1,4 @@
-"""Limits on how far one minibatch may move the parameters (C.3 of arXiv 1410.7455, in the exact-norm form of Kaldi's nnet3).
+"""Limits on how far one minibatch may move the parameters: C.3 of arXiv 1410.7455, and the exact-norm form of Kaldi's nnet3.
 
 Letters: C components (a layer's weight and bias together are one), factors multiply a component's proposed change.
 """
@@ -37,3 +37,12 @@ def max_change_limits(norms_C: Tensor, max_changes_C: Tensor, max_param_change: 
     model_factor = torch.where(model_hit, allowed / total, 1.0)
     # an Inf norm gives factor 0 and 0 * Inf = NaN, which would pass the comparison above: look at the norms themselves
     return Limits(factors_C * model_factor * scale, torch.isfinite(norms_C).all(), layer_hits_C, model_hit)
+
+
+def row_product_factor(products: Tensor, num_rows: Tensor | float, lr: float, max_change_per_sample: float) -> Tensor:
+    """The paper's limit (C.3; Kaldi's nnet2): the factor, at most 1, on the change of one layer.
+
+    `products` is the sum over rows of |xhat_i| |yhat_i|, scales included: times `lr` it bounds the Frobenius norm of the
+    change.  The limit is `max_change_per_sample` times the number of rows.
+    """
+    return (num_rows * max_change_per_sample / (lr * products)).clamp(max=1.0)

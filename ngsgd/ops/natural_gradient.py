@@ -5,8 +5,11 @@ Where paper and Kaldi differ, Kaldi is followed: that is what people have traine
 
 Letters: N rows (frames) of a minibatch, D their dimension, R the rank of the Fisher estimate
     F_t = R_t^T D_t R_t + rho_t I            (18)
-held as W = E^(1/2) R_t (R x D), d = diag(D_t) (R) and rho.  Large products run in the dtype of X; everything R x R runs
-in float64, which costs nothing beside them.
+held as W = E^(1/2) R_t (R x D), d = diag(D_t) (R) and rho.  Products of the size of the minibatch run on its device and in
+its dtype.  Everything R x R runs on the host in float64: it costs next to nothing there, and a GPU waits for it once at most.
+
+Rows of an affine layer end in a 1 for the bias.  That column `one_N` is kept apart, so that nobody copies the rows to append
+it; W has its entries in the last column.
 """
 
 from __future__ import annotations
@@ -14,8 +17,12 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
+
+Array = npt.NDArray[np.float64]
 
 _REORTHOGONALISE_RATIO = 1e6  # of largest to smallest eigenvalue of Z; beyond it float32 rows of R lose orthogonality
 _ORTHOGONALITY_ERROR = 1e-3   # largest |R R^T - I| that is left alone
@@ -25,9 +32,9 @@ _CHOLESKY_LIMIT = 100.0       # larger elements of the inverse factor mean that 
 class FisherState(NamedTuple):
     """The low-rank Fisher estimate F_t."""
 
-    W_RD: Tensor   # E^(1/2) R_t, in the dtype of the rows it meets
-    d_R: Tensor    # float64
-    rho: Tensor    # 0-d, float64
+    W_RD: Tensor   # E^(1/2) R_t, where and in the dtype of the rows it meets
+    d_R: Array     # on the host, as is rho
+    rho: float
 
 
 class Smoothing(NamedTuple):
@@ -36,6 +43,26 @@ class Smoothing(NamedTuple):
     alpha: float    # weight of the identity in G_t, in units of the mean eigenvalue (19)
     epsilon: float  # absolute floor of d and rho (30)
     delta: float    # floor of d and rho relative to the largest eigenvalue; Kaldi's, not in the paper
+
+
+class Moments(NamedTuple):
+    """What an update needs of the minibatch, on the host."""
+
+    K_RR: Array
+    L_RR: Array
+    sum_sq: float    # tr X X^T
+    num_rows: float  # N, without masked rows
+    scale: float     # what the rows carry that the estimate must not: a loss scale
+
+
+class Move(NamedTuple):
+    """Where the estimate goes: W' = A (J + diag(b) W), and the new eigenvalues."""
+
+    A_RR: Array
+    b_R: Array
+    d_R: Array
+    rho: float
+    must_reorthogonalise: bool
 
 
 def initial_state(dim: int, rank: int, smoothing: Smoothing, like: Tensor) -> FisherState:
@@ -48,81 +75,140 @@ def initial_state(dim: int, rank: int, smoothing: Smoothing, like: Tensor) -> Fi
     R_RD /= R_RD.norm(dim=1, keepdim=True)
     # e of (43) for d = rho = epsilon
     e = 1.0 / (2.0 + (dim + rank) * smoothing.alpha / dim)
-    start = torch.full((rank,), smoothing.epsilon, dtype=torch.float64, device=like.device)
-    return FisherState((math.sqrt(e) * R_RD).to(like), start, start[0].clone())
+    return FisherState((math.sqrt(e) * R_RD).to(like), np.full(rank, smoothing.epsilon), smoothing.epsilon)
 
 
-def forgetting_rate(num_rows: int, num_samples_history: float, num_minibatches_history: float) -> float:
+def forgetting_rate(num_rows: float, num_samples_history: float, num_minibatches_history: float) -> float:
     """eta of (78); capped at 0.9 so that one large minibatch never erases the past."""
     if num_minibatches_history > 0.0:
         return 1.0 / num_minibatches_history
     return min(0.9, 1.0 - math.exp(-num_rows / num_samples_history))
 
 
-def precondition(X_ND: Tensor, W_RD: Tensor) -> tuple[Tensor, Tensor]:
-    """(Xhat, H): rows multiplied by beta_t G_t^-1 (36), not yet rescaled."""
-    H_NR = X_ND @ W_RD.T                                # (79)
-    return torch.addmm(X_ND, H_NR, W_RD, alpha=-1), H_NR  # (80)
+def sum_of_squares(X_ND: Tensor, one_N: Tensor | None = None) -> Tensor:
+    """tr X X^T of contiguous rows, 0-d."""
+    flat = X_ND.view(-1)
+    total = torch.dot(flat, flat)
+    return total if one_N is None else total + torch.dot(one_N, one_N)
 
 
-def updated_state(state: FisherState, X_ND: Tensor, H_NR: Tensor, sum_sq: Tensor, eta: float,
-                  smoothing: Smoothing) -> FisherState:
-    """F_{t+1} from F_t and the minibatch X; `sum_sq` is tr X X^T.
+def project(X_ND: Tensor, W_RD: Tensor, one_N: Tensor | None = None) -> Tensor:
+    """H_t^T, R x N (79); a few long rows are faster to form than many short ones."""
+    if one_N is None:
+        return torch.mm(W_RD, X_ND.T)
+    return torch.addmm(torch.outer(W_RD[:, -1], one_N), W_RD[:, :-1], X_ND.T)
 
-    A minibatch whose products are not finite returns the state it was given, so nothing bad ever enters it.
-    """
-    W_RD, d_R, rho = state
-    N, D = X_ND.shape
-    J_RD = H_NR.T @ X_ND                                                    # (81)
-    K_RR, L_RR = (J_RD @ J_RD.T).double(), (H_NR.T @ H_NR).double()         # (84)
-    share = eta / N
-    e_R = _e(d_R, rho, D, smoothing.alpha)
-    Z_RR = _z(K_RR, L_RR, e_R, d_R + rho, share, eta)
-    if not bool(torch.isfinite(Z_RR).all() & torch.isfinite(sum_sq)):       # the one host sync of an update, with the next
-        return state
-    c_R, U_RR = _descending_eigh(Z_RR)                                      # (58)
+
+def precondition(X_ND: Tensor, H_RN: Tensor, W_RD: Tensor) -> Tensor:
+    """Xhat: rows multiplied by beta_t G_t^-1 (36, 80), not yet rescaled; W may have a last column for the ones."""
+    return torch.addmm(X_ND, H_RN.T, W_RD[:, :X_ND.shape[1]], alpha=-1)
+
+
+def precondition_ones(one_N: Tensor, H_RN: Tensor, W_RD: Tensor) -> Tensor:
+    """The last column of Xhat, where a 1 was appended."""
+    return torch.addmv(one_N, H_RN.T, W_RD[:, -1], alpha=-1)
+
+
+def project_back(X_ND: Tensor, H_RN: Tensor, one_N: Tensor | None = None) -> Tensor:
+    """J_t = H^T X (81)."""
+    if one_N is None:
+        return torch.mm(H_RN, X_ND)
+    J_RD = X_ND.new_empty(len(H_RN), X_ND.shape[1] + 1)
+    torch.mm(H_RN, X_ND, out=J_RD[:, :-1])
+    J_RD[:, -1] = torch.mv(H_RN, one_N)
+    return J_RD
+
+
+def pack_moments(J_RD: Tensor, H_RN: Tensor, sum_sq: Tensor, num_rows: Tensor | float, scale: Tensor | float = 1.0) -> Tensor:
+    """K = J J^T and L = H^T H (84), tr X X^T, N and the scale in one tensor, so that one transfer brings them to the host."""
+    rest = sum_sq.new_empty(3)
+    rest[0], rest[1], rest[2] = sum_sq, num_rows, scale
+    return torch.cat([(J_RD @ J_RD.T).view(-1), (H_RN @ H_RN.T).view(-1), rest])
+
+
+def unpack_moments(packed: Array, J_RD: Tensor) -> Moments:
+    """The other end of `pack_moments`."""
+    rank = len(J_RD)
+    K_RR, L_RR = packed[:rank**2].reshape(rank, rank), packed[rank**2:-3].reshape(rank, rank)
+    if not np.isfinite(K_RR).all() and bool(torch.isfinite(J_RD).all()):
+        J64_RD = J_RD.double()  # K holds fourth powers, which pass float32's range at |x| of 5e8
+        K_RR = (J64_RD @ J64_RD.T).cpu().numpy()
+    return Moments(K_RR, L_RR, *packed[-3:].tolist())
+
+
+def move(state: FisherState, moments: Moments, dim: int, eta: float, smoothing: Smoothing) -> Move | None:
+    """From F_t to F_{t+1}; None where a product is not finite, so that nothing bad ever enters the estimate."""
+    d_R, rho = state.d_R, state.rho
+    share = eta / moments.num_rows / moments.scale**2
+    e_R = _e(d_R, rho, dim, smoothing.alpha)
+    Z_RR = _z(moments.K_RR, moments.L_RR, e_R, d_R + rho, share, eta)
+    if not (np.isfinite(Z_RR).all() and math.isfinite(moments.sum_sq)):
+        return None
+    c_R, U_RR = _descending_eigh(Z_RR)                                        # (58)
     c_floor = (rho * (1.0 - eta)) ** 2
-    is_floored = c_R[-1] < c_floor
-    must_reorthogonalise = bool((c_R[0] > _REORTHOGONALISE_RATIO * c_R[-1]) | is_floored)
-    c_R = c_R.clamp(min=float(c_floor))
-    d_next_R, rho_next = _floored_eigenvalues(c_R, state, D, share, eta, sum_sq.double(), smoothing)
-    e_next_R = _e(d_next_R, rho_next, D, smoothing.alpha)                   # (62, 63)
-    A_RR = share * (e_next_R / c_R).sqrt()[:, None] * U_RR.T * e_R.rsqrt()  # (69)
-    B_RD = torch.addcmul(J_RD, ((1.0 - eta) / share * (d_R + rho)).to(W_RD)[:, None], W_RD)  # (70)
-    W_next_RD = A_RR.to(W_RD) @ B_RD                                        # (64)
-    if must_reorthogonalise:
-        W_next_RD = reorthogonalised(W_next_RD, e_next_R)
-    return FisherState(W_next_RD, d_next_R, rho_next)
+    must_reorthogonalise = bool(c_R[0] > _REORTHOGONALISE_RATIO * c_R[-1] or c_R[-1] < c_floor)
+    c_R = np.maximum(c_R, c_floor)
+    d_next_R, rho_next = _floored_eigenvalues(c_R, state, dim, share, eta, moments.sum_sq, smoothing)
+    e_next_R = _e(d_next_R, rho_next, dim, smoothing.alpha)                   # (62, 63)
+    A_RR = (share * np.sqrt(e_next_R / c_R))[:, None] * U_RR.T / np.sqrt(e_R)  # (69)
+    b_R = (1.0 - eta) / share * (d_R + rho)                                   # (70)
+    return Move(A_RR, b_R, d_next_R, rho_next, must_reorthogonalise)
 
 
-def _e(d_R: Tensor, rho: Tensor, dim: int, alpha: float) -> Tensor:
-    beta = rho * (1.0 + alpha) + alpha / dim * d_R.sum()                    # (35)
-    return 1.0 / (beta / d_R + 1.0)                                         # (43)
+def moved(state: FisherState, J_RD: Tensor, step: Move, smoothing: Smoothing) -> FisherState:
+    """F_{t+1}; overwrites J and the W of `state`, for memory's sake."""
+    W_RD = state.W_RD
+    b_R1 = torch.from_numpy(step.b_R).to(W_RD)[:, None]
+    A_RR = torch.from_numpy(step.A_RR).to(W_RD)
+    torch.mm(A_RR, J_RD.addcmul_(b_R1, W_RD), out=W_RD)                        # (64)
+    if step.must_reorthogonalise:
+        e_R = _e(step.d_R, step.rho, W_RD.shape[1], smoothing.alpha)
+        W_RD = reorthogonalised(W_RD, torch.from_numpy(e_R).to(W_RD.device))
+    return FisherState(W_RD, step.d_R, step.rho)
 
 
-def _z(K_RR: Tensor, L_RR: Tensor, e_R: Tensor, d_rho_R: Tensor, share: float, eta: float) -> Tensor:
+def resmoothed(state: FisherState, old: Smoothing, new: Smoothing) -> FisherState:
+    """The same estimate for another alpha."""
+    W_RD = state.W_RD
+    ratio_R = np.sqrt(_e(state.d_R, state.rho, W_RD.shape[1], new.alpha) / _e(state.d_R, state.rho, W_RD.shape[1], old.alpha))
+    return state._replace(W_RD=torch.from_numpy(ratio_R).to(W_RD)[:, None] * W_RD)
+
+
+def spectrum(state: FisherState, smoothing: Smoothing) -> Array:
+    """e_i (43), descending: how far each of the R directions is shortened, 0 not at all, 1 to nothing."""
+    return _e(state.d_R, state.rho, state.W_RD.shape[1], smoothing.alpha)
+
+
+def _e(d_R: Array, rho: float, dim: int, alpha: float) -> Array:
+    beta = rho * (1.0 + alpha) + alpha / dim * d_R.sum()                      # (35)
+    return np.asarray(d_R / (beta + d_R))                                     # (43)
+
+
+def _z(K_RR: Array, L_RR: Array, e_R: Array, d_rho_R: Array, share: float, eta: float) -> Array:
     """Z_t = Y_t Y_t^T by (56, 57), from R x R products alone."""
-    whiten_RR = e_R.rsqrt()[:, None] * e_R.rsqrt()
-    cross_RR = share * (1.0 - eta) * whiten_RR * L_RR * (d_rho_R[:, None] + d_rho_R)
-    return share**2 * whiten_RR * K_RR + cross_RR + torch.diag(((1.0 - eta) * d_rho_R) ** 2)
+    whiten_R = share / np.sqrt(e_R)
+    keep_R = (1.0 - eta) * d_rho_R
+    Z_RR = whiten_R[:, None] * (K_RR * whiten_R + L_RR * ((keep_R[:, None] + keep_R) / np.sqrt(e_R)))
+    Z_RR[np.diag_indices_from(Z_RR)] += keep_R**2
+    return Z_RR
 
 
-def _descending_eigh(Z_RR: Tensor) -> tuple[Tensor, Tensor]:
-    # Kaldi divides by the trace before the decomposition: keeps tiny inputs (2^-40) away from the underflow of LAPACK
-    size = Z_RR.diagonal().sum().clamp(min=1.0)
-    c_R, U_RR = torch.linalg.eigh(Z_RR / size)
-    return (c_R * size).flip(0), U_RR.flip(1)
+def _descending_eigh(Z_RR: Array) -> tuple[Array, Array]:
+    # Kaldi divides by the trace before the decomposition: keeps huge inputs away from the overflow of LAPACK
+    size = max(1.0, float(np.trace(Z_RR)))
+    c_R, U_RR = torch.linalg.eigh(torch.from_numpy(Z_RR / size))  # torch's LAPACK keeps to the threads torch was given
+    return c_R.numpy()[::-1] * size, U_RR.numpy()[:, ::-1]
 
 
-def _floored_eigenvalues(c_R: Tensor, state: FisherState, D: int, share: float, eta: float, sum_sq: Tensor,
-                         smoothing: Smoothing) -> tuple[Tensor, Tensor]:
+def _floored_eigenvalues(c_R: Array, state: FisherState, dim: int, share: float, eta: float, sum_sq: float,
+                         smoothing: Smoothing) -> tuple[Array, float]:
     """(d, rho) of F_{t+1}: trace-preserving, then floored."""
-    sqrt_c_R = c_R.sqrt()
-    trace_T = share * sum_sq + (1.0 - eta) * (D * state.rho + state.d_R.sum())
-    rho = (trace_T - sqrt_c_R.sum()) / (D - len(c_R))                       # (59)
-    floor = (smoothing.delta * sqrt_c_R.max()).clamp(min=smoothing.epsilon)
+    sqrt_c_R = np.sqrt(c_R)
+    trace_T = share * sum_sq + (1.0 - eta) * (dim * state.rho + float(state.d_R.sum()))
+    rho = (trace_T - float(sqrt_c_R.sum())) / (dim - len(c_R))                # (59)
+    floor = max(smoothing.epsilon, smoothing.delta * float(sqrt_c_R.max()))
     # d comes from rho as it was before flooring, as in Kaldi; (60) read literally would differ
-    return torch.maximum(sqrt_c_R - rho, floor), torch.maximum(rho, floor)  # (60, 61)
+    return np.maximum(sqrt_c_R - rho, floor), max(rho, floor)                 # (60, 61)
 
 
 def reorthogonalised(W_RD: Tensor, e_R: Tensor) -> Tensor:
@@ -142,4 +228,4 @@ def reorthogonalised(W_RD: Tensor, e_R: Tensor) -> Tensor:
     Q_DR, T_RR = torch.linalg.qr(W64_RD.T)
     sign_R = torch.where(T_RR.diagonal() < 0.0, -1.0, 1.0)
     orthonormal_RD: Tensor = (Q_DR * sign_R).T
-    return (e_R.sqrt()[:, None] * orthonormal_RD).to(W_RD)
+    return (e_R.sqrt()[:, None] * orthonormal_RD).to(W_RD).contiguous()

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from ngsgd.optim.natural_gradient_linear import LayerPreconditioner, NaturalGradientLinear
-from ngsgd.optim.sgd import SGD
+from ngsgd.ops.max_change import row_product_factor
+from ngsgd.optim.layers import NATURAL_GRADIENT_CLASSES, LayerPreconditioner, Settings, Shared, attach, detach
+from ngsgd.optim.sgd import SGD, _Moving, require_non_negative
 from ngsgd.preconditioners.online import OnlineNaturalGradient
 
 _log = logging.getLogger(__name__)
+_SETTINGS = tuple(field.name for field in fields(Settings))
 
 
 class NGSGD(SGD):
@@ -22,17 +26,28 @@ class NGSGD(SGD):
     by the minibatch size.  After `backward`, `p.grad` holds the preconditioned gradient, so anything that acts on
     gradients (clipping, accumulation) acts on that.
 
-    Every `nn.Linear` is preconditioned on its input rows (with the 1 of the bias appended) and on its
-    output-derivative rows; `preconditioned` names them.  All other parameters take plain SGD steps; `fallbacks` names
-    them, and a log line says so.
+    Preconditioned are, by exact class: nn.Linear (input rows with the 1 of the bias appended, output-derivative rows);
+    nn.Conv1d with one group likewise, on spliced frames (TDNN); nn.Conv2d, nn.Conv3d and grouped convolutions (rows of the
+    gradient, then of its transpose); LayerNorm, RMSNorm, GroupNorm and BatchNorm (per-frame rows of scale and offset).
+    `preconditioned` names them.  All other parameters (Embedding, LSTM, attention projections, tied weights of layers of
+    different kinds) take plain SGD steps: `fallbacks` names them, and a log line says so.
+
+    Every backward pass of a layer is one minibatch to its estimates: a module used twice counts twice, and gradients that
+    are accumulated over several passes are sums of preconditioned gradients.
 
     Args:
-        model: the module to train.  Its nn.Linear layers change class in place; `detach` undoes it.
+        model: the module to train.  Its layers change class in place; `detach` undoes it.
         rank_in, rank_out: Fisher ranks; lowered to (dim + 1) / 2.
         update_period: minibatches between updates of the Fisher estimates, after the first 11.
         num_samples_history: rows after which the past counts 1/e.
         alpha: smoothing of the Fisher estimates towards the identity.
-        momentum, max_change, max_param_change, weight_decay: see `SGD`.
+        momentum, max_change, max_param_change, weight_decay, on_nonfinite: see `SGD`.
+        layer_options: as for `SGD`, with rank_in, rank_out, update_period, num_samples_history and alpha besides.
+        max_change_per_sample: the paper's limit (C.3; nnet2), on a layer's sum of row-norm products; 0 = none, Kaldi's scripts
+            use 0.075.  A layer's limit is this times the rows of the minibatch.
+        schedule: "nnet3", or "nnet2" for the paper's update schedule.
+        ignore_zero_rows: rows whose derivative is zero, as those of padding and masked frames, do not enter the estimates.
+        grad_scaler: the torch.amp.GradScaler in use, so that the estimates do not mix its loss scales.
 
     >>> import torch, ngsgd
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
@@ -45,25 +60,38 @@ class NGSGD(SGD):
 
     def __init__(self, model: nn.Module, lr: float, *, momentum: float = 0.0, max_change: float = 0.75,
                  max_param_change: float = 2.0, rank_in: int = 20, rank_out: int = 80, update_period: int = 4,
-                 num_samples_history: float = 2000.0, alpha: float = 4.0, weight_decay: float = 0.0) -> None:
+                 num_samples_history: float = 2000.0, alpha: float = 4.0, weight_decay: float = 0.0,
+                 layer_options: Mapping[str, Mapping[str, Any]] | None = None, max_change_per_sample: float = 0.0,
+                 schedule: str = "nnet3", ignore_zero_rows: bool = False, grad_scaler: Any = None,
+                 on_nonfinite: str = "skip") -> None:
+        self._settings = {"rank_in": rank_in, "rank_out": rank_out, "update_period": update_period,
+                          "num_samples_history": num_samples_history, "alpha": alpha, "schedule": schedule}
+        require_non_negative(max_change_per_sample=max_change_per_sample)
         super().__init__(model, lr, momentum=momentum, max_change=max_change, max_param_change=max_param_change,
-                         weight_decay=weight_decay)
-        if rank_in < 1 or rank_out < 1:
-            raise ValueError(f"Invalid rank_in, rank_out: {rank_in}, {rank_out}; both must be at least 1")
-
-        def side(rank: int, dim: int) -> OnlineNaturalGradient:
-            return OnlineNaturalGradient(min(rank, (dim + 1) // 2), update_period, num_samples_history, alpha=alpha)
-
-        self._layers: dict[str, NaturalGradientLinear] = {}
-        for name, layer in model.named_modules():
-            if type(layer) in (nn.Linear, NaturalGradientLinear) and layer.weight.requires_grad:
-                num_inputs = layer.in_features + (layer.bias is not None)
-                NaturalGradientLinear.attach(layer, LayerPreconditioner(side(rank_in, num_inputs),
-                                                                        side(rank_out, layer.out_features)))
-                self._layers[name] = layer
+                         weight_decay=weight_decay, layer_options=layer_options, on_nonfinite=on_nonfinite)
+        self.max_change_per_sample = max_change_per_sample
+        self._shared = Shared(ignore_zero_rows=ignore_zero_rows, sums_row_products=max_change_per_sample > 0.0,
+                              on_nonfinite=on_nonfinite, grad_scaler=grad_scaler)
+        self._layers: dict[str, nn.Module] = {}
+        self._preconditioners: dict[str, LayerPreconditioner] = {}
+        self._attach(model)
         self.fallbacks = self._names_of_plain_parameters(model)
         if self.fallbacks:
             _log.info("plain SGD, without natural gradient, for: %s", ", ".join(self.fallbacks))
+
+    def _init_groups(self, model: nn.Module, defaults: dict[str, Any],
+                     layer_options: Mapping[str, Mapping[str, Any]] | None) -> None:
+        super()._init_groups(model, {**defaults, **self._settings}, layer_options)
+
+    def _attach(self, model: nn.Module) -> None:
+        settings = {group["name"]: Settings(**{key: group[key] for key in _SETTINGS}) for group in self.param_groups}
+        mixed = _weights_of_mixed_kinds(model)
+        for name, layer in model.named_modules():
+            key = name or type(model).__name__
+            if key in settings and id(getattr(layer, "weight", None)) not in mixed:
+                preconditioner = attach(layer, settings[key], self._shared)
+                if preconditioner is not None:
+                    self._layers[key], self._preconditioners[key] = layer, preconditioner
 
     @property
     def preconditioned(self) -> list[str]:
@@ -71,10 +99,10 @@ class NGSGD(SGD):
         return list(self._layers)
 
     def preconditioners(self) -> Iterator[tuple[str, OnlineNaturalGradient]]:
-        """(name, object) of every Fisher estimate: "<layer>.input" and "<layer>.output"."""
-        for name, layer in self._layers.items():
-            yield f"{name}.input", layer.preconditioner.input_side
-            yield f"{name}.output", layer.preconditioner.output_side
+        """(name, object) of every Fisher estimate, as "<layer>.input" and "<layer>.output" of a Linear."""
+        for layer, preconditioner in self._preconditioners.items():
+            for side, estimate in preconditioner.sides.items():
+                yield f"{layer}.{side}", estimate
 
     def freeze(self, frozen: bool = True) -> None:
         """Stops the Fisher estimates from moving, or lets them go on; backstitch freezes them in its first step."""
@@ -84,8 +112,42 @@ class NGSGD(SGD):
     def detach(self) -> None:
         """Gives the model its plain layers back; the optimiser is of no use afterwards."""
         for layer in self._layers.values():
-            layer.detach()
+            detach(layer)
         self._layers.clear()
+        self._preconditioners.clear()
+
+    @torch.no_grad()
+    def _apply(self, scale: float, num_samples: int | None) -> None:
+        super()._apply(scale, num_samples)
+        self._follow_groups()
+        self._shared.queue.start_transfer()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's; the sums for max_change_per_sample start again too."""
+        super().zero_grad(set_to_none)
+        for preconditioner in self._preconditioners.values():
+            preconditioner.take_row_products()
+
+    def _own_factors(self, moving: _Moving) -> Tensor | None:
+        """The limit of C.3 on each component; 1 where there is none."""
+        if not self.max_change_per_sample:
+            return None
+        one = torch.ones((), dtype=torch.float32, device=moving.params[0][0].device)
+        return torch.stack([self._row_product_factor(self.param_groups[index], one) for index in moving.indices])
+
+    def _row_product_factor(self, group: dict[str, Any], one: Tensor) -> Tensor:
+        preconditioner = self._preconditioners.get(group["name"])
+        products, num_rows = (None, 0.0) if preconditioner is None else preconditioner.take_row_products()
+        if products is None:
+            return one
+        return row_product_factor(products.to(one), num_rows, group["lr"] * group["lr_factor"], self.max_change_per_sample)
+
+    def _follow_groups(self) -> None:
+        """Settings changed in `param_groups` hold from the next minibatch on; the ranks stay."""
+        for group in self.param_groups:
+            preconditioner = self._preconditioners.get(group["name"])
+            if preconditioner is not None:
+                preconditioner.follow(group["alpha"], group["update_period"], group["num_samples_history"])
 
     def state_dict(self) -> dict[str, Any]:
         """torch's state plus "natural_gradient": the Fisher estimates, in their own dtype whatever the parameters'."""
@@ -99,10 +161,18 @@ class NGSGD(SGD):
         mine = dict(self.preconditioners())
         if fisher.keys() != mine.keys():
             raise ValueError(f"the state is of other layers: {sorted(fisher.keys() ^ mine.keys())}")
+        # torch would cast these to the dtype of the parameters
         super().load_state_dict({key: value for key, value in state_dict.items() if key != "natural_gradient"})
+        self._follow_groups()
         for name, preconditioner in mine.items():
             preconditioner.load_state_dict(fisher[name])
 
     def _names_of_plain_parameters(self, model: nn.Module) -> list[str]:
         covered = {id(p) for layer in self._layers.values() for p in layer.parameters(recurse=False)}
         return [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in covered]
+
+
+def _weights_of_mixed_kinds(model: nn.Module) -> set[int]:
+    """Ids of parameters that also belong to a layer that gets its plain gradient: the two would not fit in size."""
+    natural = {*NATURAL_GRADIENT_CLASSES, *NATURAL_GRADIENT_CLASSES.values()}
+    return {id(p) for module in model.modules() if type(module) not in natural for p in module.parameters(recurse=False)}

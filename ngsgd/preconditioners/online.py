@@ -2,14 +2,42 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ngsgd.errors import DivergenceError
 from ngsgd.ops import natural_gradient as ops
+from ngsgd.preconditioners.updates import UpdateQueue
 
-_NUM_FIRST_UPDATES = 11  # the first 11 calls always update (Kaldi: t <= 10), then every update_period-th
+_NNET3_FIRST_UPDATES = 11  # Kaldi's nnet3: calls 0 to 10 update, then 14, 18, .. for period 4
+_NNET2_FIRST_UPDATES = 10  # Kaldi's nnet2, the paper's code: calls 0 to 9, then 13, 17, ..
+
+
+class Call(NamedTuple):
+    """One minibatch between `begin` and `finish`: rows [X | one] and the estimate that they meet."""
+
+    X_ND: Tensor
+    one_N: Tensor | None         # appended column, 1 or, for a row that does not count, 0; None: there is none
+    num_rows: Tensor | float     # rows that count
+    loss_scale: Tensor | float   # factor that the rows carry and the estimate must not
+    sum_sq: Tensor               # tr X X^T, 0-d
+    W_RD: Tensor
+    H_RN: Tensor                 # X W^T, transposed
+
+    def rows(self) -> Tensor:
+        """Xhat without the appended column, before any scale."""
+        return ops.precondition(self.X_ND, self.H_RN, self.W_RD)
+
+    def ones(self) -> Tensor | None:
+        """The appended column of Xhat."""
+        return None if self.one_N is None else ops.precondition_ones(self.one_N, self.H_RN, self.W_RD)
+
+    def scale(self, sum_sq_hat: Tensor) -> Tensor:
+        """gamma of (38), given tr Xhat Xhat^T; 1 where there is nothing to rescale."""
+        return torch.nan_to_num((self.sum_sq / sum_sq_hat).sqrt(), nan=1.0, posinf=1.0)
 
 
 class OnlineNaturalGradient:
@@ -23,6 +51,10 @@ class OnlineNaturalGradient:
         alpha: smoothing towards the identity, in units of the mean eigenvalue (eq. 19).
         epsilon: absolute floor of the eigenvalues.
         delta: floor of the eigenvalues relative to the largest.
+        schedule: "nnet3", or "nnet2" for the paper's own code: three passes over the first minibatch whatever its size, 10
+            first updates instead of 11, and then every update_period-th call after the last update.
+        on_nonfinite: what a minibatch with NaN or Inf does.  "raise" raises DivergenceError (on a GPU this waits for the
+            device at every call); "skip" leaves the estimate alone and returns rows that are not finite either.
 
     >>> preconditioner = OnlineNaturalGradient(rank=2)
     >>> X = torch.tensor([[1.0, 2.0, 0.0], [0.0, 1.0, 1.0], [3.0, 0.0, 1.0], [1.0, 1.0, 1.0]])
@@ -33,25 +65,34 @@ class OnlineNaturalGradient:
 
     def __init__(self, rank: int = 40, update_period: int = 1, num_samples_history: float = 2000.0,
                  num_minibatches_history: float = 0.0, alpha: float = 4.0, epsilon: float = 1e-10,
-                 delta: float = 5e-4) -> None:
+                 delta: float = 5e-4, *, schedule: str = "nnet3", on_nonfinite: str = "raise",
+                 queue: UpdateQueue | None = None) -> None:
         if rank < 1 or update_period < 1:
             raise ValueError(f"Invalid rank or update_period: {rank}, {update_period}; both must be at least 1")
         if not 0.0 < num_samples_history <= 1e6 or not 0.0 <= num_minibatches_history < 1e6:
             raise ValueError(f"Invalid history: {num_samples_history} samples, {num_minibatches_history} minibatches")
-        if alpha < 0.0 or epsilon <= 0.0 or delta <= 0.0:
+        if not (alpha >= 0.0 and epsilon > 0.0 and delta > 0.0):
             raise ValueError(f"Invalid smoothing: alpha {alpha}, epsilon {epsilon}, delta {delta}")
+        if schedule not in ("nnet3", "nnet2") or on_nonfinite not in ("raise", "skip"):
+            raise ValueError(f"Invalid schedule or on_nonfinite: {schedule!r} (nnet3 or nnet2), {on_nonfinite!r} (raise or skip)")
         self.rank = rank
         self.update_period = update_period
         self.num_samples_history = num_samples_history
         self.num_minibatches_history = num_minibatches_history
         self.smoothing = ops.Smoothing(alpha, epsilon, delta)
+        self.schedule = schedule
+        self.on_nonfinite = on_nonfinite
         self.num_calls = 0       # unfrozen ones; Kaldi also counts frozen calls, after which it may never update again
         self.frozen = False
+        self._queue = UpdateQueue() if queue is None else queue
         self._state: ops.FisherState | None = None
+        self._gram_RR: Tensor | None = None  # W W^T of the current state, made when it is asked for
 
     @property
-    def is_initialised(self) -> bool:
-        return self._state is not None
+    def state(self) -> ops.FisherState | None:
+        """The estimate as it stands; None before the first call."""
+        self._queue.settle()
+        return self._state
 
     def precondition(self, X_ND: Tensor) -> tuple[Tensor, Tensor]:
         """(Xhat, scale): X times the inverse Fisher matrix, before the scale that restores its Frobenius norm.
@@ -59,19 +100,73 @@ class OnlineNaturalGradient:
         X is N x D and is not modified; Xhat is N x D, scale 0-d.  Rows of dimension 1 come back as they are with
         scale 1.  The estimate used is the one from before this minibatch, so the result stays an unbiased direction.
         """
-        if X_ND.shape[1] == 1:
-            return X_ND, torch.ones((), dtype=X_ND.dtype, device=X_ND.device)
-        sum_sq = _sum_sq(X_ND)
-        if self._state is None:
-            self._state = self._start(X_ND, sum_sq)
-        Xhat_ND, H_NR = ops.precondition(X_ND, self._state.W_RD)
-        if self._updates_now():
-            self._state = self._updated(self._state, X_ND, H_NR, sum_sq)
-        self.num_calls += not self.frozen
-        sum_sq_hat = _sum_sq(Xhat_ND)
-        # a zero minibatch has no direction to rescale
-        scale = torch.where((sum_sq > 0.0) & (sum_sq_hat > 0.0), sum_sq / sum_sq_hat, 1.0).sqrt()
+        call = self.begin(X_ND)
+        if call is None:
+            return X_ND, X_ND.new_ones(())
+        Xhat_ND = call.rows()
+        scale = call.scale(ops.sum_of_squares(Xhat_ND))
+        self.finish(call)
         return Xhat_ND, scale
+
+    def begin(self, X_ND: Tensor, one_N: Tensor | None = None, *, num_rows: Tensor | float | None = None,
+              loss_scale: Tensor | float = 1.0) -> Call | None:
+        """First half of a call on rows [X | one]; `finish` must follow, after the last use of what this returns.
+
+        None if the rows are to stay as they are: their dimension is 1, or they are not finite before there is an estimate.
+        `num_rows` is the number of rows that count, all if None; the others must be zero.  `loss_scale` is a factor that the
+        rows carry and the estimate must not, since it changes between minibatches.
+        """
+        dim = X_ND.shape[1] + (one_N is not None)
+        if dim == 1:
+            return None
+        X_ND = X_ND.contiguous()
+        num_rows = float(len(X_ND)) if num_rows is None else num_rows
+        sum_sq = ops.sum_of_squares(X_ND, one_N)
+        if (self.on_nonfinite == "raise" or self._state is None) and not math.isfinite(float(sum_sq)):
+            if self.on_nonfinite == "raise":
+                raise DivergenceError(f"the rows given to a natural-gradient preconditioner ({len(X_ND)} x {dim}) are not finite, "
+                                      "or too large to be squared; lower the learning rate, or skip such minibatches with "
+                                      "on_nonfinite=\"skip\".")
+            return None
+        self._queue.settle()
+        if self._state is None:
+            self._start(X_ND, one_N, num_rows, loss_scale)
+        W_RD = self._matched(X_ND, dim).W_RD
+        return Call(X_ND, one_N, num_rows, loss_scale, sum_sq, W_RD, ops.project(X_ND, W_RD, one_N))
+
+    def finish(self, call: Call) -> None:
+        """Moves the estimate if this call is one that does."""
+        if self._updates_now():
+            J_RD = ops.project_back(call.X_ND, call.H_RN, call.one_N)
+            self._queue.add(self, J_RD, ops.pack_moments(J_RD, call.H_RN, call.sum_sq, call.num_rows, call.loss_scale))
+        self.num_calls += not self.frozen
+
+    def move(self, J_RD: Tensor, packed: Any) -> None:
+        """The update itself, for the queue; a minibatch whose products are not finite changes nothing."""
+        assert self._state is not None
+        moments = ops.unpack_moments(packed, J_RD)
+        if moments.num_rows == 0.0:  # everything was masked
+            return
+        eta = ops.forgetting_rate(moments.num_rows, self.num_samples_history, self.num_minibatches_history)
+        step = ops.move(self._state, moments, J_RD.shape[1], eta, self.smoothing)
+        if step is not None:
+            self._state = ops.moved(self._state, J_RD, step, self.smoothing)
+            self._gram_RR = None
+
+    def set_alpha(self, alpha: float) -> None:
+        """Changes the smoothing; W = E^(1/2) R follows, since E depends on alpha."""
+        self._queue.settle()
+        old, self.smoothing = self.smoothing, self.smoothing._replace(alpha=alpha)
+        if self._state is not None:
+            self._state = ops.resmoothed(self._state, old, self.smoothing)
+            self._gram_RR = None
+
+    def gram(self) -> Tensor:
+        """W W^T (R x R) of the estimate in use."""
+        assert self._state is not None
+        if self._gram_RR is None:
+            self._gram_RR = self._state.W_RD @ self._state.W_RD.T
+        return self._gram_RR
 
     def freeze(self, frozen: bool = True) -> None:
         """While frozen the estimate is used but not updated, and calls are not counted."""
@@ -79,44 +174,53 @@ class OnlineNaturalGradient:
 
     def state_dict(self) -> dict[str, Any]:
         """"W" (R x D), "d" (R), "rho" (0-d) and "t", the number of unfrozen calls; only "t" before the first call."""
-        if self._state is None:
+        state = self.state
+        if state is None:
             return {"t": self.num_calls}
-        return {"W": self._state.W_RD.clone(), "d": self._state.d_R.clone(), "rho": self._state.rho.clone(),
-                "t": self.num_calls}
+        return {"W": state.W_RD.clone(), "d": torch.from_numpy(state.d_R.copy()),
+                "rho": torch.tensor(state.rho, dtype=torch.float64), "t": self.num_calls}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from `state`; an object that has loaded a state counts as initialised, also at t = 0."""
+        self._queue.settle()
         self.num_calls = int(state["t"])
+        self._gram_RR = None
         if "W" not in state:
             self._state = None
             return
         W_RD = torch.as_tensor(state["W"]).clone()
-        d_R = torch.as_tensor(state["d"]).to(W_RD.device, torch.float64)
-        rho = torch.as_tensor(state["rho"]).to(W_RD.device, torch.float64)
+        d_R, rho = torch.as_tensor(state["d"]), torch.as_tensor(state["rho"])
         if W_RD.ndim != 2 or d_R.shape != W_RD.shape[:1] or rho.ndim != 0:
             raise ValueError(f"Invalid state: W {tuple(W_RD.shape)}, d {tuple(d_R.shape)}, rho {tuple(rho.shape)}")
-        self._state = ops.FisherState(W_RD, d_R.clone(), rho.clone())
+        self._state = ops.FisherState(W_RD, d_R.cpu().double().numpy().copy(), float(rho))
 
     def _updates_now(self) -> bool:
         if self.frozen:
             return False
-        past_first = self.num_calls - (_NUM_FIRST_UPDATES - 1)
+        first = _NNET3_FIRST_UPDATES if self.schedule == "nnet3" else _NNET2_FIRST_UPDATES
+        past_first = self.num_calls - (first - 1)
         return past_first <= 0 or past_first % self.update_period == 0
 
-    def _start(self, X_ND: Tensor, sum_sq: Tensor) -> ops.FisherState:
+    def _matched(self, X_ND: Tensor, dim: int) -> ops.FisherState:
+        """The estimate, where and as wide as the rows are."""
+        assert self._state is not None
+        W_RD = self._state.W_RD
+        if W_RD.shape[1] != dim:
+            raise ValueError(f"the rows have dimension {dim}, but the estimate was made for {W_RD.shape[1]}")
+        if W_RD.dtype != X_ND.dtype or W_RD.device != X_ND.device:
+            self._state = self._state._replace(W_RD=W_RD.to(X_ND))
+            self._gram_RR = None
+        return self._state
+
+    def _start(self, X_ND: Tensor, one_N: Tensor | None, num_rows: Tensor | float, loss_scale: Tensor | float) -> None:
         """Kaldi's fixed start, then passes over the first minibatch itself; that minibatch then updates once more."""
-        num_rows, dim = X_ND.shape
+        # in float64, once: directions at the level of rounding then come from the data and not from the machine
+        X64_ND, one64_N = X_ND.double(), None if one_N is None else one_N.double()
+        dim = X_ND.shape[1] + (one_N is not None)
         rank = min(self.rank, dim - 1)
-        state = ops.initial_state(dim, rank, self.smoothing, X_ND)
-        for _ in range(3 if num_rows > rank else 1):
-            state = self._updated(state, X_ND, X_ND @ state.W_RD.T, sum_sq)
-        return state
-
-    def _updated(self, state: ops.FisherState, X_ND: Tensor, H_NR: Tensor, sum_sq: Tensor) -> ops.FisherState:
-        eta = ops.forgetting_rate(len(X_ND), self.num_samples_history, self.num_minibatches_history)
-        return ops.updated_state(state, X_ND, H_NR, sum_sq, eta, self.smoothing)
-
-
-def _sum_sq(X_ND: Tensor) -> Tensor:
-    flat = X_ND.reshape(-1)
-    return torch.dot(flat, flat)
+        sum_sq = ops.sum_of_squares(X64_ND, one64_N)
+        self._state = ops.initial_state(dim, rank, self.smoothing, X64_ND)
+        for _ in range(3 if self.schedule == "nnet2" or float(num_rows) > rank else 1):
+            H_RN = ops.project(X64_ND, self._state.W_RD, one64_N)
+            J_RD = ops.project_back(X64_ND, H_RN, one64_N)
+            self.move(J_RD, ops.pack_moments(J_RD, H_RN, sum_sq, num_rows, loss_scale).cpu().numpy())

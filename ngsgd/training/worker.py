@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -91,7 +92,7 @@ class _Sums:
 def make_optimizer(model: nn.Module, config: OptimizerConfig, lr: float, num_jobs: int) -> SGD:
     """The optimiser of one job."""
     # lr carries a factor num_jobs and every job applies l2, so its share is divided by num_jobs, as in Kaldi
-    common = {"momentum": config.momentum, "max_change": config.max_change,
+    common: dict[str, Any] = {"momentum": config.momentum, "max_change": config.max_change,
               "max_param_change": config.max_param_change, "weight_decay": config.weight_decay / num_jobs}
     if config.kind == "sgd":
         return SGD(model, lr, **common)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ngsgd import NGSGD
 from ngsgd.optim import SGD
-from ngsgd.optim.natural_gradient_linear import NaturalGradientLinear
+from ngsgd.optim.layers.linear import NaturalGradientLinear
 
 
 def network() -> nn.Sequential:
@@ -41,8 +41,8 @@ def test_it_learns_and_names_what_it_does_to_each_parameter() -> None:
     optimizer = NGSGD(model, lr=0.01)
     start = train(model, optimizer, range(1))
     assert train(model, optimizer, range(1, 60)) < 0.5 * start
-    assert optimizer.preconditioned == ["0", "3"]
-    assert optimizer.fallbacks == ["2.weight", "2.bias"]
+    assert optimizer.preconditioned == ["0", "2", "3"]
+    assert optimizer.fallbacks == []
 
 
 def test_names_in_the_state_dict_stay_and_detach_gives_plain_layers_back() -> None:
@@ -120,7 +120,7 @@ def test_closure_scheduler_frozen_layer_and_copy() -> None:
     model = network()
     model[0].weight.requires_grad_(False)
     optimizer = NGSGD(model, lr=0.1)
-    assert optimizer.preconditioned == ["3"]
+    assert optimizer.preconditioned == ["2", "3"]
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     x, y = minibatch(0)
 

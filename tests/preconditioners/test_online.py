@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ngsgd import OnlineNaturalGradient
+from ngsgd.errors import DivergenceError
 from tests.reference.online_natural_gradient import DenseFisher
 
 
@@ -75,13 +76,15 @@ def test_strong_directions_are_shortened_relative_to_weak_ones() -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 1e30])
 def test_what_is_not_finite_never_enters_the_state(bad: float) -> None:
-    clean, spoilt = OnlineNaturalGradient(3), OnlineNaturalGradient(3)
+    clean, spoilt = OnlineNaturalGradient(3), OnlineNaturalGradient(3, on_nonfinite="skip")
     for t in range(5):
         for ng in (clean, spoilt):
             ng.precondition(rows(20, 8, t).float())
     X = rows(20, 8, 99).float()
     X[3, 4] = bad
     spoilt.precondition(X)
+    with pytest.raises(DivergenceError, match="not finite"):
+        clean.precondition(X)
     for key in ("W", "d", "rho"):
         assert torch.equal(clean.state_dict()[key], spoilt.state_dict()[key])
 

@@ -1,0 +1,74 @@
+"""The "simple" natural gradient: each row is multiplied by the inverse Fisher matrix of the other rows of its minibatch.
+
+Appendix A of arXiv 1410.7455 (nnet2/nnet-precondition.cc); equation numbers are the paper's.  Letters: N rows, D dimension.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ngsgd.errors import DivergenceError
+
+_MIN_TRACE = 1e-20  # of X X^T; Kaldi's floor
+
+
+def precondition_simple(X_ND: Tensor, alpha: float = 4.0) -> Tensor:
+    """Xbar: the rows times the inverse of G_i = sum over j != i of x_j x_j^T / (N - 1) + lambda I, with the norm of X.
+
+    X is N x D and is not modified.  One row, or rows of zeros, come back as they are.  The inverse is D x D or N x N,
+    whichever is smaller.  Raises DivergenceError for rows that are not finite, or so badly scaled that no inverse exists.
+
+    >>> X = torch.tensor([[1.0, 2.0], [0.0, 1.0], [3.0, 0.0]])
+    >>> Xbar = precondition_simple(X)
+    >>> torch.allclose(Xbar.norm(), X.norm())
+    True
+    """
+    if not alpha > 0.0:
+        raise ValueError(f"Invalid alpha: {alpha}; it must be greater than 0")
+    N, D = X_ND.shape
+    sum_sq = X_ND.double().square().sum()
+    if not bool(torch.isfinite(sum_sq)):
+        raise DivergenceError(f"the rows given to the simple natural gradient ({N} x {D}) are not finite; lower the learning rate.")
+    if N == 1 or sum_sq == 0.0:
+        return X_ND.clone()
+    lam = alpha / (N * D) * sum_sq.clamp(min=_MIN_TRACE)  # (8)
+    Q_ND = _column_space(X_ND, lam) if N >= D else _row_space(X_ND, lam)
+    Xhat_ND = _held_out(X_ND, Q_ND)
+    gamma = (sum_sq / Xhat_ND.square().sum()).sqrt()  # (12)
+    Xbar_ND: Tensor = (gamma * Xhat_ND).to(X_ND.dtype)      # (11)
+    return Xbar_ND
+
+
+def _column_space(X_ND: Tensor, lam: Tensor) -> Tensor:
+    """Q = X G^-1 (14), G = X^T X / (N - 1) + lambda I (13)."""
+    X_ND = X_ND.double()
+    G_DD = X_ND.T @ X_ND / (len(X_ND) - 1)
+    G_DD.diagonal().add_(lam)
+    return torch.cholesky_solve(X_ND.T, _cholesky(G_DD)).T
+
+
+def _row_space(X_ND: Tensor, lam: Tensor) -> Tensor:
+    """The same Q by an N x N inverse, for fewer rows than columns."""
+    X_ND = X_ND.double()
+    G_NN = X_ND @ X_ND.T / (len(X_ND) - 1)
+    G_NN.diagonal().add_(lam)
+    return torch.cholesky_solve(X_ND, _cholesky(G_NN))
+
+
+def _held_out(X_ND: Tensor, Q_ND: Tensor) -> Tensor:
+    """Xhat: takes each row's own part out of the G it meets, by the Sherman-Morrison formula."""
+    a_N = (X_ND * Q_ND).sum(dim=1)                         # (15)
+    b_N = 1.0 + a_N / (len(X_ND) - 1 - a_N)                # (16)
+    if bool((a_N < 0.0).any() | ~(b_N > 0.0).all()):
+        raise DivergenceError("the simple natural gradient lost all digits on a minibatch; use a larger alpha.")
+    Xhat_ND: Tensor = b_N[:, None] * Q_ND                  # (17)
+    return Xhat_ND
+
+
+def _cholesky(G: Tensor) -> Tensor:
+    L: Tensor
+    L, info = torch.linalg.cholesky_ex(G)
+    if int(info) != 0:
+        raise DivergenceError("the Fisher matrix of a minibatch is singular to working precision; use a larger alpha.")
+    return L

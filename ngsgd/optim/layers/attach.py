@@ -1,0 +1,81 @@
+"""Which layers take natural-gradient steps, and how a plain layer becomes one: its class changes in place.
+
+`torch.nn.utils.parametrize` changes classes in the same way; parameters, their names and the forward pass stay.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from torch import nn
+
+from ngsgd.optim.layers.common import LayerPreconditioner, Settings, Shared
+from ngsgd.optim.layers.convolution import (
+    FilterPreconditioner,
+    NaturalGradientConv1d,
+    NaturalGradientConv2d,
+    NaturalGradientConv3d,
+    SplicedPreconditioner,
+)
+from ngsgd.optim.layers.kronecker import KroneckerPreconditioner
+from ngsgd.optim.layers.linear import NaturalGradientLinear
+from ngsgd.optim.layers.scale_offset import (
+    NaturalGradientBatchNorm1d,
+    NaturalGradientBatchNorm2d,
+    NaturalGradientBatchNorm3d,
+    NaturalGradientGroupNorm,
+    NaturalGradientLayerNorm,
+    NaturalGradientNorm,
+    NaturalGradientRMSNorm,
+    ScaleOffsetPreconditioner,
+)
+
+# exact classes: a subclass may compute something else
+NATURAL_GRADIENT_CLASSES: dict[type[nn.Module], type[nn.Module]] = {
+    nn.Linear: NaturalGradientLinear,
+    nn.Conv1d: NaturalGradientConv1d, nn.Conv2d: NaturalGradientConv2d, nn.Conv3d: NaturalGradientConv3d,
+    nn.LayerNorm: NaturalGradientLayerNorm, nn.RMSNorm: NaturalGradientRMSNorm, nn.GroupNorm: NaturalGradientGroupNorm,
+    nn.BatchNorm1d: NaturalGradientBatchNorm1d, nn.BatchNorm2d: NaturalGradientBatchNorm2d,
+    nn.BatchNorm3d: NaturalGradientBatchNorm3d,
+}
+_PLAIN_CLASSES = {natural: plain for plain, natural in NATURAL_GRADIENT_CLASSES.items()}
+
+
+class NaturalGradientLayer(Protocol):
+    """A layer that `attach` has changed."""
+
+    preconditioner: LayerPreconditioner
+
+
+def attach(layer: nn.Module, settings: Settings, shared: Shared) -> LayerPreconditioner | None:
+    """Changes the class of `layer` in place; None, and no change, if there is no natural gradient for it."""
+    kind = type(layer)
+    plain_class = _PLAIN_CLASSES.get(kind, kind)  # a layer that another optimiser had before gets a fresh start
+    weight = getattr(layer, "weight", None)
+    if plain_class not in NATURAL_GRADIENT_CLASSES or weight is None or not weight.requires_grad:
+        return None
+    preconditioner = _preconditioner(layer, plain_class, settings, shared)
+    layer.__class__ = NATURAL_GRADIENT_CLASSES[plain_class]
+    layer.__dict__["preconditioner"] = preconditioner
+    if isinstance(layer, NaturalGradientNorm):
+        layer.prepare(plain_class)
+    return preconditioner
+
+
+def detach(layer: nn.Module) -> None:
+    """The plain layer again."""
+    layer.__dict__.pop("preconditioner", None)
+    layer.__dict__.pop("normalisation", None)
+    layer.__class__ = _PLAIN_CLASSES[type(layer)]
+
+
+def _preconditioner(layer: Any, plain_class: type[nn.Module], settings: Settings, shared: Shared) -> LayerPreconditioner:
+    weight = layer.weight
+    has_bias = getattr(layer, "bias", None) is not None
+    if plain_class is nn.Linear:
+        return KroneckerPreconditioner(shared, weight.shape[1], len(weight), has_bias, settings)
+    if plain_class is nn.Conv1d and layer.groups == 1:
+        return SplicedPreconditioner(shared, weight[0].numel(), len(weight), has_bias, settings)
+    if issubclass(plain_class, nn.modules.conv._ConvNd):
+        return FilterPreconditioner(shared, weight[0].numel(), len(weight), has_bias, settings)
+    return ScaleOffsetPreconditioner(shared, weight.numel(), has_bias, settings)

@@ -1,0 +1,99 @@
+"""What the preconditioned layers of one optimiser have in common."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ngsgd.preconditioners.online import OnlineNaturalGradient
+from ngsgd.preconditioners.updates import UpdateQueue
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How one layer's Fisher estimates are made; see `NGSGD`."""
+
+    rank_in: int = 20
+    rank_out: int = 80
+    update_period: int = 4
+    num_samples_history: float = 2000.0
+    alpha: float = 4.0
+    schedule: str = "nnet3"
+
+    def __post_init__(self) -> None:
+        if self.rank_in < 1 or self.rank_out < 1:
+            raise ValueError(f"Invalid rank_in, rank_out: {self.rank_in}, {self.rank_out}; both must be at least 1")
+        OnlineNaturalGradient(1, self.update_period, self.num_samples_history, alpha=self.alpha, schedule=self.schedule)
+
+
+@dataclass
+class Shared:
+    """State and options that all layers of one optimiser share."""
+
+    ignore_zero_rows: bool = False
+    sums_row_products: bool = False   # for the limit of C.3
+    on_nonfinite: str = "skip"
+    grad_scaler: Any = None           # torch.amp.GradScaler
+    queue: UpdateQueue = field(default_factory=UpdateQueue)
+
+    def loss_scale(self) -> Tensor | float:
+        """The factor that the derivatives of this backward pass carry."""
+        if self.grad_scaler is None:
+            return 1.0
+        # get_scale(), which is public, would wait for the device at every call
+        scale: Tensor | None = self.grad_scaler._get_scale_async()
+        return 1.0 if scale is None else scale
+
+    def preconditioner(self, rank: int, dim: int, settings: Settings, *, num_minibatches_history: float = 0.0,
+                       update_period: int | None = None) -> OnlineNaturalGradient:
+        """A Fisher estimate for rows of dimension `dim`; the rank is lowered to (dim + 1) / 2, as in Kaldi."""
+        return OnlineNaturalGradient(min(rank, (dim + 1) // 2), update_period or settings.update_period,
+                                     settings.num_samples_history, num_minibatches_history, settings.alpha,
+                                     schedule=settings.schedule, on_nonfinite=self.on_nonfinite, queue=self.queue)
+
+
+class LayerPreconditioner:
+    """The Fisher estimates of one layer."""
+
+    def __init__(self, shared: Shared, sides: Mapping[str, OnlineNaturalGradient]) -> None:
+        self.shared = shared
+        self.sides = dict(sides)
+        self.row_products: Tensor | None = None  # sum over rows of |xhat| |yhat|, scaled; since the last step (C.3)
+        self.num_rows: Tensor | float = 0.0      # rows in that sum
+
+    def follow(self, alpha: float, update_period: int, num_samples_history: float) -> None:
+        """Takes over settings that may change while training."""
+        for side in self.sides.values():
+            if side.smoothing.alpha != alpha:
+                side.set_alpha(alpha)
+            if not side.num_minibatches_history:
+                side.update_period, side.num_samples_history = update_period, num_samples_history
+
+    def take_row_products(self) -> tuple[Tensor | None, Tensor | float]:
+        """The sum for the limit of C.3 and its number of rows, and starts them again."""
+        taken = self.row_products, self.num_rows
+        self.row_products, self.num_rows = None, 0.0
+        return taken
+
+
+def wide(rows: Tensor) -> Tensor:
+    """Rows in at least float32: half precision has neither the digits for X - H W nor the range for squares."""
+    return rows if rows.dtype in (torch.float32, torch.float64) else rows.float()
+
+
+def compute_dtype(input: Tensor) -> torch.dtype | None:  # noqa: A002  the name is torch's
+    """What autocast would cast to; None outside of it."""
+    device = input.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
+def without_autocast(device: str) -> contextlib.AbstractContextManager[Any]:
+    """Products of Fisher estimates stay in float32, even where backward is called inside autocast."""
+    if torch.is_autocast_enabled(device):
+        return torch.autocast(device, enabled=False)
+    return contextlib.nullcontext()

@@ -1,0 +1,174 @@
+"""Convolutions with the natural gradient in the backward pass.
+
+A Conv1d with one group is a TDNN layer: its rows are the spliced inputs of each output frame with the 1 appended, and the
+derivatives of each output frame, so it is preconditioned as an affine layer is (Kaldi's TdnnComponent).  Conv2d, Conv3d and
+grouped convolutions follow Kaldi's TimeHeightConvolutionComponent: the rows of the parameter gradient itself, one per filter,
+are preconditioned, then the rows of its transpose.
+
+Letters: B sequences, T frames, C channels in, O out, K taps; N = B T rows, I = C K.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from ngsgd.optim.layers.common import LayerPreconditioner, Settings, Shared, compute_dtype, wide, without_autocast
+from ngsgd.optim.layers.kronecker import KroneckerPreconditioner
+
+_MAX_RANK = 80                # of both sides of a gradient's rows, as in Kaldi
+_NUM_MINIBATCHES_HISTORY = 4.0  # one gradient is one sample each: forget by minibatches, as in Kaldi
+
+
+class Geometry(NamedTuple):
+    """How a kernel slides, one number per spatial dimension; the padding is with zeros on both sides."""
+
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+
+
+class SplicedPreconditioner(KroneckerPreconditioner):
+    """Spliced input frames and output-derivative frames of a Conv1d with one group."""
+
+    needs_plain_gradient = False
+
+    def gradient_of(self, x: Tensor, dY: Tensor, weight: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor | None]:
+        """(weight gradient O x C x K, bias gradient)."""
+        X_NI = splice(x, weight.shape[2], geometry)
+        dW_OI, db = self.gradient(X_NI, dY.transpose(1, 2).reshape(-1, dY.shape[1]))
+        return dW_OI.view(weight.shape), db
+
+
+class FilterPreconditioner(LayerPreconditioner):
+    """Rows of the parameter gradient, one per filter, with the bias gradient appended; then the rows of its transpose."""
+
+    needs_plain_gradient = True
+
+    def __init__(self, shared: Shared, num_columns: int, num_filters: int, has_bias: bool, settings: Settings) -> None:
+        def side(dim: int) -> Any:
+            return shared.preconditioner(_MAX_RANK, dim, settings, num_minibatches_history=_NUM_MINIBATCHES_HISTORY,
+                                         update_period=1)
+        super().__init__(shared, {"filters": side(num_columns + has_bias), "columns": side(num_filters)})
+        self.has_bias = has_bias
+
+    def gradient(self, dW: Tensor, db: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """The plain gradients, preconditioned."""
+        P_OI = wide(dW).reshape(len(dW), -1)
+        if db is not None:
+            P_OI = torch.cat([P_OI, wide(db)[:, None]], dim=1)
+        scale = P_OI.new_ones(())
+        for name in ("filters", "columns"):
+            call = self.sides[name].begin(P_OI, loss_scale=self.shared.loss_scale())
+            if call is not None:
+                P_OI = call.rows()
+                flat = P_OI.view(-1)
+                scale = scale * call.scale(torch.dot(flat, flat))
+                self.sides[name].finish(call)
+            P_OI = P_OI.T.contiguous()
+        P_OI = P_OI * scale
+        return (P_OI[:, :-1].reshape(dW.shape), P_OI[:, -1].clone()) if db is not None else (P_OI.view(dW.shape), None)
+
+
+def splice(x: Tensor, taps: int, geometry: Geometry) -> Tensor:
+    """Rows (B T) x (C K) of what the kernel sees at each output frame, in the order of the weight's columns."""
+    (stride,), (padding,), (dilation,) = geometry.stride, geometry.padding, geometry.dilation
+    padded = nn.functional.pad(x, (padding, padding)) if padding else x
+    windows = padded.unfold(2, (taps - 1) * dilation + 1, stride)[..., ::dilation]  # B x C x T x K, a view
+    return windows.transpose(1, 2).reshape(-1, x.shape[1] * taps)
+
+
+class _Convolution(torch.autograd.Function):
+    """A convolution, with the preconditioned gradient in place of the plain one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: SplicedPreconditioner | FilterPreconditioner,
+                geometry: Geometry, dtype: torch.dtype | None) -> Tensor:
+        ctx.layer, ctx.geometry, ctx.has_bias = layer, geometry, bias is not None
+        ctx.input_dtype = x.dtype
+        saved = weight
+        if dtype is not None:
+            x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+        ctx.save_for_backward(x, saved)
+        convolve = (nn.functional.conv1d, nn.functional.conv2d, nn.functional.conv3d)[x.ndim - 3]
+        return convolve(x, weight, bias, *geometry)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dY: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        layer = ctx.layer
+        plain = layer.needs_plain_gradient or not needs_weight  # a bias alone gets its plain gradient
+        with without_autocast(dY.device.type):
+            dX, dW, db = _plain_gradients(x, weight.to(dY.dtype), dY, ctx.geometry, (
+                needs_x, needs_weight and plain, ctx.has_bias and plain))
+            if needs_weight:
+                dW, db = layer.gradient(dW, db) if plain else layer.gradient_of(x, dY, weight, ctx.geometry)
+        return None if dX is None else dX.to(ctx.input_dtype), dW, db if needs_bias else None, None, None, None
+
+
+def _plain_gradients(x: Tensor, weight: Tensor, dY: Tensor, geometry: Geometry,
+                     wanted: tuple[bool, bool, bool]) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """torch's own gradients of input, weight and bias."""
+    if not any(wanted):
+        return None, None, None
+    none = [0] * len(geometry.stride)
+    dX, dW, db = torch.ops.aten.convolution_backward(dY, x, weight, [len(weight)], geometry.stride, geometry.padding,
+                                                     geometry.dilation, False, none, geometry.groups, list(wanted))
+    return dX, dW, db
+
+
+class _NaturalGradientConv(nn.modules.conv._ConvNd):
+    """The forward pass of all three."""
+
+    preconditioner: SplicedPreconditioner | FilterPreconditioner
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name is torch's
+        if not torch.is_grad_enabled():
+            return self.plain_forward(input)
+        num_spatial = len(self.kernel_size)
+        x = input.unsqueeze(0) if input.ndim == num_spatial + 1 else input
+        padding = _symmetric_zeros(self)
+        if padding is None:
+            # reflected, circular or one-sided padding: a step of its own
+            mode = "constant" if self.padding_mode == "zeros" else self.padding_mode
+            x = nn.functional.pad(x, self._reversed_padding_repeated_twice, mode=mode)
+            padding = (0,) * num_spatial
+        geometry = Geometry(self.stride, padding, self.dilation, self.groups)
+        y = _Convolution.apply(x, self.weight, self.bias, self.preconditioner, geometry,  # type: ignore[no-untyped-call]
+                               compute_dtype(input))
+        return y if x.ndim == input.ndim else y.squeeze(0)  # type: ignore[no-any-return]
+
+    def plain_forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        """What torch's own class does."""
+        y: Tensor = self._conv_forward(input, self.weight, self.bias)
+        return y
+
+
+def _symmetric_zeros(layer: nn.modules.conv._ConvNd) -> tuple[int, ...] | None:
+    """The padding where it is with zeros and the same on both sides; else None."""
+    if layer.padding_mode != "zeros":
+        return None
+    if not isinstance(layer.padding, str):
+        return tuple(layer.padding)
+    if layer.padding == "valid":
+        return (0,) * len(layer.kernel_size)
+    total = [d * (k - 1) for d, k in zip(layer.dilation, layer.kernel_size, strict=True)]
+    return tuple(t // 2 for t in total) if all(t % 2 == 0 for t in total) else None
+
+
+class NaturalGradientConv1d(_NaturalGradientConv, nn.Conv1d):
+    """What `NGSGD` turns an `nn.Conv1d` into."""
+
+
+class NaturalGradientConv2d(_NaturalGradientConv, nn.Conv2d):
+    """What `NGSGD` turns an `nn.Conv2d` into."""
+
+
+class NaturalGradientConv3d(_NaturalGradientConv, nn.Conv3d):
+    """What `NGSGD` turns an `nn.Conv3d` into."""

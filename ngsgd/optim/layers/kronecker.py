@@ -1,0 +1,111 @@
+"""The natural gradient of a weight matrix from input rows and output-derivative rows (section 4 of arXiv 1410.7455).
+
+The gradient is formed once, from preconditioned rows, inside the backward pass; hooks that recompute it would pay for a
+second product of the size of the layer.  Letters: N rows, I inputs, O outputs, R rank.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ngsgd.optim.layers.common import LayerPreconditioner, Settings, Shared, wide
+from ngsgd.preconditioners.online import Call, OnlineNaturalGradient
+
+
+class KroneckerPreconditioner(LayerPreconditioner):
+    """Input rows with the 1 of the bias appended, and derivative rows."""
+
+    def __init__(self, shared: Shared, num_inputs: int, num_outputs: int, has_bias: bool, settings: Settings) -> None:
+        self.input_side = shared.preconditioner(settings.rank_in, num_inputs + has_bias, settings)
+        self.output_side = shared.preconditioner(settings.rank_out, num_outputs, settings)
+        super().__init__(shared, {"input": self.input_side, "output": self.output_side})
+        self.has_bias = has_bias
+
+    def gradient(self, X_NI: Tensor, dY_NO: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(weight gradient O x I, bias gradient O or None), preconditioned on both sides."""
+        dtype = X_NI.dtype
+        X_NI, dY_NO = wide(X_NI), wide(dY_NO).contiguous()
+        X_NI, one_N, num_rows = self._counted(X_NI, dY_NO)
+        loss_scale = self.shared.loss_scale()
+        # the derivatives first: they have just been made and are still in the cache
+        outputs = self.output_side.begin(dY_NO, num_rows=num_rows, loss_scale=loss_scale)
+        dYhat_NO, output_scale, correction = self._output_rows(outputs, dY_NO, X_NI.shape[1])
+        inputs = self.input_side.begin(X_NI, one_N, num_rows=num_rows)
+        Xhat_NI, one_hat_N, input_scale = _input_rows(inputs, X_NI, one_N)
+        # scaled before the product: N x I is less than O x I, and half precision keeps its range
+        scale = input_scale * output_scale
+        Xhat_NI = Xhat_NI.mul_(scale) if inputs is not None else Xhat_NI * scale
+        one_hat_N = None if one_hat_N is None else one_hat_N.mul_(scale)
+        if self.shared.sums_row_products:
+            self._sum_row_products(Xhat_NI, one_hat_N, dYhat_NO, num_rows, loss_scale)
+        gradient = _product(dYhat_NO, Xhat_NI, one_hat_N, correction, dtype)
+        if inputs is not None:
+            self.input_side.finish(inputs)
+        if correction is not None:
+            self.output_side.finish(correction)
+        return gradient
+
+    def _output_rows(self, outputs: Call | None, dY_NO: Tensor, num_inputs: int) -> tuple[Tensor, Tensor, Call | None]:
+        """(dYhat, gamma, None), or (dY, gamma, the call) where the rest is cheaper to take off the product."""
+        if outputs is None:
+            return dY_NO, dY_NO.new_ones(()), None
+        if not self.shared.sums_row_products and _is_cheaper_factored(len(dY_NO), num_inputs, dY_NO.shape[1]):
+            return dY_NO, outputs.scale(_sum_sq_hat(outputs, self.output_side)), outputs
+        dYhat_NO = outputs.rows()
+        flat = dYhat_NO.view(-1)
+        scale = outputs.scale(torch.dot(flat, flat))
+        self.output_side.finish(outputs)
+        return dYhat_NO, scale, None
+
+    def _counted(self, X_NI: Tensor, dY_NO: Tensor) -> tuple[Tensor, Tensor | None, Tensor | float]:
+        """(input rows, their appended column, number of rows that count); rows without derivative are taken out if asked."""
+        if not self.shared.ignore_zero_rows:
+            return X_NI, X_NI.new_ones(len(X_NI)) if self.has_bias else None, float(len(X_NI))
+        counts_N = (dY_NO != 0).any(dim=1).to(X_NI.dtype)
+        return X_NI * counts_N[:, None], counts_N if self.has_bias else None, counts_N.sum()
+
+    def _sum_row_products(self, Xhat_NI: Tensor, one_hat_N: Tensor | None, dYhat_NO: Tensor, num_rows: Tensor | float,
+                          loss_scale: Tensor | float) -> None:
+        sum_sq_N = Xhat_NI.square().sum(dim=1)
+        if one_hat_N is not None:
+            sum_sq_N += one_hat_N.square()
+        products = torch.dot(sum_sq_N.sqrt(), torch.linalg.vector_norm(dYhat_NO, dim=1)) / loss_scale
+        self.row_products = products if self.row_products is None else self.row_products + products
+        self.num_rows = self.num_rows + num_rows
+
+
+def _input_rows(call: Call | None, X_NI: Tensor, one_N: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
+    """(Xhat, its appended column, gamma)."""
+    if call is None:
+        return X_NI, None if one_N is None else one_N.clone(), X_NI.new_ones(())
+    Xhat_NI, one_hat_N = call.rows(), call.ones()
+    flat = Xhat_NI.view(-1)
+    sum_sq_hat = torch.dot(flat, flat)
+    if one_hat_N is not None:
+        sum_sq_hat = sum_sq_hat + torch.dot(one_hat_N, one_hat_N)
+    return Xhat_NI, one_hat_N, call.scale(sum_sq_hat)
+
+
+def _is_cheaper_factored(num_rows: int, num_inputs: int, num_outputs: int) -> bool:
+    """Whether dY^T Xhat - W^T (H^T Xhat) costs less than forming dYhat = dY - H W first (factor 2 R left out)."""
+    return num_inputs * (num_rows + num_outputs) < num_rows * num_outputs
+
+
+def _sum_sq_hat(outputs: Call, side: OnlineNaturalGradient) -> Tensor:
+    """tr Yhat Yhat^T without Yhat: |Y - H W|^2 = tr Y Y^T - 2 tr L + tr(L W W^T), L = H^T H (77)."""
+    L_RR = outputs.H_RN @ outputs.H_RN.T
+    return outputs.sum_sq - 2.0 * L_RR.diagonal().sum() + torch.dot(L_RR.view(-1), side.gram().view(-1))
+
+
+def _product(dYhat_NO: Tensor, Xhat_NI: Tensor, one_hat_N: Tensor | None, correction: Call | None,
+             dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """(weight, bias) gradient; with `correction`, dYhat is still dY and the rest of it is taken off in R dimensions."""
+    left, right = dYhat_NO.to(dtype).T, Xhat_NI.to(dtype)
+    dW_OI = torch.mm(left, right).to(Xhat_NI.dtype)
+    db_O = None if one_hat_N is None else torch.mv(dYhat_NO.T, one_hat_N)
+    if correction is not None:
+        dW_OI.addmm_(correction.W_RD.T, correction.H_RN @ Xhat_NI, alpha=-1)
+        if db_O is not None and one_hat_N is not None:
+            db_O.addmv_(correction.W_RD.T, torch.mv(correction.H_RN, one_hat_N), alpha=-1)
+    return dW_OI, db_O

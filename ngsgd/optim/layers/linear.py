@@ -1,0 +1,58 @@
+"""y = x W^T + b with the natural gradient in the backward pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from ngsgd.optim.layers.common import compute_dtype, without_autocast
+from ngsgd.optim.layers.kronecker import KroneckerPreconditioner
+
+
+class _Affine(torch.autograd.Function):
+    """`torch.nn.functional.linear`, with the preconditioned gradient in place of the plain one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None,  # not setup_context: that costs 0.1 ms a call
+                layer: KroneckerPreconditioner, dtype: torch.dtype | None) -> Tensor:
+        ctx.layer = layer
+        ctx.input_dtype = x.dtype
+        saved = weight
+        if dtype is not None:
+            x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+        ctx.save_for_backward(x, saved)
+        return nn.functional.linear(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable  # the gradient of a natural gradient is not what a second backward would return: make it raise
+    def backward(ctx: Any, dY: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        with without_autocast(dY.device.type):
+            dW, db = gradients(ctx.layer, x, dY, ctx.needs_input_grad[1], ctx.needs_input_grad[2])
+            dX = (dY @ weight.to(dY.dtype)).to(ctx.input_dtype) if ctx.needs_input_grad[0] else None
+        return dX, dW, db, None, None
+
+
+def gradients(layer: KroneckerPreconditioner, x: Tensor, dY: Tensor, needs_weight: bool,
+              needs_bias: bool) -> tuple[Tensor | None, Tensor | None]:
+    """(dW, db), each None where it is not needed; a bias alone gets its plain gradient."""
+    dY_NO = dY.reshape(-1, dY.shape[-1])
+    if not needs_weight:
+        return None, dY_NO.sum(dim=0) if needs_bias else None
+    dW, db = layer.gradient(x.reshape(-1, x.shape[-1]), dY_NO)
+    return dW, db if needs_bias else None
+
+
+class NaturalGradientLinear(nn.Linear):
+    """What `NGSGD` turns an `nn.Linear` into: same parameters, same names, same forward pass."""
+
+    preconditioner: KroneckerPreconditioner
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name is torch's
+        if not torch.is_grad_enabled():
+            return nn.functional.linear(input, self.weight, self.bias)
+        return _Affine.apply(input, self.weight, self.bias, self.preconditioner,  # type: ignore[no-any-return,no-untyped-call]
+                             compute_dtype(input))

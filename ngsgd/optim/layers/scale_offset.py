@@ -1,0 +1,126 @@
+"""Normalisation layers with the natural gradient of their scale and offset in the backward pass.
+
+Per-element scales and offsets have one gradient row per frame: the output derivative for the offset, the derivative times
+the normalised input for the scale.  These rows are preconditioned, then summed (Kaldi's ScaleAndOffsetComponent).
+Letters: N rows, D elements.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from ngsgd.optim.layers.common import LayerPreconditioner, Settings, Shared, wide, without_autocast
+from ngsgd.preconditioners.online import OnlineNaturalGradient
+
+
+class ScaleOffsetPreconditioner(LayerPreconditioner):
+    """One estimate for the rows of the scale, one for those of the offset."""
+
+    def __init__(self, shared: Shared, dim: int, has_offset: bool, settings: Settings) -> None:
+        names = ("scale", "offset") if has_offset else ("scale",)
+        super().__init__(shared, {name: shared.preconditioner(settings.rank_in, dim, settings) for name in names})
+
+    def gradient(self, name: str, rows_ND: Tensor) -> Tensor:
+        """The sum of the preconditioned rows, rescaled."""
+        side: OnlineNaturalGradient = self.sides[name]
+        num_rows: Tensor | float = float(len(rows_ND))
+        if self.shared.ignore_zero_rows:
+            num_rows = (rows_ND != 0).any(dim=1).sum()
+        call = side.begin(rows_ND, num_rows=num_rows, loss_scale=self.shared.loss_scale())
+        if call is None:
+            return rows_ND.sum(dim=0)
+        rows_hat_ND = call.rows()
+        flat = rows_hat_ND.view(-1)
+        total_D: Tensor = rows_hat_ND.sum(dim=0) * call.scale(torch.dot(flat, flat))
+        side.finish(call)
+        return total_D
+
+
+class _ScaleOffset(torch.autograd.Function):
+    """y = x * scale + offset; the parameters lie along the dimensions from `first` on, `ndim` of them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor, offset: Tensor | None, layer: ScaleOffsetPreconditioner,
+                first: int) -> Tensor:
+        ctx.layer, ctx.first = layer, first
+        ctx.save_for_backward(x, scale)
+        scale_b = _along(scale, x, first).to(x.dtype)
+        return x * scale_b if offset is None else torch.addcmul(_along(offset, x, first).to(x.dtype), x, scale_b)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dY: Tensor) -> tuple[Tensor | None, ...]:
+        x, scale = ctx.saved_tensors
+        needs_x, needs_scale, needs_offset = ctx.needs_input_grad[:3]
+        d_scale = d_offset = None
+        with without_autocast(dY.device.type):
+            dX = dY * _along(scale, x, ctx.first).to(dY.dtype) if needs_x else None
+            if needs_scale:
+                d_scale = ctx.layer.gradient("scale", _rows(wide(dY) * wide(x), scale, ctx.first)).view_as(scale)
+            if needs_offset:
+                d_offset = ctx.layer.gradient("offset", _rows(wide(dY), scale, ctx.first)).view_as(scale)
+        return dX, d_scale, d_offset, None, None
+
+
+def _along(parameter: Tensor, x: Tensor, first: int) -> Tensor:
+    """The parameter shaped so that it broadcasts along x's dimensions from `first` on."""
+    behind = x.ndim - first - parameter.ndim
+    return parameter.reshape(*parameter.shape, *[1] * behind)
+
+
+def _rows(x: Tensor, parameter: Tensor, first: int) -> Tensor:
+    """x as N x D, D the elements of the parameter."""
+    behind = x.ndim - first - parameter.ndim
+    if behind:
+        x = x.movedim(first, -1)  # channels of a batch normalisation
+    return x.reshape(-1, parameter.numel())
+
+
+class NaturalGradientNorm:
+    """What `NGSGD` turns an affine normalisation into: the same layer without its affine part, and that part after it."""
+
+    def prepare(self: Any, plain_class: type[nn.Module]) -> None:
+        """Makes the twin that normalises: it shares buffers and settings but has no affine part."""
+        twin = copy.copy(self)
+        twin.__class__ = plain_class
+        twin.__dict__["_parameters"] = dict.fromkeys(self._parameters)
+        twin.__dict__["_forward_hooks"], twin.__dict__["_forward_pre_hooks"] = {}, {}
+        twin.__dict__.pop("preconditioner", None)
+        self.__dict__["normalisation"] = twin
+
+    def forward(self: Any, input: Tensor) -> Tensor:  # noqa: A002  the name is torch's
+        twin = self.__dict__["normalisation"]
+        twin.training = self.training
+        first = input.ndim - self.weight.ndim if isinstance(self, (nn.LayerNorm, nn.RMSNorm)) else 1
+        y: Tensor = _ScaleOffset.apply(twin(input), self.weight, getattr(self, "bias", None),  # type: ignore[no-untyped-call]
+                                       self.preconditioner, first)
+        return y
+
+
+class NaturalGradientLayerNorm(NaturalGradientNorm, nn.LayerNorm):
+    """What `NGSGD` turns an `nn.LayerNorm` into."""
+
+
+class NaturalGradientRMSNorm(NaturalGradientNorm, nn.RMSNorm):
+    """What `NGSGD` turns an `nn.RMSNorm` into."""
+
+
+class NaturalGradientGroupNorm(NaturalGradientNorm, nn.GroupNorm):
+    """What `NGSGD` turns an `nn.GroupNorm` into."""
+
+
+class NaturalGradientBatchNorm1d(NaturalGradientNorm, nn.BatchNorm1d):
+    """What `NGSGD` turns an `nn.BatchNorm1d` into."""
+
+
+class NaturalGradientBatchNorm2d(NaturalGradientNorm, nn.BatchNorm2d):
+    """What `NGSGD` turns an `nn.BatchNorm2d` into."""
+
+
+class NaturalGradientBatchNorm3d(NaturalGradientNorm, nn.BatchNorm3d):
+    """What `NGSGD` turns an `nn.BatchNorm3d` into."""
