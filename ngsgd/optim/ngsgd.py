@@ -48,6 +48,8 @@ class NGSGD(SGD):
         schedule: "nnet3", or "nnet2" for the paper's update schedule.
         ignore_zero_rows: rows whose derivative is zero, as those of padding and masked frames, do not enter the estimates.
         grad_scaler: the torch.amp.GradScaler in use, so that the estimates do not mix its loss scales.
+        cosine_period: steps between two measurements of the cosine of each Linear's and TDNN's weight gradient to the plain one,
+            which cost a plain weight gradient (`ngsgd.optim.inspection`); 0 = never.
 
     >>> import torch, ngsgd
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
@@ -63,15 +65,16 @@ class NGSGD(SGD):
                  num_samples_history: float = 2000.0, alpha: float = 4.0, weight_decay: float = 0.0,
                  layer_options: Mapping[str, Mapping[str, Any]] | None = None, max_change_per_sample: float = 0.0,
                  schedule: str = "nnet3", ignore_zero_rows: bool = False, grad_scaler: Any = None,
-                 on_nonfinite: str = "skip") -> None:
+                 cosine_period: int = 0, on_nonfinite: str = "skip") -> None:
         self._settings = {"rank_in": rank_in, "rank_out": rank_out, "update_period": update_period,
                           "num_samples_history": num_samples_history, "alpha": alpha, "schedule": schedule}
-        require_non_negative(max_change_per_sample=max_change_per_sample)
+        require_non_negative(max_change_per_sample=max_change_per_sample, cosine_period=cosine_period)
         super().__init__(model, lr, momentum=momentum, max_change=max_change, max_param_change=max_param_change,
                          weight_decay=weight_decay, layer_options=layer_options, on_nonfinite=on_nonfinite)
         self.max_change_per_sample = max_change_per_sample
         self._shared = Shared(ignore_zero_rows=ignore_zero_rows, sums_row_products=max_change_per_sample > 0.0,
                               on_nonfinite=on_nonfinite, grad_scaler=grad_scaler)
+        self.cosine_period = cosine_period
         self._layers: dict[str, nn.Module] = {}
         self._preconditioners: dict[str, LayerPreconditioner] = {}
         self._attach(model)
@@ -104,6 +107,10 @@ class NGSGD(SGD):
             for side, estimate in preconditioner.sides.items():
                 yield f"{layer}.{side}", estimate
 
+    def layer_preconditioners(self) -> dict[str, LayerPreconditioner]:
+        """The preconditioner of every layer in `preconditioned`, by name."""
+        return dict(self._preconditioners)
+
     def freeze(self, frozen: bool = True) -> None:
         """Stops the Fisher estimates from moving, or lets them go on; backstitch freezes them in its first step."""
         for _, preconditioner in self.preconditioners():
@@ -120,6 +127,7 @@ class NGSGD(SGD):
     def _apply(self, scale: float, num_samples: int | None) -> None:
         super()._apply(scale, num_samples)
         self._follow_groups()
+        self._shared.measures_cosine = self.cosine_period > 0 and self._step_count % self.cosine_period == 0
         self._shared.queue.start_transfer()
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,6 +41,7 @@ class Shared:
     sums_row_products: bool = False   # for the limit of C.3
     on_nonfinite: str = "skip"
     grad_scaler: Any = None           # torch.amp.GradScaler
+    measures_cosine: bool = False     # in the next backward pass, at the price of a plain gradient
     queue: UpdateQueue = field(default_factory=UpdateQueue)
 
     def loss_scale(self) -> Tensor | float:
@@ -57,14 +60,33 @@ class Shared:
                                      schedule=settings.schedule, on_nonfinite=self.on_nonfinite, queue=self.queue)
 
 
+_numbers = itertools.count()
+_by_number: weakref.WeakValueDictionary[int, LayerPreconditioner] = weakref.WeakValueDictionary()
+
+
+def layer_of(number: int) -> LayerPreconditioner:
+    """The layer whose `number` it is, as long as it lives."""
+    return _by_number[number]
+
+
 class LayerPreconditioner:
-    """The Fisher estimates of one layer."""
+    """The Fisher estimates of one layer; its `number` is what operators in a compiled graph know it by."""
 
     def __init__(self, shared: Shared, sides: Mapping[str, OnlineNaturalGradient]) -> None:
         self.shared = shared
         self.sides = dict(sides)
+        self._take_number()
         self.row_products: Tensor | None = None  # sum over rows of |xhat| |yhat|, scaled; since the last step (C.3)
         self.num_rows: Tensor | float = 0.0      # rows in that sum
+        self.cosine: Tensor | None = None        # between preconditioned and plain gradient, when last measured
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._take_number()  # a copy is another layer
+
+    def _take_number(self) -> None:
+        self.number = next(_numbers)
+        _by_number[self.number] = self
 
     def follow(self, alpha: float, update_period: int, num_samples_history: float) -> None:
         """Takes over settings that may change while training."""

@@ -123,6 +123,12 @@ def _plain_gradients(x: Tensor, weight: Tensor, dY: Tensor, geometry: Geometry,
     return dX, dW, db
 
 
+# a graph break: the estimates change in the backward pass, which a traced graph cannot hold
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _uncompiled(*args: Any) -> Any:
+    return _Convolution.apply(*args)  # type: ignore[no-untyped-call]
+
+
 class _NaturalGradientConv(nn.modules.conv._ConvNd):
     """The forward pass of all three."""
 
@@ -140,8 +146,8 @@ class _NaturalGradientConv(nn.modules.conv._ConvNd):
             x = nn.functional.pad(x, self._reversed_padding_repeated_twice, mode=mode)
             padding = (0,) * num_spatial
         geometry = Geometry(self.stride, padding, self.dilation, self.groups)
-        y = _Convolution.apply(x, self.weight, self.bias, self.preconditioner, geometry,  # type: ignore[no-untyped-call]
-                               compute_dtype(input))
+        convolve = _uncompiled if torch.compiler.is_compiling() else _Convolution.apply
+        y = convolve(x, self.weight, self.bias, self.preconditioner, geometry, compute_dtype(input))
         return y if x.ndim == input.ndim else y.squeeze(0)  # type: ignore[no-any-return]
 
     def plain_forward(self, input: Tensor) -> Tensor:  # noqa: A002

@@ -40,6 +40,9 @@ class KroneckerPreconditioner(LayerPreconditioner):
         if self.shared.sums_row_products:
             self._sum_row_products(Xhat_NI, one_hat_N, dYhat_NO, num_rows, loss_scale)
         gradient = _product(dYhat_NO, Xhat_NI, one_hat_N, correction, dtype)
+        if self.shared.measures_cosine:
+            plain_OI = dY_NO.T @ X_NI
+            self.cosine = torch.nn.functional.cosine_similarity(gradient[0].view(-1), plain_OI.view(-1), dim=0)
         if inputs is not None:
             self.input_side.finish(inputs)
         if correction is not None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from ngsgd.optim.layers import compiled
 from ngsgd.optim.layers.common import compute_dtype, without_autocast
 from ngsgd.optim.layers.kronecker import KroneckerPreconditioner
 
@@ -54,5 +55,8 @@ class NaturalGradientLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name is torch's
         if not torch.is_grad_enabled():
             return nn.functional.linear(input, self.weight, self.bias)
+        if torch.compiler.is_compiling():
+            y: Tensor = compiled.linear(input, self.weight, self.bias, self.preconditioner.number, compute_dtype(input))
+            return y
         return _Affine.apply(input, self.weight, self.bias, self.preconditioner,  # type: ignore[no-any-return,no-untyped-call]
                              compute_dtype(input))

@@ -81,6 +81,12 @@ def _rows(x: Tensor, parameter: Tensor, first: int) -> Tensor:
     return x.reshape(-1, parameter.numel())
 
 
+# a graph break: the estimates change in the backward pass, which a traced graph cannot hold
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _uncompiled(*args: Any) -> Any:
+    return _ScaleOffset.apply(*args)  # type: ignore[no-untyped-call]
+
+
 class NaturalGradientNorm:
     """What `NGSGD` turns an affine normalisation into: the same layer without its affine part, and that part after it."""
 
@@ -97,8 +103,8 @@ class NaturalGradientNorm:
         twin = self.__dict__["normalisation"]
         twin.training = self.training
         first = input.ndim - self.weight.ndim if isinstance(self, (nn.LayerNorm, nn.RMSNorm)) else 1
-        y: Tensor = _ScaleOffset.apply(twin(input), self.weight, getattr(self, "bias", None),  # type: ignore[no-untyped-call]
-                                       self.preconditioner, first)
+        apply = _uncompiled if torch.compiler.is_compiling() else _ScaleOffset.apply
+        y: Tensor = apply(twin(input), self.weight, getattr(self, "bias", None), self.preconditioner, first)
         return y
 
 
