@@ -45,6 +45,7 @@ def load_final(folder: RunFolder, config: RunConfig) -> tuple[nn.Module, npt.NDA
                               f"finish it with `ngsgd resume {folder.path}`.") from error
     model = build_model(config.model, about["num_inputs"], about["num_classes"], config.seed)
     model.load_state_dict(state)
+    model.eval()
     return model, np.asarray(about["priors"])
 
 

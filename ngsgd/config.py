@@ -13,6 +13,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
+from ngsgd.errors import ConfigError
+from ngsgd.schedules import DropoutSchedule
+
 
 def knob(default: Any, *, one_of: tuple[Any, ...] = (), low: float | None = None, high: float | None = None,
          above: float | None = None) -> Any:
@@ -65,6 +68,7 @@ class ModelConfig:
     num_layers: int = knob(4, low=1, high=64)
     hidden_dim: int = knob(256, low=2)               # outputs of each hidden affine layer
     pnorm_group: int = knob(5, low=2)                # pnorm: hidden_dim / pnorm_group values go on; must divide hidden_dim
+    dropout_schedule: str = knob("")                 # as Kaldi's: 0,0@0.2,0.3@0.5,0 over the data processed; empty: no dropout
 
 
 @dataclass(frozen=True)
@@ -81,6 +85,12 @@ class OptimizerConfig:
     update_period: int = knob(4, low=1)              # minibatches between Fisher updates
     num_samples_history: float = knob(2000.0, above=0.0, high=1e6)  # frames; forgetting time constant of the Fisher (eq. 78)
     alpha: float = knob(4.0, low=0.0)                # smoothing towards the identity (eq. 19)
+    update_schedule: str = knob("nnet3", one_of=("nnet3", "nnet2"))  # of the Fisher: Kaldi's today, or the paper's own code
+    max_change_per_sample: float = knob(0.0, low=0.0)  # ngsgd: the paper's limit (C.3), nnet2's scripts use 0.075; 0 = none
+    backstitch_scale: float = knob(0.0, low=0.0)     # a step of -scale, then one of 1 + scale (Kaldi: 0.3 to 1); 0 = off
+    backstitch_interval: int = knob(1, low=1)        # minibatches between two with backstitch
+    proportional_shrink: float = knob(0.0, low=0.0)  # a job starts from the model times 1 - this * its learning rate
+    cosine_period: int = knob(500, low=0)            # ngsgd: minibatches between looks at the plain gradient, for the log
 
 
 @dataclass(frozen=True)
@@ -224,4 +234,26 @@ def _rule_jobs(c: RunConfig) -> Iterator[str]:
                f"{c.schedule.num_jobs_initial}.")
 
 
-_RULES: tuple[Callable[[RunConfig], Iterator[str]], ...] = (_rule_snr, _rule_ceps, _rule_pnorm, _rule_lr, _rule_jobs)
+def _rule_backstitch(c: RunConfig) -> Iterator[str]:
+    if c.optimizer.backstitch_scale and c.optimizer.momentum:
+        yield (f"optimizer.backstitch_scale is {c.optimizer.backstitch_scale} with optimizer.momentum {c.optimizer.momentum}; "
+               "backstitch needs momentum 0.")
+
+
+def _rule_shrink(c: RunConfig) -> Iterator[str]:
+    lr = c.schedule.lr_initial * c.schedule.num_jobs_final
+    if c.optimizer.proportional_shrink * lr >= 0.5:
+        yield (f"optimizer.proportional_shrink is {c.optimizer.proportional_shrink}; at a job's learning rate of {lr} it would "
+               "take half of the model or more, so lower it.")
+
+
+def _rule_dropout(c: RunConfig) -> Iterator[str]:
+    if c.model.dropout_schedule:
+        try:
+            DropoutSchedule.parse(c.model.dropout_schedule)
+        except ConfigError as error:
+            yield f"model.dropout_schedule: {error}"
+
+
+_RULES: tuple[Callable[[RunConfig], Iterator[str]], ...] = (_rule_snr, _rule_ceps, _rule_pnorm, _rule_lr, _rule_jobs,
+                                                          _rule_backstitch, _rule_shrink, _rule_dropout)

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import pairwise
 
-import numpy as np
-
 from ngsgd.errors import ConfigError
 
 
@@ -128,9 +126,14 @@ class DropoutSchedule:
         """The proportion of `component` when `fraction` (0 to 1) of the data has been processed; 0 if no pattern fits."""
         for pattern, points in self.points:
             if fnmatchcase(component, pattern):
-                fractions, proportions = zip(*points, strict=True)
-                return float(np.interp(fraction, fractions, proportions))
+                return _interpolated(min(max(fraction, 0.0), 1.0), points)
         return 0.0
+
+
+def _interpolated(at: float, points: tuple[tuple[float, float], ...]) -> float:
+    left, right = next((a, b) for a, b in pairwise(points) if at <= b[0])
+    share = (at - left[0]) / (right[0] - left[0])
+    return left[1] + share * (right[1] - left[1])
 
 
 def _dropout_points(text: str) -> tuple[tuple[float, float], ...]:

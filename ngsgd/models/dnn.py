@@ -20,6 +20,8 @@ def build_model(config: ModelConfig, num_inputs: int, num_classes: int, seed: in
         modules[f"affine{layer}"] = nn.Linear(width, config.hidden_dim)
         modules[f"nonlinearity{layer}"] = nn.ReLU() if config.kind == "relu" else PNorm(config.pnorm_group)
         modules[f"renormalize{layer}"] = Renormalize()
+        if config.dropout_schedule:
+            modules[f"dropout{layer}"] = nn.Dropout(0.0)  # the proportion follows the schedule, in each job
         width = config.hidden_dim if config.kind == "relu" else config.hidden_dim // config.pnorm_group
     modules["output"] = nn.Linear(width, num_classes)
     model = nn.Sequential(modules)

@@ -56,6 +56,7 @@ class Coordinator:
 
     def __post_init__(self) -> None:
         self.layout = Layout.of(self.model)
+        self.model.eval()  # no dropout in diagnostics
         self._subsets = {name: self.reader.diagnostic(name) for name in ("train", "valid")}
         self._num_deaths = 0
 
@@ -101,7 +102,8 @@ class Coordinator:
     def _run_jobs(self, plan: OuterIteration) -> list[JobResult]:
         """The results of a plan's jobs, in the order of the jobs; a job whose worker died is tried again."""
         self.ledger.planned(plan)
-        waiting = deque(Job(plan.outer_iter, job, 1, shard, plan.lr, plan.num_jobs)
+        waiting = deque(Job(plan.outer_iter, job, 1, shard, plan.lr, plan.num_jobs,
+                            plan.passes_done / self.schedule.num_passes)
                         for job, shard in enumerate(plan.shards))
         results: list[JobResult] = []
         unsettled = plan.num_jobs
@@ -182,7 +184,7 @@ class _Clock:
 def _job_record(result: JobResult, reason: str) -> JobRecord:
     return JobRecord(result.job.job, result.worker, result.job.attempt, result.num_frames, result.num_minibatches,
                      result.objf, result.accuracy, result.seconds, result.max_change_share,
-                     result.max_param_change_share, result.num_skipped, not reason, reason)
+                     result.max_param_change_share, result.num_skipped, not reason, reason, result.health)
 
 
 def first_checkpoint(parameters: Vector) -> Checkpoint:

@@ -27,6 +27,7 @@ class Job:
     shard: Shard
     lr: float          # per frame
     num_jobs: int
+    progress: float = 0.0  # share of the data processed before this outer iteration, 0 to 1
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class JobResult:
     max_change_share: float        # of layer updates, 0 to 1
     max_param_change_share: float  # of minibatches, 0 to 1
     num_skipped: int               # minibatches
+    health: dict[str, float]       # of the Fisher estimates at the end (ngsgd.optim.inspection.figures)
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ class JobRecord:
     num_skipped: int           # minibatches skipped because a gradient was not finite
     accepted: bool
     reason: str                # why it was rejected; empty when accepted
+    health: dict[str, float] = field(default_factory=dict)  # of the Fisher estimates at the end, by layer and side
 
     @property
     def frames_per_second(self) -> float:
@@ -86,6 +87,16 @@ class OuterIterationRecord:
     @property
     def max_param_change_share(self) -> float:
         return self._frame_mean("max_param_change_share")
+
+    @property
+    def health(self) -> dict[str, float]:
+        """Mean over the accepted jobs of what each says of its Fisher estimates."""
+        values: dict[str, list[float]] = {}
+        for job in self.jobs:
+            if job.accepted:
+                for name, value in job.health.items():
+                    values.setdefault(name, []).append(value)
+        return {name: statistics.fmean(found) for name, found in values.items()}
 
     def _frame_mean(self, name: str) -> float:
         accepted = [job for job in self.jobs if job.accepted]

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ngsgd import NGSGD
 from ngsgd.models import Renormalize
 
 
-def train(model: nn.Module, compiled: nn.Module, shape: tuple[int, ...], num_steps: int) -> NGSGD:
+def train(model: nn.Module, compiled: Callable[[Tensor], Tensor], shape: tuple[int, ...], num_steps: int) -> NGSGD:
     optimizer = NGSGD(model, lr=0.01, rank_in=3, rank_out=3)
     generator = torch.Generator().manual_seed(1)
     for _ in range(num_steps):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ngsgd.optim.layers.common import layer_of
 from ngsgd.optim.layers.kronecker import KroneckerPreconditioner
 
+
 def _layer(number: int) -> KroneckerPreconditioner:
     layer = layer_of(number)
     assert isinstance(layer, KroneckerPreconditioner)
