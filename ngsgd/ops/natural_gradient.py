@@ -85,11 +85,21 @@ def forgetting_rate(num_rows: float, num_samples_history: float, num_minibatches
     return min(0.9, 1.0 - math.exp(-num_rows / num_samples_history))
 
 
-def sum_of_squares(X_ND: Tensor, one_N: Tensor | None = None) -> Tensor:
-    """tr X X^T of contiguous rows, 0-d."""
+def sum_of_squares(X_ND: Tensor, one_N: Tensor | None = None) -> Tensor | float:
+    """tr X X^T of contiguous rows: a number on the host, 0-d on a device that must not be waited for."""
     flat = X_ND.view(-1)
     total = torch.dot(flat, flat)
-    return total if one_N is None else total + torch.dot(one_N, one_N)
+    if one_N is not None:
+        total += torch.dot(one_N, one_N)
+    return total.item() if X_ND.is_cpu else total
+
+
+def rescaling(sum_sq: Tensor | float, sum_sq_hat: Tensor | float) -> Tensor | float:
+    """gamma of (38), from tr X X^T and tr Xhat Xhat^T; 1 where there is nothing to rescale."""
+    if isinstance(sum_sq, Tensor) or isinstance(sum_sq_hat, Tensor):
+        return torch.nan_to_num(torch.as_tensor(sum_sq / sum_sq_hat).sqrt(), nan=1.0, posinf=1.0)
+    gamma = math.sqrt(max(sum_sq, 0.0) / sum_sq_hat) if sum_sq_hat > 0.0 else 1.0
+    return gamma if math.isfinite(gamma) else 1.0
 
 
 def project(X_ND: Tensor, W_RD: Tensor, one_N: Tensor | None = None) -> Tensor:
@@ -119,21 +129,18 @@ def project_back(X_ND: Tensor, H_RN: Tensor, one_N: Tensor | None = None) -> Ten
     return J_RD
 
 
-def pack_moments(J_RD: Tensor, H_RN: Tensor, sum_sq: Tensor, num_rows: Tensor | float, scale: Tensor | float = 1.0) -> Tensor:
-    """K = J J^T and L = H^T H (84), tr X X^T, N and the scale in one tensor, so that one transfer brings them to the host."""
-    rest = sum_sq.new_empty(3)
-    rest[0], rest[1], rest[2] = sum_sq, num_rows, scale
-    return torch.cat([(J_RD @ J_RD.T).view(-1), (H_RN @ H_RN.T).view(-1), rest])
+def moment_products(J_RD: Tensor, H_RN: Tensor) -> Tensor:
+    """K = J J^T and L = H^T H (84), stacked."""
+    KL_2RR = J_RD.new_empty(2, len(J_RD), len(J_RD))
+    torch.mm(J_RD, J_RD.T, out=KL_2RR[0])
+    torch.mm(H_RN, H_RN.T, out=KL_2RR[1])
+    return KL_2RR
 
 
-def unpack_moments(packed: Array, J_RD: Tensor) -> Moments:
-    """The other end of `pack_moments`."""
-    rank = len(J_RD)
-    K_RR, L_RR = packed[:rank**2].reshape(rank, rank), packed[rank**2:-3].reshape(rank, rank)
-    if not np.isfinite(K_RR).all() and bool(torch.isfinite(J_RD).all()):
-        J64_RD = J_RD.double()  # K holds fourth powers, which pass float32's range at |x| of 5e8
-        K_RR = (J64_RD @ J64_RD.T).cpu().numpy()
-    return Moments(K_RR, L_RR, *packed[-3:].tolist())
+def wide_moments(J_RD: Tensor, moments: Moments) -> Moments:
+    """The moments with K made in float64: it holds fourth powers, which pass float32's range at |x| of 5e8."""
+    J64_RD = J_RD.double()
+    return moments._replace(K_RR=(J64_RD @ J64_RD.T).cpu().numpy())
 
 
 def move(state: FisherState, moments: Moments, dim: int, eta: float, smoothing: Smoothing) -> Move | None:
@@ -142,7 +149,7 @@ def move(state: FisherState, moments: Moments, dim: int, eta: float, smoothing: 
     share = eta / moments.num_rows / moments.scale**2
     e_R = _e(d_R, rho, dim, smoothing.alpha)
     Z_RR = _z(moments.K_RR, moments.L_RR, e_R, d_R + rho, share, eta)
-    if not (np.isfinite(Z_RR).all() and math.isfinite(moments.sum_sq)):
+    if not (math.isfinite(moments.sum_sq) and np.isfinite(Z_RR).all()):
         return None
     c_R, U_RR = _descending_eigh(Z_RR)                                        # (58)
     c_floor = (rho * (1.0 - eta)) ** 2
@@ -186,10 +193,15 @@ def _e(d_R: Array, rho: float, dim: int, alpha: float) -> Array:
 
 def _z(K_RR: Array, L_RR: Array, e_R: Array, d_rho_R: Array, share: float, eta: float) -> Array:
     """Z_t = Y_t Y_t^T by (56, 57), from R x R products alone."""
-    whiten_R = share / np.sqrt(e_R)
+    sqrt_e_R = np.sqrt(e_R)
+    whiten_R = share / sqrt_e_R
     keep_R = (1.0 - eta) * d_rho_R
-    Z_RR = whiten_R[:, None] * (K_RR * whiten_R + L_RR * ((keep_R[:, None] + keep_R) / np.sqrt(e_R)))
-    Z_RR[np.diag_indices_from(Z_RR)] += keep_R**2
+    Z_RR = keep_R[:, None] + keep_R
+    Z_RR /= sqrt_e_R
+    Z_RR *= L_RR
+    Z_RR += K_RR * whiten_R
+    Z_RR *= whiten_R[:, None]
+    Z_RR.flat[::len(Z_RR) + 1] += keep_R**2
     return Z_RR
 
 

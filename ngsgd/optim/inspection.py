@@ -38,7 +38,8 @@ class LayerHealth:
     """One preconditioned layer."""
 
     estimates: dict[str, EstimateHealth]  # "input", "output" of a Linear
-    limited: float                        # share of steps that max_change shortened since `reset_activity`, 0 to 1
+    limited: float                        # share of steps that max_change shortened since `reset_activity`, 0 to 1; NaN: the
+                                          # layer has only parameters that another one counts for
     cosine: float                         # between the preconditioned and the plain gradient when last measured; NaN: never
 
 
@@ -61,7 +62,7 @@ def inspect(optimizer: NGSGD) -> dict[str, LayerHealth]:
         estimates = {side: health for side, estimate in layer.sides.items() if (health := _health(estimate)) is not None}
         if estimates:
             cosine = float("nan") if layer.cosine is None else float(layer.cosine)
-            found[name] = LayerHealth(estimates, shares[name], cosine)
+            found[name] = LayerHealth(estimates, shares.get(name, float("nan")), cosine)
     return found
 
 

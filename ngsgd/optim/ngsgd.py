@@ -88,11 +88,14 @@ class NGSGD(SGD):
 
     def _attach(self, model: nn.Module) -> None:
         settings = {group["name"]: Settings(**{key: group[key] for key in _SETTINGS}) for group in self.param_groups}
+        owners = {id(p): group["name"] for group in self.param_groups for p in group["params"]}
         mixed = _weights_of_mixed_kinds(model)
         for name, layer in model.named_modules():
             key = name or type(model).__name__
-            if key in settings and id(getattr(layer, "weight", None)) not in mixed:
-                preconditioner = attach(layer, settings[key], self._shared)
+            weight = id(getattr(layer, "weight", None))
+            if weight in owners and weight not in mixed:
+                # a weight that several layers share is in the group of the first of them
+                preconditioner = attach(layer, settings.get(key, settings[owners[weight]]), self._shared)
                 if preconditioner is not None:
                     self._layers[key], self._preconditioners[key] = layer, preconditioner
 
@@ -158,7 +161,10 @@ class NGSGD(SGD):
                 preconditioner.follow(group["alpha"], group["update_period"], group["num_samples_history"])
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's state plus "natural_gradient": the Fisher estimates, in their own dtype whatever the parameters'."""
+        """torch's state plus "natural_gradient": the Fisher estimates, in their own dtype whatever the parameters'.
+
+        Beside `state` and not in it, since torch casts what it finds there to the dtype of the parameters.
+        """
         state = super().state_dict()
         state["natural_gradient"] = {name: p.state_dict() for name, p in self.preconditioners()}
         return state
@@ -169,8 +175,7 @@ class NGSGD(SGD):
         mine = dict(self.preconditioners())
         if fisher.keys() != mine.keys():
             raise ValueError(f"the state is of other layers: {sorted(fisher.keys() ^ mine.keys())}")
-        # torch would cast these to the dtype of the parameters
-        super().load_state_dict({key: value for key, value in state_dict.items() if key != "natural_gradient"})
+        super().load_state_dict(state_dict)
         self._follow_groups()
         for name, preconditioner in mine.items():
             preconditioner.load_state_dict(fisher[name])

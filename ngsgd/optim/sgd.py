@@ -212,6 +212,15 @@ class SGD(torch.optim.Optimizer):
                             {name: hits / steps for name, hits in zip(names, layer_hits, strict=True)},
                             model_hits / steps)
 
+    def state_dict(self) -> dict[str, Any]:
+        """torch's state plus "step_count", which says whose turn it is among semi-orthogonal layers."""
+        return {**super().state_dict(), "step_count": self._step_count}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continues where the state was taken."""
+        super().load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
+        self._step_count = int(state_dict.get("step_count", 0))
+
     def reset_activity(self) -> None:
         self._num_steps = 0
         self._counts = torch.zeros(2 + len(self.param_groups), dtype=torch.int64)

@@ -23,7 +23,7 @@ class Call(NamedTuple):
     one_N: Tensor | None         # appended column, 1 or, for a row that does not count, 0; None: there is none
     num_rows: Tensor | float     # rows that count
     loss_scale: Tensor | float   # factor that the rows carry and the estimate must not
-    sum_sq: Tensor               # tr X X^T, 0-d
+    sum_sq: Tensor | float       # tr X X^T
     W_RD: Tensor
     H_RN: Tensor                 # X W^T, transposed
 
@@ -35,9 +35,9 @@ class Call(NamedTuple):
         """The appended column of Xhat."""
         return None if self.one_N is None else ops.precondition_ones(self.one_N, self.H_RN, self.W_RD)
 
-    def scale(self, sum_sq_hat: Tensor) -> Tensor:
-        """gamma of (38), given tr Xhat Xhat^T; 1 where there is nothing to rescale."""
-        return torch.nan_to_num((self.sum_sq / sum_sq_hat).sqrt(), nan=1.0, posinf=1.0)
+    def scale(self, sum_sq_hat: Tensor | float) -> Tensor | float:
+        """gamma of (38), given tr Xhat Xhat^T."""
+        return ops.rescaling(self.sum_sq, sum_sq_hat)
 
 
 class OnlineNaturalGradient:
@@ -106,7 +106,7 @@ class OnlineNaturalGradient:
         Xhat_ND = call.rows()
         scale = call.scale(ops.sum_of_squares(Xhat_ND))
         self.finish(call)
-        return Xhat_ND, scale
+        return Xhat_ND, torch.as_tensor(scale, dtype=X_ND.dtype, device=X_ND.device)
 
     def begin(self, X_ND: Tensor, one_N: Tensor | None = None, *, num_rows: Tensor | float | None = None,
               loss_scale: Tensor | float = 1.0) -> Call | None:
@@ -138,17 +138,18 @@ class OnlineNaturalGradient:
         """Moves the estimate if this call is one that does."""
         if self._updates_now():
             J_RD = ops.project_back(call.X_ND, call.H_RN, call.one_N)
-            self._queue.add(self, J_RD, ops.pack_moments(J_RD, call.H_RN, call.sum_sq, call.num_rows, call.loss_scale))
+            self._queue.add(self, J_RD, ops.moment_products(J_RD, call.H_RN), (call.sum_sq, call.num_rows, call.loss_scale))
         self.num_calls += not self.frozen
 
-    def move(self, J_RD: Tensor, packed: Any) -> None:
+    def move(self, J_RD: Tensor, moments: ops.Moments) -> None:
         """The update itself, for the queue; a minibatch whose products are not finite changes nothing."""
         assert self._state is not None
-        moments = ops.unpack_moments(packed, J_RD)
         if moments.num_rows == 0.0:  # everything was masked
             return
         eta = ops.forgetting_rate(moments.num_rows, self.num_samples_history, self.num_minibatches_history)
-        step = ops.move(self._state, moments, J_RD.shape[1], eta, self.smoothing)
+        dim = J_RD.shape[1]
+        step = ops.move(self._state, moments, dim, eta, self.smoothing) or \
+            ops.move(self._state, ops.wide_moments(J_RD, moments), dim, eta, self.smoothing)
         if step is not None:
             self._state = ops.moved(self._state, J_RD, step, self.smoothing)
             self._gram_RR = None
@@ -220,7 +221,8 @@ class OnlineNaturalGradient:
         rank = min(self.rank, dim - 1)
         sum_sq = ops.sum_of_squares(X64_ND, one64_N)
         self._state = ops.initial_state(dim, rank, self.smoothing, X64_ND)
+        passes = UpdateQueue(deferred=False)
         for _ in range(3 if self.schedule == "nnet2" or float(num_rows) > rank else 1):
             H_RN = ops.project(X64_ND, self._state.W_RD, one64_N)
             J_RD = ops.project_back(X64_ND, H_RN, one64_N)
-            self.move(J_RD, ops.pack_moments(J_RD, H_RN, sum_sq, num_rows, loss_scale).cpu().numpy())
+            passes.add(self, J_RD, ops.moment_products(J_RD, H_RN), (sum_sq, num_rows, loss_scale))

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
+
+from ngsgd.ops.natural_gradient import Moments
+
+Number = Tensor | float
 
 
 class Estimate(Protocol):
     """Something whose update needs numbers on the host."""
 
-    def move(self, J_RD: Tensor, packed: Any) -> None:
-        """Takes the step, given the products of the minibatch and its moments as a NumPy array."""
+    def move(self, J_RD: Tensor, moments: Moments) -> None:
+        """Takes the step, given the products of the minibatch."""
 
 
 class UpdateQueue:
@@ -29,11 +35,15 @@ class UpdateQueue:
         self._waiting: list[tuple[Estimate, Tensor, Tensor]] = []
         self._transfer: tuple[Tensor, Any] | None = None
 
-    def add(self, estimate: Estimate, J_RD: Tensor, packed: Tensor) -> None:
+    def add(self, estimate: Estimate, J_RD: Tensor, KL_2RR: Tensor, numbers: tuple[Number, Number, Number]) -> None:
+        """`numbers`: tr X X^T, the number of rows and the scale that they carry."""
         if J_RD.is_cpu if self.deferred is None else not self.deferred:
-            estimate.move(J_RD, packed.numpy().astype("float64"))
+            estimate.move(J_RD, _moments(KL_2RR.cpu().numpy(), [float(number) for number in numbers]))
             return
-        self._waiting.append((estimate, J_RD, packed))
+        rest = KL_2RR.new_empty(3)
+        for index, number in enumerate(numbers):
+            rest[index] = number
+        self._waiting.append((estimate, J_RD, torch.cat([KL_2RR.view(-1), rest])))
         self._transfer = None
 
     def start_transfer(self) -> None:
@@ -51,11 +61,18 @@ class UpdateQueue:
         if done is not None:
             done.synchronize()
         waiting, self._waiting, self._transfer = self._waiting, [], None
-        all_packed = numbers.numpy().astype("float64")
+        all_packed = numbers.numpy()
         start = 0
         for estimate, J_RD, packed in waiting:
-            estimate.move(J_RD, all_packed[start:start + len(packed)])
-            start += len(packed)
+            end = start + len(packed)
+            estimate.move(J_RD, _moments(all_packed[start:end - 3].reshape(2, len(J_RD), len(J_RD)),
+                                         all_packed[end - 3:end].tolist()))
+            start = end
+
+
+def _moments(KL_2RR: npt.NDArray[Any], numbers: list[float]) -> Moments:
+    K_RR, L_RR = KL_2RR.astype(np.float64)
+    return Moments(K_RR, L_RR, *numbers)
 
 
 def _to_host(numbers: Tensor) -> tuple[Tensor, Any]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from ngsgd.ops.natural_gradient import sum_of_squares
 from ngsgd.optim.layers.common import LayerPreconditioner, Settings, Shared, compute_dtype, wide, without_autocast
 from ngsgd.optim.layers.kronecker import KroneckerPreconditioner
 
@@ -61,13 +62,12 @@ class FilterPreconditioner(LayerPreconditioner):
         P_OI = wide(dW).reshape(len(dW), -1)
         if db is not None:
             P_OI = torch.cat([P_OI, wide(db)[:, None]], dim=1)
-        scale = P_OI.new_ones(())
+        scale: Tensor | float = 1.0
         for name in ("filters", "columns"):
             call = self.sides[name].begin(P_OI, loss_scale=self.shared.loss_scale())
             if call is not None:
                 P_OI = call.rows()
-                flat = P_OI.view(-1)
-                scale = scale * call.scale(torch.dot(flat, flat))
+                scale = scale * call.scale(sum_of_squares(P_OI))
                 self.sides[name].finish(call)
             P_OI = P_OI.T.contiguous()
         P_OI = P_OI * scale

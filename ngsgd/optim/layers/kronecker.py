@@ -9,15 +9,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ngsgd.ops.natural_gradient import sum_of_squares
 from ngsgd.optim.layers.common import LayerPreconditioner, Settings, Shared, wide
 from ngsgd.preconditioners.online import Call, OnlineNaturalGradient
+
+_MIN_NORM_LEFT = 1e-2  # of tr Y Y^T, for five right digits of a difference in float32
 
 
 class KroneckerPreconditioner(LayerPreconditioner):
     """Input rows with the 1 of the bias appended, and derivative rows."""
 
     def __init__(self, shared: Shared, num_inputs: int, num_outputs: int, has_bias: bool, settings: Settings) -> None:
-        self.input_side = shared.preconditioner(settings.rank_in, num_inputs + has_bias, settings)
+        rank_in = min(settings.rank_in, (num_inputs + 1) // 2)  # Kaldi does not count the appended 1
+        self.input_side = shared.preconditioner(rank_in, num_inputs + has_bias, settings)
         self.output_side = shared.preconditioner(settings.rank_out, num_outputs, settings)
         super().__init__(shared, {"input": self.input_side, "output": self.output_side})
         self.has_bias = has_bias
@@ -49,15 +53,17 @@ class KroneckerPreconditioner(LayerPreconditioner):
             self.output_side.finish(correction)
         return gradient
 
-    def _output_rows(self, outputs: Call | None, dY_NO: Tensor, num_inputs: int) -> tuple[Tensor, Tensor, Call | None]:
+    def _output_rows(self, outputs: Call | None, dY_NO: Tensor,
+                     num_inputs: int) -> tuple[Tensor, Tensor | float, Call | None]:
         """(dYhat, gamma, None), or (dY, gamma, the call) where the rest is cheaper to take off the product."""
         if outputs is None:
-            return dY_NO, dY_NO.new_ones(()), None
-        if not self.shared.sums_row_products and _is_cheaper_factored(len(dY_NO), num_inputs, dY_NO.shape[1]):
-            return dY_NO, outputs.scale(_sum_sq_hat(outputs, self.output_side)), outputs
+            return dY_NO, 1.0, None
+        if dY_NO.is_cpu and not self.shared.sums_row_products and _is_cheaper_factored(len(dY_NO), num_inputs, dY_NO.shape[1]):
+            sum_sq_hat = _sum_sq_hat(outputs, self.output_side)
+            if sum_sq_hat > _MIN_NORM_LEFT * outputs.sum_sq:  # else it is a small difference of large numbers
+                return dY_NO, outputs.scale(sum_sq_hat), outputs
         dYhat_NO = outputs.rows()
-        flat = dYhat_NO.view(-1)
-        scale = outputs.scale(torch.dot(flat, flat))
+        scale = outputs.scale(sum_of_squares(dYhat_NO))
         self.output_side.finish(outputs)
         return dYhat_NO, scale, None
 
@@ -78,27 +84,24 @@ class KroneckerPreconditioner(LayerPreconditioner):
         self.num_rows = self.num_rows + num_rows
 
 
-def _input_rows(call: Call | None, X_NI: Tensor, one_N: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
+def _input_rows(call: Call | None, X_NI: Tensor, one_N: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | float]:
     """(Xhat, its appended column, gamma)."""
     if call is None:
-        return X_NI, None if one_N is None else one_N.clone(), X_NI.new_ones(())
+        return X_NI, None if one_N is None else one_N.clone(), 1.0
     Xhat_NI, one_hat_N = call.rows(), call.ones()
-    flat = Xhat_NI.view(-1)
-    sum_sq_hat = torch.dot(flat, flat)
-    if one_hat_N is not None:
-        sum_sq_hat = sum_sq_hat + torch.dot(one_hat_N, one_hat_N)
-    return Xhat_NI, one_hat_N, call.scale(sum_sq_hat)
+    return Xhat_NI, one_hat_N, call.scale(sum_of_squares(Xhat_NI, one_hat_N))
 
 
 def _is_cheaper_factored(num_rows: int, num_inputs: int, num_outputs: int) -> bool:
-    """Whether dY^T Xhat - W^T (H^T Xhat) costs less than forming dYhat = dY - H W first (factor 2 R left out)."""
+    """Whether, on a CPU, dY^T Xhat - W^T (H^T Xhat) costs less than forming dYhat = dY - H W first (factor 2 R left out)."""
     return num_inputs * (num_rows + num_outputs) < num_rows * num_outputs
 
 
-def _sum_sq_hat(outputs: Call, side: OnlineNaturalGradient) -> Tensor:
+def _sum_sq_hat(outputs: Call, side: OnlineNaturalGradient) -> Tensor | float:
     """tr Yhat Yhat^T without Yhat: |Y - H W|^2 = tr Y Y^T - 2 tr L + tr(L W W^T), L = H^T H (77)."""
     L_RR = outputs.H_RN @ outputs.H_RN.T
-    return outputs.sum_sq - 2.0 * L_RR.diagonal().sum() + torch.dot(L_RR.view(-1), side.gram().view(-1))
+    taken = 2.0 * L_RR.diagonal().sum() - torch.dot(L_RR.view(-1), side.gram().view(-1))
+    return outputs.sum_sq - (taken.item() if taken.is_cpu else taken)
 
 
 def _product(dYhat_NO: Tensor, Xhat_NI: Tensor, one_hat_N: Tensor | None, correction: Call | None,

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from ngsgd.ops.natural_gradient import sum_of_squares
 from ngsgd.optim.layers.common import LayerPreconditioner, Settings, Shared, wide, without_autocast
 from ngsgd.preconditioners.online import OnlineNaturalGradient
 
@@ -35,8 +36,7 @@ class ScaleOffsetPreconditioner(LayerPreconditioner):
         if call is None:
             return rows_ND.sum(dim=0)
         rows_hat_ND = call.rows()
-        flat = rows_hat_ND.view(-1)
-        total_D: Tensor = rows_hat_ND.sum(dim=0) * call.scale(torch.dot(flat, flat))
+        total_D: Tensor = rows_hat_ND.sum(dim=0) * call.scale(sum_of_squares(rows_hat_ND))
         side.finish(call)
         return total_D
 
