@@ -109,9 +109,9 @@ def project(X_ND: Tensor, W_RD: Tensor, one_N: Tensor | None = None) -> Tensor:
     return torch.addmm(torch.outer(W_RD[:, -1], one_N), W_RD[:, :-1], X_ND.T)
 
 
-def precondition(X_ND: Tensor, H_RN: Tensor, W_RD: Tensor) -> Tensor:
+def precondition(X_ND: Tensor, H_RN: Tensor, W_RD: Tensor, out: Tensor | None = None) -> Tensor:
     """Xhat: rows multiplied by beta_t G_t^-1 (36, 80), not yet rescaled; W may have a last column for the ones."""
-    return torch.addmm(X_ND, H_RN.T, W_RD[:, :X_ND.shape[1]], alpha=-1)
+    return torch.addmm(X_ND, H_RN.T, W_RD[:, :X_ND.shape[1]], alpha=-1, out=out)
 
 
 def precondition_ones(one_N: Tensor, H_RN: Tensor, W_RD: Tensor) -> Tensor:

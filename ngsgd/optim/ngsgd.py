@@ -131,7 +131,7 @@ class NGSGD(SGD):
         super()._apply(scale, num_samples)
         self._follow_groups()
         self._shared.measures_cosine = self.cosine_period > 0 and self._step_count % self.cosine_period == 0
-        self._shared.queue.start_transfer()
+        self._shared.queue.flush()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's; the sums for max_change_per_sample start again too."""

@@ -27,9 +27,9 @@ class Call(NamedTuple):
     W_RD: Tensor
     H_RN: Tensor                 # X W^T, transposed
 
-    def rows(self) -> Tensor:
-        """Xhat without the appended column, before any scale."""
-        return ops.precondition(self.X_ND, self.H_RN, self.W_RD)
+    def rows(self, out: Tensor | None = None) -> Tensor:
+        """Xhat without the appended column, before any scale; written to `out`, if given."""
+        return ops.precondition(self.X_ND, self.H_RN, self.W_RD, out)
 
     def ones(self) -> Tensor | None:
         """The appended column of Xhat."""
@@ -91,7 +91,7 @@ class OnlineNaturalGradient:
     @property
     def state(self) -> ops.FisherState | None:
         """The estimate as it stands; None before the first call."""
-        self._queue.settle()
+        self._queue.settle(self)
         return self._state
 
     def precondition(self, X_ND: Tensor) -> tuple[Tensor, Tensor]:
@@ -128,7 +128,7 @@ class OnlineNaturalGradient:
                                       "or too large to be squared; lower the learning rate, or skip such minibatches with "
                                       "on_nonfinite=\"skip\".")
             return None
-        self._queue.settle()
+        self._queue.settle(self)
         if self._state is None:
             self._start(X_ND, one_N, num_rows, loss_scale)
         W_RD = self._matched(X_ND, dim).W_RD
@@ -156,7 +156,7 @@ class OnlineNaturalGradient:
 
     def set_alpha(self, alpha: float) -> None:
         """Changes the smoothing; W = E^(1/2) R follows, since E depends on alpha."""
-        self._queue.settle()
+        self._queue.settle(self)
         old, self.smoothing = self.smoothing, self.smoothing._replace(alpha=alpha)
         if self._state is not None:
             self._state = ops.resmoothed(self._state, old, self.smoothing)
@@ -183,7 +183,7 @@ class OnlineNaturalGradient:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from `state`; an object that has loaded a state counts as initialised, also at t = 0."""
-        self._queue.settle()
+        self._queue.settle(self)
         self.num_calls = int(state["t"])
         self._gram_RR = None
         if "W" not in state:
@@ -221,7 +221,7 @@ class OnlineNaturalGradient:
         rank = min(self.rank, dim - 1)
         sum_sq = ops.sum_of_squares(X64_ND, one64_N)
         self._state = ops.initial_state(dim, rank, self.smoothing, X64_ND)
-        passes = UpdateQueue(deferred=False)
+        passes = UpdateQueue()
         for _ in range(3 if self.schedule == "nnet2" or float(num_rows) > rank else 1):
             H_RN = ops.project(X64_ND, self._state.W_RD, one64_N)
             J_RD = ops.project_back(X64_ND, H_RN, one64_N)

@@ -1,11 +1,10 @@
-"""Updates of Fisher estimates: at once on the host, gathered on a GPU so that it waits for the host once for all of them."""
+"""Updates of Fisher estimates: alone at once, those of an optimiser together, so that a GPU waits for the host at most once."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -21,58 +20,73 @@ class Estimate(Protocol):
         """Takes the step, given the products of the minibatch."""
 
 
-class UpdateQueue:
-    """Updates that wait for their numbers to reach the host.
+class _Waiting(NamedTuple):
+    estimate: Estimate
+    J_RD: Tensor
+    KL_2RR: Tensor                          # K and L
+    numbers: tuple[Number, Number, Number]  # tr X X^T, the number of rows, the scale that they carry
 
-    The estimates of one optimiser share a queue.  On a GPU an update stays in it until some estimate is needed again, which
-    is in the next backward pass: `start_transfer` sends all numbers to the host on a stream of their own, beside the
-    parameter step and the next forward pass, and `settle` waits for that one transfer.  The numbers are those of an
-    immediate update.
+
+class UpdateQueue:
+    """Updates whose numbers are yet to reach the host.
+
+    The estimates of one optimiser share a queue, and their updates wait in it until the step is done or an estimate is needed
+    again.  On a CPU that keeps the code and the data of the R x R algebra in the cache.  On a GPU `flush` sends all numbers to
+    the host on a stream of their own, beside the parameter step and the next forward pass, and `settle`, in the next backward
+    pass, waits for that one transfer.  The numbers are those of immediate updates, bit for bit.
     """
 
-    def __init__(self, *, deferred: bool | None = None) -> None:
-        self.deferred = deferred  # None: deferred on anything but a CPU
-        self._waiting: list[tuple[Estimate, Tensor, Tensor]] = []
+    def __init__(self, *, deferred: bool = False) -> None:
+        self.deferred = deferred
+        self._waiting: list[_Waiting] = []
         self._transfer: tuple[Tensor, Any] | None = None
 
     def add(self, estimate: Estimate, J_RD: Tensor, KL_2RR: Tensor, numbers: tuple[Number, Number, Number]) -> None:
-        """`numbers`: tr X X^T, the number of rows and the scale that they carry."""
-        if J_RD.is_cpu if self.deferred is None else not self.deferred:
-            estimate.move(J_RD, _moments(KL_2RR.cpu().numpy(), [float(number) for number in numbers]))
-            return
-        rest = KL_2RR.new_empty(3)
-        for index, number in enumerate(numbers):
-            rest[index] = number
-        self._waiting.append((estimate, J_RD, torch.cat([KL_2RR.view(-1), rest])))
+        """Takes an update in; carries it out, unless updates are deferred."""
+        self._waiting.append(_Waiting(estimate, J_RD, KL_2RR, numbers))
         self._transfer = None
+        if not self.deferred:
+            self.settle()
 
-    def start_transfer(self) -> None:
-        """Sends what the waiting updates need to the host; returns at once."""
+    def flush(self) -> None:
+        """No more updates are to come for now: on a CPU carries out what waits, else starts the transfer and returns."""
         if self._waiting and self._transfer is None:
-            self._transfer = _to_host(torch.cat([packed for _, _, packed in self._waiting]))
+            if self._waiting[0].J_RD.is_cpu:
+                self.settle()
+            else:
+                self._transfer = _to_host(torch.cat([_packed(update) for update in self._waiting]))
 
-    def settle(self) -> None:
-        """Carries the waiting updates out, in the order in which they came."""
-        if not self._waiting:
+    def settle(self, needed: Estimate | None = None) -> None:
+        """Carries the waiting updates out, in the order in which they came; only if `needed` waits, where it is given."""
+        if not self._waiting or (needed is not None and all(update.estimate is not needed for update in self._waiting)):
             return
-        self.start_transfer()
-        assert self._transfer is not None
-        numbers, done = self._transfer
+        waiting, self._waiting = self._waiting, []
+        if waiting[0].J_RD.is_cpu:
+            for update in waiting:
+                update.estimate.move(update.J_RD, _moments(update.KL_2RR, update.numbers))
+            return
+        numbers, done = self._transfer or _to_host(torch.cat([_packed(update) for update in waiting]))
+        self._transfer = None
         if done is not None:
             done.synchronize()
-        waiting, self._waiting, self._transfer = self._waiting, [], None
-        all_packed = numbers.numpy()
         start = 0
-        for estimate, J_RD, packed in waiting:
-            end = start + len(packed)
-            estimate.move(J_RD, _moments(all_packed[start:end - 3].reshape(2, len(J_RD), len(J_RD)),
-                                         all_packed[end - 3:end].tolist()))
-            start = end
+        for update in waiting:
+            end = start + update.KL_2RR.numel()
+            update.estimate.move(update.J_RD, _moments(numbers[start:end].view_as(update.KL_2RR), numbers[end:end + 3].tolist()))
+            start = end + 3
 
 
-def _moments(KL_2RR: npt.NDArray[Any], numbers: list[float]) -> Moments:
-    K_RR, L_RR = KL_2RR.astype(np.float64)
-    return Moments(K_RR, L_RR, *numbers)
+def _moments(KL_2RR: Tensor, numbers: Any) -> Moments:
+    K_RR, L_RR = KL_2RR.numpy().astype(np.float64)
+    return Moments(K_RR, L_RR, *map(float, numbers))
+
+
+def _packed(update: _Waiting) -> Tensor:
+    """All that the host must know of an update, as one vector on the device."""
+    rest = update.KL_2RR.new_empty(3)
+    for index, number in enumerate(update.numbers):
+        rest[index] = number
+    return torch.cat([update.KL_2RR.view(-1), rest])
 
 
 def _to_host(numbers: Tensor) -> tuple[Tensor, Any]:

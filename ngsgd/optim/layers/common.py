@@ -33,6 +33,25 @@ class Settings:
         OnlineNaturalGradient(1, self.update_period, self.num_samples_history, alpha=self.alpha, schedule=self.schedule)
 
 
+class Scratch:
+    """Memory that one layer's backward pass uses and the next one uses again; fresh pages cost more than what is done in them."""
+
+    def __init__(self) -> None:
+        self._flat: dict[Any, Tensor] = {}
+
+    def like(self, name: str, rows_ND: Tensor) -> Tensor:
+        """An uninitialised matrix of the shape of `rows_ND`, which the next call of the same name overwrites."""
+        key = (name, rows_ND.dtype, rows_ND.device)
+        flat = self._flat.get(key)
+        if flat is None or flat.numel() < rows_ND.numel():
+            flat = self._flat[key] = rows_ND.new_empty(rows_ND.numel())
+        return flat[:rows_ND.numel()].view_as(rows_ND)
+
+    def clear(self) -> None:
+        """Gives the memory back."""
+        self._flat.clear()
+
+
 @dataclass
 class Shared:
     """State and options that all layers of one optimiser share."""
@@ -42,7 +61,8 @@ class Shared:
     on_nonfinite: str = "skip"
     grad_scaler: Any = None           # torch.amp.GradScaler
     measures_cosine: bool = False     # in the next backward pass, at the price of a plain gradient
-    queue: UpdateQueue = field(default_factory=UpdateQueue)
+    scratch: Scratch = field(default_factory=Scratch)
+    queue: UpdateQueue = field(default_factory=lambda: UpdateQueue(deferred=True))
 
     def loss_scale(self) -> Tensor | float:
         """The factor that the derivatives of this backward pass carry."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ngsgd.ops.natural_gradient import sum_of_squares
-from ngsgd.optim.layers.common import LayerPreconditioner, Settings, Shared, wide
+from ngsgd.optim.layers.common import LayerPreconditioner, Scratch, Settings, Shared, wide
 from ngsgd.preconditioners.online import Call, OnlineNaturalGradient
 
 _MIN_NORM_LEFT = 1e-2  # of tr Y Y^T, for five right digits of a difference in float32
@@ -36,7 +36,7 @@ class KroneckerPreconditioner(LayerPreconditioner):
         outputs = self.output_side.begin(dY_NO, num_rows=num_rows, loss_scale=loss_scale)
         dYhat_NO, output_scale, correction = self._output_rows(outputs, dY_NO, X_NI.shape[1])
         inputs = self.input_side.begin(X_NI, one_N, num_rows=num_rows)
-        Xhat_NI, one_hat_N, input_scale = _input_rows(inputs, X_NI, one_N)
+        Xhat_NI, one_hat_N, input_scale = _input_rows(inputs, X_NI, one_N, self.shared.scratch)
         # scaled before the product: N x I is less than O x I, and half precision keeps its range
         scale = input_scale * output_scale
         Xhat_NI = Xhat_NI.mul_(scale) if inputs is not None else Xhat_NI * scale
@@ -62,7 +62,7 @@ class KroneckerPreconditioner(LayerPreconditioner):
             sum_sq_hat = _sum_sq_hat(outputs, self.output_side)
             if sum_sq_hat > _MIN_NORM_LEFT * outputs.sum_sq:  # else it is a small difference of large numbers
                 return dY_NO, outputs.scale(sum_sq_hat), outputs
-        dYhat_NO = outputs.rows()
+        dYhat_NO = outputs.rows(self.shared.scratch.like("outputs", dY_NO))
         scale = outputs.scale(sum_of_squares(dYhat_NO))
         self.output_side.finish(outputs)
         return dYhat_NO, scale, None
@@ -84,11 +84,12 @@ class KroneckerPreconditioner(LayerPreconditioner):
         self.num_rows = self.num_rows + num_rows
 
 
-def _input_rows(call: Call | None, X_NI: Tensor, one_N: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | float]:
+def _input_rows(call: Call | None, X_NI: Tensor, one_N: Tensor | None,
+                scratch: Scratch) -> tuple[Tensor, Tensor | None, Tensor | float]:
     """(Xhat, its appended column, gamma)."""
     if call is None:
         return X_NI, None if one_N is None else one_N.clone(), 1.0
-    Xhat_NI, one_hat_N = call.rows(), call.ones()
+    Xhat_NI, one_hat_N = call.rows(scratch.like("inputs", X_NI)), call.ones()
     return Xhat_NI, one_hat_N, call.scale(sum_of_squares(Xhat_NI, one_hat_N))
 
 

@@ -32,8 +32,8 @@ class _Affine(torch.autograd.Function):
     def backward(ctx: Any, dY: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         with without_autocast(dY.device.type):
-            dW, db = gradients(ctx.layer, x, dY, ctx.needs_input_grad[1], ctx.needs_input_grad[2])
             dX = (dY @ weight.to(dY.dtype)).to(ctx.input_dtype) if ctx.needs_input_grad[0] else None
+            dW, db = gradients(ctx.layer, x, dY, ctx.needs_input_grad[1], ctx.needs_input_grad[2])
         return dX, dW, db, None, None
 
 
