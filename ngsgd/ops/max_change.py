@@ -45,4 +45,5 @@ def row_product_factor(products: Tensor, num_rows: Tensor | float, lr: float, ma
     `products` is the sum over rows of |xhat_i| |yhat_i|, scales included: times `lr` it bounds the Frobenius norm of the
     change.  The limit is `max_change_per_sample` times the number of rows.
     """
-    return (num_rows * max_change_per_sample / (lr * products)).clamp(max=1.0)
+    # 0 / 0: every row was masked, and there is nothing to limit
+    return (num_rows * max_change_per_sample / (lr * products)).nan_to_num(nan=1.0).clamp(max=1.0)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ngsgd.ops.max_change import row_product_factor
 from ngsgd.optim.layers import NATURAL_GRADIENT_CLASSES, LayerPreconditioner, Settings, Shared, attach, detach
-from ngsgd.optim.sgd import SGD, _Moving, require_non_negative
+from ngsgd.optim.sgd import SGD, _Moving, name_of, require_non_negative
 from ngsgd.preconditioners.online import OnlineNaturalGradient
 
 _log = logging.getLogger(__name__)
@@ -91,13 +91,15 @@ class NGSGD(SGD):
         owners = {id(p): group["name"] for group in self.param_groups for p in group["params"]}
         mixed = _weights_of_mixed_kinds(model)
         for name, layer in model.named_modules():
-            key = name or type(model).__name__
+            key = name or name_of(model)
             weight = id(getattr(layer, "weight", None))
             if weight in owners and weight not in mixed:
                 # a weight that several layers share is in the group of the first of them
                 preconditioner = attach(layer, settings.get(key, settings[owners[weight]]), self._shared)
                 if preconditioner is not None:
                     self._layers[key], self._preconditioners[key] = layer, preconditioner
+                    for side, estimate in preconditioner.sides.items():
+                        estimate.name = f"{key}.{side}"
 
     @property
     def preconditioned(self) -> list[str]:
@@ -136,6 +138,7 @@ class NGSGD(SGD):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's; the sums for max_change_per_sample start again too."""
         super().zero_grad(set_to_none)
+        self._follow_groups()
         for preconditioner in self._preconditioners.values():
             preconditioner.take_row_products()
 
@@ -154,7 +157,7 @@ class NGSGD(SGD):
         return row_product_factor(products.to(one), num_rows, group["lr"] * group["lr_factor"], self.max_change_per_sample)
 
     def _follow_groups(self) -> None:
-        """Settings changed in `param_groups` hold from the next minibatch on; the ranks stay."""
+        """Settings changed in `param_groups` hold from the next `zero_grad` or `step` on; the ranks stay."""
         for group in self.param_groups:
             preconditioner = self._preconditioners.get(group["name"])
             if preconditioner is not None:

@@ -129,7 +129,8 @@ class SGD(torch.optim.Optimizer):
         # the fused step subtracts, hence the sign
         _add(moving, -factors_C * self._constant(norms_C, *moving.rates), ~limits.is_finite)
         self._count(limits, moving.indices)
-        self._constrain(groups)
+        if scale > 0.0:  # once per minibatch, also with backstitch
+            self._constrain(groups)
 
     def _moving(self, scale: float, num_samples: int | None) -> _Moving:
         """What to add, but for the limits; p.grad is left as it is."""
@@ -251,8 +252,13 @@ def _components(model: nn.Module) -> list[dict[str, Any]]:
         params = [p for p in module.parameters(recurse=False) if p.requires_grad and id(p) not in seen]
         seen.update(id(p) for p in params)
         if params:
-            groups.append({"params": params, "name": name or type(model).__name__})
+            groups.append({"params": params, "name": name or name_of(model)})
     return groups
+
+
+def name_of(model: nn.Module) -> str:
+    """What a model that is a single layer is called: its class, also while that is changed."""
+    return type(model).__name__.removeprefix("NaturalGradient")
 
 
 def _set_options(groups: list[dict[str, Any]], layer_options: Mapping[str, Mapping[str, Any]], known: set[str]) -> None:

@@ -82,6 +82,7 @@ class OnlineNaturalGradient:
         self.smoothing = ops.Smoothing(alpha, epsilon, delta)
         self.schedule = schedule
         self.on_nonfinite = on_nonfinite
+        self.name = "OnlineNaturalGradient"  # for messages
         self.num_calls = 0       # unfrozen ones; Kaldi also counts frozen calls, after which it may never update again
         self.frozen = False
         self._queue = UpdateQueue() if queue is None else queue
@@ -112,7 +113,8 @@ class OnlineNaturalGradient:
               loss_scale: Tensor | float = 1.0) -> Call | None:
         """First half of a call on rows [X | one]; `finish` must follow, after the last use of what this returns.
 
-        None if the rows are to stay as they are: their dimension is 1, or they are not finite before there is an estimate.
+        None if the rows are to stay as they are: their dimension is 1, or there is no estimate yet and none is to start from
+        them, since they are not finite or all masked.
         `num_rows` is the number of rows that count, all if None; the others must be zero.  `loss_scale` is a factor that the
         rows carry and the estimate must not, since it changes between minibatches.
         """
@@ -124,9 +126,11 @@ class OnlineNaturalGradient:
         sum_sq = ops.sum_of_squares(X_ND, one_N)
         if (self.on_nonfinite == "raise" or self._state is None) and not math.isfinite(float(sum_sq)):
             if self.on_nonfinite == "raise":
-                raise DivergenceError(f"the rows given to a natural-gradient preconditioner ({len(X_ND)} x {dim}) are not finite, "
-                                      "or too large to be squared; lower the learning rate, or skip such minibatches with "
+                raise DivergenceError(f"the rows given to {self.name} ({len(X_ND)} x {dim}) are not finite, or too "
+                                      "large to be squared; lower the learning rate, or skip such minibatches with "
                                       "on_nonfinite=\"skip\".")
+            return None
+        if self._state is None and float(num_rows) == 0.0:  # an estimate starts from rows that count
             return None
         self._queue.settle(self)
         if self._state is None:

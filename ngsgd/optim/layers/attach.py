@@ -25,7 +25,6 @@ from ngsgd.optim.layers.scale_offset import (
     NaturalGradientBatchNorm3d,
     NaturalGradientGroupNorm,
     NaturalGradientLayerNorm,
-    NaturalGradientNorm,
     NaturalGradientRMSNorm,
     ScaleOffsetPreconditioner,
 )
@@ -57,15 +56,12 @@ def attach(layer: nn.Module, settings: Settings, shared: Shared) -> LayerPrecond
     preconditioner = _preconditioner(layer, plain_class, settings, shared)
     layer.__class__ = NATURAL_GRADIENT_CLASSES[plain_class]
     layer.__dict__["preconditioner"] = preconditioner
-    if isinstance(layer, NaturalGradientNorm):
-        layer.prepare(plain_class)
     return preconditioner
 
 
 def detach(layer: nn.Module) -> None:
     """The plain layer again."""
     layer.__dict__.pop("preconditioner", None)
-    layer.__dict__.pop("normalisation", None)
     layer.__class__ = _PLAIN_CLASSES[type(layer)]
 
 

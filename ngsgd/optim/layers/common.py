@@ -66,7 +66,7 @@ class Shared:
 
     def loss_scale(self) -> Tensor | float:
         """The factor that the derivatives of this backward pass carry."""
-        if self.grad_scaler is None:
+        if self.grad_scaler is None or not self.grad_scaler.is_enabled():
             return 1.0
         # get_scale(), which is public, would wait for the device at every call
         scale: Tensor | None = self.grad_scaler._get_scale_async()

@@ -7,7 +7,6 @@ Letters: N rows, D elements.
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
@@ -90,43 +89,50 @@ def _uncompiled(*args: Any) -> Any:
 class NaturalGradientNorm:
     """What `NGSGD` turns an affine normalisation into: the same layer without its affine part, and that part after it."""
 
-    def prepare(self: Any, plain_class: type[nn.Module]) -> None:
-        """Makes the twin that normalises: it shares buffers and settings but has no affine part."""
-        twin = copy.copy(self)
-        twin.__class__ = plain_class
-        twin.__dict__["_parameters"] = dict.fromkeys(self._parameters)
-        twin.__dict__["_forward_hooks"], twin.__dict__["_forward_pre_hooks"] = {}, {}
-        twin.__dict__.pop("preconditioner", None)
-        self.__dict__["normalisation"] = twin
+    plain_class: type[nn.Module]
 
     def forward(self: Any, input: Tensor) -> Tensor:  # noqa: A002  the name is torch's
-        twin = self.__dict__["normalisation"]
-        twin.training = self.training
+        # a twin for the normalisation: it shares buffers and settings as they are now, but has no affine part and no hooks
+        twin = object.__new__(self.plain_class)
+        twin.__dict__ = {**self.__dict__, "_parameters": dict.fromkeys(self._parameters)}
+        normalised = self.plain_class.forward(twin, input)
         first = input.ndim - self.weight.ndim if isinstance(self, (nn.LayerNorm, nn.RMSNorm)) else 1
         apply = _uncompiled if torch.compiler.is_compiling() else _ScaleOffset.apply
-        y: Tensor = apply(twin(input), self.weight, getattr(self, "bias", None), self.preconditioner, first)
+        y: Tensor = apply(normalised, self.weight, getattr(self, "bias", None), self.preconditioner, first)
         return y
 
 
 class NaturalGradientLayerNorm(NaturalGradientNorm, nn.LayerNorm):
     """What `NGSGD` turns an `nn.LayerNorm` into."""
 
+    plain_class = nn.LayerNorm
+
 
 class NaturalGradientRMSNorm(NaturalGradientNorm, nn.RMSNorm):
     """What `NGSGD` turns an `nn.RMSNorm` into."""
+
+    plain_class = nn.RMSNorm
 
 
 class NaturalGradientGroupNorm(NaturalGradientNorm, nn.GroupNorm):
     """What `NGSGD` turns an `nn.GroupNorm` into."""
 
+    plain_class = nn.GroupNorm
+
 
 class NaturalGradientBatchNorm1d(NaturalGradientNorm, nn.BatchNorm1d):
     """What `NGSGD` turns an `nn.BatchNorm1d` into."""
+
+    plain_class = nn.BatchNorm1d
 
 
 class NaturalGradientBatchNorm2d(NaturalGradientNorm, nn.BatchNorm2d):
     """What `NGSGD` turns an `nn.BatchNorm2d` into."""
 
+    plain_class = nn.BatchNorm2d
+
 
 class NaturalGradientBatchNorm3d(NaturalGradientNorm, nn.BatchNorm3d):
     """What `NGSGD` turns an `nn.BatchNorm3d` into."""
+
+    plain_class = nn.BatchNorm3d

@@ -1,0 +1,327 @@
+"""The gradient of an nn.Linear against two preconditioners that stand alone, on [X | 1] and dY (section A3 of the method).
+
+Letters: N rows (frames), I inputs, O outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ngsgd import NGSGD, OnlineNaturalGradient
+from ngsgd.optim.layers.kronecker import KroneckerPreconditioner, _is_cheaper_factored
+
+# float64 on both sides; the two differ in the order of sums, and an update squares the condition number of the Fisher
+# matrix (at most 1 / delta = 2000): 4e6 roundings of 1e-16
+EQUAL: dict[str, Any] = {"rtol": 1e-9, "atol": 1e-10}
+ROW_FORM = (24, 10, 6)        # N, I, O
+FACTORED_FORM = (24, 3, 12)
+SHAPES = pytest.mark.parametrize(("num_rows", "num_inputs", "num_outputs"), [ROW_FORM, FACTORED_FORM], ids=["rows", "factored"])
+
+
+class Standalone:
+    """What a Linear's gradient has to be: scales * Yhat^T Xhat."""
+
+    def __init__(self, num_inputs: int, num_outputs: int, *, has_bias: bool) -> None:
+        self.has_bias = has_bias
+        self.input_side = OnlineNaturalGradient(min(20, (num_inputs + 1) // 2), update_period=4)  # the 1 does not count
+        self.output_side = OnlineNaturalGradient(min(80, (num_outputs + 1) // 2), update_period=4)
+
+    def gradient(self, X_NI: Tensor, dY_NO: Tensor) -> tuple[Tensor, Tensor | None]:
+        Xhat, dYhat = self.rows(X_NI, dY_NO)
+        gradient = dYhat.T @ Xhat
+        return (gradient[:, :-1], gradient[:, -1]) if self.has_bias else (gradient, None)
+
+    def rows(self, X_NI: Tensor, dY_NO: Tensor) -> tuple[Tensor, Tensor]:
+        """Preconditioned rows, scales included."""
+        X1 = torch.cat([X_NI, torch.ones(len(X_NI), 1).to(X_NI)], dim=1) if self.has_bias else X_NI
+        Xhat, input_scale = self.input_side.precondition(X1)
+        dYhat, output_scale = self.output_side.precondition(dY_NO)
+        return input_scale * Xhat, output_scale * dYhat
+
+
+def minibatches(num: int, num_rows: int, num_inputs: int, num_outputs: int, *, seed: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+    """Inputs and output derivatives with one strong direction each, so that preconditioning changes a lot."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def rows(dim: int, direction: Tensor) -> Tensor:
+        strength = torch.randn(num_rows, 1, generator=generator, dtype=torch.float64)
+        return 3.0 * strength * direction + torch.randn(num_rows, dim, generator=generator, dtype=torch.float64)
+
+    in_direction, out_direction = (torch.randn(dim, generator=generator, dtype=torch.float64) for dim in (num_inputs, num_outputs))
+    for _ in range(num):
+        yield rows(num_inputs, in_direction), rows(num_outputs, out_direction)
+
+
+def layer_of(num_inputs: int, num_outputs: int, *, bias: bool = True,
+             max_change_per_sample: float = 0.0) -> tuple[nn.Linear, NGSGD]:
+    torch.manual_seed(1)
+    layer = nn.Linear(num_inputs, num_outputs, bias=bias, dtype=torch.float64)
+    return layer, NGSGD(layer, lr=0.1, max_change_per_sample=max_change_per_sample)
+
+
+def check(layer: nn.Linear, expected: tuple[Tensor, Tensor | None]) -> None:
+    torch.testing.assert_close(layer.weight.grad, expected[0], **EQUAL)
+    if expected[1] is not None:
+        torch.testing.assert_close(layer.bias.grad, expected[1], **EQUAL)
+
+
+def backward(layer: nn.Module, X: Tensor, dY: Tensor) -> None:
+    """One backward pass in which dY arrives at the layer's output."""
+    layer(X).backward(dY)
+
+
+def test_the_two_shapes_take_the_two_forms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the tests of this file: each form has to be met."""
+    assert not _is_cheaper_factored(*ROW_FORM)
+    assert _is_cheaper_factored(*FACTORED_FORM)
+    taken = []
+    output_rows = KroneckerPreconditioner._output_rows
+
+    def spy(*args: Any) -> Any:
+        taken.append(output_rows(*args)[2] is not None)
+        return output_rows(*args)
+    monkeypatch.setattr(KroneckerPreconditioner, "_output_rows", spy)
+    for shape in (ROW_FORM, FACTORED_FORM):
+        layer, optimizer = layer_of(*shape[1:])
+        optimizer.freeze()  # the spy computes twice
+        for X, dY in minibatches(3, *shape):
+            backward(layer, X, dY)
+    assert taken == [False] * 3 + [True] * 3
+
+
+@SHAPES
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no_bias"])
+def test_gradient_is_the_product_of_standalone_preconditioned_rows(num_rows: int, num_inputs: int, num_outputs: int,
+                                                                   bias: bool) -> None:
+    layer, optimizer = layer_of(num_inputs, num_outputs, bias=bias)
+    standalone = Standalone(num_inputs, num_outputs, has_bias=bias)
+    for X, dY in minibatches(20, num_rows, num_inputs, num_outputs):  # updates in calls 0 to 10, 14 and 18
+        optimizer.zero_grad()
+        x = X.clone().requires_grad_()
+        backward(layer, x, dY)
+        check(layer, standalone.gradient(X, dY))
+        assert (layer.bias is None) == (not bias)
+        torch.testing.assert_close(x.grad, dY @ layer.weight.detach())  # plain; float64 rounding
+    sides = dict(optimizer.preconditioners())
+    assert sides["Linear.input"].num_calls == sides["Linear.output"].num_calls == 20
+
+
+@SHAPES
+def test_scale_and_direction_differ_from_the_plain_gradient(num_rows: int, num_inputs: int, num_outputs: int) -> None:
+    """Guards the tests of this file: were nothing preconditioned, equality would say little."""
+    layer, optimizer = layer_of(num_inputs, num_outputs)
+    for X, dY in minibatches(3, num_rows, num_inputs, num_outputs):
+        optimizer.zero_grad()
+        backward(layer, X, dY)
+        assert layer.weight.grad is not None
+        cosine = nn.functional.cosine_similarity(layer.weight.grad.flatten(), (dY.T @ X).flatten(), dim=0)
+        assert float(cosine) < 0.95
+
+
+@SHAPES
+def test_leading_dimensions_are_rows(num_rows: int, num_inputs: int, num_outputs: int) -> None:
+    layer, optimizer = layer_of(num_inputs, num_outputs)
+    standalone = Standalone(num_inputs, num_outputs, has_bias=True)
+    for X, dY in minibatches(4, num_rows, num_inputs, num_outputs):
+        optimizer.zero_grad()
+        backward(layer, X.view(2, 3, num_rows // 6, num_inputs), dY.view(2, 3, num_rows // 6, num_outputs))
+        check(layer, standalone.gradient(X, dY))
+
+
+def test_a_single_vector_is_one_row() -> None:
+    layer, optimizer = layer_of(5, 4)
+    standalone = Standalone(5, 4, has_bias=True)
+    for X, dY in minibatches(4, 1, 5, 4):
+        optimizer.zero_grad()
+        backward(layer, X[0], dY[0])
+        check(layer, standalone.gradient(X, dY))
+
+
+@SHAPES
+def test_rows_that_are_not_contiguous_give_the_same(num_rows: int, num_inputs: int, num_outputs: int) -> None:
+    layer, optimizer = layer_of(num_inputs, num_outputs)
+    standalone = Standalone(num_inputs, num_outputs, has_bias=True)
+    for X, dY in minibatches(4, num_rows, num_inputs, num_outputs):
+        optimizer.zero_grad()
+        backward(layer, X.T.contiguous().T, dY.T.contiguous().T)
+        check(layer, standalone.gradient(X, dY))
+
+
+def test_the_same_derivative_for_all_rows_arrives_expanded() -> None:
+    """The derivative of a plain sum is an expanded scalar, whose strides are 0."""
+    layer, optimizer = layer_of(10, 6)
+    standalone = Standalone(10, 6, has_bias=True)
+    for X, _ in minibatches(4, 24, 10, 6):
+        optimizer.zero_grad()
+        layer(X).sum().backward()
+        check(layer, standalone.gradient(X, torch.ones(24, 6, dtype=torch.float64)))
+
+
+@SHAPES
+def test_a_module_used_twice_counts_twice_in_backward_order(num_rows: int, num_inputs: int, num_outputs: int) -> None:
+    layer, optimizer = layer_of(num_inputs, num_outputs)
+    standalone = Standalone(num_inputs, num_outputs, has_bias=True)
+    data = list(minibatches(16, num_rows, num_inputs, num_outputs))
+    for (X1, dY1), (X2, dY2) in zip(data[::2], data[1::2], strict=True):
+        optimizer.zero_grad()
+        ((layer(X1) * dY1).sum() + (layer(X2) * dY2).sum()).backward()
+        # autograd runs what was made last first
+        second, first = standalone.gradient(X2, dY2), standalone.gradient(X1, dY1)
+        assert first[1] is not None and second[1] is not None
+        check(layer, (first[0] + second[0], first[1] + second[1]))
+    assert dict(optimizer.preconditioners())["Linear.input"].num_calls == 16
+
+
+@SHAPES
+def test_accumulated_gradients_are_sums_of_two_calls(num_rows: int, num_inputs: int, num_outputs: int) -> None:
+    layer, optimizer = layer_of(num_inputs, num_outputs)
+    standalone = Standalone(num_inputs, num_outputs, has_bias=True)
+    data = list(minibatches(16, num_rows, num_inputs, num_outputs))
+    for first, second in zip(data[::2], data[1::2], strict=True):
+        optimizer.zero_grad()
+        backward(layer, *first)
+        backward(layer, *second)
+        (dW1, db1), (dW2, db2) = standalone.gradient(*first), standalone.gradient(*second)
+        assert db1 is not None and db2 is not None
+        check(layer, (dW1 + dW2, db1 + db2))
+
+
+def test_a_bias_alone_gets_its_plain_gradient() -> None:
+    """The weight was frozen after the optimiser was made, or before: no natural gradient is defined for the bias alone."""
+    for freeze_first in (True, False):
+        torch.manual_seed(0)
+        layer = nn.Linear(10, 6, dtype=torch.float64)
+        layer.weight.requires_grad_(not freeze_first)
+        optimizer = NGSGD(layer, lr=0.1)
+        layer.weight.requires_grad_(False)
+        for X, dY in minibatches(3, 24, 10, 6):
+            optimizer.zero_grad()
+            x = X.clone().requires_grad_()
+            backward(layer, x, dY)
+            assert layer.weight.grad is None
+            torch.testing.assert_close(layer.bias.grad, dY.sum(dim=0))      # float64 rounding of one sum
+            torch.testing.assert_close(x.grad, dY @ layer.weight.detach())
+
+
+@SHAPES
+def test_a_frozen_bias_gets_none_and_the_weight_its_own(num_rows: int, num_inputs: int, num_outputs: int) -> None:
+    layer, optimizer = layer_of(num_inputs, num_outputs)
+    layer.bias.requires_grad_(False)
+    standalone = Standalone(num_inputs, num_outputs, has_bias=True)  # the 1 stays: the layer has a bias
+    for X, dY in minibatches(4, num_rows, num_inputs, num_outputs):
+        optimizer.zero_grad()
+        backward(layer, X, dY)
+        assert layer.bias.grad is None
+        torch.testing.assert_close(layer.weight.grad, standalone.gradient(X, dY)[0], **EQUAL)
+
+
+@pytest.mark.parametrize(("num_inputs", "num_outputs", "bias"),
+                         [(6, 1, True), (6, 1, False), (1, 6, False), (1, 6, True), (1, 1, False)])
+def test_a_side_of_dimension_one_is_left_unchanged(num_inputs: int, num_outputs: int, bias: bool) -> None:
+    layer, optimizer = layer_of(num_inputs, num_outputs, bias=bias)
+    standalone = Standalone(num_inputs, num_outputs, has_bias=bias)
+    for X, dY in minibatches(20, 16, num_inputs, num_outputs):
+        optimizer.zero_grad()
+        backward(layer, X, dY)
+        check(layer, standalone.gradient(X, dY))
+    for side, dim in (("input", num_inputs + bias), ("output", num_outputs)):
+        assert (dict(optimizer.preconditioners())[f"Linear.{side}"].state is None) == (dim == 1)
+
+
+def test_input_that_needs_no_gradient_gets_none_and_changes_nothing() -> None:
+    gradients = []
+    for needs_gradient in (False, True):
+        layer, _ = layer_of(10, 6)
+        for X, dY in minibatches(5, 24, 10, 6):
+            x = X.clone().requires_grad_(needs_gradient)
+            backward(layer, x, dY)
+            assert (x.grad is not None) == needs_gradient
+        gradients.append(layer.weight.grad)
+    assert gradients[0] is not None and gradients[1] is not None
+    assert torch.equal(gradients[0], gradients[1])
+
+
+def test_a_minibatch_without_rows_gives_a_zero_gradient_and_leaves_the_estimate_alone() -> None:
+    layer, optimizer = layer_of(10, 6)
+    for X, dY in minibatches(3, 24, 10, 6):
+        backward(layer, X, dY)
+    before = {name: p.state_dict() for name, p in optimizer.preconditioners()}
+    optimizer.zero_grad()
+    backward(layer, torch.zeros(0, 10, dtype=torch.float64), torch.zeros(0, 6, dtype=torch.float64))
+    assert layer.weight.grad is not None and not layer.weight.grad.any()
+    for name, preconditioner in optimizer.preconditioners():
+        assert torch.equal(preconditioner.state_dict()["W"], before[name]["W"])
+
+
+@SHAPES
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no_bias"])
+def test_the_limit_per_sample_sums_row_products_over_accumulation(num_rows: int, num_inputs: int, num_outputs: int,
+                                                                  bias: bool) -> None:
+    """C.3: min(1, N m / (lr sum_i |xhat_i| |yhat_i|)), N and the sum over all passes since the last step."""
+    m = 1e-3
+    layer, optimizer = layer_of(num_inputs, num_outputs, bias=bias, max_change_per_sample=m)
+    for group in optimizer.param_groups:
+        group["max_change"] = 0.0
+    optimizer.max_param_change = 0.0
+    standalone = Standalone(num_inputs, num_outputs, has_bias=bias)
+    data = list(minibatches(12, num_rows, num_inputs, num_outputs))
+    for pair in zip(data[::2], data[1::2], strict=True):
+        optimizer.zero_grad()
+        change, products = torch.zeros_like(layer.weight), 0.0
+        for X, dY in pair:
+            backward(layer, X, dY)
+            Xhat, dYhat = standalone.rows(X, dY)
+            products += float((Xhat.norm(dim=1) * dYhat.norm(dim=1)).sum())
+            change = change + (dYhat.T @ Xhat)[:, :num_inputs]
+        factor = 2 * num_rows * m / (0.1 * products)
+        assert factor < 0.9  # the limit is active
+        before = layer.weight.detach().clone()
+        optimizer.step()
+        # the limits are formed in float32: half a rounding of 1.2e-7 each
+        torch.testing.assert_close(layer.weight.detach() - before, -0.1 * factor * change, rtol=1e-6, atol=1e-9)
+
+
+def test_cleared_gradients_clear_the_row_products_too() -> None:
+    moved = []
+    for discarded in (0, 3):
+        layer, optimizer = layer_of(10, 6, max_change_per_sample=1e-3)
+        first, last = minibatches(2, 24, 10, 6)
+        backward(layer, *first)
+        for _, preconditioner in optimizer.preconditioners():
+            preconditioner.freeze()
+        for _ in range(discarded):
+            backward(layer, *first)
+        optimizer.zero_grad()
+        before = layer.weight.detach().clone()
+        backward(layer, *last)
+        optimizer.step()
+        moved.append(layer.weight.detach() - before)
+    torch.testing.assert_close(moved[0], moved[1])  # the same arithmetic; float64
+
+
+@pytest.mark.parametrize("noise", [0.0, 1e-2])
+@pytest.mark.parametrize(("alpha", "num_outputs"), [(4.0, 1000), (0.1, 200)])
+def test_factored_form_in_float32_keeps_the_norm_where_derivatives_lie_along_one_direction(alpha: float, num_outputs: int,
+                                                                                           noise: float) -> None:
+    """|Y - H W|^2 must not come from a subtraction: nearly all of Y is projected out, and with it all digits of float32."""
+    num_rows, num_inputs = 256, 16
+    assert _is_cheaper_factored(num_rows, num_inputs, num_outputs)
+    torch.manual_seed(0)
+    exact, rounded = nn.Linear(num_inputs, num_outputs, dtype=torch.float64), nn.Linear(num_inputs, num_outputs)
+    optimizers = [NGSGD(layer, lr=0.1, alpha=alpha) for layer in (exact, rounded)]
+    direction = torch.randn(num_outputs)
+    for _ in range(6):
+        X, strength = torch.randn(num_rows, num_inputs), torch.randn(num_rows, 1)
+        dY = strength * direction + noise * torch.randn(num_rows, num_outputs)
+        for layer, optimizer in zip((exact, rounded), optimizers, strict=True):
+            optimizer.zero_grad()
+            backward(layer, X.to(layer.weight), dY.to(layer.weight))
+    assert exact.weight.grad is not None and rounded.weight.grad is not None
+    # at least beta / (beta + d) of a row is left, beta = 5e-4 d (1 + alpha) by the floor of rho: for alpha 0.1 that is 5e-4,
+    # and float32's 6e-8 becomes 1e-4 of it
+    torch.testing.assert_close(rounded.weight.grad.norm().double(), exact.weight.grad.norm(), rtol=1e-3, atol=0.0)

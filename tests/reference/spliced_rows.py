@@ -1,0 +1,81 @@
+"""The natural gradient of convolutions, slowly: rows by explicit loops in float64, and preconditioners that stand alone.
+
+Letters: B sequences, T output frames, C channels in, O out, K taps.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ngsgd import OnlineNaturalGradient
+
+
+def index_at(t: int, num_frames: int, padding_mode: str) -> int | None:
+    """Which input frame stands at position t, which may be outside of 0 .. num_frames - 1; None: a zero."""
+    if 0 <= t < num_frames:
+        return t
+    if padding_mode == "reflect":
+        return -t if t < 0 else 2 * (num_frames - 1) - t
+    if padding_mode == "circular":
+        return t % num_frames
+    assert padding_mode == "zeros"
+    return None
+
+
+def spliced_rows(x: Tensor, num_frames_out: int, *, taps: int, stride: int, left_padding: int, dilation: int,
+                 padding_mode: str) -> Tensor:
+    """(B T) x (C K): what the kernel sees at each output frame, channel by channel, in each of them tap by tap."""
+    rows = []
+    for sequence in x.double():
+        for t in range(num_frames_out):
+            row = []
+            for channel in sequence:
+                for k in range(taps):
+                    at = index_at(t * stride + k * dilation - left_padding, len(channel), padding_mode)
+                    row.append(0.0 if at is None else float(channel[at]))
+            rows.append(row)
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+def derivative_rows(dY: Tensor) -> Tensor:
+    """(B T) x O."""
+    return torch.tensor([[float(channel[t]) for channel in sequence] for sequence in dY.double() for t in range(dY.shape[2])],
+                        dtype=torch.float64)
+
+
+class SplicedReference:
+    """A Conv1d with one group: preconditioned rows [spliced input | 1] and derivative rows, then their product (TdnnComponent)."""
+
+    def __init__(self, num_columns: int, num_filters: int, *, has_bias: bool) -> None:
+        self.has_bias = has_bias
+        self.input_side = OnlineNaturalGradient(min(20, (num_columns + 1) // 2), update_period=4)  # the 1 does not count
+        self.output_side = OnlineNaturalGradient(min(80, (num_filters + 1) // 2), update_period=4)
+
+    def gradient(self, X_NI: Tensor, dY_NO: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(weight O x (C K), bias) gradients."""
+        if self.has_bias:
+            X_NI = torch.cat([X_NI, torch.ones(len(X_NI), 1, dtype=torch.float64)], dim=1)
+        Xhat, input_scale = self.input_side.precondition(X_NI)
+        dYhat, output_scale = self.output_side.precondition(dY_NO)
+        gradient = input_scale * output_scale * dYhat.T @ Xhat
+        return (gradient[:, :-1], gradient[:, -1]) if self.has_bias else (gradient, None)
+
+
+class FilterReference:
+    """Other convolutions: rows of P = [dW | db], then rows of the transpose of what comes out (TimeHeightConvolutionComponent)."""
+
+    def __init__(self, num_columns: int, num_filters: int, *, has_bias: bool) -> None:
+        self.has_bias = has_bias
+        self.filters, self.columns = (OnlineNaturalGradient(min(80, (dim + 1) // 2), update_period=1, num_minibatches_history=4)
+                                      for dim in (num_columns + has_bias, num_filters))
+
+    def gradient(self, dW: Tensor, db: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """(weight, bias) gradients from the plain ones."""
+        P = dW.double().reshape(len(dW), -1)
+        if db is not None:
+            P = torch.cat([P, db.double()[:, None]], dim=1)
+        Phat, filter_scale = self.filters.precondition(P)
+        Phat_T, column_scale = self.columns.precondition(Phat.T)
+        P = filter_scale * column_scale * Phat_T.T
+        return (P[:, :-1].reshape(dW.shape), P[:, -1]) if db is not None else (P.reshape(dW.shape), None)
