@@ -146,7 +146,7 @@ class SGD(torch.optim.Optimizer):
                     directions.append([self._delta(p, lr, decay) for p in with_gradient])
                     rates.append(1.0)
                 else:
-                    directions.append([p.grad for p in with_gradient])
+                    directions.append([_laid_out(p) for p in with_gradient])
                     rates.append(-lr)
         return _Moving(indices, params, directions, tuple(rates))
 
@@ -233,10 +233,19 @@ def _add(moving: _Moving, steps_C: Tensor, is_skipped: Tensor) -> None:
     for params, directions, step in zip(moving.params, moving.directions, steps_C.unbind(), strict=True):
         torch._fused_sgd_(params, directions, [], weight_decay=0.0, momentum=0.0, lr=step, dampening=0.0, nesterov=False,
                           maximize=False, is_first_step=False, grad_scale=None, found_inf=is_skipped)
-        if directions[0] is not params[0].grad:
+        if directions[0] is not params[0].grad:  # a velocity, or a copy that nobody sees again
             # after a skipped minibatch the velocity starts again from zero, as in Kaldi
             for direction in directions:
                 direction.copy_(torch.where(is_skipped > 0.0, 0.0, direction))
+
+
+def _laid_out(p: Tensor) -> Tensor:
+    """The gradient with the strides of the parameter, as the fused step needs it; itself where it has them."""
+    grad = p.grad
+    assert grad is not None
+    if grad.is_sparse or grad.stride() != p.stride():
+        return torch.empty_like(p).copy_(grad.to_dense())
+    return grad
 
 
 def _norms(tensors: list[Tensor]) -> tuple[Tensor, ...]:

@@ -173,3 +173,18 @@ def test_weight_decay_without_the_number_of_samples_is_refused() -> None:
     nn.functional.cross_entropy(model(x), y, reduction="sum").backward()
     with pytest.raises(ValueError, match="num_samples"):
         optimizer.step()
+
+
+def test_gradients_of_other_layouts_move_the_parameter_all_the_same() -> None:
+    dense, sparse, transposed = (nn.Embedding(5, 3, sparse=kind == 1) for kind in range(3))
+    for layer in (sparse, transposed):
+        layer.load_state_dict(dense.state_dict())
+    optimizers = [SGD(layer, 0.1) for layer in (dense, sparse, transposed)]
+    for layer in (dense, sparse):
+        layer(torch.tensor([1, 1, 4])).square().sum().backward()
+    assert sparse.weight.grad is not None and sparse.weight.grad.is_sparse
+    assert dense.weight.grad is not None
+    transposed.weight.grad = dense.weight.grad.T.contiguous().T
+    for optimizer in optimizers:
+        optimizer.step()
+    assert torch.equal(dense.weight, sparse.weight) and torch.equal(dense.weight, transposed.weight)
