@@ -11,7 +11,7 @@ export MLFLOW_DISABLE_TELEMETRY = true
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test check lint format clean
+.PHONY: help setup train test check mutants lint format clean
 
 help:  ## this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## */  make \1\t/' | expand -t 16
@@ -33,6 +33,9 @@ test: lint  ## everything that CI runs: lint, doctests and all tests, Ray and ML
 
 check: lint  ## the same without the tests that start Ray, write an MLflow store or are slow
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --doctest-modules ngsgd tests -m "not ray and not mlflow and not slow" $(ARGS)
+
+mutants: $(STAMP)  ## break the numbers in some thirty ways, one at a time, and see that a test notices each (3 min)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/mutants.py $(ARGS)
 
 lint: $(STAMP)  ## style, types and import layers
 	$(BIN)/ruff check .

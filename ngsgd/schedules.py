@@ -104,8 +104,8 @@ class DropoutSchedule:
 
     "0,0@0.2,0.5@0.5,0" is piecewise linear in the fraction of the data that has been processed: 0 until 0.2, up to 0.5 at
     0.5, down to 0 at the end.  The first and the last value stand at 0 and 1; a single value between them without @ stands
-    at 0.5.  "lstm*=0,0.3,0 0,0.1,0" gives the components whose name fits a pattern a schedule of their own; the first
-    pattern that fits is used, and a schedule without a pattern is for all others.
+    at 0.5.  "0,0.1,0 lstm*=0,0.3,0" gives the components whose name fits a pattern a schedule of their own; the last pattern
+    that fits is used, as in Kaldi, and a schedule without a pattern fits all.
 
     >>> schedule = DropoutSchedule.parse("0,0@0.2,0.5@0.5,0")
     >>> [round(schedule.proportion(fraction), 6) for fraction in (0.1, 0.35, 0.5, 0.75, 1.0)]
@@ -124,7 +124,7 @@ class DropoutSchedule:
 
     def proportion(self, fraction: float, component: str = "") -> float:
         """The proportion of `component` when `fraction` (0 to 1) of the data has been processed; 0 if no pattern fits."""
-        for pattern, points in self.points:
+        for pattern, points in reversed(self.points):  # Kaldi carries all out in order, so the last one stands
             if fnmatchcase(component, pattern):
                 return _interpolated(min(max(fraction, 0.0), 1.0), points)
         return 0.0

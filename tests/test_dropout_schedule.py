@@ -34,11 +34,11 @@ def test_fractions_outside_of_the_run_are_its_ends() -> None:
     assert proportions("0.1,0.5,0.3", -0.5, 1.5) == pytest.approx([0.1, 0.3], abs=ROUNDING)
 
 
-def test_components_get_the_schedule_of_the_first_pattern_that_fits() -> None:
-    text = "lstm*=0,0.3,0 0,0.1,0"
+def test_components_get_the_schedule_of_the_last_pattern_that_fits() -> None:
+    text = "0,0.1,0 lstm*=0,0.3,0"
     assert proportions(text, 0.5, component="lstm2") == pytest.approx([0.3], abs=ROUNDING)
     assert proportions(text, 0.5, 0.25, component="affine1") == pytest.approx([0.1, 0.05], abs=ROUNDING)
-    three = "lstm1=0,0.5,0 lstm*=0,0.3,0 tdnn?=0,0.2,0"
+    three = "lstm*=0,0.3,0 lstm1=0,0.5,0 tdnn?=0,0.2,0"
     assert [proportions(three, 0.5, component=name)[0] for name in ("lstm1", "lstm2", "tdnn3", "tdnn10", "out")] == pytest.approx(
         [0.5, 0.3, 0.2, 0.0, 0.0], abs=ROUNDING)
 

@@ -45,5 +45,6 @@ def row_product_factor(products: Tensor, num_rows: Tensor | float, lr: float, ma
     `products` is the sum over rows of |xhat_i| |yhat_i|, scales included: times `lr` it bounds the Frobenius norm of the
     change.  The limit is `max_change_per_sample` times the number of rows.
     """
-    # 0 / 0: every row was masked, and there is nothing to limit
-    return (num_rows * max_change_per_sample / (lr * products)).nan_to_num(nan=1.0).clamp(max=1.0)
+    factor = num_rows * max_change_per_sample / (lr * products)
+    # 0: every row was masked, and there is nothing to limit; NaN stays NaN, so that nothing is applied
+    return torch.where(products == 0.0, 1.0, factor).clamp(max=1.0)

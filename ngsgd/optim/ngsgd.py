@@ -131,9 +131,9 @@ class NGSGD(SGD):
     @torch.no_grad()
     def _apply(self, scale: float, num_samples: int | None) -> None:
         super()._apply(scale, num_samples)
+        self._shared.queue.flush()  # first: these updates belong to the settings so far
         self._follow_groups()
         self._shared.measures_cosine = self.cosine_period > 0 and self._step_count % self.cosine_period == 0
-        self._shared.queue.flush()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's; the sums for max_change_per_sample start again too."""
@@ -146,7 +146,8 @@ class NGSGD(SGD):
         """The limit of C.3 on each component; 1 where there is none."""
         if not self.max_change_per_sample:
             return None
-        one = torch.ones((), dtype=torch.float32, device=moving.params[0][0].device)
+        p = moving.params[0][0]
+        one = torch.ones((), dtype=torch.promote_types(p.dtype, torch.float32), device=p.device)
         return torch.stack([self._row_product_factor(self.param_groups[index], one) for index in moving.indices])
 
     def _row_product_factor(self, group: dict[str, Any], one: Tensor) -> Tensor:

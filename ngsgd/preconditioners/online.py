@@ -119,17 +119,16 @@ class OnlineNaturalGradient:
         rows carry and the estimate must not, since it changes between minibatches.
         """
         dim = X_ND.shape[1] + (one_N is not None)
+        X_ND = X_ND.contiguous()
+        sum_sq = ops.sum_of_squares(X_ND, one_N)
+        if (self.on_nonfinite == "raise" or (dim > 1 and self._state is None)) and not math.isfinite(float(sum_sq)):
+            if self.on_nonfinite == "raise":
+                raise DivergenceError(f"the rows given to {self.name} ({len(X_ND)} x {dim}) are not finite, or too large to be "
+                                      "squared; lower the learning rate, or skip such minibatches with on_nonfinite=\"skip\".")
+            return None
         if dim == 1:
             return None
-        X_ND = X_ND.contiguous()
         num_rows = float(len(X_ND)) if num_rows is None else num_rows
-        sum_sq = ops.sum_of_squares(X_ND, one_N)
-        if (self.on_nonfinite == "raise" or self._state is None) and not math.isfinite(float(sum_sq)):
-            if self.on_nonfinite == "raise":
-                raise DivergenceError(f"the rows given to {self.name} ({len(X_ND)} x {dim}) are not finite, or too "
-                                      "large to be squared; lower the learning rate, or skip such minibatches with "
-                                      "on_nonfinite=\"skip\".")
-            return None
         if self._state is None and float(num_rows) == 0.0:  # an estimate starts from rows that count
             return None
         self._queue.settle(self)

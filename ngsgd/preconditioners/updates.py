@@ -41,6 +41,10 @@ class UpdateQueue:
         self._waiting: list[_Waiting] = []
         self._transfer: tuple[Tensor, Any] | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        self.settle()  # neither events nor the rows of a minibatch belong into a copy
+        return self.__dict__
+
     def add(self, estimate: Estimate, J_RD: Tensor, KL_2RR: Tensor, numbers: tuple[Number, Number, Number]) -> None:
         """Takes an update in; carries it out, unless updates are deferred."""
         self._waiting.append(_Waiting(estimate, J_RD, KL_2RR, numbers))

@@ -47,9 +47,8 @@ class Scratch:
             flat = self._flat[key] = rows_ND.new_empty(rows_ND.numel())
         return flat[:rows_ND.numel()].view_as(rows_ND)
 
-    def clear(self) -> None:
-        """Gives the memory back."""
-        self._flat.clear()
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_flat": {}}  # what the last minibatch left there is nobody's business
 
 
 @dataclass

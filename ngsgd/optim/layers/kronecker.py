@@ -34,7 +34,9 @@ class KroneckerPreconditioner(LayerPreconditioner):
         loss_scale = self.shared.loss_scale()
         # the derivatives first: they have just been made and are still in the cache
         outputs = self.output_side.begin(dY_NO, num_rows=num_rows, loss_scale=loss_scale)
-        dYhat_NO, output_scale, correction = self._output_rows(outputs, dY_NO, X_NI.shape[1])
+        # in half precision a correction after the product would come after its rounding
+        may_factor = dtype == X_NI.dtype and dY_NO.is_cpu and not self.shared.sums_row_products
+        dYhat_NO, output_scale, correction = self._output_rows(outputs, dY_NO, X_NI.shape[1], may_factor)
         inputs = self.input_side.begin(X_NI, one_N, num_rows=num_rows)
         Xhat_NI, one_hat_N, input_scale = _input_rows(inputs, X_NI, one_N, self.shared.scratch)
         # scaled before the product: N x I is less than O x I, and half precision keeps its range
@@ -53,12 +55,12 @@ class KroneckerPreconditioner(LayerPreconditioner):
             self.output_side.finish(correction)
         return gradient
 
-    def _output_rows(self, outputs: Call | None, dY_NO: Tensor,
-                     num_inputs: int) -> tuple[Tensor, Tensor | float, Call | None]:
+    def _output_rows(self, outputs: Call | None, dY_NO: Tensor, num_inputs: int,
+                     may_factor: bool) -> tuple[Tensor, Tensor | float, Call | None]:
         """(dYhat, gamma, None), or (dY, gamma, the call) where the rest is cheaper to take off the product."""
         if outputs is None:
             return dY_NO, 1.0, None
-        if dY_NO.is_cpu and not self.shared.sums_row_products and _is_cheaper_factored(len(dY_NO), num_inputs, dY_NO.shape[1]):
+        if may_factor and _is_cheaper_factored(len(dY_NO), num_inputs, dY_NO.shape[1]):
             sum_sq_hat = _sum_sq_hat(outputs, self.output_side)
             if sum_sq_hat > _MIN_NORM_LEFT * outputs.sum_sq:  # else it is a small difference of large numbers
                 return dY_NO, outputs.scale(sum_sq_hat), outputs

@@ -1,0 +1,197 @@
+"""Whether the tests notice mistakes in the numerical code: `python tests/mutants.py [NAME ...]`, 0 if they notice all.
+
+Each mutant is one change of one file, of a kind that is easily made: what the paper says where Kaldi does otherwise, a scale
+forgotten, a floor left out.  In a copy of the package and its tests the change is made and the tests that should fail are run;
+a mutant that they let pass has survived.  First the same tests run on the unchanged copy.  About two minutes on one core.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+PASSED, FAILED = 0, 1  # pytest's exit codes; the others mean that it could not run
+
+# an editable install must not be what is tested
+CONFTEST = """
+from pathlib import Path
+import ngsgd
+assert Path(ngsgd.__file__).is_relative_to(Path(__file__).parent), ngsgd.__file__
+"""
+
+OPS = "ngsgd/ops/natural_gradient.py"
+ONLINE = "ngsgd/preconditioners/online.py"
+KRONECKER = "ngsgd/optim/layers/kronecker.py"
+
+GOLDEN = "tests/preconditioners/test_online_golden.py"
+PROPERTIES = "tests/preconditioners/test_online_properties.py"
+LIMIT = "tests/ops/test_row_product_limit.py"
+ONE_CALL = f"{GOLDEN}::test_one_call_from_kaldis_state[small-float64]"
+OWN_START = f"{GOLDEN}::test_from_our_own_start"
+KALDIS_START = f"{GOLDEN}::test_from_kaldis_start"
+SCHEDULE = f"{PROPERTIES}::test_calls_that_update_are_kaldis"
+LAYER_STEPS = f"{LIMIT}::test_layer_steps_equal_kaldis_nnet2"
+
+
+class Mutant(NamedTuple):
+    """`old`, which occurs exactly once in the file, becomes `new`; `tests` are those that should fail."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+MUTANTS = [
+    # ------------------------------------------------------------------ the estimate: where paper and Kaldi differ
+    Mutant("start_from_eigenvectors", ONLINE,
+           "self._state = ops.initial_state(dim, rank, self.smoothing, X64_ND)",
+           """rows_ND = X64_ND if one64_N is None else torch.cat([X64_ND, one64_N[:, None]], dim=1)
+        values, vectors = torch.linalg.eigh(rows_ND.T @ rows_ND / float(num_rows))
+        top_R = values.flip(0)[:rank].numpy()
+        rho = max(1e-10, (float(values.sum()) - float(top_R.sum())) / (dim - rank))
+        d_R = (top_R - rho).clip(1e-10)
+        e_R = torch.from_numpy(ops._e(d_R, rho, dim, self.smoothing.alpha))
+        self._state = ops.FisherState(e_R.sqrt()[:, None] * vectors.T.flip(0)[:rank], d_R, rho)
+        return""",
+           (f"{OWN_START}[small-float64]",)),
+    Mutant("delta_of_kaldis_comment", ONLINE, "delta: float = 5e-4", "delta: float = 1e-5", (f"{KALDIS_START}[low_rank-float64]",)),
+    Mutant("d_floored_by_epsilon_only", OPS, "np.maximum(sqrt_c_R - rho, floor)", "np.maximum(sqrt_c_R - rho, smoothing.epsilon)",
+           (f"{KALDIS_START}[low_rank-float64]",)),
+    Mutant("d_from_the_floored_rho", OPS, "np.maximum(sqrt_c_R - rho, floor)", "np.maximum(sqrt_c_R - max(rho, floor), floor)",
+           (f"{KALDIS_START}[n_gt_d-float64]",)),
+    Mutant("rho_without_floor", OPS, ", max(rho, floor)", ", max(rho, smoothing.epsilon)", (f"{KALDIS_START}[n_gt_d-float64]",)),
+    Mutant("rho_without_trace_preservation", OPS, "(trace_T - float(sqrt_c_R.sum())) / (dim - len(c_R))", "state.rho",
+           (f"{KALDIS_START}[small-float64]",)),
+    Mutant("alpha_off_by_one_percent", ONLINE, "ops.Smoothing(alpha, ", "ops.Smoothing(1.01 * alpha, ", (ONE_CALL,)),
+    Mutant("no_cap_of_eta", OPS, "min(0.9, 1.0 - math.exp(-num_rows / num_samples_history))",
+           "1.0 - math.exp(-num_rows / num_samples_history)", (f"{OWN_START}[eta_cap-float64]",)),
+    Mutant("always_three_initial_passes", ONLINE, "3 if self.schedule == \"nnet2\" or float(num_rows) > rank else 1", "3",
+           (f"{OWN_START}[first_small_n-float64]",
+            f"{PROPERTIES}::test_the_start_passes_over_the_first_minibatch_three_times_or_once_if_it_has_no_more_rows_than_the_rank")),
+    Mutant("reorthogonalisation_left_out", OPS, "if step.must_reorthogonalise:", "if False:",
+           (f"{PROPERTIES}::test_a_long_run_of_the_same_degenerate_minibatch_stays_sound[rank_1-float32]",)),
+    Mutant("fourth_powers_overflow", OPS, "J64_RD = J_RD.double()", "J64_RD = J_RD",
+           (f"{PROPERTIES}::test_huge_rows_in_float32_move_the_estimate_as_they_do_in_float64",)),
+    # ------------------------------------------------------------------------------------------------ when it moves
+    Mutant("updates_at_multiples_of_the_period", ONLINE, "past_first % self.update_period", "self.num_calls % self.update_period",
+           (f"{SCHEDULE}[nnet3-expected0-False]",)),
+    Mutant("nnet2s_schedule_for_nnet3", ONLINE, "_NNET3_FIRST_UPDATES = 11", "_NNET3_FIRST_UPDATES = 10",
+           (f"{SCHEDULE}[nnet3-expected0-False]",)),
+    Mutant("nnet3s_schedule_for_nnet2", ONLINE, "_NNET2_FIRST_UPDATES = 10", "_NNET2_FIRST_UPDATES = 11",
+           (f"{LAYER_STEPS}[s01-float64]",)),
+    Mutant("frozen_calls_count", ONLINE, "self.num_calls += not self.frozen", "self.num_calls += 1",
+           (f"{SCHEDULE}[nnet3-expected0-True]",)),
+    Mutant("the_new_estimate_meets_its_own_minibatch", ONLINE, "self.finish(call)\n        return Xhat_ND",
+           """self.finish(call)
+        call = call._replace(W_RD=self.state.W_RD, H_RN=ops.project(X_ND, self.state.W_RD))
+        Xhat_ND = call.rows()
+        scale = call.scale(ops.sum_of_squares(Xhat_ND))
+        return Xhat_ND""",
+           (ONE_CALL,)),
+    Mutant("gram_matrix_of_the_old_estimate", ONLINE, "step, self.smoothing)\n            self._gram_RR = None",
+           "step, self.smoothing)",
+           (f"{PROPERTIES}::test_the_gram_matrix_follows_every_change_of_the_estimate",)),
+    # ------------------------------------------------------------------------------ what is left out of the estimate
+    Mutant("loss_scale_in_the_estimate", OPS, "moments.num_rows / moments.scale**2", "moments.num_rows",
+           (f"{LIMIT}::test_a_loss_scale_that_changes_enters_neither_the_limit_nor_the_estimates",)),
+    Mutant("loss_scale_in_the_limit", KRONECKER, " / loss_scale", "",
+           (f"{LIMIT}::test_a_loss_scale_that_changes_enters_neither_the_limit_nor_the_estimates",)),
+    Mutant("masked_rows_counted", ONLINE, "float(len(X_ND)) if num_rows is None else num_rows", "float(len(X_ND))",
+           (f"{LIMIT}::test_frames_that_do_not_count_neither_raise_the_limit_nor_enter_the_estimates",)),
+    Mutant("mask_ignored", KRONECKER, "if not self.shared.ignore_zero_rows:", "if True:",
+           (f"{LIMIT}::test_frames_that_do_not_count_neither_raise_the_limit_nor_enter_the_estimates",)),
+    # -------------------------------------------------------------------------------------------------- the gradient
+    Mutant("scale_applied_twice", KRONECKER, "scale = input_scale * output_scale", "scale = (input_scale * output_scale) ** 2",
+           (f"{LAYER_STEPS}[s01-float64]",)),
+    Mutant("scale_not_applied", KRONECKER, "scale = input_scale * output_scale", "scale = 1.0", (f"{LAYER_STEPS}[s01-float64]",)),
+    Mutant("gradient_averaged_over_rows", KRONECKER, "scale = input_scale * output_scale",
+           "scale = input_scale * output_scale / len(X_NI)", (f"{LAYER_STEPS}[s01-float64]",)),
+    Mutant("hold_one_out_left_out", "ngsgd/ops/simple_natural_gradient.py", "b_N = 1.0 + a_N / (len(X_ND) - 1 - a_N)",
+           "b_N = torch.ones_like(a_N)", ("tests/ops/test_simple_natural_gradient.py::test_equals_kaldi[c00-float64]",)),
+    # ---------------------------------------------------------------------------------------------------- the limits
+    Mutant("nan_passes_max_change", "ngsgd/ops/max_change.py", "torch.isfinite(norms_C).all()", "~torch.isinf(norms_C).any()",
+           ("tests/ops/test_max_change.py::test_a_norm_that_is_not_finite_is_reported_even_with_component_limits",)),
+    Mutant("limit_not_per_sample", "ngsgd/ops/max_change.py", "num_rows * max_change_per_sample", "max_change_per_sample",
+           (f"{LAYER_STEPS}[s06-float64]",)),
+    Mutant("floating_scale_at_full_speed", "ngsgd/ops/orthonormal.py", "torch.where(ratio > _VERY_WIDE, speed / 4.0,",
+           "torch.where(ratio > _VERY_WIDE, speed,",
+           ("tests/ops/test_orthonormal.py::test_a_floating_scale_goes_slower_where_singular_values_differ",)),
+]
+
+
+class BrokenRunError(Exception):
+    """Neither killed nor survived: the change does not apply, or pytest could not run."""
+
+
+def main(names: list[str]) -> int:
+    if unknown := sorted(set(names) - {mutant.name for mutant in MUTANTS}):
+        print(f"no mutant is called {', '.join(unknown)}; there are {', '.join(mutant.name for mutant in MUTANTS)}")
+        return 2
+    mutants = [mutant for mutant in MUTANTS if not names or mutant.name in names]
+    start = time.monotonic()
+    try:
+        code, last_lines = run(None, sorted({test for mutant in mutants for test in mutant.tests}))
+        if code != PASSED:
+            print(f"the tests do not pass on the unchanged code:\n{last_lines}")
+            return 2
+        survivors = [mutant.name for mutant in mutants if not is_killed(mutant)]
+    except BrokenRunError as error:
+        print(error)
+        return 2
+    print(f"{len(mutants) - len(survivors)} of {len(mutants)} killed in {time.monotonic() - start:.0f} s"
+          + (f"; survived: {', '.join(survivors)}" if survivors else ""))
+    return 1 if survivors else 0
+
+
+def is_killed(mutant: Mutant) -> bool:
+    code, last_lines = run(mutant, list(mutant.tests))
+    reason = re.search(r"^E  +(.*)", last_lines, re.MULTILINE)
+    if code == FAILED:
+        print(f"killed    {mutant.name:42} {reason[1][:78] if reason else ''}", flush=True)
+    else:
+        print(f"SURVIVED  {mutant.name}", flush=True)
+    return code == FAILED
+
+
+def run(mutant: Mutant | None, tests: list[str]) -> tuple[int, str]:
+    """(exit code, output) of the tests in a copy, with the mutant if there is one."""
+    with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
+        copy = Path(folder)
+        for part in ("ngsgd", "tests"):
+            shutil.copytree(REPOSITORY / part, copy / part, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copy(REPOSITORY / "pyproject.toml", copy)
+        (copy / "conftest.py").write_text(CONFTEST)
+        if mutant is not None:
+            apply(mutant, copy)
+        # plugins of other packages take longer to load than these tests to run
+        environment = {**os.environ, "PYTHONPATH": folder, "OMP_NUM_THREADS": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+        command = [sys.executable, "-m", "pytest", "-x", "--import-mode=importlib", "-p", "pytest_timeout",
+                   "-p", "no:cacheprovider", *tests]
+        done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode not in (PASSED, FAILED):
+        raise BrokenRunError(f"{mutant.name if mutant else 'unchanged code'}: pytest could not run the tests:\n"
+                             f"{done.stdout[-3000:]}{done.stderr[-3000:]}")
+    return done.returncode, done.stdout
+
+
+def apply(mutant: Mutant, copy: Path) -> None:
+    path = copy / mutant.file
+    text = path.read_text()
+    if text.count(mutant.old) != 1:
+        raise BrokenRunError(f"{mutant.name}: {mutant.old!r} occurs {text.count(mutant.old)} times in {mutant.file}, not once; "
+                             "bring the mutant up to date with the code.")
+    path.write_text(text.replace(mutant.old, mutant.new))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
