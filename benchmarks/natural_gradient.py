@@ -2,6 +2,7 @@
 
     python benchmarks/natural_gradient.py steps [--threads 1] [--rounds 15]
     python benchmarks/natural_gradient.py preconditioner
+    python benchmarks/natural_gradient.py inspection
     python benchmarks/natural_gradient.py memory
 
 Every ratio comes from runs in turns (A B A B ..) of one process, and is the median of the ratios of neighbouring runs.
@@ -25,6 +26,7 @@ from torch import nn
 from ngsgd import NGSGD, OnlineNaturalGradient
 from ngsgd.models import PNorm, Renormalize
 from ngsgd.optim import SGD
+from ngsgd.optim.inspection import figures
 
 KALDI_SGEMM = 108e9           # FLOP/s of the core on which Kaldi's figures were taken
 KALDI_PRODUCT_S = 8.2e-3      # seconds of the 512 x 3000 x 301 product beside the figures for the preconditioner alone
@@ -165,6 +167,24 @@ def preconditioner(rounds: int) -> None:
               f"scaled {1e3 * time_s * KALDI_PRODUCT_S / product_s:.3f} ms (Kaldi's bound {1e3 * target:.2f})", flush=True)
 
 
+def inspection(rounds: int) -> None:
+    """What looking at the estimates costs, as a share of a step: the figures once a job, the cosine once in a while."""
+    torch.set_num_threads(1)
+    for net in NETS:
+        training = Training(net, 512, MAKERS["NG-SGD"])
+        (optimizer,) = training.optimizers
+        assert isinstance(optimizer, NGSGD)
+        for _ in range(13):
+            training.step()
+        step_s = statistics.median(seconds(training.step, PERIOD) for _ in range(rounds))
+        figures_s = statistics.median(seconds(lambda: figures(optimizer)) for _ in range(rounds))  # noqa: B023
+        optimizer.cosine_period = 1
+        training.step()
+        cosine_s = statistics.median(seconds(training.step, PERIOD) for _ in range(rounds)) - step_s
+        print(f"{net.name}: figures of all layers {100 * figures_s / step_s:.2f} % of a step, once a job; cosines "
+              f"{100 * cosine_s / step_s:.0f} % of a step, {cosine_s / step_s / 5:.3f} % at the default period of 500", flush=True)
+
+
 def memory() -> None:
     """Persistent floats beside plain SGD's, and the largest resident size of a process that trains."""
     for net in NETS:
@@ -191,7 +211,7 @@ def peak(net: Net, name: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("steps", "preconditioner", "memory", "peak"))
+    parser.add_argument("what", choices=("steps", "preconditioner", "inspection", "memory", "peak"))
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--optimizers", nargs="+", default=list(MAKERS), choices=list(MAKERS))
@@ -204,6 +224,8 @@ def main() -> None:
         steps(args.threads, args.rounds, args.optimizers, nets, tuple(args.minibatches))
     elif args.what == "preconditioner":
         preconditioner(args.rounds)
+    elif args.what == "inspection":
+        inspection(args.rounds)
     elif args.what == "memory":
         memory()
     else:
