@@ -38,6 +38,7 @@ class Scratch:
 
     def __init__(self) -> None:
         self._flat: dict[Any, Tensor] = {}
+        self._ones: dict[Any, Tensor] = {}
 
     def like(self, name: str, rows_ND: Tensor) -> Tensor:
         """An uninitialised matrix of the shape of `rows_ND`, which the next call of the same name overwrites."""
@@ -47,8 +48,16 @@ class Scratch:
             flat = self._flat[key] = rows_ND.new_empty(rows_ND.numel())
         return flat[:rows_ND.numel()].view_as(rows_ND)
 
+    def ones(self, like_N: Tensor) -> Tensor:
+        """As many ones as the vector has elements; nobody may change them."""
+        key = (len(like_N), like_N.dtype, like_N.device)
+        if key not in self._ones:
+            self._ones.clear()  # minibatches are of one size, but for the last of a shard
+            self._ones[key] = like_N.new_ones(len(like_N))
+        return self._ones[key]
+
     def __getstate__(self) -> dict[str, Any]:
-        return {"_flat": {}}  # what the last minibatch left there is nobody's business
+        return {"_flat": {}, "_ones": {}}  # what the last minibatch left there is nobody's business
 
 
 @dataclass

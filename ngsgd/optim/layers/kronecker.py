@@ -72,7 +72,7 @@ class KroneckerPreconditioner(LayerPreconditioner):
     def _counted(self, X_NI: Tensor, dY_NO: Tensor) -> tuple[Tensor, Tensor | None, Tensor | float]:
         """(input rows, their appended column, number of rows that count); rows without derivative are taken out if asked."""
         if not self.shared.ignore_zero_rows:
-            return X_NI, X_NI.new_ones(len(X_NI)) if self.has_bias else None, float(len(X_NI))
+            return X_NI, self.shared.scratch.ones(X_NI[:, 0]) if self.has_bias else None, float(len(X_NI))
         counts_N = (dY_NO != 0).any(dim=1).to(X_NI.dtype)
         return X_NI * counts_N[:, None], counts_N if self.has_bias else None, counts_N.sum()
 
