@@ -5,10 +5,53 @@ Letters: N rows, D dimension, G groups.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 _MIN_MEAN_SQUARE = 2.0**-66  # of the input relative to target_rms^2; Kaldi's floor
+
+
+class _PNorm(torch.autograd.Function):
+    """Norms of consecutive groups; torch's own backward pass goes over the input three times as often."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: int) -> Tensor:
+        y: Tensor = torch.linalg.vector_norm(x.unflatten(-1, (-1, group)), dim=-1)
+        ctx.save_for_backward(x, y)
+        ctx.group = group
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dY: Tensor) -> tuple[Tensor, None]:
+        x, y = ctx.saved_tensors
+        share = torch.where(y > 0.0, dY / y, 0.0)  # 0 where the output is 0, as in Kaldi
+        return (x.unflatten(-1, (-1, ctx.group)) * share.unsqueeze(-1)).flatten(-2), None
+
+
+class _Renormalize(torch.autograd.Function):
+    """x * r, r = 1 / max(rms(x) / target, floor); torch's own backward pass goes over the input three times as often."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, target_rms: float) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.target_rms = target_rms
+        return (x * _inverse_rms(x, target_rms)).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dY: Tensor) -> tuple[Tensor, None]:
+        (x,) = ctx.saved_tensors
+        r = _inverse_rms(x, ctx.target_rms)  # again, so that this can be differentiated
+        inner = torch.linalg.vecdot(x, dY).unsqueeze(-1)
+        along = torch.where(r < _MIN_MEAN_SQUARE**-0.5, r**3 * inner / (x.shape[-1] * ctx.target_rms**2), 0.0)
+        return torch.addcmul(dY * r, x.to(r.dtype), along, value=-1).to(x.dtype), None
+
+
+def _inverse_rms(x: Tensor, target_rms: float) -> Tensor:
+    """target_rms over the root mean square of each row, floored; half precision would overflow in the sum of squares."""
+    norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
+    return (norm.square() / (x.shape[-1] * target_rms**2)).clamp(min=_MIN_MEAN_SQUARE).rsqrt()
 
 
 class PNorm(nn.Module):
@@ -22,9 +65,8 @@ class PNorm(nn.Module):
         self.group = group
 
     def forward(self, x: Tensor) -> Tensor:
-        # vector_norm's derivative at 0 is 0, as in Kaldi
-        norms: Tensor = torch.linalg.vector_norm(x.unflatten(-1, (-1, self.group)), dim=-1)
-        return norms
+        y: Tensor = _PNorm.apply(x, self.group)  # type: ignore[no-untyped-call]
+        return y
 
     def extra_repr(self) -> str:
         return f"group={self.group}"
@@ -38,8 +80,8 @@ class Renormalize(nn.Module):
         self.target_rms = target_rms
 
     def forward(self, x_ND: Tensor) -> Tensor:
-        mean_square = x_ND.square().mean(dim=-1, keepdim=True) / self.target_rms**2
-        return x_ND * mean_square.clamp(min=_MIN_MEAN_SQUARE).rsqrt()
+        y_ND: Tensor = _Renormalize.apply(x_ND, self.target_rms)  # type: ignore[no-untyped-call]
+        return y_ND
 
     def extra_repr(self) -> str:
         return f"target_rms={self.target_rms}"

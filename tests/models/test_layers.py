@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from ngsgd.config import ModelConfig
 from ngsgd.models import PNorm, Renormalize, build_model
@@ -39,3 +40,28 @@ def test_the_start_is_a_function_of_the_seed() -> None:
 def test_the_output_layer_starts_at_equal_probabilities() -> None:
     model = build_model(ModelConfig(hidden_dim=8), 6, 5, 0)
     assert torch.equal(model(torch.randn(3, 6)).softmax(-1), torch.full((3, 5), 0.2))
+
+
+@pytest.mark.parametrize("layer", [PNorm(3), Renormalize(), Renormalize(0.5)])
+def test_first_and_second_derivatives_are_those_of_finite_differences(layer: nn.Module) -> None:
+    x = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    assert torch.autograd.gradcheck(layer, (x,))
+    assert torch.autograd.gradgradcheck(layer, (x,))
+
+
+@pytest.mark.parametrize("layer", [PNorm(3), Renormalize()])
+def test_rows_of_zeros_and_half_precision_stay_finite(layer: nn.Module) -> None:
+    x = torch.zeros(2, 6, dtype=torch.bfloat16)
+    x[1] = 300.0  # its square is beyond float16 and coarse in bfloat16
+    x.requires_grad_()
+    y = layer(x)
+    assert y.dtype == torch.bfloat16
+    y.sum().backward()
+    assert x.grad is not None and x.grad.dtype == torch.bfloat16
+    assert torch.isfinite(y).all() and torch.isfinite(x.grad).all()
+
+
+@pytest.mark.parametrize("layer", [PNorm(3), Renormalize()])
+def test_any_leading_dimensions(layer: nn.Module) -> None:
+    x = torch.randn(2, 3, 4, 6)
+    torch.testing.assert_close(layer(x).reshape(24, -1), layer(x.reshape(24, 6)))
