@@ -54,7 +54,7 @@ def inspect(optimizer: NGSGD) -> dict[str, LayerHealth]:
     >>> model(torch.randn(16, 4)).square().sum().backward()
     >>> optimizer.step()
     >>> inspect(optimizer)["0"].estimates["input"].rank
-    3
+    2
     """
     shares = optimizer.activity().layer_share
     found = {}
