@@ -780,3 +780,13 @@ def test_a_copy_between_backward_and_step_is_of_the_estimates_after_the_minibatc
     for name in optimizer.preconditioned:
         for side, estimate in twin.get_submodule(name).__dict__["preconditioner"].sides.items():
             assert torch.equal(estimate.state.W_RD, states(optimizer)[f"{name}.{side}"]["W"])
+
+
+def test_autocast_leaves_a_double_precision_model_alone() -> None:
+    plain, cast = network().double(), network().double()
+    for model, enabled in ((plain, False), (cast, True)):
+        NGSGD(model, lr=0.01)
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            y = model(minibatch(0)[0].double())
+        y.square().sum().backward()
+    assert torch.equal(gradients_of(plain), gradients_of(cast))

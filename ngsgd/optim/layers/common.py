@@ -137,9 +137,11 @@ def wide(rows: Tensor) -> Tensor:
 
 
 def compute_dtype(input: Tensor) -> torch.dtype | None:  # noqa: A002  the name is torch's
-    """What autocast would cast to; None outside of it."""
+    """What autocast would cast to; None outside of it, and for float64, which it leaves alone."""
     device = input.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    if not torch.is_autocast_enabled(device) or input.dtype == torch.float64:
+        return None
+    return torch.get_autocast_dtype(device)
 
 
 def without_autocast(device: str) -> contextlib.AbstractContextManager[Any]:

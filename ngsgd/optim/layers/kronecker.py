@@ -32,7 +32,7 @@ class KroneckerPreconditioner(LayerPreconditioner):
         X_NI, dY_NO = wide(X_NI), wide(dY_NO).contiguous()
         X_NI, one_N, num_rows = self._counted(X_NI, dY_NO)
         loss_scale = self.shared.loss_scale()
-        # the derivatives first: they have just been made and are still in the cache
+        # the derivatives first: they have been read just now, for the input derivative, and may be in the cache still
         outputs = self.output_side.begin(dY_NO, num_rows=num_rows, loss_scale=loss_scale)
         # in half precision a correction after the product would come after its rounding
         may_factor = dtype == X_NI.dtype and dY_NO.is_cpu and not self.shared.sums_row_products
