@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import logging
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
@@ -513,7 +514,10 @@ class Mixed(nn.Module):
         return logits
 
 
-def test_other_parameters_are_named_as_fallbacks_and_still_train(caplog: pytest.LogCaptureFixture) -> None:
+def test_other_parameters_are_named_as_fallbacks_and_still_train(caplog: pytest.LogCaptureFixture,
+                                                                 monkeypatch: pytest.MonkeyPatch) -> None:
+    # making MLflow's tables, in another test of this session, switches off every logger that exists
+    monkeypatch.setattr(logging.getLogger("ngsgd.optim.ngsgd"), "disabled", False)
     model = Mixed()
     with caplog.at_level("INFO", logger="ngsgd"):
         optimizer = NGSGD(model, lr=0.005)
