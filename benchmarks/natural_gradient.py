@@ -182,7 +182,7 @@ def inspection(rounds: int) -> None:
         training.step()
         cosine_s = statistics.median(seconds(training.step, PERIOD) for _ in range(rounds)) - step_s
         print(f"{net.name}: figures of all layers {100 * figures_s / step_s:.2f} % of a step, once a job; cosines "
-              f"{100 * cosine_s / step_s:.0f} % of a step, {cosine_s / step_s / 5:.3f} % at the default period of 500", flush=True)
+              f"{100 * cosine_s / step_s:.0f} % of a step, {cosine_s / step_s:.2f} % at the service's period of 100", flush=True)
 
 
 def memory() -> None:

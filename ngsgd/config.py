@@ -90,7 +90,7 @@ class OptimizerConfig:
     backstitch_scale: float = knob(0.0, low=0.0)     # a step of -scale, then one of 1 + scale (Kaldi: 0.3 to 1); 0 = off
     backstitch_interval: int = knob(1, low=1)        # minibatches between two with backstitch
     proportional_shrink: float = knob(0.0, low=0.0)  # a job starts from the model times 1 - this * its learning rate
-    cosine_period: int = knob(500, low=0)            # ngsgd: minibatches between looks at the plain gradient, for the log
+    cosine_period: int = knob(100, low=0)            # ngsgd: minibatches between looks at the plain gradient, for the log
 
 
 @dataclass(frozen=True)
