@@ -35,6 +35,7 @@ from torch.nn.functional import cross_entropy
 
 from ngsgd import NGSGD
 from ngsgd.config import ModelConfig
+from ngsgd.files import read_json_lines
 from ngsgd.models import build_model
 from ngsgd.optim import SGD
 
@@ -247,7 +248,7 @@ def loss_or_infinity(result: Result) -> float:
 
 
 def read_results(path: Path) -> Results:
-    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    lines = read_json_lines(path) if path.exists() else []
     names = Setting.__dataclass_fields__
     return {Setting(**{name: line[name] for name in names}): Result(**{k: v for k, v in line.items() if k not in names})
             for line in lines}

@@ -31,6 +31,7 @@ from ngsgd.optim.inspection import figures
 KALDI_SGEMM = 108e9           # FLOP/s of the core on which Kaldi's figures were taken
 KALDI_PRODUCT_S = 8.2e-3      # seconds of the 512 x 3000 x 301 product beside the figures for the preconditioner alone
 PERIOD, RANK_IN, RANK_OUT = 4, 20, 80
+WARM_UP = 13                  # steps: past the first updates, which come at every call
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ def flop_floor(net: Net, num_rows: int) -> float:
     plain = ng = 0.0
     for index, (num_in, num_out) in enumerate(net.shapes()):
         plain += num_rows * num_in * num_out * (2 if index == 0 else 3)  # the first layer needs no input derivative
-        for dim, rank in ((num_in + 1, min(RANK_IN, (num_in + 2) // 2)), (num_out, min(RANK_OUT, (num_out + 1) // 2))):
+        for dim, rank in ((num_in + 1, min(RANK_IN, (num_in + 1) // 2)), (num_out, min(RANK_OUT, (num_out + 1) // 2))):
             update = num_rows * dim * rank + 2 * rank * rank * dim + num_rows * rank * rank
             ng += 2 * num_rows * dim * rank + update / PERIOD
     return 1.0 + ng / plain
@@ -90,6 +91,10 @@ class Training:
         nn.functional.cross_entropy(self.model(self.x_ND), self.y_N, reduction="sum").backward()
         for optimizer in self.optimizers:
             optimizer.step()
+
+    def warm_up(self) -> None:
+        for _ in range(WARM_UP):
+            self.step()
 
 
 def _muon(model: nn.Module) -> list[torch.optim.Optimizer]:
@@ -128,8 +133,7 @@ def steps(threads: int, rounds: int, names: list[str], nets: tuple[Net, ...], mi
             speed = sgemm()
             trainings = {name: Training(net, num_rows, MAKERS[name]) for name in names}
             for training in trainings.values():
-                for _ in range(13):  # past the first updates, which come at every call
-                    training.step()
+                training.warm_up()
             times: dict[str, list[float]] = {name: [] for name in names}
             for _ in range(rounds):
                 for name, training in trainings.items():
@@ -158,7 +162,7 @@ def preconditioner(rounds: int) -> None:
     for dim, rank, target in ((300, 20, 0.17e-3), (3000, 80, 5.6e-3)):
         X_ND = torch.randn(512, dim)
         ng = OnlineNaturalGradient(rank, PERIOD)
-        for _ in range(13):
+        for _ in range(WARM_UP):
             ng.precondition(X_ND)
         pairs = [(seconds(lambda: ng.precondition(X_ND), 10 * PERIOD), seconds(lambda: torch.mm(a, b, out=out), 3))  # noqa: B023
                  for _ in range(rounds)]
@@ -174,8 +178,7 @@ def inspection(rounds: int) -> None:
         training = Training(net, 512, MAKERS["NG-SGD"])
         (optimizer,) = training.optimizers
         assert isinstance(optimizer, NGSGD)
-        for _ in range(13):
-            training.step()
+        training.warm_up()
         step_s = statistics.median(seconds(training.step, PERIOD) for _ in range(rounds))
         figures_s = statistics.median(seconds(lambda: figures(optimizer)) for _ in range(rounds))  # noqa: B023
         optimizer.cosine_period = 1

@@ -11,13 +11,15 @@ from pathlib import Path
 
 import yaml
 
+from ngsgd.files import read_json_lines
+
 COLUMNS = ("optimizer", "seed", "frames", "minutes", "train objf", "valid objf", "valid acc", "valid", "test", "95 % interval")
 
 
 def row(run: Path) -> tuple[str, ...]:
     """One line of the table."""
     config = yaml.safe_load((run / "config.yaml").read_text())
-    lines = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    lines = read_json_lines(run / "events.jsonl")
     (report,) = [line for line in lines if line["event"] == "finished"][-1:]
     interval = json.loads((run / "decode" / "wer.json").read_text())["test_interval_95"]
     return (config["optimizer"]["kind"], str(config["seed"]), f"{report['frames_processed']:,}", f"{report['seconds'] / 60:.1f}",

@@ -8,12 +8,13 @@ the ratio of the medians.
 
 from __future__ import annotations
 
-import json
 import statistics
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+from ngsgd.files import read_json_lines
 
 WORKERS = (2, 4)
 
@@ -24,7 +25,7 @@ def seconds_per_million_frames(num_workers: int, output_dir: Path, settings: lis
     subprocess.run([Path(sys.executable).with_name("ngsgd"), "train", "--quiet", f"cluster.num_workers={num_workers}",
                     f"output_dir={output_dir}", "tracking.kind=none", *settings], check=True, stdout=subprocess.DEVNULL)
     (events,) = set(output_dir.glob("*/events.jsonl")) - before
-    lines = [json.loads(line) for line in events.read_text().splitlines()]
+    lines = read_json_lines(events)
     steps = [line for line in lines if line["event"] == "outer_iteration"]
     frames = steps[-1]["frames_processed"] - steps[0]["frames_processed"]
     return 1e6 * sum(step["compute_s"] for step in steps[1:]) / frames

@@ -163,7 +163,9 @@ class SGD(torch.optim.Optimizer):
         assert p.grad is not None
         if not self.momentum:
             return torch.add(p.grad * -lr, p, alpha=-decay)
-        velocity: Tensor = self.state[p].setdefault("velocity", torch.zeros_like(p))
+        if "velocity" not in self.state[p]:
+            self.state[p]["velocity"] = torch.zeros_like(p)
+        velocity: Tensor = self.state[p]["velocity"]
         velocity.mul_(self.momentum).add_(p.grad, alpha=-lr)
         return velocity.add_(p, alpha=-decay) if decay else velocity
 
@@ -229,14 +231,14 @@ class SGD(torch.optim.Optimizer):
 
 def _add(moving: _Moving, steps_C: Tensor, is_skipped: Tensor) -> None:
     """p -= step * direction for each component in one kernel, nothing where `is_skipped`; no host sync."""
-    is_skipped = is_skipped.to(torch.float32)
+    found_inf = is_skipped.to(torch.float32)
     for params, directions, step in zip(moving.params, moving.directions, steps_C.unbind(), strict=True):
         torch._fused_sgd_(params, directions, [], weight_decay=0.0, momentum=0.0, lr=step, dampening=0.0, nesterov=False,
-                          maximize=False, is_first_step=False, grad_scale=None, found_inf=is_skipped)
+                          maximize=False, is_first_step=False, grad_scale=None, found_inf=found_inf)
         if directions[0] is not params[0].grad:  # a velocity, or a copy that nobody sees again
             # after a skipped minibatch the velocity starts again from zero, as in Kaldi
             for direction in directions:
-                direction.copy_(torch.where(is_skipped > 0.0, 0.0, direction))
+                direction.masked_fill_(is_skipped, 0.0)
 
 
 def _laid_out(p: Tensor) -> Tensor:

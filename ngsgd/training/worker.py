@@ -125,7 +125,7 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig, lr: float, num_job
     """The optimiser of one job."""
     # lr carries a factor num_jobs and every job applies l2, so its share is divided by num_jobs, as in Kaldi
     common: dict[str, Any] = {"momentum": config.momentum, "max_change": config.max_change,
-              "max_param_change": config.max_param_change, "weight_decay": config.weight_decay / num_jobs}
+                              "max_param_change": config.max_param_change, "weight_decay": config.weight_decay / num_jobs}
     if config.kind == "sgd":
         return SGD(model, lr, **common)
     return NGSGD(model, lr, rank_in=config.rank_in, rank_out=config.rank_out, update_period=config.update_period,

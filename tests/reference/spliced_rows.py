@@ -44,24 +44,6 @@ def derivative_rows(dY: Tensor) -> Tensor:
                         dtype=torch.float64)
 
 
-class SplicedReference:
-    """A Conv1d with one group: preconditioned rows [spliced input | 1] and derivative rows, then their product (TdnnComponent)."""
-
-    def __init__(self, num_columns: int, num_filters: int, *, has_bias: bool) -> None:
-        self.has_bias = has_bias
-        self.input_side = OnlineNaturalGradient(min(20, (num_columns + 1) // 2), update_period=4)  # the 1 does not count
-        self.output_side = OnlineNaturalGradient(min(80, (num_filters + 1) // 2), update_period=4)
-
-    def gradient(self, X_NI: Tensor, dY_NO: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(weight O x (C K), bias) gradients."""
-        if self.has_bias:
-            X_NI = torch.cat([X_NI, torch.ones(len(X_NI), 1, dtype=torch.float64)], dim=1)
-        Xhat, input_scale = self.input_side.precondition(X_NI)
-        dYhat, output_scale = self.output_side.precondition(dY_NO)
-        gradient = input_scale * output_scale * dYhat.T @ Xhat
-        return (gradient[:, :-1], gradient[:, -1]) if self.has_bias else (gradient, None)
-
-
 class FilterReference:
     """Other convolutions: rows of P = [dW | db], then rows of the transpose of what comes out (TimeHeightConvolutionComponent)."""
 

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 
@@ -38,12 +38,6 @@ NATURAL_GRADIENT_CLASSES: dict[type[nn.Module], type[nn.Module]] = {
     nn.BatchNorm3d: NaturalGradientBatchNorm3d,
 }
 _PLAIN_CLASSES = {natural: plain for plain, natural in NATURAL_GRADIENT_CLASSES.items()}
-
-
-class NaturalGradientLayer(Protocol):
-    """A layer that `attach` has changed."""
-
-    preconditioner: LayerPreconditioner
 
 
 def attach(layer: nn.Module, settings: Settings, shared: Shared) -> LayerPreconditioner | None:

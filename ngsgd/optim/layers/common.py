@@ -144,6 +144,22 @@ def compute_dtype(input: Tensor) -> torch.dtype | None:  # noqa: A002  the name 
     return torch.get_autocast_dtype(device)
 
 
+def cast(dtype: torch.dtype | None, *tensors: Tensor | None) -> list[Any]:
+    """The tensors in `dtype`, as they are if it is None."""
+    return [tensor if tensor is None or dtype is None else tensor.to(dtype) for tensor in tensors]
+
+
+def apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
+    """`function.apply`; under torch.compile a graph break, since estimates change in backward, which no traced graph can hold."""
+    y: Tensor = _uncompiled(function, *args) if torch.compiler.is_compiling() else function.apply(*args)
+    return y
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _uncompiled(function: type[torch.autograd.Function], *args: Any) -> Any:
+    return function.apply(*args)
+
+
 def without_autocast(device: str) -> contextlib.AbstractContextManager[Any]:
     """Products of Fisher estimates stay in float32, even where backward is called inside autocast."""
     if torch.is_autocast_enabled(device):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ngsgd.optim.layers.common import layer_of
+from ngsgd.optim.layers.common import cast, layer_of
 from ngsgd.optim.layers.kronecker import KroneckerPreconditioner
 
 
@@ -24,9 +24,7 @@ def _layer(number: int) -> KroneckerPreconditioner:
 @torch.library.custom_op("ngsgd::linear", mutates_args=())
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, number: int, dtype: torch.dtype | None) -> Tensor:
     """`torch.nn.functional.linear` in `dtype`, if given."""
-    if dtype is not None:
-        x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    return nn.functional.linear(x, weight, bias)
+    return nn.functional.linear(*cast(dtype, x, weight, bias))
 
 
 @torch.library.custom_op("ngsgd::linear_gradients", mutates_args=())

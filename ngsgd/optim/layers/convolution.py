@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ngsgd.ops.natural_gradient import sum_of_squares
-from ngsgd.optim.layers.common import LayerPreconditioner, Settings, Shared, compute_dtype, wide, without_autocast
+from ngsgd.optim.layers.common import LayerPreconditioner, Settings, Shared, apply, cast, compute_dtype, wide, without_autocast
 from ngsgd.optim.layers.kronecker import KroneckerPreconditioner
 
 _MAX_RANK = 80                # of both sides of a gradient's rows, as in Kaldi
@@ -91,8 +91,7 @@ class _Convolution(torch.autograd.Function):
         ctx.layer, ctx.geometry, ctx.has_bias = layer, geometry, bias is not None
         ctx.input_dtype = x.dtype
         saved = weight
-        if dtype is not None:
-            x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+        x, weight, bias = cast(dtype, x, weight, bias)
         ctx.save_for_backward(x, saved)
         convolve = (nn.functional.conv1d, nn.functional.conv2d, nn.functional.conv3d)[x.ndim - 3]
         return convolve(x, weight, bias, *geometry)
@@ -123,12 +122,6 @@ def _plain_gradients(x: Tensor, weight: Tensor, dY: Tensor, geometry: Geometry,
     return dX, dW, db
 
 
-# a graph break: the estimates change in the backward pass, which a traced graph cannot hold
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _uncompiled(*args: Any) -> Any:
-    return _Convolution.apply(*args)  # type: ignore[no-untyped-call]
-
-
 class _NaturalGradientConv(nn.modules.conv._ConvNd):
     """The forward pass of all three."""
 
@@ -146,9 +139,8 @@ class _NaturalGradientConv(nn.modules.conv._ConvNd):
             x = nn.functional.pad(x, self._reversed_padding_repeated_twice, mode=mode)
             padding = (0,) * num_spatial
         geometry = Geometry(self.stride, padding, self.dilation, self.groups)
-        convolve = _uncompiled if torch.compiler.is_compiling() else _Convolution.apply
-        y = convolve(x, self.weight, self.bias, self.preconditioner, geometry, compute_dtype(input))
-        return y if x.ndim == input.ndim else y.squeeze(0)  # type: ignore[no-any-return]
+        y = apply(_Convolution, x, self.weight, self.bias, self.preconditioner, geometry, compute_dtype(input))
+        return y if x.ndim == input.ndim else y.squeeze(0)
 
     def plain_forward(self, input: Tensor) -> Tensor:  # noqa: A002
         """What torch's own class does."""

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ngsgd.optim.layers import compiled
-from ngsgd.optim.layers.common import compute_dtype, without_autocast
+from ngsgd.optim.layers.common import cast, compute_dtype, without_autocast
 from ngsgd.optim.layers.kronecker import KroneckerPreconditioner
 
 
@@ -22,8 +22,7 @@ class _Affine(torch.autograd.Function):
         ctx.layer = layer
         ctx.input_dtype = x.dtype
         saved = weight
-        if dtype is not None:
-            x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+        x, weight, bias = cast(dtype, x, weight, bias)
         ctx.save_for_backward(x, saved)
         return nn.functional.linear(x, weight, bias)
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ngsgd.ops.natural_gradient import sum_of_squares
-from ngsgd.optim.layers.common import LayerPreconditioner, Settings, Shared, wide, without_autocast
+from ngsgd.optim.layers.common import LayerPreconditioner, Settings, Shared, apply, wide, without_autocast
 from ngsgd.preconditioners.online import OnlineNaturalGradient
 
 
@@ -80,16 +80,13 @@ def _rows(x: Tensor, parameter: Tensor, first: int) -> Tensor:
     return x.reshape(-1, parameter.numel())
 
 
-# a graph break: the estimates change in the backward pass, which a traced graph cannot hold
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _uncompiled(*args: Any) -> Any:
-    return _ScaleOffset.apply(*args)  # type: ignore[no-untyped-call]
-
-
 class NaturalGradientNorm:
     """What `NGSGD` turns an affine normalisation into: the same layer without its affine part, and that part after it."""
 
-    plain_class: type[nn.Module]
+    plain_class: type[nn.Module]  # torch's class, the second base of each class below
+
+    def __init_subclass__(cls) -> None:
+        cls.plain_class = cls.__bases__[1]
 
     def forward(self: Any, input: Tensor) -> Tensor:  # noqa: A002  the name is torch's
         # a twin for the normalisation: it shares buffers and settings as they are now, but has no affine part and no hooks
@@ -97,42 +94,28 @@ class NaturalGradientNorm:
         twin.__dict__ = {**self.__dict__, "_parameters": dict.fromkeys(self._parameters)}
         normalised = self.plain_class.forward(twin, input)
         first = input.ndim - self.weight.ndim if isinstance(self, (nn.LayerNorm, nn.RMSNorm)) else 1
-        apply = _uncompiled if torch.compiler.is_compiling() else _ScaleOffset.apply
-        y: Tensor = apply(normalised, self.weight, getattr(self, "bias", None), self.preconditioner, first)
-        return y
+        return apply(_ScaleOffset, normalised, self.weight, getattr(self, "bias", None), self.preconditioner, first)
 
 
 class NaturalGradientLayerNorm(NaturalGradientNorm, nn.LayerNorm):
     """What `NGSGD` turns an `nn.LayerNorm` into."""
 
-    plain_class = nn.LayerNorm
-
 
 class NaturalGradientRMSNorm(NaturalGradientNorm, nn.RMSNorm):
     """What `NGSGD` turns an `nn.RMSNorm` into."""
-
-    plain_class = nn.RMSNorm
 
 
 class NaturalGradientGroupNorm(NaturalGradientNorm, nn.GroupNorm):
     """What `NGSGD` turns an `nn.GroupNorm` into."""
 
-    plain_class = nn.GroupNorm
-
 
 class NaturalGradientBatchNorm1d(NaturalGradientNorm, nn.BatchNorm1d):
     """What `NGSGD` turns an `nn.BatchNorm1d` into."""
-
-    plain_class = nn.BatchNorm1d
 
 
 class NaturalGradientBatchNorm2d(NaturalGradientNorm, nn.BatchNorm2d):
     """What `NGSGD` turns an `nn.BatchNorm2d` into."""
 
-    plain_class = nn.BatchNorm2d
-
 
 class NaturalGradientBatchNorm3d(NaturalGradientNorm, nn.BatchNorm3d):
     """What `NGSGD` turns an `nn.BatchNorm3d` into."""
-
-    plain_class = nn.BatchNorm3d

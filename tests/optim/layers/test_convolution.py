@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from ngsgd import NGSGD
-from tests.reference.spliced_rows import FilterReference, SplicedReference, derivative_rows, spliced_rows
+from tests.reference.kronecker import KroneckerReference
+from tests.reference.spliced_rows import FilterReference, derivative_rows, spliced_rows
 
 # float64 on both sides, but rows and sums come in another order; an update squares the condition number of the Fisher matrix
 # (at most 1 / delta = 2000): 4e6 roundings of 1e-16, relative to the largest element
@@ -53,7 +54,7 @@ def expect(layer: Any, dW: Tensor, db: Tensor | None) -> None:
 
 def check_spliced(layer: nn.Conv1d, *, num_minibatches: int = 2, batch: int = 2, num_frames: int = 15) -> None:
     plain, layer_ng, _ = twins(layer)
-    reference = SplicedReference(layer.weight[0].numel(), len(layer.weight), has_bias=layer.bias is not None)
+    reference = KroneckerReference(layer.weight[0].numel(), len(layer.weight), has_bias=layer.bias is not None)
     (taps,), (stride,), (dilation,) = layer.kernel_size, layer.stride, layer.dilation
     padding = {"same": dilation * (taps - 1) // 2, "valid": 0}.get(layer.padding, 0) if isinstance(layer.padding, str) \
         else layer.padding[0]
@@ -97,7 +98,7 @@ def test_conv1d_with_padding_same_that_is_longer_on_the_right(taps: int) -> None
 def test_an_unbatched_input_is_one_sequence(padding_mode: Any) -> None:
     torch.manual_seed(0)
     plain, layer, _ = twins(nn.Conv1d(3, 4, 3, padding=1, padding_mode=padding_mode))
-    reference = SplicedReference(9, 4, has_bias=True)
+    reference = KroneckerReference(9, 4, has_bias=True)
     for t in range(3):
         x = noise(1, 3, 15, seed=t)[0]
         y_plain, _, dx_plain = run(plain, x, t)
@@ -195,7 +196,7 @@ def test_frozen_weight_frozen_bias_and_input_without_gradient(make: Any, shape: 
 def test_a_convolution_used_twice_counts_twice() -> None:
     torch.manual_seed(0)
     _, layer, optimizer = twins(nn.Conv1d(3, 4, 3))
-    reference = SplicedReference(9, 4, has_bias=True)
+    reference = KroneckerReference(9, 4, has_bias=True)
     first, second, dY = noise(2, 3, 9, seed=0), noise(2, 3, 9, seed=1), noise(2, 4, 7, seed=2)
     ((layer(first) * dY).sum() + (layer(second) * dY).sum()).backward()
     splicing: dict[str, Any] = {"taps": 3, "stride": 1, "left_padding": 0, "dilation": 1, "padding_mode": "zeros"}

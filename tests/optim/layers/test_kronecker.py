@@ -5,15 +5,16 @@ Letters: N rows (frames), I inputs, O outputs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from ngsgd import NGSGD, OnlineNaturalGradient
+from ngsgd import NGSGD
 from ngsgd.optim.layers.kronecker import KroneckerPreconditioner, _is_cheaper_factored
+from tests.reference.kronecker import KroneckerReference
 
 # float64 on both sides; the two differ in the order of sums, and an update squares the condition number of the Fisher
 # matrix (at most 1 / delta = 2000): 4e6 roundings of 1e-16
@@ -21,27 +22,6 @@ EQUAL: dict[str, Any] = {"rtol": 1e-9, "atol": 1e-10}
 ROW_FORM = (24, 10, 6)        # N, I, O
 FACTORED_FORM = (24, 3, 12)
 SHAPES = pytest.mark.parametrize(("num_rows", "num_inputs", "num_outputs"), [ROW_FORM, FACTORED_FORM], ids=["rows", "factored"])
-
-
-class Standalone:
-    """What a Linear's gradient has to be: scales * Yhat^T Xhat."""
-
-    def __init__(self, num_inputs: int, num_outputs: int, *, has_bias: bool) -> None:
-        self.has_bias = has_bias
-        self.input_side = OnlineNaturalGradient(min(20, (num_inputs + 1) // 2), update_period=4)  # the 1 does not count
-        self.output_side = OnlineNaturalGradient(min(80, (num_outputs + 1) // 2), update_period=4)
-
-    def gradient(self, X_NI: Tensor, dY_NO: Tensor) -> tuple[Tensor, Tensor | None]:
-        Xhat, dYhat = self.rows(X_NI, dY_NO)
-        gradient = dYhat.T @ Xhat
-        return (gradient[:, :-1], gradient[:, -1]) if self.has_bias else (gradient, None)
-
-    def rows(self, X_NI: Tensor, dY_NO: Tensor) -> tuple[Tensor, Tensor]:
-        """Preconditioned rows, scales included."""
-        X1 = torch.cat([X_NI, torch.ones(len(X_NI), 1).to(X_NI)], dim=1) if self.has_bias else X_NI
-        Xhat, input_scale = self.input_side.precondition(X1)
-        dYhat, output_scale = self.output_side.precondition(dY_NO)
-        return input_scale * Xhat, output_scale * dYhat
 
 
 def minibatches(num: int, num_rows: int, num_inputs: int, num_outputs: int, *, seed: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
@@ -99,7 +79,7 @@ def test_the_two_shapes_take_the_two_forms(monkeypatch: pytest.MonkeyPatch) -> N
 def test_gradient_is_the_product_of_standalone_preconditioned_rows(num_rows: int, num_inputs: int, num_outputs: int,
                                                                    bias: bool) -> None:
     layer, optimizer = layer_of(num_inputs, num_outputs, bias=bias)
-    standalone = Standalone(num_inputs, num_outputs, has_bias=bias)
+    standalone = KroneckerReference(num_inputs, num_outputs, has_bias=bias)
     for X, dY in minibatches(20, num_rows, num_inputs, num_outputs):  # updates in calls 0 to 10, 14 and 18
         optimizer.zero_grad()
         x = X.clone().requires_grad_()
@@ -124,38 +104,33 @@ def test_scale_and_direction_differ_from_the_plain_gradient(num_rows: int, num_i
 
 
 @SHAPES
-def test_leading_dimensions_are_rows(num_rows: int, num_inputs: int, num_outputs: int) -> None:
+@pytest.mark.parametrize("arranged", [
+    pytest.param(lambda rows: rows.view(2, 3, len(rows) // 6, rows.shape[1]), id="leading_dimensions"),
+    pytest.param(lambda rows: rows.T.contiguous().T, id="not_contiguous"),
+])
+def test_rows_may_be_arranged_in_any_way(num_rows: int, num_inputs: int, num_outputs: int,
+                                         arranged: Callable[[Tensor], Tensor]) -> None:
     layer, optimizer = layer_of(num_inputs, num_outputs)
-    standalone = Standalone(num_inputs, num_outputs, has_bias=True)
+    standalone = KroneckerReference(num_inputs, num_outputs, has_bias=True)
     for X, dY in minibatches(4, num_rows, num_inputs, num_outputs):
         optimizer.zero_grad()
-        backward(layer, X.view(2, 3, num_rows // 6, num_inputs), dY.view(2, 3, num_rows // 6, num_outputs))
+        backward(layer, arranged(X), arranged(dY))
         check(layer, standalone.gradient(X, dY))
 
 
 def test_a_single_vector_is_one_row() -> None:
     layer, optimizer = layer_of(5, 4)
-    standalone = Standalone(5, 4, has_bias=True)
+    standalone = KroneckerReference(5, 4, has_bias=True)
     for X, dY in minibatches(4, 1, 5, 4):
         optimizer.zero_grad()
         backward(layer, X[0], dY[0])
         check(layer, standalone.gradient(X, dY))
 
 
-@SHAPES
-def test_rows_that_are_not_contiguous_give_the_same(num_rows: int, num_inputs: int, num_outputs: int) -> None:
-    layer, optimizer = layer_of(num_inputs, num_outputs)
-    standalone = Standalone(num_inputs, num_outputs, has_bias=True)
-    for X, dY in minibatches(4, num_rows, num_inputs, num_outputs):
-        optimizer.zero_grad()
-        backward(layer, X.T.contiguous().T, dY.T.contiguous().T)
-        check(layer, standalone.gradient(X, dY))
-
-
 def test_the_same_derivative_for_all_rows_arrives_expanded() -> None:
     """The derivative of a plain sum is an expanded scalar, whose strides are 0."""
     layer, optimizer = layer_of(10, 6)
-    standalone = Standalone(10, 6, has_bias=True)
+    standalone = KroneckerReference(10, 6, has_bias=True)
     for X, _ in minibatches(4, 24, 10, 6):
         optimizer.zero_grad()
         layer(X).sum().backward()
@@ -165,7 +140,7 @@ def test_the_same_derivative_for_all_rows_arrives_expanded() -> None:
 @SHAPES
 def test_a_module_used_twice_counts_twice_in_backward_order(num_rows: int, num_inputs: int, num_outputs: int) -> None:
     layer, optimizer = layer_of(num_inputs, num_outputs)
-    standalone = Standalone(num_inputs, num_outputs, has_bias=True)
+    standalone = KroneckerReference(num_inputs, num_outputs, has_bias=True)
     data = list(minibatches(16, num_rows, num_inputs, num_outputs))
     for (X1, dY1), (X2, dY2) in zip(data[::2], data[1::2], strict=True):
         optimizer.zero_grad()
@@ -180,7 +155,7 @@ def test_a_module_used_twice_counts_twice_in_backward_order(num_rows: int, num_i
 @SHAPES
 def test_accumulated_gradients_are_sums_of_two_calls(num_rows: int, num_inputs: int, num_outputs: int) -> None:
     layer, optimizer = layer_of(num_inputs, num_outputs)
-    standalone = Standalone(num_inputs, num_outputs, has_bias=True)
+    standalone = KroneckerReference(num_inputs, num_outputs, has_bias=True)
     data = list(minibatches(16, num_rows, num_inputs, num_outputs))
     for first, second in zip(data[::2], data[1::2], strict=True):
         optimizer.zero_grad()
@@ -212,7 +187,7 @@ def test_a_bias_alone_gets_its_plain_gradient() -> None:
 def test_a_frozen_bias_gets_none_and_the_weight_its_own(num_rows: int, num_inputs: int, num_outputs: int) -> None:
     layer, optimizer = layer_of(num_inputs, num_outputs)
     layer.bias.requires_grad_(False)
-    standalone = Standalone(num_inputs, num_outputs, has_bias=True)  # the 1 stays: the layer has a bias
+    standalone = KroneckerReference(num_inputs, num_outputs, has_bias=True)  # the 1 stays: the layer has a bias
     for X, dY in minibatches(4, num_rows, num_inputs, num_outputs):
         optimizer.zero_grad()
         backward(layer, X, dY)
@@ -224,7 +199,7 @@ def test_a_frozen_bias_gets_none_and_the_weight_its_own(num_rows: int, num_input
                          [(6, 1, True), (6, 1, False), (1, 6, False), (1, 6, True), (1, 1, False)])
 def test_a_side_of_dimension_one_is_left_unchanged(num_inputs: int, num_outputs: int, bias: bool) -> None:
     layer, optimizer = layer_of(num_inputs, num_outputs, bias=bias)
-    standalone = Standalone(num_inputs, num_outputs, has_bias=bias)
+    standalone = KroneckerReference(num_inputs, num_outputs, has_bias=bias)
     for X, dY in minibatches(20, 16, num_inputs, num_outputs):
         optimizer.zero_grad()
         backward(layer, X, dY)
@@ -268,7 +243,7 @@ def test_the_limit_per_sample_sums_row_products_over_accumulation(num_rows: int,
     for group in optimizer.param_groups:
         group["max_change"] = 0.0
     optimizer.max_param_change = 0.0
-    standalone = Standalone(num_inputs, num_outputs, has_bias=bias)
+    standalone = KroneckerReference(num_inputs, num_outputs, has_bias=bias)
     data = list(minibatches(12, num_rows, num_inputs, num_outputs))
     for pair in zip(data[::2], data[1::2], strict=True):
         optimizer.zero_grad()
