@@ -6,21 +6,26 @@ started in its slot while the other workers go on; what happens to the job is th
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import secrets
+import signal
 import time
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from ngsgd.config import ClusterConfig
 from ngsgd.errors import ClusterError, NgsgdError
 from ngsgd.training.flat import Vector
-from ngsgd.training.job import Job, JobFailure, JobResult, WorkerSpec
-from ngsgd.training.pool import Outcome
+from ngsgd.training.job import Held, Job, JobFailure, JobResult, Outcome, VectorRef, WorkerSpec
+from ngsgd.training.shared_memory import SharedRef, SharedVectors
 
 _STORE_BYTES = 512 * 2**20  # plasma on one machine; parameters and results of some tens of workers
 
@@ -28,8 +33,8 @@ _STORE_BYTES = 512 * 2**20  # plasma on one machine; parameters and results of s
 class _RayWorker:
     """The actor: a `Worker` in a process of its own."""
 
-    def prepare(self, spec: WorkerSpec, index: int, num_threads: int) -> tuple[str, int]:
-        """(host, process id) once the worker can take jobs.
+    def prepare(self, spec: WorkerSpec, index: int, num_threads: int, beats: SharedRef) -> _Address:
+        """Where the worker is, once it can take jobs.
 
         Not the constructor: Ray reports what a constructor raises as the actor's death, and loses its type.
         """
@@ -37,11 +42,70 @@ class _RayWorker:
 
         from ngsgd.training.worker import Worker
         torch.set_num_threads(num_threads)
+        self._index = index
+        self._minibatches = 0
+        self._should_stop = False
+        self._beats = _reached(beats)
         self._worker = Worker(spec, index)
-        return os.uname().nodename, os.getpid()
+        return _Address(os.uname().nodename, os.getpid(), self._beats is not None)
 
-    def run(self, job: Job, parameters: Vector) -> JobResult:
-        return self._worker.run(job, parameters)
+    def run(self, job: Job, places: tuple[SharedRef, ...]) -> tuple[JobResult, Vector | None]:
+        """The result, and apart from it the vector that only the job's next start needs, if it is another one.
+
+        In `places` on the coordinator's machine; elsewhere both travel through the object store, the second only if it is
+        asked for.
+        """
+        self._should_stop = False
+        left = list(places)
+        refs: dict[int, SharedRef] = {}
+
+        def place(size: int) -> Vector:
+            if not left:
+                return np.empty(size, dtype=np.float32)
+            ref = replace(left.pop(0), size=size)
+            vector = ref.read()
+            refs[id(vector)] = ref
+            return vector
+        result = self._worker.run(job, place, self._beat)
+        assert isinstance(result.sent, Held)
+        own = result.own.vector if isinstance(result.own, Held) else None
+        if places:
+            return replace(result, sent=refs[id(result.sent.vector)], own=refs[id(own)] if own is not None else None), None
+        return replace(result, own=None), own if own is not result.sent.vector else None
+
+    def minibatches(self) -> int:
+        """How many are done; answered while a job runs."""
+        return self._minibatches
+
+    def stop(self) -> None:
+        """Ends the job after the minibatch at hand."""
+        self._should_stop = True
+
+    def _beat(self) -> bool:
+        self._minibatches += 1
+        if self._beats is not None:
+            self._beats[self._index] = self._minibatches
+        return self._should_stop
+
+
+@dataclass(frozen=True)
+class _Address:
+    """Of a worker process."""
+
+    host: str
+    process_id: int
+    shares_memory: bool   # with the coordinator
+
+
+@dataclass(frozen=True)
+class StoreRef:
+    """A vector in Ray's object store."""
+
+    ref: Any
+
+    def read(self) -> Vector:
+        vector: Vector = ray.get(self.ref)
+        return vector
 
 
 @dataclass
@@ -51,9 +115,14 @@ class _Slot:
     index: int
     actor: Any
     ready: Any                       # ref that resolves when the actor can take jobs
-    process: tuple[str, int] | None = None  # host and process id, once ready
+    process: _Address | None = None  # once ready
     job: Job | None = None
     running: Any = None              # ref of the job's result
+    own: Any = None                  # ref of what only the job's next start needs
+    places: tuple[SharedRef, ...] = ()
+    asked: Any = None                # ref of the answer to how many minibatches are done
+    answered: int = 0
+    killed_because: str = ""
     deaths: list[str] = field(default_factory=list)
 
     @property
@@ -67,21 +136,29 @@ class _Slot:
 
 
 class RayPool:
-    """Long-lived Ray actors, one job at a time each."""
+    """Long-lived Ray actors, one job at a time each.
 
-    def __init__(self, spec: WorkerSpec, num_threads: int) -> None:
+    Parameters pass through memory that the actors on the coordinator's machine share with it, and through Ray's object
+    store to and from all others.
+    """
+
+    def __init__(self, spec: WorkerSpec, num_threads: int, size: int) -> None:
         self.spec = spec
         self.config: ClusterConfig = spec.config.cluster
         self.num_threads = num_threads
+        self._vectors = SharedVectors(size)
+        self._cells = SharedVectors(2 * self.config.num_workers)
+        self._in_store: dict[SharedRef, StoreRef] = {}  # copies of shared vectors for workers on other machines
         self._slots: list[_Slot] = []
         self._owns_ray = False
 
     def start(self) -> None:
         self._owns_ray = connect(self.config)
+        self._beats = self._cells.allocate()
         self._spec_ref = ray.put(self.spec)
         options: dict[str, Any] = {"num_cpus": 0 if self._owns_ray else self.num_threads, "max_restarts": 0,
-                                   "num_gpus": self._gpus_per_worker()}
-        self._actor_class = ray.remote(_RayWorker).options(**options)
+                                   "num_gpus": self._gpus_per_worker(), "concurrency_groups": {"control": 1}}
+        self._actor_class = ray.remote(**options)(_RayWorker)
         self._slots = [self._new_slot(index) for index in range(self.config.num_workers)]
         deadline = time.monotonic() + self.config.start_timeout_s
         while not all(slot.process for slot in self._slots):
@@ -93,23 +170,60 @@ class RayPool:
                     f"{self.config.start_timeout_s:g}; ask for fewer with cluster.num_workers, or give them more time.")
         self._last_alive = time.monotonic()
 
-    def broadcast(self, parameters: Vector) -> None:
-        self._parameters_ref = ray.put(parameters)
+    def publish(self, parameters: Vector) -> VectorRef:
+        ref = self._vectors.allocate()
+        self._in_store.pop(ref, None)
+        np.copyto(ref.read(), parameters)
+        return ref
+
+    def release(self, ref: VectorRef) -> None:
+        if isinstance(ref, SharedRef):
+            self._in_store.pop(ref, None)
+            self._vectors.release(ref)
 
     def num_idle(self) -> int:
         return sum(slot.is_idle for slot in self._slots)
+
+    def num_workers_alive(self) -> int:
+        return sum(slot.process is not None for slot in self._slots)
 
     def submit(self, job: Job) -> None:
         # the same job goes to the same slot where it can, so that charts per worker stay comparable
         idle = [slot for slot in self._slots if slot.is_idle]
         slot = min(idle, key=lambda s: (s.index != job.job % len(self._slots), s.index))
+        assert slot.process
         slot.job = job
-        slot.running = slot.actor.run.remote(job, self._parameters_ref)
+        if slot.process.shares_memory:
+            num_places = 1 if job.send == (0, 1) else 1 + job.keep_own
+            slot.places = tuple(self._vectors.allocate() for _ in range(num_places))
+        else:
+            start = replace(job.start, model=self._portable(job.start.model), own=job.start.own and self._portable(job.start.own))
+            job = replace(job, start=start)
+        slot.running, slot.own = slot.actor.run.options(num_returns=2).remote(job, slot.places)
 
     def wait(self, timeout_s: float) -> Outcome | None:
         outcome = self._poll(timeout_s)
         self._require_a_worker()
         return outcome
+
+    def progress(self) -> Mapping[int, tuple[tuple[int, int, int], int]]:
+        found = {}
+        beats = self._beats.map().view(np.uint64)
+        for slot in self._slots:
+            if slot.job is not None and slot.process:
+                done = int(beats[slot.index]) if slot.process.shares_memory else self._asked(slot)
+                found[slot.index] = (slot.job.identity, done)
+        return found
+
+    def kill(self, worker: int, reason: str) -> None:
+        slot = self._slots[worker]
+        slot.killed_because = reason
+        self._kill(slot)
+
+    def stop_jobs(self) -> None:
+        for slot in self._slots:
+            if slot.job is not None:
+                slot.actor.stop.options(concurrency_group="control").remote()
 
     def abandon(self) -> None:
         """Kills the workers that are busy; the pool can only be closed afterwards."""
@@ -121,12 +235,39 @@ class RayPool:
         for slot in self._slots:
             ray.kill(slot.actor)
         self._slots = []
+        self._vectors.close()
+        self._cells.close()
         if self._owns_ray:
             ray.shutdown()
 
     def process_ids(self) -> list[int]:
         """Of the workers that are ready, by slot."""
-        return [slot.process[1] for slot in self._slots if slot.process]
+        return [slot.process.process_id for slot in self._slots if slot.process]
+
+    def _portable(self, ref: VectorRef) -> VectorRef:
+        """The same vector where a worker on another machine can read it."""
+        if not isinstance(ref, SharedRef):
+            return ref
+        if ref not in self._in_store:
+            self._in_store[ref] = StoreRef(ray.put(ref.read()))
+        return self._in_store[ref]
+
+    def _asked(self, slot: _Slot) -> int:
+        """The minibatches that a worker on another machine last said it has done; a worker that hangs says nothing new."""
+        if slot.asked is not None and ray.wait([slot.asked], timeout=0.0)[0]:
+            with contextlib.suppress(RayError):  # its death is told by the job
+                slot.answered = ray.get(slot.asked)
+            slot.asked = None
+        if slot.asked is None:
+            slot.asked = slot.actor.minibatches.options(concurrency_group="control").remote()
+        return slot.answered
+
+    def _kill(self, slot: _Slot) -> None:
+        if slot.process and slot.process.shares_memory:  # at once, where Ray first asks a stopped process for seconds
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(slot.process.process_id, signal.SIGKILL)
+        else:
+            ray.kill(slot.actor)
 
     def _require_a_worker(self) -> None:
         """Fewer workers are no reason to stop; none at all, for as long as a start may take, is."""
@@ -165,28 +306,39 @@ class RayPool:
     def _finish_job(self, slot: _Slot) -> Outcome:
         job, slot.job = slot.job, None
         assert job is not None
+        own, slot.own = slot.own, None
+        places, slot.places = slot.places, ()
         try:
             result: JobResult = ray.get(slot.running)
         except RayTaskError as error:
             cause = error.cause if isinstance(error.cause, Exception) else None
+            for place in places:
+                self._vectors.release(place)
             return JobFailure(job, slot.index, f"{type(cause or error).__name__}: {cause or error}", False, cause)
         except RayError as error:  # the out-of-memory killer's error is no RayActorError
-            reason = _how_it_ended(error)
+            reason = slot.killed_because or _how_it_ended(error)
             process = slot.process
+            for place in places:  # whether its process is really gone is not known on every machine
+                self._vectors.discard(place)
             self._replace(slot)
-            return JobFailure(job, slot.index, f"process {process[1]} on {process[0]}: {reason}" if process else reason, True)
+            where = f"process {process.process_id} on {process.host}: " if process else ""
+            return JobFailure(job, slot.index, where + reason, True)
         finally:
             slot.running = None
         slot.deaths.clear()
-        return result
+        if job.keep_own and result.own is None:
+            result = replace(result, own=result.sent if job.send == (0, 1) else StoreRef(own))
+        # the job as it was submitted: its references may have been made portable
+        return replace(result, job=job)
 
     def _new_slot(self, index: int) -> _Slot:
         actor = self._actor_class.remote()
-        return _Slot(index, actor, actor.prepare.remote(self._spec_ref, index, self.num_threads))
+        return _Slot(index, actor, actor.prepare.remote(self._spec_ref, index, self.num_threads, self._beats))
 
     def _replace(self, slot: _Slot) -> None:
         fresh = self._new_slot(slot.index)
         slot.actor, slot.ready, slot.process = fresh.actor, fresh.ready, None
+        slot.killed_because, slot.asked, slot.answered = "", None, 0
 
     def _gpus_per_worker(self) -> float:
         """A worker gets a GPU of its own where there are enough, else a share; NCCL is not involved."""
@@ -194,6 +346,14 @@ class RayPool:
         if self.config.device == "cuda" and not num_gpus:
             raise ClusterError("cluster.device is cuda, but Ray sees no GPU; set cluster.device=auto or cpu.")
         return min(1.0, num_gpus / self.config.num_workers)
+
+
+def _reached(ref: SharedRef) -> npt.NDArray[np.uint64] | None:
+    """The coordinator's counters, where its memory can be shared."""
+    try:
+        return ref.map().view(np.uint64)
+    except ClusterError:
+        return None
 
 
 def connect(config: ClusterConfig) -> bool:

@@ -60,6 +60,11 @@ class RunFolder:
         return self.path / "ledger.jsonl"
 
     @property
+    def workers(self) -> Path:
+        """What the worker processes write (cluster=local)."""
+        return self.path / "workers"
+
+    @property
     def data(self) -> Path:
         """Which prepared data the run trains on."""
         return self.path / "data.json"

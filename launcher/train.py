@@ -25,14 +25,15 @@ from ngsgd.errors import EXIT_OK, CheckpointError, DataError, RunInterrupted
 from ngsgd.files import read_json_lines
 from ngsgd.models import build_model
 from ngsgd.schedules import Schedule
-from ngsgd.training.checkpoint import Checkpoint, CheckpointStore
-from ngsgd.training.coordinator import Coordinator, first_checkpoint
+from ngsgd.training.checkpoint import Checkpoint, CheckpointStore, first_checkpoint
+from ngsgd.training.coordinator import Coordinator
 from ngsgd.training.diagnostics import score_subset
 from ngsgd.training.event_log import EventLog
 from ngsgd.training.flat import Layout
 from ngsgd.training.job import WorkerSpec
 from ngsgd.training.ledger import Ledger
 from ngsgd.training.pool import InProcessPool, WorkerPool
+from ngsgd.training.process_pool import ProcessPool
 from ngsgd.training.records import FinalReport
 from ngsgd.training.tracking import Tracker, Trackers
 from ngsgd.training.worker import resolve_threads
@@ -118,13 +119,13 @@ def _train(config: RunConfig, folder: RunFolder, data: _Data, tracker: Tracker, 
     layout = Layout.of(model)
     checkpoints = CheckpointStore(folder.checkpoints, layout, config.checkpoint.num_to_keep)
     start = _start(checkpoints, model, report)
-    pool = _pool(config, data, num_threads, stop)
+    pool = _pool(config, folder, data, num_threads, layout.size, stop)
     ledger = Ledger(folder.ledger)
     try:
         report(f"starting {config.cluster.num_workers} workers ({config.cluster.kind}, {num_threads} threads each)")
         pool.start()
         coordinator = Coordinator(schedule_of(config, reader), pool, model, reader, checkpoints, ledger, tracker,
-                                  config.failure, stop)
+                                  config.failure, stop, config.outer, config.cluster.elastic, num_threads=os.cpu_count() or 1)
         with signals_to(stop):
             return coordinator.train(start)
     finally:
@@ -146,7 +147,7 @@ def _finish(config: RunConfig, folder: RunFolder, data: _Data, end: Checkpoint) 
     """Final model, word error rates, learning curve."""
     reader = EgsReader(data.egs_directory)
     model = _model(config, reader)
-    Layout.of(model).load(model, end.parameters)
+    Layout.of(model).load(model, end.buffers.get("ema", end.parameters))
     save_final(folder, config, model, reader)
     model, prior_P = load_final(folder, config)  # what users will load, not what happens to be in memory
     result = decode_and_score(folder, config, data.corpus, model, prior_P)
@@ -170,12 +171,15 @@ def schedule_of(config: RunConfig, reader: EgsReader) -> Schedule:
                     s.num_jobs_initial, s.num_jobs_final, s.num_jobs_step)
 
 
-def _pool(config: RunConfig, data: _Data, num_threads: int, stop: SignalStop) -> WorkerPool:
+def _pool(config: RunConfig, folder: RunFolder, data: _Data, num_threads: int, size: int, stop: SignalStop) -> WorkerPool:
     spec = WorkerSpec(config, str(data.egs_directory))
     if config.cluster.kind == "in_process":
         return InProcessPool(spec, config.cluster.num_workers, num_threads, stop.expired)
+    if config.cluster.kind == "local":
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads of one worker would starve another
+        return ProcessPool(spec, config.cluster.num_workers, num_threads, size, log_directory=folder.workers)
     from launcher.ray_pool import RayPool
-    return RayPool(spec, num_threads)
+    return RayPool(spec, num_threads, size)
 
 
 def _progress(config: RunConfig, quiet: bool) -> ProgressTracker:

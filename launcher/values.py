@@ -91,6 +91,10 @@ def _convert(value: Any, kind: Any) -> Any:
         except ValueError:
             pass
         raise ValueError("a list of finite numbers, such as [0.1,0.2]")
+    if kind is bool:
+        if not isinstance(value, bool):
+            raise ValueError("true or false")
+        return value
     if kind is str:
         if value is None or isinstance(value, (bool, list, dict)):
             raise ValueError("a text")

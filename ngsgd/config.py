@@ -94,6 +94,26 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True)
+class OuterConfig:
+    """What turns the mean of the jobs into the next model (`ngsgd.optim.outer`)."""
+
+    kind: str = knob("average", one_of=("average", "bmuf", "diloco", "slowmo", "easgd", "fedopt", "streaming"))
+    gain: float = knob(0.0, low=0.0)                 # bmuf: 1 = averaging, num_jobs = BMUF; 0: its square root, if there is time
+    nesterov_lr: float = knob(0.7, above=0.0)        # diloco, streaming: outer learning rate
+    nesterov_momentum: float = knob(0.9, low=0.0, high=0.999)  # diloco, streaming
+    slowmo_beta: float = knob(0.5, low=0.0, high=0.999)  # momentum; fairscale: 0 below 4 nodes, 0.2 at 4, 0.5 at 8, 0.6 at 16
+    slowmo_alpha: float = knob(1.0, above=0.0)       # outer learning rate
+    easgd_beta: float = knob(0.9, above=0.0, high=1.0)  # how far the centre goes to the mean; a job is pulled by beta / num_jobs
+    fedopt_kind: str = knob("adam", one_of=("adam", "yogi"))
+    fedopt_lr: float = knob(0.01, above=0.0)
+    num_fragments: int = knob(1, low=1, high=1000)   # streaming: groups of layers; one is averaged per outer iteration
+    delay: int = knob(0, low=0, high=1)              # streaming: outer iterations before a fragment's average is taken in
+    mixing: float = knob(0.0, low=0.0, high=1.0)     # streaming: share of its own fragment that a job keeps (0.5 with delay)
+    overlap: bool = knob(False)                      # jobs go on while the others' are averaged, on a model one outer iteration old
+    ema_decay: float = knob(0.0, low=0.0, high=0.9999)  # the final model is a moving average over outer iterations; 0 = it is not
+
+
+@dataclass(frozen=True)
 class ScheduleConfig:
     """How long, at which rate, on how many jobs; the formulas are Kaldi's (`ngsgd.schedules`)."""
 
@@ -110,22 +130,28 @@ class ScheduleConfig:
 class ClusterConfig:
     """Where the jobs run."""
 
-    kind: str = knob("ray", one_of=("in_process", "ray"))
+    kind: str = knob("ray", one_of=("in_process", "local", "ray"))
     num_workers: int = knob(2, low=1, high=10000)
     threads_per_worker: int = knob(0, low=0)         # 0: cores divided by workers, at least 1
     device: str = knob("auto", one_of=("auto", "cpu", "cuda"))  # auto: a GPU where Ray offers one, else CPU
     address: str = knob("")                          # Ray cluster to join, host:port or auto; empty: start one on this machine
     start_timeout_s: float = knob(120.0, above=0.0)  # for a worker to report that it is ready
+    elastic: bool = knob(False)                      # with fewer workers alive: fewer jobs per outer iteration, in place of a queue
 
 
 @dataclass(frozen=True)
 class FailureConfig:
     """What may go wrong before the run stops."""
 
-    max_attempts: int = knob(3, low=1)               # tries for one shard in one outer iteration
+    policy: str = knob("retry", one_of=("retry", "defer", "drop"))  # a failed job: at once, in the next outer iteration, not at all
+    max_attempts: int = knob(3, low=1)               # tries for one shard
+    on_poison: str = knob("quarantine", one_of=("quarantine", "stop"))  # for a shard all of whose tries ended a worker
+    progress_timeout_s: float = knob(30.0, above=0.0)  # a worker without a minibatch for this long, and for 5 median ones, hangs
     max_worker_deaths: int = knob(-1, low=-1)        # for the whole run; -1 = unlimited
     objf_tolerance: float = knob(1.0, above=0.0)     # nats per frame; a job this far below the best is rejected (Kaldi: 1.0)
     min_accepted: float = knob(0.5, above=0.0, high=1.0)  # share of an iteration's jobs that must be accepted
+    on_divergence: str = knob("stop", one_of=("stop", "halve"))  # too few accepted: stop, or go back and halve the learning rate
+    max_rollbacks: int = knob(3, low=1)              # in a row, for one outer iteration
     grace_s: float = knob(5.0, low=0.0)              # after Ctrl-C or SIGTERM: time for the running outer iteration to finish
 
 
@@ -169,6 +195,7 @@ class RunConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    outer: OuterConfig = field(default_factory=OuterConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     failure: FailureConfig = field(default_factory=FailureConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -255,5 +282,15 @@ def _rule_dropout(c: RunConfig) -> Iterator[str]:
             yield f"model.dropout_schedule: {error}"
 
 
+def _rule_outer(c: RunConfig) -> Iterator[str]:
+    if c.outer.overlap and c.outer.kind in ("easgd", "streaming"):
+        also = "; outer.delay=1 is its own overlap" if c.outer.kind == "streaming" else ""
+        yield f"outer.overlap is true with outer.kind {c.outer.kind}, whose jobs go on from their own models{also}; leave it false."
+    if c.outer.gain and not 1.0 <= c.outer.gain <= c.schedule.num_jobs_final:
+        yield (f"outer.gain is {c.outer.gain}; it goes from 1 (averaging) to schedule.num_jobs_final, "
+               f"{c.schedule.num_jobs_final}, or is 0 for a good value in between.")
+
+
 _RULES: tuple[Callable[[RunConfig], Iterator[str]], ...] = (_rule_snr, _rule_ceps, _rule_pnorm, _rule_lr, _rule_jobs,
-                                                          _rule_backstitch, _rule_shrink, _rule_dropout)
+                                                          _rule_backstitch, _rule_shrink, _rule_dropout,
+                                                          _rule_outer)

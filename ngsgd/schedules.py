@@ -33,15 +33,21 @@ class OuterIteration:
     shards: tuple[Shard, ...]
     passes_done: int         # before this outer iteration
     effective_lr: float      # per frame; what the averaged model moves by
+    gain: float = 1.0        # of the outer optimiser: how much of the dilution by averaging it makes good itself
 
     @property
     def num_jobs(self) -> int:
         return len(self.shards)
 
     @property
+    def lr_factor(self) -> float:
+        """A job's learning rate over the effective one: averaging dilutes its step num_jobs-fold, gain makes good a part."""
+        return self.num_jobs / self.gain
+
+    @property
     def lr(self) -> float:
-        """Learning rate of each job: averaging dilutes a job's step num_jobs-fold, so it is scaled up as much."""
-        return self.effective_lr * self.num_jobs
+        """Learning rate of each job, per frame."""
+        return self.effective_lr * self.lr_factor
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,9 @@ from ngsgd.egs.frames import FrameSet
 from ngsgd.egs.reader import EgsReader
 from ngsgd.models import build_model
 from ngsgd.schedules import Schedule
-from ngsgd.training.checkpoint import Checkpoint, CheckpointStore
-from ngsgd.training.coordinator import Coordinator, StopSignal, first_checkpoint
+from ngsgd.training.checkpoint import Checkpoint, CheckpointStore, first_checkpoint
+from ngsgd.training.coordinator import Coordinator
+from ngsgd.training.dispatch import StopSignal
 from ngsgd.training.flat import Layout
 from ngsgd.training.job import WorkerSpec
 from ngsgd.training.ledger import Ledger
@@ -119,7 +120,8 @@ class Run:
         try:
             pool.start()
             return Coordinator(self.schedule, pool, self.model, self.reader, self.store, ledger, self.recorder,
-                               self.config.failure, stop or NeverStop()).train(start)
+                               self.config.failure, stop or NeverStop(), self.config.outer,
+                               self.config.cluster.elastic).train(start)
         finally:
             ledger.close()
             pool.close()

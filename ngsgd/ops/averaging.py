@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-_CHUNK = 1 << 18  # elements; keeps the float64 copy in the cache
+CHUNK = 1 << 15  # elements; the float64 copies stay in the cache
 
 
 def average_parameters(state_dicts: Sequence[Mapping[str, Tensor]],
@@ -23,7 +24,7 @@ def average_parameters(state_dicts: Sequence[Mapping[str, Tensor]],
     >>> average_parameters([first, second], weights=[3, 1])["w"]
     tensor([1.5000, 3.0000])
     """
-    shares = _shares(len(state_dicts), weights)
+    shares = shares_of(len(state_dicts), weights)
     for index, other in enumerate(state_dicts[1:], start=1):
         if other.keys() != state_dicts[0].keys():
             raise ValueError(f"state dict {index} has other keys: {sorted(other.keys() ^ state_dicts[0].keys())[:5]}")
@@ -32,16 +33,39 @@ def average_parameters(state_dicts: Sequence[Mapping[str, Tensor]],
 
 def weighted_mean(vectors: Sequence[npt.NDArray[np.float32]], weights: Sequence[float]) -> npt.NDArray[np.float32]:
     """The weighted mean of flat float32 parameter vectors, summed in the order given."""
-    shares = _shares(len(vectors), weights)
+    shares = shares_of(len(vectors), weights)
     mean = np.empty_like(vectors[0])
-    for first in range(0, len(mean), _CHUNK):
-        part = slice(first, first + _CHUNK)
-        # dtype matters: a Python float times float32 stays float32
-        total = np.multiply(vectors[0][part], shares[0], dtype=np.float64)
-        for share, vector in zip(shares[1:], vectors[1:], strict=True):
-            total += np.multiply(vector[part], share, dtype=np.float64)
-        mean[part] = total
+    for first in range(0, len(mean), CHUNK):
+        part = slice(first, first + CHUNK)
+        mean[part] = mean_of_chunk(vectors, shares, part)
     return mean
+
+
+def pool_variances(model: npt.NDArray[Any], vectors: Sequence[npt.NDArray[Any]], weights: Sequence[float],
+                   parts: Sequence[tuple[slice, slice]]) -> None:
+    """Sets the variances of `model` to those of the data of all vectors together, in place.
+
+    `parts` are (mean, variance) of each normalisation layer.  The mean of variances alone would miss how far the means lie
+    apart; pooled counts, sums and sums of squares, as Kaldi's batch normalisation keeps them, give the same.
+    """
+    shares = shares_of(len(vectors), weights)
+    for mean, variance in parts:
+        means = [vector[mean].astype(np.float64) for vector in vectors]
+        center = sum(share * one for share, one in zip(shares, means, strict=True))
+        model[variance] = sum(share * (vector[variance] + (one - center) ** 2)
+                              for share, vector, one in zip(shares, vectors, means, strict=True))
+
+
+def mean_of_chunk(vectors: Sequence[npt.NDArray[Any]], shares: Sequence[float], part: slice) -> npt.NDArray[np.float64]:
+    """The mean of one part of the vectors in float64; `shares` sum to one."""
+    # converted first: a Python float times float32 stays float32, and NumPy is slow at converting as it multiplies
+    total: npt.NDArray[np.float64] = vectors[0][part].astype(np.float64)
+    total *= shares[0]
+    for share, vector in zip(shares[1:], vectors[1:], strict=True):
+        term = vector[part].astype(np.float64)
+        term *= share
+        total += term
+    return total
 
 
 def _mean_tensor(tensors: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
@@ -53,7 +77,8 @@ def _mean_tensor(tensors: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
     return total.to(tensors[0].dtype)
 
 
-def _shares(count: int, weights: Sequence[float] | None) -> list[float]:
+def shares_of(count: int, weights: Sequence[float] | None) -> list[float]:
+    """Weights that sum to one; ValueError for weights that cannot."""
     if count == 0:
         raise ValueError("there is nothing to average")
     weights = [1.0] * count if weights is None else weights

@@ -3,47 +3,41 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-import numpy as np
-
-from ngsgd.errors import ClusterError, DivergenceError
-from ngsgd.schedules import OuterIteration
+from ngsgd.errors import ClusterError, DivergenceError, NgsgdError
 from ngsgd.training.job import JobResult
+from ngsgd.training.planning import Plan
+
+Verdicts = list[tuple[JobResult, str]]  # each result with the reason why it is rejected, empty when it is accepted
 
 
-def judge(results: Sequence[JobResult], objf_tolerance: float, num_classes: int) -> list[tuple[JobResult, str]]:
-    """Each result with the reason why it is rejected, empty when it is accepted.
+def judge(results: Sequence[JobResult], troubles: Mapping[int, str], objf_tolerance: float, num_classes: int) -> Verdicts:
+    """Rejects what is broken, and what is far behind.
 
-    Rejected: a result whose parameters or objf are not finite, and one whose objf per frame is more than
-    `objf_tolerance` below the best (Kaldi: 1.0) or below that of guessing: if all jobs diverge, none is accepted.
+    `troubles` says, by job, what is wrong with a result's parameters.  A result whose objf per frame is not finite or
+    more than `objf_tolerance` below the best (Kaldi: 1.0), or below that of guessing, is rejected too: if all jobs
+    diverge, none is accepted.
     """
-    reasons = [_not_finite(result) for result in results]
-    finite = [result.objf for result, reason in zip(results, reasons, strict=True) if not reason]
+    reasons = [troubles.get(result.job.job) or ("" if math.isfinite(result.objf) else f"its objf is {result.objf}")
+               for result in results]
+    sound = [result.objf for result, reason in zip(results, reasons, strict=True) if not reason]
     guessing = -math.log(num_classes)
-    best = max([guessing, *finite])
+    best = max([guessing, *sound])
     name = "the best" if best > guessing else "guessing"
     return [(result, reason or _too_far_below(best, name, result.objf, objf_tolerance))
             for result, reason in zip(results, reasons, strict=True)]
 
 
-def require_enough(accepted: Sequence[JobResult], verdicts: Sequence[tuple[JobResult, str]], plan: OuterIteration,
-                   min_accepted: float) -> None:
-    """Stops a run that would average too little."""
+def too_few(accepted: Sequence[JobResult], verdicts: Verdicts, plan: Plan, min_accepted: float) -> NgsgdError | None:
+    """The error of an outer iteration that would average too little; None when there is enough."""
     if accepted and len(accepted) >= min_accepted * plan.num_jobs:
-        return
+        return None
     reasons = "; ".join(f"job {result.job.job}: {reason}" for result, reason in verdicts if reason)
     counted = f"only {len(accepted)} of {plan.num_jobs} jobs of outer iteration {plan.outer_iter + 1} could be averaged"
     if reasons:
-        raise DivergenceError(f"{counted} ({reasons}); lower schedule.lr_initial and resume, or start again.")
-    raise ClusterError(f"{counted}, because their workers kept dying; look at the log above and resume.")
-
-
-def _not_finite(result: JobResult) -> str:
-    if not math.isfinite(result.objf):
-        return f"its objf is {result.objf}"
-    num_bad = int(np.count_nonzero(~np.isfinite(result.parameters)))
-    return f"{num_bad} of its parameters are not finite" if num_bad else ""
+        return DivergenceError(f"{counted} ({reasons}); lower schedule.lr_initial and resume, or start again.")
+    return ClusterError(f"{counted}, because their workers kept dying; look at the log above and resume.")
 
 
 def _too_far_below(best: float, name: str, objf: float, tolerance: float) -> str:

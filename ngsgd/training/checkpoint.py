@@ -1,32 +1,31 @@
 """Checkpoints: a directory per outer iteration, whole or absent; no pickle.
 
-`iter-000012/model.safetensors` holds the averaged parameters, `manifest.json` everything else and the checksum that
-makes the pair one thing.
+`iter-000012/model.safetensors` holds the model, `outer.safetensors` what the outer optimiser keeps beside it, and
+`manifest.json` everything else, with the checksums that make them one thing.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
+from safetensors.numpy import load_file as load_arrays
+from safetensors.numpy import save_file as save_arrays
 from safetensors.torch import load_file, save_file
 
 from ngsgd.errors import CheckpointError
 from ngsgd.files import new_directory, sha256, write_text
 from ngsgd.training.flat import Layout, Vector
+from ngsgd.training.ledger import piece_fields, pieces_of
+from ngsgd.training.planning import Progress
 
-_FORMAT = 1
-
-
-@dataclass(frozen=True)
-class Progress:
-    """Where a run stands after a committed outer iteration."""
-
-    outer_iter: int          # the last one committed; -1 before the first
-    frames_processed: int
-    elapsed_s: float         # of training, over all processes that worked on the run
+_FORMAT = 2
+_MODEL, _OUTER = "model.safetensors", "outer.safetensors"
 
 
 @dataclass(frozen=True)
@@ -34,8 +33,20 @@ class Checkpoint:
     """A committed outer iteration."""
 
     progress: Progress
-    parameters: Vector
-    model_sha256: str
+    parameters: Vector                 # the model that is evaluated
+    model_sha256: str                  # of its file; empty before the first
+    buffers: Mapping[str, Vector] = field(default_factory=dict)    # the outer optimiser's arrays beside the model
+    numbers: Mapping[str, float] = field(default_factory=dict)     # and its numbers
+    commit: Mapping[str, Any] = field(default_factory=dict)        # the line of the ledger that goes with it
+
+    def outer_state(self) -> dict[str, Any]:
+        """As `OuterOptimizer.load_state_dict` takes it."""
+        return {"arrays": {"model": self.parameters, **self.buffers}, "numbers": self.numbers}
+
+
+def first_checkpoint(parameters: Vector) -> Checkpoint:
+    """Where a new run starts."""
+    return Checkpoint(Progress(), parameters, "")
 
 
 class CheckpointStore:
@@ -46,21 +57,25 @@ class CheckpointStore:
         self.layout = layout
         self.num_to_keep = num_to_keep
 
-    def save(self, progress: Progress, parameters: Vector) -> Checkpoint:
-        """Commits an outer iteration, then removes the oldest checkpoints beyond `num_to_keep`."""
+    def save(self, progress: Progress, outer_state: Mapping[str, Any], commit: Mapping[str, Any] = MappingProxyType({})
+             ) -> Checkpoint:
+        """Commits an outer iteration, then removes the oldest checkpoints beyond `num_to_keep`.
+
+        `commit` is kept with it, and completed by the model's checksum as "model".  The arrays of the
+        checkpoint returned are those of `outer_state`, not copies.
+        """
+        arrays = dict(outer_state["arrays"])
+        parameters = arrays.pop("model")
         try:
             with new_directory(self.directory / f"iter-{progress.outer_iter:06d}") as temporary:
-                save_file(self.layout.unflatten(parameters), temporary / "model.safetensors")
-                digest = sha256(temporary / "model.safetensors")
-                manifest = {"format": _FORMAT, "model_sha256": digest, **asdict(progress)}
-                write_text(temporary / "manifest.json", json.dumps(manifest, indent=1))
+                whole = self._write(temporary, Checkpoint(progress, parameters, "", arrays, outer_state["numbers"], commit))
         except OSError as error:
             raise CheckpointError(
                 f"outer iteration {progress.outer_iter + 1} could not be saved under {self.directory} ({error.strerror}); "
                 f"make room or fix the permissions, then `ngsgd resume {self.directory.parent}`.") from error
         for old in self._found()[:-self.num_to_keep]:
             shutil.rmtree(old, ignore_errors=True)
-        return Checkpoint(progress, parameters, digest)
+        return whole
 
     def latest(self) -> tuple[Checkpoint | None, list[str]]:
         """(the newest whole checkpoint or None, one sentence for each damaged one that was passed over)."""
@@ -73,19 +88,38 @@ class CheckpointStore:
         return None, problems
 
     def load(self, path: Path) -> Checkpoint:
-        """The checkpoint in `path`, verified against its checksum and the model's shape."""
+        """The checkpoint in `path`, verified against its checksums and the model's shape."""
         try:
             manifest = json.loads((path / "manifest.json").read_text())
-            model = path / "model.safetensors"
-            if manifest["format"] != _FORMAT or sha256(model) != manifest["model_sha256"]:
+            if manifest["format"] != _FORMAT or any(sha256(path / name) != digest for name, digest in manifest["files"].items()):
                 raise ValueError("checksum or format does not match")
-            state = load_file(model)
-            progress = Progress(manifest["outer_iter"], manifest["frames_processed"], manifest["elapsed_s"])
-        except (OSError, ValueError, KeyError) as error:
+            state = load_file(path / _MODEL)
+            buffers = load_arrays(path / _OUTER) if _OUTER in manifest["files"] else {}
+            progress = _progress(manifest["progress"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"checkpoint {path} is damaged ({error}) and is passed over.") from error
         if {name: tuple(t.shape) for name, t in state.items()} != self.layout.by_name():
             raise CheckpointError(f"checkpoint {path} is of a model with other layers; resume with its own configuration.")
-        return Checkpoint(progress, self.layout.flatten(state), manifest["model_sha256"])
+        return Checkpoint(progress, self.layout.flatten(state), manifest["files"][_MODEL], buffers, manifest["numbers"],
+                          manifest["commit"])
+
+    def _write(self, folder: Path, checkpoint: Checkpoint) -> Checkpoint:
+        """Fills a checkpoint's folder; returns it with its checksum."""
+        save_file(self.layout.unflatten(checkpoint.parameters), folder / _MODEL)
+        if checkpoint.buffers:
+            save_arrays(dict(checkpoint.buffers), folder / _OUTER)
+        digests = {path.name: sha256(path) for path in sorted(folder.glob("*.safetensors"))}
+        commit = {**checkpoint.commit, "model": digests[_MODEL]}
+        progress = checkpoint.progress
+        fields = {**asdict(progress), "pending": list(map(piece_fields, progress.pending)),
+                  "quarantined": list(map(piece_fields, progress.quarantined))}
+        manifest = {"format": _FORMAT, "files": digests, "numbers": dict(checkpoint.numbers), "progress": fields, "commit": commit}
+        write_text(folder / "manifest.json", json.dumps(manifest, indent=1))
+        return replace(checkpoint, model_sha256=digests[_MODEL], commit=commit)
 
     def _found(self) -> list[Path]:
         return sorted(self.directory.glob("iter-*"))
+
+
+def _progress(fields: Mapping[str, Any]) -> Progress:
+    return Progress(**{**fields, "pending": pieces_of(fields["pending"]), "quarantined": pieces_of(fields["quarantined"])})

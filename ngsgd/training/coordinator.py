@@ -1,43 +1,39 @@
 """The outer loop: plan, run the jobs, average, checkpoint, tell; plain Python over a WorkerPool.
 
-One code path for one worker and a thousand.  Objective functions are per frame and go up.
+One code path for one worker and a thousand.  Objective functions are per frame and go up.  With `outer.overlap` the jobs of
+the next outer iteration begin, each as soon as its predecessor has ended, before the average is there: they start from the
+model before plus their own move, so a model is one outer iteration old where it is used.
 """
 
 from __future__ import annotations
 
 import time
-from collections import deque
-from dataclasses import dataclass, replace
-from typing import Protocol
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 from torch import nn
 
-from ngsgd.config import FailureConfig
+from ngsgd.config import FailureConfig, OuterConfig
 from ngsgd.egs.reader import EgsReader
-from ngsgd.errors import ClusterError, NgsgdError, RunInterrupted
-from ngsgd.ops.averaging import weighted_mean
-from ngsgd.schedules import OuterIteration, Schedule
-from ngsgd.training.acceptance import judge, require_enough
-from ngsgd.training.checkpoint import Checkpoint, CheckpointStore, Progress
+from ngsgd.errors import DivergenceError, NgsgdError, RunInterrupted
+from ngsgd.ops.averaging import pool_variances
+from ngsgd.optim.outer import OuterInfo, OuterOptimizer, make_rule
+from ngsgd.schedules import Schedule
+from ngsgd.training.acceptance import Verdicts, judge, too_few
+from ngsgd.training.checkpoint import Checkpoint, CheckpointStore
 from ngsgd.training.diagnostics import score_subset
-from ngsgd.training.flat import Layout, Vector
-from ngsgd.training.job import Job, JobFailure, JobResult
+from ngsgd.training.dispatch import Dispatcher, Round, StopSignal
+from ngsgd.training.flat import Layout
+from ngsgd.training.job import Job, JobResult, VectorRef
+from ngsgd.training.leases import Leases
 from ngsgd.training.ledger import Ledger
+from ngsgd.training.planning import Plan, Progress, next_plan
 from ngsgd.training.pool import WorkerPool
 from ngsgd.training.records import Incident, JobRecord, OuterIterationRecord
+from ngsgd.training.starts import Starts
 from ngsgd.training.tracking import Tracker
-
-_POLL_S = 0.2  # how often a wish to stop is looked at while jobs run
-
-
-class StopSignal(Protocol):
-    """The user's or the cluster's wish that the run ends."""
-
-    def requested(self) -> bool:
-        """Finish the running outer iteration and stop."""
-
-    def expired(self) -> bool:
-        """Stop now: the time to finish is over."""
+from ngsgd.training.verify import is_finite
 
 
 @dataclass
@@ -53,12 +49,18 @@ class Coordinator:
     tracker: Tracker
     failure: FailureConfig
     stop: StopSignal
+    outer: OuterConfig = field(default_factory=OuterConfig)
+    elastic: bool = False
+    num_threads: int = 1       # for averaging
+    clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
         self.layout = Layout.of(self.model)
         self.model.eval()  # no dropout in diagnostics
         self._subsets = {name: self.reader.diagnostic(name) for name in ("train", "valid")}
-        self._num_deaths = 0
+        self._dispatch = Dispatcher(self.pool, self.ledger, self.layout, self.failure, self.stop, self._tell, self.clock)
+        self._leases = Leases(self.pool)
+        self._starts = Starts(self.outer, self._leases)
 
     def train(self, start: Checkpoint) -> Checkpoint:
         """All outer iterations after `start`; returns the last one committed.
@@ -66,127 +68,192 @@ class Coordinator:
         Raises RunInterrupted when asked to stop, DivergenceError or ClusterError when it cannot go on; whatever
         happens, the last committed outer iteration is on disk.
         """
-        self._began = time.monotonic() - start.progress.elapsed_s
-        here = start
-        for plan in self.schedule.outer_iterations(first=start.progress.outer_iter + 1):
+        self._began = self.clock() - start.progress.elapsed_s
+        self.optimizer = OuterOptimizer(make_rule(self.outer), start.parameters, ema_decay=self.outer.ema_decay,
+                                        num_threads=self.num_threads)
+        if start.model_sha256:
+            self.optimizer.load_state_dict(start.outer_state())
+        self.ledger.started(start.progress.outer_iter, self.failure.min_accepted)
+        if start.commit:  # a crash may have come between the checkpoint and its line
+            self.ledger.committed(start.commit)
+        here, num_rollbacks = start, 0
+        round_ = self._open(here.progress)
+        self._make_jobs(round_, None)
+        while round_:
             if self.stop.requested():
-                raise RunInterrupted(f"stopped before outer iteration {plan.outer_iter + 1}")
-            here = self._outer_iteration(plan, here)
+                raise RunInterrupted(f"stopped before outer iteration {round_.plan.outer_iter + 1}")
+            ahead = self._open(_after(round_.plan, here.progress)) if self._starts.are_ahead else None
+            clock = _Clock(self.clock)
+            self._dispatch.finish(round_, ahead, partial(self._make_jobs, ahead, round_))
+            after = self._close(round_, here, clock)
+            num_rollbacks = 0 if after.progress.outer_iter > here.progress.outer_iter else num_rollbacks + 1
+            if num_rollbacks:
+                self._after_rollback(round_.plan, num_rollbacks, ahead)
+                ahead = None
+            here = after
+            round_ = ahead or self._open(here.progress)
+            self._make_jobs(round_, None)
         return here
 
-    def _outer_iteration(self, plan: OuterIteration, before: Checkpoint) -> Checkpoint:
-        clock = _Clock()
-        self.pool.broadcast(before.parameters)
-        results = self._run_jobs(plan)
+    # Opening ----------------------------------------------------------------------------------------------------------
+
+    def _open(self, progress: Progress) -> Round | None:
+        """Plans the outer iteration that follows; None when the data has been processed."""
+        capacity = max(1, self.pool.num_workers_alive()) if self.elastic else None
+        plan = next_plan(self.schedule, progress, max_jobs=capacity)
+        if plan is None:
+            return None
+        gain = self.optimizer.rule.gain(plan.num_jobs, self.schedule.num_outer_iters)
+        plan = replace(plan, iteration=replace(plan.iteration, gain=gain))
+        model = self.pool.publish(self.optimizer.broadcast())
+        self._leases.take(model)
+        return self._dispatch.open(plan, model, progress.quarantined)
+
+    def _make_jobs(self, round_: Round | None, predecessor: Round | None) -> None:
+        """Makes those jobs of an outer iteration that can be run: all, but for those whose predecessor still runs."""
+        for job in sorted(round_.to_come) if round_ else ():
+            if predecessor is None or job not in predecessor.unsettled:
+                assert round_ is not None
+                if predecessor is not None:
+                    self._starts.remember(job, predecessor)
+                self._dispatch.enqueue(round_, self._job(round_.plan, job, round_.model))
+
+    def _job(self, plan: Plan, job: int, model: VectorRef) -> Job:
+        iteration = plan.iteration
+        done = min(1.0, iteration.passes_done / self.schedule.num_passes)
+        return Job(plan.outer_iter, job, 1, plan.work[job], self._starts.of(plan, job, model), iteration.lr, iteration.lr_factor,
+                   done, returns=self._starts.returns, send=self._starts.fragment(plan.outer_iter),
+                   keep_own=self._starts.need_own)
+
+    # Closing ----------------------------------------------------------------------------------------------------------
+
+    def _close(self, round_: Round, before: Checkpoint, clock: _Clock) -> Checkpoint:
+        """Averages and commits an outer iteration whose jobs are settled; returns `before` if it had to be rolled back."""
         compute_s = clock.lap()
-        verdicts = judge(results, self.failure.objf_tolerance, self.reader.info.num_classes)
+        plan = round_.plan
+        verdicts = judge(round_.in_order(), round_.troubles, self.failure.objf_tolerance, self.reader.info.num_classes)
         for result, reason in verdicts:
             self.ledger.judged(result, reason)
             if reason:
                 self._tell("job_rejected", f"job {result.job.job} of outer iteration {plan.outer_iter + 1}, on worker "
-                           f"{result.worker}, was left out of the average: {reason}.", result.job, result.worker)
+                           f"{result.worker}, was left out of the average: {reason}.", plan.outer_iter, result.job.job,
+                           result.worker)
         accepted = [result for result, reason in verdicts if not reason]
-        require_enough(accepted, verdicts, plan, self.failure.min_accepted)
-        parameters = weighted_mean([r.parameters for r in accepted], [r.num_frames for r in accepted])
+        error = too_few(accepted, verdicts, plan, self.failure.min_accepted)
+        if error:
+            self._end(round_, keep_own=False)
+            return self._rolled_back(plan, before, error)
+        self._average(plan, accepted)
         average_s = clock.lap()
-        frames = before.progress.frames_processed + sum(r.num_frames for r in accepted)
-        progress = Progress(plan.outer_iter, frames, time.monotonic() - self._began)
-        after = self.checkpoints.save(progress, parameters)
-        self.ledger.committed(plan.outer_iter, frames, after.model_sha256)
+        after = self._commit(round_, before, accepted)
         checkpoint_s = clock.lap()
-        record = self._record(plan, before, after, verdicts)
+        record = self._record(round_, after, verdicts)
+        self._end(round_, keep_own=True)
         self.tracker.outer_iteration(replace(record, compute_s=compute_s, average_s=average_s,
                                              checkpoint_s=checkpoint_s, diagnostics_s=clock.lap()))
         return after
 
-    def _run_jobs(self, plan: OuterIteration) -> list[JobResult]:
-        """The results of a plan's jobs, in the order of the jobs; a job whose worker died is tried again."""
-        self.ledger.planned(plan)
-        waiting = deque(Job(plan.outer_iter, job, 1, shard, plan.lr, plan.num_jobs,
-                            plan.passes_done / self.schedule.num_passes)
-                        for job, shard in enumerate(plan.shards))
-        results: list[JobResult] = []
-        unsettled = plan.num_jobs
-        while unsettled:
-            while waiting and self.pool.num_idle():
-                self.ledger.submitted(waiting[0])
-                self.pool.submit(waiting.popleft())
-            if self.stop.expired():
-                self.pool.abandon()
-                raise RunInterrupted(f"outer iteration {plan.outer_iter + 1} was given up")
-            outcome = self.pool.wait(_POLL_S)
-            if isinstance(outcome, JobResult):
-                results.append(outcome)
-                unsettled -= 1
-            elif isinstance(outcome, JobFailure):
-                again = self._after_failure(outcome)
-                waiting.extend(again)
-                unsettled -= not again
-        # whoever finished first, the sum runs over the jobs in order
-        return sorted(results, key=lambda result: result.job.job)
+    def _average(self, plan: Plan, accepted: list[JobResult]) -> None:
+        vectors = [result.sent.read() for result in accepted]
+        weights = [result.num_frames for result in accepted]
+        info = OuterInfo(plan.outer_iter, self.schedule.num_outer_iters, len(accepted), plan.iteration.lr)
+        index, count = self._starts.fragment(plan.outer_iter)
+        is_whole = count == 1 and self._starts.returns == "parameters"
+        self.optimizer.step(vectors, weights, info, pieces=None if count == 1 else self.layout.fragment(index, count),
+                            statistics=self.layout.statistics() if is_whole else (), returns=self._starts.returns)
+        if is_whole:
+            pool_variances(self.optimizer.eval_model(), vectors, weights, self.layout.mean_and_variance())
+        if not is_finite(self.optimizer.eval_model()):
+            raise DivergenceError(f"the model of outer iteration {plan.outer_iter + 1} is not finite, though its jobs' are: "
+                                  f"outer.kind={self.outer.kind} diverged; lower its gain and resume.")
 
-    def _after_failure(self, failure: JobFailure) -> list[Job]:
-        """The job to try again, if any."""
-        job = failure.job
-        self.ledger.failed(failure)
-        if isinstance(failure.error, NgsgdError):  # wrong data stay wrong however often they are read
-            raise failure.error
-        self._num_deaths += failure.worker_died
-        who = f"worker {failure.worker} died ({failure.reason})" if failure.worker_died else \
-            f"worker {failure.worker} failed ({failure.reason})"
-        where = f"during job {job.job} of outer iteration {job.outer_iter + 1}, attempt {job.attempt}"
-        if 0 <= self.failure.max_worker_deaths < self._num_deaths:
-            raise ClusterError(f"{who} {where}, which is more deaths than failure.max_worker_deaths = "
-                               f"{self.failure.max_worker_deaths} allows; the last checkpoint is whole.")
-        if job.attempt < self.failure.max_attempts:
-            self._tell("worker_died" if failure.worker_died else "job_failed",
-                       f"{who} {where}; its shard runs again.", job, failure.worker)
-            return [replace(job, attempt=job.attempt + 1)]
-        self.ledger.dropped(job, failure.reason)
-        self._tell("job_dropped", f"{who} {where}; archive {job.shard.archive}, frame {job.shard.frame} is left out of "
-                   f"this outer iteration after {job.attempt} attempts.", job, failure.worker)
-        return []
+    def _commit(self, round_: Round, before: Checkpoint, accepted: list[JobResult]) -> Checkpoint:
+        old = before.progress
+        progress = replace(
+            _after(round_.plan, old), frames_processed=old.frames_processed + sum(r.num_frames for r in accepted),
+            elapsed_s=self.clock() - self._began, quarantined=(*old.quarantined, *round_.quarantined))
+        progress = replace(progress, pending=(*progress.pending, *round_.deferred))
+        state = self.optimizer.state_dict()
+        self.ledger.sync()  # what was counted must be known before it is said to be
+        after = self.checkpoints.save(progress, state, {
+            "outer_iter": progress.outer_iter, "frames_processed": progress.frames_processed, "parent": before.model_sha256,
+            "num_accepted": len(accepted), "numbers": {"lr": round_.plan.iteration.lr, **state["numbers"]}})
+        self.ledger.committed(after.commit)
+        return after
 
-    def _record(self, plan: OuterIteration, before: Checkpoint, after: Checkpoint,
-                verdicts: list[tuple[JobResult, str]]) -> OuterIterationRecord:
+    def _end(self, round_: Round, *, keep_own: bool) -> None:
+        """Gives back the vectors that only this outer iteration needed."""
+        for job in range(round_.plan.num_jobs):
+            if keep_own:
+                self._starts.remember(job, round_)
+            if job in round_.results:
+                self._leases.offer(round_.results[job].sent)
+                self._leases.offer(round_.results[job].own)
+        self._leases.drop(round_.model)
+
+    def _rolled_back(self, plan: Plan, before: Checkpoint, error: NgsgdError) -> Checkpoint:
+        if self.failure.on_divergence == "stop" or not isinstance(error, DivergenceError):
+            raise error
+        lr_scale = before.progress.lr_scale / 2
+        self.ledger.rolled_back(plan.outer_iter, str(error), lr_scale)
+        self._tell("rolled_back", f"outer iteration {plan.outer_iter + 1} runs again from the last model at {lr_scale:g} times the "
+                   f"learning rate: {error}", plan.outer_iter, -1, -1)
+        return replace(before, progress=replace(before.progress, lr_scale=lr_scale))
+
+    def _after_rollback(self, plan: Plan, num_rollbacks: int, ahead: Round | None) -> None:
+        """Forgets what was built on the outer iteration that was rolled back."""
+        if num_rollbacks > self.failure.max_rollbacks:
+            raise DivergenceError(f"outer iteration {plan.outer_iter + 1} failed again after {self.failure.max_rollbacks} "
+                                  "roll-backs; lower schedule.lr_initial and resume, or start again.")
+        if ahead:
+            self._dispatch.drain(ahead)
+            self._end(ahead, keep_own=False)
+        self._starts.forget()
+
+    def _record(self, round_: Round, after: Checkpoint, verdicts: Verdicts) -> OuterIterationRecord:
+        plan, iteration = round_.plan, round_.plan.iteration
         self.layout.load(self.model, after.parameters)
-        passes = plan.passes_done + plan.num_jobs
+        passes = after.progress.passes_done
         per_epoch = self.schedule.num_archives * self.schedule.frames_per_eg
         elapsed_s = after.progress.elapsed_s
         # jobs weigh alike, so what is left goes with the passes, not with the outer iterations
         share = passes / max(self.schedule.num_passes, passes)
-        left_s = elapsed_s * (1.0 - share) / share
         return OuterIterationRecord(
-            outer_iter=plan.outer_iter, num_outer_iters=self.schedule.num_outer_iters, num_jobs=plan.num_jobs,
-            num_accepted=sum(not reason for _, reason in verdicts), epoch=passes / per_epoch,
+            outer_iter=plan.outer_iter, num_outer_iters=max(self.schedule.num_outer_iters, plan.outer_iter + 1),
+            num_jobs=plan.num_jobs, num_accepted=sum(not reason for _, reason in verdicts), epoch=passes / per_epoch,
             num_epochs=self.schedule.num_epochs, frames_processed=after.progress.frames_processed,
-            effective_lr=plan.effective_lr, lr=plan.lr, train=score_subset(self.model, self._subsets["train"]),
-            valid=score_subset(self.model, self._subsets["valid"]),
+            effective_lr=iteration.effective_lr, lr=iteration.lr, gain=iteration.gain,
+            train=score_subset(self.model, self._subsets["train"]), valid=score_subset(self.model, self._subsets["valid"]),
             jobs=tuple(_job_record(result, reason) for result, reason in verdicts),
-            relative_change=self.layout.relative_change(before.parameters, after.parameters),
-            compute_s=0.0, average_s=0.0, checkpoint_s=0.0, diagnostics_s=0.0, elapsed_s=elapsed_s, left_s=left_s)
+            relative_change=self.layout.relative_change(round_.model.read(), after.parameters),
+            compute_s=0.0, average_s=0.0, checkpoint_s=0.0, diagnostics_s=0.0, elapsed_s=elapsed_s,
+            left_s=elapsed_s * (1.0 - share) / share)
 
-    def _tell(self, what: str, message: str, job: Job, worker: int) -> None:
-        self.tracker.incident(Incident(what, message, job.outer_iter, job.job, worker))
+    def _tell(self, what: str, message: str, outer_iter: int, job: int, worker: int) -> None:
+        self.tracker.incident(Incident(what, message, outer_iter, job, worker))
 
 
 class _Clock:
     """Seconds between two laps."""
 
-    def __init__(self) -> None:
-        self._last = time.monotonic()
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        self._last = now()
 
     def lap(self) -> float:
-        last, self._last = self._last, time.monotonic()
+        last, self._last = self._last, self._now()
         return self._last - last
+
+
+def _after(plan: Plan, before: Progress) -> Progress:
+    """Where a run is once `plan` is done, as far as the plan after it must know."""
+    taken = {piece for pieces in plan.work for piece in pieces}
+    num_fresh = sum(piece.outer_iter == plan.outer_iter for piece in taken)
+    return replace(before, outer_iter=plan.outer_iter, passes_done=plan.iteration.passes_done + num_fresh,
+                   pending=tuple(piece for piece in before.pending if piece not in taken))
 
 
 def _job_record(result: JobResult, reason: str) -> JobRecord:
     return JobRecord(result.job.job, result.worker, result.job.attempt, result.num_frames, result.num_minibatches,
                      result.objf, result.accuracy, result.seconds, result.max_change_share,
                      result.max_param_change_share, result.num_skipped, not reason, reason, result.health)
-
-
-def first_checkpoint(parameters: Vector) -> Checkpoint:
-    """Where a new run starts."""
-    return Checkpoint(Progress(-1, 0, 0.0), parameters, "")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 Vector = npt.NDArray[np.float32]
+Pieces = tuple[tuple[slice, slice], ...]  # (part of the model, where a shorter vector holds it)
 
 
 @dataclass(frozen=True)
@@ -25,23 +29,40 @@ class Layout:
         entries = [(name, tuple(t.shape)) for name, t in model.state_dict().items() if t.is_floating_point()]
         return cls(tuple(name for name, _ in entries), tuple(shape for _, shape in entries))
 
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """Where each entry begins; one more at the end."""
+        return (0, *accumulate(int(np.prod(shape)) for shape in self.shapes))
+
     @property
     def size(self) -> int:
-        return sum(int(np.prod(shape)) for shape in self.shapes)
+        return self.offsets[-1]
 
     def by_name(self) -> dict[str, tuple[int, ...]]:
         """Name to shape."""
         return dict(zip(self.names, self.shapes, strict=True))
 
-    def flatten(self, state: Mapping[str, Tensor]) -> Vector:
-        return np.concatenate([state[name].detach().float().cpu().numpy().reshape(-1) for name in self.names])
+    def part(self, name: str) -> slice:
+        """Where an entry lies in the vector."""
+        index = self.names.index(name)
+        return slice(self.offsets[index], self.offsets[index + 1])
+
+    def name_at(self, element: int) -> str:
+        """The entry that an element of the vector belongs to."""
+        return self.names[bisect_right(self.offsets, element) - 1]
+
+    def flatten(self, state: Mapping[str, Tensor], out: Vector | None = None) -> Vector:
+        """The vector, written into `out` if given: one copy per tensor, from whatever device it is on."""
+        vector = np.empty(self.size, dtype=np.float32) if out is None else out
+        whole = torch.from_numpy(vector)
+        for name, first, stop in zip(self.names, self.offsets, self.offsets[1:], strict=False):
+            whole[first:stop].copy_(state[name].detach().reshape(-1))
+        return vector
 
     def unflatten(self, vector: Vector) -> dict[str, Tensor]:
         """Copies, so that nothing aliases the vector (Ray hands out read-only memory)."""
-        sizes = [int(np.prod(shape)) for shape in self.shapes]
-        parts = np.split(vector, np.cumsum(sizes)[:-1])
-        return {name: torch.tensor(part).reshape(shape)
-                for name, shape, part in zip(self.names, self.shapes, parts, strict=True)}
+        return {name: torch.tensor(vector[first:stop]).reshape(shape) for name, shape, first, stop
+                in zip(self.names, self.shapes, self.offsets, self.offsets[1:], strict=False)}
 
     def load(self, model: nn.Module, vector: Vector) -> None:
         """Sets the model's floating-point entries; counters and the like stay as they are."""
@@ -49,5 +70,30 @@ class Layout:
 
     def relative_change(self, before: Vector, after: Vector) -> dict[str, float]:
         """Per entry: norm of the change over norm of the entry before."""
-        old, new = self.unflatten(before), self.unflatten(after)
-        return {name: float((new[name] - old[name]).norm() / old[name].norm().clamp(min=1e-10)) for name in self.names}
+        parts = {name: slice(first, stop) for name, first, stop in zip(self.names, self.offsets, self.offsets[1:], strict=False)}
+        return {name: float(np.linalg.norm(after[part] - before[part])) / max(float(np.linalg.norm(before[part])), 1e-10)
+                for name, part in parts.items()}
+
+    def statistics(self) -> tuple[slice, ...]:
+        """The entries that are statistics of the data, such as batch normalisation's, and not parameters."""
+        return tuple(self.part(name) for name in self.names if name.rpartition(".")[2] in ("running_mean", "running_var"))
+
+    def mean_and_variance(self) -> tuple[tuple[slice, slice], ...]:
+        """(running_mean, running_var) of each normalisation layer."""
+        owners = [name.rpartition(".")[0] for name in self.names if name.endswith("running_var")]
+        return tuple((self.part(_join(owner, "running_mean")), self.part(_join(owner, "running_var"))) for owner in owners)
+
+    def fragment(self, index: int, count: int) -> Pieces:
+        """Every `count`-th layer from layer `index` on, a layer being one module's own entries."""
+        layers = list(dict.fromkeys(name.rpartition(".")[0] for name in self.names))
+        chosen = set(layers[index::count])
+        pieces, filled = [], 0
+        for name, first, stop in zip(self.names, self.offsets, self.offsets[1:], strict=False):
+            if name.rpartition(".")[0] in chosen:
+                pieces.append((slice(first, stop), slice(filled, filled + stop - first)))
+                filled += stop - first
+        return tuple(pieces)
+
+
+def _join(owner: str, name: str) -> str:
+    return f"{owner}.{name}" if owner else name

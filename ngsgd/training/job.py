@@ -2,11 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
 
 from ngsgd.config import RunConfig
 from ngsgd.schedules import Shard
 from ngsgd.training.flat import Vector
+
+
+class VectorRef(Protocol):
+    """A parameter vector that lies where coordinator and workers can reach it; the reference itself is small."""
+
+    def read(self) -> Vector:
+        """The vector, for reading only; no copy where the memory is shared."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """A vector in this very process."""
+
+    vector: Vector
+
+    def read(self) -> Vector:
+        return self.vector
 
 
 @dataclass(frozen=True)
@@ -18,16 +36,57 @@ class WorkerSpec:
 
 
 @dataclass(frozen=True)
+class Piece:
+    """A run of minibatches of one pass over an archive, in the order that the pass's first plan gave it."""
+
+    shard: Shard
+    outer_iter: int     # where the pass was first planned: with the seed, this and `job` decide the order of its examples
+    job: int
+    first: int = 0      # minibatches
+    stop: int | None = None  # None: to the end of the pass
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a job's parameters are before its first minibatch.
+
+    Plain: the broadcast model.  With the job's own last result x (elastic averaging, streaming): mix x + (1 - mix) model
+    in the fragment that is taken in, x elsewhere.  With its own last move m (overlapped averaging): model + m, since the
+    model is one outer iteration old and does not hold that move yet.
+    """
+
+    model: VectorRef
+    own: VectorRef | None = None
+    own_is_move: bool = False
+    mix: float = 0.0
+    take: tuple[int, int] | None = (0, 1)   # (fragment, number of fragments) taken in from the model; None: nothing
+
+
+@dataclass(frozen=True)
 class Job:
-    """One SGD run over one shard; with the run's seed it decides the result bit for bit, whichever worker runs it."""
+    """One SGD run; with the run's seed it decides the result bit for bit, whichever worker runs it."""
 
     outer_iter: int
     job: int
     attempt: int       # 1 for the first try
-    shard: Shard
+    pieces: tuple[Piece, ...]
+    start: Start
     lr: float          # per frame
-    num_jobs: int
+    lr_factor: float   # lr over the effective learning rate; what is not diluted by averaging, such as l2, is divided by it
     progress: float = 0.0  # share of the data processed before this outer iteration, 0 to 1
+    returns: Literal["parameters", "move"] = "parameters"
+    send: tuple[int, int] = (0, 1)   # (fragment, number of fragments) that is averaged
+    keep_own: bool = False           # the whole of the result is needed for the job's next start
+
+    @property
+    def identity(self) -> tuple[int, int, int]:
+        """(outer iteration, job, attempt): no two tries of a run share it."""
+        return self.outer_iter, self.job, self.attempt
+
+    @property
+    def shard(self) -> Shard:
+        """The first one; most jobs have no other."""
+        return self.pieces[0].shard
 
 
 @dataclass(frozen=True)
@@ -36,7 +95,8 @@ class JobResult:
 
     job: Job
     worker: int
-    parameters: Vector
+    sent: VectorRef                # what is averaged: parameters or move, of the fragment that the job was told to send
+    digest: int                    # of `sent`, made by the worker (`ngsgd.training.verify`)
     num_frames: int
     num_minibatches: int
     objf: float                    # mean per frame while training
@@ -45,7 +105,9 @@ class JobResult:
     max_change_share: float        # of layer updates, 0 to 1
     max_param_change_share: float  # of minibatches, 0 to 1
     num_skipped: int               # minibatches
-    health: dict[str, float]       # of the Fisher estimates at the end (ngsgd.optim.inspection.figures)
+    own: VectorRef | None = None   # with `keep_own`: what the job's next start is made of
+    remainder: tuple[Piece, ...] = ()  # what was not processed, because the worker was asked to stop
+    health: dict[str, float] = field(default_factory=dict)  # of the Fisher estimates at the end (ngsgd.optim.inspection.figures)
 
 
 @dataclass(frozen=True)
@@ -57,3 +119,7 @@ class JobFailure:
     reason: str                    # how it ended: signal, exit, exception
     worker_died: bool
     error: Exception | None = None  # what the job raised, where the worker lived on
+    last_words: str = ""           # the end of what a dead worker wrote to its log
+
+
+Outcome = JobResult | JobFailure

@@ -1,50 +1,71 @@
-"""The ledger: every shard that was planned, every try, and what was counted, one JSON line each.
+"""The ledger: every piece of data that was planned, every try, and what was counted, one JSON line each.
 
-It is written as things happen and audited afterwards by `audit`, which knows nothing of the coordinator.
+It is written as things happen and audited afterwards by `ngsgd.training.audit`, which knows nothing of the coordinator.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ngsgd.files import read_json_lines
-from ngsgd.schedules import OuterIteration
-from ngsgd.training.job import Job, JobFailure, JobResult
+from ngsgd.training.job import Job, JobFailure, JobResult, Piece
+from ngsgd.training.planning import Plan
+
+PIECE_FIELDS = ("archive", "frame", "outer_iter", "job", "first", "stop")
 
 
 class Ledger:
-    """Appends to `path`; a line is on disk before the next thing happens."""
+    """Appends to `path`.  A line survives the death of this process; `sync` makes it survive that of the machine."""
 
     def __init__(self, path: Path) -> None:
+        # a crash may have cut the last line short: the next one must not be joined to it
+        torn = path.exists() and path.stat().st_size > 0 and path.read_bytes()[-1:] != b"\n"
         self._file = path.open("a", encoding="utf-8")
+        if torn:
+            self._file.write("\n")
 
-    def planned(self, plan: OuterIteration) -> None:
-        for job, shard in enumerate(plan.shards):
-            self._write("planned", outer_iter=plan.outer_iter, job=job, archive=shard.archive, frame=shard.frame)
+    def started(self, after: int, min_accepted: float) -> None:
+        """A process begins the run, or resumes it after the commit of an outer iteration."""
+        self._write("started", after=after, min_accepted=min_accepted)
+
+    def planned(self, plan: Plan) -> None:
+        for job, pieces in enumerate(plan.work):
+            self._write("planned", outer_iter=plan.outer_iter, job=job, pieces=[piece_fields(piece) for piece in pieces],
+                        num_jobs=plan.num_jobs, lr=plan.iteration.lr, lr_factor=plan.iteration.lr_factor)
 
     def submitted(self, job: Job) -> None:
-        self._write("submitted", outer_iter=job.outer_iter, job=job.job, attempt=job.attempt)
+        self._write("submitted", **_identity(job))
 
     def failed(self, failure: JobFailure) -> None:
-        self._write("failed", outer_iter=failure.job.outer_iter, job=failure.job.job, attempt=failure.job.attempt,
-                    worker=failure.worker, reason=failure.reason)
+        self._write("failed", **_identity(failure.job), worker=failure.worker, reason=failure.reason)
 
     def judged(self, result: JobResult, reason: str) -> None:
         """A result was accepted (no reason) or rejected."""
-        self._write("rejected" if reason else "accepted", outer_iter=result.job.outer_iter, job=result.job.job,
-                    attempt=result.job.attempt, worker=result.worker, num_frames=result.num_frames,
-                    archive=result.job.shard.archive, frame=result.job.shard.frame, reason=reason)
+        self._write("rejected" if reason else "accepted", **_identity(result.job), worker=result.worker,
+                    num_frames=result.num_frames, pieces=[piece_fields(piece) for piece in result.job.pieces],
+                    left=[piece_fields(piece) for piece in result.remainder], digest=f"{result.digest:016x}", reason=reason)
 
-    def dropped(self, job: Job, reason: str) -> None:
-        """A shard that is not counted in this outer iteration after all its attempts failed."""
-        self._write("dropped", outer_iter=job.outer_iter, job=job.job, attempt=job.attempt, reason=reason)
+    def discarded(self, result: JobResult, reason: str) -> None:
+        """A result that was not looked at: nobody waited for it any more, or it was damaged on its way."""
+        self._write("discarded", **_identity(result.job), worker=result.worker, reason=reason)
 
-    def committed(self, outer_iter: int, frames_processed: int, model_sha256: str) -> None:
-        self._write("committed", outer_iter=outer_iter, frames_processed=frames_processed, model=model_sha256)
+    def settled_without(self, event: str, job: Job, reason: str) -> None:
+        """Work that this outer iteration does without: "dropped", "deferred" to the next, or "quarantined" for good."""
+        self._write(event, **_identity(job), pieces=[piece_fields(piece) for piece in job.pieces], reason=reason)
+
+    def rolled_back(self, outer_iter: int, reason: str, lr_scale: float) -> None:
+        self._write("rolled_back", outer_iter=outer_iter, reason=reason, lr_scale=lr_scale)
+
+    def sync(self) -> None:
+        """All lines so far are on disk, whatever happens to the machine."""
+        os.fsync(self._file.fileno())
+
+    def committed(self, commit: Mapping[str, Any]) -> None:
+        """The outer iteration is on disk; `commit` stands in its manifest too."""
+        self._write("committed", **commit)
 
     def close(self) -> None:
         self._file.close()
@@ -52,44 +73,19 @@ class Ledger:
     def _write(self, event: str, **fields: Any) -> None:
         self._file.write(json.dumps({"event": event, **fields}) + "\n")
         self._file.flush()
-        os.fsync(self._file.fileno())
 
 
-def audit(path: Path) -> list[str]:
-    """What is wrong with a run's ledger; an empty list when every planned shard was counted exactly once.
-
-    An outer iteration that was interrupted is planned again; only its last plan, the one that was committed, counts.
-    """
-    problems: list[str] = []
-    committed: list[int] = []
-    frames = 0
-    planned: dict[int, dict[str, Any]] = {}
-    settled: list[dict[str, Any]] = []
-    for line in read_json_lines(path):
-        if line["event"] == "planned":
-            if line["job"] == 0:
-                planned, settled = {}, []
-            planned[line["job"]] = line
-        elif line["event"] in ("accepted", "rejected", "dropped"):
-            settled.append(line)
-        elif line["event"] == "committed":
-            outer_iter = line["outer_iter"]
-            frames += sum(entry.get("num_frames", 0) for entry in settled if entry["event"] == "accepted")
-            problems += _unsettled(outer_iter, planned, settled)
-            if frames != line["frames_processed"]:
-                problems.append(f"outer iteration {outer_iter}: {frames} frames accepted, {line['frames_processed']} committed")
-            committed.append(outer_iter)
-    if committed != list(range(len(committed))):
-        problems.append(f"committed outer iterations are {committed}")
-    return problems
+def piece_fields(piece: Piece) -> list[int | None]:
+    """A piece as PIECE_FIELDS."""
+    return [piece.shard.archive, piece.shard.frame, piece.outer_iter, piece.job, piece.first, piece.stop]
 
 
-def _unsettled(outer_iter: int, planned: dict[int, dict[str, Any]], settled: list[dict[str, Any]]) -> list[str]:
-    counts = Counter(entry["job"] for entry in settled)
-    where = f"outer iteration {outer_iter}: job"
-    problems = [f"{where} {job} was settled {counts[job]} times" for job in planned if counts[job] != 1]
-    problems += [f"{where} {job} was not planned" for job in counts if job not in planned]
-    problems += [f"{where} {entry['job']} counted another shard" for entry in settled
-                 if entry["event"] == "accepted" and entry["job"] in planned
-                 and any(entry[key] != planned[entry["job"]][key] for key in ("archive", "frame", "outer_iter"))]
-    return problems
+def pieces_of(fields: Sequence[Sequence[Any]]) -> tuple[Piece, ...]:
+    """The pieces that were written as PIECE_FIELDS."""
+    from ngsgd.schedules import Shard
+    return tuple(Piece(Shard(archive, frame), outer_iter, job, first, stop)
+                 for archive, frame, outer_iter, job, first, stop in fields)
+
+
+def _identity(job: Job) -> dict[str, int]:
+    return {"outer_iter": job.outer_iter, "job": job.job, "attempt": job.attempt}

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import torch
 
 from ngsgd.training.flat import Vector
-from ngsgd.training.job import Job, JobFailure, JobResult, WorkerSpec
-from ngsgd.training.worker import Worker, never
-
-Outcome = JobResult | JobFailure
+from ngsgd.training.job import Held, Job, JobResult, Outcome, VectorRef, WorkerSpec
+from ngsgd.training.worker import Worker, never, np_empty
 
 
 class WorkerPool(Protocol):
@@ -21,17 +19,32 @@ class WorkerPool(Protocol):
     def start(self) -> None:
         """Waits until the workers are ready; ClusterError when they cannot be had."""
 
-    def broadcast(self, parameters: Vector) -> None:
-        """The model that jobs submitted from now on start from."""
+    def publish(self, parameters: Vector) -> VectorRef:
+        """Puts a copy of a model where the workers can read it."""
+
+    def release(self, ref: VectorRef) -> None:
+        """What this pool published, or a worker sent, is not needed any more."""
 
     def num_idle(self) -> int:
         """Workers that could take a job now."""
+
+    def num_workers_alive(self) -> int:
+        """Workers that are running a job or could take one."""
 
     def submit(self, job: Job) -> None:
         """Gives a job to an idle worker."""
 
     def wait(self, timeout_s: float) -> Outcome | None:
         """How a running job ended; None when none has within the time (the in-process pool ignores it)."""
+
+    def progress(self) -> Mapping[int, tuple[tuple[int, int, int], int]]:
+        """For each worker that has a job: which, and a number that changes with every minibatch."""
+
+    def kill(self, worker: int, reason: str) -> None:
+        """Ends a worker that hangs; its job is then reported as failed for that reason, and another worker replaces it."""
+
+    def stop_jobs(self) -> None:
+        """Asks the workers to end their jobs after the minibatch at hand and to return what they have."""
 
     def abandon(self) -> None:
         """Gives up the jobs that are running."""
@@ -55,20 +68,38 @@ class InProcessPool:
         torch.set_num_threads(self.num_threads)  # sums depend on it; the other pools use the same number
         self._worker = Worker(self.spec, 0)
 
-    def broadcast(self, parameters: Vector) -> None:
-        self._parameters = parameters
+    def publish(self, parameters: Vector) -> VectorRef:
+        return Held(parameters.copy())
+
+    def release(self, ref: VectorRef) -> None:
+        pass
 
     def num_idle(self) -> int:
         return self.num_workers - len(self._queue)
+
+    def num_workers_alive(self) -> int:
+        return self.num_workers
 
     def submit(self, job: Job) -> None:
         self._queue.append(job)
 
     def wait(self, timeout_s: float) -> Outcome | None:
+        if not self._queue:
+            return None
         job = self._queue.popleft()
         # a job leaves nothing behind in its worker, so one object can stand for all
         self._worker.index = job.job % self.num_workers
-        return self._worker.run(job, self._parameters, self.should_stop)
+        result: JobResult = self._worker.run(job, np_empty, self.should_stop)
+        return result
+
+    def progress(self) -> Mapping[int, tuple[tuple[int, int, int], int]]:
+        return {}
+
+    def kill(self, worker: int, reason: str) -> None:
+        raise AssertionError("a job in this process cannot be killed")
+
+    def stop_jobs(self) -> None:
+        pass
 
     def abandon(self) -> None:
         self._queue.clear()

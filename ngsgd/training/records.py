@@ -54,6 +54,7 @@ class OuterIterationRecord:
     frames_processed: int      # since the start of the run, over all accepted jobs; the x axis of every chart
     effective_lr: float        # per frame
     lr: float                  # per frame, of each job
+    gain: float                # of the outer optimiser: lr is effective_lr * num_jobs / gain
     train: SubsetScore         # the averaged model on the fixed training subset
     valid: SubsetScore         # the averaged model on the fixed held-out subset
     jobs: tuple[JobRecord, ...]

@@ -6,8 +6,11 @@ momentum start afresh, as in Kaldi, so a job that is repeated gives the same bit
 
 from __future__ import annotations
 
+import itertools
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +20,48 @@ from torch import Tensor, nn
 
 from ngsgd.config import OptimizerConfig, RunConfig
 from ngsgd.egs.reader import EgsReader, Minibatch
-from ngsgd.errors import ConfigError, RunInterrupted
+from ngsgd.errors import ConfigError
 from ngsgd.models import build_model
 from ngsgd.optim import NGSGD, SGD
 from ngsgd.optim.inspection import figures
 from ngsgd.optim.rules import backstitch_step, shrink
 from ngsgd.schedules import DropoutSchedule
-from ngsgd.training.flat import Layout, Vector
-from ngsgd.training.job import Job, JobResult, WorkerSpec
+from ngsgd.training.flat import Layout, Pieces, Vector
+from ngsgd.training.job import Held, Job, JobResult, Piece, Start, WorkerSpec
+from ngsgd.training.verify import digest
+
+Place = Callable[[int], Vector]  # memory for so many elements
 
 
 def never() -> bool:
     """A stop signal that does not come."""
     return False
+
+
+def np_empty(size: int) -> Vector:
+    """Memory of this process."""
+    return np.empty(size, dtype=np.float32)
+
+
+def starting_point(start: Start, layout: Layout) -> Vector:
+    """The parameters before a job's first minibatch; see `Start`."""
+    model = start.model.read()
+    if start.own is None:
+        return model
+    own = start.own.read()
+    if start.own_is_move:
+        return model + own
+    vector = own.copy()
+    for part, _ in layout.fragment(*start.take) if start.take else ():
+        vector[part] = start.mix * own[part] + (1.0 - start.mix) * model[part]
+    return vector
+
+
+def _gather(vector: Vector, pieces: Pieces, place: Place) -> Vector:
+    gathered = place(pieces[-1][1].stop if pieces else 0)
+    for part, target in pieces:
+        gathered[target] = vector[part]
+    return gathered
 
 
 class Worker:
@@ -44,32 +76,58 @@ class Worker:
         self.model = build_model(spec.config.model, info.num_inputs, info.num_classes, spec.config.seed).to(self.device)
         self.layout = Layout.of(self.model)
 
-    def run(self, job: Job, parameters: Vector, should_stop: Callable[[], bool] = never) -> JobResult:
-        """Trains from `parameters` on the job's shard.
+    def run(self, job: Job, place: Place = np_empty, should_stop: Callable[[], bool] = never) -> JobResult:
+        """Trains on the job's pieces; `place(size)` gives the memory that a returned vector is written to.
 
-        Raises RunInterrupted between two minibatches once `should_stop()` is true.
+        Once `should_stop()`, asked after every minibatch, is true the job ends there and says what is left.
         """
         settings = self.config.optimizer
-        self.layout.load(self.model, parameters)
+        start = self._load(job)
         shrink(self.model, settings.proportional_shrink, job.lr)
         self._set_dropout(job)
-        optimizer = make_optimizer(self.model, settings, job.lr, job.num_jobs)
+        optimizer = make_optimizer(self.model, settings, job.lr, job.lr_factor)
         sums = _Sums(self.device)
-        start = time.perf_counter()
-        minibatches = self.reader.minibatches(job.shard, self.config.schedule.minibatch_size, seed=self.config.seed,
-                                              outer_iter=job.outer_iter, job=job.job)
-        for index, minibatch in enumerate(minibatches):
-            if should_stop():
-                raise RunInterrupted(f"job {job.job} of outer iteration {job.outer_iter + 1} was stopped")
+        began = time.perf_counter()
+        remainder: tuple[Piece, ...] = ()
+        for index, (minibatch, left) in enumerate(self._minibatches(job)):
             steps_back = bool(settings.backstitch_scale) and (index + job.outer_iter) % settings.backstitch_interval == 0
             self._train(minibatch, optimizer, sums, settings.backstitch_scale if steps_back else 0.0)
+            if should_stop() and left:
+                remainder = left
+                break
+        return self._result(job, start, place, sums, optimizer, time.perf_counter() - began, remainder)
+
+    def _load(self, job: Job) -> Vector | None:
+        """Sets the parameters that the job starts from, and returns them if the job's move is wanted."""
+        vector = starting_point(job.start, self.layout)
+        self.layout.load(self.model, vector)
+        return vector if job.returns == "move" else None
+
+    def _minibatches(self, job: Job) -> Iterator[tuple[Minibatch, tuple[Piece, ...]]]:
+        """Each minibatch of the job's pieces in order, and what is left after it."""
+        size = self.config.schedule.minibatch_size
+        for index, piece in enumerate(job.pieces):
+            later = job.pieces[index + 1:]
+            minibatches = self.reader.minibatches(piece.shard, size, seed=self.config.seed, outer_iter=piece.outer_iter,
+                                                  job=piece.job)
+            last = math.ceil(self.reader.num_frames(piece.shard) / size) if piece.stop is None else piece.stop
+            for number, minibatch in enumerate(itertools.islice(minibatches, piece.first, last), start=piece.first + 1):
+                yield minibatch, ((replace(piece, first=number),) if number < last else ()) + later
+
+    def _result(self, job: Job, start: Vector | None, place: Place, sums: _Sums, optimizer: SGD, seconds: float,
+                remainder: tuple[Piece, ...]) -> JobResult:
+        whole = job.send == (0, 1)
+        end = self.layout.flatten(self.model.state_dict(), place(self.layout.size) if whole or job.keep_own else None)
+        if start is not None:
+            np.subtract(end, start, out=end)
+        sent = end if whole else _gather(end, self.layout.fragment(*job.send), place)
         objf, accuracy = sums.per_frame()
         activity = optimizer.activity()
         layer_shares = activity.layer_share.values()
-        return JobResult(job, self.index, self.layout.flatten(self.model.state_dict()), sums.num_frames,
-                         sums.num_minibatches, objf, accuracy, time.perf_counter() - start,
-                         sum(layer_shares) / len(layer_shares), activity.model_share, activity.num_skipped,
-                         figures(optimizer) if isinstance(optimizer, NGSGD) else {})
+        return JobResult(
+            job, self.index, Held(sent), digest(sent), sums.num_frames, sums.num_minibatches, objf, accuracy, seconds,
+            sum(layer_shares) / len(layer_shares), activity.model_share, activity.num_skipped,
+            Held(end) if job.keep_own else None, remainder, figures(optimizer) if isinstance(optimizer, NGSGD) else {})
 
     def _train(self, minibatch: Minibatch, optimizer: SGD, sums: _Sums, backstitch_scale: float) -> None:
         x_ND, pdf_N = minibatch.x_ND.to(self.device), minibatch.pdf_N.to(self.device)
@@ -121,11 +179,11 @@ class _Sums:
         return tuple((torch.stack([self._objf, self._correct.double()]) / self.num_frames).tolist())
 
 
-def make_optimizer(model: nn.Module, config: OptimizerConfig, lr: float, num_jobs: int) -> SGD:
+def make_optimizer(model: nn.Module, config: OptimizerConfig, lr: float, lr_factor: float) -> SGD:
     """The optimiser of one job."""
-    # lr carries a factor num_jobs and every job applies l2, so its share is divided by num_jobs, as in Kaldi
+    # lr carries this factor and every job applies l2, so its share is divided by it, as in Kaldi
     common: dict[str, Any] = {"momentum": config.momentum, "max_change": config.max_change,
-                              "max_param_change": config.max_param_change, "weight_decay": config.weight_decay / num_jobs}
+                              "max_param_change": config.max_param_change, "weight_decay": config.weight_decay / lr_factor}
     if config.kind == "sgd":
         return SGD(model, lr, **common)
     return NGSGD(model, lr, rank_in=config.rank_in, rank_out=config.rank_out, update_period=config.update_period,

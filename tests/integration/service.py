@@ -61,7 +61,7 @@ def events(run: Path, kind: str) -> list[dict[str, Any]]:
 def final_hash(run: Path) -> str:
     """Of the last committed model."""
     (newest,) = sorted((run / "checkpoints").iterdir())[-1:]
-    return str(json.loads((newest / "manifest.json").read_text())["model_sha256"])
+    return str(json.loads((newest / "manifest.json").read_text())["files"]["model.safetensors"])
 
 
 WER_LINE = re.compile(r"%WER \d+\.\d\d \[ \d+ / \d+, \d+ ins, \d+ del, \d+ sub \]")

@@ -15,8 +15,8 @@ import pytest
 from launcher.ray_pool import RayPool
 from ngsgd.config import ClusterConfig
 from ngsgd.errors import ClusterError, DataError
-from ngsgd.training.job import Job
-from ngsgd.training.ledger import audit
+from ngsgd.training.audit import audit
+from ngsgd.training.job import Job, VectorRef
 from tests.toy import Run, config
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_session")]
@@ -26,14 +26,14 @@ class PoolThatLosesWorkers(RayPool):
     """Kills the worker of the slot that just got a job, as `kill -9` would."""
 
     def __init__(self, run: Run, should_kill: Callable[[Job], bool]) -> None:
-        super().__init__(run.spec, 1)
+        super().__init__(run.spec, 1, run.store.layout.size)
         self.should_kill = should_kill
         self.killed: list[int] = []
 
     def submit(self, job: Job) -> None:
         super().submit(job)
         if self.should_kill(job):
-            process_id = next(slot.process[1] for slot in self._slots if slot.job == job and slot.process)
+            process_id = next(slot.process.process_id for slot in self._slots if slot.job is job and slot.process)
             os.kill(process_id, signal.SIGKILL)
             self.killed.append(process_id)
 
@@ -41,14 +41,14 @@ class PoolThatLosesWorkers(RayPool):
 def test_ray_and_in_process_give_the_same_bits_and_leave_no_process(tmp_path: Path) -> None:
     in_process = Run(tmp_path / "in_process").train()
     run = Run(tmp_path / "ray")
-    pool = RayPool(run.spec, 1)
+    pool = RayPool(run.spec, 1, run.store.layout.size)
     processes: list[int] = []
-    broadcast = pool.broadcast
+    publish = pool.publish
 
-    def remember(parameters: np.ndarray) -> None:
+    def remember(parameters: np.ndarray) -> VectorRef:
         processes[:] = pool.process_ids()
-        broadcast(parameters)
-    pool.broadcast = remember  # type: ignore[method-assign]
+        return publish(parameters)
+    pool.publish = remember  # type: ignore[method-assign]
     end = run.train(pool)
     assert end.model_sha256 == in_process.model_sha256
     assert len(set(processes)) == 2
@@ -79,7 +79,7 @@ def test_all_workers_killed_at_once_are_replaced(tmp_path: Path) -> None:
 def test_more_jobs_than_workers_wait_their_turn(tmp_path: Path) -> None:
     four_jobs = dataclasses.replace(config().schedule, num_jobs_initial=4, num_jobs_final=4)
     run = Run(tmp_path, config(schedule=four_jobs))
-    run.train(RayPool(run.spec, 1))
+    run.train(RayPool(run.spec, 1, run.store.layout.size))
     assert {record.num_accepted for record in run.recorder.records} == {4}
 
 
@@ -87,11 +87,11 @@ def test_a_worker_that_cannot_read_its_data_says_so(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.spec = dataclasses.replace(run.spec, egs_directory=str(tmp_path / "nowhere"))
     with pytest.raises(DataError, match="nowhere is not a directory of examples"):
-        run.train(RayPool(run.spec, 1))
+        run.train(RayPool(run.spec, 1, run.store.layout.size))
 
 
 def test_workers_that_do_not_come_are_given_up_on(tmp_path: Path) -> None:
     too_many = ClusterConfig(num_workers=2, threads_per_worker=100, start_timeout_s=1.0)  # the session has 8 cores
     run = Run(tmp_path, config(cluster=too_many))
     with pytest.raises(ClusterError, match=r"0 of 2 workers were ready after cluster\.start_timeout_s = 1"):
-        run.train(RayPool(run.spec, 100))
+        run.train(RayPool(run.spec, 100, run.store.layout.size))

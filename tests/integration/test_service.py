@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ngsgd.training.ledger import audit
+from ngsgd.training.audit import audit
 from tests.integration.service import WER_LINE, Service, events, final_hash
 
 

@@ -16,7 +16,7 @@ def outer_iteration(outer_iter: int = 11, *, num_outer_iters: int = 40, jobs: tu
     return OuterIterationRecord(
         outer_iter, num_outer_iters, len(jobs), sum(one.accepted for one in jobs),
         4.0 * (outer_iter + 1) / num_outer_iters, 4.0, 32000 * (outer_iter + 1),
-        0.0021, 0.0042, SubsetScore(-1.79, 0.6), SubsetScore(valid_objf, 0.612), jobs,
+        0.0021, 0.0042, 1.0, SubsetScore(-1.79, 0.6), SubsetScore(valid_objf, 0.612), jobs,
         {"layers.0.affine": 0.1}, 2.0, 0.01, 0.02, 0.05, 24.0, left_s)
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,8 +13,11 @@ import torch
 
 from ngsgd import files
 from ngsgd.errors import CheckpointError
-from ngsgd.training.checkpoint import CheckpointStore, Progress
+from ngsgd.schedules import Shard
+from ngsgd.training.checkpoint import CheckpointStore
 from ngsgd.training.flat import Layout
+from ngsgd.training.job import Piece
+from ngsgd.training.planning import Progress
 
 
 @pytest.fixture
@@ -25,30 +30,46 @@ def vector(value: float) -> np.ndarray:
     return np.full(8, value, np.float32)
 
 
+def state(value: float) -> dict[str, Any]:
+    """Of an outer optimiser with momentum."""
+    return {"arrays": {"model": vector(value), "momentum": vector(-value)}, "numbers": {"eta": 0.5}}
+
+
+def at(outer_iter: int) -> Progress:
+    return Progress(outer_iter, passes_done=2 * outer_iter, frames_processed=100, elapsed_s=1.5)
+
+
 def test_what_is_saved_comes_back(store: CheckpointStore) -> None:
-    store.save(Progress(4, 1000, 1.5), vector(0.25))
+    late = Piece(Shard(3, 1), outer_iter=2, job=0, first=4, stop=9)
+    progress = replace(at(4), pending=(late,), quarantined=(replace(late, stop=None),), lr_scale=0.5)
+    saved = store.save(progress, state(0.25), {"outer_iter": 4})
     latest, problems = store.latest()
     assert latest is not None and problems == []
-    assert latest.progress == Progress(4, 1000, 1.5)
+    assert latest.progress == progress
     assert np.array_equal(latest.parameters, vector(0.25))
+    assert np.array_equal(latest.buffers["momentum"], vector(-0.25))
+    assert latest.numbers == {"eta": 0.5}
+    assert latest.commit == {"outer_iter": 4, "model": saved.model_sha256} and saved.model_sha256 == latest.model_sha256
 
 
 def test_only_the_newest_are_kept(store: CheckpointStore) -> None:
     for outer_iter in range(12):
-        store.save(Progress(outer_iter, 0, 0.0), vector(outer_iter))
+        store.save(at(outer_iter), state(outer_iter))
     assert [path.name for path in sorted(store.directory.iterdir())] == ["iter-000010", "iter-000011"]
 
 
-@pytest.mark.parametrize("damage", ["truncate", "flip", "no manifest", "broken manifest"])
+@pytest.mark.parametrize("damage", ["truncate", "flip", "no manifest", "broken manifest", "no outer state"])
 def test_a_damaged_checkpoint_is_passed_over_and_named(store: CheckpointStore, damage: str) -> None:
-    store.save(Progress(0, 10, 0.0), vector(0))
-    store.save(Progress(1, 20, 0.0), vector(1))
+    store.save(at(0), state(0))
+    store.save(at(1), state(1))
     newest = store.directory / "iter-000001"
     content = (newest / "model.safetensors").read_bytes()
     if damage == "truncate":
         (newest / "model.safetensors").write_bytes(content[:-4])
     elif damage == "flip":
         (newest / "model.safetensors").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    elif damage == "no outer state":
+        (newest / "outer.safetensors").unlink()
     elif damage == "no manifest":
         (newest / "manifest.json").unlink()
     else:
@@ -59,7 +80,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_named(store: CheckpointStore, d
 
 
 def test_a_checkpoint_of_another_model_is_refused(store: CheckpointStore) -> None:
-    store.save(Progress(0, 10, 0.0), vector(0))
+    store.save(at(0), state(0))
     other = CheckpointStore(store.directory, Layout.of(torch.nn.Linear(2, 3)), 2)
     with pytest.raises(CheckpointError, match="other layers"):
         other.load(store.directory / "iter-000000")
@@ -68,13 +89,13 @@ def test_a_checkpoint_of_another_model_is_refused(store: CheckpointStore) -> Non
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
 def test_a_full_or_failing_disk_is_told_and_leaves_nothing_half_written(
         store: CheckpointStore, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
-    store.save(Progress(0, 10, 0.0), vector(0))
+    store.save(at(0), state(0))
 
     def fails(path: Path) -> None:
         raise OSError(code, "No space left on device")
     monkeypatch.setattr(files, "_fsync", fails)
     with pytest.raises(CheckpointError, match=r"outer iteration 2 could not be saved .*No space left on device"):
-        store.save(Progress(1, 20, 0.0), vector(1))
+        store.save(at(1), state(1))
     assert [path.name for path in store.directory.iterdir()] == ["iter-000000"]
     latest, _ = store.latest()
     assert latest is not None and latest.progress.outer_iter == 0

@@ -13,10 +13,11 @@ from ngsgd.config import FailureConfig, OptimizerConfig
 from ngsgd.errors import ClusterError, DataError, DivergenceError, RunInterrupted
 from ngsgd.files import read_json_lines
 from ngsgd.ops.averaging import weighted_mean
+from ngsgd.training.audit import audit
 from ngsgd.training.flat import Vector
-from ngsgd.training.job import Job, JobFailure, JobResult
-from ngsgd.training.ledger import audit
-from ngsgd.training.pool import InProcessPool, Outcome
+from ngsgd.training.job import Held, Job, JobFailure, JobResult, Outcome, Piece, Start
+from ngsgd.training.pool import InProcessPool
+from ngsgd.training.verify import digest
 from tests.toy import Run, config
 
 Spoil = Callable[[JobResult], Outcome]
@@ -54,7 +55,7 @@ def test_each_outer_iteration_is_the_frame_weighted_mean_of_its_jobs(tmp_path: P
     end = run.train(pool)
     last = [r for r in pool.results if r.job.outer_iter == end.progress.outer_iter]
     assert len(last) == 2
-    mean = weighted_mean([r.parameters for r in last], [r.num_frames for r in last])
+    mean = weighted_mean([r.sent.read() for r in last], [r.num_frames for r in last])
     assert np.array_equal(end.parameters, mean)
     assert end.progress.frames_processed == 3600 == run.recorder.records[-1].frames_processed
     assert audit(run.ledger_path) == []
@@ -79,13 +80,13 @@ def test_a_job_whose_worker_died_runs_again_and_the_result_is_bit_equal(tmp_path
     assert "worker 0 died (killed by SIGKILL) during job 0 of outer iteration 2, attempt 1" in incident.message
 
 
-def test_a_shard_that_fails_every_time_is_dropped_and_named(tmp_path: Path) -> None:
+def test_a_shard_that_ends_every_worker_is_quarantined_and_named(tmp_path: Path) -> None:
     run = Run(tmp_path)
     end = run.train(FaultyPool(run, lambda r: dies(r) if (r.job.outer_iter, r.job.job) == (2, 1) else r))
-    assert [i.what for i in run.recorder.incidents] == ["worker_died", "worker_died", "job_dropped"]
+    assert [i.what for i in run.recorder.incidents] == ["worker_died", "worker_died", "shard_quarantined"]
     assert run.recorder.records[2].num_accepted == 1
     assert end.progress.frames_processed < 3600
-    assert audit(run.ledger_path) == []  # dropped is settled, not lost
+    assert audit(run.ledger_path) == []  # quarantined is settled, not lost
 
 
 def test_too_many_deaths_end_the_run(tmp_path: Path) -> None:
@@ -95,9 +96,9 @@ def test_too_many_deaths_end_the_run(tmp_path: Path) -> None:
 
 
 def nan_parameters(result: JobResult) -> JobResult:
-    spoilt: Vector = result.parameters.copy()
+    spoilt: Vector = result.sent.read().copy()
     spoilt[3] = np.nan
-    return dataclasses.replace(result, parameters=spoilt)
+    return dataclasses.replace(result, sent=Held(spoilt), digest=digest(spoilt))
 
 
 @pytest.mark.parametrize(("spoil", "reason"), [
@@ -170,9 +171,31 @@ def test_resuming_after_a_stop_gives_the_bits_of_the_run_that_was_not_stopped(tm
 
 def test_a_stop_is_heard_between_two_minibatches(tmp_path: Path) -> None:
     run = Run(tmp_path)
-    pool = run.in_process(should_stop=lambda: True)
+    stop = StopAfter(0, at_once=True)
+    pool = run.in_process(should_stop=stop.expired)
+    partial: list[JobResult] = []
+    wait = pool.wait
+
+    def watched(timeout_s: float) -> Outcome | None:
+        result = wait(timeout_s)
+        assert isinstance(result, JobResult)
+        partial.append(result)
+        return result
+    pool.wait = watched  # type: ignore[method-assign]
     with pytest.raises(RunInterrupted):
-        run.train(pool)
+        run.train(pool, StopAfterFirstJob(stop))
+    assert partial[0].num_minibatches == 1 and partial[0].remainder[0].first == 1
+
+
+class StopAfterFirstJob(StopAfter):
+    """Heard by the coordinator only once the worker has heard it."""
+
+    def __init__(self, heard: StopAfter) -> None:
+        super().__init__(0, at_once=True)
+        self.heard = heard
+
+    def requested(self) -> bool:
+        return self.heard.left < 0
 
 
 def test_a_job_leaves_nothing_behind_in_its_worker(tmp_path: Path) -> None:
@@ -180,12 +203,12 @@ def test_a_job_leaves_nothing_behind_in_its_worker(tmp_path: Path) -> None:
     pool = run.in_process()
     pool.start()
     start = run.store.layout.flatten(run.model.state_dict())
-    jobs = [Job(0, job, 1, run.schedule.shard(job), 0.01, 2) for job in (0, 1, 0)]
-    pool.broadcast(start)
+    model = pool.publish(start)
+    jobs = [Job(0, job, 1, (Piece(run.schedule.shard(job), 0, job),), Start(model), 0.01, 2.0) for job in (0, 1, 0)]
     outcomes = []
     for job in jobs:
         pool.submit(job)
         outcomes.append(pool.wait(0.0))
     first, _, again = outcomes
     assert isinstance(first, JobResult) and isinstance(again, JobResult)
-    assert np.array_equal(first.parameters, again.parameters)
+    assert np.array_equal(first.sent.read(), again.sent.read())

@@ -12,7 +12,7 @@ import pytest
 from ngsgd.config import ModelConfig, OptimizerConfig, RunConfig, check
 from ngsgd.egs.archives import prepare_archives
 from ngsgd.schedules import Shard
-from ngsgd.training.job import Job, JobResult, WorkerSpec
+from ngsgd.training.job import Held, Job, JobResult, Piece, Start, WorkerSpec
 from ngsgd.training.worker import Worker
 from tests import toy
 
@@ -22,8 +22,9 @@ def run(folder: Path, config: RunConfig, **job: Any) -> JobResult:
                            digest="toy", cache_root=folder)
     worker = Worker(WorkerSpec(config, str(egs)), 0)
     start = worker.layout.flatten(worker.model.state_dict())
-    settings = {"outer_iter": 0, "job": 0, "attempt": 1, "shard": Shard(0, 0), "lr": 0.01, "num_jobs": 1, **job}
-    return worker.run(Job(**settings), start)
+    settings = {"outer_iter": 0, "job": 0, "attempt": 1, "pieces": (Piece(Shard(0, 0), 0, job.get("job", 0)),),
+                "start": Start(Held(start)), "lr": 0.01, "lr_factor": 1.0, **job}
+    return worker.run(Job(**settings))
 
 
 def optimizer(**changes: Any) -> RunConfig:
@@ -35,17 +36,17 @@ def test_backstitch_trains_on_every_minibatch_once_and_elsewhere_than_plain_step
     stitched = run(tmp_path, optimizer(backstitch_scale=0.5))
     assert stitched.num_minibatches == plain.num_minibatches
     assert stitched.num_frames == plain.num_frames
-    assert not np.array_equal(stitched.parameters, plain.parameters)
+    assert not np.array_equal(stitched.sent.read(), plain.sent.read())
 
 
 def test_backstitch_at_intervals_is_between_the_two(tmp_path: Path) -> None:
     every, second = (run(tmp_path, optimizer(backstitch_scale=0.5, backstitch_interval=n)) for n in (1, 2))
-    assert not np.array_equal(every.parameters, second.parameters)
+    assert not np.array_equal(every.sent.read(), second.sent.read())
 
 
 def test_shrinking_changes_where_a_job_starts(tmp_path: Path) -> None:
     plain, shrunk = (run(tmp_path, optimizer(proportional_shrink=p)) for p in (0.0, 10.0))
-    assert np.linalg.norm(shrunk.parameters) < np.linalg.norm(plain.parameters)
+    assert np.linalg.norm(shrunk.sent.read()) < np.linalg.norm(plain.sent.read())
 
 
 def test_dropout_follows_the_schedule_and_repeats_with_the_job(tmp_path: Path) -> None:
@@ -53,8 +54,8 @@ def test_dropout_follows_the_schedule_and_repeats_with_the_job(tmp_path: Path) -
     off, on, again, other = (run(tmp_path, config, progress=progress, job=job)
                              for progress, job in ((0.0, 0), (0.5, 0), (0.5, 0), (0.5, 1)))
     assert off.objf > on.objf  # half of the activations are gone
-    assert np.array_equal(on.parameters, again.parameters)
-    assert not np.array_equal(on.parameters, other.parameters)
+    assert np.array_equal(on.sent.read(), again.sent.read())
+    assert not np.array_equal(on.sent.read(), other.sent.read())
 
 
 def test_the_result_tells_the_health_of_every_estimate(tmp_path: Path) -> None:

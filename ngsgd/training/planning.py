@@ -1,0 +1,67 @@
+"""What the next outer iteration does: a pure function of the schedule and of how far the run has come."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from itertools import accumulate
+
+from ngsgd.schedules import OuterIteration, Schedule
+from ngsgd.training.job import Piece
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run stands after a committed outer iteration."""
+
+    outer_iter: int = -1         # the last one committed; -1 before the first
+    passes_done: int = 0         # passes over archives that were planned up to there
+    frames_processed: int = 0
+    elapsed_s: float = 0.0       # of training, over all processes that worked on the run
+    pending: tuple[Piece, ...] = ()      # put off to a later outer iteration
+    quarantined: tuple[Piece, ...] = ()  # given up: whoever worked on them died
+    lr_scale: float = 1.0        # below 1 after roll-backs
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One outer iteration: its numbers, and the work of each job."""
+
+    iteration: OuterIteration
+    work: tuple[tuple[Piece, ...], ...]
+
+    @property
+    def outer_iter(self) -> int:
+        return self.iteration.outer_iter
+
+    @property
+    def num_jobs(self) -> int:
+        return len(self.work)
+
+
+def passes_by_outer_iter(schedule: Schedule) -> list[int]:
+    """How many passes are planned before each outer iteration, and in all."""
+    return [0, *accumulate(schedule.num_jobs(outer_iter) for outer_iter in range(schedule.num_outer_iters))]
+
+
+def next_plan(schedule: Schedule, progress: Progress, *, max_jobs: int | None = None) -> Plan | None:
+    """The outer iteration that follows; None when all the data has been processed.
+
+    What was put off comes as jobs of its own beside the fresh ones, or alone after the last.  Where `max_jobs` is less than
+    the schedule's jobs there are fewer of them and more outer iterations; jobs and learning rate go with the data
+    processed, so the rest of the schedule stays what it was.
+    """
+    planned = passes_by_outer_iter(schedule)
+    here = progress.passes_done
+    outer_iter = progress.outer_iter + 1
+    # where the schedule is after so many passes; without shortage that is outer_iter itself
+    stage = min(bisect_right(planned, here) - 1, schedule.num_outer_iters - 1)
+    num_fresh = min(schedule.num_jobs(stage), max_jobs or planned[-1], planned[-1] - here)
+    fresh = tuple((Piece(schedule.shard(here + job), outer_iter, job),) for job in range(num_fresh))
+    work = fresh + tuple((piece,) for piece in progress.pending)
+    if not work:
+        return None
+    is_last = here + num_fresh >= planned[-1]
+    lr = schedule.lr_final if is_last else schedule.effective_lr(min(stage, schedule.num_outer_iters - 2), here)
+    shards = tuple(pieces[0].shard for pieces in work)
+    return Plan(OuterIteration(outer_iter, shards, here, lr * progress.lr_scale), work)

@@ -1,0 +1,220 @@
+"""A WorkerPool of processes on this machine: parameters in shared memory, deaths noticed at once.
+
+Processes come from a fork server that has imported torch already, so one that replaces a dead one is there in tens of
+milliseconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import signal
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from multiprocessing.connection import wait as wait_for
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+
+import numpy as np
+
+from ngsgd.errors import ClusterError, NgsgdError
+from ngsgd.training.flat import Vector
+from ngsgd.training.job import Job, JobFailure, JobResult, Outcome, VectorRef, WorkerSpec
+from ngsgd.training.messages import Disconnected, Messages
+from ngsgd.training.shared_memory import SharedRef, SharedVectors
+from ngsgd.training.worker import Worker
+from ngsgd.training.worker_process import STOP, Assignment, MakeWorker, Ready, Setting, serve
+
+_LAST_LINES = 50  # of a dead worker's log that a failure quotes
+_PRELOAD = ["__main__", "ngsgd.training.worker_process"]
+
+
+@dataclass
+class _Slot:
+    """One worker: its process, and what it is doing."""
+
+    index: int
+    process: ForkServerProcess
+    messages: Messages
+    ready: bool = False
+    job: Job | None = None
+    places: tuple[SharedRef, ...] = ()
+    killed_because: str = ""
+    deaths: list[str] = field(default_factory=list)  # in a row, while starting
+
+
+class ProcessPool:
+    """Long-lived worker processes, one job at a time each."""
+
+    def __init__(self, spec: WorkerSpec, num_workers: int, num_threads: int, size: int, *, log_directory: Path | None = None,
+                 make_worker: MakeWorker = Worker) -> None:
+        self.spec = spec
+        self.num_workers = num_workers
+        self.num_threads = num_threads
+        self.log_directory = log_directory
+        self.make_worker = make_worker
+        self.num_discarded = 0       # results that nobody waited for
+        self._vectors = SharedVectors(size)
+        self._cells = SharedVectors(2 * num_workers)
+        self._slots: list[_Slot] = []
+        self._outcomes: list[Outcome] = []
+
+    def start(self) -> None:
+        self._beats = self._cells.allocate()
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(_PRELOAD)
+        if self.log_directory:
+            self.log_directory.mkdir(parents=True, exist_ok=True)
+        self._slots = [self._new_slot(index) for index in range(self.num_workers)]
+        timeout_s = self.spec.config.cluster.start_timeout_s
+        deadline = time.monotonic() + timeout_s
+        while (up := self.num_workers_alive()) < self.num_workers:
+            if time.monotonic() >= deadline:
+                raise ClusterError(f"{up} of {self.num_workers} workers were ready after cluster.start_timeout_s = {timeout_s:g}; "
+                                   "ask for fewer with cluster.num_workers, or give them more time.")
+            self._poll(max(0.0, deadline - time.monotonic()))
+
+    def publish(self, parameters: Vector) -> VectorRef:
+        ref = self._vectors.allocate()
+        np.copyto(ref.read(), parameters)
+        return ref
+
+    def release(self, ref: VectorRef) -> None:
+        assert isinstance(ref, SharedRef)
+        self._vectors.release(ref)
+
+    def num_idle(self) -> int:
+        return sum(slot.ready and slot.job is None for slot in self._slots)
+
+    def num_workers_alive(self) -> int:
+        return sum(slot.ready for slot in self._slots)
+
+    def submit(self, job: Job) -> None:
+        # the same job goes to the same slot where it can, so that charts per worker stay comparable
+        idle = [slot for slot in self._slots if slot.ready and slot.job is None]
+        slot = min(idle, key=lambda s: (s.index != job.job % len(self._slots), s.index))
+        slot.job = job
+        num_places = 1 if job.send == (0, 1) else 1 + job.keep_own
+        slot.places = tuple(self._vectors.allocate() for _ in range(num_places))
+        with contextlib.suppress(Disconnected):  # it died a moment ago; the next look at it says so
+            slot.messages.send(Assignment(job, slot.places))
+
+    def wait(self, timeout_s: float) -> Outcome | None:
+        if not self._outcomes:
+            self._poll(timeout_s)
+        return self._outcomes.pop(0) if self._outcomes else None
+
+    def progress(self) -> Mapping[int, tuple[tuple[int, int, int], int]]:
+        beats = self._beats.map().view(np.uint64)
+        return {slot.index: (slot.job.identity, int(beats[slot.index])) for slot in self._slots if slot.job is not None}
+
+    def kill(self, worker: int, reason: str) -> None:
+        slot = self._slots[worker]
+        slot.killed_because = reason
+        slot.process.kill()
+
+    def stop_jobs(self) -> None:
+        for slot in self._slots:
+            if slot.job is not None:
+                with contextlib.suppress(Disconnected):
+                    slot.messages.send(STOP)
+
+    def abandon(self) -> None:
+        for slot in self._slots:
+            if slot.job is not None:
+                slot.process.kill()
+
+    def close(self) -> None:
+        for slot in self._slots:
+            slot.process.kill()
+        for slot in self._slots:
+            slot.process.join()
+            slot.messages.close()
+        self._slots = []
+        self._vectors.close()
+        self._cells.close()
+
+    def process_ids(self) -> list[int]:
+        """Of the workers, by slot."""
+        return [slot.process.pid or 0 for slot in self._slots]
+
+    def _new_slot(self, index: int) -> _Slot:
+        ours, theirs = socket.socketpair()
+        log = str(self.log_directory / f"worker-{index}.log") if self.log_directory else ""
+        setting = Setting(self.spec, index, self.num_threads, self._beats, log, self.make_worker)
+        process = self._context.Process(target=serve, args=(theirs, setting), name=f"ngsgd worker {index}", daemon=True)
+        process.start()
+        theirs.close()
+        return _Slot(index, process, Messages(ours))
+
+    def _poll(self, timeout_s: float) -> None:
+        """Waits until something happens, and takes in all that has."""
+        sources: dict[object, _Slot] = {}
+        for slot in self._slots:
+            sources[slot.messages] = slot
+            sources[slot.process.sentinel] = slot
+        happened = wait_for(list(sources), timeout_s)  # type: ignore[arg-type]
+        for slot in {id(sources[source]): sources[source] for source in happened}.values():
+            self._look_at(slot)
+
+    def _look_at(self, slot: _Slot) -> None:
+        try:
+            for message in slot.messages.arrived():
+                self._take(slot, message)
+        except Disconnected:
+            self._died(slot)
+
+    def _take(self, slot: _Slot, message: object) -> None:
+        if isinstance(message, Ready):
+            slot.ready = True
+            slot.deaths.clear()
+        elif isinstance(message, (JobResult, JobFailure)):
+            if slot.job is None or message.job.identity != slot.job.identity:
+                self.num_discarded += 1
+                return
+            self._outcomes.append(message)
+            if isinstance(message, JobFailure):
+                self._release_places(slot)
+            slot.job, slot.places = None, ()
+        elif isinstance(message, NgsgdError):
+            raise message
+        elif isinstance(message, Exception):
+            raise ClusterError(f"worker {slot.index} could not start ({type(message).__name__}: {message}).") from message
+
+    def _died(self, slot: _Slot) -> None:
+        slot.process.join()
+        slot.messages.close()
+        reason = f"process {slot.process.pid} {slot.killed_because or _how_it_ended(slot.process.exitcode)}"
+        job, deaths = slot.job, slot.deaths
+        self._release_places(slot)  # the process is gone: nobody writes there any more
+        if not slot.ready:
+            deaths = [*deaths, reason]
+            if len(deaths) >= self.spec.config.failure.max_attempts:
+                raise ClusterError(f"worker {slot.index} died {len(deaths)} times while starting ({reason})"
+                                   f"{self._tail(slot.index)}.")
+        fresh = self._new_slot(slot.index)
+        fresh.deaths = deaths
+        self._slots[slot.index] = fresh
+        if job is not None:
+            self._outcomes.append(JobFailure(job, slot.index, reason, True, last_words=self._tail(slot.index)))
+
+    def _release_places(self, slot: _Slot) -> None:
+        for ref in slot.places:
+            self._vectors.release(ref)
+        slot.places = ()
+
+    def _tail(self, index: int) -> str:
+        """The end of a worker's log."""
+        if not self.log_directory or not (path := self.log_directory / f"worker-{index}.log").exists():
+            return ""
+        lines = path.read_text(errors="replace").splitlines()[-_LAST_LINES:]
+        return "; its last words:\n" + "\n".join(lines) if lines else ""
+
+
+def _how_it_ended(exitcode: int | None) -> str:
+    if exitcode is not None and exitcode < 0:
+        return f"killed by {signal.Signals(-exitcode).name}"
+    return f"ended with code {exitcode}"
+

@@ -1,0 +1,108 @@
+"""The audit finds what a coordinator must never do."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ngsgd.training.audit import audit
+
+Line = dict[str, Any]
+
+
+def piece(archive: int, outer_iter: int = 0) -> list[int | None]:
+    return [archive, 0, outer_iter, archive, 0, None]
+
+
+def planned(job: int, outer_iter: int = 0, pieces: list[Any] | None = None) -> Line:
+    return {"event": "planned", "outer_iter": outer_iter, "job": job, "pieces": pieces or [piece(job, outer_iter)]}
+
+
+def submitted(job: int, outer_iter: int = 0, attempt: int = 1) -> Line:
+    return {"event": "submitted", "outer_iter": outer_iter, "job": job, "attempt": attempt}
+
+
+def settled(job: int, event: str = "accepted", outer_iter: int = 0, num_frames: int = 10, **fields: Any) -> Line:
+    return {"event": event, "outer_iter": outer_iter, "job": job, "attempt": 1, "num_frames": num_frames, "left": [],
+            "pieces": [piece(job, outer_iter)], **fields}
+
+
+def committed(outer_iter: int = 0, frames: int = 20, model: str = "a", parent: str = "", num_accepted: int = 2,
+              **fields: Any) -> Line:
+    return {"event": "committed", "outer_iter": outer_iter, "frames_processed": frames, "model": model, "parent": parent,
+            "num_accepted": num_accepted, "numbers": {"lr": 0.1}, **fields}
+
+
+STARTED = {"event": "started", "after": -1, "min_accepted": 0.5}
+PLAN = [planned(0), planned(1), submitted(0), submitted(1)]
+FIRST = [*PLAN, settled(1), settled(0), committed()]
+SECOND = [planned(0, 1), planned(1, 1), submitted(0, 1), submitted(1, 1), settled(0, outer_iter=1), settled(1, outer_iter=1),
+          committed(1, 40, "b", "a")]
+GOOD = [STARTED, *FIRST, *SECOND]
+
+
+def problems(tmp_path: Path, lines: list[Line]) -> list[str]:
+    path = tmp_path / "ledger.jsonl"
+    path.write_text("".join(json.dumps(entry) + "\n" for entry in lines))
+    return audit(path)
+
+
+def test_a_good_ledger_has_no_problem(tmp_path: Path) -> None:
+    assert problems(tmp_path, GOOD) == []
+
+
+def test_an_interrupted_outer_iteration_counts_only_its_last_plan(tmp_path: Path) -> None:
+    assert problems(tmp_path, [STARTED, *PLAN, settled(1), STARTED, *FIRST]) == []
+
+
+def test_a_resumed_run_may_go_back_behind_a_commit_whose_checkpoint_was_lost(tmp_path: Path) -> None:
+    assert problems(tmp_path, [*GOOD, {**STARTED, "after": 0}, *SECOND]) == []
+
+
+def test_a_commit_may_be_said_again_after_a_crash(tmp_path: Path) -> None:
+    without_line = [STARTED, *FIRST[:-1], {**STARTED, "after": 0}, FIRST[-1], *SECOND]
+    assert problems(tmp_path, without_line) == []
+    assert problems(tmp_path, [STARTED, *FIRST, {**STARTED, "after": 0}, FIRST[-1], *SECOND]) == []
+
+
+def test_a_rolled_back_outer_iteration_does_not_count(tmp_path: Path) -> None:
+    rejected = [settled(job, "rejected", reason="nan") for job in (0, 1)]
+    assert problems(tmp_path, [STARTED, *PLAN, *rejected, {"event": "rolled_back", "outer_iter": 0}, *FIRST]) == []
+
+
+def test_what_was_put_off_may_come_back_once(tmp_path: Path) -> None:
+    put_off = [*PLAN, settled(0), settled(1, "deferred"), committed(frames=10, num_accepted=1)]
+    back = [planned(0, 1), planned(1, 1, [piece(1, 0)]), submitted(0, 1), submitted(1, 1), settled(0, outer_iter=1),
+            settled(1, outer_iter=1, pieces=[piece(1, 0)]), committed(1, 30, "b", "a")]
+    assert problems(tmp_path, [STARTED, *put_off, *back]) == []
+    again = [{**line, "outer_iter": 2} for line in back[1:2] + back[3:4] + back[5:6]]
+    again[0]["job"] = again[1]["job"] = again[2]["job"] = 0
+    found = problems(tmp_path, [STARTED, *put_off, *back, *again, committed(2, 40, "c", "b", num_accepted=1)])
+    assert any("comes back and was never put off" in problem for problem in found)
+    assert any("was counted 2 times" in problem for problem in found)
+
+
+def test_a_line_cut_short_by_a_crash_is_ignored(tmp_path: Path) -> None:
+    assert problems(tmp_path, GOOD) == []
+    with (tmp_path / "ledger.jsonl").open("a") as file:
+        file.write('{"event": "plan')
+    assert audit(tmp_path / "ledger.jsonl") == []
+
+
+@pytest.mark.parametrize(("lines", "problem"), [
+    ([*PLAN, settled(1), committed(frames=10, num_accepted=1)], "job 0 was settled 0 times"),
+    ([*PLAN, settled(1), settled(0), settled(0), committed(frames=30, num_accepted=3)], "job 0 was settled 2 times"),
+    ([*PLAN, settled(1), settled(0), committed(frames=99)], "20 frames accepted, 99 committed"),
+    ([*PLAN, settled(1), settled(0), settled(7), committed(frames=30, num_accepted=3)], "job 7 was not planned"),
+    ([*PLAN, settled(1), settled(0, pieces=[piece(9)]), committed()], "counted another piece"),
+    ([*PLAN, settled(1), settled(0, attempt=2), committed()], "job 0, attempt 2, was counted and never submitted"),
+    ([*PLAN, settled(1, "rejected"), settled(0, "rejected"), committed(frames=0, num_accepted=0)], "0 results of 2 accepted"),
+    ([*FIRST, *[{**line, "outer_iter": 4} for line in SECOND]], "committed outer iterations are [0, 4]"),
+    ([*FIRST, *SECOND[:-1], committed(1, 40, "b", "elsewhere")], "its parent is 'elsewhere'"),
+    ([*PLAN, settled(1), settled(0), committed(numbers={"lr": float("nan")})], "not all finite"),
+])
+def test_each_fault_is_found(tmp_path: Path, lines: list[Line], problem: str) -> None:
+    assert any(problem in found for found in problems(tmp_path, [STARTED, *lines]))

@@ -1,0 +1,113 @@
+"""Worker processes of this machine: the numbers of one process, and processes that die or hang."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from ngsgd.config import FailureConfig, OuterConfig
+from ngsgd.errors import ClusterError
+from ngsgd.training.audit import audit
+from ngsgd.training.flat import Vector
+from ngsgd.training.job import Job, JobResult, VectorRef, WorkerSpec
+from ngsgd.training.process_pool import ProcessPool
+from ngsgd.training.worker import Place, Worker, never, np_empty
+from tests.toy import Run, config
+
+
+def pool_of(run: Run, num_workers: int = 2) -> ProcessPool:
+    return ProcessPool(run.spec, num_workers, 1, run.store.layout.size, log_directory=run.folder / "workers")
+
+
+class PoolThatSignals(ProcessPool):
+    """Sends a signal to the worker that just got a job."""
+
+    def __init__(self, run: Run, number: int, chosen: Callable[[Job], bool]) -> None:
+        super().__init__(run.spec, 2, 1, run.store.layout.size, log_directory=run.folder / "workers")
+        self.number = number
+        self.chosen = chosen
+
+    def submit(self, job: Job) -> None:
+        super().submit(job)
+        if self.chosen(job):
+            (slot,) = [slot for slot in self._slots if slot.job is job]
+            assert slot.process.pid
+            os.kill(slot.process.pid, self.number)
+
+
+@pytest.mark.parametrize("outer", [
+    OuterConfig(), OuterConfig("bmuf", gain=1.5), OuterConfig("bmuf", gain=1.5, overlap=True), OuterConfig("average", overlap=True),
+    OuterConfig("easgd"), OuterConfig("streaming", num_fragments=2, mixing=0.3),
+    OuterConfig("streaming", num_fragments=2, mixing=0.5, delay=1)], ids=lambda o: f"{o.kind}-{o.overlap}-{o.delay}")
+def test_processes_and_one_process_give_the_same_bits_and_leave_no_process(tmp_path: Path, outer: OuterConfig) -> None:
+    in_process = Run(tmp_path / "in_process", config(outer=outer)).train()
+    run = Run(tmp_path / "processes", config(outer=outer))
+    pool = pool_of(run)
+    workers: list[int] = []
+    publish = pool.publish
+
+    def remember(parameters: Vector) -> VectorRef:
+        workers[:] = pool.process_ids()
+        return publish(parameters)
+    pool.publish = remember  # type: ignore[method-assign]
+    descriptors = len(os.listdir("/proc/self/fd"))
+    end = run.train(pool)
+    assert end.model_sha256 == in_process.model_sha256
+    assert audit(run.ledger_path) == []
+    assert len(workers) == 2 and not any(map(psutil.pid_exists, workers))
+    assert len(os.listdir("/proc/self/fd")) <= descriptors + 2  # the fork server's own, at its first start
+
+
+@pytest.mark.parametrize("outer", [OuterConfig(), OuterConfig("bmuf", gain=1.5, overlap=True), OuterConfig("easgd")],
+                         ids=lambda o: f"{o.kind}-{o.overlap}")
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP, signal.SIGSEGV], ids=lambda n: n.name)
+def test_a_signal_to_a_worker_costs_nothing(tmp_path: Path, number: signal.Signals, outer: OuterConfig) -> None:
+    impatient = FailureConfig(progress_timeout_s=0.5)
+    whole = Run(tmp_path / "whole", config(outer=outer)).train()
+    run = Run(tmp_path / "signalled", config(failure=impatient, outer=outer))
+    end = run.train(PoolThatSignals(run, number, lambda job: job.identity in {(1, 0, 1), (3, 1, 1)}))
+    assert end.model_sha256 == whole.model_sha256
+    assert audit(run.ledger_path) == []
+
+
+class Talkative(Worker):
+    """Says what it is doing, and dies of it."""
+
+    def run(self, job: Job, place: Place = np_empty, should_stop: Callable[[], bool] = never) -> JobResult:
+        if job.identity == (1, 0, 1):
+            print("this is the end", flush=True)
+            os._exit(7)
+        return super().run(job, place, should_stop)
+
+
+def test_the_last_words_of_a_dead_worker_are_quoted(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    pool = ProcessPool(run.spec, 2, 1, run.store.layout.size, log_directory=run.folder / "workers", make_worker=Talkative)
+    run.train(pool)
+    (incident,) = run.recorder.incidents
+    assert "ended with code 7" in incident.message and "this is the end" in incident.message
+
+
+class NeverReady(Worker):
+    def __init__(self, spec: WorkerSpec, index: int) -> None:
+        os._exit(3)
+
+
+def test_workers_that_cannot_start_end_the_run(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    pool = ProcessPool(run.spec, 2, 1, run.store.layout.size, make_worker=NeverReady)
+    with pytest.raises(ClusterError, match=r"died 3 times while starting .*ended with code 3"):
+        run.train(pool)
+
+
+def test_a_worker_that_cannot_read_its_data_says_so(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.spec = replace(run.spec, egs_directory=str(tmp_path / "nowhere"))
+    with pytest.raises(Exception, match="nowhere is not a directory of examples"):
+        run.train(pool_of(run))
