@@ -154,14 +154,16 @@ class Coordinator:
         return after
 
     def _average(self, plan: Plan, accepted: list[JobResult]) -> None:
-        vectors = [result.sent.read() for result in accepted]
-        weights = [result.num_frames for result in accepted]
+        weights: list[float] = [result.num_frames for result in accepted]
+        mean = self.pool.mean(accepted, weights)
+        vectors = [result.sent.read() for result in accepted] if mean is None else [mean]
+        weights = weights if mean is None else [1.0]
         info = OuterInfo(plan.outer_iter, self.schedule.num_outer_iters, len(accepted), plan.iteration.lr)
         index, count = self._starts.fragment(plan.outer_iter)
         is_whole = count == 1 and self._starts.returns == "parameters"
         self.optimizer.step(vectors, weights, info, pieces=None if count == 1 else self.layout.fragment(index, count),
                             statistics=self.layout.statistics() if is_whole else (), returns=self._starts.returns)
-        if is_whole:
+        if is_whole and mean is None:
             pool_variances(self.optimizer.eval_model(), vectors, weights, self.layout.mean_and_variance())
         if not is_finite(self.optimizer.eval_model()):
             raise DivergenceError(f"the model of outer iteration {plan.outer_iter + 1} is not finite, though its jobs' are: "

@@ -20,7 +20,7 @@ from ngsgd.training.job import Job, JobFailure, JobResult, Outcome, Piece, Vecto
 from ngsgd.training.ledger import Ledger
 from ngsgd.training.planning import Plan
 from ngsgd.training.pool import WorkerPool
-from ngsgd.training.verify import is_damaged, not_finite
+from ngsgd.training.verify import is_damaged
 
 _POLL_S = 0.2      # how often a wish to stop, and who makes no progress, is looked at while jobs run
 _PATIENCE = 5.0    # medians of a minibatch's time without a minibatch: the worker hangs
@@ -174,9 +174,8 @@ class Dispatcher:
         if result.remainder and self.failure.policy == "defer":
             round_.deferred += result.remainder
         self._minibatch_s.append(result.seconds / max(result.num_minibatches, 1))
-        trouble = not_finite(result, self.layout)
-        if trouble:
-            round_.troubles[job.job] = trouble
+        if result.trouble:
+            round_.troubles[job.job] = result.trouble
         round_.results[job.job] = result
         round_.unsettled.discard(job.job)
 

@@ -13,6 +13,10 @@ from ngsgd.training.flat import Vector
 class VectorRef(Protocol):
     """A parameter vector that lies where coordinator and workers can reach it; the reference itself is small."""
 
+    @property
+    def is_here(self) -> bool:
+        """Whether reading it in the coordinator's process moves nothing over a network."""
+
     def read(self) -> Vector:
         """The vector, for reading only; no copy where the memory is shared."""
 
@@ -22,6 +26,7 @@ class Held:
     """A vector in this very process."""
 
     vector: Vector
+    is_here = True
 
     def read(self) -> Vector:
         return self.vector
@@ -106,6 +111,7 @@ class JobResult:
     max_param_change_share: float  # of minibatches, 0 to 1
     num_skipped: int               # minibatches
     own: VectorRef | None = None   # with `keep_own`: what the job's next start is made of
+    trouble: str = ""              # what the worker itself found wrong with `sent`; empty if nothing is
     remainder: tuple[Piece, ...] = ()  # what was not processed, because the worker was asked to stop
     health: dict[str, float] = field(default_factory=dict)  # of the Fisher estimates at the end (ngsgd.optim.inspection.figures)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -24,6 +24,9 @@ class WorkerPool(Protocol):
 
     def release(self, ref: VectorRef) -> None:
         """What this pool published, or a worker sent, is not needed any more."""
+
+    def mean(self, results: Sequence[JobResult], weights: Sequence[float]) -> Vector | None:
+        """The weighted mean of what the workers sent, where they can make it among themselves; None: the coordinator has to."""
 
     def num_idle(self) -> int:
         """Workers that could take a job now."""
@@ -73,6 +76,9 @@ class InProcessPool:
 
     def release(self, ref: VectorRef) -> None:
         pass
+
+    def mean(self, results: Sequence[JobResult], weights: Sequence[float]) -> Vector | None:
+        return None
 
     def num_idle(self) -> int:
         return self.num_workers - len(self._queue)

@@ -11,7 +11,7 @@ import multiprocessing
 import signal
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait as wait_for
 from multiprocessing.context import ForkServerProcess
@@ -84,6 +84,9 @@ class ProcessPool:
     def release(self, ref: VectorRef) -> None:
         assert isinstance(ref, SharedRef)
         self._vectors.release(ref)
+
+    def mean(self, results: Sequence[JobResult], weights: Sequence[float]) -> Vector | None:
+        return None  # the vectors are here already, and memory is faster than any message
 
     def num_idle(self) -> int:
         return sum(slot.ready and slot.job is None for slot in self._slots)

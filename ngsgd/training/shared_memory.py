@@ -27,6 +27,7 @@ class SharedRef:
     path: str
     inode: int      # descriptors are used again: the path alone might lead to another vector
     size: int       # elements
+    is_here = True
 
     def read(self) -> Vector:
         """The vector itself, not a copy."""

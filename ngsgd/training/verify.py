@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ngsgd.training.flat import Layout, Vector
+from ngsgd.training.flat import Layout, Pieces, Vector
 from ngsgd.training.job import JobResult
 
 _CHUNK = 1 << 17  # elements
@@ -32,19 +32,19 @@ def is_finite(vector: Vector) -> bool:
 
 def is_damaged(result: JobResult, size: int) -> str:
     """Why the vector of a result, of which `size` elements are expected, is not what its worker sent; empty if it is."""
+    if not result.sent.is_here:  # nothing was moved yet that could have been damaged
+        return ""
     vector = result.sent.read()
     if vector.dtype != np.float32 or vector.shape != (size,):
         return f"its parameters are {vector.dtype} of shape {vector.shape}, not float32 of ({size},)"
     return "" if digest(vector) == result.digest else "its parameters do not match their checksum"
 
 
-def not_finite(result: JobResult, layout: Layout) -> str:
-    """Which parameters of a result are not numbers; empty if all are."""
-    vector = result.sent.read()
+def not_finite(vector: Vector, layout: Layout, pieces: Pieces) -> str:
+    """Which parameters of a fragment that holds `pieces` of the model are not numbers; empty if all are."""
     if all(is_finite(part) for part in np.array_split(vector, max(1, len(vector) // _CHUNK))):
         return ""
     bad = np.flatnonzero(~np.isfinite(vector))
     element = int(bad[0])
-    (target,) = [target.start + element - source.start for target, source in layout.fragment(*result.job.send)
-                 if source.start <= element < source.stop]
+    (target,) = [target.start + element - source.start for target, source in pieces if source.start <= element < source.stop]
     return f"{len(bad)} of its parameters are not finite, the first in {layout.name_at(target)}"

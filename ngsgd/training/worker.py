@@ -28,7 +28,7 @@ from ngsgd.optim.rules import backstitch_step, shrink
 from ngsgd.schedules import DropoutSchedule
 from ngsgd.training.flat import Layout, Pieces, Vector
 from ngsgd.training.job import Held, Job, JobResult, Piece, Start, WorkerSpec
-from ngsgd.training.verify import digest
+from ngsgd.training.verify import digest, not_finite
 
 Place = Callable[[int], Vector]  # memory for so many elements
 
@@ -120,14 +120,15 @@ class Worker:
         end = self.layout.flatten(self.model.state_dict(), place(self.layout.size) if whole or job.keep_own else None)
         if start is not None:
             np.subtract(end, start, out=end)
-        sent = end if whole else _gather(end, self.layout.fragment(*job.send), place)
+        pieces = self.layout.fragment(*job.send)
+        sent = end if whole else _gather(end, pieces, place)
         objf, accuracy = sums.per_frame()
         activity = optimizer.activity()
         layer_shares = activity.layer_share.values()
         return JobResult(
             job, self.index, Held(sent), digest(sent), sums.num_frames, sums.num_minibatches, objf, accuracy, seconds,
             sum(layer_shares) / len(layer_shares), activity.model_share, activity.num_skipped,
-            Held(end) if job.keep_own else None, remainder, figures(optimizer) if isinstance(optimizer, NGSGD) else {})
+            Held(end) if job.keep_own else None, not_finite(sent, self.layout, pieces), remainder, figures(optimizer) if isinstance(optimizer, NGSGD) else {})
 
     def _train(self, minibatch: Minibatch, optimizer: SGD, sums: _Sums, backstitch_scale: float) -> None:
         x_ND, pdf_N = minibatch.x_ND.to(self.device), minibatch.pdf_N.to(self.device)

@@ -98,7 +98,7 @@ def test_too_many_deaths_end_the_run(tmp_path: Path) -> None:
 def nan_parameters(result: JobResult) -> JobResult:
     spoilt: Vector = result.sent.read().copy()
     spoilt[3] = np.nan
-    return dataclasses.replace(result, sent=Held(spoilt), digest=digest(spoilt))
+    return dataclasses.replace(result, sent=Held(spoilt), digest=digest(spoilt), trouble="1 of its parameters are not finite")
 
 
 @pytest.mark.parametrize(("spoil", "reason"), [
