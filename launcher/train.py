@@ -125,7 +125,8 @@ def _train(config: RunConfig, folder: RunFolder, data: _Data, tracker: Tracker, 
         report(f"starting {config.cluster.num_workers} workers ({config.cluster.kind}, {num_threads} threads each)")
         pool.start()
         coordinator = Coordinator(schedule_of(config, reader), pool, model, reader, checkpoints, ledger, tracker,
-                                  config.failure, stop, config.outer, config.cluster.elastic, num_threads=os.cpu_count() or 1)
+                                  config.failure, stop, config.outer, config.cluster.elastic,
+                                  keep_fisher=config.optimizer.ng_state == "keep", num_threads=os.cpu_count() or 1)
         with signals_to(stop):
             return coordinator.train(start)
     finally:

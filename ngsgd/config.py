@@ -85,6 +85,7 @@ class OptimizerConfig:
     update_period: int = knob(4, low=1)              # minibatches between Fisher updates
     num_samples_history: float = knob(2000.0, above=0.0, high=1e6)  # frames; forgetting time constant of the Fisher (eq. 78)
     alpha: float = knob(4.0, low=0.0)                # smoothing towards the identity (eq. 19)
+    ng_state: str = knob("reset", one_of=("reset", "keep"))  # ngsgd: between a job and its successor; Kaldi starts afresh
     update_schedule: str = knob("nnet3", one_of=("nnet3", "nnet2"))  # of the Fisher: Kaldi's today, or the paper's own code
     max_change_per_sample: float = knob(0.0, low=0.0)  # ngsgd: the paper's limit (C.3), nnet2's scripts use 0.075; 0 = none
     backstitch_scale: float = knob(0.0, low=0.0)     # a step of -scale, then one of 1 + scale (Kaldi: 0.3 to 1); 0 = off
@@ -124,6 +125,8 @@ class ScheduleConfig:
     num_jobs_initial: int = knob(1, low=1)
     num_jobs_final: int = knob(2, low=1)
     num_jobs_step: int = knob(1, low=1)              # num_jobs grows in multiples of this
+    shares: str = knob("equal", one_of=("equal", "speed", "time"))  # of a job: a whole archive; by its worker's speed; round_s long
+    round_s: float = knob(60.0, above=0.0)           # shares=time: seconds of an outer iteration; every job has what it could do
 
 
 @dataclass(frozen=True)

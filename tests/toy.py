@@ -121,7 +121,8 @@ class Run:
             pool.start()
             return Coordinator(self.schedule, pool, self.model, self.reader, self.store, ledger, self.recorder,
                                self.config.failure, stop or NeverStop(), self.config.outer,
-                               self.config.cluster.elastic).train(start)
+                               self.config.cluster.elastic,
+                               keep_fisher=self.config.optimizer.ng_state == "keep").train(start)
         finally:
             ledger.close()
             pool.close()

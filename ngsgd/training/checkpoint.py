@@ -1,7 +1,8 @@
 """Checkpoints: a directory per outer iteration, whole or absent; no pickle.
 
-`iter-000012/model.safetensors` holds the model, `outer.safetensors` what the outer optimiser keeps beside it, and
-`manifest.json` everything else, with the checksums that make them one thing.
+`iter-000012/model.safetensors` holds the model, `outer.safetensors` what the outer optimiser keeps beside it,
+`fisher.safetensors` the jobs' Fisher estimates where they are kept, and `manifest.json` everything else, with the checksums
+that make them one thing.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 from safetensors.numpy import load_file as load_arrays
 from safetensors.numpy import save_file as save_arrays
 from safetensors.torch import load_file, save_file
@@ -21,11 +23,12 @@ from safetensors.torch import load_file, save_file
 from ngsgd.errors import CheckpointError
 from ngsgd.files import new_directory, sha256, write_text
 from ngsgd.training.flat import Layout, Vector
+from ngsgd.training.job import Fisher
 from ngsgd.training.ledger import piece_fields, pieces_of
 from ngsgd.training.planning import Progress
 
 _FORMAT = 2
-_MODEL, _OUTER = "model.safetensors", "outer.safetensors"
+_MODEL, _OUTER, _FISHER = "model.safetensors", "outer.safetensors", "fisher.safetensors"
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,7 @@ class Checkpoint:
     buffers: Mapping[str, Vector] = field(default_factory=dict)    # the outer optimiser's arrays beside the model
     numbers: Mapping[str, float] = field(default_factory=dict)     # and its numbers
     commit: Mapping[str, Any] = field(default_factory=dict)        # the line of the ledger that goes with it
+    fisher: Mapping[int, Fisher] = field(default_factory=dict)     # by job: the Fisher estimates that the next one goes on from
 
     def outer_state(self) -> dict[str, Any]:
         """As `OuterOptimizer.load_state_dict` takes it."""
@@ -57,8 +61,8 @@ class CheckpointStore:
         self.layout = layout
         self.num_to_keep = num_to_keep
 
-    def save(self, progress: Progress, outer_state: Mapping[str, Any], commit: Mapping[str, Any] = MappingProxyType({})
-             ) -> Checkpoint:
+    def save(self, progress: Progress, outer_state: Mapping[str, Any], commit: Mapping[str, Any] = MappingProxyType({}),
+             fisher: Mapping[int, Fisher] = MappingProxyType({})) -> Checkpoint:
         """Commits an outer iteration, then removes the oldest checkpoints beyond `num_to_keep`.
 
         `commit` is kept with it, and completed by the model's checksum as "model".  The arrays of the
@@ -68,7 +72,8 @@ class CheckpointStore:
         parameters = arrays.pop("model")
         try:
             with new_directory(self.directory / f"iter-{progress.outer_iter:06d}") as temporary:
-                whole = self._write(temporary, Checkpoint(progress, parameters, "", arrays, outer_state["numbers"], commit))
+                whole = self._write(temporary, Checkpoint(progress, parameters, "", arrays, outer_state["numbers"], commit,
+                                                                    dict(fisher)))
         except OSError as error:
             raise CheckpointError(
                 f"outer iteration {progress.outer_iter + 1} could not be saved under {self.directory} ({error.strerror}); "
@@ -95,19 +100,22 @@ class CheckpointStore:
                 raise ValueError("checksum or format does not match")
             state = load_file(path / _MODEL)
             buffers = load_arrays(path / _OUTER) if _OUTER in manifest["files"] else {}
+            fisher = _nested_fisher(load_arrays(path / _FISHER)) if _FISHER in manifest["files"] else {}
             progress = _progress(manifest["progress"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"checkpoint {path} is damaged ({error}) and is passed over.") from error
         if {name: tuple(t.shape) for name, t in state.items()} != self.layout.by_name():
             raise CheckpointError(f"checkpoint {path} is of a model with other layers; resume with its own configuration.")
         return Checkpoint(progress, self.layout.flatten(state), manifest["files"][_MODEL], buffers, manifest["numbers"],
-                          manifest["commit"])
+                          manifest["commit"], fisher)
 
     def _write(self, folder: Path, checkpoint: Checkpoint) -> Checkpoint:
         """Fills a checkpoint's folder; returns it with its checksum."""
         save_file(self.layout.unflatten(checkpoint.parameters), folder / _MODEL)
         if checkpoint.buffers:
             save_arrays(dict(checkpoint.buffers), folder / _OUTER)
+        if checkpoint.fisher:
+            save_arrays(_flat_fisher(checkpoint.fisher), folder / _FISHER)
         digests = {path.name: sha256(path) for path in sorted(folder.glob("*.safetensors"))}
         commit = {**checkpoint.commit, "model": digests[_MODEL]}
         progress = checkpoint.progress
@@ -123,3 +131,17 @@ class CheckpointStore:
 
 def _progress(fields: Mapping[str, Any]) -> Progress:
     return Progress(**{**fields, "pending": pieces_of(fields["pending"]), "quarantined": pieces_of(fields["quarantined"])})
+
+
+def _flat_fisher(fisher: Mapping[int, Fisher]) -> dict[str, Any]:
+    """Arrays by "job/estimate/key"; estimates have dots in their names, and no slashes."""
+    return {f"{job}/{name}/{key}": np.asarray(value, order="C") for job, estimates in fisher.items()
+            for name, state in estimates.items() for key, value in state.items()}
+
+
+def _nested_fisher(arrays: Mapping[str, Any]) -> dict[int, Fisher]:
+    found: dict[int, dict[str, dict[str, Any]]] = {}
+    for path, value in arrays.items():
+        job, name, key = path.split("/")
+        found.setdefault(int(job), {}).setdefault(name, {})[key] = value
+    return dict(found)

@@ -51,6 +51,7 @@ class Coordinator:
     stop: StopSignal
     outer: OuterConfig = field(default_factory=OuterConfig)
     elastic: bool = False
+    keep_fisher: bool = False  # a job's successor goes on from its Fisher estimates
     num_threads: int = 1       # for averaging
     clock: Callable[[], float] = time.monotonic
 
@@ -60,7 +61,7 @@ class Coordinator:
         self._subsets = {name: self.reader.diagnostic(name) for name in ("train", "valid")}
         self._dispatch = Dispatcher(self.pool, self.ledger, self.layout, self.failure, self.stop, self._tell, self.clock)
         self._leases = Leases(self.pool)
-        self._starts = Starts(self.outer, self._leases)
+        self._starts = Starts(self.outer, self._leases, keep_fisher=self.keep_fisher)
 
     def train(self, start: Checkpoint) -> Checkpoint:
         """All outer iterations after `start`; returns the last one committed.
@@ -73,6 +74,7 @@ class Coordinator:
                                         num_threads=self.num_threads)
         if start.model_sha256:
             self.optimizer.load_state_dict(start.outer_state())
+        self._starts.fisher.update(start.fisher)
         self.ledger.started(start.progress.outer_iter, self.failure.min_accepted)
         if start.commit:  # a crash may have come between the checkpoint and its line
             self.ledger.committed(start.commit)
@@ -123,7 +125,7 @@ class Coordinator:
         done = min(1.0, iteration.passes_done / self.schedule.num_passes)
         return Job(plan.outer_iter, job, 1, plan.work[job], self._starts.of(plan, job, model), iteration.lr, iteration.lr_factor,
                    done, returns=self._starts.returns, send=self._starts.fragment(plan.outer_iter),
-                   keep_own=self._starts.need_own)
+                   keep_own=self._starts.need_own, keep_fisher=self.keep_fisher)
 
     # Closing ----------------------------------------------------------------------------------------------------------
 
@@ -135,20 +137,23 @@ class Coordinator:
         for result, reason in verdicts:
             self.ledger.judged(result, reason)
             if reason:
+                round_.troubles[result.job.job] = reason  # nothing of it is gone on from
                 self._tell("job_rejected", f"job {result.job.job} of outer iteration {plan.outer_iter + 1}, on worker "
                            f"{result.worker}, was left out of the average: {reason}.", plan.outer_iter, result.job.job,
                            result.worker)
         accepted = [result for result, reason in verdicts if not reason]
         error = too_few(accepted, verdicts, plan, self.failure.min_accepted)
         if error:
-            self._end(round_, keep_own=False)
+            self._end(round_)
             return self._rolled_back(plan, before, error)
         self._average(plan, accepted)
+        for job in range(plan.num_jobs):
+            self._starts.remember(job, round_)
         average_s = clock.lap()
         after = self._commit(round_, before, accepted)
         checkpoint_s = clock.lap()
         record = self._record(round_, after, verdicts)
-        self._end(round_, keep_own=True)
+        self._end(round_)
         self.tracker.outer_iteration(replace(record, compute_s=compute_s, average_s=average_s,
                                              checkpoint_s=checkpoint_s, diagnostics_s=clock.lap()))
         return after
@@ -179,18 +184,16 @@ class Coordinator:
         self.ledger.sync()  # what was counted must be known before it is said to be
         after = self.checkpoints.save(progress, state, {
             "outer_iter": progress.outer_iter, "frames_processed": progress.frames_processed, "parent": before.model_sha256,
-            "num_accepted": len(accepted), "numbers": {"lr": round_.plan.iteration.lr, **state["numbers"]}})
+            "num_accepted": len(accepted), "numbers": {"lr": round_.plan.iteration.lr, **state["numbers"]}},
+            fisher=self._starts.fisher)
         self.ledger.committed(after.commit)
         return after
 
-    def _end(self, round_: Round, *, keep_own: bool) -> None:
+    def _end(self, round_: Round) -> None:
         """Gives back the vectors that only this outer iteration needed."""
-        for job in range(round_.plan.num_jobs):
-            if keep_own:
-                self._starts.remember(job, round_)
-            if job in round_.results:
-                self._leases.offer(round_.results[job].sent)
-                self._leases.offer(round_.results[job].own)
+        for result in round_.results.values():
+            self._leases.offer(result.sent)
+            self._leases.offer(result.own)
         self._leases.drop(round_.model)
 
     def _rolled_back(self, plan: Plan, before: Checkpoint, error: NgsgdError) -> Checkpoint:
@@ -209,7 +212,7 @@ class Coordinator:
                                   "roll-backs; lower schedule.lr_initial and resume, or start again.")
         if ahead:
             self._dispatch.drain(ahead)
-            self._end(ahead, keep_own=False)
+            self._end(ahead)
         self._starts.forget()
 
     def _record(self, round_: Round, after: Checkpoint, verdicts: Verdicts) -> OuterIterationRecord:

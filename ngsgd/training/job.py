@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from ngsgd.config import RunConfig
 from ngsgd.schedules import Shard
@@ -51,6 +52,9 @@ class Piece:
     stop: int | None = None  # None: to the end of the pass
 
 
+Fisher = Mapping[str, Mapping[str, Any]]  # name of an estimate to its state, as NumPy arrays and numbers
+
+
 @dataclass(frozen=True)
 class Start:
     """What a job's parameters are before its first minibatch.
@@ -65,6 +69,7 @@ class Start:
     own_is_move: bool = False
     mix: float = 0.0
     take: tuple[int, int] | None = (0, 1)   # (fragment, number of fragments) taken in from the model; None: nothing
+    fisher: Fisher | None = None            # the Fisher estimates to go on from; None: afresh
 
 
 @dataclass(frozen=True)
@@ -81,6 +86,7 @@ class Job:
     progress: float = 0.0  # share of the data processed before this outer iteration, 0 to 1
     returns: Literal["parameters", "move"] = "parameters"
     send: tuple[int, int] = (0, 1)   # (fragment, number of fragments) that is averaged
+    keep_fisher: bool = False        # the Fisher estimates are needed for the job's next start
     keep_own: bool = False           # the whole of the result is needed for the job's next start
 
     @property
@@ -111,6 +117,7 @@ class JobResult:
     max_param_change_share: float  # of minibatches, 0 to 1
     num_skipped: int               # minibatches
     own: VectorRef | None = None   # with `keep_own`: what the job's next start is made of
+    fisher: Fisher | None = None   # with `keep_fisher`
     trouble: str = ""              # what the worker itself found wrong with `sent`; empty if nothing is
     remainder: tuple[Piece, ...] = ()  # what was not processed, because the worker was asked to stop
     health: dict[str, float] = field(default_factory=dict)  # of the Fisher estimates at the end (ngsgd.optim.inspection.figures)

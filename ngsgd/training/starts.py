@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 from ngsgd.config import OuterConfig
 from ngsgd.training.dispatch import Round
-from ngsgd.training.job import Start, VectorRef
+from ngsgd.training.job import Fisher, Start, VectorRef
 from ngsgd.training.leases import Leases
 from ngsgd.training.planning import Plan
 
@@ -18,8 +19,10 @@ class Starts:
     from its own parameters.
     """
 
-    def __init__(self, config: OuterConfig, leases: Leases) -> None:
+    def __init__(self, config: OuterConfig, leases: Leases, *, keep_fisher: bool = False) -> None:
         self.config = config
+        self.keep_fisher = keep_fisher
+        self.fisher: dict[int, Fisher] = {}   # by job: the Fisher estimates that its last run ended with
         self.need_own = config.overlap or config.kind in ("easgd", "streaming")
         self.delay = config.delay if config.kind == "streaming" else int(config.overlap)
         self.returns: Literal["parameters", "move"] = "move" if config.overlap else "parameters"
@@ -38,6 +41,9 @@ class Starts:
 
     def of(self, plan: Plan, job: int, model: VectorRef) -> Start:
         """A job whose predecessor left nothing, or that has none, starts from the model."""
+        return replace(self._of(plan, job, model), fisher=self.fisher.get(job))
+
+    def _of(self, plan: Plan, job: int, model: VectorRef) -> Start:
         outer_iter, own = self._own.get(job, (-1, None))
         if own is None or outer_iter != plan.outer_iter - 1:
             return Start(model)
@@ -51,6 +57,10 @@ class Starts:
     def remember(self, job: int, round_: Round) -> None:
         """Keeps what a job of `round_` left, in place of what its predecessor did."""
         result = round_.results.get(job)
+        if result is not None and result.fisher is not None and job not in round_.troubles:
+            self.fisher[job] = result.fisher
+        else:
+            self.fisher.pop(job, None)
         if not self.need_own or self._own.get(job, (-1, None))[0] == round_.plan.outer_iter:
             return
         _, old = self._own.pop(job, (-1, None))
@@ -64,3 +74,4 @@ class Starts:
         for _, own in self._own.values():
             self._leases.drop(own)
         self._own.clear()
+        self.fisher.clear()

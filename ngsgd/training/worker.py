@@ -27,7 +27,7 @@ from ngsgd.optim.inspection import figures
 from ngsgd.optim.rules import backstitch_step, shrink
 from ngsgd.schedules import DropoutSchedule
 from ngsgd.training.flat import Layout, Pieces, Vector
-from ngsgd.training.job import Held, Job, JobResult, Piece, Start, WorkerSpec
+from ngsgd.training.job import Fisher, Held, Job, JobResult, Piece, Start, WorkerSpec
 from ngsgd.training.verify import digest, not_finite
 
 Place = Callable[[int], Vector]  # memory for so many elements
@@ -55,6 +55,18 @@ def starting_point(start: Start, layout: Layout) -> Vector:
     for part, _ in layout.fragment(*start.take) if start.take else ():
         vector[part] = start.mix * own[part] + (1.0 - start.mix) * model[part]
     return vector
+
+
+def fisher_of(optimizer: NGSGD) -> Fisher:
+    """The states of all Fisher estimates, ready to travel."""
+    return {name: {key: value.cpu().numpy() if isinstance(value, Tensor) else value for key, value in estimate.state_dict().items()}
+            for name, estimate in optimizer.preconditioners()}
+
+
+def load_fisher(optimizer: NGSGD, fisher: Fisher) -> None:
+    """Goes on from the states of an optimiser of the same layers."""
+    for name, estimate in optimizer.preconditioners():
+        estimate.load_state_dict({key: torch.as_tensor(value) for key, value in fisher[name].items()})
 
 
 def _gather(vector: Vector, pieces: Pieces, place: Place) -> Vector:
@@ -86,6 +98,8 @@ class Worker:
         shrink(self.model, settings.proportional_shrink, job.lr)
         self._set_dropout(job)
         optimizer = make_optimizer(self.model, settings, job.lr, job.lr_factor)
+        if job.start.fisher and isinstance(optimizer, NGSGD):
+            load_fisher(optimizer, job.start.fisher)
         sums = _Sums(self.device)
         began = time.perf_counter()
         remainder: tuple[Piece, ...] = ()
@@ -128,7 +142,8 @@ class Worker:
         return JobResult(
             job, self.index, Held(sent), digest(sent), sums.num_frames, sums.num_minibatches, objf, accuracy, seconds,
             sum(layer_shares) / len(layer_shares), activity.model_share, activity.num_skipped,
-            Held(end) if job.keep_own else None, not_finite(sent, self.layout, pieces), remainder, figures(optimizer) if isinstance(optimizer, NGSGD) else {})
+            Held(end) if job.keep_own else None,
+            fisher_of(optimizer) if job.keep_fisher and isinstance(optimizer, NGSGD) else None, not_finite(sent, self.layout, pieces), remainder, figures(optimizer) if isinstance(optimizer, NGSGD) else {})
 
     def _train(self, minibatch: Minibatch, optimizer: SGD, sums: _Sums, backstitch_scale: float) -> None:
         x_ND, pdf_N = minibatch.x_ND.to(self.device), minibatch.pdf_N.to(self.device)

@@ -212,3 +212,14 @@ def test_a_job_leaves_nothing_behind_in_its_worker(tmp_path: Path) -> None:
     first, _, again = outcomes
     assert isinstance(first, JobResult) and isinstance(again, JobResult)
     assert np.array_equal(first.sent.read(), again.sent.read())
+
+
+@pytest.mark.parametrize("questions", [1, 3])
+def test_kept_fisher_estimates_survive_a_resume_and_change_the_run(tmp_path: Path, questions: int) -> None:
+    kept = config(optimizer=OptimizerConfig(rank_in=4, rank_out=4, ng_state="keep"))
+    whole = Run(tmp_path / "whole", kept).train()
+    run = Run(tmp_path / "stopped", kept)
+    with pytest.raises(RunInterrupted):
+        run.train(stop=StopAfter(questions, at_once=False))
+    assert run.train().model_sha256 == whole.model_sha256
+    assert Run(tmp_path / "afresh").train().model_sha256 != whole.model_sha256

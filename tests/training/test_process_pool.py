@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ngsgd.config import FailureConfig, OuterConfig
+from ngsgd.config import FailureConfig, OptimizerConfig, OuterConfig
 from ngsgd.errors import ClusterError
 from ngsgd.training.audit import audit
 from ngsgd.training.flat import Vector
@@ -74,6 +74,15 @@ def test_a_signal_to_a_worker_costs_nothing(tmp_path: Path, number: signal.Signa
     end = run.train(PoolThatSignals(run, number, lambda job: job.identity in {(1, 0, 1), (3, 1, 1)}))
     assert end.model_sha256 == whole.model_sha256
     assert audit(run.ledger_path) == []
+
+
+def test_a_killed_worker_costs_nothing_where_fisher_estimates_are_kept(tmp_path: Path) -> None:
+    kept = config(optimizer=OptimizerConfig(rank_in=4, rank_out=4, ng_state="keep"))
+    whole = Run(tmp_path / "whole", kept).train()
+    run = Run(tmp_path / "killed", kept)
+    end = run.train(PoolThatSignals(run, signal.SIGKILL, lambda job: job.identity in {(1, 0, 1), (3, 1, 1)}))
+    assert len(run.recorder.incidents) == 2
+    assert end.model_sha256 == whole.model_sha256
 
 
 class Talkative(Worker):
