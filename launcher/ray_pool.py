@@ -12,7 +12,7 @@ import os
 import secrets
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -171,10 +171,10 @@ class RayPool:
                     f"{self.config.start_timeout_s:g}; ask for fewer with cluster.num_workers, or give them more time.")
         self._last_alive = time.monotonic()
 
-    def publish(self, parameters: Vector) -> VectorRef:
+    def publish(self, write: Callable[[Vector], object]) -> VectorRef:
         ref = self._vectors.allocate()
         self._in_store.pop(ref, None)
-        np.copyto(ref.read(), parameters)
+        write(ref.read())
         return ref
 
     def release(self, ref: VectorRef) -> None:

@@ -27,6 +27,7 @@ from ngsgd.models import build_model
 from ngsgd.schedules import Schedule
 from ngsgd.training.checkpoint import Checkpoint, CheckpointStore, first_checkpoint
 from ngsgd.training.coordinator import Coordinator
+from ngsgd.training.dealing import make_dealer
 from ngsgd.training.diagnostics import score_subset
 from ngsgd.training.event_log import EventLog
 from ngsgd.training.flat import Layout
@@ -124,9 +125,10 @@ def _train(config: RunConfig, folder: RunFolder, data: _Data, tracker: Tracker, 
     try:
         report(f"starting {config.cluster.num_workers} workers ({config.cluster.kind}, {num_threads} threads each)")
         pool.start()
-        coordinator = Coordinator(schedule_of(config, reader), pool, model, reader, checkpoints, ledger, tracker,
-                                  config.failure, stop, config.outer, config.cluster.elastic,
-                                  keep_fisher=config.optimizer.ng_state == "keep", num_threads=os.cpu_count() or 1)
+        coordinator = Coordinator(
+            schedule_of(config, reader), pool, model, reader, checkpoints, ledger, tracker, config.failure, stop, config.outer,
+            config.cluster.elastic, dealer=make_dealer(config.schedule, reader.num_frames),
+            keep_fisher=config.optimizer.ng_state == "keep", num_threads=os.cpu_count() or 1)
         with signals_to(stop):
             return coordinator.train(start)
     finally:

@@ -289,6 +289,8 @@ def _rule_outer(c: RunConfig) -> Iterator[str]:
     if c.outer.overlap and c.outer.kind in ("easgd", "streaming"):
         also = "; outer.delay=1 is its own overlap" if c.outer.kind == "streaming" else ""
         yield f"outer.overlap is true with outer.kind {c.outer.kind}, whose jobs go on from their own models{also}; leave it false."
+    if c.schedule.shares == "time" and c.cluster.kind == "in_process":
+        yield "schedule.shares is time with cluster.kind in_process, where jobs run one after another; choose local or ray."
     if c.outer.gain and not 1.0 <= c.outer.gain <= c.schedule.num_jobs_final:
         yield (f"outer.gain is {c.outer.gain}; it goes from 1 (averaging) to schedule.num_jobs_final, "
                f"{c.schedule.num_jobs_final}, or is 0 for a good value in between.")

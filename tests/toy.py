@@ -16,6 +16,7 @@ from ngsgd.models import build_model
 from ngsgd.schedules import Schedule
 from ngsgd.training.checkpoint import Checkpoint, CheckpointStore, first_checkpoint
 from ngsgd.training.coordinator import Coordinator
+from ngsgd.training.dealing import make_dealer
 from ngsgd.training.dispatch import StopSignal
 from ngsgd.training.flat import Layout
 from ngsgd.training.job import WorkerSpec
@@ -119,10 +120,11 @@ class Run:
         ledger = Ledger(self.ledger_path)
         try:
             pool.start()
-            return Coordinator(self.schedule, pool, self.model, self.reader, self.store, ledger, self.recorder,
-                               self.config.failure, stop or NeverStop(), self.config.outer,
-                               self.config.cluster.elastic,
-                               keep_fisher=self.config.optimizer.ng_state == "keep").train(start)
+            return Coordinator(
+                self.schedule, pool, self.model, self.reader, self.store, ledger, self.recorder, self.config.failure,
+                stop or NeverStop(), self.config.outer, self.config.cluster.elastic,
+                dealer=make_dealer(self.config.schedule, self.reader.num_frames),
+                keep_fisher=self.config.optimizer.ng_state == "keep").train(start)
         finally:
             ledger.close()
             pool.close()

@@ -78,7 +78,7 @@ class CheckpointStore:
             raise CheckpointError(
                 f"outer iteration {progress.outer_iter + 1} could not be saved under {self.directory} ({error.strerror}); "
                 f"make room or fix the permissions, then `ngsgd resume {self.directory.parent}`.") from error
-        for old in self._found()[:-self.num_to_keep]:
+        for old in (*self._found()[:-self.num_to_keep], *self.directory.glob(".iter-*.tmp")):  # and what a killed process left
             shutil.rmtree(old, ignore_errors=True)
         return whole
 

@@ -22,6 +22,7 @@ from ngsgd.optim.outer import OuterInfo, OuterOptimizer, make_rule
 from ngsgd.schedules import Schedule
 from ngsgd.training.acceptance import Verdicts, judge, too_few
 from ngsgd.training.checkpoint import Checkpoint, CheckpointStore
+from ngsgd.training.dealing import EqualShares
 from ngsgd.training.diagnostics import score_subset
 from ngsgd.training.dispatch import Dispatcher, Round, StopSignal
 from ngsgd.training.flat import Layout
@@ -51,6 +52,7 @@ class Coordinator:
     stop: StopSignal
     outer: OuterConfig = field(default_factory=OuterConfig)
     elastic: bool = False
+    dealer: EqualShares = field(default_factory=EqualShares)
     keep_fisher: bool = False  # a job's successor goes on from its Fisher estimates
     num_threads: int = 1       # for averaging
     clock: Callable[[], float] = time.monotonic
@@ -61,6 +63,7 @@ class Coordinator:
         self._subsets = {name: self.reader.diagnostic(name) for name in ("train", "valid")}
         self._dispatch = Dispatcher(self.pool, self.ledger, self.layout, self.failure, self.stop, self._tell, self.clock)
         self._leases = Leases(self.pool)
+        self._num_rollbacks = 0    # in a row
         self._starts = Starts(self.outer, self._leases, keep_fisher=self.keep_fisher)
 
     def train(self, start: Checkpoint) -> Checkpoint:
@@ -78,7 +81,7 @@ class Coordinator:
         self.ledger.started(start.progress.outer_iter, self.failure.min_accepted)
         if start.commit:  # a crash may have come between the checkpoint and its line
             self.ledger.committed(start.commit)
-        here, num_rollbacks = start, 0
+        here = start
         round_ = self._open(here.progress)
         self._make_jobs(round_, None)
         while round_:
@@ -88,9 +91,8 @@ class Coordinator:
             clock = _Clock(self.clock)
             self._dispatch.finish(round_, ahead, partial(self._make_jobs, ahead, round_))
             after = self._close(round_, here, clock)
-            num_rollbacks = 0 if after.progress.outer_iter > here.progress.outer_iter else num_rollbacks + 1
-            if num_rollbacks:
-                self._after_rollback(round_.plan, num_rollbacks, ahead)
+            if after.progress.outer_iter == here.progress.outer_iter:  # rolled back, and what was built on it with it
+                self._forget(ahead)
                 ahead = None
             here = after
             round_ = ahead or self._open(here.progress)
@@ -102,14 +104,14 @@ class Coordinator:
     def _open(self, progress: Progress) -> Round | None:
         """Plans the outer iteration that follows; None when the data has been processed."""
         capacity = max(1, self.pool.num_workers_alive()) if self.elastic else None
-        plan = next_plan(self.schedule, progress, max_jobs=capacity)
+        plan = next_plan(self.schedule, progress, self.dealer, max_jobs=capacity)
         if plan is None:
             return None
         gain = self.optimizer.rule.gain(plan.num_jobs, self.schedule.num_outer_iters)
         plan = replace(plan, iteration=replace(plan.iteration, gain=gain))
-        model = self.pool.publish(self.optimizer.broadcast())
+        model = self.pool.publish(self.optimizer.broadcast)
         self._leases.take(model)
-        return self._dispatch.open(plan, model, progress.quarantined)
+        return self._dispatch.open(plan, model, progress.quarantined, self.dealer.round_s)
 
     def _make_jobs(self, round_: Round | None, predecessor: Round | None) -> None:
         """Makes those jobs of an outer iteration that can be run: all, but for those whose predecessor still runs."""
@@ -147,6 +149,7 @@ class Coordinator:
             self._end(round_)
             return self._rolled_back(plan, before, error)
         self._average(plan, accepted)
+        self.dealer.observe(accepted)
         for job in range(plan.num_jobs):
             self._starts.remember(job, round_)
         average_s = clock.lap()
@@ -165,11 +168,12 @@ class Coordinator:
         weights = weights if mean is None else [1.0]
         info = OuterInfo(plan.outer_iter, self.schedule.num_outer_iters, len(accepted), plan.iteration.lr)
         index, count = self._starts.fragment(plan.outer_iter)
-        is_whole = count == 1 and self._starts.returns == "parameters"
         self.optimizer.step(vectors, weights, info, pieces=None if count == 1 else self.layout.fragment(index, count),
-                            statistics=self.layout.statistics() if is_whole else (), returns=self._starts.returns)
-        if is_whole and mean is None:
+                            statistics=self.layout.statistics(), returns=self._starts.returns)
+        if count == 1 and self._starts.returns == "parameters" and mean is None:
             pool_variances(self.optimizer.eval_model(), vectors, weights, self.layout.mean_and_variance())
+            for part in self.layout.statistics():  # a moving average of statistics would be of no data
+                self.optimizer.final_model()[part] = self.optimizer.eval_model()[part]
         if not is_finite(self.optimizer.eval_model()):
             raise DivergenceError(f"the model of outer iteration {plan.outer_iter + 1} is not finite, though its jobs' are: "
                                   f"outer.kind={self.outer.kind} diverged; lower its gain and resume.")
@@ -182,6 +186,7 @@ class Coordinator:
         progress = replace(progress, pending=(*progress.pending, *round_.deferred))
         state = self.optimizer.state_dict()
         self.ledger.sync()  # what was counted must be known before it is said to be
+        self._num_rollbacks = 0
         after = self.checkpoints.save(progress, state, {
             "outer_iter": progress.outer_iter, "frames_processed": progress.frames_processed, "parent": before.model_sha256,
             "num_accepted": len(accepted), "numbers": {"lr": round_.plan.iteration.lr, **state["numbers"]}},
@@ -199,17 +204,17 @@ class Coordinator:
     def _rolled_back(self, plan: Plan, before: Checkpoint, error: NgsgdError) -> Checkpoint:
         if self.failure.on_divergence == "stop" or not isinstance(error, DivergenceError):
             raise error
+        self._num_rollbacks += 1
+        if self._num_rollbacks > self.failure.max_rollbacks:
+            raise DivergenceError(f"outer iteration {plan.outer_iter + 1} failed again after {self.failure.max_rollbacks} "
+                                  "roll-backs; lower schedule.lr_initial and resume, or start again.") from error
         lr_scale = before.progress.lr_scale / 2
         self.ledger.rolled_back(plan.outer_iter, str(error), lr_scale)
         self._tell("rolled_back", f"outer iteration {plan.outer_iter + 1} runs again from the last model at {lr_scale:g} times the "
                    f"learning rate: {error}", plan.outer_iter, -1, -1)
         return replace(before, progress=replace(before.progress, lr_scale=lr_scale))
 
-    def _after_rollback(self, plan: Plan, num_rollbacks: int, ahead: Round | None) -> None:
-        """Forgets what was built on the outer iteration that was rolled back."""
-        if num_rollbacks > self.failure.max_rollbacks:
-            raise DivergenceError(f"outer iteration {plan.outer_iter + 1} failed again after {self.failure.max_rollbacks} "
-                                  "roll-backs; lower schedule.lr_initial and resume, or start again.")
+    def _forget(self, ahead: Round | None) -> None:
         if ahead:
             self._dispatch.drain(ahead)
             self._end(ahead)
@@ -252,10 +257,9 @@ class _Clock:
 
 def _after(plan: Plan, before: Progress) -> Progress:
     """Where a run is once `plan` is done, as far as the plan after it must know."""
-    taken = {piece for pieces in plan.work for piece in pieces}
-    num_fresh = sum(piece.outer_iter == plan.outer_iter for piece in taken)
-    return replace(before, outer_iter=plan.outer_iter, passes_done=plan.iteration.passes_done + num_fresh,
-                   pending=tuple(piece for piece in before.pending if piece not in taken))
+    # a plan takes up all that was put off when it was made; what was put off since waits for the plan after it
+    return replace(before, outer_iter=plan.outer_iter, passes_done=plan.iteration.passes_done + plan.num_fresh,
+                   pending=tuple(piece for piece in before.pending if piece not in plan.taken_up))
 
 
 def _job_record(result: JobResult, reason: str) -> JobRecord:

@@ -6,6 +6,7 @@ result that was damaged on its way is asked for again; a piece of data that kill
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import deque
 from collections.abc import Callable
@@ -46,7 +47,10 @@ class Round:
 
     plan: Plan
     model: VectorRef                       # what the jobs start from
-    avoided: frozenset[Shard] = frozenset()  # in quarantine
+    avoided: frozenset[Shard]              # in quarantine
+    round_s: float                         # jobs end with what they have after so many seconds
+    ends_at: float = math.inf              # seconds on the clock, once the first job runs
+    is_stopped: bool = False               # the jobs were told to end with what they have
     to_come: set[int] = field(default_factory=set)    # jobs that cannot be made yet
     running: set[int] = field(default_factory=set)
     waiting: deque[Job] = field(default_factory=deque)
@@ -79,11 +83,11 @@ class Dispatcher:
         self._seen: dict[int, tuple[object, float]] = {}  # by worker: its last progress, and since when
         self._minibatch_s: deque[float] = deque(maxlen=64)
 
-    def open(self, plan: Plan, model: VectorRef, quarantined: tuple[Piece, ...]) -> Round:
+    def open(self, plan: Plan, model: VectorRef, quarantined: tuple[Piece, ...], round_s: float) -> Round:
         """Begins an outer iteration whose jobs are to come."""
         self.ledger.planned(plan)
         shards = frozenset(piece.shard for piece in quarantined)
-        return Round(plan, model, shards, to_come=set(range(plan.num_jobs)), unsettled=set(range(plan.num_jobs)))
+        return Round(plan, model, shards, round_s, to_come=set(range(plan.num_jobs)), unsettled=set(range(plan.num_jobs)))
 
     def enqueue(self, round_: Round, job: Job) -> None:
         """Takes a job that can run; work on a quarantined shard is given up at once."""
@@ -117,10 +121,18 @@ class Dispatcher:
         if self.stop.expired():
             self.pool.abandon()
             raise RunInterrupted(f"outer iteration {rounds[0].plan.outer_iter + 1} was given up")
+        self._stop_in_time(rounds[0])
         self._watch()
         outcome = self.pool.wait(_POLL_S)
         if outcome is not None:
             self._settle(outcome, rounds)
+
+    def _stop_in_time(self, round_: Round) -> None:
+        """Ends the jobs of a round whose time is over, or of a run that shall end and may put work off."""
+        leave_it = self.failure.policy == "defer" and self.stop.requested()
+        if not round_.is_stopped and (leave_it or self.clock() >= round_.ends_at):
+            round_.is_stopped = True
+            self.pool.stop_jobs()
 
     def patience_s(self) -> float:
         """Seconds without a minibatch after which a worker hangs: derived from what was measured."""
@@ -128,9 +140,15 @@ class Dispatcher:
         return max(self.failure.progress_timeout_s, _PATIENCE * typical)
 
     def _feed(self, round_: Round) -> None:
+        if round_.is_stopped:
+            while round_.waiting:
+                job = round_.waiting.popleft()
+                round_.deferred += job.pieces
+                self._give_up(round_, job, "deferred", "the outer iteration was ended")
         while round_.waiting and self.pool.num_idle():
             self.ledger.submitted(round_.waiting[0])
             round_.running.add(round_.waiting[0].job)
+            round_.ends_at = min(round_.ends_at, self.clock() + round_.round_s)
             self.pool.submit(round_.waiting.popleft())
 
     def _watch(self) -> None:
@@ -167,11 +185,11 @@ class Dispatcher:
             self._release(result)
             self._after_failure(round_, JobFailure(job, result.worker, f"its result arrived damaged: {damage}", False))
             return
-        if result.remainder and not self._keeps_partial(result):
+        if result.remainder and not round_.is_stopped and not self._keeps_partial(result):
             self._release(result)
             self._after_failure(round_, JobFailure(job, result.worker, "was asked to end before its job was done", False))
             return
-        if result.remainder and self.failure.policy == "defer":
+        if round_.is_stopped or self.failure.policy == "defer":
             round_.deferred += result.remainder
         self._minibatch_s.append(result.seconds / max(result.num_minibatches, 1))
         if result.trouble:

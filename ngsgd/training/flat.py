@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -65,8 +66,13 @@ class Layout:
                 in zip(self.names, self.shapes, self.offsets, self.offsets[1:], strict=False)}
 
     def load(self, model: nn.Module, vector: Vector) -> None:
-        """Sets the model's floating-point entries; counters and the like stay as they are."""
-        model.load_state_dict(self.unflatten(vector), strict=False)
+        """Sets the model's floating-point entries, with one copy; counters and the like stay as they are."""
+        with warnings.catch_warnings():  # torch knows no read-only tensors and warns of memory that is; nobody writes here
+            warnings.filterwarnings("ignore", message=".*not writable", category=UserWarning)
+            whole = torch.from_numpy(vector)
+        parts = {name: whole[first:stop].view(shape) for name, shape, first, stop
+                 in zip(self.names, self.shapes, self.offsets, self.offsets[1:], strict=False)}
+        model.load_state_dict(parts, strict=False)
 
     def relative_change(self, before: Vector, after: Vector) -> dict[str, float]:
         """Per entry: norm of the change over norm of the entry before."""

@@ -5,6 +5,7 @@ It is written as things happen and audited afterwards by `ngsgd.training.audit`,
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -68,7 +69,8 @@ class Ledger:
         self._write("committed", **commit)
 
     def close(self) -> None:
-        self._file.close()
+        with contextlib.suppress(OSError):  # a full disk has been told already; what comes after must still be closed
+            self._file.close()
 
     def _write(self, event: str, **fields: Any) -> None:
         self._file.write(json.dumps({"event": event, **fields}) + "\n")

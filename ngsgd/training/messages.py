@@ -11,6 +11,7 @@ from typing import Any
 
 _HEADER = struct.Struct("!Q")
 _READ_BYTES = 1 << 16
+_WRITE_BYTES = 1 << 20
 
 
 class Disconnected(Exception):
@@ -23,17 +24,39 @@ class Messages:
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
         self._received = bytearray()
+        self._unsent = bytearray()
 
     def fileno(self) -> int:
         return self.connection.fileno()
 
     def send(self, message: Any) -> None:
-        """Raises Disconnected when nobody reads any more."""
-        content = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+        """Waits until all of it is on its way; raises Disconnected when nobody reads any more."""
         try:
-            self.connection.sendall(_HEADER.pack(len(content)) + content)
+            self.connection.sendall(_framed(message))
         except OSError as error:
             raise Disconnected(str(error)) from error
+
+    def post(self, message: Any) -> None:
+        """Sends what the peer can take now and keeps the rest for `flush`: a peer that does not read stops nobody."""
+        self._unsent += _framed(message)
+        self.flush()
+
+    def flush(self) -> None:
+        """Sends more of what was posted; raises Disconnected when nobody reads any more."""
+        try:
+            while self._unsent:
+                with memoryview(self._unsent) as unsent:
+                    num_sent = self.connection.send(unsent[:_WRITE_BYTES], socket.MSG_DONTWAIT)
+                del self._unsent[:num_sent]
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            raise Disconnected(str(error)) from error
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether some of what was posted is not on its way yet."""
+        return bool(self._unsent)
 
     def receive(self) -> Any:
         """The next message; waits for it."""
@@ -88,3 +111,8 @@ class Messages:
         content = bytes(self._received[_HEADER.size:_HEADER.size + length])
         del self._received[:_HEADER.size + length]
         return (pickle.loads(content),)
+
+
+def _framed(message: Any) -> bytes:
+    content = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+    return _HEADER.pack(len(content)) + content

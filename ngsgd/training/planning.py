@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from ngsgd.schedules import OuterIteration, Schedule
+from ngsgd.training.dealing import EqualShares, Work
 from ngsgd.training.job import Piece
 
 
@@ -28,7 +29,9 @@ class Plan:
     """One outer iteration: its numbers, and the work of each job."""
 
     iteration: OuterIteration
-    work: tuple[tuple[Piece, ...], ...]
+    work: Work
+    num_fresh: int                          # passes that begin in it
+    taken_up: tuple[Piece, ...] = ()        # of what had been put off
 
     @property
     def outer_iter(self) -> int:
@@ -44,24 +47,25 @@ def passes_by_outer_iter(schedule: Schedule) -> list[int]:
     return [0, *accumulate(schedule.num_jobs(outer_iter) for outer_iter in range(schedule.num_outer_iters))]
 
 
-def next_plan(schedule: Schedule, progress: Progress, *, max_jobs: int | None = None) -> Plan | None:
+def next_plan(schedule: Schedule, progress: Progress, dealer: EqualShares, *, max_jobs: int | None = None) -> Plan | None:
     """The outer iteration that follows; None when all the data has been processed.
 
-    What was put off comes as jobs of its own beside the fresh ones, or alone after the last.  Where `max_jobs` is less than
-    the schedule's jobs there are fewer of them and more outer iterations; jobs and learning rate go with the data
-    processed, so the rest of the schedule stays what it was.
+    What was put off comes first, or alone after the last.  Where `max_jobs` is less than the schedule's jobs there are fewer
+    of them and more outer iterations; jobs and learning rate go with the data processed, so the rest of the schedule
+    stays what it was.
     """
     planned = passes_by_outer_iter(schedule)
     here = progress.passes_done
     outer_iter = progress.outer_iter + 1
     # where the schedule is after so many passes; without shortage that is outer_iter itself
     stage = min(bisect_right(planned, here) - 1, schedule.num_outer_iters - 1)
-    num_fresh = min(schedule.num_jobs(stage), max_jobs or planned[-1], planned[-1] - here)
-    fresh = tuple((Piece(schedule.shard(here + job), outer_iter, job),) for job in range(num_fresh))
-    work = fresh + tuple((piece,) for piece in progress.pending)
+    num_jobs = min(schedule.num_jobs(stage), max_jobs or planned[-1])
+    num_fresh = min(dealer.num_passes(num_jobs, progress.pending), planned[-1] - here)
+    fresh = tuple(Piece(schedule.shard(here + job), outer_iter, job) for job in range(num_fresh))
+    work = dealer.work(fresh, progress.pending, num_jobs)
     if not work:
         return None
     is_last = here + num_fresh >= planned[-1]
     lr = schedule.lr_final if is_last else schedule.effective_lr(min(stage, schedule.num_outer_iters - 2), here)
     shards = tuple(pieces[0].shard for pieces in work)
-    return Plan(OuterIteration(outer_iter, shards, here, lr * progress.lr_scale), work)
+    return Plan(OuterIteration(outer_iter, shards, here, lr * progress.lr_scale), work, num_fresh, progress.pending)

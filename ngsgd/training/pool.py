@@ -19,8 +19,8 @@ class WorkerPool(Protocol):
     def start(self) -> None:
         """Waits until the workers are ready; ClusterError when they cannot be had."""
 
-    def publish(self, parameters: Vector) -> VectorRef:
-        """Puts a copy of a model where the workers can read it."""
+    def publish(self, write: Callable[[Vector], object]) -> VectorRef:
+        """Lets `write` fill a vector of the model's size, which the workers can then read."""
 
     def release(self, ref: VectorRef) -> None:
         """What this pool published, or a worker sent, is not needed any more."""
@@ -71,8 +71,9 @@ class InProcessPool:
         torch.set_num_threads(self.num_threads)  # sums depend on it; the other pools use the same number
         self._worker = Worker(self.spec, 0)
 
-    def publish(self, parameters: Vector) -> VectorRef:
-        return Held(parameters.copy())
+    def publish(self, write: Callable[[Vector], object]) -> VectorRef:
+        write(vector := np_empty(self._worker.layout.size))
+        return Held(vector)
 
     def release(self, ref: VectorRef) -> None:
         pass

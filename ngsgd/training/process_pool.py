@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import selectors
 import signal
 import socket
+import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from multiprocessing.connection import wait as wait_for
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
@@ -27,6 +29,9 @@ from ngsgd.training.shared_memory import SharedRef, SharedVectors
 from ngsgd.training.worker import Worker
 from ngsgd.training.worker_process import STOP, Assignment, MakeWorker, Ready, Setting, serve
 
+_READ, _WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
+_POLL_S = 0.2     # how often starts that hang are looked for while nothing else goes on
+_PATIENCE = 5.0   # medians of a start's time without being ready: the worker hangs
 _LAST_LINES = 50  # of a dead worker's log that a failure quotes
 _PRELOAD = ["__main__", "ngsgd.training.worker_process"]
 
@@ -38,11 +43,18 @@ class _Slot:
     index: int
     process: ForkServerProcess
     messages: Messages
+    born: float              # seconds on the monotonic clock
     ready: bool = False
+    leaving: bool = False    # its process was told to end, and takes no more jobs
+    told_to_stop: bool = False  # the job was
     job: Job | None = None
     places: tuple[SharedRef, ...] = ()
-    killed_because: str = ""
+    ended_because: str = ""  # where that is known
     deaths: list[str] = field(default_factory=list)  # in a row, while starting
+
+    @property
+    def is_idle(self) -> bool:
+        return self.ready and not self.leaving and self.job is None
 
 
 class ProcessPool:
@@ -60,6 +72,7 @@ class ProcessPool:
         self._cells = SharedVectors(2 * num_workers)
         self._slots: list[_Slot] = []
         self._outcomes: list[Outcome] = []
+        self._start_s: deque[float] = deque(maxlen=64)
 
     def start(self) -> None:
         self._beats = self._cells.allocate()
@@ -74,11 +87,11 @@ class ProcessPool:
             if time.monotonic() >= deadline:
                 raise ClusterError(f"{up} of {self.num_workers} workers were ready after cluster.start_timeout_s = {timeout_s:g}; "
                                    "ask for fewer with cluster.num_workers, or give them more time.")
-            self._poll(max(0.0, deadline - time.monotonic()))
+            self._poll(min(_POLL_S, max(0.0, deadline - time.monotonic())))
 
-    def publish(self, parameters: Vector) -> VectorRef:
+    def publish(self, write: Callable[[Vector], object]) -> VectorRef:
         ref = self._vectors.allocate()
-        np.copyto(ref.read(), parameters)
+        write(ref.read())
         return ref
 
     def release(self, ref: VectorRef) -> None:
@@ -89,20 +102,20 @@ class ProcessPool:
         return None  # the vectors are here already, and memory is faster than any message
 
     def num_idle(self) -> int:
-        return sum(slot.ready and slot.job is None for slot in self._slots)
+        return sum(slot.is_idle for slot in self._slots)
 
     def num_workers_alive(self) -> int:
-        return sum(slot.ready for slot in self._slots)
+        return sum(slot.ready and not slot.leaving for slot in self._slots)
 
     def submit(self, job: Job) -> None:
         # the same job goes to the same slot where it can, so that charts per worker stay comparable
-        idle = [slot for slot in self._slots if slot.ready and slot.job is None]
+        idle = [slot for slot in self._slots if slot.is_idle]
         slot = min(idle, key=lambda s: (s.index != job.job % len(self._slots), s.index))
-        slot.job = job
+        slot.job, slot.told_to_stop = job, False
         num_places = 1 if job.send == (0, 1) else 1 + job.keep_own
         slot.places = tuple(self._vectors.allocate() for _ in range(num_places))
         with contextlib.suppress(Disconnected):  # it died a moment ago; the next look at it says so
-            slot.messages.send(Assignment(job, slot.places))
+            slot.messages.post(Assignment(job, slot.places))
 
     def wait(self, timeout_s: float) -> Outcome | None:
         if not self._outcomes:
@@ -115,14 +128,15 @@ class ProcessPool:
 
     def kill(self, worker: int, reason: str) -> None:
         slot = self._slots[worker]
-        slot.killed_because = reason
+        slot.ended_because = reason
         slot.process.kill()
 
     def stop_jobs(self) -> None:
         for slot in self._slots:
             if slot.job is not None:
+                slot.told_to_stop = True
                 with contextlib.suppress(Disconnected):
-                    slot.messages.send(STOP)
+                    slot.messages.post(STOP)
 
     def abandon(self) -> None:
         for slot in self._slots:
@@ -150,20 +164,32 @@ class ProcessPool:
         process = self._context.Process(target=serve, args=(theirs, setting), name=f"ngsgd worker {index}", daemon=True)
         process.start()
         theirs.close()
-        return _Slot(index, process, Messages(ours))
+        return _Slot(index, process, Messages(ours), time.monotonic())
 
     def _poll(self, timeout_s: float) -> None:
         """Waits until something happens, and takes in all that has."""
-        sources: dict[object, _Slot] = {}
-        for slot in self._slots:
-            sources[slot.messages] = slot
-            sources[slot.process.sentinel] = slot
-        happened = wait_for(list(sources), timeout_s)  # type: ignore[arg-type]
-        for slot in {id(sources[source]): sources[source] for source in happened}.values():
+        self._end_starts_that_hang()
+        with selectors.PollSelector() as selector:
+            for slot in self._slots:
+                selector.register(slot.messages, _READ | _WRITE if slot.messages.has_unsent else _READ, slot)
+                selector.register(slot.process.sentinel, _READ, slot)
+            happened = [key.data for key, _ in selector.select(timeout_s)]
+        for slot in {id(slot): slot for slot in happened}.values():
             self._look_at(slot)
+
+    def _end_starts_that_hang(self) -> None:
+        """Kills workers that take far longer to start than others did: nobody else would ever miss them."""
+        if not self._start_s:
+            return
+        patience_s = max(self.spec.config.failure.progress_timeout_s, _PATIENCE * statistics.median(self._start_s))
+        for slot in self._slots:
+            if not slot.ready and not slot.ended_because and time.monotonic() - slot.born > patience_s:
+                self.kill(slot.index, f"was not ready after {patience_s:.1f} s and was killed")
 
     def _look_at(self, slot: _Slot) -> None:
         try:
+            with contextlib.suppress(Disconnected):  # what it said before it died comes first
+                slot.messages.flush()
             for message in slot.messages.arrived():
                 self._take(slot, message)
         except Disconnected:
@@ -173,6 +199,7 @@ class ProcessPool:
         if isinstance(message, Ready):
             slot.ready = True
             slot.deaths.clear()
+            self._start_s.append(time.monotonic() - slot.born)
         elif isinstance(message, (JobResult, JobFailure)):
             if slot.job is None or message.job.identity != slot.job.identity:
                 self.num_discarded += 1
@@ -180,16 +207,20 @@ class ProcessPool:
             self._outcomes.append(message)
             if isinstance(message, JobFailure):
                 self._release_places(slot)
+            else:  # a job that ended early without being told to: its worker was, by a signal
+                slot.leaving = bool(message.remainder) and not slot.told_to_stop
+                if slot.leaving:  # what it had is here, and its machine is wanted back
+                    slot.process.kill()
             slot.job, slot.places = None, ()
         elif isinstance(message, NgsgdError):
             raise message
-        elif isinstance(message, Exception):
-            raise ClusterError(f"worker {slot.index} could not start ({type(message).__name__}: {message}).") from message
+        elif isinstance(message, Exception):  # it ends now; another try may have more luck, or more memory
+            slot.ended_because = f"could not start ({type(message).__name__}: {message})"
 
     def _died(self, slot: _Slot) -> None:
         slot.process.join()
         slot.messages.close()
-        reason = f"process {slot.process.pid} {slot.killed_because or _how_it_ended(slot.process.exitcode)}"
+        reason = f"process {slot.process.pid} {slot.ended_because or _how_it_ended(slot.process.exitcode)}"
         job, deaths = slot.job, slot.deaths
         self._release_places(slot)  # the process is gone: nobody writes there any more
         if not slot.ready:

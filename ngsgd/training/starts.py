@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from ngsgd.config import OuterConfig
@@ -10,6 +10,15 @@ from ngsgd.training.dispatch import Round
 from ngsgd.training.job import Fisher, Start, VectorRef
 from ngsgd.training.leases import Leases
 from ngsgd.training.planning import Plan
+
+
+@dataclass(frozen=True)
+class _Left:
+    """What a job left for the next job of its number."""
+
+    outer_iter: int
+    own: VectorRef
+    model: VectorRef   # what it started from itself, for the rule that pulls towards it
 
 
 class Starts:
@@ -27,7 +36,7 @@ class Starts:
         self.delay = config.delay if config.kind == "streaming" else int(config.overlap)
         self.returns: Literal["parameters", "move"] = "move" if config.overlap else "parameters"
         self._leases = leases
-        self._own: dict[int, tuple[int, VectorRef]] = {}  # by job: the outer iteration it is from, and what it left
+        self._own: dict[int, _Left] = {}  # by job
 
     @property
     def are_ahead(self) -> bool:
@@ -44,15 +53,15 @@ class Starts:
         return replace(self._of(plan, job, model), fisher=self.fisher.get(job))
 
     def _of(self, plan: Plan, job: int, model: VectorRef) -> Start:
-        outer_iter, own = self._own.get(job, (-1, None))
-        if own is None or outer_iter != plan.outer_iter - 1:
+        left = self._own.get(job)
+        if left is None or left.outer_iter != plan.outer_iter - 1:
             return Start(model)
         if self.config.overlap:
-            return Start(model, own, own_is_move=True)
-        if self.config.kind == "easgd":
-            return Start(model, own, mix=1.0 - self.config.easgd_beta / plan.num_jobs)
+            return Start(model, left.own, own_is_move=True)
+        if self.config.kind == "easgd":  # the pull is towards the centre as it was before it moved
+            return Start(left.model, left.own, mix=1.0 - self.config.easgd_beta / plan.num_jobs)
         averaged = plan.outer_iter - 1 - self.delay
-        return Start(model, own, mix=self.config.mixing, take=self.fragment(averaged) if averaged >= 0 else None)
+        return Start(model, left.own, mix=self.config.mixing, take=self.fragment(averaged) if averaged >= 0 else None)
 
     def remember(self, job: int, round_: Round) -> None:
         """Keeps what a job of `round_` left, in place of what its predecessor did."""
@@ -61,17 +70,24 @@ class Starts:
             self.fisher[job] = result.fisher
         else:
             self.fisher.pop(job, None)
-        if not self.need_own or self._own.get(job, (-1, None))[0] == round_.plan.outer_iter:
+        old = self._own.get(job)
+        if not self.need_own or (old and old.outer_iter == round_.plan.outer_iter):
             return
-        _, old = self._own.pop(job, (-1, None))
+        self._own.pop(job, None)
         if result is not None and result.own is not None and job not in round_.troubles:
-            self._leases.take(result.own)
-            self._own[job] = (round_.plan.outer_iter, result.own)
-        self._leases.drop(old)
+            self._own[job] = left = _Left(round_.plan.outer_iter, result.own, round_.model)
+            self._leases.take(left.own)
+            self._leases.take(left.model)
+        self._drop(old)
 
     def forget(self) -> None:
         """All jobs start from the model again."""
-        for _, own in self._own.values():
-            self._leases.drop(own)
+        for left in self._own.values():
+            self._drop(left)
         self._own.clear()
         self.fisher.clear()
+
+    def _drop(self, left: _Left | None) -> None:
+        if left:
+            self._leases.drop(left.own)
+            self._leases.drop(left.model)

@@ -143,7 +143,8 @@ class Worker:
             job, self.index, Held(sent), digest(sent), sums.num_frames, sums.num_minibatches, objf, accuracy, seconds,
             sum(layer_shares) / len(layer_shares), activity.model_share, activity.num_skipped,
             Held(end) if job.keep_own else None,
-            fisher_of(optimizer) if job.keep_fisher and isinstance(optimizer, NGSGD) else None, not_finite(sent, self.layout, pieces), remainder, figures(optimizer) if isinstance(optimizer, NGSGD) else {})
+            fisher_of(optimizer) if job.keep_fisher and isinstance(optimizer, NGSGD) else None,
+            not_finite(sent, self.layout, pieces), remainder, figures(optimizer) if isinstance(optimizer, NGSGD) else {})
 
     def _train(self, minibatch: Minibatch, optimizer: SGD, sums: _Sums, backstitch_scale: float) -> None:
         x_ND, pdf_N = minibatch.x_ND.to(self.device), minibatch.pdf_N.to(self.device)

@@ -77,10 +77,13 @@ class WorkerProcess:
         self.setting = setting
         self._beats = setting.beats.map().view(np.uint64)
         self._should_end = False    # SIGTERM: the machine is wanted back
+        self._is_idle = False
         self._should_stop = False   # the coordinator wants what there is
 
     def terminate(self, signum: int, frame: FrameType | None) -> None:
         self._should_end = True
+        if self._is_idle:  # there is nothing to finish, and waiting for a message would go on behind this handler
+            sys.exit(0)
 
     def run(self) -> None:
         try:
@@ -89,11 +92,17 @@ class WorkerProcess:
             self.messages.send(error)
             return
         self.messages.send(Ready(os.getpid()))
-        while not self._should_end:
+        while self._may_wait():
             message = self.messages.receive()
+            self._is_idle = False
             if isinstance(message, Assignment):
                 self._should_stop = False
                 self.messages.send(self._outcome(worker, message))
+
+    def _may_wait(self) -> bool:
+        """False when the process was told to end; from here on `terminate` ends it on the spot."""
+        self._is_idle = True
+        return not self._should_end
 
     def _outcome(self, worker: Worker, assignment: Assignment) -> JobResult | JobFailure:
         refs: dict[int, SharedRef] = {}

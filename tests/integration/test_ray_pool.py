@@ -16,6 +16,7 @@ from launcher.ray_pool import RayPool
 from ngsgd.config import ClusterConfig
 from ngsgd.errors import ClusterError, DataError
 from ngsgd.training.audit import audit
+from ngsgd.training.flat import Vector
 from ngsgd.training.job import Job, VectorRef
 from tests.toy import Run, config
 
@@ -45,9 +46,9 @@ def test_ray_and_in_process_give_the_same_bits_and_leave_no_process(tmp_path: Pa
     processes: list[int] = []
     publish = pool.publish
 
-    def remember(parameters: np.ndarray) -> VectorRef:
+    def remember(write: Callable[[Vector], object]) -> VectorRef:
         processes[:] = pool.process_ids()
-        return publish(parameters)
+        return publish(write)
     pool.publish = remember  # type: ignore[method-assign]
     end = run.train(pool)
     assert end.model_sha256 == in_process.model_sha256

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from ngsgd.config import FailureConfig, OptimizerConfig
+from ngsgd.config import ClusterConfig, FailureConfig, OptimizerConfig, OuterConfig, RunConfig
 from ngsgd.errors import ClusterError, DataError, DivergenceError, RunInterrupted
 from ngsgd.files import read_json_lines
 from ngsgd.ops.averaging import weighted_mean
@@ -203,7 +204,7 @@ def test_a_job_leaves_nothing_behind_in_its_worker(tmp_path: Path) -> None:
     pool = run.in_process()
     pool.start()
     start = run.store.layout.flatten(run.model.state_dict())
-    model = pool.publish(start)
+    model = pool.publish(lambda out: np.copyto(out, start))
     jobs = [Job(0, job, 1, (Piece(run.schedule.shard(job), 0, job),), Start(model), 0.01, 2.0) for job in (0, 1, 0)]
     outcomes = []
     for job in jobs:
@@ -223,3 +224,83 @@ def test_kept_fisher_estimates_survive_a_resume_and_change_the_run(tmp_path: Pat
         run.train(stop=StopAfter(questions, at_once=False))
     assert run.train().model_sha256 == whole.model_sha256
     assert Run(tmp_path / "afresh").train().model_sha256 != whole.model_sha256
+
+def deferring(**changes: Any) -> RunConfig:
+    return config(failure=FailureConfig(policy="defer"), **changes)
+
+
+def test_a_job_that_is_put_off_runs_in_the_next_outer_iteration(tmp_path: Path) -> None:
+    run = Run(tmp_path, deferring())
+    end = run.train(FaultyPool(run, on_first_try_of(1, 0, dies)))
+    assert [(r.num_jobs, r.num_accepted) for r in run.recorder.records][1:3] == [(2, 1), (3, 3)]
+    assert end.progress.frames_processed == 3600
+    assert audit(run.ledger_path) == []
+
+
+def test_what_the_last_outer_iteration_puts_off_gets_one_of_its_own(tmp_path: Path) -> None:
+    run = Run(tmp_path, deferring())
+    last = run.schedule.num_outer_iters - 1
+    end = run.train(FaultyPool(run, on_first_try_of(last, 1, dies)))
+    assert end.progress.outer_iter == last + 1 and end.progress.frames_processed == 3600
+    assert audit(run.ledger_path) == []
+
+
+def test_a_dropped_job_is_told_and_the_rest_is_averaged(tmp_path: Path) -> None:
+    run = Run(tmp_path, config(failure=FailureConfig(policy="drop")))
+    end = run.train(FaultyPool(run, on_first_try_of(1, 0, dies)))
+    assert run.recorder.records[1].num_accepted == 1 and end.progress.frames_processed < 3600
+    assert "left out, since failure.policy is drop" in run.recorder.incidents[0].message
+    assert audit(run.ledger_path) == []
+
+
+@pytest.mark.parametrize("outer", [OuterConfig(), OuterConfig("bmuf", gain=1.5, overlap=True)], ids=["in turn", "overlapped"])
+def test_a_rolled_back_outer_iteration_runs_again_at_half_the_rate(tmp_path: Path, outer: OuterConfig) -> None:
+    run = Run(tmp_path, config(failure=FailureConfig(on_divergence="halve"), outer=outer))
+    bad = {(2, 0), (2, 1)}
+
+    def once(result: JobResult) -> JobResult:
+        at = (result.job.outer_iter, result.job.job)
+        if at in bad:
+            bad.discard(at)
+            return nan_parameters(result)
+        return result
+    run.train(FaultyPool(run, once))
+    assert [r.outer_iter for r in run.recorder.records] == list(range(run.schedule.num_outer_iters))
+    assert run.recorder.records[2].effective_lr == pytest.approx(list(run.schedule.outer_iterations())[2].effective_lr / 2)
+    assert "rolled_back" in [incident.what for incident in run.recorder.incidents]
+    assert audit(run.ledger_path) == []
+
+
+def test_rolling_back_for_ever_is_not_possible(tmp_path: Path) -> None:
+    run = Run(tmp_path, config(failure=FailureConfig(on_divergence="halve", max_rollbacks=2)))
+    with pytest.raises(DivergenceError, match="failed again after 2 roll-backs"):
+        run.train(FaultyPool(run, lambda r: nan_parameters(r) if r.job.outer_iter == 2 else r))
+    assert [i.what for i in run.recorder.incidents].count("rolled_back") == 2
+
+
+def test_with_half_of_the_workers_there_are_half_as_many_jobs(tmp_path: Path) -> None:
+    run = Run(tmp_path, config(cluster=ClusterConfig(num_workers=2, elastic=True)))
+    pool = run.in_process()
+    pool.num_workers_alive = lambda: 1 if len(run.recorder.records) >= 2 else 2  # type: ignore[method-assign]
+    end = run.train(pool)
+    assert [r.num_jobs for r in run.recorder.records][:4] == [2, 2, 1, 1]
+    assert end.progress.frames_processed == 3600
+    assert run.recorder.records[-1].valid.accuracy > 0.8
+    assert audit(run.ledger_path) == []
+
+
+def test_shares_by_speed_lose_nothing(tmp_path: Path) -> None:
+    run = Run(tmp_path, config(schedule=dataclasses.replace(config().schedule, shares="speed")))
+    end = run.train()
+    assert end.progress.frames_processed == 3600
+    assert audit(run.ledger_path) == []
+
+
+def test_a_run_that_may_put_work_off_stops_at_once_and_loses_nothing(tmp_path: Path) -> None:
+    run = Run(tmp_path, deferring())
+    stop = StopAfter(3, at_once=False)
+    with pytest.raises(RunInterrupted):
+        run.train(run.in_process(should_stop=lambda: stop.left < 0), stop)
+    end = run.train()
+    assert end.progress.frames_processed == 3600
+    assert audit(run.ledger_path) == []

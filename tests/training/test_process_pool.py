@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -52,9 +54,9 @@ def test_processes_and_one_process_give_the_same_bits_and_leave_no_process(tmp_p
     workers: list[int] = []
     publish = pool.publish
 
-    def remember(parameters: Vector) -> VectorRef:
+    def remember(write: Callable[[Vector], object]) -> VectorRef:
         workers[:] = pool.process_ids()
-        return publish(parameters)
+        return publish(write)
     pool.publish = remember  # type: ignore[method-assign]
     descriptors = len(os.listdir("/proc/self/fd"))
     end = run.train(pool)
@@ -120,3 +122,21 @@ def test_a_worker_that_cannot_read_its_data_says_so(tmp_path: Path) -> None:
     run.spec = replace(run.spec, egs_directory=str(tmp_path / "nowhere"))
     with pytest.raises(Exception, match="nowhere is not a directory of examples"):
         run.train(pool_of(run))
+
+
+def test_rounds_of_fixed_length_end_in_time_and_lose_nothing(tmp_path: Path) -> None:
+    timed = replace(config().schedule, shares="time", round_s=0.3, num_epochs=4.0)
+    run = Run(tmp_path, config(schedule=timed))
+    pool = ProcessPool(run.spec, 2, 1, run.store.layout.size, make_worker=Slow)
+    end = run.train(pool)
+    assert end.progress.frames_processed == 4 * 3600
+    later = [record.compute_s for record in run.recorder.records[1:-1]]
+    assert later and max(later) < 1.0 and sum(seconds > 0.25 for seconds in later) >= 0.8 * len(later)
+
+
+class Slow(Worker):
+    """A minibatch takes 10 ms on even workers and 20 ms on odd ones."""
+
+    def _train(self, *arguments: Any, **named: Any) -> None:
+        time.sleep(0.01 * (1 + self.index % 2))
+        super()._train(*arguments, **named)

@@ -1,0 +1,114 @@
+"""How the data of an outer iteration is dealt out to its jobs: alike, or by what each worker can do."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from ngsgd.config import ScheduleConfig
+from ngsgd.schedules import Shard
+from ngsgd.training.job import JobResult, Piece
+
+Work = tuple[tuple[Piece, ...], ...]
+_AMPLE = 1.3  # of what a worker is expected to do: what is left over comes back
+
+
+class EqualShares:
+    """A whole shard for each job, as in Kaldi; what was put off comes as jobs of its own."""
+
+    round_s = math.inf   # an outer iteration takes as long as it takes
+
+    def num_passes(self, num_jobs: int, pending: Sequence[Piece]) -> int:
+        """Fresh passes that an outer iteration of so many jobs begins."""
+        return num_jobs
+
+    def work(self, fresh: Sequence[Piece], pending: Sequence[Piece], num_jobs: int) -> Work:
+        """The pieces of each job."""
+        return tuple((piece,) for piece in (*fresh, *pending))
+
+    def observe(self, results: Sequence[JobResult]) -> None:
+        """What an outer iteration tells about the workers."""
+
+
+class SharesBySpeed(EqualShares):
+    """As much data as ever, cut so that all jobs should end together: a slow worker's job is shorter.
+
+    The cut depends on the clock, so a run of it is not repeatable; each job still is.
+    """
+
+    def __init__(self, num_minibatches: Callable[[Shard], int]) -> None:
+        self.num_minibatches = num_minibatches
+        self._speed: dict[int, float] = {}   # by job, minibatches per second; a job keeps to its worker where it can
+
+    def work(self, fresh: Sequence[Piece], pending: Sequence[Piece], num_jobs: int) -> Work:
+        pieces = (*pending, *fresh)
+        return cut(pieces, self._targets(sum(map(self._size, pieces)), num_jobs), self._size)
+
+    def observe(self, results: Sequence[JobResult]) -> None:
+        for result in results:
+            self._speed[result.job.job] = result.num_minibatches / max(result.seconds, 1e-9)
+
+    def _targets(self, total: int, num_jobs: int) -> list[int]:
+        known = [self._speed[job] for job in range(num_jobs) if job in self._speed]
+        typical = sum(known) / len(known) if known else 1.0
+        speeds = [self._speed.get(job, typical) for job in range(num_jobs)]
+        ends = [round(total * sum(speeds[:job + 1]) / sum(speeds)) for job in range(num_jobs)]
+        return [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
+
+    def _size(self, piece: Piece) -> int:
+        stop = self.num_minibatches(piece.shard) if piece.stop is None else piece.stop
+        return stop - piece.first
+
+
+class SharesByTime(SharesBySpeed):
+    """Outer iterations of a fixed length: every job works until the time is over, and its weight is what it has done."""
+
+    def __init__(self, num_minibatches: Callable[[Shard], int], round_s: float) -> None:
+        super().__init__(num_minibatches)
+        self.round_s = round_s
+
+    def num_passes(self, num_jobs: int, pending: Sequence[Piece]) -> int:
+        if not self._speed:
+            return num_jobs
+        missing = sum(self._targets(0, num_jobs)) - sum(map(self._size, pending))
+        return max(0 if pending else 1, math.ceil(missing / self.num_minibatches(Shard(0, 0))))
+
+    def _targets(self, total: int, num_jobs: int) -> list[int]:
+        if not self._speed:
+            return super()._targets(total, num_jobs)
+        typical = sum(self._speed.values()) / len(self._speed)
+        return [max(1, round(_AMPLE * self.round_s * self._speed.get(job, typical))) for job in range(num_jobs)]
+
+
+def make_dealer(config: ScheduleConfig, num_frames: Callable[[Shard], int]) -> EqualShares:
+    """The way that a run's configuration asks for; `num_frames` tells the frames of a shard."""
+    def num_minibatches(shard: Shard) -> int:
+        return math.ceil(num_frames(shard) / config.minibatch_size)
+    if config.shares == "equal":
+        return EqualShares()
+    return SharesBySpeed(num_minibatches) if config.shares == "speed" else SharesByTime(num_minibatches, config.round_s)
+
+
+def cut(pieces: Sequence[Piece], targets: Sequence[int], size: Callable[[Piece], int]) -> Work:
+    """Pieces in order, dealt to jobs of `targets` minibatches; the last job takes what is left over.
+
+    Nothing is lost and nothing met twice; jobs that would get nothing are left out.
+    """
+    queue = deque(pieces)
+    work: list[list[Piece]] = []
+    for target in targets:
+        taken: list[Piece] = []
+        room = target
+        while queue and room > 0:
+            piece = queue.popleft()
+            if size(piece) > room:
+                middle = piece.first + room
+                queue.appendleft(replace(piece, first=middle))
+                piece = replace(piece, stop=middle)
+            room -= size(piece)
+            taken.append(piece)
+        work.append(taken)
+    work[-1] += queue
+    return tuple(tuple(taken) for taken in work if taken)
