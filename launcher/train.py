@@ -127,7 +127,7 @@ def _train(config: RunConfig, folder: RunFolder, data: _Data, tracker: Tracker, 
         pool.start()
         coordinator = Coordinator(
             schedule_of(config, reader), pool, model, reader, checkpoints, ledger, tracker, config.failure, stop, config.outer,
-            config.cluster.elastic, dealer=make_dealer(config.schedule, reader.num_frames),
+            config.cluster, dealer=make_dealer(config.schedule, reader.num_frames),
             keep_fisher=config.optimizer.ng_state == "keep", num_threads=os.cpu_count() or 1)
         with signals_to(stop):
             return coordinator.train(start)

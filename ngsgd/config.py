@@ -139,6 +139,7 @@ class ClusterConfig:
     device: str = knob("auto", one_of=("auto", "cpu", "cuda"))  # auto: a GPU where Ray offers one, else CPU
     address: str = knob("")                          # Ray cluster to join, host:port or auto; empty: start one on this machine
     start_timeout_s: float = knob(120.0, above=0.0)  # for a worker to report that it is ready
+    min_workers: int = knob(1, low=1)                # with fewer for longer than start_timeout_s the run stops
     elastic: bool = knob(False)                      # with fewer workers alive: fewer jobs per outer iteration, in place of a queue
 
 
@@ -289,6 +290,8 @@ def _rule_outer(c: RunConfig) -> Iterator[str]:
     if c.outer.overlap and c.outer.kind in ("easgd", "streaming"):
         also = "; outer.delay=1 is its own overlap" if c.outer.kind == "streaming" else ""
         yield f"outer.overlap is true with outer.kind {c.outer.kind}, whose jobs go on from their own models{also}; leave it false."
+    if c.cluster.min_workers > c.cluster.num_workers:
+        yield f"cluster.min_workers is {c.cluster.min_workers}, more than cluster.num_workers, {c.cluster.num_workers}; lower it."
     if c.schedule.shares == "time" and c.cluster.kind == "in_process":
         yield "schedule.shares is time with cluster.kind in_process, where jobs run one after another; choose local or ray."
     if c.outer.gain and not 1.0 <= c.outer.gain <= c.schedule.num_jobs_final:

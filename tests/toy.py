@@ -122,7 +122,7 @@ class Run:
             pool.start()
             return Coordinator(
                 self.schedule, pool, self.model, self.reader, self.store, ledger, self.recorder, self.config.failure,
-                stop or NeverStop(), self.config.outer, self.config.cluster.elastic,
+                stop or NeverStop(), self.config.outer, self.config.cluster,
                 dealer=make_dealer(self.config.schedule, self.reader.num_frames),
                 keep_fisher=self.config.optimizer.ng_state == "keep").train(start)
         finally:

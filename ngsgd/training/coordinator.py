@@ -14,7 +14,7 @@ from functools import partial
 
 from torch import nn
 
-from ngsgd.config import FailureConfig, OuterConfig
+from ngsgd.config import ClusterConfig, FailureConfig, OuterConfig
 from ngsgd.egs.reader import EgsReader
 from ngsgd.errors import DivergenceError, NgsgdError, RunInterrupted
 from ngsgd.ops.averaging import pool_variances
@@ -51,7 +51,7 @@ class Coordinator:
     failure: FailureConfig
     stop: StopSignal
     outer: OuterConfig = field(default_factory=OuterConfig)
-    elastic: bool = False
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
     dealer: EqualShares = field(default_factory=EqualShares)
     keep_fisher: bool = False  # a job's successor goes on from its Fisher estimates
     num_threads: int = 1       # for averaging
@@ -61,7 +61,8 @@ class Coordinator:
         self.layout = Layout.of(self.model)
         self.model.eval()  # no dropout in diagnostics
         self._subsets = {name: self.reader.diagnostic(name) for name in ("train", "valid")}
-        self._dispatch = Dispatcher(self.pool, self.ledger, self.layout, self.failure, self.stop, self._tell, self.clock)
+        self._dispatch = Dispatcher(self.pool, self.ledger, self.layout, self.failure, self.cluster, self.stop, self._tell,
+                                    self.clock)
         self._leases = Leases(self.pool)
         self._num_rollbacks = 0    # in a row
         self._starts = Starts(self.outer, self._leases, keep_fisher=self.keep_fisher)
@@ -103,7 +104,7 @@ class Coordinator:
 
     def _open(self, progress: Progress) -> Round | None:
         """Plans the outer iteration that follows; None when the data has been processed."""
-        capacity = max(1, self.pool.num_workers_alive()) if self.elastic else None
+        capacity = max(1, self.pool.num_workers_alive()) if self.cluster.elastic else None
         plan = next_plan(self.schedule, progress, self.dealer, max_jobs=capacity)
         if plan is None:
             return None
@@ -237,7 +238,8 @@ class Coordinator:
             jobs=tuple(_job_record(result, reason) for result, reason in verdicts),
             relative_change=self.layout.relative_change(round_.model.read(), after.parameters),
             compute_s=0.0, average_s=0.0, checkpoint_s=0.0, diagnostics_s=0.0, elapsed_s=elapsed_s,
-            left_s=elapsed_s * (1.0 - share) / share)
+            left_s=elapsed_s * (1.0 - share) / share, workers_alive=self.pool.num_workers_alive(),
+            num_deaths=self._dispatch.num_deaths, num_discarded=self._dispatch.num_discarded, num_deferred=len(round_.deferred))
 
     def _tell(self, what: str, message: str, outer_iter: int, job: int, worker: int) -> None:
         self.tracker.incident(Incident(what, message, outer_iter, job, worker))

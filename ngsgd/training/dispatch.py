@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from ngsgd.config import FailureConfig
+from ngsgd.config import ClusterConfig, FailureConfig
 from ngsgd.errors import ClusterError, NgsgdError, RunInterrupted
 from ngsgd.schedules import Shard
 from ngsgd.training.flat import Layout
@@ -68,16 +68,18 @@ class Round:
 class Dispatcher:
     """Feeds a pool with jobs and settles what comes back."""
 
-    def __init__(self, pool: WorkerPool, ledger: Ledger, layout: Layout, failure: FailureConfig, stop: StopSignal, tell: Tell,
-                 clock: Callable[[], float]) -> None:
+    def __init__(self, pool: WorkerPool, ledger: Ledger, layout: Layout, failure: FailureConfig, cluster: ClusterConfig,
+                 stop: StopSignal, tell: Tell, clock: Callable[[], float]) -> None:
         self.pool = pool
         self.ledger = ledger
         self.layout = layout
         self.failure = failure
+        self.cluster = cluster
         self.stop = stop
         self.tell = tell
         self.clock = clock
         self.num_deaths = 0
+        self._enough_at: float | None = None              # when there last were enough workers
         self.num_discarded = 0
         self._failures: dict[Piece, int] = {}             # of work that was put off
         self._seen: dict[int, tuple[object, float]] = {}  # by worker: its last progress, and since when
@@ -123,6 +125,7 @@ class Dispatcher:
             raise RunInterrupted(f"outer iteration {rounds[0].plan.outer_iter + 1} was given up")
         self._stop_in_time(rounds[0])
         self._watch()
+        self._require_workers()
         outcome = self.pool.wait(_POLL_S)
         if outcome is not None:
             self._settle(outcome, rounds)
@@ -133,6 +136,16 @@ class Dispatcher:
         if not round_.is_stopped and (leave_it or self.clock() >= round_.ends_at):
             round_.is_stopped = True
             self.pool.stop_jobs()
+
+    def _require_workers(self) -> None:
+        """Fewer workers are no reason to stop; too few, for as long as a start may take, are."""
+        now, alive = self.clock(), self.pool.num_workers_alive()
+        if alive >= self.cluster.min_workers or self._enough_at is None:
+            self._enough_at = now
+        elif now - self._enough_at > self.cluster.start_timeout_s:
+            raise ClusterError(f"only {alive} of {self.cluster.num_workers} workers are left, and no others came within "
+                               f"cluster.start_timeout_s = {self.cluster.start_timeout_s:g}; see whether the cluster still has "
+                               "their CPUs or GPUs, or lower cluster.min_workers and resume.")
 
     def patience_s(self) -> float:
         """Seconds without a minibatch after which a worker hangs: derived from what was measured."""

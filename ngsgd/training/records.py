@@ -65,6 +65,10 @@ class OuterIterationRecord:
     diagnostics_s: float
     elapsed_s: float           # since this process began training
     left_s: float              # estimate for the outer iterations to come
+    workers_alive: int = 0     # at the end of the outer iteration
+    num_deaths: int = 0        # of workers, since this process began training
+    num_discarded: int = 0     # results that nobody waited for, likewise
+    num_deferred: int = 0      # pieces of work put off to a later outer iteration
 
     @property
     def skew(self) -> float:

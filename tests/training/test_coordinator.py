@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -304,3 +305,12 @@ def test_a_run_that_may_put_work_off_stops_at_once_and_loses_nothing(tmp_path: P
     end = run.train()
     assert end.progress.frames_processed == 3600
     assert audit(run.ledger_path) == []
+
+
+def test_too_few_workers_for_too_long_end_the_run(tmp_path: Path) -> None:
+    run = Run(tmp_path, config(cluster=ClusterConfig(num_workers=2, min_workers=2, start_timeout_s=0.05)))
+    pool = FaultyPool(run, lambda result: time.sleep(0.1) or result)  # type: ignore[func-returns-value]
+    pool.num_workers_alive = lambda: 1 if len(run.recorder.records) >= 2 else 2  # type: ignore[method-assign]
+    with pytest.raises(ClusterError, match=r"only 1 of 2 workers are left, .* lower cluster\.min_workers"):
+        run.train(pool)
+    assert len(run.recorder.records) >= 2
