@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +23,31 @@ from ngsgd.egs.reader import EgsReader
 from ngsgd.errors import CheckpointError
 from ngsgd.files import new_directory, write_text
 from ngsgd.models import build_model
+from ngsgd.schedules import Schedule
+from ngsgd.training.checkpoint import Checkpoint, CheckpointStore
+from ngsgd.training.combination import Candidate, HeldOut, candidates, generalised, normalize_stddev, running_mean
 from ngsgd.training.diagnostics import average_posterior
+from ngsgd.training.flat import Vector
+
+
+def wanted_for_combination(config: RunConfig, schedule: Schedule) -> tuple[int, ...]:
+    """The outer iterations whose models a run must keep to its end."""
+    return () if config.combination.kind == "none" or config.outer.ema_decay else candidates(schedule, config.combination.max_models)
+
+
+def final_parameters(config: RunConfig, end: Checkpoint, store: CheckpointStore, scratch: nn.Module, reader: EgsReader,
+                     report: Callable[[str], None]) -> Vector:
+    """What is shipped: the moving average where there is one, else the combination of the last models."""
+    kept = store.kept()
+    if "ema" in end.buffers or config.combination.kind == "none" or not kept:
+        return end.buffers.get("ema", end.parameters)
+    models = [Candidate(outer_iter, partial(store.load_model, outer_iter)) for outer_iter in kept]
+    held_out = HeldOut(scratch, reader.diagnostic("valid"))
+    combine = running_mean if config.combination.kind == "mean" else generalised
+    found = combine(models, held_out, max_evaluations=config.combination.max_evaluations)
+    report(f"combined the newest {found.num_models} of {len(models)} models ({found.chosen}): valid objf {found.objf:.3f}, "
+           f"the newest alone {found.objf_newest:.3f}")
+    return normalize_stddev(found.parameters, scratch) if config.combination.kind == "generalised" else found.parameters
 
 
 def save_final(folder: RunFolder, config: RunConfig, model: nn.Module, reader: EgsReader) -> None:

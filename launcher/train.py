@@ -12,7 +12,7 @@ from torch import nn
 
 from launcher import compose
 from launcher.curves import draw
-from launcher.final_model import decode_and_score, load_final, save_final
+from launcher.final_model import decode_and_score, final_parameters, load_final, save_final, wanted_for_combination
 from launcher.mlflow_tracker import MlflowTracker
 from launcher.progress import ProgressTracker
 from launcher.run_folder import RunFolder, check_output_dir, run_name
@@ -97,7 +97,7 @@ def _run(config: RunConfig, folder: RunFolder, data: _Data, progress: ProgressTr
     status = "FAILED"
     try:
         end = _train(config, folder, data, trackers, stop, progress.report)
-        trackers.finished(_finish(config, folder, data, end))
+        trackers.finished(_finish(config, folder, data, end, progress.report))
         status = "FINISHED"
     except OSError as error:
         raise CheckpointError(f"{error.filename or folder.path} could not be written ({error.strerror}); make room or fix the "
@@ -118,7 +118,8 @@ def _train(config: RunConfig, folder: RunFolder, data: _Data, tracker: Tracker, 
     reader = EgsReader(data.egs_directory)
     model = _model(config, reader)
     layout = Layout.of(model)
-    checkpoints = CheckpointStore(folder.checkpoints, layout, config.checkpoint.num_to_keep)
+    checkpoints = CheckpointStore(folder.checkpoints, layout, config.checkpoint.num_to_keep,
+                                  wanted_for_combination(config, schedule_of(config, reader)))
     start = _start(checkpoints, model, report)
     pool = _pool(config, folder, data, num_threads, layout.size, stop)
     ledger = Ledger(folder.ledger)
@@ -146,11 +147,13 @@ def _start(checkpoints: CheckpointStore, model: nn.Module, report: Callable[[str
     return latest
 
 
-def _finish(config: RunConfig, folder: RunFolder, data: _Data, end: Checkpoint) -> FinalReport:
+def _finish(config: RunConfig, folder: RunFolder, data: _Data, end: Checkpoint, report: Callable[[str], None]) -> FinalReport:
     """Final model, word error rates, learning curve."""
     reader = EgsReader(data.egs_directory)
     model = _model(config, reader)
-    Layout.of(model).load(model, end.buffers.get("ema", end.parameters))
+    layout = Layout.of(model)
+    store = CheckpointStore(folder.checkpoints, layout, config.checkpoint.num_to_keep)
+    layout.load(model, final_parameters(config, end, store, _model(config, reader), reader, report))
     save_final(folder, config, model, reader)
     model, prior_P = load_final(folder, config)  # what users will load, not what happens to be in memory
     result = decode_and_score(folder, config, data.corpus, model, prior_P)

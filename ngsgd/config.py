@@ -167,6 +167,15 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
+class CombinationConfig:
+    """The final model from the last ones, chosen on held-out frames (C.4)."""
+
+    kind: str = knob("mean", one_of=("none", "mean", "generalised"))  # the newest; mean of the newest n; a weight per model and layer
+    max_models: int = knob(20, low=1, high=1000)     # Kaldi: 20
+    max_evaluations: int = knob(30, low=1)           # of the held-out objf
+
+
+@dataclass(frozen=True)
 class DecodeConfig:
     """Hybrid decoding: log posterior minus log prior, on a digit loop."""
 
@@ -203,6 +212,7 @@ class RunConfig:
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     failure: FailureConfig = field(default_factory=FailureConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    combination: CombinationConfig = field(default_factory=CombinationConfig)
     decode: DecodeConfig = field(default_factory=DecodeConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
 

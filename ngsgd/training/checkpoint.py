@@ -8,14 +8,16 @@ that make them one thing.
 from __future__ import annotations
 
 import json
+import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+from safetensors import SafetensorError
 from safetensors.numpy import load_file as load_arrays
 from safetensors.numpy import save_file as save_arrays
 from safetensors.torch import load_file, save_file
@@ -56,10 +58,12 @@ def first_checkpoint(parameters: Vector) -> Checkpoint:
 class CheckpointStore:
     """The checkpoints of one run."""
 
-    def __init__(self, directory: Path, layout: Layout, num_to_keep: int) -> None:
+    def __init__(self, directory: Path, layout: Layout, num_to_keep: int, candidates: Collection[int] = ()) -> None:
         self.directory = directory
         self.layout = layout
         self.num_to_keep = num_to_keep
+        self.candidates = candidates  # outer iterations whose models the final combination wants, however old they are
+        self.models = directory.parent / "models"
 
     def save(self, progress: Progress, outer_state: Mapping[str, Any], commit: Mapping[str, Any] = MappingProxyType({}),
              fisher: Mapping[int, Fisher] = MappingProxyType({})) -> Checkpoint:
@@ -78,12 +82,14 @@ class CheckpointStore:
             raise CheckpointError(
                 f"outer iteration {progress.outer_iter + 1} could not be saved under {self.directory} ({error.strerror}); "
                 f"make room or fix the permissions, then `ngsgd resume {self.directory.parent}`.") from error
+        self._keep_candidates()
         for old in (*self._found()[:-self.num_to_keep], *self.directory.glob(".iter-*.tmp")):  # and what a killed process left
             shutil.rmtree(old, ignore_errors=True)
         return whole
 
     def latest(self) -> tuple[Checkpoint | None, list[str]]:
         """(the newest whole checkpoint or None, one sentence for each damaged one that was passed over)."""
+        self._keep_candidates()  # a crash may have come between a checkpoint and this
         problems: list[str] = []
         for path in reversed(self._found()):
             try:
@@ -91,6 +97,29 @@ class CheckpointStore:
             except CheckpointError as error:
                 problems.append(str(error))
         return None, problems
+
+    def load_model(self, outer_iter: int) -> Vector:
+        """The model of a candidate for the final combination."""
+        path = self.models / f"iter-{outer_iter:06d}.safetensors"
+        try:
+            return self.layout.flatten(load_file(path))
+        except (OSError, KeyError, RuntimeError, SafetensorError) as error:
+            raise CheckpointError(f"{path} is damaged ({error}); remove it and resume, and the others are combined.") from error
+
+    def kept(self) -> list[int]:
+        """The candidates that are there, newest first."""
+        return sorted((int(path.stem.rpartition("-")[2]) for path in self.models.glob("iter-*.safetensors")), reverse=True)
+
+    def _keep_candidates(self) -> None:
+        """A second name for each candidate's file: it costs no space while the checkpoint is there."""
+        for path in self._found():
+            target = self.models / f"{path.name}.safetensors"
+            if int(path.name.rpartition("-")[2]) in self.candidates and (path / _MODEL).exists() and not target.exists():
+                self.models.mkdir(exist_ok=True)
+                try:
+                    os.link(path / _MODEL, target)
+                except OSError:  # not every file system has links
+                    shutil.copyfile(path / _MODEL, target)
 
     def load(self, path: Path) -> Checkpoint:
         """The checkpoint in `path`, verified against its checksums and the model's shape."""

@@ -99,3 +99,14 @@ def test_a_full_or_failing_disk_is_told_and_leaves_nothing_half_written(
     assert [path.name for path in store.directory.iterdir()] == ["iter-000000"]
     latest, _ = store.latest()
     assert latest is not None and latest.progress.outer_iter == 0
+
+
+def test_models_for_the_final_combination_outlive_their_checkpoints(store: CheckpointStore) -> None:
+    store.candidates = (1, 3)
+    for outer_iter in range(6):
+        store.save(at(outer_iter), state(outer_iter))
+    assert store.kept() == [3, 1]
+    assert np.array_equal(store.load_model(1), vector(1))
+    (store.models / "iter-000003.safetensors").write_bytes(b"no")
+    with pytest.raises(CheckpointError, match="iter-000003.safetensors is damaged"):
+        store.load_model(3)

@@ -1,0 +1,424 @@
+"""A weight for each model and layer, the search that finds them, and the rescaling of layers after it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from torch import nn
+
+from ngsgd.config import ModelConfig
+from ngsgd.egs.reader import Minibatch
+from ngsgd.models import PNorm, Renormalize, build_model
+from ngsgd.training.combination import Candidate, HeldOut, generalised, lbfgs, normalize_stddev
+from ngsgd.training.combination.layer_weights import WeightedLayers, preconditioner, updatable_layers
+from ngsgd.training.combination.stddev import scale_invariant_layers
+from ngsgd.training.flat import Layout, Vector
+from tests.reference import combination as reference
+from tests.toy import DIM, NUM_CLASSES, frame_set
+
+Array = npt.NDArray[np.float64]
+
+NUM_HIDDEN, NUM_MODELS, NUM_FRAMES = 4, 3, 150  # two minibatches of 64 and one of 22
+
+
+def given(vectors: Sequence[Vector]) -> list[Candidate]:
+    def loader(vector: Vector) -> Callable[[], Vector]:
+        return lambda: vector
+    return [Candidate(29 - index, loader(vector)) for index, vector in enumerate(vectors)]
+
+
+def frames(num_frames: int, seed: int) -> Minibatch:
+    data = frame_set(num_frames, seed)
+    return Minibatch(torch.from_numpy(data.features_TD), torch.from_numpy(data.pdf_T).long())
+
+
+def mean_of(vectors: Sequence[Vector]) -> Array:
+    return np.asarray(np.mean(vectors, axis=0, dtype=np.float64))
+
+
+class Problem:
+    """Random models of two layers in float64, and the same by the reference."""
+
+    def __init__(self, seed: int = 0) -> None:
+        x_ND, pdf_N = frames(NUM_FRAMES, seed)
+        model = nn.Sequential(nn.Linear(DIM, NUM_HIDDEN), nn.Tanh(), nn.Linear(NUM_HIDDEN, NUM_CLASSES)).double()
+        self.held_out = HeldOut(model, Minibatch(x_ND.double(), pdf_N))
+        random = np.random.default_rng(seed)
+        self.vectors = [random.normal(size=self.held_out.layout.size).astype(np.float32) for _ in range(NUM_MODELS)]
+        self.weighted = WeightedLayers(np.stack(self.vectors), self.held_out)
+        self.weights_KL = random.normal(size=(NUM_MODELS, 2))
+        first = DIM * NUM_HIDDEN + NUM_HIDDEN
+        self.layer_of = [0] * first + [1] * (self.held_out.layout.size - first)
+
+    def reference_objf(self, weights_KL: Array, part: slice = slice(None)) -> float:
+        """Summed over the frames."""
+        theta = reference.combined([v.astype(np.float64) for v in self.vectors], self.layer_of, weights_KL)
+        x_ND, pdf_N = self.held_out.minibatch
+        return reference.two_layer_objf(theta, x_ND[part].numpy(), pdf_N[part].numpy(), NUM_HIDDEN, NUM_CLASSES)
+
+
+# ------------------------------------------------------------------ objective, gradient, preconditioner
+
+
+def test_objective_and_gradient_equal_finite_differences_of_the_definition() -> None:
+    problem = Problem()
+    objf, gradient_KL = problem.weighted.objf_and_gradient(problem.weights_KL)
+    assert abs(objf - problem.reference_objf(problem.weights_KL) / NUM_FRAMES) < 1e-12  # float64 rounding
+    wanted_KL = reference.finite_difference_gradient(problem.reference_objf, problem.weights_KL) / NUM_FRAMES
+    np.testing.assert_allclose(gradient_KL, wanted_KL, atol=1e-6 * np.abs(wanted_KL).max())  # differences err by about 1e-9
+
+
+def test_gradients_do_not_depend_on_how_many_rows_go_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = Problem()
+    whole = problem.weighted.objf_and_gradient(problem.weights_KL)
+    monkeypatch.setattr("ngsgd.training.combination.layer_weights._ROWS_AT_ONCE", 7)
+    monkeypatch.setattr("ngsgd.training.combination.layer_weights._CHUNK", 5)
+    parts = problem.weighted.objf_and_gradient(problem.weights_KL)
+    np.testing.assert_allclose(parts[0], whole[0], rtol=1e-12)   # the order of float64 sums
+    np.testing.assert_allclose(parts[1], whole[1], rtol=1e-10)
+
+
+def test_the_scatter_is_that_of_the_gradients_of_every_64_frames() -> None:
+    problem = Problem(seed=1)
+    gradients = [reference.finite_difference_gradient(partial(problem.reference_objf, part=slice(first, first + 64)),
+                                                      problem.weights_KL) for first in range(0, NUM_FRAMES, 64)]
+    wanted_MM = reference.scatter(gradients)
+    scatter_MM = problem.weighted.scatter(problem.weights_KL, 64)
+    np.testing.assert_allclose(scatter_MM, wanted_MM, atol=1e-6 * np.abs(wanted_MM).max())  # differences err by about 1e-9
+
+
+@pytest.mark.parametrize("rank", [1, 3, 10])
+def test_the_factor_gives_the_smoothed_scatter(rank: int) -> None:
+    random = np.random.default_rng(rank)
+    gradients = [1000.0 * random.normal(size=6) for _ in range(rank)]
+    for gradient in gradients:
+        gradient[4] = 0.0  # a weight that changes nothing
+    scatter_MM = reference.scatter(gradients)
+    C_MM = preconditioner(scatter_MM)
+    assert np.array_equal(C_MM, np.tril(C_MM))
+    wanted_MM = reference.smoothed_scatter(scatter_MM)
+    np.testing.assert_allclose(C_MM @ C_MM.T, wanted_MM, rtol=1e-9, atol=1e-13)  # one factorisation's rounding
+    np.testing.assert_allclose(C_MM[4, 4] ** 2, 1.01e-20, rtol=1e-9)
+
+
+def test_a_scatter_of_zeros_has_a_factor() -> None:
+    np.testing.assert_allclose(preconditioner(np.zeros((3, 3))), np.sqrt(1.01e-20) * np.eye(3), rtol=1e-12)
+
+
+def test_a_layer_is_a_module_with_trainable_parameters_of_its_own() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), nn.Linear(3, 3), nn.Linear(3, 3))
+    model[2].requires_grad_(False)
+    model[3].weight = model[0].weight
+    assert updatable_layers(model) == {"0": ["0.weight", "0.bias"], "1.0": ["1.0.weight", "1.0.bias"],
+                                       "1.1": ["1.1.weight", "1.1.bias"], "3": ["3.bias"]}
+
+
+# ------------------------------------------------------------------ the combination
+
+
+def test_the_parameters_are_the_weighted_models() -> None:
+    problem = Problem(seed=2)
+    combined = generalised(given(problem.vectors), problem.held_out)
+    assert combined.chosen == "generalised" and combined.num_models == NUM_MODELS
+    weights_KL = np.array(list(combined.weights.values())).T
+    assert list(combined.weights) == ["0", "2"]
+    wanted_P = reference.combined([v.astype(np.float64) for v in problem.vectors], problem.layer_of, weights_KL)
+    np.testing.assert_allclose(combined.parameters, wanted_P, rtol=1e-6, atol=1e-9)  # rounded to float32 once
+    # the parameters it returns are float32, with float64 inside
+    np.testing.assert_allclose(combined.objf, problem.reference_objf(weights_KL) / NUM_FRAMES, rtol=1e-6)
+    mean_KL = np.full_like(weights_KL, 1.0 / NUM_MODELS)
+    np.testing.assert_allclose(combined.mean_objf[NUM_MODELS], problem.reference_objf(mean_KL) / NUM_FRAMES, rtol=1e-6)
+
+
+def test_the_optimum_of_a_concave_problem_is_found() -> None:
+    x_ND, pdf_N = frames(200, 7)
+    held_out = HeldOut(nn.Linear(DIM, NUM_CLASSES, bias=False).double(), Minibatch(x_ND.double(), pdf_N))
+    random = np.random.default_rng(7)
+    vectors = [random.normal(size=held_out.layout.size).astype(np.float32) for _ in range(4)]
+    matrices = [v.reshape(NUM_CLASSES, DIM).astype(np.float64) for v in vectors]
+    wanted_K, wanted_objf = reference.newton_maximum(x_ND.double().numpy(), pdf_N.numpy(), matrices)
+    combined = generalised(given(vectors), held_out)
+    assert combined.mean_objf[4] < wanted_objf - 0.1  # there is something to find
+    assert abs(combined.objf - wanted_objf) < 1e-6    # a maximum is flat: errors of the weights enter squared
+    np.testing.assert_allclose(combined.weights[""], wanted_K, atol=1e-3)
+
+
+@pytest.mark.parametrize("max_evaluations", [1, 2, 5, 40])
+def test_never_worse_than_the_mean_or_the_newest_model(max_evaluations: int) -> None:
+    chosen = set()
+    for seed in range(12):
+        problem = Problem(seed)
+        vectors = problem.vectors
+        if seed % 3 == 0:  # the newest is good, the others are far off
+            vectors = [generalised(given(vectors), problem.held_out).parameters, *(v * np.float32(9) for v in vectors[1:])]
+        if seed % 3 == 1:  # their noise cancels in the mean, which nothing but scales can better
+            vectors = [vectors[0] + vectors[1], vectors[0] - vectors[1]]
+        combined = generalised(given(vectors), problem.held_out, max_evaluations=max_evaluations)
+        newest, mean = (problem.held_out(v)[0] for v in (vectors[0], mean_of(vectors).astype(np.float32)))
+        assert combined.objf == problem.held_out(combined.parameters)[0] >= max(newest, mean)
+        assert (combined.objf_newest, combined.mean_objf[len(vectors)]) == (newest, mean)
+        if combined.chosen != "generalised":
+            assert combined.objf == {"newest": newest, "mean": mean}[combined.chosen]
+        chosen.add(combined.chosen)
+    assert chosen >= {"newest", "mean" if max_evaluations == 1 else "generalised"}
+
+
+def test_of_equals_the_simplest_is_chosen() -> None:
+    problem = Problem()
+    newest_P = problem.vectors[0]
+    assert problem.held_out(newest_P * np.float32(0.25))[0] > problem.held_out(newest_P)[0]  # random models shout
+    for others, chosen in (([], "newest"), ([newest_P * np.float32(-0.5)], "mean")):
+        # with one evaluation the search stays at the mean of all
+        assert generalised(given([newest_P, *others]), problem.held_out, max_evaluations=1).chosen == chosen
+
+
+def test_a_mean_that_is_not_finite_leaves_the_newest_model() -> None:
+    problem = Problem()
+    model = problem.held_out.model.float()  # float64 would not overflow
+    held_out = HeldOut(model, frames(NUM_FRAMES, 0))
+    combined = generalised(given([problem.vectors[0], problem.vectors[1] * np.float32(1e38)]), held_out)
+    assert combined.chosen == "newest"
+    assert np.array_equal(combined.parameters, problem.vectors[0])
+    assert combined.mean_objf[2] == -np.inf
+
+
+def test_minibatches_whose_gradient_is_not_finite_stay_out_of_the_scatter() -> None:
+    problem = Problem()
+    held_out = HeldOut(problem.held_out.model.float(), frames(NUM_FRAMES, 0))
+    scatter_MM = WeightedLayers(np.stack(problem.vectors), held_out).scatter(np.full((NUM_MODELS, 2), 1e40), 64)
+    assert np.array_equal(scatter_MM, np.zeros((6, 6)))
+
+
+def test_a_layer_without_effect_is_no_obstacle() -> None:
+    problem = Problem()
+    model = nn.Sequential(*problem.held_out.model.children())
+    model.register_module("unused", nn.Linear(2, 2))
+    model.forward = problem.held_out.model.forward  # type: ignore[method-assign]
+    with_unused = HeldOut(model.double(), problem.held_out.minibatch)
+    vectors = [np.append(v, np.arange(6, dtype=np.float32)) for v in problem.vectors]
+    combined, without = generalised(given(vectors), with_unused), generalised(given(problem.vectors), problem.held_out)
+    np.testing.assert_allclose(combined.weights["unused"], 1.0 / 3.0, rtol=1e-9)  # nothing moves them; one solve's rounding
+    assert combined.objf > without.mean_objf[3] + 0.1
+
+
+def test_the_order_of_the_models_permutes_their_weights() -> None:
+    problem = Problem(seed=3)
+    order = [2, 0, 1]
+    # few evaluations: rounding errors grow from step to step
+    first, second = (generalised(given([problem.vectors[k] for k in ks]), problem.held_out, max_evaluations=8)
+                     for ks in ([0, 1, 2], order))
+    assert first.chosen == second.chosen == "generalised"
+    assert first.objf > first.mean_objf[3] + 0.1
+    for layer, weights_K in first.weights.items():
+        np.testing.assert_allclose(second.weights[layer], [weights_K[k] for k in order], rtol=1e-6, atol=1e-9)
+
+
+def test_frozen_parameters_and_buffers_get_the_plain_mean() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(DIM, 8), Renormalize(), nn.Linear(8, NUM_CLASSES))
+    model[0].requires_grad_(False)
+    model.register_buffer("seen", torch.zeros(2))
+    layout, held_out = Layout.of(model), HeldOut(model, frames(200, 1))
+    vectors = [np.random.default_rng(k).normal(size=layout.size).astype(np.float32) for k in range(3)]
+    for vector in vectors:
+        vector[layout.part("0.weight")] = vectors[0][layout.part("0.weight")]  # frozen: the same in all models
+    combined = generalised(given(vectors), held_out)
+    assert combined.chosen == "generalised" and list(combined.weights) == ["2"]
+    assert np.array_equal(combined.parameters[layout.part("0.weight")], vectors[0][layout.part("0.weight")])
+    mean_P = mean_of(vectors)
+    for name in ("0.bias", "seen"):
+        np.testing.assert_allclose(combined.parameters[layout.part(name)], mean_P[layout.part(name)], rtol=1e-6)
+
+
+def test_a_shared_parameter_stays_shared() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh(), nn.Linear(DIM, DIM), nn.Tanh(), nn.Linear(DIM, NUM_CLASSES))
+    model[2].weight = model[0].weight
+    layout, held_out = Layout.of(model), HeldOut(model, frames(200, 1))
+    vectors = [np.random.default_rng(k).normal(size=layout.size).astype(np.float32) for k in range(3)]
+    for vector in vectors:
+        vector[layout.part("2.weight")] = vector[layout.part("0.weight")]
+    combined = generalised(given(vectors), held_out)
+    assert combined.chosen == "generalised"
+    assert np.array_equal(combined.parameters[layout.part("2.weight")], combined.parameters[layout.part("0.weight")])
+
+
+# ------------------------------------------------------------------ L-BFGS
+
+
+def counted(function: lbfgs.Function) -> tuple[lbfgs.Function, list[Array]]:
+    """The function and the points at which it is evaluated."""
+    seen: list[Array] = []
+
+    def watched(x: Array) -> tuple[float, Array]:
+        seen.append(x.copy())
+        return function(x)
+    return watched, seen
+
+
+def minus_rosenbrock(x: Array) -> tuple[float, Array]:
+    a, b = 1.0 - x[0], x[1] - x[0] ** 2
+    return float(-a**2 - 100.0 * b**2), np.array([2.0 * a + 400.0 * x[0] * b, -200.0 * b])
+
+
+@pytest.mark.parametrize("num_pairs", [0, 1, 4])
+def test_the_direction_is_that_of_dense_bfgs(num_pairs: int) -> None:
+    random = np.random.default_rng(num_pairs)
+    A = random.normal(size=(7, 7))
+    pairs = [(s, (A @ A.T + np.eye(7)) @ s) for s in random.normal(size=(num_pairs, 7))]
+    gradient = random.normal(size=7)
+    wanted = reference.bfgs_direction(gradient, pairs, 0.3)
+    np.testing.assert_allclose(lbfgs.direction(gradient, pairs, 0.3), wanted, rtol=1e-9, atol=1e-10)  # float64, D = 7
+
+
+def test_the_first_step_promises_the_improvement_asked_for() -> None:
+    gradient = np.array([3.0, -4.0])
+    function, seen = counted(lambda x: (float(gradient @ x), gradient))
+    lbfgs.maximise(function, np.zeros(2), max_evaluations=2, first_improvement=0.01)
+    np.testing.assert_allclose(seen[1], 0.01 / 25.0 * gradient, rtol=1e-12)
+
+
+def test_a_step_that_leaves_the_slope_is_doubled_until_it_does_not() -> None:
+    function, seen = counted(lambda x: (-0.5 * float(x @ x), -x))
+    lbfgs.maximise(function, np.array([1.0]), max_evaluations=6, first_improvement=1e-2)
+    # the slope, x itself, must fall below 0.9 of that at the start; steps are 0.01, 0.02, 0.04, 0.08 and 0.16
+    np.testing.assert_allclose(np.concatenate(seen), [1.0, 0.99, 0.98, 0.96, 0.92, 0.84])
+
+
+def test_a_quadratic_is_climbed_to_the_top_and_no_further() -> None:
+    random = np.random.default_rng(0)
+    A = random.normal(size=(6, 6))
+    H, top = A @ A.T + np.eye(6), random.normal(size=6)
+    function, seen = counted(lambda x: (1.0 - 0.5 * float((x - top) @ H @ (x - top)), -H @ (x - top)))
+    found = lbfgs.maximise(function, np.zeros(6), max_evaluations=100)
+    assert 1.0 - 1e-9 < found.value <= 1.0
+    np.testing.assert_allclose(found.x_D, top, atol=1e-4)  # the root of the value, over the least eigenvalue
+    assert len(seen) < 30  # 24; without an end to precision 40
+
+
+@pytest.mark.parametrize("max_evaluations", [1, 2, 3, 10, 40])
+def test_the_budget_holds_and_the_best_point_seen_is_returned(max_evaluations: int) -> None:
+    function, seen = counted(minus_rosenbrock)
+    found = lbfgs.maximise(function, np.array([-1.2, 1.0]), max_evaluations=max_evaluations)
+    assert len(seen) <= max_evaluations
+    assert found.value == max(minus_rosenbrock(x)[0] for x in seen)
+    if max_evaluations == 40:
+        assert len(seen) == 40 or found.value > -1e-9
+
+
+def test_rosenbrock_is_solved() -> None:
+    found = lbfgs.maximise(minus_rosenbrock, np.array([-1.2, 1.0]), max_evaluations=100)
+    np.testing.assert_allclose(found.x_D, [1.0, 1.0], atol=1e-4)  # a maximum is flat
+
+
+def test_a_slope_without_end_is_climbed_while_the_budget_lasts() -> None:
+    gradient = np.array([3.0, -4.0])
+    function, seen = counted(lambda x: (float(gradient @ x), gradient))
+    found = lbfgs.maximise(function, np.zeros(2), max_evaluations=10)
+    assert len(seen) == 10 and np.array_equal(found.x_D, seen[-1])
+    np.testing.assert_allclose(found.value, 0.01 * 2**8, rtol=1e-12)  # the first step's gain, doubled eight times
+
+
+def test_no_evaluation_is_spent_at_the_top() -> None:
+    function, seen = counted(lambda x: (1.0 - float(x @ x), -2.0 * x))
+    assert lbfgs.maximise(function, np.zeros(3)).value == 1.0
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize("bad", [np.nan, -np.inf, np.inf])
+def test_steps_into_what_is_not_finite_are_shortened(bad: float) -> None:
+    """log(1 - x) + 2 x has its top at 1/2; the first step goes far beyond 1."""
+    def function(x: Array) -> tuple[float, Array]:
+        if x[0] >= 1.0:
+            return bad, np.array([bad])
+        return float(np.log(1.0 - x[0]) + 2.0 * x[0]), 2.0 - 1.0 / (1.0 - x)
+    found = lbfgs.maximise(function, np.array([0.0]), first_improvement=100.0)
+    np.testing.assert_allclose(found.x_D, [0.5], atol=1e-4)
+
+
+def test_a_start_that_is_not_finite_is_returned() -> None:
+    function, seen = counted(lambda x: (np.nan, x))
+    assert lbfgs.maximise(function, np.ones(2)).value == -np.inf
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_noise_does_not_lead_below_the_start(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    function, seen = counted(lambda x: (float(random.normal()), random.normal(size=4)))
+    values: list[float] = []
+
+    def recorded(x: Array) -> tuple[float, Array]:
+        value, gradient = function(x)
+        values.append(value)
+        return value, gradient
+    assert lbfgs.maximise(recorded, np.zeros(4)).value == max(values)
+    assert len(seen) <= 40
+
+
+# ------------------------------------------------------------------ layers whose scale does not matter
+
+
+def stddev_of(vector: Vector, layout: Layout, layer: str) -> float:
+    return float(np.concatenate([vector[layout.part(f"{layer}.{name}")] for name in ("weight", "bias")]).std(dtype=np.float64))
+
+
+@pytest.mark.parametrize("kind", ["relu", "pnorm"])
+def test_normalising_changes_scales_and_no_output(kind: str) -> None:
+    model = build_model(ModelConfig(kind=kind, num_layers=3, hidden_dim=20, dropout_schedule="0,0.2,0"), DIM, NUM_CLASSES, 0).eval()
+    layout, x_ND = Layout.of(model), frames(500, 0).x_ND
+    before = layout.flatten(model.state_dict())
+    random = np.random.default_rng(0)
+    output = layout.part("output.weight")  # zero at the start
+    before[output] = random.normal(size=output.stop - output.start)
+    for layer, scale in (("affine1", 7.0), ("affine2", 0.02), ("affine3", -1.0)):
+        for name in ("weight", "bias"):
+            before[layout.part(f"{layer}.{name}")] *= np.float32(scale)
+    after = normalize_stddev(before, model)
+    for layer in ("affine1", "affine2", "affine3"):
+        assert abs(stddev_of(before, layout, layer) - 1.0) > 0.1
+        assert abs(stddev_of(after, layout, layer) - 1.0) < 1e-6  # float32
+    assert np.array_equal(after[output], before[output])
+    layout.load(model, before)
+    wanted = model(x_ND)
+    layout.load(model, after)
+    # float32 rounds every entry of three layers once more
+    torch.testing.assert_close(model(x_ND), wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_another_standard_deviation_can_be_asked_for() -> None:
+    model = build_model(ModelConfig(num_layers=1), DIM, NUM_CLASSES, 0)
+    layout = Layout.of(model)
+    assert abs(stddev_of(normalize_stddev(layout.flatten(model.state_dict()), model, 0.25), layout, "affine1") - 0.25) < 1e-6
+
+
+def test_a_layer_of_equal_parameters_is_left_alone() -> None:
+    model = nn.Sequential(nn.Linear(2, 4), PNorm(2), Renormalize())
+    ones = np.ones(12, np.float32)
+    assert np.array_equal(normalize_stddev(ones, model), ones)
+
+
+class Skip(nn.Sequential):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = super().forward(x)  # type: ignore[no-untyped-call]
+        return x + y
+
+
+def test_only_layers_whose_scale_provably_does_not_matter_are_found() -> None:
+    def found(*modules: nn.Module) -> list[str]:
+        return scale_invariant_layers(nn.Sequential(*modules))
+
+    assert found(nn.Linear(4, 4), PNorm(2), Renormalize()) == ["0"]
+    assert found(nn.Sequential(nn.Linear(4, 4, bias=False), nn.ReLU(), Renormalize()), nn.Linear(4, 2)) == ["0.0"]
+    assert found(nn.Linear(4, 4), nn.Tanh(), Renormalize()) == []                    # not homogeneous
+    assert found(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), Renormalize()) == []   # a bias in between
+    assert found(nn.Linear(4, 4), nn.ReLU(), nn.BatchNorm1d(4)) == []                # its statistics would have to follow
+    assert found(nn.Linear(4, 4).requires_grad_(False), nn.ReLU(), Renormalize()) == []
+    twice = nn.Linear(4, 4)
+    assert found(twice, nn.ReLU(), Renormalize(), twice) == []
+    assert scale_invariant_layers(Skip(nn.Linear(4, 4), nn.ReLU(), Renormalize())) == []
