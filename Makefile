@@ -11,7 +11,7 @@ export MLFLOW_DISABLE_TELEMETRY = true
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test check mutants lint format clean
+.PHONY: help setup train test check mutants chaos soak nodes lint format clean
 
 help:  ## this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## */  make \1\t/' | expand -t 16
@@ -36,6 +36,15 @@ check: lint  ## the same without the tests that start Ray, write an MLflow store
 
 mutants: $(STAMP)  ## break the numbers in some thirty ways, one at a time, and see that a test notices each (3 min)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/mutants.py $(ARGS)
+
+nodes: $(STAMP)  ## train over machines made of network namespaces: cut cables, lost nodes, a slow network (root, 5 min)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.nodes.scenarios $(ARGS)
+
+chaos: $(STAMP)  ## break all that can break, in 155 cases, and write the table into docs/fault-tolerance.md (10 min)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos --write docs/fault-tolerance.md $(ARGS)
+
+soak: $(STAMP)  ## 16 workers, a random fault every 20 to 30 s for 20 min: what is left of the speed; make soak ARGS="--minutes 5"
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos.soak $(ARGS)
 
 lint: $(STAMP)  ## style, types and import layers
 	$(BIN)/ruff check .

@@ -83,6 +83,18 @@ def _ui(arguments: list[str]) -> int:
     return ui.serve(Path(options.output_dir), host=options.host, port=options.port)
 
 
+def _plan(arguments: list[str]) -> int:
+    from launcher import plan
+
+    return plan.command(arguments)
+
+
+def _simulate(arguments: list[str]) -> int:
+    from launcher import simulate
+
+    return simulate.command(arguments)
+
+
 def _info(arguments: list[str]) -> int:
     parser = Parser("info")
     parser.add_argument("run", nargs="?", help="a run folder, or its name under runs/")
@@ -93,7 +105,8 @@ def _info(arguments: list[str]) -> int:
     return EXIT_OK
 
 
-_COMMANDS: dict[str, Callable[[list[str]], int]] = {"resume": _resume, "decode": _decode, "ui": _ui, "info": _info}
+_COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "resume": _resume, "decode": _decode, "plan": _plan, "simulate": _simulate, "ui": _ui, "info": _info}
 
 
 def _run_arguments(command: str, arguments: list[str]) -> tuple[Path, bool]:

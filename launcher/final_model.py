@@ -32,7 +32,8 @@ from ngsgd.training.flat import Vector
 
 def wanted_for_combination(config: RunConfig, schedule: Schedule) -> tuple[int, ...]:
     """The outer iterations whose models a run must keep to its end."""
-    return () if config.combination.kind == "none" or config.outer.ema_decay else candidates(schedule, config.combination.max_models)
+    ships_one = config.combination.kind == "none" or config.outer.ema_decay > 0
+    return () if ships_one else candidates(schedule, config.combination.max_models)
 
 
 def final_parameters(config: RunConfig, end: Checkpoint, store: CheckpointStore, scratch: nn.Module, reader: EgsReader,

@@ -13,6 +13,8 @@ COMMANDS = {
     "train": "train an acoustic model, decode the test set, print the word error rate",
     "resume": "continue an interrupted run from its last checkpoint",
     "decode": "decode a run's test set again with its newest model",
+    "plan": "measure this machine for half a minute, tell the time of an outer iteration on 1 to 1000 workers",
+    "simulate": "run on many logical workers of this machine, with a virtual clock, stragglers and failures",
     "ui": "open the dashboard (MLflow) on the runs of an output folder",
     "info": "state of a run; without a run: versions of what is installed",
 }
@@ -72,7 +74,7 @@ _CLASS_LINE = re.compile(r"^class (\w+)")
 
 
 def top() -> str:
-    return TOP.format(commands="\n".join(f"  {name:8}{what}" for name, what in COMMANDS.items()))
+    return TOP.format(commands="\n".join(f"  {name:10}{what}" for name, what in COMMANDS.items()))
 
 
 def train() -> str:

@@ -40,8 +40,12 @@ class ProgressTracker:
         if not self._legend_told:
             self._line(LEGEND)
             self._legend_told = True
-        self._line(iteration_line(record))
+        self._line(self.iteration_line(record))
         self._advance(record)
+
+    def iteration_line(self, record: OuterIterationRecord) -> str:
+        """What is told of an outer iteration."""
+        return iteration_line(record)
 
     def incident(self, incident: Incident) -> None:
         self.warn(f"iter {incident.outer_iter + 1}: {incident.message}")
@@ -87,8 +91,8 @@ class ProgressTracker:
                 self._bar = None
 
 
-def iteration_line(record: OuterIterationRecord) -> str:
-    """One outer iteration in at most 120 columns."""
+def iteration_line(record: OuterIterationRecord, *, ending: str = "") -> str:
+    """One outer iteration in at most 120 columns; it ends with the time that is left, or with `ending` if that is given."""
     jobs = f"{record.num_accepted}/{record.num_jobs}"
     width = len(str(record.num_outer_iters))
     line = "  ".join([
@@ -98,7 +102,7 @@ def iteration_line(record: OuterIterationRecord) -> str:
         f"objf {record.train.objf:.3f} valid {record.valid.objf:.3f} acc {100 * record.valid.accuracy:.1f}%",
         f"skew {100 * record.skew:.0f}% max-change {100 * record.max_change_share:.0f}%"
         f"/{100 * record.max_param_change_share:.0f}%",
-        f"left {duration(record.left_s)}",
+        ending or f"left {duration(record.left_s)}",
     ])
     return line if len(line) <= _WIDTH else line.replace("  ", " ")
 

@@ -14,7 +14,7 @@ import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -23,10 +23,17 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from ngsgd.config import ClusterConfig
 from ngsgd.errors import ClusterError, NgsgdError
-from ngsgd.training.flat import Vector
+from ngsgd.ops.compression import Codec
+from ngsgd.training.collective import Broken, Fetch, KeptRef, Order, Shard
+from ngsgd.training.compressed import unpacked
+from ngsgd.training.exchange import Exchange, exchange_of, remote
+from ngsgd.training.flat import Mean, Vector
 from ngsgd.training.job import Held, Job, JobFailure, JobResult, Outcome, VectorRef, WorkerSpec
+from ngsgd.training.process_group import Backend
 from ngsgd.training.shared_memory import SharedRef, SharedVectors
 
+_COLLECTIVE_FROM = 4_000_000  # parameters, 16 MB: below that one machine takes them in as fast as they are told what to do
+_PING_S = 5.0
 _STORE_BYTES = 512 * 2**20  # plasma on one machine; parameters and results of some tens of workers
 
 
@@ -40,6 +47,8 @@ class _RayWorker:
         """
         import torch
 
+        from ngsgd.training.collective import Member
+        from ngsgd.training.compressed import MoveEncoder
         from ngsgd.training.worker import Worker
         torch.set_num_threads(num_threads)
         self._index = index
@@ -47,15 +56,19 @@ class _RayWorker:
         self._should_stop = False
         self._beats = _reached(beats)
         self._worker = Worker(spec, index)
+        self._member = Member(index, self._worker.layout, self._worker.device)
+        codec = spec.config.cluster.compression
+        self._encoder = None if codec == "none" else MoveEncoder(cast(Codec, codec))
         return _Address(os.uname().nodename, os.getpid(), self._beats is not None)
 
-    def run(self, job: Job, places: tuple[SharedRef, ...]) -> tuple[JobResult, Vector | None]:
+    def run(self, job: Job, places: tuple[SharedRef, ...], keep: bool) -> tuple[JobResult, Vector | None]:
         """The result, and apart from it the vector that only the job's next start needs, if it is another one.
 
         In `places` on the coordinator's machine; elsewhere both travel through the object store, the second only if it is
-        asked for.
+        asked for.  With `keep` the result stays here, to be averaged among the workers.
         """
         self._should_stop = False
+        self._member.make_room(job)
         left = list(places)
         refs: dict[int, SharedRef] = {}
 
@@ -71,7 +84,16 @@ class _RayWorker:
         own = result.own.vector if isinstance(result.own, Held) else None
         if places:
             return replace(result, sent=refs[id(result.sent.vector)], own=refs[id(own)] if own is not None else None), None
+        if keep:
+            return self._member.keep(result), None
+        if self._encoder:
+            return replace(self._encoder.packed(result), own=None), own if own is not result.sent.vector else None
         return replace(result, own=None), own if own is not result.sent.vector else None
+
+    def answer(self, question: Order | Fetch) -> Shard | Broken | Vector:
+        """This worker's share of the mean, or a result that it kept."""
+        from ngsgd.training.collective import Order
+        return self._member.average(question) if isinstance(question, Order) else self._member.fetch(question.identity)
 
     def minibatches(self) -> int:
         """How many are done; answered while a job runs."""
@@ -117,6 +139,7 @@ class _Slot:
     actor: Any
     ready: Any                       # ref that resolves when the actor can take jobs
     process: _Address | None = None  # once ready
+    predecessor: str = ""            # how the process before this one ended
     job: Job | None = None
     running: Any = None              # ref of the job's result
     own: Any = None                  # ref of what only the job's next start needs
@@ -140,7 +163,7 @@ class RayPool:
     """Long-lived Ray actors, one job at a time each.
 
     Parameters pass through memory that the actors on the coordinator's machine share with it, and through Ray's object
-    store to and from all others.
+    store to and from all others; or, to the coordinator, as the mean alone, which the workers make among themselves.
     """
 
     def __init__(self, spec: WorkerSpec, num_threads: int, size: int) -> None:
@@ -152,6 +175,7 @@ class RayPool:
         self._in_store: dict[SharedRef, StoreRef] = {}  # copies of shared vectors for workers on other machines
         self._slots: list[_Slot] = []
         self._owns_ray = False
+        self._exchange: Exchange | None = None   # where the workers make the mean
 
     def start(self) -> None:
         self._owns_ray = connect(self.config)
@@ -170,6 +194,9 @@ class RayPool:
                     f"{up} of {len(self._slots)} workers were ready after cluster.start_timeout_s = "
                     f"{self.config.start_timeout_s:g}; ask for fewer with cluster.num_workers, or give them more time.")
         self._last_alive = time.monotonic()
+        if self._way() == "collective":
+            backend: Backend = "nccl" if self._gpus_per_worker() == 1.0 else "gloo"  # NCCL takes no two workers on one GPU
+            self._exchange = exchange_of(self.config, ray.util.get_node_ip_address(), backend)
 
     def publish(self, write: Callable[[Vector], object]) -> VectorRef:
         ref = self._vectors.allocate()
@@ -182,8 +209,13 @@ class RayPool:
             self._in_store.pop(ref, None)
             self._vectors.release(ref)
 
-    def mean(self, results: Sequence[JobResult], weights: Sequence[float]) -> Vector | None:
-        return None  # the vectors are here already, and memory is faster than any message
+    def mean(self, results: Sequence[JobResult], weights: Sequence[float]) -> Mean | None:
+        if self._exchange is None:
+            return None  # the vectors are here already, and memory is faster than any message
+        idle = {slot.index: slot.actor.minibatches.options(concurrency_group="control").remote()
+                for slot in self._slots if slot.is_idle}
+        self._answers(idle, _PING_S)  # those that died since their job are found before anybody waits for them
+        return self._exchange.mean(results, weights, self._ask, self._why_lost)
 
     def num_idle(self) -> int:
         return sum(slot.is_idle for slot in self._slots)
@@ -197,13 +229,13 @@ class RayPool:
         slot = min(idle, key=lambda s: (s.index != job.job % len(self._slots), s.index))
         assert slot.process
         slot.job = job
-        if slot.process.shares_memory:
+        if slot.process.shares_memory and self._way() == "shared_memory":
             num_places = 1 if job.send == (0, 1) else 1 + job.keep_own
             slot.places = tuple(self._vectors.allocate() for _ in range(num_places))
         else:
             start = replace(job.start, model=self._portable(job.start.model), own=job.start.own and self._portable(job.start.own))
             job = replace(job, start=start)
-        slot.running, slot.own = slot.actor.run.options(num_returns=2).remote(job, slot.places)
+        slot.running, slot.own = slot.actor.run.options(num_returns=2).remote(job, slot.places, self._exchange is not None)
 
     def wait(self, timeout_s: float) -> Outcome | None:
         outcome = self._poll(timeout_s)
@@ -241,6 +273,8 @@ class RayPool:
         self._slots = []
         self._vectors.close()
         self._cells.close()
+        if self._exchange:
+            self._exchange.close()
         if self._owns_ray:
             ray.shutdown()
 
@@ -255,6 +289,64 @@ class RayPool:
         if ref not in self._in_store:
             self._in_store[ref] = StoreRef(ray.put(ref.read()))
         return self._in_store[ref]
+
+    def _way(self) -> str:
+        """The way of results to the average; "shared_memory" for those workers that can, the object store for the others."""
+        way = self.config.exchange
+        far = [slot for slot in self._slots if slot.process and not slot.process.shares_memory]
+        if way == "shared_memory" and far:
+            raise ClusterError(f"cluster.exchange is shared_memory, but worker {far[0].index} is on another machine; "
+                               "leave it auto.")
+        if way != "auto":
+            return way
+        is_large = self._vectors.size >= _COLLECTIVE_FROM and not self.spec.config.outer.goes_on
+        return "collective" if self._exchange or (far and is_large) else "shared_memory"
+
+    def _ask(self, questions: Mapping[int, Order | Fetch], timeout_s: float, when_lost: Callable[[], None]) -> dict[int, object]:
+        """What idle workers answer; those that are silent for too long are killed and replaced."""
+        refs = {worker: self._slots[worker].actor.answer.remote(question) for worker, question in questions.items()}
+        answers = self._answers(refs, timeout_s, when_lost)
+        for worker in refs.keys() - answers.keys():
+            slot = self._slots[worker]
+            if slot.process is not None:  # else it died, and was replaced
+                self._kill(slot)
+                self._replace(slot, f"gave no answer for {timeout_s:g} s and was killed")
+        return answers
+
+    def _answers(self, refs: Mapping[int, Any], timeout_s: float, when_lost: Callable[[], None] = lambda: None
+                 ) -> dict[int, object]:
+        """The answers that come in time; workers that died are replaced."""
+        answers: dict[int, object] = {}
+        waiting = {ref: worker for worker, ref in refs.items()}
+        deadline = time.monotonic() + timeout_s
+        while waiting:
+            done, _ = ray.wait(list(waiting), num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
+            if not done:
+                break
+            worker = waiting.pop(done[0])
+            try:
+                answers[worker] = ray.get(done[0])
+            except RayTaskError as error:
+                raise _cause(error) from error
+            except RayError as error:
+                self._replace(self._slots[worker], _how_it_ended(error))
+                when_lost()
+        return answers
+
+    def _fetch(self, kept: KeptRef) -> Vector:
+        """The whole of a result that lies in its worker."""
+        reason = self._why_lost(kept)
+        answers = {} if reason else self._ask({kept.worker: Fetch(kept.identity)}, self.config.exchange_timeout_s, lambda: None)
+        vector = answers.get(kept.worker)
+        if not isinstance(vector, np.ndarray):
+            raise ClusterError(reason or self._why_lost(kept))
+        return vector
+
+    def _why_lost(self, kept: KeptRef) -> str:
+        """How the process ended that keeps a result; empty while it lives."""
+        slot = self._slots[kept.worker]
+        lives = slot.process and f"{slot.process.host}/{slot.process.process_id}" == kept.process
+        return "" if lives else f"process {kept.process} {slot.predecessor or 'is gone'}, and its result with it"
 
     def _asked(self, slot: _Slot) -> int:
         """The minibatches that a worker on another machine last said it has done; a worker that hangs says nothing new."""
@@ -305,7 +397,7 @@ class RayPool:
             if len(slot.deaths) >= self.spec.config.failure.max_attempts:
                 raise ClusterError(f"worker {slot.index} died {len(slot.deaths)} times while starting "
                                    f"({slot.deaths[-1]}); see the Ray log of its node.") from error
-            self._replace(slot)
+            self._replace(slot, slot.deaths[-1])
 
     def _finish_job(self, slot: _Slot) -> Outcome:
         job, slot.job = slot.job, None
@@ -324,28 +416,30 @@ class RayPool:
             process = slot.process
             for place in places:  # whether its process is really gone is not known on every machine
                 self._vectors.discard(place)
-            self._replace(slot)
+            self._replace(slot, reason)
             where = f"process {process.process_id} on {process.host}: " if process else ""
             return JobFailure(job, slot.index, where + reason, True)
         finally:
             slot.running = None
         slot.deaths.clear()
-        if job.keep_own and result.own is None:
-            result = replace(result, own=result.sent if job.send == (0, 1) else StoreRef(own))
         # the job as it was submitted: its references may have been made portable
-        return replace(result, job=job)
+        result = unpacked(remote(replace(result, job=job), self._fetch))
+        if job.keep_own and result.own is None:
+            return replace(result, own=result.sent if job.send == (0, 1) else StoreRef(own))
+        return result
 
     def _new_slot(self, index: int) -> _Slot:
         actor = self._actor_class.remote()
         return _Slot(index, actor, actor.prepare.remote(self._spec_ref, index, self.num_threads, self._beats))
 
-    def _replace(self, slot: _Slot) -> None:
+    def _replace(self, slot: _Slot, reason: str) -> None:
         fresh = self._new_slot(slot.index)
+        slot.predecessor = reason
         slot.actor, slot.ready, slot.process = fresh.actor, fresh.ready, None
         slot.killed_because, slot.asked, slot.answered = "", None, 0
 
     def _gpus_per_worker(self) -> float:
-        """A worker gets a GPU of its own where there are enough, else a share; NCCL is not involved."""
+        """A worker gets a GPU of its own where there are enough, else a share."""
         num_gpus = 0.0 if self.config.device == "cpu" else float(ray.cluster_resources().get("GPU", 0.0))
         if self.config.device == "cuda" and not num_gpus:
             raise ClusterError("cluster.device is cuda, but Ray sees no GPU; set cluster.device=auto or cpu.")

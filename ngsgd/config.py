@@ -113,6 +113,11 @@ class OuterConfig:
     overlap: bool = knob(False)                      # jobs go on while the others' are averaged, on a model one outer iteration old
     ema_decay: float = knob(0.0, low=0.0, high=0.9999)  # the final model is a moving average over outer iterations; 0 = it is not
 
+    @property
+    def goes_on(self) -> bool:
+        """Jobs start from what the job of the same number left, and not from the model alone."""
+        return self.overlap or self.kind in ("easgd", "streaming")
+
 
 @dataclass(frozen=True)
 class ScheduleConfig:
@@ -140,6 +145,10 @@ class ClusterConfig:
     address: str = knob("")                          # Ray cluster to join, host:port or auto; empty: start one on this machine
     start_timeout_s: float = knob(120.0, above=0.0)  # for a worker to report that it is ready
     min_workers: int = knob(1, low=1)                # with fewer for longer than start_timeout_s the run stops
+    # where means are made: by the coordinator, of what lies in shared memory or Ray's object store, or by the workers themselves
+    exchange: str = knob("auto", one_of=("auto", "shared_memory", "object_store", "collective"))
+    exchange_timeout_s: float = knob(60.0, above=0.0)  # collective: a worker that has not given its share of the mean by then hangs
+    compression: str = knob("none", one_of=("none", "bf16", "int8", "e3m0"))  # of moves on their way to other machines; not exact
     elastic: bool = knob(False)                      # with fewer workers alive: fewer jobs per outer iteration, in place of a queue
 
 
@@ -170,7 +179,7 @@ class CheckpointConfig:
 class CombinationConfig:
     """The final model from the last ones, chosen on held-out frames (C.4)."""
 
-    kind: str = knob("mean", one_of=("none", "mean", "generalised"))  # the newest; mean of the newest n; a weight per model and layer
+    kind: str = knob("mean", one_of=("none", "mean", "generalised"))  # newest; mean of the newest n; weights by layer
     max_models: int = knob(20, low=1, high=1000)     # Kaldi: 20
     max_evaluations: int = knob(30, low=1)           # of the held-out objf
 
@@ -309,6 +318,19 @@ def _rule_outer(c: RunConfig) -> Iterator[str]:
                f"{c.schedule.num_jobs_final}, or is 0 for a good value in between.")
 
 
+def _rule_exchange(c: RunConfig) -> Iterator[str]:
+    cluster = c.cluster
+    possible = {"in_process": ("auto",), "local": ("auto", "shared_memory", "collective")}.get(cluster.kind)
+    if possible and cluster.exchange not in possible:
+        yield f"cluster.exchange is {cluster.exchange}; with cluster.kind {cluster.kind} it can be {' or '.join(possible)}."
+    if cluster.exchange == "collective" and c.outer.goes_on:
+        why = "outer.overlap" if c.outer.overlap else f"outer.kind {c.outer.kind}"
+        yield f"cluster.exchange is collective with {why}, whose jobs go on from their own results; leave it auto."
+    if cluster.compression != "none" and (cluster.exchange == "shared_memory" or (possible and cluster.exchange == "auto")):
+        yield (f"cluster.compression is {cluster.compression}, but nothing leaves this machine; leave it none, or choose "
+               "cluster.exchange=collective.")
+
+
 _RULES: tuple[Callable[[RunConfig], Iterator[str]], ...] = (_rule_snr, _rule_ceps, _rule_pnorm, _rule_lr, _rule_jobs,
                                                           _rule_backstitch, _rule_shrink, _rule_dropout,
-                                                          _rule_outer)
+                                                          _rule_outer, _rule_exchange)

@@ -11,12 +11,21 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ngsgd.files import read_json_lines
 
 _SETTLED = ("accepted", "rejected", "dropped", "deferred", "quarantined")
-_FIELDS = ("archive", "frame", "outer_iter", "job", "first", "stop")
+_Span = tuple[float, float]   # minibatches of a pass, from the first to before the second
+
+
+class _Pass(NamedTuple):
+    """One pass over one frame of an archive's examples, by the plan that first had it."""
+
+    archive: int
+    frame: int
+    outer_iter: int
+    job: int
 
 
 @dataclass
@@ -91,37 +100,74 @@ def _problems_of(one: OuterIterationLines) -> Iterator[str]:
     for entry in one.settled:
         if entry["event"] in ("accepted", "rejected") and (entry["job"], entry["attempt"]) not in one.submitted:
             yield f"{where}: job {entry['job']}, attempt {entry['attempt']}, was counted and never submitted"
+        latest = max((attempt for job, attempt in one.submitted if job == entry["job"]), default=0)
+        if entry["attempt"] < latest:
+            yield f"{where}: job {entry['job']}, attempt {entry['attempt']}, was counted after attempt {latest} had begun"
         if entry["job"] in one.planned and entry["pieces"] != one.planned[entry["job"]]["pieces"]:
             yield f"{where}: job {entry['job']} counted another piece"
     num_accepted, num_jobs = len(one.accepted), len(one.planned)
     if num_accepted != one.commit["num_accepted"] or num_accepted < max(1.0, one.min_accepted * num_jobs):
         yield f"{where}: {num_accepted} results of {num_jobs} accepted, {one.commit['num_accepted']} committed"
+    yield from _numbers_that_differ(one, where)
     if not all(math.isfinite(value) for value in one.commit["numbers"].values()):
         yield f"{where}: {one.commit['numbers']} are not all finite"
 
 
+def _numbers_that_differ(one: OuterIterationLines, where: str) -> Iterator[str]:
+    """All jobs have one learning rate, and it is the one that was committed."""
+    rates = {entry["lr"] for entry in one.planned.values()}
+    if one.planned and rates != {one.commit["numbers"]["lr"]}:
+        yield f"{where}: learning rates {sorted(rates)} were planned, {one.commit['numbers']['lr']} committed"
+
+
 def _pieces_counted_wrongly(done: list[OuterIterationLines]) -> Iterator[str]:
-    """Every piece is settled once; what was put off comes back, once, in a later plan (or the run is not at its end)."""
-    counted: Counter[tuple[Any, ...]] = Counter()
-    owed: Counter[tuple[Any, ...]] = Counter()
+    """Every minibatch of a pass is settled once; what was put off comes back in a later plan, or the run is not at its end."""
+    counted: dict[_Pass, list[_Span]] = {}
+    owed: dict[_Pass, list[_Span]] = {}
     for one in done:
-        for entry in one.planned.values():
-            for piece in map(tuple, entry["pieces"]):
-                if owed[piece] > 0:
-                    owed[piece] -= 1
-                elif piece[2] != one.outer_iter:
-                    yield f"outer iteration {one.outer_iter}: {_named(piece)} comes back and was never put off"
+        where = f"outer iteration {one.outer_iter}"
+        for name, span in (_pass_and_span(piece) for entry in one.planned.values() for piece in entry["pieces"]):
+            if name.outer_iter != one.outer_iter and not _covers(owed.get(name, []), span):
+                yield f"{where}: {_named(name, span)} comes back and was never put off"
+            owed[name] = _without(owed.get(name, []), span)
         for entry in one.settled:
-            if entry["event"] == "deferred":
-                owed.update(map(tuple, entry["pieces"]))
-            else:
-                counted.update(map(tuple, entry["pieces"]))
-                owed.update(map(tuple, entry.get("left", [])))
-    yield from (f"{_named(piece)} was counted {count} times" for piece, count in counted.items() if count > 1)
+            left = [_pass_and_span(piece) for piece in entry.get("left", [])]
+            for name, span in left:
+                owed.setdefault(name, []).append(span)
+            for name, span in map(_pass_and_span, entry["pieces"]):
+                if entry["event"] == "deferred":
+                    owed.setdefault(name, []).append(span)
+                    continue
+                rest = [span]
+                for other, put_off in left:
+                    rest = _without(rest, put_off) if other == name else rest
+                before = counted.setdefault(name, [])
+                if any(first < stop2 and first2 < stop for first, stop in rest for first2, stop2 in before):
+                    yield f"{where}: {_named(name, span)} was counted 2 times"
+                before += rest
 
 
-def _named(piece: tuple[Any, ...]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in zip(_FIELDS, piece, strict=True) if value is not None)
+def _pass_and_span(piece: list[Any]) -> tuple[_Pass, _Span]:
+    archive, frame, outer_iter, job, first, stop = piece
+    return _Pass(archive, frame, outer_iter, job), (float(first), math.inf if stop is None else float(stop))
+
+
+def _without(spans: list[_Span], gone: _Span) -> list[_Span]:
+    """What is left of the spans."""
+    return [(low, high) for first, stop in spans for low, high in ((first, min(stop, gone[0])), (max(first, gone[1]), stop))
+            if low < high]
+
+
+def _covers(spans: list[_Span], wanted: _Span) -> bool:
+    left = [wanted]
+    for span in spans:
+        left = _without(left, span)
+    return not left
+
+
+def _named(name: _Pass, span: _Span) -> str:
+    part = "" if span == (0.0, math.inf) else f", minibatches {span[0]:g} to {span[1]:g}"
+    return f"archive {name.archive}, frame {name.frame}, planned as job {name.job} of outer iteration {name.outer_iter}{part}"
 
 
 def main() -> int:

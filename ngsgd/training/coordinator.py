@@ -8,9 +8,10 @@ model before plus their own move, so a model is one outer iteration old where it
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import NamedTuple
 
 from torch import nn
 
@@ -25,8 +26,8 @@ from ngsgd.training.checkpoint import Checkpoint, CheckpointStore
 from ngsgd.training.dealing import EqualShares
 from ngsgd.training.diagnostics import score_subset
 from ngsgd.training.dispatch import Dispatcher, Round, StopSignal
-from ngsgd.training.flat import Layout
-from ngsgd.training.job import Job, JobResult, VectorRef
+from ngsgd.training.flat import Layout, Mean, Vector
+from ngsgd.training.job import Job, JobResult, ResultsLost, VectorRef
 from ngsgd.training.leases import Leases
 from ngsgd.training.ledger import Ledger
 from ngsgd.training.planning import Plan, Progress, next_plan
@@ -136,7 +137,7 @@ class Coordinator:
         """Averages and commits an outer iteration whose jobs are settled; returns `before` if it had to be rolled back."""
         compute_s = clock.lap()
         plan = round_.plan
-        verdicts = judge(round_.in_order(), round_.troubles, self.failure.objf_tolerance, self.reader.info.num_classes)
+        verdicts, error, vectors, weights = self._gather(round_)
         for result, reason in verdicts:
             self.ledger.judged(result, reason)
             if reason:
@@ -145,11 +146,10 @@ class Coordinator:
                            f"{result.worker}, was left out of the average: {reason}.", plan.outer_iter, result.job.job,
                            result.worker)
         accepted = [result for result, reason in verdicts if not reason]
-        error = too_few(accepted, verdicts, plan, self.failure.min_accepted)
         if error:
             self._end(round_)
             return self._rolled_back(plan, before, error)
-        self._average(plan, accepted)
+        self._average(plan, len(accepted), vectors, weights)
         self.dealer.observe(accepted)
         for job in range(plan.num_jobs):
             self._starts.remember(job, round_)
@@ -162,17 +162,32 @@ class Coordinator:
                                              checkpoint_s=checkpoint_s, diagnostics_s=clock.lap()))
         return after
 
-    def _average(self, plan: Plan, accepted: list[JobResult]) -> None:
-        weights: list[float] = [result.num_frames for result in accepted]
-        mean = self.pool.mean(accepted, weights)
-        vectors = [result.sent.read() for result in accepted] if mean is None else [mean]
-        weights = weights if mean is None else [1.0]
-        info = OuterInfo(plan.outer_iter, self.schedule.num_outer_iters, len(accepted), plan.iteration.lr)
+    def _gather(self, round_: Round) -> _Gathered:
+        """What each result is worth, and what is to be averaged; results that are lost on the way are made again."""
+        while True:
+            verdicts = judge(round_.in_order(), round_.troubles, self.failure.objf_tolerance, self.reader.info.num_classes)
+            accepted = [result for result, reason in verdicts if not reason]
+            weights: list[float] = [result.num_frames for result in accepted]
+            error = too_few(accepted, verdicts, round_.plan, self.failure.min_accepted)
+            if error:
+                return _Gathered(verdicts, error, [], [])
+            try:
+                mean = self.pool.mean(accepted, weights)
+                if mean is not None:
+                    return _Gathered(verdicts, None, [mean], [1.0])
+                return _Gathered(verdicts, None, [result.sent.read() for result in accepted], weights)
+            except ResultsLost as lost:  # nothing of this outer iteration has been counted yet
+                self._dispatch.take_back(round_, lost.failures)
+                self._dispatch.finish(round_, None, lambda: None)
+
+    def _average(self, plan: Plan, num_accepted: int, vectors: Sequence[Vector | Mean], weights: Sequence[float]) -> None:
+        info = OuterInfo(plan.outer_iter, self.schedule.num_outer_iters, num_accepted, plan.iteration.lr)
         index, count = self._starts.fragment(plan.outer_iter)
         self.optimizer.step(vectors, weights, info, pieces=None if count == 1 else self.layout.fragment(index, count),
                             statistics=self.layout.statistics(), returns=self._starts.returns)
-        if count == 1 and self._starts.returns == "parameters" and mean is None:
-            pool_variances(self.optimizer.eval_model(), vectors, weights, self.layout.mean_and_variance())
+        if count == 1 and self._starts.returns == "parameters":
+            if len(vectors) > 1:  # a single one is the mean of several already, or has nothing to be pooled with
+                pool_variances(self.optimizer.eval_model(), vectors, weights, self.layout.mean_and_variance())
             for part in self.layout.statistics():  # a moving average of statistics would be of no data
                 self.optimizer.final_model()[part] = self.optimizer.eval_model()[part]
         if not is_finite(self.optimizer.eval_model()):
@@ -243,6 +258,15 @@ class Coordinator:
 
     def _tell(self, what: str, message: str, outer_iter: int, job: int, worker: int) -> None:
         self.tracker.incident(Incident(what, message, outer_iter, job, worker))
+
+
+class _Gathered(NamedTuple):
+    """The end of an outer iteration, before anything is written down."""
+
+    verdicts: Verdicts
+    error: NgsgdError | None                 # too little was accepted, and nothing is averaged
+    vectors: Sequence[Vector | Mean]         # what the accepted jobs sent, or its mean alone
+    weights: Sequence[float]
 
 
 class _Clock:

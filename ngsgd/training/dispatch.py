@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -110,6 +110,16 @@ class Dispatcher:
         make_jobs()
         if ahead:
             self._feed(ahead)
+
+    def take_back(self, round_: Round, failures: Sequence[JobFailure]) -> None:
+        """Undoes results that can no longer be read; `finish` sees to their jobs, as to all that failed."""
+        for failure in failures:
+            result = round_.results.pop(failure.job.job)
+            round_.troubles.pop(failure.job.job, None)
+            round_.deferred = [piece for piece in round_.deferred if piece not in result.remainder]
+            round_.unsettled.add(failure.job.job)
+            self._release(result)
+            self._after_failure(round_, failure)
 
     def drain(self, round_: Round) -> None:
         """Waits for the jobs of an outer iteration that is given up, and throws away what they return."""

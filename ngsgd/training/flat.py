@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 Vector = npt.NDArray[np.float32]
+Mean = npt.NDArray[np.float64]  # of such vectors: rounded only where the outer step ends
 Pieces = tuple[tuple[slice, slice], ...]  # (part of the model, where a shorter vector holds it)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -136,3 +136,11 @@ class JobFailure:
 
 
 Outcome = JobResult | JobFailure
+
+
+class ResultsLost(Exception):
+    """Results that were reported, but can no longer be read: each is a failure of its job after all."""
+
+    def __init__(self, failures: Sequence[JobFailure]) -> None:
+        super().__init__("; ".join(failure.reason for failure in failures))
+        self.failures = failures

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from ngsgd.training.flat import Vector
+from ngsgd.training.flat import Mean, Vector
 from ngsgd.training.job import Held, Job, JobResult, Outcome, VectorRef, WorkerSpec
 from ngsgd.training.worker import Worker, never, np_empty
 
@@ -25,8 +25,11 @@ class WorkerPool(Protocol):
     def release(self, ref: VectorRef) -> None:
         """What this pool published, or a worker sent, is not needed any more."""
 
-    def mean(self, results: Sequence[JobResult], weights: Sequence[float]) -> Vector | None:
-        """The weighted mean of what the workers sent, where they can make it among themselves; None: the coordinator has to."""
+    def mean(self, results: Sequence[JobResult], weights: Sequence[float]) -> Mean | None:
+        """The weighted mean of what the workers sent, where they can make it among themselves; None: the coordinator has to.
+
+        It has the coordinator's bits.  Raises ResultsLost where workers are gone with their results.
+        """
 
     def num_idle(self) -> int:
         """Workers that could take a job now."""
@@ -78,7 +81,7 @@ class InProcessPool:
     def release(self, ref: VectorRef) -> None:
         pass
 
-    def mean(self, results: Sequence[JobResult], weights: Sequence[float]) -> Vector | None:
+    def mean(self, results: Sequence[JobResult], weights: Sequence[float]) -> Mean | None:
         return None
 
     def num_idle(self) -> int:

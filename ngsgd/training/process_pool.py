@@ -22,7 +22,9 @@ from pathlib import Path
 import numpy as np
 
 from ngsgd.errors import ClusterError, NgsgdError
-from ngsgd.training.flat import Vector
+from ngsgd.training.collective import Broken, Fetch, KeptRef, Shard, process_name
+from ngsgd.training.exchange import exchange_of, remote
+from ngsgd.training.flat import Mean, Vector
 from ngsgd.training.job import Job, JobFailure, JobResult, Outcome, VectorRef, WorkerSpec
 from ngsgd.training.messages import Disconnected, Messages
 from ngsgd.training.shared_memory import SharedRef, SharedVectors
@@ -34,6 +36,10 @@ _POLL_S = 0.2     # how often starts that hang are looked for while nothing else
 _PATIENCE = 5.0   # medians of a start's time without being ready: the worker hangs
 _LAST_LINES = 50  # of a dead worker's log that a failure quotes
 _PRELOAD = ["__main__", "ngsgd.training.worker_process"]
+
+
+def _nothing() -> None:
+    pass
 
 
 @dataclass
@@ -50,6 +56,7 @@ class _Slot:
     job: Job | None = None
     places: tuple[SharedRef, ...] = ()
     ended_because: str = ""  # where that is known
+    predecessor: str = ""    # how the process before this one ended
     deaths: list[str] = field(default_factory=list)  # in a row, while starting
 
     @property
@@ -73,6 +80,8 @@ class ProcessPool:
         self._slots: list[_Slot] = []
         self._outcomes: list[Outcome] = []
         self._start_s: deque[float] = deque(maxlen=64)
+        self._answers: dict[int, object] = {}       # by worker, to the question that it was asked
+        self._exchange = exchange_of(spec.config.cluster, "127.0.0.1") if spec.config.cluster.exchange == "collective" else None
 
     def start(self) -> None:
         self._beats = self._cells.allocate()
@@ -95,11 +104,14 @@ class ProcessPool:
         return ref
 
     def release(self, ref: VectorRef) -> None:
-        assert isinstance(ref, SharedRef)
-        self._vectors.release(ref)
+        if isinstance(ref, SharedRef):
+            self._vectors.release(ref)
 
-    def mean(self, results: Sequence[JobResult], weights: Sequence[float]) -> Vector | None:
-        return None  # the vectors are here already, and memory is faster than any message
+    def mean(self, results: Sequence[JobResult], weights: Sequence[float]) -> Mean | None:
+        if self._exchange is None:
+            return None  # the vectors are here already, and memory is faster than any message
+        self._poll(0.0)
+        return self._exchange.mean(results, weights, self._ask, self._why_lost)
 
     def num_idle(self) -> int:
         return sum(slot.is_idle for slot in self._slots)
@@ -113,7 +125,7 @@ class ProcessPool:
         slot = min(idle, key=lambda s: (s.index != job.job % len(self._slots), s.index))
         slot.job, slot.told_to_stop = job, False
         num_places = 1 if job.send == (0, 1) else 1 + job.keep_own
-        slot.places = tuple(self._vectors.allocate() for _ in range(num_places))
+        slot.places = () if self._exchange else tuple(self._vectors.allocate() for _ in range(num_places))
         with contextlib.suppress(Disconnected):  # it died a moment ago; the next look at it says so
             slot.messages.post(Assignment(job, slot.places))
 
@@ -152,6 +164,8 @@ class ProcessPool:
         self._slots = []
         self._vectors.close()
         self._cells.close()
+        if self._exchange:
+            self._exchange.close()
 
     def process_ids(self) -> list[int]:
         """Of the workers, by slot."""
@@ -200,11 +214,13 @@ class ProcessPool:
             slot.ready = True
             slot.deaths.clear()
             self._start_s.append(time.monotonic() - slot.born)
+        elif isinstance(message, (Shard, Broken, np.ndarray)):
+            self._answers[slot.index] = message
         elif isinstance(message, (JobResult, JobFailure)):
             if slot.job is None or message.job.identity != slot.job.identity:
                 self.num_discarded += 1
                 return
-            self._outcomes.append(message)
+            self._outcomes.append(message if isinstance(message, JobFailure) else remote(message, self._fetch))
             if isinstance(message, JobFailure):
                 self._release_places(slot)
             else:  # a job that ended early without being told to: its worker was, by a signal
@@ -229,10 +245,47 @@ class ProcessPool:
                 raise ClusterError(f"worker {slot.index} died {len(deaths)} times while starting ({reason})"
                                    f"{self._tail(slot.index)}.")
         fresh = self._new_slot(slot.index)
-        fresh.deaths = deaths
+        fresh.deaths, fresh.predecessor = deaths, reason
         self._slots[slot.index] = fresh
         if job is not None:
             self._outcomes.append(JobFailure(job, slot.index, reason, True, last_words=self._tail(slot.index)))
+
+    def _ask(self, questions: Mapping[int, object], timeout_s: float, when_lost: Callable[[], None] = _nothing
+             ) -> dict[int, object]:
+        """What idle workers answer; those that are silent for too long are killed, and replaced like any that die."""
+        self._answers = {}
+        asked = {worker: self._slots[worker] for worker in questions}
+
+        def silent() -> list[int]:
+            return [worker for worker, slot in asked.items() if worker not in self._answers and self._slots[worker] is slot]
+        for worker, question in questions.items():
+            with contextlib.suppress(Disconnected):  # the next look at it says so
+                asked[worker].messages.post(question)
+        deadline = time.monotonic() + timeout_s
+        while silent() and time.monotonic() < deadline:
+            self._poll(min(_POLL_S, max(0.0, deadline - time.monotonic())))
+            if any(self._slots[worker] is not slot for worker, slot in asked.items()):
+                when_lost()
+        for worker in silent():
+            self.kill(worker, f"gave no answer for {timeout_s:g} s and was killed")
+        while silent():
+            self._poll(_POLL_S)
+        return self._answers
+
+    def _fetch(self, kept: KeptRef) -> Vector:
+        """The whole of a result that lies in its worker."""
+        reason = self._why_lost(kept)
+        timeout_s = self.spec.config.cluster.exchange_timeout_s
+        vector = None if reason else self._ask({kept.worker: Fetch(kept.identity)}, timeout_s).get(kept.worker)
+        if not isinstance(vector, np.ndarray):
+            raise ClusterError(reason or self._why_lost(kept))
+        return vector
+
+    def _why_lost(self, kept: KeptRef) -> str:
+        """How the process ended that keeps a result; empty while it lives."""
+        slot = self._slots[kept.worker]
+        lives = process_name(slot.process.pid or 0) == kept.process
+        return "" if lives else f"{slot.predecessor or 'its process is gone'}, and its result with it"
 
     def _release_places(self, slot: _Slot) -> None:
         for ref in slot.places:

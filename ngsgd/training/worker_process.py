@@ -7,18 +7,21 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from multiprocessing import forkserver
 from types import FrameType
 
 import numpy as np
 import torch
 
+from ngsgd.training.collective import Fetch, Member, Order
 from ngsgd.training.flat import Vector
 from ngsgd.training.job import Held, Job, JobFailure, JobResult, WorkerSpec
 from ngsgd.training.messages import Disconnected, Messages
 from ngsgd.training.shared_memory import SharedRef
-from ngsgd.training.worker import Worker
+from ngsgd.training.worker import Worker, np_empty
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 MakeWorker = Callable[[WorkerSpec, int], Worker]
@@ -34,6 +37,7 @@ class Setting:
     beats: SharedRef           # a counter per worker, 8 bytes each
     log: str                   # file that takes its output; empty: where the coordinator writes
     make_worker: MakeWorker = Worker
+    delay_s: float = 0.0       # before it does anything: for one whose predecessors died while they started
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,7 @@ class Ready:
 
 @dataclass(frozen=True)
 class Assignment:
-    """A job, and the memory for what it returns."""
+    """A job, and the memory for what it returns; without any, the worker keeps it."""
 
     job: Job
     places: tuple[SharedRef, ...]
@@ -57,8 +61,10 @@ STOP = "stop"  # end the job after the minibatch at hand
 def serve(connection: socket.socket, setting: Setting) -> None:
     """Runs jobs until the coordinator hangs up."""
     # whatever happens to the coordinator, no worker is left behind: its parent, the fork server, ends with it
+    _let_fork_server_go()
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     _redirect(setting.log)
+    time.sleep(setting.delay_s)
     torch.set_num_threads(setting.num_threads)
     process = WorkerProcess(Messages(connection), setting)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the coordinator decides
@@ -91,13 +97,21 @@ class WorkerProcess:
         except Exception as error:
             self.messages.send(error)
             return
+        if self._should_end:
+            return
         self.messages.send(Ready(os.getpid()))
+        self._member = Member(self.setting.index, worker.layout, worker.device)
         while self._may_wait():
             message = self.messages.receive()
             self._is_idle = False
             if isinstance(message, Assignment):
                 self._should_stop = False
+                self._member.make_room(message.job)
                 self.messages.send(self._outcome(worker, message))
+            elif isinstance(message, Order):
+                self.messages.send(self._member.average(message))
+            elif isinstance(message, Fetch):
+                self.messages.send(self._member.fetch(message.identity))
 
     def _may_wait(self) -> bool:
         """False when the process was told to end; from here on `terminate` ends it on the spot."""
@@ -118,7 +132,9 @@ class WorkerProcess:
             assert isinstance(held, Held)
             return refs[id(held.vector)]
         try:
-            result = worker.run(assignment.job, place, self._beat)
+            result = worker.run(assignment.job, place if assignment.places else np_empty, self._beat)
+            if not assignment.places:  # who leaves takes nothing along
+                return result if self._should_end else self._member.keep(result)
             return replace(result, sent=shared(result.sent), own=shared(result.own) if result.own else None)
         except Exception as error:
             return JobFailure(assignment.job, self.setting.index, f"{type(error).__name__}: {error}", False, error)
@@ -128,6 +144,14 @@ class WorkerProcess:
         self._beats[self.setting.index] += np.uint64(1)
         self._should_stop |= STOP in self.messages.arrived()
         return self._should_stop or self._should_end
+
+
+def _let_fork_server_go() -> None:
+    """Closes the pipe whose last holder keeps the fork server alive: a worker that hangs must not be that holder."""
+    descriptor = getattr(forkserver._forkserver, "_forkserver_alive_fd", None)
+    if descriptor is not None:
+        os.close(descriptor)
+        forkserver._forkserver._forkserver_alive_fd = None  # type: ignore[attr-defined]
 
 
 def _redirect(log: str) -> None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import numpy as np
 import psutil
 import pytest
 
@@ -16,8 +15,8 @@ from launcher.ray_pool import RayPool
 from ngsgd.config import ClusterConfig
 from ngsgd.errors import ClusterError, DataError
 from ngsgd.training.audit import audit
-from ngsgd.training.flat import Vector
-from ngsgd.training.job import Job, VectorRef
+from ngsgd.training.flat import Mean, Vector
+from ngsgd.training.job import Job, JobResult, VectorRef
 from tests.toy import Run, config
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_session")]
@@ -75,6 +74,45 @@ def test_all_workers_killed_at_once_are_replaced(tmp_path: Path) -> None:
     run.train(PoolThatLosesWorkers(run, lambda job: job.outer_iter == 2 and job.attempt == 1))
     assert len(run.recorder.incidents) == 2
     assert audit(run.ledger_path) == []
+
+
+@pytest.mark.parametrize("exchange", ["collective", "object_store"])
+def test_the_ways_between_machines_give_the_bits_of_shared_memory(tmp_path: Path, exchange: str) -> None:
+    whole = Run(tmp_path / "whole").train()
+    cluster = ClusterConfig(num_workers=2, threads_per_worker=1, exchange=exchange)
+    run = Run(tmp_path / exchange, config(cluster=cluster))
+    end = run.train(RayPool(run.spec, 1, run.store.layout.size))
+    assert end.model_sha256 == whole.model_sha256
+    assert audit(run.ledger_path) == []
+
+
+def test_a_worker_killed_while_it_keeps_its_result_costs_nothing(tmp_path: Path) -> None:
+    whole = Run(tmp_path / "whole").train()
+    cluster = ClusterConfig(num_workers=2, threads_per_worker=1, exchange="collective", exchange_timeout_s=30.0)
+    run = Run(tmp_path / "killed", config(cluster=cluster))
+
+    class Pool(RayPool):
+        def mean(self, results: Sequence[JobResult], weights: Sequence[float]) -> Mean | None:
+            if results[0].job.identity == (2, 0, 1) and results[1].job.attempt == 1:
+                os.kill(self.process_ids()[1], signal.SIGKILL)
+            return super().mean(results, weights)
+    end = run.train(Pool(run.spec, 1, run.store.layout.size))
+    assert end.model_sha256 == whole.model_sha256
+    assert audit(run.ledger_path) == []
+    (incident,) = run.recorder.incidents
+    assert "and its result with it" in incident.message and "its shard runs again" in incident.message
+
+
+@pytest.mark.parametrize("exchange", ["collective", "object_store"])
+def test_compressed_moves_arrive_whole(tmp_path: Path, exchange: str) -> None:
+    objf = {}
+    for codec in ("none", "int8"):
+        cluster = ClusterConfig(num_workers=2, threads_per_worker=1, exchange=exchange, compression=codec)
+        run = Run(tmp_path / codec, config(cluster=cluster))
+        run.train(RayPool(run.spec, 1, run.store.layout.size))
+        assert audit(run.ledger_path) == [] and run.recorder.incidents == []
+        objf[codec] = run.recorder.records[-1].valid.objf
+    assert 0.0 < abs(objf["int8"] - objf["none"]) < 0.01
 
 
 def test_more_jobs_than_workers_wait_their_turn(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ def piece(archive: int, outer_iter: int = 0) -> list[int | None]:
 
 
 def planned(job: int, outer_iter: int = 0, pieces: list[Any] | None = None) -> Line:
-    return {"event": "planned", "outer_iter": outer_iter, "job": job, "pieces": pieces or [piece(job, outer_iter)]}
+    return {"event": "planned", "outer_iter": outer_iter, "job": job, "pieces": pieces or [piece(job, outer_iter)], "lr": 0.1}
 
 
 def submitted(job: int, outer_iter: int = 0, attempt: int = 1) -> Line:
@@ -103,6 +103,23 @@ def test_a_line_cut_short_by_a_crash_is_ignored(tmp_path: Path) -> None:
     ([*FIRST, *[{**line, "outer_iter": 4} for line in SECOND]], "committed outer iterations are [0, 4]"),
     ([*FIRST, *SECOND[:-1], committed(1, 40, "b", "elsewhere")], "its parent is 'elsewhere'"),
     ([*PLAN, settled(1), settled(0), committed(numbers={"lr": float("nan")})], "not all finite"),
+    ([*PLAN, settled(1), settled(0), committed(numbers={"lr": 0.2})], "learning rates [0.1] were planned, 0.2 committed"),
+    ([*PLAN, submitted(0, attempt=2), settled(1), settled(0), committed()], "attempt 1, was counted after attempt 2 had begun"),
 ])
 def test_each_fault_is_found(tmp_path: Path, lines: list[Line], problem: str) -> None:
     assert any(problem in found for found in problems(tmp_path, [STARTED, *lines]))
+
+
+def test_halves_of_a_piece_may_be_counted_apart_but_not_overlapping(tmp_path: Path) -> None:
+    pieces: list[list[int | None]] = [[1, 0, 0, 1, 0, None], [1, 0, 0, 1, 4, 9], [1, 0, 0, 1, 3, 9]]
+    half, rest, more = pieces
+    partly = [*PLAN, settled(0), settled(1, pieces=[half], left=[rest]), committed()]
+
+    def then(piece: list[int | None]) -> list[Line]:
+        return [planned(0, 1, [piece]), submitted(0, 1), settled(0, outer_iter=1, pieces=[piece]),
+                committed(1, 30, "b", "a", num_accepted=1)]
+    assert problems(tmp_path, [STARTED, *partly, *then(rest)]) == []
+    assert problems(tmp_path, [STARTED, *partly, *then([*rest[:5], 6])]) == []
+    found = problems(tmp_path, [STARTED, *partly, *then(more)])
+    assert any("comes back and was never put off" in problem for problem in found)
+    assert any("was counted 2 times" in problem for problem in found)

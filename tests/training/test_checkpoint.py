@@ -108,5 +108,5 @@ def test_models_for_the_final_combination_outlive_their_checkpoints(store: Check
     assert store.kept() == [3, 1]
     assert np.array_equal(store.load_model(1), vector(1))
     (store.models / "iter-000003.safetensors").write_bytes(b"no")
-    with pytest.raises(CheckpointError, match="iter-000003.safetensors is damaged"):
+    with pytest.raises(CheckpointError, match=r"iter-000003\.safetensors is damaged"):
         store.load_model(3)

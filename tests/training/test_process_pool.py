@@ -130,6 +130,7 @@ def test_rounds_of_fixed_length_end_in_time_and_lose_nothing(tmp_path: Path) -> 
     pool = ProcessPool(run.spec, 2, 1, run.store.layout.size, make_worker=Slow)
     end = run.train(pool)
     assert end.progress.frames_processed == 4 * 3600
+    assert audit(run.ledger_path) == []
     later = [record.compute_s for record in run.recorder.records[1:-1]]
     assert later and max(later) < 1.0 and sum(seconds > 0.25 for seconds in later) >= 0.8 * len(later)
 

@@ -1,0 +1,410 @@
+"""What averaging costs on one machine, beside gloo, torchft and Ray's object store; and what overlap leaves of it.
+
+    python benchmarks/averaging.py planes [--millions 10 50] [--workers 2 4 8] [--rounds 15]
+    python benchmarks/averaging.py overlap [--rounds 3] [--frames 30000]
+
+`planes`: a round goes from "every worker has its result in its model" to "every worker has the new model in its model".
+Ours: parameters into shared memory, checksum and a look for NaN in the worker, checksum again in the coordinator, weighted
+float64 mean, outer step, a look for NaN, publication, loading.  The object store is the way of a worker on another machine,
+with the same checks.  gloo: parameters into a buffer, all_reduce, loading.  torchft: `LocalSGD.sync`, which is a quorum, an
+all_reduce per parameter tensor, a vote, and loading.  gloo and torchft check nothing and take no outer step.  All planes run
+in the same Ray actors, one thread each, in turns; the coordinator averages with a thread per core.
+
+`overlap`: two worker processes, a network of 10 M parameters; the share of the wall time between the end of the first outer
+iteration and the end of the last but one that a worker spends outside its minibatches, with `outer.overlap` and without.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ngsgd.config import ClusterConfig, EgsConfig, ModelConfig, OuterConfig, RunConfig
+from ngsgd.egs.archives import prepare_archives
+from ngsgd.egs.frames import FrameSet
+from ngsgd.egs.reader import EgsReader
+from ngsgd.models import build_model
+from ngsgd.optim.outer import Average, Bmuf, OuterInfo, OuterOptimizer, OuterRule
+from ngsgd.schedules import Schedule
+from ngsgd.training import collective
+from ngsgd.training.checkpoint import CheckpointStore, first_checkpoint
+from ngsgd.training.collective import Broken, Order, Shard
+from ngsgd.training.coordinator import Coordinator
+from ngsgd.training.exchange import Exchange, remote
+from ngsgd.training.flat import Layout, Mean, Vector
+from ngsgd.training.job import Held, Job, JobResult, Outcome, Start, WorkerSpec
+from ngsgd.training.ledger import Ledger
+from ngsgd.training.process_pool import ProcessPool
+from ngsgd.training.shared_memory import SharedRef, SharedVectors
+from ngsgd.training.tracking import Trackers
+from ngsgd.training.verify import digest, is_finite, not_finite
+
+_WIDTH = 1000          # of the square layers that the model is made of
+_HOST = "127.0.0.1"
+_MB = 1e6
+
+
+def square_layers(millions: int) -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH) for _ in range(millions)))
+
+
+class PeakMemory(AbstractContextManager["PeakMemory"]):
+    """How far this process's private memory rises: sampled every millisecond."""
+
+    def __enter__(self) -> PeakMemory:
+        self.start = self.peak = self._now()
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self._done.set()
+        self._thread.join()
+
+    @property
+    def rise_mb(self) -> float:
+        return (self.peak - self.start) / _MB
+
+    def _watch(self) -> None:
+        while not self._done.wait(0.001):
+            self.peak = max(self.peak, self._now())
+
+    def _now(self) -> int:
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("RssAnon"):
+                return int(line.split()[1]) * 1024
+        raise AssertionError("this kernel does not tell private memory")
+
+
+@ray.remote(num_cpus=0)
+class Member:
+    """A worker: a model, and its part of a round on each plane."""
+
+    def __init__(self, rank: int, millions: int) -> None:
+        torch.set_num_threads(1)
+        torch.manual_seed(rank)
+        self.rank = rank
+        self.model = square_layers(millions)
+        self.layout = Layout.of(self.model)
+        self.pieces = self.layout.fragment(0, 1)
+        self.member = collective.Member(rank, self.layout, torch.device("cpu"))
+
+    def shared(self, model: SharedRef, place: SharedRef) -> tuple[int, str]:
+        self.layout.load(self.model, model.read())
+        sent = self.layout.flatten(self.model.state_dict(), place.read())
+        return digest(sent), not_finite(sent, self.layout, self.pieces)
+
+    @ray.method(num_returns=2)
+    def stored(self, model: Vector) -> tuple[tuple[int, str], Vector]:
+        self.layout.load(self.model, model)
+        sent = self.layout.flatten(self.model.state_dict())
+        return (digest(sent), not_finite(sent, self.layout, self.pieces)), sent
+
+    def kept(self, model: SharedRef, rank: int) -> JobResult:
+        """The result stays here; `answer` averages it with the others'."""
+        self.layout.load(self.model, model.read())
+        sent = self.layout.flatten(self.model.state_dict())
+        trouble = not_finite(sent, self.layout, self.pieces)
+        job = Job(0, rank, 1, (), Start(model), 0.01, 1.0)
+        self.member.make_room(job)
+        result = JobResult(job, rank, Held(sent), digest(sent), 1 + rank, 1, 0.0, 0.0, 0.0, 0.0, 0.0, 0, trouble=trouble)
+        return self.member.keep(result)
+
+    def answer(self, order: Order) -> Shard | Broken:
+        return self.member.average(order)
+
+    def collective(self, model: SharedRef, rank: int, order: Order) -> None:
+        self.kept(model, rank)
+        self.answer(order)
+
+    def join_gloo(self, port: int, world_size: int) -> None:
+        self.buffer = torch.empty(self.layout.size)
+        store = dist.TCPStore(_HOST, port, is_master=False)
+        dist.init_process_group("gloo", store=dist.PrefixStore("gloo", store), rank=self.rank, world_size=world_size)
+
+    def gloo(self) -> None:
+        self.layout.flatten(self.model.state_dict(), self.buffer.numpy())
+        dist.all_reduce(self.buffer)
+        self.buffer /= dist.get_world_size()
+        self.layout.load(self.model, self.buffer.numpy())
+
+    def join_torchft(self, lighthouse: str, world_size: int) -> None:
+        from torchft.local_sgd import LocalSGD
+        from torchft.manager import Manager
+        from torchft.process_group import ProcessGroupGloo
+        self.own_store = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
+        self.manager = Manager(ProcessGroupGloo(timeout=timedelta(seconds=60)), None, None, world_size, use_async_quorum=False,
+                               rank=0, world_size=1, store_addr=_HOST, store_port=self.own_store.port,
+                               lighthouse_addr=lighthouse, replica_id=f"worker{self.rank}", hostname=_HOST,
+                               init_sync=False)  # all start alike: nobody has to catch up
+        self.local_sgd = LocalSGD(self.manager, self.model, torch.optim.SGD(self.model.parameters(), 0.1), 1)
+
+    def torchft(self) -> None:
+        with torch.no_grad():
+            self.local_sgd.sync()
+
+    def count(self, method: str, *arguments: Any) -> float:
+        """Megabytes of private memory that a round on a plane needs beside the model."""
+        with PeakMemory() as memory:
+            getattr(self, method)(*arguments)
+        return memory.rise_mb
+
+    def first(self) -> float:
+        return float(next(self.model.parameters()).flatten()[0])
+
+
+class Planes:
+    """The coordinator's part of each plane."""
+
+    def __init__(self, num_workers: int, millions: int) -> None:
+        self.members = [Member.remote(rank, millions) for rank in range(num_workers)]
+        torch.manual_seed(0)
+        model = square_layers(millions)
+        layout = Layout.of(model)
+        self.size = layout.size
+        self.weights = [1.0 + rank for rank in range(num_workers)]
+        self.start = layout.flatten(model.state_dict())
+        self.vectors = SharedVectors(layout.size)
+        self.places = [self.vectors.allocate() for _ in self.members]
+        self.model = self.vectors.allocate()
+        np.copyto(self.model.read(), self.start)
+        self.stored_model = ray.put(self.model.read())
+        self.optimizers: dict[str, OuterOptimizer] = {}
+
+    def ours(self, rule: OuterRule) -> Callable[[], None]:
+        optimizer = self._optimizer(rule)
+
+        def one_round() -> None:
+            waiting = {member.shared.remote(self.model, place): place
+                       for member, place in zip(self.members, self.places, strict=True)}
+            while waiting:  # as they arrive: the others are still at work
+                (done,), _ = ray.wait(list(waiting), num_returns=1)
+                self._check(ray.get(done), waiting.pop(done).read())
+            self._step(optimizer, [place.read() for place in self.places], self.weights)
+        return one_round
+
+    def collective(self, rule: OuterRule) -> Callable[[], None]:
+        optimizer = self._optimizer(rule)
+        self.exchange = Exchange(_HOST, 60.0)
+
+        def ask(orders: Mapping[int, Order], *_: object) -> dict[int, object]:
+            self.orders = orders
+            return dict(zip(orders, ray.get([self.members[worker].answer.remote(order) for worker, order in orders.items()]),
+                            strict=True))
+
+        def one_round() -> None:
+            results = ray.get([member.kept.remote(self.model, rank) for rank, member in enumerate(self.members)])
+            mean = self.exchange.mean([remote(result, lambda kept: self.start) for result in results], self.weights, ask,
+                                      lambda kept: "")
+            assert mean is not None
+            self._step(optimizer, [mean], [1.0])
+        return one_round
+
+    def object_store(self, rule: OuterRule) -> Callable[[], None]:
+        optimizer = self._optimizer(rule)
+
+        def one_round() -> None:
+            refs = [member.stored.remote(self.stored_model) for member in self.members]
+            vectors = []
+            for said, sent in refs:
+                vectors.append(ray.get(sent))
+                self._check(ray.get(said), vectors[-1])
+            self._step(optimizer, vectors, self.weights)
+            self.stored_model = ray.put(self.model.read())
+        return one_round
+
+    def gloo(self) -> Callable[[], None]:
+        self.store = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
+        ray.get([member.join_gloo.remote(self.store.port, len(self.members)) for member in self.members])
+        return lambda: ray.get([member.gloo.remote() for member in self.members])
+
+    def torchft(self) -> Callable[[], None]:
+        from torchft.coordination import LighthouseServer
+        self.lighthouse = LighthouseServer(bind=f"{_HOST}:0", min_replicas=len(self.members), join_timeout_ms=60000)
+        port = self.lighthouse.address().rpartition(":")[2]
+        ray.get([member.join_torchft.remote(f"http://{_HOST}:{port}", len(self.members)) for member in self.members])
+        return lambda: ray.get([member.torchft.remote() for member in self.members])
+
+    def worker_mb(self, plane: str) -> float:
+        arguments = {"shared": [(self.model, place) for place in self.places], "stored": [(self.stored_model,)] * len(self.members),
+                     "collective": [(self.model, rank, self.orders[rank]) for rank in range(len(self.members))]}
+        calls = arguments.get(plane, [()] * len(self.members))
+        return max(ray.get([member.count.remote(plane, *call) for member, call in zip(self.members, calls, strict=True)]))
+
+    def close(self) -> None:
+        for member in self.members:
+            ray.kill(member)
+        self.vectors.close()
+
+    def _optimizer(self, rule: OuterRule) -> OuterOptimizer:
+        return OuterOptimizer(rule, self.start, num_threads=os.cpu_count() or 1)
+
+    def _check(self, said: tuple[int, str], vector: Vector) -> None:
+        assert said == (digest(vector), ""), "a vector was damaged"
+
+    def _step(self, optimizer: OuterOptimizer, vectors: Sequence[Vector | Mean], weights: list[float]) -> None:
+        optimizer.step(vectors, weights, OuterInfo(10, 1000, len(vectors), 0.01))
+        assert is_finite(optimizer.eval_model())
+        optimizer.broadcast(self.model.read())
+
+
+# what passes through sockets per worker and round, in models; where workers are on other machines the store's pass twice
+_THROUGH_SOCKETS: dict[str, Callable[[int], str]] = {
+    "ours, average": lambda n: "0", "ours, BMUF": lambda n: "0", "object store": lambda n: "0 (2)",
+    "collective": lambda n: f"{(n - 1) / n + 2 / n:.2f} (+1)",
+    "gloo": lambda n: f"{2 * (n - 1) / n:.2f}", "torchft": lambda n: f"{2 * (n - 1) / n:.2f}"}
+_METHOD = {"collective": "collective", "ours, average": "shared", "ours, BMUF": "shared", "object store": "stored"}
+
+
+def measure(num_workers: int, millions: int, rounds: int) -> None:
+    """Prints a row per plane."""
+    ray.init(address="local", include_dashboard=False, log_to_driver=False,
+             object_store_memory=(num_workers + 4) * millions * 4_100_000 + 200_000_000)
+    planes = Planes(num_workers, millions)
+    run = {"ours, average": planes.ours(Average()), "ours, BMUF": planes.ours(Bmuf(2.0)),
+           "object store": planes.object_store(Average()), "collective": planes.collective(Average()),
+           "gloo": planes.gloo(), "torchft": planes.torchft()}
+    milliseconds: dict[str, list[float]] = {plane: [] for plane in run}
+    names = list(run)
+    for number in range(rounds + 2):
+        for plane in names[number % len(names):] + names[:number % len(names)]:
+            began = time.perf_counter()
+            run[plane]()
+            if number >= 2:  # pages are mapped and connections open
+                milliseconds[plane].append(1e3 * (time.perf_counter() - began))
+    for plane in names:
+        with PeakMemory() as memory:
+            run[plane]()
+        worker_mb = planes.worker_mb(_METHOD.get(plane, plane)) + (planes.size * 4 / _MB if plane == "gloo" else 0.0)
+        times = milliseconds[plane]
+        ratios = [ours / theirs for ours, theirs in zip(milliseconds["ours, average"], times, strict=True)]
+        print(f"| {millions} M | {num_workers} | {plane} | {statistics.median(times):.0f} ({min(times):.0f}) | "
+              f"{statistics.median(ratios):.2f} | {_THROUGH_SOCKETS[plane](num_workers)} | "
+              f"{memory.rise_mb * _MB / (4 * planes.size):.2f} | {worker_mb * _MB / (4 * planes.size):.2f} |", flush=True)
+    planes.close()
+    ray.shutdown()
+
+
+def measure_planes(options: argparse.Namespace) -> None:
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RUST_LOG", "error")  # torchft writes eight long lines per round
+    os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+    print("| parameters | workers | plane | ms, median (least) | ours, average, to it | models through sockets per worker | "
+          "coordinator's memory, models | a worker's |\n" + "|---" * 8 + "|")
+    for millions in options.millions:
+        for num_workers in options.workers:
+            measure(num_workers, millions, options.rounds)
+
+
+# Overlap --------------------------------------------------------------------------------------------------------------
+
+
+class TimedPool(ProcessPool):
+    """Notes when each result arrived, and how long its minibatches took."""
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self.arrived: dict[int, list[tuple[float, float]]] = {}  # by worker: (when, seconds of minibatches), in order
+
+    def wait(self, timeout_s: float) -> Outcome | None:
+        outcome = super().wait(timeout_s)
+        if isinstance(outcome, JobResult):
+            self.arrived.setdefault(outcome.worker, []).append((time.monotonic(), outcome.seconds))
+        return outcome
+
+    def idle_share(self) -> float:
+        """Of the time from the end of each worker's first job to the end of its last but one, outside the minibatches."""
+        window = sum(found[-2][0] - found[0][0] for found in self.arrived.values())
+        computing = sum(seconds for found in self.arrived.values() for _, seconds in found[1:-1])
+        return 1.0 - computing / window
+
+    def job_seconds(self) -> float:
+        return statistics.median(seconds for found in self.arrived.values() for _, seconds in found)
+
+
+class Never:
+    """A stop signal that does not come."""
+
+    def requested(self) -> bool:
+        return False
+
+    def expired(self) -> bool:
+        return False
+
+
+def overlap_run(folder: Path, frames_per_job: int, outer: OuterConfig) -> TimedPool:
+    """Six outer iterations of two jobs on random frames, with everything that a run does between them."""
+    classes, dim = 2000, 40
+    random = np.random.default_rng(0)
+    num_frames = 2 * frames_per_job
+    utterances = np.linspace(0, num_frames, 51, dtype=np.int64)
+    frames = FrameSet(random.normal(size=(num_frames, dim)).astype(np.float32),
+                      random.integers(0, classes, num_frames).astype(np.int32), utterances, tuple(map(str, range(50))))
+    egs = EgsConfig(frames_per_eg=1, samples_per_iter=frames_per_job)
+    config = RunConfig(egs=egs, model=ModelConfig(num_layers=8, hidden_dim=1024), outer=outer,
+                       cluster=ClusterConfig("local", num_workers=2, threads_per_worker=1))
+    reader = EgsReader(prepare_archives(frames, frames, egs, num_classes=classes, digest="random", cache_root=folder))
+    model = build_model(config.model, reader.info.num_inputs, classes, 0)
+    layout = Layout.of(model)
+    pool = TimedPool(WorkerSpec(config, str(reader.directory)), 2, 1, layout.size)
+    checkpoints = CheckpointStore(folder / f"checkpoints-{outer.overlap}", layout, num_to_keep=1)
+    checkpoints.directory.mkdir(exist_ok=True)
+    ledger = Ledger(folder / f"ledger-{outer.overlap}.jsonl")
+    # a constant, small rate: with random classes there is nothing to learn, and nothing should diverge
+    schedule = Schedule(reader.info.num_archives, 1, 6.0, 1e-6, 1e-6, 2, 2)
+    try:
+        pool.start()
+        Coordinator(schedule, pool, model, reader, checkpoints, ledger, Trackers([]), config.failure, Never(), outer,
+                    num_threads=os.cpu_count() or 1).train(first_checkpoint(layout.flatten(model.state_dict())))
+    finally:
+        ledger.close()
+        pool.close()
+    return pool
+
+
+def measure_overlap(options: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+    for _ in range(options.rounds):
+        for outer in (OuterConfig(overlap=True), OuterConfig(overlap=False)):
+            with tempfile.TemporaryDirectory() as folder:
+                pool = overlap_run(Path(folder), options.frames, outer)
+            print(f"overlap {outer.overlap}: {100 * pool.idle_share():.2f} % of the time outside the minibatches; a job takes "
+                  f"{pool.job_seconds():.1f} s", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True)
+    planes = commands.add_parser("planes")
+    planes.add_argument("--millions", type=int, nargs="+", default=[10, 50])
+    planes.add_argument("--workers", type=int, nargs="+", default=[2, 4, 8])
+    planes.add_argument("--rounds", type=int, default=15)
+    planes.set_defaults(measure=measure_planes)
+    overlap = commands.add_parser("overlap")
+    overlap.add_argument("--rounds", type=int, default=3)
+    overlap.add_argument("--frames", type=int, default=30000, help="per job; as many as take 20 s")
+    overlap.set_defaults(measure=measure_overlap)
+    options = parser.parse_args()
+    options.measure(options)
+
+
+if __name__ == "__main__":
+    main()

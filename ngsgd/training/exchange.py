@@ -1,0 +1,148 @@
+"""Averaging among the workers: the coordinator's part (the workers' is `ngsgd.training.collective`).
+
+A group of workers has a number, its generation.  A change of members makes a new group under the next number, on a store that
+lives as long as nothing fails; a failure ends the store, so that nobody waits there for a worker that is gone.
+
+What a failure costs: if the group broke and every worker lives, the coordinator reads the results one by one, as if there were
+no collective; if a worker died or was silent until the deadline and was killed, its results are lost, and its jobs run again
+before anything is averaged, so that no result is counted twice or not at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import numpy as np
+
+from ngsgd.config import ClusterConfig
+from ngsgd.errors import ClusterError
+from ngsgd.ops.averaging import pool_variances, shares_of
+from ngsgd.ops.compression import Codec
+from ngsgd.training.collective import Identity, KeptRef, Order, Parts, Shard
+from ngsgd.training.flat import Mean, Vector
+from ngsgd.training.job import Job, JobFailure, JobResult, ResultsLost
+from ngsgd.training.process_group import Backend, new_store
+from ngsgd.training.verify import digest
+
+# given orders by worker, seconds, and what to call when one of them is found dead: the answers of those that gave one in time;
+# the others are killed
+Ask = Callable[[Mapping[int, Order], float, Callable[[], None]], dict[int, object]]
+WhyLost = Callable[[KeptRef], str]   # how the process ended that keeps a result; empty while it lives
+
+
+@dataclass(frozen=True)
+class RemoteRef:
+    """A kept result as the coordinator sees it; reading it moves the whole vector."""
+
+    kept: KeptRef
+    job: Job
+    digest: int
+    fetch: Callable[[KeptRef], Vector]   # raises ClusterError where the worker is gone
+    is_here = False
+
+    def read(self) -> Vector:
+        """Raises ResultsLost where it cannot be had, or is not what it was."""
+        try:
+            vector = self.fetch(self.kept)
+        except ClusterError as error:
+            raise ResultsLost([JobFailure(self.job, self.kept.worker, str(error), True)]) from error
+        if digest(vector) != self.digest:
+            raise ResultsLost([JobFailure(self.job, self.kept.worker, "its parameters arrived damaged", False)])
+        return vector
+
+
+def remote(result: JobResult, fetch: Callable[[KeptRef], Vector]) -> JobResult:
+    """The result with a reference that the coordinator can read; as it is, if it lies elsewhere than in its worker."""
+    if not isinstance(result.sent, KeptRef):
+        return result
+    return replace(result, sent=RemoteRef(result.sent, result.job, result.digest, fetch))
+
+
+class Exchange:
+    """Gives the workers their orders, and puts their shards together."""
+
+    def __init__(self, host: str, timeout_s: float, *, backend: Backend = "gloo", codec: Codec | None = None) -> None:
+        self.host = host            # of this machine, as the workers reach it
+        self.timeout_s = timeout_s  # after which a worker that has not answered is killed
+        self.backend: Backend = backend
+        self.codec: Codec | None = codec
+        self._store: Any = None
+        self._members: tuple[tuple[int, str], ...] = ()
+        self._generation = 0
+
+    def mean(self, results: Sequence[JobResult], weights: Sequence[float], ask: Ask, why_lost: WhyLost) -> Mean | None:
+        """The weighted mean in float64; None if the group broke.  Raises ResultsLost if results went with their workers."""
+        refs = [result.sent.kept for result in results if isinstance(result.sent, RemoteRef)]
+        mean = None
+        if len(refs) == len(results):  # else some lie here already, and all are read here
+            _require_all(results, refs, why_lost)
+            mean = self._mean(refs, weights, ask)
+        if mean is None:
+            _require_all(results, refs, why_lost)
+        return mean
+
+    def close(self) -> None:
+        """Ends the store, and with it the wait of all who meet there for one that does not come."""
+        self._store, self._members = None, ()  # the next group is another one, whoever is in it
+
+    def _mean(self, refs: Sequence[KeptRef], weights: Sequence[float], ask: Ask) -> Mean | None:
+        workers = sorted({ref.worker for ref in refs})
+        answers = ask(self._orders(refs, shares_of(len(refs), weights), workers), self.timeout_s, self.close)
+        shards = [answer for answer in map(answers.get, workers)
+                  if isinstance(answer, Shard) and answer.generation == self._generation]
+        if len(shards) < len(workers):
+            self.close()
+            return None
+        statistics = {identity: vector for shard in shards for identity, vector in shard.statistics.items()}
+        layers = shards[0].layers
+        mean = np.empty(sum(len(shard.mean) for shard in shards))
+        answers.clear()
+        filled = len(mean)
+        while shards:  # each is let go of as it is copied: in all, the mean needs its memory once
+            shard = shards.pop()
+            mean[filled - len(shard.mean):filled] = shard.mean
+            filled -= len(shard.mean)
+        _pool(mean, [statistics[ref.identity] for ref in refs], weights, layers)
+        return mean
+
+    def _orders(self, refs: Sequence[KeptRef], shares: Sequence[float], workers: Sequence[int]) -> dict[int, Order]:
+        if self._store is None:
+            self._store = new_store(self.host, self.timeout_s)
+        members = tuple(sorted({(ref.worker, ref.process) for ref in refs}))
+        if members != self._members:
+            self._members = members
+            self._generation += 1
+        placed: list[tuple[int, Identity]] = [(workers.index(ref.worker), ref.identity) for ref in refs]
+        # half of the time is the group's own: whoever waits for a silent member answers well before it would be killed
+        return {worker: Order(self.host, self._store.port, self._generation, rank, len(workers), self.backend,
+                              self.timeout_s / 2, tuple(placed), tuple(shares), self.codec)
+                for rank, worker in enumerate(workers)}
+
+
+def exchange_of(config: ClusterConfig, host: str, backend: Backend = "gloo") -> Exchange:
+    """As the configuration has it, for workers that reach this machine as `host`."""
+    codec: Codec | None = None if config.compression == "none" else cast(Codec, config.compression)
+    return Exchange(host, config.exchange_timeout_s, backend=backend, codec=codec)
+
+
+def _require_all(results: Sequence[JobResult], refs: Sequence[KeptRef], why_lost: WhyLost) -> None:
+    jobs = {result.job.identity: result.job for result in results}
+    failures = [JobFailure(jobs[ref.identity], ref.worker, reason, True) for ref in refs if (reason := why_lost(ref))]
+    if failures:
+        raise ResultsLost(failures)
+
+
+def _pool(mean: Mean, statistics: Sequence[Vector], weights: Sequence[float], layers: Parts) -> None:
+    """Sets the variances in `mean` to those of all data together, from the statistics of each result, end to end."""
+    places, filled = [], 0
+    for center, variance in layers:
+        middle = filled + center.stop - center.start
+        end = middle + variance.stop - variance.start
+        places.append((slice(filled, middle), slice(middle, end)))
+        filled = end
+    pooled = np.empty(filled)
+    pool_variances(pooled, statistics, weights, places)
+    for (_, variance), (_, place) in zip(layers, places, strict=True):
+        mean[variance] = pooled[place]

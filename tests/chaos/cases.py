@@ -1,0 +1,95 @@
+"""All cases of the fault matrix, as data: who breaks, when, and how.
+
+The few that every test run does are spread so that each row and each column is met.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+
+WORKER_WHEN = ("start", "model received", "first minibatch", "mid shard", "last minibatch", "result built", "mid upload",
+               "after ack", "idle")
+WORKER_HOW = ("SIGKILL", "SIGSTOP", "exception", "exit 0", "deadlock", "MemoryError", "slow", "SIGTERM")
+RESULT_HOW = ("NaN", "Inf", "truncated", "bit flip", "wrong shape", "wrong outer iteration", "duplicate", "after abandonment")
+COORDINATOR_WHEN = ("plan", "dispatch", "waiting", "first result in", "averaging", "outer step", "before tmp", "in tmp",
+                    "before rename", "before ledger line", "broadcast", "final combine")
+COORDINATOR_HOW = ("SIGKILL", "SIGTERM")
+STORAGE_WHEN = ("write", "fsync", "rename", "read")
+STORAGE_HOW = ("ENOSPC", "EIO", "slow", "half-written manifest")
+RAY_WHEN = ("mid outer iteration", "idle")
+RAY_HOW = ("kill raylet", "object store full", "head restart")
+COMBINED_HOW = ("all workers", "all workers but one", "killed again in each retry", "replacement killed while it starts",
+                "worker and coordinator", "churn")
+
+# Ways to average, and what to do with a failed job, that a handful of worker faults are repeated with.
+OUTER = ("overlap", "bmuf", "easgd")
+POLICIES = ("defer", "drop")
+_REPEATED = (("mid shard", "SIGKILL"), ("mid upload", "SIGSTOP"), ("result built", "exception"), ("idle", "SIGTERM"))
+
+
+@dataclass(frozen=True)
+class Case:
+    """One thing that breaks, once."""
+
+    who: str             # worker | result | coordinator | storage | ray | combined | service
+    when: str
+    how: str
+    is_quick: bool       # every test run does it; the others are for `make chaos`
+    setting: str = ""    # other than the defaults: one of OUTER or POLICIES
+
+    def __str__(self) -> str:
+        return "-".join(filter(None, (self.who, self.when, self.how, self.setting))).replace(" ", "_")
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a case came to; a case that is not in order raises AssertionError."""
+
+    outcome: str                    # in words
+    is_equal: bool                  # the final model, bit for bit, to that of the run without faults
+    recovery_s: float | None = None  # from the fault to the next try, or until a resumed run works again; None: nothing waited
+
+
+def worker_cases() -> Iterator[Case]:
+    for (row, when), (column, how) in product(enumerate(WORKER_WHEN), enumerate(WORKER_HOW)):
+        yield Case("worker", when, how, (row + column) % 4 == 0)
+
+
+def repeated_cases() -> Iterator[Case]:
+    """Beyond the matrix."""
+    for setting, (when, how) in product((*OUTER, *POLICIES), _REPEATED):
+        yield Case("worker", when, how, (when, how) == _REPEATED[0], setting)
+
+
+def result_cases() -> Iterator[Case]:
+    yield from (Case("result", "arriving", how, True) for how in RESULT_HOW)
+
+
+def coordinator_cases() -> Iterator[Case]:
+    for (row, when), (column, how) in product(enumerate(COORDINATOR_WHEN), enumerate(COORDINATOR_HOW)):
+        yield Case("coordinator", when, how, (row + column) % 2 == 0)
+
+
+def service_cases() -> Iterator[Case]:
+    """Beyond the matrix: the same through the command `ngsgd train cluster=local`."""
+    for when, how in (("waiting", "SIGTERM"), ("before rename", "SIGKILL"), ("final combine", "SIGKILL")):
+        yield Case("service", when, how, False)
+
+
+def storage_cases() -> Iterator[Case]:
+    for (row, when), (column, how) in product(enumerate(STORAGE_WHEN), enumerate(STORAGE_HOW)):
+        yield Case("storage", when, how, (row + column) % 3 == 0)
+
+
+def ray_cases() -> Iterator[Case]:
+    yield from (Case("ray", when, how, False) for when, how in product(RAY_WHEN, RAY_HOW))
+
+
+def combined_cases() -> Iterator[Case]:
+    yield from (Case("combined", "mid shard", how, how != "churn") for how in COMBINED_HOW)
+
+
+MATRIX = (*worker_cases(), *result_cases(), *coordinator_cases(), *storage_cases(), *ray_cases(), *combined_cases())
+BEYOND = (*repeated_cases(), *service_cases())

@@ -1,0 +1,266 @@
+"""Where and how a process breaks: faults that really happen, once each, and leave a mark that they did."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ngsgd.training.flat import Vector
+from ngsgd.training.job import Held, Job, JobFailure, JobResult, WorkerSpec
+from ngsgd.training.messages import Messages, _framed
+from ngsgd.training.shared_memory import SharedRef
+from ngsgd.training.verify import digest, not_finite
+from ngsgd.training.worker import Place, Worker, never, np_empty
+
+SLOW_S = 0.15   # at a point where no minibatch could be drawn out
+_PAUSE_S = 0.03  # long enough for the coordinator to take in a message
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What breaks `num_times` in a row; each time leaves a file beside `mark`."""
+
+    when: str
+    how: str
+    mark: str
+    at: tuple[int, int] = (2, 1)   # outer iteration and job
+    num_times: int = 1
+    mask: tuple[int, ...] = ()     # workers that are spared
+
+    def strike(self) -> bool:
+        """Breaks this process as planned; returns, if it does at all, whether it was this fault's turn."""
+        for number in range(self.num_times):
+            try:
+                descriptor = os.open(f"{self.mark}.{number}", os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+            except FileExistsError:
+                continue
+            os.write(descriptor, f"{os.getpid()} {time.time()}".encode())
+            os.close(descriptor)
+            _WAYS[self.how]()
+            return True
+        return False
+
+    def strikes(self) -> list[tuple[int, float]]:
+        """(process, seconds since the epoch) of each time that it has happened."""
+        found = []
+        for path in sorted(Path(self.mark).parent.glob(f"{Path(self.mark).name}.*")):
+            with contextlib.suppress(ValueError):  # opened, and not written yet
+                process_id, at_s = path.read_text().split()
+                found.append((int(process_id), float(at_s)))
+        return found
+
+
+def _kill_with(number: signal.Signals) -> Callable[[], None]:
+    return lambda: os.kill(os.getpid(), number)
+
+
+def _raise(error: BaseException) -> Callable[[], None]:
+    def raise_it() -> None:
+        raise error
+    return raise_it
+
+
+def _deadlock() -> None:
+    """Sleeps for good and keeps the interpreter's lock: no other thread and no signal handler gets a turn."""
+    library = ctypes.PyDLL(None)
+    while True:
+        library.pause()
+
+
+def _nothing() -> None:
+    """What breaks is done where the fault struck."""
+
+
+_WAYS: dict[str, Callable[[], None]] = {
+    "SIGKILL": _kill_with(signal.SIGKILL), "SIGSTOP": _kill_with(signal.SIGSTOP), "SIGTERM": _kill_with(signal.SIGTERM),
+    "exception": _raise(RuntimeError("an error made by the test")), "MemoryError": _raise(MemoryError("no memory, says the test")),
+    "exit 0": lambda: sys.exit(0), "deadlock": _deadlock, "slow": lambda: time.sleep(SLOW_S)}
+
+
+@dataclass(frozen=True)
+class Breaks:
+    """Makes workers of which one breaks; sent to the worker processes."""
+
+    fault: Fault
+
+    def __call__(self, spec: WorkerSpec, index: int) -> Worker:
+        if self.fault.when == "start" and index == self.fault.at[1]:
+            self.fault.strike()
+        worker = BreakingWorker(spec, index, self.fault)
+        _break_messages(worker)
+        return worker
+
+
+class BreakingWorker(Worker):
+    """Asks the fault at each of its points."""
+
+    def __init__(self, spec: WorkerSpec, index: int, fault: Fault) -> None:
+        super().__init__(spec, index)
+        self.fault = fault
+        self.is_chosen = False
+        self._is_slow = False
+
+    def run(self, job: Job, place: Place = np_empty, should_stop: Callable[[], bool] = never) -> JobResult:
+        self.is_chosen = (job.outer_iter, job.job) == self.fault.at
+        self._number, self._is_slow = 0, False
+        self._last = sum(1 for _ in self._minibatches(job)) - 1
+        return super().run(job, place, should_stop)
+
+    def _load(self, job: Job) -> Vector | None:
+        if self.fault.when == "idle" and (job.outer_iter, job.job) == (self.fault.at[0], 0):
+            time.sleep(8 * _PAUSE_S)  # so that the other worker is idle meanwhile
+        start = super()._load(job)
+        self._break("model received")
+        return start
+
+    def _train(self, *arguments: Any) -> None:
+        began = time.perf_counter()
+        super()._train(*arguments)
+        if self._number == 0:
+            self._break("first minibatch")
+        if self._number == self._last // 2:
+            self._break("mid shard")
+        if self._number == self._last:
+            self._break("last minibatch")
+        self._number += 1
+        if self._is_slow:
+            time.sleep(2 * (time.perf_counter() - began))
+
+    def _result(self, *arguments: Any) -> JobResult:
+        result = super()._result(*arguments)
+        self._break("result built")
+        return result
+
+    def _break(self, when: str) -> None:
+        if self.is_chosen and when == self.fault.when:
+            self._is_slow |= self.fault.strike() and self.fault.how == "slow"
+
+
+def _break_messages(worker: BreakingWorker) -> None:
+    """Breaks what this process sends and how it waits for more."""
+    fault, send, receive = worker.fault, Messages.send, Messages.receive
+
+    def breaking_send(messages: Messages, message: object) -> None:
+        if not isinstance(message, JobResult) or not worker.is_chosen:
+            send(messages, message)
+        elif fault.when == "mid upload":
+            content = _framed(message)
+            messages.connection.sendall(content[:len(content) // 2])
+            fault.strike()
+            messages.connection.sendall(content[len(content) // 2:])
+        else:
+            send(messages, message)
+            if fault.when == "after ack":
+                time.sleep(_PAUSE_S)
+                fault.strike()
+
+    def breaking_receive(messages: Messages) -> object:
+        if fault.when == "idle" and worker.is_chosen:
+            time.sleep(_PAUSE_S)
+            fault.strike()
+        return receive(messages)
+    Messages.send = breaking_send  # type: ignore[method-assign, assignment]
+    Messages.receive = breaking_receive  # type: ignore[method-assign, assignment]
+
+
+@dataclass(frozen=True)
+class Spoils:
+    """Makes workers one of whose results is wrong; sent to the worker processes."""
+
+    fault: Fault
+
+    def __call__(self, spec: WorkerSpec, index: int) -> Worker:
+        worker = SpoilingWorker(spec, index, self.fault)
+        _spoil_messages(worker)
+        return worker
+
+
+class SpoilingWorker(Worker):
+    """Numbers that are none, which the worker itself must notice."""
+
+    def __init__(self, spec: WorkerSpec, index: int, fault: Fault) -> None:
+        super().__init__(spec, index)
+        self.fault = fault
+
+    def run(self, job: Job, place: Place = np_empty, should_stop: Callable[[], bool] = never) -> JobResult:
+        result = super().run(job, place, should_stop)
+        number = {"NaN": np.nan, "Inf": np.inf}.get(self.fault.how)
+        if number is None or (job.outer_iter, job.job) != self.fault.at or not _marked(self.fault):
+            return result
+        assert isinstance(result.sent, Held)
+        result.sent.vector[5] = number
+        pieces = self.layout.fragment(*job.send)
+        return replace(result, digest=digest(result.sent.vector), trouble=not_finite(result.sent.vector, self.layout, pieces))
+
+
+def _marked(fault: Fault) -> bool:
+    """Whether it is the fault's turn; it is marked as done."""
+    return replace(fault, how="nothing").strike()
+
+
+_WAYS["nothing"] = _nothing
+
+
+def _spoil_messages(worker: SpoilingWorker) -> None:
+    """Damages results on their way."""
+    fault, send = worker.fault, Messages.send
+
+    def spoiling_send(messages: Messages, message: object) -> None:
+        is_chosen = isinstance(message, JobResult) and (message.job.outer_iter, message.job.job) == fault.at
+        if not is_chosen or fault.how in ("NaN", "Inf") or not _marked(fault):
+            send(messages, message)
+            return
+        assert isinstance(message, JobResult)
+        for one in _SPOILT[fault.how](message):
+            send(messages, one)
+    Messages.send = spoiling_send  # type: ignore[method-assign, assignment]
+
+
+class _BentRef(SharedRef):
+    """A vector that arrives as a matrix."""
+
+    def read(self) -> Vector:
+        return super().read().reshape(1, -1)
+
+
+def _truncated(result: JobResult) -> list[object]:
+    assert isinstance(result.sent, SharedRef)
+    return [replace(result, sent=replace(result.sent, size=7))]
+
+
+def _flipped(result: JobResult) -> list[object]:
+    result.sent.read().view(np.uint32)[3] ^= 1 << 22
+    return [result]
+
+
+def _two_dimensional(result: JobResult) -> list[object]:
+    assert isinstance(result.sent, SharedRef)
+    return [replace(result, sent=_BentRef(result.sent.path, result.sent.inode, result.sent.size))]
+
+
+def _of_another_time(result: JobResult) -> list[object]:
+    return [replace(result, job=replace(result.job, outer_iter=result.job.outer_iter - 1))]
+
+
+def _twice(result: JobResult) -> list[object]:
+    return [result, result]
+
+
+def _late(result: JobResult) -> list[object]:
+    """First it is said to have failed; what it sends nevertheless belongs to an attempt that was abandoned."""
+    return [JobFailure(result.job, result.worker, "gave up, says the test", False), result]
+
+
+_SPOILT: dict[str, Callable[[JobResult], list[object]]] = {
+    "truncated": _truncated, "bit flip": _flipped, "wrong shape": _two_dimensional, "wrong outer iteration": _of_another_time,
+    "duplicate": _twice, "after abandonment": _late}

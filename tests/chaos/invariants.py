@@ -1,0 +1,160 @@
+"""What must hold after every case, checked from outside: the files of the run, the processes and the memory of this machine.
+
+I1 to I7 and I10 are read from the ledger, most of them by the audit program; numbers as in docs/fault-tolerance.md.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import psutil
+
+from ngsgd.files import read_json_lines
+from ngsgd.models import build_model
+from ngsgd.optim.outer import OuterInfo, OuterOptimizer, make_rule
+from ngsgd.training.audit import audit, read
+from ngsgd.training.flat import Vector
+from tests.toy import Run
+
+TAG = "NGSGD_CHAOS"     # environment variable that marks programs started by a case, and with them all their children
+_SETTLE_S = 15.0        # for processes that were told to end, on a machine that is busy
+_NOISE_S = 4.0          # by which a pause may exceed its deadline on such a machine
+
+
+def _children() -> list[int]:
+    return [child.pid for child in psutil.Process().children(recursive=True)]
+
+
+def _is_tagged(process: int, tag: str) -> bool:
+    try:
+        return f"{TAG}={tag}".encode() in Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return False
+
+
+def _command(process: int) -> str:
+    try:
+        return " ".join(psutil.Process(process).cmdline())[:80]
+    except psutil.Error:
+        return "(gone)"
+
+
+def _is_of_multiprocessing(process: int) -> bool:
+    """The one fork server and resource tracker that Python keeps for this very process; they end with it."""
+    try:
+        one = psutil.Process(process)
+        return one.ppid() == os.getpid() and any("multiprocessing" in word for word in one.cmdline())
+    except psutil.Error:
+        return False
+
+
+def _once_settled(look: Callable[[], list[str]]) -> list[str]:
+    """What is still there when processes have had time to end."""
+    deadline = time.monotonic() + _SETTLE_S
+    while (left := look()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return left
+
+
+def _shared_memory() -> Counter[str]:
+    """Shared vectors that this process holds open, and those that it has mapped."""
+    open_files = [os.readlink(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")
+                  if os.path.lexists(f"/proc/self/fd/{name}")]
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    return Counter({"open shared memory": sum("memfd:ngsgd" in name for name in open_files),
+                    "mapped shared memory": sum("memfd:ngsgd" in line for line in maps)})
+
+
+def _listening() -> set[int]:
+    return {connection.laddr.port for connection in psutil.Process().net_connections("inet") if connection.status == "LISTEN"}
+
+
+@dataclass
+class Surroundings:
+    """What was there before a case; `problems()` is what it left behind (I8)."""
+
+    tag: str = ""
+    processes: set[int] = field(default_factory=lambda: set(_children()))
+    shared: set[str] = field(default_factory=lambda: set(os.listdir("/dev/shm")))
+    memory: Counter[str] = field(default_factory=_shared_memory)
+    ports: set[int] = field(default_factory=_listening)
+
+    def problems(self, folder: Path) -> list[str]:
+        gc.collect()
+        found = [f"process {process} is left" for process in _once_settled(self._processes_left)]
+        found += [f"/dev/shm/{name} is left" for name in set(os.listdir("/dev/shm")) - self.shared]
+        found += [f"{name}: {count} more than before" for name, count in (_shared_memory() - self.memory).items()]
+        found += [f"port {port} is open" for port in _listening() - self.ports]
+        found += [f"{path} is left" for path in folder.rglob("*.tmp")]
+        return found
+
+    def _processes_left(self) -> list[str]:
+        left = set(_children()) - self.processes
+        if self.tag:
+            left |= {process for process in psutil.pids() if _is_tagged(process, self.tag)}
+        return [f"{process} {_command(process)}" for process in left if not _is_of_multiprocessing(process)]
+
+
+def problems(run: Run, *, pause_s: float | None = None, within: str = "") -> list[str]:
+    """All that is wrong with a run that has ended, but for what it left behind.
+
+    `pause_s` is the longest time without progress that was seen; `within` the hash that the final model must have.
+    """
+    found = audit(run.ledger_path)                                                           # I1 to I3, I5 to I7, I10
+    found += list(_models_that_cannot_be_recomputed(run))                                    # I4
+    found += list(_too_many_lines(run))                                                      # I11
+    patience_s = run.config.failure.progress_timeout_s
+    if pause_s is not None and pause_s > patience_s + _NOISE_S:                              # I9
+        found.append(f"nothing happened for {pause_s:.1f} s, and a worker may be silent for {patience_s:.1f} s")
+    if within and final_hash(run) != within:                                                 # I12
+        found.append(f"the final model is {final_hash(run)[:12]}, without faults it is {within[:12]}")
+    return found
+
+
+def final_hash(run: Run) -> str:
+    """Of the model that was committed last."""
+    return str(read(run.ledger_path)[-1].commit["model"])
+
+
+def num_recomputed(run: Run) -> Counter[int]:
+    """For each outer iteration how often its work was begun again; one that was only planned has cost nothing."""
+    begun = Counter(line["outer_iter"] for line in read_json_lines(run.ledger_path)
+                    if line["event"] == "submitted" and (line["job"], line["attempt"]) == (0, 1))
+    return begun - Counter(dict.fromkeys(begun, 1))
+
+
+def _models_that_cannot_be_recomputed(run: Run) -> Iterator[str]:
+    """Every checkpoint that is kept must follow from the start and the vectors that the ledger says were accepted."""
+    info = run.reader.info
+    layout = run.store.layout
+    fresh = build_model(run.config.model, info.num_inputs, info.num_classes, run.config.seed)
+    optimizer = OuterOptimizer(make_rule(run.config.outer), layout.flatten(fresh.state_dict()))
+    returns = "move" if run.config.outer.overlap else "parameters"
+    for one in read(run.ledger_path):
+        accepted = sorted(one.accepted, key=lambda entry: int(entry["job"]))
+        vectors: list[Vector] = [np.load(run.folder / "kept" / f"{entry['digest']}.npy") for entry in accepted]
+        lr = next(iter(one.planned.values()))["lr"]
+        optimizer.step(vectors, [float(entry["num_frames"]) for entry in accepted],
+                       OuterInfo(one.outer_iter, run.schedule.num_outer_iters, len(accepted), lr), returns=returns)  # type: ignore[arg-type]
+        path = run.store.directory / f"iter-{one.outer_iter:06d}"
+        if path.exists() and not np.array_equal(run.store.load(path).parameters, optimizer.eval_model()):
+            yield f"outer iteration {one.outer_iter}: its model does not follow from what was accepted"
+
+
+def _too_many_lines(run: Run) -> Iterator[str]:
+    """One line for each outer iteration, and one for each event; a pool wrapper must not add its own."""
+    events = Counter(line["event"] for line in read_json_lines(run.ledger_path))
+    num_events = sum(events[name] for name in ("failed", "rejected", "rolled_back", "discarded"))
+    if len(run.recorder.incidents) > num_events:
+        yield f"{len(run.recorder.incidents)} incidents were told of {num_events} events"
+    for incident in run.recorder.incidents:
+        first_line = incident.message.split("\n", 1)[0]
+        if "worker" not in first_line or "outer iteration" not in first_line:
+            yield f"a message does not say who or when: {first_line!r}"

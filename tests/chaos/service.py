@@ -1,0 +1,83 @@
+"""Faults of the coordinator through the command that users call, `ngsgd train cluster=local`.
+
+    python -m tests.chaos.service WHEN HOW MARK train cluster=local ...     the command, broken at a point
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from pathlib import Path
+
+from ngsgd.training.audit import audit
+from tests.chaos.cases import Case, Seen
+from tests.chaos.faults import Fault
+from tests.chaos.invariants import TAG, Surroundings
+from tests.integration.service import TINY, Service, events, final_hash
+
+_INTERRUPTED = 130
+
+
+def try_service(case: Case, folder: Path) -> Seen:
+    """Starts a run, lets it break, resumes it, and compares it with one that nobody disturbed."""
+    service = _whole_run()[0]
+    folder.mkdir(parents=True, exist_ok=True)
+    fault = Fault(case.when, case.how, str(folder / "struck"))
+    tag, name = uuid.uuid4().hex, case.when.replace(" ", "_")
+    around = Surroundings(tag=tag)
+    words = [sys.executable, "-m", "tests.chaos.service", case.when, case.how, fault.mark, "train", "cluster=local",
+             f"name={name}", "failure.grace_s=30", f"output_dir={service.output_dir}", *TINY]
+    broken = subprocess.run(words, capture_output=True, text=True, timeout=240, check=False, cwd=folder,
+                            env={**os.environ, TAG: tag, "PYTHONPATH": os.pathsep.join(sys.path)})
+    assert fault.strikes(), f"the fault never struck: {broken.stderr}"
+    assert broken.returncode == (-signal.SIGKILL if case.how == "SIGKILL" else _INTERRUPTED), broken.stderr
+    assert "Traceback" not in broken.stderr
+    left = around.problems(folder)
+    assert not left, "\n".join(left)
+    began = time.monotonic()
+    (run,) = service.runs(name)
+    done = service.call(str(run), command="resume")
+    took_s = time.monotonic() - began
+    assert done.returncode == 0, done.stderr
+    assert audit(run / "ledger.jsonl") == []
+    assert final_hash(run) == final_hash(_whole_run()[1])
+    assert not list(run.rglob("*.tmp"))
+    num_lines = len((broken.stdout + broken.stderr + done.stdout + done.stderr).splitlines())
+    budget = len(events(run, "outer_iteration")) + len(events(run, "incident")) + 2 * _LINES_AROUND
+    assert num_lines <= budget, f"{num_lines} lines were printed, the budget is {budget}"
+    return Seen("resumed with `ngsgd resume`", True, took_s)
+
+
+_LINES_AROUND = 20    # that a command prints before the first outer iteration and after the last
+
+
+@functools.cache
+def _whole_run() -> tuple[Service, Path, object]:
+    """A run that nobody disturbed, and the folder that holds it for as long as this program runs."""
+    keeper = tempfile.TemporaryDirectory(prefix="chaos-service-")
+    service = Service(Path(keeper.name))
+    done = service.call("cluster=in_process", "name=whole")
+    assert done.returncode == 0, done.stderr
+    return service, service.runs("whole")[0], keeper
+
+
+def _main() -> None:
+    when, how, mark = sys.argv[1:4]
+    from launcher import cli, train
+    from tests.chaos.coordinator import break_coordinator, strike_before
+    fault = Fault(when, how, mark)
+    break_coordinator(fault)
+    if when == "final combine":
+        strike_before(train, "save_final", lambda *_: True, fault)
+    sys.argv = ["ngsgd", *sys.argv[4:]]
+    sys.exit(cli.main())
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,286 @@
+"""Hours of bad luck: a random fault every 20 to 30 s, and what is left of the speed.
+
+    python -m tests.chaos.soak [--workers 16] [--minutes 20]
+
+Stretches with faults and stretches without take turns in one run, so that both see the same machine.  A worker's
+minibatches last as long on a busy machine as on an idle one: they mostly sleep, so that each worker stands for a machine of
+its own.  Goodput is the number of jobs averaged per second with faults over that without.  At the end the ledger is
+audited, the model is compared with that of a run without faults, and nothing may be left behind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from ngsgd.config import ClusterConfig, FailureConfig, RunConfig
+from ngsgd.errors import RunInterrupted
+from ngsgd.files import read_json_lines
+from ngsgd.training.audit import audit
+from ngsgd.training.job import WorkerSpec
+from ngsgd.training.process_pool import ProcessPool
+from ngsgd.training.records import OuterIterationRecord
+from ngsgd.training.worker import Worker
+from tests.chaos.invariants import Surroundings, final_hash
+from tests.toy import Recorder, Run, config
+
+_KINDS = ("SIGKILL",) * 7 + ("SIGSTOP", "SIGTERM", "exception")   # kill -9 mostly
+_NUM_MINIBATCHES = 5           # of a job
+_WAKE_S = 5.0                  # after which a stopped process is sent a SIGCONT, if it is still there
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How long, how many, how bad."""
+
+    num_workers: int = 16
+    faulty_s: float = 1200.0        # with faults, in all
+    num_stretches: int = 8          # that this is divided into
+    quiet_s: float = 320.0          # without, in all
+    job_s: float = 1.0
+    between_faults_s: tuple[float, float] = (20.0, 30.0)
+    progress_timeout_s: float = 2.0
+    seed: int = 0
+
+
+@dataclass
+class Report:
+    """What a soak came to; `problems` is empty if it is in order."""
+
+    num_faults: Counter[str]
+    jobs_per_s: dict[str, float]            # "faulty" and "quiet"
+    ratios: list[float]                     # of each faulty stretch to the quiet ones around it
+    num_outer_iters: int
+    num_tried_again: int
+    problems: list[str]
+
+    @property
+    def goodput(self) -> float:
+        return self.jobs_per_s["faulty"] / self.jobs_per_s["quiet"]
+
+    def __str__(self) -> str:
+        faults = ", ".join(f"{count} x {kind}" for kind, count in self.num_faults.most_common())
+        spread = f"{min(self.ratios):.1%} to {max(self.ratios):.1%} over {len(self.ratios)} stretches" if self.ratios else ""
+        return "\n".join([
+            f"faults                 {self.num_faults.total()}: {faults}",
+            f"outer iterations       {self.num_outer_iters}, {self.num_tried_again} jobs tried again",
+            f"jobs averaged per s    {self.jobs_per_s['faulty']:.3f} with faults, {self.jobs_per_s['quiet']:.3f} without",
+            f"goodput                {self.goodput:.1%} ({spread})",
+            "problems               " + ("none: ledger in order, model equal bit for bit, nothing left behind"
+                                         if not self.problems else "\n  ".join(["", *self.problems]))])
+
+
+@dataclass(frozen=True)
+class Steady:
+    """Makes workers whose minibatches last `minibatch_s`, and that raise an error when there is a file that says so."""
+
+    folder: str
+    minibatch_s: float
+
+    def __call__(self, spec: WorkerSpec, index: int) -> Worker:
+        return _SteadyWorker(spec, index, self)
+
+
+class _SteadyWorker(Worker):
+    def __init__(self, spec: WorkerSpec, index: int, how: Steady) -> None:
+        super().__init__(spec, index)
+        self.how = how
+
+    def _train(self, *arguments: Any) -> None:
+        began = time.perf_counter()
+        super()._train(*arguments)
+        time.sleep(max(0.0, self.how.minibatch_s - (time.perf_counter() - began)))
+        wish = Path(self.how.folder) / f"raise-{self.index}"
+        if wish.exists():
+            wish.unlink()
+            raise RuntimeError("an error made by the soak test")
+
+
+@dataclass
+class BadLuck:
+    """Strikes in a thread while it is told to, and ends the run when its time is over."""
+
+    plan: Plan
+    pool: ProcessPool
+    folder: Path
+    faults: list[tuple[str, float]] = field(default_factory=list)        # kind, seconds since the beginning
+    _over: threading.Event = field(default_factory=threading.Event)
+
+    def start(self) -> None:
+        self.began = time.monotonic()
+        self._thread = threading.Thread(target=self._go_on, daemon=True)
+        self._thread.start()
+
+    def join(self) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def stretch(self, at_s: float) -> tuple[int, bool]:
+        """(number, whether it has faults) of the stretch at a time; quiet ones come first and last."""
+        quiet_s, faulty_s = self.plan.quiet_s / (self.plan.num_stretches + 1), self.plan.faulty_s / self.plan.num_stretches
+        number, rest_s = divmod(at_s, quiet_s + faulty_s)
+        return int(number), rest_s >= quiet_s
+
+    def requested(self) -> bool:
+        return time.monotonic() - self.began > self.plan.faulty_s + self.plan.quiet_s
+
+    def expired(self) -> bool:
+        return False
+
+    def _go_on(self) -> None:
+        chance = random.Random(self.plan.seed)
+        due_s = chance.uniform(*self.plan.between_faults_s) / 2    # of time with faults
+        spent_s, step_s = 0.0, 0.02
+        while not self._over.wait(step_s):
+            now_s = time.monotonic() - self.began
+            spent_s += step_s * self.stretch(now_s)[1]
+            if self.stretch(now_s)[1] and spent_s >= due_s and not self.requested():
+                kind = chance.choice(_KINDS)
+                self._strike(kind, chance.randrange(self.plan.num_workers))
+                self.faults.append((kind, now_s))
+                due_s += chance.uniform(*self.plan.between_faults_s)
+
+    def _strike(self, kind: str, index: int) -> None:
+        if kind == "exception":
+            (self.folder / f"raise-{index}").touch()
+            return
+        process_id = self.pool.process_ids()[index]
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process_id, getattr(signal, kind))
+        if kind == "SIGSTOP":
+            waker = threading.Timer(_WAKE_S, _wake, (process_id,))
+            waker.daemon = True
+            waker.start()
+
+
+def _wake(process_id: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(process_id, signal.SIGCONT)
+
+
+class _Times(Recorder):
+    """When each outer iteration was committed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.commits: list[tuple[float, int]] = []   # on the monotonic clock, and the jobs averaged
+
+    def outer_iteration(self, record: OuterIterationRecord) -> None:
+        self.commits.append((time.monotonic(), record.num_accepted))
+
+
+class _StopAfter:
+    """Ends a run after so many outer iterations."""
+
+    def __init__(self, times: _Times, num_outer_iters: int) -> None:
+        self.times = times
+        self.num_outer_iters = num_outer_iters
+
+    def requested(self) -> bool:
+        return len(self.times.commits) >= self.num_outer_iters
+
+    def expired(self) -> bool:
+        return False
+
+
+def soak(plan: Plan, folder: Path) -> Report:
+    """Runs it; takes `faulty_s` and `quiet_s`, and as long again as the run without faults and without sleep."""
+    around = Surroundings()
+    run, times = _run(plan, folder / "faulty")
+    pool = ProcessPool(run.spec, plan.num_workers, 1, run.store.layout.size, log_directory=run.folder / "workers",
+                       make_worker=Steady(str(run.folder), plan.job_s / _NUM_MINIBATCHES))
+    luck = BadLuck(plan, pool, run.folder)
+    begin = pool.start
+
+    def start() -> None:
+        begin()
+        luck.start()
+    pool.start = start  # type: ignore[method-assign]
+    with contextlib.suppress(RunInterrupted):
+        run.train(pool, luck)
+    luck.join()
+    found = audit(run.ledger_path) + around.problems(run.folder)
+    if final_hash(run) != _hash_without_faults(plan, folder / "whole", len(times.commits)):
+        found.append("the final model is not that of the run without faults")
+    tried_again = sum(line["event"] == "failed" for line in read_json_lines(run.ledger_path))
+    kinds = Counter(kind for kind, _ in luck.faults)
+    return Report(kinds, *_speeds(luck, times), len(times.commits), tried_again, found)
+
+
+def _run(plan: Plan, folder: Path) -> tuple[Run, _Times]:
+    folder.mkdir(parents=True)
+    run, times = Run(folder, _config(plan)), _Times()
+    run.recorder = times
+    return run, times
+
+
+def _config(plan: Plan) -> RunConfig:
+    """More outer iterations than there is time for."""
+    plain = config()
+    num_passes = 2 * plan.num_workers * (plan.faulty_s + plan.quiet_s) / plan.job_s
+    schedule = replace(plain.schedule, num_jobs_initial=plan.num_workers, num_jobs_final=plan.num_workers,
+                       num_epochs=num_passes / 12)   # tests.toy makes 12 passes an epoch
+    return replace(plain, schedule=schedule, cluster=ClusterConfig(num_workers=plan.num_workers, threads_per_worker=1),
+                   failure=FailureConfig(progress_timeout_s=plan.progress_timeout_s))
+
+
+def _hash_without_faults(plan: Plan, folder: Path, num_outer_iters: int) -> str:
+    """Of the same number of outer iterations, on two workers that do not sleep."""
+    run, times = _run(plan, folder)
+    pool = ProcessPool(run.spec, 2, 1, run.store.layout.size)
+    with contextlib.suppress(RunInterrupted):
+        run.train(pool, _StopAfter(times, num_outer_iters))
+    return final_hash(run)
+
+
+def _speeds(luck: BadLuck, times: _Times) -> tuple[dict[str, float], list[float]]:
+    """Jobs averaged per second, with faults and without; and the ratio for each stretch with faults."""
+    seconds: dict[tuple[int, bool], float] = {}
+    jobs: dict[tuple[int, bool], float] = {}
+    before = luck.began
+    for at, num_jobs in times.commits:   # an outer iteration belongs to the stretch in which it began
+        stretch = luck.stretch(before - luck.began)
+        seconds[stretch] = seconds.get(stretch, 0.0) + at - before
+        jobs[stretch] = jobs.get(stretch, 0.0) + num_jobs
+        before = at
+
+    def speed(chosen: list[tuple[int, bool]]) -> float:
+        return sum(jobs[one] for one in chosen) / sum(seconds[one] for one in chosen)
+    quiet = {number for number, is_faulty in jobs if not is_faulty}
+    ratios = [speed([(number, True)]) / speed([(n, False) for n in (number, number + 1) if n in quiet])
+              for number, is_faulty in sorted(jobs) if is_faulty]
+    return {"faulty": speed([one for one in jobs if one[1]]), "quiet": speed([one for one in jobs if not one[1]])}, ratios
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos.soak", description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--workers", type=int, default=16, help="worker processes")
+    parser.add_argument("--minutes", type=float, default=20.0, help="with faults; a quarter of that comes without")
+    parser.add_argument("--seed", type=int, default=0, help="of the faults")
+    parser.add_argument("--json", type=Path, help="file for the figures")
+    asked = parser.parse_args()
+    plan = Plan(num_workers=asked.workers, faulty_s=60 * asked.minutes, quiet_s=16 * asked.minutes, seed=asked.seed,
+                num_stretches=max(1, round(asked.minutes / 2.5)))
+    with tempfile.TemporaryDirectory() as folder:
+        report = soak(plan, Path(folder))
+    print(report)
+    if asked.json:
+        asked.json.write_text(json.dumps({"goodput": report.goodput, "ratios": report.ratios, "jobs_per_s": report.jobs_per_s,
+                                          "faults": report.num_faults, "problems": report.problems}, indent=1))
+    return bool(report.problems)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,300 @@
+"""Runs one case of the matrix, sees that the fault struck and that nothing was lost, and says what it cost."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import tempfile
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ngsgd.config import ClusterConfig, FailureConfig, OuterConfig, RunConfig
+from ngsgd.errors import CheckpointError
+from ngsgd.files import read_json_lines
+from ngsgd.training.job import Job, WorkerSpec
+from ngsgd.training.worker import Worker
+from tests.chaos import cases
+from tests.chaos.cases import Case, Seen
+from tests.chaos.coordinator import INTERRUPTED, Ordeal
+from tests.chaos.faults import Breaks, Fault, Spoils
+from tests.chaos.invariants import Surroundings, num_recomputed, problems
+from tests.chaos.ray_trials import try_ray
+from tests.chaos.service import try_service
+from tests.chaos.storage import PowerCut, Trouble, cut_short
+from tests.chaos.watch import WatchedPool
+from tests.toy import Run, config
+
+PROGRESS_TIMEOUT_S = 0.5
+_PATIENT_S = 5.0      # where a worker goes on, and a busy machine must not make it look dead
+_MANY = 4             # workers, where it takes more than two
+_CHURN_ITERS = 20
+
+
+def try_case(case: Case, folder: Path) -> Seen:
+    """Dispatches on who breaks."""
+    trials: dict[str, Callable[[Case, Path], Seen]] = {
+        "worker": _try_worker, "result": _try_result, "coordinator": _try_coordinator, "storage": _try_storage,
+        "combined": _try_combined, "service": try_service, "ray": try_ray}
+    return trials[case.who](case, folder)
+
+
+# Settings ---------------------------------------------------------------------------------------------------------------
+
+def settings(name: str = "", **changes: Any) -> RunConfig:
+    """A run of a second; `name` is one of cases.OUTER or cases.POLICIES."""
+    outer = {"overlap": OuterConfig("average", overlap=True), "bmuf": OuterConfig("bmuf", gain=1.5), "easgd": OuterConfig("easgd")}
+    policy: Any = name if name in cases.POLICIES else "retry"
+    failure = FailureConfig(policy=policy, progress_timeout_s=PROGRESS_TIMEOUT_S)
+    return config(**{"outer": outer.get(name, OuterConfig()), "failure": failure, **changes})
+
+
+def many_workers(num_workers: int = _MANY) -> RunConfig:
+    """A worker for each of so many jobs."""
+    plain = settings()
+    schedule = replace(plain.schedule, num_jobs_initial=num_workers, num_jobs_final=num_workers, num_epochs=2.0)
+    return settings(cluster=ClusterConfig(num_workers=num_workers, threads_per_worker=1), schedule=schedule)
+
+
+@functools.cache
+def reference(run_config: RunConfig) -> str:
+    """The hash of the final model without faults, made in one process."""
+    with tempfile.TemporaryDirectory() as folder:
+        return Run(Path(folder), run_config).train().model_sha256
+
+
+def run_in(folder: Path, run_config: RunConfig) -> Run:
+    """One that keeps all its checkpoints."""
+    folder.mkdir(parents=True, exist_ok=True)
+    run = Run(folder, run_config)
+    run.store.num_to_keep = 100
+    return run
+
+
+def check(run: Run, around: Surroundings, *, pause_s: float | None = None, within: str = "") -> None:
+    """All invariants."""
+    found = problems(run, pause_s=pause_s, within=within) + around.problems(run.folder)
+    assert not found, "\n".join(found)
+
+
+# Workers ----------------------------------------------------------------------------------------------------------------
+
+_GOES_ON = {("slow", when) for when in cases.WORKER_WHEN} | {
+    ("SIGTERM", when) for when in ("last minibatch", "result built", "mid upload")}  # its job is done, or as good as
+_WITHOUT_JOB = ("start", "after ack", "idle")
+
+
+def _try_worker(case: Case, folder: Path) -> Seen:
+    goes_on = (case.how, case.when) in _GOES_ON
+    run_config = settings(case.setting)
+    if goes_on:
+        run_config = replace(run_config, failure=replace(run_config.failure, progress_timeout_s=_PATIENT_S))
+    run = run_in(folder, run_config)
+    fault = Fault(case.when, case.how, str(folder / "struck"))
+    around, pool = Surroundings(), WatchedPool(run, fault, Breaks(fault))
+    end = run.train(pool)
+    assert fault.strikes(), "the fault never struck"
+    keeps_all = case.setting not in cases.POLICIES
+    check(run, around, pause_s=pool.longest_pause_s, within=reference(settings(case.setting)) if keeps_all else "")
+    events = events_at(run, fault.at)
+    if goes_on:
+        assert "failed" not in events, "a worker that goes on was taken for dead"
+    elif case.when not in _WITHOUT_JOB:
+        assert "failed" in events, "nobody noticed"
+    if case.setting == "drop":
+        assert (end.progress.frames_processed < 3600) == ("dropped" in all_events(run))
+    else:
+        assert end.progress.frames_processed == 3600
+    outcome = "went on" if goes_on else {"defer": "put off", "drop": "left out"}.get(case.setting, "tried again")
+    if case.when in _WITHOUT_JOB and "failed" not in all_events(run) and not goes_on:
+        outcome = "replaced"
+    return Seen(outcome, keeps_all, None if goes_on else pool.recovery_s())
+
+
+def events_at(run: Run, at: tuple[int, int]) -> list[str]:
+    """What the ledger says of a job."""
+    return [line["event"] for line in read_json_lines(run.ledger_path) if (line.get("outer_iter"), line.get("job")) == at]
+
+
+def all_events(run: Run) -> list[str]:
+    return [line["event"] for line in read_json_lines(run.ledger_path)]
+
+
+def _try_result(case: Case, folder: Path) -> Seen:
+    run = run_in(folder, settings())
+    fault = Fault("arriving", case.how, str(folder / "struck"))
+    around, pool = Surroundings(), WatchedPool(run, fault, Spoils(fault))
+    run.train(pool)
+    assert fault.strikes(), "the fault never struck"
+    is_lost = case.how in ("NaN", "Inf")
+    check(run, around, pause_s=pool.longest_pause_s, within="" if is_lost else reference(settings()))
+    if is_lost:  # repeating it would give the same: it is left out, and said by name
+        (incident,) = run.recorder.incidents
+        assert incident.what == "job_rejected" and "not finite, the first in" in incident.message
+        return Seen("rejected by name", False)
+    num_discarded = pool.num_discarded + all_events(run).count("discarded")
+    assert num_discarded == 1, f"{num_discarded} results were discarded"
+    tried_again = "failed" in events_at(run, fault.at)
+    assert tried_again == (case.how != "duplicate")
+    return Seen("discarded, tried again" if tried_again else "discarded", True, pool.recovery_s())
+
+
+# Coordinator ------------------------------------------------------------------------------------------------------------
+
+def _try_coordinator(case: Case, folder: Path) -> Seen:
+    fault = Fault(case.when, case.how, str(folder / "struck"))
+    return _break_and_resume(Ordeal(folder, settings(), fault, uuid.uuid4().hex))
+
+
+def _break_and_resume(ordeal: Ordeal) -> Seen:
+    run = run_in(ordeal.folder, ordeal.config)
+    around = Surroundings(tag=ordeal.tag)
+    code = ordeal.run()
+    assert ordeal.fault.strikes(), "the fault never struck"
+    # asked to end after the last outer iteration it has nothing to interrupt
+    orderly = (0,) if ordeal.fault.when == "final combine" else (INTERRUPTED,)
+    assert code in ((-signal.SIGKILL,) if ordeal.fault.how == "SIGKILL" else orderly), f"the coordinator ended with {code}"
+    left = around.problems(ordeal.folder / "nowhere")  # but for files, which the next process takes care of
+    assert not left, "\n".join(left)
+    began, pool = time.time(), WatchedPool(run)
+    run.train(pool)
+    check(run, around, pause_s=pool.longest_pause_s, within=reference(ordeal.config))
+    again = num_recomputed(run)
+    assert sum(again.values()) <= 1, f"outer iterations {dict(again)} were begun again"
+    text = "resumed, one outer iteration again" if again else "resumed, none again"
+    return Seen(text, True, min((at_s for _, _, at_s in pool.submitted), default=time.time()) - began)
+
+
+# Storage ----------------------------------------------------------------------------------------------------------------
+
+def _try_storage(case: Case, folder: Path) -> Seen:
+    run = run_in(folder, settings())
+    around, within = Surroundings(), reference(settings())
+    is_read = case.when == "read"
+    trouble = Trouble(case.when, case.how, 5 if is_read else 2)
+    began = time.monotonic()
+    if is_read:
+        run.train(WatchedPool(run))
+        if case.how == "half-written manifest":
+            cut_short(run.store.directory / trouble.name)
+            trouble.happened = True
+    outcome, said = "went on", ""
+    with trouble.active():
+        try:
+            run.train(WatchedPool(run))
+        except CheckpointError as error:
+            said = str(error)
+            outcome = "stopped with a sentence, resumed"
+        except PowerCut:
+            outcome = "resumed"
+    assert trouble.happened, "the fault never struck"
+    assert not said or ("could not be saved" in said and "ngsgd resume" in said)
+    if outcome == "went on" and is_read and case.how != "slow":
+        outcome = "older checkpoint, one outer iteration again"
+    broke_s = time.monotonic() - began
+    run.train(WatchedPool(run))
+    check(run, around, within=within)
+    assert sum(num_recomputed(run).values()) <= 1
+    return Seen(outcome, True, None if outcome == "went on" else time.monotonic() - began - broke_s)
+
+
+# Combined ---------------------------------------------------------------------------------------------------------------
+
+def _try_combined(case: Case, folder: Path) -> Seen:
+    trials: dict[str, Callable[[Path], Seen]] = {
+        "all workers": lambda at: _kill_many(at, many_workers(), range(_MANY)),
+        "all workers but one": lambda at: _kill_many(at, many_workers(), range(_MANY - 1)),
+        "killed again in each retry": _poison, "replacement killed while it starts": _kill_the_replacement,
+        "worker and coordinator": _kill_both, "churn": _churn}
+    return trials[case.how](folder)
+
+
+class StormyPool(WatchedPool):
+    """Kills workers as soon as a certain job is given out."""
+
+    def __init__(self, run: Run, victims: Callable[[Job], list[int]]) -> None:
+        super().__init__(run)
+        self.victims = victims
+        self.killed: list[int] = []
+
+    def submit(self, job: Job) -> None:
+        super().submit(job)
+        for index in self.victims(job):
+            process_id = self._slots[index].process.pid
+            assert process_id
+            os.kill(process_id, signal.SIGKILL)
+            self.killed.append(process_id)
+
+
+def _kill_many(folder: Path, run_config: RunConfig, victims: range) -> Seen:
+    run = run_in(folder, run_config)
+    last = (2, run_config.cluster.num_workers - 1, 1)   # by then all have work
+    around, pool = Surroundings(), StormyPool(run, lambda job: list(victims) if job.identity == last else [])
+    run.train(pool)
+    assert len(pool.killed) == len(victims)
+    check(run, around, pause_s=pool.longest_pause_s, within=reference(run_config))
+    assert all_events(run).count("failed") >= len(victims) - 1  # one may have been done already
+    return Seen("tried again", True)
+
+
+def _poison(folder: Path) -> Seen:
+    run = run_in(folder, settings())
+    fault = Fault("mid shard", "SIGKILL", str(folder / "struck"), num_times=3)
+    around, pool = Surroundings(), WatchedPool(run, fault, Breaks(fault))
+    end = run.train(pool)
+    assert len(fault.strikes()) == 3
+    check(run, around, pause_s=pool.longest_pause_s)
+    (told,) = [one for one in run.recorder.incidents if one.what == "shard_quarantined"]
+    assert "archive" in told.message and "has ended 3 workers" in told.message
+    assert end.progress.quarantined and end.progress.frames_processed < 3600
+    return Seen("quarantined by name", False)
+
+
+@dataclass(frozen=True)
+class BreaksTwice:
+    """The first fault ends a worker, the second its replacement, before it is ready."""
+
+    first: Fault
+    second: Fault
+
+    def __call__(self, spec: WorkerSpec, index: int) -> Worker:
+        if index == self.first.at[1] and self.first.strikes():
+            self.second.strike()
+        return Breaks(self.first)(spec, index)
+
+
+def _kill_the_replacement(folder: Path) -> Seen:
+    run = run_in(folder, settings())
+    first = Fault("mid shard", "SIGKILL", str(folder / "struck"))
+    second = Fault("start", "SIGKILL", str(folder / "again"))
+    around, pool = Surroundings(), WatchedPool(run, first, BreaksTwice(first, second))
+    run.train(pool)
+    assert first.strikes() and second.strikes()
+    check(run, around, pause_s=pool.longest_pause_s, within=reference(settings()))
+    return Seen("tried again", True, pool.recovery_s())
+
+
+def _kill_both(folder: Path) -> Seen:
+    worker = Fault("mid shard", "SIGKILL", str(folder / "worker-struck"))
+    coordinator = Fault("first result in", "SIGKILL", str(folder / "struck"))
+    seen = _break_and_resume(Ordeal(folder, settings(), coordinator, uuid.uuid4().hex, Breaks(worker)))
+    assert worker.strikes(), "the worker's fault never struck"
+    return seen
+
+
+def _churn(folder: Path) -> Seen:
+    plain = settings()
+    run_config = replace(plain, schedule=replace(plain.schedule, num_epochs=_CHURN_ITERS / 6))
+    run = run_in(folder, run_config)
+    around, pool = Surroundings(), StormyPool(run, lambda job: [job.job] if job.attempt == 1 and job.outer_iter else [])
+    run.train(pool)
+    assert len(run.recorder.records) == _CHURN_ITERS
+    assert len(pool.killed) == 2 * (_CHURN_ITERS - 1)
+    check(run, around, pause_s=pool.longest_pause_s, within=reference(run_config))
+    return Seen(f"{len(pool.killed)} kills in {_CHURN_ITERS} outer iterations, all tried again", True)
+
+

@@ -1,0 +1,84 @@
+"""A pool that is watched: what arrived, how fast work came back after a fault, and how long nothing happened."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from ngsgd.training.flat import Vector
+from ngsgd.training.job import Job, JobResult, Outcome
+from ngsgd.training.process_pool import ProcessPool
+from ngsgd.training.worker import Worker
+from ngsgd.training.worker_process import MakeWorker
+from tests.chaos.faults import Fault
+from tests.toy import Run
+
+LATE_S = 1.0   # a stopped worker goes on after this: later than it is missed
+
+
+class WatchedPool(ProcessPool):
+    """Keeps every vector that came, by its checksum, and wakes what a fault stopped, late."""
+
+    def __init__(self, run: Run, fault: Fault | None = None, make_worker: MakeWorker = Worker) -> None:
+        super().__init__(run.spec, run.config.cluster.num_workers, 1, run.store.layout.size,
+                         log_directory=run.folder / "workers", make_worker=make_worker)
+        self.fault = fault
+        self.kept = run.folder / "kept"
+        self.kept.mkdir(exist_ok=True)
+        self.longest_pause_s = 0.0     # without any progress
+        self.submitted: list[tuple[tuple[int, int, int], int, float]] = []  # job, process, seconds since the epoch
+        self._last: tuple[float, object] = (time.monotonic(), None)
+        self._woken: set[int] = set()
+
+    def submit(self, job: Job) -> None:
+        super().submit(job)
+        (process_id,) = [slot.process.pid or 0 for slot in self._slots if slot.job is job]
+        self.submitted.append((job.identity, process_id, time.time()))
+
+    def wait(self, timeout_s: float) -> Outcome | None:
+        outcome = super().wait(timeout_s)
+        self._wake_late()
+        if isinstance(outcome, JobResult):
+            keep(self.kept, outcome.sent.read(), outcome.digest)
+        self._measure_pause((outcome is None or outcome.job.identity, self._state()))
+        return outcome
+
+    def recovery_s(self) -> float | None:
+        """From the fault to the next try, or to the next job in the place of the process it struck; None if there was none."""
+        if self.fault is None or not (strikes := self.fault.strikes()):
+            return None
+        process_id, struck_s = strikes[-1]
+        outer_iter, job = self.fault.at
+        later = [at_s - struck_s for (o, j, attempt), process, at_s in self.submitted
+                 if at_s > struck_s and (process != process_id or attempt > 1) and o >= outer_iter and j == job]
+        return min(later, default=None)
+
+    def _state(self) -> Mapping[int, object]:
+        return {**self.progress(), **{-1 - slot.index: (slot.ready, slot.process.pid) for slot in self._slots}}
+
+    def _measure_pause(self, state: object) -> None:
+        now = time.monotonic()
+        since, before = self._last
+        if state == before:
+            self.longest_pause_s = max(self.longest_pause_s, now - since)
+        else:
+            self._last = now, state
+
+    def _wake_late(self) -> None:
+        for process_id, struck_s in self.fault.strikes() if self.fault and self.fault.how == "SIGSTOP" else ():
+            if process_id not in self._woken and time.time() - struck_s > LATE_S:
+                self._woken.add(process_id)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process_id, signal.SIGCONT)
+
+
+def keep(folder: Path, vector: Vector, digest: int) -> None:
+    """Under the name by which the ledger speaks of it."""
+    with contextlib.suppress(ValueError):  # what was damaged on its way may be no vector at all
+        np.save(folder / f"{digest:016x}.npy", vector)

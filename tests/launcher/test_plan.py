@@ -1,0 +1,294 @@
+"""`ngsgd plan`: what it computes from a measurement, what it says, what it refuses; and the lines at the end of a run."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher import cli, plan, plan_text
+from launcher.plan_text import Assumptions
+from ngsgd.config import ClusterConfig, OuterConfig, RunConfig, ScheduleConfig
+from ngsgd.errors import ConfigError
+from ngsgd.files import write_text
+from ngsgd.training.planner import Machine, Speed, Workload
+from ngsgd.training.planner_formulas import Link, Spread
+from tests.launcher.records import final_report, outer_iteration
+
+ROOT = Path(__file__).resolve().parents[2]
+MACHINE = Machine(
+    num_cores=2, num_gpus=0,
+    parallel=(Speed(1, 2, 30000.0, 0.05, 0.06), Speed(2, 1, 20000.0, 0.05, 0.06), Speed(4, 1, 18000.0, 0.06, 0.06)),
+    serial=(Speed(1, 1, 21000.0, 0.05, 0.06), Speed(1, 2, 30000.0, 0.05, 0.06)),
+    spread=Spread(0.02, 0.0), link=Link(4e9, 4e-5, 1.5e9), checkpoint_s=0.007, warm_up_s=0.2)
+WORKLOAD = Workload(samples=16000.0, minibatch_size=128, model_bytes=1_300_000, total_samples=1.2e6)
+ASSUMED = Assumptions(2, 1.25e8, 2e-4, 1.2e-4, 20.0, None, None, 0.0)
+LARGE = replace(WORKLOAD, model_bytes=41_600_000, total_samples=1e9)  # 10.4 million parameters, much data
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[RunConfig]:
+    """Stands in for half a minute of measuring; the list has the configurations that were measured."""
+    seen: list[RunConfig] = []
+
+    def fake(config: RunConfig, seconds: float, *, to_stderr: bool) -> tuple[Machine, Workload]:
+        seen.append(config)
+        return MACHINE, WORKLOAD
+    monkeypatch.setattr(plan, "_measured", fake)
+    monkeypatch.chdir(tmp_path)
+    return seen
+
+
+def _keep(config: RunConfig, machine: Machine = MACHINE) -> None:
+    Path(config.output_dir).mkdir(exist_ok=True)
+    kept = {"format": 1, "settings": plan._key(config), "machine": machine.to_json(), "workload": vars(WORKLOAD)}
+    write_text(plan._file(config), json.dumps(kept))
+
+
+# The command ----------------------------------------------------------------------------------------------------------
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = ("import sys; from launcher.cli import main; code = main(['plan', '--help']); "
+            "heavy = {'torch', 'ray', 'mlflow', 'hydra', 'omegaconf', 'numpy', 'rich', 'yaml'} & set(sys.modules); "
+            "sys.exit(f'imported {heavy}' if heavy else code)")
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "--failures-per-worker-hour" in done.stdout
+
+
+def test_settings_are_composed_as_for_training(measured: list[RunConfig], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "model=pnorm", "--workers", "1,8", "schedule.minibatch_size=256"]) == 0
+    [config] = measured
+    assert (config.model.kind, config.schedule.minibatch_size) == ("pnorm", 256)
+    rows = [line for line in capsys.readouterr().out.splitlines() if re.match(r" +\d+  ", line)]
+    assert [int(row.split()[0]) for row in rows] == [1, 8]
+
+
+def test_json_is_all_that_stdout_gets(measured: list[RunConfig], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "--json", "--workers", "4,2,4"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [row["workers"] for row in found["rows"]] == [2, 4]
+    assert found["rows"][0]["here"]["outer_iter_s"] > 0.8
+    assert Machine.from_json(found["machine"]) == MACHINE
+    assert found["advice"]
+
+
+@pytest.mark.parametrize(("arguments", "told"), [
+    (["--workers", "1,x"], "--workers is '1,x'; give whole numbers"),
+    (["--workers", "0"], "--workers is '0'"),
+    (["--workers", "1000000"], "from 1 to 100000"),
+    (["--bandwidth", "0"], "--bandwidth is 0.0; it must be greater than 0."),
+    (["--seconds", "nan"], "--seconds is nan; it must be greater than 0."),
+    (["--failures-per-worker-hour", "-1"], "--failures-per-worker-hour is -1.0; it must be at least 0."),
+    (["--outer-momentum", "1"], "--outer-momentum is 1.0; it must be at least 0 and less than 1."),
+    (["--cores-per-node", "0"], "--cores-per-node is 0; it must be at least 1."),
+    (["--gamma", "much"], "invalid float value: 'much'"),
+    (["optimizer.max_chnage=1"], "Did you mean optimizer.max_change?"),
+    (["--saved"], "has no measurement of these settings; leave out --saved to measure."),
+])
+def test_bad_input_is_told_in_sentences(arguments: list[str], told: str, measured: list[RunConfig], tmp_path: Path,
+                                        capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert told in captured.err
+    assert (captured.out, measured, list(tmp_path.iterdir())) == ("", [], [])
+
+
+def test_all_wrong_arguments_are_told_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        plan.command(["--workers", "x", "--bandwidth", "-1", "--sigma", "-2"])
+    assert len(caught.value.problems) == 3
+
+
+def test_a_saved_measurement_is_used_for_its_own_settings_only(
+        measured: list[RunConfig], capsys: pytest.CaptureFixture[str]) -> None:
+    _keep(RunConfig())
+    assert cli.main(["plan", "--saved", "output_dir=runs", "cluster=in_process", "name=other"]) == 0  # where jobs run may differ
+    assert measured == []
+    assert cli.main(["plan", "--saved", "output_dir=runs", "model.hidden_dim=512"]) == 2
+    assert "has no measurement of these settings" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"format": 0}',
+                                     '{"format": 1, "settings": "KEY", "machine": {}, "workload": {}}'])
+def test_a_damaged_measurement_counts_as_none(content: str, tmp_path: Path) -> None:
+    config = RunConfig(output_dir=str(tmp_path))
+    plan._file(config).write_text(content.replace("KEY", plan._key(config)))
+    assert plan.saved(config) is None
+
+
+def test_the_momentum_of_the_outer_optimiser_is_that_of_the_settings() -> None:
+    momenta = {kind: plan._momentum(RunConfig(outer=OuterConfig(kind=kind))) for kind in ("average", "bmuf", "diloco", "slowmo")}
+    assert momenta == {"average": 0.0, "bmuf": 0.0, "diloco": 0.9, "slowmo": 0.5}
+
+
+# The table ------------------------------------------------------------------------------------------------------------
+
+
+def _rows(*workers: int, machine: Machine = MACHINE, workload: Workload = WORKLOAD, assumed: Assumptions = ASSUMED,
+          cluster: ClusterConfig | None = None) -> list[plan_text.Row]:
+    config = RunConfig(cluster=cluster or ClusterConfig(kind="ray"))
+    return plan.rows(machine, workload, config, workers, assumed)
+
+
+def test_workers_share_cores_here_and_have_their_own_there() -> None:
+    one, two, four, many = _rows(1, 2, 4, 1000)
+    assert one.here == one.there
+    assert two.here == two.there  # two cores are one machine: there is no network
+    assert (four.num_machines, many.num_machines) == (2, 500)
+    assert four.here is not None
+    assert four.here.outer_iter_s > 2 * four.there.outer_iter_s * 0.95
+    assert four.speed_up_here is not None and four.speed_up_here < two.speed_up
+    assert many.here is None
+    assert one.speed_up == 1.0
+
+
+def test_in_one_process_more_workers_are_no_faster_here() -> None:
+    (four,) = _rows(4, cluster=ClusterConfig(kind="in_process"))
+    assert four.here is not None
+    assert four.here.compute_s == pytest.approx(4 * (16000 / 21000 + 0.05), rel=0.01)
+    assert four.there.compute_s == pytest.approx(16000 / 20000 + 0.05, rel=0.2)
+
+
+def test_faster_links_and_a_smaller_spread_make_an_outer_iteration_shorter() -> None:
+    (base,), (fast,), (even,) = (_rows(64, workload=LARGE, assumed=assumed) for assumed in (
+        ASSUMED, replace(ASSUMED, bandwidth=1.25e9), replace(ASSUMED, sigma=0.0)))
+    assert fast.there.outer_iter_s < base.there.outer_iter_s
+    assert even.there.outer_iter_s < base.there.outer_iter_s
+    assert base.averaging != "central"
+    assert base.averaging_s < base.there.travel_s
+
+
+def test_failures_cost_more_with_more_workers_and_most_when_all_restart() -> None:
+    few, many = _rows(4, 256, assumed=replace(ASSUMED, failures_per_worker_hour=0.5))
+    assert 0.0 < few.lost < many.lost < many.lost_restarting < 1.0
+    (never,) = _rows(256, assumed=replace(ASSUMED, failures_per_worker_hour=0.0))
+    assert never.lost == never.lost_restarting == 0.0
+
+
+def test_what_is_set_stays_where_it_does_no_harm() -> None:
+    (row,) = _rows(2, workload=replace(WORKLOAD, samples=15000.0, total_samples=1e9), machine=replace(MACHINE, parallel=(
+        Speed(1, 2, 3000.0, 0.05, 0.06), Speed(2, 1, 2000.0, 0.05, 0.06))))
+    assert row.samples.samples == RunConfig().egs.samples_per_iter == 16000
+    assert row.averaging == "central"  # nothing to gain by anything else
+
+
+def test_every_number_of_workers_gets_samples_and_each_reason_is_told_once() -> None:
+    table = _rows(1, 2, 4, 8, 1000)
+    lines = plan_text.text(MACHINE, WORKLOAD, ASSUMED, table)
+    reasons = [line for line in lines if line.startswith("samples_per_iter for ")]
+    assert len(reasons) == len({row.samples.reason for row in table})
+    assert all(len(line) <= 132 for line in lines)
+    assert lines[-1].startswith("advice: ")
+
+
+# Advice: one line about what helps most -------------------------------------------------------------------------------
+
+
+def test_advice_on_threads_that_are_in_each_others_way() -> None:
+    slow = (Speed(1, 1, 21000.0, 0.05, 0.06), Speed(1, 2, 12000.0, 0.05, 0.06))
+    told = plan_text.advice(replace(MACHINE, serial=slow), _rows(1, 2))
+    assert told == "one worker is 1.8 times as fast with 1 thread as with 2; set cluster.threads_per_worker=1."
+
+
+def test_advice_on_fixed_costs() -> None:
+    machine = replace(MACHINE, checkpoint_s=0.5)
+    table = _rows(2, machine=machine, workload=replace(WORKLOAD, total_samples=1e9))
+    assert table[0].samples.samples > 16000
+    share = f"{100 * table[0].there.efficiency:.0f}%"
+    assert plan_text.advice(machine, table) == (f"up to 2 workers run at {share} efficiency, better with "
+                                                f"egs.samples_per_iter={table[0].samples.samples}; the table ends there.")
+
+
+def test_advice_on_averaging_in_one_place() -> None:
+    told = plan_text.advice(MACHINE, _rows(2, 1000, workload=replace(LARGE, samples=1e5)))
+    assert re.fullmatch(r"up to 2 workers run at \d+% efficiency.*; with 1000 averaging in one place takes \d+ s longer than "
+                        r"halving-doubling would\.", told)
+
+
+def test_advice_on_too_little_data() -> None:
+    assert plan_text.advice(MACHINE, _rows(1, 2, 1000)).endswith("; for 1000 there is too little data.")
+
+
+def test_advice_when_all_is_well() -> None:
+    table = _rows(1, 2, workload=replace(WORKLOAD, samples=1e6, total_samples=1e9))
+    assert re.fullmatch(r"up to 2 workers run at 9\d% efficiency; the table ends there\.", plan_text.advice(MACHINE, table))
+
+
+# After a run ----------------------------------------------------------------------------------------------------------
+
+
+def _forecast(tmp_path: Path, *, address: str = "", **changes: Any) -> tuple[plan.Forecast, list[str]]:
+    lines: list[str] = []
+    config = RunConfig(output_dir=str(tmp_path), cluster=ClusterConfig(kind="ray", num_workers=2, address=address), **changes)
+    return plan.Forecast(config, [2] * 4, lines.append), lines
+
+
+def _finish(forecast: plan.Forecast) -> None:
+    for outer_iter in range(4):
+        forecast.outer_iteration(outer_iteration(outer_iter, num_outer_iters=4))
+    forecast.finished(final_report())
+    forecast.close("FINISHED")
+
+
+def test_a_run_ends_with_what_was_foretold_by_its_beginning(tmp_path: Path) -> None:
+    forecast, lines = _forecast(tmp_path)
+    _finish(forecast)
+    assert lines == [
+        "an outer iteration: predicted 2.08s, took 2.08s (+0%): jobs 2.00s/2.00s, average 0.01s/0.01s, checkpoint 0.02s/0.02s, "
+        "diagnostics 0.05s/0.05s",
+        "4 of them: predicted 8.32s, took 8.32s; predicted from its first 3 outer iterations"]
+
+
+def test_a_run_ends_with_what_the_probe_foretold_where_there_is_one(tmp_path: Path) -> None:
+    forecast, lines = _forecast(tmp_path)
+    _keep(RunConfig(output_dir=str(tmp_path)))
+    _finish(forecast)
+    told = [row.here for row in _rows(2)]
+    assert told[0] is not None
+    assert f"4 of them: predicted {4 * told[0].outer_iter_s + 0.2:.2f}s, took 8.32s" in lines[1]
+    assert lines[1].endswith("predicted from a probe of this machine")
+
+
+@pytest.mark.parametrize("changes", [{"address": "auto"}, {"outer": OuterConfig(overlap=True)},
+                                     {"schedule": ScheduleConfig(shares="time")}])
+def test_the_probe_says_nothing_about_a_cluster_or_jobs_of_another_kind(tmp_path: Path, changes: dict[str, Any]) -> None:
+    forecast, lines = _forecast(tmp_path, **changes)
+    _keep(RunConfig(output_dir=str(tmp_path)))
+    _finish(forecast)
+    assert lines[1].endswith("predicted from its first 3 outer iterations")
+
+
+def test_a_run_of_one_outer_iteration_ends_without_a_forecast(tmp_path: Path) -> None:
+    forecast, lines = _forecast(tmp_path)
+    forecast.outer_iteration(outer_iteration(0, num_outer_iters=1))
+    forecast.finished(final_report())
+    assert lines == []
+
+
+# For real -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_real_command_measures_prints_and_keeps(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "launcher", "plan", f"output_dir={tmp_path}", "data.train_minutes=1.5", "data.valid_minutes=0.3",
+             "data.test_minutes=0.3", "egs.samples_per_iter=400", "egs.num_diagnostic_frames=300", "model.num_layers=2",
+             "model.hidden_dim=64", "schedule.minibatch_size=16", "cluster.start_timeout_s=280", "--workers", "1,4",
+             "--json"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([*words, "--seconds", "1"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    first = json.loads(done.stdout)
+    assert [row["workers"] for row in first["rows"]] == [1, 4]
+    assert 0.0 < first["rows"][0]["there"]["efficiency"] < 1.0
+    again = subprocess.run([*words, "--saved"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert json.loads(again.stdout) == first
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "plan.json"]  # no checkpoint of the probe is left

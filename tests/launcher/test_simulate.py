@@ -1,0 +1,92 @@
+"""`ngsgd simulate`: what it prints and keeps, and that chance comes from the seed alone."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher import cli, simulate
+from launcher.progress import duration
+from launcher.simulate import Summary, VirtualProgress
+from ngsgd.errors import ConfigError
+from ngsgd.files import read_json_lines
+from ngsgd.training.planner_formulas import Spread
+from ngsgd.training.records import SubsetScore
+from tests.integration.service import TINY
+from tests.launcher.records import outer_iteration
+
+SUMMARY = Summary(4, 10, 200.0, 180.0, 0.9, {"efficiency": 0.8, "failures": 0.1, "stragglers": 0.05, "averaging": 0.03,
+                                            "overhead": 0.02}, 3, 1, 640000, SubsetScore(-0.5, 0.9), SubsetScore(-0.6, 0.85),
+                  12.0, "/r/x")
+
+
+def test_help_imports_no_torch() -> None:
+    code = ("import sys; from launcher.cli import main; code = main(['simulate', '--help']); "
+            "heavy = {'torch', 'ray', 'mlflow', 'hydra'} & set(sys.modules); assert not heavy, heavy; sys.exit(code)")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "--failures-per-worker-hour" in done.stdout
+
+
+def test_everything_wrong_is_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["simulate", "--rate", "0", "--sigma", "-1", "--hang-share", "2", "--latency", "nan"]) == ConfigError.exit_code
+    told = capsys.readouterr().err
+    assert "--rate is 0.0; it must be greater than 0." in told
+    assert "--sigma is -1.0; it must be at least 0." in told
+    assert "--hang-share is 2.0; it must be at most 1." in told
+    assert "--latency is nan; it must be at least 0." in told
+
+
+def test_the_spread_asked_for_is_that_of_a_whole_job() -> None:
+    options = simulate._parser().parse_args(["--sigma", "0.1", "--host-sigma", "0.3"])
+    cluster = simulate.cluster_of(options, num_minibatches=25.0, seed=1)
+    assert cluster.spread == Spread(0.3, 0.5)
+    assert cluster.spread.of_job(25.0) == pytest.approx((0.3 ** 2 + 0.1 ** 2) ** 0.5)
+
+
+def test_lines_of_outer_iterations_tell_the_virtual_time() -> None:
+    record = outer_iteration()
+    assert VirtualProgress().iteration_line(record).endswith(f"at {duration(record.elapsed_s)}")
+
+
+def test_the_summary_says_where_the_time_went() -> None:
+    assert simulate.text(SUMMARY) == [
+        "simulated  10 outer iterations on 4 workers: 3m20s (12.0s on this machine); 3 ends of workers, 1 of them hung",
+        "predicted  3m00s by the planner's formulas (simulated: +11.1%)",
+        "efficiency 80.0% (predicted 90.0%); lost to failures 10.0%, stragglers 5.0%, averaging 3.0%, overhead 2.0%",
+        "objf       -0.500 valid -0.600 acc 85.0% after 640,000 frames",
+        "run folder /r/x"]
+
+
+def _simulated(output_dir: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    words = ["simulate", *TINY, f"output_dir={output_dir}", "cluster.num_workers=3", "schedule.num_epochs=0.5",
+             "failure.max_attempts=100", "--json", *arguments]
+    assert cli.main(words) == 0
+    summary: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return summary
+
+
+@pytest.mark.slow
+def test_the_real_command_is_decided_by_its_seed_and_failures_change_no_number(
+        tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    broken = ("--rate", "300", "--failures-per-worker-hour", "2000", "--replace-s", "1", "--hang-share", "0.2")
+    first, second = _simulated(tmp_path, capsys, *broken), _simulated(tmp_path, capsys, *broken)
+    calm = _simulated(tmp_path, capsys, "--rate", "300", "--sigma", "0")
+    events = [(Path(one["folder"]) / "events.jsonl").read_text() for one in (first, second)]
+    assert events[0] == events[1]
+    assert first["num_deaths"] > 0
+    assert first["virtual_s"] > 1.1 * calm["virtual_s"]
+    assert first["valid"] == calm["valid"]  # the same model
+    assert calm["virtual_s"] == pytest.approx(calm["predicted_s"], rel=0.05)
+    assert calm["shares"]["failures"] == 0.0
+    assert sum(first["shares"].values()) == pytest.approx(1.0)
+    folder = Path(calm["folder"])
+    records = [line for line in read_json_lines(folder / "events.jsonl") if line["event"] == "outer_iteration"]
+    assert records[-1]["elapsed_s"] == calm["virtual_s"]
+    assert json.loads((folder / "simulation.json").read_text())["summary"]["virtual_s"] == calm["virtual_s"]
+    assert not (tmp_path / "mlflow.db").exists() and not (folder / "decode").exists()

@@ -1,0 +1,346 @@
+"""Averaging among the workers over gloo: the coordinator's bits, whoever dies, hangs, comes or goes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from ngsgd.config import ClusterConfig, FailureConfig, OuterConfig, RunConfig, check
+from ngsgd.ops.averaging import mean_of_chunk, pool_variances, shares_of
+from ngsgd.ops.compression import Codec
+from ngsgd.schedules import Shard as ArchiveShard
+from ngsgd.training.audit import audit
+from ngsgd.training.collective import Broken, KeptRef, Member, Order
+from ngsgd.training.exchange import Exchange, remote
+from ngsgd.training.flat import Layout, Mean, Vector
+from ngsgd.training.job import Held, Job, JobResult, Piece, ResultsLost, Start
+from ngsgd.training.parcels import pack, parcel_size, shard_edges, unpack
+from ngsgd.training.process_pool import ProcessPool
+from ngsgd.training.verify import digest
+from tests.toy import Run, config
+
+PLAIN = Layout(("weight",), ((5003,),))
+NORMALISED = Layout(("a.weight", "norm.weight", "norm.running_mean", "norm.running_var", "b.weight"),
+                    ((40, 40), (40,), (40,), (40,), (40,)))
+
+
+def some(size: int, seed: int) -> Vector:
+    return np.random.default_rng(seed).normal(size=size).astype(np.float32)
+
+
+class Swarm:
+    """Members in threads of this process; the groups are real."""
+
+    def __init__(self, layout: Layout, num_workers: int, codec: Codec | None = None) -> None:
+        self.members = [Member(worker, layout, torch.device("cpu")) for worker in range(num_workers)]
+        self.exchange = Exchange("127.0.0.1", 120.0, codec=codec)
+        self.orders: list[Mapping[int, Order]] = []
+        self.gone: set[int] = set()
+        self.loses_answers = False
+
+    def result(self, vector: Vector, start: Vector, worker: int, job: int, outer_iter: int = 0) -> JobResult:
+        spec = Job(outer_iter, job, 1, (Piece(ArchiveShard(0, 0), 0, job),), Start(Held(start)), 0.1, 1.0)
+        made = JobResult(spec, worker, Held(vector), digest(vector), 10 + job, 1, -1.0, 0.5, 1.0, 0.0, 0.0, 0)
+        self.members[worker].make_room(spec)
+        return remote(self.members[worker].keep(made), self.fetch)
+
+    def fetch(self, kept: KeptRef) -> Vector:
+        return self.members[kept.worker].fetch(kept.identity)
+
+    def ask(self, orders: Mapping[int, Order], timeout_s: float, when_lost: Callable[[], None]) -> dict[int, object]:
+        self.orders.append(orders)
+        with ThreadPoolExecutor(len(orders)) as threads:
+            answers = list(threads.map(lambda worker: self.members[worker].average(orders[worker]), orders))
+        return {} if self.loses_answers else dict(zip(orders, answers, strict=True))
+
+    def mean(self, results: Sequence[JobResult]) -> Mean | None:
+        weights = [float(result.num_frames) for result in results]
+        return self.exchange.mean(results, weights, self.ask, lambda kept: "gone" if kept.worker in self.gone else "")
+
+
+def central(layout: Layout, vectors: Sequence[Vector], weights: Sequence[float]) -> Mean:
+    mean = mean_of_chunk(vectors, shares_of(len(vectors), weights), slice(0, layout.size))
+    pool_variances(mean, vectors, weights, layout.mean_and_variance())
+    return mean
+
+
+@pytest.mark.parametrize(("size", "num_workers", "num_jobs"), [(5003, 2, 2), (5003, 3, 3), (5003, 2, 5), (100_001, 5, 5), (3, 5, 5),
+                                                               (1, 2, 3), (35_000, 34, 34)])
+def test_the_mean_has_the_coordinators_bits_for_any_number_of_workers_jobs_and_elements(
+        size: int, num_workers: int, num_jobs: int) -> None:
+    layout = Layout(("weight",), ((size,),))
+    swarm = Swarm(layout, num_workers)
+    vectors = [some(size, job) for job in range(num_jobs)]
+    # dealt out backwards, so that the order of the sum is not that of the ranks
+    results = [swarm.result(vector, vector, (num_jobs - job) % num_workers, job) for job, vector in enumerate(vectors)]
+    mean = swarm.mean(results)
+    assert mean is not None
+    assert np.array_equal(mean, central(layout, vectors, [10.0 + job for job in range(num_jobs)]))
+
+
+def test_variances_of_batch_normalisation_are_pooled_as_the_coordinator_pools_them() -> None:
+    swarm = Swarm(NORMALISED, 3)
+    vectors = [some(NORMALISED.size, job) for job in range(3)]
+    for vector in vectors:
+        vector[NORMALISED.part("norm.running_var")] **= 2
+    mean = swarm.mean([swarm.result(vector, vector, job, job) for job, vector in enumerate(vectors)])
+    assert mean is not None
+    assert np.array_equal(mean, central(NORMALISED, vectors, [10.0, 11.0, 12.0]))
+
+
+def test_another_set_of_workers_is_another_group_and_the_same_set_is_not() -> None:
+    swarm = Swarm(PLAIN, 3)
+    for outer_iter, workers in enumerate([(0, 1), (0, 1), (0, 1, 2), (1, 2)]):
+        vectors = [some(PLAIN.size, 10 * outer_iter + job) for job in range(len(workers))]
+        mean = swarm.mean([swarm.result(vector, vector, worker, job, outer_iter)
+                           for job, (worker, vector) in enumerate(zip(workers, vectors, strict=True))])
+        assert mean is not None
+        assert np.array_equal(mean, central(PLAIN, vectors, [10.0 + job for job in range(len(workers))]))
+    assert [{order.generation for order in orders.values()} for orders in swarm.orders] == [{1}, {1}, {2}, {3}]
+
+
+def test_a_group_that_breaks_leaves_every_result_readable_and_the_next_one_works() -> None:
+    swarm = Swarm(PLAIN, 2)
+    swarm.exchange.timeout_s = 1.0
+    vectors = [some(PLAIN.size, job) for job in range(2)]
+    results = [swarm.result(vector, vector, job, job) for job, vector in enumerate(vectors)]
+    whole = swarm.ask
+    swarm.ask = lambda orders, *_: {0: swarm.members[0].average(orders[0])}  # type: ignore[method-assign]
+    assert swarm.mean(results) is None   # the other one never came
+    assert all(np.array_equal(result.sent.read(), vector) for result, vector in zip(results, vectors, strict=True))
+    swarm.ask, swarm.exchange.timeout_s = whole, 120.0  # type: ignore[method-assign]
+    mean = swarm.mean(results)
+    assert mean is not None
+    assert np.array_equal(mean, central(PLAIN, vectors, [10.0, 11.0]))
+
+
+def test_results_of_a_worker_that_is_gone_are_named_before_anybody_waits_for_them() -> None:
+    swarm = Swarm(PLAIN, 2)
+    results = [swarm.result(some(PLAIN.size, job), some(PLAIN.size, 9), job, job) for job in range(2)]
+    swarm.gone = {1}
+    with pytest.raises(ResultsLost) as lost:
+        swarm.mean(results)
+    assert [(failure.job.job, failure.worker, failure.worker_died) for failure in lost.value.failures] == [(1, 1, True)]
+    assert swarm.orders == []
+
+
+def test_a_result_that_changed_in_its_worker_is_not_averaged() -> None:
+    swarm = Swarm(PLAIN, 1)
+    vector = some(PLAIN.size, 0)
+    result = swarm.result(vector, vector, 0, 0)
+    vector[7] += 1.0
+    with pytest.raises(ResultsLost, match="damaged"):
+        result.sent.read()
+
+
+# ------------------------------------------------------------------------------------------------------- compression
+@pytest.mark.parametrize(("codec", "worst"), [("bf16", 0.004), ("int8", 0.004), ("e3m0", 0.26)])
+def test_compressed_moves_are_repaid_by_the_next_ones(codec: Codec, worst: float) -> None:
+    swarm = Swarm(PLAIN, 2, codec)
+    start, owed = some(PLAIN.size, 99), np.zeros(PLAIN.size)
+    for outer_iter in range(5):
+        moves = [0.01 * some(PLAIN.size, 10 * outer_iter + job) for job in range(2)]
+        vectors = [start + move for move in moves]
+        mean = swarm.mean([swarm.result(vector, start, job, job, outer_iter) for job, vector in enumerate(vectors)])
+        assert mean is not None
+        owed += central(PLAIN, vectors, [10.0, 11.0]) - mean
+        # moves of at most 0.05; error feedback stays below worst / (1 - worst) of the largest
+        assert np.abs(owed).max() < 0.05 * worst / (1.0 - worst)
+    assert np.abs(owed).max() > 0.0
+
+
+def test_a_move_that_did_not_arrive_is_not_paid_twice() -> None:
+    swarm, other = Swarm(PLAIN, 2, "int8"), Swarm(PLAIN, 2, "int8")
+    start = some(PLAIN.size, 99)
+    for outer_iter in range(3):
+        vectors = [start + 0.01 * some(PLAIN.size, 10 * outer_iter + job) for job in range(2)]
+        results = [swarm.result(vector, start, job, job, outer_iter) for job, vector in enumerate(vectors)]
+        if outer_iter == 1:  # everything was sent, and then the answers were lost
+            swarm.loses_answers = True
+            assert swarm.mean(results) is None
+            swarm.loses_answers = False
+        found = swarm.mean(results)
+        wanted = other.mean([other.result(vector, start, job, job, outer_iter) for job, vector in enumerate(vectors)])
+        assert found is not None and wanted is not None
+        assert np.array_equal(found, wanted)
+
+
+@pytest.mark.parametrize("codec", [None, "bf16", "int8", "e3m0"])
+@pytest.mark.parametrize(("size", "count"), [(5000, 3), (1, 1), (1023, 2), (4096, 4), (5, 7)])
+def test_parcels_hold_each_shard_once_and_notice_a_wrong_byte(size: int, count: int, codec: Codec | None) -> None:
+    from ngsgd.ops.compression import decode, encode
+    vector = some(size, 0)
+    content = vector if codec is None else encode(vector, codec)
+    edges = shard_edges(size, count)
+    lengths = [stop - first for first, stop in pairwise(edges)]
+    parcels = [np.full(parcel_size(length, codec), 255, np.uint8) for length in lengths]
+    for parcel, (first, stop) in zip(parcels, pairwise(edges), strict=True):
+        pack(content, slice(first, stop), parcel)
+    unpacked = np.concatenate([unpack(parcel, length, codec) for parcel, length in zip(parcels, lengths, strict=True)])
+    assert np.array_equal(unpacked, vector if codec is None else decode(encode(vector, codec)))
+    for parcel, length in zip(parcels, lengths, strict=True):
+        if length:
+            parcel[0] ^= 1
+            with pytest.raises(RuntimeError, match="damaged"):
+                unpack(parcel, length, codec)
+
+
+# --------------------------------------------------------------------------------------------------------- processes
+def collective(num_workers: int, outer: OuterConfig | None = None, *, timeout_s: float = 60.0, jobs: int = 0) -> RunConfig:
+    schedule = replace(config().schedule, num_jobs_initial=jobs or num_workers, num_jobs_final=jobs or num_workers)
+    cluster = ClusterConfig("local", num_workers=num_workers, threads_per_worker=1, exchange="collective",
+                            exchange_timeout_s=timeout_s)
+    return config(cluster=cluster, schedule=schedule, outer=outer or OuterConfig(), failure=FailureConfig(progress_timeout_s=5.0))
+
+
+def pool_of(run: Run) -> ProcessPool:
+    return ProcessPool(run.spec, run.config.cluster.num_workers, 1, run.store.layout.size, log_directory=run.folder / "workers")
+
+
+@pytest.mark.parametrize(("num_workers", "jobs"), [(2, 2), (3, 3), (5, 5), (2, 3)])
+@pytest.mark.parametrize("outer", [OuterConfig(), OuterConfig("bmuf", gain=1.5)], ids=["average", "bmuf"])
+def test_collective_and_one_process_give_the_same_bits(tmp_path: Path, num_workers: int, jobs: int, outer: OuterConfig) -> None:
+    settings = collective(num_workers, outer, jobs=jobs)
+    whole = Run(tmp_path / "whole", settings).train()
+    run = Run(tmp_path / "collective", settings)
+    pool = PoolThatCounts(run)
+    assert run.train(pool).model_sha256 == whole.model_sha256
+    assert audit(run.ledger_path) == []
+    assert pool.num_fetched == 0
+
+
+class PoolThatCounts(ProcessPool):
+    """Counts whole results that came to the coordinator."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run.spec, run.config.cluster.num_workers, 1, run.store.layout.size)
+        self.num_fetched = 0
+
+    def _fetch(self, kept: KeptRef) -> Vector:
+        self.num_fetched += 1
+        return super()._fetch(kept)
+
+
+class PoolThatDisturbs(PoolThatCounts):
+    """In a reduction the worker of slot 1 stops, while the others wait for it; then it gets a signal."""
+
+    def __init__(self, run: Run, number: signal.Signals, which: int = 2) -> None:
+        super().__init__(run)
+        self.number = number
+        self.which = which   # the first forms the group, the second uses it
+        self.num_reductions = 0
+
+    def _ask(self, questions: Mapping[int, object], timeout_s: float, when_lost: Callable[[], None] = lambda: None
+             ) -> dict[int, object]:
+        if any(isinstance(question, Order) for question in questions.values()):
+            self.num_reductions += 1
+            if self.num_reductions == self.which:
+                victim = self.process_ids()[1]
+                os.kill(victim, signal.SIGSTOP)
+                threading.Timer(0.5, os.kill, (victim, self.number)).start()
+        return super()._ask(questions, timeout_s, when_lost)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=lambda n: n.name)
+def test_a_worker_that_dies_or_hangs_in_the_reduction_costs_no_bit(tmp_path: Path, number: signal.Signals) -> None:
+    settings = collective(3, timeout_s=4.0)
+    whole = Run(tmp_path / "whole", settings).train()
+    run = Run(tmp_path / "disturbed", settings)
+    pool = PoolThatDisturbs(run, number)
+    assert run.train(pool).model_sha256 == whole.model_sha256
+    assert audit(run.ledger_path) == []
+    (incident,) = run.recorder.incidents   # nobody healthy was killed
+    how = "killed by SIGKILL" if number == signal.SIGKILL else "gave no answer for 4 s and was killed"
+    assert incident.what == "worker_died" and how in incident.message and "its shard runs again" in incident.message
+    assert pool.num_fetched == 0
+
+
+def test_nobody_waits_for_a_worker_that_dies_while_the_group_forms(tmp_path: Path) -> None:
+    settings = collective(3, timeout_s=120.0)
+    whole = Run(tmp_path / "whole", settings).train()
+    run = Run(tmp_path / "killed", settings)
+    began = time.monotonic()
+    assert run.train(PoolThatDisturbs(run, signal.SIGKILL, 1)).model_sha256 == whole.model_sha256
+    assert time.monotonic() - began < 40.0   # the group itself would have waited for 60 s
+    assert len(run.recorder.incidents) == 1
+
+
+def test_a_worker_that_is_slow_but_lives_costs_one_round_through_the_coordinator(tmp_path: Path) -> None:
+    settings = collective(3, timeout_s=4.0)
+    whole = Run(tmp_path / "whole", settings).train()
+    run = Run(tmp_path / "slow", settings)
+    pool = PoolThatDisturbs(run, signal.SIGCONT)
+    pool_timer = threading.Timer
+    with pytest.MonkeyPatch.context() as patch:
+        # longer than the group waits (2 s), shorter than the coordinator does (4 s)
+        patch.setattr(threading, "Timer", lambda seconds, *rest: pool_timer(3.0, *rest))
+        end = run.train(pool)
+    assert end.model_sha256 == whole.model_sha256
+    assert run.recorder.incidents == []
+    assert pool.num_fetched == 3
+
+
+def test_a_worker_killed_between_two_reductions_is_replaced_in_the_group(tmp_path: Path) -> None:
+    settings = collective(2)
+    whole = Run(tmp_path / "whole", settings).train()
+    run = Run(tmp_path / "killed", settings)
+
+    class Pool(PoolThatCounts):
+        def submit(self, job: Job) -> None:
+            super().submit(job)
+            if job.identity == (2, 1, 1):
+                os.kill(next(slot.process.pid or 0 for slot in self._slots if slot.job is job), signal.SIGKILL)
+    assert run.train(Pool(run)).model_sha256 == whole.model_sha256
+    assert audit(run.ledger_path) == []
+    assert len(run.recorder.incidents) == 1
+
+
+def test_two_runs_at_once_do_not_meet(tmp_path: Path) -> None:
+    settings = [replace(collective(2), seed=seed) for seed in (0, 1)]
+    wholes = [Run(tmp_path / f"whole{seed}", settings[seed]).train() for seed in (0, 1)]
+    runs = [Run(tmp_path / f"run{seed}", settings[seed]) for seed in (0, 1)]
+    with ThreadPoolExecutor(2) as threads:
+        ends = list(threads.map(lambda run: run.train(pool_of(run)), runs))
+    assert [end.model_sha256 for end in ends] == [whole.model_sha256 for whole in wholes]
+
+
+def test_a_run_with_compressed_moves_learns_what_one_without_does(tmp_path: Path) -> None:
+    settings = collective(2)
+    objf = {}
+    for codec in ("none", "int8", "e3m0"):
+        run = Run(tmp_path / codec, replace(settings, cluster=replace(settings.cluster, compression=codec)))
+        run.train(pool_of(run))
+        objf[codec] = run.recorder.records[-1].valid.objf
+        assert audit(run.ledger_path) == []
+    assert len(set(objf.values())) == 3
+    assert abs(objf["int8"] - objf["none"]) < 0.01 and abs(objf["e3m0"] - objf["none"]) < 0.05, objf
+
+
+@pytest.mark.parametrize(("changes", "sentence"), [
+    ({"cluster": ClusterConfig("local", exchange="object_store")}, "cluster.exchange is object_store; with cluster.kind local"),
+    ({"cluster": ClusterConfig("in_process", exchange="collective")}, "exchange is collective; with cluster.kind in_process"),
+    ({"cluster": ClusterConfig("local", exchange="collective"), "outer": OuterConfig(overlap=True)}, "with outer.overlap, whose"),
+    ({"cluster": ClusterConfig("local", exchange="collective"), "outer": OuterConfig("easgd")}, "with outer.kind easgd, whose"),
+    ({"cluster": ClusterConfig("local", compression="int8")}, "nothing leaves this machine")])
+def test_ways_that_do_not_go_together_are_named(changes: dict[str, object], sentence: str) -> None:
+    (problem,) = check(config(**changes))
+    assert sentence in problem
+
+
+def test_a_broken_group_says_why() -> None:
+    member = Member(0, PLAIN, torch.device("cpu"))
+    swarm = Swarm(PLAIN, 1)
+    swarm.result(some(PLAIN.size, 0), some(PLAIN.size, 0), 0, 0)
+    answer = member.average(Order("127.0.0.1", 1, 1, 0, 2, "gloo", 0.5, (), (), None))
+    assert isinstance(answer, Broken) and answer.reason
