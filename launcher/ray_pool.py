@@ -21,6 +21,7 @@ import numpy.typing as npt
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
+from launcher.ray_head import HeadWatch
 from ngsgd.config import ClusterConfig
 from ngsgd.errors import ClusterError, NgsgdError
 from ngsgd.ops.compression import Codec
@@ -175,10 +176,12 @@ class RayPool:
         self._in_store: dict[SharedRef, StoreRef] = {}  # copies of shared vectors for workers on other machines
         self._slots: list[_Slot] = []
         self._owns_ray = False
+        self._head: HeadWatch | None = None
         self._exchange: Exchange | None = None   # where the workers make the mean
 
     def start(self) -> None:
         self._owns_ray = connect(self.config)
+        self._head = HeadWatch(ray.get_runtime_context().gcs_address)
         self._beats = self._cells.allocate()
         self._spec_ref = ray.put(self.spec)
         options: dict[str, Any] = {"num_cpus": 0 if self._owns_ray else self.num_threads, "max_restarts": 0,
@@ -193,8 +196,8 @@ class RayPool:
                 raise ClusterError(
                     f"{up} of {len(self._slots)} workers were ready after cluster.start_timeout_s = "
                     f"{self.config.start_timeout_s:g}; ask for fewer with cluster.num_workers, or give them more time.")
-        self._last_alive = time.monotonic()
-        if self._way() == "collective":
+        self._way = self._chosen_way()
+        if self._way == "collective":
             backend: Backend = "nccl" if self._gpus_per_worker() == 1.0 else "gloo"  # NCCL takes no two workers on one GPU
             self._exchange = exchange_of(self.config, ray.util.get_node_ip_address(), backend)
 
@@ -229,7 +232,7 @@ class RayPool:
         slot = min(idle, key=lambda s: (s.index != job.job % len(self._slots), s.index))
         assert slot.process
         slot.job = job
-        if slot.process.shares_memory and self._way() == "shared_memory":
+        if slot.process.shares_memory and self._way == "shared_memory":
             num_places = 1 if job.send == (0, 1) else 1 + job.keep_own
             slot.places = tuple(self._vectors.allocate() for _ in range(num_places))
         else:
@@ -238,9 +241,9 @@ class RayPool:
         slot.running, slot.own = slot.actor.run.options(num_returns=2).remote(job, slot.places, self._exchange is not None)
 
     def wait(self, timeout_s: float) -> Outcome | None:
-        outcome = self._poll(timeout_s)
-        self._require_a_worker()
-        return outcome
+        assert self._head
+        self._head.check()
+        return self._poll(timeout_s)
 
     def progress(self) -> Mapping[int, tuple[tuple[int, int, int], int]]:
         found = {}
@@ -268,14 +271,15 @@ class RayPool:
                 ray.kill(slot.actor)
 
     def close(self) -> None:
-        for slot in self._slots:
+        head_is_there = self._head is not None and not self._head.is_lost  # asking a lost one would end this process
+        for slot in self._slots if head_is_there else ():
             ray.kill(slot.actor)
         self._slots = []
         self._vectors.close()
         self._cells.close()
         if self._exchange:
             self._exchange.close()
-        if self._owns_ray:
+        if self._owns_ray and head_is_there:
             ray.shutdown()
 
     def process_ids(self) -> list[int]:
@@ -290,8 +294,11 @@ class RayPool:
             self._in_store[ref] = StoreRef(ray.put(ref.read()))
         return self._in_store[ref]
 
-    def _way(self) -> str:
-        """The way of results to the average; "shared_memory" for those workers that can, the object store for the others."""
+    def _chosen_way(self) -> str:
+        """The way of results to the average; "shared_memory" for those workers that can, the object store for the others.
+
+        It stays when a worker's replacement comes up on another machine.
+        """
         way = self.config.exchange
         far = [slot for slot in self._slots if slot.process and not slot.process.shares_memory]
         if way == "shared_memory" and far:
@@ -300,7 +307,7 @@ class RayPool:
         if way != "auto":
             return way
         is_large = self._vectors.size >= _COLLECTIVE_FROM and not self.spec.config.outer.goes_on
-        return "collective" if self._exchange or (far and is_large) else "shared_memory"
+        return "collective" if far and is_large else "shared_memory"
 
     def _ask(self, questions: Mapping[int, Order | Fetch], timeout_s: float, when_lost: Callable[[], None]) -> dict[int, object]:
         """What idle workers answer; those that are silent for too long are killed and replaced."""
@@ -364,15 +371,6 @@ class RayPool:
                 os.kill(slot.process.process_id, signal.SIGKILL)
         else:
             ray.kill(slot.actor)
-
-    def _require_a_worker(self) -> None:
-        """Fewer workers are no reason to stop; none at all, for as long as a start may take, is."""
-        now = time.monotonic()
-        if any(slot.process for slot in self._slots):
-            self._last_alive = now
-        elif now - self._last_alive > self.config.start_timeout_s:
-            raise ClusterError(f"all {len(self._slots)} workers are gone and none came back within cluster.start_timeout_s = "
-                               f"{self.config.start_timeout_s:g}; see whether the cluster still has their CPUs or GPUs.")
 
     def _poll(self, timeout_s: float) -> Outcome | None:
         """Waits for one thing to happen: a job ends, or a worker becomes ready (then None)."""

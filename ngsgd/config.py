@@ -98,7 +98,7 @@ class OptimizerConfig:
 class OuterConfig:
     """What turns the mean of the jobs into the next model (`ngsgd.optim.outer`)."""
 
-    kind: str = knob("average", one_of=("average", "bmuf", "diloco", "slowmo", "easgd", "fedopt", "streaming"))
+    kind: str = knob("bmuf", one_of=("average", "bmuf", "diloco", "slowmo", "easgd", "fedopt", "streaming"))
     gain: float = knob(0.0, low=0.0)                 # bmuf: 1 = averaging, num_jobs = BMUF; 0: its square root, if there is time
     nesterov_lr: float = knob(0.7, above=0.0)        # diloco, streaming: outer learning rate
     nesterov_momentum: float = knob(0.9, low=0.0, high=0.999)  # diloco, streaming

@@ -16,6 +16,10 @@ os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 os.environ.setdefault("DO_NOT_TRACK", "1")
 
 import numpy as np
+from hypothesis import settings
+
+settings.register_profile("shared machine", deadline=None)  # a slow example is no fault where other jobs run
+settings.load_profile("shared machine")
 
 GOLDEN = Path(__file__).parent / "golden"
 

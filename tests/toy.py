@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ngsgd.config import ClusterConfig, EgsConfig, ModelConfig, OptimizerConfig, RunConfig, ScheduleConfig
+from ngsgd.config import ClusterConfig, EgsConfig, ModelConfig, OptimizerConfig, OuterConfig, RunConfig, ScheduleConfig
 from ngsgd.egs.archives import prepare_archives
 from ngsgd.egs.frames import FrameSet
 from ngsgd.egs.reader import EgsReader
@@ -45,6 +45,7 @@ def config(**changes: Any) -> RunConfig:
         "schedule": ScheduleConfig(num_epochs=1.0, minibatch_size=64, lr_initial=0.01, lr_final=0.001,
                                    num_jobs_initial=2, num_jobs_final=2),
         "optimizer": OptimizerConfig(rank_in=4, rank_out=4),
+        "outer": OuterConfig("average"),
         "cluster": ClusterConfig(num_workers=2, threads_per_worker=1),
     }
     return RunConfig(**{**settings, **changes})

@@ -182,7 +182,7 @@ class Dispatcher:
             before, since = self._seen.get(worker, (None, now))
             seen[worker] = (progress, since if progress == before else now)
             if now - seen[worker][1] > deadline_s:
-                self.pool.kill(worker, f"made no progress for {deadline_s:.0f} s and was killed")
+                self.pool.kill(worker, f"made no progress for {deadline_s:.3g} s and was killed")
                 seen[worker] = (progress, now)
         self._seen = seen
 

@@ -1,7 +1,8 @@
 """All-to-all exchange of bytes among workers: gloo between CPUs, NCCL between GPUs.
 
 Groups are objects of their own and not torch.distributed's default group, so a worker may leave one and join the next without
-touching what a user's model does with torch.distributed.
+touching what a user's model does with torch.distributed.  Neither the store nor gloo asks who connects: they are for networks
+on which nobody else is.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ import numpy.typing as npt
 import torch
 import torch.distributed
 from torch import Tensor
+
+from ngsgd.errors import ClusterError
 
 Bytes = npt.NDArray[np.uint8]
 Backend = Literal["gloo", "nccl"]
@@ -40,8 +43,16 @@ class Group(Protocol):
 
 
 def new_store(host: str, timeout_s: float) -> Any:
-    """Where groups meet: a server in this process, on a port that was free."""
-    return c10d.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+    """Where groups meet: a server in this process, on a port of `host` that was free."""
+    try:
+        # left to itself the store would listen on all of this machine's addresses
+        server = socket.create_server((host, 0))
+    except OSError as error:
+        raise ClusterError(f"this machine cannot listen on its own address {host} ({error.strerror}), where workers would meet to "
+                           "average among themselves; set cluster.exchange=object_store.") from error
+    port = server.getsockname()[1]
+    return c10d.TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s),
+                         master_listen_fd=server.detach())
 
 
 def join(backend: Backend, host: str, port: int, *, generation: int, rank: int, world_size: int, timeout_s: float,

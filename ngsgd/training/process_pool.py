@@ -34,6 +34,7 @@ from ngsgd.training.worker_process import STOP, Assignment, MakeWorker, Ready, S
 _READ, _WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 _POLL_S = 0.2     # how often starts that hang are looked for while nothing else goes on
 _PATIENCE = 5.0   # medians of a start's time without being ready: the worker hangs
+_FIRST_DELAY_S, _LONGEST_DELAY_S = 0.05, 60.0  # before another try at a start
 _LAST_LINES = 50  # of a dead worker's log that a failure quotes
 _PRELOAD = ["__main__", "ngsgd.training.worker_process"]
 
@@ -92,11 +93,13 @@ class ProcessPool:
         self._slots = [self._new_slot(index) for index in range(self.num_workers)]
         timeout_s = self.spec.config.cluster.start_timeout_s
         deadline = time.monotonic() + timeout_s
+        self._is_starting = True
         while (up := self.num_workers_alive()) < self.num_workers:
             if time.monotonic() >= deadline:
                 raise ClusterError(f"{up} of {self.num_workers} workers were ready after cluster.start_timeout_s = {timeout_s:g}; "
                                    "ask for fewer with cluster.num_workers, or give them more time.")
             self._poll(min(_POLL_S, max(0.0, deadline - time.monotonic())))
+        self._is_starting = False
 
     def publish(self, write: Callable[[Vector], object]) -> VectorRef:
         ref = self._vectors.allocate()
@@ -171,14 +174,16 @@ class ProcessPool:
         """Of the workers, by slot."""
         return [slot.process.pid or 0 for slot in self._slots]
 
-    def _new_slot(self, index: int) -> _Slot:
+    def _new_slot(self, index: int, deaths: Sequence[str] = ()) -> _Slot:
+        """A worker in the place of those that died while they started, if any: each waits longer than the one before."""
+        delay_s = min(_LONGEST_DELAY_S, _FIRST_DELAY_S * 2 ** (len(deaths) - 1)) if deaths else 0.0
         ours, theirs = socket.socketpair()
         log = str(self.log_directory / f"worker-{index}.log") if self.log_directory else ""
-        setting = Setting(self.spec, index, self.num_threads, self._beats, log, self.make_worker)
+        setting = Setting(self.spec, index, self.num_threads, self._beats, log, self.make_worker, delay_s)
         process = self._context.Process(target=serve, args=(theirs, setting), name=f"ngsgd worker {index}", daemon=True)
         process.start()
         theirs.close()
-        return _Slot(index, process, Messages(ours), time.monotonic())
+        return _Slot(index, process, Messages(ours), time.monotonic() + delay_s, deaths=list(deaths))
 
     def _poll(self, timeout_s: float) -> None:
         """Waits until something happens, and takes in all that has."""
@@ -197,8 +202,9 @@ class ProcessPool:
             return
         patience_s = max(self.spec.config.failure.progress_timeout_s, _PATIENCE * statistics.median(self._start_s))
         for slot in self._slots:
-            if not slot.ready and not slot.ended_because and time.monotonic() - slot.born > patience_s:
-                self.kill(slot.index, f"was not ready after {patience_s:.1f} s and was killed")
+            slack_s = patience_s * 2 ** len(slot.deaths)  # what was too slow once may be slow rather than dead
+            if not slot.ready and not slot.ended_because and time.monotonic() - slot.born > slack_s:
+                self.kill(slot.index, f"was not ready after {slack_s:.1f} s and was killed")
 
     def _look_at(self, slot: _Slot) -> None:
         try:
@@ -241,11 +247,12 @@ class ProcessPool:
         self._release_places(slot)  # the process is gone: nobody writes there any more
         if not slot.ready:
             deaths = [*deaths, reason]
-            if len(deaths) >= self.spec.config.failure.max_attempts:
+            # one that cannot start is no reason to end a run that has others
+            if len(deaths) >= self.spec.config.failure.max_attempts and (self._is_starting or not self.num_workers_alive()):
                 raise ClusterError(f"worker {slot.index} died {len(deaths)} times while starting ({reason})"
                                    f"{self._tail(slot.index)}.")
-        fresh = self._new_slot(slot.index)
-        fresh.deaths, fresh.predecessor = deaths, reason
+        fresh = self._new_slot(slot.index, deaths)
+        fresh.predecessor = reason
         self._slots[slot.index] = fresh
         if job is not None:
             self._outcomes.append(JobFailure(job, slot.index, reason, True, last_words=self._tail(slot.index)))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -112,6 +113,8 @@ def _train(when: str, how: str, folder: Path, cluster: Any) -> None:
             self.submitted.append((job.identity, time.time()))
             if when != "idle" and job.identity == (*_AT, 1):
                 self._strike()
+            if how == "head restart" and job.identity == (_AT[0] + 5, _AT[1], 1):   # does the new head still replace workers?
+                os.kill(self.process_ids()[1], signal.SIGKILL)
 
         def publish(self, write: Callable[[Vector], object]) -> VectorRef:
             self.num_published += 1

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from ngsgd.config import ClusterConfig, FailureConfig, RunConfig
-from ngsgd.errors import RunInterrupted
+from ngsgd.errors import NgsgdError, RunInterrupted
 from ngsgd.files import read_json_lines
 from ngsgd.training.audit import audit
 from ngsgd.training.job import WorkerSpec
@@ -51,7 +51,7 @@ class Plan:
     quiet_s: float = 320.0          # without, in all
     job_s: float = 1.0
     between_faults_s: tuple[float, float] = (20.0, 30.0)
-    progress_timeout_s: float = 2.0
+    progress_timeout_s: float = 3.0
     seed: int = 0
 
 
@@ -208,10 +208,15 @@ def soak(plan: Plan, folder: Path) -> Report:
         begin()
         luck.start()
     pool.start = start  # type: ignore[method-assign]
-    with contextlib.suppress(RunInterrupted):
+    found = []
+    try:
         run.train(pool, luck)
+    except RunInterrupted:   # as it should: there is more data than time
+        pass
+    except NgsgdError as error:
+        found.append(f"the run ended: {error}")
     luck.join()
-    found = audit(run.ledger_path) + around.problems(run.folder)
+    found += audit(run.ledger_path) + around.problems(run.folder)
     if final_hash(run) != _hash_without_faults(plan, folder / "whole", len(times.commits)):
         found.append("the final model is not that of the run without faults")
     tried_again = sum(line["event"] == "failed" for line in read_json_lines(run.ledger_path))

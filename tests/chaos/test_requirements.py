@@ -33,7 +33,7 @@ from tests.chaos.coordinator import Ordeal
 from tests.chaos.faults import Breaks, Fault
 from tests.chaos.invariants import Surroundings
 from tests.chaos.soak import Plan, soak
-from tests.chaos.trials import all_events, check, many_workers, reference, run_in, settings
+from tests.chaos.trials import BreaksTwice, all_events, check, many_workers, patient, reference, run_in, settings
 from tests.chaos.watch import WatchedPool
 from tests.toy import Run, config
 
@@ -61,7 +61,7 @@ class Straggler(Worker):
 
 @pytest.mark.parametrize("factor", [1.12, 3.0, 10.0])
 def test_a_straggler_that_lives_is_never_dropped(tmp_path: Path, factor: float) -> None:
-    run = run_in(tmp_path, many_workers())
+    run = run_in(tmp_path, patient(many_workers()))
     around, pool = Surroundings(), WatchedPool(run, make_worker=Straggles(factor))
     run.train(pool)
     check(run, around, within=reference(many_workers()))
@@ -152,8 +152,18 @@ def test_a_worker_that_can_never_start_ends_the_run_and_says_why(tmp_path: Path)
         run.train(WatchedPool(run, make_worker=HangsAtStart(fault)))
 
 
-def test_a_preempted_worker_gets_no_more_jobs(tmp_path: Path) -> None:
+def test_a_replacement_that_cannot_start_does_not_end_a_run_that_has_other_workers(tmp_path: Path) -> None:
     run = run_in(tmp_path, settings())
+    first = Fault("mid shard", "SIGKILL", str(tmp_path / "struck"))
+    second = Fault("start", "MemoryError", str(tmp_path / "again"), num_times=99)
+    around, pool = Surroundings(), WatchedPool(run, first, BreaksTwice(first, second))
+    run.train(pool)
+    assert first.strikes() and second.strikes()
+    check(run, around, within=reference(settings()))
+
+
+def test_a_preempted_worker_gets_no_more_jobs(tmp_path: Path) -> None:
+    run = run_in(tmp_path, patient(settings()))
     fault = Fault("first minibatch", "SIGTERM", str(tmp_path / "struck"))
     pool = WatchedPool(run, fault, Breaks(fault))
     run.train(pool)
@@ -178,7 +188,7 @@ def test_an_idle_worker_ends_at_once_when_it_is_told_to(tmp_path: Path) -> None:
 
 
 def test_a_zombie_s_result_is_discarded_and_counted(tmp_path: Path) -> None:
-    run = run_in(tmp_path, settings())
+    run = run_in(tmp_path, patient(settings()))
     pool = RepeatsEverything(run)
     run.train(pool)
     discarded = all_events(run).count("discarded")
@@ -281,7 +291,7 @@ def test_a_joiner_contributes_only_what_it_trained_itself(tmp_path: Path) -> Non
 
 
 def test_a_message_says_who_which_how_and_what_next(tmp_path: Path) -> None:
-    run = run_in(tmp_path, settings())
+    run = run_in(tmp_path, patient(settings()))
     fault = Fault("mid shard", "SIGKILL", str(tmp_path / "struck"))
     run.train(WatchedPool(run, fault, Breaks(fault)))
     (incident,) = run.recorder.incidents
@@ -302,7 +312,7 @@ def test_what_the_user_may_set_is_named_when_a_run_ends(tmp_path: Path, changes:
 
 
 def test_there_is_one_line_for_each_outer_iteration_and_one_for_each_event_however_many_workers(tmp_path: Path) -> None:
-    run = run_in(tmp_path, many_workers(8))
+    run = run_in(tmp_path, patient(many_workers(8)))
     fault = Fault("mid shard", "SIGKILL", str(tmp_path / "struck"))
     run.train(WatchedPool(run, fault, Breaks(fault)))
     assert len(run.recorder.records) == run.schedule.num_outer_iters

@@ -232,7 +232,8 @@ def test_the_configuration_chooses_the_rule() -> None:
     assert make_rule(OuterConfig(kind="slowmo", slowmo_beta=0.2, slowmo_alpha=0.9)) == SlowMo(0.2, 0.9)
     assert make_rule(OuterConfig(kind="easgd", easgd_beta=0.5)) == Easgd(0.5)
     assert make_rule(OuterConfig(kind="fedopt", fedopt_kind="yogi", fedopt_lr=0.1)) == FedOpt(0.1, yogi=True)
-    assert isinstance(make_rule(OuterConfig()), Average)
+    assert isinstance(make_rule(OuterConfig("average")), Average)
+    assert make_rule(OuterConfig()) == Bmuf(0.0)  # the one that measured best
 
 
 # --------------------------------------------------------------------------------------------------------------- gain

@@ -44,7 +44,7 @@ class PoolThatSignals(ProcessPool):
 
 
 @pytest.mark.parametrize("outer", [
-    OuterConfig(), OuterConfig("bmuf", gain=1.5), OuterConfig("bmuf", gain=1.5, overlap=True), OuterConfig("average", overlap=True),
+    OuterConfig("average"), OuterConfig("bmuf", gain=1.5), OuterConfig("bmuf", gain=1.5, overlap=True), OuterConfig("average", overlap=True),
     OuterConfig("easgd"), OuterConfig("streaming", num_fragments=2, mixing=0.3),
     OuterConfig("streaming", num_fragments=2, mixing=0.5, delay=1)], ids=lambda o: f"{o.kind}-{o.overlap}-{o.delay}")
 def test_processes_and_one_process_give_the_same_bits_and_leave_no_process(tmp_path: Path, outer: OuterConfig) -> None:
@@ -66,7 +66,7 @@ def test_processes_and_one_process_give_the_same_bits_and_leave_no_process(tmp_p
     assert len(os.listdir("/proc/self/fd")) <= descriptors + 2  # the fork server's own, at its first start
 
 
-@pytest.mark.parametrize("outer", [OuterConfig(), OuterConfig("bmuf", gain=1.5, overlap=True), OuterConfig("easgd")],
+@pytest.mark.parametrize("outer", [OuterConfig("average"), OuterConfig("bmuf", gain=1.5, overlap=True), OuterConfig("easgd")],
                          ids=lambda o: f"{o.kind}-{o.overlap}")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP, signal.SIGSEGV], ids=lambda n: n.name)
 def test_a_signal_to_a_worker_costs_nothing(tmp_path: Path, number: signal.Signals, outer: OuterConfig) -> None:

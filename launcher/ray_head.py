@@ -1,0 +1,61 @@
+"""Notices that the head of a Ray cluster is gone.
+
+Ray ends a driver whose head does not come back: the process is over, with no exception that could become a sentence.  So we
+look ourselves, and give up in half the time that Ray allows.  The pool checks before it waits, and after a loss asks the head
+for nothing any more.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable
+
+from ngsgd.errors import ClusterError
+
+_RAY_PATIENCE = "RAY_gcs_rpc_server_reconnect_timeout_s"
+_CONNECT_S = 2.0   # the coordinator waits for no longer; a head in the same network answers in milliseconds
+
+
+class HeadWatch:
+    """Asked often, looks now and then: whether the head's port can be reached."""
+
+    def __init__(self, address: str, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.address = address   # host:port
+        self.is_lost = False
+        self._clock = clock
+        self._patience_s = float(os.environ.get(_RAY_PATIENCE, "60")) / 2   # Ray's own default is 60 s
+        self._seen = self._looked = clock()
+
+    def check(self) -> None:
+        """Raises ClusterError once the head has not been there for too long."""
+        now = self._clock()
+        if now - self._looked < self._patience_s / 5:
+            return
+        self._looked = now
+        if _answers(self.address):
+            self._seen = self._clock()
+        elif self._clock() - self._seen > self._patience_s:
+            self.is_lost = True
+            atexit.register(_end)
+            raise ClusterError(f"the head of the Ray cluster at {self.address} has been gone for "
+                               f"{self._clock() - self._seen:.0f} s; start a new cluster, then resume.")
+
+
+def _answers(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()
+    except OSError:
+        return False
+    return True
+
+
+def _end() -> None:
+    """Ends the process ahead of Ray's own clean-up, which waits for the head until Ray ends the process with code 1."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(ClusterError.exit_code)
