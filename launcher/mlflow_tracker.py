@@ -247,6 +247,7 @@ def run_metrics(record: OuterIterationRecord) -> dict[str, float]:
         "cluster/jobs_planned": record.num_jobs, "cluster/jobs_accepted": record.num_accepted,
         "cluster/skew": record.skew, "cluster/workers_alive": record.workers_alive, "cluster/deaths": record.num_deaths,
         "cluster/deferred": record.num_deferred, "cluster/discarded": record.num_discarded,
+        "cluster/patience_s": record.patience_s,
         "progress/outer_iter": record.outer_iter, "progress/epoch": record.epoch,
         "progress/elapsed_s": record.elapsed_s,
         **{f"relative_change/{layer}": change for layer, change in record.relative_change.items()},

@@ -39,6 +39,8 @@ class ProgressTracker:
             return
         if not self._legend_told:
             self._line(LEGEND)
+            if record.patience_s:
+                self._line(f"a worker that makes no progress for {record.patience_s:.0f} s is replaced")
             self._legend_told = True
         self._line(self.iteration_line(record))
         self._advance(record)

@@ -30,6 +30,7 @@ from ngsgd.training.compressed import unpacked
 from ngsgd.training.exchange import Exchange, exchange_of, remote
 from ngsgd.training.flat import Mean, Vector
 from ngsgd.training.job import Held, Job, JobFailure, JobResult, Outcome, VectorRef, WorkerSpec
+from ngsgd.training.preflight import fingerprint
 from ngsgd.training.process_group import Backend
 from ngsgd.training.shared_memory import SharedRef, SharedVectors
 
@@ -60,7 +61,7 @@ class _RayWorker:
         self._member = Member(index, self._worker.layout, self._worker.device)
         codec = spec.config.cluster.compression
         self._encoder = None if codec == "none" else MoveEncoder(cast(Codec, codec))
-        return _Address(os.uname().nodename, os.getpid(), self._beats is not None)
+        return _Address(os.uname().nodename, os.getpid(), fingerprint(), self._beats is not None)
 
     def run(self, job: Job, places: tuple[SharedRef, ...], keep: bool) -> tuple[JobResult, Vector | None]:
         """The result, and apart from it the vector that only the job's next start needs, if it is another one.
@@ -117,6 +118,7 @@ class _Address:
 
     host: str
     process_id: int
+    fingerprint: str      # of the code that it runs
     shares_memory: bool   # with the coordinator
 
 
@@ -181,6 +183,7 @@ class RayPool:
 
     def start(self) -> None:
         self._owns_ray = connect(self.config)
+        fingerprint()  # of the code as it is now, should it be changed under the run
         self._head = HeadWatch(ray.get_runtime_context().gcs_address)
         self._beats = self._cells.allocate()
         self._spec_ref = ray.put(self.spec)
@@ -386,7 +389,7 @@ class RayPool:
 
     def _finish_start(self, slot: _Slot) -> None:
         try:
-            slot.process = ray.get(slot.ready)
+            slot.process = _of_this_version(ray.get(slot.ready))
         except RayTaskError as error:
             raise _cause(error) from error
         except RayError as error:
@@ -442,6 +445,14 @@ class RayPool:
         if self.config.device == "cuda" and not num_gpus:
             raise ClusterError("cluster.device is cuda, but Ray sees no GPU; set cluster.device=auto or cpu.")
         return min(1.0, num_gpus / self.config.num_workers)
+
+
+def _of_this_version(address: _Address) -> _Address:
+    """ClusterError for a worker that runs other code than this process: it would train another model."""
+    if address.fingerprint != fingerprint():
+        raise ClusterError(f"the worker on {address.host} runs another version of ngsgd or torch than the coordinator; install the "
+                           "same on every node, then resume.")
+    return address
 
 
 def _reached(ref: SharedRef) -> npt.NDArray[np.uint64] | None:

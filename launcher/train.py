@@ -24,6 +24,7 @@ from ngsgd.egs.reader import EgsReader
 from ngsgd.errors import EXIT_OK, CheckpointError, DataError, RunInterrupted
 from ngsgd.files import read_json_lines
 from ngsgd.models import build_model
+from ngsgd.optim.outer import make_rule
 from ngsgd.schedules import Schedule
 from ngsgd.training.checkpoint import Checkpoint, CheckpointStore, first_checkpoint
 from ngsgd.training.coordinator import Coordinator
@@ -34,6 +35,7 @@ from ngsgd.training.flat import Layout
 from ngsgd.training.job import WorkerSpec
 from ngsgd.training.ledger import Ledger
 from ngsgd.training.pool import InProcessPool, WorkerPool
+from ngsgd.training.preflight import require_room
 from ngsgd.training.process_pool import ProcessPool
 from ngsgd.training.records import FinalReport
 from ngsgd.training.tracking import Tracker, Trackers
@@ -120,6 +122,8 @@ def _train(config: RunConfig, folder: RunFolder, data: _Data, tracker: Tracker, 
     layout = Layout.of(model)
     checkpoints = CheckpointStore(folder.checkpoints, layout, config.checkpoint.num_to_keep,
                                   wanted_for_combination(config, schedule_of(config, reader)))
+    # the model, and beside it at most two buffers of the outer optimiser and a moving average
+    require_room(folder.path, 4 * layout.size * (1 + len(make_rule(config.outer).buffers) + (config.outer.ema_decay > 0)))
     start = _start(checkpoints, model, report)
     pool = _pool(config, folder, data, num_threads, layout.size, stop)
     ledger = Ledger(folder.ledger)

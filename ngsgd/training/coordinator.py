@@ -253,7 +253,8 @@ class Coordinator:
             jobs=tuple(_job_record(result, reason) for result, reason in verdicts),
             relative_change=self.layout.relative_change(round_.model.read(), after.parameters),
             compute_s=0.0, average_s=0.0, checkpoint_s=0.0, diagnostics_s=0.0, elapsed_s=elapsed_s,
-            left_s=elapsed_s * (1.0 - share) / share, workers_alive=self.pool.num_workers_alive(),
+            left_s=elapsed_s * (1.0 - share) / share, patience_s=self._dispatch.patience_s(),
+            workers_alive=self.pool.num_workers_alive(),
             num_deaths=self._dispatch.num_deaths, num_discarded=self._dispatch.num_discarded, num_deferred=len(round_.deferred))
 
     def _tell(self, what: str, message: str, outer_iter: int, job: int, worker: int) -> None:

@@ -65,6 +65,7 @@ class OuterIterationRecord:
     diagnostics_s: float
     elapsed_s: float           # since this process began training
     left_s: float              # estimate for the outer iterations to come
+    patience_s: float = 0.0    # without a minibatch after which a worker is replaced; derived from what was measured
     workers_alive: int = 0     # at the end of the outer iteration
     num_deaths: int = 0        # of workers, since this process began training
     num_discarded: int = 0     # results that nobody waited for, likewise

@@ -134,3 +134,10 @@ def test_workers_that_do_not_come_are_given_up_on(tmp_path: Path) -> None:
     run = Run(tmp_path, config(cluster=too_many))
     with pytest.raises(ClusterError, match=r"0 of 2 workers were ready after cluster\.start_timeout_s = 1"):
         run.train(RayPool(run.spec, 100, run.store.layout.size))
+
+
+def test_a_worker_with_other_code_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(tmp_path)
+    monkeypatch.setattr("launcher.ray_pool.fingerprint", lambda: "of other code")
+    with pytest.raises(ClusterError, match="runs another version of ngsgd or torch than the coordinator"):
+        run.train(RayPool(run.spec, 1, run.store.layout.size))

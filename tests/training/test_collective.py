@@ -202,7 +202,8 @@ def collective(num_workers: int, outer: OuterConfig | None = None, *, timeout_s:
     schedule = replace(config().schedule, num_jobs_initial=jobs or num_workers, num_jobs_final=jobs or num_workers)
     cluster = ClusterConfig("local", num_workers=num_workers, threads_per_worker=1, exchange="collective",
                             exchange_timeout_s=timeout_s)
-    return config(cluster=cluster, schedule=schedule, outer=outer or OuterConfig("average"), failure=FailureConfig(progress_timeout_s=5.0))
+    return config(cluster=cluster, schedule=schedule, outer=outer or OuterConfig("average"),
+                  failure=FailureConfig(progress_timeout_s=5.0))
 
 
 def pool_of(run: Run) -> ProcessPool:

@@ -254,7 +254,8 @@ def test_a_dropped_job_is_told_and_the_rest_is_averaged(tmp_path: Path) -> None:
     assert audit(run.ledger_path) == []
 
 
-@pytest.mark.parametrize("outer", [OuterConfig("average"), OuterConfig("bmuf", gain=1.5, overlap=True)], ids=["in turn", "overlapped"])
+@pytest.mark.parametrize("outer", [OuterConfig("average"), OuterConfig("bmuf", gain=1.5, overlap=True)],
+                         ids=["in turn", "overlapped"])
 def test_a_rolled_back_outer_iteration_runs_again_at_half_the_rate(tmp_path: Path, outer: OuterConfig) -> None:
     run = Run(tmp_path, config(failure=FailureConfig(on_divergence="halve"), outer=outer))
     bad = {(2, 0), (2, 1)}

@@ -44,7 +44,8 @@ class PoolThatSignals(ProcessPool):
 
 
 @pytest.mark.parametrize("outer", [
-    OuterConfig("average"), OuterConfig("bmuf", gain=1.5), OuterConfig("bmuf", gain=1.5, overlap=True), OuterConfig("average", overlap=True),
+    OuterConfig("average"), OuterConfig("bmuf", gain=1.5), OuterConfig("bmuf", gain=1.5, overlap=True),
+    OuterConfig("average", overlap=True),
     OuterConfig("easgd"), OuterConfig("streaming", num_fragments=2, mixing=0.3),
     OuterConfig("streaming", num_fragments=2, mixing=0.5, delay=1)], ids=lambda o: f"{o.kind}-{o.overlap}-{o.delay}")
 def test_processes_and_one_process_give_the_same_bits_and_leave_no_process(tmp_path: Path, outer: OuterConfig) -> None:
