@@ -114,8 +114,11 @@ class CheckpointStore:
         """A second name for each candidate's file: it costs no space while the checkpoint is there."""
         for path in self._found():
             target = self.models / f"{path.name}.safetensors"
-            if int(path.name.rpartition("-")[2]) in self.candidates and (path / _MODEL).exists() and not target.exists():
+            wanted = int(path.name.rpartition("-")[2]) in self.candidates and (path / _MODEL).exists()
+            # an outer iteration that was done again, because its checkpoint was damaged, has a new file
+            if wanted and not (target.exists() and target.samefile(path / _MODEL)):
                 self.models.mkdir(exist_ok=True)
+                target.unlink(missing_ok=True)
                 try:
                     os.link(path / _MODEL, target)
                 except OSError:  # not every file system has links

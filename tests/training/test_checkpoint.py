@@ -107,6 +107,10 @@ def test_models_for_the_final_combination_outlive_their_checkpoints(store: Check
         store.save(at(outer_iter), state(outer_iter))
     assert store.kept() == [3, 1]
     assert np.array_equal(store.load_model(1), vector(1))
+    (store.directory / "iter-000005" / "model.safetensors").write_bytes(b"no")
+    store.candidates = (1, 3, 5)
+    store.save(at(5), state(7))  # done again
+    assert np.array_equal(store.load_model(5), vector(7))
     (store.models / "iter-000003.safetensors").write_bytes(b"no")
     with pytest.raises(CheckpointError, match=r"iter-000003\.safetensors is damaged"):
         store.load_model(3)
