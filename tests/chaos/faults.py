@@ -23,6 +23,7 @@ from ngsgd.training.verify import digest, not_finite
 from ngsgd.training.worker import Place, Worker, never, np_empty
 
 SLOW_S = 0.15   # at a point where no minibatch could be drawn out
+_WAIT_S = 20.0
 _PAUSE_S = 0.03  # long enough for the coordinator to take in a message
 
 
@@ -35,7 +36,7 @@ class Fault:
     mark: str
     at: tuple[int, int] = (2, 1)   # outer iteration and job
     num_times: int = 1
-    mask: tuple[int, ...] = ()     # workers that are spared
+    others_wait: bool = False      # the outer iteration's first job ends only after the fault has struck
 
     def strike(self) -> bool:
         """Breaks this process as planned; returns, if it does at all, whether it was this fault's turn."""
@@ -119,6 +120,10 @@ class BreakingWorker(Worker):
     def _load(self, job: Job) -> Vector | None:
         if self.fault.when == "idle" and (job.outer_iter, job.job) == (self.fault.at[0], 0):
             time.sleep(8 * _PAUSE_S)  # so that the other worker is idle meanwhile
+        if self.fault.others_wait and (job.outer_iter, job.job) == (self.fault.at[0], 0):
+            deadline = time.monotonic() + _WAIT_S
+            while not self.fault.strikes() and time.monotonic() < deadline:
+                time.sleep(0.01)
         start = super()._load(job)
         self._break("model received")
         return start

@@ -15,6 +15,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import signal
 import sys
 import tempfile
@@ -51,7 +52,7 @@ class Plan:
     quiet_s: float = 320.0          # without, in all
     job_s: float = 1.0
     between_faults_s: tuple[float, float] = (20.0, 30.0)
-    progress_timeout_s: float = 3.0
+    progress_timeout_s: float = 5.0
     seed: int = 0
 
 
@@ -63,7 +64,7 @@ class Report:
     jobs_per_s: dict[str, float]            # "faulty" and "quiet"
     ratios: list[float]                     # of each faulty stretch to the quiet ones around it
     num_outer_iters: int
-    num_tried_again: int
+    tried_again: Counter[str]               # jobs, by how the try before had ended
     problems: list[str]
 
     @property
@@ -71,15 +72,24 @@ class Report:
         return self.jobs_per_s["faulty"] / self.jobs_per_s["quiet"]
 
     def __str__(self) -> str:
-        faults = ", ".join(f"{count} x {kind}" for kind, count in self.num_faults.most_common())
         spread = f"{min(self.ratios):.1%} to {max(self.ratios):.1%} over {len(self.ratios)} stretches" if self.ratios else ""
         return "\n".join([
-            f"faults                 {self.num_faults.total()}: {faults}",
-            f"outer iterations       {self.num_outer_iters}, {self.num_tried_again} jobs tried again",
+            f"faults                 {self.num_faults.total()}: {_listed(self.num_faults)}",
+            f"outer iterations       {self.num_outer_iters}",
+            f"jobs tried again       {self.tried_again.total()}: {_listed(self.tried_again)}",
             f"jobs averaged per s    {self.jobs_per_s['faulty']:.3f} with faults, {self.jobs_per_s['quiet']:.3f} without",
             f"goodput                {self.goodput:.1%} ({spread})",
             "problems               " + ("none: ledger in order, model equal bit for bit, nothing left behind"
                                          if not self.problems else "\n  ".join(["", *self.problems]))])
+
+
+def _listed(counts: Counter[str]) -> str:
+    return ", ".join(f"{count} x {kind}" for kind, count in counts.most_common())
+
+
+def _kind_of(reason: str) -> str:
+    """How a try ended, without the number of its process."""
+    return re.sub(r"^process \d+ ", "", reason)
 
 
 @dataclass(frozen=True)
@@ -217,11 +227,14 @@ def soak(plan: Plan, folder: Path) -> Report:
         found.append(f"the run ended: {error}")
     luck.join()
     found += audit(run.ledger_path) + around.problems(run.folder)
+    lines = read_json_lines(run.ledger_path)
+    found += [f"job {line['job']} of outer iteration {line['outer_iter']} was {line['event']}: {line['reason']}"
+              for line in lines if line["event"] in ("dropped", "quarantined", "rejected", "deferred")]
     if final_hash(run) != _hash_without_faults(plan, folder / "whole", len(times.commits)):
         found.append("the final model is not that of the run without faults")
-    tried_again = sum(line["event"] == "failed" for line in read_json_lines(run.ledger_path))
+    reasons = Counter(_kind_of(line["reason"]) for line in lines if line["event"] == "failed")
     kinds = Counter(kind for kind, _ in luck.faults)
-    return Report(kinds, *_speeds(luck, times), len(times.commits), tried_again, found)
+    return Report(kinds, *_speeds(luck, times), len(times.commits), reasons, found)
 
 
 def _run(plan: Plan, folder: Path) -> tuple[Run, _Times]:
@@ -283,7 +296,8 @@ def main() -> int:
     print(report)
     if asked.json:
         asked.json.write_text(json.dumps({"goodput": report.goodput, "ratios": report.ratios, "jobs_per_s": report.jobs_per_s,
-                                          "faults": report.num_faults, "problems": report.problems}, indent=1))
+                                          "faults": report.num_faults,
+                                          "tried_again": report.tried_again, "problems": report.problems}, indent=1))
     return bool(report.problems)
 
 

@@ -59,7 +59,7 @@ class Straggler(Worker):
         time.sleep(0.004 * self.factor)
 
 
-@pytest.mark.parametrize("factor", [1.12, 3.0, 10.0])
+@pytest.mark.parametrize("factor", [1.12, 10.0])
 def test_a_straggler_that_lives_is_never_dropped(tmp_path: Path, factor: float) -> None:
     run = run_in(tmp_path, patient(many_workers()))
     around, pool = Surroundings(), WatchedPool(run, make_worker=Straggles(factor))
@@ -71,7 +71,7 @@ def test_a_straggler_that_lives_is_never_dropped(tmp_path: Path, factor: float) 
 
 
 def test_a_killed_coordinator_takes_its_hanging_workers_with_it(tmp_path: Path) -> None:
-    stopped = Fault("mid shard", "SIGSTOP", str(tmp_path / "worker-struck"))
+    stopped = Fault("mid shard", "SIGSTOP", str(tmp_path / "worker-struck"), others_wait=True)
     coordinator = Fault("first result in", "SIGKILL", str(tmp_path / "struck"))
     patient = settings(failure=FailureConfig(progress_timeout_s=60.0))   # nobody else would end the worker
     ordeal = Ordeal(tmp_path, patient, coordinator, uuid.uuid4().hex, Breaks(stopped))
@@ -380,12 +380,12 @@ def test_fragments_hold_every_parameter_once_whatever_their_number() -> None:
 
 
 def test_a_short_soak_loses_nothing_and_keeps_most_of_the_speed() -> None:
-    """Two faults in some ten seconds on four workers; the full one is `make soak`."""
-    plan = Plan(num_workers=4, faulty_s=8.0, num_stretches=1, quiet_s=4.0, job_s=0.4, between_faults_s=(3.0, 3.0))
+    """Two faults in five seconds on four workers; the full one is `make soak`."""
+    plan = Plan(num_workers=4, faulty_s=5.0, num_stretches=1, quiet_s=2.0, job_s=0.3, between_faults_s=(2.0, 2.0))
     with tempfile.TemporaryDirectory() as folder:
         report = soak(plan, Path(folder))
     assert report.problems == []
     assert report.num_faults.total() >= 2
-    assert report.num_tried_again >= 1
+    assert report.tried_again.total() >= 1
 
 

@@ -285,9 +285,9 @@ def _kill_the_replacement(folder: Path) -> Seen:
 
 
 def _kill_both(folder: Path) -> Seen:
-    worker = Fault("mid shard", "SIGKILL", str(folder / "worker-struck"))
+    worker = Fault("mid shard", "SIGKILL", str(folder / "worker-struck"), others_wait=True)
     coordinator = Fault("first result in", "SIGKILL", str(folder / "struck"))
-    seen = _break_and_resume(Ordeal(folder, settings(), coordinator, uuid.uuid4().hex, Breaks(worker)))
+    seen = _break_and_resume(Ordeal(folder, patient(settings()), coordinator, uuid.uuid4().hex, Breaks(worker)))
     assert worker.strikes(), "the worker's fault never struck"
     return seen
 

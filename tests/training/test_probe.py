@@ -8,7 +8,6 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -170,6 +169,9 @@ def test_a_worker_that_dies_ends_the_probe_in_a_sentence(tmp_path: Path, no_proc
 @pytest.mark.slow
 def test_a_worker_that_does_not_answer_ends_the_probe(tmp_path: Path, no_process_left: None) -> None:
     run = Run(tmp_path)
-    impatient = replace(run.spec, config=replace(run.config, cluster=ClusterConfig(start_timeout_s=0.01)))
-    with pytest.raises(ClusterError, match="did not answer"), workers(impatient, 1, 0):
-        pass
+    with workers(run.spec, 1, 0) as (worker,):
+        os.kill(worker.process.pid, signal.SIGSTOP)
+        worker.send(np.zeros(1))
+        worker.timeout_s = 0.1
+        with pytest.raises(ClusterError, match="did not answer within"):
+            worker.receive()
