@@ -1,26 +1,24 @@
 """`ngsgd plan`: how long an outer iteration takes on 1 to 1000 workers, measured here and computed from there.
-
-Also what the trainer says at the end of a run: what was predicted beside what it took.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import math
 import os
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from launcher.console import Parser
+from launcher.forecast import keep, kept_in, saved, site_of
 from launcher.plan_text import MAX_OVERHEAD, Assumptions, Row, as_json, text
 from ngsgd.config import RunConfig
 from ngsgd.errors import EXIT_OK, ConfigError
 from ngsgd.training import planner
-from ngsgd.training.planner import Machine, Prediction, RunPrediction, Site, Workload
+from ngsgd.training.planner import Machine, Prediction, Site, Workload
 from ngsgd.training.planner_formulas import (
     Link,
     SampleBounds,
@@ -30,9 +28,7 @@ from ngsgd.training.planner_formulas import (
     restart_all_s,
     retry_wait_s,
 )
-from ngsgd.training.records import FinalReport, Incident, OuterIterationRecord
 
-_FORMAT = 1
 _WORKERS = "1,2,4,8,16,32,64,256,1000"
 _MAX_WORKERS = 100_000
 _SHARED_CORES = 16     # more workers than this on each core are not worth a number
@@ -129,7 +125,6 @@ def _measured(config: RunConfig, seconds: float, *, to_stderr: bool) -> tuple[Ma
 
     from launcher import train as service
     from launcher.run_folder import check_output_dir
-    from ngsgd.files import write_text
     from ngsgd.training import probe
     from ngsgd.training.job import WorkerSpec
 
@@ -143,39 +138,15 @@ def _measured(config: RunConfig, seconds: float, *, to_stderr: bool) -> tuple[Ma
     with tempfile.TemporaryDirectory(dir=config.output_dir, prefix=".plan-") as scratch:  # the run's own disk
         machine, workload = probe.measure(WorkerSpec(config, str(data.egs_directory)), num_cores=os.cpu_count() or 1,
                                           num_gpus=num_gpus, seconds=seconds, scratch=Path(scratch))
-    kept = {"format": _FORMAT, "settings": _key(config), "machine": machine.to_json(), "workload": asdict(workload)}
-    write_text(_file(config), json.dumps(kept, indent=1))
+    keep(config, machine, workload)
     return machine, workload
 
 
 def _saved(config: RunConfig) -> tuple[Machine, Workload]:
     found = saved(config)
     if found is None:
-        raise ConfigError(f"{_file(config)} has no measurement of these settings; leave out --saved to measure.")
+        raise ConfigError(f"{kept_in(config)} has no measurement of these settings; leave out --saved to measure.")
     return found
-
-
-def saved(config: RunConfig) -> tuple[Machine, Workload] | None:
-    """The last measurement in this output directory, if it was of these settings on a machine with as many cores."""
-    try:
-        kept = json.loads(_file(config).read_text(encoding="utf-8"))
-        if (kept["format"], kept["settings"]) != (_FORMAT, _key(config)):
-            return None
-        return Machine.from_json(kept["machine"]), Workload(**kept["workload"])
-    except (OSError, ValueError, KeyError, TypeError):  # none, or of another version: both mean to measure again
-        return None
-
-
-def _file(config: RunConfig) -> Path:
-    return Path(config.output_dir) / "plan.json"
-
-
-def _key(config: RunConfig) -> str:
-    """A digest of everything that the measurement depends on."""
-    cluster = config.cluster
-    parts = [asdict(part) for part in (config.data, config.features, config.egs, config.model, config.optimizer)]
-    rest = [config.schedule.minibatch_size, config.schedule.num_epochs, cluster.threads_per_worker, cluster.device, os.cpu_count()]
-    return hashlib.sha256(json.dumps([*parts, *rest]).encode()).hexdigest()[:16]
 
 
 # Computing ------------------------------------------------------------------------------------------------------------
@@ -220,60 +191,9 @@ def _here(machine: Machine, workload: Workload, config: RunConfig, num_workers: 
     return planner.predict(machine, workload, site_of(machine, config, num_workers), num_jobs=num_workers, num_workers=num_workers)
 
 
-def site_of(machine: Machine, config: RunConfig, num_workers: int) -> Site:
-    """Where the workers of a run with this configuration are, if they are all on the measured machine."""
-    return planner.this_machine(machine, num_workers, threads_per_worker=config.cluster.threads_per_worker,
-                                one_by_one=config.cluster.kind == "in_process")
-
-
 def _site(machine: Machine, config: RunConfig, num_workers: int, assumed: Assumptions, link: Link) -> Site:
     """A cluster; workers that fit on one machine have no network between them."""
     if num_workers <= assumed.slots_per_machine:
         return replace(site_of(machine, config, num_workers), one_by_one=False,
                        slots_per_machine=max(num_workers, machine.slots(config.cluster.threads_per_worker or 1)))
     return planner.machines_like(num_workers, slots_per_machine=assumed.slots_per_machine, link=link)
-
-
-# After a run ----------------------------------------------------------------------------------------------------------
-
-
-class Forecast:
-    """A tracker that says at the end what was predicted beside what it took.
-
-    The prediction is made from the measurement of `ngsgd plan` where there is one of the same settings, else from the run's
-    first outer iterations.  `job_counts` has the number of jobs of each outer iteration.
-    """
-
-    def __init__(self, config: RunConfig, job_counts: Sequence[int], report: Callable[[str], None]) -> None:
-        self._config, self._job_counts, self._report = config, job_counts, report
-        self._records: list[OuterIterationRecord] = []
-
-    def outer_iteration(self, record: OuterIterationRecord) -> None:
-        self._records.append(record)
-
-    def incident(self, incident: Incident) -> None:
-        pass
-
-    def finished(self, report: FinalReport) -> None:
-        predicted = self.prediction()
-        for line in planner.compare(self._records, predicted) if predicted else []:
-            self._report(line)
-
-    def close(self, status: str) -> None:
-        pass
-
-    def prediction(self) -> RunPrediction | None:
-        """None while there is nothing to predict from."""
-        config = self._config
-        num_workers = config.cluster.num_workers
-        # a cluster is not this machine, and jobs of other lengths or that run ahead are not what was measured
-        fits = not config.cluster.address and config.schedule.shares == "equal" and not config.outer.overlap
-        measured = saved(config) if fits else None
-        if measured:
-            machine, workload = measured
-            return planner.predict_run(machine, workload, site_of(machine, config, num_workers), self._job_counts,
-                                       num_workers=num_workers)
-        slots = 1 if config.cluster.kind == "in_process" else num_workers
-        if not config.cluster.address:
-            slots = min(slots, os.cpu_count() or 1)
-        return planner.extrapolate(self._records, self._job_counts, num_slots=slots)

@@ -30,6 +30,7 @@ from ngsgd.training.compressed import unpacked
 from ngsgd.training.exchange import Exchange, exchange_of, remote
 from ngsgd.training.flat import Mean, Vector
 from ngsgd.training.job import Held, Job, JobFailure, JobResult, Outcome, VectorRef, WorkerSpec
+from ngsgd.training.pool import Restarts, Retired
 from ngsgd.training.preflight import fingerprint
 from ngsgd.training.process_group import Backend
 from ngsgd.training.shared_memory import SharedRef, SharedVectors
@@ -151,6 +152,7 @@ class _Slot:
     answered: int = 0
     killed_because: str = ""
     deaths: list[str] = field(default_factory=list)
+    retired: bool = False            # it died too often: nothing comes after it
 
     @property
     def is_idle(self) -> bool:
@@ -178,6 +180,8 @@ class RayPool:
         self._in_store: dict[SharedRef, StoreRef] = {}  # copies of shared vectors for workers on other machines
         self._slots: list[_Slot] = []
         self._owns_ray = False
+        self._is_starting = True
+        self._restarts = Restarts(spec.config.failure.max_restarts_per_hour)
         self._head: HeadWatch | None = None
         self._exchange: Exchange | None = None   # where the workers make the mean
 
@@ -199,6 +203,7 @@ class RayPool:
                 raise ClusterError(
                     f"{up} of {len(self._slots)} workers were ready after cluster.start_timeout_s = "
                     f"{self.config.start_timeout_s:g}; ask for fewer with cluster.num_workers, or give them more time.")
+        self._is_starting = False
         self._way = self._chosen_way()
         if self._way == "collective":
             backend: Backend = "nccl" if self._gpus_per_worker() == 1.0 else "gloo"  # NCCL takes no two workers on one GPU
@@ -228,6 +233,9 @@ class RayPool:
 
     def num_workers_alive(self) -> int:
         return sum(slot.process is not None for slot in self._slots)
+
+    def retired(self) -> list[Retired]:
+        return self._restarts.news()
 
     def submit(self, job: Job) -> None:
         # the same job goes to the same slot where it can, so that charts per worker stay comparable
@@ -393,9 +401,10 @@ class RayPool:
         except RayTaskError as error:
             raise _cause(error) from error
         except RayError as error:
-            # one death while starting may be bad luck; a slot that cannot start at all must not be tried for ever
+            # one death while starting may be bad luck, and one that cannot start is no reason to end a run that has others
             slot.deaths.append(_how_it_ended(error))
-            if len(slot.deaths) >= self.spec.config.failure.max_attempts:
+            is_alone = self._is_starting or not self.num_workers_alive()
+            if len(slot.deaths) >= self.spec.config.failure.max_attempts and is_alone:
                 raise ClusterError(f"worker {slot.index} died {len(slot.deaths)} times while starting "
                                    f"({slot.deaths[-1]}); see the Ray log of its node.") from error
             self._replace(slot, slot.deaths[-1])
@@ -434,9 +443,14 @@ class RayPool:
         return _Slot(index, actor, actor.prepare.remote(self._spec_ref, index, self.num_threads, self._beats))
 
     def _replace(self, slot: _Slot, reason: str) -> None:
-        fresh = self._new_slot(slot.index)
-        slot.predecessor = reason
-        slot.actor, slot.ready, slot.process = fresh.actor, fresh.ready, None
+        slot.predecessor, slot.process, slot.ready = reason, None, None
+        if self._restarts.allow(slot.index, reason):
+            fresh = self._new_slot(slot.index)
+            slot.actor, slot.ready = fresh.actor, fresh.ready
+        else:
+            slot.retired = True
+            if all(other.retired for other in self._slots):
+                raise self._restarts.none_left(reason)
         slot.killed_because, slot.asked, slot.answered = "", None, 0
 
     def _gpus_per_worker(self) -> float:

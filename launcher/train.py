@@ -13,6 +13,7 @@ from torch import nn
 from launcher import compose
 from launcher.curves import draw
 from launcher.final_model import decode_and_score, final_parameters, load_final, save_final, wanted_for_combination
+from launcher.forecast import Forecast
 from launcher.mlflow_tracker import MlflowTracker
 from launcher.progress import ProgressTracker
 from launcher.run_folder import RunFolder, check_output_dir, run_name
@@ -95,7 +96,8 @@ def _prepare(config: RunConfig, report: Callable[[str], None]) -> _Data:
 def _run(config: RunConfig, folder: RunFolder, data: _Data, progress: ProgressTracker) -> int:
     folder.remember_data(data.corpus.digest, data.egs_directory)
     stop = SignalStop(config.failure.grace_s, progress.report)
-    trackers = Trackers([EventLog(folder.events), progress, *_mlflow(config, folder, progress.warn)])
+    trackers = Trackers([EventLog(folder.events), progress, Forecast(config, _job_counts(config, data), progress.report),
+                         *_mlflow(config, folder, progress.warn)])
     status = "FAILED"
     try:
         end = _train(config, folder, data, trackers, stop, progress.report)
@@ -179,6 +181,10 @@ def schedule_of(config: RunConfig, reader: EgsReader) -> Schedule:
     s = config.schedule
     return Schedule(reader.info.num_archives, reader.info.frames_per_eg, s.num_epochs, s.lr_initial, s.lr_final,
                     s.num_jobs_initial, s.num_jobs_final, s.num_jobs_step)
+
+
+def _job_counts(config: RunConfig, data: _Data) -> list[int]:
+    return [one.num_jobs for one in schedule_of(config, EgsReader(data.egs_directory)).outer_iterations()]
 
 
 def _pool(config: RunConfig, folder: RunFolder, data: _Data, num_threads: int, size: int, stop: SignalStop) -> WorkerPool:

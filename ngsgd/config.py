@@ -161,6 +161,7 @@ class FailureConfig:
     on_poison: str = knob("quarantine", one_of=("quarantine", "stop"))  # for a shard all of whose tries ended a worker
     progress_timeout_s: float = knob(30.0, above=0.0)  # a worker without a minibatch for this long, and for 5 median ones, hangs
     max_worker_deaths: int = knob(-1, low=-1)        # for the whole run; -1 = unlimited
+    max_restarts_per_hour: int = knob(60, low=-1)    # of one worker; beyond that the run goes on without it; -1 = unlimited
     objf_tolerance: float = knob(1.0, above=0.0)     # nats per frame; a job this far below the best is rejected (Kaldi: 1.0)
     min_accepted: float = knob(0.5, above=0.0, high=1.0)  # share of an iteration's jobs that must be accepted
     on_divergence: str = knob("stop", one_of=("stop", "halve"))  # too few accepted: stop, or go back and halve the learning rate

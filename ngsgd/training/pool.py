@@ -2,15 +2,63 @@
 
 from __future__ import annotations
 
-from collections import deque
+import time
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
+from ngsgd.errors import ClusterError
 from ngsgd.training.flat import Mean, Vector
 from ngsgd.training.job import Held, Job, JobResult, Outcome, VectorRef, WorkerSpec
 from ngsgd.training.worker import Worker, never, np_empty
+
+_HOUR_S = 3600.0
+
+
+@dataclass(frozen=True)
+class Retired:
+    """A worker that died too often to be replaced once more."""
+
+    worker: int
+    message: str    # one sentence: what was seen, and what to do
+
+
+class Restarts:
+    """Whether a worker that died may be replaced once more: at most so many times within any hour; -1 for always."""
+
+    def __init__(self, per_hour: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.per_hour = per_hour
+        self._clock = clock
+        self._times: dict[int, deque[float]] = defaultdict(deque)  # of the restarts, by worker
+        self._retired: list[Retired] = []
+
+    def allow(self, worker: int, reason: str) -> bool:
+        """Counts a restart after a death for that reason; False, and the worker is retired, where it would be one too many."""
+        now, times = self._clock(), self._times[worker]
+        while times and times[0] <= now - _HOUR_S:
+            times.popleft()
+        if 0 <= self.per_hour <= len(times):
+            self._retired.append(Retired(worker, (
+                f"worker {worker} died ({reason}) and is not replaced, as it was {len(times)} times within an hour, which is what "
+                "failure.max_restarts_per_hour allows; the run goes on with the others: look at its machine, then stop the run "
+                "and resume to have it back.")))
+            return False
+        times.append(now)
+        return True
+
+    def news(self) -> list[Retired]:
+        """Those retired since the last call."""
+        news, self._retired = self._retired, []
+        return news
+
+    def none_left(self, reason: str) -> ClusterError:
+        """The error for a run all of whose workers are retired."""
+        return ClusterError(f"no worker is left: each died more than failure.max_restarts_per_hour = {self.per_hour} times within "
+                            f"an hour, the last one because it was {reason}; the last checkpoint is whole: see why they die, then "
+                            "resume.")
 
 
 class WorkerPool(Protocol):
@@ -36,6 +84,9 @@ class WorkerPool(Protocol):
 
     def num_workers_alive(self) -> int:
         """Workers that are running a job or could take one."""
+
+    def retired(self) -> list[Retired]:
+        """Workers that were given up since the last call."""
 
     def submit(self, job: Job) -> None:
         """Gives a job to an idle worker."""
@@ -89,6 +140,9 @@ class InProcessPool:
 
     def num_workers_alive(self) -> int:
         return self.num_workers
+
+    def retired(self) -> list[Retired]:
+        return []
 
     def submit(self, job: Job) -> None:
         self._queue.append(job)

@@ -27,6 +27,7 @@ from ngsgd.training.exchange import exchange_of, remote
 from ngsgd.training.flat import Mean, Vector
 from ngsgd.training.job import Job, JobFailure, JobResult, Outcome, VectorRef, WorkerSpec
 from ngsgd.training.messages import Disconnected, Messages
+from ngsgd.training.pool import Restarts, Retired
 from ngsgd.training.shared_memory import SharedRef, SharedVectors
 from ngsgd.training.worker import Worker
 from ngsgd.training.worker_process import STOP, Assignment, MakeWorker, Ready, Setting, serve
@@ -58,6 +59,7 @@ class _Slot:
     places: tuple[SharedRef, ...] = ()
     ended_because: str = ""  # where that is known
     predecessor: str = ""    # how the process before this one ended
+    retired: bool = False    # it died too often: nothing comes after it
     deaths: list[str] = field(default_factory=list)  # in a row, while starting
 
     @property
@@ -82,6 +84,7 @@ class ProcessPool:
         self._outcomes: list[Outcome] = []
         self._start_s: deque[float] = deque(maxlen=64)
         self._answers: dict[int, object] = {}       # by worker, to the question that it was asked
+        self._restarts = Restarts(spec.config.failure.max_restarts_per_hour)
         self._exchange = exchange_of(spec.config.cluster, "127.0.0.1") if spec.config.cluster.exchange == "collective" else None
 
     def start(self) -> None:
@@ -121,6 +124,9 @@ class ProcessPool:
 
     def num_workers_alive(self) -> int:
         return sum(slot.ready and not slot.leaving for slot in self._slots)
+
+    def retired(self) -> list[Retired]:
+        return self._restarts.news()
 
     def submit(self, job: Job) -> None:
         # the same job goes to the same slot where it can, so that charts per worker stay comparable
@@ -189,7 +195,7 @@ class ProcessPool:
         """Waits until something happens, and takes in all that has."""
         self._end_starts_that_hang()
         with selectors.PollSelector() as selector:
-            for slot in self._slots:
+            for slot in filter(_is_there, self._slots):
                 selector.register(slot.messages, _READ | _WRITE if slot.messages.has_unsent else _READ, slot)
                 selector.register(slot.process.sentinel, _READ, slot)
             happened = [key.data for key, _ in selector.select(timeout_s)]
@@ -201,7 +207,7 @@ class ProcessPool:
         if not self._start_s:
             return
         patience_s = max(self.spec.config.failure.progress_timeout_s, _PATIENCE * statistics.median(self._start_s))
-        for slot in self._slots:
+        for slot in filter(_is_there, self._slots):
             slack_s = patience_s * 2 ** len(slot.deaths)  # what was too slow once may be slow rather than dead
             if not slot.ready and not slot.ended_because and time.monotonic() - slot.born > slack_s:
                 self.kill(slot.index, f"was not ready after {slack_s:.1f} s and was killed")
@@ -251,11 +257,20 @@ class ProcessPool:
             if len(deaths) >= self.spec.config.failure.max_attempts and (self._is_starting or not self.num_workers_alive()):
                 raise ClusterError(f"worker {slot.index} died {len(deaths)} times while starting ({reason})"
                                    f"{self._tail(slot.index)}.")
-        fresh = self._new_slot(slot.index, deaths)
-        fresh.predecessor = reason
-        self._slots[slot.index] = fresh
+        self._slots[slot.index] = self._successor(slot, deaths, reason)
         if job is not None:
             self._outcomes.append(JobFailure(job, slot.index, reason, True, last_words=self._tail(slot.index)))
+
+    def _successor(self, slot: _Slot, deaths: Sequence[str], reason: str) -> _Slot:
+        """A new worker in the place of one that died; an empty place where that has happened too often."""
+        if self._restarts.allow(slot.index, reason):
+            fresh = self._new_slot(slot.index, deaths)
+        elif any(_is_there(other) for other in self._slots if other is not slot):
+            fresh = _Slot(slot.index, slot.process, slot.messages, slot.born, retired=True)
+        else:
+            raise self._restarts.none_left(reason)
+        fresh.predecessor = reason
+        return fresh
 
     def _ask(self, questions: Mapping[int, object], timeout_s: float, when_lost: Callable[[], None] = _nothing
              ) -> dict[int, object]:
@@ -291,7 +306,7 @@ class ProcessPool:
     def _why_lost(self, kept: KeptRef) -> str:
         """How the process ended that keeps a result; empty while it lives."""
         slot = self._slots[kept.worker]
-        lives = process_name(slot.process.pid or 0) == kept.process
+        lives = not slot.retired and process_name(slot.process.pid or 0) == kept.process
         return "" if lives else f"{slot.predecessor or 'its process is gone'}, and its result with it"
 
     def _release_places(self, slot: _Slot) -> None:
@@ -305,6 +320,10 @@ class ProcessPool:
             return ""
         lines = path.read_text(errors="replace").splitlines()[-_LAST_LINES:]
         return "; its last words:\n" + "\n".join(lines) if lines else ""
+
+
+def _is_there(slot: _Slot) -> bool:
+    return not slot.retired
 
 
 def _how_it_ended(exitcode: int | None) -> str:

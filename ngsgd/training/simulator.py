@@ -17,6 +17,7 @@ import torch
 
 from ngsgd.training.flat import Vector
 from ngsgd.training.job import Held, Job, JobFailure, JobResult, Outcome, Piece, VectorRef, WorkerSpec
+from ngsgd.training.pool import Retired
 from ngsgd.training.simulated_cluster import Books, SimulatedCluster
 from ngsgd.training.worker import Worker, never, np_empty
 
@@ -112,6 +113,9 @@ class SimulatedPool:
 
     def num_workers_alive(self) -> int:
         return sum(slot.back_at is None for slot in self._slots)
+
+    def retired(self) -> list[Retired]:
+        return []
 
     def submit(self, job: Job) -> None:
         # the same job goes to the same worker where it can, as in the other pools: a slow machine's job can then be shorter

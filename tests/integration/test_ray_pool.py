@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from launcher.ray_pool import RayPool
-from ngsgd.config import ClusterConfig
+from ngsgd.config import ClusterConfig, FailureConfig
 from ngsgd.errors import ClusterError, DataError
 from ngsgd.training.audit import audit
 from ngsgd.training.flat import Mean, Vector
@@ -67,6 +67,21 @@ def test_a_worker_killed_in_an_outer_iteration_costs_nothing(tmp_path: Path) -> 
     assert [i.what for i in run.recorder.incidents] == ["worker_died", "worker_died"]
     assert f"process {pool.killed[0]} on " in run.recorder.incidents[0].message
     assert "its shard runs again" in run.recorder.incidents[0].message
+
+
+def test_a_worker_that_dies_too_often_is_not_replaced_and_costs_nothing(tmp_path: Path) -> None:
+    whole = Run(tmp_path / "whole").train()
+    run = Run(tmp_path / "killed", config(failure=FailureConfig(max_restarts_per_hour=0)))
+    end = run.train(PoolThatLosesWorkers(run, lambda job: (job.outer_iter, job.job, job.attempt) == (1, 1, 1)))
+    assert end.model_sha256 == whole.model_sha256
+    assert audit(run.ledger_path) == []
+    assert sorted(i.what for i in run.recorder.incidents) == ["worker_died", "worker_retired"]
+
+
+def test_a_run_without_a_worker_left_ends_in_a_sentence(tmp_path: Path) -> None:
+    run = Run(tmp_path, config(failure=FailureConfig(max_restarts_per_hour=0)))
+    with pytest.raises(ClusterError, match="no worker is left: each died more than"):
+        run.train(PoolThatLosesWorkers(run, lambda job: job.outer_iter == 1))
 
 
 def test_all_workers_killed_at_once_are_replaced(tmp_path: Path) -> None:

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from launcher import cli, plan, plan_text
+from launcher.forecast import Forecast, _key, keep, kept_in, saved
 from launcher.plan_text import Assumptions
 from ngsgd.config import ClusterConfig, OuterConfig, RunConfig, ScheduleConfig
 from ngsgd.errors import ConfigError
-from ngsgd.files import write_text
 from ngsgd.training.planner import Machine, Speed, Workload
 from ngsgd.training.planner_formulas import Link, Spread
 from tests.launcher.records import final_report, outer_iteration
@@ -48,8 +48,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[RunConfig]
 
 def _keep(config: RunConfig, machine: Machine = MACHINE) -> None:
     Path(config.output_dir).mkdir(exist_ok=True)
-    kept = {"format": 1, "settings": plan._key(config), "machine": machine.to_json(), "workload": vars(WORKLOAD)}
-    write_text(plan._file(config), json.dumps(kept))
+    keep(config, machine, WORKLOAD)
 
 
 # The command ----------------------------------------------------------------------------------------------------------
@@ -121,8 +120,8 @@ def test_a_saved_measurement_is_used_for_its_own_settings_only(
                                      '{"format": 1, "settings": "KEY", "machine": {}, "workload": {}}'])
 def test_a_damaged_measurement_counts_as_none(content: str, tmp_path: Path) -> None:
     config = RunConfig(output_dir=str(tmp_path))
-    plan._file(config).write_text(content.replace("KEY", plan._key(config)))
-    assert plan.saved(config) is None
+    kept_in(config).write_text(content.replace("KEY", _key(config)))
+    assert saved(config) is None
 
 
 def test_the_momentum_of_the_outer_optimiser_is_that_of_the_settings() -> None:
@@ -226,13 +225,13 @@ def test_advice_when_all_is_well() -> None:
 # After a run ----------------------------------------------------------------------------------------------------------
 
 
-def _forecast(tmp_path: Path, *, address: str = "", **changes: Any) -> tuple[plan.Forecast, list[str]]:
+def _forecast(tmp_path: Path, *, address: str = "", **changes: Any) -> tuple[Forecast, list[str]]:
     lines: list[str] = []
     config = RunConfig(output_dir=str(tmp_path), cluster=ClusterConfig(kind="ray", num_workers=2, address=address), **changes)
-    return plan.Forecast(config, [2] * 4, lines.append), lines
+    return Forecast(config, [2] * 4, lines.append), lines
 
 
-def _finish(forecast: plan.Forecast) -> None:
+def _finish(forecast: Forecast) -> None:
     for outer_iter in range(4):
         forecast.outer_iteration(outer_iteration(outer_iter, num_outer_iters=4))
     forecast.finished(final_report())

@@ -142,3 +142,22 @@ class Slow(Worker):
     def _train(self, *arguments: Any, **named: Any) -> None:
         time.sleep(0.01 * (1 + self.index % 2))
         super()._train(*arguments, **named)
+
+
+@pytest.mark.parametrize("outer", [OuterConfig("average"), OuterConfig("bmuf", overlap=True)], ids=["average", "overlap"])
+def test_a_worker_that_dies_too_often_is_not_replaced_and_costs_nothing(tmp_path: Path, outer: OuterConfig) -> None:
+    whole = Run(tmp_path / "whole", config(outer=outer)).train()
+    run = Run(tmp_path / "killed", config(outer=outer, failure=FailureConfig(max_restarts_per_hour=0)))
+    pool = PoolThatSignals(run, signal.SIGKILL, lambda job: (job.outer_iter, job.job, job.attempt) == (1, 1, 1))
+    end = run.train(pool)
+    assert end.model_sha256 == whole.model_sha256
+    assert audit(run.ledger_path) == []
+    (retired,) = [incident for incident in run.recorder.incidents if incident.what == "worker_retired"]
+    assert "killed by SIGKILL) and is not replaced, as it was 0 times within an hour" in retired.message
+
+
+def test_a_run_without_a_worker_left_ends_in_a_sentence(tmp_path: Path) -> None:
+    run = Run(tmp_path, config(failure=FailureConfig(max_restarts_per_hour=0)))
+    with pytest.raises(ClusterError, match="no worker is left: each died more than"):
+        run.train(PoolThatSignals(run, signal.SIGKILL, lambda job: job.outer_iter == 1))
+    assert run.store.latest()[0] is not None  # what was committed stays
