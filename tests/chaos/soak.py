@@ -50,9 +50,9 @@ class Plan:
     faulty_s: float = 1200.0        # with faults, in all
     num_stretches: int = 8          # that this is divided into
     quiet_s: float = 320.0          # without, in all
-    job_s: float = 1.0
+    job_s: float = 0.5              # a fault costs about half a job, whatever the job's length
     between_faults_s: tuple[float, float] = (20.0, 30.0)
-    progress_timeout_s: float = 5.0
+    progress_timeout_s: float = 3.0
     seed: int = 0
 
 
