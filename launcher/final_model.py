@@ -53,7 +53,8 @@ def final_parameters(config: RunConfig, end: Checkpoint, store: CheckpointStore,
 
 def save_final(folder: RunFolder, config: RunConfig, model: nn.Module, reader: EgsReader) -> None:
     """Parameters, and beside them what is needed to use them: shapes, features, class priors."""
-    prior_P = average_posterior(model, reader, config.decode.num_prior_frames)
+    prior_P = average_posterior(model, reader, config.decode.num_prior_frames,
+                                skip_damaged=config.egs.on_corrupt == "quarantine")
     about = {"model": asdict(config.model), "features": asdict(config.features), "num_inputs": reader.info.num_inputs,
              "num_classes": reader.info.num_classes, "left_context": reader.info.left_context,
              "right_context": reader.info.right_context, "priors": prior_P.tolist()}

@@ -29,7 +29,7 @@ def rows(reader: EgsReader, schedule: Schedule) -> list[tuple[tuple[float, ...],
     """Every (spliced frame, class) that all shards hold, sorted."""
     found = []
     for index in range(schedule.num_archives * schedule.frames_per_eg):
-        for x, pdf in reader.minibatches(schedule.shard(index), 32, seed=0, outer_iter=0, job=index):
+        for x, pdf, _ in reader.minibatches(schedule.shard(index), 32, seed=0, outer_iter=0, job=index):
             found += [(tuple(row), int(label)) for row, label in zip(x.tolist(), pdf.tolist(), strict=True)]
     return sorted(found)
 
@@ -56,7 +56,7 @@ def test_order_is_a_function_of_seed_outer_iteration_and_job(tmp_path: Path) -> 
     shard = Schedule(reader.info.num_archives, 4, 1.0, 0.1, 0.1, 1, 1).shard(0)
 
     def order(seed: int, outer_iter: int, job: int) -> torch.Tensor:
-        return torch.cat([x for x, _ in reader.minibatches(shard, 16, seed=seed, outer_iter=outer_iter, job=job)])
+        return torch.cat([minibatch.x_ND for minibatch in reader.minibatches(shard, 16, seed=seed, outer_iter=outer_iter, job=job)])
 
     assert torch.equal(order(1, 2, 3), order(1, 2, 3))
     for other in ((0, 2, 3), (1, 3, 3), (1, 2, 2)):
@@ -72,7 +72,7 @@ def test_archives_are_bit_identical_when_made_again(tmp_path: Path) -> None:
 def test_minibatches_have_the_size_asked_for_and_lose_nothing(tmp_path: Path) -> None:
     reader = EgsReader(prepare(tmp_path))
     shard = Schedule(reader.info.num_archives, 4, 1.0, 0.1, 0.1, 1, 1).shard(0)
-    sizes = [len(pdf) for _, pdf in reader.minibatches(shard, 32, seed=0, outer_iter=0, job=0)]
+    sizes = [len(minibatch.pdf_N) for minibatch in reader.minibatches(shard, 32, seed=0, outer_iter=0, job=0)]
     assert set(sizes[:-1]) == {32}
     assert sum(sizes) == reader.num_frames(shard)
 
