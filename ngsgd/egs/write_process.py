@@ -47,7 +47,7 @@ def write_in_processes(source: ExampleSource, targets: Sequence[Target], num_wri
 
     Raises OSError when the disk is full, as one process would.
     """
-    arrays = {name: _on_disk(getattr(source, name), scratch / f"{name}.npy") for name in _ARRAYS
+    arrays = {name: _on_disk(getattr(source, name), scratch / name) for name in _ARRAYS
               if getattr(source, name) is not None}
     numbers = {name: getattr(source, name) for name in ("left_context", "right_context", "frames_per_eg")}
     shares = [[targets[i] for i in part] for part in np.array_split(np.arange(len(targets)), num_writers)]
@@ -85,11 +85,11 @@ def _answer(process: subprocess.Popen[bytes]) -> list[ArchiveEntry]:
 
 def _on_disk(array: np.ndarray[Any, Any], path: Path) -> dict[str, Any]:
     """Where another process finds the array: in the file that it is mapped from, or in a new one at `path`."""
-    whole: Any = array
-    if not isinstance(array, np.memmap) or array.filename is None or not array.flags.c_contiguous or _is_part(array):
-        np.save(path, array)
-        whole = np.load(path, mmap_mode="r")
-    return {"filename": str(whole.filename), "dtype": whole.dtype.str, "shape": list(whole.shape), "offset": whole.offset}
+    place = {"filename": str(path), "dtype": array.dtype.str, "shape": list(array.shape), "offset": 0}
+    if isinstance(array, np.memmap) and array.filename is not None and array.flags.c_contiguous and not _is_part(array):
+        return {**place, "filename": str(array.filename), "offset": array.offset}
+    path.write_bytes(np.ascontiguousarray(array).data.cast("B"))
+    return place
 
 
 def _is_part(array: np.memmap[Any, Any]) -> bool:
