@@ -85,7 +85,7 @@ def _prepare(config: RunConfig, report: Callable[[str], None]) -> _Data:
     check_source(config.data)
     cache_root = Path(config.data.cache_dir or Path(config.output_dir) / "data").absolute()
     try:
-        corpus = prepare(config.data, config.features, cache_root, report)
+        corpus = prepare(config.data, config.features, cache_root, report, augment_config=config.augment)
         egs_directory = prepare_archives(corpus.train.frames, corpus.valid.frames, config.egs,
                                          num_classes=corpus.num_pdfs, digest=corpus.digest, cache_root=cache_root,
                                          groups=corpus.train.speakers, silence_classes=(SILENCE_PDF,))
