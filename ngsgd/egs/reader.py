@@ -95,7 +95,8 @@ class EgsReader:
                             f"{self.info.num_archives} archives, of up to {max(self.info.num_examples)} examples.")
         file = self._archive(archive)
         pdf_F = file["pdf"][index].copy()
-        weight_F = file["weight"][index].copy() if "weight" in file else np.ones(len(pdf_F), np.float32)
+        weight_EF = file.get("weight")
+        weight_F = np.ones(len(pdf_F), np.float32) if weight_EF is None else weight_EF[index].copy()
         named, utterance = self._utterances(), int(file["utterance"][index])
         group = named["groups"][utterance] if named["groups"] else ""
         return Example(file["features"][index].copy(), pdf_F, weight_F, named["utt_ids"][utterance], group)
@@ -103,8 +104,9 @@ class EgsReader:
     def diagnostic(self, subset: str) -> Minibatch:
         """The fixed subset "train" or "valid", as a copy in memory."""
         file = self._open(diagnostic_name(subset), None)
-        weight_N = torch.tensor(file["weight"]) if "weight" in file else None
-        return Minibatch(torch.tensor(file["features"]), torch.tensor(file["pdf"]).long(), weight_N)
+        weight_N = file.get("weight")
+        return Minibatch(torch.tensor(file["features"]), torch.tensor(file["pdf"]).long(),
+                         None if weight_N is None else torch.tensor(weight_N))
 
     def num_frames(self, shard: Shard) -> int:
         """Rows that the minibatches of `shard` hold in all."""
@@ -162,7 +164,8 @@ class _Rows:
         self.file = file
         self.width = info.left_context + 1 + info.right_context
         pdf_E = file["pdf"][:, frame]
-        weight_E = file["weight"][:, frame] if "weight" in file else None
+        weight_EF = file.get("weight")
+        weight_E = None if weight_EF is None else weight_EF[:, frame]
         self.at_N = np.flatnonzero(is_row(pdf_E, weight_E))
         # a spliced frame is one run of memory within its example
         flat = torch.from_numpy(file["features"]).flatten(1)

@@ -70,9 +70,6 @@ class ArrayFile:
         if end > len(self._map):
             raise FormatError(f"it is truncated: {len(self._map)} of {end} bytes")
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._entries
-
     def __getitem__(self, name: str) -> Array:
         """The array, without a copy."""
         entry = self._entries[name]
@@ -80,6 +77,10 @@ class ArrayFile:
         dtype = _DTYPES[entry["dtype"]]
         flat = np.frombuffer(self._map, dtype, (end - begin) // dtype.itemsize, self._begin + begin)
         return np.asarray(flat.reshape(entry["shape"]))
+
+    def get(self, name: str) -> Array | None:
+        """The array, or None where the file has none of that name."""
+        return self[name] if name in self._entries else None
 
     def will_need(self) -> None:
         """Asks the system to read the file ahead: examples are met in random order, but nearly all of them are."""

@@ -227,15 +227,18 @@ def test_features_pass_through_memory_a_piece_at_a_time(tmp_path: Path) -> None:
 _WRITE_WITHOUT_ROOM = """
 import resource, signal, sys
 from pathlib import Path
+import numpy as np
+from ngsgd.config import EgsConfig
+from ngsgd.egs.archives import prepare_archives
+from ngsgd.egs.frames import FrameSet
 from ngsgd.errors import DataError
-from tests.egs.test_archives import CONFIG, mapped, prepare
-from tests.toy import frame_set
-import dataclasses
-train = mapped(frame_set(1000, 1), Path(sys.argv[3]))
+np.save(sys.argv[3] + "/features.npy", np.zeros((1000, 5), np.float32))
+frames = FrameSet(np.load(sys.argv[3] + "/features.npy", mmap_mode="r"), np.zeros(1000, np.int32), np.array([0, 1000]), ("a",))
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (6000, 6000))   # an archive takes 15 kB
+resource.setrlimit(resource.RLIMIT_FSIZE, (6000, 6000))   # an archive takes 13 kB
+config = EgsConfig(2, 1, 4, samples_per_iter=100, num_diagnostic_frames=50, num_writers=int(sys.argv[2]))
 try:
-    prepare(Path(sys.argv[1]), train, dataclasses.replace(CONFIG, num_writers=int(sys.argv[2])))
+    prepare_archives(frames, frames, config, num_classes=1, digest="x", cache_root=Path(sys.argv[1]))
 except DataError as error:
     print(error)
 """
