@@ -73,7 +73,7 @@ class AugmentConfig:
 
     seed: int = knob(0, low=0)                       # of the audio's changes; masks go by the run's seed
     num_copies: int = knob(1, low=1, high=100)       # of each training utterance, each changed anew; the first one too
-    speed: str = knob("off", one_of=("off", "all", "draw"))  # all: once at each factor, Kaldi's three-fold data; draw: one factor
+    speed: str = knob("none", one_of=("none", "all", "draw"))  # all: once at each factor, Kaldi's three-fold data; draw: one factor
     speed_factors: tuple[float, ...] = knob((0.9, 1.0, 1.1))  # 1.1: shorter and higher; Kaldi's are the default
     speed_probability: float = knob(1.0, low=0.0, high=1.0)   # speed=draw: of a factor from the list; else the speed stays
     reverb: bool = knob(False)                       # convolution with the impulse response of a room
@@ -81,12 +81,12 @@ class AugmentConfig:
     rir_dir: str = knob("")                          # folder of wav files, one impulse response each; empty: simulated rooms
     rt60_ms_low: float = knob(100.0, above=0.0, high=5000.0)   # simulated rooms: time to decay by 60 dB, drawn log-uniformly
     rt60_ms_high: float = knob(600.0, above=0.0, high=5000.0)
-    noise: bool = knob(False)
+    noise: bool = knob(False)                        # added to the speech
     noise_probability: float = knob(0.5, low=0.0, high=1.0)
     noise_dir: str = knob("")                        # folder of wav files; empty: white and pink noise
     noise_snr_db_low: float = knob(5.0, low=-20.0, high=60.0)  # speech over noise, drawn uniformly
     noise_snr_db_high: float = knob(20.0, low=-20.0, high=60.0)
-    volume: bool = knob(False)
+    volume: bool = knob(False)                       # of the whole utterance, noise and all
     volume_probability: float = knob(1.0, low=0.0, high=1.0)
     volume_low: float = knob(0.125, above=0.0, high=100.0)     # amplitude factor, drawn uniformly; Kaldi: 0.125 to 2
     volume_high: float = knob(2.0, above=0.0, high=100.0)
@@ -100,7 +100,7 @@ class AugmentConfig:
     @property
     def changes_audio(self) -> bool:
         """Whether the prepared data is other than without augmentation."""
-        return self.num_copies > 1 or self.speed != "off" or self.reverb or self.noise or self.volume
+        return self.num_copies > 1 or self.speed != "none" or self.reverb or self.noise or self.volume
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,7 @@ def what_decides(config: AugmentConfig) -> dict[str, Any]:
     # names and sizes: collections of noises are too large to be read for a name
     files = [[str(path.relative_to(folder)), path.stat().st_size] for folder in folders
              for path in sorted(Path(folder).rglob("*.wav"))]
-    return {"augment": {**settings, "files": files, "soxr": metadata.version("soxr") if config.speed != "off" else ""}}
+    return {"augment": {**settings, "files": files, "soxr": metadata.version("soxr") if config.speed != "none" else ""}}
 
 
 # Speed ----------------------------------------------------------------------------------------------------------------
@@ -93,7 +93,7 @@ def retime(pdf_T: PdfIds, num_samples: int, factor: float, *, sample_rate_hz: in
 def _factors(config: AugmentConfig, random: np.random.Generator) -> Sequence[float]:
     if config.speed == "all":
         return config.speed_factors
-    if config.speed == "off" or random.random() >= config.speed_probability:
+    if config.speed == "none" or random.random() >= config.speed_probability:
         return (1.0,)
     return (float(random.choice(config.speed_factors)),)
 

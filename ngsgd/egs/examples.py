@@ -1,6 +1,6 @@
 """From frames to the arrays of an archive, a piece at a time.
 
-Memory: `ExampleSource` keeps 24 bytes per example beside the labels; features may be memory-mapped, and no more than
+Memory: cutting takes 40 bytes per example beside the labels, and 16 are kept; features may be memory-mapped, and no more than
 PIECE_BYTES of them are copied at once, however long the archive is.
 
 Letters: E examples, F frames per example, W window of an example with its context, D feature dimension, T frames.
