@@ -6,15 +6,16 @@ makes `--hours` of synthetic frames (100 per second, 40 features) in FOLDER, wri
 per core, reads them from 1 and from 8 processes at once, trains the default model on them with and without a thread that reads
 ahead, and extracts features beside lhotse's own if that is installed.  All rates are per second of wall-clock time.
 
-What is read is in the page cache unless the archives are larger than memory, as in training, where every archive is read
-frames_per_eg times.  Memory of a reader is what is its own (Pss without what is mapped from files), so that the pages of
-archives, which the system can drop at any time, do not count.
+"From memory" means from the page cache, where an archive is after its first pass unless all of them together are larger than
+memory.  Memory of a reader is what is its own beyond Python and torch (Pss without what is mapped from files): pages of archives,
+which the system can drop at any time, do not count.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import resource
 import shutil
 import statistics
@@ -30,7 +31,7 @@ import numpy as np
 import torch
 
 from ngsgd.config import ClusterConfig, EgsConfig, FeatureConfig, RunConfig
-from ngsgd.egs.archives import prepare_archives
+from ngsgd.egs.archives import archive_name, prepare_archives
 from ngsgd.egs.frames import FrameSet
 from ngsgd.egs.reader import EgsReader
 from ngsgd.schedules import Shard
@@ -40,6 +41,7 @@ from ngsgd.training.worker import Worker
 DIM, NUM_CLASSES, FRAMES_PER_HOUR, UTTERANCE = 40, 100, 360_000, 500
 MINIBATCH = 128
 RATE_HZ = 16_000
+PREFETCH = 4
 ROUNDS = 5  # of training with and without prefetching, in turns
 
 
@@ -68,14 +70,15 @@ def writing(frames: FrameSet, config: EgsConfig, folder: Path) -> Path:
         size = sum(path.stat().st_size for path in directory.iterdir())
         peak = max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)) / 1024
         who = "one process" if num_writers else "one per core"
-        print(f"writing    {who:14} {size / 1e9:.2f} GB, {size / seconds / 1e6:,.0f} MB/s, {frames.num_frames / seconds:,.0f} frames/s, "
-              f"peak resident {peak:,.0f} MB (pages of files included)", flush=True)
+        print(f"writing    {who:14} {size / 1e9:.2f} GB, {size / seconds / 1e6:,.0f} MB/s, "
+              f"{frames.num_frames / seconds:,.0f} frames/s, peak resident {peak:,.0f} MB (pages of files included)", flush=True)
     return directory
 
 
-def read_for(directory: Path, index: int, num_readers: int, seconds: float) -> None:
-    """The body of a reader process: rows per second and its own memory, as JSON."""
+def read_for(directory: Path, index: int, num_readers: int, seconds: float, cold: bool) -> None:
+    """The body of a reader process: rows per second, and its own memory beyond that of Python and torch, as JSON."""
     torch.set_num_threads(1)
+    before_mb = _own_mb()
     reader = EgsReader(directory)
     info = reader.info
     passes = [Shard(archive, frame) for frame in range(info.frames_per_eg) for archive in range(info.num_archives)]
@@ -83,31 +86,35 @@ def read_for(directory: Path, index: int, num_readers: int, seconds: float) -> N
     list(reader.minibatches(own[0], MINIBATCH, seed=0, outer_iter=0, job=index))  # checksum of the first archive
     num_rows, number, began = 0, 0, time.perf_counter()
     while time.perf_counter() - began < seconds:
+        if cold:
+            _forget(directory / archive_name(own[number % len(own)].archive))
         for minibatch in reader.minibatches(own[number % len(own)], MINIBATCH, seed=0, outer_iter=number, job=index):
             num_rows += len(minibatch.pdf_N)
         number += 1
-    print(json.dumps({"rows_per_s": num_rows / (time.perf_counter() - began), "own_mb": _own_mb()}))
+    print(json.dumps({"rows_per_s": num_rows / (time.perf_counter() - began), "own_mb": _own_mb() - before_mb}))
 
 
 def reading(directory: Path, seconds: float) -> dict[int, float]:
     """Rows per second of all readers together, by their number."""
     rates = {}
-    for num_readers in (1, 8):
+    for num_readers, where in ((1, "memory"), (1, "disk"), (8, "memory")):
         command = [sys.executable, __file__, "--read", str(directory)]
-        processes = [subprocess.Popen([*command, str(index), str(num_readers), str(seconds)], stdout=subprocess.PIPE, text=True)
-                     for index in range(num_readers)]
+        arguments = [[str(index), str(num_readers), str(seconds), where] for index in range(num_readers)]
+        processes = [subprocess.Popen([*command, *rest], stdout=subprocess.PIPE, text=True) for rest in arguments]
         answers = [json.loads(process.communicate()[0]) for process in processes]
-        rates[num_readers] = sum(answer["rows_per_s"] for answer in answers)
+        rate = sum(answer["rows_per_s"] for answer in answers)
         own = [answer["own_mb"] for answer in answers]
-        print(f"reading    {num_readers} at once      {rates[num_readers]:,.0f} examples/s together, {max(own):,.0f} MB of its own "
-              "each", flush=True)
+        print(f"reading    {num_readers} at once, from {where:6} {rate:,.0f} examples/s together, "
+              f"{max(own):.1f} MB of its own each", flush=True)
+        if where == "memory":
+            rates[num_readers] = rate
     return rates
 
 
 def training(directory: Path, config: EgsConfig) -> float:
     """Frames per second of one worker with one thread and the default model; prefetching on and off in turns."""
     torch.set_num_threads(1)
-    rates: dict[int, list[float]] = {0: [], config.prefetch: []}
+    rates: dict[int, list[float]] = {0: [], PREFETCH: []}
     workers = {depth: Worker(WorkerSpec(RunConfig(egs=replace(config, prefetch=depth), cluster=ClusterConfig(device="auto")),
                                         str(directory)), 0) for depth in rates}
     for number in range(1 + ROUNDS):
@@ -163,6 +170,12 @@ def _extraction(name: str, extract: Callable[[np.ndarray], object], utterances: 
     print(f"extraction {name:27} {audio_s / took:,.0f} times real time ({took / done * 1000:.1f} ms for 10 s of audio)", flush=True)
 
 
+def _forget(path: Path) -> None:
+    """Makes the system drop what it has cached of a file."""
+    with path.open("rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
 def _own_mb() -> float:
     rollup = dict(line.split(":") for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:])
     return float(rollup["Pss_Anon"].split()[0]) / 1024
@@ -173,11 +186,11 @@ def main() -> None:
     parser.add_argument("--hours", type=float, default=5.0)
     parser.add_argument("--seconds", type=float, default=5.0, help="of each measurement")
     parser.add_argument("--folder", type=Path, default=None, help="where there is room: 2.4 GB per 10 hours and as much again")
-    parser.add_argument("--read", nargs=4, help=argparse.SUPPRESS)
+    parser.add_argument("--read", nargs=5, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.read:
-        directory, index, num_readers, seconds = options.read
-        read_for(Path(directory), int(index), int(num_readers), float(seconds))
+        directory, index, num_readers, seconds, where = options.read
+        read_for(Path(directory), int(index), int(num_readers), float(seconds), where == "disk")
         return
     with tempfile.TemporaryDirectory(dir=options.folder) as temporary:
         folder, config = Path(temporary), EgsConfig()
@@ -185,8 +198,8 @@ def main() -> None:
         directory = writing(frames, config, folder)
         rates = reading(directory, options.seconds)
         rate = training(directory, config)
-        print(f"           one reader gives {rates[1] / rate:.0f} times what one worker trains on; 8 workers, each on a core of its own, "
-              f"would take {8 * rate / rates[8]:.2f} of what 8 readers give together on this machine")
+        print(f"           one reader gives {rates[1] / rate:.0f} times what one worker trains on; 8 workers on cores of their own "
+              f"would take {8 * rate / rates[8]:.2f} of what 8 readers give here")
     extraction(options.seconds)
 
 

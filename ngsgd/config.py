@@ -60,7 +60,7 @@ class EgsConfig:
     num_diagnostic_frames: int = knob(4000, low=1)   # frames of each fixed subset on which objf is measured
     silence_weight: float = knob(1.0, low=0.0, high=1.0)  # of a silence frame in the objf; 0 leaves silence out of training
     num_writers: int = knob(0, low=0, high=1000)     # processes that write archives; 0: one per core where it pays
-    prefetch: int = knob(2, low=0, high=1000)        # minibatches that a worker's thread makes in advance; 0: no thread
+    prefetch: int = knob(-1, low=-1, high=1000)      # minibatches made in advance by a thread; -1: 4 for a GPU, else none
     on_corrupt: str = knob("stop", one_of=("stop", "quarantine"))  # for an archive that is damaged: end, or go on without it
 
 

@@ -31,6 +31,7 @@ from ngsgd.training.objective import summed_loss
 from ngsgd.training.verify import digest, not_finite
 
 Place = Callable[[int], Vector]  # memory for so many elements
+_GPU_PREFETCH = 4  # minibatches
 
 
 def never() -> bool:
@@ -125,7 +126,8 @@ class Worker:
             last = math.ceil(self.reader.num_frames(piece.shard) / size) if piece.stop is None else piece.stop
             minibatches = self.reader.minibatches(
                 piece.shard, size, seed=self.config.seed, outer_iter=piece.outer_iter, job=piece.job, first=piece.first, stop=last,
-                augment=self.config.augment, prefetch=self.config.egs.prefetch, pin_memory=self.device.type == "cuda")
+                augment=self.config.augment, prefetch=resolve_prefetch(self.config.egs.prefetch, self.device),
+                pin_memory=self.device.type == "cuda")
             for number, minibatch in enumerate(minibatches, start=piece.first + 1):
                 yield minibatch, ((replace(piece, first=number),) if number < last else ()) + later
 
@@ -220,6 +222,13 @@ def choose_device(wanted: str) -> torch.device:
     if wanted == "cuda" and not torch.cuda.is_available():
         raise ConfigError("cluster.device is cuda, but this worker sees no GPU; set cluster.device=auto or cpu.")
     return torch.device("cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def resolve_prefetch(wanted: int, device: torch.device) -> int:
+    """Minibatches made in advance: a CPU worker's thread would only take time from the core that trains."""
+    if wanted >= 0:
+        return wanted
+    return _GPU_PREFETCH if device.type == "cuda" else 0
 
 
 def resolve_threads(config: RunConfig, num_cores: int) -> int:

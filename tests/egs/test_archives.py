@@ -378,3 +378,13 @@ def test_what_ends_the_items_early_is_raised_where_it_happened() -> None:
     assert (next(found), next(found)) == (1, 2)
     with pytest.raises(DataError, match="the third one"):
         next(found)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="pinned memory is of use to a GPU only")
+def test_minibatches_for_a_gpu_are_pinned_and_the_same(tmp_path: Path) -> None:
+    reader = EgsReader(prepare(tmp_path))
+    plain, pinned = (list(reader.minibatches(Shard(0, 0), 16, seed=0, outer_iter=0, job=0, pin_memory=pin, prefetch=4 * pin))
+                     for pin in (False, True))
+    assert all(minibatch.x_ND.is_pinned() for minibatch in pinned)
+    assert all(torch.equal(a.x_ND, b.x_ND.to("cuda", non_blocking=True).cpu()) for a, b in zip(plain, pinned, strict=True))
