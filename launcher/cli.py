@@ -97,11 +97,15 @@ def _simulate(arguments: list[str]) -> int:
 
 def _info(arguments: list[str]) -> int:
     parser = Parser("info")
-    parser.add_argument("run", nargs="?", help="a run folder, or its name under runs/")
+    parser.add_argument("run", nargs="?", help="a run folder, or its name under runs/; or a folder of examples, runs/data/egs-...")
     run = parser.parse_args(arguments).run
     from launcher import info
 
-    print("\n".join(info.describe_run(find_run(run)) if run else info.versions()))
+    if run and (Path(run) / "info.json").is_file():
+        lines = info.describe_examples(Path(run))
+    else:
+        lines = info.describe_run(find_run(run)) if run else info.versions()
+    print("\n".join(lines))
     return EXIT_OK
 
 

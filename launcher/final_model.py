@@ -28,6 +28,7 @@ from ngsgd.training.checkpoint import Checkpoint, CheckpointStore
 from ngsgd.training.combination import Candidate, HeldOut, candidates, generalised, normalize_stddev, running_mean
 from ngsgd.training.diagnostics import average_posterior
 from ngsgd.training.flat import Vector
+from ngsgd.training.worst import as_text, utterance_scores
 
 
 def wanted_for_combination(config: RunConfig, schedule: Schedule) -> tuple[int, ...]:
@@ -53,7 +54,8 @@ def final_parameters(config: RunConfig, end: Checkpoint, store: CheckpointStore,
 
 def save_final(folder: RunFolder, config: RunConfig, model: nn.Module, reader: EgsReader) -> None:
     """Parameters, and beside them what is needed to use them: shapes, features, class priors."""
-    prior_P = average_posterior(model, reader, config.decode.num_prior_frames)
+    prior_P = average_posterior(model, reader, config.decode.num_prior_frames,
+                                skip_damaged=config.egs.on_corrupt == "quarantine")
     about = {"model": asdict(config.model), "features": asdict(config.features), "num_inputs": reader.info.num_inputs,
              "num_classes": reader.info.num_classes, "left_context": reader.info.left_context,
              "right_context": reader.info.right_context, "priors": prior_P.tolist()}
@@ -79,14 +81,16 @@ def load_final(folder: RunFolder, config: RunConfig) -> tuple[nn.Module, npt.NDA
 def decode_and_score(folder: RunFolder, config: RunConfig, corpus: Corpus, model: nn.Module,
                      prior_P: npt.NDArray[np.float64]) -> Evaluation:
     """Decodes valid and test; scale and penalty are chosen on valid and used on test.  Leaves decode/ in the folder."""
+    test_logliks = _log_likelihoods(corpus.test, config, model, prior_P)
     result = tune_and_decode(corpus.topology, config.decode,
                              valid=corpus.valid, valid_logliks=_log_likelihoods(corpus.valid, config, model, prior_P),
-                             test=corpus.test, test_logliks=_log_likelihoods(corpus.test, config, model, prior_P))
+                             test=corpus.test, test_logliks=test_logliks)
     about = {**asdict(result.setting), "valid": str(result.valid), "test": str(result.test),
              "test_interval_95": asdict(result.test_interval),
              "sweep_on_valid": [{**asdict(setting), "errors": str(errors)} for setting, errors in result.sweep]}
     with new_directory(folder.decode) as temporary:
         write_per_utterance(temporary / "test.per_utt.txt", result.test, result.per_utterance)
+        write_text(temporary / "test.worst.txt", as_text(utterance_scores(corpus.test.frames, test_logliks, prior_P)))
         write_text(temporary / "wer.json", json.dumps(about, indent=1))
     return result
 

@@ -1,7 +1,8 @@
-"""What `ngsgd info` prints: the state of a run, read from its folder, or the versions of what is installed."""
+"""What `ngsgd info` prints: the state of a run, what a folder of examples holds, or the versions of what is installed."""
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -33,8 +34,38 @@ def describe_run(run_dir: Path) -> list[str]:
         lines.append(f"progress   {_progress(iterations[-1])}")
     if ends:
         lines.append(f"result     {ends[-1].get('wer') or 'nothing was decoded'}")
+    lines += _examples_of(run_dir)
     lines += [f"incidents  {len(incidents)}"] + [f"  ! {event.get('message')}" for event in incidents[-5:]]
     return lines
+
+
+def describe_examples(directory: Path) -> list[str]:
+    """What archives of examples hold, and whether they are well mixed; reads their labels."""
+    from ngsgd.egs.mixing import mixing
+    from ngsgd.egs.reader import EgsReader
+
+    reader = EgsReader(directory)
+    info = reader.info
+    few, many = min(info.num_examples), max(info.num_examples)
+    sizes = f"{few:,}" if few == many else f"{few:,} to {many:,}"
+    lines = [f"examples   {directory}",
+             f"archives   {info.num_archives}, of {sizes} examples; {info.num_frames:,} frames "
+             f"of {info.feature_dim} features, {info.num_classes} classes{', with weights' if info.has_weights else ''}",
+             f"an example {info.frames_per_eg} frames, context -{info.left_context} +{info.right_context}"]
+    found = mixing(reader)
+    for one in found:
+        low, high = one.entropy_A.min(), one.entropy_A.max()
+        lines.append(f"{one.what:10} entropy {low:.4f} to {high:.4f} nats; random order: {one.expected_A.mean():.4f} +- "
+                     f"{one.deviation_A.mean():.4f}, farthest {one.farthest:.1f} deviations; divergence {one.divergence:.2f} "
+                     f"(random order: 1): {'well mixed' if one.is_well_mixed else 'NOT well mixed'}")
+    return lines if found else [*lines, "mixing     a single archive holds everything"]
+
+
+def _examples_of(run_dir: Path) -> list[str]:
+    try:
+        return [f"examples   {json.loads((run_dir / 'data.json').read_text())['egs']}"]
+    except (OSError, ValueError, KeyError):  # a run that has not begun
+        return []
 
 
 def _state(run_dir: Path, events: list[dict[str, Any]]) -> str:

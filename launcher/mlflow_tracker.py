@@ -251,6 +251,7 @@ def run_metrics(record: OuterIterationRecord) -> dict[str, float]:
         "progress/outer_iter": record.outer_iter, "progress/epoch": record.epoch,
         "progress/elapsed_s": record.elapsed_s,
         **{f"relative_change/{layer}": change for layer, change in record.relative_change.items()},
+        **{f"diagnostics/{name}": value for name, value in record.diagnostics.items()},
         **{f"natural_gradient/{name}": value for name, value in record.health.items()},
     }
 

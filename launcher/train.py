@@ -19,6 +19,7 @@ from launcher.progress import ProgressTracker
 from launcher.run_folder import RunFolder, check_output_dir, run_name
 from launcher.stop import SignalStop, signals_to
 from ngsgd.asr.corpus import Corpus, check_source, prepare
+from ngsgd.asr.topology import SILENCE_PDF
 from ngsgd.config import RunConfig
 from ngsgd.egs.archives import prepare_archives
 from ngsgd.egs.reader import EgsReader
@@ -84,9 +85,10 @@ def _prepare(config: RunConfig, report: Callable[[str], None]) -> _Data:
     check_source(config.data)
     cache_root = Path(config.data.cache_dir or Path(config.output_dir) / "data").absolute()
     try:
-        corpus = prepare(config.data, config.features, cache_root, report)
+        corpus = prepare(config.data, config.features, cache_root, report, augment_config=config.augment)
         egs_directory = prepare_archives(corpus.train.frames, corpus.valid.frames, config.egs,
-                                         num_classes=corpus.num_pdfs, digest=corpus.digest, cache_root=cache_root)
+                                         num_classes=corpus.num_pdfs, digest=corpus.digest, cache_root=cache_root,
+                                         groups=corpus.train.speakers, silence_classes=(SILENCE_PDF,))
     except OSError as error:
         raise DataError(f"the prepared data could not be written under {cache_root} ({error.strerror or error}); make room, or "
                         "choose another place with data.cache_dir=PATH.") from error
@@ -135,7 +137,7 @@ def _train(config: RunConfig, folder: RunFolder, data: _Data, tracker: Tracker, 
         coordinator = Coordinator(
             schedule_of(config, reader), pool, model, reader, checkpoints, ledger, tracker, config.failure, stop, config.outer,
             config.cluster, dealer=make_dealer(config.schedule, reader.num_frames),
-            keep_fisher=config.optimizer.ng_state == "keep", num_threads=os.cpu_count() or 1)
+            keep_fisher=config.optimizer.ng_state == "keep", num_threads=os.cpu_count() or 1, on_corrupt=config.egs.on_corrupt)
         with signals_to(stop):
             return coordinator.train(start)
     finally:

@@ -58,6 +58,49 @@ class EgsConfig:
     frames_per_eg: int = knob(8, low=1, high=256)    # an example gives one frame per pass; Kaldi uses 8
     samples_per_iter: int = knob(16000, low=1)       # K, frames per job between two averagings; Kaldi uses 400000
     num_diagnostic_frames: int = knob(4000, low=1)   # frames of each fixed subset on which objf is measured
+    silence_weight: float = knob(1.0, low=0.0, high=1.0)  # of a silence frame in the objf; 0 leaves silence out of training
+    num_writers: int = knob(0, low=0, high=1000)     # processes that write archives; 0: one per core where it pays
+    prefetch: int = knob(-1, low=-1, high=1000)      # minibatches made in advance by a thread; -1: 4 for a GPU, else none
+    on_corrupt: str = knob("stop", one_of=("stop", "quarantine"))  # for an archive that is damaged: end, or go on without it
+
+
+@dataclass(frozen=True)
+class AugmentConfig:
+    """More speech from what there is; for training only, never for valid and test.  All off by default.
+
+    Audio changes before features are made: speed, then reverberation, noise and volume.  Masks change windows at training time.
+    """
+
+    seed: int = knob(0, low=0)                       # of the audio's changes; masks go by the run's seed
+    num_copies: int = knob(1, low=1, high=100)       # of each training utterance, each changed anew; the first one too
+    speed: str = knob("none", one_of=("none", "all", "draw"))  # all: once at each factor, Kaldi's three-fold data; draw: one factor
+    speed_factors: tuple[float, ...] = knob((0.9, 1.0, 1.1))  # 1.1: shorter and higher; Kaldi's are the default
+    speed_probability: float = knob(1.0, low=0.0, high=1.0)   # speed=draw: of a factor from the list; else the speed stays
+    reverb: bool = knob(False)                       # convolution with the impulse response of a room
+    reverb_probability: float = knob(0.5, low=0.0, high=1.0)
+    rir_dir: str = knob("")                          # folder of wav files, one impulse response each; empty: simulated rooms
+    rt60_ms_low: float = knob(100.0, above=0.0, high=5000.0)   # simulated rooms: time to decay by 60 dB, drawn log-uniformly
+    rt60_ms_high: float = knob(600.0, above=0.0, high=5000.0)
+    noise: bool = knob(False)                        # added to the speech
+    noise_probability: float = knob(0.5, low=0.0, high=1.0)
+    noise_dir: str = knob("")                        # folder of wav files; empty: white and pink noise
+    noise_snr_db_low: float = knob(5.0, low=-20.0, high=60.0)  # speech over noise, drawn uniformly
+    noise_snr_db_high: float = knob(20.0, low=-20.0, high=60.0)
+    volume: bool = knob(False)                       # of the whole utterance, noise and all
+    volume_probability: float = knob(1.0, low=0.0, high=1.0)
+    volume_low: float = knob(0.125, above=0.0, high=100.0)     # amplitude factor, drawn uniformly; Kaldi: 0.125 to 2
+    volume_high: float = knob(2.0, above=0.0, high=100.0)
+    spec: bool = knob(False)                         # SpecAugment: masks on each window of spliced frames
+    spec_probability: float = knob(0.5, low=0.0, high=1.0)
+    spec_num_time_masks: int = knob(1, low=0, high=100)
+    spec_time_frames: int = knob(3, low=0, high=1000)          # widest mask; the window has left + 1 + right context
+    spec_num_freq_masks: int = knob(1, low=0, high=100)
+    spec_freq_bins: int = knob(8, low=0, high=1000)            # widest mask, of features.num_mel_bins
+
+    @property
+    def changes_audio(self) -> bool:
+        """Whether the prepared data is other than without augmentation."""
+        return self.num_copies > 1 or self.speed != "none" or self.reverb or self.noise or self.volume
 
 
 @dataclass(frozen=True)
@@ -215,6 +258,7 @@ class RunConfig:
     data: DataConfig = field(default_factory=DataConfig)
     features: FeatureConfig = field(default_factory=FeatureConfig)
     egs: EgsConfig = field(default_factory=EgsConfig)
+    augment: AugmentConfig = field(default_factory=AugmentConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
@@ -260,6 +304,18 @@ def _check_value(path: str, allowed: Any, value: Any) -> Iterator[str]:
 def _rule_snr(c: RunConfig) -> Iterator[str]:
     if c.data.snr_db_low > c.data.snr_db_high:
         yield f"data.snr_db_low is {c.data.snr_db_low} and above data.snr_db_high, {c.data.snr_db_high}; swap them."
+
+
+def _rule_augment(c: RunConfig) -> Iterator[str]:
+    for low, high in (("noise_snr_db_low", "noise_snr_db_high"), ("rt60_ms_low", "rt60_ms_high"), ("volume_low", "volume_high")):
+        if getattr(c.augment, low) > getattr(c.augment, high):
+            yield (f"augment.{low} is {getattr(c.augment, low)} and above augment.{high}, {getattr(c.augment, high)}; "
+                   "swap them.")
+    wrong = [factor for factor in c.augment.speed_factors if not 0.5 <= factor <= 2.0]
+    if wrong or not c.augment.speed_factors:
+        yield f"augment.speed_factors is {list(c.augment.speed_factors)}; give one or more factors from 0.5 to 2."
+    elif len(set(c.augment.speed_factors)) < len(c.augment.speed_factors):
+        yield f"augment.speed_factors is {list(c.augment.speed_factors)}; name each factor once."
 
 
 def _rule_ceps(c: RunConfig) -> Iterator[str]:
@@ -332,6 +388,6 @@ def _rule_exchange(c: RunConfig) -> Iterator[str]:
                "cluster.exchange=collective.")
 
 
-_RULES: tuple[Callable[[RunConfig], Iterator[str]], ...] = (_rule_snr, _rule_ceps, _rule_pnorm, _rule_lr, _rule_jobs,
+_RULES: tuple[Callable[[RunConfig], Iterator[str]], ...] = (_rule_snr, _rule_augment, _rule_ceps, _rule_pnorm, _rule_lr, _rule_jobs,
                                                           _rule_backstitch, _rule_shrink, _rule_dropout,
                                                           _rule_outer, _rule_exchange)

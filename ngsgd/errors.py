@@ -35,6 +35,17 @@ class DataError(NgsgdError):
     exit_code = 3
 
 
+class DamagedArchiveError(DataError):
+    """An archive of examples is missing, truncated or altered; `archive` is its number."""
+
+    def __init__(self, message: str, archive: int) -> None:
+        super().__init__(message, archive)
+        self.archive = archive
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
 class DivergenceError(NgsgdError):
     """Training left the finite numbers, or every job of an outer iteration was rejected."""
 

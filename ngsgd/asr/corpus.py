@@ -12,7 +12,7 @@ all sets, with different recordings.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -20,11 +20,12 @@ from typing import Any
 
 import numpy as np
 
-from ngsgd.asr import cache, digit_labels, digits, features, fsdd, fsdd_source, speech_set, synthesis
+from ngsgd.asr import augment, cache, digit_labels, digits, features, fsdd, fsdd_source, speech_set, synthesis
 from ngsgd.asr.fsdd_segments import load_catalogue, split
 from ngsgd.asr.speech_set import SpeechSet
-from ngsgd.asr.topology import Topology
-from ngsgd.config import DataConfig, FeatureConfig
+from ngsgd.asr.topology import SILENCE_PDF, Topology
+from ngsgd.asr.utterance import Utterance
+from ngsgd.config import AugmentConfig, DataConfig, FeatureConfig
 
 RECIPE_VERSION = 2  # raise it when the same settings would give other data, so that old caches are not taken for new
 
@@ -58,17 +59,23 @@ def check_source(data: DataConfig) -> None:
         fsdd_source.locate(data.source)
 
 
-def prepare(data: DataConfig, feature_config: FeatureConfig, cache_root: Path, report: Report) -> Corpus:
-    """The corpus, from the cache when it was prepared before with the same settings; damaged files are prepared again."""
+def prepare(data: DataConfig, feature_config: FeatureConfig, cache_root: Path, report: Report, *,
+            augment_config: AugmentConfig | None = None) -> Corpus:
+    """The corpus, from the cache when it was prepared before with the same settings; damaged files are prepared again.
+
+    `augment_config` changes the training set alone.
+    """
     check_source(data)
-    key = _what_decides(data, feature_config)
+    changes = augment_config or AugmentConfig()
+    key = {**_what_decides(data, feature_config), **augment.what_decides(changes)}
     folder = cache_root / f"{data.corpus}-{cache.short_hash(key)}"
     if folder.exists():
         try:
             return _load(data.corpus, folder)
         except cache.DamagedError as damage:
             report(f"{damage}; preparing it again.")
-    sets, topology = (_make_digits if data.corpus == "digits" else _make_fsdd)(data, feature_config, cache_root, report)
+    sets, topology = (_make_digits if data.corpus == "digits" else _make_fsdd)(
+        data, feature_config, changes, cache_root, report)
     cache.store(folder, sets, about={"made_from": key, "topology": topology.to_json()})
     return _load(data.corpus, folder)
 
@@ -89,18 +96,19 @@ def _load(name: str, folder: Path) -> Corpus:
 
 
 def _make_digits(
-    data: DataConfig, feature_config: FeatureConfig, _cache_root: Path, report: Report,
+    data: DataConfig, feature_config: FeatureConfig, changes: AugmentConfig, _cache_root: Path, report: Report,
 ) -> tuple[Mapping[str, SpeechSet], Topology]:
     sets = {}
     for name, minutes in _minutes_of_sets(data).items():
-        made = digits.utterances(name, data, minutes=minutes, num_at_once=_num_cores())
+        made: Iterable[Utterance] = digits.utterances(name, data, minutes=minutes, num_at_once=_num_cores())
+        made = augment.for_set(name, made, changes, silence_pdfs=[SILENCE_PDF])
         sets[name] = speech_set.build(made, feature_config)
         report(_describe(name, sets[name]))
     return sets, digit_labels.TOPOLOGY
 
 
 def _make_fsdd(
-    data: DataConfig, feature_config: FeatureConfig, cache_root: Path, report: Report,
+    data: DataConfig, feature_config: FeatureConfig, changes: AugmentConfig, cache_root: Path, report: Report,
 ) -> tuple[Mapping[str, SpeechSet], Topology]:
     catalogue = load_catalogue()
     pools = split(catalogue.segments, data.split)
@@ -109,7 +117,8 @@ def _make_fsdd(
     sets = {}
     for name, minutes in _minutes_of_sets(data).items():
         pool = fsdd.Pool(segments=pools[name], babble=pools["train"], samples=samples, pdf_T=catalogue.pdf_T)
-        sets[name] = speech_set.build(fsdd.utterances(name, data, pool, minutes=minutes), feature_config)
+        made = augment.for_set(name, fsdd.utterances(name, data, pool, minutes=minutes), changes, silence_pdfs=[SILENCE_PDF])
+        sets[name] = speech_set.build(made, feature_config)
         report(_describe(name, sets[name]))
     return sets, catalogue.topology
 

@@ -17,16 +17,19 @@ from ngsgd.errors import DataError
 class FrameSet:
     """Frames of U utterances laid end to end, each frame with the class it should be recognised as."""
 
-    features_TD: npt.NDArray[np.float32]  # not spliced; context is added at reading time
+    features_TD: npt.NDArray[np.float32]  # not spliced; may be memory-mapped; context is added at reading time
     pdf_T: npt.NDArray[np.int32]          # class (HMM state) of each frame
     offsets: npt.NDArray[np.int64]        # U + 1 entries; utterance u is rows offsets[u]:offsets[u + 1]
     utt_ids: tuple[str, ...]
+    weight_T: npt.NDArray[np.float32] | None = None  # of each frame in the objf; 0 masks a frame; None: all weigh 1
 
     def __post_init__(self) -> None:
         num_frames = self.features_TD.shape[0]
         if self.pdf_T.shape != (num_frames,) or self.offsets[-1] != num_frames or len(self.offsets) != len(self.utt_ids) + 1:
             raise DataError(f"{num_frames} frames, {len(self.pdf_T)} labels and offsets up to {self.offsets[-1]} of "
                             f"{len(self.utt_ids)} utterances do not fit together; prepare the data again.")
+        if self.weight_T is not None and self.weight_T.shape != (num_frames,):
+            raise DataError(f"{num_frames} frames have {len(self.weight_T)} weights; prepare the data again.")
 
     @property
     def num_frames(self) -> int:

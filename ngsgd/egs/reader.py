@@ -1,5 +1,8 @@
 """Reads minibatches from archives of examples, in an order that (seed, outer iteration, job) decides.
 
+Archives are mapped into memory and rows are copied out minibatch by minibatch, so a reader holds a few minibatches, however
+long its archives are; what the system keeps of the files it can give back at any time.
+
 Letters: E examples, F frames per example, W window of spliced frames, D feature dimension, N rows.
 """
 
@@ -7,30 +10,49 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
 from torch import Tensor
 
-from ngsgd.egs.archives import NO_FRAME, EgsInfo, archive_name, diagnostic_name
-from ngsgd.errors import DataError
+from ngsgd.config import AugmentConfig
+from ngsgd.egs.archives import FORMAT_VERSION, UTTERANCES, EgsInfo, archive_name, diagnostic_name
+from ngsgd.egs.examples import is_row
+from ngsgd.egs.masks import mask_windows
+from ngsgd.egs.prefetch import ahead
+from ngsgd.egs.storage import ArrayFile, FormatError
+from ngsgd.errors import DamagedArchiveError, DataError
 from ngsgd.files import sha256
 from ngsgd.schedules import Shard
+
+_MASKS = 1  # tells the numbers drawn for masks from those drawn for the order
 
 
 class Minibatch(NamedTuple):
     """Spliced frames and the class of each."""
 
-    x_ND: Tensor    # float32
-    pdf_N: Tensor   # int64
+    x_ND: Tensor                    # float32
+    pdf_N: Tensor                   # int64
+    weight_N: Tensor | None = None  # float32, above 0: of each frame in the objf; None: all weigh 1
+
+
+@dataclass(frozen=True)
+class Example:
+    """Consecutive frames of one utterance with their context, as an archive holds them."""
+
+    features_WD: npt.NDArray[np.float32]     # W = left context + F + right context
+    pdf_F: npt.NDArray[np.int32]             # NO_FRAME beyond the end of the utterance
+    weight_F: npt.NDArray[np.float32]
+    utt_id: str
+    group: str                               # such as its speaker; empty if none was given
 
 
 class EgsReader:
-    """The archives of one directory.  Each file's checksum is verified before its first use."""
+    """The archives of one directory.  Each file's checksum is verified when the process first uses it."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -38,43 +60,121 @@ class EgsReader:
             self.info = EgsInfo(**json.loads((directory / "info.json").read_text()))
         except (OSError, ValueError, TypeError) as error:
             raise DataError(f"{directory} is not a directory of examples ({error}); remove it and run again.") from error
-        self._verified: set[str] = set()
+        if self.info.format_version != FORMAT_VERSION:
+            raise DataError(f"{directory} holds examples of format {self.info.format_version} and this is {FORMAT_VERSION}; "
+                            "remove it and run again.")
 
-    def minibatches(self, shard: Shard, size: int, *, seed: int, outer_iter: int, job: int) -> Iterator[Minibatch]:
-        """One frame of every example of an archive, shuffled, `size` at a time; the last minibatch may be smaller."""
-        x_ED, pdf_E = self._read(shard)
+    def minibatches(self, shard: Shard, size: int, *, seed: int, outer_iter: int, job: int, first: int = 0,
+                    stop: int | None = None, augment: AugmentConfig | None = None, prefetch: int = 0,
+                    pin_memory: bool = False) -> Iterator[Minibatch]:
+        """One frame of every example of an archive, shuffled, `size` at a time; the last minibatch may be smaller.
+
+        Minibatches `first` to `stop` of the pass; where it begins changes nothing in what follows.  `augment` says how
+        windows are masked, if at all.  A thread makes `prefetch` minibatches in advance; with `pin_memory` they lie where a
+        GPU can fetch them while it computes.  Raises DamagedArchiveError.
+        """
+        rows = _Rows(self._archive(shard.archive), shard.frame, self.info)
         random = np.random.default_rng((seed, outer_iter, job))
-        order = torch.from_numpy(random.permutation(len(pdf_E)))
-        for chosen_N in order.split(size):
-            yield Minibatch(x_ED[chosen_N], pdf_E[chosen_N])
+        order_N = rows.at_N[random.permutation(len(rows.at_N))]
+        masks = augment if augment is not None and augment.spec else None
+        rows.file.will_need()
+
+        def made() -> Iterator[Minibatch]:
+            for number, begin in list(enumerate(range(0, len(order_N), size)))[first:stop]:
+                minibatch = rows.minibatch(order_N[begin:begin + size], pin_memory)
+                if masks is not None:
+                    drawn = np.random.default_rng((seed, outer_iter, job, number, _MASKS))
+                    minibatch = minibatch._replace(x_ND=mask_windows(minibatch.x_ND, rows.width, masks, drawn))
+                yield minibatch
+        return ahead(made(), prefetch)
+
+    def example(self, archive: int, index: int) -> Example:
+        """The example at `index` of an archive; nothing else of the file is read but for its first use's checksum."""
+        if not (0 <= archive < self.info.num_archives and 0 <= index < self.info.num_examples[archive]):
+            raise DataError(f"{self.directory} has no example {index} in archive {archive}: it holds "
+                            f"{self.info.num_archives} archives, of up to {max(self.info.num_examples)} examples.")
+        file = self._archive(archive)
+        pdf_F = file["pdf"][index].copy()
+        weight_EF = file.get("weight")
+        weight_F = np.ones(len(pdf_F), np.float32) if weight_EF is None else weight_EF[index].copy()
+        named, utterance = self._utterances(), int(file["utterance"][index])
+        group = named["groups"][utterance] if named["groups"] else ""
+        return Example(file["features"][index].copy(), pdf_F, weight_F, named["utt_ids"][utterance], group)
 
     def diagnostic(self, subset: str) -> Minibatch:
-        """The fixed subset "train" or "valid"."""
-        path = self._checked(diagnostic_name(subset))
-        arrays = load_file(path)
-        return Minibatch(arrays["features"], arrays["pdf"].long())
+        """The fixed subset "train" or "valid", as a copy in memory."""
+        file = self._open(diagnostic_name(subset), None)
+        weight_N = file.get("weight")
+        return Minibatch(torch.tensor(file["features"]), torch.tensor(file["pdf"]).long(),
+                         None if weight_N is None else torch.tensor(weight_N))
 
     def num_frames(self, shard: Shard) -> int:
         """Rows that the minibatches of `shard` hold in all."""
-        with safe_open(self._checked(archive_name(shard.archive)), framework="pt") as archive:
-            return int((archive.get_slice("pdf")[:, shard.frame] != NO_FRAME).sum())
+        return self.info.num_rows[shard.archive][shard.frame]
 
-    def _read(self, shard: Shard) -> tuple[Tensor, Tensor]:
-        width = self.info.left_context + 1 + self.info.right_context
-        path = self._checked(archive_name(shard.archive))
+    def archive_arrays(self, archive: int) -> ArrayFile:
+        """The arrays of an archive, mapped; see `ngsgd.egs.examples.write_archive`."""
+        return self._archive(archive)
+
+    def groups(self) -> tuple[list[str], list[str]]:
+        """(utterance ids, the group of each) that archives refer to by number; no groups if none were given."""
+        named = self._utterances()
+        return named["utt_ids"], named["groups"]
+
+    def _utterances(self) -> Any:
+        return json.loads(self._checked(UTTERANCES, None).read_text())
+
+    def _archive(self, index: int) -> ArrayFile:
+        return self._open(archive_name(index), index)
+
+    def _open(self, name: str, archive: int | None) -> ArrayFile:
+        path = self._checked(name, archive)
         try:
-            with safe_open(path, framework="pt") as archive:
-                pdf_E = archive.get_slice("pdf")[:, shard.frame].long()
-                x_EWD = archive.get_slice("features")[:, shard.frame:shard.frame + width]
-        except SafetensorError as error:
-            raise DataError(f"{path} cannot be read ({error}); remove {self.directory} and run again.") from error
-        is_frame_E = pdf_E != NO_FRAME
-        return x_EWD[is_frame_E].flatten(1), pdf_E[is_frame_E]
+            return ArrayFile(path)
+        except (FormatError, OSError) as error:
+            raise _damaged(f"{path} cannot be read ({error}); remove {self.directory} and run again.", archive) from error
 
-    def _checked(self, name: str) -> Path:
+    def _checked(self, name: str, archive: int | None) -> Path:
         path = self.directory / name
-        if name not in self._verified:
-            if not path.exists() or sha256(path) != self.info.sha256.get(name):
-                raise DataError(f"{path} is missing or does not match its checksum; remove {self.directory} and run again.")
-            self._verified.add(name)
+        try:
+            status = path.stat()
+            state = (str(path.absolute()), status.st_ino, status.st_size, status.st_mtime_ns)
+            is_sound = state in _VERIFIED or sha256(path) == self.info.sha256.get(name)
+        except OSError:
+            is_sound = False
+        if not is_sound:
+            raise _damaged(f"{path} is missing or does not match its checksum; remove {self.directory} and run again.", archive)
+        _VERIFIED.add(state)
         return path
+
+
+# Files of this process whose checksum was right: path, inode, size and time of change.  Whatever replaces or edits a file
+# in the usual ways changes one of these.
+_VERIFIED: set[tuple[str, int, int, int]] = set()
+
+
+def _damaged(message: str, archive: int | None) -> DataError:
+    return DataError(message) if archive is None else DamagedArchiveError(message, archive)
+
+
+class _Rows:
+    """One place of the examples of an archive."""
+
+    def __init__(self, file: ArrayFile, frame: int, info: EgsInfo) -> None:
+        self.file = file
+        self.width = info.left_context + 1 + info.right_context
+        pdf_E = file["pdf"][:, frame]
+        weight_EF = file.get("weight")
+        weight_E = None if weight_EF is None else weight_EF[:, frame]
+        self.at_N = np.flatnonzero(is_row(pdf_E, weight_E))
+        # a spliced frame is one run of memory within its example
+        flat = torch.from_numpy(file["features"]).flatten(1)
+        self._x_ED = flat[:, frame * info.feature_dim:(frame + self.width) * info.feature_dim]
+        self._pdf_E = torch.from_numpy(pdf_E.astype(np.int64))
+        self._weight_E = None if weight_E is None else torch.from_numpy(weight_E.copy())
+
+    def minibatch(self, at_N: npt.NDArray[np.int64], pin_memory: bool) -> Minibatch:
+        chosen_N = torch.from_numpy(at_N)
+        x_ND = torch.empty(len(at_N), self._x_ED.shape[1], pin_memory=pin_memory)
+        torch.index_select(self._x_ED, 0, chosen_N, out=x_ND)
+        return Minibatch(x_ND, self._pdf_E[chosen_N], None if self._weight_E is None else self._weight_E[chosen_N])

@@ -37,7 +37,7 @@ def too_few(accepted: Sequence[JobResult], verdicts: Verdicts, plan: Plan, min_a
     counted = f"only {len(accepted)} of {plan.num_jobs} jobs of outer iteration {plan.outer_iter + 1} could be averaged"
     if reasons:
         return DivergenceError(f"{counted} ({reasons}); lower schedule.lr_initial and resume, or start again.")
-    return ClusterError(f"{counted}, because their workers kept dying; look at the log above and resume.")
+    return ClusterError(f"{counted}, because workers kept dying or data is quarantined; look at the log above and resume.")
 
 
 def _too_far_below(best: float, name: str, objf: float, tolerance: float) -> str:

@@ -7,6 +7,7 @@ model before plus their own move, so a model is one outer iteration old where it
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,18 +25,21 @@ from ngsgd.schedules import Schedule
 from ngsgd.training.acceptance import Verdicts, judge, too_few
 from ngsgd.training.checkpoint import Checkpoint, CheckpointStore
 from ngsgd.training.dealing import EqualShares
-from ngsgd.training.diagnostics import score_subset
+from ngsgd.training.diagnostics import BackgroundDiagnostics
 from ngsgd.training.dispatch import Dispatcher, Round, StopSignal
 from ngsgd.training.flat import Layout, Mean, Vector
 from ngsgd.training.job import Job, JobResult, ResultsLost, VectorRef
 from ngsgd.training.leases import Leases
 from ngsgd.training.ledger import Ledger
+from ngsgd.training.pending import PendingRecords
 from ngsgd.training.planning import Plan, Progress, next_plan
 from ngsgd.training.pool import WorkerPool
-from ngsgd.training.records import Incident, JobRecord, OuterIterationRecord
+from ngsgd.training.records import Incident, JobRecord, OuterIterationRecord, SubsetScore
 from ngsgd.training.starts import Starts
 from ngsgd.training.tracking import Tracker
 from ngsgd.training.verify import is_finite
+
+_UNKNOWN = SubsetScore(math.nan, math.nan)  # until the diagnostics have ended
 
 
 @dataclass
@@ -44,7 +48,7 @@ class Coordinator:
 
     schedule: Schedule
     pool: WorkerPool
-    model: nn.Module           # the coordinator's own copy, for diagnostics
+    model: nn.Module           # gives the layout, and diagnostics a copy to work in
     reader: EgsReader
     checkpoints: CheckpointStore
     ledger: Ledger
@@ -57,13 +61,15 @@ class Coordinator:
     keep_fisher: bool = False  # a job's successor goes on from its Fisher estimates
     num_threads: int = 1       # for averaging
     clock: Callable[[], float] = time.monotonic
+    on_corrupt: str = "stop"   # for an archive that is damaged: stop or quarantine
 
     def __post_init__(self) -> None:
         self.layout = Layout.of(self.model)
-        self.model.eval()  # no dropout in diagnostics
-        self._subsets = {name: self.reader.diagnostic(name) for name in ("train", "valid")}
+        diagnostics = BackgroundDiagnostics(self.model, {name: self.reader.diagnostic(name) for name in ("train", "valid")},
+                                            self.reader.info.silence_classes)
+        self._records = PendingRecords(diagnostics, self.checkpoints.directory / "undiagnosed.json", self.tracker.outer_iteration)
         self._dispatch = Dispatcher(self.pool, self.ledger, self.layout, self.failure, self.cluster, self.stop, self._tell,
-                                    self.clock)
+                                    self.clock, self.on_corrupt)
         self._leases = Leases(self.pool)
         self._num_rollbacks = 0    # in a row
         self._starts = Starts(self.outer, self._leases, keep_fisher=self.keep_fisher)
@@ -74,6 +80,15 @@ class Coordinator:
         Raises RunInterrupted when asked to stop, DivergenceError or ClusterError when it cannot go on; whatever
         happens, the last committed outer iteration is on disk.
         """
+        try:
+            return self._train(start)
+        finally:
+            try:
+                self._records.wait()
+            finally:
+                self._records.diagnostics.close()
+
+    def _train(self, start: Checkpoint) -> Checkpoint:
         self._began = self.clock() - start.progress.elapsed_s
         self.optimizer = OuterOptimizer(make_rule(self.outer), start.parameters, ema_decay=self.outer.ema_decay,
                                         num_threads=self.num_threads)
@@ -83,6 +98,7 @@ class Coordinator:
         self.ledger.started(start.progress.outer_iter, self.failure.min_accepted)
         if start.commit:  # a crash may have come between the checkpoint and its line
             self.ledger.committed(start.commit)
+        self._records.take_up(start.progress.outer_iter, partial(self.layout.load, vector=start.parameters))
         here = start
         round_ = self._open(here.progress)
         self._make_jobs(round_, None)
@@ -91,7 +107,7 @@ class Coordinator:
                 raise RunInterrupted(f"stopped before outer iteration {round_.plan.outer_iter + 1}")
             ahead = self._open(_after(round_.plan, here.progress)) if self._starts.are_ahead else None
             clock = _Clock(self.clock)
-            self._dispatch.finish(round_, ahead, partial(self._make_jobs, ahead, round_))
+            self._dispatch.finish(round_, ahead, partial(self._meanwhile, ahead, round_))
             after = self._close(round_, here, clock)
             if after.progress.outer_iter == here.progress.outer_iter:  # rolled back, and what was built on it with it
                 self._forget(ahead)
@@ -114,6 +130,11 @@ class Coordinator:
         model = self.pool.publish(self.optimizer.broadcast)
         self._leases.take(model)
         return self._dispatch.open(plan, model, progress.quarantined, self.dealer.round_s)
+
+    def _meanwhile(self, ahead: Round | None, round_: Round) -> None:
+        """What there is to do while jobs run."""
+        self._records.look()
+        self._make_jobs(ahead, round_)
 
     def _make_jobs(self, round_: Round | None, predecessor: Round | None) -> None:
         """Makes those jobs of an outer iteration that can be run: all, but for those whose predecessor still runs."""
@@ -158,8 +179,9 @@ class Coordinator:
         checkpoint_s = clock.lap()
         record = self._record(round_, after, verdicts)
         self._end(round_)
-        self.tracker.outer_iteration(replace(record, compute_s=compute_s, average_s=average_s,
-                                             checkpoint_s=checkpoint_s, diagnostics_s=clock.lap()))
+        self._records.wait()
+        self._records.add(replace(record, compute_s=compute_s, average_s=average_s, checkpoint_s=checkpoint_s,
+                                  diagnostics_s=clock.lap()), partial(self.layout.load, vector=after.parameters))
         return after
 
     def _gather(self, round_: Round) -> _Gathered:
@@ -238,7 +260,6 @@ class Coordinator:
 
     def _record(self, round_: Round, after: Checkpoint, verdicts: Verdicts) -> OuterIterationRecord:
         plan, iteration = round_.plan, round_.plan.iteration
-        self.layout.load(self.model, after.parameters)
         passes = after.progress.passes_done
         per_epoch = self.schedule.num_archives * self.schedule.frames_per_eg
         elapsed_s = after.progress.elapsed_s
@@ -249,7 +270,7 @@ class Coordinator:
             num_jobs=plan.num_jobs, num_accepted=sum(not reason for _, reason in verdicts), epoch=passes / per_epoch,
             num_epochs=self.schedule.num_epochs, frames_processed=after.progress.frames_processed,
             effective_lr=iteration.effective_lr, lr=iteration.lr, gain=iteration.gain,
-            train=score_subset(self.model, self._subsets["train"]), valid=score_subset(self.model, self._subsets["valid"]),
+            train=_UNKNOWN, valid=_UNKNOWN,
             jobs=tuple(_job_record(result, reason) for result, reason in verdicts),
             relative_change=self.layout.relative_change(round_.model.read(), after.parameters),
             compute_s=0.0, average_s=0.0, checkpoint_s=0.0, diagnostics_s=0.0, elapsed_s=elapsed_s,

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from ngsgd.config import ClusterConfig, FailureConfig
-from ngsgd.errors import ClusterError, NgsgdError, RunInterrupted
+from ngsgd.errors import ClusterError, DamagedArchiveError, NgsgdError, RunInterrupted
 from ngsgd.schedules import Shard
 from ngsgd.training.flat import Layout
 from ngsgd.training.job import Job, JobFailure, JobResult, Outcome, Piece, VectorRef
@@ -69,7 +69,7 @@ class Dispatcher:
     """Feeds a pool with jobs and settles what comes back."""
 
     def __init__(self, pool: WorkerPool, ledger: Ledger, layout: Layout, failure: FailureConfig, cluster: ClusterConfig,
-                 stop: StopSignal, tell: Tell, clock: Callable[[], float]) -> None:
+                 stop: StopSignal, tell: Tell, clock: Callable[[], float], on_corrupt: str = "stop") -> None:
         self.pool = pool
         self.ledger = ledger
         self.layout = layout
@@ -78,6 +78,8 @@ class Dispatcher:
         self.stop = stop
         self.tell = tell
         self.clock = clock
+        self.on_corrupt = on_corrupt
+        self._damaged: set[int] = set()                   # archives
         self.num_deaths = 0
         self._enough_at: float | None = None              # when there last were enough workers
         self.num_discarded = 0
@@ -96,6 +98,8 @@ class Dispatcher:
         round_.to_come.discard(job.job)
         if any(piece.shard in round_.avoided for piece in job.pieces):
             self._give_up(round_, job, "quarantined", "its shard is in quarantine")
+        elif any(piece.shard.archive in self._damaged for piece in job.pieces):
+            self._quarantine_damaged(round_, job)
         else:
             round_.waiting.append(job)
 
@@ -229,6 +233,9 @@ class Dispatcher:
     def _after_failure(self, round_: Round, failure: JobFailure) -> None:
         job = failure.job
         self.ledger.failed(failure)
+        if isinstance(failure.error, DamagedArchiveError) and self.on_corrupt == "quarantine":
+            self._after_damage(round_, failure, failure.error)
+            return
         if isinstance(failure.error, NgsgdError):  # wrong data stay wrong however often they are read
             raise failure.error
         self.num_deaths += failure.worker_died
@@ -251,6 +258,18 @@ class Dispatcher:
         else:
             self._give_up(round_, job, "dropped", failure.reason)
             self._tell_of(failure, f"{who}; its shard is left out, since failure.policy is drop{failure.last_words}.")
+
+    def _after_damage(self, round_: Round, failure: JobFailure, error: DamagedArchiveError) -> None:
+        if error.archive not in self._damaged:
+            self._damaged.add(error.archive)
+            self.tell("archive_quarantined", f"archive {error.archive} is damaged and is not read again in this run, since "
+                      f"egs.on_corrupt is quarantine: {error}", failure.job.outer_iter, failure.job.job, failure.worker)
+        self._quarantine_damaged(round_, failure.job)
+
+    def _quarantine_damaged(self, round_: Round, job: Job) -> None:
+        # what else the job would have read is left out this once, and is sound
+        round_.quarantined += [piece for piece in job.pieces if piece.shard.archive in self._damaged]
+        self._give_up(round_, job, "quarantined", "its archive is damaged")
 
     def _give_up_after(self, round_: Round, failure: JobFailure, who: str, tries: int) -> None:
         """All attempts failed: poison if workers died of it, bad luck otherwise."""

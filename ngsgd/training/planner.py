@@ -121,7 +121,7 @@ class Prediction:
     compute_s: float         # from broadcasting the model to the last job's result
     average_s: float
     checkpoint_s: float
-    diagnostics_s: float
+    diagnostics_s: float     # waited for: they run beside the next outer iteration
     slots_used: int          # jobs that run at the same time
     stretch: float = 1.0     # how many times K / r the slowest job takes: stragglers, or fewer cores than jobs
     travel_s: float = 0.0    # part of compute_s: sending the model out and the results back
@@ -162,11 +162,15 @@ def predict(machine: Machine, workload: Workload, site: Site, *, num_jobs: int, 
     sigma = machine.spread.of_job(workload.samples / workload.minibatch_size)
     stretch = rounds * max(sharing, straggler_factor(sigma, busy))
     travel_s = central_s(num_jobs, workload.model_bytes, replace(site.link, add_speed=math.inf))
+    compute_s = work_s * stretch + rounds * sharing * speed.fixed_s + travel_s
+    average_s = num_jobs * workload.model_bytes / site.link.add_speed
+    # a thread of low priority: it has cores that no worker uses, and all of them while the coordinator averages and saves
+    used = 0 if machine.num_gpus else speed.num_threads * (1 if site.one_by_one else math.ceil(busy / site.num_machines))
+    hidden_s = average_s + machine.checkpoint_s + (compute_s if used < machine.num_cores else 0.0)
     return Prediction(
         num_jobs=num_jobs, samples=workload.samples, work_s=work_s, slots_used=slots, stretch=stretch, travel_s=travel_s,
-        compute_s=work_s * stretch + rounds * sharing * speed.fixed_s + travel_s,
-        average_s=num_jobs * workload.model_bytes / site.link.add_speed,
-        checkpoint_s=machine.checkpoint_s, diagnostics_s=speed.diagnostics_s)
+        compute_s=compute_s, average_s=average_s, checkpoint_s=machine.checkpoint_s,
+        diagnostics_s=max(0.0, speed.diagnostics_s - hidden_s))
 
 
 def _speed(machine: Machine, site: Site, num_workers: int, busy: int) -> Speed:

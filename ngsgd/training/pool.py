@@ -10,9 +10,9 @@ from typing import Protocol
 
 import torch
 
-from ngsgd.errors import ClusterError
+from ngsgd.errors import ClusterError, DamagedArchiveError
 from ngsgd.training.flat import Mean, Vector
-from ngsgd.training.job import Held, Job, JobResult, Outcome, VectorRef, WorkerSpec
+from ngsgd.training.job import Held, Job, JobFailure, JobResult, Outcome, VectorRef, WorkerSpec
 from ngsgd.training.worker import Worker, never, np_empty
 
 _HOUR_S = 3600.0
@@ -153,7 +153,10 @@ class InProcessPool:
         job = self._queue.popleft()
         # a job leaves nothing behind in its worker, so one object can stand for all
         self._worker.index = job.job % self.num_workers
-        result: JobResult = self._worker.run(job, np_empty, self.should_stop)
+        try:
+            result: JobResult = self._worker.run(job, np_empty, self.should_stop)
+        except DamagedArchiveError as error:  # whether to go on without it is not the pool's business
+            return JobFailure(job, self._worker.index, str(error), False, error)
         return result
 
     def progress(self) -> Mapping[int, tuple[tuple[int, int, int], int]]:

@@ -62,13 +62,14 @@ class OuterIterationRecord:
     compute_s: float           # waiting for jobs
     average_s: float
     checkpoint_s: float
-    diagnostics_s: float
+    diagnostics_s: float       # that training waited for diagnostics; they run beside the next outer iteration
     elapsed_s: float           # since this process began training
     left_s: float              # estimate for the outer iterations to come
     patience_s: float = 0.0    # without a minibatch after which a worker is replaced; derived from what was measured
     workers_alive: int = 0     # at the end of the outer iteration
     num_deaths: int = 0        # of workers, since this process began training
     num_discarded: int = 0     # results that nobody waited for, likewise
+    diagnostics: dict[str, float] = field(default_factory=dict)  # shares: dead units by layer, silence (training.diagnostics)
     num_deferred: int = 0      # pieces of work put off to a later outer iteration
 
     @property

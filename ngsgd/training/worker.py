@@ -6,7 +6,6 @@ momentum start afresh, as in Kaldi, so a job that is repeated gives the same bit
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -28,9 +27,11 @@ from ngsgd.optim.rules import backstitch_step, shrink
 from ngsgd.schedules import DropoutSchedule
 from ngsgd.training.flat import Layout, Pieces, Vector
 from ngsgd.training.job import Fisher, Held, Job, JobResult, Piece, Start, WorkerSpec
+from ngsgd.training.objective import summed_loss
 from ngsgd.training.verify import digest, not_finite
 
 Place = Callable[[int], Vector]  # memory for so many elements
+_GPU_PREFETCH = 4  # minibatches
 
 
 def never() -> bool:
@@ -122,10 +123,12 @@ class Worker:
         size = self.config.schedule.minibatch_size
         for index, piece in enumerate(job.pieces):
             later = job.pieces[index + 1:]
-            minibatches = self.reader.minibatches(piece.shard, size, seed=self.config.seed, outer_iter=piece.outer_iter,
-                                                  job=piece.job)
             last = math.ceil(self.reader.num_frames(piece.shard) / size) if piece.stop is None else piece.stop
-            for number, minibatch in enumerate(itertools.islice(minibatches, piece.first, last), start=piece.first + 1):
+            minibatches = self.reader.minibatches(
+                piece.shard, size, seed=self.config.seed, outer_iter=piece.outer_iter, job=piece.job, first=piece.first, stop=last,
+                augment=self.config.augment, prefetch=resolve_prefetch(self.config.egs.prefetch, self.device),
+                pin_memory=self.device.type == "cuda")
+            for number, minibatch in enumerate(minibatches, start=piece.first + 1):
                 yield minibatch, ((replace(piece, first=number),) if number < last else ()) + later
 
     def _result(self, job: Job, start: Vector | None, place: Place, sums: _Sums, optimizer: SGD, seconds: float,
@@ -147,14 +150,15 @@ class Worker:
             not_finite(sent, self.layout, pieces), remainder, figures(optimizer) if isinstance(optimizer, NGSGD) else {})
 
     def _train(self, minibatch: Minibatch, optimizer: SGD, sums: _Sums, backstitch_scale: float) -> None:
-        x_ND, pdf_N = minibatch.x_ND.to(self.device), minibatch.pdf_N.to(self.device)
+        x_ND, pdf_N, weight_N = (None if array is None else array.to(self.device, non_blocking=True) for array in minibatch)
+        assert x_ND is not None and pdf_N is not None
         logits_NP = x_ND.new_empty(0)
 
         def gradients() -> Tensor:
             nonlocal logits_NP
             optimizer.zero_grad(set_to_none=True)
             logits_NP = self.model(x_ND)
-            loss = nn.functional.cross_entropy(logits_NP, pdf_N, reduction="sum")  # minus the objf, summed over the frames
+            loss = summed_loss(logits_NP, pdf_N, weight_N)
             loss.backward()
             return loss.detach()
 
@@ -163,7 +167,7 @@ class Worker:
         else:
             loss = gradients()
             optimizer.step(num_samples=len(pdf_N))
-        sums.add(logits_NP.detach(), pdf_N, loss)
+        sums.add(logits_NP.detach(), pdf_N, weight_N, loss)
 
     def _set_dropout(self, job: Job) -> None:
         """The proportions of this outer iteration, and random numbers that the job alone decides."""
@@ -182,18 +186,23 @@ class _Sums:
     def __init__(self, device: torch.device) -> None:
         self.num_frames = 0
         self.num_minibatches = 0
-        self._objf = torch.zeros((), dtype=torch.float64, device=device)
-        self._correct = torch.zeros((), dtype=torch.int64, device=device)
+        self._objf, self._correct, self._weight = torch.zeros(3, dtype=torch.float64, device=device)
 
-    def add(self, logits_NP: Tensor, pdf_N: Tensor, loss: Tensor) -> None:
+    def add(self, logits_NP: Tensor, pdf_N: Tensor, weight_N: Tensor | None, loss: Tensor) -> None:
         self.num_frames += len(pdf_N)
         self.num_minibatches += 1
         self._objf -= loss
-        self._correct += (logits_NP.argmax(dim=1) == pdf_N).sum()
+        is_right_N = logits_NP.argmax(dim=1) == pdf_N
+        if weight_N is None:
+            self._correct += is_right_N.sum()
+            self._weight += len(pdf_N)
+        else:
+            self._correct += (is_right_N * weight_N).sum()
+            self._weight += weight_N.sum()
 
     def per_frame(self) -> tuple[float, float]:
-        """(objf, accuracy); not a number for a shard without frames."""
-        return tuple((torch.stack([self._objf, self._correct.double()]) / self.num_frames).tolist())
+        """(objf, accuracy) of a frame of weight 1, as in Kaldi; not a number for a shard without frames."""
+        return tuple((torch.stack([self._objf, self._correct]) / self._weight).tolist())
 
 
 def make_optimizer(model: nn.Module, config: OptimizerConfig, lr: float, lr_factor: float) -> SGD:
@@ -213,6 +222,13 @@ def choose_device(wanted: str) -> torch.device:
     if wanted == "cuda" and not torch.cuda.is_available():
         raise ConfigError("cluster.device is cuda, but this worker sees no GPU; set cluster.device=auto or cpu.")
     return torch.device("cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def resolve_prefetch(wanted: int, device: torch.device) -> int:
+    """Minibatches made in advance: a CPU worker's thread would only take time from the core that trains."""
+    if wanted >= 0:
+        return wanted
+    return _GPU_PREFETCH if device.type == "cuda" else 0
 
 
 def resolve_threads(config: RunConfig, num_cores: int) -> int:

@@ -45,7 +45,7 @@ class Problem:
     """Random models of two layers in float64, and the same by the reference."""
 
     def __init__(self, seed: int = 0) -> None:
-        x_ND, pdf_N = frames(NUM_FRAMES, seed)
+        x_ND, pdf_N, _ = frames(NUM_FRAMES, seed)
         model = nn.Sequential(nn.Linear(DIM, NUM_HIDDEN), nn.Tanh(), nn.Linear(NUM_HIDDEN, NUM_CLASSES)).double()
         self.held_out = HeldOut(model, Minibatch(x_ND.double(), pdf_N))
         random = np.random.default_rng(seed)
@@ -58,7 +58,7 @@ class Problem:
     def reference_objf(self, weights_KL: Array, part: slice = slice(None)) -> float:
         """Summed over the frames."""
         theta = reference.combined([v.astype(np.float64) for v in self.vectors], self.layer_of, weights_KL)
-        x_ND, pdf_N = self.held_out.minibatch
+        x_ND, pdf_N, _ = self.held_out.minibatch
         return reference.two_layer_objf(theta, x_ND[part].numpy(), pdf_N[part].numpy(), NUM_HIDDEN, NUM_CLASSES)
 
 
@@ -136,7 +136,7 @@ def test_the_parameters_are_the_weighted_models() -> None:
 
 
 def test_the_optimum_of_a_concave_problem_is_found() -> None:
-    x_ND, pdf_N = frames(200, 7)
+    x_ND, pdf_N, _ = frames(200, 7)
     held_out = HeldOut(nn.Linear(DIM, NUM_CLASSES, bias=False).double(), Minibatch(x_ND.double(), pdf_N))
     random = np.random.default_rng(7)
     vectors = [random.normal(size=held_out.layout.size).astype(np.float32) for _ in range(4)]

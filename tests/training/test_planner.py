@@ -297,10 +297,17 @@ def test_an_outer_iteration_is_the_sum_of_its_parts() -> None:
     found = _predict(4)
     assert found.compute_s == pytest.approx(10.0 * straggler_factor(0.1, 4) + 0.3 + 2 * 4 * 0.01)
     assert found.average_s == pytest.approx(4 * 0.01)
-    assert found.outer_iter_s == pytest.approx(found.compute_s + 0.04 + 0.05 + 0.1)
+    assert found.diagnostics_s == pytest.approx(0.1 - 0.04 - 0.05)  # beside averaging and checkpoint, as no core is free
+    assert found.outer_iter_s == pytest.approx(found.compute_s + 0.04 + 0.05 + 0.01)
     assert found.efficiency == pytest.approx(10.0 / found.outer_iter_s)
     assert found.frames_per_s == pytest.approx(40000 / found.outer_iter_s)
-    assert found.overhead_s == pytest.approx(0.3 + 0.08 + 0.04 + 0.05 + 0.1)
+    assert found.overhead_s == pytest.approx(0.3 + 0.08 + 0.04 + 0.05 + 0.01)
+
+
+def test_diagnostics_take_no_time_where_a_core_is_free() -> None:
+    roomy = replace(MACHINE, num_cores=8, parallel=MACHINE.parallel[:3])
+    site = planner.this_machine(roomy, 4)
+    assert planner.predict(roomy, WORKLOAD, site, num_jobs=4, num_workers=4).diagnostics_s == 0.0
 
 
 def test_more_workers_than_cores_take_turns_at_the_speed_measured_for_that() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ngsgd.config import ModelConfig, OptimizerConfig, RunConfig, check
+from ngsgd.config import AugmentConfig, ModelConfig, OptimizerConfig, RunConfig, check
 from ngsgd.egs.archives import prepare_archives
 from ngsgd.schedules import Shard
 from ngsgd.training.job import Held, Job, JobResult, Piece, Start, WorkerSpec
@@ -17,9 +17,11 @@ from ngsgd.training.worker import Worker
 from tests import toy
 
 
-def run(folder: Path, config: RunConfig, **job: Any) -> JobResult:
-    egs = prepare_archives(toy.frame_set(1200, seed=1), toy.frame_set(300, seed=2), config.egs, num_classes=toy.NUM_CLASSES,
-                           digest="toy", cache_root=folder)
+def run(folder: Path, config: RunConfig, weight: float | None = None, **job: Any) -> JobResult:
+    train = toy.frame_set(1200, seed=1)
+    train = train if weight is None else replace(train, weight_T=np.full(1200, weight, np.float32))
+    egs = prepare_archives(train, toy.frame_set(300, seed=2), config.egs, num_classes=toy.NUM_CLASSES,
+                           digest=f"toy {weight}", cache_root=folder)
     worker = Worker(WorkerSpec(config, str(egs)), 0)
     start = worker.layout.flatten(worker.model.state_dict())
     settings = {"outer_iter": 0, "job": 0, "attempt": 1, "pieces": (Piece(Shard(0, 0), 0, job.get("job", 0)),),
@@ -65,6 +67,30 @@ def test_the_result_tells_the_health_of_every_estimate(tmp_path: Path) -> None:
     assert 1.0 <= health["affine2/output_effective_rank"] <= 16.0
     assert 0.0 < health["output/cosine"] <= 1.0
     assert run(tmp_path, replace(toy.config(), optimizer=OptimizerConfig(kind="sgd"))).health == {}
+
+
+def test_equal_weights_scale_the_gradient_and_leave_objf_and_accuracy_of_a_frame(tmp_path: Path) -> None:
+    config = toy.config(optimizer=OptimizerConfig(kind="sgd", max_change=0.0, max_param_change=0.0))
+    plain, one, half = (run(tmp_path, config, weight, lr=lr) for weight, lr in ((None, 0.01), (1.0, 0.01), (0.5, 0.02)))
+    for weighted in (one, half):  # float32 sums in another order
+        assert np.allclose(weighted.sent.read(), plain.sent.read(), rtol=1e-4, atol=1e-5)
+        assert weighted.objf == pytest.approx(plain.objf, rel=1e-5)
+        assert weighted.accuracy == pytest.approx(plain.accuracy, abs=0.01)
+
+
+@pytest.mark.parametrize("prefetch", [0, 3])
+def test_masks_repeat_with_the_job_and_whatever_part_of_a_pass_is_read(tmp_path: Path, prefetch: int) -> None:
+    config = toy.config(augment=AugmentConfig(spec=True, spec_freq_bins=2))
+    config = replace(config, egs=replace(config.egs, prefetch=prefetch))
+    plain, masked, again, other, cut = (
+        run(tmp_path, c, job=job, pieces=pieces) for c, job, pieces in (
+            (toy.config(), 0, (Piece(Shard(0, 0), 0, 0),)), (config, 0, (Piece(Shard(0, 0), 0, 0),)),
+            (config, 0, (Piece(Shard(0, 0), 0, 0),)), (config, 1, (Piece(Shard(0, 0), 0, 1),)),
+            (config, 0, (Piece(Shard(0, 0), 0, 0, 0, 2), Piece(Shard(0, 0), 0, 0, 2, None)))))
+    assert np.array_equal(masked.sent.read(), again.sent.read())
+    assert np.array_equal(masked.sent.read(), cut.sent.read())
+    assert not np.array_equal(masked.sent.read(), plain.sent.read())
+    assert not np.array_equal(masked.sent.read(), other.sent.read())
 
 
 @pytest.mark.parametrize(("changes", "named"), [

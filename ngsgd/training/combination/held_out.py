@@ -6,6 +6,7 @@ Letters: N rows (frames), D inputs.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +30,16 @@ class HeldOut:
         device = next(model.parameters()).device
         self.model = model.eval()
         self.layout = Layout.of(model)
-        self.minibatch = Minibatch(minibatch.x_ND.to(device), minibatch.pdf_N.to(device))
+        weight_N = None if minibatch.weight_N is None else minibatch.weight_N.to(device)
+        self.minibatch = Minibatch(minibatch.x_ND.to(device), minibatch.pdf_N.to(device), weight_N)
+        self.total_weight = float(len(minibatch.pdf_N) if weight_N is None else weight_N.sum())
+
+    def parts(self, num_frames: int) -> Iterator[Minibatch]:
+        """The frames in order, so many at a time."""
+        for begin in range(0, len(self.minibatch.pdf_N), num_frames):
+            part = slice(begin, begin + num_frames)
+            weight_N = None if self.minibatch.weight_N is None else self.minibatch.weight_N[part]
+            yield Minibatch(self.minibatch.x_ND[part], self.minibatch.pdf_N[part], weight_N)
 
     def __call__(self, parameters: Vector) -> tuple[float, Vector]:
         """(objf per frame, the parameters with recomputed batch-norm statistics); minus infinity where it is not finite."""

@@ -14,10 +14,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from ngsgd.egs.reader import Minibatch
 from ngsgd.training.combination import lbfgs
 from ngsgd.training.combination.held_out import HeldOut
 from ngsgd.training.combination.records import Candidate, Combined, best, require_some
 from ngsgd.training.flat import Vector
+from ngsgd.training.objective import summed_loss
 
 Array = npt.NDArray[np.float64]
 
@@ -105,23 +107,21 @@ class WeightedLayers:
     def objf_and_gradient(self, weights_KL: Array) -> tuple[float, Array]:
         """Objf per frame and its derivative by the weights; both sums run in float64."""
         self._apply(weights_KL)
-        x_ND, pdf_N = self.held_out.minibatch
         gradients = [[torch.zeros_like(p) for p in layer] for layer in self._parameters]
         objf = 0.0
-        for x_part, pdf_part in zip(x_ND.split(_ROWS_AT_ONCE), pdf_N.split(_ROWS_AT_ONCE), strict=True):
-            part_objf, part_gradients = self._backward(x_part, pdf_part)
+        for part_of_frames in self.held_out.parts(_ROWS_AT_ONCE):
+            part_objf, part_gradients = self._backward(part_of_frames)
             objf += part_objf
             for total, part in zip(gradients, part_gradients, strict=True):
                 torch._foreach_add_(total, part)
-        return objf / len(pdf_N), self._dots(gradients) / len(pdf_N)
+        return objf / self.held_out.total_weight, self._dots(gradients) / self.held_out.total_weight
 
     def scatter(self, weights_KL: Array, num_frames: int) -> Array:
         """Sum of g g^T (M x M), g the gradient by the weights of each `num_frames` frames, at these weights."""
         self._apply(weights_KL)
-        x_ND, pdf_N = self.held_out.minibatch
         scatter_MM = np.zeros((weights_KL.size, weights_KL.size))
-        for x_part, pdf_part in zip(x_ND.split(num_frames), pdf_N.split(num_frames), strict=True):
-            _, gradients = self._backward(x_part, pdf_part)
+        for part_of_frames in self.held_out.parts(num_frames):
+            _, gradients = self._backward(part_of_frames)
             g_M = self._dots(gradients).reshape(-1)
             if np.isfinite(g_M).all():  # the search does without; one overflow would leave no factor at all
                 scatter_MM += np.outer(g_M, g_M)
@@ -151,12 +151,12 @@ class WeightedLayers:
                 sum_P = _weighted_sum(weights_K, self.models_KP[:, self.held_out.layout.part(name)])
                 parameter.copy_(torch.from_numpy(sum_P).reshape(parameter.shape))
 
-    def _backward(self, x_ND: Tensor, pdf_N: Tensor) -> tuple[float, list[list[Tensor]]]:
+    def _backward(self, frames: Minibatch) -> tuple[float, list[list[Tensor]]]:
         """Objf summed over the frames, and its gradients by the parameters, layer by layer."""
         flat = [parameter for layer in self._parameters for parameter in layer]
         with torch.enable_grad():
             # logits in float64: the line search compares sums that hardly differ
-            objf = -nn.functional.cross_entropy(self.held_out.model(x_ND).double(), pdf_N, reduction="sum")
+            objf = -summed_loss(self.held_out.model(frames.x_ND).double(), frames.pdf_N, frames.weight_N)
             gradients = iter(torch.autograd.grad(objf, flat, materialize_grads=True))
         return float(objf.detach()), [[next(gradients) for _ in layer] for layer in self._parameters]
 

@@ -1,0 +1,207 @@
+"""Are examples read faster than they are trained on?  Writing, reading with 1 and 8 readers, training, and feature extraction.
+
+    python benchmarks/data.py [--hours 5] [--folder FOLDER] [--seconds 5]
+
+makes `--hours` of synthetic frames (100 per second, 40 features) in FOLDER, writes their archives with one process and with one
+per core, reads them from 1 and from 8 processes at once, trains the default model on them with and without a thread that reads
+ahead, and extracts features beside lhotse's own if that is installed.  All rates are per second of wall-clock time.
+
+"From memory" means from the page cache, where an archive is after its first pass unless all of them together are larger than
+memory.  Memory of a reader is what is its own beyond Python and torch (Pss without what is mapped from files): pages of archives,
+which the system can drop at any time, do not count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ngsgd.config import ClusterConfig, EgsConfig, FeatureConfig, RunConfig
+from ngsgd.egs.archives import archive_name, prepare_archives
+from ngsgd.egs.frames import FrameSet
+from ngsgd.egs.reader import EgsReader
+from ngsgd.schedules import Shard
+from ngsgd.training.job import Held, Job, Piece, Start, WorkerSpec
+from ngsgd.training.worker import Worker
+
+DIM, NUM_CLASSES, FRAMES_PER_HOUR, UTTERANCE = 40, 100, 360_000, 500
+MINIBATCH = 128
+RATE_HZ = 16_000
+PREFETCH = 4
+ROUNDS = 5  # of training with and without prefetching, in turns
+
+
+def synthetic(num_frames: int, path: Path) -> FrameSet:
+    """Random frames in a file, as prepared corpora have them."""
+    random = np.random.default_rng(0)
+    features_TD = np.lib.format.open_memmap(path, "w+", np.float32, (num_frames, DIM))
+    for begin in range(0, num_frames, FRAMES_PER_HOUR):
+        part = features_TD[begin:begin + FRAMES_PER_HOUR]
+        part[:] = random.standard_normal(part.shape, np.float32)
+    features_TD.flush()
+    pdf_T = random.integers(0, NUM_CLASSES, num_frames).astype(np.int32)
+    offsets = np.append(np.arange(0, num_frames, UTTERANCE), num_frames)
+    return FrameSet(np.load(path, mmap_mode="r"), pdf_T, offsets, tuple(f"utt{u}" for u in range(len(offsets) - 1)))
+
+
+def writing(frames: FrameSet, config: EgsConfig, folder: Path) -> Path:
+    """Writes the archives with one process and with one per core; returns the latter's directory."""
+    directory = folder
+    for num_writers in (1, 0):
+        began = time.perf_counter()
+        shutil.rmtree(folder / "egs", ignore_errors=True)
+        directory = prepare_archives(frames, frames, replace(config, num_writers=num_writers), num_classes=NUM_CLASSES,
+                                     digest="synthetic", cache_root=folder / "egs")
+        seconds = time.perf_counter() - began
+        size = sum(path.stat().st_size for path in directory.iterdir())
+        peak = max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)) / 1024
+        who = "one process" if num_writers else "one per core"
+        print(f"writing    {who:14} {size / 1e9:.2f} GB, {size / seconds / 1e6:,.0f} MB/s, "
+              f"{frames.num_frames / seconds:,.0f} frames/s, peak resident {peak:,.0f} MB (pages of files included)", flush=True)
+    return directory
+
+
+def read_for(directory: Path, index: int, num_readers: int, seconds: float, cold: bool) -> None:
+    """The body of a reader process: rows per second, and its own memory beyond that of Python and torch, as JSON."""
+    torch.set_num_threads(1)
+    before_mb = _own_mb()
+    reader = EgsReader(directory)
+    info = reader.info
+    passes = [Shard(archive, frame) for frame in range(info.frames_per_eg) for archive in range(info.num_archives)]
+    own = passes[index::num_readers] or passes
+    list(reader.minibatches(own[0], MINIBATCH, seed=0, outer_iter=0, job=index))  # checksum of the first archive
+    num_rows, number, began = 0, 0, time.perf_counter()
+    while time.perf_counter() - began < seconds:
+        if cold:
+            _forget(directory / archive_name(own[number % len(own)].archive))
+        for minibatch in reader.minibatches(own[number % len(own)], MINIBATCH, seed=0, outer_iter=number, job=index):
+            num_rows += len(minibatch.pdf_N)
+        number += 1
+    print(json.dumps({"rows_per_s": num_rows / (time.perf_counter() - began), "own_mb": _own_mb() - before_mb}))
+
+
+def reading(directory: Path, seconds: float) -> dict[int, float]:
+    """Rows per second of all readers together, by their number."""
+    rates = {}
+    for num_readers, where in ((1, "memory"), (1, "disk"), (8, "memory")):
+        command = [sys.executable, __file__, "--read", str(directory)]
+        arguments = [[str(index), str(num_readers), str(seconds), where] for index in range(num_readers)]
+        processes = [subprocess.Popen([*command, *rest], stdout=subprocess.PIPE, text=True) for rest in arguments]
+        answers = [json.loads(process.communicate()[0]) for process in processes]
+        rate = sum(answer["rows_per_s"] for answer in answers)
+        own = [answer["own_mb"] for answer in answers]
+        print(f"reading    {num_readers} at once, from {where:6} {rate:,.0f} examples/s together, "
+              f"{max(own):.1f} MB of its own each", flush=True)
+        if where == "memory":
+            rates[num_readers] = rate
+    return rates
+
+
+def training(directory: Path, config: EgsConfig) -> float:
+    """Frames per second of one worker with one thread and the default model; prefetching on and off in turns."""
+    torch.set_num_threads(1)
+    rates: dict[int, list[float]] = {0: [], PREFETCH: []}
+    workers = {depth: Worker(WorkerSpec(RunConfig(egs=replace(config, prefetch=depth), cluster=ClusterConfig(device="auto")),
+                                        str(directory)), 0) for depth in rates}
+    for number in range(1 + ROUNDS):
+        for depth, worker in workers.items():
+            start = worker.layout.flatten(worker.model.state_dict())
+            piece = Piece(Shard(number % worker.reader.info.num_archives, 0), number, 0)
+            result = worker.run(Job(number, 0, 1, (piece,), Start(Held(start)), lr=0.005, lr_factor=1.0))
+            if number:  # the first one warms up
+                rates[depth].append(result.num_frames / result.seconds)
+    for depth, found in rates.items():
+        print(f"training   prefetch={depth}     {statistics.median(found):,.0f} frames/s (median of {len(found)}; "
+              f"{min(found):,.0f} to {max(found):,.0f}), device {workers[depth].device}", flush=True)
+    return max(map(statistics.median, rates.values()))
+
+
+def extraction(seconds: float) -> None:
+    """Seconds of audio that become 80 filterbanks per second of work, on one thread; lhotse's own where it is installed."""
+    random = np.random.default_rng(0)
+    utterances = [(3000 * random.standard_normal(RATE_HZ * 10)).astype(np.int16) for _ in range(20)]
+    ours = _ours()
+    if ours:
+        _extraction("ngsgd (kaldi-native-fbank)", ours, utterances, seconds)
+    else:
+        print("extraction ngsgd: not measured, since pip install 'ngsgd[asr]' is missing")
+    try:
+        from lhotse import Fbank, FbankConfig
+    except ImportError as error:
+        print(f"extraction lhotse: not measured, since it is not installed ({error})")
+        return
+    theirs = Fbank(FbankConfig(sampling_rate=RATE_HZ, num_mel_bins=80, dither=0.0))
+    _extraction("lhotse Fbank", lambda samples: theirs.extract(samples.astype(np.float32) / 32768.0, RATE_HZ), utterances, seconds)
+
+
+def _ours() -> Callable[[np.ndarray], object] | None:
+    try:
+        from ngsgd.asr import features
+
+        features.toolkit()
+    except Exception:
+        return None
+    config = FeatureConfig(num_mel_bins=80)
+    return lambda samples: features.extract(samples, config)
+
+
+def _extraction(name: str, extract: Callable[[np.ndarray], object], utterances: list[np.ndarray], seconds: float) -> None:
+    extract(utterances[0])
+    done, began = 0, time.perf_counter()
+    while time.perf_counter() - began < seconds:
+        extract(utterances[done % len(utterances)])
+        done += 1
+    took = time.perf_counter() - began
+    audio_s = done * len(utterances[0]) / RATE_HZ
+    print(f"extraction {name:27} {audio_s / took:,.0f} times real time ({took / done * 1000:.1f} ms for 10 s of audio)", flush=True)
+
+
+def _forget(path: Path) -> None:
+    """Makes the system drop what it has cached of a file."""
+    with path.open("rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _own_mb() -> float:
+    rollup = dict(line.split(":") for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:])
+    return float(rollup["Pss_Anon"].split()[0]) / 1024
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--hours", type=float, default=5.0)
+    parser.add_argument("--seconds", type=float, default=5.0, help="of each measurement")
+    parser.add_argument("--folder", type=Path, default=None, help="where there is room: 2.4 GB per 10 hours and as much again")
+    parser.add_argument("--read", nargs=5, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.read:
+        directory, index, num_readers, seconds, where = options.read
+        read_for(Path(directory), int(index), int(num_readers), float(seconds), where == "disk")
+        return
+    with tempfile.TemporaryDirectory(dir=options.folder) as temporary:
+        folder, config = Path(temporary), EgsConfig()
+        frames = synthetic(int(options.hours * FRAMES_PER_HOUR), folder / "features.npy")
+        directory = writing(frames, config, folder)
+        rates = reading(directory, options.seconds)
+        rate = training(directory, config)
+        print(f"           one reader gives {rates[1] / rate:.0f} times what one worker trains on; 8 workers on cores of their own "
+              f"would take {8 * rate / rates[8]:.2f} of what 8 readers give here")
+    extraction(options.seconds)
+
+
+if __name__ == "__main__":
+    main()

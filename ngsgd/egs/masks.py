@@ -1,0 +1,40 @@
+"""SpecAugment's masks (arXiv 1904.08779, section 2) on the spliced windows of a minibatch.
+
+Each row of a minibatch is a small spectrogram of its own, W frames by D features.  Some runs of frames and some runs of
+features of it are replaced by its mean, which stands for "no information" whatever the normalisation.  Warping in time is
+left out: a window of some ten frames has no room for it.
+
+Letters: N rows, W frames of a window, D feature dimension, M masks.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from ngsgd.config import AugmentConfig
+
+
+def mask_windows(x_ND: Tensor, window: int, config: AugmentConfig, random: np.random.Generator) -> Tensor:
+    """The rows, each with masks of its own with probability `spec_probability`; the argument is left alone.
+
+    A mask is 0 to `spec_time_frames` frames (or `spec_freq_bins` features) wide and begins anywhere it fits, uniformly.
+    """
+    num_rows = len(x_ND)
+    dim = x_ND.shape[1] // window
+    is_chosen_N = random.random(num_rows) < config.spec_probability
+    time_NW = _covered(random, num_rows, window, config.spec_num_time_masks, config.spec_time_frames)
+    freq_ND = _covered(random, num_rows, dim, config.spec_num_freq_masks, config.spec_freq_bins)
+    hidden_NWD = is_chosen_N[:, None, None] & (time_NW[:, :, None] | freq_ND[:, None, :])
+    return torch.where(torch.from_numpy(hidden_NWD).flatten(1), x_ND.mean(dim=1, keepdim=True), x_ND)
+
+
+def _covered(random: np.random.Generator, num_rows: int, size: int, num_masks: int, max_width: int) -> npt.NDArray[np.bool_]:
+    """Rows x size: what the masks cover.."""
+    width_NM = random.integers(0, min(max_width, size), size=(num_rows, num_masks), endpoint=True)
+    begin_NM = np.floor(random.random((num_rows, num_masks)) * (size - width_NM + 1)).astype(np.int64)
+    place_S = np.arange(size)
+    inside = (place_S >= begin_NM[:, :, None]) & (place_S < (begin_NM + width_NM)[:, :, None])
+    return np.asarray(inside.any(axis=1))

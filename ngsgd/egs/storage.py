@@ -1,0 +1,102 @@
+"""Arrays in one file: written piece by piece, read through a memory map.  The format is safetensors.
+
+A file begins with the length of its header (8 bytes, little-endian) and the header, JSON with the dtype, shape and place of
+each array; then come the arrays.  https://github.com/huggingface/safetensors#format
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import mmap
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+
+_DTYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F64": np.dtype("<f8"), "I32": np.dtype("<i4"), "I64": np.dtype("<i8")}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_ALIGNMENT = 8  # of the data: the header is filled up with spaces
+
+
+class FormatError(Exception):
+    """The file is none of ours, or ends too early."""
+
+
+def write_arrays(path: Path, first: str, shape: tuple[int, ...], pieces: Iterable[Array], rest: Mapping[str, Array]) -> str:
+    """Writes the float32 array `first` as its pieces come, then the arrays of `rest`; returns the file's SHA-256.
+
+    Only one piece is in memory at a time.  Raises OSError when the disk is full; the file is then unfinished.
+    """
+    digest = hashlib.sha256()
+    layout = {first: (np.dtype("<f4"), shape), **{name: (array.dtype, array.shape) for name, array in rest.items()}}
+    with path.open("wb") as file:
+        def write(content: bytes | memoryview) -> None:
+            file.write(content)
+            digest.update(content)
+        write(_header(layout))
+        for array in pieces:
+            write(_bytes_of(array))
+        for array in rest.values():
+            write(_bytes_of(array))
+    return digest.hexdigest()
+
+
+class ArrayFile:
+    """The arrays of a file by name, mapped into memory: nothing is read before it is looked at."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises FormatError for what is no such file, or is truncated; OSError when it cannot be opened."""
+        self.path = path
+        with path.open("rb") as file:
+            try:
+                # private pages: torch wants writable memory, and what it would write stays here
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            except ValueError as error:
+                raise FormatError("it is empty") from error
+        try:
+            length = int.from_bytes(self._map[:8], "little")
+            self._entries: dict[str, Any] = json.loads(self._map[8:8 + length])
+            self._begin = 8 + length
+            end = self._begin + max(int(entry["data_offsets"][1]) for name, entry in self._entries.items()
+                                    if name != "__metadata__")
+        except (ValueError, KeyError, TypeError, UnicodeError) as error:
+            raise FormatError(f"its header cannot be read: {error}") from error
+        if end > len(self._map):
+            raise FormatError(f"it is truncated: {len(self._map)} of {end} bytes")
+
+    def __getitem__(self, name: str) -> Array:
+        """The array, without a copy."""
+        entry = self._entries[name]
+        begin, end = entry["data_offsets"]
+        dtype = _DTYPES[entry["dtype"]]
+        flat = np.frombuffer(self._map, dtype, (end - begin) // dtype.itemsize, self._begin + begin)
+        return np.asarray(flat.reshape(entry["shape"]))
+
+    def get(self, name: str) -> Array | None:
+        """The array, or None where the file has none of that name."""
+        return self[name] if name in self._entries else None
+
+    def will_need(self) -> None:
+        """Asks the system to read the file ahead: examples are met in random order, but nearly all of them are."""
+        self._map.madvise(mmap.MADV_WILLNEED)
+
+
+def _header(layout: Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]]) -> bytes:
+    entries, begin = {}, 0
+    for name, (dtype, shape) in layout.items():
+        end = begin + dtype.itemsize * math.prod(shape)
+        entries[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+        begin = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _bytes_of(array: Array) -> memoryview:
+    return np.ascontiguousarray(array).data.cast("B") if array.size else memoryview(b"")

@@ -1,0 +1,197 @@
+"""What is told of a model on fixed subsets, and that it is told of the right model however the run ends."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from ngsgd.egs.reader import EgsReader, Minibatch
+from ngsgd.errors import DamagedArchiveError, RunInterrupted
+from ngsgd.training.audit import audit
+from ngsgd.training.coordinator import Coordinator
+from ngsgd.training.diagnostics import BackgroundDiagnostics, average_posterior, diagnose, score_subset
+from ngsgd.training.objective import summed_loss
+from ngsgd.training.pending import PendingRecords
+from ngsgd.training.records import OuterIterationRecord
+from tests.toy import Recorder, Run, config
+
+WEIGHTED = Minibatch(torch.randn(50, 7, generator=torch.Generator().manual_seed(1)), torch.arange(50) % 4,
+                     torch.rand(50, generator=torch.Generator().manual_seed(2)))
+
+
+def reference_log_probs(logits_NP: torch.Tensor, pdf_N: torch.Tensor) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """ln softmax of each frame's class, in float64."""
+    logits = logits_NP.detach().double().numpy()
+    return np.array([row[pdf] - np.log(np.exp(row).sum()) for row, pdf in zip(logits, pdf_N.tolist(), strict=True)])
+
+
+def test_weighted_scores_are_those_of_the_float64_reference() -> None:
+    model = nn.Linear(7, 4)
+    log_prob_N, weight_N = reference_log_probs(model(WEIGHTED.x_ND), WEIGHTED.pdf_N), WEIGHTED.weight_N
+    assert weight_N is not None
+    weight = weight_N.double().numpy()
+    is_right = (model(WEIGHTED.x_ND).argmax(dim=1) == WEIGHTED.pdf_N).numpy()
+    score = score_subset(model, WEIGHTED)
+    assert score.objf == pytest.approx((weight * log_prob_N).sum() / weight.sum(), rel=1e-6)  # float32 logits
+    assert score.accuracy == pytest.approx((weight * is_right).sum() / weight.sum(), rel=1e-12)
+
+
+def test_a_weight_of_two_counts_as_the_frame_met_twice() -> None:
+    x_ND, pdf_N = WEIGHTED.x_ND.double(), WEIGHTED.pdf_N
+    weight_N = (torch.arange(50) % 3).double()
+    model = nn.Linear(7, 4).double()
+    repeated = torch.repeat_interleave(torch.arange(50), weight_N.long())
+    gradients = [torch.autograd.grad(loss, model.weight)[0] for loss in (
+        summed_loss(model(x_ND), pdf_N, weight_N), summed_loss(model(x_ND[repeated]), pdf_N[repeated], None))]
+    torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-12)  # float64 sums in another order
+
+
+@torch.no_grad()
+def set_biases(layer: nn.Module, num_dead: int) -> None:
+    """The first units never fire, the others always do."""
+    assert isinstance(layer.bias, nn.Parameter)
+    layer.bias[:num_dead] = -1e6
+    layer.bias[num_dead:] = 10.0
+
+
+def test_units_that_never_fire_are_counted() -> None:
+    model = nn.Sequential(nn.Linear(7, 8), nn.ReLU(), nn.Linear(8, 4))
+    set_biases(model[0], 3)
+    found = diagnose(model, WEIGHTED, WEIGHTED, [0, 2])
+    assert found.figures["dead_units/1"] == 3 / 8
+    recognised = torch.isin(model(WEIGHTED.x_ND).argmax(dim=1), torch.tensor([0, 2])).double().mean()
+    assert found.figures["silence/recognised"] == float(recognised)
+    assert found.figures["silence/labelled"] == 25 / 50
+    assert found.train == score_subset(model, WEIGHTED)
+
+
+def test_a_channel_is_dead_when_it_is_so_everywhere() -> None:
+    model = nn.Sequential(nn.Unflatten(1, (1, 7)), nn.Conv1d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(20, 4))
+    set_biases(model[1], 1)
+    assert diagnose(model, WEIGHTED, WEIGHTED).figures == {"dead_units/2": 1 / 4}
+
+
+def test_every_record_has_the_scores_of_its_own_model(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.store.num_to_keep = 100
+    run.train()
+    assert [record.outer_iter for record in run.recorder.records] == list(range(run.schedule.num_outer_iters))
+    for record in run.recorder.records:
+        checkpoint = run.store.load(run.store.directory / f"iter-{record.outer_iter:06d}")
+        run.store.layout.load(run.model, checkpoint.parameters)
+        assert record.train == score_subset(run.model, run.reader.diagnostic("train"))
+        assert record.valid == score_subset(run.model, run.reader.diagnostic("valid"))
+        assert record.diagnostics.keys() == {"dead_units/nonlinearity1", "dead_units/nonlinearity2"}
+    assert not (run.store.directory / "undiagnosed.json").exists()
+
+
+class StopAtOnce:
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+
+    def requested(self) -> bool:
+        return len(self.recorder.records) >= 1
+
+    def expired(self) -> bool:
+        return False
+
+
+def test_a_run_that_is_stopped_has_told_of_every_committed_outer_iteration(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    with pytest.raises(RunInterrupted):
+        run.train(stop=StopAtOnce(run.recorder))
+    latest, _ = run.store.latest()
+    assert latest is not None
+    assert [record.outer_iter for record in run.recorder.records] == list(range(latest.progress.outer_iter + 1))
+
+
+class Crash(Exception):
+    pass
+
+
+def test_a_resumed_run_tells_what_a_crash_left_untold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = Run(tmp_path / "whole")
+    whole.train()
+    run = Run(tmp_path / "crashed")
+
+    def crash(coordinator: Coordinator, *_: object) -> None:
+        if coordinator.checkpoints.directory.joinpath("iter-000002").exists():
+            monkeypatch.setattr(PendingRecords, "wait", lambda _: None)  # a process that is gone waits for nothing
+            raise Crash
+    with monkeypatch.context() as patched:
+        patched.setattr(Coordinator, "_meanwhile", crash)
+        patched.setattr(PendingRecords, "look", lambda _: None)
+        with pytest.raises(Crash):
+            run.train()
+    monkeypatch.undo()
+    assert run.recorder.records[-1].outer_iter == 1
+    run.train()
+    told, expected = ([(r.outer_iter, r.train, r.valid, r.diagnostics, r.frames_processed, r.relative_change)
+                       for r in one.recorder.records] for one in (run, whole))
+    assert told == expected
+
+
+def pending(folder: Path, told: list[OuterIterationRecord]) -> PendingRecords:
+    model = nn.Linear(7, 4)
+    return PendingRecords(BackgroundDiagnostics(model, {"train": WEIGHTED, "valid": WEIGHTED}, []), folder / "undiagnosed.json",
+                          told.append)
+
+
+@pytest.mark.parametrize("content", ["", "{", '{"outer_iter": 3}', "[]"])
+def test_a_file_of_another_version_is_passed_over(tmp_path: Path, content: str) -> None:
+    (tmp_path / "undiagnosed.json").write_text(content)
+    told: list[OuterIterationRecord] = []
+    records = pending(tmp_path, told)
+    records.take_up(3, lambda model: None)
+    records.wait()
+    assert told == [] and not (tmp_path / "undiagnosed.json").exists()
+
+
+def test_the_prior_can_do_without_a_damaged_archive(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    expected = average_posterior(run.model, EgsReader(run.egs), 10_000)
+    damage(run.egs, 1)
+    with pytest.raises(DamagedArchiveError):
+        average_posterior(run.model, EgsReader(run.egs), 10_000)
+    found = average_posterior(run.model, EgsReader(run.egs), 10_000, skip_damaged=True)
+    assert found.sum() == pytest.approx(1.0) and np.allclose(found, expected, atol=0.02)
+    for archive in range(run.reader.info.num_archives):
+        damage(run.egs, archive)
+    with pytest.raises(DamagedArchiveError):
+        average_posterior(run.model, EgsReader(run.egs), 10_000, skip_damaged=True)
+
+
+def damage(egs: Path, archive: int) -> None:
+    path = egs / f"egs.{archive:04d}.safetensors"
+    path.write_bytes(path.read_bytes()[:-5])
+
+
+def quarantining(**changes: Any) -> Any:
+    return config(egs=dataclasses.replace(config().egs, on_corrupt="quarantine", **changes))
+
+
+def test_a_run_goes_on_without_a_damaged_archive_if_it_is_told_to(tmp_path: Path) -> None:
+    run = Run(tmp_path, quarantining())
+    damage(run.egs, 1)
+    end = run.train()
+    assert [incident.what for incident in run.recorder.incidents] == ["archive_quarantined"]
+    assert "archive 1 is damaged" in run.recorder.incidents[0].message
+    left_out = sum(run.reader.info.num_rows[1])
+    assert end.progress.frames_processed == 3600 - left_out
+    assert {piece.shard.archive for piece in end.progress.quarantined} == {1}
+    assert audit(run.ledger_path) == []
+    assert len(end.progress.quarantined) == 4  # one pass for each frame of its examples
+
+
+def test_a_damaged_archive_ends_a_run_unless_it_is_told_to_go_on(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    damage(run.egs, 1)
+    with pytest.raises(DamagedArchiveError, match=r"egs\.0001\.safetensors is missing or does not match its checksum"):
+        run.train()
+    assert run.recorder.incidents == []
