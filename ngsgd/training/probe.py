@@ -17,7 +17,7 @@ import torch
 
 from ngsgd.config import RunConfig
 from ngsgd.egs.reader import EgsReader
-from ngsgd.models import build_model
+from ngsgd.models.statistics import model_for
 from ngsgd.optim.outer import OuterInfo, OuterOptimizer, make_rule
 from ngsgd.schedules import Shard
 from ngsgd.training.checkpoint import CheckpointStore
@@ -112,7 +112,7 @@ class _Coordinator:
 
     def __init__(self, config: RunConfig, reader: EgsReader, scratch: Path, num_cores: int) -> None:
         self.config, self.reader = config, reader
-        self.model = build_model(config.model, reader.info.num_inputs, reader.info.num_classes, config.seed).eval()
+        self.model = model_for(config, reader).eval()
         self.layout = Layout.of(self.model)
         self.start = self.layout.flatten(self.model.state_dict())
         self.outer = OuterOptimizer(make_rule(config.outer), self.start, ema_decay=config.outer.ema_decay,
