@@ -26,7 +26,7 @@ from ngsgd.errors import EXIT_OK, CheckpointError, DataError, RunInterrupted
 from ngsgd.files import read_json_lines
 from ngsgd.models import own
 from ngsgd.models.staged import set_stage
-from ngsgd.models.statistics import model_for
+from ngsgd.models.statistics import model_for, needs_statistics
 from ngsgd.optim.outer import make_rule
 from ngsgd.training.checkpoint import Checkpoint, CheckpointStore, first_checkpoint
 from ngsgd.training.coordinator import Coordinator
@@ -50,7 +50,8 @@ def train(config: RunConfig, quiet: bool) -> int:
     check_output_dir(config)
     config = _with_search_path(config)
     progress = _progress(config, quiet)
-    data = _prepare(config, progress.report)  # before the run folder: wrong data leaves nothing behind
+    data = _prepare(config, progress.report)  # before the run folder: wrong data leaves nothing behind, nor does a wrong model
+    _require_model(config, EgsReader(data.egs_directory), progress.report)
     folder = RunFolder.create(config, compose.to_yaml(config))
     progress.report(f"run folder {folder.path}")
     return _run(config, folder, data, progress)
@@ -75,6 +76,14 @@ def decode(run_dir: Path, quiet: bool) -> int:
     progress.report(f"valid  {result.valid}")
     progress.report(f"test   {result.test}")
     return EXIT_OK
+
+
+def _require_model(config: RunConfig, reader: EgsReader, report: Callable[[str], None]) -> None:
+    """Raises what is wrong with the model for these data; leaves what it takes from them beside the archives."""
+    if needs_statistics(config.model):
+        report("statistics of the training examples, for the model")
+    model_for(config, reader)
+    stages_of(config, reader)
 
 
 def _with_search_path(config: RunConfig) -> RunConfig:

@@ -79,7 +79,8 @@ def _split(config: ModelConfig, width: int, num_classes: int, statistics: DataSt
                             config.subclass_min_count)
     modules = _output("subclass_output", width, sum(targets), _scales(config, statistics, targets))
     modules["sum"] = SumSubclasses(targets)
-    return Split(modules, tuple(targets))
+    scale_P = _scales(config, statistics, [1] * num_classes)
+    return Split(modules, tuple(targets), () if scale_P is None else tuple(scale_P.tolist()))
 
 
 def _scales(config: ModelConfig, statistics: DataStatistics, targets: Sequence[int]) -> Tensor | None:

@@ -62,7 +62,7 @@ def lda_transform(total_DD: Array, between_DD: Array, mean_D: Array, *, within_c
     half_DD = np.linalg.solve(L_DD, between_DD)
     l_D, U_DD = np.linalg.eigh(np.linalg.solve(L_DD, half_DD.T))
     kept = slice(None, None, -1) if dim == 0 else slice(None, -dim - 1, -1)  # eigh's are ascending
-    l_K, M_KD = l_D[kept], np.linalg.solve(L_DD.T, U_DD[:, kept]).T  # U^T L^-1
+    l_K, M_KD = np.maximum(l_D[kept], 0.0), np.linalg.solve(L_DD.T, U_DD[:, kept]).T  # U^T L^-1
     M_KD *= np.sqrt((within_class_factor + l_K) / (1.0 + l_K))[:, None]
     if max_singular_value > 0.0:
         left, singular, right = np.linalg.svd(M_KD, full_matrices=False)

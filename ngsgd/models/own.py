@@ -14,6 +14,8 @@ from torch import nn
 from ngsgd.config import ModelConfig
 from ngsgd.errors import ConfigError
 from ngsgd.models.inputs import Window
+from ngsgd.models.layer_options import layer_options
+from ngsgd.optim import SGD
 
 
 def build(config: ModelConfig, *, num_inputs: int, num_classes: int, window: Window, seed: int) -> nn.Module:
@@ -71,6 +73,11 @@ def check(model: Any, target: str, num_inputs: int, num_classes: int) -> None:
                           "they are averaged.")
     if not any(p.requires_grad for p in model.parameters()):
         raise ConfigError(f"model._target_ {target} has no parameter that requires a gradient; there is nothing to train.")
+    try:
+        SGD(model, 1.0, layer_options=layer_options(model))
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ConfigError(f"model._target_ {target} has layer_options that do not fit ({_said(error)}); see ngsgd.optim.SGD.") \
+            from error
     _check_a_pass(model, target, num_inputs, num_classes)
 
 

@@ -28,6 +28,7 @@ class Split:
 
     modules: Layer
     targets: tuple[int, ...]
+    scales: tuple[float, ...] = ()   # of each class, that follow the layer; none if empty
 
 
 class StagedModel(nn.Module):
@@ -41,7 +42,7 @@ class StagedModel(nn.Module):
         self._front, self._output = list(front), list(output)
         self._hidden = [list(layer) for layer in layers]
         self._split = list(split.modules) if split else []
-        self.targets = split.targets if split else ()
+        self.targets, self._scales = (split.targets, split.scales) if split else ((), ())
         self._make = make
         for part in (front, *layers, output, *([split.modules] if split else [])):
             for name, module in part.items():
@@ -82,7 +83,7 @@ class StagedModel(nn.Module):
         if after.is_split and not before.is_split:
             now = {**state, **made}
             made["subclass_output.weight"], made["subclass_output.bias"] = split_rows(
-                now["output.weight"], now["output.bias"], self.targets, generator)
+                now["output.weight"], now["output.bias"], self.targets, generator, scales=self._scales)
         return made
 
 

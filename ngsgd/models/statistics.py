@@ -37,12 +37,17 @@ def model_for(config: RunConfig, reader: EgsReader) -> nn.Module:
                        statistics=statistics_for(config.model, reader))
 
 
+def needs_statistics(config: ModelConfig) -> bool:
+    """Whether the model takes anything from the training examples beforehand."""
+    return config.input_transform != "none" or config.num_subclasses > 0 or config.prior_scale_power != 0.0
+
+
 def statistics_for(config: ModelConfig, reader: EgsReader) -> DataStatistics | None:
     """None where the model needs none; else from the file beside the archives, which is made if it is not there.
 
     Whoever comes first makes it (the coordinator, before any worker starts), so that all use the same bits.
     """
-    if config.input_transform == "none" and not config.num_subclasses and not config.prior_scale_power:
+    if not needs_statistics(config):
         return None
     path = reader.directory / f"statistics-{_key(config, reader)}.safetensors"
     found = _read(path, reader.info.num_classes)

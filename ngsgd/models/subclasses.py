@@ -46,22 +46,23 @@ def classes_of_subclasses(targets: Sequence[int]) -> list[int]:
 
 
 def split_rows(weight_PH: Tensor, bias_P: Tensor, targets: Sequence[int], generator: torch.Generator, *,
-               perturbation: float = _PERTURBATION) -> tuple[Tensor, Tensor]:
+               scales: Sequence[float] = (), perturbation: float = _PERTURBATION) -> tuple[Tensor, Tensor]:
     """(weight S x H, bias S): every class's row split until it has its number of sub-classes.
 
     A split halves the row's probability (bias + log 0.5) and moves its two copies apart by +- `perturbation` * randn; the
-    row of a class that was split least often goes first.  Without perturbation the classes' posteriors do not change.
+    row of a class that was split least often goes first.  Without perturbation the classes' posteriors do not change, also
+    where a fixed scale of each class follows the layer: `scales`, empty for none.
     """
     weights: list[Tensor] = []
     biases: list[Tensor] = []
-    for row_H, bias, number in zip(weight_PH, bias_P, targets, strict=True):
+    for row_H, bias, number, scale in zip(weight_PH, bias_P, targets, scales or [1.0] * len(targets), strict=True):
         rows, offsets = [row_H], [0.0]
         while len(rows) < number:
             chosen = offsets.index(max(offsets))
             noise_H = perturbation * torch.randn(row_H.shape, generator=generator, dtype=row_H.dtype)
             rows.append(rows[chosen] - noise_H)
             rows[chosen] = rows[chosen] + noise_H
-            offsets[chosen] += math.log(0.5)
+            offsets[chosen] += math.log(0.5) / scale
             offsets.append(offsets[chosen])
         weights += rows
         biases += [bias + offset for offset in offsets]

@@ -31,8 +31,8 @@ class Splice(NamedTuple):
 
     def __call__(self, x_NTD: Tensor) -> Tensor:
         """N x T x (K D)."""
-        spliced = x_NTD.index_select(1, self.index_TK.flatten())
-        return spliced.view(len(x_NTD), len(self.index_TK), -1)
+        spliced: Tensor = x_NTD.index_select(1, self.index_TK.flatten()).unflatten(1, self.index_TK.shape).flatten(2)
+        return spliced
 
 
 class TimeLayer(nn.Module):
@@ -134,7 +134,7 @@ class TimeDelayNetwork(nn.Sequential):
         self._plan_of_one: tuple[Times, list[tuple[Splice, ...]]] | None = None
 
     def forward(self, x_NI: Tensor) -> Tensor:
-        x_NWD = x_NI.view(len(x_NI), -1, self.feature_dim)
+        x_NWD = x_NI.unflatten(1, (-1, self.feature_dim))
         plan = self._plan_of_one
         if plan is None or plan[1][0][0].index_TK.device != x_NI.device:
             plan = self._plan_of_one = self._plan(np.zeros(1, np.int64), x_NI.device)
@@ -142,7 +142,7 @@ class TimeDelayNetwork(nn.Sequential):
 
     def utterance(self, x_TI: Tensor) -> Tensor:
         """T x outputs from the spliced frames of one utterance, in order and without gaps."""
-        x_TWD = x_TI.view(len(x_TI), -1, self.feature_dim)
+        x_TWD = x_TI.unflatten(1, (-1, self.feature_dim))
         frames = torch.cat([x_TWD[0], x_TWD[1:, -1]])[None]  # each frame once
         return self._run(frames, self._plan(np.arange(len(x_TI)), x_TI.device)).squeeze(0)
 
