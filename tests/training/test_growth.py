@@ -137,7 +137,8 @@ def test_what_is_put_into_a_model_has_no_momentum_and_no_past() -> None:
     model = np.arange(6, dtype=np.float32)
     outer = OuterOptimizer(Bmuf(2.0), model, ema_decay=0.9)
     for outer_iter in range(2):
-        outer.step([model + 1.0, model + 3.0], [1.0, 1.0], OuterInfo(outer_iter, 20, 2, 0.1))
+        outer.step([model + 1.0, model + 4.0 * outer_iter], [1.0, 1.0], OuterInfo(outer_iter, 20, 2, 0.1))
+    assert outer.arrays["block_momentum"].all() and not np.array_equal(outer.eval_model(), outer.final_model())
     before = {name: array.copy() for name, array in outer.arrays.items()}
     outer.put(slice(2, 4), np.array([8.0, 9.0], np.float32))
     assert outer.eval_model()[2:4].tolist() == outer.broadcast()[2:4].tolist() == outer.final_model()[2:4].tolist() == [8.0, 9.0]
