@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
 
 _MAX_SWEEP_JOBS_CHECKED = 64  # composing takes about 0.1 s each; the jobs beyond are checked when their turn comes
+_FREE = "model.args"  # what is in it is for a model of the user's own, and no setting of ours
 _CONFIG_NAME = "config"
 
 
@@ -137,7 +138,7 @@ def _syntax_problem(text: str) -> str:
 
 def _override_problems(override: Override, choices: dict[str, list[str]]) -> Iterator[str]:
     key = override.key_or_group
-    if override.is_hydra_override():
+    if override.is_hydra_override() or (key.startswith(f"{_FREE}.") and (override.is_add() or override.is_force_add())):
         return
     if override.is_add() or override.is_force_add() or override.is_delete():
         known = key in paths() or key in choices

@@ -22,7 +22,10 @@ from ngsgd.egs.archives import spliced_utterances
 from ngsgd.egs.reader import EgsReader
 from ngsgd.errors import CheckpointError
 from ngsgd.files import new_directory, write_text
-from ngsgd.models import build_model
+from ngsgd.models import DataStatistics, Window, build_model
+from ngsgd.models.staged import StagedModel, set_stage, utterance_logits
+from ngsgd.models.stages import Stage, Stages
+from ngsgd.models.statistics import statistics_for
 from ngsgd.schedules import Schedule
 from ngsgd.training.checkpoint import Checkpoint, CheckpointStore
 from ngsgd.training.combination import Candidate, HeldOut, candidates, generalised, normalize_stddev, running_mean
@@ -30,11 +33,14 @@ from ngsgd.training.diagnostics import average_posterior
 from ngsgd.training.flat import Vector
 from ngsgd.training.worst import as_text, utterance_scores
 
+_TRANSFORM = "input_transform.safetensors"
 
-def wanted_for_combination(config: RunConfig, schedule: Schedule) -> tuple[int, ...]:
-    """The outer iterations whose models a run must keep to its end."""
+
+def wanted_for_combination(config: RunConfig, schedule: Schedule, stages: Stages) -> tuple[int, ...]:
+    """The outer iterations whose models a run must keep to its end: those of a model that was whole."""
     ships_one = config.combination.kind == "none" or config.outer.ema_decay > 0
-    return () if ships_one else candidates(schedule, config.combination.max_models)
+    found = () if ships_one else candidates(schedule, config.combination.max_models)
+    return tuple(outer_iter for outer_iter in found if stages.at(outer_iter) == stages.at(schedule.num_outer_iters - 1))
 
 
 def final_parameters(config: RunConfig, end: Checkpoint, store: CheckpointStore, scratch: nn.Module, reader: EgsReader,
@@ -58,9 +64,14 @@ def save_final(folder: RunFolder, config: RunConfig, model: nn.Module, reader: E
                                 skip_damaged=config.egs.on_corrupt == "quarantine")
     about = {"model": asdict(config.model), "features": asdict(config.features), "num_inputs": reader.info.num_inputs,
              "num_classes": reader.info.num_classes, "left_context": reader.info.left_context,
-             "right_context": reader.info.right_context, "priors": prior_P.tolist()}
+             "right_context": reader.info.right_context, "feature_dim": reader.info.feature_dim, "priors": prior_P.tolist(),
+             "stage": asdict(model.stage) if isinstance(model, StagedModel) else None}
+    statistics = statistics_for(config.model, reader) or DataStatistics()
+    about["class_counts"] = list(statistics.class_counts)
     with new_directory(folder.final) as temporary:
         save_file({name: t.contiguous() for name, t in model.state_dict().items()}, temporary / "model.safetensors")
+        if statistics.input_transform is not None:
+            save_file({"input_transform": statistics.input_transform.contiguous()}, temporary / _TRANSFORM)
         write_text(temporary / "model.json", json.dumps(about, indent=1))
 
 
@@ -69,11 +80,16 @@ def load_final(folder: RunFolder, config: RunConfig) -> tuple[nn.Module, npt.NDA
     try:
         about = json.loads((folder.final / "model.json").read_text())
         state = load_file(folder.final / "model.safetensors")
+        transform = load_file(folder.final / _TRANSFORM)["input_transform"] if (folder.final / _TRANSFORM).exists() else None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{folder.path} has no final model ({error}); "
                               f"finish it with `ngsgd resume {folder.path}`.") from error
-    model = build_model(config.model, about["num_inputs"], about["num_classes"], config.seed)
+    window = Window(about["left_context"], about["right_context"], about["feature_dim"])
+    model = build_model(config.model, about["num_inputs"], about["num_classes"], config.seed, window=window,
+                        statistics=DataStatistics(tuple(about["class_counts"]), transform))
     model.load_state_dict(state)
+    if about["stage"]:
+        set_stage(model, Stage(**about["stage"]))
     model.eval()
     return model, np.asarray(about["priors"])
 
@@ -100,6 +116,6 @@ def _log_likelihoods(speech: SpeechSet, config: RunConfig, model: nn.Module,
                      prior_P: npt.NDArray[np.float64]) -> list[npt.NDArray[np.float32]]:
     """Per utterance, T x P: log posterior minus log prior, which is the log likelihood up to a constant per frame."""
     log_prior_P = torch.from_numpy(np.log(prior_P)).float()
-    return [(model(torch.from_numpy(x_TD)).log_softmax(dim=1) - log_prior_P).numpy()
+    return [(utterance_logits(model, torch.from_numpy(x_TD)).log_softmax(dim=1) - log_prior_P).numpy()
             for x_TD in spliced_utterances(speech.frames, config.egs.left_context, config.egs.right_context)]
 

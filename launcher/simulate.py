@@ -157,6 +157,7 @@ def _simulate(config: RunConfig, options: argparse.Namespace, progress: Progress
     from launcher.run_folder import RunFolder, check_output_dir, run_name
     from ngsgd.egs.reader import EgsReader
     from ngsgd.training.event_log import EventLog
+    from ngsgd.training.planning import schedule_of
     from ngsgd.training.tracking import Trackers
 
     check_output_dir(config)
@@ -175,7 +176,7 @@ def _simulate(config: RunConfig, options: argparse.Namespace, progress: Progress
         status = "FINISHED"
     finally:
         trackers.close(status)
-    schedule = service.schedule_of(config, reader)
+    schedule = schedule_of(config, reader)
     times = [(num_jobs, expected(cluster, config, num_jobs=num_jobs, samples=samples, model_bytes=model_bytes))
              for num_jobs in map(schedule.num_jobs, range(schedule.num_outer_iters))]
     summary = _summary(pool, scores.records, times, folder, time.monotonic() - began)
@@ -194,19 +195,19 @@ def mean_frames(reader: EgsReader) -> float:
 def _run(config: RunConfig, folder: RunFolder, reader: EgsReader, cluster: SimulatedCluster, trackers: Trackers,
          progress: ProgressTracker) -> tuple[SimulatedPool, int]:
     """All outer iterations; returns the pool with its books, and the bytes of the model."""
-    from launcher import train as service
     from launcher.stop import SignalStop, signals_to
-    from ngsgd.models import build_model
+    from ngsgd.models.statistics import model_for
     from ngsgd.training.checkpoint import CheckpointStore, first_checkpoint
     from ngsgd.training.coordinator import Coordinator
     from ngsgd.training.dealing import make_dealer
     from ngsgd.training.flat import Layout
     from ngsgd.training.job import WorkerSpec
     from ngsgd.training.ledger import Ledger
+    from ngsgd.training.planning import schedule_of, stages_of
     from ngsgd.training.simulator import SimulatedPool
     from ngsgd.training.worker import resolve_threads
 
-    model = build_model(config.model, reader.info.num_inputs, reader.info.num_classes, config.seed)
+    model = model_for(config, reader)
     layout = Layout.of(model)
     start = first_checkpoint(layout.flatten(model.state_dict()))
     stop = SignalStop(config.failure.grace_s, progress.report)
@@ -216,10 +217,11 @@ def _run(config: RunConfig, folder: RunFolder, reader: EgsReader, cluster: Simul
     try:
         pool.start()
         coordinator = Coordinator(
-            service.schedule_of(config, reader), pool, model, reader,
+            schedule_of(config, reader), pool, model, reader,
             CheckpointStore(folder.checkpoints, layout, config.checkpoint.num_to_keep), ledger, trackers, config.failure, stop,
             config.outer, config.cluster, dealer=make_dealer(config.schedule, reader.num_frames),
-            keep_fisher=config.optimizer.ng_state == "keep", num_threads=os.cpu_count() or 1, clock=pool.clock)
+            keep_fisher=config.optimizer.ng_state == "keep", stages=stages_of(config, reader),
+            seed=config.seed, num_threads=os.cpu_count() or 1, clock=pool.clock)
         with signals_to(stop):
             coordinator.train(start)
         return pool, start.parameters.nbytes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -25,9 +25,10 @@ from ngsgd.egs.archives import prepare_archives
 from ngsgd.egs.reader import EgsReader
 from ngsgd.errors import EXIT_OK, CheckpointError, DataError, RunInterrupted
 from ngsgd.files import read_json_lines
-from ngsgd.models import build_model
+from ngsgd.models import own
+from ngsgd.models.staged import set_stage
+from ngsgd.models.statistics import model_for, needs_statistics
 from ngsgd.optim.outer import make_rule
-from ngsgd.schedules import Schedule
 from ngsgd.training.checkpoint import Checkpoint, CheckpointStore, first_checkpoint
 from ngsgd.training.coordinator import Coordinator
 from ngsgd.training.dealing import make_dealer
@@ -36,6 +37,7 @@ from ngsgd.training.event_log import EventLog
 from ngsgd.training.flat import Layout
 from ngsgd.training.job import WorkerSpec
 from ngsgd.training.ledger import Ledger
+from ngsgd.training.planning import schedule_of, stages_of
 from ngsgd.training.pool import InProcessPool, WorkerPool
 from ngsgd.training.preflight import require_room
 from ngsgd.training.process_pool import ProcessPool
@@ -47,8 +49,10 @@ from ngsgd.training.worker import resolve_threads
 def train(config: RunConfig, quiet: bool) -> int:
     """A new run, from data to word error rate; returns the exit code."""
     check_output_dir(config)
+    config = _with_search_path(config)
     progress = _progress(config, quiet)
-    data = _prepare(config, progress.report)  # before the run folder: wrong data leaves nothing behind
+    data = _prepare(config, progress.report)  # before the run folder: wrong data leaves nothing behind, nor does a wrong model
+    _require_model(config, EgsReader(data.egs_directory), progress.report)
     folder = RunFolder.create(config, compose.to_yaml(config))
     progress.report(f"run folder {folder.path}")
     return _run(config, folder, data, progress)
@@ -73,6 +77,23 @@ def decode(run_dir: Path, quiet: bool) -> int:
     progress.report(f"valid  {result.valid}")
     progress.report(f"test   {result.test}")
     return EXIT_OK
+
+
+def _require_model(config: RunConfig, reader: EgsReader, report: Callable[[str], None]) -> None:
+    """Raises what is wrong with the model for these data; leaves what it takes from them beside the archives."""
+    if needs_statistics(config.model):
+        report("statistics of the training examples, for the model")
+    model_for(config, reader)
+    stages_of(config, reader)
+
+
+def _with_search_path(config: RunConfig) -> RunConfig:
+    """A module of the user's own is found before any data is made, and from then on wherever a process of the run starts."""
+    if not config.model._target_:
+        return config
+    config = replace(config, model=replace(config.model, search_path=os.path.abspath(config.model.search_path or os.getcwd())))
+    own.find(config.model)
+    return config
 
 
 @dataclass(frozen=True)
@@ -122,10 +143,10 @@ def _train(config: RunConfig, folder: RunFolder, data: _Data, tracker: Tracker, 
     num_threads = resolve_threads(config, os.cpu_count() or 1)
     torch.set_num_threads(num_threads)
     reader = EgsReader(data.egs_directory)
-    model = _model(config, reader)
+    model, stages = model_for(config, reader), stages_of(config, reader)
     layout = Layout.of(model)
     checkpoints = CheckpointStore(folder.checkpoints, layout, config.checkpoint.num_to_keep,
-                                  wanted_for_combination(config, schedule_of(config, reader)))
+                                  wanted_for_combination(config, schedule_of(config, reader), stages))
     # the model, and beside it at most two buffers of the outer optimiser and a moving average
     require_room(folder.path, 4 * layout.size * (1 + len(make_rule(config.outer).buffers) + (config.outer.ema_decay > 0)))
     start = _start(checkpoints, model, report)
@@ -137,7 +158,8 @@ def _train(config: RunConfig, folder: RunFolder, data: _Data, tracker: Tracker, 
         coordinator = Coordinator(
             schedule_of(config, reader), pool, model, reader, checkpoints, ledger, tracker, config.failure, stop, config.outer,
             config.cluster, dealer=make_dealer(config.schedule, reader.num_frames),
-            keep_fisher=config.optimizer.ng_state == "keep", num_threads=os.cpu_count() or 1, on_corrupt=config.egs.on_corrupt)
+            keep_fisher=config.optimizer.ng_state == "keep", stages=stages, seed=config.seed, num_threads=os.cpu_count() or 1,
+            on_corrupt=config.egs.on_corrupt)
         with signals_to(stop):
             return coordinator.train(start)
     finally:
@@ -158,10 +180,12 @@ def _start(checkpoints: CheckpointStore, model: nn.Module, report: Callable[[str
 def _finish(config: RunConfig, folder: RunFolder, data: _Data, end: Checkpoint, report: Callable[[str], None]) -> FinalReport:
     """Final model, word error rates, learning curve."""
     reader = EgsReader(data.egs_directory)
-    model = _model(config, reader)
+    model, scratch = model_for(config, reader), model_for(config, reader)
+    for one in (model, scratch):
+        set_stage(one, stages_of(config, reader).at(end.progress.outer_iter))
     layout = Layout.of(model)
     store = CheckpointStore(folder.checkpoints, layout, config.checkpoint.num_to_keep)
-    layout.load(model, final_parameters(config, end, store, _model(config, reader), reader, report))
+    layout.load(model, final_parameters(config, end, store, scratch, reader, report))
     save_final(folder, config, model, reader)
     model, prior_P = load_final(folder, config)  # what users will load, not what happens to be in memory
     result = decode_and_score(folder, config, data.corpus, model, prior_P)
@@ -172,17 +196,6 @@ def _finish(config: RunConfig, folder: RunFolder, data: _Data, end: Checkpoint, 
                        score_subset(model, reader.diagnostic("train")), score_subset(model, reader.diagnostic("valid")),
                        end.progress.frames_processed, end.progress.elapsed_s,
                        {label: str(path) for label, path in files.items()})
-
-
-def _model(config: RunConfig, reader: EgsReader) -> nn.Module:
-    return build_model(config.model, reader.info.num_inputs, reader.info.num_classes, config.seed)
-
-
-def schedule_of(config: RunConfig, reader: EgsReader) -> Schedule:
-    """The outer iterations of a run over the archives at hand."""
-    s = config.schedule
-    return Schedule(reader.info.num_archives, reader.info.frames_per_eg, s.num_epochs, s.lr_initial, s.lr_final,
-                    s.num_jobs_initial, s.num_jobs_final, s.num_jobs_step)
 
 
 def _job_counts(config: RunConfig, data: _Data) -> list[int]:

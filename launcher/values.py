@@ -91,6 +91,10 @@ def _convert(value: Any, kind: Any) -> Any:
         except ValueError:
             pass
         raise ValueError("a list of finite numbers, such as [0.1,0.2]")
+    if isinstance(kind, types.UnionType):  # a mapping that is the user's own, or None
+        if value is None or isinstance(value, Mapping):
+            return dict(value) if value else None
+        raise ValueError("a mapping, such as {width: 64}")
     if kind is bool:
         if not isinstance(value, bool):
             raise ValueError("true or false")

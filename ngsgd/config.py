@@ -9,7 +9,7 @@ Learning rates are per frame, on the objective *summed* over the minibatch (Kald
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
@@ -105,13 +105,30 @@ class AugmentConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The acoustic model: affine layers, a nonlinearity, and a renormalisation to unit root mean square."""
+    """The acoustic model: affine layers, a nonlinearity and a normalisation each; or a module of the user's own."""
 
-    kind: str = knob("relu", one_of=("relu", "pnorm"))
+    kind: str = knob("relu", one_of=("relu", "pnorm", "tdnn", "tdnnf"))
     num_layers: int = knob(4, low=1, high=64)
     hidden_dim: int = knob(256, low=2)               # outputs of each hidden affine layer
     pnorm_group: int = knob(5, low=2)                # pnorm: hidden_dim / pnorm_group values go on; must divide hidden_dim
+    normalize: str = knob("renormalize", one_of=("renormalize", "batchnorm"))  # batchnorm: Kaldi's, without scale and offset
     dropout_schedule: str = knob("")                 # as Kaldi's: 0,0@0.2,0.3@0.5,0 over the data processed; empty: no dropout
+    # tdnn, tdnnf: the frames that each layer sees around its output frame, a group for each layer; sums must fit egs.*_context
+    tdnn_offsets: str = knob("-2,-1,0,1,2 -1,1 -2,2 0")
+    bottleneck_dim: int = knob(64, low=1)            # tdnnf: rows of the semi-orthogonal factors
+    bypass_scale: float = knob(0.66, low=0.0, high=1.0)  # tdnnf: share of a layer's input that is added to its output (Kaldi: 0.66)
+    input_transform: str = knob("none", one_of=("none", "lda"))  # fixed, from the training examples (C.6)
+    lda_within_class_factor: float = knob(0.001, low=0.0, high=1.0)  # lda: floor on how far a dimension is shrunk (Kaldi: 0.001)
+    lda_max_singular_value: float = knob(5.0, low=0.0)  # lda: of the transform; 0 = no limit (Kaldi: 5)
+    lda_dim: int = knob(0, low=0)                    # lda: rows that are kept; 0 = all (Kaldi)
+    prior_scale_power: float = knob(0.0, low=-1.0, high=0.0)  # outputs are scaled by prior^this before the softmax (nnet2: -0.25)
+    num_subclasses: int = knob(0, low=0)             # of all classes together, after the split (C.5); 0 = none
+    subclass_power: float = knob(0.25, above=0.0, high=1.0)  # classes get sub-classes by count^this (paper: 1/3)
+    subclass_min_count: float = knob(10.0, low=0.0)  # frames that each sub-class must have (Kaldi's scripts: 10)
+    add_layers_period: int = knob(0, low=0)          # outer iterations between two new layers (C.7; nnet2: 2); 0: all at once
+    _target_: str = knob("")                         # package.module:Name makes the model in place of the above: docs/own-model.md
+    args: Mapping[str, Any] | None = knob(None)      # keyword arguments for it, such as {width: 64}
+    search_path: str = knob("")                      # folder that it is imported from; empty: the current one
 
 
 @dataclass(frozen=True)
@@ -175,6 +192,8 @@ class ScheduleConfig:
     num_jobs_step: int = knob(1, low=1)              # num_jobs grows in multiples of this
     shares: str = knob("equal", one_of=("equal", "speed", "time"))  # of a job: a whole archive; by its worker's speed; round_s long
     round_s: float = knob(60.0, above=0.0)           # shares=time: seconds of an outer iteration; every job has what it could do
+    # kaldi: the first outer iteration, and each with a new layer, halves the minibatch, limits the change more, keeps the best job
+    early_rules: str = knob("none", one_of=("none", "kaldi"))
 
 
 @dataclass(frozen=True)
@@ -324,9 +343,53 @@ def _rule_ceps(c: RunConfig) -> Iterator[str]:
 
 
 def _rule_pnorm(c: RunConfig) -> Iterator[str]:
-    if c.model.kind == "pnorm" and c.model.hidden_dim % c.model.pnorm_group:
+    if c.model.kind == "pnorm" and not c.model._target_ and c.model.hidden_dim % c.model.pnorm_group:
         yield (f"model.hidden_dim is {c.model.hidden_dim}; with model=pnorm it must be a multiple of model.pnorm_group, "
                f"{c.model.pnorm_group}.")
+
+
+def _rule_tdnn(c: RunConfig) -> Iterator[str]:
+    if c.model.kind not in ("tdnn", "tdnnf") or c.model._target_:
+        return
+    try:
+        layers = [[int(offset) for offset in layer.split(",")] for layer in c.model.tdnn_offsets.split()]
+    except ValueError:
+        layers = []
+    if not layers or any(layer != sorted(set(layer)) for layer in layers):
+        yield (f"model.tdnn_offsets is {c.model.tdnn_offsets!r}; write rising frame offsets with commas between them, and a space "
+               "between two layers, such as '-2,-1,0,1,2 -1,1'.")
+    elif len(layers) != c.model.num_layers:
+        yield f"model.tdnn_offsets is for {len(layers)} layers, and model.num_layers is {c.model.num_layers}; make them equal."
+    else:
+        left, right = -sum(min(0, layer[0]) for layer in layers), sum(max(0, layer[-1]) for layer in layers)
+        if left > c.egs.left_context or right > c.egs.right_context:
+            yield (f"model.tdnn_offsets reaches {left} frames back and {right} ahead, but examples have egs.left_context "
+                   f"{c.egs.left_context} and egs.right_context {c.egs.right_context}; raise these or narrow the offsets.")
+
+
+def _rule_stages(c: RunConfig) -> Iterator[str]:
+    changes = [name for name, used in (("add_layers_period", c.model.add_layers_period), ("num_subclasses", c.model.num_subclasses))
+               if used]
+    if changes and c.outer.goes_on:
+        why = "outer.overlap" if c.outer.overlap else f"outer.kind {c.outer.kind}"
+        yield (f"model.{changes[0]} changes the model between outer iterations, but with {why} jobs go on from what they had "
+               "before; choose another outer optimiser, or leave it 0.")
+    if c.schedule.early_rules == "kaldi" and (c.outer.goes_on or c.schedule.shares != "equal"):
+        why = f"schedule.shares {c.schedule.shares}" if c.schedule.shares != "equal" else f"outer.kind {c.outer.kind}"
+        why = "outer.overlap" if c.outer.overlap else why
+        yield f"schedule.early_rules is kaldi with {why}, which needs every job's result; leave it none."
+
+
+def _rule_own_model(c: RunConfig) -> Iterator[str]:
+    if c.model._target_:
+        for name in ("num_subclasses", "add_layers_period", "prior_scale_power"):
+            if getattr(c.model, name):
+                yield f"model.{name} is {getattr(c.model, name)} with model._target_, whose layers are its own; leave it 0."
+        if c.model.input_transform != "none":
+            yield (f"model.input_transform is {c.model.input_transform} with model._target_, which takes features as they are; "
+                   "leave it none.")
+    elif c.model.args:
+        yield f"model.args is {dict(c.model.args)}, but there is no model._target_ to take it; set it, or leave the arguments out."
 
 
 def _rule_lr(c: RunConfig) -> Iterator[str]:
@@ -388,6 +451,7 @@ def _rule_exchange(c: RunConfig) -> Iterator[str]:
                "cluster.exchange=collective.")
 
 
-_RULES: tuple[Callable[[RunConfig], Iterator[str]], ...] = (_rule_snr, _rule_augment, _rule_ceps, _rule_pnorm, _rule_lr, _rule_jobs,
+_RULES: tuple[Callable[[RunConfig], Iterator[str]], ...] = (_rule_snr, _rule_augment, _rule_ceps, _rule_pnorm, _rule_tdnn,
+                                                           _rule_stages, _rule_own_model, _rule_lr, _rule_jobs,
                                                           _rule_backstitch, _rule_shrink, _rule_dropout,
                                                           _rule_outer, _rule_exchange)

@@ -40,6 +40,12 @@ KALDIS_START = f"{GOLDEN}::test_from_kaldis_start"
 SCHEDULE = f"{PROPERTIES}::test_calls_that_update_are_kaldis"
 LAYER_STEPS = f"{LIMIT}::test_layer_steps_equal_kaldis_nnet2"
 
+TRANSFORM = "ngsgd/models/input_transform.py"
+SUBCLASSES = "ngsgd/models/subclasses.py"
+STAGES = "ngsgd/models/stages.py"
+TRANSFORM_TEST = "tests/models/test_input_transform.py::test_the_transform_is_kaldis"
+GROWTH = "tests/training/test_growth.py"
+
 
 class Mutant(NamedTuple):
     """`old`, which occurs exactly once in the file, becomes `new`; `tests` are those that should fail."""
@@ -126,6 +132,35 @@ MUTANTS = [
     Mutant("floating_scale_at_full_speed", "ngsgd/ops/orthonormal.py", "torch.where(ratio > _VERY_WIDE, speed / 4.0,",
            "torch.where(ratio > _VERY_WIDE, speed,",
            ("tests/ops/test_orthonormal.py::test_a_floating_scale_goes_slower_where_singular_values_differ",)),
+    # ---------------------------------------------------------------------------------------------------- the models
+    Mutant("transform_without_a_floor", TRANSFORM, "(within_class_factor + l_K)", "l_K", (TRANSFORM_TEST,)),
+    Mutant("transform_without_its_limit", TRANSFORM, "np.minimum(singular, max_singular_value)", "singular", (TRANSFORM_TEST,)),
+    Mutant("offset_forgotten", TRANSFORM, "-(M_KD @ mean_D)[:, None]", "0.0 * M_KD[:, :1]", (TRANSFORM_TEST,)),
+    Mutant("a_full_class_gets_one_more", SUBCLASSES, "(targets[pdf] + 1) * min_count", "targets[pdf] * min_count",
+           ("tests/models/test_subclasses.py::test_the_numbers_of_subclasses_are_kaldis",)),
+    Mutant("a_split_doubles_the_class", SUBCLASSES, "offsets[chosen] += math.log(0.5) / scale", "pass",
+           ("tests/models/test_subclasses.py::test_splitting_without_perturbation_changes_no_posterior",)),
+    Mutant("a_split_forgets_the_scale", SUBCLASSES, "math.log(0.5) / scale", "math.log(0.5)",
+           ("tests/models/test_stages.py::test_the_split_hardly_changes_a_posterior",)),
+    Mutant("no_derivative_below_the_floor", SUBCLASSES, "(log_y_NP.clamp(min=math.log(_MIN_POSTERIOR)) - log_y_NP).detach()",
+           "(log_y_NP.clamp(min=math.log(_MIN_POSTERIOR)) - log_y_NP)",
+           ("tests/models/test_subclasses.py::test_a_class_that_is_far_off_has_the_floor_for_a_value_and_a_derivative_that_says_"
+            "where_to_go",)),
+    Mutant("layers_an_outer_iteration_late", STAGES, "2 + (outer_iter - 1) // self", "1 + outer_iter // self",
+           ("tests/models/test_stages.py::test_layers_are_added_in_kaldis_iterations",)),
+    Mutant("split_an_outer_iteration_early", STAGES, "// 2 + 1 if", "// 2 if",
+           ("tests/models/test_stages.py::test_the_split_comes_halfway_between_the_last_layer_and_the_end",)),
+    Mutant("bypass_of_the_frame_before", "ngsgd/models/tdnn.py", "_splice(needed, times, (0,))", "_splice(needed, times - 1, (0,))",
+           ("tests/models/test_tdnn.py::test_windows_and_whole_utterances_give_the_reference_frame_by_frame",)),
+    Mutant("momentum_of_what_was_there_before", "ngsgd/optim/outer.py", "self.rule.buffers.get(name, values)",
+           "array[part] if name in self.rule.buffers else values",
+           (f"{GROWTH}::test_what_is_put_into_a_model_has_no_momentum_and_no_past",)),
+    Mutant("nothing_made_for_a_stage_after_a_resume", "ngsgd/training/coordinator.py",
+           "self._stage = self.stages.at(start.progress.outer_iter)", "self._stage = self.stages.at(start.progress.outer_iter + 1)",
+           (f"{GROWTH}::test_resuming_between_any_two_stages_gives_the_bits_of_the_run_that_was_not_stopped",)),
+    Mutant("a_piece_cut_as_in_the_outer_iteration_that_runs_it", "ngsgd/training/worker.py",
+           "self.stages.minibatch_size_of(piece.outer_iter)", "self.stages.minibatch_size_of(job.outer_iter)",
+           (f"{GROWTH}::test_what_an_early_outer_iteration_put_off_is_cut_as_it_was_there",)),
 ]
 
 

@@ -12,7 +12,7 @@ from ngsgd.config import ClusterConfig, EgsConfig, ModelConfig, OptimizerConfig,
 from ngsgd.egs.archives import prepare_archives
 from ngsgd.egs.frames import FrameSet
 from ngsgd.egs.reader import EgsReader
-from ngsgd.models import build_model
+from ngsgd.models.statistics import model_for
 from ngsgd.schedules import Schedule
 from ngsgd.training.checkpoint import Checkpoint, CheckpointStore, first_checkpoint
 from ngsgd.training.coordinator import Coordinator
@@ -21,6 +21,7 @@ from ngsgd.training.dispatch import StopSignal
 from ngsgd.training.flat import Layout
 from ngsgd.training.job import WorkerSpec
 from ngsgd.training.ledger import Ledger
+from ngsgd.training.planning import schedule_of, stages_of
 from ngsgd.training.pool import InProcessPool, WorkerPool
 from ngsgd.training.records import FinalReport, Incident, OuterIterationRecord
 
@@ -92,8 +93,7 @@ class Run:
         self.reader = EgsReader(self.egs)
         self.spec = WorkerSpec(self.config, str(self.egs))
         self.recorder = Recorder()
-        info = self.reader.info
-        self.model = build_model(self.config.model, info.num_inputs, info.num_classes, self.config.seed)
+        self.model = model_for(self.config, self.reader)
         self.store = CheckpointStore(folder / "checkpoints", Layout.of(self.model), num_to_keep=3)
         self.store.directory.mkdir(exist_ok=True)
 
@@ -103,9 +103,7 @@ class Run:
 
     @property
     def schedule(self) -> Schedule:
-        s, info = self.config.schedule, self.reader.info
-        return Schedule(info.num_archives, info.frames_per_eg, s.num_epochs, s.lr_initial, s.lr_final,
-                        s.num_jobs_initial, s.num_jobs_final, s.num_jobs_step)
+        return schedule_of(self.config, self.reader)
 
     def in_process(self, should_stop: Callable[[], bool] = lambda: False) -> InProcessPool:
         return InProcessPool(self.spec, self.config.cluster.num_workers, 1, should_stop)
@@ -115,8 +113,7 @@ class Run:
         pool = pool or self.in_process()
         layout = self.store.layout
         latest, _ = self.store.latest()
-        info = self.reader.info
-        fresh = build_model(self.config.model, info.num_inputs, info.num_classes, self.config.seed)
+        fresh = model_for(self.config, self.reader)
         start = latest or first_checkpoint(layout.flatten(fresh.state_dict()))
         ledger = Ledger(self.ledger_path)
         try:
@@ -125,7 +122,8 @@ class Run:
                 self.schedule, pool, self.model, self.reader, self.store, ledger, self.recorder, self.config.failure,
                 stop or NeverStop(), self.config.outer, self.config.cluster,
                 dealer=make_dealer(self.config.schedule, self.reader.num_frames),
-                keep_fisher=self.config.optimizer.ng_state == "keep", on_corrupt=self.config.egs.on_corrupt).train(start)
+                keep_fisher=self.config.optimizer.ng_state == "keep", stages=stages_of(self.config, self.reader),
+                seed=self.config.seed, on_corrupt=self.config.egs.on_corrupt).train(start)
         finally:
             ledger.close()
             pool.close()

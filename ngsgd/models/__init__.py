@@ -1,6 +1,7 @@
 """Acoustic models: plain torch modules."""
 
-from ngsgd.models.dnn import build_model
-from ngsgd.models.layers import PNorm, Renormalize
+from ngsgd.models.build import build_model
+from ngsgd.models.inputs import DataStatistics, Window
+from ngsgd.models.layers import BatchNorm, PNorm, Renormalize
 
-__all__ = ["PNorm", "Renormalize", "build_model"]
+__all__ = ["BatchNorm", "DataStatistics", "PNorm", "Renormalize", "Window", "build_model"]

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ngsgd.config import ModelConfig
+
 _MIN_MEAN_SQUARE = 2.0**-66  # of the input relative to target_rms^2; Kaldi's floor
 
 
@@ -85,3 +87,59 @@ class Renormalize(nn.Module):
 
     def extra_repr(self) -> str:
         return f"target_rms={self.target_rms}"
+
+
+class BatchNorm(nn.BatchNorm1d):
+    """Kaldi's batch normalisation: eps 1e-3, no scale and offset of its own, statistics that forget by 0.8 per minibatch.
+
+    Any leading dimensions; the last one is normalised over all rows.  A minibatch of a single row, which has no variance,
+    is normalised with the statistics so far and does not enter them.
+    """
+
+    def __init__(self, dim: int) -> None:
+        super().__init__(dim, eps=1e-3, momentum=1.0 - 0.8, affine=False)
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name is torch's
+        x_ND = input.reshape(-1, input.shape[-1])
+        if self.training and len(x_ND) == 1:
+            y_ND = nn.functional.batch_norm(x_ND, self.running_mean, self.running_var, eps=self.eps)
+        else:
+            y_ND = super().forward(x_ND)
+        return y_ND.view(input.shape)
+
+
+class FixedAffine(nn.Module):
+    """y = A x + b with numbers that no training changes: neither parameters nor part of the state dict."""
+
+    weight: Tensor
+    bias: Tensor
+
+    def __init__(self, transform: Tensor) -> None:
+        """`transform` is (outputs x inputs + 1), the offset last, as Kaldi keeps it."""
+        super().__init__()
+        self.register_buffer("weight", transform[:, :-1].float().contiguous(), persistent=False)
+        self.register_buffer("bias", transform[:, -1].float().contiguous(), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight, self.bias)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.weight.shape[1]}, out_features={self.weight.shape[0]}"
+
+
+class FixedScale(nn.Module):
+    """y = s * x element by element, s fixed."""
+
+    scale: Tensor
+
+    def __init__(self, scale: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("scale", scale.float(), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+def normalization(config: ModelConfig, dim: int) -> nn.Module:
+    """What follows each nonlinearity of `dim` values."""
+    return BatchNorm(dim) if config.normalize == "batchnorm" else Renormalize()

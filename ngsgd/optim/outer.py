@@ -114,6 +114,11 @@ class OuterOptimizer:
         if self.ema_decay:
             self._move_average(info.outer_iter)
 
+    def put(self, part: slice, values: Array) -> None:
+        """Sets a part of the model to something else altogether: no momentum leads there, and no average remembers what was."""
+        for name, array in self.arrays.items():
+            array[part] = self.rule.buffers.get(name, values)
+
     def state_dict(self) -> dict[str, Any]:
         """{"arrays": name to vector, "numbers": name to float}; views, not copies."""
         return {"arrays": dict(self.arrays), "numbers": dict(self.numbers)}

@@ -9,6 +9,8 @@ from ngsgd.errors import ClusterError, DivergenceError, NgsgdError
 from ngsgd.training.job import JobResult
 from ngsgd.training.planning import Plan
 
+NOT_THE_BEST = "only the best job of an early outer iteration is kept (schedule.early_rules)"
+
 Verdicts = list[tuple[JobResult, str]]  # each result with the reason why it is rejected, empty when it is accepted
 
 
@@ -27,6 +29,13 @@ def judge(results: Sequence[JobResult], troubles: Mapping[int, str], objf_tolera
     name = "the best" if best > guessing else "guessing"
     return [(result, reason or _too_far_below(best, name, result.objf, objf_tolerance))
             for result, reason in zip(results, reasons, strict=True)]
+
+
+def best_alone(verdicts: Verdicts) -> Verdicts:
+    """The same with only the accepted result of highest objf, the first of equals; Kaldi's early outer iterations."""
+    best = max((result.objf for result, reason in verdicts if not reason), default=-math.inf)
+    kept = next((result.job.job for result, reason in verdicts if not reason and result.objf == best), None)
+    return [(result, reason or ("" if result.job.job == kept else NOT_THE_BEST)) for result, reason in verdicts]
 
 
 def too_few(accepted: Sequence[JobResult], verdicts: Verdicts, plan: Plan, min_accepted: float) -> NgsgdError | None:

@@ -106,7 +106,9 @@ def _problems_of(one: OuterIterationLines) -> Iterator[str]:
         if entry["job"] in one.planned and entry["pieces"] != one.planned[entry["job"]]["pieces"]:
             yield f"{where}: job {entry['job']} counted another piece"
     num_accepted, num_jobs = len(one.accepted), len(one.planned)
-    if num_accepted != one.commit["num_accepted"] or num_accepted < max(1.0, one.min_accepted * num_jobs):
+    keeps_best = any(entry.get("keeps") == "best" for entry in one.planned.values())
+    fewest = 1.0 if keeps_best else max(1.0, one.min_accepted * num_jobs)
+    if num_accepted != one.commit["num_accepted"] or num_accepted < fewest or (keeps_best and num_accepted > 1):
         yield f"{where}: {num_accepted} results of {num_jobs} accepted, {one.commit['num_accepted']} committed"
     yield from _numbers_that_differ(one, where)
     if not all(math.isfinite(value) for value in one.commit["numbers"].values()):

@@ -19,10 +19,12 @@ from torch import nn
 from ngsgd.config import ClusterConfig, FailureConfig, OuterConfig
 from ngsgd.egs.reader import EgsReader
 from ngsgd.errors import DivergenceError, NgsgdError, RunInterrupted
+from ngsgd.models.staged import StagedModel, set_stage
+from ngsgd.models.stages import Stage, Stages
 from ngsgd.ops.averaging import pool_variances
 from ngsgd.optim.outer import OuterInfo, OuterOptimizer, make_rule
 from ngsgd.schedules import Schedule
-from ngsgd.training.acceptance import Verdicts, judge, too_few
+from ngsgd.training.acceptance import NOT_THE_BEST, Verdicts, best_alone, judge, too_few
 from ngsgd.training.checkpoint import Checkpoint, CheckpointStore
 from ngsgd.training.dealing import EqualShares
 from ngsgd.training.diagnostics import BackgroundDiagnostics
@@ -59,12 +61,15 @@ class Coordinator:
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     dealer: EqualShares = field(default_factory=EqualShares)
     keep_fisher: bool = False  # a job's successor goes on from its Fisher estimates
+    stages: Stages = field(default_factory=Stages)  # what of the model is in use, by outer iteration
+    seed: int = 0              # the run's; with the stage it decides what new parts of the model start as
     num_threads: int = 1       # for averaging
     clock: Callable[[], float] = time.monotonic
     on_corrupt: str = "stop"   # for an archive that is damaged: stop or quarantine
 
     def __post_init__(self) -> None:
         self.layout = Layout.of(self.model)
+        self._stage = self.stages.at(-1)
         diagnostics = BackgroundDiagnostics(self.model, {name: self.reader.diagnostic(name) for name in ("train", "valid")},
                                             self.reader.info.silence_classes)
         self._records = PendingRecords(diagnostics, self.checkpoints.directory / "undiagnosed.json", self.tracker.outer_iteration)
@@ -95,10 +100,11 @@ class Coordinator:
         if start.model_sha256:
             self.optimizer.load_state_dict(start.outer_state())
         self._starts.fisher.update(start.fisher)
+        self._stage = self.stages.at(start.progress.outer_iter)
         self.ledger.started(start.progress.outer_iter, self.failure.min_accepted)
         if start.commit:  # a crash may have come between the checkpoint and its line
             self.ledger.committed(start.commit)
-        self._records.take_up(start.progress.outer_iter, partial(self.layout.load, vector=start.parameters))
+        self._records.take_up(start.progress.outer_iter, partial(self._load, start))
         here = start
         round_ = self._open(here.progress)
         self._make_jobs(round_, None)
@@ -125,16 +131,35 @@ class Coordinator:
         plan = next_plan(self.schedule, progress, self.dealer, max_jobs=capacity)
         if plan is None:
             return None
+        self._enter(self.stages.at(plan.outer_iter))
         gain = self.optimizer.rule.gain(plan.num_jobs, self.schedule.num_outer_iters)
-        plan = replace(plan, iteration=replace(plan.iteration, gain=gain))
+        plan = replace(plan, iteration=replace(plan.iteration, gain=gain), keeps_best=self.stages.is_early(plan.outer_iter))
         model = self.pool.publish(self.optimizer.broadcast)
         self._leases.take(model)
         return self._dispatch.open(plan, model, progress.quarantined, self.dealer.round_s)
+
+    def _load(self, checkpoint: Checkpoint, model: nn.Module) -> None:
+        """Makes a model that of the checkpoint."""
+        set_stage(model, self.stages.at(checkpoint.progress.outer_iter))
+        self.layout.load(model, checkpoint.parameters)
 
     def _meanwhile(self, ahead: Round | None, round_: Round) -> None:
         """What there is to do while jobs run."""
         self._records.look()
         self._make_jobs(ahead, round_)
+    def _enter(self, stage: Stage) -> None:
+        """Makes the parts of the model that a new stage brings: a function of the last checkpoint, so a resumed run makes them too.
+
+        Once for each stage: an outer iteration that is rolled back runs again with what was made for it.
+        """
+        if stage == self._stage:
+            return
+        assert isinstance(self.model, StagedModel)
+        state = self.layout.unflatten(self.optimizer.eval_model())
+        for name, values in self.model.remade(state, self._stage, stage, self.seed).items():
+            self.optimizer.put(self.layout.part(name), values.numpy().reshape(-1))
+        self._starts.fisher.clear()  # estimates of other layers, or of what these layers were before
+        self._stage = stage
 
     def _make_jobs(self, round_: Round | None, predecessor: Round | None) -> None:
         """Makes those jobs of an outer iteration that can be run: all, but for those whose predecessor still runs."""
@@ -163,6 +188,7 @@ class Coordinator:
             self.ledger.judged(result, reason)
             if reason:
                 round_.troubles[result.job.job] = reason  # nothing of it is gone on from
+            if reason and reason != NOT_THE_BEST:
                 self._tell("job_rejected", f"job {result.job.job} of outer iteration {plan.outer_iter + 1}, on worker "
                            f"{result.worker}, was left out of the average: {reason}.", plan.outer_iter, result.job.job,
                            result.worker)
@@ -181,7 +207,7 @@ class Coordinator:
         self._end(round_)
         self._records.wait()
         self._records.add(replace(record, compute_s=compute_s, average_s=average_s, checkpoint_s=checkpoint_s,
-                                  diagnostics_s=clock.lap()), partial(self.layout.load, vector=after.parameters))
+                                  diagnostics_s=clock.lap()), partial(self._load, after))
         return after
 
     def _gather(self, round_: Round) -> _Gathered:
@@ -193,6 +219,10 @@ class Coordinator:
             error = too_few(accepted, verdicts, round_.plan, self.failure.min_accepted)
             if error:
                 return _Gathered(verdicts, error, [], [])
+            if round_.plan.keeps_best:
+                verdicts = best_alone(verdicts)
+                accepted = [result for result, reason in verdicts if not reason]
+                weights = [1.0]
             try:
                 mean = self.pool.mean(accepted, weights)
                 if mean is not None:

@@ -96,6 +96,8 @@ def average_posterior(model: nn.Module, reader: EgsReader, num_frames: int, *,
         try:
             for minibatch in reader.minibatches(Shard(archive, 0), _ROWS_AT_ONCE, seed=0, outer_iter=0, job=0):
                 wanted_ND = minibatch.x_ND[:num_frames - seen]
+                if not len(wanted_ND):  # a module of the user's own need not know what to do with no rows
+                    break
                 total_P += model(wanted_ND).softmax(dim=1).sum(dim=0, dtype=torch.float64)
                 seen += len(wanted_ND)
         except DamagedArchiveError as error:

@@ -6,6 +6,9 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from itertools import accumulate
 
+from ngsgd.config import RunConfig
+from ngsgd.egs.reader import EgsReader
+from ngsgd.models.stages import Stages
 from ngsgd.schedules import OuterIteration, Schedule
 from ngsgd.training.dealing import EqualShares, Work
 from ngsgd.training.job import Piece
@@ -32,6 +35,7 @@ class Plan:
     work: Work
     num_fresh: int                          # passes that begin in it
     taken_up: tuple[Piece, ...] = ()        # of what had been put off
+    keeps_best: bool = False                # and nothing of the other jobs (Kaldi's early outer iterations)
 
     @property
     def outer_iter(self) -> int:
@@ -40,6 +44,18 @@ class Plan:
     @property
     def num_jobs(self) -> int:
         return len(self.work)
+
+
+def schedule_of(config: RunConfig, reader: EgsReader) -> Schedule:
+    """The outer iterations of a run over the archives at hand."""
+    s = config.schedule
+    return Schedule(reader.info.num_archives, reader.info.frames_per_eg, s.num_epochs, s.lr_initial, s.lr_final,
+                    s.num_jobs_initial, s.num_jobs_final, s.num_jobs_step)
+
+
+def stages_of(config: RunConfig, reader: EgsReader) -> Stages:
+    """What of the model is in use in each of them; raises ConfigError where they are too few for it."""
+    return Stages.of(config.model, config.schedule, schedule_of(config, reader).num_outer_iters)
 
 
 def passes_by_outer_iter(schedule: Schedule) -> list[int]:

@@ -17,7 +17,7 @@ import torch
 
 from ngsgd.config import RunConfig
 from ngsgd.egs.reader import EgsReader
-from ngsgd.models import build_model
+from ngsgd.models.statistics import model_for
 from ngsgd.optim.outer import OuterInfo, OuterOptimizer, make_rule
 from ngsgd.schedules import Shard
 from ngsgd.training.checkpoint import CheckpointStore
@@ -26,7 +26,7 @@ from ngsgd.training.flat import Layout, Vector
 from ngsgd.training.job import Held, Job, Piece, Start, WorkerSpec
 from ngsgd.training.planner import Machine, Speed, Workload, slots_of, threads_of
 from ngsgd.training.planner_formulas import Link, Spread, split_spread
-from ngsgd.training.planning import Progress
+from ngsgd.training.planning import Progress, schedule_of
 from ngsgd.training.probe_worker import JobTiming, Process, Task, workers
 
 _MAX_PROCESSES = 64       # of the probe; a machine with more cores is taken to go on as it did there
@@ -112,7 +112,7 @@ class _Coordinator:
 
     def __init__(self, config: RunConfig, reader: EgsReader, scratch: Path, num_cores: int) -> None:
         self.config, self.reader = config, reader
-        self.model = build_model(config.model, reader.info.num_inputs, reader.info.num_classes, config.seed).eval()
+        self.model = model_for(config, reader).eval()
         self.layout = Layout.of(self.model)
         self.start = self.layout.flatten(self.model.state_dict())
         self.outer = OuterOptimizer(make_rule(config.outer), self.start, ema_decay=config.outer.ema_decay,
@@ -120,6 +120,7 @@ class _Coordinator:
         self.store = CheckpointStore(scratch, self.layout, config.checkpoint.num_to_keep)
         self.subsets = [reader.diagnostic(name) for name in ("train", "valid")]
         self.num_rounds = 0
+        self.first_outer_iter = schedule_of(config, reader).num_outer_iters  # a model that grows is whole by then
 
     def round(self, processes: Sequence[Process], setting: Setting, limit_s: float) -> _Round:
         active = processes[:setting.num_processes]
@@ -145,7 +146,8 @@ class _Coordinator:
         info = self.reader.info
         passes = self.num_rounds * num_jobs + index
         shard = Shard(passes % info.num_archives, passes % info.frames_per_eg)
-        return Job(outer_iter=self.num_rounds, job=index, attempt=1, pieces=(Piece(shard, self.num_rounds, index),),
+        outer_iter = self.first_outer_iter + self.num_rounds
+        return Job(outer_iter=outer_iter, job=index, attempt=1, pieces=(Piece(shard, outer_iter, index),),
                    start=Start(Held(self.start)), lr=self.config.schedule.lr_initial, lr_factor=1.0)
 
 

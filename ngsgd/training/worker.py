@@ -20,7 +20,9 @@ from torch import Tensor, nn
 from ngsgd.config import OptimizerConfig, RunConfig
 from ngsgd.egs.reader import EgsReader, Minibatch
 from ngsgd.errors import ConfigError
-from ngsgd.models import build_model
+from ngsgd.models.layer_options import layer_options
+from ngsgd.models.staged import network_at
+from ngsgd.models.statistics import model_for
 from ngsgd.optim import NGSGD, SGD
 from ngsgd.optim.inspection import figures
 from ngsgd.optim.rules import backstitch_step, shrink
@@ -28,6 +30,7 @@ from ngsgd.schedules import DropoutSchedule
 from ngsgd.training.flat import Layout, Pieces, Vector
 from ngsgd.training.job import Fisher, Held, Job, JobResult, Piece, Start, WorkerSpec
 from ngsgd.training.objective import summed_loss
+from ngsgd.training.planning import stages_of
 from ngsgd.training.verify import digest, not_finite
 
 Place = Callable[[int], Vector]  # memory for so many elements
@@ -85,8 +88,8 @@ class Worker:
         self.index = index
         self.device = choose_device(spec.config.cluster.device)
         self.reader = EgsReader(Path(spec.egs_directory))
-        info = self.reader.info
-        self.model = build_model(spec.config.model, info.num_inputs, info.num_classes, spec.config.seed).to(self.device)
+        self.model = model_for(spec.config, self.reader).to(self.device)
+        self.stages = stages_of(spec.config, self.reader)
         self.layout = Layout.of(self.model)
 
     def run(self, job: Job, place: Place = np_empty, should_stop: Callable[[], bool] = never) -> JobResult:
@@ -94,11 +97,12 @@ class Worker:
 
         Once `should_stop()`, asked after every minibatch, is true the job ends there and says what is left.
         """
-        settings = self.config.optimizer
+        settings = self._settings(job)
         start = self._load(job)
-        shrink(self.model, settings.proportional_shrink, job.lr)
+        network = network_at(self.model, self.stages.at(job.outer_iter))
+        shrink(network, settings.proportional_shrink, job.lr)
         self._set_dropout(job)
-        optimizer = make_optimizer(self.model, settings, job.lr, job.lr_factor)
+        optimizer = make_optimizer(network, settings, job.lr, job.lr_factor)
         if job.start.fisher and isinstance(optimizer, NGSGD):
             load_fisher(optimizer, job.start.fisher)
         sums = _Sums(self.device)
@@ -106,11 +110,18 @@ class Worker:
         remainder: tuple[Piece, ...] = ()
         for index, (minibatch, left) in enumerate(self._minibatches(job)):
             steps_back = bool(settings.backstitch_scale) and (index + job.outer_iter) % settings.backstitch_interval == 0
-            self._train(minibatch, optimizer, sums, settings.backstitch_scale if steps_back else 0.0)
+            self._train(network, minibatch, optimizer, sums, settings.backstitch_scale if steps_back else 0.0)
             if should_stop() and left:
                 remainder = left
                 break
         return self._result(job, start, place, sums, optimizer, time.perf_counter() - began, remainder)
+
+    def _settings(self, job: Job) -> OptimizerConfig:
+        """The optimiser's; an early outer iteration is kept from changing too fast (Kaldi: by sqrt 2)."""
+        settings = self.config.optimizer
+        if not self.stages.is_early(job.outer_iter):
+            return settings
+        return replace(settings, max_param_change=settings.max_param_change / math.sqrt(2.0))
 
     def _load(self, job: Job) -> Vector | None:
         """Sets the parameters that the job starts from, and returns them if the job's move is wanted."""
@@ -120,9 +131,9 @@ class Worker:
 
     def _minibatches(self, job: Job) -> Iterator[tuple[Minibatch, tuple[Piece, ...]]]:
         """Each minibatch of the job's pieces in order, and what is left after it."""
-        size = self.config.schedule.minibatch_size
         for index, piece in enumerate(job.pieces):
             later = job.pieces[index + 1:]
+            size = self.stages.minibatch_size_of(piece.outer_iter)
             last = math.ceil(self.reader.num_frames(piece.shard) / size) if piece.stop is None else piece.stop
             minibatches = self.reader.minibatches(
                 piece.shard, size, seed=self.config.seed, outer_iter=piece.outer_iter, job=piece.job, first=piece.first, stop=last,
@@ -149,7 +160,7 @@ class Worker:
             fisher_of(optimizer) if job.keep_fisher and isinstance(optimizer, NGSGD) else None,
             not_finite(sent, self.layout, pieces), remainder, figures(optimizer) if isinstance(optimizer, NGSGD) else {})
 
-    def _train(self, minibatch: Minibatch, optimizer: SGD, sums: _Sums, backstitch_scale: float) -> None:
+    def _train(self, network: nn.Module, minibatch: Minibatch, optimizer: SGD, sums: _Sums, backstitch_scale: float) -> None:
         x_ND, pdf_N, weight_N = (None if array is None else array.to(self.device, non_blocking=True) for array in minibatch)
         assert x_ND is not None and pdf_N is not None
         logits_NP = x_ND.new_empty(0)
@@ -157,7 +168,7 @@ class Worker:
         def gradients() -> Tensor:
             nonlocal logits_NP
             optimizer.zero_grad(set_to_none=True)
-            logits_NP = self.model(x_ND)
+            logits_NP = network(x_ND)
             loss = summed_loss(logits_NP, pdf_N, weight_N)
             loss.backward()
             return loss.detach()
@@ -171,12 +182,13 @@ class Worker:
 
     def _set_dropout(self, job: Job) -> None:
         """The proportions of this outer iteration, and random numbers that the job alone decides."""
-        if not self.config.model.dropout_schedule:
+        if self.config.model.dropout_schedule:
+            schedule = DropoutSchedule.parse(self.config.model.dropout_schedule)
+            for name, module in self.model.named_modules():
+                if isinstance(module, nn.Dropout):
+                    module.p = schedule.proportion(job.progress, name)
+        elif not self.config.model._target_:  # a module of the user's own may draw whatever it likes
             return
-        schedule = DropoutSchedule.parse(self.config.model.dropout_schedule)
-        for name, module in self.model.named_modules():
-            if isinstance(module, nn.Dropout):
-                module.p = schedule.proportion(job.progress, name)
         torch.manual_seed(int(np.random.SeedSequence([self.config.seed, job.outer_iter, job.job]).generate_state(1)[0]))
 
 
@@ -208,7 +220,7 @@ class _Sums:
 def make_optimizer(model: nn.Module, config: OptimizerConfig, lr: float, lr_factor: float) -> SGD:
     """The optimiser of one job."""
     # lr carries this factor and every job applies l2, so its share is divided by it, as in Kaldi
-    common: dict[str, Any] = {"momentum": config.momentum, "max_change": config.max_change,
+    common: dict[str, Any] = {"layer_options": layer_options(model), "momentum": config.momentum, "max_change": config.max_change,
                               "max_param_change": config.max_param_change, "weight_decay": config.weight_decay / lr_factor}
     if config.kind == "sgd":
         return SGD(model, lr, **common)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 
 import pytest
 import yaml
 
 from launcher import compose, values
-from ngsgd.config import RunConfig
+from ngsgd.config import ModelConfig, RunConfig
 from ngsgd.errors import ConfigError
 
 
@@ -69,7 +69,7 @@ def test_one_wrong_override_gives_one_sentence(override: str, sentence: str) -> 
 
 def test_an_unknown_key_without_a_neighbour_lists_its_section() -> None:
     assert problems_of("model.foo=1") == [
-        "model.foo is not a setting. model has kind, num_layers, hidden_dim, pnorm_group, dropout_schedule."]
+        "model.foo is not a setting. model has " + ", ".join(field.name for field in fields(ModelConfig)) + "."]
 
 
 def test_unreadable_override_is_one_line() -> None:

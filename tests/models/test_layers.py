@@ -1,13 +1,18 @@
 """P-norm and renormalise, forward and backward, against Kaldi (golden/blocks.npz)."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from ngsgd.config import ModelConfig
-from ngsgd.models import PNorm, Renormalize, build_model
+from ngsgd.models import BatchNorm, PNorm, Renormalize, build_model
+from ngsgd.models.layers import FixedAffine
 from tests.conftest import Golden
+from tests.toy import Run
+from tests.toy import config as toy_config
 
 GOLDEN = Golden("blocks.npz")
 TOLERANCE = 1e-6  # float32 in Kaldi, relative to the norm
@@ -65,3 +70,39 @@ def test_rows_of_zeros_and_half_precision_stay_finite(layer: nn.Module) -> None:
 def test_any_leading_dimensions(layer: nn.Module) -> None:
     x = torch.randn(2, 3, 4, 6)
     torch.testing.assert_close(layer(x).reshape(24, -1), layer(x.reshape(24, 6)))
+
+
+def test_batchnorm_normalises_and_forgets_as_kaldis() -> None:
+    layer = BatchNorm(3)
+    x_ND = 2.0 + 3.0 * torch.randn(50, 3, dtype=torch.float32, generator=torch.Generator().manual_seed(0))
+    mean, variance = x_ND.double().mean(0), x_ND.double().var(0, unbiased=False)
+    expected = (x_ND.double() - mean) / (variance + 1e-3).sqrt()
+    torch.testing.assert_close(layer(x_ND).double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(layer(x_ND.view(5, 10, 3)).view(50, 3), layer(x_ND))
+    assert list(layer.parameters()) == []
+    fresh = BatchNorm(3)
+    fresh(x_ND)
+    torch.testing.assert_close(fresh.running_mean, (0.2 * mean).float(), rtol=1e-5, atol=1e-6)
+
+
+def test_batchnorm_of_a_single_row_uses_the_statistics_so_far() -> None:
+    layer = BatchNorm(2)
+    y = layer(torch.tensor([[2.0, -1.0]]))
+    torch.testing.assert_close(y, torch.tensor([[2.0, -1.0]]) / 1.001**0.5)
+    assert layer.running_mean is not None and layer.running_mean.tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("kind", ["relu", "pnorm", "tdnn", "tdnnf"])
+def test_batchnorm_trains_and_its_statistics_are_the_datas(tmp_path: Path, kind: str) -> None:
+    model = ModelConfig(kind=kind, num_layers=2, hidden_dim=20, normalize="batchnorm", tdnn_offsets="-1,0,1 -1,0")
+    run = Run(tmp_path, toy_config(model=model))
+    end = run.train()
+    assert run.recorder.records[-1].valid.accuracy > 0.8  # six classes; chance is 0.17
+    variances = [value for name, value in run.store.layout.unflatten(end.parameters).items() if name.endswith("running_var")]
+    assert len(variances) == 2 and all(bool((v > 0.0).all()) and not bool((v == 1.0).any()) for v in variances)
+
+
+def test_a_fixed_layer_is_no_parameter_and_not_in_the_state() -> None:
+    layer = FixedAffine(torch.tensor([[1.0, 2.0, 10.0]]))
+    assert layer(torch.tensor([[3.0, 4.0]])).tolist() == [[21.0]]
+    assert list(layer.parameters()) == [] and layer.state_dict() == {}

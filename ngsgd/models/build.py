@@ -1,0 +1,94 @@
+"""From the configuration to a model: parts of all kinds, put together."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from ngsgd.config import ModelConfig
+from ngsgd.models import own
+from ngsgd.models.dnn import Layer, dnn_layers, initialise, zero
+from ngsgd.models.inputs import DataStatistics, Window
+from ngsgd.models.layers import FixedAffine, FixedScale
+from ngsgd.models.staged import Split, StagedModel
+from ngsgd.models.subclasses import SumSubclasses, prior_scale, split_targets
+from ngsgd.models.tdnn import FactoredTdnn, SplicedTransform, Tdnn, TimeDelayNetwork, parse_offsets
+
+
+def build_model(config: ModelConfig, num_inputs: int, num_classes: int, seed: int, *, window: Window | None = None,
+                statistics: DataStatistics | None = None) -> nn.Module:
+    """A model from `num_inputs` spliced features to `num_classes` logits, initialised as a function of `seed` alone.
+
+    `window` says how the inputs are made up of frames, which a TDNN and a module of the user's own must know; `statistics`
+    is needed for an input transform, sub-classes and prior scales.  Raises ConfigError for a user's module that does not fit.
+    """
+    window = window or Window(0, 0, num_inputs)
+    statistics = statistics or DataStatistics()
+    if config._target_:
+        return own.build(config, num_inputs=num_inputs, num_classes=num_classes, window=window, seed=seed)
+    front, layers, width = _hidden_layers(config, num_inputs, window, statistics.input_transform)
+    output = _output("output", width, num_classes, _scales(config, statistics, [1] * num_classes))
+    split = _split(config, width, num_classes, statistics)
+    generator = torch.Generator().manual_seed(seed)
+    initialise((module for layer in layers for module in layer.values()), generator)
+    make = partial(_network, window=window) if config.kind in ("tdnn", "tdnnf") else nn.Sequential
+    if not config.add_layers_period and split is None:
+        return make(OrderedDict((name, module) for part in (front, *layers, output) for name, module in part.items()))
+    return StagedModel(front, layers, output, split, make)
+
+
+def _hidden_layers(config: ModelConfig, num_inputs: int, window: Window,
+                   transform: Tensor | None) -> tuple[Layer, list[Layer], int]:
+    """(what comes before them, hidden layers, outputs of the last)."""
+    front: Layer = OrderedDict()
+    if config.kind not in ("tdnn", "tdnnf"):
+        if transform is not None:
+            front["input_transform"] = FixedAffine(transform)
+            num_inputs = len(transform)
+        return front, *dnn_layers(config, num_inputs)
+    offsets, width = parse_offsets(config.tdnn_offsets), window.feature_dim
+    if transform is not None:
+        front["input_transform"] = SplicedTransform(transform, offsets[0])
+        offsets[0], width = (0,), len(transform)
+    layers: list[Layer] = []
+    for number, of_layer in enumerate(offsets, start=1):
+        kind = FactoredTdnn if config.kind == "tdnnf" and number > 1 else Tdnn
+        layers.append(OrderedDict({f"{config.kind}{number}": kind(config, width, of_layer)}))
+        width = config.hidden_dim
+    return front, layers, width
+
+
+def _output(name: str, width: int, num_outputs: int, scale: Tensor | None) -> Layer:
+    """The last affine layer, and a fixed scale behind it."""
+    affine = nn.Linear(width, num_outputs)
+    zero(affine)
+    layer: Layer = OrderedDict({name: affine})
+    if scale is not None:
+        layer[f"{name}_scale"] = FixedScale(scale)
+    return layer
+
+
+def _split(config: ModelConfig, width: int, num_classes: int, statistics: DataStatistics) -> Split | None:
+    if not config.num_subclasses:
+        return None
+    targets = split_targets(statistics.class_counts, max(config.num_subclasses, num_classes), config.subclass_power,
+                            config.subclass_min_count)
+    modules = _output("subclass_output", width, sum(targets), _scales(config, statistics, targets))
+    modules["sum"] = SumSubclasses(targets)
+    scale_P = _scales(config, statistics, [1] * num_classes)
+    return Split(modules, tuple(targets), () if scale_P is None else tuple(scale_P.tolist()))
+
+
+def _scales(config: ModelConfig, statistics: DataStatistics, targets: Sequence[int]) -> Tensor | None:
+    """The prior scale of every row of an output layer; those of one class have the same."""
+    if not config.prior_scale_power:
+        return None
+    return prior_scale(statistics.class_counts, config.prior_scale_power).repeat_interleave(torch.tensor(targets))
+
+
+def _network(children: Layer, window: Window) -> TimeDelayNetwork:
+    return TimeDelayNetwork(children, window.left_context, window.feature_dim)

@@ -1,0 +1,24 @@
+"""What a model is told about its input."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class Window(NamedTuple):
+    """What an input row is made of: frames with their context, laid end to end."""
+
+    left_context: int     # frames
+    right_context: int    # frames
+    feature_dim: int      # of one frame
+
+
+@dataclass(frozen=True)
+class DataStatistics:
+    """What a model takes from the training examples before the first minibatch (`ngsgd.models.statistics`)."""
+
+    class_counts: tuple[float, ...] = ()        # frames of each class
+    input_transform: Tensor | None = None       # outputs x inputs + 1

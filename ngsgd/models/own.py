@@ -1,0 +1,107 @@
+"""Models of the user's own: imported by name, called once in every process, and looked at before the first worker starts."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ngsgd.config import ModelConfig
+from ngsgd.errors import ConfigError
+from ngsgd.models.inputs import Window
+from ngsgd.models.layer_options import layer_options
+from ngsgd.optim import SGD
+
+
+def build(config: ModelConfig, *, num_inputs: int, num_classes: int, window: Window, seed: int) -> nn.Module:
+    """What `model._target_` makes of the sizes, the seed and `model.args`.
+
+    torch's random numbers start from `seed` while it does, and are put back after.  Raises ConfigError for what cannot be
+    imported or called, or does not train as a part of this (see `check`).
+    """
+    factory = find(config)
+    sizes = {"num_inputs": num_inputs, "num_classes": num_classes, "left_context": window.left_context,
+             "right_context": window.right_context, "feature_dim": window.feature_dim, "seed": seed}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        try:
+            model = factory(**sizes, **(config.args or {}))
+        except Exception as error:
+            raise ConfigError(f"model._target_ {config._target_} failed when it was called with {', '.join(sizes)} and model.args "
+                              f"{dict(config.args or {})} ({_said(error)}); mend it, or the arguments.") from error
+    check(model, config._target_, num_inputs, num_classes)
+    return model  # type: ignore[no-any-return]
+
+
+def find(config: ModelConfig) -> Callable[..., Any]:
+    """The factory; raises ConfigError, in a sentence, when it is not there."""
+    target = config._target_
+    module_name, _, name = target.rpartition(":" if ":" in target else ".")
+    if not module_name or not name:
+        raise ConfigError(f"model._target_ is {target!r}; write package.module:Name, such as my_model:Net.")
+    folder = os.path.abspath(config.search_path or os.getcwd())
+    if folder not in sys.path:  # neither an installed command nor a worker looks into the current directory
+        sys.path.insert(0, folder)
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:
+        is_missing = isinstance(error, ModuleNotFoundError) and error.name and module_name.startswith(error.name)
+        why = f"there is no module {error.name}" if is_missing else _said(error)  # type: ignore[attr-defined]
+        raise ConfigError(f"model._target_ {target} cannot be imported from {folder} ({why}); set model.search_path to the folder "
+                          "that holds it, or mend the module.") from error
+    factory = getattr(module, name, None)
+    if not callable(factory):
+        what = f"has no {name}" if factory is None else f"has a {name} that cannot be called"
+        raise ConfigError(f"model._target_ is {target}, but {module_name} ({module.__file__}) {what}; give the name of a class or "
+                          "function that returns a torch.nn.Module.")
+    return factory  # type: ignore[no-any-return]
+
+
+def check(model: Any, target: str, num_inputs: int, num_classes: int) -> None:
+    """Raises ConfigError unless the model is a module of float32 parameters that turns frames into logits and can be trained."""
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model._target_ {target} returned a {type(model).__name__}; it must return a torch.nn.Module.")
+    wrong = [f"{name} ({str(value.dtype).removeprefix('torch.')})" for name, value in model.state_dict().items()
+             if (value.is_floating_point() or value.is_complex()) and value.dtype != torch.float32]
+    if wrong:
+        raise ConfigError(f"model._target_ {target} has {', '.join(wrong[:3])}; parameters and buffers must be float32, in which "
+                          "they are averaged.")
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ConfigError(f"model._target_ {target} has no parameter that requires a gradient; there is nothing to train.")
+    try:
+        SGD(model, 1.0, layer_options=layer_options(model))
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ConfigError(f"model._target_ {target} has layer_options that do not fit ({_said(error)}); see ngsgd.optim.SGD.") \
+            from error
+    _check_a_pass(model, target, num_inputs, num_classes)
+
+
+def _check_a_pass(model: nn.Module, target: str, num_inputs: int, num_classes: int) -> None:
+    """Forward and backward on noise, as a minibatch would be; statistics that it leaves in buffers are put back."""
+    kept = {name: value.clone() for name, value in model.state_dict().items()}
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        torch.manual_seed(0)
+        try:
+            logits = model(torch.randn(3, num_inputs))
+            shape = tuple(logits.shape)
+            if shape == (3, num_classes):
+                nn.functional.cross_entropy(logits, torch.zeros(3, dtype=torch.int64), reduction="sum").backward()
+        except Exception as error:
+            raise ConfigError(f"model._target_ {target} failed on three frames of {num_inputs} spliced features "
+                              f"({_said(error)}); mend its forward.") from error
+    if shape != (3, num_classes):
+        raise ConfigError(f"model._target_ {target} turns three rows of {num_inputs} inputs into a tensor of shape {shape}; it "
+                          f"must be (3, {num_classes}), a logit for each class.")
+    if not bool(torch.isfinite(logits).all()):
+        raise ConfigError(f"model._target_ {target} gives logits that are not finite for normal input; see its initialisation.")
+    model.load_state_dict(kept)
+    model.zero_grad(set_to_none=True)
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

@@ -1,0 +1,64 @@
+"""How much of a model is in use in each outer iteration: layers that are added one after another (C.7 of arXiv 1410.7455),
+and an output layer that is split into sub-classes on the way (C.5).  Numbers only.
+
+The whole model is allocated from the start, so that parameter vectors have one size; the stage is a function of the outer
+iteration alone, and is never kept, averaged or sent.  The iterations are those of Kaldi's nnet2/train_pnorm_fast.sh.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ngsgd.config import ModelConfig, ScheduleConfig
+from ngsgd.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What of a model is in use."""
+
+    num_layers: int         # hidden ones, from the input on
+    is_split: bool = False  # the output layer has sub-classes
+
+
+@dataclass(frozen=True)
+class Stages:
+    """The stage of every outer iteration, and which of them are early ones."""
+
+    num_layers: int = 1
+    add_layers_period: int = 0         # outer iterations between two additions; 0: all layers from the start
+    first_split: int | None = None     # the first outer iteration with sub-classes
+    minibatch_size: int = 0
+    halves_early: bool = False         # A6's rules for early outer iterations
+
+    @classmethod
+    def of(cls, model: ModelConfig, schedule: ScheduleConfig, num_outer_iters: int) -> Stages:
+        """Those of a run; raises ConfigError for one that would end before the model is whole."""
+        finish = model.num_layers * model.add_layers_period
+        last_addition = 1 + (model.num_layers - 2) * model.add_layers_period if model.num_layers > 1 else 0
+        if model.add_layers_period and last_addition >= num_outer_iters:
+            raise ConfigError(f"model.add_layers_period is {model.add_layers_period}, which adds the last of "
+                              f"{model.num_layers} layers after {last_addition} outer iterations, but the run has "
+                              f"{num_outer_iters}; lower it or egs.samples_per_iter, or raise schedule.num_epochs.")
+        first_split = (num_outer_iters + finish) // 2 + 1 if model.num_subclasses else None
+        if first_split is not None and first_split >= num_outer_iters:
+            raise ConfigError(f"model.num_subclasses is {model.num_subclasses}, but the run has {num_outer_iters} outer iterations "
+                              f"and would split its output layer after {first_split}; lower egs.samples_per_iter or "
+                              "model.add_layers_period, or raise schedule.num_epochs.")
+        return cls(model.num_layers, model.add_layers_period, first_split, schedule.minibatch_size,
+                   schedule.early_rules == "kaldi")
+
+    def at(self, outer_iter: int) -> Stage:
+        """The stage in which an outer iteration trains; before the first it is that of the first."""
+        num_layers = self.num_layers
+        if self.add_layers_period:  # the second layer comes with outer iteration 1, as in Kaldi
+            num_layers = min(num_layers, 2 + (outer_iter - 1) // self.add_layers_period if outer_iter > 0 else 1)
+        return Stage(num_layers, self.first_split is not None and outer_iter >= self.first_split)
+
+    def is_early(self, outer_iter: int) -> bool:
+        """Only the best job is kept: averaging makes worse what changes too fast."""
+        return self.halves_early and (outer_iter == 0 or self.at(outer_iter).num_layers > self.at(outer_iter - 1).num_layers)
+
+    def minibatch_size_of(self, outer_iter: int) -> int:
+        """Frames in a minibatch of a pass that was first planned in this outer iteration."""
+        return max(1, self.minibatch_size // 2) if self.is_early(outer_iter) else self.minibatch_size

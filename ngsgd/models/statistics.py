@@ -1,0 +1,118 @@
+"""What models take from the training examples before the first minibatch, computed once and kept beside the archives."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from ngsgd.config import ModelConfig, RunConfig
+from ngsgd.egs.reader import EgsReader, Minibatch
+from ngsgd.errors import DataError
+from ngsgd.models.build import build_model
+from ngsgd.models.input_transform import class_statistics, lda_transform
+from ngsgd.models.inputs import DataStatistics, Window
+from ngsgd.models.tdnn import parse_offsets
+from ngsgd.schedules import Shard
+
+_ROWS_AT_ONCE = 8192
+_FORMAT = 1  # raise it when the same settings would give other numbers
+
+
+def model_for(config: RunConfig, reader: EgsReader) -> nn.Module:
+    """The run's model for these examples, initialised as a function of the run's seed."""
+    info = reader.info
+    return build_model(config.model, info.num_inputs, info.num_classes, config.seed,
+                       window=Window(info.left_context, info.right_context, info.feature_dim),
+                       statistics=statistics_for(config.model, reader))
+
+
+def needs_statistics(config: ModelConfig) -> bool:
+    """Whether the model takes anything from the training examples beforehand."""
+    return config.input_transform != "none" or config.num_subclasses > 0 or config.prior_scale_power != 0.0
+
+
+def statistics_for(config: ModelConfig, reader: EgsReader) -> DataStatistics | None:
+    """None where the model needs none; else from the file beside the archives, which is made if it is not there.
+
+    Whoever comes first makes it (the coordinator, before any worker starts), so that all use the same bits.
+    """
+    if not needs_statistics(config):
+        return None
+    path = reader.directory / f"statistics-{_key(config, reader)}.safetensors"
+    found = _read(path, reader.info.num_classes)
+    if found is None:
+        found = _compute(config, reader)
+        _write(path, found)
+    return found
+
+
+def _key(config: ModelConfig, reader: EgsReader) -> str:
+    """Of all that the numbers depend on, but for the examples: those belong to the directory."""
+    wanted: list[object] = [_FORMAT, config.input_transform]
+    if config.input_transform == "lda":
+        wanted += [config.lda_within_class_factor, config.lda_max_singular_value, config.lda_dim]
+        wanted += _columns(config, reader).tolist()
+    return hashlib.sha256(json.dumps(wanted).encode()).hexdigest()[:12]
+
+
+def _columns(config: ModelConfig, reader: EgsReader) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """The inputs that are transformed: the whole window, of a TDNN what its first layer sees."""
+    info = reader.info
+    columns = np.arange(info.num_inputs).reshape(-1, info.feature_dim)
+    if config.kind in ("tdnn", "tdnnf"):
+        columns = columns[np.asarray(parse_offsets(config.tdnn_offsets)[0]) + info.left_context]
+    return columns.reshape(-1)
+
+
+def _compute(config: ModelConfig, reader: EgsReader) -> DataStatistics:
+    columns = _columns(config, reader) if config.input_transform == "lda" else np.empty(0, np.int64)
+    if config.lda_dim > len(columns) > 0:
+        raise DataError(f"model.lda_dim is {config.lda_dim}, but only {len(columns)} inputs are transformed; lower it.")
+    found = class_statistics(_all_rows(reader), reader.info.num_classes, columns)
+    transform = None
+    if config.input_transform == "lda":
+        transform_KD = lda_transform(found.total_DD, found.between_DD, found.mean_D, dim=config.lda_dim,
+                                     within_class_factor=config.lda_within_class_factor,
+                                     max_singular_value=config.lda_max_singular_value)
+        transform = torch.from_numpy(transform_KD).float()
+    return DataStatistics(tuple(found.count_P.tolist()), transform)
+
+
+def _all_rows(reader: EgsReader) -> Iterator[Minibatch]:
+    """Every frame of the examples once."""
+    for archive, frame in itertools.product(range(reader.info.num_archives), range(reader.info.frames_per_eg)):
+        yield from reader.minibatches(Shard(archive, frame), _ROWS_AT_ONCE, seed=0, outer_iter=0, job=0)
+
+
+def _read(path: Path, num_classes: int) -> DataStatistics | None:
+    try:
+        arrays = load_file(path)
+    except (OSError, SafetensorError):  # not there, or damaged: made again either way
+        return None
+    counts, transform = arrays.get("class_counts"), arrays.get("input_transform")
+    whole = counts is not None and len(counts) == num_classes and (transform is None or bool(transform.isfinite().all()))
+    return DataStatistics(tuple(counts.tolist()), transform) if whole and counts is not None else None
+
+
+def _write(path: Path, statistics: DataStatistics) -> None:
+    arrays = {"class_counts": torch.tensor(statistics.class_counts, dtype=torch.float64)}
+    if statistics.input_transform is not None:
+        arrays["input_transform"] = statistics.input_transform.contiguous()
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+    try:
+        save_file(arrays, temporary)
+        os.replace(temporary, path)
+    except (OSError, SafetensorError) as error:
+        temporary.unlink(missing_ok=True)
+        raise DataError(f"{path} could not be written ({error}); make room, or fix the permissions of that folder.") from error

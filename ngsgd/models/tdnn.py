@@ -1,0 +1,198 @@
+"""Time-delay networks (TDNN; Peddinti et al. 2015) and their factored form (TDNN-F; Povey et al. 2018).
+
+A layer sees the frames at its offsets around each of its output frames: Kaldi's TdnnComponent, a dilated convolution written
+as splicing and an affine layer.  Only frames that the output depends on are computed, so training on single frames costs
+what the offsets say and not what the window is wide; a whole utterance is computed once for all of its frames.
+
+Letters: N rows (examples or utterances), T frames, K offsets, D dimension.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from ngsgd.config import ModelConfig
+from ngsgd.models.layers import FixedAffine, normalization
+
+Times = npt.NDArray[np.int64]   # ascending
+
+
+class Splice(NamedTuple):
+    """Which frames of its input (by index) each output frame of a splicing layer sees."""
+
+    index_TK: Tensor
+
+    def __call__(self, x_NTD: Tensor) -> Tensor:
+        """N x T x (K D)."""
+        spliced: Tensor = x_NTD.index_select(1, self.index_TK.flatten()).unflatten(1, self.index_TK.shape).flatten(2)
+        return spliced
+
+
+class TimeLayer(nn.Module):
+    """A layer that computes output frames from input frames at other times."""
+
+    def plan(self, times: Times) -> tuple[Times, tuple[Splice, ...]]:
+        """(the input frames that the outputs at `times` need, how to find them)."""
+        raise NotImplementedError
+
+    @property
+    def context(self) -> tuple[int, int]:
+        """(earliest, latest) input frame that output frame 0 needs; negative is before it."""
+        needed, _ = self.plan(np.zeros(1, np.int64))
+        return int(needed[0]), int(needed[-1])
+
+
+class SplicedTransform(TimeLayer):
+    """The fixed transform of the first layer's spliced input."""
+
+    def __init__(self, transform: Tensor, offsets: Sequence[int]) -> None:
+        super().__init__()
+        self.offsets = tuple(offsets)
+        self.fixed = FixedAffine(transform)
+
+    def plan(self, times: Times) -> tuple[Times, tuple[Splice, ...]]:
+        needed, splice = _spliced(times, self.offsets)
+        return needed, (splice,)
+
+    def forward(self, x_NTD: Tensor, splices: Sequence[Splice]) -> Tensor:
+        y: Tensor = self.fixed(splices[0](x_NTD))
+        return y
+
+
+class Tdnn(TimeLayer):
+    """Affine layer over spliced frames, ReLU, normalisation."""
+
+    def __init__(self, config: ModelConfig, num_inputs: int, offsets: Sequence[int]) -> None:
+        super().__init__()
+        self.offsets = tuple(offsets)
+        self.affine = nn.Linear(len(self.offsets) * num_inputs, config.hidden_dim)
+        self.rest = _rest(config)
+
+    def plan(self, times: Times) -> tuple[Times, tuple[Splice, ...]]:
+        needed, splice = _spliced(times, self.offsets)
+        return needed, (splice,)
+
+    def forward(self, x_NTD: Tensor, splices: Sequence[Splice]) -> Tensor:
+        y: Tensor = self.rest(self.affine(splices[0](x_NTD)))
+        return y
+
+    def extra_repr(self) -> str:
+        return f"offsets={self.offsets}"
+
+
+class FactoredTdnn(TimeLayer):
+    """Semi-orthogonal factor over the past offsets, affine layer over the future ones, ReLU, normalisation, bypass.
+
+    y = rest(affine(factor(x))) + bypass_scale * x, as Kaldi's tdnnf-layer; an offset 0 belongs to both halves.
+    """
+
+    def __init__(self, config: ModelConfig, num_inputs: int, offsets: Sequence[int]) -> None:
+        super().__init__()
+        self.past = tuple(offset for offset in offsets if offset <= 0) or (0,)
+        self.future = tuple(offset for offset in offsets if offset >= 0) or (0,)
+        self.bypass_scale = config.bypass_scale if num_inputs == config.hidden_dim else 0.0
+        self.factor = nn.Linear(len(self.past) * num_inputs, config.bottleneck_dim, bias=False)
+        self.affine = nn.Linear(len(self.future) * config.bottleneck_dim, config.hidden_dim)
+        self.rest = _rest(config)
+
+    @property
+    def layer_options(self) -> dict[str, dict[str, Any]]:
+        """For the optimiser: the factor's rows are kept orthogonal, at a scale of their own (Kaldi's constraint -1)."""
+        return {"factor": {"orthonormal_constraint": -1.0}}
+
+    def plan(self, times: Times) -> tuple[Times, tuple[Splice, ...]]:
+        middle, second = _spliced(times, self.future)
+        needed = np.union1d(_needed(middle, self.past), times)
+        return needed, (_splice(needed, middle, self.past), second, _splice(needed, times, (0,)))
+
+    def forward(self, x_NTD: Tensor, splices: Sequence[Splice]) -> Tensor:
+        first, second, same = splices
+        y: Tensor = self.rest(self.affine(second(self.factor(first(x_NTD)))))
+        return torch.add(y, same(x_NTD), alpha=self.bypass_scale) if self.bypass_scale else y
+
+    def extra_repr(self) -> str:
+        return f"past={self.past}, future={self.future}, bypass_scale={self.bypass_scale}"
+
+
+class TimeDelayNetwork(nn.Sequential):
+    """Time layers, then layers that work frame by frame; takes rows of spliced frames, as feed-forward networks do.
+
+    `forward` gives the output for the middle frame of each row's window; `utterance` the same numbers for the consecutive
+    frames of one utterance, each computed once.
+    """
+
+    def __init__(self, children: OrderedDict[str, nn.Module], left_context: int, feature_dim: int) -> None:
+        super().__init__(children)
+        self.left_context, self.feature_dim = left_context, feature_dim
+        self._plan_of_one: tuple[Times, list[tuple[Splice, ...]]] | None = None
+
+    def forward(self, x_NI: Tensor) -> Tensor:
+        x_NWD = x_NI.unflatten(1, (-1, self.feature_dim))
+        plan = self._plan_of_one
+        if plan is None or plan[1][0][0].index_TK.device != x_NI.device:
+            plan = self._plan_of_one = self._plan(np.zeros(1, np.int64), x_NI.device)
+        return self._run(x_NWD, plan).squeeze(1)
+
+    def utterance(self, x_TI: Tensor) -> Tensor:
+        """T x outputs from the spliced frames of one utterance, in order and without gaps."""
+        x_TWD = x_TI.unflatten(1, (-1, self.feature_dim))
+        frames = torch.cat([x_TWD[0], x_TWD[1:, -1]])[None]  # each frame once
+        return self._run(frames, self._plan(np.arange(len(x_TI)), x_TI.device)).squeeze(0)
+
+    def _time_layers(self) -> list[TimeLayer]:
+        return [layer for layer in self.children() if isinstance(layer, TimeLayer)]
+
+    def _plan(self, times: Times, device: torch.device) -> tuple[Times, list[tuple[Splice, ...]]]:
+        """(input frames that are needed, the splices of each time layer)."""
+        splices = []
+        for layer in reversed(self._time_layers()):
+            times, of_layer = layer.plan(times)
+            splices.append(tuple(Splice(splice.index_TK.to(device)) for splice in of_layer))
+        return times, splices[::-1]
+
+    def _run(self, x_NTD: Tensor, plan: tuple[Times, list[tuple[Splice, ...]]]) -> Tensor:
+        needed, splices = plan
+        y = x_NTD.index_select(1, torch.from_numpy(needed + self.left_context).to(x_NTD.device))
+        for layer, of_layer in zip(self._time_layers(), splices, strict=True):
+            y = layer(y, of_layer)
+        rows = y.flatten(0, 1)
+        for module in self.children():
+            if not isinstance(module, TimeLayer):
+                rows = module(rows)
+        logits: Tensor = rows.unflatten(0, y.shape[:2])
+        return logits
+
+
+def parse_offsets(text: str) -> list[tuple[int, ...]]:
+    """"-2,-1,0,1,2 -1,1" as [(-2, -1, 0, 1, 2), (-1, 1)], a tuple for each layer; ValueError for anything else."""
+    layers = [tuple(int(offset) for offset in layer.split(",")) for layer in text.split()]
+    if not layers or any(list(layer) != sorted(set(layer)) for layer in layers):
+        raise ValueError(text)
+    return layers
+
+
+def _rest(config: ModelConfig) -> nn.Sequential:
+    modules: OrderedDict[str, nn.Module] = OrderedDict(nonlinearity=nn.ReLU(), normalize=normalization(config, config.hidden_dim))
+    if config.dropout_schedule:
+        modules["dropout"] = nn.Dropout(0.0)  # the proportion follows the schedule, in each job
+    return nn.Sequential(modules)
+
+
+def _needed(times: Times, offsets: Sequence[int]) -> Times:
+    return np.unique(times[:, None] + np.asarray(offsets))
+
+
+def _splice(have: Times, times: Times, offsets: Sequence[int]) -> Splice:
+    return Splice(torch.from_numpy(np.searchsorted(have, times[:, None] + np.asarray(offsets))))
+
+
+def _spliced(times: Times, offsets: Sequence[int]) -> tuple[Times, Splice]:
+    needed = _needed(times, offsets)
+    return needed, _splice(needed, times, offsets)

@@ -1,0 +1,59 @@
+"""Models that grow and models of the user's own, the whole way: from the command line to a word error rate and back."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from ngsgd.training.audit import audit
+from tests.integration.service import WER_LINE, Service, final_hash
+
+EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
+GROWING = ["model=tdnn", "model.num_layers=3", "model.tdnn_offsets='-2,-1,0,1,2 -1,1 -2,2'", "model.input_transform=lda",
+           "model.num_subclasses=90", "model.add_layers_period=2", "schedule.early_rules=kaldi"]
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Service:
+    return Service(tmp_path_factory.mktemp("models"))
+
+
+def test_a_model_that_is_not_there_is_told_before_any_data_is_made(service: Service) -> None:
+    done = service.call("model._target_=no_such_module:Net", "name=absent")
+    assert done.returncode == 2
+    assert done.stderr.strip().count("\n") == 0 and "there is no module no_such_module" in done.stderr
+    assert list(service.output_dir.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_a_growing_model_that_was_stopped_ends_with_the_bits_of_one_that_was_not(service: Service) -> None:
+    done = service.call("cluster=in_process", "name=whole", *GROWING)
+    assert done.returncode == 0, done.stderr
+    wer = WER_LINE.findall(done.stdout)
+    assert len(wer) == 2, done.stdout
+    (whole,) = service.runs("whole")
+    process = service.start("cluster=local", "name=stopped", *GROWING)
+    run = service.wait_for_outer_iteration(2, "stopped", process)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    assert process.returncode == 130
+    done = service.call(str(run), command="resume")
+    assert done.returncode == 0, done.stderr
+    assert final_hash(run) == final_hash(whole)
+    assert audit(run / "ledger.jsonl") == []
+    again = service.call(str(whole), command="decode")
+    assert WER_LINE.findall(again.stdout) == wer
+
+
+@pytest.mark.slow
+def test_a_module_in_the_current_directory_trains_and_is_found_again_from_elsewhere(service: Service) -> None:
+    (service.output_dir / "my_model.py").write_text((EXAMPLES / "small_cnn.py").read_text())
+    done = service.call("cluster=local", "name=own", "model._target_=my_model:SmallCnn", "model.args={channels: 4}")
+    assert done.returncode == 0, done.stderr
+    (run,) = service.runs("own")
+    elsewhere = Service(EXAMPLES)
+    again = elsewhere.call(str(run), command="decode")
+    assert again.returncode == 0, again.stderr
+    assert WER_LINE.findall(again.stdout) == WER_LINE.findall(done.stdout)

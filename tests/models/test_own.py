@@ -1,0 +1,168 @@
+"""Models of the user's own: what is wrong with one is told in a sentence, and what is right trains in every process."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from launcher import compose
+from ngsgd import NGSGD
+from ngsgd.config import ModelConfig, RunConfig, check
+from ngsgd.errors import ConfigError
+from ngsgd.models import Window, build_model
+from ngsgd.training.process_pool import ProcessPool
+from ngsgd.training.worker import make_optimizer
+from tests import toy
+
+EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
+
+MODULE = """
+import torch
+from torch import nn
+
+class Net(nn.Sequential):
+    def __init__(self, num_inputs, num_classes, width=8, **sizes):
+        super().__init__(nn.Linear(num_inputs, width), nn.ReLU(), nn.Dropout(0.2), nn.Linear(width, num_classes))
+        self.sizes = sizes
+
+class Factored(Net):
+    layer_options = {"0": {"orthonormal_constraint": -1.0}}
+
+class WrongOptions(Net):
+    layer_options = {"no_such_layer": {"max_change": 1.0}}
+
+def double(**sizes):
+    return Net(**sizes).double()
+
+def frozen(**sizes):
+    return Net(**sizes).requires_grad_(False)
+
+def wide(num_classes, **sizes):
+    return Net(num_classes=num_classes + 1, **sizes)
+
+def number(**sizes):
+    return 3
+
+def needs_more(num_inputs, num_classes, left_context, right_context, feature_dim, seed, depth):
+    return None
+
+def narrow(num_inputs, **sizes):
+    return Net(num_inputs=num_inputs - 1, **sizes)
+
+def infinite(**sizes):
+    model = Net(**sizes)
+    nn.init.constant_(model[0].weight, float("inf"))
+    return model
+
+constant = 3
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / f"{module_of(tmp_path)}.py").write_text(MODULE)
+    (tmp_path / "broken_net.py").write_text("def Net(:\n")
+    return tmp_path
+
+
+def module_of(folder: Path) -> str:
+    """A name that no other test has imported."""
+    return "net_" + folder.name.replace("[", "_").replace("]", "_").replace("-", "_")
+
+
+def built(config: ModelConfig) -> Any:
+    return build_model(config, 20, 6, 7, window=Window(2, 1, 5))
+
+
+@pytest.mark.parametrize("separator", [":", "."])
+def test_the_factory_is_told_the_sizes_the_seed_and_the_arguments(folder: Path, separator: str) -> None:
+    config = ModelConfig(_target_=f"{module_of(folder)}{separator}Net", search_path=str(folder), args={"width": 5})
+    state = torch.random.get_rng_state()
+    model = built(config)
+    assert model.sizes == {"left_context": 2, "right_context": 1, "feature_dim": 5, "seed": 7}
+    assert (model[0].in_features, model[0].out_features, model[3].out_features) == (20, 5, 6)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), built(config).parameters(), strict=True))
+
+
+@pytest.mark.parametrize(("target", "said"), [
+    ("nothing_here:Net", r"there is no module nothing_here\); set model\.search_path"),
+    ("Net", "write package.module:Name"),
+    ("broken_net:Net", r"cannot be imported from .* \(SyntaxError"),
+    ("MODULE:Nett", "has no Nett; give the name of a class or function"),
+    ("MODULE:constant", "has a constant that cannot be called"),
+    ("MODULE:number", "returned a int; it must return a torch.nn.Module"),
+    ("MODULE:needs_more", "missing 1 required positional argument: 'depth'"),
+    ("MODULE:double", r"has 0\.weight \(float64\).* must be float32"),
+    ("MODULE:frozen", "has no parameter that requires a gradient"),
+    ("MODULE:wide", r"tensor of shape \(3, 7\); it must be \(3, 6\)"),
+    ("MODULE:narrow", "failed on three frames of 20 spliced features"),
+    ("MODULE:infinite", "logits that are not finite"),
+    ("MODULE:WrongOptions", "layer_options that do not fit .*no_such_layer"),
+])
+def test_what_is_wrong_is_told_in_a_sentence(folder: Path, target: str, said: str) -> None:
+    config = ModelConfig(_target_=target.replace("MODULE", module_of(folder)), search_path=str(folder))
+    with pytest.raises(ConfigError, match=said) as caught:
+        built(config)
+    assert len(caught.value.problems) == 1 and "\n" not in str(caught.value) and str(caught.value).endswith(".")
+
+
+def test_settings_of_our_own_models_do_not_go_with_it() -> None:
+    model = ModelConfig(_target_="a:B", num_subclasses=3, add_layers_period=1, prior_scale_power=-0.25, input_transform="lda")
+    assert [sentence.split()[0] for sentence in check(RunConfig(model=model))] == [
+        "model.num_subclasses", "model.add_layers_period", "model.prior_scale_power", "model.input_transform"]
+    (problem,) = check(RunConfig(model=ModelConfig(args={"width": 3})))
+    assert "there is no model._target_ to take it" in problem
+
+
+@pytest.mark.parametrize("overrides", [["model.args={width:64,name:x}"], ["+model.args.width=64", "+model.args.name=x"]])
+def test_the_command_line_gives_arguments(overrides: list[str], tmp_path: Path) -> None:
+    config = compose.compose(["model._target_=a.b:C", *overrides])
+    assert (config.model._target_, config.model.args) == ("a.b:C", {"width": 64, "name": "x"})
+    (tmp_path / "config.yaml").write_text(compose.to_yaml(config))
+    assert compose.from_yaml(tmp_path / "config.yaml") == config
+
+
+def test_arguments_that_are_no_mapping_are_told() -> None:
+    with pytest.raises(ConfigError) as caught:
+        compose.compose(["model._target_=a.b:C", "model.args=3"])
+    assert caught.value.problems == ["model.args is 3; it must be a mapping, such as {width: 64}."]
+
+
+def test_options_of_a_layer_reach_the_optimiser(folder: Path) -> None:
+    model = built(ModelConfig(_target_=f"{module_of(folder)}:Factored", search_path=str(folder)))
+    optimizer = make_optimizer(model, toy.config().optimizer, 0.01, 1.0)
+    assert [group["orthonormal_constraint"] for group in optimizer.param_groups] == [-1.0, 0.0]
+
+
+def example(name: str, **args: Any) -> RunConfig:
+    model = ModelConfig(_target_=name, search_path=str(EXAMPLES), args=args)
+    return toy.config(model=model, schedule=replace(toy.config().schedule, num_epochs=2.0))
+
+
+def test_the_convolutional_example_trains(tmp_path: Path) -> None:
+    run = toy.Run(tmp_path, example("small_cnn:SmallCnn", channels=8, hidden_dim=32))
+    run.train()
+    assert run.recorder.records[-1].valid.accuracy > 0.8  # six classes; chance is 0.17
+
+
+def test_the_conformer_example_trains_with_a_natural_gradient_for_all_but_its_positions(tmp_path: Path) -> None:
+    run = toy.Run(tmp_path, example("small_conformer:SmallConformer", dim=16, num_blocks=1, num_heads=2, kernel_size=3))
+    run.train()
+    assert run.recorder.records[-1].valid.accuracy > 0.8  # six classes; chance is 0.17
+    optimizer = make_optimizer(run.model, run.config.optimizer, 0.01, 1.0)
+    assert isinstance(optimizer, NGSGD) and optimizer.fallbacks == ["position_WC"]
+
+
+def test_worker_processes_import_it_and_draw_its_dropout_by_the_job(folder: Path) -> None:
+    model = ModelConfig(_target_=f"{module_of(folder)}:Net", search_path=str(folder), args={"width": 16})
+    whole = toy.Run(folder / "in_process", toy.config(model=model)).train()
+    sys.path.remove(str(folder))  # the processes must find it by themselves
+    run = toy.Run(folder / "processes", toy.config(model=model))
+    pool = ProcessPool(run.spec, 2, 1, run.store.layout.size, log_directory=run.folder / "workers")
+    assert run.train(pool).model_sha256 == whole.model_sha256

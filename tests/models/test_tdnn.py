@@ -1,0 +1,140 @@
+"""Time-delay networks: windows and whole utterances give the same numbers, those of dilated convolutions."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ngsgd import NGSGD
+from ngsgd.config import EgsConfig, ModelConfig, RunConfig, check
+from ngsgd.models import DataStatistics, Window, build_model
+from ngsgd.models.layer_options import layer_options
+from ngsgd.models.staged import utterance_logits
+from ngsgd.models.tdnn import FactoredTdnn, Tdnn, TimeDelayNetwork
+from tests import toy
+from tests.reference import models as reference
+
+DIM, LEFT, RIGHT, CLASSES = 3, 5, 4, 6
+WINDOW = Window(LEFT, RIGHT, DIM)
+OFFSETS = {"tdnn": "-1,0,1 -2,2 -2,1", "tdnnf": "-1,0,1 -2,0,2 -2,0,1"}
+
+
+def network(kind: str, normalize: str = "renormalize", *, transform: Tensor | None = None) -> TimeDelayNetwork:
+    """A network in test mode whose statistics and output layer are not those it starts with."""
+    config = ModelConfig(kind=kind, num_layers=3, hidden_dim=8, bottleneck_dim=4, normalize=normalize, tdnn_offsets=OFFSETS[kind])
+    model = build_model(config, (LEFT + 1 + RIGHT) * DIM, CLASSES, 1, window=WINDOW, statistics=DataStatistics((), transform))
+    assert isinstance(model, TimeDelayNetwork)
+    model.get_submodule("output").requires_grad_(False)
+    for parameter in model.get_submodule("output").parameters():
+        parameter.normal_(generator=torch.Generator().manual_seed(2))
+    model.train()(torch.randn(50, (LEFT + 1 + RIGHT) * DIM, generator=torch.Generator().manual_seed(3)))
+    return model.eval()
+
+
+def utterance(num_frames: int) -> tuple[np.ndarray, Tensor]:
+    """(frames, the same spliced)."""
+    frames = np.random.default_rng(num_frames).normal(size=(num_frames, DIM))
+    row_TW = np.arange(num_frames)[:, None] + np.arange(-LEFT, RIGHT + 1)
+    return frames, torch.from_numpy(frames[np.clip(row_TW, 0, num_frames - 1)].reshape(num_frames, -1)).float()
+
+
+@pytest.mark.parametrize("num_frames", [1, 2, 17])
+@pytest.mark.parametrize("normalize", ["renormalize", "batchnorm"])
+@pytest.mark.parametrize("kind", ["tdnn", "tdnnf"])
+def test_windows_and_whole_utterances_give_the_reference_frame_by_frame(kind: str, normalize: str, num_frames: int) -> None:
+    model = network(kind, normalize)
+    frames, x_TI = utterance(num_frames)
+    expected = np.stack([reference.frame_by_frame(model, frames, t) for t in range(num_frames)])
+    for logits in (model(x_TI), utterance_logits(model, x_TI)):
+        np.testing.assert_allclose(logits.detach().numpy(), expected, rtol=2e-5, atol=2e-5)  # float32, three layers
+
+
+def test_a_layer_is_a_dilated_convolution() -> None:
+    layer = Tdnn(ModelConfig(hidden_dim=7), DIM, (-3, 0, 3))
+    x = torch.randn(1, 20, DIM, generator=torch.Generator().manual_seed(0))
+    needed, splices = layer.plan(np.arange(3, 17))
+    assert (needed[0], needed[-1]) == (0, 19)
+    torch.testing.assert_close(layer.affine(splices[0](x))[0].double(), reference.dilated(layer.affine, x[0], (-3, 0, 3)),
+                               rtol=1e-5, atol=1e-5)
+
+
+def test_only_frames_that_the_output_depends_on_are_computed() -> None:
+    model, rows = network("tdnn"), []
+    for layer in model.children():
+        if isinstance(layer, Tdnn):
+            layer.affine.register_forward_hook(lambda _, inputs, __: rows.append(inputs[0].shape[1]))
+    model(utterance(1)[1])
+    # the third layer at 0, the second at -2 and 1, the first at -4, -1, 0 and 3
+    assert rows == [4, 2, 1]
+
+
+@pytest.mark.parametrize("kind", ["tdnn", "tdnnf"])
+def test_the_derivative_is_that_of_finite_differences(kind: str) -> None:
+    model = network(kind).double()
+    x = utterance(2)[1].double().requires_grad_()
+    assert torch.autograd.gradcheck(model, (x,))
+    assert torch.autograd.gradcheck(model.utterance, (torch.cat([x, x])[:1].detach().requires_grad_(),))
+
+
+@pytest.mark.parametrize("kind", ["tdnn", "tdnnf"])
+def test_every_affine_layer_takes_natural_gradient_steps(kind: str) -> None:
+    optimizer = NGSGD(network(kind), 1e-3)
+    assert optimizer.fallbacks == []
+    assert f"{kind}2.affine" in optimizer.preconditioned
+
+
+def test_an_input_transform_is_applied_to_what_the_first_layer_sees() -> None:
+    transform = torch.randn(5, 3 * DIM + 1, generator=torch.Generator().manual_seed(4))
+    model = network("tdnn", transform=transform)
+    frames, x_TI = utterance(9)
+    expected = np.stack([reference.frame_by_frame(model, frames, t) for t in range(9)])
+    np.testing.assert_allclose(utterance_logits(model, x_TI).detach().numpy(), expected, rtol=2e-5, atol=2e-5)
+    assert not any("transform" in name for name in model.state_dict())
+
+
+def departure(M: Tensor) -> float:
+    """How far a matrix is from having orthogonal rows of equal length, 0 to 1; Kaldi's floating scale."""
+    P = M @ M.T
+    scale = P.square().sum() / P.trace()
+    return float((P / scale - torch.eye(len(P))).norm() / len(P) ** 0.5)
+
+
+def test_training_keeps_the_factors_semi_orthogonal_and_the_seed_decides_the_bits(tmp_path: Path) -> None:
+    model = ModelConfig(kind="tdnnf", num_layers=3, hidden_dim=16, bottleneck_dim=6, tdnn_offsets="-1,0 -1,0,1 0")
+    config = toy.config(model=model, schedule=replace(toy.config().schedule, num_epochs=4.0))
+    run, again = toy.Run(tmp_path / "a", config), toy.Run(tmp_path / "b", config)
+    before = [departure(m.factor.weight.detach()) for m in run.model.modules() if isinstance(m, FactoredTdnn)]
+    end = run.train()
+    state = run.store.layout.unflatten(end.parameters)
+    after = [departure(state[f"tdnnf{number}.factor.weight"]) for number in (2, 3)]
+    assert max(after) < 0.1 < min(before)
+    assert run.recorder.records[-1].valid.accuracy > 0.8  # six classes; chance is 0.17
+    assert again.train().model_sha256 == end.model_sha256
+
+
+def test_layer_options_name_the_factors() -> None:
+    assert layer_options(network("tdnnf")) == {
+        f"tdnnf{number}.factor": {"orthonormal_constraint": -1.0} for number in (2, 3)}
+    assert layer_options(nn.Sequential(nn.Linear(2, 2))) == {}
+
+
+@pytest.mark.parametrize(("changes", "said"), [
+    ({"tdnn_offsets": "-1,0,1 a"}, "write rising frame offsets"),
+    ({"tdnn_offsets": "1,0"}, "write rising frame offsets"),
+    ({"tdnn_offsets": "-1,0,1 0"}, "is for 2 layers, and model.num_layers is 1"),
+    ({"tdnn_offsets": "-6,0", "num_layers": 1}, "reaches 6 frames back and 0 ahead"),
+])
+def test_offsets_that_cannot_be_are_told_in_a_sentence(changes: dict[str, object], said: str) -> None:
+    model = replace(ModelConfig(kind="tdnn", num_layers=1), **changes)  # type: ignore[arg-type]
+    (problem,) = check(RunConfig(model=model, egs=EgsConfig(left_context=5, right_context=5)))
+    assert said in problem
+
+
+@pytest.mark.parametrize("kind", ["tdnn", "tdnnf"])
+def test_no_rows_give_no_logits(kind: str) -> None:
+    assert network(kind)(utterance(3)[1][:0]).shape == (0, CLASSES)

@@ -1,0 +1,213 @@
+"""Models that grow: layers and sub-classes come between outer iterations, and no bit depends on what befell the run."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ngsgd.config import FailureConfig, ModelConfig, OptimizerConfig, OuterConfig, RunConfig, check
+from ngsgd.errors import RunInterrupted
+from ngsgd.optim.outer import Bmuf, OuterInfo, OuterOptimizer
+from ngsgd.schedules import Shard
+from ngsgd.training.audit import audit
+from ngsgd.training.job import Held, Job, JobFailure, JobResult, Outcome, Piece, Start
+from ngsgd.training.pool import InProcessPool
+from ngsgd.training.process_pool import ProcessPool
+from ngsgd.training.worker import Worker
+from tests.toy import Run, config
+
+# 6 outer iterations: one layer in the first, two in the second, three from the third on, sub-classes in the last
+GROWING = ModelConfig(num_layers=3, hidden_dim=16, add_layers_period=1, num_subclasses=20)
+
+
+def growing(early_rules: str = "none", model: ModelConfig = GROWING, **changes: Any) -> RunConfig:
+    schedule = replace(config().schedule, early_rules=early_rules)
+    return config(**{"model": model, "schedule": schedule, **changes})
+
+
+class StopAfter:
+    """A wish to stop that comes after so many questions."""
+
+    def __init__(self, questions: int) -> None:
+        self.left = questions
+
+    def requested(self) -> bool:
+        self.left -= 1
+        return self.left < 0
+
+    def expired(self) -> bool:
+        return False
+
+
+class Watched(InProcessPool):
+    """Keeps the results; a job in `dying` dies once."""
+
+    def __init__(self, run: Run, dying: set[tuple[int, int]] | None = None) -> None:
+        super().__init__(run.spec, 2, 1)
+        self.dying = dying or set()
+        self.results: list[JobResult] = []
+
+    def wait(self, timeout_s: float) -> Outcome | None:
+        result = super().wait(timeout_s)
+        assert isinstance(result, JobResult)
+        at = (result.job.outer_iter, result.job.job)
+        if at in self.dying:
+            self.dying.discard(at)
+            return JobFailure(result.job, result.worker, "killed by SIGKILL", worker_died=True)
+        self.results.append(result)
+        return result
+
+
+KINDS = {
+    "averaged": growing(),
+    "with momentum, a moving average, kept Fisher estimates and early rules": growing(
+        "kaldi", outer=OuterConfig("bmuf", gain=1.5, ema_decay=0.5),
+        optimizer=OptimizerConfig(rank_in=4, rank_out=4, momentum=0.5, weight_decay=1e-4, proportional_shrink=0.1,
+                                  ng_state="keep")),
+    "tdnn-f with batch norm, an input transform and prior scales": growing(model=replace(
+        GROWING, kind="tdnnf", normalize="batchnorm", bottleneck_dim=8, tdnn_offsets="-1,0,1 -1,0 0", input_transform="lda",
+        prior_scale_power=-0.25, dropout_schedule="0,0.1,0")),
+}
+kinds = pytest.mark.parametrize("run_config", KINDS.values(), ids=KINDS)
+
+
+@kinds
+@pytest.mark.parametrize("questions", [1, 2, 3, 5])
+def test_resuming_between_any_two_stages_gives_the_bits_of_the_run_that_was_not_stopped(
+        tmp_path: Path, run_config: RunConfig, questions: int) -> None:
+    assert check(run_config) == []
+    whole = Run(tmp_path / "whole", run_config).train()
+    run = Run(tmp_path / "stopped", run_config)
+    with pytest.raises(RunInterrupted):
+        run.train(stop=StopAfter(questions))
+    end = Run(tmp_path / "stopped", run_config).train()  # another process: nothing is in memory
+    assert end.model_sha256 == whole.model_sha256
+    assert {name: value.tobytes() for name, value in end.buffers.items()} == {
+        name: value.tobytes() for name, value in whole.buffers.items()}
+    assert audit(run.ledger_path) == []
+
+
+@kinds
+def test_jobs_that_run_again_and_other_processes_give_the_same_bits(tmp_path: Path, run_config: RunConfig) -> None:
+    whole = Run(tmp_path / "whole", run_config).train()
+    run = Run(tmp_path / "faulty", run_config)
+    assert run.train(Watched(run, {(0, 1), (1, 0), (2, 1), (5, 0)})).model_sha256 == whole.model_sha256
+    run = Run(tmp_path / "processes", run_config)
+    pool = ProcessPool(run.spec, 2, 1, run.store.layout.size, log_directory=run.folder / "workers")
+    assert run.train(pool).model_sha256 == whole.model_sha256
+
+
+def test_only_what_is_in_use_moves(tmp_path: Path) -> None:
+    run = Run(tmp_path, growing(optimizer=OptimizerConfig(rank_in=4, rank_out=4, weight_decay=1e-3, proportional_shrink=0.1)))
+    run.train()
+    moved = [{name.partition(".")[0] for name, change in record.relative_change.items() if change} for record in
+             run.recorder.records]
+    hidden = ["affine1", "affine2", "affine3"]
+    assert moved == [{"affine1", "output"}, {"affine1", "affine2", "output"}, *[{*hidden, "output"}] * 2,
+                     {*hidden, "output"}, {*hidden, "subclass_output"}]
+    assert run.recorder.records[-1].valid.accuracy > 0.8  # six classes; chance is 0.17
+
+
+def test_an_outer_iteration_that_is_rolled_back_runs_again_in_its_stage(tmp_path: Path) -> None:
+    run = Run(tmp_path / "rolled_back", growing(failure=FailureConfig(on_divergence="halve")))
+    pool, to_spoil = Watched(run), {(1, 0), (1, 1), (5, 0), (5, 1)}
+
+    def wait(timeout_s: float) -> Outcome | None:
+        result = Watched.wait(pool, timeout_s)
+        assert isinstance(result, JobResult)
+        at = (result.job.outer_iter, result.job.job)
+        if at in to_spoil:
+            to_spoil.discard(at)
+            return replace(result, objf=float("nan"))
+        return result
+    pool.wait = wait  # type: ignore[method-assign]
+    end = run.train(pool)
+    assert [incident.what for incident in run.recorder.incidents].count("rolled_back") == 2
+    assert end.progress.outer_iter == 5 and end.progress.lr_scale == 0.25
+    assert run.recorder.records[-1].valid.accuracy > 0.7
+    assert audit(run.ledger_path) == []
+
+
+def test_what_is_put_into_a_model_has_no_momentum_and_no_past() -> None:
+    model = np.arange(6, dtype=np.float32)
+    outer = OuterOptimizer(Bmuf(2.0), model, ema_decay=0.9)
+    for outer_iter in range(2):
+        outer.step([model + 1.0, model + 4.0 * outer_iter], [1.0, 1.0], OuterInfo(outer_iter, 20, 2, 0.1))
+    assert outer.arrays["block_momentum"].all() and not np.array_equal(outer.eval_model(), outer.final_model())
+    before = {name: array.copy() for name, array in outer.arrays.items()}
+    outer.put(slice(2, 4), np.array([8.0, 9.0], np.float32))
+    assert outer.eval_model()[2:4].tolist() == outer.broadcast()[2:4].tolist() == outer.final_model()[2:4].tolist() == [8.0, 9.0]
+    assert outer.arrays["block_momentum"][2:4].tolist() == [0.0, 0.0]
+    for name, array in outer.arrays.items():
+        assert np.array_equal(np.delete(array, [2, 3]), np.delete(before[name], [2, 3]))
+
+
+# Early rules ----------------------------------------------------------------------------------------------------------
+
+
+def test_early_outer_iterations_keep_the_best_job_alone(tmp_path: Path) -> None:
+    run = Run(tmp_path, growing("kaldi", model=replace(GROWING, num_subclasses=0)))
+    pool = Watched(run)
+    run.train(pool)
+    records = run.recorder.records
+    assert [record.num_accepted for record in records] == [1, 1, 1, 2, 2, 2]
+    for record in records[:3]:
+        best = max(record.jobs, key=lambda job: job.objf)
+        assert [job.job for job in record.jobs if job.accepted] == [best.job]
+    assert records[0].frames_processed == next(job for job in records[0].jobs if job.accepted).num_frames
+    assert run.recorder.incidents == []  # nothing went wrong
+    assert audit(run.ledger_path) == []
+
+
+def test_the_model_after_an_early_outer_iteration_is_that_of_its_best_job(tmp_path: Path) -> None:
+    run = Run(tmp_path, growing("kaldi"))
+    pool = Watched(run)
+    with pytest.raises(RunInterrupted):
+        run.train(pool, stop=StopAfter(1))
+    best = max((result for result in pool.results if result.job.outer_iter == 0), key=lambda result: result.objf)
+    end, _ = run.store.latest()
+    assert end is not None and np.array_equal(end.parameters, best.sent.read())
+
+
+def test_early_jobs_take_half_minibatches_and_smaller_steps(tmp_path: Path) -> None:
+    results = {}
+    for rules in ("none", "kaldi"):
+        run = Run(tmp_path / rules, growing(rules))
+        pool = Watched(run)
+        run.train(pool)
+        results[rules] = {(r.job.outer_iter, r.job.job): r for r in pool.results}
+        worker = Worker(run.spec, 0)
+        limits = [worker._settings(results[rules][o, 0].job).max_param_change for o in (0, 5)]
+        assert limits == pytest.approx([2.0 / (2.0**0.5 if rules == "kaldi" else 1.0), 2.0])
+    for at, plain in results["none"].items():
+        early = results["kaldi"][at]
+        assert early.num_frames == plain.num_frames
+        assert abs(early.num_minibatches - plain.num_minibatches * (2 if at[0] <= 2 else 1)) <= 1
+
+
+def test_what_an_early_outer_iteration_put_off_is_cut_as_it_was_there(tmp_path: Path) -> None:
+    run = Run(tmp_path, growing("kaldi"))
+    worker = Worker(run.spec, 0)
+    start = Start(Held(worker.layout.flatten(worker.model.state_dict())))
+    total = run.reader.num_frames(Shard(1, 2))
+    for planned, size in ((0, 32), (4, 64)):
+        late = worker.run(Job(5, 0, 1, (Piece(Shard(1, 2), planned, 0, first=2),), start, 0.01, 2.0))
+        assert late.num_frames == total - 2 * size
+
+
+@pytest.mark.parametrize(("changes", "said"), [
+    ({"outer": OuterConfig("bmuf", overlap=True)}, r"model.add_layers_period changes the model .* with outer.overlap"),
+    ({"outer": OuterConfig("easgd")}, r"with outer.kind easgd jobs go on"),
+    ({"schedule": replace(config().schedule, early_rules="kaldi", shares="speed"), "model": ModelConfig()},
+     r"schedule.early_rules is kaldi with schedule.shares speed"),
+    ({"outer": OuterConfig("easgd"), "schedule": replace(config().schedule, early_rules="kaldi"), "model": ModelConfig()},
+     r"schedule.early_rules is kaldi with outer.kind easgd"),
+])
+def test_what_does_not_go_together_is_told_in_a_sentence(changes: dict[str, Any], said: str) -> None:
+    (problem,) = check(growing(**changes))
+    assert re.search(said, problem)
