@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 from torch import nn
 
-from ngsgd.files import write_text
 from ngsgd.training.diagnostics import BackgroundDiagnostics, Diagnosis
 from ngsgd.training.records import JobRecord, OuterIterationRecord, SubsetScore
 
@@ -47,13 +46,16 @@ class PendingRecords:
     def add(self, record: OuterIterationRecord, load: Callable[[nn.Module], object]) -> None:
         """Begins the diagnosis of the record's model, which `load` sets; waits for the one before."""
         self.wait()
-        write_text(self.path, json.dumps(asdict(record)))
+        # whole or absent, but not synced, which would delay training: after a power cut the log may lack a line
+        temporary = self.path.with_suffix(".tmp")
+        temporary.write_text(json.dumps(asdict(record)), encoding="utf-8")
+        temporary.rename(self.path)
         self._waiting = _Waiting(record, self.diagnostics.begin(load))
 
     def take_up(self, outer_iter: int, load: Callable[[nn.Module], object]) -> None:
         """Goes on with the record that a process left behind, if it is that of the checkpoint at hand."""
         try:
-            record = _record(self.path.read_text())
+            record = _record(self.path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             return
         except (ValueError, TypeError, KeyError):  # of another version; the log lacks a line, the run nothing

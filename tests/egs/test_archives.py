@@ -253,6 +253,13 @@ def test_a_disk_that_cannot_take_the_archives_is_told_in_a_sentence_and_nothing_
     assert list((tmp_path / "egs").iterdir()) == []
 
 
+def test_a_writer_that_dies_is_told_and_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ngsgd.egs.write_process.sys.executable", "/bin/false")
+    with pytest.raises(DataError, match="a process that wrote archives of examples ended with 1"):
+        prepare(tmp_path, config=dataclasses.replace(CONFIG, num_writers=2))
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_too_little_room_is_told_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
     with pytest.raises(DataError, match=r"has 0\.0 GB free, and the archives of examples take 0\.0 GB; make room"):

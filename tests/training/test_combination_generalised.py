@@ -62,6 +62,20 @@ class Problem:
         return reference.two_layer_objf(theta, x_ND[part].numpy(), pdf_N[part].numpy(), NUM_HIDDEN, NUM_CLASSES)
 
 
+def test_a_frame_that_weighs_two_counts_as_if_it_were_there_twice() -> None:
+    problem = Problem()
+    x_ND, pdf_N, _ = problem.held_out.minibatch
+    weight_N = (torch.arange(len(pdf_N)) % 3).double()
+    twice = torch.repeat_interleave(torch.arange(len(pdf_N)), weight_N.long())
+    found = []
+    for minibatch in (Minibatch(x_ND, pdf_N, weight_N), Minibatch(x_ND[twice], pdf_N[twice])):
+        held_out = HeldOut(problem.held_out.model, minibatch)
+        weighted = WeightedLayers(np.stack(problem.vectors), held_out)
+        found.append((*weighted.objf_and_gradient(problem.weights_KL), held_out(problem.vectors[0])[0]))
+    for one, other in zip(*found, strict=True):
+        assert np.allclose(one, other, rtol=1e-9)  # float64 sums in another order
+
+
 # ------------------------------------------------------------------ objective, gradient, preconditioner
 
 
