@@ -16,7 +16,7 @@ from ngsgd.models.inputs import DataStatistics, Window
 from ngsgd.models.layers import FixedAffine, FixedScale
 from ngsgd.models.staged import Split, StagedModel
 from ngsgd.models.subclasses import SumSubclasses, prior_scale, split_targets
-from ngsgd.models.tdnn import FactoredTdnn, SplicedTransform, Tdnn, TimeDelayNetwork, parse_offsets
+from ngsgd.models.tdnn import FactoredTdnn, SplicedTransform, Tdnn, TimeDelayNetwork
 
 
 def build_model(config: ModelConfig, num_inputs: int, num_classes: int, seed: int, *, window: Window | None = None,
@@ -50,7 +50,7 @@ def _hidden_layers(config: ModelConfig, num_inputs: int, window: Window,
             front["input_transform"] = FixedAffine(transform)
             num_inputs = len(transform)
         return front, *dnn_layers(config, num_inputs)
-    offsets, width = parse_offsets(config.tdnn_offsets), window.feature_dim
+    offsets, width = list(config.layer_offsets()), window.feature_dim
     if transform is not None:
         front["input_transform"] = SplicedTransform(transform, offsets[0])
         offsets[0], width = (0,), len(transform)

@@ -22,7 +22,6 @@ from ngsgd.errors import DataError
 from ngsgd.models.build import build_model
 from ngsgd.models.input_transform import class_statistics, lda_transform
 from ngsgd.models.inputs import DataStatistics, Window
-from ngsgd.models.tdnn import parse_offsets
 from ngsgd.schedules import Shard
 
 _ROWS_AT_ONCE = 8192
@@ -71,7 +70,7 @@ def _columns(config: ModelConfig, reader: EgsReader) -> np.ndarray[tuple[int], n
     info = reader.info
     columns = np.arange(info.num_inputs).reshape(-1, info.feature_dim)
     if config.kind in ("tdnn", "tdnnf"):
-        columns = columns[np.asarray(parse_offsets(config.tdnn_offsets)[0]) + info.left_context]
+        columns = columns[np.asarray(config.layer_offsets()[0]) + info.left_context]
     return columns.reshape(-1)
 
 
