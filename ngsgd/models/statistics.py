@@ -18,7 +18,7 @@ from torch import nn
 
 from ngsgd.config import ModelConfig, RunConfig
 from ngsgd.egs.reader import EgsReader, Minibatch
-from ngsgd.errors import DataError
+from ngsgd.errors import ConfigError, DataError
 from ngsgd.models.build import build_model
 from ngsgd.models.input_transform import class_statistics, lda_transform
 from ngsgd.models.inputs import DataStatistics, Window
@@ -77,7 +77,7 @@ def _columns(config: ModelConfig, reader: EgsReader) -> np.ndarray[tuple[int], n
 def _compute(config: ModelConfig, reader: EgsReader) -> DataStatistics:
     columns = _columns(config, reader) if config.input_transform == "lda" else np.empty(0, np.int64)
     if config.lda_dim > len(columns) > 0:
-        raise DataError(f"model.lda_dim is {config.lda_dim}, but only {len(columns)} inputs are transformed; lower it.")
+        raise ConfigError(f"model.lda_dim is {config.lda_dim}, but only {len(columns)} inputs are transformed; lower it.")
     found = class_statistics(_all_rows(reader), reader.info.num_classes, columns)
     transform = None
     if config.input_transform == "lda":
