@@ -199,7 +199,7 @@ class _MlflowRun:
         return run_id
 
     def _experiment(self) -> str:
-        name = self._config.tracking.experiment or f"{self._config.data.corpus}-{self._config.model.kind}"
+        name = self._config.tracking.experiment or f"{self._config.data.corpus}-{self._config.model.label}"
         found = self._client.get_experiment_by_name(name)
         if found is None:
             artifacts = Path(self._config.output_dir).absolute() / "mlartifacts"

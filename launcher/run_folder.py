@@ -102,5 +102,5 @@ def check_output_dir(config: RunConfig) -> None:
 
 def run_name(config: RunConfig) -> str:
     """What tells runs of one corpus apart, unless the user named the run."""
-    return config.name or (f"{config.data.corpus}-{config.model.kind}-{config.optimizer.kind}-"
+    return config.name or (f"{config.data.corpus}-{config.model.label}-{config.optimizer.kind}-"
                            f"j{config.schedule.num_jobs_final}-s{config.seed}")

@@ -130,6 +130,18 @@ class ModelConfig:
     args: Mapping[str, Any] | None = knob(None)      # keyword arguments for it, such as {width: 64}
     search_path: str = knob("")                      # folder that it is imported from; empty: the current one
 
+    @property
+    def label(self) -> str:
+        """What a run with this model is called."""
+        return self._target_.replace(":", ".").rpartition(".")[2] or self.kind
+
+    def layer_offsets(self) -> tuple[tuple[int, ...], ...]:
+        """`tdnn_offsets` by layer; raises ValueError unless each has rising whole numbers."""
+        layers = tuple(tuple(int(offset) for offset in layer.split(",")) for layer in self.tdnn_offsets.split())
+        if not layers or any(list(layer) != sorted(set(layer)) for layer in layers):
+            raise ValueError(self.tdnn_offsets)
+        return layers
+
 
 @dataclass(frozen=True)
 class OptimizerConfig:
@@ -352,13 +364,12 @@ def _rule_tdnn(c: RunConfig) -> Iterator[str]:
     if c.model.kind not in ("tdnn", "tdnnf") or c.model._target_:
         return
     try:
-        layers = [[int(offset) for offset in layer.split(",")] for layer in c.model.tdnn_offsets.split()]
+        layers = c.model.layer_offsets()
     except ValueError:
-        layers = []
-    if not layers or any(layer != sorted(set(layer)) for layer in layers):
         yield (f"model.tdnn_offsets is {c.model.tdnn_offsets!r}; write rising frame offsets with commas between them, and a space "
                "between two layers, such as '-2,-1,0,1,2 -1,1'.")
-    elif len(layers) != c.model.num_layers:
+        return
+    if len(layers) != c.model.num_layers:
         yield f"model.tdnn_offsets is for {len(layers)} layers, and model.num_layers is {c.model.num_layers}; make them equal."
     else:
         left, right = -sum(min(0, layer[0]) for layer in layers), sum(max(0, layer[-1]) for layer in layers)

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from ngsgd.config import ModelConfig
+from ngsgd.errors import ConfigError
 from ngsgd.models import own
 from ngsgd.models.dnn import Layer, dnn_layers, initialise, zero
 from ngsgd.models.inputs import DataStatistics, Window
 from ngsgd.models.layers import FixedAffine, FixedScale
 from ngsgd.models.staged import Split, StagedModel
 from ngsgd.models.subclasses import SumSubclasses, prior_scale, split_targets
-from ngsgd.models.tdnn import FactoredTdnn, SplicedTransform, Tdnn, TimeDelayNetwork, parse_offsets
+from ngsgd.models.tdnn import FactoredTdnn, SplicedTransform, Tdnn, TimeDelayNetwork
 
 
 def build_model(config: ModelConfig, num_inputs: int, num_classes: int, seed: int, *, window: Window | None = None,
@@ -24,7 +25,8 @@ def build_model(config: ModelConfig, num_inputs: int, num_classes: int, seed: in
     """A model from `num_inputs` spliced features to `num_classes` logits, initialised as a function of `seed` alone.
 
     `window` says how the inputs are made up of frames, which a TDNN and a module of the user's own must know; `statistics`
-    is needed for an input transform, sub-classes and prior scales.  Raises ConfigError for a user's module that does not fit.
+    is needed for an input transform, sub-classes and prior scales.  Raises ConfigError for a user's module that does not fit,
+    and for fewer sub-classes than classes.
     """
     window = window or Window(0, 0, num_inputs)
     statistics = statistics or DataStatistics()
@@ -50,7 +52,7 @@ def _hidden_layers(config: ModelConfig, num_inputs: int, window: Window,
             front["input_transform"] = FixedAffine(transform)
             num_inputs = len(transform)
         return front, *dnn_layers(config, num_inputs)
-    offsets, width = parse_offsets(config.tdnn_offsets), window.feature_dim
+    offsets, width = list(config.layer_offsets()), window.feature_dim
     if transform is not None:
         front["input_transform"] = SplicedTransform(transform, offsets[0])
         offsets[0], width = (0,), len(transform)
@@ -75,8 +77,10 @@ def _output(name: str, width: int, num_outputs: int, scale: Tensor | None) -> La
 def _split(config: ModelConfig, width: int, num_classes: int, statistics: DataStatistics) -> Split | None:
     if not config.num_subclasses:
         return None
-    targets = split_targets(statistics.class_counts, max(config.num_subclasses, num_classes), config.subclass_power,
-                            config.subclass_min_count)
+    if config.num_subclasses <= num_classes:
+        raise ConfigError(f"model.num_subclasses is {config.num_subclasses}, but there are {num_classes} classes; it counts the "
+                          "sub-classes of all of them together, so give more, or 0 for none.")
+    targets = split_targets(statistics.class_counts, config.num_subclasses, config.subclass_power, config.subclass_min_count)
     modules = _output("subclass_output", width, sum(targets), _scales(config, statistics, targets))
     modules["sum"] = SumSubclasses(targets)
     scale_P = _scales(config, statistics, [1] * num_classes)

@@ -18,11 +18,10 @@ from torch import nn
 
 from ngsgd.config import ModelConfig, RunConfig
 from ngsgd.egs.reader import EgsReader, Minibatch
-from ngsgd.errors import DataError
+from ngsgd.errors import ConfigError, DataError
 from ngsgd.models.build import build_model
 from ngsgd.models.input_transform import class_statistics, lda_transform
 from ngsgd.models.inputs import DataStatistics, Window
-from ngsgd.models.tdnn import parse_offsets
 from ngsgd.schedules import Shard
 
 _ROWS_AT_ONCE = 8192
@@ -71,14 +70,14 @@ def _columns(config: ModelConfig, reader: EgsReader) -> np.ndarray[tuple[int], n
     info = reader.info
     columns = np.arange(info.num_inputs).reshape(-1, info.feature_dim)
     if config.kind in ("tdnn", "tdnnf"):
-        columns = columns[np.asarray(parse_offsets(config.tdnn_offsets)[0]) + info.left_context]
+        columns = columns[np.asarray(config.layer_offsets()[0]) + info.left_context]
     return columns.reshape(-1)
 
 
 def _compute(config: ModelConfig, reader: EgsReader) -> DataStatistics:
     columns = _columns(config, reader) if config.input_transform == "lda" else np.empty(0, np.int64)
     if config.lda_dim > len(columns) > 0:
-        raise DataError(f"model.lda_dim is {config.lda_dim}, but only {len(columns)} inputs are transformed; lower it.")
+        raise ConfigError(f"model.lda_dim is {config.lda_dim}, but only {len(columns)} inputs are transformed; lower it.")
     found = class_statistics(_all_rows(reader), reader.info.num_classes, columns)
     transform = None
     if config.input_transform == "lda":

@@ -35,18 +35,19 @@ class Splice(NamedTuple):
         return spliced
 
 
+class Plan(NamedTuple):
+    """How a network computes certain output frames, on one device."""
+
+    needed: Tensor                        # which frames of a row's window, or of an utterance, it needs
+    splices: list[tuple[Splice, ...]]     # of each time layer
+
+
 class TimeLayer(nn.Module):
     """A layer that computes output frames from input frames at other times."""
 
     def plan(self, times: Times) -> tuple[Times, tuple[Splice, ...]]:
         """(the input frames that the outputs at `times` need, how to find them)."""
         raise NotImplementedError
-
-    @property
-    def context(self) -> tuple[int, int]:
-        """(earliest, latest) input frame that output frame 0 needs; negative is before it."""
-        needed, _ = self.plan(np.zeros(1, np.int64))
-        return int(needed[0]), int(needed[-1])
 
 
 class SplicedTransform(TimeLayer):
@@ -131,12 +132,12 @@ class TimeDelayNetwork(nn.Sequential):
     def __init__(self, children: OrderedDict[str, nn.Module], left_context: int, feature_dim: int) -> None:
         super().__init__(children)
         self.left_context, self.feature_dim = left_context, feature_dim
-        self._plan_of_one: tuple[Times, list[tuple[Splice, ...]]] | None = None
+        self._plan_of_one: Plan | None = None
 
     def forward(self, x_NI: Tensor) -> Tensor:
         x_NWD = x_NI.unflatten(1, (-1, self.feature_dim))
         plan = self._plan_of_one
-        if plan is None or plan[1][0][0].index_TK.device != x_NI.device:
+        if plan is None or plan.needed.device != x_NI.device:
             plan = self._plan_of_one = self._plan(np.zeros(1, np.int64), x_NI.device)
         return self._run(x_NWD, plan).squeeze(1)
 
@@ -149,18 +150,17 @@ class TimeDelayNetwork(nn.Sequential):
     def _time_layers(self) -> list[TimeLayer]:
         return [layer for layer in self.children() if isinstance(layer, TimeLayer)]
 
-    def _plan(self, times: Times, device: torch.device) -> tuple[Times, list[tuple[Splice, ...]]]:
-        """(input frames that are needed, the splices of each time layer)."""
+    def _plan(self, times: Times, device: torch.device) -> Plan:
+        """What the outputs at `times` need."""
         splices = []
         for layer in reversed(self._time_layers()):
             times, of_layer = layer.plan(times)
             splices.append(tuple(Splice(splice.index_TK.to(device)) for splice in of_layer))
-        return times, splices[::-1]
+        return Plan(torch.from_numpy(times + self.left_context).to(device), splices[::-1])
 
-    def _run(self, x_NTD: Tensor, plan: tuple[Times, list[tuple[Splice, ...]]]) -> Tensor:
-        needed, splices = plan
-        y = x_NTD.index_select(1, torch.from_numpy(needed + self.left_context).to(x_NTD.device))
-        for layer, of_layer in zip(self._time_layers(), splices, strict=True):
+    def _run(self, x_NTD: Tensor, plan: Plan) -> Tensor:
+        y = x_NTD.index_select(1, plan.needed)
+        for layer, of_layer in zip(self._time_layers(), plan.splices, strict=True):
             y = layer(y, of_layer)
         rows = y.flatten(0, 1)
         for module in self.children():
@@ -168,14 +168,6 @@ class TimeDelayNetwork(nn.Sequential):
                 rows = module(rows)
         logits: Tensor = rows.unflatten(0, y.shape[:2])
         return logits
-
-
-def parse_offsets(text: str) -> list[tuple[int, ...]]:
-    """"-2,-1,0,1,2 -1,1" as [(-2, -1, 0, 1, 2), (-1, 1)], a tuple for each layer; ValueError for anything else."""
-    layers = [tuple(int(offset) for offset in layer.split(",")) for layer in text.split()]
-    if not layers or any(list(layer) != sorted(set(layer)) for layer in layers):
-        raise ValueError(text)
-    return layers
 
 
 def _rest(config: ModelConfig) -> nn.Sequential:

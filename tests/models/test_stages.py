@@ -72,6 +72,11 @@ def test_every_stage_is_a_network_of_its_own_layers(kind: str) -> None:
     assert torch.equal(model(x_NI), network_at(model, Stage(3, True))(x_NI)) and utterance_logits(model, x_NI).shape == (6, 3)
 
 
+def test_fewer_subclasses_than_classes_are_refused() -> None:
+    with pytest.raises(ConfigError, match="model.num_subclasses is 3, but there are 3 classes"):
+        build_model(ModelConfig(num_subclasses=3), 20, 3, 0, statistics=COUNTS)
+
+
 def test_a_new_layer_gets_its_start_and_the_output_layer_small_random_values() -> None:
     model = staged()
     state = {name: torch.full_like(value, 7.0) for name, value in model.state_dict().items()}
