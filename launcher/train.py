@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from launcher import compose
+from launcher.align import with_alignment
 from launcher.curves import draw
 from launcher.final_model import decode_and_score, final_parameters, load_final, save_final, wanted_for_combination
 from launcher.forecast import Forecast
@@ -84,7 +85,7 @@ def _prepare(config: RunConfig, report: Callable[[str], None]) -> _Data:
     check_source(config.data)
     cache_root = Path(config.data.cache_dir or Path(config.output_dir) / "data").absolute()
     try:
-        corpus = prepare(config.data, config.features, cache_root, report)
+        corpus = prepare(with_alignment(config, cache_root, report), config.features, cache_root, report)
         egs_directory = prepare_archives(corpus.train.frames, corpus.valid.frames, config.egs,
                                          num_classes=corpus.num_pdfs, digest=corpus.digest, cache_root=cache_root)
     except OSError as error:
