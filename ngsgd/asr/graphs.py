@@ -72,10 +72,9 @@ def read(given: GivenGraph) -> Graph:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "HCLG.fst"
         path.write_bytes(given.hclg)
-        try:
-            fst = _kaldifst().StdVectorFst.read(str(path))
-        except RuntimeError as error:
-            raise DataError(f"The decoding graph HCLG.fst is not an OpenFst file ({_first_line(error)}); fetch it again.") from error
+        fst = _kaldifst().StdVectorFst.read(str(path))
+    if fst is None:
+        raise DataError("The decoding graph HCLG.fst is damaged or not an OpenFst file; fetch it again.")
 
     def to_pdf(arc: Arc) -> Arc:
         if arc.input > len(given.tid2pdf) or arc.output > len(given.words):
@@ -99,14 +98,11 @@ def of_transcript(topology: Topology, words: Sequence[str]) -> Graph:
     state = fst.start
     for word in words:
         label = topology.words.index(word) + 1
-        after_silence = _chain(fst, state, topology.silence_pdfs)
-        _add_epsilon(fst, state, after_silence)
+        before = _after_optional_silence(fst, state, topology)
         state = fst.add_state()
         for phones in topology.lexicon[word]:
-            _add_epsilon(fst, _chain(fst, after_silence, topology.pdfs_of(phones), label=label), state)
-    end = _chain(fst, state, topology.silence_pdfs)
-    _add_epsilon(fst, state, end)
-    fst.set_final(end, 0.0)
+            _add_epsilon(fst, _chain(fst, before, topology.pdfs_of(phones), label=label), state)
+    fst.set_final(_after_optional_silence(fst, state, topology), 0.0)
     return Graph(fst, topology.words)
 
 
@@ -272,6 +268,14 @@ def _chain(fst: Any, source: int, pdfs: Sequence[int], *, label: int = EPSILON) 
         _add(fst, Arc(following, following, pdf + 1, EPSILON, 0.0))
         source, label = following, EPSILON
     return source
+
+
+def _after_optional_silence(fst: Any, source: int, topology: Topology) -> int:
+    """A state after all of silence, or none of it."""
+    after = fst.add_state()
+    _add_epsilon(fst, source, after)
+    _add_epsilon(fst, _chain(fst, source, topology.silence_pdfs), after)
+    return after
 
 
 def _determinise(fst: Any) -> None:
