@@ -23,7 +23,7 @@ from launcher.final_model import log_likelihoods
 from launcher.run_folder import check_output_dir
 from ngsgd.asr import alignments, cache, corpus, forced_alignment
 from ngsgd.asr.corpus import Corpus
-from ngsgd.asr.forced_alignment import States
+from ngsgd.asr.forced_alignment import Realigned, States
 from ngsgd.config import ClusterConfig, DataConfig, ModelConfig, OuterConfig, RunConfig, ScheduleConfig
 from ngsgd.egs.archives import prepare_archives
 from ngsgd.egs.reader import EgsReader
@@ -76,25 +76,30 @@ def _align(speech: Corpus, settings: RunConfig, folder: Path, report: Report) ->
     for number in range(1, a.num_passes + 1):
         (folder / str(number)).mkdir()
         done = forced_alignment.realign(speech, states, _learn(speech, states, settings, folder / str(number)), a, oov)
-        report(f"align: network {number}/{a.num_passes}: {forced_alignment.share_changed(states, done.states):.1%} of the frames have "
-               f"changed their state{f', {len(done.lost)} utterances have no path' if done.lost else ''}")
+        report(f"align: network {number}/{a.num_passes}: {forced_alignment.share_changed(states, done.states):.1%} of the frames "
+               f"have changed their state{f', {len(done.lost)} utterances have no path' if done.lost else ''}")
         states, lost = done.states, done.lost
     return {utt_id: pdf_T for utt_id, pdf_T in states.items() if utt_id not in lost}
 
 
 def _sorted_out(speech: Corpus, settings: RunConfig, report: Report) -> States:
     """Two flat starts, moved by Gaussians until they hardly change; the one that describes the speech better."""
-    a, oov = settings.align, settings.data.oov
-    starts = {"equal parts": forced_alignment.flat_start(speech, oov), "equal parts of speech": forced_alignment.silence_start(speech, oov)}
-    costs = {}
-    for name in starts:
-        for _ in range(a.num_gaussian_passes):
-            done = forced_alignment.realign(speech, starts[name], forced_alignment.score_by_gaussians(speech, starts[name]), a, oov)
-            changed, starts[name], costs[name] = forced_alignment.share_changed(starts[name], done.states), done.states, done.cost_per_frame
-            if changed < FEW_CHANGES:
-                break
-        report(f"align: {name}, Gaussians: log-likelihood {-costs.get(name, 0.0):.3f} per frame")
-    return starts[min(costs, key=costs.__getitem__)] if costs else starts["equal parts of speech"]
+    found = []
+    for name, start in (("equal parts", forced_alignment.flat_start), ("equal parts of speech", forced_alignment.silence_start)):
+        moved = _moved_by_gaussians(speech, start(speech, settings.data.oov), settings)
+        report(f"align: {name}, then Gaussians: log-likelihood {-moved.cost_per_frame:.3f} per frame")
+        found.append(moved)
+    return min(found, key=lambda moved: moved.cost_per_frame).states
+
+
+def _moved_by_gaussians(speech: Corpus, states: States, settings: RunConfig) -> Realigned:
+    a = settings.align
+    for _ in range(a.num_gaussian_passes):
+        done = forced_alignment.realign(speech, states, forced_alignment.score_by_gaussians(speech, states), a, settings.data.oov)
+        changed, states = forced_alignment.share_changed(states, done.states), done.states
+        if changed < FEW_CHANGES:
+            break
+    return done
 
 
 def _settings(config: RunConfig) -> RunConfig:
@@ -157,7 +162,7 @@ class _NeverStop:
 def command(arguments: list[str]) -> int:
     """`ngsgd align [KEY=VALUE ...] --output FILE`."""
     parser = Parser("align")
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings, as for ngsgd train: recipe=fsdd data.source=PATH")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="as for ngsgd train: recipe=fsdd data.source=PATH")
     parser.add_argument("--output", "-o", required=True, help="the file to write: .npz, or text lines \"utterance pdf pdf ...\"")
     options = parser.parse_intermixed_args(arguments)
     config = compose.compose(options.overrides)
@@ -168,7 +173,7 @@ def command(arguments: list[str]) -> int:
         made = make(config, cache_root, print)
         alignments.write(Path(options.output), alignments.read(made).pdf_T)
     except OSError as error:
-        raise DataError(f"the alignment could not be written to {error.filename or options.output} ({error.strerror or error}); make "
-                        "room, or choose another place.") from error
+        raise DataError(f"the alignment could not be written to {error.filename or options.output} ({error.strerror or error}); "
+                        "make room, or choose another place.") from error
     print(f"alignment {options.output}; use it with data.alignment={options.output}")
     return EXIT_OK

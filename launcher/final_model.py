@@ -27,8 +27,9 @@ from ngsgd.models import build_model
 from ngsgd.schedules import Schedule
 from ngsgd.training.checkpoint import Checkpoint, CheckpointStore
 from ngsgd.training.combination import Candidate, HeldOut, candidates, generalised, normalize_stddev, running_mean
-from ngsgd.training.diagnostics import SubsetScore, average_posterior
+from ngsgd.training.diagnostics import average_posterior
 from ngsgd.training.flat import Vector
+from ngsgd.training.records import SubsetScore
 
 
 def wanted_for_combination(config: RunConfig, schedule: Schedule) -> tuple[int, ...]:
@@ -112,7 +113,8 @@ def _oracle(result: Evaluation) -> dict[str, object]:
     return {"oracle_on_test_as_in_kaldi": {**asdict(setting), "errors": str(errors)}}
 
 
-def score_frames(speech: SpeechSet, logliks: Sequence[npt.NDArray[np.float32]], prior_P: npt.NDArray[np.float64]) -> SubsetScore | None:
+def score_frames(speech: SpeechSet, logliks: Sequence[npt.NDArray[np.float32]],
+                 prior_P: npt.NDArray[np.float64]) -> SubsetScore | None:
     """Objf per frame and accuracy over the whole set; None where the states of its frames are not known."""
     if not speech.is_aligned:
         return None

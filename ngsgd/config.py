@@ -35,7 +35,7 @@ class DataConfig:
     style: str = knob("connected", one_of=("connected", "isolated"))  # fsdd: strings in noise, or the recordings as they are
     lexicon: str = knob("")           # kaldi, lhotse: file of lines "word phone phone ..."; empty: data.source/lexicon.txt
     arpa: str = knob("")              # kaldi, lhotse: n-gram model of the words; empty: any word may follow any, equally likely
-    oov: str = knob("")               # kaldi, lhotse: word of the lexicon that stands for unknown ones; empty: unknown words are errors
+    oov: str = knob("")               # kaldi, lhotse: word of the lexicon for unknown ones; empty: they are errors
     graph: str = knob("")             # kaldi, lhotse: folder with HCLG.fst, words.txt and tid2pdf, in place of a graph made here
     # HMM states of the frames: file of `ngsgd align`, or text "utt pdf pdf ...", or folder of Kaldi's ali archives with tid2pdf;
     alignment: str = knob("")         # flat: made from a flat start; empty: the one that comes with the corpus, else flat
@@ -64,7 +64,7 @@ class FeatureConfig:
 class AlignConfig:
     """Labels from transcripts alone (`ngsgd align`): models learn them and move them, several times over."""
 
-    num_gaussian_passes: int = knob(20, low=0, high=100)  # after the flat start: one Gaussian a state, in closed form
+    num_gaussian_passes: int = knob(20, low=1, high=100)  # after the flat start: one Gaussian a state, in closed form
     num_passes: int = knob(2, low=0, high=100)           # after those: a small network is trained, then everything realigned
     num_epochs: float = knob(2.0, above=0.0, high=100.0)  # of each training
     num_layers: int = knob(2, low=1, high=64)
@@ -221,8 +221,8 @@ class DecodeConfig:
     max_active: int = knob(7000, low=2)
     num_prior_frames: int = knob(20000, low=1)       # training frames whose average posterior is the prior (Kaldi: 20000)
     graph: str = knob("auto", one_of=("auto", "made", "given"))  # auto: the one that comes with the corpus, else made
-    silence_prob: float = knob(0.0, low=0.0, high=0.99)  # made graphs: of silence between words; 0: costs as much as none (Kaldi: 0.5)
-    oracle: bool = knob(False)                       # also the setting that is best on test, as Kaldi's RESULTS have it, so labelled
+    silence_prob: float = knob(0.0, low=0.0, high=0.99)  # made graphs: silence between words (Kaldi: 0.5); 0: it costs nothing
+    oracle: bool = knob(False)                       # also the setting that is best on test, as in Kaldi's RESULTS; so labelled
     lattices: bool = knob(False)                     # write the test set's lattices (OpenFst's text form)
     lattice_beam: float = knob(8.0, above=0.0)
 
@@ -296,7 +296,7 @@ def _rule_snr(c: RunConfig) -> Iterator[str]:
 
 def _rule_rate(c: RunConfig) -> Iterator[str]:
     if c.data.corpus in ("digits", "fsdd", "yesno") and c.features.sample_rate_hz != 8000:
-        yield f"features.sample_rate_hz is {c.features.sample_rate_hz}, and data.corpus={c.data.corpus} is sampled at 8000 Hz; set 8000."
+        yield f"features.sample_rate_hz is {c.features.sample_rate_hz}, and {c.data.corpus} is sampled at 8000 Hz; set 8000."
 
 
 def _rule_given_features(c: RunConfig) -> Iterator[str]:
@@ -308,8 +308,8 @@ def _rule_given_features(c: RunConfig) -> Iterator[str]:
 
 def _rule_held_out(c: RunConfig) -> Iterator[str]:
     if (c.data.split == "loo") != bool(c.data.held_out):
-        yield (f"data.split is {c.data.split} with data.held_out {c.data.held_out!r}; split=loo, and only that, needs the speaker of the "
-               "test set: data.split=loo data.held_out=theo.")
+        yield (f"data.split is {c.data.split} with data.held_out {c.data.held_out!r}; split=loo, and only that, needs the speaker "
+               "of the test set: data.split=loo data.held_out=theo.")
 
 
 def _rule_align_lr(c: RunConfig) -> Iterator[str]:

@@ -57,8 +57,8 @@ def attach(alignment: Alignment, name: str, speech: SpeechSet, num_pdfs: int) ->
     lengths = dict(zip(speech.frames.utt_ids, np.diff(speech.frames.offsets).tolist(), strict=True))
     missing = [utt_id for utt_id in lengths if utt_id not in alignment.pdf_T]
     if len(missing) > MOST_MISSING * len(lengths):
-        raise DataError(f"{alignment.path} has no states for {len(missing)} of the {len(lengths)} utterances of {name}, the first is "
-                        f"{missing[0]}; give the alignment of this data, or data.alignment=flat.")
+        raise DataError(f"{alignment.path} has no states for {len(missing)} of the {len(lengths)} utterances of {name}, the first "
+                        f"is {missing[0]}; give the alignment of this data, or data.alignment=flat.")
     for utt_id in lengths.keys() - set(missing):
         _check(alignment.pdf_T[utt_id], utt_id, lengths[utt_id], num_pdfs, alignment.path)
     return speech.labelled(alignment.pdf_T), missing
@@ -108,7 +108,7 @@ def read_tid2pdf(path: Path) -> tuple[int, ...]:
         try:
             tid, pdf = map(int, line.split())
         except ValueError as error:
-            raise DataError(f"{where}: {line[:40]!r} is not a transition id and a pdf id; write two whole numbers a line.") from error
+            raise DataError(f"{where}: {line[:40]!r} is not a transition id and a pdf id; write both as numbers.") from error
         pairs[tid] = pdf
     if sorted(pairs) != list(range(1, len(pairs) + 1)):
         raise DataError(f"{path} does not number the transitions from 1 without gaps; write one line for each transition id.")

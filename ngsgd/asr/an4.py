@@ -62,8 +62,8 @@ def _checksums() -> Mapping[str, str]:
 def _check_content(folder: Path) -> None:
     for name, expected in _checksums().items():
         if (found := files.sha256(folder / name)) != expected:
-            raise DataError(f"{folder / name} has the SHA-256 {found[:16]}..., and the release that ngsgd knows {expected[:16]}...; "
-                            f"{WHERE}.")
+            raise DataError(f"{folder / name} has the SHA-256 {found[:16]}..., and the release that ngsgd knows "
+                            f"{expected[:16]}...; {WHERE}.")
 
 
 def _read_set(folder: Path, name: str) -> list[FramedUtterance]:
@@ -80,7 +80,7 @@ def _language(folder: Path) -> Language:
     lexicon = _lexicon((folder / "an4.dic").read_text(encoding="utf-8"))
     topology = Topology(tuple(about["phones"][1:]), lexicon, num_silence_states=about["states_per_phone"])
     numbered = sorted((number, word) for word, number in about["words"].items() if number)
-    words = {number: word for number, word in numbered}
+    words = dict(numbered)
     with np.load(folder / "ali_train.npz") as arrays:
         tid2pdf = tuple(arrays["tid2pdf"].tolist())
     given = GivenGraph((folder / "HCLG.fst").read_bytes(), tuple(words.get(n, f"#{n}") for n in range(1, max(words) + 1)), tid2pdf)
@@ -101,7 +101,6 @@ def _lexicon(text: str) -> dict[str, tuple[Pronunciation, ...]]:
 
 def _kaldis_unigrams(text: str) -> str:
     """The unigrams of an4.ug.lm without the words that egs/an4 leaves out, as an ARPA text."""
-    kept = [line for line in re.findall(r"^-\d+\.\d+ \S+", text, re.MULTILINE)]
-    unigrams = dict.fromkeys(tuple(line.split()) for line in kept)
+    unigrams = re.findall(r"^(-\d+\.\d+)\s+(\S+)\s+-?\d+\.\d+$", text, re.MULTILINE)
     lines = [f"{cost}\t{word}" for cost, word in unigrams if word not in NOT_IN_KALDIS_LM]
     return "\n".join(["\\data\\", f"ngram 1={len(lines)}", "", "\\1-grams:", *lines, "", "\\end\\", ""])

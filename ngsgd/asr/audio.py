@@ -68,4 +68,4 @@ def _check_is_whole(piece: Piece) -> None:
     except (wave.Error, EOFError):
         return  # no PCM wav: flac, or floating point
     if found < promised:
-        raise DataError(f"{piece.where}: {piece.path} is truncated, {found} of the {promised} samples in its header; make it again.")
+        raise DataError(f"{piece.where}: {piece.path} is truncated, {found} of the {promised} samples it promises; make it again.")

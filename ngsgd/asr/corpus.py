@@ -134,7 +134,8 @@ def _content_of_alignment(data: DataConfig) -> dict[str, Any]:
     if data.alignment in ("", "flat"):
         return {}
     pdf_T = alignments.read(Path(data.alignment)).pdf_T
-    return {"alignment": hashlib.sha256(b"".join(utt_id.encode() + pdf_T[utt_id].tobytes() for utt_id in sorted(pdf_T))).hexdigest()}
+    content = b"".join(utt_id.encode() + pdf_T[utt_id].tobytes() for utt_id in sorted(pdf_T))
+    return {"alignment": hashlib.sha256(content).hexdigest()}
 
 
 def _load(name: str, folder: Path) -> Corpus:
@@ -147,7 +148,7 @@ def _labelled(corpus: Corpus, data: DataConfig, report: Report) -> Corpus:
     if data.alignment in ("", "flat") or data.corpus in ("digits", "fsdd"):
         return corpus
     alignment = alignments.read(Path(data.alignment))
-    sets = {}
+    sets: dict[str, Any] = {}
     for name in ("train", "valid", "test"):
         sets[name], missing = alignments.attach(alignment, name, getattr(corpus, name), corpus.num_pdfs)
         if missing:
@@ -175,8 +176,7 @@ def _make_fsdd(data: DataConfig, feature_config: FeatureConfig, cache_root: Path
     sets = {}
     for name, minutes in _minutes_of_sets(data).items():
         pool = fsdd.Pool(segments=pools[name], babble=pools["train"], samples=samples, pdf_T=catalogue.pdf_T)
-        is_isolated = data.style == "isolated"
-        made = fsdd.recordings(pool) if is_isolated else fsdd.utterances(name, data, pool, minutes=minutes)
+        made = fsdd.recordings(pool) if data.style == "isolated" else fsdd.utterances(name, data, pool, minutes=minutes)
         sets[name] = speech_set.build(made, feature_config)
     return sets, Language(catalogue.topology, is_one_word=data.style == "isolated")
 

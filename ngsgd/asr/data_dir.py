@@ -77,8 +77,8 @@ def frame(utterances: Sequence[Listed], folder: Path, config: FeatureConfig) -> 
             features_TD = kaldi_tables.read_matrix(one.content, folder)
             dim = dim or features_TD.shape[1]
             if features_TD.shape[1] != dim:
-                raise DataError(f"{one.content.where}: {one.utt_id} has {features_TD.shape[1]} features a frame, and the others have "
-                                f"{dim}; make them all alike.")
+                raise DataError(f"{one.content.where}: {one.utt_id} has {features_TD.shape[1]} features a frame, and the others "
+                                f"have {dim}; make them all alike.")
         if not np.isfinite(features_TD).all():
             where = one.content.where
             frame_number = int(np.argwhere(~np.isfinite(features_TD))[0, 0])
@@ -104,8 +104,8 @@ def _pieces(folder: Path) -> dict[str, Piece]:
 
 def _file(entry: Entry, folder: Path) -> Piece:
     if entry.value.endswith("|"):
-        raise DataError(f"{entry.where}: {entry.value[:40]!r} is a command, and ngsgd runs none from data files; convert the audio to "
-                        "wav or flac and write the file's name.")
+        raise DataError(f"{entry.where}: {entry.value[:40]!r} is a command, and ngsgd runs none from data files; convert the audio "
+                        "to wav or flac and write the file's name.")
     path = Path(entry.value).expanduser()
     return Piece(path if path.exists() or path.is_absolute() else folder / path, entry.where)
 

@@ -62,7 +62,8 @@ def tune_and_decode(
     penalised = graphs.with_word_penalty(graph, setting.word_penalty)
     hypotheses = decode_set(penalised, config, setting.acoustic_scale, test_logliks, language.num_pdfs)
     total, rows = scoring.score(test.texts, hypotheses, test.frames.utt_ids)
-    oracle = min(_sweep(graph, config, test, test_logliks, language.num_pdfs), key=lambda t: t[1].num_errors) if config.oracle else None
+    on_test = _sweep(graph, config, test, test_logliks, language.num_pdfs) if config.oracle else ()
+    oracle = min(on_test, key=lambda tried: tried[1].num_errors, default=None)
     return Evaluation(
         setting=setting, valid=valid_errors, sweep=sweep, test=total,
         test_interval=scoring.confidence_interval(test.texts, hypotheses), hypotheses=hypotheses, per_utterance=tuple(rows),

@@ -24,7 +24,7 @@ def toolkit() -> Any:
     return extras.load("kaldi_native_fbank", extra="asr", purpose="Feature extraction")
 
 
-def extract(samples: Samples, config: FeatureConfig) -> Features:
+def extract(samples: Samples | npt.NDArray[np.float32], config: FeatureConfig) -> Features:
     """T x D features of one utterance, not normalised.  T is `utterance.num_frames(len(samples), config.sample_rate_hz)`."""
     knf = toolkit()
     options = knf.MfccOptions() if config.kind == "mfcc" else knf.FbankOptions()

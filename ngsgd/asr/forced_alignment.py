@@ -38,8 +38,8 @@ def flat_start(corpus: Corpus, oov: str) -> dict[str, PdfIds]:
         if path is not None:
             states[utt_id] = path
     if not states:
-        raise DataError("No utterance has as many frames as its words have states; check the lexicon and that the transcripts belong "
-                        "to this audio.")
+        raise DataError("No utterance has as many frames as its words have states; check the lexicon and that the transcripts "
+                        "belong to this audio.")
     return states
 
 
@@ -55,7 +55,8 @@ def silence_start(corpus: Corpus, oov: str) -> dict[str, PdfIds]:
     is_silence = {utt_id: _edges(len(x_TK[utt_id])) for utt_id in starts}
     train = [utt_id for utt_id in corpus.train.frames.utt_ids if utt_id in starts]
     for _ in range(NUM_SILENCE_PASSES):
-        fitted = Gaussians.fit(np.concatenate([x_TK[u] for u in train]), np.concatenate([~is_silence[u] for u in train]).astype(np.int32), 2)
+        is_speech_T = np.concatenate([~is_silence[utt_id] for utt_id in train])
+        fitted = Gaussians.fit(np.concatenate([x_TK[utt_id] for utt_id in train]), is_speech_T.astype(np.int32), 2)
         for utt_id in starts:
             loglik_T2 = fitted.log_likelihood(x_TK[utt_id])
             better_T = np.convolve(loglik_T2[:, SILENCE_PDF] - loglik_T2[:, 1], np.ones(2 * SMOOTHING + 1), mode="same")
@@ -116,7 +117,8 @@ class Realigned:
     cost_per_frame: float
 
 
-def realign(corpus: Corpus, states: States, logliks: Mapping[str, npt.NDArray[np.float32]], config: AlignConfig, oov: str) -> Realigned:
+def realign(corpus: Corpus, states: States, logliks: Mapping[str, npt.NDArray[np.float32]], config: AlignConfig,
+            oov: str) -> Realigned:
     """The best path of each utterance in `states` through its transcript's graph.
 
     `logliks` has, for each utterance, T x P: log densities, or log posteriors minus log priors.

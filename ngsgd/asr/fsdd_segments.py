@@ -52,8 +52,8 @@ class Catalogue:
             raise DataError(f"{alignment.path} has no states for any recording of FSDD; give a file of ngsgd align recipe=fsdd.")
         largest = max(int(pdf_T.max()) for pdf_T in alignment.pdf_T.values())
         if largest >= self.topology.num_pdfs:
-            raise DataError(f"{alignment.path} has the state {largest}, and FSDD's phones have {self.topology.num_pdfs} states, from 0; "
-                            "give a file of ngsgd align recipe=fsdd.")
+            raise DataError(f"{alignment.path} has the state {largest}, and FSDD's phones have {self.topology.num_pdfs} states, "
+                            "from 0; give a file of ngsgd align recipe=fsdd.")
         pdf_T = {segment.utt_id: alignment.pdf_T[segment.utt_id] for segment in segments}
         _check_alignment(segments, pdf_T)
         return Catalogue(segments, pdf_T, self.topology)

@@ -70,7 +70,7 @@ class Gaussians:
         precision_PK = 1 / self.variance_PK
         constant_P = -0.5 * (np.log(self.variance_PK) + self.mean_PK**2 * precision_PK + math.log(2 * math.pi)).sum(axis=1)
         quadratic_TP = -0.5 * x_TK**2 @ precision_PK.T + x_TK @ (self.mean_PK * precision_PK).T
-        return (quadratic_TP + constant_P).astype(np.float32)
+        return np.asarray(quadratic_TP + constant_P, dtype=np.float32)
 
 
 def _differences(x_TK: Matrix) -> Matrix:

@@ -272,7 +272,7 @@ def _chain(fst: Any, source: int, pdfs: Sequence[int], *, label: int = EPSILON) 
 
 def _after_optional_silence(fst: Any, source: int, topology: Topology) -> int:
     """A state after all of silence, or none of it."""
-    after = fst.add_state()
+    after: int = fst.add_state()
     _add_epsilon(fst, source, after)
     _add_epsilon(fst, _chain(fst, source, topology.silence_pdfs), after)
     return after

@@ -48,7 +48,7 @@ def read_table(path: Path) -> dict[str, Entry]:
     for where, line in read_lines(path):
         key, _, value = line.replace("\t", " ").partition(" ")
         if key in table:
-            raise DataError(f"{where}: {key} stands there for the second time, the first is {table[key].where}; remove one of them.")
+            raise DataError(f"{where}: {key} stands there for the second time, the first is {table[key].where}; remove one.")
         table[key] = Entry(value.strip(), where)
     if not table:
         raise DataError(f"{path} is empty; fill it, or remove its folder.")
@@ -86,7 +86,8 @@ def read_int_vectors(path: Path) -> dict[str, npt.NDArray[np.int32]]:
         content = path.read_bytes()
         content = gzip.decompress(content) if path.suffix == ".gz" else content
         if b"\0B" not in content[:4096]:
-            return {fields[0]: np.array(fields[1:], dtype=np.int32) for line in content.decode().splitlines() if (fields := line.split())}
+            lines = [fields for line in content.decode().splitlines() if (fields := line.split())]
+            return {utt_id: np.array(numbers, dtype=np.int32) for utt_id, *numbers in lines}
         with io.BytesIO(content) as file:
             return {key: np.asarray(vector, dtype=np.int32) for key, vector in _kaldiio().load_ark(file)}
     except (*_DAMAGE, gzip.BadGzipFile) as error:

@@ -26,7 +26,7 @@ def locate(given: str, source: Path) -> Path:
 
 
 def read(path: Path, num_silence_states: int) -> Topology:
-    """Words and phones of the file, phones in alphabetical order.  A second pronunciation is a second line, marked WORD(2) or not."""
+    """Words and phones of the file, phones in alphabetical order.  More pronunciations are more lines, marked WORD(2) or not."""
     lexicon: dict[str, tuple[Pronunciation, ...]] = {}
     for where, line in kaldi_tables.read_lines(path):
         word, *phones = line.split()

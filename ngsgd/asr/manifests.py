@@ -56,8 +56,8 @@ def _read_set(recordings: Path, supervisions: Path) -> list[Listed]:
     for where, item in _lines(supervisions):
         one = _utterance(item, where, files, recordings)
         if one.utt_id in found:
-            raise DataError(f"{where}: {one.utt_id} stands there for the second time, the first is {found[one.utt_id].where}; remove "
-                            "one of them.")
+            raise DataError(f"{where}: {one.utt_id} stands there for the second time, the first is {found[one.utt_id].where}; "
+                            "remove one of them.")
         found[one.utt_id] = one
     if not found:
         raise DataError(f"{supervisions} is empty; fill it, or remove it.")
@@ -79,7 +79,7 @@ def _utterance(item: dict[str, Any], where: str, files: dict[str, Path], recordi
         utt_id, recording = str(item["id"]), item["recording_id"]
         start_s, end_s = float(item["start"]), float(item["start"]) + float(item["duration"])
     except (KeyError, ValueError, TypeError) as error:
-        raise DataError(f"{where}: this is not a supervision of lhotse (id, recording_id, start, duration); write it again.") from error
+        raise DataError(f"{where}: this is no supervision of lhotse (id, recording_id, start, duration); mend it.") from error
     if recording not in files:
         raise DataError(f"{where}: the recording {recording} of {utt_id} is not in {recordings}; add it there.")
     path = files[recording]

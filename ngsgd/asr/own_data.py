@@ -37,7 +37,7 @@ def make(data: DataConfig, feature_config: FeatureConfig) -> tuple[dict[str, Spe
 def locate(data: DataConfig) -> Path:
     """The folder that data.source names."""
     if not data.source:
-        raise DataError(f"data.source is empty; give the folder that holds train and test, data.source=PATH (corpus {data.corpus}).")
+        raise DataError("data.source is empty; give the folder that holds train and test as data.source=PATH.")
     source = Path(data.source).expanduser()
     if not source.is_dir():
         raise DataError(f"data.source is {data.source}, which is not a folder; give the folder that holds train and test.")
@@ -76,7 +76,7 @@ def _identity(one: Listed, folder: Path) -> str:
     try:
         status = path.stat()
     except OSError as error:
-        raise DataError(f"{one.content.where}: {path} cannot be read ({error.strerror}); mend the path, or remove the line.") from error
+        raise DataError(f"{one.content.where}: {path} cannot be read ({error.strerror}); mend the path.") from error
     return f"{path} {status.st_size} {status.st_mtime_ns} {part}"
 
 
@@ -96,8 +96,8 @@ def _check_disjoint(listed: dict[str, list[Listed]]) -> None:
     for utterances in listed.values():
         for one in utterances:
             if one.utt_id in seen:
-                raise DataError(f"{one.where}: {one.utt_id} is also in another set ({seen[one.utt_id]}); give every utterance its own "
-                                "name, or remove it from one of them.")
+                raise DataError(f"{one.where}: {one.utt_id} is also in another set ({seen[one.utt_id]}); give every utterance its "
+                                "own name, or remove it from one of them.")
             seen[one.utt_id] = one.where
 
 
@@ -110,8 +110,8 @@ def _language(data: DataConfig, source: Path) -> Language:
 def _given_graph(folder: Path) -> GivenGraph:
     missing = [name for name in ("HCLG.fst", "words.txt", "tid2pdf") if not (folder / name).is_file()]
     if missing:
-        raise DataError(f"data.graph is {folder}, which lacks {', '.join(missing)}; give a folder with HCLG.fst, words.txt and tid2pdf "
-                        "(lines \"transition-id pdf\").")
+        raise DataError(f"data.graph is {folder}, which lacks {', '.join(missing)}; give a folder with HCLG.fst, words.txt and "
+                        "tid2pdf (lines \"transition-id pdf\").")
     numbers = {}
     for where, line in kaldi_tables.read_lines(folder / "words.txt"):
         try:

@@ -84,4 +84,5 @@ def _decode(name: str, content: bytes, place: Path) -> Samples:
 def _frame(name: str, samples: Samples, config: FeatureConfig) -> FramedUtterance:
     stem = PurePosixPath(name).stem
     features_TD = features.extract(samples, config)
-    return FramedUtterance(stem, SPEAKER, tuple(WORDS[int(digit)] for digit in stem.split("_")), features_TD, unaligned(len(features_TD)))
+    words = tuple(WORDS[int(digit)] for digit in stem.split("_"))
+    return FramedUtterance(stem, SPEAKER, words, features_TD, unaligned(len(features_TD)))

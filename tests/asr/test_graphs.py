@@ -70,7 +70,7 @@ def test_best_path_through_a_graph_of_one_word_is_that_of_trying_all_words(seed:
     loglik_TP = rng.normal(scale=2.0, size=(14, TOPOLOGY.num_pdfs)).astype(np.float32)
     graph = graphs.build(Language(TOPOLOGY, is_one_word=True), silence_prob=0.4)
     path = decoding.best_path(graph, loglik_TP, acoustic_scale=1.0, beam=1000.0, max_active=100000)
-    costs = {(word,): math.log(len(TOPOLOGY.words)) for word in TOPOLOGY.words}
+    costs: dict[tuple[str, ...], float] = {(word,): math.log(len(TOPOLOGY.words)) for word in TOPOLOGY.words}
     cost, words = graph_search.best(TOPOLOGY, loglik_TP, word_cost=costs, silence_prob=0.4, max_words=1)
     assert path.cost == pytest.approx(cost, abs=1e-3)
     assert len(path.words) == len(words) == 1

@@ -5,9 +5,9 @@ import pytest
 
 from ngsgd.asr import scoring
 from ngsgd.asr.evaluation import tune_and_decode
+from ngsgd.asr.language import Language
 from ngsgd.asr.scoring import WordErrors
 from ngsgd.asr.speech_set import SpeechSet
-from ngsgd.asr.language import Language
 from ngsgd.asr.topology import Topology
 from ngsgd.config import DecodeConfig
 from ngsgd.egs.frames import FrameSet
@@ -77,7 +77,8 @@ def test_the_setting_that_is_best_on_valid_is_used_on_test() -> None:
     test, test_logliks = speech_that_says([["b", "ab"], ["aa"]], SMALL)
     # at scale 1e-6 frames weigh nothing against the cost of a word, and at penalty 1e4 no word is worth it
     config = DecodeConfig(acoustic_scales=(1e-6, 1.0), word_penalties=(1e4, 0.0), beam=1e6)
-    result = tune_and_decode(Language(SMALL), config, valid=valid, valid_logliks=valid_logliks, test=test, test_logliks=test_logliks)
+    result = tune_and_decode(Language(SMALL), config, valid=valid, valid_logliks=valid_logliks, test=test,
+                             test_logliks=test_logliks)
     assert (result.setting.acoustic_scale, result.setting.word_penalty) == (1.0, 0.0)
     assert result.valid.num_errors == result.test.num_errors == 0
     assert len(result.sweep) == 4
