@@ -97,7 +97,7 @@ def of_transcript(topology: Topology, words: Sequence[str]) -> Graph:
     fst = _new()
     state = fst.start
     for word in words:
-        label = topology.words.index(word) + 1
+        label = topology.word_labels[word]
         before = _after_optional_silence(fst, state, topology)
         state = fst.add_state()
         for phones in topology.lexicon[word]:
@@ -132,7 +132,7 @@ class _Lexicon:
         _add(fst, Arc(ended, loop, self.disambig[-1], EPSILON, 0.0))
         for word, phones, number in self.entries:
             symbols = [*map(self._phone, phones), *([self.backoff + number] if number else [])]
-            state, output = loop, self.topology.words.index(word) + 1
+            state, output = loop, self.topology.word_labels[word]
             for symbol in symbols[:-1]:
                 following = fst.add_state()
                 _add(fst, Arc(state, following, symbol, output, 0.0))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 STATES_PER_PHONE = 3
@@ -32,6 +33,11 @@ class Topology:
     @property
     def words(self) -> tuple[str, ...]:
         return tuple(self.lexicon)
+
+    @cached_property
+    def word_labels(self) -> dict[str, int]:
+        """Word -> its number in graphs, from 1."""
+        return {word: number for number, word in enumerate(self.lexicon, start=1)}
 
     @property
     def silence_pdfs(self) -> tuple[int, ...]:
