@@ -72,6 +72,12 @@ def _decode(arguments: list[str]) -> int:
     return service.decode(run_dir, quiet=quiet)
 
 
+def _align(arguments: list[str]) -> int:
+    from launcher import align
+
+    return align.command(arguments)
+
+
 def _ui(arguments: list[str]) -> int:
     parser = Parser("ui")
     parser.add_argument("output_dir", nargs="?", default="runs", help="holds mlflow.db (default: %(default)s)")
@@ -110,7 +116,7 @@ def _info(arguments: list[str]) -> int:
 
 
 _COMMANDS: dict[str, Callable[[list[str]], int]] = {
-    "resume": _resume, "decode": _decode, "plan": _plan, "simulate": _simulate, "ui": _ui, "info": _info}
+    "resume": _resume, "decode": _decode, "align": _align, "plan": _plan, "simulate": _simulate, "ui": _ui, "info": _info}
 
 
 def _run_arguments(command: str, arguments: list[str]) -> tuple[Path, bool]:

@@ -13,6 +13,7 @@ COMMANDS = {
     "train": "train an acoustic model, decode the test set, print the word error rate",
     "resume": "continue an interrupted run from its last checkpoint",
     "decode": "decode a run's test set again with its newest model",
+    "align": "find the HMM state of every frame from transcripts alone: flat start, then realignment",
     "plan": "measure this machine for half a minute, tell the time of an outer iteration on 1 to 1000 workers",
     "simulate": "run on many logical workers of this machine, with a virtual clock, stragglers and failures",
     "ui": "open the dashboard (MLflow) on the runs of an output folder",

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from launcher import compose
+from launcher.align import with_alignment
 from launcher.curves import draw
 from launcher.final_model import decode_and_score, final_parameters, load_final, save_final, wanted_for_combination
 from launcher.forecast import Forecast
@@ -19,7 +20,6 @@ from launcher.progress import ProgressTracker
 from launcher.run_folder import RunFolder, check_output_dir, run_name
 from launcher.stop import SignalStop, signals_to
 from ngsgd.asr.corpus import Corpus, check_source, prepare
-from ngsgd.asr.topology import SILENCE_PDF
 from ngsgd.config import RunConfig
 from ngsgd.egs.archives import prepare_archives
 from ngsgd.egs.reader import EgsReader
@@ -106,10 +106,11 @@ def _prepare(config: RunConfig, report: Callable[[str], None]) -> _Data:
     check_source(config.data)
     cache_root = Path(config.data.cache_dir or Path(config.output_dir) / "data").absolute()
     try:
-        corpus = prepare(config.data, config.features, cache_root, report, augment_config=config.augment)
+        data = with_alignment(config, cache_root, report)
+        corpus = prepare(data, config.features, cache_root, report, augment_config=config.augment)
         egs_directory = prepare_archives(corpus.train.frames, corpus.valid.frames, config.egs,
                                          num_classes=corpus.num_pdfs, digest=corpus.digest, cache_root=cache_root,
-                                         groups=corpus.train.speakers, silence_classes=(SILENCE_PDF,))
+                                         groups=corpus.train.speakers, silence_classes=corpus.language.topology.silence_pdfs)
     except OSError as error:
         raise DataError(f"the prepared data could not be written under {cache_root} ({error.strerror or error}); make room, or "
                         "choose another place with data.cache_dir=PATH.") from error

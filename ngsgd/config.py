@@ -27,10 +27,20 @@ def knob(default: Any, *, one_of: tuple[Any, ...] = (), low: float | None = None
 class DataConfig:
     """Which speech, from where, and how much of it."""
 
-    corpus: str = knob("digits", one_of=("digits", "fsdd"))
-    source: str = knob("")            # fsdd: folder or archive that holds the recordings; empty: download (pinned, checksummed)
+    corpus: str = knob("digits", one_of=("digits", "fsdd", "yesno", "an4", "kaldi", "lhotse"))
+    source: str = knob("")            # folder or archive of the speech; fsdd, empty: download (pinned, checksummed)
     cache_dir: str = knob("")         # where prepared data is kept; empty: <output_dir>/data
-    split: str = knob("speaker", one_of=("speaker", "official"))  # fsdd: test on unseen speakers, or the data set's own split
+    split: str = knob("speaker", one_of=("speaker", "official", "loo"))  # fsdd: test on two unseen speakers; its own; held_out
+    held_out: str = knob("")          # fsdd, split=loo: the speaker of the test set
+    style: str = knob("connected", one_of=("connected", "isolated"))  # fsdd: strings in noise, or the recordings as they are
+    lexicon: str = knob("")           # kaldi, lhotse: file of lines "word phone phone ..."; empty: data.source/lexicon.txt
+    arpa: str = knob("")              # kaldi, lhotse: n-gram model of the words; empty: any word may follow any, equally likely
+    oov: str = knob("")               # kaldi, lhotse: word of the lexicon for unknown ones; empty: they are errors
+    graph: str = knob("")             # kaldi, lhotse: folder with HCLG.fst, words.txt and tid2pdf, in place of a graph made here
+    # HMM states of the frames: file of `ngsgd align`, or text "utt pdf pdf ...", or folder of Kaldi's ali archives with tid2pdf;
+    alignment: str = knob("")         # flat: made from a flat start; empty: the one that comes with the corpus, else flat
+    num_silence_states: int = knob(1, low=1, high=10)             # yesno, kaldi, lhotse
+    valid_share: float = knob(0.1, above=0.0, high=0.5)           # an4, yesno, kaldi, lhotse without a valid set: taken from train
     train_minutes: float = knob(80.0, above=0.0, high=6000.0)     # minutes of audio made for training (connected strings)
     valid_minutes: float = knob(5.0, above=0.0, high=600.0)
     test_minutes: float = knob(10.0, above=0.0, high=600.0)
@@ -43,10 +53,26 @@ class DataConfig:
 class FeatureConfig:
     """Acoustic features: 25 ms windows every 10 ms, no dither."""
 
-    kind: str = knob("fbank", one_of=("fbank", "mfcc"))
+    kind: str = knob("fbank", one_of=("fbank", "mfcc", "given"))  # given: those that come with the corpus (feats.scp)
+    sample_rate_hz: int = knob(8000, low=4000, high=192000)      # of the audio; what comes at another rate is refused
     num_mel_bins: int = knob(40, low=3, high=256)
     num_ceps: int = knob(13, low=1, high=80)    # mfcc only; at most num_mel_bins
     cmvn: str = knob("utterance", one_of=("none", "utterance", "speaker"))  # mean and variance are normalised over this unit
+
+
+@dataclass(frozen=True)
+class AlignConfig:
+    """Labels from transcripts alone (`ngsgd align`): models learn them and move them, several times over."""
+
+    num_gaussian_passes: int = knob(20, low=1, high=100)  # after the flat start: one Gaussian a state, in closed form
+    num_passes: int = knob(2, low=0, high=100)           # after those: a small network is trained, then everything realigned
+    num_epochs: float = knob(2.0, above=0.0, high=100.0)  # of each training
+    num_layers: int = knob(2, low=1, high=64)
+    hidden_dim: int = knob(128, low=2)
+    lr_initial: float = knob(0.005, above=0.0)           # per frame, as schedule.lr_initial
+    lr_final: float = knob(0.0005, above=0.0)
+    samples_per_iter: int = knob(16000, low=1)           # as egs.samples_per_iter
+    beam: float = knob(200.0, above=0.0)                 # of the search through a transcript's graph; wide, as the graph is narrow
 
 
 @dataclass(frozen=True)
@@ -261,13 +287,18 @@ class CombinationConfig:
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """Hybrid decoding: log posterior minus log prior, on a digit loop."""
+    """Hybrid decoding: log posterior minus log prior, in a graph of words."""
 
     acoustic_scales: tuple[float, ...] = knob((0.05, 0.07, 0.1, 0.15, 0.2, 0.3))  # swept on valid; the best one is used on test
     word_penalties: tuple[float, ...] = knob((0.0, 2.0, 4.0, 6.0, 8.0))         # cost per word, swept likewise
     beam: float = knob(16.0, above=0.0)
     max_active: int = knob(7000, low=2)
     num_prior_frames: int = knob(20000, low=1)       # training frames whose average posterior is the prior (Kaldi: 20000)
+    graph: str = knob("auto", one_of=("auto", "made", "given"))  # auto: the one that comes with the corpus, else made
+    silence_prob: float = knob(0.0, low=0.0, high=0.99)  # made graphs: silence between words (Kaldi: 0.5); 0: it costs nothing
+    oracle: bool = knob(False)                       # also the setting that is best on test, as in Kaldi's RESULTS; so labelled
+    lattices: bool = knob(False)                     # write the test set's lattices (OpenFst's text form)
+    lattice_beam: float = knob(8.0, above=0.0)
 
 
 @dataclass(frozen=True)
@@ -288,6 +319,7 @@ class RunConfig:
     seed: int = knob(0, low=0)        # with the outer iteration and the job it decides every random draw of training
     data: DataConfig = field(default_factory=DataConfig)
     features: FeatureConfig = field(default_factory=FeatureConfig)
+    align: AlignConfig = field(default_factory=AlignConfig)
     egs: EgsConfig = field(default_factory=EgsConfig)
     augment: AugmentConfig = field(default_factory=AugmentConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -347,6 +379,32 @@ def _rule_augment(c: RunConfig) -> Iterator[str]:
         yield f"augment.speed_factors is {list(c.augment.speed_factors)}; give one or more factors from 0.5 to 2."
     elif len(set(c.augment.speed_factors)) < len(c.augment.speed_factors):
         yield f"augment.speed_factors is {list(c.augment.speed_factors)}; name each factor once."
+    if c.augment.changes_audio and c.features.kind == "given":
+        yield (f"augment changes audio, and data.corpus={c.data.corpus} comes as features; leave only augment.spec on "
+               "(augment=spec).")
+
+
+def _rule_rate(c: RunConfig) -> Iterator[str]:
+    if c.data.corpus in ("digits", "fsdd", "yesno") and c.features.sample_rate_hz != 8000:
+        yield f"features.sample_rate_hz is {c.features.sample_rate_hz}, and {c.data.corpus} is sampled at 8000 Hz; set 8000."
+
+
+def _rule_given_features(c: RunConfig) -> Iterator[str]:
+    if c.data.corpus == "an4" and c.features.kind != "given":
+        yield f"features.kind is {c.features.kind}, and data.corpus=an4 comes as cepstra, without audio; set features.kind=given."
+    if c.features.kind == "given" and c.data.corpus not in ("an4", "kaldi"):
+        yield f"features.kind is given, and data.corpus={c.data.corpus} comes as audio; set features.kind=fbank or mfcc."
+
+
+def _rule_held_out(c: RunConfig) -> Iterator[str]:
+    if (c.data.split == "loo") != bool(c.data.held_out):
+        yield (f"data.split is {c.data.split} with data.held_out {c.data.held_out!r}; split=loo, and only that, needs the speaker "
+               "of the test set: data.split=loo data.held_out=theo.")
+
+
+def _rule_align_lr(c: RunConfig) -> Iterator[str]:
+    if c.align.lr_final > c.align.lr_initial:
+        yield f"align.lr_final is {c.align.lr_final} and above align.lr_initial, {c.align.lr_initial}; the rate can only fall."
 
 
 def _rule_ceps(c: RunConfig) -> Iterator[str]:
@@ -462,7 +520,8 @@ def _rule_exchange(c: RunConfig) -> Iterator[str]:
                "cluster.exchange=collective.")
 
 
-_RULES: tuple[Callable[[RunConfig], Iterator[str]], ...] = (_rule_snr, _rule_augment, _rule_ceps, _rule_pnorm, _rule_tdnn,
+_RULES: tuple[Callable[[RunConfig], Iterator[str]], ...] = (_rule_snr, _rule_augment, _rule_rate, _rule_given_features,
+                                                           _rule_held_out, _rule_align_lr, _rule_ceps, _rule_pnorm, _rule_tdnn,
                                                            _rule_stages, _rule_own_model, _rule_lr, _rule_jobs,
                                                           _rule_backstitch, _rule_shrink, _rule_dropout,
                                                           _rule_outer, _rule_exchange)

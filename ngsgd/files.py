@@ -48,11 +48,18 @@ def new_directory(final: Path) -> Iterator[Path]:
 
 def write_text(path: Path, text: str) -> None:
     """Replaces the file at `path` in one step."""
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
-    try:
+    with new_file(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def new_file(final: Path) -> Iterator[Path]:
+    """A path to write to; the file takes the name `final` when the block ends well, and is removed when it does not."""
+    temporary = final.with_name(f".{final.name}.{uuid.uuid4().hex[:8]}.tmp")
+    try:
+        yield temporary
         _fsync(temporary)
-        temporary.rename(path)
+        temporary.rename(final)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise

@@ -11,6 +11,7 @@ Letters: T frames.
 from __future__ import annotations
 
 import hashlib
+import re
 import wave
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -24,10 +25,11 @@ import numpy.typing as npt
 
 from ngsgd.asr import extras, noise
 from ngsgd.asr.noise import FULL_SCALE, LOUDEST_MIX, Signal
-from ngsgd.asr.utterance import SAMPLE_RATE_HZ, PdfIds, Samples, Utterance
+from ngsgd.asr.utterance import SAMPLE_RATE_HZ, Audio, PdfIds, Samples, Utterance, num_frames
 from ngsgd.config import AugmentConfig
 from ngsgd.errors import DataError
 
+_COPY = re.compile(r"(?:cp\d+-)?(?:sp(?P<factor>\d+(?:\.\d+)?)-)?(?P<utt_id>.*)", re.DOTALL)
 _DIRECT_PATH_MS = 1.0   # of a simulated room: nothing of its tail arrives sooner after the direct sound
 
 
@@ -71,7 +73,7 @@ def what_decides(config: AugmentConfig) -> dict[str, Any]:
 # Speed ----------------------------------------------------------------------------------------------------------------
 
 
-def change_speed(samples: Samples, factor: float) -> Samples:
+def change_speed(samples: Audio, factor: float) -> Audio:
     """Audio played `factor` times as fast, pitch and all, as sox's `speed`; it has 1 / factor times as many samples."""
     if factor == 1.0:
         return samples
@@ -79,14 +81,12 @@ def change_speed(samples: Samples, factor: float) -> Samples:
     return _to_16_bits(soxr.resample(samples.astype(np.float64), factor, 1.0))
 
 
-def retime(pdf_T: PdfIds, num_samples: int, factor: float, *, sample_rate_hz: int = SAMPLE_RATE_HZ) -> PdfIds:
-    """The labels of audio that was made `factor` times as fast and has `num_samples` now.
+def retime(pdf_T: PdfIds, num_frames_now: int, factor: float) -> PdfIds:
+    """The labels of audio that was made `factor` times as fast and has `num_frames_now` frames now.
 
     The middle of a new frame was at `factor` times its time before; the frame has the label of what was said there.
     """
-    shift = _frame_shift(sample_rate_hz)
-    centre_T = np.arange((num_samples + shift // 2) // shift) * shift + shift // 2
-    before_T = (centre_T * factor).astype(np.int64) // shift
+    before_T = ((np.arange(num_frames_now) + 0.5) * factor).astype(np.int64)
     return pdf_T[np.minimum(before_T, len(pdf_T) - 1)]
 
 
@@ -139,7 +139,7 @@ def _changed(utterance: Utterance, factor: float, sounds: _Sounds, config: Augme
              silence_pdfs: Sequence[int]) -> Utterance:
     fast = change_speed(utterance.samples, factor)
     rate_hz = sounds.sample_rate_hz
-    pdf_T = utterance.pdf_T if factor == 1.0 else retime(utterance.pdf_T, len(fast), factor, sample_rate_hz=rate_hz)
+    pdf_T = utterance.pdf_T if factor == 1.0 else retime(utterance.pdf_T, num_frames(len(fast), rate_hz), factor)
     samples = fast.astype(np.float64)
     # all numbers are drawn whatever is on, so that switching one thing on changes no other
     rooms, noises, volumes = (np.random.default_rng(seed) for seed in random.integers(2**63, size=3))
@@ -175,6 +175,13 @@ def _renamed(utterance: Utterance, copy: int, factor: float) -> Utterance:
         prefix = f"sp{factor:g}-"
         utterance = replace(utterance, utt_id=prefix + utterance.utt_id, speaker=prefix + utterance.speaker)
     return replace(utterance, utt_id=f"cp{copy}-{utterance.utt_id}") if copy else utterance
+
+
+def original(utt_id: str) -> tuple[str, float]:
+    """The name before `augmented` changed it, and the speed."""
+    match = _COPY.fullmatch(utt_id)
+    assert match is not None
+    return match["utt_id"], float(match["factor"] or 1.0)
 
 
 def _random(seed: int, utt_id: str, copy: int) -> np.random.Generator:

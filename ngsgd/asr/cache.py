@@ -1,6 +1,7 @@
 """Prepared speech on disk: a folder of arrays, and a manifest with the SHA-256 of each.
 
-    manifest.json                          what it was made from, the topology, the checksums
+    manifest.json                          what it was made from, the language, the checksums
+    lm.arpa, HCLG.fst                      where the corpus has them
     train.json, valid.json, test.json      utterance ids, words, speakers
     train.features_TD.npy, ...             arrays of `FrameSet`; features are memory-mapped when read
 """
@@ -16,10 +17,12 @@ from typing import Any
 import numpy as np
 
 from ngsgd import files
+from ngsgd.asr.language import Language
 from ngsgd.asr.speech_set import SpeechSet
 from ngsgd.egs.frames import FrameSet
 
 MANIFEST = "manifest.json"
+LANGUAGE_FILES = ("lm.arpa", "HCLG.fst")
 ARRAYS = ("features_TD", "pdf_T", "offsets")
 
 
@@ -32,7 +35,7 @@ def short_hash(tree: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def store(folder: Path, sets: Mapping[str, SpeechSet], *, about: Mapping[str, Any]) -> None:
+def store(folder: Path, sets: Mapping[str, SpeechSet], language: Language, *, made_from: Mapping[str, Any]) -> None:
     """Writes the sets; the folder is whole or absent."""
     with files.new_directory(folder) as new:
         for name, speech in sets.items():
@@ -40,13 +43,15 @@ def store(folder: Path, sets: Mapping[str, SpeechSet], *, about: Mapping[str, An
                 np.save(new / f"{name}.{array}.npy", getattr(speech.frames, array))
             words = {"utt_ids": speech.frames.utt_ids, "texts": speech.texts, "speakers": speech.speakers}
             (new / f"{name}.json").write_text(json.dumps(words), encoding="utf-8")
+        for name, content in language.files().items():
+            (new / name).write_bytes(content)
         checksums = {path.name: files.sha256(path) for path in sorted(new.iterdir())}
-        manifest = {**about, "sets": list(sets), "sha256": checksums}
+        manifest = {"made_from": made_from, "language": language.to_json(), "sets": list(sets), "sha256": checksums}
         (new / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
 
 
-def load(folder: Path) -> tuple[dict[str, SpeechSet], dict[str, Any], str]:
-    """The sets, what was said about them, and a digest of all their files.  Raises `DamagedError`."""
+def load(folder: Path) -> tuple[dict[str, SpeechSet], Language, str]:
+    """The sets, the language, and a digest of all files.  Raises `DamagedError`."""
     manifest = _read_manifest(folder)
     for name, expected in manifest["sha256"].items():
         path = folder / name
@@ -56,7 +61,8 @@ def load(folder: Path) -> tuple[dict[str, SpeechSet], dict[str, Any], str]:
             raise DamagedError(f"{path} does not have the checksum in its manifest")
     sets = {name: _load_set(folder, name) for name in manifest["sets"]}
     digest = hashlib.sha256(json.dumps(manifest["sha256"], sort_keys=True).encode()).hexdigest()
-    return sets, manifest, digest
+    files_of_language = {name: (folder / name).read_bytes() for name in LANGUAGE_FILES if name in manifest["sha256"]}
+    return sets, Language.from_json(manifest["language"], files_of_language), digest
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
@@ -64,7 +70,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
         manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise DamagedError(f"{folder / MANIFEST} is missing or not readable") from error
-    if not {"sets", "sha256", "topology"} <= manifest.keys():
+    if not {"sets", "sha256", "language"} <= manifest.keys():
         raise DamagedError(f"{folder / MANIFEST} lacks entries")
     return manifest
 

@@ -1,4 +1,4 @@
-"""Speech made ready for training: features, the HMM state of every frame, words, and the topology to decode with.
+"""Speech made ready for training: features, the HMM state of every frame, words, and what can be said.
 
     corpus = prepare(config.data, config.features, cache_root, print)
     corpus.train.frames      # features (normalised, not spliced) and pdf ids
@@ -6,32 +6,58 @@
 
 Who is heard where.  digits: train, valid and test have different voices.  fsdd, data.split=speaker: test is two
 speakers never trained on, valid the training speakers' held-out recordings; data.split=official: all speakers are in
-all sets, with different recordings.
+all sets, with different recordings; data.split=loo: test is data.held_out.  an4: its own test speakers; valid is whole
+speakers of its training set.  yesno: one speaker.  kaldi, lhotse: as the user's folders say.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ngsgd.asr import augment, cache, digit_labels, digits, features, fsdd, fsdd_source, speech_set, synthesis
+from ngsgd.asr import (
+    alignments,
+    an4,
+    augment,
+    cache,
+    digit_labels,
+    digits,
+    features,
+    fsdd,
+    fsdd_source,
+    own_data,
+    speech_set,
+    synthesis,
+    yesno,
+)
 from ngsgd.asr.fsdd_segments import load_catalogue, split
+from ngsgd.asr.language import Language
 from ngsgd.asr.speech_set import SpeechSet
-from ngsgd.asr.topology import SILENCE_PDF, Topology
+from ngsgd.asr.topology import SILENCE_PDF
 from ngsgd.asr.utterance import Utterance
 from ngsgd.config import AugmentConfig, DataConfig, FeatureConfig
 
-RECIPE_VERSION = 2  # raise it when the same settings would give other data, so that old caches are not taken for new
+RECIPE_VERSION = 3  # raise it when the same settings would give other data, so that old caches are not taken for new
 
 Report = Callable[[str], None]
+Made = tuple[Mapping[str, SpeechSet], Language]
 
 __all__ = ["Corpus", "SpeechSet", "check_source", "prepare"]
+
+_FSDD = ("corpus", "split", "held_out", "style")
+_AMOUNTS = ("train_minutes", "valid_minutes", "test_minutes", "snr_db_low", "snr_db_high", "seed")
+_OWN = ("corpus", "valid_share", "num_silence_states", "oov")
+_DECIDES = {  # settings of `data` that change what is prepared; the content of files is looked at apart
+    "digits": ("corpus", *_AMOUNTS), "fsdd": (*_FSDD, *_AMOUNTS), "an4": ("corpus", "valid_share"),
+    "yesno": _OWN, "kaldi": _OWN, "lhotse": _OWN,
+}
 
 
 @dataclass(frozen=True)
@@ -42,12 +68,12 @@ class Corpus:
     train: SpeechSet
     valid: SpeechSet
     test: SpeechSet
-    topology: Topology
+    language: Language
     digest: str  # SHA-256 over all prepared files
 
     @property
     def num_pdfs(self) -> int:
-        return self.topology.num_pdfs
+        return self.language.num_pdfs
 
 
 def check_source(data: DataConfig) -> None:
@@ -55,8 +81,19 @@ def check_source(data: DataConfig) -> None:
     features.toolkit()
     if data.corpus == "digits":
         synthesis.require()
+    elif data.corpus == "an4":
+        an4.locate(data.source)
+    elif data.corpus == "yesno":
+        yesno.locate(data.source)
+    elif data.corpus in ("kaldi", "lhotse"):
+        own_data.locate(data)
     elif data.source:
         fsdd_source.locate(data.source)
+
+
+def needs_alignment(data: DataConfig) -> bool:
+    """Whether labels have to be made before the corpus can be learnt from."""
+    return data.alignment == "flat" or (not data.alignment and data.corpus in ("yesno", "kaldi", "lhotse"))
 
 
 def prepare(data: DataConfig, feature_config: FeatureConfig, cache_root: Path, report: Report, *,
@@ -71,56 +108,108 @@ def prepare(data: DataConfig, feature_config: FeatureConfig, cache_root: Path, r
     folder = cache_root / f"{data.corpus}-{cache.short_hash(key)}"
     if folder.exists():
         try:
-            return _load(data.corpus, folder)
+            return _labelled(_load(data.corpus, folder), data, report)
         except cache.DamagedError as damage:
             report(f"{damage}; preparing it again.")
-    sets, topology = (_make_digits if data.corpus == "digits" else _make_fsdd)(
-        data, feature_config, changes, cache_root, report)
-    cache.store(folder, sets, about={"made_from": key, "topology": topology.to_json()})
-    return _load(data.corpus, folder)
+    sets, language = _MAKERS[data.corpus](data, feature_config, changes, cache_root, report)
+    for name, speech in sets.items():
+        report(_describe(name, speech))
+    cache.store(folder, sets, language, made_from=key)
+    return _labelled(_load(data.corpus, folder), data, report)
+
+
+def prepare_unaligned(data: DataConfig, feature_config: FeatureConfig, cache_root: Path, report: Report) -> Corpus:
+    """What `ngsgd align` labels: the corpus, or the recordings that it is spliced from; its labels, if any, mean nothing."""
+    if data.corpus == "fsdd":  # a single word has too few frames to be normalised over
+        data, feature_config = replace(data, style="isolated"), replace(feature_config, cmvn="speaker")
+    return prepare(replace(data, alignment=""), feature_config, cache_root, report)
 
 
 def _what_decides(data: DataConfig, feature_config: FeatureConfig) -> dict[str, Any]:
     """All that the content of the prepared files depends on."""
-    settings = {name: value for name, value in asdict(data).items() if name not in ("source", "cache_dir")}
-    if data.corpus == "digits":
-        settings.pop("split")
+    decides = _FSDD if data.corpus == "fsdd" and data.style == "isolated" else _DECIDES[data.corpus]
+    settings = {name: value for name, value in asdict(data).items() if name in decides}
     made_with = ["numpy", "kaldi-native-fbank", *(["espeakng-loader", "soxr"] if data.corpus == "digits" else [])]
-    return {"recipe_version": RECIPE_VERSION, "data": settings, "features": asdict(feature_config),
+    content = {"yesno": lambda: yesno.fingerprint(data), "kaldi": lambda: own_data.fingerprint(data, feature_config),
+               "lhotse": lambda: own_data.fingerprint(data, feature_config),
+               "fsdd": lambda: _content_of_alignment(data)}.get(data.corpus, dict)()
+    return {"recipe_version": RECIPE_VERSION, "data": settings, "features": asdict(feature_config), "content": content,
             "packages": {package: metadata.version(package) for package in made_with}}
 
 
+def _content_of_alignment(data: DataConfig) -> dict[str, Any]:
+    """Strings are spliced from labelled recordings, so other labels are other data."""
+    if data.alignment in ("", "flat"):
+        return {}
+    pdf_T = alignments.read(Path(data.alignment)).pdf_T
+    content = b"".join(utt_id.encode() + pdf_T[utt_id].tobytes() for utt_id in sorted(pdf_T))
+    return {"alignment": hashlib.sha256(content).hexdigest()}
+
+
 def _load(name: str, folder: Path) -> Corpus:
-    sets, about, digest = cache.load(folder)
-    return Corpus(name=name, topology=Topology.from_json(about["topology"]), digest=digest, **sets)
+    sets, language, digest = cache.load(folder)
+    return Corpus(name=name, language=language, digest=digest, **sets)
 
 
-def _make_digits(
-    data: DataConfig, feature_config: FeatureConfig, changes: AugmentConfig, _cache_root: Path, report: Report,
-) -> tuple[Mapping[str, SpeechSet], Topology]:
+def _labelled(corpus: Corpus, data: DataConfig, report: Report) -> Corpus:
+    """The corpus with the labels of data.alignment, where that is a file."""
+    if data.alignment in ("", "flat") or data.corpus in ("digits", "fsdd"):
+        return corpus
+    alignment = alignments.read(Path(data.alignment))
+    sets: dict[str, Any] = {}
+    for name in ("train", "valid", "test"):
+        sets[name], missing = alignments.attach(alignment, name, getattr(corpus, name), corpus.num_pdfs)
+        if missing:
+            report(f"{name}: {len(missing)} utterances are left out, as {alignment.path} has no states for them: "
+                   f"{', '.join(missing[:5])}{' ...' if len(missing) > 5 else ''}")
+    labels = b"".join(speech.frames.pdf_T.tobytes() for speech in sets.values())
+    return replace(corpus, **sets, digest=hashlib.sha256(corpus.digest.encode() + labels).hexdigest())
+
+
+def _make_digits(data: DataConfig, feature_config: FeatureConfig, changes: AugmentConfig, _cache_root: Path,
+                 _report: Report) -> Made:
     sets = {}
     for name, minutes in _minutes_of_sets(data).items():
         made: Iterable[Utterance] = digits.utterances(name, data, minutes=minutes, num_at_once=_num_cores())
         made = augment.for_set(name, made, changes, silence_pdfs=[SILENCE_PDF])
         sets[name] = speech_set.build(made, feature_config)
-        report(_describe(name, sets[name]))
-    return sets, digit_labels.TOPOLOGY
+    return sets, Language(digit_labels.TOPOLOGY)
 
 
-def _make_fsdd(
-    data: DataConfig, feature_config: FeatureConfig, changes: AugmentConfig, cache_root: Path, report: Report,
-) -> tuple[Mapping[str, SpeechSet], Topology]:
+def _make_fsdd(data: DataConfig, feature_config: FeatureConfig, changes: AugmentConfig, cache_root: Path, report: Report) -> Made:
     catalogue = load_catalogue()
-    pools = split(catalogue.segments, data.split)
+    if data.alignment not in ("", "flat"):
+        catalogue = catalogue.realigned(alignments.read(Path(data.alignment)))
+    pools = split(catalogue.segments, data.split, data.held_out)
     place = fsdd_source.locate(data.source) if data.source else fsdd_source.download(cache_root / "downloads", report)
     samples = fsdd_source.read_recordings(place, catalogue.segments)
     sets = {}
     for name, minutes in _minutes_of_sets(data).items():
         pool = fsdd.Pool(segments=pools[name], babble=pools["train"], samples=samples, pdf_T=catalogue.pdf_T)
-        made = augment.for_set(name, fsdd.utterances(name, data, pool, minutes=minutes), changes, silence_pdfs=[SILENCE_PDF])
-        sets[name] = speech_set.build(made, feature_config)
-        report(_describe(name, sets[name]))
-    return sets, catalogue.topology
+        said: Iterable[Utterance] = (fsdd.recordings(pool) if data.style == "isolated" else
+                                     fsdd.utterances(name, data, pool, minutes=minutes))
+        said = augment.for_set(name, said, changes, silence_pdfs=[SILENCE_PDF])
+        sets[name] = speech_set.build(said, feature_config)
+    return sets, Language(catalogue.topology, is_one_word=data.style == "isolated")
+
+
+def _make_an4(data: DataConfig, feature_config: FeatureConfig, _changes: AugmentConfig, _cache_root: Path, _report: Report) -> Made:
+    return an4.make(data, feature_config)
+
+
+def _make_yesno(data: DataConfig, feature_config: FeatureConfig, changes: AugmentConfig, _cache_root: Path,
+                _report: Report) -> Made:
+    return yesno.make(data, feature_config, changes)
+
+
+def _make_own(data: DataConfig, feature_config: FeatureConfig, changes: AugmentConfig, _cache_root: Path, _report: Report) -> Made:
+    return own_data.make(data, feature_config, changes)
+
+
+_MAKERS: dict[str, Callable[[DataConfig, FeatureConfig, AugmentConfig, Path, Report], Made]] = {
+    "digits": _make_digits, "fsdd": _make_fsdd, "an4": _make_an4,
+    "yesno": _make_yesno, "kaldi": _make_own, "lhotse": _make_own,
+}
 
 
 def _minutes_of_sets(data: DataConfig) -> dict[str, float]:

@@ -1,7 +1,7 @@
-"""The digit loop as a weighted transducer, and the beam search through it.
+"""The beam search through a graph: words, states, lattices.
 
-Input labels are pdf ids + 1 (0 is epsilon), output labels are word numbers + 1.  Costs are negative log probabilities:
-those of words are in the graph, those of frames come from the acoustic model, times the acoustic scale.
+Costs are negative log probabilities: those of words are in the graph, those of frames come from the acoustic model, times
+the acoustic scale.
 
 Letters: T frames, P pdfs.
 """
@@ -16,84 +16,42 @@ import numpy as np
 import numpy.typing as npt
 
 from ngsgd.asr import extras
-from ngsgd.asr.topology import SILENCE_PDF, Topology
-
-EPSILON = 0
+from ngsgd.asr.graphs import Graph
+from ngsgd.asr.utterance import PdfIds
 
 
 @dataclass(frozen=True)
-class Graph:
-    """What `decode` searches."""
+class Path:
+    """The best path; no words, no states and infinite cost when none survived the beam."""
 
-    fst: Any                    # kaldifst.StdVectorFst
-    words: tuple[str, ...]      # output label - 1 -> word
-
-
-def build_graph(topology: Topology, word_penalty: float) -> Graph:
-    """Any number of words in any order, each as likely, with silence allowed before, between and after them.
-
-    A word costs log(number of words) + `word_penalty`; leaving a state or staying in it costs nothing.
-    """
-    kaldifst = extras.load("kaldifst", extra="asr", purpose="Decoding")
-    fst = kaldifst.StdVectorFst()
-    loop = fst.add_state()
-    fst.start = loop
-    fst.set_final(loop, 0.0)
-    _add_silence(fst, loop)
-    word_cost = math.log(len(topology.words)) + word_penalty
-    for word, pdfs in topology.spellings():
-        _add_word(fst, loop, pdfs, word_label=topology.words.index(word) + 1, word_cost=word_cost)
-    return Graph(fst=fst, words=topology.words)
+    words: tuple[str, ...]
+    pdf_T: PdfIds
+    cost: float
+    is_complete: bool   # it ends where an utterance may end, not in the middle of a word
 
 
-def decode(
-    graph: Graph, loglik_TP: npt.NDArray[np.float32], *, acoustic_scale: float, beam: float, max_active: int,
-) -> tuple[str, ...]:
-    """The words of the best path.  `loglik_TP` is log posterior minus log prior of each pdf."""
-    return best_path(graph, loglik_TP, acoustic_scale=acoustic_scale, beam=beam, max_active=max_active)[0]
-
-
-def best_path(
-    graph: Graph, loglik_TP: npt.NDArray[np.float32], *, acoustic_scale: float, beam: float, max_active: int,
-) -> tuple[tuple[str, ...], float]:
-    """The words of the best path, and its cost; no words and infinity when no path survived the beam."""
+def best_path(graph: Graph, loglik_TP: npt.NDArray[np.float32], *, acoustic_scale: float, beam: float, max_active: int) -> Path:
+    """The best path through `graph`.  `loglik_TP` is log posterior minus log prior of each pdf."""
     kaldifst = extras.load("kaldifst", extra="asr", purpose="Decoding")  # first: kaldi_decoder takes its graphs
     kaldi_decoder = extras.load("kaldi_decoder", extra="asr", purpose="Decoding")
     decoder = kaldi_decoder.FasterDecoder(graph.fst, kaldi_decoder.FasterDecoderOptions(beam=beam, max_active=max_active))
-    scaled_TP = np.ascontiguousarray(acoustic_scale * loglik_TP, dtype=np.float32)
-    decoder.decode(kaldi_decoder.DecodableCtc(scaled_TP))
+    decoder.decode(kaldi_decoder.DecodableCtc(_scaled(loglik_TP, acoustic_scale)))
     found, path = decoder.get_best_path()
     if not found:
-        return (), math.inf
-    _, _, labels, weight = kaldifst.get_linear_symbol_sequence(path)
-    return tuple(graph.words[label - 1] for label in labels), weight.value1 + weight.value2
+        return Path((), np.zeros(0, np.int32), math.inf, is_complete=False)
+    _, pdf_labels, word_labels, weight = kaldifst.get_linear_symbol_sequence(path)
+    return Path(tuple(graph.words[label - 1] for label in word_labels), np.array(pdf_labels, np.int32) - 1,
+                weight.value1 + weight.value2, is_complete=decoder.reached_final())
 
 
-def _add_silence(fst: Any, loop: int) -> None:
-    silence = fst.add_state()
-    _add_arc(fst, loop, silence, pdf=SILENCE_PDF)
-    _add_arc(fst, silence, silence, pdf=SILENCE_PDF)
-    _add_epsilon(fst, silence, loop)
+def lattice(graph: Graph, loglik_TP: npt.NDArray[np.float32], *, acoustic_scale: float, beam: float, lattice_beam: float) -> Any:
+    """All paths within `lattice_beam` of the best (kaldifst.Lattice): input labels are pdfs + 1, output labels words + 1."""
+    kaldi_decoder = extras.load("kaldi_decoder", extra="asr", purpose="Decoding")
+    config = kaldi_decoder.LatticeSimpleDecoderConfig(beam=beam, lattice_beam=lattice_beam)
+    decoder = kaldi_decoder.LatticeSimpleDecoder(graph.fst, config)
+    decoder.decode(kaldi_decoder.DecodableCtc(_scaled(loglik_TP, acoustic_scale)))
+    return decoder.get_raw_lattice()[1]
 
 
-def _add_word(fst: Any, loop: int, pdfs: tuple[int, ...], *, word_label: int, word_cost: float) -> None:
-    state = loop
-    for position, pdf in enumerate(pdfs):
-        following = fst.add_state()
-        if position == 0:
-            _add_arc(fst, state, following, pdf=pdf, label=word_label, cost=word_cost)
-        else:
-            _add_arc(fst, state, following, pdf=pdf)
-        _add_arc(fst, following, following, pdf=pdf)
-        state = following
-    _add_epsilon(fst, state, loop)
-
-
-def _add_arc(fst: Any, source: int, target: int, *, pdf: int, label: int = EPSILON, cost: float = 0.0) -> None:
-    kaldifst = extras.load("kaldifst", extra="asr", purpose="Decoding")
-    fst.add_arc(source, kaldifst.StdArc(pdf + 1, label, cost, target))
-
-
-def _add_epsilon(fst: Any, source: int, target: int) -> None:
-    kaldifst = extras.load("kaldifst", extra="asr", purpose="Decoding")
-    fst.add_arc(source, kaldifst.StdArc(EPSILON, EPSILON, 0.0, target))
+def _scaled(loglik_TP: npt.NDArray[np.float32], acoustic_scale: float) -> npt.NDArray[np.float32]:
+    return np.ascontiguousarray(acoustic_scale * loglik_TP, dtype=np.float32)

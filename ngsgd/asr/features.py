@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ngsgd.asr import extras
-from ngsgd.asr.utterance import SAMPLE_RATE_HZ, Samples
+from ngsgd.asr.utterance import Audio
 from ngsgd.config import FeatureConfig
 
 Features = npt.NDArray[np.float32]
@@ -24,11 +24,11 @@ def toolkit() -> Any:
     return extras.load("kaldi_native_fbank", extra="asr", purpose="Feature extraction")
 
 
-def extract(samples: Samples, config: FeatureConfig) -> Features:
-    """T x D features of one utterance, not normalised.  T is `utterance.num_frames(len(samples))`."""
+def extract(samples: Audio, config: FeatureConfig) -> Features:
+    """T x D features of one utterance, not normalised.  T is `utterance.num_frames(len(samples), config.sample_rate_hz)`."""
     knf = toolkit()
     options = knf.MfccOptions() if config.kind == "mfcc" else knf.FbankOptions()
-    options.frame_opts.samp_freq = SAMPLE_RATE_HZ
+    options.frame_opts.samp_freq = config.sample_rate_hz
     options.frame_opts.dither = 0.0  # dither draws unseeded numbers: two runs would differ
     options.frame_opts.snip_edges = False
     options.mel_opts.num_bins = config.num_mel_bins
@@ -36,7 +36,7 @@ def extract(samples: Samples, config: FeatureConfig) -> Features:
         options.num_ceps = config.num_ceps
         options.use_energy = False
     stream = knf.OnlineMfcc(options) if config.kind == "mfcc" else knf.OnlineFbank(options)
-    stream.accept_waveform(SAMPLE_RATE_HZ, samples.astype(np.float32))
+    stream.accept_waveform(config.sample_rate_hz, samples.astype(np.float32))
     stream.input_finished()
     return np.stack([stream.get_frame(t) for t in range(stream.num_frames_ready)])
 

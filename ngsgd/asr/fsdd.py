@@ -59,6 +59,12 @@ def utterances(set_name: str, data: DataConfig, pool: Pool, *, minutes: float) -
         index, made_s = index + 1, made_s + len(utterance.samples) / SAMPLE_RATE_HZ
 
 
+def recordings(pool: Pool) -> Iterator[Utterance]:
+    """The recordings as they are, one word each."""
+    for segment in pool.segments:
+        yield Utterance(segment.utt_id, segment.speaker, (segment.word,), pool.samples[segment.utt_id], pool.pdf_T[segment.utt_id])
+
+
 def _deck(pool: Pool, speaker: str, rng: np.random.Generator) -> Iterator[Segment]:
     """The speaker's recordings in random order for ever; each is used once before any is used again."""
     own = [segment for segment in pool.segments if segment.speaker == speaker]

@@ -14,6 +14,7 @@ from importlib.resources.abc import Traversable
 
 import numpy as np
 
+from ngsgd.asr.alignments import Alignment
 from ngsgd.asr.topology import SILENCE_PDF, STATES_PER_PHONE, Topology
 from ngsgd.asr.utterance import PdfIds, num_frames
 from ngsgd.errors import DataError
@@ -44,6 +45,19 @@ class Catalogue:
     pdf_T: Mapping[str, PdfIds]  # by utt_id
     topology: Topology
 
+    def realigned(self, alignment: Alignment) -> Catalogue:
+        """The same with other labels; recordings that the alignment lacks are left out."""
+        segments = tuple(segment for segment in self.segments if segment.utt_id in alignment.pdf_T)
+        if not segments:
+            raise DataError(f"{alignment.path} has no states for any recording of FSDD; give a file of ngsgd align recipe=fsdd.")
+        largest = max(int(pdf_T.max()) for pdf_T in alignment.pdf_T.values())
+        if largest >= self.topology.num_pdfs:
+            raise DataError(f"{alignment.path} has the state {largest}, and FSDD's phones have {self.topology.num_pdfs} states, "
+                            "from 0; give a file of ngsgd align recipe=fsdd.")
+        pdf_T = {segment.utt_id: alignment.pdf_T[segment.utt_id] for segment in segments}
+        _check_alignment(segments, pdf_T)
+        return Catalogue(segments, pdf_T, self.topology)
+
 
 def load_catalogue(folder: Traversable | None = None) -> Catalogue:
     """The catalogue in `folder`; without one, the catalogue of the 3000 public recordings."""
@@ -57,15 +71,20 @@ def load_catalogue(folder: Traversable | None = None) -> Catalogue:
     return Catalogue(segments=segments, pdf_T=pdf_T, topology=Topology(tuple(description["phones"][1:]), lexicon))
 
 
-def split(segments: Sequence[Segment], kind: str) -> dict[str, tuple[Segment, ...]]:
+def split(segments: Sequence[Segment], kind: str, held_out: str = "") -> dict[str, tuple[Segment, ...]]:
     """Recordings of train, valid and test.
 
     "speaker": test is two speakers that are never trained on, valid the others' held-out recordings.
     "official": test is everybody's held-out recordings; valid is index 5 to 9, taken from the official training part.
+    "loo": test is the speaker `held_out`, valid the others' held-out recordings.
     """
+    speakers = sorted({segment.speaker for segment in segments})
+    if kind == "loo" and held_out not in speakers:
+        raise DataError(f"data.held_out is {held_out!r}, who is not a speaker of FSDD; choose one of {', '.join(speakers)}.")
+    test_speakers = (held_out,) if kind == "loo" else TEST_SPEAKERS
     sets: dict[str, list[Segment]] = {"train": [], "valid": [], "test": []}
     for segment in segments:
-        sets[_set_by_speaker(segment) if kind == "speaker" else _set_by_index(segment)].append(segment)
+        sets[_set_by_index(segment) if kind == "official" else _set_by_speaker(segment, test_speakers)].append(segment)
     for name, members in sets.items():
         if not members:
             raise DataError(f"The {name} set of data.split={kind} is empty: none of the {len(segments)} recordings belongs "
@@ -73,8 +92,8 @@ def split(segments: Sequence[Segment], kind: str) -> dict[str, tuple[Segment, ..
     return {name: tuple(members) for name, members in sets.items()}
 
 
-def _set_by_speaker(segment: Segment) -> str:
-    if segment.speaker in TEST_SPEAKERS:
+def _set_by_speaker(segment: Segment, test_speakers: Sequence[str]) -> str:
+    if segment.speaker in test_speakers:
         return "test"
     return "valid" if segment.index < NUM_HELD_OUT else "train"
 
@@ -109,4 +128,4 @@ def _check_alignment(segments: Sequence[Segment], pdf_T: Mapping[str, PdfIds]) -
         found = len(pdf_T.get(segment.utt_id, ()))
         if found != expected:
             raise DataError(f"The alignment has {found} frames for {segment.utt_id} ({segment.file}), whose audio has "
-                            f"{expected}; make it again with recipes/fsdd/local/align.py.")
+                            f"{expected}; make it again with ngsgd align recipe=fsdd.")

@@ -72,7 +72,7 @@ def download(folder: Path, report: Callable[[str], None], url: str = URL) -> Pat
 
 def read_recordings(place: Path, segments: Sequence[Segment]) -> dict[str, Samples]:
     """The samples of every segment by utt_id, each checked for format, length and content."""
-    files = dict(_wav_files(place))
+    files = dict(wav_files(place))
     missing = [segment.file for segment in segments if segment.file not in files]
     if missing:
         raise DataError(f"{place} lacks {len(missing)} of {len(segments)} recordings, the first is {missing[0]}; "
@@ -89,7 +89,8 @@ def _fetch(url: str, path: Path) -> None:
         raise ConnectionError(f"it broke off after {path.stat().st_size} of {expected} bytes")
 
 
-def _wav_files(place: Path) -> Iterator[tuple[str, bytes]]:
+def wav_files(place: Path) -> Iterator[tuple[str, bytes]]:
+    """(name, content) of every wav file of a folder or an archive."""
     if place.is_dir():
         yield from ((path.name, path.read_bytes()) for path in sorted(place.glob("*.wav")))
         return

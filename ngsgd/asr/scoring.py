@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,6 +87,47 @@ def write_per_utterance(path: Path, total: WordErrors, rows: Iterable[UtteranceE
     for row in rows:
         lines += [f"{row.utt_id} {row.errors}", *_aligned(row.pairs), ""]
     files.write_text(path, "\n".join(lines))
+
+
+def write_per_speaker(path: Path, rows: Sequence[UtteranceErrors], speakers: Sequence[str]) -> None:
+    """A line of counts for each speaker, in the order of their names, and one for all of them."""
+    by_speaker: dict[str, WordErrors] = {}
+    for row, speaker in zip(rows, speakers, strict=True):
+        by_speaker[speaker] = by_speaker.get(speaker, WordErrors(0, 0, 0, 0)) + row.errors
+    width = max(len(name) for name in ["SUM", *by_speaker])
+    total = sum(by_speaker.values(), WordErrors(0, 0, 0, 0))
+    lines = [f"{name:{width}} {errors}" for name, errors in [*sorted(by_speaker.items()), ("SUM", total)]]
+    files.write_text(path, "\n".join([*lines, ""]))
+
+
+def operations(rows: Iterable[UtteranceErrors]) -> Counter[tuple[str, str]]:
+    """How often each word was recognised as each other; `NOTHING` stands where one is missing."""
+    return Counter(pair for row in rows for pair in row.pairs)
+
+
+def write_operations(path: Path, rows: Iterable[UtteranceErrors]) -> None:
+    """Lines "operation said recognised count", as Kaldi's wer_details/ops: the most frequent first within each operation."""
+    found = operations(rows)
+    lines = []
+    for kind in ("correct", "substitution", "insertion", "deletion"):
+        mine = [(pair, count) for pair, count in found.items() if _operation(pair) == kind]
+        lines += [f"{kind:12} {ref:15} {hyp:15} {count:8}" for (ref, hyp), count in sorted(mine, key=lambda one: (-one[1], one[0]))]
+    files.write_text(path, "\n".join([*lines, ""]))
+
+
+def write_recogs(path: Path, rows: Iterable[UtteranceErrors]) -> None:
+    """For each utterance the words said and the words recognised, as icefall's recogs-*.txt."""
+    lines = []
+    for row in rows:
+        ref, hyp = ([pair[side] for pair in row.pairs if pair[side] != NOTHING] for side in (0, 1))
+        lines += [f"{row.utt_id}:\tref={ref}", f"{row.utt_id}:\thyp={hyp}"]
+    files.write_text(path, "\n".join([*lines, ""]))
+
+
+def _operation(pair: tuple[str, str]) -> str:
+    if pair[0] == pair[1]:
+        return "correct"
+    return {0: "insertion", 1: "deletion"}.get(pair.index(NOTHING), "") if NOTHING in pair else "substitution"
 
 
 def _score_utterance(ref: list[str], hyp: list[str], utt_id: str) -> UtteranceErrors:

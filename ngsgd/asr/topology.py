@@ -1,50 +1,68 @@
 """Which HMM states there are, and how words are spelt in them.
 
-Silence is one state, pdf 0; every phone is three states left to right.  A state and its pdf are the same thing here:
-nothing is tied.
+Silence has one state or more, pdf 0 upwards; every phone after it is three states left to right.  A state and its pdf are
+the same thing here: nothing is tied.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 STATES_PER_PHONE = 3
-SILENCE_PDF = 0
+SILENCE_PDF = 0         # the first state of silence
+SILENCE_PHONE = "SIL"   # may stand in a pronunciation, as in Kaldi's `<UNK> SIL`
 
 Pronunciation = tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Topology:
-    """All the decoder needs to know about a corpus."""
+    """All the decoder needs to know about the sounds of a corpus."""
 
     phones: tuple[str, ...]                          # without silence; their order decides the pdf ids
     lexicon: dict[str, tuple[Pronunciation, ...]]    # word -> one or more pronunciations
+    num_silence_states: int = 1
 
     @property
     def num_pdfs(self) -> int:
-        return 1 + STATES_PER_PHONE * len(self.phones)
+        return self.num_silence_states + STATES_PER_PHONE * len(self.phones)
 
     @property
     def words(self) -> tuple[str, ...]:
         return tuple(self.lexicon)
 
+    @cached_property
+    def word_labels(self) -> dict[str, int]:
+        """Word -> its number in graphs, from 1."""
+        return {word: number for number, word in enumerate(self.lexicon, start=1)}
+
+    @property
+    def silence_pdfs(self) -> tuple[int, ...]:
+        return tuple(range(SILENCE_PDF, self.num_silence_states))
+
     def pdfs_of_phone(self, phone: str) -> tuple[int, ...]:
-        first = 1 + STATES_PER_PHONE * self.phones.index(phone)
+        if phone == SILENCE_PHONE:
+            return self.silence_pdfs
+        first = self.num_silence_states + STATES_PER_PHONE * self.phones.index(phone)
         return tuple(range(first, first + STATES_PER_PHONE))
 
     def spellings(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Every (word, its pdfs from left to right); a word comes once for each pronunciation."""
         for word, pronunciations in self.lexicon.items():
             for phones in pronunciations:
-                yield word, tuple(pdf for phone in phones for pdf in self.pdfs_of_phone(phone))
+                yield word, self.pdfs_of(phones)
+
+    def pdfs_of(self, phones: Pronunciation) -> tuple[int, ...]:
+        return tuple(pdf for phone in phones for pdf in self.pdfs_of_phone(phone))
 
     def to_json(self) -> dict[str, Any]:
-        return {"phones": list(self.phones), "lexicon": {word: [list(p) for p in all_] for word, all_ in self.lexicon.items()}}
+        return {"phones": list(self.phones), "lexicon": {word: [list(p) for p in all_] for word, all_ in self.lexicon.items()},
+                "num_silence_states": self.num_silence_states}
 
     @staticmethod
     def from_json(tree: dict[str, Any]) -> Topology:
         lexicon = {word: tuple(tuple(p) for p in all_) for word, all_ in tree["lexicon"].items()}
-        return Topology(phones=tuple(tree["phones"]), lexicon=lexicon)
+        return Topology(tuple(tree["phones"]), lexicon, tree["num_silence_states"])

@@ -1,4 +1,4 @@
-"""One spoken utterance before feature extraction, and the frames it falls into."""
+"""One utterance: as audio with its labels, or as features; and the frames it falls into."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-SAMPLE_RATE_HZ = 8000
-FRAME_SHIFT = 80  # samples: 10 ms
+SAMPLE_RATE_HZ = 8000  # of the corpora that are made here; others have their own (features.sample_rate_hz)
+FRAME_SHIFT = 80       # samples at that rate: 10 ms
+UNALIGNED = -1         # in place of a pdf id, where it is not known
 
 Samples = npt.NDArray[np.int16]
+Audio = Samples | npt.NDArray[np.float32]  # in the range of 16-bit numbers
 PdfIds = npt.NDArray[np.int32]
 
 
@@ -21,13 +23,29 @@ class Utterance:
     utt_id: str
     speaker: str
     words: tuple[str, ...]
-    samples: Samples  # 8 kHz
+    samples: Audio
     pdf_T: PdfIds
 
 
-def num_frames(num_samples: int) -> int:
+@dataclass(frozen=True)
+class FramedUtterance:
+    """Features, not normalised, with the words said in them and the HMM state of each frame, or `UNALIGNED`."""
+
+    utt_id: str
+    speaker: str
+    words: tuple[str, ...]
+    features_TD: npt.NDArray[np.float32]
+    pdf_T: PdfIds
+
+
+def num_frames(num_samples: int, sample_rate_hz: int = SAMPLE_RATE_HZ) -> int:
     """Frames of Kaldi's snip_edges=false: every 10 ms, windows reflected at the ends."""
-    return (num_samples + FRAME_SHIFT // 2) // FRAME_SHIFT
+    shift = sample_rate_hz // 100
+    return (num_samples + shift // 2) // shift
+
+
+def unaligned(num_frames: int) -> PdfIds:
+    return np.full(num_frames, UNALIGNED, dtype=np.int32)
 
 
 def frame_centres(num_samples: int) -> npt.NDArray[np.int64]:

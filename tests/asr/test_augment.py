@@ -60,7 +60,13 @@ def test_each_new_label_is_that_of_the_time_it_stands_for() -> None:
         shift = rate_hz // 100
         num_samples = round(100 * shift / factor)
         expected = [min(int((t * shift + shift // 2) * factor) // shift, 99) for t in range((num_samples + shift // 2) // shift)]
-        assert augment.retime(pdf_T, num_samples, factor, sample_rate_hz=rate_hz).tolist() == expected
+        assert augment.retime(pdf_T, num_frames(num_samples, rate_hz), factor).tolist() == expected
+
+
+def test_a_changed_copy_is_traced_back_to_its_original() -> None:
+    config = AugmentConfig(num_copies=2, speed="all", speed_factors=(0.9, 1.0))
+    assert [augment.original(one.utt_id) for one in changed(config)] == [("u1", 0.9), ("u1", 1.0)] * 2
+    assert augment.original("spot-1") == ("spot-1", 1.0)
 
 
 def test_all_speeds_make_three_fold_data_and_copies_multiply_it() -> None:

@@ -1,8 +1,10 @@
 import numpy as np
 import pytest
 
-from ngsgd.asr import decoding
+from ngsgd.asr import decoding, graphs
 from ngsgd.asr.digit_labels import TOPOLOGY
+from ngsgd.asr.graphs import Graph
+from ngsgd.asr.language import Language
 from ngsgd.asr.topology import SILENCE_PDF, Topology
 from tests.reference import viterbi
 
@@ -22,24 +24,27 @@ def spell(topology: Topology, words: list[str], *, frames_per_state: int) -> np.
     return loglik_TP
 
 
+def digit_loop(topology: Topology, word_penalty: float) -> Graph:
+    return graphs.with_word_penalty(graphs.build(Language(topology), silence_prob=0.0), word_penalty)
+
+
+def words_of(graph: Graph, loglik_TP: np.ndarray, beam: float = 30.0) -> tuple[str, ...]:
+    return decoding.best_path(graph, loglik_TP, acoustic_scale=1.0, beam=beam, max_active=100000).words
+
+
 def test_clear_speech_is_decoded_to_its_words() -> None:
     words = ["nine", "nine", "one", "zero", "seven", "five", "four", "three", "six", "eight", "two"]
-    graph = decoding.build_graph(TOPOLOGY, word_penalty=0.0)
-    loglik_TP = spell(TOPOLOGY, words, frames_per_state=3)
-    assert decoding.decode(graph, loglik_TP, acoustic_scale=1.0, beam=30.0, max_active=7000) == tuple(words)
+    assert words_of(digit_loop(TOPOLOGY, 0.0), spell(TOPOLOGY, words, frames_per_state=3)) == tuple(words)
 
 
 def test_silence_is_decoded_to_no_words() -> None:
-    graph = decoding.build_graph(TOPOLOGY, word_penalty=0.0)
-    loglik_TP = spell(TOPOLOGY, [], frames_per_state=1)
-    assert decoding.decode(graph, loglik_TP, acoustic_scale=1.0, beam=30.0, max_active=7000) == ()
+    assert words_of(digit_loop(TOPOLOGY, 0.0), spell(TOPOLOGY, [], frames_per_state=1)) == ()
 
 
 def test_a_higher_word_penalty_gives_fewer_words() -> None:
     rng = np.random.default_rng(0)
     loglik_TP = rng.normal(size=(200, TOPOLOGY.num_pdfs)).astype(np.float32)
-    lengths = [len(decoding.decode(decoding.build_graph(TOPOLOGY, penalty), loglik_TP, acoustic_scale=1.0, beam=200.0,
-                                   max_active=100000)) for penalty in (0.0, 3.0, 30.0)]
+    lengths = [len(words_of(digit_loop(TOPOLOGY, penalty), loglik_TP, beam=200.0)) for penalty in (0.0, 3.0, 30.0)]
     assert lengths[0] > lengths[1] > lengths[2]
 
 
@@ -50,7 +55,8 @@ def test_wide_beam_finds_the_path_of_exhaustive_search(seed: int) -> None:
     num_frames = int(rng.integers(1, 40))
     loglik_TP = rng.normal(scale=3.0, size=(num_frames, topology.num_pdfs)).astype(np.float32)
     expected = viterbi.best_path(topology, loglik_TP, acoustic_scale=0.5, word_penalty=1.5)
-    graph = decoding.build_graph(topology, word_penalty=1.5)
-    words, cost = decoding.best_path(graph, loglik_TP, acoustic_scale=0.5, beam=1000.0, max_active=100000)
-    assert words == expected.words
-    assert cost == pytest.approx(expected.cost, rel=1e-5, abs=1e-4)  # the decoder adds up in float32
+    path = decoding.best_path(digit_loop(topology, 1.5), loglik_TP, acoustic_scale=0.5, beam=1000.0, max_active=100000)
+    assert path.words == expected.words
+    # the decoder adds up in float32, and the graph's costs are rounded to 1e-5 a word
+    assert path.cost == pytest.approx(expected.cost, rel=1e-5, abs=1e-3)
+    assert len(path.pdf_T) == num_frames

@@ -5,6 +5,7 @@ import pytest
 
 from ngsgd.asr import scoring
 from ngsgd.asr.evaluation import tune_and_decode
+from ngsgd.asr.language import Language
 from ngsgd.asr.scoring import WordErrors
 from ngsgd.asr.speech_set import SpeechSet
 from ngsgd.asr.topology import Topology
@@ -76,7 +77,8 @@ def test_the_setting_that_is_best_on_valid_is_used_on_test() -> None:
     test, test_logliks = speech_that_says([["b", "ab"], ["aa"]], SMALL)
     # at scale 1e-6 frames weigh nothing against the cost of a word, and at penalty 1e4 no word is worth it
     config = DecodeConfig(acoustic_scales=(1e-6, 1.0), word_penalties=(1e4, 0.0), beam=1e6)
-    result = tune_and_decode(SMALL, config, valid=valid, valid_logliks=valid_logliks, test=test, test_logliks=test_logliks)
+    result = tune_and_decode(Language(SMALL), config, valid=valid, valid_logliks=valid_logliks, test=test,
+                             test_logliks=test_logliks)
     assert (result.setting.acoustic_scale, result.setting.word_penalty) == (1.0, 0.0)
     assert result.valid.num_errors == result.test.num_errors == 0
     assert len(result.sweep) == 4
@@ -88,4 +90,4 @@ def test_scores_of_another_models_states_are_refused() -> None:
     speech, logliks = speech_that_says([["ab"]], SMALL)
     narrow = [loglik_TP[:, 1:] for loglik_TP in logliks]
     with pytest.raises(DataError, match="6 HMM states and the corpus has 7"):
-        tune_and_decode(SMALL, DecodeConfig(), valid=speech, valid_logliks=narrow, test=speech, test_logliks=narrow)
+        tune_and_decode(Language(SMALL), DecodeConfig(), valid=speech, valid_logliks=narrow, test=speech, test_logliks=narrow)

@@ -102,7 +102,7 @@ def test_only_the_first_rows_are_kept_and_no_more_than_there_are(tmp_path: Path)
     assert whole.input_transform.shape == (20, 21)
     # the limit on singular values, which mixes rows, is not active here
     assert same_but_for_signs(five.input_transform.numpy(), whole.input_transform.numpy()[:5], 1e-6)
-    with pytest.raises(ConfigError, match="model.lda_dim is 21, but only 20 inputs are transformed"):
+    with pytest.raises(ConfigError, match=r"model\.lda_dim is 21, but only 20 inputs are transformed"):
         statistics_for(replace(LDA, lda_dim=21), reader)
 
 

@@ -73,7 +73,7 @@ def test_every_stage_is_a_network_of_its_own_layers(kind: str) -> None:
 
 
 def test_fewer_subclasses_than_classes_are_refused() -> None:
-    with pytest.raises(ConfigError, match="model.num_subclasses is 3, but there are 3 classes"):
+    with pytest.raises(ConfigError, match=r"model\.num_subclasses is 3, but there are 3 classes"):
         build_model(ModelConfig(num_subclasses=3), 20, 3, 0, statistics=COUNTS)
 
 

@@ -1,0 +1,126 @@
+"""Which HMM state each frame belongs to, for every utterance: read from ours, from text, and from Kaldi's archives."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ngsgd.asr import augment, kaldi_tables
+from ngsgd.asr.speech_set import SpeechSet
+from ngsgd.asr.utterance import PdfIds
+from ngsgd.errors import DataError
+from ngsgd.files import new_file
+
+MOST_MISSING = 0.5  # of a set's utterances; with fewer aligned it is more likely that the file belongs to other data
+
+
+@dataclass(frozen=True)
+class Alignment:
+    """The states of the frames of every utterance."""
+
+    pdf_T: Mapping[str, PdfIds]     # by utt_id
+    path: Path                      # where it came from, for messages
+
+
+def read(path: Path) -> Alignment:
+    """An .npz of `ngsgd align` (pdf, offsets, utt_ids), text lines "utt pdf pdf ...", or a folder of Kaldi's ali.*.gz or ali.*.ark.
+
+    The numbers in a Kaldi folder are transition ids, translated by its file tid2pdf (lines "transition-id pdf"); without
+    that file they are pdfs, as ali-to-pdf makes them.
+    """
+    path = path.expanduser()
+    if not path.exists():
+        raise DataError(f"data.alignment is {path}, which does not exist; give the file that ngsgd align wrote, or leave it empty.")
+    if path.is_dir():
+        return Alignment(_read_folder(path), path)
+    return Alignment(_read_npz(path) if path.suffix == ".npz" else kaldi_tables.read_int_vectors(path), path)
+
+
+def write(path: Path, pdf_T: Mapping[str, PdfIds]) -> None:
+    """As .npz, or as text lines "utt pdf pdf ..." where `path` does not end in .npz; the file is whole or absent."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with new_file(path) as temporary:
+        if path.suffix == ".npz":
+            with temporary.open("wb") as file:
+                np.savez_compressed(file, pdf=np.concatenate(list(pdf_T.values())), utt_ids=list(pdf_T),
+                                    offsets=np.cumsum([0, *map(len, pdf_T.values())]))
+        else:
+            temporary.write_text("".join(f"{utt_id} {' '.join(map(str, pdfs.tolist()))}\n" for utt_id, pdfs in pdf_T.items()))
+
+
+def attach(alignment: Alignment, name: str, speech: SpeechSet, num_pdfs: int) -> tuple[SpeechSet, list[str]]:
+    """The set `name` with these labels, and the utterances that had to be left out because they have none.
+
+    A changed copy of an utterance (`augment`) that has none of its own takes the original's, at its speed.
+    """
+    lengths = dict(zip(speech.frames.utt_ids, np.diff(speech.frames.offsets).tolist(), strict=True))
+    pdf_T = {utt_id: labels for utt_id, length in lengths.items() if (labels := _labels(alignment, utt_id, length)) is not None}
+    missing = [utt_id for utt_id in lengths if utt_id not in pdf_T]
+    if len(missing) > MOST_MISSING * len(lengths):
+        raise DataError(f"{alignment.path} has no states for {len(missing)} of the {len(lengths)} utterances of {name}, the first "
+                        f"is {missing[0]}; give the alignment of this data, or data.alignment=flat.")
+    for utt_id, labels in pdf_T.items():
+        _check(labels, utt_id, lengths[utt_id], num_pdfs, alignment.path)
+    return speech.labelled(pdf_T), missing
+
+
+def _labels(alignment: Alignment, utt_id: str, num_frames: int) -> PdfIds | None:
+    source, factor = augment.original(utt_id)
+    if utt_id in alignment.pdf_T or source not in alignment.pdf_T:
+        return alignment.pdf_T.get(utt_id)
+    return alignment.pdf_T[source] if factor == 1.0 else augment.retime(alignment.pdf_T[source], num_frames, factor)
+
+
+def _check(pdf_T: PdfIds, utt_id: str, num_frames: int, num_pdfs: int, path: Path) -> None:
+    if len(pdf_T) != num_frames:
+        raise DataError(f"{path} has {len(pdf_T)} states for {utt_id}, which has {num_frames} frames; it belongs to other audio or "
+                        "another frame rate: align again.")
+    if pdf_T.min() < 0 or pdf_T.max() >= num_pdfs:
+        wrong = int(pdf_T.min() if pdf_T.min() < 0 else pdf_T.max())
+        raise DataError(f"{path} has the state {wrong} in {utt_id}, and the lexicon and its phones have {num_pdfs} states, from 0; "
+                        "give the lexicon that the alignment was made with, or data.graph.")
+
+
+def _read_npz(path: Path) -> dict[str, PdfIds]:
+    try:
+        with np.load(path) as arrays:
+            pieces = np.split(arrays["pdf"].astype(np.int32), arrays["offsets"][1:-1])
+            return dict(zip(arrays["utt_ids"].tolist(), pieces, strict=True))
+    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+        raise DataError(f"{path} is not an alignment of ngsgd align ({error}); make it again.") from error
+
+
+def _read_folder(folder: Path) -> dict[str, PdfIds]:
+    archives = sorted([*folder.glob("ali.*.gz"), *folder.glob("ali.*.ark"), *folder.glob("ali.ark")])
+    if not archives:
+        raise DataError(f"{folder} holds neither ali.*.gz nor ali.*.ark; give the folder that Kaldi's align_si.sh wrote.")
+    found: dict[str, PdfIds] = {}
+    for archive in archives:
+        found |= kaldi_tables.read_int_vectors(archive)
+    if not (folder / "tid2pdf").exists():
+        return found
+    pdf_of = read_tid2pdf(folder / "tid2pdf")
+    for utt_id, tids in found.items():
+        if tids.min() < 1 or tids.max() > len(pdf_of):
+            raise DataError(f"{folder} has the transition {tids.max()} in {utt_id}, and its tid2pdf goes from 1 to {len(pdf_of)}; "
+                            "take both from one model.")
+    table = np.array([-1, *pdf_of], dtype=np.int32)
+    return {utt_id: table[tids] for utt_id, tids in found.items()}
+
+
+def read_tid2pdf(path: Path) -> tuple[int, ...]:
+    """Transition id - 1 -> pdf, from lines "transition-id pdf"."""
+    pairs = {}
+    for where, line in kaldi_tables.read_lines(path):
+        try:
+            tid, pdf = map(int, line.split())
+        except ValueError as error:
+            raise DataError(f"{where}: {line[:40]!r} is not a transition id and a pdf id; write both as numbers.") from error
+        pairs[tid] = pdf
+    if sorted(pairs) != list(range(1, len(pairs) + 1)):
+        raise DataError(f"{path} does not number the transitions from 1 without gaps; write one line for each transition id.")
+    return tuple(pairs[tid] for tid in range(1, len(pairs) + 1))

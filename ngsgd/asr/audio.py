@@ -1,0 +1,71 @@
+"""Audio files as samples, whole or in part; what is wrong with a file is said in a sentence."""
+
+from __future__ import annotations
+
+import wave
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ngsgd.asr import extras
+from ngsgd.errors import DataError
+
+FULL_SCALE = 32768.0  # Kaldi's features expect the numbers of 16-bit samples
+_END_TOLERANCE_S = 0.05  # by which a segment may reach beyond its recording: times are rounded when they are written down
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A file, or the part of it between two times."""
+
+    path: Path
+    where: str                      # the file:line that names it, for messages
+    start_s: float = 0.0
+    end_s: float | None = None      # None: to the end
+
+
+def read(piece: Piece, sample_rate_hz: int) -> npt.NDArray[np.float32]:
+    """The samples of a mono file in the range of 16-bit numbers; raises DataError on any other rate."""
+    samples, rate_hz = _read_file(piece)
+    if rate_hz != sample_rate_hz:
+        raise DataError(f"{piece.where}: {piece.path} is sampled at {rate_hz} Hz, and features.sample_rate_hz is {sample_rate_hz}; "
+                        f"resample the audio, or set features.sample_rate_hz={rate_hz}.")
+    if piece.end_s is None:
+        return samples
+    first, end = round(piece.start_s * rate_hz), round(piece.end_s * rate_hz)
+    if not 0 <= first < end <= len(samples) + _END_TOLERANCE_S * rate_hz:
+        raise DataError(f"{piece.where}: the segment from {piece.start_s:g} to {piece.end_s:g} s does not lie within {piece.path}, "
+                        f"which lasts {len(samples) / rate_hz:g} s; mend the times.")
+    return samples[first:end]
+
+
+def _read_file(piece: Piece) -> tuple[npt.NDArray[np.float32], int]:
+    soundfile: Any = extras.load("soundfile", extra="asr", purpose="Reading audio files")
+    if not piece.path.is_file():
+        raise DataError(f"{piece.where}: {piece.path} does not exist; mend the path, or remove the line.")
+    try:
+        _check_is_whole(piece)
+        samples, rate_hz = soundfile.read(str(piece.path), dtype="float64")
+    except (OSError, RuntimeError) as error:  # soundfile.LibsndfileError is a RuntimeError
+        reason = str(error).rpartition(": ")[2].strip().rstrip(".")
+        raise DataError(f"{piece.where}: {piece.path} cannot be read as audio ({reason}); make it again.") from error
+    if samples.ndim != 1:
+        raise DataError(f"{piece.where}: {piece.path} has {samples.shape[1]} channels; give files of one channel.")
+    if not len(samples):
+        raise DataError(f"{piece.where}: {piece.path} holds no sample; make it again, or remove the line.")
+    return (samples * FULL_SCALE).astype(np.float32), int(rate_hz)
+
+
+def _check_is_whole(piece: Piece) -> None:
+    # libsndfile reads a wav that was cut off as a shorter one
+    try:
+        with wave.open(str(piece.path)) as wav:
+            promised = wav.getnframes()
+            found = len(wav.readframes(promised)) // (wav.getsampwidth() * wav.getnchannels())
+    except (wave.Error, EOFError):
+        return  # no PCM wav: flac, or floating point
+    if found < promised:
+        raise DataError(f"{piece.where}: {piece.path} is truncated, {found} of the {promised} samples it promises; make it again.")

@@ -1,0 +1,83 @@
+"""One Gaussian with a diagonal covariance for each HMM state: what a flat start is sorted out with.
+
+A network learns wrong labels as readily as right ones and then confirms them; a Gaussian cannot, it has to describe what most
+of its frames have in common.  All in closed form: nothing is trained.  Features are decorrelated first (principal axes), and
+their differences over time are added, as a diagonal covariance asks for.
+
+Letters: T frames, D features, K decorrelated features with differences, P pdfs.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Matrix = npt.NDArray[np.float64]
+
+MOST_AXES = 13          # as many as cepstra are usually kept
+VARIANCE_FLOOR = 0.05   # of a state, relative to that of all frames
+FEWEST_FRAMES = 5       # a state with fewer takes the mean and variance of all frames
+_DELTAS = np.array([-2, -1, 0, 1, 2]) / 10.0  # regression over two frames either side, as Kaldi's add-deltas
+
+
+@dataclass(frozen=True)
+class Axes:
+    """A rotation that makes features uncorrelated, scaled to unit variance."""
+
+    mean_D: Matrix
+    rotation_DK: Matrix
+
+    @classmethod
+    def of(cls, features_TD: npt.NDArray[np.float32]) -> Axes:
+        """The axes of largest variance of all frames, at most `MOST_AXES`."""
+        mean_D = features_TD.mean(axis=0, dtype=np.float64)
+        centred_TD = features_TD - mean_D
+        variance_D, axes_DD = np.linalg.eigh(centred_TD.T @ centred_TD / len(features_TD))
+        order = np.argsort(-variance_D)[:MOST_AXES]
+        order = order[variance_D[order] > 1e-9 * variance_D.max()]  # a constant feature has no direction
+        return cls(mean_D, axes_DD[:, order] / np.sqrt(variance_D[order]))
+
+    def apply(self, features_TD: npt.NDArray[np.float32]) -> Matrix:
+        """T x K: the rotated features of one utterance, their first and their second differences."""
+        rotated_TK = (features_TD - self.mean_D) @ self.rotation_DK
+        first = _differences(rotated_TK)
+        return np.concatenate([rotated_TK, first, _differences(first)], axis=1)
+
+
+@dataclass(frozen=True)
+class Gaussians:
+    """Means and variances of the states."""
+
+    mean_PK: Matrix
+    variance_PK: Matrix
+
+    @classmethod
+    def fit(cls, x_TK: Matrix, pdf_T: npt.NDArray[np.int32], num_pdfs: int) -> Gaussians:
+        """Maximum likelihood, variances floored."""
+        count_P = np.bincount(pdf_T, minlength=num_pdfs).astype(np.float64)
+        all_mean_K, all_variance_K = x_TK.mean(axis=0), x_TK.var(axis=0)
+        safe_P1 = np.maximum(count_P, 1.0)[:, None]
+        mean_PK, square_PK = (_sum_by_state(y_TK, pdf_T, num_pdfs) / safe_P1 for y_TK in (x_TK, x_TK**2))
+        variance_PK = np.maximum(square_PK - mean_PK**2, VARIANCE_FLOOR * all_variance_K)
+        rare_P1 = (count_P < FEWEST_FRAMES)[:, None]
+        return cls(np.where(rare_P1, all_mean_K, mean_PK), np.where(rare_P1, all_variance_K, variance_PK))
+
+    def log_likelihood(self, x_TK: Matrix) -> npt.NDArray[np.float32]:
+        """T x P: log density of every frame in every state."""
+        precision_PK = 1 / self.variance_PK
+        constant_P = -0.5 * (np.log(self.variance_PK) + self.mean_PK**2 * precision_PK + math.log(2 * math.pi)).sum(axis=1)
+        quadratic_TP = -0.5 * x_TK**2 @ precision_PK.T + x_TK @ (self.mean_PK * precision_PK).T
+        return np.asarray(quadratic_TP + constant_P, dtype=np.float32)
+
+
+def _differences(x_TK: Matrix) -> Matrix:
+    """Slope at every frame of the line through it and its neighbours; edges repeat the first and the last frame."""
+    padded = np.pad(x_TK, ((2, 2), (0, 0)), mode="edge")
+    return np.asarray(sum(weight * padded[i:i + len(x_TK)] for i, weight in enumerate(_DELTAS)))
+
+
+def _sum_by_state(x_TK: Matrix, pdf_T: npt.NDArray[np.int32], num_pdfs: int) -> Matrix:
+    return np.stack([np.bincount(pdf_T, weights=column, minlength=num_pdfs) for column in x_TK.T], axis=1)

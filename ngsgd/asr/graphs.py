@@ -1,0 +1,306 @@
+"""Decoding graphs as weighted transducers: HCLG at the level of pdfs, and the graph of one transcript.
+
+Input labels are pdf ids + 1 (0 is epsilon), output labels are word numbers + 1.  Costs are negative log probabilities.
+HCLG is made as Kaldi makes it (lexicon with disambiguation symbols, composed with the grammar, determinised, minimised),
+with two differences: phones have no context, so there is no C; and staying in a state or leaving it costs nothing.
+
+L lexicon (phones to words), G grammar (words), H states (pdfs to phones).
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ngsgd.asr import extras
+from ngsgd.asr.language import GivenGraph, Language
+from ngsgd.asr.topology import SILENCE_PHONE, Pronunciation, Topology
+from ngsgd.errors import DataError
+
+EPSILON = 0
+_PRECISION = 1e-5  # of costs that count as equal; the tools' own, 1/1024, adds up over the words of an utterance
+_BACKOFF = "#0"  # on the input side of G's back-off arcs, so that HCLG can be determinised
+
+
+@dataclass(frozen=True)
+class Graph:
+    """What is searched."""
+
+    fst: Any                    # kaldifst.StdVectorFst
+    words: tuple[str, ...]      # output label - 1 -> word
+
+
+class Arc(NamedTuple):
+    source: int
+    target: int
+    input: int
+    output: int
+    cost: float
+
+
+def build(language: Language, *, silence_prob: float) -> Graph:
+    """HCLG of a language.  Silence may stand before, between and after words, with probability `silence_prob`; at 0 it costs
+    as much as no silence: nothing.
+    """
+    topology = language.topology
+    lexicon = _Lexicon(topology)
+    grammar = _arpa_grammar(language.arpa, topology.words) if language.arpa else _loop(topology, language.is_one_word)
+    fst = lexicon.transducer(silence_prob)
+    kaldifst = _kaldifst()
+    kaldifst.arcsort(fst, "olabel")
+    kaldifst.arcsort(grammar, "ilabel")
+    fst = kaldifst.compose(fst, grammar)
+    _determinise(fst)
+    kaldifst.minimize_encoded(fst, delta=_PRECISION)
+    kaldifst.arcsort(fst, "ilabel")
+    states = lexicon.states()
+    kaldifst.arcsort(states, "olabel")
+    fst = kaldifst.compose(states, fst)
+    _determinise(fst)
+    fst = _rewritten(fst, lambda arc: arc if arc.input <= topology.num_pdfs else arc._replace(input=EPSILON))
+    kaldifst.minimize_encoded(fst, delta=_PRECISION)
+    return Graph(_with_self_loops(fst), topology.words)
+
+
+def read(given: GivenGraph) -> Graph:
+    """A graph that came with the data, its transition ids replaced by pdfs."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "HCLG.fst"
+        path.write_bytes(given.hclg)
+        fst = _kaldifst().StdVectorFst.read(str(path))
+    if fst is None:
+        raise DataError("The decoding graph HCLG.fst is damaged or not an OpenFst file; fetch it again.")
+
+    def to_pdf(arc: Arc) -> Arc:
+        if arc.input > len(given.tid2pdf) or arc.output > len(given.words):
+            raise DataError(f"The decoding graph HCLG.fst has the labels {arc.input}:{arc.output}, beyond its {len(given.tid2pdf)} "
+                            f"transitions or {len(given.words)} words; take the files of one release.")
+        return arc if arc.input == EPSILON else arc._replace(input=given.tid2pdf[arc.input - 1] + 1)
+    return Graph(_rewritten(fst, to_pdf), given.words)
+
+
+def with_word_penalty(graph: Graph, word_penalty: float) -> Graph:
+    """The same graph with `word_penalty` added to the cost of every word."""
+    return Graph(_rewritten(graph.fst, lambda arc: arc._replace(cost=arc.cost + word_penalty) if arc.output else arc), graph.words)
+
+
+def of_transcript(topology: Topology, words: Sequence[str]) -> Graph:
+    """The graph of these words in this order, in any of their pronunciations, with silence allowed around each; all for nothing.
+
+    Words come out as they go in, numbered in the topology.
+    """
+    fst = _new()
+    state = fst.start
+    for word in words:
+        label = topology.word_labels[word]
+        before = _after_optional_silence(fst, state, topology)
+        state = fst.add_state()
+        for phones in topology.lexicon[word]:
+            _add_epsilon(fst, _chain(fst, before, topology.pdfs_of(phones), label=label), state)
+    fst.set_final(_after_optional_silence(fst, state, topology), 0.0)
+    return Graph(fst, topology.words)
+
+
+# Lexicon --------------------------------------------------------------------------------------------------------------
+
+
+class _Lexicon:
+    """L and H of a topology, with their symbols: phones are numbered from 1, disambiguation symbols after them."""
+
+    def __init__(self, topology: Topology) -> None:
+        self.topology = topology
+        self.phones = (SILENCE_PHONE, *topology.phones)
+        self.entries = list(_disambiguated(topology))
+        num_disambig = 1 + max((number for _, _, number in self.entries), default=0)
+        first = len(self.phones) + 1
+        self.backoff = first                             # #0
+        self.disambig = range(first, first + num_disambig + 1)   # the last one ends an optional silence
+
+    def transducer(self, silence_prob: float) -> Any:
+        """L: phones to words, closed under repetition."""
+        silence_cost, no_silence_cost = (-math.log(silence_prob), -math.log(1 - silence_prob)) if silence_prob else (0.0, 0.0)
+        fst = _new()
+        loop, silence, ended = (fst.add_state() for _ in range(3))
+        _add(fst, Arc(fst.start, loop, EPSILON, EPSILON, no_silence_cost))
+        _add(fst, Arc(fst.start, silence, EPSILON, EPSILON, silence_cost))
+        _add(fst, Arc(silence, ended, self._phone(SILENCE_PHONE), EPSILON, 0.0))
+        _add(fst, Arc(ended, loop, self.disambig[-1], EPSILON, 0.0))
+        for word, phones, number in self.entries:
+            symbols = [*map(self._phone, phones), *([self.backoff + number] if number else [])]
+            state, output = loop, self.topology.word_labels[word]
+            for symbol in symbols[:-1]:
+                following = fst.add_state()
+                _add(fst, Arc(state, following, symbol, output, 0.0))
+                state, output = following, EPSILON
+            _add(fst, Arc(state, loop, symbols[-1], output, no_silence_cost))
+            _add(fst, Arc(state, silence, symbols[-1], output, silence_cost))
+        _add(fst, Arc(loop, loop, self.backoff, _backoff_label(self.topology.words), 0.0))
+        fst.set_final(loop, 0.0)
+        return fst
+
+    def states(self) -> Any:
+        """H: pdfs to phones, closed under repetition, without self-loops; lets disambiguation symbols pass."""
+        fst = _new()
+        fst.set_final(fst.start, 0.0)
+        for phone in self.phones:
+            state, output = fst.start, self._phone(phone)
+            pdfs = self.topology.pdfs_of_phone(phone)
+            for pdf in pdfs[:-1]:
+                following = fst.add_state()
+                _add(fst, Arc(state, following, pdf + 1, output, 0.0))
+                state, output = following, EPSILON
+            _add(fst, Arc(state, fst.start, pdfs[-1] + 1, output, 0.0))
+        for number, symbol in enumerate(self.disambig):
+            _add(fst, Arc(fst.start, fst.start, self.topology.num_pdfs + 1 + number, symbol, 0.0))
+        return fst
+
+    def _phone(self, phone: str) -> int:
+        return self.phones.index(phone) + 1
+
+
+def _disambiguated(topology: Topology) -> Iterator[tuple[str, Pronunciation, int]]:
+    """(word, pronunciation, number of its disambiguation symbol, 0 for none), as Kaldi's add_lex_disambig.
+
+    A symbol ends every pronunciation that several words share, and every one that begins another.
+    """
+    all_ = [(word, phones) for word, pronunciations in topology.lexicon.items() for phones in pronunciations]
+    count = Counter(phones for _, phones in all_)
+    prefixes = {phones[:length] for _, phones in all_ for length in range(1, len(phones))}
+    used: Counter[Pronunciation] = Counter()
+    for word, phones in all_:
+        number = 0
+        if count[phones] > 1 or phones in prefixes:
+            used[phones] += 1
+            number = used[phones]
+        yield word, phones, number
+
+
+# Grammar --------------------------------------------------------------------------------------------------------------
+
+
+def _loop(topology: Topology, is_one_word: bool) -> Any:
+    """G of any number of words, or of exactly one, each as likely."""
+    fst = _new()
+    end = fst.add_state() if is_one_word else fst.start
+    for label in range(1, len(topology.words) + 1):
+        _add(fst, Arc(fst.start, end, label, label, math.log(len(topology.words))))
+    fst.set_final(end, 0.0)
+    return fst
+
+
+def _arpa_grammar(arpa: str, words: Sequence[str]) -> Any:
+    """G of an n-gram model; n-grams with words that the lexicon lacks are left out."""
+    kaldilm = extras.load("kaldilm", extra="asr", purpose="A graph from an ARPA file")
+    symbols = ["<eps>", *words, _BACKOFF, "<s>", "</s>"]
+    with tempfile.TemporaryDirectory() as folder:
+        model, table = Path(folder) / "lm.arpa", Path(folder) / "words.txt"
+        model.write_text(arpa, encoding="utf-8")
+        table.write_text("".join(f"{symbol} {number}\n" for number, symbol in enumerate(symbols)), encoding="utf-8")
+        try:
+            text = kaldilm.arpa2fst(input_arpa=str(model), disambig_symbol=_BACKOFF, read_symbol_table=str(table),
+                                    max_arpa_warnings=0)
+        except RuntimeError as error:
+            raise DataError(f"The language model is not in ARPA's format ({_first_line(error)}); check the file.") from error
+    fst = _kaldifst().compile(text)
+    if fst.num_states == 0:
+        raise DataError("The language model holds none of the words of the lexicon; give the model and the lexicon of one task.")
+    return fst
+
+
+def _backoff_label(words: Sequence[str]) -> int:
+    return len(words) + 1  # where `_arpa_grammar` numbers #0
+
+
+# Transducers ----------------------------------------------------------------------------------------------------------
+
+
+def _with_self_loops(fst: Any) -> Any:
+    """States split by the pdf that led into them, each with a loop on that pdf."""
+    looped = _new()
+    numbers = {(fst.start, EPSILON): looped.start}
+    todo = [(fst.start, EPSILON)]
+    arcs = _arcs_by_source(fst)
+    while todo:
+        state, pdf_label = todo.pop()
+        source = numbers[state, pdf_label]
+        if pdf_label:
+            _add(looped, Arc(source, source, pdf_label, EPSILON, 0.0))
+        looped.set_final(source, fst.final(state))
+        for arc in arcs.get(state, ()):
+            target = (arc.target, arc.input)
+            if target not in numbers:
+                numbers[target] = looped.add_state()
+                todo.append(target)
+            _add(looped, arc._replace(source=source, target=numbers[target]))
+    return looped
+
+
+def _rewritten(fst: Any, change: Callable[[Arc], Arc]) -> Any:
+    """A copy whose arcs are changed one by one; states keep their numbers."""
+    copy = _kaldifst().StdVectorFst()
+    for _ in range(fst.num_states):
+        copy.add_state()
+    copy.start = fst.start
+    for state in range(fst.num_states):
+        copy.set_final(state, fst.final(state))
+    for arcs in _arcs_by_source(fst).values():
+        for arc in arcs:
+            _add(copy, change(arc))
+    return copy
+
+
+def _arcs_by_source(fst: Any) -> dict[int, list[Arc]]:
+    kaldifst = _kaldifst()
+    return {state: [Arc(state, arc.nextstate, arc.ilabel, arc.olabel, arc.weight.value) for arc in kaldifst.ArcIterator(fst, state)]
+            for state in range(fst.num_states)}
+
+
+def _chain(fst: Any, source: int, pdfs: Sequence[int], *, label: int = EPSILON) -> int:
+    """States for these pdfs after `source`, each with a self-loop; returns the last one."""
+    for pdf in pdfs:
+        following = fst.add_state()
+        _add(fst, Arc(source, following, pdf + 1, label, 0.0))
+        _add(fst, Arc(following, following, pdf + 1, EPSILON, 0.0))
+        source, label = following, EPSILON
+    return source
+
+
+def _after_optional_silence(fst: Any, source: int, topology: Topology) -> int:
+    """A state after all of silence, or none of it."""
+    after: int = fst.add_state()
+    _add_epsilon(fst, source, after)
+    _add_epsilon(fst, _chain(fst, source, topology.silence_pdfs), after)
+    return after
+
+
+def _determinise(fst: Any) -> None:
+    if _kaldifst().determinize_star(fst, delta=_PRECISION):
+        raise DataError("The decoding graph cannot be determinised; look for a word with two equal pronunciations in the lexicon.")
+
+
+def _new() -> Any:
+    """A transducer with one state, its start."""
+    fst = _kaldifst().StdVectorFst()
+    fst.start = fst.add_state()
+    return fst
+
+
+def _add(fst: Any, arc: Arc) -> None:
+    fst.add_arc(arc.source, _kaldifst().StdArc(arc.input, arc.output, arc.cost, arc.target))
+
+
+def _add_epsilon(fst: Any, source: int, target: int) -> None:
+    _add(fst, Arc(source, target, EPSILON, EPSILON, 0.0))
+
+
+def _kaldifst() -> Any:
+    return extras.load("kaldifst", extra="asr", purpose="Decoding")
+
+
+def _first_line(error: Exception) -> str:
+    return next((line.strip().rstrip(".") for line in str(error).splitlines() if line.strip()), "no reason given")

@@ -1,0 +1,102 @@
+"""Kaldi's files: tables of text, archives of matrices and of integer vectors, scripts (.scp) that point into archives."""
+
+from __future__ import annotations
+
+import gzip
+import io
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ngsgd.asr import extras
+from ngsgd.errors import DataError
+
+# what kaldiio raises on a file that is cut off, is no archive, or points nowhere
+_DAMAGE = (OSError, EOFError, ValueError, AssertionError, RuntimeError, KeyError, IndexError, MemoryError)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What a line of a table says, and where it stands."""
+
+    value: str
+    where: str      # file:line
+
+
+def read_lines(path: Path) -> Iterator[tuple[str, str]]:
+    """(file:line, text) of every line that is not empty."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise DataError(f"{path} does not exist; make it, or point data.source at another folder.") from error
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({error.strerror}); fix its permissions.") from error
+    except UnicodeError as error:
+        raise DataError(f"{path} is not UTF-8 text ({error}); convert it.") from error
+    for number, line in enumerate(text.splitlines(), start=1):
+        if line.strip():
+            yield f"{path}:{number}", line.strip()
+
+
+def read_table(path: Path) -> dict[str, Entry]:
+    """Lines "key value ...", by key in the order of the file; a key that comes twice is an error."""
+    table: dict[str, Entry] = {}
+    for where, line in read_lines(path):
+        key, _, value = line.replace("\t", " ").partition(" ")
+        if key in table:
+            raise DataError(f"{where}: {key} stands there for the second time, the first is {table[key].where}; remove one.")
+        table[key] = Entry(value.strip(), where)
+    if not table:
+        raise DataError(f"{path} is empty; fill it, or remove its folder.")
+    return table
+
+
+def read_ark(path: Path) -> dict[str, npt.NDArray[np.float32]]:
+    """All matrices of an archive by key."""
+    try:
+        return dict(_kaldiio().load_ark(str(path)))
+    except _DAMAGE as error:
+        raise DataError(f"{path} cannot be read as an archive of matrices ({_reason(error)}); make it again.") from error
+
+
+def read_matrix(entry: Entry, folder: Path) -> npt.NDArray[np.float32]:
+    """The matrix that an entry of a .scp points at, "file:offset"; a relative path is looked for from here, then from `folder`."""
+    name, colon, offset = entry.value.rpartition(":")
+    if not colon or not offset.isdigit():
+        name, offset = entry.value, "0"
+    path = Path(name) if Path(name).exists() else folder / name
+    try:
+        matrix = _kaldiio().load_mat(f"{path}:{offset}" if colon else str(path))
+    except FileNotFoundError as error:
+        raise DataError(f"{entry.where}: {name} does not exist; mend the path.") from error
+    except _DAMAGE as error:
+        raise DataError(f"{entry.where}: {entry.value} cannot be read as a matrix ({_reason(error)}); make it again.") from error
+    if np.ndim(matrix) != 2 or not len(matrix):
+        raise DataError(f"{entry.where}: {entry.value} holds no matrix of frames; point it at features.")
+    return np.ascontiguousarray(matrix, dtype=np.float32)
+
+
+def read_int_vectors(path: Path) -> dict[str, npt.NDArray[np.int32]]:
+    """All vectors of an archive of alignments, binary or text, packed by gzip where the name ends in .gz."""
+    try:
+        content = path.read_bytes()
+        content = gzip.decompress(content) if path.suffix == ".gz" else content
+        if b"\0B" not in content[:4096]:
+            lines = [fields for line in content.decode().splitlines() if (fields := line.split())]
+            return {utt_id: np.array(numbers, dtype=np.int32) for utt_id, *numbers in lines}
+        with io.BytesIO(content) as file:
+            return {key: np.asarray(vector, dtype=np.int32) for key, vector in _kaldiio().load_ark(file)}
+    except (*_DAMAGE, gzip.BadGzipFile) as error:
+        raise DataError(f"{path} cannot be read as an archive of alignments ({_reason(error)}); make it again.") from error
+
+
+def _kaldiio() -> Any:
+    return extras.load("kaldiio", extra="asr", purpose="Reading Kaldi archives")
+
+
+def _reason(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__

@@ -1,0 +1,141 @@
+import hashlib
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ngsgd.asr import an4, graphs
+from ngsgd.asr.corpus import check_source, prepare
+from ngsgd.asr.held_out import hold_out
+from ngsgd.asr.utterance import FramedUtterance, unaligned
+from ngsgd.config import DataConfig, DecodeConfig, FeatureConfig
+from ngsgd.errors import DataError
+
+kaldiio = pytest.importorskip("kaldiio")
+kaldifst = pytest.importorskip("kaldifst")
+
+FEATURES = FeatureConfig(kind="given", cmvn="speaker")
+SPEAKERS = [f"s{number}" for number in range(8)]
+DICTIONARY = "A  AH\nA(2)  EY\nGO  G OW\n"
+LM = """legacy text, with ngram 1=nr in its head
+
+\\data\\
+ngram 1=6
+ngram 2=1
+
+\\1-grams:
+-0.7000\t<UNK>\t0.0000
+-0.7000\t</s>\t-99.0000
+-99.0000\t<s>\t 0.0000
+-0.7000\tA\t 0.0000
+-0.7000\tGO\t 0.0000
+-0.7000\tWEAN\t 0.0000
+
+\\2-grams:
+-0.0001\tA\tGO
+
+\\end\\
+"""
+
+
+@pytest.fixture
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with all files of the release, small; and the checksums of what is in it."""
+    folder = tmp_path / "an4"
+    folder.mkdir()
+    rng = np.random.default_rng(0)
+    for name, utterances in (("train", [(s, u) for s in SPEAKERS for u in range(3)]), ("test", [("t0", 0), ("t1", 0)])):
+        ids = [f"{speaker}-{number}" for speaker, number in utterances]
+        matrices = {utt_id: rng.normal(size=(20, 13)).astype(np.float32) for utt_id in ids}
+        kaldiio.save_ark(str(folder / f"feats_{name}.ark"), matrices, scp=str(folder / f"feats_{name}.scp"))
+        (folder / f"text_{name}").write_text("".join(f"{utt_id} A GO\n" for utt_id in ids))
+        (folder / f"utt2spk_{name}").write_text("".join(f"{utt_id} {utt_id[:2]}\n" for utt_id in ids))
+        (folder / f"utt2num_frames_{name}").write_text("".join(f"{utt_id} 20\n" for utt_id in ids))
+        np.savez(folder / f"ali_{name}.npz", pdf=np.resize(np.arange(15, dtype=np.uint8), 20 * len(ids)), utt_ids=ids,
+                 offsets=20 * np.arange(len(ids) + 1), num_pdfs=15, tid2pdf=np.repeat(np.arange(15), 2))
+    words = {"<eps>": 0, "<UNK>": 1, "A": 2, "GO": 3}
+    (folder / "ali.json").write_text(json.dumps({"phones": ["SIL", "AH", "EY", "G", "OW"], "states_per_phone": 3, "words": words}))
+    (folder / "an4.dic").write_text(DICTIONARY)
+    (folder / "an4.ug.lm").write_text(LM)
+    (folder / "LICENSE").write_text("free")
+    (folder / "README.upstream").write_text("upstream")
+    kaldifst.compile("0 1 1 2\n1 1 2 0\n1\n").write(str(folder / "HCLG.fst"))
+    released = set(an4._checksums())
+    assert {path.name for path in folder.iterdir()} >= released - {"README.upstream"}
+    sums = {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in released}
+    monkeypatch.setattr(an4, "_checksums", lambda: sums)
+    return folder
+
+
+def silent(_: str) -> None:
+    pass
+
+
+def test_whole_speakers_of_train_are_held_out(source: Path, tmp_path: Path) -> None:
+    corpus = prepare(DataConfig(corpus="an4", source=str(source), valid_share=0.2), FEATURES, tmp_path / "cache", silent)
+    assert len(corpus.valid.texts) == 6  # two speakers of eight: the first that reach a fifth
+    assert not set(corpus.valid.speakers) & set(corpus.train.speakers)
+    assert set(corpus.valid.speakers) | set(corpus.train.speakers) == set(SPEAKERS)
+    assert corpus.num_pdfs == 15
+    assert corpus.train.is_aligned and corpus.test.is_aligned
+
+
+def test_features_are_normalised_over_each_speaker(source: Path, tmp_path: Path) -> None:
+    test = prepare(DataConfig(corpus="an4", source=str(source)), FEATURES, tmp_path / "cache", silent).test
+    for features_TD in test.split_features():  # each of them is all of its speaker
+        np.testing.assert_allclose(features_TD.mean(axis=0), 0, atol=1e-5)
+        np.testing.assert_allclose(features_TD.std(axis=0), 1, atol=1e-4)
+
+
+def test_both_graphs_are_there_after_loading_from_the_cache(source: Path, tmp_path: Path) -> None:
+    pytest.importorskip("kaldilm")
+    from ngsgd.asr.evaluation import build_graph
+
+    for _ in range(2):
+        language = prepare(DataConfig(corpus="an4", source=str(source)), FEATURES, tmp_path / "cache", silent).language
+    given, made = (build_graph(language, DecodeConfig(graph=kind)) for kind in ("given", "made"))
+    assert given.words == ("<UNK>", "A", "GO")
+    assert [arc.ilabel for arc in kaldifst.ArcIterator(given.fst, 0)] == [1]
+    assert made.fst.num_states > 10
+    assert language.topology.lexicon == {"<UNK>": (("SIL",),), "A": (("AH",), ("EY",)), "GO": (("G", "OW"),)}
+    assert "WEAN" not in language.arpa and "GO" in language.arpa
+    assert graphs.with_word_penalty(made, 1.0).fst.num_states == made.fst.num_states
+
+
+@pytest.mark.parametrize(("given", "sentence"), [
+    ("", r"data\.source is empty, and recipe=an4 has no download; get CMU's feature distribution"),
+    ("/no/such/place", r"data\.source is /no/such/place, which is not a folder; get CMU's feature distribution"),
+])
+def test_missing_source_says_where_to_get_it(given: str, sentence: str) -> None:
+    with pytest.raises(DataError, match=sentence):
+        check_source(DataConfig(corpus="an4", source=given))
+
+
+def test_missing_file_is_named(source: Path) -> None:
+    (source / "HCLG.fst").unlink()
+    with pytest.raises(DataError, match=r"an4 lacks HCLG\.fst; get"):
+        check_source(DataConfig(corpus="an4", source=str(source)))
+
+
+def test_file_of_another_release_is_named_and_nothing_is_written(source: Path, tmp_path: Path) -> None:
+    with (source / "text_train").open("a") as file:
+        file.write("s0-9 A\n")
+    with pytest.raises(DataError, match=r"text_train has the SHA-256 [0-9a-f]{16}\.\.\., and the release"):
+        prepare(DataConfig(corpus="an4", source=str(source)), FEATURES, tmp_path / "cache", silent)
+    assert not (tmp_path / "cache").exists()
+
+
+def framed(speaker: str, number: int) -> FramedUtterance:
+    return FramedUtterance(f"{speaker}-{number}", speaker, ("A",), np.zeros((1, 1), np.float32), unaligned(1))
+
+
+def test_with_few_speakers_utterances_are_held_out() -> None:
+    train, valid = hold_out([framed("only", number) for number in range(10)], share=0.25)
+    assert (len(train), len(valid)) == (7, 3)
+    assert hold_out([framed("only", number) for number in reversed(range(10))], share=0.25)[1] == valid[::-1]
+
+
+def test_a_set_too_small_to_hold_anything_out_is_refused() -> None:
+    with pytest.raises(DataError, match="The training set has 1 utterance"):
+        hold_out([framed("only", 0)], share=0.5)

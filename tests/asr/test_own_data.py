@@ -1,0 +1,354 @@
+import gzip
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ngsgd.asr import alignments, own_data
+from ngsgd.asr.corpus import prepare
+from ngsgd.asr.topology import Topology
+from ngsgd.asr.utterance import UNALIGNED, num_frames
+from ngsgd.config import AugmentConfig, DataConfig, FeatureConfig
+from ngsgd.errors import DataError
+from tests.asr.fake_fsdd import write_wav
+from tests.asr.made_up_speech import LEXICON, write_data
+
+soundfile = pytest.importorskip("soundfile")
+kaldiio = pytest.importorskip("kaldiio")
+pytest.importorskip("kaldi_native_fbank")
+
+States = dict[str, np.ndarray]
+
+FEATURES = FeatureConfig(kind="mfcc", num_mel_bins=23, cmvn="speaker", sample_rate_hz=16000)
+GIVEN = replace(FEATURES, kind="given")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_data(tmp_path_factory.mktemp("data") / "mine")
+
+
+@pytest.fixture
+def mine(whole: Path, tmp_path: Path) -> Path:
+    """A copy to break."""
+    return Path(shutil.copytree(whole, tmp_path / "mine"))
+
+
+def config(folder: Path, **settings: object) -> DataConfig:
+    return replace(DataConfig(corpus="kaldi", source=str(folder)), **settings)  # type: ignore[arg-type]
+
+
+def edit(path: Path, line: int, text: str | None) -> None:
+    """Replaces a line, counted from 1; None removes it."""
+    lines = path.read_text().splitlines()
+    lines[line - 1:line] = [] if text is None else [text]
+    path.write_text("\n".join(lines) + "\n")
+
+
+def give_features(folder: Path) -> None:
+    """feats.scp in place of audio: 5 features, 40 frames."""
+    rng = np.random.default_rng(0)
+    for name in ("train", "valid", "test"):
+        utt_ids = [line.split()[0] for line in (folder / name / "text").read_text().splitlines()]
+        matrices = {utt_id: rng.normal(size=(40, 5)).astype(np.float32) for utt_id in utt_ids}
+        kaldiio.save_ark(str(folder / name / "feats.ark"), matrices, scp=str(folder / name / "feats.scp"))
+
+
+def silent(_: str) -> None:
+    pass
+
+
+# what is read
+
+
+def test_data_directories_become_a_corpus(mine: Path, tmp_path: Path) -> None:
+    corpus = prepare(config(mine), FEATURES, tmp_path / "cache", silent)
+    assert corpus.train.speakers == ("train-s0", "train-s1") * 3
+    assert corpus.language.topology == Topology(("N", "Y"), {word: ((phone,),) for word, phone in LEXICON.items()}, 1)
+    expected = [num_frames(len(soundfile.read(mine / "test" / f"{utt_id}.wav")[0]), 16000) for utt_id in corpus.test.frames.utt_ids]
+    assert np.diff(corpus.test.frames.offsets).tolist() == expected
+    assert (corpus.train.frames.pdf_T == UNALIGNED).all()
+
+
+def test_flac_segments_and_relative_paths_give_the_frames_of_the_wav(mine: Path, tmp_path: Path) -> None:
+    plain = prepare(config(mine), FEATURES, tmp_path / "cache", silent)
+    for wav in sorted((mine / "test").glob("*.wav")):
+        samples, rate_hz = soundfile.read(wav, dtype="int16")
+        soundfile.write(wav.with_suffix(".flac"), np.concatenate([np.zeros(800, np.int16), samples]), rate_hz)
+        length_s = len(samples) / rate_hz
+        with (mine / "test" / "segments").open("a") as file:
+            file.write(f"{wav.stem} rec-{wav.stem} 0.05 {0.05 + length_s:.6f}\n")
+    scp = (mine / "test" / "wav.scp").read_text().splitlines()
+    (mine / "test" / "wav.scp").write_text("".join(f"rec-{line.split()[0]} {line.split()[0]}.flac\n" for line in scp))
+    cut = prepare(config(mine), FEATURES, tmp_path / "cache", silent)
+    assert np.array_equal(plain.test.frames.features_TD, cut.test.frames.features_TD)
+
+
+def test_without_a_valid_set_some_of_train_is_held_out_and_always_the_same(mine: Path, tmp_path: Path) -> None:
+    shutil.rmtree(mine / "valid")
+    corpus = prepare(config(mine, valid_share=0.3), FEATURES, tmp_path / "cache", silent)
+    again = prepare(config(mine, valid_share=0.3), FEATURES, tmp_path / "other", silent)
+    assert len(corpus.valid.texts) == 2
+    assert not set(corpus.valid.frames.utt_ids) & set(corpus.train.frames.utt_ids)
+    assert corpus.valid.frames.utt_ids == again.valid.frames.utt_ids
+    assert corpus.digest == again.digest
+
+
+def test_changed_audio_is_prepared_again(mine: Path, tmp_path: Path) -> None:
+    first = prepare(config(mine), FEATURES, tmp_path / "cache", silent)
+    path = mine / "train" / "train-s0-0.wav"
+    samples = soundfile.read(path, dtype="int16")[0]
+    write_wav(path, samples[:-1600], rate_hz=16000)
+    second = prepare(config(mine), FEATURES, tmp_path / "cache", silent)
+    assert first.digest != second.digest
+
+
+def test_lhotse_manifests_give_the_frames_of_the_data_directories(mine: Path, tmp_path: Path) -> None:
+    for name in ("train", "valid", "test"):
+        recordings, supervisions = [], []
+        for line in (mine / name / "text").read_text().splitlines():
+            utt_id, *words = line.split()
+            length = len(soundfile.read(mine / name / f"{utt_id}.wav")[0])
+            recordings.append({"id": f"r-{utt_id}", "sources": [{"type": "file", "channels": [0], "source": f"{utt_id}.wav"}],
+                               "sampling_rate": 16000, "num_samples": length, "duration": length / 16000})
+            supervisions.append({"id": utt_id, "recording_id": f"r-{utt_id}", "start": 0.0, "duration": length / 16000,
+                                 "channel": 0, "text": " ".join(words), "speaker": "-".join(utt_id.split("-")[:2])})
+        for kind, items in (("recordings", recordings), ("supervisions", supervisions)):
+            with gzip.open(mine / name / f"{kind}.jsonl.gz", "wt") as file:
+                file.write("".join(json.dumps(item) + "\n" for item in items))
+    ours, lhotses = (prepare(config(mine, corpus=kind), FEATURES, tmp_path / "cache", silent) for kind in ("kaldi", "lhotse"))
+    for name in ("train", "valid", "test"):
+        left, right = getattr(ours, name), getattr(lhotses, name)
+        assert (left.texts, left.speakers, left.frames.utt_ids) == (right.texts, right.speakers, right.frames.utt_ids)
+        assert np.array_equal(left.frames.features_TD, right.frames.features_TD)
+
+
+# what is wrong
+
+
+def say_nothing(folder: Path) -> None:
+    edit(folder / "train/text", 2, "train-s1-1 ")
+
+
+def say_an_unknown_word(folder: Path) -> None:
+    edit(folder / "train/text", 3, "train-s0-2 YES MAYBE")
+
+
+def say_it_twice(folder: Path) -> None:
+    edit(folder / "train/text", 3, "train-s0-0 YES")
+
+
+def lose_a_wav(folder: Path) -> None:
+    (folder / "test/test-s0-0.wav").unlink()
+
+
+def halve_the_rate(folder: Path) -> None:
+    write_wav(folder / "valid/valid-s1-1.wav", np.zeros(8000, "<i2"), rate_hz=8000)
+
+
+def cut_a_wav(folder: Path) -> None:
+    path = folder / "train/train-s0-4.wav"
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+def make_stereo(folder: Path) -> None:
+    write_wav(folder / "train/train-s0-4.wav", np.zeros(8000, "<i2"), rate_hz=16000, channels=2)
+
+
+def write_no_audio(folder: Path) -> None:
+    (folder / "train/train-s0-4.wav").write_text("<html>")
+
+
+def lose_a_speaker(folder: Path) -> None:
+    edit(folder / "train/utt2spk", 4, None)
+
+
+def lose_a_transcript(folder: Path) -> None:
+    edit(folder / "train/text", 4, None)
+
+
+def lose_the_speakers(folder: Path) -> None:
+    (folder / "test/utt2spk").unlink()
+
+
+def empty_the_transcripts(folder: Path) -> None:
+    (folder / "test/text").write_text("\n")
+
+
+def name_a_command(folder: Path) -> None:
+    edit(folder / "train/wav.scp", 1, "train-s0-0 sph2pipe -f wav a.sph |")
+
+
+def end_after_the_recording(folder: Path) -> None:
+    lines = [f"{line.split()[0]} {line.split()[0]} 0 {99 if number == 1 else 0.5}"
+             for number, line in enumerate((folder / "train/text").read_text().splitlines())]
+    (folder / "train/segments").write_text("\n".join(lines) + "\n")
+
+
+def lose_the_lexicon(folder: Path) -> None:
+    (folder / "lexicon.txt").unlink()
+
+
+def write_a_word_without_phones(folder: Path) -> None:
+    edit(folder / "lexicon.txt", 2, "YES")
+
+
+def use_a_name_in_two_sets(folder: Path) -> None:
+    for table in ("text", "utt2spk", "wav.scp"):
+        path = folder / "test" / table
+        path.write_text(path.read_text().replace("test-s0-0 ", "train-s0-0 "))
+
+
+def write_latin_1(folder: Path) -> None:
+    (folder / "train/text").write_bytes(b"train-s0-0 \xe9t\xe9\n")
+
+
+@pytest.mark.parametrize(("damage", "sentence"), [
+    (say_nothing, r"train/text:2: the transcript of train-s1-1 is empty"),
+    (say_an_unknown_word, r"train/text:3: the word MAYBE of train-s0-2 is not in the lexicon .*lexicon\.txt"),
+    (say_it_twice, r"train/text:3: train-s0-0 stands there for the second time, the first is .*train/text:1"),
+    (lose_a_wav, r"test/wav\.scp:1: .*test-s0-0\.wav cannot be read \(No such file or directory\)"),
+    (halve_the_rate, r"valid/wav\.scp:2: .*valid-s1-1\.wav is sampled at 8000 Hz, and features\.sample_rate_hz is 16000"),
+    (cut_a_wav, r"train/wav\.scp:5: .*train-s0-4\.wav is truncated, \d+ of the \d+ samples it promises"),
+    (make_stereo, r"train/wav\.scp:5: .*train-s0-4\.wav has 2 channels"),
+    (write_no_audio, r"train/wav\.scp:5: .*train-s0-4\.wav cannot be read as audio"),
+    (lose_a_speaker, r"train/text:4: train-s1-3 has a transcript but no line in .*train/utt2spk"),
+    (lose_a_transcript, r"train/utt2spk:4: train-s1-3 has no transcript in text"),
+    (lose_the_speakers, r"test/utt2spk does not exist"),
+    (empty_the_transcripts, r"test/text is empty"),
+    (name_a_command, r"train/wav\.scp:1: 'sph2pipe -f wav a\.sph \|' is a command, and ngsgd runs none"),
+    (end_after_the_recording, r"train/segments:2: the segment from 0 to 99 s does not lie within"),
+    (lose_the_lexicon, r"holds no lexicon\.txt"),
+    (write_a_word_without_phones, r"lexicon\.txt:2: the word YES has no phones"),
+    (use_a_name_in_two_sets, r"test/text:1: train-s0-0 is also in another set"),
+    (write_latin_1, r"train/text is not UTF-8 text"),
+])
+def test_what_is_wrong_with_the_data_is_one_sentence_and_leaves_nothing(
+    mine: Path, tmp_path: Path, damage: Callable[[Path], None], sentence: str,
+) -> None:
+    damage(mine)
+    with pytest.raises(DataError, match=sentence) as caught:
+        prepare(config(mine), FEATURES, tmp_path / "cache", silent)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "cache").exists()
+
+
+def test_unknown_words_are_allowed_where_a_word_stands_for_them(mine: Path) -> None:
+    say_an_unknown_word(mine)
+    sets, _ = own_data.make(config(mine, oov="NO"), FEATURES, AugmentConfig())
+    assert sets["train"].texts[2] == ("YES", "MAYBE")
+    with pytest.raises(DataError, match=r"data\.oov is HM, which is not in the lexicon"):
+        own_data.make(config(mine, oov="HM"), FEATURES, AugmentConfig())
+
+
+def test_features_that_come_with_the_data_are_taken_and_a_nan_among_them_is_named(mine: Path, tmp_path: Path) -> None:
+    give_features(mine)
+    corpus = prepare(config(mine), GIVEN, tmp_path / "cache", silent)
+    assert corpus.train.frames.features_TD.shape == (240, 5)
+    matrices = dict(kaldiio.load_ark(str(mine / "train/feats.ark")))
+    damaged = {utt_id: np.array(matrix) for utt_id, matrix in matrices.items()}
+    damaged["train-s0-2"][7, 1] = np.nan
+    kaldiio.save_ark(str(mine / "train/feats.ark"), damaged, scp=str(mine / "train/feats.scp"))
+    with pytest.raises(DataError, match=r"train/feats\.scp:3: train-s0-2 has a feature that is not a finite number in frame 7"):
+        prepare(config(mine), GIVEN, tmp_path / "cache", silent)
+
+
+def test_text_without_features_is_named(mine: Path, tmp_path: Path) -> None:
+    give_features(mine)
+    edit(mine / "valid/feats.scp", 2, None)
+    with pytest.raises(DataError, match=r"valid/text:2: valid-s1-1 has a transcript but no line in .*valid/feats\.scp"):
+        prepare(config(mine), GIVEN, tmp_path / "cache", silent)
+
+
+def test_truncated_archive_is_named(mine: Path, tmp_path: Path) -> None:
+    give_features(mine)
+    path = mine / "train/feats.ark"
+    path.write_bytes(path.read_bytes()[:-300])
+    with pytest.raises(DataError, match=r"train/feats\.scp:6: .* cannot be read as a matrix"):
+        prepare(config(mine), GIVEN, tmp_path / "cache", silent)
+
+
+# alignments
+
+
+def lengths(folder: Path) -> dict[str, int]:
+    sets, _ = own_data.make(config(folder), GIVEN, AugmentConfig())
+    return {utt_id: 40 for one in sets.values() for utt_id in one.frames.utt_ids}
+
+
+def write_text_alignment(folder: Path, states: States) -> Path:
+    path = folder / "ali.txt"
+    alignments.write(path, states)
+    return path
+
+
+def write_npz_alignment(folder: Path, states: States) -> Path:
+    path = folder / "ali.npz"
+    alignments.write(path, states)
+    return path
+
+
+def write_kaldi_alignment(folder: Path, states: States) -> Path:
+    """Two packed archives of transition ids, two transitions for each pdf."""
+    (folder / "ali").mkdir()
+    for number, part in enumerate((list(states)[:5], list(states)[5:]), start=1):
+        plain = folder / f"ali.{number}"
+        kaldiio.save_ark(str(plain), {utt_id: (2 * states[utt_id] + 1).astype(np.int32) for utt_id in part})
+        (folder / "ali" / f"ali.{number}.gz").write_bytes(gzip.compress(plain.read_bytes()))
+    (folder / "ali/tid2pdf").write_text("".join(f"{tid} {(tid - 1) // 2}\n" for tid in range(1, 15)))
+    return folder / "ali"
+
+
+@pytest.mark.parametrize("write", [write_text_alignment, write_npz_alignment, write_kaldi_alignment])
+def test_alignments_of_every_form_label_the_frames(mine: Path, tmp_path: Path, write: Callable[[Path, States], Path]) -> None:
+    give_features(mine)
+    rng = np.random.default_rng(0)
+    states = {utt_id: rng.integers(7, size=length) for utt_id, length in lengths(mine).items()}
+    path = write(tmp_path, states)
+    corpus = prepare(config(mine, alignment=str(path)), GIVEN, tmp_path / "cache", silent)
+    assert np.array_equal(corpus.train.frames.pdf_T, np.concatenate([states[utt_id] for utt_id in corpus.train.frames.utt_ids]))
+    assert corpus.train.is_aligned
+
+
+@pytest.mark.parametrize(("change", "sentence"), [
+    (lambda one: {utt_id: pdfs[:-1] for utt_id, pdfs in one.items()}, r"ali\.txt has 39 states for train-\S+, which has 40 frames"),
+    (lambda one: {utt_id: pdfs + 1 for utt_id, pdfs in one.items()}, r"ali\.txt has the state 7 in train-\S+, .* have 7 states"),
+    (lambda one: {f"x{utt_id}": pdfs for utt_id, pdfs in one.items()}, r"no states for 6 of the 6 utterances of train"),
+])
+def test_alignment_of_other_data_is_refused(mine: Path, tmp_path: Path, change: Callable[[States], States], sentence: str) -> None:
+    give_features(mine)
+    states = {utt_id: np.resize(np.arange(7), length) for utt_id, length in lengths(mine).items()}
+    path = write_text_alignment(tmp_path, change(states))
+    with pytest.raises(DataError, match=sentence):
+        prepare(config(mine, alignment=str(path)), GIVEN, tmp_path / "cache", silent)
+
+
+def test_utterances_without_states_are_left_out_and_named(mine: Path, tmp_path: Path) -> None:
+    give_features(mine)
+    states = {utt_id: np.zeros(length, np.int32) for utt_id, length in lengths(mine).items() if utt_id != "train-s0-2"}
+    reports: list[str] = []
+    corpus = prepare(config(mine, alignment=str(write_text_alignment(tmp_path, states))), GIVEN, tmp_path / "cache", reports.append)
+    assert "train-s0-2" not in corpus.train.frames.utt_ids
+    assert len(corpus.train.texts) == 5
+    assert any("train: 1 utterances are left out" in line and "train-s0-2" in line for line in reports)
+
+
+def test_changed_copies_take_the_labels_of_their_originals(mine: Path, tmp_path: Path) -> None:
+    clean = prepare(config(mine), FEATURES, tmp_path / "cache", silent)
+    rng = np.random.default_rng(0)
+    states = {utt_id: rng.integers(3, size=int(length)).astype(np.int32) for speech in (clean.train, clean.valid, clean.test)
+              for utt_id, length in zip(speech.frames.utt_ids, np.diff(speech.frames.offsets), strict=True)}
+    settings = config(mine, alignment=str(write_text_alignment(tmp_path, states)))
+    corpus = prepare(settings, FEATURES, tmp_path / "cache", silent, augment_config=AugmentConfig(speed="all"))
+    assert len(corpus.train.texts) == 3 * len(clean.train.texts)
+    assert corpus.valid.frames.utt_ids == clean.valid.frames.utt_ids
+    labels = dict(zip(corpus.train.frames.utt_ids, corpus.train.split_pdfs(), strict=True))
+    for utt_id in clean.train.frames.utt_ids:
+        assert np.array_equal(labels[utt_id], states[utt_id])
+        fast = labels[f"sp1.1-{utt_id}"]
+        assert len(fast) == pytest.approx(len(states[utt_id]) / 1.1, abs=1)
+        assert all(label == states[utt_id][min(int((t + 0.5) * 1.1), len(states[utt_id]) - 1)] for t, label in enumerate(fast))

@@ -1,0 +1,80 @@
+"""Every recipe composes, and its preparation makes what the recipe reads."""
+
+from __future__ import annotations
+
+import gzip
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from launcher.compose import compose, conf_dir
+from ngsgd.asr import own_data
+from ngsgd.config import FeatureConfig
+from tests.asr.made_up_speech import say
+
+ROOT = Path(__file__).parents[2]
+PREPARE = ROOT / "recipes/mini_librispeech/local/prepare.py"
+RECIPES = sorted(path.stem for path in conf_dir().glob("recipe/*.yaml"))
+ARPA = "\\data\\\nngram 1=4\n\n\\1-grams:\n-0.6 </s>\n-99 <s>\n-0.6 NO\n-0.6 YES\n\n\\end\\\n"
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_recipe_composes(recipe: str) -> None:
+    config = compose([f"recipe={recipe}", "data.source=SOMEWHERE"])
+    assert config.data.source == "SOMEWHERE"
+
+
+@pytest.mark.parametrize("recipe", sorted(set(RECIPES) - {"kaldi", "lhotse"}))
+def test_recipe_has_a_readme_and_a_command_for_its_results(recipe: str) -> None:
+    folder = ROOT / "recipes" / recipe
+    assert f"recipe={recipe}" in (folder / "README.md").read_text()
+    assert re.search("ngsgd train|make train", (folder / "RESULTS.md").read_text())
+
+
+def write_librispeech(folder: Path) -> None:
+    """A chapter of two utterances for each part, a lexicon with stress marks, a packed model."""
+    soundfile = pytest.importorskip("soundfile")
+    rng = np.random.default_rng(0)
+    for number, part in enumerate(("train-clean-5", "dev-clean-2")):
+        for speaker in range(number * 10, number * 10 + 4):
+            chapter = folder / "LibriSpeech" / part / str(speaker) / "7"
+            chapter.mkdir(parents=True)
+            lines = []
+            for utterance in range(2):
+                utt_id = f"{speaker}-7-{utterance:04d}"
+                soundfile.write(chapter / f"{utt_id}.flac", say(["YES", "NO"], rng, 16000), 16000)
+                lines.append(f"{utt_id} YES NO")
+            (chapter / f"{speaker}-7.trans.txt").write_text("\n".join(lines) + "\n")
+    (folder / "librispeech-lexicon.txt").write_text("NO\tN OW1\nYES\tY EH1 S\nYES\tY EH0 S\n")
+    (folder / "3-gram.pruned.3e-7.arpa.gz").write_bytes(gzip.compress(ARPA.encode()))
+
+
+def prepare(downloaded: Path, output: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, str(PREPARE), str(downloaded), str(output)], capture_output=True, text=True, check=False)
+
+
+def test_prepared_mini_librispeech_is_read_by_its_recipe(tmp_path: Path) -> None:
+    pytest.importorskip("kaldi_native_fbank")
+    write_librispeech(tmp_path / "downloaded")
+    done = prepare(tmp_path / "downloaded", tmp_path / "prepared")
+    assert done.returncode == 0, done.stderr
+    config = compose(["recipe=mini_librispeech", f"data.source={tmp_path / 'prepared'}"])
+    sets, language = own_data.make(config.data, FeatureConfig(kind="mfcc", sample_rate_hz=16000), config.augment)
+    assert {name: len(speech.texts) for name, speech in sets.items()} == {"train": 6, "valid": 2, "test": 8}
+    assert language.topology.lexicon == {"NO": (("N", "OW"),), "YES": (("Y", "EH", "S"),), "<UNK>": (("SPN",),)}
+    assert language.arpa == ARPA.replace("\n\n", "\n")
+    again = prepare(tmp_path / "downloaded", tmp_path / "prepared")
+    assert again.stdout.count("is there already") == 4
+
+
+def test_broken_download_is_named_and_leaves_no_half_of_a_set(tmp_path: Path) -> None:
+    write_librispeech(tmp_path / "downloaded")
+    next((tmp_path / "downloaded/LibriSpeech/dev-clean-2").glob("*/*/*.flac")).unlink()
+    done = prepare(tmp_path / "downloaded", tmp_path / "prepared")
+    assert done.returncode == 1
+    assert "does not exist; unpack the archive again" in done.stderr
+    assert [path.name for path in (tmp_path / "prepared").iterdir()] == ["train"]
