@@ -192,14 +192,13 @@ class _Times(Recorder):
 
 
 class _StopAfter:
-    """Ends a run after so many outer iterations."""
+    """Ends a run after so many outer iterations, counted in its folder: records come later, with their diagnostics."""
 
-    def __init__(self, times: _Times, num_outer_iters: int) -> None:
-        self.times = times
-        self.num_outer_iters = num_outer_iters
+    def __init__(self, run: Run, num_outer_iters: int) -> None:
+        self.newest = run.store.directory / f"iter-{num_outer_iters - 1:06d}"
 
     def requested(self) -> bool:
-        return len(self.times.commits) >= self.num_outer_iters
+        return self.newest.exists()
 
     def expired(self) -> bool:
         return False
@@ -256,10 +255,10 @@ def _config(plan: Plan) -> RunConfig:
 
 def _hash_without_faults(plan: Plan, folder: Path, num_outer_iters: int) -> str:
     """Of the same number of outer iterations, on two workers that do not sleep."""
-    run, times = _run(plan, folder)
+    run, _ = _run(plan, folder)
     pool = ProcessPool(run.spec, 2, 1, run.store.layout.size)
     with contextlib.suppress(RunInterrupted):
-        run.train(pool, _StopAfter(times, num_outer_iters))
+        run.train(pool, _StopAfter(run, num_outer_iters))
     return final_hash(run)
 
 
