@@ -12,15 +12,16 @@ if TYPE_CHECKING:
     from ngsgd.hypergrad.exact import Digest, ExactMomentum
     from ngsgd.hypergrad.gradient import choose_engine, final_value, hypergradient
     from ngsgd.hypergrad.plan import HyperGrad, Plan, Report
+    from ngsgd.hypergrad.reversible_sgd import ReversibleSGD
     from ngsgd.hypergrad.task import ModuleTask, Place, Task
 
 _HOME_OF = {
     "Digest": "exact", "ExactMomentum": "exact", "HyperGrad": "plan", "ModuleTask": "task", "Place": "task", "Plan": "plan",
-    "Report": "plan", "Task": "task", "choose_engine": "gradient", "final_value": "gradient",
+    "Report": "plan", "ReversibleSGD": "reversible_sgd", "Task": "task", "choose_engine": "gradient", "final_value": "gradient",
     "hypergradient": "gradient",
 }
 
-__all__ = ["Digest", "ExactMomentum", "HyperGrad", "ModuleTask", "Place", "Plan", "Report", "Task",
+__all__ = ["Digest", "ExactMomentum", "HyperGrad", "ModuleTask", "Place", "Plan", "Report", "ReversibleSGD", "Task",
            "choose_engine", "final_value", "hypergradient"]
 
 

@@ -11,9 +11,10 @@ Letters: P parameters, G layers (groups), t step; x position and u velocity as i
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -108,6 +109,14 @@ class ExactMomentum:
         """w += rate v."""
         self._digest = Digest(self._add_velocity(rate_G, 1), self._digest.velocity)
 
+    def shift_x(self, grad_P: Tensor, factor_G: Sequence[float], sign: int) -> None:
+        """w += sign factor g: for steps that also move along the gradient itself."""
+        for index, (group, factor) in enumerate(zip(self.groups, factor_G, strict=True)):
+            if self._kernels.add_scaled(self.x_P[group], grad_P[group], factor * 2.0 ** POSITION_BITS, sign) is None:
+                raise self._diverged(index, "a weight leaves its range")
+        self._read_weights()
+        self._digest = Digest(_sum(self.x_P), self._digest.velocity)
+
     def undo_x(self, rate_G: Sequence[float]) -> None:
         """Takes the last step's move back; then `weights()` are those that its gradient belongs to."""
         self._digest = Digest(self._add_velocity(rate_G, -1), self._digest.velocity)
@@ -164,6 +173,22 @@ class ExactMomentum:
         other.x_P, other.u_P, other._w_P = self.x_P.clone(), self.u_P.clone(), self._w_P.clone()
         other._steps, other._spills = [], [[] for _ in self.groups]
         return other
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that going on and going back need, as tensors and numbers."""
+        steps = [(astuple(step.before), step.scale_G, step.gamma_G, step.shift_G) for step in self._steps]
+        return {"x": self.x_P.clone(), "u": self.u_P.clone(), "scale": self.scale_G, "digest": astuple(self._digest),
+                "steps": steps, "spills": [list(parts) for parts in self._spills], "num_steps": self.num_steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes up a state of the same groups; raises ReversalError if its digest is not its own."""
+        self.x_P.copy_(state["x"])
+        self.u_P.copy_(state["u"])
+        self.scale_G, self._digest, self.num_steps = tuple(state["scale"]), Digest(*state["digest"]), state["num_steps"]
+        self._steps = [_Step(Digest(*before), tuple(scale), tuple(gamma), tuple(shift)) for before, scale, gamma, shift in state["steps"]]
+        self._spills = [list(parts) for parts in state["spills"]]
+        self.verify()
+        self._read_weights()
 
     @property
     def spill_bytes(self) -> int:

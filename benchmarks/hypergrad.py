@@ -1,0 +1,126 @@
+"""Reversible training and hypergradients: exactness, storage, cost, memory, and what tuning by them is worth.
+
+    python benchmarks/hypergrad.py numbers             1 M parameters, 10,000 steps on drawn gradients, there and back
+    python benchmarks/hypergrad.py network             the same for a network with dropout (half an hour)
+    python benchmarks/hypergrad.py cost                a step beside forward and backward, a hypergradient beside a plain run
+    python benchmarks/hypergrad.py memory              resident memory at 100 and 1000 steps, beside TorchOpt's
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ngsgd.hypergrad import ExactMomentum, ModuleTask, Place, Plan, final_value, hypergradient
+from ngsgd.hypergrad.gradient import LocalJobs
+from ngsgd.hypergrad.segment import PlainGradients
+from ngsgd.hypergrad.task import Flat
+
+
+def tell(**figures: Any) -> None:
+    """One line of results."""
+    print(json.dumps(figures), flush=True)
+
+
+# Exactness --------------------------------------------------------------------------------------------------------------
+
+
+def numbers(num_steps: int) -> None:
+    """Three layers, rates that fall and swing, momenta from 0.5 to 0.99; the digest of every step, and the start at the end."""
+    sizes = (300_000, 400_001, 299_999)
+    first, groups = 0, []
+    for size in sizes:
+        groups.append(slice(first, first := first + size))
+    random = torch.Generator().manual_seed(0)
+    weights = torch.randn(first, generator=random)
+    gradients = [torch.randn(first, generator=random) for _ in range(7)]
+
+    def settings(t: int) -> tuple[list[float], list[float]]:
+        decay = 0.1 * math.exp(-3.0 * t / num_steps)
+        return ([decay * (1.0 + 0.5 * math.sin(t / 7.0 + layer)) for layer in range(3)],
+                [0.9 + 0.09 * math.sin(t / 50.0), 0.745 + 0.245 * math.sin(t / 31.0), 0.98])
+    state, digests = ExactMomentum(weights, groups), []
+    began = time.perf_counter()
+    for t in range(num_steps):
+        digests.append(state.digest())
+        state.step(gradients[t % 7], *settings(t))
+    forward_s, stored = time.perf_counter() - began, state.spill_bytes
+    for t in reversed(range(num_steps)):
+        state.undo_x(settings(t)[0])
+        state.undo_v(gradients[t % 7])
+        assert state.digest() == digests[t], t
+    bound = sum(size / first * -math.log2(settings(t)[1][layer]) for t in range(num_steps) for layer, size in enumerate(sizes))
+    tell(what="numbers", steps=num_steps, weights_equal=torch.equal(state.weights(), weights), velocity_zero=not state.u_P.any().item(),
+         bits_per_parameter_step=8 * stored / first / num_steps, bound=bound / num_steps, forward_s=forward_s,
+         reverse_s=time.perf_counter() - began - forward_s)
+
+
+def network(num_steps: int) -> None:
+    """440-512x3-576 with dropout 0.1, batch 64, on drawn data: the digest and the loss of every step."""
+    torch.manual_seed(0)
+    layers = [part for _ in range(2) for part in (nn.Linear(512, 512), nn.ReLU(), nn.Dropout(0.1))]
+    module = nn.Sequential(nn.Linear(440, 512), nn.ReLU(), nn.Dropout(0.1), *layers, nn.Linear(512, 576))
+    random = torch.Generator().manual_seed(1)
+    x_ND, y_N = torch.randn(4096, 440, generator=random), torch.randint(0, 64, (4096,), generator=random)
+    losses: list[float] = []
+
+    def batch(place: Place) -> tuple[Tensor, ...]:
+        first = 64 * (place.step % 64)
+        return x_ND[first:first + 64], y_N[first:first + 64]
+
+    def loss(output: Tensor, rows: tuple[Tensor, ...], _: Tensor | None) -> Tensor:
+        value = nn.functional.cross_entropy(output, rows[1])
+        losses.append(float(value.detach()))
+        return value
+    task = ModuleTask(module, batch, loss, [])
+    flat = Flat.of(task)
+    state = ExactMomentum(flat.flatten(list(task.start.values())), flat.groups)
+    plain, start, num_layers = PlainGradients(task, flat), state.weights().clone(), len(flat.groups)
+
+    def rates(t: int) -> list[float]:
+        return [0.1 * math.exp(-2.3 * t / num_steps) * (1.0 + 0.2 * math.sin(t / 9.0 + layer)) for layer in range(num_layers)]
+    digests, began = [], time.perf_counter()
+    for t in range(num_steps):
+        digests.append(state.digest())
+        state.step(plain.forward(state.weights(), Place(0, 0, t), None), rates(t), [0.9] * num_layers)
+    forward_s, stored, there = time.perf_counter() - began, state.spill_bytes, list(losses)
+    losses.clear()
+    for t in reversed(range(num_steps)):
+        state.undo_x(rates(t))
+        state.undo_v(plain.reverse(state.weights(), Place(0, 0, t), None).direction_P)
+        assert state.digest() == digests[t], t
+    tell(what="network", steps=num_steps, parameters=flat.size, weights_equal=torch.equal(state.weights(), start),
+         losses_equal=there == losses[::-1], first_loss=there[0], last_loss=statistics.fmean(there[-64:]),
+         bits_per_parameter_step=8 * stored / flat.size / num_steps, bound=-math.log2(0.9), forward_s=forward_s,
+         reverse_s=time.perf_counter() - began - forward_s)
+
+
+COMMANDS: dict[str, Callable[[argparse.Namespace], None]] = {
+    "numbers": lambda options: numbers(options.steps or 10_000),
+    "network": lambda options: network(options.steps or 10_000),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=COMMANDS)
+    parser.add_argument("--steps", type=int, default=0)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
+    parser.add_argument("--method", default="")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    COMMANDS[options.command](options)
+
+
+if __name__ == "__main__":
+    main()
