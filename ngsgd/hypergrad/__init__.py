@@ -10,19 +10,22 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ngsgd.hypergrad.exact import Digest, ExactMomentum
-    from ngsgd.hypergrad.gradient import choose_engine, final_value, hypergradient
+    from ngsgd.hypergrad.gradient import Evaluation, choose_engine, evaluate, final_value, hypergradient
     from ngsgd.hypergrad.plan import HyperGrad, Plan, Report
     from ngsgd.hypergrad.reversible_sgd import ReversibleSGD
+    from ngsgd.hypergrad.search import Search, Trial, tune
+    from ngsgd.hypergrad.space import HyperSpace, Settings
     from ngsgd.hypergrad.task import ModuleTask, Place, Task
 
 _HOME_OF = {
     "Digest": "exact", "ExactMomentum": "exact", "HyperGrad": "plan", "ModuleTask": "task", "Place": "task", "Plan": "plan",
     "Report": "plan", "ReversibleSGD": "reversible_sgd", "Task": "task", "choose_engine": "gradient", "final_value": "gradient",
-    "hypergradient": "gradient",
+    "Evaluation": "gradient", "HyperSpace": "space", "Search": "search", "Settings": "space", "Trial": "search", "evaluate": "gradient",
+    "hypergradient": "gradient", "tune": "search",
 }
 
-__all__ = ["Digest", "ExactMomentum", "HyperGrad", "ModuleTask", "Place", "Plan", "Report", "ReversibleSGD", "Task",
-           "choose_engine", "final_value", "hypergradient"]
+__all__ = ["Digest", "Evaluation", "ExactMomentum", "HyperGrad", "HyperSpace", "ModuleTask", "Place", "Plan", "Report",
+           "ReversibleSGD", "Search", "Settings", "Task", "Trial", "choose_engine", "evaluate", "final_value", "hypergradient", "tune"]
 
 
 def __getattr__(name: str) -> Any:

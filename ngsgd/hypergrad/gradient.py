@@ -82,12 +82,25 @@ def choose_engine(plan: Plan, num_parameters: int, element_size: int, *, memory_
     return Choice("checkpoint", f"storing every step would take {needed:,} bytes, and a momentum is 0")
 
 
+class Evaluation:
+    """A run that has been made once: its validation loss is known, and its derivatives are a way back away."""
+
+    def __init__(self, run: _Run) -> None:
+        self._run = run
+        self.value = run.forward_value()
+
+    def gradient(self) -> HyperGrad:
+        """To be asked for once: the way back uses up what was kept for it."""
+        with torch.random.fork_rng(devices=[]):
+            return self._run.gradient()
+
+
 def hypergradient(task: Task, plan: Plan, engine: str = "auto", *, gradients: Gradients | None = None, jobs: Jobs | None = None,
                   memory_bytes: float = 1e9, kernels: str = "auto") -> HyperGrad:
     """Trains as `plan` says and returns the validation loss with its derivative by everything in the plan.
 
     All engines give the same numbers: "store", "reversible" (needs memory for two whole numbers per parameter and
-    log2(1/momentum) bits per parameter and step, and one loss whose gradient has the same bits twice), "checkpoint"; "auto" is the
+    log2(1/momentum) bits per parameter and step, and a loss whose gradient has the same bits twice), "checkpoint"; "auto" is the
     rule of `choose_engine`.  Costs about four plain runs.  Needs a loss with second derivatives; torch's random state is left as
     it was.  Raises ReversalError, with the step, when the way back does not meet the way there, and DivergenceError.
 
@@ -99,6 +112,12 @@ def hypergradient(task: Task, plan: Plan, engine: str = "auto", *, gradients: Gr
     >>> found.lr_TG.shape
     torch.Size([5, 1])
     """
+    return evaluate(task, plan, engine, gradients=gradients, jobs=jobs, memory_bytes=memory_bytes, kernels=kernels).gradient()
+
+
+def evaluate(task: Task, plan: Plan, engine: str = "auto", *, gradients: Gradients | None = None, jobs: Jobs | None = None,
+             memory_bytes: float = 1e9, kernels: str = "auto") -> Evaluation:
+    """The way there of `hypergradient`, whose way back can be had afterwards or left out."""
     if engine not in ("auto", *ENGINES):
         raise ValueError(f"Invalid engine: {engine!r}; choose auto, {', '.join(ENGINES)}")
     plan, flat = plan.detached(), Flat.of(task)
@@ -112,7 +131,7 @@ def hypergradient(task: Task, plan: Plan, engine: str = "auto", *, gradients: Gr
         if jobs is None:
             jobs = LocalJobs(task, plan, choice.engine, gradients, kernels)
             gradients.probe(flat.flatten(list(task.start.values())), Place(0, 0, 0), plan.data_weights)
-        return _Run(task, plan, flat, gradients, jobs, choice).gradient()
+        return Evaluation(_Run(task, plan, flat, gradients, jobs, choice))
 
 
 def final_value(task: Task, plan: Plan, *, gradients: Gradients | None = None, jobs: Jobs | None = None, kernels: str = "auto") -> float:
@@ -120,9 +139,7 @@ def final_value(task: Task, plan: Plan, *, gradients: Gradients | None = None, j
     plan, flat = plan.detached(), Flat.of(task)
     with torch.random.fork_rng(devices=[]):
         jobs = jobs or LocalJobs(task, plan, "none", gradients or PlainGradients(task, flat), kernels)
-        end_P = _Run(task, plan, flat, gradients, jobs, Choice("none", "")).forward()
-        with torch.no_grad():
-            return float(task.validation(_parameters(task, flat, end_P)))
+        return _Run(task, plan, flat, gradients, jobs, Choice("none", "")).forward_value()
 
 
 class _Run:
@@ -145,13 +162,20 @@ class _Run:
                 self._means.append(w_P)
         return w_P
 
-    def gradient(self) -> HyperGrad:
+    def forward_value(self) -> float:
+        """The validation loss at the end."""
         began = time.perf_counter()
-        end_P = self.forward()
+        self._end_P = self.forward()
+        self._forward_s = time.perf_counter() - began
+        with torch.no_grad():
+            return float(self.task.validation(_parameters(self.task, self.flat, self._end_P)))
+
+    def gradient(self) -> HyperGrad:
+        """The way back."""
         spill_bytes, state_bytes = self.jobs.kept()
         state_bytes += sum(8 * len(end) for ends in self._ends for end in ends)
-        halfway = time.perf_counter()
-        value, dw_P = self._validation(end_P)
+        began = time.perf_counter()
+        value, dw_P = self._validation(self._end_P)
         whole, averaging_ON = SegmentGrad.zero(self._all_numbers()), torch.zeros_like(self.plan.averaging_ON)
         for outer_iter in reversed(range(self.plan.num_outer_iters)):
             shares_N = self._shares(outer_iter)
@@ -162,7 +186,7 @@ class _Run:
             for dw_of_job_P, grad in found:
                 dw_P += dw_of_job_P
                 _add(whole, grad, outer_iter * self.plan.steps_per_iter)
-        report = self._report(whole, spill_bytes, state_bytes, halfway - began, time.perf_counter() - halfway)
+        report = self._report(whole, spill_bytes, state_bytes, time.perf_counter() - began)
         return HyperGrad(value, whole.lr_TG, whole.momentum_TG, whole.l2_G, self.flat.products(dw_P, self.unscaled_P),
                          whole.max_change_G, whole.max_param_change, averaging_ON, whole.data_weights,
                          dict(zip(self.flat.names, self.flat.unflatten(dw_P * self.flat.spread(self.plan.init_scale_G)), strict=True)), report)
@@ -192,11 +216,11 @@ class _Run:
         return Numbers(plan.lr_TG.tolist(), plan.momentum_TG.tolist(), plan.l2_G.tolist(), plan.max_change_G.tolist(),
                        float(plan.max_param_change), plan.data_weights)
 
-    def _report(self, whole: SegmentGrad, spill_bytes: int, state_bytes: int, forward_s: float, reverse_s: float) -> Report:
+    def _report(self, whole: SegmentGrad, spill_bytes: int, state_bytes: int, reverse_s: float) -> Report:
         gradients = self.gradients
         assert gradients is not None
         return Report(self.choice.engine, self.choice.why, gradients.label, gradients.is_exact, True,
-                      adjoint_growth(whole.lr_TG * self.plan.lr_TG), spill_bytes, state_bytes, forward_s, reverse_s)
+                      adjoint_growth(whole.lr_TG * self.plan.lr_TG), spill_bytes, state_bytes, self._forward_s, reverse_s)
 
 
 def adjoint_growth(by_log_lr_TG: Tensor) -> float:

@@ -115,7 +115,9 @@ class _Mutable(ModuleTask):
         pass
 
     def validation(self, parameters: Any) -> Tensor:
-        self.change()
+        if not hasattr(self, "changed"):
+            self.changed = True
+            self.change()
         return super().validation(parameters)
 
 
