@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import statistics
@@ -144,9 +145,13 @@ def digits_task(seed: int) -> tuple[ModuleTask, Callable[[Plan], float]]:
     torch.manual_seed(seed)
     module = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
 
+    @functools.cache
+    def order_of(epoch: int) -> Tensor:
+        return torch.from_numpy(np.random.default_rng([seed, epoch]).permutation(500))
+
     def batch(place: Place) -> tuple[Tensor, ...]:
         epoch, first = divmod(place.step * 50, 500)
-        rows = torch.from_numpy(np.random.default_rng([seed, epoch]).permutation(500)[first:first + 50])
+        rows = order_of(epoch)[first:first + 50]
         return x_ND[rows], train_N[rows]
 
     def loss(output: Tensor, rows: tuple[Tensor, ...], _: Tensor | None) -> Tensor:
@@ -177,14 +182,14 @@ def search(task: ModuleTask, space: HyperSpace, method: str, budget: float, seed
     return found
 
 
-def digits(seeds: list[int], budget: float) -> None:
+def digits(seeds: list[int], budget: float, spaces: list[str], methods: list[str]) -> None:
     """Each space and method at several budgets, in plain runs, and the test loss at the end."""
-    settings = Settings(lr_initial=0.1, lr_final=0.01, momentum=0.9, l2=1e-4, max_change=0.5, max_param_change=1.0)
-    for name, parts in SPACES.items():
-        for method in METHODS:
+    settings = Settings(lr_initial=0.5, lr_final=0.1, momentum=0.9, l2=1e-3, max_change=0.5, max_param_change=1.0)
+    for name in spaces:
+        for method in methods:
             for seed in seeds:
                 task, test = digits_task(seed)
-                space = HyperSpace(settings, LAYERS, num_steps=100, **parts)
+                space = HyperSpace(settings, LAYERS, num_steps=100, **SPACES[name])
                 began = time.perf_counter()
                 found = search(task, space, method, budget, seed)
                 best = torch.tensor(found.best.theta, dtype=torch.float64)
@@ -196,7 +201,7 @@ def digits(seeds: list[int], budget: float) -> None:
 COMMANDS: dict[str, Callable[[argparse.Namespace], None]] = {
     "numbers": lambda options: numbers(options.steps or 10_000),
     "network": lambda options: network(options.steps or 10_000),
-    "digits": lambda options: digits(options.seeds, options.budget),
+    "digits": lambda options: digits(options.seeds, options.budget, options.spaces, options.methods),
 }
 
 
@@ -206,6 +211,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=0)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--budget", type=float, default=120.0)
+    parser.add_argument("--spaces", nargs="+", default=list(SPACES))
+    parser.add_argument("--methods", nargs="+", default=list(METHODS))
     options = parser.parse_args()
     torch.set_num_threads(1)
     COMMANDS[options.command](options)

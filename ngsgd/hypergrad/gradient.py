@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ngsgd.errors import ConfigError
 from ngsgd.hypergrad.plan import HyperGrad, Plan, Report
 from ngsgd.hypergrad.segment import ENGINES, Gradients, Numbers, PlainGradients, Segment, SegmentGrad
 from ngsgd.hypergrad.task import Flat, ModuleTask, Place, Task  # noqa: F401  (ModuleTask: for the doctest)
@@ -125,6 +126,9 @@ def evaluate(task: Task, plan: Plan, engine: str = "auto", *, gradients: Gradien
         raise ValueError(f"Invalid plan: it has {plan.num_layers} layers, and the task {len(flat.groups)}: {', '.join(flat.layer_names)}")
     first = next(iter(task.start.values()))
     gradients = gradients or PlainGradients(task, flat)
+    if engine == "reversible" and not gradients.can_reverse:
+        raise ConfigError("this preconditioner cannot be run backwards, since its estimates lose what they forget; choose "
+                          "engine=checkpoint or store.")
     choice = Choice(engine, "asked for") if engine != "auto" else choose_engine(
         plan, flat.size, first.element_size(), memory_bytes=memory_bytes, can_reverse=gradients.can_reverse)
     with torch.random.fork_rng(devices=[]):

@@ -21,8 +21,9 @@ from ngsgd.hypergrad.space import HyperSpace
 REVERSE_COST = 3.2   # measured: docs/tuning.md
 _BACK_OFF = 0.5      # of the coarse search's best rate: gradients near the edge of stability say little
 _GROW, _SHRINK = 1.5, 0.5
-_SMALLEST = 1e-3     # radius below which nothing more is to be had
-_MEMORY = 0.5        # of the mean of squared slopes
+_RADIUS = 0.5        # of the first step, in logarithms: the number whose slope is steepest moves by a factor of 1.6
+_MEMORY = 0.5        # of the means of slopes and of their squares
+_FLOOR = 0.01        # share of the steepest number's slope below which a slope counts as small
 
 
 @dataclass(frozen=True)
@@ -115,21 +116,32 @@ def _coarse(search: Search, evaluate: Evaluate, theta_D: Tensor, num_trials: int
     return space.clamp(space.scaled(torch.tensor(search.best.theta, dtype=torch.float64), _BACK_OFF))
 
 
-def _descend(search: Search, evaluate: Evaluate, theta_D: Tensor, budget: float, watch: Watch, *, radius: float = 0.5) -> None:
-    """Trust-region descent: run first, and back only from a point that is better."""
-    space = search.space
+def _descend(search: Search, evaluate: Evaluate, theta_D: Tensor, budget: float, watch: Watch) -> None:
+    """Trust-region descent: run first, and back only from a point that is better; where it ends, again from lower rates."""
+    radius = _RADIUS
+    while search.spent + 1.0 <= budget:
+        theta_D = _descend_once(search, evaluate, theta_D, budget, watch, radius)
+        if "schedule" not in search.space.slices:
+            return
+        theta_D, radius = search.space.scaled(torch.tensor(search.best.theta, dtype=torch.float64), _BACK_OFF ** 0.5), radius / 2.0
+
+
+def _descend_once(search: Search, evaluate: Evaluate, theta_D: Tensor, budget: float, watch: Watch, radius: float) -> Tensor:
+    space, smallest = search.space, radius / 32.0
     value, evaluated = _value(evaluate, space, theta_D)
     watch(search.add("descent", value, theta_D))
-    squares_D = torch.zeros_like(theta_D)
-    while evaluated is not None and search.spent + REVERSE_COST + 1.0 <= budget and radius > _SMALLEST:
+    mean_D, squares_D = torch.zeros_like(theta_D), torch.zeros_like(theta_D)
+    while evaluated is not None and search.spent + REVERSE_COST + 1.0 <= budget and radius > smallest:
         found = evaluated.gradient()
         search.spent += REVERSE_COST
         slope_D = _slope(space, theta_D, found)
-        squares_D = _MEMORY * squares_D + (1.0 - _MEMORY) * slope_D.square()
-        direction_D = _direction(space, slope_D, squares_D, found.report)
+        unit_D = slope_D / slope_D.norm().clamp(min=1e-30)  # sizes grow near the edge of stability, and mean nothing there
+        mean_D = _MEMORY * mean_D + (1.0 - _MEMORY) * unit_D
+        squares_D = _MEMORY * squares_D + (1.0 - _MEMORY) * unit_D.square()
+        direction_D = _direction(space, mean_D, squares_D, found.report)
         _noted(search, found, slope_D)
         evaluated = None
-        while evaluated is None and search.spent + 1.0 <= budget and radius > _SMALLEST:
+        while evaluated is None and search.spent + 1.0 <= budget and radius > smallest:
             point_D = space.clamp(theta_D + radius * direction_D)
             lower, at_point = _value(evaluate, space, point_D)
             watch(search.add("descent", lower, point_D))
@@ -138,6 +150,7 @@ def _descend(search: Search, evaluate: Evaluate, theta_D: Tensor, budget: float,
                 radius *= _GROW
             else:
                 radius *= _SHRINK
+    return theta_D
 
 
 def _value(evaluate: Evaluate, space: HyperSpace, theta_D: Tensor) -> tuple[float, Evaluated | None]:
@@ -154,14 +167,15 @@ def _slope(space: HyperSpace, theta_D: Tensor, found: HyperGrad) -> Tensor:
     return torch.nan_to_num(found.by(space.build(leaf_D), leaf_D), nan=0.0, posinf=0.0, neginf=0.0)
 
 
-def _direction(space: HyperSpace, slope_D: Tensor, squares_D: Tensor, report: Report) -> Tensor:
-    """Downhill, each number by its slope over the root of what its slopes have been; the largest move is 1."""
+def _direction(space: HyperSpace, mean_D: Tensor, squares_D: Tensor, report: Report) -> Tensor:
+    """Downhill, each number by its mean slope over the root of its mean square; the largest move is 1."""
     if not report.trusted and "schedule" in space.slices:
         # chaos: the slope's sign means nothing, but lower rates do away with the cause
-        direction_D = torch.zeros_like(slope_D)
+        direction_D = torch.zeros_like(mean_D)
         direction_D[space.slices["schedule"]] = -1.0
         return direction_D
-    scaled_D = -slope_D / (squares_D.sqrt() + 0.1 * squares_D.sqrt().max() + 1e-30)
+    # slopes of l2 are often a hundredth of those of the rates, and worth following all the same
+    scaled_D = -mean_D / (squares_D.sqrt() + _FLOOR * squares_D.sqrt().max() + 1e-30)
     return scaled_D / scaled_D.abs().max().clamp(min=1e-30)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -71,6 +71,15 @@ class Gradients(Protocol):
     def probe(self, w_P: Tensor, place: Place, data_weights: Tensor | None) -> bool:
         """Whether the direction has the same bits both ways; what is needed to make it so is done from then on."""
 
+    def begin(self) -> None:
+        """Before a job's first step: afresh."""
+
+    def snapshot(self) -> Any:
+        """What it carries from step to step."""
+
+    def restore(self, snapshot: Any) -> None:
+        """Goes on from there."""
+
     def forward(self, w_P: Tensor, place: Place, data_weights: Tensor | None) -> Tensor:
         """The direction, P."""
 
@@ -115,6 +124,15 @@ class PlainGradients:
     def __init__(self, task: Task, flat: Flat) -> None:
         self.task, self.flat, self.recomputes = task, flat, False
 
+    def begin(self) -> None:
+        """There is nothing to carry from step to step."""
+
+    def snapshot(self) -> Any:
+        return None
+
+    def restore(self, snapshot: Any) -> None:
+        pass
+
     def probe(self, w_P: Tensor, place: Place, data_weights: Tensor | None) -> bool:
         """Whether both ways give the same bits; if not, the reverse pass recomputes from now on."""
         self.recomputes = not torch.equal(self.forward(w_P, place, data_weights),
@@ -136,7 +154,10 @@ class PlainGradients:
         return _AutogradLinearised(direction_P, graph_P, leaves if weights is None else [*leaves, weights], self.flat)
 
     def _loss(self, leaves: Sequence[Tensor], place: Place, data_weights: Tensor | None) -> Tensor:
-        torch.manual_seed(place.seed(self.task.seed))
+        seed = place.seed(self.task.seed)
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would also note a traceback for GPUs that are not in use
+        if leaves[0].is_cuda:
+            torch.cuda.manual_seed(seed)
         return self.task.loss(dict(zip(self.flat.names, leaves, strict=True)), place, data_weights)
 
 
@@ -162,10 +183,11 @@ class Segment:
                                    keeps=self.engine == "reversible", engine=self._kernels)
         self._tape = _TAPES[self.engine](self.num_steps)
         self._num_threads = torch.get_num_threads()
+        self.gradients.begin()
         for t in range(self.num_steps):
-            self._tape.before(t, self.state)
+            self._tape.before(self, self.state, t)
             self._done.append(self.step(self.state, t))
-            self._tape.after(t, self.state)
+            self._tape.after(self.state)
         return self.state.position()
 
     def step(self, state: ExactMomentum, t: int) -> Shortened:
@@ -237,10 +259,10 @@ class _Reversible:
     def __init__(self, num_steps: int) -> None:
         pass
 
-    def before(self, t: int, state: ExactMomentum) -> None:
+    def before(self, segment: Segment, state: ExactMomentum, t: int) -> None:
         pass
 
-    def after(self, t: int, state: ExactMomentum) -> None:
+    def after(self, state: ExactMomentum) -> None:
         pass
 
     def begin(self, segment: Segment) -> None:
@@ -264,15 +286,17 @@ class _Store:
     def __init__(self, num_steps: int) -> None:
         self._weights: list[Tensor] = []
         self._velocities: list[Tensor] = []
+        self._carried: list[Any] = []
         self.bytes = 0
 
-    def before(self, t: int, state: ExactMomentum) -> None:
+    def before(self, segment: Segment, state: ExactMomentum, t: int) -> None:
         self._weights.append(state.weights().clone())
+        self._carried.append(segment.gradients.snapshot())
         if not self._velocities:
             self._velocities.append(state.velocity().to(state.dtype))
         self.bytes += 2 * self._weights[-1].numel() * self._weights[-1].element_size()
 
-    def after(self, t: int, state: ExactMomentum) -> None:
+    def after(self, state: ExactMomentum) -> None:
         self._velocities.append(state.velocity().to(state.dtype))
 
     def begin(self, segment: Segment) -> None:
@@ -282,6 +306,7 @@ class _Store:
         return self._velocities.pop().double()
 
     def old_weights(self, segment: Segment, t: int) -> Tensor:
+        segment.gradients.restore(self._carried.pop())
         return self._weights.pop()
 
     def old_velocity(self, segment: Segment, t: int, direction_P: Tensor) -> Tensor:
@@ -294,28 +319,29 @@ class _Checkpoint:
     def __init__(self, num_steps: int) -> None:
         self._period = max(1, math.isqrt(num_steps))
         self._num_steps = num_steps
-        self._states: list[tuple[int, ExactMomentum]] = []
+        self._states: list[tuple[int, ExactMomentum, Any]] = []
         self._block = _Store(0)
         self.bytes = 0
 
-    def before(self, t: int, state: ExactMomentum) -> None:
+    def before(self, segment: Segment, state: ExactMomentum, t: int) -> None:
         if t % self._period == 0:
-            self._states.append((t, state.copy()))
+            self._states.append((t, state.copy(), segment.gradients.snapshot()))
             self.bytes += 16 * len(state.x_P)
 
-    def after(self, t: int, state: ExactMomentum) -> None:
+    def after(self, state: ExactMomentum) -> None:
         pass
 
     def begin(self, segment: Segment) -> None:
         self._replay(segment, self._num_steps)
 
     def _replay(self, segment: Segment, stop: int) -> None:
-        first, state = self._states.pop()
+        first, state, carried = self._states.pop()
+        segment.gradients.restore(carried)
         self._block = _Store(0)
         for t in range(first, stop):
-            self._block.before(t, state)
+            self._block.before(segment, state, t)
             segment.step(state, t)
-            self._block.after(t, state)
+            self._block.after(state)
 
     def new_velocity(self, segment: Segment, t: int) -> Tensor:
         if not self._block._weights:
