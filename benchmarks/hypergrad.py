@@ -13,8 +13,6 @@ import functools
 import json
 import math
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -33,10 +31,8 @@ from ngsgd.hypergrad import (
     Settings,
     evaluate,
     final_value,
-    hypergradient,
     tune,
 )
-from ngsgd.hypergrad.gradient import LocalJobs
 from ngsgd.hypergrad.search import random_seeder
 from ngsgd.hypergrad.segment import PlainGradients
 from ngsgd.hypergrad.task import Flat
@@ -75,7 +71,8 @@ def numbers(num_steps: int) -> None:
         state.undo_v(gradients[t % 7])
         assert state.digest() == digests[t], t
     bound = sum(size / first * -math.log2(settings(t)[1][layer]) for t in range(num_steps) for layer, size in enumerate(sizes))
-    tell(what="numbers", steps=num_steps, weights_equal=torch.equal(state.weights(), weights), velocity_zero=not state.u_P.any().item(),
+    tell(what="numbers", steps=num_steps, weights_equal=torch.equal(state.weights(), weights),
+         velocity_zero=not state.u_P.any().item(),
          bits_per_parameter_step=8 * stored / first / num_steps, bound=bound / num_steps, forward_s=forward_s,
          reverse_s=time.perf_counter() - began - forward_s)
 
@@ -127,6 +124,7 @@ SPACES: dict[str, dict[str, Any]] = {
     "S8": {"parts": ("schedule", "layer_lr", "l2"), "knots": 2},
     "S20": {"parts": ("schedule", "layer_lr", "l2", "momentum", "init_scale"), "knots": 10},
 }
+BUDGETS = (10, 20, 40, 80, 120)
 METHODS = ("random", "tpe", "hypergradient", "hybrid")
 LAYERS = ("0", "2", "4")
 
@@ -194,7 +192,7 @@ def digits(seeds: list[int], budget: float, spaces: list[str], methods: list[str
                 found = search(task, space, method, budget, seed)
                 best = torch.tensor(found.best.theta, dtype=torch.float64)
                 tell(what="digits", space=name, method=method, seed=seed, spent=found.spent, seconds=time.perf_counter() - began,
-                     test=test(space.build(space.clamp(best))), best={cost: found.best_within(cost) for cost in (10, 20, 40, 80, 120)},
+                     test=test(space.build(space.clamp(best))), best={cost: found.best_within(cost) for cost in BUDGETS},
                      distrusted=sum(trial.report is not None and not trial.report.trusted for trial in found.trials))
 
 

@@ -122,7 +122,8 @@ def _info(arguments: list[str]) -> int:
 
 
 _COMMANDS: dict[str, Callable[[list[str]], int]] = {
-    "resume": _resume, "decode": _decode, "align": _align, "plan": _plan, "simulate": _simulate, "tune": _tune, "ui": _ui, "info": _info}
+    "resume": _resume, "decode": _decode, "align": _align, "plan": _plan, "simulate": _simulate, "tune": _tune, "ui": _ui,
+    "info": _info}
 
 
 def _run_arguments(command: str, arguments: list[str]) -> tuple[Path, bool]:

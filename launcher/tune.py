@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # these bring torch, and --help shall answer at once
     from ngsgd.hypergrad.egs_task import EgsTask
 
 COMMANDS = ("probe", "check", "run", "transfer")
-_PROBE_STEPS = 20
+_PROBE_STEPS = 20   # minibatches between averagings of the slice that probe and check run on
 Report = Callable[[str], None]
 
 
@@ -79,12 +79,13 @@ class Proxy:
         num_jobs = tune.workers or config.schedule.num_jobs_final
         outer_iters = tune.proxy.outer_iters * max(1, steps // tune.proxy.steps)
         steps_per_iter = max(1, (steps or tune.proxy.steps) // outer_iters)
-        task = EgsTask(config, EgsReader(egs_directory), steps_per_iter=steps_per_iter, num_jobs=num_jobs, num_outer_iters=outer_iters)
+        task = EgsTask(config, EgsReader(egs_directory), steps_per_iter=steps_per_iter, num_jobs=num_jobs,
+                       num_outer_iters=outer_iters)
         l2 = 2.0 * config.schedule.minibatch_size * optimizer.weight_decay / num_jobs
         settings = Settings(config.schedule.lr_initial * num_jobs, config.schedule.lr_final * num_jobs, optimizer.momentum, l2,
                             optimizer.max_change, optimizer.max_param_change)
-        space = HyperSpace(settings, tuple(task.layers), steps_per_iter * outer_iters, num_jobs, outer_iters, tune.space, tune.knots,
-                           tune.rates)
+        space = HyperSpace(settings, tuple(task.layers), steps_per_iter * outer_iters, num_jobs, outer_iters, tune.space,
+                           tune.knots, tune.rates)
         return cls(config, task, space)
 
     def evaluate(self, plan: Plan) -> Evaluation:
@@ -129,6 +130,13 @@ def _proxy(config: RunConfig, report: Report, *, steps: int = 0) -> Iterator[Pro
 # probe and check --------------------------------------------------------------------------------------------------------
 
 
+def _slice(config: RunConfig) -> RunConfig:
+    """A few minibatches between averagings, in this process."""
+    outer_iters = config.tune.proxy.outer_iters
+    tune = replace(config.tune, proxy=replace(config.tune.proxy, steps=_PROBE_STEPS * outer_iters))
+    return replace(config, cluster=replace(config.cluster, kind="in_process"), tune=tune)
+
+
 def _probe(config: RunConfig, options: argparse.Namespace, report: Report) -> None:
     import torch
 
@@ -136,30 +144,33 @@ def _probe(config: RunConfig, options: argparse.Namespace, report: Report) -> No
     from ngsgd.hypergrad.gradient import hypergradient
     from ngsgd.hypergrad.task import Flat
 
-    local = replace(config, cluster=replace(config.cluster, kind="in_process"))
-    with _proxy(local, report) as proxy:
+    with _proxy(_slice(config), report) as proxy:
         space = replace(proxy.space, num_steps=_PROBE_STEPS, num_jobs=1, num_outer_iters=1)
         plan, gradients = space.build(space.centre()), proxy.gradients()
-        flat, num_steps = Flat.of(proxy.task), proxy.space.num_steps * proxy.space.num_jobs
+        whole_space = replace(proxy.space, num_steps=config.tune.proxy.steps)
+        flat, num_steps = Flat.of(proxy.task), whole_space.num_steps * whole_space.num_jobs
         if gradients is None and bool((plan.momentum_TG > 0).all()):
             found = hypergradient(proxy.task, plan, "reversible").report
-            print(f"reversal   {_PROBE_STEPS} steps there and back: every digest equal; {8 * found.spill_bytes / flat.size / _PROBE_STEPS:.3f}"
-                  f" bits per parameter and step put aside")
+            bits = 8 * found.spill_bytes / flat.size / _PROBE_STEPS
+            print(f"reversal   {_PROBE_STEPS} steps there and back: every digest equal; {bits:.3f} bits per parameter and step "
+                  "were put aside")
         else:
             found = hypergradient(proxy.task, plan, "checkpoint", gradients=gradients).report
             print(f"reversal   not possible with {'momentum 0' if gradients is None else 'the online natural gradient'}")
-        whole = proxy.space.build(proxy.space.centre())
+        whole = whole_space.build(whole_space.centre())
         element = next(iter(proxy.task.start.values())).element_size()
         choice = choose_engine(whole, flat.size, element, memory_bytes=1e9 * config.tune.memory_gb,
                                can_reverse=gradients is None)
         ratio = 1.0 + found.seconds_reverse / found.seconds_forward
+        run_s = found.seconds_forward * num_steps / _PROBE_STEPS
         bits = -float(whole.momentum_TG.clamp(min=2.0 ** -64).log2().mean())
         print(f"derivative second derivatives are there; preconditioner: {found.preconditioner}"
               f"{'' if found.exact else ' (approximate)'}")
-        print(f"cost       a hypergradient takes {ratio:.1f} plain runs ({found.seconds_forward * num_steps / _PROBE_STEPS:.0f} s each); "
-              f"tune.budget={config.tune.budget:g}: {config.tune.budget * found.seconds_forward * num_steps / _PROBE_STEPS / 60:.1f} minutes")
+        print(f"cost       a hypergradient takes {ratio:.1f} plain runs ({run_s:.0f} s each); tune.budget={config.tune.budget:g}: "
+              f"{config.tune.budget * run_s / 60:.1f} minutes")
+        reversible = flat.size * proxy.space.num_jobs * (16 * proxy.space.num_outer_iters + bits * whole_space.num_steps / 8)
         print(f"memory     {flat.size:,} parameters; store {2 * element * flat.size * num_steps / 1e9:.2f} GB, reversible "
-              f"{flat.size * proxy.space.num_jobs * (16 * proxy.space.num_outer_iters + bits * proxy.space.num_steps / 8) / 1e9:.2f} GB")
+              f"{reversible / 1e9:.2f} GB")
         print(f"engine     {choice.engine}: {choice.why}")
         print(f"threads    {torch.get_num_threads()}")
 
@@ -171,10 +182,9 @@ def _check(config: RunConfig, options: argparse.Namespace, report: Report) -> No
     from ngsgd.hypergrad import final_value
     from ngsgd.hypergrad.gradient import hypergradient
 
-    local = replace(config, cluster=replace(config.cluster, kind="in_process"))
-    with _proxy(local, report) as proxy:
+    with _proxy(_slice(config), report) as proxy:
         proxy.task.double()
-        space = replace(proxy.space, num_steps=_PROBE_STEPS * proxy.space.num_outer_iters)
+        space = proxy.space
         theta_D = space.centre().requires_grad_()
         plan, gradients = space.build(theta_D), proxy.gradients()
         found = hypergradient(proxy.task, plan, "store" if gradients is None else "checkpoint", gradients=gradients)
@@ -185,7 +195,8 @@ def _check(config: RunConfig, options: argparse.Namespace, report: Report) -> No
         for part, where in space.slices.items():
             step_D = torch.zeros_like(slope_D)
             step_D[where] = 1e-4
-            ends = [final_value(proxy.task, space.build((theta_D + sign * step_D).detach()), gradients=gradients) for sign in (1, -1)]
+            points = [space.build((theta_D + sign * step_D).detach()) for sign in (1, -1)]
+            ends = [final_value(proxy.task, point, gradients=gradients) for point in points]
             measured, ours = (ends[0] - ends[1]) / 2e-4, float(slope_D[where].sum())
             print(f"{part:11} {ours:+.6e}   {measured:+.6e}       {abs(ours - measured) / max(abs(measured), 1e-12):.1e}")
 
@@ -231,8 +242,8 @@ def _transfer(config: RunConfig, options: argparse.Namespace, report: Report) ->
     steps = config.tune.transfer_steps or 4 * config.tune.proxy.steps
     with _proxy(config, report, steps=steps) as proxy:
         if len(theta) != proxy.space.size:
-            raise ConfigError(f"{source} was tuned over {len(theta)} numbers and tune.space has {proxy.space.size}; give the settings "
-                              "of ngsgd tune run again.")
+            raise ConfigError(f"{source} was tuned over {len(theta)} numbers and tune.space has {proxy.space.size}; give the "
+                              "settings of ngsgd tune run again.")
         began, theta_D = time.monotonic(), torch.tensor(theta, dtype=torch.float64)
         search = transfer(proxy.evaluate, proxy.space, theta_D, config.tune.multipliers)
         for factor, trial in zip(config.tune.multipliers, search.trials, strict=True):
@@ -269,24 +280,25 @@ def _write_result(config: RunConfig, proxy: Proxy, search: Search, folder: Path)
     held_out = final_value(proxy.task.held_out, space.build(theta_D), gradients=proxy.gradients())
     settings = tuned_file.settings_of(config, space, values, space.num_jobs)
     reports = [trial.report for trial in search.trials if trial.report is not None]
+    proxy_facts = {"steps": space.num_steps, "jobs": space.num_jobs, "outer_iters": space.num_outer_iters,
+                   "frames": proxy.task.num_frames}
     result = {"valid": best.value, "held_out": held_out, "theta": list(best.theta), "names": space.names(), "values": values,
               "cost": search.spent, "preconditioner": reports[-1].preconditioner if reports else "none",
-              "exact": all(report.exact for report in reports), "proxy": {"steps": space.num_steps, "jobs": space.num_jobs,
-                                                                          "outer_iters": space.num_outer_iters,
-                                                                          "frames": proxy.task.num_frames}}
+              "exact": all(report.exact for report in reports), "proxy": proxy_facts}
     approximate = [] if result["exact"] else ["its hypergradients were approximate: constant preconditioner"]
     tuned_file.write(folder / "tuned.yaml", settings, [
-        "made by ngsgd tune; train with: ngsgd train +tuned=THIS_FILE", f"on {proxy.task.num_frames:,} frames in {space.num_jobs} jobs: "
-        f"valid objf {-best.value:.4f}, held out {-held_out:.4f}", *approximate])
+        "made by ngsgd tune; train with: ngsgd train +tuned=THIS_FILE",
+        f"on {proxy.task.num_frames:,} frames in {space.num_jobs} jobs: objf {-best.value:.4f}, held out {-held_out:.4f}",
+        *approximate])
     write_text(folder / "tuned.json", json.dumps(result, indent=1))
     write_text(folder / "trials.jsonl", "".join(json.dumps(_line(trial)) + "\n" for trial in search.trials))
     if "schedule" in values:
-        draw_schedule(values["schedule"], [settings_rate(config, space, at) for at in range(space.knots)], folder / "schedule.png")
+        draw_schedule(values["schedule"], [_rate_before(space, knot) for knot in range(space.knots)], folder / "schedule.png")
     return result
 
 
-def settings_rate(config: RunConfig, space: HyperSpace, knot: int) -> float:
-    """A job's rate of the schedule before tuning, at a knot."""
+def _rate_before(space: HyperSpace, knot: int) -> float:
+    """A job's rate of the schedule before tuning."""
     s = space.settings
     return float(s.lr_initial * (s.lr_final / s.lr_initial) ** (knot / (space.knots - 1)))
 

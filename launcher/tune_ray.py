@@ -95,10 +95,13 @@ class _Jobs:
 
     def forward(self, outer_iter: int, start_P: Tensor) -> list[Tensor]:
         start = ray.put(start_P)
-        return _got([self._of(job).forward.remote(outer_iter, job, start) for job in range(self._num_jobs)])
+        ends: list[Tensor] = _got([self._of(job).forward.remote(outer_iter, job, start) for job in range(self._num_jobs)])
+        return ends
 
     def reverse(self, outer_iter: int, dw_NP: Sequence[Tensor]) -> list[tuple[Tensor, SegmentGrad]]:
-        return _got([self._of(job).reverse.remote(outer_iter, job, dw_P) for job, dw_P in enumerate(dw_NP)])
+        found: list[tuple[Tensor, SegmentGrad]] = _got(
+            [self._of(job).reverse.remote(outer_iter, job, dw_P) for job, dw_P in enumerate(dw_NP)])
+        return found
 
     def kept(self) -> tuple[int, int]:
         found = _got([actor.kept.remote() for actor in self._actors])

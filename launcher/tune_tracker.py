@@ -43,7 +43,8 @@ class TuneTracker:
         self._num_trials += 1
         mark = "*" if trial.value < self._best else " "
         self._best = min(self._best, trial.value)
-        self._report(f"{trial.kind:10} {self._num_trials:4} {trial.cost:7.1f} runs  valid {trial.value:.4f}{mark}  best {self._best:.4f}")
+        self._report(f"{trial.kind:10} {self._num_trials:4} {trial.cost:7.1f} runs  valid {trial.value:.4f}{mark}  "
+                     f"best {self._best:.4f}")
         if trial.value < float("inf"):
             self._log({"tune/val": trial.value, "tune/best": self._best}, trial.cost)
 
@@ -78,4 +79,5 @@ class TuneTracker:
 
     def _give_up(self, error: Exception) -> None:
         self._client = None
-        self._report(f"MLflow cannot be written ({str(error).strip().partition(chr(10))[0]}); tuning goes on, {self._folder} has everything.")
+        told = str(error).strip().partition("\n")[0]
+        self._report(f"MLflow cannot be written ({told}); tuning goes on, {self._folder} has everything.")

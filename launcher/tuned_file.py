@@ -57,7 +57,8 @@ def _read(override: str) -> list[str]:
     try:
         content = yaml.safe_load(path.read_text())
     except OSError as error:
-        raise ConfigError(f"{override}: {path} cannot be read ({error.strerror}); give the tuned.yaml that ngsgd tune wrote.") from None
+        raise ConfigError(f"{override}: {path} cannot be read ({error.strerror}); give the tuned.yaml that ngsgd tune "
+                          "wrote.") from None
     except (yaml.YAMLError, UnicodeError):
         raise ConfigError(f"{override}: {path} is not valid YAML; tune again, or restore it.") from None
     if not isinstance(content, dict) or not all(isinstance(part, dict) for part in content.values()):
@@ -68,7 +69,7 @@ def _read(override: str) -> list[str]:
 def _shown(value: Any) -> str:
     """As Hydra reads it back."""
     if isinstance(value, Mapping):
-        return "{" + ",".join(f"'{key}':{_shown(one)}" for key, one in value.items()) + "}"
+        return "{" + ",".join(f"{key}:{_shown(one)}" for key, one in value.items()) + "}"
     if isinstance(value, (list, tuple)):
         return "[" + ",".join(map(_shown, value)) + "]"
     return repr(value) if isinstance(value, float) else str(value)

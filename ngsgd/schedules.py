@@ -82,7 +82,7 @@ class Schedule:
         return int(0.5 + ideal / self.num_jobs_step) * self.num_jobs_step
 
     def effective_lr(self, outer_iter: int, passes_done: int) -> float:
-        """Exponential decay in the amount of data processed, times `lr_factors`; the last outer iteration runs at the end of both."""
+        """Exponential decay in the amount of data processed, times `lr_factors`; the last outer iteration has the end of both."""
         if outer_iter + 1 >= self.num_outer_iters:
             return self.last_lr
         decay = math.log(self.lr_final / self.lr_initial) / self.num_passes
@@ -98,7 +98,8 @@ class Schedule:
         at = min(max(fraction, 0.0), 1.0) * (len(self.lr_factors) - 1)
         left = min(int(at), len(self.lr_factors) - 1)
         right = min(left + 1, len(self.lr_factors) - 1)
-        return self.lr_factors[left] * (self.lr_factors[right] / self.lr_factors[left]) ** (at - left)
+        ratio = self.lr_factors[right] / self.lr_factors[left]
+        return self.lr_factors[left] * math.exp((at - left) * math.log(ratio))
 
     def shard(self, pass_index: int) -> Shard:
         """The shard of the run's pass number `pass_index`; `frames_per_eg` epochs of archives meet every frame once."""

@@ -20,12 +20,14 @@ if TYPE_CHECKING:
 _HOME_OF = {
     "Digest": "exact", "ExactMomentum": "exact", "HyperGrad": "plan", "ModuleTask": "task", "Place": "task", "Plan": "plan",
     "Report": "plan", "ReversibleSGD": "reversible_sgd", "Task": "task", "choose_engine": "gradient", "final_value": "gradient",
-    "Evaluation": "gradient", "HyperSpace": "space", "Search": "search", "Settings": "space", "Trial": "search", "evaluate": "gradient",
+    "Evaluation": "gradient", "HyperSpace": "space", "Search": "search", "Settings": "space", "Trial": "search",
+    "evaluate": "gradient",
     "hypergradient": "gradient", "tune": "search",
 }
 
 __all__ = ["Digest", "Evaluation", "ExactMomentum", "HyperGrad", "HyperSpace", "ModuleTask", "Place", "Plan", "Report",
-           "ReversibleSGD", "Search", "Settings", "Task", "Trial", "choose_engine", "evaluate", "final_value", "hypergradient", "tune"]
+           "ReversibleSGD", "Search", "Settings", "Task", "Trial", "choose_engine", "evaluate", "final_value", "hypergradient",
+           "tune"]
 
 
 def __getattr__(name: str) -> Any:

@@ -25,7 +25,7 @@ from ngsgd.hypergrad import fused
 POSITION_BITS = 48    # of the fraction: resolution 4e-15
 VELOCITY_BITS = 44    # c stays in (2^-52, 2^-44], so the velocity's resolution is 6e-14 or finer
 SPILL_BITS = 8
-_LIMIT = 1 << 62      # of x and u: |w| below 2^14, |v| below 2^10 at the least; wrapped numbers would be undone exactly and be wrong
+_LIMIT = 1 << 62      # of x and u: |w| below 2^14, |v| below 2^10 at the least; wrapped numbers would be undone exactly too
 _START = 2.0 ** -VELOCITY_BITS
 _FLOOR = 2.0 ** -(VELOCITY_BITS + SPILL_BITS)
 _WORD = 1 << 64
@@ -128,10 +128,9 @@ class ExactMomentum:
         last = self._steps[-1]
         velocity = self._add_gradient(grad_P, last.gamma_G, 1)
         for index, shift in enumerate(last.shift_G):
-            velocity = self._unshift(index, shift, last.gamma_G[index]) if shift else velocity
-        if velocity is None:
-            velocity = _sum(self.u_P)
-        self._digest = Digest(self._digest.position, velocity)
+            if shift:
+                self._unshift(index, shift, last.gamma_G[index])
+        self._digest = Digest(self._digest.position, _sum(self.u_P) if any(last.shift_G) else velocity)
         if self._digest != last.before:
             raise ReversalError(self.num_steps, "its gradient, or what was put aside, is not that of the forward pass")
         self.scale_G = last.scale_G
@@ -185,7 +184,8 @@ class ExactMomentum:
         self.x_P.copy_(state["x"])
         self.u_P.copy_(state["u"])
         self.scale_G, self._digest, self.num_steps = tuple(state["scale"]), Digest(*state["digest"]), state["num_steps"]
-        self._steps = [_Step(Digest(*before), tuple(scale), tuple(gamma), tuple(shift)) for before, scale, gamma, shift in state["steps"]]
+        self._steps = [_Step(Digest(*before), tuple(scale), tuple(gamma), tuple(shift))
+                       for before, scale, gamma, shift in state["steps"]]
         self._spills = [list(parts) for parts in state["spills"]]
         self.verify()
         self._read_weights()

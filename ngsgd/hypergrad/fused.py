@@ -77,11 +77,11 @@ class Eager:
         real_C, add_C = self._real[:len(whole_C)], self._whole[:len(whole_C)]
         real_C.copy_(values_C).mul_(factor).round_()
         low, high = real_C.aminmax()
-        if not (-_LIMIT < float(low) and float(high) < _LIMIT):  # also NaN, which aminmax passes on
+        if not (float(low) > -_LIMIT and float(high) < _LIMIT):  # also NaN, which aminmax passes on
             return None
         whole_C.add_(add_C.copy_(real_C), alpha=sign)
         low, high = whole_C.aminmax()
-        if not (-_LIMIT < int(low) and int(high) < _LIMIT):
+        if not (int(low) > -_LIMIT and int(high) < _LIMIT):
             return None
         return int(whole_C.sum())
 

@@ -108,7 +108,9 @@ def hypergradient(task: Task, plan: Plan, engine: str = "auto", *, gradients: Gr
     >>> import torch
     >>> module = torch.nn.Linear(3, 2).double()
     >>> x, y = torch.randn(8, 3).double(), torch.randint(0, 2, (8,))
-    >>> task = ModuleTask(module, lambda place: (x, y), lambda out, batch, _: torch.nn.functional.cross_entropy(out, batch[1]), [(x, y)])
+    >>> def loss(output, batch, data_weights):
+    ...     return torch.nn.functional.cross_entropy(output, batch[1])
+    >>> task = ModuleTask(module, lambda place: (x, y), loss, [(x, y)])
     >>> found = hypergradient(task, Plan.constant(num_steps=5, num_layers=1, lr=0.1))
     >>> found.lr_TG.shape
     torch.Size([5, 1])
@@ -123,7 +125,8 @@ def evaluate(task: Task, plan: Plan, engine: str = "auto", *, gradients: Gradien
         raise ValueError(f"Invalid engine: {engine!r}; choose auto, {', '.join(ENGINES)}")
     plan, flat = plan.detached(), Flat.of(task)
     if plan.num_layers != len(flat.groups):
-        raise ValueError(f"Invalid plan: it has {plan.num_layers} layers, and the task {len(flat.groups)}: {', '.join(flat.layer_names)}")
+        raise ValueError(f"Invalid plan: it has {plan.num_layers} layers, and the task {len(flat.groups)}: "
+                         f"{', '.join(flat.layer_names)}")
     first = next(iter(task.start.values()))
     gradients = gradients or PlainGradients(task, flat)
     if engine == "reversible" and not gradients.can_reverse:
@@ -138,7 +141,8 @@ def evaluate(task: Task, plan: Plan, engine: str = "auto", *, gradients: Gradien
         return Evaluation(_Run(task, plan, flat, gradients, jobs, choice))
 
 
-def final_value(task: Task, plan: Plan, *, gradients: Gradients | None = None, jobs: Jobs | None = None, kernels: str = "auto") -> float:
+def final_value(task: Task, plan: Plan, *, gradients: Gradients | None = None, jobs: Jobs | None = None,
+                kernels: str = "auto") -> float:
     """The validation loss that `plan` leads to; the way there only, with the same numbers."""
     plan, flat = plan.detached(), Flat.of(task)
     with torch.random.fork_rng(devices=[]):
@@ -191,9 +195,10 @@ class _Run:
                 dw_P += dw_of_job_P
                 _add(whole, grad, outer_iter * self.plan.steps_per_iter)
         report = self._report(whole, spill_bytes, state_bytes, time.perf_counter() - began)
+        start_P = dw_P * self.flat.spread(self.plan.init_scale_G)
         return HyperGrad(value, whole.lr_TG, whole.momentum_TG, whole.l2_G, self.flat.products(dw_P, self.unscaled_P),
                          whole.max_change_G, whole.max_param_change, averaging_ON, whole.data_weights,
-                         dict(zip(self.flat.names, self.flat.unflatten(dw_P * self.flat.spread(self.plan.init_scale_G)), strict=True)), report)
+                         dict(zip(self.flat.names, self.flat.unflatten(start_P), strict=True)), report)
 
     def _validation(self, end_P: Tensor) -> tuple[float, Tensor]:
         parameters = {name: p.requires_grad_() for name, p in _parameters(self.task, self.flat, end_P).items()}

@@ -43,7 +43,8 @@ def move_adjoint(dw_P: Tensor, v_P: Tensor, groups: Sequence[slice], lr_G: Seque
     none = dw_P.new_zeros(())
     d_model = none
     if shortened.model < 1.0:
-        change_P = torch.cat([v_P[group] * (factor * lr) for group, lr, factor in zip(groups, lr_G, shortened.layer_G, strict=True)])
+        change_P = torch.cat([v_P[group] * (factor * lr)
+                              for group, lr, factor in zip(groups, lr_G, shortened.layer_G, strict=True)])
         unit_P = change_P / change_P.norm()
         d_model = torch.dot(unit_P, dw_P)
         dw_P = shortened.model * (dw_P - unit_P * d_model)

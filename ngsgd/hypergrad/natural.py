@@ -163,7 +163,8 @@ def _linear_layers(task: ModuleTask, flat: Flat) -> dict[str, list[str]]:
         own = [f"{name}.{part}" if name else part for part, p in module.named_parameters(recurse=False) if p.requires_grad]
         if not own:
             continue
-        if not isinstance(module, nn.Linear) or own != [part for part in flat.names if part in own] or not own[0].endswith("weight"):
+        in_order = own == [part for part in flat.names if part in own] and own[0].endswith("weight")
+        if not isinstance(module, nn.Linear) or not in_order:
             raise ConfigError(f"hypergradients of NG-SGD know linear layers only, and {name or type(module).__name__} is a "
                               f"{type(module).__name__}; tune with optimizer=sgd.")
         found[name] = own

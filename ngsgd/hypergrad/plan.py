@@ -50,7 +50,8 @@ class Plan:
         def full(value: float, *shape: int) -> Tensor:
             return torch.full(shape, value, dtype=torch.float64)
         return cls(full(lr, num_steps, num_layers), full(momentum, num_steps, num_layers), full(l2, num_layers),
-                   full(1.0, num_layers), full(max_change, num_layers), full(max_param_change), full(1.0, num_outer_iters, num_jobs))
+                   full(1.0, num_layers), full(max_change, num_layers), full(max_param_change),
+                   full(1.0, num_outer_iters, num_jobs))
 
     @property
     def num_steps(self) -> int:

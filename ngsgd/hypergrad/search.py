@@ -102,7 +102,8 @@ def tune(evaluate: Evaluate, space: HyperSpace, *, budget: float, seed_share: fl
     return search
 
 
-def _coarse(search: Search, evaluate: Evaluate, theta_D: Tensor, num_trials: int, seeder: Seeder, seed: int, watch: Watch) -> Tensor:
+def _coarse(search: Search, evaluate: Evaluate, theta_D: Tensor, num_trials: int, seeder: Seeder, seed: int,
+            watch: Watch) -> Tensor:
     """The best exponential schedule, backed off."""
     space = search.space
     reach = math.log(space.rates)

@@ -168,7 +168,8 @@ class Segment:
     store: keeps weights and velocity of each step, in the parameters' own type.
     """
 
-    def __init__(self, gradients: Gradients, flat: Flat, numbers: Numbers, place: Place, engine: str, kernels: str = "auto") -> None:
+    def __init__(self, gradients: Gradients, flat: Flat, numbers: Numbers, place: Place, engine: str,
+                 kernels: str = "auto") -> None:
         self.gradients, self.flat, self.numbers, self.place, self.engine = gradients, flat, numbers, place, engine
         self._kernels = kernels
         self._done: list[Shortened] = []
@@ -251,13 +252,31 @@ class Segment:
         return self._tape.bytes + (16 * self.flat.size + self.spill_bytes if self.engine == "reversible" else 0)
 
 
+class _Tape(Protocol):
+    """What a step back needs, by engine; asked in this order: new_velocity, old_weights, old_velocity."""
+
+    bytes: int
+
+    def __init__(self, num_steps: int) -> None: ...
+
+    def before(self, segment: Segment, state: ExactMomentum, t: int) -> None: ...
+
+    def after(self, state: ExactMomentum) -> None: ...
+
+    def begin(self, segment: Segment) -> None: ...
+
+    def new_velocity(self, segment: Segment, t: int) -> Tensor: ...
+
+    def old_weights(self, segment: Segment, t: int) -> Tensor: ...
+
+    def old_velocity(self, segment: Segment, t: int, direction_P: Tensor) -> Tensor: ...
+
+
 class _Reversible:
     """Nothing is kept but the state at the end and what was put aside."""
 
-    bytes = 0
-
     def __init__(self, num_steps: int) -> None:
-        pass
+        self.bytes = 0
 
     def before(self, segment: Segment, state: ExactMomentum, t: int) -> None:
         pass
@@ -359,7 +378,7 @@ class _Nothing(_Reversible):
     """For the way there alone."""
 
 
-_TAPES = {"reversible": _Reversible, "store": _Store, "checkpoint": _Checkpoint, "none": _Nothing}
+_TAPES: dict[str, type[_Tape]] = {"reversible": _Reversible, "store": _Store, "checkpoint": _Checkpoint, "none": _Nothing}
 
 
 def _with_decay(direction_P: Tensor, w_P: Tensor, l2_G: Sequence[float], groups: Sequence[slice]) -> Tensor:

@@ -75,7 +75,7 @@ class HyperSpace:
 
     @property
     def size(self) -> int:
-        return max(part.stop for part in self.slices.values())
+        return sum(part.stop - part.start for part in self.slices.values())
 
     def names(self) -> list[str]:
         """Of each of the D numbers."""

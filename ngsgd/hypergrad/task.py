@@ -130,7 +130,7 @@ class Flat:
 
     @property
     def size(self) -> int:
-        return self.groups[-1].stop
+        return sum(self.sizes)
 
     def flatten(self, tensors: Sequence[Tensor]) -> Tensor:
         return torch.cat([tensor.reshape(-1) for tensor in tensors])

@@ -43,8 +43,8 @@ def _scale_start(model: nn.Module, config: ModelConfig) -> None:
     modules = dict(model.named_modules())
     for name, scale in (config.init_scales or {}).items():
         if name not in modules:
-            raise ConfigError(f"model.init_scales has {name}, and the model has no such layer; it has "
-                              f"{', '.join(key for key, one in modules.items() if any(True for _ in one.parameters(recurse=False)))}.")
+            known = [key for key, module in modules.items() if next(module.parameters(recurse=False), None) is not None]
+            raise ConfigError(f"model.init_scales has {name}, and the model has no such layer; it has {', '.join(known)}.")
         for parameter in modules[name].parameters(recurse=False):
             parameter.mul_(scale)
 

@@ -13,7 +13,8 @@ from ngsgd.hypergrad import ModuleTask, Place, Plan
 CLASSES, DIM, LAYERS = 4, 6, 3
 
 
-def mlp(activation: type[nn.Module] = nn.Tanh, *, dropout: float = 0.1, width: int = 8, dtype: torch.dtype = torch.float64) -> nn.Module:
+def mlp(activation: type[nn.Module] = nn.Tanh, *, dropout: float = 0.1, width: int = 8,
+        dtype: torch.dtype = torch.float64) -> nn.Module:
     torch.manual_seed(5)
     return nn.Sequential(nn.Linear(DIM, width), activation(), nn.Dropout(dropout), nn.Linear(width, width), activation(),
                          nn.Linear(width, CLASSES)).to(dtype)
@@ -46,8 +47,11 @@ def plan(num_steps: int = 12, *, jobs: int = 1, iters: int = 1, limits: bool = F
     def drawn(low: float, high: float, *shape: int) -> Tensor:
         return low + (high - low) * torch.rand(shape, generator=generator, dtype=torch.float64)
     settings = {
-        "lr_TG": drawn(0.2, 0.6, num_steps, LAYERS), "momentum_TG": drawn(0.5, 0.95, num_steps, LAYERS), "l2_G": drawn(0.001, 0.01, LAYERS),
-        "init_scale_G": drawn(0.8, 1.2, LAYERS), "max_change_G": torch.full((LAYERS,), 0.05 if limits else 0.0, dtype=torch.float64),
-        "max_param_change": torch.tensor(0.07 if limits else 0.0, dtype=torch.float64), "averaging_ON": drawn(0.5, 1.5, iters, jobs),
+        "lr_TG": drawn(0.2, 0.6, num_steps, LAYERS), "momentum_TG": drawn(0.5, 0.95, num_steps, LAYERS),
+        "l2_G": drawn(0.001, 0.01, LAYERS),
+        "init_scale_G": drawn(0.8, 1.2, LAYERS),
+        "max_change_G": torch.full((LAYERS,), 0.05 if limits else 0.0, dtype=torch.float64),
+        "max_param_change": torch.tensor(0.07 if limits else 0.0, dtype=torch.float64),
+        "averaging_ON": drawn(0.5, 1.5, iters, jobs),
         "data_weights": drawn(0.5, 1.5, CLASSES) if weights else None, **changes}
     return Plan(**settings)

@@ -22,8 +22,8 @@ CONFIG = OptimizerConfig(rank_in=3, rank_out=2)
 
 def plan(num_steps: int, momentum: float = 0.0) -> Plan:
     made = tasks.plan(num_steps, weights=False)
-    return replace(made, momentum_TG=torch.full_like(made.momentum_TG, momentum), init_scale_G=torch.ones(tasks.LAYERS, dtype=torch.float64),
-                   l2_G=torch.zeros(tasks.LAYERS, dtype=torch.float64), lr_TG=made.lr_TG * 0.2)
+    return replace(made, momentum_TG=torch.full_like(made.momentum_TG, momentum), init_scale_G=torch.ones_like(made.init_scale_G),
+                   l2_G=torch.zeros_like(made.l2_G), lr_TG=made.lr_TG * 0.2)
 
 
 def test_trajectory_equals_the_optimizers() -> None:

@@ -45,7 +45,7 @@ def test_trajectory_equals_torch_sgd(nesterov: bool) -> None:
     other = torch.optim.SGD(theirs.parameters(), 0.05, momentum=0.9, nesterov=nesterov, weight_decay=0.01)
     for step in range(100):
         one.step(closure(ours, one, step))
-        other.step(closure(theirs, other, step))  # type: ignore[arg-type]
+        other.step(closure(theirs, other, step))
     assert float((vector(ours) - vector(theirs)).abs().max()) < 1e-10
 
 
@@ -92,7 +92,7 @@ def test_another_minibatch_is_reported_with_its_step() -> None:
     for step in range(6):
         optimizer.step(closure(model, optimizer, step))
     optimizer.undo(closure(model, optimizer, 5))
-    with pytest.raises(ReversalError, match="^step 5 could not be undone") as caught:
+    with pytest.raises(ReversalError, match=r"^step 5 could not be undone") as caught:
         optimizer.undo(closure(model, optimizer, 3))
     assert caught.value.step == 5
 

@@ -66,8 +66,10 @@ def _limited(change: dict[str, Tensor], layer_of: Mapping[str, int], limit_G: Te
         if 0.0 < float(limit_G[layer].detach()) < float(norm.detach()):
             change |= {name: change[name] * (limit_G[layer] / norm) for name in names}
     norm = _norm(list(change.values()))
-    return {name: d * (limit / norm) for name, d in change.items()} if 0.0 < float(limit.detach()) < float(norm.detach()) else change
+    holds = 0.0 < float(limit.detach()) < float(norm.detach())
+    return {name: d * (limit / norm) for name, d in change.items()} if holds else change
 
 
 def _norm(parts: list[Tensor]) -> Tensor:
-    return torch.cat([part.reshape(-1) for part in parts]).norm()
+    norm: Tensor = torch.cat([part.reshape(-1) for part in parts]).norm()
+    return norm
