@@ -4,15 +4,21 @@
     python benchmarks/hypergrad.py network             the same for a network with dropout (half an hour)
     python benchmarks/hypergrad.py cost                a step beside forward and backward, a hypergradient beside a plain run
     python benchmarks/hypergrad.py memory              resident memory at 100 and 1000 steps, beside TorchOpt's
+    python benchmarks/hypergrad.py digits              tuning 2, 8 and 20 numbers, beside Optuna's TPE and random search
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import functools
+import itertools
 import json
 import math
+import resource
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -31,6 +37,7 @@ from ngsgd.hypergrad import (
     Settings,
     evaluate,
     final_value,
+    hypergradient,
     tune,
 )
 from ngsgd.hypergrad.search import random_seeder
@@ -117,6 +124,99 @@ def network(num_steps: int) -> None:
          reverse_s=time.perf_counter() - began - forward_s)
 
 
+# Cost -------------------------------------------------------------------------------------------------------------------
+
+
+def drawn_task(sizes: list[int], batch: int) -> ModuleTask:
+    """A ReLU network on drawn data."""
+    torch.manual_seed(0)
+    layers = [part for a, b in itertools.pairwise(sizes) for part in (nn.Linear(a, b), nn.ReLU())][:-1]
+    random = torch.Generator().manual_seed(1)
+    x_ND, y_N = torch.randn(8 * batch, sizes[0], generator=random), torch.randint(0, sizes[-1], (8 * batch,), generator=random)
+
+    def rows(place: Place) -> tuple[Tensor, ...]:
+        first = batch * (place.step % 8)
+        return x_ND[first:first + batch], y_N[first:first + batch]
+
+    def loss(output: Tensor, of: tuple[Tensor, ...], _: Tensor | None) -> Tensor:
+        return nn.functional.cross_entropy(output, of[1])
+    return ModuleTask(nn.Sequential(*layers), rows, loss, [(x_ND[:batch], y_N[:batch])])
+
+
+def plain_run(task: ModuleTask, num_steps: int) -> None:
+    """The same training with torch's own SGD."""
+    model = copy.deepcopy(task.module)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
+    for step in range(num_steps):
+        x_ND, y_N = task.batch(Place(0, 0, step))
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x_ND), y_N).backward()
+        optimizer.step()
+
+
+def seconds(action: Callable[[], Any]) -> float:
+    """Of this process on its core: others on the machine do not count."""
+    began = time.process_time()
+    action()
+    return time.process_time() - began
+
+
+def cost(rounds: int) -> None:
+    """440-512x4-2000, minibatch 256, one thread: medians of interleaved rounds, CPU time."""
+    task = drawn_task([440, 512, 512, 512, 512, 2000], 256)
+    flat = Flat.of(task)
+    plain, start_P = PlainGradients(task, flat), flat.flatten(list(task.start.values()))
+    states = {engine: ExactMomentum(start_P, flat.groups, engine=engine) for engine in ("fused", "eager")}
+    grad_P, num_layers = plain.forward(start_P, Place(0, 0, 0), None), len(flat.groups)
+    found: dict[str, list[float]] = {"forward_backward": [], "fused": [], "eager": []}
+    for index in range(rounds):
+        found["forward_backward"].append(seconds(functools.partial(plain.forward, start_P, Place(0, 0, index), None)))
+        for engine, state in states.items():
+            found[engine].append(seconds(functools.partial(state.step, grad_P, [0.01] * num_layers, [0.9] * num_layers)))
+    medians = {name: statistics.median(values) for name, values in found.items()}
+    ratios: list[float] = []
+    plan = Plan.constant(20, num_layers, lr=0.1)
+    for _ in range(max(1, rounds // 10)):
+        whole = seconds(lambda: hypergradient(task, plan, "reversible"))
+        ratios.append(whole / seconds(lambda: plain_run(task, 20)))
+    tell(what="cost", parameters=flat.size, ms={name: 1e3 * value for name, value in medians.items()},
+         fused_share=medians["fused"] / medians["forward_backward"], eager_share=medians["eager"] / medians["forward_backward"],
+         hypergradient_in_plain_runs=statistics.median(ratios), lowest=min(ratios), highest=max(ratios))
+
+
+def memory() -> None:
+    """Peak resident memory above that after the first step, of a process each; 0.15 M parameters."""
+    for method, num_steps in (("reversible", 100), ("reversible", 1000), ("torchopt", 100), ("torchopt", 300)):
+        done = subprocess.run([sys.executable, __file__, "memory-of", "--method", method, "--steps", str(num_steps)], check=False,
+                              capture_output=True, text=True)
+        print(done.stdout.strip() or done.stderr[-300:], flush=True)
+
+
+def memory_of(method: str, num_steps: int) -> None:
+    task = drawn_task([200, 256, 256, 128], 32)
+
+    def ours(steps: int) -> float:
+        return float(hypergradient(task, Plan.constant(steps, 3, lr=0.1), "reversible").lr_TG.sum())
+
+    def theirs(steps: int) -> float:
+        import torchopt
+
+        model, lr = copy.deepcopy(task.module), torch.tensor(0.01, requires_grad=True)
+        optimizer = torchopt.MetaSGD(model, lr=lr, momentum=0.9)
+        for step in range(steps):
+            x_ND, y_N = task.batch(Place(0, 0, step))
+            optimizer.step(nn.functional.cross_entropy(model(x_ND), y_N))
+        x_ND, y_N = task._validation[0]
+        return float(torch.autograd.grad(nn.functional.cross_entropy(model(x_ND), y_N), lr)[0])
+    run = ours if method == "reversible" else theirs
+    run(2)
+    base = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    run(num_steps)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    parameters = sum(p.numel() for p in task.start.values())
+    tell(what="memory", method=method, steps=num_steps, parameters=parameters, base_mb=base / 1024, peak_mb=peak / 1024)
+
+
 # Tuning -----------------------------------------------------------------------------------------------------------------
 
 SPACES: dict[str, dict[str, Any]] = {
@@ -199,6 +299,9 @@ def digits(seeds: list[int], budget: float, spaces: list[str], methods: list[str
 COMMANDS: dict[str, Callable[[argparse.Namespace], None]] = {
     "numbers": lambda options: numbers(options.steps or 10_000),
     "network": lambda options: network(options.steps or 10_000),
+    "cost": lambda options: cost(options.rounds),
+    "memory": lambda options: memory(),
+    "memory-of": lambda options: memory_of(options.method, options.steps),
     "digits": lambda options: digits(options.seeds, options.budget, options.spaces, options.methods),
 }
 
@@ -209,6 +312,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=0)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--budget", type=float, default=120.0)
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--method", default="reversible", choices=("reversible", "torchopt"))
     parser.add_argument("--spaces", nargs="+", default=list(SPACES))
     parser.add_argument("--methods", nargs="+", default=list(METHODS))
     options = parser.parse_args()

@@ -27,6 +27,7 @@ if TYPE_CHECKING:  # these bring torch, and --help shall answer at once
 
 COMMANDS = ("probe", "check", "run", "transfer")
 _PROBE_STEPS = 20   # minibatches between averagings of the slice that probe and check run on
+_CHECK_STEP = 1e-6   # of logarithms, in float64: so small that hardly a unit or a limit on change switches in between
 Report = Callable[[str], None]
 
 
@@ -194,10 +195,10 @@ def _check(config: RunConfig, options: argparse.Namespace, report: Report) -> No
         print("part        hypergradient   finite differences  relative difference")
         for part, where in space.slices.items():
             step_D = torch.zeros_like(slope_D)
-            step_D[where] = 1e-4
+            step_D[where] = _CHECK_STEP
             points = [space.build((theta_D + sign * step_D).detach()) for sign in (1, -1)]
             ends = [final_value(proxy.task, point, gradients=gradients) for point in points]
-            measured, ours = (ends[0] - ends[1]) / 2e-4, float(slope_D[where].sum())
+            measured, ours = (ends[0] - ends[1]) / (2.0 * _CHECK_STEP), float(slope_D[where].sum())
             print(f"{part:11} {ours:+.6e}   {measured:+.6e}       {abs(ours - measured) / max(abs(measured), 1e-12):.1e}")
 
 

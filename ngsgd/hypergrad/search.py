@@ -23,7 +23,7 @@ _BACK_OFF = 0.5      # of the coarse search's best rate: gradients near the edge
 _GROW, _SHRINK = 1.5, 0.5
 _RADIUS = 0.5        # of the first step, in logarithms: the number whose slope is steepest moves by a factor of 1.6
 _MEMORY = 0.5        # of the means of slopes and of their squares
-_FLOOR = 0.01        # share of the steepest number's slope below which a slope counts as small
+_FLOOR = 0.1         # share of the steepest number's slope below which a slope counts as small
 
 
 @dataclass(frozen=True)

@@ -117,7 +117,7 @@ def test_descends_to_a_known_minimum_and_keeps_its_budget(seed_share: float) -> 
 
 
 def test_runs_that_diverge_are_never_accepted() -> None:
-    made = space(parts=("schedule",))
+    made = space(parts=("schedule", "l2"))
 
     def of(plan: Plan) -> Any:
         if float(plan.lr_TG.max()) > 1.0:

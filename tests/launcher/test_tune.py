@@ -13,7 +13,7 @@ import torch
 from launcher import cli, compose, tune, tuned_file
 from ngsgd.config import OptimizerConfig, ProxyConfig, RunConfig, TrackingConfig, TuneConfig
 from ngsgd.errors import ConfigError
-from ngsgd.hypergrad import HyperSpace, Settings, final_value
+from ngsgd.hypergrad import HyperSpace, Settings
 from ngsgd.training.worker import Worker
 from tests import toy
 
@@ -104,7 +104,7 @@ def test_a_tuned_file_becomes_settings_and_later_ones_win(tmp_path: Path) -> Non
     assert made.model.init_scales["output"] == pytest.approx(values["init_scale"][2])
 
 
-@pytest.mark.parametrize(("text", "told"), [(None, "cannot be read"), ("a: [", "not valid YAML"), ("just words", "holds no settings")])
+@pytest.mark.parametrize(("text", "told"), [(None, "cannot be read"), ("a: [", "not valid YAML"), ("words", "holds no settings")])
 def test_files_that_hold_no_settings_are_refused(tmp_path: Path, text: str | None, told: str) -> None:
     path = tmp_path / "tuned.yaml"
     if text is not None:
