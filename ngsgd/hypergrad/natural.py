@@ -58,7 +58,7 @@ class NaturalGradients:
 
     def __init__(self, task: ModuleTask, flat: Flat, settings: Mapping[str, Any], ranks: tuple[int, int]) -> None:
         self.task, self.flat, self._settings, self._ranks = task, flat, dict(settings), ranks
-        self._modules = _linear_layers(task, flat)
+        self._modules = linear_layers(task, flat)
         self._estimates: dict[str, tuple[OnlineNaturalGradient, OnlineNaturalGradient]] = {}
 
     def probe(self, w_P: Tensor, place: Place, data_weights: Tensor | None) -> bool:
@@ -76,6 +76,12 @@ class NaturalGradients:
         for name, pair in self._estimates.items():
             for one, state in zip(pair, snapshot[name], strict=True):
                 one.load_state_dict(state)
+
+    def take(self) -> Any:
+        return None
+
+    def put(self, state: Any) -> None:
+        pass
 
     def forward(self, w_P: Tensor, place: Place, data_weights: Tensor | None) -> Tensor:
         return self._direction(w_P, place, data_weights, create_graph=False)[0]
@@ -97,7 +103,7 @@ class NaturalGradients:
         """(direction, preconditioner, plain gradient, its leaves); moves the estimates."""
         leaves = [part.detach().requires_grad_() for part in self.flat.unflatten(w_P)]
         torch.default_generator.manual_seed(place.seed(self.task.seed))
-        with _captured(self.task.module, self._modules) as rows:
+        with captured(self.task.module, self._modules) as rows:
             loss = self.task.loss(dict(zip(self.flat.names, leaves, strict=True)), place, data_weights)
         outputs = [rows[name][1] for name in self._modules]
         found = torch.autograd.grad(loss, [*leaves, *outputs], create_graph=create_graph, allow_unused=True)
@@ -156,7 +162,7 @@ def _met(estimate: OnlineNaturalGradient, X_ND: Tensor, one_N: Tensor | None) ->
     return W_RD, float(scale)
 
 
-def _linear_layers(task: ModuleTask, flat: Flat) -> dict[str, list[str]]:
+def linear_layers(task: ModuleTask, flat: Flat) -> dict[str, list[str]]:
     """Module path to the names of its weight and bias."""
     found: dict[str, list[str]] = {}
     for name, module in task.module.named_modules():
@@ -172,7 +178,7 @@ def _linear_layers(task: ModuleTask, flat: Flat) -> dict[str, list[str]]:
 
 
 @contextmanager
-def _captured(module: nn.Module, names: Mapping[str, Sequence[str]]) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
+def captured(module: nn.Module, names: Mapping[str, Sequence[str]]) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
     """Input and output of each layer in the calls made inside."""
     rows: dict[str, tuple[Tensor, Tensor]] = {}
     modules = dict(module.named_modules())

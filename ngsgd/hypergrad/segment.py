@@ -78,7 +78,13 @@ class Gradients(Protocol):
         """What it carries from step to step."""
 
     def restore(self, snapshot: Any) -> None:
-        """Goes on from there."""
+        """Goes on from there: `reverse` comes next, for the step that follows."""
+
+    def take(self) -> Any:
+        """What was carried to the end of a job, with all that undoing it needs."""
+
+    def put(self, state: Any) -> None:
+        """The way back of that job begins: `reverse` comes next, for its last step."""
 
     def forward(self, w_P: Tensor, place: Place, data_weights: Tensor | None) -> Tensor:
         """The direction, P."""
@@ -131,6 +137,12 @@ class PlainGradients:
         return None
 
     def restore(self, snapshot: Any) -> None:
+        pass
+
+    def take(self) -> Any:
+        return None
+
+    def put(self, state: Any) -> None:
         pass
 
     def probe(self, w_P: Tensor, place: Place, data_weights: Tensor | None) -> bool:
@@ -189,6 +201,7 @@ class Segment:
             self._tape.before(self, self.state, t)
             self._done.append(self.step(self.state, t))
             self._tape.after(self.state)
+        self._carried = self.gradients.take()
         return self.state.position()
 
     def step(self, state: ExactMomentum, t: int) -> Shortened:
@@ -205,6 +218,7 @@ class Segment:
     def reverse(self, dw_P: Tensor) -> tuple[Tensor, SegmentGrad]:
         """From the derivative by the weights at the end to that by those at the start, and all on the way."""
         grad, dw_P, dv_P = SegmentGrad.zero(self.numbers), dw_P.clone(), torch.zeros_like(dw_P)
+        self.gradients.put(self._carried)
         try:
             self._tape.begin(self)
             for t in reversed(range(self.num_steps)):

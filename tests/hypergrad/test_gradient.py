@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ngsgd.errors import ReversalError
-from ngsgd.hypergrad import HyperGrad, Plan, final_value, hypergradient
+from ngsgd.hypergrad import HyperGrad, Place, Plan, final_value, hypergradient
 from ngsgd.hypergrad.gradient import LocalJobs
 from ngsgd.hypergrad.segment import ENGINES, PlainGradients
 from ngsgd.hypergrad.task import Flat, ModuleTask
@@ -103,6 +103,23 @@ def test_one_reverse_pass_serves_the_learned_numbers_behind_a_plan() -> None:
         step[index] = 1e-5
         difference = final_value(task, made(log_lr.detach() + step)) - final_value(task, made(log_lr.detach() - step))
         assert float(slope[index]) == pytest.approx(difference / 2e-5, rel=1e-6)
+
+
+def test_agrees_with_torchopt_on_the_learning_rate() -> None:
+    torchopt = pytest.importorskip("torchopt", reason="a peer of the dev extra")
+    task, num_steps = tasks.task(tasks.mlp(dropout=0.0)), 30
+    found = hypergradient(task, Plan.constant(num_steps, tasks.LAYERS, lr=0.4, momentum=0.9), "reversible")
+    lr = torch.tensor(0.04, dtype=torch.float64, requires_grad=True)  # its velocity takes the whole gradient, ours a tenth
+    optimizer = torchopt.sgd(lr=lambda count: lr, momentum=0.9)
+    parameters = tuple(p.clone().requires_grad_() for p in task.start.values())
+    state = optimizer.init(parameters)
+    for step in range(num_steps):
+        loss = task.loss(dict(zip(task.start, parameters, strict=True)), Place(0, 0, step), None)
+        grads = torch.autograd.grad(loss, parameters, create_graph=True)
+        updates, state = optimizer.update(grads, state, inplace=False)
+        parameters = torchopt.apply_updates(parameters, updates, inplace=False)
+    (slope,) = torch.autograd.grad(task.validation(dict(zip(task.start, parameters, strict=True))), lr)
+    assert float(found.lr_TG.sum()) == pytest.approx(0.1 * float(slope), rel=1e-9)
 
 
 # What goes wrong is reported with its step ------------------------------------------------------------------------------
