@@ -15,13 +15,13 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from launcher.ray_pool import connect
+from launcher.tune_proxy import Proxy
 from ngsgd.config import RunConfig
 from ngsgd.errors import ClusterError, NgsgdError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from launcher.tune import Proxy
     from ngsgd.hypergrad import Plan
     from ngsgd.hypergrad.segment import SegmentGrad
 
@@ -30,8 +30,6 @@ class _Worker:
     """An actor: some of the jobs."""
 
     def __init__(self, config: RunConfig, egs_directory: str, steps: int) -> None:
-        from launcher.tune import Proxy
-
         self._proxy = Proxy.of(config, Path(egs_directory), steps=steps)
         self._local: Any = None
 

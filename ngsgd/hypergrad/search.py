@@ -20,7 +20,8 @@ from ngsgd.hypergrad.space import HyperSpace
 
 REVERSE_COST = 3.2   # measured: docs/tuning.md
 _BACK_OFF = 0.5      # of the coarse search's best rate: gradients near the edge of stability say little
-_GROW, _SHRINK = 1.5, 0.5
+_GROW, _SHRINK = 1.2, 0.7
+_WINDOW = 4          # steps that stood, the highest of which the next must be below
 _RADIUS = 0.5        # of the first step, in logarithms: the number whose slope is steepest moves by a factor of 1.6
 _MEMORY = 0.5        # of the means of slopes and of their squares
 _FLOOR = 0.1         # share of the steepest number's slope below which a slope counts as small
@@ -128,9 +129,14 @@ def _descend(search: Search, evaluate: Evaluate, theta_D: Tensor, budget: float,
 
 
 def _descend_once(search: Search, evaluate: Evaluate, theta_D: Tensor, budget: float, watch: Watch, radius: float) -> Tensor:
+    """Until the radius is small: a step stands if the loss is below the highest of the last few that stood.
+
+    Losses of short runs are rough, and the lowest of them is lucky: to ask for a new lowest at every step would end there.
+    """
     space, smallest = search.space, radius / 32.0
     value, evaluated = _value(evaluate, space, theta_D)
     watch(search.add("descent", value, theta_D))
+    stood = [value]
     mean_D, squares_D = torch.zeros_like(theta_D), torch.zeros_like(theta_D)
     while evaluated is not None and search.spent + REVERSE_COST + 1.0 <= budget and radius > smallest:
         found = evaluated.gradient()
@@ -146,11 +152,10 @@ def _descend_once(search: Search, evaluate: Evaluate, theta_D: Tensor, budget: f
             point_D = space.clamp(theta_D + radius * direction_D)
             lower, at_point = _value(evaluate, space, point_D)
             watch(search.add("descent", lower, point_D))
-            if lower < value:
-                value, theta_D, evaluated = lower, point_D, at_point
-                radius *= _GROW
-            else:
-                radius *= _SHRINK
+            radius *= _GROW if lower < stood[-1] else _SHRINK
+            if lower < max(stood[-_WINDOW:]):
+                stood.append(lower)
+                theta_D, evaluated = point_D, at_point
     return theta_D
 
 

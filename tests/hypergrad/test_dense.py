@@ -31,7 +31,9 @@ def unrolled(task: ModuleTask, made: Plan, decay: float, damping: float) -> dict
         place = Place(0, 0, step)
         x_ND, y_N = task.batch(place)
         torch.manual_seed(place.seed(task.seed))
-        inputs, outputs, h = [], [], x_ND
+        inputs: list[Tensor] = []
+        outputs: list[Tensor] = []
+        h = x_ND
         for module in task.module:  # type: ignore[attr-defined]
             if isinstance(module, nn.Linear):
                 index = len(inputs)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from launcher import cli, compose, tune, tuned_file
+from launcher.tune_proxy import Proxy
 from ngsgd.config import OptimizerConfig, ProxyConfig, RunConfig, TrackingConfig, TuneConfig
 from ngsgd.errors import ConfigError
 from ngsgd.hypergrad import HyperSpace, Settings
@@ -122,7 +123,7 @@ def test_a_job_of_ngsgd_train_does_what_the_proxy_did(tmp_path: Path) -> None:
     run = toy.Run(tmp_path, made)
     num_steps = -(-run.reader.num_frames(run.schedule.shard(0)) // 64) - 1  # the last minibatch is a smaller one
     proxied = replace(made, tune=TuneConfig(proxy=ProxyConfig(num_steps, 1), workers=1))
-    proxy = tune.Proxy.of(proxied, run.egs)
+    proxy = Proxy.of(proxied, run.egs)
     from ngsgd.hypergrad.gradient import LocalJobs
     from ngsgd.hypergrad.segment import PlainGradients
     from ngsgd.hypergrad.task import Flat
