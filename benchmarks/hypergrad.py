@@ -282,12 +282,12 @@ def search(task: ModuleTask, space: HyperSpace, method: str, budget: float, seed
 
 def digits(seeds: list[int], budget: float, spaces: list[str], methods: list[str]) -> None:
     """Each space and method at several budgets, in plain runs, and the test loss at the end."""
-    settings = Settings(lr_initial=0.5, lr_final=0.1, momentum=0.9, l2=1e-3, max_change=0.5, max_param_change=1.0)
+    settings = Settings(lr_initial=1.5, lr_final=0.15, momentum=0.9, l2=1e-3, max_change=0.5, max_param_change=1.0)
     for name in spaces:
         for method in methods:
             for seed in seeds:
                 task, test = digits_task(seed)
-                space = HyperSpace(settings, LAYERS, num_steps=100, **SPACES[name])
+                space = HyperSpace(settings, LAYERS, num_steps=100, rates=10.0, others=4.0, **SPACES[name])
                 began = time.perf_counter()
                 found = search(task, space, method, budget, seed)
                 best = torch.tensor(found.best.theta, dtype=torch.float64)

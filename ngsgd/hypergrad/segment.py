@@ -239,15 +239,18 @@ class Segment:
         direction_P = _with_decay(linearised.direction_P, w_P, numbers.l2_G, flat.groups)
         v_P = tape.old_velocity(self, t, direction_P)
         grad.momentum_TG[t] = flat.products(dv_P, v_P + direction_P)
-        gamma_P = flat.spread(torch.tensor(numbers.momentum_TG[t], dtype=torch.float64))
-        z_P = (1.0 - gamma_P) * dv_P
+        z_P = dv_P.clone()
+        for group, gamma in zip(flat.groups, numbers.momentum_TG[t], strict=True):
+            z_P[group] *= 1.0 - gamma
+            dv_P[group] *= gamma
         by_w_P, by_weights = linearised.products(z_P)
-        w_P = w_P.double()
-        grad.l2_G -= flat.products(w_P, z_P)
-        dw_P -= by_w_P + flat.spread(torch.tensor(numbers.l2_G, dtype=torch.float64)) * z_P
+        grad.l2_G -= flat.products(w_P.double(), z_P)
+        dw_P -= by_w_P
+        for group, l2 in zip(flat.groups, numbers.l2_G, strict=True):
+            if l2:
+                dw_P[group].sub_(z_P[group], alpha=l2)
         if grad.data_weights is not None and by_weights is not None:
             grad.data_weights -= by_weights
-        dv_P *= gamma_P
 
     def _told(self, error: ReversalError) -> ReversalError:
         """With where it was, and with what is known to have changed."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -148,3 +149,11 @@ def test_the_help_names_tune(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--help"]) == 0
     assert "tune" in capsys.readouterr().out
     assert cli.main(["tune", "nothing"]) == 2
+
+
+@pytest.mark.parametrize(("setting", "told"), [
+    ("schedule.lr_factors=[1,0]", "each must be above 0"), ("optimizer.layer_options={affine1:{lr:1}}", "such as {lr_factor: 1.3}"),
+    ("model.init_scales={affine1:-1}", "give a number above 0"), ("tune.proxy.steps=401", "no multiple of tune.proxy.outer_iters")])
+def test_settings_that_cannot_be_are_told(setting: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        compose.compose([setting])
