@@ -101,6 +101,12 @@ def _simulate(arguments: list[str]) -> int:
     return simulate.command(arguments)
 
 
+def _tune(arguments: list[str]) -> int:
+    from launcher import tune
+
+    return tune.command(arguments)
+
+
 def _info(arguments: list[str]) -> int:
     parser = Parser("info")
     parser.add_argument("run", nargs="?", help="a run folder, or its name under runs/; or a folder of examples, runs/data/egs-...")
@@ -116,7 +122,8 @@ def _info(arguments: list[str]) -> int:
 
 
 _COMMANDS: dict[str, Callable[[list[str]], int]] = {
-    "resume": _resume, "decode": _decode, "align": _align, "plan": _plan, "simulate": _simulate, "ui": _ui, "info": _info}
+    "resume": _resume, "decode": _decode, "align": _align, "plan": _plan, "simulate": _simulate, "tune": _tune, "ui": _ui,
+    "info": _info}
 
 
 def _run_arguments(command: str, arguments: list[str]) -> tuple[Path, bool]:

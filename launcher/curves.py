@@ -55,6 +55,18 @@ def compare(runs: Sequence[tuple[str, Events]], path: Path) -> None:
     _save(figure, path)
 
 
+def draw_schedule(learned: Sequence[float], before: Sequence[float], path: Path) -> None:
+    """A learned schedule of learning rates beside the one it began from; both at even distances over the run."""
+    figure = _figure(7.0, 4.0)
+    axes = figure.subplots()
+    for label, rates, colour in (("before", before, "#7a7a7a"), ("learned", learned, _BLUE)):
+        axes.plot([100.0 * index / (len(rates) - 1) for index in range(len(rates))], rates, "o-", color=colour, label=label)
+    axes.set_yscale("log")
+    axes.set_xlabel("share of the run (%)")
+    _label(axes, "Learning rate of a job", "per frame", legend="best")
+    _save(figure, path)
+
+
 class _Curve:
     """The outer iterations of one run, in order."""
 

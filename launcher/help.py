@@ -16,6 +16,7 @@ COMMANDS = {
     "align": "find the HMM state of every frame from transcripts alone: flat start, then realignment",
     "plan": "measure this machine for half a minute, tell the time of an outer iteration on 1 to 1000 workers",
     "simulate": "run on many logical workers of this machine, with a virtual clock, stragglers and failures",
+    "tune": "learn schedule, layer rates, l2, momentum by gradient on a short proxy: probe, check, run, transfer",
     "ui": "open the dashboard (MLflow) on the runs of an output folder",
     "info": "state of a run; without a run: versions of what is installed",
 }

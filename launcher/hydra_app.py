@@ -12,12 +12,14 @@ from typing import Any
 
 from launcher import compose, values
 from launcher.console import Parser, run_guarded
+from launcher.tuned_file import expanded
 from ngsgd.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError
 
 
 def train(arguments: list[str], *, debug: bool) -> int:
     """Checks every setting first, then lets Hydra do what its flags ask for; the worst exit code of all runs."""
     options = _parser().parse_intermixed_args(arguments)
+    options.overrides = expanded(options.overrides)
     if not (options.shell_completion or options.hydra_help or options.info):
         sweep = options.multirun or any(text.upper() == "HYDRA.MODE=MULTIRUN" for text in options.overrides)
         validate = compose.check_sweep if sweep else compose.compose

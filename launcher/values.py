@@ -84,13 +84,14 @@ def _build_section(kind: type[Any], values: Any, prefix: str, wrong: list[_Wrong
 
 def _convert(value: Any, kind: Any) -> Any:
     """The value as `kind`; raises ValueError saying what it must be."""
-    if isinstance(kind, types.GenericAlias):  # tuple[float, ...]
+    if isinstance(kind, types.GenericAlias):  # tuple[float, ...] or tuple[str, ...]
+        of = typing.get_args(kind)[0]
         try:
             if isinstance(value, (list, tuple)) and value:
-                return tuple(_convert(item, float) for item in value)
+                return tuple(_convert(item, of) for item in value)
         except ValueError:
             pass
-        raise ValueError("a list of finite numbers, such as [0.1,0.2]")
+        raise ValueError("a list of names, such as [one,two]" if of is str else "a list of finite numbers, such as [0.1,0.2]")
     if isinstance(kind, types.UnionType):  # a mapping that is the user's own, or None
         if value is None or isinstance(value, Mapping):
             return dict(value) if value else None

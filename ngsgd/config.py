@@ -155,6 +155,7 @@ class ModelConfig:
     _target_: str = knob("")                         # package.module:Name makes the model in place of the above: docs/own-model.md
     args: Mapping[str, Any] | None = knob(None)      # keyword arguments for it, such as {width: 64}
     search_path: str = knob("")                      # folder that it is imported from; empty: the current one
+    init_scales: Mapping[str, Any] | None = knob(None)  # factors on the starting parameters of layers, such as {affine1: 0.8}
 
     @property
     def label(self) -> str:
@@ -189,6 +190,8 @@ class OptimizerConfig:
     backstitch_scale: float = knob(0.0, low=0.0)     # a step of -scale, then one of 1 + scale (Kaldi: 0.3 to 1); 0 = off
     backstitch_interval: int = knob(1, low=1)        # minibatches between two with backstitch
     proportional_shrink: float = knob(0.0, low=0.0)  # a job starts from the model times 1 - this * its learning rate
+    # lr_factor, max_change and weight_decay of single layers by name or pattern, such as {affine1: {lr_factor: 1.3}}
+    layer_options: Mapping[str, Any] | None = knob(None)
     cosine_period: int = knob(100, low=0)            # ngsgd: minibatches between looks at the plain gradient, for the log
 
 
@@ -225,6 +228,8 @@ class ScheduleConfig:
     minibatch_size: int = knob(128, low=1)           # frames; C.1: 128 for CPU threads, 512 for GPUs
     lr_initial: float = knob(0.005, above=0.0)       # effective learning rate per frame; a job's rate is this times num_jobs
     lr_final: float = knob(0.0003, above=0.0)
+    # on the exponential schedule between the two, at even distances over the data, geometric between; made by ngsgd tune
+    lr_factors: tuple[float, ...] = knob((1.0,))
     num_jobs_initial: int = knob(1, low=1)
     num_jobs_final: int = knob(2, low=1)
     num_jobs_step: int = knob(1, low=1)              # num_jobs grows in multiples of this
@@ -302,6 +307,31 @@ class DecodeConfig:
 
 
 @dataclass(frozen=True)
+class ProxyConfig:
+    """The short run that hyperparameters are tuned on."""
+
+    steps: int = knob(400, low=2, high=1000000)      # minibatches of each job
+    outer_iters: int = knob(4, low=1, high=10000)    # averagings; must divide steps
+
+
+@dataclass(frozen=True)
+class TuneConfig:
+    """Hyperparameters by gradient (`ngsgd tune`): docs/tuning.md."""
+
+    space: tuple[str, ...] = knob(("schedule", "layer_lr", "l2", "momentum"))  # also max_change, init_scale
+    knots: int = knob(6, low=2, high=100)            # of the learning-rate schedule; 2: an exponential one
+    proxy: ProxyConfig = field(default_factory=ProxyConfig)
+    budget: float = knob(60.0, above=0.0)            # plain runs of the proxy; a hypergradient counts as 4.2
+    seed_share: float = knob(0.25, low=0.0, high=1.0)  # of the budget for the coarse search over initial and final rate
+    workers: int = knob(0, low=0, high=1000)         # jobs that are averaged; 0: schedule.num_jobs_final
+    engine: str = knob("auto", one_of=("auto", "store", "reversible", "checkpoint"))
+    memory_gb: float = knob(1.0, above=0.0)          # auto: store where all steps fit into this
+    rates: float = knob(30.0, above=1.0)             # rates move by at most this factor from the recipe's
+    multipliers: tuple[float, ...] = knob((1.0, 0.5, 0.25))  # ngsgd tune transfer: of all rates, on a longer run
+    transfer_steps: int = knob(0, low=0)             # minibatches of each job of that run; 0: four times the proxy's
+
+
+@dataclass(frozen=True)
 class TrackingConfig:
     """MLflow; the event log in the run folder is written in any case."""
 
@@ -332,6 +362,7 @@ class RunConfig:
     combination: CombinationConfig = field(default_factory=CombinationConfig)
     decode: DecodeConfig = field(default_factory=DecodeConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    tune: TuneConfig = field(default_factory=TuneConfig)
 
 
 def check(config: RunConfig) -> list[str]:
@@ -520,8 +551,32 @@ def _rule_exchange(c: RunConfig) -> Iterator[str]:
                "cluster.exchange=collective.")
 
 
+def _rule_layers(c: RunConfig) -> Iterator[str]:
+    known = ("lr_factor", "max_change", "weight_decay")
+    for layer, options in (c.optimizer.layer_options or {}).items():
+        if not isinstance(options, Mapping) or not all(key in known and _is_number(value) and value >= 0.0
+                                                       for key, value in options.items()):
+            yield (f"optimizer.layer_options[{layer}] is {options!r}; give {', '.join(known)}, at least 0 each, such as "
+                   "{lr_factor: 1.3}.")
+    for layer, scale in (c.model.init_scales or {}).items():
+        if not _is_number(scale) or scale <= 0.0:
+            yield f"model.init_scales[{layer}] is {scale!r}; give a number above 0."
+    if wrong := [factor for factor in c.schedule.lr_factors if factor <= 0.0]:
+        yield f"schedule.lr_factors has {wrong[0]}; each must be above 0."
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _rule_tune(c: RunConfig) -> Iterator[str]:
+    if c.tune.proxy.steps % c.tune.proxy.outer_iters:
+        yield (f"tune.proxy.steps is {c.tune.proxy.steps}, no multiple of tune.proxy.outer_iters, {c.tune.proxy.outer_iters}; "
+               "between two averagings every job takes as many minibatches.")
+
+
 _RULES: tuple[Callable[[RunConfig], Iterator[str]], ...] = (_rule_snr, _rule_augment, _rule_rate, _rule_given_features,
                                                            _rule_held_out, _rule_align_lr, _rule_ceps, _rule_pnorm, _rule_tdnn,
                                                            _rule_stages, _rule_own_model, _rule_lr, _rule_jobs,
                                                           _rule_backstitch, _rule_shrink, _rule_dropout,
-                                                          _rule_outer, _rule_exchange)
+                                                          _rule_outer, _rule_exchange, _rule_layers, _rule_tune)

@@ -52,6 +52,15 @@ class DivergenceError(NgsgdError):
     exit_code = 4
 
 
+class ReversalError(NgsgdError):
+    """Training could not be run backwards bit for bit; `step` is the first step, from 1, at which that showed."""
+
+    def __init__(self, step: int, why: str) -> None:
+        super().__init__(f"step {step} could not be undone: {why}; compute both ways with the same data, random numbers and number "
+                         "of threads, or choose engine=\"checkpoint\".")
+        self.step, self.why = step, why
+
+
 class ClusterError(NgsgdError):
     """Workers could not be started, or too few of them are left."""
 

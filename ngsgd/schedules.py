@@ -62,6 +62,7 @@ class Schedule:
     num_jobs_initial: int
     num_jobs_final: int
     num_jobs_step: int = 1
+    lr_factors: tuple[float, ...] = (1.0,)  # on these rates, at even distances over the data, geometric between
 
     @property
     def num_passes(self) -> int:
@@ -81,11 +82,24 @@ class Schedule:
         return int(0.5 + ideal / self.num_jobs_step) * self.num_jobs_step
 
     def effective_lr(self, outer_iter: int, passes_done: int) -> float:
-        """Exponential decay in the amount of data processed; the last outer iteration runs at `lr_final` exactly."""
+        """Exponential decay in the amount of data processed, times `lr_factors`; the last outer iteration has the end of both."""
         if outer_iter + 1 >= self.num_outer_iters:
-            return self.lr_final
+            return self.last_lr
         decay = math.log(self.lr_final / self.lr_initial) / self.num_passes
-        return self.lr_initial * math.exp(passes_done * decay)
+        return self.lr_initial * math.exp(passes_done * decay) * self._lr_factor(passes_done / self.num_passes)
+
+    @property
+    def last_lr(self) -> float:
+        """The effective learning rate of the last outer iteration."""
+        return self.lr_final * self.lr_factors[-1]
+
+    def _lr_factor(self, fraction: float) -> float:
+        """What `lr_factors` say when `fraction` of the data has been processed."""
+        at = min(max(fraction, 0.0), 1.0) * (len(self.lr_factors) - 1)
+        left = min(int(at), len(self.lr_factors) - 1)
+        right = min(left + 1, len(self.lr_factors) - 1)
+        ratio = self.lr_factors[right] / self.lr_factors[left]
+        return self.lr_factors[left] * math.exp((at - left) * math.log(ratio))
 
     def shard(self, pass_index: int) -> Shard:
         """The shard of the run's pass number `pass_index`; `frames_per_eg` epochs of archives meet every frame once."""

@@ -1,6 +1,7 @@
 """The schedule against Kaldi's own functions (golden/schedule.npz)."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -46,3 +47,20 @@ def test_every_frame_of_every_archive_is_read_once_in_frames_per_eg_rounds() -> 
 
 def test_a_run_shorter_than_one_outer_iteration_still_has_one() -> None:
     assert len(list(Schedule(1, 1, 1.0, 0.1, 0.01, 4, 4).outer_iterations())) == 1
+
+
+def test_lr_factors_multiply_the_exponential_schedule_by_the_share_of_the_data() -> None:
+    plain = Schedule(4, 2, 5.0, 0.01, 0.001, 2, 2)
+    shaped = replace(plain, lr_factors=(2.0, 0.5, 4.0))
+    for one, other in zip(plain.outer_iterations(), shaped.outer_iterations(), strict=True):
+        at = 2.0 * one.passes_done / plain.num_passes
+        factor = 2.0 * (0.5 / 2.0) ** at if at <= 1.0 else 0.5 * (4.0 / 0.5) ** (at - 1.0)
+        last = one.outer_iter == plain.num_outer_iters - 1
+        assert other.effective_lr == pytest.approx(one.effective_lr * (4.0 if last else factor))
+
+
+def test_without_lr_factors_no_bit_changes() -> None:
+    schedule = Schedule(4, 2, 5.0, 0.01, 0.001, 2, 2)
+    decay = math.log(0.001 / 0.01) / schedule.num_passes
+    for one in list(schedule.outer_iterations())[:-1]:
+        assert one.effective_lr == 0.01 * math.exp(one.passes_done * decay)

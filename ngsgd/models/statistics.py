@@ -31,9 +31,22 @@ _FORMAT = 1  # raise it when the same settings would give other numbers
 def model_for(config: RunConfig, reader: EgsReader) -> nn.Module:
     """The run's model for these examples, initialised as a function of the run's seed."""
     info = reader.info
-    return build_model(config.model, info.num_inputs, info.num_classes, config.seed,
-                       window=Window(info.left_context, info.right_context, info.feature_dim),
-                       statistics=statistics_for(config.model, reader))
+    model = build_model(config.model, info.num_inputs, info.num_classes, config.seed,
+                        window=Window(info.left_context, info.right_context, info.feature_dim),
+                        statistics=statistics_for(config.model, reader))
+    _scale_start(model, config.model)
+    return model
+
+
+@torch.no_grad()
+def _scale_start(model: nn.Module, config: ModelConfig) -> None:
+    modules = dict(model.named_modules())
+    for name, scale in (config.init_scales or {}).items():
+        if name not in modules:
+            known = [key for key, module in modules.items() if next(module.parameters(recurse=False), None) is not None]
+            raise ConfigError(f"model.init_scales has {name}, and the model has no such layer; it has {', '.join(known)}.")
+        for parameter in modules[name].parameters(recurse=False):
+            parameter.mul_(scale)
 
 
 def needs_statistics(config: ModelConfig) -> bool:

@@ -84,10 +84,10 @@ class SGD(torch.optim.Optimizer):
         if not isinstance(model, nn.Module):
             raise TypeError(f"{type(self).__name__} takes the module, not {type(model).__name__}: it limits the change "
                             "of each layer, and parameters alone do not say which belong together")
-        groups = _components(model)
+        groups = components(model)
         if not groups:
             raise ValueError("the module has no parameter that requires a gradient")
-        _set_options(groups, layer_options or {}, set(defaults) - {"lr"})
+        set_options(groups, layer_options or {}, set(defaults) - {"lr"})
         for group in groups:
             require_non_negative(**{key: group.get(key, default) for key, default in defaults.items()
                                     if key != "orthonormal_constraint" and isinstance(default, (int, float))})
@@ -256,7 +256,7 @@ def _norms(tensors: list[Tensor]) -> tuple[Tensor, ...]:
     return torch._foreach_norm(tensors, 2, dtype=wide)
 
 
-def _components(model: nn.Module) -> list[dict[str, Any]]:
+def components(model: nn.Module) -> list[dict[str, Any]]:
     """One param group per module that owns trainable parameters; a shared parameter belongs to its first owner."""
     groups, seen = [], set[int]()
     for name, module in model.named_modules():
@@ -272,7 +272,7 @@ def name_of(model: nn.Module) -> str:
     return type(model).__name__.removeprefix("NaturalGradient")
 
 
-def _set_options(groups: list[dict[str, Any]], layer_options: Mapping[str, Mapping[str, Any]], known: set[str]) -> None:
+def set_options(groups: list[dict[str, Any]], layer_options: Mapping[str, Mapping[str, Any]], known: set[str]) -> None:
     names = [group["name"] for group in groups]
     for pattern, options in layer_options.items():
         if unknown := sorted(set(options) - known):

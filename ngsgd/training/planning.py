@@ -50,7 +50,7 @@ def schedule_of(config: RunConfig, reader: EgsReader) -> Schedule:
     """The outer iterations of a run over the archives at hand."""
     s = config.schedule
     return Schedule(reader.info.num_archives, reader.info.frames_per_eg, s.num_epochs, s.lr_initial, s.lr_final,
-                    s.num_jobs_initial, s.num_jobs_final, s.num_jobs_step)
+                    s.num_jobs_initial, s.num_jobs_final, s.num_jobs_step, s.lr_factors)
 
 
 def stages_of(config: RunConfig, reader: EgsReader) -> Stages:
@@ -82,6 +82,6 @@ def next_plan(schedule: Schedule, progress: Progress, dealer: EqualShares, *, ma
     if not work:
         return None
     is_last = here + num_fresh >= planned[-1]
-    lr = schedule.lr_final if is_last else schedule.effective_lr(min(stage, schedule.num_outer_iters - 2), here)
+    lr = schedule.last_lr if is_last else schedule.effective_lr(min(stage, schedule.num_outer_iters - 2), here)
     shards = tuple(pieces[0].shard for pieces in work)
     return Plan(OuterIteration(outer_iter, shards, here, lr * progress.lr_scale), work, num_fresh, progress.pending)

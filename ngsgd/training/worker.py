@@ -220,13 +220,20 @@ class _Sums:
 def make_optimizer(model: nn.Module, config: OptimizerConfig, lr: float, lr_factor: float) -> SGD:
     """The optimiser of one job."""
     # lr carries this factor and every job applies l2, so its share is divided by it, as in Kaldi
-    common: dict[str, Any] = {"layer_options": layer_options(model), "momentum": config.momentum, "max_change": config.max_change,
+    options = {**layer_options(model), **_own_options(config, lr_factor)}
+    common: dict[str, Any] = {"layer_options": options, "momentum": config.momentum, "max_change": config.max_change,
                               "max_param_change": config.max_param_change, "weight_decay": config.weight_decay / lr_factor}
     if config.kind == "sgd":
         return SGD(model, lr, **common)
     return NGSGD(model, lr, rank_in=config.rank_in, rank_out=config.rank_out, update_period=config.update_period,
                  num_samples_history=config.num_samples_history, alpha=config.alpha, schedule=config.update_schedule,
                  max_change_per_sample=config.max_change_per_sample, cosine_period=config.cosine_period, **common)
+
+
+def _own_options(config: OptimizerConfig, lr_factor: float) -> dict[str, dict[str, Any]]:
+    """The user's settings of single layers, l2 with its share of the rate."""
+    return {layer: {key: value / lr_factor if key == "weight_decay" else value for key, value in options.items()}
+            for layer, options in (config.layer_options or {}).items()}
 
 
 def choose_device(wanted: str) -> torch.device:

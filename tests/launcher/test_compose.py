@@ -146,7 +146,10 @@ def test_truncated_stored_configuration_is_not_filled_with_defaults(tmp_path: Pa
 def test_flatten_has_every_leaf_once() -> None:
     flat = values.flatten(RunConfig())
     assert flat["decode.word_penalties"] == RunConfig().decode.word_penalties
-    assert len(flat) == sum(len(v) if isinstance(v, dict) else 1 for v in asdict(RunConfig()).values())
+
+    def count(node: object) -> int:
+        return sum(map(count, node.values())) if isinstance(node, dict) else 1
+    assert len(flat) == count(asdict(RunConfig()))
 
 
 def test_conf_repeats_no_default() -> None:

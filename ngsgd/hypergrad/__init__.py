@@ -1,0 +1,40 @@
+"""Hyperparameters by gradient: training that is undone bit for bit, and what the validation loss owes to every learning rate.
+
+The names below are loaded on first use.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ngsgd.hypergrad.exact import Digest, ExactMomentum
+    from ngsgd.hypergrad.gradient import Evaluation, choose_engine, evaluate, final_value, hypergradient
+    from ngsgd.hypergrad.plan import HyperGrad, Plan, Report
+    from ngsgd.hypergrad.reversible_sgd import ReversibleSGD
+    from ngsgd.hypergrad.search import Search, Trial, tune
+    from ngsgd.hypergrad.space import HyperSpace, Settings
+    from ngsgd.hypergrad.task import ModuleTask, Place, Task
+
+_HOME_OF = {
+    "Digest": "exact", "ExactMomentum": "exact", "HyperGrad": "plan", "ModuleTask": "task", "Place": "task", "Plan": "plan",
+    "Report": "plan", "ReversibleSGD": "reversible_sgd", "Task": "task", "choose_engine": "gradient", "final_value": "gradient",
+    "Evaluation": "gradient", "HyperSpace": "space", "Search": "search", "Settings": "space", "Trial": "search",
+    "evaluate": "gradient",
+    "hypergradient": "gradient", "tune": "search",
+}
+
+__all__ = ["Digest", "Evaluation", "ExactMomentum", "HyperGrad", "HyperSpace", "ModuleTask", "Place", "Plan", "Report",
+           "ReversibleSGD", "Search", "Settings", "Task", "Trial", "choose_engine", "evaluate", "final_value", "hypergradient",
+           "tune"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'ngsgd.hypergrad' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"ngsgd.hypergrad.{_HOME_OF[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,111 @@
+"""A run of `ngsgd train` in small, as a task: the same model, examples, order and loss.
+
+Letters: N rows (frames), P classes.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property, lru_cache
+
+import torch
+from torch import Tensor, nn
+
+from ngsgd.config import RunConfig
+from ngsgd.egs.reader import EgsReader, Minibatch
+from ngsgd.errors import ConfigError
+from ngsgd.hypergrad.task import Batch, ModuleTask, Place
+from ngsgd.models.statistics import model_for
+from ngsgd.schedules import DropoutSchedule, Shard
+
+_SEGMENTS_KEPT = 2  # jobs whose minibatches stay in memory: the one that is run, and its successor
+
+
+class EgsTask(ModuleTask):
+    """`num_jobs` jobs of `steps_per_iter` minibatches an outer iteration, on the archives in their usual order.
+
+    The loss is summed over a minibatch, so learning rates are per frame; the validation loss is per frame, minus the objf, on every
+    other frame of the fixed valid subset, and `held_out` on the frames between, which tuning never sees.
+    """
+
+    def __init__(self, config: RunConfig, reader: EgsReader, *, steps_per_iter: int, num_jobs: int, num_outer_iters: int) -> None:
+        if config.model.num_subclasses or config.model.add_layers_period:
+            raise ConfigError("ngsgd tune needs a model that stays the same; set model.num_subclasses=0 model.add_layers_period=0.")
+        self.config, self.reader = config, reader
+        self.steps_per_iter, self.num_jobs, self.num_outer_iters = steps_per_iter, num_jobs, num_outer_iters
+        valid = reader.diagnostic("valid")
+        super().__init__(model_for(config, reader), self._batch, _loss, [_every_other(valid, 0)], config.seed)
+        self.held_out = _HeldOut(self, _every_other(valid, 1))
+        self._segment = lru_cache(maxsize=_SEGMENTS_KEPT)(self._load)
+
+    @property
+    def num_frames(self) -> int:
+        """That a run processes, up to the last minibatch of an archive being smaller."""
+        return self.steps_per_iter * self.num_jobs * self.num_outer_iters * self.config.schedule.minibatch_size
+
+    def double(self) -> None:
+        """Everything in float64 from now on, for checks."""
+        self.module.double()
+        self.__dict__.pop("start", None)
+        self._validation = [_in_double(rows) for rows in self._validation]
+        load = self._load
+        self._segment = lru_cache(maxsize=_SEGMENTS_KEPT)(
+            lambda outer_iter, job: [_in_double(rows) for rows in load(outer_iter, job)])
+
+    def loss(self, parameters: Mapping[str, Tensor], place: Place, data_weights: Tensor | None) -> Tensor:
+        if self._dropout is not None:
+            progress = (place.outer_iter + place.step / self.steps_per_iter) / self.num_outer_iters
+            for name, module in self.module.named_modules():
+                if isinstance(module, nn.Dropout):
+                    module.p = self._dropout.proportion(progress, name)
+        return super().loss(parameters, place, data_weights)
+
+    @cached_property
+    def _dropout(self) -> DropoutSchedule | None:
+        text = self.config.model.dropout_schedule
+        return DropoutSchedule.parse(text) if text else None
+
+    def _batch(self, place: Place) -> Batch:
+        return self._segment(place.outer_iter, place.job)[place.step]
+
+    def _load(self, outer_iter: int, job: int) -> Sequence[Batch]:
+        """The minibatches of one job: of as many passes over archives as it takes."""
+        found = list(itertools.islice(self._passes(outer_iter, job), self.steps_per_iter))
+        return [(x_ND, pdf_N) if weight_N is None else (x_ND, pdf_N, weight_N) for x_ND, pdf_N, weight_N in found]
+
+    def _passes(self, outer_iter: int, job: int) -> Iterator[Minibatch]:
+        info = self.reader.info
+        for number in itertools.count():
+            index = (number * self.num_outer_iters + outer_iter) * self.num_jobs + job
+            archive = index % info.num_archives
+            shard = Shard(archive, (index // info.num_archives + archive + 1) % info.frames_per_eg)
+            yield from self.reader.minibatches(shard, self.config.schedule.minibatch_size, seed=self.config.seed,
+                                               outer_iter=outer_iter + number * self.num_outer_iters, job=job,
+                                               augment=self.config.augment)
+
+
+class _HeldOut(ModuleTask):
+    """The same run, judged on other frames."""
+
+    def __init__(self, task: EgsTask, rows: Batch) -> None:
+        super().__init__(task.module, task.batch, _loss, [rows], task.seed)
+        self.loss = task.loss  # type: ignore[method-assign]
+
+
+def _loss(logits_NP: Tensor, batch: Batch, _: Tensor | None) -> Tensor:
+    """Summed in training, per frame on the validation rows, which carry their total weight."""
+    each_N = nn.functional.cross_entropy(logits_NP, batch[1], reduction="none")
+    if len(batch) > 2:
+        each_N = each_N * batch[2]
+    return each_N.sum() / batch[3] if len(batch) > 3 else each_N.sum()
+
+
+def _in_double(rows: Batch) -> Batch:
+    return tuple(part.double() if part.is_floating_point() else part for part in rows)
+
+
+def _every_other(rows: Minibatch, first: int) -> Batch:
+    x_ND, pdf_N = rows.x_ND[first::2], rows.pdf_N[first::2]
+    weight_N = torch.ones(len(pdf_N)) if rows.weight_N is None else rows.weight_N[first::2]
+    return x_ND, pdf_N, weight_N, weight_N.sum()

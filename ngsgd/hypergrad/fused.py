@@ -1,0 +1,127 @@
+"""The two inner loops of `ExactMomentum`: in torch operations, and in C++ where a compiler is at hand.  Equal bits.
+
+Both return the sum of the whole numbers they leave behind, or None when a number is not finite or leaves its range.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import warnings
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+CHUNK = 1 << 15     # elements; a chunk's scratch stays in the cache
+_LIMIT = float(1 << 62)
+_UNIT = 2.0 ** -48  # of a position
+_SOURCE = Path(__file__).with_name("kernels.cpp")
+_TYPES = {torch.float32: "f32", torch.float64: "f64"}
+
+_VECTORS = {"AVX512": ("-mavx512f", "-mavx512dq", "-mavx512vl", "-mavx512bw", "-mprefer-vector-width=512"), "AVX2": ("-mavx2",)}
+
+
+class Kernels(Protocol):
+    """One layer's part of a step; all arguments are views of one layer."""
+
+    def add_scaled(self, u_P: Tensor, grad_P: Tensor, factor: float, sign: int) -> int | None:
+        """u += sign rint(g factor)."""
+
+    def move(self, x_P: Tensor, u_P: Tensor, w_P: Tensor, factor: float, sign: int) -> int | None:
+        """x += sign rint(u factor); w = x 2^-48."""
+
+
+def kernels_for(device: torch.device, dtype: torch.dtype, engine: str) -> Kernels:
+    """Those of `engine`, "auto" or "eager" or "fused"; the last raises RuntimeError where they cannot be built."""
+    if engine not in ("auto", "eager", "fused"):
+        raise ValueError(f"Invalid engine: {engine!r}; choose auto, eager or fused")
+    if dtype not in _TYPES:
+        raise ValueError(f"Invalid weights: {dtype}; they must be float32 or float64")
+    if engine == "eager" or device.type != "cpu":
+        return Eager(device)
+    library = _library()
+    if library is None and engine == "fused":
+        raise RuntimeError(f"{_SOURCE.name} could not be compiled; a C++ compiler and the package ninja are needed")
+    return Eager(device) if library is None else Fused(library)
+
+
+class Eager:
+    """In torch operations, a chunk at a time, with scratch memory that is kept."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._real = torch.empty(CHUNK, dtype=torch.float64, device=device)
+        self._whole = torch.empty(CHUNK, dtype=torch.int64, device=device)
+
+    def add_scaled(self, u_P: Tensor, grad_P: Tensor, factor: float, sign: int) -> int | None:
+        total = 0
+        for u_C, grad_C in zip(u_P.split(CHUNK), grad_P.split(CHUNK), strict=True):
+            if (found := self._add(u_C, grad_C, factor, sign)) is None:
+                return None
+            total += found
+        return total
+
+    def move(self, x_P: Tensor, u_P: Tensor, w_P: Tensor, factor: float, sign: int) -> int | None:
+        total = 0
+        for x_C, u_C, w_C in zip(x_P.split(CHUNK), u_P.split(CHUNK), w_P.split(CHUNK), strict=True):
+            if (found := self._add(x_C, u_C, factor, sign)) is None:
+                return None
+            total += found
+            real_C = self._real[:len(x_C)]
+            w_C.copy_(real_C.copy_(x_C).mul_(_UNIT))
+        return total
+
+    def _add(self, whole_C: Tensor, values_C: Tensor, factor: float, sign: int) -> int | None:
+        """whole += sign rint(values factor)."""
+        real_C, add_C = self._real[:len(whole_C)], self._whole[:len(whole_C)]
+        real_C.copy_(values_C).mul_(factor).round_()
+        low, high = real_C.aminmax()
+        if not (float(low) > -_LIMIT and float(high) < _LIMIT):  # also NaN, which aminmax passes on
+            return None
+        whole_C.add_(add_C.copy_(real_C), alpha=sign)
+        low, high = whole_C.aminmax()
+        if not (int(low) > -_LIMIT and int(high) < _LIMIT):
+            return None
+        return int(whole_C.sum())
+
+
+class Fused:
+    """In one pass over memory each."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._add = {dtype: getattr(library, f"add_scaled_{suffix}") for dtype, suffix in _TYPES.items()}
+        self._move = {dtype: getattr(library, f"move_{suffix}") for dtype, suffix in _TYPES.items()}
+
+    def add_scaled(self, u_P: Tensor, grad_P: Tensor, factor: float, sign: int) -> int | None:
+        total = ctypes.c_int64()
+        ok = self._add[grad_P.dtype](ctypes.c_void_p(u_P.data_ptr()), ctypes.c_void_p(grad_P.data_ptr()),
+                                     ctypes.c_int64(len(u_P)), ctypes.c_double(factor), ctypes.c_int64(sign), ctypes.byref(total))
+        return total.value if ok else None
+
+    def move(self, x_P: Tensor, u_P: Tensor, w_P: Tensor, factor: float, sign: int) -> int | None:
+        total = ctypes.c_int64()
+        ok = self._move[w_P.dtype](ctypes.c_void_p(x_P.data_ptr()), ctypes.c_void_p(u_P.data_ptr()),
+                                   ctypes.c_void_p(w_P.data_ptr()), ctypes.c_int64(len(x_P)), ctypes.c_double(factor),
+                                   ctypes.c_int64(sign), ctypes.byref(total))
+        return total.value if ok else None
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    """The compiled loops, built once per machine; None where that is not possible."""
+    from torch.utils import cpp_extension
+
+    # by what this machine can do, as the folder of built libraries may be shared with others
+    capability = torch.backends.cpu.get_cpu_capability()
+    name = f"ngsgd_hypergrad_{''.join(filter(str.isalnum, capability)).lower()}"
+    # no contraction into fused multiply-adds: the bits must be those of the torch operations
+    flags = ["-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", *_VECTORS.get(capability, ())]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            cpp_extension.load(name, [str(_SOURCE)], extra_cflags=flags, is_python_module=False, verbose=False)
+        folder = Path(cpp_extension._get_build_directory(name, verbose=False))
+        return ctypes.CDLL(str(folder / f"{name}.so"))
+    except (RuntimeError, OSError, ImportError):
+        return None

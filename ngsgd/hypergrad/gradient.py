@@ -1,0 +1,255 @@
+"""The derivative of the validation loss by every hyperparameter at once, through N averaged jobs.
+
+Averaging is linear, so each job is run back on its own from its share of the derivative; sums over jobs are made in their
+order.  Letters: P parameters, T steps, O outer iterations, N jobs, G layers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ngsgd.errors import ConfigError
+from ngsgd.hypergrad.plan import HyperGrad, Plan, Report
+from ngsgd.hypergrad.segment import ENGINES, Gradients, Numbers, PlainGradients, Segment, SegmentGrad
+from ngsgd.hypergrad.task import Flat, ModuleTask, Place, Task  # noqa: F401  (ModuleTask: for the doctest)
+from ngsgd.ops.averaging import mean_of_chunk, shares_of
+
+
+class Jobs(Protocol):
+    """Who runs the jobs of an outer iteration there and back; each job is taken back by whoever ran it."""
+
+    def forward(self, outer_iter: int, start_P: Tensor) -> list[Tensor]:
+        """Where each job ends, in their order."""
+
+    def reverse(self, outer_iter: int, dw_NP: Sequence[Tensor]) -> list[tuple[Tensor, SegmentGrad]]:
+        """The derivative by each job's start, and what it adds to the others."""
+
+    def kept(self) -> tuple[int, int]:
+        """(bytes put aside, bytes kept for the way back) of all jobs that have been run forward."""
+
+
+class LocalJobs:
+    """One after the other, in this process."""
+
+    def __init__(self, task: Task, plan: Plan, engine: str, gradients: Gradients, kernels: str = "auto") -> None:
+        self.task, self.plan, self.engine, self.gradients, self.kernels = task, plan, engine, gradients, kernels
+        self.flat, self.dtype = Flat.of(task), next(iter(task.start.values())).dtype
+        self.segments: dict[tuple[int, int], Segment] = {}
+
+    def forward(self, outer_iter: int, start_P: Tensor) -> list[Tensor]:
+        return [self.run(outer_iter, job, start_P) for job in range(self.plan.num_jobs)]
+
+    def run(self, outer_iter: int, job: int, start_P: Tensor) -> Tensor:
+        """One job's steps."""
+        segment = Segment(self.gradients, self.flat, Numbers.of(self.plan, outer_iter), Place(outer_iter, job, 0), self.engine,
+                          self.kernels)
+        end_P = segment.forward(start_P, self.dtype)
+        if self.engine != "none":
+            self.segments[outer_iter, job] = segment
+        return end_P
+
+    def reverse(self, outer_iter: int, dw_NP: Sequence[Tensor]) -> list[tuple[Tensor, SegmentGrad]]:
+        return [self.segments.pop((outer_iter, job)).reverse(dw_P) for job, dw_P in enumerate(dw_NP)]
+
+    def kept(self) -> tuple[int, int]:
+        segments = self.segments.values()
+        return sum(segment.spill_bytes for segment in segments), sum(segment.state_bytes for segment in segments)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """An engine, and why it was chosen."""
+
+    engine: str
+    why: str
+
+
+def choose_engine(plan: Plan, num_parameters: int, element_size: int, *, memory_bytes: float, can_reverse: bool = True) -> Choice:
+    """Store if it fits, else reversible if there is momentum everywhere, else checkpoint."""
+    needed = 2 * element_size * num_parameters * plan.num_steps * plan.num_jobs
+    if needed <= memory_bytes:
+        return Choice("store", f"weights and velocities of all steps take {needed:,} bytes, which fits")
+    if not can_reverse:
+        return Choice("checkpoint", "the preconditioner cannot be run backwards")
+    if bool((plan.momentum_TG > 0.0).all()):
+        return Choice("reversible", f"storing every step would take {needed:,} bytes, and momentum is above 0 everywhere")
+    return Choice("checkpoint", f"storing every step would take {needed:,} bytes, and a momentum is 0")
+
+
+class Evaluation:
+    """A run that has been made once: its validation loss is known, and its derivatives are a way back away."""
+
+    def __init__(self, run: _Run) -> None:
+        self._run = run
+        self.value = run.forward_value()
+
+    def gradient(self) -> HyperGrad:
+        """To be asked for once: the way back uses up what was kept for it."""
+        with torch.random.fork_rng(devices=[]):
+            return self._run.gradient()
+
+
+def hypergradient(task: Task, plan: Plan, engine: str = "auto", *, gradients: Gradients | None = None, jobs: Jobs | None = None,
+                  memory_bytes: float = 1e9, kernels: str = "auto") -> HyperGrad:
+    """Trains as `plan` says and returns the validation loss with its derivative by everything in the plan.
+
+    All engines give the same numbers: "store", "reversible" (needs memory for two whole numbers per parameter and
+    log2(1/momentum) bits per parameter and step, and a loss whose gradient has the same bits twice), "checkpoint"; "auto" is the
+    rule of `choose_engine`.  Costs about four plain runs.  Needs a loss with second derivatives; torch's random state is left as
+    it was.  Raises ReversalError, with the step, when the way back does not meet the way there, and DivergenceError.
+
+    >>> import torch
+    >>> module = torch.nn.Linear(3, 2).double()
+    >>> x, y = torch.randn(8, 3).double(), torch.randint(0, 2, (8,))
+    >>> def loss(output, batch, data_weights):
+    ...     return torch.nn.functional.cross_entropy(output, batch[1])
+    >>> task = ModuleTask(module, lambda place: (x, y), loss, [(x, y)])
+    >>> found = hypergradient(task, Plan.constant(num_steps=5, num_layers=1, lr=0.1))
+    >>> found.lr_TG.shape
+    torch.Size([5, 1])
+    """
+    return evaluate(task, plan, engine, gradients=gradients, jobs=jobs, memory_bytes=memory_bytes, kernels=kernels).gradient()
+
+
+def evaluate(task: Task, plan: Plan, engine: str = "auto", *, gradients: Gradients | None = None, jobs: Jobs | None = None,
+             memory_bytes: float = 1e9, kernels: str = "auto") -> Evaluation:
+    """The way there of `hypergradient`, whose way back can be had afterwards or left out."""
+    if engine not in ("auto", *ENGINES):
+        raise ValueError(f"Invalid engine: {engine!r}; choose auto, {', '.join(ENGINES)}")
+    plan, flat = plan.detached(), Flat.of(task)
+    if plan.num_layers != len(flat.groups):
+        raise ValueError(f"Invalid plan: it has {plan.num_layers} layers, and the task {len(flat.groups)}: "
+                         f"{', '.join(flat.layer_names)}")
+    first = next(iter(task.start.values()))
+    gradients = gradients or PlainGradients(task, flat)
+    if engine == "reversible" and not gradients.can_reverse:
+        raise ConfigError("this preconditioner cannot be run backwards, since its estimates lose what they forget; choose "
+                          "engine=checkpoint or store.")
+    choice = Choice(engine, "asked for") if engine != "auto" else choose_engine(
+        plan, flat.size, first.element_size(), memory_bytes=memory_bytes, can_reverse=gradients.can_reverse)
+    with torch.random.fork_rng(devices=[]):
+        if jobs is None:
+            jobs = LocalJobs(task, plan, choice.engine, gradients, kernels)
+            gradients.probe(flat.flatten(list(task.start.values())), Place(0, 0, 0), plan.data_weights)
+        return Evaluation(_Run(task, plan, flat, gradients, jobs, choice))
+
+
+def final_value(task: Task, plan: Plan, *, gradients: Gradients | None = None, jobs: Jobs | None = None,
+                kernels: str = "auto") -> float:
+    """The validation loss that `plan` leads to; the way there only, with the same numbers."""
+    plan, flat = plan.detached(), Flat.of(task)
+    with torch.random.fork_rng(devices=[]):
+        jobs = jobs or LocalJobs(task, plan, "none", gradients or PlainGradients(task, flat), kernels)
+        return _Run(task, plan, flat, gradients, jobs, Choice("none", "")).forward_value()
+
+
+class _Run:
+    """The whole run, there and back."""
+
+    def __init__(self, task: Task, plan: Plan, flat: Flat, gradients: Gradients | None, jobs: Jobs, choice: Choice) -> None:
+        self.task, self.plan, self.flat, self.gradients, self.jobs, self.choice = task, plan, flat, gradients, jobs, choice
+        self.unscaled_P = flat.flatten([p.detach().double() for p in task.start.values()])
+        self._ends: list[list[Tensor]] = []
+        self._means: list[Tensor] = []
+
+    def forward(self) -> Tensor:
+        """The averaged weights at the end, float64."""
+        w_P = self.unscaled_P * self.flat.spread(self.plan.init_scale_G)
+        for outer_iter in range(self.plan.num_outer_iters):
+            ends_NP = self.jobs.forward(outer_iter, w_P)
+            w_P = self._mean(outer_iter, ends_NP)
+            if self.choice.engine != "none" and self.plan.num_jobs > 1:
+                self._ends.append(ends_NP)
+                self._means.append(w_P)
+        return w_P
+
+    def forward_value(self) -> float:
+        """The validation loss at the end."""
+        began = time.perf_counter()
+        self._end_P = self.forward()
+        self._forward_s = time.perf_counter() - began
+        with torch.no_grad():
+            return float(self.task.validation(_parameters(self.task, self.flat, self._end_P)))
+
+    def gradient(self) -> HyperGrad:
+        """The way back."""
+        spill_bytes, state_bytes = self.jobs.kept()
+        state_bytes += sum(8 * len(end) for ends in self._ends for end in ends)
+        began = time.perf_counter()
+        value, dw_P = self._validation(self._end_P)
+        whole, averaging_ON = SegmentGrad.zero(self._all_numbers()), torch.zeros_like(self.plan.averaging_ON)
+        for outer_iter in reversed(range(self.plan.num_outer_iters)):
+            shares_N = self._shares(outer_iter)
+            if self.plan.num_jobs > 1:
+                averaging_ON[outer_iter] = self._by_weights(outer_iter, dw_P)
+            found = self.jobs.reverse(outer_iter, [share * dw_P for share in shares_N])
+            dw_P = torch.zeros_like(dw_P)
+            for dw_of_job_P, grad in found:
+                dw_P += dw_of_job_P
+                _add(whole, grad, outer_iter * self.plan.steps_per_iter)
+        report = self._report(whole, spill_bytes, state_bytes, time.perf_counter() - began)
+        start_P = dw_P * self.flat.spread(self.plan.init_scale_G)
+        return HyperGrad(value, whole.lr_TG, whole.momentum_TG, whole.l2_G, self.flat.products(dw_P, self.unscaled_P),
+                         whole.max_change_G, whole.max_param_change, averaging_ON, whole.data_weights,
+                         dict(zip(self.flat.names, self.flat.unflatten(start_P), strict=True)), report)
+
+    def _validation(self, end_P: Tensor) -> tuple[float, Tensor]:
+        parameters = {name: p.requires_grad_() for name, p in _parameters(self.task, self.flat, end_P).items()}
+        loss = self.task.validation(parameters)
+        found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+        whole = [torch.zeros_like(p) if one is None else one for one, p in zip(found, parameters.values(), strict=True)]
+        return float(loss.detach()), self.flat.flatten(whole).double()
+
+    def _shares(self, outer_iter: int) -> list[float]:
+        return shares_of(self.plan.num_jobs, self.plan.averaging_ON[outer_iter].tolist())
+
+    def _mean(self, outer_iter: int, ends_NP: Sequence[Tensor]) -> Tensor:
+        if len(ends_NP) == 1:
+            return ends_NP[0]  # bit for bit, also where a share times a weight would round
+        return torch.from_numpy(mean_of_chunk([end_P.numpy() for end_P in ends_NP], self._shares(outer_iter), np.s_[:]))
+
+    def _by_weights(self, outer_iter: int, dw_P: Tensor) -> Tensor:
+        """mean = sum a_n w_n / sum a: by a_n that is (w_n - mean) / sum a."""
+        ends_NP, mean_P = self._ends.pop(), self._means.pop()
+        return torch.stack([torch.dot(dw_P, end_P - mean_P) for end_P in ends_NP]) / self.plan.averaging_ON[outer_iter].sum()
+
+    def _all_numbers(self) -> Numbers:
+        plan = self.plan
+        return Numbers(plan.lr_TG.tolist(), plan.momentum_TG.tolist(), plan.l2_G.tolist(), plan.max_change_G.tolist(),
+                       float(plan.max_param_change), plan.data_weights)
+
+    def _report(self, whole: SegmentGrad, spill_bytes: int, state_bytes: int, reverse_s: float) -> Report:
+        gradients = self.gradients
+        assert gradients is not None
+        return Report(self.choice.engine, self.choice.why, gradients.label, gradients.is_exact, True,
+                      adjoint_growth(whole.lr_TG * self.plan.lr_TG), spill_bytes, state_bytes, self._forward_s, reverse_s)
+
+
+def adjoint_growth(by_log_lr_TG: Tensor) -> float:
+    """How much more an early step matters than a late one; a large ratio is chaos."""
+    tenth = max(1, len(by_log_lr_TG) // 10)
+    first, last = float(by_log_lr_TG[:tenth].norm()), float(by_log_lr_TG[-tenth:].norm())
+    return first / last if last > 0.0 else float("inf") if first > 0.0 else 1.0
+
+
+def _parameters(task: Task, flat: Flat, w_P: Tensor) -> dict[str, Tensor]:
+    dtype = next(iter(task.start.values())).dtype
+    return {name: part.to(dtype, copy=True) for name, part in zip(flat.names, flat.unflatten(w_P), strict=True)}
+
+
+def _add(whole: SegmentGrad, part: SegmentGrad, first: int) -> None:
+    steps = slice(first, first + len(part.lr_TG))
+    whole.lr_TG[steps] += part.lr_TG
+    whole.momentum_TG[steps] += part.momentum_TG
+    whole.l2_G += part.l2_G
+    whole.max_change_G += part.max_change_G
+    whole.max_param_change += part.max_param_change
+    if whole.data_weights is not None and part.data_weights is not None:
+        whole.data_weights += part.data_weights

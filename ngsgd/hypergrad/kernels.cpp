@@ -1,0 +1,54 @@
+// The inner loops of ngsgd.hypergrad.exact, one pass over memory each; see fused.py, whose eager form gives the same bits.
+#include <cmath>
+#include <cstdint>
+
+namespace {
+
+constexpr double kLimit = 4611686018427387904.0;  // 2^62
+constexpr double kUnit = 1.0 / 281474976710656.0;  // 2^-48
+
+// whole += sign * rint(values * factor); false when a number is not finite or leaves its range
+template <typename T>
+inline bool add(int64_t* __restrict whole, const T* __restrict values, int64_t n, double factor, int64_t sign, int64_t* total) {
+  uint64_t sum = 0;
+  int64_t bad = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    const double real = std::rint(static_cast<double>(values[i]) * factor);
+    const bool fits = std::fabs(real) < kLimit;  // false for NaN
+    const int64_t step = static_cast<int64_t>(fits ? real : 0.0);
+    const int64_t next = whole[i] + sign * step;  // both below 2^62 in size: no overflow
+    bad |= static_cast<int64_t>(!fits) | static_cast<int64_t>(next >= (int64_t{1} << 62)) |
+           static_cast<int64_t>(next <= -(int64_t{1} << 62));
+    whole[i] = next;
+    sum += static_cast<uint64_t>(next);
+  }
+  *total = static_cast<int64_t>(sum);
+  return bad == 0;
+}
+
+constexpr int64_t kChunk = 4096;
+
+// a chunk at a time, so that the second loop finds x in the cache
+template <typename T>
+inline bool move(int64_t* x, const int64_t* u, T* w, int64_t n, double factor, int64_t sign, int64_t* total) {
+  uint64_t sum = 0;
+  bool fits = true;
+  for (int64_t first = 0; first < n; first += kChunk) {
+    const int64_t size = n - first < kChunk ? n - first : kChunk;
+    int64_t part = 0;
+    fits &= add(x + first, u + first, size, factor, sign, &part);
+    sum += static_cast<uint64_t>(part);
+    for (int64_t i = first; i < first + size; ++i) w[i] = static_cast<T>(static_cast<double>(x[i]) * kUnit);
+  }
+  *total = static_cast<int64_t>(sum);
+  return fits;
+}
+
+}  // namespace
+
+extern "C" {
+int add_scaled_f32(int64_t* u, const float* g, int64_t n, double f, int64_t s, int64_t* t) { return add(u, g, n, f, s, t); }
+int add_scaled_f64(int64_t* u, const double* g, int64_t n, double f, int64_t s, int64_t* t) { return add(u, g, n, f, s, t); }
+int move_f32(int64_t* x, const int64_t* u, float* w, int64_t n, double f, int64_t s, int64_t* t) { return move(x, u, w, n, f, s, t); }
+int move_f64(int64_t* x, const int64_t* u, double* w, int64_t n, double f, int64_t s, int64_t* t) { return move(x, u, w, n, f, s, t); }
+}

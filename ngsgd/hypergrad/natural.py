@@ -1,0 +1,195 @@
+"""Hypergradients of NG-SGD: the online natural gradient with its preconditioner held constant in the derivative.  Approximate.
+
+The direction of a linear layer is s (I - Wo^T Wo) G (I - Wi^T Wi): G the plain gradient of [weight | bias], Wi and Wo the
+low-rank Fisher factors of its inputs and output derivatives from before the minibatch, s the product of the two scales.  What it
+owes to the weights through Wi, Wo and s is left out, as their way is not to be undone (an eigen-truncation loses what it drops);
+then the derivative of a direction is the same product of the Hessian.  Signs and directions are right, sizes are off by
+up to a third: docs/tuning.md.
+
+Letters: N rows, I inputs, O outputs, R rank, P parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ngsgd.config import OptimizerConfig
+from ngsgd.errors import ConfigError
+from ngsgd.hypergrad.segment import Linearised
+from ngsgd.hypergrad.task import Flat, ModuleTask, Place
+from ngsgd.ops.natural_gradient import sum_of_squares
+from ngsgd.preconditioners.online import Call, OnlineNaturalGradient
+
+
+@dataclass(frozen=True)
+class Factors:
+    """One layer's preconditioner at one minibatch."""
+
+    in_RI: Tensor | None   # None: rows stay as they are
+    out_RO: Tensor | None
+    scale: float
+    has_bias: bool
+
+    def apply(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        """On [weight, bias] or [weight], or on any vector of their shapes: the map is symmetric."""
+        Z_OI = torch.cat([parts[0], parts[1][:, None]], dim=1) if self.has_bias else parts[0]
+        if self.in_RI is not None:
+            W_RI = self.in_RI.to(Z_OI.dtype)
+            Z_OI = Z_OI - (Z_OI @ W_RI.T) @ W_RI
+        if self.out_RO is not None:
+            W_RO = self.out_RO.to(Z_OI.dtype)
+            Z_OI = Z_OI - W_RO.T @ (W_RO @ Z_OI)
+        Z_OI = Z_OI * self.scale
+        return [Z_OI[:, :-1], Z_OI[:, -1]] if self.has_bias else [Z_OI]
+
+
+class NaturalGradients:
+    """Directions of NG-SGD, for `hypergradient(..., gradients=...)`; each job begins with fresh estimates, as in training."""
+
+    label = "constant"
+    is_exact = False
+    can_reverse = False
+
+    def __init__(self, task: ModuleTask, flat: Flat, settings: Mapping[str, Any], ranks: tuple[int, int]) -> None:
+        self.task, self.flat, self._settings, self._ranks = task, flat, dict(settings), ranks
+        self._modules = linear_layers(task, flat)
+        self._estimates: dict[str, tuple[OnlineNaturalGradient, OnlineNaturalGradient]] = {}
+
+    def probe(self, w_P: Tensor, place: Place, data_weights: Tensor | None) -> bool:
+        """Nothing is undone, so nothing need have the same bits."""
+        return True
+
+    def begin(self) -> None:
+        self._estimates = {name: (OnlineNaturalGradient(self._ranks[0], **self._settings),
+                                  OnlineNaturalGradient(self._ranks[1], **self._settings)) for name in self._modules}
+
+    def snapshot(self) -> Any:
+        return {name: tuple(one.state_dict() for one in pair) for name, pair in self._estimates.items()}
+
+    def restore(self, snapshot: Any) -> None:
+        for name, pair in self._estimates.items():
+            for one, state in zip(pair, snapshot[name], strict=True):
+                one.load_state_dict(state)
+
+    def take(self) -> Any:
+        return None
+
+    def put(self, state: Any) -> None:
+        pass
+
+    def forward(self, w_P: Tensor, place: Place, data_weights: Tensor | None) -> Tensor:
+        return self._direction(w_P, place, data_weights, create_graph=False)[0]
+
+    def reverse(self, w_P: Tensor, place: Place, data_weights: Tensor | None) -> Linearised:
+        weights = None if data_weights is None else data_weights.detach().requires_grad_()
+        direction_P, factors, graph_P, leaves = self._direction(w_P.clone(), place, weights, create_graph=True)
+        return _ConstantPreconditioner(direction_P, factors, graph_P, leaves if weights is None else [*leaves, weights], self)
+
+    def applied(self, factors: Mapping[str, Factors], vector_P: Tensor) -> Tensor:
+        """The preconditioner of a minibatch times a vector."""
+        parts = dict(zip(self.flat.names, self.flat.unflatten(vector_P), strict=True))
+        for name, names in self._modules.items():
+            parts |= zip(names, factors[name].apply([parts[one] for one in names]), strict=True)
+        return self.flat.flatten([parts[name] for name in self.flat.names])
+
+    def _direction(self, w_P: Tensor, place: Place, data_weights: Tensor | None, *,
+                   create_graph: bool) -> tuple[Tensor, dict[str, Factors], Tensor, list[Tensor]]:
+        """(direction, preconditioner, plain gradient, its leaves); moves the estimates."""
+        leaves = [part.detach().requires_grad_() for part in self.flat.unflatten(w_P)]
+        torch.default_generator.manual_seed(place.seed(self.task.seed))
+        with captured(self.task.module, self._modules) as rows:
+            loss = self.task.loss(dict(zip(self.flat.names, leaves, strict=True)), place, data_weights)
+        outputs = [rows[name][1] for name in self._modules]
+        found = torch.autograd.grad(loss, [*leaves, *outputs], create_graph=create_graph, allow_unused=True)
+        graph_P = self.flat.flatten([p * 0.0 if one is None else one for one, p in zip(found, leaves, strict=False)])
+        factors = {name: self._precondition(name, rows[name][0], dY) for name, dY in
+                   zip(self._modules, found[len(leaves):], strict=True)}
+        plain_P = graph_P.detach()
+        return self.applied(factors, plain_P), factors, graph_P, leaves
+
+    @torch.no_grad()
+    def _precondition(self, name: str, x: Tensor, dY: Tensor) -> Factors:
+        X_NI, dY_NO = x.detach().reshape(-1, x.shape[-1]), dY.detach().reshape(-1, dY.shape[-1])
+        inputs, outputs = self._estimates[name]
+        has_bias = len(self._modules[name]) > 1
+        in_RI, in_scale = _met(inputs, X_NI, X_NI.new_ones(len(X_NI)) if has_bias else None)
+        out_RO, out_scale = _met(outputs, dY_NO, None)
+        return Factors(in_RI, out_RO, in_scale * out_scale, has_bias)
+
+
+@dataclass
+class _ConstantPreconditioner:
+    """The derivative of P G with P held constant."""
+
+    direction_P: Tensor
+    factors: Mapping[str, Factors]
+    graph_P: Tensor
+    leaves: list[Tensor]
+    owner: NaturalGradients
+
+    def products(self, z_P: Tensor) -> tuple[Tensor, Tensor | None]:
+        flat = self.owner.flat
+        Pz_P = self.owner.applied(self.factors, z_P)
+        found = torch.autograd.grad(self.graph_P, self.leaves, grad_outputs=Pz_P.to(self.graph_P.dtype), allow_unused=True)
+        whole = [torch.zeros_like(leaf) if one is None else one for one, leaf in zip(found, self.leaves, strict=True)]
+        num = len(flat.names)
+        return flat.flatten(whole[:num]).double(), whole[num].double() if len(whole) > num else None
+
+
+def natural_gradients(task: ModuleTask, config: OptimizerConfig) -> NaturalGradients:
+    """Those of a run with `config`; raises ConfigError for layers and settings they do not know."""
+    if config.backstitch_scale or config.max_change_per_sample:
+        raise ConfigError("ngsgd tune knows no backstitch_scale and no max_change_per_sample; set both 0 in optimizer.")
+    settings = {"update_period": config.update_period, "num_samples_history": config.num_samples_history, "alpha": config.alpha,
+                "schedule": config.update_schedule}
+    return NaturalGradients(task, Flat.of(task), settings, (config.rank_in, config.rank_out))
+
+
+def _met(estimate: OnlineNaturalGradient, X_ND: Tensor, one_N: Tensor | None) -> tuple[Tensor | None, float]:
+    """(W that the rows meet, scale); the estimate then moves."""
+    call: Call | None = estimate.begin(X_ND, one_N)
+    if call is None:
+        return None, 1.0
+    scale = call.scale(sum_of_squares(call.rows(), call.ones()))
+    W_RD = call.W_RD.clone()
+    estimate.finish(call)
+    return W_RD, float(scale)
+
+
+def linear_layers(task: ModuleTask, flat: Flat) -> dict[str, list[str]]:
+    """Module path to the names of its weight and bias."""
+    found: dict[str, list[str]] = {}
+    for name, module in task.module.named_modules():
+        own = [f"{name}.{part}" if name else part for part, p in module.named_parameters(recurse=False) if p.requires_grad]
+        if not own:
+            continue
+        in_order = own == [part for part in flat.names if part in own] and own[0].endswith("weight")
+        if not isinstance(module, nn.Linear) or not in_order:
+            raise ConfigError(f"hypergradients of NG-SGD know linear layers only, and {name or type(module).__name__} is a "
+                              f"{type(module).__name__}; tune with optimizer=sgd.")
+        found[name] = own
+    return found
+
+
+@contextmanager
+def captured(module: nn.Module, names: Mapping[str, Sequence[str]]) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
+    """Input and output of each layer in the calls made inside."""
+    rows: dict[str, tuple[Tensor, Tensor]] = {}
+    modules = dict(module.named_modules())
+
+    def hook_of(name: str) -> Any:
+        def hook(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            rows[name] = (inputs[0], output)
+        return hook
+    handles = [modules[name].register_forward_hook(hook_of(name)) for name in names]
+    try:
+        yield rows
+    finally:
+        for handle in handles:
+            handle.remove()

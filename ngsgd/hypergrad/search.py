@@ -1,0 +1,204 @@
+"""Descent along hypergradients in a trust region, after a coarse search over two learning rates.
+
+Costs are in plain runs of the proxy: a run costs 1, its way back REVERSE_COST more.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ngsgd.errors import DivergenceError
+from ngsgd.hypergrad.plan import HyperGrad, Plan, Report
+from ngsgd.hypergrad.space import HyperSpace
+
+REVERSE_COST = 3.2   # measured: docs/tuning.md
+_BACK_OFF = 0.5      # of the coarse search's best rate: gradients near the edge of stability say little
+_GROW, _SHRINK = 1.2, 0.7
+_WINDOW = 4          # steps that stood, the highest of which the next must be below
+_RADIUS = 0.5        # of the first step, in logarithms: the number whose slope is steepest moves by a factor of 1.6
+_MEMORY = 0.5        # of the means of slopes and of their squares
+_FLOOR = 0.1         # share of the steepest number's slope below which a slope counts as small
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One run of the proxy."""
+
+    kind: str            # coarse, descent or transfer
+    cost: float          # plain runs so far, this one included
+    value: float         # validation loss; inf where it diverged
+    theta: tuple[float, ...]
+    accepted: bool       # the best so far, from which the descent went on
+    report: Report | None = None
+    norm: float = 0.0    # of the hypergradient, where it was computed
+
+
+@dataclass
+class Search:
+    """What a search has tried."""
+
+    space: HyperSpace
+    trials: list[Trial] = field(default_factory=list)
+    spent: float = 0.0
+
+    @property
+    def best(self) -> Trial:
+        return min(self.trials, key=lambda trial: trial.value)
+
+    def best_within(self, cost: float) -> float:
+        """The lowest loss that had been seen by that cost."""
+        return min((trial.value for trial in self.trials if trial.cost <= cost), default=math.inf)
+
+    def add(self, kind: str, value: float, theta_D: Tensor, *, cost: float = 1.0) -> Trial:
+        self.spent += cost
+        accepted = value < (self.best.value if self.trials else math.inf)
+        self.trials.append(Trial(kind, self.spent, value, tuple(theta_D.tolist()), accepted))
+        return self.trials[-1]
+
+
+class Evaluated(Protocol):
+    """A run that has been made; see `ngsgd.hypergrad.Evaluation`."""
+
+    value: float
+
+    def gradient(self) -> HyperGrad:
+        """Its derivatives."""
+
+
+Evaluate = Callable[[Plan], Evaluated]
+Watch = Callable[[Trial], None]
+Seeder = Callable[[Callable[[Tensor], float], Tensor, Tensor, int, int], None]
+
+
+def random_seeder(objective: Callable[[Tensor], float], low_2: Tensor, high_2: Tensor, num_trials: int, seed: int) -> None:
+    """Points drawn evenly from the box, after its middle; stands in where Optuna is not installed."""
+    random = np.random.default_rng(seed)
+    for trial in range(num_trials):
+        share = torch.full_like(low_2, 0.5) if trial == 0 else torch.from_numpy(random.random(len(low_2)))
+        objective(low_2 + share * (high_2 - low_2))
+
+
+def tune(evaluate: Evaluate, space: HyperSpace, *, budget: float, seed_share: float = 0.25, seeder: Seeder = random_seeder,
+         seed: int = 0, watch: Watch | None = None) -> Search:
+    """Searches `space` with `budget` plain runs; `best` of what is returned is the result.
+
+    The first `seed_share` of the budget goes to `seeder`, over initial and final learning rate alone.  From half of its best
+    rates on all numbers move at once along their hypergradient, in a step whose length grows when the loss falls and shrinks
+    when it does not: only measured losses decide.
+    """
+    search = Search(space)
+    watch = watch or (lambda trial: None)
+    theta_D = space.centre()
+    num_coarse = int(seed_share * budget)
+    if num_coarse and "schedule" in space.slices:
+        theta_D = _coarse(search, evaluate, theta_D, num_coarse, seeder, seed, watch)
+    _descend(search, evaluate, theta_D, budget, watch)
+    return search
+
+
+def _coarse(search: Search, evaluate: Evaluate, theta_D: Tensor, num_trials: int, seeder: Seeder, seed: int,
+            watch: Watch) -> Tensor:
+    """The best exponential schedule, backed off."""
+    space = search.space
+    reach = math.log(space.rates)
+    middle_2 = torch.tensor([math.log(space.settings.lr_initial), math.log(space.settings.lr_final)], dtype=torch.float64)
+
+    def objective(logs_2: Tensor) -> float:
+        point_D = space.with_rates(theta_D, *logs_2.exp().tolist())
+        watch(trial := search.add("coarse", _value(evaluate, space, point_D)[0], point_D))
+        return trial.value
+    seeder(objective, middle_2 - reach, middle_2 + reach, num_trials, seed)
+    return space.clamp(space.scaled(torch.tensor(search.best.theta, dtype=torch.float64), _BACK_OFF))
+
+
+def _descend(search: Search, evaluate: Evaluate, theta_D: Tensor, budget: float, watch: Watch) -> None:
+    """Trust-region descent: run first, and back only from a point that is better; where it ends, again from lower rates."""
+    radius = _RADIUS
+    while search.spent + 1.0 <= budget:
+        theta_D = _descend_once(search, evaluate, theta_D, budget, watch, radius)
+        if "schedule" not in search.space.slices:
+            return
+        theta_D, radius = search.space.scaled(torch.tensor(search.best.theta, dtype=torch.float64), _BACK_OFF ** 0.5), radius / 2.0
+
+
+def _descend_once(search: Search, evaluate: Evaluate, theta_D: Tensor, budget: float, watch: Watch, radius: float) -> Tensor:
+    """Until the radius is small: a step stands if the loss is below the highest of the last few that stood.
+
+    Losses of short runs are rough, and the lowest of them is lucky: to ask for a new lowest at every step would end there.
+    """
+    space, smallest = search.space, radius / 32.0
+    value, evaluated = _value(evaluate, space, theta_D)
+    watch(search.add("descent", value, theta_D))
+    stood = [value]
+    mean_D, squares_D = torch.zeros_like(theta_D), torch.zeros_like(theta_D)
+    while evaluated is not None and search.spent + REVERSE_COST + 1.0 <= budget and radius > smallest:
+        found = evaluated.gradient()
+        search.spent += REVERSE_COST
+        slope_D = _slope(space, theta_D, found)
+        unit_D = slope_D / slope_D.norm().clamp(min=1e-30)  # sizes grow near the edge of stability, and mean nothing there
+        mean_D = _MEMORY * mean_D + (1.0 - _MEMORY) * unit_D
+        squares_D = _MEMORY * squares_D + (1.0 - _MEMORY) * unit_D.square()
+        direction_D = _direction(space, mean_D, squares_D, found.report)
+        _noted(search, found, slope_D)
+        evaluated = None
+        while evaluated is None and search.spent + 1.0 <= budget and radius > smallest:
+            point_D = space.clamp(theta_D + radius * direction_D)
+            lower, at_point = _value(evaluate, space, point_D)
+            watch(search.add("descent", lower, point_D))
+            radius *= _GROW if lower < stood[-1] else _SHRINK
+            if lower < max(stood[-_WINDOW:]):
+                stood.append(lower)
+                theta_D, evaluated = point_D, at_point
+    return theta_D
+
+
+def _value(evaluate: Evaluate, space: HyperSpace, theta_D: Tensor) -> tuple[float, Evaluated | None]:
+    """(loss, the run); a run that diverges has an infinite loss."""
+    try:
+        evaluated = evaluate(space.build(theta_D))
+    except DivergenceError:
+        return math.inf, None
+    return (evaluated.value, evaluated) if math.isfinite(evaluated.value) else (math.inf, None)
+
+
+def _slope(space: HyperSpace, theta_D: Tensor, found: HyperGrad) -> Tensor:
+    leaf_D = theta_D.clone().requires_grad_()
+    return torch.nan_to_num(found.by(space.build(leaf_D), leaf_D), nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def _direction(space: HyperSpace, mean_D: Tensor, squares_D: Tensor, report: Report) -> Tensor:
+    """Downhill, each number by its mean slope over the root of its mean square; the largest move is 1."""
+    if not report.trusted and "schedule" in space.slices:
+        # chaos: the slope's sign means nothing, but lower rates do away with the cause
+        direction_D = torch.zeros_like(mean_D)
+        direction_D[space.slices["schedule"]] = -1.0
+        return direction_D
+    # slopes of l2 are often a hundredth of those of the rates, and worth following all the same
+    scaled_D = -mean_D / (squares_D.sqrt() + _FLOOR * squares_D.sqrt().max() + 1e-30)
+    return scaled_D / scaled_D.abs().max().clamp(min=1e-30)
+
+
+def _noted(search: Search, found: HyperGrad, slope_D: Tensor) -> None:
+    """The report goes with the trial that it belongs to, the last that was accepted."""
+    index = max(i for i, trial in enumerate(search.trials) if trial.kind == "descent" and trial.value == found.value)
+    old = search.trials[index]
+    search.trials[index] = Trial(old.kind, old.cost, old.value, old.theta, old.accepted, found.report, float(slope_D.norm()))
+
+
+def transfer(evaluate: Evaluate, space: HyperSpace, theta_D: Tensor, multipliers: Sequence[float] = (1.0, 0.5, 0.25)) -> Search:
+    """Tries the learned schedule on a run of another length with all rates multiplied; `space` is that run's.
+
+    Rates that are best for a short run are too high for a long one.
+    """
+    search = Search(space)
+    for factor in multipliers:
+        point_D = space.scaled(theta_D, factor)
+        search.add("transfer", _value(evaluate, space, point_D)[0], point_D)
+    return search

@@ -1,0 +1,220 @@
+"""Hypergradients against autograd through every step, finite differences, and one engine against another."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ngsgd.errors import ReversalError
+from ngsgd.hypergrad import HyperGrad, Place, Plan, final_value, hypergradient
+from ngsgd.hypergrad.gradient import LocalJobs
+from ngsgd.hypergrad.segment import ENGINES, PlainGradients
+from ngsgd.hypergrad.task import Flat, ModuleTask
+from tests.hypergrad import tasks
+from tests.reference.hypergrad import unrolled
+
+
+def relative_errors(found: HyperGrad, expected: dict[str, Tensor]) -> dict[str, float]:
+    parts = {name: getattr(found, name, None) for name in expected}
+    parts |= {name: part for name, part in found.start.items() if name in expected}
+    return {name: float((part - expected[name]).norm() / expected[name].norm().clamp(min=1e-12))
+            for name, part in parts.items() if part is not None}
+
+
+CASES: list[dict[str, Any]] = [{"num_steps": 30}, {"num_steps": 30, "limits": True}, {"num_steps": 24, "jobs": 4, "iters": 4},
+                               {"num_steps": 24, "jobs": 4, "iters": 3, "limits": True}]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_equals_autograd_through_every_step(case: dict[str, Any], engine: str) -> None:
+    task, plan = tasks.task(), tasks.plan(**case)
+    value, expected = unrolled(task, plan)
+    found = hypergradient(task, plan, engine)
+    assert found.report.engine == engine and found.report.exact
+    assert abs(found.value - float(value)) < 1e-11
+    # 1e-9: positions are rounded to 2^-48 and velocities to 2^-44 a step
+    assert max(relative_errors(found, expected).values()) < 1e-9
+
+
+@pytest.mark.parametrize("limits", [False, True])
+def test_a_float32_network_agrees_with_float64(limits: bool) -> None:
+    plan = tasks.plan(30, limits=limits)
+    # no dropout: torch draws other masks for float64
+    _, expected = unrolled(tasks.task(tasks.mlp(dropout=0.0)), plan)
+    found = hypergradient(tasks.task(tasks.mlp(dropout=0.0, dtype=torch.float32)), plan, "reversible")
+    assert max(relative_errors(found, expected).values()) < 1e-5  # float32 rounds every gradient to 6e-8
+
+
+@pytest.mark.parametrize("case", [CASES[1], CASES[3]], ids=str)
+def test_equals_finite_differences(case: dict[str, Any]) -> None:
+    task, plan = tasks.task(), tasks.plan(**case)
+    found = hypergradient(task, plan, "reversible")
+    for name, value in plan.tensors().items():
+        direction = torch.randn(value.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+        slope = float((getattr(found, name) * direction).sum())
+
+        def along(step: float, name: str = name, value: Tensor = value, direction: Tensor = direction) -> float:
+            return final_value(task, replace(plan, **{name: value + step * direction}))
+        # narrow, so that no limit on change begins or ends to hold in between; rounding leaves 1e-15 / 1e-5
+        assert slope == pytest.approx((along(1e-5) - along(-1e-5)) / 2e-5, rel=1e-6, abs=1e-8), name
+
+
+def test_all_engines_give_the_same_numbers_in_float32() -> None:
+    task, plan = tasks.task(tasks.mlp(nn.ReLU, dtype=torch.float32)), tasks.plan(24, jobs=2, iters=2, limits=True)
+    one, *others = (hypergradient(task, plan, engine) for engine in ENGINES)
+    for other in others:
+        assert other.value == one.value  # the way there is the same, bit for bit
+        expected = {name: getattr(one, name) for name in plan.tensors()}
+        assert max(relative_errors(other, expected).values()) < 1e-6  # velocities are kept in float32 by the others
+
+
+@pytest.mark.parametrize("kernels", ["eager", "auto"])
+def test_every_segment_returns_to_the_broadcast_weights(kernels: str) -> None:
+    task, plan = tasks.task(tasks.mlp(dtype=torch.float32)), tasks.plan(40, jobs=4, iters=4, limits=True)
+    jobs = LocalJobs(task, plan, "reversible", PlainGradients(task, Flat.of(task)), kernels)
+    w_P, starts = torch.zeros(Flat.of(task).size, dtype=torch.float64) + 0.1, []
+    for outer_iter in range(4):
+        starts.append(w_P)
+        w_P = torch.stack(jobs.forward(outer_iter, w_P)).mean(dim=0)
+    segments = dict(jobs.segments)
+    for (outer_iter, _), segment in segments.items():
+        segment.reverse(torch.ones_like(w_P))
+        assert torch.equal(segment.state.x_P, (starts[outer_iter] * 2.0 ** 48).round().long())
+        assert not segment.state.u_P.any()
+        assert segment.spill_bytes == 0
+
+
+def test_one_reverse_pass_serves_the_learned_numbers_behind_a_plan() -> None:
+    task, base = tasks.task(), tasks.plan(20)
+
+    def made(log_lr: Tensor) -> Plan:
+        rates = torch.exp(log_lr[0] + (log_lr[1] - log_lr[0]) * torch.linspace(0, 1, 20, dtype=torch.float64))
+        return replace(base, lr_TG=rates[:, None].expand(-1, tasks.LAYERS))
+    log_lr = torch.tensor([0.3, 0.05], dtype=torch.float64).log().requires_grad_()
+    plan = made(log_lr)
+    slope = hypergradient(task, plan).by(plan, log_lr)
+    for index in range(2):
+        step = torch.zeros(2, dtype=torch.float64)
+        step[index] = 1e-5
+        difference = final_value(task, made(log_lr.detach() + step)) - final_value(task, made(log_lr.detach() - step))
+        assert float(slope[index]) == pytest.approx(difference / 2e-5, rel=1e-6)
+
+
+def test_agrees_with_torchopt_on_the_learning_rate() -> None:
+    torchopt = pytest.importorskip("torchopt", reason="a peer of the dev extra")
+    task, num_steps = tasks.task(tasks.mlp(dropout=0.0)), 30
+    found = hypergradient(task, Plan.constant(num_steps, tasks.LAYERS, lr=0.4, momentum=0.9), "reversible")
+    lr = torch.tensor(0.04, dtype=torch.float64, requires_grad=True)  # its velocity takes the whole gradient, ours a tenth
+    optimizer = torchopt.sgd(lr=lambda count: lr, momentum=0.9)
+    parameters = tuple(p.clone().requires_grad_() for p in task.start.values())
+    state = optimizer.init(parameters)
+    for step in range(num_steps):
+        loss = task.loss(dict(zip(task.start, parameters, strict=True)), Place(0, 0, step), None)
+        grads = torch.autograd.grad(loss, parameters, create_graph=True)
+        updates, state = optimizer.update(grads, state, inplace=False)
+        parameters = torchopt.apply_updates(parameters, updates, inplace=False)
+    (slope,) = torch.autograd.grad(task.validation(dict(zip(task.start, parameters, strict=True))), lr)
+    assert float(found.lr_TG.sum()) == pytest.approx(0.1 * float(slope), rel=1e-9)
+
+
+# What goes wrong is reported with its step ------------------------------------------------------------------------------
+
+
+class _Mutable(ModuleTask):
+    """Changes something once the way there is done."""
+
+    def change(self) -> None:
+        pass
+
+    def validation(self, parameters: Any) -> Tensor:
+        if not hasattr(self, "changed"):
+            self.changed = True
+            self.change()
+        return super().validation(parameters)
+
+
+def _mutable(num_steps: int = 12) -> tuple[_Mutable, Plan, Any]:
+    inner = tasks.task(tasks.mlp(dropout=0.0, width=64, dtype=torch.float32), size=64)
+    task = _Mutable(inner.module, inner.batch, inner._loss, inner._validation, inner.seed)
+    return task, tasks.plan(num_steps), LocalJobs(task, tasks.plan(num_steps), "reversible", PlainGradients(task, Flat.of(task)))
+
+
+def _failing_step(task: _Mutable, plan: Plan, jobs: Any) -> int:
+    with pytest.raises(ReversalError) as caught:
+        hypergradient(task, plan, "reversible", jobs=jobs)
+    assert str(caught.value).startswith(f"step {caught.value.step} could not be undone: in job 0 of outer iteration 0")
+    return caught.value.step
+
+
+@pytest.mark.parametrize("vector", ["x_P", "u_P"])
+@pytest.mark.parametrize("bit", [0, 17, 63])
+def test_a_flipped_bit_is_reported(vector: str, bit: int) -> None:
+    task, plan, jobs = _mutable()
+
+    def flip() -> None:
+        getattr(jobs.segments[0, 0].state, vector)[5] ^= (1 << bit) if bit < 63 else -(1 << 63)
+    task.change = flip  # type: ignore[method-assign]
+    assert _failing_step(task, plan, jobs) == 12
+
+
+@pytest.mark.parametrize("step", [11, 4, 0])
+def test_another_minibatch_is_reported_with_its_step(step: int) -> None:
+    task, plan, jobs = _mutable()
+    batch = task.batch
+    task.change = lambda: setattr(task, "batch", lambda place: batch(place._replace(step=99 if place.step == step else place.step)))  # type: ignore[method-assign]
+    assert _failing_step(task, plan, jobs) == step + 1
+
+
+def test_minibatches_in_another_order_are_reported() -> None:
+    task, plan, jobs = _mutable()
+    batch = task.batch
+    swapped = {3: 7, 7: 3}
+    task.change = lambda: setattr(task, "batch", lambda place: batch(place._replace(step=swapped.get(place.step, place.step))))  # type: ignore[method-assign]
+    assert _failing_step(task, plan, jobs) == 8
+
+
+@pytest.mark.parametrize("dropped", [0, 40])
+def test_a_dropped_byte_is_reported(dropped: int) -> None:
+    task, plan, jobs = _mutable(60)
+
+    def drop() -> None:
+        parts = jobs.segments[0, 0].state._spills[1]
+        parts[-1] = torch.cat([parts[-1][:dropped], parts[-1][dropped + 1:], parts[-1].new_zeros(1)])
+    task.change = drop  # type: ignore[method-assign]
+    with pytest.raises(ReversalError) as caught:
+        hypergradient(task, plan, "reversible", jobs=jobs)
+    # the last byte of that layer was put aside in the last step in which its scale fell through 2^-52
+    assert 0 < caught.value.step <= 60 and caught.value.step == _last_spill(plan, layer=1)
+
+
+def _last_spill(plan: Plan, layer: int) -> int:
+    scale, last = 2.0 ** -44, 0
+    for t, gamma in enumerate(plan.momentum_TG[:, layer].tolist()):
+        scale *= gamma
+        if scale <= 2.0 ** -52:
+            scale, last = scale * 256.0, t + 1
+    return last
+
+
+def test_another_number_of_threads_is_reported() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x_ND, y_N = torch.randn(512, 300, generator=generator), torch.randint(0, 9, (512,), generator=generator)
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(300, 700), nn.ReLU(), nn.Linear(700, 9))
+    task = _Mutable(module, lambda place: (x_ND, y_N), tasks.weighted_loss, [(x_ND, y_N)])
+    plan = Plan.constant(3, 2, lr=0.1)
+    jobs = LocalJobs(task, plan, "reversible", PlainGradients(task, Flat.of(task)))
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        task.change = lambda: torch.set_num_threads(2)  # type: ignore[method-assign]
+        with pytest.raises(ReversalError, match="threads then: 1, now: 2") as caught:
+            hypergradient(task, plan, "reversible", jobs=jobs)
+        assert caught.value.step == 3
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,159 @@
+"""`ngsgd tune` from the command line to the settings that `ngsgd train` takes."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from launcher import cli, compose, tune, tuned_file
+from launcher.tune_proxy import Proxy
+from ngsgd.config import OptimizerConfig, ProxyConfig, RunConfig, TrackingConfig, TuneConfig
+from ngsgd.errors import ConfigError
+from ngsgd.hypergrad import HyperSpace, Settings
+from ngsgd.training.worker import Worker
+from tests import toy
+
+
+def config(folder: Path, **changes: Any) -> RunConfig:
+    """A proxy of 8 minibatches on the toy task."""
+    settings = {"output_dir": str(folder / "runs"), "name": "toy", "tracking": TrackingConfig(kind="none"),
+                "optimizer": OptimizerConfig(kind="sgd", momentum=0.9),
+                "tune": TuneConfig(proxy=ProxyConfig(8, 2), budget=12.0, knots=3), **changes}
+    made = toy.config(**settings)
+    return replace(made, cluster=replace(made.cluster, kind="in_process"))
+
+
+@pytest.fixture
+def on_toy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """`ngsgd tune` on prepared toy examples."""
+    from launcher import train as service
+
+    def call(what: str, made: RunConfig, *more: str) -> int:
+        egs = toy.Run(tmp_path, made).egs
+        monkeypatch.setattr(compose, "compose", lambda overrides, config_dir=None: made)
+        monkeypatch.setattr(service, "_prepare", lambda *_: type("Data", (), {"egs_directory": egs})())
+        return tune.command([what, *more])
+    return call
+
+
+def test_probe_tells_what_the_proxy_can_do(on_toy: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert on_toy("probe", config(tmp_path)) == 0
+    told = capsys.readouterr().out
+    assert "every digest equal" in told and "engine     store" in told and "preconditioner: none" in told
+    assert on_toy("probe", config(tmp_path, optimizer=OptimizerConfig(rank_in=4, rank_out=4))) == 0
+    told = capsys.readouterr().out
+    assert "not possible with the online natural gradient" in told and "constant (approximate)" in told
+
+
+def test_check_agrees_with_finite_differences(on_toy: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert on_toy("check", config(tmp_path)) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    errors = {line[0]: float(line[-1]) for line in lines if line[0] in ("schedule", "layer_lr", "l2", "momentum")}
+    assert len(errors) == 4 and max(errors.values()) < 1e-4
+
+
+def test_run_writes_settings_that_train_takes(on_toy: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert on_toy("run", config(tmp_path)) == 0
+    folder = tmp_path / "runs" / "tune" / "toy"
+    assert {file.name for file in folder.iterdir()} >= {"tuned.yaml", "tuned.json", "trials.jsonl", "schedule.png"}
+    result = json.loads((folder / "tuned.json").read_text())
+    assert result["exact"] and result["preconditioner"] == "none" and result["cost"] <= 12.0
+    with pytest.raises(ConfigError, match="exists; choose another name"):
+        on_toy("run", config(tmp_path))
+    capsys.readouterr()
+    assert on_toy("transfer", config(tmp_path), "--from", str(folder)) == 0
+    assert capsys.readouterr().out.count("rates x") == 3
+
+
+@pytest.mark.ray
+def test_ray_workers_give_the_numbers_of_one_process(on_toy: Any, tmp_path: Path) -> None:
+    results = []
+    for kind in ("in_process", "ray"):
+        made = config(tmp_path, name=kind)
+        assert on_toy("run", replace(made, cluster=replace(made.cluster, kind=kind))) == 0
+        results.append(json.loads((tmp_path / "runs" / "tune" / kind / "tuned.json").read_text()))
+    assert results[0]["valid"] == results[1]["valid"] and results[0]["theta"] == results[1]["theta"]
+
+
+# The file ---------------------------------------------------------------------------------------------------------------
+
+
+def _tuned(folder: Path) -> tuple[HyperSpace, torch.Tensor, Path]:
+    space = HyperSpace(Settings(0.02, 0.002, 0.9, 1e-2, 0.5), ("affine1", "affine2", "output"), 8, 2, 2,
+                       ("schedule", "layer_lr", "l2", "momentum", "max_change", "init_scale"), 3)
+    theta_D = space.centre() + 0.1 * torch.arange(space.size, dtype=torch.float64)
+    path = folder / "tuned.yaml"
+    made = toy.config(optimizer=OptimizerConfig(kind="sgd"))
+    tuned_file.write(path, tuned_file.settings_of(made, space, space.values(theta_D), 2), ["from a test"])
+    return space, theta_D, path
+
+
+def test_a_tuned_file_becomes_settings_and_later_ones_win(tmp_path: Path) -> None:
+    space, theta_D, path = _tuned(tmp_path)
+    values = space.values(theta_D)
+    made = compose.compose(tuned_file.expanded([f"+tuned={path}", "optimizer.momentum=0.5"]))
+    assert made.optimizer.kind == "sgd" and made.optimizer.momentum == 0.5
+    rates = [2 * made.schedule.lr_initial * factor for factor in made.schedule.lr_factors]
+    assert rates == pytest.approx(values["schedule"])
+    assert made.optimizer.layer_options is not None and made.model.init_scales is not None
+    assert made.optimizer.layer_options["affine2"]["lr_factor"] == pytest.approx(values["layer_lr"][1])
+    assert made.model.init_scales["output"] == pytest.approx(values["init_scale"][2])
+
+
+@pytest.mark.parametrize(("text", "told"), [(None, "cannot be read"), ("a: [", "not valid YAML"), ("words", "holds no settings")])
+def test_files_that_hold_no_settings_are_refused(tmp_path: Path, text: str | None, told: str) -> None:
+    path = tmp_path / "tuned.yaml"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ConfigError, match=told):
+        tuned_file.expanded([f"+tuned={path}"])
+
+
+def test_a_job_of_ngsgd_train_does_what_the_proxy_did(tmp_path: Path) -> None:
+    # one job, one outer iteration: the proxy's steps and the worker's must meet in every tuned number
+    made = toy.config(optimizer=OptimizerConfig(kind="sgd", momentum=0.8, max_change=0.3, max_param_change=0.4, weight_decay=1e-4,
+                                                layer_options={"affine1": {"lr_factor": 1.5, "weight_decay": 3e-4}}))
+    made = replace(made, model=replace(made.model, init_scales={"affine1": 0.8}), schedule=replace(
+        made.schedule, lr_initial=0.004, lr_final=0.004, num_jobs_initial=1, num_jobs_final=1))
+    run = toy.Run(tmp_path, made)
+    num_steps = -(-run.reader.num_frames(run.schedule.shard(0)) // 64) - 1  # the last minibatch is a smaller one
+    proxied = replace(made, tune=TuneConfig(proxy=ProxyConfig(num_steps, 1), workers=1))
+    proxy = Proxy.of(proxied, run.egs)
+    from ngsgd.hypergrad.gradient import LocalJobs
+    from ngsgd.hypergrad.segment import PlainGradients
+    from ngsgd.hypergrad.task import Flat
+
+    plan = proxy.space.build(proxy.space.centre())
+    scale_P = 2.0 * 64
+    plan = replace(plan, l2_G=torch.tensor([3e-4, 1e-4, 1e-4], dtype=torch.float64) * scale_P,
+                   lr_TG=plan.lr_TG * torch.tensor([1.5, 1.0, 1.0], dtype=torch.float64))
+    flat = Flat.of(proxy.task)
+    jobs = LocalJobs(proxy.task, plan, "none", PlainGradients(proxy.task, flat))
+    ours_P = jobs.run(0, 0, flat.flatten(list(proxy.task.start.values())).double())
+    from ngsgd.training.job import Held, Job, Piece, Start
+
+    worker = Worker(run.spec, 0)
+    start = Held(worker.layout.flatten(worker.model.state_dict()))
+    piece = Piece(run.schedule.shard(0), 0, 0, 0, num_steps)
+    sent = worker.run(Job(0, 0, 1, (piece,), Start(start), 0.004, 1.0)).sent.read()
+    assert torch.allclose(torch.from_numpy(sent).double(), ours_P, atol=2e-5)  # float32 there, and momentum inside the rate
+
+
+def test_the_help_names_tune(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--help"]) == 0
+    assert "tune" in capsys.readouterr().out
+    assert cli.main(["tune", "nothing"]) == 2
+
+
+@pytest.mark.parametrize(("setting", "told"), [
+    ("schedule.lr_factors=[1,0]", "each must be above 0"), ("optimizer.layer_options={affine1:{lr:1}}", "such as {lr_factor: 1.3}"),
+    ("model.init_scales={affine1:-1}", "give a number above 0"), ("tune.proxy.steps=401", "no multiple of tune.proxy.outer_iters")])
+def test_settings_that_cannot_be_are_told(setting: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        compose.compose([setting])
