@@ -121,6 +121,13 @@ def decode_and_score(folder: RunFolder, config: RunConfig, corpus: Corpus, model
     return result
 
 
+def score_held_out(config: RunConfig, corpus: Corpus, model: nn.Module,
+                   prior_P: npt.NDArray[np.float64]) -> dict[str, SubsetScore | None]:
+    """Objf per frame and accuracy of valid and test, all of them."""
+    return {name: score_frames(speech, log_likelihoods(speech, config.egs, model, prior_P), prior_P)
+            for name, speech in _held_out(corpus).items()}
+
+
 def _held_out(corpus: Corpus) -> dict[str, SpeechSet]:
     return {"valid": corpus.valid, "test": corpus.test}
 

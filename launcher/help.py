@@ -12,11 +12,19 @@ from ngsgd.config import RunConfig
 COMMANDS = {
     "train": "train an acoustic model, decode the test set, print the word error rate",
     "resume": "continue an interrupted run from its last checkpoint",
+    "evaluate": "objf and frame accuracy of a run's model on all of valid and test, without decoding",
     "decode": "decode a run's test set again with its newest model",
     "align": "find the HMM state of every frame from transcripts alone: flat start, then realignment",
+    "report": "a page about a run: curves, word errors, where the time went, timeline of the workers, Fisher spectra",
+    "compare": "a page about several runs, as the paper's Figure 1: objf against epochs and against time",
     "plan": "measure this machine for half a minute, tell the time of an outer iteration on 1 to 1000 workers",
     "simulate": "run on many logical workers of this machine, with a virtual clock, stragglers and failures",
+    "submit": "train on a cluster: as a Ray job, a Slurm batch job or a KubeRay RayJob",
+    "status": "state of runs, or of the jobs of a Ray cluster",
+    "logs": "what a run or a Ray job said, once or as it goes on",
+    "stop": "end a run or a Ray job after its outer iteration; it can be resumed",
     "ui": "open the dashboard (MLflow) on the runs of an output folder",
+    "doctor": "look at this machine and tell what would go wrong, with the fix of each",
     "info": "state of a run; without a run: versions of what is installed",
 }
 
@@ -30,6 +38,9 @@ commands:
 
   ngsgd COMMAND --help    what a command takes
   ngsgd --version
+  eval "$(ngsgd -sc install=bash)"      completion of commands, runs and settings (bash; zsh, fish likewise)
+
+exit codes: 0 ok, 1 run failed, 2 usage or configuration, 3 data, 4 diverged, 5 cluster, 6 checkpoint, 130 interrupted
 
 examples:
   ngsgd train                                   synthetic digits, two workers on this machine

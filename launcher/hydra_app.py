@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,15 +25,7 @@ def train(arguments: list[str], *, debug: bool) -> int:
 
 
 def complete(arguments: list[str]) -> int:
-    """Answers the shell: the command's name first, then Hydra's completion of settings."""
-    from launcher import help as texts
-
-    program, _, typed = os.environ.get("COMP_LINE", "").partition(" ")
-    command, space, rest = typed.lstrip().partition(" ")
-    if arguments[:1] == ["query=bash"] and not (command == "train" and space):
-        print(" ".join(name for name in texts.COMMANDS if name.startswith(command)))
-        return EXIT_OK
-    os.environ["COMP_LINE"] = f"{program} {rest}"  # Hydra knows nothing of our subcommand
+    """Hydra's completion of settings; COMP_LINE has what was typed."""
     return _run(["--shell-completion", *arguments], quiet=True, debug=False)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -13,7 +13,14 @@ from torch import nn
 from launcher import compose
 from launcher.align import with_alignment
 from launcher.curves import draw
-from launcher.final_model import decode_and_score, final_parameters, load_final, save_final, wanted_for_combination
+from launcher.final_model import (
+    decode_and_score,
+    final_parameters,
+    load_final,
+    save_final,
+    score_held_out,
+    wanted_for_combination,
+)
 from launcher.forecast import Forecast
 from launcher.mlflow_tracker import MlflowTracker
 from launcher.progress import ProgressTracker
@@ -32,7 +39,7 @@ from ngsgd.optim.outer import make_rule
 from ngsgd.training.checkpoint import Checkpoint, CheckpointStore, first_checkpoint
 from ngsgd.training.coordinator import Coordinator
 from ngsgd.training.dealing import make_dealer
-from ngsgd.training.diagnostics import score_subset
+from ngsgd.training.diagnostics import average_posterior, score_subset
 from ngsgd.training.event_log import EventLog
 from ngsgd.training.flat import Layout
 from ngsgd.training.job import WorkerSpec
@@ -58,10 +65,12 @@ def train(config: RunConfig, quiet: bool) -> int:
     return _run(config, folder, data, progress)
 
 
-def resume(run_dir: Path, quiet: bool) -> int:
-    """Goes on after the last committed outer iteration, with the run's own configuration."""
+def resume(run_dir: Path, quiet: bool, address: str | None = None) -> int:
+    """Goes on after the last committed outer iteration, with the run's own configuration; on the Ray cluster at `address`."""
     folder = RunFolder.open(run_dir)
     config = compose.from_yaml(folder.config)
+    if address is not None:  # where the workers are changes no number
+        config = replace(config, cluster=replace(config.cluster, address=address))
     progress = _progress(config, quiet)
     return _run(config, folder, _prepare(config, progress.report), progress)
 
@@ -77,6 +86,24 @@ def decode(run_dir: Path, quiet: bool) -> int:
     progress.report(f"valid  {result.valid}")
     progress.report(f"test   {result.test}")
     return EXIT_OK
+
+
+def evaluate(run_dir: Path, quiet: bool, outer_iter: int | None = None) -> dict[str, dict[str, float] | None]:
+    """Objf per frame and frame accuracy of valid and test, all of them; of the final model, or of a checkpoint that is kept."""
+    folder = RunFolder.open(run_dir)
+    config = compose.from_yaml(folder.config)
+    data = _prepare(config, _progress(config, quiet).report)
+    reader = EgsReader(data.egs_directory)
+    if outer_iter is None:
+        model, prior_P = load_final(folder, config)
+    else:
+        model = model_for(config, reader)
+        set_stage(model, stages_of(config, reader).at(outer_iter - 1))
+        layout = Layout.of(model)
+        layout.load(model, CheckpointStore(folder.checkpoints, layout, config.checkpoint.num_to_keep).model_after(outer_iter - 1))
+        prior_P = average_posterior(model.eval(), reader, config.decode.num_prior_frames)
+    scores = score_held_out(config, data.corpus, model, prior_P)
+    return {name: score and asdict(score) for name, score in scores.items()}
 
 
 def _require_model(config: RunConfig, reader: EgsReader, report: Callable[[str], None]) -> None:
@@ -124,8 +151,9 @@ def _run(config: RunConfig, folder: RunFolder, data: _Data, progress: ProgressTr
                          *_mlflow(config, folder, progress.warn)])
     status = "FAILED"
     try:
-        end = _train(config, folder, data, trackers, stop, progress.report)
-        trackers.finished(_finish(config, folder, data, end, progress.report))
+        with folder.marked_as_running():
+            end = _train(config, folder, data, trackers, stop, progress.report)
+            trackers.finished(_finish(config, folder, data, end, progress.report))
         status = "FINISHED"
     except OSError as error:
         raise CheckpointError(f"{error.filename or folder.path} could not be written ({error.strerror}); make room or fix the "
