@@ -54,20 +54,22 @@ def _learning(curve: Curve) -> Iterator[Chart]:
         lines(axes, curve, {"train": (f"train.{quantity}", BLUE), "valid": (f"valid.{quantity}", ORANGE)}, scale=scale)
         label(axes, title, unit, legend="lower right")
         axes.set_xlabel("frames processed (millions)")
-        yield Chart(quantity, title, f"{title} of training and held-out frames; at the end {scale * last['train'][quantity]:.3f} and "
-                    f"{scale * last['valid'][quantity]:.3f} {unit}.", figure)
+        told = f"{scale * last['train'][quantity]:.3f} and {scale * last['valid'][quantity]:.3f} {unit}"
+        yield Chart(quantity, title, f"{title} of training and held-out frames; at the end {told}.", figure)
     figure, axes = narrow_axes()
     lines(axes, curve, {"effective": ("effective_lr", GREEN), "each job": ("lr", "#8fc6a0")})
     axes.set_yscale("log")
     label(axes, "Learning rate", "per frame", legend="best")
     axes.set_xlabel("frames processed (millions)")
-    yield Chart("lr", "Learning rate", f"It falls from {curve.iterations[0]['effective_lr']:.2g} to {last['effective_lr']:.2g}.", figure)
+    told = f"It falls from {curve.iterations[0]['effective_lr']:.2g} to {last['effective_lr']:.2g}."
+    yield Chart("lr", "Learning rate", told, figure)
     figure, axes = narrow_axes()
     lines(axes, curve, {"layers": ("max_change_share", RED), "whole model": ("max_param_change_share", "#e3a59e")}, scale=100.0)
     axes.set_ylim(bottom=0)
     label(axes, "Steps shortened by max-change", "%", legend="best")
     axes.set_xlabel("frames processed (millions)")
-    yield Chart("max_change", "Steps shortened by max-change", f"{100 * last['max_change_share']:.0f}% of layer steps at the end.", figure)
+    told = f"{100 * last['max_change_share']:.0f}% of layer steps at the end."
+    yield Chart("max_change", "Steps shortened by max-change", told, figure)
 
 
 def _time_split(curve: Curve) -> Chart:
@@ -78,7 +80,9 @@ def _time_split(curve: Curve) -> Chart:
         seconds = curve.values(key)
         axes.bar(outer_iters, seconds, bottom=base, width=0.9, color=colour, label=f"{name}, {sum(seconds):.1f} s")
         base = [below + more for below, more in zip(base, seconds, strict=True)]
-    label(axes, "Where the time went", "seconds", legend="best")
+    label(axes, "Where the time went", "seconds")
+    axes.legend(ncols=2, fontsize=8, frameon=False, loc="upper left")
+    axes.set_ylim(top=1.3 * max(base))   # room for the legend above the bars
     axes.set_xlabel("outer iteration")
     told = ", ".join(f"{name} {sum(curve.values(key)):.1f} s" for key, (name, _) in _TIMES.items())
     return Chart("time", "Where the time went", f"Seconds of each outer iteration: {told}.", figure)
@@ -107,8 +111,8 @@ def _timeline(curve: Curve, incidents: Sequence[Mapping[str, Any]]) -> Chart:
     axes.spines[["top", "right"]].set_visible(False)
     axes.margins(x=0.01)
     _explain(axes, faults)
-    return Chart("timeline", "Timeline of the workers", f"Jobs of {len(lanes)} workers over {curve.iterations[-1]['elapsed_s']:.0f} s, "
-                 f"{len(faults)} faults.", figure, is_wide=True)
+    told = f"Jobs of {len(lanes)} workers over {curve.iterations[-1]['elapsed_s']:.0f} s, {len(faults)} faults."
+    return Chart("timeline", "Timeline of the workers", told, figure, is_wide=True)
 
 
 def _explain(axes: Any, faults: Sequence[Mapping[str, Any]]) -> None:
@@ -133,11 +137,11 @@ def _ranks(curve: Curve) -> Chart:
         values = [_health(event).get(name, float("nan")) for event in curve.iterations]
         axes.plot(curve.millions, values, color=_shade(layers.index(layer), len(layers)), linestyle=style, linewidth=1.4,
                   label=layer if style == "-" else None)
-    label(axes, "Effective rank of the Fisher factors", "directions", legend="best")
+    label(axes, "Effective rank of the Fisher factors", "directions")
     axes.legend(fontsize=7, frameon=False, ncols=2)
     axes.set_xlabel("frames processed (millions)")
-    return Chart("fisher_rank", "Effective rank of the Fisher factors", "Solid: input side of each layer; dashed: output derivatives.",
-                 figure)
+    return Chart("fisher_rank", "Effective rank of the Fisher factors",
+                 "Solid: input side of each layer; dashed: output derivatives.", figure)
 
 
 def _spectra(spectra: Mapping[str, Sequence[float]]) -> Chart:
@@ -151,10 +155,10 @@ def _spectra(spectra: Mapping[str, Sequence[float]]) -> Chart:
                   label=layer if style == "-" else None)
     axes.set_yscale("log")
     axes.axhline(1.0, color="#bbbbbb", linewidth=0.8)
-    label(axes, "Spectra of the Fisher factors", "eigenvalue over the mean", legend="best")
+    label(axes, "Spectra of the Fisher factors", "eigenvalue over the mean")
     axes.legend(fontsize=7, frameon=False, ncols=2)
     axes.set_xlabel("direction")
-    return Chart("fisher_spectra", "Spectra of the Fisher factors", "Eigenvalues of each factor over their mean, the largest first. "
+    return Chart("fisher_spectra", "Spectra of the Fisher factors", "Eigenvalues of each factor over their mean, largest first. "
                  "Solid: input side; dashed: output derivatives.", figure)
 
 

@@ -41,8 +41,8 @@ def command(arguments: Sequence[str]) -> int:
 
         compare([(run.label, run.events) for run in runs], Path(options.png))
     if options.json:
-        print(json.dumps({"page": str(target), "common_objf": common_objf(runs), "runs": [run.figures(common_objf(runs)) for run in runs]},
-                         indent=1))
+        objf = common_objf(runs)
+        print(json.dumps({"page": str(target), "common_objf": objf, "runs": [run.figures(objf) for run in runs]}, indent=1))
     else:
         print("\n".join([*_text_table(runs), f"page {target}"]))
     return EXIT_OK
@@ -134,31 +134,35 @@ def charts(runs: Sequence[Run]) -> list[Chart]:
         figure, axes = narrow_axes()
         for run, colour in zip(runs, colours, strict=True):
             across = run.curve.values(key, scale)
-            axes.plot(across, run.curve.values("valid.objf"), color=colour, linewidth=2.0, label=_short(run, runs))
+            axes.plot(across, run.curve.values("valid.objf"), color=colour, linewidth=2.0, label=name_of(run, runs))
             axes.plot(across, run.curve.values("train.objf"), color=colour, linewidth=1.0, linestyle="--", alpha=0.7)
         label(axes, f"Objective function against {unit.partition(' ')[0]}", "nats per frame", legend="lower right")
         axes.legend(fontsize=7, frameon=False, loc="lower right")
         axes.set_xlabel(unit)
         found.append(Chart(name, f"Objective function against {unit}", "Solid: held-out frames; dashed: training frames.", figure))
+    # runs with equally many jobs stand beside each other
+    places = [run.num_jobs + 0.08 * sum(other.num_jobs == run.num_jobs for other in runs[:index]) for index, run in enumerate(runs)]
     if any(run.wer for run in runs):
         figure, axes = narrow_axes()
-        for run, colour in zip(runs, colours, strict=True):
+        for run, colour, place in zip(runs, colours, places, strict=True):
             if run.wer:
                 wer, low, high = run.wer
-                axes.errorbar([run.num_jobs], [wer], yerr=[[max(0.0, wer - low)], [max(0.0, high - wer)]], fmt="o", color=colour, capsize=3)
-        label(axes, "Word errors against jobs", "% of words, 95% interval", legend="best")
+                reach = [[max(0.0, wer - low)], [max(0.0, high - wer)]]
+                axes.errorbar([place], [wer], yerr=reach, fmt="o", color=colour, capsize=3)
+        label(axes, "Word errors against jobs", "% of words, 95% interval")
         _whole_numbers(axes, runs)
-        found.append(Chart("wer", "Word errors against jobs", "One point a run: the most jobs of its outer iterations, and its %WER on the "
-                           "test set.", figure))
+        found.append(Chart("wer", "Word errors against jobs",
+                           "One point a run: the most jobs of its outer iterations, and its %WER on the test set.", figure))
     objf = common_objf(runs)
     figure, axes = narrow_axes()
-    for run, colour in zip(runs, colours, strict=True):
-        axes.plot([run.num_jobs], [run.seconds_to(objf)], "o", color=colour)
+    for run, colour, place in zip(runs, colours, places, strict=True):
+        axes.plot([place], [run.seconds_to(objf)], "o", color=colour)
     axes.set_ylim(bottom=0)
-    label(axes, f"Time to a held-out objf of {objf:.3f}", "seconds", legend="best")
+    label(axes, f"Time to a held-out objf of {objf:.3f}", "seconds")
     _whole_numbers(axes, runs)
-    return [*found, Chart("speed", "Time to a common objf", f"Seconds of training until each run has reached {objf:.3f} nats per frame on "
-                          "held-out frames, the most that all of them reached.", figure)]
+    told = (f"Seconds of training until each run has reached {objf:.3f} nats per frame on held-out frames, the most that all "
+            "reached.")
+    return [*found, Chart("speed", "Time to a common objf", told, figure)]
 
 
 def _whole_numbers(axes: Any, runs: Sequence[Run]) -> None:
@@ -166,18 +170,20 @@ def _whole_numbers(axes: Any, runs: Sequence[Run]) -> None:
     axes.set_xticks(counts)
     axes.set_xlim(counts[0] - 0.6, counts[-1] + 0.6)
     axes.set_xlabel("jobs")
-    if axes.get_legend():
-        axes.get_legend().remove()
 
 
-def _short(run: Run, runs: Sequence[Run]) -> str:
-    """What tells this run from the others, if that is short."""
-    told = {"schedule.num_jobs_final": f"{run.num_jobs} jobs", "optimizer.kind": run.settings["optimizer.kind"],
-            "outer.kind": run.settings["outer.kind"], "seed": f"seed {run.settings['seed']}", "model.kind": run.settings["model.kind"]}
+def name_of(run: Run, runs: Sequence[Run]) -> str:
+    """What tells this run from the others, if that is short; else its folder."""
     different = differences(runs)
-    parts = [text for path, text in told.items() if path in different]
-    names = [text for text in parts if text]
-    return ", ".join(names) or run.label
+
+    def told(one: Run) -> str:
+        of = one.settings
+        texts = {"schedule.num_jobs_final": f"{one.num_jobs} jobs", "optimizer.kind": of["optimizer.kind"],
+                 "outer.kind": of["outer.kind"], "seed": f"seed {of['seed']}", "model.kind": of["model.kind"]}
+        return ", ".join(text for path, text in texts.items() if path in different)
+
+    name = told(run)
+    return name if name and [told(one) for one in runs].count(name) == 1 else run.label
 
 
 # The page and the table -----------------------------------------------------------------------------------------------
@@ -188,7 +194,7 @@ _HEADER = ("run", "jobs", "optimizer", "outer", "%WER", "95% interval", "valid o
 
 
 def _rows(runs: Sequence[Run]) -> list[tuple[str, ...]]:
-    objf, rows = common_objf(runs), []
+    objf, rows = common_objf(runs), list[tuple[str, ...]]()
     for run in runs:
         one = run.figures(objf)
         wer, interval, seconds = one["wer_percent"], one["wer_interval_95"], one["seconds_to_common_objf"]
@@ -209,8 +215,9 @@ def _page(runs: Sequence[Run]) -> str:
     from launcher import page as html
 
     different = [(path, *map(str, values)) for path, values in differences(runs).items()]
-    body = [html.pictures(charts(runs)), html.heading("Runs"), html.table(_HEADER, _rows(runs)), html.heading("Settings that differ"),
-            html.table(("setting", *(run.label for run in runs)), different) if different else "<p>None.</p>"]
-    footer = (f"ngsgd {version('ngsgd')}. Points of one run each: seeds differ by more than intervals over test utterances show. Times are "
-              "those of the machine at the time.")
+    settings = html.table(("setting", *(run.label for run in runs)), different) if different else "<p>None.</p>"
+    body = [html.pictures(charts(runs)), html.heading("Runs"), html.table(_HEADER, _rows(runs)),
+            html.heading("Settings that differ"), settings]
+    footer = (f"ngsgd {version('ngsgd')}. Points of one run each: seeds differ by more than intervals over test utterances show. "
+              "Times are those of the machine at the time.")
     return html.page("Comparison of runs", ", ".join(run.label for run in runs), body, footer)

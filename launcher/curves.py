@@ -77,12 +77,13 @@ def lines(axes: Any, curve: Curve, what: Mapping[str, tuple[str, str]], scale: f
                   linewidth=1.8, marker=marker, markersize=3.5)
 
 
-def label(axes: Any, title: str, unit: str, *, legend: str) -> None:
+def label(axes: Any, title: str, unit: str, *, legend: str = "") -> None:
     axes.set_title(title, fontsize=10.5, loc="left")
     axes.set_ylabel(unit)
     axes.grid(visible=True, color="#dddddd", linewidth=0.7)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(loc=legend, frameon=False)
+    if legend:
+        axes.legend(loc=legend, frameon=False)
     axes.margins(x=0.02)
 
 

@@ -23,8 +23,9 @@ from ngsgd.errors import EXIT_OK, EXIT_RUN_FAILED
 _FREE_BYTES = 2 * 2**30       # prepared digits, checkpoints and a tracking store take less than 1 GiB
 _SHM_BYTES = 600 * 2**20      # Ray's object store on one machine, and the shared parameters
 _MAX_SKEW_S = 5.0             # file times and log lines of several machines should be in order
-_NEEDS = {"torch": "", "numpy": "", "ray": "service", "hydra-core": "service", "mlflow": "service", "safetensors": "service",
-          "matplotlib": "service", "kaldi-native-fbank": "asr", "kaldi-decoder": "asr", "kaldifst": "asr", "espeakng-loader": "synth"}
+_NEEDS = {  # package -> the extra that brings it; empty: nothing works without
+    "torch": "", "numpy": "", "ray": "service", "hydra-core": "service", "mlflow": "service", "safetensors": "service",
+    "matplotlib": "service", "kaldi-native-fbank": "asr", "kaldi-decoder": "asr", "kaldifst": "asr", "espeakng-loader": "synth"}
 
 Verdict = Literal["ok", "warn", "fail"]
 
@@ -43,7 +44,7 @@ def command(arguments: Sequence[str]) -> int:
     """Prints a line for everything that was looked at; exit code 1 if anything fails."""
     parser = Parser("doctor")
     parser.add_argument("--output-dir", default="runs", help="where runs will be written (default: %(default)s)")
-    parser.add_argument("--address", default="", help="Ray cluster to look at, host:port: its nodes, storage, clocks (default: none)")
+    parser.add_argument("--address", default="", help="a Ray cluster to look at, host:port (default: none)")
     parser.add_argument("--tracking-uri", default="", help="MLflow server to look at (default: the store in the output folder)")
     parser.add_argument("--workers", type=int, default=2, help="that a run shall have here (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -86,9 +87,7 @@ def _summary(findings: Sequence[Finding]) -> str:
 
 def _python() -> Iterator[Finding]:
     found = f"{sys.version.split()[0]} in {sys.prefix}"
-    if sys.version_info < (3, 11):
-        yield Finding("fail", "python", found, "install Python 3.11 or newer and make a new virtual environment with it")
-    elif sys.prefix == sys.base_prefix:
+    if sys.prefix == sys.base_prefix:
         yield Finding("warn", "python", f"{found}, no virtual environment", "python3 -m venv .venv && . .venv/bin/activate")
     else:
         yield Finding("ok", "python", found)
@@ -124,18 +123,19 @@ def _shadows() -> Iterator[Finding]:
 def _threads(num_workers: int) -> Iterator[Finding]:
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     per_worker = max(1, num_cores // num_workers)
-    asked = os.environ.get("OMP_NUM_THREADS", "")
     found = f"{num_cores} cores, {num_workers} workers of {per_worker} thread{'s' * (per_worker > 1)}"
+    asked = os.environ.get("OMP_NUM_THREADS", "")
+    num_asked = int(asked) * num_workers if asked.isdigit() else 0
     if num_workers > num_cores:
         yield Finding("warn", "threads", f"{found}: workers share cores", f"cluster.num_workers={num_cores} trains as fast here")
-    elif asked.isdigit() and int(asked) * num_workers > num_cores and os.environ.get("OMP_WAIT_POLICY", "").upper() != "PASSIVE":
-        yield Finding("warn", "threads", f"{found}; OMP_NUM_THREADS={asked} asks for {int(asked) * num_workers} that spin while they wait",
+    elif num_asked > num_cores and os.environ.get("OMP_WAIT_POLICY", "").upper() != "PASSIVE":
+        yield Finding("warn", "threads", f"{found}; OMP_NUM_THREADS={asked} asks for {num_asked} that spin while they wait",
                       "unset OMP_NUM_THREADS, or export OMP_WAIT_POLICY=PASSIVE")
     else:
         yield Finding("ok", "threads", found)
     load = os.getloadavg()[0]
     if load > num_cores:
-        yield Finding("warn", "load", f"{load:.1f} on {num_cores} cores: others compute here", "expect training to be slower; nothing to mend")
+        yield Finding("warn", "load", f"{load:.1f} on {num_cores} cores: others compute here", "training will be slower for it")
 
 
 def _memory() -> Iterator[Finding]:
@@ -218,7 +218,7 @@ def _tracking(output_dir: Path, uri: str) -> Iterator[Finding]:
             yield from _clock_of(answer.headers.get("Date", ""))
     except (OSError, ValueError) as error:
         yield Finding("fail", "tracking", f"{uri} does not answer ({error})",
-                      "start it (docs/how-to/mlflow.md); training goes on without it, and sends what it missed later")
+                      "start it (docs/mlflow.md); training goes on without it, and sends what it missed later")
 
 
 def _clock_of(date: str) -> Iterator[Finding]:
@@ -251,7 +251,8 @@ def _ray_traps() -> Iterator[Finding]:
     if token.is_file() and token.stat().st_mode & 0o077:
         yield Finding("warn", "Ray token", f"others on this machine can read {token}", f"chmod 600 {token}")
     if os.environ.get("RAY_AUTH_MODE") == "disabled":
-        yield Finding("warn", "Ray token", "RAY_AUTH_MODE=disabled: whoever reaches this machine can run code here", "unset RAY_AUTH_MODE")
+        yield Finding("warn", "Ray token", "RAY_AUTH_MODE=disabled: whoever reaches this machine can run code here",
+                      "unset RAY_AUTH_MODE")
     if os.environ.get("RAY_ADDRESS"):
         yield Finding("ok", "Ray address", f"RAY_ADDRESS={os.environ['RAY_ADDRESS']} is used by cluster.address=auto only")
     if len(tempfile.gettempdir()) > 60:

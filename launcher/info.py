@@ -46,8 +46,9 @@ def state_of(run_dir: Path) -> dict[str, Any]:
     """How far a run has come, from the files in its folder; figures that are not known yet are None."""
     folder = RunFolder(run_dir)
     events = read_json_lines(folder.events) if folder.events.is_file() else []
-    last = next((event for event in reversed(events) if event.get("event") == "outer_iteration"), {})
-    end = next((event for event in reversed(events) if event.get("event") == "finished"), {})
+    nothing: dict[str, Any] = {}
+    last = next((event for event in reversed(events) if event.get("event") == "outer_iteration"), nothing)
+    end = next((event for event in reversed(events) if event.get("event") == "finished"), nothing)
     incidents = [str(event.get("message")) for event in events if event.get("event") == "incident"]
     valid = last.get("valid", {})
     return {

@@ -70,7 +70,7 @@ def stop(arguments: Sequence[str]) -> int:
     parser = Parser("stop")
     parser.add_argument("what", metavar="RUN|JOB", help=_WHAT)
     parser.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS",
-                        help="to wait for its end (default: %(default)s); the outer iteration is finished if failure.grace_s allows")
+                        help="to wait for its end (default: %(default)s); failure.grace_s limits what it still finishes")
     ray_jobs.add_arguments(parser)
     options = parser.parse_args(list(arguments))
     run = known_run(options.what)
@@ -157,7 +157,8 @@ def _stop_run(run: Path, timeout_s: float) -> int:
     while is_alive(process) and time.monotonic() < deadline:
         time.sleep(_POLL_S)
     if is_alive(process):
-        raise ClusterError(f"process {process['process_id']} of {run} did not end within {timeout_s:g} s; wait longer with --timeout.")
+        raise ClusterError(f"process {process['process_id']} of {run} did not end within {timeout_s:g} s; "
+                           "wait longer with --timeout.")
     ended = state_of(run)["state"]
     print(f"{run} {ended}" if ended == "SUCCEEDED" else f"{run} {ended}; go on with: ngsgd resume {run}")
     return EXIT_OK

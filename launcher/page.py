@@ -11,7 +11,8 @@ from typing import Any
 from launcher.charts import Chart
 
 _STYLE = """
-:root { color-scheme: light; --ink: #1d232b; --soft: #5b6470; --line: #dfe3e8; --card: #ffffff; --back: #f4f6f8; --accent: #1f6fb4; }
+:root { color-scheme: light; --ink: #1d232b; --soft: #5b6470; --line: #dfe3e8;
+  --card: #ffffff; --back: #f4f6f8; --accent: #1f6fb4; }
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--back); color: var(--ink); font: 15px/1.5 system-ui, -apple-system, "Segoe UI", sans-serif; }
 main { max-width: 1240px; margin: 0 auto; padding: 20px 16px 48px; }
@@ -22,14 +23,15 @@ p.lead { color: var(--soft); margin: 0 0 16px; overflow-wrap: anywhere; }
 .tile, figure, .card { background: var(--card); border: 1px solid var(--line); border-radius: 8px; }
 .tile { padding: 10px 14px; } .tile b { display: block; font-size: 1.3rem; line-height: 1.3; }
 .tile span { color: var(--soft); font-size: .85rem; }
-.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(360px, 100%), 1fr)); gap: 14px; }
+.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(360px, 100%), 1fr)); gap: 14px;
+  grid-auto-flow: dense; }
 figure { margin: 0; padding: 8px; min-width: 0; } figure.wide { grid-column: 1 / -1; overflow-x: auto; }
 figure img { display: block; width: 100%; height: auto; } figure.wide img { min-width: 760px; }
 figcaption { color: var(--soft); font-size: .82rem; padding: 2px 6px 4px; }
 .card { overflow-x: auto; } table { border-collapse: collapse; width: 100%; font-size: .9rem; }
 th, td { text-align: left; padding: 6px 12px; border-bottom: 1px solid var(--line); vertical-align: top; }
 th { color: var(--soft); font-weight: 600; } tr:last-child td { border-bottom: 0; }
-td.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
+.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
 code, pre { font: .85rem/1.45 ui-monospace, "SF Mono", Menlo, Consolas, monospace; }
 pre { margin: 0; padding: 12px; overflow-x: auto; } ul.incidents { margin: 0; padding: 10px 14px 10px 30px; }
 ul.incidents li { overflow-wrap: anywhere; }
@@ -40,10 +42,11 @@ footer { color: var(--soft); font-size: .85rem; margin-top: 32px; overflow-wrap:
 
 def page(title: str, lead: str, body: Iterable[str], footer: str) -> str:
     """The whole document."""
-    return (f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<meta name="viewport" content="width=device-width, '
-            f'initial-scale=1">\n<link rel="icon" href="data:,">\n<title>{html.escape(title)}</title>\n<style>{_STYLE}</style>\n</head>\n'
-            f'<body>\n<main>\n<h1>{html.escape(title)}</h1>\n<p class="lead">{html.escape(lead)}</p>\n'
-            + "\n".join(body) + f"\n<footer>{html.escape(footer)}</footer>\n</main>\n</body>\n</html>\n")
+    head = ('<meta charset="utf-8">\n<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+            f'<link rel="icon" href="data:,">\n<title>{html.escape(title)}</title>\n<style>{_STYLE}</style>')
+    main = "\n".join([f"<h1>{html.escape(title)}</h1>", f'<p class="lead">{html.escape(lead)}</p>', *body,
+                      f"<footer>{html.escape(footer)}</footer>"])
+    return f'<!DOCTYPE html>\n<html lang="en">\n<head>\n{head}\n</head>\n<body>\n<main>\n{main}\n</main>\n</body>\n</html>\n'
 
 
 def heading(text: str) -> str:
@@ -52,7 +55,8 @@ def heading(text: str) -> str:
 
 def tiles(figures: Iterable[tuple[str, str]]) -> str:
     """Large figures with what they are, in a row."""
-    inside = "".join(f'<div class="tile"><b>{html.escape(value)}</b><span>{html.escape(what)}</span></div>' for what, value in figures)
+    inside = "".join(f'<div class="tile"><b>{html.escape(value)}</b><span>{html.escape(what)}</span></div>'
+                     for what, value in figures)
     return f'<div class="tiles">{inside}</div>'
 
 
@@ -65,9 +69,12 @@ def pictures(charts: Iterable[Chart]) -> str:
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Cells that look like numbers stand right."""
-    head = "".join(f"<th>{html.escape(cell)}</th>" for cell in header)
-    body = "".join("<tr>" + "".join(_cell(cell) for cell in row) + "</tr>" for row in rows)
+    """Columns of numbers stand right."""
+    lines = [list(row) for row in rows]
+    marks = [' class="number"' if all(_is_number(row[column]) for row in lines) else "" for column in range(len(header))]
+    head = "".join(f"<th{mark}>{html.escape(cell)}</th>" for cell, mark in zip(header, marks, strict=True))
+    body = "".join("<tr>" + "".join(f"<td{mark}>{html.escape(cell)}</td>" for cell, mark in zip(row, marks, strict=True)) + "</tr>"
+                   for row in lines)
     return f'<div class="card"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
@@ -91,6 +98,5 @@ def svg(figure: Any) -> bytes:
     return target.getvalue()
 
 
-def _cell(text: str) -> str:
-    is_number = text.replace(",", "").replace(".", "").replace("-", "").replace("%", "").replace(" ", "").isdigit()
-    return f'<td{" class=number" if is_number else ""}>{html.escape(text)}</td>'
+def _is_number(text: str) -> bool:
+    return text == "-" or text.replace(",", "").replace(".", "").replace("-", "").replace("%", "").isdigit()

@@ -67,7 +67,7 @@ def told(door: Door, job: str = "") -> Iterator[None]:
         if any(word in str(error).lower() for word in _TOKEN_ERRORS):
             raise ClusterError(f"the cluster at {door.address} refuses this token, or none was given ({said}); give the one of its "
                                "head with --token-file FILE or RAY_AUTH_TOKEN.") from error
-        raise ClusterError(f"no Ray job server answers at {door.address} ({said}); give the address of the cluster's dashboard with "
+        raise ClusterError(f"no Ray job server answers at {door.address} ({said}); give the address of its dashboard with "
                            "--address http://HEAD:8265.") from error
 
 

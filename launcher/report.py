@@ -111,7 +111,8 @@ def _page(folder: RunFolder, config: RunConfig, events: Sequence[Mapping[str, An
     words = _word_errors(folder)
     if words:
         body += [html.heading("Word errors"), html.table(("set", "result", "95% interval"), words)]
-    faults = [f"outer iteration {event['outer_iter'] + 1}: {event['message']}" for event in events if event.get("event") == "incident"]
+    incidents = [event for event in events if event.get("event") == "incident"]
+    faults = [f"outer iteration {event['outer_iter'] + 1}: {event['message']}" for event in incidents]
     body += [html.heading(f"Incidents ({len(faults)})"), html.incidents(faults[-100:]),
              html.heading("Settings"), html.table(("setting", "this run", "default"), _changed(config)),
              html.folded("all settings", compose.to_yaml(config))]
@@ -124,7 +125,8 @@ def _tiles(state: Mapping[str, Any], last: Mapping[str, Any]) -> list[tuple[str,
     share = last["compute_s"] and sum(job["seconds"] for job in last["jobs"]) / (last["compute_s"] * max(last["num_jobs"], 1))
     found = [("outer iterations", f"{state['outer_iter']} / {state['num_outer_iters']}"), ("epochs", f"{state['epoch']:.2f}"),
              ("frames processed", f"{state['frames_processed']:,}"), ("training", duration(last["elapsed_s"])),
-             ("objf, held-out frames", f"{state['valid_objf']:.3f}"), ("held-out frames right", f"{100 * state['valid_accuracy']:.1f}%"),
+             ("objf, held-out frames", f"{state['valid_objf']:.3f}"),
+             ("held-out frames right", f"{100 * state['valid_accuracy']:.1f}%"),
              ("jobs at the end", str(last["num_jobs"])), ("of the last wait: jobs at work", f"{100 * min(share, 1.0):.0f}%")]
     return ([("word errors, test", f"{state['wer_percent']:.2f}%")] if state["wer_percent"] is not None else []) + found
 

@@ -33,7 +33,7 @@ def command(arguments: Sequence[str]) -> int:
 
 
 def _parser() -> Parser:
-    parser = Parser("submit", epilog="Settings (KEY=VALUE) are those of ngsgd train. docs/how-to/cluster.md has an example of each.")
+    parser = Parser("submit", epilog="Settings (KEY=VALUE) are those of ngsgd train. docs/cluster.md has examples.")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings of the run, as for ngsgd train")
     parser.add_argument("--to", choices=["ray", "slurm", "kubernetes"], default="ray",
                         help="a running Ray cluster; sbatch; a RayJob for KubeRay (default: %(default)s)")

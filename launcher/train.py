@@ -81,7 +81,7 @@ def decode(run_dir: Path, quiet: bool) -> int:
     config = compose.from_yaml(folder.config)
     progress = _progress(config, quiet)
     data = _prepare(config, progress.report)
-    model, prior_P = load_final(folder, config)
+    model, prior_P = load_final(folder)
     result = decode_and_score(folder, config, data.corpus, model, prior_P)
     progress.report(f"valid  {result.valid}")
     progress.report(f"test   {result.test}")
@@ -95,7 +95,7 @@ def evaluate(run_dir: Path, quiet: bool, outer_iter: int | None = None) -> dict[
     data = _prepare(config, _progress(config, quiet).report)
     reader = EgsReader(data.egs_directory)
     if outer_iter is None:
-        model, prior_P = load_final(folder, config)
+        model, prior_P = load_final(folder)
     else:
         model = model_for(config, reader)
         set_stage(model, stages_of(config, reader).at(outer_iter - 1))
@@ -103,7 +103,7 @@ def evaluate(run_dir: Path, quiet: bool, outer_iter: int | None = None) -> dict[
         layout.load(model, CheckpointStore(folder.checkpoints, layout, config.checkpoint.num_to_keep).model_after(outer_iter - 1))
         prior_P = average_posterior(model.eval(), reader, config.decode.num_prior_frames)
     scores = score_held_out(config, data.corpus, model, prior_P)
-    return {name: score and asdict(score) for name, score in scores.items()}
+    return {name: asdict(score) if score else None for name, score in scores.items()}
 
 
 def _require_model(config: RunConfig, reader: EgsReader, report: Callable[[str], None]) -> None:
@@ -216,7 +216,7 @@ def _finish(config: RunConfig, folder: RunFolder, data: _Data, end: Checkpoint, 
     store = CheckpointStore(folder.checkpoints, layout, config.checkpoint.num_to_keep)
     layout.load(model, final_parameters(config, end, store, scratch, reader, report))
     save_final(folder, config, model, reader)
-    model, prior_P = load_final(folder, config)  # what users will load, not what happens to be in memory
+    model, prior_P = load_final(folder)  # what users will load, not what happens to be in memory
     result = decode_and_score(folder, config, data.corpus, model, prior_P)
     draw(read_json_lines(folder.events), folder.learning_curve)
     files = {"run folder": folder.path, "final model": folder.final, "per-utterance": folder.decode / "test.per_utt.txt",
