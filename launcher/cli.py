@@ -57,7 +57,7 @@ def _dispatch(arguments: list[str], debug: bool) -> int:
     if command in ("-sc", "--shell-completion"):
         from launcher import completion
 
-        return completion.complete(rest)
+        return completion.complete(rest, lambda name: main([name, "--help"]))
     if command == "train":
         if "--help" in rest or "-h" in rest:
             print(texts.train(), end="")

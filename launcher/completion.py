@@ -6,6 +6,7 @@ import contextlib
 import io
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 from launcher import help as texts
@@ -14,13 +15,13 @@ from ngsgd.errors import EXIT_OK
 _TAKE_A_RUN = ("resume", "evaluate", "decode", "report", "compare", "status", "logs", "stop", "info")
 
 
-def complete(arguments: list[str]) -> int:
+def complete(arguments: list[str], print_help: Callable[[str], object]) -> int:
     """Answers the shell: the command's name first; then Hydra's completion of settings, or flags and runs."""
     program, _, typed = os.environ.get("COMP_LINE", "").partition(" ")
     command, space, rest = typed.lstrip().partition(" ")
     query = arguments[0] if arguments else ""
     if query.startswith("query=") and not (command == "train" and space):
-        words = words_after(command, rest) if space else [name for name in texts.COMMANDS if name.startswith(command)]
+        words = words_after(command, rest, print_help) if space else [name for name in texts.COMMANDS if name.startswith(command)]
         print("\n".join(words) if "fish" in query or "zsh" in query else " ".join(words))
         return EXIT_OK
     os.environ["COMP_LINE"] = f"{program} {rest}"  # Hydra knows nothing of our subcommand
@@ -29,21 +30,19 @@ def complete(arguments: list[str]) -> int:
     return hydra_app.complete(arguments)
 
 
-def words_after(command: str, typed: str) -> list[str]:
+def words_after(command: str, typed: str, print_help: Callable[[str], object]) -> list[str]:
     """What may stand where the last word of `typed` stands."""
     last = typed.rpartition(" ")[2]
-    offered = _flags(command) if last.startswith("-") else _runs() if command in _TAKE_A_RUN else []
+    offered = _flags(command, print_help) if last.startswith("-") else _runs() if command in _TAKE_A_RUN else []
     return [word for word in offered if word.startswith(last)]
 
 
-def _flags(command: str) -> list[str]:
+def _flags(command: str, print_help: Callable[[str], object]) -> list[str]:
     """Those that the command's own help names, so that there is no second list."""
-    from launcher import cli
-
     if command not in texts.COMMANDS:
         return []
     with contextlib.redirect_stdout(io.StringIO()) as said:
-        cli.main([command, "--help"])
+        print_help(command)
     return sorted(set(re.findall(r"--[a-z][a-z-]+", said.getvalue())))
 
 

@@ -81,7 +81,8 @@ _MOST_USED = (
     "optimizer.max_param_change", "schedule.num_epochs", "schedule.minibatch_size", "schedule.lr_initial",
     "schedule.lr_final", "egs.samples_per_iter", "cluster.num_workers", "cluster.threads_per_worker", "cluster.address",
 )
-_KNOB_LINE = re.compile(r"^    (\w+): .* = knob\(.*\)\s+# (.*)$")
+_KNOB_LINE = re.compile(r"^    (\w+): .* = knob\(.*?\)(?:\s+# (.*))?$")
+_COMMENT_LINE = re.compile(r"^    # (.*)$")
 _CLASS_LINE = re.compile(r"^class (\w+)")
 
 
@@ -99,18 +100,21 @@ def train() -> str:
 
 
 def knob_comments() -> dict[str, str]:
-    """Dotted key -> the comment that stands beside it in ngsgd/config.py; empty when sources are not installed."""
+    """Dotted key -> the comment beside and above it in ngsgd/config.py; empty when sources are not installed."""
     try:
         lines = inspect.getsource(knobs).splitlines()
     except OSError:
         return {}
     prefixes = {type(value).__name__: f"{name}." for name, value in vars(RunConfig()).items()} | {"RunConfig": ""}
-    found, prefix = {}, ""
+    found, prefix, above = {}, "", ""
     for line in lines:
         if owner := _CLASS_LINE.match(line):
             prefix = prefixes.get(owner[1], "?.")
         elif knob := _KNOB_LINE.match(line):
-            found[f"{prefix}{knob[1]}"] = knob[2]
+            told = " ".join(part for part in (above, knob[2]) if part)
+            if told:
+                found[f"{prefix}{knob[1]}"] = told
+        above = f"{above} {comment[1]}".strip() if (comment := _COMMENT_LINE.match(line)) else ""
     return found
 
 

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import re
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from launcher import compose, values
 from launcher.console import Parser, run_guarded
 from ngsgd.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError
+
+if TYPE_CHECKING:
+    from ngsgd.training.records import FinalReport
 
 
 def train(arguments: list[str], *, debug: bool) -> int:
@@ -60,27 +65,45 @@ def _hydra_arguments(options: argparse.Namespace) -> list[str]:
 def _run(arguments: list[str], *, quiet: bool, debug: bool) -> int:
     import hydra
 
-    exit_codes: list[int] = []
+    with tempfile.TemporaryDirectory(prefix="ngsgd-sweep-") as scratch:
+        codes = Path(scratch) / "exit-codes"  # a file, since joblib and submitit run a sweep's jobs in other processes
+        codes.touch()
 
-    def task(composed: Any) -> None:
-        exit_codes.append(run_guarded(lambda: _train_one(composed, quiet=quiet), debug=debug))
-        if exit_codes[-1] == EXIT_INTERRUPTED:
-            sys.exit(EXIT_INTERRUPTED)  # no further run of a sweep
+        def task(composed: Any) -> float | None:
+            return _train_one(composed, codes, quiet=quiet, debug=debug)
 
-    compose.register_schema()
-    decorate = hydra.main(version_base="1.3", config_path=str(compose.conf_dir()), config_name="config")
-    with _command_line(arguments):
-        decorate(task)()
-    return max(exit_codes, default=EXIT_OK)
+        compose.register_schema()
+        decorate = hydra.main(version_base="1.3", config_path=str(compose.conf_dir()), config_name="config")
+        with _command_line(arguments):
+            decorate(task)()
+        return max(map(int, codes.read_text().split()), default=EXIT_OK)
 
 
-def _train_one(composed: Any, *, quiet: bool) -> int:
+def _train_one(composed: Any, codes: Path, *, quiet: bool, debug: bool) -> float | None:
+    """A run of its own; what a sweeper minimises, or None where there is nothing to say."""
     from omegaconf import OmegaConf
 
-    from launcher import train as service
+    reports: list[FinalReport] = []
 
-    config = values.build(OmegaConf.to_container(composed, resolve=True))  # type: ignore[arg-type]
-    return service.train(config, quiet=quiet)
+    def run() -> int:
+        from launcher import train as service
+
+        config = values.build(OmegaConf.to_container(composed, resolve=True))  # type: ignore[arg-type]
+        reports.append(service.train(config, quiet=quiet))
+        return EXIT_OK
+
+    code = run_guarded(run, debug=debug)
+    with contextlib.suppress(OSError), codes.open("a") as file:  # another machine does not have it, and does not need it
+        file.write(f"{code}\n")
+    if code == EXIT_INTERRUPTED:
+        sys.exit(EXIT_INTERRUPTED)  # no further run of a sweep
+    return to_minimise(reports[0]) if reports else None
+
+
+def to_minimise(report: FinalReport) -> float:
+    """Word errors of valid in per cent, never of test; for a model that was not decoded, its held-out objf with the sign changed."""
+    found = re.search(r"%WER\s+([0-9.]+)", report.valid_wer)
+    return float(found[1]) if found else -report.valid.objf
 
 
 @contextlib.contextmanager

@@ -60,7 +60,7 @@ def told(door: Door, job: str = "") -> Iterator[None]:
     except ModuleNotFoundError:
         raise
     except Exception as error:  # Ray raises RuntimeError, ConnectionError, its own errors and requests' errors here
-        said = str(error).strip().partition("\n")[0]
+        said = str(error).strip().partition("\n")[0].partition(". ")[0].rstrip(".")
         if job and "does not exist" in str(error):
             raise ConfigError(f"{job} is neither a run nor a job of the cluster at {door.address}; see them with: ngsgd status "
                               f"--address {door.address}.") from error

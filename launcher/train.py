@@ -53,8 +53,8 @@ from ngsgd.training.tracking import Tracker, Trackers
 from ngsgd.training.worker import resolve_threads
 
 
-def train(config: RunConfig, quiet: bool) -> int:
-    """A new run, from data to word error rate; returns the exit code."""
+def train(config: RunConfig, quiet: bool) -> FinalReport:
+    """A new run, from data to word error rate; returns what it came to."""
     check_output_dir(config)
     config = _with_search_path(config)
     progress = _progress(config, quiet)
@@ -72,7 +72,8 @@ def resume(run_dir: Path, quiet: bool, address: str | None = None) -> int:
     if address is not None:  # where the workers are changes no number
         config = replace(config, cluster=replace(config.cluster, address=address))
     progress = _progress(config, quiet)
-    return _run(config, folder, _prepare(config, progress.report), progress)
+    _run(config, folder, _prepare(config, progress.report), progress)
+    return EXIT_OK
 
 
 def decode(run_dir: Path, quiet: bool) -> int:
@@ -144,7 +145,7 @@ def _prepare(config: RunConfig, report: Callable[[str], None]) -> _Data:
     return _Data(corpus, egs_directory)
 
 
-def _run(config: RunConfig, folder: RunFolder, data: _Data, progress: ProgressTracker) -> int:
+def _run(config: RunConfig, folder: RunFolder, data: _Data, progress: ProgressTracker) -> FinalReport:
     folder.remember_data(data.corpus.digest, data.egs_directory)
     stop = SignalStop(config.failure.grace_s, progress.report)
     trackers = Trackers([EventLog(folder.events), progress, Forecast(config, _job_counts(config, data), progress.report),
@@ -153,7 +154,8 @@ def _run(config: RunConfig, folder: RunFolder, data: _Data, progress: ProgressTr
     try:
         with folder.marked_as_running():
             end = _train(config, folder, data, trackers, stop, progress.report)
-            trackers.finished(_finish(config, folder, data, end, progress.report))
+            report = _finish(config, folder, data, end, progress.report)
+            trackers.finished(report)
         status = "FINISHED"
     except OSError as error:
         raise CheckpointError(f"{error.filename or folder.path} could not be written ({error.strerror}); make room or fix the "
@@ -163,7 +165,7 @@ def _run(config: RunConfig, folder: RunFolder, data: _Data, progress: ProgressTr
         raise RunInterrupted(f"{interrupt or 'interrupted'}; go on with: ngsgd resume {folder.path}") from interrupt
     finally:
         trackers.close(status)
-    return EXIT_OK
+    return report
 
 
 def _train(config: RunConfig, folder: RunFolder, data: _Data, tracker: Tracker, stop: SignalStop,

@@ -15,6 +15,8 @@ from launcher.help import COMMANDS, knob_comments
 from launcher.run_folder import find_run
 from ngsgd.config import RunConfig
 from ngsgd.errors import ClusterError, ConfigError, DataError, NgsgdError
+from ngsgd.training.records import FinalReport
+from tests.launcher.records import final_report
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -28,11 +30,11 @@ class Service(ModuleType):
         self.runs: list[tuple[str, Path, bool]] = []
         self.error: BaseException | None = None
 
-    def train(self, config: RunConfig, quiet: bool) -> int:
+    def train(self, config: RunConfig, quiet: bool) -> FinalReport:
         self.trained.append(config)
         if self.error is not None:
             raise self.error
-        return 0
+        return final_report()
 
     def resume(self, run_dir: Path, quiet: bool, address: str | None) -> int:
         self.runs.append(("resume" + (f" at {address}" if address else ""), run_dir, quiet))
@@ -234,4 +236,4 @@ def test_completion_offers_flags_and_runs(
 
 def test_words_after_two_dashes_belong_to_somebody_else(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor", "--quiet", "--", "--debug"]) == 2
-    assert "unrecognized arguments: --debug" in capsys.readouterr().err
+    assert "unrecognized arguments: -- --debug" in capsys.readouterr().err
