@@ -21,6 +21,7 @@ _DEFAULT = "http://127.0.0.1:8265"
 _ADDRESS = "RAY_API_SERVER_ADDRESS"           # what `ray job` reads, too
 _TOKEN_ERRORS = ("401", "unauthorized", "authentication", "token")
 _POLL_S = 0.5
+_AGENT_S = 90.0
 
 
 @dataclass(frozen=True)
@@ -67,8 +68,23 @@ def told(door: Door, job: str = "") -> Iterator[None]:
         if any(word in str(error).lower() for word in _TOKEN_ERRORS):
             raise ClusterError(f"the cluster at {door.address} refuses this token, or none was given ({said}); give the one of its "
                                "head with --token-file FILE or RAY_AUTH_TOKEN.") from error
+        if "No available agent" in str(error):
+            raise ClusterError(f"the head at {door.address} has no agent to run jobs; another Ray of that machine may have its port: "
+                               "start the head with --dashboard-agent-listen-port=PORT.") from error
         raise ClusterError(f"no Ray job server answers at {door.address} ({said}); give the address of its dashboard with "
                            "--address http://HEAD:8265.") from error
+
+
+def submit(client: Any, **what: Any) -> str:
+    """The job's id.  A head that was just started refuses jobs for some seconds, until its agent is up: that is waited for."""
+    deadline = time.monotonic() + _AGENT_S
+    while True:
+        try:
+            return str(client.submit_job(**what))
+        except RuntimeError as error:
+            if "No available agent" not in str(error) or time.monotonic() > deadline:
+                raise
+            time.sleep(2 * _POLL_S)
 
 
 def follow(client: Any, job: str) -> str:

@@ -89,7 +89,7 @@ def _to_ray(options: argparse.Namespace, words: list[str]) -> int:
         return EXIT_OK
     client = ray_jobs.connect(door)
     with told(door):
-        job = client.submit_job(entrypoint=entrypoint, submission_id=name, runtime_env=runtime)
+        job = ray_jobs.submit(client, entrypoint=entrypoint, submission_id=name, runtime_env=runtime)
     if options.json:
         print(json.dumps({"job": job, "address": door.address, "command": same}, indent=1))
     else:
