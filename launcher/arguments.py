@@ -8,17 +8,20 @@ from pathlib import Path
 
 from launcher.console import Parser
 from launcher.run_folder import find_run
-from ngsgd.errors import EXIT_OK
+from ngsgd.errors import EXIT_OK, ConfigError
 
 
 def resume(arguments: Sequence[str]) -> int:
     parser = _parser("resume")
     parser.add_argument("--address", help="the Ray cluster to join, where it is another than the run's own: host:port or auto")
+    parser.add_argument("--workers", type=int, metavar="N", help="as many as there are now; the numbers stay those of the run")
     options = parser.parse_args(list(arguments))
     run = find_run(options.run)
+    if options.workers is not None and options.workers < 1:
+        raise ConfigError(f"--workers is {options.workers}; it must be at least 1.")
     from launcher import train as service
 
-    return service.resume(run, quiet=options.quiet, address=options.address)
+    return service.resume(run, quiet=options.quiet, address=options.address, num_workers=options.workers)
 
 
 def decode(arguments: Sequence[str]) -> int:

@@ -101,7 +101,7 @@ def _train_one(composed: Any, codes: Path, *, quiet: bool, debug: bool) -> float
 
 
 def to_minimise(report: FinalReport) -> float:
-    """Word errors of valid in per cent, never of test; for a model that was not decoded, its held-out objf with the sign changed."""
+    """Word errors of valid in per cent, never of test; without decoding, the held-out objf with its sign changed."""
     found = re.search(r"%WER\s+([0-9.]+)", report.valid_wer)
     return float(found[1]) if found else -report.valid.objf
 

@@ -34,8 +34,8 @@ def _save(final: Path, folder: Path) -> None:
     from launcher.console import version
 
     about = json.loads((final / "model.json").read_text())
-    signature = ModelSignature(Schema([TensorSpec(np.dtype(np.float32), (-1, about["num_inputs"]), "frames")]),
-                               Schema([TensorSpec(np.dtype(np.float32), (-1, about["num_classes"]), "log_posteriors")]))
+    signature = ModelSignature(Schema([TensorSpec(np.dtype(np.float32), (-1, about["num_inputs"]))]),
+                               Schema([TensorSpec(np.dtype(np.float32), (-1, about["num_classes"]))]))
     # what the package brings is named, since MLflow would import everything to find out
     requirements = [f"{package}=={version(package)}" for package in _PACKAGES]
     mlflow.pyfunc.save_model(str(folder), python_model=str(Path(__file__).with_name("mlflow_model.py")),

@@ -30,6 +30,7 @@ CLOSE_TIMEOUT_S = 30.0             # saving the final model takes some 5 of them
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 20.0   # between two tries while the store is down
 _LOOK_S = 0.1                      # how soon a pause notices that the run ends
 _MAX_WORKER_RUNS = 32            # each costs one request per outer iteration; more lines in a chart nobody can read
+_LONGEST_REASON = 160            # characters of what MLflow says is wrong
 _PARAMS_PER_BATCH = 100          # MLflow's limit
 # MLflow draws runs in colours of its own that may be two shades of one; ours are told apart
 _COLOURS = ("#1f6fb4", "#e07b1a", "#2f8f4e", "#c0392b", "#7d4fb0", "#8c6d31", "#17a2b8", "#d6499e")
@@ -322,6 +323,7 @@ def _now_ms() -> int:
 def _make_client(uri: str) -> Any:
     """Imports MLflow (1 to 2 s) without its greetings."""
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")  # stdout is for scripts
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")  # a server that is down must not hold up the end
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
     if uri.startswith("sqlite:///"):
@@ -371,4 +373,5 @@ def _origin(index: int) -> dict[str, str]:
 
 
 def _first_line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return line if len(line) <= _LONGEST_REASON else f"{line[:_LONGEST_REASON]} ..."

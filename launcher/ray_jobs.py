@@ -69,7 +69,7 @@ def told(door: Door, job: str = "") -> Iterator[None]:
             raise ClusterError(f"the cluster at {door.address} refuses this token, or none was given ({said}); give the one of its "
                                "head with --token-file FILE or RAY_AUTH_TOKEN.") from error
         if "No available agent" in str(error):
-            raise ClusterError(f"the head at {door.address} has no agent to run jobs; another Ray of that machine may have its port: "
+            raise ClusterError(f"the head at {door.address} has no agent to run jobs; another Ray there may have its port: "
                                "start the head with --dashboard-agent-listen-port=PORT.") from error
         raise ClusterError(f"no Ray job server answers at {door.address} ({said}); give the address of its dashboard with "
                            "--address http://HEAD:8265.") from error

@@ -33,8 +33,8 @@ def pages() -> dict[str, str]:
 def settings() -> Iterator[str]:
     """Every option with its default, its range and what the source says of it."""
     yield "# Settings\n"
-    yield ("Made from `ngsgd/config.py` by `make reference`. On the command line: `ngsgd train KEY=VALUE`. Learning rates are per frame, on "
-           "the objective summed over the minibatch; section numbers are those of arXiv 1410.7455.\n")
+    yield ("Made from `ngsgd/config.py` by `make reference`. On the command line: `ngsgd train KEY=VALUE`. Learning rates are per "
+           "frame, on the objective summed over the minibatch; section numbers are those of arXiv 1410.7455.\n")
     yield "## Groups\n"
     yield "A group sets several of the options below: `ngsgd train GROUP=CHOICE`.\n"
     yield "| group | choices |\n|---|---|"
@@ -58,7 +58,8 @@ def _table(section: Any, prefix: str, comments: dict[str, str]) -> Iterator[str]
     for spec in fields(section):
         if not is_dataclass(hints[spec.name]):
             path, value = f"{prefix}{spec.name}", getattr(section, spec.name)
-            yield f"| `{path}` | `{_shown(value)}` | {_allowed(hints[spec.name], spec.metadata)} | {_cell(comments.get(path, ''))} |"
+            allowed = _allowed(hints[spec.name], spec.metadata)
+            yield f"| `{path}` | `{_shown(value)}` | {allowed} | {_cell(comments.get(path, ''))} |"
 
 
 def _shown(value: Any) -> str:
@@ -113,8 +114,8 @@ def help_of(command: str) -> str:
 def error_codes() -> Iterator[str]:
     """The error tree with its exit codes."""
     yield "# Errors and exit codes\n"
-    yield ("Made from `ngsgd/errors.py` by `make reference`. Every error is a sentence on stderr that begins with `ngsgd:` and says what to do "
-           "next; `--debug` adds the traceback. Scripts can rely on the codes.\n")
+    yield ("Made from `ngsgd/errors.py` by `make reference`. Every error is a sentence on stderr beginning with `ngsgd:` that says "
+           "what to do next; `--debug` adds the traceback. Scripts can rely on the codes.\n")
     yield "| exit code | error | meaning |\n|---|---|---|"
     yield "| 0 | | all is well; for `ngsgd doctor`: nothing fails |"
     tree = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, errors.NgsgdError)]

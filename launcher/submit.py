@@ -38,6 +38,7 @@ def _parser() -> Parser:
     parser.add_argument("--to", choices=["ray", "slurm", "kubernetes"], default="ray",
                         help="a running Ray cluster; sbatch; a RayJob for KubeRay (default: %(default)s)")
     parser.add_argument("--resume", metavar="RUN", help="go on with this run folder, as the cluster sees it; takes no settings")
+    parser.add_argument("--workers", type=int, metavar="N", help="with --resume: as many as there are now")
     parser.add_argument("--name", help="of the job (default: ngsgd- and the time)")
     parser.add_argument("--dry-run", action="store_true", help="print the command or the file, and submit nothing")
     parser.add_argument("--follow", "-f", action="store_true", help="ray: print the job's log until it ends")
@@ -56,7 +57,7 @@ def train_words(options: argparse.Namespace) -> list[str]:
     if options.resume:
         if options.overrides:
             raise ConfigError(f"--resume takes no settings, since a run keeps its own; leave out {' '.join(options.overrides)}.")
-        return ["resume", os.path.abspath(options.resume)]
+        return ["resume", os.path.abspath(options.resume), *(["--workers", str(options.workers)] if options.workers else [])]
     from launcher import compose
 
     config = compose.compose(options.overrides, config_dir=Path(options.config_dir) if options.config_dir else None)

@@ -65,12 +65,16 @@ def train(config: RunConfig, quiet: bool) -> FinalReport:
     return _run(config, folder, data, progress)
 
 
-def resume(run_dir: Path, quiet: bool, address: str | None = None) -> int:
-    """Goes on after the last committed outer iteration, with the run's own configuration; on the Ray cluster at `address`."""
+def resume(run_dir: Path, quiet: bool, address: str | None = None, num_workers: int | None = None) -> int:
+    """Goes on after the last committed outer iteration, with the run's own configuration.
+
+    Where its workers are and how many changes no number, so that may be another than it was.
+    """
     folder = RunFolder.open(run_dir)
     config = compose.from_yaml(folder.config)
-    if address is not None:  # where the workers are changes no number
-        config = replace(config, cluster=replace(config.cluster, address=address))
+    cluster = config.cluster
+    config = replace(config, cluster=replace(cluster, address=cluster.address if address is None else address,
+                                             num_workers=num_workers or cluster.num_workers))
     progress = _progress(config, quiet)
     _run(config, folder, _prepare(config, progress.report), progress)
     return EXIT_OK

@@ -36,8 +36,8 @@ class Service(ModuleType):
             raise self.error
         return final_report()
 
-    def resume(self, run_dir: Path, quiet: bool, address: str | None) -> int:
-        self.runs.append(("resume" + (f" at {address}" if address else ""), run_dir, quiet))
+    def resume(self, run_dir: Path, quiet: bool, address: str | None, num_workers: int | None) -> int:
+        self.runs.append(("resume" + (f" at {address} with {num_workers}" if address else ""), run_dir, quiet))
         return 0
 
     def decode(self, run_dir: Path, quiet: bool) -> int:
@@ -189,9 +189,9 @@ def test_resume_and_decode_find_a_run_by_path_or_name(service: Service, tmp_path
     run.mkdir(parents=True)
     (run / "config.yaml").write_text("")
     assert cli.main(["resume", "first"]) == 0
-    assert cli.main(["resume", "first", "--address", "head:6379"]) == 0
+    assert cli.main(["resume", "first", "--address", "head:6379", "--workers", "3"]) == 0
     assert cli.main(["decode", "runs/first", "-q"]) == 0
-    assert service.runs == [("resume", run, False), ("resume at head:6379", run, False), ("decode", run, True)]
+    assert service.runs == [("resume", run, False), ("resume at head:6379 with 3", run, False), ("decode", run, True)]
 
 
 def test_a_run_is_found_by_its_name_the_newest_of_several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -162,8 +162,8 @@ def test_a_warned_slurm_job_saves_queues_again_and_resumes(requeued: bool, tmp_p
         (tools / name).chmod(stat.S_IRWXU)
     if requeued:
         (tmp_path / "runs" / "night-77-20260101-000000").mkdir(parents=True)
-    environment = {"PATH": f"{tools}:{os.environ['PATH']}", "LOG": str(log), "SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": "node[1-2]",
-                   "SLURM_JOB_NUM_NODES": "2", "SLURM_CPUS_PER_TASK": "1"}
+    environment = {"PATH": f"{tools}:{os.environ['PATH']}", "LOG": str(log), "SLURM_JOB_ID": "77",
+                   "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_JOB_NUM_NODES": "2", "SLURM_CPUS_PER_TASK": "1"}
     process = subprocess.Popen(["bash", "-c", text], env=environment, start_new_session=True)
     try:
         _wait_for(log, "ngsgd")
@@ -200,12 +200,14 @@ _POD = {"type": "object", "additionalProperties": False, "required": ["spec"], "
                 "securityContext": {"type": "object"},
                 "resources": {"type": "object", "additionalProperties": False, "properties": {
                     kind: {"type": "object", "additionalProperties": {"type": "string"}} for kind in ("requests", "limits")}}}}}}}}}
+_INTEGER = {"type": "integer"}
 _STRINGS = {"type": "object", "additionalProperties": {"type": "string"}}
 _RAY_JOB = {
     "type": "object", "additionalProperties": False, "required": ["apiVersion", "kind", "metadata", "spec"], "properties": {
         "apiVersion": {"const": "ray.io/v1"}, "kind": {"const": "RayJob"}, "metadata": {"type": "object"},
         "spec": {"type": "object", "additionalProperties": False, "required": ["rayClusterSpec"], "properties": {
-            "entrypoint": {"type": "string"}, "shutdownAfterJobFinishes": {"type": "boolean"}, "backoffLimit": {"type": "integer"},
+            "entrypoint": {"type": "string"}, "shutdownAfterJobFinishes": {"type": "boolean"},
+            "backoffLimit": {"type": "integer"},
             "ttlSecondsAfterFinished": {"type": "integer"}, "runtimeEnvYAML": {"type": "string"},
             "rayClusterSpec": {"type": "object", "additionalProperties": False, "required": ["headGroupSpec"], "properties": {
                 "rayVersion": {"type": "string"},
