@@ -196,7 +196,8 @@ _POD = {"type": "object", "additionalProperties": False, "required": ["spec"], "
             "runAsNonRoot": {"const": True}, "runAsUser": {"type": "integer", "minimum": 1}, "fsGroup": {"type": "integer"}}},
         "containers": {"type": "array", "minItems": 1, "items": {
             "type": "object", "additionalProperties": False, "required": ["name", "image"], "properties": {
-                "name": {"type": "string"}, "image": {"type": "string"}, "env": {"type": "array"}, "volumeMounts": {"type": "array"},
+                "name": {"type": "string"}, "image": {"type": "string"}, "env": {"type": "array"},
+                "volumeMounts": {"type": "array"},
                 "securityContext": {"type": "object"},
                 "resources": {"type": "object", "additionalProperties": False, "properties": {
                     kind: {"type": "object", "additionalProperties": {"type": "string"}} for kind in ("requests", "limits")}}}}}}}}}
