@@ -63,11 +63,11 @@ trap 'warned=1; kill -TERM "$run" 2>/dev/null || true' TERM USR1
 code=0
 wait "$run" || code=$?
 while kill -0 "$run" 2>/dev/null; do code=0; wait "$run" || code=$?; done
-kill "$steps" 2>/dev/null || true
-if [ "$warned" = 1 ] && [ "$code" = 130 ]; then
-    scontrol requeue "$SLURM_JOB_ID"
-    exit 0
+if [ "$warned" = 1 ] && {{ [ "$code" = 130 ] || [ "$code" = 143 ]; }}; then
+    scontrol requeue "$SLURM_JOB_ID"   # before Ray is ended, which may take longer than Slurm waits
+    code=0
 fi
+kill "$steps" 2>/dev/null || true
 exit "$code"
 """
 
