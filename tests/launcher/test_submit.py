@@ -181,7 +181,7 @@ def test_a_warned_slurm_job_saves_queues_again_and_resumes(requeued: bool, tmp_p
 def _wait_for(file: Path, word: str) -> None:
     import time
 
-    for _ in range(200):
+    for _ in range(600):   # a shared machine
         if file.exists() and word in file.read_text():
             return
         time.sleep(0.1)
