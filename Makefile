@@ -11,7 +11,7 @@ export MLFLOW_DISABLE_TELEMETRY = true
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test check mutants chaos soak nodes lint format clean
+.PHONY: help setup train test check mutants chaos soak nodes reference docs image lint format clean
 
 help:  ## this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## */  make \1\t/' | expand -t 16
@@ -45,6 +45,17 @@ chaos: $(STAMP)  ## break all that can break, in 155 cases, and write the table 
 
 soak: $(STAMP)  ## 16 workers, a random fault every 20 to 30 s for 20 min: what is left of the speed; make soak ARGS="--minutes 5"
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos.soak $(ARGS)
+
+reference: $(STAMP)  ## write the pages of docs/reference that are made from the code
+	$(BIN)/python -m launcher.reference docs/reference
+
+docs: $(STAMP)  ## build the documentation into site/; every warning is an error
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+
+image: ## the steps of docker/Dockerfile on this machine, without Docker, into .venv-image
+	docker/build-steps.sh install $(VENV)-image
+	docker/build-steps.sh check $(VENV)-image
 
 lint: $(STAMP)  ## style, types and import layers
 	$(BIN)/ruff check .

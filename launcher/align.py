@@ -9,7 +9,7 @@ data and settings give the same file.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -18,7 +18,6 @@ import numpy.typing as npt
 import torch
 
 from launcher import compose
-from launcher.console import Parser
 from launcher.final_model import log_likelihoods
 from launcher.run_folder import check_output_dir
 from ngsgd.asr import alignments, cache, corpus, forced_alignment
@@ -27,7 +26,7 @@ from ngsgd.asr.forced_alignment import Realigned, States
 from ngsgd.config import ClusterConfig, DataConfig, ModelConfig, OuterConfig, RunConfig, ScheduleConfig
 from ngsgd.egs.archives import prepare_archives
 from ngsgd.egs.reader import EgsReader
-from ngsgd.errors import EXIT_OK, DataError
+from ngsgd.errors import DataError
 from ngsgd.models import build_model
 from ngsgd.schedules import Schedule
 from ngsgd.training.checkpoint import CheckpointStore, first_checkpoint
@@ -159,21 +158,16 @@ class _NeverStop:
         return False
 
 
-def command(arguments: list[str]) -> int:
-    """`ngsgd align [KEY=VALUE ...] --output FILE`."""
-    parser = Parser("align")
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="as for ngsgd train: recipe=fsdd data.source=PATH")
-    parser.add_argument("--output", "-o", required=True, help="the file to write: .npz, or text lines \"utterance pdf pdf ...\"")
-    options = parser.parse_intermixed_args(arguments)
-    config = compose.compose(options.overrides)
+def to_file(overrides: Sequence[str], output: Path) -> None:
+    """`ngsgd align`: makes the states of all frames with these settings and writes them."""
+    config = compose.compose(overrides)
     check_output_dir(config)
     cache_root = Path(config.data.cache_dir or Path(config.output_dir) / "data").absolute()
     try:
         cache_root.mkdir(parents=True, exist_ok=True)
         made = make(config, cache_root, print)
-        alignments.write(Path(options.output), alignments.read(made).pdf_T)
+        alignments.write(output, alignments.read(made).pdf_T)
     except OSError as error:
-        raise DataError(f"the alignment could not be written to {error.filename or options.output} ({error.strerror or error}); "
+        raise DataError(f"the alignment could not be written to {error.filename or output} ({error.strerror or error}); "
                         "make room, or choose another place.") from error
-    print(f"alignment {options.output}; use it with data.alignment={options.output}")
-    return EXIT_OK
+    print(f"alignment {output}; use it with data.alignment={output}")

@@ -17,7 +17,7 @@ from ngsgd.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_RUN_FAILED, ConfigError
 _EXTRAS = {
     "hydra": ("hydra-core", "service"), "omegaconf": ("omegaconf", "service"), "yaml": ("pyyaml", "service"),
     "ray": ("ray", "service"), "mlflow": ("mlflow", "service"), "rich": ("rich", "service"),
-    "matplotlib": ("matplotlib", "service"), "kaldi_native_fbank": ("kaldi-native-fbank", "asr"),
+    "matplotlib": ("matplotlib", "service"), "psutil": ("psutil", "service"), "kaldi_native_fbank": ("kaldi-native-fbank", "asr"),
     "kaldi_decoder": ("kaldi-decoder", "asr"), "kaldifst": ("kaldifst", "asr"), "kaldialign": ("kaldialign", "asr"),
     "espeakng_loader": ("espeakng-loader", "synth"), "scipy": ("scipy", "asr"),
 }

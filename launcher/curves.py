@@ -8,66 +8,66 @@ from typing import Any
 
 Events = Iterable[Mapping[str, Any]]
 
-_BLUE, _ORANGE, _GREEN, _RED = "#1f6fb4", "#e07b1a", "#2f8f4e", "#c0392b"
-_RUN_COLOURS = (_BLUE, _ORANGE, _GREEN, _RED, "#7d4fb0", "#7a7a7a")
+BLUE, ORANGE, GREEN, RED = "#1f6fb4", "#e07b1a", "#2f8f4e", "#c0392b"
+RUN_COLOURS = (BLUE, ORANGE, GREEN, RED, "#7d4fb0", "#7a7a7a")
 _DPI = 130
 
 
 def draw(events: Events, path: Path) -> None:
     """The curves of one run, from the lines of its events.jsonl; writes nothing when there was no outer iteration."""
-    curve = _Curve(events)
+    curve = Curve(events)
     if not curve.millions:
         return
-    figure = _figure(10.0, 7.4)
+    figure = new_figure(10.0, 7.4)
     top, bottom = figure.subplots(2, 2, sharex=True, height_ratios=(3, 2))
-    _lines(top[0], curve, {"train": ("train.objf", _BLUE), "valid": ("valid.objf", _ORANGE)})
-    _label(top[0], "Objective function", "nats per frame", legend="lower right")
-    _lines(top[1], curve, {"train": ("train.accuracy", _BLUE), "valid": ("valid.accuracy", _ORANGE)}, scale=100.0)
-    _label(top[1], "Frames right", "%", legend="lower right")
-    _lines(bottom[0], curve, {"effective": ("effective_lr", _GREEN), "each job": ("lr", "#8fc6a0")})
+    lines(top[0], curve, {"train": ("train.objf", BLUE), "valid": ("valid.objf", ORANGE)})
+    label(top[0], "Objective function", "nats per frame", legend="lower right")
+    lines(top[1], curve, {"train": ("train.accuracy", BLUE), "valid": ("valid.accuracy", ORANGE)}, scale=100.0)
+    label(top[1], "Frames right", "%", legend="lower right")
+    lines(bottom[0], curve, {"effective": ("effective_lr", GREEN), "each job": ("lr", "#8fc6a0")})
     bottom[0].set_yscale("log")
-    _label(bottom[0], "Learning rate", "per frame", legend="best")
-    shares = {"layers": ("max_change_share", _RED), "whole model": ("max_param_change_share", "#e3a59e")}
-    _lines(bottom[1], curve, shares, scale=100.0)
+    label(bottom[0], "Learning rate", "per frame", legend="best")
+    shares = {"layers": ("max_change_share", RED), "whole model": ("max_param_change_share", "#e3a59e")}
+    lines(bottom[1], curve, shares, scale=100.0)
     bottom[1].set_ylim(bottom=0)
-    _label(bottom[1], "Steps shortened by max-change", "%", legend="best")
+    label(bottom[1], "Steps shortened by max-change", "%", legend="best")
     for axes in bottom:
         axes.set_xlabel("frames processed (millions)")
     figure.suptitle(_title(curve), fontsize=12)
-    _save(figure, path)
+    save(figure, path)
 
 
 def compare(runs: Sequence[tuple[str, Events]], path: Path) -> None:
     """Several runs overlaid: solid lines are held-out frames, dashed lines training frames."""
-    figure = _figure(10.0, 4.4)
+    figure = new_figure(10.0, 4.4)
     left, right = figure.subplots(1, 2, sharex=True)
-    for (label, events), colour in zip(runs, _RUN_COLOURS * (1 + len(runs) // len(_RUN_COLOURS)), strict=False):
-        curve = _Curve(events)
+    for (name, events), colour in zip(runs, RUN_COLOURS * (1 + len(runs) // len(RUN_COLOURS)), strict=False):
+        curve = Curve(events)
         for axes, quantity, scale in ((left, "objf", 1.0), (right, "accuracy", 100.0)):
             valid, train = (curve.values(f"{subset}.{quantity}", scale) for subset in ("valid", "train"))
-            axes.plot(curve.millions, valid, color=colour, linewidth=2.0, label=label)
+            axes.plot(curve.millions, valid, color=colour, linewidth=2.0, label=name)
             axes.plot(curve.millions, train, color=colour, linewidth=1.2, linestyle="--", alpha=0.7)
-    _label(left, "Objective function", "nats per frame", legend="lower right")
-    _label(right, "Frames right", "%", legend="lower right")
+    label(left, "Objective function", "nats per frame", legend="lower right")
+    label(right, "Frames right", "%", legend="lower right")
     for axes in (left, right):
         axes.set_xlabel("frames processed (millions)")
     figure.suptitle("Held-out frames (solid) and training frames (dashed)", fontsize=12)
-    _save(figure, path)
+    save(figure, path)
 
 
 def draw_schedule(learned: Sequence[float], before: Sequence[float], path: Path) -> None:
     """A learned schedule of learning rates beside the one it began from; both at even distances over the run."""
-    figure = _figure(7.0, 4.0)
+    figure = new_figure(7.0, 4.0)
     axes = figure.subplots()
-    for label, rates, colour in (("before", before, "#7a7a7a"), ("learned", learned, _BLUE)):
-        axes.plot([100.0 * index / (len(rates) - 1) for index in range(len(rates))], rates, "o-", color=colour, label=label)
+    for name, rates, colour in (("before", before, "#7a7a7a"), ("learned", learned, BLUE)):
+        axes.plot([100.0 * index / (len(rates) - 1) for index in range(len(rates))], rates, "o-", color=colour, label=name)
     axes.set_yscale("log")
     axes.set_xlabel("share of the run (%)")
-    _label(axes, "Learning rate of a job", "per frame", legend="best")
-    _save(figure, path)
+    label(axes, "Learning rate of a job", "per frame", legend="best")
+    save(figure, path)
 
 
-class _Curve:
+class Curve:
     """The outer iterations of one run, in order."""
 
     def __init__(self, events: Events) -> None:
@@ -82,30 +82,31 @@ class _Curve:
         return [scale * value for value in found]
 
 
-def _lines(axes: Any, curve: _Curve, what: Mapping[str, tuple[str, str]], scale: float = 1.0) -> None:
+def lines(axes: Any, curve: Curve, what: Mapping[str, tuple[str, str]], scale: float = 1.0) -> None:
     marker = "o" if len(curve.millions) <= 40 else ""  # a short run is points; dots on a long one are a smear
-    for label, (key, colour) in what.items():
-        axes.plot(curve.millions, curve.values(key, scale), color=colour, label=label,
+    for name, (key, colour) in what.items():
+        axes.plot(curve.millions, curve.values(key, scale), color=colour, label=name,
                   linewidth=1.8, marker=marker, markersize=3.5)
 
 
-def _label(axes: Any, title: str, unit: str, *, legend: str) -> None:
+def label(axes: Any, title: str, unit: str, *, legend: str = "") -> None:
     axes.set_title(title, fontsize=10.5, loc="left")
     axes.set_ylabel(unit)
     axes.grid(visible=True, color="#dddddd", linewidth=0.7)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(loc=legend, frameon=False)
+    if legend:
+        axes.legend(loc=legend, frameon=False)
     axes.margins(x=0.02)
 
 
-def _title(curve: _Curve) -> str:
+def _title(curve: Curve) -> str:
     last = curve.iterations[-1]
     num_jobs = max(event["num_jobs"] for event in curve.iterations)
     return (f"{len(curve.iterations)} outer iterations, {last['epoch']:.1f} epochs, up to {num_jobs} jobs: "
             f"valid objf {last['valid']['objf']:.3f}, {100 * last['valid']['accuracy']:.1f}% of frames right")
 
 
-def _figure(width: float, height: float) -> Any:
+def new_figure(width: float, height: float) -> Any:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -114,7 +115,7 @@ def _figure(width: float, height: float) -> Any:
     return figure
 
 
-def _save(figure: Any, path: Path) -> None:
+def save(figure: Any, path: Path) -> None:
     draft = path.with_name(f".{path.name}.tmp")
     figure.savefig(draft, dpi=_DPI, format="png")
     draft.replace(path)

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +19,7 @@ from ngsgd.asr.corpus import Corpus, SpeechSet
 from ngsgd.asr.evaluation import Evaluation, tune_and_decode
 from ngsgd.asr.lattices import write_lattices
 from ngsgd.asr.scoring import write_operations, write_per_speaker, write_per_utterance, write_recogs
-from ngsgd.config import EgsConfig, RunConfig
+from ngsgd.config import EgsConfig, ModelConfig, RunConfig
 from ngsgd.egs.archives import spliced_utterances
 from ngsgd.egs.reader import EgsReader
 from ngsgd.errors import CheckpointError
@@ -77,17 +78,22 @@ def save_final(folder: RunFolder, config: RunConfig, model: nn.Module, reader: E
         write_text(temporary / "model.json", json.dumps(about, indent=1))
 
 
-def load_final(folder: RunFolder, config: RunConfig) -> tuple[nn.Module, npt.NDArray[np.float64]]:
+def load_final(folder: RunFolder) -> tuple[nn.Module, npt.NDArray[np.float64]]:
     """(model, priors) of a run that has ended."""
     try:
-        about = json.loads((folder.final / "model.json").read_text())
-        state = load_file(folder.final / "model.safetensors")
-        transform = load_file(folder.final / _TRANSFORM)["input_transform"] if (folder.final / _TRANSFORM).exists() else None
+        return open_final(folder.final)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{folder.path} has no final model ({error}); "
                               f"finish it with `ngsgd resume {folder.path}`.") from error
+
+
+def open_final(path: Path) -> tuple[nn.Module, npt.NDArray[np.float64]]:
+    """(model, priors) from a folder that `save_final` wrote; raises OSError or ValueError if it is not there or not whole."""
+    about = json.loads((path / "model.json").read_text())
+    state = load_file(path / "model.safetensors")
+    transform = load_file(path / _TRANSFORM)["input_transform"] if (path / _TRANSFORM).exists() else None
     window = Window(about["left_context"], about["right_context"], about["feature_dim"])
-    model = build_model(config.model, about["num_inputs"], about["num_classes"], config.seed, window=window,
+    model = build_model(ModelConfig(**about["model"]), about["num_inputs"], about["num_classes"], seed=0, window=window,
                         statistics=DataStatistics(tuple(about["class_counts"]), transform))
     model.load_state_dict(state)
     if about["stage"]:
@@ -119,6 +125,13 @@ def decode_and_score(folder: RunFolder, config: RunConfig, corpus: Corpus, model
                            acoustic_scale=result.setting.acoustic_scale)
         write_text(temporary / "wer.json", json.dumps(about, indent=1))
     return result
+
+
+def score_held_out(config: RunConfig, corpus: Corpus, model: nn.Module,
+                   prior_P: npt.NDArray[np.float64]) -> dict[str, SubsetScore | None]:
+    """Objf per frame and accuracy of valid and test, all of them."""
+    return {name: score_frames(speech, log_likelihoods(speech, config.egs, model, prior_P), prior_P)
+            for name, speech in _held_out(corpus).items()}
 
 
 def _held_out(corpus: Corpus) -> dict[str, SpeechSet]:

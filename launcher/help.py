@@ -12,12 +12,20 @@ from ngsgd.config import RunConfig
 COMMANDS = {
     "train": "train an acoustic model, decode the test set, print the word error rate",
     "resume": "continue an interrupted run from its last checkpoint",
+    "evaluate": "objf and frame accuracy of a run's model on all of valid and test, without decoding",
     "decode": "decode a run's test set again with its newest model",
     "align": "find the HMM state of every frame from transcripts alone: flat start, then realignment",
+    "report": "a page about a run: curves, word errors, where the time went, timeline of the workers, Fisher spectra",
+    "compare": "a page about several runs, as the paper's Figure 1: objf against epochs and against time",
     "plan": "measure this machine for half a minute, tell the time of an outer iteration on 1 to 1000 workers",
     "simulate": "run on many logical workers of this machine, with a virtual clock, stragglers and failures",
     "tune": "learn schedule, layer rates, l2, momentum by gradient on a short proxy: probe, check, run, transfer",
+    "submit": "train on a cluster: as a Ray job, a Slurm batch job or a KubeRay RayJob",
+    "status": "state of runs, or of the jobs of a Ray cluster",
+    "logs": "what a run or a Ray job said, once or as it goes on",
+    "stop": "end a run or a Ray job after its outer iteration; it can be resumed",
     "ui": "open the dashboard (MLflow) on the runs of an output folder",
+    "doctor": "look at this machine and tell what would go wrong, with the fix of each",
     "info": "state of a run; without a run: versions of what is installed",
 }
 
@@ -31,6 +39,9 @@ commands:
 
   ngsgd COMMAND --help    what a command takes
   ngsgd --version
+  eval "$(ngsgd -sc install=bash)"      completion of commands, runs and settings (bash; zsh, fish likewise)
+
+exit codes: 0 ok, 1 run failed, 2 usage or configuration, 3 data, 4 diverged, 5 cluster, 6 checkpoint, 130 interrupted
 
 examples:
   ngsgd train                                   synthetic digits, two workers on this machine
@@ -71,7 +82,8 @@ _MOST_USED = (
     "optimizer.max_param_change", "schedule.num_epochs", "schedule.minibatch_size", "schedule.lr_initial",
     "schedule.lr_final", "egs.samples_per_iter", "cluster.num_workers", "cluster.threads_per_worker", "cluster.address",
 )
-_KNOB_LINE = re.compile(r"^    (\w+): .* = knob\(.*\)\s+# (.*)$")
+_KNOB_LINE = re.compile(r"^    (\w+): .* = knob\(.*?\)(?:\s+# (.*))?$")
+_COMMENT_LINE = re.compile(r"^    # (.*)$")
 _CLASS_LINE = re.compile(r"^class (\w+)")
 
 
@@ -89,18 +101,21 @@ def train() -> str:
 
 
 def knob_comments() -> dict[str, str]:
-    """Dotted key -> the comment that stands beside it in ngsgd/config.py; empty when sources are not installed."""
+    """Dotted key -> the comment beside and above it in ngsgd/config.py; empty when sources are not installed."""
     try:
         lines = inspect.getsource(knobs).splitlines()
     except OSError:
         return {}
     prefixes = {type(value).__name__: f"{name}." for name, value in vars(RunConfig()).items()} | {"RunConfig": ""}
-    found, prefix = {}, ""
+    found, prefix, above = {}, "", ""
     for line in lines:
         if owner := _CLASS_LINE.match(line):
             prefix = prefixes.get(owner[1], "?.")
         elif knob := _KNOB_LINE.match(line):
-            found[f"{prefix}{knob[1]}"] = knob[2]
+            told = " ".join(part for part in (above, knob[2]) if part)
+            if told:
+                found[f"{prefix}{knob[1]}"] = told
+        above = f"{above} {comment[1]}".strip() if (comment := _COMMENT_LINE.match(line)) else ""
     return found
 
 

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
+import re
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from launcher import compose, values
 from launcher.console import Parser, run_guarded
 from launcher.tuned_file import expanded
 from ngsgd.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError
+
+if TYPE_CHECKING:
+    from ngsgd.training.records import FinalReport
 
 
 def train(arguments: list[str], *, debug: bool) -> int:
@@ -28,15 +32,7 @@ def train(arguments: list[str], *, debug: bool) -> int:
 
 
 def complete(arguments: list[str]) -> int:
-    """Answers the shell: the command's name first, then Hydra's completion of settings."""
-    from launcher import help as texts
-
-    program, _, typed = os.environ.get("COMP_LINE", "").partition(" ")
-    command, space, rest = typed.lstrip().partition(" ")
-    if arguments[:1] == ["query=bash"] and not (command == "train" and space):
-        print(" ".join(name for name in texts.COMMANDS if name.startswith(command)))
-        return EXIT_OK
-    os.environ["COMP_LINE"] = f"{program} {rest}"  # Hydra knows nothing of our subcommand
+    """Hydra's completion of settings; COMP_LINE has what was typed."""
     return _run(["--shell-completion", *arguments], quiet=True, debug=False)
 
 
@@ -71,27 +67,45 @@ def _hydra_arguments(options: argparse.Namespace) -> list[str]:
 def _run(arguments: list[str], *, quiet: bool, debug: bool) -> int:
     import hydra
 
-    exit_codes: list[int] = []
+    with tempfile.TemporaryDirectory(prefix="ngsgd-sweep-") as scratch:
+        codes = Path(scratch) / "exit-codes"  # a file, since joblib and submitit run a sweep's jobs in other processes
+        codes.touch()
 
-    def task(composed: Any) -> None:
-        exit_codes.append(run_guarded(lambda: _train_one(composed, quiet=quiet), debug=debug))
-        if exit_codes[-1] == EXIT_INTERRUPTED:
-            sys.exit(EXIT_INTERRUPTED)  # no further run of a sweep
+        def task(composed: Any) -> float | None:
+            return _train_one(composed, codes, quiet=quiet, debug=debug)
 
-    compose.register_schema()
-    decorate = hydra.main(version_base="1.3", config_path=str(compose.conf_dir()), config_name="config")
-    with _command_line(arguments):
-        decorate(task)()
-    return max(exit_codes, default=EXIT_OK)
+        compose.register_schema()
+        decorate = hydra.main(version_base="1.3", config_path=str(compose.conf_dir()), config_name="config")
+        with _command_line(arguments):
+            decorate(task)()
+        return max(map(int, codes.read_text().split()), default=EXIT_OK)
 
 
-def _train_one(composed: Any, *, quiet: bool) -> int:
+def _train_one(composed: Any, codes: Path, *, quiet: bool, debug: bool) -> float | None:
+    """A run of its own; what a sweeper minimises, or None where there is nothing to say."""
     from omegaconf import OmegaConf
 
-    from launcher import train as service
+    reports: list[FinalReport] = []
 
-    config = values.build(OmegaConf.to_container(composed, resolve=True))  # type: ignore[arg-type]
-    return service.train(config, quiet=quiet)
+    def run() -> int:
+        from launcher import train as service
+
+        config = values.build(OmegaConf.to_container(composed, resolve=True))  # type: ignore[arg-type]
+        reports.append(service.train(config, quiet=quiet))
+        return EXIT_OK
+
+    code = run_guarded(run, debug=debug)
+    with contextlib.suppress(OSError), codes.open("a") as file:  # another machine does not have it, and does not need it
+        file.write(f"{code}\n")
+    if code == EXIT_INTERRUPTED:
+        sys.exit(EXIT_INTERRUPTED)  # no further run of a sweep
+    return to_minimise(reports[0]) if reports else None
+
+
+def to_minimise(report: FinalReport) -> float:
+    """Word errors of valid in per cent, never of test; without decoding, the held-out objf with its sign changed."""
+    found = re.search(r"%WER\s+([0-9.]+)", report.valid_wer)
+    return float(found[1]) if found else -report.valid.objf
 
 
 @contextlib.contextmanager

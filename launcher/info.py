@@ -1,46 +1,142 @@
-"""What `ngsgd info` prints: the state of a run, what a folder of examples holds, or the versions of what is installed."""
+"""`ngsgd info`: the state of a run, what a folder of examples holds, or the versions of what is installed."""
 
 from __future__ import annotations
 
 import json
+import math
+import os
+import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from launcher.console import version
+from launcher.console import Parser, version
 from launcher.progress import duration
+from launcher.run_folder import RunFolder, find_run
+from ngsgd.errors import EXIT_OK
 from ngsgd.files import read_json_lines
 
 # MLflow's word for how a run ended -> Ray's, which `ray job` users know
 _STATES = {"FINISHED": "SUCCEEDED", "FAILED": "FAILED", "KILLED": "STOPPED"}
 _PACKAGES = ("ngsgd", "torch", "numpy", "ray", "hydra-core", "mlflow", "kaldi-native-fbank", "kaldi-decoder",
              "espeakng-loader")
+_ALIVE_S = 600.0   # a run of another machine whose last event is older than this is called lost
 
 
-def versions() -> list[str]:
-    return [f"{package:20}{version(package)}" for package in _PACKAGES]
+def command(arguments: Sequence[str]) -> int:
+    """`ngsgd info`."""
+    parser = Parser("info")
+    parser.add_argument("run", nargs="?", help="a run folder, or its name under runs/; or a folder of examples, runs/data/egs-...")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    options = parser.parse_args(list(arguments))
+    if options.run and (Path(options.run) / "info.json").is_file():
+        about, lines = examples(Path(options.run))
+    elif options.run:
+        about = state_of(find_run(options.run))
+        lines = describe_run(about)
+    else:
+        about = {package: version(package) for package in _PACKAGES}
+        lines = [f"{package:20}{found}" for package, found in about.items()]
+    print(json.dumps(about, indent=1) if options.json else "\n".join(lines))
+    return EXIT_OK
 
 
-def describe_run(run_dir: Path) -> list[str]:
-    """A few lines on how far the run has come."""
-    log = run_dir / "events.jsonl"
-    events = read_json_lines(log) if log.is_file() else []
-    iterations = [event for event in events if event.get("event") == "outer_iteration"]
-    incidents = [event for event in events if event.get("event") == "incident"]
-    ends = [event for event in events if event.get("event") == "finished"]
-    lines = [f"run        {run_dir}", f"state      {_state(run_dir, events)}"]
-    if iterations:
-        lines.append(f"progress   {_progress(iterations[-1])}")
-    if ends:
-        lines.append(f"result     {ends[-1].get('wer') or 'nothing was decoded'}")
-    lines += _examples_of(run_dir)
-    lines += [f"incidents  {len(incidents)}"] + [f"  ! {event.get('message')}" for event in incidents[-5:]]
+def state_of(run_dir: Path) -> dict[str, Any]:
+    """How far a run has come, from the files in its folder; figures that are not known yet are None."""
+    folder = RunFolder(run_dir)
+    events = read_json_lines(folder.events) if folder.events.is_file() else []
+    nothing: dict[str, Any] = {}
+    last = next((event for event in reversed(events) if event.get("event") == "outer_iteration"), nothing)
+    end = next((event for event in reversed(events) if event.get("event") == "finished"), nothing)
+    incidents = [str(event.get("message")) for event in events if event.get("event") == "incident"]
+    valid = last.get("valid", {})
+    return {
+        "run": str(run_dir), "state": _state(folder, events), "process": _process(folder), "silent_s": _silent_s(folder),
+        "outer_iter": last["outer_iter"] + 1 if last else 0, "num_outer_iters": last.get("num_outer_iters"),
+        "epoch": last.get("epoch", 0.0), "num_epochs": last.get("num_epochs"), "frames_processed": last.get("frames_processed", 0),
+        "valid_objf": valid.get("objf"), "valid_accuracy": valid.get("accuracy"), "left_s": last.get("left_s"),
+        "wer": end.get("wer") or None, "wer_percent": end.get("wer_percent") if end.get("wer") else None,
+        "is_finished": bool(end), "examples": _examples_of(folder), "num_incidents": len(incidents), "incidents": incidents[-5:]}
+
+
+def describe_run(state: Mapping[str, Any]) -> list[str]:
+    """The same in a few lines."""
+    lines = [f"run        {state['run']}", f"state      {_state_line(state)}"]
+    if state["num_outer_iters"]:
+        lines.append(f"progress   {progress_line(state)}")
+    if state["is_finished"]:
+        lines.append(f"result     {state['wer'] or 'nothing was decoded'}")
+    if state["examples"]:
+        lines.append(f"examples   {state['examples']}")
+    lines += [f"incidents  {state['num_incidents']}"] + [f"  ! {message}" for message in state["incidents"]]
     return lines
 
 
-def describe_examples(directory: Path) -> list[str]:
+def progress_line(state: Mapping[str, Any]) -> str:
+    """Where training is, in one line."""
+    objf, accuracy = (math.nan if state[name] is None else state[name] for name in ("valid_objf", "valid_accuracy"))
+    return (f"iter {state['outer_iter']}/{state['num_outer_iters']}, epoch {state['epoch']:.2f}/{state['num_epochs']:g}, "
+            f"{state['frames_processed']} frames, valid objf {objf:.3f}, accuracy {100 * accuracy:.1f}%")
+
+
+def _state(folder: RunFolder, events: Sequence[Mapping[str, Any]]) -> str:
+    """Ray's words for a job, and LOST for a run whose process is gone without a word."""
+    if is_alive(_process(folder)):
+        return "RUNNING" if events else "PENDING"
+    if not events:
+        return "LOST" if folder.process.exists() else "PENDING"
+    status = events[-1].get("status")
+    if status in _STATES:
+        return _STATES[status]
+    here = _process(folder).get("host") in (None, socket.gethostname())
+    return "LOST" if here or _silent_s(folder) > _ALIVE_S else "RUNNING"
+
+
+def _state_line(state: Mapping[str, Any]) -> str:
+    if state["state"] == "LOST":
+        return (f"LOST: its process is gone, the last event came {duration(state['silent_s'])} ago; "
+                f"it goes on with: ngsgd resume {state['run']}")
+    return f"{state['state']}{' (no event yet)' if state['state'] == 'PENDING' else ''}"
+
+
+def _process(folder: RunFolder) -> dict[str, Any]:
+    """Host and id of the process that trains; empty when none does, or none that said so."""
+    try:
+        stored = json.loads(folder.process.read_text())
+    except (OSError, ValueError):
+        return {}
+    return stored if isinstance(stored, dict) and stored.keys() >= {"host", "process_id"} else {}
+
+
+def is_alive(process: Mapping[str, Any]) -> bool:
+    """Whether that process runs on this machine."""
+    if process.get("host") != socket.gethostname():
+        return False
+    try:
+        os.kill(process["process_id"], 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # somebody else's, but there
+        return True
+    return True
+
+
+def _silent_s(folder: RunFolder) -> float:
+    return max(0.0, time.time() - folder.events.stat().st_mtime) if folder.events.is_file() else 0.0
+
+
+def _examples_of(folder: RunFolder) -> str | None:
+    try:
+        return str(json.loads(folder.data.read_text())["egs"])
+    except (OSError, ValueError, KeyError):  # a run that has not begun
+        return None
+
+
+def examples(directory: Path) -> tuple[dict[str, Any], list[str]]:
     """What archives of examples hold, and whether they are well mixed; reads their labels."""
+    from dataclasses import asdict
+
     from ngsgd.egs.mixing import mixing
     from ngsgd.egs.reader import EgsReader
 
@@ -58,29 +154,6 @@ def describe_examples(directory: Path) -> list[str]:
         lines.append(f"{one.what:10} entropy {low:.4f} to {high:.4f} nats; random order: {one.expected_A.mean():.4f} +- "
                      f"{one.deviation_A.mean():.4f}, farthest {one.farthest:.1f} deviations; divergence {one.divergence:.2f} "
                      f"(random order: 1): {'well mixed' if one.is_well_mixed else 'NOT well mixed'}")
-    return lines if found else [*lines, "mixing     a single archive holds everything"]
-
-
-def _examples_of(run_dir: Path) -> list[str]:
-    try:
-        return [f"examples   {json.loads((run_dir / 'data.json').read_text())['egs']}"]
-    except (OSError, ValueError, KeyError):  # a run that has not begun
-        return []
-
-
-def _state(run_dir: Path, events: list[dict[str, Any]]) -> str:
-    if not events:
-        return "PENDING (no event yet)"
-    status = events[-1].get("status")
-    if status in _STATES:
-        return _STATES[status]
-    age = time.time() - (run_dir / "events.jsonl").stat().st_mtime
-    return f"RUNNING, or lost: the last event came {duration(age)} ago; a lost run goes on with: ngsgd resume {run_dir}"
-
-
-def _progress(event: Mapping[str, Any]) -> str:
-    valid = event.get("valid", {})
-    return (f"iter {event['outer_iter'] + 1}/{event['num_outer_iters']}, "
-            f"epoch {event['epoch']:.2f}/{event['num_epochs']:g}, "
-            f"{event['frames_processed']} frames, valid objf {valid.get('objf', float('nan')):.3f}, "
-            f"accuracy {100 * valid.get('accuracy', float('nan')):.1f}%")
+    about = {**asdict(info), "mixing": {one.what: {"is_well_mixed": bool(one.is_well_mixed), "divergence": float(one.divergence)}
+                                        for one in found}}
+    return about, lines if found else [*lines, "mixing     a single archive holds everything"]

@@ -1,7 +1,7 @@
-"""A run in MLflow: settings, curves over frames processed, one child run per worker, pictures and the final model.
+"""A run in MLflow: settings, curves over frames processed, a child run per worker if asked for, pictures and the final model.
 
 MLflow may be slow (a fresh SQLite schema takes 8 s) or down.  Everything here happens in one background thread, and no
-error of it reaches training: the first is told, the rest are counted, and the event log in the run folder has it all.
+error of it reaches training: what fails is tried again, and the event log in the run folder has it all.
 """
 
 from __future__ import annotations
@@ -15,17 +15,22 @@ import re
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from launcher import values
+from launcher.mlflow_figures import run_metrics, storable, worker_metrics
+from launcher.mlflow_store import log_model, system_figures
 from ngsgd.config import RunConfig
-from ngsgd.files import write_text
+from ngsgd.files import read_json_lines, write_text
 from ngsgd.training.records import FinalReport, Incident, JobRecord, OuterIterationRecord
 
-CLOSE_TIMEOUT_S = 15.0
+CLOSE_TIMEOUT_S = 30.0             # saving the final model takes some 5 of them
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 20.0   # between two tries while the store is down
+_LOOK_S = 0.1                      # how soon a pause notices that the run ends
 _MAX_WORKER_RUNS = 32            # each costs one request per outer iteration; more lines in a chart nobody can read
+_LONGEST_REASON = 160            # characters of what MLflow says is wrong
 _PARAMS_PER_BATCH = 100          # MLflow's limit
 # MLflow draws runs in colours of its own that may be two shades of one; ours are told apart
 _COLOURS = ("#1f6fb4", "#e07b1a", "#2f8f4e", "#c0392b", "#7d4fb0", "#8c6d31", "#17a2b8", "#d6499e")
@@ -44,13 +49,20 @@ def sqlite_uri(output_dir: Path) -> str:
 
 
 class MlflowTracker:
-    """Sends a run's records to MLflow; a run folder that already has a tracking.json continues the run named there."""
+    """Sends a run's records to MLflow; a run folder that already has a tracking.json continues the run named there.
+
+    What cannot be sent waits and is tried again, with growing pauses, until the run ends; what is left then is sent when the run
+    is resumed, since the run folder has it all.
+    """
 
     def __init__(self, config: RunConfig, run_dir: Path, run_name: str, warn: Warn, *,
                  make_client: Callable[[str], Any] | None = None) -> None:
         self._run = _MlflowRun(config, run_dir.absolute(), run_name, make_client or _make_client)
         self._warn = warn
-        self._num_dropped = 0
+        self._num_refused = 0
+        self._num_unsent = 0
+        self._is_down = False
+        self._deadline = math.inf
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._work.put(lambda: None)  # opens the run at once, while data and workers get ready
         # a daemon, so that a store that never answers cannot keep the process alive
@@ -67,36 +79,63 @@ class MlflowTracker:
         return self._run.experiment_id
 
     def outer_iteration(self, record: OuterIterationRecord) -> None:
-        self._work.put(lambda: self._run.log_outer_iteration(record))
+        at_ms = _now_ms()  # now, and not when it is sent: a metric that is sent twice is then stored once
+        self._work.put(lambda: self._run.log_outer_iteration(record, at_ms))
 
     def incident(self, incident: Incident) -> None:
         self._work.put(self._run.count_incident)
 
     def finished(self, report: FinalReport) -> None:
-        self._work.put(lambda: self._run.log_result(report))
+        at_ms = _now_ms()
+        self._work.put(lambda: self._run.log_result(report, at_ms))
 
     def close(self, status: str) -> None:
         """Waits for what is still to be sent, but not for ever."""
+        self._deadline = time.monotonic() + CLOSE_TIMEOUT_S
         self._work.put(lambda: self._run.end(status))
         self._work.put(None)
         self._thread.join(CLOSE_TIMEOUT_S)
+        folder = self._run.run_dir
         if self._thread.is_alive():
-            self._warn(f"MLflow did not answer within {CLOSE_TIMEOUT_S:.0f} s; the run may be incomplete there, "
-                       f"events.jsonl in {self._run.run_dir} has everything.")
-        elif self._num_dropped > 1:
-            self._warn(f"{self._num_dropped} updates did not reach MLflow; "
-                       f"events.jsonl in {self._run.run_dir} has them.")
+            self._warn(f"MLflow did not answer within {CLOSE_TIMEOUT_S:.0f} s; the run may be incomplete there, events.jsonl in "
+                       f"{folder} has everything, and ngsgd resume {folder} sends it.")
+        elif self._num_refused + self._num_unsent:
+            self._warn(f"{self._num_refused + self._num_unsent} updates did not reach MLflow; events.jsonl in {folder} has them, "
+                       f"and ngsgd resume {folder} sends them.")
 
     def _serve(self) -> None:
         while (action := self._work.get()) is not None:
+            self._send(action)
+
+    def _send(self, action: Callable[[], None]) -> None:
+        """Does it, again and again while the store is down."""
+        for pause_s in _pauses():
             try:
                 self._run.open()
                 action()
             except Exception as error:  # whatever it is, training must go on
-                self._num_dropped += 1
-                if self._num_dropped == 1:
-                    self._warn(f"MLflow cannot be written ({_first_line(error)}); training goes on, "
-                               f"events.jsonl in {self._run.run_dir} has everything.")
+                if not self._is_down:
+                    self._warn(f"MLflow cannot be written ({_first_line(error)}); training goes on, what it misses is sent later, "
+                               f"and events.jsonl in {self._run.run_dir} has everything.")
+                self._is_down = True
+                if _is_refusal(error):  # the store is there, and will never take this one
+                    self._num_refused += 1
+                    return
+                if not self._rest(pause_s):
+                    self._num_unsent += 1
+                    return
+            else:
+                self._is_down = False
+                return
+
+    def _rest(self, pause_s: float) -> bool:
+        """Sleeps before the next try; false if there is no time for one before the run's end."""
+        ends = time.monotonic() + pause_s
+        while time.monotonic() < ends:
+            if self._deadline < math.inf and ends > self._deadline:
+                return False
+            time.sleep(min(_LOOK_S, max(0.0, ends - time.monotonic())))
+        return True
 
 
 class _MlflowRun:
@@ -114,6 +153,8 @@ class _MlflowRun:
         self._worker_runs: dict[int, str] = {}
         self._num_incidents = 0
         self._frames_processed = 0
+        self._sent = -1                       # the newest outer iteration that the store has
+        self._past = _records(run_dir)        # of the processes that trained before this one
 
     def open(self) -> None:
         """Finds or makes the run; does nothing when that is done."""
@@ -122,31 +163,42 @@ class _MlflowRun:
         self._client = self._client or self._make_client(self._uri)
         run_id = self._continued() or self._created()
         self._client.log_artifact(run_id, str(self.run_dir / "config.yaml"))
-        self.run_id = run_id  # last: had anything above failed, the next record tries again
+        for at_ms, record in self._past:  # what a process before this one could not send
+            if record.outer_iter > self._sent:
+                self._log_outer_iteration(run_id, record, at_ms)
+        self.run_id = run_id  # last: had anything above failed, the next try does it again
 
-    def log_outer_iteration(self, record: OuterIterationRecord) -> None:
+    def log_outer_iteration(self, record: OuterIterationRecord, at_ms: int) -> None:
+        figures = system_figures(self.run_dir) if self._config.tracking.system else {}
+        self._log_outer_iteration(self.run_id, record, at_ms, figures)
+
+    def _log_outer_iteration(self, run_id: str, record: OuterIterationRecord, at_ms: int,
+                             more: Mapping[str, float] | None = None) -> None:
         self._frames_processed = record.frames_processed
         # the workers' charts show the mean over the jobs until the workers are unfolded; they would be empty otherwise
         jobs = [job for job in record.jobs if job.accepted]
-        self._log(self.run_id, run_metrics(record) | worker_metrics(jobs) | {"cluster/incidents": self._num_incidents})
+        figures = run_metrics(record) | worker_metrics(jobs) | {"cluster/incidents": self._num_incidents} | dict(more or {})
+        self._log(run_id, figures, at_ms)
         by_worker: dict[int, list[JobRecord]] = {}
         for job in record.jobs:
-            if job.accepted and 0 <= job.worker < _MAX_WORKER_RUNS:
+            if self._config.tracking.worker_runs and job.accepted and 0 <= job.worker < _MAX_WORKER_RUNS:
                 by_worker.setdefault(job.worker, []).append(job)
         for worker, jobs in sorted(by_worker.items()):
-            self._log(self._worker_run(worker), worker_metrics(jobs))
+            self._log(self._worker_run(run_id, worker), worker_metrics(jobs), at_ms)
+        self._sent = record.outer_iter
+        self._remember(run_id)
 
     def count_incident(self) -> None:
         """Charted with the next outer iteration; the sentences are in events.jsonl."""
         self._num_incidents += 1
 
-    def log_result(self, report: FinalReport) -> None:
+    def log_result(self, report: FinalReport, at_ms: int) -> None:
         self._frames_processed = report.frames_processed
         result = {"time/total_s": report.seconds}  # the scores on fixed frames came with the last outer iteration
         if report.wer:
             result |= {"test/wer": report.wer_percent, "valid/wer": _percent(report.valid_wer)}
             self._client.set_tag(self.run_id, "mlflow.note.content", f"test: {report.wer}\n\nvalid: {report.valid_wer}")
-        self._log(self.run_id, result)
+        self._log(self.run_id, result, at_ms)
 
     def end(self, status: str) -> None:
         """Files last, because only now are they whole."""
@@ -156,15 +208,18 @@ class _MlflowRun:
         for folder in ("final", "decode"):
             if (self.run_dir / folder).is_dir():
                 self._client.log_artifacts(self.run_id, str(self.run_dir / folder), folder)
+        if status == "FINISHED" and self._config.tracking.model and (self.run_dir / "final" / "model.json").is_file():
+            registered = log_model(self._client, self.run_id, self.run_dir / "final", self._config.tracking.register_as)
+            if registered:
+                self._client.set_tag(self.run_id, "registered_as", f"{self._config.tracking.register_as} version {registered}")
         for run_id in (*self._worker_runs.values(), self.run_id):
             self._client.set_terminated(run_id, status)
 
-    def _log(self, run_id: str, figures: Mapping[str, float]) -> None:
+    def _log(self, run_id: str, figures: Mapping[str, float], at_ms: int) -> None:
         """One request for all figures, at the current number of frames."""
         from mlflow.entities import Metric
 
-        now_ms = int(time.time() * 1000)
-        metrics = [Metric(_BAD_IN_NAMES.sub("_", name), _storable(value), now_ms, self._frames_processed)
+        metrics = [Metric(_BAD_IN_NAMES.sub("_", name), storable(value), at_ms, self._frames_processed)
                    for name, value in figures.items()]
         self._client.log_batch(run_id, metrics=metrics)
 
@@ -182,6 +237,7 @@ class _MlflowRun:
                 raise
             return ""  # the store was emptied meanwhile: the rest of the run goes to a new one
         self.experiment_id, self._worker_runs = str(stored["experiment_id"]), worker_runs
+        self._sent = int(stored.get("sent", -1))
         return str(stored["run_id"])
 
     def _created(self) -> str:
@@ -189,7 +245,8 @@ class _MlflowRun:
 
         self.experiment_id = self._experiment()
         num_runs = len(list(self.run_dir.parent.glob("*/tracking.json")))
-        tags = {**_origin(num_runs), **_versions()}
+        before = read_tracking(self.run_dir)  # in another store, or in one that was emptied
+        tags = {**_origin(num_runs), **_versions(), **({"resumed_from": str(before["run_id"])} if before else {})}
         run_id = str(self._client.create_run(self.experiment_id, tags=tags, run_name=self._run_name).info.run_id)
         # only here: MLflow refuses to change a parameter, and a resumed run has the same ones anyway
         params = [Param(name, str(value) or "''") for name, value in values.flatten(self._config).items()]
@@ -209,19 +266,19 @@ class _MlflowRun:
             raise ValueError(f"the experiment {name} was deleted there; restore it or set tracking.experiment")
         return str(found.experiment_id)
 
-    def _worker_run(self, worker: int) -> str:
+    def _worker_run(self, run_id: str, worker: int) -> str:
         """The child run of a worker slot; a replaced worker process goes on in the same one."""
         if worker not in self._worker_runs:
-            tags = {"mlflow.parentRunId": self.run_id, **_origin(worker)}
+            tags = {"mlflow.parentRunId": run_id, **_origin(worker)}
             run = self._client.create_run(self.experiment_id, tags=tags, run_name=f"worker {worker}")
             self._worker_runs[worker] = str(run.info.run_id)
-            self._remember(self.run_id)
+            self._remember(run_id)
         return self._worker_runs[worker]
 
     def _remember(self, run_id: str) -> None:
         """Whole or not at all: a resumed run reads it."""
         stored = {"tracking_uri": self._uri, "experiment_id": self.experiment_id, "run_id": run_id,
-                  "worker_runs": self._worker_runs}
+                  "worker_runs": self._worker_runs, "sent": self._sent}
         write_text(self.run_dir / "tracking.json", json.dumps(stored, indent=1))
 
 
@@ -234,46 +291,39 @@ def read_tracking(run_dir: Path) -> dict[str, Any]:
     return stored if isinstance(stored, dict) and stored.keys() >= {"experiment_id", "run_id", "worker_runs"} else {}
 
 
-def run_metrics(record: OuterIterationRecord) -> dict[str, float]:
-    """The figures of one outer iteration; the part before the slash is MLflow's chart section."""
-    return {
-        "train/objf": record.train.objf, "train/frame_accuracy": record.train.accuracy,
-        "train/running_objf": record.objf,
-        "valid/objf": record.valid.objf, "valid/frame_accuracy": record.valid.accuracy,
-        "lr/effective": record.effective_lr, "lr/job": record.lr, "lr/outer_gain": record.gain,
-        "max_change/layer_share": record.max_change_share, "max_change/model_share": record.max_param_change_share,
-        "time/compute_s": record.compute_s, "time/average_s": record.average_s,
-        "time/checkpoint_s": record.checkpoint_s, "time/diagnostics_s": record.diagnostics_s,
-        "cluster/jobs_planned": record.num_jobs, "cluster/jobs_accepted": record.num_accepted,
-        "cluster/skew": record.skew, "cluster/workers_alive": record.workers_alive, "cluster/deaths": record.num_deaths,
-        "cluster/deferred": record.num_deferred, "cluster/discarded": record.num_discarded,
-        "cluster/patience_s": record.patience_s,
-        "progress/outer_iter": record.outer_iter, "progress/epoch": record.epoch,
-        "progress/elapsed_s": record.elapsed_s,
-        **{f"relative_change/{layer}": change for layer, change in record.relative_change.items()},
-        **{f"diagnostics/{name}": value for name, value in record.diagnostics.items()},
-        **{f"natural_gradient/{name}": value for name, value in record.health.items()},
-    }
+def _records(run_dir: Path) -> list[tuple[int, OuterIterationRecord]]:
+    """The outer iterations in a run's event log, each once, with the time that stands for when it was told."""
+    log = run_dir / "events.jsonl"
+    if not log.is_file():
+        return []
+    events = [event for event in read_json_lines(log) if event.get("event") == "outer_iteration"]
+    latest = {record.outer_iter: record for record in map(OuterIterationRecord.from_json, events)}
+    # the log has no clock: the file's time, and before it a millisecond an outer iteration, which keeps them in order
+    last_ms = int(log.stat().st_mtime * 1000)
+    return [(last_ms - len(latest) + place, latest[outer_iter]) for place, outer_iter in enumerate(sorted(latest))]
 
 
-def worker_metrics(jobs: list[JobRecord]) -> dict[str, float]:
-    """One worker's share of one outer iteration; the same names in every child run, so that charts overlay workers."""
-    num_frames = max(sum(job.num_frames for job in jobs), 1)
-    seconds = sum(job.seconds for job in jobs)
+def _pauses() -> Iterator[float]:
+    """Seconds before the second try, the third ..."""
+    pause_s = _FIRST_PAUSE_S
+    while True:
+        yield pause_s
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
-    def mean(values: Iterable[float]) -> float:
-        return sum(value * job.num_frames for value, job in zip(values, jobs, strict=True)) / num_frames
 
-    return {
-        "job/objf": mean(job.objf for job in jobs), "job/frame_accuracy": mean(job.accuracy for job in jobs),
-        "job/seconds": seconds, "job/frames_per_second": num_frames / max(seconds, 1e-9),
-        "job/max_change_share": mean(job.max_change_share for job in jobs),
-    }
+def _is_refusal(error: Exception) -> bool:
+    """Whether the store took the message and said no, so that it would say no again."""
+    return getattr(error, "error_code", "") in ("INVALID_PARAMETER_VALUE", "BAD_REQUEST", "PERMISSION_DENIED", "INVALID_STATE")
+
+
+def _now_ms() -> int:
+    return int(time.time() * 1000)
 
 
 def _make_client(uri: str) -> Any:
     """Imports MLflow (1 to 2 s) without its greetings."""
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")  # stdout is for scripts
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")  # a server that is down must not hold up the end
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
     if uri.startswith("sqlite:///"):
@@ -283,11 +333,6 @@ def _make_client(uri: str) -> Any:
     if "MLFLOW_LOGGING_LEVEL" not in os.environ:
         logging.getLogger("mlflow").setLevel(logging.WARNING)  # it tells how it makes its tables otherwise
     return MlflowClient(tracking_uri=uri)
-
-
-def _storable(value: float) -> float:
-    """MLflow stores infinity as 1.8e308, which flattens every chart; not-a-number leaves a gap, as it should."""
-    return float(value) if math.isfinite(value) else math.nan
 
 
 def _percent(wer: str) -> float:
@@ -328,4 +373,5 @@ def _origin(index: int) -> dict[str, str]:
 
 
 def _first_line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return line if len(line) <= _LONGEST_REASON else f"{line[:_LONGEST_REASON]} ..."

@@ -482,7 +482,8 @@ def connect(config: ClusterConfig) -> bool:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if ray.is_initialized():  # a test session, or a user's own program
         return False
-    worker_env = {"OMP_WAIT_POLICY": "PASSIVE"}  # spinning threads of one worker would starve another
+    worker_env = {name: value for name, value in os.environ.items() if name.startswith(("NCCL_", "GLOO_"))}
+    worker_env["OMP_WAIT_POLICY"] = "PASSIVE"  # spinning threads of one worker would starve another
     common: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR,
                               "runtime_env": {"env_vars": worker_env}}
     try:

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import difflib
+import glob
 import json
+import os
+import socket
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from ngsgd.config import RunConfig
 from ngsgd.errors import CheckpointError, ConfigError
+from ngsgd.files import write_text
 
 
 @dataclass(frozen=True)
@@ -81,6 +88,25 @@ class RunFolder:
     def learning_curve(self) -> Path:
         return self.path / "learning_curve.png"
 
+    @property
+    def report(self) -> Path:
+        """What `ngsgd report` makes."""
+        return self.path / "report.html"
+
+    @property
+    def process(self) -> Path:
+        """Which process trains; there while one does."""
+        return self.path / "process.json"
+
+    @contextlib.contextmanager
+    def marked_as_running(self) -> Iterator[None]:
+        """Says which process it is that trains, for `ngsgd status` and `ngsgd stop`; a killed one leaves its mark behind."""
+        write_text(self.process, json.dumps({"host": socket.gethostname(), "process_id": os.getpid()}))
+        try:
+            yield
+        finally:
+            self.process.unlink(missing_ok=True)
+
     def remember_data(self, digest: str, egs_directory: Path) -> None:
         """Notes the data at the first start; a resumed run on other data would be another run."""
         if not self.data.exists():
@@ -104,3 +130,24 @@ def run_name(config: RunConfig) -> str:
     """What tells runs of one corpus apart, unless the user named the run."""
     return config.name or (f"{config.data.corpus}-{config.model.label}-{config.optimizer.kind}-"
                            f"j{config.schedule.num_jobs_final}-s{config.seed}")
+
+
+def known_run(run: str) -> Path | None:
+    """The folder of a run given as a path, by its folder under runs/, or by its name= there, the newest of several.
+
+    None where the word names something else.
+    """
+    named = sorted(Path("runs").glob(f"{glob.escape(run)}-[0-9]*/config.yaml"), reverse=True) if run and "/" not in run else []
+    folders = (Path(run), Path("runs") / run, *(config.parent for config in named))
+    return next((folder.resolve() for folder in folders if (folder / "config.yaml").is_file()), None)
+
+
+def find_run(run: str) -> Path:
+    """The folder of a run given as a path, or by its name under runs/."""
+    found = known_run(run)
+    if found:
+        return found
+    existing = [folder.parent.name for folder in Path("runs").glob("*/config.yaml")]
+    near = difflib.get_close_matches(Path(run).name, existing, n=1)
+    hint = f"Did you mean {Path('runs') / near[0]}?" if near else "Give the folder that ngsgd train printed at its end."
+    raise ConfigError(f"{run} is not a run folder (it has no config.yaml). {hint}")

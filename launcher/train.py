@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -13,7 +13,14 @@ from torch import nn
 from launcher import compose
 from launcher.align import with_alignment
 from launcher.curves import draw
-from launcher.final_model import decode_and_score, final_parameters, load_final, save_final, wanted_for_combination
+from launcher.final_model import (
+    decode_and_score,
+    final_parameters,
+    load_final,
+    save_final,
+    score_held_out,
+    wanted_for_combination,
+)
 from launcher.forecast import Forecast
 from launcher.mlflow_tracker import MlflowTracker
 from launcher.progress import ProgressTracker
@@ -32,7 +39,7 @@ from ngsgd.optim.outer import make_rule
 from ngsgd.training.checkpoint import Checkpoint, CheckpointStore, first_checkpoint
 from ngsgd.training.coordinator import Coordinator
 from ngsgd.training.dealing import make_dealer
-from ngsgd.training.diagnostics import score_subset
+from ngsgd.training.diagnostics import average_posterior, score_subset
 from ngsgd.training.event_log import EventLog
 from ngsgd.training.flat import Layout
 from ngsgd.training.job import WorkerSpec
@@ -46,8 +53,8 @@ from ngsgd.training.tracking import Tracker, Trackers
 from ngsgd.training.worker import resolve_threads
 
 
-def train(config: RunConfig, quiet: bool) -> int:
-    """A new run, from data to word error rate; returns the exit code."""
+def train(config: RunConfig, quiet: bool) -> FinalReport:
+    """A new run, from data to word error rate; returns what it came to."""
     check_output_dir(config)
     config = _with_search_path(config)
     progress = _progress(config, quiet)
@@ -58,12 +65,19 @@ def train(config: RunConfig, quiet: bool) -> int:
     return _run(config, folder, data, progress)
 
 
-def resume(run_dir: Path, quiet: bool) -> int:
-    """Goes on after the last committed outer iteration, with the run's own configuration."""
+def resume(run_dir: Path, quiet: bool, address: str | None = None, num_workers: int | None = None) -> int:
+    """Goes on after the last committed outer iteration, with the run's own configuration.
+
+    Where its workers are and how many changes no number, so that may be another than it was.
+    """
     folder = RunFolder.open(run_dir)
     config = compose.from_yaml(folder.config)
+    cluster = config.cluster
+    config = replace(config, cluster=replace(cluster, address=cluster.address if address is None else address,
+                                             num_workers=num_workers or cluster.num_workers))
     progress = _progress(config, quiet)
-    return _run(config, folder, _prepare(config, progress.report), progress)
+    _run(config, folder, _prepare(config, progress.report), progress)
+    return EXIT_OK
 
 
 def decode(run_dir: Path, quiet: bool) -> int:
@@ -72,11 +86,29 @@ def decode(run_dir: Path, quiet: bool) -> int:
     config = compose.from_yaml(folder.config)
     progress = _progress(config, quiet)
     data = _prepare(config, progress.report)
-    model, prior_P = load_final(folder, config)
+    model, prior_P = load_final(folder)
     result = decode_and_score(folder, config, data.corpus, model, prior_P)
     progress.report(f"valid  {result.valid}")
     progress.report(f"test   {result.test}")
     return EXIT_OK
+
+
+def evaluate(run_dir: Path, quiet: bool, outer_iter: int | None = None) -> dict[str, dict[str, float] | None]:
+    """Objf per frame and frame accuracy of valid and test, all of them; of the final model, or of a checkpoint that is kept."""
+    folder = RunFolder.open(run_dir)
+    config = compose.from_yaml(folder.config)
+    data = _prepare(config, _progress(config, quiet).report)
+    reader = EgsReader(data.egs_directory)
+    if outer_iter is None:
+        model, prior_P = load_final(folder)
+    else:
+        model = model_for(config, reader)
+        set_stage(model, stages_of(config, reader).at(outer_iter - 1))
+        layout = Layout.of(model)
+        layout.load(model, CheckpointStore(folder.checkpoints, layout, config.checkpoint.num_to_keep).model_after(outer_iter - 1))
+        prior_P = average_posterior(model.eval(), reader, config.decode.num_prior_frames)
+    scores = score_held_out(config, data.corpus, model, prior_P)
+    return {name: asdict(score) if score else None for name, score in scores.items()}
 
 
 def _require_model(config: RunConfig, reader: EgsReader, report: Callable[[str], None]) -> None:
@@ -117,15 +149,17 @@ def _prepare(config: RunConfig, report: Callable[[str], None]) -> _Data:
     return _Data(corpus, egs_directory)
 
 
-def _run(config: RunConfig, folder: RunFolder, data: _Data, progress: ProgressTracker) -> int:
+def _run(config: RunConfig, folder: RunFolder, data: _Data, progress: ProgressTracker) -> FinalReport:
     folder.remember_data(data.corpus.digest, data.egs_directory)
     stop = SignalStop(config.failure.grace_s, progress.report)
     trackers = Trackers([EventLog(folder.events), progress, Forecast(config, _job_counts(config, data), progress.report),
                          *_mlflow(config, folder, progress.warn)])
     status = "FAILED"
     try:
-        end = _train(config, folder, data, trackers, stop, progress.report)
-        trackers.finished(_finish(config, folder, data, end, progress.report))
+        with folder.marked_as_running():
+            end = _train(config, folder, data, trackers, stop, progress.report)
+            report = _finish(config, folder, data, end, progress.report)
+            trackers.finished(report)
         status = "FINISHED"
     except OSError as error:
         raise CheckpointError(f"{error.filename or folder.path} could not be written ({error.strerror}); make room or fix the "
@@ -135,7 +169,7 @@ def _run(config: RunConfig, folder: RunFolder, data: _Data, progress: ProgressTr
         raise RunInterrupted(f"{interrupt or 'interrupted'}; go on with: ngsgd resume {folder.path}") from interrupt
     finally:
         trackers.close(status)
-    return EXIT_OK
+    return report
 
 
 def _train(config: RunConfig, folder: RunFolder, data: _Data, tracker: Tracker, stop: SignalStop,
@@ -188,7 +222,7 @@ def _finish(config: RunConfig, folder: RunFolder, data: _Data, end: Checkpoint, 
     store = CheckpointStore(folder.checkpoints, layout, config.checkpoint.num_to_keep)
     layout.load(model, final_parameters(config, end, store, scratch, reader, report))
     save_final(folder, config, model, reader)
-    model, prior_P = load_final(folder, config)  # what users will load, not what happens to be in memory
+    model, prior_P = load_final(folder)  # what users will load, not what happens to be in memory
     result = decode_and_score(folder, config, data.corpus, model, prior_P)
     draw(read_json_lines(folder.events), folder.learning_curve)
     files = {"run folder": folder.path, "final model": folder.final, "per-utterance": folder.decode / "test.per_utt.txt",

@@ -13,10 +13,11 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from launcher.console import Parser
 from launcher.mlflow_tracker import read_tracking, sqlite_uri
 from ngsgd.errors import EXIT_OK, ConfigError, MissingExtraError, NgsgdError
 
@@ -27,6 +28,16 @@ _PAGES = "?workflowType=machine_learning"  # MLflow opens in its page for langua
 
 class DashboardError(NgsgdError):
     """The MLflow server would not run."""
+
+
+def command(arguments: Sequence[str]) -> int:
+    """`ngsgd ui`."""
+    parser = Parser("ui")
+    parser.add_argument("output_dir", nargs="?", default="runs", help="holds mlflow.db (default: %(default)s)")
+    parser.add_argument("--host", default="127.0.0.1", help="where to listen (default: %(default)s, this machine only)")
+    parser.add_argument("--port", type=int, default=5000, help="default: %(default)s")
+    options = parser.parse_args(list(arguments))
+    return serve(Path(options.output_dir), host=options.host, port=options.port)
 
 
 def dashboard_command(output_dir: Path | str) -> str:

@@ -338,6 +338,10 @@ class TrackingConfig:
     kind: str = knob("mlflow", one_of=("mlflow", "none"))
     uri: str = knob("")               # MLflow tracking URI; empty: sqlite:///<output_dir>/mlflow.db
     experiment: str = knob("")        # empty: <corpus>-<model kind>
+    worker_runs: bool = knob(False)   # a child run for each worker, up to 32: their curves overlaid, at a request each
+    model: bool = knob(True)          # the final model too, for mlflow.pyfunc.load_model; safetensors, no pickle
+    register_as: str = knob("")       # name in MLflow's model registry that the final model becomes a version of; empty: none
+    system: bool = knob(True)         # load, memory, disk and network of the coordinator's machine, with every outer iteration
 
 
 @dataclass(frozen=True)

@@ -67,8 +67,13 @@ def new_file(final: Path) -> Iterator[Path]:
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
     """All whole lines of an append-only log; a last line that a crash cut short is left out."""
+    return parse_json_lines(path.read_text(encoding="utf-8"))
+
+
+def parse_json_lines(text: str) -> list[dict[str, Any]]:
+    """All whole lines."""
     lines = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in text.splitlines():
         try:
             lines.append(json.loads(line))
         except ValueError:

@@ -106,6 +106,17 @@ class CheckpointStore:
         except (OSError, KeyError, RuntimeError, SafetensorError) as error:
             raise CheckpointError(f"{path} is damaged ({error}); remove it and resume, and the others are combined.") from error
 
+    def model_after(self, outer_iter: int) -> Vector:
+        """The model of an outer iteration whose checkpoint is still there, or that is a candidate for the final combination."""
+        path = next((path for path in self._found() if int(path.name.rpartition("-")[2]) == outer_iter), None)
+        if path is not None:
+            return self.load(path).parameters
+        if outer_iter in self.kept():
+            return self.load_model(outer_iter)
+        there = sorted({*self.kept(), *(int(path.name.rpartition("-")[2]) for path in self._found())})
+        raise CheckpointError(f"the model of outer iteration {outer_iter + 1} was not kept; those that were are "
+                              f"{', '.join(str(one + 1) for one in there) or 'none'}.")
+
     def kept(self) -> list[int]:
         """The candidates that are there, newest first."""
         return sorted((int(path.stem.rpartition("-")[2]) for path in self.models.glob("iter-*.safetensors")), reverse=True)

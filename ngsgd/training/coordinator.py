@@ -301,7 +301,8 @@ class Coordinator:
             num_epochs=self.schedule.num_epochs, frames_processed=after.progress.frames_processed,
             effective_lr=iteration.effective_lr, lr=iteration.lr, gain=iteration.gain,
             train=_UNKNOWN, valid=_UNKNOWN,
-            jobs=tuple(_job_record(result, reason) for result, reason in verdicts),
+            jobs=tuple(_job_record(result, reason, round_.arrived_s.get(result.job.job, 0.0) - self._began)
+                       for result, reason in verdicts),
             relative_change=self.layout.relative_change(round_.model.read(), after.parameters),
             compute_s=0.0, average_s=0.0, checkpoint_s=0.0, diagnostics_s=0.0, elapsed_s=elapsed_s,
             left_s=elapsed_s * (1.0 - share) / share, patience_s=self._dispatch.patience_s(),
@@ -309,7 +310,7 @@ class Coordinator:
             num_deaths=self._dispatch.num_deaths, num_discarded=self._dispatch.num_discarded, num_deferred=len(round_.deferred))
 
     def _tell(self, what: str, message: str, outer_iter: int, job: int, worker: int) -> None:
-        self.tracker.incident(Incident(what, message, outer_iter, job, worker))
+        self.tracker.incident(Incident(what, message, outer_iter, job, worker, self.clock() - self._began))
 
 
 class _Gathered(NamedTuple):
@@ -340,7 +341,7 @@ def _after(plan: Plan, before: Progress) -> Progress:
                    pending=tuple(piece for piece in before.pending if piece not in plan.taken_up))
 
 
-def _job_record(result: JobResult, reason: str) -> JobRecord:
+def _job_record(result: JobResult, reason: str, ended_s: float) -> JobRecord:
     return JobRecord(result.job.job, result.worker, result.job.attempt, result.num_frames, result.num_minibatches,
                      result.objf, result.accuracy, result.seconds, result.max_change_share,
-                     result.max_param_change_share, result.num_skipped, not reason, reason, result.health)
+                     result.max_param_change_share, result.num_skipped, not reason, reason, result.health, ended_s)

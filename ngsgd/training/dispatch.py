@@ -55,6 +55,7 @@ class Round:
     running: set[int] = field(default_factory=set)
     waiting: deque[Job] = field(default_factory=deque)
     results: dict[int, JobResult] = field(default_factory=dict)
+    arrived_s: dict[int, float] = field(default_factory=dict)  # by job, on the clock
     troubles: dict[int, str] = field(default_factory=dict)     # by job: what is wrong with its result
     unsettled: set[int] = field(default_factory=set)
     deferred: list[Piece] = field(default_factory=list)
@@ -223,7 +224,7 @@ class Dispatcher:
         self._minibatch_s.append(result.seconds / max(result.num_minibatches, 1))
         if result.trouble:
             round_.troubles[job.job] = result.trouble
-        round_.results[job.job] = result
+        round_.results[job.job], round_.arrived_s[job.job] = result, self.clock()
         round_.unsettled.discard(job.job)
 
     def _keeps_partial(self, result: JobResult) -> bool:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from torch import nn
 
 from ngsgd.training.diagnostics import BackgroundDiagnostics, Diagnosis
-from ngsgd.training.records import JobRecord, OuterIterationRecord, SubsetScore
+from ngsgd.training.records import OuterIterationRecord
 
 Tell = Callable[[OuterIterationRecord], None]
 
@@ -55,7 +55,7 @@ class PendingRecords:
     def take_up(self, outer_iter: int, load: Callable[[nn.Module], object]) -> None:
         """Goes on with the record that a process left behind, if it is that of the checkpoint at hand."""
         try:
-            record = _record(self.path.read_text(encoding="utf-8"))
+            record = OuterIterationRecord.from_json(json.loads(self.path.read_text(encoding="utf-8")))
         except FileNotFoundError:
             return
         except (ValueError, TypeError, KeyError):  # of another version; the log lacks a line, the run nothing
@@ -70,10 +70,3 @@ class PendingRecords:
         found = waiting.diagnosis.result()
         self.tell(replace(waiting.record, train=found.train, valid=found.valid, diagnostics=found.figures))
         self.path.unlink(missing_ok=True)
-
-
-def _record(text: str) -> OuterIterationRecord:
-    fields = json.loads(text)
-    fields["jobs"] = tuple(JobRecord(**job) for job in fields["jobs"])
-    fields["train"], fields["valid"] = (SubsetScore(**fields[name]) for name in ("train", "valid"))
-    return OuterIterationRecord(**fields)

@@ -6,7 +6,9 @@ Objective functions are per frame and go up.
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,7 @@ class JobRecord:
     accepted: bool
     reason: str                # why it was rejected; empty when accepted
     health: dict[str, float] = field(default_factory=dict)  # of the Fisher estimates at the end, by layer and side
+    ended_s: float = 0.0       # when its result arrived, on the clock of OuterIterationRecord.elapsed_s
 
     @property
     def frames_per_second(self) -> float:
@@ -71,6 +74,13 @@ class OuterIterationRecord:
     num_discarded: int = 0     # results that nobody waited for, likewise
     diagnostics: dict[str, float] = field(default_factory=dict)  # shares: dead units by layer, silence (training.diagnostics)
     num_deferred: int = 0      # pieces of work put off to a later outer iteration
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> OuterIterationRecord:
+        """The record that `asdict` made these values of; what else a log line holds is left out."""
+        known = {name: values[name] for name in (spec.name for spec in fields(cls)) if name in values}
+        return cls(**known | {"train": SubsetScore(**values["train"]), "valid": SubsetScore(**values["valid"]),
+                              "jobs": tuple(JobRecord(**job) for job in values["jobs"])})
 
     @property
     def skew(self) -> float:
@@ -124,6 +134,12 @@ class FinalReport:
     seconds: float
     files: dict[str, str] = field(default_factory=dict)  # what was written: label -> path
 
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> FinalReport:
+        """The report that `asdict` made these values of; what else a log line holds is left out."""
+        known = {name: values[name] for name in (spec.name for spec in fields(cls)) if name in values}
+        return cls(**known | {"train": SubsetScore(**values["train"]), "valid": SubsetScore(**values["valid"])})
+
 
 @dataclass(frozen=True)
 class Incident:
@@ -134,3 +150,4 @@ class Incident:
     outer_iter: int
     job: int = -1              # -1: not about a job
     worker: int = -1
+    elapsed_s: float = 0.0     # when it was noticed, on the clock of OuterIterationRecord.elapsed_s

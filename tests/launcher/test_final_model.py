@@ -35,7 +35,7 @@ def test_the_final_model_is_read_as_it_was_written_without_the_examples(tmp_path
     x_NI = run.reader.diagnostic("valid").x_ND
     for file in run.egs.iterdir():  # the folder is all that is needed
         file.unlink()
-    read, prior_P = load_final(folder, run.config)
+    read, prior_P = load_final(folder)
     assert torch.equal(read(x_NI), run.model(x_NI))
     assert torch.equal(utterance_logits(read, x_NI), utterance_logits(run.model, x_NI))
     assert prior_P.sum() == pytest.approx(1.0)
@@ -49,7 +49,7 @@ def test_a_run_that_ended_before_its_model_was_whole_leaves_what_it_was(tmp_path
     set_stage(run.model, Stage(1, False))
     x_NI = run.reader.diagnostic("valid").x_ND
     save_final(RunFolder(tmp_path), run.config, run.model.eval(), run.reader)
-    read, _ = load_final(RunFolder(tmp_path), run.config)
+    read, _ = load_final(RunFolder(tmp_path))
     assert torch.equal(read(x_NI), run.model(x_NI))
     set_stage(run.model, Stage(2, True))
     assert not torch.equal(read(x_NI), run.model(x_NI))

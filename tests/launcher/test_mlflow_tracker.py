@@ -7,6 +7,7 @@ import math
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ import pytest
 from launcher import compose, mlflow_tracker
 from launcher.mlflow_tracker import MlflowTracker, read_tracking
 from ngsgd.config import RunConfig
+from ngsgd.training.event_log import EventLog
 from ngsgd.training.records import Incident
 from tests.launcher.records import final_report, job, outer_iteration
 
@@ -67,7 +69,7 @@ class Client:
 
 @pytest.fixture
 def config(tmp_path: Path) -> RunConfig:
-    config = compose.compose([f"output_dir={tmp_path}"])
+    config = compose.compose([f"output_dir={tmp_path}", "tracking.worker_runs=true", "tracking.system=false"])
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").write_text(compose.to_yaml(config))
     (tmp_path / "run" / "events.jsonl").write_text("{}\n")
@@ -135,21 +137,90 @@ def test_incidents_are_charted(config: RunConfig) -> None:
     assert client.runs["id0"]["status"] == "FAILED"
 
 
-def test_errors_are_told_once_and_counted(config: RunConfig) -> None:
+def test_what_a_store_that_is_down_missed_is_sent_when_it_is_back(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mlflow_tracker, "_FIRST_PAUSE_S", 0.01)
     client = Client()
     tracker, said = start(config, lambda _: client)
     while not tracker.run_id:
         time.sleep(0.01)
     client.fails = True
+    began = time.monotonic()
     for outer_iter in range(3):
         tracker.outer_iteration(outer_iteration(outer_iter))
+    assert time.monotonic() - began < 0.5, "training waits for no store"
+    time.sleep(0.1)
+    client.fails = False
     tracker.close("FINISHED")
-    assert said[0].startswith("MLflow cannot be written (disk full)")
-    assert said[1].startswith("3 updates did not reach MLflow")
-    assert len(said) == 2
+    assert len(said) == 1 and said[0].startswith("MLflow cannot be written (disk full)")
+    steps = [figures["valid/objf"][1] for name, figures in client.metrics if name == "my run"]
+    assert steps == [32000, 64000, 96000]
 
 
-def test_a_store_that_cannot_be_opened_does_not_stop_the_run(config: RunConfig) -> None:
+def test_what_was_not_sent_is_counted_and_sent_by_the_resumed_run(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mlflow_tracker, "CLOSE_TIMEOUT_S", 0.3)
+    client, log = Client(), EventLog(Path(config.output_dir) / "run" / "events.jsonl")
+    tracker, said = start(config, lambda _: client)
+    for outer_iter in range(3):
+        log.outer_iteration(outer_iteration(outer_iter))
+        tracker.outer_iteration(outer_iteration(outer_iter))
+        while outer_iter == 0 and not client.metrics:
+            time.sleep(0.01)
+        time.sleep(0.1)
+        client.fails = True
+    tracker.close("KILLED")
+    assert said[-1].startswith("2 updates did not reach MLflow") or "did not answer" in said[-1], said
+    client.fails = False
+    monkeypatch.setattr(mlflow_tracker, "CLOSE_TIMEOUT_S", 30.0)
+    again, said = start(config, lambda _: client)
+    again.outer_iteration(outer_iteration(3))
+    again.close("FINISHED")
+    steps = [figures["valid/objf"][1] for name, figures in client.metrics if name == "my run"]
+    assert steps == [32000, 64000, 96000, 128000] and said == []
+
+
+def test_a_message_that_the_store_refuses_does_not_hold_up_the_others(config: RunConfig) -> None:
+    class Refusing(Client):
+        def log_batch(self, run_id: str, metrics: Any = (), params: Any = ()) -> None:
+            if any(point.step == 32000 for point in metrics):
+                error = RuntimeError("no such name")
+                error.error_code = "INVALID_PARAMETER_VALUE"  # type: ignore[attr-defined]
+                raise error
+            super().log_batch(run_id, metrics, params)
+
+    client = Refusing()
+    tracker, said = start(config, lambda _: client)
+    tracker.outer_iteration(outer_iteration(0))
+    tracker.outer_iteration(outer_iteration(1))
+    tracker.close("FINISHED")
+    assert [figures["valid/objf"][1] for name, figures in client.metrics if name == "my run"] == [64000]
+    assert said[-1].startswith("1 updates did not reach MLflow")
+
+
+def test_a_store_that_was_emptied_gets_the_whole_run_again_tagged(config: RunConfig) -> None:
+    folder = Path(config.output_dir) / "run"
+    EventLog(folder / "events.jsonl").outer_iteration(outer_iteration(0))
+    (folder / "tracking.json").write_text(json.dumps(
+        {"tracking_uri": "elsewhere", "experiment_id": "1", "run_id": "old", "worker_runs": {}, "sent": 0}))
+    client = Client()
+    tracker, _ = start(config, lambda _: client)
+    tracker.close("FINISHED")
+    assert client.runs["id0"]["tags"]["resumed_from"] == "old"
+    assert client.metrics[0][1]["valid/objf"] == (-1.92, 32000)
+
+
+def test_workers_have_runs_of_their_own_only_when_asked(config: RunConfig) -> None:
+    client = Client()
+    quiet = replace(config, tracking=replace(config.tracking, worker_runs=False, system=True))
+    tracker, _ = start(quiet, lambda _: client)
+    tracker.outer_iteration(outer_iteration(0))
+    tracker.close("FINISHED")
+    [(name, figures)] = client.metrics
+    assert name == "my run" and figures["system/memory_used_gb"][0] > 0.0
+
+
+def test_a_store_that_cannot_be_opened_does_not_stop_the_run(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mlflow_tracker, "CLOSE_TIMEOUT_S", 0.3)
+
     def broken(_: str) -> Any:
         raise RuntimeError("no such host")
 
@@ -203,7 +274,7 @@ def test_real_sqlite_store_has_the_run_its_workers_and_its_files(
     monkeypatch.setattr(mlflow_tracker, "CLOSE_TIMEOUT_S", 120.0)  # a fresh schema on a busy machine
     output_dir, said = Path(config.output_dir), list[str]()
     (output_dir / "run" / "final").mkdir()
-    (output_dir / "run" / "final" / "model.json").write_text("{}")
+    (output_dir / "run" / "final" / "about.json").write_text("{}")
     tracker = MlflowTracker(config, output_dir / "run", "my run", said.append)
     tracker.outer_iteration(outer_iteration(0))
     tracker.outer_iteration(outer_iteration(1))

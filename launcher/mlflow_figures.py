@@ -1,0 +1,50 @@
+"""Names and values of what MLflow charts; the part of a name before the slash is the section of its chart."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from ngsgd.training.records import JobRecord, OuterIterationRecord
+
+
+def run_metrics(record: OuterIterationRecord) -> dict[str, float]:
+    """The figures of one outer iteration; the part before the slash is MLflow's chart section."""
+    return {
+        "train/objf": record.train.objf, "train/frame_accuracy": record.train.accuracy,
+        "train/running_objf": record.objf,
+        "valid/objf": record.valid.objf, "valid/frame_accuracy": record.valid.accuracy,
+        "lr/effective": record.effective_lr, "lr/job": record.lr, "lr/outer_gain": record.gain,
+        "max_change/layer_share": record.max_change_share, "max_change/model_share": record.max_param_change_share,
+        "time/compute_s": record.compute_s, "time/average_s": record.average_s,
+        "time/checkpoint_s": record.checkpoint_s, "time/diagnostics_s": record.diagnostics_s,
+        "cluster/jobs_planned": record.num_jobs, "cluster/jobs_accepted": record.num_accepted,
+        "cluster/skew": record.skew, "cluster/workers_alive": record.workers_alive, "cluster/deaths": record.num_deaths,
+        "cluster/deferred": record.num_deferred, "cluster/discarded": record.num_discarded,
+        "cluster/patience_s": record.patience_s,
+        "progress/outer_iter": record.outer_iter, "progress/epoch": record.epoch,
+        "progress/elapsed_s": record.elapsed_s,
+        **{f"relative_change/{layer}": change for layer, change in record.relative_change.items()},
+        **{f"diagnostics/{name}": value for name, value in record.diagnostics.items()},
+        **{f"natural_gradient/{name}": value for name, value in record.health.items()},
+    }
+
+
+def worker_metrics(jobs: list[JobRecord]) -> dict[str, float]:
+    """One worker's share of one outer iteration; the same names in every child run, so that charts overlay workers."""
+    num_frames = max(sum(job.num_frames for job in jobs), 1)
+    seconds = sum(job.seconds for job in jobs)
+
+    def mean(values: Iterable[float]) -> float:
+        return sum(value * job.num_frames for value, job in zip(values, jobs, strict=True)) / num_frames
+
+    return {
+        "job/objf": mean(job.objf for job in jobs), "job/frame_accuracy": mean(job.accuracy for job in jobs),
+        "job/seconds": seconds, "job/frames_per_second": num_frames / max(seconds, 1e-9),
+        "job/max_change_share": mean(job.max_change_share for job in jobs),
+    }
+
+
+def storable(value: float) -> float:
+    """MLflow stores infinity as 1.8e308, which flattens every chart; not-a-number leaves a gap, as it should."""
+    return float(value) if math.isfinite(value) else math.nan

@@ -1,0 +1,135 @@
+"""The reference pages that are made from the code: `python -m launcher.reference docs/reference` writes them.
+
+They are kept in the repository, so that a change of an option is seen as a change of a page; a test compares.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import io
+import os
+import sys
+import typing
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from launcher import cli, compose
+from launcher import help as texts
+from ngsgd import config as knobs
+from ngsgd import errors
+from ngsgd.config import RunConfig
+
+_TYPES = {"str": "text", "int": "whole number", "float": "number", "bool": "true, false"}
+
+
+def pages() -> dict[str, str]:
+    """File name -> its text."""
+    return {"settings.md": "\n".join(settings()), "commands.md": "\n".join(commands()), "errors.md": "\n".join(error_codes())}
+
+
+def settings() -> Iterator[str]:
+    """Every option with its default, its range and what the source says of it."""
+    yield "# Settings\n"
+    yield ("Made from `ngsgd/config.py` by `make reference`. On the command line: `ngsgd train KEY=VALUE`. Learning rates are per "
+           "frame, on the objective summed over the minibatch; section numbers are those of arXiv 1410.7455.\n")
+    yield "## Groups\n"
+    yield "A group sets several of the options below: `ngsgd train GROUP=CHOICE`.\n"
+    yield "| group | choices |\n|---|---|"
+    for group, choices in compose.groups().items():
+        yield f"| `{group}` | {', '.join(f'`{choice}`' for choice in choices)} |"
+    yield "\n## The run itself\n"
+    comments = texts.knob_comments()
+    yield from _table(RunConfig(), "", comments)
+    for spec in fields(RunConfig):
+        section = getattr(RunConfig(), spec.name)
+        if is_dataclass(section):
+            about = (inspect.getdoc(type(section)) or "").replace("\n", " ").replace("  ", " ")
+            yield f"\n## {spec.name}\n\n{_cell(about)}\n"
+            yield from _table(section, f"{spec.name}.", comments)
+    yield ""
+
+
+def _table(section: Any, prefix: str, comments: dict[str, str]) -> Iterator[str]:
+    yield "| option | default | values | |\n|---|---|---|---|"
+    hints = typing.get_type_hints(type(section))
+    for spec in fields(section):
+        if not is_dataclass(hints[spec.name]):
+            path, value = f"{prefix}{spec.name}", getattr(section, spec.name)
+            allowed = _allowed(hints[spec.name], spec.metadata)
+            yield f"| `{path}` | `{_shown(value)}` | {allowed} | {_cell(comments.get(path, ''))} |"
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "''" if value == "" else str(list(value) if isinstance(value, tuple) else value)
+
+
+def _allowed(kind: Any, allowed: Any) -> str:
+    if allowed.get("one_of"):
+        return ", ".join(f"`{value}`" for value in allowed["one_of"])
+    name = _TYPES.get(getattr(kind, "__name__", ""), "list of numbers" if "tuple" in str(kind) else "mapping")
+    low, high, above = allowed.get("low"), allowed.get("high"), allowed.get("above")
+    limits = [f"at least {low:g}"] if low is not None else [f"above {above:g}"] if above is not None else []
+    limits += [f"at most {high:g}"] if high is not None else []
+    return ", ".join([name, *limits])
+
+
+def _cell(text: str) -> str:
+    # a bar would end the cell, and <...> is a tag to a browser
+    return text.replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*")
+
+
+def commands() -> Iterator[str]:
+    """What each command says of itself."""
+    yield "# Commands\n"
+    yield "Made from the commands' own `--help` by `make reference`.\n"
+    yield "```text\n" + texts.top().rstrip() + "\n```"
+    for command in texts.COMMANDS:
+        yield f"\n## ngsgd {command}\n"
+        yield "```text\n" + help_of(command).rstrip() + "\n```"
+    yield ""
+
+
+def help_of(command: str) -> str:
+    """As on a terminal of 110 columns, without what belongs to this machine."""
+    before = os.environ.get("COLUMNS")
+    os.environ["COLUMNS"] = "110"
+    try:
+        with contextlib.redirect_stdout(io.StringIO()) as said:
+            cli.main([command, "--help"])
+    finally:
+        if before is None:
+            del os.environ["COLUMNS"]
+        else:
+            os.environ["COLUMNS"] = before
+    return said.getvalue().replace(knobs.__file__ or "", "ngsgd/config.py")
+
+
+def error_codes() -> Iterator[str]:
+    """The error tree with its exit codes."""
+    yield "# Errors and exit codes\n"
+    yield ("Made from `ngsgd/errors.py` by `make reference`. Every error is a sentence on stderr beginning with `ngsgd:` that says "
+           "what to do next; `--debug` adds the traceback. Scripts can rely on the codes.\n")
+    yield "| exit code | error | meaning |\n|---|---|---|"
+    yield "| 0 | | all is well; for `ngsgd doctor`: nothing fails |"
+    tree = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, errors.NgsgdError)]
+    for kind in sorted(tree, key=lambda kind: (kind.exit_code, kind.__name__)):
+        about = (inspect.getdoc(kind) or "").partition("\n")[0]
+        yield f"| {kind.exit_code} | `{kind.__name__}` | {_cell(about)} |"
+    yield "| 141 | | the reader of a pipe went away (`ngsgd ... \\| head`) |"
+    yield ""
+
+
+def main(folder: Path) -> None:
+    for name, text in pages().items():
+        (folder / name).write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,143 @@
+"""The batch script of a run on a Slurm cluster: one Ray node per task, signals handed on, and a requeued job goes on.
+
+What Slurm gives back of a job that was requeued is only its number, so the run's name carries that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ngsgd.errors import ConfigError
+
+# Double braces are the shell's.  Ray's own `ray symmetric-run` ends with `ray stop`, which ends every Ray of a host.
+_SCRIPT = """\
+#!/bin/bash
+#SBATCH --job-name={name}
+#SBATCH --nodes={num_nodes}
+#SBATCH --ntasks-per-node=1
+#SBATCH --cpus-per-task={cpus_per_node}
+#SBATCH --time={time_limit}
+#SBATCH --output=ngsgd-%j.log
+#SBATCH --open-mode=append
+#SBATCH --requeue
+#SBATCH --signal=B:TERM@{warn_s}
+{more}set -euo pipefail
+
+# a token of this job alone: Ray listens on all interfaces
+RAY_AUTH_TOKEN=$(od -An -tx1 -N32 /dev/urandom | tr -d ' \\n')
+export RAY_AUTH_MODE=token RAY_AUTH_TOKEN RAY_USAGE_STATS_ENABLED=0 OMP_WAIT_POLICY=PASSIVE
+# uncomment what your network needs
+# export NCCL_SOCKET_IFNAME=ib0 NCCL_IB_DISABLE=0 NCCL_DEBUG=WARN
+
+head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+ip=$(srun --overlap --nodes=1 --ntasks=1 --nodelist="$head" hostname --ip-address | awk '{{print $1}}')
+port=$((20000 + SLURM_JOB_ID % 10000))
+export RAY_ADDRESS="$ip:$port"
+scratch=/tmp/ngsgd-$SLURM_JOB_ID   # short: socket paths are
+node=(--block --num-cpus="$SLURM_CPUS_PER_TASK" --temp-dir="$scratch" --disable-usage-stats)
+
+srun --overlap --nodes=1 --ntasks=1 --nodelist="$head" \\
+    ray start --head --node-ip-address="$ip" --port="$port" --include-dashboard=false "${{node[@]}}" &
+steps=$!
+if [ "$SLURM_JOB_NUM_NODES" -gt 1 ]; then
+    # until the head is up, the others cannot join
+    until ray status --address "$RAY_ADDRESS" >/dev/null 2>&1; do kill -0 "$steps"; sleep 1; done
+    others=$((SLURM_JOB_NUM_NODES - 1))
+    srun --overlap --nodes=$others --ntasks=$others --exclude="$head" ray start --address="$RAY_ADDRESS" "${{node[@]:0:2}}" \\
+        --disable-usage-stats &
+fi
+for ((tries = 0; tries < {start_s}; tries++)); do
+    kill -0 "$steps"   # Ray has ended: so does the job, with Ray's own words in the log
+    up=$(ray status --address "$RAY_ADDRESS" 2>/dev/null | grep -c ' node_' || true)
+    [ "$up" -ge "$SLURM_JOB_NUM_NODES" ] && break
+    sleep 1
+done
+
+{start}
+# Slurm warns before it takes the nodes away: finish the outer iteration, save, and queue again
+warned=0
+trap 'warned=1; kill -TERM "$run" 2>/dev/null || true' TERM USR1
+code=0
+wait "$run" || code=$?
+while kill -0 "$run" 2>/dev/null; do code=0; wait "$run" || code=$?; done
+if [ "$warned" = 1 ] && {{ [ "$code" = 130 ] || [ "$code" = 143 ]; }}; then
+    scontrol requeue "$SLURM_JOB_ID"   # before Ray is ended, which may take longer than Slurm waits
+    code=0
+fi
+kill "$steps" 2>/dev/null || true
+exit "$code"
+"""
+
+_TRAIN = """\
+folder=$(find {output_dir} -maxdepth 1 -name "{name}-$SLURM_JOB_ID-*" -print -quit 2>/dev/null || true)
+if [ -n "$folder" ]; then
+    {program} resume "$folder" &
+else
+    {words} "name={name}-$SLURM_JOB_ID" cluster.address=auto &
+fi
+run=$!
+"""
+
+_RESUME = """\
+{words} &
+run=$!
+"""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked of Slurm."""
+
+    name: str
+    num_nodes: int
+    cpus_per_node: int
+    gpus_per_node: int
+    time_limit: str     # as sbatch reads it: minutes, hours:minutes:seconds, days-hours
+    warn_s: int         # before the limit, Slurm asks the run to end
+    partition: str
+    account: str
+
+    @classmethod
+    def of(cls, options: argparse.Namespace, name: str) -> Request:
+        """From the command line; raises one ConfigError that lists everything wrong."""
+        problems = [f"--{what.replace('_', '-')} is {getattr(options, what)}; it must be at least {low}."
+                    for what, low in (("nodes", 1), ("cpus_per_node", 1), ("gpus_per_node", 0)) if getattr(options, what) < low]
+        if not name.replace("-", "").replace("_", "").replace(".", "").isalnum():
+            problems.append(f"--name is {name!r}; use letters, digits, '-', '_' and '.'.")
+        if problems:
+            raise ConfigError(problems)
+        return cls(name, options.nodes, options.cpus_per_node, options.gpus_per_node, options.time, 120, options.partition,
+                   options.account)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What both Slurm and Kubernetes, or Slurm alone, are asked for."""
+    parser.add_argument("--nodes", type=int, default=2, help="slurm, kubernetes: machines (default: %(default)s)")
+    parser.add_argument("--cpus-per-node", type=int, default=4, help="slurm, kubernetes (default: %(default)s)")
+    parser.add_argument("--gpus-per-node", type=int, default=0, help="slurm, kubernetes (default: %(default)s)")
+    parser.add_argument("--time", default="1-0", help="slurm: limit, as sbatch reads it (default: one day)")
+    parser.add_argument("--partition", default="", help="slurm")
+    parser.add_argument("--account", default="", help="slurm")
+
+
+def script(request: Request, words: Sequence[str]) -> str:
+    """The file for sbatch; `words` are the command that trains or resumes, without the cluster's address."""
+    more = [f"#SBATCH --partition={request.partition}"] if request.partition else []
+    more += [f"#SBATCH --account={request.account}"] if request.account else []
+    more += [f"#SBATCH --gpus-per-node={request.gpus_per_node}"] if request.gpus_per_node else []
+    return _SCRIPT.format(name=request.name, num_nodes=request.num_nodes, cpus_per_node=request.cpus_per_node,
+                          time_limit=request.time_limit, warn_s=request.warn_s, start_s=300,
+                          more="".join(f"{line}\n" for line in more), start=_start(request, words))
+
+
+def _start(request: Request, words: Sequence[str]) -> str:
+    """The lines that start the run, or go on with that of a job that was requeued."""
+    if "train" not in words[:2]:
+        return _RESUME.format(words=shlex.join(words))
+    output_dir = next(word.partition("=")[2] for word in words if word.startswith("output_dir="))
+    named = [word for word in words if not word.startswith("name=")]
+    return _TRAIN.format(output_dir=shlex.quote(output_dir), name=request.name, program=shlex.quote(words[0]),
+                         words=shlex.join(named))

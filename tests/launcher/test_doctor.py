@@ -1,0 +1,106 @@
+"""What the doctor finds, and what it tells to do."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+
+from launcher import cli, doctor
+
+
+def findings(output_dir: Path, *, workers: int = 1, tracking_uri: str = "") -> dict[str, doctor.Finding]:
+    return {finding.what: finding for finding in doctor.examine(output_dir, workers, "", tracking_uri)}
+
+
+def test_a_machine_that_can_train_passes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", "--output-dir", str(tmp_path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {one["verdict"] for one in found} <= {"ok", "warn"}
+    assert {"python", "torch", "ray", "threads", "storage", "tracking", "port"} <= {one["what"] for one in found}
+    assert all(one["fix"] for one in found if one["verdict"] != "ok")
+
+
+def test_nothing_is_written_by_looking(tmp_path: Path) -> None:
+    findings(tmp_path / "new" / "runs")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_written_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    assert cli.main(["doctor", "--output-dir", str(tmp_path / "file"), "--quiet"]) == 1
+    assert "fail storage" in capsys.readouterr().out
+
+
+def test_more_workers_than_cores_and_spinning_threads_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cores = len(os.sched_getaffinity(0))
+    assert findings(tmp_path, workers=cores + 1)["threads"].verdict == "warn"
+    monkeypatch.setenv("OMP_NUM_THREADS", str(cores + 1))
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    assert "OMP_WAIT_POLICY=PASSIVE" in findings(tmp_path)["threads"].fix
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+    assert findings(tmp_path)["threads"].verdict == "ok"
+
+
+def test_a_left_over_folder_that_shadows_the_package_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "ngsgd").mkdir()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert f"rm -r {tmp_path / 'ngsgd'}" in [finding.fix for finding in doctor.examine(tmp_path, 1) if finding.what == "shadowed"]
+
+
+def test_a_token_that_others_can_read_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    token = tmp_path / ".ray" / "auth_token"
+    token.parent.mkdir()
+    token.write_text("x")
+    token.chmod(0o644)
+    assert findings(tmp_path)["Ray token"].fix == f"chmod 600 {token}"
+    token.chmod(0o600)
+    assert "Ray token" not in findings(tmp_path)
+
+
+def test_a_taken_port_is_told(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        try:
+            taken.bind(("127.0.0.1", 5000))
+        except OSError:
+            pass   # somebody else's server has it already, which is as good
+        else:
+            taken.listen()
+        ports = [finding for finding in doctor.examine(tmp_path, 1) if finding.what == "port"]
+    assert ports[0].verdict == "warn" and "--port" in ports[0].fix
+
+
+class _Server(BaseHTTPRequestHandler):
+    late_s = 0.0
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+
+    def date_time_string(self, timestamp: float | None = None) -> str:
+        import time
+
+        return super().date_time_string(time.time() + self.late_s)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("late_s", "verdict"), [(0.0, "ok"), (90.0, "warn")])
+def test_a_tracking_server_is_asked_and_its_clock_compared(late_s: float, verdict: str, tmp_path: Path,
+                                                           monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_Server, "late_s", late_s)
+    server = HTTPServer(("127.0.0.1", 0), _Server)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    uri = f"http://127.0.0.1:{server.server_port}"
+    found = findings(tmp_path, tracking_uri=uri)
+    assert (found["tracking"].verdict, found["clock"].verdict) == ("ok", verdict)
+    server.shutdown()
+    server.server_close()
+    assert findings(tmp_path, tracking_uri=uri)["tracking"].verdict == "fail"

@@ -1,0 +1,255 @@
+"""Runs handed to clusters: what is sent is right, checked before it is sent, and shown."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import stat
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+
+from launcher import cli, ray_jobs
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Jobs:
+    """A JobSubmissionClient that remembers."""
+
+    def __init__(self) -> None:
+        self.submitted: list[dict[str, Any]] = []
+        self.states = ["RUNNING", "STOPPED"]
+        self.stopped: list[str] = []
+        self.refusals = 0
+
+    def submit_job(self, **what: Any) -> str:
+        if self.refusals:
+            self.refusals -= 1
+            raise RuntimeError("Request failed with status code 500: No available agent to submit job, please try again later")
+        self.submitted.append(what)
+        return str(what["submission_id"])
+
+    def get_job_status(self, job: str) -> Any:
+        if job != "night":
+            raise RuntimeError(f"Request failed with status code 404: Job {job} does not exist.")
+        return SimpleNamespace(value=self.states.pop(0) if len(self.states) > 1 else self.states[0])
+
+    def get_job_logs(self, job: str) -> str:
+        return "said\n"
+
+    def stop_job(self, job: str) -> None:
+        self.stopped.append(job)
+
+    def list_jobs(self) -> list[Any]:
+        return [SimpleNamespace(submission_id="night", job_id=None, status=SimpleNamespace(value="RUNNING"), message="m",
+                                entrypoint="ngsgd train", start_time=1, end_time=None)]
+
+
+@pytest.fixture
+def jobs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Jobs:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(ray_jobs, "_POLL_S", 0.01)
+    fake = Jobs()
+    monkeypatch.setattr(ray_jobs, "connect", lambda door: fake)
+    return fake
+
+
+def test_a_ray_job_gets_absolute_paths_and_time_to_stop(jobs: Jobs, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    jobs.refusals = 2   # a head that has just started
+    assert cli.main(["submit", "--name", "night", "--address", "head:8265", "seed=3", "output_dir=here"]) == 0
+    [sent] = jobs.submitted
+    assert sent["entrypoint"] == f"ngsgd train output_dir={tmp_path}/here seed=3 cluster.address=auto"
+    assert int(sent["runtime_env"]["env_vars"]["RAY_JOB_STOP_WAIT_TIME_S"]) >= 30
+    told = capsys.readouterr().out
+    assert "ray job submit --address http://head:8265 --submission-id night" in told
+    assert "ngsgd logs --follow --address http://head:8265 night" in told
+
+
+@pytest.mark.parametrize(("words", "told"), [
+    (["sede=3"], "Did you mean seed?"),
+    (["cluster.address=x:1"], "leave out cluster.address"),
+    (["cluster=local"], "leave out cluster.address and cluster=."),
+    (["--resume", "runs/x", "seed=1"], "--resume takes no settings"),
+    (["--to", "slurm", "--nodes", "0"], "--nodes is 0; it must be at least 1."),
+    (["--to", "slurm", "--name", "a b"], "use letters, digits"),
+    (["--to", "kubernetes"], "--claim is missing"),
+    (["--to", "kubernetes", "--claim", "c", "--name", "Night_1"], "Kubernetes takes up to 47 small letters"),
+])
+def test_mistakes_are_told_before_anything_is_sent(words: list[str], told: str, jobs: Jobs,
+                                                   capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["submit", *words]) == 2
+    assert told in capsys.readouterr().err
+    assert jobs.submitted == []
+
+
+def test_status_logs_and_stop_of_ray_jobs(jobs: Jobs, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["status", "--address", "head:8265", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["state"] == "RUNNING"
+    assert cli.main(["logs", "night"]) == 0
+    assert capsys.readouterr().out == "said\n"
+    assert cli.main(["stop", "night"]) == 0
+    assert jobs.stopped == ["night"] and capsys.readouterr().out == "night STOPPED\n"
+    assert cli.main(["stop", "nigth"]) == 2
+    assert "nigth is neither a run nor a job" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("said", "code", "told"), [
+    ("Request failed with status code 401: Unauthorized", 5, "refuses this token, or none was given"),
+    ("Failed to connect to Ray at address: http://x", 5, "no Ray job server answers"),
+])
+def test_what_ray_raises_becomes_a_sentence(said: str, code: int, told: str, jobs: Jobs, monkeypatch: pytest.MonkeyPatch,
+                                            capsys: pytest.CaptureFixture[str]) -> None:
+    def refuse() -> None:
+        raise ConnectionError(said)
+
+    monkeypatch.setattr(jobs, "list_jobs", refuse)
+    assert cli.main(["status", "--address", "head:8265"]) == code
+    assert told in capsys.readouterr().err
+
+
+def test_a_token_file_wins_over_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "of the environment")
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", "elsewhere")
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    (tmp_path / "token").write_text("x" * 32)
+    ray_jobs._use_token(ray_jobs.Door("http://head:8265", str(tmp_path / "token")))
+    assert "RAY_AUTH_TOKEN" not in os.environ and os.environ["RAY_AUTH_TOKEN_PATH"] == str(tmp_path / "token")
+
+
+def _slurm(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert cli.main(["submit", "--to", "slurm", "--dry-run", "--name", "night", *words]) == 0
+    return capsys.readouterr().out
+
+
+def test_the_slurm_script_is_sound_shell(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    text = _slurm(capsys, "--nodes", "3", "--gpus-per-node", "2", "--partition", "gpu", "output_dir=/shared/runs", "name=mine")
+    for line in ("--nodes=3", "--gpus-per-node=2", "--partition=gpu", "--requeue", "--signal=B:TERM@120"):
+        assert f"#SBATCH {line}\n" in text
+    assert "name=mine" not in text, "the run is found again by the job's number"
+    assert 'ngsgd train output_dir=/shared/runs "name=night-$SLURM_JOB_ID" cluster.address=auto &' in text
+    (tmp_path / "job.sh").write_text(text)
+    assert subprocess.run(["bash", "-n", str(tmp_path / "job.sh")], check=False).returncode == 0
+    if shutil.which("shellcheck"):
+        done = subprocess.run(["shellcheck", str(tmp_path / "job.sh")], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout
+
+
+_STAND_INS = {
+    "scontrol": 'if [ "$1" = show ]; then echo node1; echo node2; else echo "$@" >> "$LOG"; fi',
+    # a step runs here, without srun's own flags; a node's Ray sleeps until it is ended
+    "srun": 'while [ "${1#--}" != "$1" ]; do shift; done; exec "$@"',
+    "ray": 'case $1 in status) echo " 1 node_a"; echo " 1 node_b";; *) exec sleep 60;; esac',
+    "ngsgd": 'echo "ngsgd $*" >> "$LOG"; trap "exit 130" TERM; for i in $(seq 100); do sleep 0.1; done',
+    "hostname": 'echo 10.0.0.1',
+}
+
+
+@pytest.mark.parametrize("requeued", [False, True])
+def test_a_warned_slurm_job_saves_queues_again_and_resumes(requeued: bool, tmp_path: Path,
+                                                           capsys: pytest.CaptureFixture[str]) -> None:
+    """The script itself, with stand-ins for Slurm, Ray and ngsgd."""
+    text = _slurm(capsys, f"output_dir={tmp_path}/runs")
+    tools, log = tmp_path / "bin", tmp_path / "log"
+    tools.mkdir()
+    for name, body in _STAND_INS.items():
+        (tools / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tools / name).chmod(stat.S_IRWXU)
+    if requeued:
+        (tmp_path / "runs" / "night-77-20260101-000000").mkdir(parents=True)
+    environment = {"PATH": f"{tools}:{os.environ['PATH']}", "LOG": str(log), "SLURM_JOB_ID": "77",
+                   "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_JOB_NUM_NODES": "2", "SLURM_CPUS_PER_TASK": "1"}
+    process = subprocess.Popen(["bash", "-c", text], env=environment, start_new_session=True)
+    try:
+        _wait_for(log, "ngsgd")
+        process.terminate()
+        assert process.wait(timeout=20) == 0
+    finally:
+        subprocess.run(["bash", "-c", f"kill -- -{process.pid}"], capture_output=True, check=False)
+    lines = log.read_text().splitlines()
+    folder = f"{tmp_path}/runs/night-77-20260101-000000"
+    assert lines[0] == (f"ngsgd resume {folder}" if requeued else
+                        f"ngsgd train output_dir={tmp_path}/runs name=night-77 cluster.address=auto")
+    assert lines[1:] == ["requeue 77"]
+
+
+def _wait_for(file: Path, word: str) -> None:
+    import time
+
+    for _ in range(600):   # a shared machine
+        if file.exists() and word in file.read_text():
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"{word} did not come into {file}")
+
+
+# Kubernetes: the fields of KubeRay's CRD (v1) that the manifest uses, and no other
+_POD = {"type": "object", "additionalProperties": False, "required": ["spec"], "properties": {"spec": {
+    "type": "object", "additionalProperties": False, "required": ["containers"], "properties": {
+        "terminationGracePeriodSeconds": {"type": "integer"}, "volumes": {"type": "array"},
+        "securityContext": {"type": "object", "additionalProperties": False, "properties": {
+            "runAsNonRoot": {"const": True}, "runAsUser": {"type": "integer", "minimum": 1}, "fsGroup": {"type": "integer"}}},
+        "containers": {"type": "array", "minItems": 1, "items": {
+            "type": "object", "additionalProperties": False, "required": ["name", "image"], "properties": {
+                "name": {"type": "string"}, "image": {"type": "string"}, "env": {"type": "array"},
+                "volumeMounts": {"type": "array"},
+                "securityContext": {"type": "object"},
+                "resources": {"type": "object", "additionalProperties": False, "properties": {
+                    kind: {"type": "object", "additionalProperties": {"type": "string"}} for kind in ("requests", "limits")}}}}}}}}}
+_INTEGER = {"type": "integer"}
+_STRINGS = {"type": "object", "additionalProperties": {"type": "string"}}
+_RAY_JOB = {
+    "type": "object", "additionalProperties": False, "required": ["apiVersion", "kind", "metadata", "spec"], "properties": {
+        "apiVersion": {"const": "ray.io/v1"}, "kind": {"const": "RayJob"}, "metadata": {"type": "object"},
+        "spec": {"type": "object", "additionalProperties": False, "required": ["rayClusterSpec"], "properties": {
+            "entrypoint": {"type": "string"}, "shutdownAfterJobFinishes": {"type": "boolean"},
+            "backoffLimit": {"type": "integer"},
+            "ttlSecondsAfterFinished": {"type": "integer"}, "runtimeEnvYAML": {"type": "string"},
+            "rayClusterSpec": {"type": "object", "additionalProperties": False, "required": ["headGroupSpec"], "properties": {
+                "rayVersion": {"type": "string"},
+                "authOptions": {"type": "object", "properties": {"mode": {"enum": ["disabled", "token"]}}},
+                "headGroupSpec": {"type": "object", "additionalProperties": False, "required": ["template"],
+                                  "properties": {"rayStartParams": _STRINGS, "template": _POD}},
+                "workerGroupSpecs": {"type": "array", "items": {
+                    "type": "object", "additionalProperties": False, "required": ["groupName", "template"], "properties": {
+                        "groupName": {"type": "string"}, "replicas": {"type": "integer"}, "minReplicas": {"type": "integer"},
+                        "maxReplicas": {"type": "integer"}, "rayStartParams": _STRINGS, "template": _POD}}}}}}}}}
+
+
+def test_the_kubernetes_manifest_fits_the_schema(capsys: pytest.CaptureFixture[str]) -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    words = ["--nodes", "3", "--gpus-per-node", "1", "--claim", "runs", "--name", "night", "--image", "r/ngsgd:1"]
+    assert cli.main(["submit", "--to", "kubernetes", "--dry-run", *words, "output_dir=/shared/runs", "seed=1"]) == 0
+    manifest = yaml.safe_load(capsys.readouterr().out)
+    jsonschema.validate(manifest, _RAY_JOB)
+    spec = manifest["spec"]
+    assert spec["entrypoint"] == "ngsgd train output_dir=/shared/runs seed=1 cluster.address=auto"
+    assert yaml.safe_load(spec["runtimeEnvYAML"])["env_vars"]["RAY_JOB_STOP_WAIT_TIME_S"] == "60"
+    [group] = spec["rayClusterSpec"]["workerGroupSpecs"]
+    [container] = group["template"]["spec"]["containers"]
+    assert (group["replicas"], container["resources"]["limits"]["nvidia.com/gpu"]) == (3, "1")
+    mounts = {mount["name"] for mount in container["volumeMounts"]}
+    assert mounts == {volume["name"] for volume in group["template"]["spec"]["volumes"]}
+
+
+def test_docker_files_are_sound() -> None:
+    services = yaml.safe_load((ROOT / "docker" / "compose.yaml").read_text())["services"]
+    assert set(services) == {"head", "worker", "mlflow"}
+    for name, service in services.items():
+        assert all(port.startswith("127.0.0.1:") for port in service.get("ports", [])), name
+        assert service["cap_drop"] == ["ALL"]
+    lines = (ROOT / "docker" / "Dockerfile").read_text().splitlines()
+    assert lines.index("USER ngsgd") < lines.index('ENTRYPOINT ["entrypoint.sh"]')
+    for script in (ROOT / "docker").glob("*.sh"):
+        assert subprocess.run(["bash", "-n", str(script)], check=False).returncode == 0
+        if shutil.which("shellcheck"):
+            assert subprocess.run(["shellcheck", str(script)], check=False).returncode == 0, script
+    entry = ["bash", str(ROOT / "docker" / "entrypoint.sh")]
+    refused = subprocess.run([*entry, "head"], capture_output=True, text=True, check=False, env={"PATH": os.environ["PATH"]})
+    assert refused.returncode == 2 and "openssl rand" in refused.stderr
+    assert subprocess.run([*entry, "true"], check=False).returncode == 0
