@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -20,8 +20,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from ngsgd.curvature.expansion import expansion_of
-from ngsgd.curvature.layers import Kind, UseShare, kind_of, refuse_coupled, wide
-from ngsgd.curvature.rows import Inputs, Outer, Sum
+from ngsgd.curvature.layers import Affine, Kind, UseShare, kind_of, refuse_coupled, wide
+from ngsgd.curvature.rows import Inputs, Sum
 from ngsgd.errors import ConfigError, DataError
 
 
@@ -231,7 +231,6 @@ class Capture:
     def _product(self, name: str, module: nn.Module) -> Callable[..., Tensor]:
         """An affine product inside of a layer, caught as a layer of its own."""
         def product(part: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-            from ngsgd.curvature.layers import Affine
             y = nn.functional.linear(x, weight, bias)
             self._note(f"{name}.{part}".lstrip("."), Affine(), (weight, bias), x, y)
             return y
@@ -255,6 +254,3 @@ class Capture:
             return
         with torch.no_grad():
             self._arrived(call, e_M.detach())
-
-
-__all__ = ["Call", "Capture", "Outer", "Record", "replace"]

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from ngsgd.curvature import losses
 from ngsgd.curvature.capture import Call, Capture, Record
 from ngsgd.curvature.kronecker import SHARINGS, Kronecker, input_moment, output_factor
+from ngsgd.curvature.layers import Affine
 from ngsgd.curvature.rows import Lookup, Mixed, Outer, Sum, Written, joined
 from ngsgd.errors import ConfigError, DataError
 
@@ -93,6 +94,12 @@ class Quantities:
         return list(self._asked)
 
 
+def _is_plain_product(call: Call, node: Any) -> bool:
+    """The layer's output is x W^T (+ b) of single rows, in a precision whose gradient is as good as ours."""
+    return (node.name() in ("AddmmBackward0", "MmBackward0") and isinstance(call.kind, Affine) and call.input.ndim == 2
+            and call.input.dtype in (torch.float32, torch.float64))
+
+
 def _value(quantity: str, sums: _Sums, weight: _Sums | None, options: _Options) -> Any:
     signal, form = SIGNALS[quantity]
     shape = sums.shape
@@ -151,6 +158,8 @@ class Collection(Mapping[str, Quantities]):
         self._pass = -1
         self._pass_samples = 0
         self._seen: set[str] = set()
+        self._by_node: set[Call] = set()       # calls whose weight gradient autograd will hand over
+        self._expected: set[Call] = set()      # those of them whose derivative has arrived
         self._handle: Any = None
         self._mode: _LossCalls | None = None
 
@@ -197,6 +206,10 @@ class Collection(Mapping[str, Quantities]):
                 self._awaited[name] += 1
         if call.weight is not None and call.bias is not None:
             self._weight_of[call.bias] = call.weight
+        node = output.grad_fn
+        if "moments" in self._forms["gradient"] and node is not None and _is_plain_product(call, node):
+            self._by_node.add(call)
+            node.register_hook(lambda grads, _: self._delivered(call, grads[-1]))
 
     def _arrived(self, call: Call, e_M: Tensor) -> None:
         """Takes a derivative in; a parameter is done when all its uses in this pass are there."""
@@ -212,7 +225,18 @@ class Collection(Mapping[str, Quantities]):
             if name is not None:
                 self._awaited[name] -= 1
                 if not self._awaited[name]:
-                    self._finish(name)
+                    if name == call.weight and call in self._by_node and len(self._uses[name]) == 1:
+                        self._expected.add(call)
+                    self._finish(name, without_sum=call in self._expected and name == call.weight)
+        self._by_node.discard(call)
+
+    def _delivered(self, call: Call, gradient_IO: Tensor | None) -> None:
+        """Autograd has just multiplied the gradient of a weight out: no need to do it again."""
+        if call in self._expected and call.weight is not None and gradient_IO is not None:
+            self._expected.remove(call)
+            fresh = _Fresh()
+            fresh.add(call.weight, "sum", gradient_IO.detach().T.flatten())
+            self._keep("gradient", fresh)
 
     def _agree(self, record: Record) -> None:
         if self._pass_samples not in (0, record.num_samples):
@@ -224,19 +248,19 @@ class Collection(Mapping[str, Quantities]):
         for name in list(self._uses):
             self._finish(name)
 
-    def _finish(self, name: str) -> None:
+    def _finish(self, name: str, *, without_sum: bool = False) -> None:
         uses = self._uses.pop(name, None)
         sums = self._sums[name]
         self._seen.add(name)
         sums.num_samples += self._pass_samples
         if uses:
             fresh = _Fresh()
-            self._take(name, "gradient", joined(uses), fresh)
+            self._take(name, "gradient", joined(uses), fresh, without_sum=without_sum)
             self._keep("gradient", fresh)
 
     # any signal
 
-    def _take(self, name: str, signal: str, share: Whole, fresh: _Fresh) -> None:
+    def _take(self, name: str, signal: str, share: Whole, fresh: _Fresh, *, without_sum: bool = False) -> None:
         """Adds what one block of vectors says of a parameter."""
         forms = self._forms[signal]
         if "factors" in forms:
@@ -249,7 +273,7 @@ class Collection(Mapping[str, Quantities]):
             fresh.append(name, "norms", share.squared_norms())
         if "by_sample" in forms:
             fresh.add(name, "by_sample", share.squares_by_sample())
-        if "moments" in forms:
+        if "moments" in forms and not without_sum:
             total, squares = share.moments()
             fresh.add(name, "sum", total)
             fresh.add(name, "squares", squares)

@@ -38,24 +38,37 @@ def output_factor(e_VNTO: Tensor, sharing: str) -> Tensor:
         e_VNTO = e_VNTO.sum(dim=2, keepdim=True)
     e_XO = e_VNTO.flatten(0, 2) if e_VNTO.is_contiguous() or e_VNTO.shape[2] == 1 else None
     if e_XO is None:  # the positions of a convolution are in the last dimension of the memory
-        e_OX = e_VNTO.permute(3, 0, 1, 2).flatten(1)
-        return e_OX @ e_OX.T
-    return e_XO.T @ e_XO
+        e_XO = e_VNTO.permute(3, 0, 1, 2).flatten(1).T
+    total_OO = e_XO.new_empty(e_XO.shape[1], e_XO.shape[1])
+    _gram(e_XO, total_OO, 0.0)
+    return total_OO
+
+
+def _gram(x_XD: Tensor, total_DD: Tensor, keep: float) -> None:
+    """total <- keep total + x^T x; of the symmetric matrix only blocks on and above the diagonal are multiplied out."""
+    D = len(total_DD)
+    if D < 512:
+        torch.addmm(total_DD, x_XD.T, x_XD, beta=keep, out=total_DD)
+        return
+    half = D // 2
+    _gram(x_XD[:, :half], total_DD[:half, :half], keep)
+    _gram(x_XD[:, half:], total_DD[half:, half:], keep)
+    torch.addmm(total_DD[:half, half:], x_XD[:, :half].T, x_XD[:, half:], beta=keep, out=total_DD[:half, half:])
+    total_DD[half:, :half] = total_DD[:half, half:].T
 
 
 def input_moment(inputs: Inputs, sharing: str) -> tuple[Tensor, int]:
     """(sum of a a^T, number of rows that it counts); A is their quotient."""
     N, T = inputs.num_samples, inputs.num_positions
-    total = None
+    total_II: Tensor | None = None
     size = max(1, (1 << 20) // (T * inputs.width))
     for first in range(0, N, size):
         a_NTI = inputs.rows(first, min(first + size, N))
         if sharing == "reduce" and T > 1:
             a_NTI = a_NTI.mean(dim=1, keepdim=True)
         a_XI = a_NTI.flatten(0, 1) if len(a_NTI) > 1 else a_NTI[0]
-        if total is None:
-            total = a_XI.T @ a_XI
-        else:
-            total.addmm_(a_XI.T, a_XI)
-    assert total is not None
-    return total, N * T if sharing == "expand" else N
+        keep = 0.0 if total_II is None else 1.0
+        total_II = a_XI.new_empty(inputs.width, inputs.width) if total_II is None else total_II
+        _gram(a_XI, total_II, keep)
+    assert total_II is not None
+    return total_II, N * T if sharing == "expand" else N

@@ -5,7 +5,7 @@ products for the weight of an affine layer, of derivative rows for a bias or a s
 an embedding.  Each form has the squares and norms that can be had without writing down every sample's gradient.
 
 Letters: V backpropagated vectors (1: the gradient; C: the columns of a loss's second derivative), N samples, T positions,
-I inputs, O outputs.  `weights_V` are the signs of the vectors (diagonal of the Hessian); None: all 1.
+I inputs, O outputs (D: their number).  `weights_V` are the signs of the vectors (diagonal of the Hessian); None: all 1.
 """
 
 from __future__ import annotations
@@ -96,14 +96,16 @@ class _Chunked:
         return gradient, squares
 
     def _moments(self, weights_V: Tensor | None, *, gradient: bool) -> tuple[Tensor | None, Tensor]:
-        total = squares = None
+        total: Tensor | None = None
+        squares: Tensor | None = None
         for first, last in self._chunks():
             g_VNP = self.individual(first, last)
-            if gradient:
-                sum_P = g_VNP.sum(dim=(0, 1))
-                total = sum_P if total is None else total.add_(sum_P)
-            squares_P = _sum_of_squares(g_VNP, weights_V)
-            squares = squares_P if squares is None else squares.add_(squares_P)
+            if squares is None:
+                squares = g_VNP.new_zeros(self.num_elements)
+                total = torch.zeros_like(squares) if gradient else None
+            if total is not None:
+                total.add_(g_VNP[0, 0] if last - first == 1 else g_VNP.sum(dim=(0, 1)))
+            _add_squares(squares, g_VNP, weights_V)
         assert squares is not None
         return total, squares
 
@@ -121,12 +123,14 @@ def _weighted(x_V: Tensor, weights_V: Tensor | None) -> Tensor:
     return torch.tensordot(weights_V, x_V, dims=1)
 
 
-def _sum_of_squares(g_VNP: Tensor, weights_V: Tensor | None) -> Tensor:
-    if weights_V is not None:
-        return _weighted(g_VNP.square().sum(dim=1), weights_V)
-    if g_VNP.shape[:2] == (1, 1):
-        return g_VNP[0, 0].square()
-    return torch.linalg.vector_norm(g_VNP.flatten(0, 1), dim=0).square_()
+def _add_squares(squares_P: Tensor, g_VNP: Tensor, weights_V: Tensor | None) -> None:
+    if g_VNP.shape[2] >= 4096:  # long rows: a pass over each, which stays in the cache
+        for v in range(len(g_VNP)):
+            weight = 1.0 if weights_V is None else float(weights_V[v])
+            for g_P in g_VNP[v]:
+                squares_P.addcmul_(g_P, g_P, value=weight)
+    else:
+        squares_P.add_(_weighted(g_VNP.square().sum(dim=1), weights_V))
 
 
 class Outer(_Chunked):
@@ -139,7 +143,7 @@ class Outer(_Chunked):
 
     def individual(self, first: int, last: int) -> Tensor:
         a_NTI, e_VNTO = self.inputs.rows(first, last), self.e_VNTO[:, first:last]
-        V, N, T, O = e_VNTO.shape
+        V, N, T, D = e_VNTO.shape
         G = self.groups
         if G > 1:
             a_NTI = a_NTI.unflatten(2, (G, -1)).movedim(2, 1).flatten(0, 1)
@@ -148,7 +152,7 @@ class Outer(_Chunked):
             return (e_VNTO[:, :, 0, :, None] * a_NTI[:, 0, None, :]).reshape(V, N, -1)
         if V == 1:
             return torch.bmm(e_VNTO[0].transpose(1, 2), a_NTI).view(1, N, -1)
-        e_NOT = e_VNTO.permute(1, 0, 3, 2).reshape(N * G, V * O // G, T)
+        e_NOT = e_VNTO.permute(1, 0, 3, 2).reshape(N * G, V * D // G, T)
         g_NVP = torch.bmm(e_NOT, a_NTI).view(N, G, V, -1)
         return g_NVP.movedim(2, 0).reshape(V, N, -1)
 
@@ -174,11 +178,11 @@ class Outer(_Chunked):
         return (e2_NO[:, :, None] * a2_NI[:, None, :]).flatten(1)
 
     def squared_norms(self) -> Tensor:
-        V, N, T, O = self.e_VNTO.shape
+        V, N, T, D = self.e_VNTO.shape
         if self.is_rank_one:
             a2_N = self.inputs.rows(0, N)[:, 0].square().sum(dim=1)
             return self.e_VNTO[:, :, 0].square().sum(dim=2) * a2_N
-        if self.groups > 1 or V > 1 or T * (self.inputs.width + O) > self.inputs.width * O:
+        if self.groups > 1 or V > 1 or T * (self.inputs.width + D) > self.inputs.width * D:
             return super().squared_norms()
         # |sum_t e_t a_t^T|^2 = sum_tu (e_t e_u)(a_t a_u)
         norms = []
@@ -215,10 +219,10 @@ class Lookup(_Chunked):
 
     def individual(self, first: int, last: int) -> Tensor:
         e_VNTO, index_NT = self.e_VNTO[:, first:last], self.index_NT[first:last]
-        V, N, T, O = e_VNTO.shape
-        table = e_VNTO.new_zeros(V, N * self.num_rows, O)
+        V, N, T, D = e_VNTO.shape
+        table = e_VNTO.new_zeros(V, N * self.num_rows, D)
         offset_N1 = torch.arange(N, device=index_NT.device)[:, None] * self.num_rows
-        return table.index_add_(1, (index_NT + offset_N1).flatten(), e_VNTO.reshape(V, N * T, O)).view(V, N, -1)
+        return table.index_add_(1, (index_NT + offset_N1).flatten(), e_VNTO.reshape(V, N * T, D)).view(V, N, -1)
 
 
 class Mixed(_Chunked):
