@@ -1,0 +1,71 @@
+"""Curvature from its definitions: one backward pass per sample and per output, in float64, and dense matrices.
+
+Nothing here is shared with ngsgd.curvature: Jacobians come from autograd, one output number of one sample at a time, and the
+derivatives of the loss with respect to the output from autograd too.
+
+Letters: N samples, F outputs of a sample (all its frames), P elements of a parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+Loss = Callable[[Tensor], Tensor]   # of the whole minibatch's output
+
+
+def jacobians(model: nn.Module, x: Tensor, num_samples: int) -> dict[str, Tensor]:
+    """N x F x P of every parameter: the output's rows that belong to sample n, with respect to the parameter."""
+    f_NF = model(x).reshape(num_samples, -1)
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    found: dict[str, list[Tensor]] = {name: [] for name, _ in named}
+    for number in f_NF.flatten():
+        gradients = torch.autograd.grad(number, [p for _, p in named], retain_graph=True, allow_unused=True)
+        for (name, p), gradient in zip(named, gradients, strict=True):
+            found[name].append(torch.zeros_like(p).flatten() if gradient is None else gradient.flatten())
+    return {name: torch.stack(rows).view(*f_NF.shape, -1) for name, rows in found.items()}
+
+
+def loss_derivatives(loss: Loss, output: Tensor, num_samples: int) -> tuple[Tensor, Tensor]:
+    """(N x F, N x F x F): the first and second derivative of the loss with respect to each sample's output."""
+    f = output.detach().requires_grad_()
+    (d,) = torch.autograd.grad(loss(f), f, create_graph=True)
+    d_NF = d.reshape(num_samples, -1)
+    N, F = d_NF.shape
+    H_NFF = f.new_zeros(N, F, F)
+    for i in range(F):
+        if not d_NF.requires_grad:
+            break
+        (row,) = torch.autograd.grad(d_NF[:, i].sum(), f, retain_graph=True, allow_unused=True)
+        if row is not None:
+            H_NFF[:, i] = row.reshape(N, F)
+    return d_NF.detach(), H_NFF
+
+
+def individual_gradients(J: dict[str, Tensor], d_NF: Tensor) -> dict[str, Tensor]:
+    """N x P."""
+    return {name: torch.einsum("nf,nfp->np", d_NF, J_NFP) for name, J_NFP in J.items()}
+
+
+def ggn_blocks(J: dict[str, Tensor], H_NFF: Tensor) -> dict[str, Tensor]:
+    """N x P x P of every parameter: J^T H J of each sample."""
+    return {name: torch.einsum("nfp,nfg,ngq->npq", J_NFP, H_NFF, J_NFP) for name, J_NFP in J.items()}
+
+
+def hessian_blocks(model: nn.Module, loss: Loss, x: Tensor) -> dict[str, Tensor]:
+    """P x P of every parameter."""
+    value = loss(model(x))
+    blocks = {}
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            (gradient,) = torch.autograd.grad(value, p, create_graph=True)
+            rows = []
+            for number in gradient.flatten():
+                row = None
+                if number.requires_grad:
+                    (row,) = torch.autograd.grad(number, p, retain_graph=True, allow_unused=True)
+                rows.append(torch.zeros_like(p).flatten() if row is None else row.flatten())
+            blocks[name] = torch.stack(rows)
+    return blocks
