@@ -8,8 +8,9 @@ Letters: V backpropagated vectors, N samples, T positions of a sample (frames, p
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -143,20 +144,27 @@ class Capture:
         """The calls whose derivatives are yet to come, and where in the autograd graph their outputs are."""
         return self._open
 
-    def sweep(self, output: Tensor, vectors_V: Tensor) -> list[tuple[Call, Tensor]]:
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Derivatives that pass meanwhile are not caught."""
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
+
+    def sweep(self, output: Tensor | GradientEdge, vectors_V: Tensor) -> list[tuple[Call, Tensor]]:
         """(call, V x derivatives) of the products of the vectors (V x shape of the output) with the Jacobian of the output.
 
         For the open calls that the output depends on; the graph is kept.
         """
-        calls = list(self._open)
-        self._paused = True
-        try:
-            batched = len(vectors_V) > 1
-            found = torch.autograd.grad(output, list(self._open.values()), vectors_V if batched else vectors_V[0],
-                                        retain_graph=True, allow_unused=True, is_grads_batched=batched)
-        finally:
-            self._paused = False
-        return [(call, e if batched else e[None]) for call, e in zip(calls, found, strict=True) if e is not None]
+        calls, edges = list(self._open), list(self._open.values())
+        with self.paused():
+            # one by one: about as fast as all at once on minibatches of a usual size, and right for every operation, also for
+            # those that torch cannot batch
+            found = [torch.autograd.grad(output, edges, vector, retain_graph=True, allow_unused=True) for vector in vectors_V]
+        return [(call, torch.stack(es) if len(es) > 1 else es[0][None])
+                for call, es in zip(calls, zip(*found, strict=True), strict=True) if es[0] is not None]
 
     def record(self, call: Call, derivatives_VM: Tensor) -> Record:
         """The call with derivatives of it, restricted to the samples that count, in at least float32."""

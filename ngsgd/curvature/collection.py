@@ -6,6 +6,7 @@ quantities send vectors of the loss's second derivative through the same graph, 
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,14 +16,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from ngsgd.curvature import losses
 from ngsgd.curvature.capture import Call, Capture, Record
+from ngsgd.curvature.hessian import columns, residuals
 from ngsgd.curvature.kronecker import SHARINGS, Kronecker, input_moment, output_factor
 from ngsgd.curvature.layers import Affine
 from ngsgd.curvature.rows import Lookup, Mixed, Outer, Sum, Written, joined
 from ngsgd.errors import ConfigError, DataError
+
+_Block = tuple[Tensor | GradientEdge, Tensor, Tensor | None]   # where vectors are sent from, V x .., their signs V x N
 
 Whole = Outer | Sum | Lookup | Mixed | Written
 
@@ -34,6 +39,7 @@ SIGNALS = {
     "kflr": ("exact", "factors"),
     "diag_ggn_mc": ("sampled", "squares"), "batch_diag_ggn_mc": ("sampled", "by_sample"), "sqrt_ggn_mc": ("sampled", "individual"),
     "kfac": ("sampled", "factors"),
+    "diag_h": ("hessian", "squares"), "batch_diag_h": ("hessian", "by_sample"),
 }
 QUANTITIES = tuple(SIGNALS)
 NORMALIZATIONS = ("paper", "backpack")
@@ -165,7 +171,7 @@ class Collection(Mapping[str, Quantities]):
 
     def __enter__(self) -> Collection:
         self._capture.__enter__()
-        if any(self._forms[signal] for signal in ("exact", "sampled")):
+        if any(self._forms[signal] for signal in ("exact", "sampled", "hessian")):
             if isinstance(self._loss_fn, nn.Module):
                 self._handle = self._loss_fn.register_forward_hook(self._loss_hook, with_kwargs=True)
             else:
@@ -260,7 +266,8 @@ class Collection(Mapping[str, Quantities]):
 
     # any signal
 
-    def _take(self, name: str, signal: str, share: Whole, fresh: _Fresh, *, without_sum: bool = False) -> None:
+    def _take(self, name: str, signal: str, share: Whole, fresh: _Fresh, *, without_sum: bool = False,
+              signs_VN: Tensor | None = None) -> None:
         """Adds what one block of vectors says of a parameter."""
         forms = self._forms[signal]
         if "factors" in forms:
@@ -272,13 +279,13 @@ class Collection(Mapping[str, Quantities]):
         if "norms" in forms:
             fresh.append(name, "norms", share.squared_norms())
         if "by_sample" in forms:
-            fresh.add(name, "by_sample", share.squares_by_sample())
+            fresh.add(name, "by_sample", share.squares_by_sample(signs_VN))
         if "moments" in forms and not without_sum:
             total, squares = share.moments()
             fresh.add(name, "sum", total)
             fresh.add(name, "squares", squares)
         elif "squares" in forms:
-            fresh.add(name, "squares", share.sum_of_squares())
+            fresh.add(name, "squares", share.sum_of_squares(signs_VN))
 
     def _take_factors(self, name: str, signal: str, share: Whole, fresh: _Fresh) -> None:
         if isinstance(share, Sum) and name in self._weight_of:
@@ -327,24 +334,43 @@ class Collection(Mapping[str, Quantities]):
         view = losses.evaluation(settings, kind, output, target, upstream)
         options = self._options
         if self._forms["sampled"]:
-            self._send(view.output, [view.sampled(options.mc_samples, options.generator)], "sampled")
+            draws = view.sampled(options.mc_samples, options.generator)
+            self._send("sampled", [(view.output, draws, None)])
+        calls = self._capture.open_calls
+        N = self._capture.num_samples_of(next(iter(calls)))
+        chunk = max(1, options.max_floats // sum(call.output_shape.numel() for call in calls))
+        exact = [(view.output, block, None) for block in view.columns(N, chunk)] if self._forms["exact"] or self._forms["hessian"] else []
         if self._forms["exact"]:
-            calls = self._capture.open_calls
-            N = self._capture.num_samples_of(next(iter(calls)))
-            floats = sum(call.output_shape.numel() for call in calls)
-            self._send(view.output, view.columns(N, max(1, options.max_floats // floats)), "exact")
+            self._send("exact", exact)
+        if self._forms["hessian"]:
+            self._send("hessian", itertools.chain(exact, self._residual_blocks(view, upstream, value(), N, chunk)))
 
-    def _send(self, output: Tensor, blocks: Iterable[Tensor], signal: str) -> None:
+    def _residual_blocks(self, view: losses.Evaluation, upstream: Tensor, value: Tensor | None, num_samples: int,
+                         chunk: int) -> Iterator[_Block]:
+        assert value is not None  # it is being differentiated
+        quantity = next(name for name in self._asked if SIGNALS[name][0] == "hessian")
+        calls = self._capture.open_calls
+        often = [name for name, count in Counter(name for call in calls for name in (call.weight, call.bias)).items() if name and count > 1]
+        if often:
+            raise ConfigError(f"{quantity} of {often[0]} is not known: the parameter is used several times, and one use may depend on "
+                              "another; ask for diag_ggn, or leave its layers out by layers=.")
+        with self._capture.paused():
+            found = residuals(value, upstream, get_gradient_edge(view.output), list(calls.values()), quantity)
+        for source, r in found:
+            for block, signs_VN in columns(r, num_samples, chunk):
+                yield source, block, signs_VN
+
+    def _send(self, signal: str, blocks: Iterable[_Block]) -> None:
         """Vectors through the network's Jacobian; every parameter takes what arrives."""
         fresh = _Fresh()
         with torch.no_grad():
-            for vectors_V in blocks:
+            for source, vectors_V, signs_VN in blocks:
                 uses: dict[str, list[Any]] = defaultdict(list)
-                for call, e_VM in self._capture.sweep(output, vectors_V):
+                for call, e_VM in self._capture.sweep(source, vectors_V):
                     for name, share in self._capture.record(call, e_VM).shares().items():
                         uses[name].append(share)
                 for name, shares in uses.items():
-                    self._take(name, signal, joined(shares), fresh)
+                    self._take(name, signal, joined(shares), fresh, signs_VN=signs_VN)
             self._keep(signal, fresh)
 
 

@@ -5,7 +5,8 @@ products for the weight of an affine layer, of derivative rows for a bias or a s
 an embedding.  Each form has the squares and norms that can be had without writing down every sample's gradient.
 
 Letters: V backpropagated vectors (1: the gradient; C: the columns of a loss's second derivative), N samples, T positions,
-I inputs, O outputs (D: their number).  `weights_V` are the signs of the vectors (diagonal of the Hessian); None: all 1.
+I inputs, O outputs (D: their number).  `weights_VN`: signs of the squares (diagonal of the Hessian);
+None: all 1.
 """
 
 from __future__ import annotations
@@ -61,10 +62,10 @@ class Share(Protocol):
     def individual(self, first: int, last: int) -> Tensor:
         """V x n x elements, of the samples from `first` to before `last`."""
 
-    def sum_of_squares(self, weights_V: Tensor | None = None) -> Tensor:
+    def sum_of_squares(self, weights_VN: Tensor | None = None) -> Tensor:
         """Elements: the sum over vectors and samples of squared elements."""
 
-    def squares_by_sample(self, weights_V: Tensor | None = None) -> Tensor:
+    def squares_by_sample(self, weights_VN: Tensor | None = None) -> Tensor:
         """N x elements: the sum over vectors of squared elements."""
 
     def squared_norms(self) -> Tensor:
@@ -86,8 +87,8 @@ class _Chunked:
         for first in range(0, self.num_samples, size):
             yield first, min(first + size, self.num_samples)
 
-    def sum_of_squares(self, weights_V: Tensor | None = None) -> Tensor:
-        return self._moments(weights_V, gradient=False)[1]
+    def sum_of_squares(self, weights_VN: Tensor | None = None) -> Tensor:
+        return self._moments(weights_VN, gradient=False)[1]
 
     def moments(self) -> tuple[Tensor, Tensor]:
         """(sum over samples of the gradients, of their squares), for a single vector; elements each."""
@@ -95,7 +96,7 @@ class _Chunked:
         assert gradient is not None
         return gradient, squares
 
-    def _moments(self, weights_V: Tensor | None, *, gradient: bool) -> tuple[Tensor | None, Tensor]:
+    def _moments(self, weights_VN: Tensor | None, *, gradient: bool) -> tuple[Tensor | None, Tensor]:
         total: Tensor | None = None
         squares: Tensor | None = None
         for first, last in self._chunks():
@@ -105,32 +106,31 @@ class _Chunked:
                 total = torch.zeros_like(squares) if gradient else None
             if total is not None:
                 total.add_(g_VNP[0, 0] if last - first == 1 else g_VNP.sum(dim=(0, 1)))
-            _add_squares(squares, g_VNP, weights_V)
+            _add_squares(squares, g_VNP, None if weights_VN is None else weights_VN[:, first:last])
         assert squares is not None
         return total, squares
 
-    def squares_by_sample(self, weights_V: Tensor | None = None) -> Tensor:
-        return torch.cat([_weighted(self.individual(*chunk).square_(), weights_V) for chunk in self._chunks()])
+    def squares_by_sample(self, weights_VN: Tensor | None = None) -> Tensor:
+        return torch.cat([_weighted(self.individual(first, last).square(), None if weights_VN is None else weights_VN[:, first:last])
+                          for first, last in self._chunks()])
 
     def squared_norms(self) -> Tensor:
         return torch.cat([torch.linalg.vector_norm(self.individual(*chunk), dim=2).square_() for chunk in self._chunks()], dim=1)
 
 
-def _weighted(x_V: Tensor, weights_V: Tensor | None) -> Tensor:
+def _weighted(x_VN: Tensor, weights_VN: Tensor | None) -> Tensor:
     """The sum over vectors."""
-    if weights_V is None:
-        return x_V[0] if len(x_V) == 1 else x_V.sum(dim=0)
-    return torch.tensordot(weights_V, x_V, dims=1)
+    if weights_VN is not None:
+        x_VN = x_VN * weights_VN.view(*x_VN.shape[:2], *[1] * (x_VN.ndim - 2))
+    return x_VN[0] if len(x_VN) == 1 else x_VN.sum(dim=0)
 
 
-def _add_squares(squares_P: Tensor, g_VNP: Tensor, weights_V: Tensor | None) -> None:
-    if g_VNP.shape[2] >= 4096:  # long rows: a pass over each, which stays in the cache
-        for v in range(len(g_VNP)):
-            weight = 1.0 if weights_V is None else float(weights_V[v])
-            for g_P in g_VNP[v]:
-                squares_P.addcmul_(g_P, g_P, value=weight)
+def _add_squares(squares_P: Tensor, g_VNP: Tensor, weights_VN: Tensor | None) -> None:
+    if weights_VN is None and g_VNP.shape[2] >= 4096:  # long rows: a pass over each, which stays in the cache
+        for g_P in g_VNP.flatten(0, 1):
+            squares_P.addcmul_(g_P, g_P)
     else:
-        squares_P.add_(_weighted(g_VNP.square().sum(dim=1), weights_V))
+        squares_P.add_(_weighted(g_VNP.square(), weights_VN).sum(dim=0))
 
 
 class Outer(_Chunked):
@@ -160,21 +160,21 @@ class Outer(_Chunked):
     def is_rank_one(self) -> bool:
         return self.inputs.num_positions == 1 and self.groups == 1
 
-    def _squared_rows(self, weights_V: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _squared_rows(self, weights_VN: Tensor | None) -> tuple[Tensor, Tensor]:
         """(N x O, N x I): with one position, squares of an outer product are the outer product of squares."""
-        return _weighted(self.e_VNTO[:, :, 0].square(), weights_V), self.inputs.rows(0, self.num_samples)[:, 0].square()
+        return _weighted(self.e_VNTO[:, :, 0].square(), weights_VN), self.inputs.rows(0, self.num_samples)[:, 0].square()
 
-    def _moments(self, weights_V: Tensor | None, *, gradient: bool) -> tuple[Tensor | None, Tensor]:
+    def _moments(self, weights_VN: Tensor | None, *, gradient: bool) -> tuple[Tensor | None, Tensor]:
         if not self.is_rank_one:
-            return super()._moments(weights_V, gradient=gradient)
-        e2_NO, a2_NI = self._squared_rows(weights_V)
+            return super()._moments(weights_VN, gradient=gradient)
+        e2_NO, a2_NI = self._squared_rows(weights_VN)
         total = (self.e_VNTO.sum(dim=0)[:, 0].T @ self.inputs.rows(0, self.num_samples)[:, 0]).flatten() if gradient else None
         return total, (e2_NO.T @ a2_NI).flatten()
 
-    def squares_by_sample(self, weights_V: Tensor | None = None) -> Tensor:
+    def squares_by_sample(self, weights_VN: Tensor | None = None) -> Tensor:
         if not self.is_rank_one:
-            return super().squares_by_sample(weights_V)
-        e2_NO, a2_NI = self._squared_rows(weights_V)
+            return super().squares_by_sample(weights_VN)
+        e2_NO, a2_NI = self._squared_rows(weights_VN)
         return (e2_NO[:, :, None] * a2_NI[:, None, :]).flatten(1)
 
     def squared_norms(self) -> Tensor:
@@ -205,8 +205,8 @@ class Sum(_Chunked):
         e_VNTO = self.e_VNTO[:, first:last]
         return e_VNTO[:, :, 0] if e_VNTO.shape[2] == 1 else e_VNTO.sum(dim=2)
 
-    def squares_by_sample(self, weights_V: Tensor | None = None) -> Tensor:
-        return _weighted(self.individual(0, self.num_samples).square(), weights_V)
+    def squares_by_sample(self, weights_VN: Tensor | None = None) -> Tensor:
+        return _weighted(self.individual(0, self.num_samples).square(), weights_VN)
 
 
 class Lookup(_Chunked):
@@ -250,8 +250,8 @@ class Written(_Chunked):
     def individual(self, first: int, last: int) -> Tensor:
         return self.g_VNP[:, first:last]
 
-    def squares_by_sample(self, weights_V: Tensor | None = None) -> Tensor:
-        return _weighted(self.g_VNP.square(), weights_V)
+    def squares_by_sample(self, weights_VN: Tensor | None = None) -> Tensor:
+        return _weighted(self.g_VNP.square(), weights_VN)
 
 
 def joined(shares: Sequence[Outer | Sum | Lookup]) -> Outer | Sum | Lookup | Mixed:

@@ -37,6 +37,20 @@ class Functional(nn.Module):
         return z
 
 
+class Residual(nn.Module):
+    """Curved activations on both sides of a residual sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.out = nn.Linear(5, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.first(x))
+        y = y + nn.functional.softplus(self.second(y))
+        z: Tensor = self.out(nn.functional.silu(y) * 0.5)
+        return z
+
+
 class Recurrent(nn.Module):
     """The mean over time of a recurrent layer's outputs."""
 
@@ -120,6 +134,7 @@ def _built() -> dict[str, Callable[[], Problem]]:
         "p-norm": of(lambda: nn.Sequential(nn.Linear(5, 8), PNorm(2), Renormalize(), nn.Linear(4, 3)), rows),
         "sub-classes": of(lambda: nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 5), SumSubclasses([2, 1, 2])), rows),
         "functional": of(Functional, rows),
+        "residual": of(Residual, rows),
         "layer norm": of(lambda: nn.Sequential(nn.Linear(5, 6), nn.LayerNorm(6), nn.ReLU(), nn.Linear(6, 3)), rows),
         "rms norm over frames": of(lambda: nn.Sequential(nn.Linear(6, 6), nn.RMSNorm(6), nn.ReLU(), nn.Flatten(), nn.Linear(24, 3)), times),
         "group norm": of(lambda: nn.Sequential(nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3)), _images),

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from ngsgd.curvature import collect
+from ngsgd.errors import ConfigError
 from tests.curvature.problems import PROBLEMS, N, problem
-from tests.reference.curvature import ggn_blocks, individual_gradients, jacobians, loss_derivatives
+from tests.reference.curvature import ggn_blocks, hessian_blocks, individual_gradients, jacobians, loss_derivatives
 
 FIRST = ("batch_grad", "batch_l2", "sum_grad_squared", "second_moment", "variance")
 GGN = ("diag_ggn", "batch_diag_ggn", "sqrt_ggn")
@@ -66,3 +67,34 @@ def test_first_order_quantities_and_diagonal_ggn_equal_their_definitions(name: s
         close(of.batch_diag_ggn, blocks[parameter].diagonal(dim1=1, dim2=2))
         V_XP = of.sqrt_ggn.flatten(2).flatten(0, 1)
         close(V_XP.T @ V_XP, blocks[parameter].sum(dim=0))
+
+
+HESSIAN = ("linear", "linear without bias", "linear over frames", "conv1d", "conv1d same", "conv2d", "conv2d circular", "conv3d",
+           "batch norm", "batch norm of rows", "dropout", "residual")
+
+
+@pytest.mark.parametrize(("name", "loss_name"), [(name, "cross-entropy") for name in HESSIAN] + [("residual", loss) for loss in LOSSES[1:]])
+def test_the_diagonal_of_the_hessian_equals_its_definition(name: str, loss_name: str) -> None:
+    model, x, _ = problem(name)
+    loss_fn, y = _targets(loss_name, model(x).detach())
+    with collect(model, "diag_h", "batch_diag_h", loss_fn=loss_fn) as q:
+        loss_fn(model(x), y).backward()
+    single = [hessian_blocks(model, lambda f, n=n: _loss_of(n, loss_fn, f, y), x) for n in range(N)]
+    for parameter in q:
+        by_sample = torch.stack([blocks[parameter].diagonal() for blocks in single])
+        close(q[parameter].batch_diag_h, by_sample)
+        close(q[parameter].diag_h, by_sample.sum(dim=0))
+
+
+def _loss_of(n: int, loss_fn: nn.Module, f: Tensor, y: Tensor) -> Tensor:
+    """The share of sample n in the loss: the others' outputs are held fixed, which leaves its derivatives."""
+    fixed = f.detach().clone()
+    return loss_fn(torch.cat([fixed[:n], f[n:n + 1], fixed[n + 1:]]), y)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("name", ["lstm", "attention", "layer norm", "p-norm", "functional", "embedding"])
+def test_the_diagonal_of_the_hessian_is_refused_where_it_is_not_known(name: str) -> None:
+    model, x, num_classes = problem(name)
+    loss_fn = nn.CrossEntropyLoss()
+    with pytest.raises(ConfigError, match="diag_h"), collect(model, "diag_h", loss_fn=loss_fn):
+        loss_fn(model(x), torch.arange(N) % num_classes).backward()
