@@ -153,6 +153,11 @@ class Capture:
         finally:
             self._paused = False
 
+    @property
+    def is_paused(self) -> bool:
+        """A derivative that is on its way now is not the one of the ordinary backward pass."""
+        return self._paused
+
     def sweep(self, output: Tensor | GradientEdge, vectors_V: Tensor) -> list[tuple[Call, Tensor]]:
         """(call, V x derivatives) of the products of the vectors (V x shape of the output) with the Jacobian of the output.
 

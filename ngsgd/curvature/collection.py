@@ -22,8 +22,9 @@ from torch.overrides import TorchFunctionMode
 from ngsgd.curvature import losses
 from ngsgd.curvature.capture import Call, Capture, Record
 from ngsgd.curvature.hessian import columns, residuals
+from ngsgd.curvature.kfra import factor_of, output_moment, recursion
 from ngsgd.curvature.kronecker import SHARINGS, Kronecker, input_moment, output_factor
-from ngsgd.curvature.layers import Affine
+from ngsgd.curvature.layers import Affine, Convolution
 from ngsgd.curvature.rows import Lookup, Mixed, Outer, Sum, Written, joined
 from ngsgd.errors import ConfigError, DataError
 
@@ -39,9 +40,11 @@ SIGNALS = {
     "kflr": ("exact", "factors"),
     "diag_ggn_mc": ("sampled", "squares"), "batch_diag_ggn_mc": ("sampled", "by_sample"), "sqrt_ggn_mc": ("sampled", "individual"),
     "kfac": ("sampled", "factors"),
+    "kfra": ("averages", "factors"),
     "diag_h": ("hessian", "squares"), "batch_diag_h": ("hessian", "by_sample"),
 }
 QUANTITIES = tuple(SIGNALS)
+_SIGNAL_ORDER = ("sampled", "exact", "averages", "gradient")  # the first that wants input factors makes them for all
 NORMALIZATIONS = ("paper", "backpack")
 
 
@@ -171,7 +174,7 @@ class Collection(Mapping[str, Quantities]):
 
     def __enter__(self) -> Collection:
         self._capture.__enter__()
-        if any(self._forms[signal] for signal in ("exact", "sampled", "hessian")):
+        if any(self._forms[signal] for signal in ("exact", "sampled", "hessian", "averages")):
             if isinstance(self._loss_fn, nn.Module):
                 self._handle = self._loss_fn.register_forward_hook(self._loss_hook, with_kwargs=True)
             else:
@@ -295,8 +298,7 @@ class Collection(Mapping[str, Quantities]):
         else:
             raise ConfigError(f"parameter {name} has no Kronecker factors: they are defined for Linear, Conv1d, Conv2d and Conv3d without "
                               "groups and for the products of recurrent and attention layers; leave its layer out by layers=.")
-        first = next(signal for signal in self._forms if "factors" in self._forms[signal])
-        if isinstance(share, Outer) and signal == first and (name, "rows") not in fresh.found:
+        if isinstance(share, Outer) and signal == self._first_with_factors() and (name, "rows") not in fresh.found:
             moment, num_rows = input_moment(share.inputs, self._options.sharing)
             fresh.add(name, "inputs", moment)
             fresh.add(name, "rows", moment.new_tensor(float(num_rows)))
@@ -328,7 +330,7 @@ class Collection(Mapping[str, Quantities]):
 
     def _second_order(self, settings: dict[str, Any], kind: type[nn.Module], output: Tensor, target: Tensor, upstream: Tensor,
                       value: Callable[[], Tensor | None]) -> None:
-        if not self._capture.open_calls:
+        if self._capture.is_paused or not self._capture.open_calls:  # the loss is differentiated for a second derivative
             return
         kind = next(known for known in losses.CLASSES if issubclass(kind, known))
         view = losses.evaluation(settings, kind, output, target, upstream)
@@ -344,6 +346,30 @@ class Collection(Mapping[str, Quantities]):
             self._send("exact", exact)
         if self._forms["hessian"]:
             self._send("hessian", itertools.chain(exact, self._residual_blocks(view, upstream, value(), N, chunk)))
+
+        if self._forms["averages"]:
+            self._send_averages(view, N)
+
+    def _send_averages(self, view: losses.Evaluation, num_samples: int) -> None:
+        fresh, sharing, calls = _Fresh(), self._options.sharing, dict(self._capture.open_calls)
+        with torch.no_grad(), self._capture.paused():
+            G_DD = output_moment(view.columns(num_samples, 64), num_samples)
+            found = recursion(G_DD, get_gradient_edge(view.output), calls, num_samples, self._options.max_floats)
+            for call, of_output_DD in found.items():
+                kind = call.kind
+                if not isinstance(kind, (Affine, Convolution)) or getattr(kind, "groups", 1) > 1:
+                    raise ConfigError(f"layer {call.layer} has no Kronecker factors for kfra; leave it out by layers=.")
+                name = call.weight or call.bias
+                assert name is not None
+                fresh.add(name, "factors", factor_of(call, of_output_DD, sharing))
+                if call.weight is not None and self._first_with_factors() == "averages":
+                    moment, num_rows = input_moment(self._capture.record(call, of_output_DD.new_zeros(1, len(call.input))).inputs(), sharing)
+                    fresh.add(name, "inputs", moment)
+                    fresh.add(name, "rows", moment.new_tensor(float(num_rows)))
+            self._keep("averages", fresh)
+
+    def _first_with_factors(self) -> str:
+        return next(signal for signal in _SIGNAL_ORDER if "factors" in self._forms[signal])
 
     def _residual_blocks(self, view: losses.Evaluation, upstream: Tensor, value: Tensor | None, num_samples: int,
                          chunk: int) -> Iterator[_Block]:

@@ -36,6 +36,27 @@ _PRODUCTS = {"MulBackward0", "DivBackward0", "MmBackward0", "BmmBackward0", "Add
              "NativeBatchNormBackward0", "CudnnBatchNormBackward0", "BatchNormBackward0"}
 
 
+# same for every sample
+_CONSTANT = {name for name in _LINEAR if name.startswith((
+    "Addmm", "Mm", "T", "Linear", "Convolution", "MkldnnConvolution", "View", "UnsafeView", "ReshapeAlias", "Alias", "Clone", "Squeeze",
+    "Unsqueeze", "Slice", "Select", "Unflatten", "Sum", "Mean", "ConstantPad", "AvgPool", "AdaptiveAvgPool", "MkldnnAdaptiveAvgPool",
+    "ReflectionPad", "ReplicationPad", "Upsample", "ToCopy", "Unfold", "AsStrided")) and not name.startswith(("Transpose", "Threshold"))}
+_ELEMENTWISE = _CURVED | {"ReluBackward0", "LeakyReluBackward0", "ThresholdBackward0", "HardtanhBackward0", "ClampBackward0", "ClampBackward1",
+                          "AbsBackward0", "ClampMinBackward0", "ClampMaxBackward0", "MulBackward0", "DivBackward0", "NegBackward0",
+                          "NativeDropoutBackward0", "AddBackward0", "SubBackward0", "RsubBackward1", "NativeBatchNormBackward0",
+                          "CudnnBatchNormBackward0"}
+
+
+def is_constant(node: Node) -> bool:
+    """The Jacobian is the same for every sample."""
+    return node.name() in _CONSTANT
+
+
+def is_elementwise(node: Node) -> bool:
+    """Each element of the output depends on the same element of the input alone, and so without broadcasting."""
+    return node.name() in _ELEMENTWISE
+
+
 def nodes_between(output: GradientEdge, layers: Iterable[GradientEdge]) -> tuple[list[Node], set[Node]]:
     """(the nodes from the output down to the layers' outputs, from the output on; those among them that are layers' outputs)."""
     ends = {edge.node for edge in layers}

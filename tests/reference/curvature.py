@@ -61,11 +61,10 @@ def hessian_blocks(model: nn.Module, loss: Loss, x: Tensor) -> dict[str, Tensor]
     for name, p in model.named_parameters():
         if p.requires_grad:
             (gradient,) = torch.autograd.grad(value, p, create_graph=True)
-            rows = []
-            for number in gradient.flatten():
-                row = None
-                if number.requires_grad:
-                    (row,) = torch.autograd.grad(number, p, retain_graph=True, allow_unused=True)
-                rows.append(torch.zeros_like(p).flatten() if row is None else row.flatten())
-            blocks[name] = torch.stack(rows)
+            blocks[name] = p.new_zeros(p.numel(), p.numel())
+            if gradient.requires_grad:
+                unit_PP = torch.eye(p.numel(), dtype=p.dtype).view(-1, *p.shape)
+                (rows,) = torch.autograd.grad(gradient, p, unit_PP, retain_graph=True, allow_unused=True, is_grads_batched=True)
+                if rows is not None:
+                    blocks[name] = rows.flatten(1)
     return blocks
