@@ -21,7 +21,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from ngsgd.curvature.expansion import expansion_of
-from ngsgd.curvature.layers import Affine, Kind, UseShare, kind_of, refuse_coupled, wide
+from ngsgd.curvature.layers import Affine, Kind, UseShare, kind_of, refuse_coupled, wide, without_autocast
 from ngsgd.curvature.rows import Inputs, Sum
 from ngsgd.errors import ConfigError, DataError
 
@@ -265,5 +265,5 @@ class Capture:
     def _arrive(self, call: Call, e_M: Tensor) -> None:
         if self._paused or self._open.pop(call, None) is None:  # the capture is closed, or this is a second backward pass
             return
-        with torch.no_grad():
+        with torch.no_grad(), without_autocast(e_M.device.type):
             self._arrived(call, e_M.detach())

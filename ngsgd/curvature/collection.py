@@ -7,7 +7,6 @@ quantities send vectors of the loss's second derivative through the same graph, 
 from __future__ import annotations
 
 import itertools
-import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +23,7 @@ from ngsgd.curvature.capture import Call, Capture, Record
 from ngsgd.curvature.hessian import columns, residuals
 from ngsgd.curvature.kfra import factor_of, output_moment, recursion
 from ngsgd.curvature.kronecker import SHARINGS, Kronecker, input_moment, output_factor
-from ngsgd.curvature.layers import Affine, Convolution
+from ngsgd.curvature.layers import Affine, Convolution, without_autocast
 from ngsgd.curvature.rows import Lookup, Mixed, Outer, Sum, Written, joined
 from ngsgd.errors import ConfigError, DataError
 
@@ -103,6 +102,13 @@ class Quantities:
         return list(self._asked)
 
 
+def _refuse_natural_gradient(model: nn.Module) -> None:
+    natural = [name for name, module in model.named_modules() if "preconditioner" in vars(module)]
+    if natural:
+        raise ConfigError(f"layer {natural[0]} belongs to an NGSGD optimiser, whose Fisher estimates would take the vectors of second-order "
+                          "quantities for minibatches; call the optimiser's detach() first, or collect on a copy of the model.")
+
+
 def _is_plain_product(call: Call, node: Any) -> bool:
     """The layer's output is x W^T (+ b) of single rows, in a precision whose gradient is as good as ours."""
     return (node.name() in ("AddmmBackward0", "MmBackward0") and isinstance(call.kind, Affine) and call.input.ndim == 2
@@ -159,9 +165,12 @@ class Collection(Mapping[str, Quantities]):
             self._forms[signal].add(form)
         if "moments" in self._forms["gradient"]:
             self._forms["gradient"].add("squares")
+        if any(signal != "gradient" and forms for signal, forms in self._forms.items()):
+            _refuse_natural_gradient(model)
         self._capture = Capture(model, arrived=self._arrived, called=self._noted, **capture)
         self._sums = {name: _Sums(p.shape) for name, p in self._capture.parameters.items()}
         self._weight_of: dict[str, str] = {}   # of the bias
+        self._weights: set[str] = set()
         self._awaited: Counter[str] = Counter()
         self._uses: dict[str, list[Any]] = defaultdict(list)
         self._pass = -1
@@ -213,6 +222,8 @@ class Collection(Mapping[str, Quantities]):
         for name in (call.weight, call.bias):
             if name is not None:
                 self._awaited[name] += 1
+        if call.weight is not None:
+            self._weights.add(call.weight)
         if call.weight is not None and call.bias is not None:
             self._weight_of[call.bias] = call.weight
         node = output.grad_fn
@@ -244,7 +255,8 @@ class Collection(Mapping[str, Quantities]):
         if call in self._expected and call.weight is not None and gradient_IO is not None:
             self._expected.remove(call)
             fresh = _Fresh()
-            fresh.add(call.weight, "sum", gradient_IO.detach().T.flatten())
+            # a copy: autograd adds later gradients to this memory
+            fresh.add(call.weight, "sum", gradient_IO.detach().T.reshape(-1).clone())
             self._keep("gradient", fresh)
 
     def _agree(self, record: Record) -> None:
@@ -293,7 +305,7 @@ class Collection(Mapping[str, Quantities]):
     def _take_factors(self, name: str, signal: str, share: Whole, fresh: _Fresh) -> None:
         if isinstance(share, Sum) and name in self._weight_of:
             return  # the weight's
-        if isinstance(share, Sum) or (isinstance(share, Outer) and share.groups == 1):
+        if (isinstance(share, Sum) and name not in self._weights) or (isinstance(share, Outer) and share.groups == 1):
             fresh.add(name, "factors", output_factor(share.e_VNTO, self._options.sharing))
         else:
             raise ConfigError(f"parameter {name} has no Kronecker factors: they are defined for Linear, Conv1d, Conv2d and Conv3d without "
@@ -320,18 +332,23 @@ class Collection(Mapping[str, Quantities]):
 
     def _loss_hook(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], value: Tensor) -> None:
         output, target = (*args, *(kwargs[key] for key in ("input", "target") if key in kwargs))
-        self._watch({**vars(module), **module._buffers}, type(module), output, target, value)
+        self._watch({**vars(module), **module._buffers}, type(module), output, target, value, lambda f: module.forward(f, target))
 
-    def _watch(self, settings: dict[str, Any], kind: type[nn.Module], output: Tensor, target: Tensor, value: Tensor) -> None:
-        if not value.requires_grad:
+    def _watch(self, settings: dict[str, Any], kind: type[nn.Module], output: Tensor, target: Tensor, value: Tensor,
+               again: Callable[[Tensor], Tensor]) -> None:
+        if not value.requires_grad or self._capture.is_paused:
             return
-        seen = weakref.ref(value)
-        value.register_hook(lambda upstream: self._second_order(settings, kind, output, target, upstream, seen))
+        value.register_hook(lambda upstream: self._second_order(settings, kind, output, target, upstream, again))
 
     def _second_order(self, settings: dict[str, Any], kind: type[nn.Module], output: Tensor, target: Tensor, upstream: Tensor,
-                      value: Callable[[], Tensor | None]) -> None:
-        if self._capture.is_paused or not self._capture.open_calls:  # the loss is differentiated for a second derivative
+                      again: Callable[[Tensor], Tensor]) -> None:
+        if self._capture.is_paused or not self._capture.open_calls:
             return
+        with without_autocast(output.device.type):
+            self._send_all(settings, kind, output, target, upstream, again)
+
+    def _send_all(self, settings: dict[str, Any], kind: type[nn.Module], output: Tensor, target: Tensor, upstream: Tensor,
+                  again: Callable[[Tensor], Tensor]) -> None:
         kind = next(known for known in losses.CLASSES if issubclass(kind, known))
         view = losses.evaluation(settings, kind, output, target, upstream)
         options = self._options
@@ -345,7 +362,7 @@ class Collection(Mapping[str, Quantities]):
         if self._forms["exact"]:
             self._send("exact", exact)
         if self._forms["hessian"]:
-            self._send("hessian", itertools.chain(exact, self._residual_blocks(view, upstream, value(), N, chunk)))
+            self._send("hessian", itertools.chain(exact, self._residual_blocks(view.output, self._derivative(output, upstream, again), N, chunk)))
 
         if self._forms["averages"]:
             self._send_averages(view, N)
@@ -371,9 +388,14 @@ class Collection(Mapping[str, Quantities]):
     def _first_with_factors(self) -> str:
         return next(signal for signal in _SIGNAL_ORDER if "factors" in self._forms[signal])
 
-    def _residual_blocks(self, view: losses.Evaluation, upstream: Tensor, value: Tensor | None, num_samples: int,
-                         chunk: int) -> Iterator[_Block]:
-        assert value is not None  # it is being differentiated
+    def _derivative(self, output: Tensor, upstream: Tensor, again: Callable[[Tensor], Tensor]) -> Tensor:
+        """Of the loss with respect to the network's output."""
+        with torch.enable_grad(), self._capture.paused():
+            f = output.detach().requires_grad_()
+            (df,) = torch.autograd.grad(again(f), f, upstream)
+        return df
+
+    def _residual_blocks(self, output: Tensor, df: Tensor, num_samples: int, chunk: int) -> Iterator[_Block]:
         quantity = next(name for name in self._asked if SIGNALS[name][0] == "hessian")
         calls = self._capture.open_calls
         often = [name for name, count in Counter(name for call in calls for name in (call.weight, call.bias)).items() if name and count > 1]
@@ -381,7 +403,7 @@ class Collection(Mapping[str, Quantities]):
             raise ConfigError(f"{quantity} of {often[0]} is not known: the parameter is used several times, and one use may depend on "
                               "another; ask for diag_ggn, or leave its layers out by layers=.")
         with self._capture.paused():
-            found = residuals(value, upstream, get_gradient_edge(view.output), list(calls.values()), quantity)
+            found = residuals(get_gradient_edge(output), df, list(calls.values()), quantity)
         for source, r in found:
             for block, signs_VN in columns(r, num_samples, chunk):
                 yield source, block, signs_VN
@@ -413,7 +435,7 @@ class _LossCalls(TorchFunctionMode):
         kind = losses.FUNCTIONS.get(func)
         if kind is not None:
             output, target, settings = losses.arguments(func, args, kwargs)
-            self._watch(settings, kind, output, target, value)
+            self._watch(settings, kind, output, target, value, lambda f: func(f, target, **settings))
         return value
 
 

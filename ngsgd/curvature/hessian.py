@@ -30,8 +30,8 @@ class Residual(NamedTuple):
     r: Tensor
 
 
-def residuals(value: Tensor, upstream: Tensor, output: GradientEdge, layers: list[GradientEdge], quantity: str) -> list[Residual]:
-    """Those of all curved operations between the network's output and its layers.
+def residuals(output: GradientEdge, df: Tensor, layers: list[GradientEdge], quantity: str) -> list[Residual]:
+    """Those of all curved operations between the network's output, where the loss has the derivative df, and its layers.
 
     Raises:
         ConfigError: an operation on the way is neither linear, piecewise linear nor elementwise.
@@ -42,7 +42,7 @@ def residuals(value: Tensor, upstream: Tensor, output: GradientEdge, layers: lis
     for node in order:
         inputs = [edge for edge in paths(node, between)]
         if is_curved(node) and len(inputs) == 1:
-            r = _second_derivative(value, upstream, node, inputs[0])
+            r = _second_derivative(output, df, node, inputs[0])
             if r is not None:
                 found.append(Residual(inputs[0], r))
         elif not (is_linear(node, len(inputs)) or (node in ends and not inputs)):
@@ -51,10 +51,10 @@ def residuals(value: Tensor, upstream: Tensor, output: GradientEdge, layers: lis
     return found
 
 
-def _second_derivative(value: Tensor, upstream: Tensor, node: Node, source: GradientEdge) -> Tensor | None:
+def _second_derivative(output: GradientEdge, df: Tensor, node: Node, source: GradientEdge) -> Tensor | None:
     """dL/dy s''(x), by differentiating the operation twice; None where the loss does not depend on it."""
     edge = GradientEdge(node, 0)
-    (dy,) = torch.autograd.grad(value, [edge], upstream, retain_graph=True, allow_unused=True)
+    (dy,) = torch.autograd.grad([output], [edge], [df], retain_graph=True, allow_unused=True)
     if dy is None:
         return None
     with torch.enable_grad():

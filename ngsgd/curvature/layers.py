@@ -6,6 +6,7 @@ positions of a sample, I inputs, O outputs.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -170,3 +171,10 @@ def refuse_coupled(layer: nn.Module, name: str) -> None:
 def wide(x: Tensor) -> Tensor:
     """At least float32: half precision has neither the digits nor the range for squares."""
     return x if x.dtype in (torch.float32, torch.float64) or not x.is_floating_point() else x.float()
+
+
+def without_autocast(device: str) -> contextlib.AbstractContextManager[Any]:
+    """Squares and factors stay in float32, even where backward is called inside autocast."""
+    if torch.is_autocast_enabled(device):
+        return torch.autocast(device, enabled=False)
+    return contextlib.nullcontext()

@@ -68,3 +68,53 @@ def hessian_blocks(model: nn.Module, loss: Loss, x: Tensor) -> dict[str, Tensor]
                 if rows is not None:
                     blocks[name] = rows.flatten(1)
     return blocks
+
+
+def at_layer(model: nn.Module, layer: nn.Module, x: Tensor, num_samples: int) -> tuple[Tensor, Tensor]:
+    """(the layer's input, N x F x shape of a sample's layer output: the Jacobian of the outputs with respect to the layer's)."""
+    seen: list[Tensor] = []
+    handle = layer.register_forward_hook(lambda module, args, output: seen.extend((args[0].detach(), output)))
+    f_NF = model(x).reshape(num_samples, -1)
+    handle.remove()
+    rows = [torch.autograd.grad(number, seen[1], retain_graph=True)[0][n] for n in range(num_samples) for number in f_NF[n]]
+    return seen[0], torch.stack(rows).view(*f_NF.shape, *seen[1].shape[1:])
+
+
+def kronecker_factors(rows_NTI: Tensor, J_NFTO: Tensor, H_NFF: Tensor, sharing: str) -> tuple[Tensor, Tensor]:
+    """(B, A) by the three ways of treating positions."""
+    N, T, I = rows_NTI.shape  # noqa: E741
+    B = J_NFTO.new_zeros(J_NFTO.shape[-1], J_NFTO.shape[-1])
+    A = rows_NTI.new_zeros(I, I)
+    for n in range(N):
+        if sharing == "expand":
+            for t in range(T):
+                B += J_NFTO[n, :, t].T @ H_NFF[n] @ J_NFTO[n, :, t]
+                A += torch.outer(rows_NTI[n, t], rows_NTI[n, t]) / (N * T)
+            continue
+        summed_FO = J_NFTO[n].sum(dim=1)
+        B += summed_FO.T @ H_NFF[n] @ summed_FO
+        if sharing == "reduce":
+            mean_I = rows_NTI[n].mean(dim=0)
+            A += torch.outer(mean_I, mean_I) / N
+        else:
+            A += rows_NTI[n].T @ rows_NTI[n] / N
+    return B, A
+
+
+def recursion_of_averages(modules: list[nn.Module], x: Tensor, H_NFF: Tensor) -> list[Tensor]:
+    """Gbar at the output of every module of a chain, first module first, from dense Jacobians of each module at each sample."""
+    inputs = [x]
+    for module in modules:
+        inputs.append(module(inputs[-1]).detach())
+    G = H_NFF.sum(dim=0)
+    found = []
+    for module, rows in zip(reversed(modules), reversed(inputs[:-1]), strict=True):
+        found.append(G)
+        D = rows[0].numel()
+        total = rows.new_zeros(D, D)
+        for row in rows:
+            jacobian = torch.autograd.functional.jacobian(lambda r, module=module: module(r[None])[0], row)
+            J = jacobian.reshape(len(G), D)
+            total += J.T @ G @ J / len(rows)
+        G = total
+    return found[::-1]
