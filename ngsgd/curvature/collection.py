@@ -7,6 +7,7 @@ quantities send vectors of the loss's second derivative through the same graph, 
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from ngsgd.curvature.hessian import columns, residuals
 from ngsgd.curvature.kfra import factor_of, output_moment, recursion
 from ngsgd.curvature.kronecker import SHARINGS, Kronecker, input_moment, output_factor
 from ngsgd.curvature.layers import Affine, Convolution, without_autocast
+from ngsgd.curvature.products import Pass, Products
 from ngsgd.curvature.rows import Lookup, Mixed, Outer, Sum, Written, joined
 from ngsgd.errors import ConfigError, DataError
 
@@ -42,7 +44,8 @@ SIGNALS = {
     "kfra": ("averages", "factors"),
     "diag_h": ("hessian", "squares"), "batch_diag_h": ("hessian", "by_sample"),
 }
-QUANTITIES = tuple(SIGNALS)
+PRODUCTS = ("hmp", "ggnmp", "pchmp")
+QUANTITIES = (*SIGNALS, *PRODUCTS)
 _SIGNAL_ORDER = ("sampled", "exact", "averages", "gradient")  # the first that wants input factors makes them for all
 NORMALIZATIONS = ("paper", "backpack")
 
@@ -84,14 +87,18 @@ class _Fresh:
 class Quantities:
     """The quantities of one parameter, as attributes: `q["fc.weight"].variance`."""
 
-    def __init__(self, name: str, asked: Sequence[str], sums: _Sums, bias_of: _Sums | None, options: _Options) -> None:
+    def __init__(self, name: str, asked: Sequence[str], sums: _Sums, bias_of: _Sums | None, options: _Options,
+                 passes: list[Pass]) -> None:
         self._name, self._asked, self._sums, self._weight, self._options = name, asked, sums, bias_of, options
+        self._passes = passes
 
     def __getattr__(self, quantity: str) -> Any:
         if quantity.startswith("_"):
             raise AttributeError(quantity)
         if quantity not in self._asked:
             raise AttributeError(f"{quantity} of {self._name} was not asked for; collect(model, {quantity!r}, ..) gives it.")
+        if quantity in PRODUCTS:
+            return getattr(Products(self._name, self._passes), quantity)
         try:
             return _value(quantity, self._sums, self._weight, self._options)
         except KeyError:
@@ -160,12 +167,13 @@ class Collection(Mapping[str, Quantities]):
     def __init__(self, model: nn.Module, asked: tuple[str, ...], loss_fn: Any, options: _Options, capture: dict[str, Any]) -> None:
         self._asked, self._loss_fn, self._options = asked, loss_fn, options
         self._forms: dict[str, set[str]] = defaultdict(set)
-        for quantity in asked:
+        for quantity in (name for name in asked if name in SIGNALS):
             signal, form = SIGNALS[quantity]
             self._forms[signal].add(form)
         if "moments" in self._forms["gradient"]:
             self._forms["gradient"].add("squares")
-        if any(signal != "gradient" and forms for signal, forms in self._forms.items()):
+        self._is_second_order = any(SIGNALS.get(name, ("", ""))[0] != "gradient" for name in asked)
+        if self._is_second_order:
             _refuse_natural_gradient(model)
         self._capture = Capture(model, arrived=self._arrived, called=self._noted, **capture)
         self._sums = {name: _Sums(p.shape) for name, p in self._capture.parameters.items()}
@@ -178,12 +186,16 @@ class Collection(Mapping[str, Quantities]):
         self._seen: set[str] = set()
         self._by_node: set[Call] = set()       # calls whose weight gradient autograd will hand over
         self._expected: set[Call] = set()      # those of them whose derivative has arrived
+        self._begin: _Begin | None = None
+        self._passes: list[Pass] = []
         self._handle: Any = None
         self._mode: _LossCalls | None = None
 
     def __enter__(self) -> Collection:
         self._capture.__enter__()
-        if any(self._forms[signal] for signal in ("exact", "sampled", "hessian", "averages")):
+        if any(name in PRODUCTS for name in self._asked):
+            self._begin = _Begin(self._capture.model)
+        if self._is_second_order:
             if isinstance(self._loss_fn, nn.Module):
                 self._handle = self._loss_fn.register_forward_hook(self._loss_hook, with_kwargs=True)
             else:
@@ -193,6 +205,8 @@ class Collection(Mapping[str, Quantities]):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._capture.close()
+        if self._begin is not None:
+            self._begin.close()
         if self._handle is not None:
             self._handle.remove()
         if self._mode is not None:
@@ -208,7 +222,8 @@ class Collection(Mapping[str, Quantities]):
                 raise KeyError(f"no curvature of {name}: its layer was not called, or no backward pass reached it, inside of collect()")
             raise KeyError(f"the model has no trainable parameter {name}; there are {', '.join(self._sums)}")
         weight = self._weight_of.get(name)
-        return Quantities(name, self._asked, self._sums[name], None if weight is None else self._sums[weight], self._options)
+        return Quantities(name, self._asked, self._sums[name], None if weight is None else self._sums[weight], self._options,
+                          self._passes)
 
     def __iter__(self) -> Iterator[str]:
         return (name for name in self._sums if name in self._seen)
@@ -352,6 +367,8 @@ class Collection(Mapping[str, Quantities]):
         kind = next(known for known in losses.CLASSES if issubclass(kind, known))
         view = losses.evaluation(settings, kind, output, target, upstream)
         options = self._options
+        if self._begin is not None:
+            self._passes.append(self._begin.taken(output, again, lambda f: losses.evaluation(settings, kind, f, target, upstream), upstream))
         if self._forms["sampled"]:
             draws = view.sampled(options.mc_samples, options.generator)
             self._send("sampled", [(view.output, draws, None)])
@@ -422,6 +439,36 @@ class Collection(Mapping[str, Quantities]):
             self._keep(signal, fresh)
 
 
+class _Begin:
+    """Notes how the model was called last, for passes that run again."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._call: tuple[Any, ...] | None = None
+        self._output: Callable[[], Any] = lambda: None
+        self._handles = [model.register_forward_pre_hook(self._before, with_kwargs=True), model.register_forward_hook(self._after)]
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._call = args, kwargs, torch.get_rng_state()
+
+    def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self._output = weakref.ref(output) if isinstance(output, Tensor) else lambda: None
+
+    def taken(self, output: Tensor, loss: Callable[[Tensor], Tensor], evaluation: Callable[[Tensor], losses.Evaluation],
+              upstream: Tensor) -> Pass:
+        """The pass that led to this output."""
+        if self._call is None or self._output() is not output:
+            raise ConfigError("products with curvature blocks need a loss of the model's own output, from its last call before the backward "
+                              "pass; put what lies between them into the model.")
+        args, kwargs, state = self._call
+        versions = tuple(p._version for p in self._model.parameters())
+        return Pass(self._model, args, kwargs, state, versions, loss, evaluation, upstream.detach())
+
+
 class _LossCalls(TorchFunctionMode):
     """Sees the calls of torch's loss functions while it is active."""
 
@@ -445,7 +492,7 @@ def collect(model: nn.Module, *quantities: str, loss_fn: Any = None, reduction: 
             generator: torch.Generator | None = None, max_floats: int = 1 << 25) -> Collection:
     """A context in which `loss.backward()` also computes curvature quantities: a mapping from parameter names."""
     problems = [f"there is no curvature quantity {name!r}; there are {', '.join(QUANTITIES)}." for name in quantities
-                if name not in SIGNALS]
+                if name not in QUANTITIES]
     if not quantities:
         problems.append(f"collect() needs the names of quantities: {', '.join(QUANTITIES)}.")
     if sharing not in SHARINGS:
@@ -454,7 +501,7 @@ def collect(model: nn.Module, *quantities: str, loss_fn: Any = None, reduction: 
         problems.append(f"normalization is {normalization!r}; it must be one of {', '.join(NORMALIZATIONS)}.")
     if problems:
         raise ConfigError(problems)
-    if any(SIGNALS[name][0] != "gradient" for name in quantities):
+    if any(name in PRODUCTS or SIGNALS[name][0] != "gradient" for name in quantities):
         losses.check(loss_fn)
     reduction = reduction or losses.reduction_of(loss_fn)
     if reduction is None and normalization == "paper" and {"second_moment", "variance", "kfac_emp"} & set(quantities):

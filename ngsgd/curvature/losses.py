@@ -56,7 +56,7 @@ class Evaluation:
         moved = rows_VR.view(-1, f.shape[0], *f.shape[2:], f.shape[1])
         return moved.movedim(-1, 2).to(f.dtype)
 
-    def gram_free_product(self, u_V: Tensor) -> Tensor:
+    def product(self, u_V: Tensor) -> Tensor:
         """H u for vectors in the output's layout (V x shape of the output)."""
         f, w_R = self.rows(), self.weight_R
         if not self.classes:
