@@ -11,6 +11,7 @@ with its quartiles.  Memory is what the process grew by, beyond what it held bef
 from __future__ import annotations
 
 import argparse
+import itertools
 import resource
 import statistics
 import subprocess
@@ -41,8 +42,8 @@ def all_cnn_c() -> nn.Sequential:
     """All-CNN-C (Springenberg et al. 2015), on 32 x 32 images of 100 classes, without dropout."""
     layers: list[nn.Module] = []
     for num_in, num_out, kernel, stride, padding in ((3, 96, 3, 1, 1), (96, 96, 3, 1, 1), (96, 96, 3, 2, 1), (96, 192, 3, 1, 1),
-                                                     (192, 192, 3, 1, 1), (192, 192, 3, 2, 1), (192, 192, 3, 1, 0), (192, 192, 1, 1, 0),
-                                                     (192, 100, 1, 1, 0)):
+                                                     (192, 192, 3, 1, 1), (192, 192, 3, 2, 1), (192, 192, 3, 1, 0),
+                                                     (192, 192, 1, 1, 0), (192, 100, 1, 1, 0)):
         layers += [nn.Conv2d(num_in, num_out, kernel, stride, padding), nn.ReLU()]
     return nn.Sequential(*layers, nn.AvgPool2d(6), nn.Flatten())
 
@@ -50,7 +51,7 @@ def all_cnn_c() -> nn.Sequential:
 def mlp() -> nn.Sequential:
     """A feed-forward acoustic model: 360 inputs, four hidden layers of 1024, 2000 states."""
     dims = [360, 1024, 1024, 1024, 1024]
-    hidden = [part for pair in zip(dims, dims[1:], strict=False) for part in (nn.Linear(*pair), nn.ReLU())]
+    hidden = [part for pair in itertools.pairwise(dims) for part in (nn.Linear(*pair), nn.ReLU())]
     return nn.Sequential(*hidden, nn.Linear(1024, 2000))
 
 
@@ -83,8 +84,8 @@ NETS = {
 }
 QUANTITIES = ("batch_grad", "batch_l2", "sum_grad_squared", "variance", "diag_ggn_mc", "kfac", "diag_ggn", "kflr", "diag_h",
               "batch_diag_ggn", "batch_diag_ggn_mc", "sqrt_ggn", "sqrt_ggn_mc")
-_TOO_LARGE = {("mlp", name) for name in ("batch_grad", "diag_ggn", "kflr", "diag_h", "batch_diag_ggn", "batch_diag_ggn_mc", "sqrt_ggn",
-                                         "sqrt_ggn_mc")}
+_TOO_LARGE = {("mlp", name) for name in ("batch_grad", "diag_ggn", "kflr", "diag_h", "batch_diag_ggn", "batch_diag_ggn_mc",
+                                         "sqrt_ggn", "sqrt_ggn_mc")}
 _TOO_LARGE |= {(net, name) for net in ("allcnnc", "tdnn") for name in ("diag_ggn", "kflr", "diag_h", "batch_diag_ggn", "sqrt_ggn")}
 
 
@@ -125,7 +126,8 @@ class PeerWork(Work):
         self.model, self.loss_fn = backpack.extend(self.model), backpack.extend(self.loss_fn)
 
     def theirs(self, quantity: str) -> None:
-        from backpack import backpack, extensions as e
+        from backpack import backpack
+        from backpack import extensions as e
         extension = {"batch_grad": e.BatchGrad, "batch_l2": e.BatchL2Grad, "sum_grad_squared": e.SumGradSquared,
                      "variance": e.Variance, "diag_ggn_mc": e.DiagGGNMC, "kfac": e.KFAC, "diag_ggn": e.DiagGGNExact, "kflr": e.KFLR,
                      "diag_h": e.DiagHessian, "batch_diag_ggn": e.BatchDiagGGNExact, "batch_diag_ggn_mc": e.BatchDiagGGNMC,
@@ -162,7 +164,8 @@ def times(nets: list[str], quantities: list[str], rounds: int, batch: int | None
         num = batch or net.batch
         work = Work(net, num)
         work.plain()
-        print(f"\n{net_name}, minibatch {num}: plain {1e3 * statistics.median(processor_s(work.plain) for _ in range(5)):.1f} ms", flush=True)
+        print(f"\n{net_name}, minibatch {num}: plain {1e3 * statistics.median(processor_s(work.plain) for _ in range(5)):.1f} "
+              "ms", flush=True)
         for quantity in quantities:
             if (net_name, quantity) not in _TOO_LARGE:
                 _compare(quantity, work, PeerWork(net, num) if peer else None, rounds)
@@ -190,7 +193,8 @@ def memory(nets: list[str], quantities: list[str], *, peer: bool) -> None:
             if (net, quantity) not in _TOO_LARGE:
                 sides = ["ours", "theirs"] if peer else ["ours"]
                 found = {side: _peak_of(net, side, quantity) for side in sides}
-                print(f"  {quantity:18s} " + "   ".join(f"{side} {mib:.0f} MiB, {mib / base:.2f} x" for side, mib in found.items()), flush=True)
+                cells = "   ".join(f"{side} {mib:.0f} MiB, {mib / base:.2f} x" for side, mib in found.items())
+                print(f"  {quantity:18s} {cells}", flush=True)
 
 
 def _peak_of(net: str, side: str, quantity: str) -> float:

@@ -175,7 +175,8 @@ class Capture:
         """The call with derivatives of it, restricted to the samples that count, in at least float32."""
         x, e_VM = call.input, derivatives_VM
         if x._version != call.version:
-            raise DataError(f"the input of layer {call.layer} was changed in place after the layer saw it, so its curvature would be "
+            raise DataError(f"the input of layer {call.layer} was changed in place after the layer saw it, so its curvature "
+                            "would be "
                             "wrong; make that operation out of place.")
         N = self.num_samples_of(call)
         if len(x) % N or len(e_VM[0]) != len(x):
@@ -201,7 +202,8 @@ class Capture:
         for name, module in self.model.named_modules():
             own = [p for p in module.parameters(recurse=False) if p.requires_grad]
             if getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod"):
-                raise ConfigError(f"{name or 'the model'} is compiled, and hooks do not run in compiled code; pass and call the module "
+                raise ConfigError(f"{name or 'the model'} is compiled, and hooks do not run in compiled code; pass and call "
+                                  "the module "
                                   "that was given to torch.compile for the minibatches whose curvature you want.")
             if name.startswith(inside) and inside:
                 continue
@@ -211,13 +213,16 @@ class Capture:
             if not own or not self._is_within(name):
                 continue
             if kind_of(module) is None and expansion_of(module) is None:
-                unknown.append(f"layer {name or 'the model'} ({type(module).__name__}) has parameters of its own, and how they make its "
-                               "output is not known; leave it out by naming the others in layers=, or build it from torch's layers.")
+                unknown.append(f"layer {name or 'the model'} ({type(module).__name__}) has parameters of its own, and how "
+                               "they make its "
+                               "output is not known; leave it out by naming the others in layers=, or build it from torch's "
+                               "layers.")
             chosen.add(name)
         if unknown:
             raise ConfigError(unknown)
         if not chosen:
-            raise ConfigError(f"{type(self.model).__name__} has no layer with trainable parameters among {self._within or 'all layers'}; "
+            raise ConfigError(f"{type(self.model).__name__} has no layer with trainable parameters among "
+                              f"{self._within or 'all layers'}; "
                               "name some of model.named_modules().")
         return chosen
 
@@ -230,7 +235,8 @@ class Capture:
             if not torch.is_grad_enabled() or self._paused:
                 return None
             if torch._C._functorch.maybe_current_level() is not None:
-                raise ConfigError(f"layer {name} runs inside a torch.func transform, where its rows cannot be told apart; collect its "
+                raise ConfigError(f"layer {name} runs inside a torch.func transform, where its rows cannot be told apart; "
+                                  "collect its "
                                   "curvature in a plain forward and backward pass.")
             if expand is not None:
                 return expand(module, args, kwargs, output, self._product(name, module))
@@ -254,7 +260,8 @@ class Capture:
         if not output.requires_grad or weight is bias is None:
             return
         if x.ndim < 2 and x.is_floating_point():
-            raise DataError(f"layer {layer} has an input of shape {tuple(x.shape)}, without a dimension of samples; pass a minibatch.")
+            raise DataError(f"layer {layer} has an input of shape {tuple(x.shape)}, without a dimension of samples; pass a "
+                            "minibatch.")
         call = Call(layer, self._numbers[layer], kind, weight, bias, x.detach(), x._version, output.shape)
         self._numbers[layer] += 1
         self._open[call] = get_gradient_edge(output)

@@ -30,7 +30,8 @@ def _recurrent(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outpu
     """The output and the last state of an LSTM, GRU or RNN."""
     x, state = _of(args, kwargs, ("input", "hx"))
     if not isinstance(x, Tensor) or x.ndim != 3:
-        raise DataError(f"{type(module).__name__} got {type(x).__name__} of {getattr(x, 'ndim', 'no')} dimensions; its curvature takes "
+        raise DataError(f"{type(module).__name__} got {type(x).__name__} of {getattr(x, 'ndim', 'no')} dimensions; its "
+                        "curvature takes "
                         "padded minibatches of three dimensions.")
     x_NTI = x if module.batch_first else x.transpose(0, 1)
     num_directions = 2 if module.bidirectional else 1
@@ -130,7 +131,8 @@ def _projections(module: Any, query: Tensor, key: Tensor, value: Tensor, product
         biases = [None] * 3 if module.in_proj_bias is None else module.in_proj_bias.chunk(3)
         weights = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
         if module.in_proj_bias is not None:
-            raise ConfigError("MultiheadAttention with kdim or vdim shares one bias among three products; build it with bias=False.")
+            raise ConfigError("MultiheadAttention with kdim or vdim shares one bias among three products; build it with "
+                              "bias=False.")
         return tuple(product(f"{name}_proj", *parts) for name, *parts in zip("qkv", inputs, weights, biases, strict=True))
     if query is key is value:
         return product("in_proj", inputs[0], module.in_proj_weight, module.in_proj_bias).chunk(3, dim=2)

@@ -9,42 +9,49 @@ from torch.autograd.graph import GradientEdge, Node
 
 # linear in each input, or piecewise so, as long as only one of the inputs depends on the parameters
 _LINEAR = {
-    "AddmmBackward0", "MmBackward0", "BmmBackward0", "TBackward0", "LinearBackward0", "ConvolutionBackward0", "MkldnnConvolutionBackward0",
-    "ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "AliasBackward0", "CloneBackward0", "ContiguousBackward0",
-    "TransposeBackward0", "PermuteBackward0", "MovedimBackward0", "SqueezeBackward0", "SqueezeBackward1", "SqueezeBackward2",
-    "UnsqueezeBackward0", "ExpandBackward0", "RepeatBackward0", "SliceBackward0", "SelectBackward0", "IndexBackward0",
-    "IndexSelectBackward0", "GatherBackward0", "NarrowBackward0", "SplitBackward0", "ChunkBackward0", "UnbindBackward0", "CatBackward0",
-    "StackBackward0", "FlipBackward0", "AsStridedBackward0", "UnfoldBackward0", "DiagonalBackward0", "SqueezeBackward3", "UnflattenBackward0",
-    "AddBackward0", "AddBackward1", "SubBackward0", "SubBackward1", "RsubBackward1", "NegBackward0", "MulBackward0", "MulBackward1",
-    "DivBackward0", "DivBackward1", "SumBackward0", "SumBackward1", "MeanBackward0", "MeanBackward1", "ConstantPadNdBackward0",
-    "ReluBackward0", "LeakyReluBackward0", "ThresholdBackward0", "HardtanhBackward0", "ClampBackward0", "ClampBackward1", "AbsBackward0",
+    "AddmmBackward0", "MmBackward0", "BmmBackward0", "TBackward0", "LinearBackward0", "ConvolutionBackward0",
+    "MkldnnConvolutionBackward0", "ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "AliasBackward0",
+    "CloneBackward0", "ContiguousBackward0", "TransposeBackward0", "PermuteBackward0", "MovedimBackward0", "SqueezeBackward0",
+    "SqueezeBackward1", "SqueezeBackward2", "UnsqueezeBackward0", "ExpandBackward0", "RepeatBackward0", "SliceBackward0",
+    "SelectBackward0", "IndexBackward0", "IndexSelectBackward0", "GatherBackward0", "NarrowBackward0", "SplitBackward0",
+    "ChunkBackward0", "UnbindBackward0", "CatBackward0", "StackBackward0", "FlipBackward0", "AsStridedBackward0",
+    "UnfoldBackward0", "DiagonalBackward0", "SqueezeBackward3", "UnflattenBackward0", "AddBackward0", "AddBackward1",
+    "SubBackward0", "SubBackward1", "RsubBackward1", "NegBackward0", "MulBackward0", "MulBackward1", "DivBackward0",
+    "DivBackward1", "SumBackward0", "SumBackward1", "MeanBackward0", "MeanBackward1", "ConstantPadNdBackward0", "ReluBackward0",
+    "LeakyReluBackward0", "ThresholdBackward0", "HardtanhBackward0", "ClampBackward0", "ClampBackward1", "AbsBackward0",
     "ClampMinBackward0", "ClampMaxBackward0", "HardtanhBackward1", "ReflectionPad1DBackward0", "ReflectionPad2DBackward0",
     "ReplicationPad1DBackward0", "ReplicationPad2DBackward0", "UpsampleNearest2DBackward0", "UpsampleNearest1DBackward0",
-    "MaxPool2DWithIndicesBackward0", "MaxPool3DWithIndicesBackward0", "MaxPool1DBackward0", "AvgPool2DBackward0", "AvgPool3DBackward0",
-    "AvgPool1DBackward0", "AdaptiveAvgPool2DBackward0", "AdaptiveAvgPool3DBackward0", "MkldnnAdaptiveAvgPool2DBackward0",
-    "AdaptiveMaxPool2DBackward0", "AdaptiveMaxPool3DBackward0", "MaxBackward0", "AmaxBackward0", "NativeDropoutBackward0",
-    "NativeBatchNormBackward0", "CudnnBatchNormBackward0", "BatchNormBackward0", "ToCopyBackward0", "CopySlices", "AccumulateGrad",
-    "MaxPool2DBackward0",
+    "MaxPool2DWithIndicesBackward0", "MaxPool3DWithIndicesBackward0", "MaxPool1DBackward0", "AvgPool2DBackward0",
+    "AvgPool3DBackward0", "AvgPool1DBackward0", "AdaptiveAvgPool2DBackward0", "AdaptiveAvgPool3DBackward0",
+    "MkldnnAdaptiveAvgPool2DBackward0", "AdaptiveMaxPool2DBackward0", "AdaptiveMaxPool3DBackward0", "MaxBackward0",
+    "AmaxBackward0", "NativeDropoutBackward0", "NativeBatchNormBackward0", "CudnnBatchNormBackward0", "BatchNormBackward0",
+    "ToCopyBackward0", "CopySlices", "AccumulateGrad", "MaxPool2DBackward0",
 }
 _CURVED = {
     "SigmoidBackward0", "TanhBackward0", "EluBackward0", "CeluBackward0", "SeluBackward0", "SoftplusBackward0", "GeluBackward0",
-    "SiluBackward0", "MishBackward0", "LogSigmoidBackward0", "HardswishBackward0", "HardsigmoidBackward0", "ExpBackward0", "LogBackward0",
-    "Log1PBackward0", "PowBackward0", "SqrtBackward0", "RsqrtBackward0", "SinBackward0", "CosBackward0", "ReciprocalBackward0",
-    "ErfBackward0", "Expm1Backward0", "SquareBackward0",
+    "SiluBackward0", "MishBackward0", "LogSigmoidBackward0", "HardswishBackward0", "HardsigmoidBackward0", "ExpBackward0",
+    "LogBackward0", "Log1PBackward0", "PowBackward0", "SqrtBackward0", "RsqrtBackward0", "SinBackward0", "CosBackward0",
+    "ReciprocalBackward0", "ErfBackward0", "Expm1Backward0", "SquareBackward0",
 }
-_PRODUCTS = {"MulBackward0", "DivBackward0", "MmBackward0", "BmmBackward0", "AddmmBackward0", "LinearBackward0", "ConvolutionBackward0",
-             "NativeBatchNormBackward0", "CudnnBatchNormBackward0", "BatchNormBackward0"}
+_PRODUCTS = {
+    "MulBackward0", "DivBackward0", "MmBackward0", "BmmBackward0", "AddmmBackward0", "LinearBackward0", "ConvolutionBackward0",
+    "NativeBatchNormBackward0", "CudnnBatchNormBackward0", "BatchNormBackward0",
+}
 
 
 # same for every sample
-_CONSTANT = {name for name in _LINEAR if name.startswith((
-    "Addmm", "Mm", "T", "Linear", "Convolution", "MkldnnConvolution", "View", "UnsafeView", "ReshapeAlias", "Alias", "Clone", "Squeeze",
-    "Unsqueeze", "Slice", "Select", "Unflatten", "Sum", "Mean", "ConstantPad", "AvgPool", "AdaptiveAvgPool", "MkldnnAdaptiveAvgPool",
-    "ReflectionPad", "ReplicationPad", "Upsample", "ToCopy", "Unfold", "AsStrided")) and not name.startswith(("Transpose", "Threshold"))}
-_ELEMENTWISE = _CURVED | {"ReluBackward0", "LeakyReluBackward0", "ThresholdBackward0", "HardtanhBackward0", "ClampBackward0", "ClampBackward1",
-                          "AbsBackward0", "ClampMinBackward0", "ClampMaxBackward0", "MulBackward0", "DivBackward0", "NegBackward0",
-                          "NativeDropoutBackward0", "AddBackward0", "SubBackward0", "RsubBackward1", "NativeBatchNormBackward0",
-                          "CudnnBatchNormBackward0"}
+_CONSTANT_PREFIXES = (
+    "Addmm", "Mm", "Linear", "Convolution", "MkldnnConvolution", "View", "UnsafeView", "ReshapeAlias", "Alias", "Clone",
+    "Squeeze", "Unsqueeze", "Slice", "Select", "Unflatten", "Sum", "Mean", "ConstantPad", "AvgPool", "AdaptiveAvgPool",
+    "MkldnnAdaptiveAvgPool", "ReflectionPad", "ReplicationPad", "Upsample", "ToCopy", "Unfold", "AsStrided",
+)
+_CONSTANT = {"TBackward0"} | {name for name in _LINEAR if name.startswith(_CONSTANT_PREFIXES)}
+_ELEMENTWISE = _CURVED | {
+    "ReluBackward0", "LeakyReluBackward0", "ThresholdBackward0", "HardtanhBackward0", "ClampBackward0", "ClampBackward1",
+    "AbsBackward0", "ClampMinBackward0", "ClampMaxBackward0", "MulBackward0", "DivBackward0", "NegBackward0",
+    "NativeDropoutBackward0", "AddBackward0", "SubBackward0", "RsubBackward1", "NativeBatchNormBackward0",
+    "CudnnBatchNormBackward0",
+}
 
 
 def is_constant(node: Node) -> bool:

@@ -40,13 +40,14 @@ def residuals(output: GradientEdge, df: Tensor, layers: list[GradientEdge], quan
     between = set(order)
     found = []
     for node in order:
-        inputs = [edge for edge in paths(node, between)]
+        inputs = paths(node, between)
         if is_curved(node) and len(inputs) == 1:
             r = _second_derivative(output, df, node, inputs[0])
             if r is not None:
                 found.append(Residual(inputs[0], r))
         elif not (is_linear(node, len(inputs)) or (node in ends and not inputs)):
-            raise ConfigError(f"{quantity} does not know the second derivative of the operation {describe(node)} in the network; ask for "
+            raise ConfigError(f"{quantity} does not know the second derivative of the operation {describe(node)} in the "
+                              "network; ask for "
                               "diag_ggn, which needs none, or leave the layers before it out by layers=.")
     return found
 

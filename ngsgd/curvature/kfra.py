@@ -52,17 +52,20 @@ def recursion(G_DD: Tensor, output: GradientEdge, calls: dict[Call, GradientEdge
         if not inputs:
             break
         if len(inputs) > 1:
-            raise ConfigError(f"kfra goes back through a chain of operations, but {describe(edge.node)} joins two branches of the network; "
+            raise ConfigError(f"kfra goes back through a chain of operations, but {describe(edge.node)} joins two branches of "
+                              "the network; "
                               "ask for kfac or kflr, which take any network.")
         D = _size(inputs[0], num_samples)
-        if D * D > max_floats:
-            raise ConfigError(f"kfra needs a matrix of {D} x {D} numbers at the input of {describe(edge.node)}; ask for kfac or kflr, or "
+        if max_floats < D * D:
+            raise ConfigError(f"kfra needs a matrix of {D} x {D} numbers at the input of {describe(edge.node)}; ask for kfac "
+                              "or kflr, or "
                               f"raise max_floats above {D * D}.")
         G_DD = _through(G_DD, edge, inputs[0], num_samples)
         edge = inputs[0]
     missed = [call.layer for call in calls if call not in found]
     if missed:
-        raise ConfigError(f"kfra goes back through a chain of operations, which does not pass layer {missed[0]}; ask for kfac or kflr.")
+        raise ConfigError(f"kfra goes back through a chain of operations, which does not pass layer {missed[0]}; ask for kfac "
+                          "or kflr.")
     return found
 
 

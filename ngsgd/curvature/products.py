@@ -47,7 +47,8 @@ class Pass:
             DataError: the parameters have changed since.
         """
         if tuple(p._version for p in self.model.parameters()) != self.versions:
-            raise DataError("the parameters have changed since the curvature was collected; ask for products before the optimiser's step.")
+            raise DataError("the parameters have changed since the curvature was collected; ask for products before the "
+                            "optimiser's step.")
         with torch.random.fork_rng(devices=[]), torch.enable_grad(), _expanded(self.model):
             torch.set_rng_state(self.random_state)
             output: Tensor = self.model(*self.args, **self.kwargs)
@@ -103,7 +104,8 @@ class Products:
     def _summed(self, v: Tensor, product: Callable[[Pass, Tensor, Tensor, Tensor], Tensor]) -> Tensor:
         p = self.passes[0].model.get_parameter(self.name)
         if v.shape[-p.ndim:] != p.shape or v.ndim not in (p.ndim, p.ndim + 1):
-            raise DataError(f"a product with the curvature of {self.name} takes vectors of shape {tuple(p.shape)}, one or a batch of them, "
+            raise DataError(f"a product with the curvature of {self.name} takes vectors of shape {tuple(p.shape)}, one or a "
+                            "batch of them, "
                             f"and got {tuple(v.shape)}.")
         v_V = v if v.ndim > p.ndim else v[None]
         total = torch.zeros_like(v_V)

@@ -106,16 +106,19 @@ class _Chunked:
                 total = torch.zeros_like(squares) if gradient else None
             if total is not None:
                 total.add_(g_VNP[0, 0] if last - first == 1 else g_VNP.sum(dim=(0, 1)))
-            _add_squares(squares, g_VNP, None if weights_VN is None else weights_VN[:, first:last])
+            _add_squares(squares, g_VNP, _of(weights_VN, first, last))
         assert squares is not None
         return total, squares
 
     def squares_by_sample(self, weights_VN: Tensor | None = None) -> Tensor:
-        return torch.cat([_weighted(self.individual(first, last).square(), None if weights_VN is None else weights_VN[:, first:last])
-                          for first, last in self._chunks()])
+        return torch.cat([_weighted(self.individual(*chunk).square(), _of(weights_VN, *chunk)) for chunk in self._chunks()])
 
     def squared_norms(self) -> Tensor:
         return torch.cat([torch.linalg.vector_norm(self.individual(*chunk), dim=2).square_() for chunk in self._chunks()], dim=1)
+
+
+def _of(weights_VN: Tensor | None, first: int, last: int) -> Tensor | None:
+    return None if weights_VN is None else weights_VN[:, first:last]
 
 
 def _weighted(x_VN: Tensor, weights_VN: Tensor | None) -> Tensor:

@@ -12,8 +12,9 @@ from tests.curvature.problems import N, problem
 from tests.curvature.test_against_definitions import LOSSES, _targets, close
 from tests.reference.curvature import ggn_blocks, hessian_blocks, jacobians, loss_derivatives
 
-CASES = [(name, "cross-entropy") for name in ("linear", "residual", "conv2d", "lstm", "gru", "attention", "layer norm", "p-norm", "functional",
-                                              "batch norm", "embedding")]
+NAMES = ("linear", "residual", "conv2d", "lstm", "gru", "attention", "layer norm", "p-norm", "functional", "batch norm",
+         "embedding")
+CASES = [(name, "cross-entropy") for name in NAMES]
 
 
 @pytest.mark.parametrize(("name", "loss_name"), CASES + [("residual", loss) for loss in LOSSES[1:]])

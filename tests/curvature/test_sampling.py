@@ -31,7 +31,8 @@ def test_draws_have_the_exact_curvature_as_their_mean(name: str) -> None:
     loss_fn, y = _loss(name)
     head = nn.Sequential(model[2])  # the last layer: draws are cheap
     rows = model[:2](x).detach()
-    with collect(head, "diag_ggn", "sqrt_ggn_mc", loss_fn=loss_fn, mc_samples=DRAWS, generator=torch.Generator().manual_seed(2)) as q:
+    generator = torch.Generator().manual_seed(2)
+    with collect(head, "diag_ggn", "sqrt_ggn_mc", loss_fn=loss_fn, mc_samples=DRAWS, generator=generator) as q:
         loss_fn(head(rows), y).backward()
     for parameter in q:
         by_draw = (q[parameter].sqrt_ggn_mc * DRAWS**0.5).square().sum(dim=1)  # each draw's estimate
@@ -44,7 +45,8 @@ def test_one_seed_gives_one_value_and_another_seed_another() -> None:
     loss_fn, y = nn.CrossEntropyLoss(), torch.arange(N) % 3
 
     def draw(seed: int) -> Tensor:
-        with collect(model, "diag_ggn_mc", "batch_diag_ggn_mc", loss_fn=loss_fn, generator=torch.Generator().manual_seed(seed)) as q:
+        generator = torch.Generator().manual_seed(seed)
+        with collect(model, "diag_ggn_mc", "batch_diag_ggn_mc", loss_fn=loss_fn, generator=generator) as q:
             loss_fn(model(x), y).backward()
         of = q["0.weight"]
         torch.testing.assert_close(of.batch_diag_ggn_mc.sum(dim=0), of.diag_ggn_mc, rtol=1e-12, atol=0.0)  # an order of summation
