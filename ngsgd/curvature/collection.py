@@ -86,7 +86,7 @@ class Collection(Mapping[str, Quantities]):
                 self._handle = self._loss_fn.register_forward_hook(self._loss_hook, with_kwargs=True)
             else:
                 self._mode = LossCalls(self._watch)
-                self._mode.__enter__()
+                self._mode.__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -96,7 +96,7 @@ class Collection(Mapping[str, Quantities]):
         if self._handle is not None:
             self._handle.remove()
         if self._mode is not None:
-            self._mode.__exit__(kind, error, trace)
+            self._mode.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
         if error is None:
             with torch.no_grad():
                 self._finish_pass()
@@ -141,8 +141,8 @@ class Collection(Mapping[str, Quantities]):
             self._pass, self._pass_samples = number, 0
         record = self._capture.record(call, e_M[None])
         self._agree(record)
-        for name, share in (record.shares() if self._forms["gradient"] else {}).items():
-            self._uses[name].append(share)
+        for parameter, share in (record.shares() if self._forms["gradient"] else {}).items():
+            self._uses[parameter].append(share)
         for name in (call.weight, call.bias):
             if name is not None:
                 self._awaited[name] -= 1
@@ -305,7 +305,7 @@ class Collection(Mapping[str, Quantities]):
         return df
 
     def _residual_blocks(self, output: Tensor, df: Tensor, num_samples: int, chunk: int) -> Iterator[_Block]:
-        quantity = next(name for name in self._asked if SIGNALS[name][0] == "hessian")
+        quantity = next(name for name in self._asked if SIGNALS.get(name, ("",))[0] == "hessian")
         calls = self._capture.open_calls
         uses = Counter(name for call in calls for name in (call.weight, call.bias))
         often = [name for name, count in uses.items() if name and count > 1]

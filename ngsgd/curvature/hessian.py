@@ -13,7 +13,7 @@ Letters: V vectors, N samples, F elements of an operation per sample.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -55,7 +55,8 @@ def residuals(output: GradientEdge, df: Tensor, layers: list[GradientEdge], quan
 def _second_derivative(output: GradientEdge, df: Tensor, node: Node, source: GradientEdge) -> Tensor | None:
     """dL/dy s''(x), by differentiating the operation twice; None where the loss does not depend on it."""
     edge = GradientEdge(node, 0)
-    (dy,) = torch.autograd.grad([output], [edge], [df], retain_graph=True, allow_unused=True)
+    found: Any = torch.autograd.grad([output], [edge], [df], retain_graph=True, allow_unused=True)
+    dy = found[0]
     if dy is None:
         return None
     with torch.enable_grad():

@@ -197,7 +197,8 @@ def _class_weights(settings: dict[str, Any], f: Tensor, target: Tensor, dtype: t
     if target.is_floating_point():
         q_RC = target.to(dtype).movedim(1, -1).flatten(0, -2)
         own_R = q_RC @ weight_C
-        return (1.0 - smoothing) * own_R + smoothing / C * weight_C.sum()
+        spread: Tensor = (1.0 - smoothing) * own_R + smoothing / C * weight_C.sum()
+        return spread
     y_R = target.flatten()
     counts_R = y_R != settings.get("ignore_index", -100)
     own_R = weight_C[torch.where(counts_R, y_R, 0)]
@@ -209,4 +210,5 @@ def _mean_divisor(settings: dict[str, Any], kind: type[nn.Module], f: Tensor, ta
         return float(f.numel())
     if target.is_floating_point():
         return float(f.numel() // f.shape[1])
-    return _class_weights({**settings, "label_smoothing": 0.0}, f, target, dtype).sum()
+    divisor: Tensor = _class_weights({**settings, "label_smoothing": 0.0}, f, target, dtype).sum()
+    return divisor

@@ -139,7 +139,7 @@ def _pulled(output: Tensor | GradientEdge, p: Tensor, u: Tensor) -> Tensor:
     """J^T u; zeros where the output does not depend on the parameter."""
     if isinstance(output, Tensor) and not output.requires_grad:
         return torch.zeros_like(p)
-    (pulled,) = torch.autograd.grad([output], [p], [u], retain_graph=True, allow_unused=True)
+    (pulled,) = torch.autograd.grad(output, [p], [u], retain_graph=True, allow_unused=True)
     return torch.zeros_like(p) if pulled is None else pulled.detach()
 
 

@@ -24,9 +24,17 @@ _CHUNK = 1 << 19  # floats of gradients that are written down at a time: two meg
 class Inputs(Protocol):
     """The input rows of an affine layer, possibly made on demand."""
 
-    num_samples: int
-    num_positions: int
-    width: int
+    @property
+    def num_samples(self) -> int:
+        """N."""
+
+    @property
+    def num_positions(self) -> int:
+        """T."""
+
+    @property
+    def width(self) -> int:
+        """I."""
 
     def rows(self, first: int, last: int) -> Tensor:
         """n x T x I, of the samples from `first` to before `last`."""
@@ -38,15 +46,15 @@ class Dense(NamedTuple):
     rows_NTI: Tensor
 
     @property
-    def num_samples(self) -> int:  # type: ignore[override]
+    def num_samples(self) -> int:
         return self.rows_NTI.shape[0]
 
     @property
-    def num_positions(self) -> int:  # type: ignore[override]
+    def num_positions(self) -> int:
         return self.rows_NTI.shape[1]
 
     @property
-    def width(self) -> int:  # type: ignore[override]
+    def width(self) -> int:
         return self.rows_NTI.shape[2]
 
     def rows(self, first: int, last: int) -> Tensor:

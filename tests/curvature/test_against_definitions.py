@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -84,14 +86,14 @@ def test_the_diagonal_of_the_hessian_equals_its_definition(name: str, loss_name:
     loss_fn, y = _targets(loss_name, model(x).detach())
     with collect(model, "diag_h", "batch_diag_h", loss_fn=loss_fn) as q:
         loss_fn(model(x), y).backward()
-    single = [hessian_blocks(model, lambda f, n=n: _loss_of(n, loss_fn, f, y), x) for n in range(N)]
+    single = [hessian_blocks(model, functools.partial(_loss_of, n, loss_fn, y), x) for n in range(N)]
     for parameter in q:
         by_sample = torch.stack([blocks[parameter].diagonal() for blocks in single])
         close(q[parameter].batch_diag_h, by_sample)
         close(q[parameter].diag_h, by_sample.sum(dim=0))
 
 
-def _loss_of(n: int, loss_fn: nn.Module, f: Tensor, y: Tensor) -> Tensor:
+def _loss_of(n: int, loss_fn: nn.Module, y: Tensor, f: Tensor) -> Tensor:
     """The share of sample n in the loss: the others' outputs are held fixed, which leaves its derivatives."""
     fixed = f.detach().clone()
     return loss_fn(torch.cat([fixed[:n], f[n:n + 1], fixed[n + 1:]]), y)  # type: ignore[no-any-return]

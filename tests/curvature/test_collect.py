@@ -129,7 +129,8 @@ def test_rows_of_a_sample_side_by_side_are_told_by_num_samples() -> None:
     x, y = torch.randn(2, 4, 7).double(), torch.arange(10) % 3
 
     def loss() -> Tensor:
-        return CE(output(conv(x).relu().transpose(1, 2).flatten(0, 1)), y)
+        value: Tensor = CE(output(conv(x).relu().transpose(1, 2).flatten(0, 1)), y)
+        return value
 
     with pytest.raises(DataError, match="num_samples"), collect(model, "variance", loss_fn=CE):
         loss().backward()

@@ -26,6 +26,7 @@ def _rows(layer: nn.Module, x: Tensor) -> Tensor:
     if isinstance(layer, nn.Linear):
         return x.reshape(N, -1, x.shape[-1])
     assert isinstance(layer, nn.Conv2d)
+    assert not isinstance(layer.padding, str)
     return nn.functional.unfold(x, layer.kernel_size, layer.dilation, layer.padding, layer.stride).transpose(1, 2)
 
 
