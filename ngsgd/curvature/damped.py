@@ -66,5 +66,5 @@ def _solved(factor_DD: Tensor, damping: float, right_DX: Tensor) -> Tensor:
         root_DD, failure = torch.linalg.cholesky_ex(damped_DD)
         if not bool(failure):
             return torch.cholesky_solve(right_DX.to(dtype), root_DD).to(right_DX.dtype)
-    raise DivergenceError(f"a Kronecker factor of dimension {len(factor_DD)} with damping {damping:g} is not positive definite; the loss "
-                          "may have left the finite numbers: lower the learning rate or raise the damping.")
+    raise DivergenceError(f"a Kronecker factor of dimension {len(factor_DD)} with damping {damping:g} is not positive "
+                          "definite; the loss may have left the finite numbers: lower the learning rate or raise the damping.")
