@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from ngsgd import curvature
     from ngsgd.ops.averaging import average_parameters
     from ngsgd.ops.simple_natural_gradient import precondition_simple
     from ngsgd.optim.ngsgd import NGSGD
@@ -23,10 +24,14 @@ _HOME_OF = {
     "precondition_simple": "ngsgd.ops.simple_natural_gradient",
 }
 
-__all__ = ["NGSGD", "OnlineNaturalGradient", "average_parameters", "precondition_simple"]
+_MODULES = ("curvature",)
+
+__all__ = ["NGSGD", "OnlineNaturalGradient", "average_parameters", "curvature", "precondition_simple"]
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"ngsgd.{name}")
     if name not in _HOME_OF:
         raise AttributeError(f"module 'ngsgd' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOME_OF[name]), name)

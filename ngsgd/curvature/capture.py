@@ -1,0 +1,276 @@
+"""The inputs of layers and the derivatives at their outputs, caught while a forward and a backward pass run.
+
+A forward hook notes the input of each layer and puts a hook on its output, inside the forward pass and so before any in-place
+operation on the output.  Modules and parameters get no attributes; hooks go when the capture ends, also by an exception.
+
+Letters: V backpropagated vectors, N samples, T positions of a sample (frames, pixels, calls), I inputs, O outputs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
+
+from ngsgd.curvature.expansion import expansion_of
+from ngsgd.curvature.layers import Affine, Kind, UseShare, kind_of, refuse_coupled, wide, without_autocast
+from ngsgd.curvature.rows import Inputs, Sum
+from ngsgd.errors import ConfigError, DataError
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One call of one layer in a forward pass."""
+
+    layer: str              # its name in the model; of an LSTM's products "lstm.ih_l0", "lstm.hh_l0" ..
+    number: int             # of the call of this layer since the capture began, from 0
+    kind: Kind
+    weight: str | None      # names of the parameters; None: there is none, or it takes no gradient
+    bias: str | None
+    input: Tensor           # as the layer got it, detached; samples first
+    version: int            # of the input's storage, so that later changes in place are seen
+    output_shape: torch.Size
+
+
+@dataclass(frozen=True, eq=False)
+class Record:
+    """A call with the derivatives of one or more scalars with respect to its output."""
+
+    call: Call
+    num_samples: int
+    input: Tensor           # M x ..
+    derivatives_VM: Tensor  # V x M x .., M the leading dimension of the output; V = 1 for the derivative of the loss
+
+    @property
+    def layer(self) -> str:
+        """The layer's name."""
+        return self.call.layer
+
+    def input_rows(self) -> Tensor:
+        """N x T x I, what an affine layer multiplies its weight by: frames, patches of a convolution."""
+        return self.inputs().rows(0, self.num_samples)
+
+    def inputs(self) -> Inputs:
+        """The same, made on demand; ConfigError for a layer that is not affine."""
+        if not hasattr(self.call.kind, "inputs"):
+            raise ConfigError(f"layer {self.layer} is not affine and has no input rows; ask for its shares.")
+        inputs: Inputs = self.call.kind.inputs(self.input, self.num_samples)
+        return inputs
+
+    def derivative_rows(self) -> Tensor:
+        """V x N x T x O."""
+        return self.call.kind.derivative_rows(self.derivatives_VM, self.num_samples)
+
+    def shares(self) -> dict[str, UseShare]:
+        """What the gradient of each parameter is made of, by name."""
+        e_VNTO = self.derivative_rows()
+        shares: dict[str, UseShare] = {}
+        if self.call.weight is not None:
+            shares[self.call.weight] = self.call.kind.weight_share(self.input, e_VNTO)
+        if self.call.bias is not None:
+            shares[self.call.bias] = Sum(e_VNTO)
+        return shares
+
+
+Arrival = Callable[[Call, Tensor], None]
+
+
+class Capture:
+    """Catches calls of layers while it is open, and the derivative at the output of each when a backward pass reaches it.
+
+    `with Capture(model) as capture: loss.backward()` leaves `capture.records`, in the order of the backward pass.  A layer that
+    is called k times gives k records.
+
+    Args:
+        layers: names of the layers (or of modules that contain them) to catch; None: all that have trainable parameters.
+        num_samples: N, where some layers see the positions of samples side by side as rows of their own (adjacent rows
+            belong to one sample); None: the leading dimension of every input is N.
+        samples: indices of the samples that count; None: all.
+        arrived: called with every derivative in place of keeping a record.
+        called: called after every call with the layer's output.
+
+    Raises:
+        ConfigError: a layer with trainable parameters is of no known kind, is compiled, or normalises over the minibatch.
+        DataError: the leading dimensions of the inputs differ.
+    """
+
+    def __init__(self, model: nn.Module, *, layers: Iterable[str] | None = None, num_samples: int | None = None,
+                 samples: Sequence[int] | None = None, arrived: Arrival | None = None,
+                 called: Callable[[Call, Tensor], None] | None = None) -> None:
+        self.model = model
+        self.records: list[Record] = []
+        self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._name_of = {id(p): name for name, p in self.parameters.items()}
+        self._within = None if layers is None else tuple(layers)
+        self._num_samples, self._samples = num_samples, samples
+        self._arrived, self._called = arrived or self._keep, called
+        self._handles: list[RemovableHandle] = []
+        self._numbers: Counter[str] = Counter()
+        self._open: dict[Call, GradientEdge] = {}
+        self._paused = False
+        self.layers = self._chosen()
+
+    def __enter__(self) -> Capture:
+        try:
+            for name, module in self.model.named_modules():
+                self._handles.append(module.register_forward_pre_hook(lambda module, _, name=name: refuse_coupled(module, name)))
+                if name in self.layers:
+                    self._handles.append(module.register_forward_hook(self._hook(name), with_kwargs=True))
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Takes all hooks away; what has been caught stays."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._open.clear()
+
+    @property
+    def open_calls(self) -> dict[Call, GradientEdge]:
+        """The calls whose derivatives are yet to come, and where in the autograd graph their outputs are."""
+        return self._open
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Derivatives that pass meanwhile are not caught."""
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
+
+    @property
+    def is_paused(self) -> bool:
+        """A derivative that is on its way now is not the one of the ordinary backward pass."""
+        return self._paused
+
+    def sweep(self, output: Tensor | GradientEdge, vectors_V: Tensor) -> list[tuple[Call, Tensor]]:
+        """(call, V x derivatives) of the products of the vectors (V x shape of the output) with the Jacobian of the output.
+
+        For the open calls that the output depends on; the graph is kept.
+        """
+        calls, edges = list(self._open), list(self._open.values())
+        with self.paused():
+            # one by one: about as fast as all at once on minibatches of a usual size, and right for every operation, also for
+            # those that torch cannot batch
+            found = [torch.autograd.grad(output, edges, vector, retain_graph=True, allow_unused=True) for vector in vectors_V]
+        return [(call, torch.stack(es) if len(es) > 1 else es[0][None])
+                for call, es in zip(calls, zip(*found, strict=True), strict=True) if es[0] is not None]
+
+    def record(self, call: Call, derivatives_VM: Tensor) -> Record:
+        """The call with derivatives of it, restricted to the samples that count, in at least float32."""
+        x, e_VM = call.input, derivatives_VM
+        if x._version != call.version:
+            raise DataError(f"the input of layer {call.layer} was changed in place after the layer saw it, so its curvature "
+                            "would be "
+                            "wrong; make that operation out of place.")
+        N = self.num_samples_of(call)
+        if len(x) % N or len(e_VM[0]) != len(x):
+            raise DataError(f"layer {call.layer} has an input of {len(x)} rows and an output of {len(e_VM[0])}, which are not "
+                            f"{N} samples; say num_samples, with each sample's rows adjacent.")
+        if self._samples is not None:
+            chosen = torch.as_tensor(self._samples, device=x.device)
+            x = x.unflatten(0, (N, -1))[chosen].flatten(0, 1)
+            e_VM = e_VM.unflatten(1, (N, -1))[:, chosen].flatten(1, 2)
+            N = len(chosen)
+        return Record(call, N, wide(x), wide(e_VM))
+
+    def num_samples_of(self, call: Call) -> int:
+        """N, before the choice of those that count."""
+        return self._num_samples or len(call.input)
+
+    def _keep(self, call: Call, e_M: Tensor) -> None:
+        self.records.append(self.record(call, e_M[None]))
+
+    def _chosen(self) -> set[str]:
+        chosen, unknown = set(), []
+        inside: tuple[str, ...] = ()
+        for name, module in self.model.named_modules():
+            own = [p for p in module.parameters(recurse=False) if p.requires_grad]
+            if getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod"):
+                raise ConfigError(f"{name or 'the model'} is compiled, and hooks do not run in compiled code; pass and call "
+                                  "the module "
+                                  "that was given to torch.compile for the minibatches whose curvature you want.")
+            if name.startswith(inside) and inside:
+                continue
+            if expansion_of(module) is not None:
+                inside = (*inside, f"{name}." if name else "")
+                own = [p for p in module.parameters() if p.requires_grad]
+            if not own or not self._is_within(name):
+                continue
+            if kind_of(module) is None and expansion_of(module) is None:
+                unknown.append(f"layer {name or 'the model'} ({type(module).__name__}) has parameters of its own, and how "
+                               "they make its "
+                               "output is not known; leave it out by naming the others in layers=, or build it from torch's "
+                               "layers.")
+            chosen.add(name)
+        if unknown:
+            raise ConfigError(unknown)
+        if not chosen:
+            raise ConfigError(f"{type(self.model).__name__} has no layer with trainable parameters among "
+                              f"{self._within or 'all layers'}; "
+                              "name some of model.named_modules().")
+        return chosen
+
+    def _is_within(self, name: str) -> bool:
+        return self._within is None or any(name == outer or name.startswith(f"{outer}.") for outer in self._within)
+
+    def _hook(self, name: str) -> Callable[..., Any]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+            expand = expansion_of(module)
+            if not torch.is_grad_enabled() or self._paused:
+                return None
+            if torch._C._functorch.maybe_current_level() is not None:
+                raise ConfigError(f"layer {name} runs inside a torch.func transform, where its rows cannot be told apart; "
+                                  "collect its "
+                                  "curvature in a plain forward and backward pass.")
+            if expand is not None:
+                return expand(module, args, kwargs, output, self._product(name, module))
+            x = args[0] if args else next(iter(kwargs.values()))
+            kind = kind_of(module)
+            assert kind is not None
+            self._note(name, kind, (getattr(module, "weight", None), getattr(module, "bias", None)), x, output)
+            return None
+        return hook
+
+    def _product(self, name: str, module: nn.Module) -> Callable[..., Tensor]:
+        """An affine product inside of a layer, caught as a layer of its own."""
+        def product(part: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            y = nn.functional.linear(x, weight, bias)
+            self._note(f"{name}.{part}".lstrip("."), Affine(), (weight, bias), x, y)
+            return y
+        return product
+
+    def _note(self, layer: str, kind: Kind, parameters: tuple[Tensor | None, Tensor | None], x: Tensor, output: Tensor) -> None:
+        weight, bias = (None if p is None else self._name_of.get(id(p)) for p in parameters)
+        if not output.requires_grad or weight is bias is None:
+            return
+        if x.ndim < 2 and x.is_floating_point():
+            raise DataError(f"layer {layer} has an input of shape {tuple(x.shape)}, without a dimension of samples; pass a "
+                            "minibatch.")
+        call = Call(layer, self._numbers[layer], kind, weight, bias, x.detach(), x._version, output.shape)
+        self._numbers[layer] += 1
+        self._open[call] = get_gradient_edge(output)
+        output.register_hook(lambda e_M: self._arrive(call, e_M))
+        if self._called is not None:
+            self._called(call, output)
+
+    def _arrive(self, call: Call, e_M: Tensor) -> None:
+        if self._paused or self._open.pop(call, None) is None:  # the capture is closed, or this is a second backward pass
+            return
+        with torch.no_grad(), without_autocast(e_M.device.type):
+            self._arrived(call, e_M.detach())

@@ -1,0 +1,74 @@
+"""Kronecker factors of one affine layer's curvature: the block of its weight is about B (x) A, that of its bias B.
+
+Letters: V vectors, N samples, T positions, I inputs, O outputs.  How positions enter (Eschenhagen et al. 2023):
+
+    "expand"    A = 1/(N T) sum_nt a a^T,  B = sum_vnt e e^T         positions as samples: frames with targets of their own
+    "reduce"    a_n = mean_t a, e_n = sum_t e, then as without positions     one target for all positions of a sample
+    "backpack"  A = 1/N sum_nt a a^T,  B = sum_vn (sum_t e)(sum_t e)^T       the convolutions of BackPACK
+
+With a single position the three are the same.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ngsgd.curvature.rows import Inputs
+
+SHARINGS = ("expand", "reduce", "backpack")
+
+
+class Kronecker(NamedTuple):
+    """B (O x O, output side) and A (I x I, input side; None for a bias, whose curvature is B alone)."""
+
+    B_OO: Tensor
+    A_II: Tensor | None
+
+    def dense(self) -> Tensor:
+        """The block itself, in the order of the flattened parameter; for small layers."""
+        return self.B_OO if self.A_II is None else torch.kron(self.B_OO.contiguous(), self.A_II.contiguous())
+
+
+def output_factor(e_VNTO: Tensor, sharing: str) -> Tensor:
+    """B, a sum over vectors and samples."""
+    if sharing != "expand" and e_VNTO.shape[2] > 1:
+        e_VNTO = e_VNTO.sum(dim=2, keepdim=True)
+    e_XO = e_VNTO.flatten(0, 2) if e_VNTO.is_contiguous() or e_VNTO.shape[2] == 1 else None
+    if e_XO is None:  # the positions of a convolution are in the last dimension of the memory
+        e_XO = e_VNTO.permute(3, 0, 1, 2).flatten(1).T
+    total_OO = e_XO.new_empty(e_XO.shape[1], e_XO.shape[1])
+    _gram(e_XO, total_OO, 0.0)
+    return total_OO
+
+
+def _gram(x_XD: Tensor, total_DD: Tensor, keep: float) -> None:
+    """total <- keep total + x^T x; of the symmetric matrix only blocks on and above the diagonal are multiplied out."""
+    D = len(total_DD)
+    if D < 512:
+        torch.addmm(total_DD, x_XD.T, x_XD, beta=keep, out=total_DD)
+        return
+    half = D // 2
+    _gram(x_XD[:, :half], total_DD[:half, :half], keep)
+    _gram(x_XD[:, half:], total_DD[half:, half:], keep)
+    torch.addmm(total_DD[:half, half:], x_XD[:, :half].T, x_XD[:, half:], beta=keep, out=total_DD[:half, half:])
+    total_DD[half:, :half] = total_DD[:half, half:].T
+
+
+def input_moment(inputs: Inputs, sharing: str) -> tuple[Tensor, int]:
+    """(sum of a a^T, number of rows that it counts); A is their quotient."""
+    N, T = inputs.num_samples, inputs.num_positions
+    total_II: Tensor | None = None
+    size = max(1, (1 << 20) // (T * inputs.width))
+    for first in range(0, N, size):
+        a_NTI = inputs.rows(first, min(first + size, N))
+        if sharing == "reduce" and T > 1:
+            a_NTI = a_NTI.mean(dim=1, keepdim=True)
+        a_XI = a_NTI.flatten(0, 1) if len(a_NTI) > 1 else a_NTI[0]
+        keep = 0.0 if total_II is None else 1.0
+        total_II = a_XI.new_empty(inputs.width, inputs.width) if total_II is None else total_II
+        _gram(a_XI, total_II, keep)
+    assert total_II is not None
+    return total_II, N * T if sharing == "expand" else N

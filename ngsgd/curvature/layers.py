@@ -1,0 +1,180 @@
+"""Which layers are understood: how the input and the output derivative of each become rows.
+
+Letters: V backpropagated vectors, M leading dimension of a layer's input (the N samples, or N k of them side by side), T
+positions of a sample, I inputs, O outputs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ngsgd.curvature.rows import Dense, Inputs, Lookup, Outer, Patches, Sum
+from ngsgd.errors import ConfigError
+
+_PADDING_MODES = {"zeros": "constant", "reflect": "reflect", "replicate": "replicate", "circular": "circular"}
+
+UseShare = Outer | Sum | Lookup
+
+
+class Kind(Protocol):
+    """How one layer uses its parameters; holds the layer's shape, not the layer's state."""
+
+    def derivative_rows(self, e_VM: Tensor, num_samples: int) -> Tensor:
+        """V x N x T x O."""
+
+    def weight_share(self, x_M: Tensor, e_VNTO: Tensor) -> UseShare:
+        """What the gradient of the weight is made of."""
+
+
+@dataclass(frozen=True)
+class Affine:
+    """y = W x + b over the last dimension; all between it and the first are positions."""
+
+    def inputs(self, x_M: Tensor, num_samples: int) -> Inputs:
+        """The input rows."""
+        return Dense(x_M.reshape(num_samples, -1, x_M.shape[-1]))
+
+    def derivative_rows(self, e_VM: Tensor, num_samples: int) -> Tensor:
+        return e_VM.reshape(len(e_VM), num_samples, -1, e_VM.shape[-1])
+
+    def weight_share(self, x_M: Tensor, e_VNTO: Tensor) -> UseShare:
+        return Outer(self.inputs(x_M, e_VNTO.shape[1]), e_VNTO)
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """An affine layer over patches."""
+
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    dilation: tuple[int, ...]
+    padding: tuple[tuple[int, int], ...]  # before and after, of each dimension
+    mode: str
+    groups: int
+
+    def inputs(self, x_M: Tensor, num_samples: int) -> Inputs:
+        """The input rows, made when they are asked for."""
+        return Patches(x_M, self.kernel, self.stride, self.dilation, self.padding, num_samples, self.mode)
+
+    def derivative_rows(self, e_VM: Tensor, num_samples: int) -> Tensor:
+        e_VMTO = e_VM.flatten(3).transpose(2, 3)
+        if len(e_VMTO[0]) == num_samples:
+            return e_VMTO
+        return e_VMTO.reshape(len(e_VM), num_samples, -1, e_VM.shape[2])
+
+    def weight_share(self, x_M: Tensor, e_VNTO: Tensor) -> UseShare:
+        return Outer(self.inputs(x_M, e_VNTO.shape[1]), e_VNTO, self.groups)
+
+
+@dataclass(frozen=True)
+class ScaleOffset:
+    """The scale and offset behind a normalisation, along dimension 1 or along the last ones."""
+
+    normalise: Callable[[Tensor], Tensor]  # without scale and offset
+    num_last: int                          # how many last dimensions the parameters lie along; 0: dimension 1
+
+    def derivative_rows(self, e_VM: Tensor, num_samples: int) -> Tensor:
+        if self.num_last == 0:
+            rows = e_VM.movedim(2, -1)
+            return rows.reshape(len(e_VM), num_samples, -1, rows.shape[-1])
+        return e_VM.reshape(len(e_VM), num_samples, -1, e_VM.shape[-self.num_last:].numel())
+
+    def weight_share(self, x_M: Tensor, e_VNTO: Tensor) -> UseShare:
+        xhat_1NTO = self.derivative_rows(self.normalise(x_M)[None], e_VNTO.shape[1])
+        return Sum(e_VNTO * xhat_1NTO)
+
+
+@dataclass(frozen=True)
+class Table:
+    """An embedding."""
+
+    num_rows: int
+    padding_index: int | None  # this row gets no gradient
+
+    def derivative_rows(self, e_VM: Tensor, num_samples: int) -> Tensor:
+        return e_VM.reshape(len(e_VM), num_samples, -1, e_VM.shape[-1])
+
+    def weight_share(self, x_M: Tensor, e_VNTO: Tensor) -> UseShare:
+        index_NT = x_M.reshape(e_VNTO.shape[1], -1)
+        if self.padding_index is not None:
+            e_VNTO = e_VNTO * (index_NT != self.padding_index)[..., None]
+        return Lookup(index_NT, e_VNTO, self.num_rows)
+
+
+def kind_of(layer: nn.Module) -> Kind | None:
+    """How the layer uses its parameters; None where that is not known.
+
+    A subclass counts as its class as long as it does not bring its own `forward`; the layers that `ngsgd.NGSGD` made of
+    torch's compute the same outputs.
+    """
+    module: Any = layer
+    plain = _plain_class(type(layer))
+    if plain is nn.Linear:
+        return Affine()
+    if plain in (nn.Conv1d, nn.Conv2d, nn.Conv3d):
+        return _convolution(module)
+    if plain is nn.LayerNorm:
+        return ScaleOffset(lambda x: nn.functional.layer_norm(x, module.normalized_shape, eps=module.eps), module.weight.ndim)
+    if plain is nn.RMSNorm:
+        return ScaleOffset(lambda x: nn.functional.rms_norm(x, module.normalized_shape, eps=module.eps), module.weight.ndim)
+    if plain is nn.GroupNorm:
+        return ScaleOffset(lambda x: nn.functional.group_norm(x, module.num_groups, eps=module.eps), 0)
+    if plain in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
+        return ScaleOffset(lambda x: _by_running_statistics(module, x), 0)
+    if plain is nn.Embedding and module.max_norm is None and not module.scale_grad_by_freq and not module.sparse:
+        return Table(module.num_embeddings, module.padding_idx)
+    return None
+
+
+_CLASSES = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.BatchNorm1d, nn.BatchNorm2d,
+            nn.BatchNorm3d, nn.Embedding)
+
+
+def _plain_class(kind: type[nn.Module]) -> type[nn.Module] | None:
+    for plain in _CLASSES:
+        if issubclass(kind, plain) and (kind.forward is plain.forward or kind.__name__ == f"NaturalGradient{plain.__name__}"):
+            return plain
+    return None
+
+
+def _convolution(layer: Any) -> Convolution:
+    if layer.padding == "same":
+        totals = [d * (k - 1) for k, d in zip(layer.kernel_size, layer.dilation, strict=True)]
+        padding = tuple((total // 2, total - total // 2) for total in totals)
+    elif layer.padding == "valid":
+        padding = ((0, 0),) * len(layer.kernel_size)
+    else:
+        padding = tuple((side, side) for side in layer.padding)
+    return Convolution(layer.kernel_size, layer.stride, layer.dilation, padding, _PADDING_MODES[layer.padding_mode], layer.groups)
+
+
+def _by_running_statistics(layer: Any, x: Tensor) -> Tensor:
+    return nn.functional.batch_norm(x, layer.running_mean, layer.running_var, eps=layer.eps)
+
+
+def refuse_coupled(layer: nn.Module, name: str) -> None:
+    """Raises ConfigError for a normalisation over the minibatch, through which no sample has a gradient of its own."""
+    over_minibatch = isinstance(layer, nn.modules.batchnorm._BatchNorm) and (layer.training or layer.running_mean is None)
+    instance = isinstance(layer, nn.modules.instancenorm._InstanceNorm) and layer.track_running_stats and layer.training
+    if over_minibatch or instance:
+        raise ConfigError(f"layer {name or type(layer).__name__} ({type(layer).__name__}) normalises over the minibatch, so no "
+                          "curvature quantity of single samples is defined; call its eval() before the forward pass.")
+
+
+@torch.no_grad()
+def wide(x: Tensor) -> Tensor:
+    """At least float32: half precision has neither the digits nor the range for squares."""
+    return x if x.dtype in (torch.float32, torch.float64) or not x.is_floating_point() else x.float()
+
+
+def without_autocast(device: str) -> contextlib.AbstractContextManager[Any]:
+    """Squares and factors stay in float32, even where backward is called inside autocast."""
+    if torch.is_autocast_enabled(device):
+        return torch.autocast(device, enabled=False)
+    return contextlib.nullcontext()

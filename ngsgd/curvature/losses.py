@@ -1,0 +1,214 @@
+"""Second derivatives of losses with respect to the network's output, as square roots and as samples.
+
+A row is what a loss sees at once: for cross-entropy the C logits of one frame, for the others a single number.  The loss is
+sum_r w_r l_r over rows; H_r is the second derivative of l_r.  Letters: R rows, C classes, N samples, V columns.
+
+    cross-entropy             H = diag(p) - p p^T       root S = diag(sqrt p) - p sqrt(p)^T      sample p - onehot(y), y ~ p
+    mean squared error        H = 2                     root sqrt 2                              2 (f - y), y ~ N(f, 1/2)
+    binary cross-entropy      H = s (1 - s)             root sqrt(s (1 - s))                     s - y, y ~ Bernoulli(s)
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ngsgd.errors import ConfigError, DataError
+
+FUNCTIONS: dict[Callable[..., Any], type[nn.Module]] = {
+    nn.functional.cross_entropy: nn.CrossEntropyLoss,
+    nn.functional.mse_loss: nn.MSELoss,
+    nn.functional.binary_cross_entropy_with_logits: nn.BCEWithLogitsLoss,
+}
+CLASSES = tuple(FUNCTIONS.values())
+_SIGNATURES = {function: inspect.signature(function) for function in FUNCTIONS}
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """One evaluation of a loss: what its second derivative is made of."""
+
+    output: Tensor      # the network's, as the loss saw it, with its graph
+    classes: bool       # cross-entropy: dimension 1 of the output (the last of a single row per sample) holds the classes
+    weight_R: Tensor    # w_r, also of frames that are masked or ignored (0)
+
+    @property
+    def num_samples(self) -> int:
+        """N."""
+        return len(self.output)
+
+    def rows(self) -> Tensor:
+        """R x C (classes) or R, in at least float32, without graph."""
+        f = self.output.detach()
+        f = f if f.dtype == torch.float64 else f.float()
+        return f.movedim(1, -1).flatten(0, -2) if self.classes else f.flatten()
+
+    def like_output(self, rows_VR: Tensor) -> Tensor:
+        """Rows (V x R x C or V x R) in the output's layout and dtype."""
+        f = self.output
+        if not self.classes:
+            return rows_VR.view(-1, *f.shape).to(f.dtype)
+        moved = rows_VR.view(-1, f.shape[0], *f.shape[2:], f.shape[1])
+        return moved.movedim(-1, 2).to(f.dtype)
+
+    def product(self, u_V: Tensor) -> Tensor:
+        """H u for vectors in the output's layout (V x shape of the output)."""
+        f, w_R = self.rows(), self.weight_R
+        if not self.classes:
+            u_VR = u_V.flatten(1).to(f.dtype)
+            return self.like_output(u_VR * (w_R * self._second()))
+        u_VRC = u_V.movedim(2, -1).flatten(1, -2).to(f.dtype)
+        p_RC = f.softmax(dim=1)
+        Hu_VRC = p_RC * (u_VRC - (p_RC * u_VRC).sum(dim=-1, keepdim=True))
+        return self.like_output(Hu_VRC * w_R[:, None])
+
+    def _second(self) -> Tensor | float:
+        return self._curvature_R if self._curvature_R is not None else 2.0
+
+    _curvature_R: Tensor | None = None  # s (1 - s) of binary cross-entropy; None: 2 of the squared error
+
+    def num_columns(self, num_samples: int) -> int:
+        """Columns of the square root that a sample has: C for each of its frames."""
+        per_sample = len(self.rows()) // num_samples
+        return per_sample * self.output.shape[1] if self.classes else per_sample
+
+    def columns(self, num_samples: int, chunk: int) -> Iterator[Tensor]:
+        """Blocks of at most `chunk` columns of sqrt(w) S, V x shape of the output; S S^T = H for each sample.
+
+        A column touches one frame of each sample, so that the columns of a sample sum up to its curvature.
+        """
+        f, root_w_R = self.rows(), self.weight_R.sqrt()
+        K = len(f) // num_samples  # rows of a sample
+        if self.classes:
+            root_p_RC = f.softmax(dim=1).sqrt()
+            C = f.shape[1]
+            for first in range(0, K * C, chunk):
+                block = f.new_zeros(min(chunk, K * C - first), num_samples, K, C)
+                p_NKC, root_w_NK = root_p_RC.view(num_samples, K, C), root_w_R.view(num_samples, K)
+                for v, column in enumerate(range(first, first + len(block))):
+                    k, c = divmod(column, C)
+                    root_NC = -p_NKC[:, k].square() * p_NKC[:, k, c, None]
+                    root_NC[:, c] += p_NKC[:, k, c]
+                    block[v, :, k] = root_NC * root_w_NK[:, k, None]
+                yield self.like_output(block.flatten(1, 2))
+            return
+        root_NK = (root_w_R * torch.as_tensor(self._second(), dtype=f.dtype, device=f.device).sqrt()).view(num_samples, K)
+        for first in range(0, K, chunk):
+            block = f.new_zeros(min(chunk, K - first), num_samples, K)
+            for v in range(len(block)):
+                block[v, :, first + v] = root_NK[:, first + v]
+            yield self.like_output(block.flatten(1))
+
+    def sampled(self, num_draws: int, generator: torch.Generator | None) -> Tensor:
+        """M draws whose outer products have the mean sum_r w_r H_r, each times M^(-1/2): M x shape of the output."""
+        f, M = self.rows(), num_draws
+        scale_R = (self.weight_R / M).sqrt()
+        if self.classes:
+            p_RC = f.softmax(dim=1)
+            y_RM = torch.multinomial(p_RC, M, replacement=True, generator=generator)
+            draws_MRC = p_RC.expand(M, -1, -1).clone()
+            draws_MRC.scatter_add_(2, y_RM.T[:, :, None], -torch.ones_like(y_RM.T, dtype=f.dtype)[:, :, None])
+            return self.like_output(draws_MRC.mul_(scale_R[:, None]))
+        if self._curvature_R is None:
+            noise_MR = torch.randn(M, len(f), dtype=f.dtype, device=f.device, generator=generator)
+            return self.like_output(noise_MR * (2.0**0.5 * scale_R))  # 2 (f - y), y of variance 1/2
+        s_R = f.sigmoid()
+        y_MR = torch.bernoulli(s_R.expand(M, -1), generator=generator)
+        extra_R = torch.where(self._curvature_R > 0, self._curvature_R / (s_R * (1 - s_R)).clamp(min=1e-30), 0.0)  # pos_weight
+        return self.like_output((s_R - y_MR) * (scale_R * extra_R.sqrt()))
+
+
+def reduction_of(loss_fn: object) -> str | None:
+    """What the loss does with the losses of its rows: "mean", "sum" or "none"; None where that is not known."""
+    if isinstance(loss_fn, nn.Module):
+        return getattr(loss_fn, "reduction", None)
+    return "mean" if loss_fn in FUNCTIONS else None
+
+
+def check(loss_fn: object) -> None:
+    """Raises ConfigError for a loss whose second derivative is not known."""
+    if not (isinstance(loss_fn, CLASSES) or (not isinstance(loss_fn, nn.Module) and loss_fn in FUNCTIONS)):
+        name = type(loss_fn).__name__ if isinstance(loss_fn, nn.Module) else getattr(loss_fn, "__name__", repr(loss_fn))
+        raise ConfigError(f"loss_fn is {name}, whose second derivative is not known; second-order quantities take "
+                          "CrossEntropyLoss, MSELoss, BCEWithLogitsLoss or their functional forms.")
+
+
+def arguments(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """(output, target, settings by name) of a call of a functional loss."""
+    bound = _SIGNATURES[function].bind(*args, **kwargs)
+    bound.apply_defaults()
+    settings = dict(bound.arguments)
+    return settings.pop("input"), settings.pop("target"), settings
+
+
+def evaluation(settings: dict[str, Any], kind: type[nn.Module], output: Tensor, target: Tensor, upstream: Tensor) -> Evaluation:
+    """What the second derivative of one evaluation is made of.
+
+    Args:
+        settings: the loss's attributes: weight, reduction, ignore_index, label_smoothing, pos_weight.
+        kind: the loss's class.
+        output: what the loss saw.
+        target: what it was compared with.
+        upstream: the derivative of what is minimised with respect to the loss's value, of the shape of that value.
+    """
+    f = output.detach()
+    dtype = f.dtype if f.dtype == torch.float64 else torch.float32
+    if issubclass(kind, nn.CrossEntropyLoss):
+        if f.ndim < 2:
+            raise DataError("cross-entropy saw logits of shape "
+                            f"{tuple(f.shape)}, without a dimension of samples; pass a minibatch.")
+        w_R = _class_weights(settings, f, target, dtype)
+        curvature_R = None
+    else:
+        if f.shape != target.shape:
+            raise DataError(f"the loss saw an output of shape {tuple(f.shape)} and a target of shape {tuple(target.shape)}; "
+                            "bring them to one shape.")
+        w_R = torch.ones(f.numel(), dtype=dtype, device=f.device)
+        curvature_R = None
+        if issubclass(kind, nn.BCEWithLogitsLoss):
+            if settings.get("weight") is not None:
+                w_R = settings["weight"].to(dtype).expand_as(f).reshape(-1)
+            s = f.to(dtype).sigmoid()
+            gain = 1.0
+            if settings.get("pos_weight") is not None:
+                gain = 1.0 + (settings["pos_weight"].to(dtype) - 1.0) * target.to(dtype)
+            curvature_R = (gain * s * (1.0 - s)).flatten()
+    if settings["reduction"] == "mean":
+        w_R = w_R / _mean_divisor(settings, kind, f, target, dtype)
+    up = upstream.detach().to(dtype)
+    w_R = w_R * (up if up.ndim == 0 else up.reshape(-1))
+    if bool((w_R < 0).any()):
+        raise DataError("the loss has rows of negative weight, whose generalised Gauss-Newton matrix has no square root; minimise "
+                        "a loss, not minus a loss.")
+    return Evaluation(output, issubclass(kind, nn.CrossEntropyLoss), w_R, curvature_R)
+
+
+def _class_weights(settings: dict[str, Any], f: Tensor, target: Tensor, dtype: torch.dtype) -> Tensor:
+    """The factor of diag(p) - p p^T for each row: the sum over classes of weight times (smoothed) target probability."""
+    C = f.shape[1]
+    weight_C = settings.get("weight")
+    weight_C = torch.ones(C, dtype=dtype, device=f.device) if weight_C is None else weight_C.to(dtype)
+    smoothing = settings.get("label_smoothing", 0.0)
+    if target.is_floating_point():
+        q_RC = target.to(dtype).movedim(1, -1).flatten(0, -2)
+        own_R = q_RC @ weight_C
+        spread: Tensor = (1.0 - smoothing) * own_R + smoothing / C * weight_C.sum()
+        return spread
+    y_R = target.flatten()
+    counts_R = y_R != settings.get("ignore_index", -100)
+    own_R = weight_C[torch.where(counts_R, y_R, 0)]
+    return torch.where(counts_R, (1.0 - smoothing) * own_R + smoothing / C * weight_C.sum(), 0.0)
+
+
+def _mean_divisor(settings: dict[str, Any], kind: type[nn.Module], f: Tensor, target: Tensor, dtype: torch.dtype) -> Tensor | float:
+    if not issubclass(kind, nn.CrossEntropyLoss):
+        return float(f.numel())
+    if target.is_floating_point():
+        return float(f.numel() // f.shape[1])
+    divisor: Tensor = _class_weights({**settings, "label_smoothing": 0.0}, f, target, dtype).sum()
+    return divisor

@@ -1,0 +1,130 @@
+"""The quantities by name, and what each is made of once a backward pass has left its sums."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ngsgd.curvature.kronecker import Kronecker
+from ngsgd.curvature.products import Pass, Products
+
+# what is backpropagated for a quantity, and what is made of it
+SIGNALS = {
+    "batch_grad": ("gradient", "individual"), "batch_l2": ("gradient", "norms"), "sum_grad_squared": ("gradient", "squares"),
+    "second_moment": ("gradient", "squares"), "variance": ("gradient", "moments"), "kfac_emp": ("gradient", "factors"),
+    "diag_ggn": ("exact", "squares"), "batch_diag_ggn": ("exact", "by_sample"), "sqrt_ggn": ("exact", "individual"),
+    "kflr": ("exact", "factors"),
+    "diag_ggn_mc": ("sampled", "squares"), "batch_diag_ggn_mc": ("sampled", "by_sample"), "sqrt_ggn_mc": ("sampled", "individual"),
+    "kfac": ("sampled", "factors"),
+    "kfra": ("averages", "factors"),
+    "diag_h": ("hessian", "squares"), "batch_diag_h": ("hessian", "by_sample"),
+}
+PRODUCTS = ("hmp", "ggnmp", "pchmp")
+QUANTITIES = (*SIGNALS, *PRODUCTS)
+SIGNAL_ORDER = ("sampled", "exact", "averages", "gradient")  # the first that wants input factors makes them for all
+NORMALIZATIONS = ("paper", "backpack")
+
+
+@dataclass(frozen=True)
+class Options:
+    """How quantities are defined; see `collect`."""
+
+    sharing: str
+    normalization: str
+    reduction: str | None
+    mc_samples: int
+    generator: torch.Generator | None
+    max_floats: int
+
+
+@dataclass
+class Sums:
+    """What has been summed up for one parameter, by (signal, form)."""
+
+    shape: torch.Size
+    found: dict[tuple[str, str], Tensor] = field(default_factory=dict)
+    num_samples: int = 0
+
+
+class Fresh:
+    """What one backward pass has found, by (parameter, form); it arrives in blocks of vectors."""
+
+    def __init__(self) -> None:
+        self.found: dict[tuple[str, str], Tensor] = {}
+
+    def add(self, name: str, form: str, value: Tensor) -> None:
+        key = name, form
+        self.found[key] = self.found[key].add_(value) if key in self.found else value
+
+    def append(self, name: str, form: str, value: Tensor) -> None:
+        key = name, form
+        self.found[key] = torch.cat([self.found[key], value]) if key in self.found else value
+
+
+class Quantities:
+    """The quantities of one parameter, as attributes: `q["fc.weight"].variance`."""
+
+    def __init__(self, name: str, asked: Sequence[str], sums: Sums, bias_of: Sums | None, options: Options,
+                 passes: list[Pass]) -> None:
+        self._name, self._asked, self._sums, self._weight, self._options = name, asked, sums, bias_of, options
+        self._passes = passes
+
+    def __getattr__(self, quantity: str) -> Any:
+        if quantity.startswith("_"):
+            raise AttributeError(quantity)
+        if quantity not in self._asked:
+            raise AttributeError(f"{quantity} of {self._name} was not asked for; collect(model, {quantity!r}, ..) gives it.")
+        if quantity in PRODUCTS:
+            return getattr(Products(self._name, self._passes), quantity)
+        try:
+            return _value(quantity, self._sums, self._weight, self._options)
+        except KeyError:
+            raise AttributeError(f"{quantity} of {self._name} is not there: no backward pass from the loss reached the layer "
+                                 "inside of "
+                                 "collect().") from None
+
+    def __dir__(self) -> list[str]:
+        return list(self._asked)
+
+
+def _value(quantity: str, sums: Sums, weight: Sums | None, options: Options) -> Any:
+    signal, form = SIGNALS[quantity]
+    shape = sums.shape
+    if form == "factors":
+        return _factors(signal, sums, weight, options)
+    if quantity in ("second_moment", "variance"):
+        return _moment(quantity, sums, options)
+    x = sums.found[signal, form]
+    if form == "squares":
+        return x.view(shape)
+    if form == "norms":
+        return x[0]
+    if form == "by_sample":
+        return x.view(-1, *shape)
+    return x[0].view(-1, *shape) if signal == "gradient" else x.view(*x.shape[:2], *shape)
+
+
+def _moment(quantity: str, sums: Sums, options: Options) -> Tensor:
+    """The paper: 1/N sum_n g_n^2, minus the square of 1/N sum_n g_n; BackPACK: the same of what is differentiated, g_n / N."""
+    N = sums.num_samples
+    # a mean over samples leaves g_n / N in the backward pass
+    scale = N if options.reduction == "mean" and options.normalization == "paper" else 1
+    second = sums.found["gradient", "squares"] * (scale**2 / N)
+    if quantity == "second_moment":
+        return second.view(sums.shape)
+    mean = sums.found["gradient", "sum"] * (scale / N)
+    return (second - mean.square_()).clamp_(min=0.0).view(sums.shape)  # rounding would leave negative variances
+
+
+def _factors(signal: str, sums: Sums, weight: Sums | None, options: Options) -> Kronecker:
+    B = (sums if weight is None else weight).found[signal, "factors"]
+    if signal == "gradient" and options.reduction == "mean":
+        B = B * sums.num_samples  # e e^T of the empirical Fisher matrix, with one 1/N and not its square
+    if weight is not None:
+        return Kronecker(B, None)
+    moment = sums.found.get(("", "inputs"))
+    return Kronecker(B, None if moment is None else moment / sums.found["", "rows"])

@@ -1,0 +1,313 @@
+"""What the gradient of one parameter is made of, sample by sample.
+
+The gradient of a sample is a sum over the positions at which the sample uses the parameter (frames, pixels, calls): of outer
+products for the weight of an affine layer, of derivative rows for a bias or a scale, of derivative rows looked up by index for
+an embedding.  Each form has the squares and norms that can be had without writing down every sample's gradient.
+
+Letters: V backpropagated vectors (1: the gradient; C: the columns of a loss's second derivative), N samples, T positions,
+I inputs, O outputs (D: their number).  `weights_VN`: signs of the squares (diagonal of the Hessian);
+None: all 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+_CHUNK = 1 << 19  # floats of gradients that are written down at a time: two megabytes stay in the cache
+
+
+class Inputs(Protocol):
+    """The input rows of an affine layer, possibly made on demand."""
+
+    @property
+    def num_samples(self) -> int:
+        """N."""
+
+    @property
+    def num_positions(self) -> int:
+        """T."""
+
+    @property
+    def width(self) -> int:
+        """I."""
+
+    def rows(self, first: int, last: int) -> Tensor:
+        """n x T x I, of the samples from `first` to before `last`."""
+
+
+class Dense(NamedTuple):
+    """Input rows that are there."""
+
+    rows_NTI: Tensor
+
+    @property
+    def num_samples(self) -> int:
+        return self.rows_NTI.shape[0]
+
+    @property
+    def num_positions(self) -> int:
+        return self.rows_NTI.shape[1]
+
+    @property
+    def width(self) -> int:
+        return self.rows_NTI.shape[2]
+
+    def rows(self, first: int, last: int) -> Tensor:
+        return self.rows_NTI[first:last]
+
+
+class Share(Protocol):
+    """One form of gradient."""
+
+    num_samples: int
+    num_elements: int
+
+    def individual(self, first: int, last: int) -> Tensor:
+        """V x n x elements, of the samples from `first` to before `last`."""
+
+    def sum_of_squares(self, weights_VN: Tensor | None = None) -> Tensor:
+        """Elements: the sum over vectors and samples of squared elements."""
+
+    def squares_by_sample(self, weights_VN: Tensor | None = None) -> Tensor:
+        """N x elements: the sum over vectors of squared elements."""
+
+    def squared_norms(self) -> Tensor:
+        """V x N."""
+
+
+class _Chunked:
+    """Squares from gradients that are written down for a few samples at a time."""
+
+    num_samples: int
+    num_elements: int
+    num_vectors: int
+
+    def individual(self, first: int, last: int) -> Tensor:
+        raise NotImplementedError
+
+    def _chunks(self) -> Iterator[tuple[int, int]]:
+        size = max(1, _CHUNK // (self.num_vectors * self.num_elements))
+        for first in range(0, self.num_samples, size):
+            yield first, min(first + size, self.num_samples)
+
+    def sum_of_squares(self, weights_VN: Tensor | None = None) -> Tensor:
+        return self._moments(weights_VN, gradient=False)[1]
+
+    def moments(self) -> tuple[Tensor, Tensor]:
+        """(sum over samples of the gradients, of their squares), for a single vector; elements each."""
+        gradient, squares = self._moments(None, gradient=True)
+        assert gradient is not None
+        return gradient, squares
+
+    def _moments(self, weights_VN: Tensor | None, *, gradient: bool) -> tuple[Tensor | None, Tensor]:
+        total: Tensor | None = None
+        squares: Tensor | None = None
+        for first, last in self._chunks():
+            g_VNP = self.individual(first, last)
+            if squares is None:
+                squares = g_VNP.new_zeros(self.num_elements)
+                total = torch.zeros_like(squares) if gradient else None
+            if total is not None:
+                total.add_(g_VNP[0, 0] if last - first == 1 else g_VNP.sum(dim=(0, 1)))
+            _add_squares(squares, g_VNP, _of(weights_VN, first, last))
+        assert squares is not None
+        return total, squares
+
+    def squares_by_sample(self, weights_VN: Tensor | None = None) -> Tensor:
+        return torch.cat([_weighted(self.individual(*chunk).square(), _of(weights_VN, *chunk)) for chunk in self._chunks()])
+
+    def squared_norms(self) -> Tensor:
+        return torch.cat([torch.linalg.vector_norm(self.individual(*chunk), dim=2).square_() for chunk in self._chunks()], dim=1)
+
+
+def _of(weights_VN: Tensor | None, first: int, last: int) -> Tensor | None:
+    return None if weights_VN is None else weights_VN[:, first:last]
+
+
+def _weighted(x_VN: Tensor, weights_VN: Tensor | None) -> Tensor:
+    """The sum over vectors."""
+    if weights_VN is not None:
+        x_VN = x_VN * weights_VN.view(*x_VN.shape[:2], *[1] * (x_VN.ndim - 2))
+    return x_VN[0] if len(x_VN) == 1 else x_VN.sum(dim=0)
+
+
+def _add_squares(squares_P: Tensor, g_VNP: Tensor, weights_VN: Tensor | None) -> None:
+    if weights_VN is None and g_VNP.shape[2] >= 4096:  # long rows: a pass over each, which stays in the cache
+        for g_P in g_VNP.flatten(0, 1):
+            squares_P.addcmul_(g_P, g_P)
+    else:
+        squares_P.add_(_weighted(g_VNP.square(), weights_VN).sum(dim=0))
+
+
+class Outer(_Chunked):
+    """The weight of an affine layer: the sum over positions of e a^T; with groups, of each group its own."""
+
+    def __init__(self, inputs: Inputs, e_VNTO: Tensor, groups: int = 1) -> None:
+        self.inputs, self.e_VNTO, self.groups = inputs, e_VNTO, groups
+        self.num_vectors, self.num_samples = e_VNTO.shape[:2]
+        self.num_elements = e_VNTO.shape[3] * (inputs.width // groups)
+
+    def individual(self, first: int, last: int) -> Tensor:
+        a_NTI, e_VNTO = self.inputs.rows(first, last), self.e_VNTO[:, first:last]
+        V, N, T, D = e_VNTO.shape
+        G = self.groups
+        if G > 1:
+            a_NTI = a_NTI.unflatten(2, (G, -1)).movedim(2, 1).flatten(0, 1)
+            e_VNTO = e_VNTO.unflatten(3, (G, -1)).movedim(3, 2).flatten(1, 2)
+        if T == 1:
+            return (e_VNTO[:, :, 0, :, None] * a_NTI[:, 0, None, :]).reshape(V, N, -1)
+        if V == 1:
+            return torch.bmm(e_VNTO[0].transpose(1, 2), a_NTI).view(1, N, -1)
+        e_NOT = e_VNTO.permute(1, 0, 3, 2).reshape(N * G, V * D // G, T)
+        g_NVP = torch.bmm(e_NOT, a_NTI).view(N, G, V, -1)
+        return g_NVP.movedim(2, 0).reshape(V, N, -1)
+
+    @property
+    def is_rank_one(self) -> bool:
+        return self.inputs.num_positions == 1 and self.groups == 1
+
+    def _squared_rows(self, weights_VN: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(N x O, N x I): with one position, squares of an outer product are the outer product of squares."""
+        return _weighted(self.e_VNTO[:, :, 0].square(), weights_VN), self.inputs.rows(0, self.num_samples)[:, 0].square()
+
+    def _moments(self, weights_VN: Tensor | None, *, gradient: bool) -> tuple[Tensor | None, Tensor]:
+        if not self.is_rank_one:
+            return super()._moments(weights_VN, gradient=gradient)
+        e2_NO, a2_NI = self._squared_rows(weights_VN)
+        total = (self.e_VNTO.sum(dim=0)[:, 0].T @ self.inputs.rows(0, self.num_samples)[:, 0]).flatten() if gradient else None
+        return total, (e2_NO.T @ a2_NI).flatten()
+
+    def squares_by_sample(self, weights_VN: Tensor | None = None) -> Tensor:
+        if not self.is_rank_one:
+            return super().squares_by_sample(weights_VN)
+        e2_NO, a2_NI = self._squared_rows(weights_VN)
+        return (e2_NO[:, :, None] * a2_NI[:, None, :]).flatten(1)
+
+    def squared_norms(self) -> Tensor:
+        V, N, T, D = self.e_VNTO.shape
+        if self.is_rank_one:
+            a2_N = self.inputs.rows(0, N)[:, 0].square().sum(dim=1)
+            return self.e_VNTO[:, :, 0].square().sum(dim=2) * a2_N
+        if self.groups > 1 or V > 1 or T * (self.inputs.width + D) > self.inputs.width * D:
+            return super().squared_norms()
+        # |sum_t e_t a_t^T|^2 = sum_tu (e_t e_u)(a_t a_u)
+        norms = []
+        size = max(1, _CHUNK // (T * max(T, self.inputs.width)))
+        for first in range(0, N, size):
+            a_NTI, e_NTO = self.inputs.rows(first, first + size), self.e_VNTO[0, first:first + size]
+            norms.append(torch.linalg.vecdot(torch.bmm(e_NTO, e_NTO.transpose(1, 2)).flatten(1),
+                                             torch.bmm(a_NTI, a_NTI.transpose(1, 2)).flatten(1)))
+        return torch.cat(norms)[None]
+
+
+class Sum(_Chunked):
+    """A bias, or a scale whose rows are already the derivative times the normalised input: the sum over positions."""
+
+    def __init__(self, e_VNTO: Tensor) -> None:
+        self.e_VNTO = e_VNTO
+        self.num_vectors, self.num_samples, _, self.num_elements = e_VNTO.shape
+
+    def individual(self, first: int, last: int) -> Tensor:
+        e_VNTO = self.e_VNTO[:, first:last]
+        return e_VNTO[:, :, 0] if e_VNTO.shape[2] == 1 else e_VNTO.sum(dim=2)
+
+    def squares_by_sample(self, weights_VN: Tensor | None = None) -> Tensor:
+        return _weighted(self.individual(0, self.num_samples).square(), weights_VN)
+
+
+class Lookup(_Chunked):
+    """An embedding: derivative rows added to the rows of the table that were looked up."""
+
+    def __init__(self, index_NT: Tensor, e_VNTO: Tensor, num_rows: int) -> None:
+        self.index_NT, self.e_VNTO, self.num_rows = index_NT, e_VNTO, num_rows
+        self.num_vectors, self.num_samples = e_VNTO.shape[:2]
+        self.num_elements = num_rows * e_VNTO.shape[3]
+
+    def individual(self, first: int, last: int) -> Tensor:
+        e_VNTO, index_NT = self.e_VNTO[:, first:last], self.index_NT[first:last]
+        V, N, T, D = e_VNTO.shape
+        table = e_VNTO.new_zeros(V, N * self.num_rows, D)
+        offset_N1 = torch.arange(N, device=index_NT.device)[:, None] * self.num_rows
+        return table.index_add_(1, (index_NT + offset_N1).flatten(), e_VNTO.reshape(V, N * T, D)).view(V, N, -1)
+
+
+class Mixed(_Chunked):
+    """A parameter that several layers use in different ways (a tied embedding): the sum of its forms."""
+
+    def __init__(self, shares: Sequence[Share]) -> None:
+        self.shares = shares
+        self.num_samples, self.num_elements = shares[0].num_samples, shares[0].num_elements
+        self.num_vectors = shares[0].num_vectors  # type: ignore[attr-defined]
+
+    def individual(self, first: int, last: int) -> Tensor:
+        total = self.shares[0].individual(first, last)
+        for share in self.shares[1:]:
+            total = total + share.individual(first, last)
+        return total
+
+
+class Written(_Chunked):
+    """Gradients that are already written down."""
+
+    def __init__(self, g_VNP: Tensor) -> None:
+        self.g_VNP = g_VNP
+        self.num_vectors, self.num_samples, self.num_elements = g_VNP.shape
+
+    def individual(self, first: int, last: int) -> Tensor:
+        return self.g_VNP[:, first:last]
+
+    def squares_by_sample(self, weights_VN: Tensor | None = None) -> Tensor:
+        return _weighted(self.g_VNP.square(), weights_VN)
+
+
+def joined(shares: Sequence[Outer | Sum | Lookup]) -> Outer | Sum | Lookup | Mixed:
+    """The uses of one parameter in one pass as one: squares come after the sum over uses, so positions are put end to end."""
+    first = shares[0]
+    if len(shares) == 1:
+        return first
+    if len({type(share) for share in shares}) > 1 or len({getattr(share, "groups", 1) for share in shares}) > 1:
+        return Mixed(shares)
+    e_VNTO = torch.cat([share.e_VNTO for share in shares], dim=2)
+    if isinstance(first, Outer):
+        rows = [share.inputs.rows(0, share.num_samples) for share in shares if isinstance(share, Outer)]
+        return Outer(Dense(torch.cat(rows, dim=1)), e_VNTO, first.groups)
+    if isinstance(first, Lookup):
+        return Lookup(torch.cat([share.index_NT for share in shares if isinstance(share, Lookup)], dim=1), e_VNTO, first.num_rows)
+    return Sum(e_VNTO)
+
+
+class Patches:
+    """The patches that a convolution sees, made on demand: they are as large as the kernel has positions.
+
+    Letters: K a sample's kernel positions, C channels.
+    """
+
+    def __init__(self, x_NC: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int],
+                 padding: Sequence[tuple[int, int]], num_samples: int, mode: str = "constant") -> None:
+        if any(before or after for before, after in padding):
+            flat = [side for pair in reversed(padding) for side in pair]
+            x_NC = torch.nn.functional.pad(x_NC, flat, mode=mode)
+        self.x_NC = x_NC
+        self.kernel, self.stride, self.dilation = tuple(kernel), tuple(stride), tuple(dilation)
+        self.out = tuple((size - d * (k - 1) - 1) // s + 1
+                         for size, k, s, d in zip(x_NC.shape[2:], kernel, stride, dilation, strict=True))
+        self.num_samples = num_samples
+        self._per_sample = len(x_NC) // num_samples
+        self.num_positions = math.prod(self.out) * self._per_sample
+        self.width = x_NC.shape[1] * math.prod(kernel)
+
+    def rows(self, first: int, last: int) -> Tensor:
+        x = self.x_NC[first * self._per_sample:last * self._per_sample]
+        spatial = x.stride()[2:]
+        dims = range(len(self.kernel))
+        view = x.as_strided((*x.shape[:2], *self.kernel, *self.out),
+                            (*x.stride()[:2], *(spatial[i] * self.dilation[i] for i in dims),
+                             *(spatial[i] * self.stride[i] for i in dims)), x.storage_offset())
+        rows_NIT = view.reshape(len(x), self.width, -1)
+        rows_NTI = rows_NIT.transpose(1, 2)
+        return rows_NTI if self._per_sample == 1 else rows_NTI.reshape(-1, self.num_positions, self.width)

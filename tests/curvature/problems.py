@@ -1,0 +1,167 @@
+"""Small networks, one for each kind of layer, with minibatches; all in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ngsgd.models.layers import PNorm, Renormalize
+from ngsgd.models.subclasses import SumSubclasses
+
+N = 4
+
+
+class Problem(NamedTuple):
+    """A network and its input."""
+
+    model: nn.Module
+    x: Tensor
+    num_classes: int
+
+
+class Functional(nn.Module):
+    """Activations as functions, an in-place one, a residual sum, and a layer that is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.shared, self.out = nn.Linear(5, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = nn.functional.relu_(self.first(x))
+        y = y + torch.tanh(self.shared(y))
+        y = y + nn.functional.gelu(self.shared(y))
+        z: Tensor = self.out(y)
+        return z
+
+
+class Residual(nn.Module):
+    """Curved activations on both sides of a residual sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.out = nn.Linear(5, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.first(x))
+        y = y + nn.functional.softplus(self.second(y))
+        z: Tensor = self.out(nn.functional.silu(y) * 0.5)
+        return z
+
+
+class Recurrent(nn.Module):
+    """The mean over time of a recurrent layer's outputs."""
+
+    def __init__(self, layer: nn.Module, width: int) -> None:
+        super().__init__()
+        self.layer, self.out = layer, nn.Linear(width, 3)
+
+    def forward(self, x_NTD: Tensor) -> Tensor:
+        first = bool(self.layer.batch_first)
+        y, _ = self.layer(x_NTD if first else x_NTD.transpose(0, 1))
+        z: Tensor = self.out((y if first else y.transpose(0, 1)).mean(dim=1))
+        return z
+
+
+class Attention(nn.Module):
+    """A residual block of attention with a normalisation."""
+
+    def __init__(self, norm: nn.Module, *, cross: bool) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
+        self.norm, self.out, self.cross = norm, nn.Linear(6, 3), cross
+
+    def forward(self, x_NTD: Tensor) -> Tensor:
+        key = x_NTD.flip(1) * 2.0 if self.cross else x_NTD
+        y, _ = self.attention(x_NTD, key, key)
+        z: Tensor = self.out(self.norm(x_NTD + y).mean(dim=1))
+        return z
+
+
+class Tied(nn.Module):
+    """An embedding whose table is the output layer's weight too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.hidden, self.out = nn.Embedding(5, 4, padding_idx=1), nn.Linear(4, 4), nn.Linear(4, 5)
+        self.out.weight = self.embedding.weight
+
+    def forward(self, index_NT: Tensor) -> Tensor:
+        y: Tensor = self.out(torch.tanh(self.hidden(self.embedding(index_NT))).mean(dim=1))
+        return y
+
+
+def _sequence(*layers: nn.Module) -> Callable[[], nn.Module]:
+    return lambda: nn.Sequential(*layers)
+
+
+def _images() -> Tensor:
+    return torch.randn(N, 2, 6, 6)
+
+
+def _frames(channels: int = 4, length: int = 9) -> Tensor:
+    return torch.randn(N, channels, length)
+
+
+def _built() -> dict[str, Callable[[], Problem]]:
+    def of(model: Callable[[], nn.Module], x: Callable[[], Tensor], num_classes: int = 3) -> Callable[[], Problem]:
+        return lambda: Problem(model(), x(), num_classes)
+
+    def eval_norm(norm: Any) -> nn.Module:
+        norm.running_mean.normal_()
+        norm.running_var.uniform_(0.5, 2.0)
+        norm.weight.data.normal_()
+        module: nn.Module = norm.eval()
+        return module
+
+    rows = lambda: torch.randn(N, 5)  # noqa: E731
+    times = lambda: torch.randn(N, 4, 6)  # noqa: E731
+    return {
+        "linear": of(lambda: nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 3)), rows),
+        "linear without bias": of(lambda: nn.Sequential(nn.Linear(5, 6, bias=False), nn.Sigmoid(), nn.Linear(6, 3)), rows),
+        "linear over frames": of(lambda: nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Flatten(), nn.Linear(20, 3)), times),
+        "conv1d": of(lambda: nn.Sequential(nn.Conv1d(4, 5, 3, stride=2, dilation=2), nn.ReLU(), nn.Flatten(),
+                                           nn.Linear(15, 3)), _frames),
+        "conv1d same": of(lambda: nn.Sequential(nn.Conv1d(4, 6, 4, padding="same", groups=2), nn.ELU(), nn.AvgPool1d(9),
+                                                nn.Flatten(),
+                                                nn.Linear(6, 3)), _frames),
+        "conv2d": of(lambda: nn.Sequential(nn.Conv2d(2, 4, 3, stride=2, padding=1), nn.ReLU(inplace=True), nn.MaxPool2d(2),
+                                           nn.Flatten(), nn.Linear(4, 3)), _images),
+        "conv2d circular": of(lambda: nn.Sequential(nn.Conv2d(2, 3, (3, 2), padding=(1, 0), padding_mode="circular"),
+                                                    nn.LeakyReLU(),
+                                                    nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(12, 3)), _images),
+        "conv3d": of(lambda: nn.Sequential(nn.Conv3d(1, 2, 2), nn.ReLU(), nn.Flatten(), nn.Linear(54, 3)),
+                     lambda: torch.randn(N, 1, 4, 4, 4)),
+        "p-norm": of(lambda: nn.Sequential(nn.Linear(5, 8), PNorm(2), Renormalize(), nn.Linear(4, 3)), rows),
+        "sub-classes": of(lambda: nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 5), SumSubclasses([2, 1, 2])), rows),
+        "functional": of(Functional, rows),
+        "residual": of(Residual, rows),
+        "layer norm": of(lambda: nn.Sequential(nn.Linear(5, 6), nn.LayerNorm(6), nn.ReLU(), nn.Linear(6, 3)), rows),
+        "rms norm over frames": of(lambda: nn.Sequential(nn.Linear(6, 6), nn.RMSNorm(6), nn.ReLU(), nn.Flatten(),
+                                                         nn.Linear(24, 3)), times),
+        "group norm": of(lambda: nn.Sequential(nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(),
+                                               nn.Linear(64, 3)), _images),
+        "batch norm": of(lambda: nn.Sequential(nn.Conv2d(2, 4, 3), eval_norm(nn.BatchNorm2d(4)), nn.ReLU(), nn.Flatten(),
+                                               nn.Linear(64, 3)), _images),
+        "batch norm of rows": of(lambda: nn.Sequential(nn.Linear(5, 4), eval_norm(nn.BatchNorm1d(4)), nn.Linear(4, 3)), rows),
+        "dropout": of(lambda: nn.Sequential(nn.Linear(5, 6), nn.Dropout(0.5), nn.ReLU(), nn.Linear(6, 3)).eval(), rows),
+        "lstm": of(lambda: Recurrent(nn.LSTM(6, 4, num_layers=2, bidirectional=True, batch_first=True), 8), times),
+        "lstm with projection": of(lambda: Recurrent(nn.LSTM(6, 4, proj_size=3), 3), times),
+        "gru": of(lambda: Recurrent(nn.GRU(6, 4), 4), times),
+        "rnn": of(lambda: Recurrent(nn.RNN(6, 4, nonlinearity="relu", bias=False, batch_first=True), 4), times),
+        "attention": of(lambda: Attention(nn.LayerNorm(6), cross=False), times),
+        "cross-attention": of(lambda: Attention(nn.RMSNorm(6), cross=True), times),
+        "embedding": of(Tied, lambda: torch.randint(5, (N, 6)), 5),
+    }
+
+
+PROBLEMS = _built()
+
+
+def problem(name: str) -> Problem:
+    """The problem of that name, always with the same numbers."""
+    torch.manual_seed(0)
+    model, x, num_classes = PROBLEMS[name]()
+    return Problem(model.double(), x.double() if x.is_floating_point() else x, num_classes)

@@ -1,0 +1,301 @@
+"""What collecting does around the numbers: hooks, passes, precision, and what it refuses."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ngsgd
+from ngsgd.curvature import Capture, collect
+from ngsgd.errors import ConfigError, DataError
+from tests.curvature.problems import N, problem
+from tests.curvature.test_against_definitions import close
+
+CE = nn.CrossEntropyLoss()
+ALL = ("batch_grad", "batch_l2", "variance", "diag_ggn", "batch_diag_ggn", "sqrt_ggn", "kflr", "diag_h", "kfac_emp")
+
+
+def _net() -> tuple[nn.Module, Tensor, Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    return model, torch.randn(8, 5).double(), torch.arange(8) % 3
+
+
+def _hooks(model: nn.Module) -> int:
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+
+
+def test_nothing_is_left_on_the_model_after_the_context_or_an_error() -> None:
+    model, x, y = _net()
+    before = [dict(vars(m)) for m in model.modules()]
+    with collect(model, *ALL, loss_fn=CE):
+        assert _hooks(model)
+        CE(model(x), y).backward()
+    assert not _hooks(model) and not CE._forward_hooks
+    assert [set(vars(m)) for m in model.modules()] == [set(old) for old in before]
+    assert all(set(vars(p)) == set() for p in model.parameters())
+    with pytest.raises(IndexError), collect(model, *ALL, loss_fn=CE):
+        CE(model(x), y + 5).backward()
+    assert not _hooks(model) and not CE._forward_hooks
+
+
+def test_gradients_are_those_of_a_plain_backward_pass_bit_for_bit() -> None:
+    model, x, y = _net()
+    CE(model(x), y).backward()
+    plain = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    with collect(model, *ALL, loss_fn=CE):
+        CE(model(x), y).backward()
+    for p, gradient in zip(model.parameters(), plain, strict=True):
+        assert p.grad is not None and gradient is not None and torch.equal(p.grad, gradient)
+
+
+def test_the_graph_of_a_pass_is_freed() -> None:
+    model, x, y = _net()
+    gc.collect()
+    gc.disable()
+    try:
+        with collect(model, *ALL, loss_fn=CE) as q:
+            output = model(x)
+            CE(output, y).backward()
+        seen = weakref.ref(output)
+        del output
+        assert seen() is None
+        assert q["0.weight"].variance.shape == (6, 5)
+    finally:
+        gc.enable()
+
+
+def test_accumulated_minibatches_count_as_one() -> None:
+    model, x, y = _net()
+    with collect(model, *ALL, loss_fn=CE) as whole:
+        CE(model(x), y).backward()
+    with collect(model, *ALL, loss_fn=CE) as parts:
+        for half in (slice(0, 4), slice(4, 8)):
+            (CE(model(x[half]), y[half]) / 2).backward()
+    for name in whole:
+        for quantity in ("batch_grad", "batch_l2", "variance", "diag_ggn", "batch_diag_ggn", "sqrt_ggn", "diag_h"):
+            close(getattr(parts[name], quantity), getattr(whole[name], quantity))
+        for quantity in ("kflr", "kfac_emp"):
+            close(getattr(parts[name], quantity).B_OO, getattr(whole[name], quantity).B_OO)
+    close(parts["0.weight"].kflr.A_II, whole["0.weight"].kflr.A_II)
+
+
+def test_losses_as_functions_and_frame_weights() -> None:
+    model, x, y = _net()
+    weight_N = torch.tensor([1.0, 0.0, 2.0, 0.5, 1.0, 0.0, 1.0, 3.0]).double()
+    with collect(model, "diag_ggn", "batch_grad", loss_fn=nn.functional.cross_entropy, reduction="sum") as q:
+        (nn.functional.cross_entropy(model(x), y, reduction="none") * weight_N).sum().backward()
+    with collect(model, "batch_diag_ggn", "batch_grad", loss_fn=nn.CrossEntropyLoss(reduction="sum")) as plain:
+        nn.functional.cross_entropy(model(x), y)
+        nn.CrossEntropyLoss(reduction="sum")
+        loss_fn = nn.CrossEntropyLoss(reduction="sum")
+        loss_fn(model(x), y).backward()
+    assert "0.weight" in plain
+    with collect(model, "batch_diag_ggn", "batch_grad", loss_fn=loss_fn) as plain:
+        loss_fn(model(x), y).backward()
+    close(q["0.weight"].diag_ggn, (plain["0.weight"].batch_diag_ggn * weight_N[:, None, None]).sum(dim=0))
+    close(q["0.weight"].batch_grad, plain["0.weight"].batch_grad * weight_N[:, None, None])
+
+
+def test_masked_frames_have_no_curvature() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 3)).double()
+    x_NTD, y_NT = torch.randn(2, 7, 5).double(), torch.arange(14).view(2, 7) % 3
+    y_NT[0, 4:] = -100
+    loss_fn = nn.CrossEntropyLoss()
+    with collect(model, "diag_ggn", loss_fn=loss_fn) as padded:
+        loss_fn(model(x_NTD).transpose(1, 2), y_NT).backward()
+    model.zero_grad()
+    kept = y_NT.flatten() != -100
+    with collect(model, "diag_ggn", loss_fn=loss_fn) as alone:  # for frames that do not see each other, frames are samples too
+        loss_fn(model(x_NTD.flatten(0, 1)[kept]), y_NT.flatten()[kept]).backward()
+    x_changed = x_NTD.clone()
+    x_changed[0, 4:] += 1.0
+    with collect(model, "diag_ggn", loss_fn=loss_fn) as changed:
+        loss_fn(model(x_changed).transpose(1, 2), y_NT).backward()
+    close(changed["0.weight"].diag_ggn, padded["0.weight"].diag_ggn)
+    assert alone["0.weight"].diag_ggn.sum() > 0
+
+
+def test_rows_of_a_sample_side_by_side_are_told_by_num_samples() -> None:
+    torch.manual_seed(0)
+    conv, output = nn.Conv1d(4, 6, 3).double(), nn.Linear(6, 3).double()
+    model = nn.ModuleList([conv, output])
+    x, y = torch.randn(2, 4, 7).double(), torch.arange(10) % 3
+
+    def loss() -> Tensor:
+        value: Tensor = CE(output(conv(x).relu().transpose(1, 2).flatten(0, 1)), y)
+        return value
+
+    with pytest.raises(DataError, match="num_samples"), collect(model, "variance", loss_fn=CE):
+        loss().backward()
+    with collect(model, "batch_grad", "diag_ggn", loss_fn=CE, num_samples=2) as q:
+        loss().backward()
+    assert q["1.weight"].batch_grad.shape == (2, 3, 6) and q["0.weight"].batch_grad.shape == (2, 6, 4, 3)
+    model.zero_grad()
+    loss().backward()
+    assert conv.weight.grad is not None
+    close(q["0.weight"].batch_grad.sum(dim=0), conv.weight.grad)
+
+
+def test_chosen_samples_alone() -> None:
+    model, x, y = _net()
+    with collect(model, "batch_grad", "sqrt_ggn", loss_fn=CE) as every:
+        CE(model(x), y).backward()
+    with collect(model, "batch_grad", "sqrt_ggn", loss_fn=CE, samples=[5, 2]) as some:
+        CE(model(x), y).backward()
+    close(some["0.weight"].batch_grad, every["0.weight"].batch_grad[[5, 2]])
+    close(some["0.weight"].sqrt_ggn, every["0.weight"].sqrt_ggn[:, [5, 2]])
+
+
+def test_chosen_layers_alone_also_beside_unknown_ones() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale, self.inner = nn.Parameter(torch.ones(5)), nn.Linear(5, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.inner(x * self.scale)
+            return y
+
+    model = Scaled()
+    with pytest.raises(ConfigError, match="Scaled"):
+        collect(model, "variance", loss_fn=CE)
+    with collect(model, "variance", loss_fn=CE, layers=["inner"]) as q:
+        CE(model(torch.randn(4, 5)), torch.arange(4) % 3).backward()
+    assert set(q) == {"inner.weight", "inner.bias"}
+
+
+def test_both_normalizations() -> None:
+    model, x, y = _net()
+    with collect(model, "variance", "second_moment", loss_fn=CE) as paper:
+        CE(model(x), y).backward()
+    with collect(model, "variance", "second_moment", loss_fn=CE, normalization="backpack") as backpack:
+        CE(model(x), y).backward()
+    close(paper["0.weight"].variance, backpack["0.weight"].variance * 64)
+    close(paper["0.weight"].second_moment, backpack["0.weight"].second_moment * 64)
+
+
+def test_autocast_gives_float32_close_to_that_without() -> None:
+    model, x, y = _net()
+    model, x = model.float(), x.float()
+    with collect(model, "variance", "diag_ggn", "kflr", loss_fn=CE) as exact:
+        CE(model(x), y).backward()
+    with collect(model, "variance", "diag_ggn", "kflr", loss_fn=CE) as half, torch.autocast("cpu", torch.bfloat16):
+        CE(model(x), y).backward()
+    for name in exact:
+        for quantity in ("variance", "diag_ggn"):
+            found, expected = getattr(half[name], quantity), getattr(exact[name], quantity)
+            assert found.dtype == torch.float32
+            # bfloat16 has 8 bits: a percent for a square, of the largest
+            torch.testing.assert_close(found, expected, rtol=0.1, atol=0.05 * float(expected.max()))
+
+
+def test_it_works_with_natural_gradient_layers_and_refuses_to_send_vectors_through_them() -> None:
+    model, x, y = _net()
+    with collect(model, "variance", loss_fn=CE) as plain:
+        CE(model(x), y).backward()
+    optimizer = ngsgd.NGSGD(model, lr=0.1)
+    with collect(model, "variance", loss_fn=CE) as natural:
+        CE(model(x), y).backward()
+    for name in plain:
+        close(natural[name].variance, plain[name].variance)
+    with pytest.raises(ConfigError, match="detach"), collect(model, "diag_ggn", loss_fn=CE):
+        CE(model(x), y).backward()
+    optimizer.detach()
+
+
+def test_a_replica_under_distributed_data_parallel_names() -> None:
+    class Wrapper(nn.Module):  # DDP's way of holding a module
+        def __init__(self, module: nn.Module) -> None:
+            super().__init__()
+            self.module = module
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.module(x)
+            return y
+
+    model, x, y = _net()
+    wrapped = Wrapper(model)
+    with collect(model, "variance", loss_fn=CE) as q:  # the inner module's names
+        CE(wrapped(x), y).backward()
+    assert set(q) == {"0.weight", "0.bias", "2.weight", "2.bias"}
+
+
+@pytest.mark.parametrize("compiled", ["wrapped", "in place"])
+def test_a_compiled_model_is_refused(compiled: str) -> None:
+    model, _, _ = _net()
+    whole: nn.Module = torch.compile(model, backend="eager") if compiled == "wrapped" else model  # type: ignore[assignment]
+    if compiled == "in place":
+        model.compile(backend="eager")
+    with pytest.raises(ConfigError, match=r"torch\.compile"):
+        collect(whole, "variance", loss_fn=CE)
+
+
+def test_a_layer_inside_of_a_transform_is_refused() -> None:
+    model, x, _ = _net()
+    with pytest.raises(ConfigError, match=r"torch\.func"), collect(model, "variance", loss_fn=CE):
+        torch.func.vmap(model)(x)
+
+
+def test_batch_normalisation_over_the_minibatch_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4))
+    with pytest.raises(ConfigError, match="layer 1"), collect(model, "variance", loss_fn=CE):
+        model(torch.randn(4, 5))
+
+
+def test_bad_requests_are_all_told_at_once() -> None:
+    model, _, _ = _net()
+    with pytest.raises(ConfigError) as error:
+        collect(model, "varianz", loss_fn=CE, sharing="none", normalization="no")
+    assert len(error.value.problems) == 3
+    with pytest.raises(ConfigError, match="L1Loss"):
+        collect(model, "diag_ggn", loss_fn=nn.L1Loss())
+    with pytest.raises(ConfigError, match="mean or a sum"):
+        collect(model, "variance")
+
+
+def test_what_was_not_asked_for_or_not_reached_is_told() -> None:
+    model, x, y = _net()
+    with collect(model, "variance", loss_fn=CE) as q:
+        CE(model(x), y).backward()
+    with pytest.raises(AttributeError, match="not asked for"):
+        q["0.weight"].diag_ggn  # noqa: B018
+    with pytest.raises(KeyError, match="no trainable parameter"):
+        q["weight"]
+    with collect(model, "variance", loss_fn=CE) as q:
+        model(x)
+    with pytest.raises(KeyError, match="no backward pass"):
+        q["0.weight"]
+
+
+def test_an_input_changed_in_place_is_refused() -> None:
+    table = nn.Embedding(5, 3)
+    index = torch.arange(4)
+
+    def change_and_differentiate() -> None:
+        y = table(index)
+        index.add_(1).remainder_(5)
+        CE(y, torch.arange(4) % 3).backward()
+
+    with collect(table, "variance", loss_fn=CE), pytest.raises(DataError, match="in place"):
+        change_and_differentiate()
+
+
+def test_records_of_a_layer_used_twice() -> None:
+    model, x, _ = problem("functional")
+    with Capture(model) as capture:
+        CE(model(x), torch.arange(N) % 3).backward()
+    shared = [record for record in capture.records if record.layer == "shared"]
+    assert [record.call.number for record in shared] == [1, 0]  # in the order of the backward pass
+    gradient = torch.zeros(6, 6).double()
+    for record in shared:
+        gradient += record.derivative_rows()[0, :, 0].T @ record.input_rows()[:, 0]
+    expected = model.get_parameter("shared.weight").grad
+    assert expected is not None
+    close(gradient, expected)
