@@ -43,13 +43,18 @@ def settings() -> Iterator[str]:
     yield "\n## The run itself\n"
     comments = texts.knob_comments()
     yield from _table(RunConfig(), "", comments)
-    for spec in fields(RunConfig):
-        section = getattr(RunConfig(), spec.name)
+    yield from _sections(RunConfig(), "", comments)
+    yield ""
+
+
+def _sections(above: Any, prefix: str, comments: dict[str, str]) -> Iterator[str]:
+    for spec in fields(above):
+        section, name = getattr(above, spec.name), f"{prefix}{spec.name}"
         if is_dataclass(section):
             about = (inspect.getdoc(type(section)) or "").replace("\n", " ").replace("  ", " ")
-            yield f"\n## {spec.name}\n\n{_cell(about)}\n"
-            yield from _table(section, f"{spec.name}.", comments)
-    yield ""
+            yield f"\n## {name}\n\n{_cell(about)}\n"
+            yield from _table(section, f"{name}.", comments)
+            yield from _sections(section, f"{name}.", comments)
 
 
 def _table(section: Any, prefix: str, comments: dict[str, str]) -> Iterator[str]:
