@@ -37,7 +37,7 @@ check: lint  ## the same without the tests that start Ray, write an MLflow store
 mutants: $(STAMP)  ## break the numbers in some forty ways, one at a time, and see that a test notices each (4 min)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/mutants.py $(ARGS)
 
-nodes: $(STAMP)  ## train over machines made of network namespaces: cut cables, lost nodes, a slow network (root, 5 min)
+nodes: $(STAMP)  ## train over machines made of network namespaces: cut cables, lost nodes, a slow network (root, 7 min)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.nodes.scenarios $(ARGS)
 
 chaos: $(STAMP)  ## break all that can break, in 155 cases, and write the table into docs/fault-tolerance.md (10 min)

@@ -10,7 +10,6 @@ from typing import Any
 
 import mlflow
 import numpy as np
-import numpy.typing as npt
 import torch
 from mlflow.pyfunc import PythonModel
 
@@ -24,10 +23,10 @@ class AcousticModel(PythonModel):  # type: ignore[misc]
         self._model, _ = open_final(Path(context.artifacts["final"]))
 
     @torch.no_grad()
-    def predict(self, context: Any, model_input: npt.NDArray[np.float32], params: Any = None) -> npt.NDArray[np.float32]:
+    def predict(self, context, model_input, params=None):  # type: ignore[no-untyped-def]  # MLflow takes hints for a schema
         """N x D spliced frames -> N x P log posteriors."""
         x_ND = torch.from_numpy(np.asarray(model_input, dtype=np.float32))
-        return self._model(x_ND).log_softmax(dim=1).numpy()  # type: ignore[no-any-return]
+        return self._model(x_ND).log_softmax(dim=1).numpy()
 
 
 mlflow.models.set_model(AcousticModel())

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from launcher import compose, values
+from launcher import cli, compose, values
 from ngsgd.config import ModelConfig, RunConfig
 from ngsgd.errors import ConfigError
 
@@ -38,9 +38,20 @@ def test_recipe_sets_its_values_and_keeps_the_users_groups() -> None:
 
 
 @pytest.mark.parametrize("group", sorted(compose.groups()))
-def test_every_choice_of_every_group_composes(group: str) -> None:
+def test_every_choice_of_every_group_is_printed_as_it_would_be_trained(group: str, tmp_path: Path,
+                                                                       capsys: pytest.CaptureFixture[str]) -> None:
     for choice in compose.groups()[group]:
-        compose.compose([f"{group}={choice}"])
+        assert cli.main(["train", "--cfg", "job", "--resolve", f"{group}={choice}"]) == 0
+        (tmp_path / "printed.yaml").write_text(capsys.readouterr().out)
+        assert compose.from_yaml(tmp_path / "printed.yaml") == compose.compose([f"{group}={choice}"])
+
+
+@pytest.mark.parametrize("recipe", compose.groups()["recipe"])
+def test_every_recipe_takes_every_model_and_optimizer(recipe: str) -> None:
+    for group in ("model", "optimizer"):
+        for choice in compose.groups()[group]:
+            composed = compose.compose([f"recipe={recipe}", f"{group}={choice}"])
+            assert getattr(composed, group).kind == choice, f"{recipe} does away with {group}={choice}"
 
 
 @pytest.mark.parametrize(("override", "sentence"), [

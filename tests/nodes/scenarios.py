@@ -6,7 +6,6 @@ scenario fails and with 2 when no nodes can be made here.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import statistics
 import subprocess
@@ -14,104 +13,18 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from ngsgd.errors import ClusterError
 from ngsgd.training.planner_formulas import Link, central_s
-from tests.integration.service import TINY, events, final_hash
-from tests.nodes.network import ROOT, Network, Node, missing
+from tests.integration.service import events, final_hash
+from tests.nodes.jobs import by_the_documented_commands
+from tests.nodes.lab import SETTINGS, Lab, lab
+from tests.nodes.network import ROOT, missing
 
-_PORT = 6379
-_STORE_BYTES = 100 * 2**20
-_START_S = 120.0
-_RUN_S = 300.0
-_SETTINGS = [*(setting for setting in TINY if "num_epochs" not in setting), "schedule.num_epochs=6", "cluster.num_workers=3",
-             "cluster.threads_per_worker=1", "failure.progress_timeout_s=5", "failure.max_attempts=10"]
 _RATE, _LATENCY_S = 2.5e6, 0.05   # 20 Mbit/s, and 50 ms one way
-
-
-@dataclass
-class Lab:
-    """A Ray cluster over the nodes of a network, and runs on it."""
-
-    network: Network
-    output_dir: Path
-    logs: Path
-    programs: list[subprocess.Popen[bytes]] = field(default_factory=list)
-
-    def start(self) -> None:
-        """The head on node 0, without CPUs of its own; then a raylet with one CPU on each other node."""
-        head, *others = self.network.nodes
-        self._start_ray(head, "--head", f"--port={_PORT}", "--num-cpus=0", "--include-dashboard=false",
-                        f"--temp-dir={self.network.scratch}/ray")
-        for node in others:
-            self._start_ray(node, f"--address={head.address}:{_PORT}", "--num-cpus=1")
-        for node in others:
-            _wait_until(lambda node=node: "Ray runtime started" in self._log(node).read_text(), _START_S,  # type: ignore[misc]
-                        f"Ray did not start on {node.name}; see {self._log(node)}")
-
-    def _start_ray(self, node: Node, *arguments: str) -> None:
-        log = self._log(node)
-        log.write_text("")
-        node.start(log)
-        ray = str(Path(sys.executable).parent / "ray")
-        words = [ray, "start", "--block", f"--node-ip-address={node.address}", f"--object-store-memory={_STORE_BYTES}",
-                 "--disable-usage-stats", *arguments]
-        self.programs.append(node.spawn(words, log))
-        if "--head" in arguments:
-            _wait_until(lambda: "Ray runtime started" in log.read_text(), _START_S, f"the head did not start; see {log}")
-
-    def train(self, node: Node, name: str, *settings: str) -> subprocess.Popen[bytes]:
-        """Starts a run whose coordinator is on a node."""
-        address = f"cluster.address={self.network.nodes[0].address}:{_PORT}"
-        words = ["train", f"name={name}", f"output_dir={self.output_dir}", *_SETTINGS, address, *settings]
-        return node.spawn([sys.executable, "-m", "launcher", *words], self.run_log(name))
-
-    def run_log(self, name: str) -> Path:
-        return self.logs / f"{name}.log"
-
-    def _log(self, node: Node) -> Path:
-        return self.logs / f"{node.name}.log"
-
-    def run(self, name: str) -> Path | None:
-        """The folder of a run, once it is there."""
-        return next((path.parent for path in self.output_dir.glob(f"{name}-*/config.yaml")), None)
-
-    def wait_for(self, outer_iter: int, name: str) -> Path:
-        """The run's folder, once it has committed that outer iteration."""
-        def is_there() -> bool:
-            run = self.run(name)
-            return run is not None and any(line["outer_iter"] >= outer_iter for line in events(run, "outer_iteration"))
-        _wait_until(is_there, _RUN_S, f"{name} did not get to outer iteration {outer_iter}; see {self.run_log(name)}")
-        run = self.run(name)
-        assert run
-        return run
-
-    def finish(self, process: subprocess.Popen[bytes], name: str, *, code: int = 0) -> Path:
-        """The run's folder, once it has ended with that exit code."""
-        try:
-            ended = process.wait(timeout=_RUN_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            ended = process.wait()
-        run = self.run(name)
-        assert ended == code and run, f"{name} ended with {ended}:\n{self.run_log(name).read_text()[-2000:]}"
-        return run
-
-
-@contextlib.contextmanager
-def lab(count: int, output_dir: Path, *, rate: float = 0.0, latency_s: float = 0.0) -> Iterator[Lab]:
-    """A running cluster of `count` nodes, the head included."""
-    with tempfile.TemporaryDirectory(prefix="ngn-", dir="/tmp") as scratch:  # socket paths must stay short
-        logs = output_dir / "logs"
-        logs.mkdir(exist_ok=True)
-        with Network(count, Path(scratch), rate, latency_s) as network:
-            cluster = Lab(network, output_dir, logs)
-            cluster.start()
-            yield cluster
 
 
 # Scenarios ------------------------------------------------------------------------------------------------------------
@@ -131,12 +44,12 @@ def over_three_nodes(cluster: Lab, expected: str) -> dict[str, Any]:
 
 def a_node_is_cut_off(cluster: Lab, expected: str) -> dict[str, Any]:
     """A cable is pulled while an outer iteration runs: nothing is lost but time."""
-    return _with_a_loss(cluster, "cut", lambda: _node_with_worker(cluster, "cut").cut(), expected)
+    return _with_a_loss(cluster, "cut", lambda: cluster.node_with_worker("cut").cut(), expected)
 
 
 def a_raylet_is_killed(cluster: Lab, expected: str) -> dict[str, Any]:
     """A node's Ray dies, and with it its worker."""
-    return _with_a_loss(cluster, "raylet", lambda: _node_with_worker(cluster, "raylet").kill_program("raylet"), expected)
+    return _with_a_loss(cluster, "raylet", lambda: cluster.node_with_worker("raylet").kill_program("raylet"), expected)
 
 
 def the_head_is_lost(cluster: Lab, expected: str) -> dict[str, Any]:
@@ -188,14 +101,6 @@ def _with_a_loss(cluster: Lab, name: str, lose: Callable[[], None], expected: st
     return {"seconds of an outer iteration": _median_s(records), "of the longest": longest["compute_s"], "incidents": told}
 
 
-def _node_with_worker(cluster: Lab, name: str) -> Node:
-    """A node, not the coordinator's, that has a worker of the run."""
-    for node in reversed(cluster.network.nodes[1:]):  # one that was cut off still has a worker, of an earlier run
-        if not node.is_cut and node.programs("ray::_RayWorker"):
-            return node
-    raise AssertionError(f"no node runs a worker of {name}")
-
-
 def _same(run: Path, expected: str) -> None:
     assert final_hash(run) == expected, f"{run} has other bits than one process"
 
@@ -214,17 +119,9 @@ def _model_bytes(run: Path) -> int:
     return max(path.stat().st_size for path in run.glob("final/model.safetensors"))
 
 
-def _wait_until(is_so: Callable[[], bool], timeout_s: float, otherwise: str) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not is_so():
-        if time.monotonic() > deadline:
-            raise AssertionError(otherwise)
-        time.sleep(0.05)
-
-
 def _reference(output_dir: Path) -> str:
     """The model of one process."""
-    words = ["train", "name=whole", f"output_dir={output_dir}", *_SETTINGS, "cluster=in_process"]
+    words = ["train", "name=whole", f"output_dir={output_dir}", *SETTINGS, "cluster=in_process"]
     subprocess.run([sys.executable, "-m", "launcher", *words, "--quiet"], cwd=ROOT, check=True)
     return final_hash(next(path.parent for path in output_dir.glob("whole-*/config.yaml")))
 
@@ -251,10 +148,12 @@ def main(wanted: list[str]) -> int:
         {"count": 5}, [over_three_nodes, a_node_is_cut_off, a_raylet_is_killed, the_head_is_lost])
     slow: tuple[dict[str, Any], list[Callable[[Lab, str], dict[str, Any]]]] = (
         {"count": 4, "rate": _RATE, "latency_s": _LATENCY_S}, [over_a_slow_network, resumed_on_another_cluster])
+    jobs: tuple[dict[str, Any], list[Callable[[Lab, str], dict[str, Any]]]] = (
+        {"count": 4, "has_jobs": True}, [by_the_documented_commands])
     good = True
     with tempfile.TemporaryDirectory(prefix="ngsgd-nodes-") as folder:
         expected = _reference(Path(folder))
-        for network, scenarios in (quick, slow):
+        for network, scenarios in (quick, slow, jobs):
             chosen = [scenario for scenario in scenarios if not wanted or scenario.__name__ in wanted]
             if chosen:
                 with lab(output_dir=Path(folder), **network) as cluster:

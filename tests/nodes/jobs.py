@@ -1,0 +1,85 @@
+"""A cluster that asks for a token, by the commands of docs/cluster.md: submit, follow, lose a node, stop, resume."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ngsgd.errors import EXIT_OK, EXIT_RUN_FAILED, ClusterError
+from tests.integration.service import events, final_hash
+from tests.nodes.lab import SETTINGS, Lab
+
+_PROGRAM = str(Path(sys.executable).parent / "ngsgd")
+# long enough to be lost, recovered and stopped in, one after another
+_LONG = [*(setting for setting in SETTINGS if "num_epochs" not in setting), "schedule.num_epochs=60"]
+_STRANGER = ["env", "-u", "RAY_AUTH_TOKEN", "-u", "RAY_AUTH_MODE", "HOME=/nonexistent"]
+_COMMAND_S = 300.0
+
+
+def by_the_documented_commands(cluster: Lab, _: str) -> dict[str, Any]:
+    """Refused without the token; with it a run is followed, loses a node, recovers, is stopped and resumed to the same bits."""
+    settings = [f"output_dir={cluster.output_dir}", *_LONG]
+    refusals = [_says(cluster, ClusterError.exit_code, *words, by=_STRANGER)
+                for words in (["submit", "--name", "stranger", *settings], ["status", "--address", "http://127.0.0.1:8265"])]
+    assert all("refuses this token" in said for said in refusals), refusals
+    _says(cluster, EXIT_OK, "submit", "--program", _PROGRAM, "--name", "night", "name=night", *settings)
+    run = cluster.wait_for(4, "night")
+    assert "night" in _says(cluster, EXIT_OK, "status", "--address", "http://127.0.0.1:8265")
+    with _followed(cluster, "night") as follower:
+        recovered_s = _lose_a_node(cluster, run)
+        assert "night STOPPED" in _says(cluster, EXIT_OK, "stop", "night")
+        assert follower.wait(_COMMAND_S) == EXIT_RUN_FAILED
+    before = len(events(run, "outer_iteration"))
+    assert "iter" in (cluster.logs / "follow.log").read_text(), "the job's lines were not followed"
+    # two nodes are left, with a CPU each
+    words = ["--name", "night2", "--resume", str(run), "--workers", "2", "--follow"]
+    _says(cluster, EXIT_OK, "submit", "--program", _PROGRAM, *words)
+    assert "SUCCEEDED" in _says(cluster, EXIT_OK, "status", str(run))
+    assert 0 < before < len(events(run, "outer_iteration")), "there was nothing to go on with"
+    assert final_hash(run) == _of_one_process(cluster, settings), f"{run} has other bits than one process"
+    return {"outer iterations before the stop": before, "in all": len(events(run, "outer_iteration")),
+            "seconds until two more after the loss": recovered_s,
+            "incidents": [line["message"] for line in events(run, "incident")]}
+
+
+def _lose_a_node(cluster: Lab, run: Path) -> float:
+    """Seconds until the run has gone on without it for two outer iterations."""
+    began, before = time.monotonic(), len(events(run, "outer_iteration"))
+    cluster.node_with_worker("night").kill_program("raylet")
+    cluster.wait_for(before + 2, "night")
+    return time.monotonic() - began
+
+
+@contextlib.contextmanager
+def _followed(cluster: Lab, job: str) -> Iterator[subprocess.Popen[bytes]]:
+    process = cluster.network.nodes[0].spawn([sys.executable, "-m", "launcher", "logs", "--follow", job],
+                                             cluster.logs / "follow.log")
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _says(cluster: Lab, code: int, *words: str, by: list[str] | None = None) -> str:
+    """What a command on the head says, once it has ended with that exit code."""
+    log = cluster.logs / "command.log"
+    log.write_text("")
+    process = cluster.network.nodes[0].spawn([*(by or []), sys.executable, "-m", "launcher", *words], log)
+    ended = process.wait(_COMMAND_S)
+    said = log.read_text()
+    assert ended == code, f"ngsgd {' '.join(words)} ended with {ended}:\n{said[-2000:]}"
+    return said
+
+
+def _of_one_process(cluster: Lab, settings: list[str]) -> str:
+    words = ["train", "name=alone", *settings, "cluster=in_process", "--quiet"]
+    _says(cluster, EXIT_OK, *words)
+    run = cluster.run("alone")
+    assert run
+    return final_hash(run)
