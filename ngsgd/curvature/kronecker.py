@@ -37,12 +37,14 @@ class Gram:
 
     def __init__(self) -> None:
         self._waiting: list[Tensor] = []
+        self._num_waiting = 0
         self._total_DD: Tensor | None = None
 
     def add(self, x_XD: Tensor) -> None:
         """Takes rows in; they wait as long as they are smaller than their sum."""
         self._waiting.append(x_XD)
-        if sum(map(len, self._waiting)) >= x_XD.shape[1]:
+        self._num_waiting += x_XD.shape[0]
+        if self._num_waiting >= x_XD.shape[1]:
             self._multiply()
 
     def total(self) -> Tensor:
@@ -55,6 +57,7 @@ class Gram:
     def _multiply(self) -> None:
         x_XD = self._waiting[0] if len(self._waiting) == 1 else torch.cat(self._waiting)
         self._waiting.clear()
+        self._num_waiting = 0
         keep = 0.0 if self._total_DD is None else 1.0
         self._total_DD = x_XD.new_empty(x_XD.shape[1], x_XD.shape[1]) if self._total_DD is None else self._total_DD
         _gram(x_XD, self._total_DD, keep)
@@ -72,7 +75,7 @@ def output_rows(e_VNTO: Tensor, sharing: str) -> Tensor:
 def _gram(x_XD: Tensor, total_DD: Tensor, keep: float) -> None:
     """total <- keep total + x^T x; of the symmetric matrix only blocks on and above the diagonal are multiplied out."""
     D = len(total_DD)
-    if D < 512:
+    if D < 320:
         torch.addmm(total_DD, x_XD.T, x_XD, beta=keep, out=total_DD)
         return
     half = D // 2
@@ -91,5 +94,5 @@ def input_moment(inputs: Inputs, sharing: str) -> tuple[Tensor, int]:
         a_NTI = inputs.rows(first, min(first + size, N))
         if sharing == "reduce" and T > 1:
             a_NTI = a_NTI.mean(dim=1, keepdim=True)
-        total.add(a_NTI.flatten(0, 1) if len(a_NTI) > 1 else a_NTI[0])
+        total.add(a_NTI.flatten(0, 1) if a_NTI.shape[0] > 1 else a_NTI[0])
     return total.total(), N * T if sharing == "expand" else N

@@ -309,6 +309,7 @@ class Patches:
         view = x.as_strided((*x.shape[:2], *self.kernel, *self.out),
                             (*x.stride()[:2], *(spatial[i] * self.dilation[i] for i in dims),
                              *(spatial[i] * self.stride[i] for i in dims)), x.storage_offset())
-        rows_NIT = view.reshape(len(x), self.width, -1)
-        rows_NTI = rows_NIT.transpose(1, 2)
+        # patches of all samples side by side in memory, so that rows of samples are rows of one matrix without a copy
+        rows_INT = view.movedim(0, 1 + len(self.kernel)).reshape(self.width, x.shape[0], -1)
+        rows_NTI = rows_INT.permute(1, 2, 0)
         return rows_NTI if self._per_sample == 1 else rows_NTI.reshape(-1, self.num_positions, self.width)
