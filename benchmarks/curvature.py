@@ -55,6 +55,11 @@ def mlp() -> nn.Sequential:
     return nn.Sequential(*hidden, nn.Linear(1024, 2000))
 
 
+def small_mlp() -> nn.Sequential:
+    """Two hidden layers of 512 and 100 classes, small enough for what sends a vector for each class."""
+    return nn.Sequential(nn.Linear(360, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 100))
+
+
 def tdnn() -> nn.Sequential:
     """A TDNN of dilated convolutions over time, 3.0 million parameters, one target for a window of 29 frames."""
     layers: OrderedDict[str, nn.Module] = OrderedDict()
@@ -81,6 +86,7 @@ NETS = {
     "allcnnc": Net(all_cnn_c, (3, 32, 32), 100, 8),
     "mlp": Net(mlp, (360,), 2000, 512),
     "tdnn": Net(tdnn, (40, 29), 333, 32),
+    "smallmlp": Net(small_mlp, (360,), 100, 64),
 }
 QUANTITIES = ("batch_grad", "batch_l2", "sum_grad_squared", "variance", "diag_ggn_mc", "kfac", "diag_ggn", "kflr", "diag_h",
               "batch_diag_ggn", "batch_diag_ggn_mc", "sqrt_ggn", "sqrt_ggn_mc")

@@ -21,7 +21,7 @@ from ngsgd.curvature import losses
 from ngsgd.curvature.capture import Call, Capture, Record
 from ngsgd.curvature.hessian import columns, residuals
 from ngsgd.curvature.kfra import factor_of, output_moment, recursion
-from ngsgd.curvature.kronecker import SHARINGS, input_moment, output_factor
+from ngsgd.curvature.kronecker import SHARINGS, input_moment, output_rows
 from ngsgd.curvature.layers import Affine, Convolution, without_autocast
 from ngsgd.curvature.products import Pass
 from ngsgd.curvature.quantities import NORMALIZATIONS, PRODUCTS, QUANTITIES, SIGNAL_ORDER, SIGNALS, Fresh, Options, Quantities, Sums
@@ -30,6 +30,7 @@ from ngsgd.curvature.watching import LossCalls, ModelCalls
 from ngsgd.errors import ConfigError, DataError
 
 _Block = tuple[Tensor | GradientEdge, Tensor, Tensor | None]   # where vectors are sent from, V x .., their signs V x N
+_CACHE = 1 << 20   # floats: four megabytes
 Whole = Outer | Sum | Lookup | Mixed | Written
 
 
@@ -209,7 +210,7 @@ class Collection(Mapping[str, Quantities]):
         if isinstance(share, Sum) and name in self._weight_of:
             return  # the weight's
         if (isinstance(share, Sum) and name not in self._weights) or (isinstance(share, Outer) and share.groups == 1):
-            fresh.add(name, "factors", output_factor(share.e_VNTO, self._options.sharing))
+            fresh.grams[name, "factors"].add(output_rows(share.e_VNTO, self._options.sharing))
         else:
             raise ConfigError(f"parameter {name} has no Kronecker factors: they are defined for Linear, Conv1d, Conv2d and "
                               "Conv3d without "
@@ -221,7 +222,7 @@ class Collection(Mapping[str, Quantities]):
 
     def _keep(self, signal: str, fresh: Fresh) -> None:
         """What a whole backward pass found joins what others did: samples end to end, sums added."""
-        for (name, form), value in fresh.found.items():
+        for (name, form), value in fresh.all().items():
             found, key = self._sums[name].found, (signal if form not in ("inputs", "rows") else "", form)
             if key not in found:
                 found[key] = value
@@ -264,9 +265,12 @@ class Collection(Mapping[str, Quantities]):
             self._send("sampled", [(view.output, draws, None)])
         calls = self._capture.open_calls
         N = self._capture.num_samples_of(next(iter(calls)))
-        chunk = max(1, options.max_floats // sum(call.output_shape.numel() for call in calls))
+        size = sum(call.output_shape.numel() for call in calls)
+        chunk = max(1, options.max_floats // size)
         if self._forms["exact"]:
-            self._send("exact", ((view.output, block, None) for block in view.columns(N, chunk)))
+            # factors are sums over vectors, so nothing is gained by holding more of them than stay in the cache
+            held = max(1, min(chunk, _CACHE // size)) if self._forms["exact"] == {"factors"} else chunk
+            self._send("exact", ((view.output, block, None) for block in view.columns(N, held)))
         if self._forms["hessian"]:
             roots = ((view.output, block, None) for block in view.columns(N, chunk))
             df = self._derivative(output, upstream, again)

@@ -32,22 +32,50 @@ class Kronecker(NamedTuple):
         return self.B_OO if self.A_II is None else torch.kron(self.B_OO.contiguous(), self.A_II.contiguous())
 
 
-def output_factor(e_VNTO: Tensor, sharing: str) -> Tensor:
-    """B, a sum over vectors and samples."""
+class Gram:
+    """The sum of x x^T over rows that come in blocks, as few large products."""
+
+    def __init__(self) -> None:
+        self._waiting: list[Tensor] = []
+        self._num_waiting = 0
+        self._total_DD: Tensor | None = None
+
+    def add(self, x_XD: Tensor) -> None:
+        """Takes rows in; they wait as long as they are smaller than their sum."""
+        self._waiting.append(x_XD)
+        self._num_waiting += x_XD.shape[0]
+        if self._num_waiting >= x_XD.shape[1]:
+            self._multiply()
+
+    def total(self) -> Tensor:
+        """D x D of all rows so far."""
+        if self._waiting:
+            self._multiply()
+        assert self._total_DD is not None
+        return self._total_DD
+
+    def _multiply(self) -> None:
+        x_XD = self._waiting[0] if len(self._waiting) == 1 else torch.cat(self._waiting)
+        self._waiting.clear()
+        self._num_waiting = 0
+        keep = 0.0 if self._total_DD is None else 1.0
+        self._total_DD = x_XD.new_empty(x_XD.shape[1], x_XD.shape[1]) if self._total_DD is None else self._total_DD
+        _gram(x_XD, self._total_DD, keep)
+
+
+def output_rows(e_VNTO: Tensor, sharing: str) -> Tensor:
+    """X x O, the rows whose outer products add up to B."""
     if sharing != "expand" and e_VNTO.shape[2] > 1:
         e_VNTO = e_VNTO.sum(dim=2, keepdim=True)
-    e_XO = e_VNTO.flatten(0, 2) if e_VNTO.is_contiguous() or e_VNTO.shape[2] == 1 else None
-    if e_XO is None:  # the positions of a convolution are in the last dimension of the memory
-        e_XO = e_VNTO.permute(3, 0, 1, 2).flatten(1).T
-    total_OO = e_XO.new_empty(e_XO.shape[1], e_XO.shape[1])
-    _gram(e_XO, total_OO, 0.0)
-    return total_OO
+    if e_VNTO.is_contiguous() or e_VNTO.shape[2] == 1:
+        return e_VNTO.flatten(0, 2)
+    return e_VNTO.permute(3, 0, 1, 2).flatten(1).T  # the positions of a convolution are in the last dimension of the memory
 
 
 def _gram(x_XD: Tensor, total_DD: Tensor, keep: float) -> None:
     """total <- keep total + x^T x; of the symmetric matrix only blocks on and above the diagonal are multiplied out."""
     D = len(total_DD)
-    if D < 512:
+    if D < 320:
         torch.addmm(total_DD, x_XD.T, x_XD, beta=keep, out=total_DD)
         return
     half = D // 2
@@ -60,15 +88,11 @@ def _gram(x_XD: Tensor, total_DD: Tensor, keep: float) -> None:
 def input_moment(inputs: Inputs, sharing: str) -> tuple[Tensor, int]:
     """(sum of a a^T, number of rows that it counts); A is their quotient."""
     N, T = inputs.num_samples, inputs.num_positions
-    total_II: Tensor | None = None
+    total = Gram()
     size = max(1, (1 << 20) // (T * inputs.width))
     for first in range(0, N, size):
         a_NTI = inputs.rows(first, min(first + size, N))
         if sharing == "reduce" and T > 1:
             a_NTI = a_NTI.mean(dim=1, keepdim=True)
-        a_XI = a_NTI.flatten(0, 1) if len(a_NTI) > 1 else a_NTI[0]
-        keep = 0.0 if total_II is None else 1.0
-        total_II = a_XI.new_empty(inputs.width, inputs.width) if total_II is None else total_II
-        _gram(a_XI, total_II, keep)
-    assert total_II is not None
-    return total_II, N * T if sharing == "expand" else N
+        total.add(a_NTI.flatten(0, 1) if a_NTI.shape[0] > 1 else a_NTI[0])
+    return total.total(), N * T if sharing == "expand" else N

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ngsgd.curvature.kronecker import Kronecker
+from ngsgd.curvature.kronecker import Gram, Kronecker
 from ngsgd.curvature.products import Pass, Products
 
 # what is backpropagated for a quantity, and what is made of it
@@ -55,6 +56,7 @@ class Fresh:
 
     def __init__(self) -> None:
         self.found: dict[tuple[str, str], Tensor] = {}
+        self.grams: defaultdict[tuple[str, str], Gram] = defaultdict(Gram)
 
     def add(self, name: str, form: str, value: Tensor) -> None:
         key = name, form
@@ -63,6 +65,10 @@ class Fresh:
     def append(self, name: str, form: str, value: Tensor) -> None:
         key = name, form
         self.found[key] = torch.cat([self.found[key], value]) if key in self.found else value
+
+    def all(self) -> dict[tuple[str, str], Tensor]:
+        """What has been found, sums of outer products included."""
+        return {**self.found, **{key: gram.total() for key, gram in self.grams.items()}}
 
 
 class Quantities:

@@ -289,13 +289,12 @@ class Patches:
 
     def __init__(self, x_NC: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int],
                  padding: Sequence[tuple[int, int]], num_samples: int, mode: str = "constant") -> None:
-        if any(before or after for before, after in padding):
-            flat = [side for pair in reversed(padding) for side in pair]
-            x_NC = torch.nn.functional.pad(x_NC, flat, mode=mode)
         self.x_NC = x_NC
+        self._padding = [side for pair in reversed(padding) for side in pair]
+        self._mode = mode
         self.kernel, self.stride, self.dilation = tuple(kernel), tuple(stride), tuple(dilation)
-        self.out = tuple((size - d * (k - 1) - 1) // s + 1
-                         for size, k, s, d in zip(x_NC.shape[2:], kernel, stride, dilation, strict=True))
+        self.out = tuple((size + before + after - d * (k - 1) - 1) // s + 1 for size, (before, after), k, s, d
+                         in zip(x_NC.shape[2:], padding, kernel, stride, dilation, strict=True))
         self.num_samples = num_samples
         self._per_sample = len(x_NC) // num_samples
         self.num_positions = math.prod(self.out) * self._per_sample
@@ -303,11 +302,14 @@ class Patches:
 
     def rows(self, first: int, last: int) -> Tensor:
         x = self.x_NC[first * self._per_sample:last * self._per_sample]
+        if any(self._padding):
+            x = torch.nn.functional.pad(x, self._padding, mode=self._mode)
         spatial = x.stride()[2:]
         dims = range(len(self.kernel))
         view = x.as_strided((*x.shape[:2], *self.kernel, *self.out),
                             (*x.stride()[:2], *(spatial[i] * self.dilation[i] for i in dims),
                              *(spatial[i] * self.stride[i] for i in dims)), x.storage_offset())
-        rows_NIT = view.reshape(len(x), self.width, -1)
-        rows_NTI = rows_NIT.transpose(1, 2)
+        # patches of all samples side by side in memory, so that rows of samples are rows of one matrix without a copy
+        rows_INT = view.movedim(0, 1 + len(self.kernel)).reshape(self.width, x.shape[0], -1)
+        rows_NTI = rows_INT.permute(1, 2, 0)
         return rows_NTI if self._per_sample == 1 else rows_NTI.reshape(-1, self.num_positions, self.width)

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ngsgd.config import ModelConfig
+from ngsgd.models import Window, build_model
 from ngsgd.models.layers import PNorm, Renormalize
 from ngsgd.models.subclasses import SumSubclasses
 
@@ -93,8 +95,14 @@ class Tied(nn.Module):
         return y
 
 
-def _sequence(*layers: nn.Module) -> Callable[[], nn.Module]:
-    return lambda: nn.Sequential(*layers)
+def _tdnn(kind: str, normalize: str) -> nn.Module:
+    """A time-delay network of this project in test mode, for windows of 8 frames of 3 numbers."""
+    offsets = {"tdnn": "-1,0,1 -2,1", "tdnnf": "-1,0,1 -2,0,1"}[kind]
+    config = ModelConfig(kind=kind, num_layers=2, hidden_dim=5, bottleneck_dim=2, normalize=normalize, tdnn_offsets=offsets)
+    model = build_model(config, 24, 3, 1, window=Window(4, 3, 3))
+    nn.init.normal_(model.get_parameter("output.weight"))  # it starts from zero, which has no curvature before it
+    model.train()(torch.randn(50, 24))
+    return model.eval()
 
 
 def _images() -> Tensor:
@@ -127,6 +135,8 @@ def _built() -> dict[str, Callable[[], Problem]]:
         "conv1d same": of(lambda: nn.Sequential(nn.Conv1d(4, 6, 4, padding="same", groups=2), nn.ELU(), nn.AvgPool1d(9),
                                                 nn.Flatten(),
                                                 nn.Linear(6, 3)), _frames),
+        "conv1d dilated same": of(lambda: nn.Sequential(nn.Conv1d(4, 5, 3, padding="same", dilation=2), nn.Sigmoid(),
+                                                        nn.AdaptiveAvgPool1d(2), nn.Flatten(), nn.Linear(10, 3)), _frames),
         "conv2d": of(lambda: nn.Sequential(nn.Conv2d(2, 4, 3, stride=2, padding=1), nn.ReLU(inplace=True), nn.MaxPool2d(2),
                                            nn.Flatten(), nn.Linear(4, 3)), _images),
         "conv2d circular": of(lambda: nn.Sequential(nn.Conv2d(2, 3, (3, 2), padding=(1, 0), padding_mode="circular"),
@@ -136,6 +146,9 @@ def _built() -> dict[str, Callable[[], Problem]]:
                      lambda: torch.randn(N, 1, 4, 4, 4)),
         "p-norm": of(lambda: nn.Sequential(nn.Linear(5, 8), PNorm(2), Renormalize(), nn.Linear(4, 3)), rows),
         "sub-classes": of(lambda: nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 5), SumSubclasses([2, 1, 2])), rows),
+        "tdnn": of(lambda: _tdnn("tdnn", "renormalize"), lambda: torch.randn(N, 24)),
+        "tdnnf": of(lambda: _tdnn("tdnnf", "renormalize"), lambda: torch.randn(N, 24)),
+        "tdnnf with batch norm": of(lambda: _tdnn("tdnnf", "batchnorm"), lambda: torch.randn(N, 24)),
         "functional": of(Functional, rows),
         "residual": of(Residual, rows),
         "layer norm": of(lambda: nn.Sequential(nn.Linear(5, 6), nn.LayerNorm(6), nn.ReLU(), nn.Linear(6, 3)), rows),

@@ -19,7 +19,7 @@ GGN = ("diag_ggn", "batch_diag_ggn", "sqrt_ggn")
 
 def close(fast: Tensor, reference: Tensor) -> None:
     """float64 on both sides; a few hundred roundings."""
-    scale = float(reference.abs().max())
+    scale = float(reference.detach().abs().max())
     torch.testing.assert_close(fast.reshape(reference.shape), reference, rtol=1e-10, atol=1e-11 * max(scale, 1e-3))
 
 
@@ -73,8 +73,8 @@ def test_first_order_quantities_and_diagonal_ggn_equal_their_definitions(name: s
         close(V_XP.T @ V_XP, blocks[parameter].sum(dim=0))
 
 
-HESSIAN = ("linear", "linear without bias", "linear over frames", "conv1d", "conv1d same", "conv2d", "conv2d circular", "conv3d",
-           "batch norm", "batch norm of rows", "dropout", "residual")
+HESSIAN = ("linear", "linear without bias", "linear over frames", "conv1d", "conv1d same", "conv1d dilated same", "conv2d", "conv2d circular", "conv3d",
+           "batch norm", "batch norm of rows", "dropout", "residual", "tdnnf with batch norm")
 
 
 HESSIAN_CELLS = [(name, "cross-entropy") for name in HESSIAN] + [("residual", loss) for loss in LOSSES[1:]]

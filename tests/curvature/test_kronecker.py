@@ -7,53 +7,62 @@ import torch
 from torch import Tensor, nn
 
 from ngsgd.curvature import Kronecker, collect
+from ngsgd.curvature.quantities import Quantities
 from ngsgd.errors import ConfigError
 from tests.curvature.problems import N, problem
-from tests.curvature.test_against_definitions import close
+from tests.curvature.test_against_definitions import LOSSES, _targets, close
+from tests.reference.affine_uses import Uses
 from tests.reference.curvature import (
-    at_layer,
     ggn_blocks,
     individual_gradients,
     jacobians,
-    kronecker_factors,
     loss_derivatives,
     recursion_of_averages,
 )
 
 
-def _rows(layer: nn.Module, x: Tensor) -> Tensor:
-    """N x T x I by torch's own unfolding."""
-    if isinstance(layer, nn.Linear):
-        return x.reshape(N, -1, x.shape[-1])
-    assert isinstance(layer, nn.Conv2d)
-    assert not isinstance(layer.padding, str)
-    return nn.functional.unfold(x, layer.kernel_size, layer.dilation, layer.padding, layer.stride).transpose(1, 2)
-
-
-def _positions(layer: nn.Module, J: Tensor) -> Tensor:
-    """N x F x T x O."""
-    return J.flatten(3).transpose(2, 3) if isinstance(layer, nn.Conv2d) else J.reshape(*J.shape[:2], -1, J.shape[-1])
+FACTORED = ("linear", "linear without bias", "linear over frames", "conv1d", "conv1d dilated same", "conv2d", "conv2d circular",
+            "conv3d", "p-norm", "sub-classes", "tdnn", "tdnnf", "tdnnf with batch norm", "functional", "residual", "layer norm",
+            "rms norm over frames", "group norm", "batch norm", "dropout", "lstm", "lstm with projection", "gru", "rnn",
+            "attention", "cross-attention")
+CELLS = [(name, "cross-entropy") for name in FACTORED]
+CELLS += [(name, loss) for name in ("linear over frames", "conv2d", "gru") for loss in LOSSES[1:]]
+AFFINE = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.LSTM, nn.GRU, nn.RNN, nn.MultiheadAttention)
 
 
 @pytest.mark.parametrize("sharing", ["expand", "reduce", "backpack"])
-@pytest.mark.parametrize("name", ["linear", "linear over frames", "conv2d", "residual"])
-def test_kflr_equals_its_definition(name: str, sharing: str) -> None:
+@pytest.mark.parametrize(("name", "loss_name"), CELLS)
+def test_factors_equal_their_definitions(name: str, loss_name: str, sharing: str) -> None:
     model, x, _ = problem(name)
-    loss_fn, y = nn.CrossEntropyLoss(), torch.arange(N) % 3
-    with collect(model, "kflr", "kfac", loss_fn=loss_fn, sharing=sharing, mc_samples=2) as q:
+    loss_fn, y = _targets(loss_name, model(x).detach())
+    layers = [layer for layer, module in model.named_modules() if isinstance(module, AFFINE)]
+    with collect(model, "kflr", "kfac", "kfac_emp", "sqrt_ggn_mc", loss_fn=loss_fn, sharing=sharing, mc_samples=2, layers=layers) as q:
         loss_fn(model(x), y).backward()
-    _, H_NFF = loss_derivatives(lambda f: loss_fn(f, y), model(x), N)
-    for layer_name, layer in model.named_modules():
-        if isinstance(layer, nn.Linear | nn.Conv2d):
-            a, J = at_layer(model, layer, x, N)
-            B, A = kronecker_factors(_rows(layer, a), _positions(layer, J), H_NFF, sharing)
-            found = q[f"{layer_name}.weight"]
-            close(found.kflr.B_OO, B)
-            assert found.kflr.A_II is not None
-            close(found.kflr.A_II, A)
-            torch.testing.assert_close(found.kfac.A_II, found.kflr.A_II, rtol=0.0, atol=0.0)
-            torch.testing.assert_close(q[f"{layer_name}.bias"].kflr.B_OO, found.kflr.B_OO, rtol=0.0, atol=0.0)
-            assert q[f"{layer_name}.bias"].kflr.A_II is None
+    uses = Uses(model, x)
+    close(uses.f_NF, model(x).reshape(N, -1))
+    d_NF, H_NFF = loss_derivatives(lambda f: loss_fn(f, y), model(x), N)
+    scale = N if loss_fn.reduction == "mean" else 1
+    exact = uses.factors(H_NFF, sharing)
+    empirical = uses.factors(scale * d_NF[:, :, None] * d_NF[:, None, :], sharing)
+    assert set(exact) == {parameter for parameter in q if "bias" not in parameter}
+    for parameter, (B, A) in exact.items():
+        found = q[parameter]
+        close(found.kflr.B_OO, B)
+        close(found.kfac_emp.B_OO, empirical[parameter][0])
+        for factors in (found.kflr, found.kfac, found.kfac_emp):
+            close(factors.A_II, A)
+        bias = parameter.replace("weight", "bias")
+        if bias in q:
+            _check_bias(q[bias], found, sharing)
+
+
+def _check_bias(bias: Quantities, weight: Quantities, sharing: str) -> None:
+    for quantity in ("kflr", "kfac", "kfac_emp"):
+        torch.testing.assert_close(getattr(bias, quantity).B_OO, getattr(weight, quantity).B_OO, rtol=0.0, atol=0.0)
+        assert getattr(bias, quantity).A_II is None
+    if sharing != "expand":  # B is the bias's block then, also of the draws
+        V_XO = bias.sqrt_ggn_mc.flatten(0, 1)
+        close(bias.kfac.B_OO, V_XO.T @ V_XO)
 
 
 def test_the_empirical_factors_are_those_of_the_empirical_fisher_matrix() -> None:
@@ -100,26 +109,32 @@ def test_a_linear_network_with_shared_weights_has_exact_blocks_in_the_matching_s
     close(q["weight"].kflr.dense(), torch.kron(2.0 * torch.eye(2).double(), rows.T @ rows))
 
 
-@pytest.mark.parametrize("name", ["linear", "conv2d", "dropout", "linear without bias"])
-def test_kfra_equals_the_recursion_over_dense_jacobians(name: str) -> None:
+CHAINS = ("linear", "linear without bias", "linear over frames", "conv1d", "conv1d dilated same", "conv2d", "conv2d circular",
+          "conv3d", "dropout")
+CHAIN_CELLS = [(name, "cross-entropy") for name in CHAINS] + [("conv2d", loss) for loss in LOSSES[1:]]
+
+
+@pytest.mark.parametrize(("name", "loss_name"), CHAIN_CELLS)
+def test_kfra_equals_the_recursion_over_dense_jacobians(name: str, loss_name: str) -> None:
     model, x, _ = problem(name)
-    loss_fn, y = nn.CrossEntropyLoss(), torch.arange(N) % 3
-    with collect(model, "kfra", loss_fn=loss_fn, sharing="reduce") as q:
+    loss_fn, y = _targets(loss_name, model(x).detach())
+    with collect(model, "kfra", "kflr", loss_fn=loss_fn, sharing="reduce") as q:
         loss_fn(model(x), y).backward()
-    modules = [module if not isinstance(module, nn.ReLU) else nn.ReLU() for module in model.children()]
+    modules = [module if not isinstance(module, nn.ReLU) else nn.ReLU() for module in model.children()]  # out of place
     _, H_NFF = loss_derivatives(lambda f: loss_fn(f, y), model(x), N)
     for (index, module), G in zip(model.named_children(), recursion_of_averages(modules, x, H_NFF), strict=True):
         if isinstance(module, nn.Linear):
-            close(q[f"{index}.weight"].kfra.B_OO, G)
-        elif isinstance(module, nn.Conv2d):
+            G = G.reshape(len(G) // module.out_features, module.out_features, -1, module.out_features).sum(dim=(0, 2))
+        elif isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
             O_ = module.out_channels
-            close(q[f"{index}.weight"].kfra.B_OO, G.reshape(O_, len(G) // O_, O_, -1).sum(dim=(1, 3)))
-        if isinstance(module, nn.Linear) and index == "0":
-            assert q["0.weight"].kfra.A_II is not None
-            close(q["0.weight"].kfra.A_II, x.T @ x / N)
+            G = G.reshape(O_, len(G) // O_, O_, -1).sum(dim=(1, 3))
+        else:
+            continue
+        close(q[f"{index}.weight"].kfra.B_OO, G)
+        close(q[f"{index}.weight"].kfra.A_II, q[f"{index}.weight"].kflr.A_II)
 
 
-@pytest.mark.parametrize("name", ["residual", "lstm", "attention"])
+@pytest.mark.parametrize("name", ["residual", "functional", "lstm", "attention", "tdnnf", "layer norm", "conv1d same"])
 def test_kfra_is_refused_where_the_network_is_no_chain(name: str) -> None:
     model, x, _ = problem(name)
     loss_fn = nn.CrossEntropyLoss()

@@ -70,16 +70,6 @@ def hessian_blocks(model: nn.Module, loss: Loss, x: Tensor) -> dict[str, Tensor]
     return blocks
 
 
-def at_layer(model: nn.Module, layer: nn.Module, x: Tensor, num_samples: int) -> tuple[Tensor, Tensor]:
-    """(the layer's input, N x F x shape of a sample's layer output: the Jacobian of the outputs with respect to the layer's)."""
-    seen: list[Tensor] = []
-    handle = layer.register_forward_hook(lambda module, args, output: seen.extend((args[0].detach(), output)))
-    f_NF = model(x).reshape(num_samples, -1)
-    handle.remove()
-    rows = [torch.autograd.grad(number, seen[1], retain_graph=True)[0][n] for n in range(num_samples) for number in f_NF[n]]
-    return seen[0], torch.stack(rows).view(*f_NF.shape, *seen[1].shape[1:])
-
-
 def kronecker_factors(rows_NTI: Tensor, J_NFTO: Tensor, H_NFF: Tensor, sharing: str) -> tuple[Tensor, Tensor]:
     """(B, A) by the three ways of treating positions."""
     N, T, I = rows_NTI.shape  # noqa: E741
