@@ -84,7 +84,8 @@ def test_nothing_is_lost_when_the_server_is_killed_and_started_again(tmp_path: P
                 server.start()
         tracker.finished(final_report())
         tracker.close("FINISHED")
-        assert len(said) == 1 and said[0].startswith("MLflow cannot be written"), said
+        # none, where the request that met no server was still being repeated when it came back
+        assert len(said) <= 1 and all(one.startswith("MLflow cannot be written") for one in said), said
 
         import mlflow
         from mlflow import MlflowClient
