@@ -23,7 +23,7 @@ class AcousticModel(PythonModel):  # type: ignore[misc]
         self._model, _ = open_final(Path(context.artifacts["final"]))
 
     @torch.no_grad()
-    def predict(self, context: Any, model_input: np.ndarray, params: Any = None) -> Any:  # type: ignore[type-arg]
+    def predict(self, context: Any, model_input: np.ndarray, params: Any = None) -> Any:
         """N x D spliced frames -> N x P log posteriors."""
         # the hint above is as bare as MLflow wants it: it warns of any other, and of none
         x_ND = torch.from_numpy(np.asarray(model_input, dtype=np.float32))
