@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,10 @@ def _save(final: Path, folder: Path) -> None:
                                Schema([TensorSpec(np.dtype(np.float32), (-1, about["num_classes"]))]))
     # what the package brings is named, since MLflow would import everything to find out
     requirements = [f"{package}=={version(package)}" for package in _PACKAGES]
-    mlflow.pyfunc.save_model(str(folder), python_model=str(Path(__file__).with_name("mlflow_model.py")),
-                             artifacts={"final": str(final)}, signature=signature, pip_requirements=requirements)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # it recommends an example of the input beside the signature
+        mlflow.pyfunc.save_model(str(folder), python_model=str(Path(__file__).with_name("mlflow_model.py")),
+                                 artifacts={"final": str(final)}, signature=signature, pip_requirements=requirements)
 
 
 def system_figures(folder: Path) -> dict[str, float]:

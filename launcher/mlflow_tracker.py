@@ -324,6 +324,7 @@ def _make_client(uri: str) -> Any:
     """Imports MLflow (1 to 2 s) without its greetings."""
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")  # stdout is for scripts
+    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")  # a server that is down must not hold up the end
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
     if uri.startswith("sqlite:///"):

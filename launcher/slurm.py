@@ -63,7 +63,9 @@ trap 'warned=1; kill -TERM "$run" 2>/dev/null || true' TERM USR1
 code=0
 wait "$run" || code=$?
 while kill -0 "$run" 2>/dev/null; do code=0; wait "$run" || code=$?; done
-if [ "$warned" = 1 ] && {{ [ "$code" = 130 ] || [ "$code" = 143 ]; }}; then
+# scancel's SIGTERM is the same, but that job no longer counts as running, and must not come back
+if [ "$warned" = 1 ] && {{ [ "$code" = 130 ] || [ "$code" = 143 ]; }} &&
+    [[ $(scontrol show job "$SLURM_JOB_ID") == *JobState=RUNNING* ]]; then
     scontrol requeue "$SLURM_JOB_ID"   # before Ray is ended, which may take longer than Slurm waits
     code=0
 fi

@@ -58,6 +58,7 @@ class Server:
             self.process.wait()
 
 
+@pytest.mark.filterwarnings("error:.*(Type hint used|Add type hints|input example was not):UserWarning")  # not for users
 def test_nothing_is_lost_when_the_server_is_killed_and_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mlflow_tracker, "CLOSE_TIMEOUT_S", 120.0)  # a shared machine
     run, server, said = tmp_path / "run", Server(tmp_path), list[str]()

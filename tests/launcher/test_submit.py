@@ -141,7 +141,8 @@ def test_the_slurm_script_is_sound_shell(capsys: pytest.CaptureFixture[str], tmp
 
 
 _STAND_INS = {
-    "scontrol": 'if [ "$1" = show ]; then echo node1; echo node2; else echo "$@" >> "$LOG"; fi',
+    "scontrol": 'case "$1 $2" in "show hostnames") echo node1; echo node2;; "show job") echo "JobState=$STATE";; '
+                '*) echo "$@" >> "$LOG";; esac',
     # a step runs here, without srun's own flags; a node's Ray sleeps until it is ended
     "srun": 'while [ "${1#--}" != "$1" ]; do shift; done; exec "$@"',
     "ray": 'case $1 in status) echo " 1 node_a"; echo " 1 node_b";; *) exec sleep 60;; esac',
@@ -150,9 +151,9 @@ _STAND_INS = {
 }
 
 
-@pytest.mark.parametrize("requeued", [False, True])
-def test_a_warned_slurm_job_saves_queues_again_and_resumes(requeued: bool, tmp_path: Path,
-                                                           capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("requeued", "state"), [(False, "RUNNING"), (True, "RUNNING"), (False, "CANCELLED")])
+def test_a_warned_slurm_job_saves_queues_again_and_resumes_but_a_cancelled_one_ends(
+        requeued: bool, state: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The script itself, with stand-ins for Slurm, Ray and ngsgd."""
     text = _slurm(capsys, f"output_dir={tmp_path}/runs")
     tools, log = tmp_path / "bin", tmp_path / "log"
@@ -162,20 +163,20 @@ def test_a_warned_slurm_job_saves_queues_again_and_resumes(requeued: bool, tmp_p
         (tools / name).chmod(stat.S_IRWXU)
     if requeued:
         (tmp_path / "runs" / "night-77-20260101-000000").mkdir(parents=True)
-    environment = {"PATH": f"{tools}:{os.environ['PATH']}", "LOG": str(log), "SLURM_JOB_ID": "77",
+    environment = {"PATH": f"{tools}:{os.environ['PATH']}", "LOG": str(log), "STATE": state, "SLURM_JOB_ID": "77",
                    "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_JOB_NUM_NODES": "2", "SLURM_CPUS_PER_TASK": "1"}
     process = subprocess.Popen(["bash", "-c", text], env=environment, start_new_session=True)
     try:
         _wait_for(log, "ngsgd")
         process.terminate()
-        assert process.wait(timeout=20) == 0
+        assert process.wait(timeout=20) == (0 if state == "RUNNING" else 130)
     finally:
         subprocess.run(["bash", "-c", f"kill -- -{process.pid}"], capture_output=True, check=False)
     lines = log.read_text().splitlines()
     folder = f"{tmp_path}/runs/night-77-20260101-000000"
     assert lines[0] == (f"ngsgd resume {folder}" if requeued else
                         f"ngsgd train output_dir={tmp_path}/runs name=night-77 cluster.address=auto")
-    assert lines[1:] == ["requeue 77"]
+    assert lines[1:] == (["requeue 77"] if state == "RUNNING" else [])
 
 
 def _wait_for(file: Path, word: str) -> None:

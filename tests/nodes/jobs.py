@@ -16,7 +16,7 @@ from tests.nodes.lab import SETTINGS, Lab
 
 _PROGRAM = str(Path(sys.executable).parent / "ngsgd")
 # long enough to be lost, recovered and stopped in, one after another
-_LONG = [*(setting for setting in SETTINGS if "num_epochs" not in setting), "schedule.num_epochs=60"]
+_LONG = [*(setting for setting in SETTINGS if "num_epochs" not in setting), "schedule.num_epochs=20"]
 _STRANGER = ["env", "-u", "RAY_AUTH_TOKEN", "-u", "RAY_AUTH_MODE", "HOME=/nonexistent"]
 _COMMAND_S = 300.0
 
