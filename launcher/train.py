@@ -194,7 +194,7 @@ def _train(config: RunConfig, folder: RunFolder, data: _Data, tracker: Tracker, 
             schedule_of(config, reader), pool, model, reader, checkpoints, ledger, tracker, config.failure, stop, config.outer,
             config.cluster, dealer=make_dealer(config.schedule, reader.num_frames),
             keep_fisher=config.optimizer.ng_state == "keep", stages=stages, seed=config.seed, num_threads=os.cpu_count() or 1,
-            on_corrupt=config.egs.on_corrupt)
+            on_corrupt=config.egs.on_corrupt, num_curvature_frames=config.tracking.curvature_frames)
         with signals_to(stop):
             return coordinator.train(start)
     finally:

@@ -341,6 +341,7 @@ class TrackingConfig:
     worker_runs: bool = knob(False)   # a child run for each worker, up to 32: their curves overlaid, at a request each
     model: bool = knob(True)          # the final model too, for mlflow.pyfunc.load_model; safetensors, no pickle
     register_as: str = knob("")       # name in MLflow's model registry that the final model becomes a version of; empty: none
+    curvature_frames: int = knob(0, low=0)  # of the train subset: gradient noise and curvature by layer; 0: none, else at least 2
     system: bool = knob(True)         # load, memory, disk and network of the coordinator's machine, with every outer iteration
 
 
@@ -417,6 +418,14 @@ def _rule_augment(c: RunConfig) -> Iterator[str]:
     if c.augment.changes_audio and c.features.kind == "given":
         yield (f"augment changes audio, and data.corpus={c.data.corpus} comes as features; leave only augment.spec on "
                "(augment=spec).")
+
+
+def _rule_curvature(c: RunConfig) -> Iterator[str]:
+    for name, value in (("tracking.curvature_frames", c.tracking.curvature_frames),
+                        ("egs.num_diagnostic_frames", c.egs.num_diagnostic_frames)):
+        if c.tracking.curvature_frames and value < 2:
+            yield (f"{name} is {value}, and the noise of a gradient takes at least 2 frames; raise it, or set "
+                   "tracking.curvature_frames=0.")
 
 
 def _rule_rate(c: RunConfig) -> Iterator[str]:
@@ -579,7 +588,8 @@ def _rule_tune(c: RunConfig) -> Iterator[str]:
                "between two averagings every job takes as many minibatches.")
 
 
-_RULES: tuple[Callable[[RunConfig], Iterator[str]], ...] = (_rule_snr, _rule_augment, _rule_rate, _rule_given_features,
+_RULES: tuple[Callable[[RunConfig], Iterator[str]], ...] = (_rule_snr, _rule_augment, _rule_curvature, _rule_rate,
+                                                           _rule_given_features,
                                                            _rule_held_out, _rule_align_lr, _rule_ceps, _rule_pnorm, _rule_tdnn,
                                                            _rule_stages, _rule_own_model, _rule_lr, _rule_jobs,
                                                           _rule_backstitch, _rule_shrink, _rule_dropout,

@@ -123,7 +123,8 @@ class Run:
                 stop or NeverStop(), self.config.outer, self.config.cluster,
                 dealer=make_dealer(self.config.schedule, self.reader.num_frames),
                 keep_fisher=self.config.optimizer.ng_state == "keep", stages=stages_of(self.config, self.reader),
-                seed=self.config.seed, on_corrupt=self.config.egs.on_corrupt).train(start)
+                seed=self.config.seed, on_corrupt=self.config.egs.on_corrupt,
+                num_curvature_frames=self.config.tracking.curvature_frames).train(start)
         finally:
             ledger.close()
             pool.close()

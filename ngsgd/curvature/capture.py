@@ -98,7 +98,8 @@ class Capture:
         called: called after every call with the layer's output.
 
     Raises:
-        ConfigError: a layer with trainable parameters is of no known kind, is compiled, or normalises over the minibatch.
+        ConfigError: a layer with trainable parameters is of no known kind, is compiled, normalises over the minibatch, or is
+            differentiated a second time.
         DataError: the leading dimensions of the inputs differ.
     """
 
@@ -238,6 +239,9 @@ class Capture:
                 raise ConfigError(f"layer {name} runs inside a torch.func transform, where its rows cannot be told apart; "
                                   "collect its "
                                   "curvature in a plain forward and backward pass.")
+            if torch._C._current_graph_task_id() != -1:
+                raise ConfigError(f"layer {name} is computed again during the backward pass (activation checkpointing), where its "
+                                  "samples would count twice; switch checkpointing off while curvature is collected.")
             if expand is not None:
                 return expand(module, args, kwargs, output, self._product(name, module))
             x = args[0] if args else next(iter(kwargs.values()))
@@ -270,7 +274,11 @@ class Capture:
             self._called(call, output)
 
     def _arrive(self, call: Call, e_M: Tensor) -> None:
-        if self._paused or self._open.pop(call, None) is None:  # the capture is closed, or this is a second backward pass
+        if self._paused or not self._handles:  # the capture is closed
             return
+        if self._open.pop(call, None) is None:
+            raise ConfigError(f"layer {call.layer} was differentiated twice after one forward pass, and its samples count once: "
+                              "add the losses up before backward(), or call the model once for each, and leave gradients of "
+                              "gradients outside.")
         with torch.no_grad(), without_autocast(e_M.device.type):
             self._arrived(call, e_M.detach())

@@ -65,13 +65,14 @@ class Coordinator:
     seed: int = 0              # the run's; with the stage it decides what new parts of the model start as
     num_threads: int = 1       # for averaging
     clock: Callable[[], float] = time.monotonic
+    num_curvature_frames: int = 0  # of the train subset, for gradient noise and curvature by layer; 0: none
     on_corrupt: str = "stop"   # for an archive that is damaged: stop or quarantine
 
     def __post_init__(self) -> None:
         self.layout = Layout.of(self.model)
         self._stage = self.stages.at(-1)
         diagnostics = BackgroundDiagnostics(self.model, {name: self.reader.diagnostic(name) for name in ("train", "valid")},
-                                            self.reader.info.silence_classes)
+                                            self.reader.info.silence_classes, self.num_curvature_frames)
         self._records = PendingRecords(diagnostics, self.checkpoints.directory / "undiagnosed.json", self.tracker.outer_iteration)
         self._dispatch = Dispatcher(self.pool, self.ledger, self.layout, self.failure, self.cluster, self.stop, self._tell,
                                     self.clock, self.on_corrupt)

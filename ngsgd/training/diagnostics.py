@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from ngsgd.egs.reader import EgsReader, Minibatch
 from ngsgd.errors import DamagedArchiveError
 from ngsgd.schedules import Shard
+from ngsgd.training.gradient_figures import check_layers, gradient_figures
 from ngsgd.training.objective import summed_loss
 from ngsgd.training.records import SubsetScore
 
@@ -37,7 +38,7 @@ class Diagnosis:
     valid: SubsetScore
     figures: dict[str, float]
     """Shares, 0 to 1.  dead_units/LAYER: units of a ReLU that are 0 on every frame of the train subset; silence/recognised and
-    silence/labelled: of the valid subset."""
+    silence/labelled: of the valid subset.  And, where asked for, those of `gradient_figures`."""
 
 
 @torch.no_grad()
@@ -47,7 +48,8 @@ def score_subset(model: nn.Module, subset: Minibatch) -> SubsetScore:
 
 
 @torch.no_grad()
-def diagnose(model: nn.Module, train: Minibatch, valid: Minibatch, silence_classes: Sequence[int] = ()) -> Diagnosis:
+def diagnose(model: nn.Module, train: Minibatch, valid: Minibatch, silence_classes: Sequence[int] = (),
+             num_curvature_frames: int = 0) -> Diagnosis:
     """Both subsets' scores, and what may go wrong unseen."""
     with _peaks(model) as peaks:
         train_score = score_subset(model, train)
@@ -57,16 +59,22 @@ def diagnose(model: nn.Module, train: Minibatch, valid: Minibatch, silence_class
         silence = torch.tensor(list(silence_classes))
         figures["silence/recognised"] = float(torch.isin(logits_NP.argmax(dim=1), silence).double().mean())
         figures["silence/labelled"] = float(torch.isin(valid.pdf_N, silence).double().mean())
+    if num_curvature_frames:
+        figures |= gradient_figures(model, train, num_curvature_frames)
     return Diagnosis(train_score, _score(logits_NP, valid), figures)
 
 
 class BackgroundDiagnostics:
     """Diagnoses one model after the other in a thread; what it says of a model is what `diagnose` says."""
 
-    def __init__(self, model: nn.Module, subsets: Mapping[str, Minibatch], silence_classes: Sequence[int]) -> None:
+    def __init__(self, model: nn.Module, subsets: Mapping[str, Minibatch], silence_classes: Sequence[int],
+                 num_curvature_frames: int = 0) -> None:
         self._model = copy.deepcopy(model).eval()  # no dropout
         self._subsets = subsets
         self._silence_classes = silence_classes
+        self._num_curvature_frames = num_curvature_frames
+        if num_curvature_frames:
+            check_layers(self._model)  # now, and not in the thread after the first outer iteration
         self._thread = ThreadPoolExecutor(1, "ngsgd-diagnostics", initializer=_give_way)
 
     def begin(self, load: Callable[[nn.Module], object]) -> Future[Diagnosis]:
@@ -75,7 +83,8 @@ class BackgroundDiagnostics:
         The diagnosis before must have ended: there is one copy of the model.
         """
         load(self._model)
-        return self._thread.submit(diagnose, self._model, self._subsets["train"], self._subsets["valid"], self._silence_classes)
+        return self._thread.submit(diagnose, self._model, self._subsets["train"], self._subsets["valid"], self._silence_classes,
+                                   self._num_curvature_frames)
 
     def close(self) -> None:
         """Waits for what has begun."""

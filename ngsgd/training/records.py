@@ -72,7 +72,7 @@ class OuterIterationRecord:
     workers_alive: int = 0     # at the end of the outer iteration
     num_deaths: int = 0        # of workers, since this process began training
     num_discarded: int = 0     # results that nobody waited for, likewise
-    diagnostics: dict[str, float] = field(default_factory=dict)  # shares: dead units by layer, silence (training.diagnostics)
+    diagnostics: dict[str, float] = field(default_factory=dict)  # of training.diagnostics: dead units, silence, gradients
     num_deferred: int = 0      # pieces of work put off to a later outer iteration
 
     @classmethod

@@ -73,8 +73,8 @@ def test_first_order_quantities_and_diagonal_ggn_equal_their_definitions(name: s
         close(V_XP.T @ V_XP, blocks[parameter].sum(dim=0))
 
 
-HESSIAN = ("linear", "linear without bias", "linear over frames", "conv1d", "conv1d same", "conv1d dilated same", "conv2d", "conv2d circular", "conv3d",
-           "batch norm", "batch norm of rows", "dropout", "residual", "tdnnf with batch norm")
+HESSIAN = ("linear", "linear without bias", "linear over frames", "conv1d", "conv1d same", "conv1d dilated same", "conv2d",
+           "conv2d circular", "conv3d", "batch norm", "batch norm of rows", "dropout", "residual", "tdnnf with batch norm")
 
 
 HESSIAN_CELLS = [(name, "cross-entropy") for name in HESSIAN] + [("residual", loss) for loss in LOSSES[1:]]

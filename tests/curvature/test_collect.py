@@ -7,6 +7,7 @@ import weakref
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
 import ngsgd
@@ -241,6 +242,37 @@ def test_a_layer_inside_of_a_transform_is_refused() -> None:
     model, x, _ = _net()
     with pytest.raises(ConfigError, match=r"torch\.func"), collect(model, "variance", loss_fn=CE):
         torch.func.vmap(model)(x)
+
+
+@pytest.mark.parametrize("quantity", ["variance", "diag_ggn", "kfra"])
+def test_a_second_backward_pass_over_one_forward_pass_is_refused(quantity: str) -> None:
+    model, x, y = _net()
+    with collect(model, quantity, loss_fn=CE) as q:
+        loss = CE(model(x), y)
+        loss.backward(retain_graph=True)
+        with pytest.raises(ConfigError, match="layer 2 was differentiated twice"):
+            loss.backward(retain_graph=True)
+    loss.backward()  # nobody counts any more
+    assert set(q) == {"0.weight", "0.bias", "2.weight", "2.bias"}
+
+
+def test_gradients_of_gradients_are_refused() -> None:
+    model, x, y = _net()
+
+    def penalised() -> Tensor:
+        loss: Tensor = CE(model(x), y)
+        slopes = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+        return loss + torch.stack([slope.square().sum() for slope in slopes]).sum()
+
+    with pytest.raises(ConfigError, match="twice"), collect(model, "variance", loss_fn=CE):
+        penalised().backward()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_activation_checkpointing_is_refused(reentrant: bool) -> None:
+    model, x, y = _net()
+    with pytest.raises(ConfigError, match="checkpointing"), collect(model, "variance", loss_fn=CE):
+        CE(torch.utils.checkpoint.checkpoint(model, x.requires_grad_(), use_reentrant=reentrant), y).backward()
 
 
 def test_batch_normalisation_over_the_minibatch_is_refused() -> None:

@@ -20,7 +20,6 @@ from tests.reference.curvature import (
     recursion_of_averages,
 )
 
-
 FACTORED = ("linear", "linear without bias", "linear over frames", "conv1d", "conv1d dilated same", "conv2d", "conv2d circular",
             "conv3d", "p-norm", "sub-classes", "tdnn", "tdnnf", "tdnnf with batch norm", "functional", "residual", "layer norm",
             "rms norm over frames", "group norm", "batch norm", "dropout", "lstm", "lstm with projection", "gru", "rnn",
@@ -36,7 +35,8 @@ def test_factors_equal_their_definitions(name: str, loss_name: str, sharing: str
     model, x, _ = problem(name)
     loss_fn, y = _targets(loss_name, model(x).detach())
     layers = [layer for layer, module in model.named_modules() if isinstance(module, AFFINE)]
-    with collect(model, "kflr", "kfac", "kfac_emp", "sqrt_ggn_mc", loss_fn=loss_fn, sharing=sharing, mc_samples=2, layers=layers) as q:
+    with collect(model, "kflr", "kfac", "kfac_emp", "sqrt_ggn_mc", loss_fn=loss_fn, sharing=sharing, mc_samples=2,
+                 layers=layers) as q:
         loss_fn(model(x), y).backward()
     uses = Uses(model, x)
     close(uses.f_NF, model(x).reshape(N, -1))
@@ -124,13 +124,14 @@ def test_kfra_equals_the_recursion_over_dense_jacobians(name: str, loss_name: st
     _, H_NFF = loss_derivatives(lambda f: loss_fn(f, y), model(x), N)
     for (index, module), G in zip(model.named_children(), recursion_of_averages(modules, x, H_NFF), strict=True):
         if isinstance(module, nn.Linear):
-            G = G.reshape(len(G) // module.out_features, module.out_features, -1, module.out_features).sum(dim=(0, 2))
+            O_ = module.out_features
+            B = G.reshape(-1, O_, len(G) // O_, O_).sum(dim=(0, 2))
         elif isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
             O_ = module.out_channels
-            G = G.reshape(O_, len(G) // O_, O_, -1).sum(dim=(1, 3))
+            B = G.reshape(O_, len(G) // O_, O_, -1).sum(dim=(1, 3))
         else:
             continue
-        close(q[f"{index}.weight"].kfra.B_OO, G)
+        close(q[f"{index}.weight"].kfra.B_OO, B)
         close(q[f"{index}.weight"].kfra.A_II, q[f"{index}.weight"].kflr.A_II)
 
 

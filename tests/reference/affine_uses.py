@@ -64,7 +64,7 @@ class Uses:
                 parts = [_channels_last(e[n:n + 1]) if use.is_convolution else _positions(e[n:n + 1])
                          for e, use in zip(slopes, uses, strict=True)]
                 by_output.append(torch.cat(parts, dim=1)[0])
-        return torch.stack(by_output).unflatten(0, self.f_NF.shape)
+        return torch.stack(by_output).view(*self.f_NF.shape, *by_output[0].shape)
 
     def _hook(self, weight: str) -> Any:
         def hook(layer: nn.Module, args: tuple[Tensor, ...], y: Tensor) -> Tensor:
@@ -96,7 +96,8 @@ def _patches(layer: Any, x_NC: Tensor) -> Tensor:
     if layer.padding_mode != "zeros":
         sides = [side for size in reversed(padding) for side in (size, size)]
         x_NC, padding = nn.functional.pad(x_NC, sides, mode=layer.padding_mode), 0
-    return _channels_last(convolve(x_NC, unit, None, layer.stride, padding, layer.dilation))
+    rows: Tensor = convolve(x_NC, unit, None, layer.stride, padding, layer.dilation)
+    return _channels_last(rows)
 
 
 class _Recurrent(nn.Module):
@@ -105,7 +106,7 @@ class _Recurrent(nn.Module):
     def __init__(self, layer: Any, name: str, uses: Uses) -> None:
         super().__init__()
         self.layer, self.name, self.batch_first = layer, name, layer.batch_first
-        self.__dict__["uses"] = uses
+        self.product = uses.product
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
         x_NTI = x if self.batch_first else x.transpose(0, 1)
@@ -119,7 +120,7 @@ class _Recurrent(nn.Module):
     def _product(self, kind: str, suffix: str, x: Tensor) -> Tensor:
         of = dict(self.layer.named_parameters())
         name = f"weight_{kind}_{suffix}"
-        y: Tensor = self.uses.product(f"{self.name}.{name}", x, of[name], of.get(f"bias_{kind}_{suffix}"))
+        y: Tensor = self.product(f"{self.name}.{name}", x, of[name], of.get(f"bias_{kind}_{suffix}"))
         return y
 
     def _one_way(self, x_NTI: Tensor, suffix: str) -> Tensor:
@@ -150,7 +151,7 @@ class _Attention(nn.Module):
     def __init__(self, layer: Any, name: str, uses: Uses) -> None:
         super().__init__()
         self.layer, self.name = layer, name
-        self.__dict__["uses"] = uses
+        self.product = uses.product
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, None]:
         layer, P = self.layer, self.layer.num_heads
@@ -162,9 +163,9 @@ class _Attention(nn.Module):
         for q_h, k_h, v_h in zip(q.chunk(P, dim=2), k.chunk(P, dim=2), v.chunk(P, dim=2), strict=True):
             weights = torch.softmax(torch.einsum("nte,nse->nts", q_h, k_h) / math.sqrt(q_h.shape[2]), dim=2)
             heads.append(torch.einsum("nts,nse->nte", weights, v_h))
-        y = self.uses.product(f"{self.name}.out_proj.weight", torch.cat(heads, dim=2), layer.out_proj.weight, layer.out_proj.bias)
+        y = self.product(f"{self.name}.out_proj.weight", torch.cat(heads, dim=2), layer.out_proj.weight, layer.out_proj.bias)
         return y, None
 
     def _in(self, x: Tensor) -> Tensor:
-        y: Tensor = self.uses.product(f"{self.name}.in_proj_weight", x, self.layer.in_proj_weight, self.layer.in_proj_bias)
+        y: Tensor = self.product(f"{self.name}.in_proj_weight", x, self.layer.in_proj_weight, self.layer.in_proj_bias)
         return y
