@@ -193,7 +193,7 @@ def _train(config: RunConfig, folder: RunFolder, data: _Data, tracker: Tracker, 
         coordinator = Coordinator(
             schedule_of(config, reader), pool, model, reader, checkpoints, ledger, tracker, config.failure, stop, config.outer,
             config.cluster, dealer=make_dealer(config.schedule, reader.num_frames),
-            keep_fisher=config.optimizer.ng_state == "keep", stages=stages, seed=config.seed, num_threads=os.cpu_count() or 1,
+            keep_fisher=config.keeps_curvature, stages=stages, seed=config.seed, num_threads=os.cpu_count() or 1,
             on_corrupt=config.egs.on_corrupt)
         with signals_to(stop):
             return coordinator.train(start)

@@ -122,7 +122,7 @@ class Run:
                 self.schedule, pool, self.model, self.reader, self.store, ledger, self.recorder, self.config.failure,
                 stop or NeverStop(), self.config.outer, self.config.cluster,
                 dealer=make_dealer(self.config.schedule, self.reader.num_frames),
-                keep_fisher=self.config.optimizer.ng_state == "keep", stages=stages_of(self.config, self.reader),
+                keep_fisher=self.config.keeps_curvature, stages=stages_of(self.config, self.reader),
                 seed=self.config.seed, on_corrupt=self.config.egs.on_corrupt).train(start)
         finally:
             ledger.close()

@@ -2,8 +2,10 @@
 
 from ngsgd.preconditioners.fisher import DiagonalNG, FullNG, LayerWiseNG, UnitWiseNG
 from ngsgd.preconditioners.gram import SENG, SMWNG
+from ngsgd.preconditioners.history import MFAC
 from ngsgd.preconditioners.kronecker import EKFAC, KFAC, SKFAC
 from ngsgd.preconditioners.protocol import Preconditioner
+from ngsgd.preconditioners.shampoo import SOAP, Shampoo
 
 # by the name that `preconditioner=` takes
 METHODS: dict[str, type[Preconditioner]] = {
@@ -16,6 +18,10 @@ METHODS: dict[str, type[Preconditioner]] = {
     "full": FullNG,
     "seng": SENG,
     "smw": SMWNG,
+    "shampoo": Shampoo,
+    "soap": SOAP,
+    "mfac": MFAC,
 }
 
-__all__ = ["EKFAC", "KFAC", "METHODS", "SENG", "SKFAC", "SMWNG", "DiagonalNG", "FullNG", "LayerWiseNG", "Preconditioner", "UnitWiseNG"]
+__all__ = ["EKFAC", "KFAC", "METHODS", "MFAC", "SENG", "SKFAC", "SMWNG", "SOAP", "DiagonalNG", "FullNG", "LayerWiseNG",
+           "Preconditioner", "Shampoo", "UnitWiseNG"]

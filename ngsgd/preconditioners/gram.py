@@ -93,7 +93,8 @@ class SMWNG(Preconditioner):
         super().update_curvature(seen)
 
     def refresh(self) -> None:
-        affine = [known for known in self.statistics.values() if "e" in known]
+        # in the order of names: that of a dict is not the same after a restart
+        affine = [known for _, known in sorted(self.statistics.items()) if "e" in known]
         super().refresh()
         if affine:
             total_XX = torch.stack([gram(known["a"], known["e"]) for known in affine]).sum(dim=0)
@@ -106,7 +107,7 @@ class SMWNG(Preconditioner):
     def apply(self, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
         found = dict(grads)
         joined = self._joined(grads)
-        affine = {name: inverse for name, inverse in self.inverses.items() if "e" in inverse and name in joined}
+        affine = {name: inverse for name, inverse in sorted(self.inverses.items()) if "e" in inverse and name in joined}
         for name, inverse in self.inverses.items():
             if "squares" in inverse and name in grads:
                 found[name] = grads[name] / (inverse["squares"].view_as(grads[name]) + self.option(name, "damping"))

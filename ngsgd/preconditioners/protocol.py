@@ -147,7 +147,8 @@ class Preconditioner:
 
     def curvature(self, name: str) -> State:
         """The averaged statistics of a layer."""
-        return {key: value / self.weights[name] for key, value in self.statistics[name].items()}
+        weight = self.weights[name]
+        return {key: value if weight == 1.0 else value / weight for key, value in self.statistics[name].items()}
 
     def refresh(self) -> None:
         """Renews what is applied from the averaged curvature."""

@@ -99,3 +99,44 @@ def unit_blocks(F: Tensor, num_outputs: int) -> Tensor:
     """F without what lies between the rows of different outputs."""
     width = len(F) // num_outputs
     return F * torch.block_diag(*[torch.ones(width, width, dtype=F.dtype)] * num_outputs)
+
+
+def shampoo(gradients: list[Tensor], ridge: float, *, decay: float | None) -> Tensor:
+    """The last gradient (a matrix or a vector) with L^(-1/4) on the left and R^(-1/4) on the right, as one dense Kronecker product.
+
+    `decay` None: sums of all gradients' products; else their moving average, the weights of which add up to 1.
+    """
+    G = gradients[-1]
+    steps = len(gradients)
+    raw = [1.0 if decay is None else (1.0 - decay) * decay ** (steps - 1 - step) for step in range(steps)]
+    weights = raw if decay is None else [w / sum(raw) for w in raw]
+
+    def power(L: Tensor, root: int) -> Tensor:
+        values, U = torch.linalg.eigh(L)
+        return U @ (values.clamp(min=0.0) + ridge * values.max()).pow(-1.0 / root).diag() @ U.T
+
+    if G.ndim == 1:
+        return power(sum((w * torch.outer(g, g) for w, g in zip(weights, gradients, strict=True)), G.new_zeros(())), 2) @ G
+    L = sum((w * g @ g.T for w, g in zip(weights, gradients, strict=True)), G.new_zeros(()))
+    R = sum((w * g.T @ g for w, g in zip(weights, gradients, strict=True)), G.new_zeros(()))
+    return (torch.kron(power(L, 4).contiguous(), power(R, 4).contiguous()) @ G.flatten()).view_as(G)
+
+
+def soap(gradients: list[Tensor], damping: float, decay: float) -> Tensor:
+    """The last gradient over the root of second moments in the eigenvectors of the present L and R, which are renewed every step.
+
+    Moments are taken in the basis of the step before, as they come in; the first in its own.
+    """
+    basis: tuple[Tensor, Tensor] | None = None
+    L = R = v = gradients[0].new_zeros(())
+    weight = 0.0
+    for G in gradients:
+        L, R = decay * L + (1.0 - decay) * G @ G.T, decay * R + (1.0 - decay) * G.T @ G
+        own = torch.linalg.eigh(L)[1], torch.linalg.eigh(R)[1]
+        Q_L, Q_R = basis or own
+        v = decay * v + (1.0 - decay) * (Q_L.T @ G @ Q_R).square()
+        weight = decay * weight + 1.0 - decay
+        basis = own
+    assert basis is not None
+    Q_L, Q_R = basis
+    return Q_L @ ((Q_L.T @ gradients[-1] @ Q_R) / ((v / weight).sqrt() + damping)) @ Q_R.T
