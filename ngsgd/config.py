@@ -205,14 +205,14 @@ class PreconditionerConfig:
     curvature_interval: int = knob(10, low=1)        # minibatches between two looks at the curvature
     inverse_interval: int = knob(10, low=1)          # minibatches between two inverses of it
     ema_decay: float = knob(0.95, low=0.0, high=0.9999)  # share of the past in the curvature at each look
-    fisher: str = knob("empirical", one_of=("empirical", "mc", "exact"))  # derivatives: of the targets, of drawn ones, Gauss-Newton
+    fisher: str = knob("empirical", one_of=("empirical", "mc", "exact"))  # of targets, of drawn ones, Gauss-Newton
     num_draws: int = knob(1, low=1)                  # mc: draws per frame
     sharing: str = knob("expand", one_of=("expand", "reduce"))  # kfac, skfac, ekfac: positions of a sample as frames, or as one
     graft: str = knob("gradient", one_of=("none", "gradient"))  # gradient: each layer's direction gets the norm of its gradient
     kl_clip: float = knob(0.0, low=0.0)              # limit on lr^2 <P g, g> of a minibatch; 0 = none
     max_grad_norm: float = knob(0.0, low=0.0)        # limit on the L2 norm of the direction; 0 = none
-    skip: tuple[str, ...] = knob(())                 # layers left alone: names, patterns or classes
-    averaging: str = knob("reset", one_of=("reset", "keep"))  # the curvature, between a job and its successor
+    skip: str = knob("")                             # layers left alone: names, patterns or classes, by commas
+    averaging: str = knob("reset", one_of=("reset", "keep", "average"))  # the curvature between jobs; average: of all, for all
     block_size: int = knob(1024, low=1)              # shampoo, soap: largest dimension of a factor
     sketch: int = knob(0, low=0)                     # seng: coordinates that the Gram matrix is estimated from; 0 = all
     num_gradients: int = knob(32, low=1)             # mfac: gradients kept
@@ -395,7 +395,7 @@ class RunConfig:
     @property
     def keeps_curvature(self) -> bool:
         """A job goes on from the Fisher estimates, or the preconditioner's curvature, that its predecessor left."""
-        return (self.optimizer.ng_state if self.preconditioner.kind == "none" else self.preconditioner.averaging) == "keep"
+        return (self.optimizer.ng_state if self.preconditioner.kind == "none" else self.preconditioner.averaging) != "reset"
 
 
 def check(config: RunConfig) -> list[str]:
@@ -547,14 +547,17 @@ def _rule_preconditioner(c: RunConfig) -> Iterator[str]:
     if c.preconditioner.kind == "none":
         return
     if c.optimizer.kind != "sgd":
-        yield (f"preconditioner.kind is {c.preconditioner.kind} with optimizer.kind {c.optimizer.kind}, which preconditions too; choose "
-               "optimizer.kind=sgd.")
+        yield (f"preconditioner.kind is {c.preconditioner.kind} with optimizer.kind {c.optimizer.kind}, which preconditions too; "
+               "choose optimizer.kind=sgd.")
     if c.optimizer.backstitch_scale:
-        yield (f"optimizer.backstitch_scale is {c.optimizer.backstitch_scale} with preconditioner.kind {c.preconditioner.kind}, whose "
-               "curvature would be taken twice from a minibatch; set it to 0.")
+        yield (f"optimizer.backstitch_scale is {c.optimizer.backstitch_scale} with preconditioner.kind "
+               f"{c.preconditioner.kind}, whose curvature would be taken twice from a minibatch; set it to 0.")
     if c.preconditioner.kind in ("skfac", "seng", "smw", "mfac") and c.preconditioner.ema_decay:
-        yield (f"preconditioner.ema_decay is {c.preconditioner.ema_decay}, but {c.preconditioner.kind} keeps rows or gradients, which "
-               "have no moving average; set it to 0.")
+        yield (f"preconditioner.ema_decay is {c.preconditioner.ema_decay}, but {c.preconditioner.kind} keeps rows or gradients, "
+               "which have no moving average; set it to 0.")
+    if c.preconditioner.kind in ("skfac", "seng", "smw", "mfac") and c.preconditioner.averaging == "average":
+        yield (f"preconditioner.averaging is average, but rows or gradients, which {c.preconditioner.kind} keeps, have no mean; "
+               "choose reset or keep.")
 
 
 def _rule_shrink(c: RunConfig) -> Iterator[str]:

@@ -31,7 +31,8 @@ def damped_cholesky(factor_DD: Tensor, damping: float) -> Tensor:
         damped_DD.diagonal(dim1=-2, dim2=-1).add_(damping)
         root_DD, failure = torch.linalg.cholesky_ex(damped_DD)
         if not bool(failure.any()):
-            return root_DD
+            found: Tensor = root_DD
+            return found
     raise DivergenceError(f"a curvature factor of dimension {factor_DD.shape[-1]} with damping {damping:g} is not positive "
                           "definite; the loss may have left the finite numbers: lower the learning rate or raise the damping.")
 
@@ -47,7 +48,7 @@ def eigh(factor_DD: Tensor) -> tuple[Tensor, Tensor]:
     for dtype in (factor_DD.dtype, torch.float64):
         try:
             values_D, vectors_DD = torch.linalg.eigh(factor_DD.to(dtype))
-        except torch.linalg.LinAlgError:
+        except RuntimeError:
             continue
         if bool(values_D.isfinite().all()):
             return values_D.to(factor_DD.dtype), vectors_DD.to(factor_DD.dtype)

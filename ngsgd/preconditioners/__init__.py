@@ -4,6 +4,7 @@ from ngsgd.preconditioners.fisher import DiagonalNG, FullNG, LayerWiseNG, UnitWi
 from ngsgd.preconditioners.gram import SENG, SMWNG
 from ngsgd.preconditioners.history import MFAC
 from ngsgd.preconditioners.kronecker import EKFAC, KFAC, SKFAC
+from ngsgd.preconditioners.maker import DummyObject, GradientMaker
 from ngsgd.preconditioners.protocol import Preconditioner
 from ngsgd.preconditioners.shampoo import SOAP, Shampoo
 
@@ -23,5 +24,5 @@ METHODS: dict[str, type[Preconditioner]] = {
     "mfac": MFAC,
 }
 
-__all__ = ["EKFAC", "KFAC", "METHODS", "MFAC", "SENG", "SKFAC", "SMWNG", "SOAP", "DiagonalNG", "FullNG", "LayerWiseNG",
-           "Preconditioner", "Shampoo", "UnitWiseNG"]
+__all__ = ["EKFAC", "KFAC", "METHODS", "MFAC", "SENG", "SKFAC", "SMWNG", "SOAP", "DiagonalNG", "DummyObject", "FullNG",
+           "GradientMaker", "LayerWiseNG", "Preconditioner", "Shampoo", "UnitWiseNG"]

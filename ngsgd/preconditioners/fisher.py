@@ -130,5 +130,5 @@ class FullNG(Preconditioner):
 def require_small(name: str, dimension: int) -> None:
     """Raises ConfigError for a dense matrix that no memory should hold."""
     if dimension > _MAX_DIMENSION:
-        raise ConfigError(f"{name} has {dimension} parameters, whose dense curvature would take {dimension**2 * 4 / 1e9:.0f} GB; take "
-                          "KFAC, SMWNG or SENG, or skip the layer.")
+        raise ConfigError(f"{name} has {dimension} parameters, whose dense curvature would take {dimension**2 * 4 / 1e9:.0f} GB; "
+                          "take KFAC, SMWNG or SENG, or skip the layer.")

@@ -1,6 +1,6 @@
 """M-FAC (Frantar et al. 2021): the Fisher matrix of the last m gradients, F = 1/m sum_i g_i g_i^T, of the whole model.
 
-    (F + d I)^-1 g = (1/d) [g - U^T (m d I + U U^T)^-1 U g]     U: m past gradients as rows; of this minibatch's rows nothing is needed
+    (F + d I)^-1 g = (1/d) [g - U^T (m d I + U U^T)^-1 U g]     U: m past gradients as rows
 
 Letters: M gradients kept, P elements of a parameter.
 """
@@ -32,8 +32,8 @@ class MFACOptions(Options):
         if self.num_gradients < 1:
             found.append(f"num_gradients is {self.num_gradients}; it must be at least 1.")
         if self.ema_decay or self.layer_options:
-            found.append("ema_decay and layer_options have no meaning here: the last num_gradients gradients of the whole model count "
-                         "alike; leave them out.")
+            found.append("ema_decay and layer_options have no meaning here: the last num_gradients gradients of the whole model "
+                         "count alike; leave them out.")
         return found
 
 
@@ -63,7 +63,8 @@ class MFAC(Preconditioner):
         if not self.statistics:
             return
         # in the order of names: that of a dict is not the same after a restart
-        total_MM = torch.stack([known["gradients"] @ known["gradients"].T for _, known in sorted(self.statistics.items())]).sum(dim=0)
+        ordered = [known["gradients"] for _, known in sorted(self.statistics.items())]
+        total_MM = torch.stack([U_MP @ U_MP.T for U_MP in ordered]).sum(dim=0)
         for name, known in self.statistics.items():
             self.inverses[name] = {"gradients": known["gradients"]}
         self.inverses[min(self.statistics)]["gram"] = total_MM

@@ -124,7 +124,7 @@ class Preconditioner:
                 self._bias_of[name] = rows.bias
                 self._average(name, self.measure(name, rows))
             for name, squares in seen.squares.items():
-                self._bias_of.pop(name, None)   # a block of its own, also where its layer is affine, such as one tied to an embedding
+                self._bias_of.pop(name, None)   # its own block, also in an affine layer, such as one tied to an embedding
                 self._average(name, {"squares": squares})
         else:
             for name, g in self._joined(seen).items():
@@ -136,7 +136,7 @@ class Preconditioner:
             return
         decay = self.option(name, "ema_decay")
         if name not in self.statistics or decay == 0.0:
-            self.statistics[name], self.weights[name] = {key: value.clone() for key, value in new.items()}, 1.0
+            self.statistics[name], self.weights[name] = {key: _own(value) for key, value in new.items()}, 1.0
             if decay:  # the first minibatch is worth as much as any other
                 self.weights[name] = 1.0 - decay
                 torch._foreach_mul_(list(self.statistics[name].values()), 1.0 - decay)
@@ -154,7 +154,8 @@ class Preconditioner:
         """Renews what is applied from the averaged curvature."""
         for name in self.statistics:
             known = self.curvature(name)
-            self.inverses[name] = known if "squares" in known else self.invert(name, known)
+            inverse = known if "squares" in known else self.invert(name, known)
+            self.inverses[name] = {key: value.contiguous() for key, value in inverse.items()}   # as it is after a restart
 
     def apply(self, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """P g by parameter name; parameters without curvature come back as they are."""
@@ -271,15 +272,16 @@ class Preconditioner:
             if name in self.weights:
                 state[name]["weight"] = self.weights[name]
         last = {f"last_{key}": -1 if value is None else value for key, value in self._last.items()}
-        state[_OWN] = {"num_steps": self.num_steps, "num_skipped": self.num_skipped, **last, "generator": self.generator.get_state()}
+        state[_OWN] = {"num_steps": self.num_steps, "num_skipped": self.num_skipped, **last,
+                       "generator": self.generator.get_state()}
         return state
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         """Continues where the state was taken, bit for bit; CheckpointError if it belongs to another model."""
         parameters = dict(self.model.named_parameters())
         if unknown := sorted({*state} - {*parameters, _OWN}):
-            raise CheckpointError(f"the state of {type(self).__name__} has {unknown[0]}, which the model does not have; load that of "
-                                  "the same model.")
+            raise CheckpointError(f"the state of {type(self).__name__} has {unknown[0]}, which the model does not have; load that "
+                                  "of the same model.")
         self.statistics, self.inverses, self.weights = {}, {}, {}
         for name, entry in state.items():
             if name == _OWN:
@@ -293,27 +295,42 @@ class Preconditioner:
                     continue
                 group, _, short = key.partition(".")
                 target = self.statistics if group == "statistics" else self.inverses
-                target.setdefault(name, {})[short] = torch.as_tensor(value).to(like.device).clone()
+                target.setdefault(name, {})[short] = _own(torch.as_tensor(value).to(like.device))
         own = state[_OWN]
         self.num_steps, self.num_skipped = int(own["num_steps"]), int(own["num_skipped"])
         self._last = {key: None if int(own[f"last_{key}"]) < 0 else int(own[f"last_{key}"]) for key in self._last}
         self.generator.set_state(torch.as_tensor(own["generator"]).to(torch.uint8).clone())
 
     def average(self, states: Sequence[Mapping[str, Mapping[str, Any]]]) -> None:
-        """Takes the mean of the curvature of several workers' states, and renews what is applied from it."""
+        """Goes on from the mean of several workers' curvature, which the next step looks at and renews what is applied from."""
         self._require_mean()
-        self.load_state_dict(states[0])
-        for name, own in self.statistics.items():
-            entries = [state[name] for state in states if name in state]
-            for key in own:
-                own[key] = torch.stack([torch.as_tensor(entry[f"statistics.{key}"]).to(own[key].device) for entry in entries]).mean(0)
-            self.weights[name] = sum(float(entry["weight"]) for entry in entries) / len(entries)
-        self.refresh()
+        self.load_state_dict(mean_state(states))
 
     def _require_mean(self) -> None:
         if not self.has_mean:
-            raise ConfigError(f"{type(self).__name__}: rows or gradients of different workers have no mean; choose averaging=\"reset\" "
-                              "or \"keep\".")
+            raise ConfigError(f"{type(self).__name__}: rows or gradients of different workers have no mean; choose averaging="
+                              "\"reset\" or \"keep\".")
+
+
+def _own(value: Tensor) -> Tensor:
+    """A copy, laid out as it is after a restart: products of other layouts round differently."""
+    return value.clone(memory_format=torch.contiguous_format)
+
+
+def mean_state(states: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """The mean of the statistics in several workers' states, without what is applied: the next look makes that.
+
+    Counters and draws go on from the first state's.
+    """
+    own = states[0][_OWN]
+    found: dict[str, dict[str, Any]] = {_OWN: {**own, "last_curvature": -1, "last_inverse": -1}}
+    for name in sorted({name for state in states for name in state} - {_OWN}):
+        entries = [state[name] for state in states if "weight" in state.get(name, {})]
+        keys = [key for key in (entries[0] if entries else ()) if key == "weight" or key.startswith("statistics.")]
+        # of float64 numbers, as the weight is, the mean is one too
+        found[name] = {key: torch.stack([torch.as_tensor(entry[key], dtype=torch.float64 if key == "weight" else None)
+                                         for entry in entries]).mean(dim=0) for key in keys}
+    return found
 
 
 def _biases(model: nn.Module) -> dict[str, str | None]:

@@ -78,10 +78,15 @@ class Shampoo(Preconditioner):
     def direction(self, name: str, inverse: State, g: Tensor) -> Tensor:
         found = torch.empty_like(_merged(g, self.options.block_size))
         for index, (block, out) in enumerate(zip(self._blocks(g), self._views(found), strict=True)):
-            for k in range(block.ndim):
-                block = torch.tensordot(inverse[f"{index}.{k}"], block, dims=([1], [k])).movedim(0, k)
-            out.copy_(block)
+            out.copy_(self._rotated(block, index, inverse, transpose=False))
         return found.view_as(g)
+
+    @staticmethod
+    def _rotated(block: Tensor, index: int, inverse: State, *, transpose: bool) -> Tensor:
+        """The block's matrix, or its transpose, on every dimension."""
+        for k in range(block.ndim):
+            block = torch.tensordot(inverse[f"{index}.{k}"], block, dims=([0 if transpose else 1], [k])).movedim(0, k)
+        return block
 
     def _blocks(self, g: Tensor) -> Iterator[Tensor]:
         return self._views(_merged(g, self.options.block_size))
@@ -110,6 +115,10 @@ class SOAP(Shampoo):
 
     Options = SOAPOptions
 
+    def __init__(self, model: Any, **options: Any) -> None:
+        super().__init__(model, **options)
+        self._seen: dict[str, Tensor] = {}   # this step's gradients, for the first moments of all
+
     def update_curvature(self, seen: Any) -> None:
         super().update_curvature(seen)
         for name, g in seen.items():
@@ -117,10 +126,6 @@ class SOAP(Shampoo):
             if inverse is not None and bool(g.isfinite().all()):
                 self._take_moments(name, inverse, g, self.option(name, "ema_decay"))
             self._seen[name] = g
-
-    def __init__(self, model: Any, **options: Any) -> None:
-        super().__init__(model, **options)
-        self._seen: dict[str, Tensor] = {}   # this step's gradients, for the first moments of all
 
     def step(self, lr: float | None = None) -> None:
         super().step(lr)
@@ -152,13 +157,6 @@ class SOAP(Shampoo):
             root = (inverse[f"{index}.v"] / weight).sqrt() + self.option(name, "damping")
             out.copy_(self._rotated(self._rotated(block, index, inverse, transpose=True) / root, index, inverse, transpose=False))
         return found.view_as(g)
-
-    @staticmethod
-    def _rotated(block: Tensor, index: int, inverse: State, *, transpose: bool) -> Tensor:
-        """Into the eigenvectors (Q^T on every dimension) or back."""
-        for k in range(block.ndim):
-            block = torch.tensordot(inverse[f"{index}.{k}"], block, dims=([0 if transpose else 1], [k])).movedim(0, k)
-        return block
 
 
 def _merged(g: Tensor, size: int) -> Tensor:

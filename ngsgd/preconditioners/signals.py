@@ -91,8 +91,8 @@ class Watch:
     def signal(self) -> Signal:
         """What has been caught, scaled."""
         if self._pass < 0:
-            raise ConfigError("the preconditioner saw no loss whose curvature is known; inside of watch(), call cross-entropy, mean "
-                              "squared error or binary cross-entropy with logits from torch, and backward().")
+            raise ConfigError("the preconditioner saw no loss whose curvature is known; inside of watch(), call cross-entropy, "
+                              "mean squared error or binary cross-entropy with logits from torch, and backward().")
         R, W = self._num_rows, self._total_weight
         if not W > 0.0:  # every row is masked
             return Signal()
@@ -146,7 +146,7 @@ class Watch:
 def _of_pass(records: list[Record], scale: float, num_rows: int) -> tuple[dict[str, Rows], dict[str, Tensor]]:
     """(rows of affine layers, squares of all other parameters).
 
-    A layer that is called several times has the positions of all its calls; a weight that is an embedding's too is no affine layer's.
+    A layer that is called several times has the positions of all its calls; a weight that is also an embedding's is not affine.
     """
     uses: dict[str, list[tuple[Record, UseShare]]] = defaultdict(list)
     for record in records:

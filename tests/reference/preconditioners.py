@@ -1,6 +1,6 @@
 """Preconditioned gradients from dense matrices in float64, from the formulas of the papers.
 
-Nothing here is shared with ngsgd: Jacobians come from autograd one output at a time, patches from slices, matrices are written down.
+Nothing here is shared with ngsgd: Jacobians come from autograd one output at a time, patches from slices, matrices are dense.
 
 Letters: N samples, F outputs of a sample, T positions of a layer, O outputs, I inputs of a layer (with the 1 of the bias).
 """
