@@ -199,8 +199,8 @@ class OptimizerConfig:
 class PreconditionerConfig:
     """What turns a minibatch's gradient into the direction of a step, in place of the online natural gradient."""
 
-    kind: str = knob("none", one_of=("none", "kfac", "skfac", "ekfac", "diagonal", "unit", "layer", "full", "seng", "smw", "shampoo",
-                                     "soap", "mfac"))
+    kind: str = knob("none", one_of=("none", "kfac", "skfac", "ekfac", "diagonal", "unit", "layer", "full", "seng", "smw",
+                                     "shampoo", "soap", "mfac"))
     damping: float = knob(1e-2, above=0.0)           # added to the curvature of the mean loss per frame; shampoo: relative
     curvature_interval: int = knob(10, low=1)        # minibatches between two looks at the curvature
     inverse_interval: int = knob(10, low=1)          # minibatches between two inverses of it

@@ -7,8 +7,6 @@ Letters: D dimension, N rows (samples), X any number of columns.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -86,7 +84,8 @@ def _newton(A_DD: Tensor, root: int, tolerance: float, max_steps: int) -> Tensor
     for _ in range(max_steps):
         error = (M_DD - identity_DD).abs().max()
         if bool(error <= tolerance):
-            return H_DD
+            found: Tensor = H_DD
+            return found
         if not bool(error.isfinite()):
             return None
         T_DD = ((root + 1.0) * identity_DD - M_DD) / root
@@ -113,30 +112,3 @@ def woodbury_solve(U_ND: Tensor, damping: float, right_DX: Tensor) -> Tensor:
     """(U^T U + damping I)^-1 right, through the N x N Gram matrix: cheap where N < D."""
     inner_NX = damped_solve(U_ND @ U_ND.T, damping, U_ND @ right_DX)
     return (right_DX - U_ND.T @ inner_NX) / damping
-
-
-def bfgs_inverse_update(H_DD: Tensor, s_D: Tensor, y_D: Tensor) -> Tensor:
-    """The next inverse Hessian, symmetric and with H y = s; s^T y must be positive, which keeps H positive definite."""
-    rho = 1.0 / (s_D @ y_D)
-    Hy_D = H_DD @ y_D
-    s_Hy_DD = torch.outer(s_D, Hy_D)
-    return H_DD - rho * (s_Hy_DD + s_Hy_DD.T) + (rho * rho * (y_D @ Hy_D) + rho) * torch.outer(s_D, s_D)
-
-
-def conjugate_gradients(product: Callable[[Tensor], Tensor], right_D: Tensor, start_D: Tensor | None = None, *,
-                        tolerance: float = 1e-6, max_steps: int = 50) -> tuple[Tensor, int]:
-    """(x with A x = right up to the relative residual `tolerance`, steps taken), for A positive definite given by its product."""
-    x_D = torch.zeros_like(right_D) if start_D is None else start_D.clone()
-    r_D = right_D - product(x_D) if start_D is not None else right_D.clone()
-    p_D, rr = r_D.clone(), r_D @ r_D
-    goal = tolerance * tolerance * (right_D @ right_D)
-    for step in range(max_steps):
-        if bool(rr <= goal):
-            return x_D, step
-        Ap_D = product(p_D)
-        alpha = rr / (p_D @ Ap_D)
-        x_D += alpha * p_D
-        r_D -= alpha * Ap_D
-        last, rr = rr, r_D @ r_D
-        p_D = r_D + (rr / last) * p_D
-    return x_D, max_steps

@@ -50,7 +50,8 @@ def kfac(a_NTI: Tensor, e_VNTO: Tensor, G_OI: Tensor, damping: float, *, num_row
     pi = float((A.trace() / len(A)) / (B.trace() / len(B))) ** 0.5
     F = torch.kron((B + damping**0.5 / pi * torch.eye(len(B), dtype=B.dtype)).contiguous(),
                    (A + pi * damping**0.5 * torch.eye(len(A), dtype=A.dtype)).contiguous())
-    return torch.linalg.solve(F, G_OI.flatten()).view_as(G_OI)
+    direction: Tensor = torch.linalg.solve(F, G_OI.flatten()).view_as(G_OI)
+    return direction
 
 
 def kronecker_factors(a_NTI: Tensor, e_VNTO: Tensor, *, num_rows: int, sharing: str) -> tuple[Tensor, Tensor]:
@@ -92,13 +93,15 @@ def ekfac(a_NTI: Tensor, e_VNTO: Tensor, G_OI: Tensor, damping: float, *, num_ro
 
 def natural_gradient(F: Tensor, G: Tensor, damping: float) -> Tensor:
     """(F + d I)^-1 g."""
-    return torch.linalg.solve(F + damping * torch.eye(len(F), dtype=F.dtype), G.flatten()).view_as(G)
+    direction: Tensor = torch.linalg.solve(F + damping * torch.eye(len(F), dtype=F.dtype), G.flatten()).view_as(G)
+    return direction
 
 
 def unit_blocks(F: Tensor, num_outputs: int) -> Tensor:
     """F without what lies between the rows of different outputs."""
     width = len(F) // num_outputs
-    return F * torch.block_diag(*[torch.ones(width, width, dtype=F.dtype)] * num_outputs)
+    mask: Tensor = torch.block_diag(*[torch.ones(width, width, dtype=F.dtype)] * num_outputs)
+    return F * mask
 
 
 def shampoo(gradients: list[Tensor], ridge: float, *, decay: float | None) -> Tensor:
@@ -113,7 +116,8 @@ def shampoo(gradients: list[Tensor], ridge: float, *, decay: float | None) -> Te
 
     def power(L: Tensor, root: int) -> Tensor:
         values, U = torch.linalg.eigh(L)
-        return U @ (values.clamp(min=0.0) + ridge * values.max()).pow(-1.0 / root).diag() @ U.T
+        found: Tensor = U @ (values.clamp(min=0.0) + ridge * values.max()).pow(-1.0 / root).diag() @ U.T
+        return found
 
     if G.ndim == 1:
         return power(sum((w * torch.outer(g, g) for w, g in zip(weights, gradients, strict=True)), G.new_zeros(())), 2) @ G
