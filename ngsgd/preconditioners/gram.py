@@ -68,8 +68,9 @@ class SENG(Preconditioner):
         if not 0 < q < d:
             return x
         chosen = torch.randperm(d, generator=self.generator, device=x.device)[:q]
-        scale = float(d / q) ** 0.5
-        return x[..., chosen] * scale
+        scale: float = (d / q) ** 0.5
+        sketched: Tensor = x[..., chosen] * scale
+        return sketched
 
     def invert(self, name: str, known: State) -> State:
         return {"a": known["a"], "e": known["e"], "root": damped_cholesky(known["gram"], self.option(name, "damping"))}

@@ -20,7 +20,8 @@ from ngsgd.ops.linalg import (
 
 def _spd(condition: float, dimension: int = 12) -> Tensor:
     U, _ = torch.linalg.qr(torch.randn(dimension, dimension, generator=torch.Generator().manual_seed(4), dtype=torch.float64))
-    return U @ torch.logspace(0.0, -float(torch.log10(torch.tensor(condition))), dimension, dtype=torch.float64).diag() @ U.T
+    spd: Tensor = U @ torch.logspace(0.0, -float(torch.log10(torch.tensor(condition))), dimension, dtype=torch.float64).diag() @ U.T
+    return spd
 
 
 def test_damped_inverse_and_solve() -> None:
@@ -31,11 +32,12 @@ def test_damped_inverse_and_solve() -> None:
 
 
 def test_what_float32_cannot_factorise_is_done_in_float64() -> None:
-    rows = torch.randn(4, 12, generator=torch.Generator().manual_seed(1)) * 1e3
-    A = rows.T @ rows                    # of rank 4: in float32 its rounding is far above the damping
-    assert bool(torch.linalg.cholesky_ex(A + 1.0 * torch.eye(12))[1])
-    found = damped_inverse(A, 1.0)
-    assert found.dtype == torch.float32 and bool(found.isfinite().all())
+    A = torch.ones(2, 2)   # of rank 1, with a damping that float32 loses beside 1
+    assert bool(torch.linalg.cholesky_ex(A + 1e-9 * torch.eye(2))[1])
+    found = damped_inverse(A, 1e-9)
+    assert found.dtype == torch.float32
+    wanted = torch.linalg.inv(A.double() + 1e-9 * torch.eye(2, dtype=torch.float64)).float()
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=0.0)   # condition 2e9 in float64
 
 
 def test_what_is_not_finite_is_told() -> None:
