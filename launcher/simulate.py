@@ -197,6 +197,7 @@ def _run(config: RunConfig, folder: RunFolder, reader: EgsReader, cluster: Simul
     """All outer iterations; returns the pool with its books, and the bytes of the model."""
     from launcher.stop import SignalStop, signals_to
     from ngsgd.models.statistics import model_for
+    from ngsgd.preconditioners.build import mean_of_states
     from ngsgd.training.checkpoint import CheckpointStore, first_checkpoint
     from ngsgd.training.coordinator import Coordinator
     from ngsgd.training.dealing import make_dealer
@@ -220,7 +221,8 @@ def _run(config: RunConfig, folder: RunFolder, reader: EgsReader, cluster: Simul
             schedule_of(config, reader), pool, model, reader,
             CheckpointStore(folder.checkpoints, layout, config.checkpoint.num_to_keep), ledger, trackers, config.failure, stop,
             config.outer, config.cluster, dealer=make_dealer(config.schedule, reader.num_frames),
-            keep_fisher=config.optimizer.ng_state == "keep", stages=stages_of(config, reader),
+            keep_fisher=config.keeps_curvature, mean_fisher=mean_of_states(config.preconditioner),
+            stages=stages_of(config, reader),
             seed=config.seed, num_threads=os.cpu_count() or 1, clock=pool.clock)
         with signals_to(stop):
             coordinator.train(start)

@@ -36,6 +36,7 @@ from ngsgd.models import own
 from ngsgd.models.staged import set_stage
 from ngsgd.models.statistics import model_for, needs_statistics
 from ngsgd.optim.outer import make_rule
+from ngsgd.preconditioners.build import mean_of_states
 from ngsgd.training.checkpoint import Checkpoint, CheckpointStore, first_checkpoint
 from ngsgd.training.coordinator import Coordinator
 from ngsgd.training.dealing import make_dealer
@@ -193,7 +194,8 @@ def _train(config: RunConfig, folder: RunFolder, data: _Data, tracker: Tracker, 
         coordinator = Coordinator(
             schedule_of(config, reader), pool, model, reader, checkpoints, ledger, tracker, config.failure, stop, config.outer,
             config.cluster, dealer=make_dealer(config.schedule, reader.num_frames),
-            keep_fisher=config.optimizer.ng_state == "keep", stages=stages, seed=config.seed, num_threads=os.cpu_count() or 1,
+            keep_fisher=config.keeps_curvature, mean_fisher=mean_of_states(config.preconditioner),
+            stages=stages, seed=config.seed, num_threads=os.cpu_count() or 1,
             on_corrupt=config.egs.on_corrupt, num_curvature_frames=config.tracking.curvature_frames)
         with signals_to(stop):
             return coordinator.train(start)

@@ -196,6 +196,29 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True)
+class PreconditionerConfig:
+    """What turns a minibatch's gradient into the direction of a step, in place of the online natural gradient."""
+
+    kind: str = knob("none", one_of=("none", "kfac", "skfac", "ekfac", "diagonal", "unit", "layer", "full", "seng", "smw",
+                                     "shampoo", "soap", "mfac"))
+    damping: float = knob(1e-2, above=0.0)           # added to the curvature of the mean loss per frame; shampoo: relative
+    curvature_interval: int = knob(10, low=1)        # minibatches between two looks at the curvature
+    inverse_interval: int = knob(10, low=1)          # minibatches between two inverses of it
+    ema_decay: float = knob(0.95, low=0.0, high=0.9999)  # share of the past in the curvature at each look
+    fisher: str = knob("empirical", one_of=("empirical", "mc", "exact"))  # of targets, of drawn ones, Gauss-Newton
+    num_draws: int = knob(1, low=1)                  # mc: draws per frame
+    sharing: str = knob("expand", one_of=("expand", "reduce"))  # kfac, skfac, ekfac: positions of a sample as frames, or as one
+    graft: str = knob("gradient", one_of=("none", "gradient"))  # gradient: each layer's direction gets the norm of its gradient
+    kl_clip: float = knob(0.0, low=0.0)              # limit on lr^2 <P g, g> of a minibatch; 0 = none
+    max_grad_norm: float = knob(0.0, low=0.0)        # limit on the L2 norm of the direction; 0 = none
+    skip: str = knob("")                             # layers left alone: names, patterns or classes, by commas
+    averaging: str = knob("reset", one_of=("reset", "keep", "average"))  # the curvature between jobs; average: of all, for all
+    block_size: int = knob(1024, low=1)              # shampoo, soap: largest dimension of a factor
+    sketch: int = knob(0, low=0)                     # seng: coordinates that the Gram matrix is estimated from; 0 = all
+    num_gradients: int = knob(32, low=1)             # mfac: gradients kept
+
+
+@dataclass(frozen=True)
 class OuterConfig:
     """What turns the mean of the jobs into the next model (`ngsgd.optim.outer`)."""
 
@@ -359,6 +382,7 @@ class RunConfig:
     augment: AugmentConfig = field(default_factory=AugmentConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    preconditioner: PreconditionerConfig = field(default_factory=PreconditionerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     outer: OuterConfig = field(default_factory=OuterConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
@@ -368,6 +392,11 @@ class RunConfig:
     decode: DecodeConfig = field(default_factory=DecodeConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     tune: TuneConfig = field(default_factory=TuneConfig)
+
+    @property
+    def keeps_curvature(self) -> bool:
+        """A job goes on from the Fisher estimates, or the preconditioner's curvature, that its predecessor left."""
+        return (self.optimizer.ng_state if self.preconditioner.kind == "none" else self.preconditioner.averaging) != "reset"
 
 
 def check(config: RunConfig) -> list[str]:
@@ -523,6 +552,23 @@ def _rule_backstitch(c: RunConfig) -> Iterator[str]:
                "backstitch needs momentum 0.")
 
 
+def _rule_preconditioner(c: RunConfig) -> Iterator[str]:
+    if c.preconditioner.kind == "none":
+        return
+    if c.optimizer.kind != "sgd":
+        yield (f"preconditioner.kind is {c.preconditioner.kind} with optimizer.kind {c.optimizer.kind}, which preconditions too; "
+               "choose optimizer.kind=sgd.")
+    if c.optimizer.backstitch_scale:
+        yield (f"optimizer.backstitch_scale is {c.optimizer.backstitch_scale} with preconditioner.kind "
+               f"{c.preconditioner.kind}, whose curvature would be taken twice from a minibatch; set it to 0.")
+    if c.preconditioner.kind in ("skfac", "seng", "smw", "mfac") and c.preconditioner.ema_decay:
+        yield (f"preconditioner.ema_decay is {c.preconditioner.ema_decay}, but {c.preconditioner.kind} keeps rows or gradients, "
+               "which have no moving average; set it to 0.")
+    if c.preconditioner.kind in ("skfac", "seng", "smw", "mfac") and c.preconditioner.averaging == "average":
+        yield (f"preconditioner.averaging is average, but rows or gradients, which {c.preconditioner.kind} keeps, have no mean; "
+               "choose reset or keep.")
+
+
 def _rule_shrink(c: RunConfig) -> Iterator[str]:
     lr = c.schedule.lr_initial * c.schedule.num_jobs_final
     if c.optimizer.proportional_shrink * lr >= 0.5:
@@ -592,5 +638,5 @@ _RULES: tuple[Callable[[RunConfig], Iterator[str]], ...] = (_rule_snr, _rule_aug
                                                            _rule_given_features,
                                                            _rule_held_out, _rule_align_lr, _rule_ceps, _rule_pnorm, _rule_tdnn,
                                                            _rule_stages, _rule_own_model, _rule_lr, _rule_jobs,
-                                                          _rule_backstitch, _rule_shrink, _rule_dropout,
+                                                          _rule_backstitch, _rule_preconditioner, _rule_shrink, _rule_dropout,
                                                           _rule_outer, _rule_exchange, _rule_layers, _rule_tune)

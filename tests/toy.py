@@ -13,6 +13,7 @@ from ngsgd.egs.archives import prepare_archives
 from ngsgd.egs.frames import FrameSet
 from ngsgd.egs.reader import EgsReader
 from ngsgd.models.statistics import model_for
+from ngsgd.preconditioners.build import mean_of_states
 from ngsgd.schedules import Schedule
 from ngsgd.training.checkpoint import Checkpoint, CheckpointStore, first_checkpoint
 from ngsgd.training.coordinator import Coordinator
@@ -122,7 +123,8 @@ class Run:
                 self.schedule, pool, self.model, self.reader, self.store, ledger, self.recorder, self.config.failure,
                 stop or NeverStop(), self.config.outer, self.config.cluster,
                 dealer=make_dealer(self.config.schedule, self.reader.num_frames),
-                keep_fisher=self.config.optimizer.ng_state == "keep", stages=stages_of(self.config, self.reader),
+                keep_fisher=self.config.keeps_curvature, mean_fisher=mean_of_states(self.config.preconditioner),
+                stages=stages_of(self.config, self.reader),
                 seed=self.config.seed, on_corrupt=self.config.egs.on_corrupt,
                 num_curvature_frames=self.config.tracking.curvature_frames).train(start)
         finally:

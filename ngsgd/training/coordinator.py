@@ -30,7 +30,7 @@ from ngsgd.training.dealing import EqualShares
 from ngsgd.training.diagnostics import BackgroundDiagnostics
 from ngsgd.training.dispatch import Dispatcher, Round, StopSignal
 from ngsgd.training.flat import Layout, Mean, Vector
-from ngsgd.training.job import Job, JobResult, ResultsLost, VectorRef
+from ngsgd.training.job import Fisher, Job, JobResult, ResultsLost, VectorRef
 from ngsgd.training.leases import Leases
 from ngsgd.training.ledger import Ledger
 from ngsgd.training.pending import PendingRecords
@@ -61,6 +61,7 @@ class Coordinator:
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     dealer: EqualShares = field(default_factory=EqualShares)
     keep_fisher: bool = False  # a job's successor goes on from its Fisher estimates
+    mean_fisher: Callable[[Sequence[Fisher]], Fisher] | None = None  # or every job from this mean of all jobs'
     stages: Stages = field(default_factory=Stages)  # what of the model is in use, by outer iteration
     seed: int = 0              # the run's; with the stage it decides what new parts of the model start as
     num_threads: int = 1       # for averaging
@@ -78,7 +79,7 @@ class Coordinator:
                                     self.clock, self.on_corrupt)
         self._leases = Leases(self.pool)
         self._num_rollbacks = 0    # in a row
-        self._starts = Starts(self.outer, self._leases, keep_fisher=self.keep_fisher)
+        self._starts = Starts(self.outer, self._leases, keep_fisher=self.keep_fisher, mean_fisher=self.mean_fisher)
 
     def train(self, start: Checkpoint) -> Checkpoint:
         """All outer iterations after `start`; returns the last one committed.

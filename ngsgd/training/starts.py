@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -28,9 +29,11 @@ class Starts:
     from its own parameters.
     """
 
-    def __init__(self, config: OuterConfig, leases: Leases, *, keep_fisher: bool = False) -> None:
+    def __init__(self, config: OuterConfig, leases: Leases, *, keep_fisher: bool = False,
+                 mean_fisher: Callable[[Sequence[Fisher]], Fisher] | None = None) -> None:
         self.config = config
         self.keep_fisher = keep_fisher
+        self.mean_fisher = mean_fisher        # what makes one of all jobs', for every job to go on from; None: each its own
         self.fisher: dict[int, Fisher] = {}   # by job: the Fisher estimates that its last run ended with
         self.need_own = config.overlap or config.kind in ("easgd", "streaming")
         self.delay = config.delay if config.kind == "streaming" else int(config.overlap)
@@ -50,7 +53,10 @@ class Starts:
 
     def of(self, plan: Plan, job: int, model: VectorRef) -> Start:
         """A job whose predecessor left nothing, or that has none, starts from the model."""
-        return replace(self._of(plan, job, model), fisher=self.fisher.get(job))
+        fisher = self.fisher.get(job)
+        if self.mean_fisher is not None and self.fisher:
+            fisher = self.mean_fisher([left for _, left in sorted(self.fisher.items())])
+        return replace(self._of(plan, job, model), fisher=fisher)
 
     def _of(self, plan: Plan, job: int, model: VectorRef) -> Start:
         left = self._own.get(job)

@@ -6,6 +6,7 @@ momentum start afresh, as in Kaldi, so a job that is repeated gives the same bit
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -26,6 +27,8 @@ from ngsgd.models.statistics import model_for
 from ngsgd.optim import NGSGD, SGD
 from ngsgd.optim.inspection import figures
 from ngsgd.optim.rules import backstitch_step, shrink
+from ngsgd.preconditioners.build import make_preconditioner
+from ngsgd.preconditioners.protocol import Preconditioner
 from ngsgd.schedules import DropoutSchedule
 from ngsgd.training.flat import Layout, Pieces, Vector
 from ngsgd.training.job import Fisher, Held, Job, JobResult, Piece, Start, WorkerSpec
@@ -67,6 +70,12 @@ def fisher_of(optimizer: NGSGD) -> Fisher:
             for name, estimate in optimizer.preconditioners()}
 
 
+def curvature_of(preconditioner: Preconditioner) -> Fisher:
+    """The preconditioner's state, ready to travel."""
+    return {name: {key: value.cpu().numpy() if isinstance(value, Tensor) else value for key, value in entry.items()}
+            for name, entry in preconditioner.state_dict().items()}
+
+
 def load_fisher(optimizer: NGSGD, fisher: Fisher) -> None:
     """Goes on from the states of an optimiser of the same layers."""
     for name, estimate in optimizer.preconditioners():
@@ -103,6 +112,7 @@ class Worker:
         shrink(network, settings.proportional_shrink, job.lr)
         self._set_dropout(job)
         optimizer = make_optimizer(network, settings, job.lr, job.lr_factor)
+        preconditioner = self._preconditioner(network, job)
         if job.start.fisher and isinstance(optimizer, NGSGD):
             load_fisher(optimizer, job.start.fisher)
         sums = _Sums(self.device)
@@ -110,11 +120,11 @@ class Worker:
         remainder: tuple[Piece, ...] = ()
         for index, (minibatch, left) in enumerate(self._minibatches(job)):
             steps_back = bool(settings.backstitch_scale) and (index + job.outer_iter) % settings.backstitch_interval == 0
-            self._train(network, minibatch, optimizer, sums, settings.backstitch_scale if steps_back else 0.0)
+            self._train(network, minibatch, optimizer, preconditioner, sums, settings.backstitch_scale if steps_back else 0.0)
             if should_stop() and left:
                 remainder = left
                 break
-        return self._result(job, start, place, sums, optimizer, time.perf_counter() - began, remainder)
+        return self._result(job, start, place, sums, optimizer, preconditioner, time.perf_counter() - began, remainder)
 
     def _settings(self, job: Job) -> OptimizerConfig:
         """The optimiser's; an early outer iteration is kept from changing too fast (Kaldi: by sqrt 2)."""
@@ -142,8 +152,8 @@ class Worker:
             for number, minibatch in enumerate(minibatches, start=piece.first + 1):
                 yield minibatch, ((replace(piece, first=number),) if number < last else ()) + later
 
-    def _result(self, job: Job, start: Vector | None, place: Place, sums: _Sums, optimizer: SGD, seconds: float,
-                remainder: tuple[Piece, ...]) -> JobResult:
+    def _result(self, job: Job, start: Vector | None, place: Place, sums: _Sums, optimizer: SGD,
+                preconditioner: Preconditioner | None, seconds: float, remainder: tuple[Piece, ...]) -> JobResult:
         whole = job.send == (0, 1)
         end = self.layout.flatten(self.model.state_dict(), place(self.layout.size) if whole or job.keep_own else None)
         if start is not None:
@@ -157,10 +167,29 @@ class Worker:
             job, self.index, Held(sent), digest(sent), sums.num_frames, sums.num_minibatches, objf, accuracy, seconds,
             sum(layer_shares) / len(layer_shares), activity.model_share, activity.num_skipped,
             Held(end) if job.keep_own else None,
-            fisher_of(optimizer) if job.keep_fisher and isinstance(optimizer, NGSGD) else None,
+            self._fisher(job, optimizer, preconditioner),
             not_finite(sent, self.layout, pieces), remainder, figures(optimizer) if isinstance(optimizer, NGSGD) else {})
 
-    def _train(self, network: nn.Module, minibatch: Minibatch, optimizer: SGD, sums: _Sums, backstitch_scale: float) -> None:
+    def _preconditioner(self, network: nn.Module, job: Job) -> Preconditioner | None:
+        """The configured one; draws are decided by the job alone."""
+        if self.config.preconditioner.kind == "none":
+            return None
+        seed = int(np.random.SeedSequence([self.config.seed, job.outer_iter, job.job]).generate_state(1)[0])
+        preconditioner = make_preconditioner(network, self.config.preconditioner, seed)
+        if job.start.fisher:
+            preconditioner.load_state_dict(job.start.fisher)
+        return preconditioner
+
+    @staticmethod
+    def _fisher(job: Job, optimizer: SGD, preconditioner: Preconditioner | None) -> Fisher | None:
+        if not job.keep_fisher:
+            return None
+        if preconditioner is not None:
+            return curvature_of(preconditioner)
+        return fisher_of(optimizer) if isinstance(optimizer, NGSGD) else None
+
+    def _train(self, network: nn.Module, minibatch: Minibatch, optimizer: SGD, preconditioner: Preconditioner | None, sums: _Sums,
+               backstitch_scale: float) -> None:
         x_ND, pdf_N, weight_N = (None if array is None else array.to(self.device, non_blocking=True) for array in minibatch)
         assert x_ND is not None and pdf_N is not None
         logits_NP = x_ND.new_empty(0)
@@ -168,9 +197,12 @@ class Worker:
         def gradients() -> Tensor:
             nonlocal logits_NP
             optimizer.zero_grad(set_to_none=True)
-            logits_NP = network(x_ND)
-            loss = summed_loss(logits_NP, pdf_N, weight_N)
-            loss.backward()
+            with preconditioner.watch() if preconditioner is not None else contextlib.nullcontext():
+                logits_NP = network(x_ND)
+                loss = summed_loss(logits_NP, pdf_N, weight_N)
+                loss.backward() if preconditioner is None else preconditioner.backward(loss)
+            if preconditioner is not None:
+                preconditioner.step(optimizer.param_groups[0]["lr"])
             return loss.detach()
 
         if backstitch_scale:

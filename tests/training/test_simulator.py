@@ -67,7 +67,7 @@ def simulate(folder: Path, run_config: RunConfig, cluster: SimulatedCluster,
     coordinator = Coordinator(
         run.schedule, pool, run.model, run.reader, run.store, ledger, Trackers([log, run.recorder]), run.config.failure,
         NeverStop(), run.config.outer, run.config.cluster, dealer=make_dealer(run.config.schedule, run.reader.num_frames),
-        keep_fisher=run.config.optimizer.ng_state == "keep", clock=pool.clock)
+        keep_fisher=run.config.keeps_curvature, clock=pool.clock)
     end = coordinator.train(first_checkpoint(run.store.layout.flatten(run.model.state_dict())))
     log.close("FINISHED")
     ledger.close()

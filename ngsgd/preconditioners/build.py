@@ -1,0 +1,33 @@
+"""The preconditioner that a run's configuration names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, fields
+from typing import Any
+
+from torch import nn
+
+from ngsgd.config import PreconditionerConfig
+from ngsgd.preconditioners import METHODS
+from ngsgd.preconditioners.protocol import Preconditioner, mean_state
+
+
+def make_preconditioner(model: nn.Module, config: PreconditionerConfig, seed: int) -> Preconditioner:
+    """Of the configured kind, with those of the settings that the method has; `seed` decides its draws.
+
+    Raises:
+        KeyError: the kind is "none".
+    """
+    method = METHODS[config.kind]
+    known = {field.name for field in fields(method.Options)}
+    given = {name: value for name, value in asdict(config).items() if name in known and name != "skip"}
+    return method(model, **given, skip=tuple(filter(None, config.skip.replace(" ", "").split(","))), seed=seed)
+
+
+State = Mapping[str, Mapping[str, Any]]
+
+
+def mean_of_states(config: PreconditionerConfig) -> Callable[[Sequence[State]], State] | None:
+    """What makes one state of all jobs' where the configuration asks for that."""
+    return mean_state if config.kind != "none" and config.averaging == "average" else None

@@ -1,0 +1,134 @@
+"""Natural gradients (F + d I)^-1 g by what is kept of F: its diagonal, blocks of output units, blocks of layers, all of it.
+
+    diagonal    g / (1/R sum_n g_n^2 + d)
+    unit-wise   F_o = 1/R sum_n e_no^2 [a; 1][a; 1]^T for each output o (Roux et al. 2008; Ollivier 2015)
+    layer-wise  F = 1/R sum_n vec(g_n) vec(g_n)^T of one layer
+    full        the same of all layers together
+
+Letters: V vectors, N samples, O outputs, I inputs (with the 1 of the bias), D = O I.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ngsgd.curvature.rows import Dense, Outer
+from ngsgd.errors import ConfigError
+from ngsgd.ops.linalg import damped_inverse
+from ngsgd.preconditioners.options import FisherOptions
+from ngsgd.preconditioners.protocol import Preconditioner, State
+from ngsgd.preconditioners.signals import Rows, Signal
+
+_MAX_DIMENSION = 20_000   # of a dense matrix: 1.6 GB in float32
+_ALL = "all"              # the statistic of the whole model, kept under its first weight
+
+
+class DiagonalNG(Preconditioner):
+    """The diagonal of F; with `fisher="exact"`, of the generalised Gauss-Newton matrix."""
+
+    Options = FisherOptions
+
+    def measure(self, name: str, rows: Rows) -> State:
+        share = Outer(Dense(rows.a_NTI), rows.e_VNTO)
+        return {"diagonal": share.sum_of_squares().view(rows.e_VNTO.shape[3], -1) / rows.num_rows}
+
+    def invert(self, name: str, known: State) -> State:
+        return {"diagonal": 1.0 / (known["diagonal"] + self.option(name, "damping"))}
+
+    def direction(self, name: str, inverse: State, g_OI: Tensor) -> Tensor:
+        return g_OI * inverse["diagonal"]
+
+
+class UnitWiseNG(Preconditioner):
+    """A matrix of inputs for each output unit: O I^2 numbers a layer."""
+
+    Options = FisherOptions
+
+    def measure(self, name: str, rows: Rows) -> State:
+        O, I = rows.e_VNTO.shape[3], rows.a_NTI.shape[2]  # noqa: E741
+        F_OII = rows.a_NTI.new_zeros(O, I, I)
+        if rows.a_NTI.shape[1] == 1:
+            weight_NO = rows.e_VNTO[:, :, 0].square().sum(dim=0)
+            a_NI = rows.a_NTI[:, 0]
+            for o in range(O):  # never N x O x I floats
+                torch.mm((a_NI * weight_NO[:, o, None]).T, a_NI, out=F_OII[o])
+        else:
+            g_XOI = rows.individual()
+            torch.bmm(g_XOI.permute(1, 2, 0), g_XOI.permute(1, 0, 2), out=F_OII)
+        return {"F": F_OII / rows.num_rows}
+
+    def invert(self, name: str, known: State) -> State:
+        return {"F": damped_inverse(known["F"], self.option(name, "damping"))}
+
+    def direction(self, name: str, inverse: State, g_OI: Tensor) -> Tensor:
+        return torch.bmm(inverse["F"], g_OI[:, :, None])[:, :, 0]
+
+
+class LayerWiseNG(Preconditioner):
+    """F of each layer, dense: for layers of a few thousand parameters; ConfigError beyond 20 000."""
+
+    Options = FisherOptions
+
+    def measure(self, name: str, rows: Rows) -> State:
+        require_small(name, rows.e_VNTO.shape[3] * rows.a_NTI.shape[2])
+        g_XD = rows.individual().flatten(1)
+        return {"F": g_XD.T @ g_XD / rows.num_rows}
+
+    def invert(self, name: str, known: State) -> State:
+        return {"F": damped_inverse(known["F"], self.option(name, "damping"))}
+
+    def direction(self, name: str, inverse: State, g_OI: Tensor) -> Tensor:
+        return (inverse["F"] @ g_OI.flatten()).view_as(g_OI)
+
+
+class FullNG(Preconditioner):
+    """F of all affine layers together, dense: for models of a few thousand parameters; ConfigError beyond 20 000."""
+
+    Options = FisherOptions
+
+    def __init__(self, model: Any, **options: Any) -> None:
+        super().__init__(model, **options)
+        if "damping" in {key for own in (self.options.layer_options or {}).values() for key in own}:
+            raise ConfigError("FullNG: a layer can have no damping of its own, since all layers are one block; set damping.")
+
+    def update_curvature(self, seen: Signal | Mapping[str, Tensor]) -> None:
+        assert isinstance(seen, Signal)
+        super().update_curvature(Signal({}, seen.squares))
+        if not seen.rows:
+            return
+        rows = list(seen.rows.values())
+        require_small("the model", sum(one.e_VNTO.shape[3] * one.a_NTI.shape[2] for one in rows))
+        for one in rows:
+            self._bias_of[one.weight] = one.bias
+        g_XD = torch.cat([one.individual().flatten(1) for one in sorted(rows, key=lambda one: one.weight)], dim=1)
+        self._average(min(seen.rows), {_ALL: g_XD.T @ g_XD / rows[0].num_rows})
+
+    def invert(self, name: str, known: State) -> State:
+        return {_ALL: damped_inverse(known[_ALL], self.options.damping)}
+
+    def apply(self, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        name = next((name for name, inverse in self.inverses.items() if _ALL in inverse), None)
+        if name is None:
+            return super().apply(grads)
+        squares = {key: inverse for key, inverse in self.inverses.items() if key != name}
+        joined = {key: g for key, g in sorted(self._joined(grads).items()) if key not in squares and key in self._bias_of}
+        flat_D = torch.cat([g.flatten() for g in joined.values()])
+        parts = (self.inverses[name][_ALL] @ flat_D).split([g.numel() for g in joined.values()])
+        found = dict(grads)
+        for key, inverse in squares.items():
+            if key in grads:
+                found[key] = grads[key] / (inverse["squares"].view_as(grads[key]) + self.option(key, "damping"))
+        for (key, g), part in zip(joined.items(), parts, strict=True):
+            found |= self._parted(key, part.view_as(g), grads)
+        return found
+
+
+def require_small(name: str, dimension: int) -> None:
+    """Raises ConfigError for a dense matrix that no memory should hold."""
+    if dimension > _MAX_DIMENSION:
+        raise ConfigError(f"{name} has {dimension} parameters, whose dense curvature would take {dimension**2 * 4 / 1e9:.0f} GB; "
+                          "take KFAC, SMWNG or SENG, or skip the layer.")

@@ -1,0 +1,95 @@
+"""What all preconditioners can be told, and when something is due."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
+
+from ngsgd.errors import ConfigError
+
+# steps between two: a number, ((from step, number), ..) or a function of the step
+Interval = int | tuple[tuple[int, int], ...] | Callable[[int], int]
+POLICIES = ("reset", "keep", "average")
+GRAFTS = ("none", "gradient")
+
+
+@dataclass(frozen=True)
+class Options:
+    """Of every method."""
+
+    damping: float = 1e-3                # > 0; added to the curvature of the loss's mean per row; typically 1e-4 to 1
+    curvature_interval: Interval = 1     # steps between two looks at the curvature
+    inverse_interval: Interval = 1       # steps between two inverses (roots, bases) of it; they are taken where it is looked at
+    ema_decay: float = 0.95              # 0 to below 1: share of the past in the curvature; 0: the last minibatch alone
+    kl_clip: float = 0.0                 # > 0: limit on lr^2 <P g, g> (kfac-pytorch: 1e-3), for which step() needs lr; 0 = none
+    max_grad_norm: float = 0.0           # > 0: limit on the L2 norm of the preconditioned gradient; 0 = none
+    graft: str = "none"                  # "gradient": each layer's direction gets the norm of its plain gradient
+    skip: tuple[str, ...] = ()           # layers left alone: names, patterns, or classes such as "Conv1d"
+    # settings of single layers by name or pattern, such as {"output*": {"damping": 0.1}}: damping, ema_decay; later ones win
+    layer_options: Mapping[str, Mapping[str, float]] | None = None
+    averaging: str = "reset"             # what becomes of the curvature where parameters are averaged: reset, keep or average
+    seed: int = 0                        # of random draws
+
+    def problems(self) -> list[str]:
+        """A sentence about each setting that is wrong."""
+        found = []
+        if not self.damping > 0.0:
+            found.append(f"damping is {self.damping}; it must be above 0.")
+        if not 0.0 <= self.ema_decay < 1.0:
+            found.append(f"ema_decay is {self.ema_decay}; it must be at least 0 and below 1.")
+        found += [f"{name} is {value}; it must be at least 0, where 0 is no limit." for name, value
+                  in (("kl_clip", self.kl_clip), ("max_grad_norm", self.max_grad_norm)) if value < 0.0]
+        found += [f"{name} is {value!r}; choose {', '.join(known)}." for name, value, known
+                  in (("graft", self.graft, GRAFTS), ("averaging", self.averaging, POLICIES)) if value not in known]
+        found += [f"{name} is {value}; give at least 1 step." for name, value
+                  in (("curvature_interval", self.curvature_interval), ("inverse_interval", self.inverse_interval))
+                  if isinstance(value, int) and value < 1]
+        for layer, own in (self.layer_options or {}).items():
+            found += [f"layer_options[{layer}] has {key}; a layer can have its own damping and ema_decay." for key in own
+                      if key not in ("damping", "ema_decay")]
+        return found
+
+
+@dataclass(frozen=True)
+class FisherOptions(Options):
+    """Of methods that see the rows of layers."""
+
+    fisher: str = "empirical"            # whose derivatives: "empirical", "mc" (drawn targets), "exact" (Gauss-Newton)
+    num_draws: int = 1                   # mc: draws per row
+
+    def problems(self) -> list[str]:
+        found = super().problems()
+        if self.fisher not in ("empirical", "mc", "exact"):
+            found.append(f"fisher is {self.fisher!r}; choose empirical, mc, exact.")
+        if self.num_draws < 1:
+            found.append(f"num_draws is {self.num_draws}; it must be at least 1.")
+        return found
+
+
+AnyOptions = TypeVar("AnyOptions", bound=Options)
+
+
+def make_options(kind: type[AnyOptions], method: str, given: Mapping[str, Any]) -> AnyOptions:
+    """The options of a method; ConfigError that lists all that is wrong."""
+    known = [field.name for field in fields(kind)]
+    problems = [f"{method} has no option {name}; there are {', '.join(known)}." for name in given if name not in known]
+    if problems:
+        raise ConfigError(problems)
+    options = kind(**given)
+    if problems := [f"{method}: {problem}" for problem in options.problems()]:
+        raise ConfigError(problems)
+    return options
+
+
+def is_due(interval: Interval, step: int, last: int | None) -> bool:
+    """Whether `interval` steps have gone by at `step` since the last time; None: there was none."""
+    if last is None:
+        return True
+    if callable(interval):
+        every = interval(step)
+    elif isinstance(interval, int):
+        every = interval
+    else:
+        every = next((number for first, number in reversed(interval) if step >= first), 1)
+    return step - last >= every

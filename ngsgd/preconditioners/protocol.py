@@ -1,0 +1,348 @@
+"""The protocol of all preconditioners: what turns the gradient g into P g between `backward()` and a step of any optimiser.
+
+    preconditioner = KFAC(model, damping=1e-3)
+    with preconditioner.watch():
+        loss = loss_fn(model(x), y)
+        preconditioner.backward(loss)
+    preconditioner.step()           # p.grad <- P p.grad
+    optimizer.step()
+
+A method is two or three functions of one layer: `measure` (rows or gradients to statistics that can be averaged), `invert`
+(statistics to what is applied), `direction`.  The rest is here: intervals, moving averages with bias correction, limits, state.
+
+Letters: O outputs, I inputs (with the 1 of the bias).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from ngsgd.errors import CheckpointError, ConfigError
+from ngsgd.preconditioners.options import FisherOptions, Options, is_due, make_options
+from ngsgd.preconditioners.signals import Rows, Signal, Watch
+
+State = dict[str, Tensor]
+_OWN = ""   # the entry of a state dict that belongs to no layer
+
+
+class Preconditioner:
+    """What the methods share; see each method for its formula.
+
+    Layers whose curvature is not known to a method that looks at rows (normalisations, embeddings, grouped convolutions) get
+    the diagonal of their Fisher matrix: g / (F + damping).  Parameters of skipped layers keep their gradient.
+
+    Args:
+        model: the module whose parameters' `.grad` are preconditioned.
+        options: those of the method's `Options`.
+
+    Raises:
+        ConfigError: an option is unknown or out of range.
+    """
+
+    Options: ClassVar[type[Options]] = Options
+    has_mean: ClassVar[bool] = True   # the statistics of several workers have a mean that means something
+
+    def __init__(self, model: nn.Module, **options: Any) -> None:
+        self.model = model
+        self.options: Any = make_options(type(self).Options, type(self).__name__, options)
+        if self.options.averaging == "average":
+            self._require_mean()
+        self.num_steps = 0
+        self.num_skipped = 0        # looks at the curvature that were left out because they were not finite
+        self._last: dict[str, int | None] = {"curvature": None, "inverse": None}
+        self.statistics: dict[str, State] = {}   # by weight: sums of the moving averages
+        self.weights: dict[str, float] = {}      # their weights, for the bias correction
+        self.inverses: dict[str, State] = {}     # what is applied
+        self._signal: Signal | None = None
+        self._skipped = self._skipped_parameters()
+        self._bias_of = _biases(model)
+        device = next(model.parameters()).device
+        self.generator = torch.Generator(device).manual_seed(self.options.seed)
+
+    # one step
+
+    @contextlib.contextmanager
+    def watch(self) -> Iterator[None]:
+        """Forward and backward passes inside are looked at, where a look is due."""
+        if not isinstance(self.options, FisherOptions) or not self.is_due("curvature"):
+            yield
+            return
+        watch = Watch(self.model, fisher=self.options.fisher, num_draws=self.options.num_draws, generator=self.generator,
+                      layers=self._layers())
+        with watch:
+            yield
+        self._signal = watch.signal()
+
+    def backward(self, loss: Tensor) -> None:
+        """The gradient of the loss; methods that need second derivatives of it take them here."""
+        loss.backward()
+
+    def is_due(self, what: str) -> bool:
+        """Whether this step looks at the "curvature", or renews the "inverse"."""
+        return is_due(getattr(self.options, f"{what}_interval"), self.num_steps, self._last[what])
+
+    @torch.no_grad()
+    def step(self, lr: float | None = None) -> None:
+        """Replaces `.grad` of every parameter by the preconditioned one; `lr` is needed for kl_clip alone."""
+        grads = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None and name not in self._skipped}
+        if self.is_due("curvature") and self._look(grads):
+            self._last["curvature"] = self.num_steps
+            if self.is_due("inverse"):
+                self.refresh()
+                self._last["inverse"] = self.num_steps
+        self._signal = None
+        found = self._limited(grads, self.apply(grads), lr)
+        for name, p in self.model.named_parameters():
+            if name in found and p.grad is not None:
+                p.grad.copy_(found[name])
+        self.num_steps += 1
+
+    def _look(self, grads: Mapping[str, Tensor]) -> bool:
+        if isinstance(self.options, FisherOptions):
+            if self._signal is None:
+                if self._last["curvature"] is None:
+                    raise ConfigError(f"{type(self).__name__} has not seen a minibatch; run its forward and backward pass inside "
+                                      "of `with preconditioner.watch():`.")
+                return False
+            self.update_curvature(self._signal)
+        else:
+            self.update_curvature(grads)
+        return True
+
+    # the parts of a step
+
+    def update_curvature(self, seen: Signal | Mapping[str, Tensor]) -> None:
+        """Takes in the rows of a minibatch (methods of the Fisher matrix) or its gradients (the others)."""
+        if isinstance(seen, Signal):
+            for name, rows in seen.rows.items():
+                self._bias_of[name] = rows.bias
+                self._average(name, self.measure(name, rows))
+            for name, squares in seen.squares.items():
+                self._bias_of.pop(name, None)   # its own block, also in an affine layer, such as one tied to an embedding
+                self._average(name, {"squares": squares})
+        else:
+            for name, g in self._joined(seen).items():
+                self._average(name, self.measure_gradient(name, g))
+
+    def _average(self, name: str, new: State) -> None:
+        if not all(bool(value.isfinite().all()) for value in new.values()):
+            self.num_skipped += 1
+            return
+        decay = self.option(name, "ema_decay")
+        if name not in self.statistics or decay == 0.0:
+            self.statistics[name], self.weights[name] = {key: _own(value) for key, value in new.items()}, 1.0
+            if decay:  # the first minibatch is worth as much as any other
+                self.weights[name] = 1.0 - decay
+                torch._foreach_mul_(list(self.statistics[name].values()), 1.0 - decay)
+            return
+        for key, value in new.items():
+            self.statistics[name][key].mul_(decay).add_(value, alpha=1.0 - decay)
+        self.weights[name] = decay * self.weights[name] + 1.0 - decay
+
+    def curvature(self, name: str) -> State:
+        """The averaged statistics of a layer."""
+        weight = self.weights[name]
+        return {key: value if weight == 1.0 else value / weight for key, value in self.statistics[name].items()}
+
+    def refresh(self) -> None:
+        """Renews what is applied from the averaged curvature."""
+        for name in self.statistics:
+            known = self.curvature(name)
+            inverse = known if "squares" in known else self.invert(name, known)
+            self.inverses[name] = {key: value.contiguous() for key, value in inverse.items()}   # as it is after a restart
+
+    def apply(self, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """P g by parameter name; parameters without curvature come back as they are."""
+        found = dict(grads)
+        for name, g in self._joined(grads).items():
+            inverse = self.inverses.get(name)
+            if inverse is None:
+                continue
+            if "squares" in inverse:
+                damped = inverse["squares"].view_as(grads[name]) + self.option(name, "damping")
+                found[name] = grads[name] / damped
+            else:
+                found |= self._parted(name, self.direction(name, inverse, g), grads)
+        return found
+
+    # of a method
+
+    def measure(self, name: str, rows: Rows) -> State:
+        """Statistics of one layer in one minibatch."""
+        raise NotImplementedError
+
+    def measure_gradient(self, name: str, g: Tensor) -> State:
+        """The same, of methods that look at gradients."""
+        raise NotImplementedError
+
+    def invert(self, name: str, known: State) -> State:
+        """What `direction` applies."""
+        raise NotImplementedError
+
+    def direction(self, name: str, inverse: State, g_OI: Tensor) -> Tensor:
+        """P g of one layer."""
+        raise NotImplementedError
+
+    # parameters and layers
+
+    def option(self, name: str, key: str) -> float:
+        """A setting of the layer that owns the parameter."""
+        value: float = getattr(self.options, key)
+        layer = name.rpartition(".")[0]
+        for pattern, own in (self.options.layer_options or {}).items():
+            if key in own and fnmatchcase(layer, pattern):
+                value = own[key]
+        return value
+
+    def _skipped_parameters(self) -> set[str]:
+        return {f"{name}.{p}".lstrip(".") for name, module in self.model.named_modules() if self._is_skipped(name, module)
+                for p, _ in module.named_parameters()}
+
+    def _is_skipped(self, name: str, module: nn.Module) -> bool:
+        return any(fnmatchcase(name, pattern) or type(module).__name__ == pattern for pattern in self.options.skip)
+
+    def _layers(self) -> tuple[str, ...] | None:
+        """Names of the layers to look at; None: all."""
+        if not self._skipped:
+            return None
+        return tuple(name for name, module in self.model.named_modules()
+                     if any(f"{name}.{p}".lstrip(".") not in self._skipped for p, _ in module.named_parameters(recurse=False)))
+
+    def _joined(self, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Gradients by weight: O x I with the bias as last column where they are one block; others as they are."""
+        joined: dict[str, Tensor] = {}
+        biases = {bias for weight, bias in self._bias_of.items() if weight in grads}
+        for name, g in grads.items():
+            bias = self._bias_of.get(name)
+            if name in self._bias_of:
+                g_OI = g.flatten(1)
+                joined[name] = g_OI if bias is None or bias not in grads else torch.cat([g_OI, grads[bias][:, None]], dim=1)
+            elif name not in biases:
+                joined[name] = g
+        return joined
+
+    def _parted(self, name: str, direction: Tensor, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        bias = self._bias_of.get(name)
+        if bias is None or bias not in grads:
+            return {name: direction.view_as(grads[name])}
+        return {name: direction[:, :-1].reshape(grads[name].shape), bias: direction[:, -1].clone()}
+
+    # limits
+
+    def _limited(self, grads: Mapping[str, Tensor], found: dict[str, Tensor], lr: float | None) -> dict[str, Tensor]:
+        if self.options.graft == "gradient":
+            found = self._grafted(grads, found)
+        if self.options.kl_clip:
+            if lr is None:
+                raise ConfigError("kl_clip needs the learning rate: call step(lr=...) with that of the optimiser.")
+            change = lr * lr * sum(float((found[name] * g).sum()) for name, g in grads.items())
+            scale = min(1.0, (self.options.kl_clip / max(abs(change), 1e-30)) ** 0.5)
+            found = {name: value * scale for name, value in found.items()}
+        if self.options.max_grad_norm and found:
+            norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(found.values()))))
+            scale_ = (self.options.max_grad_norm / norm.clamp(min=1e-30)).clamp(max=1.0)
+            found = {name: value * scale_ for name, value in found.items()}
+        return found
+
+    def _grafted(self, grads: Mapping[str, Tensor], found: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Each layer's direction with the norm of its gradient: what the learning rate means is then that of SGD."""
+        plain, ours = self._joined(grads), self._joined(found)
+        grafted = dict(found)
+        for name, g in plain.items():
+            scale = g.norm() / ours[name].norm().clamp(min=torch.finfo(g.dtype).tiny)
+            for each in (name, self._bias_of.get(name)):
+                if each is not None and each in found:
+                    grafted[each] = found[each] * scale
+        return grafted
+
+    # state
+
+    def state_dict(self) -> dict[str, dict[str, Any]]:
+        """All that the next steps depend on, by parameter: statistics, their weight, what is applied; "" holds the counters."""
+        state: dict[str, dict[str, Any]] = {}
+        for name in sorted({*self.statistics, *self.inverses}):
+            state[name] = {**{f"statistics.{key}": value.clone() for key, value in self.statistics.get(name, {}).items()},
+                           **{f"inverse.{key}": value.clone() for key, value in self.inverses.get(name, {}).items()}}
+            if name in self.weights:
+                state[name]["weight"] = self.weights[name]
+        last = {f"last_{key}": -1 if value is None else value for key, value in self._last.items()}
+        state[_OWN] = {"num_steps": self.num_steps, "num_skipped": self.num_skipped, **last,
+                       "generator": self.generator.get_state()}
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """Continues where the state was taken, bit for bit; CheckpointError if it belongs to another model."""
+        parameters = dict(self.model.named_parameters())
+        if unknown := sorted({*state} - {*parameters, _OWN}):
+            raise CheckpointError(f"the state of {type(self).__name__} has {unknown[0]}, which the model does not have; load that "
+                                  "of the same model.")
+        self.statistics, self.inverses, self.weights = {}, {}, {}
+        for name, entry in state.items():
+            if name == _OWN:
+                continue
+            like = parameters[name]
+            if "statistics.squares" in entry:
+                self._bias_of.pop(name, None)
+            for key, value in entry.items():
+                if key == "weight":
+                    self.weights[name] = float(value)
+                    continue
+                group, _, short = key.partition(".")
+                target = self.statistics if group == "statistics" else self.inverses
+                target.setdefault(name, {})[short] = _own(torch.as_tensor(value).to(like.device))
+        own = state[_OWN]
+        self.num_steps, self.num_skipped = int(own["num_steps"]), int(own["num_skipped"])
+        self._last = {key: None if int(own[f"last_{key}"]) < 0 else int(own[f"last_{key}"]) for key in self._last}
+        self.generator.set_state(torch.as_tensor(own["generator"]).to(torch.uint8).clone())
+
+    def average(self, states: Sequence[Mapping[str, Mapping[str, Any]]]) -> None:
+        """Goes on from the mean of several workers' curvature, which the next step looks at and renews what is applied from."""
+        self._require_mean()
+        self.load_state_dict(mean_state(states))
+
+    def _require_mean(self) -> None:
+        if not self.has_mean:
+            raise ConfigError(f"{type(self).__name__}: rows or gradients of different workers have no mean; choose averaging="
+                              "\"reset\" or \"keep\".")
+
+
+def _own(value: Tensor) -> Tensor:
+    """A copy, laid out as it is after a restart: products of other layouts round differently."""
+    return value.clone(memory_format=torch.contiguous_format)
+
+
+def mean_state(states: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """The mean of the statistics in several workers' states, without what is applied: the next look makes that.
+
+    Counters and draws go on from the first state's.
+    """
+    own = states[0][_OWN]
+    found: dict[str, dict[str, Any]] = {_OWN: {**own, "last_curvature": -1, "last_inverse": -1}}
+    for name in sorted({name for state in states for name in state} - {_OWN}):
+        entries = [state[name] for state in states if "weight" in state.get(name, {})]
+        keys = [key for key in (entries[0] if entries else ()) if key == "weight" or key.startswith("statistics.")]
+        # of float64 numbers, as the weight is, the mean is one too
+        found[name] = {key: torch.stack([torch.as_tensor(entry[key], dtype=torch.float64 if key == "weight" else None)
+                                         for entry in entries]).mean(dim=0) for key in keys}
+    return found
+
+
+def _biases(model: nn.Module) -> dict[str, str | None]:
+    """Weight to bias of the affine layers and of the affine products in recurrent and attention layers."""
+    found: dict[str, str | None] = {}
+    affine = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.RNNBase | nn.MultiheadAttention
+    for name, module in model.named_modules():
+        if not isinstance(module, affine) or getattr(module, "groups", 1) > 1:
+            continue
+        own = {key for key, p in module.named_parameters(recurse=False) if p.requires_grad}
+        for key in own:
+            if "weight" in key:
+                bias = key.replace("weight", "bias")
+                found[f"{name}.{key}".lstrip(".")] = f"{name}.{bias}".lstrip(".") if bias in own else None
+    return found

@@ -1,0 +1,176 @@
+"""What a minibatch says of the curvature: input rows and derivative rows of every affine layer, scaled once for all methods.
+
+The curvature meant is that of the loss divided by the total weight of its rows W (torch's mean), whatever the loss's reduction, the
+masks and the scale of a GradScaler: F = 1/R sum_r g_r g_r^T over R rows.  `fisher` says whose derivatives g_r are:
+
+    "empirical"  of the loss itself, from the ordinary backward pass
+    "mc"         of targets drawn from the model's prediction, the mean of `num_draws`
+    "exact"      columns of the root of the loss's second derivative: F is the generalised Gauss-Newton matrix
+
+Letters: V vectors, N samples, T positions, R rows of the loss (frames), I inputs (and 1 for the bias), O outputs.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ngsgd.curvature import losses
+from ngsgd.curvature.capture import Call, Capture, Record
+from ngsgd.curvature.layers import UseShare, without_autocast
+from ngsgd.curvature.rows import Outer, joined
+from ngsgd.curvature.watching import LossCalls
+from ngsgd.errors import ConfigError
+
+FISHERS = ("empirical", "mc", "exact")
+_CHUNK = 64  # columns of the loss's root that are sent through the graph at a time
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """One affine layer's part: F = 1/R sum_vn g_vn g_vn^T with g_vn = sum_t e a^T."""
+
+    weight: str
+    bias: str | None
+    a_NTI: Tensor       # with a last column of ones where the layer has a bias
+    e_VNTO: Tensor
+    num_rows: int       # R
+
+    def shared(self, sharing: str) -> tuple[Tensor, Tensor]:
+        """(N x T x I, V x N x T x O) with positions as rows ("expand"), or as the one row of a sample ("reduce")."""
+        if sharing == "expand" or self.a_NTI.shape[1] == 1:
+            return self.a_NTI, self.e_VNTO
+        return self.a_NTI.mean(dim=1, keepdim=True), self.e_VNTO.sum(dim=2, keepdim=True)
+
+    def individual(self) -> Tensor:
+        """V N x O x I: the gradient of every sample (and vector), written down."""
+        return torch.einsum("vnto,nti->vnoi", self.e_VNTO, self.a_NTI).flatten(0, 1)
+
+
+@dataclass(frozen=True, eq=False)
+class Signal:
+    """A minibatch's curvature, layer by layer."""
+
+    rows: dict[str, Rows] = field(default_factory=dict)        # by the name of the weight
+    squares: dict[str, Tensor] = field(default_factory=dict)   # diagonals of F for parameters that are in no affine layer
+
+
+class Watch:
+    """Catches the signal of the forward and backward passes inside; several passes count as one minibatch.
+
+    Raises:
+        ConfigError: no loss that is known was differentiated (cross-entropy, mean squared error, binary cross-entropy), or
+            the model has layers whose curvature is not known.
+    """
+
+    def __init__(self, model: nn.Module, *, fisher: str, num_draws: int, generator: torch.Generator | None,
+                 layers: tuple[str, ...] | None) -> None:
+        self._fisher, self._num_draws, self._generator = fisher, num_draws, generator
+        self._capture = Capture(model, layers=layers, arrived=self._arrived)
+        self._mode = LossCalls(self._noted)
+        self._pass = -1                                      # evaluations of a loss that have been differentiated, less one
+        self._total_weight, self._num_rows = 0.0, 0
+        self._records: dict[int, list[Record]] = defaultdict(list)
+
+    def __enter__(self) -> Watch:
+        self._capture.__enter__()
+        self._mode.__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._capture.close()
+        self._mode.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+
+    @torch.no_grad()
+    def signal(self) -> Signal:
+        """What has been caught, scaled."""
+        if self._pass < 0:
+            raise ConfigError("the preconditioner saw no loss whose curvature is known; inside of watch(), call cross-entropy, "
+                              "mean squared error or binary cross-entropy with logits from torch, and backward().")
+        R, W = self._num_rows, self._total_weight
+        if not W > 0.0:  # every row is masked
+            return Signal()
+        scale = R / W if self._fisher == "empirical" else (R / W) ** 0.5
+        parts: dict[str, list[Rows]] = defaultdict(list)
+        squares: dict[str, Tensor] = {}
+        for records in self._records.values():
+            rows, others = _of_pass(records, scale, R)
+            for name, one in rows.items():
+                parts[name].append(one)
+            for name, found in others.items():
+                squares[name] = squares[name] + found if name in squares else found
+        return Signal({name: _end_to_end(each) for name, each in parts.items()}, squares)
+
+    def _noted(self, settings: dict[str, Any], kind: type[nn.Module], output: Tensor, target: Tensor, value: Tensor,
+               again: Callable[[Tensor], Tensor]) -> None:
+        if value.requires_grad and not self._capture.is_paused:
+            value.register_hook(lambda upstream: self._differentiated(settings, kind, output, target, upstream))
+
+    def _differentiated(self, settings: dict[str, Any], kind: type[nn.Module], output: Tensor, target: Tensor,
+                        upstream: Tensor) -> None:
+        if self._capture.is_paused or not self._capture.open_calls:
+            return
+        with torch.no_grad(), without_autocast(output.device.type):
+            view = losses.evaluation(settings, kind, output, target, upstream)
+            self._pass += 1
+            self._total_weight += float(view.weight_R.sum())
+            # a row of a loss over single numbers is one vector of them
+            counts = view.weight_R if view.classes else view.weight_R.view(-1, output.shape[-1] if output.ndim > 1 else 1)[:, 0]
+            self._num_rows += int((counts > 0).sum())
+            if self._fisher == "mc":
+                self._send(view, [view.sampled(self._num_draws, self._generator)])
+            elif self._fisher == "exact":
+                N = self._capture.num_samples_of(next(iter(self._capture.open_calls)))
+                self._send(view, list(view.columns(N, _CHUNK)))
+
+    def _send(self, view: losses.Evaluation, blocks: list[Tensor]) -> None:
+        found: dict[Call, list[Tensor]] = defaultdict(list)
+        for vectors_V in blocks:
+            with torch.enable_grad():
+                swept = self._capture.sweep(view.output, vectors_V)
+            for call, e_VM in swept:
+                found[call].append(e_VM)
+        self._records[self._pass] += [self._capture.record(call, torch.cat(es)) for call, es in found.items()]
+
+    def _arrived(self, call: Call, e_M: Tensor) -> None:
+        if self._fisher == "empirical":
+            self._records[max(self._pass, 0)].append(self._capture.record(call, e_M[None]))
+
+
+def _of_pass(records: list[Record], scale: float, num_rows: int) -> tuple[dict[str, Rows], dict[str, Tensor]]:
+    """(rows of affine layers, squares of all other parameters).
+
+    A layer that is called several times has the positions of all its calls; a weight that is also an embedding's is not affine.
+    """
+    uses: dict[str, list[tuple[Record, UseShare]]] = defaultdict(list)
+    for record in records:
+        for name, share in record.shares().items():
+            uses[name].append((record, share))
+    rows = {name: _affine(name, [record for record, _ in each], scale, num_rows) for name, each in uses.items()
+            if all(record.call.weight == name and isinstance(share, Outer) and share.groups == 1 for record, share in each)}
+    covered = {*rows, *(found.bias for found in rows.values())}
+    squares = {name: joined([share for _, share in each]).sum_of_squares() * (scale * scale / num_rows)
+               for name, each in uses.items() if name not in covered}
+    return rows, squares
+
+
+def _affine(name: str, records: list[Record], scale: float, num_rows: int) -> Rows:
+    bias = records[0].call.bias
+    a_NTI = torch.cat([record.input_rows() for record in records], dim=1)
+    if bias is not None:
+        a_NTI = torch.cat([a_NTI, a_NTI.new_ones(*a_NTI.shape[:2], 1)], dim=2)
+    return Rows(name, bias, a_NTI, torch.cat([record.derivative_rows() for record in records], dim=2) * scale, num_rows)
+
+
+def _end_to_end(parts: list[Rows]) -> Rows:
+    """Several passes as one minibatch."""
+    if len(parts) == 1:
+        return parts[0]
+    return Rows(parts[0].weight, parts[0].bias, torch.cat([rows.a_NTI for rows in parts]),
+                torch.cat([rows.e_VNTO for rows in parts], dim=1), parts[0].num_rows)

@@ -1,0 +1,68 @@
+"""Inverses, roots and solutions against torch's dense ones in float64, and what happens where float32 is not enough."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from ngsgd.errors import DivergenceError
+from ngsgd.ops.linalg import (
+    damped_inverse,
+    damped_solve,
+    eigh,
+    inverse_root,
+    inverse_root_newton,
+    largest_eigenvalue,
+    woodbury_solve,
+)
+
+
+def _spd(condition: float, dimension: int = 12) -> Tensor:
+    U, _ = torch.linalg.qr(torch.randn(dimension, dimension, generator=torch.Generator().manual_seed(4), dtype=torch.float64))
+    spd: Tensor = U @ torch.logspace(0.0, -float(torch.log10(torch.tensor(condition))), dimension, dtype=torch.float64).diag() @ U.T
+    return spd
+
+
+def test_damped_inverse_and_solve() -> None:
+    A, right = _spd(1e4), torch.randn(12, 3, dtype=torch.float64)
+    damped = A + 1e-3 * torch.eye(12, dtype=torch.float64)
+    torch.testing.assert_close(damped_inverse(A, 1e-3) @ damped, torch.eye(12, dtype=torch.float64), rtol=0.0, atol=1e-11)
+    torch.testing.assert_close(damped_solve(A, 1e-3, right), torch.linalg.solve(damped, right), rtol=1e-9, atol=1e-9)
+
+
+def test_what_float32_cannot_factorise_is_done_in_float64() -> None:
+    A = torch.ones(2, 2)   # of rank 1, with a damping that float32 loses beside 1
+    assert bool(torch.linalg.cholesky_ex(A + 1e-9 * torch.eye(2))[1])
+    found = damped_inverse(A, 1e-9)
+    assert found.dtype == torch.float32
+    wanted = torch.linalg.inv(A.double() + 1e-9 * torch.eye(2, dtype=torch.float64)).float()
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=0.0)   # condition 2e9 in float64
+
+
+def test_what_is_not_finite_is_told() -> None:
+    bad = torch.full((3, 3), float("nan"))
+    with pytest.raises(DivergenceError, match="not positive definite"):
+        damped_inverse(bad, 1.0)
+    with pytest.raises(DivergenceError, match="eigenvalues"):
+        eigh(bad)
+    with pytest.raises(DivergenceError, match="does not converge"):
+        inverse_root_newton(bad, 4, 1e-6)
+
+
+@pytest.mark.parametrize("root", [2, 4, 6])
+def test_inverse_roots(root: int) -> None:
+    A = _spd(1e4)
+    damped = A + 1e-6 * torch.eye(12, dtype=torch.float64)   # the largest eigenvalue is 1
+    eye = torch.eye(12, dtype=torch.float64)
+    torch.testing.assert_close(torch.linalg.matrix_power(inverse_root(A, root, 1e-6), root) @ damped, eye, rtol=0.0, atol=1e-9)
+    # Newton's iteration ends at an error of 1e-6
+    torch.testing.assert_close(inverse_root_newton(A, root, 1e-6), inverse_root(A, root, 1e-6), rtol=1e-4, atol=1e-5)
+
+
+def test_power_iteration_and_woodbury() -> None:
+    A = _spd(1e4)
+    torch.testing.assert_close(largest_eigenvalue(3.0 * A), torch.tensor(3.0, dtype=torch.float64), rtol=1e-4, atol=0.0)
+    U, right = torch.randn(3, 12, dtype=torch.float64), torch.randn(12, 2, dtype=torch.float64)
+    wanted = torch.linalg.solve(U.T @ U + 0.1 * torch.eye(12, dtype=torch.float64), right)
+    torch.testing.assert_close(woodbury_solve(U, 0.1, right), wanted, rtol=1e-9, atol=1e-10)

@@ -1,0 +1,252 @@
+"""What all methods share: restart, intervals, moving averages, limits, scales of the loss, skipped layers, averaging."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ngsgd.errors import CheckpointError, ConfigError
+from ngsgd.preconditioners import KFAC, METHODS, Preconditioner
+from tests.preconditioners.problems import close, problem
+
+CASES = ("linear", "conv frames")
+
+
+def _trained(preconditioner: Preconditioner, name: str, model: nn.Module, steps: range) -> None:
+    """Steps of SGD on minibatches that the step's number decides."""
+    case = problem(name)
+    for step in steps:
+        x = case.x + 0.1 * torch.randn(case.x.shape, generator=torch.Generator().manual_seed(step), dtype=case.x.dtype)
+        model.zero_grad()
+        with preconditioner.watch():
+            preconditioner.backward(nn.functional.cross_entropy(model(x.to(next(model.parameters()).dtype)), case.y))
+        preconditioner.step(lr=0.01)
+        with torch.no_grad():
+            for p in model.parameters():
+                assert p.grad is not None
+                p.sub_(p.grad, alpha=0.01)
+
+
+def _make(method: str, model: nn.Module, **options: Any) -> Preconditioner:
+    if issubclass(METHODS[method].Options, KFAC.Options.__mro__[1]):
+        options = {"fisher": "mc", **options}
+    return METHODS[method](model, damping=0.1, curvature_interval=2, inverse_interval=4, **options)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("method", METHODS)
+def test_restart_from_a_state_dict_is_bitwise_equal(method: str, name: str) -> None:
+    whole, parted = problem(name).model.float(), problem(name).model.float()
+    one = _make(method, whole)
+    _trained(one, name, whole, range(9))
+    before = _make(method, parted)
+    _trained(before, name, parted, range(5))   # between two inverses, so that an old one goes on
+    after = _make(method, parted)
+    # as arrays, which is how states travel and are stored: sorted by name, rows adjacent
+    after.load_state_dict({name: {key: np.array(value, order="C") for key, value in sorted(entry.items())}
+                           for name, entry in sorted(before.state_dict().items())})
+    _trained(after, name, parted, range(5, 9))
+    for (key, wanted), found in zip(whole.named_parameters(), parted.parameters(), strict=True):
+        assert torch.equal(wanted, found), key
+    assert not torch.equal(next(whole.parameters()), next(problem(name).model.float().parameters()))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_direction_goes_down_hill(method: str) -> None:
+    case = problem("conv frames")
+    plain = case.gradients()
+    found = case.preconditioned(METHODS[method](case.model, damping=0.1))
+    assert sum(float((found[name] * g).sum()) for name, g in plain.items()) > 0.0
+    assert any(not torch.allclose(found[name], g) for name, g in plain.items())
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_mean_of_workers_states_is_taken_and_used(method: str) -> None:
+    models = [problem("linear").model for _ in range(3)]
+    workers = [METHODS[method](model, damping=0.1) for model in models]
+    for index, (worker, model) in enumerate(zip(workers, models, strict=True)):
+        _trained(worker, "linear", model, range(10 * index, 10 * index + 3))
+    states = [worker.state_dict() for worker in workers]
+    if not METHODS[method].has_mean:
+        with pytest.raises(ConfigError, match="have no mean"):
+            workers[0].average(states)
+        with pytest.raises(ConfigError, match="have no mean"):
+            METHODS[method](models[0], averaging="average")
+        return
+    workers[0].average(states)
+    _trained(workers[0], "linear", models[0], range(40, 42))
+    assert all(bool(p.isfinite().all()) for p in models[0].parameters())
+    one, two, three = (state["0.weight"] for state in states)
+    key = next(key for key in one if key.startswith("statistics."))
+    workers[1].average(states)
+    close(workers[1].state_dict()["0.weight"][key], (one[key] + two[key] + three[key]) / 3)
+
+
+def _kfac_gradients(loss: Any, **options: Any) -> dict[str, Tensor]:
+    case = problem("linear")
+    preconditioner = KFAC(case.model, damping=0.1, **options)
+    case.model.zero_grad()
+    with preconditioner.watch():
+        loss(case, case.model)
+    preconditioner.step()
+    return {name: p.grad.clone() for name, p in case.model.named_parameters() if p.grad is not None}
+
+
+def _mean(case: Any, model: nn.Module) -> None:
+    nn.functional.cross_entropy(model(case.x), case.y).backward()
+
+
+def _sum(case: Any, model: nn.Module) -> None:
+    nn.functional.cross_entropy(model(case.x), case.y, reduction="sum").backward()
+
+
+def _scaled(case: Any, model: nn.Module) -> None:
+    (nn.functional.cross_entropy(model(case.x), case.y) * 1024.0).backward()
+
+
+def _masked(case: Any, model: nn.Module) -> None:
+    x, y = torch.cat([case.x, case.x.flip(0) + 3.0]), torch.cat([case.y, torch.full_like(case.y, -100)])
+    nn.functional.cross_entropy(model(x), y, reduction="sum").backward()
+
+
+def _weighted(case: Any, model: nn.Module) -> None:
+    (nn.functional.cross_entropy(model(case.x), case.y, reduction="none") * torch.ones(len(case.y))).sum().backward()
+
+
+def _accumulated(case: Any, model: nn.Module) -> None:
+    for rows in (slice(0, 4), slice(4, 6)):
+        (nn.functional.cross_entropy(model(case.x[rows]), case.y[rows], reduction="sum") / 6.0).backward()
+
+
+@pytest.mark.parametrize("fisher", ["empirical", "exact"])
+@pytest.mark.parametrize(("loss", "scale"), [(_sum, 6.0), (_scaled, 1024.0), (_weighted, 6.0), (_accumulated, 1.0)])
+def test_the_scale_of_the_loss_scales_the_direction_and_not_the_curvature(loss: Any, scale: float, fisher: str) -> None:
+    wanted, found = _kfac_gradients(_mean, fisher=fisher), _kfac_gradients(loss, fisher=fisher)
+    for name, value in wanted.items():
+        close(found[name], value * scale)
+
+
+def test_masked_frames_add_nothing_to_the_output_factor() -> None:
+    case = problem("linear")
+    whole, masked = KFAC(case.model), KFAC(case.model)
+    for preconditioner, loss in ((whole, _mean), (masked, _masked)):
+        with preconditioner.watch():
+            loss(case, case.model)
+        preconditioner.step()
+    for name in whole.statistics:
+        close(masked.curvature(name)["B"], whole.curvature(name)["B"])
+
+
+def test_factors_are_float32_under_autocast_and_equal_to_those_without() -> None:
+    case = problem("linear")
+    model = case.model.float()
+    found = []
+    for enabled in (False, True):
+        preconditioner = KFAC(model)
+        with preconditioner.watch(), torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            nn.functional.cross_entropy(model(case.x.float()), case.y).backward()
+        preconditioner.step()
+        found.append(preconditioner.curvature("2.weight"))
+    for key, value in found[0].items():
+        assert found[1][key].dtype == torch.float32
+        torch.testing.assert_close(found[1][key], value, rtol=0.05, atol=0.01)   # 8 bits of bfloat16
+
+
+def test_the_moving_average_is_unbiased_from_the_first_minibatch_on() -> None:
+    case = problem("linear")
+    decayed, single = KFAC(case.model, ema_decay=0.9), KFAC(case.model, ema_decay=0.0)
+    case.preconditioned(decayed, steps=3)
+    case.preconditioned(single)
+    for name in single.statistics:
+        for key, value in single.curvature(name).items():
+            close(decayed.curvature(name)[key], value)   # the same minibatch thrice
+
+
+def test_intervals_as_number_schedule_and_function() -> None:
+    case = problem("linear")
+    for interval, wanted in ((3, [0, 3, 6]), (((0, 1), (3, 2)), [0, 1, 2, 4, 6]),
+                             (lambda step: 2 if step < 4 else 1, [0, 2, 4, 5])):
+        preconditioner = KFAC(case.model, curvature_interval=interval)
+        seen = []
+        for step in range(8):
+            case.preconditioned(preconditioner)
+            if preconditioner._last["curvature"] == step:
+                seen.append(step)
+        assert seen[:len(wanted)] == wanted
+
+
+def test_kl_clip_grafting_and_the_limit_on_the_norm() -> None:
+    case = problem("linear")
+    plain, free = case.gradients(), case.preconditioned(KFAC(case.model, damping=1e-3))
+    product = sum(float((free[name] * g).sum()) for name, g in plain.items())
+    clipped = case.preconditioned(KFAC(case.model, damping=1e-3, kl_clip=1e-6), lr=0.5)
+    scale = (1e-6 / (0.25 * product)) ** 0.5
+    for name, value in free.items():
+        close(clipped[name], value * scale)
+    grafted = case.preconditioned(KFAC(case.model, damping=1e-3, graft="gradient"))
+    for layer in ("0", "2"):
+        norms = [torch.cat([g[f"{layer}.weight"].flatten(), g[f"{layer}.bias"]]).norm() for g in (grafted, plain)]
+        close(norms[0], norms[1])
+    limited = case.preconditioned(KFAC(case.model, damping=1e-3, max_grad_norm=0.1))
+    close(torch.cat([g.flatten() for g in limited.values()]).norm(), torch.tensor(0.1, dtype=torch.float64))
+    with pytest.raises(ConfigError, match=r"step\(lr="):
+        case.preconditioned(KFAC(case.model, kl_clip=1e-3))
+
+
+def test_skipped_layers_keep_their_gradient_and_layers_have_options_of_their_own() -> None:
+    case = problem("linear")
+    plain, wanted = case.gradients(), case.preconditioned(KFAC(case.model, damping=0.5))
+    found = case.preconditioned(KFAC(case.model, damping=0.1, skip=("2",), layer_options={"0": {"damping": 0.5}}))
+    close(found["0.weight"], wanted["0.weight"])
+    close(found["2.weight"], plain["2.weight"])
+
+
+def test_a_minibatch_that_is_not_finite_is_counted_and_leaves_no_trace() -> None:
+    case = problem("linear")
+    preconditioner = KFAC(case.model)
+    case.preconditioned(preconditioner)
+    before = copy.deepcopy(preconditioner.statistics)
+    case.x[0, 0] = float("nan")
+    case.preconditioned(preconditioner)
+    assert preconditioner.num_skipped == 2
+    for name, known in preconditioner.statistics.items():
+        for key, value in known.items():
+            assert torch.equal(value, before[name][key])
+
+
+def test_normalisations_embeddings_and_groups_get_the_diagonal() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Tanh(), nn.Linear(6, 3)).double()
+    x, y = torch.randn(5, 4, dtype=torch.float64), torch.arange(5) % 3
+    preconditioner = KFAC(model, damping=0.1)
+    with preconditioner.watch():
+        nn.functional.cross_entropy(model(x), y).backward()
+    norm = model[1]
+    assert isinstance(norm, nn.LayerNorm) and norm.weight.grad is not None
+    plain = norm.weight.grad.clone()
+    squares = torch.zeros(6, dtype=torch.float64)
+    for n in range(5):
+        (g,) = torch.autograd.grad(nn.functional.cross_entropy(model(x[n:n + 1]), y[n:n + 1]), norm.weight)
+        squares += g.square() / 5
+    preconditioner.step()
+    close(norm.weight.grad, plain / (squares + 0.1))
+
+
+def test_mistakes_are_told() -> None:
+    case = problem("linear")
+    with pytest.raises(ConfigError, match="KFAC has no option dampin"):
+        KFAC(case.model, dampin=1.0)
+    with pytest.raises(ConfigError, match="damping is -1"):
+        KFAC(case.model, damping=-1.0)
+    with pytest.raises(ConfigError, match="has not seen a minibatch"):
+        KFAC(case.model).step()
+    with pytest.raises(CheckpointError, match="nobody"):
+        KFAC(case.model).load_state_dict({"nobody.weight": {}})
+    preconditioner = KFAC(case.model)
+    with pytest.raises(ConfigError, match="saw no loss"), preconditioner.watch():
+        case.model(case.x).sum().backward()

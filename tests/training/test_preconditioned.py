@@ -1,0 +1,55 @@
+"""Runs with a preconditioner: every method to its end on four jobs, each policy for what becomes of the curvature."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ngsgd.config import ClusterConfig, OptimizerConfig, PreconditionerConfig, RunConfig, ScheduleConfig, check
+from ngsgd.errors import RunInterrupted
+from ngsgd.preconditioners import METHODS
+from tests.toy import Run, config
+from tests.training.test_coordinator import StopAfter
+
+_NO_MEAN = ("skfac", "seng", "smw", "mfac")
+
+
+def preconditioned(kind: str, num_jobs: int = 4, **options: Any) -> RunConfig:
+    """The configuration of a run of a second or two."""
+    if kind in _NO_MEAN:
+        options = {"ema_decay": 0.0, **options}
+    return config(preconditioner=PreconditionerConfig(kind, curvature_interval=2, inverse_interval=2, **options),
+                  optimizer=OptimizerConfig("sgd"), cluster=ClusterConfig(num_workers=num_jobs, threads_per_worker=1),
+                  schedule=ScheduleConfig(num_epochs=2.0, minibatch_size=64, lr_initial=0.01, lr_final=0.001,
+                                          num_jobs_initial=num_jobs, num_jobs_final=num_jobs))
+
+
+@pytest.mark.parametrize("kind", METHODS)
+def test_four_jobs_learn_with_every_method(kind: str, tmp_path: Path) -> None:
+    run = Run(tmp_path, preconditioned(kind))
+    run.train()
+    records = run.recorder.records
+    assert all(record.num_accepted == record.num_jobs for record in records)
+    assert records[-1].objf > records[0].objf > -3.0
+
+
+@pytest.mark.parametrize("kind", ["kfac", "ekfac", "soap"])
+@pytest.mark.parametrize("averaging", ["keep", "average"])
+def test_kept_and_averaged_curvature_survive_a_resume_and_change_the_run(kind: str, averaging: str, tmp_path: Path) -> None:
+    settings = preconditioned(kind, 2, averaging=averaging, fisher="mc")
+    whole = Run(tmp_path / "whole", settings).train()
+    run = Run(tmp_path / "stopped", settings)
+    with pytest.raises(RunInterrupted):
+        run.train(stop=StopAfter(1, at_once=False))
+    assert run.train().model_sha256 == whole.model_sha256
+    assert Run(tmp_path / "afresh", preconditioned(kind, 2, fisher="mc")).train().model_sha256 != whole.model_sha256
+
+
+def test_the_configuration_knows_all_methods_and_what_does_not_go_together() -> None:
+    kinds = PreconditionerConfig.__dataclass_fields__["kind"].metadata["one_of"]
+    assert kinds == ("none", *METHODS)
+    assert {kind for kind in METHODS if not METHODS[kind].has_mean} == set(_NO_MEAN)
+    assert any("preconditions too" in problem for problem in check(RunConfig(preconditioner=PreconditionerConfig("kfac"))))
+    assert any("have no mean" in problem for problem in check(preconditioned("seng", averaging="average")))
