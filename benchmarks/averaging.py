@@ -42,16 +42,16 @@ from ngsgd.egs.reader import EgsReader
 from ngsgd.models import build_model
 from ngsgd.optim.outer import Average, Bmuf, OuterInfo, OuterOptimizer, OuterRule
 from ngsgd.schedules import Schedule
-from ngsgd.training import collective
 from ngsgd.training.checkpoint import CheckpointStore, first_checkpoint
-from ngsgd.training.collective import Broken, Order, Shard
 from ngsgd.training.coordinator import Coordinator
-from ngsgd.training.exchange import Exchange, remote
+from ngsgd.training.exchange import collective
+from ngsgd.training.exchange.collective import Broken, Order, Shard
+from ngsgd.training.exchange.groups import Exchange, remote
+from ngsgd.training.exchange.shared_memory import SharedRef, SharedVectors
 from ngsgd.training.flat import Layout, Mean, Vector
 from ngsgd.training.job import Held, Job, JobResult, Outcome, Start, WorkerSpec
 from ngsgd.training.ledger import Ledger
-from ngsgd.training.process_pool import ProcessPool
-from ngsgd.training.shared_memory import SharedRef, SharedVectors
+from ngsgd.training.pools.process_pool import ProcessPool
 from ngsgd.training.tracking import Trackers
 from ngsgd.training.verify import digest, is_finite, not_finite
 

@@ -35,7 +35,7 @@ from ngsgd.training.diagnostics import average_posterior
 from ngsgd.training.flat import Layout
 from ngsgd.training.job import WorkerSpec
 from ngsgd.training.ledger import Ledger
-from ngsgd.training.pool import InProcessPool
+from ngsgd.training.pools.pool import InProcessPool
 from ngsgd.training.tracking import Trackers
 from ngsgd.training.worker import never
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from ngsgd.config import RunConfig
 from ngsgd.files import write_text
-from ngsgd.training import planner
-from ngsgd.training.planner import Machine, RunPrediction, Site, Workload
+from ngsgd.training.forecast import planner
+from ngsgd.training.forecast.planner import Machine, RunPrediction, Site, Workload
 from ngsgd.training.records import FinalReport, Incident, OuterIterationRecord
 
 _FORMAT = 1

@@ -17,9 +17,8 @@ from launcher.forecast import keep, kept_in, saved, site_of
 from launcher.plan_text import MAX_OVERHEAD, Assumptions, Row, as_json, text
 from ngsgd.config import RunConfig
 from ngsgd.errors import EXIT_OK, ConfigError
-from ngsgd.training import planner
-from ngsgd.training.planner import Machine, Prediction, Site, Workload
-from ngsgd.training.planner_formulas import (
+from ngsgd.training.forecast import planner
+from ngsgd.training.forecast.formulas import (
     Link,
     SampleBounds,
     Spread,
@@ -28,6 +27,7 @@ from ngsgd.training.planner_formulas import (
     restart_all_s,
     retry_wait_s,
 )
+from ngsgd.training.forecast.planner import Machine, Prediction, Site, Workload
 
 _WORKERS = "1,2,4,8,16,32,64,256,1000"
 _MAX_WORKERS = 100_000
@@ -125,7 +125,7 @@ def _measured(config: RunConfig, seconds: float, *, to_stderr: bool) -> tuple[Ma
 
     from launcher import train as service
     from launcher.run_folder import check_output_dir
-    from ngsgd.training import probe
+    from ngsgd.training.forecast import probe
     from ngsgd.training.job import WorkerSpec
 
     def report(line: str) -> None:

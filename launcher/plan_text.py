@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ngsgd.training.planner import Machine, Prediction, Workload
-from ngsgd.training.planner_formulas import SampleAdvice
+from ngsgd.training.forecast.formulas import SampleAdvice
+from ngsgd.training.forecast.planner import Machine, Prediction, Workload
 
 MAX_OVERHEAD = 0.1    # share of an outer iteration that is not training, above which something is worth changing
 _WORTH_IT = 0.5       # efficiency below which more workers are a waste

@@ -25,15 +25,15 @@ from launcher.ray_head import HeadWatch
 from ngsgd.config import ClusterConfig
 from ngsgd.errors import ClusterError, NgsgdError
 from ngsgd.ops.compression import Codec
-from ngsgd.training.collective import Broken, Fetch, KeptRef, Order, Shard
-from ngsgd.training.compressed import unpacked
-from ngsgd.training.exchange import Exchange, exchange_of, remote
+from ngsgd.training.exchange.collective import Broken, Fetch, KeptRef, Order, Shard
+from ngsgd.training.exchange.compressed import unpacked
+from ngsgd.training.exchange.groups import Exchange, exchange_of, remote
+from ngsgd.training.exchange.process_group import Backend
+from ngsgd.training.exchange.shared_memory import SharedRef, SharedVectors
 from ngsgd.training.flat import Mean, Vector
 from ngsgd.training.job import Held, Job, JobFailure, JobResult, Outcome, VectorRef, WorkerSpec
-from ngsgd.training.pool import Restarts, Retired
+from ngsgd.training.pools.pool import Restarts, Retired
 from ngsgd.training.preflight import fingerprint
-from ngsgd.training.process_group import Backend
-from ngsgd.training.shared_memory import SharedRef, SharedVectors
 
 _COLLECTIVE_FROM = 4_000_000  # parameters, 16 MB: below that one machine takes them in as fast as they are told what to do
 _PING_S = 5.0
@@ -50,8 +50,8 @@ class _RayWorker:
         """
         import torch
 
-        from ngsgd.training.collective import Member
-        from ngsgd.training.compressed import MoveEncoder
+        from ngsgd.training.exchange.collective import Member
+        from ngsgd.training.exchange.compressed import MoveEncoder
         from ngsgd.training.worker import Worker
         torch.set_num_threads(num_threads)
         self._index = index
@@ -95,7 +95,7 @@ class _RayWorker:
 
     def answer(self, question: Order | Fetch) -> Shard | Broken | Vector:
         """This worker's share of the mean, or a result that it kept."""
-        from ngsgd.training.collective import Order
+        from ngsgd.training.exchange.collective import Order
         return self._member.average(question) if isinstance(question, Order) else self._member.fetch(question.identity)
 
     def minibatches(self) -> int:

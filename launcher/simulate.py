@@ -23,14 +23,14 @@ from launcher.progress import ProgressTracker, duration, iteration_line
 from ngsgd.config import RunConfig
 from ngsgd.errors import EXIT_OK, ConfigError
 from ngsgd.files import write_text
-from ngsgd.training.planner_formulas import Link, Spread
+from ngsgd.training.forecast.formulas import Link, Spread
+from ngsgd.training.forecast.simulated_cluster import TOPOLOGIES, Expected, SimulatedCluster, expected
 from ngsgd.training.records import FinalReport, Incident, OuterIterationRecord, SubsetScore
-from ngsgd.training.simulated_cluster import TOPOLOGIES, Expected, SimulatedCluster, expected
 
 if TYPE_CHECKING:  # these bring torch, and --help shall answer at once
     from launcher.run_folder import RunFolder
     from ngsgd.egs.reader import EgsReader
-    from ngsgd.training.simulator import SimulatedPool
+    from ngsgd.training.forecast.simulator import SimulatedPool
     from ngsgd.training.tracking import Trackers
 
 _ADD_SPEED = 8e9   # bytes of parameters added into a mean per second: a typical memory
@@ -202,10 +202,10 @@ def _run(config: RunConfig, folder: RunFolder, reader: EgsReader, cluster: Simul
     from ngsgd.training.coordinator import Coordinator
     from ngsgd.training.dealing import make_dealer
     from ngsgd.training.flat import Layout
+    from ngsgd.training.forecast.simulator import SimulatedPool
     from ngsgd.training.job import WorkerSpec
     from ngsgd.training.ledger import Ledger
     from ngsgd.training.planning import schedule_of, stages_of
-    from ngsgd.training.simulator import SimulatedPool
     from ngsgd.training.worker import resolve_threads
 
     model = model_for(config, reader)

@@ -46,9 +46,9 @@ from ngsgd.training.flat import Layout
 from ngsgd.training.job import WorkerSpec
 from ngsgd.training.ledger import Ledger
 from ngsgd.training.planning import schedule_of, stages_of
-from ngsgd.training.pool import InProcessPool, WorkerPool
+from ngsgd.training.pools.pool import InProcessPool, WorkerPool
+from ngsgd.training.pools.process_pool import ProcessPool
 from ngsgd.training.preflight import require_room
-from ngsgd.training.process_pool import ProcessPool
 from ngsgd.training.records import FinalReport
 from ngsgd.training.tracking import Tracker, Trackers
 from ngsgd.training.worker import resolve_threads

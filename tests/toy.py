@@ -23,7 +23,7 @@ from ngsgd.training.flat import Layout
 from ngsgd.training.job import WorkerSpec
 from ngsgd.training.ledger import Ledger
 from ngsgd.training.planning import schedule_of, stages_of
-from ngsgd.training.pool import InProcessPool, WorkerPool
+from ngsgd.training.pools.pool import InProcessPool, WorkerPool
 from ngsgd.training.records import FinalReport, Incident, OuterIterationRecord
 
 NUM_CLASSES, DIM = 6, 5

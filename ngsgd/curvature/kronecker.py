@@ -72,6 +72,13 @@ def output_rows(e_VNTO: Tensor, sharing: str) -> Tensor:
     return e_VNTO.permute(3, 0, 1, 2).flatten(1).T  # the positions of a convolution are in the last dimension of the memory
 
 
+def output_factor(e_VNTO: Tensor, sharing: str) -> Tensor:
+    """B, the sum over vectors and samples."""
+    total = Gram()
+    total.add(output_rows(e_VNTO, sharing))
+    return total.total()
+
+
 def _gram(x_XD: Tensor, total_DD: Tensor, keep: float) -> None:
     """total <- keep total + x^T x; of the symmetric matrix only blocks on and above the diagonal are multiplied out."""
     D = len(total_DD)

@@ -35,7 +35,7 @@ from ngsgd.training.leases import Leases
 from ngsgd.training.ledger import Ledger
 from ngsgd.training.pending import PendingRecords
 from ngsgd.training.planning import Plan, Progress, next_plan
-from ngsgd.training.pool import WorkerPool
+from ngsgd.training.pools.pool import WorkerPool
 from ngsgd.training.records import Incident, JobRecord, OuterIterationRecord, SubsetScore
 from ngsgd.training.starts import Starts
 from ngsgd.training.tracking import Tracker

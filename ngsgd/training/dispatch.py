@@ -20,7 +20,7 @@ from ngsgd.training.flat import Layout
 from ngsgd.training.job import Job, JobFailure, JobResult, Outcome, Piece, VectorRef
 from ngsgd.training.ledger import Ledger
 from ngsgd.training.planning import Plan
-from ngsgd.training.pool import WorkerPool
+from ngsgd.training.pools.pool import WorkerPool
 from ngsgd.training.verify import is_damaged
 
 _POLL_S = 0.2      # how often a wish to stop, and who makes no progress, is looked at while jobs run

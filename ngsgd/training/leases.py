@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from ngsgd.training.job import VectorRef
-from ngsgd.training.pool import WorkerPool
+from ngsgd.training.pools.pool import WorkerPool
 
 
 class Leases:

@@ -18,9 +18,9 @@ from ngsgd.optim.outer import OuterOptimizer
 from ngsgd.training.checkpoint import CheckpointStore
 from ngsgd.training.dispatch import Dispatcher
 from ngsgd.training.ledger import Ledger
-from ngsgd.training.process_pool import ProcessPool
+from ngsgd.training.pools.process_pool import ProcessPool
+from ngsgd.training.pools.worker_process import MakeWorker
 from ngsgd.training.worker import Worker
-from ngsgd.training.worker_process import MakeWorker
 from tests.chaos.faults import Fault
 from tests.chaos.invariants import TAG
 from tests.chaos.watch import WatchedPool

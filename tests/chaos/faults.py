@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
+from ngsgd.training.exchange.shared_memory import SharedRef
 from ngsgd.training.flat import Vector
 from ngsgd.training.job import Held, Job, JobFailure, JobResult, WorkerSpec
-from ngsgd.training.messages import Messages, _framed
-from ngsgd.training.shared_memory import SharedRef
+from ngsgd.training.pools.messages import Messages, _framed
 from ngsgd.training.verify import digest, not_finite
 from ngsgd.training.worker import Place, Worker, never, np_empty
 

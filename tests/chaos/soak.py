@@ -31,7 +31,7 @@ from ngsgd.errors import NgsgdError, RunInterrupted
 from ngsgd.files import read_json_lines
 from ngsgd.training.audit import audit
 from ngsgd.training.job import WorkerSpec
-from ngsgd.training.process_pool import ProcessPool
+from ngsgd.training.pools.process_pool import ProcessPool
 from ngsgd.training.records import OuterIterationRecord
 from ngsgd.training.worker import Worker
 from tests.chaos.invariants import Surroundings, final_hash

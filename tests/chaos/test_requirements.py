@@ -26,8 +26,8 @@ from ngsgd.training.audit import audit
 from ngsgd.training.flat import Layout
 from ngsgd.training.job import Job, JobResult, Outcome, Piece, Start, WorkerSpec
 from ngsgd.training.ledger import Ledger
-from ngsgd.training.messages import Messages
-from ngsgd.training.process_pool import ProcessPool
+from ngsgd.training.pools.messages import Messages
+from ngsgd.training.pools.process_pool import ProcessPool
 from ngsgd.training.worker import Place, Worker, never, np_empty, resolve_threads
 from tests.chaos.coordinator import Ordeal
 from tests.chaos.faults import Breaks, Fault

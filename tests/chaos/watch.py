@@ -13,9 +13,9 @@ import numpy as np
 
 from ngsgd.training.flat import Vector
 from ngsgd.training.job import Job, JobResult, Outcome
-from ngsgd.training.process_pool import ProcessPool
+from ngsgd.training.pools.process_pool import ProcessPool
+from ngsgd.training.pools.worker_process import MakeWorker
 from ngsgd.training.worker import Worker
-from ngsgd.training.worker_process import MakeWorker
 from tests.chaos.faults import Fault
 from tests.toy import Run
 

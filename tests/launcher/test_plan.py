@@ -18,8 +18,8 @@ from launcher.forecast import Forecast, _key, keep, kept_in, saved
 from launcher.plan_text import Assumptions
 from ngsgd.config import ClusterConfig, OuterConfig, RunConfig, ScheduleConfig
 from ngsgd.errors import ConfigError
-from ngsgd.training.planner import Machine, Speed, Workload
-from ngsgd.training.planner_formulas import Link, Spread
+from ngsgd.training.forecast.formulas import Link, Spread
+from ngsgd.training.forecast.planner import Machine, Speed, Workload
 from tests.launcher.records import final_report, outer_iteration
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -15,7 +15,7 @@ from launcher.progress import duration
 from launcher.simulate import Summary, VirtualProgress
 from ngsgd.errors import ConfigError
 from ngsgd.files import read_json_lines
-from ngsgd.training.planner_formulas import Spread
+from ngsgd.training.forecast.formulas import Spread
 from ngsgd.training.records import SubsetScore
 from tests.integration.service import TINY
 from tests.launcher.records import outer_iteration

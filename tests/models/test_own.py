@@ -15,7 +15,7 @@ from ngsgd import NGSGD
 from ngsgd.config import ModelConfig, RunConfig, check
 from ngsgd.errors import ConfigError
 from ngsgd.models import Window, build_model
-from ngsgd.training.process_pool import ProcessPool
+from ngsgd.training.pools.process_pool import ProcessPool
 from ngsgd.training.worker import make_optimizer
 from tests import toy
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ngsgd.errors import ClusterError
-from ngsgd.training.planner_formulas import Link, central_s
+from ngsgd.training.forecast.formulas import Link, central_s
 from tests.integration.service import events, final_hash
 from tests.nodes.jobs import by_the_documented_commands
 from tests.nodes.lab import SETTINGS, Lab, lab

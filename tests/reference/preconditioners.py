@@ -12,7 +12,17 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from tests.reference.curvature import at_layer, loss_derivatives
+from tests.reference.curvature import loss_derivatives
+
+
+def at_layer(model: nn.Module, layer: nn.Module, x: Tensor, num_samples: int) -> tuple[Tensor, Tensor]:
+    """(the layer's input, N x F x shape of a sample's layer output: the Jacobian of the outputs with respect to the layer's)."""
+    seen: list[Tensor] = []
+    handle = layer.register_forward_hook(lambda module, args, output: seen.extend((args[0].detach(), output)))
+    f_NF = model(x).reshape(num_samples, -1)
+    handle.remove()
+    rows = [torch.autograd.grad(number, seen[1], retain_graph=True)[0][n] for n in range(num_samples) for number in f_NF[n]]
+    return seen[0], torch.stack(rows).view(*f_NF.shape, *seen[1].shape[1:])
 
 
 def input_rows(layer: nn.Module, x: Tensor) -> Tensor:

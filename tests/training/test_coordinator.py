@@ -18,7 +18,7 @@ from ngsgd.ops.averaging import weighted_mean
 from ngsgd.training.audit import audit
 from ngsgd.training.flat import Vector
 from ngsgd.training.job import Held, Job, JobFailure, JobResult, Outcome, Piece, Start
-from ngsgd.training.pool import InProcessPool
+from ngsgd.training.pools.pool import InProcessPool
 from ngsgd.training.verify import digest
 from tests.toy import Run, config
 

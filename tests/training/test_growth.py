@@ -16,8 +16,8 @@ from ngsgd.optim.outer import Bmuf, OuterInfo, OuterOptimizer
 from ngsgd.schedules import Shard
 from ngsgd.training.audit import audit
 from ngsgd.training.job import Held, Job, JobFailure, JobResult, Outcome, Piece, Start
-from ngsgd.training.pool import InProcessPool
-from ngsgd.training.process_pool import ProcessPool
+from ngsgd.training.pools.pool import InProcessPool
+from ngsgd.training.pools.process_pool import ProcessPool
 from ngsgd.training.worker import Worker
 from tests.toy import Run, config
 

@@ -19,9 +19,7 @@ from ngsgd.training.coordinator import Coordinator
 from ngsgd.training.dealing import make_dealer
 from ngsgd.training.event_log import EventLog
 from ngsgd.training.flat import Vector
-from ngsgd.training.job import Held, Job, JobFailure, JobResult, Piece, Start, WorkerSpec
-from ngsgd.training.ledger import Ledger
-from ngsgd.training.planner_formulas import (
+from ngsgd.training.forecast.formulas import (
     Link,
     Spread,
     averaging_times,
@@ -29,8 +27,10 @@ from ngsgd.training.planner_formulas import (
     retry_wait_s,
     straggler_factor,
 )
-from ngsgd.training.simulated_cluster import TOPOLOGIES, SimulatedCluster, expected
-from ngsgd.training.simulator import SimulatedPool
+from ngsgd.training.forecast.simulated_cluster import TOPOLOGIES, SimulatedCluster, expected
+from ngsgd.training.forecast.simulator import SimulatedPool
+from ngsgd.training.job import Held, Job, JobFailure, JobResult, Piece, Start, WorkerSpec
+from ngsgd.training.ledger import Ledger
 from ngsgd.training.tracking import Trackers
 from ngsgd.training.verify import digest
 from ngsgd.training.worker import Place, Worker, never, np_empty

@@ -18,7 +18,7 @@ from ngsgd.errors import ClusterError
 from ngsgd.training.audit import audit
 from ngsgd.training.flat import Vector
 from ngsgd.training.job import Job, JobResult, VectorRef, WorkerSpec
-from ngsgd.training.process_pool import ProcessPool
+from ngsgd.training.pools.process_pool import ProcessPool
 from ngsgd.training.worker import Place, Worker, never, np_empty
 from tests.toy import Run, config
 

@@ -3,7 +3,7 @@
 P parameters, N workers that hold accepted results.  Each worker owns a shard, a stretch of P / N elements.  Every worker sends
 every owner its part of the results that it holds (all-to-all: P (N - 1) / N elements go out, and as many come in); an owner sums
 its shard over all results in the order of the jobs, in float64, as `ngsgd.ops.averaging` does, and sends the mean to the
-coordinator (`ngsgd.training.exchange`), which lays the shards end to end: the bits are those of the coordinator's own mean.
+coordinator (`ngsgd.training.exchange.groups`), which lays the shards end to end: the bits are those of the coordinator's own mean.
 
 Results stay where they are, untouched, until their worker begins the next outer iteration: when a group breaks, nothing is lost
 but what the dead worker held.
@@ -25,10 +25,10 @@ import torch
 
 from ngsgd.ops.averaging import CHUNK, mean_of_chunk
 from ngsgd.ops.compression import Codec, Encoded, ErrorFeedback
+from ngsgd.training.exchange.parcels import pack, parcel_size, shard_edges, unpack
+from ngsgd.training.exchange.process_group import Backend, Bytes, Group, join
 from ngsgd.training.flat import Layout, Mean, Vector
 from ngsgd.training.job import Job, JobResult
-from ngsgd.training.parcels import pack, parcel_size, shard_edges, unpack
-from ngsgd.training.process_group import Backend, Bytes, Group, join
 
 Identity = tuple[int, int, int]   # of a job: outer iteration, number, attempt
 Parts = tuple[tuple[slice, slice], ...]   # (mean, variance) of each normalisation layer

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 
 from ngsgd.training.flat import Vector
+from ngsgd.training.forecast.simulated_cluster import Books, SimulatedCluster
 from ngsgd.training.job import Held, Job, JobFailure, JobResult, Outcome, Piece, VectorRef, WorkerSpec
-from ngsgd.training.pool import Retired
-from ngsgd.training.simulated_cluster import Books, SimulatedCluster
+from ngsgd.training.pools.pool import Retired
 from ngsgd.training.worker import Worker, never, np_empty
 
 

@@ -17,10 +17,10 @@ import pytest
 from ngsgd.config import ClusterConfig, ScheduleConfig
 from ngsgd.egs.archives import archive_name
 from ngsgd.errors import ClusterError, DataError
-from ngsgd.training import probe
-from ngsgd.training.planner import Machine, Workload
-from ngsgd.training.probe import Setting, fullest, settings_to_measure
-from ngsgd.training.probe_worker import Task, Watch, timed, workers
+from ngsgd.training.forecast import probe
+from ngsgd.training.forecast.planner import Machine, Workload
+from ngsgd.training.forecast.probe import Setting, fullest, settings_to_measure
+from ngsgd.training.forecast.probe_worker import Task, Watch, timed, workers
 from ngsgd.training.worker import Worker
 from tests.toy import Run, config
 

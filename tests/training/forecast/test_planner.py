@@ -10,9 +10,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ngsgd.training import planner
-from ngsgd.training.planner import Machine, Site, Speed, Workload
-from ngsgd.training.planner_formulas import (
+from ngsgd.training.forecast import planner
+from ngsgd.training.forecast.formulas import (
     Link,
     SampleBounds,
     Spread,
@@ -39,6 +38,7 @@ from ngsgd.training.planner_formulas import (
     time_to_quality,
     tree_s,
 )
+from ngsgd.training.forecast.planner import Machine, Site, Speed, Workload
 from ngsgd.training.records import OuterIterationRecord
 from tests.launcher.records import job, outer_iteration
 

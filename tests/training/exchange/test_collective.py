@@ -22,12 +22,12 @@ from ngsgd.ops.averaging import mean_of_chunk, pool_variances, shares_of
 from ngsgd.ops.compression import Codec
 from ngsgd.schedules import Shard as ArchiveShard
 from ngsgd.training.audit import audit
-from ngsgd.training.collective import Broken, KeptRef, Member, Order
-from ngsgd.training.exchange import Exchange, remote
+from ngsgd.training.exchange.collective import Broken, KeptRef, Member, Order
+from ngsgd.training.exchange.groups import Exchange, remote
+from ngsgd.training.exchange.parcels import pack, parcel_size, shard_edges, unpack
 from ngsgd.training.flat import Layout, Mean, Vector
 from ngsgd.training.job import Held, Job, JobResult, Piece, ResultsLost, Start
-from ngsgd.training.parcels import pack, parcel_size, shard_edges, unpack
-from ngsgd.training.process_pool import ProcessPool
+from ngsgd.training.pools.process_pool import ProcessPool
 from ngsgd.training.verify import digest
 from tests.toy import Run, config
 

@@ -16,11 +16,11 @@ from types import FrameType
 import numpy as np
 import torch
 
-from ngsgd.training.collective import Fetch, Member, Order
+from ngsgd.training.exchange.collective import Fetch, Member, Order
+from ngsgd.training.exchange.shared_memory import SharedRef
 from ngsgd.training.flat import Vector
 from ngsgd.training.job import Held, Job, JobFailure, JobResult, WorkerSpec
-from ngsgd.training.messages import Disconnected, Messages
-from ngsgd.training.shared_memory import SharedRef
+from ngsgd.training.pools.messages import Disconnected, Messages
 from ngsgd.training.worker import Worker, np_empty
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h

@@ -1,6 +1,6 @@
 """How long an outer iteration takes on N workers, what failures cost, and how many samples a job should have: formulas.
 
-No clock, no files: `ngsgd.training.probe` measures what goes in.  Letters:
+No clock, no files: `ngsgd.training.forecast.probe` measures what goes in.  Letters:
 N jobs (one per worker)   K samples (frames) of a job       r samples per second of one worker
 P bytes of the model      B bytes per second of a link      L seconds of latency        M bytes per second added into a mean
 f seconds of a job that do not grow with K                  sigma log-normal spread of a job's time      z_N normal score

@@ -23,11 +23,11 @@ from ngsgd.schedules import Shard
 from ngsgd.training.checkpoint import CheckpointStore
 from ngsgd.training.diagnostics import score_subset
 from ngsgd.training.flat import Layout, Vector
+from ngsgd.training.forecast.formulas import Link, Spread, split_spread
+from ngsgd.training.forecast.planner import Machine, Speed, Workload, slots_of, threads_of
+from ngsgd.training.forecast.probe_worker import JobTiming, Process, Task, workers
 from ngsgd.training.job import Held, Job, Piece, Start, WorkerSpec
-from ngsgd.training.planner import Machine, Speed, Workload, slots_of, threads_of
-from ngsgd.training.planner_formulas import Link, Spread, split_spread
 from ngsgd.training.planning import Progress, schedule_of
-from ngsgd.training.probe_worker import JobTiming, Process, Task, workers
 
 _MAX_PROCESSES = 64       # of the probe; a machine with more cores is taken to go on as it did there
 _MAX_SHARED = 16          # with up to half as many cores, two workers per core are tried as well

@@ -1,7 +1,7 @@
 """Predictions of a run's wall-clock time on N workers, and a comparison with what it then took.
 
-No clock, no files: `ngsgd.training.probe` measures a `Machine`, `ngsgd.training.planner_formulas` has the formulas and the
-letters.  A prediction is for one outer iteration; a run is a sequence of them.
+No clock, no files: `ngsgd.training.forecast.probe` measures a `Machine`, `ngsgd.training.forecast.formulas` has the formulas and
+the letters.  A prediction is for one outer iteration; a run is a sequence of them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from ngsgd.training.planner_formulas import Link, Spread, central_s, straggler_factor
+from ngsgd.training.forecast.formulas import Link, Spread, central_s, straggler_factor
 from ngsgd.training.records import OuterIterationRecord
 
 _WATCHED = 3  # outer iterations at the start of a run from which `extrapolate` tells the rest

@@ -1,4 +1,4 @@
-"""Averaging among the workers: the coordinator's part (the workers' is `ngsgd.training.collective`).
+"""Averaging among the workers: the coordinator's part (the workers' is `ngsgd.training.exchange.collective`).
 
 A group of workers has a number, its generation.  A change of members makes a new group under the next number, on a store that
 lives as long as nothing fails; a failure ends the store, so that nobody waits there for a worker that is gone.
@@ -20,10 +20,10 @@ from ngsgd.config import ClusterConfig
 from ngsgd.errors import ClusterError
 from ngsgd.ops.averaging import pool_variances, shares_of
 from ngsgd.ops.compression import Codec
-from ngsgd.training.collective import Identity, KeptRef, Order, Parts, Shard
+from ngsgd.training.exchange.collective import Identity, KeptRef, Order, Parts, Shard
+from ngsgd.training.exchange.process_group import Backend, new_store
 from ngsgd.training.flat import Mean, Vector
 from ngsgd.training.job import Job, JobFailure, JobResult, ResultsLost
-from ngsgd.training.process_group import Backend, new_store
 from ngsgd.training.verify import digest
 
 # given orders by worker, seconds, and what to call when one of them is found dead: the answers of those that gave one in time;

@@ -1,6 +1,6 @@
 """The cluster that a simulation assumes: speeds, spread, failures and links, and what the planner's formulas make of them.
 
-No clock, no files, no torch: `ngsgd.training.simulator` runs the jobs.  Seconds are virtual.
+No clock, no files, no torch: `ngsgd.training.forecast.simulator` runs the jobs.  Seconds are virtual.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ngsgd.config import RunConfig
-from ngsgd.training.planner_formulas import Link, Spread, averaging_times, exposed_s, retry_wait_s, straggler_factor
+from ngsgd.training.forecast.formulas import Link, Spread, averaging_times, exposed_s, retry_wait_s, straggler_factor
 
 TOPOLOGIES = {"central": "central", "tree": "tree of 8", "ring": "ring", "halving-doubling": "halving-doubling",
               "shards": "8 shards"}

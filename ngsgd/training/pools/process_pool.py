@@ -22,22 +22,22 @@ from pathlib import Path
 import numpy as np
 
 from ngsgd.errors import ClusterError, NgsgdError
-from ngsgd.training.collective import Broken, Fetch, KeptRef, Shard, process_name
-from ngsgd.training.exchange import exchange_of, remote
+from ngsgd.training.exchange.collective import Broken, Fetch, KeptRef, Shard, process_name
+from ngsgd.training.exchange.groups import exchange_of, remote
+from ngsgd.training.exchange.shared_memory import SharedRef, SharedVectors
 from ngsgd.training.flat import Mean, Vector
 from ngsgd.training.job import Job, JobFailure, JobResult, Outcome, VectorRef, WorkerSpec
-from ngsgd.training.messages import Disconnected, Messages
-from ngsgd.training.pool import Restarts, Retired
-from ngsgd.training.shared_memory import SharedRef, SharedVectors
+from ngsgd.training.pools.messages import Disconnected, Messages
+from ngsgd.training.pools.pool import Restarts, Retired
+from ngsgd.training.pools.worker_process import STOP, Assignment, MakeWorker, Ready, Setting, serve
 from ngsgd.training.worker import Worker
-from ngsgd.training.worker_process import STOP, Assignment, MakeWorker, Ready, Setting, serve
 
 _READ, _WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 _POLL_S = 0.2     # how often starts that hang are looked for while nothing else goes on
 _PATIENCE = 5.0   # medians of a start's time without being ready: the worker hangs
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.05, 60.0  # before another try at a start
 _LAST_LINES = 50  # of a dead worker's log that a failure quotes
-_PRELOAD = ["__main__", "ngsgd.training.worker_process"]
+_PRELOAD = ["__main__", "ngsgd.training.pools.worker_process"]
 
 
 def _nothing() -> None:
