@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from dataclasses import is_dataclass
 
 from launcher import compose, values
 from ngsgd import config as knobs
@@ -106,7 +107,7 @@ def knob_comments() -> dict[str, str]:
         lines = inspect.getsource(knobs).splitlines()
     except OSError:
         return {}
-    prefixes = {type(value).__name__: f"{name}." for name, value in vars(RunConfig()).items()} | {"RunConfig": ""}
+    prefixes = {"RunConfig": "", **_prefixes(RunConfig())}
     found, prefix, above = {}, "", ""
     for line in lines:
         if owner := _CLASS_LINE.match(line):
@@ -116,6 +117,15 @@ def knob_comments() -> dict[str, str]:
             if told:
                 found[f"{prefix}{knob[1]}"] = told
         above = f"{above} {comment[1]}".strip() if (comment := _COMMENT_LINE.match(line)) else ""
+    return found
+
+
+def _prefixes(section: object, above: str = "") -> dict[str, str]:
+    """Name of a section's class -> what its keys begin with; sections in sections, too."""
+    found: dict[str, str] = {}
+    for name, value in vars(section).items():
+        if is_dataclass(value):
+            found |= {type(value).__name__: f"{above}{name}.", **_prefixes(value, f"{above}{name}.")}
     return found
 
 
