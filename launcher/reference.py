@@ -59,18 +59,12 @@ def _sections(above: Any, prefix: str, comments: dict[str, str]) -> Iterator[str
 
 def _table(section: Any, prefix: str, comments: dict[str, str]) -> Iterator[str]:
     yield "| option | default | values | |\n|---|---|---|---|"
-    yield from _rows(section, prefix, comments)
-
-
-def _rows(section: Any, prefix: str, comments: dict[str, str]) -> Iterator[str]:
     hints = typing.get_type_hints(type(section))
     for spec in fields(section):
-        path, value = f"{prefix}{spec.name}", getattr(section, spec.name)
         if not is_dataclass(hints[spec.name]):
+            path, value = f"{prefix}{spec.name}", getattr(section, spec.name)
             allowed = _allowed(hints[spec.name], spec.metadata)
             yield f"| `{path}` | `{_shown(value)}` | {allowed} | {_cell(comments.get(path, ''))} |"
-        elif prefix:  # the run's own sections have tables of their own
-            yield from _rows(value, f"{path}.", comments)
 
 
 def _shown(value: Any) -> str:
