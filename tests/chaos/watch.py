@@ -37,9 +37,10 @@ class WatchedPool(ProcessPool):
         self._woken: set[int] = set()
 
     def submit(self, job: Job) -> None:
+        at_s = time.time()   # before: the worker may be struck in this very job before submit returns
         super().submit(job)
         (process_id,) = [slot.process.pid or 0 for slot in self._slots if slot.job is job]
-        self.submitted.append((job.identity, process_id, time.time()))
+        self.submitted.append((job.identity, process_id, at_s))
 
     def wait(self, timeout_s: float) -> Outcome | None:
         outcome = super().wait(timeout_s)
