@@ -32,7 +32,12 @@ export RAY_AUTH_MODE=token RAY_AUTH_TOKEN RAY_USAGE_STATS_ENABLED=0 OMP_WAIT_POL
 # uncomment what your network needs
 # export NCCL_SOCKET_IFNAME=ib0 NCCL_IB_DISABLE=0 NCCL_DEBUG=WARN
 
-head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+# Slurm warns before it takes the nodes away: finish the outer iteration, save, and queue again
+warned=0 run=""
+trap 'warned=1; [ -z "$run" ] || kill -TERM "$run" 2>/dev/null || true' TERM USR1
+
+mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")   # a pipe into `head` would end it by SIGPIPE
+head=${{hosts[0]}}
 ip=$(srun --overlap --nodes=1 --ntasks=1 --nodelist="$head" hostname --ip-address | awk '{{print $1}}')
 port=$((20000 + SLURM_JOB_ID % 10000))
 export RAY_ADDRESS="$ip:$port"
@@ -57,9 +62,7 @@ for ((tries = 0; tries < {start_s}; tries++)); do
 done
 
 {start}
-# Slurm warns before it takes the nodes away: finish the outer iteration, save, and queue again
-warned=0
-trap 'warned=1; kill -TERM "$run" 2>/dev/null || true' TERM USR1
+[ "$warned" = 0 ] || kill -TERM "$run" 2>/dev/null || true   # warned while Ray was coming up
 code=0
 wait "$run" || code=$?
 while kill -0 "$run" 2>/dev/null; do code=0; wait "$run" || code=$?; done

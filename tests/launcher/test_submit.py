@@ -146,7 +146,7 @@ _STAND_INS = {
     # a step runs here, without srun's own flags; a node's Ray sleeps until it is ended
     "srun": 'while [ "${1#--}" != "$1" ]; do shift; done; exec "$@"',
     "ray": 'case $1 in status) echo " 1 node_a"; echo " 1 node_b";; *) exec sleep 60;; esac',
-    "ngsgd": 'echo "ngsgd $*" >> "$LOG"; trap "exit 130" TERM; for i in $(seq 100); do sleep 0.1; done',
+    "ngsgd": 'trap "exit 130" TERM; echo "ngsgd $*" >> "$LOG"; for i in $(seq 100); do sleep 0.1; done',
     "hostname": 'echo 10.0.0.1',
 }
 
