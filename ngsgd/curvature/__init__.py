@@ -1,7 +1,8 @@
 """Curvature of a loss, parameter by parameter: BackPACK's quantities, from one capture of layers' inputs and derivatives."""
 
 from ngsgd.curvature.capture import Call, Capture, Record
-from ngsgd.curvature.collection import Collection, collect
+from ngsgd.curvature.collecting import collect
+from ngsgd.curvature.collection import Collection
 from ngsgd.curvature.kronecker import Kronecker
 from ngsgd.curvature.products import Products
 from ngsgd.curvature.quantities import QUANTITIES, Quantities

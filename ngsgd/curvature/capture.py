@@ -9,6 +9,7 @@ Letters: V backpropagated vectors, N samples, T positions of a sample (frames, p
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,8 +22,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from ngsgd.curvature.expansion import expansion_of
+from ngsgd.curvature.inputs import Inputs
 from ngsgd.curvature.layers import Affine, Kind, UseShare, kind_of, refuse_coupled, wide, without_autocast
-from ngsgd.curvature.rows import Inputs, Sum
+from ngsgd.curvature.rows import Outer, Sum
 from ngsgd.errors import ConfigError, DataError
 
 
@@ -65,6 +67,11 @@ class Record:
         inputs: Inputs = self.call.kind.inputs(self.input, self.num_samples)
         return inputs
 
+    @property
+    def has_input_rows(self) -> bool:
+        """The layer is affine, with one weight for all of an input row."""
+        return hasattr(self.call.kind, "inputs") and getattr(self.call.kind, "groups", 1) == 1
+
     def derivative_rows(self) -> Tensor:
         """V x N x T x O."""
         return self.call.kind.derivative_rows(self.derivatives_VM, self.num_samples)
@@ -76,7 +83,8 @@ class Record:
         if self.call.weight is not None:
             shares[self.call.weight] = self.call.kind.weight_share(self.input, e_VNTO)
         if self.call.bias is not None:
-            shares[self.call.bias] = Sum(e_VNTO)
+            weight = None if self.call.weight is None else shares[self.call.weight]
+            shares[self.call.bias] = Sum(e_VNTO, weight if isinstance(weight, Outer) else None)
         return shares
 
 
@@ -168,9 +176,10 @@ class Capture:
         with self.paused():
             # one by one: about as fast as all at once on minibatches of a usual size, and right for every operation, also for
             # those that torch cannot batch
-            found = [torch.autograd.grad(output, edges, vector, retain_graph=True, allow_unused=True) for vector in vectors_V]
-        return [(call, torch.stack(es) if len(es) > 1 else es[0][None])
-                for call, es in zip(calls, zip(*found, strict=True), strict=True) if es[0] is not None]
+            found = [list(torch.autograd.grad(output, edges, vector, retain_graph=True, allow_unused=True))
+                     for vector in vectors_V]
+        return [(call, es[0][None] if len(es) == 1 else torch.stack(es)) for number, call in enumerate(calls)
+                if (es := _taken(found, number))]
 
     def record(self, call: Call, derivatives_VM: Tensor) -> Record:
         """The call with derivatives of it, restricted to the samples that count, in at least float32."""
@@ -269,16 +278,25 @@ class Capture:
         call = Call(layer, self._numbers[layer], kind, weight, bias, x.detach(), x._version, output.shape)
         self._numbers[layer] += 1
         self._open[call] = get_gradient_edge(output)
-        output.register_hook(lambda e_M: self._arrive(call, e_M))
+        seen = weakref.ref(call)   # the graph lives longer than a call, whose input is to go when it has been used
+        output.register_hook(lambda e_M: self._arrive(seen(), layer, e_M))
         if self._called is not None:
             self._called(call, output)
 
-    def _arrive(self, call: Call, e_M: Tensor) -> None:
+    def _arrive(self, call: Call | None, layer: str, e_M: Tensor) -> None:
         if self._paused or not self._handles:  # the capture is closed
             return
-        if self._open.pop(call, None) is None:
-            raise ConfigError(f"layer {call.layer} was differentiated twice after one forward pass, and its samples count once: "
+        if call is None or self._open.pop(call, None) is None:
+            raise ConfigError(f"layer {layer} was differentiated twice after one forward pass, and its samples count once: "
                               "add the losses up before backward(), or call the model once for each, and leave gradients of "
                               "gradients outside.")
         with torch.no_grad(), without_autocast(e_M.device.type):
             self._arrived(call, e_M.detach())
+
+
+def _taken(found: list[list[Any]], number: int) -> list[Tensor]:
+    """The derivatives of one call, let go in `found`; none where the output does not depend on the call."""
+    es = [of_vector[number] for of_vector in found]
+    for of_vector in found:
+        of_vector[number] = None
+    return [] if es[0] is None else es

@@ -11,14 +11,17 @@ With a single position the three are the same.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ngsgd.curvature.rows import Inputs
+from ngsgd.curvature.inputs import Inputs, Patches
 
 SHARINGS = ("expand", "reduce", "backpack")
+_SLICED = 1 << 22   # floats of a convolution's inputs that are laid out anew at a time
 
 
 class Kronecker(NamedTuple):
@@ -95,6 +98,9 @@ def _gram(x_XD: Tensor, total_DD: Tensor, keep: float) -> None:
 def input_moment(inputs: Inputs, sharing: str) -> tuple[Tensor, int]:
     """(sum of a a^T, number of rows that it counts); A is their quotient."""
     N, T = inputs.num_samples, inputs.num_positions
+    num_rows = N * T if sharing == "expand" else N
+    if sharing != "reduce" and isinstance(inputs, Patches) and inputs.overlap:
+        return _overlapping_moment(inputs), num_rows
     total = Gram()
     size = max(1, (1 << 20) // (T * inputs.width))
     for first in range(0, N, size):
@@ -102,4 +108,52 @@ def input_moment(inputs: Inputs, sharing: str) -> tuple[Tensor, int]:
         if sharing == "reduce" and T > 1:
             a_NTI = a_NTI.mean(dim=1, keepdim=True)
         total.add(a_NTI.flatten(0, 1) if a_NTI.shape[0] > 1 else a_NTI[0])
-    return total.total(), N * T if sharing == "expand" else N
+    return total.total(), num_rows
+
+
+def _overlapping_moment(inputs: Patches) -> Tensor:
+    """The same of a convolution of stride 1, without its patches.
+
+    Along the first spatial dimension kernel position k sees the window [k d, k d + T) of positions, d the dilation, so the block
+    (k, k + j) of the moment is the sum over that window of z_s z_(s + j d)^T: products depend on the lag j alone and are made once
+    for each stretch between the ends of windows.  For a kernel of 3 in one dimension that is 3 T and a bit in place of 6 T.
+
+    Letters: S positions, T of them in the output, K kernel positions, W = I / K, C channels, R other kernel positions.
+    """
+    K, d, T = inputs.kernel[0], inputs.dilation[0], inputs.out[0]
+    C, W = inputs.num_channels, inputs.width // K
+    total_II = inputs.x_NC.new_empty(inputs.width, inputs.width)
+    total_CKRCKR = total_II.view(C, K, W // C, C, K, W // C)
+    size = max(1, _SLICED // inputs.num_sliced)
+    for lag in range(K):
+        blocks_KWW = total_II.new_zeros(K - lag, W, W)
+        for first in range(0, inputs.num_samples, size):
+            z_WSM = inputs.slices(first, min(first + size, inputs.num_samples))
+            for start, stop, windows in _stretches([k * d for k in range(K - lag)], T):
+                product_WW = _product(z_WSM[:, start:stop], z_WSM[:, start + lag * d:stop + lag * d])
+                for k in windows:
+                    blocks_KWW[k] += product_WW
+        for k, block_CRCR in enumerate(blocks_KWW.view(K - lag, C, W // C, C, W // C)):
+            total_CKRCKR[:, k, :, :, k + lag] = block_CRCR
+            if lag:
+                total_CKRCKR[:, k + lag, :, :, k] = block_CRCR.permute(2, 3, 0, 1)
+    return total_II
+
+
+def _stretches(starts: list[int], length: int) -> Iterator[tuple[int, int, list[int]]]:
+    """(start, stop, the windows that contain it) of the stretches between starts and ends of windows of one length."""
+    ends = sorted({end for start in starts for end in (start, start + length)})
+    for start, stop in itertools.pairwise(ends):
+        inside = [k for k, first in enumerate(starts) if first <= start and stop <= first + length]
+        if inside:
+            yield start, stop, inside
+
+
+def _product(left_WSM: Tensor, right_WSM: Tensor) -> Tensor:
+    """W x W: the sum over positions and samples."""
+    left_WX, right_WX = left_WSM.flatten(1), right_WSM.flatten(1)
+    if left_WX.data_ptr() == right_WX.data_ptr():
+        total_WW = left_WX.new_empty(len(left_WX), len(left_WX))
+        _gram(left_WX.T, total_WW, 0.0)
+        return total_WW
+    return left_WX @ right_WX.T

@@ -14,7 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ngsgd.curvature.rows import Dense, Inputs, Lookup, Outer, Patches, Sum
+from ngsgd.curvature.inputs import Dense, Inputs, Patches
+from ngsgd.curvature.rows import Lookup, Outer, Sum
 from ngsgd.errors import ConfigError
 
 _PADDING_MODES = {"zeros": "constant", "reflect": "reflect", "replicate": "replicate", "circular": "circular"}

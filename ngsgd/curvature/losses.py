@@ -3,9 +3,9 @@
 A row is what a loss sees at once: for cross-entropy the C logits of one frame, for the others a single number.  The loss is
 sum_r w_r l_r over rows; H_r is the second derivative of l_r.  Letters: R rows, C classes, N samples, V columns.
 
-    cross-entropy             H = diag(p) - p p^T       root S = diag(sqrt p) - p sqrt(p)^T      sample p - onehot(y), y ~ p
-    mean squared error        H = 2                     root sqrt 2                              2 (f - y), y ~ N(f, 1/2)
-    binary cross-entropy      H = s (1 - s)             root sqrt(s (1 - s))                     s - y, y ~ Bernoulli(s)
+    cross-entropy             H = diag(p) - p p^T       root: its Cholesky factor, C - 1 columns   sample p - onehot(y), y ~ p
+    mean squared error        H = 2                     root sqrt 2                                2 (f - y), y ~ N(f, 1/2)
+    binary cross-entropy      H = s (1 - s)             root sqrt(s (1 - s))                       s - y, y ~ Bernoulli(s)
 """
 
 from __future__ import annotations
@@ -72,11 +72,6 @@ class Evaluation:
 
     _curvature_R: Tensor | None = None  # s (1 - s) of binary cross-entropy; None: 2 of the squared error
 
-    def num_columns(self, num_samples: int) -> int:
-        """Columns of the square root that a sample has: C for each of its frames."""
-        per_sample = len(self.rows()) // num_samples
-        return per_sample * self.output.shape[1] if self.classes else per_sample
-
     def columns(self, num_samples: int, chunk: int) -> Iterator[Tensor]:
         """Blocks of at most `chunk` columns of sqrt(w) S, V x shape of the output; S S^T = H for each sample.
 
@@ -85,16 +80,14 @@ class Evaluation:
         f, root_w_R = self.rows(), self.weight_R.sqrt()
         K = len(f) // num_samples  # rows of a sample
         if self.classes:
-            root_p_RC = f.softmax(dim=1).sqrt()
             C = f.shape[1]
-            for first in range(0, K * C, chunk):
-                block = f.new_zeros(min(chunk, K * C - first), num_samples, K, C)
-                p_NKC, root_w_NK = root_p_RC.view(num_samples, K, C), root_w_R.view(num_samples, K)
+            B = max(1, C - 1)  # columns of a frame
+            p_NKC, root_w_NK1 = f.softmax(dim=1).view(num_samples, K, C), root_w_R.view(num_samples, K, 1)
+            for first in range(0, K * B, chunk):
+                block = f.new_zeros(min(chunk, K * B - first), num_samples, K, C)
                 for v, column in enumerate(range(first, first + len(block))):
-                    k, c = divmod(column, C)
-                    root_NC = -p_NKC[:, k].square() * p_NKC[:, k, c, None]
-                    root_NC[:, c] += p_NKC[:, k, c]
-                    block[v, :, k] = root_NC * root_w_NK[:, k, None]
+                    k, c = divmod(column, B)
+                    torch.mul(_class_column(p_NKC[:, k], c), root_w_NK1[:, k], out=block[v, :, k])
                 yield self.like_output(block.flatten(1, 2))
             return
         root_NK = (root_w_R * torch.as_tensor(self._second(), dtype=f.dtype, device=f.device).sqrt()).view(num_samples, K)
@@ -110,7 +103,7 @@ class Evaluation:
         scale_R = (self.weight_R / M).sqrt()
         if self.classes:
             p_RC = f.softmax(dim=1)
-            y_RM = torch.multinomial(p_RC, M, replacement=True, generator=generator)
+            y_RM = _drawn(p_RC, M, generator)
             draws_MRC = p_RC.expand(M, -1, -1).clone()
             draws_MRC.scatter_add_(2, y_RM.T[:, :, None], -torch.ones_like(y_RM.T, dtype=f.dtype)[:, :, None])
             return self.like_output(draws_MRC.mul_(scale_R[:, None]))
@@ -121,6 +114,32 @@ class Evaluation:
         y_MR = torch.bernoulli(s_R.expand(M, -1), generator=generator)
         extra_R = torch.where(self._curvature_R > 0, self._curvature_R / (s_R * (1 - s_R)).clamp(min=1e-30), 0.0)  # pos_weight
         return self.like_output((s_R - y_MR) * (scale_R * extra_R.sqrt()))
+
+
+def _drawn(p_RC: Tensor, num_draws: int, generator: torch.Generator | None) -> Tensor:
+    """R x M classes drawn with the probabilities p, by inverting the distribution function: one random number a draw.
+
+    (torch.multinomial takes one for every class.)
+    """
+    total_RC = p_RC.cumsum(dim=1, dtype=torch.float64)
+    u_RM = torch.rand(len(p_RC), num_draws, dtype=torch.float64, device=p_RC.device, generator=generator)
+    # the first class whose sum is larger, so never one of probability 0; a product may round up to the whole sum
+    return torch.searchsorted(total_RC, u_RM * total_RC[:, -1:], right=True).clamp_(max=p_RC.shape[1] - 1)
+
+
+def _class_column(p_NC: Tensor, c: int) -> Tensor:
+    """N x C: column c of the Cholesky factor of diag(p) - p p^T, which has rank C - 1 (Tanabe and Sagae 1992).
+
+    With r the sum of what comes after c:  L_cc = sqrt(p_c r / (p_c + r)),  L_jc = -p_j sqrt(p_c / (r (p_c + r))) for j > c.
+    """
+    after_NJ = p_NC[:, c + 1:]
+    r_N = after_NJ.sum(dim=1)
+    tiny = torch.finfo(p_NC.dtype).tiny   # where all that is left has underflowed, the column is 0
+    share_N = (p_NC[:, c] / (p_NC[:, c] + r_N).clamp(min=tiny)).sqrt()
+    column_NC = torch.zeros_like(p_NC)
+    column_NC[:, c] = share_N * r_N.sqrt()
+    column_NC[:, c + 1:] = after_NJ * -(share_N / r_N.sqrt().clamp(min=tiny**0.5))[:, None]
+    return column_NC
 
 
 def reduction_of(loss_fn: object) -> str | None:

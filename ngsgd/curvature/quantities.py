@@ -26,7 +26,6 @@ SIGNALS = {
 }
 PRODUCTS = ("hmp", "ggnmp", "pchmp")
 QUANTITIES = (*SIGNALS, *PRODUCTS)
-SIGNAL_ORDER = ("sampled", "exact", "averages", "gradient")  # the first that wants input factors makes them for all
 NORMALIZATIONS = ("paper", "backpack")
 
 
@@ -49,6 +48,8 @@ class Sums:
     shape: torch.Size
     found: dict[tuple[str, str], Tensor] = field(default_factory=dict)
     num_samples: int = 0
+    A_II: Tensor | None = None   # mean over input rows, for all signals
+    num_rows: int = 0            # of them
 
 
 class Fresh:
@@ -90,8 +91,7 @@ class Quantities:
             return _value(quantity, self._sums, self._weight, self._options)
         except KeyError:
             raise AttributeError(f"{quantity} of {self._name} is not there: no backward pass from the loss reached the layer "
-                                 "inside of "
-                                 "collect().") from None
+                                 "inside of collect().") from None
 
     def __dir__(self) -> list[str]:
         return list(self._asked)
@@ -123,14 +123,11 @@ def _moment(quantity: str, sums: Sums, options: Options) -> Tensor:
     if quantity == "second_moment":
         return second.view(sums.shape)
     mean = sums.found["gradient", "sum"] * (scale / N)
-    return (second - mean.square_()).clamp_(min=0.0).view(sums.shape)  # rounding would leave negative variances
+    return second.sub_(mean.square_()).clamp_(min=0.0).view(sums.shape)  # rounding would leave negative variances
 
 
 def _factors(signal: str, sums: Sums, weight: Sums | None, options: Options) -> Kronecker:
     B = (sums if weight is None else weight).found[signal, "factors"]
     if signal == "gradient" and options.reduction == "mean":
         B = B * sums.num_samples  # e e^T of the empirical Fisher matrix, with one 1/N and not its square
-    if weight is not None:
-        return Kronecker(B, None)
-    moment = sums.found.get(("", "inputs"))
-    return Kronecker(B, None if moment is None else moment / sums.found["", "rows"])
+    return Kronecker(B, sums.A_II if weight is None else None)

@@ -11,54 +11,18 @@ None: all 1.
 
 from __future__ import annotations
 
-import math
+import functools
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from ngsgd.curvature.inputs import Dense, Inputs, joined_inputs
+
+__all__ = ["Dense", "Lookup", "Mixed", "Outer", "Share", "Sum", "Written", "joined"]
+
 _CHUNK = 1 << 19  # floats of gradients that are written down at a time: two megabytes stay in the cache
-
-
-class Inputs(Protocol):
-    """The input rows of an affine layer, possibly made on demand."""
-
-    @property
-    def num_samples(self) -> int:
-        """N."""
-
-    @property
-    def num_positions(self) -> int:
-        """T."""
-
-    @property
-    def width(self) -> int:
-        """I."""
-
-    def rows(self, first: int, last: int) -> Tensor:
-        """n x T x I, of the samples from `first` to before `last`."""
-
-
-class Dense(NamedTuple):
-    """Input rows that are there."""
-
-    rows_NTI: Tensor
-
-    @property
-    def num_samples(self) -> int:
-        return self.rows_NTI.shape[0]
-
-    @property
-    def num_positions(self) -> int:
-        return self.rows_NTI.shape[1]
-
-    @property
-    def width(self) -> int:
-        return self.rows_NTI.shape[2]
-
-    def rows(self, first: int, last: int) -> Tensor:
-        return self.rows_NTI[first:last]
 
 
 class Share(Protocol):
@@ -122,7 +86,7 @@ class _Chunked:
         return torch.cat([_weighted(self.individual(*chunk).square(), _of(weights_VN, *chunk)) for chunk in self._chunks()])
 
     def squared_norms(self) -> Tensor:
-        return torch.cat([torch.linalg.vector_norm(self.individual(*chunk), dim=2).square_() for chunk in self._chunks()], dim=1)
+        return torch.cat([_squared_norms(self.individual(*chunk)) for chunk in self._chunks()], dim=1)
 
 
 def _of(weights_VN: Tensor | None, first: int, last: int) -> Tensor | None:
@@ -134,6 +98,12 @@ def _weighted(x_VN: Tensor, weights_VN: Tensor | None) -> Tensor:
     if weights_VN is not None:
         x_VN = x_VN * weights_VN.view(*x_VN.shape[:2], *[1] * (x_VN.ndim - 2))
     return x_VN[0] if len(x_VN) == 1 else x_VN.sum(dim=0)
+
+
+def _squared_norms(x: Tensor) -> Tensor:
+    """Of the last dimension, without writing the squares down."""
+    norms: Tensor = torch.linalg.vector_norm(x, dim=-1)
+    return norms.square_()
 
 
 def _add_squares(squares_P: Tensor, g_VNP: Tensor, weights_VN: Tensor | None) -> None:
@@ -151,6 +121,16 @@ class Outer(_Chunked):
         self.inputs, self.e_VNTO, self.groups = inputs, e_VNTO, groups
         self.num_vectors, self.num_samples = e_VNTO.shape[:2]
         self.num_elements = e_VNTO.shape[3] * (inputs.width // groups)
+
+    @functools.cached_property
+    def squared_derivatives(self) -> Tensor:
+        """V x N x O, for a single position; the bias has the same, so they are made once."""
+        return self.e_VNTO[:, :, 0].square()
+
+    @functools.cached_property
+    def derivative_norms(self) -> Tensor:
+        """V x N, squared, for a single position; the bias has the same."""
+        return _squared_norms(self.e_VNTO[:, :, 0])
 
     def individual(self, first: int, last: int) -> Tensor:
         a_NTI, e_VNTO = self.inputs.rows(first, last), self.e_VNTO[:, first:last]
@@ -173,7 +153,7 @@ class Outer(_Chunked):
 
     def _squared_rows(self, weights_VN: Tensor | None) -> tuple[Tensor, Tensor]:
         """(N x O, N x I): with one position, squares of an outer product are the outer product of squares."""
-        return _weighted(self.e_VNTO[:, :, 0].square(), weights_VN), self.inputs.rows(0, self.num_samples)[:, 0].square()
+        return _weighted(self.squared_derivatives, weights_VN), self.inputs.rows(0, self.num_samples)[:, 0].square()
 
     def _moments(self, weights_VN: Tensor | None, *, gradient: bool) -> tuple[Tensor | None, Tensor]:
         if not self.is_rank_one:
@@ -191,8 +171,7 @@ class Outer(_Chunked):
     def squared_norms(self) -> Tensor:
         V, N, T, D = self.e_VNTO.shape
         if self.is_rank_one:
-            a2_N = self.inputs.rows(0, N)[:, 0].square().sum(dim=1)
-            return self.e_VNTO[:, :, 0].square().sum(dim=2) * a2_N
+            return self.derivative_norms * _squared_norms(self.inputs.rows(0, N)[:, 0])
         if self.groups > 1 or V > 1 or T * (self.inputs.width + D) > self.inputs.width * D:
             return super().squared_norms()
         # |sum_t e_t a_t^T|^2 = sum_tu (e_t e_u)(a_t a_u)
@@ -206,18 +185,29 @@ class Outer(_Chunked):
 
 
 class Sum(_Chunked):
-    """A bias, or a scale whose rows are already the derivative times the normalised input: the sum over positions."""
+    """A bias, or a scale whose rows are already the derivative times the normalised input: the sum over positions.
 
-    def __init__(self, e_VNTO: Tensor) -> None:
+    `weight`: the share of the weight of the same layer, whose squares of derivatives are the bias's.
+    """
+
+    def __init__(self, e_VNTO: Tensor, weight: Outer | None = None) -> None:
         self.e_VNTO = e_VNTO
         self.num_vectors, self.num_samples, _, self.num_elements = e_VNTO.shape
+        self._weight = weight if weight is not None and e_VNTO.shape[2] == 1 else None
 
     def individual(self, first: int, last: int) -> Tensor:
         e_VNTO = self.e_VNTO[:, first:last]
         return e_VNTO[:, :, 0] if e_VNTO.shape[2] == 1 else e_VNTO.sum(dim=2)
 
+    def sum_of_squares(self, weights_VN: Tensor | None = None) -> Tensor:
+        return self.squares_by_sample(weights_VN).sum(dim=0) if self._weight is not None else super().sum_of_squares(weights_VN)
+
     def squares_by_sample(self, weights_VN: Tensor | None = None) -> Tensor:
-        return _weighted(self.individual(0, self.num_samples).square(), weights_VN)
+        squares_VND = self.individual(0, self.num_samples).square() if self._weight is None else self._weight.squared_derivatives
+        return _weighted(squares_VND, weights_VN)
+
+    def squared_norms(self) -> Tensor:
+        return super().squared_norms() if self._weight is None else self._weight.derivative_norms
 
 
 class Lookup(_Chunked):
@@ -274,42 +264,7 @@ def joined(shares: Sequence[Outer | Sum | Lookup]) -> Outer | Sum | Lookup | Mix
         return Mixed(shares)
     e_VNTO = torch.cat([share.e_VNTO for share in shares], dim=2)
     if isinstance(first, Outer):
-        rows = [share.inputs.rows(0, share.num_samples) for share in shares if isinstance(share, Outer)]
-        return Outer(Dense(torch.cat(rows, dim=1)), e_VNTO, first.groups)
+        return Outer(joined_inputs([share.inputs for share in shares if isinstance(share, Outer)]), e_VNTO, first.groups)
     if isinstance(first, Lookup):
         return Lookup(torch.cat([share.index_NT for share in shares if isinstance(share, Lookup)], dim=1), e_VNTO, first.num_rows)
     return Sum(e_VNTO)
-
-
-class Patches:
-    """The patches that a convolution sees, made on demand: they are as large as the kernel has positions.
-
-    Letters: K a sample's kernel positions, C channels.
-    """
-
-    def __init__(self, x_NC: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int],
-                 padding: Sequence[tuple[int, int]], num_samples: int, mode: str = "constant") -> None:
-        self.x_NC = x_NC
-        self._padding = [side for pair in reversed(padding) for side in pair]
-        self._mode = mode
-        self.kernel, self.stride, self.dilation = tuple(kernel), tuple(stride), tuple(dilation)
-        self.out = tuple((size + before + after - d * (k - 1) - 1) // s + 1 for size, (before, after), k, s, d
-                         in zip(x_NC.shape[2:], padding, kernel, stride, dilation, strict=True))
-        self.num_samples = num_samples
-        self._per_sample = len(x_NC) // num_samples
-        self.num_positions = math.prod(self.out) * self._per_sample
-        self.width = x_NC.shape[1] * math.prod(kernel)
-
-    def rows(self, first: int, last: int) -> Tensor:
-        x = self.x_NC[first * self._per_sample:last * self._per_sample]
-        if any(self._padding):
-            x = torch.nn.functional.pad(x, self._padding, mode=self._mode)
-        spatial = x.stride()[2:]
-        dims = range(len(self.kernel))
-        view = x.as_strided((*x.shape[:2], *self.kernel, *self.out),
-                            (*x.stride()[:2], *(spatial[i] * self.dilation[i] for i in dims),
-                             *(spatial[i] * self.stride[i] for i in dims)), x.storage_offset())
-        # patches of all samples side by side in memory, so that rows of samples are rows of one matrix without a copy
-        rows_INT = view.movedim(0, 1 + len(self.kernel)).reshape(self.width, x.shape[0], -1)
-        rows_NTI = rows_INT.permute(1, 2, 0)
-        return rows_NTI if self._per_sample == 1 else rows_NTI.reshape(-1, self.num_positions, self.width)

@@ -1,0 +1,105 @@
+"""What the uses of every parameter add up to, for the quantities that were asked for.
+
+A signal (the gradient, columns of the loss's second derivative, draws, ..) arrives as shares; a form (squares, norms, factors, ..)
+is what is summed up of them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from ngsgd.curvature.capture import Call
+from ngsgd.curvature.inputs import Inputs
+from ngsgd.curvature.kronecker import input_moment, output_rows
+from ngsgd.curvature.quantities import SIGNALS, Fresh, Options, Sums
+from ngsgd.curvature.rows import Lookup, Mixed, Outer, Sum, Written
+from ngsgd.errors import ConfigError
+
+Whole = Outer | Sum | Lookup | Mixed | Written
+
+
+class Accumulation:
+    """The sums of every parameter.
+
+    Args:
+        asked: names of quantities.
+        parameters: by name.
+        options: of `collect`.
+    """
+
+    def __init__(self, asked: Iterable[str], parameters: Mapping[str, Tensor], options: Options) -> None:
+        self.forms: dict[str, set[str]] = defaultdict(set)   # of each signal
+        for signal, form in (SIGNALS[quantity] for quantity in asked if quantity in SIGNALS):
+            self.forms[signal].add(form)
+        if "moments" in self.forms["gradient"]:
+            self.forms["gradient"].add("squares")
+        self.has_factors = any("factors" in forms for forms in self.forms.values())
+        self.sums = {name: Sums(p.shape) for name, p in parameters.items()}
+        self.weight_of: dict[str, str] = {}                  # of the bias
+        self._weights: set[str] = set()
+        self._options = options
+
+    def note(self, call: Call) -> None:
+        """Which parameters belong together."""
+        if call.weight is not None:
+            self._weights.add(call.weight)
+        if call.weight is not None and call.bias is not None:
+            self.weight_of[call.bias] = call.weight
+
+    def take(self, name: str, signal: str, share: Whole, fresh: Fresh, *, without_sum: bool = False,
+             signs_VN: Tensor | None = None) -> None:
+        """Adds what one block of vectors says of a parameter."""
+        forms = self.forms[signal]
+        if "factors" in forms:
+            self._take_factors(name, share, fresh)
+        if "individual" in forms:
+            g_VNP = share.individual(0, share.num_samples)
+            fresh.append(name, "individual", g_VNP)
+            share = share if isinstance(share, Outer) and share.is_rank_one else Written(g_VNP)
+        if "norms" in forms:
+            fresh.append(name, "norms", share.squared_norms())
+        if "by_sample" in forms:
+            fresh.add(name, "by_sample", share.squares_by_sample(signs_VN))
+        if "moments" in forms and not without_sum:
+            total, squares = share.moments()
+            fresh.add(name, "sum", total)
+            fresh.add(name, "squares", squares)
+        elif "squares" in forms:
+            fresh.add(name, "squares", share.sum_of_squares(signs_VN))
+
+    def _take_factors(self, name: str, share: Whole, fresh: Fresh) -> None:
+        if isinstance(share, Sum) and name in self.weight_of:
+            return  # the weight's
+        if (isinstance(share, Sum) and name not in self._weights) or (isinstance(share, Outer) and share.groups == 1):
+            fresh.grams[name, "factors"].add(output_rows(share.e_VNTO, self._options.sharing))
+        else:
+            raise ConfigError(f"parameter {name} has no Kronecker factors: they are defined for Linear, Conv1d, Conv2d and "
+                              "Conv3d without groups and for the products of recurrent and attention layers; leave its layer "
+                              "out by layers=.")
+
+    def take_inputs(self, name: str, inputs: Inputs) -> None:
+        """The input factor A of a weight, for all signals: the mean over rows, also over those of earlier backward passes."""
+        moment_II, num_rows = input_moment(inputs, self._options.sharing)
+        sums = self.sums[name]
+        A_II = moment_II.div_(num_rows)
+        if sums.A_II is not None:
+            share = num_rows / (sums.num_rows + num_rows)
+            A_II = sums.A_II.lerp_(A_II, share)
+        sums.A_II, sums.num_rows = A_II, sums.num_rows + num_rows
+
+    def keep(self, signal: str, fresh: Fresh) -> None:
+        """What a whole backward pass found joins what others did: samples end to end, sums added."""
+        for (name, form), value in fresh.all().items():
+            found, key = self.sums[name].found, (signal, form)
+            if key not in found:
+                found[key] = value
+            elif form in ("individual", "norms"):
+                found[key] = torch.cat([found[key], value], dim=1)
+            elif form == "by_sample":
+                found[key] = torch.cat([found[key], value])
+            else:
+                found[key] = found[key] + value

@@ -1,0 +1,120 @@
+"""The input rows of affine layers: what a weight is multiplied by, there already or made on demand.
+
+Letters: N samples, T positions of a sample, I inputs, C channels, K positions of a kernel.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Inputs(Protocol):
+    """The input rows of an affine layer, possibly made on demand."""
+
+    @property
+    def num_samples(self) -> int:
+        """N."""
+
+    @property
+    def num_positions(self) -> int:
+        """T."""
+
+    @property
+    def width(self) -> int:
+        """I."""
+
+    def rows(self, first: int, last: int) -> Tensor:
+        """n x T x I, of the samples from `first` to before `last`."""
+
+
+class Dense(NamedTuple):
+    """Input rows that are there."""
+
+    rows_NTI: Tensor
+
+    @property
+    def num_samples(self) -> int:
+        return self.rows_NTI.shape[0]
+
+    @property
+    def num_positions(self) -> int:
+        return self.rows_NTI.shape[1]
+
+    @property
+    def width(self) -> int:
+        return self.rows_NTI.shape[2]
+
+    def rows(self, first: int, last: int) -> Tensor:
+        return self.rows_NTI[first:last]
+
+
+class Patches:
+    """The patches that a convolution sees, made on demand: they are as large as the kernel has positions."""
+
+    def __init__(self, x_NC: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int],
+                 padding: Sequence[tuple[int, int]], num_samples: int, mode: str = "constant") -> None:
+        self.x_NC = x_NC
+        self._padding = [side for pair in reversed(padding) for side in pair]
+        self._mode = mode
+        self.kernel, self.stride, self.dilation = tuple(kernel), tuple(stride), tuple(dilation)
+        self.out = tuple((size + before + after - d * (k - 1) - 1) // s + 1 for size, (before, after), k, s, d
+                         in zip(x_NC.shape[2:], padding, kernel, stride, dilation, strict=True))
+        self.num_samples = num_samples
+        self._per_sample = len(x_NC) // num_samples
+        self.num_positions = math.prod(self.out) * self._per_sample
+        self.width = x_NC.shape[1] * math.prod(kernel)
+
+    @property
+    def num_channels(self) -> int:
+        """C."""
+        return self.x_NC.shape[1]
+
+    @property
+    def overlap(self) -> bool:
+        """Neighbouring patches share what they see along the first spatial dimension, shifted by one kernel position."""
+        return self.stride[0] == 1 and self.kernel[0] > 1
+
+    @property
+    def num_sliced(self) -> int:
+        """Numbers of a sample in `slices`."""
+        length = self.out[0] + (self.kernel[0] - 1) * self.dilation[0]
+        return self._per_sample * length * math.prod(self.out[1:]) * self.width // self.kernel[0]
+
+    def rows(self, first: int, last: int) -> Tensor:
+        view = self._view(first, last, len(self.kernel))
+        # patches of all samples side by side in memory, so that rows of samples are rows of one matrix without a copy
+        rows_INT = view.movedim(0, 1 + len(self.kernel)).reshape(self.width, view.shape[0], -1)
+        rows_NTI = rows_INT.permute(1, 2, 0)
+        return rows_NTI if self._per_sample == 1 else rows_NTI.reshape(-1, self.num_positions, self.width)
+
+    def slices(self, first: int, last: int) -> Tensor:
+        """W x S x M: patches along all spatial dimensions but the first, whose S positions (padding included) stay apart.
+
+        W is a channel and the other kernel positions, M a sample and the other output positions.
+        """
+        view = self._view(first, last, len(self.kernel) - 1)   # n x C x S x other kernel positions x other output positions
+        others = range(3, 3 + len(self.kernel) - 1)
+        ordered = view.permute(1, *others, 2, 0, *(i + len(others) for i in others))
+        return ordered.reshape(self.width // self.kernel[0], view.shape[2], -1).contiguous()
+
+    def _view(self, first: int, last: int, num_unfolded: int) -> Tensor:
+        """n x C x the other spatial dimensions x kernel positions x output positions of the last `num_unfolded` ones."""
+        x = self.x_NC[first * self._per_sample:last * self._per_sample]
+        if any(self._padding):
+            x = torch.nn.functional.pad(x, self._padding, mode=self._mode)
+        num_whole = x.ndim - num_unfolded
+        dims = range(len(self.kernel) - num_unfolded, len(self.kernel))
+        spatial = x.stride()[2:]
+        return x.as_strided((*x.shape[:num_whole], *(self.kernel[i] for i in dims), *(self.out[i] for i in dims)),
+                            (*x.stride()[:num_whole], *(spatial[i] * self.dilation[i] for i in dims),
+                             *(spatial[i] * self.stride[i] for i in dims)), x.storage_offset())
+
+
+def joined_inputs(uses: Sequence[Inputs]) -> Inputs:
+    """The input rows of several uses of one weight, their positions end to end."""
+    return uses[0] if len(uses) == 1 else Dense(torch.cat([inputs.rows(0, inputs.num_samples) for inputs in uses], dim=1))
