@@ -1,7 +1,8 @@
 """Products with one parameter's block of the Hessian, of the generalised Gauss-Newton matrix (GGN) and of the positive-curvature
 Hessian (Chen and Hsieh 2018), without the block itself.
 
-The forward passes that were collected run again, with the same random numbers, when a product is asked for first.
+The forward passes that were collected run again, with the same random numbers, when a product is asked for first; their graphs
+serve all further products and go with the mapping that `collect` gave.
 
     Hessian   d/d eps of the gradient at theta + eps v
     GGN       J^T H (J v), with J v from differentiating J^T u by u
@@ -13,6 +14,7 @@ Letters: V vectors.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -40,8 +42,8 @@ class Pass:
     evaluation: Callable[[Tensor], Evaluation]           # what its second derivative is made of
     upstream: Tensor
 
-    def run(self) -> Tensor:
-        """The output, with a graph of its own.
+    def output(self) -> Tensor:
+        """The network's output again, with a graph of its own.
 
         Raises:
             DataError: the parameters have changed since.
@@ -49,10 +51,44 @@ class Pass:
         if tuple(p._version for p in self.model.parameters()) != self.versions:
             raise DataError("the parameters have changed since the curvature was collected; ask for products before the "
                             "optimiser's step.")
+        return self._output
+
+    @functools.cached_property
+    def _output(self) -> Tensor:
         with torch.random.fork_rng(devices=[]), torch.enable_grad(), _expanded(self.model):
             torch.set_rng_state(self.random_state)
             output: Tensor = self.model(*self.args, **self.kwargs)
         return output
+
+    @functools.cached_property
+    def _parameters(self) -> dict[int, int]:
+        """Places of the parameters among those that take gradients, by id."""
+        return {id(p): place for place, p in enumerate(p for p in self.model.parameters() if p.requires_grad)}
+
+    @functools.cached_property
+    def _gradients(self) -> tuple[Tensor | None, ...]:
+        with torch.enable_grad():
+            return self._differentiated(self.loss(self._output), self.upstream)
+
+    @functools.cached_property
+    def _pulled_ones(self) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+        with torch.enable_grad():
+            u = torch.zeros_like(self._output).requires_grad_()
+            return u, self._differentiated(self._output, u)
+
+    def _differentiated(self, value: Tensor, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        found: tuple[Tensor | None, ...] = torch.autograd.grad(value, parameters, upstream, create_graph=True, allow_unused=True)
+        return found
+
+    def gradient_of(self, p: Tensor) -> Tensor | None:
+        """Of the loss with respect to a parameter, with its graph; None where it does not depend on it."""
+        return self._gradients[self._parameters[id(p)]]
+
+    def pushing(self, p: Tensor) -> Callable[[Tensor], Tensor]:
+        """v to J v, J the Jacobian of the output with respect to a parameter."""
+        u, pulled = self._pulled_ones
+        return _pushed(u, pulled[self._parameters[id(p)]])
 
 
 @contextlib.contextmanager
@@ -110,16 +146,15 @@ class Products:
         v_V = v if v.ndim > p.ndim else v[None]
         total = torch.zeros_like(v_V)
         for one in self.passes:
-            total += product(one, one.run(), p, v_V)
+            total += product(one, one.output(), p, v_V)
         return total if v.ndim > p.ndim else total[0]
 
     def _hessian(self, one: Pass, f: Tensor, p: Tensor, v_V: Tensor) -> Tensor:
-        with torch.enable_grad():
-            (gradient,) = torch.autograd.grad(one.loss(f), p, one.upstream, create_graph=True)
-        return torch.stack([_pulled(gradient, p, v) for v in v_V])
+        gradient = one.gradient_of(p)
+        return torch.zeros_like(v_V) if gradient is None else torch.stack([_pulled(gradient, p, v) for v in v_V])
 
     def _ggn(self, one: Pass, f: Tensor, p: Tensor, v_V: Tensor) -> Tensor:
-        push = _pushing(get_gradient_edge(f), f, p)
+        push = one.pushing(p)
         evaluation = one.evaluation(f)
         return torch.stack([_pulled(f, p, evaluation.product(push(v)[None])[0]) for v in v_V])
 
@@ -144,14 +179,18 @@ def _pulled(output: Tensor | GradientEdge, p: Tensor, u: Tensor) -> Tensor:
 
 
 def _pushing(source: GradientEdge, like: Tensor, p: Tensor) -> Callable[[Tensor], Tensor]:
-    """v to J v: J^T u is linear in u, and its derivative by u times v is J v."""
+    """v to J v, J the Jacobian of what is at an edge of the graph with respect to the parameter."""
     with torch.enable_grad():
         u = torch.zeros_like(like).requires_grad_()
         (pulled,) = torch.autograd.grad([source], [p], [u], retain_graph=True, create_graph=True, allow_unused=True)
+    return _pushed(u, pulled)
 
+
+def _pushed(u: Tensor, pulled: Tensor | None) -> Callable[[Tensor], Tensor]:
+    """v to J v: J^T u is linear in u, and its derivative by u times v is J v."""
     def push(v: Tensor) -> Tensor:
         if pulled is None or not pulled.requires_grad:
-            return torch.zeros_like(like)
+            return torch.zeros_like(u)
         (pushed,) = torch.autograd.grad([pulled], [u], [v], retain_graph=True, allow_unused=True)
-        return torch.zeros_like(like) if pushed is None else pushed
+        return torch.zeros_like(u) if pushed is None else pushed
     return push
