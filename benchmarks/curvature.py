@@ -1,98 +1,53 @@
 """What curvature quantities cost beside the plain gradient, ours and BackPACK's in turns.
 
-    python benchmarks/curvature.py time [--nets mlp tdnn] [--quantities variance kfac] [--rounds 7]
-    python benchmarks/curvature.py memory
+    python benchmarks/curvature.py time --out FIGURES.jsonl [--nets mlp tdnn] [--quantities variance kfac] [--rounds 5]
+    python benchmarks/curvature.py memory --out FIGURES.jsonl
+    python benchmarks/curvature.py table --out FIGURES.jsonl
 
-Times are processor times of one thread; a ratio is the median of ratios of neighbouring runs (plain, ours, plain, BackPACK's),
-with its quartiles.  Memory is what the process grew by, beyond what it held before the first pass.  BackPACK is taken if
-`backpack-for-pytorch` is installed.
+Each cell is a line of the file as soon as it is measured, and is not measured again; `table` prints them all.  Times are processor
+times of one thread; a ratio is the median of ratios of neighbouring runs (plain, ours, plain, BackPACK's), with its quartiles.
+Memory is what the process grew by at its peak, in a process of its own that returns freed memory at once.  What BackPACK does not
+have is measured alone; BackPACK is taken if `backpack-for-pytorch` is installed.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
+import json
+import os
 import resource
 import statistics
 import subprocess
 import sys
 import time
 import warnings
-from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from nets import NETS, Net
+from torch import nn
 
 from ngsgd.curvature import collect
 
-
-def conv_net_3c3d() -> nn.Sequential:
-    """3C3D of DeepOBS, on 32 x 32 images of 10 classes."""
-    return nn.Sequential(
-        nn.Conv2d(3, 64, 5), nn.ReLU(), nn.MaxPool2d(3, 2, ceil_mode=True),
-        nn.Conv2d(64, 96, 3), nn.ReLU(), nn.MaxPool2d(3, 2, ceil_mode=True),
-        nn.Conv2d(96, 128, 3, padding=1), nn.ReLU(), nn.MaxPool2d(3, 2, ceil_mode=True), nn.Flatten(),
-        nn.Linear(1152, 512), nn.ReLU(), nn.Linear(512, 256), nn.ReLU(), nn.Linear(256, 10))
-
-
-def all_cnn_c() -> nn.Sequential:
-    """All-CNN-C (Springenberg et al. 2015), on 32 x 32 images of 100 classes, without dropout."""
-    layers: list[nn.Module] = []
-    for num_in, num_out, kernel, stride, padding in ((3, 96, 3, 1, 1), (96, 96, 3, 1, 1), (96, 96, 3, 2, 1), (96, 192, 3, 1, 1),
-                                                     (192, 192, 3, 1, 1), (192, 192, 3, 2, 1), (192, 192, 3, 1, 0),
-                                                     (192, 192, 1, 1, 0), (192, 100, 1, 1, 0)):
-        layers += [nn.Conv2d(num_in, num_out, kernel, stride, padding), nn.ReLU()]
-    return nn.Sequential(*layers, nn.AvgPool2d(6), nn.Flatten())
-
-
-def mlp() -> nn.Sequential:
-    """A feed-forward acoustic model: 360 inputs, four hidden layers of 1024, 2000 states."""
-    dims = [360, 1024, 1024, 1024, 1024]
-    hidden = [part for pair in itertools.pairwise(dims) for part in (nn.Linear(*pair), nn.ReLU())]
-    return nn.Sequential(*hidden, nn.Linear(1024, 2000))
-
-
-def small_mlp() -> nn.Sequential:
-    """Two hidden layers of 512 and 100 classes, small enough for what sends a vector for each class."""
-    return nn.Sequential(nn.Linear(360, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 100))
-
-
-def tdnn() -> nn.Sequential:
-    """A TDNN of dilated convolutions over time, 3.0 million parameters, one target for a window of 29 frames."""
-    layers: OrderedDict[str, nn.Module] = OrderedDict()
-    width = 40
-    for index, dilation in enumerate((1, 1, 3, 3, 3), start=1):
-        layers[f"tdnn{index}"], layers[f"relu{index}"] = nn.Conv1d(width, 384, 3, dilation=dilation), nn.ReLU()
-        width = 384
-    layers["flatten"], layers["output"] = nn.Flatten(), nn.Linear(384 * 7, 1000 // 3)
-    return nn.Sequential(layers)
-
-
-@dataclass(frozen=True)
-class Net:
-    """A network and the minibatch that it is measured on."""
-
-    build: Callable[[], nn.Sequential]
-    input_shape: tuple[int, ...]
-    num_classes: int
-    batch: int
-
-
-NETS = {
-    "3c3d": Net(conv_net_3c3d, (3, 32, 32), 10, 16),
-    "allcnnc": Net(all_cnn_c, (3, 32, 32), 100, 8),
-    "mlp": Net(mlp, (360,), 2000, 512),
-    "tdnn": Net(tdnn, (40, 29), 333, 32),
-    "smallmlp": Net(small_mlp, (360,), 100, 64),
-}
-QUANTITIES = ("batch_grad", "batch_l2", "sum_grad_squared", "variance", "diag_ggn_mc", "kfac", "diag_ggn", "kflr", "diag_h",
-              "batch_diag_ggn", "batch_diag_ggn_mc", "sqrt_ggn", "sqrt_ggn_mc")
-_TOO_LARGE = {("mlp", name) for name in ("batch_grad", "diag_ggn", "kflr", "diag_h", "batch_diag_ggn", "batch_diag_ggn_mc",
-                                         "sqrt_ggn", "sqrt_ggn_mc")}
-_TOO_LARGE |= {(net, name) for net in ("allcnnc", "tdnn") for name in ("diag_ggn", "kflr", "diag_h", "batch_diag_ggn", "sqrt_ggn")}
+PRODUCTS = ("hmp", "ggnmp", "pchmp")
+EXACT = ("diag_ggn", "batch_diag_ggn", "sqrt_ggn", "kflr", "diag_h", "batch_diag_h", "kfra")
+QUANTITIES = ("batch_grad", "batch_l2", "sum_grad_squared", "second_moment", "variance", "diag_ggn_mc", "batch_diag_ggn_mc",
+              "sqrt_ggn_mc", "kfac", "kfac_emp", *EXACT, *PRODUCTS)
+PEER = {"batch_grad": "BatchGrad", "batch_l2": "BatchL2Grad", "sum_grad_squared": "SumGradSquared", "variance": "Variance",
+        "diag_ggn_mc": "DiagGGNMC", "batch_diag_ggn_mc": "BatchDiagGGNMC", "sqrt_ggn_mc": "SqrtGGNMC", "kfac": "KFAC",
+        "diag_ggn": "DiagGGNExact", "batch_diag_ggn": "BatchDiagGGNExact", "sqrt_ggn": "SqrtGGNExact", "kflr": "KFLR",
+        "diag_h": "DiagHessian", "batch_diag_h": "BatchDiagHessian", "kfra": "KFRA", "hmp": "HMP", "ggnmp": "GGNMP",
+        "pchmp": "PCHMP"}
+NO_PEER = {("tdnn", name) for name in PRODUCTS}   # Conv1d has none of them
+# as many vectors as there are classes, or gradients of every sample: what a minibatch of the usual size does not hold
+_BATCH = {("allcnnc", name): 2 for name in (*EXACT, "batch_diag_ggn_mc", "sqrt_ggn_mc")}
+_BATCH |= {("tdnn", name): 2 for name in EXACT}
+_TOO_LARGE = {("mlp", name) for name in ("batch_grad", "batch_diag_ggn_mc", "sqrt_ggn_mc", *EXACT)}   # 11 GB, or 2000 passes
+_TOO_LARGE |= {(net, "sqrt_ggn") for net in ("allcnnc", "tdnn")}
+_TOO_LARGE |= {(net, "kfra") for net in ("3c3d", "allcnnc")}   # a matrix of 50176 x 50176 numbers at the first layer
 
 
 class Work:
@@ -102,25 +57,24 @@ class Work:
         torch.manual_seed(0)
         self.model, self.loss_fn = net.build(), nn.CrossEntropyLoss()
         self.x, self.y = torch.randn(batch, *net.input_shape), torch.randint(net.num_classes, (batch,))
+        self.vectors = {name: torch.randn(1, *p.shape) for name, p in self.model.named_parameters()}
 
     def clear(self) -> None:
         for p in self.model.parameters():
-            for name in ("grad", "grad_batch", "batch_l2", "sum_grad_squared", "variance", "diag_ggn_mc", "diag_ggn_exact", "kfac",
-                         "kflr", "diag_h", "diag_ggn_exact_batch", "diag_ggn_mc_batch", "sqrt_ggn_exact", "sqrt_ggn_mc"):
-                if getattr(p, name, None) is not None:
-                    p.grad = None if name == "grad" else p.grad
-                    if name != "grad":
-                        delattr(p, name)
+            p.grad = None
+            for name in list(vars(p)):
+                delattr(p, name)
 
     def plain(self) -> None:
         self.clear()
         self.loss_fn(self.model(self.x), self.y).backward()
 
-    def ours(self, quantity: str) -> dict[str, Tensor]:
+    def ours(self, quantity: str) -> dict[str, Any]:
         self.clear()
         with collect(self.model, quantity, loss_fn=self.loss_fn, sharing="backpack") as q:
             self.loss_fn(self.model(self.x), self.y).backward()
-        return {name: getattr(q[name], quantity) for name in q}
+        found = {name: getattr(q[name], quantity) for name in q}
+        return {name: product(self.vectors[name]) for name, product in found.items()} if quantity in PRODUCTS else found
 
 
 class PeerWork(Work):
@@ -131,16 +85,14 @@ class PeerWork(Work):
         import backpack
         self.model, self.loss_fn = backpack.extend(self.model), backpack.extend(self.loss_fn)
 
-    def theirs(self, quantity: str) -> None:
-        from backpack import backpack
-        from backpack import extensions as e
-        extension = {"batch_grad": e.BatchGrad, "batch_l2": e.BatchL2Grad, "sum_grad_squared": e.SumGradSquared,
-                     "variance": e.Variance, "diag_ggn_mc": e.DiagGGNMC, "kfac": e.KFAC, "diag_ggn": e.DiagGGNExact, "kflr": e.KFLR,
-                     "diag_h": e.DiagHessian, "batch_diag_ggn": e.BatchDiagGGNExact, "batch_diag_ggn_mc": e.BatchDiagGGNMC,
-                     "sqrt_ggn": e.SqrtGGNExact, "sqrt_ggn_mc": e.SqrtGGNMC}[quantity]
+    def theirs(self, quantity: str) -> list[Any]:
+        from backpack import backpack, extensions
         self.clear()
-        with backpack(extension()):
+        extension = getattr(extensions, PEER[quantity])()
+        with backpack(extension):
             self.loss_fn(self.model(self.x), self.y).backward()
+        return [getattr(p, extension.savefield)(self.vectors[name]) for name, p in self.model.named_parameters()
+                if quantity in PRODUCTS]
 
 
 def has_peer() -> bool:
@@ -151,74 +103,85 @@ def has_peer() -> bool:
     return True
 
 
+def sides(net: str, quantity: str) -> list[str]:
+    """Who has this cell."""
+    return ["ours", "theirs"] if quantity in PEER and (net, quantity) not in NO_PEER and has_peer() else ["ours"]
+
+
+def batch_of(net: str, quantity: str) -> int:
+    return _BATCH.get((net, quantity), NETS[net].batch)
+
+
+class Figures:
+    """Finished cells, one JSON object a line."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.cells = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def has(self, what: str, net: str, quantity: str) -> bool:
+        return self.of(what, net, quantity) is not None
+
+    def of(self, what: str, net: str, quantity: str) -> dict[str, Any] | None:
+        return next((cell for cell in self.cells if (cell["what"], cell["net"], cell["quantity"]) == (what, net, quantity)), None)
+
+    def add(self, **cell: Any) -> None:
+        self.cells.append(cell)
+        with self._path.open("a") as file:
+            file.write(json.dumps(cell) + "\n")
+        print(cell, flush=True)
+
+
 def processor_s(run: Callable[[], object]) -> float:
     start = time.process_time()
     run()
     return time.process_time() - start
 
 
-def quartiles(ratios: list[float]) -> str:
-    ordered = sorted(ratios)
-    return f"{statistics.median(ordered):.2f} ({ordered[len(ordered) // 4]:.2f} to {ordered[-1 - len(ordered) // 4]:.2f})"
-
-
-def times(nets: list[str], quantities: list[str], rounds: int, batch: int | None, *, peer: bool) -> None:
+def measure_times(figures: Figures, net: str, quantity: str, rounds: int) -> None:
     torch.set_num_threads(1)
-    print(f"torch {torch.__version__}, one thread, {rounds} rounds")
-    for net_name in nets:
-        net = NETS[net_name]
-        num = batch or net.batch
-        work = Work(net, num)
-        work.plain()
-        print(f"\n{net_name}, minibatch {num}: plain {1e3 * statistics.median(processor_s(work.plain) for _ in range(5)):.1f} "
-              "ms", flush=True)
-        for quantity in quantities:
-            if (net_name, quantity) not in _TOO_LARGE:
-                _compare(quantity, work, PeerWork(net, num) if peer else None, rounds)
-
-
-def _compare(quantity: str, work: Work, other: PeerWork | None, rounds: int) -> None:
+    batch = batch_of(net, quantity)
+    work = Work(NETS[net], batch)
     runs: dict[str, Callable[[], object]] = {"ours": partial(work.ours, quantity)}
-    if other is not None:
-        runs["BackPACK"] = partial(other.theirs, quantity)
-    ratios: dict[str, list[float]] = {name: [] for name in runs}
-    for run in runs.values():
+    if "theirs" in sides(net, quantity):
+        runs["theirs"] = partial(PeerWork(NETS[net], batch).theirs, quantity)
+    ratios: dict[str, list[float]] = {side: [] for side in runs}
+    plain_s = []
+    for run in (work.plain, *runs.values()):
         run()
     for _ in range(rounds):
-        for name, run in runs.items():
-            ratios[name].append(processor_s(run) / processor_s(work.plain))
-    print(f"  {quantity:18s} " + "   ".join(f"{name} {quartiles(values)}" for name, values in ratios.items()), flush=True)
+        for side, run in runs.items():
+            plain_s.append(processor_s(work.plain))
+            ratios[side].append(processor_s(run) / plain_s[-1])
+    figures.add(what="time", net=net, quantity=quantity, batch=batch, plain_ms=round(1e3 * statistics.median(plain_s), 1),
+                **{side: [round(ratio, 3) for ratio in sorted(values)] for side, values in ratios.items()})
 
 
-def memory(nets: list[str], quantities: list[str], *, peer: bool) -> None:
-    """Each in a process of its own."""
-    for net in nets:
-        base = _peak_of(net, "plain", "plain")
-        print(f"\n{net}: plain {base:.0f} MiB")
-        for quantity in quantities:
-            if (net, quantity) not in _TOO_LARGE:
-                sides = ["ours", "theirs"] if peer else ["ours"]
-                found = {side: _peak_of(net, side, quantity) for side in sides}
-                cells = "   ".join(f"{side} {mib:.0f} MiB, {mib / base:.2f} x" for side, mib in found.items())
-                print(f"  {quantity:18s} {cells}", flush=True)
+def measure_memory(figures: Figures, net: str, quantity: str) -> None:
+    batch = batch_of(net, quantity)
+    mib = {side: _peak_of(net, side, quantity) for side in ["plain", *sides(net, quantity)]}
+    figures.add(what="memory", net=net, quantity=quantity, batch=batch, **{side: round(value, 1) for side, value in mib.items()})
 
 
 def _peak_of(net: str, side: str, quantity: str) -> float:
     command = [sys.executable, __file__, "peak", "--nets", net, "--side", side, "--quantities", quantity]
-    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    # glibc would keep freed blocks for later, some of them from before the first measurement
+    env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    return float(subprocess.run(command, check=True, capture_output=True, text=True, env=env).stdout)
 
 
-def peak(net: Net, side: str, quantity: str) -> None:
+def peak(net: str, side: str, quantity: str) -> None:
+    """Prints the growth of the resident set in MiB."""
     torch.set_num_threads(1)
-    work = PeerWork(net, net.batch) if side == "theirs" else Work(net, net.batch)
-    small = PeerWork(net, 1) if side == "theirs" else Work(net, 1)
-    run = work.plain if side == "plain" else partial(getattr(work, side), quantity)
-    warm = small.plain if side == "plain" else partial(getattr(small, side), quantity)
+    make = PeerWork if side == "theirs" else Work
+    work, small = make(NETS[net], batch_of(net, quantity)), make(NETS[net], 1)
+    run, warm = (one.plain if side == "plain" else partial(getattr(one, side), quantity) for one in (work, small))
     warm()  # libraries and code
     small.clear()
     before = _resident_mib()
-    kept = [run() for _ in range(1)]
-    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024 - before, len(kept) * 0 or "", sep="")
+    found = run()
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024 - before)
+    del found
 
 
 def _resident_mib() -> float:
@@ -226,22 +189,56 @@ def _resident_mib() -> float:
         return int(file.read().split()[1]) * resource.getpagesize() / 2**20
 
 
+def table(figures: Figures, what: str) -> None:
+    """Markdown, a row for each quantity."""
+    nets = [net for net in NETS if any(cell["what"] == what and cell["net"] == net for cell in figures.cells)]
+    print(f"\n| quantity | {' | '.join(f'{net}, {NETS[net].batch}' for net in nets)} |\n|{'---|' * (len(nets) + 1)}")
+    for quantity in QUANTITIES:
+        cells = [(figures.of(what, net, quantity), net) for net in nets]
+        if any(cell for cell, _ in cells):
+            print(f"| {quantity} | {' | '.join(_shown(cell, net) for cell, net in cells)} |")
+
+
+def _shown(cell: dict[str, Any] | None, net: str) -> str:
+    if cell is None:
+        return "-"
+    small = f" (minibatch {cell['batch']})" if cell["batch"] != NETS[net].batch else ""
+    if cell["what"] == "memory":
+        return ", ".join(f"{cell[side] / cell['plain']:.2f}" for side in ("ours", "theirs") if side in cell) + small
+    return ", ".join(_quartiles(cell[side]) for side in ("ours", "theirs") if side in cell) + small
+
+
+def _quartiles(ordered: list[float]) -> str:
+    return f"{statistics.median(ordered):.2f} ({ordered[len(ordered) // 4]:.2f}-{ordered[-1 - len(ordered) // 4]:.2f})"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("time", "memory", "peak"))
+    parser.add_argument("what", choices=("time", "memory", "table", "peak"))
+    parser.add_argument("--out", type=Path, default=Path("curvature-figures.jsonl"))
     parser.add_argument("--nets", nargs="+", default=list(NETS), choices=list(NETS))
-    parser.add_argument("--quantities", nargs="+", default=list(QUANTITIES))
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--batch", type=int, help="in place of each net's own")
+    parser.add_argument("--quantities", nargs="+", default=list(QUANTITIES), choices=QUANTITIES)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--minutes", type=float, default=1e9, help="begin no cell after so many")
     parser.add_argument("--side", default="ours", choices=("plain", "ours", "theirs"))
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
-    if args.what == "time":
-        times(args.nets, args.quantities, args.rounds, args.batch, peer=has_peer())
-    elif args.what == "memory":
-        memory(args.nets, args.quantities, peer=has_peer())
-    else:
-        peak(NETS[args.nets[0]], args.side, args.quantities[0])
+    if args.what == "peak":
+        peak(args.nets[0], args.side, args.quantities[0])
+        return
+    figures, end = Figures(args.out), time.monotonic() + 60.0 * args.minutes
+    if args.what == "table":
+        for what in ("time", "memory"):
+            table(figures, what)
+        return
+    for net in args.nets:
+        for quantity in args.quantities:
+            if (net, quantity) in _TOO_LARGE or figures.has(args.what, net, quantity) or time.monotonic() > end:
+                continue
+            if args.what == "time":
+                measure_times(figures, net, quantity, args.rounds)
+            else:
+                measure_memory(figures, net, quantity)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from ngsgd.curvature.accumulation import Accumulation
 from ngsgd.curvature.capture import Call, Capture, Record
 from ngsgd.curvature.inputs import Inputs, joined_inputs
 from ngsgd.curvature.layers import Affine, without_autocast
-from ngsgd.curvature.quantities import SIGNALS, Fresh, Options, Quantities
+from ngsgd.curvature.quantities import SIGNALS, Fresh, Options, Quantities, settle
 from ngsgd.curvature.rows import joined
 from ngsgd.curvature.second_order import SecondOrder
 from ngsgd.curvature.watching import LossCalls
@@ -85,6 +85,8 @@ class Collection(Mapping[str, Quantities]):
         if error is None:
             with torch.no_grad():
                 self._finish_pass()
+                for sums in self._accumulation.sums.values():
+                    settle(sums, self._asked, self._options)
         self._uses.clear()
         self._inputs.clear()
 

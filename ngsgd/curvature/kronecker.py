@@ -21,7 +21,7 @@ from torch import Tensor
 from ngsgd.curvature.inputs import Inputs, Patches
 
 SHARINGS = ("expand", "reduce", "backpack")
-_SLICED = 1 << 22   # floats of a convolution's inputs that are laid out anew at a time
+_SLICED = 1 << 20   # floats of a convolution's inputs that are laid out anew at a time
 
 
 class Kronecker(NamedTuple):

@@ -50,6 +50,7 @@ class Sums:
     num_samples: int = 0
     A_II: Tensor | None = None   # mean over input rows, for all signals
     num_rows: int = 0            # of them
+    variance: Tensor | None = None
 
 
 class Fresh:
@@ -116,14 +117,28 @@ def _value(quantity: str, sums: Sums, weight: Sums | None, options: Options) -> 
 
 def _moment(quantity: str, sums: Sums, options: Options) -> Tensor:
     """The paper: 1/N sum_n g_n^2, minus the square of 1/N sum_n g_n; BackPACK: the same of what is differentiated, g_n / N."""
+    if quantity == "variance" and sums.variance is not None:
+        return sums.variance.view(sums.shape)
+    return _moment_of(quantity, sums.found["gradient", "squares"].clone(), sums, options).view(sums.shape)
+
+
+def _moment_of(quantity: str, squares: Tensor, sums: Sums, options: Options) -> Tensor:
+    """In the memory of the squares."""
     N = sums.num_samples
     # a mean over samples leaves g_n / N in the backward pass
     scale = N if options.reduction == "mean" and options.normalization == "paper" else 1
-    second = sums.found["gradient", "squares"] * (scale**2 / N)
+    second = squares.mul_(scale**2 / N)
     if quantity == "second_moment":
-        return second.view(sums.shape)
+        return second
     mean = sums.found["gradient", "sum"] * (scale / N)
-    return second.sub_(mean.square_()).clamp_(min=0.0).view(sums.shape)  # rounding would leave negative variances
+    return second.sub_(mean.square_()).clamp_(min=0.0)  # rounding would leave negative variances
+
+
+def settle(sums: Sums, asked: Sequence[str], options: Options) -> None:
+    """No backward pass will follow: sums that nothing but the variance needs become the variance, which saves half of them."""
+    if ("gradient", "squares") in sums.found and not {"sum_grad_squared", "second_moment"} & set(asked) and "variance" in asked:
+        sums.variance = _moment_of("variance", sums.found.pop(("gradient", "squares")), sums, options)
+        del sums.found["gradient", "sum"]
 
 
 def _factors(signal: str, sums: Sums, weight: Sums | None, options: Options) -> Kronecker:
