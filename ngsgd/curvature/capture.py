@@ -120,7 +120,7 @@ class Capture:
         self._name_of = {id(p): name for name, p in self.parameters.items()}
         self._within = None if layers is None else tuple(layers)
         self._num_samples, self._samples = num_samples, samples
-        self._arrived, self._called = arrived or self._keep, called
+        self._arrived, self._called = arrived, called
         self._handles: list[RemovableHandle] = []
         self._numbers: Counter[str] = Counter()
         self._open: dict[Call, GradientEdge] = {}
@@ -147,6 +147,7 @@ class Capture:
             handle.remove()
         self._handles.clear()
         self._open.clear()
+        self._arrived = self._called = None   # whoever listens often holds this capture, and results should go with their last user
 
     @property
     def open_calls(self) -> dict[Call, GradientEdge]:
@@ -291,7 +292,7 @@ class Capture:
                               "add the losses up before backward(), or call the model once for each, and leave gradients of "
                               "gradients outside.")
         with torch.no_grad(), without_autocast(e_M.device.type):
-            self._arrived(call, e_M.detach())
+            (self._arrived or self._keep)(call, e_M.detach())
 
 
 def _taken(found: list[list[Any]], number: int) -> list[Tensor]:

@@ -82,6 +82,7 @@ class Collection(Mapping[str, Quantities]):
             self._handle.remove()
         if self._mode is not None:
             self._mode.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+            self._mode = None
         if error is None:
             with torch.no_grad():
                 self._finish_pass()
@@ -182,9 +183,11 @@ class Collection(Mapping[str, Quantities]):
         if not value.requires_grad or self._capture.is_paused:
             return
 
+        outputs = [output]   # let go when it has been used: the hook lives as long as the graph
+
         def before_the_backward_pass(upstream: Tensor) -> None:
-            if not self._capture.is_paused and self._capture.open_calls:
-                with without_autocast(output.device.type):
-                    self._second_order.send(settings, kind, output, target, upstream, again)
+            if not self._capture.is_paused and self._capture.open_calls and outputs:
+                with without_autocast(upstream.device.type):
+                    self._second_order.send(settings, kind, outputs.pop(), target, upstream, again)
 
         value.register_hook(before_the_backward_pass)

@@ -21,6 +21,7 @@ from torch import Tensor
 from ngsgd.curvature.inputs import Inputs, Patches
 
 SHARINGS = ("expand", "reduce", "backpack")
+_WAITING = 1 << 18  # floats of rows that wait to be multiplied out together
 _SLICED = 1 << 20   # floats of a convolution's inputs that are laid out anew at a time
 
 
@@ -44,10 +45,10 @@ class Gram:
         self._total_DD: Tensor | None = None
 
     def add(self, x_XD: Tensor) -> None:
-        """Takes rows in; they wait as long as they are smaller than their sum."""
+        """Takes rows in; they wait as long as they are few, and fewer than the rows of their sum."""
         self._waiting.append(x_XD)
         self._num_waiting += x_XD.shape[0]
-        if self._num_waiting >= x_XD.shape[1]:
+        if self._num_waiting >= min(x_XD.shape[1], _WAITING // x_XD.shape[1]):
             self._multiply()
 
     def total(self) -> Tensor:

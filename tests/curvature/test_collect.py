@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -69,6 +70,35 @@ def test_the_graph_of_a_pass_is_freed() -> None:
         assert q["0.weight"].variance.shape == (6, 5)
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("loss_fn", [CE, nn.functional.cross_entropy])
+def test_results_go_with_their_last_user(loss_fn: Callable[..., Tensor]) -> None:
+    model, x, y = _net()
+    gc.collect()
+    gc.disable()
+    try:
+        with collect(model, *ALL, "kfac", loss_fn=loss_fn) as q:
+            loss_fn(model(x), y).backward()
+        seen = [weakref.ref(q["0.weight"].kfac.A_II), weakref.ref(q["2.weight"].kflr.B_OO)]
+        assert all(reference() is not None for reference in seen)
+        del q
+        assert all(reference() is None for reference in seen)
+    finally:
+        gc.enable()
+
+
+def test_inputs_of_layers_go_when_they_have_been_used() -> None:
+    model, x, y = _net()
+    _, activation, _ = model.children()
+    seen: list[weakref.ref[torch.UntypedStorage]] = []
+    alive: list[bool] = []
+    with collect(model, "kfac_emp", "variance", loss_fn=CE):
+        activation.register_forward_hook(lambda *given: seen.append(weakref.ref(given[2].untyped_storage())))
+        output = model(x)
+        model.get_parameter("0.weight").register_hook(lambda _: alive.append(seen[0]() is not None))
+        CE(output, y).backward()
+    assert alive == [False]
 
 
 def test_accumulated_minibatches_count_as_one() -> None:
