@@ -11,7 +11,6 @@ Letters: N samples, D elements of an operation's output per sample, T positions,
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -20,13 +19,18 @@ from torch.autograd.graph import GradientEdge
 
 from ngsgd.curvature.capture import Call
 from ngsgd.curvature.graph import describe, is_constant, is_elementwise, nodes_between, paths
+from ngsgd.curvature.losses import Evaluation
 from ngsgd.errors import ConfigError
 
 
-def output_moment(columns: Iterable[Tensor], num_samples: int) -> Tensor:
-    """D x D: the sum over samples of the loss's second derivative, from the columns of its roots."""
+def output_moment(view: Evaluation, num_samples: int) -> Tensor:
+    """D x D: the sum over samples of the loss's second derivative by a sample's output."""
+    f = view.rows()
+    if view.classes and len(f) == num_samples:
+        p_NC, w_N = f.softmax(dim=1), view.weight_R
+        return torch.diag(w_N @ p_NC) - p_NC.T @ (w_N[:, None] * p_NC)
     total: Tensor | float = 0.0
-    for block_V in columns:
+    for block_V in view.columns(num_samples, 64):
         root_XD = block_V.reshape(len(block_V) * num_samples, -1)
         total = total + root_XD.T @ root_XD
     assert isinstance(total, Tensor)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ngsgd.curvature.inputs import Inputs, Patches
+from ngsgd.curvature.memory import empty
 
 SHARINGS = ("expand", "reduce", "backpack")
 _WAITING = 1 << 18  # floats of rows that wait to be multiplied out together
@@ -63,7 +64,7 @@ class Gram:
         self._waiting.clear()
         self._num_waiting = 0
         keep = 0.0 if self._total_DD is None else 1.0
-        self._total_DD = x_XD.new_empty(x_XD.shape[1], x_XD.shape[1]) if self._total_DD is None else self._total_DD
+        self._total_DD = empty(x_XD, x_XD.shape[1], x_XD.shape[1]) if self._total_DD is None else self._total_DD
         _gram(x_XD, self._total_DD, keep)
 
 
@@ -123,7 +124,7 @@ def _overlapping_moment(inputs: Patches) -> Tensor:
     """
     K, d, T = inputs.kernel[0], inputs.dilation[0], inputs.out[0]
     C, W = inputs.num_channels, inputs.width // K
-    total_II = inputs.x_NC.new_empty(inputs.width, inputs.width)
+    total_II = empty(inputs.x_NC, inputs.width, inputs.width)
     total_CKRCKR = total_II.view(C, K, W // C, C, K, W // C)
     size = max(1, _SLICED // inputs.num_sliced)
     for lag in range(K):

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ngsgd.curvature.inputs import Dense, Inputs, joined_inputs
+from ngsgd.curvature.memory import empty
 
 __all__ = ["Dense", "Lookup", "Mixed", "Outer", "Share", "Sum", "Written", "joined"]
 
@@ -140,9 +141,11 @@ class Outer(_Chunked):
             a_NTI = a_NTI.unflatten(2, (G, -1)).movedim(2, 1).flatten(0, 1)
             e_VNTO = e_VNTO.unflatten(3, (G, -1)).movedim(3, 2).flatten(1, 2)
         if T == 1:
-            return (e_VNTO[:, :, 0, :, None] * a_NTI[:, 0, None, :]).reshape(V, N, -1)
+            g_VNOI = empty(e_VNTO, V, len(a_NTI), e_VNTO.shape[3], a_NTI.shape[2])
+            return torch.mul(e_VNTO[:, :, 0, :, None], a_NTI[:, 0, None, :], out=g_VNOI).view(V, N, -1)
         if V == 1:
-            return torch.bmm(e_VNTO[0].transpose(1, 2), a_NTI).view(1, N, -1)
+            g_NOI = empty(e_VNTO, len(a_NTI), e_VNTO.shape[3], a_NTI.shape[2])
+            return torch.bmm(e_VNTO[0].transpose(1, 2), a_NTI, out=g_NOI).view(1, N, -1)
         e_NOT = e_VNTO.permute(1, 0, 3, 2).reshape(N * G, V * D // G, T)
         g_NVP = torch.bmm(e_NOT, a_NTI).view(N, G, V, -1)
         return g_NVP.movedim(2, 0).reshape(V, N, -1)
@@ -160,13 +163,15 @@ class Outer(_Chunked):
             return super()._moments(weights_VN, gradient=gradient)
         e2_NO, a2_NI = self._squared_rows(weights_VN)
         total = (self.e_VNTO.sum(dim=0)[:, 0].T @ self.inputs.rows(0, self.num_samples)[:, 0]).flatten() if gradient else None
-        return total, (e2_NO.T @ a2_NI).flatten()
+        squares_OI = empty(e2_NO, e2_NO.shape[1], a2_NI.shape[1])
+        return total, torch.mm(e2_NO.T, a2_NI, out=squares_OI).flatten()
 
     def squares_by_sample(self, weights_VN: Tensor | None = None) -> Tensor:
         if not self.is_rank_one:
             return super().squares_by_sample(weights_VN)
         e2_NO, a2_NI = self._squared_rows(weights_VN)
-        return (e2_NO[:, :, None] * a2_NI[:, None, :]).flatten(1)
+        squares_NOI = empty(e2_NO, *e2_NO.shape, a2_NI.shape[1])
+        return torch.mul(e2_NO[:, :, None], a2_NI[:, None, :], out=squares_NOI).flatten(1)
 
     def squared_norms(self) -> Tensor:
         V, N, T, D = self.e_VNTO.shape

@@ -105,7 +105,7 @@ class SecondOrder:
     def _send_averages(self, view: losses.Evaluation, num_samples: int) -> None:
         fresh, calls = Fresh(), dict(self._capture.open_calls)
         with torch.no_grad(), self._capture.paused():
-            G_DD = output_moment(view.columns(num_samples, 64), num_samples)
+            G_DD = output_moment(view, num_samples)
             found = recursion(G_DD, get_gradient_edge(view.output), calls, num_samples, self._options.max_floats)
             for call, of_output_DD in found.items():
                 kind = call.kind

@@ -1,0 +1,83 @@
+"""Which network stands for which row of the support table of docs/curvature.md, and the losses of its cells."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+LOSSES = ("cross-entropy", "summed cross-entropy", "weighted cross-entropy", "soft targets", "squared error",
+          "binary cross-entropy")
+DOCS = Path(__file__).parents[2] / "docs" / "curvature.md"
+
+# the problems of a row, each of which every cell of the row is tested with
+ROWS = {
+    "Linear, with any dimensions between the first and the last": ("linear", "linear without bias", "linear over frames"),
+    'Conv1d, Conv2d, Conv3d (stride, dilation, "same", padding modes)': (
+        "conv1d", "conv1d dilated same", "conv2d", "conv2d circular", "conv3d"),
+    "the same with groups": ("conv1d same",),
+    "TDNN of this project": ("tdnn",),
+    "TDNN-F of this project with renormalisation": ("tdnnf",),
+    "TDNN-F of this project with batch norm": ("tdnnf with batch norm",),
+    "LSTM, GRU, RNN (layers, directions, projections)": ("lstm", "lstm with projection", "gru", "rnn"),
+    "MultiheadAttention": ("attention", "cross-attention"),
+    "BatchNorm (eval)": ("batch norm", "batch norm of rows"),
+    "LayerNorm, RMSNorm, GroupNorm": ("layer norm", "rms norm over frames", "group norm"),
+    "Embedding, also tied to the output layer": ("embedding",),
+    "a layer used several times": ("functional",),
+    "on the way: ReLU in place or not, LeakyReLU, Hardtanh, pooling, dropout, padding, reshaping": (
+        "linear", "conv2d", "conv2d circular", "conv3d", "dropout", "pieces"),
+    "on the way: sigmoid, tanh, ELU, softplus, GELU, SiLU and other elementwise functions": (
+        "linear without bias", "linear over frames", "conv1d dilated same", "activations"),
+    "on the way: residual sums": ("residual",),
+    "on the way: p-norm, renormalisation": ("p-norm",),
+    "on the way: sub-classes, attention, products of two branches": ("sub-classes", "attention", "tdnnf"),
+}
+# parameters of normalisations and embeddings have no factors; in other rows such layers are left out by layers=
+WITHOUT_FACTORS = ("conv1d same", "batch norm", "batch norm of rows", "layer norm", "rms norm over frames", "group norm",
+                   "embedding")
+
+_FAST = ("linear", "conv2d", "residual", "gru")   # with every loss also where slow tests are left out
+
+
+def cells(names: Iterable[str]) -> list[Any]:
+    """Every problem with every loss; what a change of the loss is unlikely to break alone is marked slow."""
+    return [pytest.param(name, loss, marks=[] if loss == "cross-entropy" or name in _FAST else pytest.mark.slow)
+            for name in names for loss in LOSSES]
+
+
+def pairs(params: Iterable[Any]) -> set[tuple[str, str]]:
+    """(problem, loss) of parametrised cells."""
+    return {(param.values[0], param.values[1]) for param in params}
+
+
+def targets(name: str, output: Tensor) -> tuple[Any, Tensor]:
+    """The loss of that name, and something to compare the output with."""
+    rows = output.shape[:1] + output.shape[2:]
+    y = torch.randint(output.shape[1], rows)
+    if name == "cross-entropy":
+        return nn.CrossEntropyLoss(), y
+    if name == "summed cross-entropy":
+        return nn.CrossEntropyLoss(reduction="sum"), y
+    if name == "weighted cross-entropy":
+        y = torch.arange(y.numel()).view_as(y) % output.shape[1]  # frame 1 is ignored
+        weight = torch.rand(output.shape[1], dtype=torch.float64) + 0.1
+        return nn.CrossEntropyLoss(weight=weight, ignore_index=1, label_smoothing=0.1), y
+    if name == "soft targets":
+        return nn.CrossEntropyLoss(label_smoothing=0.2), torch.rand_like(output).softmax(dim=1)
+    if name == "squared error":
+        return nn.MSELoss(), torch.randn_like(output)
+    return nn.BCEWithLogitsLoss(pos_weight=torch.rand(output.shape[1], dtype=torch.float64) + 0.5), torch.rand_like(output).round()
+
+
+def documented() -> tuple[list[tuple[str, ...]], dict[str, list[str]]]:
+    """(the quantities of each column, what each row says by its label) of the table in the documentation."""
+    lines = DOCS.read_text().split("## 2. What is supported")[1].split("\n\n")[1].splitlines()
+    header, _, *rows = ([cell.strip() for cell in line.strip("|").split(" | ")] for line in lines)
+    columns = [tuple(re.findall(r"`(\w+)`", cell)) for cell in header[1:]]
+    return columns, {row[0]: row[1:] for row in rows}
