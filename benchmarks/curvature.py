@@ -46,7 +46,7 @@ NO_PEER = {("tdnn", name) for name in PRODUCTS}   # Conv1d has none of them
 _BATCH = {("allcnnc", name): 2 for name in (*EXACT, "batch_diag_ggn_mc", "sqrt_ggn_mc")}
 _BATCH |= {("tdnn", name): 2 for name in EXACT}
 _TOO_LARGE = {("mlp", name) for name in ("batch_grad", "batch_diag_ggn_mc", "sqrt_ggn_mc", *EXACT) if name != "kfra"}
-_TOO_LARGE |= {(net, "sqrt_ggn") for net in ("allcnnc", "tdnn")}
+_TOO_LARGE |= {(net, "sqrt_ggn") for net in ("allcnnc", "tdnn", "smallmlp")}
 _TOO_LARGE |= {(net, "kfra") for net in ("3c3d", "allcnnc", "tdnn")}   # a matrix of 50176 x 50176 numbers at the first layer
 
 

@@ -159,6 +159,11 @@ def _built() -> dict[str, Callable[[], Problem]]:
         "batch norm": of(lambda: nn.Sequential(nn.Conv2d(2, 4, 3), eval_norm(nn.BatchNorm2d(4)), nn.ReLU(), nn.Flatten(),
                                                nn.Linear(64, 3)), _images),
         "batch norm of rows": of(lambda: nn.Sequential(nn.Linear(5, 4), eval_norm(nn.BatchNorm1d(4)), nn.Linear(4, 3)), rows),
+        "activations": of(lambda: nn.Sequential(*(part for kind in (nn.Sigmoid, nn.Tanh, nn.ELU, nn.Softplus, nn.GELU, nn.SiLU)
+                                                  for part in (nn.Linear(5, 5), kind())), nn.Linear(5, 3)), rows),
+        "pieces": of(lambda: nn.Sequential(nn.Conv2d(2, 4, 3), nn.Hardtanh(-0.5, 0.5), nn.ZeroPad2d(1), nn.MaxPool2d(3, 2),
+                                           nn.AvgPool2d(2, 1, padding=1), nn.Unflatten(1, (2, 2)), nn.Flatten(),
+                                           nn.Linear(36, 3)), _images),
         "dropout": of(lambda: nn.Sequential(nn.Linear(5, 6), nn.Dropout(0.5), nn.ReLU(), nn.Linear(6, 3)).eval(), rows),
         "lstm": of(lambda: Recurrent(nn.LSTM(6, 4, num_layers=2, bidirectional=True, batch_first=True), 8), times),
         "lstm with projection": of(lambda: Recurrent(nn.LSTM(6, 4, proj_size=3), 3), times),

@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ngsgd.curvature import collect
+
 LOSSES = ("cross-entropy", "summed cross-entropy", "weighted cross-entropy", "soft targets", "squared error",
           "binary cross-entropy")
 DOCS = Path(__file__).parents[2] / "docs" / "curvature.md"
@@ -73,6 +75,25 @@ def targets(name: str, output: Tensor) -> tuple[Any, Tensor]:
     if name == "squared error":
         return nn.MSELoss(), torch.randn_like(output)
     return nn.BCEWithLogitsLoss(pos_weight=torch.rand(output.shape[1], dtype=torch.float64) + 0.5), torch.rand_like(output).round()
+
+
+def close(fast: Tensor, reference: Tensor) -> None:
+    """float64 on both sides; a few hundred roundings."""
+    scale = float(reference.detach().abs().max())
+    torch.testing.assert_close(fast.reshape(reference.shape), reference, rtol=1e-10, atol=1e-11 * max(scale, 1e-3))
+
+
+def drawn(loss_fn: Any, f_NC: Tensor, y: Tensor, *, num_draws: int, seed: int) -> Tensor:
+    """V x N x C: what is drawn at the network's output with this seed, as a layer sees it that adds nothing to the output."""
+    head = nn.Linear(f_NC.shape[1], f_NC.shape[1]).to(f_NC)
+    with torch.no_grad():
+        head.weight.copy_(torch.eye(f_NC.shape[1]))
+        head.bias.zero_()
+    generator = torch.Generator().manual_seed(seed)
+    with collect(head, "sqrt_ggn_mc", loss_fn=loss_fn, mc_samples=num_draws, generator=generator) as q:
+        loss_fn(head(f_NC), y).backward()
+    draws: Tensor = q["bias"].sqrt_ggn_mc
+    return draws
 
 
 def documented() -> tuple[list[tuple[str, ...]], dict[str, list[str]]]:

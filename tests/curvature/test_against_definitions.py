@@ -1,4 +1,4 @@
-"""Every quantity of every kind of layer and loss against its definition."""
+"""First-order quantities and diagonals of every kind of layer and loss against their definitions."""
 
 from __future__ import annotations
 
@@ -11,53 +11,33 @@ from torch import Tensor, nn
 from ngsgd.curvature import collect
 from ngsgd.errors import ConfigError
 from tests.curvature.problems import PROBLEMS, N, problem
+from tests.curvature.support import LOSSES, cells, close, drawn, targets
 from tests.reference.curvature import ggn_blocks, hessian_blocks, individual_gradients, jacobians, loss_derivatives
 
 FIRST = ("batch_grad", "batch_l2", "sum_grad_squared", "second_moment", "variance")
 GGN = ("diag_ggn", "batch_diag_ggn", "sqrt_ggn")
+SAMPLED = ("diag_ggn_mc", "batch_diag_ggn_mc", "sqrt_ggn_mc")
+CELLS = cells(PROBLEMS)
 
 
-def close(fast: Tensor, reference: Tensor) -> None:
-    """float64 on both sides; a few hundred roundings."""
-    scale = float(reference.detach().abs().max())
-    torch.testing.assert_close(fast.reshape(reference.shape), reference, rtol=1e-10, atol=1e-11 * max(scale, 1e-3))
-
-
-def _targets(name: str, output: Tensor) -> tuple[nn.Module, Tensor]:
-    rows = output.shape[:1] + output.shape[2:]
-    y = torch.randint(output.shape[1], rows)
-    if name == "cross-entropy":
-        return nn.CrossEntropyLoss(), y
-    if name == "summed cross-entropy":
-        return nn.CrossEntropyLoss(reduction="sum"), y
-    if name == "weighted cross-entropy":
-        y = torch.arange(y.numel()).view_as(y) % output.shape[1]  # frame 1 is ignored
-        weight = torch.rand(output.shape[1], dtype=torch.float64) + 0.1
-        return nn.CrossEntropyLoss(weight=weight, ignore_index=1, label_smoothing=0.1), y
-    if name == "soft targets":
-        return nn.CrossEntropyLoss(label_smoothing=0.2), torch.rand_like(output).softmax(dim=1)
-    if name == "squared error":
-        return nn.MSELoss(), torch.randn_like(output)
-    return nn.BCEWithLogitsLoss(pos_weight=torch.rand(output.shape[1], dtype=torch.float64) + 0.5), torch.rand_like(output).round()
-
-
-LOSSES = ("cross-entropy", "summed cross-entropy", "weighted cross-entropy", "soft targets", "squared error", "binary "
-                                                                                                              "cross-entropy")
-
-
-CELLS = [(name, "cross-entropy") for name in PROBLEMS]
-CELLS += [(name, loss) for name in ("linear", "functional", "lstm") for loss in LOSSES[1:]]
+@functools.cache
+def _jacobians(name: str) -> dict[str, Tensor]:
+    """Of a problem, whose numbers are always the same; they do not depend on the loss."""
+    model, x, _ = problem(name)
+    return jacobians(model, x, N)
 
 
 @pytest.mark.parametrize(("name", "loss_name"), CELLS)
 def test_first_order_quantities_and_diagonal_ggn_equal_their_definitions(name: str, loss_name: str) -> None:
     model, x, _ = problem(name)
-    loss_fn, y = _targets(loss_name, model(x).detach())
-    with collect(model, *FIRST, *GGN, loss_fn=loss_fn) as q:
+    loss_fn, y = targets(loss_name, model(x).detach())
+    generator = torch.Generator().manual_seed(7)
+    with collect(model, *FIRST, *GGN, *SAMPLED, loss_fn=loss_fn, mc_samples=2, generator=generator) as q:
         loss_fn(model(x), y).backward()
-    J = jacobians(model, x, N)
+    J = _jacobians(name)
     d_NF, H_NFF = loss_derivatives(lambda f: loss_fn(f, y), model(x), N)
     blocks = ggn_blocks(J, H_NFF)
+    draws_VNF = drawn(loss_fn, model(x).detach(), y, num_draws=2, seed=7)
     scale = N if loss_fn.reduction == "mean" else 1
     assert set(q) == set(J)
     for parameter, g_NP in individual_gradients(J, d_NF).items():
@@ -71,19 +51,22 @@ def test_first_order_quantities_and_diagonal_ggn_equal_their_definitions(name: s
         close(of.batch_diag_ggn, blocks[parameter].diagonal(dim1=1, dim2=2))
         V_XP = of.sqrt_ggn.flatten(2).flatten(0, 1)
         close(V_XP.T @ V_XP, blocks[parameter].sum(dim=0))
+        root_VNP = torch.einsum("vnf,nfp->vnp", draws_VNF, J[parameter])   # the draws themselves: see test_sampling
+        close(of.sqrt_ggn_mc, root_VNP)
+        close(of.batch_diag_ggn_mc, root_VNP.square().sum(dim=0))
+        close(of.diag_ggn_mc, root_VNP.square().sum(dim=(0, 1)))
 
 
 HESSIAN = ("linear", "linear without bias", "linear over frames", "conv1d", "conv1d same", "conv1d dilated same", "conv2d",
-           "conv2d circular", "conv3d", "batch norm", "batch norm of rows", "dropout", "residual", "tdnnf with batch norm")
-
-
-HESSIAN_CELLS = [(name, "cross-entropy") for name in HESSIAN] + [("residual", loss) for loss in LOSSES[1:]]
+           "conv2d circular", "conv3d", "batch norm", "batch norm of rows", "dropout", "residual", "tdnnf with batch norm",
+           "pieces", "activations")
+HESSIAN_CELLS = cells(HESSIAN)
 
 
 @pytest.mark.parametrize(("name", "loss_name"), HESSIAN_CELLS)
 def test_the_diagonal_of_the_hessian_equals_its_definition(name: str, loss_name: str) -> None:
     model, x, _ = problem(name)
-    loss_fn, y = _targets(loss_name, model(x).detach())
+    loss_fn, y = targets(loss_name, model(x).detach())
     with collect(model, "diag_h", "batch_diag_h", loss_fn=loss_fn) as q:
         loss_fn(model(x), y).backward()
     single = [hessian_blocks(model, functools.partial(_loss_of, n, loss_fn, y), x) for n in range(N)]
@@ -99,9 +82,15 @@ def _loss_of(n: int, loss_fn: nn.Module, y: Tensor, f: Tensor) -> Tensor:
     return loss_fn(torch.cat([fixed[:n], f[n:n + 1], fixed[n + 1:]]), y)  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("name", ["lstm", "attention", "layer norm", "p-norm", "functional", "embedding"])
-def test_the_diagonal_of_the_hessian_is_refused_where_it_is_not_known(name: str) -> None:
-    model, x, num_classes = problem(name)
-    loss_fn = nn.CrossEntropyLoss()
-    with pytest.raises(ConfigError, match="diag_h"), collect(model, "diag_h", loss_fn=loss_fn):
-        loss_fn(model(x), torch.arange(N) % num_classes).backward()
+NO_HESSIAN = ("lstm", "lstm with projection", "gru", "rnn", "attention", "cross-attention", "layer norm", "rms norm over frames",
+              "group norm", "p-norm", "sub-classes", "tdnn", "tdnnf", "functional", "embedding")
+
+
+@pytest.mark.parametrize("quantity", ["diag_h", "batch_diag_h"])
+@pytest.mark.parametrize("name", NO_HESSIAN)
+def test_the_diagonal_of_the_hessian_is_refused_where_it_is_not_known(name: str, quantity: str) -> None:
+    model, x, _ = problem(name)
+    for loss_name in LOSSES:
+        loss_fn, y = targets(loss_name, model(x).detach())
+        with pytest.raises(ConfigError, match=quantity), collect(model, quantity, loss_fn=loss_fn):
+            loss_fn(model(x), y).backward()

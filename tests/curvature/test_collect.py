@@ -15,7 +15,7 @@ import ngsgd
 from ngsgd.curvature import Capture, collect
 from ngsgd.errors import ConfigError, DataError
 from tests.curvature.problems import N, problem
-from tests.curvature.test_against_definitions import close
+from tests.curvature.support import close
 
 CE = nn.CrossEntropyLoss()
 ALL = ("batch_grad", "batch_l2", "variance", "diag_ggn", "batch_diag_ggn", "sqrt_ggn", "kflr", "diag_h", "kfac_emp")

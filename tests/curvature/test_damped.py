@@ -10,7 +10,7 @@ from ngsgd.curvature import Kronecker, collect
 from ngsgd.curvature.damped import damped_direction
 from ngsgd.curvature.noise import gradient_noise
 from ngsgd.errors import DivergenceError
-from tests.curvature.test_against_definitions import close
+from tests.curvature.support import close
 
 
 def _spd(dim: int) -> torch.Tensor:

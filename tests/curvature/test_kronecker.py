@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from ngsgd.curvature import Kronecker, collect
+from ngsgd.curvature.kronecker import SHARINGS
 from ngsgd.curvature.quantities import Quantities
 from ngsgd.errors import ConfigError
+from ngsgd.models.tdnn import TimeDelayNetwork
 from tests.curvature.problems import N, problem
-from tests.curvature.test_against_definitions import LOSSES, _targets, close
+from tests.curvature.support import LOSSES, WITHOUT_FACTORS, cells, close, drawn, targets
 from tests.reference.affine_uses import Uses
 from tests.reference.curvature import (
     ggn_blocks,
@@ -22,32 +27,44 @@ from tests.reference.curvature import (
 
 FACTORED = ("linear", "linear without bias", "linear over frames", "conv1d", "conv1d dilated same", "conv2d", "conv2d circular",
             "conv3d", "p-norm", "sub-classes", "tdnn", "tdnnf", "tdnnf with batch norm", "functional", "residual", "layer norm",
-            "rms norm over frames", "group norm", "batch norm", "dropout", "lstm", "lstm with projection", "gru", "rnn",
-            "attention", "cross-attention")
-CELLS = [(name, "cross-entropy") for name in FACTORED]
-CELLS += [(name, loss) for name in ("linear over frames", "conv2d", "gru") for loss in LOSSES[1:]]
+            "rms norm over frames", "group norm", "batch norm", "dropout", "pieces", "activations", "lstm", "lstm with projection",
+            "gru", "rnn", "attention", "cross-attention")   # in some of them the affine layers alone
+CELLS = cells(FACTORED)
 AFFINE = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.LSTM, nn.GRU, nn.RNN, nn.MultiheadAttention)
 
 
-@pytest.mark.parametrize("sharing", ["expand", "reduce", "backpack"])
-@pytest.mark.parametrize(("name", "loss_name"), CELLS)
+SHARED = [pytest.param(*cell.values, sharing, marks=cell.marks) for cell in CELLS for sharing in SHARINGS
+          if sharing == "expand" or cell.values[1] == "cross-entropy"]   # positions and losses have nothing to do with each other
+
+
+@functools.cache
+def _uses(name: str) -> Uses:
+    model, x, _ = problem(name)
+    return Uses(model, x)
+
+
+@pytest.mark.parametrize(("name", "loss_name", "sharing"), SHARED)
 def test_factors_equal_their_definitions(name: str, loss_name: str, sharing: str) -> None:
     model, x, _ = problem(name)
-    loss_fn, y = _targets(loss_name, model(x).detach())
+    loss_fn, y = targets(loss_name, model(x).detach())
     layers = [layer for layer, module in model.named_modules() if isinstance(module, AFFINE)]
+    generator = torch.Generator().manual_seed(7)
     with collect(model, "kflr", "kfac", "kfac_emp", "sqrt_ggn_mc", loss_fn=loss_fn, sharing=sharing, mc_samples=2,
-                 layers=layers) as q:
+                 layers=layers, generator=generator) as q:
         loss_fn(model(x), y).backward()
-    uses = Uses(model, x)
+    uses = _uses(name)
     close(uses.f_NF, model(x).reshape(N, -1))
     d_NF, H_NFF = loss_derivatives(lambda f: loss_fn(f, y), model(x), N)
+    draws_VNF = drawn(loss_fn, model(x).detach(), y, num_draws=2, seed=7)
     scale = N if loss_fn.reduction == "mean" else 1
     exact = uses.factors(H_NFF, sharing)
     empirical = uses.factors(scale * d_NF[:, :, None] * d_NF[:, None, :], sharing)
+    sampled = uses.factors(torch.einsum("vnf,vng->nfg", draws_VNF, draws_VNF), sharing)
     assert set(exact) == {parameter for parameter in q if "bias" not in parameter}
     for parameter, (B, A) in exact.items():
         found = q[parameter]
         close(found.kflr.B_OO, B)
+        close(found.kfac.B_OO, sampled[parameter][0])
         close(found.kfac_emp.B_OO, empirical[parameter][0])
         for factors in (found.kflr, found.kfac, found.kfac_emp):
             close(factors.A_II, A)
@@ -110,19 +127,35 @@ def test_a_linear_network_with_shared_weights_has_exact_blocks_in_the_matching_s
 
 
 CHAINS = ("linear", "linear without bias", "linear over frames", "conv1d", "conv1d dilated same", "conv2d", "conv2d circular",
-          "conv3d", "dropout")
-CHAIN_CELLS = [(name, "cross-entropy") for name in CHAINS] + [("conv2d", loss) for loss in LOSSES[1:]]
+          "conv3d", "dropout", "p-norm", "tdnn", "pieces", "activations")
+CHAIN_CELLS = cells(CHAINS)
+
+
+def _chain(model: nn.Module, x: Tensor) -> list[tuple[str, Callable[[Tensor], Tensor]]]:
+    """The operations of a network without branches, with the names of its layers."""
+    if not isinstance(model, TimeDelayNetwork):
+        return [(name, nn.ReLU() if isinstance(module, nn.ReLU) else module)   # out of place
+                for name, module in model.named_children()]
+    first = model(x[:1]) * 0.0   # makes the plan of which frames are spliced
+    plan = model._plan_of_one
+    assert plan is not None and first.shape == (1, 3)
+    steps: list[tuple[str, Callable[[Tensor], Tensor]]] = [
+        ("", lambda rows: rows.unflatten(1, (-1, model.feature_dim)).index_select(1, plan.needed))]
+    for (name, layer), splices in zip(model.named_children(), plan.splices, strict=False):
+        steps += [("", splices[0]), (f"{name}.affine", layer.affine), *(("", part) for part in layer.rest.children())]
+    return [*steps, ("", lambda rows: rows.flatten(1)), ("output", model.output)]
 
 
 @pytest.mark.parametrize(("name", "loss_name"), CHAIN_CELLS)
 def test_kfra_equals_the_recursion_over_dense_jacobians(name: str, loss_name: str) -> None:
     model, x, _ = problem(name)
-    loss_fn, y = _targets(loss_name, model(x).detach())
+    loss_fn, y = targets(loss_name, model(x).detach())
     with collect(model, "kfra", "kflr", loss_fn=loss_fn, sharing="reduce") as q:
         loss_fn(model(x), y).backward()
-    modules = [module if not isinstance(module, nn.ReLU) else nn.ReLU() for module in model.children()]  # out of place
     _, H_NFF = loss_derivatives(lambda f: loss_fn(f, y), model(x), N)
-    for (index, module), G in zip(model.named_children(), recursion_of_averages(modules, x, H_NFF), strict=True):
+    names, operations = zip(*_chain(model, x), strict=True)
+    for layer, G in zip(names, recursion_of_averages(list(operations), x, H_NFF), strict=True):
+        module = model.get_submodule(layer)
         if isinstance(module, nn.Linear):
             O_ = module.out_features
             B = G.reshape(-1, O_, len(G) // O_, O_).sum(dim=(0, 2))
@@ -131,24 +164,32 @@ def test_kfra_equals_the_recursion_over_dense_jacobians(name: str, loss_name: st
             B = G.reshape(O_, len(G) // O_, O_, -1).sum(dim=(1, 3))
         else:
             continue
-        close(q[f"{index}.weight"].kfra.B_OO, B)
-        close(q[f"{index}.weight"].kfra.A_II, q[f"{index}.weight"].kflr.A_II)
+        close(q[f"{layer}.weight"].kfra.B_OO, B)
+        close(q[f"{layer}.weight"].kfra.A_II, q[f"{layer}.weight"].kflr.A_II)
 
 
-@pytest.mark.parametrize("name", ["residual", "functional", "lstm", "attention", "tdnnf", "layer norm", "conv1d same"])
-def test_kfra_is_refused_where_the_network_is_no_chain(name: str) -> None:
+NO_CHAINS = ("residual", "functional", "lstm", "lstm with projection", "gru", "rnn", "attention", "cross-attention", "tdnnf",
+             "tdnnf with batch norm", "layer norm", "rms norm over frames", "group norm", "batch norm", "batch norm of rows",
+             "conv1d same", "embedding", "sub-classes")
+
+
+@pytest.mark.parametrize("name", NO_CHAINS)
+def test_kfra_is_refused_where_the_network_is_no_chain_of_layers_with_factors(name: str) -> None:
     model, x, _ = problem(name)
-    loss_fn = nn.CrossEntropyLoss()
-    with pytest.raises(ConfigError, match="kfra"), collect(model, "kfra", loss_fn=loss_fn):
-        loss_fn(model(x), torch.arange(N) % 3).backward()
+    for loss_name in LOSSES:
+        loss_fn, y = targets(loss_name, model(x).detach())
+        with pytest.raises(ConfigError, match="kfra"), collect(model, "kfra", loss_fn=loss_fn):
+            loss_fn(model(x), y).backward()
 
 
-@pytest.mark.parametrize("name", ["layer norm", "batch norm", "conv1d same", "embedding"])
-def test_factors_are_refused_for_parameters_that_have_none(name: str) -> None:
-    model, x, num_classes = problem(name)
-    loss_fn = nn.CrossEntropyLoss()
-    with pytest.raises(ConfigError, match="Kronecker"), collect(model, "kfac", loss_fn=loss_fn):
-        loss_fn(model(x), torch.arange(N) % num_classes).backward()
+@pytest.mark.parametrize("quantity", ["kfac", "kflr", "kfac_emp"])
+@pytest.mark.parametrize("name", WITHOUT_FACTORS)
+def test_factors_are_refused_for_parameters_that_have_none(name: str, quantity: str) -> None:
+    model, x, _ = problem(name)
+    for loss_name in LOSSES:
+        loss_fn, y = targets(loss_name, model(x).detach())
+        with pytest.raises(ConfigError, match="Kronecker"), collect(model, quantity, loss_fn=loss_fn):
+            loss_fn(model(x), y).backward()
 
 
 def test_a_bias_has_its_output_factor_alone() -> None:

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
 
-from ngsgd.curvature import collect
+from ngsgd.curvature import Collection, collect
 from ngsgd.errors import ConfigError, DataError
-from tests.curvature.problems import N, problem
-from tests.curvature.test_against_definitions import LOSSES, _targets, close
+from tests.curvature.problems import PROBLEMS, N, problem
+from tests.curvature.support import LOSSES, cells, close, targets
+from tests.curvature.test_against_definitions import HESSIAN_CELLS, NO_HESSIAN
+from tests.reference.affine_uses import Uses
 from tests.reference.curvature import ggn_blocks, hessian_blocks, jacobians, loss_derivatives
 
-NAMES = ("linear", "residual", "conv2d", "lstm", "gru", "attention", "layer norm", "p-norm", "functional", "batch norm",
-         "embedding")
-CASES = [(name, "cross-entropy") for name in NAMES]
+CELLS = cells(PROBLEMS)
 
 
-@pytest.mark.parametrize(("name", "loss_name"), CASES + [("residual", loss) for loss in LOSSES[1:]])
+@pytest.mark.parametrize(("name", "loss_name"), CELLS)
 def test_products_equal_those_with_the_dense_blocks(name: str, loss_name: str) -> None:
     model, x, _ = problem(name)
-    loss_fn, y = _targets(loss_name, model(x).detach())
+    loss_fn, y = targets(loss_name, model(x).detach())
     with collect(model, "hmp", "ggnmp", loss_fn=loss_fn) as q:
         (0.5 * loss_fn(model(x), y)).backward()
     J = jacobians(model, x, N)
@@ -29,10 +31,56 @@ def test_products_equal_those_with_the_dense_blocks(name: str, loss_name: str) -
     for parameter, p in model.named_parameters():
         v = torch.randn(2, *p.shape, dtype=torch.float64)
         close(q[parameter].ggnmp(v).flatten(1), v.flatten(1) @ ggn[parameter].sum(dim=0))
-    if name not in ("lstm", "gru", "p-norm"):  # torch's own layers have no second derivative for the oracle
-        for parameter, block in hessian_blocks(model, lambda f: 0.5 * loss_fn(f, y), x).items():
-            v = torch.randn(model.get_parameter(parameter).shape, dtype=torch.float64)
-            close(q[parameter].hmp(v).flatten(), block @ v.flatten())
+    # torch's own recurrent layers cannot be differentiated twice
+    written_out = Uses(model, x).model if name in ("lstm", "lstm with projection", "gru", "rnn") else model
+    together = name not in ("group norm", "p-norm")
+    for parameter, block in hessian_blocks(written_out, lambda f: 0.5 * loss_fn(f, y), x, rows_together=together).items():
+        v = torch.randn(written_out.get_parameter(parameter).shape, dtype=torch.float64)
+        close(q[parameter.replace("layer.layer", "layer")].hmp(v).flatten(), block @ v.flatten())
+
+
+def _loss_at(model: nn.Module, x: Tensor, loss_fn: nn.Module, y: Tensor) -> Callable[[str, Tensor], Tensor]:
+    """The loss with another value of one parameter."""
+    def loss(parameter: str, value: Tensor) -> Tensor:
+        found: Tensor = loss_fn(torch.func.functional_call(model, {parameter: value}, (x,)), y)
+        return found
+    return loss
+
+
+@pytest.mark.parametrize(("name", "loss_name"), HESSIAN_CELLS)
+def test_the_positive_curvature_hessian_has_the_magnitudes_of_residuals(name: str, loss_name: str) -> None:
+    """They differ from the Hessian and the GGN in the residuals alone: of clip, max(r, 0) = (r + |r|) / 2."""
+    model, x, _ = problem(name)
+    loss_fn, y = targets(loss_name, model(x).detach())
+    with collect(model, "hmp", "ggnmp", "pchmp", loss_fn=loss_fn) as q:
+        loss_fn(model(x), y).backward()
+    loss = _loss_at(model, x, loss_fn, y)
+    for parameter, p in model.named_parameters():
+        v = torch.randn(p.shape, dtype=torch.float64)
+        at = p.detach().clone().requires_grad_()
+        (slope,) = torch.autograd.grad(loss(parameter, at), at, create_graph=True)
+        (Hv,) = torch.autograd.grad((slope * v).sum(), at) if slope.requires_grad else (torch.zeros_like(v),)
+        of = q[parameter]
+        magnitude, clipped = of.pchmp(v), of.pchmp(v, modify="clip")
+        close(clipped, (Hv + magnitude) / 2)
+        assert float((v * (magnitude - of.ggnmp(v))).sum()) >= -1e-12  # what is added to the GGN has no negative curvature
+        assert float((v * (magnitude - Hv)).sum()) >= -1e-12           # and is no smaller than the Hessian's
+
+
+@pytest.mark.parametrize("name", NO_HESSIAN)
+def test_the_positive_curvature_hessian_is_refused_where_second_derivatives_are_not_known(name: str) -> None:
+    model, x, _ = problem(name)
+    for loss_name in LOSSES:
+        loss_fn, y = targets(loss_name, model(x).detach())
+        with collect(model, "pchmp", loss_fn=loss_fn) as q:
+            loss_fn(model(x), y).backward()
+        with pytest.raises(ConfigError, match="pchmp"):
+            _all_products(q, model)
+
+
+def _all_products(q: Collection, model: nn.Module) -> None:
+    for parameter in q:
+        q[parameter].pchmp(torch.ones_like(model.get_parameter(parameter)))
 
 
 def test_the_positive_curvature_hessian_has_no_negative_curvature_and_is_the_hessian_where_that_has_none() -> None:

@@ -40,6 +40,7 @@ class Uses:
                 model.set_submodule(name, _Attention(module, name, self))
             elif isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d):
                 module.register_forward_hook(self._hook(f"{name}.weight"))
+        self.model = model   # written out; the parameters of a replaced layer are those of its attribute `layer`
         self.f_NF = model(x).reshape(len(x), -1)
 
     def product(self, weight: str, x: Tensor, W: Tensor, b: Tensor | None) -> Tensor:

@@ -8,6 +8,7 @@ Letters: N samples, F outputs of a sample (all its frames), P elements of a para
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -54,8 +55,8 @@ def ggn_blocks(J: dict[str, Tensor], H_NFF: Tensor) -> dict[str, Tensor]:
     return {name: torch.einsum("nfp,nfg,ngq->npq", J_NFP, H_NFF, J_NFP) for name, J_NFP in J.items()}
 
 
-def hessian_blocks(model: nn.Module, loss: Loss, x: Tensor) -> dict[str, Tensor]:
-    """P x P of every parameter."""
+def hessian_blocks(model: nn.Module, loss: Loss, x: Tensor, *, rows_together: bool = True) -> dict[str, Tensor]:
+    """P x P of every parameter; a row at a time for operations that torch cannot differentiate twice for many rows (group norm)."""
     value = loss(model(x))
     blocks = {}
     for name, p in model.named_parameters():
@@ -64,9 +65,11 @@ def hessian_blocks(model: nn.Module, loss: Loss, x: Tensor) -> dict[str, Tensor]
             blocks[name] = p.new_zeros(p.numel(), p.numel())
             if gradient.requires_grad:
                 unit_PP = torch.eye(p.numel(), dtype=p.dtype).view(-1, *p.shape)
-                (rows,) = torch.autograd.grad(gradient, p, unit_PP, retain_graph=True, allow_unused=True, is_grads_batched=True)
-                if rows is not None:
-                    blocks[name] = rows.flatten(1)
+                differentiate = functools.partial(torch.autograd.grad, gradient, p, retain_graph=True, allow_unused=True)
+                rows = [differentiate(unit_PP, is_grads_batched=True)[0]] if rows_together else [
+                    differentiate(unit_P)[0] for unit_P in unit_PP]
+                if rows[0] is not None:
+                    blocks[name] = torch.cat([row.reshape(-1, p.numel()) for row in rows])
     return blocks
 
 
