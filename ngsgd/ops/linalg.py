@@ -120,8 +120,8 @@ def conjugate_gradients(product: Callable[[Tensor], Tensor], right_D: Tensor, *,
                         tolerance: float = 1e-6) -> tuple[Tensor, int]:
     """(x with A x = right, products taken) for v -> A v of a symmetric matrix (Hestenes and Stiefel 1952).
 
-    Ends when the residual is at most `tolerance` times the right side, or where the curvature along a direction is not positive: x is
-    then the last point before, and the right side itself if there is none (Steihaug 1983, without a trust region).
+    Ends when the residual is at most `tolerance` times the right side, or where the curvature along a direction is not
+    positive: x is then the last point before, and the right side itself if there is none (Steihaug 1983, without a trust region).
     """
     x_D = torch.zeros_like(right_D) if start_D is None else start_D.clone()
     r_D = right_D.clone() if start_D is None else right_D - product(x_D)
