@@ -62,25 +62,20 @@ class KFRA(KFAC):
 
     Options = ExactOptions
 
-    def __init__(self, model: Any, **options: Any) -> None:
-        super().__init__(model, **options)
-        self._watched: _AveragesWatch | None = None
-
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
         """Forward and backward passes inside are looked at, where a look is due."""
         if not self.is_due("curvature"):
             yield
             return
-        watch = _AveragesWatch(self.model, self.options.sharing, self._layers())
-        with watch:
+        self._watched = self._watched or _AveragesWatch(self.model, self.options.sharing, self._layers())
+        with self._watched:
             yield
-        self._signal, self._watched = watch.signal(), watch
+        self._signal = self._watched.signal()
 
     def update_curvature(self, seen: Signal | Mapping[str, Tensor]) -> None:
-        assert self._watched is not None
+        assert isinstance(self._watched, _AveragesWatch)
         passes, weight = self._watched.passes, self._watched.total_weight
-        self._watched = None
         for name in dict.fromkeys(name for found in passes for name in found):
             each = [found[name] for found in passes if name in found]
             self._bias_of[name] = each[0].bias

@@ -57,6 +57,7 @@ class Preconditioner:
         self.statistics: dict[str, State] = {}   # by weight: sums of the moving averages
         self.weights: dict[str, float] = {}      # their weights, for the bias correction
         self.inverses: dict[str, State] = {}     # what is applied
+        self._watched: Watch | None = None       # of this step's passes
         self._signal: Signal | None = None
         self._skipped = self._skipped_parameters()
         self._bias_of = _biases(model)
@@ -82,11 +83,11 @@ class Preconditioner:
         if not isinstance(self.options, FisherOptions) or not self.is_due("curvature"):
             yield
             return
-        watch = Watch(self.model, fisher=self.options.fisher, num_draws=self.options.num_draws, generator=self.generator,
-                      layers=self._layers())
-        with watch:
+        self._watched = self._watched or Watch(self.model, fisher=self.options.fisher, num_draws=self.options.num_draws,
+                                               generator=self.generator, layers=self._layers())
+        with self._watched:   # several before a step see one minibatch
             yield
-        self._signal = watch.signal()
+        self._signal = self._watched.signal()
 
     def backward(self, loss: Tensor) -> None:
         """The gradient of the loss; methods that need second derivatives of it take them here."""
@@ -105,7 +106,7 @@ class Preconditioner:
             if self.is_due("inverse"):
                 self.refresh()
                 self._last["inverse"] = self.num_steps
-        self._signal = None
+        self._signal = self._watched = None
         found = self._limited(grads, self.apply(grads), lr)
         for name, p in self.model.named_parameters():
             if name in found and p.grad is not None:
