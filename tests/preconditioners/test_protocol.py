@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ngsgd.config import EVERY_MINIBATCH, FISHER_OF
 from ngsgd.errors import CheckpointError, ConfigError
-from ngsgd.preconditioners import KFAC, METHODS, Preconditioner
+from ngsgd.preconditioners import KFAC, METHODS, GradientMaker, Preconditioner
 from ngsgd.preconditioners.options import FisherOptions
 from tests.preconditioners.problems import close, problem
 
@@ -99,6 +99,28 @@ def test_the_mean_of_workers_states_is_taken_and_used(method: str) -> None:
     key = next(key for key in one if key.startswith("statistics."))
     workers[1].average(states)
     close(workers[1].state_dict()["0.weight"][key], (one[key] + two[key] + three[key]) / 3)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_maker_gives_the_steps_of_an_own_loop(method: str) -> None:
+    """The maker's calls are set up anew for each minibatch; a second look at one is at what was set up then."""
+    own, case = problem("linear"), problem("linear")
+    preconditioner, maker = _make(method, own.model), GradientMaker(case.model, _make(method, case.model))
+    for step in range(3):
+        x = own.x + step
+        own.model.zero_grad()
+        preconditioner.evaluate(partial(_loss, own.model, x, own.y))
+        preconditioner.step()
+        case.model.zero_grad()
+        y = maker.setup_model_call(case.model, x)
+        maker.setup_loss_call(nn.functional.cross_entropy, y.view(-1, y.size(-1)), case.y)
+        maker.forward_and_backward()
+        with torch.no_grad():
+            for p in (*own.model.parameters(), *case.model.parameters()):
+                assert p.grad is not None
+                p.sub_(p.grad, alpha=0.01)
+    for p, wanted in zip(case.model.parameters(), own.model.parameters(), strict=True):
+        assert torch.equal(p, wanted)
 
 
 def _kfac_gradients(loss: Any, **options: Any) -> dict[str, Tensor]:

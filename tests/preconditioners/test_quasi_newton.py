@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ngsgd.errors import ConfigError
 from ngsgd.ops.linalg import bfgs_inverse, conjugate_gradients, doubly_damped, lbfgs_product
-from ngsgd.preconditioners import KBFGS, LBFGS, GradientMaker, Preconditioner
+from ngsgd.preconditioners import KBFGS, LBFGS, Preconditioner
 from tests.preconditioners.problems import NAMES, Problem, close, joint, problem
 from tests.reference import quasi_newton as dense
 
@@ -262,26 +262,6 @@ def test_parts_of_a_minibatch_make_the_pair_of_the_whole(method: Callable[..., K
             _move(case.model, LR)
         found.append(dense.flat({name: p.detach() for name, p in case.model.named_parameters()}))
     close(found[0], found[1])
-
-
-@pytest.mark.parametrize("method", [KBFGS, LBFGS])
-def test_the_maker_gives_the_steps_of_an_own_loop(method: Callable[..., KBFGS | LBFGS]) -> None:
-    """The maker's calls are set up anew for each minibatch; the second look is at the old one."""
-    own, case = problem("linear"), problem("linear")
-    preconditioner, maker = method(own.model, damping=0.1), GradientMaker(case.model, method(case.model, damping=0.1))
-    for step in range(3):
-        x = own.x + step
-        own.model.zero_grad()
-        preconditioner.evaluate(lambda x=x: own.loss(own.model(x)))  # type: ignore[misc]
-        preconditioner.step()
-        _move(own.model, LR)
-        case.model.zero_grad()
-        y = maker.setup_model_call(case.model, x)
-        maker.setup_loss_call(nn.functional.cross_entropy, y, case.y)
-        maker.forward_and_backward()
-        _move(case.model, LR)
-    for p, wanted in zip(case.model.parameters(), own.model.parameters(), strict=True):
-        close(p.detach(), wanted.detach())
 
 
 @pytest.mark.parametrize("method", [KBFGS, LBFGS])

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ngsgd.curvature.whole import WholeModel
 from ngsgd.errors import ConfigError
-from ngsgd.preconditioners import PSGD, AdaHessian, GradientMaker, HessianFree
+from ngsgd.preconditioners import PSGD, AdaHessian, HessianFree
 from ngsgd.preconditioners.second_order import SecondOrder
 from tests.preconditioners.problems import NAMES, Problem, close, joint, problem
 from tests.reference import quasi_newton as dense
@@ -229,16 +229,3 @@ def test_methods_without_a_graph_say_what_to_call(method: type[SecondOrder]) -> 
         case.loss(case.model(case.x)).backward()
     with pytest.raises(ConfigError, match=r"evaluate\(closure\)"):
         preconditioner.step()
-
-
-@pytest.mark.parametrize("method", [PSGD, HessianFree, AdaHessian])
-def test_the_maker_gives_the_gradient_of_an_own_loop(method: type[SecondOrder]) -> None:
-    own, case = problem("linear"), problem("linear")
-    wanted = own.preconditioned(method(own.model, damping=0.1))
-    maker = GradientMaker(case.model, method(case.model, damping=0.1))
-    y = maker.setup_model_call(case.model, case.x)
-    maker.setup_loss_call(nn.functional.cross_entropy, y.view(-1, y.size(-1)), case.y)
-    maker.forward_and_backward()
-    for name, p in case.model.named_parameters():
-        assert p.grad is not None
-        close(p.grad, wanted[name])
