@@ -123,10 +123,10 @@ def cells(methods: list[str], seeds: list[int]) -> list[dict[str, Any]]:
 
 
 def sweep(results: Path, egs: Path, methods: list[str], seeds: list[int], limit_s: float) -> None:
-    """Ends after the run in which the time is over."""
+    """Ends after the run in which the time is over; several may share a file."""
     began = time.monotonic()
-    done = {_key(line) for line in read_json_lines(results)} if results.exists() else set()
     for cell in cells(methods, seeds):
+        done = {_key(line) for line in read_json_lines(results)} if results.exists() else set()
         if _key(cell) not in done and time.monotonic() - began < limit_s:
             line = run(cell, egs)
             print(line, flush=True)

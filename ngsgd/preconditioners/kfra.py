@@ -50,8 +50,9 @@ class _Factors:
     """Of one layer in one pass."""
 
     bias: str | None
-    A_II: Tensor
-    B_OO: Tensor   # of the loss, not of its mean
+    moment_II: Tensor   # sum of a a^T
+    num_rows: int       # that it is the sum of
+    B_OO: Tensor        # of the loss, not of its mean
 
 
 class KFRA(KFAC):
@@ -79,9 +80,9 @@ class KFRA(KFAC):
         for name in dict.fromkeys(name for found in passes for name in found):
             each = [found[name] for found in passes if name in found]
             self._bias_of[name] = each[0].bias
-            # the passes are parts of one minibatch: input moments are means of its rows, output factors add up
-            self._average(name, {"A": torch.stack([one.A_II for one in each]).mean(dim=0),
-                                 "B": torch.stack([one.B_OO for one in each]).sum(dim=0) / weight})
+            # the passes are parts of one minibatch
+            A_II = torch.stack([one.moment_II for one in each]).sum(dim=0) / sum(one.num_rows for one in each)
+            self._average(name, {"A": A_II, "B": torch.stack([one.B_OO for one in each]).sum(dim=0) / weight})
 
 
 class _AveragesWatch(Watch):
@@ -120,4 +121,4 @@ class _AveragesWatch(Watch):
         a_XI = a_NTI.flatten(0, 1)
         if call.bias is not None:
             a_XI = torch.cat([a_XI, a_XI.new_ones(len(a_XI), 1)], dim=1)
-        return call.weight, _Factors(call.bias, a_XI.T @ a_XI / len(a_XI), factor_of(call, of_output_DD, self._sharing))
+        return call.weight, _Factors(call.bias, a_XI.T @ a_XI, len(a_XI), factor_of(call, of_output_DD, self._sharing))

@@ -70,7 +70,7 @@ class Preconditioner:
         """The loss that `closure()` returns for a minibatch; its gradient is added to `.grad`.
 
         Methods that look at a minibatch again after the optimiser's step keep the closure till then and call it once more: for the
-        same parameters it must return the same loss.
+        same parameters it must return the same loss.  Autocast belongs inside of it.
         """
         with self.watch(), torch.enable_grad():
             loss = closure()

@@ -100,22 +100,19 @@ class PSGD(SecondOrder):
         return moved
 
     def invert(self, name: str, known: State) -> State:
-        return known
+        if "q" in known:
+            return {"P": known["q"].square()}
+        return {key: Q_DD.T @ Q_DD for key, Q_DD in known.items()}
 
     def direction(self, name: str, inverse: State, g: Tensor) -> Tensor:
-        if "q" in inverse:
-            scaled: Tensor = inverse["q"].square() * g
-            return scaled
-        Ql_OO, Qr_II = inverse["Ql"], inverse["Qr"]
-        direction_OI: Tensor = Ql_OO.T @ (Ql_OO @ g @ Qr_II.T) @ Qr_II
-        return direction_OI
+        direction: Tensor = inverse["P"] * g if "P" in inverse else inverse["Ql"] @ g @ inverse["Qr"]
+        return direction
 
     def apply(self, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if self.options.form == "kronecker" or not self.inverses:
             return super().apply(grads)
-        Q_DD: Tensor = next(iter(self.inverses.values()))[_ALL]
         ordered = sorted(grads.items())
-        Pg_D = Q_DD.T @ (Q_DD @ torch.cat([g.flatten() for _, g in ordered]))
+        Pg_D: Tensor = next(iter(self.inverses.values()))[_ALL] @ torch.cat([g.flatten() for _, g in ordered])
         parts = Pg_D.split([g.numel() for _, g in ordered])
         return {name: part.view_as(g) for (name, g), part in zip(ordered, parts, strict=True)}
 

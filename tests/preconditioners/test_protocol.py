@@ -167,6 +167,28 @@ def test_the_scale_of_the_loss_scales_the_direction_and_not_the_curvature(loss: 
         close(found[name], value * scale)
 
 
+@pytest.mark.parametrize("method", ["kfac", "kfra", "unit", "smw", "hessian_free"])
+def test_evaluations_before_a_step_are_one_minibatch(method: str) -> None:
+    found = []
+    for parts in ((slice(0, 6),), (slice(0, 4), slice(4, 6))):
+        case = problem("linear")
+        # one layer for KFRA, whose recursion averages over the samples of a pass
+        model, x = (nn.Sequential(case.model.get_submodule("2")), case.x[:, :4]) if method == "kfra" else (case.model, case.x)
+        preconditioner = METHODS[method](model, damping=0.1)
+        model.zero_grad()
+        for part in parts:
+            preconditioner.evaluate(partial(_part_of_loss, model, x[part], case.y[part]))
+        preconditioner.step()
+        found.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+    for one, other in zip(*found, strict=True):
+        # conjugate gradients end at a residual of 1e-3
+        torch.testing.assert_close(one, other, rtol=1e-7 if method != "hessian_free" else 1e-2, atol=1e-10)
+
+
+def _part_of_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(model(x), y, reduction="sum") / 6.0
+
+
 def test_masked_frames_add_nothing_to_the_output_factor() -> None:
     case = problem("linear")
     whole, masked = KFAC(case.model), KFAC(case.model)

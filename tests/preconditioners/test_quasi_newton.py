@@ -280,3 +280,26 @@ def test_rows_of_the_reference_are_those_of_the_problem() -> None:
     g = case.gradients()
     for layer, _, e_VNTO in case.layers():
         close(e_VNTO.sum(dim=(0, 1, 2)) / case.num_rows, g[f"{layer}.bias"])
+
+
+@pytest.mark.parametrize("method", [KBFGS, LBFGS])
+def test_a_scaler_that_changes_its_scale_changes_no_direction(method: Callable[..., KBFGS | LBFGS]) -> None:
+    """Gradients are unscaled between the look and the step, as torch.amp.GradScaler does it, and the scale falls by half."""
+    found = []
+    for scales in ((1.0, 1.0, 1.0), (64.0, 32.0, 16.0)):
+        case = problem("linear")
+        preconditioner, scale = method(case.model, damping=0.1), [1.0]
+        for scale[0] in scales:
+            case.model.zero_grad()
+            preconditioner.evaluate(partial(_scaled_loss, case, scale))
+            for p in case.model.parameters():
+                assert p.grad is not None
+                p.grad /= scale[0]
+            preconditioner.step()
+            _move(case.model, LR)
+        found.append(dense.flat({name: p.detach() for name, p in case.model.named_parameters()}))
+    close(found[0], found[1])
+
+
+def _scaled_loss(case: Problem, scale: list[float]) -> Tensor:
+    return case.loss(case.model(case.x)) * scale[0]
