@@ -74,7 +74,7 @@ def bfgs(H: Tensor, s: Tensor, y: Tensor) -> Tensor:
 
 
 def double_damping(H: Tensor, s: Tensor, y: Tensor, mu_1: float, mu_2: float) -> tuple[Tensor, Tensor]:
-    """Goldfarb, Ren and Bahamou 2020, algorithm 2."""
+    """Goldfarb, Ren and Bahamou 2020, algorithm 3."""
     theta, yHy = 1.0, float(y @ H @ y)
     if float(s @ y) < mu_1 * yHy:
         theta = (1.0 - mu_1) * yHy / (yHy - float(s @ y))
