@@ -55,7 +55,7 @@ class Pass:
 
     @functools.cached_property
     def _output(self) -> Tensor:
-        with torch.random.fork_rng(devices=[]), torch.enable_grad(), _expanded(self.model):
+        with torch.random.fork_rng(devices=[]), torch.enable_grad(), expanded(self.model):
             torch.set_rng_state(self.random_state)
             output: Tensor = self.model(*self.args, **self.kwargs)
         return output
@@ -92,7 +92,7 @@ class Pass:
 
 
 @contextlib.contextmanager
-def _expanded(model: nn.Module) -> Iterator[None]:
+def expanded(model: nn.Module) -> Iterator[None]:
     """Recurrent and attention layers made of plain products: torch's own cannot always be differentiated twice."""
     def linear(name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return nn.functional.linear(x, weight, bias)

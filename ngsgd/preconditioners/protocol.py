@@ -1,10 +1,8 @@
 """The protocol of all preconditioners: what turns the gradient g into P g between `backward()` and a step of any optimiser.
 
     preconditioner = KFAC(model, damping=1e-3)
-    with preconditioner.watch():
-        loss = loss_fn(model(x), y)
-        preconditioner.backward(loss)
-    preconditioner.step()           # p.grad <- P p.grad
+    loss = preconditioner.evaluate(lambda: loss_fn(model(x), y))    # forward and backward pass
+    preconditioner.step()                                           # p.grad <- P p.grad
     optimizer.step()
 
 A method is two or three functions of one layer: `measure` (rows or gradients to statistics that can be averaged), `invert`
@@ -16,7 +14,7 @@ Letters: O outputs, I inputs (with the 1 of the bias).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar
 
@@ -59,6 +57,7 @@ class Preconditioner:
         self.statistics: dict[str, State] = {}   # by weight: sums of the moving averages
         self.weights: dict[str, float] = {}      # their weights, for the bias correction
         self.inverses: dict[str, State] = {}     # what is applied
+        self._watched: Watch | None = None       # of this step's passes
         self._signal: Signal | None = None
         self._skipped = self._skipped_parameters()
         self._bias_of = _biases(model)
@@ -67,17 +66,28 @@ class Preconditioner:
 
     # one step
 
+    def evaluate(self, closure: Callable[[], Tensor]) -> Tensor:
+        """The loss that `closure()` returns for a minibatch; its gradient is added to `.grad`.
+
+        Methods that look at a minibatch again after the optimiser's step keep the closure till then and call it once more: for the
+        same parameters it must return the same loss.  Autocast belongs inside of it.
+        """
+        with self.watch(), torch.enable_grad():
+            loss = closure()
+            self.backward(loss)
+        return loss.detach()
+
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
         """Forward and backward passes inside are looked at, where a look is due."""
         if not isinstance(self.options, FisherOptions) or not self.is_due("curvature"):
             yield
             return
-        watch = Watch(self.model, fisher=self.options.fisher, num_draws=self.options.num_draws, generator=self.generator,
-                      layers=self._layers())
-        with watch:
+        self._watched = self._watched or Watch(self.model, fisher=self.options.fisher, num_draws=self.options.num_draws,
+                                               generator=self.generator, layers=self._layers())
+        with self._watched:   # several before a step see one minibatch
             yield
-        self._signal = watch.signal()
+        self._signal = self._watched.signal()
 
     def backward(self, loss: Tensor) -> None:
         """The gradient of the loss; methods that need second derivatives of it take them here."""
@@ -96,7 +106,7 @@ class Preconditioner:
             if self.is_due("inverse"):
                 self.refresh()
                 self._last["inverse"] = self.num_steps
-        self._signal = None
+        self._signal = self._watched = None
         found = self._limited(grads, self.apply(grads), lr)
         for name, p in self.model.named_parameters():
             if name in found and p.grad is not None:
