@@ -195,12 +195,20 @@ class OptimizerConfig:
     cosine_period: int = knob(100, low=0)            # ngsgd: minibatches between looks at the plain gradient, for the log
 
 
+# kinds of preconditioners, as `ngsgd.preconditioners` has them
+WITHOUT_DECAY = ("skfac", "seng", "smw", "mfac", "lbfgs", "simple", "online")
+WITHOUT_MEAN = (*WITHOUT_DECAY, "tonga")
+EVERY_MINIBATCH = ("hessian_free", "simple", "online", "adam", "adamw", "muon")
+FISHER_OF = {"kflr": "exact", "kfra": "exact", "tnt": "mc", "kbfgs": "empirical", "simple": "empirical", "online": "empirical"}
+
+
 @dataclass(frozen=True)
 class PreconditionerConfig:
     """What turns a minibatch's gradient into the direction of a step, in place of the online natural gradient."""
 
-    kind: str = knob("none", one_of=("none", "kfac", "skfac", "ekfac", "diagonal", "unit", "layer", "full", "seng", "smw",
-                                     "shampoo", "soap", "mfac"))
+    kind: str = knob("none", one_of=("none", "kfac", "skfac", "ekfac", "kflr", "kfra", "tnt", "diagonal", "unit", "layer",
+                                     "full", "seng", "smw", "shampoo", "soap", "mfac", "tonga", "psgd", "kbfgs", "lbfgs",
+                                     "hessian_free", "adahessian", "simple", "online", "adam", "adamw", "muon"))
     damping: float = knob(1e-2, above=0.0)           # added to the curvature of the mean loss per frame; shampoo: relative
     curvature_interval: int = knob(10, low=1)        # minibatches between two looks at the curvature
     inverse_interval: int = knob(10, low=1)          # minibatches between two inverses of it
@@ -216,6 +224,16 @@ class PreconditionerConfig:
     block_size: int = knob(1024, low=1)              # shampoo, soap: largest dimension of a factor
     sketch: int = knob(0, low=0)                     # seng: coordinates that the Gram matrix is estimated from; 0 = all
     num_gradients: int = knob(32, low=1)             # mfac: gradients kept
+    rank: int = knob(10, low=1)                      # tonga: eigenvectors kept of each layer
+    form: str = knob("kronecker", one_of=("kronecker", "full"))  # psgd: factors of each layer, or one matrix for a tiny model
+    factor_lr: float = knob(0.1, above=0.0, high=0.99)  # psgd: relative step of a factor
+    hessian_power: float = knob(1.0, above=0.0, high=1.0)  # adahessian
+    num_pairs: int = knob(10, low=1)                 # lbfgs: pairs of steps and changes of the gradient kept
+    products: str = knob("ggn", one_of=("ggn", "hessian"))  # hessian_free: of the Gauss-Newton matrix or of the Hessian
+    max_cg_steps: int = knob(10, low=1)              # hessian_free: products for each minibatch, each about two backward passes
+    alpha: float = knob(4.0, above=0.0)              # simple, online: smoothing towards the identity
+    momentum: float = knob(0.9, low=0.0, high=0.9999)  # adam, adamw, muon: share of the past in the first moment
+    weight_decay: float = knob(0.0, low=0.0)         # adam, adamw, muon: share of the parameter in the direction
 
 
 @dataclass(frozen=True)
@@ -561,12 +579,18 @@ def _rule_preconditioner(c: RunConfig) -> Iterator[str]:
     if c.optimizer.backstitch_scale:
         yield (f"optimizer.backstitch_scale is {c.optimizer.backstitch_scale} with preconditioner.kind "
                f"{c.preconditioner.kind}, whose curvature would be taken twice from a minibatch; set it to 0.")
-    if c.preconditioner.kind in ("skfac", "seng", "smw", "mfac") and c.preconditioner.ema_decay:
-        yield (f"preconditioner.ema_decay is {c.preconditioner.ema_decay}, but {c.preconditioner.kind} keeps rows or gradients, "
-               "which have no moving average; set it to 0.")
-    if c.preconditioner.kind in ("skfac", "seng", "smw", "mfac") and c.preconditioner.averaging == "average":
-        yield (f"preconditioner.averaging is average, but rows or gradients, which {c.preconditioner.kind} keeps, have no mean; "
-               "choose reset or keep.")
+    own = c.preconditioner
+    if own.kind in WITHOUT_DECAY and own.ema_decay:
+        yield (f"preconditioner.ema_decay is {own.ema_decay}, but {own.kind} keeps rows or gradients, which have no moving "
+               "average; set it to 0.")
+    if own.kind in WITHOUT_MEAN and own.averaging == "average":
+        yield (f"preconditioner.averaging is average, but rows or gradients, which {own.kind} keeps, have no mean; choose reset or "
+               "keep.")
+    if own.kind in EVERY_MINIBATCH and (own.curvature_interval, own.inverse_interval) != (1, 1):
+        yield (f"preconditioner.curvature_interval is {own.curvature_interval} and inverse_interval {own.inverse_interval}, but "
+               f"{own.kind} needs every minibatch; set both to 1.")
+    if (fisher := FISHER_OF.get(own.kind, own.fisher)) != own.fisher:
+        yield f"preconditioner.fisher is {own.fisher}, but {own.kind} needs {fisher}; set it to that."
 
 
 def _rule_shrink(c: RunConfig) -> Iterator[str]:

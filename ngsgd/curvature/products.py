@@ -49,14 +49,14 @@ class Pass:
         if tuple(p._version for p in self.model.parameters()) != self.versions:
             raise DataError("the parameters have changed since the curvature was collected; ask for products before the "
                             "optimiser's step.")
-        with torch.random.fork_rng(devices=[]), torch.enable_grad(), _expanded(self.model):
+        with torch.random.fork_rng(devices=[]), torch.enable_grad(), expanded(self.model):
             torch.set_rng_state(self.random_state)
             output: Tensor = self.model(*self.args, **self.kwargs)
         return output
 
 
 @contextlib.contextmanager
-def _expanded(model: nn.Module) -> Iterator[None]:
+def expanded(model: nn.Module) -> Iterator[None]:
     """Recurrent and attention layers made of plain products: torch's own cannot always be differentiated twice."""
     def linear(name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return nn.functional.linear(x, weight, bias)

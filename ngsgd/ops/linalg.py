@@ -1,4 +1,4 @@
-"""Linear algebra of preconditioners: inverses, roots and solutions that survive float32.
+"""Linear algebra of preconditioners: inverses, roots and solutions that survive float32, quasi-Newton updates.
 
 What float32 cannot see through is done again in float64; what is not finite even then raises DivergenceError.
 
@@ -6,6 +6,8 @@ Letters: D dimension, N rows (samples), X any number of columns.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -112,3 +114,69 @@ def woodbury_solve(U_ND: Tensor, damping: float, right_DX: Tensor) -> Tensor:
     """(U^T U + damping I)^-1 right, through the N x N Gram matrix: cheap where N < D."""
     inner_NX = damped_solve(U_ND @ U_ND.T, damping, U_ND @ right_DX)
     return (right_DX - U_ND.T @ inner_NX) / damping
+
+
+def conjugate_gradients(product: Callable[[Tensor], Tensor], right_D: Tensor, *, start_D: Tensor | None = None, max_steps: int = 50,
+                        tolerance: float = 1e-6) -> tuple[Tensor, int]:
+    """(x with A x = right, products taken) for v -> A v of a symmetric matrix (Hestenes and Stiefel 1952).
+
+    Ends when the residual is at most `tolerance` times the right side, or where the curvature along a direction is not
+    positive: x is then the last point before, and the right side itself if there is none (Steihaug 1983, without a trust region).
+    """
+    x_D = torch.zeros_like(right_D) if start_D is None else start_D.clone()
+    r_D = right_D.clone() if start_D is None else right_D - product(x_D)
+    taken = 0 if start_D is None else 1
+    p_D = r_D.clone()
+    squares = r_D @ r_D
+    goal = (tolerance * right_D.norm()) ** 2
+    for step in range(max_steps):
+        if not bool(squares > goal):
+            break
+        Ap_D = product(p_D)
+        taken += 1
+        curvature = p_D @ Ap_D
+        if not bool(curvature > 0.0):
+            return (x_D if step or start_D is not None else right_D.clone()), taken
+        length = squares / curvature
+        x_D = x_D + length * p_D
+        r_D = r_D - length * Ap_D
+        before, squares = squares, r_D @ r_D
+        p_D = r_D + (squares / before) * p_D
+    return x_D, taken
+
+
+def doubly_damped(s_D: Tensor, y_D: Tensor, Hy_D: Tensor, *, least: float, damping: float) -> tuple[Tensor, Tensor]:
+    """A pair (s, y) that keeps a BFGS inverse H positive definite (Goldfarb, Ren and Bahamou 2020, algorithm 2).
+
+    Powell's damping moves s to H y until s^T y is `least` of y^T H y; then y <- y + damping s, the curvature of a damped function.
+
+    >>> s, y = doubly_damped(torch.tensor([-1.0]), torch.tensor([2.0]), torch.tensor([2.0]), least=0.2, damping=0.0)
+    >>> bool(torch.isclose(s @ y, torch.tensor(0.8)))      # 0.2 of y^T H y = 4
+    True
+    """
+    yHy, sy = y_D @ Hy_D, s_D @ y_D
+    if bool(sy < least * yHy):
+        theta = (1.0 - least) * yHy / (yHy - sy)
+        s_D = theta * s_D + (1.0 - theta) * Hy_D
+    return s_D, y_D + damping * s_D
+
+
+def bfgs_inverse(H_DD: Tensor, s_D: Tensor, y_D: Tensor) -> Tensor:
+    """(I - r s y^T) H (I - r y s^T) + r s s^T with r = 1 / s^T y, which must be positive: then H y = s."""
+    Hy_D = H_DD @ y_D
+    sy = s_D @ y_D
+    mixed_DD = torch.outer(s_D, Hy_D / sy)
+    return H_DD - mixed_DD - mixed_DD.T + torch.outer(s_D, s_D) * ((y_D @ Hy_D / sy + 1.0) / sy)
+
+
+def lbfgs_product(s_MD: Tensor, y_MD: Tensor, v_D: Tensor) -> Tensor:
+    """H v for the BFGS inverse of M pairs (oldest first) from H_0 = (s^T y / y^T y) I of the newest (Nocedal 1980, two loops)."""
+    sy_M = (s_MD * y_MD).sum(dim=1)
+    q_D, a_M = v_D.clone(), torch.zeros_like(sy_M)
+    for m in reversed(range(len(s_MD))):
+        a_M[m] = s_MD[m] @ q_D / sy_M[m]
+        q_D -= a_M[m] * y_MD[m]
+    q_D *= sy_M[-1] / y_MD[-1].square().sum()
+    for m in range(len(s_MD)):
+        q_D += (a_M[m] - y_MD[m] @ q_D / sy_M[m]) * s_MD[m]
+    return q_D

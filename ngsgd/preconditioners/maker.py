@@ -133,36 +133,52 @@ class GradientMaker:
         `lr` is the optimiser's, for preconditioners with kl_clip.
         """
         before = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
+        forward = self._forward()
         if self.preconditioner is None:
-            output, loss = self._forward()
+            output, loss = forward()
             loss.backward()
+            self._note_logits(output)
             return output, loss.detach()
         for p in self.model.parameters():
             p.grad = None
-        with self.preconditioner.watch():
-            output, loss = self._forward()
-            self.preconditioner.backward(loss)
+        outputs: list[Any] = []
+
+        def closure() -> Tensor:
+            output, loss = forward()
+            outputs[:] = [output]
+            return loss
+
+        loss = self.preconditioner.evaluate(closure)
+        (output,) = outputs
+        self._note_logits(output)
         self.preconditioner.step(lr)
         with torch.no_grad():
             for name, p in self.model.named_parameters():
                 if name in before:
                     p.grad = before[name] if p.grad is None else before[name].add_(p.grad)
-        return output, loss.detach()
+        return output, loss
 
-    def _forward(self) -> tuple[Any, Tensor]:
+    def _note_logits(self, output: Any) -> None:
+        self.logits = None if self._logits_repr is None else resolved(self._logits_repr, output)
+
+    def _forward(self) -> Callable[[], tuple[Any, Tensor]]:
+        """What runs the model and the loss as they are set up now, at any later time."""
         if self._model_call is None:
             raise ConfigError("GradientMaker does not know how the model is called; call setup_model_call first.")
         if self._loss_call is None and self._loss_repr is None:
             raise ConfigError("GradientMaker does not know the loss; call setup_loss_call or setup_loss_repr first.")
-        call, args, kwargs = self._model_call
-        output = call(*args, **kwargs)
-        if self._loss_call is not None:
-            loss_fn, loss_args, loss_kwargs = self._loss_call
-            loss = loss_fn(*resolved(loss_args, output), **resolved(loss_kwargs, output))
-        else:
-            loss = resolved(self._loss_repr, output)
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise ConfigError(f"the loss is {type(loss).__name__}{list(getattr(loss, 'shape', []))} and no single number; "
-                              "reduce it to one.")
-        self.logits = None if self._logits_repr is None else resolved(self._logits_repr, output)
-        return output, loss
+        (call, args, kwargs), loss_call, loss_repr = self._model_call, self._loss_call, self._loss_repr
+
+        def forward() -> tuple[Any, Tensor]:
+            output = call(*args, **kwargs)
+            if loss_call is not None:
+                loss_fn, loss_args, loss_kwargs = loss_call
+                loss = loss_fn(*resolved(loss_args, output), **resolved(loss_kwargs, output))
+            else:
+                loss = resolved(loss_repr, output)
+            if not isinstance(loss, Tensor) or loss.numel() != 1:
+                raise ConfigError(f"the loss is {type(loss).__name__}{list(getattr(loss, 'shape', []))} and no single number; "
+                                  "reduce it to one.")
+            return output, loss
+
+        return forward

@@ -67,6 +67,17 @@ class FisherOptions(Options):
         return found
 
 
+@dataclass(frozen=True)
+class EveryStepOptions(Options):
+    """Of methods that need every minibatch: there are no steps between two looks."""
+
+    def problems(self) -> list[str]:
+        found = super().problems()
+        found += [f"{name} is {getattr(self, name)}; it must be 1, since every minibatch is needed."
+                  for name in ("curvature_interval", "inverse_interval") if getattr(self, name) != 1]
+        return found
+
+
 AnyOptions = TypeVar("AnyOptions", bound=Options)
 
 

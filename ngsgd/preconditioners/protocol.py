@@ -1,10 +1,8 @@
 """The protocol of all preconditioners: what turns the gradient g into P g between `backward()` and a step of any optimiser.
 
     preconditioner = KFAC(model, damping=1e-3)
-    with preconditioner.watch():
-        loss = loss_fn(model(x), y)
-        preconditioner.backward(loss)
-    preconditioner.step()           # p.grad <- P p.grad
+    loss = preconditioner.evaluate(lambda: loss_fn(model(x), y))    # forward and backward pass
+    preconditioner.step()                                           # p.grad <- P p.grad
     optimizer.step()
 
 A method is two or three functions of one layer: `measure` (rows or gradients to statistics that can be averaged), `invert`
@@ -16,7 +14,7 @@ Letters: O outputs, I inputs (with the 1 of the bias).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar
 
@@ -66,6 +64,17 @@ class Preconditioner:
         self.generator = torch.Generator(device).manual_seed(self.options.seed)
 
     # one step
+
+    def evaluate(self, closure: Callable[[], Tensor]) -> Tensor:
+        """The loss that `closure()` returns for a minibatch; its gradient is added to `.grad`.
+
+        Methods that look at a minibatch again after the optimiser's step keep the closure till then and call it once more: for the
+        same parameters it must return the same loss.
+        """
+        with self.watch(), torch.enable_grad():
+            loss = closure()
+            self.backward(loss)
+        return loss.detach()
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:

@@ -6,7 +6,6 @@ momentum start afresh, as in Kaldi, so a job that is repeated gives the same bit
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -195,15 +194,19 @@ class Worker:
         logits_NP = x_ND.new_empty(0)
 
         def gradients() -> Tensor:
-            nonlocal logits_NP
             optimizer.zero_grad(set_to_none=True)
-            with preconditioner.watch() if preconditioner is not None else contextlib.nullcontext():
-                logits_NP = network(x_ND)
-                loss = summed_loss(logits_NP, pdf_N, weight_N)
-                loss.backward() if preconditioner is None else preconditioner.backward(loss)
-            if preconditioner is not None:
-                preconditioner.step(optimizer.param_groups[0]["lr"])
-            return loss.detach()
+            if preconditioner is None:
+                loss = forward()
+                loss.backward()
+                return loss.detach()
+            loss = preconditioner.evaluate(forward)
+            preconditioner.step(optimizer.param_groups[0]["lr"])
+            return loss
+
+        def forward() -> Tensor:
+            nonlocal logits_NP
+            logits_NP = network(x_ND)
+            return summed_loss(logits_NP, pdf_N, weight_N)
 
         if backstitch_scale:
             loss = backstitch_step(optimizer, gradients, backstitch_scale, num_samples=len(pdf_N))

@@ -1,0 +1,128 @@
+"""K-FAC with exact output factors: KFLR from the columns of the loss's second derivative, KFRA from a recursion of averages.
+
+KFRA (Botev, Ritter and Barber 2017) needs one matrix for each operation of the network, not one vector for each class and sample.
+
+Letters: N samples, T positions, X rows, O outputs, I inputs (with the 1 of the bias).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+
+from ngsgd.curvature import losses
+from ngsgd.curvature.capture import Call
+from ngsgd.curvature.kfra import factor_of, output_moment, recursion
+from ngsgd.curvature.layers import Affine, Convolution, without_autocast
+from ngsgd.errors import ConfigError
+from ngsgd.preconditioners.kronecker import KFAC, KroneckerOptions
+from ngsgd.preconditioners.signals import Signal, Watch
+
+_CHUNK = 64             # columns of the loss's root at a time
+_MAX_FLOATS = 1 << 26   # of the matrix of one operation
+
+
+@dataclass(frozen=True)
+class ExactOptions(KroneckerOptions):
+    """Of KFLR and KFRA."""
+
+    fisher: str = "exact"
+
+    def problems(self) -> list[str]:
+        found = super().problems()
+        return found if self.fisher == "exact" else [*found, f"fisher is {self.fisher!r}; it must be \"exact\", or take KFAC."]
+
+
+class KFLR(KFAC):
+    """K-FAC with the exact output factors (Botev et al. 2017, equation 17); the same as `KFAC(fisher="exact")`."""
+
+    Options = ExactOptions
+
+
+@dataclass(frozen=True)
+class _Factors:
+    """Of one layer in one pass."""
+
+    bias: str | None
+    A_II: Tensor
+    B_OO: Tensor   # of the loss, not of its mean
+
+
+class KFRA(KFAC):
+    """K-FAC with the output factors of the recursion; for networks that are chains of operations (ConfigError else).
+
+    Layers that are not affine have no factors: name them in `skip`.
+    """
+
+    Options = ExactOptions
+
+    def __init__(self, model: Any, **options: Any) -> None:
+        super().__init__(model, **options)
+        self._watched: _AveragesWatch | None = None
+
+    @contextlib.contextmanager
+    def watch(self) -> Iterator[None]:
+        """Forward and backward passes inside are looked at, where a look is due."""
+        if not self.is_due("curvature"):
+            yield
+            return
+        watch = _AveragesWatch(self.model, self.options.sharing, self._layers())
+        with watch:
+            yield
+        self._signal, self._watched = watch.signal(), watch
+
+    def update_curvature(self, seen: Signal | Mapping[str, Tensor]) -> None:
+        assert self._watched is not None
+        passes, weight = self._watched.passes, self._watched.total_weight
+        self._watched = None
+        for name in dict.fromkeys(name for found in passes for name in found):
+            each = [found[name] for found in passes if name in found]
+            self._bias_of[name] = each[0].bias
+            # the passes are parts of one minibatch: input moments are means of its rows, output factors add up
+            self._average(name, {"A": torch.stack([one.A_II for one in each]).mean(dim=0),
+                                 "B": torch.stack([one.B_OO for one in each]).sum(dim=0) / weight})
+
+
+class _AveragesWatch(Watch):
+    """Takes the factors of each pass where its loss is differentiated, in `passes`, by the name of the weight."""
+
+    def __init__(self, model: Any, sharing: str, layers: tuple[str, ...] | None) -> None:
+        super().__init__(model, fisher="exact", num_draws=1, generator=None, layers=layers)
+        self._sharing = sharing
+        self.passes: list[dict[str, _Factors]] = []
+
+    @property
+    def total_weight(self) -> float:
+        """W, of the rows of all passes; 1 where all are masked."""
+        return self._total_weight or 1.0
+
+    def _differentiated(self, settings: dict[str, Any], kind: type[nn.Module], output: Tensor, target: Tensor,
+                        upstream: Tensor) -> None:
+        if self._capture.is_paused or not self._capture.open_calls:
+            return
+        with torch.no_grad(), without_autocast(output.device.type), self._capture.paused():
+            view = losses.evaluation(settings, kind, output, target, upstream)
+            self._pass += 1
+            self._total_weight += float(view.weight_R.sum())
+            calls = dict(self._capture.open_calls)
+            N = self._capture.num_samples_of(next(iter(calls)))
+            G_DD = output_moment(view.columns(N, _CHUNK), N)
+            found = recursion(G_DD, get_gradient_edge(view.output), calls, N, _MAX_FLOATS)
+            self.passes.append(dict(self._factors(call, of_output_DD) for call, of_output_DD in found.items()))
+
+    def _factors(self, call: Call, of_output_DD: Tensor) -> tuple[str, _Factors]:
+        if call.weight is None or not isinstance(call.kind, Affine | Convolution) or getattr(call.kind, "groups", 1) > 1:
+            raise ConfigError(f"layer {call.layer} has no Kronecker factors for KFRA; name it in skip, or take KFAC.")
+        a_NTI = self._capture.record(call, of_output_DD.new_zeros(1, len(call.input))).input_rows()
+        if self._sharing == "reduce":
+            a_NTI = a_NTI.mean(dim=1, keepdim=True)
+        a_XI = a_NTI.flatten(0, 1)
+        if call.bias is not None:
+            a_XI = torch.cat([a_XI, a_XI.new_ones(len(a_XI), 1)], dim=1)
+        return call.weight, _Factors(call.bias, a_XI.T @ a_XI / len(a_XI), factor_of(call, of_output_DD, self._sharing))

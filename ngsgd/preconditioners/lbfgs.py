@@ -1,0 +1,105 @@
+"""Stochastic L-BFGS: the inverse Hessian of the whole model from the last pairs (s, y) of steps and changes of the gradient.
+
+    s = theta+ - theta,   y = g(theta+) - g(theta) of the same minibatch (Schraudolph, Yu and Guenter 2007)
+    (s, y) are damped as K-BFGS damps them, then P g by the two loops of Nocedal (1980)
+
+Letters: M pairs, D parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ngsgd.curvature.whole import LossWeight
+from ngsgd.ops.linalg import doubly_damped, lbfgs_product
+from ngsgd.preconditioners.options import Options
+from ngsgd.preconditioners.protocol import State
+from ngsgd.preconditioners.secant import Secant
+
+_LEAST = 0.2    # of y^T H y that s^T y is brought to
+
+
+@dataclass(frozen=True)
+class LBFGSOptions(Options):
+    """Of L-BFGS."""
+
+    num_pairs: int = 10        # M; memory is twice that many models
+    ema_decay: float = 0.0     # the last M pairs make the matrix
+
+    def problems(self) -> list[str]:
+        found = super().problems()
+        if self.num_pairs < 1:
+            found.append(f"num_pairs is {self.num_pairs}; it must be at least 1.")
+        if self.ema_decay or self.layer_options:
+            found.append("ema_decay and layer_options have no meaning here: the last num_pairs pairs of the whole model make one "
+                         "matrix; leave them out.")
+        return found
+
+
+class LBFGS(Secant):
+    """L-BFGS; before the first pair the direction is the gradient.  A look costs one more forward and backward pass."""
+
+    Options = LBFGSOptions
+    has_mean = False
+
+    def __init__(self, model: Any, **options: Any) -> None:
+        super().__init__(model, **options)
+        self._bias_of = {}   # one block: nothing to join
+        self._weight, self._loss_weight = LossWeight(), 1.0   # of the minibatch at hand, and of the last one
+        self._before: tuple[dict[str, Tensor], dict[str, Tensor]] | None = None   # parameters and gradients of the first look
+
+    def evaluate(self, closure: Callable[[], Tensor]) -> Tensor:
+        """The loss that `closure()` returns for a minibatch; its gradient is added to `.grad`."""
+        self.settle()   # not among this minibatch's losses
+        with self._weight:
+            return super().evaluate(closure)
+
+    def update_curvature(self, seen: Any) -> None:
+        parameters = dict(self.model.named_parameters())
+        self._before = {name: parameters[name].detach().clone() for name in seen}, {name: g.clone() for name, g in seen.items()}
+
+    def step(self, lr: float | None = None) -> None:
+        super().step(lr)
+        self._loss_weight, self._weight = self._weight.total, LossWeight()
+
+    def look_again(self, passes: list[Callable[[], Tensor]]) -> None:
+        if self._before is None:
+            return
+        (theta, g), self._before = self._before, None
+        after, g_after = dict(self.model.named_parameters()), self.gradients(passes)
+        s_D = torch.cat([(after[name].detach() - theta[name]).flatten() for name in sorted(g)])
+        y_D = torch.cat([(g_after[name] - g[name]).flatten() for name in sorted(g)]) / self._loss_weight
+        self._take(min(g), s_D, y_D)
+
+    def _take(self, name: str, s_D: Tensor, y_D: Tensor) -> None:
+        known = self.statistics.get(name)
+        if known is not None:
+            Hy_D = lbfgs_product(known["s"], known["y"], y_D)
+            s_D, y_D = doubly_damped(s_D, y_D, Hy_D, least=_LEAST, damping=self.options.damping)
+        else:   # no matrix yet to damp by
+            y_D = y_D + self.options.damping * s_D
+        if not bool(torch.isfinite(s_D @ y_D)) or not bool(s_D @ y_D > 0.0):
+            self.num_skipped += 1
+            return
+        pairs = {"s": s_D[None], "y": y_D[None]}
+        if known is not None:
+            pairs = {key: torch.cat([known[key], value])[-self.options.num_pairs:] for key, value in pairs.items()}
+        self.statistics[name], self.weights[name] = pairs, 1.0
+        self.refresh()
+
+    def invert(self, name: str, known: State) -> State:
+        return known
+
+    def apply(self, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        inverse = self.inverses.get(min(grads, default=""))
+        if inverse is None:
+            return dict(grads)
+        ordered = sorted(grads.items())
+        Hg_D = lbfgs_product(inverse["s"], inverse["y"], torch.cat([g.flatten() for _, g in ordered]))
+        parts = Hg_D.split([g.numel() for _, g in ordered])
+        return {name: part.view_as(g) for (name, g), part in zip(ordered, parts, strict=True)}

@@ -1,0 +1,131 @@
+"""PSGD (Li 2018): P = Q^T Q with triangular Q, fitted by steps along Q's own group to what the Hessian does to random vectors.
+
+    v ~ N(0, I), h = H v:  minimise E[h^T P h + v^T P^-1 v], whose least is at P = |H|^-1
+    dense       a = Q h,         b = Q^-T v,            t = triu(a a^T - b b^T),   Q <- Q - mu / max|t| t Q
+    Kronecker   a = Ql dG Qr^T,  b = Ql^-T dX Qr^-1,    Ql by triu(a a^T - b b^T), Qr by triu(a^T a - b^T b)      dX = v, dG = h
+    diagonal    q <- q - mu / max|t| t q,  t = (q h)^2 - (v / q)^2
+
+The Kronecker form is for affine layers, P g = Ql^T Ql G Qr^T Qr; other parameters get the diagonal.
+
+Letters: O outputs, I inputs (with the 1 of the bias), D elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ngsgd.preconditioners.fisher import require_small
+from ngsgd.preconditioners.options import Options
+from ngsgd.preconditioners.protocol import State
+from ngsgd.preconditioners.second_order import SecondOrder
+
+FORMS = ("kronecker", "full")
+_ALL = "all"   # the factor of the whole model, kept under its first parameter
+
+
+@dataclass(frozen=True)
+class PSGDOptions(Options):
+    """Of PSGD."""
+
+    form: str = "kronecker"    # of Q: "kronecker" for each layer, or "full", one matrix for models of up to 20 000 parameters
+    factor_lr: float = 0.1     # mu, above 0 to below 1: relative step of Q; less is less noisy
+
+    def problems(self) -> list[str]:
+        found = super().problems()
+        if self.form not in FORMS:
+            found.append(f"form is {self.form!r}; choose {', '.join(FORMS)}.")
+        if not 0.0 < self.factor_lr < 1.0:
+            found.append(f"factor_lr is {self.factor_lr}; it must be above 0 and below 1.")
+        return found
+
+
+class PSGD(SecondOrder):
+    """PSGD; one product with the Hessian for each look at the curvature.  The damping is added to H; ema_decay has no meaning."""
+
+    Options = PSGDOptions
+
+    def update_curvature(self, seen: Any) -> None:
+        assert self.minibatch is not None
+        v = self.drawn(seen)
+        Hv = self.minibatch.hessian(v)
+        h = {name: value + self.option(name, "damping") * v[name] for name, value in Hv.items()}
+        if not all(bool(value.isfinite().all()) for value in h.values()):
+            self.num_skipped += 1
+        elif self.options.form == "full":
+            self._fit_full(v, h)
+        else:
+            joined_v, joined_h = self._joined(v), self._joined(h)
+            for name, dX in joined_v.items():
+                fit = self._kronecker if name in self._bias_of else self._diagonal
+                self._keep(name, fit(self.statistics.get(name), dX, joined_h[name]))
+
+    def _keep(self, name: str, factors: State) -> None:
+        self.statistics[name], self.weights[name] = factors, 1.0
+
+    def _fit_full(self, v: Mapping[str, Tensor], h: Mapping[str, Tensor]) -> None:
+        flat_v, flat_h = (torch.cat([part.flatten() for _, part in sorted(each.items())]) for each in (v, h))
+        require_small("the model", len(flat_v))
+        known = self.statistics.get(min(v))
+        Q_DD = torch.eye(len(flat_v)).to(flat_v) * _first_scale(flat_v, flat_h) ** 0.5 if known is None else known[_ALL]
+        a_D = Q_DD @ flat_h
+        b_D = torch.linalg.solve_triangular(Q_DD.T, flat_v[:, None], upper=False)[:, 0]
+        self._keep(min(v), {_ALL: self._moved(Q_DD, torch.outer(a_D, a_D) - torch.outer(b_D, b_D))})
+
+    def _kronecker(self, known: State | None, dX_OI: Tensor, dG_OI: Tensor) -> State:
+        if known is None:
+            scale = _first_scale(dX_OI, dG_OI) ** 0.25
+            Ql_OO, Qr_II = (torch.eye(size).to(dX_OI) * scale for size in dX_OI.shape)
+        else:
+            # the scale that one factor can take from the other is shared, so that both stay well within their numbers
+            share = (known["Ql"].diagonal().max() / known["Qr"].diagonal().max()).sqrt()
+            Ql_OO, Qr_II = known["Ql"] / share, known["Qr"] * share
+        a_OI = Ql_OO @ dG_OI @ Qr_II.T
+        b_OI = torch.linalg.solve_triangular(Ql_OO.T, dX_OI, upper=False)
+        b_OI = torch.linalg.solve_triangular(Qr_II, b_OI, upper=True, left=False)
+        return {"Ql": self._moved(Ql_OO, a_OI @ a_OI.T - b_OI @ b_OI.T), "Qr": self._moved(Qr_II, a_OI.T @ a_OI - b_OI.T @ b_OI)}
+
+    def _diagonal(self, known: State | None, v: Tensor, h: Tensor) -> State:
+        q = torch.ones_like(v) * _first_scale(v, h) ** 0.5 if known is None else known["q"]
+        t = (q * h).square() - (v / q).square()
+        return {"q": q - self.options.factor_lr / _largest(t) * t * q}
+
+    def _moved(self, Q_DD: Tensor, t_DD: Tensor) -> Tensor:
+        t_DD = t_DD.triu()
+        moved: Tensor = Q_DD - self.options.factor_lr / _largest(t_DD) * (t_DD @ Q_DD)
+        return moved
+
+    def invert(self, name: str, known: State) -> State:
+        return known
+
+    def direction(self, name: str, inverse: State, g: Tensor) -> Tensor:
+        if "q" in inverse:
+            scaled: Tensor = inverse["q"].square() * g
+            return scaled
+        Ql_OO, Qr_II = inverse["Ql"], inverse["Qr"]
+        direction_OI: Tensor = Ql_OO.T @ (Ql_OO @ g @ Qr_II.T) @ Qr_II
+        return direction_OI
+
+    def apply(self, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        if self.options.form == "kronecker" or not self.inverses:
+            return super().apply(grads)
+        Q_DD: Tensor = next(iter(self.inverses.values()))[_ALL]
+        ordered = sorted(grads.items())
+        Pg_D = Q_DD.T @ (Q_DD @ torch.cat([g.flatten() for _, g in ordered]))
+        parts = Pg_D.split([g.numel() for _, g in ordered])
+        return {name: part.view_as(g) for (name, g), part in zip(ordered, parts, strict=True)}
+
+
+def _first_scale(v: Tensor, h: Tensor) -> Tensor:
+    """c of P = c I that one pair asks for: |v| / |h|."""
+    tiny = torch.finfo(v.dtype).tiny ** 0.5
+    scale: Tensor = v.norm() / h.norm().clamp(min=tiny * v.norm())
+    return scale
+
+
+def _largest(t: Tensor) -> Tensor:
+    return t.abs().max().clamp(min=torch.finfo(t.dtype).tiny)
