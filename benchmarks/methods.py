@@ -4,8 +4,9 @@
     python benchmarks/methods.py sweep RESULTS.jsonl --task fsdd --egs FOLDER    # data/egs-.. that `ngsgd train recipe=fsdd` made
     python benchmarks/methods.py table RESULTS.jsonl
 
-`sweep` runs what RESULTS.jsonl does not hold yet: on seed 0 the grid of learning rates (and of dampings, on digits), then the other
-seeds at the best of it.  A method is set as `conf/preconditioner/NAME.yaml` sets it for `ngsgd train`, but for the damping's factor.
+`sweep` runs what RESULTS.jsonl does not hold yet: on seed 0 the grid of learning rates (and of dampings, on digits), then the
+other seeds at the best of it.  A method is set as `conf/preconditioner/NAME.yaml` sets it for `ngsgd train`, but for the damping's
+factor.
 
 digits: the 1797 images of 8 x 8 that scikit-learn has packed, 1437 of them to train on; two convolutions and an affine layer.
 fsdd: the first frame of every example of the recipe, one twentieth of what the recipe trains on; its network, four layers of 256.
@@ -21,6 +22,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -44,7 +46,9 @@ LEARNING_RATES = (0.03, 0.1, 0.3)       # of directions with the gradient's norm
 ADAM_RATES = (3e-4, 1e-3, 3e-3)
 MUON_RATES = (0.003, 0.01, 0.03)
 DAMPING_FACTORS = {"digits": (0.1, 1.0, 10.0), "fsdd": (1.0,)}   # of the damping in the method's file
-OTHERS = ("sgd", "ngsgd", "adam", "adamw", "muon")   # beside the preconditioners, where no preconditioner has the name
+OPTIMIZERS = ("sgd", "ngsgd", "adam", "adamw", "muon")   # as they are, without their norm being set to the gradient's
+# online is ngsgd by another door
+PRECONDITIONERS = tuple(name for name in METHODS if name not in (*OPTIMIZERS, "online"))
 MOMENTUM = 0.9
 NUM_EPOCHS = 10                         # digits
 UNIT_LIMIT = 50e6                       # floats of a method's statistics; beyond, a run would take hours
@@ -151,7 +155,7 @@ def run(task: Task, setting: Setting) -> Result:
     model = task.build()
     try:
         preconditioner = make_preconditioner(model, config_of(setting.method, setting.damping_factor), setting.seed) \
-            if setting.method in METHODS else None
+            if setting.method in PRECONDITIONERS else None
         reason = too_large(setting.method, model)
         if reason:
             return Result(failure=reason)
@@ -166,8 +170,7 @@ def run(task: Task, setting: Setting) -> Result:
             if preconditioner is None:
                 (cross_entropy(model(x), y) * scale).backward()
             else:
-                with preconditioner.watch():
-                    preconditioner.backward(cross_entropy(model(x), y))
+                preconditioner.evaluate(partial(lambda x, y: cross_entropy(model(x), y), x, y))
                 preconditioner.step(optimizers[0].param_groups[0]["lr"])
             for optimizer in optimizers:
                 optimizer.step()
@@ -217,7 +220,7 @@ def sweep(path: Path, name: str, task: Task, methods: Sequence[str], limit_s: fl
 
 
 def factors_of(task: str, method: str) -> tuple[float, ...]:
-    return DAMPING_FACTORS[task] if method in METHODS else (1.0,)
+    return DAMPING_FACTORS[task] if method in PRECONDITIONERS else (1.0,)
 
 
 def rates_of(method: str) -> tuple[float, ...]:
@@ -242,7 +245,7 @@ def table(path: Path) -> None:
     known = read(path)
     for task in dict.fromkeys(setting.task for setting in known):
         rows = []
-        sgd_s = statistics.median(result.cpu_s for setting, result in known.items() if (setting.task, setting.method) == (task, "sgd"))
+        sgd_s = statistics.median(r.cpu_s for setting, r in known.items() if (setting.task, setting.method) == (task, "sgd"))
         for method in dict.fromkeys(setting.method for setting in known if setting.task == task):
             grid = {setting: result for setting, result in known.items()
                     if (setting.task, setting.method, setting.seed) == (task, method, 0)}
@@ -253,10 +256,10 @@ def table(path: Path) -> None:
             seeds = [known[setting] for seed in SEEDS if (setting := replace(best, seed=seed)) in known]
             ces, accuracies = [r.valid_ce for r in seeds], [100.0 * (r.valid_accuracy or 0.0) for r in seeds]
             cost = statistics.median(r.cpu_s for r in seeds) / sgd_s
-            damping = f"{config_of(method, best.damping_factor).damping:g}" if method in METHODS else "-"
+            damping = f"{config_of(method, best.damping_factor).damping:g}" if method in PRECONDITIONERS else "-"
             rows.append((statistics.fmean(ce for ce in ces if ce is not None),
                          f"| {method} | {spread(ces, 3)} | {spread(accuracies, 1)} | {best.lr:g} | {damping} | {cost:.2f} |"))
-        print(f"\n{task}\n\n| method | valid CE | accuracy, % | rate | damping | time / SGD |\n| --- | --- | --- | --- | --- | --- |")
+        print(f"\n{task}\n\n| method | valid CE | accuracy, % | rate | damping | time / SGD |\n|{' --- |' * 6}")
         print("\n".join(text for _, text in sorted(rows)))
 
 
@@ -274,7 +277,7 @@ def main() -> None:
     parser.add_argument("results", type=Path)
     parser.add_argument("--task", choices=("digits", "fsdd"), default="digits")
     parser.add_argument("--egs", type=Path, help="fsdd: the folder of examples")
-    parser.add_argument("--methods", nargs="+", default=[*dict.fromkeys((*OTHERS, *METHODS))])
+    parser.add_argument("--methods", nargs="+", default=[*OPTIMIZERS, *PRECONDITIONERS])
     parser.add_argument("--limit-s", type=float, default=float("inf"), help="start no run after so many seconds")
     args = parser.parse_args()
     torch.set_num_threads(1)
