@@ -61,6 +61,7 @@ class KFRA(KFAC):
     """
 
     Options = ExactOptions
+    looks_at_held = False   # the recursion knows torch's own nodes alone
 
     def __init__(self, model: Any, **options: Any) -> None:
         super().__init__(model, **options)

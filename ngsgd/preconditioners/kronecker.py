@@ -19,6 +19,7 @@ from ngsgd.curvature.kronecker import input_moment, output_factor
 from ngsgd.curvature.rows import Dense
 from ngsgd.errors import ConfigError
 from ngsgd.ops.linalg import damped_inverse, eigh, woodbury_solve
+from ngsgd.preconditioners.held import HeldRows
 from ngsgd.preconditioners.options import FisherOptions
 from ngsgd.preconditioners.protocol import Preconditioner, State
 from ngsgd.preconditioners.signals import Rows
@@ -46,6 +47,7 @@ class KFAC(Preconditioner):
     """
 
     Options = KroneckerOptions
+    looks_at_held = True
 
     def measure(self, name: str, rows: Rows) -> State:
         a_NTI, e_VNTO = rows.shared(self.options.sharing)
@@ -56,8 +58,8 @@ class KFAC(Preconditioner):
         of_B, of_A = shared_damping(known["B"], known["A"], self.option(name, "damping"))
         return {"A": damped_inverse(known["A"], of_A), "B": damped_inverse(known["B"], of_B)}
 
-    def direction(self, name: str, inverse: State, g_OI: Tensor) -> Tensor:
-        return inverse["B"] @ g_OI @ inverse["A"]
+    def factors(self, inverse: State) -> tuple[Tensor, Tensor] | None:
+        return (inverse["B"], inverse["A"]) if "A" in inverse else None
 
     def apply_rows(self, name: str, a_XI: Tensor, e_XO: Tensor) -> tuple[Tensor, Tensor]:
         """(A^-1 a, B^-1 e): their product e^T a is P g, at 2 N d^2 in place of 2 d^3 operations a side.
@@ -88,6 +90,17 @@ class SKFAC(KFAC):
 
     def invert(self, name: str, known: State) -> State:
         return known
+
+    def factors(self, inverse: State) -> tuple[Tensor, Tensor] | None:
+        return None
+
+    def can_hold(self, name: str, inverse: State) -> bool:
+        return "a" in inverse
+
+    def direction_of_rows(self, name: str, inverse: State, rows: HeldRows) -> tuple[Tensor, Tensor | None]:
+        a_XI = torch.cat([rows.a_XI, rows.a_XI.new_ones(len(rows.a_XI), 1)], dim=1) if rows.has_bias else rows.a_XI
+        a_XI, e_XO = self.apply_rows(name, a_XI, rows.e_XO)
+        return (e_XO.T @ a_XI[:, :-1], e_XO.T @ a_XI[:, -1]) if rows.has_bias else (e_XO.T @ a_XI, None)
 
     def direction(self, name: str, inverse: State, g_OI: Tensor) -> Tensor:
         a_XI, e_XO = inverse["a"], inverse["e"]

@@ -21,7 +21,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from ngsgd.curvature.layers import without_autocast
 from ngsgd.errors import CheckpointError, ConfigError
+from ngsgd.preconditioners.held import HeldRows, RowGradients, is_cheaper_by_rows, multiplied_right
 from ngsgd.preconditioners.options import FisherOptions, Options, is_due, make_options
 from ngsgd.preconditioners.signals import Rows, Signal, Watch
 
@@ -45,6 +47,8 @@ class Preconditioner:
 
     Options: ClassVar[type[Options]] = Options
     has_mean: ClassVar[bool] = True   # the statistics of several workers have a mean that means something
+    joins_bias: ClassVar[bool] = True       # weight and bias of an affine layer are one block
+    looks_at_held: ClassVar[bool] = False   # looks at the curvature need no gradient multiplied out
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
         self.model = model
@@ -58,8 +62,10 @@ class Preconditioner:
         self.weights: dict[str, float] = {}      # their weights, for the bias correction
         self.inverses: dict[str, State] = {}     # what is applied
         self._signal: Signal | None = None
+        self._holding: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        self._held: dict[str, HeldRows] = {}     # by weight: this step's gradients that are not multiplied out
         self._skipped = self._skipped_parameters()
-        self._bias_of = _biases(model)
+        self._bias_of = _biases(model) if type(self).joins_bias else {}
         device = next(model.parameters()).device
         self.generator = torch.Generator(device).manual_seed(self.options.seed)
 
@@ -72,9 +78,35 @@ class Preconditioner:
         same parameters it must return the same loss.
         """
         with self.watch(), torch.enable_grad():
-            loss = closure()
+            with self._holding:
+                loss = closure()
             self.backward(loss)
         return loss.detach()
+
+    def evaluate_and_step(self, closure: Callable[[], Tensor], lr: float | None = None) -> Tensor:
+        """`evaluate` and `step` in one, for loops that do nothing to gradients in between: quicker, with the same result.
+
+        Rows of layers that are wider than the minibatch are preconditioned before they become a gradient, which is then made once.
+        Not for models whose gradients are averaged during the backward pass (DistributedDataParallel).
+        """
+        if self._may_hold():
+            self._holding = RowGradients(self.model, _biases(self.model), joined=type(self).joins_bias, wanted=self._is_held)
+        try:
+            loss = self.evaluate(closure)
+            if isinstance(self._holding, RowGradients):
+                self._held = self._holding.taken()
+        finally:
+            self._holding = contextlib.nullcontext()
+        self.step(lr)
+        return loss
+
+    def _may_hold(self) -> bool:
+        """Methods that look at gradients need them multiplied out; kl_clip needs P g and g side by side."""
+        return not self.options.kl_clip and (type(self).looks_at_held or not self.is_due("curvature"))
+
+    def _is_held(self, name: str, num_rows: int, num_outputs: int, num_inputs: int) -> bool:
+        return name not in self._skipped and any(is_cheaper_by_rows(num_rows, num_outputs, num_inputs)) \
+            and (self.is_due("curvature") or self.can_hold(name, self.inverses.get(name, {})))
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
@@ -99,18 +131,49 @@ class Preconditioner:
     @torch.no_grad()
     def step(self, lr: float | None = None) -> None:
         """Replaces `.grad` of every parameter by the preconditioned one; `lr` is needed for kl_clip alone."""
-        grads = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None and name not in self._skipped}
+        with without_autocast(self.generator.device.type):
+            self._step(lr)
+
+    def _step(self, lr: float | None) -> None:
+        parameters = dict(self.model.named_parameters())
+        held = self._held_alone(parameters)
+        grads = {name: p.grad for name, p in parameters.items() if p.grad is not None and name not in self._skipped}
         if self.is_due("curvature") and self._look(grads):
             self._last["curvature"] = self.num_steps
             if self.is_due("inverse"):
                 self.refresh()
                 self._last["inverse"] = self.num_steps
         self._signal = None
-        found = self._limited(grads, self.apply(grads), lr)
-        for name, p in self.model.named_parameters():
-            if name in found and p.grad is not None:
-                p.grad.copy_(found[name])
+        found = self._limited(grads, held, self.apply(grads) | self._apply_held(held), lr)
+        for name, p in parameters.items():
+            if name in found:
+                _give(p, found[name])
         self.num_steps += 1
+
+    def _held_alone(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, HeldRows]:
+        """Held gradients that are all that their layer has; the others are multiplied out and added to what is there."""
+        held, self._held = self._held, {}
+        for name, rows in list(held.items()):
+            block = self._block(name)
+            if any(parameters[each].grad is not None for each in block):
+                for each, part in zip(block, rows.product(), strict=False):
+                    p = parameters[each]
+                    p.grad = part if p.grad is None or part is None else p.grad.add_(part)
+                del held[name]
+        return held
+
+    def _block(self, name: str) -> list[str]:
+        """The parameters that are one with it."""
+        bias = self._bias_of.get(name)
+        return [name] if bias is None else [name, bias]
+
+    def _apply_held(self, held: Mapping[str, HeldRows]) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for name, rows in held.items():
+            inverse = self.inverses.get(name, {})
+            parts = self.direction_of_rows(name, inverse, rows) if self.can_hold(name, inverse) else rows.product()
+            found |= {each: part for each, part in zip(self._block(name), parts, strict=False) if part is not None}
+        return found
 
     def _look(self, grads: Mapping[str, Tensor]) -> bool:
         if isinstance(self.options, FisherOptions):
@@ -169,16 +232,26 @@ class Preconditioner:
     def apply(self, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """P g by parameter name; parameters without curvature come back as they are."""
         found = dict(grads)
-        for name, g in self._joined(grads).items():
+        biases = {bias for weight, bias in self._bias_of.items() if weight in grads}
+        for name in grads:
             inverse = self.inverses.get(name)
-            if inverse is None:
+            if inverse is None or name in biases:
                 continue
             if "squares" in inverse:
                 damped = inverse["squares"].view_as(grads[name]) + self.option(name, "damping")
                 found[name] = grads[name] / damped
+            elif (factors := self.factors(inverse)) is not None:
+                found |= self._by_factors(name, factors, grads)
             else:
-                found |= self._parted(name, self.direction(name, inverse, g), grads)
+                found |= self._parted(name, self.direction(name, inverse, self._joined_one(name, grads)), grads)
         return found
+
+    def _by_factors(self, name: str, factors: tuple[Tensor, Tensor], grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        left_OO, right_II = factors
+        block = self._block(name)
+        bias = left_OO @ grads[block[1]] if len(block) > 1 else None
+        parts = multiplied_right(left_OO @ grads[name].flatten(1), bias, right_II)
+        return {each: part.view_as(grads[each]) for each, part in zip(block, parts, strict=False) if part is not None}
 
     # of a method
 
@@ -197,6 +270,20 @@ class Preconditioner:
     def direction(self, name: str, inverse: State, g_OI: Tensor) -> Tensor:
         """P g of one layer."""
         raise NotImplementedError
+
+    def factors(self, inverse: State) -> tuple[Tensor, Tensor] | None:
+        """(L: O x O, R: I x I) of methods whose P g is L G R, both symmetric; None where it is not, or not known yet."""
+        return None
+
+    def can_hold(self, name: str, inverse: State) -> bool:
+        """Whether `direction_of_rows` is there for the layer."""
+        return self.factors(inverse) is not None
+
+    def direction_of_rows(self, name: str, inverse: State, rows: HeldRows) -> tuple[Tensor, Tensor | None]:
+        """P g of a gradient held as rows, (of the weight, of the bias)."""
+        factors = self.factors(inverse)
+        assert factors is not None
+        return rows.preconditioned(*factors)
 
     # parameters and layers
 
@@ -225,16 +312,14 @@ class Preconditioner:
 
     def _joined(self, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Gradients by weight: O x I with the bias as last column where they are one block; others as they are."""
-        joined: dict[str, Tensor] = {}
         biases = {bias for weight, bias in self._bias_of.items() if weight in grads}
-        for name, g in grads.items():
-            bias = self._bias_of.get(name)
-            if name in self._bias_of:
-                g_OI = g.flatten(1)
-                joined[name] = g_OI if bias is None or bias not in grads else torch.cat([g_OI, grads[bias][:, None]], dim=1)
-            elif name not in biases:
-                joined[name] = g
-        return joined
+        return {name: self._joined_one(name, grads) for name in grads if name in self._bias_of or name not in biases}
+
+    def _joined_one(self, name: str, grads: Mapping[str, Tensor]) -> Tensor:
+        if name not in self._bias_of:
+            return grads[name]
+        bias, g_OI = self._bias_of[name], grads[name].flatten(1)
+        return g_OI if bias is None or bias not in grads else torch.cat([g_OI, grads[bias][:, None]], dim=1)
 
     def _parted(self, name: str, direction: Tensor, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
         bias = self._bias_of.get(name)
@@ -244,9 +329,10 @@ class Preconditioner:
 
     # limits
 
-    def _limited(self, grads: Mapping[str, Tensor], found: dict[str, Tensor], lr: float | None) -> dict[str, Tensor]:
+    def _limited(self, grads: Mapping[str, Tensor], held: Mapping[str, HeldRows], found: dict[str, Tensor],
+                 lr: float | None) -> dict[str, Tensor]:
         if self.options.graft == "gradient":
-            found = self._grafted(grads, found)
+            found = self._grafted(grads, held, found)
         if self.options.kl_clip:
             if lr is None:
                 raise ConfigError("kl_clip needs the learning rate: call step(lr=...) with that of the optimiser.")
@@ -259,15 +345,16 @@ class Preconditioner:
             found = {name: value * scale_ for name, value in found.items()}
         return found
 
-    def _grafted(self, grads: Mapping[str, Tensor], found: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _grafted(self, grads: Mapping[str, Tensor], held: Mapping[str, HeldRows], found: dict[str, Tensor]) -> dict[str, Tensor]:
         """Each layer's direction with the norm of its gradient: what the learning rate means is then that of SGD."""
-        plain, ours = self._joined(grads), self._joined(found)
         grafted = dict(found)
-        for name, g in plain.items():
-            scale = g.norm() / ours[name].norm().clamp(min=torch.finfo(g.dtype).tiny)
-            for each in (name, self._bias_of.get(name)):
-                if each is not None and each in found:
-                    grafted[each] = found[each] * scale
+        biases = {bias for weight, bias in self._bias_of.items() if weight in found}
+        for name in [name for name in found if name not in biases]:
+            block = [each for each in (name, self._bias_of.get(name)) if each is not None and each in found]
+            plain = held[name].norm() if name in held else _norm([grads[each] for each in block])
+            scale = plain / _norm([found[each] for each in block]).clamp(min=torch.finfo(plain.dtype).tiny)
+            for each in block:
+                grafted[each] = found[each] * scale
         return grafted
 
     # state
@@ -319,6 +406,19 @@ class Preconditioner:
         if not self.has_mean:
             raise ConfigError(f"{type(self).__name__}: rows or gradients of different workers have no mean; choose averaging="
                               "\"reset\" or \"keep\".")
+
+
+def _norm(parts: Sequence[Tensor]) -> Tensor:
+    norms: list[Tensor] = [torch.linalg.vector_norm(part) for part in parts]
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+
+
+def _give(p: nn.Parameter, direction: Tensor) -> None:
+    """Makes it the parameter's gradient; written over the old one where that belongs to somebody else's buffer."""
+    if p.grad is None or (p.grad is not direction and not p.grad._is_view()):
+        p.grad = direction.to(p.dtype).view_as(p)
+    else:
+        p.grad.copy_(direction)
 
 
 def _own(value: Tensor) -> Tensor:

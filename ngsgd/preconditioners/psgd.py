@@ -100,15 +100,14 @@ class PSGD(SecondOrder):
         return moved
 
     def invert(self, name: str, known: State) -> State:
-        return known
+        return known if "q" in known or _ALL in known else {side: Q_DD.T @ Q_DD for side, Q_DD in known.items()}
+
+    def factors(self, inverse: State) -> tuple[Tensor, Tensor] | None:
+        return (inverse["Ql"], inverse["Qr"]) if "Ql" in inverse else None
 
     def direction(self, name: str, inverse: State, g: Tensor) -> Tensor:
-        if "q" in inverse:
-            scaled: Tensor = inverse["q"].square() * g
-            return scaled
-        Ql_OO, Qr_II = inverse["Ql"], inverse["Qr"]
-        direction_OI: Tensor = Ql_OO.T @ (Ql_OO @ g @ Qr_II.T) @ Qr_II
-        return direction_OI
+        scaled: Tensor = inverse["q"].square() * g
+        return scaled
 
     def apply(self, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if self.options.form == "kronecker" or not self.inverses:
