@@ -31,6 +31,7 @@ class DiagonalNG(Preconditioner):
     """The diagonal of F; with `fisher="exact"`, of the generalised Gauss-Newton matrix."""
 
     Options = FisherOptions
+    splits_work = True
 
     def measure(self, name: str, rows: Rows) -> State:
         share = Outer(Dense(rows.a_NTI), rows.e_VNTO)
@@ -47,6 +48,7 @@ class UnitWiseNG(Preconditioner):
     """A matrix of inputs for each output unit: O I^2 numbers a layer."""
 
     Options = FisherOptions
+    splits_work = True
 
     def measure(self, name: str, rows: Rows) -> State:
         O, I = rows.e_VNTO.shape[3], rows.a_NTI.shape[2]  # noqa: E741
@@ -72,6 +74,7 @@ class LayerWiseNG(Preconditioner):
     """F of each layer, dense: for layers of a few thousand parameters; ConfigError beyond 20 000."""
 
     Options = FisherOptions
+    splits_work = True
 
     def measure(self, name: str, rows: Rows) -> State:
         require_small(name, rows.e_VNTO.shape[3] * rows.a_NTI.shape[2])

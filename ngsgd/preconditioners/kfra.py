@@ -61,6 +61,7 @@ class KFRA(KFAC):
     """
 
     Options = ExactOptions
+    splits_work = False
     looks_at_held = False   # the recursion knows torch's own nodes alone
 
     def __init__(self, model: Any, **options: Any) -> None:

@@ -48,6 +48,7 @@ class KFAC(Preconditioner):
 
     Options = KroneckerOptions
     looks_at_held = True
+    splits_work = True
 
     def measure(self, name: str, rows: Rows) -> State:
         a_NTI, e_VNTO = rows.shared(self.options.sharing)
@@ -77,6 +78,7 @@ class SKFAC(KFAC):
     """
 
     has_mean = False
+    splits_work = False
 
     def __init__(self, model: Any, **options: Any) -> None:
         super().__init__(model, **{"ema_decay": 0.0, **options})
@@ -120,6 +122,8 @@ class EKFAC(KFAC):
 
     Moments restart with the basis, from the minibatch that the basis was renewed with.
     """
+
+    splits_work = False   # each rank would have the moments of its own rows
 
     def __init__(self, model: Any, **options: Any) -> None:
         super().__init__(model, **options)

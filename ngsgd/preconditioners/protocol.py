@@ -25,6 +25,7 @@ from ngsgd.curvature.layers import without_autocast
 from ngsgd.errors import CheckpointError, ConfigError
 from ngsgd.preconditioners.held import HeldRows, RowGradients, is_cheaper_by_rows, multiplied_right
 from ngsgd.preconditioners.options import FisherOptions, Options, is_due, make_options
+from ngsgd.preconditioners.ranks import Ranks
 from ngsgd.preconditioners.signals import Rows, Signal, Watch
 
 State = dict[str, Tensor]
@@ -48,6 +49,7 @@ class Preconditioner:
     Options: ClassVar[type[Options]] = Options
     has_mean: ClassVar[bool] = True   # the statistics of several workers have a mean that means something
     joins_bias: ClassVar[bool] = True       # weight and bias of an affine layer are one block
+    splits_work: ClassVar[bool] = False     # has statistics with a mean over ranks, and inverses layer by layer
     looks_at_held: ClassVar[bool] = False   # looks at the curvature need no gradient multiplied out
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
@@ -63,6 +65,7 @@ class Preconditioner:
         self.inverses: dict[str, State] = {}     # what is applied
         self._signal: Signal | None = None
         self._holding: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        self._ranks: Ranks | None = None
         self._held: dict[str, HeldRows] = {}     # by weight: this step's gradients that are not multiplied out
         self._skipped = self._skipped_parameters()
         self._bias_of = _biases(model) if type(self).joins_bias else {}
@@ -101,8 +104,8 @@ class Preconditioner:
         return loss
 
     def _may_hold(self) -> bool:
-        """Methods that look at gradients need them multiplied out; kl_clip needs P g and g side by side."""
-        return not self.options.kl_clip and (type(self).looks_at_held or not self.is_due("curvature"))
+        """Methods that look at gradients need them multiplied out, as do ranks that average them; kl_clip needs P g beside g."""
+        return not self.options.kl_clip and self._ranks is None and (type(self).looks_at_held or not self.is_due("curvature"))
 
     def _is_held(self, name: str, num_rows: int, num_outputs: int, num_inputs: int) -> bool:
         return name not in self._skipped and any(is_cheaper_by_rows(num_rows, num_outputs, num_inputs)) \
@@ -187,23 +190,46 @@ class Preconditioner:
             self.update_curvature(grads)
         return True
 
+    def split_work(self, group: Any) -> None:
+        """From now on the ranks of a `torch.distributed` process group act as one.
+
+        The curvature is that of all their minibatches, by rows; each layer's inverse is made by one rank and sent to the others.
+
+        For data-parallel loops, in which gradients are averaged over the ranks before `step`, and all ranks step alike.
+
+        Raises:
+            ConfigError: the method's curvature has no mean over ranks, or is no work that can be split.
+        """
+        if not type(self).splits_work:
+            raise ConfigError(f"{type(self).__name__} cannot split its work over ranks; KFAC, KFLR, DiagonalNG, UnitWiseNG, "
+                              "LayerWiseNG, Shampoo and SOAP can.")
+        self._ranks = Ranks(group, self.generator.device)
+
     # the parts of a step
 
     def update_curvature(self, seen: Signal | Mapping[str, Tensor]) -> None:
         """Takes in the rows of a minibatch (methods of the Fisher matrix) or its gradients (the others)."""
-        if isinstance(seen, Signal):
-            for name, rows in seen.rows.items():
-                self._bias_of[name] = rows.bias
-                self._average(name, self.measure(name, rows))
-            for name, squares in seen.squares.items():
-                self._bias_of.pop(name, None)   # its own block, also in an affine layer, such as one tied to an embedding
-                self._average(name, {"squares": squares})
-        else:
+        measured = self._measured(seen)
+        if self._ranks is not None and isinstance(seen, Signal):   # gradients are the mean of all ranks' before they come here
+            measured = iter(self._ranks.mean(dict(measured), float(seen.num_rows)).items())
+        for name, new in measured:
+            self._average(name, new)
+
+    def _measured(self, seen: Signal | Mapping[str, Tensor]) -> Iterator[tuple[str, State]]:
+        """Statistics layer by layer, so that those of one layer alone are there twice."""
+        if not isinstance(seen, Signal):
             for name, g in self._joined(seen).items():
-                self._average(name, self.measure_gradient(name, g))
+                yield name, self.measure_gradient(name, g)
+            return
+        for name, rows in seen.rows.items():
+            self._bias_of[name] = rows.bias
+            yield name, self.measure(name, rows)
+        for name, squares in seen.squares.items():
+            self._bias_of.pop(name, None)   # its own block, also in an affine layer, such as one tied to an embedding
+            yield name, {"squares": squares}
 
     def _average(self, name: str, new: State) -> None:
-        if not all(bool(value.isfinite().all()) for value in new.values()):
+        if not all(bool(value.sum().isfinite()) for value in new.values()):   # one pass; isfinite() of each element takes four
             self.num_skipped += 1
             return
         decay = self.option(name, "ema_decay")
@@ -223,11 +249,22 @@ class Preconditioner:
         return {key: value if weight == 1.0 else value / weight for key, value in self.statistics[name].items()}
 
     def refresh(self) -> None:
-        """Renews what is applied from the averaged curvature."""
-        for name in self.statistics:
-            known = self.curvature(name)
-            inverse = known if "squares" in known else self.invert(name, known)
-            self.inverses[name] = {key: value.contiguous() for key, value in inverse.items()}   # as it is after a restart
+        """Renews what is applied from the averaged curvature; after `split_work` that of this rank's layers, and takes the others'.
+        """
+        ranks = self._ranks
+        if ranks is None:
+            for name in self.statistics:
+                self.inverses[name] = self._inverted(name)
+            return
+        # a matrix of a layer is inverted or decomposed in D^3 operations
+        owners = ranks.owners({name: sum(float(value.numel()) * value.shape[-1] for value in known.values() if value.ndim > 1)
+                               for name, known in self.statistics.items()})
+        self.inverses |= ranks.exchanged({name: self._inverted(name) for name, owner in owners.items() if owner == ranks.rank})
+
+    def _inverted(self, name: str) -> State:
+        known = self.curvature(name)
+        inverse = known if "squares" in known else self.invert(name, known)
+        return {key: value.contiguous() for key, value in inverse.items()}   # as it is after a restart
 
     def apply(self, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """P g by parameter name; parameters without curvature come back as they are."""

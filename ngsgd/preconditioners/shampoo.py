@@ -49,6 +49,7 @@ class Shampoo(Preconditioner):
 
     Options = ShampooOptions
     joins_bias = False   # tensors stay apart
+    splits_work = True
 
     def measure_gradient(self, name: str, g: Tensor) -> State:
         factors = {}

@@ -53,7 +53,8 @@ def _trained(method: type[Preconditioner], *, at_once: bool, loss: Any = None, s
 @pytest.mark.parametrize(("method", "options"), [
     (KFAC, {}), (KFAC, {"fisher": "exact"}), (SKFAC, {}), (KBFGS, {}), (PSGD, {}), (Shampoo, {"block_size": 4}), (Shampoo, {}),
     (KFAC, {"skip": ("2",)}), (KFAC, {"kl_clip": 0.0, "max_grad_norm": 0.5})])
-def test_rows_before_the_product_give_the_same_parameters(method: type[Preconditioner], options: dict[str, Any], graft: str) -> None:
+def test_rows_before_the_product_give_the_same_parameters(method: type[Preconditioner], options: dict[str, Any],
+                                                          graft: str) -> None:
     wanted = _trained(method, at_once=False, graft=graft, **options)
     found = _trained(method, at_once=True, graft=graft, **options)
     for one, other in zip(wanted, found, strict=True):
@@ -75,7 +76,7 @@ def test_every_method_takes_steps_at_once(method: str) -> None:
 def test_weights_of_wide_layers_have_no_gradient_before_the_step() -> None:
     model = _net()
     preconditioner = KFAC(model)
-    seen = []
+    seen: list[str] = []
 
     def backward(loss: Tensor) -> None:
         loss.backward()
