@@ -34,14 +34,16 @@ class DiagonalNG(Preconditioner):
     splits_work = True
 
     def measure(self, name: str, rows: Rows) -> State:
-        share = Outer(Dense(rows.a_NTI), rows.e_VNTO)
-        return {"diagonal": share.sum_of_squares().view(rows.e_VNTO.shape[3], -1) / rows.num_rows}
+        share = Outer(Dense(rows.a_NTI), rows.e_VNTO / rows.num_rows**0.5)
+        return {"diagonal": share.sum_of_squares().view(rows.e_VNTO.shape[3], -1)}
 
     def invert(self, name: str, known: State) -> State:
-        return {"diagonal": 1.0 / (known["diagonal"] + self.option(name, "damping"))}
+        return {"diagonal": (known["diagonal"] + self.option(name, "damping")).reciprocal_()}
 
-    def direction(self, name: str, inverse: State, g_OI: Tensor) -> Tensor:
-        return g_OI * inverse["diagonal"]
+    def block_direction(self, name: str, inverse: State, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        inverse_OI, block = inverse["diagonal"], self._block(name)
+        found = {name: (grads[name].flatten(1) * inverse_OI[:, :grads[name][0].numel()]).view_as(grads[name])}
+        return found | {bias: grads[bias] * inverse_OI[:, -1] for bias in block[1:] if bias in grads}
 
 
 class UnitWiseNG(Preconditioner):

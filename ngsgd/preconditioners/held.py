@@ -40,7 +40,7 @@ class HeldRows(NamedTuple):
         if X * (I + O) >= I * O:
             weight, bias = self.product()
             return weight.norm() if bias is None else torch.hypot(weight.norm(), bias.norm())
-        of_a_XX, of_e_XX = _products(self.a_XI), _products(self.e_XO)
+        of_a_XX, of_e_XX = products_of(self.a_XI), products_of(self.e_XO)
         if self.has_bias:
             of_a_XX += 1.0
         return torch.dot(of_a_XX.flatten(), of_e_XX.flatten()).clamp(min=0.0).sqrt()
@@ -80,7 +80,7 @@ def is_cheaper_by_rows(num_rows: int, num_outputs: int, num_inputs: int) -> tupl
     return num_rows < num_outputs, num_rows < num_inputs
 
 
-def _products(x_XD: Tensor) -> Tensor:
+def products_of(x_XD: Tensor) -> Tensor:
     """X x X."""
     total = Gram()
     total.add(x_XD.T)

@@ -147,7 +147,9 @@ class Preconditioner:
                 self.refresh()
                 self._last["inverse"] = self.num_steps
         self._signal = None
-        found = self._limited(grads, held, self.apply(grads) | self._apply_held(held), lr)
+        for name in [name for name in held if not self.can_hold(name, self.inverses.get(name, {}))]:
+            grads |= self.named(name, held.pop(name).product())
+        found = self._limited(grads, held, self.apply_all(grads, held), lr)
         for name, p in parameters.items():
             if name in found:
                 _give(p, found[name])
@@ -170,13 +172,16 @@ class Preconditioner:
         bias = self._bias_of.get(name)
         return [name] if bias is None else [name, bias]
 
-    def _apply_held(self, held: Mapping[str, HeldRows]) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
+    def apply_all(self, grads: Mapping[str, Tensor], held: Mapping[str, HeldRows]) -> dict[str, Tensor]:
+        """`apply`, and P g of the gradients that are held as rows."""
+        found = self.apply(grads)
         for name, rows in held.items():
-            inverse = self.inverses.get(name, {})
-            parts = self.direction_of_rows(name, inverse, rows) if self.can_hold(name, inverse) else rows.product()
-            found |= {each: part for each, part in zip(self._block(name), parts, strict=False) if part is not None}
+            found |= self.named(name, self.direction_of_rows(name, self.inverses[name], rows))
         return found
+
+    def named(self, name: str, parts: tuple[Tensor, Tensor | None]) -> dict[str, Tensor]:
+        """(of the weight, of the bias) by parameter name."""
+        return {each: part for each, part in zip(self._block(name), parts, strict=False) if part is not None}
 
     def _look(self, grads: Mapping[str, Tensor]) -> bool:
         if isinstance(self.options, FisherOptions):
@@ -234,7 +239,7 @@ class Preconditioner:
             return
         decay = self.option(name, "ema_decay")
         if name not in self.statistics or decay == 0.0:
-            self.statistics[name], self.weights[name] = {key: _own(value) for key, value in new.items()}, 1.0
+            self.statistics[name], self.weights[name] = {key: _kept(value) for key, value in new.items()}, 1.0
             if decay:  # the first minibatch is worth as much as any other
                 self.weights[name] = 1.0 - decay
                 torch._foreach_mul_(list(self.statistics[name].values()), 1.0 - decay)
@@ -277,13 +282,15 @@ class Preconditioner:
             if "squares" in inverse:
                 damped = inverse["squares"].view_as(grads[name]) + self.option(name, "damping")
                 found[name] = grads[name] / damped
-            elif (factors := self.factors(inverse)) is not None:
-                found |= self._by_factors(name, factors, grads)
             else:
-                found |= self._parted(name, self.direction(name, inverse, self._joined_one(name, grads)), grads)
+                found |= self.block_direction(name, inverse, grads)
         return found
 
-    def _by_factors(self, name: str, factors: tuple[Tensor, Tensor], grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def block_direction(self, name: str, inverse: State, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """P g of the parameters that are one block with a weight."""
+        factors = self.factors(inverse)
+        if factors is None:
+            return self._parted(name, self.direction(name, inverse, self._joined_one(name, grads)), grads)
         left_OO, right_II = factors
         block = self._block(name)
         bias = left_OO @ grads[block[1]] if len(block) > 1 else None
@@ -456,6 +463,11 @@ def _give(p: nn.Parameter, direction: Tensor) -> None:
         p.grad = direction.to(p.dtype).view_as(p)
     else:
         p.grad.copy_(direction)
+
+
+def _kept(value: Tensor) -> Tensor:
+    """The same, with memory of its own."""
+    return _own(value) if value._is_view() or not value.is_contiguous() else value
 
 
 def _own(value: Tensor) -> Tensor:

@@ -60,6 +60,7 @@ class Signal:
     rows: dict[str, Rows] = field(default_factory=dict)        # by the name of the weight
     squares: dict[str, Tensor] = field(default_factory=dict)   # diagonals of F for parameters that are in no affine layer
     num_rows: int = 0                                          # R
+    scale: float = 1.0                                         # empirical: of e over the derivatives of the loss itself
 
 
 class Watch:
@@ -106,7 +107,7 @@ class Watch:
                 parts[name].append(one)
             for name, found in others.items():
                 squares[name] = squares[name] + found if name in squares else found
-        return Signal({name: _end_to_end(each) for name, each in parts.items()}, squares, R)
+        return Signal({name: _end_to_end(each) for name, each in parts.items()}, squares, R, scale)
 
     def _noted(self, settings: dict[str, Any], kind: type[nn.Module], output: Tensor, target: Tensor, value: Tensor,
                again: Callable[[Tensor], Tensor]) -> None:

@@ -8,7 +8,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ngsgd.preconditioners import KBFGS, KFAC, METHODS, PSGD, SKFAC, GradientMaker, Preconditioner, Shampoo
+from ngsgd.preconditioners import (
+    EKFAC,
+    KBFGS,
+    KFAC,
+    METHODS,
+    PSGD,
+    SENG,
+    SKFAC,
+    SMWNG,
+    DiagonalNG,
+    GradientMaker,
+    Preconditioner,
+    Shampoo,
+)
 from tests.preconditioners.problems import close
 
 F = nn.functional
@@ -52,6 +65,8 @@ def _trained(method: type[Preconditioner], *, at_once: bool, loss: Any = None, s
 @pytest.mark.parametrize("graft", ["none", "gradient"])
 @pytest.mark.parametrize(("method", "options"), [
     (KFAC, {}), (KFAC, {"fisher": "exact"}), (SKFAC, {}), (KBFGS, {}), (PSGD, {}), (Shampoo, {"block_size": 4}), (Shampoo, {}),
+    (EKFAC, {}), (DiagonalNG, {}), (SENG, {}), (SENG, {"sketch": 4}), (SENG, {"fisher": "exact"}), (SMWNG, {}),
+    (SMWNG, {"fisher": "mc", "num_draws": 2}),
     (KFAC, {"skip": ("2",)}), (KFAC, {"kl_clip": 0.0, "max_grad_norm": 0.5})])
 def test_rows_before_the_product_give_the_same_parameters(method: type[Preconditioner], options: dict[str, Any],
                                                           graft: str) -> None:
