@@ -69,11 +69,12 @@ class WholeModel(LossWeight):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self._expanded = expanded(model)
+        self._model = model
         self._gradients: list[tuple[Tensor | None, ...]] = []
         self._pushes: list[_Push] | None = None
 
     def __enter__(self) -> WholeModel:
+        self._expanded = expanded(self._model)   # anew for each of several passes
         self._expanded.__enter__()
         super().__enter__()
         return self

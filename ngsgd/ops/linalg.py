@@ -146,7 +146,7 @@ def conjugate_gradients(product: Callable[[Tensor], Tensor], right_D: Tensor, *,
 
 
 def doubly_damped(s_D: Tensor, y_D: Tensor, Hy_D: Tensor, *, least: float, damping: float) -> tuple[Tensor, Tensor]:
-    """A pair (s, y) that keeps a BFGS inverse H positive definite (Goldfarb, Ren and Bahamou 2020, algorithm 2).
+    """A pair (s, y) that keeps a BFGS inverse H positive definite (Goldfarb, Ren and Bahamou 2020, algorithm 3).
 
     Powell's damping moves s to H y until s^T y is `least` of y^T H y; then y <- y + damping s, the curvature of a damped function.
 

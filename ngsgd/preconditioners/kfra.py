@@ -50,8 +50,9 @@ class _Factors:
     """Of one layer in one pass."""
 
     bias: str | None
-    A_II: Tensor
-    B_OO: Tensor   # of the loss, not of its mean
+    moment_II: Tensor   # sum of a a^T
+    num_rows: int       # that it is the sum of
+    B_OO: Tensor        # of the loss, not of its mean
 
 
 class KFRA(KFAC):
@@ -64,31 +65,26 @@ class KFRA(KFAC):
     splits_work = False
     looks_at_held = False   # the recursion knows torch's own nodes alone
 
-    def __init__(self, model: Any, **options: Any) -> None:
-        super().__init__(model, **options)
-        self._watched: _AveragesWatch | None = None
-
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
         """Forward and backward passes inside are looked at, where a look is due."""
         if not self.is_due("curvature"):
             yield
             return
-        watch = _AveragesWatch(self.model, self.options.sharing, self._layers())
-        with watch:
+        self._watched = self._watched or _AveragesWatch(self.model, self.options.sharing, self._layers())
+        with self._watched:
             yield
-        self._signal, self._watched = watch.signal(), watch
+        self._signal = self._watched.signal()
 
     def update_curvature(self, seen: Signal | Mapping[str, Tensor]) -> None:
-        assert self._watched is not None
+        assert isinstance(self._watched, _AveragesWatch)
         passes, weight = self._watched.passes, self._watched.total_weight
-        self._watched = None
         for name in dict.fromkeys(name for found in passes for name in found):
             each = [found[name] for found in passes if name in found]
             self._bias_of[name] = each[0].bias
-            # the passes are parts of one minibatch: input moments are means of its rows, output factors add up
-            self._average(name, {"A": torch.stack([one.A_II for one in each]).mean(dim=0),
-                                 "B": torch.stack([one.B_OO for one in each]).sum(dim=0) / weight})
+            # the passes are parts of one minibatch
+            A_II = torch.stack([one.moment_II for one in each]).sum(dim=0) / sum(one.num_rows for one in each)
+            self._average(name, {"A": A_II, "B": torch.stack([one.B_OO for one in each]).sum(dim=0) / weight})
 
 
 class _AveragesWatch(Watch):
@@ -127,4 +123,4 @@ class _AveragesWatch(Watch):
         a_XI = a_NTI.flatten(0, 1)
         if call.bias is not None:
             a_XI = torch.cat([a_XI, a_XI.new_ones(len(a_XI), 1)], dim=1)
-        return call.weight, _Factors(call.bias, a_XI.T @ a_XI / len(a_XI), factor_of(call, of_output_DD, self._sharing))
+        return call.weight, _Factors(call.bias, a_XI.T @ a_XI, len(a_XI), factor_of(call, of_output_DD, self._sharing))

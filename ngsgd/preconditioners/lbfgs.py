@@ -50,30 +50,37 @@ class LBFGS(Secant):
     def __init__(self, model: Any, **options: Any) -> None:
         super().__init__(model, **options)
         self._bias_of = {}   # one block: nothing to join
-        self._weight, self._loss_weight = LossWeight(), 1.0   # of the minibatch at hand, and of the last one
+        self._weight = LossWeight()   # of the minibatch at hand
+        self._gradients: dict[str, Tensor] = {}   # of its mean loss, before anybody unscales or clips what is in .grad
         self._before: tuple[dict[str, Tensor], dict[str, Tensor]] | None = None   # parameters and gradients of the first look
 
     def evaluate(self, closure: Callable[[], Tensor]) -> Tensor:
         """The loss that `closure()` returns for a minibatch; its gradient is added to `.grad`."""
         self.settle()   # not among this minibatch's losses
         with self._weight:
-            return super().evaluate(closure)
+            loss = super().evaluate(closure)
+        if self.is_due("curvature"):
+            self._gradients = {name: p.grad / self._weight.total for name, p in self.model.named_parameters() if p.grad is not None}
+        return loss
 
     def update_curvature(self, seen: Any) -> None:
-        parameters = dict(self.model.named_parameters())
-        self._before = {name: parameters[name].detach().clone() for name in seen}, {name: g.clone() for name, g in seen.items()}
+        theta = {name: p.detach().clone() for name, p in self.model.named_parameters() if name in seen}
+        self._before = theta, {name: self._gradients[name] for name in seen}
 
     def step(self, lr: float | None = None) -> None:
+        """Replaces `.grad` of every parameter by the preconditioned one; `lr` is needed for kl_clip alone."""
         super().step(lr)
-        self._loss_weight, self._weight = self._weight.total, LossWeight()
+        self._weight, self._gradients = LossWeight(), {}
 
     def look_again(self, passes: list[Callable[[], Tensor]]) -> None:
         if self._before is None:
             return
         (theta, g), self._before = self._before, None
-        after, g_after = dict(self.model.named_parameters()), self.gradients(passes)
+        with LossWeight() as weight:
+            g_after = self.gradients(passes)
+        after = dict(self.model.named_parameters())
         s_D = torch.cat([(after[name].detach() - theta[name]).flatten() for name in sorted(g)])
-        y_D = torch.cat([(g_after[name] - g[name]).flatten() for name in sorted(g)]) / self._loss_weight
+        y_D = torch.cat([(g_after[name] / weight.total - g[name]).flatten() for name in sorted(g)])
         self._take(min(g), s_D, y_D)
 
     def _take(self, name: str, s_D: Tensor, y_D: Tensor) -> None:

@@ -63,6 +63,7 @@ class Preconditioner:
         self.statistics: dict[str, State] = {}   # by weight: sums of the moving averages
         self.weights: dict[str, float] = {}      # their weights, for the bias correction
         self.inverses: dict[str, State] = {}     # what is applied
+        self._watched: Watch | None = None       # of this step's passes
         self._signal: Signal | None = None
         self._holding: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         self._ranks: Ranks | None = None
@@ -78,7 +79,7 @@ class Preconditioner:
         """The loss that `closure()` returns for a minibatch; its gradient is added to `.grad`.
 
         Methods that look at a minibatch again after the optimiser's step keep the closure till then and call it once more: for the
-        same parameters it must return the same loss.
+        same parameters it must return the same loss.  Autocast belongs inside of it.
         """
         with self.watch(), torch.enable_grad():
             with self._holding:
@@ -117,11 +118,11 @@ class Preconditioner:
         if not isinstance(self.options, FisherOptions) or not self.is_due("curvature"):
             yield
             return
-        watch = Watch(self.model, fisher=self.options.fisher, num_draws=self.options.num_draws, generator=self.generator,
-                      layers=self._layers())
-        with watch:
+        self._watched = self._watched or Watch(self.model, fisher=self.options.fisher, num_draws=self.options.num_draws,
+                                               generator=self.generator, layers=self._layers())
+        with self._watched:   # several before a step see one minibatch
             yield
-        self._signal = watch.signal()
+        self._signal = self._watched.signal()
 
     def backward(self, loss: Tensor) -> None:
         """The gradient of the loss; methods that need second derivatives of it take them here."""
@@ -146,7 +147,7 @@ class Preconditioner:
             if self.is_due("inverse"):
                 self.refresh()
                 self._last["inverse"] = self.num_steps
-        self._signal = None
+        self._signal = self._watched = None
         for name in [name for name in held if not self.can_hold(name, self.inverses.get(name, {}))]:
             grads |= self.named(name, held.pop(name).product())
         found = self._limited(grads, held, self.apply_all(grads, held), lr)

@@ -101,21 +101,22 @@ class PSGD(SecondOrder):
         return moved
 
     def invert(self, name: str, known: State) -> State:
-        return known if "q" in known or _ALL in known else {side: Q_DD.T @ Q_DD for side, Q_DD in known.items()}
+        if "q" in known:
+            return {"P": known["q"].square()}
+        return {key: Q_DD.T @ Q_DD for key, Q_DD in known.items()}
 
     def factors(self, inverse: State) -> tuple[Tensor, Tensor] | None:
         return (inverse["Ql"], inverse["Qr"]) if "Ql" in inverse else None
 
     def direction(self, name: str, inverse: State, g: Tensor) -> Tensor:
-        scaled: Tensor = inverse["q"].square() * g
-        return scaled
+        direction: Tensor = inverse["P"] * g
+        return direction
 
     def apply(self, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if self.options.form == "kronecker" or not self.inverses:
             return super().apply(grads)
-        Q_DD: Tensor = next(iter(self.inverses.values()))[_ALL]
         ordered = sorted(grads.items())
-        Pg_D = Q_DD.T @ (Q_DD @ torch.cat([g.flatten() for _, g in ordered]))
+        Pg_D: Tensor = next(iter(self.inverses.values()))[_ALL] @ torch.cat([g.flatten() for _, g in ordered])
         parts = Pg_D.split([g.numel() for _, g in ordered])
         return {name: part.view_as(g) for (name, g), part in zip(ordered, parts, strict=True)}
 

@@ -23,7 +23,8 @@ class SecondOrder(Preconditioner):
     """Methods whose `update_curvature` asks `self.minibatch` for products; these are of the loss's mean per row, as curvature is
     with all methods.
 
-    Any loss that torch can differentiate twice will do; one that is not torch's own counts as a mean.
+    Any loss that torch can differentiate twice will do; one that is not torch's own counts as a mean.  DistributedDataParallel does
+    not see these backward passes: average `.grad` between `evaluate` and `step`.
     """
 
     def __init__(self, model: nn.Module, **options: Any) -> None:

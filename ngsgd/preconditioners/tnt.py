@@ -1,7 +1,8 @@
 """TNT, tensor-normal training (Ren and Goldfarb 2021): the Fisher matrix of a layer as if its gradients were tensor normal.
 
     U_o = mean of G G^T,  U_i = mean of G^T G,  G: gradients of drawn targets;     tr U_o = tr U_i = c
-    F ~ U_o (x) U_i / c,   P g = (U_o / sqrt c + sqrt(d) / pi I)^-1 g (U_i / sqrt c + pi sqrt(d) I)^-1,    pi as in K-FAC
+    F ~ U_o (x) U_i / c,   P g = (U_o / sqrt c + sqrt(d) / pi I)^-1 g (U_i / sqrt c + pi sqrt(d) I)^-1,    pi as in K-FAC:
+                           the same as sqrt(d) I on factors whose mean eigenvalues are equal
 
 G is the sum over the minibatch for one draw, divided by sqrt(R): drawn derivatives have mean 0, so vec(G) vec(G)^T has the mean F.
 

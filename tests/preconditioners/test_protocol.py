@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ngsgd.config import EVERY_MINIBATCH, FISHER_OF
 from ngsgd.errors import CheckpointError, ConfigError
-from ngsgd.preconditioners import KFAC, METHODS, Preconditioner
+from ngsgd.preconditioners import KFAC, METHODS, GradientMaker, Preconditioner
+from ngsgd.preconditioners.options import FisherOptions
 from tests.preconditioners.problems import close, problem
 
 CASES = ("linear", "conv frames")
@@ -22,9 +25,9 @@ def _trained(preconditioner: Preconditioner, name: str, model: nn.Module, steps:
     case = problem(name)
     for step in steps:
         x = case.x + 0.1 * torch.randn(case.x.shape, generator=torch.Generator().manual_seed(step), dtype=case.x.dtype)
+        x = x.to(next(model.parameters()).dtype)
         model.zero_grad()
-        with preconditioner.watch():
-            preconditioner.backward(nn.functional.cross_entropy(model(x.to(next(model.parameters()).dtype)), case.y))
+        preconditioner.evaluate(partial(_loss, model, x, case.y))
         preconditioner.step(lr=0.01)
         with torch.no_grad():
             for p in model.parameters():
@@ -32,10 +35,16 @@ def _trained(preconditioner: Preconditioner, name: str, model: nn.Module, steps:
                 p.sub_(p.grad, alpha=0.01)
 
 
+def _loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(model(x), y)
+
+
 def _make(method: str, model: nn.Module, **options: Any) -> Preconditioner:
-    if issubclass(METHODS[method].Options, KFAC.Options.__mro__[1]):
+    if method not in EVERY_MINIBATCH:
+        options = {"curvature_interval": 2, "inverse_interval": 4, **options}
+    if issubclass(METHODS[method].Options, FisherOptions) and method not in FISHER_OF:
         options = {"fisher": "mc", **options}
-    return METHODS[method](model, damping=0.1, curvature_interval=2, inverse_interval=4, **options)
+    return METHODS[method](model, damping=0.1, **options)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -59,8 +68,13 @@ def test_restart_from_a_state_dict_is_bitwise_equal(method: str, name: str) -> N
 @pytest.mark.parametrize("method", METHODS)
 def test_the_direction_goes_down_hill(method: str) -> None:
     case = problem("conv frames")
+    preconditioner = METHODS[method](case.model, damping=0.1)
+    _trained(preconditioner, "conv frames", case.model, range(2))   # some methods begin with the gradient itself
     plain = case.gradients()
-    found = case.preconditioned(METHODS[method](case.model, damping=0.1))
+    case.model.zero_grad()
+    preconditioner.evaluate(lambda: case.loss(case.model(case.x)))
+    preconditioner.step()
+    found = {name: p.grad for name, p in case.model.named_parameters() if p.grad is not None}
     assert sum(float((found[name] * g).sum()) for name, g in plain.items()) > 0.0
     assert any(not torch.allclose(found[name], g) for name, g in plain.items())
 
@@ -85,6 +99,28 @@ def test_the_mean_of_workers_states_is_taken_and_used(method: str) -> None:
     key = next(key for key in one if key.startswith("statistics."))
     workers[1].average(states)
     close(workers[1].state_dict()["0.weight"][key], (one[key] + two[key] + three[key]) / 3)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_maker_gives_the_steps_of_an_own_loop(method: str) -> None:
+    """The maker's calls are set up anew for each minibatch; a second look at one is at what was set up then."""
+    own, case = problem("linear"), problem("linear")
+    preconditioner, maker = _make(method, own.model), GradientMaker(case.model, _make(method, case.model))
+    for step in range(3):
+        x = own.x + step
+        own.model.zero_grad()
+        preconditioner.evaluate(partial(_loss, own.model, x, own.y))
+        preconditioner.step()
+        case.model.zero_grad()
+        y = maker.setup_model_call(case.model, x)
+        maker.setup_loss_call(nn.functional.cross_entropy, y.view(-1, y.size(-1)), case.y)
+        maker.forward_and_backward()
+        with torch.no_grad():
+            for p in (*own.model.parameters(), *case.model.parameters()):
+                assert p.grad is not None
+                p.sub_(p.grad, alpha=0.01)
+    for p, wanted in zip(case.model.parameters(), own.model.parameters(), strict=True):
+        assert torch.equal(p, wanted)
 
 
 def _kfac_gradients(loss: Any, **options: Any) -> dict[str, Tensor]:
@@ -129,6 +165,28 @@ def test_the_scale_of_the_loss_scales_the_direction_and_not_the_curvature(loss: 
     wanted, found = _kfac_gradients(_mean, fisher=fisher), _kfac_gradients(loss, fisher=fisher)
     for name, value in wanted.items():
         close(found[name], value * scale)
+
+
+@pytest.mark.parametrize("method", ["kfac", "kfra", "unit", "smw", "hessian_free"])
+def test_evaluations_before_a_step_are_one_minibatch(method: str) -> None:
+    found = []
+    for parts in ((slice(0, 6),), (slice(0, 4), slice(4, 6))):
+        case = problem("linear")
+        # one layer for KFRA, whose recursion averages over the samples of a pass
+        model, x = (nn.Sequential(case.model.get_submodule("2")), case.x[:, :4]) if method == "kfra" else (case.model, case.x)
+        preconditioner = METHODS[method](model, damping=0.1)
+        model.zero_grad()
+        for part in parts:
+            preconditioner.evaluate(partial(_part_of_loss, model, x[part], case.y[part]))
+        preconditioner.step()
+        found.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+    for one, other in zip(*found, strict=True):
+        # conjugate gradients end at a residual of 1e-3
+        torch.testing.assert_close(one, other, rtol=1e-7 if method != "hessian_free" else 1e-2, atol=1e-10)
+
+
+def _part_of_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(model(x), y, reduction="sum") / 6.0
 
 
 def test_masked_frames_add_nothing_to_the_output_factor() -> None:

@@ -1,0 +1,305 @@
+"""K-BFGS and L-BFGS against dense BFGS updates, their second look at a minibatch, and where they end on quadratics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ngsgd.errors import ConfigError
+from ngsgd.ops.linalg import bfgs_inverse, conjugate_gradients, doubly_damped, lbfgs_product
+from ngsgd.preconditioners import KBFGS, LBFGS, Preconditioner
+from tests.preconditioners.problems import NAMES, Problem, close, joint, problem
+from tests.reference import quasi_newton as dense
+
+LR = 0.05
+
+
+def _drawn(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def _spd(size: int) -> Tensor:
+    root = _drawn(size, size + 2)
+    return root @ root.T
+
+
+@pytest.mark.parametrize("curvature", [1.0, 0.01, -1.0], ids=["good", "flat", "negative"])
+def test_a_damped_update_keeps_the_secant_and_the_definiteness(curvature: float) -> None:
+    H, s = _spd(6), _drawn(6)
+    y = curvature * torch.linalg.solve(_spd(6), s)
+    s, y = doubly_damped(s, y, H @ y, least=0.2, damping=0.1)
+    close(torch.stack([s, y]), torch.stack(dense.double_damping(H, _drawn(6), curvature * torch.linalg.solve(_spd(6), _drawn(6)),
+                                                                0.2, 0.1)))
+    updated = bfgs_inverse(H, s, y)
+    close(updated, dense.bfgs(H, s, y))
+    # one product of numbers up to |H| |y| in float64
+    torch.testing.assert_close(updated @ y, s, rtol=0.0, atol=1e-14 * float(updated.norm() * y.norm()))
+    assert float(torch.linalg.eigvalsh(updated)[0]) > 0.0
+
+
+def test_two_loops_equal_dense_updates() -> None:
+    B = _spd(7)
+    s = _drawn(4, 7)
+    y = s @ B
+    v = _drawn(7)
+    close(lbfgs_product(s, y, v), dense.lbfgs(list(zip(s, y, strict=True))) @ v)
+
+
+def test_conjugate_gradients_solve_and_stop_at_negative_curvature() -> None:
+    A, b = _spd(6), _drawn(6)
+    x, taken = conjugate_gradients(lambda v: A @ v, b, tolerance=1e-12)
+    torch.testing.assert_close(A @ x, b, rtol=1e-9, atol=1e-9)   # residual 1e-12 |b|, and rounding at condition 1e3
+    assert taken <= 10
+    again, more = conjugate_gradients(lambda v: A @ v, b, start_D=x, tolerance=1e-6)
+    assert more == 1 and torch.equal(again, x)
+    found, taken = conjugate_gradients(lambda v: -(A @ v), b)
+    assert torch.equal(found, b) and taken == 1
+
+
+def _steps(preconditioner: Preconditioner, case: Problem, steps: int) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
+    """(parameters, plain gradients) before each step of SGD with preconditioned gradients."""
+    found = []
+    for _ in range(steps):
+        case.model.zero_grad()
+        preconditioner.evaluate(lambda: case.loss(case.model(case.x)))
+        found.append(({name: p.detach().clone() for name, p in case.model.named_parameters()},
+                      {name: p.grad.clone() for name, p in case.model.named_parameters() if p.grad is not None}))
+        preconditioner.step()
+        _move(case.model, LR)
+    return found
+
+
+def _move(model: nn.Module, lr: float) -> None:
+    with torch.no_grad():
+        for p in model.parameters():
+            assert p.grad is not None
+            p.sub_(p.grad, alpha=lr)
+
+
+def _set(model: nn.Module, values: dict[str, Tensor]) -> None:
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(values[name])
+
+
+@pytest.mark.parametrize("kept", [2, 10])
+@pytest.mark.parametrize("name", NAMES)
+def test_lbfgs_equals_the_dense_inverse_of_its_pairs(name: str, kept: int) -> None:
+    case, damping = problem(name), 0.05
+    preconditioner = LBFGS(case.model, damping=damping, num_pairs=kept)
+    seen = _steps(preconditioner, case, 5)
+    preconditioner.settle()
+    pairs: list[tuple[Tensor, Tensor]] = []
+    after = {key: p.detach().clone() for key, p in case.model.named_parameters()}
+    ends = [theta for theta, _ in seen[1:]] + [after]
+    for (theta, g), end in zip(seen, ends, strict=True):
+        _set(case.model, end)
+        s = dense.flat(end) - dense.flat(theta)
+        y = dense.flat(case.gradients()) - dense.flat(g)
+        if pairs:
+            s, y = dense.double_damping(dense.lbfgs(pairs), s, y, 0.2, damping)
+        else:
+            y = y + damping * s
+        pairs = [*pairs, (s, y)][-kept:]
+    v = {key: _drawn(*p.shape) for key, p in case.model.named_parameters()}
+    close(dense.flat(preconditioner.apply(v)), dense.lbfgs(pairs) @ dense.flat(v))
+
+
+def test_lbfgs_minimises_a_quadratic() -> None:
+    """Twelve parameters at condition 100, full steps: plain gradient descent would need hundreds."""
+    torch.manual_seed(1)
+    model = nn.Linear(12, 1, bias=False).double()
+    H = dense.quadratic_factor(12, 100.0, seed=3)
+    preconditioner = LBFGS(model, damping=1e-9, num_pairs=20)
+
+    def loss() -> Tensor:
+        value: Tensor = 0.5 * (model.weight @ H @ model.weight.T).sum()
+        return value
+
+    first = float(loss().detach())
+    for _ in range(40):
+        model.zero_grad()
+        preconditioner.evaluate(loss)
+        preconditioner.step()
+        _move(model, 1.0)
+    assert float(loss().detach()) < 1e-12 * first
+    assert preconditioner.num_skipped <= 1
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_kbfgs_equals_dense_updates_of_both_factors(name: str) -> None:
+    case, damping, decay = problem(name), 0.04, 0.7
+    preconditioner = KBFGS(case.model, damping=damping, ema_decay=decay)
+    seen = _steps(preconditioner, case, 3)
+    preconditioner.settle()
+    looks = [theta for theta, _ in seen] + [{key: p.detach().clone() for key, p in case.model.named_parameters()}]
+    root = damping**0.5
+    factors: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
+    for before, after in pairwise(looks):
+        for layer, (a, z, e, z_after, e_after) in _means(case, before, after).items():
+            A = a.T @ a / len(a)
+            if layer not in factors:
+                H_a, H_g = torch.linalg.inv(A + root * torch.eye(len(A), dtype=A.dtype)), torch.eye(len(z), dtype=A.dtype)
+            else:
+                A_old, H_a, H_g = factors[layer]
+                A = decay * A_old + (1.0 - decay) * A
+                s = H_a @ a.mean(dim=0)
+                H_a = dense.bfgs(H_a, s, A @ s + root * s)
+            H_g = dense.bfgs(H_g, *dense.double_damping(H_g, z_after - z, e_after - e, 0.2, root))
+            factors[layer] = A, H_a, H_g
+    g = case.gradients()
+    found = preconditioner.apply(g)
+    for layer, (_, H_a, H_g) in factors.items():
+        close(joint(found, layer), H_g @ joint(g, layer) @ H_a)
+
+
+def _means(case: Problem, before: dict[str, Tensor], after: dict[str, Tensor]) -> dict[str, tuple[Tensor, ...]]:
+    """(input rows, mean z, mean e, and the two after the step) of each layer."""
+    found: dict[str, tuple[Tensor, ...]] = {}
+    for values in (before, after):
+        _set(case.model, values)
+        for layer, a_NTI, e_VNTO in case.layers():
+            a = a_NTI.flatten(0, 1)
+            z = joint(values, layer) @ a.mean(dim=0)
+            e = e_VNTO.sum(dim=(0, 1, 2)) / case.num_rows
+            found[layer] = (*found[layer], z, e) if layer in found else (a, z, e)
+    return found
+
+
+def test_kbfgs_factors_come_to_the_inverse_on_a_quadratic() -> None:
+    """Output z = W a + b, squared error of M z: the Hessian in z is 2/4 M^T M, met in random directions."""
+    torch.manual_seed(2)
+    M = nn.Linear(4, 4, bias=False).double().requires_grad_(False)
+    model = nn.Sequential(nn.Linear(3, 4).double(), M)
+    M.weight.copy_(torch.linalg.cholesky(_spd(4)))
+    damping = 1e-4
+    preconditioner = KBFGS(model, damping=damping)
+    x = _drawn(20, 3)
+
+    def loss() -> Tensor:
+        return nn.functional.mse_loss(model(x), torch.zeros(20, 4, dtype=torch.float64), reduction="sum") / 20.0
+
+    layer = model[0]
+    assert isinstance(layer, nn.Linear)
+    for _ in range(120):
+        model.zero_grad()
+        preconditioner.evaluate(loss)
+        preconditioner.step()
+        with torch.no_grad():
+            layer.bias.add_(torch.randn(4, dtype=torch.float64))
+    preconditioner.settle()
+    H_g, H_a = (preconditioner.inverses["0.weight"][key] for key in ("H_g", "H_a"))
+    # curvature is that of torch's mean, over rows and the 4 numbers of each
+    wanted = torch.linalg.inv(2.0 / 4.0 * M.weight.T @ M.weight + damping**0.5 * torch.eye(4, dtype=torch.float64))
+    assert float((H_g - wanted).norm() / wanted.norm()) < 0.01
+    a = torch.cat([x, torch.ones(20, 1, dtype=torch.float64)], dim=1)
+    A = a.T @ a / 20.0 + damping**0.5 * torch.eye(4, dtype=torch.float64)
+    close(H_a, torch.linalg.inv(A))   # the same minibatch always: the start is the end
+
+
+class _Noisy(nn.Module):
+    """Draws random numbers and keeps running statistics in its forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.drop = nn.Linear(5, 3), nn.Dropout(0.5)
+        self.calls: Tensor
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        found: Tensor = self.linear(self.drop(x))
+        return found
+
+
+@pytest.mark.parametrize("method", [KBFGS, LBFGS])
+def test_the_second_look_repeats_the_first_and_leaves_no_trace(method: Callable[..., KBFGS | LBFGS]) -> None:
+    torch.manual_seed(3)
+    model = _Noisy()
+    case = problem("linear")
+    x, outputs = case.x.float(), []
+
+    def loss() -> Tensor:
+        outputs.append(model.drop(torch.ones(50)))
+        return nn.functional.cross_entropy(model(x), case.y)
+
+    preconditioner = method(model, damping=0.1)
+    preconditioner.evaluate(loss)
+    preconditioner.step()
+    assert model.linear.weight.grad is not None
+    grad = model.linear.weight.grad.clone()
+    preconditioner.settle()
+    assert len(outputs) == 1   # the parameters have not moved
+    _move(model, 0.1)
+    state = torch.get_rng_state()
+    preconditioner.settle()
+    assert len(outputs) == 2 and torch.equal(*outputs)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert float(model.get_buffer("calls")) == 1.0
+    assert torch.equal(model.linear.weight.grad, grad)
+
+
+def _part_of_loss(case: Problem, part: slice) -> Tensor:
+    return nn.functional.cross_entropy(case.model(case.x[part]), case.y[part], reduction="sum") / 6.0
+
+
+@pytest.mark.parametrize("method", [KBFGS, LBFGS])
+def test_parts_of_a_minibatch_make_the_pair_of_the_whole(method: Callable[..., KBFGS | LBFGS]) -> None:
+    found = []
+    for parts in ((slice(0, 6),), (slice(0, 4), slice(4, 6))):
+        case = problem("linear")
+        preconditioner = method(case.model, damping=0.1)
+        for _ in range(3):
+            case.model.zero_grad()
+            for part in parts:
+                preconditioner.evaluate(partial(_part_of_loss, case, part))
+            preconditioner.step()
+            _move(case.model, LR)
+        found.append(dense.flat({name: p.detach() for name, p in case.model.named_parameters()}))
+    close(found[0], found[1])
+
+
+@pytest.mark.parametrize("method", [KBFGS, LBFGS])
+def test_a_loop_without_a_closure_is_told_so(method: Callable[..., KBFGS | LBFGS]) -> None:
+    case = problem("linear")
+    preconditioner = method(case.model)
+    with preconditioner.watch():
+        preconditioner.backward(case.loss(case.model(case.x)))
+    with pytest.raises(ConfigError, match=r"evaluate\(closure\)"):
+        preconditioner.step()
+
+
+def test_rows_of_the_reference_are_those_of_the_problem() -> None:
+    """The oracle's mean derivative is the bias's gradient: it would not see a wrong sign otherwise."""
+    case = problem("linear")
+    g = case.gradients()
+    for layer, _, e_VNTO in case.layers():
+        close(e_VNTO.sum(dim=(0, 1, 2)) / case.num_rows, g[f"{layer}.bias"])
+
+
+@pytest.mark.parametrize("method", [KBFGS, LBFGS])
+def test_a_scaler_that_changes_its_scale_changes_no_direction(method: Callable[..., KBFGS | LBFGS]) -> None:
+    """Gradients are unscaled between the look and the step, as torch.amp.GradScaler does it, and the scale falls by half."""
+    found = []
+    for scales in ((1.0, 1.0, 1.0), (64.0, 32.0, 16.0)):
+        case = problem("linear")
+        preconditioner, scale = method(case.model, damping=0.1), [1.0]
+        for scale[0] in scales:
+            case.model.zero_grad()
+            preconditioner.evaluate(partial(_scaled_loss, case, scale))
+            for p in case.model.parameters():
+                assert p.grad is not None
+                p.grad /= scale[0]
+            preconditioner.step()
+            _move(case.model, LR)
+        found.append(dense.flat({name: p.detach() for name, p in case.model.named_parameters()}))
+    close(found[0], found[1])
+
+
+def _scaled_loss(case: Problem, scale: list[float]) -> Tensor:
+    return case.loss(case.model(case.x)) * scale[0]
