@@ -170,8 +170,8 @@ def run(task: Task, setting: Setting) -> Result:
             if preconditioner is None:
                 (cross_entropy(model(x), y) * scale).backward()
             else:
-                preconditioner.evaluate(partial(lambda x, y: cross_entropy(model(x), y), x, y))
-                preconditioner.step(optimizers[0].param_groups[0]["lr"])
+                closure = partial(lambda x, y: cross_entropy(model(x), y), x, y)
+                preconditioner.evaluate_and_step(closure, optimizers[0].param_groups[0]["lr"])
             for optimizer in optimizers:
                 optimizer.step()
     except NgsgdError as error:
