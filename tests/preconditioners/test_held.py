@@ -17,6 +17,7 @@ from ngsgd.preconditioners import (
     SENG,
     SKFAC,
     SMWNG,
+    TNT,
     DiagonalNG,
     GradientMaker,
     Preconditioner,
@@ -66,7 +67,7 @@ def _trained(method: type[Preconditioner], *, at_once: bool, loss: Any = None, s
 @pytest.mark.parametrize(("method", "options"), [
     (KFAC, {}), (KFAC, {"fisher": "exact"}), (SKFAC, {}), (KBFGS, {}), (PSGD, {}), (Shampoo, {"block_size": 4}), (Shampoo, {}),
     (EKFAC, {}), (DiagonalNG, {}), (SENG, {}), (SENG, {"sketch": 4}), (SENG, {"fisher": "exact"}), (SMWNG, {}),
-    (SMWNG, {"fisher": "mc", "num_draws": 2}),
+    (SMWNG, {"fisher": "mc", "num_draws": 2}), (TNT, {}),
     (KFAC, {"skip": ("2",)}), (KFAC, {"kl_clip": 0.0, "max_grad_norm": 0.5})])
 def test_rows_before_the_product_give_the_same_parameters(method: type[Preconditioner], options: dict[str, Any],
                                                           graft: str) -> None:
@@ -151,14 +152,20 @@ def test_rows_are_float32_under_autocast() -> None:
         torch.testing.assert_close(cast, plain, rtol=0.1, atol=0.02 * float(plain.abs().max()))   # 8 bits of bfloat16
 
 
-def test_the_scale_of_a_grad_scaler_scales_the_direction() -> None:
+@pytest.mark.parametrize("method", [KFAC, SMWNG, SENG, DiagonalNG])
+def test_a_grad_scaler_changes_no_step(method: type[Preconditioner]) -> None:
     found = []
-    for scale in (1.0, 1024.0):
+    for scale in (1.0, 1024.0):   # powers of two: no rounding of their own
         model = _net()
-        preconditioner = KFAC(model, damping=0.1)
-        x, y = _minibatch(0)
-        preconditioner.evaluate_and_step(lambda: F.cross_entropy(model(x), y) * scale)  # noqa: B023
-        found.append([p.grad / scale for p in model.parameters() if p.grad is not None])
+        preconditioner, optimizer = method(model, damping=0.1), torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        for step in range(3):
+            x, y = _minibatch(step)
+            optimizer.zero_grad()
+            preconditioner.evaluate_and_step(lambda x=x, y=y: scaler.scale(F.cross_entropy(model(x), y)))  # type: ignore[misc] # noqa: B023
+            scaler.step(optimizer)   # divides directions by the scale
+            scaler.update()
+        found.append([p.detach() for p in model.parameters()])
     for plain, scaled in zip(*found, strict=True):
         close(scaled, plain)
 
