@@ -21,7 +21,8 @@ def damped_inverse(factor_DD: Tensor, damping: float) -> Tensor:
     >>> damped_inverse(torch.tensor([[3.0]]), 1.0)
     tensor([[0.2500]])
     """
-    return torch.cholesky_inverse(damped_cholesky(factor_DD, damping)).to(factor_DD.dtype)
+    # the transpose of what is symmetric lies row by row, and so need not be copied to
+    return torch.cholesky_inverse(damped_cholesky(factor_DD, damping)).to(factor_DD.dtype).mT
 
 
 def damped_cholesky(factor_DD: Tensor, damping: float) -> Tensor:

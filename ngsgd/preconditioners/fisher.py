@@ -42,8 +42,9 @@ class DiagonalNG(Preconditioner):
 
     def block_direction(self, name: str, inverse: State, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
         inverse_OI, block = inverse["diagonal"], self._block(name)
-        found = {name: (grads[name].flatten(1) * inverse_OI[:, :grads[name][0].numel()]).view_as(grads[name])}
-        return found | {bias: grads[bias] * inverse_OI[:, -1] for bias in block[1:] if bias in grads}
+        shares = {name: inverse_OI[:, :grads[name][0].numel()].reshape(grads[name].shape)}   # of a matrix a view
+        shares |= {bias: inverse_OI[:, -1] for bias in block[1:] if bias in grads}
+        return {each: grads[each].mul_(share) if self._overwrites else grads[each] * share for each, share in shares.items()}
 
 
 class UnitWiseNG(Preconditioner):

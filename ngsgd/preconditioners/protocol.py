@@ -67,6 +67,7 @@ class Preconditioner:
         self._signal: Signal | None = None
         self._holding: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         self._ranks: Ranks | None = None
+        self._overwrites = False                 # directions may be written over gradients
         self._held: dict[str, HeldRows] = {}     # by weight: this step's gradients that are not multiplied out
         self._skipped = self._skipped_parameters()
         self._bias_of = _biases(model) if type(self).joins_bias else {}
@@ -150,7 +151,13 @@ class Preconditioner:
         self._signal = self._watched = None
         for name in [name for name in held if not self.can_hold(name, self.inverses.get(name, {}))]:
             grads |= self.named(name, held.pop(name).product())
-        found = self._limited(grads, held, self.apply_all(grads, held), lr)
+        # nobody asks for the gradient again, so it may be written over: a new one is a pass over memory more
+        self._overwrites = self.options.graft == "none" and not self.options.kl_clip
+        try:
+            directions = self.apply_all(grads, held)
+        finally:
+            self._overwrites = False
+        found = self._limited(grads, held, directions, lr)
         for name, p in parameters.items():
             if name in found:
                 _give(p, found[name])

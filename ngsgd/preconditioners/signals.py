@@ -164,10 +164,14 @@ def _of_pass(records: list[Record], scale: float, num_rows: int) -> tuple[dict[s
 
 def _affine(name: str, records: list[Record], scale: float, num_rows: int) -> Rows:
     bias = records[0].call.bias
-    a_NTI = torch.cat([record.input_rows() for record in records], dim=1)
+    a_NTI = _side_by_side([record.input_rows() for record in records], dim=1)
     if bias is not None:
         a_NTI = torch.cat([a_NTI, a_NTI.new_ones(*a_NTI.shape[:2], 1)], dim=2)
-    return Rows(name, bias, a_NTI, torch.cat([record.derivative_rows() for record in records], dim=2) * scale, num_rows)
+    return Rows(name, bias, a_NTI, _side_by_side([record.derivative_rows() for record in records], dim=2) * scale, num_rows)
+
+
+def _side_by_side(parts: list[Tensor], dim: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)   # cat copies a single one, too
 
 
 def _end_to_end(parts: list[Rows]) -> Rows:
