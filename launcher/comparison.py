@@ -1,9 +1,13 @@
-"""`ngsgd compare RUN RUN ...`: several runs on one page that reads like the paper's Figure 1."""
+"""`ngsgd compare RUN RUN ...`: several runs on one page that reads like the paper's Figure 1.
+
+`ngsgd compare recipe=digits preconditioner=none,kfac` trains the runs first.
+"""
 
 from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,12 +31,17 @@ _NO_DIFFERENCE = ("name", "output_dir", "tracking.uri", "tracking.experiment", "
 def command(arguments: Sequence[str]) -> int:
     """Prints a table and writes the page."""
     parser = Parser("compare")
-    parser.add_argument("runs", metavar="RUN", nargs="+", help="run folders, or their names under runs/")
+    parser.add_argument("runs", metavar="RUN", nargs="+", help="run folders, or their names under runs/; words with = are settings "
+                        "of runs to train first, one for each value between commas: recipe=digits preconditioner=none,kfac,shampoo")
     parser.add_argument("--output", "-o", metavar="FILE", default="compare.html", help="the page (default: %(default)s)")
     parser.add_argument("--png", metavar="FILE", help="the curves as a picture, too")
     parser.add_argument("--json", action="store_true", help="print JSON in place of the table")
     options = parser.parse_args(list(arguments))
-    folders = [RunFolder.open(find_run(run)) for run in options.runs]
+    folders = [RunFolder.open(find_run(run)) for run in options.runs if "=" not in run]
+    if settings := [word for word in options.runs if "=" in word]:
+        from launcher.contest import trained
+
+        folders += trained(settings, lambda line: print(line, file=sys.stderr, flush=True))
     runs = [read(folder) for folder in folders]
     target = Path(options.output)
     write_text(target, _page(runs))
@@ -56,6 +65,7 @@ class Run:
     events: list[dict[str, Any]]
     settings: dict[str, Any]
     wer: tuple[float, float, float] | None   # per cent, and its 95% interval
+    peak_mib: int | None = None              # largest resident memory of a process of the run
 
     @property
     def curve(self) -> Curve:
@@ -67,6 +77,12 @@ class Run:
     def num_jobs(self) -> int:
         """The most of any outer iteration."""
         return max(int(event["num_jobs"]) for event in self.curve.iterations)
+
+    @property
+    def method(self) -> str:
+        """What turns gradients into steps: the preconditioner, where there is one, else the optimiser."""
+        kind = str(self.settings["preconditioner.kind"])
+        return str(self.settings["optimizer.kind"]) if kind == "none" else kind
 
     def seconds_to(self, objf: float) -> float:
         """Seconds of training until the held-out objf is reached, between two outer iterations by the straight line; or NaN."""
@@ -85,6 +101,9 @@ class Run:
         """For JSON and the table."""
         last, seconds = self.curve.iterations[-1], self.seconds_to(objf)
         return {"run": self.label, "num_jobs": self.num_jobs, "optimizer": self.settings["optimizer.kind"],
+                "preconditioner": self.settings["preconditioner.kind"], "method": self.method,
+                "frames_per_s": last["frames_processed"] / last["elapsed_s"] if last["elapsed_s"] else None,
+                "peak_resident_mib": self.peak_mib,
                 "outer": self.settings["outer.kind"], "seed": self.settings["seed"], "wer_percent": self.wer and self.wer[0],
                 "wer_interval_95": self.wer and list(self.wer[1:]), "valid_objf": last["valid"]["objf"],
                 "valid_accuracy": last["valid"]["accuracy"], "epochs": last["epoch"], "frames_processed": last["frames_processed"],
@@ -104,8 +123,9 @@ def read(folder: RunFolder) -> Run:
         wer = next(event["wer_percent"] for event in reversed(events) if event.get("event") == "finished")
         found = (float(wer), float(about["test_interval_95"]["low"]), float(about["test_interval_95"]["high"]))
     except (OSError, ValueError, KeyError, StopIteration):  # not decoded, or not yet
-        return Run(folder.path.name, events, flatten(compose.from_yaml(folder.config)), None)
-    return Run(folder.path.name, events, flatten(compose.from_yaml(folder.config)), found)
+        found = None
+    peak = json.loads(folder.measured.read_text())["peak_resident_mib"] if folder.measured.is_file() else None
+    return Run(folder.path.name, events, flatten(compose.from_yaml(folder.config)), found, peak)
 
 
 def common_objf(runs: Sequence[Run]) -> float:
@@ -146,13 +166,24 @@ def charts(runs: Sequence[Run]) -> list[Chart]:
         figure, axes = narrow_axes()
         for run, colour, place in zip(runs, colours, places, strict=True):
             if run.wer:
-                wer, low, high = run.wer
-                reach = [[max(0.0, wer - low)], [max(0.0, high - wer)]]
-                axes.errorbar([place], [wer], yerr=reach, fmt="o", color=colour, capsize=3)
+                axes.errorbar([place], [run.wer[0]], yerr=_reach(run.wer), fmt="o", color=colour, capsize=3)
         label(axes, "Word errors against jobs", "% of words, 95% interval")
         _whole_numbers(axes, runs)
         found.append(Chart("wer", "Word errors against jobs",
                            "One point a run: the most jobs of its outer iterations, and its %WER on the test set.", figure))
+        for name, title, unit in (("wer_frames", "frames processed", "millions"), ("wer_time", "time", "minutes of training")):
+            figure, axes = narrow_axes()
+            for run, colour in zip(runs, colours, strict=True):
+                if run.wer:
+                    last = run.curve.iterations[-1]
+                    across = last["elapsed_s"] / 60 if name == "wer_time" else last["frames_processed"] / 1e6
+                    axes.errorbar([across], [run.wer[0]], yerr=_reach(run.wer), fmt="o", color=colour, capsize=3,
+                                  label=name_of(run, runs))
+            axes.set_xlim(left=0)
+            label(axes, f"Word errors against {title}", "% of words, 95% interval")
+            axes.legend(fontsize=7, frameon=False)
+            axes.set_xlabel(unit)
+            found.append(Chart(name, f"Word errors against {title}", "One point a run, of its final model.", figure))
     objf = common_objf(runs)
     figure, axes = narrow_axes()
     for run, colour, place in zip(runs, colours, places, strict=True):
@@ -163,6 +194,12 @@ def charts(runs: Sequence[Run]) -> list[Chart]:
     told = (f"Seconds of training until each run has reached {objf:.3f} nats per frame on held-out frames, the most that all "
             "reached.")
     return [*found, Chart("speed", "Time to a common objf", told, figure)]
+
+
+def _reach(wer: tuple[float, float, float]) -> list[list[float]]:
+    """Of an error bar, below and above."""
+    value, low, high = wer
+    return [[max(0.0, value - low)], [max(0.0, high - value)]]
 
 
 def _whole_numbers(axes: Any, runs: Sequence[Run]) -> None:
@@ -178,9 +215,10 @@ def name_of(run: Run, runs: Sequence[Run]) -> str:
 
     def told(one: Run) -> str:
         of = one.settings
-        texts = {"schedule.num_jobs_final": f"{one.num_jobs} jobs", "optimizer.kind": of["optimizer.kind"],
+        texts = {"schedule.num_jobs_final": f"{one.num_jobs} jobs", "optimizer.kind": one.method,
+                 "preconditioner.kind": "" if "optimizer.kind" in different else one.method,
                  "outer.kind": of["outer.kind"], "seed": f"seed {of['seed']}", "model.kind": of["model.kind"]}
-        return ", ".join(text for path, text in texts.items() if path in different)
+        return ", ".join(text for path, text in texts.items() if text and path in different)
 
     name = told(run)
     return name if name and [told(one) for one in runs].count(name) == 1 else run.label
@@ -190,7 +228,7 @@ def name_of(run: Run, runs: Sequence[Run]) -> str:
 
 
 _HEADER = ("run", "jobs", "optimizer", "outer", "%WER", "95% interval", "valid objf", "frames right", "epochs", "training",
-           "to common objf")
+           "frames/s", "memory", "to common objf")
 
 
 def _rows(runs: Sequence[Run]) -> list[tuple[str, ...]]:
@@ -198,9 +236,11 @@ def _rows(runs: Sequence[Run]) -> list[tuple[str, ...]]:
     for run in runs:
         one = run.figures(objf)
         wer, interval, seconds = one["wer_percent"], one["wer_interval_95"], one["seconds_to_common_objf"]
-        rows.append((run.label, str(one["num_jobs"]), one["optimizer"], one["outer"], "-" if wer is None else f"{wer:.2f}",
+        speed, memory = one["frames_per_s"], one["peak_resident_mib"]
+        rows.append((run.label, str(one["num_jobs"]), one["method"], one["outer"], "-" if wer is None else f"{wer:.2f}",
                      f"{interval[0]:.2f} to {interval[1]:.2f}" if interval else "-", f"{one['valid_objf']:.4f}",
                      f"{100 * one['valid_accuracy']:.1f}%", f"{one['epochs']:.2f}", duration(one["seconds"]),
+                     "-" if speed is None else f"{speed:,.0f}", "-" if memory is None else f"{memory:,} MiB",
                      "-" if seconds is None else f"{seconds:.1f} s"))
     return rows
 

@@ -66,6 +66,14 @@ def check_sweep(overrides: Sequence[str], *, config_dir: Path | None = None) -> 
 
 
 
+def each_of_sweep(overrides: Sequence[str]) -> list[tuple[list[str], list[str]]]:
+    """(the settings of a run, those among them that the sweep varies) of every run that `--multirun` would start."""
+    good, _ = _read_overrides(overrides, None)
+    varied = [override.is_discrete_sweep() for override in good]
+    return [(list(lines), [line for line, is_varied in zip(lines, varied, strict=True) if is_varied])
+            for lines in itertools.product(*map(_lines, good))]
+
+
 def to_yaml(config: RunConfig) -> str:
     import yaml
 

@@ -38,21 +38,36 @@ def draw(events: Events, path: Path) -> None:
 
 
 def compare(runs: Sequence[tuple[str, Events]], path: Path) -> None:
-    """Several runs overlaid: solid lines are held-out frames, dashed lines training frames."""
-    figure = new_figure(10.0, 4.4)
-    left, right = figure.subplots(1, 2, sharex=True)
-    for (name, events), colour in zip(runs, RUN_COLOURS * (1 + len(runs) // len(RUN_COLOURS)), strict=False):
-        curve = Curve(events)
-        for axes, quantity, scale in ((left, "objf", 1.0), (right, "accuracy", 100.0)):
-            valid, train = (curve.values(f"{subset}.{quantity}", scale) for subset in ("valid", "train"))
-            axes.plot(curve.millions, valid, color=colour, linewidth=2.0, label=name)
-            axes.plot(curve.millions, train, color=colour, linewidth=1.2, linestyle="--", alpha=0.7)
-    label(left, "Objective function", "nats per frame", legend="lower right")
-    label(right, "Frames right", "%", legend="lower right")
-    for axes in (left, right):
-        axes.set_xlabel("frames processed (millions)")
+    """Several runs overlaid: above the objective, below word errors of final models (frames right where nothing was decoded), each
+    against frames and against seconds.
+    """
+    figure = new_figure(10.0, 7.4)
+    panels = figure.subplots(2, 2, sharex="col", sharey="row")
+    curves = [(name, Curve(events := list(told)), _word_errors(events)) for name, told in runs]
+    decoded = any(wer is not None for _, _, wer in curves)
+    for (name, curve, wer), colour in zip(curves, RUN_COLOURS * (1 + len(runs) // len(RUN_COLOURS)), strict=False):
+        for (top, bottom), across in zip(panels.T, (curve.millions, curve.values("elapsed_s")), strict=True):
+            top.plot(across, curve.values("valid.objf"), color=colour, linewidth=2.0, label=name)
+            top.plot(across, curve.values("train.objf"), color=colour, linewidth=1.2, linestyle="--", alpha=0.7)
+            if wer is not None:
+                bottom.plot(across[-1:], [wer], "o", color=colour, markersize=8, label=name)
+            elif not decoded:
+                bottom.plot(across, curve.values("valid.accuracy", 100.0), color=colour, linewidth=2.0, label=name)
+    label(panels[0][0], "Objective function", "nats per frame", legend="lower right")
+    label(panels[0][1], "Objective function", "")
+    for axes in panels[1]:
+        label(axes, "Word errors of final models" if decoded else "Held-out frames right", "% of words" if decoded else "%")
+    panels[1][1].set_ylabel("")
+    panels[1][0].set_xlabel("frames processed (millions)")
+    panels[1][1].set_xlabel("seconds of training")
     figure.suptitle("Held-out frames (solid) and training frames (dashed)", fontsize=12)
     save(figure, path)
+
+
+def _word_errors(events: Sequence[Mapping[str, Any]]) -> float | None:
+    """Per cent, of a run that has been decoded."""
+    return next((event["wer_percent"] for event in reversed(events) if event.get("event") == "finished"
+                 and event.get("wer_percent") is not None), None)
 
 
 def draw_schedule(learned: Sequence[float], before: Sequence[float], path: Path) -> None:

@@ -17,7 +17,7 @@ COMMANDS = {
     "decode": "decode a run's test set again with its newest model",
     "align": "find the HMM state of every frame from transcripts alone: flat start, then realignment",
     "report": "a page about a run: curves, word errors, where the time went, timeline of the workers, Fisher spectra",
-    "compare": "a page about several runs, as the paper's Figure 1: objf against epochs and against time",
+    "compare": "a page about several runs, as the paper's Figure 1: objf against epochs and time; trains those given as settings",
     "plan": "measure this machine for half a minute, tell the time of an outer iteration on 1 to 1000 workers",
     "simulate": "run on many logical workers of this machine, with a virtual clock, stragglers and failures",
     "tune": "learn schedule, layer rates, l2, momentum by gradient on a short proxy: probe, check, run, transfer",

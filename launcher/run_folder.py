@@ -94,6 +94,11 @@ class RunFolder:
         return self.path / "report.html"
 
     @property
+    def measured(self) -> Path:
+        """What `ngsgd compare` saw of the process that trained, if it trained the run."""
+        return self.path / "measured.json"
+
+    @property
     def process(self) -> Path:
         """Which process trains; there while one does."""
         return self.path / "process.json"

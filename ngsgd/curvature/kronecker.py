@@ -38,9 +38,10 @@ class Kronecker(NamedTuple):
 
 
 class Gram:
-    """The sum of x x^T over rows that come in blocks, as few large products."""
+    """The sum of x x^T over rows that come in blocks, times a scale, as few large products."""
 
-    def __init__(self) -> None:
+    def __init__(self, scale: float = 1.0) -> None:
+        self._scale = scale
         self._waiting: list[Tensor] = []
         self._num_waiting = 0
         self._total_DD: Tensor | None = None
@@ -65,7 +66,7 @@ class Gram:
         self._num_waiting = 0
         keep = 0.0 if self._total_DD is None else 1.0
         self._total_DD = empty(x_XD, x_XD.shape[1], x_XD.shape[1]) if self._total_DD is None else self._total_DD
-        _gram(x_XD, self._total_DD, keep)
+        add_gram(x_XD, self._total_DD, keep, self._scale)
 
 
 def output_rows(e_VNTO: Tensor, sharing: str) -> Tensor:
@@ -77,23 +78,23 @@ def output_rows(e_VNTO: Tensor, sharing: str) -> Tensor:
     return e_VNTO.permute(3, 0, 1, 2).flatten(1).T  # the positions of a convolution are in the last dimension of the memory
 
 
-def output_factor(e_VNTO: Tensor, sharing: str) -> Tensor:
-    """B, the sum over vectors and samples."""
-    total = Gram()
+def output_factor(e_VNTO: Tensor, sharing: str, scale: float = 1.0) -> Tensor:
+    """B, the sum over vectors and samples, times the scale."""
+    total = Gram(scale)
     total.add(output_rows(e_VNTO, sharing))
     return total.total()
 
 
-def _gram(x_XD: Tensor, total_DD: Tensor, keep: float) -> None:
-    """total <- keep total + x^T x; of the symmetric matrix only blocks on and above the diagonal are multiplied out."""
+def add_gram(x_XD: Tensor, total_DD: Tensor, keep: float = 1.0, scale: float = 1.0) -> None:
+    """total <- keep total + scale x^T x; of the symmetric matrix only blocks on and above the diagonal are multiplied out."""
     D = len(total_DD)
     if D < 320:
-        torch.addmm(total_DD, x_XD.T, x_XD, beta=keep, out=total_DD)
+        torch.addmm(total_DD, x_XD.T, x_XD, beta=keep, alpha=scale, out=total_DD)
         return
     half = D // 2
-    _gram(x_XD[:, :half], total_DD[:half, :half], keep)
-    _gram(x_XD[:, half:], total_DD[half:, half:], keep)
-    torch.addmm(total_DD[:half, half:], x_XD[:, :half].T, x_XD[:, half:], beta=keep, out=total_DD[:half, half:])
+    add_gram(x_XD[:, :half], total_DD[:half, :half], keep, scale)
+    add_gram(x_XD[:, half:], total_DD[half:, half:], keep, scale)
+    torch.addmm(total_DD[:half, half:], x_XD[:, :half].T, x_XD[:, half:], beta=keep, alpha=scale, out=total_DD[:half, half:])
     total_DD[half:, :half] = total_DD[:half, half:].T
 
 

@@ -21,7 +21,8 @@ def damped_inverse(factor_DD: Tensor, damping: float) -> Tensor:
     >>> damped_inverse(torch.tensor([[3.0]]), 1.0)
     tensor([[0.2500]])
     """
-    return torch.cholesky_inverse(damped_cholesky(factor_DD, damping)).to(factor_DD.dtype)
+    # the transpose of what is symmetric lies row by row, and so need not be copied to
+    return torch.cholesky_inverse(damped_cholesky(factor_DD, damping)).to(factor_DD.dtype).mT
 
 
 def damped_cholesky(factor_DD: Tensor, damping: float) -> Tensor:
@@ -110,10 +111,10 @@ def largest_eigenvalue(A_DD: Tensor, *, tolerance: float = 1e-7, max_steps: int 
     return value
 
 
-def woodbury_solve(U_ND: Tensor, damping: float, right_DX: Tensor) -> Tensor:
-    """(U^T U + damping I)^-1 right, through the N x N Gram matrix: cheap where N < D."""
-    inner_NX = damped_solve(U_ND @ U_ND.T, damping, U_ND @ right_DX)
-    return (right_DX - U_ND.T @ inner_NX) / damping
+def woodbury_rows(U_ND: Tensor, root_NN: Tensor, damping: float, x_XD: Tensor) -> Tensor:
+    """x (U^T U + damping I)^-1, given the Cholesky root of U U^T + damping I: cheap where N < D."""
+    inner_NX = torch.cholesky_solve((U_ND @ x_XD.T).to(root_NN.dtype), root_NN).to(x_XD.dtype)
+    return torch.addmm(x_XD, inner_NX.T, U_ND, alpha=-1.0) / damping
 
 
 def conjugate_gradients(product: Callable[[Tensor], Tensor], right_D: Tensor, *, start_D: Tensor | None = None, max_steps: int = 50,

@@ -31,22 +31,27 @@ class DiagonalNG(Preconditioner):
     """The diagonal of F; with `fisher="exact"`, of the generalised Gauss-Newton matrix."""
 
     Options = FisherOptions
+    splits_work = True
 
     def measure(self, name: str, rows: Rows) -> State:
-        share = Outer(Dense(rows.a_NTI), rows.e_VNTO)
-        return {"diagonal": share.sum_of_squares().view(rows.e_VNTO.shape[3], -1) / rows.num_rows}
+        share = Outer(Dense(rows.a_NTI), rows.e_VNTO / rows.num_rows**0.5)
+        return {"diagonal": share.sum_of_squares().view(rows.e_VNTO.shape[3], -1)}
 
     def invert(self, name: str, known: State) -> State:
-        return {"diagonal": 1.0 / (known["diagonal"] + self.option(name, "damping"))}
+        return {"diagonal": (known["diagonal"] + self.option(name, "damping")).reciprocal_()}
 
-    def direction(self, name: str, inverse: State, g_OI: Tensor) -> Tensor:
-        return g_OI * inverse["diagonal"]
+    def block_direction(self, name: str, inverse: State, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        inverse_OI, block = inverse["diagonal"], self._block(name)
+        shares = {name: inverse_OI[:, :grads[name][0].numel()].reshape(grads[name].shape)}   # of a matrix a view
+        shares |= {bias: inverse_OI[:, -1] for bias in block[1:] if bias in grads}
+        return {each: grads[each].mul_(share) if self._overwrites else grads[each] * share for each, share in shares.items()}
 
 
 class UnitWiseNG(Preconditioner):
     """A matrix of inputs for each output unit: O I^2 numbers a layer."""
 
     Options = FisherOptions
+    splits_work = True
 
     def measure(self, name: str, rows: Rows) -> State:
         O, I = rows.e_VNTO.shape[3], rows.a_NTI.shape[2]  # noqa: E741
@@ -72,6 +77,7 @@ class LayerWiseNG(Preconditioner):
     """F of each layer, dense: for layers of a few thousand parameters; ConfigError beyond 20 000."""
 
     Options = FisherOptions
+    splits_work = True
 
     def measure(self, name: str, rows: Rows) -> State:
         require_small(name, rows.e_VNTO.shape[3] * rows.a_NTI.shape[2])

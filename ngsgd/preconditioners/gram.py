@@ -14,11 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ngsgd.ops.linalg import damped_cholesky
+from ngsgd.preconditioners.held import HeldRows, products_of
 from ngsgd.preconditioners.options import FisherOptions
 from ngsgd.preconditioners.protocol import Preconditioner, State
 from ngsgd.preconditioners.signals import Rows, Signal
@@ -48,7 +50,62 @@ class SENGOptions(GramOptions):
         return found if self.sketch >= 0 else [*found, f"sketch is {self.sketch}; it must be at least 0, where 0 is all."]
 
 
-class SENG(Preconditioner):
+class _FromRows(Preconditioner):
+    """What the two share: P g from rows that are held, where g = e^T a needs no product of its own.
+
+    At the looks of the empirical Fisher matrix the rows of g are those of U, g_n = U_n / s, so that U g = K 1 / s with the Gram
+    matrix K, and P g = (1/d) sum_n (1 - s b_n) e_n a_n^T is one product.
+    """
+
+    looks_at_held = True
+    has_mean = False
+
+    def __init__(self, model: nn.Module, **options: Any) -> None:
+        super().__init__(model, **options)
+        self._scale = 0.0    # s, at a look at the rows that g is made of; 0 at other steps
+
+    def update_curvature(self, seen: Signal | Mapping[str, Tensor]) -> None:
+        assert isinstance(seen, Signal)
+        if self.options.fisher == "empirical":
+            self._scale = seen.scale / max(seen.num_rows, 1) ** 0.5
+        super().update_curvature(seen)
+
+    def _step(self, lr: float | None) -> None:
+        try:
+            super()._step(lr)
+        finally:
+            self._scale = 0.0
+
+    def can_hold(self, name: str, inverse: State) -> bool:
+        return "e" in inverse and inverse["a"].shape[1] == 1 and len(inverse["e"]) == 1
+
+    def are_own(self, inverse: State, rows: HeldRows) -> bool:
+        """Whether the rows are those that the curvature was just taken from."""
+        return self._scale > 0.0 and self.can_hold("", inverse) and len(rows.a_XI) == len(inverse["a"])
+
+    def products_of_rows(self, inverse: State, rows: HeldRows) -> Tensor:
+        """U g, of rows with one position."""
+        a_NI, e_NO = inverse["a"][:, 0], inverse["e"][0, :, 0]
+        with_one = rows.has_bias
+        if len(a_NI) * (a_NI.shape[1] + e_NO.shape[1]) < a_NI.shape[1] * e_NO.shape[1]:
+            of_a_NX = a_NI[:, :rows.a_XI.shape[1]] @ rows.a_XI.T
+            return ((of_a_NX.add_(1.0) if with_one else of_a_NX) * (e_NO @ rows.e_XO.T)).sum(dim=1)
+        weight, bias = rows.product()
+        found: Tensor = ((a_NI[:, :weight.shape[1]] @ weight.T) * e_NO).sum(dim=1)
+        return found if bias is None else found + e_NO @ bias
+
+    def combined(self, inverse: State, rows: HeldRows, b_N: Tensor, damping: float) -> tuple[Tensor, Tensor | None]:
+        """(g - U^T b) / d, of the weight and of the bias."""
+        if self.are_own(inverse, rows):
+            e_XO = rows.e_XO * ((1.0 - self._scale * b_N) / damping)[:, None]
+            return rows._replace(e_XO=e_XO).product()
+        a_NI, e_NO = inverse["a"][:, 0], inverse["e"][0, :, 0] * b_N[:, None]
+        weight, bias = rows._replace(e_XO=rows.e_XO / damping).product()
+        weight.addmm_(e_NO.T, a_NI[:, :weight.shape[1]], alpha=-1.0 / damping)
+        return weight, None if bias is None else bias - e_NO.sum(dim=0) / damping
+
+
+class SENG(_FromRows):
     """F of each layer by its own Gram matrix; exact with `sketch=0`.
 
     A sketch keeps `sketch` of d coordinates, drawn anew for each minibatch, times sqrt(d / sketch): the Gram matrix is right in the
@@ -56,12 +113,17 @@ class SENG(Preconditioner):
     """
 
     Options = SENGOptions
-    has_mean = False
 
     def measure(self, name: str, rows: Rows) -> State:
         a_NTI, e_VNTO = rows.a_NTI, rows.e_VNTO / rows.num_rows**0.5
         gram_XX = gram(self._sketched(a_NTI), self._sketched(e_VNTO))
-        return {"a": a_NTI, "e": e_VNTO, "gram": gram_XX}
+        found = {"a": a_NTI, "e": e_VNTO, "gram": gram_XX}
+        if self._scale and self._is_sketched(rows) and self.can_hold(name, found):   # U g from the matrix without a sketch
+            found["sums"] = gram(a_NTI, e_VNTO).sum(dim=1)
+        return found
+
+    def _is_sketched(self, rows: Rows) -> bool:
+        return bool(0 < self.options.sketch < max(rows.a_NTI.shape[-1], rows.e_VNTO.shape[-1]))
 
     def _sketched(self, x: Tensor) -> Tensor:
         d, q = x.shape[-1], self.options.sketch
@@ -75,17 +137,29 @@ class SENG(Preconditioner):
     def invert(self, name: str, known: State) -> State:
         return {"a": known["a"], "e": known["e"], "root": damped_cholesky(known["gram"], self.option(name, "damping"))}
 
+    def direction_of_rows(self, name: str, inverse: State, rows: HeldRows) -> tuple[Tensor, Tensor | None]:
+        if self.are_own(inverse, rows):
+            known = self.statistics[name]
+            Ug_N = known["sums"] if "sums" in known else known["gram"].sum(dim=1)
+            Ug_N = Ug_N / self._scale
+        else:
+            Ug_N = self.products_of_rows(inverse, rows)
+        return self.combined(inverse, rows, solved(inverse["root"], Ug_N), self.option(name, "damping"))
+
     def direction(self, name: str, inverse: State, g_OI: Tensor) -> Tensor:
         a_NTI, e_VNTO = inverse["a"], inverse["e"]
         b_X = solved(inverse["root"], products(a_NTI, e_VNTO, g_OI))
         return (g_OI - combination(a_NTI, e_VNTO, b_X)) / self.option(name, "damping")
 
 
-class SMWNG(Preconditioner):
+class SMWNG(_FromRows):
     """F of all affine layers together by one Gram matrix; equals `FullNG(ema_decay=0)`, for models of any size."""
 
     Options = GramOptions
-    has_mean = False
+
+    def __init__(self, model: nn.Module, **options: Any) -> None:
+        super().__init__(model, **options)
+        self._sums: Tensor | None = None   # K 1 of the last look
 
     def measure(self, name: str, rows: Rows) -> State:
         return {"a": rows.a_NTI, "e": rows.e_VNTO / rows.num_rows**0.5}
@@ -99,7 +173,10 @@ class SMWNG(Preconditioner):
         affine = [known for _, known in sorted(self.statistics.items()) if "e" in known]
         super().refresh()
         if affine:
-            total_XX = torch.stack([gram(known["a"], known["e"]) for known in affine]).sum(dim=0)
+            total_XX = gram(affine[0]["a"], affine[0]["e"])
+            for known in affine[1:]:
+                total_XX += gram(known["a"], known["e"])
+            self._sums = total_XX.sum(dim=1)
             first = next(name for name, known in self.statistics.items() if "e" in known)
             self.inverses[first]["root"] = damped_cholesky(total_XX, self.options.damping)
 
@@ -107,21 +184,34 @@ class SMWNG(Preconditioner):
         return {"a": known["a"], "e": known["e"]}
 
     def apply(self, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return self.apply_all(grads, {})
+
+    def apply_all(self, grads: Mapping[str, Tensor], held: Mapping[str, HeldRows]) -> dict[str, Tensor]:
         found = dict(grads)
         joined = self._joined(grads)
-        affine = {name: inverse for name, inverse in sorted(self.inverses.items()) if "e" in inverse and name in joined}
+        affine = {name: inverse for name, inverse in sorted(self.inverses.items())
+                  if "e" in inverse and (name in joined or name in held)}
         for name, inverse in self.inverses.items():
             if "squares" in inverse and name in grads:
                 found[name] = grads[name] / (inverse["squares"].view_as(grads[name]) + self.option(name, "damping"))
         if not affine:
             return found
         root_XX = next(inverse["root"] for inverse in affine.values() if "root" in inverse)
-        Ug_X = torch.stack([products(inverse["a"], inverse["e"], joined[name]) for name, inverse in affine.items()]).sum(dim=0)
-        b_X = solved(root_XX, Ug_X)
+        b_X = solved(root_XX, self._all_products(affine, joined, held))
         for name, inverse in affine.items():
-            direction_OI = (joined[name] - combination(inverse["a"], inverse["e"], b_X)) / self.options.damping
-            found |= self._parted(name, direction_OI, grads)
+            if name in held:
+                found |= self.named(name, self.combined(inverse, held[name], b_X, self.options.damping))
+            else:
+                direction_OI = (joined[name] - combination(inverse["a"], inverse["e"], b_X)) / self.options.damping
+                found |= self._parted(name, direction_OI, grads)
         return found
+
+    def _all_products(self, affine: Mapping[str, State], joined: Mapping[str, Tensor], held: Mapping[str, HeldRows]) -> Tensor:
+        """U g of all layers."""
+        if self._sums is not None and all(name in held and self.are_own(inverse, held[name]) for name, inverse in affine.items()):
+            return self._sums / self._scale
+        return torch.stack([self.products_of_rows(inverse, held[name]) if name in held
+                            else products(inverse["a"], inverse["e"], joined[name]) for name, inverse in affine.items()]).sum(dim=0)
 
 
 def gram(a_NTI: Tensor, e_VNTO: Tensor) -> Tensor:
@@ -129,7 +219,7 @@ def gram(a_NTI: Tensor, e_VNTO: Tensor) -> Tensor:
     V, N, T, O = e_VNTO.shape  # noqa: E741
     if T == 1:
         a_NI, e_XO = a_NTI[:, 0], e_VNTO.reshape(V * N, O)
-        return (a_NI @ a_NI.T).repeat(V, V) * (e_XO @ e_XO.T)
+        return products_of(e_XO).mul_(products_of(a_NI).repeat(V, V))
     if T * (O + a_NTI.shape[2]) > O * a_NTI.shape[2]:   # gradients are smaller than the products of positions
         g_XD = torch.einsum("vnto,nti->vnoi", e_VNTO, a_NTI).reshape(V * N, -1)
         return g_XD @ g_XD.T

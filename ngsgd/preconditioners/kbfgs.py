@@ -45,6 +45,7 @@ class KBFGS(Secant):
     """K-BFGS; a look costs one more forward and backward pass, and updates of O^2 + I^2 operations a layer."""
 
     Options = KBFGSOptions
+    looks_at_held = True
 
     def __init__(self, model: Any, **options: Any) -> None:
         super().__init__(model, **options)
@@ -110,5 +111,5 @@ class KBFGS(Secant):
     def invert(self, name: str, known: State) -> State:
         return {"H_a": known["H_a"], "H_g": known["H_g"]}
 
-    def direction(self, name: str, inverse: State, g_OI: Tensor) -> Tensor:
-        return inverse["H_g"] @ g_OI @ inverse["H_a"]
+    def factors(self, inverse: State) -> tuple[Tensor, Tensor] | None:
+        return (inverse["H_g"], inverse["H_a"]) if "H_g" in inverse else None

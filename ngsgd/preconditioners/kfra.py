@@ -62,6 +62,8 @@ class KFRA(KFAC):
     """
 
     Options = ExactOptions
+    splits_work = False
+    looks_at_held = False   # the recursion knows torch's own nodes alone
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ngsgd.curvature.kronecker import input_moment, output_factor
-from ngsgd.curvature.rows import Dense
+from ngsgd.curvature.kronecker import Gram, output_factor
 from ngsgd.errors import ConfigError
-from ngsgd.ops.linalg import damped_inverse, eigh, woodbury_solve
+from ngsgd.ops.linalg import damped_cholesky, damped_inverse, eigh, woodbury_rows
+from ngsgd.preconditioners.held import HeldRows
 from ngsgd.preconditioners.options import FisherOptions
 from ngsgd.preconditioners.protocol import Preconditioner, State
 from ngsgd.preconditioners.signals import Rows
@@ -46,18 +46,22 @@ class KFAC(Preconditioner):
     """
 
     Options = KroneckerOptions
+    looks_at_held = True
+    splits_work = True
 
     def measure(self, name: str, rows: Rows) -> State:
         a_NTI, e_VNTO = rows.shared(self.options.sharing)
-        moment_II, num_rows = input_moment(Dense(a_NTI.contiguous()), "expand")
-        return {"A": moment_II / num_rows, "B": output_factor(e_VNTO, "expand") / rows.num_rows}
+        a_XI = a_NTI.flatten(0, 1)
+        total = Gram(1.0 / len(a_XI))
+        total.add(a_XI)
+        return {"A": total.total(), "B": output_factor(e_VNTO, "expand", 1.0 / rows.num_rows)}
 
     def invert(self, name: str, known: State) -> State:
         of_B, of_A = shared_damping(known["B"], known["A"], self.option(name, "damping"))
         return {"A": damped_inverse(known["A"], of_A), "B": damped_inverse(known["B"], of_B)}
 
-    def direction(self, name: str, inverse: State, g_OI: Tensor) -> Tensor:
-        return inverse["B"] @ g_OI @ inverse["A"]
+    def factors(self, inverse: State) -> tuple[Tensor, Tensor] | None:
+        return (inverse["B"], inverse["A"]) if "A" in inverse else None
 
     def apply_rows(self, name: str, a_XI: Tensor, e_XO: Tensor) -> tuple[Tensor, Tensor]:
         """(A^-1 a, B^-1 e): their product e^T a is P g, at 2 N d^2 in place of 2 d^3 operations a side.
@@ -75,6 +79,7 @@ class SKFAC(KFAC):
     """
 
     has_mean = False
+    splits_work = False
 
     def __init__(self, model: Any, **options: Any) -> None:
         super().__init__(model, **{"ema_decay": 0.0, **options})
@@ -87,19 +92,34 @@ class SKFAC(KFAC):
         return {"a": a_XI / len(a_XI) ** 0.5, "e": e_XO / rows.num_rows**0.5}
 
     def invert(self, name: str, known: State) -> State:
-        return known
-
-    def direction(self, name: str, inverse: State, g_OI: Tensor) -> Tensor:
-        a_XI, e_XO = inverse["a"], inverse["e"]
+        a_XI, e_XO = known["a"], known["e"]
         of_B, of_A = _shared(float(a_XI.square().sum()) / a_XI.shape[1], float(e_XO.square().sum()) / e_XO.shape[1],
                              self.option(name, "damping"))
-        return woodbury_solve(a_XI, of_A, woodbury_solve(e_XO, of_B, g_OI).T).T
+        return {"a": a_XI, "e": e_XO,
+                "root_a": damped_cholesky(a_XI @ a_XI.T, of_A), "root_e": damped_cholesky(e_XO @ e_XO.T, of_B),
+                "damping_a": torch.tensor(of_A, dtype=torch.float64), "damping_e": torch.tensor(of_B, dtype=torch.float64)}
+
+    def factors(self, inverse: State) -> tuple[Tensor, Tensor] | None:
+        return None
+
+    def can_hold(self, name: str, inverse: State) -> bool:
+        return "a" in inverse
+
+    def direction_of_rows(self, name: str, inverse: State, rows: HeldRows) -> tuple[Tensor, Tensor | None]:
+        a_XI = torch.cat([rows.a_XI, rows.a_XI.new_ones(len(rows.a_XI), 1)], dim=1) if rows.has_bias else rows.a_XI
+        a_XI, e_XO = self.apply_rows(name, a_XI, rows.e_XO)
+        return (e_XO.T @ a_XI[:, :-1], e_XO.T @ a_XI[:, -1]) if rows.has_bias else (e_XO.T @ a_XI, None)
+
+    def direction(self, name: str, inverse: State, g_OI: Tensor) -> Tensor:
+        return self._solved(inverse, "a", self._solved(inverse, "e", g_OI.T).T)
 
     def apply_rows(self, name: str, a_XI: Tensor, e_XO: Tensor) -> tuple[Tensor, Tensor]:
-        known_a_XI, known_e_XO = self.inverses[name]["a"], self.inverses[name]["e"]
-        of_B, of_A = _shared(float(known_a_XI.square().sum()) / known_a_XI.shape[1],
-                             float(known_e_XO.square().sum()) / known_e_XO.shape[1], self.option(name, "damping"))
-        return woodbury_solve(known_a_XI, of_A, a_XI.T).T, woodbury_solve(known_e_XO, of_B, e_XO.T).T
+        inverse = self.inverses[name]
+        return self._solved(inverse, "a", a_XI), self._solved(inverse, "e", e_XO)
+
+    @staticmethod
+    def _solved(inverse: State, side: str, x_XD: Tensor) -> Tensor:
+        return woodbury_rows(inverse[side], inverse[f"root_{side}"], float(inverse[f"damping_{side}"]), x_XD)
 
 
 class EKFAC(KFAC):
@@ -107,6 +127,8 @@ class EKFAC(KFAC):
 
     Moments restart with the basis, from the minibatch that the basis was renewed with.
     """
+
+    splits_work = False   # each rank would have the moments of its own rows
 
     def __init__(self, model: Any, **options: Any) -> None:
         super().__init__(model, **options)

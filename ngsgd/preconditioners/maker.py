@@ -148,15 +148,22 @@ class GradientMaker:
             outputs[:] = [output]
             return loss
 
-        loss = self.preconditioner.evaluate(closure)
+        if isinstance(self._called, nn.parallel.DistributedDataParallel):   # averages gradients before they are preconditioned
+            loss = self.preconditioner.evaluate(closure)
+            self.preconditioner.step(lr)
+        else:
+            loss = self.preconditioner.evaluate_and_step(closure, lr)
         (output,) = outputs
         self._note_logits(output)
-        self.preconditioner.step(lr)
         with torch.no_grad():
             for name, p in self.model.named_parameters():
                 if name in before:
                     p.grad = before[name] if p.grad is None else before[name].add_(p.grad)
         return output, loss
+
+    @property
+    def _called(self) -> Callable[..., Any] | None:
+        return None if self._model_call is None else self._model_call[0]
 
     def _note_logits(self, output: Any) -> None:
         self.logits = None if self._logits_repr is None else resolved(self._logits_repr, output)

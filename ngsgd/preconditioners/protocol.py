@@ -21,8 +21,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from ngsgd.curvature.layers import without_autocast
 from ngsgd.errors import CheckpointError, ConfigError
+from ngsgd.preconditioners.held import HeldRows, RowGradients, is_cheaper_by_rows, multiplied_right
 from ngsgd.preconditioners.options import FisherOptions, Options, is_due, make_options
+from ngsgd.preconditioners.ranks import Ranks
 from ngsgd.preconditioners.signals import Rows, Signal, Watch
 
 State = dict[str, Tensor]
@@ -45,6 +48,9 @@ class Preconditioner:
 
     Options: ClassVar[type[Options]] = Options
     has_mean: ClassVar[bool] = True   # the statistics of several workers have a mean that means something
+    joins_bias: ClassVar[bool] = True       # weight and bias of an affine layer are one block
+    splits_work: ClassVar[bool] = False     # has statistics with a mean over ranks, and inverses layer by layer
+    looks_at_held: ClassVar[bool] = False   # looks at the curvature need no gradient multiplied out
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
         self.model = model
@@ -59,8 +65,12 @@ class Preconditioner:
         self.inverses: dict[str, State] = {}     # what is applied
         self._watched: Watch | None = None       # of this step's passes
         self._signal: Signal | None = None
+        self._holding: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        self._ranks: Ranks | None = None
+        self._overwrites = False                 # directions may be written over gradients
+        self._held: dict[str, HeldRows] = {}     # by weight: this step's gradients that are not multiplied out
         self._skipped = self._skipped_parameters()
-        self._bias_of = _biases(model)
+        self._bias_of = _biases(model) if type(self).joins_bias else {}
         device = next(model.parameters()).device
         self.generator = torch.Generator(device).manual_seed(self.options.seed)
 
@@ -73,9 +83,35 @@ class Preconditioner:
         same parameters it must return the same loss.  Autocast belongs inside of it.
         """
         with self.watch(), torch.enable_grad():
-            loss = closure()
+            with self._holding:
+                loss = closure()
             self.backward(loss)
         return loss.detach()
+
+    def evaluate_and_step(self, closure: Callable[[], Tensor], lr: float | None = None) -> Tensor:
+        """`evaluate` and `step` in one, for loops that do nothing to gradients in between: quicker, with the same result.
+
+        Rows of layers that are wider than the minibatch are preconditioned before they become a gradient, which is then made once.
+        Not for models whose gradients are averaged during the backward pass (DistributedDataParallel).
+        """
+        if self._may_hold():
+            self._holding = RowGradients(self.model, _biases(self.model), joined=type(self).joins_bias, wanted=self._is_held)
+        try:
+            loss = self.evaluate(closure)
+            if isinstance(self._holding, RowGradients):
+                self._held = self._holding.taken()
+        finally:
+            self._holding = contextlib.nullcontext()
+        self.step(lr)
+        return loss
+
+    def _may_hold(self) -> bool:
+        """Methods that look at gradients need them multiplied out, as do ranks that average them; kl_clip needs P g beside g."""
+        return not self.options.kl_clip and self._ranks is None and (type(self).looks_at_held or not self.is_due("curvature"))
+
+    def _is_held(self, name: str, num_rows: int, num_outputs: int, num_inputs: int) -> bool:
+        return name not in self._skipped and any(is_cheaper_by_rows(num_rows, num_outputs, num_inputs)) \
+            and (self.is_due("curvature") or self.can_hold(name, self.inverses.get(name, {})))
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
@@ -100,18 +136,60 @@ class Preconditioner:
     @torch.no_grad()
     def step(self, lr: float | None = None) -> None:
         """Replaces `.grad` of every parameter by the preconditioned one; `lr` is needed for kl_clip alone."""
-        grads = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None and name not in self._skipped}
+        with without_autocast(self.generator.device.type):
+            self._step(lr)
+
+    def _step(self, lr: float | None) -> None:
+        parameters = dict(self.model.named_parameters())
+        held = self._held_alone(parameters)
+        grads = {name: p.grad for name, p in parameters.items() if p.grad is not None and name not in self._skipped}
         if self.is_due("curvature") and self._look(grads):
             self._last["curvature"] = self.num_steps
             if self.is_due("inverse"):
                 self.refresh()
                 self._last["inverse"] = self.num_steps
         self._signal = self._watched = None
-        found = self._limited(grads, self.apply(grads), lr)
-        for name, p in self.model.named_parameters():
-            if name in found and p.grad is not None:
-                p.grad.copy_(found[name])
+        for name in [name for name in held if not self.can_hold(name, self.inverses.get(name, {}))]:
+            grads |= self.named(name, held.pop(name).product())
+        # nobody asks for the gradient again, so it may be written over: a new one is a pass over memory more
+        self._overwrites = self.options.graft == "none" and not self.options.kl_clip
+        try:
+            directions = self.apply_all(grads, held)
+        finally:
+            self._overwrites = False
+        found = self._limited(grads, held, directions, lr)
+        for name, p in parameters.items():
+            if name in found:
+                _give(p, found[name])
         self.num_steps += 1
+
+    def _held_alone(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, HeldRows]:
+        """Held gradients that are all that their layer has; the others are multiplied out and added to what is there."""
+        held, self._held = self._held, {}
+        for name, rows in list(held.items()):
+            block = self._block(name)
+            if any(parameters[each].grad is not None for each in block):
+                for each, part in zip(block, rows.product(), strict=False):
+                    p = parameters[each]
+                    p.grad = part if p.grad is None or part is None else p.grad.add_(part)
+                del held[name]
+        return held
+
+    def _block(self, name: str) -> list[str]:
+        """The parameters that are one with it."""
+        bias = self._bias_of.get(name)
+        return [name] if bias is None else [name, bias]
+
+    def apply_all(self, grads: Mapping[str, Tensor], held: Mapping[str, HeldRows]) -> dict[str, Tensor]:
+        """`apply`, and P g of the gradients that are held as rows."""
+        found = self.apply(grads)
+        for name, rows in held.items():
+            found |= self.named(name, self.direction_of_rows(name, self.inverses[name], rows))
+        return found
+
+    def named(self, name: str, parts: tuple[Tensor, Tensor | None]) -> dict[str, Tensor]:
+        """(of the weight, of the bias) by parameter name."""
+        return {each: part for each, part in zip(self._block(name), parts, strict=False) if part is not None}
 
     def _look(self, grads: Mapping[str, Tensor]) -> bool:
         if isinstance(self.options, FisherOptions):
@@ -125,28 +203,51 @@ class Preconditioner:
             self.update_curvature(grads)
         return True
 
+    def split_work(self, group: Any) -> None:
+        """From now on the ranks of a `torch.distributed` process group act as one.
+
+        The curvature is that of all their minibatches, by rows; each layer's inverse is made by one rank and sent to the others.
+
+        For data-parallel loops, in which gradients are averaged over the ranks before `step`, and all ranks step alike.
+
+        Raises:
+            ConfigError: the method's curvature has no mean over ranks, or is no work that can be split.
+        """
+        if not type(self).splits_work:
+            raise ConfigError(f"{type(self).__name__} cannot split its work over ranks; KFAC, KFLR, DiagonalNG, UnitWiseNG, "
+                              "LayerWiseNG, Shampoo and SOAP can.")
+        self._ranks = Ranks(group, self.generator.device)
+
     # the parts of a step
 
     def update_curvature(self, seen: Signal | Mapping[str, Tensor]) -> None:
         """Takes in the rows of a minibatch (methods of the Fisher matrix) or its gradients (the others)."""
-        if isinstance(seen, Signal):
-            for name, rows in seen.rows.items():
-                self._bias_of[name] = rows.bias
-                self._average(name, self.measure(name, rows))
-            for name, squares in seen.squares.items():
-                self._bias_of.pop(name, None)   # its own block, also in an affine layer, such as one tied to an embedding
-                self._average(name, {"squares": squares})
-        else:
+        measured = self._measured(seen)
+        if self._ranks is not None and isinstance(seen, Signal):   # gradients are the mean of all ranks' before they come here
+            measured = iter(self._ranks.mean(dict(measured), float(seen.num_rows)).items())
+        for name, new in measured:
+            self._average(name, new)
+
+    def _measured(self, seen: Signal | Mapping[str, Tensor]) -> Iterator[tuple[str, State]]:
+        """Statistics layer by layer, so that those of one layer alone are there twice."""
+        if not isinstance(seen, Signal):
             for name, g in self._joined(seen).items():
-                self._average(name, self.measure_gradient(name, g))
+                yield name, self.measure_gradient(name, g)
+            return
+        for name, rows in seen.rows.items():
+            self._bias_of[name] = rows.bias
+            yield name, self.measure(name, rows)
+        for name, squares in seen.squares.items():
+            self._bias_of.pop(name, None)   # its own block, also in an affine layer, such as one tied to an embedding
+            yield name, {"squares": squares}
 
     def _average(self, name: str, new: State) -> None:
-        if not all(bool(value.isfinite().all()) for value in new.values()):
+        if not all(bool(value.sum().isfinite()) for value in new.values()):   # one pass; isfinite() of each element takes four
             self.num_skipped += 1
             return
         decay = self.option(name, "ema_decay")
         if name not in self.statistics or decay == 0.0:
-            self.statistics[name], self.weights[name] = {key: _own(value) for key, value in new.items()}, 1.0
+            self.statistics[name], self.weights[name] = {key: _kept(value) for key, value in new.items()}, 1.0
             if decay:  # the first minibatch is worth as much as any other
                 self.weights[name] = 1.0 - decay
                 torch._foreach_mul_(list(self.statistics[name].values()), 1.0 - decay)
@@ -161,25 +262,48 @@ class Preconditioner:
         return {key: value if weight == 1.0 else value / weight for key, value in self.statistics[name].items()}
 
     def refresh(self) -> None:
-        """Renews what is applied from the averaged curvature."""
-        for name in self.statistics:
-            known = self.curvature(name)
-            inverse = known if "squares" in known else self.invert(name, known)
-            self.inverses[name] = {key: value.contiguous() for key, value in inverse.items()}   # as it is after a restart
+        """Renews what is applied from the averaged curvature; after `split_work` that of this rank's layers, and takes the others'.
+        """
+        ranks = self._ranks
+        if ranks is None:
+            for name in self.statistics:
+                self.inverses[name] = self._inverted(name)
+            return
+        # a matrix of a layer is inverted or decomposed in D^3 operations
+        owners = ranks.owners({name: sum(float(value.numel()) * value.shape[-1] for value in known.values() if value.ndim > 1)
+                               for name, known in self.statistics.items()})
+        self.inverses |= ranks.exchanged({name: self._inverted(name) for name, owner in owners.items() if owner == ranks.rank})
+
+    def _inverted(self, name: str) -> State:
+        known = self.curvature(name)
+        inverse = known if "squares" in known else self.invert(name, known)
+        return {key: value.contiguous() for key, value in inverse.items()}   # as it is after a restart
 
     def apply(self, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """P g by parameter name; parameters without curvature come back as they are."""
         found = dict(grads)
-        for name, g in self._joined(grads).items():
+        biases = {bias for weight, bias in self._bias_of.items() if weight in grads}
+        for name in grads:
             inverse = self.inverses.get(name)
-            if inverse is None:
+            if inverse is None or name in biases:
                 continue
             if "squares" in inverse:
                 damped = inverse["squares"].view_as(grads[name]) + self.option(name, "damping")
                 found[name] = grads[name] / damped
             else:
-                found |= self._parted(name, self.direction(name, inverse, g), grads)
+                found |= self.block_direction(name, inverse, grads)
         return found
+
+    def block_direction(self, name: str, inverse: State, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """P g of the parameters that are one block with a weight."""
+        factors = self.factors(inverse)
+        if factors is None:
+            return self._parted(name, self.direction(name, inverse, self._joined_one(name, grads)), grads)
+        left_OO, right_II = factors
+        block = self._block(name)
+        bias = left_OO @ grads[block[1]] if len(block) > 1 else None
+        parts = multiplied_right(left_OO @ grads[name].flatten(1), bias, right_II)
+        return {each: part.view_as(grads[each]) for each, part in zip(block, parts, strict=False) if part is not None}
 
     # of a method
 
@@ -198,6 +322,20 @@ class Preconditioner:
     def direction(self, name: str, inverse: State, g_OI: Tensor) -> Tensor:
         """P g of one layer."""
         raise NotImplementedError
+
+    def factors(self, inverse: State) -> tuple[Tensor, Tensor] | None:
+        """(L: O x O, R: I x I) of methods whose P g is L G R, both symmetric; None where it is not, or not known yet."""
+        return None
+
+    def can_hold(self, name: str, inverse: State) -> bool:
+        """Whether `direction_of_rows` is there for the layer."""
+        return self.factors(inverse) is not None
+
+    def direction_of_rows(self, name: str, inverse: State, rows: HeldRows) -> tuple[Tensor, Tensor | None]:
+        """P g of a gradient held as rows, (of the weight, of the bias)."""
+        factors = self.factors(inverse)
+        assert factors is not None
+        return rows.preconditioned(*factors)
 
     # parameters and layers
 
@@ -226,16 +364,14 @@ class Preconditioner:
 
     def _joined(self, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Gradients by weight: O x I with the bias as last column where they are one block; others as they are."""
-        joined: dict[str, Tensor] = {}
         biases = {bias for weight, bias in self._bias_of.items() if weight in grads}
-        for name, g in grads.items():
-            bias = self._bias_of.get(name)
-            if name in self._bias_of:
-                g_OI = g.flatten(1)
-                joined[name] = g_OI if bias is None or bias not in grads else torch.cat([g_OI, grads[bias][:, None]], dim=1)
-            elif name not in biases:
-                joined[name] = g
-        return joined
+        return {name: self._joined_one(name, grads) for name in grads if name in self._bias_of or name not in biases}
+
+    def _joined_one(self, name: str, grads: Mapping[str, Tensor]) -> Tensor:
+        if name not in self._bias_of:
+            return grads[name]
+        bias, g_OI = self._bias_of[name], grads[name].flatten(1)
+        return g_OI if bias is None or bias not in grads else torch.cat([g_OI, grads[bias][:, None]], dim=1)
 
     def _parted(self, name: str, direction: Tensor, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
         bias = self._bias_of.get(name)
@@ -245,9 +381,10 @@ class Preconditioner:
 
     # limits
 
-    def _limited(self, grads: Mapping[str, Tensor], found: dict[str, Tensor], lr: float | None) -> dict[str, Tensor]:
+    def _limited(self, grads: Mapping[str, Tensor], held: Mapping[str, HeldRows], found: dict[str, Tensor],
+                 lr: float | None) -> dict[str, Tensor]:
         if self.options.graft == "gradient":
-            found = self._grafted(grads, found)
+            found = self._grafted(grads, held, found)
         if self.options.kl_clip:
             if lr is None:
                 raise ConfigError("kl_clip needs the learning rate: call step(lr=...) with that of the optimiser.")
@@ -260,15 +397,16 @@ class Preconditioner:
             found = {name: value * scale_ for name, value in found.items()}
         return found
 
-    def _grafted(self, grads: Mapping[str, Tensor], found: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _grafted(self, grads: Mapping[str, Tensor], held: Mapping[str, HeldRows], found: dict[str, Tensor]) -> dict[str, Tensor]:
         """Each layer's direction with the norm of its gradient: what the learning rate means is then that of SGD."""
-        plain, ours = self._joined(grads), self._joined(found)
         grafted = dict(found)
-        for name, g in plain.items():
-            scale = g.norm() / ours[name].norm().clamp(min=torch.finfo(g.dtype).tiny)
-            for each in (name, self._bias_of.get(name)):
-                if each is not None and each in found:
-                    grafted[each] = found[each] * scale
+        biases = {bias for weight, bias in self._bias_of.items() if weight in found}
+        for name in [name for name in found if name not in biases]:
+            block = [each for each in (name, self._bias_of.get(name)) if each is not None and each in found]
+            plain = held[name].norm() if name in held else _norm([grads[each] for each in block])
+            scale = plain / _norm([found[each] for each in block]).clamp(min=torch.finfo(plain.dtype).tiny)
+            for each in block:
+                grafted[each] = found[each] * scale
         return grafted
 
     # state
@@ -320,6 +458,24 @@ class Preconditioner:
         if not self.has_mean:
             raise ConfigError(f"{type(self).__name__}: rows or gradients of different workers have no mean; choose averaging="
                               "\"reset\" or \"keep\".")
+
+
+def _norm(parts: Sequence[Tensor]) -> Tensor:
+    norms: list[Tensor] = [torch.linalg.vector_norm(part) for part in parts]
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+
+
+def _give(p: nn.Parameter, direction: Tensor) -> None:
+    """Makes it the parameter's gradient; written over the old one where that belongs to somebody else's buffer."""
+    if p.grad is None or (p.grad is not direction and not p.grad._is_view()):
+        p.grad = direction.to(p.dtype).view_as(p)
+    else:
+        p.grad.copy_(direction)
+
+
+def _kept(value: Tensor) -> Tensor:
+    """The same, with memory of its own."""
+    return _own(value) if value._is_view() or not value.is_contiguous() else value
 
 
 def _own(value: Tensor) -> Tensor:

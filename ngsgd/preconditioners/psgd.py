@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ngsgd.curvature.kronecker import add_gram
 from ngsgd.preconditioners.fisher import require_small
 from ngsgd.preconditioners.options import Options
 from ngsgd.preconditioners.protocol import State
@@ -87,7 +88,7 @@ class PSGD(SecondOrder):
         a_OI = Ql_OO @ dG_OI @ Qr_II.T
         b_OI = torch.linalg.solve_triangular(Ql_OO.T, dX_OI, upper=False)
         b_OI = torch.linalg.solve_triangular(Qr_II, b_OI, upper=True, left=False)
-        return {"Ql": self._moved(Ql_OO, a_OI @ a_OI.T - b_OI @ b_OI.T), "Qr": self._moved(Qr_II, a_OI.T @ a_OI - b_OI.T @ b_OI)}
+        return {"Ql": self._moved(Ql_OO, _difference(a_OI.T, b_OI.T)), "Qr": self._moved(Qr_II, _difference(a_OI, b_OI))}
 
     def _diagonal(self, known: State | None, v: Tensor, h: Tensor) -> State:
         q = torch.ones_like(v) * _first_scale(v, h) ** 0.5 if known is None else known["q"]
@@ -104,8 +105,11 @@ class PSGD(SecondOrder):
             return {"P": known["q"].square()}
         return {key: Q_DD.T @ Q_DD for key, Q_DD in known.items()}
 
+    def factors(self, inverse: State) -> tuple[Tensor, Tensor] | None:
+        return (inverse["Ql"], inverse["Qr"]) if "Ql" in inverse else None
+
     def direction(self, name: str, inverse: State, g: Tensor) -> Tensor:
-        direction: Tensor = inverse["P"] * g if "P" in inverse else inverse["Ql"] @ g @ inverse["Qr"]
+        direction: Tensor = inverse["P"] * g
         return direction
 
     def apply(self, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -115,6 +119,14 @@ class PSGD(SecondOrder):
         Pg_D: Tensor = next(iter(self.inverses.values()))[_ALL] @ torch.cat([g.flatten() for _, g in ordered])
         parts = Pg_D.split([g.numel() for _, g in ordered])
         return {name: part.view_as(g) for (name, g), part in zip(ordered, parts, strict=True)}
+
+
+def _difference(a_XD: Tensor, b_XD: Tensor) -> Tensor:
+    """a^T a - b^T b."""
+    found = a_XD.new_empty(a_XD.shape[1], a_XD.shape[1])
+    add_gram(a_XD, found, keep=0.0)
+    add_gram(b_XD, found, scale=-1.0)
+    return found
 
 
 def _first_scale(v: Tensor, h: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ Letters: k dimensions of a block, D size of one of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ngsgd.ops.linalg import eigh, inverse_root, inverse_root_newton
+from ngsgd.preconditioners.held import HeldRows
 from ngsgd.preconditioners.options import Options
 from ngsgd.preconditioners.protocol import Preconditioner, State
 
@@ -47,10 +48,8 @@ class Shampoo(Preconditioner):
     """Shampoo; a bias is a tensor of one dimension, and with it full-matrix AdaGrad."""
 
     Options = ShampooOptions
-
-    def __init__(self, model: Any, **options: Any) -> None:
-        super().__init__(model, **options)
-        self._bias_of = {}   # tensors stay apart
+    joins_bias = False   # tensors stay apart
+    splits_work = True
 
     def measure_gradient(self, name: str, g: Tensor) -> State:
         factors = {}
@@ -81,6 +80,18 @@ class Shampoo(Preconditioner):
             out.copy_(self._rotated(block, index, inverse, transpose=False))
         return found.view_as(g)
 
+    def can_hold(self, name: str, inverse: State) -> bool:
+        return "0.1" in inverse   # a matrix, not merged into a vector
+
+    def direction_of_rows(self, name: str, inverse: State, rows: HeldRows) -> tuple[Tensor, Tensor | None]:
+        shape = rows.e_XO.shape[1], rows.a_XI.shape[1]
+        found = rows.e_XO.new_empty(shape)
+        corners = list(_corners(shape, self.options.block_size))
+        for index, ((outputs, inputs), out) in enumerate(zip(corners, self._views(found), strict=True)):
+            part = HeldRows(rows.a_XI[:, inputs], rows.e_XO[:, outputs], has_bias=False)
+            out.copy_(part.preconditioned(inverse[f"{index}.0"], inverse[f"{index}.1"])[0])
+        return found, None
+
     @staticmethod
     def _rotated(block: Tensor, index: int, inverse: State, *, transpose: bool) -> Tensor:
         """The block's matrix, or its transpose, on every dimension."""
@@ -92,9 +103,8 @@ class Shampoo(Preconditioner):
         return self._views(_merged(g, self.options.block_size))
 
     def _views(self, merged: Tensor) -> Iterator[Tensor]:
-        size = self.options.block_size
-        for corner in product(*(range(0, length, size) for length in merged.shape)):
-            yield merged[tuple(slice(first, first + size) for first in corner)]
+        for corner in _corners(merged.shape, self.options.block_size):
+            yield merged[corner]
 
 
 @dataclass(frozen=True)
@@ -118,6 +128,9 @@ class SOAP(Shampoo):
     def __init__(self, model: Any, **options: Any) -> None:
         super().__init__(model, **options)
         self._seen: dict[str, Tensor] = {}   # this step's gradients, for the first moments of all
+
+    def can_hold(self, name: str, inverse: State) -> bool:
+        return False   # the moments lie between the bases
 
     def update_curvature(self, seen: Any) -> None:
         super().update_curvature(seen)
@@ -157,6 +170,11 @@ class SOAP(Shampoo):
             root = (inverse[f"{index}.v"] / weight).sqrt() + self.option(name, "damping")
             out.copy_(self._rotated(self._rotated(block, index, inverse, transpose=True) / root, index, inverse, transpose=False))
         return found.view_as(g)
+
+
+def _corners(shape: Sequence[int], size: int) -> Iterator[tuple[slice, ...]]:
+    for corner in product(*(range(0, length, size) for length in shape)):
+        yield tuple(slice(first, first + size) for first in corner)
 
 
 def _merged(g: Tensor, size: int) -> Tensor:

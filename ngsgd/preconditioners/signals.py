@@ -59,6 +59,8 @@ class Signal:
 
     rows: dict[str, Rows] = field(default_factory=dict)        # by the name of the weight
     squares: dict[str, Tensor] = field(default_factory=dict)   # diagonals of F for parameters that are in no affine layer
+    num_rows: int = 0                                          # R
+    scale: float = 1.0                                         # empirical: of e over the derivatives of the loss itself
 
 
 class Watch:
@@ -105,7 +107,7 @@ class Watch:
                 parts[name].append(one)
             for name, found in others.items():
                 squares[name] = squares[name] + found if name in squares else found
-        return Signal({name: _end_to_end(each) for name, each in parts.items()}, squares)
+        return Signal({name: _end_to_end(each) for name, each in parts.items()}, squares, R, scale)
 
     def _noted(self, settings: dict[str, Any], kind: type[nn.Module], output: Tensor, target: Tensor, value: Tensor,
                again: Callable[[Tensor], Tensor]) -> None:
@@ -162,10 +164,14 @@ def _of_pass(records: list[Record], scale: float, num_rows: int) -> tuple[dict[s
 
 def _affine(name: str, records: list[Record], scale: float, num_rows: int) -> Rows:
     bias = records[0].call.bias
-    a_NTI = torch.cat([record.input_rows() for record in records], dim=1)
+    a_NTI = _side_by_side([record.input_rows() for record in records], dim=1)
     if bias is not None:
         a_NTI = torch.cat([a_NTI, a_NTI.new_ones(*a_NTI.shape[:2], 1)], dim=2)
-    return Rows(name, bias, a_NTI, torch.cat([record.derivative_rows() for record in records], dim=2) * scale, num_rows)
+    return Rows(name, bias, a_NTI, _side_by_side([record.derivative_rows() for record in records], dim=2) * scale, num_rows)
+
+
+def _side_by_side(parts: list[Tensor], dim: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)   # cat copies a single one, too
 
 
 def _end_to_end(parts: list[Rows]) -> Rows:

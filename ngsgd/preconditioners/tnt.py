@@ -43,6 +43,7 @@ class TNT(Preconditioner):
     """TNT; needs the shapes of weights alone, and the taps of a convolution count as inputs."""
 
     Options = TNTOptions
+    looks_at_held = True
 
     def measure(self, name: str, rows: Rows) -> State:
         G_VOI = torch.einsum("vnto,nti->voi", rows.e_VNTO, rows.a_NTI) / rows.num_rows**0.5
@@ -54,5 +55,5 @@ class TNT(Preconditioner):
         of_outputs, of_inputs = shared_damping(outputs_OO, inputs_II, self.option(name, "damping"))
         return {"outputs": damped_inverse(outputs_OO, of_outputs), "inputs": damped_inverse(inputs_II, of_inputs)}
 
-    def direction(self, name: str, inverse: State, g_OI: Tensor) -> Tensor:
-        return inverse["outputs"] @ g_OI @ inverse["inputs"]
+    def factors(self, inverse: State) -> tuple[Tensor, Tensor] | None:
+        return (inverse["outputs"], inverse["inputs"]) if "outputs" in inverse else None

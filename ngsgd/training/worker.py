@@ -199,9 +199,7 @@ class Worker:
                 loss = forward()
                 loss.backward()
                 return loss.detach()
-            loss = preconditioner.evaluate(forward)
-            preconditioner.step(optimizer.param_groups[0]["lr"])
-            return loss
+            return preconditioner.evaluate_and_step(forward, optimizer.param_groups[0]["lr"])
 
         def forward() -> Tensor:
             nonlocal logits_NP

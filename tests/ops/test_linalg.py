@@ -14,7 +14,7 @@ from ngsgd.ops.linalg import (
     inverse_root,
     inverse_root_newton,
     largest_eigenvalue,
-    woodbury_solve,
+    woodbury_rows,
 )
 
 
@@ -65,4 +65,5 @@ def test_power_iteration_and_woodbury() -> None:
     torch.testing.assert_close(largest_eigenvalue(3.0 * A), torch.tensor(3.0, dtype=torch.float64), rtol=1e-4, atol=0.0)
     U, right = torch.randn(3, 12, dtype=torch.float64), torch.randn(12, 2, dtype=torch.float64)
     wanted = torch.linalg.solve(U.T @ U + 0.1 * torch.eye(12, dtype=torch.float64), right)
-    torch.testing.assert_close(woodbury_solve(U, 0.1, right), wanted, rtol=1e-9, atol=1e-10)
+    root = torch.linalg.cholesky(U @ U.T + 0.1 * torch.eye(3, dtype=torch.float64))
+    torch.testing.assert_close(woodbury_rows(U, root, 0.1, right.T).T, wanted, rtol=1e-9, atol=1e-10)

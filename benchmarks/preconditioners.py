@@ -1,0 +1,251 @@
+"""What preconditioners cost beside plain SGD, ours and those of `asdfghjkl` (ASDL), which is taken if it is installed.
+
+    python benchmarks/preconditioners.py time [--nets mlp] [--batches 128 512] [--methods kfac shampoo]
+    python benchmarks/preconditioners.py memory [--nets mlp]
+
+A whole step (forward, backward, preconditioner, SGD) in processor time of one thread, over an SGD step that is timed right before
+it.  Steps are of two kinds: those that look at the curvature and renew what is applied, one in T, and those that use it.  Both are
+timed; figures for T are (look + (T - 1) use) / T of their medians.  Memory is what a process grows by over three steps, the first
+two of which look at the curvature, beyond what it held before the first.
+
+Marked *: ASDL's code does not compute what its paper says (a plain gradient, a Q that does not fit, products of sums), so its time
+is that of other arithmetic.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import math
+import resource
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from curvature import NETS, Net
+from torch import Tensor, nn
+
+from ngsgd import NGSGD
+from ngsgd.preconditioners import METHODS
+
+INTERVALS = (1, 10, 100)
+DAMPING = 1e-3
+# ours -> (options, ASDL's class, its options, whether it computes what it says)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "kfac-mc": {"fisher": "mc"}, "seng-256": {"sketch": 256}, "shampoo": {"damping": 1e-6}, "soap": {"damping": 1e-8},
+}
+LAST_ONLY = ("kfac", "diagonal", "shampoo", "ekfac", "unit")   # ema_decay 0: ASDL's averages raise on CPUs
+
+PEERS: dict[str, tuple[str, dict[str, Any], bool]] = {
+    "kfac": ("KfacGradientMaker", {"fisher_type": "fisher_emp"}, True),
+    "kfac-mc": ("KfacGradientMaker", {"fisher_type": "fisher_mc"}, True),
+    "skfac": ("KfacGradientMaker", {"fisher_type": "fisher_emp", "swift": True}, True),
+    "ekfac": ("EkfacGradientMaker", {"fisher_type": "fisher_emp"}, False),
+    "diagonal": ("DiagNaturalGradientMaker", {"fisher_type": "fisher_emp"}, True),
+    "unit": ("UnitWiseNaturalGradientMaker", {"fisher_type": "fisher_emp"}, True),
+    "shampoo": ("ShampooGradientMaker", {}, True),
+    "psgd": ("KronPsgdGradientMaker", {}, False),
+    "kbfgs": ("KronBfgsGradientMaker", {}, False),
+    "seng-256": ("SengGradientMaker", {"sketching_size": 256}, False),
+    "smw": ("SmwEmpNaturalGradientMaker", {}, True),
+}
+METHODS_TIMED = ("ngsgd", "kfac", "kfac-mc", "skfac", "ekfac", "diagonal", "seng", "seng-256", "smw", "kbfgs", "psgd", "shampoo",
+                 "soap", "mfac", "tonga", "tnt")
+
+
+class Work:
+    """A network with its minibatch; `step` is a whole training step, `look` says whether at the curvature, too."""
+
+    def __init__(self, net: Net, batch: int) -> None:
+        torch.manual_seed(0)
+        self.model, self.loss_fn = net.build(), nn.CrossEntropyLoss()
+        self.x, self.y = torch.randn(batch, *net.input_shape), torch.randint(net.num_classes, (batch,))
+        self.optimizer: torch.optim.Optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-6)
+
+    def loss(self) -> Tensor:
+        loss: Tensor = self.loss_fn(self.model(self.x), self.y)
+        return loss
+
+    def step(self, look: bool) -> None:
+        self.optimizer.zero_grad()
+        self.loss().backward()
+        self.optimizer.step()
+
+
+class Online(Work):
+    """NGSGD, whose estimates move at every fourth step."""
+
+    def __init__(self, net: Net, batch: int) -> None:
+        super().__init__(net, batch)
+        self.optimizer = NGSGD(self.model, lr=1e-6)
+
+
+class Ours(Work):
+    """A preconditioner by its name here."""
+
+    def __init__(self, net: Net, batch: int, name: str) -> None:
+        super().__init__(net, batch)
+        method = METHODS[name.partition("-")[0]]
+        self.look_now = True
+        options = {"damping": DAMPING, **OPTIONS.get(name, {})}
+        if name.partition("-")[0] in LAST_ONLY:
+            options["ema_decay"] = 0.0
+        interval: Any = lambda _: 1 if self.look_now else 1 << 30  # noqa: E731
+        self.preconditioner = method(self.model, curvature_interval=interval, inverse_interval=interval, **options)
+
+    def step(self, look: bool) -> None:
+        self.look_now = look
+        self.optimizer.zero_grad()
+        self.preconditioner.evaluate_and_step(self.loss)
+        self.optimizer.step()
+
+
+class Theirs(Work):
+    """ASDL's gradient maker for the method."""
+
+    def __init__(self, net: Net, batch: int, name: str) -> None:
+        super().__init__(net, batch)
+        import asdl
+
+        self.name = name
+        kind, options, _ = PEERS[name]
+        if name == "smw":
+            own = asdl.SmwEmpNaturalGradientConfig(data_size=batch, damping=DAMPING)
+            self.maker = asdl.SmwEmpNaturalGradientMaker(self.model, own)
+        else:
+            config = asdl.PreconditioningConfig(data_size=batch, damping=DAMPING, preconditioner_upd_interval=1 << 30)
+            self.maker = getattr(asdl, kind)(self.model, config, **options)
+
+    def step(self, look: bool) -> None:
+        self.optimizer.zero_grad()
+        if look and self.name != "smw":
+            self.maker.state["step"] = 0   # a multiple of the interval; some count from 0 anew
+        output = self.maker.setup_model_call(self.model, self.x)
+        self.maker.setup_loss_call(self.loss_fn, output, self.y)
+        self.maker.forward_and_backward()
+        self.optimizer.step()
+
+
+def make(side: str, net: Net, batch: int, name: str) -> Work:
+    if side == "plain":
+        return Work(net, batch)
+    if side == "theirs":
+        return Theirs(net, batch, name)
+    return Online(net, batch) if name == "ngsgd" else Ours(net, batch, name)
+
+
+def processor_s(run: Callable[[], object]) -> float:
+    start = time.process_time()
+    run()
+    return time.process_time() - start
+
+
+def ratios(work: Work, plain: Work, rounds: int, budget_s: float) -> tuple[float, float]:
+    """(step with a look, step without) over SGD's, medians of so many."""
+    began = time.process_time()
+    work.step(True)
+    work.step(False)
+    kinds: tuple[list[float], list[float], list[float]] = [], [], []
+    for _ in range(rounds):
+        for look, found in zip((True, False, False), kinds, strict=True):
+            base = processor_s(lambda: plain.step(False))
+            found.append(processor_s(lambda: work.step(look)) / base)  # noqa: B023
+        if time.process_time() - began > budget_s:
+            break
+    look_, after, use = map(statistics.median, kinds)
+    # some methods look a second time at the beginning of the next step
+    return look_ + max(0.0, after - use) * (after > 1.1 * use), use
+
+
+def times(nets: list[str], batches: list[int], methods: list[str], rounds: int, budget_s: float, *, peer: bool) -> None:
+    torch.set_num_threads(1)
+    print(f"torch {torch.__version__}, one thread, at most {rounds} rounds")
+    for net_name in nets:
+        net = NETS[net_name]
+        for batch in batches:
+            plain = Work(net, batch)
+            plain.step(False)
+            base = statistics.median(processor_s(lambda: plain.step(False)) for _ in range(7))  # noqa: B023
+            print(f"\n{net_name}, minibatch {batch}: SGD {1e3 * base:.0f} ms; T = {', '.join(map(str, INTERVALS))}", flush=True)
+            for name in methods:
+                cells = []
+                for side in ("ours", "theirs") if peer and name in PEERS else ("ours",):
+                    try:
+                        with contextlib.redirect_stdout(io.StringIO()):
+                            look, use = ratios(make(side, net, batch, name), plain, rounds, budget_s)
+                    except Exception as error:
+                        cells.append(f"{side} {type(error).__name__}: {str(error)[:50]}")
+                        continue
+                    told = " ".join(f"{(look + (T - 1) * use) / T:6.2f}" for T in INTERVALS)
+                    star = "*" if side == "theirs" and not PEERS[name][2] else ""
+                    cells.append(f"{'ASDL' if side == 'theirs' else 'ours'}{star} {told} (look {look:.2f}, use {use:.2f})")
+                print(f"  {name:10s} " + "   ".join(cells), flush=True)
+
+
+def memory(nets: list[str], batches: list[int], methods: list[str], *, peer: bool) -> None:
+    """Each in a process of its own."""
+    for net in nets:
+        for batch in batches:
+            base = _peak_of(net, batch, "plain", "sgd")
+            print(f"\n{net}, minibatch {batch}: SGD {base:.0f} MiB")
+            for name in methods:
+                cells = []
+                for side in ("ours", "theirs") if peer and name in PEERS else ("ours",):
+                    mib = _peak_of(net, batch, side, name)
+                    cells.append(f"{side} failed" if math.isnan(mib) else f"{side} {mib:.0f} MiB, {mib / base:.2f} x")
+                print(f"  {name:10s} " + "   ".join(cells), flush=True)
+
+
+def _peak_of(net: str, batch: int, side: str, name: str) -> float:
+    command = [sys.executable, __file__, "peak", "--nets", net, "--batches", str(batch), "--side", side, "--methods", name]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    return float(done.stdout.split()[-1]) if done.returncode == 0 else float("nan")
+
+
+def peak(net: Net, batch: int, side: str, name: str) -> None:
+    torch.set_num_threads(1)
+    small = make(side, NETS["smallmlp"], 4, name)   # libraries and code
+    for look in (True, False):
+        small.step(look)
+    del small
+    with open("/proc/self/statm") as file:
+        before = int(file.read().split()[1]) * resource.getpagesize() / 2**20
+    work = make(side, net, batch, name)
+    for look in (True, True, False):
+        work.step(look)
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024 - before)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("time", "memory", "peak"))
+    parser.add_argument("--nets", nargs="+", default=["mlp"], choices=list(NETS))
+    parser.add_argument("--batches", nargs="+", type=int, default=[128, 512])
+    parser.add_argument("--methods", nargs="+", default=list(METHODS_TIMED))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--budget-s", type=float, default=30.0, help="of one method: no further round after so many seconds")
+    parser.add_argument("--no-peer", action="store_true", help="ours alone")
+    parser.add_argument("--side", default="ours", choices=("plain", "ours", "theirs"))
+    args = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    try:
+        import asdl  # noqa: F401
+        peer = not args.no_peer
+    except ImportError:
+        peer = False
+    if args.what == "time":
+        times(args.nets, args.batches, args.methods, args.rounds, args.budget_s, peer=peer)
+    elif args.what == "memory":
+        memory(args.nets, args.batches, args.methods, peer=peer)
+    else:
+        peak(NETS[args.nets[0]], args.batches[0], args.side, args.methods[0])
+
+
+if __name__ == "__main__":
+    main()

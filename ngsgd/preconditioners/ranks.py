@@ -1,0 +1,101 @@
+"""A preconditioner's work split over the ranks of a process group: one mean of statistics, each layer's inverse made by one rank.
+
+All ranks call with the same layers in the same order, as data-parallel processes do; gloo or NCCL carries the numbers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import Tensor
+
+from ngsgd.errors import ConfigError
+
+State = dict[str, Tensor]
+_c10d: Any = torch.distributed.distributed_c10d   # its type stubs leave out what is used here
+
+
+class Ranks:
+    """The processes of a group; `device` is where their numbers travel from and to."""
+
+    def __init__(self, group: Any, device: torch.device) -> None:
+        self._group, self._device = group, device
+        self.rank, self.size = int(group.rank()), int(group.size())
+
+    def mean(self, states: Mapping[str, State], weight: float) -> dict[str, State]:
+        """The mean of all ranks' states, each counting by its weight (rows); in one exchange."""
+        names = [(name, key) for name in sorted(states) for key in sorted(states[name])]
+        parts = [states[name][key] for name, key in names]
+        self._check_equal(sum(part.numel() for part in parts))
+        dtype = parts[0].dtype if parts else torch.float32
+        total = torch.cat([*(part.flatten().to(dtype) * weight for part in parts),
+                           torch.tensor([weight], dtype=dtype, device=self._device)])
+        self._sum(total)
+        of_all = total[:-1] / total[-1].clamp(min=torch.finfo(dtype).tiny)
+        found: dict[str, State] = {name: {} for name in states}
+        for (name, key), part, like in zip(names, of_all.split([part.numel() for part in parts]), parts, strict=True):
+            found[name][key] = part.view_as(like).to(like.dtype)
+        return found
+
+    def owners(self, costs: Mapping[str, float]) -> dict[str, int]:
+        """The rank that inverts each layer: the dearest first, each to the rank with the least to do."""
+        load, found = [0.0] * self.size, {}
+        for name in sorted(costs, key=lambda name: (-costs[name], name)):
+            found[name] = min(range(self.size), key=lambda rank: (load[rank], rank))
+            load[found[name]] += costs[name]
+        return found
+
+    def exchanged(self, mine: Mapping[str, State]) -> dict[str, State]:
+        """What all ranks have made, by layer."""
+        found: dict[str, State] = {}
+        for root in range(self.size):
+            packed = _packed(mine, self._device) if root == self.rank else None
+            size = torch.tensor([0 if packed is None else len(packed)], device=self._device)
+            self._send(size, root)
+            packed = torch.empty(int(size), dtype=torch.uint8, device=self._device) if packed is None else packed
+            self._send(packed, root)
+            found |= mine if root == self.rank else _unpacked(packed)
+        return found
+
+    def _check_equal(self, size: int) -> None:
+        """Sums of different sizes would wait for each other for ever."""
+        bounds = torch.tensor([size, -size], device=self._device)
+        options = _c10d.AllreduceOptions()
+        options.reduceOp = _c10d.ReduceOp.MAX
+        self._group.allreduce([bounds], options).wait()
+        if int(bounds[0]) != -int(bounds[1]):
+            raise ConfigError(f"the ranks look at curvature of {-int(bounds[1])} to {int(bounds[0])} numbers; give every "
+                              "rank the same model, and a minibatch with at least one row that counts.")
+
+    def _sum(self, value: Tensor) -> None:
+        self._group.allreduce([value], _c10d.AllreduceOptions()).wait()
+
+    def _send(self, value: Tensor, root: int) -> None:
+        options = _c10d.BroadcastOptions()
+        options.rootRank, options.rootTensor = root, 0
+        self._group.broadcast([value], options).wait()
+
+
+def _packed(states: Mapping[str, State], device: torch.device) -> Tensor:
+    """Bytes: the length of the description, the description, the numbers."""
+    values = [(name, key, value.contiguous()) for name, state in states.items() for key, value in state.items()]
+    told = json.dumps([(name, key, str(value.dtype).removeprefix("torch."), list(value.shape)) for name, key, value in values])
+    head = len(told).to_bytes(8, "little") + told.encode()   # names are escaped, so characters are bytes
+    return torch.cat([torch.frombuffer(bytearray(head), dtype=torch.uint8).to(device),
+                      *(value.reshape(-1).view(torch.uint8).to(device) for _, _, value in values)])
+
+
+def _unpacked(packed: Tensor) -> dict[str, State]:
+    length = int.from_bytes(bytes(packed[:8].tolist()), "little")
+    place, found = 8 + length, dict[str, State]()
+    for name, key, kind, shape in json.loads(bytes(packed[8:place].cpu().numpy())):
+        dtype = getattr(torch, kind)
+        size = int(torch.Size(shape).numel()) * dtype.itemsize
+        # a copy, since numbers of eight bytes must lie at multiples of eight
+        found.setdefault(name, {})[key] = packed[place:place + size].clone().view(dtype).view(shape)
+        place += size
+    return found

@@ -1,0 +1,65 @@
+"""Runs that `ngsgd compare` trains itself: which, under which names, and what is kept of them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher import cli, compose, contest
+from launcher.run_folder import RunFolder
+from tests.launcher.test_report import make_run
+
+
+def test_a_sweep_is_told_apart_by_what_varies() -> None:
+    runs = compose.each_of_sweep(["recipe=digits", "preconditioner=none,kfac", "seed=1,2"])
+    assert [contest._name(swept) for _, swept in runs] == ["none-s1", "none-s2", "kfac-s1", "kfac-s2"]
+    assert runs[2][0] == ["recipe=digits", "preconditioner=kfac", "seed=1"]
+    assert contest._name(["model.dropout_schedule='0.1,0.1'"]) == "_0.1_0.1_"
+    assert contest._name([]) == "run"
+
+
+class Training:
+    """In place of `launcher train`: a process that holds 60 MiB and leaves what a run leaves, or fails."""
+
+    def __init__(self, root: Path, failing: str) -> None:
+        self.root, self.failing = root, failing
+        self.real = subprocess.Popen
+
+    def __call__(self, command: list[str], **kwargs: Any) -> Any:
+        assert command[1:5] == ["-m", "launcher", "train", "--quiet"]
+        name = next(line for line in command if line.startswith("name=")).partition("=")[2]
+        fails = name == self.failing
+        if not fails:
+            make_run(self.root, name)
+        return self.real([sys.executable, "-c", f"x = bytearray(60 << 20); raise SystemExit({int(fails)})"], **kwargs)
+
+
+def test_settings_are_trained_and_compared_with_runs_that_are_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                                    capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_run(tmp_path, "old")
+    monkeypatch.setattr(subprocess, "Popen", Training(tmp_path, failing="shampoo"))
+    assert cli.main(["compare", "old", "preconditioner=none,kfac,shampoo", "--json"]) == 0
+    said = capsys.readouterr()
+    found = json.loads(said.out)["runs"]
+    assert [run["run"].rpartition("-2026")[0] for run in found] == ["old", "none", "kfac"]
+    assert "shampoo did not come to its end" in said.err and "run 2 of 3: kfac" in said.err
+    assert found[0]["peak_resident_mib"] is None
+    assert all(60 <= run["peak_resident_mib"] <= 200 for run in found[1:])   # an interpreter takes some 10 of its own
+    assert all(run["frames_per_s"] > 0 for run in found)
+    assert json.loads(RunFolder.open(next((tmp_path / "runs").glob("kfac-*"))).measured.read_text())["whole_s"] > 0.0
+
+
+def test_wrong_settings_are_told_before_a_run_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                     capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(subprocess, "Popen", Training(tmp_path, failing="run"))
+    assert cli.main(["compare", "preconditioner=none,kfak"]) == 2
+    assert "kfak" in capsys.readouterr().err
+    assert cli.main(["compare", "preconditioner=none"]) == 2
+    assert "none of the runs came to its end" in capsys.readouterr().err
