@@ -43,13 +43,3 @@ def _save(final: Path, folder: Path) -> None:
         warnings.simplefilter("ignore", UserWarning)  # it recommends an example of the input beside the signature
         mlflow.pyfunc.save_model(str(folder), python_model=str(Path(__file__).with_name("mlflow_model.py")),
                                  artifacts={"final": str(final)}, signature=signature, pip_requirements=requirements)
-
-
-def system_figures(folder: Path) -> dict[str, float]:
-    """Load, memory, disk and network of this machine, now."""
-    import psutil
-
-    memory, network = psutil.virtual_memory(), psutil.net_io_counters()
-    return {"system/cpu_percent": psutil.cpu_percent(), "system/memory_used_gb": (memory.total - memory.available) / 1e9,
-            "system/disk_free_gb": psutil.disk_usage(str(folder)).free / 1e9,
-            "system/network_sent_mb": network.bytes_sent / 1e6, "system/network_received_mb": network.bytes_recv / 1e6}

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import secrets
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -21,6 +23,7 @@ import numpy.typing as npt
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
+from launcher.machine import load_of_machine
 from launcher.ray_head import HeadWatch
 from ngsgd.config import ClusterConfig
 from ngsgd.errors import ClusterError, NgsgdError
@@ -59,6 +62,7 @@ class _RayWorker:
         self._should_stop = False
         self._beats = _reached(beats)
         self._worker = Worker(spec, index)
+        self._output_dir = Path(spec.config.output_dir)
         self._member = Member(index, self._worker.layout, self._worker.device)
         codec = spec.config.cluster.compression
         self._encoder = None if codec == "none" else MoveEncoder(cast(Codec, codec))
@@ -83,6 +87,8 @@ class _RayWorker:
             refs[id(vector)] = ref
             return vector
         result = self._worker.run(job, place, self._beat)
+        if self._beats is None:   # the coordinator sees its own machine
+            result = replace(result, host=os.uname().nodename, machine=load_of_machine(self._output_dir))
         assert isinstance(result.sent, Held)
         own = result.own.vector if isinstance(result.own, Held) else None
         if places:
@@ -454,11 +460,17 @@ class RayPool:
         slot.killed_because, slot.asked, slot.answered = "", None, 0
 
     def _gpus_per_worker(self) -> float:
-        """A worker gets a GPU of its own where there are enough, else a share."""
         num_gpus = 0.0 if self.config.device == "cpu" else float(ray.cluster_resources().get("GPU", 0.0))
         if self.config.device == "cuda" and not num_gpus:
             raise ClusterError("cluster.device is cuda, but Ray sees no GPU; set cluster.device=auto or cpu.")
-        return min(1.0, num_gpus / self.config.num_workers)
+        return gpu_share(num_gpus, self.config.num_workers)
+
+
+def gpu_share(num_gpus: float, num_workers: int) -> float:
+    """GPUs of a worker: one of its own where there are enough, else the part with which all workers find room, evenly spread."""
+    workers_per_gpu = math.ceil(num_workers / num_gpus) if num_gpus else 0
+    # Ray counts in ten-thousandths: six workers of 0.1667 would not fit
+    return math.floor(1e4 / workers_per_gpu) / 1e4 if workers_per_gpu else 0.0
 
 
 def _of_this_version(address: _Address) -> _Address:

@@ -74,7 +74,8 @@ def test_a_ray_job_gets_absolute_paths_and_time_to_stop(jobs: Jobs, tmp_path: Pa
 @pytest.mark.parametrize(("words", "told"), [
     (["sede=3"], "Did you mean seed?"),
     (["cluster.address=x:1"], "leave out cluster.address"),
-    (["cluster=local"], "leave out cluster.address and cluster=."),
+    (["cluster=local"], "leave out cluster.address and cluster=local."),
+    (["--to", "slurm", "cluster=kubernetes"], "--to is slurm, but cluster is kubernetes; give one of them."),
     (["--resume", "runs/x", "seed=1"], "--resume takes no settings"),
     (["--to", "slurm", "--nodes", "0"], "--nodes is 0; it must be at least 1."),
     (["--to", "slurm", "--name", "a b"], "use letters, digits"),
@@ -138,6 +139,17 @@ def test_the_slurm_script_is_sound_shell(capsys: pytest.CaptureFixture[str], tmp
     if shutil.which("shellcheck"):
         done = subprocess.run(["shellcheck", str(tmp_path / "job.sh")], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout
+
+
+def test_the_cluster_group_says_where_to_submit_to(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--dry-run", "--name", "night", "output_dir=/shared/runs", "seed=1"]
+    for place, more in (("slurm", []), ("kubernetes", ["--claim", "runs"]), ("ray", [])):
+        assert cli.main(["submit", f"cluster={place}", *words, *more]) == 0
+        by_group = capsys.readouterr().out
+        assert cli.main(["submit", "--to", place, *words, *more]) == 0
+        assert by_group == capsys.readouterr().out and "cluster=" not in by_group
+    assert cli.main(["train", "cluster=slurm"]) == 2
+    assert "ngsgd submit cluster=slurm" in capsys.readouterr().err
 
 
 _STAND_INS = {

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from tests.integration.service import TINY, events
 from tests.nodes.network import Network, Node
@@ -117,3 +120,15 @@ def wait_until(is_so: Callable[[], bool], timeout_s: float, otherwise: str) -> N
         if time.monotonic() > deadline:
             raise AssertionError(otherwise)
         time.sleep(0.05)
+
+
+def told(scenario: Callable[..., dict[str, Any]], *given: Any) -> bool:
+    """Runs a scenario and prints what came out; whether all went well."""
+    began = time.monotonic()
+    try:
+        figures = scenario(*given)
+    except Exception:  # the others are worth running all the same
+        print(f"FAILED {scenario.__name__}", traceback.format_exc(), sep="\n", flush=True)
+        return False
+    print(f"passed {scenario.__name__} in {time.monotonic() - began:.0f} s", json.dumps(figures, indent=1), sep="\n", flush=True)
+    return True
