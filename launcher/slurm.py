@@ -38,7 +38,9 @@ trap 'warned=1; [ -z "$run" ] || kill -TERM "$run" 2>/dev/null || true' TERM USR
 
 mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")   # a pipe into `head` would end it by SIGPIPE
 head=${{hosts[0]}}
-ip=$(srun --overlap --nodes=1 --ntasks=1 --nodelist="$head" hostname --ip-address | awk '{{print $1}}')
+# Debian gives a machine's own name a loopback address, which the other machines cannot reach
+ip=$(srun --overlap --nodes=1 --ntasks=1 --nodelist="$head" bash -c 'hostname --ip-address; hostname --all-ip-addresses' |
+    awk '{{for (i = 1; i <= NF; i++) if (!ip && $i !~ /^127[.]|:/) ip = $i}} END {{print ip ? ip : "127.0.0.1"}}')
 port=$((20000 + SLURM_JOB_ID % 10000))
 export RAY_ADDRESS="$ip:$port"
 scratch=/tmp/ngsgd-$SLURM_JOB_ID   # short: socket paths are

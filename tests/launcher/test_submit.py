@@ -157,9 +157,9 @@ _STAND_INS = {
                 '*) echo "$@" >> "$LOG";; esac',
     # a step runs here, without srun's own flags; a node's Ray sleeps until it is ended
     "srun": 'while [ "${1#--}" != "$1" ]; do shift; done; exec "$@"',
-    "ray": 'case $1 in status) echo " 1 node_a"; echo " 1 node_b";; *) exec sleep 60;; esac',
+    "ray": 'echo "ray $*" >> "$LOG.ray"; case $1 in status) echo " 1 node_a"; echo " 1 node_b";; *) exec sleep 60;; esac',
     "ngsgd": 'trap "exit 130" TERM; echo "ngsgd $*" >> "$LOG"; for i in $(seq 100); do sleep 0.1; done',
-    "hostname": 'echo 10.0.0.1',
+    "hostname": 'case $1 in --ip-address) echo 127.0.1.1;; *) echo "fd00::2 10.0.0.1 192.168.0.1 ";; esac',
 }
 
 
@@ -184,6 +184,7 @@ def test_a_warned_slurm_job_saves_queues_again_and_resumes_but_a_cancelled_one_e
         assert process.wait(timeout=20) == (0 if state == "RUNNING" else 130)
     finally:
         subprocess.run(["bash", "-c", f"kill -- -{process.pid}"], capture_output=True, check=False)
+    assert "--node-ip-address=10.0.0.1 --port=20077" in Path(f"{log}.ray").read_text(), "the others cannot reach a loopback address"
     lines = log.read_text().splitlines()
     folder = f"{tmp_path}/runs/night-77-20260101-000000"
     assert lines[0] == (f"ngsgd resume {folder}" if requeued else
