@@ -57,7 +57,7 @@ class MlflowTracker:
 
     def __init__(self, config: RunConfig, run_dir: Path, run_name: str, warn: Warn, *,
                  make_client: Callable[[str], Any] | None = None) -> None:
-        self._run = _MlflowRun(config, run_dir.absolute(), run_name, make_client or _make_client)
+        self._run = _MlflowRun(config, run_dir.absolute(), run_name, make_client or open_client)
         self._warn = warn
         self._num_refused = 0
         self._num_unsent = 0
@@ -323,7 +323,7 @@ def _now_ms() -> int:
     return int(time.time() * 1000)
 
 
-def _make_client(uri: str) -> Any:
+def open_client(uri: str) -> Any:
     """Imports MLflow (1 to 2 s) without its greetings."""
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")  # stdout is for scripts
