@@ -216,9 +216,13 @@ def test_completion_offers_commands_then_settings(
     monkeypatch.setenv("COMP_LINE", "ngsgd re")
     assert cli.main(["-sc", "query=bash"]) == 0
     assert capsys.readouterr().out.split() == ["resume", "report"]
-    monkeypatch.setenv("COMP_LINE", "ngsgd train optimizer=")
+    for command in ("train", "submit"):
+        monkeypatch.setenv("COMP_LINE", f"ngsgd {command} optimizer=")
+        assert cli.main(["-sc", "query=bash"]) == 0
+        assert capsys.readouterr().out.split() == ["optimizer=ngsgd", "optimizer=sgd"]
+    monkeypatch.setenv("COMP_LINE", "ngsgd submit seed=1 --res")
     assert cli.main(["-sc", "query=bash"]) == 0
-    assert capsys.readouterr().out.split() == ["optimizer=ngsgd", "optimizer=sgd"]
+    assert capsys.readouterr().out.split() == ["--resume"]
 
 
 def test_completion_offers_flags_and_runs(
