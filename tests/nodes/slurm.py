@@ -75,7 +75,9 @@ class Slurm:
             f"{node.address} {node.name}\n" for node in self.network.nodes))
         (self.folder / "munge.key").write_bytes(os.urandom(128))
         (self.folder / "munge.key").chmod(0o400)
-        for place in ("state", "munge"):
+        # the plugin for version 1 asks for no mounted control groups, which a namespace does not have
+        (self.folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
+        for place in ("state", "munge", *(f"spool-{node.name}" for node in others)):
             (self.folder / place).mkdir()
         for node in self.network.nodes:
             node.start(self.folder / f"{node.name}.log")
