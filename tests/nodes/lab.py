@@ -17,7 +17,7 @@ from typing import Any
 from tests.integration.service import TINY, events
 from tests.nodes.network import Network, Node
 
-_PORT = 6379
+PORT = 6379
 _STORE_BYTES = 100 * 2**20
 _START_S = 120.0
 _RUN_S = 300.0
@@ -38,10 +38,10 @@ class Lab:
     def start(self) -> None:
         """The head on node 0, without CPUs of its own; then a raylet with one CPU on each other node."""
         head, *others = self.network.nodes
-        self._start_ray(head, "--head", f"--port={_PORT}", "--num-cpus=0", f"--include-dashboard={str(self.has_jobs).lower()}",
+        self._start_ray(head, "--head", f"--port={PORT}", "--num-cpus=0", f"--include-dashboard={str(self.has_jobs).lower()}",
                         f"--temp-dir={self.network.scratch}/ray")
         for node in others:
-            self._start_ray(node, f"--address={head.address}:{_PORT}", "--num-cpus=1")
+            self._start_ray(node, f"--address={head.address}:{PORT}", "--num-cpus=1")
         for node in others:
             wait_until(lambda node=node: "Ray runtime started" in self._log(node).read_text(), _START_S,  # type: ignore[misc]
                        f"Ray did not start on {node.name}; see {self._log(node)}")
@@ -59,7 +59,7 @@ class Lab:
 
     def train(self, node: Node, name: str, *settings: str) -> subprocess.Popen[bytes]:
         """Starts a run whose coordinator is on a node."""
-        address = f"cluster.address={self.network.nodes[0].address}:{_PORT}"
+        address = f"cluster.address={self.network.nodes[0].address}:{PORT}"
         words = ["train", f"name={name}", f"output_dir={self.output_dir}", *SETTINGS, address, *settings]
         return node.spawn([sys.executable, "-m", "launcher", *words], self.run_log(name))
 
