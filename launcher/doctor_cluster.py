@@ -29,7 +29,7 @@ class Look:
 
 def nodes(address: str, output_dir: Path) -> Iterator[Finding]:
     """Joins the cluster, and looks at every node from within."""
-    from launcher.ray_pool import connect
+    from launcher.ray_cluster import connect
     from ngsgd.config import ClusterConfig
 
     try:

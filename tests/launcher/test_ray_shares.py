@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from launcher.ray_pool import gpu_share
+from launcher.ray_cluster import gpu_share
 
 
 @pytest.mark.parametrize("num_gpus", range(1, 17))

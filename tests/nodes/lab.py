@@ -86,7 +86,7 @@ class Lab:
     def node_with_worker(self, name: str) -> Node:
         """A node, not the coordinator's, that has a worker of the run."""
         for node in reversed(self.network.nodes[1:]):  # one that was cut off still has a worker, of an earlier run
-            if not node.is_cut and node.programs("ray::_RayWorker"):
+            if not node.is_cut and node.programs("ray::RayWorker"):
                 return node
         raise AssertionError(f"no node runs a worker of {name}")
 
