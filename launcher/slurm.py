@@ -79,12 +79,8 @@ exit "$code"
 """
 
 _TRAIN = """\
-folder=$(find {output_dir} -maxdepth 1 -name "{name}-$SLURM_JOB_ID-*" -print -quit 2>/dev/null || true)
-if [ -n "$folder" ]; then
-    {program} resume "$folder" &
-else
-    {words} "name={name}-$SLURM_JOB_ID" cluster.address=auto &
-fi
+# a job that was queued again keeps its number
+{words} --continue "name={name}-$SLURM_JOB_ID" cluster.address=auto &
 run=$!
 """
 
@@ -144,7 +140,5 @@ def _start(request: Request, words: Sequence[str]) -> str:
     """The lines that start the run, or go on with that of a job that was requeued."""
     if "train" not in words[:2]:
         return _RESUME.format(words=shlex.join(words))
-    output_dir = next(word.partition("=")[2] for word in words if word.startswith("output_dir="))
     named = [word for word in words if not word.startswith("name=")]
-    return _TRAIN.format(output_dir=shlex.quote(output_dir), name=request.name, program=shlex.quote(words[0]),
-                         words=shlex.join(named))
+    return _TRAIN.format(name=request.name, words=shlex.join(named))

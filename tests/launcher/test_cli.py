@@ -211,6 +211,23 @@ def test_reader_that_goes_away_is_no_error() -> None:
     assert done.stderr == ""
 
 
+def test_continue_begins_a_run_once_and_then_goes_on_with_it(service: Service, tmp_path: Path,
+                                                             capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["train", "--continue", "name=night", f"output_dir={tmp_path}", "cluster.address=auto", "cluster.num_workers=3"]
+    for other in ("night-2-20260101-000000", "midnight-20260101-000000"):
+        (tmp_path / other).mkdir()
+        (tmp_path / other / "config.yaml").touch()
+    assert cli.main(words) == 0
+    assert len(service.trained) == 1 and service.runs == []
+    run = tmp_path / "night-20260101-000000"
+    run.mkdir()
+    (run / "config.yaml").touch()
+    assert cli.main(words) == 0
+    assert len(service.trained) == 1 and service.runs == [("resume at auto with 3", run, False)]
+    assert cli.main(["train", "--continue"]) == 2
+    assert "--continue finds a run by its name" in capsys.readouterr().err
+
+
 def test_completion_offers_commands_then_settings(
         monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("COMP_LINE", "ngsgd re")
