@@ -7,9 +7,7 @@ error of it reaches training: what fails is tried again, and the event log in th
 from __future__ import annotations
 
 import json
-import logging
 import math
-import os
 import queue
 import re
 import threading
@@ -21,7 +19,7 @@ from typing import Any
 from launcher import values
 from launcher.machine import load_of_machine
 from launcher.mlflow_figures import run_metrics, storable, system_metrics, worker_metrics
-from launcher.mlflow_store import log_model
+from launcher.mlflow_store import log_model, open_client, read_tracking, tracking_uri
 from launcher.mlflow_tags import origin, versions
 from ngsgd.config import RunConfig
 from ngsgd.files import read_json_lines, write_text
@@ -37,15 +35,6 @@ _METRICS_PER_BATCH = 1000
 _BAD_IN_NAMES = re.compile(r"[^A-Za-z0-9_\-. /]")  # colons are allowed too, but not in file names
 
 Warn = Callable[[str], None]
-
-
-def tracking_uri(config: RunConfig) -> str:
-    """The configured store, or SQLite in the output directory."""
-    return config.tracking.uri or sqlite_uri(Path(config.output_dir))
-
-
-def sqlite_uri(output_dir: Path) -> str:
-    return f"sqlite:///{output_dir.absolute() / 'mlflow.db'}"
 
 
 class MlflowTracker:
@@ -285,15 +274,6 @@ class _MlflowRun:
         write_text(self.run_dir / "tracking.json", json.dumps(stored, indent=1))
 
 
-def read_tracking(run_dir: Path) -> dict[str, Any]:
-    """Where a run is in MLflow; empty if it never was there."""
-    try:
-        stored = json.loads((run_dir / "tracking.json").read_text())
-    except (OSError, ValueError):
-        return {}
-    return stored if isinstance(stored, dict) and stored.keys() >= {"experiment_id", "run_id", "worker_runs"} else {}
-
-
 def _records(run_dir: Path) -> list[tuple[int, OuterIterationRecord]]:
     """The outer iterations in a run's event log, each once, with the time that stands for when it was told."""
     log = run_dir / "events.jsonl"
@@ -321,22 +301,6 @@ def _is_refusal(error: Exception) -> bool:
 
 def _now_ms() -> int:
     return int(time.time() * 1000)
-
-
-def open_client(uri: str) -> Any:
-    """Imports MLflow (1 to 2 s) without its greetings."""
-    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-    os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")  # stdout is for scripts
-    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
-    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")  # a server that is down must not hold up the end
-    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
-    if uri.startswith("sqlite:///"):
-        Path(uri.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)
-    from mlflow import MlflowClient
-
-    if "MLFLOW_LOGGING_LEVEL" not in os.environ:
-        logging.getLogger("mlflow").setLevel(logging.WARNING)  # it tells how it makes its tables otherwise
-    return MlflowClient(tracking_uri=uri)
 
 
 def _percent(wer: str) -> float:

@@ -41,7 +41,7 @@ def command(arguments: Sequence[str]) -> int:
 
 def _send(folder: RunFolder, page: Path) -> None:
     """To the MLflow run that belongs to the folder."""
-    from launcher.mlflow_tracker import open_client, read_tracking
+    from launcher.mlflow_store import open_client, read_tracking
 
     stored = read_tracking(folder.path)
     if not stored:

@@ -19,7 +19,8 @@ import torch
 
 from launcher import compose, mlflow_tracker
 from launcher.final_model import open_final, save_final
-from launcher.mlflow_tracker import MlflowTracker, read_tracking
+from launcher.mlflow_store import read_tracking
+from launcher.mlflow_tracker import MlflowTracker
 from launcher.run_folder import RunFolder
 from ngsgd.files import read_json_lines
 from ngsgd.training.event_log import EventLog

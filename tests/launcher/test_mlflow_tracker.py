@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from launcher import compose, mlflow_tracker
-from launcher.mlflow_tracker import MlflowTracker, read_tracking
+from launcher.mlflow_store import read_tracking
+from launcher.mlflow_tracker import MlflowTracker
 from ngsgd.config import RunConfig
 from ngsgd.training.event_log import EventLog
 from ngsgd.training.records import Incident

@@ -14,7 +14,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from launcher import cli, comparison, compose, mlflow_tracker
+from launcher import cli, comparison, compose, mlflow_store
 from launcher.charts import charts_of
 from launcher.report import spectra
 from launcher.run_folder import RunFolder
@@ -100,7 +100,7 @@ def test_a_report_goes_into_mlflow_when_asked(tmp_path: Path, monkeypatch: pytes
     (run / "tracking.json").write_text(json.dumps({"tracking_uri": "u", "experiment_id": "1", "run_id": "r", "worker_runs": {}}))
     sent: list[tuple[str, ...]] = []
     client = SimpleNamespace(log_artifact=lambda *words: sent.append(words), log_artifacts=lambda *words: sent.append(words))
-    monkeypatch.setattr(mlflow_tracker, "open_client", lambda uri: client)
+    monkeypatch.setattr(mlflow_store, "open_client", lambda uri: client)
     assert cli.main(["report", "first", "--no-spectra", "--mlflow"]) == 0
     assert sent == [("r", str(run / "report.html")), ("r", str(run / "report"), "report")]
 
