@@ -102,6 +102,7 @@ class Request:
     warn_s: int         # before the limit, Slurm asks the run to end
     partition: str
     account: str
+    others: tuple[str, ...] = ()   # further options of sbatch
 
     @classmethod
     def of(cls, options: argparse.Namespace, name: str) -> Request:
@@ -110,10 +111,12 @@ class Request:
                     for what, low in (("nodes", 1), ("cpus_per_node", 1), ("gpus_per_node", 0)) if getattr(options, what) < low]
         if not name.replace("-", "").replace("_", "").replace(".", "").isalnum():
             problems.append(f"--name is {name!r}; use letters, digits, '-', '_' and '.'.")
+        problems += [f"--sbatch is {option!r}; give one option of sbatch, such as --sbatch=--mem=32G."
+                     for option in options.sbatch if not option.startswith("-") or len(option.split()) != 1]
         if problems:
             raise ConfigError(problems)
         return cls(name, options.nodes, options.cpus_per_node, options.gpus_per_node, options.time, 120, options.partition,
-                   options.account)
+                   options.account, tuple(options.sbatch))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -124,6 +127,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--time", default="1-0", help="slurm: limit, as sbatch reads it (default: one day)")
     parser.add_argument("--partition", default="", help="slurm")
     parser.add_argument("--account", default="", help="slurm")
+    parser.add_argument("--sbatch", action="append", default=[], metavar="OPTION",
+                        help="slurm: one more option of sbatch, such as --sbatch=--mem=32G; may be given several times")
 
 
 def script(request: Request, words: Sequence[str]) -> str:
@@ -131,6 +136,7 @@ def script(request: Request, words: Sequence[str]) -> str:
     more = [f"#SBATCH --partition={request.partition}"] if request.partition else []
     more += [f"#SBATCH --account={request.account}"] if request.account else []
     more += [f"#SBATCH --gpus-per-node={request.gpus_per_node}"] if request.gpus_per_node else []
+    more += [f"#SBATCH {option}" for option in request.others]
     return _SCRIPT.format(name=request.name, num_nodes=request.num_nodes, cpus_per_node=request.cpus_per_node,
                           time_limit=request.time_limit, warn_s=request.warn_s, start_s=300,
                           more="".join(f"{line}\n" for line in more), start=_start(request, words))
