@@ -68,9 +68,13 @@ done
 code=0
 wait "$run" || code=$?
 while kill -0 "$run" 2>/dev/null; do code=0; wait "$run" || code=$?; done
-# scancel's SIGTERM is the same, but that job no longer counts as running, and must not come back
-if [ "$warned" = 1 ] && {{ [ "$code" = 130 ] || [ "$code" = 143 ]; }} &&
-    [[ $(scontrol show job "$SLURM_JOB_ID") == *JobState=RUNNING* ]]; then
+about=$(scontrol show job "$SLURM_JOB_ID")
+again=0
+case $warned-$code in 1-130 | 1-143) again=1 ;; esac
+# a preemption of which only the steps were told has ended Ray under the run
+[ "$code" = 0 ] || [[ $about != *PreemptTime=2* ]] || again=1
+# scancel's SIGTERM is the same as a warning, but that job no longer counts as running, and must not come back
+if [ "$again" = 1 ] && [[ $about == *JobState=RUNNING* ]]; then
     scontrol requeue "$SLURM_JOB_ID"   # before Ray is ended, which may take longer than Slurm waits
     code=0
 fi

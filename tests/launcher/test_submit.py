@@ -158,7 +158,7 @@ def test_the_cluster_group_says_where_to_submit_to(capsys: pytest.CaptureFixture
 
 
 _STAND_INS = {
-    "scontrol": 'case "$1 $2" in "show hostnames") echo node1; echo node2;; "show job") echo "JobState=$STATE";; '
+    "scontrol": 'case "$1 $2" in "show hostnames") echo node1; echo node2;; "show job") echo "JobState=$STATE PreemptTime=None";; '
                 '*) echo "$@" >> "$LOG";; esac',
     # a step runs here, without srun's own flags; a node's Ray sleeps until it is ended
     "srun": 'while [ "${1#--}" != "$1" ]; do shift; done; exec "$@"',

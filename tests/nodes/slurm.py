@@ -193,9 +193,21 @@ def warned_at_the_time_limit(slurm: Slurm, expected: Callable[[list[str]], str])
 
 def preempted(slurm: Slurm, expected: Callable[[list[str]], str]) -> dict[str, Any]:
     """A job of a partition that goes first takes the nodes away; the run saves, and goes on when they are free."""
+    return _gives_way(slurm, "gives-way", expected)
+
+
+def preempted_without_a_word(slurm: Slurm, expected: Callable[[list[str]], str]) -> dict[str, Any]:
+    """The same where Slurm does not warn the script: Ray ends first, the job still queues again, and the run still goes on."""
+    conf = slurm.folder / "slurm.conf"
+    conf.write_text(conf.read_text().replace("SlurmctldParameters=preempt_send_user_signal\n", ""))
+    slurm.call(slurm.network.nodes[0], "scontrol", "reconfigure")
+    return _gives_way(slurm, "unwarned", expected)
+
+
+def _gives_way(slurm: Slurm, name: str, expected: Callable[[list[str]], str]) -> dict[str, Any]:
     settings = [*_settings(epochs=40), "cluster.num_workers=2"]
-    job = slurm.submit("gives-way", *settings)
-    run = slurm.wait_for(4, "gives-way", job)
+    job = slurm.submit(name, *settings)
+    run = slurm.wait_for(4, name, job)
     urgent = slurm.call(slurm.network.nodes[0], "sbatch", "--parsable", "--partition=high", f"--nodes={_NUM_NODES}",
                         "--output=/dev/null", "--wrap", "sleep 2").strip()
     began = time.monotonic()
@@ -254,7 +266,8 @@ def main(wanted: list[str]) -> int:
     if lacking:
         print(f"no Slurm can be made here: {lacking}")
         return 2
-    scenarios = [one for one in (warned_at_the_time_limit, preempted, cancelled) if not wanted or one.__name__ in wanted]
+    every = (warned_at_the_time_limit, preempted, cancelled, preempted_without_a_word)
+    scenarios = [one for one in every if not wanted or one.__name__ in wanted]
     with tempfile.TemporaryDirectory(prefix="ngsgd-slurm-") as folder, _slurm(Path(folder)) as slurm:
         results = [told(scenario, slurm, lambda settings: _of_one_process(Path(folder), settings)) for scenario in scenarios]
     return 0 if all(results) else 1
