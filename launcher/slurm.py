@@ -68,7 +68,7 @@ done
 code=0
 wait "$run" || code=$?
 while kill -0 "$run" 2>/dev/null; do code=0; wait "$run" || code=$?; done
-about=$(scontrol show job "$SLURM_JOB_ID")
+about=$(scontrol show job "$SLURM_JOB_ID" || true)
 again=0
 case $warned-$code in 1-130 | 1-143) again=1 ;; esac
 # a preemption of which only the steps were told has ended Ray under the run
