@@ -11,7 +11,7 @@ export MLFLOW_DISABLE_TELEMETRY = true
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test check mutants chaos soak nodes reference docs image lint format clean
+.PHONY: help setup train test check mutants chaos soak nodes slurm reference docs image lint format clean
 
 help:  ## this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## */  make \1\t/' | expand -t 16
@@ -39,6 +39,9 @@ mutants: $(STAMP)  ## break the numbers in some forty ways, one at a time, and s
 
 nodes: $(STAMP)  ## train over machines made of network namespaces: cut cables, lost nodes, a slow network (root, 7 min)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.nodes.scenarios $(ARGS)
+
+slurm: $(STAMP)  ## a real Slurm on nodes of that kind: time limit, preemption, scancel (root, slurm-wlm and munge, 10 min)
+	OMP_NUM_THREADS=1 PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m tests.nodes.slurm $(ARGS)
 
 chaos: $(STAMP)  ## break all that can break, in 155 cases, and write the table into docs/fault-tolerance.md (10 min)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos --write docs/fault-tolerance.md $(ARGS)

@@ -17,7 +17,7 @@ install_into() {
     else
         "${pip[@]}" torch
     fi
-    "${pip[@]}" ".[service,asr,synth]"
+    "${pip[@]}" ".[service,asr,synth,postgres]"
 }
 
 check() {

@@ -48,13 +48,14 @@ def charts_of(events: Sequence[Mapping[str, Any]], spectra: Mapping[str, Sequenc
 
 def _learning(curve: Curve) -> Iterator[Chart]:
     last = curve.iterations[-1]
-    for quantity, title, unit, scale in (("objf", "Objective function", "nats per frame", 1.0),
-                                         ("accuracy", "Frames right", "%", 100.0)):
+    for quantity, title, unit, scale, digits in (("objf", "Objective function", "nats per frame", 1.0, 3),
+                                                 ("accuracy", "Frames right", "%", 100.0, 1)):
         figure, axes = narrow_axes()
         lines(axes, curve, {"train": (f"train.{quantity}", BLUE), "valid": (f"valid.{quantity}", ORANGE)}, scale=scale)
         label(axes, title, unit, legend="lower right")
         axes.set_xlabel("frames processed (millions)")
-        told = f"{scale * last['train'][quantity]:.3f} and {scale * last['valid'][quantity]:.3f} {unit}"
+        train, valid = (f"{scale * last[subset][quantity]:.{digits}f}" for subset in ("train", "valid"))
+        told = f"{train} and {valid}{unit if unit == '%' else f' {unit}'}"
         yield Chart(quantity, title, f"{title} of training and held-out frames; at the end {told}.", figure)
     figure, axes = narrow_axes()
     lines(axes, curve, {"effective": ("effective_lr", GREEN), "each job": ("lr", "#8fc6a0")})

@@ -13,6 +13,7 @@ from launcher import help as texts
 from ngsgd.errors import EXIT_OK
 
 _TAKE_A_RUN = ("resume", "evaluate", "decode", "report", "compare", "status", "logs", "stop", "info")
+_TAKE_SETTINGS = ("train", "align", "plan", "simulate", "submit", "tune")
 
 
 def complete(arguments: list[str], print_help: Callable[[str], object]) -> int:
@@ -20,7 +21,9 @@ def complete(arguments: list[str], print_help: Callable[[str], object]) -> int:
     program, _, typed = os.environ.get("COMP_LINE", "").partition(" ")
     command, space, rest = typed.lstrip().partition(" ")
     query = arguments[0] if arguments else ""
-    if query.startswith("query=") and not (command == "train" and space):
+    is_flag = rest.rpartition(" ")[2].startswith("-")
+    is_setting = bool(space) and command in _TAKE_SETTINGS and (command == "train" or not is_flag)
+    if query.startswith("query=") and not is_setting:
         words = words_after(command, rest, print_help) if space else [name for name in texts.COMMANDS if name.startswith(command)]
         print("\n".join(words) if "fish" in query or "zsh" in query else " ".join(words))
         return EXIT_OK

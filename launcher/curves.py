@@ -108,6 +108,7 @@ def label(axes: Any, title: str, unit: str, *, legend: str = "") -> None:
     axes.set_title(title, fontsize=10.5, loc="left")
     axes.set_ylabel(unit)
     axes.grid(visible=True, color="#dddddd", linewidth=0.7)
+    axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     if legend:
         axes.legend(loc=legend, frameon=False)

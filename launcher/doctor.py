@@ -2,42 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib.util
 import json
-import os
-import shutil
-import socket
-import sys
-import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from email.utils import parsedate_to_datetime
+from dataclasses import asdict
 from pathlib import Path
-from typing import Literal
 
-from launcher.console import Parser, version
-from ngsgd.errors import EXIT_OK, EXIT_RUN_FAILED
-
-_FREE_BYTES = 2 * 2**30       # prepared digits, checkpoints and a tracking store take less than 1 GiB
-_SHM_BYTES = 600 * 2**20      # Ray's object store on one machine, and the shared parameters
-_MAX_SKEW_S = 5.0             # file times and log lines of several machines should be in order
-_NEEDS = {  # package -> the extra that brings it; empty: nothing works without
-    "torch": "", "numpy": "", "ray": "service", "hydra-core": "service", "mlflow": "service", "safetensors": "service",
-    "matplotlib": "service", "kaldi-native-fbank": "asr", "kaldi-decoder": "asr", "kaldifst": "asr", "espeakng-loader": "synth"}
-
-Verdict = Literal["ok", "warn", "fail"]
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One line: what was looked at, what was found, and what to do about it."""
-
-    verdict: Verdict
-    what: str
-    found: str
-    fix: str = ""
+from launcher import doctor_machine as machine
+from launcher.console import Parser
+from launcher.doctor_machine import Finding
+from ngsgd.errors import EXIT_OK, EXIT_RUN_FAILED, ConfigError
 
 
 def command(arguments: Sequence[str]) -> int:
@@ -50,6 +23,8 @@ def command(arguments: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--quiet", "-q", action="store_true", help="only what is not ok")
     options = parser.parse_args(list(arguments))
+    if options.workers < 1:
+        raise ConfigError(f"--workers is {options.workers}; it must be at least 1.")
     findings = list(examine(Path(options.output_dir), options.workers, options.address, options.tracking_uri))
     if options.json:
         print(json.dumps([asdict(finding) for finding in findings], indent=1))
@@ -64,10 +39,12 @@ def command(arguments: Sequence[str]) -> int:
 def examine(output_dir: Path, num_workers: int, address: str = "", tracking_uri: str = "") -> Iterator[Finding]:
     """Everything, in an order in which an early fault explains a later one."""
     checks: list[Callable[[], Iterator[Finding]]] = [
-        _python, _packages, _shadows, lambda: _threads(num_workers), _memory, _gpus, lambda: _storage(output_dir),
-        lambda: _tracking(output_dir, tracking_uri), _ports, _ray_traps]
+        machine.python, machine.packages, machine.shadows, lambda: machine.threads(num_workers), machine.memory, machine.gpus,
+        lambda: machine.storage(output_dir), lambda: machine.tracking(output_dir, tracking_uri), machine.ports, machine.ray_traps]
     if address:
-        checks.append(lambda: _cluster(address, output_dir))
+        from launcher import doctor_cluster
+
+        checks.append(lambda: doctor_cluster.nodes(address, output_dir))
     for check in checks:
         yield from check()
 
@@ -80,258 +57,3 @@ def _line(finding: Finding) -> str:
 def _summary(findings: Sequence[Finding]) -> str:
     counts = {verdict: sum(finding.verdict == verdict for finding in findings) for verdict in ("ok", "warn", "fail")}
     return ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
-
-
-# This machine ---------------------------------------------------------------------------------------------------------
-
-
-def _python() -> Iterator[Finding]:
-    found = f"{sys.version.split()[0]} in {sys.prefix}"
-    if sys.prefix == sys.base_prefix:
-        yield Finding("warn", "python", f"{found}, no virtual environment", "python3 -m venv .venv && . .venv/bin/activate")
-    else:
-        yield Finding("ok", "python", found)
-
-
-def _packages() -> Iterator[Finding]:
-    for package, extra in _NEEDS.items():
-        found = version(package)
-        if found != "not installed":
-            yield Finding("ok", package, found)
-        else:
-            wanted = f"'ngsgd[{extra}]'" if extra else package
-            yield Finding("warn" if extra else "fail", package, found, f"pip install {wanted}")
-
-
-def _shadows() -> Iterator[Finding]:
-    """Another package of our names, found first: an empty site-packages/ngsgd, or a folder called launcher."""
-    here = Path(__file__).resolve().parent
-    root = here.parent
-    for name in ("ngsgd", "launcher"):
-        spec = importlib.util.find_spec(name)
-        places = [Path(place).resolve() for place in (spec.submodule_search_locations or [])] if spec else []
-        strange = [place for place in places if place != (root / name)]
-        if strange or not places:
-            yield Finding("fail", "shadowed", f"{name} is imported from {strange[0] if strange else 'nowhere'}",
-                          f"remove that folder, or rename it; ours is {root / name}")
-    others = [Path(place) / "ngsgd" for place in sys.path if place and (Path(place) / "ngsgd").is_dir()]
-    for place in others:
-        if place.resolve() != root / "ngsgd" and not (place / "__init__.py").exists():
-            yield Finding("warn", "shadowed", f"{place} is an empty left-over of an older installation", f"rm -r {place}")
-
-
-def _threads(num_workers: int) -> Iterator[Finding]:
-    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    per_worker = max(1, num_cores // num_workers)
-    found = f"{num_cores} cores, {num_workers} workers of {per_worker} thread{'s' * (per_worker > 1)}"
-    asked = os.environ.get("OMP_NUM_THREADS", "")
-    num_asked = int(asked) * num_workers if asked.isdigit() else 0
-    if num_workers > num_cores:
-        yield Finding("warn", "threads", f"{found}: workers share cores", f"cluster.num_workers={num_cores} trains as fast here")
-    elif num_asked > num_cores and os.environ.get("OMP_WAIT_POLICY", "").upper() != "PASSIVE":
-        yield Finding("warn", "threads", f"{found}; OMP_NUM_THREADS={asked} asks for {num_asked} that spin while they wait",
-                      "unset OMP_NUM_THREADS, or export OMP_WAIT_POLICY=PASSIVE")
-    else:
-        yield Finding("ok", "threads", found)
-    load = os.getloadavg()[0]
-    if load > num_cores:
-        yield Finding("warn", "load", f"{load:.1f} on {num_cores} cores: others compute here", "training will be slower for it")
-
-
-def _memory() -> Iterator[Finding]:
-    with contextlib.suppress(ImportError):
-        import psutil
-
-        free = psutil.virtual_memory().available
-        needed = 1.5 * 2**30
-        verdict: Verdict = "ok" if free > needed else "warn"
-        fix = "" if verdict == "ok" else "a Ray worker with torch takes 0.3 GB; use cluster=local, or fewer workers"
-        yield Finding(verdict, "memory", f"{free / 2**30:.1f} GiB free", fix)
-    shm = Path("/dev/shm")
-    if shm.is_dir():
-        free = shutil.disk_usage(shm).free
-        small = free < _SHM_BYTES
-        yield Finding("warn" if small else "ok", "shared memory", f"{free / 2**20:,.0f} MiB free in /dev/shm",
-                      "in a container: docker run --shm-size=2g" if small else "")
-
-
-def _gpus() -> Iterator[Finding]:
-    if importlib.util.find_spec("torch") is None:
-        return
-    import torch
-
-    if not torch.cuda.is_available():
-        has_driver = shutil.which("nvidia-smi") is not None
-        yield (Finding("warn", "GPU", f"nvidia-smi is here, but torch {torch.__version__} sees no GPU",
-                       "install a torch built for your driver: https://pytorch.org/get-started")
-               if has_driver else Finding("ok", "GPU", "none: training runs on the CPU"))
-        return
-    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    yield Finding("ok", "GPU", ", ".join(names))
-    if "Exclusive" in _compute_modes():
-        yield Finding("warn", "GPU mode", "exclusive: a GPU takes one process",
-                      "at most one worker per GPU (cluster.num_workers), or nvidia-smi -c DEFAULT as root")
-
-
-def _compute_modes() -> str:
-    import subprocess
-
-    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        words = ["nvidia-smi", "--query-gpu=compute_mode", "--format=csv,noheader"]
-        return subprocess.run(words, capture_output=True, text=True, timeout=20, check=False).stdout
-    return ""
-
-
-def _storage(output_dir: Path) -> Iterator[Finding]:
-    folder = output_dir.absolute()
-    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
-    try:
-        with tempfile.TemporaryFile(dir=existing):
-            pass
-    except OSError as error:
-        yield Finding("fail", "storage", f"nothing can be written in {existing} ({error.strerror})", "output_dir=PATH, or chmod")
-        return
-    free = shutil.disk_usage(existing).free
-    low = free < _FREE_BYTES
-    yield Finding("warn" if low else "ok", "storage", f"{folder} can be written, {free / 2**30:.1f} GiB free",
-                  "make room, or output_dir=PATH on another disk" if low else "")
-
-
-def _tracking(output_dir: Path, uri: str) -> Iterator[Finding]:
-    if not uri:
-        store = output_dir / "mlflow.db"
-        if not store.exists():
-            yield Finding("ok", "tracking", f"{store} will be made by the first run")
-        elif os.access(store, os.W_OK):
-            yield Finding("ok", "tracking", f"{store}, {store.stat().st_size / 2**20:.1f} MiB")
-        else:
-            yield Finding("fail", "tracking", f"{store} cannot be written", f"chmod u+w {store}, or tracking.kind=none")
-        return
-    if not uri.startswith(("http://", "https://")):
-        yield Finding("ok", "tracking", f"{uri} (looked at by the run itself)")
-        return
-    import urllib.request
-
-    try:
-        with urllib.request.urlopen(f"{uri.rstrip('/')}/health", timeout=10) as answer:
-            yield Finding("ok", "tracking", f"{uri} answers")
-            yield from _clock_of(answer.headers.get("Date", ""))
-    except (OSError, ValueError) as error:
-        yield Finding("fail", "tracking", f"{uri} does not answer ({error})",
-                      "start it (docs/mlflow.md); training goes on without it, and sends what it missed later")
-
-
-def _clock_of(date: str) -> Iterator[Finding]:
-    """Of a server, from its HTTP answer, which is right to a second."""
-    with contextlib.suppress(ValueError, TypeError):
-        yield _clock("tracking server", parsedate_to_datetime(date).timestamp() - time.time())
-
-
-def _clock(whose: str, skew_s: float) -> Finding:
-    far = abs(skew_s) > _MAX_SKEW_S
-    return Finding("warn" if far else "ok", "clock", f"of {whose}: {skew_s:+.1f} s from ours",
-                   "start chrony or ntpd on both" if far else "")
-
-
-def _ports() -> Iterator[Finding]:
-    for port, purpose in ((5000, "ngsgd ui"), (8265, "Ray's dashboard")):
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                fix = "ngsgd ui --port 5001" if port == 5000 else "ray start --dashboard-port 8266"
-                yield Finding("warn", "port", f"{port} ({purpose}) is taken", fix)
-            else:
-                yield Finding("ok", "port", f"{port} ({purpose}) is free")
-
-
-def _ray_traps() -> Iterator[Finding]:
-    token = Path.home() / ".ray" / "auth_token"
-    if token.is_file() and token.stat().st_mode & 0o077:
-        yield Finding("warn", "Ray token", f"others on this machine can read {token}", f"chmod 600 {token}")
-    if os.environ.get("RAY_AUTH_MODE") == "disabled":
-        yield Finding("warn", "Ray token", "RAY_AUTH_MODE=disabled: whoever reaches this machine can run code here",
-                      "unset RAY_AUTH_MODE")
-    if os.environ.get("RAY_ADDRESS"):
-        yield Finding("ok", "Ray address", f"RAY_ADDRESS={os.environ['RAY_ADDRESS']} is used by cluster.address=auto only")
-    if len(tempfile.gettempdir()) > 60:
-        yield Finding("warn", "temp folder", f"{tempfile.gettempdir()} is too long for Ray's sockets", "export TMPDIR=/tmp")
-
-
-# The cluster ----------------------------------------------------------------------------------------------------------
-
-
-def _cluster(address: str, output_dir: Path) -> Iterator[Finding]:
-    """Joins it, and runs one task on each node."""
-    from dataclasses import replace
-
-    from launcher.ray_pool import connect
-    from ngsgd.config import ClusterConfig
-    from ngsgd.errors import ClusterError
-    from ngsgd.training.preflight import fingerprint
-
-    try:
-        connect(replace(ClusterConfig(), address=address))
-    except ClusterError as error:
-        yield Finding("fail", "Ray", str(error), "start it with: ray start --head; set the same RAY_AUTH_TOKEN on every machine")
-        return
-    import ray
-
-    ours = fingerprint()
-    nodes = [node for node in ray.nodes() if node["Alive"]]
-    is_guarded = os.environ.get("RAY_AUTH_MODE") == "token"
-    yield Finding("ok" if is_guarded else "warn", "Ray", f"{address} answers, {len(nodes)} nodes, "
-                  f"{ray.cluster_resources().get('CPU', 0):g} CPUs, {ray.cluster_resources().get('GPU', 0):g} GPUs",
-                  "" if is_guarded else "no token is used; set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN on every machine")
-    mark = output_dir.absolute() / f".doctor-{os.getpid()}"
-    output_dir.mkdir(parents=True, exist_ok=True)
-    mark.write_text("here")
-    try:
-        for node in nodes:
-            yield from _node(node, mark, ours)
-    finally:
-        mark.unlink(missing_ok=True)
-        ray.shutdown()
-
-
-def _node(node: dict[str, object], mark: Path, ours: str) -> Iterator[Finding]:
-    """Storage, code and clock of one node."""
-    import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    where = f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
-    place = NodeAffinitySchedulingStrategy(node_id=str(node["NodeID"]), soft=False)
-    sent = time.time()
-    try:
-        seen = ray.remote(num_cpus=0, scheduling_strategy=place, max_retries=0)(_look).remote(str(mark))
-        sees, writes, code, now = ray.get(seen, timeout=60.0)
-    except Exception as error:
-        yield Finding("fail", "node", f"{where} runs nothing ({str(error).strip().partition(chr(10))[0][:120]})",
-                      "is ngsgd installed there, in the Python that runs Ray?")
-        return
-    if not sees or not writes:
-        yield Finding("fail", "node", f"{where} does not {'see' if not sees else 'write'} {mark.parent}",
-                      "output_dir must be a file system that all machines share")
-    elif code != ours:
-        yield Finding("fail", "node", f"{where} has another version of ngsgd or torch", "install the same on every machine")
-    else:
-        yield Finding("ok", "node", f"{where} sees and writes {mark.parent}, same ngsgd and torch")
-    yield _clock(where, now - (sent + time.time()) / 2)
-
-
-def _look(mark: str) -> tuple[bool, bool, str, float]:
-    """Runs on a node: whether it sees and can write the folder of `mark`, its code, its time."""
-    import time
-    from pathlib import Path
-
-    from ngsgd.training.preflight import fingerprint
-
-    writes = True
-    try:
-        other = Path(f"{mark}-{time.time_ns()}")
-        other.touch()
-        other.unlink()
-    except OSError:
-        writes = False
-    return Path(mark).is_file(), writes, fingerprint(), time.time()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from launcher import compose, values
 from launcher.console import Parser, run_guarded
+from launcher.run_folder import run_to_continue
 from launcher.tuned_file import expanded
 from ngsgd.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError
 
@@ -28,7 +29,7 @@ def train(arguments: list[str], *, debug: bool) -> int:
         sweep = options.multirun or any(text.upper() == "HYDRA.MODE=MULTIRUN" for text in options.overrides)
         validate = compose.check_sweep if sweep else compose.compose
         validate(options.overrides, config_dir=Path(options.config_dir) if options.config_dir else None)
-    return _run(_hydra_arguments(options), quiet=options.quiet, debug=debug)
+    return _run(_hydra_arguments(options), quiet=options.quiet, debug=debug, goes_on=options.goes_on)
 
 
 def complete(arguments: list[str]) -> int:
@@ -41,6 +42,7 @@ def _parser() -> Parser:
     parser = Parser("train", add_help=False)
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--quiet", "-q", action="store_true")
+    parser.add_argument("--continue", dest="goes_on", action="store_true")
     parser.add_argument("--cfg", "-c", choices=["job", "hydra", "all"])
     parser.add_argument("--package", "-p")
     parser.add_argument("--config-dir", "-cd")
@@ -64,7 +66,7 @@ def _hydra_arguments(options: argparse.Namespace) -> list[str]:
     return [*valued, *plain, *options.overrides]
 
 
-def _run(arguments: list[str], *, quiet: bool, debug: bool) -> int:
+def _run(arguments: list[str], *, quiet: bool, debug: bool, goes_on: bool = False) -> int:
     import hydra
 
     with tempfile.TemporaryDirectory(prefix="ngsgd-sweep-") as scratch:
@@ -72,7 +74,7 @@ def _run(arguments: list[str], *, quiet: bool, debug: bool) -> int:
         codes.touch()
 
         def task(composed: Any) -> float | None:
-            return _train_one(composed, codes, quiet=quiet, debug=debug)
+            return _train_one(composed, codes, quiet=quiet, debug=debug, goes_on=goes_on)
 
         compose.register_schema()
         decorate = hydra.main(version_base="1.3", config_path=str(compose.conf_dir()), config_name="config")
@@ -81,8 +83,8 @@ def _run(arguments: list[str], *, quiet: bool, debug: bool) -> int:
         return max(map(int, codes.read_text().split()), default=EXIT_OK)
 
 
-def _train_one(composed: Any, codes: Path, *, quiet: bool, debug: bool) -> float | None:
-    """A run of its own; what a sweeper minimises, or None where there is nothing to say."""
+def _train_one(composed: Any, codes: Path, *, quiet: bool, debug: bool, goes_on: bool) -> float | None:
+    """A run of its own, or with `goes_on` the rest of one; what a sweeper minimises, or None where there is nothing to say."""
     from omegaconf import OmegaConf
 
     reports: list[FinalReport] = []
@@ -91,6 +93,9 @@ def _train_one(composed: Any, codes: Path, *, quiet: bool, debug: bool) -> float
         from launcher import train as service
 
         config = values.build(OmegaConf.to_container(composed, resolve=True))  # type: ignore[arg-type]
+        begun = run_to_continue(config) if goes_on else None
+        if begun:
+            return service.resume(begun, quiet=quiet, address=config.cluster.address, num_workers=config.cluster.num_workers)
         reports.append(service.train(config, quiet=quiet))
         return EXIT_OK
 

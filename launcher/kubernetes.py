@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,12 +31,14 @@ class Request:
     cpus_per_node: int
     gpus_per_node: int
     memory: str         # of a worker pod, as Kubernetes writes it
+    num_retries: int    # when the run or its cluster fails
 
     @classmethod
     def of(cls, options: argparse.Namespace, name: str) -> Request:
         """From the command line; raises one ConfigError that lists everything wrong."""
+        least = {"nodes": 1, "cpus_per_node": 1, "gpus_per_node": 0, "retries": 0}
         problems = [f"--{what.replace('_', '-')} is {getattr(options, what)}; it must be at least {low}."
-                    for what, low in (("nodes", 1), ("cpus_per_node", 1), ("gpus_per_node", 0)) if getattr(options, what) < low]
+                    for what, low in least.items() if getattr(options, what) < low]
         if not _NAME.fullmatch(name):
             problems.append(f"--name is {name!r}; Kubernetes takes up to 47 small letters, digits and '-'.")
         if not options.claim:
@@ -43,7 +46,7 @@ class Request:
         if problems:
             raise ConfigError(problems)
         return cls(name, options.namespace, options.image, options.claim, options.mount, options.nodes, options.cpus_per_node,
-                   options.gpus_per_node, options.memory)
+                   options.gpus_per_node, options.memory, options.retries)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,6 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--namespace", default="default", help="kubernetes (default: %(default)s)")
     parser.add_argument("--claim", default="", help="kubernetes: PersistentVolumeClaim for output_dir, ReadWriteMany")
     parser.add_argument("--mount", default="/shared", help="kubernetes: where it is in the pods (default: %(default)s)")
+    parser.add_argument("--retries", type=int, default=3,
+                        help="kubernetes: new clusters for a run that fails; it goes on from its checkpoint (default: %(default)s)")
     parser.add_argument("--memory", default="8Gi", help="kubernetes: of a worker pod (default: %(default)s)")
 
 
@@ -64,15 +69,14 @@ def manifest(request: Request, words: Sequence[str]) -> str:
 
 def ray_job(request: Request, words: Sequence[str]) -> dict[str, Any]:
     """The RayJob, as nested mappings."""
-    address = ["cluster.address=auto"] if "train" in words[:2] else []
     return {
         "apiVersion": "ray.io/v1", "kind": "RayJob",
         "metadata": {"name": request.name, "namespace": request.namespace, "labels": {"app.kubernetes.io/name": "ngsgd"}},
         "spec": {
-            "entrypoint": shlex.join([*words, *address]),
+            "entrypoint": shlex.join(_entrypoint(request, words)),
             "shutdownAfterJobFinishes": True,
             "ttlSecondsAfterFinished": 600,
-            "backoffLimit": 0,   # a second try would begin anew; go on with: ngsgd submit --to kubernetes --resume RUN
+            "backoffLimit": request.num_retries,   # each with a cluster of its own
             "runtimeEnvYAML": "env_vars:\n  RAY_JOB_STOP_WAIT_TIME_S: \"60\"\n  OMP_WAIT_POLICY: PASSIVE\n",
             "rayClusterSpec": {
                 "rayVersion": version("ray"),
@@ -82,6 +86,15 @@ def ray_job(request: Request, words: Sequence[str]) -> dict[str, Any]:
                     "groupName": "workers", "replicas": request.num_nodes, "minReplicas": request.num_nodes,
                     "maxReplicas": request.num_nodes, "rayStartParams": {},
                     "template": _pod(request, "ray-worker", _worker_resources(request))}]}}}
+
+
+def _entrypoint(request: Request, words: Sequence[str]) -> list[str]:
+    """The same words at every retry, whose run has a name of its own: the first begins it, the others go on with it."""
+    if "train" not in words[:2]:
+        return list(words)
+    given = next((word.partition("=")[2] for word in words if word.startswith("name=")), request.name)
+    others = [word for word in words if not word.startswith("name=")]
+    return [*others, "--continue", f"name={given}-{time.strftime('%Y%m%d%H%M%S')}", "cluster.address=auto"]
 
 
 def _worker_resources(request: Request) -> dict[str, str]:

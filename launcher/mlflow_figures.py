@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from ngsgd.training.records import JobRecord, OuterIterationRecord
+
+_MAX_MACHINES = 32   # more sections of charts nobody looks at
 
 
 def run_metrics(record: OuterIterationRecord) -> dict[str, float]:
@@ -43,6 +45,15 @@ def worker_metrics(jobs: list[JobRecord]) -> dict[str, float]:
         "job/seconds": seconds, "job/frames_per_second": num_frames / max(seconds, 1e-9),
         "job/max_change_share": mean(job.max_change_share for job in jobs),
     }
+
+
+def system_metrics(own: Mapping[str, float], jobs: Iterable[JobRecord]) -> dict[str, float]:
+    """The load of the coordinator's machine and of each that has workers, up to 32, in a section of its own."""
+    machines = {job.host: job.machine for job in jobs if job.host}   # the last job of a machine tells
+    figures = {f"system/{name}": value for name, value in own.items()}
+    for host, machine in sorted(machines.items())[:_MAX_MACHINES]:
+        figures |= {f"system/{host}/{name}": value for name, value in machine.items()}
+    return figures
 
 
 def storable(value: float) -> float:

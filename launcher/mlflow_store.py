@@ -1,14 +1,52 @@
-"""Files and registry entries of a run in MLflow: what is sent once, at its end."""
+"""MLflow stores: where a run is kept, opening it, and the final model that is put there."""
 
 from __future__ import annotations
 
 import json
+import logging
+import os
 import tempfile
 import warnings
 from pathlib import Path
 from typing import Any
 
+from ngsgd.config import RunConfig
+
 _PACKAGES = ("ngsgd", "torch", "numpy", "safetensors")
+
+
+def tracking_uri(config: RunConfig) -> str:
+    """The configured store, or SQLite in the output directory."""
+    return config.tracking.uri or sqlite_uri(Path(config.output_dir))
+
+
+def sqlite_uri(output_dir: Path) -> str:
+    return f"sqlite:///{output_dir.absolute() / 'mlflow.db'}"
+
+
+def open_client(uri: str) -> Any:
+    """Imports MLflow (1 to 2 s) without its greetings."""
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")  # stdout is for scripts
+    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")  # a server that is down must not hold up the end
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
+    if uri.startswith("sqlite:///"):
+        Path(uri.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)
+    from mlflow import MlflowClient
+
+    if "MLFLOW_LOGGING_LEVEL" not in os.environ:
+        logging.getLogger("mlflow").setLevel(logging.WARNING)  # it tells how it makes its tables otherwise
+    return MlflowClient(tracking_uri=uri)
+
+
+def read_tracking(run_dir: Path) -> dict[str, Any]:
+    """Where a run is in MLflow; empty if it never was there."""
+    try:
+        stored = json.loads((run_dir / "tracking.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return stored if isinstance(stored, dict) and stored.keys() >= {"experiment_id", "run_id", "worker_runs"} else {}
 
 
 def log_model(client: Any, run_id: str, final: Path, register_as: str) -> str:
@@ -43,13 +81,3 @@ def _save(final: Path, folder: Path) -> None:
         warnings.simplefilter("ignore", UserWarning)  # it recommends an example of the input beside the signature
         mlflow.pyfunc.save_model(str(folder), python_model=str(Path(__file__).with_name("mlflow_model.py")),
                                  artifacts={"final": str(final)}, signature=signature, pip_requirements=requirements)
-
-
-def system_figures(folder: Path) -> dict[str, float]:
-    """Load, memory, disk and network of this machine, now."""
-    import psutil
-
-    memory, network = psutil.virtual_memory(), psutil.net_io_counters()
-    return {"system/cpu_percent": psutil.cpu_percent(), "system/memory_used_gb": (memory.total - memory.available) / 1e9,
-            "system/disk_free_gb": psutil.disk_usage(str(folder)).free / 1e9,
-            "system/network_sent_mb": network.bytes_sent / 1e6, "system/network_received_mb": network.bytes_recv / 1e6}

@@ -7,12 +7,9 @@ error of it reaches training: what fails is tried again, and the event log in th
 from __future__ import annotations
 
 import json
-import logging
 import math
-import os
 import queue
 import re
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -20,8 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from launcher import values
-from launcher.mlflow_figures import run_metrics, storable, worker_metrics
-from launcher.mlflow_store import log_model, system_figures
+from launcher.machine import load_of_machine
+from launcher.mlflow_figures import run_metrics, storable, system_metrics, worker_metrics
+from launcher.mlflow_store import log_model, open_client, read_tracking, tracking_uri
+from launcher.mlflow_tags import origin, versions
 from ngsgd.config import RunConfig
 from ngsgd.files import read_json_lines, write_text
 from ngsgd.training.records import FinalReport, Incident, JobRecord, OuterIterationRecord
@@ -31,21 +30,11 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 20.0   # between two tries while the sto
 _LOOK_S = 0.1                      # how soon a pause notices that the run ends
 _MAX_WORKER_RUNS = 32            # each costs one request per outer iteration; more lines in a chart nobody can read
 _LONGEST_REASON = 160            # characters of what MLflow says is wrong
-_PARAMS_PER_BATCH = 100          # MLflow's limit
-# MLflow draws runs in colours of its own that may be two shades of one; ours are told apart
-_COLOURS = ("#1f6fb4", "#e07b1a", "#2f8f4e", "#c0392b", "#7d4fb0", "#8c6d31", "#17a2b8", "#d6499e")
+_PARAMS_PER_BATCH = 100          # MLflow's limits
+_METRICS_PER_BATCH = 1000
 _BAD_IN_NAMES = re.compile(r"[^A-Za-z0-9_\-. /]")  # colons are allowed too, but not in file names
 
 Warn = Callable[[str], None]
-
-
-def tracking_uri(config: RunConfig) -> str:
-    """The configured store, or SQLite in the output directory."""
-    return config.tracking.uri or sqlite_uri(Path(config.output_dir))
-
-
-def sqlite_uri(output_dir: Path) -> str:
-    return f"sqlite:///{output_dir.absolute() / 'mlflow.db'}"
 
 
 class MlflowTracker:
@@ -57,7 +46,7 @@ class MlflowTracker:
 
     def __init__(self, config: RunConfig, run_dir: Path, run_name: str, warn: Warn, *,
                  make_client: Callable[[str], Any] | None = None) -> None:
-        self._run = _MlflowRun(config, run_dir.absolute(), run_name, make_client or _make_client)
+        self._run = _MlflowRun(config, run_dir.absolute(), run_name, make_client or open_client)
         self._warn = warn
         self._num_refused = 0
         self._num_unsent = 0
@@ -80,7 +69,8 @@ class MlflowTracker:
 
     def outer_iteration(self, record: OuterIterationRecord) -> None:
         at_ms = _now_ms()  # now, and not when it is sent: a metric that is sent twice is then stored once
-        self._work.put(lambda: self._run.log_outer_iteration(record, at_ms))
+        load = load_of_machine(self._run.run_dir) if self._run.has_system else {}
+        self._work.put(lambda: self._run.log_outer_iteration(record, at_ms, load))
 
     def incident(self, incident: Incident) -> None:
         self._work.put(self._run.count_incident)
@@ -145,6 +135,7 @@ class _MlflowRun:
         self.run_dir = run_dir
         self.run_id = ""
         self.experiment_id = ""
+        self.has_system = config.tracking.system
         self._config = config
         self._run_name = run_name
         self._make_client = make_client
@@ -165,19 +156,19 @@ class _MlflowRun:
         self._client.log_artifact(run_id, str(self.run_dir / "config.yaml"))
         for at_ms, record in self._past:  # what a process before this one could not send
             if record.outer_iter > self._sent:
-                self._log_outer_iteration(run_id, record, at_ms)
+                self._log_outer_iteration(run_id, record, at_ms, {})
         self.run_id = run_id  # last: had anything above failed, the next try does it again
 
-    def log_outer_iteration(self, record: OuterIterationRecord, at_ms: int) -> None:
-        figures = system_figures(self.run_dir) if self._config.tracking.system else {}
-        self._log_outer_iteration(self.run_id, record, at_ms, figures)
+    def log_outer_iteration(self, record: OuterIterationRecord, at_ms: int, load: Mapping[str, float]) -> None:
+        self._log_outer_iteration(self.run_id, record, at_ms, load)
 
-    def _log_outer_iteration(self, run_id: str, record: OuterIterationRecord, at_ms: int,
-                             more: Mapping[str, float] | None = None) -> None:
+    def _log_outer_iteration(self, run_id: str, record: OuterIterationRecord, at_ms: int, load: Mapping[str, float]) -> None:
         self._frames_processed = record.frames_processed
         # the workers' charts show the mean over the jobs until the workers are unfolded; they would be empty otherwise
         jobs = [job for job in record.jobs if job.accepted]
-        figures = run_metrics(record) | worker_metrics(jobs) | {"cluster/incidents": self._num_incidents} | dict(more or {})
+        figures = run_metrics(record) | worker_metrics(jobs) | {"cluster/incidents": self._num_incidents}
+        if self.has_system:
+            figures |= system_metrics(load, record.jobs)
         self._log(run_id, figures, at_ms)
         by_worker: dict[int, list[JobRecord]] = {}
         for job in record.jobs:
@@ -216,12 +207,13 @@ class _MlflowRun:
             self._client.set_terminated(run_id, status)
 
     def _log(self, run_id: str, figures: Mapping[str, float], at_ms: int) -> None:
-        """One request for all figures, at the current number of frames."""
+        """One request for all figures (a thousand at most), at the current number of frames."""
         from mlflow.entities import Metric
 
         metrics = [Metric(_BAD_IN_NAMES.sub("_", name), storable(value), at_ms, self._frames_processed)
                    for name, value in figures.items()]
-        self._client.log_batch(run_id, metrics=metrics)
+        for first in range(0, len(metrics), _METRICS_PER_BATCH):
+            self._client.log_batch(run_id, metrics=metrics[first:first + _METRICS_PER_BATCH])
 
     def _continued(self) -> str:
         """The run that the folder belongs to, set running again; empty when there is none in this store."""
@@ -246,7 +238,7 @@ class _MlflowRun:
         self.experiment_id = self._experiment()
         num_runs = len(list(self.run_dir.parent.glob("*/tracking.json")))
         before = read_tracking(self.run_dir)  # in another store, or in one that was emptied
-        tags = {**_origin(num_runs), **_versions(), **({"resumed_from": str(before["run_id"])} if before else {})}
+        tags = {**origin(num_runs), **versions(), **({"resumed_from": str(before["run_id"])} if before else {})}
         run_id = str(self._client.create_run(self.experiment_id, tags=tags, run_name=self._run_name).info.run_id)
         # only here: MLflow refuses to change a parameter, and a resumed run has the same ones anyway
         params = [Param(name, str(value) or "''") for name, value in values.flatten(self._config).items()]
@@ -269,7 +261,7 @@ class _MlflowRun:
     def _worker_run(self, run_id: str, worker: int) -> str:
         """The child run of a worker slot; a replaced worker process goes on in the same one."""
         if worker not in self._worker_runs:
-            tags = {"mlflow.parentRunId": run_id, **_origin(worker)}
+            tags = {"mlflow.parentRunId": run_id, **origin(worker)}
             run = self._client.create_run(self.experiment_id, tags=tags, run_name=f"worker {worker}")
             self._worker_runs[worker] = str(run.info.run_id)
             self._remember(run_id)
@@ -280,15 +272,6 @@ class _MlflowRun:
         stored = {"tracking_uri": self._uri, "experiment_id": self.experiment_id, "run_id": run_id,
                   "worker_runs": self._worker_runs, "sent": self._sent}
         write_text(self.run_dir / "tracking.json", json.dumps(stored, indent=1))
-
-
-def read_tracking(run_dir: Path) -> dict[str, Any]:
-    """Where a run is in MLflow; empty if it never was there."""
-    try:
-        stored = json.loads((run_dir / "tracking.json").read_text())
-    except (OSError, ValueError):
-        return {}
-    return stored if isinstance(stored, dict) and stored.keys() >= {"experiment_id", "run_id", "worker_runs"} else {}
 
 
 def _records(run_dir: Path) -> list[tuple[int, OuterIterationRecord]]:
@@ -320,57 +303,10 @@ def _now_ms() -> int:
     return int(time.time() * 1000)
 
 
-def _make_client(uri: str) -> Any:
-    """Imports MLflow (1 to 2 s) without its greetings."""
-    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-    os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")  # stdout is for scripts
-    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
-    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")  # a server that is down must not hold up the end
-    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
-    if uri.startswith("sqlite:///"):
-        Path(uri.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)
-    from mlflow import MlflowClient
-
-    if "MLFLOW_LOGGING_LEVEL" not in os.environ:
-        logging.getLogger("mlflow").setLevel(logging.WARNING)  # it tells how it makes its tables otherwise
-    return MlflowClient(tracking_uri=uri)
-
-
 def _percent(wer: str) -> float:
     """The figure in `%WER 3.10 [ ... ]`."""
     found = re.search(r"%WER\s+([0-9.]+)", wer)
     return float(found[1]) if found else math.nan
-
-
-def _versions() -> dict[str, str]:
-    from launcher.console import version
-
-    tags = {f"version.{package}": version(package) for package in ("ngsgd", "torch", "ray")}
-    source = Path(__file__).parent
-    commit = _git(source, "rev-parse", "HEAD")
-    return tags | ({"mlflow.source.git.commit": commit,
-                    "git.dirty": str(bool(_git(source, "status", "--porcelain"))).lower()} if commit else {})
-
-
-def _git(folder: Path, *arguments: str) -> str:
-    """What git says, or nothing when this is no checkout or git is missing."""
-    try:
-        command = ["git", "-C", str(folder), *arguments]
-        said = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return said.stdout.strip() if said.returncode == 0 else ""
-
-
-def _origin(index: int) -> dict[str, str]:
-    import getpass
-
-    try:
-        user = getpass.getuser()
-    except (KeyError, OSError):  # a container without a name for its user
-        user = "unknown"
-    return {"mlflow.source.name": "ngsgd train", "mlflow.source.type": "LOCAL", "mlflow.user": user,
-            "mlflow.runColor": _COLOURS[index % len(_COLOURS)]}
 
 
 def _first_line(error: Exception) -> str:

@@ -7,120 +7,34 @@ started in its slot while the other workers go on; what happens to the job is th
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
-import secrets
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 
+from launcher.ray_cluster import cause_of, connect, gpu_share, how_it_ended
 from launcher.ray_head import HeadWatch
+from launcher.ray_worker import Address, RayWorker
 from ngsgd.config import ClusterConfig
-from ngsgd.errors import ClusterError, NgsgdError
-from ngsgd.ops.compression import Codec
-from ngsgd.training.exchange.collective import Broken, Fetch, KeptRef, Order, Shard
+from ngsgd.errors import ClusterError
+from ngsgd.training.exchange.collective import Fetch, KeptRef, Order
 from ngsgd.training.exchange.compressed import unpacked
 from ngsgd.training.exchange.groups import Exchange, exchange_of, remote
 from ngsgd.training.exchange.process_group import Backend
 from ngsgd.training.exchange.shared_memory import SharedRef, SharedVectors
 from ngsgd.training.flat import Mean, Vector
-from ngsgd.training.job import Held, Job, JobFailure, JobResult, Outcome, VectorRef, WorkerSpec
+from ngsgd.training.job import Job, JobFailure, JobResult, Outcome, VectorRef, WorkerSpec
 from ngsgd.training.pools.pool import Restarts, Retired
 from ngsgd.training.preflight import fingerprint
 
 _COLLECTIVE_FROM = 4_000_000  # parameters, 16 MB: below that one machine takes them in as fast as they are told what to do
 _PING_S = 5.0
-_STORE_BYTES = 512 * 2**20  # plasma on one machine; parameters and results of some tens of workers
-
-
-class _RayWorker:
-    """The actor: a `Worker` in a process of its own."""
-
-    def prepare(self, spec: WorkerSpec, index: int, num_threads: int, beats: SharedRef) -> _Address:
-        """Where the worker is, once it can take jobs.
-
-        Not the constructor: Ray reports what a constructor raises as the actor's death, and loses its type.
-        """
-        import torch
-
-        from ngsgd.training.exchange.collective import Member
-        from ngsgd.training.exchange.compressed import MoveEncoder
-        from ngsgd.training.worker import Worker
-        torch.set_num_threads(num_threads)
-        self._index = index
-        self._minibatches = 0
-        self._should_stop = False
-        self._beats = _reached(beats)
-        self._worker = Worker(spec, index)
-        self._member = Member(index, self._worker.layout, self._worker.device)
-        codec = spec.config.cluster.compression
-        self._encoder = None if codec == "none" else MoveEncoder(cast(Codec, codec))
-        return _Address(os.uname().nodename, os.getpid(), fingerprint(), self._beats is not None)
-
-    def run(self, job: Job, places: tuple[SharedRef, ...], keep: bool) -> tuple[JobResult, Vector | None]:
-        """The result, and apart from it the vector that only the job's next start needs, if it is another one.
-
-        In `places` on the coordinator's machine; elsewhere both travel through the object store, the second only if it is
-        asked for.  With `keep` the result stays here, to be averaged among the workers.
-        """
-        self._should_stop = False
-        self._member.make_room(job)
-        left = list(places)
-        refs: dict[int, SharedRef] = {}
-
-        def place(size: int) -> Vector:
-            if not left:
-                return np.empty(size, dtype=np.float32)
-            ref = replace(left.pop(0), size=size)
-            vector = ref.read()
-            refs[id(vector)] = ref
-            return vector
-        result = self._worker.run(job, place, self._beat)
-        assert isinstance(result.sent, Held)
-        own = result.own.vector if isinstance(result.own, Held) else None
-        if places:
-            return replace(result, sent=refs[id(result.sent.vector)], own=refs[id(own)] if own is not None else None), None
-        if keep:
-            return self._member.keep(result), None
-        if self._encoder:
-            return replace(self._encoder.packed(result), own=None), own if own is not result.sent.vector else None
-        return replace(result, own=None), own if own is not result.sent.vector else None
-
-    def answer(self, question: Order | Fetch) -> Shard | Broken | Vector:
-        """This worker's share of the mean, or a result that it kept."""
-        from ngsgd.training.exchange.collective import Order
-        return self._member.average(question) if isinstance(question, Order) else self._member.fetch(question.identity)
-
-    def minibatches(self) -> int:
-        """How many are done; answered while a job runs."""
-        return self._minibatches
-
-    def stop(self) -> None:
-        """Ends the job after the minibatch at hand."""
-        self._should_stop = True
-
-    def _beat(self) -> bool:
-        self._minibatches += 1
-        if self._beats is not None:
-            self._beats[self._index] = self._minibatches
-        return self._should_stop
-
-
-@dataclass(frozen=True)
-class _Address:
-    """Of a worker process."""
-
-    host: str
-    process_id: int
-    fingerprint: str      # of the code that it runs
-    shares_memory: bool   # with the coordinator
 
 
 @dataclass(frozen=True)
@@ -142,7 +56,7 @@ class _Slot:
     index: int
     actor: Any
     ready: Any                       # ref that resolves when the actor can take jobs
-    process: _Address | None = None  # once ready
+    process: Address | None = None  # once ready
     predecessor: str = ""            # how the process before this one ended
     job: Job | None = None
     running: Any = None              # ref of the job's result
@@ -193,7 +107,7 @@ class RayPool:
         self._spec_ref = ray.put(self.spec)
         options: dict[str, Any] = {"num_cpus": 0 if self._owns_ray else self.num_threads, "max_restarts": 0,
                                    "num_gpus": self._gpus_per_worker(), "concurrency_groups": {"control": 1}}
-        self._actor_class = ray.remote(**options)(_RayWorker)
+        self._actor_class = ray.remote(**options)(RayWorker)
         self._slots = [self._new_slot(index) for index in range(self.config.num_workers)]
         deadline = time.monotonic() + self.config.start_timeout_s
         while not all(slot.process for slot in self._slots):
@@ -345,9 +259,9 @@ class RayPool:
             try:
                 answers[worker] = ray.get(done[0])
             except RayTaskError as error:
-                raise _cause(error) from error
+                raise cause_of(error) from error
             except RayError as error:
-                self._replace(self._slots[worker], _how_it_ended(error))
+                self._replace(self._slots[worker], how_it_ended(error))
                 when_lost()
         return answers
 
@@ -399,10 +313,10 @@ class RayPool:
         try:
             slot.process = _of_this_version(ray.get(slot.ready))
         except RayTaskError as error:
-            raise _cause(error) from error
+            raise cause_of(error) from error
         except RayError as error:
             # one death while starting may be bad luck, and one that cannot start is no reason to end a run that has others
-            slot.deaths.append(_how_it_ended(error))
+            slot.deaths.append(how_it_ended(error))
             is_alone = self._is_starting or not self.num_workers_alive()
             if len(slot.deaths) >= self.spec.config.failure.max_attempts and is_alone:
                 raise ClusterError(f"worker {slot.index} died {len(slot.deaths)} times while starting "
@@ -422,7 +336,7 @@ class RayPool:
                 self._vectors.release(place)
             return JobFailure(job, slot.index, f"{type(cause or error).__name__}: {cause or error}", False, cause)
         except RayError as error:  # the out-of-memory killer's error is no RayActorError
-            reason = slot.killed_because or _how_it_ended(error)
+            reason = slot.killed_because or how_it_ended(error)
             process = slot.process
             for place in places:  # whether its process is really gone is not known on every machine
                 self._vectors.discard(place)
@@ -454,67 +368,15 @@ class RayPool:
         slot.killed_because, slot.asked, slot.answered = "", None, 0
 
     def _gpus_per_worker(self) -> float:
-        """A worker gets a GPU of its own where there are enough, else a share."""
         num_gpus = 0.0 if self.config.device == "cpu" else float(ray.cluster_resources().get("GPU", 0.0))
         if self.config.device == "cuda" and not num_gpus:
             raise ClusterError("cluster.device is cuda, but Ray sees no GPU; set cluster.device=auto or cpu.")
-        return min(1.0, num_gpus / self.config.num_workers)
+        return gpu_share(num_gpus, self.config.num_workers)
 
 
-def _of_this_version(address: _Address) -> _Address:
+def _of_this_version(address: Address) -> Address:
     """ClusterError for a worker that runs other code than this process: it would train another model."""
     if address.fingerprint != fingerprint():
         raise ClusterError(f"the worker on {address.host} runs another version of ngsgd or torch than the coordinator; install the "
                            "same on every node, then resume.")
     return address
-
-
-def _reached(ref: SharedRef) -> npt.NDArray[np.uint64] | None:
-    """The coordinator's counters, where its memory can be shared."""
-    try:
-        return ref.map().view(np.uint64)
-    except ClusterError:
-        return None
-
-
-def connect(config: ClusterConfig) -> bool:
-    """Joins the Ray cluster of `config.address`, or starts one on this machine; True if it was started here."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    if ray.is_initialized():  # a test session, or a user's own program
-        return False
-    worker_env = {name: value for name, value in os.environ.items() if name.startswith(("NCCL_", "GLOO_"))}
-    worker_env["OMP_WAIT_POLICY"] = "PASSIVE"  # spinning threads of one worker would starve another
-    common: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR,
-                              "runtime_env": {"env_vars": worker_env}}
-    try:
-        if config.address:
-            ray.init(address=config.address, **common)
-            return False
-        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # Ray listens on all interfaces: never without a token
-        ray.init(address="local", include_dashboard=False, object_store_memory=_STORE_BYTES, **common)
-        return True
-    except (RayError, OSError, ValueError, RuntimeError, ConnectionError) as error:
-        where = f"the Ray cluster at {config.address} could not be joined" if config.address else "Ray could not be started"
-        raise ClusterError(f"{where} ({_first_line(error)}); check cluster.address, or use cluster=in_process.") from error
-
-
-def _cause(error: RayTaskError) -> Exception:
-    """What a worker's constructor raised: the user's error if it is one of ours."""
-    cause = error.cause
-    if isinstance(cause, NgsgdError):
-        return cause
-    return ClusterError(f"a worker could not start ({type(cause).__name__}: {cause}); "
-                        "is the same version of ngsgd installed on every node?")
-
-
-def _how_it_ended(error: RayError) -> str:
-    text = str(error)
-    if "SIGKILL" in text or "signal 9" in text:
-        return "killed by SIGKILL"
-    if isinstance(error, RayActorError):
-        return "its process ended"
-    return _first_line(error)
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().split("\n", 1)[0][:200]

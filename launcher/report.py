@@ -26,14 +26,29 @@ def command(arguments: Sequence[str]) -> int:
     parser.add_argument("--output", "-o", metavar="FILE", help="the page (default: report.html in the run's folder)")
     parser.add_argument("--no-spectra", action="store_true",
                         help="do not train one more job to measure the Fisher factors (it needs the training examples)")
+    parser.add_argument("--mlflow", action="store_true", help="put the page and its pictures into the run in MLflow, too")
     parser.add_argument("--quiet", "-q", action="store_true", help="print nothing but the page's path")
     options = parser.parse_args(list(arguments))
     folder = RunFolder.open(find_run(options.run))
     target = Path(options.output) if options.output else folder.report
     say: Callable[[str], None] = (lambda _: None) if options.quiet else print
     write(folder, target, say, with_spectra=not options.no_spectra)
+    if options.mlflow:
+        _send(folder, target)
     print(target)
     return EXIT_OK
+
+
+def _send(folder: RunFolder, page: Path) -> None:
+    """To the MLflow run that belongs to the folder."""
+    from launcher.mlflow_store import open_client, read_tracking
+
+    stored = read_tracking(folder.path)
+    if not stored:
+        raise ConfigError(f"{folder.path} is in no MLflow store; leave out --mlflow.")
+    client = open_client(stored["tracking_uri"])
+    client.log_artifact(stored["run_id"], str(page))
+    client.log_artifacts(stored["run_id"], str(folder.path / "report"), "report")
 
 
 def write(folder: RunFolder, target: Path, say: Callable[[str], None], *, with_spectra: bool = True) -> None:

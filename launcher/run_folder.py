@@ -7,6 +7,7 @@ import difflib
 import glob
 import json
 import os
+import re
 import socket
 import tempfile
 import time
@@ -135,6 +136,15 @@ def run_name(config: RunConfig) -> str:
     """What tells runs of one corpus apart, unless the user named the run."""
     return config.name or (f"{config.data.corpus}-{config.model.label}-{config.optimizer.kind}-"
                            f"j{config.schedule.num_jobs_final}-s{config.seed}")
+
+
+def run_to_continue(config: RunConfig) -> Path | None:
+    """The newest run of the configured name in the output directory; None where there is none yet."""
+    if not config.name:
+        raise ConfigError("--continue finds a run by its name, and none is given; add name=NAME.")
+    stamped = re.compile(rf"{re.escape(config.name)}-\d{{8}}-\d{{6}}(-\d+)?")
+    found = [file.parent for file in Path(config.output_dir).glob("*/config.yaml") if stamped.fullmatch(file.parent.name)]
+    return max(found, default=None, key=lambda folder: folder.name)
 
 
 def known_run(run: str) -> Path | None:

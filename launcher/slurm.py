@@ -38,7 +38,9 @@ trap 'warned=1; [ -z "$run" ] || kill -TERM "$run" 2>/dev/null || true' TERM USR
 
 mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")   # a pipe into `head` would end it by SIGPIPE
 head=${{hosts[0]}}
-ip=$(srun --overlap --nodes=1 --ntasks=1 --nodelist="$head" hostname --ip-address | awk '{{print $1}}')
+# Debian gives a machine's own name a loopback address, which the other machines cannot reach
+ip=$(srun --overlap --nodes=1 --ntasks=1 --nodelist="$head" bash -c 'hostname --ip-address; hostname --all-ip-addresses' |
+    awk '{{for (i = 1; i <= NF; i++) if (!ip && $i !~ /^127[.]|:/) ip = $i}} END {{print ip ? ip : "127.0.0.1"}}')
 port=$((20000 + SLURM_JOB_ID % 10000))
 export RAY_ADDRESS="$ip:$port"
 scratch=/tmp/ngsgd-$SLURM_JOB_ID   # short: socket paths are
@@ -66,9 +68,13 @@ done
 code=0
 wait "$run" || code=$?
 while kill -0 "$run" 2>/dev/null; do code=0; wait "$run" || code=$?; done
-# scancel's SIGTERM is the same, but that job no longer counts as running, and must not come back
-if [ "$warned" = 1 ] && {{ [ "$code" = 130 ] || [ "$code" = 143 ]; }} &&
-    [[ $(scontrol show job "$SLURM_JOB_ID") == *JobState=RUNNING* ]]; then
+about=$(scontrol show job "$SLURM_JOB_ID" || true)
+again=0
+case $warned-$code in 1-130 | 1-143) again=1 ;; esac
+# a preemption of which only the steps were told has ended Ray under the run
+[ "$code" = 0 ] || [[ $about != *PreemptTime=2* ]] || again=1
+# scancel's SIGTERM is the same as a warning, but that job no longer counts as running, and must not come back
+if [ "$again" = 1 ] && [[ $about == *JobState=RUNNING* ]]; then
     scontrol requeue "$SLURM_JOB_ID"   # before Ray is ended, which may take longer than Slurm waits
     code=0
 fi
@@ -77,12 +83,8 @@ exit "$code"
 """
 
 _TRAIN = """\
-folder=$(find {output_dir} -maxdepth 1 -name "{name}-$SLURM_JOB_ID-*" -print -quit 2>/dev/null || true)
-if [ -n "$folder" ]; then
-    {program} resume "$folder" &
-else
-    {words} "name={name}-$SLURM_JOB_ID" cluster.address=auto &
-fi
+# a job that was queued again keeps its number
+{words} --continue "name={name}-$SLURM_JOB_ID" cluster.address=auto &
 run=$!
 """
 
@@ -104,6 +106,7 @@ class Request:
     warn_s: int         # before the limit, Slurm asks the run to end
     partition: str
     account: str
+    others: tuple[str, ...] = ()   # further options of sbatch
 
     @classmethod
     def of(cls, options: argparse.Namespace, name: str) -> Request:
@@ -112,10 +115,12 @@ class Request:
                     for what, low in (("nodes", 1), ("cpus_per_node", 1), ("gpus_per_node", 0)) if getattr(options, what) < low]
         if not name.replace("-", "").replace("_", "").replace(".", "").isalnum():
             problems.append(f"--name is {name!r}; use letters, digits, '-', '_' and '.'.")
+        problems += [f"--sbatch is {option!r}; give one option of sbatch, such as --sbatch=--mem=32G."
+                     for option in options.sbatch if not option.startswith("-") or len(option.split()) != 1]
         if problems:
             raise ConfigError(problems)
         return cls(name, options.nodes, options.cpus_per_node, options.gpus_per_node, options.time, 120, options.partition,
-                   options.account)
+                   options.account, tuple(options.sbatch))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -126,6 +131,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--time", default="1-0", help="slurm: limit, as sbatch reads it (default: one day)")
     parser.add_argument("--partition", default="", help="slurm")
     parser.add_argument("--account", default="", help="slurm")
+    parser.add_argument("--sbatch", action="append", default=[], metavar="OPTION",
+                        help="slurm: one more option of sbatch, such as --sbatch=--mem=32G; may be given several times")
 
 
 def script(request: Request, words: Sequence[str]) -> str:
@@ -133,6 +140,7 @@ def script(request: Request, words: Sequence[str]) -> str:
     more = [f"#SBATCH --partition={request.partition}"] if request.partition else []
     more += [f"#SBATCH --account={request.account}"] if request.account else []
     more += [f"#SBATCH --gpus-per-node={request.gpus_per_node}"] if request.gpus_per_node else []
+    more += [f"#SBATCH {option}" for option in request.others]
     return _SCRIPT.format(name=request.name, num_nodes=request.num_nodes, cpus_per_node=request.cpus_per_node,
                           time_limit=request.time_limit, warn_s=request.warn_s, start_s=300,
                           more="".join(f"{line}\n" for line in more), start=_start(request, words))
@@ -142,7 +150,5 @@ def _start(request: Request, words: Sequence[str]) -> str:
     """The lines that start the run, or go on with that of a job that was requeued."""
     if "train" not in words[:2]:
         return _RESUME.format(words=shlex.join(words))
-    output_dir = next(word.partition("=")[2] for word in words if word.startswith("output_dir="))
     named = [word for word in words if not word.startswith("name=")]
-    return _TRAIN.format(output_dir=shlex.quote(output_dir), name=request.name, program=shlex.quote(words[0]),
-                         words=shlex.join(named))
+    return _TRAIN.format(name=request.name, words=shlex.join(named))

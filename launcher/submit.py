@@ -18,16 +18,17 @@ from launcher.ray_jobs import told
 from ngsgd.errors import EXIT_OK, ClusterError, ConfigError
 
 _STOP_WAIT_S = 60   # Ray's own 3 s are too few for an outer iteration to end in; it is ended after this long
+_PLACES = ("ray", "slurm", "kubernetes")
 _EXCLUDES = [".git", ".venv", "runs", "mlartifacts", "mlflow.db", "__pycache__", ".mypy_cache", ".pytest_cache"]
 
 
 def command(arguments: Sequence[str]) -> int:
     """`ngsgd submit`."""
     options = _parser().parse_intermixed_args(list(arguments))
-    words = train_words(options)
-    if options.to == "slurm":
+    words, to = train_words(options)
+    if to == "slurm":
         return _to_slurm(options, words)
-    if options.to == "kubernetes":
+    if to == "kubernetes":
         return _to_kubernetes(options, words)
     return _to_ray(options, words)
 
@@ -35,8 +36,8 @@ def command(arguments: Sequence[str]) -> int:
 def _parser() -> Parser:
     parser = Parser("submit", epilog="Settings (KEY=VALUE) are those of ngsgd train. docs/cluster.md has examples.")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings of the run, as for ngsgd train")
-    parser.add_argument("--to", choices=["ray", "slurm", "kubernetes"], default="ray",
-                        help="a running Ray cluster; sbatch; a RayJob for KubeRay (default: %(default)s)")
+    parser.add_argument("--to", choices=_PLACES,
+                        help="a running Ray cluster; sbatch; a RayJob for KubeRay (default: what cluster= says, else ray)")
     parser.add_argument("--resume", metavar="RUN", help="go on with this run folder, as the cluster sees it; takes no settings")
     parser.add_argument("--workers", type=int, metavar="N", help="with --resume: as many as there are now")
     parser.add_argument("--name", help="of the job (default: ngsgd- and the time)")
@@ -52,21 +53,27 @@ def _parser() -> Parser:
     return parser
 
 
-def train_words(options: argparse.Namespace) -> list[str]:
-    """The command that the cluster runs, but for the cluster's own address; raises every mistake in the settings at once."""
+def train_words(options: argparse.Namespace) -> tuple[list[str], str]:
+    """The command that the cluster runs, but for the cluster's own address, and where; raises all mistakes at once."""
     if options.resume:
         if options.overrides:
             raise ConfigError(f"--resume takes no settings, since a run keeps its own; leave out {' '.join(options.overrides)}.")
-        return ["resume", os.path.abspath(options.resume), *(["--workers", str(options.workers)] if options.workers else [])]
+        more = ["--workers", str(options.workers)] if options.workers else []
+        return ["resume", os.path.abspath(options.resume), *more], options.to or "ray"
     from launcher import compose
 
     config = compose.compose(options.overrides, config_dir=Path(options.config_dir) if options.config_dir else None)
-    if config.cluster.address or config.cluster.kind != "ray":
-        raise ConfigError("the cluster is told by ngsgd submit; leave out cluster.address and cluster=.")
+    kind = config.cluster.kind
+    if config.cluster.address or kind not in _PLACES:
+        raise ConfigError("a run is submitted to cluster=ray, slurm or kubernetes, and --address tells where Ray is; "
+                          f"leave out cluster.address and cluster={kind}.")
+    if options.to and kind not in ("ray", options.to):
+        raise ConfigError(f"--to is {options.to}, but cluster is {kind}; give one of them.")
     extra = ["--config-dir", os.path.abspath(options.config_dir)] if options.config_dir else []
-    given = [word for word in options.overrides if not word.startswith("output_dir=")]
+    # in the job it is a Ray cluster in any case
+    given = [word for word in options.overrides if not word.startswith(("output_dir=", "cluster=", "cluster.kind="))]
     # the job starts in another folder, and often on another machine
-    return ["train", *extra, f"output_dir={os.path.abspath(config.output_dir)}", *given]
+    return ["train", *extra, f"output_dir={os.path.abspath(config.output_dir)}", *given], options.to or kind
 
 
 def _name(options: argparse.Namespace) -> str:

@@ -30,7 +30,7 @@ from ngsgd.asr.corpus import Corpus, check_source, prepare
 from ngsgd.config import RunConfig
 from ngsgd.egs.archives import prepare_archives
 from ngsgd.egs.reader import EgsReader
-from ngsgd.errors import EXIT_OK, CheckpointError, DataError, RunInterrupted
+from ngsgd.errors import EXIT_OK, CheckpointError, ConfigError, DataError, RunInterrupted
 from ngsgd.files import read_json_lines
 from ngsgd.models import own
 from ngsgd.models.staged import set_stage
@@ -57,6 +57,8 @@ from ngsgd.training.worker import resolve_threads
 def train(config: RunConfig, quiet: bool) -> FinalReport:
     """A new run, from data to word error rate; returns what it came to."""
     check_output_dir(config)
+    if config.cluster.kind in ("slurm", "kubernetes"):
+        raise ConfigError(f"cluster={config.cluster.kind} is a place to submit to: ngsgd submit cluster={config.cluster.kind} ...")
     config = _with_search_path(config)
     progress = _progress(config, quiet)
     data = _prepare(config, progress.report)  # before the run folder: wrong data leaves nothing behind, nor does a wrong model

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-from launcher.ray_pool import connect
+from launcher.ray_cluster import connect
 from launcher.tune_proxy import Proxy
 from ngsgd.config import RunConfig
 from ngsgd.errors import ClusterError, NgsgdError

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher import values
-from launcher.mlflow_tracker import tracking_uri
+from launcher.mlflow_store import tracking_uri
 from ngsgd.config import RunConfig
 from ngsgd.hypergrad import Search, Trial
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from launcher.console import Parser
-from launcher.mlflow_tracker import read_tracking, sqlite_uri
+from launcher.mlflow_store import read_tracking, sqlite_uri
 from ngsgd.errors import EXIT_OK, ConfigError, MissingExtraError, NgsgdError
 
 _START_TIMEOUT_S = 120.0  # 20 s on two busy cores; a cold disk takes longer

@@ -284,7 +284,7 @@ class ScheduleConfig:
 class ClusterConfig:
     """Where the jobs run."""
 
-    kind: str = knob("ray", one_of=("in_process", "local", "ray"))
+    kind: str = knob("ray", one_of=("in_process", "local", "ray", "slurm", "kubernetes"))  # the last two: for ngsgd submit
     num_workers: int = knob(2, low=1, high=10000)
     threads_per_worker: int = knob(0, low=0)         # 0: cores divided by workers, at least 1
     device: str = knob("auto", one_of=("auto", "cpu", "cuda"))  # auto: a GPU where Ray offers one, else CPU
@@ -383,7 +383,7 @@ class TrackingConfig:
     model: bool = knob(True)          # the final model too, for mlflow.pyfunc.load_model; safetensors, no pickle
     register_as: str = knob("")       # name in MLflow's model registry that the final model becomes a version of; empty: none
     curvature_frames: int = knob(0, low=0)  # of the train subset: gradient noise and curvature by layer; 0: none, else at least 2
-    system: bool = knob(True)         # load, memory, disk and network of the coordinator's machine, with every outer iteration
+    system: bool = knob(True)         # load, memory, disk and network of each machine (up to 32), with every outer iteration
 
 
 @dataclass(frozen=True)

@@ -346,4 +346,5 @@ def _after(plan: Plan, before: Progress) -> Progress:
 def _job_record(result: JobResult, reason: str, ended_s: float) -> JobRecord:
     return JobRecord(result.job.job, result.worker, result.job.attempt, result.num_frames, result.num_minibatches,
                      result.objf, result.accuracy, result.seconds, result.max_change_share,
-                     result.max_param_change_share, result.num_skipped, not reason, reason, result.health, ended_s)
+                     result.max_param_change_share, result.num_skipped, not reason, reason, result.health, ended_s,
+                     result.host, result.machine)

@@ -121,6 +121,8 @@ class JobResult:
     trouble: str = ""              # what the worker itself found wrong with `sent`; empty if nothing is
     remainder: tuple[Piece, ...] = ()  # what was not processed, because the worker was asked to stop
     health: dict[str, float] = field(default_factory=dict)  # of the Fisher estimates at the end (ngsgd.optim.inspection.figures)
+    host: str = ""                 # of a worker on another machine than the coordinator's
+    machine: dict[str, float] = field(default_factory=dict)  # the load of that machine at the job's end
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,8 @@ class JobRecord:
     reason: str                # why it was rejected; empty when accepted
     health: dict[str, float] = field(default_factory=dict)  # of the Fisher estimates at the end, by layer and side
     ended_s: float = 0.0       # when its result arrived, on the clock of OuterIterationRecord.elapsed_s
+    host: str = ""             # of a worker on another machine than the coordinator's
+    machine: dict[str, float] = field(default_factory=dict)  # the load of that machine at the job's end
 
     @property
     def frames_per_second(self) -> float:

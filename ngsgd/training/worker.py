@@ -94,7 +94,7 @@ class Worker:
     def __init__(self, spec: WorkerSpec, index: int) -> None:
         self.config = spec.config
         self.index = index
-        self.device = choose_device(spec.config.cluster.device)
+        self.device = choose_device(spec.config.cluster.device, index)
         self.reader = EgsReader(Path(spec.egs_directory))
         self.model = model_for(spec.config, self.reader).to(self.device)
         self.stages = stages_of(spec.config, self.reader)
@@ -269,11 +269,22 @@ def _own_options(config: OptimizerConfig, lr_factor: float) -> dict[str, dict[st
             for layer, options in (config.layer_options or {}).items()}
 
 
-def choose_device(wanted: str) -> torch.device:
-    """The device of this process; Ray shows a worker only the GPU it was given."""
+def choose_device(wanted: str, index: int = 0) -> torch.device:
+    """The device of worker `index`: Ray shows a worker only the GPU it was given, other workers of a machine take turns.
+
+    Raises ConfigError for a GPU that takes no further process.
+    """
     if wanted == "cuda" and not torch.cuda.is_available():
         raise ConfigError("cluster.device is cuda, but this worker sees no GPU; set cluster.device=auto or cpu.")
-    return torch.device("cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu")
+    if wanted == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", index % torch.cuda.device_count())
+    try:
+        torch.empty(1, device=device)
+    except RuntimeError as error:  # in exclusive mode it is taken by another worker, or by somebody else
+        raise ConfigError(f"{device} takes no further process ({str(error).partition(chr(10))[0].rstrip('.')}); in exclusive mode "
+                          "ask for no more cluster.num_workers than there are free GPUs.") from error
+    return device
 
 
 def resolve_prefetch(wanted: int, device: torch.device) -> int:

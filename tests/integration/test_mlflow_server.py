@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -18,7 +19,8 @@ import torch
 
 from launcher import compose, mlflow_tracker
 from launcher.final_model import open_final, save_final
-from launcher.mlflow_tracker import MlflowTracker, read_tracking
+from launcher.mlflow_store import read_tracking
+from launcher.mlflow_tracker import MlflowTracker
 from launcher.run_folder import RunFolder
 from ngsgd.files import read_json_lines
 from ngsgd.training.event_log import EventLog
@@ -61,8 +63,9 @@ class Server:
 @pytest.mark.filterwarnings("error:.*(Type hint used|Add type hints|input example was not):UserWarning")  # not for users
 def test_nothing_is_lost_when_the_server_is_killed_and_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mlflow_tracker, "CLOSE_TIMEOUT_S", 120.0)  # a shared machine
-    run, server, said = tmp_path / "run", Server(tmp_path), list[str]()
-    run.mkdir()
+    monkeypatch.chdir(tmp_path)
+    run, server, said = tmp_path / "runs" / "first-20260101-000000", Server(tmp_path), list[str]()
+    run.mkdir(parents=True)
     (tmp_path / "toy").mkdir()
     small = toy.Run(tmp_path / "toy")
     save_final(RunFolder(run), small.config, small.model.eval(), small.reader)
@@ -104,5 +107,16 @@ def test_nothing_is_lost_when_the_server_is_killed_and_started_again(tmp_path: P
             loaded = mlflow.pyfunc.load_model(uri)
             expected_NP = model(torch.from_numpy(x_ND)).log_softmax(dim=1).detach().numpy()
             np.testing.assert_array_equal(loaded.predict(x_ND), expected_NP)
+        names: dict[str, object] = {}
+        exec(_python_of_the_tutorial(), names)
+        log_posteriors_NP = names["log_posteriors_NP"]
+        assert isinstance(log_posteriors_NP, np.ndarray) and log_posteriors_NP.shape == (3, small.reader.info.num_classes)
     finally:
         server.kill()
+
+
+def _python_of_the_tutorial() -> str:
+    """As a reader would paste it, beside a folder `runs` with a run called first."""
+    page = (Path(__file__).resolve().parents[2] / "docs" / "tutorial.md").read_text(encoding="utf-8")
+    [block] = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    return str(block)

@@ -86,7 +86,7 @@ def test_a_ray_worker_killed_in_the_middle_costs_nothing(service: Service, whole
     process = service.start("cluster=ray", "name=ray")
     run = service.wait_for_outer_iteration(1, "ray", process)
     workers = [child for child in psutil.Process(process.pid).children(recursive=True)
-               if any("_RayWorker" in word for word in child.cmdline())]
+               if any("RayWorker" in word for word in child.cmdline())]
     assert len(workers) == 2
     os.kill(workers[0].pid, signal.SIGKILL)
     out, err = process.communicate(timeout=120)

@@ -211,14 +211,35 @@ def test_reader_that_goes_away_is_no_error() -> None:
     assert done.stderr == ""
 
 
+def test_continue_begins_a_run_once_and_then_goes_on_with_it(service: Service, tmp_path: Path,
+                                                             capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["train", "--continue", "name=night", f"output_dir={tmp_path}", "cluster.address=auto", "cluster.num_workers=3"]
+    for other in ("night-2-20260101-000000", "midnight-20260101-000000"):
+        (tmp_path / other).mkdir()
+        (tmp_path / other / "config.yaml").touch()
+    assert cli.main(words) == 0
+    assert len(service.trained) == 1 and service.runs == []
+    run = tmp_path / "night-20260101-000000"
+    run.mkdir()
+    (run / "config.yaml").touch()
+    assert cli.main(words) == 0
+    assert len(service.trained) == 1 and service.runs == [("resume at auto with 3", run, False)]
+    assert cli.main(["train", "--continue"]) == 2
+    assert "--continue finds a run by its name" in capsys.readouterr().err
+
+
 def test_completion_offers_commands_then_settings(
         monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("COMP_LINE", "ngsgd re")
     assert cli.main(["-sc", "query=bash"]) == 0
     assert capsys.readouterr().out.split() == ["resume", "report"]
-    monkeypatch.setenv("COMP_LINE", "ngsgd train optimizer=")
+    for command in ("train", "submit"):
+        monkeypatch.setenv("COMP_LINE", f"ngsgd {command} optimizer=")
+        assert cli.main(["-sc", "query=bash"]) == 0
+        assert capsys.readouterr().out.split() == ["optimizer=ngsgd", "optimizer=sgd"]
+    monkeypatch.setenv("COMP_LINE", "ngsgd submit seed=1 --res")
     assert cli.main(["-sc", "query=bash"]) == 0
-    assert capsys.readouterr().out.split() == ["optimizer=ngsgd", "optimizer=sgd"]
+    assert capsys.readouterr().out.split() == ["--resume"]
 
 
 def test_completion_offers_flags_and_runs(

@@ -11,10 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from launcher import cli, doctor
+from launcher import cli, doctor, doctor_cluster
+from launcher.doctor_machine import Finding
+from ngsgd.training.preflight import fingerprint
 
 
-def findings(output_dir: Path, *, workers: int = 1, tracking_uri: str = "") -> dict[str, doctor.Finding]:
+def findings(output_dir: Path, *, workers: int = 1, tracking_uri: str = "") -> dict[str, Finding]:
     return {finding.what: finding for finding in doctor.examine(output_dir, workers, "", tracking_uri)}
 
 
@@ -104,3 +106,27 @@ def test_a_tracking_server_is_asked_and_its_clock_compared(late_s: float, verdic
     server.shutdown()
     server.server_close()
     assert findings(tmp_path, tracking_uri=uri)["tracking"].verdict == "fail"
+
+
+def test_a_node_is_looked_at_from_within(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mark = tmp_path / ".doctor"
+    mark.touch()
+    (tmp_path / "left" / "ngsgd").mkdir(parents=True)
+    monkeypatch.syspath_prepend(str(tmp_path / "left"))
+    cores = len(os.sched_getaffinity(0))
+    found = doctor_cluster.look(str(mark), cores + 1)
+    assert (found.sees, found.writes, found.code) == (True, True, fingerprint())
+    assert list(tmp_path.iterdir()) != [] and not list(tmp_path.glob(".doctor-*")), "it leaves nothing behind"
+    lines = list(doctor_cluster.judged("n1 (10.0.0.1)", found, tmp_path, skew_s=90.0))
+    told = {line.what: line for line in lines}
+    assert (told["node"].verdict, told["clock"].verdict) == ("ok", "warn")
+    assert told["threads"].found.startswith("on n1 (10.0.0.1): ") and "workers share cores" in told["threads"].found
+    assert "left-over" in told["shadowed"].found
+
+
+@pytest.mark.parametrize(("sees", "writes", "code", "told"), [
+    (False, True, "", "does not see"), (True, False, "", "does not write"), (True, True, "other", "another version")])
+def test_a_node_that_cannot_work_fails(sees: bool, writes: bool, code: str, told: str, tmp_path: Path) -> None:
+    found = doctor_cluster.Look(sees, writes, code or fingerprint(), 0.0, ())
+    first, _ = doctor_cluster.judged("n1", found, tmp_path, skew_s=0.0)
+    assert first.verdict == "fail" and told in first.found and first.fix

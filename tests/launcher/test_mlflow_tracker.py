@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from launcher import compose, mlflow_tracker
-from launcher.mlflow_tracker import MlflowTracker, read_tracking
+from launcher.mlflow_store import read_tracking
+from launcher.mlflow_tracker import MlflowTracker
 from ngsgd.config import RunConfig
 from ngsgd.training.event_log import EventLog
 from ngsgd.training.records import Incident
@@ -216,6 +217,20 @@ def test_workers_have_runs_of_their_own_only_when_asked(config: RunConfig) -> No
     tracker.close("FINISHED")
     [(name, figures)] = client.metrics
     assert name == "my run" and figures["system/memory_used_gb"][0] > 0.0
+
+
+def test_every_machine_has_its_load_in_a_section_of_its_own_and_batches_stay_within_the_limit(config: RunConfig) -> None:
+    client = Client()
+    tracker, _ = start(replace(config, tracking=replace(config.tracking, worker_runs=False, system=True)), lambda _: client)
+    away = tuple(replace(job(number=number, worker=number), host=f"n{number % 40:02}",
+                         machine={f"figure{index}": 100.0 * number + index for index in range(50)}) for number in range(41))
+    tracker.outer_iteration(outer_iteration(0, jobs=(job(), *away)))
+    tracker.close("FINISHED")
+    assert len(client.metrics) == 2 and all(len(figures) <= 1000 for _, figures in client.metrics)
+    sent = {name: value for _, figures in client.metrics for name, (value, _) in figures.items()}
+    assert sent["system/cpu_percent"] >= 0.0, "the coordinator's own"
+    assert sent["system/n01/figure3"] == 103.0 and sent["system/n00/figure0"] == 4000.0, "the last job of a machine tells"
+    assert len({name.split("/")[1] for name in sent if name.startswith("system/n") and name.count("/") == 2}) == 32
 
 
 def test_a_store_that_cannot_be_opened_does_not_stop_the_run(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,12 +8,13 @@ import re
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 
-from launcher import cli, comparison, compose
+from launcher import cli, comparison, compose, mlflow_store
 from launcher.charts import charts_of
 from launcher.report import spectra
 from launcher.run_folder import RunFolder
@@ -88,6 +89,20 @@ def test_a_report_is_one_whole_file_without_scripts(tmp_path: Path, monkeypatch:
     assert "worker 1 &lt;died&gt;." in text, "what a worker said is no markup"
     assert {path.stem for path in (run / "report").iterdir()} == {
         "objf", "accuracy", "lr", "max_change", "time", "timeline", "fisher_rank"}
+
+
+def test_a_report_goes_into_mlflow_when_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                              capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = make_run(tmp_path, "first")
+    assert cli.main(["report", "first", "--no-spectra", "--mlflow"]) == 2
+    assert "is in no MLflow store" in capsys.readouterr().err
+    (run / "tracking.json").write_text(json.dumps({"tracking_uri": "u", "experiment_id": "1", "run_id": "r", "worker_runs": {}}))
+    sent: list[tuple[str, ...]] = []
+    client = SimpleNamespace(log_artifact=lambda *words: sent.append(words), log_artifacts=lambda *words: sent.append(words))
+    monkeypatch.setattr(mlflow_store, "open_client", lambda uri: client)
+    assert cli.main(["report", "first", "--no-spectra", "--mlflow"]) == 0
+    assert sent == [("r", str(run / "report.html")), ("r", str(run / "report"), "report")]
 
 
 def test_a_report_of_a_run_without_an_outer_iteration_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,

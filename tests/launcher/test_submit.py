@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import stat
 import subprocess
@@ -74,9 +75,11 @@ def test_a_ray_job_gets_absolute_paths_and_time_to_stop(jobs: Jobs, tmp_path: Pa
 @pytest.mark.parametrize(("words", "told"), [
     (["sede=3"], "Did you mean seed?"),
     (["cluster.address=x:1"], "leave out cluster.address"),
-    (["cluster=local"], "leave out cluster.address and cluster=."),
+    (["cluster=local"], "leave out cluster.address and cluster=local."),
+    (["--to", "slurm", "cluster=kubernetes"], "--to is slurm, but cluster is kubernetes; give one of them."),
     (["--resume", "runs/x", "seed=1"], "--resume takes no settings"),
     (["--to", "slurm", "--nodes", "0"], "--nodes is 0; it must be at least 1."),
+    (["--to", "slurm", "--sbatch=mem 3"], "--sbatch is 'mem 3'; give one option of sbatch"),
     (["--to", "slurm", "--name", "a b"], "use letters, digits"),
     (["--to", "kubernetes"], "--claim is missing"),
     (["--to", "kubernetes", "--claim", "c", "--name", "Night_1"], "Kubernetes takes up to 47 small letters"),
@@ -128,11 +131,12 @@ def _slurm(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 
 def test_the_slurm_script_is_sound_shell(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    text = _slurm(capsys, "--nodes", "3", "--gpus-per-node", "2", "--partition", "gpu", "output_dir=/shared/runs", "name=mine")
-    for line in ("--nodes=3", "--gpus-per-node=2", "--partition=gpu", "--requeue", "--signal=B:TERM@120"):
+    text = _slurm(capsys, "--nodes", "3", "--gpus-per-node", "2", "--partition", "gpu", "--sbatch=--mem=32G",
+                  "output_dir=/shared/runs", "name=mine")
+    for line in ("--mem=32G", "--nodes=3", "--gpus-per-node=2", "--partition=gpu", "--requeue", "--signal=B:TERM@120"):
         assert f"#SBATCH {line}\n" in text
     assert "name=mine" not in text, "the run is found again by the job's number"
-    assert 'ngsgd train output_dir=/shared/runs "name=night-$SLURM_JOB_ID" cluster.address=auto &' in text
+    assert 'ngsgd train output_dir=/shared/runs --continue "name=night-$SLURM_JOB_ID" cluster.address=auto &' in text
     (tmp_path / "job.sh").write_text(text)
     assert subprocess.run(["bash", "-n", str(tmp_path / "job.sh")], check=False).returncode == 0
     if shutil.which("shellcheck"):
@@ -140,20 +144,33 @@ def test_the_slurm_script_is_sound_shell(capsys: pytest.CaptureFixture[str], tmp
         assert done.returncode == 0, done.stdout
 
 
+def test_the_cluster_group_says_where_to_submit_to(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--dry-run", "--name", "night", "output_dir=/shared/runs", "seed=1"]
+    for place, more in (("slurm", []), ("kubernetes", ["--claim", "runs"]), ("ray", [])):
+        assert cli.main(["submit", f"cluster={place}", *words, *more]) == 0
+        by_group = capsys.readouterr().out
+        assert cli.main(["submit", "--to", place, *words, *more]) == 0
+        by_flag = capsys.readouterr().out
+        assert re.sub(r"\d{14}", "", by_group) == re.sub(r"\d{14}", "", by_flag), "but for the time"
+        assert "cluster=" not in by_group
+    assert cli.main(["train", "cluster=slurm"]) == 2
+    assert "ngsgd submit cluster=slurm" in capsys.readouterr().err
+
+
 _STAND_INS = {
-    "scontrol": 'case "$1 $2" in "show hostnames") echo node1; echo node2;; "show job") echo "JobState=$STATE";; '
+    "scontrol": 'case "$1 $2" in "show hostnames") echo node1; echo node2;; "show job") echo "JobState=$STATE PreemptTime=None";; '
                 '*) echo "$@" >> "$LOG";; esac',
     # a step runs here, without srun's own flags; a node's Ray sleeps until it is ended
     "srun": 'while [ "${1#--}" != "$1" ]; do shift; done; exec "$@"',
-    "ray": 'case $1 in status) echo " 1 node_a"; echo " 1 node_b";; *) exec sleep 60;; esac',
+    "ray": 'echo "ray $*" >> "$LOG.ray"; case $1 in status) echo " 1 node_a"; echo " 1 node_b";; *) exec sleep 60;; esac',
     "ngsgd": 'trap "exit 130" TERM; echo "ngsgd $*" >> "$LOG"; for i in $(seq 100); do sleep 0.1; done',
-    "hostname": 'echo 10.0.0.1',
+    "hostname": 'case $1 in --ip-address) echo 127.0.1.1;; *) echo "fd00::2 10.0.0.1 192.168.0.1 ";; esac',
 }
 
 
-@pytest.mark.parametrize(("requeued", "state"), [(False, "RUNNING"), (True, "RUNNING"), (False, "CANCELLED")])
+@pytest.mark.parametrize("state", ["RUNNING", "CANCELLED"])
 def test_a_warned_slurm_job_saves_queues_again_and_resumes_but_a_cancelled_one_ends(
-        requeued: bool, state: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        state: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The script itself, with stand-ins for Slurm, Ray and ngsgd."""
     text = _slurm(capsys, f"output_dir={tmp_path}/runs")
     tools, log = tmp_path / "bin", tmp_path / "log"
@@ -161,8 +178,6 @@ def test_a_warned_slurm_job_saves_queues_again_and_resumes_but_a_cancelled_one_e
     for name, body in _STAND_INS.items():
         (tools / name).write_text(f"#!/bin/bash\n{body}\n")
         (tools / name).chmod(stat.S_IRWXU)
-    if requeued:
-        (tmp_path / "runs" / "night-77-20260101-000000").mkdir(parents=True)
     environment = {"PATH": f"{tools}:{os.environ['PATH']}", "LOG": str(log), "STATE": state, "SLURM_JOB_ID": "77",
                    "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_JOB_NUM_NODES": "2", "SLURM_CPUS_PER_TASK": "1"}
     process = subprocess.Popen(["bash", "-c", text], env=environment, start_new_session=True)
@@ -172,10 +187,9 @@ def test_a_warned_slurm_job_saves_queues_again_and_resumes_but_a_cancelled_one_e
         assert process.wait(timeout=20) == (0 if state == "RUNNING" else 130)
     finally:
         subprocess.run(["bash", "-c", f"kill -- -{process.pid}"], capture_output=True, check=False)
+    assert "--node-ip-address=10.0.0.1 --port=20077" in Path(f"{log}.ray").read_text(), "the others cannot reach a loopback address"
     lines = log.read_text().splitlines()
-    folder = f"{tmp_path}/runs/night-77-20260101-000000"
-    assert lines[0] == (f"ngsgd resume {folder}" if requeued else
-                        f"ngsgd train output_dir={tmp_path}/runs name=night-77 cluster.address=auto")
+    assert lines[0] == f"ngsgd train output_dir={tmp_path}/runs --continue name=night-77 cluster.address=auto"
     assert lines[1:] == (["requeue 77"] if state == "RUNNING" else [])
 
 
@@ -229,7 +243,9 @@ def test_the_kubernetes_manifest_fits_the_schema(capsys: pytest.CaptureFixture[s
     manifest = yaml.safe_load(capsys.readouterr().out)
     jsonschema.validate(manifest, _RAY_JOB)
     spec = manifest["spec"]
-    assert spec["entrypoint"] == "ngsgd train output_dir=/shared/runs seed=1 cluster.address=auto"
+    assert re.fullmatch(r"ngsgd train output_dir=/shared/runs seed=1 --continue name=night-\d{14} cluster.address=auto",
+                        spec["entrypoint"]), "a retry finds its run by a name that no other submission has"
+    assert spec["backoffLimit"] == 3
     assert yaml.safe_load(spec["runtimeEnvYAML"])["env_vars"]["RAY_JOB_STOP_WAIT_TIME_S"] == "60"
     [group] = spec["rayClusterSpec"]["workerGroupSpecs"]
     [container] = group["template"]["spec"]["containers"]

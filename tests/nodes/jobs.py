@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import subprocess
 import sys
 import time
@@ -12,7 +13,7 @@ from typing import Any
 
 from ngsgd.errors import EXIT_OK, EXIT_RUN_FAILED, ClusterError
 from tests.integration.service import events, final_hash
-from tests.nodes.lab import SETTINGS, Lab
+from tests.nodes.lab import PORT, SETTINGS, Lab
 
 _PROGRAM = str(Path(sys.executable).parent / "ngsgd")
 # long enough to be lost, recovered and stopped in, one after another
@@ -27,6 +28,11 @@ def by_the_documented_commands(cluster: Lab, _: str) -> dict[str, Any]:
     refusals = [_says(cluster, ClusterError.exit_code, *words, by=_STRANGER)
                 for words in (["submit", "--name", "stranger", *settings], ["status", "--address", "http://127.0.0.1:8265"])]
     assert all("refuses this token" in said for said in refusals), refusals
+    head = f"{cluster.network.nodes[0].address}:{PORT}"
+    looked = ["doctor", "--quiet", "--address", head, "--output-dir", str(cluster.output_dir)]
+    assert " could not be joined " in _says(cluster, EXIT_RUN_FAILED, *looked, by=_STRANGER)
+    seen = json.loads(_says(cluster, EXIT_OK, *looked, "--json"))
+    assert [one["verdict"] for one in seen if one["what"] == "node"] == ["ok"] * len(cluster.network.nodes), seen
     _says(cluster, EXIT_OK, "submit", "--program", _PROGRAM, "--name", "night", "name=night", *settings)
     run = cluster.wait_for(4, "night")
     assert "night" in _says(cluster, EXIT_OK, "status", "--address", "http://127.0.0.1:8265")

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from tests.integration.service import TINY, events
 from tests.nodes.network import Network, Node
 
-_PORT = 6379
+PORT = 6379
 _STORE_BYTES = 100 * 2**20
 _START_S = 120.0
 _RUN_S = 300.0
@@ -35,10 +38,10 @@ class Lab:
     def start(self) -> None:
         """The head on node 0, without CPUs of its own; then a raylet with one CPU on each other node."""
         head, *others = self.network.nodes
-        self._start_ray(head, "--head", f"--port={_PORT}", "--num-cpus=0", f"--include-dashboard={str(self.has_jobs).lower()}",
+        self._start_ray(head, "--head", f"--port={PORT}", "--num-cpus=0", f"--include-dashboard={str(self.has_jobs).lower()}",
                         f"--temp-dir={self.network.scratch}/ray")
         for node in others:
-            self._start_ray(node, f"--address={head.address}:{_PORT}", "--num-cpus=1")
+            self._start_ray(node, f"--address={head.address}:{PORT}", "--num-cpus=1")
         for node in others:
             wait_until(lambda node=node: "Ray runtime started" in self._log(node).read_text(), _START_S,  # type: ignore[misc]
                        f"Ray did not start on {node.name}; see {self._log(node)}")
@@ -56,7 +59,7 @@ class Lab:
 
     def train(self, node: Node, name: str, *settings: str) -> subprocess.Popen[bytes]:
         """Starts a run whose coordinator is on a node."""
-        address = f"cluster.address={self.network.nodes[0].address}:{_PORT}"
+        address = f"cluster.address={self.network.nodes[0].address}:{PORT}"
         words = ["train", f"name={name}", f"output_dir={self.output_dir}", *SETTINGS, address, *settings]
         return node.spawn([sys.executable, "-m", "launcher", *words], self.run_log(name))
 
@@ -83,7 +86,7 @@ class Lab:
     def node_with_worker(self, name: str) -> Node:
         """A node, not the coordinator's, that has a worker of the run."""
         for node in reversed(self.network.nodes[1:]):  # one that was cut off still has a worker, of an earlier run
-            if not node.is_cut and node.programs("ray::_RayWorker"):
+            if not node.is_cut and node.programs("ray::RayWorker"):
                 return node
         raise AssertionError(f"no node runs a worker of {name}")
 
@@ -117,3 +120,15 @@ def wait_until(is_so: Callable[[], bool], timeout_s: float, otherwise: str) -> N
         if time.monotonic() > deadline:
             raise AssertionError(otherwise)
         time.sleep(0.05)
+
+
+def told(scenario: Callable[..., dict[str, Any]], *given: Any) -> bool:
+    """Runs a scenario and prints what came out; whether all went well."""
+    began = time.monotonic()
+    try:
+        figures = scenario(*given)
+    except Exception:  # the others are worth running all the same
+        print(f"FAILED {scenario.__name__}", traceback.format_exc(), sep="\n", flush=True)
+        return False
+    print(f"passed {scenario.__name__} in {time.monotonic() - began:.0f} s", json.dumps(figures, indent=1), sep="\n", flush=True)
+    return True

@@ -196,8 +196,10 @@ def _remove(names: list[str]) -> None:
     for name in names:
         if name in existing:
             _run(f"ip netns del {name}")
-    if Path(f"/sys/class/net/{_BRIDGE}").exists():
-        _run(f"ip link del {_BRIDGE}")
+    # cables outlive their namespaces where a process was left in one
+    for link in (_BRIDGE, *(device.name for device in Path("/sys/class/net").glob("ngsgd-v*"))):
+        if Path(f"/sys/class/net/{link}").exists():
+            _run(f"ip link del {link}")
 
 
 def _run(command: str) -> None:

@@ -6,13 +6,11 @@ scenario fails and with 2 when no nodes can be made here.
 
 from __future__ import annotations
 
-import json
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,7 @@ from ngsgd.errors import ClusterError
 from ngsgd.training.forecast.formulas import Link, central_s
 from tests.integration.service import events, final_hash
 from tests.nodes.jobs import by_the_documented_commands
-from tests.nodes.lab import SETTINGS, Lab, lab
+from tests.nodes.lab import SETTINGS, Lab, lab, told
 from tests.nodes.network import ROOT, missing
 
 _RATE, _LATENCY_S = 2.5e6, 0.05   # 20 Mbit/s, and 50 ms one way
@@ -39,7 +37,10 @@ def over_three_nodes(cluster: Lab, expected: str) -> dict[str, Any]:
     records = events(run, "outer_iteration")
     sent, least = worker.bytes_sent() - before, _model_bytes(run) * len(records) * 0.9
     assert sent > least, f"a worker sent only {sent} bytes; its results did not pass over its cable"
-    return {"outer iterations": len(records), "seconds of one": _median_s(records), "MB sent by a worker": sent / 1e6}
+    machines = {job["host"]: job["machine"] for record in records for job in record["jobs"]}
+    assert len(machines) == 3 and all(load["memory_used_gb"] > 0 for load in machines.values()), "a machine did not tell its load"
+    return {"outer iterations": len(records), "seconds of one": _median_s(records), "MB sent by a worker": sent / 1e6,
+            "machines that told their load": sorted(machines)}
 
 
 def a_node_is_cut_off(cluster: Lab, expected: str) -> dict[str, Any]:
@@ -126,18 +127,6 @@ def _reference(output_dir: Path) -> str:
     return final_hash(next(path.parent for path in output_dir.glob("whole-*/config.yaml")))
 
 
-def _told(scenario: Callable[[Lab, str], dict[str, Any]], cluster: Lab, expected: str) -> bool:
-    """Runs a scenario and prints what came out; whether all went well."""
-    began = time.monotonic()
-    try:
-        figures: dict[str, Any] = scenario(cluster, expected)
-    except Exception:  # the others are worth running all the same
-        print(f"FAILED {scenario.__name__}", traceback.format_exc(), sep="\n", flush=True)
-        return False
-    print(f"passed {scenario.__name__} in {time.monotonic() - began:.0f} s", json.dumps(figures, indent=1), sep="\n", flush=True)
-    return True
-
-
 def main(wanted: list[str]) -> int:
     """All scenarios, or those named."""
     reason = missing()
@@ -157,7 +146,7 @@ def main(wanted: list[str]) -> int:
             chosen = [scenario for scenario in scenarios if not wanted or scenario.__name__ in wanted]
             if chosen:
                 with lab(output_dir=Path(folder), **network) as cluster:
-                    results = [_told(scenario, cluster, expected) for scenario in chosen]
+                    results = [told(scenario, cluster, expected) for scenario in chosen]
                 good = good and all(results)
     return 0 if good else 1
 

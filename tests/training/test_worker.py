@@ -8,12 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from ngsgd.config import AugmentConfig, ModelConfig, OptimizerConfig, RunConfig, check
 from ngsgd.egs.archives import prepare_archives
+from ngsgd.errors import ConfigError
 from ngsgd.schedules import Shard
 from ngsgd.training.job import Held, Job, JobResult, Piece, Start, WorkerSpec
-from ngsgd.training.worker import Worker
+from ngsgd.training.worker import Worker, choose_device
 from tests import toy
 
 
@@ -101,3 +103,18 @@ def test_masks_repeat_with_the_job_and_whatever_part_of_a_pass_is_read(tmp_path:
 def test_rules_that_cannot_work_are_refused_before_anything_runs(changes: dict[str, Any], named: str) -> None:
     (problem,) = check(toy.config(**changes))
     assert named in problem
+
+
+def test_workers_of_a_machine_take_turns_on_its_gpus_and_a_taken_one_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU: torch is told that there are two, the second in exclusive mode and taken."""
+    def empty(size: int, device: torch.device) -> None:
+        if device.index == 1:
+            raise RuntimeError("CUDA error: all CUDA-capable devices are busy or unavailable\nmore")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch, "empty", empty)
+    assert [str(choose_device("auto", index)) for index in (0, 2)] == ["cuda:0", "cuda:0"]
+    assert choose_device("cpu", 1).type == "cpu"
+    with pytest.raises(ConfigError, match=r"cuda:1 takes no further process \(.*busy or unavailable\); in exclusive mode"):
+        choose_device("cuda", 3)
