@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from safetensors.numpy import load_file as load_arrays
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 
 from launcher.run_folder import RunFolder
 from ngsgd.asr.corpus import Corpus, SpeechSet
@@ -71,10 +72,16 @@ def save_final(folder: RunFolder, config: RunConfig, model: nn.Module, reader: E
              "stage": asdict(model.stage) if isinstance(model, StagedModel) else None}
     statistics = statistics_for(config.model, reader) or DataStatistics()
     about["class_counts"] = list(statistics.class_counts)
-    with new_directory(folder.final) as temporary:
+    about["objective"] = config.objective.kind
+    write_final(folder.final, model, about, statistics.input_transform)
+
+
+def write_final(path: Path, model: nn.Module, about: Mapping[str, Any], transform: Tensor | None) -> None:
+    """A folder that `open_final` reads."""
+    with new_directory(path) as temporary:
         save_file({name: t.contiguous() for name, t in model.state_dict().items()}, temporary / "model.safetensors")
-        if statistics.input_transform is not None:
-            save_file({"input_transform": statistics.input_transform.contiguous()}, temporary / _TRANSFORM)
+        if transform is not None:
+            save_file({"input_transform": transform.contiguous()}, temporary / _TRANSFORM)
         write_text(temporary / "model.json", json.dumps(about, indent=1))
 
 

@@ -32,7 +32,7 @@ Report = Callable[[str], None]
 
 def require_init_model(config: RunConfig) -> None:
     """Raises unless the run to start from is there and has ended."""
-    if config.init_model and not (find_run(config.init_model) / "final" / "model.json").is_file():
+    if config.init_model and not (_folder(config.init_model) / "final" / "model.json").is_file():
         raise ConfigError(f"init_model is {config.init_model}, which has no final model yet; finish it with: "
                           f"ngsgd resume {config.init_model}")
 
@@ -41,7 +41,12 @@ def keep_init_model(config: RunConfig, folder: RunFolder) -> None:
     """Copies the model to start from into a new run's folder."""
     if config.init_model:
         with new_directory(folder.init_model) as temporary:
-            shutil.copytree(find_run(config.init_model) / "final", temporary, dirs_exist_ok=True)
+            shutil.copytree(_folder(config.init_model) / "final", temporary, dirs_exist_ok=True)
+
+
+def _folder(init_model: str) -> Path:
+    """Of a run, or of a model made by `ngsgd import`, which has no configuration."""
+    return Path(init_model) if (Path(init_model) / "final" / "model.json").is_file() else find_run(init_model)
 
 
 def starting_parameters(config: RunConfig, folder: RunFolder, model: nn.Module) -> Vector:

@@ -153,6 +153,11 @@ def _prepare(config: RunConfig, report: Callable[[str], None]) -> _Data:
     return _Data(corpus, egs_directory, cache_root)
 
 
+def prepared_corpus(config: RunConfig) -> Corpus:
+    """The speech of a run, from the cache where it is there."""
+    return _prepare(config, print).corpus
+
+
 def _run(config: RunConfig, folder: RunFolder, data: _Data, progress: ProgressTracker) -> FinalReport:
     folder.remember_data(data.corpus.digest, data.egs_directory)
     stop = SignalStop(config.failure.grace_s, progress.report)
