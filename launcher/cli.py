@@ -24,6 +24,7 @@ _COMMANDS = {
     "simulate": "launcher.simulate", "submit": "launcher.submit", "status": "launcher.jobs:status", "logs": "launcher.jobs:logs",
     "stop": "launcher.jobs:stop", "tune": "launcher.tune", "ui": "launcher.ui",
     "doctor": "launcher.doctor", "info": "launcher.info",
+    "export": "launcher.kaldi:export", "import": "launcher.kaldi:import_",
 }
 
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from safetensors.numpy import load_file as load_arrays
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 
 from launcher.run_folder import RunFolder
 from ngsgd.asr.corpus import Corpus, SpeechSet
@@ -63,19 +65,31 @@ def final_parameters(config: RunConfig, end: Checkpoint, store: CheckpointStore,
 
 def save_final(folder: RunFolder, config: RunConfig, model: nn.Module, reader: EgsReader) -> None:
     """Parameters, and beside them what is needed to use them: shapes, features, class priors."""
-    prior_P = average_posterior(model, reader, config.decode.num_prior_frames,
-                                skip_damaged=config.egs.on_corrupt == "quarantine")
+    prior_P = _priors(folder, config, model, reader)
     about = {"model": asdict(config.model), "features": asdict(config.features), "num_inputs": reader.info.num_inputs,
              "num_classes": reader.info.num_classes, "left_context": reader.info.left_context,
              "right_context": reader.info.right_context, "feature_dim": reader.info.feature_dim, "priors": prior_P.tolist(),
              "stage": asdict(model.stage) if isinstance(model, StagedModel) else None}
     statistics = statistics_for(config.model, reader) or DataStatistics()
     about["class_counts"] = list(statistics.class_counts)
-    with new_directory(folder.final) as temporary:
+    about["objective"] = config.objective.kind
+    write_final(folder.final, model, about, statistics.input_transform)
+
+
+def write_final(path: Path, model: nn.Module, about: Mapping[str, Any], transform: Tensor | None) -> None:
+    """A folder that `open_final` reads."""
+    with new_directory(path) as temporary:
         save_file({name: t.contiguous() for name, t in model.state_dict().items()}, temporary / "model.safetensors")
-        if statistics.input_transform is not None:
-            save_file({"input_transform": statistics.input_transform.contiguous()}, temporary / _TRANSFORM)
+        if transform is not None:
+            save_file({"input_transform": transform.contiguous()}, temporary / _TRANSFORM)
         write_text(temporary / "model.json", json.dumps(about, indent=1))
+
+
+def _priors(folder: RunFolder, config: RunConfig, model: nn.Module, reader: EgsReader) -> npt.NDArray[np.float64]:
+    """What decoding divides by: the average posterior, or what a sequence objective was trained with."""
+    if config.objective.kind != "ce":
+        return np.asarray(np.exp(load_arrays(folder.denominator)["log_prior"]))
+    return average_posterior(model, reader, config.decode.num_prior_frames, skip_damaged=config.egs.on_corrupt == "quarantine")
 
 
 def load_final(folder: RunFolder) -> tuple[nn.Module, npt.NDArray[np.float64]]:

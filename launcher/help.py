@@ -27,6 +27,8 @@ COMMANDS = {
     "stop": "end a run or a Ray job after its outer iteration; it can be resumed",
     "ui": "open the dashboard (MLflow) on the runs of an output folder",
     "doctor": "look at this machine and tell what would go wrong, with the fix of each",
+    "export": "write a run's final model, its features, alignments and examples in Kaldi's formats",
+    "import": "make a model of one in nnet3's raw text form, to go on from with init_model=",
     "info": "state of a run; without a run: versions of what is installed",
 }
 

@@ -82,6 +82,16 @@ class RunFolder:
         return self.path / "final"
 
     @property
+    def denominator(self) -> Path:
+        """What a sequence objective tells labels apart from."""
+        return self.path / "denominator.safetensors"
+
+    @property
+    def init_model(self) -> Path:
+        """The final model that training started from (init_model)."""
+        return self.path / "init"
+
+    @property
     def decode(self) -> Path:
         return self.path / "decode"
 

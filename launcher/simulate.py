@@ -220,7 +220,7 @@ def _run(config: RunConfig, folder: RunFolder, reader: EgsReader, cluster: Simul
         coordinator = Coordinator(
             schedule_of(config, reader), pool, model, reader,
             CheckpointStore(folder.checkpoints, layout, config.checkpoint.num_to_keep), ledger, trackers, config.failure, stop,
-            config.outer, config.cluster, dealer=make_dealer(config.schedule, reader.num_frames),
+            config.outer, config.cluster, dealer=make_dealer(config.schedule, reader.num_minibatches),
             keep_fisher=config.keeps_curvature, mean_fisher=mean_of_states(config.preconditioner),
             stages=stages_of(config, reader),
             seed=config.seed, num_threads=os.cpu_count() or 1, clock=pool.clock)

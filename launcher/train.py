@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from launcher import compose
+from launcher import compose, sequences
 from launcher.align import with_alignment
 from launcher.curves import draw
 from launcher.final_model import (
@@ -60,11 +60,13 @@ def train(config: RunConfig, quiet: bool) -> FinalReport:
     if config.cluster.kind in ("slurm", "kubernetes"):
         raise ConfigError(f"cluster={config.cluster.kind} is a place to submit to: ngsgd submit cluster={config.cluster.kind} ...")
     config = _with_search_path(config)
+    sequences.require_init_model(config)
     progress = _progress(config, quiet)
     data = _prepare(config, progress.report)  # before the run folder: wrong data leaves nothing behind, nor does a wrong model
     _require_model(config, EgsReader(data.egs_directory), progress.report)
     folder = RunFolder.create(config, compose.to_yaml(config))
     progress.report(f"run folder {folder.path}")
+    sequences.keep_init_model(config, folder)
     return _run(config, folder, data, progress)
 
 
@@ -135,6 +137,7 @@ def _with_search_path(config: RunConfig) -> RunConfig:
 class _Data:
     corpus: Corpus
     egs_directory: Path
+    cache_root: Path
 
 
 def _prepare(config: RunConfig, report: Callable[[str], None]) -> _Data:
@@ -149,19 +152,27 @@ def _prepare(config: RunConfig, report: Callable[[str], None]) -> _Data:
     except OSError as error:
         raise DataError(f"the prepared data could not be written under {cache_root} ({error.strerror or error}); make room, or "
                         "choose another place with data.cache_dir=PATH.") from error
-    return _Data(corpus, egs_directory)
+    return _Data(corpus, egs_directory, cache_root)
+
+
+def prepared_corpus(config: RunConfig) -> Corpus:
+    """The speech of a run, from the cache where it is there."""
+    return _prepare(config, print).corpus
 
 
 def _run(config: RunConfig, folder: RunFolder, data: _Data, progress: ProgressTracker) -> FinalReport:
     folder.remember_data(data.corpus.digest, data.egs_directory)
     stop = SignalStop(config.failure.grace_s, progress.report)
-    trackers = Trackers([EventLog(folder.events), progress, Forecast(config, _job_counts(config, data), progress.report),
+    spec = WorkerSpec(config, str(data.egs_directory),
+                      sequences.sequence_data(config, folder, data.corpus, data.cache_root, progress.report))
+    sequences.tell_left_out(spec, progress.report)
+    trackers = Trackers([EventLog(folder.events), progress, Forecast(config, _job_counts(config, spec), progress.report),
                          *_mlflow(config, folder, progress.warn)])
     status = "FAILED"
     try:
         with folder.marked_as_running():
-            end = _train(config, folder, data, trackers, stop, progress.report)
-            report = _finish(config, folder, data, end, progress.report)
+            end = _train(config, folder, spec, trackers, stop, progress.report)
+            report = _finish(config, folder, data, spec, end, progress.report)
             trackers.finished(report)
         status = "FINISHED"
     except OSError as error:
@@ -175,30 +186,31 @@ def _run(config: RunConfig, folder: RunFolder, data: _Data, progress: ProgressTr
     return report
 
 
-def _train(config: RunConfig, folder: RunFolder, data: _Data, tracker: Tracker, stop: SignalStop,
+def _train(config: RunConfig, folder: RunFolder, spec: WorkerSpec, tracker: Tracker, stop: SignalStop,
            report: Callable[[str], None]) -> Checkpoint:
     """All outer iterations that are left."""
     num_threads = resolve_threads(config, os.cpu_count() or 1)
     torch.set_num_threads(num_threads)
-    reader = EgsReader(data.egs_directory)
-    model, stages = model_for(config, reader), stages_of(config, reader)
+    reader, shards = spec.frames(), spec.shards()
+    model, stages = model_for(config, reader), stages_of(config, shards)
     layout = Layout.of(model)
     checkpoints = CheckpointStore(folder.checkpoints, layout, config.checkpoint.num_to_keep,
-                                  wanted_for_combination(config, schedule_of(config, reader), stages))
+                                  wanted_for_combination(config, schedule_of(config, shards), stages))
     # the model, and beside it at most two buffers of the outer optimiser and a moving average
     require_room(folder.path, 4 * layout.size * (1 + len(make_rule(config.outer).buffers) + (config.outer.ema_decay > 0)))
-    start = _start(checkpoints, model, report)
-    pool = _pool(config, folder, data, num_threads, layout.size, stop)
+    start = _start(config, folder, checkpoints, model, report)
+    pool = _pool(spec, folder, num_threads, layout.size, stop)
     ledger = Ledger(folder.ledger)
     try:
         report(f"starting {config.cluster.num_workers} workers ({config.cluster.kind}, {num_threads} threads each)")
         pool.start()
         coordinator = Coordinator(
-            schedule_of(config, reader), pool, model, reader, checkpoints, ledger, tracker, config.failure, stop, config.outer,
-            config.cluster, dealer=make_dealer(config.schedule, reader.num_frames),
+            schedule_of(config, shards), pool, model, reader, checkpoints, ledger, tracker, config.failure, stop, config.outer,
+            config.cluster, dealer=make_dealer(config.schedule, shards.num_minibatches),
             keep_fisher=config.keeps_curvature, mean_fisher=mean_of_states(config.preconditioner),
             stages=stages, seed=config.seed, num_threads=os.cpu_count() or 1,
-            on_corrupt=config.egs.on_corrupt, num_curvature_frames=config.tracking.curvature_frames)
+            on_corrupt=config.egs.on_corrupt, num_curvature_frames=config.tracking.curvature_frames,
+            objective=config.objective)
         with signals_to(stop):
             return coordinator.train(start)
     finally:
@@ -206,22 +218,24 @@ def _train(config: RunConfig, folder: RunFolder, data: _Data, tracker: Tracker, 
         pool.close()
 
 
-def _start(checkpoints: CheckpointStore, model: nn.Module, report: Callable[[str], None]) -> Checkpoint:
+def _start(config: RunConfig, folder: RunFolder, checkpoints: CheckpointStore, model: nn.Module,
+           report: Callable[[str], None]) -> Checkpoint:
     latest, problems = checkpoints.latest()
     for problem in problems:
         report(problem)
     if latest is None:
-        return first_checkpoint(checkpoints.layout.flatten(model.state_dict()))
+        return first_checkpoint(sequences.starting_parameters(config, folder, model))
     report(f"going on after outer iteration {latest.progress.outer_iter + 1}")
     return latest
 
 
-def _finish(config: RunConfig, folder: RunFolder, data: _Data, end: Checkpoint, report: Callable[[str], None]) -> FinalReport:
+def _finish(config: RunConfig, folder: RunFolder, data: _Data, spec: WorkerSpec, end: Checkpoint,
+            report: Callable[[str], None]) -> FinalReport:
     """Final model, word error rates, learning curve."""
-    reader = EgsReader(data.egs_directory)
+    reader = spec.frames()
     model, scratch = model_for(config, reader), model_for(config, reader)
     for one in (model, scratch):
-        set_stage(one, stages_of(config, reader).at(end.progress.outer_iter))
+        set_stage(one, stages_of(config, spec.shards()).at(end.progress.outer_iter))
     layout = Layout.of(model)
     store = CheckpointStore(folder.checkpoints, layout, config.checkpoint.num_to_keep)
     layout.load(model, final_parameters(config, end, store, scratch, reader, report))
@@ -237,12 +251,12 @@ def _finish(config: RunConfig, folder: RunFolder, data: _Data, end: Checkpoint, 
                        {label: str(path) for label, path in files.items()})
 
 
-def _job_counts(config: RunConfig, data: _Data) -> list[int]:
-    return [one.num_jobs for one in schedule_of(config, EgsReader(data.egs_directory)).outer_iterations()]
+def _job_counts(config: RunConfig, spec: WorkerSpec) -> list[int]:
+    return [one.num_jobs for one in schedule_of(config, spec.shards()).outer_iterations()]
 
 
-def _pool(config: RunConfig, folder: RunFolder, data: _Data, num_threads: int, size: int, stop: SignalStop) -> WorkerPool:
-    spec = WorkerSpec(config, str(data.egs_directory))
+def _pool(spec: WorkerSpec, folder: RunFolder, num_threads: int, size: int, stop: SignalStop) -> WorkerPool:
+    config = spec.config
     if config.cluster.kind == "in_process":
         return InProcessPool(spec, config.cluster.num_workers, num_threads, stop.expired)
     if config.cluster.kind == "local":

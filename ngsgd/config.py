@@ -203,6 +203,23 @@ FISHER_OF = {"kflr": "exact", "kfra": "exact", "tnt": "mc", "kbfgs": "empirical"
 
 
 @dataclass(frozen=True)
+class ObjectiveConfig:
+    """What is maximised: cross-entropy, frame by frame, or a criterion of whole sequences (C.8); docs/sequence.md."""
+
+    kind: str = knob("ce", one_of=("ce", "mmi", "bmmi", "mpe", "smbr", "lfmmi"))
+    acoustic_scale: float = knob(0.1, above=0.0, high=10.0)   # of log likelihoods against the graph; not for lfmmi (Kaldi: 0.1)
+    boost: float = knob(0.1, low=0.0, high=10.0)              # bmmi: nats that a wrong frame is given (Kaldi: 0.1)
+    one_silence_class: bool = knob(True)                      # mpe, smbr, bmmi: any silence is right where silence is; else none is
+    cross_entropy: float = knob(0.0, low=0.0, high=1.0)       # share of cross-entropy (frame smoothing); lfmmi: added, times this
+    chunk_frames: int = knob(0, low=0, high=100000)           # lfmmi: length of pieces of utterances; 0: whole (Kaldi: 150)
+    ngram_order: int = knob(7, low=2, high=100)               # lfmmi: of the denominator's n-gram of states; 1 + 3 k: k phones back
+    leaky_hmm: float = knob(0.1, low=0.0, high=1.0)           # lfmmi: weight of jumps to any state (Kaldi: 1e-5, its recipes 0.1)
+    output_l2: float = knob(0.00005, low=0.0)                 # lfmmi: on the outputs, per frame (Kaldi: 0, its recipes 5e-5)
+    equalise_layers: bool = knob(False)                       # layers' rates follow, so that all change alike (nnet2)
+    last_layer_factor: float = knob(1.0, above=0.0, high=100.0)  # with it: how much the output layer changes, relative to that
+
+
+@dataclass(frozen=True)
 class PreconditionerConfig:
     """What turns a minibatch's gradient into the direction of a step, in place of the online natural gradient."""
 
@@ -393,12 +410,14 @@ class RunConfig:
     output_dir: str = knob("runs")    # holds run folders, prepared data and the tracking database
     name: str = knob("")              # run name; empty: made from what tells runs apart
     seed: int = knob(0, low=0)        # with the outer iteration and the job it decides every random draw of training
+    init_model: str = knob("")        # run whose final model training starts from, with its priors; empty: a random start
     data: DataConfig = field(default_factory=DataConfig)
     features: FeatureConfig = field(default_factory=FeatureConfig)
     align: AlignConfig = field(default_factory=AlignConfig)
     egs: EgsConfig = field(default_factory=EgsConfig)
     augment: AugmentConfig = field(default_factory=AugmentConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     preconditioner: PreconditionerConfig = field(default_factory=PreconditionerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
@@ -652,6 +671,30 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
+def _rule_objective(c: RunConfig) -> Iterator[str]:
+    kind = c.objective.kind
+    if c.init_model and (c.model.num_subclasses or c.model.add_layers_period):
+        name = "num_subclasses" if c.model.num_subclasses else "add_layers_period"
+        yield f"init_model is {c.init_model} with model.{name} {getattr(c.model, name)}, which builds a model up anew; leave it 0."
+    if kind == "ce":
+        return
+    if kind != "lfmmi" and not c.init_model:
+        yield f"objective.kind is {kind}, which starts from a model trained with cross-entropy; name its run with init_model=RUN."
+    if c.combination.kind != "none":
+        yield (f"combination.kind is {c.combination.kind}, which chooses by the cross-entropy of held-out frames, and "
+               f"objective.kind is {kind}; set combination.kind=none (objective={kind} does).")
+    if c.preconditioner.kind != "none":
+        yield (f"preconditioner.kind is {c.preconditioner.kind}, which needs the loss of single frames, and objective.kind is "
+               f"{kind}; set preconditioner=none.")
+    if c.augment.spec:
+        yield f"augment.spec masks windows of single frames, and objective.kind is {kind}; set augment.spec=false."
+    if c.objective.chunk_frames and kind != "lfmmi":
+        yield (f"objective.chunk_frames is {c.objective.chunk_frames} with objective.kind {kind}, whose graph is of whole "
+               "utterances; set it to 0.")
+    if c.model.num_subclasses or c.model.add_layers_period:
+        yield f"objective.kind is {kind}, and the model changes on the way; set model.num_subclasses and add_layers_period to 0."
+
+
 def _rule_tune(c: RunConfig) -> Iterator[str]:
     if c.tune.proxy.steps % c.tune.proxy.outer_iters:
         yield (f"tune.proxy.steps is {c.tune.proxy.steps}, no multiple of tune.proxy.outer_iters, {c.tune.proxy.outer_iters}; "
@@ -663,4 +706,4 @@ _RULES: tuple[Callable[[RunConfig], Iterator[str]], ...] = (_rule_snr, _rule_aug
                                                            _rule_held_out, _rule_align_lr, _rule_ceps, _rule_pnorm, _rule_tdnn,
                                                            _rule_stages, _rule_own_model, _rule_lr, _rule_jobs,
                                                           _rule_backstitch, _rule_preconditioner, _rule_shrink, _rule_dropout,
-                                                          _rule_outer, _rule_exchange, _rule_layers, _rule_tune)
+                                                          _rule_outer, _rule_exchange, _rule_layers, _rule_objective, _rule_tune)

@@ -122,7 +122,7 @@ class Run:
             return Coordinator(
                 self.schedule, pool, self.model, self.reader, self.store, ledger, self.recorder, self.config.failure,
                 stop or NeverStop(), self.config.outer, self.config.cluster,
-                dealer=make_dealer(self.config.schedule, self.reader.num_frames),
+                dealer=make_dealer(self.config.schedule, self.reader.num_minibatches),
                 keep_fisher=self.config.keeps_curvature, mean_fisher=mean_of_states(self.config.preconditioner),
                 stages=stages_of(self.config, self.reader),
                 seed=self.config.seed, on_corrupt=self.config.egs.on_corrupt,

@@ -89,6 +89,17 @@ def with_word_penalty(graph: Graph, word_penalty: float) -> Graph:
     return Graph(_rewritten(graph.fst, lambda arc: arc._replace(cost=arc.cost + word_penalty) if arc.output else arc), graph.words)
 
 
+def arcs(graph: Graph) -> Iterator[Arc]:
+    """All arcs."""
+    return (arc for leaving in _arcs_by_source(graph.fst).values() for arc in leaving)
+
+
+def log_finals(graph: Graph) -> dict[int, float]:
+    """State -> log weight of ending there; states in which nothing may end are left out."""
+    costs = {state: float(graph.fst.final(state).value) for state in range(graph.fst.num_states)}
+    return {state: -cost for state, cost in costs.items() if cost != math.inf}
+
+
 def of_transcript(topology: Topology, words: Sequence[str]) -> Graph:
     """The graph of these words in this order, in any of their pronunciations, with silence allowed around each; all for nothing.
 

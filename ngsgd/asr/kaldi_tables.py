@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gzip
 import io
-from collections.abc import Iterator
+import struct
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ngsgd import files
 from ngsgd.asr import extras
 from ngsgd.errors import DataError
 
@@ -92,6 +94,31 @@ def read_int_vectors(path: Path) -> dict[str, npt.NDArray[np.int32]]:
             return {key: np.asarray(vector, dtype=np.int32) for key, vector in _kaldiio().load_ark(file)}
     except (*_DAMAGE, gzip.BadGzipFile) as error:
         raise DataError(f"{path} cannot be read as an archive of alignments ({_reason(error)}); make it again.") from error
+
+
+def write_matrices(ark: Path, matrices: Iterable[tuple[str, npt.NDArray[np.float32]]]) -> None:
+    """An archive of float32 matrices, and beside it the script (.scp) that points into it."""
+    places = []
+    with files.new_file(ark) as temporary, temporary.open("wb") as file:
+        for key, matrix in matrices:
+            file.write(key.encode() + b" ")
+            places.append(f"{key} {ark}:{file.tell()}\n")
+            rows = np.ascontiguousarray(matrix, "<f4")
+            file.write(b"\0BFM " + _int(rows.shape[0]) + _int(rows.shape[1]) + rows.tobytes())
+    files.write_text(ark.with_suffix(".scp"), "".join(places))
+
+
+def write_int_vectors(ark: Path, vectors: Iterable[tuple[str, npt.NDArray[np.int32]]]) -> None:
+    """An archive of integer vectors, such as alignments."""
+    with files.new_file(ark) as temporary, temporary.open("wb") as file:
+        for key, vector in vectors:
+            packed = np.empty(len(vector), [("size", "u1"), ("value", "<i4")])
+            packed["size"], packed["value"] = 4, vector
+            file.write(key.encode() + b" \0B" + _int(len(vector)) + packed.tobytes())
+
+
+def _int(value: int) -> bytes:
+    return b"\4" + struct.pack("<i", value)
 
 
 def _kaldiio() -> Any:

@@ -157,6 +157,6 @@ def _product(left_WSM: Tensor, right_WSM: Tensor) -> Tensor:
     left_WX, right_WX = left_WSM.flatten(1), right_WSM.flatten(1)
     if left_WX.data_ptr() == right_WX.data_ptr():
         total_WW = left_WX.new_empty(len(left_WX), len(left_WX))
-        _gram(left_WX.T, total_WW, 0.0)
+        add_gram(left_WX.T, total_WW, 0.0)
         return total_WW
     return left_WX @ right_WX.T

@@ -9,6 +9,7 @@ Letters: E examples, F frames per example, W window of spliced frames, D feature
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,6 +112,10 @@ class EgsReader:
     def num_frames(self, shard: Shard) -> int:
         """Rows that the minibatches of `shard` hold in all."""
         return self.info.num_rows[shard.archive][shard.frame]
+
+    def num_minibatches(self, shard: Shard, size: int) -> int:
+        """Minibatches of `size` rows that a pass over `shard` gives."""
+        return math.ceil(self.num_frames(shard) / size)
 
     def archive_arrays(self, archive: int) -> ArrayFile:
         """The arrays of an archive, mapped; see `ngsgd.egs.examples.write_archive`."""

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from ngsgd.config import ClusterConfig, FailureConfig, OuterConfig
+from ngsgd.config import ClusterConfig, FailureConfig, ObjectiveConfig, OuterConfig
 from ngsgd.egs.reader import EgsReader
 from ngsgd.errors import DivergenceError, NgsgdError, RunInterrupted
 from ngsgd.models.staged import StagedModel, set_stage
@@ -31,6 +31,7 @@ from ngsgd.training.diagnostics import BackgroundDiagnostics
 from ngsgd.training.dispatch import Dispatcher, Round, StopSignal
 from ngsgd.training.flat import Layout, Mean, Vector
 from ngsgd.training.job import Fisher, Job, JobResult, ResultsLost, VectorRef
+from ngsgd.training.layer_rates import equalised
 from ngsgd.training.leases import Leases
 from ngsgd.training.ledger import Ledger
 from ngsgd.training.pending import PendingRecords
@@ -68,6 +69,7 @@ class Coordinator:
     clock: Callable[[], float] = time.monotonic
     num_curvature_frames: int = 0  # of the train subset, for gradient noise and curvature by layer; 0: none
     on_corrupt: str = "stop"   # for an archive that is damaged: stop or quarantine
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)  # whether layers' rates are made to follow
 
     def __post_init__(self) -> None:
         self.layout = Layout.of(self.model)
@@ -149,6 +151,7 @@ class Coordinator:
         """What there is to do while jobs run."""
         self._records.look()
         self._make_jobs(ahead, round_)
+
     def _enter(self, stage: Stage) -> None:
         """Makes the parts of the model that a new stage brings: a function of the last checkpoint, so a resumed run makes them too.
 
@@ -177,7 +180,7 @@ class Coordinator:
         done = min(1.0, iteration.passes_done / self.schedule.num_passes)
         return Job(plan.outer_iter, job, 1, plan.work[job], self._starts.of(plan, job, model), iteration.lr, iteration.lr_factor,
                    done, returns=self._starts.returns, send=self._starts.fragment(plan.outer_iter),
-                   keep_own=self._starts.need_own, keep_fisher=self.keep_fisher)
+                   keep_own=self._starts.need_own, keep_fisher=self.keep_fisher, layer_rates=plan.layer_rates)
 
     # Closing ----------------------------------------------------------------------------------------------------------
 
@@ -255,6 +258,9 @@ class Coordinator:
             elapsed_s=self.clock() - self._began, quarantined=(*old.quarantined, *round_.quarantined))
         progress = replace(progress, pending=(*progress.pending, *round_.deferred))
         state = self.optimizer.state_dict()
+        if self.objective.equalise_layers:
+            progress = replace(progress, layer_rates=equalised(self.layout, before.parameters, state["arrays"]["model"],
+                                                               old.layer_rates, last_layer_factor=self.objective.last_layer_factor))
         self.ledger.sync()  # what was counted must be known before it is said to be
         self._num_rollbacks = 0
         after = self.checkpoints.save(progress, state, {

@@ -82,10 +82,10 @@ class SharesByTime(SharesBySpeed):
         return [max(1, round(_AMPLE * self.round_s * self._speed.get(job, typical))) for job in range(num_jobs)]
 
 
-def make_dealer(config: ScheduleConfig, num_frames: Callable[[Shard], int]) -> EqualShares:
-    """The way that a run's configuration asks for; `num_frames` tells the frames of a shard."""
+def make_dealer(config: ScheduleConfig, count: Callable[[Shard, int], int]) -> EqualShares:
+    """The way that a run's configuration asks for; `count` tells the minibatches of a shard, given their size."""
     def num_minibatches(shard: Shard) -> int:
-        return math.ceil(num_frames(shard) / config.minibatch_size)
+        return count(shard, config.minibatch_size)
     if config.shares == "equal":
         return EqualShares()
     return SharesBySpeed(num_minibatches) if config.shares == "speed" else SharesByTime(num_minibatches, config.round_s)

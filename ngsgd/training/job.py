@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from ngsgd.config import RunConfig
+from ngsgd.egs.reader import EgsReader
 from ngsgd.schedules import Shard
+from ngsgd.sequence.archives import SequenceReader
+from ngsgd.sequence.objectives import Denominator
 from ngsgd.training.flat import Vector
 
 
@@ -34,11 +38,33 @@ class Held:
 
 
 @dataclass(frozen=True)
+class SequenceData:
+    """What sequence objectives need beside the examples."""
+
+    directory: str             # of the archives of sequences
+    denominator: Denominator
+
+
+@dataclass(frozen=True)
 class WorkerSpec:
     """All that a worker needs to know before its first job."""
 
     config: RunConfig
     egs_directory: str
+    sequences: SequenceData | None = None
+
+    @property
+    def denominator(self) -> Denominator | None:
+        """Of a sequence objective."""
+        return self.sequences.denominator if self.sequences else None
+
+    def frames(self) -> EgsReader:
+        """The examples of single frames."""
+        return EgsReader(Path(self.egs_directory))
+
+    def shards(self) -> EgsReader | SequenceReader:
+        """What jobs are dealt out of."""
+        return self.frames() if self.sequences is None else SequenceReader(Path(self.sequences.directory), self.frames())
 
 
 @dataclass(frozen=True)
@@ -88,6 +114,7 @@ class Job:
     send: tuple[int, int] = (0, 1)   # (fragment, number of fragments) that is averaged
     keep_fisher: bool = False        # the Fisher estimates are needed for the job's next start
     keep_own: bool = False           # the whole of the result is needed for the job's next start
+    layer_rates: Mapping[str, float] = field(default_factory=dict)  # factors on the rates of layers (objective.equalise_layers)
 
     @property
     def identity(self) -> tuple[int, int, int]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 from ngsgd.config import RunConfig
 from ngsgd.egs.reader import EgsReader
 from ngsgd.models.stages import Stages
 from ngsgd.schedules import OuterIteration, Schedule
+from ngsgd.sequence.archives import SequenceReader
 from ngsgd.training.dealing import EqualShares, Work
 from ngsgd.training.job import Piece
 
@@ -25,6 +27,7 @@ class Progress:
     pending: tuple[Piece, ...] = ()      # put off to a later outer iteration
     quarantined: tuple[Piece, ...] = ()  # given up: whoever worked on them died
     lr_scale: float = 1.0        # below 1 after roll-backs
+    layer_rates: Mapping[str, float] = field(default_factory=dict)  # factors on layers' rates (objective.equalise_layers)
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,7 @@ class Plan:
     num_fresh: int                          # passes that begin in it
     taken_up: tuple[Piece, ...] = ()        # of what had been put off
     keeps_best: bool = False                # and nothing of the other jobs (Kaldi's early outer iterations)
+    layer_rates: Mapping[str, float] = field(default_factory=dict)  # factors on layers' rates
 
     @property
     def outer_iter(self) -> int:
@@ -46,14 +50,14 @@ class Plan:
         return len(self.work)
 
 
-def schedule_of(config: RunConfig, reader: EgsReader) -> Schedule:
+def schedule_of(config: RunConfig, reader: EgsReader | SequenceReader) -> Schedule:
     """The outer iterations of a run over the archives at hand."""
     s = config.schedule
     return Schedule(reader.info.num_archives, reader.info.frames_per_eg, s.num_epochs, s.lr_initial, s.lr_final,
                     s.num_jobs_initial, s.num_jobs_final, s.num_jobs_step, s.lr_factors)
 
 
-def stages_of(config: RunConfig, reader: EgsReader) -> Stages:
+def stages_of(config: RunConfig, reader: EgsReader | SequenceReader) -> Stages:
     """What of the model is in use in each of them; raises ConfigError where they are too few for it."""
     return Stages.of(config.model, config.schedule, schedule_of(config, reader).num_outer_iters)
 
@@ -84,4 +88,5 @@ def next_plan(schedule: Schedule, progress: Progress, dealer: EqualShares, *, ma
     is_last = here + num_fresh >= planned[-1]
     lr = schedule.last_lr if is_last else schedule.effective_lr(min(stage, schedule.num_outer_iters - 2), here)
     shards = tuple(pieces[0].shard for pieces in work)
-    return Plan(OuterIteration(outer_iter, shards, here, lr * progress.lr_scale), work, num_fresh, progress.pending)
+    return Plan(OuterIteration(outer_iter, shards, here, lr * progress.lr_scale), work, num_fresh, progress.pending,
+                layer_rates=progress.layer_rates)

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ngsgd.config import OptimizerConfig, RunConfig
-from ngsgd.egs.reader import EgsReader, Minibatch
+from ngsgd.egs.reader import Minibatch
 from ngsgd.errors import ConfigError
 from ngsgd.models.layer_options import layer_options
 from ngsgd.models.staged import network_at
@@ -29,9 +28,10 @@ from ngsgd.optim.rules import backstitch_step, shrink
 from ngsgd.preconditioners.build import make_preconditioner
 from ngsgd.preconditioners.protocol import Preconditioner
 from ngsgd.schedules import DropoutSchedule
+from ngsgd.sequence.archives import SequenceMinibatch
 from ngsgd.training.flat import Layout, Pieces, Vector
 from ngsgd.training.job import Fisher, Held, Job, JobResult, Piece, Start, WorkerSpec
-from ngsgd.training.objective import summed_loss
+from ngsgd.training.objective import make_objective, on_device
 from ngsgd.training.planning import stages_of
 from ngsgd.training.verify import digest, not_finite
 
@@ -95,8 +95,9 @@ class Worker:
         self.config = spec.config
         self.index = index
         self.device = choose_device(spec.config.cluster.device, index)
-        self.reader = EgsReader(Path(spec.egs_directory))
-        self.model = model_for(spec.config, self.reader).to(self.device)
+        self.reader = spec.shards()
+        self.objective = make_objective(spec.config.objective, spec.denominator, self.device)
+        self.model = model_for(spec.config, spec.frames()).to(self.device)
         self.stages = stages_of(spec.config, self.reader)
         self.layout = Layout.of(self.model)
 
@@ -110,7 +111,7 @@ class Worker:
         network = network_at(self.model, self.stages.at(job.outer_iter))
         shrink(network, settings.proportional_shrink, job.lr)
         self._set_dropout(job)
-        optimizer = make_optimizer(network, settings, job.lr, job.lr_factor)
+        optimizer = make_optimizer(network, settings, job.lr, job.lr_factor, job.layer_rates)
         preconditioner = self._preconditioner(network, job)
         if job.start.fisher and isinstance(optimizer, NGSGD):
             load_fisher(optimizer, job.start.fisher)
@@ -138,13 +139,13 @@ class Worker:
         self.layout.load(self.model, vector)
         return vector if job.returns == "move" else None
 
-    def _minibatches(self, job: Job) -> Iterator[tuple[Minibatch, tuple[Piece, ...]]]:
+    def _minibatches(self, job: Job) -> Iterator[tuple[Minibatch | SequenceMinibatch, tuple[Piece, ...]]]:
         """Each minibatch of the job's pieces in order, and what is left after it."""
         for index, piece in enumerate(job.pieces):
             later = job.pieces[index + 1:]
             size = self.stages.minibatch_size_of(piece.outer_iter)
-            last = math.ceil(self.reader.num_frames(piece.shard) / size) if piece.stop is None else piece.stop
-            minibatches = self.reader.minibatches(
+            last = self.reader.num_minibatches(piece.shard, size) if piece.stop is None else piece.stop
+            minibatches: Iterator[Minibatch | SequenceMinibatch] = self.reader.minibatches(
                 piece.shard, size, seed=self.config.seed, outer_iter=piece.outer_iter, job=piece.job, first=piece.first, stop=last,
                 augment=self.config.augment, prefetch=resolve_prefetch(self.config.egs.prefetch, self.device),
                 pin_memory=self.device.type == "cuda")
@@ -187,11 +188,11 @@ class Worker:
             return curvature_of(preconditioner)
         return fisher_of(optimizer) if isinstance(optimizer, NGSGD) else None
 
-    def _train(self, network: nn.Module, minibatch: Minibatch, optimizer: SGD, preconditioner: Preconditioner | None, sums: _Sums,
-               backstitch_scale: float) -> None:
-        x_ND, pdf_N, weight_N = (None if array is None else array.to(self.device, non_blocking=True) for array in minibatch)
-        assert x_ND is not None and pdf_N is not None
-        logits_NP = x_ND.new_empty(0)
+    def _train(self, network: nn.Module, minibatch: Minibatch | SequenceMinibatch, optimizer: SGD,
+               preconditioner: Preconditioner | None, sums: _Sums, backstitch_scale: float) -> None:
+        there = on_device(minibatch, self.device)
+        pdf_N = there.pdf_N
+        logits_NP = there.x_ND.new_empty(0)
 
         def gradients() -> Tensor:
             optimizer.zero_grad(set_to_none=True)
@@ -203,15 +204,15 @@ class Worker:
 
         def forward() -> Tensor:
             nonlocal logits_NP
-            logits_NP = network(x_ND)
-            return summed_loss(logits_NP, pdf_N, weight_N)
+            logits_NP = network(there.x_ND)
+            return self.objective(logits_NP, there)
 
         if backstitch_scale:
             loss = backstitch_step(optimizer, gradients, backstitch_scale, num_samples=len(pdf_N))
         else:
             loss = gradients()
             optimizer.step(num_samples=len(pdf_N))
-        sums.add(logits_NP.detach(), pdf_N, weight_N, loss)
+        sums.add(logits_NP.detach(), pdf_N, there.weight_N, loss)
 
     def _set_dropout(self, job: Job) -> None:
         """The proportions of this outer iteration, and random numbers that the job alone decides."""
@@ -250,10 +251,13 @@ class _Sums:
         return tuple((torch.stack([self._objf, self._correct]) / self._weight).tolist())
 
 
-def make_optimizer(model: nn.Module, config: OptimizerConfig, lr: float, lr_factor: float) -> SGD:
+def make_optimizer(model: nn.Module, config: OptimizerConfig, lr: float, lr_factor: float,
+                   layer_rates: Mapping[str, float] | None = None) -> SGD:
     """The optimiser of one job."""
     # lr carries this factor and every job applies l2, so its share is divided by it, as in Kaldi
     options = {**layer_options(model), **_own_options(config, lr_factor)}
+    for layer, factor in (layer_rates or {}).items():
+        options[layer] = {**options.get(layer, {}), "lr_factor": factor * options.get(layer, {}).get("lr_factor", 1.0)}
     common: dict[str, Any] = {"layer_options": options, "momentum": config.momentum, "max_change": config.max_change,
                               "max_param_change": config.max_param_change, "weight_decay": config.weight_decay / lr_factor}
     if config.kind == "sgd":

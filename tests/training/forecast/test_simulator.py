@@ -66,7 +66,7 @@ def simulate(folder: Path, run_config: RunConfig, cluster: SimulatedCluster,
     pool.start()
     coordinator = Coordinator(
         run.schedule, pool, run.model, run.reader, run.store, ledger, Trackers([log, run.recorder]), run.config.failure,
-        NeverStop(), run.config.outer, run.config.cluster, dealer=make_dealer(run.config.schedule, run.reader.num_frames),
+        NeverStop(), run.config.outer, run.config.cluster, dealer=make_dealer(run.config.schedule, run.reader.num_minibatches),
         keep_fisher=run.config.keeps_curvature, clock=pool.clock)
     end = coordinator.train(first_checkpoint(run.store.layout.flatten(run.model.state_dict())))
     log.close("FINISHED")

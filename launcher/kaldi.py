@@ -1,0 +1,151 @@
+"""`ngsgd export` and `ngsgd import`: models, features, alignments and examples from here to Kaldi, and models back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from launcher.console import Parser
+from launcher.run_folder import RunFolder, find_run
+from ngsgd.errors import EXIT_OK, ConfigError, DataError
+from ngsgd.files import write_text
+
+if TYPE_CHECKING:
+    from ngsgd.egs.nnet3_examples import Nnet3Example
+    from ngsgd.egs.reader import EgsReader
+
+
+def export(arguments: Sequence[str]) -> int:
+    """`ngsgd export`."""
+    parser = Parser("export")
+    parser.add_argument("run", metavar="RUN", help="a run folder, or its name under runs/")
+    parser.add_argument("--output", "-o", required=True, help="folder for final.raw (text) and priors.vec")
+    parser.add_argument("--data", action="store_true", help="also features and alignments (pdf ids) of train, valid and test")
+    parser.add_argument("--egs", type=int, default=0, metavar="N", help="also the first N archives of training examples")
+    options = parser.parse_args(list(arguments))
+    folder, output = RunFolder.open(find_run(options.run)), Path(options.output)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        written = [*_export_model(folder, output), *(_export_data(folder, output) if options.data else []),
+                   *(_export_egs(folder, output, options.egs) if options.egs else [])]
+    except OSError as error:
+        raise DataError(f"{error.filename or output} could not be written ({error.strerror or error}); make room, or choose "
+                        "another --output.") from error
+    print("\n".join(map(str, written)))
+    return EXIT_OK
+
+
+def import_(arguments: Sequence[str]) -> int:
+    """`ngsgd import`."""
+    parser = Parser("import")
+    parser.add_argument("model", metavar="FILE", help="nnet3 raw model in text form (nnet3-copy --binary=false)")
+    parser.add_argument("--priors", metavar="FILE", help="vector of priors in text form; without: all classes alike")
+    parser.add_argument("--output", "-o", required=True, help="a new folder; go on from it with init_model=FOLDER")
+    options = parser.parse_args(list(arguments))
+    output = Path(options.output)
+    if (output / "final").exists():
+        raise ConfigError(f"{output} holds a model already; choose a new folder.")
+    _import_model(_read(Path(options.model)), _read(Path(options.priors)) if options.priors else "", output)
+    print(output / "final")
+    return EXIT_OK
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as error:
+        raise DataError(f"{path} cannot be read as text ({error}); convert it with nnet3-copy --binary=false.") from error
+
+
+# Models ---------------------------------------------------------------------------------------------------------------
+
+
+def _export_model(folder: RunFolder, output: Path) -> list[Path]:
+    from launcher.final_model import load_final
+    from ngsgd.config import ModelConfig
+    from ngsgd.models.inputs import Window
+    from ngsgd.models.nnet3.network import describe
+    from ngsgd.models.nnet3.text import to_text, vector_to_text
+
+    model, prior_P = load_final(folder)
+    about = json.loads((folder.final / "model.json").read_text(encoding="utf-8"))
+    window = Window(about["left_context"], about["right_context"], about["feature_dim"])
+    network = describe(model, ModelConfig(**about["model"]), window, has_softmax=about.get("objective") != "lfmmi")
+    write_text(output / "final.raw", to_text(network))
+    write_text(output / "priors.vec", vector_to_text(prior_P))
+    return [output / "final.raw", output / "priors.vec"]
+
+
+def _import_model(text: str, priors: str, output: Path) -> None:
+    from launcher.final_model import write_final
+    from ngsgd.models.nnet3.network import rebuild
+    from ngsgd.models.nnet3.text import from_text, vector_from_text
+
+    network = from_text(text)
+    made = rebuild(network)
+    prior_P = vector_from_text(priors).astype(np.float64) if priors else np.full(made.num_classes, 1.0 / made.num_classes)
+    if len(prior_P) != made.num_classes or prior_P.min() <= 0.0:
+        raise DataError(f"The priors are {len(prior_P)} numbers from {prior_P.min():g} on, and the model has {made.num_classes} "
+                        "classes; give one number above 0 for each.")
+    window = made.window
+    about = {"model": asdict(made.config), "num_inputs": (window.left_context + 1 + window.right_context) * window.feature_dim,
+             "num_classes": made.num_classes, **window._asdict(), "priors": prior_P.tolist(), "stage": None, "class_counts": [],
+             "objective": "ce" if network.has_softmax else "lfmmi"}
+    output.mkdir(parents=True, exist_ok=True)
+    write_final(output / "final", made.model, about, made.transform)
+
+
+# Data -----------------------------------------------------------------------------------------------------------------
+
+
+def _export_data(folder: RunFolder, output: Path) -> list[Path]:
+    """feats.ark, feats.scp, ali.ark, text and utt2spk of each set, as a data directory each."""
+    from launcher import compose
+    from launcher import train as service
+    from ngsgd.asr import kaldi_tables
+
+    corpus = service.prepared_corpus(compose.from_yaml(folder.config))
+    written = []
+    for name, speech in (("train", corpus.train), ("valid", corpus.valid), ("test", corpus.test)):
+        place = output / name
+        place.mkdir(exist_ok=True)
+        utt_ids = speech.frames.utt_ids
+        kaldi_tables.write_matrices(place / "feats.ark", zip(utt_ids, speech.split_features(), strict=True))
+        if speech.is_aligned:
+            kaldi_tables.write_int_vectors(place / "ali.ark", zip(utt_ids, speech.split_pdfs(), strict=True))
+        lines = {"text": [" ".join(words) for words in speech.texts], "utt2spk": list(speech.speakers)}
+        for table, values in lines.items():
+            write_text(place / table, "".join(f"{utt_id} {value}\n" for utt_id, value in sorted(zip(utt_ids, values, strict=True))))
+        written.append(place)
+    return written
+
+
+def _export_egs(folder: RunFolder, output: Path, num_archives: int) -> list[Path]:
+    from ngsgd.egs.nnet3_examples import write_nnet3_examples
+    from ngsgd.egs.reader import EgsReader
+
+    reader = EgsReader(Path(json.loads(folder.data.read_text(encoding="utf-8"))["egs"]))
+    written = []
+    for archive in range(min(num_archives, reader.info.num_archives)):
+        path = output / f"egs.{archive + 1}.ark"
+        write_nnet3_examples(path, _examples(reader, archive))
+        written.append(path)
+    return written
+
+
+def _examples(reader: EgsReader, archive: int) -> Iterator[Nnet3Example]:
+    from ngsgd.egs.examples import NO_FRAME
+    from ngsgd.egs.nnet3_examples import Nnet3Example
+
+    info = reader.info
+    for index in range(info.num_examples[archive]):
+        example = reader.example(archive, index)
+        num_frames = int((example.pdf_F != NO_FRAME).sum())  # an example at the end of an utterance is shorter
+        width = info.left_context + num_frames + info.right_context
+        yield Nnet3Example(f"{example.utt_id}-{archive}-{index}", example.features_WD[:width], info.left_context,
+                           example.pdf_F[:num_frames], example.weight_F[:num_frames], info.num_classes)

@@ -1,0 +1,43 @@
+"""What a sequence objective tells the labels apart from: everything that the decoding graph accepts, or an n-gram of HMM states."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from ngsgd.asr import evaluation, graphs
+from ngsgd.asr.corpus import Corpus
+from ngsgd.asr.topology import STATES_PER_PHONE, Topology
+from ngsgd.config import DecodeConfig, ObjectiveConfig
+from ngsgd.errors import ConfigError
+from ngsgd.sequence.graph import NOTHING, Arc, StateGraph, from_arcs
+from ngsgd.sequence.ngram import state_ngram
+from ngsgd.sequence.objectives import Denominator
+
+
+def of_corpus(corpus: Corpus, objective: ObjectiveConfig, decode: DecodeConfig,
+              prior_P: npt.NDArray[np.float64]) -> Denominator:
+    """The denominator of a run.  `prior_P` is that of the model it starts from; lfmmi does without."""
+    language = corpus.language
+    if objective.kind == "lfmmi":
+        graph = state_ngram(corpus.train.split_pdfs(), objective.ngram_order).with_leak(objective.leaky_hmm)
+        graph = graph.anywhere() if objective.chunk_frames else graph
+    else:
+        graph = of_decoding_graph(evaluation.build_graph(language, decode))
+    if objective.kind in ("mpe", "bmmi") and language.num_pdfs != language.topology.num_pdfs:
+        raise ConfigError(f"objective.kind is {objective.kind}, which must know the phone of every HMM state, and the graph that "
+                          "came with the data ties them; choose mmi, smbr or lfmmi.")
+    is_silence_P = np.zeros(language.num_pdfs, np.bool_)
+    is_silence_P[list(language.topology.silence_pdfs)] = True
+    return Denominator(graph, np.log(prior_P), phones(language.topology, language.num_pdfs), is_silence_P)
+
+
+def phones(topology: Topology, num_pdfs: int) -> npt.NDArray[np.int64]:
+    """The number of each HMM state's phone; silence is 0."""
+    return np.maximum(0, np.arange(num_pdfs) - topology.num_silence_states + STATES_PER_PHONE) // STATES_PER_PHONE
+
+
+def of_decoding_graph(graph: graphs.Graph) -> StateGraph:
+    """The sum over all words of a decoding graph; costs become log weights, unscaled."""
+    arcs = (Arc(arc.source, arc.target, arc.input - 1 if arc.input else NOTHING, -arc.cost) for arc in graphs.arcs(graph))
+    return from_arcs(arcs, start=graph.fst.start, log_final=graphs.log_finals(graph))

@@ -1,0 +1,1 @@
+"""Trained networks as Kaldi's nnet3 raw models in text form, and back."""

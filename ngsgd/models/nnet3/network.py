@@ -1,0 +1,194 @@
+"""What our models and Kaldi's nnet3 have in common: affine layers over spliced frames, nonlinearity, normalisation, log-softmax.
+
+`describe` takes a model apart into this form, `rebuild` makes a model of it; both copy every bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from ngsgd.config import ModelConfig
+from ngsgd.errors import ConfigError, DataError
+from ngsgd.models.build import build_model
+from ngsgd.models.inputs import DataStatistics, Window
+
+Array = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Affine:
+    """y = W x + b over the frames at `offsets`, end to end."""
+
+    weight: Array
+    bias: Array
+    offsets: tuple[int, ...] = (0,)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A hidden layer."""
+
+    affine: Affine
+    nonlinearity: str                # relu or pnorm
+    group: int                       # pnorm: inputs of each output; relu: 1
+    normalize: str                   # renormalize or batchnorm
+    mean: Array = field(default_factory=lambda: np.zeros(0, np.float32))   # batchnorm
+    variance: Array = field(default_factory=lambda: np.zeros(0, np.float32))
+    count: int = 0                   # batchnorm: minibatches that entered the statistics
+
+
+@dataclass(frozen=True)
+class Network:
+    """A feed-forward network or TDNN, whole."""
+
+    feature_dim: int
+    layers: tuple[Layer, ...]
+    output: Affine
+    is_tdnn: bool
+    transform: Affine | None = None  # fixed, of the input
+    has_softmax: bool = True         # whether a log-softmax follows; outputs of lattice-free MMI go without
+
+    def offsets(self) -> list[tuple[int, ...]]:
+        """The frames of its input that each layer sees, the input transform's first."""
+        first = [self.transform.offsets] if self.transform else []
+        return [*first, *(layer.affine.offsets for layer in self.layers)]
+
+
+def describe(model: nn.Module, config: ModelConfig, window: Window, *, has_softmax: bool = True) -> Network:
+    """The network of a trained model; raises ConfigError for what nnet3 has no component for, with the reason."""
+    _require_exportable(config)
+    state = {name: tensor.detach().cpu().numpy() for name, tensor in model.state_dict().items()}
+    is_tdnn = config.kind == "tdnn"
+    whole = tuple(range(-window.left_context, window.right_context + 1))
+    offsets = list(config.layer_offsets()) if is_tdnn else [whole, *[(0,)] * (config.num_layers - 1)]
+    transform = _fixed(model, offsets[0]) if config.input_transform != "none" else None
+    if transform:
+        offsets[0] = (0,)
+    layers = tuple(_layer(state, config, number, of_layer) for number, of_layer in enumerate(offsets, start=1))
+    output = Affine(state["output.weight"], state["output.bias"])
+    return Network(window.feature_dim, layers, output, is_tdnn, transform, has_softmax)
+
+
+def _require_exportable(config: ModelConfig) -> None:
+    reasons = {
+        "model._target_": (bool(config._target_), "a module of your own has layers that nnet3 does not know"),
+        "model.num_subclasses": (config.num_subclasses > 0, "nnet3 has no component that sums sub-classes inside the logarithm"),
+        "model.kind tdnnf": (config.kind == "tdnnf", "bypass and factors of TDNN-F are not written yet"),
+        "model.prior_scale_power": (config.prior_scale_power != 0.0, "fixed scales before the softmax are not written yet"),
+    }
+    for what, (is_used, reason) in reasons.items():
+        if is_used:
+            raise ConfigError(f"{what} cannot be exported: {reason}; train without it.")
+
+
+def _layer(state: Mapping[str, Any], config: ModelConfig, number: int, offsets: tuple[int, ...]) -> Layer:
+    names = _names(config.kind, number, config.normalize)
+    affine = Affine(state[f"{names.affine}.weight"], state[f"{names.affine}.bias"], offsets)
+    layer = Layer(affine, "pnorm" if config.kind == "pnorm" else "relu", config.pnorm_group if config.kind == "pnorm" else 1,
+                  config.normalize)
+    if config.normalize == "renormalize":
+        return layer
+    return replace(layer, mean=state[f"{names.norm}.running_mean"], variance=state[f"{names.norm}.running_var"],
+                   count=int(state[f"{names.norm}.num_batches_tracked"]))
+
+
+@dataclass(frozen=True)
+class _Names:
+    affine: str
+    norm: str
+
+
+def _names(kind: str, number: int, normalize: str) -> _Names:
+    """Of a hidden layer's modules in the state dict."""
+    if kind == "tdnn":
+        return _Names(f"tdnn{number}.affine", f"tdnn{number}.rest.normalize")
+    return _Names(f"affine{number}", f"{normalize}{number}")
+
+
+def _fixed(model: nn.Module, offsets: tuple[int, ...]) -> Affine:
+    buffers = dict(model.named_buffers())
+    [prefix] = {name.rpartition(".")[0] for name in buffers if name.startswith("input_transform")}
+    return Affine(buffers[f"{prefix}.weight"].cpu().numpy(), buffers[f"{prefix}.bias"].cpu().numpy(), offsets)
+
+
+# Back -----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Rebuilt:
+    """A model, and all that it takes to build it again."""
+
+    model: nn.Module
+    config: ModelConfig
+    window: Window
+    num_classes: int
+    transform: Tensor | None = None     # outputs x inputs + 1
+
+
+def rebuild(network: Network) -> Rebuilt:
+    """A model with the network's numbers; raises DataError where no `model=` has its shape."""
+    config = _config_of(network)
+    offsets = network.offsets()
+    window = Window(-sum(min(0, layer[0]) for layer in offsets), sum(max(0, layer[-1]) for layer in offsets), network.feature_dim)
+    num_classes = len(network.output.bias)
+    num_inputs = (window.left_context + 1 + window.right_context) * window.feature_dim
+    fixed = network.transform
+    transform = None if fixed is None else torch.from_numpy(np.column_stack([fixed.weight, fixed.bias]))
+    statistics = DataStatistics(input_transform=transform)
+    model = build_model(config, num_inputs, num_classes, seed=0, window=window, statistics=statistics)
+    state = _state_of(network, config)
+    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    if expected != {name: tuple(tensor.shape) for name, tensor in state.items()}:
+        raise DataError("The layers of this nnet3 model do not fit together; check that it is whole.")
+    model.load_state_dict(state)
+    return Rebuilt(model.eval(), config, window, num_classes, transform)
+
+
+def _config_of(network: Network) -> ModelConfig:
+    first = network.layers[0]
+    for layer in network.layers:
+        if (layer.nonlinearity, layer.group, layer.normalize, layer.affine.weight.shape[0]) != (
+                first.nonlinearity, first.group, first.normalize, first.affine.weight.shape[0]):
+            raise DataError("The hidden layers of this nnet3 model differ in width or kind, and models here have one for all.")
+    splices = network.offsets()
+    kind = "tdnn" if network.is_tdnn else first.nonlinearity
+    if kind != "tdnn" and (any(offsets != (0,) for offsets in splices[1:]) or not _is_whole_window(splices[0])):
+        raise DataError("This nnet3 model splices hidden layers, or its input with gaps, which here is for ReLU TDNNs alone; name "
+                        "its components tdnn1.affine and so on if it is one.")
+    if kind == "tdnn" and first.nonlinearity != "relu":
+        raise DataError("This nnet3 model is a TDNN of p-norm layers, and TDNNs here have ReLUs.")
+    layers = splices if network.transform is None else [splices[0], *splices[2:]]
+    text = " ".join(",".join(map(str, offsets)) for offsets in layers)
+    return ModelConfig(kind=kind, num_layers=len(network.layers), hidden_dim=first.affine.weight.shape[0],
+                       pnorm_group=first.group if kind == "pnorm" else ModelConfig.pnorm_group, normalize=first.normalize,
+                       tdnn_offsets=text if kind == "tdnn" else ModelConfig.tdnn_offsets,
+                       input_transform="none" if network.transform is None else "lda")
+
+
+def _is_whole_window(offsets: tuple[int, ...]) -> bool:
+    return offsets == tuple(range(offsets[0], offsets[-1] + 1)) and offsets[0] <= 0 <= offsets[-1]
+
+
+def _state_of(network: Network, config: ModelConfig) -> dict[str, Tensor]:
+    state: dict[str, Tensor] = {}
+
+    def put(name: str, array: npt.NDArray[Any]) -> None:
+        state[name] = torch.from_numpy(np.array(array))
+    for number, layer in enumerate(network.layers, start=1):
+        names = _names(config.kind, number, config.normalize)
+        put(f"{names.affine}.weight", layer.affine.weight)
+        put(f"{names.affine}.bias", layer.affine.bias)
+        if layer.normalize == "batchnorm":
+            put(f"{names.norm}.running_mean", layer.mean)
+            put(f"{names.norm}.running_var", layer.variance)
+            put(f"{names.norm}.num_batches_tracked", np.array(layer.count, np.int64))
+    put("output.weight", network.output.weight)
+    put("output.bias", network.output.bias)
+    return state

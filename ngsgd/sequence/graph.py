@@ -1,0 +1,180 @@
+"""Weighted graphs of states that emit one class (pdf) a frame: what the denominator of a sequence objective sums over.
+
+A state stands for the class it emits; entering it costs a frame.  Weights are log probabilities, but need not sum to one.
+Transducers have their classes on arcs and may have arcs that emit nothing; `from_arcs` brings them into this form.
+
+Letters: A arcs, S states, T frames.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ngsgd.errors import DataError
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+
+NOTHING = -1  # in place of a class, on an arc that takes no frame
+
+
+class Arc(NamedTuple):
+    """Of a transducer: the class that it emits, or `NOTHING`."""
+
+    source: int
+    target: int
+    pdf: int
+    log_weight: float
+
+
+@dataclass(frozen=True)
+class StateGraph:
+    """States, and the log weights of going from one to another."""
+
+    pdf_S: Ints              # class that a state emits
+    source_A: Ints
+    target_A: Ints
+    log_weight_A: Floats
+    log_initial_S: Floats    # where a path is before its first frame
+    log_final_S: Floats      # added where it ends
+    leak: float = 0.0        # leaky HMM: before every frame, a path may jump to a state drawn from `restart_S`, with this weight
+    restart_S: Floats = field(default_factory=lambda: np.zeros(0))
+
+    @property
+    def num_states(self) -> int:
+        return len(self.pdf_S)
+
+    def arrays(self) -> dict[str, npt.NDArray[np.generic]]:
+        """All of it, to be written to a file."""
+        return {"pdf": self.pdf_S, "source": self.source_A, "target": self.target_A, "log_weight": self.log_weight_A,
+                "log_initial": self.log_initial_S, "log_final": self.log_final_S, "leak": np.array([self.leak]),
+                "restart": self.restart_S}
+
+    @classmethod
+    def from_arrays(cls, arrays: Mapping[str, npt.NDArray[np.generic]]) -> StateGraph:
+        """What `arrays` gave."""
+        pdf_S, source_A, target_A = (np.asarray(arrays[name], np.int64) for name in ("pdf", "source", "target"))
+        log_weight_A, log_initial_S, log_final_S, leak, restart_S = (
+            np.asarray(arrays[name], np.float64) for name in ("log_weight", "log_initial", "log_final", "leak", "restart"))
+        return cls(pdf_S, source_A, target_A, log_weight_A, log_initial_S, log_final_S, float(leak[0]), restart_S)
+
+    def with_leak(self, leak: float) -> StateGraph:
+        """The same with jumps of this weight (Kaldi's leaky-hmm-coefficient) to where paths are on average."""
+        return replace(self, leak=leak, restart_S=self.occupancy())
+
+    def anywhere(self) -> StateGraph:
+        """The same for pieces cut out of sequences: they may begin and end in any state."""
+        with np.errstate(divide="ignore"):
+            return replace(self, log_initial_S=np.log(self.occupancy()), log_final_S=np.zeros(self.num_states))
+
+    def occupancy(self, num_frames: int = 100) -> Floats:
+        """Average share of each state over so many frames of paths by the weights alone (Kaldi's initial probabilities)."""
+        occupied_S = np.zeros(self.num_states)
+        x_S = np.exp(self.log_initial_S)
+        weight_A = np.exp(self.log_weight_A)
+        for _ in range(num_frames):
+            x_S = np.bincount(self.target_A, x_S[self.source_A] * weight_A, self.num_states)
+            x_S = x_S / max(x_S.sum(), np.finfo(np.float64).tiny)
+            occupied_S += x_S
+        return np.asarray(occupied_S / occupied_S.sum())
+
+    def log_weight_of(self, pdf_T: Sequence[int] | npt.NDArray[np.int32]) -> float:
+        """Log weight of all paths that emit these classes; minus infinity when there is none.  Jumps are not counted."""
+        ids = [int(pdf) for pdf in pdf_T]
+        x, total = np.exp(self.log_initial_S), 0.0
+        before = NOTHING
+        for pdf in ids:
+            x = x @ self._between(before, pdf)
+            norm = float(x.sum())
+            if norm == 0.0:
+                return -math.inf
+            x, total, before = x / norm, total + math.log(norm), pdf
+        final = float(x @ np.exp(self.log_final_S[self._states_of[before]]))
+        return total + math.log(final) if final > 0.0 else -math.inf
+
+    def _between(self, before: int, after: int) -> Floats:
+        """Weights from the states of one class to those of another; from all states at the beginning."""
+        key = (before, after)
+        if key not in self._blocks:
+            rows, columns = self._states_of.get(before, np.zeros(0, np.int64)), self._states_of.get(after, np.zeros(0, np.int64))
+            rows = np.arange(self.num_states) if before == NOTHING else rows
+            place_S = np.full(self.num_states, NOTHING)
+            place_S[columns] = np.arange(len(columns))
+            from_S = np.full(self.num_states, NOTHING)
+            from_S[rows] = np.arange(len(rows))
+            block = np.zeros((len(rows), len(columns)))
+            chosen = (from_S[self.source_A] >= 0) & (place_S[self.target_A] >= 0)
+            np.add.at(block, (from_S[self.source_A[chosen]], place_S[self.target_A[chosen]]), np.exp(self.log_weight_A[chosen]))
+            self._blocks[key] = block
+        return self._blocks[key]
+
+    @cached_property
+    def _states_of(self) -> dict[int, Ints]:
+        return {int(pdf): np.flatnonzero(self.pdf_S == pdf) for pdf in np.unique(self.pdf_S)}
+
+    @cached_property
+    def _blocks(self) -> dict[tuple[int, int], Floats]:
+        return {}
+
+
+def from_arcs(arcs: Iterable[Arc], *, start: int, log_final: Mapping[int, float]) -> StateGraph:
+    """The graph of a transducer, whose sum over paths is the same for any scores of frames.
+
+    States are split by the class that led into them; arcs that emit nothing are summed into those that follow.  Raises DataError
+    for a circle of such arcs.
+    """
+    leaving: dict[int, list[Arc]] = defaultdict(list)
+    for arc in arcs:
+        leaving[arc.source].append(arc)
+    reach = _Reach(leaving)
+    numbers = {(start, NOTHING): 0}
+    todo = [(start, NOTHING)]
+    found: dict[tuple[int, int], float] = {}
+    log_finals: list[float] = []
+    for key in todo:  # grows while it is gone through
+        final = -math.inf
+        for state, log_weight in reach.of(key[0]).items():
+            final = float(np.logaddexp(final, log_weight + log_final.get(state, -math.inf)))
+            for arc in leaving.get(state, ()):
+                if arc.pdf != NOTHING:
+                    target = (arc.target, arc.pdf)
+                    if target not in numbers:
+                        numbers[target] = len(todo)
+                        todo.append(target)
+                    ends = numbers[key], numbers[target]
+                    found[ends] = float(np.logaddexp(found.get(ends, -math.inf), log_weight + arc.log_weight))
+        log_finals.append(final)
+    ends_A = np.array(list(found), np.int64).reshape(-1, 2)
+    log_initial_S = np.full(len(todo), -math.inf)
+    log_initial_S[0] = 0.0
+    pdf_S = np.array([max(pdf, 0) for _, pdf in todo], np.int64)  # nothing leads into the start, so what it would emit is no matter
+    return StateGraph(pdf_S, ends_A[:, 0], ends_A[:, 1], np.array(list(found.values())), log_initial_S, np.array(log_finals))
+
+
+class _Reach:
+    """What can be reached from a state without a frame."""
+
+    def __init__(self, leaving: Mapping[int, Sequence[Arc]]) -> None:
+        self._leaving = leaving
+        self._known: dict[int, dict[int, float]] = {}
+
+    def of(self, state: int, above: frozenset[int] = frozenset()) -> dict[int, float]:
+        """State -> log weight, itself included."""
+        if state in above:
+            raise DataError("The graph has a circle of arcs that take no frame; remove it.")
+        if state not in self._known:
+            found = {state: 0.0}
+            for arc in self._leaving.get(state, ()):
+                if arc.pdf == NOTHING:
+                    for target, log_weight in self.of(arc.target, above | {state}).items():
+                        found[target] = float(np.logaddexp(found.get(target, -math.inf), arc.log_weight + log_weight))
+            self._known[state] = found
+        return self._known[state]

@@ -1,0 +1,225 @@
+"""Sums over all paths through a graph of states, and their derivatives by the scores of frames, for batches of sequences.
+
+The recursions run over frames; all sequences of a batch and all states advance in one product with the matrix of transitions.
+Sums are kept as logarithms, each frame's largest taken out and gathered in float64, so that neither length nor scale of the
+scores matters; within a frame, what lies more than 87 nats behind the best state (float32) counts as nothing.  Derivatives are
+posteriors: no graph of operations is kept over time.
+
+The log sum:  Z = log sum_paths exp(log weight + sum_t score_t).  Derivative by score_t(p): the posterior of class p in frame t.
+The expected accuracy:  E = sum_paths P(path) sum_t acc_t, with P from those scores.  Derivative by score_t(p):
+sum of P over the paths that pass class p in frame t, each times its accuracy minus E (Povey, Ph.D. thesis 2003, section 6.2.3).
+
+Letters: N rows (frames of all sequences end to end), P classes, B sequences, T frames of the longest, S states, a forward and
+b backward log sums, r and s expected accuracies before and after a frame.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ngsgd.sequence.transitions import Transitions
+
+
+def log_path_sum(scores_NP: Tensor, lengths: Sequence[int], transitions: Transitions) -> Tensor:
+    """B (float64): Z of each sequence; minus infinity, with a derivative of 0, where no path has its length.
+
+    Differentiable once by the scores.  `lengths` are the frames of each sequence, in the order of the rows.
+    """
+    z_B: Tensor = _LogPathSum.apply(scores_NP, tuple(lengths), transitions)  # type: ignore[no-untyped-call]
+    return z_B
+
+
+def expected_accuracy(scores_NP: Tensor, accuracy_NP: Tensor, lengths: Sequence[int], transitions: Transitions) -> Tensor:
+    """B (float64): E of each sequence; 0, with a derivative of 0, where no path has its length.
+
+    `accuracy_NP` is what a frame counts when a path has class p there; it gets no derivative.
+    """
+    e_B: Tensor = _ExpectedAccuracy.apply(scores_NP, accuracy_NP, tuple(lengths), transitions)  # type: ignore[no-untyped-call]
+    return e_B
+
+
+class _LogPathSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, scores_NP: Tensor, lengths: tuple[int, ...], transitions: Transitions) -> Tensor:
+        batch = _Batch.of(scores_NP, lengths)
+        log_z_B, log_a_TSB = _forward(batch, batch.by_state(scores_NP, transitions), transitions)
+        if ctx.needs_input_grad[0]:
+            posterior_TSB = _posteriors(batch, batch.by_state(scores_NP, transitions), log_a_TSB, transitions)
+            ctx.save_for_backward(batch.by_row(posterior_TSB, transitions, scores_NP.shape[1]))
+        ctx.batch = batch
+        return batch.in_order(log_z_B)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dZ_B: Tensor) -> tuple[Tensor, None, None]:
+        (posterior_NP,) = ctx.saved_tensors
+        return posterior_NP * ctx.batch.per_row(dZ_B).to(posterior_NP.dtype), None, None
+
+
+class _ExpectedAccuracy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, scores_NP: Tensor, accuracy_NP: Tensor, lengths: tuple[int, ...], transitions: Transitions) -> Tensor:
+        batch = _Batch.of(scores_NP, lengths)
+        score_TSB, accuracy_TSB = batch.by_state(scores_NP, transitions), batch.by_state(accuracy_NP, transitions)
+        log_a_TSB, r_TSB = _forward_accuracy(batch, score_TSB, accuracy_TSB, transitions)
+        posterior_TSB, derivative_TSB = _accuracy_posteriors(batch, score_TSB, accuracy_TSB, log_a_TSB, r_TSB, transitions)
+        ctx.save_for_backward(batch.by_row(derivative_TSB, transitions, scores_NP.shape[1]))
+        ctx.batch = batch
+        return batch.in_order((posterior_TSB * accuracy_TSB).sum(dim=(0, 1), dtype=torch.float64))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dE_B: Tensor) -> tuple[Tensor, None, None, None]:
+        (derivative_NP,) = ctx.saved_tensors
+        return derivative_NP * ctx.batch.per_row(dE_B).to(derivative_NP.dtype), None, None, None
+
+
+# Batches --------------------------------------------------------------------------------------------------------------
+
+
+class _Batch(NamedTuple):
+    """Sequences side by side, the longest first: those that still go on at a frame are the first columns."""
+
+    order_B: Tensor          # which sequence a column is
+    lengths_B: Tensor        # of the columns
+    alive: list[int]         # columns that have a frame t
+    row_TB: Tensor           # row of each frame; beyond the end of a sequence any row of it
+
+    @classmethod
+    def of(cls, scores_NP: Tensor, lengths: Sequence[int]) -> _Batch:
+        device = scores_NP.device
+        lengths_B = torch.tensor(lengths)
+        order_B = torch.argsort(lengths_B, descending=True, stable=True)
+        first_B = torch.cumsum(lengths_B, 0) - lengths_B
+        lengths_B = lengths_B[order_B]
+        time_T = torch.arange(int(lengths_B.max()))
+        alive = (time_T[:, None] < lengths_B).sum(dim=1).tolist()
+        row_TB = first_B[order_B] + torch.minimum(time_T[:, None], lengths_B - 1)
+        return cls(order_B.to(device), lengths_B.to(device), alive, row_TB.to(device))
+
+    def by_state(self, values_NP: Tensor, transitions: Transitions) -> Tensor:
+        """T x S x B."""
+        return values_NP.detach().T[transitions.pdf_S][:, self.row_TB].transpose(0, 1).contiguous()
+
+    def by_row(self, values_TSB: Tensor, transitions: Transitions, num_classes: int) -> Tensor:
+        """N x P: sums over the states of each class."""
+        T, _, B = values_TSB.shape
+        by_class_TPB = values_TSB.new_zeros(T, num_classes, B).index_add_(1, transitions.pdf_S, values_TSB)
+        is_there_TB = torch.arange(T, device=values_TSB.device)[:, None] < self.lengths_B
+        values_NP = values_TSB.new_empty(int(self.lengths_B.sum()), num_classes)
+        values_NP[self.row_TB[is_there_TB]] = by_class_TPB.transpose(1, 2)[is_there_TB]
+        return values_NP
+
+    def in_order(self, values_B: Tensor) -> Tensor:
+        """Values of the columns, in the order that the sequences came in."""
+        return torch.empty_like(values_B).index_copy_(0, self.order_B, values_B)
+
+    def per_row(self, values_B: Tensor) -> Tensor:
+        """N x 1: each row gets the value of its sequence."""
+        lengths_B = torch.empty_like(self.lengths_B).index_copy_(0, self.order_B, self.lengths_B)
+        return values_B.repeat_interleave(lengths_B)[:, None]
+
+
+# Recursions -----------------------------------------------------------------------------------------------------------
+
+
+def _forward(batch: _Batch, score_TSB: Tensor, transitions: Transitions) -> tuple[Tensor, Tensor]:
+    """(Z of the columns, log a up to a constant for each frame and column)."""
+    T, S, B = score_TSB.shape
+    log_a_TSB = score_TSB  # in place: a frame's scores are needed once
+    log_a_SB = transitions.log_initial_S[:, None].expand(S, B)
+    taken_out_B = score_TSB.new_zeros(B, dtype=torch.float64)
+    log_z_B = torch.empty_like(taken_out_B)
+    for t in range(T):
+        alive = batch.alive[t]
+        x_SB, top_B = _exp(log_a_SB[:, :alive])
+        taken_out_B[:alive] += top_B
+        log_a_SB = log_a_TSB[t, :, :alive].add_(transitions.advance(x_SB).log_())
+        ended = slice(batch.alive[t + 1] if t + 1 < T else 0, alive)
+        if ended.start < ended.stop:
+            last_SB = log_a_SB[:, ended] + transitions.log_final_S[:, None]
+            log_z_B[ended] = taken_out_B[ended] + torch.logsumexp(last_SB.double(), dim=0)
+    return log_z_B, log_a_TSB
+
+
+def _posteriors(batch: _Batch, score_TSB: Tensor, log_a_TSB: Tensor, transitions: Transitions) -> Tensor:
+    """P(state at t), the log sums backward going hand in hand; 0 where there is no path."""
+    T, S, B = score_TSB.shape
+    log_b_SB = transitions.log_final_S[:, None].expand(S, B)
+    posterior_TSB = torch.zeros_like(score_TSB)
+    for t in range(T - 1, -1, -1):
+        alive = batch.alive[t]
+        going_on = batch.alive[t + 1] if t + 1 < T else 0
+        if t + 1 < T:
+            y_SB, _ = _exp(log_b_SB + score_TSB[t + 1, :, :going_on])
+            last_SB = transitions.log_final_S[:, None].expand(S, alive - going_on)
+            log_b_SB = torch.cat([transitions.retreat(y_SB).log_(), last_SB], dim=1)
+        else:
+            log_b_SB = log_b_SB[:, :alive]
+        posterior_TSB[t, :, :alive] = _softmax(log_a_TSB[t, :, :alive] + log_b_SB)
+    return posterior_TSB
+
+
+def _forward_accuracy(batch: _Batch, score_TSB: Tensor, accuracy_TSB: Tensor, transitions: Transitions) -> tuple[Tensor, Tensor]:
+    """(log a up to constants, r: the expected accuracy of paths into a state, less what all states have in common)."""
+    T, S, B = score_TSB.shape
+    log_a_TSB, r_TSB = score_TSB.clone(), torch.zeros_like(score_TSB)
+    log_a_SB = transitions.log_initial_S[:, None].expand(S, B)
+    r_SB = score_TSB.new_zeros(S, B)
+    for t in range(T):
+        alive = batch.alive[t]
+        x_SB, _ = _exp(log_a_SB[:, :alive])
+        r_SB = _centred(r_SB[:, :alive], x_SB)
+        y_SB, yr_SB = transitions.advance(torch.cat([x_SB, x_SB * r_SB], dim=1)).split(alive, dim=1)
+        r_SB = torch.where(y_SB > 0.0, yr_SB / y_SB, 0.0) + accuracy_TSB[t, :, :alive]
+        log_a_SB = log_a_TSB[t, :, :alive].add_(y_SB.log())
+        r_TSB[t, :, :alive] = r_SB
+    return log_a_TSB, r_TSB
+
+
+def _accuracy_posteriors(batch: _Batch, score_TSB: Tensor, accuracy_TSB: Tensor, log_a_TSB: Tensor, r_TSB: Tensor,
+                         transitions: Transitions) -> tuple[Tensor, Tensor]:
+    """(P(state at t), the same times r + s - E)."""
+    T, S, B = score_TSB.shape
+    log_b_SB = transitions.log_final_S[:, None].expand(S, B)
+    s_SB = score_TSB.new_zeros(S, B)
+    posterior_TSB, derivative_TSB = torch.zeros_like(score_TSB), torch.zeros_like(score_TSB)
+    for t in range(T - 1, -1, -1):
+        alive = batch.alive[t]
+        going_on = batch.alive[t + 1] if t + 1 < T else 0
+        if t + 1 < T:
+            y_SB, _ = _exp(log_b_SB + score_TSB[t + 1, :, :going_on])
+            later_SB = _centred(s_SB + accuracy_TSB[t + 1, :, :going_on], y_SB)
+            z_SB, zs_SB = transitions.retreat(torch.cat([y_SB, y_SB * later_SB], dim=1)).split(going_on, dim=1)
+            last_SB = transitions.log_final_S[:, None].expand(S, alive - going_on)
+            s_SB = torch.cat([torch.where(z_SB > 0.0, zs_SB / z_SB, 0.0), torch.zeros_like(last_SB)], dim=1)
+            log_b_SB = torch.cat([z_SB.log_(), last_SB], dim=1)
+        else:
+            log_b_SB, s_SB = log_b_SB[:, :alive], s_SB[:, :alive]
+        p_SB = _softmax(log_a_TSB[t, :, :alive] + log_b_SB)
+        posterior_TSB[t, :, :alive] = p_SB
+        derivative_TSB[t, :, :alive] = p_SB * _centred(r_TSB[t, :, :alive] + s_SB, p_SB)
+    return posterior_TSB, derivative_TSB
+
+
+def _exp(log_x_SB: Tensor) -> tuple[Tensor, Tensor]:
+    """(exponentials over each column's largest, its logarithm); a column of nothing stays one."""
+    top_B = log_x_SB.amax(dim=0)
+    top_B = torch.where(top_B.isfinite(), top_B, 0.0)
+    return (log_x_SB - top_B).exp_(), top_B
+
+
+def _softmax(log_x_SB: Tensor) -> Tensor:
+    x_SB, _ = _exp(log_x_SB)
+    total_B = x_SB.sum(dim=0)
+    return x_SB / torch.where(total_B > 0.0, total_B, 1.0)
+
+
+def _centred(values_SB: Tensor, weight_SB: Tensor) -> Tensor:
+    """Less the weighted mean of each column: only differences between states matter, and sums over long sequences lose them."""
+    total_B = weight_SB.sum(dim=0)
+    return values_SB - (weight_SB * values_SB).sum(dim=0) / torch.where(total_B > 0.0, total_B, 1.0)

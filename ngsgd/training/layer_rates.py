@@ -1,0 +1,50 @@
+"""Learning rates of layers that make all of them change alike: Kaldi's nnet-modify-learning-rates, for sequence training.
+
+A layer is a module with entries of its own.  Letters: L layers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+
+from ngsgd.training.flat import Layout, Vector
+
+_MAX_STEP = 4.0  # that a factor changes by in one outer iteration; a layer that hardly moved once must not run away
+
+
+def equalised(layout: Layout, before: Vector, after: Vector, rates: Mapping[str, float], *,
+              last_layer_factor: float = 1.0) -> dict[str, float]:
+    """The factors on the layers' rates for the next outer iteration; their geometric mean is 1.
+
+    Each is multiplied by the geometric mean of the layers' relative changes over its own, so that a layer that changed twice as
+    much as the others is slowed down two-fold.  The last layer is to change `last_layer_factor` times as much as the others.
+    Layers that did not change keep what they have.
+    """
+    change = {layer: value for layer, value in _relative_changes(layout, before, after).items() if value > 0.0}
+    if not change:
+        return dict(rates)
+    last = list(change)[-1]
+    change[last] /= last_layer_factor
+    mean = _geometric_mean(change)
+    found = {layer: rates.get(layer, 1.0) * min(_MAX_STEP, max(1.0 / _MAX_STEP, mean / value)) for layer, value in change.items()}
+    norm = _geometric_mean(found)
+    return {**rates, **{layer: rate / norm for layer, rate in found.items()}}
+
+
+def _relative_changes(layout: Layout, before: Vector, after: Vector) -> dict[str, float]:
+    changes: dict[str, list[float]] = {}
+    statistics = layout.statistics()
+    for name in layout.names:
+        part = layout.part(name)
+        if part not in statistics:
+            totals = changes.setdefault(name.rpartition(".")[0], [0.0, 0.0])
+            totals[0] += float(np.square(after[part] - before[part]).sum())
+            totals[1] += float(np.square(before[part]).sum())
+    return {layer: math.sqrt(moved / size) if size > 0.0 else 0.0 for layer, (moved, size) in changes.items()}
+
+
+def _geometric_mean(values: Mapping[str, float]) -> float:
+    return math.exp(sum(map(math.log, values.values())) / len(values))

@@ -1,0 +1,58 @@
+"""Archives of features and alignments, to and from two other implementations of Kaldi's formats: kaldiio and kaldi-native-io."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import kaldi_native_io
+import kaldiio
+import numpy as np
+import pytest
+
+from ngsgd.asr.kaldi_tables import Entry, read_ark, read_int_vectors, read_matrix, write_int_vectors, write_matrices
+
+RANDOM = np.random.default_rng(0)
+FEATURES = {f"utt{number}": RANDOM.normal(size=(5 + number, 3)).astype(np.float32) for number in range(3)}
+ALIGNMENT = {key: RANDOM.integers(1000, size=len(rows)).astype(np.int32) for key, rows in FEATURES.items()}
+
+
+def same(found: dict[str, Any], expected: dict[str, Any]) -> bool:
+    return list(found) == list(expected) and all(np.array_equal(found[key], expected[key]) for key in expected)
+
+
+def test_what_is_written_here_is_read_there(tmp_path: Path) -> None:
+    write_matrices(tmp_path / "feats.ark", FEATURES.items())
+    write_int_vectors(tmp_path / "ali.ark", ALIGNMENT.items())
+    assert same(dict(kaldiio.load_ark(str(tmp_path / "feats.ark"))), FEATURES)
+    assert same({key: kaldiio.load_scp(str(tmp_path / "feats.scp"))[key] for key in FEATURES}, FEATURES)
+    assert same(dict(kaldiio.load_ark(str(tmp_path / "ali.ark"))), ALIGNMENT)
+    with kaldi_native_io.SequentialFloatMatrixReader(f"scp:{tmp_path / 'feats.scp'}") as reader:
+        assert same({key: np.array(matrix) for key, matrix in reader}, FEATURES)
+    with kaldi_native_io.SequentialInt32VectorReader(f"ark:{tmp_path / 'ali.ark'}") as reader:
+        assert same({key: np.array(vector) for key, vector in reader}, ALIGNMENT)
+
+
+@pytest.mark.parametrize("form", ["ark", "ark,t"])
+def test_what_kaldi_native_io_writes_is_read_here(tmp_path: Path, form: str) -> None:
+    with kaldi_native_io.FloatMatrixWriter(f"{form}:{tmp_path / 'feats.ark'}") as writer:
+        for key, matrix in FEATURES.items():
+            writer.write(key, matrix)
+    with kaldi_native_io.Int32VectorWriter(f"{form}:{tmp_path / 'ali.ark'}") as writer:
+        for key, vector in ALIGNMENT.items():
+            writer.write(key, vector.tolist())
+    found = read_ark(tmp_path / "feats.ark")
+    assert list(found) == list(FEATURES)
+    for key, matrix in FEATURES.items():
+        np.testing.assert_allclose(found[key], matrix, rtol=1e-5 if form == "ark,t" else 0.0)  # text has six digits
+    assert same(read_int_vectors(tmp_path / "ali.ark"), ALIGNMENT)
+
+
+def test_what_kaldiio_writes_is_read_here(tmp_path: Path) -> None:
+    kaldiio.save_ark(str(tmp_path / "feats.ark"), FEATURES, scp=str(tmp_path / "feats.scp"))
+    kaldiio.save_ark(str(tmp_path / "ali.ark"), ALIGNMENT)
+    assert same(read_ark(tmp_path / "feats.ark"), FEATURES)
+    assert same(read_int_vectors(tmp_path / "ali.ark"), ALIGNMENT)
+    for line in (tmp_path / "feats.scp").read_text().splitlines():
+        key, place = line.split()
+        assert np.array_equal(read_matrix(Entry(place, "feats.scp:1"), tmp_path), FEATURES[key])

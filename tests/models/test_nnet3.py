@@ -1,0 +1,136 @@
+"""nnet3 raw text: the same bits back, the form that Kaldi reads, and what cannot be exchanged."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from ngsgd.config import ModelConfig
+from ngsgd.errors import ConfigError, DataError
+from ngsgd.models.build import build_model
+from ngsgd.models.inputs import DataStatistics, Window
+from ngsgd.models.nnet3.network import describe, rebuild
+from ngsgd.models.nnet3.text import from_text, to_text, vector_from_text, vector_to_text
+
+WINDOW = Window(2, 1, 5)
+SHAPES = {
+    "relu": {}, "pnorm": {"pnorm_group": 4}, "relu-batchnorm": {"normalize": "batchnorm"},
+    "tdnn": {"tdnn_offsets": "-1,0,1 -1,0"}, "tdnn-batchnorm": {"tdnn_offsets": "-1,0,1 -1,0", "normalize": "batchnorm"},
+    "relu-lda": {"input_transform": "lda"}, "tdnn-lda": {"tdnn_offsets": "-1,0,1 -1,0", "input_transform": "lda"},
+}
+
+
+def trained(name: str) -> tuple[nn.Module, ModelConfig]:
+    """A model with numbers in every place, as after training."""
+    settings: dict[str, Any] = SHAPES[name]
+    config = ModelConfig(kind=name.partition("-")[0], num_layers=2, hidden_dim=8, **settings)
+    seen = 3 if config.kind == "tdnn" else 4
+    drawn = torch.randn(6, 5 * seen + 1, generator=torch.Generator().manual_seed(1))
+    transform = drawn if config.input_transform == "lda" else None
+    model = build_model(config, 20, 3, seed=0, window=WINDOW, statistics=DataStatistics(input_transform=transform))
+    generator = torch.Generator().manual_seed(2)
+    for entry in model.state_dict().values():
+        if entry.is_floating_point():
+            entry.normal_(0.0, 1.0, generator=generator).abs_()
+        else:
+            entry.fill_(7)
+    return model.eval(), config
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_models_come_back_with_the_same_bits(name: str) -> None:
+    model, config = trained(name)
+    text = to_text(describe(model, config, WINDOW))
+    made = rebuild(from_text(text))
+    assert made.window == WINDOW and made.num_classes == 3
+    before, after = model.state_dict(), made.model.state_dict()
+    assert list(before) == list(after)
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    x_ND = torch.randn(4, 20, generator=torch.Generator().manual_seed(3))
+    assert torch.equal(model(x_ND), made.model(x_ND))
+    assert to_text(describe(made.model, made.config, made.window)) == text
+
+
+def test_numbers_that_need_all_digits_come_back() -> None:
+    random = np.random.default_rng(0)
+    values = random.integers(0, 2**32, 5000, dtype=np.uint32).view(np.float32)
+    values = np.concatenate([values[np.isfinite(values)], np.float32([0.0, -0.0, 1e-45, 3.4028235e38])])
+    assert np.array_equal(vector_from_text(vector_to_text(values)).view(np.uint32), values.view(np.uint32))
+
+
+SAMPLE = """<Nnet3>\x20
+input-node name=input dim=2
+component-node name=tdnn1.affine component=tdnn1.affine input=Append(Offset(input, -1), input)
+component-node name=tdnn1.relu component=tdnn1.relu input=tdnn1.affine
+component-node name=tdnn1.batchnorm component=tdnn1.batchnorm input=tdnn1.relu
+component-node name=output.affine component=output.affine input=tdnn1.batchnorm
+component-node name=output.log-softmax component=output.log-softmax input=output.affine
+output-node name=output input=output.log-softmax objective=linear
+
+<NumComponents> 5\x20
+<ComponentName> tdnn1.affine <NaturalGradientAffineComponent> <MaxChange> 0.75 <LearningRate> 0.001 <LinearParams>  [
+  1 0 0.5 -1
+  0 2 0 0.25 ]
+<BiasParams>  [ 0.125 -0.25 ]
+<RankIn> 20 <RankOut> 80 <UpdatePeriod> 4 <NumSamplesHistory> 2000 <Alpha> 4 </NaturalGradientAffineComponent>\x20
+<ComponentName> tdnn1.relu <RectifiedLinearComponent> <Dim> 2 <ValueAvg>  [ ]
+<DerivAvg>  [ ]
+<Count> 0 <OderivRms>  [ ]
+<OderivCount> 0 <NumDimsSelfRepaired> 0 <NumDimsProcessed> 0 </RectifiedLinearComponent>\x20
+<ComponentName> tdnn1.batchnorm <BatchNormComponent> <Dim> 2 <BlockDim> 2 <Epsilon> 0.001 <TargetRms> 1 <TestMode> T <Count> 5 \
+<StatsMean>  [ 0.5 0.25 ]
+<StatsVar>  [ 1 2 ]
+</BatchNormComponent>\x20
+<ComponentName> output.affine <NaturalGradientAffineComponent> <MaxChange> 0.75 <LearningRate> 0.001 <LinearParams>  [
+  1 -1
+  0.5 3 ]
+<BiasParams>  [ 0 0.75 ]
+<RankIn> 20 <RankOut> 80 <UpdatePeriod> 4 <NumSamplesHistory> 2000 <Alpha> 4 </NaturalGradientAffineComponent>\x20
+<ComponentName> output.log-softmax <LogSoftmaxComponent> <Dim> 2 <ValueAvg>  [ ]
+<DerivAvg>  [ ]
+<Count> 0 <OderivRms>  [ ]
+<OderivCount> 0 <NumDimsSelfRepaired> 0 <NumDimsProcessed> 0 </LogSoftmaxComponent>\x20
+</Nnet3> """
+
+
+def test_a_sample_in_the_form_that_kaldi_reads_is_computed_and_written_as_it_stands() -> None:
+    """Tokens and their order are those of a file that nnet3-copy, nnet3-compute and nnet3-train have taken; numbers by hand."""
+    network = from_text(SAMPLE)
+    assert to_text(network) == SAMPLE
+    made = rebuild(network)
+    x = np.array([[1.0, 2.0], [3.0, -1.0]])           # frames -1 and 0
+    affine = np.array([1 * 1 + 0.5 * 3 - 1 * -1 + 0.125, 2 * 2 + 0.25 * -1 - 0.25])
+    y = (np.maximum(affine, 0.0) - [0.5, 0.25]) / np.sqrt(np.array([1.0, 2.0]) + 1e-3)
+    logits = np.array([y[0] - y[1], 0.5 * y[0] + 3 * y[1] + 0.75])
+    found = made.model(torch.from_numpy(x.reshape(1, -1)).float())
+    torch.testing.assert_close(found, torch.from_numpy(logits[None]).float(), rtol=1e-5, atol=1e-5)  # float32, a dozen operations
+
+
+def test_statistics_of_kaldi_and_other_settings_are_passed_over() -> None:
+    text = SAMPLE.replace("<Count> 0 <OderivRms>", "<Count> 12.5 <OderivRms>").replace("<MaxChange> 0.75 ", "<L2Regularize> 0.01 ")
+    text = text.replace("<ValueAvg>  [ ]", "<ValueAvg>  [ 0.5 0.5 ]").replace("NaturalGradientAffineComponent", "AffineComponent")
+    assert torch.equal(rebuild(from_text(text)).model.state_dict()["output.weight"], torch.tensor([[1.0, -1.0], [0.5, 3.0]]))
+
+
+@pytest.mark.parametrize(("settings", "reason"), [
+    ({"num_subclasses": 30}, "sums sub-classes"), ({"kind": "tdnnf"}, "bypass"), ({"prior_scale_power": -0.25}, "scales"),
+    ({"_target_": "my:Net"}, "your own")])
+def test_what_nnet3_has_no_component_for_is_refused_with_the_reason(settings: dict[str, Any], reason: str) -> None:
+    model, config = trained("relu")
+    with pytest.raises(ConfigError, match=reason):
+        describe(model, replace(config, **settings), WINDOW)
+
+
+@pytest.mark.parametrize(("old", "new", "reason"), [
+    ("Append(Offset(input, -1), input)", "Append(input, ReplaceIndex(ivector, t, 0))", "ReplaceIndex"),
+    ("RectifiedLinearComponent", "SigmoidComponent", "SigmoidComponent"), ("<TargetRms> 1", "<TargetRms> 0.5", "target-rms"),
+    ("<Nnet3>", "<Nnet>", "raw model"), ("  0.5 3 ]", "  0.5 ]", "LinearParams"),
+    ("name=output.affine component=output.affine", "name=output.affine component=missing", "missing")])
+def test_what_cannot_be_read_is_told_in_a_sentence(old: str, new: str, reason: str) -> None:
+    with pytest.raises(DataError, match=reason):
+        rebuild(from_text(SAMPLE.replace(old, new)))

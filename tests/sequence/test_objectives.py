@@ -1,0 +1,117 @@
+"""Sequence objectives against an enumeration of all paths, finite differences, and what they must be by definition."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from ngsgd.config import ObjectiveConfig
+from ngsgd.sequence.graph import StateGraph
+from ngsgd.sequence.objectives import Denominator, SequenceObjective
+from tests.reference.path_sums import enumerated
+from tests.sequence.graphs import random_graph
+
+LENGTHS = (4, 3)
+P = 3
+KINDS = ("mmi", "bmmi", "mpe", "smbr", "lfmmi")
+PHONES = np.array([0, 0, 1])
+SILENCE = np.array([True, False, False])
+assert_exact = partial(assert_close, rtol=0.0, atol=1e-9)  # float64 on both sides: rounding of a few sums
+
+
+def denominator() -> Denominator:
+    return Denominator(random_graph(4, leak=0.1), np.log([0.5, 0.3, 0.2]), PHONES, SILENCE)
+
+
+def problem() -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    y_NP = torch.randn(sum(LENGTHS), P, generator=generator, dtype=torch.float64).mul_(2.0).requires_grad_()
+    return y_NP, torch.tensor([0, 1, 2, 2, 1, 0, 2]), torch.tensor([-1.0, -2.0], dtype=torch.float64)
+
+
+def is_right(config: ObjectiveConfig, pdf: int, label: int) -> bool:
+    if SILENCE[pdf] and SILENCE[label]:
+        return config.one_silence_class
+    same = PHONES[pdf] == PHONES[label] if config.kind in ("mpe", "bmmi") else pdf == label
+    return bool(same) and (config.one_silence_class or not SILENCE[pdf])
+
+
+def by_enumeration(config: ObjectiveConfig, y_NP: np.ndarray, pdf_N: list[int], log_weight_B: list[float]) -> float:
+    """The objective, sequence by sequence, from its formula."""
+    graph = denominator().graph
+    log_softmax = y_NP - np.log(np.exp(y_NP).sum(axis=1, keepdims=True))
+    scores = y_NP if config.kind == "lfmmi" else config.acoustic_scale * (log_softmax - denominator().log_prior_P)
+    total, begin = 0.0, 0
+    for length, log_weight in zip(LENGTHS, log_weight_B, strict=True):
+        s_TP, labels = scores[begin:begin + length], pdf_N[begin:begin + length]
+        right_TP = np.array([[is_right(config, pdf, label) for pdf in range(P)] for label in labels], dtype=float)
+        if config.kind in ("mpe", "smbr"):
+            total += enumerated(graph, s_TP, right_TP)[2]
+        else:
+            cost_P = np.where(SILENCE, 0.1, 1.0)
+            against_TP = s_TP + (config.boost * (1.0 - right_TP) * cost_P if config.kind == "bmmi" else 0.0)
+            total += s_TP[np.arange(length), labels].sum() + log_weight - enumerated(graph, against_TP, right_TP)[0]
+        begin += length
+    smooth = log_softmax[np.arange(len(pdf_N)), pdf_N].sum()
+    if config.kind == "lfmmi":
+        return float(total + config.cross_entropy * smooth - 0.5 * config.output_l2 * np.square(y_NP).sum())
+    return float((1.0 - config.cross_entropy) * total + config.cross_entropy * smooth)
+
+
+@pytest.mark.parametrize("one_silence_class", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_objective_equals_an_enumeration_and_its_gradient_finite_differences(kind: str, one_silence_class: bool) -> None:
+    config = ObjectiveConfig(kind=kind, acoustic_scale=0.7, boost=0.5, cross_entropy=0.2, output_l2=0.01,
+                             one_silence_class=one_silence_class)
+    objective = SequenceObjective(config, denominator(), dtype=torch.float64)
+    y_NP, pdf_N, log_weight_B = problem()
+    loss = objective(y_NP, pdf_N, LENGTHS, log_weight_B)
+    expected = by_enumeration(config, y_NP.detach().numpy(), pdf_N.tolist(), log_weight_B.tolist())
+    assert_exact(float(loss.detach()), -expected)
+    assert torch.autograd.gradcheck(lambda y: objective(y, pdf_N, LENGTHS, log_weight_B), y_NP)
+
+
+def test_gradients_are_differences_of_posteriors() -> None:
+    """mmi: k (label - posterior), the posterior by enumeration; independent of automatic differentiation."""
+    config = ObjectiveConfig(kind="mmi", acoustic_scale=0.7)
+    y_NP, pdf_N, log_weight_B = problem()
+    SequenceObjective(config, denominator(), dtype=torch.float64)(y_NP, pdf_N, LENGTHS, log_weight_B).backward()
+    log_softmax = y_NP.detach().log_softmax(dim=1).numpy()
+    scores = 0.7 * (log_softmax - denominator().log_prior_P)
+    posterior = np.concatenate([enumerated(denominator().graph, part, part)[1] for part in np.split(scores, [4])])
+    by_score = 0.7 * (np.eye(P)[pdf_N.numpy()] - posterior)
+    by_output = by_score - np.exp(log_softmax) * by_score.sum(axis=1, keepdims=True)
+    assert y_NP.grad is not None
+    assert_exact(-y_NP.grad, torch.from_numpy(by_output))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sequence_without_a_path_counts_and_moves_nothing(kind: str) -> None:
+    """The other sequence has the derivative that it has alone."""
+    one = denominator()
+    initial = np.array([0.0, -np.inf, -np.inf, -np.inf])
+    graph = StateGraph(one.graph.pdf_S, np.array([0]), np.array([1]), np.zeros(1), initial, np.zeros(4))  # paths of one frame alone
+    blocked = Denominator(graph, one.log_prior_P, PHONES, SILENCE)
+    objective = SequenceObjective(ObjectiveConfig(kind=kind, output_l2=0.0), blocked)
+    y_NP = torch.randn(4, P, requires_grad=True)
+    pdf_N = torch.full((4,), int(one.graph.pdf_S[1]))
+    loss = objective(y_NP, pdf_N, (1, 3), torch.tensor([0.0, -math.inf], dtype=torch.float64))
+    loss.backward()
+    assert math.isfinite(float(loss.detach()))
+    assert y_NP.grad is not None
+    assert y_NP.grad.isfinite().all()
+    assert not y_NP.grad[1:].any()
+
+
+def test_float32_is_close_to_float64() -> None:
+    config = ObjectiveConfig(kind="smbr", cross_entropy=0.1)
+    y_NP, pdf_N, log_weight_B = problem()
+    values = [SequenceObjective(config, denominator(), dtype=dtype)(y_NP.to(dtype), pdf_N, LENGTHS, log_weight_B).double()
+              for dtype in (torch.float32, torch.float64)]
+    assert_close(values[0], values[1], rtol=1e-5, atol=1e-6)  # float32's 6e-8 over a few dozen operations
