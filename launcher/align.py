@@ -8,8 +8,9 @@ data and settings give the same file.
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -18,15 +19,15 @@ import numpy.typing as npt
 import torch
 
 from launcher import compose
-from launcher.final_model import log_likelihoods
-from launcher.run_folder import check_output_dir
+from launcher.final_model import load_final, log_likelihoods
+from launcher.run_folder import RunFolder, check_output_dir
 from ngsgd.asr import alignments, cache, corpus, forced_alignment
 from ngsgd.asr.corpus import Corpus
 from ngsgd.asr.forced_alignment import Realigned, States
 from ngsgd.config import ClusterConfig, DataConfig, ModelConfig, OuterConfig, RunConfig, ScheduleConfig
 from ngsgd.egs.archives import prepare_archives
 from ngsgd.egs.reader import EgsReader
-from ngsgd.errors import DataError
+from ngsgd.errors import ConfigError, DataError
 from ngsgd.models import build_model
 from ngsgd.schedules import Schedule
 from ngsgd.training.checkpoint import CheckpointStore, first_checkpoint
@@ -162,11 +163,45 @@ def to_file(overrides: Sequence[str], output: Path) -> None:
     """`ngsgd align`: makes the states of all frames with these settings and writes them."""
     config = compose.compose(overrides)
     check_output_dir(config)
-    cache_root = Path(config.data.cache_dir or Path(config.output_dir) / "data").absolute()
+    with _written(output):
+        alignments.write(output, alignments.read(make(config, _cache_root(config), print)).pdf_T)
+
+
+def with_model(run: Path, output: Path) -> None:
+    """`ngsgd align --model RUN`: the best path through every transcript's graph by a run's final model.
+
+    Every pronunciation of a word and every pause between words may be taken, so the labels fit the speech better than those
+    that the model learnt from.
+    """
+    folder = RunFolder.open(run)
+    config = compose.from_yaml(folder.config)
+    if config.data.corpus in ("digits", "fsdd"):
+        raise ConfigError(f"recipe={config.data.corpus} splices its speech from labelled recordings, which a model of the whole "
+                          "strings cannot label; use ngsgd align without --model.")
+    model, prior_P = load_final(folder)
+    with _written(output):
+        speech = corpus.prepare_unaligned(config.data, config.features, _cache_root(config), print)
+        sets = (speech.train, speech.valid, speech.test)
+        logliks = {utt_id: loglik_TP for one in sets for utt_id, loglik_TP in
+                   zip(one.frames.utt_ids, log_likelihoods(one, config.egs, model, prior_P), strict=True)}
+        before: States = {utt_id: pdf_T for one in sets
+                          for utt_id, pdf_T in zip(one.frames.utt_ids, one.split_pdfs(), strict=True)}
+        done = forced_alignment.realign(speech, before, logliks, config.align, config.data.oov)
+        states = {utt_id: pdf_T for utt_id, pdf_T in done.states.items() if utt_id not in done.lost}
+        print(f"align: {len(states)} utterances, {len(done.lost)} without a path left out; "
+              f"log-likelihood {-done.cost_per_frame:.3f} per frame")
+        alignments.write(output, states)
+
+
+def _cache_root(config: RunConfig) -> Path:
+    return Path(config.data.cache_dir or Path(config.output_dir) / "data").absolute()
+
+
+@contextlib.contextmanager
+def _written(output: Path) -> Iterator[None]:
+    """Says where the alignment is, or that there was no room for it."""
     try:
-        cache_root.mkdir(parents=True, exist_ok=True)
-        made = make(config, cache_root, print)
-        alignments.write(output, alignments.read(made).pdf_T)
+        yield
     except OSError as error:
         raise DataError(f"the alignment could not be written to {error.filename or output} ({error.strerror or error}); "
                         "make room, or choose another place.") from error

@@ -55,10 +55,18 @@ def align(arguments: Sequence[str]) -> int:
     parser = Parser("align")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="as for ngsgd train: recipe=fsdd data.source=PATH")
     parser.add_argument("--output", "-o", required=True, help="the file to write: .npz, or text lines \"utterance pdf pdf ...\"")
+    parser.add_argument("--model", metavar="RUN", help="label with the final model of this run, on its data and with its settings, "
+                                                       "in place of a flat start")
     options = parser.parse_intermixed_args(list(arguments))
+    if options.model and options.overrides:
+        raise ConfigError(f"--model takes the settings of its run; leave out {' '.join(options.overrides)}.")
+    run = find_run(options.model) if options.model else None
     from launcher import align as service
 
-    service.to_file(options.overrides, Path(options.output))
+    if run:
+        service.with_model(run, Path(options.output))
+    else:
+        service.to_file(options.overrides, Path(options.output))
     return EXIT_OK
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from launcher import compose
 from launcher.cli import main
 from ngsgd.asr import alignments
 from tests.asr.made_up_speech import write_data, write_yesno
@@ -50,6 +51,24 @@ def test_recipe_yesno_trains_from_a_flat_start_and_recognises_words(yesno: Path,
     assert names == {*tables, "lattices", "wer.json"}
     assert len(list((decode / "lattices").glob("*.lat.txt"))) == 12
     assert found["frames"]["test"]["accuracy"] > 0.7  # type: ignore[index]
+
+    (run,) = (path.parent for path in tmp_path.glob("*/decode"))
+    assert main(["align", "--model", str(run), "--output", str(tmp_path / "again.npz")]) == 0
+    again, (first,) = alignments.read(tmp_path / "again.npz").pdf_T, tmp_path.glob("data/ali-*.npz")
+    before = alignments.read(first).pdf_T
+    assert again.keys() == before.keys()
+    same = sum(int((again[utt_id] == before[utt_id]).sum()) for utt_id in again) / sum(map(len, again.values()))
+    assert 0.7 < same < 1.0  # the network moves edges of states, and nothing else where it recognises every word
+
+
+def test_a_model_labels_with_the_settings_of_its_run_or_is_refused(yesno: Path, tmp_path: Path,
+                                                                   capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["align", "--model", str(tmp_path), "recipe=yesno", "--output", f"{tmp_path}/ali.npz"]) == 2
+    assert "--model takes the settings of its run; leave out recipe=yesno." in capsys.readouterr().err
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text(compose.to_yaml(compose.compose(["recipe=digits"])))
+    assert main(["align", "--model", f"{tmp_path}/run", "--output", f"{tmp_path}/ali.npz"]) == 2
+    assert "recipe=digits splices its speech from labelled recordings" in capsys.readouterr().err
 
 
 def test_own_data_directories_become_a_model(tmp_path: Path) -> None:

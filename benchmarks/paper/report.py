@@ -1,0 +1,107 @@
+"""Figures and tables out of what benchmarks/paper/results holds."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections import defaultdict
+from pathlib import Path
+
+from benchmarks.paper import clock
+from benchmarks.paper.cells import JOBS, METHODS, OUTERS, REMEDIES, TASKS
+from benchmarks.paper.runs import Line, best_rates, known
+from launcher import curves
+
+Group = dict[tuple[str, str, int], list[Line]]   # by method, outer optimiser, number of jobs
+_STYLES = {"online-ng": "-", "sgd": "--", "simple-ng": ":"}
+
+
+def write(docs: Path) -> None:
+    """The figures, and the tables between their markers in docs/results.md."""
+    page = docs / "results.md"
+    text = page.read_text(encoding="utf-8")
+    for task in TASKS:
+        group = _by_setting(task)
+        if not group:
+            continue
+        _draw(task, group, docs / f"results-{task}.png")
+        text = _between(text, f"{task} rates", _rates(task))
+        for name, key, digits in (("objf", "valid_objf", 3), ("wer", "wer_percent", 2), ("clipped", "clipped", 2)):
+            text = _between(text, f"{task} {name}", _table(group, key, digits))
+    page.write_text(text, encoding="utf-8")
+
+
+def _by_setting(task: str) -> Group:
+    """The runs at each method's best rate."""
+    rates = best_rates(task, tuple(METHODS))
+    group: Group = defaultdict(list)
+    for line in known(task).values():
+        if line["rate"] == rates.get(line["method"]) and "diverged" not in line:
+            group[line["method"], line["outer"], line["num_jobs"]].append(line)
+    return group
+
+
+def _between(text: str, name: str, table: str) -> str:
+    begin, end = f"<!-- {name} -->", "<!-- end -->"
+    return re.sub(f"{re.escape(begin)}.*?{end}", lambda _: f"{begin}\n\n{table}\n\n{end}", text, flags=re.DOTALL)
+
+
+def _table(group: Group, key: str, digits: int) -> str:
+    """Rows by method and outer optimiser, columns by number of jobs: mean (lowest to highest)."""
+    jobs = [num_jobs for num_jobs in JOBS if any(setting[2] == num_jobs for setting in group)]
+    rows = [f"| method | outer | {' | '.join(map(str, jobs))} |", "|---" * (2 + len(jobs)) + "|"]
+    for method in METHODS:
+        for outer in (*OUTERS, *REMEDIES):
+            cells = [group.get((method, "average" if num_jobs == 1 else outer, num_jobs), []) for num_jobs in jobs]
+            if any(cell for cell, num_jobs in zip(cells, jobs, strict=True) if num_jobs > 1) or (outer == "average" and any(cells)):
+                rows.append(f"| {method} | {outer} | {' | '.join(_spread(cell, key, digits) for cell in cells)} |")
+    return "\n".join(rows)
+
+
+def _spread(lines: list[Line], key: str, digits: int) -> str:
+    values = [line[key] for line in lines]
+    if not values:
+        return ""
+    mean = f"{statistics.fmean(values):.{digits}f}"
+    return mean if len(values) == 1 else f"{mean} ({min(values):.{digits}f} to {max(values):.{digits}f})"
+
+
+def _rates(task: str) -> str:
+    """The search for the learning rates: valid objf of seed 0 with one job."""
+    found = {(line["method"], line["rate"]): line for line in known(task).values()
+             if line["num_jobs"] == 1 and line["seed"] == 0 and line["outer"] == "average"}
+    rates = sorted({rate for _, rate in found})
+    rows = [f"| method | {' | '.join(f'{rate:g}' for rate in rates)} |", "|---" * (1 + len(rates)) + "|"]
+    for method in METHODS:
+        values = [found.get((method, rate)) for rate in rates]
+        if any(values):
+            rows.append(f"| {method} | " + " | ".join("" if line is None else "diverged" if "diverged" in line
+                                                      else f"{line['valid_objf']:.3f}" for line in values) + " |")
+    return "\n".join(rows)
+
+
+def _draw(task: str, group: Group, path: Path) -> None:
+    """Figure 1: valid objf against frames, and against the time on as many cores as there are jobs."""
+    figure = curves.new_figure(11.0, 4.8)
+    left, right = figure.subplots(1, 2, sharey=True)
+    colours = dict(zip(JOBS, curves.RUN_COLOURS, strict=True))
+    for (method, outer, num_jobs), lines in sorted(group.items()):
+        if outer != ("average" if num_jobs == 1 else "sqrt-gain") or method not in ("online-ng", "sgd"):
+            continue
+        line = min(lines, key=lambda one: one["seed"])
+        frames, objf = [point[0] / 1e6 for point in line["curve"]], [point[2] for point in line["curve"]]
+        how = {"color": colours[num_jobs], "linestyle": _STYLES[method], "linewidth": 1.6}
+        left.plot(frames, objf, label=f"{num_jobs} {'NG' if method == 'online-ng' else 'SGD'}", **how)
+        job_s = clock.seconds_per_job(task, method)
+        if job_s is not None:
+            minutes = line["outer_iters"] * (job_s + line["average_s"]) / 60
+            right.plot([minutes * frame / frames[-1] for frame in frames], objf, **how)
+    curves.label(left, "By data", "valid objf, nats per frame", legend="lower right")
+    left.set_xlabel("frames processed (millions)")
+    right.set_title("By time, a core for each job")
+    right.set_xscale("log")
+    right.set_xlabel("minutes (simulated: see the text)")
+    every = [point[2] for lines in group.values() for line in lines for point in line["curve"][-1:]]
+    left.set_ylim(min(every) - 0.25, max(every) + 0.05)
+    figure.suptitle(f"{task}: natural gradient (solid) and plain SGD (dashed), gain sqrt(N)", fontsize=12)
+    curves.save(figure, path)

@@ -1,0 +1,88 @@
+"""Runs cells that have not been run, and keeps what they gave in one line of JSON each."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks.paper.cells import NEEDS_SOURCE, Cell, grid
+from ngsgd.errors import DivergenceError
+from ngsgd.files import read_json_lines
+
+RESULTS = Path(__file__).parent / "results"
+_POINTS = 60   # of a learning curve that are kept
+
+Line = dict[str, Any]
+
+
+def known(task: str) -> dict[str, Line]:
+    """Results so far, by the cells' keys."""
+    path = RESULTS / f"{task}.jsonl"
+    return {line["key"]: line for line in read_json_lines(path)} if path.exists() else {}
+
+
+def best_rates(task: str, methods: tuple[str, ...]) -> dict[str, float]:
+    """Of each method whose search is complete, by valid objf."""
+    done, rates = known(task), {}
+    for method in methods:
+        lines = [done[cell.key()] for cell in grid(task, (method,)) if cell.key() in done]
+        finished = [line for line in lines if "diverged" not in line]
+        if finished:
+            rates[method] = max(finished, key=lambda line: line["valid_objf"])["rate"]
+    return rates
+
+
+def run_all(cells: Iterable[Cell], work: Path, source: str) -> None:
+    """Runs what is missing, one after another; Ctrl-C loses the run that is under way and nothing else."""
+    for cell in cells:
+        if cell.key() in known(cell.task):
+            continue
+        line = {"key": cell.key(), **asdict(cell), "commit": _commit(), **_run(cell, work, source)}
+        print({name: value for name, value in line.items() if name != "curve"}, flush=True)
+        RESULTS.mkdir(exist_ok=True)
+        with (RESULTS / f"{cell.task}.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def _run(cell: Cell, work: Path, source: str) -> Line:
+    folder = work / cell.key()
+    shutil.rmtree(folder, ignore_errors=True)
+    words = [f"data.source={source}"] if cell.task in NEEDS_SOURCE else []
+    done = subprocess.run([sys.executable, "-m", "launcher", "train", "--quiet", *cell.settings(), *words, f"output_dir={folder}",
+                           f"data.cache_dir={work / 'data'}", f"tracking.uri=sqlite:///{work / 'mlflow.db'}"],
+                          check=False, stdout=subprocess.DEVNULL)
+    try:
+        if done.returncode == DivergenceError.exit_code:
+            return {"diverged": True}
+        done.check_returncode()
+        (events,) = folder.glob("*/events.jsonl")
+        return _summary(read_json_lines(events), json.loads((events.parent / "decode" / "wer.json").read_text(encoding="utf-8")))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _summary(events: list[Line], wer: Line) -> Line:
+    steps = [event for event in events if event["event"] == "outer_iteration"]
+    (report,) = [event for event in events if event["event"] == "finished"]
+    kept = steps[::max(1, len(steps) // _POINTS)]
+    kept += steps[-1:] if kept[-1] is not steps[-1] else []
+    return {"frames": report["frames_processed"], "outer_iters": len(steps),
+            "train_objf": round(report["train"]["objf"], 5), "valid_objf": round(report["valid"]["objf"], 5),
+            "valid_accuracy": report["valid"]["accuracy"], "wer": report["wer"], "wer_percent": report["wer_percent"],
+            "valid_wer": report["valid_wer"], "interval": wer["test_interval_95"],
+            "average_s": round(statistics.median(step["average_s"] for step in steps), 4),
+            "clipped": round(statistics.fmean(step["max_change_share"] for step in steps), 4),
+            "curve": [[step["frames_processed"], round(step["train"]["objf"], 4), round(step["valid"]["objf"], 4)]
+                      for step in kept]}
+
+
+def _commit() -> str:
+    return subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=RESULTS.parent, capture_output=True, text=True,
+                          check=True).stdout.strip()
