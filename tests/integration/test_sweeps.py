@@ -17,7 +17,6 @@ _LAUNCHERS = {
     "basic": [],
     "joblib": ["hydra.launcher.n_jobs=2"],
     "submitit_local": ["hydra.launcher.timeout_min=5"],
-    "ray": ["hydra.launcher.ray.init.address=local", "+hydra.launcher.ray.init.include_dashboard=false"],
 }
 
 
