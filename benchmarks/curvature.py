@@ -6,13 +6,15 @@
 
 Each cell is a line of the file as soon as it is measured, and is not measured again; `table` prints them all.  Times are processor
 times of one thread; a ratio is the median of ratios of neighbouring runs (plain, ours, plain, BackPACK's), with its quartiles.
-Memory is what the process grew by at its peak, in a process of its own that returns freed memory at once.  What BackPACK does not
-have is measured alone; BackPACK is taken if `backpack-for-pytorch` is installed.
+Memory is what the first pass of a fresh process adds to its resident set at the peak, code that is loaded then included; freed
+memory is returned at once.  What BackPACK does not have is measured alone; BackPACK is taken if `backpack-for-pytorch` is
+installed.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import resource
@@ -171,15 +173,12 @@ def _peak_of(net: str, side: str, quantity: str) -> float:
 
 
 def peak(net: str, side: str, quantity: str) -> None:
-    """Prints the growth of the resident set in MiB."""
+    """Prints the growth of the resident set in MiB, by the first pass of a process."""
     torch.set_num_threads(1)
-    make = PeerWork if side == "theirs" else Work
-    work, small = make(NETS[net], batch_of(net, quantity)), make(NETS[net], 1)
-    run, warm = (one.plain if side == "plain" else partial(getattr(one, side), quantity) for one in (work, small))
-    warm()  # libraries and code
-    small.clear()
+    work = (PeerWork if side == "theirs" else Work)(NETS[net], batch_of(net, quantity))
+    importlib.import_module("torch._dynamo")   # 36 MiB that every optimiser of torch brings, and some quantities without one
     before = _resident_mib()
-    found = run()
+    found = work.plain() if side == "plain" else getattr(work, side)(quantity)
     print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024 - before)
     del found
 

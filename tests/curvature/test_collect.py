@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -241,31 +242,67 @@ def test_it_works_with_natural_gradient_layers_and_refuses_to_send_vectors_throu
     optimizer.detach()
 
 
-def test_a_replica_under_distributed_data_parallel_names() -> None:
-    class Wrapper(nn.Module):  # DDP's way of holding a module
-        def __init__(self, module: nn.Module) -> None:
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_replica_of_distributed_data_parallel(tmp_path: Path, inside: bool) -> None:
+    """Of the process's own samples, by the inner module's names or the wrapper's."""
+    model, x, y = _net()
+    with collect(model, "variance", "diag_ggn", "kflr", loss_fn=CE) as plain:
+        CE(model(x), y).backward()
+    model.zero_grad()
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        replica = nn.parallel.DistributedDataParallel(model)
+        with collect(model if inside else replica, "variance", "diag_ggn", "kflr", loss_fn=CE) as q:
+            CE(replica(x), y).backward()
+    finally:
+        torch.distributed.destroy_process_group()
+    for name in plain:
+        of = q[name if inside else f"module.{name}"]
+        close(of.variance, plain[name].variance)
+        close(of.diag_ggn, plain[name].diag_ggn)
+        close(of.kflr.B_OO, plain[name].kflr.B_OO)
+
+
+def test_a_model_that_transforms_functions_between_its_layers() -> None:
+    class Quadratic(nn.Module):
+        """The gradient of a function of the activations, for each sample."""
+
+        def __init__(self, inner: nn.Module, *, transformed: bool) -> None:
             super().__init__()
-            self.module = module
+            self.inner, self.transformed = inner, transformed
 
         def forward(self, x: Tensor) -> Tensor:
-            y: Tensor = self.module(x)
-            return y
+            z_NC: Tensor = self.inner(x)
+            if not self.transformed:
+                return z_NC + 0.5  # which is the gradient below
+            slope_NC: Tensor = torch.func.vmap(torch.func.grad(lambda z: (z.square().sum() + z.sum()) / 2))(z_NC)
+            return slope_NC
 
     model, x, y = _net()
-    wrapped = Wrapper(model)
-    with collect(model, "variance", loss_fn=CE) as q:  # the inner module's names
-        CE(wrapped(x), y).backward()
-    assert set(q) == {"0.weight", "0.bias", "2.weight", "2.bias"}
+    found = []
+    for transformed in (True, False):
+        whole = Quadratic(model, transformed=transformed)
+        with collect(whole, "variance", "diag_ggn", "kflr", loss_fn=CE) as q:
+            CE(whole(x), y).backward()
+        found.append(q)
+    for name in found[1]:
+        close(found[0][name].variance, found[1][name].variance)
+        close(found[0][name].diag_ggn, found[1][name].diag_ggn)
+        close(found[0][name].kflr.B_OO, found[1][name].kflr.B_OO)
 
 
 @pytest.mark.parametrize("compiled", ["wrapped", "in place"])
 def test_a_compiled_model_is_refused(compiled: str) -> None:
-    model, _, _ = _net()
+    model, x, y = _net()
     whole: nn.Module = torch.compile(model, backend="eager") if compiled == "wrapped" else model  # type: ignore[assignment]
     if compiled == "in place":
         model.compile(backend="eager")
     with pytest.raises(ConfigError, match=r"torch\.compile"):
         collect(whole, "variance", loss_fn=CE)
+    if compiled == "wrapped":   # what was compiled can be collected on
+        with collect(model, "variance", loss_fn=CE) as q:
+            CE(model(x), y).backward()
+        assert q["0.weight"].variance.shape == (6, 5)
 
 
 def test_a_layer_inside_of_a_transform_is_refused() -> None:
