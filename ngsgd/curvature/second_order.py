@@ -110,7 +110,7 @@ class SecondOrder:
             self._accumulation.keep(signal, fresh)
 
     def _send_averages(self, view: losses.Evaluation, num_samples: int) -> None:
-        fresh, calls = Fresh(), dict(self._capture.open_calls)
+        calls = dict(self._capture.open_calls)
         with torch.no_grad(), self._capture.paused():
             G_DD = output_moment(view, num_samples)
             found = recursion(G_DD, get_gradient_edge(view.output), calls, num_samples, self._options.max_floats,
@@ -121,8 +121,7 @@ class SecondOrder:
                     raise ConfigError(f"layer {call.layer} has no Kronecker factors for kfra; leave it out by layers=.")
                 name = call.weight or call.bias
                 assert name is not None
-                fresh.add(name, "factors", factor_of(call, of_output_DD, self._options.sharing))
-            self._accumulation.keep("averages", fresh)
+                self._accumulation.sums[name].B_OO["averages"].add_sum(factor_of(call, of_output_DD, self._options.sharing))
 
     def _derivative(self, output: Tensor, upstream: Tensor, again: Callable[[Tensor], Tensor]) -> Tensor:
         """Of the loss with respect to the network's output."""
