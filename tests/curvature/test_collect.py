@@ -267,3 +267,20 @@ def test_records_of_a_layer_used_twice() -> None:
     expected = model.get_parameter("shared.weight").grad
     assert expected is not None
     close(gradient, expected)
+
+
+def test_what_is_read_between_passes_does_not_change_afterwards() -> None:
+    model, x, y = _net()
+    with collect(model, "kflr", "kfac_emp", "variance", "diag_ggn", loss_fn=CE) as q:
+        CE(model(x), y).backward()
+        of = q["0.weight"]
+        read = [*of.kflr, of.kfac_emp.B_OO, of.variance, of.diag_ggn]
+        copies = [value.clone() for value in read]
+        CE(model(2.0 * x), y).backward()
+    with collect(model, "kflr", "kfac_emp", "variance", "diag_ggn", loss_fn=CE) as alone:
+        CE(model(x), y).backward()
+    of = alone["0.weight"]
+    for value, copy, expected in zip(read, copies, [*of.kflr, of.kfac_emp.B_OO, of.variance, of.diag_ggn], strict=True):
+        assert torch.equal(value, copy)
+        close(value, expected)
+    assert not torch.equal(q["0.weight"].kflr.B_OO, read[0])
