@@ -6,13 +6,15 @@
 
 Each cell is a line of the file as soon as it is measured, and is not measured again; `table` prints them all.  Times are processor
 times of one thread; a ratio is the median of ratios of neighbouring runs (plain, ours, plain, BackPACK's), with its quartiles.
-Memory is what the process grew by at its peak, in a process of its own that returns freed memory at once.  What BackPACK does not
-have is measured alone; BackPACK is taken if `backpack-for-pytorch` is installed.
+Memory is what the first pass of a fresh process adds to its resident set at the peak, code that is loaded then included; freed
+memory is returned at once.  What BackPACK does not have is measured alone; BackPACK is taken if `backpack-for-pytorch` is
+installed.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import resource
@@ -57,9 +59,11 @@ class Work:
         torch.manual_seed(0)
         self.model, self.loss_fn = net.build(), nn.CrossEntropyLoss()
         self.x, self.y = torch.randn(batch, *net.input_shape), torch.randint(net.num_classes, (batch,))
+        self.found: Any = None   # results stay until the next run, as BackPACK's stay on the parameters
         self.vectors = {name: torch.randn(1, *p.shape) for name, p in self.model.named_parameters()}
 
     def clear(self) -> None:
+        self.found = None
         for p in self.model.parameters():
             p.grad = None
             for name in list(vars(p)):
@@ -69,12 +73,12 @@ class Work:
         self.clear()
         self.loss_fn(self.model(self.x), self.y).backward()
 
-    def ours(self, quantity: str) -> dict[str, Any]:
+    def ours(self, quantity: str) -> None:
         self.clear()
         with collect(self.model, quantity, loss_fn=self.loss_fn, sharing="backpack") as q:
             self.loss_fn(self.model(self.x), self.y).backward()
         found = {name: getattr(q[name], quantity) for name in q}
-        return {name: product(self.vectors[name]) for name, product in found.items()} if quantity in PRODUCTS else found
+        self.found = {name: product(self.vectors[name]) for name, product in found.items()} if quantity in PRODUCTS else found
 
 
 class PeerWork(Work):
@@ -85,14 +89,14 @@ class PeerWork(Work):
         import backpack
         self.model, self.loss_fn = backpack.extend(self.model), backpack.extend(self.loss_fn)
 
-    def theirs(self, quantity: str) -> list[Any]:
+    def theirs(self, quantity: str) -> None:
         from backpack import backpack, extensions
         self.clear()
         extension = getattr(extensions, PEER[quantity])()
         with backpack(extension):
             self.loss_fn(self.model(self.x), self.y).backward()
-        return [getattr(p, extension.savefield)(self.vectors[name]) for name, p in self.model.named_parameters()
-                if quantity in PRODUCTS]
+        self.found = [getattr(p, extension.savefield)(self.vectors[name]) for name, p in self.model.named_parameters()
+                      if quantity in PRODUCTS]
 
 
 def has_peer() -> bool:
@@ -142,7 +146,7 @@ def measure_times(figures: Figures, net: str, quantity: str, rounds: int) -> Non
     torch.set_num_threads(1)
     batch = batch_of(net, quantity)
     work = Work(NETS[net], batch)
-    runs: dict[str, Callable[[], object]] = {"ours": partial(work.ours, quantity)}
+    runs: dict[str, Callable[[], object]] = {"ours": partial(Work(NETS[net], batch).ours, quantity)}
     if "theirs" in sides(net, quantity):
         runs["theirs"] = partial(PeerWork(NETS[net], batch).theirs, quantity)
     ratios: dict[str, list[float]] = {side: [] for side in runs}
@@ -171,17 +175,16 @@ def _peak_of(net: str, side: str, quantity: str) -> float:
 
 
 def peak(net: str, side: str, quantity: str) -> None:
-    """Prints the growth of the resident set in MiB."""
+    """Prints the growth of the resident set in MiB, by the first pass of a process."""
     torch.set_num_threads(1)
-    make = PeerWork if side == "theirs" else Work
-    work, small = make(NETS[net], batch_of(net, quantity)), make(NETS[net], 1)
-    run, warm = (one.plain if side == "plain" else partial(getattr(one, side), quantity) for one in (work, small))
-    warm()  # libraries and code
-    small.clear()
+    work = (PeerWork if side == "theirs" else Work)(NETS[net], batch_of(net, quantity))
+    importlib.import_module("torch._dynamo")   # 36 MiB that every optimiser of torch brings, and some quantities without one
     before = _resident_mib()
-    found = run()
+    if side == "plain":
+        work.plain()
+    else:
+        getattr(work, side)(quantity)
     print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024 - before)
-    del found
 
 
 def _resident_mib() -> float:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ngsgd.curvature.capture import Call
 from ngsgd.curvature.inputs import Inputs
-from ngsgd.curvature.kronecker import input_moment, output_rows
+from ngsgd.curvature.kronecker import add_inputs, output_rows
 from ngsgd.curvature.quantities import SIGNALS, Fresh, Options, Sums
 from ngsgd.curvature.rows import Lookup, Mixed, Outer, Sum, Written
 from ngsgd.errors import ConfigError
@@ -55,7 +55,7 @@ class Accumulation:
         """Adds what one block of vectors says of a parameter."""
         forms = self.forms[signal]
         if "factors" in forms:
-            self._take_factors(name, share, fresh)
+            self._take_factors(name, signal, share)
         if "individual" in forms:
             g_VNP = share.individual(0, share.num_samples)
             fresh.append(name, "individual", g_VNP)
@@ -71,29 +71,24 @@ class Accumulation:
         elif "squares" in forms:
             fresh.add(name, "squares", share.sum_of_squares(signs_VN))
 
-    def _take_factors(self, name: str, share: Whole, fresh: Fresh) -> None:
+    def _take_factors(self, name: str, signal: str, share: Whole) -> None:
         if isinstance(share, Sum) and name in self.weight_of:
             return  # the weight's
         if (isinstance(share, Sum) and name not in self._weights) or (isinstance(share, Outer) and share.groups == 1):
-            fresh.grams[name, "factors"].add(output_rows(share.e_VNTO, self._options.sharing))
+            self.sums[name].B_OO[signal].add(output_rows(share.e_VNTO, self._options.sharing))
         else:
             raise ConfigError(f"parameter {name} has no Kronecker factors: they are defined for Linear, Conv1d, Conv2d and "
                               "Conv3d without groups and for the products of recurrent and attention layers; leave its layer "
                               "out by layers=.")
 
     def take_inputs(self, name: str, inputs: Inputs) -> None:
-        """The input factor A of a weight, for all signals: the mean over rows, also over those of earlier backward passes."""
-        moment_II, num_rows = input_moment(inputs, self._options.sharing)
+        """What the input factor A of a weight is made of, for all signals."""
         sums = self.sums[name]
-        A_II = moment_II.div_(num_rows)
-        if sums.A_II is not None:
-            share = num_rows / (sums.num_rows + num_rows)
-            A_II = sums.A_II.lerp_(A_II, share)
-        sums.A_II, sums.num_rows = A_II, sums.num_rows + num_rows
+        sums.num_rows += add_inputs(sums.moment_II, inputs, self._options.sharing)
 
     def keep(self, signal: str, fresh: Fresh) -> None:
         """What a whole backward pass found joins what others did: samples end to end, sums added."""
-        for (name, form), value in fresh.all().items():
+        for (name, form), value in fresh.found.items():
             found, key = self.sums[name].found, (signal, form)
             if key not in found:
                 found[key] = value

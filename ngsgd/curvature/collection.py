@@ -77,6 +77,7 @@ class Collection(Mapping[str, Quantities]):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._capture.close()
+        self._capture.forget_listeners()
         self._second_order.close()
         if self._handle is not None:
             self._handle.remove()

@@ -11,6 +11,7 @@ Letters: N samples, D elements of an operation's output per sample, T positions,
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch.autograd.graph import GradientEdge
 
 from ngsgd.curvature.capture import Call
 from ngsgd.curvature.graph import describe, is_constant, is_elementwise, nodes_between, paths
+from ngsgd.curvature.layers import Affine
 from ngsgd.curvature.losses import Evaluation
 from ngsgd.errors import ConfigError
 
@@ -37,9 +39,9 @@ def output_moment(view: Evaluation, num_samples: int) -> Tensor:
     return total
 
 
-def recursion(G_DD: Tensor, output: GradientEdge, calls: dict[Call, GradientEdge], num_samples: int,
-              max_floats: int) -> dict[Call, Tensor]:
-    """(D x D of the output of each call), from that of the network's output.
+def recursion(G_DD: Tensor, output: GradientEdge, calls: dict[Call, GradientEdge], num_samples: int, max_floats: int,
+              parameters: Mapping[str, Tensor]) -> dict[Call, Tensor]:
+    """(D x D of the output of each call), from that of the network's output; parameters by their names.
 
     Raises:
         ConfigError: the network is no chain (a residual sum), or an operation is too large for a D x D matrix.
@@ -64,13 +66,21 @@ def recursion(G_DD: Tensor, output: GradientEdge, calls: dict[Call, GradientEdge
             raise ConfigError(f"kfra needs a matrix of {D} x {D} numbers at the input of {describe(edge.node)}; ask for kfac "
                               "or kflr, or "
                               f"raise max_floats above {D * D}.")
-        G_DD = _through(G_DD, edge, inputs[0], num_samples)
+        weight_OI = _weight_of(call_at.get(edge), edge, parameters)
+        G_DD = _through(G_DD, edge, inputs[0], num_samples) if weight_OI is None else weight_OI.T @ G_DD @ weight_OI
         edge = inputs[0]
     missed = [call.layer for call in calls if call not in found]
     if missed:
         raise ConfigError(f"kfra goes back through a chain of operations, which does not pass layer {missed[0]}; ask for kfac "
                           "or kflr.")
     return found
+
+
+def _weight_of(call: Call | None, edge: GradientEdge, parameters: Mapping[str, Tensor]) -> Tensor | None:
+    """The Jacobian of a plain product of rows; None for anything else, whose Jacobian autograd knows."""
+    if call is None or call.weight is None or not isinstance(call.kind, Affine) or call.input.ndim > 2:
+        return None
+    return parameters[call.weight].detach() if edge.node.name() in ("AddmmBackward0", "MmBackward0") else None
 
 
 def _shape(edge: GradientEdge) -> torch.Size:
@@ -91,7 +101,7 @@ def _through(G_DD: Tensor, edge: GradientEdge, source: GradientEdge, num_samples
     N = num_samples
     if is_elementwise(edge.node):
         slope_ND = _pulled(torch.ones(N, len(G_DD), dtype=G_DD.dtype, device=G_DD.device), edge, source, N)
-        return G_DD * (slope_ND.T @ slope_ND / N)
+        return (slope_ND.T @ (slope_ND / N)).mul_(G_DD)
     if is_constant(edge.node):
         half_DE = _all_rows(G_DD, edge, source, N)
         return _all_rows(half_DE.T, edge, source, N).T
@@ -123,6 +133,8 @@ def factor_of(call: Call, G_DD: Tensor, sharing: str) -> Tensor:
     shape = (1, *call.output_shape[1:]) if len(G_DD) == call.output_shape[1:].numel() else None
     if shape is None:
         raise ConfigError(f"kfra needs one row per sample and position in layer {call.layer}; ask for kfac or kflr.")
+    if isinstance(call.kind, Affine) and len(shape) == 2:
+        return G_DD  # a single position
     once = call.kind.derivative_rows(G_DD.view(-1, *shape), 1)[:, 0]                        # D x T x O
     T, O_ = once.shape[1:]
     twice = call.kind.derivative_rows(once.reshape(-1, T * O_).T.reshape(-1, *shape), 1)    # (T O) x 1 x T x O

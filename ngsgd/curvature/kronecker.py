@@ -38,7 +38,12 @@ class Kronecker(NamedTuple):
 
 
 class Gram:
-    """The sum of x x^T over rows that come in blocks, times a scale, as few large products."""
+    """The sum of x x^T over rows that come in blocks, times a scale, as few large products, none before it is needed or rows
+    are many.
+
+    Rows that wait are far smaller than their sum; so an output layer's, of a minibatch smaller than its input, wait for the end of
+    the backward pass, whose memory is free by then.
+    """
 
     def __init__(self, scale: float = 1.0) -> None:
         self._scale = scale
@@ -47,14 +52,19 @@ class Gram:
         self._total_DD: Tensor | None = None
 
     def add(self, x_XD: Tensor) -> None:
-        """Takes rows in; they wait as long as they are few, and fewer than the rows of their sum."""
-        self._waiting.append(x_XD)
+        """Takes rows in."""
         self._num_waiting += x_XD.shape[0]
-        if self._num_waiting >= min(x_XD.shape[1], _WAITING // x_XD.shape[1]):
+        is_many = self._num_waiting >= min(x_XD.shape[1], _WAITING // x_XD.shape[1])
+        self._waiting.append(x_XD if is_many else x_XD.clone())   # for they may be of memory that is written again
+        if is_many:
             self._multiply()
 
+    def add_sum(self, sum_DD: Tensor) -> None:
+        """Takes a sum in, which becomes this one's."""
+        self._total_DD = sum_DD if self._total_DD is None else self._total_DD.add_(sum_DD)
+
     def total(self) -> Tensor:
-        """D x D of all rows so far."""
+        """D x D of all rows so far; more rows change it."""
         if self._waiting:
             self._multiply()
         assert self._total_DD is not None
@@ -100,18 +110,25 @@ def add_gram(x_XD: Tensor, total_DD: Tensor, keep: float = 1.0, scale: float = 1
 
 def input_moment(inputs: Inputs, sharing: str) -> tuple[Tensor, int]:
     """(sum of a a^T, number of rows that it counts); A is their quotient."""
+    total = Gram()
+    num_rows = add_inputs(total, inputs, sharing)
+    return total.total(), num_rows
+
+
+def add_inputs(total: Gram, inputs: Inputs, sharing: str) -> int:
+    """Adds a a^T to a sum; the number of rows that it counts."""
     N, T = inputs.num_samples, inputs.num_positions
     num_rows = N * T if sharing == "expand" else N
     if sharing != "reduce" and isinstance(inputs, Patches) and inputs.overlap:
-        return _overlapping_moment(inputs), num_rows
-    total = Gram()
+        total.add_sum(_overlapping_moment(inputs))
+        return num_rows
     size = max(1, (1 << 20) // (T * inputs.width))
     for first in range(0, N, size):
         a_NTI = inputs.rows(first, min(first + size, N))
         if sharing == "reduce" and T > 1:
             a_NTI = a_NTI.mean(dim=1, keepdim=True)
         total.add(a_NTI.flatten(0, 1) if a_NTI.shape[0] > 1 else a_NTI[0])
-    return total.total(), num_rows
+    return num_rows
 
 
 def _overlapping_moment(inputs: Patches) -> Tensor:

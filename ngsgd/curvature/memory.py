@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import mmap
 from collections.abc import Callable
 
@@ -29,12 +30,12 @@ def _madvise() -> Callable[..., int] | None:
 
 def empty(like: Tensor, *shape: int) -> Tensor:
     """A tensor of this shape, with dtype and device of `like`, whose elements are to be written; on huge pages if it is large."""
-    x = like.new_empty(shape)
-    size = x.numel() * x.element_size()
-    call = _madvise() if x.device.type == "cpu" and size >= _LEAST_BYTES else None
-    if call is not None:
-        start = -(-x.data_ptr() // _HUGE_PAGE) * _HUGE_PAGE
-        inside = (x.data_ptr() + size - start) // _HUGE_PAGE * _HUGE_PAGE
-        # advice: where the kernel does not take it, the memory is what it would have been
-        call(ctypes.c_void_p(start), ctypes.c_size_t(inside), mmap.MADV_HUGEPAGE)
-    return x
+    num, width = math.prod(shape), like.element_size()
+    call = _madvise() if like.device.type == "cpu" and num * width >= _LEAST_BYTES else None
+    if call is None:
+        return like.new_empty(shape)
+    x = like.new_empty(num + _HUGE_PAGE // width)   # so that it can begin with a page; what is not written takes no memory
+    start = -x.data_ptr() % _HUGE_PAGE
+    # advice: where the kernel does not take it, the memory is what it would have been
+    call(ctypes.c_void_p(x.data_ptr() + start), ctypes.c_size_t(num * width // _HUGE_PAGE * _HUGE_PAGE), mmap.MADV_HUGEPAGE)
+    return x[start // width:start // width + num].view(shape)

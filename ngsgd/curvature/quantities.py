@@ -48,9 +48,12 @@ class Sums:
     shape: torch.Size
     found: dict[tuple[str, str], Tensor] = field(default_factory=dict)
     num_samples: int = 0
-    A_II: Tensor | None = None   # mean over input rows, for all signals
-    num_rows: int = 0            # of them
+    B_OO: defaultdict[str, Gram] = field(default_factory=lambda: defaultdict(Gram))   # output factors by signal
+    moment_II: Gram = field(default_factory=Gram)   # of input rows, for all signals
+    num_rows: int = 0                               # of them
+    A_II: Tensor | None = None                      # their mean, once settled
     variance: Tensor | None = None
+    is_settled: bool = False                        # no backward pass will follow
 
 
 class Fresh:
@@ -58,7 +61,6 @@ class Fresh:
 
     def __init__(self) -> None:
         self.found: dict[tuple[str, str], Tensor] = {}
-        self.grams: defaultdict[tuple[str, str], Gram] = defaultdict(Gram)
 
     def add(self, name: str, form: str, value: Tensor) -> None:
         key = name, form
@@ -67,10 +69,6 @@ class Fresh:
     def append(self, name: str, form: str, value: Tensor) -> None:
         key = name, form
         self.found[key] = torch.cat([self.found[key], value]) if key in self.found else value
-
-    def all(self) -> dict[tuple[str, str], Tensor]:
-        """What has been found, sums of outer products included."""
-        return {**self.found, **{key: gram.total() for key, gram in self.grams.items()}}
 
 
 class Quantities:
@@ -135,14 +133,24 @@ def _moment_of(quantity: str, squares: Tensor, sums: Sums, options: Options) -> 
 
 
 def settle(sums: Sums, asked: Sequence[str], options: Options) -> None:
-    """No backward pass will follow: sums that nothing but the variance needs become the variance, which saves half of them."""
+    """No backward pass will follow: sums become what was asked for in their own memory."""
     if ("gradient", "squares") in sums.found and not {"sum_grad_squared", "second_moment"} & set(asked) and "variance" in asked:
         sums.variance = _moment_of("variance", sums.found.pop(("gradient", "squares")), sums, options)
         del sums.found["gradient", "sum"]
+    for B_OO in sums.B_OO.values():
+        B_OO.total()
+    sums.is_settled = True
+    if sums.num_rows:
+        sums.A_II = sums.moment_II.total().div_(sums.num_rows)
 
 
 def _factors(signal: str, sums: Sums, weight: Sums | None, options: Options) -> Kronecker:
-    B = (sums if weight is None else weight).found[signal, "factors"]
+    outputs = (sums if weight is None else weight).B_OO
+    if signal not in outputs:
+        raise KeyError(signal)
+    B_OO = outputs[signal].total() if sums.is_settled else outputs[signal].total().clone()
     if signal == "gradient" and options.reduction == "mean":
-        B = B * sums.num_samples  # e e^T of the empirical Fisher matrix, with one 1/N and not its square
-    return Kronecker(B, sums.A_II if weight is None else None)
+        B_OO = B_OO * sums.num_samples  # e e^T of the empirical Fisher matrix, with one 1/N and not its square
+    if weight is not None or not sums.num_rows:
+        return Kronecker(B_OO, None)
+    return Kronecker(B_OO, sums.moment_II.total() / sums.num_rows if sums.A_II is None else sums.A_II)

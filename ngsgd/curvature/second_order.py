@@ -79,15 +79,22 @@ class SecondOrder:
         size = sum(call.output_shape.numel() for call in calls)
         chunk = max(1, self._options.max_floats // size)
         if self._forms["exact"]:
-            # factors are sums over vectors, so nothing is gained by holding more of them than stay in the cache
-            held = max(1, min(chunk, _CACHE // size)) if self._forms["exact"] == {"factors"} else chunk
-            self._send("exact", ((view.output, block, None) for block in view.columns(N, held)))
+            self._send("exact", ((view.output, block, None) for block in view.columns(N, self._held("exact", size, chunk))))
         if self._forms["hessian"]:
-            roots = ((view.output, block, None) for block in view.columns(N, chunk))
+            roots = ((view.output, block, None) for block in view.columns(N, self._held("hessian", size, chunk)))
             df = self._derivative(output, upstream, again)
             self._send("hessian", itertools.chain(roots, self._residual_blocks(output, df, N, chunk)))
         if self._forms["averages"]:
             self._send_averages(view, N)
+
+    def _held(self, signal: str, size: int, chunk: int) -> int:
+        """How many vectors at a time: of what is summed over vectors, nothing is gained by more of them than stay in the cache.
+
+        But a convolution's squares need its patches, which are made for every block anew.
+        """
+        summed = {"factors"} if any(not isinstance(call.kind, Affine) or call.input.ndim > 2
+                                    for call in self._capture.open_calls) else {"factors", "squares"}
+        return max(1, min(chunk, _CACHE // size)) if self._forms[signal] <= summed else chunk
 
     def _send(self, signal: str, blocks: Iterable[_Block]) -> None:
         """Vectors through the network's Jacobian; every parameter takes what arrives."""
@@ -103,18 +110,18 @@ class SecondOrder:
             self._accumulation.keep(signal, fresh)
 
     def _send_averages(self, view: losses.Evaluation, num_samples: int) -> None:
-        fresh, calls = Fresh(), dict(self._capture.open_calls)
+        calls = dict(self._capture.open_calls)
         with torch.no_grad(), self._capture.paused():
             G_DD = output_moment(view, num_samples)
-            found = recursion(G_DD, get_gradient_edge(view.output), calls, num_samples, self._options.max_floats)
+            found = recursion(G_DD, get_gradient_edge(view.output), calls, num_samples, self._options.max_floats,
+                              self._capture.parameters)
             for call, of_output_DD in found.items():
                 kind = call.kind
                 if not isinstance(kind, (Affine, Convolution)) or getattr(kind, "groups", 1) > 1:
                     raise ConfigError(f"layer {call.layer} has no Kronecker factors for kfra; leave it out by layers=.")
                 name = call.weight or call.bias
                 assert name is not None
-                fresh.add(name, "factors", factor_of(call, of_output_DD, self._options.sharing))
-            self._accumulation.keep("averages", fresh)
+                self._accumulation.sums[name].B_OO["averages"].add_sum(factor_of(call, of_output_DD, self._options.sharing))
 
     def _derivative(self, output: Tensor, upstream: Tensor, again: Callable[[Tensor], Tensor]) -> Tensor:
         """Of the loss with respect to the network's output."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -131,7 +132,7 @@ CHAINS = ("linear", "linear without bias", "linear over frames", "conv1d", "conv
 CHAIN_CELLS = cells(CHAINS)
 
 
-def _chain(model: nn.Module, x: Tensor) -> list[tuple[str, Callable[[Tensor], Tensor]]]:
+def _chain(model: nn.Module, x: Tensor) -> list[tuple[str, Callable[[Any], Tensor]]]:
     """The operations of a network without branches, with the names of its layers."""
     if not isinstance(model, TimeDelayNetwork):
         return [(name, nn.ReLU() if isinstance(module, nn.ReLU) else module)   # out of place
@@ -139,11 +140,13 @@ def _chain(model: nn.Module, x: Tensor) -> list[tuple[str, Callable[[Tensor], Te
     first = model(x[:1]) * 0.0   # makes the plan of which frames are spliced
     plan = model._plan_of_one
     assert plan is not None and first.shape == (1, 3)
-    steps: list[tuple[str, Callable[[Tensor], Tensor]]] = [
+    steps: list[tuple[str, Callable[[Any], Tensor]]] = [
         ("", lambda rows: rows.unflatten(1, (-1, model.feature_dim)).index_select(1, plan.needed))]
-    for (name, layer), splices in zip(model.named_children(), plan.splices, strict=False):
+    children: list[tuple[str, Any]] = list(model.named_children())
+    spliced: list[Any] = plan.splices
+    for (name, layer), splices in zip(children, spliced, strict=False):
         steps += [("", splices[0]), (f"{name}.affine", layer.affine), *(("", part) for part in layer.rest.children())]
-    return [*steps, ("", lambda rows: rows.flatten(1)), ("output", model.output)]
+    return [*steps, ("", lambda rows: rows.flatten(1)), children[-1]]
 
 
 @pytest.mark.parametrize(("name", "loss_name"), CHAIN_CELLS)

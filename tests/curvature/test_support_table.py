@@ -1,0 +1,56 @@
+"""The support table of docs/curvature.md says what the tests show: each of its cells is one of their cases."""
+
+from __future__ import annotations
+
+import itertools
+
+from ngsgd.curvature import QUANTITIES
+from tests.curvature import test_against_definitions as definitions
+from tests.curvature import test_kronecker as kronecker
+from tests.curvature import test_products as products
+from tests.curvature.problems import PROBLEMS
+from tests.curvature.support import LOSSES, ROWS, WITHOUT_FACTORS, documented, pairs
+
+_FACTORS = ("kfac", "kflr", "kfac_emp")
+# (problem, loss) of the cases of each quantity
+COMPUTED = {
+    **dict.fromkeys((*definitions.FIRST, *definitions.GGN, *definitions.SAMPLED), pairs(definitions.CELLS)),
+    **dict.fromkeys(("ggnmp", "hmp"), pairs(products.CELLS)),
+    **dict.fromkeys(("diag_h", "batch_diag_h"), pairs(definitions.HESSIAN_CELLS)),
+    "pchmp": pairs(products.POSITIVE_CELLS),
+    **dict.fromkeys(_FACTORS, pairs(kronecker.CELLS)),
+    "kfra": pairs(kronecker.CHAIN_CELLS),
+}
+REFUSED = {
+    **dict.fromkeys(("diag_h", "batch_diag_h"), definitions.NO_HESSIAN),
+    "pchmp": products.NO_POSITIVE,
+    **dict.fromkeys(_FACTORS, WITHOUT_FACTORS),
+    "kfra": kronecker.NO_CHAINS,
+}
+
+
+def test_every_quantity_has_its_column() -> None:
+    columns, _ = documented()
+    named = [quantity for column in columns for quantity in column]
+    assert sorted(named) == sorted(QUANTITIES)
+
+
+def test_every_row_has_its_networks_and_every_network_its_row() -> None:
+    _, rows = documented()
+    assert list(rows) == list(ROWS)
+    assert {name for names in ROWS.values() for name in names} == set(PROBLEMS)
+
+
+def test_every_cell_is_tested_to_be_what_it_says() -> None:
+    columns, rows = documented()
+    untested = []
+    for label, cells in rows.items():
+        assert len(cells) == len(columns)
+        assert set(cells) <= {"yes", "error"}
+        for says, quantities in zip(cells, columns, strict=True):
+            for quantity, name in itertools.product(quantities, ROWS[label]):
+                tested = ({(name, loss) for loss in LOSSES} <= COMPUTED[quantity] if says == "yes"
+                          else name in REFUSED.get(quantity, ()))
+                if not tested:
+                    untested.append((label, quantity, name, says))
+    assert not untested
