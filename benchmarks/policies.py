@@ -43,8 +43,9 @@ POLICIES = ("reset", "keep", "average")
 NUM_JOBS = 4
 SETTINGS = ["recipe=digits", "model.hidden_dim=64", "model.num_layers=2", "cluster=in_process", f"cluster.num_workers={NUM_JOBS}",
             "schedule.num_epochs=3", "outer=average", "tracking.kind=none"]
-# matrices of a whole layer or model are possible for the second layer alone
-CHANGES = {name: ["preconditioner.skip='affine1,output'"] for name in ("full", "layer")}
+# matrices of a whole layer or model are possible for the second layer alone, once in a job
+CHANGES = {name: ["preconditioner.skip='affine1,output'", "preconditioner.curvature_interval=100",
+                  "preconditioner.inverse_interval=100"] for name in ("full", "layer")}
 
 
 class Listener:
