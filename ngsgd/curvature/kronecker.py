@@ -38,8 +38,7 @@ class Kronecker(NamedTuple):
 
 
 class Gram:
-    """The sum of x x^T over rows that come in blocks, times a scale, as few large products, none before it is needed or rows
-    are many.
+    """The sum of x x^T over rows that come in blocks, times a scale, as few large products, and none before it must be made.
 
     Rows that wait are far smaller than their sum; so an output layer's, of a minibatch smaller than its input, wait for the end of
     the backward pass, whose memory is free by then.
