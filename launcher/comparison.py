@@ -65,7 +65,7 @@ class Run:
     events: list[dict[str, Any]]
     settings: dict[str, Any]
     wer: tuple[float, float, float] | None   # per cent, and its 95% interval
-    peak_mib: int | None = None              # largest resident memory of a process of the run
+    peak_mib: int | None = None              # largest resident memory of the processes of the run
 
     @property
     def curve(self) -> Curve:
