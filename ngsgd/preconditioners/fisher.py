@@ -20,8 +20,9 @@ from ngsgd.curvature.rows import Dense, Outer
 from ngsgd.errors import ConfigError
 from ngsgd.ops.linalg import damped_inverse
 from ngsgd.preconditioners.options import FisherOptions
-from ngsgd.preconditioners.protocol import Preconditioner, State
+from ngsgd.preconditioners.protocol import Preconditioner
 from ngsgd.preconditioners.signals import Rows, Signal
+from ngsgd.preconditioners.states import State
 
 _MAX_DIMENSION = 20_000   # of a dense matrix: 1.6 GB in float32
 _ALL = "all"              # the statistic of the whole model, kept under its first weight

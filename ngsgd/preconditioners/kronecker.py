@@ -20,8 +20,9 @@ from ngsgd.errors import ConfigError
 from ngsgd.ops.linalg import damped_cholesky, damped_inverse, eigh, woodbury_rows
 from ngsgd.preconditioners.held import HeldRows
 from ngsgd.preconditioners.options import FisherOptions
-from ngsgd.preconditioners.protocol import Preconditioner, State
+from ngsgd.preconditioners.protocol import Preconditioner
 from ngsgd.preconditioners.signals import Rows
+from ngsgd.preconditioners.states import State
 
 _MIN_TRACE = 1e-20   # per dimension; below, a factor is zero and says nothing of how to share the damping
 
