@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ngsgd.curvature.kronecker import Gram, output_factor
+from ngsgd.curvature.kronecker import Gram, add_gram, output_factor, output_rows
 from ngsgd.errors import ConfigError
 from ngsgd.ops.linalg import damped_cholesky, damped_inverse, eigh, woodbury_rows
 from ngsgd.preconditioners.held import HeldRows
@@ -56,6 +56,22 @@ class KFAC(Preconditioner):
         total = Gram(1.0 / len(a_XI))
         total.add(a_XI)
         return {"A": total.total(), "B": output_factor(e_VNTO, "expand", 1.0 / rows.num_rows)}
+
+    def take(self, name: str, rows: Rows) -> None:
+        known = self.statistics.get(name)
+        if known is None or type(self).measure is not KFAC.measure or self._ranks is not None:
+            super().take(name, rows)
+            return
+        # the products are added to the averages as they are made: no factor is there twice
+        a_NTI, e_VNTO = rows.shared(self.options.sharing)
+        a_XI, e_XO = a_NTI.flatten(0, 1), output_rows(e_VNTO, "expand")
+        if not all(bool(x_XD.square().sum().isfinite()) for x_XD in (a_XI, e_XO)):   # no product is larger than its trace
+            self.num_skipped += 1
+            return
+        decay = self.option(name, "ema_decay")
+        for key, x_XD, num_rows in (("A", a_XI, len(a_XI)), ("B", e_XO, rows.num_rows)):
+            add_gram(x_XD, known[key], keep=decay, scale=(1.0 - decay) / num_rows)
+        self.weights[name] = decay * self.weights[name] + 1.0 - decay
 
     def invert(self, name: str, known: State) -> State:
         of_B, of_A = shared_damping(known["B"], known["A"], self.option(name, "damping"))

@@ -221,24 +221,27 @@ class Preconditioner:
 
     def update_curvature(self, seen: Signal | Mapping[str, Tensor]) -> None:
         """Takes in the rows of a minibatch (methods of the Fisher matrix) or its gradients (the others)."""
-        measured = self._measured(seen)
-        if self._ranks is not None and isinstance(seen, Signal):   # gradients are the mean of all ranks' before they come here
-            measured = iter(self._ranks.mean(dict(measured), float(seen.num_rows)).items())
-        for name, new in measured:
+        if not isinstance(seen, Signal):   # with `split_work` the mean of all ranks' gradients already
+            for name, g in self._joined(seen).items():
+                self._average(name, self.measure_gradient(name, g))
+            return
+        self._bias_of |= {name: rows.bias for name, rows in seen.rows.items()}
+        for name in seen.squares:
+            self._bias_of.pop(name, None)   # its own block, also in an affine layer, such as one tied to an embedding
+        squares: dict[str, State] = {name: {"squares": value} for name, value in seen.squares.items()}
+        if self._ranks is None:
+            for name, rows in seen.rows.items():
+                self.take(name, rows)
+            measured = squares
+        else:
+            own_rows = {name: self.measure(name, rows) for name, rows in seen.rows.items()}
+            measured = self._ranks.mean(own_rows | squares, float(seen.num_rows))
+        for name, new in measured.items():
             self._average(name, new)
 
-    def _measured(self, seen: Signal | Mapping[str, Tensor]) -> Iterator[tuple[str, State]]:
-        """Statistics layer by layer, so that those of one layer alone are there twice."""
-        if not isinstance(seen, Signal):
-            for name, g in self._joined(seen).items():
-                yield name, self.measure_gradient(name, g)
-            return
-        for name, rows in seen.rows.items():
-            self._bias_of[name] = rows.bias
-            yield name, self.measure(name, rows)
-        for name, squares in seen.squares.items():
-            self._bias_of.pop(name, None)   # its own block, also in an affine layer, such as one tied to an embedding
-            yield name, {"squares": squares}
+    def take(self, name: str, rows: Rows) -> None:
+        """Takes in the rows of one layer."""
+        self._average(name, self.measure(name, rows))
 
     def _average(self, name: str, new: State) -> None:
         if not all(bool(value.sum().isfinite()) for value in new.values()):   # one pass; isfinite() of each element takes four
