@@ -33,6 +33,7 @@ class DiagonalNG(Preconditioner):
 
     Options = FisherOptions
     splits_work = True
+    passes_on = True
 
     def measure(self, name: str, rows: Rows) -> State:
         share = Outer(Dense(rows.a_NTI), rows.e_VNTO / rows.num_rows**0.5)
@@ -53,6 +54,7 @@ class UnitWiseNG(Preconditioner):
 
     Options = FisherOptions
     splits_work = True
+    passes_on = True
 
     def measure(self, name: str, rows: Rows) -> State:
         O, I = rows.e_VNTO.shape[3], rows.a_NTI.shape[2]  # noqa: E741
@@ -79,6 +81,7 @@ class LayerWiseNG(Preconditioner):
 
     Options = FisherOptions
     splits_work = True
+    passes_on = True
 
     def measure(self, name: str, rows: Rows) -> State:
         require_small(name, rows.e_VNTO.shape[3] * rows.a_NTI.shape[2])

@@ -49,6 +49,7 @@ class KFAC(Preconditioner):
     Options = KroneckerOptions
     looks_at_held = True
     splits_work = True
+    passes_on = True
 
     def measure(self, name: str, rows: Rows) -> State:
         a_NTI, e_VNTO = rows.shared(self.options.sharing)
@@ -59,7 +60,7 @@ class KFAC(Preconditioner):
 
     def take(self, name: str, rows: Rows) -> None:
         known = self.statistics.get(name)
-        if known is None or type(self).measure is not KFAC.measure or self._ranks is not None:
+        if known is None or type(self).measure is not KFAC.measure or self._is_passed_on(name):
             super().take(name, rows)
             return
         # the products are added to the averages as they are made: no factor is there twice
@@ -97,6 +98,7 @@ class SKFAC(KFAC):
 
     has_mean = False
     splits_work = False
+    passes_on = False
 
     def __init__(self, model: Any, **options: Any) -> None:
         super().__init__(model, **{"ema_decay": 0.0, **options})
@@ -146,6 +148,7 @@ class EKFAC(KFAC):
     """
 
     splits_work = False   # each rank would have the moments of its own rows
+    passes_on = False     # nor from its factors alone
 
     def __init__(self, model: Any, **options: Any) -> None:
         super().__init__(model, **options)

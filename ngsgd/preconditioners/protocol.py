@@ -49,6 +49,7 @@ class Preconditioner:
     has_mean: ClassVar[bool] = True   # the statistics of several workers have a mean that means something
     joins_bias: ClassVar[bool] = True       # weight and bias of an affine layer are one block
     splits_work: ClassVar[bool] = False     # has statistics with a mean over ranks, and inverses layer by layer
+    passes_on: ClassVar[bool] = False       # inverts one layer after the other, from the statistics alone
     looks_at_held: ClassVar[bool] = False   # looks at the curvature need no gradient multiplied out
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
@@ -225,23 +226,39 @@ class Preconditioner:
             for name, g in self._joined(seen).items():
                 self._average(name, self.measure_gradient(name, g))
             return
-        self._bias_of |= {name: rows.bias for name, rows in seen.rows.items()}
         for name in seen.squares:
             self._bias_of.pop(name, None)   # its own block, also in an affine layer, such as one tied to an embedding
         squares: dict[str, State] = {name: {"squares": value} for name, value in seen.squares.items()}
         if self._ranks is None:
             for name, rows in seen.rows.items():
+                self._bias_of[name] = rows.bias
                 self.take(name, rows)
             measured = squares
         else:
-            own_rows = {name: self.measure(name, rows) for name, rows in seen.rows.items()}
+            own_rows = {}
+            for name, rows in seen.rows.items():
+                self._bias_of[name] = rows.bias
+                own_rows[name] = self.measure(name, rows)
             measured = self._ranks.mean(own_rows | squares, float(seen.num_rows))
         for name, new in measured.items():
             self._average(name, new)
 
     def take(self, name: str, rows: Rows) -> None:
         """Takes in the rows of one layer."""
-        self._average(name, self.measure(name, rows))
+        new = self.measure(name, rows)
+        if not self._is_passed_on(name):
+            self._average(name, new)
+        elif all(bool(value.sum().isfinite()) for value in new.values()):
+            for kept_so_far in (self.inverses, self.statistics, self.weights):
+                kept_so_far.pop(name, None)   # its memory is needed again
+            self.inverses[name] = self._inverted(name, new)
+        else:
+            self.num_skipped += 1
+
+    def _is_passed_on(self, name: str) -> bool:
+        """Whether a layer's statistics are of no use once they are inverted, so that they need not be kept."""
+        return type(self).passes_on and self.option(name, "ema_decay") == 0.0 and self.options.averaging != "average" \
+            and self.is_due("inverse")
 
     def _average(self, name: str, new: State) -> None:
         if not all(bool(value.sum().isfinite()) for value in new.values()):   # one pass; isfinite() of each element takes four
@@ -269,15 +286,15 @@ class Preconditioner:
         ranks = self._ranks
         if ranks is None:
             for name in self.statistics:
-                self.inverses[name] = self._inverted(name)
+                self.inverses[name] = self._inverted(name, self.curvature(name))
             return
         # a matrix of a layer is inverted or decomposed in D^3 operations
         owners = ranks.owners({name: sum(float(value.numel()) * value.shape[-1] for value in known.values() if value.ndim > 1)
                                for name, known in self.statistics.items()})
-        self.inverses |= ranks.exchanged({name: self._inverted(name) for name, owner in owners.items() if owner == ranks.rank})
+        self.inverses |= ranks.exchanged({name: self._inverted(name, self.curvature(name)) for name, owner in owners.items()
+                                          if owner == ranks.rank})
 
-    def _inverted(self, name: str) -> State:
-        known = self.curvature(name)
+    def _inverted(self, name: str, known: State) -> State:
         inverse = known if "squares" in known else self.invert(name, known)
         return {key: value.contiguous() for key, value in inverse.items()}   # as it is after a restart
 
