@@ -76,7 +76,8 @@ class KFAC(Preconditioner):
 
     def invert(self, name: str, known: State) -> State:
         of_B, of_A = shared_damping(known["B"], known["A"], self.option(name, "damping"))
-        return {"A": damped_inverse(known["A"], of_A), "B": damped_inverse(known["B"], of_B)}
+        return {"A": damped_inverse(known["A"], of_A, overwrite=self._overwrites),
+                "B": damped_inverse(known["B"], of_B, overwrite=self._overwrites)}
 
     def factors(self, inverse: State) -> tuple[Tensor, Tensor] | None:
         return (inverse["B"], inverse["A"]) if "A" in inverse else None

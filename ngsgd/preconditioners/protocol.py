@@ -67,7 +67,7 @@ class Preconditioner:
         self._signal: Signal | None = None
         self._holding: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         self._ranks: Ranks | None = None
-        self._overwrites = False                 # directions may be written over gradients
+        self._overwrites = False                 # what a method is given (a gradient, statistics) may be written over
         self._held: dict[str, HeldRows] = {}     # by weight: this step's gradients that are not multiplied out
         self._skipped = self._skipped_parameters()
         self._bias_of = _biases(model) if type(self).joins_bias else {}
@@ -251,7 +251,11 @@ class Preconditioner:
         elif all(bool(value.sum().isfinite()) for value in new.values()):
             for kept_so_far in (self.inverses, self.statistics, self.weights):
                 kept_so_far.pop(name, None)   # its memory is needed again
-            self.inverses[name] = self._inverted(name, new)
+            self._overwrites = True
+            try:
+                self.inverses[name] = self._inverted(name, new)
+            finally:
+                self._overwrites = False
         else:
             self.num_skipped += 1
 
