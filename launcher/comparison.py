@@ -48,7 +48,7 @@ def command(arguments: Sequence[str]) -> int:
     if options.png:
         from launcher.curves import compare
 
-        compare([(run.label, run.events) for run in runs], Path(options.png))
+        compare([(name_of(run, runs), run.events) for run in runs], Path(options.png))
     if options.json:
         objf = common_objf(runs)
         print(json.dumps({"page": str(target), "common_objf": objf, "runs": [run.figures(objf) for run in runs]}, indent=1))
