@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ngsgd.curvature.kronecker import Gram, add_gram, output_factor, output_rows
+from ngsgd.curvature.kronecker import add_gram, output_rows
 from ngsgd.errors import ConfigError
 from ngsgd.ops.linalg import damped_cholesky, damped_inverse, eigh, woodbury_rows
 from ngsgd.preconditioners.held import HeldRows
@@ -31,12 +31,15 @@ _MIN_TRACE = 1e-20   # per dimension; below, a factor is zero and says nothing o
 class KroneckerOptions(FisherOptions):
     """Of the methods with Kronecker factors."""
 
+    max_rows: int = 0          # rows of a minibatch that K-FAC's factors are estimated from, drawn at each look; 0: all
     sharing: str = "expand"    # positions of a sample: "expand", frames with targets of their own; "reduce", one target for all
 
     def problems(self) -> list[str]:
         found = super().problems()
         if self.sharing not in ("expand", "reduce"):
             found.append(f"sharing is {self.sharing!r}; choose expand, reduce.")
+        if self.max_rows < 0:
+            found.append(f"max_rows is {self.max_rows}; it must be at least 0, where 0 is all.")
         return found
 
 
@@ -52,11 +55,20 @@ class KFAC(Preconditioner):
     passes_on = True
 
     def measure(self, name: str, rows: Rows) -> State:
+        a_XI, e_XO, of_e = self._chosen(rows)
+        found = {"A": a_XI.new_empty(a_XI.shape[1], a_XI.shape[1]), "B": e_XO.new_empty(e_XO.shape[1], e_XO.shape[1])}
+        add_gram(a_XI, found["A"], keep=0.0, scale=1.0 / len(a_XI))
+        add_gram(e_XO, found["B"], keep=0.0, scale=of_e)
+        return found
+
+    def _chosen(self, rows: Rows) -> tuple[Tensor, Tensor, float]:
+        """(input rows, derivative rows, factor of the latter's squares in B), of all rows or of those drawn."""
         a_NTI, e_VNTO = rows.shared(self.options.sharing)
-        a_XI = a_NTI.flatten(0, 1)
-        total = Gram(1.0 / len(a_XI))
-        total.add(a_XI)
-        return {"A": total.total(), "B": output_factor(e_VNTO, "expand", 1.0 / rows.num_rows)}
+        a_XI, num_rows = a_NTI.flatten(0, 1), self.options.max_rows
+        if not 0 < num_rows < len(a_XI):
+            return a_XI, output_rows(e_VNTO, "expand"), 1.0 / rows.num_rows
+        chosen = torch.randperm(len(a_XI), generator=self.generator, device=a_XI.device)[:num_rows]
+        return a_XI[chosen], e_VNTO.flatten(1, 2)[:, chosen].flatten(0, 1), len(a_XI) / num_rows / rows.num_rows
 
     def take(self, name: str, rows: Rows) -> None:
         known = self.statistics.get(name)
@@ -64,14 +76,13 @@ class KFAC(Preconditioner):
             super().take(name, rows)
             return
         # the products are added to the averages as they are made: no factor is there twice
-        a_NTI, e_VNTO = rows.shared(self.options.sharing)
-        a_XI, e_XO = a_NTI.flatten(0, 1), output_rows(e_VNTO, "expand")
+        a_XI, e_XO, of_e = self._chosen(rows)
         if not all(bool(x_XD.square().sum().isfinite()) for x_XD in (a_XI, e_XO)):   # no product is larger than its trace
             self.num_skipped += 1
             return
         decay = self.option(name, "ema_decay")
-        for key, x_XD, num_rows in (("A", a_XI, len(a_XI)), ("B", e_XO, rows.num_rows)):
-            add_gram(x_XD, known[key], keep=decay, scale=(1.0 - decay) / num_rows)
+        for key, x_XD, scale in (("A", a_XI, 1.0 / len(a_XI)), ("B", e_XO, of_e)):
+            add_gram(x_XD, known[key], keep=decay, scale=(1.0 - decay) * scale)
         self.weights[name] = decay * self.weights[name] + 1.0 - decay
 
     def invert(self, name: str, known: State) -> State:
