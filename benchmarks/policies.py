@@ -1,10 +1,10 @@
 """What becomes of the curvature where parameters are averaged: every method and policy on recipe=digits with 4 jobs.
 
-    ngsgd train recipe=digits data.train_minutes=8 data.valid_minutes=1 data.test_minutes=1 cluster=in_process data.cache_dir=FOLDER
+    ngsgd train recipe=digits data.train_minutes=10 data.valid_minutes=2 cluster=in_process data.cache_dir=FOLDER
     python benchmarks/policies.py sweep RESULTS.jsonl --egs FOLDER/egs-.. [--seeds 0 1] [--methods METHOD ..]
     python benchmarks/policies.py table RESULTS.jsonl
 
-`sweep` trains what RESULTS.jsonl does not hold yet: a network of two layers of 64, 2 epochs, plain averaging, each method as
+`sweep` trains what RESULTS.jsonl does not hold yet: a network of two layers of 64, 3 epochs, plain averaging, each method as
 `preconditioner=NAME` sets it but for what `CHANGES` says.  Figures are of the validation frames after the last outer iteration.
 """
 
@@ -42,9 +42,10 @@ from ngsgd.training.records import FinalReport, Incident, OuterIterationRecord
 POLICIES = ("reset", "keep", "average")
 NUM_JOBS = 4
 SETTINGS = ["recipe=digits", "model.hidden_dim=64", "model.num_layers=2", "cluster=in_process", f"cluster.num_workers={NUM_JOBS}",
-            "schedule.num_epochs=2", "egs.samples_per_iter=4000", "outer=average", "tracking.kind=none"]
-# matrices of a whole layer or model are possible for the second layer alone
-CHANGES = {name: ["preconditioner.skip='affine1,output'"] for name in ("full", "layer")}
+            "schedule.num_epochs=3", "outer=average", "tracking.kind=none"]
+# matrices of a whole layer or model are possible for the second layer alone, once in a job
+CHANGES = {name: ["preconditioner.skip='affine1,output'", "preconditioner.curvature_interval=100",
+                  "preconditioner.inverse_interval=100"] for name in ("full", "layer")}
 
 
 class Listener:

@@ -1,4 +1,4 @@
-"""Inverses, roots and solutions against torch's dense ones in float64, and what happens where float32 is not enough."""
+"""Inverses, roots, solutions and quasi-Newton updates against dense ones in float64, and what float32 is not enough for."""
 
 from __future__ import annotations
 
@@ -8,14 +8,20 @@ from torch import Tensor
 
 from ngsgd.errors import DivergenceError
 from ngsgd.ops.linalg import (
+    bfgs_inverse,
+    conjugate_gradients,
     damped_inverse,
     damped_solve,
+    doubly_damped,
     eigh,
     inverse_root,
     inverse_root_newton,
     largest_eigenvalue,
+    lbfgs_product,
     woodbury_rows,
 )
+from tests.preconditioners.problems import close
+from tests.reference import quasi_newton as dense
 
 
 def _spd(condition: float, dimension: int = 12) -> Tensor:
@@ -67,3 +73,45 @@ def test_power_iteration_and_woodbury() -> None:
     wanted = torch.linalg.solve(U.T @ U + 0.1 * torch.eye(12, dtype=torch.float64), right)
     root = torch.linalg.cholesky(U @ U.T + 0.1 * torch.eye(3, dtype=torch.float64))
     torch.testing.assert_close(woodbury_rows(U, root, 0.1, right.T).T, wanted, rtol=1e-9, atol=1e-10)
+
+
+def _drawn(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def _random_spd(size: int) -> Tensor:
+    root = _drawn(size, size + 2)
+    return root @ root.T
+
+
+@pytest.mark.parametrize("curvature", [1.0, 0.01, -1.0], ids=["good", "flat", "negative"])
+def test_a_damped_update_keeps_the_secant_and_the_definiteness(curvature: float) -> None:
+    H, s = _random_spd(6), _drawn(6)
+    y = curvature * torch.linalg.solve(_random_spd(6), s)
+    wanted = dense.double_damping(H, s, y, 0.2, 0.1)
+    s, y = doubly_damped(s, y, H @ y, least=0.2, damping=0.1)
+    close(torch.stack([s, y]), torch.stack(wanted))
+    updated = bfgs_inverse(H, s, y)
+    close(updated, dense.bfgs(H, s, y))
+    # one product of numbers up to |H| |y| in float64
+    torch.testing.assert_close(updated @ y, s, rtol=0.0, atol=1e-14 * float(updated.norm() * y.norm()))
+    assert float(torch.linalg.eigvalsh(updated)[0]) > 0.0
+
+
+def test_two_loops_equal_dense_updates() -> None:
+    B = _random_spd(7)
+    s = _drawn(4, 7)
+    y = s @ B
+    v = _drawn(7)
+    close(lbfgs_product(s, y, v), dense.lbfgs(list(zip(s, y, strict=True))) @ v)
+
+
+def test_conjugate_gradients_solve_and_stop_at_negative_curvature() -> None:
+    A, b = _random_spd(6), _drawn(6)
+    x, taken = conjugate_gradients(lambda v: A @ v, b, tolerance=1e-12)
+    torch.testing.assert_close(A @ x, b, rtol=1e-9, atol=1e-9)   # residual 1e-12 |b|, and rounding at condition 1e3
+    assert taken <= 10
+    again, more = conjugate_gradients(lambda v: A @ v, b, start_D=x, tolerance=1e-6)
+    assert more == 1 and torch.equal(again, x)
+    found, taken = conjugate_gradients(lambda v: -(A @ v), b)
+    assert torch.equal(found, b) and taken == 1

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from ngsgd.errors import ConfigError
-from ngsgd.ops.linalg import bfgs_inverse, conjugate_gradients, doubly_damped, lbfgs_product
 from ngsgd.preconditioners import KBFGS, LBFGS, Preconditioner
 from tests.preconditioners.problems import NAMES, Problem, close, joint, problem
 from tests.reference import quasi_newton as dense
@@ -26,39 +25,6 @@ def _drawn(*shape: int) -> Tensor:
 def _spd(size: int) -> Tensor:
     root = _drawn(size, size + 2)
     return root @ root.T
-
-
-@pytest.mark.parametrize("curvature", [1.0, 0.01, -1.0], ids=["good", "flat", "negative"])
-def test_a_damped_update_keeps_the_secant_and_the_definiteness(curvature: float) -> None:
-    H, s = _spd(6), _drawn(6)
-    y = curvature * torch.linalg.solve(_spd(6), s)
-    s, y = doubly_damped(s, y, H @ y, least=0.2, damping=0.1)
-    close(torch.stack([s, y]), torch.stack(dense.double_damping(H, _drawn(6), curvature * torch.linalg.solve(_spd(6), _drawn(6)),
-                                                                0.2, 0.1)))
-    updated = bfgs_inverse(H, s, y)
-    close(updated, dense.bfgs(H, s, y))
-    # one product of numbers up to |H| |y| in float64
-    torch.testing.assert_close(updated @ y, s, rtol=0.0, atol=1e-14 * float(updated.norm() * y.norm()))
-    assert float(torch.linalg.eigvalsh(updated)[0]) > 0.0
-
-
-def test_two_loops_equal_dense_updates() -> None:
-    B = _spd(7)
-    s = _drawn(4, 7)
-    y = s @ B
-    v = _drawn(7)
-    close(lbfgs_product(s, y, v), dense.lbfgs(list(zip(s, y, strict=True))) @ v)
-
-
-def test_conjugate_gradients_solve_and_stop_at_negative_curvature() -> None:
-    A, b = _spd(6), _drawn(6)
-    x, taken = conjugate_gradients(lambda v: A @ v, b, tolerance=1e-12)
-    torch.testing.assert_close(A @ x, b, rtol=1e-9, atol=1e-9)   # residual 1e-12 |b|, and rounding at condition 1e3
-    assert taken <= 10
-    again, more = conjugate_gradients(lambda v: A @ v, b, start_D=x, tolerance=1e-6)
-    assert more == 1 and torch.equal(again, x)
-    found, taken = conjugate_gradients(lambda v: -(A @ v), b)
-    assert torch.equal(found, b) and taken == 1
 
 
 def _steps(preconditioner: Preconditioner, case: Problem, steps: int) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
