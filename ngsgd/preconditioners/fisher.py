@@ -40,7 +40,8 @@ class DiagonalNG(Preconditioner):
         return {"diagonal": share.sum_of_squares().view(rows.e_VNTO.shape[3], -1)}
 
     def invert(self, name: str, known: State) -> State:
-        return {"diagonal": (known["diagonal"] + self.option(name, "damping")).reciprocal_()}
+        diagonal_OI = known["diagonal"] if self._overwrites else known["diagonal"].clone()
+        return {"diagonal": diagonal_OI.add_(self.option(name, "damping")).reciprocal_()}
 
     def block_direction(self, name: str, inverse: State, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
         inverse_OI, block = inverse["diagonal"], self._block(name)
