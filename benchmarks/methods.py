@@ -42,9 +42,11 @@ from ngsgd.schedules import Shard
 
 CONF = Path(__file__).parents[1] / "conf" / "preconditioner"
 SEEDS = (0, 1, 2)
-LEARNING_RATES = (0.03, 0.1, 0.3)       # of directions with the gradient's norm, and of SGD and NG-SGD
-ADAM_RATES = (3e-4, 1e-3, 3e-3)
-MUON_RATES = (0.003, 0.01, 0.03)
+# four each, so that the best seldom lies at an end
+LEARNING_RATES = (0.01, 0.03, 0.1, 0.3)   # of directions with the gradient's norm
+SGD_RATES = (0.03, 0.1, 0.3, 1.0)         # and of NG-SGD
+ADAM_RATES = (3e-4, 1e-3, 3e-3, 1e-2)
+MUON_RATES = (0.003, 0.01, 0.03, 0.1)
 DAMPING_FACTORS = {"digits": (0.1, 1.0, 10.0), "fsdd": (1.0,)}   # of the damping in the method's file
 OPTIMIZERS = ("sgd", "ngsgd", "adam", "adamw", "muon")   # as they are, without their norm being set to the gradient's
 # online is ngsgd by another door
@@ -224,7 +226,8 @@ def factors_of(task: str, method: str) -> tuple[float, ...]:
 
 
 def rates_of(method: str) -> tuple[float, ...]:
-    return {"adam": ADAM_RATES, "adamw": ADAM_RATES, "muon": MUON_RATES}.get(method, LEARNING_RATES)
+    own = {"sgd": SGD_RATES, "ngsgd": SGD_RATES, "adam": ADAM_RATES, "adamw": ADAM_RATES, "muon": MUON_RATES}
+    return own.get(method, LEARNING_RATES)
 
 
 def best_of(results: dict[Setting, Result | None]) -> Setting | None:

@@ -48,7 +48,7 @@ def command(arguments: Sequence[str]) -> int:
     if options.png:
         from launcher.curves import compare
 
-        compare([(run.label, run.events) for run in runs], Path(options.png))
+        compare([(name_of(run, runs), run.events) for run in runs], Path(options.png))
     if options.json:
         objf = common_objf(runs)
         print(json.dumps({"page": str(target), "common_objf": objf, "runs": [run.figures(objf) for run in runs]}, indent=1))
@@ -65,7 +65,7 @@ class Run:
     events: list[dict[str, Any]]
     settings: dict[str, Any]
     wer: tuple[float, float, float] | None   # per cent, and its 95% interval
-    peak_mib: int | None = None              # largest resident memory of a process of the run
+    peak_mib: int | None = None              # largest resident memory of the processes of the run
 
     @property
     def curve(self) -> Curve:

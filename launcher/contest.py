@@ -1,25 +1,29 @@
 """The runs that `ngsgd compare` is given settings for: trained one after the other, each in a process of its own.
 
-What only that process's end tells, the largest memory of it and of the processes it waited for, goes to `<run>/measured.json`.
+What can be seen from outside alone, the memory of that process and of its workers, goes to `<run>/measured.json`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
 import re
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from launcher import compose
 from launcher.run_folder import RunFolder
 from ngsgd.errors import ConfigError
 from ngsgd.files import write_text
 
-_UNITS_IN_MIB = 1024 if sys.platform == "linux" else 1024**2   # of ru_maxrss: KiB, elsewhere bytes
+if TYPE_CHECKING:
+    import psutil
+
+_LOOK_EVERY_S = 0.1   # a thousandth of a processor; what is larger for less is not seen
 
 
 def trained(settings: Sequence[str], report: Callable[[str], None]) -> list[RunFolder]:
@@ -56,13 +60,33 @@ def _train(lines: Sequence[str]) -> RunFolder | None:
     before = set(root.glob(pattern))
     began = time.monotonic()
     process = subprocess.Popen([sys.executable, "-m", "launcher", "train", "--quiet", *lines], stdout=subprocess.DEVNULL)
-    _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
+    peak_bytes = _watched(process)
     made = sorted(set(root.glob(pattern)) - before)
     if process.returncode or not made:
         return None
     folder = RunFolder.open(made[-1].parent)
-    write_text(folder.measured, json.dumps({"peak_resident_mib": round(usage.ru_maxrss / _UNITS_IN_MIB),
-                                            "process_s": round(usage.ru_utime + usage.ru_stime, 2),
+    write_text(folder.measured, json.dumps({"peak_resident_mib": round(peak_bytes / 2**20),
                                             "whole_s": round(time.monotonic() - began, 2)}, indent=1))
     return folder
+
+
+def _watched(process: subprocess.Popen[bytes]) -> int:
+    """Waits for its end; the largest sum of resident bytes of it and its descendants, as seen every so often."""
+    import psutil
+
+    peak = 0
+    while process.poll() is None:
+        with contextlib.suppress(psutil.NoSuchProcess):   # it ends while it is looked at
+            root = psutil.Process(process.pid)
+            peak = max(peak, sum(_resident(one) for one in (root, *root.children(recursive=True))))
+        time.sleep(_LOOK_EVERY_S)
+    return peak
+
+
+def _resident(process: psutil.Process) -> int:
+    import psutil
+
+    try:
+        return int(process.memory_info().rss)
+    except psutil.Error:
+        return 0

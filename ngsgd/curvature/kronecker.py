@@ -38,14 +38,13 @@ class Kronecker(NamedTuple):
 
 
 class Gram:
-    """The sum of x x^T over rows that come in blocks, times a scale, as few large products, and none before it must be made.
+    """The sum of x x^T over rows that come in blocks, as few large products, and none before it must be made.
 
     Rows that wait are far smaller than their sum; so an output layer's, of a minibatch smaller than its input, wait for the end of
     the backward pass, whose memory is free by then.
     """
 
-    def __init__(self, scale: float = 1.0) -> None:
-        self._scale = scale
+    def __init__(self) -> None:
         self._waiting: list[Tensor] = []
         self._num_waiting = 0
         self._total_DD: Tensor | None = None
@@ -75,7 +74,7 @@ class Gram:
         self._num_waiting = 0
         keep = 0.0 if self._total_DD is None else 1.0
         self._total_DD = empty(x_XD, x_XD.shape[1], x_XD.shape[1]) if self._total_DD is None else self._total_DD
-        add_gram(x_XD, self._total_DD, keep, self._scale)
+        add_gram(x_XD, self._total_DD, keep)
 
 
 def output_rows(e_VNTO: Tensor, sharing: str) -> Tensor:
@@ -85,13 +84,6 @@ def output_rows(e_VNTO: Tensor, sharing: str) -> Tensor:
     if e_VNTO.is_contiguous() or e_VNTO.shape[2] == 1:
         return e_VNTO.flatten(0, 2)
     return e_VNTO.permute(3, 0, 1, 2).flatten(1).T  # the positions of a convolution are in the last dimension of the memory
-
-
-def output_factor(e_VNTO: Tensor, sharing: str, scale: float = 1.0) -> Tensor:
-    """B, the sum over vectors and samples, times the scale."""
-    total = Gram(scale)
-    total.add(output_rows(e_VNTO, sharing))
-    return total.total()
 
 
 def add_gram(x_XD: Tensor, total_DD: Tensor, keep: float = 1.0, scale: float = 1.0) -> None:

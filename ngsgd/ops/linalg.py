@@ -15,12 +15,19 @@ from torch import Tensor
 from ngsgd.errors import DivergenceError
 
 
-def damped_inverse(factor_DD: Tensor, damping: float) -> Tensor:
-    """(factor + damping I)^-1 of a symmetric positive semidefinite matrix, by Cholesky.
+def damped_inverse(factor_DD: Tensor, damping: float, *, overwrite: bool = False) -> Tensor:
+    """(factor + damping I)^-1 of a symmetric positive semidefinite matrix, by Cholesky; with `overwrite` in the factor's memory.
 
     >>> damped_inverse(torch.tensor([[3.0]]), 1.0)
     tensor([[0.2500]])
     """
+    if overwrite and factor_DD.is_contiguous() and factor_DD.ndim == 2:
+        factor_DD.diagonal().add_(damping)
+        root_DD, failure = torch.linalg.cholesky_ex(factor_DD)
+        if not bool(failure):
+            torch.cholesky_inverse(root_DD, out=factor_DD.mT)   # by columns, as LAPACK writes
+            return factor_DD
+        damping = 0.0   # it is in the factor
     # the transpose of what is symmetric lies row by row, and so need not be copied to
     return torch.cholesky_inverse(damped_cholesky(factor_DD, damping)).to(factor_DD.dtype).mT
 

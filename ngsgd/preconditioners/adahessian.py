@@ -14,8 +14,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from ngsgd.preconditioners.options import Options
-from ngsgd.preconditioners.protocol import State
 from ngsgd.preconditioners.second_order import SecondOrder
+from ngsgd.preconditioners.states import State
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ from torch import nn
 
 from ngsgd.config import PreconditionerConfig
 from ngsgd.preconditioners import METHODS
-from ngsgd.preconditioners.protocol import Preconditioner, mean_state
+from ngsgd.preconditioners.protocol import Preconditioner
+from ngsgd.preconditioners.states import mean_state
 
 
 def make_preconditioner(model: nn.Module, config: PreconditionerConfig, seed: int) -> Preconditioner:

@@ -20,8 +20,9 @@ from ngsgd.curvature.rows import Dense, Outer
 from ngsgd.errors import ConfigError
 from ngsgd.ops.linalg import damped_inverse
 from ngsgd.preconditioners.options import FisherOptions
-from ngsgd.preconditioners.protocol import Preconditioner, State
+from ngsgd.preconditioners.protocol import Preconditioner
 from ngsgd.preconditioners.signals import Rows, Signal
+from ngsgd.preconditioners.states import State
 
 _MAX_DIMENSION = 20_000   # of a dense matrix: 1.6 GB in float32
 _ALL = "all"              # the statistic of the whole model, kept under its first weight
@@ -32,13 +33,15 @@ class DiagonalNG(Preconditioner):
 
     Options = FisherOptions
     splits_work = True
+    passes_on = True
 
     def measure(self, name: str, rows: Rows) -> State:
         share = Outer(Dense(rows.a_NTI), rows.e_VNTO / rows.num_rows**0.5)
         return {"diagonal": share.sum_of_squares().view(rows.e_VNTO.shape[3], -1)}
 
     def invert(self, name: str, known: State) -> State:
-        return {"diagonal": (known["diagonal"] + self.option(name, "damping")).reciprocal_()}
+        diagonal_OI = known["diagonal"] if self._overwrites else known["diagonal"].clone()
+        return {"diagonal": diagonal_OI.add_(self.option(name, "damping")).reciprocal_()}
 
     def block_direction(self, name: str, inverse: State, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
         inverse_OI, block = inverse["diagonal"], self._block(name)
@@ -52,6 +55,7 @@ class UnitWiseNG(Preconditioner):
 
     Options = FisherOptions
     splits_work = True
+    passes_on = True
 
     def measure(self, name: str, rows: Rows) -> State:
         O, I = rows.e_VNTO.shape[3], rows.a_NTI.shape[2]  # noqa: E741
@@ -78,6 +82,7 @@ class LayerWiseNG(Preconditioner):
 
     Options = FisherOptions
     splits_work = True
+    passes_on = True
 
     def measure(self, name: str, rows: Rows) -> State:
         require_small(name, rows.e_VNTO.shape[3] * rows.a_NTI.shape[2])

@@ -22,8 +22,9 @@ from torch import Tensor, nn
 from ngsgd.ops.linalg import damped_cholesky
 from ngsgd.preconditioners.held import HeldRows, products_of
 from ngsgd.preconditioners.options import FisherOptions
-from ngsgd.preconditioners.protocol import Preconditioner, State
+from ngsgd.preconditioners.protocol import Preconditioner
 from ngsgd.preconditioners.signals import Rows, Signal
+from ngsgd.preconditioners.states import State
 
 
 @dataclass(frozen=True)

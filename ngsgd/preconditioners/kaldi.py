@@ -23,8 +23,9 @@ from torch import Tensor
 from ngsgd.ops.simple_natural_gradient import precondition_simple
 from ngsgd.preconditioners.online import OnlineNaturalGradient
 from ngsgd.preconditioners.options import EveryStepOptions, FisherOptions
-from ngsgd.preconditioners.protocol import Preconditioner, State
+from ngsgd.preconditioners.protocol import Preconditioner
 from ngsgd.preconditioners.signals import Rows
+from ngsgd.preconditioners.states import State
 
 _SIDES = ("input", "output")
 

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from ngsgd.ops.linalg import bfgs_inverse, damped_inverse, doubly_damped
 from ngsgd.preconditioners.options import FisherOptions
-from ngsgd.preconditioners.protocol import State
 from ngsgd.preconditioners.secant import Secant
 from ngsgd.preconditioners.signals import Rows, Signal, Watch
+from ngsgd.preconditioners.states import State
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ngsgd.curvature.kronecker import Gram, output_factor
+from ngsgd.curvature.kronecker import add_gram, output_rows
 from ngsgd.errors import ConfigError
 from ngsgd.ops.linalg import damped_cholesky, damped_inverse, eigh, woodbury_rows
 from ngsgd.preconditioners.held import HeldRows
 from ngsgd.preconditioners.options import FisherOptions
-from ngsgd.preconditioners.protocol import Preconditioner, State
+from ngsgd.preconditioners.protocol import Preconditioner
 from ngsgd.preconditioners.signals import Rows
+from ngsgd.preconditioners.states import State
 
 _MIN_TRACE = 1e-20   # per dimension; below, a factor is zero and says nothing of how to share the damping
 
@@ -30,12 +31,15 @@ _MIN_TRACE = 1e-20   # per dimension; below, a factor is zero and says nothing o
 class KroneckerOptions(FisherOptions):
     """Of the methods with Kronecker factors."""
 
+    max_rows: int = 0          # rows of a minibatch that K-FAC's factors are estimated from, drawn at each look; 0: all
     sharing: str = "expand"    # positions of a sample: "expand", frames with targets of their own; "reduce", one target for all
 
     def problems(self) -> list[str]:
         found = super().problems()
         if self.sharing not in ("expand", "reduce"):
             found.append(f"sharing is {self.sharing!r}; choose expand, reduce.")
+        if self.max_rows < 0:
+            found.append(f"max_rows is {self.max_rows}; it must be at least 0, where 0 is all.")
         return found
 
 
@@ -48,17 +52,43 @@ class KFAC(Preconditioner):
     Options = KroneckerOptions
     looks_at_held = True
     splits_work = True
+    passes_on = True
 
     def measure(self, name: str, rows: Rows) -> State:
+        a_XI, e_XO, of_e = self._chosen(rows)
+        found = {"A": a_XI.new_empty(a_XI.shape[1], a_XI.shape[1]), "B": e_XO.new_empty(e_XO.shape[1], e_XO.shape[1])}
+        add_gram(a_XI, found["A"], keep=0.0, scale=1.0 / len(a_XI))
+        add_gram(e_XO, found["B"], keep=0.0, scale=of_e)
+        return found
+
+    def _chosen(self, rows: Rows) -> tuple[Tensor, Tensor, float]:
+        """(input rows, derivative rows, factor of the latter's squares in B), of all rows or of those drawn."""
         a_NTI, e_VNTO = rows.shared(self.options.sharing)
-        a_XI = a_NTI.flatten(0, 1)
-        total = Gram(1.0 / len(a_XI))
-        total.add(a_XI)
-        return {"A": total.total(), "B": output_factor(e_VNTO, "expand", 1.0 / rows.num_rows)}
+        a_XI, num_rows = a_NTI.flatten(0, 1), self.options.max_rows
+        if not 0 < num_rows < len(a_XI):
+            return a_XI, output_rows(e_VNTO, "expand"), 1.0 / rows.num_rows
+        chosen = torch.randperm(len(a_XI), generator=self.generator, device=a_XI.device)[:num_rows]
+        return a_XI[chosen], e_VNTO.flatten(1, 2)[:, chosen].flatten(0, 1), len(a_XI) / num_rows / rows.num_rows
+
+    def take(self, name: str, rows: Rows) -> None:
+        known = self.statistics.get(name)
+        if known is None or type(self).measure is not KFAC.measure or self._is_passed_on(name):
+            super().take(name, rows)
+            return
+        # the products are added to the averages as they are made: no factor is there twice
+        a_XI, e_XO, of_e = self._chosen(rows)
+        if not all(bool(x_XD.square().sum().isfinite()) for x_XD in (a_XI, e_XO)):   # no product is larger than its trace
+            self.num_skipped += 1
+            return
+        decay = self.option(name, "ema_decay")
+        for key, x_XD, scale in (("A", a_XI, 1.0 / len(a_XI)), ("B", e_XO, of_e)):
+            add_gram(x_XD, known[key], keep=decay, scale=(1.0 - decay) * scale)
+        self.weights[name] = decay * self.weights[name] + 1.0 - decay
 
     def invert(self, name: str, known: State) -> State:
         of_B, of_A = shared_damping(known["B"], known["A"], self.option(name, "damping"))
-        return {"A": damped_inverse(known["A"], of_A), "B": damped_inverse(known["B"], of_B)}
+        return {"A": damped_inverse(known["A"], of_A, overwrite=self._overwrites),
+                "B": damped_inverse(known["B"], of_B, overwrite=self._overwrites)}
 
     def factors(self, inverse: State) -> tuple[Tensor, Tensor] | None:
         return (inverse["B"], inverse["A"]) if "A" in inverse else None
@@ -80,6 +110,7 @@ class SKFAC(KFAC):
 
     has_mean = False
     splits_work = False
+    passes_on = False
 
     def __init__(self, model: Any, **options: Any) -> None:
         super().__init__(model, **{"ema_decay": 0.0, **options})
@@ -129,6 +160,7 @@ class EKFAC(KFAC):
     """
 
     splits_work = False   # each rank would have the moments of its own rows
+    passes_on = False     # nor from its factors alone
 
     def __init__(self, model: Any, **options: Any) -> None:
         super().__init__(model, **options)

@@ -23,13 +23,12 @@ from torch import Tensor, nn
 
 from ngsgd.curvature.layers import without_autocast
 from ngsgd.errors import CheckpointError, ConfigError
+from ngsgd.preconditioners import limits
 from ngsgd.preconditioners.held import HeldRows, RowGradients, is_cheaper_by_rows, multiplied_right
 from ngsgd.preconditioners.options import FisherOptions, Options, is_due, make_options
 from ngsgd.preconditioners.ranks import Ranks
 from ngsgd.preconditioners.signals import Rows, Signal, Watch
-
-State = dict[str, Tensor]
-_OWN = ""   # the entry of a state dict that belongs to no layer
+from ngsgd.preconditioners.states import OWN, State, kept, mean_state, own
 
 
 class Preconditioner:
@@ -50,6 +49,7 @@ class Preconditioner:
     has_mean: ClassVar[bool] = True   # the statistics of several workers have a mean that means something
     joins_bias: ClassVar[bool] = True       # weight and bias of an affine layer are one block
     splits_work: ClassVar[bool] = False     # has statistics with a mean over ranks, and inverses layer by layer
+    passes_on: ClassVar[bool] = False       # inverts one layer after the other, from the statistics alone
     looks_at_held: ClassVar[bool] = False   # looks at the curvature need no gradient multiplied out
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
@@ -67,7 +67,7 @@ class Preconditioner:
         self._signal: Signal | None = None
         self._holding: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         self._ranks: Ranks | None = None
-        self._overwrites = False                 # directions may be written over gradients
+        self._overwrites = False                 # what a method is given (a gradient, statistics) may be written over
         self._held: dict[str, HeldRows] = {}     # by weight: this step's gradients that are not multiplied out
         self._skipped = self._skipped_parameters()
         self._bias_of = _biases(model) if type(self).joins_bias else {}
@@ -222,24 +222,47 @@ class Preconditioner:
 
     def update_curvature(self, seen: Signal | Mapping[str, Tensor]) -> None:
         """Takes in the rows of a minibatch (methods of the Fisher matrix) or its gradients (the others)."""
-        measured = self._measured(seen)
-        if self._ranks is not None and isinstance(seen, Signal):   # gradients are the mean of all ranks' before they come here
-            measured = iter(self._ranks.mean(dict(measured), float(seen.num_rows)).items())
-        for name, new in measured:
+        if not isinstance(seen, Signal):   # with `split_work` the mean of all ranks' gradients already
+            for name, g in self._joined(seen).items():
+                self._average(name, self.measure_gradient(name, g))
+            return
+        for name in seen.squares:
+            self._bias_of.pop(name, None)   # its own block, also in an affine layer, such as one tied to an embedding
+        squares: dict[str, State] = {name: {"squares": value} for name, value in seen.squares.items()}
+        if self._ranks is None:
+            for name, rows in seen.rows.items():
+                self._bias_of[name] = rows.bias
+                self.take(name, rows)
+            measured = squares
+        else:
+            own_rows = {}
+            for name, rows in seen.rows.items():
+                self._bias_of[name] = rows.bias
+                own_rows[name] = self.measure(name, rows)
+            measured = self._ranks.mean(own_rows | squares, float(seen.num_rows))
+        for name, new in measured.items():
             self._average(name, new)
 
-    def _measured(self, seen: Signal | Mapping[str, Tensor]) -> Iterator[tuple[str, State]]:
-        """Statistics layer by layer, so that those of one layer alone are there twice."""
-        if not isinstance(seen, Signal):
-            for name, g in self._joined(seen).items():
-                yield name, self.measure_gradient(name, g)
-            return
-        for name, rows in seen.rows.items():
-            self._bias_of[name] = rows.bias
-            yield name, self.measure(name, rows)
-        for name, squares in seen.squares.items():
-            self._bias_of.pop(name, None)   # its own block, also in an affine layer, such as one tied to an embedding
-            yield name, {"squares": squares}
+    def take(self, name: str, rows: Rows) -> None:
+        """Takes in the rows of one layer."""
+        new = self.measure(name, rows)
+        if not self._is_passed_on(name):
+            self._average(name, new)
+        elif all(bool(value.sum().isfinite()) for value in new.values()):
+            for kept_so_far in (self.inverses, self.statistics, self.weights):
+                kept_so_far.pop(name, None)   # its memory is needed again
+            self._overwrites = True
+            try:
+                self.inverses[name] = self._inverted(name, new)
+            finally:
+                self._overwrites = False
+        else:
+            self.num_skipped += 1
+
+    def _is_passed_on(self, name: str) -> bool:
+        """Whether a layer's statistics are of no use once they are inverted, so that they need not be kept."""
+        return type(self).passes_on and self.option(name, "ema_decay") == 0.0 and self.options.averaging != "average" \
+            and self.is_due("inverse")
 
     def _average(self, name: str, new: State) -> None:
         if not all(bool(value.sum().isfinite()) for value in new.values()):   # one pass; isfinite() of each element takes four
@@ -247,7 +270,7 @@ class Preconditioner:
             return
         decay = self.option(name, "ema_decay")
         if name not in self.statistics or decay == 0.0:
-            self.statistics[name], self.weights[name] = {key: _kept(value) for key, value in new.items()}, 1.0
+            self.statistics[name], self.weights[name] = {key: kept(value) for key, value in new.items()}, 1.0
             if decay:  # the first minibatch is worth as much as any other
                 self.weights[name] = 1.0 - decay
                 torch._foreach_mul_(list(self.statistics[name].values()), 1.0 - decay)
@@ -267,15 +290,15 @@ class Preconditioner:
         ranks = self._ranks
         if ranks is None:
             for name in self.statistics:
-                self.inverses[name] = self._inverted(name)
+                self.inverses[name] = self._inverted(name, self.curvature(name))
             return
         # a matrix of a layer is inverted or decomposed in D^3 operations
         owners = ranks.owners({name: sum(float(value.numel()) * value.shape[-1] for value in known.values() if value.ndim > 1)
                                for name, known in self.statistics.items()})
-        self.inverses |= ranks.exchanged({name: self._inverted(name) for name, owner in owners.items() if owner == ranks.rank})
+        self.inverses |= ranks.exchanged({name: self._inverted(name, self.curvature(name)) for name, owner in owners.items()
+                                          if owner == ranks.rank})
 
-    def _inverted(self, name: str) -> State:
-        known = self.curvature(name)
+    def _inverted(self, name: str, known: State) -> State:
         inverse = known if "squares" in known else self.invert(name, known)
         return {key: value.contiguous() for key, value in inverse.items()}   # as it is after a restart
 
@@ -343,9 +366,9 @@ class Preconditioner:
         """A setting of the layer that owns the parameter."""
         value: float = getattr(self.options, key)
         layer = name.rpartition(".")[0]
-        for pattern, own in (self.options.layer_options or {}).items():
-            if key in own and fnmatchcase(layer, pattern):
-                value = own[key]
+        for pattern, settings in (self.options.layer_options or {}).items():
+            if key in settings and fnmatchcase(layer, pattern):
+                value = settings[key]
         return value
 
     def _skipped_parameters(self) -> set[str]:
@@ -384,30 +407,16 @@ class Preconditioner:
     def _limited(self, grads: Mapping[str, Tensor], held: Mapping[str, HeldRows], found: dict[str, Tensor],
                  lr: float | None) -> dict[str, Tensor]:
         if self.options.graft == "gradient":
-            found = self._grafted(grads, held, found)
+            biases = {bias for weight, bias in self._bias_of.items() if weight in found}
+            blocks = {name: [each for each in self._block(name) if each in found] for name in found if name not in biases}
+            norms = {name: held[name].norm() if name in held else limits.norm_of([grads[each] for each in block])
+                     for name, block in blocks.items()}
+            found = limits.grafted(found, blocks, norms)
         if self.options.kl_clip:
-            if lr is None:
-                raise ConfigError("kl_clip needs the learning rate: call step(lr=...) with that of the optimiser.")
-            change = lr * lr * sum(float((found[name] * g).sum()) for name, g in grads.items())
-            scale = min(1.0, (self.options.kl_clip / max(abs(change), 1e-30)) ** 0.5)
-            found = {name: value * scale for name, value in found.items()}
+            found = limits.kl_clipped(found, grads, self.options.kl_clip, lr)
         if self.options.max_grad_norm and found:
-            norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(found.values()))))
-            scale_ = (self.options.max_grad_norm / norm.clamp(min=1e-30)).clamp(max=1.0)
-            found = {name: value * scale_ for name, value in found.items()}
+            found = limits.norm_limited(found, self.options.max_grad_norm)
         return found
-
-    def _grafted(self, grads: Mapping[str, Tensor], held: Mapping[str, HeldRows], found: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Each layer's direction with the norm of its gradient: what the learning rate means is then that of SGD."""
-        grafted = dict(found)
-        biases = {bias for weight, bias in self._bias_of.items() if weight in found}
-        for name in [name for name in found if name not in biases]:
-            block = [each for each in (name, self._bias_of.get(name)) if each is not None and each in found]
-            plain = held[name].norm() if name in held else _norm([grads[each] for each in block])
-            scale = plain / _norm([found[each] for each in block]).clamp(min=torch.finfo(plain.dtype).tiny)
-            for each in block:
-                grafted[each] = found[each] * scale
-        return grafted
 
     # state
 
@@ -420,19 +429,19 @@ class Preconditioner:
             if name in self.weights:
                 state[name]["weight"] = self.weights[name]
         last = {f"last_{key}": -1 if value is None else value for key, value in self._last.items()}
-        state[_OWN] = {"num_steps": self.num_steps, "num_skipped": self.num_skipped, **last,
+        state[OWN] = {"num_steps": self.num_steps, "num_skipped": self.num_skipped, **last,
                        "generator": self.generator.get_state()}
         return state
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         """Continues where the state was taken, bit for bit; CheckpointError if it belongs to another model."""
         parameters = dict(self.model.named_parameters())
-        if unknown := sorted({*state} - {*parameters, _OWN}):
+        if unknown := sorted({*state} - {*parameters, OWN}):
             raise CheckpointError(f"the state of {type(self).__name__} has {unknown[0]}, which the model does not have; load that "
                                   "of the same model.")
         self.statistics, self.inverses, self.weights = {}, {}, {}
         for name, entry in state.items():
-            if name == _OWN:
+            if name == OWN:
                 continue
             like = parameters[name]
             if "statistics.squares" in entry:
@@ -443,11 +452,11 @@ class Preconditioner:
                     continue
                 group, _, short = key.partition(".")
                 target = self.statistics if group == "statistics" else self.inverses
-                target.setdefault(name, {})[short] = _own(torch.as_tensor(value).to(like.device))
-        own = state[_OWN]
-        self.num_steps, self.num_skipped = int(own["num_steps"]), int(own["num_skipped"])
-        self._last = {key: None if int(own[f"last_{key}"]) < 0 else int(own[f"last_{key}"]) for key in self._last}
-        self.generator.set_state(torch.as_tensor(own["generator"]).to(torch.uint8).clone())
+                target.setdefault(name, {})[short] = own(torch.as_tensor(value).to(like.device))
+        counters = state[OWN]
+        self.num_steps, self.num_skipped = int(counters["num_steps"]), int(counters["num_skipped"])
+        self._last = {key: None if int(counters[f"last_{key}"]) < 0 else int(counters[f"last_{key}"]) for key in self._last}
+        self.generator.set_state(torch.as_tensor(counters["generator"]).to(torch.uint8).clone())
 
     def average(self, states: Sequence[Mapping[str, Mapping[str, Any]]]) -> None:
         """Goes on from the mean of several workers' curvature, which the next step looks at and renews what is applied from."""
@@ -460,43 +469,12 @@ class Preconditioner:
                               "\"reset\" or \"keep\".")
 
 
-def _norm(parts: Sequence[Tensor]) -> Tensor:
-    norms: list[Tensor] = [torch.linalg.vector_norm(part) for part in parts]
-    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
-
-
 def _give(p: nn.Parameter, direction: Tensor) -> None:
-    """Makes it the parameter's gradient; written over the old one where that belongs to somebody else's buffer."""
-    if p.grad is None or (p.grad is not direction and not p.grad._is_view()):
+    """Makes it the parameter's gradient: written over the old one, which may be somebody's buffer, where there is one."""
+    if p.grad is None:
         p.grad = direction.to(p.dtype).view_as(p)
-    else:
+    elif p.grad is not direction:
         p.grad.copy_(direction)
-
-
-def _kept(value: Tensor) -> Tensor:
-    """The same, with memory of its own."""
-    return _own(value) if value._is_view() or not value.is_contiguous() else value
-
-
-def _own(value: Tensor) -> Tensor:
-    """A copy, laid out as it is after a restart: products of other layouts round differently."""
-    return value.clone(memory_format=torch.contiguous_format)
-
-
-def mean_state(states: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
-    """The mean of the statistics in several workers' states, without what is applied: the next look makes that.
-
-    Counters and draws go on from the first state's.
-    """
-    own = states[0][_OWN]
-    found: dict[str, dict[str, Any]] = {_OWN: {**own, "last_curvature": -1, "last_inverse": -1}}
-    for name in sorted({name for state in states for name in state} - {_OWN}):
-        entries = [state[name] for state in states if "weight" in state.get(name, {})]
-        keys = [key for key in (entries[0] if entries else ()) if key == "weight" or key.startswith("statistics.")]
-        # of float64 numbers, as the weight is, the mean is one too
-        found[name] = {key: torch.stack([torch.as_tensor(entry[key], dtype=torch.float64 if key == "weight" else None)
-                                         for entry in entries]).mean(dim=0) for key in keys}
-    return found
 
 
 def _biases(model: nn.Module) -> dict[str, str | None]:

@@ -22,8 +22,8 @@ from torch import Tensor
 from ngsgd.curvature.kronecker import add_gram
 from ngsgd.preconditioners.fisher import require_small
 from ngsgd.preconditioners.options import Options
-from ngsgd.preconditioners.protocol import State
 from ngsgd.preconditioners.second_order import SecondOrder
+from ngsgd.preconditioners.states import State
 
 FORMS = ("kronecker", "full")
 _ALL = "all"   # the factor of the whole model, kept under its first parameter

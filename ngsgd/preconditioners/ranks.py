@@ -14,8 +14,8 @@ import torch.distributed
 from torch import Tensor
 
 from ngsgd.errors import ConfigError
+from ngsgd.preconditioners.states import State
 
-State = dict[str, Tensor]
 _c10d: Any = torch.distributed.distributed_c10d   # its type stubs leave out what is used here
 
 

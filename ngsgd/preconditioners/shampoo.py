@@ -22,7 +22,8 @@ from torch import Tensor
 from ngsgd.ops.linalg import eigh, inverse_root, inverse_root_newton
 from ngsgd.preconditioners.held import HeldRows
 from ngsgd.preconditioners.options import Options
-from ngsgd.preconditioners.protocol import Preconditioner, State
+from ngsgd.preconditioners.protocol import Preconditioner
+from ngsgd.preconditioners.states import State
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ Letters: V vectors, N samples, T positions, R rows of the loss (frames), I input
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -57,7 +57,7 @@ class Rows:
 class Signal:
     """A minibatch's curvature, layer by layer."""
 
-    rows: dict[str, Rows] = field(default_factory=dict)        # by the name of the weight
+    rows: Mapping[str, Rows] = field(default_factory=dict)     # by the name of the weight; copies are made at each access
     squares: dict[str, Tensor] = field(default_factory=dict)   # diagonals of F for parameters that are in no affine layer
     num_rows: int = 0                                          # R
     scale: float = 1.0                                         # empirical: of e over the derivatives of the loss itself
@@ -99,15 +99,15 @@ class Watch:
         if not W > 0.0:  # every row is masked
             return Signal()
         scale = R / W if self._fisher == "empirical" else (R / W) ** 0.5
-        parts: dict[str, list[Rows]] = defaultdict(list)
+        parts: dict[str, list[list[Record]]] = defaultdict(list)
         squares: dict[str, Tensor] = {}
         for records in self._records.values():
-            rows, others = _of_pass(records, scale, R)
-            for name, one in rows.items():
-                parts[name].append(one)
+            affine, others = _of_pass(records, scale, R)
+            for name, uses in affine.items():
+                parts[name].append(uses)
             for name, found in others.items():
                 squares[name] = squares[name] + found if name in squares else found
-        return Signal({name: _end_to_end(each) for name, each in parts.items()}, squares, R, scale)
+        return Signal(_LayerByLayer(parts, scale, R), squares, R, scale)
 
     def _noted(self, settings: dict[str, Any], kind: type[nn.Module], output: Tensor, target: Tensor, value: Tensor,
                again: Callable[[Tensor], Tensor]) -> None:
@@ -145,8 +145,24 @@ class Watch:
             self._records[max(self._pass, 0)].append(self._capture.record(call, e_M[None]))
 
 
-def _of_pass(records: list[Record], scale: float, num_rows: int) -> tuple[dict[str, Rows], dict[str, Tensor]]:
-    """(rows of affine layers, squares of all other parameters).
+class _LayerByLayer(Mapping[str, Rows]):
+    """Rows that are written down when they are asked for, so that those of one layer alone need memory at a time."""
+
+    def __init__(self, parts: Mapping[str, list[list[Record]]], scale: float, num_rows: int) -> None:
+        self._parts, self._scale, self._num_rows = parts, scale, num_rows
+
+    def __getitem__(self, name: str) -> Rows:
+        return _end_to_end([_affine(name, records, self._scale, self._num_rows) for records in self._parts[name]])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parts)
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+
+def _of_pass(records: list[Record], scale: float, num_rows: int) -> tuple[dict[str, list[Record]], dict[str, Tensor]]:
+    """(records of affine layers by weight, squares of all other parameters).
 
     A layer that is called several times has the positions of all its calls; a weight that is also an embedding's is not affine.
     """
@@ -154,12 +170,12 @@ def _of_pass(records: list[Record], scale: float, num_rows: int) -> tuple[dict[s
     for record in records:
         for name, share in record.shares().items():
             uses[name].append((record, share))
-    rows = {name: _affine(name, [record for record, _ in each], scale, num_rows) for name, each in uses.items()
-            if all(record.call.weight == name and isinstance(share, Outer) and share.groups == 1 for record, share in each)}
-    covered = {*rows, *(found.bias for found in rows.values())}
+    affine = {name: [record for record, _ in each] for name, each in uses.items()
+              if all(record.call.weight == name and isinstance(share, Outer) and share.groups == 1 for record, share in each)}
+    covered = {*affine, *(records[0].call.bias for records in affine.values())}
     squares = {name: joined([share for _, share in each]).sum_of_squares() * (scale * scale / num_rows)
                for name, each in uses.items() if name not in covered}
-    return rows, squares
+    return affine, squares
 
 
 def _affine(name: str, records: list[Record], scale: float, num_rows: int) -> Rows:

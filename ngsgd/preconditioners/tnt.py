@@ -19,8 +19,9 @@ from torch import Tensor
 from ngsgd.ops.linalg import damped_inverse
 from ngsgd.preconditioners.kronecker import shared_damping
 from ngsgd.preconditioners.options import FisherOptions
-from ngsgd.preconditioners.protocol import Preconditioner, State
+from ngsgd.preconditioners.protocol import Preconditioner
 from ngsgd.preconditioners.signals import Rows
+from ngsgd.preconditioners.states import State
 
 _MIN_TRACE = 1e-30   # below, all gradients were zero
 

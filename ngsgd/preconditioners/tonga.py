@@ -17,7 +17,8 @@ from torch import Tensor
 
 from ngsgd.ops.linalg import damped_cholesky, eigh
 from ngsgd.preconditioners.options import Options
-from ngsgd.preconditioners.protocol import Preconditioner, State
+from ngsgd.preconditioners.protocol import Preconditioner
+from ngsgd.preconditioners.states import State
 
 
 @dataclass(frozen=True)

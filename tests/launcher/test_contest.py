@@ -36,7 +36,8 @@ class Training:
         fails = name == self.failing
         if not fails:
             make_run(self.root, name)
-        return self.real([sys.executable, "-c", f"x = bytearray(60 << 20); raise SystemExit({int(fails)})"], **kwargs)
+        work = f"import time; x = b'1' * (60 << 20); time.sleep(0.4); raise SystemExit({int(fails)})"
+        return self.real([sys.executable, "-c", work], **kwargs)
 
 
 def test_settings_are_trained_and_compared_with_runs_that_are_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,

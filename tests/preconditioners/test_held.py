@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from ngsgd.preconditioners import (
@@ -181,3 +182,17 @@ def test_gradient_maker_adds_directions_up() -> None:
     for p, wanted in zip(model.parameters(), once, strict=True):
         assert p.grad is not None
         close(p.grad, 2.0 * wanted)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_layers_that_are_computed_again_in_the_backward_pass_have_the_same_gradient(reentrant: bool) -> None:
+    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        layers = list(model.children())
+        hidden = layers[0](x)
+        for layer in layers[1:]:
+            hidden = torch.utils.checkpoint.checkpoint(layer, hidden, use_reentrant=reentrant)
+        return F.cross_entropy(hidden, y)
+
+    wanted, found = (_trained(Shampoo, at_once=at_once, loss=loss) for at_once in (False, True))
+    for one, other in zip(wanted, found, strict=True):
+        close(other, one)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -41,7 +43,8 @@ def test_tonga_equals_the_dense_solve_with_the_cut_moment(name: str, rank: int, 
 @pytest.mark.parametrize("name", NAMES)
 def test_tnt_equals_the_dense_tensor_normal_matrix(name: str) -> None:
     case, damping = problem(name), 0.05
-    preconditioner, seen = TNT(case.model, damping=damping, num_draws=3), {}
+    preconditioner = TNT(case.model, damping=damping, num_draws=3)
+    seen: dict[str, Any] = {}
     original = preconditioner.update_curvature
 
     def update_curvature(signal: Signal) -> None:

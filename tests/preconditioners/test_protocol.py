@@ -308,3 +308,16 @@ def test_mistakes_are_told() -> None:
     preconditioner = KFAC(case.model)
     with pytest.raises(ConfigError, match="saw no loss"), preconditioner.watch():
         case.model(case.x).sum().backward()
+
+
+@pytest.mark.parametrize("method", ["kfac", "diagonal", "unit", "layer"])
+def test_statistics_that_have_no_past_are_not_kept_beside_what_is_applied(method: str) -> None:
+    case = problem("linear")
+    passed_on = METHODS[method](case.model, damping=0.1, ema_decay=0.0, inverse_interval=2)
+    kept = METHODS[method](case.model, damping=0.1, ema_decay=0.0, inverse_interval=2, averaging="average")
+    for step in range(4):   # looks with an inverse and looks without
+        found, wanted = case.preconditioned(passed_on), case.preconditioned(kept)
+        for name, value in wanted.items():
+            close(found[name], value)
+        case.x.mul_(1.1)
+        assert bool(kept.statistics) and bool(passed_on.statistics) == (step % 2 == 1)

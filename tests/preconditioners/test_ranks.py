@@ -51,7 +51,7 @@ def _trained(method: type[Preconditioner], options: dict[str, Any], group: Any =
     preconditioner = method(model, damping=0.1, curvature_interval=2, inverse_interval=2, **options)
     made: list[str] = []
     inverted = preconditioner._inverted
-    preconditioner._inverted = lambda name: made.append(name) or inverted(name)  # type: ignore[method-assign, func-returns-value]
+    preconditioner._inverted = lambda name, known: made.append(name) or inverted(name, known)  # type: ignore[method-assign, func-returns-value]
     if group is not None:
         preconditioner.split_work(group)
     for step in range(3):
