@@ -76,7 +76,7 @@ def measure(run: Path, *, chunk_frames: int) -> Streamed:
 
 def _streamed(decoder: StreamingDecoder, features_TD: npt.NDArray[np.float32]) -> tuple[tuple[str, ...], list[float]]:
     """(words, seconds of each call), the frames coming one by one."""
-    seconds = []
+    seconds: list[float] = []
     for frame_1D in np.split(features_TD, len(features_TD)):
         began, before = time.perf_counter(), decoder.num_decoded
         decoder.accept(frame_1D)
