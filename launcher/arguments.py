@@ -27,8 +27,18 @@ def resume(arguments: Sequence[str]) -> int:
 def decode(arguments: Sequence[str]) -> int:
     parser = _parser("decode")
     parser.add_argument("--json", action="store_true", help="print what decode/wer.json holds, and nothing else on stdout")
+    parser.add_argument("--streaming", action="store_true",
+                        help="the test set frame by frame as it comes, on one thread: is it the same, how fast, how late")
+    parser.add_argument("--chunk-frames", type=int, default=10, metavar="N", help="frames scored together (default: %(default)s)")
     options = parser.parse_args(list(arguments))
     run = find_run(options.run)
+    if options.chunk_frames < 1:
+        raise ConfigError(f"--chunk-frames is {options.chunk_frames}; it must be at least 1.")
+    if options.streaming:
+        from launcher import streaming
+
+        print(streaming.measure(run, chunk_frames=options.chunk_frames))
+        return EXIT_OK
     from launcher import train as service
 
     code = service.decode(run, quiet=options.quiet or options.json)

@@ -31,7 +31,10 @@ Report = Callable[[str], None]
 
 
 def require_init_model(config: RunConfig) -> None:
-    """Raises unless the run to start from is there and has ended."""
+    """Raises unless the run to start from is there and has ended, where one is needed."""
+    if config.objective.kind not in ("ce", "lfmmi") and not config.init_model:
+        raise ConfigError(f"objective.kind is {config.objective.kind}, which starts from a model trained with cross-entropy; "
+                          "name its run with init_model=RUN.")
     if config.init_model and not (_folder(config.init_model) / "final" / "model.json").is_file():
         raise ConfigError(f"init_model is {config.init_model}, which has no final model yet; finish it with: "
                           f"ngsgd resume {config.init_model}")

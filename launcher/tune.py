@@ -41,6 +41,9 @@ def command(arguments: Sequence[str]) -> int:
 
     config = compose.compose(tuned_file.expanded(options.overrides),
                              config_dir=Path(options.config_dir) if options.config_dir else None)
+    if config.objective.kind != "ce":
+        raise ConfigError(f"objective.kind is {config.objective.kind}, and ngsgd tune knows the loss of single frames alone; tune "
+                          "with objective=ce.")
     report: Report = (lambda line: None) if options.quiet else (lambda line: print(line, flush=True))
     {"probe": _probe, "check": _check, "run": _tune, "transfer": _transfer}[options.what](config, options, report)
     return EXIT_OK

@@ -678,8 +678,6 @@ def _rule_objective(c: RunConfig) -> Iterator[str]:
         yield f"init_model is {c.init_model} with model.{name} {getattr(c.model, name)}, which builds a model up anew; leave it 0."
     if kind == "ce":
         return
-    if kind != "lfmmi" and not c.init_model:
-        yield f"objective.kind is {kind}, which starts from a model trained with cross-entropy; name its run with init_model=RUN."
     if c.combination.kind != "none":
         yield (f"combination.kind is {c.combination.kind}, which chooses by the cross-entropy of held-out frames, and "
                f"objective.kind is {kind}; set combination.kind=none (objective={kind} does).")

@@ -20,7 +20,7 @@ from ngsgd.training.coordinator import Coordinator
 from ngsgd.training.dealing import make_dealer
 from ngsgd.training.dispatch import StopSignal
 from ngsgd.training.flat import Layout
-from ngsgd.training.job import WorkerSpec
+from ngsgd.training.job import SequenceData, WorkerSpec
 from ngsgd.training.ledger import Ledger
 from ngsgd.training.planning import schedule_of, stages_of
 from ngsgd.training.pools.pool import InProcessPool, WorkerPool
@@ -86,13 +86,14 @@ class Recorder:
 class Run:
     """A run folder with its data, and a coordinator over whatever pool."""
 
-    def __init__(self, folder: Path, run_config: RunConfig | None = None) -> None:
+    def __init__(self, folder: Path, run_config: RunConfig | None = None, sequences: SequenceData | None = None) -> None:
         self.folder = folder
         self.config = run_config or config()
         self.egs = prepare_archives(frame_set(3600, 1), frame_set(600, 2), self.config.egs, num_classes=NUM_CLASSES,
                                     digest="toy", cache_root=folder)
         self.reader = EgsReader(self.egs)
-        self.spec = WorkerSpec(self.config, str(self.egs))
+        self.spec = WorkerSpec(self.config, str(self.egs), sequences)
+        self.shards = self.spec.shards()
         self.recorder = Recorder()
         self.model = model_for(self.config, self.reader)
         self.store = CheckpointStore(folder / "checkpoints", Layout.of(self.model), num_to_keep=3)
@@ -104,7 +105,7 @@ class Run:
 
     @property
     def schedule(self) -> Schedule:
-        return schedule_of(self.config, self.reader)
+        return schedule_of(self.config, self.shards)
 
     def in_process(self, should_stop: Callable[[], bool] = lambda: False) -> InProcessPool:
         return InProcessPool(self.spec, self.config.cluster.num_workers, 1, should_stop)
@@ -122,11 +123,11 @@ class Run:
             return Coordinator(
                 self.schedule, pool, self.model, self.reader, self.store, ledger, self.recorder, self.config.failure,
                 stop or NeverStop(), self.config.outer, self.config.cluster,
-                dealer=make_dealer(self.config.schedule, self.reader.num_minibatches),
+                dealer=make_dealer(self.config.schedule, self.shards.num_minibatches),
                 keep_fisher=self.config.keeps_curvature, mean_fisher=mean_of_states(self.config.preconditioner),
-                stages=stages_of(self.config, self.reader),
+                stages=stages_of(self.config, self.shards),
                 seed=self.config.seed, on_corrupt=self.config.egs.on_corrupt,
-                num_curvature_frames=self.config.tracking.curvature_frames).train(start)
+                num_curvature_frames=self.config.tracking.curvature_frames, objective=self.config.objective).train(start)
         finally:
             ledger.close()
             pool.close()

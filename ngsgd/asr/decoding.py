@@ -32,11 +32,17 @@ class Path:
 
 def best_path(graph: Graph, loglik_TP: npt.NDArray[np.float32], *, acoustic_scale: float, beam: float, max_active: int) -> Path:
     """The best path through `graph`.  `loglik_TP` is log posterior minus log prior of each pdf."""
-    kaldifst = extras.load("kaldifst", extra="asr", purpose="Decoding")  # first: kaldi_decoder takes its graphs
+    extras.load("kaldifst", extra="asr", purpose="Decoding")  # first: kaldi_decoder takes its graphs
     kaldi_decoder = extras.load("kaldi_decoder", extra="asr", purpose="Decoding")
     decoder = kaldi_decoder.FasterDecoder(graph.fst, kaldi_decoder.FasterDecoderOptions(beam=beam, max_active=max_active))
     decoder.decode(kaldi_decoder.DecodableCtc(_scaled(loglik_TP, acoustic_scale)))
-    found, path = decoder.get_best_path()
+    return path_of(decoder, graph)
+
+
+def path_of(decoder: Any, graph: Graph, *, use_final: bool = True) -> Path:
+    """The best path that a FasterDecoder has found; without `use_final` it may end anywhere."""
+    kaldifst = extras.load("kaldifst", extra="asr", purpose="Decoding")
+    found, path = decoder.get_best_path(use_final)
     if not found:
         return Path((), np.zeros(0, np.int32), math.inf, is_complete=False)
     _, pdf_labels, word_labels, weight = kaldifst.get_linear_symbol_sequence(path)

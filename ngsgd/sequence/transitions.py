@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ngsgd.sequence.graph import StateGraph
 
-_MAX_DENSE_STATES = 256  # up to here a dense product is the faster one on a CPU core, whatever the number of arcs
+_MAX_DENSE_STATES = 64  # beyond, on a CPU core, sparse rows are faster: few states follow any one
 
 
 class Transitions:

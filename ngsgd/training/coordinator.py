@@ -259,7 +259,7 @@ class Coordinator:
         progress = replace(progress, pending=(*progress.pending, *round_.deferred))
         state = self.optimizer.state_dict()
         if self.objective.equalise_layers:
-            progress = replace(progress, layer_rates=equalised(self.layout, before.parameters, state["arrays"]["model"],
+            progress = replace(progress, layer_rates=equalised(self.layout, round_.model.read(), state["arrays"]["model"],
                                                                old.layer_rates, last_layer_factor=self.objective.last_layer_factor))
         self.ledger.sync()  # what was counted must be known before it is said to be
         self._num_rollbacks = 0

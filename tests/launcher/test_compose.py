@@ -72,10 +72,24 @@ def test_every_recipe_takes_every_model_and_optimizer(recipe: str) -> None:
     ("optimizer.max_change=-1", "optimizer.max_change is -1.0; it must be at least 0."),
     ("seed=${no.such.key}", "seed is ${no.such.key}, which leads nowhere; give a value."),
     ("seed=1,2", "seed=1,2 lists several values; add --multirun to run them one after another."),
+    ("objective.kind=smbr", "combination.kind is mean, which chooses by the cross-entropy of held-out frames, and objective.kind "
+     "is smbr; set combination.kind=none (objective=smbr does)."),
     ("trian", "'trian' is not a setting; write key=value, such as seed=1. Did you mean train?"),
 ])
 def test_one_wrong_override_gives_one_sentence(override: str, sentence: str) -> None:
     assert problems_of(override) == [sentence]
+
+
+@pytest.mark.parametrize(("overrides", "start"), [
+    (["objective=mmi", "preconditioner=kfac"], "preconditioner.kind is kfac, which needs the loss of single frames"),
+    (["objective=lfmmi", "augment=spec"], "augment.spec masks windows of single frames"),
+    (["objective=mmi", "objective.chunk_frames=150"], "objective.chunk_frames is 150 with objective.kind mmi"),
+    (["objective=lfmmi", "model.num_subclasses=200"], "objective.kind is lfmmi, and the model changes on the way"),
+    (["init_model=runs/x", "model.add_layers_period=2"], "init_model is runs/x with model.add_layers_period 2"),
+])
+def test_what_sequence_objectives_do_not_go_with_is_told(overrides: list[str], start: str) -> None:
+    [problem] = problems_of(*overrides)
+    assert problem.startswith(start)
 
 
 def test_an_unknown_key_without_a_neighbour_lists_its_section() -> None:

@@ -18,7 +18,7 @@ from ngsgd.models.nnet3.network import describe, rebuild
 from ngsgd.models.nnet3.text import from_text, to_text, vector_from_text, vector_to_text
 
 WINDOW = Window(2, 1, 5)
-SHAPES = {
+SHAPES: dict[str, dict[str, Any]] = {
     "relu": {}, "pnorm": {"pnorm_group": 4}, "relu-batchnorm": {"normalize": "batchnorm"},
     "tdnn": {"tdnn_offsets": "-1,0,1 -1,0"}, "tdnn-batchnorm": {"tdnn_offsets": "-1,0,1 -1,0", "normalize": "batchnorm"},
     "relu-lda": {"input_transform": "lda"}, "tdnn-lda": {"tdnn_offsets": "-1,0,1 -1,0", "input_transform": "lda"},
@@ -27,7 +27,7 @@ SHAPES = {
 
 def trained(name: str) -> tuple[nn.Module, ModelConfig]:
     """A model with numbers in every place, as after training."""
-    settings: dict[str, Any] = SHAPES[name]
+    settings = SHAPES[name]
     config = ModelConfig(kind=name.partition("-")[0], num_layers=2, hidden_dim=8, **settings)
     seen = 3 if config.kind == "tdnn" else 4
     drawn = torch.randn(6, 5 * seen + 1, generator=torch.Generator().manual_seed(1))
@@ -59,7 +59,7 @@ def test_models_come_back_with_the_same_bits(name: str) -> None:
 def test_numbers_that_need_all_digits_come_back() -> None:
     random = np.random.default_rng(0)
     values = random.integers(0, 2**32, 5000, dtype=np.uint32).view(np.float32)
-    values = np.concatenate([values[np.isfinite(values)], np.float32([0.0, -0.0, 1e-45, 3.4028235e38])])
+    values = np.concatenate([values[np.isfinite(values)], np.array([0.0, -0.0, 1e-45, 3.4028235e38], np.float32)])
     assert np.array_equal(vector_from_text(vector_to_text(values)).view(np.uint32), values.view(np.uint32))
 
 

@@ -1,0 +1,57 @@
+"""Streaming gives what decoding the whole utterance gives, within its delay."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ngsgd.asr import decoding, graphs
+from ngsgd.asr.digit_labels import TOPOLOGY
+from ngsgd.asr.language import Language
+from ngsgd.asr.streaming import Search, StreamingDecoder
+from ngsgd.egs.archives import spliced_utterances
+from ngsgd.egs.frames import FrameSet
+
+LEFT, RIGHT, DIM = 4, 3, 6
+GRAPH = graphs.with_word_penalty(graphs.build(Language(TOPOLOGY), silence_prob=0.0), 1.5)
+SEARCH = Search(acoustic_scale=0.5, beam=16.0, max_active=7000)
+RANDOM = np.random.default_rng(0)
+WEIGHT = RANDOM.normal(size=((LEFT + 1 + RIGHT) * DIM, TOPOLOGY.num_pdfs)).astype(np.float32)
+
+
+def score(x_TI: np.ndarray) -> np.ndarray:
+    """Row by row, so that the size of a chunk cannot change the rounding."""
+    return np.stack([row @ WEIGHT for row in x_TI])
+
+
+def decoder(chunk_frames: int) -> StreamingDecoder:
+    return StreamingDecoder(GRAPH, score, SEARCH, left_context=LEFT, right_context=RIGHT, chunk_frames=chunk_frames)
+
+
+@pytest.mark.parametrize("num_frames", [1, 2, 6, 120])
+@pytest.mark.parametrize("chunk_frames", [1, 7, 1000])
+def test_words_states_and_cost_are_those_of_the_whole_utterance(chunk_frames: int, num_frames: int) -> None:
+    features_TD = RANDOM.normal(size=(num_frames, DIM)).astype(np.float32)
+    frames = FrameSet(features_TD, np.zeros(num_frames, np.int32), np.array([0, num_frames]), ("utt",))
+    [x_TI] = spliced_utterances(frames, LEFT, RIGHT)
+    whole = decoding.best_path(GRAPH, score(x_TI), acoustic_scale=0.5, beam=16.0, max_active=7000)
+    streaming = decoder(chunk_frames)
+    begin = 0
+    while begin < num_frames:
+        end = min(num_frames, begin + int(RANDOM.integers(1, 12)))
+        streaming.accept(features_TD[begin:end])
+        begin = end
+        assert begin - streaming.num_decoded <= streaming.max_delay_frames
+    found = streaming.finish()
+    assert found.words == whole.words and np.array_equal(found.pdf_T, whole.pdf_T)
+    assert found.cost == pytest.approx(whole.cost, rel=1e-6)  # float32 sums of the decoder, begun anew with every chunk
+
+
+def test_words_are_there_before_the_end_and_grow() -> None:
+    streaming = decoder(5)
+    assert streaming.words() == ()
+    streaming.accept(RANDOM.normal(size=(80, DIM)).astype(np.float32))
+    assert len(streaming.words()) > 0
+    early = len(streaming.words())
+    streaming.accept(RANDOM.normal(size=(80, DIM)).astype(np.float32))
+    assert len(streaming.words()) > early

@@ -1,0 +1,86 @@
+"""Sequence training and the exchange with Kaldi, the whole way: from the command line to a word error rate and back."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from ngsgd.training.audit import audit
+from tests.integration.service import WER_LINE, Service, events, final_hash
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Service:
+    return Service(tmp_path_factory.mktemp("sequences"))
+
+
+@pytest.fixture(scope="module")
+def start(service: Service) -> Path:
+    """A run with cross-entropy."""
+    done = service.call("cluster=in_process", "name=ce")
+    assert done.returncode == 0, done.stderr
+    (run,) = service.runs("ce")
+    return run
+
+
+def test_smbr_goes_on_from_a_run_and_stopped_or_not_ends_with_the_same_bits(service: Service, start: Path) -> None:
+    settings = ["objective=smbr", f"init_model={start}", "cluster.num_workers=2", "objective.equalise_layers=true",
+                "schedule.minibatch_size=400", "schedule.num_epochs=3"]
+    done = service.call("cluster=in_process", "name=whole", *settings)
+    assert done.returncode == 0, done.stderr
+    assert len(WER_LINE.findall(done.stdout)) == 2, done.stdout
+    (whole,) = service.runs("whole")
+    records = events(whole, "outer_iteration")
+    objfs = [sum(job["objf"] for job in record["jobs"]) / len(record["jobs"]) for record in records]
+    assert 0.0 < objfs[0] < objfs[-1] < 1.0  # shares of frames
+    process = service.start("cluster=local", "name=stopped", *settings)
+    run = service.wait_for_outer_iteration(1, "stopped", process)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    assert process.returncode == 130
+    done = service.call(str(run), command="resume")
+    assert done.returncode == 0, done.stderr
+    assert final_hash(run) == final_hash(whole)
+    assert audit(run / "ledger.jsonl") == []
+
+
+def test_lattice_free_mmi_starts_from_nothing(service: Service, start: Path) -> None:
+    done = service.call("objective=lfmmi", "cluster=in_process", "name=lfmmi", "schedule.minibatch_size=400",
+                        "objective.chunk_frames=50")
+    assert done.returncode == 0, done.stderr
+    (run,) = service.runs("lfmmi")
+    priors = json.loads((run / "final" / "model.json").read_text())["priors"]
+    assert max(priors) == min(priors)
+
+
+def test_a_model_goes_to_kaldi_and_comes_back_and_training_goes_on_from_it(service: Service, start: Path) -> None:
+    there, back = service.output_dir / "kaldi", service.output_dir / "back"
+    done = service.call(str(start), "--output", str(there), "--data", "--egs", "1", command="export")
+    assert done.returncode == 0, done.stderr
+    assert {path.name for path in there.iterdir()} == {"final.raw", "priors.vec", "train", "valid", "test", "egs.1.ark"}
+    done = service.call(str(there / "final.raw"), "--priors", str(there / "priors.vec"), "--output", str(back), command="import")
+    assert done.returncode == 0, done.stderr
+    assert (back / "final" / "model.safetensors").read_bytes() == (start / "final" / "model.safetensors").read_bytes()
+    done = service.call("objective=mmi", f"init_model={back}", "cluster=in_process", "name=on", "schedule.minibatch_size=400",
+                        "schedule.num_epochs=1")
+    assert done.returncode == 0, done.stderr
+
+
+def test_streaming_gives_the_words_of_the_whole_utterances(service: Service, start: Path) -> None:
+    done = service.call(str(start), "--streaming", "--chunk-frames", "5", command="decode")
+    assert done.returncode == 0, done.stderr
+    found = json.loads((start / "decode" / "streaming.json").read_text())
+    assert found["num_same"] == found["num_utterances"] > 0
+    assert found["latency_ms"] == pytest.approx(10 * (5 + 5 - 1) + 12.5)
+
+
+def test_a_start_that_does_not_fit_is_told_in_a_sentence(service: Service, start: Path) -> None:
+    done = service.call("objective=mmi", "cluster=in_process", "name=none")
+    assert done.returncode == 2 and "init_model=RUN" in done.stderr
+    done = service.call("objective=mmi", f"init_model={start}", "model.hidden_dim=32", "cluster=in_process", "name=other")
+    assert done.returncode == 2 and "other layers" in done.stderr

@@ -1,0 +1,95 @@
+"""Sequence objectives under the coordinator: they rise, jobs are averaged, resuming gives the same bits; rates of layers follow."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ngsgd.config import CombinationConfig, ObjectiveConfig, ScheduleConfig
+from ngsgd.errors import ConfigError, DivergenceError, RunInterrupted
+from ngsgd.sequence.archives import prepare_sequences
+from ngsgd.sequence.ngram import state_ngram
+from ngsgd.sequence.objectives import Denominator
+from ngsgd.training.flat import Layout
+from ngsgd.training.job import SequenceData, WorkerSpec
+from ngsgd.training.layer_rates import equalised
+from ngsgd.training.worker import Worker
+from tests import toy
+
+SCHEDULE: dict[str, Any] = {"num_epochs": 2.0, "minibatch_size": 150, "lr_initial": 0.003, "lr_final": 0.001}
+
+
+def run(folder: Path, kind: str, *, num_jobs: int = 2, lr: float = 0.003, **objective: Any) -> toy.Run:
+    train = toy.frame_set(3600, 1)
+    labels = [train.pdf_T[begin:end] for begin, end in zip(train.offsets[:-1], train.offsets[1:], strict=True)]
+    graph = state_ngram(labels, order=2).with_leak(0.1 if kind == "lfmmi" else 0.0)
+    prior_P = np.bincount(train.pdf_T, minlength=toy.NUM_CLASSES) / len(train.pdf_T)
+    denominator = Denominator(graph, np.log(prior_P), np.arange(toy.NUM_CLASSES) // 2, np.arange(toy.NUM_CLASSES) == 0)
+    directory = prepare_sequences(train, graph, samples_per_iter=600, chunk_frames=0, digest="toy", cache_root=folder)
+    schedule = ScheduleConfig(**SCHEDULE | {"lr_initial": lr, "num_jobs_initial": num_jobs, "num_jobs_final": num_jobs})
+    config = toy.config(objective=ObjectiveConfig(kind=kind, acoustic_scale=1.0, **objective), schedule=schedule,
+                        combination=CombinationConfig("none"))
+    return toy.Run(folder, config, SequenceData(str(directory), denominator))
+
+
+@pytest.mark.parametrize("kind", ["mmi", "bmmi", "mpe", "smbr", "lfmmi"])
+def test_each_objective_rises_with_two_jobs(tmp_path: Path, kind: str) -> None:
+    training = run(tmp_path, kind)
+    training.train()
+    records = training.recorder.records
+    assert len(records) == 6
+    assert all(record.num_accepted == 2 for record in records)
+    assert records[-1].objf > records[0].objf + 0.02  # seed 0: 0.03 (mpe, in shares of frames) to 0.3
+    assert records[-1].accuracy > records[0].accuracy  # of single frames
+
+
+def test_resuming_gives_the_bits_of_the_whole_run(tmp_path: Path) -> None:
+    """Rates of layers are part of what is taken up."""
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "stopped").mkdir()
+    whole = run(tmp_path / "whole", "lfmmi", equalise_layers=True).train()
+    stopped = run(tmp_path / "stopped", "lfmmi", equalise_layers=True)
+
+    class StopAfterThree(toy.NeverStop):
+        def requested(self) -> bool:
+            return len(stopped.recorder.records) >= 2  # records come one outer iteration late
+    with pytest.raises(RunInterrupted):
+        stopped.train(stop=StopAfterThree())
+    end = stopped.train()
+    assert end.progress.outer_iter == whole.progress.outer_iter
+    assert end.progress.layer_rates == whole.progress.layer_rates != {}
+    assert np.array_equal(end.parameters, whole.parameters)
+
+
+def test_a_rate_far_too_high_is_stopped_by_the_guards(tmp_path: Path) -> None:
+    """Limits on change keep even this one from overflowing; without them no job's result is accepted."""
+    limited = run(tmp_path, "lfmmi", lr=1e4)
+    limited.train()
+    assert all(np.isfinite(record.objf) for record in limited.recorder.records)
+    (tmp_path / "free").mkdir()
+    free = run(tmp_path / "free", "lfmmi", lr=1e30)
+    object.__setattr__(free.config.optimizer, "max_change", 0.0)
+    object.__setattr__(free.config.optimizer, "max_param_change", 0.0)
+    with pytest.raises(DivergenceError):
+        free.train()
+
+
+def test_a_worker_without_the_denominator_says_so(tmp_path: Path) -> None:
+    training = run(tmp_path, "lfmmi")
+    with pytest.raises(ConfigError, match="objective=ce"):
+        Worker(WorkerSpec(training.config, str(training.egs)), 0)
+
+
+def test_rates_follow_relative_changes() -> None:
+    """Layer a moved by 1/10 and layer b by 1/40: rates 1/2 and 2, whose geometric mean is 1."""
+    layout = Layout(("a.weight", "a.bias", "b.weight"), ((3,), (1,), (4,)))
+    before = np.array([1, 1, 1, 1, 2, 2, 2, 2], np.float32)
+    after = before + np.array([0.1, -0.1, 0.1, 0.1, 0.05, 0.05, 0.05, -0.05], np.float32)
+    assert equalised(layout, before, after, {}) == pytest.approx({"a": 0.5, "b": 2.0}, rel=1e-5)  # float32 differences
+    assert equalised(layout, before, after, {"a": 2.0, "b": 0.5}) == pytest.approx({"a": 1.0, "b": 1.0}, rel=1e-5)
+    assert equalised(layout, before, before, {"a": 2.0}) == {"a": 2.0}
+    slower = equalised(layout, before, after, {}, last_layer_factor=0.25)
+    assert slower == pytest.approx({"a": 1.0, "b": 1.0}, rel=1e-5)
