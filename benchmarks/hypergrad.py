@@ -1,10 +1,9 @@
-"""Reversible training and hypergradients: exactness, storage, cost, memory, and what tuning by them is worth.
+"""Reversible training and hypergradients: exactness, storage, cost and memory; hypergrad_tuning.py has what tuning is worth.
 
     python benchmarks/hypergrad.py numbers             1 M parameters, 10,000 steps on drawn gradients, there and back
     python benchmarks/hypergrad.py network             the same for a network with dropout (half an hour)
     python benchmarks/hypergrad.py cost                a step beside forward and backward, a hypergradient beside a plain run
     python benchmarks/hypergrad.py memory              resident memory at 100 and 1000 steps, beside TorchOpt's
-    python benchmarks/hypergrad.py digits              tuning 2, 8 and 20 numbers, beside Optuna's TPE and random search
 """
 
 from __future__ import annotations
@@ -26,23 +25,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ngsgd.errors import DivergenceError
-from ngsgd.hypergrad import (
-    ExactMomentum,
-    HyperSpace,
-    ModuleTask,
-    Place,
-    Plan,
-    Search,
-    Settings,
-    evaluate,
-    final_value,
-    hypergradient,
-    tune,
-)
-from ngsgd.hypergrad.search import random_seeder
+from ngsgd.hypergrad import ExactMomentum, ModuleTask, Place, Plan, hypergradient
 from ngsgd.hypergrad.segment import PlainGradients
 from ngsgd.hypergrad.task import Flat
+
+_RUN_STEPS = 40  # of the runs whose cost is compared
 
 
 def tell(**figures: Any) -> None:
@@ -162,7 +149,7 @@ def seconds(action: Callable[[], Any]) -> float:
 
 
 def cost(rounds: int) -> None:
-    """440-512x4-2000, minibatch 256, one thread: medians of interleaved rounds, CPU time."""
+    """440-512x4-2000, minibatch 256, one thread, CPU time: medians (and quartiles) of rounds in which each is measured once."""
     task = drawn_task([440, 512, 512, 512, 512, 2000], 256)
     flat = Flat.of(task)
     plain, start_P = PlainGradients(task, flat), flat.flatten(list(task.start.values()))
@@ -173,19 +160,25 @@ def cost(rounds: int) -> None:
         found["forward_backward"].append(seconds(functools.partial(plain.forward, start_P, Place(0, 0, index), None)))
         for engine, state in states.items():
             found[engine].append(seconds(functools.partial(state.step, grad_P, [0.01] * num_layers, [0.9] * num_layers)))
-    medians = {name: statistics.median(values) for name, values in found.items()}
-    ratios: list[float] = []
-    plan = Plan.constant(20, num_layers, lr=0.1)
+    shares = {engine: [step / both for step, both in zip(found[engine], found["forward_backward"], strict=True)]
+              for engine in states}
+    plan, ratios = Plan.constant(_RUN_STEPS, num_layers, lr=0.1), []
     for _ in range(max(1, rounds // 10)):
-        whole = seconds(lambda: hypergradient(task, plan, "reversible"))
-        ratios.append(whole / seconds(lambda: plain_run(task, 20)))
-    tell(what="cost", parameters=flat.size, ms={name: 1e3 * value for name, value in medians.items()},
-         fused_share=medians["fused"] / medians["forward_backward"], eager_share=medians["eager"] / medians["forward_backward"],
-         hypergradient_in_plain_runs=statistics.median(ratios), lowest=min(ratios), highest=max(ratios))
+        plain_s = seconds(lambda: plain_run(task, _RUN_STEPS))
+        whole_s = seconds(lambda: hypergradient(task, plan, "reversible"))
+        ratios.append(2.0 * whole_s / (plain_s + seconds(lambda: plain_run(task, _RUN_STEPS))))
+    tell(what="cost", parameters=flat.size, ms={name: 1e3 * statistics.median(values) for name, values in found.items()},
+         **{f"{engine}_share": spread(values) for engine, values in shares.items()}, hypergradient_in_plain_runs=spread(ratios))
+
+
+def spread(values: list[float]) -> list[float]:
+    """Median, and lower and upper quartile."""
+    low, middle, high = statistics.quantiles(values, n=4) if len(values) > 1 else values * 3
+    return [middle, low, high]
 
 
 def memory() -> None:
-    """Peak resident memory above that after the first step, of a process each; 0.15 M parameters."""
+    """Peak resident memory above that of torch and one run of plain training of 2 steps, of a process each; 0.15 M parameters."""
     for method, num_steps in (("reversible", 100), ("reversible", 1000), ("torchopt", 100), ("torchopt", 300)):
         done = subprocess.run([sys.executable, __file__, "memory-of", "--method", method, "--steps", str(num_steps)], check=False,
                               capture_output=True, text=True)
@@ -209,91 +202,12 @@ def memory_of(method: str, num_steps: int) -> None:
         x_ND, y_N = task._validation[0]
         return float(torch.autograd.grad(nn.functional.cross_entropy(model(x_ND), y_N), lr)[0])
     run = ours if method == "reversible" else theirs
-    run(2)
+    plain_run(task, 2)
     base = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     run(num_steps)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     parameters = sum(p.numel() for p in task.start.values())
     tell(what="memory", method=method, steps=num_steps, parameters=parameters, base_mb=base / 1024, peak_mb=peak / 1024)
-
-
-# Tuning -----------------------------------------------------------------------------------------------------------------
-
-SPACES: dict[str, dict[str, Any]] = {
-    "S2": {"parts": ("schedule",), "knots": 2},
-    "S8": {"parts": ("schedule", "layer_lr", "l2"), "knots": 2},
-    "S20": {"parts": ("schedule", "layer_lr", "l2", "momentum", "init_scale"), "knots": 10},
-}
-BUDGETS = (10, 20, 40, 80, 120)
-METHODS = ("random", "tpe", "hypergradient", "hybrid")
-LAYERS = ("0", "2", "4")
-
-
-def digits_task(seed: int) -> tuple[ModuleTask, Callable[[Plan], float]]:
-    """Handwritten digits of scikit-learn: 500 to train on, a fifth of their labels drawn anew, 500 to tune on, 797 to test on."""
-    import numpy as np
-    from sklearn.datasets import load_digits
-
-    data, random = load_digits(), np.random.default_rng(seed)
-    order = random.permutation(len(data.target))
-    x_ND = torch.from_numpy((data.data[order] / 16.0 - 0.5).astype(np.float32))
-    y_N = torch.from_numpy(data.target[order])
-    noisy = torch.from_numpy(random.random(500) < 0.2)
-    train_N = torch.where(noisy, torch.from_numpy(random.integers(0, 10, 500)), y_N[:500])
-    torch.manual_seed(seed)
-    module = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
-
-    @functools.cache
-    def order_of(epoch: int) -> Tensor:
-        return torch.from_numpy(np.random.default_rng([seed, epoch]).permutation(500))
-
-    def batch(place: Place) -> tuple[Tensor, ...]:
-        epoch, first = divmod(place.step * 50, 500)
-        rows = order_of(epoch)[first:first + 50]
-        return x_ND[rows], train_N[rows]
-
-    def loss(output: Tensor, rows: tuple[Tensor, ...], _: Tensor | None) -> Tensor:
-        return nn.functional.cross_entropy(output, rows[1])
-
-    def test(plan: Plan) -> float:
-        return final_value(ModuleTask(module, batch, loss, [(x_ND[1000:], y_N[1000:])], seed), plan)
-    return ModuleTask(module, batch, loss, [(x_ND[500:1000], y_N[500:1000])], seed), test
-
-
-def search(task: ModuleTask, space: HyperSpace, method: str, budget: float, seed: int) -> Search:
-    """One of METHODS; what searches without gradients has the same box and begins at its middle too."""
-    from launcher.tpe import tpe
-
-    if method in ("hypergradient", "hybrid"):
-        return tune(lambda plan: evaluate(task, plan), space, budget=budget, seed_share=0.25 if method == "hybrid" else 0.0,
-                    seeder=tpe, seed=seed)
-    found = Search(space)
-
-    def objective(theta_D: Tensor) -> float:
-        try:
-            value = final_value(task, space.build(space.clamp(theta_D)))
-        except DivergenceError:
-            value = math.inf
-        return found.add("coarse", value if math.isfinite(value) else math.inf, theta_D).value
-    seeder = random_seeder if method == "random" else tpe
-    seeder(objective, space.centre() - space.reach(), space.centre() + space.reach(), int(budget), seed)
-    return found
-
-
-def digits(seeds: list[int], budget: float, spaces: list[str], methods: list[str]) -> None:
-    """Each space and method at several budgets, in plain runs, and the test loss at the end."""
-    settings = Settings(lr_initial=1.5, lr_final=0.15, momentum=0.9, l2=1e-3, max_change=0.5, max_param_change=1.0)
-    for name in spaces:
-        for method in methods:
-            for seed in seeds:
-                task, test = digits_task(seed)
-                space = HyperSpace(settings, LAYERS, num_steps=100, rates=10.0, others=4.0, **SPACES[name])
-                began = time.perf_counter()
-                found = search(task, space, method, budget, seed)
-                best = torch.tensor(found.best.theta, dtype=torch.float64)
-                tell(what="digits", space=name, method=method, seed=seed, spent=found.spent, seconds=time.perf_counter() - began,
-                     test=test(space.build(space.clamp(best))), best={cost: found.best_within(cost) for cost in BUDGETS},
-                     distrusted=sum(trial.report is not None and not trial.report.trusted for trial in found.trials))
 
 
 COMMANDS: dict[str, Callable[[argparse.Namespace], None]] = {
@@ -302,7 +216,6 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], None]] = {
     "cost": lambda options: cost(options.rounds),
     "memory": lambda options: memory(),
     "memory-of": lambda options: memory_of(options.method, options.steps),
-    "digits": lambda options: digits(options.seeds, options.budget, options.spaces, options.methods),
 }
 
 
@@ -310,12 +223,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=COMMANDS)
     parser.add_argument("--steps", type=int, default=0)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
-    parser.add_argument("--budget", type=float, default=120.0)
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--method", default="reversible", choices=("reversible", "torchopt"))
-    parser.add_argument("--spaces", nargs="+", default=list(SPACES))
-    parser.add_argument("--methods", nargs="+", default=list(METHODS))
     options = parser.parse_args()
     torch.set_num_threads(1)
     COMMANDS[options.command](options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import warnings
 from collections.abc import Callable
 
 import torch
@@ -23,7 +24,9 @@ def tpe(objective: Callable[[Tensor], float], low_D: Tensor, high_D: Tensor, num
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     names = [str(index) for index in range(len(low_D))]
     study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=seed, multivariate=False))
-    study.enqueue_trial({name: float((low + high) / 2.0) for name, low, high in zip(names, low_D, high_D, strict=True)})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)  # of Optuna 2, for what has stayed since
+        study.enqueue_trial({name: float((low + high) / 2.0) for name, low, high in zip(names, low_D, high_D, strict=True)})
 
     def one(trial: optuna.Trial) -> float:
         point = [trial.suggest_float(name, float(low), float(high)) for name, low, high in zip(names, low_D, high_D, strict=True)]

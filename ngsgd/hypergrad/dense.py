@@ -143,7 +143,7 @@ class _Through:
 
     def products(self, z_P: Tensor) -> tuple[Tensor, Tensor | None]:
         owner, num = self.owner, len(self.owner.flat.names)
-        outputs, vectors, inputs = [self.graph_P], [z_P], list(self.leaves)
+        outputs, vectors, inputs = [self.graph_P], [z_P.to(self.graph_P.dtype)], list(self.leaves)
         if owner.through:  # signs: what comes back is subtracted from the derivative by the weights
             outputs, vectors, inputs = [*outputs, self.graph_F], [*vectors, -owner._d_factors_F], [*inputs, self.before_F]
         found = torch.autograd.grad(outputs, inputs, grad_outputs=vectors, allow_unused=True)

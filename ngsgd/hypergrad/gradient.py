@@ -137,7 +137,8 @@ def evaluate(task: Task, plan: Plan, engine: str = "auto", *, gradients: Gradien
     with torch.random.fork_rng(devices=[]):
         if jobs is None:
             jobs = LocalJobs(task, plan, choice.engine, gradients, kernels)
-            gradients.probe(flat.flatten(list(task.start.values())), Place(0, 0, 0), plan.data_weights)
+            if choice.engine == "reversible":
+                gradients.probe(flat.flatten(list(task.start.values())), Place(0, 0, 0), plan.data_weights)
         return Evaluation(_Run(task, plan, flat, gradients, jobs, choice))
 
 

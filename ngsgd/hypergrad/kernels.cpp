@@ -4,7 +4,8 @@
 
 namespace {
 
-constexpr double kLimit = 4611686018427387904.0;  // 2^62
+constexpr int64_t kLimit = int64_t{1} << 62;
+constexpr double kWord = 9223372036854775808.0;  // 2^63
 constexpr double kUnit = 1.0 / 281474976710656.0;  // 2^-48
 
 // whole += sign * rint(values * factor); false when a number is not finite or leaves its range
@@ -14,11 +15,11 @@ inline bool add(int64_t* __restrict whole, const T* __restrict values, int64_t n
   int64_t bad = 0;
   for (int64_t i = 0; i < n; ++i) {
     const double real = std::rint(static_cast<double>(values[i]) * factor);
-    const bool fits = std::fabs(real) < kLimit;  // false for NaN
-    const int64_t step = static_cast<int64_t>(fits ? real : 0.0);
-    const int64_t next = whole[i] + sign * step;  // both below 2^62 in size: no overflow
-    bad |= static_cast<int64_t>(!fits) | static_cast<int64_t>(next >= (int64_t{1} << 62)) |
-           static_cast<int64_t>(next <= -(int64_t{1} << 62));
+    const bool fits = std::fabs(real) < kWord;  // false for NaN
+    const uint64_t step = static_cast<uint64_t>(static_cast<int64_t>(fits ? real : 0.0));
+    // unsigned, so that it may wrap around: what was within the range is out of it then
+    const int64_t next = static_cast<int64_t>(static_cast<uint64_t>(whole[i]) + static_cast<uint64_t>(sign) * step);
+    bad |= static_cast<int64_t>(!fits) | static_cast<int64_t>(next >= kLimit) | static_cast<int64_t>(next <= -kLimit);
     whole[i] = next;
     sum += static_cast<uint64_t>(next);
   }
@@ -38,7 +39,7 @@ inline bool move(int64_t* x, const int64_t* u, T* w, int64_t n, double factor, i
     int64_t part = 0;
     fits &= add(x + first, u + first, size, factor, sign, &part);
     sum += static_cast<uint64_t>(part);
-    for (int64_t i = first; i < first + size; ++i) w[i] = static_cast<T>(static_cast<double>(x[i]) * kUnit);
+    for (int64_t i = first; i < first + size; ++i) w[i] = static_cast<T>(x[i]) * static_cast<T>(kUnit);
   }
   *total = static_cast<int64_t>(sum);
   return fits;

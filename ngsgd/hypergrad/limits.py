@@ -1,4 +1,4 @@
-"""The limits on change of one step, and the adjoint of a limited move.  Letters: P parameters, G layers."""
+"""The limits on change of one step, and what they make of the derivative of its move, in numbers of a layer.  Letters: G layers."""
 
 from __future__ import annotations
 
@@ -6,15 +6,13 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
-
 
 class Shortened(NamedTuple):
     """By what the changes of a step were multiplied."""
 
     layer_G: tuple[float, ...]  # 1: not limited
     model: float
+    norm_G: tuple[float, ...]   # of the velocities, where there are limits
 
     def rates(self, lr_G: Sequence[float]) -> list[float]:
         """What each layer's velocity is multiplied by."""
@@ -26,36 +24,32 @@ def shorten(norms_G: Sequence[float], lr_G: Sequence[float], max_change_G: Seque
     sizes_G = [lr * norm for lr, norm in zip(lr_G, norms_G, strict=True)]
     layer_G = tuple(limit / size if 0.0 < limit < size else 1.0 for size, limit in zip(sizes_G, max_change_G, strict=True))
     total = math.sqrt(sum((factor * size) ** 2 for factor, size in zip(layer_G, sizes_G, strict=True)))
-    return Shortened(layer_G, max_param_change / total if 0.0 < max_param_change < total else 1.0)
+    return Shortened(layer_G, max_param_change / total if 0.0 < max_param_change < total else 1.0, tuple(norms_G))
 
 
 class MoveAdjoint(NamedTuple):
-    """Derivatives of w + S s_l lr_l v_l, given that by its result."""
+    """The derivative by w + S s_l lr_l v_l, dw, brought to what it is made of."""
 
-    dv_P: Tensor              # to be added to the velocity's
-    lr_G: Tensor
-    max_change_G: Tensor
-    max_param_change: Tensor  # 0-d
+    by_change_G: tuple[float, ...]    # lr_l v_l has the derivative by_change_l dw_l - by_velocity_l v_l
+    by_velocity_G: tuple[float, ...]
+    lr_G: list[float]
+    max_change_G: list[float]
+    max_param_change: float
 
 
-def move_adjoint(dw_P: Tensor, v_P: Tensor, groups: Sequence[slice], lr_G: Sequence[float], shortened: Shortened) -> MoveAdjoint:
-    """Where a layer's limit holds, its change has a fixed length, so its learning rate has no effect."""
-    none = dw_P.new_zeros(())
-    d_model = none
-    if shortened.model < 1.0:
-        change_P = torch.cat([v_P[group] * (factor * lr)
-                              for group, lr, factor in zip(groups, lr_G, shortened.layer_G, strict=True)])
-        unit_P = change_P / change_P.norm()
-        d_model = torch.dot(unit_P, dw_P)
-        dw_P = shortened.model * (dw_P - unit_P * d_model)
-    dv_P, d_lr_G, d_limit_G = torch.empty_like(v_P), [], []
-    for group, lr, factor in zip(groups, lr_G, shortened.layer_G, strict=True):
-        d_change, v = dw_P[group], v_P[group]
-        d_limit_G.append(none)
-        if factor < 1.0:
-            unit = v / v.norm()
-            d_limit_G[-1] = torch.dot(unit, d_change)
-            d_change = factor * (d_change - unit * d_limit_G[-1])
-        d_lr_G.append(torch.dot(d_change, v) if factor == 1.0 else none)
-        torch.mul(d_change, lr, out=dv_P[group])
-    return MoveAdjoint(dv_P, torch.stack(d_lr_G), torch.stack(d_limit_G), d_model)
+def move_adjoint(products_G: Sequence[float], lr_G: Sequence[float], shortened: Shortened) -> MoveAdjoint:
+    """`products_G`: <dw_l, v_l>.  Where a layer's limit holds, its change has a fixed length and its learning rate no effect."""
+    S, s_G, n_G = shortened.model, shortened.layer_G, shortened.norm_G
+    # S < 1: unit vector e = s lr v / total of all layers, d_limit = <e, dw>, and what is handed on is dw' = S (dw - d_limit e)
+    total = math.sqrt(sum((s * lr * n) ** 2 for s, lr, n in zip(s_G, lr_G, n_G, strict=True))) if S < 1.0 else 1.0
+    d_model = sum(s * lr * p for s, lr, p in zip(s_G, lr_G, products_G, strict=True)) / total if S < 1.0 else 0.0
+    change_G, velocity_G, d_lr_G, d_limit_G = [], [], [], []
+    for product, lr, s, n in zip(products_G, lr_G, s_G, n_G, strict=True):
+        along = S * d_model * s * lr / total        # of v in dw'
+        inner = S * product - along * n * n         # <dw', v>
+        d_limit = inner / n if s < 1.0 else 0.0     # <v / n, dw'>, and then s (dw' - d_limit v / n)
+        change_G.append(s * S)
+        velocity_G.append(s * (along + d_limit / n) if s < 1.0 else along)
+        d_lr_G.append(inner if s == 1.0 else 0.0)
+        d_limit_G.append(d_limit)
+    return MoveAdjoint(tuple(change_G), tuple(velocity_G), d_lr_G, d_limit_G, d_model)

@@ -5,7 +5,6 @@ Letters: P parameters, G layers, t step.  dw, dv: derivatives of the validation 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -14,9 +13,11 @@ import torch
 from torch import Tensor
 
 from ngsgd.errors import ReversalError
+from ngsgd.hypergrad.adjoint import Adjoint
 from ngsgd.hypergrad.exact import ExactMomentum
-from ngsgd.hypergrad.limits import Shortened, move_adjoint, shorten
+from ngsgd.hypergrad.limits import MoveAdjoint, Shortened, shorten
 from ngsgd.hypergrad.plan import Plan
+from ngsgd.hypergrad.tapes import TAPES
 from ngsgd.hypergrad.task import Flat, Place, Task
 
 ENGINES = ("reversible", "checkpoint", "store")
@@ -59,6 +60,18 @@ class SegmentGrad:
         weights = numbers.data_weights
         return cls(zeros(num_steps, num_layers), zeros(num_steps, num_layers), zeros(num_layers), zeros(num_layers), zeros(),
                    None if weights is None else zeros(*weights.shape))
+
+    def add(self, t: int, move: MoveAdjoint, by_momentum_G: Sequence[float], by_l2_G: Sequence[float],
+            by_weights: Tensor | None) -> None:
+        """What step t brings."""
+        def vector(values: Sequence[float]) -> Tensor:
+            return torch.tensor(values, dtype=torch.float64)
+        self.lr_TG[t], self.momentum_TG[t] = vector(move.lr_G), vector(by_momentum_G)
+        self.max_change_G += vector(move.max_change_G)
+        self.max_param_change += move.max_param_change
+        self.l2_G += vector(by_l2_G)
+        if self.data_weights is not None and by_weights is not None:
+            self.data_weights -= by_weights
 
 
 class Gradients(Protocol):
@@ -105,15 +118,15 @@ class Linearised(Protocol):
 @dataclass
 class _AutogradLinearised:
     direction_P: Tensor
-    graph_P: Tensor
+    graphs: list[Tensor]   # of each parameter's gradient
     leaves: list[Tensor]
     flat: Flat
 
     def products(self, z_P: Tensor) -> tuple[Tensor, Tensor | None]:
         num = len(self.flat.names)
-        found = torch.autograd.grad(self.graph_P, self.leaves, grad_outputs=z_P.to(self.graph_P.dtype), allow_unused=True)
+        found = torch.autograd.grad(self.graphs, self.leaves, grad_outputs=self.flat.unflatten(z_P), allow_unused=True)
         whole = [torch.zeros_like(leaf) if one is None else one for one, leaf in zip(found, self.leaves, strict=True)]
-        return self.flat.flatten(whole[:num]).double(), whole[num].double() if len(whole) > num else None
+        return self.flat.flatten(whole[:num]), whole[num].double() if len(whole) > num else None
 
 
 class PlainGradients:
@@ -157,13 +170,14 @@ class PlainGradients:
         return self.flat.flatten([torch.zeros_like(p) if one is None else one for one, p in zip(found, leaves, strict=True)])
 
     def reverse(self, w_P: Tensor, place: Place, data_weights: Tensor | None) -> Linearised:
-        leaves = [part.detach().requires_grad_() for part in self.flat.unflatten(w_P.clone())]
+        leaves = [part.detach().requires_grad_() for part in self.flat.unflatten(w_P)]
         weights = None if data_weights is None else data_weights.detach().requires_grad_()
         found = torch.autograd.grad(self._loss(leaves, place, weights), leaves, create_graph=True, allow_unused=True)
         # a parameter without effect on the gradients would leave no graph: adding 0 w keeps every one in it
-        graph_P = self.flat.flatten([p * 0.0 if one is None else one for one, p in zip(found, leaves, strict=True)])
-        direction_P = self.forward(w_P, place, data_weights) if self.recomputes else graph_P.detach()
-        return _AutogradLinearised(direction_P, graph_P, leaves if weights is None else [*leaves, weights], self.flat)
+        graphs = [p * 0.0 if one is None else one for one, p in zip(found, leaves, strict=True)]
+        direction_P = (self.forward(w_P, place, data_weights) if self.recomputes
+                       else self.flat.flatten([graph.detach() for graph in graphs]))
+        return _AutogradLinearised(direction_P, graphs, leaves if weights is None else [*leaves, weights], self.flat)
 
     def _loss(self, leaves: Sequence[Tensor], place: Place, data_weights: Tensor | None) -> Tensor:
         seed = place.seed(self.task.seed)
@@ -184,22 +198,31 @@ class Segment:
                  kernels: str = "auto") -> None:
         self.gradients, self.flat, self.numbers, self.place, self.engine = gradients, flat, numbers, place, engine
         self._kernels = kernels
-        self._done: list[Shortened] = []
+        self.done: list[Shortened] = []
+        self.ones_G = (1.0,) * len(flat.groups)
 
     @property
     def num_steps(self) -> int:
         return len(self.numbers.lr_TG)
 
+    @property
+    def carrier(self) -> Gradients:
+        return self.gradients
+
+    def rates(self, t: int) -> list[float]:
+        """What the velocity was multiplied by in step t, shortened, G."""
+        return self.done[t].rates(self.numbers.lr_TG[t])
+
     def forward(self, start_P: Tensor, dtype: torch.dtype) -> Tensor:
         """From these weights (float64) to those at the end."""
         self.state = ExactMomentum(start_P.to(torch.float64), self.flat.groups, dtype=dtype, names=self.flat.layer_names,
                                    keeps=self.engine == "reversible", engine=self._kernels)
-        self._tape = _TAPES[self.engine](self.num_steps)
+        self._tape = TAPES[self.engine](self.num_steps)
         self._num_threads = torch.get_num_threads()
         self.gradients.begin()
         for t in range(self.num_steps):
             self._tape.before(self, self.state, t)
-            self._done.append(self.step(self.state, t))
+            self.done.append(self.step(self.state, t))
             self._tape.after(self.state)
         self._carried = self.gradients.take()
         return self.state.position()
@@ -217,40 +240,26 @@ class Segment:
 
     def reverse(self, dw_P: Tensor) -> tuple[Tensor, SegmentGrad]:
         """From the derivative by the weights at the end to that by those at the start, and all on the way."""
-        grad, dw_P, dv_P = SegmentGrad.zero(self.numbers), dw_P.clone(), torch.zeros_like(dw_P)
+        grad, adjoint = SegmentGrad.zero(self.numbers), Adjoint(dw_P, self.flat.groups, self.state.dtype)
         self.gradients.put(self._carried)
         try:
             self._tape.begin(self)
             for t in reversed(range(self.num_steps)):
-                self._step_back(t, dw_P, dv_P, grad)
+                self._step_back(t, adjoint, grad)
         except ReversalError as error:
             raise self._told(error) from error
-        return dw_P, grad
+        return adjoint.dw_P, grad
 
-    def _step_back(self, t: int, dw_P: Tensor, dv_P: Tensor, grad: SegmentGrad) -> None:
+    def _step_back(self, t: int, adjoint: Adjoint, grad: SegmentGrad) -> None:
         numbers, flat, tape = self.numbers, self.flat, self._tape
-        move = move_adjoint(dw_P, tape.new_velocity(self, t), flat.groups, numbers.lr_TG[t], self._done[t])
-        dv_P += move.dv_P
-        grad.lr_TG[t] = move.lr_G
-        grad.max_change_G += move.max_change_G
-        grad.max_param_change += move.max_param_change
+        move = adjoint.over_move(tape.new_velocity(self, t), numbers.lr_TG[t], self.done[t])
         w_P = tape.old_weights(self, t)
         linearised = self.gradients.reverse(w_P, self.place._replace(step=t), numbers.data_weights)
         direction_P = _with_decay(linearised.direction_P, w_P, numbers.l2_G, flat.groups)
-        v_P = tape.old_velocity(self, t, direction_P)
-        grad.momentum_TG[t] = flat.products(dv_P, v_P + direction_P)
-        z_P = dv_P.clone()
-        for group, gamma in zip(flat.groups, numbers.momentum_TG[t], strict=True):
-            z_P[group] *= 1.0 - gamma
-            dv_P[group] *= gamma
-        by_w_P, by_weights = linearised.products(z_P)
-        grad.l2_G -= flat.products(w_P.double(), z_P)
-        dw_P -= by_w_P
-        for group, l2 in zip(flat.groups, numbers.l2_G, strict=True):
-            if l2:
-                dw_P[group].sub_(z_P[group], alpha=l2)
-        if grad.data_weights is not None and by_weights is not None:
-            grad.data_weights -= by_weights
+        by_momentum_G = adjoint.over_decay(tape.old_velocity(self, t, direction_P), direction_P, numbers.momentum_TG[t])
+        by_w_P, by_weights = linearised.products(adjoint.z_P)
+        by_l2_G = adjoint.over_gradient(by_w_P, w_P, numbers.l2_G)
+        grad.add(t, move, by_momentum_G, by_l2_G, by_weights)
 
     def _told(self, error: ReversalError) -> ReversalError:
         """With where it was, and with what is known to have changed."""
@@ -267,135 +276,6 @@ class Segment:
     def state_bytes(self) -> int:
         """Kept for the way back."""
         return self._tape.bytes + (16 * self.flat.size + self.spill_bytes if self.engine == "reversible" else 0)
-
-
-class _Tape(Protocol):
-    """What a step back needs, by engine; asked in this order: new_velocity, old_weights, old_velocity."""
-
-    bytes: int
-
-    def __init__(self, num_steps: int) -> None: ...
-
-    def before(self, segment: Segment, state: ExactMomentum, t: int) -> None: ...
-
-    def after(self, state: ExactMomentum) -> None: ...
-
-    def begin(self, segment: Segment) -> None: ...
-
-    def new_velocity(self, segment: Segment, t: int) -> Tensor: ...
-
-    def old_weights(self, segment: Segment, t: int) -> Tensor: ...
-
-    def old_velocity(self, segment: Segment, t: int, direction_P: Tensor) -> Tensor: ...
-
-
-class _Reversible:
-    """Nothing is kept but the state at the end and what was put aside."""
-
-    def __init__(self, num_steps: int) -> None:
-        self.bytes = 0
-
-    def before(self, segment: Segment, state: ExactMomentum, t: int) -> None:
-        pass
-
-    def after(self, state: ExactMomentum) -> None:
-        pass
-
-    def begin(self, segment: Segment) -> None:
-        segment.state.verify()
-
-    def new_velocity(self, segment: Segment, t: int) -> Tensor:
-        return segment.state.velocity()
-
-    def old_weights(self, segment: Segment, t: int) -> Tensor:
-        segment.state.undo_x(segment._done[t].rates(segment.numbers.lr_TG[t]))
-        return segment.state.weights()
-
-    def old_velocity(self, segment: Segment, t: int, direction_P: Tensor) -> Tensor:
-        segment.state.undo_v(direction_P)
-        return segment.state.velocity()
-
-
-class _Store:
-    """Weights before each step and velocity after it."""
-
-    def __init__(self, num_steps: int) -> None:
-        self._weights: list[Tensor] = []
-        self._velocities: list[Tensor] = []
-        self._carried: list[Any] = []
-        self.bytes = 0
-
-    def before(self, segment: Segment, state: ExactMomentum, t: int) -> None:
-        self._weights.append(state.weights().clone())
-        self._carried.append(segment.gradients.snapshot())
-        if not self._velocities:
-            self._velocities.append(state.velocity().to(state.dtype))
-        self.bytes += 2 * self._weights[-1].numel() * self._weights[-1].element_size()
-
-    def after(self, state: ExactMomentum) -> None:
-        self._velocities.append(state.velocity().to(state.dtype))
-
-    def begin(self, segment: Segment) -> None:
-        pass
-
-    def new_velocity(self, segment: Segment, t: int) -> Tensor:
-        return self._velocities.pop().double()
-
-    def old_weights(self, segment: Segment, t: int) -> Tensor:
-        segment.gradients.restore(self._carried.pop())
-        return self._weights.pop()
-
-    def old_velocity(self, segment: Segment, t: int, direction_P: Tensor) -> Tensor:
-        return self._velocities[-1].double()
-
-
-class _Checkpoint:
-    """The state every so many steps; the steps between are taken again, and stored while they are undone."""
-
-    def __init__(self, num_steps: int) -> None:
-        self._period = max(1, math.isqrt(num_steps))
-        self._num_steps = num_steps
-        self._states: list[tuple[int, ExactMomentum, Any]] = []
-        self._block = _Store(0)
-        self.bytes = 0
-
-    def before(self, segment: Segment, state: ExactMomentum, t: int) -> None:
-        if t % self._period == 0:
-            self._states.append((t, state.copy(), segment.gradients.snapshot()))
-            self.bytes += 16 * len(state.x_P)
-
-    def after(self, state: ExactMomentum) -> None:
-        pass
-
-    def begin(self, segment: Segment) -> None:
-        self._replay(segment, self._num_steps)
-
-    def _replay(self, segment: Segment, stop: int) -> None:
-        first, state, carried = self._states.pop()
-        segment.gradients.restore(carried)
-        self._block = _Store(0)
-        for t in range(first, stop):
-            self._block.before(segment, state, t)
-            segment.step(state, t)
-            self._block.after(state)
-
-    def new_velocity(self, segment: Segment, t: int) -> Tensor:
-        if not self._block._weights:
-            self._replay(segment, t + 1)
-        return self._block.new_velocity(segment, t)
-
-    def old_weights(self, segment: Segment, t: int) -> Tensor:
-        return self._block.old_weights(segment, t)
-
-    def old_velocity(self, segment: Segment, t: int, direction_P: Tensor) -> Tensor:
-        return self._block.old_velocity(segment, t, direction_P)
-
-
-class _Nothing(_Reversible):
-    """For the way there alone."""
-
-
-_TAPES: dict[str, type[_Tape]] = {"reversible": _Reversible, "store": _Store, "checkpoint": _Checkpoint, "none": _Nothing}
 
 
 def _with_decay(direction_P: Tensor, w_P: Tensor, l2_G: Sequence[float], groups: Sequence[slice]) -> Tensor:

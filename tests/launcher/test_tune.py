@@ -19,12 +19,14 @@ from ngsgd.hypergrad import HyperSpace, Settings
 from ngsgd.training.worker import Worker
 from tests import toy
 
+_BUDGET = 7.0  # a coarse trial, a run with its way back, and a step along what that gives
+
 
 def config(folder: Path, **changes: Any) -> RunConfig:
     """A proxy of 8 minibatches on the toy task."""
     settings = {"output_dir": str(folder / "runs"), "name": "toy", "tracking": TrackingConfig(kind="none"),
                 "optimizer": OptimizerConfig(kind="sgd", momentum=0.9),
-                "tune": TuneConfig(proxy=ProxyConfig(8, 2), budget=12.0, knots=3), **changes}
+                "tune": TuneConfig(proxy=ProxyConfig(8, 2), budget=_BUDGET, knots=3), **changes}
     made = toy.config(**settings)
     return replace(made, cluster=replace(made.cluster, kind="in_process"))
 
@@ -63,7 +65,9 @@ def test_run_writes_settings_that_train_takes(on_toy: Any, tmp_path: Path, capsy
     folder = tmp_path / "runs" / "tune" / "toy"
     assert {file.name for file in folder.iterdir()} >= {"tuned.yaml", "tuned.json", "trials.jsonl", "schedule.png"}
     result = json.loads((folder / "tuned.json").read_text())
-    assert result["exact"] and result["preconditioner"] == "none" and result["cost"] <= 12.0
+    trials = [json.loads(line) for line in (folder / "trials.jsonl").read_text().splitlines()]
+    assert [trial["kind"] for trial in trials] == ["coarse", "descent", "descent"] and trials[1]["report"]["exact"]
+    assert result["exact"] and result["preconditioner"] == "none" and result["cost"] <= _BUDGET
     with pytest.raises(ConfigError, match="exists; choose another name"):
         on_toy("run", config(tmp_path))
     capsys.readouterr()

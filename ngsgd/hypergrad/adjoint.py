@@ -1,0 +1,84 @@
+"""The derivative of the validation loss by position and velocity, carried back over one step at a time.
+
+Every pass goes over the parameters a chunk at a time, so that what it converts and multiplies stays in the cache; nothing as long
+as the parameters is allocated after the start.  Letters: P parameters, C of a chunk, G layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ngsgd.hypergrad.fused import CHUNK
+from ngsgd.hypergrad.limits import MoveAdjoint, Shortened, move_adjoint
+
+
+class Velocity(NamedTuple):
+    """v = values scale, layer by layer; the values are whole numbers or of any floating type."""
+
+    values_P: Tensor
+    scale_G: Sequence[float]
+
+
+class Adjoint:
+    """dw and dv, float64; `over_move`, `over_decay` and `over_gradient` take them back over the parts of a step, in this order."""
+
+    def __init__(self, dw_P: Tensor, groups: Sequence[slice], dtype: torch.dtype) -> None:
+        self.dw_P, self.dv_P, self._groups = dw_P.clone(), torch.zeros_like(dw_P), groups
+        self.z_P = dw_P.new_empty(len(dw_P), dtype=dtype)   # what the derivative of the direction is multiplied by
+        size = CHUNK if dw_P.device.type == "cpu" else 512 * CHUNK
+        self._chunks_G = [[slice(first, min(first + size, group.stop)) for first in range(group.start, group.stop, size)]
+                          for group in groups]
+        longest = max(part.stop - part.start for parts in self._chunks_G for part in parts)
+        self._a_C, self._b_C = (dw_P.new_empty(longest) for _ in range(2))
+
+    def over_move(self, velocity: Velocity, lr_G: Sequence[float], shortened: Shortened) -> MoveAdjoint:
+        """w += S s lr v."""
+        products_G = [scale * sum(_dots(self.dw_P[part], self._real(velocity.values_P[part])) for part in parts)
+                      for parts, scale in zip(self._chunks_G, velocity.scale_G, strict=True)]
+        move = move_adjoint(products_G, lr_G, shortened)
+        for parts, scale, lr, change, along in zip(self._chunks_G, velocity.scale_G, lr_G, move.by_change_G, move.by_velocity_G,
+                                                   strict=True):
+            for part in parts:
+                self.dv_P[part].add_(self.dw_P[part], alpha=lr * change)
+                if along:
+                    self.dv_P[part].sub_(self._real(velocity.values_P[part]), alpha=lr * along * scale)
+        return move
+
+    def over_decay(self, old: Velocity, direction_P: Tensor, gamma_G: Sequence[float]) -> list[float]:
+        """v = gamma v - (1 - gamma) d: leaves z = (1 - gamma) dv; the derivative by gamma, <dv, v + d>, G."""
+        found_G = []
+        for parts, scale, gamma in zip(self._chunks_G, old.scale_G, gamma_G, strict=True):
+            total = 0.0
+            for part in parts:
+                dv_C = self.dv_P[part]
+                total += scale * _dots(dv_C, self._real(old.values_P[part])) + _dots(dv_C, self._real(direction_P[part]))
+                self.z_P[part].copy_(torch.mul(dv_C, 1.0 - gamma, out=self._a_C[:len(dv_C)]))
+                dv_C.mul_(gamma)
+            found_G.append(total)
+        return found_G
+
+    def over_gradient(self, by_w_P: Tensor, w_P: Tensor, l2_G: Sequence[float]) -> list[float]:
+        """d = gradient + l2 w, `by_w_P` the product of the gradient's derivative and z; the derivative by l2, G."""
+        found_G = []
+        for parts, l2 in zip(self._chunks_G, l2_G, strict=True):
+            total = 0.0
+            for part in parts:
+                z_C = self._b_C[:part.stop - part.start].copy_(self.z_P[part])
+                self.dw_P[part].sub_(self._real(by_w_P[part]))
+                total -= _dots(z_C, self._real(w_P[part]))
+                if l2:
+                    self.dw_P[part].sub_(z_C, alpha=l2)
+            found_G.append(total)
+        return found_G
+
+    def _real(self, values_C: Tensor) -> Tensor:
+        """In float64, until the next call."""
+        return self._a_C[:len(values_C)].copy_(values_C)
+
+
+def _dots(a_C: Tensor, b_C: Tensor) -> float:
+    return float(torch.dot(a_C, b_C))
