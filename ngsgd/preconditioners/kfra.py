@@ -24,7 +24,6 @@ from ngsgd.errors import ConfigError
 from ngsgd.preconditioners.kronecker import KFAC, KroneckerOptions
 from ngsgd.preconditioners.signals import Signal, Watch
 
-_CHUNK = 64             # columns of the loss's root at a time
 _MAX_FLOATS = 1 << 26   # of the matrix of one operation
 
 
@@ -110,8 +109,8 @@ class _AveragesWatch(Watch):
             self._total_weight += float(view.weight_R.sum())
             calls = dict(self._capture.open_calls)
             N = self._capture.num_samples_of(next(iter(calls)))
-            G_DD = output_moment(view.columns(N, _CHUNK), N)
-            found = recursion(G_DD, get_gradient_edge(view.output), calls, N, _MAX_FLOATS)
+            G_DD = output_moment(view, N)
+            found = recursion(G_DD, get_gradient_edge(view.output), calls, N, _MAX_FLOATS, self._capture.parameters)
             self.passes.append(dict(self._factors(call, of_output_DD) for call, of_output_DD in found.items()))
 
     def _factors(self, call: Call, of_output_DD: Tensor) -> tuple[str, _Factors]:
