@@ -8,8 +8,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from launcher.console import Parser
 from launcher.run_folder import RunFolder, find_run
 from ngsgd.errors import EXIT_OK, ConfigError, DataError
@@ -82,6 +80,8 @@ def _export_model(folder: RunFolder, output: Path) -> list[Path]:
 
 
 def _import_model(text: str, priors: str, output: Path) -> None:
+    import numpy as np
+
     from launcher.final_model import write_final
     from ngsgd.models.nnet3.network import rebuild
     from ngsgd.models.nnet3.text import from_text, vector_from_text
