@@ -3,12 +3,12 @@
     python -m benchmarks.paper run an4-relu --source AN4 [--jobs 1 4 16] [--methods sgd online-ng] [--outers average sqrt-gain]
     python -m benchmarks.paper remedies an4-relu --source AN4 --jobs 16
     python -m benchmarks.paper clock an4-relu --source AN4
-    python -m benchmarks.paper report [--docs docs]
+    python -m benchmarks.paper report [--page benchmarks/paper/RESULTS.md]
 
 `run` first finds each method's learning rate, then runs every cell that benchmarks/paper/results does not have: it may be stopped
 and started again.  Jobs are logical: one process runs them one after another, and the numbers are those of as many machines.
 `clock` measures, on an otherwise idle machine, what one job of an outer iteration takes on a core of its own; `report` draws
-the figures with that clock, as the paper did with its own, and writes the tables into docs/results.md.
+the figures with that clock, as the paper did with its own, and writes the tables into the page.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from benchmarks.paper.runs import best_rates, run_all
 def main() -> None:
     options = _options()
     if options.command == "report":
-        report.write(options.docs)
+        report.write(options.page)
         return
     methods, jobs, seeds = tuple(options.methods), tuple(options.jobs), tuple(options.seeds)
     if options.command == "clock":
@@ -51,7 +51,7 @@ def _options() -> argparse.Namespace:
         one.add_argument("--outers", nargs="+", choices=list(OUTERS), default=["average", "sqrt-gain"])
         one.add_argument("--jobs", type=int, nargs="+", default=list(JOBS))
         one.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
-    commands.add_parser("report").add_argument("--docs", type=Path, default=Path("docs"))
+    commands.add_parser("report").add_argument("--page", type=Path, default=Path(__file__).with_name("RESULTS.md"))
     return parser.parse_args()
 
 

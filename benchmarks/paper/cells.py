@@ -27,7 +27,7 @@ OUTERS = {
     "sqrt-gain": ["outer=bmuf", "outer.gain=0"],
     "diloco": ["outer=diloco"],
 }
-# remedies for what averaging over many jobs costs (tried with online-ng); see docs/results.md
+# remedies for what averaging over many jobs costs (tried with online-ng); see RESULTS.md
 REMEDIES = {
     "gain 1.5 sqrt(N)": lambda num_jobs: ["outer=bmuf", f"outer.gain={1.5 * num_jobs ** 0.5:.3f}"],
     "half the frames per iteration": lambda num_jobs: [*OUTERS["sqrt-gain"], "egs.samples_per_iter=1024"],

@@ -16,15 +16,14 @@ Group = dict[tuple[str, str, int], list[Line]]   # by method, outer optimiser, n
 _STYLES = {"online-ng": "-", "sgd": "--", "simple-ng": ":"}
 
 
-def write(docs: Path) -> None:
-    """The figures, and the tables between their markers in docs/results.md."""
-    page = docs / "results.md"
+def write(page: Path) -> None:
+    """The tables between their markers in the page, and the figures beside it."""
     text = page.read_text(encoding="utf-8")
     for task in TASKS:
         group = _by_setting(task)
         if not group:
             continue
-        _draw(task, group, docs / f"results-{task}.png")
+        _draw(task, group, page.with_name(f"{task}.png"))
         text = _between(text, f"{task} rates", _rates(task))
         for name, key, digits in (("objf", "valid_objf", 3), ("wer", "wer_percent", 2), ("clipped", "clipped", 2)):
             text = _between(text, f"{task} {name}", _table(group, key, digits))
