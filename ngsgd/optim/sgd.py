@@ -235,6 +235,7 @@ def _add(moving: _Moving, steps_C: Tensor, is_skipped: Tensor) -> None:
     for params, directions, step in zip(moving.params, moving.directions, steps_C.unbind(), strict=True):
         torch._fused_sgd_(params, directions, [], weight_decay=0.0, momentum=0.0, lr=step, dampening=0.0, nesterov=False,
                           maximize=False, is_first_step=False, grad_scale=None, found_inf=found_inf)
+        torch.autograd.graph.increment_version(params)  # fused kernels leave that out, and autograd would not see stale tensors
         if directions[0] is not params[0].grad:  # a velocity, or a copy that nobody sees again
             # after a skipped minibatch the velocity starts again from zero, as in Kaldi
             for direction in directions:

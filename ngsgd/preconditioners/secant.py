@@ -25,7 +25,7 @@ class _Pending:
 
     step: int
     passes: list[tuple[_Closure, list[Tensor]]] = field(default_factory=list)   # and the states of the random numbers before
-    versions: tuple[int, ...] = ()                                              # of the parameters, when the step was made
+    norms: list[float] = field(default_factory=list)                            # of the parameters, when the step was made
 
 
 class Secant(Preconditioner):
@@ -55,12 +55,12 @@ class Secant(Preconditioner):
                               "preconditioner.evaluate(closure).")
         super().step(lr)
         if self._pending is not None:
-            self._pending.versions = self._versions()
+            self._pending.norms = self._norms()
 
     def settle(self) -> None:
         """Takes the second look, if one is due: when the optimiser has moved the parameters."""
         pending = self._pending
-        if pending is None or pending.step == self.num_steps or self._versions() == pending.versions:
+        if pending is None or pending.step == self.num_steps or self._norms() == pending.norms:
             return
         self._pending = None
         buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
@@ -98,8 +98,11 @@ class Secant(Preconditioner):
                     total[name] += g
         return total
 
-    def _versions(self) -> tuple[int, ...]:
-        return tuple(p._version for p in self.model.parameters())
+    def _norms(self) -> list[float]:
+        # tells whether the optimiser has made its step; fused optimisers do not raise the tensors' version counters
+        parameters = [p.detach() for p in self.model.parameters()]
+        found: list[float] = torch.stack(torch._foreach_norm(parameters, 2, torch.float64)).tolist()
+        return found
 
 
 def _random_states(device: torch.device) -> list[Tensor]:

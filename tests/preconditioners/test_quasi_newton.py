@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import ngsgd.optim
 from ngsgd.errors import ConfigError
 from ngsgd.preconditioners import KBFGS, LBFGS, Preconditioner
 from tests.preconditioners.problems import NAMES, Problem, close, joint, problem
@@ -208,6 +210,28 @@ def test_the_second_look_repeats_the_first_and_leaves_no_trace(method: Callable[
     assert torch.equal(torch.get_rng_state(), state)
     assert float(model.get_buffer("calls")) == 1.0
     assert torch.equal(model.linear.weight.grad, grad)
+
+
+@pytest.mark.parametrize("method", [KBFGS, LBFGS])
+@pytest.mark.parametrize("optimizer", [lambda model: ngsgd.optim.SGD(model, lr=LR),
+                                       lambda model: torch.optim.SGD(model.parameters(), lr=LR),
+                                       lambda model: torch.optim.SGD(model.parameters(), lr=LR, fused=True)],
+                         ids=["ngsgd", "torch", "fused"])
+def test_every_optimiser_s_step_is_noticed(method: Callable[..., KBFGS | LBFGS], optimizer: Callable[..., Any]) -> None:
+    """Fused kernels do not raise a parameter's version counter."""
+    case = problem("linear")
+    steps, calls = optimizer(case.model), []
+
+    def loss() -> Tensor:
+        calls.append(1)
+        return case.loss(case.model(case.x))
+
+    preconditioner = method(case.model, damping=0.1)
+    preconditioner.evaluate(loss)
+    preconditioner.step()
+    steps.step()
+    preconditioner.settle()
+    assert len(calls) == 2
 
 
 def _part_of_loss(case: Problem, part: slice) -> Tensor:
