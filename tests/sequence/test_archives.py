@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
@@ -27,8 +28,8 @@ def reader(folder: Path, train: FrameSet = TRAIN, chunk_frames: int = 0) -> Sequ
     labels = [TRAIN.pdf_T[begin:end] for begin, end in zip(TRAIN.offsets[:-1], TRAIN.offsets[1:], strict=True)]
     graph = state_ngram(labels, order=3)
     graph = graph.anywhere() if chunk_frames else graph
-    directory = prepare_sequences(train, graph, samples_per_iter=300, chunk_frames=chunk_frames, digest=str(id(train)),
-                                  cache_root=folder)
+    directory = prepare_sequences(train, graph, samples_per_iter=300, chunk_frames=chunk_frames, cache_root=folder,
+                                  digest=sha256(train.pdf_T.tobytes()).hexdigest())
     return SequenceReader(directory, frames)
 
 
