@@ -30,12 +30,14 @@ _RATE, _LATENCY_S = 2.5e6, 0.05   # 20 Mbit/s, and 50 ms one way
 
 def over_three_nodes(cluster: Lab, expected: str) -> dict[str, Any]:
     """Parameters travel over the cables, and the bits are those of one process."""
-    worker = cluster.network.nodes[1]
-    before = worker.bytes_sent()
+    nodes = cluster.network.nodes[1:]
+    before = [node.bytes_sent() for node in nodes]
     run = cluster.finish(cluster.train(cluster.network.nodes[0], "plain"), "plain")
     _same(run, expected)
     records = events(run, "outer_iteration")
-    sent, least = worker.bytes_sent() - before, _model_bytes(run) * len(records) * 0.9
+    least = _model_bytes(run) * len(records) * 0.9
+    # three of the nodes have a worker; which, is Ray's choice
+    sent = sorted(node.bytes_sent() - earlier for node, earlier in zip(nodes, before, strict=True))[-3]
     assert sent > least, f"a worker sent only {sent} bytes; its results did not pass over its cable"
     machines = {job["host"]: job["machine"] for record in records for job in record["jobs"]}
     assert len(machines) == 3 and all(load["memory_used_gb"] > 0 for load in machines.values()), "a machine did not tell its load"
