@@ -135,8 +135,9 @@ def main(wanted: list[str]) -> int:
     if reason:
         print(f"no nodes can be made here: {reason}")
         return 2
+    # the head, three for workers, and one for each that a scenario takes away
     quick: tuple[dict[str, Any], list[Callable[[Lab, str], dict[str, Any]]]] = (
-        {"count": 5}, [over_three_nodes, a_node_is_cut_off, a_raylet_is_killed, the_head_is_lost])
+        {"count": 6}, [over_three_nodes, a_node_is_cut_off, a_raylet_is_killed, the_head_is_lost])
     slow: tuple[dict[str, Any], list[Callable[[Lab, str], dict[str, Any]]]] = (
         {"count": 4, "rate": _RATE, "latency_s": _LATENCY_S}, [over_a_slow_network, resumed_on_another_cluster])
     jobs: tuple[dict[str, Any], list[Callable[[Lab, str], dict[str, Any]]]] = (
