@@ -44,6 +44,7 @@ from ngsgd.optim.outer import Average, Bmuf, OuterInfo, OuterOptimizer, OuterRul
 from ngsgd.schedules import Schedule
 from ngsgd.training.checkpoint import CheckpointStore, first_checkpoint
 from ngsgd.training.coordinator import Coordinator
+from ngsgd.training.dispatch import NeverStop
 from ngsgd.training.exchange import collective
 from ngsgd.training.exchange.collective import Broken, Order, Shard
 from ngsgd.training.exchange.groups import Exchange, remote
@@ -339,16 +340,6 @@ class TimedPool(ProcessPool):
         return statistics.median(seconds for found in self.arrived.values() for _, seconds in found)
 
 
-class Never:
-    """A stop signal that does not come."""
-
-    def requested(self) -> bool:
-        return False
-
-    def expired(self) -> bool:
-        return False
-
-
 def overlap_run(folder: Path, frames_per_job: int, outer: OuterConfig) -> TimedPool:
     """Six outer iterations of two jobs on random frames, with everything that a run does between them."""
     classes, dim = 2000, 40
@@ -371,7 +362,7 @@ def overlap_run(folder: Path, frames_per_job: int, outer: OuterConfig) -> TimedP
     schedule = Schedule(reader.info.num_archives, 1, 6.0, 1e-6, 1e-6, 2, 2)
     try:
         pool.start()
-        Coordinator(schedule, pool, model, reader, checkpoints, ledger, Trackers([]), config.failure, Never(), outer,
+        Coordinator(schedule, pool, model, reader, checkpoints, ledger, Trackers([]), config.failure, NeverStop(), outer,
                     num_threads=os.cpu_count() or 1).train(first_checkpoint(layout.flatten(model.state_dict())))
     finally:
         ledger.close()

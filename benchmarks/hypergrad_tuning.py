@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import math
 import statistics
@@ -134,14 +135,16 @@ Key = dict[str, Any]
 Record = dict[str, Any]
 
 
+def _searches(what: str, options: argparse.Namespace, seed: int) -> Iterator[Key]:
+    for box, space, method in itertools.product(options.boxes, options.spaces, options.methods):
+        yield {"what": what, "box": box, "space": space, "method": method, "seed": seed, "budget": options.budget}
+
+
 def digits(options: argparse.Namespace) -> Iterator[tuple[Key, Callable[[], Record]]]:
     """Each space and method at several budgets, in plain runs, and the test loss at the end."""
     for seed in options.seeds:
-        for box in options.boxes:
-            for space in options.spaces:
-                for method in options.methods:
-                    key = {"what": "digits", "box": box, "space": space, "method": method, "seed": seed, "budget": options.budget}
-                    yield key, functools.partial(_digits, key)
+        for key in _searches("digits", options, seed):
+            yield key, functools.partial(_digits, key)
 
 
 def _digits(key: Key) -> Record:
@@ -158,11 +161,8 @@ def transfer(options: argparse.Namespace) -> Iterator[tuple[Key, Callable[[], Re
     for seed in options.seeds:
         grid = {"what": "grid", "seed": seed}
         yield grid, functools.partial(_grid, grid)
-        for box in options.boxes:
-            for space in options.spaces:
-                for method in options.methods:
-                    key = {"what": "transfer", "box": box, "space": space, "method": method, "seed": seed, "budget": options.budget}
-                    yield key, functools.partial(_transfer, key)
+        for key in _searches("transfer", options, seed):
+            yield key, functools.partial(_transfer, key)
 
 
 def _transfer(key: Key) -> Record:

@@ -32,6 +32,7 @@ from ngsgd.preconditioners.build import mean_of_states
 from ngsgd.training.checkpoint import CheckpointStore, first_checkpoint
 from ngsgd.training.coordinator import Coordinator
 from ngsgd.training.dealing import make_dealer
+from ngsgd.training.dispatch import NeverStop
 from ngsgd.training.flat import Layout
 from ngsgd.training.job import WorkerSpec
 from ngsgd.training.ledger import Ledger
@@ -65,16 +66,6 @@ class Listener:
 
     def close(self, status: str) -> None:
         pass
-
-
-class NeverStop:
-    """Nobody asks to stop."""
-
-    def requested(self) -> bool:
-        return False
-
-    def expired(self) -> bool:
-        return False
 
 
 def train(config: RunConfig, egs: Path, folder: Path) -> list[OuterIterationRecord]:

@@ -33,6 +33,7 @@ from ngsgd.schedules import Schedule
 from ngsgd.training.checkpoint import CheckpointStore, first_checkpoint
 from ngsgd.training.coordinator import Coordinator
 from ngsgd.training.diagnostics import average_posterior
+from ngsgd.training.dispatch import NeverStop
 from ngsgd.training.flat import Layout
 from ngsgd.training.job import WorkerSpec
 from ngsgd.training.ledger import Ledger
@@ -131,7 +132,7 @@ def _learn(speech: Corpus, states: States, settings: RunConfig, folder: Path) ->
 
 
 def _train(model: torch.nn.Module, reader: EgsReader, settings: RunConfig, folder: Path) -> npt.NDArray[np.float32]:
-    """The parameters that the coordinator comes to, with one worker in this process."""
+    """The parameters that the coordinator comes to, with one worker in this process; Ctrl-C ends it where it stands."""
     s = settings.schedule
     schedule = Schedule(reader.info.num_archives, reader.info.frames_per_eg, s.num_epochs, s.lr_initial, s.lr_final, 1, 1, 1)
     layout = Layout.of(model)
@@ -141,22 +142,12 @@ def _train(model: torch.nn.Module, reader: EgsReader, settings: RunConfig, folde
     store = CheckpointStore(folder / "checkpoints", layout, 1)
     try:
         pool.start()
-        coordinator = Coordinator(schedule, pool, model, reader, store, ledger, Trackers([]), settings.failure, _NeverStop(),
+        coordinator = Coordinator(schedule, pool, model, reader, store, ledger, Trackers([]), settings.failure, NeverStop(),
                                   settings.outer, settings.cluster)
         return coordinator.train(first_checkpoint(layout.flatten(model.state_dict()))).parameters
     finally:
         ledger.close()
         pool.close()
-
-
-class _NeverStop:
-    """Ctrl-C ends an alignment where it stands: it is made again from its start."""
-
-    def requested(self) -> bool:
-        return False
-
-    def expired(self) -> bool:
-        return False
 
 
 def to_file(overrides: Sequence[str], output: Path) -> None:

@@ -18,7 +18,7 @@ from ngsgd.schedules import Schedule
 from ngsgd.training.checkpoint import Checkpoint, CheckpointStore, first_checkpoint
 from ngsgd.training.coordinator import Coordinator
 from ngsgd.training.dealing import make_dealer
-from ngsgd.training.dispatch import StopSignal
+from ngsgd.training.dispatch import NeverStop, StopSignal
 from ngsgd.training.flat import Layout
 from ngsgd.training.job import SequenceData, WorkerSpec
 from ngsgd.training.ledger import Ledger
@@ -51,14 +51,6 @@ def config(**changes: Any) -> RunConfig:
         "cluster": ClusterConfig(num_workers=2, threads_per_worker=1),
     }
     return RunConfig(**{**settings, **changes})
-
-
-class NeverStop:
-    def requested(self) -> bool:
-        return False
-
-    def expired(self) -> bool:
-        return False
 
 
 class Recorder:

@@ -38,6 +38,16 @@ class StopSignal(Protocol):
         """Stop now: the time to finish is over."""
 
 
+class NeverStop:
+    """Nobody wishes it: for runs that are part of something else, which ends them."""
+
+    def requested(self) -> bool:
+        return False
+
+    def expired(self) -> bool:
+        return False
+
+
 Tell = Callable[[str, str, int, int, int], None]  # what, message, outer iteration, job, worker
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -34,6 +35,17 @@ class Service:
         process = self.start(*arguments, command=command)
         out, err = process.communicate(timeout=timeout_s)
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+    def stop_and_resume(self, name: str, outer_iter: int, *settings: str) -> Path:
+        """The folder of a run of processes that got Ctrl-C after that outer iteration, and was then resumed to its end."""
+        process = self.start("cluster=local", f"name={name}", *settings)
+        run = self.wait_for_outer_iteration(outer_iter, name, process)
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=60)
+        assert process.returncode == 130
+        done = self.call(str(run), command="resume")
+        assert done.returncode == 0, done.stderr
+        return run
 
     def runs(self, name: str) -> list[Path]:
         return [path.parent for path in self.output_dir.glob(f"{name}-*/config.yaml")]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from pathlib import Path
 
 import pytest
@@ -34,13 +33,7 @@ def test_a_growing_model_that_was_stopped_ends_with_the_bits_of_one_that_was_not
     wer = WER_LINE.findall(done.stdout)
     assert len(wer) == 2, done.stdout
     (whole,) = service.runs("whole")
-    process = service.start("cluster=local", "name=stopped", *GROWING)
-    run = service.wait_for_outer_iteration(2, "stopped", process)
-    process.send_signal(signal.SIGINT)
-    process.communicate(timeout=60)
-    assert process.returncode == 130
-    done = service.call(str(run), command="resume")
-    assert done.returncode == 0, done.stderr
+    run = service.stop_and_resume("stopped", 2, *GROWING)
     assert final_hash(run) == final_hash(whole)
     assert audit(run / "ledger.jsonl") == []
     again = service.call(str(whole), command="decode")

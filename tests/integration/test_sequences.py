@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 from pathlib import Path
 
 import pytest
@@ -38,13 +37,7 @@ def test_smbr_goes_on_from_a_run_and_stopped_or_not_ends_with_the_same_bits(serv
     records = events(whole, "outer_iteration")
     objfs = [sum(job["objf"] for job in record["jobs"]) / len(record["jobs"]) for record in records]
     assert 0.0 < objfs[0] < objfs[-1] < 1.0  # shares of frames
-    process = service.start("cluster=local", "name=stopped", *settings)
-    run = service.wait_for_outer_iteration(1, "stopped", process)
-    process.send_signal(signal.SIGINT)
-    process.communicate(timeout=60)
-    assert process.returncode == 130
-    done = service.call(str(run), command="resume")
-    assert done.returncode == 0, done.stderr
+    run = service.stop_and_resume("stopped", 1, *settings)
     assert final_hash(run) == final_hash(whole)
     assert audit(run / "ledger.jsonl") == []
 

@@ -13,6 +13,7 @@ from ngsgd.errors import ConfigError, DivergenceError, RunInterrupted
 from ngsgd.sequence.archives import prepare_sequences
 from ngsgd.sequence.ngram import state_ngram
 from ngsgd.sequence.objectives import Denominator
+from ngsgd.training.dispatch import NeverStop
 from ngsgd.training.flat import Layout
 from ngsgd.training.job import SequenceData, WorkerSpec
 from ngsgd.training.layer_rates import equalised
@@ -53,7 +54,7 @@ def test_resuming_gives_the_bits_of_the_whole_run(tmp_path: Path) -> None:
     whole = run(tmp_path / "whole", "lfmmi", equalise_layers=True).train()
     stopped = run(tmp_path / "stopped", "lfmmi", equalise_layers=True)
 
-    class StopAfterThree(toy.NeverStop):
+    class StopAfterThree(NeverStop):
         def requested(self) -> bool:
             return len(stopped.recorder.records) >= 2  # records come one outer iteration late
     with pytest.raises(RunInterrupted):

@@ -17,6 +17,7 @@ from ngsgd.training.audit import audit
 from ngsgd.training.checkpoint import Checkpoint, first_checkpoint
 from ngsgd.training.coordinator import Coordinator
 from ngsgd.training.dealing import make_dealer
+from ngsgd.training.dispatch import NeverStop
 from ngsgd.training.event_log import EventLog
 from ngsgd.training.flat import Vector
 from ngsgd.training.forecast.formulas import (
@@ -34,7 +35,7 @@ from ngsgd.training.ledger import Ledger
 from ngsgd.training.tracking import Trackers
 from ngsgd.training.verify import digest
 from ngsgd.training.worker import Place, Worker, never, np_empty
-from tests.toy import NeverStop, Run, config
+from tests.toy import Run, config
 
 UNTIRING = FailureConfig(max_attempts=1000)  # no shard is ever given up
 MISHAPS = SimulatedCluster(rate=300.0, spread=Spread(0.3, 0.2), overhead_s=0.1, failures_per_worker_hour=900.0, hang_share=0.3,
