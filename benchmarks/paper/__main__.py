@@ -2,11 +2,15 @@
 
     python -m benchmarks.paper run an4-relu --source AN4 [--jobs 1 4 16] [--methods sgd online-ng] [--outers average sqrt-gain]
     python -m benchmarks.paper remedies an4-relu --source AN4 --jobs 16
+    python -m benchmarks.paper periods an4-relu --source AN4 --jobs 16
+    python -m benchmarks.paper controls an4-relu --source AN4 --jobs 16
     python -m benchmarks.paper clock an4-relu --source AN4
-    python -m benchmarks.paper report [--page benchmarks/paper/RESULTS.md]
+    python -m benchmarks.paper report [--page docs/results.md]
 
 `run` first finds each method's learning rate, then runs every cell that benchmarks/paper/results does not have: it may be stopped
 and started again.  Jobs are logical: one process runs them one after another, and the numbers are those of as many machines.
+`remedies` tries what may mend the loss of averaging over many jobs, `periods` other numbers of frames between two averagings,
+`controls` what others would run on as many machines: gradients added up at every step, and one of the jobs without the others.
 `clock` measures, on an otherwise idle machine, what one job of an outer iteration takes on a core of its own; `report` draws
 the figures with that clock, as the paper did with its own, and writes the tables into the page.
 """
@@ -14,11 +18,28 @@ the figures with that clock, as the paper did with its own, and writes the table
 from __future__ import annotations
 
 import argparse
+import itertools
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from benchmarks.paper import clock, report
-from benchmarks.paper.cells import JOBS, METHODS, OUTERS, REMEDIES, SEEDS, TASKS, Cell, grid, matrix
-from benchmarks.paper.runs import best_rates, run_all
+from benchmarks.paper.cells import (
+    CONTROLS,
+    JOBS,
+    MATRIX_METHODS,
+    OUTERS,
+    PERIODS,
+    REMEDIES,
+    SEEDS,
+    SYNCHRONOUS,
+    SYNCHRONOUS_RATES,
+    TASKS,
+    Cell,
+    grid,
+    matrix,
+    synchronous_grid,
+)
+from benchmarks.paper.runs import best_rates, best_synchronous_rate, run_all
 
 
 def main() -> None:
@@ -26,32 +47,53 @@ def main() -> None:
     if options.command == "report":
         report.write(options.page)
         return
-    methods, jobs, seeds = tuple(options.methods), tuple(options.jobs), tuple(options.seeds)
+    methods = tuple(options.methods)
     if options.command == "clock":
         clock.measure(options.task, methods, best_rates(options.task, methods), options.work, options.source)
         return
-    run_all(grid(options.task, methods), options.work, options.source)
-    rates = best_rates(options.task, methods)
-    if options.command == "remedies":
-        run_all((Cell(options.task, "online-ng", remedy, num_jobs, seed, rates["online-ng"])
-                 for seed in seeds for num_jobs in jobs if num_jobs > 1 for remedy in REMEDIES), options.work, options.source)
+    for cells in _wanted(options, methods):
+        run_all(cells, options.work, options.source)
+
+
+def _wanted(options: argparse.Namespace, methods: tuple[str, ...]) -> Iterator[Iterable[Cell]]:
+    """In stages: the rates that one finds are the next one's."""
+    task, jobs = options.task, tuple(options.jobs)
+    yield grid(task, methods)
+    rates = best_rates(task, methods)
+    if options.command == "run":
+        yield matrix(task, rates, tuple(options.outers), jobs, tuple(options.seeds))
+    elif options.command == "controls":
+        yield from _controls(options, rates)
     else:
-        run_all(matrix(options.task, rates, tuple(options.outers), jobs, seeds), options.work, options.source)
+        variants = REMEDIES if options.command == "remedies" else PERIODS
+        yield (Cell(task, "online-ng", variant, num_jobs, seed, rates["online-ng"])
+               for seed, num_jobs, variant in itertools.product(options.seeds, jobs, variants) if num_jobs > 1)
+
+
+def _controls(options: argparse.Namespace, rates: dict[str, float]) -> Iterator[Iterable[Cell]]:
+    task, jobs = options.task, [num_jobs for num_jobs in options.jobs if num_jobs > 1]
+    yield (Cell(task, method, control, num_jobs, seed, rate)
+           for seed, num_jobs, control, (method, rate) in itertools.product(options.seeds, jobs, CONTROLS, rates.items()))
+    for num_jobs, outer, method in itertools.product(jobs, SYNCHRONOUS, SYNCHRONOUS_RATES):
+        yield synchronous_grid(task, outer, num_jobs, method)
+        best = best_synchronous_rate(task, outer, num_jobs, method)
+        if best is not None:
+            yield (Cell(task, method, outer, num_jobs, seed, best) for seed in options.seeds)
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    for name in ("run", "remedies", "clock"):
+    for name in ("run", "remedies", "periods", "controls", "clock"):
         one = commands.add_parser(name)
         one.add_argument("task", choices=list(TASKS))
         one.add_argument("--source", default="", help="folder of the corpus, for an4")
         one.add_argument("--work", type=Path, default=Path("runs/paper").resolve(), help="prepared data and MLflow's store")
-        one.add_argument("--methods", nargs="+", choices=list(METHODS), default=["sgd", "online-ng"])
+        one.add_argument("--methods", nargs="+", choices=MATRIX_METHODS, default=["sgd", "online-ng"])
         one.add_argument("--outers", nargs="+", choices=list(OUTERS), default=["average", "sqrt-gain"])
         one.add_argument("--jobs", type=int, nargs="+", default=list(JOBS))
         one.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
-    commands.add_parser("report").add_argument("--page", type=Path, default=Path(__file__).with_name("RESULTS.md"))
+    commands.add_parser("report").add_argument("--page", type=Path, default=Path("docs/results.md"))
     return parser.parse_args()
 
 

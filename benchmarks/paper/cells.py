@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 JOBS = (1, 2, 4, 8, 16, 32)
@@ -21,32 +21,79 @@ METHODS = {
     "sgd": ["optimizer=sgd"],
     "online-ng": ["optimizer=ngsgd", "optimizer.ng_state=keep"],   # a job here is too short to estimate a Fisher matrix anew
     "simple-ng": ["optimizer=sgd", "preconditioner=simple"],
+    "adam": ["optimizer=sgd", "preconditioner=adam"],
+    "adamw": ["optimizer=sgd", "preconditioner=adamw"],
+    "muon": ["optimizer=sgd", "preconditioner=muon"],
+    "shampoo": ["optimizer=sgd", "preconditioner=shampoo"],
 }
+MATRIX_METHODS = ("sgd", "online-ng", "simple-ng")
+# what others would run on as many machines, with synchronous gradients; Shampoo's moves have the gradient's norm, hence its rates
+SYNCHRONOUS_RATES = {"adam": (0.0003, 0.001, 0.003, 0.01), "adamw": (0.0003, 0.001, 0.003, 0.01),
+                     "muon": (0.003, 0.01, 0.03, 0.1), "shampoo": (0.0005, 0.001, 0.002, 0.004)}
 OUTERS = {
     "average": ["outer=average"],
     "sqrt-gain": ["outer=bmuf", "outer.gain=0"],
     "diloco": ["outer=diloco"],
 }
-# remedies for what averaging over many jobs costs (tried with online-ng); see RESULTS.md
-REMEDIES = {
-    "gain 1.5 sqrt(N)": lambda num_jobs: ["outer=bmuf", f"outer.gain={1.5 * num_jobs ** 0.5:.3f}"],
-    "half the frames per iteration": lambda num_jobs: [*OUTERS["sqrt-gain"], "egs.samples_per_iter=1024"],
-    "ramp from a quarter": lambda num_jobs: [*OUTERS["sqrt-gain"], f"schedule.num_jobs_initial={max(1, num_jobs // 4)}"],
-}
+FRAMES_PER_JOB = 2048
 
-_SMALL_DECODE = ["decode.oracle=false"]
+Words = list[str]
+Variant = Callable[[str, int], Words]   # of a task and a number of jobs
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is learned, with which network, for how long."""
+
+    net: Words
+    epochs: int
+    minibatch: int
+    decode: Words
+    needs_source: bool = False
+
+    def settings(self) -> Words:
+        return [*self.net, f"schedule.num_epochs={self.epochs}", f"schedule.minibatch_size={self.minibatch}",
+                f"egs.samples_per_iter={FRAMES_PER_JOB}", *self.decode]
+
+
+_AN4 = ["decode.oracle=false", "decode.acoustic_scales=[0.0833,0.1,0.125,0.1667]", "decode.word_penalties=[0.0,0.5]"]
 TASKS = {
     # one splice of +-7 cepstra, 102 states; 2048 frames a job, so that 16 jobs still average some 28 times
-    "an4-relu": ["recipe=an4", "model=relu", "model.hidden_dim=256", "model.dropout_schedule=''", "schedule.num_epochs=4",
-                 "schedule.minibatch_size=128", "egs.samples_per_iter=2048", *_SMALL_DECODE,
-                 "decode.acoustic_scales=[0.0833,0.1,0.125,0.1667]", "decode.word_penalties=[0.0,0.5]"],
-    "an4-pnorm": ["recipe=an4", "model=pnorm", "model.hidden_dim=500", "model.dropout_schedule=''", "schedule.num_epochs=4",
-                  "schedule.minibatch_size=128", "egs.samples_per_iter=2048", *_SMALL_DECODE,
-                  "decode.acoustic_scales=[0.0833,0.1,0.125,0.1667]", "decode.word_penalties=[0.0,0.5]"],
-    "digits": ["recipe=digits", "model=relu", "data.train_minutes=40", "schedule.num_epochs=2", "schedule.minibatch_size=256",
-               "egs.samples_per_iter=2048", "decode.acoustic_scales=[0.1,0.15,0.2]", "decode.word_penalties=[0.0,4.0]"],
+    "an4-relu": Task(["recipe=an4", "model=relu", "model.hidden_dim=256", "model.dropout_schedule=''"], 4, 128, _AN4, True),
+    "an4-pnorm": Task(["recipe=an4", "model=pnorm", "model.hidden_dim=500", "model.dropout_schedule=''"], 4, 128, _AN4, True),
+    "digits": Task(["recipe=digits", "model=relu", "data.train_minutes=40"], 2, 256,
+                   ["decode.acoustic_scales=[0.1,0.15,0.2]", "decode.word_penalties=[0.0,4.0]"]),
 }
-NEEDS_SOURCE = ("an4-relu", "an4-pnorm")
+
+# remedies for what averaging over many jobs costs (tried with online-ng)
+REMEDIES: dict[str, Variant] = {
+    "gain 1.5 sqrt(N)": lambda task, num_jobs: ["outer=bmuf", f"outer.gain={1.5 * num_jobs ** 0.5:.3f}"],
+    "half the frames per iteration": lambda task, num_jobs: [*OUTERS["sqrt-gain"], "egs.samples_per_iter=1024"],
+    "ramp from a quarter": lambda task, num_jobs: [*OUTERS["sqrt-gain"], f"schedule.num_jobs_initial={max(1, num_jobs // 4)}"],
+    "Fisher state fresh in every job": lambda task, num_jobs: [*OUTERS["sqrt-gain"], "optimizer.ng_state=reset"],
+}
+# frames of a job between two averagings; 1024 is a remedy, 2048 the matrix
+PERIODS: dict[str, Variant] = {
+    f"{frames} frames a job": lambda task, num_jobs, frames=frames: [*OUTERS["sqrt-gain"], f"egs.samples_per_iter={frames}"]
+    for frames in (512, 4096, 8192)}
+
+
+def _synchronous(task: str, num_jobs: int, frames: int) -> Words:
+    """Machines that add up their gradients after `frames` frames each: one job with a minibatch as large as all of theirs."""
+    return ["outer=average", "cluster.num_workers=1", f"schedule.minibatch_size={frames * num_jobs}",
+            f"egs.samples_per_iter={FRAMES_PER_JOB * num_jobs}"]
+
+
+SYNCHRONOUS: dict[str, Variant] = {
+    "synchronous, equal frames": lambda task, num_jobs: _synchronous(task, num_jobs, TASKS[task].minibatch),
+    "synchronous, equal bytes": lambda task, num_jobs: _synchronous(task, num_jobs, FRAMES_PER_JOB),
+}
+CONTROLS: dict[str, Variant] = {
+    **SYNCHRONOUS,
+    "one of the jobs alone": lambda task, num_jobs: ["outer=average", "cluster.num_workers=1",
+                                                     f"schedule.num_epochs={TASKS[task].epochs / num_jobs:g}"],
+}
+VARIANTS = {**REMEDIES, **PERIODS, **CONTROLS}
 
 
 @dataclass(frozen=True)
@@ -62,9 +109,10 @@ class Cell:
 
     def settings(self) -> list[str]:
         """Words for `ngsgd train`, without folders."""
-        outer = REMEDIES[self.outer](self.num_jobs) if self.outer in REMEDIES else OUTERS[self.outer]
-        return [*TASKS[self.task], *METHODS[self.method], "cluster=in_process", f"cluster.num_workers={self.num_jobs}", *outer,
-                f"seed={self.seed}", f"schedule.lr_initial={self.rate:g}", f"schedule.lr_final={self.rate * _FINAL:g}"]
+        outer = VARIANTS[self.outer](self.task, self.num_jobs) if self.outer in VARIANTS else OUTERS[self.outer]
+        return [*TASKS[self.task].settings(), *METHODS[self.method], "cluster=in_process",
+                f"cluster.num_workers={self.num_jobs}", *outer, f"seed={self.seed}",
+                f"schedule.lr_initial={self.rate:g}", f"schedule.lr_final={self.rate * _FINAL:g}"]
 
     def key(self) -> str:
         """Changes with any setting."""
@@ -77,9 +125,15 @@ def grid(task: str, methods: tuple[str, ...]) -> Iterator[Cell]:
         yield Cell(task, method, "average", 1, 0, rate)
 
 
+def synchronous_grid(task: str, outer: str, num_jobs: int, method: str) -> Iterator[Cell]:
+    """The search for the learning rate of what others would run."""
+    for rate in SYNCHRONOUS_RATES[method]:
+        yield Cell(task, method, outer, num_jobs, 0, rate)
+
+
 def matrix(task: str, rates: dict[str, float], outers: tuple[str, ...], jobs: tuple[int, ...],
            seeds: tuple[int, ...]) -> Iterator[Cell]:
     """The figure and the table; one job is the same under every outer optimiser of gain one, so it is run once."""
-    for seed, (method, rate), num_jobs in itertools.product(seeds, rates.items(), jobs):
+    for seed, num_jobs, (method, rate) in itertools.product(seeds, jobs, rates.items()):
         for outer in outers if num_jobs > 1 else ("average",):
             yield Cell(task, method, outer, num_jobs, seed, rate)

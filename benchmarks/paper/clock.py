@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from benchmarks.paper.cells import NEEDS_SOURCE, Cell
+from benchmarks.paper.cells import TASKS, Cell
 from benchmarks.paper.runs import RESULTS
 from ngsgd.files import read_json_lines
 
@@ -32,7 +32,7 @@ def measure(task: str, methods: tuple[str, ...], rates: dict[str, float], work: 
         cell = Cell(task, method, "average", 1, 0, rates[method])
         folder = work / f"clock-{cell.key()}"
         shutil.rmtree(folder, ignore_errors=True)
-        words = [f"data.source={source}"] if task in NEEDS_SOURCE else []
+        words = [f"data.source={source}"] if TASKS[task].needs_source else []
         subprocess.run([sys.executable, "-m", "launcher", "train", "--quiet", *cell.settings(), *words, "schedule.num_epochs=0.3",
                         f"output_dir={folder}", f"data.cache_dir={work / 'data'}", "tracking.kind=none"],
                        check=True, stdout=subprocess.DEVNULL)

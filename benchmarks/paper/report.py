@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import re
 import statistics
 from collections import defaultdict
 from pathlib import Path
 
 from benchmarks.paper import clock
-from benchmarks.paper.cells import JOBS, METHODS, OUTERS, REMEDIES, TASKS
-from benchmarks.paper.runs import Line, best_rates, known
+from benchmarks.paper.cells import CONTROLS, JOBS, MATRIX_METHODS, METHODS, OUTERS, PERIODS, REMEDIES, TASKS
+from benchmarks.paper.runs import Line, best_rates, best_synchronous_rate, known
 from launcher import curves
 
 Group = dict[tuple[str, str, int], list[Line]]   # by method, outer optimiser, number of jobs
@@ -23,21 +25,31 @@ def write(page: Path) -> None:
         group = _by_setting(task)
         if not group:
             continue
-        _draw(task, group, page.with_name(f"{task}.png"))
+        _draw(task, group, page.with_name(f"results-{task}.png"))
         text = _between(text, f"{task} rates", _rates(task))
         for name, key, digits in (("objf", "valid_objf", 3), ("wer", "wer_percent", 2), ("clipped", "clipped", 2)):
-            text = _between(text, f"{task} {name}", _table(group, key, digits))
+            text = _between(text, f"{task} {name}", _matrix(group, key, digits))
+        text = _between(text, f"{task} remedies", _variants(group, ("sqrt-gain", *REMEDIES)))
+        text = _between(text, f"{task} periods", _variants(group, ("sqrt-gain", *PERIODS)))
+        text = _between(text, f"{task} controls", _variants(group, ("sqrt-gain", *CONTROLS)))
     page.write_text(text, encoding="utf-8")
 
 
 def _by_setting(task: str) -> Group:
     """The runs at each method's best rate."""
-    rates = best_rates(task, tuple(METHODS))
     group: Group = defaultdict(list)
     for line in known(task).values():
-        if line["rate"] == rates.get(line["method"]) and "diverged" not in line:
-            group[line["method"], line["outer"], line["num_jobs"]].append(line)
+        setting = line["method"], line["outer"], line["num_jobs"]
+        if "diverged" not in line and line["rate"] == _rate(task, *setting):
+            group[setting].append(line)
     return group
+
+
+@functools.cache
+def _rate(task: str, method: str, outer: str, num_jobs: int) -> float | None:
+    if method in MATRIX_METHODS:
+        return best_rates(task, (method,)).get(method)
+    return best_synchronous_rate(task, outer, num_jobs, method)
 
 
 def _between(text: str, name: str, table: str) -> str:
@@ -45,15 +57,28 @@ def _between(text: str, name: str, table: str) -> str:
     return re.sub(f"{re.escape(begin)}.*?{end}", lambda _: f"{begin}\n\n{table}\n\n{end}", text, flags=re.DOTALL)
 
 
-def _table(group: Group, key: str, digits: int) -> str:
+def _matrix(group: Group, key: str, digits: int) -> str:
     """Rows by method and outer optimiser, columns by number of jobs: mean (lowest to highest)."""
     jobs = [num_jobs for num_jobs in JOBS if any(setting[2] == num_jobs for setting in group)]
     rows = [f"| method | outer | {' | '.join(map(str, jobs))} |", "|---" * (2 + len(jobs)) + "|"]
-    for method in METHODS:
-        for outer in (*OUTERS, *REMEDIES):
-            cells = [group.get((method, "average" if num_jobs == 1 else outer, num_jobs), []) for num_jobs in jobs]
-            if any(cell for cell, num_jobs in zip(cells, jobs, strict=True) if num_jobs > 1) or (outer == "average" and any(cells)):
-                rows.append(f"| {method} | {outer} | {' | '.join(_spread(cell, key, digits) for cell in cells)} |")
+    for method, outer in itertools.product(MATRIX_METHODS, OUTERS):
+        cells = [group.get((method, "average" if num_jobs == 1 else outer, num_jobs), []) for num_jobs in jobs]
+        if any(cell for cell, num_jobs in zip(cells, jobs, strict=True) if num_jobs > 1) or (outer == "average" and any(cells)):
+            rows.append(f"| {method} | {outer} | {' | '.join(_spread(cell, key, digits) for cell in cells)} |")
+    return "\n".join(rows)
+
+
+def _variants(group: Group, outers: tuple[str, ...]) -> str:
+    """One line each, of the numbers of jobs that any of them but the first was run with."""
+    jobs = {setting[2] for setting in group if setting[1] in outers[1:]}
+    rows = ["| jobs | what | method | seeds | averagings | valid objf | test %WER |", "|---|---|---|---|---|---|---|"]
+    for num_jobs, outer, method in itertools.product(sorted(jobs), outers, METHODS):
+        lines = group.get((method, outer, num_jobs))
+        if lines:
+            exchanges = lines[0]["frames"] / (TASKS[lines[0]["task"]].minibatch * num_jobs) \
+                if outer == "synchronous, equal frames" else lines[0]["outer_iters"]
+            rows.append(f"| {num_jobs} | {outer} | {method} | {len(lines)} | {exchanges:.0f} | {_spread(lines, 'valid_objf', 3)} | "
+                        f"{_spread(lines, 'wer_percent', 2)} |")
     return "\n".join(rows)
 
 
@@ -71,7 +96,7 @@ def _rates(task: str) -> str:
              if line["num_jobs"] == 1 and line["seed"] == 0 and line["outer"] == "average"}
     rates = sorted({rate for _, rate in found})
     rows = [f"| method | {' | '.join(f'{rate:g}' for rate in rates)} |", "|---" * (1 + len(rates)) + "|"]
-    for method in METHODS:
+    for method in MATRIX_METHODS:
         values = [found.get((method, rate)) for rate in rates]
         if any(values):
             rows.append(f"| {method} | " + " | ".join("" if line is None else "diverged" if "diverged" in line

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.paper.cells import NEEDS_SOURCE, Cell, grid
+from benchmarks.paper.cells import TASKS, Cell, grid, synchronous_grid
 from ngsgd.errors import DivergenceError
 from ngsgd.files import read_json_lines
 
@@ -29,14 +29,20 @@ def known(task: str) -> dict[str, Line]:
 
 
 def best_rates(task: str, methods: tuple[str, ...]) -> dict[str, float]:
-    """Of each method whose search is complete, by valid objf."""
-    done, rates = known(task), {}
-    for method in methods:
-        lines = [done[cell.key()] for cell in grid(task, (method,)) if cell.key() in done]
-        finished = [line for line in lines if "diverged" not in line]
-        if finished:
-            rates[method] = max(finished, key=lambda line: line["valid_objf"])["rate"]
-    return rates
+    """By valid objf, of the methods that have been searched."""
+    found = {method: _best(task, grid(task, (method,))) for method in methods}
+    return {method: rate for method, rate in found.items() if rate is not None}
+
+
+def best_synchronous_rate(task: str, outer: str, num_jobs: int, method: str) -> float | None:
+    """The same of what others would run."""
+    return _best(task, synchronous_grid(task, outer, num_jobs, method))
+
+
+def _best(task: str, cells: Iterable[Cell]) -> float | None:
+    done = known(task)
+    finished = [line for cell in cells if (line := done.get(cell.key())) and "diverged" not in line]
+    return float(max(finished, key=lambda line: line["valid_objf"])["rate"]) if finished else None
 
 
 def run_all(cells: Iterable[Cell], work: Path, source: str) -> None:
@@ -54,7 +60,7 @@ def run_all(cells: Iterable[Cell], work: Path, source: str) -> None:
 def _run(cell: Cell, work: Path, source: str) -> Line:
     folder = work / cell.key()
     shutil.rmtree(folder, ignore_errors=True)
-    words = [f"data.source={source}"] if cell.task in NEEDS_SOURCE else []
+    words = [f"data.source={source}"] if TASKS[cell.task].needs_source else []
     done = subprocess.run([sys.executable, "-m", "launcher", "train", "--quiet", *cell.settings(), *words, f"output_dir={folder}",
                            f"data.cache_dir={work / 'data'}", f"tracking.uri=sqlite:///{work / 'mlflow.db'}"],
                           check=False, stdout=subprocess.DEVNULL)
