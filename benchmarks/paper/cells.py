@@ -72,10 +72,14 @@ REMEDIES: dict[str, Variant] = {
     "ramp from a quarter": lambda task, num_jobs: [*OUTERS["sqrt-gain"], f"schedule.num_jobs_initial={max(1, num_jobs // 4)}"],
     "Fisher state fresh in every job": lambda task, num_jobs: [*OUTERS["sqrt-gain"], "optimizer.ng_state=reset"],
 }
+
+
+def _period(frames: int) -> Variant:
+    return lambda task, num_jobs: [*OUTERS["sqrt-gain"], f"egs.samples_per_iter={frames}"]
+
+
 # frames of a job between two averagings; 1024 is a remedy, 2048 the matrix
-PERIODS: dict[str, Variant] = {
-    f"{frames} frames a job": lambda task, num_jobs, frames=frames: [*OUTERS["sqrt-gain"], f"egs.samples_per_iter={frames}"]
-    for frames in (512, 4096, 8192)}
+PERIODS: dict[str, Variant] = {f"{frames} frames a job": _period(frames) for frames in (512, 4096, 8192)}
 
 
 def _synchronous(task: str, num_jobs: int, frames: int) -> Words:

@@ -50,19 +50,21 @@ def run_all(cells: Iterable[Cell], work: Path, source: str) -> None:
     for cell in cells:
         if cell.key() in known(cell.task):
             continue
-        line = {"key": cell.key(), **asdict(cell), "commit": _commit(), **_run(cell, work, source)}
+        line = {"key": cell.key(), **asdict(cell), "commit": _commit(), **run(cell, work, source)}
         print({name: value for name, value in line.items() if name != "curve"}, flush=True)
         RESULTS.mkdir(exist_ok=True)
         with (RESULTS / f"{cell.task}.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
 
-def _run(cell: Cell, work: Path, source: str) -> Line:
+def run(cell: Cell, work: Path, source: str, also: tuple[str, ...] = ()) -> Line:
+    """Trains and decodes; `also` are settings that win over the cell's own."""
     folder = work / cell.key()
     shutil.rmtree(folder, ignore_errors=True)
     words = [f"data.source={source}"] if TASKS[cell.task].needs_source else []
-    done = subprocess.run([sys.executable, "-m", "launcher", "train", "--quiet", *cell.settings(), *words, f"output_dir={folder}",
-                           f"data.cache_dir={work / 'data'}", f"tracking.uri=sqlite:///{work / 'mlflow.db'}"],
+    done = subprocess.run([sys.executable, "-m", "launcher", "train", "--quiet", *cell.settings(), *words, *also,
+                           f"output_dir={folder}", f"data.cache_dir={work / 'data'}",
+                           f"tracking.uri=sqlite:///{work / 'mlflow.db'}"],
                           check=False, stdout=subprocess.DEVNULL)
     try:
         if done.returncode == DivergenceError.exit_code:
