@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ngsgd.curvature.capture import Call
 from ngsgd.curvature.inputs import Inputs
-from ngsgd.curvature.kronecker import add_inputs, output_rows
+from ngsgd.curvature.kronecker import output_rows
 from ngsgd.curvature.quantities import SIGNALS, Fresh, Options, Sums
 from ngsgd.curvature.rows import Lookup, Mixed, Outer, Sum, Written
 from ngsgd.errors import ConfigError
@@ -83,8 +83,7 @@ class Accumulation:
 
     def take_inputs(self, name: str, inputs: Inputs) -> None:
         """What the input factor A of a weight is made of, for all signals."""
-        sums = self.sums[name]
-        sums.num_rows += add_inputs(sums.moment_II, inputs, self._options.sharing)
+        self.sums[name].take_inputs(inputs, self._options.sharing)
 
     def keep(self, signal: str, fresh: Fresh) -> None:
         """What a whole backward pass found joins what others did: samples end to end, sums added."""

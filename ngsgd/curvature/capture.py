@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from ngsgd.curvature.expansion import expansion_of
 from ngsgd.curvature.layers import Affine, Kind, kind_of, refuse_coupled, wide, without_autocast
 from ngsgd.curvature.records import Call, Record
+from ngsgd.curvature.vectors import vector_products
 from ngsgd.errors import ConfigError, DataError
 
 __all__ = ["Call", "Capture", "Record"]
@@ -115,14 +116,9 @@ class Capture:
 
         For the open calls that the output depends on; the graph is kept.
         """
-        calls, edges = list(self._open), list(self._open.values())
         with self.paused():
-            # one by one: about as fast as all at once on minibatches of a usual size, and right for every operation, also for
-            # those that torch cannot batch
-            found = [list(torch.autograd.grad(output, edges, vector, retain_graph=True, allow_unused=True))
-                     for vector in vectors_V]
-        return [(call, es[0][None] if len(es) == 1 else torch.stack(es)) for number, call in enumerate(calls)
-                if (es := _taken(found, number))]
+            found = vector_products(output, list(self._open.values()), vectors_V)
+        return [(call, e_VM) for call, e_VM in zip(self._open, found, strict=True) if e_VM is not None]
 
     def record(self, call: Call, derivatives_VM: Tensor) -> Record:
         """The call with derivatives of it, restricted to the samples that count, in at least float32."""
@@ -235,11 +231,3 @@ class Capture:
                               "gradients outside.")
         with torch.no_grad(), without_autocast(e_M.device.type):
             (self._arrived or self._keep)(call, e_M.detach())
-
-
-def _taken(found: list[list[Any]], number: int) -> list[Tensor]:
-    """The derivatives of one call, let go in `found`; none where the output does not depend on the call."""
-    es = [of_vector[number] for of_vector in found]
-    for of_vector in found:
-        of_vector[number] = None
-    return [] if es[0] is None else es

@@ -1,6 +1,7 @@
 """The mapping of curvature quantities by parameter name that fills while a loss is differentiated.
 
-What is asked for is computed when the derivative of a layer's output arrives, and input and derivative are dropped then;
+What is asked for is computed when the derivative of a layer's output arrives, and input and derivative are dropped then (but
+inputs that are far smaller than what is made of them, which wait for the end);
 second-order quantities send vectors of the loss's second derivative through the same graph, just before the ordinary backward
 pass.
 """

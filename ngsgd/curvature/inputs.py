@@ -5,6 +5,7 @@ Letters: N samples, T positions of a sample, I inputs, C channels, K positions o
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
@@ -28,8 +29,15 @@ class Inputs(Protocol):
     def width(self) -> int:
         """I."""
 
+    @property
+    def num_floats(self) -> int:
+        """Of what the rows are made of."""
+
     def rows(self, first: int, last: int) -> Tensor:
         """n x T x I, of the samples from `first` to before `last`."""
+
+    def copied(self) -> Inputs:
+        """The same in memory of its own."""
 
 
 class Dense(NamedTuple):
@@ -49,8 +57,15 @@ class Dense(NamedTuple):
     def width(self) -> int:
         return self.rows_NTI.shape[2]
 
+    @property
+    def num_floats(self) -> int:
+        return self.rows_NTI.numel()
+
     def rows(self, first: int, last: int) -> Tensor:
         return self.rows_NTI[first:last]
+
+    def copied(self) -> Dense:
+        return Dense(self.rows_NTI.clone())
 
 
 class Patches:
@@ -68,6 +83,15 @@ class Patches:
         self._per_sample = len(x_NC) // num_samples
         self.num_positions = math.prod(self.out) * self._per_sample
         self.width = x_NC.shape[1] * math.prod(kernel)
+
+    @property
+    def num_floats(self) -> int:
+        return self.x_NC.numel()
+
+    def copied(self) -> Patches:
+        other = copy.copy(self)
+        other.x_NC = self.x_NC.clone()
+        return other
 
     @property
     def num_channels(self) -> int:

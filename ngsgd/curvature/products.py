@@ -81,6 +81,19 @@ class Pass:
         found: tuple[Tensor | None, ...] = torch.autograd.grad(value, parameters, upstream, create_graph=True, allow_unused=True)
         return found
 
+    @functools.cached_property
+    def second_derivative(self) -> Evaluation:
+        """What multiplies vectors by the loss's second derivative."""
+        return self.evaluation(self._output)
+
+    @functools.cached_property
+    def output_derivative(self) -> Tensor:
+        """Of the loss by the network's output."""
+        f = self._output.detach().requires_grad_()
+        with torch.enable_grad():
+            (df,) = torch.autograd.grad(self.loss(f), f, self.upstream)
+        return df
+
     def gradient_of(self, p: Tensor) -> Tensor | None:
         """Of the loss with respect to a parameter, with its graph; None where it does not depend on it."""
         return self._gradients[self._parameters[id(p)]]
@@ -144,30 +157,30 @@ class Products:
                             "batch of them, "
                             f"and got {tuple(v.shape)}.")
         v_V = v if v.ndim > p.ndim else v[None]
-        total = torch.zeros_like(v_V)
-        for one in self.passes:
-            total += product(one, one.output(), p, v_V)
+        first, *others = (product(one, one.output(), p, v_V) for one in self.passes)
+        total = sum(others, start=first)
         return total if v.ndim > p.ndim else total[0]
 
     def _hessian(self, one: Pass, f: Tensor, p: Tensor, v_V: Tensor) -> Tensor:
         gradient = one.gradient_of(p)
-        return torch.zeros_like(v_V) if gradient is None else torch.stack([_pulled(gradient, p, v) for v in v_V])
+        return torch.zeros_like(v_V) if gradient is None else _stacked([_pulled(gradient, p, v) for v in v_V])
 
     def _ggn(self, one: Pass, f: Tensor, p: Tensor, v_V: Tensor) -> Tensor:
-        push = one.pushing(p)
-        evaluation = one.evaluation(f)
-        return torch.stack([_pulled(f, p, evaluation.product(push(v)[None])[0]) for v in v_V])
+        push, H = one.pushing(p), one.second_derivative
+        return _stacked([_pulled(f, p, H.product(push(v)[None])[0]) for v in v_V])
 
     def _positive(self, one: Pass, f: Tensor, p: Tensor, v_V: Tensor, modify: str) -> Tensor:
         total = self._ggn(one, f, p, v_V)
-        fixed = f.detach().requires_grad_()
-        with torch.enable_grad():
-            (df,) = torch.autograd.grad(one.loss(fixed), fixed, one.upstream)
-        for source, r in residuals(get_gradient_edge(f), df, [get_gradient_edge(p)], "pchmp"):
+        for source, r in residuals(get_gradient_edge(f), one.output_derivative, [get_gradient_edge(p)], "pchmp"):
             modified = r.abs() if modify == "abs" else r.clamp(min=0.0)
             push = _pushing(source, r, p)
-            total += torch.stack([_pulled(source, p, modified * push(v)) for v in v_V])
+            total = total + _stacked([_pulled(source, p, modified * push(v)) for v in v_V])
         return total
+
+
+def _stacked(products: list[Tensor]) -> Tensor:
+    """V x shape; a single one is not copied."""
+    return products[0][None] if len(products) == 1 else torch.stack(products)
 
 
 def _pulled(output: Tensor | GradientEdge, p: Tensor, u: Tensor) -> Tensor:

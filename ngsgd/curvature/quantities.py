@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ngsgd.curvature.kronecker import Gram, Kronecker
+from ngsgd.curvature.inputs import Inputs
+from ngsgd.curvature.kronecker import Gram, Kronecker, add_inputs
 from ngsgd.curvature.products import Pass, Products
 
 # what is backpropagated for a quantity, and what is made of it
@@ -51,9 +52,27 @@ class Sums:
     B_OO: defaultdict[str, Gram] = field(default_factory=lambda: defaultdict(Gram))   # output factors by signal
     moment_II: Gram = field(default_factory=Gram)   # of input rows, for all signals
     num_rows: int = 0                               # of them
+    waiting: Inputs | None = None                   # inputs that are still to be multiplied out
     A_II: Tensor | None = None                      # their mean, once settled
     variance: Tensor | None = None
     is_settled: bool = False                        # no backward pass will follow
+
+    def take_inputs(self, inputs: Inputs, sharing: str) -> None:
+        """Input rows for the factor A.
+
+        Where they are far smaller than it, they wait for the end of the backward pass, whose memory is free by then.
+        """
+        self.multiply(sharing)
+        if 2 * inputs.num_floats <= inputs.width**2:
+            self.waiting = inputs.copied()
+        else:
+            self.num_rows += add_inputs(self.moment_II, inputs, sharing)
+
+    def multiply(self, sharing: str) -> None:
+        """Lets no inputs wait."""
+        inputs, self.waiting = self.waiting, None
+        if inputs is not None:
+            self.num_rows += add_inputs(self.moment_II, inputs, sharing)
 
 
 class Fresh:
@@ -140,11 +159,13 @@ def settle(sums: Sums, asked: Sequence[str], options: Options) -> None:
     for B_OO in sums.B_OO.values():
         B_OO.total()
     sums.is_settled = True
+    sums.multiply(options.sharing)
     if sums.num_rows:
         sums.A_II = sums.moment_II.total().div_(sums.num_rows)
 
 
 def _factors(signal: str, sums: Sums, weight: Sums | None, options: Options) -> Kronecker:
+    sums.multiply(options.sharing)
     outputs = (sums if weight is None else weight).B_OO
     if signal not in outputs:
         raise KeyError(signal)

@@ -60,6 +60,11 @@ class _Chunked:
         for first in range(0, self.num_samples, size):
             yield first, min(first + size, self.num_samples)
 
+    def _pieces(self) -> Iterator[tuple[slice, slice, Tensor]]:
+        """(vectors, samples, their gradients), few enough at a time to stay in the cache while they are squared."""
+        for first, last in self._chunks():
+            yield slice(None), slice(first, last), self.individual(first, last)
+
     def sum_of_squares(self, weights_VN: Tensor | None = None) -> Tensor:
         return self._moments(weights_VN, gradient=False)[1]
 
@@ -72,26 +77,31 @@ class _Chunked:
     def _moments(self, weights_VN: Tensor | None, *, gradient: bool) -> tuple[Tensor | None, Tensor]:
         total: Tensor | None = None
         squares: Tensor | None = None
-        for first, last in self._chunks():
-            g_VNP = self.individual(first, last)
+        for vectors, samples, g_VNP in self._pieces():
             if squares is None:
                 squares = g_VNP.new_zeros(self.num_elements)
                 total = torch.zeros_like(squares) if gradient else None
             if total is not None:
-                total.add_(g_VNP[0, 0] if last - first == 1 else g_VNP.sum(dim=(0, 1)))
-            _add_squares(squares, g_VNP, _of(weights_VN, first, last))
+                total.add_(g_VNP[0, 0] if g_VNP.shape[1] == 1 else g_VNP.sum(dim=(0, 1)))
+            _add_squares(squares.expand(g_VNP.shape[1], -1), g_VNP, _of(weights_VN, vectors, samples))
         assert squares is not None
         return total, squares
 
     def squares_by_sample(self, weights_VN: Tensor | None = None) -> Tensor:
-        return torch.cat([_weighted(self.individual(*chunk).square(), _of(weights_VN, *chunk)) for chunk in self._chunks()])
+        squares_NP: Tensor | None = None
+        for vectors, samples, g_VNP in self._pieces():
+            if squares_NP is None:
+                squares_NP = empty(g_VNP, self.num_samples, self.num_elements).zero_()
+            _add_squares(squares_NP[samples], g_VNP, _of(weights_VN, vectors, samples))
+        assert squares_NP is not None
+        return squares_NP
 
     def squared_norms(self) -> Tensor:
         return torch.cat([_squared_norms(self.individual(*chunk)) for chunk in self._chunks()], dim=1)
 
 
-def _of(weights_VN: Tensor | None, first: int, last: int) -> Tensor | None:
-    return None if weights_VN is None else weights_VN[:, first:last]
+def _of(weights_VN: Tensor | None, vectors: slice, samples: slice) -> Tensor | None:
+    return None if weights_VN is None else weights_VN[vectors, samples]
 
 
 def _weighted(x_VN: Tensor, weights_VN: Tensor | None) -> Tensor:
@@ -107,12 +117,18 @@ def _squared_norms(x: Tensor) -> Tensor:
     return norms.square_()
 
 
-def _add_squares(squares_P: Tensor, g_VNP: Tensor, weights_VN: Tensor | None) -> None:
+def _add_squares(squares_NP: Tensor, g_VNP: Tensor, weights_VN: Tensor | None) -> None:
+    """Adds the squares of all vectors to each sample's; samples may share one memory (stride 0)."""
     if weights_VN is None and g_VNP.shape[2] >= 4096:  # long rows: a pass over each, which stays in the cache
-        for g_P in g_VNP.flatten(0, 1):
-            squares_P.addcmul_(g_P, g_P)
+        for g_NP in g_VNP:
+            for squares_P, g_P in zip(squares_NP, g_NP, strict=True):
+                squares_P.addcmul_(g_P, g_P)
+        return
+    added_NP = _weighted(g_VNP.square(), weights_VN)
+    if squares_NP.stride(0) == 0:
+        squares_NP[0].add_(added_NP.sum(dim=0))
     else:
-        squares_P.add_(_weighted(g_VNP.square(), weights_VN).sum(dim=0))
+        squares_NP.add_(added_NP)
 
 
 class Outer(_Chunked):
@@ -149,6 +165,18 @@ class Outer(_Chunked):
         e_NOT = e_VNTO.permute(1, 0, 3, 2).reshape(N * G, V * D // G, T)
         g_NVP = torch.bmm(e_NOT, a_NTI).view(N, G, V, -1)
         return g_NVP.movedim(2, 0).reshape(V, N, -1)
+
+    def _pieces(self) -> Iterator[tuple[slice, slice, Tensor]]:
+        V = self.num_vectors
+        if V * self.num_elements <= _CHUNK or self.groups > 1:
+            yield from super()._pieces()
+            return
+        size = max(1, _CHUNK // self.num_elements)
+        for n in range(self.num_samples):
+            a_TI, e_VOT = self.inputs.rows(n, n + 1)[0], self.e_VNTO[:, n].transpose(1, 2)   # its patches are made once
+            for first in range(0, V, size):
+                e_XT = e_VOT[first:first + size].flatten(0, 1)
+                yield slice(first, first + size), slice(n, n + 1), torch.mm(e_XT, a_TI).view(-1, 1, self.num_elements)
 
     @property
     def is_rank_one(self) -> bool:

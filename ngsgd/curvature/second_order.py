@@ -25,7 +25,7 @@ from ngsgd.curvature.watching import ModelCalls
 from ngsgd.errors import ConfigError
 
 _Block = tuple[Tensor | GradientEdge, Tensor, Tensor | None]   # where vectors are sent from, V x .., their signs V x N
-_CACHE = 1 << 20   # floats: four megabytes
+_CACHE = 1 << 22   # floats at a time of what is summed over vectors: 16 megabytes
 
 
 class SecondOrder:
