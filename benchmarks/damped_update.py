@@ -31,10 +31,10 @@ from ngsgd.curvature.damped import damped_direction
 from ngsgd.errors import DivergenceError
 
 BATCH, EPOCHS, NUM_TEST, SEEDS = 128, 20, 360, (0, 1, 2)
-LRS = {"sgd": (0.01, 0.03, 0.1, 0.3), "adam": (1e-3, 3e-3, 1e-2, 3e-2)}
+LRS = {"sgd": (0.01, 0.03, 0.1, 0.3, 1.0, 3.0), "adam": (1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3)}
 CURVATURES = {"diag_ggn_mc": "DiagGGN-MC", "kfac": "KFAC", "kflr": "KFLR", "kfra": "KFRA"}
 METHODS = {"sgd": "SGD, momentum 0.9", "adam": "Adam", **CURVATURES}
-_LRS, _DAMPINGS = (0.1, 0.3, 1.0), (1e-3, 1e-2, 1e-1)
+_LRS, _DAMPINGS = (0.03, 0.1, 0.3, 1.0, 3.0), (1e-4, 1e-3, 1e-2, 0.1, 1.0, 10.0)   # the dampings of BackPACK's grid
 
 Data = tuple[Tensor, Tensor, Tensor, Tensor]   # training images and digits, test images and digits
 
@@ -69,6 +69,7 @@ def conv_net() -> nn.Module:
     return model
 
 
+TITLES = {"logreg": "logistic regression", "3c3d": "convolutional network"}
 PROBLEMS = {"logreg": Problem(logistic_regression, 0.0), "3c3d": Problem(conv_net, 0.002)}
 
 
@@ -228,13 +229,13 @@ def plot(runs: Runs, picture: Path) -> None:
                     (line,) = axes.plot(epochs, curves.mean(dim=0).tolist(), label=title, linewidth=1.3)
                     axes.fill_between(epochs, curves.amin(dim=0).tolist(), curves.amax(dim=0).tolist(), color=line.get_color(),
                                       alpha=0.15, linewidth=0)
-            axes.set(xlabel="epoch", ylabel=label, title=problem)
+            axes.set(xlabel="epoch", ylabel=label, title=TITLES[problem], xlim=(1, EPOCHS))
             if key == "losses":
                 axes.set_yscale("log")
             else:
-                axes.set_ylim(0.8, 1.0)
-            if row == column == 0:
-                axes.legend(fontsize=8)
+                axes.set_ylim(0.8 if row == 0 else 0.4, 1.0)
+            if (row, column) == (0, 1):
+                axes.legend(fontsize=8, loc="lower right")
     figure.savefig(picture, dpi=90)
 
 
