@@ -13,6 +13,7 @@ import math
 import mmap
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 _LEAST_BYTES = 1 << 22     # smaller blocks are often used again, and then are not new
@@ -39,3 +40,19 @@ def empty(like: Tensor, *shape: int) -> Tensor:
     # advice: where the kernel does not take it, the memory is what it would have been
     call(ctypes.c_void_p(x.data_ptr() + start), ctypes.c_size_t(num * width // _HUGE_PAGE * _HUGE_PAGE), mmap.MADV_HUGEPAGE)
     return x[start // width:start // width + num].view(shape)
+
+
+def apart(like: Tensor, *shape: int) -> Tensor:
+    """The same for what lives long beside tensors that come and go: a large one is not of the heap.
+
+    There it would lie between blocks that are freed, whose holes are too small for others: a heap grows by that.  Its memory goes
+    back to the system with the tensor; so this is slower than `empty` for what is made at every step.
+    """
+    num, width = math.prod(shape), like.element_size()
+    if like.device.type != "cpu" or num * width < _LEAST_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return empty(like, *shape)
+    block = mmap.mmap(-1, num * width + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    block.madvise(mmap.MADV_HUGEPAGE)
+    x = torch.frombuffer(block, dtype=like.dtype)   # keeps the block
+    start = -x.data_ptr() % _HUGE_PAGE // width
+    return x[start:start + num].view(shape)

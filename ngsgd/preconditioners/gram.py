@@ -187,7 +187,7 @@ class SMWNG(_FromRows):
     def apply(self, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return self.apply_all(grads, {})
 
-    def apply_all(self, grads: Mapping[str, Tensor], held: Mapping[str, HeldRows]) -> dict[str, Tensor]:
+    def apply_all(self, grads: Mapping[str, Tensor], held: dict[str, HeldRows]) -> dict[str, Tensor]:
         found = dict(grads)
         joined = self._joined(grads)
         affine = {name: inverse for name, inverse in sorted(self.inverses.items())

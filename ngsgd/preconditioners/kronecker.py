@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ngsgd.curvature.kronecker import add_gram, output_rows
+from ngsgd.curvature.memory import apart
 from ngsgd.errors import ConfigError
 from ngsgd.ops.linalg import damped_cholesky, damped_inverse, eigh, woodbury_rows
 from ngsgd.preconditioners.held import HeldRows
@@ -55,10 +56,16 @@ class KFAC(Preconditioner):
     passes_on = True
 
     def measure(self, name: str, rows: Rows) -> State:
-        a_XI, e_XO, of_e = self._chosen(rows)
-        found = {"A": a_XI.new_empty(a_XI.shape[1], a_XI.shape[1]), "B": e_XO.new_empty(e_XO.shape[1], e_XO.shape[1])}
-        add_gram(a_XI, found["A"], keep=0.0, scale=1.0 / len(a_XI))
-        add_gram(e_XO, found["B"], keep=0.0, scale=of_e)
+        return self._products(*self._chosen(rows), {})
+
+    def _products(self, a_XI: Tensor, e_XO: Tensor, of_e: float, memory: State) -> State:
+        """A and B, written over `memory` where that has matrices of their size."""
+        found = {}
+        for key, x_XD, scale in (("A", a_XI, 1.0 / len(a_XI)), ("B", e_XO, of_e)):
+            D = x_XD.shape[1]
+            known = memory.get(key)
+            found[key] = apart(x_XD, D, D) if known is None or known.shape != (D, D) or known.dtype != x_XD.dtype else known
+            add_gram(x_XD, found[key], keep=0.0, scale=scale)
         return found
 
     def _chosen(self, rows: Rows) -> tuple[Tensor, Tensor, float]:
@@ -71,15 +78,19 @@ class KFAC(Preconditioner):
         return a_XI[chosen], e_VNTO.flatten(1, 2)[:, chosen].flatten(0, 1), len(a_XI) / num_rows / rows.num_rows
 
     def take(self, name: str, rows: Rows) -> None:
-        known = self.statistics.get(name)
-        if known is None or type(self).measure is not KFAC.measure or self._is_passed_on(name):
+        known, is_passed_on = self.statistics.get(name), self._is_passed_on(name)
+        if type(self).measure is not KFAC.measure or (known is None and not is_passed_on):
             super().take(name, rows)
             return
-        # the products are added to the averages as they are made: no factor is there twice
         a_XI, e_XO, of_e = self._chosen(rows)
         if not all(bool(x_XD.square().sum().isfinite()) for x_XD in (a_XI, e_XO)):   # no product is larger than its trace
             self.num_skipped += 1
             return
+        if is_passed_on:
+            self._pass_on(name, self._products(a_XI, e_XO, of_e, self.inverses.get(name, {})))
+            return
+        assert known is not None
+        # the products are added to the averages as they are made: no factor is there twice
         decay = self.option(name, "ema_decay")
         for key, x_XD, scale in (("A", a_XI, 1.0 / len(a_XI)), ("B", e_XO, of_e)):
             add_gram(x_XD, known[key], keep=decay, scale=(1.0 - decay) * scale)

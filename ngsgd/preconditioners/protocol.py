@@ -148,6 +148,8 @@ class Preconditioner:
             if self.is_due("inverse"):
                 self.refresh()
                 self._last["inverse"] = self.num_steps
+        if self._watched is not None:
+            self._watched.forget()
         self._signal = self._watched = None
         for name in [name for name in held if not self.can_hold(name, self.inverses.get(name, {}))]:
             grads |= self.named(name, held.pop(name).product())
@@ -180,10 +182,11 @@ class Preconditioner:
         bias = self._bias_of.get(name)
         return [name] if bias is None else [name, bias]
 
-    def apply_all(self, grads: Mapping[str, Tensor], held: Mapping[str, HeldRows]) -> dict[str, Tensor]:
+    def apply_all(self, grads: Mapping[str, Tensor], held: dict[str, HeldRows]) -> dict[str, Tensor]:
         """`apply`, and P g of the gradients that are held as rows."""
         found = self.apply(grads)
-        for name, rows in held.items():
+        for name in list(held):
+            rows = held.pop(name) if self._overwrites else held[name]   # layer by layer their memory becomes that of P g
             found |= self.named(name, self.direction_of_rows(name, self.inverses[name], rows))
         return found
 
@@ -249,15 +252,19 @@ class Preconditioner:
         if not self._is_passed_on(name):
             self._average(name, new)
         elif all(bool(value.sum().isfinite()) for value in new.values()):
-            for kept_so_far in (self.inverses, self.statistics, self.weights):
-                kept_so_far.pop(name, None)   # its memory is needed again
-            self._overwrites = True
-            try:
-                self.inverses[name] = self._inverted(name, new)
-            finally:
-                self._overwrites = False
+            self._pass_on(name, new)
         else:
             self.num_skipped += 1
+
+    def _pass_on(self, name: str, new: State) -> None:
+        """Inverts statistics, in their own memory where the method can."""
+        for kept_so_far in (self.inverses, self.statistics, self.weights):
+            kept_so_far.pop(name, None)   # its memory is needed again
+        self._overwrites = True
+        try:
+            self.inverses[name] = self._inverted(name, new)
+        finally:
+            self._overwrites = False
 
     def _is_passed_on(self, name: str) -> bool:
         """Whether a layer's statistics are of no use once they are inverted, so that they need not be kept."""

@@ -89,6 +89,11 @@ class Watch:
         self._capture.close()
         self._mode.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
 
+    def forget(self) -> None:
+        """For good.  The hooks' owners refer to each other, and rows should go now, not when the garbage collector comes by."""
+        self._records.clear()
+        self._capture.forget_listeners()
+
     @torch.no_grad()
     def signal(self) -> Signal:
         """What has been caught, scaled."""
