@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ngsgd.errors import ConfigError
 from ngsgd.preconditioners import EKFAC, KFAC, SENG, SOAP, DiagonalNG, LayerWiseNG, Preconditioner, Shampoo, UnitWiseNG
-from ngsgd.preconditioners.kfra import KFLR
+from ngsgd.preconditioners.methods.kfra import KFLR
 from ngsgd.preconditioners.ranks import Ranks
 from tests.preconditioners.problems import close
 

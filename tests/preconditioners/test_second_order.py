@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ngsgd.curvature.whole import WholeModel
 from ngsgd.errors import ConfigError
 from ngsgd.preconditioners import PSGD, AdaHessian, HessianFree
-from ngsgd.preconditioners.second_order import SecondOrder
+from ngsgd.preconditioners.methods.second_order import SecondOrder
 from tests.preconditioners.problems import NAMES, Problem, close, joint, problem
 from tests.reference import quasi_newton as dense
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ngsgd.errors import ConfigError
 from ngsgd.ops.linalg import conjugate_gradients
+from ngsgd.preconditioners.methods.second_order import SecondOrder
 from ngsgd.preconditioners.options import EveryStepOptions
-from ngsgd.preconditioners.second_order import SecondOrder
 from ngsgd.preconditioners.states import State
 
 PRODUCTS = ("ggn", "hessian")

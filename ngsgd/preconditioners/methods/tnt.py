@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ngsgd.ops.linalg import damped_inverse
-from ngsgd.preconditioners.kronecker import shared_damping
+from ngsgd.preconditioners.methods.kronecker import shared_damping
 from ngsgd.preconditioners.options import FisherOptions
 from ngsgd.preconditioners.protocol import Preconditioner
 from ngsgd.preconditioners.signals import Rows

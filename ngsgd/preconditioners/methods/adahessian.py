@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ngsgd.preconditioners.methods.second_order import SecondOrder
 from ngsgd.preconditioners.options import Options
-from ngsgd.preconditioners.second_order import SecondOrder
 from ngsgd.preconditioners.states import State
 
 

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from ngsgd.ops.linalg import bfgs_inverse, damped_inverse, doubly_damped
+from ngsgd.preconditioners.methods.secant import Secant
 from ngsgd.preconditioners.options import FisherOptions
-from ngsgd.preconditioners.secant import Secant
 from ngsgd.preconditioners.signals import Rows, Signal, Watch
 from ngsgd.preconditioners.states import State
 

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from ngsgd.curvature.kronecker import add_gram
-from ngsgd.preconditioners.fisher import require_small
+from ngsgd.preconditioners.methods.fisher import require_small
+from ngsgd.preconditioners.methods.second_order import SecondOrder
 from ngsgd.preconditioners.options import Options
-from ngsgd.preconditioners.second_order import SecondOrder
 from ngsgd.preconditioners.states import State
 
 FORMS = ("kronecker", "full")

@@ -21,7 +21,7 @@ from ngsgd.curvature.capture import Call
 from ngsgd.curvature.kfra import factor_of, output_moment, recursion
 from ngsgd.curvature.layers import Affine, Convolution, without_autocast
 from ngsgd.errors import ConfigError
-from ngsgd.preconditioners.kronecker import KFAC, KroneckerOptions
+from ngsgd.preconditioners.methods.kronecker import KFAC, KroneckerOptions
 from ngsgd.preconditioners.signals import Signal, Watch
 
 _MAX_FLOATS = 1 << 26   # of the matrix of one operation

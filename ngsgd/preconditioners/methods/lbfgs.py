@@ -17,8 +17,8 @@ from torch import Tensor
 
 from ngsgd.curvature.whole import LossWeight
 from ngsgd.ops.linalg import doubly_damped, lbfgs_product
+from ngsgd.preconditioners.methods.secant import Secant
 from ngsgd.preconditioners.options import Options
-from ngsgd.preconditioners.secant import Secant
 from ngsgd.preconditioners.states import State
 
 _LEAST = 0.2    # of y^T H y that s^T y is brought to

@@ -1,0 +1,1 @@
+"""One preconditioner a file, and what several of them share."""
