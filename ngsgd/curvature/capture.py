@@ -28,6 +28,7 @@ from ngsgd.errors import ConfigError, DataError
 
 __all__ = ["Call", "Capture", "Record"]
 
+CACHED = 1 << 21   # floats of derivatives at the layers: eight megabytes
 Arrival = Callable[[Call, Tensor], None]
 
 
@@ -116,8 +117,10 @@ class Capture:
 
         For the open calls that the output depends on; the graph is kept.
         """
+        # larger blocks than stay in the cache are slower than single vectors
+        at_once = CACHED // sum(call.output_shape.numel() for call in self._open)
         with self.paused():
-            found = vector_products(output, list(self._open.values()), vectors_V)
+            found = vector_products(output, list(self._open.values()), vectors_V, at_once)
         return [(call, e_VM) for call, e_VM in zip(self._open, found, strict=True) if e_VM is not None]
 
     def record(self, call: Call, derivatives_VM: Tensor) -> Record:

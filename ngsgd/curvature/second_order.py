@@ -14,7 +14,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ngsgd.curvature import losses
 from ngsgd.curvature.accumulation import Accumulation
-from ngsgd.curvature.capture import Capture
+from ngsgd.curvature.capture import CACHED, Capture
 from ngsgd.curvature.hessian import columns, residuals
 from ngsgd.curvature.kfra import factor_of, output_moment, recursion
 from ngsgd.curvature.layers import Affine, Convolution
@@ -25,7 +25,6 @@ from ngsgd.curvature.watching import ModelCalls
 from ngsgd.errors import ConfigError
 
 _Block = tuple[Tensor | GradientEdge, Tensor, Tensor | None]   # where vectors are sent from, V x .., their signs V x N
-_CACHE = 1 << 22   # floats at a time of what is summed over vectors: 16 megabytes
 
 
 class SecondOrder:
@@ -94,7 +93,7 @@ class SecondOrder:
         """
         summed = {"factors"} if any(not isinstance(call.kind, Affine) or call.input.ndim > 2
                                     for call in self._capture.open_calls) else {"factors", "squares"}
-        return max(1, min(chunk, _CACHE // size)) if self._forms[signal] <= summed else chunk
+        return max(1, min(chunk, CACHED // size)) if self._forms[signal] <= summed else chunk
 
     def _send(self, signal: str, blocks: Iterable[_Block]) -> None:
         """Vectors through the network's Jacobian; every parameter takes what arrives."""

@@ -13,17 +13,22 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 
-def vector_products(output: Tensor | GradientEdge, edges: Sequence[GradientEdge], vectors_V: Tensor) -> list[Tensor | None]:
+def vector_products(output: Tensor | GradientEdge, edges: Sequence[GradientEdge], vectors_V: Tensor,
+                    at_once: int) -> list[Tensor | None]:
     """V x shape at each edge, None where the output does not depend on it; the graph is kept.
 
-    All vectors at once, which spares small minibatches most of the time; one by one where torch cannot batch an operation on
-    the way.
+    `at_once` vectors at a time, which spares small minibatches most of the time; one by one where torch cannot batch an
+    operation on the way.
     """
-    if len(vectors_V) > 1:
+    if at_once > 1 and len(vectors_V) > 1:
         try:
-            return _batched(output, edges, vectors_V)
-        except RuntimeError:   # a custom function without a rule for batches; an error of another kind comes again below
+            blocks = [_batched(output, edges, block) for block in vectors_V.split(at_once)]
+        except RuntimeError:   # a custom function without a rule; an error of another kind comes again below
             pass
+        else:
+            if len(blocks) == 1:
+                return blocks[0]
+            return [torch.cat(es) if (es := _taken(blocks, number)) else None for number in range(len(edges))]
     return _one_by_one(output, edges, vectors_V)
 
 
@@ -43,14 +48,18 @@ def _batched(output: Tensor | GradientEdge, edges: Sequence[GradientEdge], vecto
 def _one_by_one(output: Tensor | GradientEdge, edges: Sequence[GradientEdge], vectors_V: Tensor) -> list[Tensor | None]:
     found: list[list[Any]] = [list(torch.autograd.grad(output, edges, vector, retain_graph=True, allow_unused=True))
                               for vector in vectors_V]
-    return [_stacked(found, number) for number in range(len(edges))]
+    return [_stacked(_taken(found, number)) for number in range(len(edges))]
 
 
-def _stacked(found: list[list[Any]], number: int) -> Tensor | None:
-    """The derivatives at one edge, let go in `found`."""
-    es = [of_vector[number] for of_vector in found]
-    for of_vector in found:
-        of_vector[number] = None
-    if es[0] is None:
+def _stacked(es: list[Tensor]) -> Tensor | None:
+    if not es:
         return None
     return es[0][None] if len(es) == 1 else torch.stack(es)
+
+
+def _taken(found: list[list[Any]], number: int) -> list[Tensor]:
+    """What each block has at one edge, let go in `found`; nothing where the output does not depend on it."""
+    es = [block[number] for block in found]
+    for block in found:
+        block[number] = None
+    return [] if es[0] is None else es

@@ -46,8 +46,9 @@ class _Doubled(torch.autograd.Function):
         return 2.0 * e
 
 
+@pytest.mark.parametrize("at_once", [1, 4, 6])
 @pytest.mark.parametrize("can_be_batched", [True, False])
-def test_vectors_at_once_are_vectors_one_by_one(can_be_batched: bool) -> None:
+def test_vectors_at_once_are_vectors_one_by_one(can_be_batched: bool, at_once: int) -> None:
     torch.manual_seed(0)
     x, unused = torch.randn(3, 4, requires_grad=True), torch.randn(2, requires_grad=True).exp()
     h = torch.tanh(x)
@@ -55,7 +56,7 @@ def test_vectors_at_once_are_vectors_one_by_one(can_be_batched: bool) -> None:
     f = (h if can_be_batched else doubled) @ torch.randn(4, 5)
     edges = [torch.autograd.graph.get_gradient_edge(y) for y in (h, unused)]
     vectors_V = torch.randn(6, 3, 5)
-    of_h, of_unused = vector_products(f, edges, vectors_V)
+    of_h, of_unused = vector_products(f, edges, vectors_V, at_once)
     assert of_unused is None and of_h is not None
     # float32, sums of 5 products
     torch.testing.assert_close(of_h, torch.stack([torch.autograd.grad(f, h, v, retain_graph=True)[0] for v in vectors_V]),
@@ -67,7 +68,7 @@ def test_an_error_on_the_way_of_vectors_is_raised() -> None:
     f = x.exp()
     edge = torch.autograd.graph.get_gradient_edge(x)
     with pytest.raises(RuntimeError):
-        vector_products(f, [edge], torch.randn(4, 2, 7))
+        vector_products(f, [edge], torch.randn(4, 2, 7), 4)
 
 
 @pytest.mark.parametrize("read_between", [False, True])
