@@ -2,22 +2,24 @@
 
     python benchmarks/curvature.py time --out FIGURES.jsonl [--nets mlp tdnn] [--quantities variance kfac] [--rounds 5]
     python benchmarks/curvature.py memory --out FIGURES.jsonl
+    python benchmarks/curvature.py warm-memory --out FIGURES.jsonl --quantities kfac
     python benchmarks/curvature.py table --out FIGURES.jsonl
 
 Each cell is a line of the file as soon as it is measured, and is not measured again; `table` prints them all.  Times are processor
 times of one thread; a ratio is the median of ratios of neighbouring runs (plain, ours, plain, BackPACK's), with its quartiles.
 Memory is what the first pass of a fresh process adds to its resident set at the peak, code that is loaded then included; freed
-memory is returned at once.  What BackPACK does not have is measured alone; BackPACK is taken if `backpack-for-pytorch` is
+memory is returned at once.  `warm-memory` is the same of the second pass, when code is loaded and kernels have their
+workspaces: tensors alone.  What BackPACK does not have is measured alone; BackPACK is taken if `backpack-for-pytorch` is
 installed.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import json
 import os
-import resource
 import statistics
 import subprocess
 import sys
@@ -44,6 +46,7 @@ PEER = {"batch_grad": "BatchGrad", "batch_l2": "BatchL2Grad", "sum_grad_squared"
         "diag_h": "DiagHessian", "batch_diag_h": "BatchDiagHessian", "kfra": "KFRA", "hmp": "HMP", "ggnmp": "GGNMP",
         "pchmp": "PCHMP"}
 NO_PEER = {("tdnn", name) for name in PRODUCTS}   # Conv1d has none of them
+NO_PEER |= {("mlp", name) for name in PRODUCTS}   # a matrix of 2000 x 2000 numbers for each of 512 samples
 # as many vectors as there are classes, or gradients of every sample: what a minibatch of the usual size does not hold
 _BATCH = {("allcnnc", name): 2 for name in (*EXACT, "batch_diag_ggn_mc", "sqrt_ggn_mc")}
 _BATCH |= {("tdnn", name): 2 for name in EXACT}
@@ -161,35 +164,48 @@ def measure_times(figures: Figures, net: str, quantity: str, rounds: int) -> Non
                 **{side: [round(ratio, 3) for ratio in sorted(values)] for side, values in ratios.items()})
 
 
-def measure_memory(figures: Figures, net: str, quantity: str) -> None:
+def measure_memory(figures: Figures, what: str, net: str, quantity: str) -> None:
     batch = batch_of(net, quantity)
-    mib = {side: _peak_of(net, side, quantity) for side in ["plain", *sides(net, quantity)]}
-    figures.add(what="memory", net=net, quantity=quantity, batch=batch, **{side: round(value, 1) for side, value in mib.items()})
+    peak_of = "warm-peak" if what == "warm-memory" else "peak"
+    mib = {side: _peak_of(peak_of, net, side, quantity) for side in ["plain", *sides(net, quantity)]}
+    figures.add(what=what, net=net, quantity=quantity, batch=batch, **{side: round(value, 1) for side, value in mib.items()})
 
 
-def _peak_of(net: str, side: str, quantity: str) -> float:
-    command = [sys.executable, __file__, "peak", "--nets", net, "--side", side, "--quantities", quantity]
+def _peak_of(what: str, net: str, side: str, quantity: str) -> float:
+    command = [sys.executable, __file__, what, "--nets", net, "--side", side, "--quantities", quantity]
     # glibc would keep freed blocks for later, some of them from before the first measurement
     env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     return float(subprocess.run(command, check=True, capture_output=True, text=True, env=env).stdout)
 
 
-def peak(net: str, side: str, quantity: str) -> None:
-    """Prints the growth of the resident set in MiB, by the first pass of a process."""
+def peak(net: str, side: str, quantity: str, *, is_warm: bool) -> None:
+    """Prints the growth of the resident set in MiB, by the first pass of a process or by one whose code is loaded."""
     torch.set_num_threads(1)
-    work = (PeerWork if side == "theirs" else Work)(NETS[net], batch_of(net, quantity))
     importlib.import_module("torch._dynamo")   # 36 MiB that every optimiser of torch brings, and some quantities without one
-    before = _resident_mib()
+    kind = PeerWork if side == "theirs" else Work
+    if is_warm:
+        warm = kind(NETS[net], batch_of(net, quantity))
+        _run(warm, side, quantity)
+        warm.clear()
+        del warm
+        gc.collect()
+    work = kind(NETS[net], batch_of(net, quantity))
+    Path("/proc/self/clear_refs").write_text("5")   # the highest mark so far is forgotten
+    before = _status_mib("VmRSS")
+    _run(work, side, quantity)
+    print(_status_mib("VmHWM") - before)
+
+
+def _run(work: Any, side: str, quantity: str) -> None:
     if side == "plain":
         work.plain()
     else:
         getattr(work, side)(quantity)
-    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024 - before)
 
 
-def _resident_mib() -> float:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * resource.getpagesize() / 2**20
+def _status_mib(field: str) -> float:
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(lines[field].split()[0]) / 1024
 
 
 def table(figures: Figures, what: str) -> None:
@@ -206,7 +222,7 @@ def _shown(cell: dict[str, Any] | None, net: str) -> str:
     if cell is None:
         return "-"
     small = f" (minibatch {cell['batch']})" if cell["batch"] != NETS[net].batch else ""
-    if cell["what"] == "memory":
+    if cell["what"] != "time":
         return ", ".join(f"{cell[side] / cell['plain']:.2f}" for side in ("ours", "theirs") if side in cell) + small
     return ", ".join(_quartiles(cell[side]) for side in ("ours", "theirs") if side in cell) + small
 
@@ -217,7 +233,7 @@ def _quartiles(ordered: list[float]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("time", "memory", "table", "peak"))
+    parser.add_argument("what", choices=("time", "memory", "warm-memory", "table", "peak", "warm-peak"))
     parser.add_argument("--out", type=Path, default=Path("curvature-figures.jsonl"))
     parser.add_argument("--nets", nargs="+", default=list(NETS), choices=list(NETS))
     parser.add_argument("--quantities", nargs="+", default=list(QUANTITIES), choices=QUANTITIES)
@@ -226,12 +242,12 @@ def main() -> None:
     parser.add_argument("--side", default="ours", choices=("plain", "ours", "theirs"))
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
-    if args.what == "peak":
-        peak(args.nets[0], args.side, args.quantities[0])
+    if args.what in ("peak", "warm-peak"):
+        peak(args.nets[0], args.side, args.quantities[0], is_warm=args.what == "warm-peak")
         return
     figures, end = Figures(args.out), time.monotonic() + 60.0 * args.minutes
     if args.what == "table":
-        for what in ("time", "memory"):
+        for what in ("time", "memory", "warm-memory"):
             table(figures, what)
         return
     for net in args.nets:
@@ -241,7 +257,7 @@ def main() -> None:
             if args.what == "time":
                 measure_times(figures, net, quantity, args.rounds)
             else:
-                measure_memory(figures, net, quantity)
+                measure_memory(figures, args.what, net, quantity)
 
 
 if __name__ == "__main__":
