@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar
 
@@ -148,8 +149,6 @@ class Preconditioner:
             if self.is_due("inverse"):
                 self.refresh()
                 self._last["inverse"] = self.num_steps
-        if self._watched is not None:
-            self._watched.forget()
         self._signal = self._watched = None
         for name in [name for name in held if not self.can_hold(name, self.inverses.get(name, {}))]:
             grads |= self.named(name, held.pop(name).product())
@@ -201,7 +200,9 @@ class Preconditioner:
                     raise ConfigError(f"{type(self).__name__} has not seen a minibatch; run its forward and backward pass inside "
                                       "of `with preconditioner.watch():`.")
                 return False
-            self.update_curvature(self._signal)
+            if self._watched is not None:
+                self._watched.forget()
+            self.update_curvature(replace(self._signal, is_last=True))
         else:
             self.update_curvature(grads)
         return True
@@ -233,7 +234,7 @@ class Preconditioner:
             self._bias_of.pop(name, None)   # its own block, also in an affine layer, such as one tied to an embedding
         squares: dict[str, State] = {name: {"squares": value} for name, value in seen.squares.items()}
         if self._ranks is None:
-            for name, rows in seen.rows.items():
+            for name, rows in seen.layers():
                 self._bias_of[name] = rows.bias
                 self.take(name, rows)
             measured = squares

@@ -61,6 +61,15 @@ class Signal:
     squares: dict[str, Tensor] = field(default_factory=dict)   # diagonals of F for parameters that are in no affine layer
     num_rows: int = 0                                          # R
     scale: float = 1.0                                         # empirical: of e over the derivatives of the loss itself
+    is_last: bool = False                                      # nobody looks at it again
+
+    def layers(self) -> Iterator[tuple[str, Rows]]:
+        """(weight, rows) of each layer; what they are made of is let go if this is the last time."""
+        for name in list(self.rows):
+            rows = self.rows[name]
+            if self.is_last and isinstance(self.rows, _LayerByLayer):
+                self.rows.let_go(name)
+            yield name, rows
 
 
 class Watch:
@@ -153,11 +162,15 @@ class Watch:
 class _LayerByLayer(Mapping[str, Rows]):
     """Rows that are written down when they are asked for, so that those of one layer alone need memory at a time."""
 
-    def __init__(self, parts: Mapping[str, list[list[Record]]], scale: float, num_rows: int) -> None:
+    def __init__(self, parts: dict[str, list[list[Record]]], scale: float, num_rows: int) -> None:
         self._parts, self._scale, self._num_rows = parts, scale, num_rows
 
     def __getitem__(self, name: str) -> Rows:
         return _end_to_end([_affine(name, records, self._scale, self._num_rows) for records in self._parts[name]])
+
+    def let_go(self, name: str) -> None:
+        """Of the records of a layer, which has no rows from then on."""
+        del self._parts[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._parts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -196,3 +197,20 @@ def test_layers_that_are_computed_again_in_the_backward_pass_have_the_same_gradi
     wanted, found = (_trained(Shampoo, at_once=at_once, loss=loss) for at_once in (False, True))
     for one, other in zip(wanted, found, strict=True):
         close(other, one)
+
+
+@pytest.mark.parametrize("fisher", ["empirical", "mc"])
+def test_a_step_leaves_no_rows_to_the_garbage_collector(fisher: str) -> None:
+    """Rows in a circle of references stay for several steps, in memory as large as the model."""
+    model, (x, y) = _net(), _minibatch(0)
+    preconditioner = KFAC(model, fisher=fisher)
+    gc.collect()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        preconditioner.evaluate_and_step(lambda: F.cross_entropy(model(x), y))
+        gc.collect()
+        left = [tuple(x.shape) for x in gc.garbage if isinstance(x, Tensor)]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+    assert not left

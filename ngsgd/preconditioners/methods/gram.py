@@ -71,6 +71,14 @@ class _FromRows(Preconditioner):
             self._scale = seen.scale / max(seen.num_rows, 1) ** 0.5
         super().update_curvature(seen)
 
+    def take(self, name: str, rows: Rows) -> None:
+        last = self.statistics.pop(name, None)
+        super().take(name, rows)
+        if name in self.statistics and self.is_due("inverse"):
+            self.inverses.pop(name, None)   # rows of the last minibatch, in whose place these will be
+        elif last is not None:
+            self.statistics.setdefault(name, last)
+
     def _step(self, lr: float | None) -> None:
         try:
             super()._step(lr)
@@ -201,7 +209,8 @@ class SMWNG(_FromRows):
         b_X = solved(root_XX, self._all_products(affine, joined, held))
         for name, inverse in affine.items():
             if name in held:
-                found |= self.named(name, self.combined(inverse, held[name], b_X, self.options.damping))
+                rows = held.pop(name) if self._overwrites else held[name]
+                found |= self.named(name, self.combined(inverse, rows, b_X, self.options.damping))
             else:
                 direction_OI = (joined[name] - combination(inverse["a"], inverse["e"], b_X)) / self.options.damping
                 found |= self._parted(name, direction_OI, grads)
