@@ -152,7 +152,8 @@ class Watch:
                 swept = self._capture.sweep(view.output, vectors_V)
             for call, e_VM in swept:
                 found[call].append(e_VM)
-        self._records[self._pass] += [self._capture.record(call, torch.cat(es)) for call, es in found.items()]
+        for call, es in found.items():
+            self._records[self._pass].append(self._capture.record(call, es[0] if len(es) == 1 else torch.cat(es)))
 
     def _arrived(self, call: Call, e_M: Tensor) -> None:
         if self._fisher == "empirical":
