@@ -57,6 +57,8 @@ def compare(runs: Sequence[tuple[str, Events]], path: Path) -> None:
     label(panels[0][1], "Objective function", "")
     for axes in panels[1]:
         label(axes, "Word errors of final models" if decoded else "Held-out frames right", "% of words" if decoded else "%")
+    if decoded:
+        panels[1][0].set_ylim(bottom=0.0)   # a difference is seen against the whole
     panels[1][1].set_ylabel("")
     panels[1][0].set_xlabel("frames processed (millions)")
     panels[1][1].set_xlabel("seconds of training")
