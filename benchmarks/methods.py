@@ -113,7 +113,7 @@ def fsdd(egs: Path) -> Task:
     """Frames of connected digits in noise."""
     reader = EgsReader(egs)
     info = reader.info
-    width = info.feature_dim * (1 + info.left_context + info.right_context)
+    width = info.num_inputs
     shards = [Shard(archive, 0) for archive in range(info.num_archives)]
     valid = reader.diagnostic("valid")
 

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from launcher.values import build, build_checked, did_you_mean, leaves, paths, plain, sections
+from launcher.values import build, build_checked, did_you_mean, leaves, paths, plain, sections, with_defaults
 from ngsgd.config import RunConfig
 from ngsgd.errors import ConfigError
 
@@ -77,16 +77,18 @@ def each_of_sweep(overrides: Sequence[str]) -> list[tuple[list[str], list[str]]]
 def to_yaml(config: RunConfig) -> str:
     import yaml
 
-    return str(yaml.safe_dump(plain(asdict(config)), sort_keys=False, allow_unicode=True))
+    # the end mark tells a file that was cut off from one that was written before a setting came
+    return str(yaml.safe_dump(plain(asdict(config)), sort_keys=False, allow_unicode=True, explicit_end=True))
 
 
 def from_yaml(path: Path) -> RunConfig:
-    """The configuration that `to_yaml` wrote to a run folder."""
+    """The configuration that `to_yaml` wrote to a run folder; settings that came later have their defaults."""
     import yaml
     from omegaconf import OmegaConf
 
     try:
         values = OmegaConf.to_container(OmegaConf.load(path))
+        has_end_mark = path.read_text(encoding="utf-8").rstrip().endswith("\n...")
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist; is this a run folder of ngsgd train?") from None
     except yaml.YAMLError as error:
@@ -95,8 +97,10 @@ def from_yaml(path: Path) -> RunConfig:
         raise ConfigError(f"{path} cannot be read: {error}.") from None
     if not values or not isinstance(values, dict):
         raise ConfigError(f"{path} holds no settings; it is damaged, restore it or train again.")
+    settings = typing.cast("dict[str, Any]", values)
+    *_, (last, _) = leaves(plain(asdict(RunConfig())), "")
     try:
-        return build(typing.cast("dict[str, Any]", values))
+        return build(with_defaults(settings) if has_end_mark or last in dict(leaves(settings, "")) else settings)
     except ConfigError as error:
         raise ConfigError([f"{path}: {problem}" for problem in error.problems]) from None
 

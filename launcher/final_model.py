@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -68,20 +69,26 @@ def save_final(folder: RunFolder, config: RunConfig, model: nn.Module, reader: E
     prior_P = _priors(folder, config, model, reader)
     about = {"model": asdict(config.model), "features": asdict(config.features), "num_inputs": reader.info.num_inputs,
              "num_classes": reader.info.num_classes, "left_context": reader.info.left_context,
-             "right_context": reader.info.right_context, "feature_dim": reader.info.feature_dim, "priors": prior_P.tolist(),
+             "right_context": reader.info.right_context, "feature_dim": reader.info.feature_dim,
+             "side_dim": reader.info.side_dim, "priors": prior_P.tolist(),
              "stage": asdict(model.stage) if isinstance(model, StagedModel) else None}
     statistics = statistics_for(config.model, reader) or DataStatistics()
     about["class_counts"] = list(statistics.class_counts)
     about["objective"] = config.objective.kind
-    write_final(folder.final, model, about, statistics.input_transform)
+    if config.ivectors.dim:
+        about["ivectors"] = asdict(config.ivectors)
+    write_final(folder.final, model, about, statistics.input_transform, extractor=folder.ivectors if config.ivectors.dim else None)
 
 
-def write_final(path: Path, model: nn.Module, about: Mapping[str, Any], transform: Tensor | None) -> None:
-    """A folder that `open_final` reads."""
+def write_final(path: Path, model: nn.Module, about: Mapping[str, Any], transform: Tensor | None,
+                extractor: Path | None = None) -> None:
+    """A folder that `open_final` reads; `extractor` is the file that makes the i-vectors of the model's input."""
     with new_directory(path) as temporary:
         save_file({name: t.contiguous() for name, t in model.state_dict().items()}, temporary / "model.safetensors")
         if transform is not None:
             save_file({"input_transform": transform.contiguous()}, temporary / _TRANSFORM)
+        if extractor is not None:
+            shutil.copyfile(extractor, temporary / RunFolder.IVECTORS)
         write_text(temporary / "model.json", json.dumps(about, indent=1))
 
 
@@ -106,7 +113,7 @@ def open_final(path: Path) -> tuple[nn.Module, npt.NDArray[np.float64]]:
     about = json.loads((path / "model.json").read_text())
     state = load_file(path / "model.safetensors")
     transform = load_file(path / _TRANSFORM)["input_transform"] if (path / _TRANSFORM).exists() else None
-    window = Window(about["left_context"], about["right_context"], about["feature_dim"])
+    window = Window(about["left_context"], about["right_context"], about["feature_dim"], about.get("side_dim", 0))
     model = build_model(ModelConfig(**about["model"]), about["num_inputs"], about["num_classes"], seed=0, window=window,
                         statistics=DataStatistics(tuple(about["class_counts"]), transform))
     model.load_state_dict(state)

@@ -146,7 +146,8 @@ def examples(directory: Path) -> tuple[dict[str, Any], list[str]]:
     sizes = f"{few:,}" if few == many else f"{few:,} to {many:,}"
     lines = [f"examples   {directory}",
              f"archives   {info.num_archives}, of {sizes} examples; {info.num_frames:,} frames "
-             f"of {info.feature_dim} features, {info.num_classes} classes{', with weights' if info.has_weights else ''}",
+             f"of {info.feature_dim} features{f' and {info.side_dim} values beside them' if info.side_dim else ''}, "
+             f"{info.num_classes} classes{', with weights' if info.has_weights else ''}",
              f"an example {info.frames_per_eg} frames, context -{info.left_context} +{info.right_context}"]
     found = mixing(reader)
     for one in found:

@@ -72,7 +72,7 @@ def _export_model(folder: RunFolder, output: Path) -> list[Path]:
 
     model, prior_P = load_final(folder)
     about = json.loads((folder.final / "model.json").read_text(encoding="utf-8"))
-    window = Window(about["left_context"], about["right_context"], about["feature_dim"])
+    window = Window(about["left_context"], about["right_context"], about["feature_dim"], about.get("side_dim", 0))
     network = describe(model, ModelConfig(**about["model"]), window, has_softmax=about.get("objective") != "lfmmi")
     write_text(output / "final.raw", to_text(network))
     write_text(output / "priors.vec", vector_to_text(prior_P))
@@ -109,7 +109,7 @@ def _export_data(folder: RunFolder, output: Path) -> list[Path]:
     from launcher import train as service
     from ngsgd.asr import kaldi_tables
 
-    corpus = service.prepared_corpus(compose.from_yaml(folder.config))
+    corpus = service.prepared_corpus(compose.from_yaml(folder.config), folder)
     written = []
     for name, speech in (("train", corpus.train), ("valid", corpus.valid), ("test", corpus.test)):
         place = output / name

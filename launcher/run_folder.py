@@ -8,16 +8,18 @@ import glob
 import json
 import os
 import re
+import shutil
 import socket
 import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from ngsgd.config import RunConfig
 from ngsgd.errors import CheckpointError, ConfigError
-from ngsgd.files import write_text
+from ngsgd.files import new_file, write_text
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,8 @@ class RunFolder:
     """Every file that a run writes, by name; docs/files.md tells what is in each."""
 
     path: Path
+
+    IVECTORS: ClassVar[str] = "ivectors.safetensors"   # the extractor; beside the final model, too
 
     @classmethod
     def create(cls, config: RunConfig, config_yaml: str) -> RunFolder:
@@ -92,6 +96,11 @@ class RunFolder:
         return self.path / "init"
 
     @property
+    def ivectors(self) -> Path:
+        """What makes the run's i-vectors (ivectors.dim)."""
+        return self.path / self.IVECTORS
+
+    @property
     def decode(self) -> Path:
         return self.path / "decode"
 
@@ -123,8 +132,11 @@ class RunFolder:
         finally:
             self.process.unlink(missing_ok=True)
 
-    def remember_data(self, digest: str, egs_directory: Path) -> None:
-        """Notes the data at the first start; a resumed run on other data would be another run."""
+    def remember_data(self, digest: str, egs_directory: Path, extractor: Path | None) -> None:
+        """Notes the data at the first start and keeps the i-vector extractor; a resumed run on other data would be another run."""
+        if extractor is not None and not self.ivectors.exists():
+            with new_file(self.ivectors) as temporary:
+                shutil.copyfile(extractor, temporary)
         if not self.data.exists():
             self.data.write_text(json.dumps({"digest": digest, "egs": str(egs_directory)}, indent=1))
         elif json.loads(self.data.read_text())["digest"] != digest:

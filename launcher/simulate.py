@@ -164,7 +164,7 @@ def _simulate(config: RunConfig, options: argparse.Namespace, progress: Progress
     data = service._prepare(config, progress.report)
     config = replace(config, name=f"{run_name(config)}-simulated")
     folder = RunFolder.create(config, compose.to_yaml(config))
-    folder.remember_data(data.corpus.digest, data.egs_directory)
+    folder.remember_data(data.corpus.digest, data.egs_directory, data.extractor)
     progress.report(f"run folder {folder.path}")
     reader, scores = EgsReader(data.egs_directory), Scores()
     samples = mean_frames(reader)

@@ -22,6 +22,7 @@ from launcher.final_model import (
     wanted_for_combination,
 )
 from launcher.forecast import Forecast
+from launcher.ivectors import extractor_of, with_ivectors
 from launcher.mlflow_tracker import MlflowTracker
 from launcher.progress import ProgressTracker
 from launcher.run_folder import RunFolder, check_output_dir, run_name
@@ -81,7 +82,7 @@ def resume(run_dir: Path, quiet: bool, address: str | None = None, num_workers: 
     config = replace(config, cluster=replace(cluster, address=cluster.address if address is None else address,
                                              num_workers=num_workers or cluster.num_workers))
     progress = _progress(config, quiet)
-    _run(config, folder, _prepare(config, progress.report), progress)
+    _run(config, folder, _prepare(config, progress.report, folder), progress)
     return EXIT_OK
 
 
@@ -90,7 +91,7 @@ def decode(run_dir: Path, quiet: bool) -> int:
     folder = RunFolder.open(run_dir)
     config = compose.from_yaml(folder.config)
     progress = _progress(config, quiet)
-    data = _prepare(config, progress.report)
+    data = _prepare(config, progress.report, folder)
     model, prior_P = load_final(folder)
     result = decode_and_score(folder, config, data.corpus, model, prior_P)
     progress.report(f"valid  {result.valid}")
@@ -102,7 +103,7 @@ def evaluate(run_dir: Path, quiet: bool, outer_iter: int | None = None) -> dict[
     """Objf per frame and frame accuracy of valid and test, all of them; of the final model, or of a checkpoint that is kept."""
     folder = RunFolder.open(run_dir)
     config = compose.from_yaml(folder.config)
-    data = _prepare(config, _progress(config, quiet).report)
+    data = _prepare(config, _progress(config, quiet).report, folder)
     reader = EgsReader(data.egs_directory)
     if outer_iter is None:
         model, prior_P = load_final(folder)
@@ -138,30 +139,36 @@ class _Data:
     corpus: Corpus
     egs_directory: Path
     cache_root: Path
+    extractor: Path | None = None
 
 
-def _prepare(config: RunConfig, report: Callable[[str], None]) -> _Data:
+def _prepare(config: RunConfig, report: Callable[[str], None], folder: RunFolder | None = None) -> _Data:
+    """The data of a run; of a run that has begun, with the i-vector extractor in its folder."""
     check_source(config.data)
     cache_root = Path(config.data.cache_dir or Path(config.output_dir) / "data").absolute()
     try:
         data = with_alignment(config, cache_root, report)
         corpus = prepare(data, config.features, cache_root, report, augment_config=config.augment)
+        extractor = None
+        if config.ivectors.dim:
+            extractor = extractor_of(config, corpus, cache_root, report, folder)
+            corpus = with_ivectors(config, corpus, extractor, cache_root)
         egs_directory = prepare_archives(corpus.train.frames, corpus.valid.frames, config.egs,
                                          num_classes=corpus.num_pdfs, digest=corpus.digest, cache_root=cache_root,
                                          groups=corpus.train.speakers, silence_classes=corpus.language.topology.silence_pdfs)
     except OSError as error:
         raise DataError(f"the prepared data could not be written under {cache_root} ({error.strerror or error}); make room, or "
                         "choose another place with data.cache_dir=PATH.") from error
-    return _Data(corpus, egs_directory, cache_root)
+    return _Data(corpus, egs_directory, cache_root, extractor)
 
 
-def prepared_corpus(config: RunConfig) -> Corpus:
+def prepared_corpus(config: RunConfig, folder: RunFolder) -> Corpus:
     """The speech of a run, from the cache where it is there."""
-    return _prepare(config, print).corpus
+    return _prepare(config, print, folder).corpus
 
 
 def _run(config: RunConfig, folder: RunFolder, data: _Data, progress: ProgressTracker) -> FinalReport:
-    folder.remember_data(data.corpus.digest, data.egs_directory)
+    folder.remember_data(data.corpus.digest, data.egs_directory, data.extractor)
     stop = SignalStop(config.failure.grace_s, progress.report)
     spec = WorkerSpec(config, str(data.egs_directory),
                       sequences.sequence_data(config, folder, data.corpus, data.cache_root, progress.report))

@@ -23,6 +23,17 @@ def build(values: Mapping[str, Any]) -> RunConfig:
     return config
 
 
+def with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The same, and the defaults of all settings that are not in it."""
+    return _over(plain(asdict(RunConfig())), values)
+
+
+def _over(defaults: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    both = {name: _over(defaults[name], value) if isinstance(defaults.get(name), dict) and isinstance(value, Mapping) else value
+            for name, value in values.items()}
+    return {**defaults, **both}
+
+
 def flatten(config: RunConfig) -> dict[str, Any]:
     """Dotted key -> value, in the order of the dataclasses."""
     return dict(leaves(asdict(config), ""))

@@ -57,7 +57,32 @@ class FeatureConfig:
     sample_rate_hz: int = knob(8000, low=4000, high=192000)      # of the audio; what comes at another rate is refused
     num_mel_bins: int = knob(40, low=3, high=256)
     num_ceps: int = knob(13, low=1, high=80)    # mfcc only; at most num_mel_bins
-    cmvn: str = knob("utterance", one_of=("none", "utterance", "speaker"))  # mean and variance are normalised over this unit
+    # mean and variance are normalised over this unit; online: the mean of the frames so far; given: as the corpus' cmvn.scp says
+    cmvn: str = knob("utterance", one_of=("none", "utterance", "speaker", "online", "given"))
+    cmn_window: int = knob(600, low=1)          # online: frames that the mean is taken over (Kaldi: 600)
+    cmn_speaker_frames: int = knob(600, low=0)  # online: of those at most as many from the speaker's utterances before (Kaldi: 600)
+    cmn_global_frames: int = knob(200, low=0)   # online: at most as many from the mean of all training speech (Kaldi: 200)
+
+
+@dataclass(frozen=True)
+class IvectorConfig:
+    """i-vectors (C.9): a few numbers about speaker and channel, from the frames so far, beside the features; docs/ivectors.md."""
+
+    dim: int = knob(0, low=0, high=1000)             # 0: none (paper: 100)
+    num_gaussians: int = knob(128, low=1, high=8192)  # of the background model (paper: 512)
+    context: int = knob(3, low=0, high=50)           # frames on either side that are seen with a frame (Kaldi: 3)
+    pca_dim: int = knob(40, low=1)                   # of those frames together; at most as many as there are (Kaldi: 40)
+    ubm_frames: int = knob(200000, low=1)            # that the background model is trained on (Kaldi: 500000)
+    max_utterances: int = knob(5000, low=1)          # that the extractor is trained on
+    num_iters: int = knob(10, low=1, high=100)       # passes of the extractor's training (Kaldi: 10)
+    num_gselect: int = knob(5, low=1)                # Gaussians that a frame may belong to (Kaldi: 5)
+    min_post: float = knob(0.025, low=0.0, high=0.5)  # posteriors below become 0 (Kaldi: 0.025)
+    posterior_scale: float = knob(0.1, above=0.0, high=1.0)  # as neighbouring frames are not independent (Kaldi: 0.1)
+    max_count: float = knob(100.0, low=0.0)          # scaled frames from which on the prior grows with them; 0: never (nnet3: 100)
+    period: int = knob(10, low=1, high=1000)         # frames between two estimates (Kaldi: 10)
+    max_remembered_frames: float = knob(1000.0, low=0.0)  # of a speaker's utterances before (Kaldi: 1000)
+    train_utterances: int = knob(2, low=0)  # training utterances in a row that a speaker is remembered over; 0: all (Kaldi: 2)
+    test_utterances: int = knob(0, low=0)   # likewise of valid and test; 1: every utterance begins anew
 
 
 @dataclass(frozen=True)
@@ -413,6 +438,7 @@ class RunConfig:
     init_model: str = knob("")        # run whose final model training starts from, with its priors; empty: a random start
     data: DataConfig = field(default_factory=DataConfig)
     features: FeatureConfig = field(default_factory=FeatureConfig)
+    ivectors: IvectorConfig = field(default_factory=IvectorConfig)
     align: AlignConfig = field(default_factory=AlignConfig)
     egs: EgsConfig = field(default_factory=EgsConfig)
     augment: AugmentConfig = field(default_factory=AugmentConfig)
@@ -504,6 +530,12 @@ def _rule_given_features(c: RunConfig) -> Iterator[str]:
         yield f"features.kind is {c.features.kind}, and data.corpus=an4 comes as cepstra, without audio; set features.kind=given."
     if c.features.kind == "given" and c.data.corpus not in ("an4", "kaldi"):
         yield f"features.kind is given, and data.corpus={c.data.corpus} comes as audio; set features.kind=fbank or mfcc."
+
+
+def _rule_given_cmvn(c: RunConfig) -> Iterator[str]:
+    if c.features.cmvn == "given" and (c.features.kind != "given" or c.data.corpus != "kaldi"):
+        yield (f"features.cmvn is given with features.kind {c.features.kind} and data.corpus {c.data.corpus}; cmvn.scp stands in "
+               "Kaldi data directories beside feats.scp (recipe=kaldi features.kind=given).")
 
 
 def _rule_held_out(c: RunConfig) -> Iterator[str]:
@@ -700,7 +732,7 @@ def _rule_tune(c: RunConfig) -> Iterator[str]:
 
 
 _RULES: tuple[Callable[[RunConfig], Iterator[str]], ...] = (_rule_snr, _rule_augment, _rule_curvature, _rule_rate,
-                                                           _rule_given_features,
+                                                           _rule_given_features, _rule_given_cmvn,
                                                            _rule_held_out, _rule_align_lr, _rule_ceps, _rule_pnorm, _rule_tdnn,
                                                            _rule_stages, _rule_own_model, _rule_lr, _rule_jobs,
                                                           _rule_backstitch, _rule_preconditioner, _rule_shrink, _rule_dropout,

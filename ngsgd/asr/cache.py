@@ -4,6 +4,8 @@
     lm.arpa, HCLG.fst                      where the corpus has them
     train.json, valid.json, test.json      utterance ids, words, speakers
     train.features_TD.npy, ...             arrays of `FrameSet`; features are memory-mapped when read
+    train.raw_TD.npy, ...                  features before they were normalised (features.cmvn=online)
+    train.cmvn.npz, ...                    what features were normalised by; no part of the digest, as it follows from them
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from ngsgd import files
+from ngsgd.asr.cmvn import Units
 from ngsgd.asr.language import Language
 from ngsgd.asr.speech_set import SpeechSet
 from ngsgd.egs.frames import FrameSet
@@ -24,6 +27,7 @@ from ngsgd.egs.frames import FrameSet
 MANIFEST = "manifest.json"
 LANGUAGE_FILES = ("lm.arpa", "HCLG.fst")
 ARRAYS = ("features_TD", "pdf_T", "offsets")
+_CMVN = ".cmvn.npz"
 
 
 class DamagedError(Exception):
@@ -41,6 +45,10 @@ def store(folder: Path, sets: Mapping[str, SpeechSet], language: Language, *, ma
         for name, speech in sets.items():
             for array in ARRAYS:
                 np.save(new / f"{name}.{array}.npy", getattr(speech.frames, array))
+            if speech.raw_TD is not None:
+                np.save(new / f"{name}.raw_TD.npy", speech.raw_TD)
+            if speech.cmvn is not None:
+                np.savez(new / f"{name}{_CMVN}", **_arrays_of(speech.cmvn))
             words = {"utt_ids": speech.frames.utt_ids, "texts": speech.texts, "speakers": speech.speakers}
             (new / f"{name}.json").write_text(json.dumps(words), encoding="utf-8")
         for name, content in language.files().items():
@@ -60,7 +68,8 @@ def load(folder: Path) -> tuple[dict[str, SpeechSet], Language, str]:
         if files.sha256(path) != expected:
             raise DamagedError(f"{path} does not have the checksum in its manifest")
     sets = {name: _load_set(folder, name) for name in manifest["sets"]}
-    digest = hashlib.sha256(json.dumps(manifest["sha256"], sort_keys=True).encode()).hexdigest()
+    content = {name: checksum for name, checksum in manifest["sha256"].items() if not name.endswith(_CMVN)}
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
     files_of_language = {name: (folder / name).read_bytes() for name in LANGUAGE_FILES if name in manifest["sha256"]}
     return sets, Language.from_json(manifest["language"], files_of_language), digest
 
@@ -79,4 +88,20 @@ def _load_set(folder: Path, name: str) -> SpeechSet:
     words = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
     features_TD, pdf_T, offsets = (np.load(folder / f"{name}.{array}.npy", mmap_mode="r") for array in ARRAYS)
     frames = FrameSet(features_TD=features_TD, pdf_T=np.array(pdf_T), offsets=np.array(offsets), utt_ids=tuple(words["utt_ids"]))
-    return SpeechSet(frames=frames, texts=tuple(map(tuple, words["texts"])), speakers=tuple(words["speakers"]))
+    raw, statistics = folder / f"{name}.raw_TD.npy", folder / f"{name}{_CMVN}"
+    return SpeechSet(frames, tuple(map(tuple, words["texts"])), tuple(words["speakers"]),
+                     _units_of(statistics) if statistics.exists() else None,
+                     np.load(raw, mmap_mode="r") if raw.exists() else None)
+
+
+def _arrays_of(units: Units) -> dict[str, Any]:
+    names = list(units.stats)
+    place = {name: at for at, name in enumerate(names)}
+    return {"stats": np.array([units.stats[name] for name in names]), "names": np.array(names, dtype=np.str_),
+            "unit_U": np.array([place[name] for name in units.unit_of], np.int64)}
+
+
+def _units_of(path: Path) -> Units:
+    with np.load(path) as arrays:
+        names = arrays["names"].tolist()
+        return Units(dict(zip(names, arrays["stats"], strict=True)), tuple(names[at] for at in arrays["unit_U"]))

@@ -27,6 +27,7 @@ from ngsgd.asr import (
     an4,
     augment,
     cache,
+    cmvn,
     digit_labels,
     digits,
     features,
@@ -112,6 +113,9 @@ def prepare(data: DataConfig, feature_config: FeatureConfig, cache_root: Path, r
         except cache.DamagedError as damage:
             report(f"{damage}; preparing it again.")
     sets, language = _MAKERS[data.corpus](data, feature_config, changes, cache_root, report)
+    if feature_config.cmvn == "online":
+        all_speech = cmvn.statistics(sets["train"].frames.features_TD)
+        sets = {name: speech_set.normalised_online(speech, feature_config, all_speech) for name, speech in sets.items()}
     for name, speech in sets.items():
         report(_describe(name, speech))
     cache.store(folder, sets, language, made_from=key)
@@ -133,7 +137,9 @@ def _what_decides(data: DataConfig, feature_config: FeatureConfig) -> dict[str, 
     content = {"yesno": lambda: yesno.fingerprint(data), "kaldi": lambda: own_data.fingerprint(data, feature_config),
                "lhotse": lambda: own_data.fingerprint(data, feature_config),
                "fsdd": lambda: _content_of_alignment(data)}.get(data.corpus, dict)()
-    return {"recipe_version": RECIPE_VERSION, "data": settings, "features": asdict(feature_config), "content": content,
+    used = {name: value for name, value in asdict(feature_config).items()
+            if feature_config.cmvn == "online" or not name.startswith("cmn_")}
+    return {"recipe_version": RECIPE_VERSION, "data": settings, "features": used, "content": content,
             "packages": {package: metadata.version(package) for package in made_with}}
 
 

@@ -5,6 +5,7 @@
     wav.scp     recording file            needed, or feats.scp with features.kind=given
     segments    utt recording start end   optional, seconds
     feats.scp   utt archive:offset
+    cmvn.scp    speaker archive:offset, or utt archive:offset; for features.cmvn=given
 
 Checked as validate_data_dir.sh does; whatever is wrong is one sentence with the file and the line.
 """
@@ -20,6 +21,7 @@ import numpy as np
 
 from ngsgd.asr import audio, kaldi_tables
 from ngsgd.asr.audio import Piece
+from ngsgd.asr.cmvn import Units
 from ngsgd.asr.kaldi_tables import Entry
 from ngsgd.asr.utterance import FramedUtterance, Utterance, num_frames, unaligned
 from ngsgd.config import FeatureConfig
@@ -82,6 +84,19 @@ def given(utterances: Sequence[Listed], folder: Path) -> Iterator[FramedUtteranc
             raise DataError(f"{where}: {one.utt_id} has a feature that is not a finite number in frame {frame_number}; make its "
                             "features again, or remove the utterance.")
         yield FramedUtterance(one.utt_id, one.speaker, one.words, features_TD, unaligned(len(features_TD)))
+
+
+def given_cmvn(utterances: Sequence[Listed], folder: Path, dim: int) -> Units:
+    """The statistics in the folder's cmvn.scp, by utterance or by speaker."""
+    table = kaldi_tables.read_table(folder / "cmvn.scp")
+    unit_of = []
+    for one in utterances:
+        unit = one.utt_id if one.utt_id in table else one.speaker
+        if unit not in table:
+            raise DataError(f"{one.where}: {one.utt_id} has no statistics in {folder / 'cmvn.scp'}, by its own name or its "
+                            f"speaker's, {one.speaker}; add them, or choose another features.cmvn.")
+        unit_of.append(unit)
+    return Units({unit: kaldi_tables.read_stats(table[unit], folder, dim) for unit in dict.fromkeys(unit_of)}, tuple(unit_of))
 
 
 def spoken(utterances: Sequence[Listed], config: FeatureConfig) -> Iterator[Utterance]:

@@ -12,12 +12,12 @@ import numpy as np
 import numpy.typing as npt
 
 from ngsgd.asr import extras
+from ngsgd.asr.cmvn import SMALLEST_DEVIATION
 from ngsgd.asr.utterance import Audio
 from ngsgd.config import FeatureConfig
 
 Features = npt.NDArray[np.float32]
 
-SMALLEST_DEVIATION = 1e-5  # a mel bin that holds no FFT point is constant; it becomes 0, not NaN
 
 
 def toolkit() -> Any:
@@ -42,8 +42,8 @@ def extract(samples: Audio, config: FeatureConfig) -> Features:
 
 
 def normalise(features: Sequence[Features], speakers: Sequence[str], config: FeatureConfig) -> list[Features]:
-    """The features with zero mean and unit variance per utterance, per speaker, or as they are."""
-    if config.cmvn == "none":
+    """The features with zero mean and unit variance per utterance or per speaker; as they are for what needs to know more."""
+    if config.cmvn not in ("utterance", "speaker"):
         return list(features)
     units = speakers if config.cmvn == "speaker" else range(len(features))
     members: dict[object, list[int]] = {}

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ngsgd import files
-from ngsgd.asr import extras
+from ngsgd.asr import cmvn, extras
 from ngsgd.errors import DataError
 
 # what kaldiio raises on a file that is cut off, is no archive, or points nowhere
@@ -66,7 +66,19 @@ def read_ark(path: Path) -> dict[str, npt.NDArray[np.float32]]:
 
 
 def read_matrix(entry: Entry, folder: Path) -> npt.NDArray[np.float32]:
-    """The matrix that an entry of a .scp points at, "file:offset"; a relative path is looked for from here, then from `folder`."""
+    """The frames that an entry of a .scp points at, "file:offset"; a relative path is looked for from here, then from `folder`."""
+    matrix = _matrix(entry, folder)
+    if not len(matrix):
+        raise DataError(f"{entry.where}: {entry.value} holds no matrix of frames; point it at features.")
+    return np.ascontiguousarray(matrix, dtype=np.float32)
+
+
+def read_stats(entry: Entry, folder: Path, dim: int) -> cmvn.Stats:
+    """Statistics of features, 2 x (dim + 1), that an entry of a cmvn.scp points at."""
+    return cmvn.check(_matrix(entry, folder), f"{entry.where}: {entry.value}", dim)
+
+
+def _matrix(entry: Entry, folder: Path) -> npt.NDArray[np.floating]:
     name, colon, offset = entry.value.rpartition(":")
     if not colon or not offset.isdigit():
         name, offset = entry.value, "0"
@@ -77,9 +89,9 @@ def read_matrix(entry: Entry, folder: Path) -> npt.NDArray[np.float32]:
         raise DataError(f"{entry.where}: {name} does not exist; mend the path.") from error
     except _DAMAGE as error:
         raise DataError(f"{entry.where}: {entry.value} cannot be read as a matrix ({_reason(error)}); make it again.") from error
-    if np.ndim(matrix) != 2 or not len(matrix):
-        raise DataError(f"{entry.where}: {entry.value} holds no matrix of frames; point it at features.")
-    return np.ascontiguousarray(matrix, dtype=np.float32)
+    if np.ndim(matrix) != 2:
+        raise DataError(f"{entry.where}: {entry.value} holds no matrix; point it at one.")
+    return np.asarray(matrix)
 
 
 def read_int_vectors(path: Path) -> dict[str, npt.NDArray[np.int32]]:
@@ -96,16 +108,27 @@ def read_int_vectors(path: Path) -> dict[str, npt.NDArray[np.int32]]:
         raise DataError(f"{path} cannot be read as an archive of alignments ({_reason(error)}); make it again.") from error
 
 
-def write_matrices(ark: Path, matrices: Iterable[tuple[str, npt.NDArray[np.float32]]]) -> None:
-    """An archive of float32 matrices, and beside it the script (.scp) that points into it."""
+def write_matrices(ark: Path, matrices: Iterable[tuple[str, npt.NDArray[np.floating]]]) -> None:
+    """An archive of matrices, float64 where they are and else float32, and beside it the script (.scp) that points into it."""
     places = []
     with files.new_file(ark) as temporary, temporary.open("wb") as file:
         for key, matrix in matrices:
             file.write(key.encode() + b" ")
             places.append(f"{key} {ark}:{file.tell()}\n")
-            rows = np.ascontiguousarray(matrix, "<f4")
-            file.write(b"\0BFM " + _int(rows.shape[0]) + _int(rows.shape[1]) + rows.tobytes())
+            file.write(_encoded(matrix))
     files.write_text(ark.with_suffix(".scp"), "".join(places))
+
+
+def write_matrix(path: Path, matrix: npt.NDArray[np.floating]) -> None:
+    """A file of one matrix, such as global_cmvn.stats."""
+    with files.new_file(path) as temporary:
+        temporary.write_bytes(_encoded(matrix))
+
+
+def _encoded(matrix: npt.NDArray[np.floating]) -> bytes:
+    is_double = matrix.dtype == np.float64
+    rows = np.ascontiguousarray(matrix, "<f8" if is_double else "<f4")
+    return (b"\0BDM " if is_double else b"\0BFM ") + _int(rows.shape[0]) + _int(rows.shape[1]) + rows.tobytes()
 
 
 def write_int_vectors(ark: Path, vectors: Iterable[tuple[str, npt.NDArray[np.int32]]]) -> None:

@@ -28,14 +28,21 @@ def make(data: DataConfig, feature_config: FeatureConfig, changes: AugmentConfig
     listed = read_sets(data, feature_config)
     listed = {name: _with_known_words(utterances, data, language.topology, source) for name, utterances in listed.items()}
     _check_disjoint(listed)
+    folders = {"train": source / "train", "valid": source / (_valid_folder(source) or "train"), "test": source / "test"}
     if "valid" not in listed:
         listed["train"], listed["valid"] = hold_out(listed["train"], share=data.valid_share)
-    return {name: _build(name, listed[name], source, feature_config, changes) for name in ("train", "valid", "test")}, language
+    return {name: _build(name, listed[name], folder, feature_config, changes) for name, folder in folders.items()}, language
 
 
-def _build(name: str, listed: Sequence[Listed], source: Path, config: FeatureConfig, changes: AugmentConfig) -> SpeechSet:
+def _valid_folder(source: Path) -> str | None:
+    return next((name for name in VALID_NAMES if (source / name).is_dir()), None)
+
+
+def _build(name: str, listed: Sequence[Listed], folder: Path, config: FeatureConfig, changes: AugmentConfig) -> SpeechSet:
     if config.kind == "given":
-        return speech_set.assemble(list(data_dir.given(listed, source / name)), config)
+        framed = list(data_dir.given(listed, folder))
+        units = data_dir.given_cmvn(listed, folder, framed[0].features_TD.shape[1]) if config.cmvn == "given" else None
+        return speech_set.assemble(framed, config, units)
     said = augment.for_set(name, data_dir.spoken(listed, config), changes, sample_rate_hz=config.sample_rate_hz)
     return speech_set.build(said, config)
 
@@ -56,7 +63,7 @@ def read_sets(data: DataConfig, feature_config: FeatureConfig) -> dict[str, list
     if data.corpus == "lhotse":
         return manifests.read_sets(source)
     given = feature_config.kind == "given"
-    valid = next((name for name in VALID_NAMES if (source / name).is_dir()), None)
+    valid = _valid_folder(source)
     names = {"train": "train", "test": "test"} | ({"valid": valid} if valid else {})
     return {name: data_dir.read(source / folder, given_features=given) for name, folder in names.items()}
 
@@ -69,6 +76,8 @@ def fingerprint(data: DataConfig, feature_config: FeatureConfig) -> dict[str, An
         for one in utterances:
             seen.update(f"{name} {one.utt_id} {one.speaker} {' '.join(one.words)} {_identity(one, source / name)}\n".encode())
     given = [lexicon.locate(data.lexicon, source), *([Path(data.arpa)] if data.arpa else [])]
+    if feature_config.cmvn == "given":
+        given += sorted(source.glob("*/cmvn.scp"))
     given += [Path(data.graph) / name for name in ("HCLG.fst", "words.txt", "tid2pdf")] if data.graph else []
     return {"speech": seen.hexdigest(), "files": [files.sha256(path) for path in given if path.is_file()]}
 

@@ -53,10 +53,16 @@ class EgsInfo:
     has_weights: bool
     silence_classes: list[int]   # for the shares of silence in diagnostics; may be empty
     sha256: dict[str, str]       # of every other file in the directory
+    side_dim: int = 0            # of what goes beside a spliced frame
 
     @property
     def num_inputs(self) -> int:
-        """Size of a spliced frame."""
+        """Size of a spliced frame, with what goes beside it."""
+        return self.num_spliced + self.side_dim
+
+    @property
+    def num_spliced(self) -> int:
+        """Size of a spliced frame alone."""
         return (self.left_context + 1 + self.right_context) * self.feature_dim
 
 
@@ -101,7 +107,7 @@ def write_archives(train: FrameSet, valid: FrameSet, config: EgsConfig, *, num_c
     num_rows = [entry.num_rows for entry in entries]
     info = EgsInfo(FORMAT_VERSION, len(entries), config.frames_per_eg, config.left_context, config.right_context, train.dim,
                    num_classes, sum(map(sum, num_rows)), [entry.num_examples for entry in entries], num_rows,
-                   train.weight_T is not None, list(silence_classes), files)
+                   train.weight_T is not None, list(silence_classes), files, train.side_dim)
     write_text(directory / "info.json", json.dumps(asdict(info), indent=1))
 
 
@@ -114,10 +120,15 @@ def diagnostic_name(subset: str) -> str:
 
 
 def spliced_utterances(frames: FrameSet, left_context: int, right_context: int) -> Iterator[npt.NDArray[np.float32]]:
-    """Each utterance as a matrix of spliced frames, for decoding; edges repeat the first and the last frame."""
+    """Each utterance as a matrix of spliced frames with what goes beside them, for decoding; edges repeat the outermost frames."""
     for first, end in zip(frames.offsets[:-1], frames.offsets[1:], strict=True):
         row_TW = np.arange(first, end)[:, None] + np.arange(-left_context, right_context + 1)
-        yield frames.features_TD[np.clip(row_TW, first, end - 1)].reshape(end - first, -1)
+        spliced_TI = frames.features_TD[np.clip(row_TW, first, end - 1)].reshape(end - first, -1)
+        yield _with_side(spliced_TI, frames, np.arange(first, end))
+
+
+def _with_side(spliced_NI: npt.NDArray[np.float32], frames: FrameSet, at_N: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+    return spliced_NI if frames.side is None else np.hstack([spliced_NI, frames.side.rows_RS[frames.side.row_T[at_N]]])
 
 
 def _checked(frames: FrameSet, num_classes: int) -> FrameSet:
@@ -187,6 +198,6 @@ def _write_diagnostic(frames: FrameSet, config: EgsConfig, random: np.random.Gen
     utterance_N = np.searchsorted(frames.offsets, chosen_N, "right") - 1
     begin_N1, end_N1 = frames.offsets[utterance_N][:, None], frames.offsets[utterance_N + 1][:, None]
     row_NW = np.clip(chosen_N[:, None] + np.arange(-config.left_context, config.right_context + 1), begin_N1, end_N1 - 1)
-    features_ND = windows(frames.features_TD, row_NW).reshape(len(chosen_N), -1)
+    features_ND = _with_side(windows(frames.features_TD, row_NW).reshape(len(chosen_N), -1), frames, chosen_N)
     rest = {} if frames.weight_T is None else {"weight": frames.weight_T[chosen_N]}
     return write_arrays(path, "features", features_ND.shape, [features_ND], {**rest, "pdf": frames.pdf_T[chosen_N]})

@@ -3,7 +3,8 @@
 Memory: cutting takes 40 bytes per example beside the labels, and 16 are kept; features may be memory-mapped, and no more than
 PIECE_BYTES of them are copied at once, however long the archive is.
 
-Letters: E examples, F frames per example, W window of an example with its context, D feature dimension, T frames.
+Letters: E examples, F frames per example, W window of an example with its context, D feature dimension, T frames;
+R rows of S values beside the features, K those of an archive.
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ class ExampleSource:
     left_context: int
     right_context: int
     frames_per_eg: int
+    side_RS: npt.NDArray[np.float32] | None = None   # as `Side` has them
+    side_T: npt.NDArray[np.int32] | None = None
 
     @property
     def window(self) -> int:
@@ -56,6 +59,8 @@ class ExampleSource:
     def example_bytes(self) -> int:
         """Of one example in an archive."""
         per_frame = 4 if self.weight_T is None else 8
+        if self.side_RS is not None:  # the worst case: a row for each frame
+            per_frame += 4 + 4 * int(self.side_RS.shape[1])
         return 4 * self.window * int(self.features_TD.shape[1]) + per_frame * self.frames_per_eg + 4
 
 
@@ -69,8 +74,10 @@ def shuffled(frames: FrameSet, random: np.random.Generator, *, left_context: int
         utterances.append(np.full(len(starts), utterance))
     first_E, utterance_E = np.concatenate(firsts), np.concatenate(utterances)
     order_E = random.permutation(len(first_E))
+    side_RS, side_T = (frames.side.rows_RS, frames.side.row_T) if frames.side else (None, None)
     return ExampleSource(frames.features_TD, frames.pdf_T, frames.weight_T, frames.offsets, first_E[order_E],
-                         utterance_E[order_E], left_context, right_context, frames_per_eg)
+                         utterance_E[order_E], left_context, right_context, frames_per_eg,
+                         side_RS, side_T)
 
 
 def write_archive(source: ExampleSource, begin: int, end: int, path: Path) -> ArchiveEntry:
@@ -80,6 +87,7 @@ def write_archive(source: ExampleSource, begin: int, end: int, path: Path) -> Ar
     weight    E x F       float32, only where the source has weights
     pdf       E x F       int32, NO_FRAME beyond the end of the utterance
     utterance E           int32, index into utterances.json
+    side      K x S       float32, and side_row, E x F int32, which of them goes with a frame; only where the source has them
     """
     first_E, utterance_E = source.first_E[begin:end], source.utterance_E[begin:end]
     begin_E1, end_E1 = source.offsets[utterance_E][:, None], source.offsets[utterance_E + 1][:, None]
@@ -90,6 +98,9 @@ def write_archive(source: ExampleSource, begin: int, end: int, path: Path) -> Ar
         rest["weight"] = np.where(inside_EF, source.weight_T[at_EF], 0.0).astype(np.float32)
     rest["pdf"] = np.where(inside_EF, source.pdf_T[at_EF], NO_FRAME).astype(np.int32)
     rest["utterance"] = utterance_E.astype(np.int32)
+    if source.side_RS is not None and source.side_T is not None:
+        used_K, row_EF = np.unique(source.side_T[at_EF], return_inverse=True)
+        rest |= {"side": np.ascontiguousarray(source.side_RS[used_K]), "side_row": row_EF.reshape(at_EF.shape).astype(np.int32)}
     shape = (end - begin, source.window, int(source.features_TD.shape[1]))
     pieces = _features(source, first_E, begin_E1, end_E1)
     digest = write_arrays(path, "features", shape, pieces, rest)

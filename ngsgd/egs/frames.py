@@ -1,6 +1,6 @@
 """Labelled frames in memory, before they become archives.  Knows no speech.
 
-Letters: T frames, D feature dimension, U utterances.
+Letters: T frames, D feature dimension, U utterances; R rows, S values of what stands beside the features.
 """
 
 from __future__ import annotations
@@ -14,6 +14,18 @@ from ngsgd.errors import DataError
 
 
 @dataclass(frozen=True)
+class Side:
+    """What a model gets beside the features of a frame and its context, such as an i-vector; many frames share a row of it."""
+
+    rows_RS: npt.NDArray[np.float32]
+    row_T: npt.NDArray[np.int32]         # the row of each frame
+
+    @property
+    def dim(self) -> int:
+        return int(self.rows_RS.shape[1])
+
+
+@dataclass(frozen=True)
 class FrameSet:
     """Frames of U utterances laid end to end, each frame with the class it should be recognised as."""
 
@@ -22,6 +34,7 @@ class FrameSet:
     offsets: npt.NDArray[np.int64]        # U + 1 entries; utterance u is rows offsets[u]:offsets[u + 1]
     utt_ids: tuple[str, ...]
     weight_T: npt.NDArray[np.float32] | None = None  # of each frame in the objf; 0 masks a frame; None: all weigh 1
+    side: Side | None = None
 
     def __post_init__(self) -> None:
         num_frames = self.features_TD.shape[0]
@@ -30,6 +43,8 @@ class FrameSet:
                             f"{len(self.utt_ids)} utterances do not fit together; prepare the data again.")
         if self.weight_T is not None and self.weight_T.shape != (num_frames,):
             raise DataError(f"{num_frames} frames have {len(self.weight_T)} weights; prepare the data again.")
+        if self.side is not None and self.side.row_T.shape != (num_frames,):
+            raise DataError(f"{num_frames} frames have {len(self.side.row_T)} rows beside them; prepare the data again.")
 
     @property
     def num_frames(self) -> int:
@@ -38,3 +53,7 @@ class FrameSet:
     @property
     def dim(self) -> int:
         return int(self.features_TD.shape[1])
+
+    @property
+    def side_dim(self) -> int:
+        return self.side.dim if self.side else 0

@@ -34,7 +34,7 @@ _MASKS = 1  # tells the numbers drawn for masks from those drawn for the order
 
 
 class Minibatch(NamedTuple):
-    """Spliced frames and the class of each."""
+    """Spliced frames, what goes beside each behind it, and the class of each."""
 
     x_ND: Tensor                    # float32
     pdf_N: Tensor                   # int64
@@ -85,7 +85,9 @@ class EgsReader:
                 minibatch = rows.minibatch(order_N[begin:begin + size], pin_memory)
                 if masks is not None:
                     drawn = np.random.default_rng((seed, outer_iter, job, number, _MASKS))
-                    minibatch = minibatch._replace(x_ND=mask_windows(minibatch.x_ND, rows.width, masks, drawn))
+                    num_spliced = self.info.num_spliced
+                    masked_ND = mask_windows(minibatch.x_ND[:, :num_spliced], rows.width, masks, drawn)
+                    minibatch = minibatch._replace(x_ND=torch.cat([masked_ND, minibatch.x_ND[:, num_spliced:]], dim=1))
                 yield minibatch
         return ahead(made(), prefetch)
 
@@ -175,11 +177,18 @@ class _Rows:
         # a spliced frame is one run of memory within its example
         flat = torch.from_numpy(file["features"]).flatten(1)
         self._x_ED = flat[:, frame * info.feature_dim:(frame + self.width) * info.feature_dim]
+        self._side_KS, self._side_row_E = None, None
+        if info.side_dim:
+            self._side_KS = torch.from_numpy(file["side"])
+            self._side_row_E = torch.from_numpy(file["side_row"][:, frame].astype(np.int64))
         self._pdf_E = torch.from_numpy(pdf_E.astype(np.int64))
         self._weight_E = None if weight_E is None else torch.from_numpy(weight_E.copy())
 
     def minibatch(self, at_N: npt.NDArray[np.int64], pin_memory: bool) -> Minibatch:
         chosen_N = torch.from_numpy(at_N)
-        x_ND = torch.empty(len(at_N), self._x_ED.shape[1], pin_memory=pin_memory)
-        torch.index_select(self._x_ED, 0, chosen_N, out=x_ND)
+        num_spliced, side_dim = self._x_ED.shape[1], 0 if self._side_KS is None else self._side_KS.shape[1]
+        x_ND = torch.empty(len(at_N), num_spliced + side_dim, pin_memory=pin_memory)
+        torch.index_select(self._x_ED, 0, chosen_N, out=x_ND[:, :num_spliced])
+        if self._side_KS is not None and self._side_row_E is not None:
+            torch.index_select(self._side_KS, 0, self._side_row_E[chosen_N], out=x_ND[:, num_spliced:])
         return Minibatch(x_ND, self._pdf_E[chosen_N], None if self._weight_E is None else self._weight_E[chosen_N])

@@ -21,7 +21,7 @@ import numpy as np
 from ngsgd.egs.examples import ArchiveEntry, ExampleSource, write_archive
 from ngsgd.errors import DataError
 
-_ARRAYS = ("features_TD", "pdf_T", "weight_T", "offsets", "first_E", "utterance_E")
+_ARRAYS = ("features_TD", "pdf_T", "weight_T", "offsets", "first_E", "utterance_E", "side_RS", "side_T")
 
 
 @dataclass(frozen=True)

@@ -52,14 +52,15 @@ def _hidden_layers(config: ModelConfig, num_inputs: int, window: Window,
             front["input_transform"] = FixedAffine(transform)
             num_inputs = len(transform)
         return front, *dnn_layers(config, num_inputs)
-    offsets, width = list(config.layer_offsets()), window.feature_dim
+    offsets, width, side_dim = list(config.layer_offsets()), window.feature_dim, window.side_dim
     if transform is not None:
         front["input_transform"] = SplicedTransform(transform, offsets[0])
-        offsets[0], width = (0,), len(transform)
+        offsets[0], width, side_dim = (0,), len(transform), 0
     layers: list[Layer] = []
     for number, of_layer in enumerate(offsets, start=1):
-        kind = FactoredTdnn if config.kind == "tdnnf" and number > 1 else Tdnn
-        layers.append(OrderedDict({f"{config.kind}{number}": kind(config, width, of_layer)}))
+        layer = FactoredTdnn(config, width, of_layer) if config.kind == "tdnnf" and number > 1 else \
+            Tdnn(config, width, of_layer, side_dim=side_dim if number == 1 else 0)
+        layers.append(OrderedDict({f"{config.kind}{number}": layer}))
         width = config.hidden_dim
     return front, layers, width
 
@@ -95,4 +96,4 @@ def _scales(config: ModelConfig, statistics: DataStatistics, targets: Sequence[i
 
 
 def _network(children: Layer, window: Window) -> TimeDelayNetwork:
-    return TimeDelayNetwork(children, window.left_context, window.feature_dim)
+    return TimeDelayNetwork(children, window)

@@ -9,11 +9,12 @@ from torch import Tensor
 
 
 class Window(NamedTuple):
-    """What an input row is made of: frames with their context, laid end to end."""
+    """What an input row is made of: frames with their context, laid end to end, and what goes beside them."""
 
     left_context: int     # frames
     right_context: int    # frames
     feature_dim: int      # of one frame
+    side_dim: int = 0     # of what is not spliced, such as an i-vector; at the end of the row
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,8 @@ def build(config: ModelConfig, *, num_inputs: int, num_classes: int, window: Win
     factory = find(config)
     sizes = {"num_inputs": num_inputs, "num_classes": num_classes, "left_context": window.left_context,
              "right_context": window.right_context, "feature_dim": window.feature_dim, "seed": seed}
+    if window.side_dim:  # most modules have never heard of it
+        sizes["side_dim"] = window.side_dim
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:

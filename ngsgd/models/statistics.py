@@ -32,7 +32,7 @@ def model_for(config: RunConfig, reader: EgsReader) -> nn.Module:
     """The run's model for these examples, initialised as a function of the run's seed."""
     info = reader.info
     model = build_model(config.model, info.num_inputs, info.num_classes, config.seed,
-                        window=Window(info.left_context, info.right_context, info.feature_dim),
+                        window=Window(info.left_context, info.right_context, info.feature_dim, info.side_dim),
                         statistics=statistics_for(config.model, reader))
     _scale_start(model, config.model)
     return model
@@ -79,12 +79,12 @@ def _key(config: ModelConfig, reader: EgsReader) -> str:
 
 
 def _columns(config: ModelConfig, reader: EgsReader) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """The inputs that are transformed: the whole window, of a TDNN what its first layer sees."""
+    """The inputs that are transformed: the whole row, of a TDNN what its first layer sees."""
     info = reader.info
-    columns = np.arange(info.num_inputs).reshape(-1, info.feature_dim)
+    columns = np.arange(info.num_spliced).reshape(-1, info.feature_dim)
     if config.kind in ("tdnn", "tdnnf"):
         columns = columns[np.asarray(config.layer_offsets()[0]) + info.left_context]
-    return columns.reshape(-1)
+    return np.concatenate([columns.reshape(-1), np.arange(info.num_spliced, info.num_inputs)])
 
 
 def _compute(config: ModelConfig, reader: EgsReader) -> DataStatistics:

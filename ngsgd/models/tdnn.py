@@ -4,7 +4,10 @@ A layer sees the frames at its offsets around each of its output frames: Kaldi's
 as splicing and an affine layer.  Only frames that the output depends on are computed, so training on single frames costs
 what the offsets say and not what the window is wide; a whole utterance is computed once for all of its frames.
 
-Letters: N rows (examples or utterances), T frames, K offsets, D dimension.
+What goes beside the features of a frame, such as an i-vector, is an input of the first layer and the same at all of the frames
+that an output depends on, as in Kaldi (ReplaceIndex).
+
+Letters: N rows (examples or utterances), T frames, K offsets, D dimension, S values beside the features.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ngsgd.config import ModelConfig
+from ngsgd.models.inputs import Window
 from ngsgd.models.layers import FixedAffine, normalization
 
 Times = npt.NDArray[np.int64]   # ascending
@@ -62,26 +66,26 @@ class SplicedTransform(TimeLayer):
         needed, splice = _spliced(times, self.offsets)
         return needed, (splice,)
 
-    def forward(self, x_NTD: Tensor, splices: Sequence[Splice]) -> Tensor:
-        y: Tensor = self.fixed(splices[0](x_NTD))
+    def forward(self, x_NTD: Tensor, splices: Sequence[Splice], side_NS: Tensor | None = None) -> Tensor:
+        y: Tensor = self.fixed(_beside(splices[0](x_NTD), side_NS))
         return y
 
 
 class Tdnn(TimeLayer):
     """Affine layer over spliced frames, ReLU, normalisation."""
 
-    def __init__(self, config: ModelConfig, num_inputs: int, offsets: Sequence[int]) -> None:
+    def __init__(self, config: ModelConfig, num_inputs: int, offsets: Sequence[int], side_dim: int = 0) -> None:
         super().__init__()
         self.offsets = tuple(offsets)
-        self.affine = nn.Linear(len(self.offsets) * num_inputs, config.hidden_dim)
+        self.affine = nn.Linear(len(self.offsets) * num_inputs + side_dim, config.hidden_dim)
         self.rest = _rest(config)
 
     def plan(self, times: Times) -> tuple[Times, tuple[Splice, ...]]:
         needed, splice = _spliced(times, self.offsets)
         return needed, (splice,)
 
-    def forward(self, x_NTD: Tensor, splices: Sequence[Splice]) -> Tensor:
-        y: Tensor = self.rest(self.affine(splices[0](x_NTD)))
+    def forward(self, x_NTD: Tensor, splices: Sequence[Splice], side_NS: Tensor | None = None) -> Tensor:
+        y: Tensor = self.rest(self.affine(_beside(splices[0](x_NTD), side_NS)))
         return y
 
     def extra_repr(self) -> str:
@@ -129,23 +133,42 @@ class TimeDelayNetwork(nn.Sequential):
     frames of one utterance, each computed once.
     """
 
-    def __init__(self, children: OrderedDict[str, nn.Module], left_context: int, feature_dim: int) -> None:
+    def __init__(self, children: OrderedDict[str, nn.Module], window: Window) -> None:
         super().__init__(children)
-        self.left_context, self.feature_dim = left_context, feature_dim
+        self.window = window
         self._plan_of_one: Plan | None = None
 
     def forward(self, x_NI: Tensor) -> Tensor:
-        x_NWD = x_NI.unflatten(1, (-1, self.feature_dim))
+        x_NWD, side_NS = self._parts(x_NI)
         plan = self._plan_of_one
         if plan is None or plan.needed.device != x_NI.device:
             plan = self._plan_of_one = self._plan(np.zeros(1, np.int64), x_NI.device)
-        return self._run(x_NWD, plan).squeeze(1)
+        return self._run(x_NWD, plan, side_NS).squeeze(1)
 
     def utterance(self, x_TI: Tensor) -> Tensor:
-        """T x outputs from the spliced frames of one utterance, in order and without gaps."""
-        x_TWD = x_TI.unflatten(1, (-1, self.feature_dim))
+        """T x outputs from the spliced frames of one utterance, in order and without gaps.
+
+        Frames that differ in what goes beside them share no hidden layer, so each run of alike ones is computed by itself.
+        """
+        side_TS = self._parts(x_TI)[1]
+        if side_TS is None:
+            return self._alike(x_TI)
+        ends = torch.nonzero((side_TS[1:] != side_TS[:-1]).any(dim=1)).flatten() + 1
+        return torch.cat([self._alike(run) for run in x_TI.tensor_split(ends.cpu())])
+
+    def _alike(self, x_TI: Tensor) -> Tensor:
+        """Of consecutive frames with the same beside them."""
+        x_TWD, side_TS = self._parts(x_TI)
         frames = torch.cat([x_TWD[0], x_TWD[1:, -1]])[None]  # each frame once
-        return self._run(frames, self._plan(np.arange(len(x_TI)), x_TI.device)).squeeze(0)
+        plan = self._plan(np.arange(len(x_TI)), x_TI.device)
+        return self._run(frames, plan, None if side_TS is None else side_TS[:1]).squeeze(0)
+
+    def _parts(self, x_NI: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(frames of the window, what goes beside them)."""
+        if not self.window.side_dim:
+            return x_NI.unflatten(1, (-1, self.window.feature_dim)), None
+        spliced_NI, side_NS = x_NI.split([x_NI.shape[1] - self.window.side_dim, self.window.side_dim], dim=1)
+        return spliced_NI.unflatten(1, (-1, self.window.feature_dim)), side_NS
 
     def _time_layers(self) -> list[TimeLayer]:
         return [layer for layer in self.children() if isinstance(layer, TimeLayer)]
@@ -156,12 +179,12 @@ class TimeDelayNetwork(nn.Sequential):
         for layer in reversed(self._time_layers()):
             times, of_layer = layer.plan(times)
             splices.append(tuple(Splice(splice.index_TK.to(device)) for splice in of_layer))
-        return Plan(torch.from_numpy(times + self.left_context).to(device), splices[::-1])
+        return Plan(torch.from_numpy(times + self.window.left_context).to(device), splices[::-1])
 
-    def _run(self, x_NTD: Tensor, plan: Plan) -> Tensor:
+    def _run(self, x_NTD: Tensor, plan: Plan, side_NS: Tensor | None) -> Tensor:
         y = x_NTD.index_select(1, plan.needed)
-        for layer, of_layer in zip(self._time_layers(), plan.splices, strict=True):
-            y = layer(y, of_layer)
+        for number, (layer, of_layer) in enumerate(zip(self._time_layers(), plan.splices, strict=True)):
+            y = layer(y, of_layer, side_NS) if number == 0 and side_NS is not None else layer(y, of_layer)
         rows = y.flatten(0, 1)
         for module in self.children():
             if not isinstance(module, TimeLayer):
@@ -175,6 +198,11 @@ def _rest(config: ModelConfig) -> nn.Sequential:
     if config.dropout_schedule:
         modules["dropout"] = nn.Dropout(0.0)  # the proportion follows the schedule, in each job
     return nn.Sequential(modules)
+
+
+def _beside(x_NTD: Tensor, side_NS: Tensor | None) -> Tensor:
+    """Every frame's features with what goes beside those of its row."""
+    return x_NTD if side_NS is None else torch.cat([x_NTD, side_NS[:, None].expand(-1, x_NTD.shape[1], -1)], dim=2)
 
 
 def _needed(times: Times, offsets: Sequence[int]) -> Times:

@@ -124,6 +124,9 @@ def _write_archive(train: FrameSet, spans: list[_Span], path: Path) -> tuple[int
     rest: dict[str, npt.NDArray[Any]] = {name: np.array(column, np.int64) for name, column in table.items()}
     rest["pdf"] = np.concatenate([train.pdf_T[span.low:span.high] for span in spans]).astype(np.int32)
     rest["log_weight"] = np.array([span.log_weight for span in spans], np.float64)
+    if train.side is not None:
+        used_K, row_T = np.unique(np.concatenate([train.side.row_T[span.low:span.high] for span in spans]), return_inverse=True)
+        rest |= {"side": np.ascontiguousarray(train.side.rows_RS[used_K]), "side_row": row_T.astype(np.int32)}
     digest = write_arrays(path, "features", (int(begins[-1]), train.dim), pieces, rest)
     return sum(span.end - span.first for span in spans), len(spans), digest
 
@@ -175,14 +178,17 @@ class SequenceReader:
         return ahead(made(), prefetch)
 
     def _minibatch(self, archive: ArrayFile, chosen: list[int]) -> SequenceMinibatch:
-        rows, pdfs = [], []
+        rows, pdfs, at_N = [], [], []
         for at in chosen:
             begin, size = archive["begin"][at], archive["size"][at]
             time_T = np.arange(archive["first"][at], archive["end"][at])
             rows.append(begin + np.clip(time_T[:, None] + self._window, 0, size - 1))
             pdfs.append(archive["pdf"][begin + time_T].astype(np.int64))
+            at_N.append(begin + time_T)
         row_NW = np.concatenate(rows)
         x_ND = torch.from_numpy(windows(archive["features"], row_NW).reshape(len(row_NW), -1))
+        if self.info.side_dim:
+            x_ND = torch.cat([x_ND, torch.from_numpy(archive["side"][archive["side_row"][np.concatenate(at_N)]])], dim=1)
         return SequenceMinibatch(x_ND, torch.from_numpy(np.concatenate(pdfs)), None, tuple(map(len, pdfs)),
                                  torch.from_numpy(archive["log_weight"][chosen]))
 

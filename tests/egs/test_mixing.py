@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,7 +29,7 @@ def prepare(folder: Path, num_frames: int = 20_000) -> EgsReader:
                                       groups=speakers))
 
 
-def in_order(frames: FrameSet, random: np.random.Generator, **numbers: int) -> ExampleSource:
+def in_order(frames: FrameSet, random: np.random.Generator, **numbers: Any) -> ExampleSource:
     """What an archive would hold if nobody shuffled."""
     first_E = np.concatenate([np.arange(a, b, numbers["frames_per_eg"]) for a, b in zip(frames.offsets, frames.offsets[1:],
                                                                                          strict=False)])

@@ -63,7 +63,7 @@ class Network:
 
 def describe(model: nn.Module, config: ModelConfig, window: Window, *, has_softmax: bool = True) -> Network:
     """The network of a trained model; raises ConfigError for what nnet3 has no component for, with the reason."""
-    _require_exportable(config)
+    _require_exportable(config, window)
     state = {name: tensor.detach().cpu().numpy() for name, tensor in model.state_dict().items()}
     is_tdnn = config.kind == "tdnn"
     whole = tuple(range(-window.left_context, window.right_context + 1))
@@ -76,8 +76,9 @@ def describe(model: nn.Module, config: ModelConfig, window: Window, *, has_softm
     return Network(window.feature_dim, layers, output, is_tdnn, transform, has_softmax)
 
 
-def _require_exportable(config: ModelConfig) -> None:
+def _require_exportable(config: ModelConfig, window: Window) -> None:
     reasons = {
+        "ivectors.dim": (window.side_dim > 0, "the input beside the frames is not written yet"),
         "model._target_": (bool(config._target_), "a module of your own has layers that nnet3 does not know"),
         "model.num_subclasses": (config.num_subclasses > 0, "nnet3 has no component that sums sub-classes inside the logarithm"),
         "model.kind tdnnf": (config.kind == "tdnnf", "bypass and factors of TDNN-F are not written yet"),

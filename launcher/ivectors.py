@@ -1,0 +1,84 @@
+"""The i-vectors of a run: the extractor trained or found, every set's i-vectors from the cache or made, both kept with the run."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from launcher.run_folder import RunFolder, find_run
+from ngsgd import files
+from ngsgd.asr import cache
+from ngsgd.asr.corpus import Corpus
+from ngsgd.asr.ivectors import model as extractor_file
+from ngsgd.asr.ivectors.model import IvectorModel
+from ngsgd.asr.ivectors.training import extract, train
+from ngsgd.asr.speech_set import SpeechSet
+from ngsgd.config import RunConfig
+from ngsgd.egs.frames import Side
+
+RECIPE_VERSION = 1   # raise it when the same settings would give other i-vectors
+_SETS = ("train", "valid", "test")
+_OF_TRAINING = ("dim", "num_gaussians", "context", "pca_dim", "ubm_frames", "max_utterances", "num_iters", "num_gselect",
+                "min_post", "posterior_scale", "train_utterances")
+
+Report = Callable[[str], None]
+
+
+def extractor_of(config: RunConfig, corpus: Corpus, cache_root: Path, report: Report, folder: RunFolder | None) -> Path:
+    """The file of the extractor: the run's own, that of the run it starts from, or one trained on the training set."""
+    if folder is not None and folder.ivectors.exists():
+        return folder.ivectors
+    if config.init_model and (given := _of_init_model(config.init_model)).exists():
+        return given
+    key = {"version": RECIPE_VERSION, "digest": corpus.digest, **_cmn(config),
+           "ivectors": {name: getattr(config.ivectors, name) for name in _OF_TRAINING}}
+    path = cache_root / f"ivectors-{cache.short_hash(key)}.safetensors"
+    if not path.exists():
+        extractor_file.write(train(corpus.train, config.ivectors, config.features, report), path)
+    return path
+
+
+def _of_init_model(init_model: str) -> Path:
+    folder = Path(init_model) if (Path(init_model) / "final" / "model.json").is_file() else find_run(init_model)
+    return folder / "final" / RunFolder.IVECTORS
+
+
+def _cmn(config: RunConfig) -> dict[str, object]:
+    return {name: value for name, value in asdict(config.features).items() if name.startswith("cmn_")}
+
+
+def with_ivectors(config: RunConfig, corpus: Corpus, extractor: Path, cache_root: Path) -> Corpus:
+    """The corpus with an i-vector beside every frame; its digest tells which extractor made them."""
+    key = {"version": RECIPE_VERSION, "digest": corpus.digest, "extractor": extractor_file.digest(extractor), **_cmn(config),
+           "ivectors": asdict(config.ivectors)}
+    folder = cache_root / f"ivectors-{cache.short_hash(key)}"
+    if not all((folder / f"{name}.npy").exists() for name in _SETS):
+        _store(folder, corpus, extractor_file.read(extractor, config.ivectors, config.features), config)
+    sets: dict[str, Any] = {
+        name: _with_rows(getattr(corpus, name), np.load(folder / f"{name}.npy", mmap_mode="r"), config.ivectors.period)
+        for name in _SETS}
+    return replace(corpus, **sets, digest=hashlib.sha256((corpus.digest + folder.name).encode()).hexdigest())
+
+
+def _store(folder: Path, corpus: Corpus, model: IvectorModel, config: RunConfig) -> None:
+    with files.new_directory(folder) as new:
+        for name in _SETS:
+            most = config.ivectors.train_utterances if name == "train" else config.ivectors.test_utterances
+            np.save(new / f"{name}.npy", np.concatenate(extract(getattr(corpus, name), model, most_utterances=most)))
+
+
+def _with_rows(speech: SpeechSet, rows_RS: npt.NDArray[np.float32], period: int) -> SpeechSet:
+    lengths = np.diff(speech.frames.offsets)
+    first_U = np.cumsum([0, *_num_rows(lengths, period)])
+    row_T = np.concatenate([first + np.arange(length) // period for first, length in zip(first_U, lengths, strict=False)])
+    return replace(speech, frames=replace(speech.frames, side=Side(rows_RS, row_T.astype(np.int32))))
+
+
+def _num_rows(lengths: npt.NDArray[np.int64], period: int) -> Sequence[int]:
+    return [-(-int(length) // period) for length in lengths]

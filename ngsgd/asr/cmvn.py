@@ -1,0 +1,130 @@
+"""Mean and variance of features: Kaldi's statistics, and the mean of what has been heard so far for speech that still goes on.
+
+Letters: T frames, D feature dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ngsgd.config import FeatureConfig
+from ngsgd.errors import DataError
+
+Features = npt.NDArray[np.float32]
+Vector = npt.NDArray[np.float64]
+Stats = npt.NDArray[np.float64]   # 2 x (D + 1), as Kaldi's cmvn.ark: sums and the number of frames; sums of squares and 0
+
+SMALLEST_DEVIATION = 1e-5  # a mel bin that holds no FFT point is constant; it becomes 0, not NaN
+GLOBAL = "global"          # the unit of all training speech together
+
+
+@dataclass(frozen=True)
+class Units:
+    """The statistics of a set of utterances, by speaker, by utterance or all together."""
+
+    stats: Mapping[str, Stats]
+    unit_of: tuple[str, ...]       # of each utterance
+
+
+def statistics(frames_TD: npt.NDArray[np.floating]) -> Stats:
+    """Of these frames; sums in float64."""
+    stats = np.zeros((2, frames_TD.shape[1] + 1))
+    stats[0, :-1], stats[0, -1] = frames_TD.sum(axis=0, dtype=np.float64), len(frames_TD)
+    stats[1, :-1] = np.square(frames_TD, dtype=np.float64).sum(axis=0)
+    return stats
+
+
+def check(stats: npt.NDArray[np.floating], where: str, dim: int | None = None) -> Stats:
+    """The matrix as statistics; raises DataError for what cannot be any."""
+    if stats.ndim != 2 or stats.shape[0] != 2 or stats.shape[1] < 2 or (dim is not None and stats.shape[1] != dim + 1):
+        wanted = "D + 1" if dim is None else str(dim + 1)
+        raise DataError(f"{where} is a matrix of {' x '.join(map(str, stats.shape))}; statistics of features are 2 x {wanted}: "
+                        "sums and the number of frames, sums of squares and 0.")
+    if not np.isfinite(stats).all() or stats[0, -1] < 1.0:
+        raise DataError(f"{where} has {stats[0, -1]:g} frames, or numbers that are not finite; make the statistics again.")
+    return np.asarray(stats, dtype=np.float64)
+
+
+def mean_and_deviation(stats: Stats) -> tuple[Vector, Vector]:
+    """(mean, standard deviation) of each feature."""
+    count = stats[0, -1]
+    mean_D = stats[0, :-1] / count
+    variance_D = stats[1, :-1] / count - mean_D**2
+    return mean_D, np.maximum(np.sqrt(np.maximum(variance_D, 0.0)), SMALLEST_DEVIATION)
+
+
+def normalised(frames_TD: Features, stats: Stats) -> Features:
+    """With zero mean and unit variance over what the statistics are of; Kaldi's apply-cmvn --norm-vars."""
+    mean_D, deviation_D = mean_and_deviation(stats)
+    return np.asarray((frames_TD - mean_D.astype(np.float32)) / deviation_D.astype(np.float32), dtype=np.float32)
+
+
+def restored(frames_TD: Features, stats: Stats) -> Features:
+    """What `normalised` was given, to the rounding of float32."""
+    mean_D, deviation_D = mean_and_deviation(stats)
+    return (frames_TD * deviation_D + mean_D).astype(np.float32)
+
+
+def units(features: Sequence[Features], names: Sequence[str]) -> Units:
+    """The statistics of these utterances, each of which belongs to the unit of that name."""
+    stats: dict[str, Stats] = {}
+    for frames_TD, name in zip(features, names, strict=True):
+        found = statistics(frames_TD)
+        stats[name] = stats[name] + found if name in stats else found
+    return Units(stats, tuple(names))
+
+
+# So far -----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Heard:
+    """What a speaker's utterances before add up to."""
+
+    sum_D: Vector
+    count: float = 0.0
+
+
+class OnlineMean:
+    """The mean at every frame of an utterance of what has been heard till then: Kaldi's OnlineCmvn, without variances.
+
+    It is taken over `cmn_window` frames up to this one; while there are fewer, the speaker's earlier utterances stand in for
+    up to `cmn_speaker_frames`, and all training speech for up to `cmn_global_frames`.
+    """
+
+    def __init__(self, config: FeatureConfig, all_speech: Stats, before: Heard | None = None) -> None:
+        self._window, self._most_before, self._most_global = config.cmn_window, config.cmn_speaker_frames, config.cmn_global_frames
+        self._global_mean_D = mean_and_deviation(all_speech)[0]
+        self._before = before or Heard(np.zeros_like(self._global_mean_D))
+        self._sums_WD = np.zeros((1, len(self._global_mean_D)))  # over the utterance up to each of its last frames
+        self._num_frames = 0
+
+    def accept(self, frames_TD: Features) -> Vector:
+        """T x D: the mean at each of the frames that follow."""
+        # summed one after another, so that it makes no difference to a bit how many frames come at once
+        sums_TD = np.cumsum(np.concatenate([self._sums_WD[-1:], frames_TD]), axis=0)[1:]
+        history = np.concatenate([self._sums_WD, sums_TD])
+        first = self._num_frames + 1 - len(self._sums_WD)           # how many frames the oldest sum is over
+        heard_T = np.arange(self._num_frames + 1, self._num_frames + 1 + len(frames_TD))
+        gone_T = np.maximum(heard_T - self._window, 0)              # frames that have left the window
+        sum_TD = sums_TD - history[np.maximum(gone_T - first, 0)] * (gone_T > 0)[:, None]
+        self._num_frames += len(frames_TD)
+        self._sums_WD = history[-self._window - 1:]
+        return self._smoothed(sum_TD, (heard_T - gone_T).astype(np.float64))
+
+    def _smoothed(self, sum_TD: Vector, count_T: Vector) -> Vector:
+        before = self._before
+        lent_T = np.minimum(self._window - count_T, min(self._most_before, before.count))
+        if before.count:
+            sum_TD = sum_TD + (lent_T / before.count)[:, None] * before.sum_D
+        count_T = count_T + lent_T
+        lent_T = np.minimum(self._window - count_T, self._most_global)
+        return np.asarray((sum_TD + lent_T[:, None] * self._global_mean_D) / (count_T + lent_T)[:, None])
+
+    def heard(self) -> Heard:
+        """For the speaker's next utterance."""
+        return Heard(self._before.sum_D + self._sums_WD[-1], self._before.count + self._num_frames)

@@ -1,0 +1,177 @@
+"""The i-vector extractor: Gaussian means that move together, along a few directions for each speaker (total variability).
+
+Frame z of Gaussian i is N(M_i x, Sigma_i), and x is N(p e_0, I): Kaldi's ivector-extractor.h, where the first column of M_i times
+the prior offset p is the mean of all speakers.  Kept of Kaldi: full covariances with a floor, the offset, minimum divergence (the
+prior is made N(p e_0, I) again after every pass), statistics of posteriors scaled by 0.1.  Left out: weights that depend on x, and
+the rotation that makes the columns independent, which changes no i-vector's use.
+
+What x is known to be after frames with posteriors g: with N_i = sum g, F_i = sum g z,
+    Q = I + sum_i N_i M_i' Sigma_i^-1 M_i,     l = p e_0 + sum_i M_i' Sigma_i^-1 F_i,     x ~ N(Q^-1 l, Q^-1).
+
+Letters: U utterances, I Gaussians, D features, S dimension of an i-vector.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+PRIOR_OFFSET = 100.0        # to begin with, as in Kaldi
+VARIANCE_FLOOR = 0.1        # of every covariance, relative to their weighted mean (Kaldi: 0.1)
+FEWEST_FRAMES = 100.0       # a Gaussian with fewer keeps its M and Sigma (Kaldi's gaussian-min-count)
+START = 0.1                 # of the columns of M, in standard deviations
+_UTTERANCES_AT_ONCE = 256   # bounds memory: utterances x S x S
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Of utterances, posteriors scaled; any float type, summed in float64."""
+
+    count_UI: Tensor
+    first_UID: Tensor
+    second_IDD: Tensor      # of all utterances together
+
+    @property
+    def total_count(self) -> Tensor:
+        """Of each Gaussian."""
+        return self.count_UI.double().sum(dim=0)
+
+
+@dataclass(frozen=True)
+class Extractor:
+    """The model; float64."""
+
+    M_IDS: Tensor
+    covariance_IDD: Tensor
+    prior_offset: float
+
+    @property
+    def dim(self) -> int:
+        return self.M_IDS.shape[2]
+
+    @cached_property
+    def projection(self) -> Tensor:
+        """I x D x S, Sigma^-1 M: what a frame of the Gaussian adds to l."""
+        return torch.cholesky_solve(self.M_IDS, torch.linalg.cholesky(self.covariance_IDD))
+
+    @cached_property
+    def information(self) -> Tensor:
+        """I x S x S, M' Sigma^-1 M: what a frame of the Gaussian adds to Q."""
+        return self.M_IDS.mT @ self.projection
+
+    def terms(self, count_UI: Tensor, first_UID: Tensor) -> tuple[Tensor, Tensor]:
+        """What frames add to (l, U x S; Q, U x S x S)."""
+        linear_US = first_UID.double().flatten(1) @ self.projection.flatten(0, 1)
+        quadratic_USS = (count_UI.double() @ self.information.flatten(1)).unflatten(1, (self.dim, self.dim))
+        return linear_US, quadratic_USS
+
+    def prior(self, scale_U: Tensor) -> tuple[Tensor, Tensor]:
+        """What the prior, taken `scale_U` times, adds to l and Q."""
+        linear_US = torch.zeros(len(scale_U), self.dim, dtype=torch.float64, device=scale_U.device)
+        linear_US[:, 0] = self.prior_offset * scale_U
+        return linear_US, scale_U[:, None, None] * torch.eye(self.dim, dtype=torch.float64, device=scale_U.device)
+
+    def posterior(self, count_UI: Tensor, first_UID: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(mean, U x S; covariance, U x S x S; log-likelihood of each utterance but for what no x changes)."""
+        linear_US, quadratic_USS = (a + b for a, b in zip(self.terms(count_UI, first_UID), self.prior(
+            torch.ones(len(count_UI), dtype=torch.float64, device=count_UI.device)), strict=True))
+        L_USS = torch.linalg.cholesky(quadratic_USS)
+        mean_US = torch.cholesky_solve(linear_US[:, :, None], L_USS).squeeze(2)
+        half_log_det_U = L_USS.diagonal(dim1=1, dim2=2).log().sum(dim=1)
+        log_U = 0.5 * (linear_US * mean_US).sum(dim=1) - half_log_det_U - 0.5 * self.prior_offset**2
+        return mean_US, torch.cholesky_inverse(L_USS), log_U
+
+    def log_likelihood(self, statistics: Statistics, integrals_U: Tensor) -> float:
+        """Of all frames, given to which Gaussians they belong; `integrals_U` as `posterior` gives them."""
+        L_IDD = torch.linalg.cholesky(self.covariance_IDD)
+        log_det_I = 2.0 * L_IDD.diagonal(dim1=1, dim2=2).log().sum(dim=1)
+        dim = self.M_IDS.shape[1]
+        quadratic = torch.cholesky_solve(statistics.second_IDD, L_IDD).diagonal(dim1=1, dim2=2).sum()
+        fixed = (statistics.total_count * (log_det_I + dim * math.log(2.0 * math.pi))).sum() + quadratic
+        return float(integrals_U.sum() - 0.5 * fixed)
+
+
+def start(statistics: Statistics, dim: int, *, seed: int = 0) -> Extractor:
+    """Means and covariances of the statistics, and small random directions."""
+    count_I11 = statistics.total_count.clamp(min=1e-10)[:, None, None]
+    mean_ID = statistics.first_UID.double().sum(dim=0) / count_I11[:, 0]
+    raw_IDD = statistics.second_IDD / count_I11 - mean_ID[:, :, None] * mean_ID[:, None, :]
+    covariance_IDD = floored(raw_IDD, statistics.total_count, VARIANCE_FLOOR)
+    generator = torch.Generator().manual_seed(seed)
+    random_IDS = torch.randn(*mean_ID.shape, dim, generator=generator, dtype=torch.float64).to(mean_ID.device)
+    M_IDS = START * random_IDS * covariance_IDD.diagonal(dim1=1, dim2=2).sqrt()[:, :, None]
+    M_IDS[:, :, 0] = mean_ID / PRIOR_OFFSET
+    return Extractor(M_IDS, covariance_IDD, PRIOR_OFFSET)
+
+
+def em_pass(extractor: Extractor, statistics: Statistics, *, variance_floor: float = VARIANCE_FLOOR,
+            fewest_frames: float = FEWEST_FRAMES) -> tuple[Extractor, float]:
+    """(the extractor after one pass of EM, log-likelihood per frame before it).
+
+    Without a floor and a fewest number of frames, the likelihood never falls.
+    """
+    dim = extractor.dim
+    Y_IDS, R_ISS = torch.zeros_like(extractor.M_IDS), torch.zeros_like(extractor.information)
+    sum_S, square_SS = torch.zeros_like(R_ISS[0, 0]), torch.zeros_like(R_ISS[0])
+    integrals = []
+    num_utterances = len(statistics.count_UI)
+    for begin in range(0, num_utterances, _UTTERANCES_AT_ONCE):
+        count_UI = statistics.count_UI[begin:begin + _UTTERANCES_AT_ONCE].double()
+        first_UID = statistics.first_UID[begin:begin + _UTTERANCES_AT_ONCE].double()
+        mean_US, covariance_USS, log_U = extractor.posterior(count_UI, first_UID)
+        expected_USS = covariance_USS + mean_US[:, :, None] * mean_US[:, None, :]
+        Y_IDS += (first_UID.flatten(1).T @ mean_US).unflatten(0, first_UID.shape[1:])
+        R_ISS += (count_UI.T @ expected_USS.flatten(1)).unflatten(1, (dim, dim))
+        sum_S += mean_US.sum(dim=0)
+        square_SS += expected_USS.sum(dim=0)
+        integrals.append(log_U)
+    log_likelihood = extractor.log_likelihood(statistics, torch.cat(integrals)) / float(statistics.total_count.sum())
+    updated = _maximised(extractor, statistics, Y_IDS, R_ISS, variance_floor, fewest_frames)
+    mean_S = sum_S / num_utterances
+    return with_standard_prior(updated, mean_S, square_SS / num_utterances - mean_S[:, None] * mean_S), log_likelihood
+
+
+def _maximised(extractor: Extractor, statistics: Statistics, Y_IDS: Tensor, R_ISS: Tensor, variance_floor: float,
+               fewest_frames: float) -> Extractor:
+    """M and Sigma of the maximum, where a Gaussian has frames enough."""
+    count_I = statistics.total_count
+    enough = count_I >= max(fewest_frames, 1e-10)
+    M_IDS, covariance_IDD = extractor.M_IDS.clone(), extractor.covariance_IDD.clone()
+    Y, R = Y_IDS[enough], R_ISS[enough]
+    M = torch.linalg.solve(R, Y.mT).mT
+    cross = M @ Y.mT
+    raw = (statistics.second_IDD[enough] - cross - cross.mT + M @ R @ M.mT) / count_I[enough, None, None]
+    M_IDS[enough], covariance_IDD[enough] = M, floored(0.5 * (raw + raw.mT), count_I[enough], variance_floor)
+    return Extractor(M_IDS, covariance_IDD, extractor.prior_offset)
+
+
+def floored(raw_IDD: Tensor, count_I: Tensor, factor: float) -> Tensor:
+    """The covariances, none in any direction below `factor` times their weighted mean; 0: as they are."""
+    if factor == 0.0:
+        return raw_IDD
+    mean_DD = (count_I[:, None, None] * raw_IDD).sum(dim=0) / count_I.sum()
+    tiny = 1e-10 * mean_DD.diagonal().max()  # a feature that never changes has a variance of 0
+    L_DD = torch.linalg.cholesky(factor * mean_DD + tiny * torch.eye(len(mean_DD), dtype=mean_DD.dtype, device=mean_DD.device))
+    half_IDD = torch.linalg.solve_triangular(L_DD, raw_IDD, upper=False)
+    relative_IDD = torch.linalg.solve_triangular(L_DD, half_IDD.mT, upper=False)  # L^-1 raw L^-T, symmetric
+    value_ID, vector_IDD = torch.linalg.eigh(0.5 * (relative_IDD + relative_IDD.mT))
+    root_IDD: Tensor = L_DD @ vector_IDD * value_ID.clamp(min=1.0).sqrt()[:, None, :]
+    return root_IDD @ root_IDD.mT
+
+
+def with_standard_prior(extractor: Extractor, mean_S: Tensor, covariance_SS: Tensor) -> Extractor:
+    """The same model where x with this mean and covariance becomes A x with mean p e_0 and covariance I: minimum divergence."""
+    L_SS = torch.linalg.cholesky(covariance_SS)
+    mean_S = torch.linalg.solve_triangular(L_SS, mean_S[:, None], upper=False)[:, 0]
+    offset = mean_S.norm()
+    axis_S = mean_S / offset
+    axis_S[0] += 1.0 if axis_S[0] >= 0.0 else -1.0   # Householder: the sign that cancels no digits
+    eye_SS = torch.eye(len(mean_S), dtype=mean_S.dtype, device=mean_S.device)
+    reflection_SS = eye_SS - 2.0 * axis_S[:, None] * axis_S / axis_S.square().sum()
+    sign = 1.0 if (reflection_SS[0] @ mean_S) >= 0.0 else -1.0
+    # A = sign H L^-1, so A^-1 = sign L H, H being its own inverse
+    return Extractor(extractor.M_IDS @ (sign * L_SS @ reflection_SS), extractor.covariance_IDD, float(offset))

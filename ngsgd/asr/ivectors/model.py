@@ -1,0 +1,90 @@
+"""All that turns features into i-vectors, as one file: statistics of all speech, principal axes, background model, extractor.
+
+Letters: T frames, C spliced features, K of them that are kept, I Gaussians.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
+from torch import Tensor
+
+from ngsgd.asr.cmvn import Heard, OnlineMean, Stats
+from ngsgd.asr.ivectors.extractor import Extractor
+from ngsgd.asr.ivectors.ubm import DiagonalMixture
+from ngsgd.config import FeatureConfig, IvectorConfig
+from ngsgd.errors import DataError
+from ngsgd.files import new_file
+
+
+@dataclass(frozen=True)
+class FrontEnd:
+    """Frames as the Gaussians see them: their mean so far taken away, with their neighbours, along principal axes."""
+
+    config: IvectorConfig
+    features: FeatureConfig
+    all_speech: Stats
+    axes_CK: Tensor
+
+    def mean(self, before: Heard | None) -> OnlineMean:
+        return OnlineMean(self.features, self.all_speech, before)
+
+    def project(self, frames_TD: npt.NDArray[np.floating], at_N: npt.NDArray[np.int64]) -> Tensor:
+        """N x K: these frames, as `spliced` gives them."""
+        return spliced(frames_TD, at_N, self.config.context).to(self.axes_CK.device) @ self.axes_CK
+
+
+def spliced(frames_TD: npt.NDArray[np.floating], at_N: npt.NDArray[np.int64], context: int) -> Tensor:
+    """N x C: these frames with their neighbours; beyond the edges the first and the last stand for those that lack."""
+    row_NW = np.clip(at_N[:, None] + np.arange(-context, context + 1), 0, len(frames_TD) - 1)
+    return torch.from_numpy(np.asarray(frames_TD, dtype=np.float64)[row_NW]).flatten(1)
+
+
+@dataclass(frozen=True)
+class IvectorModel:
+    """What a run with i-vectors keeps."""
+
+    front: FrontEnd
+    ubm: DiagonalMixture
+    extractor: Extractor
+
+
+def scaled_posteriors(mixture: DiagonalMixture, z_TK: Tensor, config: IvectorConfig) -> Tensor:
+    """T x I: how much of a frame each Gaussian is given."""
+    return config.posterior_scale * mixture.posteriors(z_TK, num_gselect=config.num_gselect, min_post=config.min_post)
+
+
+def write(model: IvectorModel, path: Path) -> None:
+    arrays = {"all_speech": torch.from_numpy(model.front.all_speech), "axes": model.front.axes_CK, "weight": model.ubm.weight_G,
+              "mean": model.ubm.mean_GD, "variance": model.ubm.variance_GD, "M": model.extractor.M_IDS,
+              "covariance": model.extractor.covariance_IDD,
+              "prior_offset": torch.tensor([model.extractor.prior_offset], dtype=torch.float64)}
+    with new_file(path) as temporary:
+        temporary.write_bytes(save({name: array.cpu().contiguous() for name, array in arrays.items()}))
+
+
+def read(path: Path, config: IvectorConfig, features: FeatureConfig) -> IvectorModel:
+    """The model in a file that `write` wrote; the settings say how it is used."""
+    try:
+        a = load_file(path)
+        found = IvectorModel(FrontEnd(config, features, a["all_speech"].numpy(), a["axes"]),
+                             DiagonalMixture(a["weight"], a["mean"], a["variance"]),
+                             Extractor(a["M"], a["covariance"], float(a["prior_offset"])))
+    except (OSError, SafetensorError, KeyError) as error:
+        raise DataError(f"{path} cannot be read as an i-vector extractor ({error}); restore it, or remove it and train again.") \
+            from error
+    if found.extractor.dim != config.dim:
+        raise DataError(f"{path} makes i-vectors of {found.extractor.dim} dimensions, and ivectors.dim is {config.dim}; "
+                        "set it to that.")
+    return found
+
+
+def digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()

@@ -1,0 +1,132 @@
+"""i-vectors of an utterance while it is spoken: Kaldi's OnlineIvectorFeature.
+
+Number k is estimated from frames 0 to k * period and goes with the frames from k * period on, so no frame has one that looks
+ahead further than the frames spliced to it.  The equations are solved exactly, where Kaldi takes 15 steps of conjugate gradients.
+
+Letters: T frames, D features, K projected ones, P periods, I Gaussians, S dimension of an i-vector.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from ngsgd.asr.cmvn import Features, Heard
+from ngsgd.asr.ivectors.model import IvectorModel, scaled_posteriors
+
+_PERIODS_AT_ONCE = 64   # bounds memory: periods x Gaussians x features
+
+
+@dataclass(frozen=True)
+class Remembered:
+    """What is known of a speaker after an utterance, the prior left out."""
+
+    heard: Heard
+    count: float           # frames, scaled
+    linear_S: Tensor
+    quadratic_SS: Tensor
+
+
+class IvectorStream:
+    """One utterance.  `accept` as often as frames come, then `finish`; `at` any time in between."""
+
+    def __init__(self, model: IvectorModel, before: Remembered | None = None) -> None:
+        self._model, self._config = model, model.front.config
+        dim, float64 = model.extractor.dim, torch.float64
+        device = model.extractor.M_IDS.device
+        self._count = torch.zeros((), dtype=float64, device=device)
+        self._linear_S = torch.zeros(dim, dtype=float64, device=device)
+        self._quadratic_SS = torch.zeros(dim, dim, dtype=float64, device=device)
+        if before is not None:
+            self._count += before.count
+            self._linear_S += before.linear_S
+            self._quadratic_SS += before.quadratic_SS
+        self._mean = model.front.mean(before.heard if before else None)
+        self._raw: list[Features] = []                            # pieces that are still needed, the oldest frame being `_first`
+        self._normal: list[npt.NDArray[np.float64]] = []
+        self._first = self._num_frames = self._num_done = 0
+        self._rows: list[npt.NDArray[np.float32]] = []
+
+    @property
+    def right_context(self) -> int:
+        """Frames that must follow a frame before its i-vector is known, unless it is the last."""
+        return self._config.context
+
+    def accept(self, raw_TD: Features) -> None:
+        """Takes the frames that follow, not normalised."""
+        self._raw.append(raw_TD)
+        self._normal.append(raw_TD - self._mean.accept(raw_TD))
+        self._num_frames += len(raw_TD)
+        known = self._num_frames - self._config.context
+        if known > self._num_done:  # up to the last frame that an i-vector is estimated at
+            self._advance((known - 1) // self._config.period * self._config.period + 1)
+
+    def finish(self) -> Remembered:
+        """The utterance has ended; what its speaker's next one may begin with."""
+        self._advance((self._num_frames - 1) // self._config.period * self._config.period + 1)
+        self._advance(self._num_frames)
+        most = self._config.max_remembered_frames * self._config.posterior_scale
+        share = min(1.0, most / max(float(self._count), 1e-10))
+        return Remembered(self._mean.heard(), share * float(self._count), share * self._linear_S, share * self._quadratic_SS)
+
+    def rows(self) -> npt.NDArray[np.float32]:
+        """The i-vectors so far, one a period."""
+        return np.stack(self._rows)
+
+    def at(self, time_T: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+        """T x S: what goes with these frames."""
+        return np.stack([self._rows[period] for period in time_T // self._config.period])
+
+    def _advance(self, end: int) -> None:
+        """Takes frames up to `end` into account; those that begin a period get an i-vector."""
+        period = self._config.period
+        while self._num_done < end:
+            # a period ends with the frame that an i-vector is estimated at, so the first one has a single frame
+            whole = (self._num_done + period - 1) // period * period + 1 if self._num_done else 1
+            self._step(min(end, whole + (_PERIODS_AT_ONCE - 1) * period))
+
+    def _step(self, end: int) -> None:
+        """Frames up to `end`, the last of a period or of the utterance, in one go."""
+        begin, self._num_done = self._num_done, end
+        at_T = np.arange(begin, end) - self._first
+        z_TK = [self._model.front.project(frames, at_T) for frames in self._pieces()]
+        normal_PTK, raw_PTK = (_by_period(z, self._config.period) for z in z_TK)
+        post_PTI = scaled_posteriors(self._model.ubm, normal_PTK.flatten(0, 1), self._config).unflatten(0, normal_PTK.shape[:2])
+        post_PTI[0, :-(end - begin) % self._config.period] = 0.0   # there are no frames
+        count_PI, first_PIK = post_PTI.sum(dim=1), post_PTI.mT @ raw_PTK
+        linear_PS, quadratic_PSS = self._model.extractor.terms(count_PI, first_PIK)
+        count_P = self._count + count_PI.sum(dim=1).cumsum(dim=0)
+        linear_PS, quadratic_PSS = self._linear_S + linear_PS.cumsum(dim=0), self._quadratic_SS + quadratic_PSS.cumsum(dim=0)
+        self._count, self._linear_S, self._quadratic_SS = count_P[-1], linear_PS[-1], quadratic_PSS[-1]
+        if (end - 1) % self._config.period == 0:
+            self._rows += list(self._estimates(count_P, linear_PS, quadratic_PSS).float().cpu().numpy())
+        self._forget(end)
+
+    def _pieces(self) -> tuple[npt.NDArray[np.floating], npt.NDArray[np.floating]]:
+        """(normalised, raw) frames that are still needed."""
+        self._raw, self._normal = [np.concatenate(self._raw)], [np.concatenate(self._normal)]
+        return self._normal[0], self._raw[0]
+
+    def _forget(self, end: int) -> None:
+        gone = max(0, end - self._config.context - self._first)
+        self._raw, self._normal = [self._raw[0][gone:]], [self._normal[0][gone:]]
+        self._first += gone
+
+    def _estimates(self, count_P: Tensor, linear_PS: Tensor, quadratic_PSS: Tensor) -> Tensor:
+        """The mean of x, its prior mean taken away; from `max_count` frames on the prior keeps its share."""
+        most = self._config.max_count
+        scale_P = count_P.clamp(min=most) / most if most else torch.ones_like(count_P)
+        prior_PS, prior_PSS = self._model.extractor.prior(scale_P)
+        x_PS: Tensor = torch.linalg.solve(quadratic_PSS + prior_PSS, linear_PS + prior_PS)
+        x_PS[:, 0] -= self._model.extractor.prior_offset
+        return x_PS
+
+
+def _by_period(z_TK: Tensor, period: int) -> Tensor:
+    """P x period x K; what is missing in the first is filled up in front."""
+    missing = -len(z_TK) % period
+    return torch.cat([z_TK.new_zeros(missing, z_TK.shape[1]), z_TK]).view(-1, period, z_TK.shape[1])

@@ -1,0 +1,145 @@
+"""Background model and extractor from the training set, and i-vectors for all sets, as they will be had while somebody speaks.
+
+Letters: T frames, D features, C spliced ones, K of them that are kept, I Gaussians, U utterances.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Generic, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from ngsgd.asr import cmvn
+from ngsgd.asr.cmvn import Features, Heard
+from ngsgd.asr.ivectors import extractor as extractors
+from ngsgd.asr.ivectors import ubm
+from ngsgd.asr.ivectors.extractor import Statistics
+from ngsgd.asr.ivectors.model import FrontEnd, IvectorModel, scaled_posteriors, spliced
+from ngsgd.asr.ivectors.online import IvectorStream, Remembered
+from ngsgd.asr.ivectors.ubm import DiagonalMixture
+from ngsgd.asr.speech_set import SpeechSet
+from ngsgd.config import FeatureConfig, IvectorConfig
+
+_FRAMES_AT_ONCE = 16384  # whose second moments are summed in one go
+
+State = TypeVar("State")
+
+
+class Turns(Generic[State]):
+    """What is remembered of each speaker, over `most` utterances in a row; 0: over all."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._known: dict[str, tuple[State, int]] = {}
+
+    def before(self, speaker: str) -> State | None:
+        state, number = self._known.get(speaker, (None, 0))
+        return None if self._most and number % self._most == 0 else state
+
+    def after(self, speaker: str, state: State) -> None:
+        self._known[speaker] = state, self._known.get(speaker, (None, 0))[1] + 1
+
+
+def train(speech: SpeechSet, config: IvectorConfig, features: FeatureConfig, report: Callable[[str], None]) -> IvectorModel:
+    """The model of a training set; a function of its arguments alone."""
+    all_speech = np.sum([cmvn.statistics(speech.raw(u)) for u in range(len(speech.texts))], axis=0)
+    chosen_T = _spread(speech.frames.num_frames, config.ubm_frames)
+    front = FrontEnd(config, features, all_speech, _axes(speech, config, features, all_speech, chosen_T))
+    z_NK = torch.cat([front.project(frames_TD, at_N) for frames_TD, at_N in _chosen(speech, front, chosen_T)])
+    mixture = ubm.train(z_NK, config.num_gaussians)
+    report(f"i-vectors: background model of {mixture.num_gaussians} Gaussians from {len(z_NK):,} frames")
+    statistics = collect(speech, front, mixture)
+    extractor = extractors.start(statistics, config.dim)
+    for number in range(1, config.num_iters + 1):
+        extractor, log_likelihood = extractors.em_pass(extractor, statistics)
+        report(f"i-vectors: pass {number}/{config.num_iters} of the extractor: {log_likelihood:.4f} per frame before it")
+    return IvectorModel(front, mixture, extractor)
+
+
+def _spread(num_frames: int, most: int) -> npt.NDArray[np.int64]:
+    return np.unique(np.linspace(0, num_frames - 1, min(most, num_frames)).round().astype(np.int64))
+
+
+def _axes(speech: SpeechSet, config: IvectorConfig, features: FeatureConfig, all_speech: cmvn.Stats,
+          chosen_T: npt.NDArray[np.int64]) -> Tensor:
+    """The principal axes of the chosen frames with their neighbours."""
+    dim = (2 * config.context + 1) * speech.frames.dim
+    plain = FrontEnd(config, features, all_speech, torch.eye(dim, dtype=torch.float64))
+    sum_C, square_CC = torch.zeros(dim, dtype=torch.float64), torch.zeros(dim, dim, dtype=torch.float64)
+    for frames_TD, at_N in _chosen(speech, plain, chosen_T):
+        x_NC = spliced(frames_TD, at_N, config.context)
+        sum_C += x_NC.sum(dim=0)
+        square_CC += x_NC.T @ x_NC
+    mean_C = sum_C / len(chosen_T)
+    return principal_axes(square_CC / len(chosen_T) - mean_C[:, None] * mean_C, config.pca_dim)
+
+
+def principal_axes(covariance_CC: Tensor, dim: int) -> Tensor:
+    """C x K: the directions in which rows vary most, not scaled (Kaldi's est-pca)."""
+    axes_CK: Tensor = torch.linalg.eigh(covariance_CC)[1].flip(1)[:, :dim]
+    largest_K = axes_CK.abs().argmax(dim=0)  # the sign of an axis is arbitrary, and should not depend on the machine
+    return (axes_CK * axes_CK[largest_K, torch.arange(axes_CK.shape[1])].sign()).contiguous()
+
+
+def _chosen(speech: SpeechSet, front: FrontEnd,
+            chosen_T: npt.NDArray[np.int64]) -> Iterator[tuple[npt.NDArray[np.floating], npt.NDArray[np.int64]]]:
+    """(frames without their mean so far, which of them are chosen) of each utterance that has such."""
+    for u, (normal_TD, _) in _heard(speech, front):
+        begin, end = speech.frames.offsets[u:u + 2]
+        low, high = np.searchsorted(chosen_T, [begin, end])
+        if high > low:
+            yield normal_TD, chosen_T[low:high] - begin
+
+
+def _heard(speech: SpeechSet, front: FrontEnd) -> Iterator[tuple[int, tuple[npt.NDArray[np.floating], Features]]]:
+    """(utterance, (frames without their mean so far, raw frames)), as they will be heard in training."""
+    turns: Turns[Heard] = Turns(front.config.train_utterances)
+    for u, speaker in enumerate(speech.speakers):
+        raw_TD, mean = speech.raw(u), front.mean(turns.before(speaker))
+        yield u, (raw_TD - mean.accept(raw_TD), raw_TD)
+        turns.after(speaker, mean.heard())
+
+
+def collect(speech: SpeechSet, front: FrontEnd, mixture: DiagonalMixture) -> Statistics:
+    """Of up to `max_utterances`: which Gaussian by the frames without their mean, sums of the raw ones."""
+    config = front.config
+    num_utterances = len(speech.texts)
+    is_chosen_U = np.zeros(num_utterances, bool)
+    is_chosen_U[np.random.default_rng(0).permutation(num_utterances)[:config.max_utterances]] = True
+    counts, firsts, pieces = [], [], []
+    dim = front.axes_CK.shape[1]
+    second_IDD = torch.zeros(mixture.num_gaussians, dim, dim, dtype=torch.float64)
+    for u, frames in _heard(speech, front):
+        if is_chosen_U[u]:
+            normal_TK, raw_TK = (front.project(one, np.arange(len(one))) for one in frames)
+            post_TI = scaled_posteriors(mixture, normal_TK, config)
+            counts.append(post_TI.sum(dim=0).float())
+            firsts.append((post_TI.T @ raw_TK).float())
+            pieces.append((post_TI, raw_TK))
+        if pieces and (u == num_utterances - 1 or sum(len(raw) for _, raw in pieces) >= _FRAMES_AT_ONCE):
+            _add_second_moments(second_IDD, *(torch.cat(column) for column in zip(*pieces, strict=True)))
+            pieces = []
+    return Statistics(torch.stack(counts), torch.stack(firsts), second_IDD)
+
+
+def _add_second_moments(second_IDD: Tensor, post_TI: Tensor, raw_TK: Tensor) -> None:
+    for i, post_T in enumerate(post_TI.T):
+        mine = post_T.nonzero().squeeze(1)  # few: a frame has only some Gaussians
+        rows = raw_TK[mine]
+        second_IDD[i] += (post_T[mine, None] * rows).T @ rows
+
+
+def extract(speech: SpeechSet, model: IvectorModel, *, most_utterances: int) -> list[npt.NDArray[np.float32]]:
+    """One row a period for each utterance; speakers are remembered over `most_utterances` in a row, in the order of the set."""
+    turns: Turns[Remembered] = Turns(most_utterances)
+    found = []
+    for u, speaker in enumerate(speech.speakers):
+        stream = IvectorStream(model, turns.before(speaker))
+        stream.accept(speech.raw(u))
+        turns.after(speaker, stream.finish())
+        found.append(stream.rows())
+    return found

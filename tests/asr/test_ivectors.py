@@ -1,0 +1,293 @@
+"""Background model, extractor and online extraction, against dense Gaussians and loops over frames."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from ngsgd.asr import cmvn, speech_set
+from ngsgd.asr.ivectors import extractor as extractors
+from ngsgd.asr.ivectors import model as files
+from ngsgd.asr.ivectors import ubm
+from ngsgd.asr.ivectors.extractor import Extractor, Statistics
+from ngsgd.asr.ivectors.model import FrontEnd, IvectorModel
+from ngsgd.asr.ivectors.online import IvectorStream
+from ngsgd.asr.ivectors.training import Turns, extract, train
+from ngsgd.asr.ivectors.ubm import DiagonalMixture
+from ngsgd.asr.speech_set import SpeechSet
+from ngsgd.asr.utterance import FramedUtterance
+from ngsgd.config import FeatureConfig, IvectorConfig
+from ngsgd.errors import DataError
+from tests.reference import ivectors as reference
+
+NUM_GAUSSIANS, DIM, IVECTOR_DIM, OFFSET = 3, 4, 3, 5.0
+RANDOM = np.random.default_rng(0)
+
+
+def random_extractor(seed: int = 0) -> Extractor:
+    random = np.random.default_rng(seed)
+    root = random.normal(size=(NUM_GAUSSIANS, DIM, DIM))
+    covariance = root @ root.transpose(0, 2, 1) + np.eye(DIM)
+    return Extractor(torch.from_numpy(random.normal(size=(NUM_GAUSSIANS, DIM, IVECTOR_DIM))), torch.from_numpy(covariance), OFFSET)
+
+
+def utterances(number: int = 40, frames: int = 12) -> list[tuple[np.ndarray, list[int]]]:
+    """(frames, which Gaussian each is of), drawn from some extractor."""
+    made, source = [], random_extractor(7)
+    for _ in range(number):
+        x_S = RANDOM.normal(size=IVECTOR_DIM) + OFFSET * np.eye(IVECTOR_DIM)[0]
+        gaussian_T = RANDOM.integers(NUM_GAUSSIANS, size=frames).tolist()
+        made.append((np.array([RANDOM.multivariate_normal(source.M_IDS[i].numpy() @ x_S, source.covariance_IDD[i].numpy())
+                               for i in gaussian_T]), gaussian_T))
+    return made
+
+
+def statistics(made: list[tuple[np.ndarray, list[int]]], weight: float = 1.0) -> Statistics:
+    count, first = np.zeros((len(made), NUM_GAUSSIANS)), np.zeros((len(made), NUM_GAUSSIANS, DIM))
+    second = np.zeros((NUM_GAUSSIANS, DIM, DIM))
+    for u, (frames_TD, gaussian_T) in enumerate(made):
+        for frame_D, i in zip(frames_TD, gaussian_T, strict=True):
+            count[u, i] += weight
+            first[u, i] += weight * frame_D
+            second[i] += weight * np.outer(frame_D, frame_D)
+    return Statistics(*map(torch.from_numpy, (count, first, second)))
+
+
+# The background model -------------------------------------------------------------------------------------------------
+
+
+def test_densities_and_pruned_posteriors_are_their_definitions() -> None:
+    mixture = DiagonalMixture(torch.tensor([0.2, 0.5, 0.3]).double(), torch.randn(3, 4).double(), torch.rand(3, 4).double() + 0.1)
+    x_ND = torch.randn(20, 4).double()
+    arrays = mixture.weight_G.numpy(), mixture.mean_GD.numpy(), mixture.variance_GD.numpy()
+    expected = np.array([reference.log_density(x_D, *arrays) for x_D in x_ND.numpy()])
+    np.testing.assert_allclose(mixture.log_joint(x_ND), expected, rtol=1e-12)
+    pruned = np.array([reference.pruned_posterior(log_I, 2, 0.1) for log_I in expected])
+    np.testing.assert_allclose(mixture.posteriors(x_ND, num_gselect=2, min_post=0.1), pruned, atol=1e-12)
+
+
+def test_every_pass_raises_the_likelihood() -> None:
+    x_ND = torch.cat([torch.randn(300, 2, generator=torch.Generator().manual_seed(k)) * 0.5 + 3.0 * k for k in range(3)]).double()
+    generator = torch.Generator().manual_seed(0)
+    mixture = ubm.split(DiagonalMixture(torch.ones(1).double(), x_ND.mean(0)[None], x_ND.var(0)[None]), 4, generator)
+    likelihoods = []
+    for _ in range(15):
+        mixture, log_likelihood = ubm.em_pass(mixture, x_ND, torch.zeros(2).double())
+        likelihoods.append(log_likelihood)
+    assert mixture.num_gaussians == 4 and likelihoods[-1] > likelihoods[0] + 0.1
+    assert (np.diff(likelihoods) > -1e-12).all()  # rounding of a sum of 900
+
+
+def test_mixing_up_describes_clusters_as_well_as_they_can_be() -> None:
+    centres = torch.tensor([[0.0] * 10, [9.0] * 10, [0.0, 5.0] * 5, [-6.0, 3.0] * 5]).double()
+    x_ND = torch.cat([centre + torch.randn(200, 10, generator=torch.Generator().manual_seed(k)) for k, centre in enumerate(centres)])
+    truth = DiagonalMixture(torch.full((4,), 0.25).double(), centres, torch.ones_like(centres))
+    found = ubm.train(x_ND, 8)  # with four, two of them may sit on one cluster for ever
+    assert float(found.log_joint(x_ND).logsumexp(dim=1).mean()) > float(truth.log_joint(x_ND).logsumexp(dim=1).mean())
+    assert found.num_gaussians == 8 and float(torch.cdist(centres, found.mean_GD).min(dim=1).values.max()) < 1.5
+
+
+def test_few_frames_make_few_gaussians() -> None:
+    mixture = ubm.train(torch.randn(60, 2, generator=torch.Generator().manual_seed(0)), 64)
+    assert 1 <= mixture.num_gaussians <= 6
+
+
+# The extractor ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("weight", [1.0, 0.1])
+def test_the_posterior_is_the_conditional_of_the_joint_gaussian(weight: float) -> None:
+    extractor, made = random_extractor(), utterances(4)
+    found = statistics(made, weight)
+    mean_US, covariance_USS, _ = extractor.posterior(found.count_UI, found.first_UID)
+    for u, (frames_TD, gaussian_T) in enumerate(made):
+        mean_S, covariance_SS = reference.posterior(extractor.M_IDS.numpy(), extractor.covariance_IDD.numpy(),
+                                                    OFFSET * np.eye(IVECTOR_DIM)[0], frames_TD, gaussian_T,
+                                                    [weight] * len(frames_TD))
+        np.testing.assert_allclose(mean_US[u], mean_S, rtol=1e-9, atol=1e-9)
+        np.testing.assert_allclose(covariance_USS[u], covariance_SS, rtol=1e-9, atol=1e-9)
+
+
+def exact_log_likelihood(extractor: Extractor, made: list[tuple[np.ndarray, list[int]]]) -> float:
+    return sum(reference.log_likelihood(extractor.M_IDS.numpy(), extractor.covariance_IDD.numpy(),
+                                        extractor.prior_offset * np.eye(IVECTOR_DIM)[0], np.eye(IVECTOR_DIM), *one) for one in made)
+
+
+def test_the_likelihood_is_that_of_the_large_gaussian_and_no_pass_lowers_it() -> None:
+    made = utterances()
+    found = statistics(made)
+    extractor = extractors.start(found, IVECTOR_DIM)
+    likelihoods = [exact_log_likelihood(extractor, made)]
+    for _ in range(8):
+        extractor, log_likelihood = extractors.em_pass(extractor, found, variance_floor=0.0, fewest_frames=0.0)
+        np.testing.assert_allclose(log_likelihood * 12 * len(made), likelihoods[-1], rtol=1e-9)
+        likelihoods.append(exact_log_likelihood(extractor, made))
+    assert (np.diff(likelihoods) > 0.0).all() and likelihoods[-1] > likelihoods[0] + 10.0
+
+
+def test_a_standard_prior_describes_the_same_speech() -> None:
+    extractor, made = random_extractor(), utterances(3)
+    mean_S = np.array([-1.0, 2.0, 0.5])
+    root = RANDOM.normal(size=(IVECTOR_DIM, IVECTOR_DIM))
+    covariance_SS = root @ root.T + np.eye(IVECTOR_DIM)
+    standard = extractors.with_standard_prior(extractor, torch.from_numpy(mean_S), torch.from_numpy(covariance_SS))
+    before = sum(reference.log_likelihood(extractor.M_IDS.numpy(), extractor.covariance_IDD.numpy(), mean_S, covariance_SS, *one)
+                 for one in made)
+    assert standard.prior_offset > 0.0
+    assert exact_log_likelihood(standard, made) == pytest.approx(before, rel=1e-9)
+
+
+def test_the_floor_lifts_what_is_below_it_and_nothing_else() -> None:
+    count = torch.tensor([10.0, 30.0]).double()
+    raw = torch.stack([torch.diag(torch.tensor([1e-6, 4.0])), torch.diag(torch.tensor([4.0, 4.0]))]).double()
+    found = extractors.floored(raw, count, 0.1)
+    np.testing.assert_allclose(found[0].diagonal(), [0.1 * (1e-6 * 10 + 4.0 * 30) / 40, 4.0], rtol=1e-6)  # Cholesky of 1e-10 more
+    np.testing.assert_allclose(found[1], raw[1], atol=1e-9)
+
+
+# Online -----------------------------------------------------------------------------------------------------------------
+
+CONFIG = IvectorConfig(dim=IVECTOR_DIM, context=1, period=4, num_gselect=2, min_post=0.05, max_count=1.5, max_remembered_frames=30.0)
+FEATURES = FeatureConfig(cmn_window=9, cmn_speaker_frames=5, cmn_global_frames=3)
+RAW_DIM = 2
+ALL_SPEECH = cmvn.statistics(RANDOM.normal(1.0, 2.0, size=(50, RAW_DIM)))
+
+
+def online_model(config: IvectorConfig = CONFIG) -> IvectorModel:
+    random = np.random.default_rng(3)
+    axes = torch.from_numpy(random.normal(size=(RAW_DIM * (2 * config.context + 1), DIM)))
+    mixture = DiagonalMixture(torch.tensor([0.3, 0.3, 0.4]).double(), torch.from_numpy(random.normal(size=(NUM_GAUSSIANS, DIM))),
+                              torch.from_numpy(random.uniform(5.0, 9.0, size=(NUM_GAUSSIANS, DIM))))
+    return IvectorModel(FrontEnd(config, FEATURES, ALL_SPEECH, axes), mixture, random_extractor())
+
+
+def by_loops(model: IvectorModel, said: list[np.ndarray]) -> list[np.ndarray]:
+    """The i-vectors of a speaker's utterances in turn."""
+    config, mixture, extractor = model.front.config, model.ubm, model.extractor
+    count_I, first_ID = np.zeros(NUM_GAUSSIANS), np.zeros((NUM_GAUSSIANS, DIM))
+    found = []
+    for number, frames_TD in enumerate(said):
+        means = reference.running_means(frames_TD, window=9, before=said[:number], most_before=5,
+                                        global_mean_D=ALL_SPEECH[0, :-1] / ALL_SPEECH[0, -1], most_global=3)
+        rows = []
+        for t in range(len(frames_TD)):
+            normal_D, raw_D = (reference.spliced(one, t, config.context) @ model.front.axes_CK.numpy()
+                               for one in (frames_TD - means, frames_TD))
+            log_I = reference.log_density(normal_D, mixture.weight_G.numpy(), mixture.mean_GD.numpy(), mixture.variance_GD.numpy())
+            post_I = config.posterior_scale * reference.pruned_posterior(log_I, config.num_gselect, config.min_post)
+            count_I, first_ID = count_I + post_I, first_ID + np.outer(post_I, raw_D)
+            if t % config.period == 0:
+                rows.append(reference.estimate(extractor.M_IDS.numpy(), extractor.covariance_IDD.numpy(), OFFSET, count_I, first_ID,
+                                               config.max_count))
+        share = min(1.0, config.max_remembered_frames * config.posterior_scale / count_I.sum())
+        count_I, first_ID = share * count_I, share * first_ID
+        found.append(np.array(rows))
+    return found
+
+
+SAID = [RANDOM.normal(size=(length, RAW_DIM)) for length in (26, 9, 1, 33)]
+
+
+@pytest.mark.parametrize("step", [1, 3, 100])
+def test_online_extraction_is_that_of_loops_over_frames(step: int) -> None:
+    model, before = online_model(), None
+    for frames_TD, expected in zip(SAID, by_loops(online_model(), SAID), strict=True):
+        stream = IvectorStream(model, before)
+        for at in range(0, len(frames_TD), step):
+            stream.accept(frames_TD[at:at + step].astype(np.float64))
+        before = stream.finish()
+        np.testing.assert_allclose(stream.rows(), expected, rtol=1e-5, atol=1e-5)  # rows are float32
+        time_T = np.arange(len(frames_TD))
+        np.testing.assert_array_equal(stream.at(time_T), stream.rows()[time_T // CONFIG.period])
+
+
+def test_an_ivector_looks_ahead_no_further_than_the_context() -> None:
+    model, changed = online_model(), SAID[3].copy()
+    changed[18:] += 1.0
+    rows = []
+    for frames_TD in (SAID[3], changed):
+        stream = IvectorStream(model)
+        stream.accept(frames_TD)
+        stream.finish()
+        rows.append(stream.rows())
+    np.testing.assert_array_equal(rows[0][:5], rows[1][:5])   # number 4 is estimated at frame 16, which sees 17
+    assert not np.allclose(rows[0][5:], rows[1][5:], atol=1e-3)
+
+
+def test_an_ivector_is_known_as_soon_as_its_context_is() -> None:
+    stream = IvectorStream(online_model())
+    known = []
+    for t in range(12):
+        stream.accept(SAID[0][t:t + 1])
+        known.append(len(stream._rows))
+    assert known == [0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3]
+
+
+def test_at_the_end_without_limits_it_is_the_posterior_of_the_whole_utterance() -> None:
+    model = online_model(replace(CONFIG, period=1, max_count=0.0))
+    stream = IvectorStream(model)
+    stream.accept(SAID[0])
+    stream.finish()
+    mean = model.front.mean(None).accept(SAID[0])
+    z_TK, raw_TK = (model.front.project(one, np.arange(26)) for one in (SAID[0] - mean, SAID[0]))
+    post_TI = files.scaled_posteriors(model.ubm, z_TK, model.front.config)
+    mean_US, _, _ = model.extractor.posterior(post_TI.sum(dim=0)[None], (post_TI.T @ raw_TK)[None])
+    np.testing.assert_allclose(stream.rows()[-1], mean_US[0] - OFFSET * torch.eye(IVECTOR_DIM)[0], rtol=1e-5, atol=1e-5)  # float32
+
+
+def test_speakers_are_remembered_over_so_many_utterances() -> None:
+    turns: Turns[int] = Turns(2)
+    seen = []
+    for number in range(5):
+        seen.append(turns.before("a"))
+        turns.after("a", number)
+    assert seen == [None, 0, None, 2, None] and turns.before("b") is None
+    for_ever: Turns[int] = Turns(0)
+    for_ever.after("a", 1)
+    assert for_ever.before("a") == 1
+
+
+# All of it ----------------------------------------------------------------------------------------------------------------
+
+SMALL = IvectorConfig(dim=2, num_gaussians=4, context=1, pca_dim=4, num_iters=5, max_count=0.0)
+
+
+def speech_of_two() -> SpeechSet:
+    """Sixteen utterances; one speaker's features lie 1 higher than the other's, in every sound."""
+    random, sounds = np.random.default_rng(0), np.array([[0.0, 0.0, 0.0], [5.0, 0.0, -5.0], [0.0, 6.0, 3.0]])
+    said = []
+    for number in range(16):
+        speaker = "ab"[number % 2]
+        frames_TD = sounds[np.repeat(random.integers(3, size=30), 5)] + 0.5 * random.normal(size=(150, 3)) + (speaker == "b")
+        said.append(FramedUtterance(f"u{number}", speaker, ("A",), frames_TD.astype(np.float32), np.zeros(150, np.int32)))
+    return speech_set.assemble(said, FeatureConfig(cmvn="none"))
+
+
+def test_a_trained_extractor_tells_speakers_apart_whose_means_were_taken_away(tmp_path: Path) -> None:
+    speech = speech_of_two()
+    model = train(speech, SMALL, FeatureConfig(), lambda _: None)
+    rows = extract(speech, model, most_utterances=1)
+    assert [len(one) for one in rows] == [15] * 16
+    last_US = np.array([one[-1] for one in rows])
+    a, b = last_US[::2], last_US[1::2]
+    spread = max(np.linalg.norm(one - one.mean(axis=0), axis=1).max() for one in (a, b))
+    assert np.linalg.norm(a.mean(axis=0) - b.mean(axis=0)) > 2.0 * spread
+    again = train(speech, SMALL, FeatureConfig(), lambda _: None)
+    files.write(model, tmp_path / "one")
+    files.write(again, tmp_path / "other")
+    assert files.digest(tmp_path / "one") == files.digest(tmp_path / "other")
+    kept = files.read(tmp_path / "one", SMALL, FeatureConfig())
+    np.testing.assert_array_equal(extract(speech, kept, most_utterances=1)[3], rows[3])
+
+
+def test_a_file_that_is_none_or_of_another_dimension_is_told(tmp_path: Path) -> None:
+    files.write(online_model(), tmp_path / "good")
+    with pytest.raises(DataError, match=r"3 dimensions, and ivectors.dim is 5"):
+        files.read(tmp_path / "good", replace(CONFIG, dim=5), FEATURES)
+    (tmp_path / "bad").write_bytes((tmp_path / "good").read_bytes()[:100])
+    with pytest.raises(DataError, match="cannot be read as an i-vector extractor"):
+        files.read(tmp_path / "bad", CONFIG, FEATURES)
