@@ -20,6 +20,7 @@ import torch
 
 from launcher import compose
 from launcher.final_model import load_final, log_likelihoods
+from launcher.ivectors import with_ivectors
 from launcher.run_folder import RunFolder, check_output_dir
 from ngsgd.asr import alignments, cache, corpus, forced_alignment
 from ngsgd.asr.corpus import Corpus
@@ -172,6 +173,8 @@ def with_model(run: Path, output: Path) -> None:
     model, prior_P = load_final(folder)
     with _written(output):
         speech = corpus.prepare_unaligned(config.data, config.features, _cache_root(config), print)
+        if config.ivectors.dim:
+            speech = with_ivectors(config, speech, folder.ivectors, _cache_root(config))
         sets = (speech.train, speech.valid, speech.test)
         logliks = {utt_id: loglik_TP for one in sets for utt_id, loglik_TP in
                    zip(one.frames.utt_ids, log_likelihoods(one, config.egs, model, prior_P), strict=True)}

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from launcher.run_folder import RunFolder, find_run
+from launcher.run_folder import RunFolder, folder_of_model
 from ngsgd import files
 from ngsgd.asr import cache
 from ngsgd.asr.corpus import Corpus
@@ -34,7 +34,7 @@ def extractor_of(config: RunConfig, corpus: Corpus, cache_root: Path, report: Re
     """The file of the extractor: the run's own, that of the run it starts from, or one trained on the training set."""
     if folder is not None and folder.ivectors.exists():
         return folder.ivectors
-    if config.init_model and (given := _of_init_model(config.init_model)).exists():
+    if config.init_model and (given := folder_of_model(config.init_model) / "final" / RunFolder.IVECTORS).exists():
         return given
     key = {"version": RECIPE_VERSION, "digest": corpus.digest, **_cmn(config),
            "ivectors": {name: getattr(config.ivectors, name) for name in _OF_TRAINING}}
@@ -42,11 +42,6 @@ def extractor_of(config: RunConfig, corpus: Corpus, cache_root: Path, report: Re
     if not path.exists():
         extractor_file.write(train(corpus.train, config.ivectors, config.features, report), path)
     return path
-
-
-def _of_init_model(init_model: str) -> Path:
-    folder = Path(init_model) if (Path(init_model) / "final" / "model.json").is_file() else find_run(init_model)
-    return folder / "final" / RunFolder.IVECTORS
 
 
 def _cmn(config: RunConfig) -> dict[str, object]:

@@ -14,6 +14,7 @@ from ngsgd.errors import EXIT_OK, ConfigError, DataError
 from ngsgd.files import write_text
 
 if TYPE_CHECKING:
+    from ngsgd.asr.speech_set import SpeechSet
     from ngsgd.egs.nnet3_examples import Nnet3Example
     from ngsgd.egs.reader import EgsReader
 
@@ -23,7 +24,7 @@ def export(arguments: Sequence[str]) -> int:
     parser = Parser("export")
     parser.add_argument("run", metavar="RUN", help="a run folder, or its name under runs/")
     parser.add_argument("--output", "-o", required=True, help="folder for final.raw (text) and priors.vec")
-    parser.add_argument("--data", action="store_true", help="also features and alignments (pdf ids) of train, valid and test")
+    parser.add_argument("--data", action="store_true", help="also features, CMVN and alignments (pdf ids) of train, valid and test")
     parser.add_argument("--egs", type=int, default=0, metavar="N", help="also the first N archives of training examples")
     options = parser.parse_args(list(arguments))
     folder, output = RunFolder.open(find_run(options.run)), Path(options.output)
@@ -93,7 +94,7 @@ def _import_model(text: str, priors: str, output: Path) -> None:
         raise DataError(f"The priors are {len(prior_P)} numbers from {prior_P.min():g} on, and the model has {made.num_classes} "
                         "classes; give one number above 0 for each.")
     window = made.window
-    about = {"model": asdict(made.config), "num_inputs": (window.left_context + 1 + window.right_context) * window.feature_dim,
+    about = {"model": asdict(made.config), "num_inputs": window.num_inputs,
              "num_classes": made.num_classes, **window._asdict(), "priors": prior_P.tolist(), "stage": None, "class_counts": [],
              "objective": "ce" if network.has_softmax else "lfmmi"}
     output.mkdir(parents=True, exist_ok=True)
@@ -104,25 +105,50 @@ def _import_model(text: str, priors: str, output: Path) -> None:
 
 
 def _export_data(folder: RunFolder, output: Path) -> list[Path]:
-    """feats.ark, feats.scp, ali.ark, text and utt2spk of each set, as a data directory each."""
+    """A data directory of each set."""
     from launcher import compose
     from launcher import train as service
-    from ngsgd.asr import kaldi_tables
 
-    corpus = service.prepared_corpus(compose.from_yaml(folder.config), folder)
+    config = compose.from_yaml(folder.config)
+    corpus = service.prepared_corpus(config, folder)
     written = []
     for name, speech in (("train", corpus.train), ("valid", corpus.valid), ("test", corpus.test)):
-        place = output / name
-        place.mkdir(exist_ok=True)
-        utt_ids = speech.frames.utt_ids
-        kaldi_tables.write_matrices(place / "feats.ark", zip(utt_ids, speech.split_features(), strict=True))
-        if speech.is_aligned:
-            kaldi_tables.write_int_vectors(place / "ali.ark", zip(utt_ids, speech.split_pdfs(), strict=True))
-        lines = {"text": [" ".join(words) for words in speech.texts], "utt2spk": list(speech.speakers)}
-        for table, values in lines.items():
-            write_text(place / table, "".join(f"{utt_id} {value}\n" for utt_id, value in sorted(zip(utt_ids, values, strict=True))))
-        written.append(place)
+        export_set(speech, output / name, ivector_period=config.ivectors.period)
+        written.append(output / name)
     return written
+
+
+def export_set(speech: SpeechSet, place: Path, *, ivector_period: int) -> None:
+    """feats.ark and .scp before normalisation and what normalises them, ali.ark, text, utt2spk, i-vectors where there are any."""
+    import numpy as np
+
+    from ngsgd.asr import kaldi_tables
+
+    place.mkdir(exist_ok=True)
+    utt_ids, side = speech.frames.utt_ids, speech.frames.side
+    kaldi_tables.write_matrices(place / "feats.ark", ((utt_id, speech.raw(u)) for u, utt_id in enumerate(utt_ids)))
+    _export_cmvn(speech, place)
+    if speech.is_aligned:
+        kaldi_tables.write_int_vectors(place / "ali.ark", zip(utt_ids, speech.split_pdfs(), strict=True))
+    if side is not None:
+        rows_of = [side.rows_RS[row_T[0]:row_T[-1] + 1] for row_T in np.split(side.row_T, speech.frames.offsets[1:-1])]
+        kaldi_tables.write_matrices(place / "ivector_online.ark", zip(utt_ids, rows_of, strict=True))
+        write_text(place / "ivector_period", f"{ivector_period}\n")
+    lines = {"text": [" ".join(words) for words in speech.texts], "utt2spk": list(speech.speakers)}
+    for table, values in lines.items():
+        write_text(place / table, "".join(f"{utt_id} {value}\n" for utt_id, value in sorted(zip(utt_ids, values, strict=True))))
+
+
+def _export_cmvn(speech: SpeechSet, place: Path) -> None:
+    """cmvn.ark and .scp, by utterance or speaker; with causal means, the statistics of all training speech instead."""
+    from ngsgd.asr import kaldi_tables
+    from ngsgd.asr.cmvn import GLOBAL
+
+    stats = speech.cmvn.stats if speech.cmvn else {}
+    if GLOBAL in stats:
+        kaldi_tables.write_matrix(place / "global_cmvn.stats", stats[GLOBAL])
+    elif stats:
+        kaldi_tables.write_matrices(place / "cmvn.ark", sorted(stats.items()))
 
 
 def _export_egs(folder: RunFolder, output: Path, num_archives: int) -> list[Path]:
@@ -148,4 +174,6 @@ def _examples(reader: EgsReader, archive: int) -> Iterator[Nnet3Example]:
         num_frames = int((example.pdf_F != NO_FRAME).sum())  # an example at the end of an utterance is shorter
         width = info.left_context + num_frames + info.right_context
         yield Nnet3Example(f"{example.utt_id}-{archive}-{index}", example.features_WD[:width], info.left_context,
-                           example.pdf_F[:num_frames], example.weight_F[:num_frames], info.num_classes)
+                           example.pdf_F[:num_frames], example.weight_F[:num_frames], info.num_classes,
+                           # an example has one there, and the frame in its middle is as good as any
+                           None if example.side_FS is None else example.side_FS[num_frames // 2])

@@ -179,6 +179,11 @@ def known_run(run: str) -> Path | None:
     return next((folder.resolve() for folder in folders if (folder / "config.yaml").is_file()), None)
 
 
+def folder_of_model(init_model: str) -> Path:
+    """The folder of a run, or of a model made by `ngsgd import`, which has no configuration."""
+    return Path(init_model) if (Path(init_model) / "final" / "model.json").is_file() else find_run(init_model)
+
+
 def find_run(run: str) -> Path:
     """The folder of a run given as a path, or by its name under runs/."""
     found = known_run(run)

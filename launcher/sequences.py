@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 from torch import nn
 
 from launcher.final_model import open_final
-from launcher.run_folder import RunFolder, find_run
+from launcher.run_folder import RunFolder, folder_of_model
 from ngsgd.asr import denominators
 from ngsgd.asr.corpus import Corpus
 from ngsgd.config import RunConfig
@@ -35,7 +35,7 @@ def require_init_model(config: RunConfig) -> None:
     if config.objective.kind not in ("ce", "lfmmi") and not config.init_model:
         raise ConfigError(f"objective.kind is {config.objective.kind}, which starts from a model trained with cross-entropy; "
                           "name its run with init_model=RUN.")
-    if config.init_model and not (_folder(config.init_model) / "final" / "model.json").is_file():
+    if config.init_model and not (folder_of_model(config.init_model) / "final" / "model.json").is_file():
         raise ConfigError(f"init_model is {config.init_model}, which has no final model yet; finish it with: "
                           f"ngsgd resume {config.init_model}")
 
@@ -44,12 +44,7 @@ def keep_init_model(config: RunConfig, folder: RunFolder) -> None:
     """Copies the model to start from into a new run's folder."""
     if config.init_model:
         with new_directory(folder.init_model) as temporary:
-            shutil.copytree(_folder(config.init_model) / "final", temporary, dirs_exist_ok=True)
-
-
-def _folder(init_model: str) -> Path:
-    """Of a run, or of a model made by `ngsgd import`, which has no configuration."""
-    return Path(init_model) if (Path(init_model) / "final" / "model.json").is_file() else find_run(init_model)
+            shutil.copytree(folder_of_model(config.init_model) / "final", temporary, dirs_exist_ok=True)
 
 
 def starting_parameters(config: RunConfig, folder: RunFolder, model: nn.Module) -> Vector:

@@ -103,7 +103,7 @@ class OnlineMean:
         self._sums_WD = np.zeros((1, len(self._global_mean_D)))  # over the utterance up to each of its last frames
         self._num_frames = 0
 
-    def accept(self, frames_TD: Features) -> Vector:
+    def accept(self, frames_TD: npt.NDArray[np.floating]) -> Vector:
         """T x D: the mean at each of the frames that follow."""
         # summed one after another, so that it makes no difference to a bit how many frames come at once
         sums_TD = np.cumsum(np.concatenate([self._sums_WD[-1:], frames_TD]), axis=0)[1:]

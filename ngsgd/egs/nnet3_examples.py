@@ -34,6 +34,7 @@ class Nnet3Example:
     pdf_F: npt.NDArray[np.int32]           # of frames 0 to F - 1
     weight_F: npt.NDArray[np.float32]
     num_classes: int
+    ivector_S: npt.NDArray[np.float32] | None = None   # one for all frames
 
 
 def write_nnet3_examples(path: Path, examples: Iterable[Nnet3Example]) -> int:
@@ -49,7 +50,8 @@ def write_nnet3_examples(path: Path, examples: Iterable[Nnet3Example]) -> int:
 def read_nnet3_examples(path: Path) -> Iterator[Nnet3Example]:
     """The examples of an archive with the inputs and outputs "input" and "output", one sequence each, in order.
 
-    Other inputs, such as i-vectors, are passed over.  Matrices may be compressed.  Raises DataError for what is no such archive.
+    An input "ivector" is read too, others are passed over.  Matrices may be compressed.  Raises DataError for what is no such
+    archive.
     """
     with path.open("rb") as file:
         while key := _word(file):
@@ -70,8 +72,11 @@ def _encoded(example: Nnet3Example) -> bytes:
     rows = b"".join(b"SV " + _int(example.num_classes) + _int(1) + _int(pdf) + b"\4" + struct.pack("<f", weight)
                     for pdf, weight in zip(example.pdf_F.tolist(), example.weight_F.tolist(), strict=True))
     labels = b"SM " + _int(len(example.pdf_F)) + rows
-    both = _io("input", times.tolist(), features) + _io("output", list(range(len(example.pdf_F))), labels)
-    return b"<Nnet3Eg> <NumIo> " + _int(2) + both + b"</Nnet3Eg> "
+    parts = [_io("input", times.tolist(), features), _io("output", list(range(len(example.pdf_F))), labels)]
+    if example.ivector_S is not None:
+        row = np.ascontiguousarray(example.ivector_S, "<f4")
+        parts.insert(1, _io("ivector", [0], b"FM " + _int(1) + _int(len(row)) + row.tobytes()))
+    return b"<Nnet3Eg> <NumIo> " + _int(len(parts)) + b"".join(parts) + b"</Nnet3Eg> "
 
 
 def _io(name: str, times: list[int], matrix: bytes) -> bytes:
@@ -106,7 +111,9 @@ def _decoded(key: str, file: BinaryIO) -> Nnet3Example:
         raise ValueError("its input is sparse or its output is not")
     if np.any(np.diff(input_times) != 1) or np.any(np.diff(output_times) != 1):
         raise ValueError("its frames have gaps; frames of one sequence are expected")
-    return Nnet3Example(key, features_WD, output_times[0] - input_times[0], labels.column_F, labels.value_F, labels.num_columns)
+    ivector = found["ivector"][1] if "ivector" in found else None
+    return Nnet3Example(key, features_WD, output_times[0] - input_times[0], labels.column_F, labels.value_F, labels.num_columns,
+                        ivector[0] if isinstance(ivector, np.ndarray) else None)
 
 
 @dataclass(frozen=True)

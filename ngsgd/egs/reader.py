@@ -50,6 +50,7 @@ class Example:
     weight_F: npt.NDArray[np.float32]
     utt_id: str
     group: str                               # such as its speaker; empty if none was given
+    side_FS: npt.NDArray[np.float32] | None = None   # what goes beside each frame
 
 
 class EgsReader:
@@ -102,7 +103,8 @@ class EgsReader:
         weight_F = np.ones(len(pdf_F), np.float32) if weight_EF is None else weight_EF[index].copy()
         named, utterance = self._utterances(), int(file["utterance"][index])
         group = named["groups"][utterance] if named["groups"] else ""
-        return Example(file["features"][index].copy(), pdf_F, weight_F, named["utt_ids"][utterance], group)
+        side_FS = file["side"][file["side_row"][index]] if self.info.side_dim else None
+        return Example(file["features"][index].copy(), pdf_F, weight_F, named["utt_ids"][utterance], group, side_FS)
 
     def diagnostic(self, subset: str) -> Minibatch:
         """The fixed subset "train" or "valid", as a copy in memory."""

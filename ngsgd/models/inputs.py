@@ -16,6 +16,10 @@ class Window(NamedTuple):
     feature_dim: int      # of one frame
     side_dim: int = 0     # of what is not spliced, such as an i-vector; at the end of the row
 
+    @property
+    def num_inputs(self) -> int:
+        return (self.left_context + 1 + self.right_context) * self.feature_dim + self.side_dim
+
 
 @dataclass(frozen=True)
 class DataStatistics:

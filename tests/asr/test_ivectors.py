@@ -84,7 +84,8 @@ def test_every_pass_raises_the_likelihood() -> None:
 
 def test_mixing_up_describes_clusters_as_well_as_they_can_be() -> None:
     centres = torch.tensor([[0.0] * 10, [9.0] * 10, [0.0, 5.0] * 5, [-6.0, 3.0] * 5]).double()
-    x_ND = torch.cat([centre + torch.randn(200, 10, generator=torch.Generator().manual_seed(k)) for k, centre in enumerate(centres)])
+    x_ND = torch.cat([centre + torch.randn(200, 10, generator=torch.Generator().manual_seed(k))
+                      for k, centre in enumerate(centres)])
     truth = DiagonalMixture(torch.full((4,), 0.25).double(), centres, torch.ones_like(centres))
     found = ubm.train(x_ND, 8)  # with four, two of them may sit on one cluster for ever
     assert float(found.log_joint(x_ND).logsumexp(dim=1).mean()) > float(truth.log_joint(x_ND).logsumexp(dim=1).mean())
@@ -151,7 +152,8 @@ def test_the_floor_lifts_what_is_below_it_and_nothing_else() -> None:
 
 # Online -----------------------------------------------------------------------------------------------------------------
 
-CONFIG = IvectorConfig(dim=IVECTOR_DIM, context=1, period=4, num_gselect=2, min_post=0.05, max_count=1.5, max_remembered_frames=30.0)
+CONFIG = IvectorConfig(dim=IVECTOR_DIM, context=1, period=4, num_gselect=2, min_post=0.05, max_count=1.5,
+                       max_remembered_frames=30.0)
 FEATURES = FeatureConfig(cmn_window=9, cmn_speaker_frames=5, cmn_global_frames=3)
 RAW_DIM = 2
 ALL_SPEECH = cmvn.statistics(RANDOM.normal(1.0, 2.0, size=(50, RAW_DIM)))

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from launcher.kaldi import export_set
 from ngsgd.asr import alignments, own_data
 from ngsgd.asr.corpus import prepare
 from ngsgd.asr.topology import Topology
@@ -255,6 +256,39 @@ def test_features_that_come_with_the_data_are_taken_and_a_nan_among_them_is_name
     kaldiio.save_ark(str(mine / "train/feats.ark"), damaged, scp=str(mine / "train/feats.scp"))
     with pytest.raises(DataError, match=r"train/feats\.scp:3: train-s0-2 has a feature that is not a finite number in frame 7"):
         prepare(config(mine), GIVEN, tmp_path / "cache", silent)
+
+
+@pytest.mark.parametrize("cmvn", ["speaker", "utterance"])
+def test_features_and_cmvn_come_back_from_a_data_directory_written_here(mine: Path, tmp_path: Path, cmvn: str) -> None:
+    corpus = prepare(config(mine), replace(FEATURES, cmvn=cmvn), tmp_path / "cache", silent)
+    other = tmp_path / "other"
+    other.mkdir()
+    shutil.copy(mine / "lexicon.txt", other)
+    for name in ("train", "valid", "test"):
+        export_set(getattr(corpus, name), other / name, ivector_period=10)
+    back = prepare(config(other), replace(GIVEN, cmvn="given"), tmp_path / "cache", silent)
+    for name in ("train", "valid", "test"):
+        before, after = getattr(corpus, name), getattr(back, name)
+        assert sorted(before.frames.utt_ids) == list(after.frames.utt_ids)
+        where = {utt_id: u for u, utt_id in enumerate(before.frames.utt_ids)}
+        for utt_id, features_TD in zip(after.frames.utt_ids, after.split_features(), strict=True):
+            expected_TD = before.split_features()[where[utt_id]]
+            np.testing.assert_allclose(features_TD, expected_TD, atol=1e-4)  # float32 of values a hundred times as large
+
+
+def test_given_cmvn_that_lacks_a_speaker_or_has_another_dimension_is_named(mine: Path, tmp_path: Path) -> None:
+    give_features(mine)
+    for name in ("train", "valid", "test"):
+        stats = {f"{name}-s{number}": np.ones((2, 6)) for number in range(2)}
+        kaldiio.save_ark(str(mine / name / "cmvn.ark"), stats, scp=str(mine / name / "cmvn.scp"))
+    given = replace(GIVEN, cmvn="given")
+    edit(mine / "valid/cmvn.scp", 2, None)
+    with pytest.raises(DataError, match=r"valid/text:2: valid-s1-1 has no statistics in .*valid/cmvn\.scp"):
+        prepare(config(mine), given, tmp_path / "cache", silent)
+    kaldiio.save_ark(str(mine / "valid/cmvn.ark"), {"valid-s0": np.ones((2, 6)), "valid-s1": np.ones((2, 7))},
+                     scp=str(mine / "valid/cmvn.scp"))
+    with pytest.raises(DataError, match=r"valid/cmvn\.scp:2: .* is a matrix of 2 x 7; statistics of features are 2 x 6"):
+        prepare(config(mine), given, tmp_path / "cache", silent)
 
 
 def test_text_without_features_is_named(mine: Path, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from ngsgd.asr.digit_labels import TOPOLOGY
 from ngsgd.asr.language import Language
 from ngsgd.asr.streaming import Search, StreamingDecoder
 from ngsgd.egs.archives import spliced_utterances
-from ngsgd.egs.frames import FrameSet
+from ngsgd.egs.frames import FrameSet, Side
 
 LEFT, RIGHT, DIM = 4, 3, 6
 GRAPH = graphs.with_word_penalty(graphs.build(Language(TOPOLOGY), silence_prob=0.0), 1.5)
@@ -45,6 +45,42 @@ def test_words_states_and_cost_are_those_of_the_whole_utterance(chunk_frames: in
     found = streaming.finish()
     assert found.words == whole.words and np.array_equal(found.pdf_T, whole.pdf_T)
     assert found.cost == pytest.approx(whole.cost, rel=1e-6)  # float32 sums of the decoder, begun anew with every chunk
+
+
+class Rows:
+    """Known three frames later, as i-vectors of a context of three are."""
+
+    right_context = 3
+
+    def __init__(self, row_TS: np.ndarray) -> None:
+        self.row_TS, self.num_frames = row_TS, 0
+
+    def at(self, time_T: np.ndarray) -> np.ndarray:
+        assert time_T.max() < self.num_frames - self.right_context or self.num_frames == len(self.row_TS)
+        found_TS: np.ndarray = self.row_TS[time_T]
+        return found_TS
+
+
+@pytest.mark.parametrize("right", [0, 5])
+def test_what_goes_beside_frames_is_waited_for_and_scored_with_them(right: int) -> None:
+    random = np.random.default_rng(1)
+    features_TD, row_TS = (random.normal(size=(60, dim)).astype(np.float32) for dim in (DIM, 4))
+    weight = random.normal(size=((LEFT + 1 + right) * DIM + 4, TOPOLOGY.num_pdfs)).astype(np.float32)
+
+    def scored(x_TI: np.ndarray) -> np.ndarray:
+        return np.stack([row @ weight for row in x_TI])
+    side = Side(row_TS, np.arange(60, dtype=np.int32))
+    frames = FrameSet(features_TD, np.zeros(60, np.int32), np.array([0, 60]), ("utt",), side=side)
+    [x_TI] = spliced_utterances(frames, LEFT, right)
+    whole = decoding.best_path(GRAPH, scored(x_TI), acoustic_scale=0.5, beam=16.0, max_active=7000)
+    beside = Rows(row_TS)
+    streaming = StreamingDecoder(GRAPH, scored, SEARCH, left_context=LEFT, right_context=right, chunk_frames=7, beside=beside)
+    assert streaming.max_delay_frames == max(right, 3) + 6
+    for t in range(60):
+        beside.num_frames += 1
+        streaming.accept(features_TD[t:t + 1])
+    found = streaming.finish()
+    assert found.words == whole.words and np.array_equal(found.pdf_T, whole.pdf_T)
 
 
 def test_words_are_there_before_the_end_and_grow() -> None:

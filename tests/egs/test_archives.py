@@ -20,10 +20,10 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
-from ngsgd.config import EgsConfig
+from ngsgd.config import AugmentConfig, EgsConfig
 from ngsgd.egs.archives import prepare_archives, spliced_utterances
 from ngsgd.egs.examples import PIECE_BYTES
-from ngsgd.egs.frames import FrameSet
+from ngsgd.egs.frames import FrameSet, Side
 from ngsgd.egs.prefetch import ahead
 from ngsgd.egs.reader import EgsReader
 from ngsgd.egs.storage import ArrayFile, FormatError
@@ -228,9 +228,9 @@ _WRITE_WITHOUT_ROOM = """
 import resource, signal, sys
 from pathlib import Path
 import numpy as np
-from ngsgd.config import EgsConfig
+from ngsgd.config import AugmentConfig, EgsConfig
 from ngsgd.egs.archives import prepare_archives
-from ngsgd.egs.frames import FrameSet
+from ngsgd.egs.frames import FrameSet, Side
 from ngsgd.errors import DataError
 np.save(sys.argv[3] + "/features.npy", np.zeros((1000, 5), np.float32))
 frames = FrameSet(np.load(sys.argv[3] + "/features.npy", mmap_mode="r"), np.zeros(1000, np.int32), np.array([0, 1000]), ("a",))
@@ -395,3 +395,50 @@ def test_minibatches_for_a_gpu_are_pinned_and_the_same(tmp_path: Path) -> None:
                      for pin in (False, True))
     assert all(minibatch.x_ND.is_pinned() for minibatch in pinned)
     assert all(torch.equal(a.x_ND, b.x_ND.to("cuda", non_blocking=True).cpu()) for a, b in zip(plain, pinned, strict=True))
+
+
+# what goes beside the frames
+
+
+def beside(frames: FrameSet, dim: int = 3, period: int = 10) -> FrameSet:
+    """With a row for every ten frames of an utterance."""
+    lengths = np.diff(frames.offsets)
+    first_U = np.cumsum([0, *-(-lengths // period)])
+    row_T = np.concatenate([first + np.arange(length) // period for first, length in zip(first_U[:-1], lengths, strict=True)])
+    rows_RS = np.random.default_rng(5).normal(size=(int(first_U[-1]), dim)).astype(np.float32)
+    return dataclasses.replace(frames, side=Side(rows_RS, row_T.astype(np.int32)))
+
+
+@pytest.mark.parametrize("num_writers", [1, 2])
+def test_what_goes_beside_a_frame_is_in_its_row_once_and_in_the_archive_once(tmp_path: Path, num_writers: int) -> None:
+    train = beside(frame_set(1000, 1))
+    config = dataclasses.replace(CONFIG, num_writers=num_writers)
+    directory = prepare_archives(train, beside(frame_set(300, 2)), config, num_classes=NUM_CLASSES, digest="toy",
+                                 cache_root=tmp_path)
+    reader = EgsReader(directory)
+    assert reader.info.side_dim == 3 and reader.info.num_inputs == 4 * train.dim + 3
+    schedule = Schedule(reader.info.num_archives, 4, 1.0, 0.1, 0.1, 1, 1)
+    spliced = np.concatenate(list(spliced_utterances(train, 2, 1)))
+    assert spliced.shape == (1000, reader.info.num_inputs)
+    assert train.side is not None
+    np.testing.assert_array_equal(spliced[:, -3:], train.side.rows_RS[train.side.row_T])
+    assert rows(reader, schedule) == sorted((tuple(row), int(pdf)) for row, pdf in
+                                            zip(spliced.tolist(), train.pdf_T.tolist(), strict=True))
+    assert {tuple(row) for row in reader.diagnostic("train").x_ND.tolist()} <= {tuple(row) for row in spliced.tolist()}
+    assert all(len(reader.archive_arrays(a)["side"]) < 2 * reader.info.num_examples[a] for a in range(reader.info.num_archives))
+
+
+def test_masks_leave_alone_what_goes_beside_the_frames(tmp_path: Path) -> None:
+    reader = EgsReader(prepare_archives(beside(frame_set(1000, 1)), beside(frame_set(300, 2)), CONFIG, num_classes=NUM_CLASSES,
+                                        digest="toy", cache_root=tmp_path))
+    plain, masked = (
+        torch.cat([one.x_ND for one in reader.minibatches(Shard(0, 0), 32, seed=0, outer_iter=0, job=0, augment=masks)])
+        for masks in (None, AugmentConfig(spec=True, spec_probability=1.0)))
+    assert torch.equal(plain[:, -3:], masked[:, -3:]) and not torch.equal(plain[:, :-3], masked[:, :-3])
+
+
+def test_rows_beside_frames_that_do_not_fit_are_refused() -> None:
+    frames = beside(frame_set(100, 1))
+    assert frames.side is not None
+    with pytest.raises(DataError, match="100 frames have 99 rows beside them"):
+        dataclasses.replace(frames, side=Side(frames.side.rows_RS, frames.side.row_T[1:]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,12 +20,13 @@ def example(key: str, num_frames: int = 3, left_context: int = 2) -> Nnet3Exampl
 
 
 def test_examples_come_back_with_the_same_bits(tmp_path: Path) -> None:
-    written = [example("a"), example("bb", num_frames=300, left_context=200)]  # times beyond what fits into one byte
-    assert write_nnet3_examples(tmp_path / "egs.ark", written) == 2
+    written = [example("a"), example("bb", num_frames=300, left_context=200),  # times beyond what fits into one byte
+               replace(example("c"), ivector_S=np.arange(7, dtype=np.float32))]
+    assert write_nnet3_examples(tmp_path / "egs.ark", written) == 3
     found = list(read_nnet3_examples(tmp_path / "egs.ark"))
     for before, after in zip(written, found, strict=True):
         assert (before.key, before.left_context, before.num_classes) == (after.key, after.left_context, after.num_classes)
-        for name in ("features_WD", "pdf_F", "weight_F"):
+        for name in ("features_WD", "pdf_F", "weight_F", "ivector_S"):
             assert np.array_equal(getattr(before, name), getattr(after, name)), name
 
 

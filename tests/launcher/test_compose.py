@@ -168,6 +168,21 @@ def test_truncated_stored_configuration_is_not_filled_with_defaults(tmp_path: Pa
         compose.from_yaml(tmp_path / "config.yaml")
 
 
+@pytest.mark.parametrize("has_end_mark", [True, False])
+def test_a_run_of_an_older_version_has_the_defaults_of_later_settings(tmp_path: Path, has_end_mark: bool) -> None:
+    """Before the end mark came, a file is whole if its last setting is there."""
+    config = compose.compose(["seed=3"])
+    old = {name: value for name, value in values.plain(asdict(config)).items() if name != "ivectors"}
+    del old["features"]["cmn_window"]
+    text = yaml.safe_dump(old, sort_keys=False, explicit_end=has_end_mark)
+    (tmp_path / "config.yaml").write_text(text)
+    assert compose.from_yaml(tmp_path / "config.yaml") == config
+    old["features"]["colour"] = "red"
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(old, sort_keys=False, explicit_end=has_end_mark))
+    with pytest.raises(ConfigError, match=r"features\.colour is not a setting"):
+        compose.from_yaml(tmp_path / "config.yaml")
+
+
 def test_flatten_has_every_leaf_once() -> None:
     flat = values.flatten(RunConfig())
     assert flat["decode.word_penalties"] == RunConfig().decode.word_penalties

@@ -17,7 +17,7 @@ from ngsgd.models.inputs import DataStatistics, Window
 from ngsgd.models.nnet3.network import describe, rebuild
 from ngsgd.models.nnet3.text import from_text, to_text, vector_from_text, vector_to_text
 
-WINDOW = Window(2, 1, 5)
+WINDOW, BESIDE = Window(2, 1, 5), Window(2, 1, 5, side_dim=3)
 SHAPES: dict[str, dict[str, Any]] = {
     "relu": {}, "pnorm": {"pnorm_group": 4}, "relu-batchnorm": {"normalize": "batchnorm"},
     "tdnn": {"tdnn_offsets": "-1,0,1 -1,0"}, "tdnn-batchnorm": {"tdnn_offsets": "-1,0,1 -1,0", "normalize": "batchnorm"},
@@ -25,14 +25,14 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-def trained(name: str) -> tuple[nn.Module, ModelConfig]:
+def trained(name: str, window: Window = WINDOW) -> tuple[nn.Module, ModelConfig]:
     """A model with numbers in every place, as after training."""
     settings = SHAPES[name]
     config = ModelConfig(kind=name.partition("-")[0], num_layers=2, hidden_dim=8, **settings)
     seen = 3 if config.kind == "tdnn" else 4
-    drawn = torch.randn(6, 5 * seen + 1, generator=torch.Generator().manual_seed(1))
+    drawn = torch.randn(6, 5 * seen + window.side_dim + 1, generator=torch.Generator().manual_seed(1))
     transform = drawn if config.input_transform == "lda" else None
-    model = build_model(config, 20, 3, seed=0, window=WINDOW, statistics=DataStatistics(input_transform=transform))
+    model = build_model(config, window.num_inputs, 3, seed=0, window=window, statistics=DataStatistics(input_transform=transform))
     generator = torch.Generator().manual_seed(2)
     for entry in model.state_dict().values():
         if entry.is_floating_point():
@@ -42,16 +42,17 @@ def trained(name: str) -> tuple[nn.Module, ModelConfig]:
     return model.eval(), config
 
 
+@pytest.mark.parametrize("window", [WINDOW, BESIDE])
 @pytest.mark.parametrize("name", SHAPES)
-def test_models_come_back_with_the_same_bits(name: str) -> None:
-    model, config = trained(name)
-    text = to_text(describe(model, config, WINDOW))
+def test_models_come_back_with_the_same_bits(name: str, window: Window) -> None:
+    model, config = trained(name, window)
+    text = to_text(describe(model, config, window))
     made = rebuild(from_text(text))
-    assert made.window == WINDOW and made.num_classes == 3
+    assert made.window == window and made.num_classes == 3
     before, after = model.state_dict(), made.model.state_dict()
     assert list(before) == list(after)
     assert all(torch.equal(before[key], after[key]) for key in before)
-    x_ND = torch.randn(4, 20, generator=torch.Generator().manual_seed(3))
+    x_ND = torch.randn(4, window.num_inputs, generator=torch.Generator().manual_seed(3))
     assert torch.equal(model(x_ND), made.model(x_ND))
     assert to_text(describe(made.model, made.config, made.window)) == text
 
@@ -127,7 +128,8 @@ def test_what_nnet3_has_no_component_for_is_refused_with_the_reason(settings: di
 
 
 @pytest.mark.parametrize(("old", "new", "reason"), [
-    ("Append(Offset(input, -1), input)", "Append(input, ReplaceIndex(ivector, t, 0))", "ReplaceIndex"),
+    ("Append(Offset(input, -1), input)", "Append(input, ReplaceIndex(ivector, t, 0))", "takes an i-vector at tdnn1"),
+    ("Append(Offset(input, -1), input)", "Append(ReplaceIndex(ivector, t, 0), input)", "ReplaceIndex"),
     ("RectifiedLinearComponent", "SigmoidComponent", "SigmoidComponent"), ("<TargetRms> 1", "<TargetRms> 0.5", "target-rms"),
     ("<Nnet3>", "<Nnet>", "raw model"), ("  0.5 3 ]", "  0.5 ]", "LinearParams"),
     ("name=output.affine component=output.affine", "name=output.affine component=missing", "missing")])

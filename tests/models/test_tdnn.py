@@ -54,6 +54,39 @@ def test_windows_and_whole_utterances_give_the_reference_frame_by_frame(kind: st
         np.testing.assert_allclose(logits.detach().numpy(), expected, rtol=2e-5, atol=2e-5)  # float32, three layers
 
 
+@pytest.mark.parametrize("has_transform", [False, True])
+@pytest.mark.parametrize("kind", ["tdnn", "tdnnf"])
+def test_what_goes_beside_a_frame_reaches_its_output_alone(kind: str, has_transform: bool) -> None:
+    """Windows and whole utterances give the same; a bias of the first layer does what a constant beside all frames does."""
+    side_dim = 2
+    config = ModelConfig(kind=kind, num_layers=3, hidden_dim=8, bottleneck_dim=4, tdnn_offsets=OFFSETS[kind],
+                         input_transform="lda" if has_transform else "none")
+    transform = torch.randn(7, 3 * DIM + side_dim + 1, generator=torch.Generator().manual_seed(5)) if has_transform else None
+    window = WINDOW._replace(side_dim=side_dim)
+    model = build_model(config, window.num_inputs, CLASSES, 1, window=window, statistics=DataStatistics((), transform)).eval()
+    with torch.no_grad():
+        for parameter in model.get_submodule("output").parameters():
+            parameter.normal_(generator=torch.Generator().manual_seed(2))
+    x_TI = utterance(17)[1]
+    side_TS = torch.randn(4, side_dim, generator=torch.Generator().manual_seed(6))[torch.arange(17) // 5]
+    beside_TI = torch.cat([x_TI, side_TS], dim=1)
+    expected = model(beside_TI)
+    torch.testing.assert_close(utterance_logits(model, beside_TI), expected, rtol=2e-5, atol=2e-5)  # float32, three layers
+    for t in (0, 7, 16):
+        alone = torch.cat([x_TI, side_TS[t].expand(17, -1)], dim=1)
+        torch.testing.assert_close(model(alone)[t], expected[t], rtol=2e-5, atol=2e-5)
+    if not has_transform:
+        first = next(layer for layer in model.children() if isinstance(layer, Tdnn))
+        plain = build_model(config, WINDOW.num_inputs, CLASSES, 1, window=WINDOW).eval()
+        state = dict(model.state_dict())
+        name = next(name for name, module in model.named_modules() if module is first.affine)
+        weight = state[f"{name}.weight"]
+        state[f"{name}.weight"] = weight[:, :-side_dim]
+        state[f"{name}.bias"] = state[f"{name}.bias"] + weight[:, -side_dim:] @ side_TS[7]
+        plain.load_state_dict(state)
+        torch.testing.assert_close(plain(x_TI)[7], expected[7], rtol=2e-5, atol=2e-5)
+
+
 def test_a_layer_is_a_dilated_convolution() -> None:
     layer = Tdnn(ModelConfig(hidden_dim=7), DIM, (-3, 0, 3))
     x = torch.randn(1, 20, DIM, generator=torch.Generator().manual_seed(0))

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ngsgd.egs.archives import prepare_archives, spliced_utterances
-from ngsgd.egs.frames import FrameSet
+from ngsgd.egs.frames import FrameSet, Side
 from ngsgd.egs.reader import EgsReader
 from ngsgd.errors import DamagedArchiveError, DataError
 from ngsgd.schedules import Shard
@@ -23,7 +23,7 @@ TRAIN = toy.frame_set(1000, 1)
 
 
 def reader(folder: Path, train: FrameSet = TRAIN, chunk_frames: int = 0) -> SequenceReader:
-    frames = EgsReader(prepare_archives(TRAIN, toy.frame_set(200, 2), toy.config().egs, num_classes=toy.NUM_CLASSES, digest="toy",
+    frames = EgsReader(prepare_archives(train, toy.frame_set(200, 2), toy.config().egs, num_classes=toy.NUM_CLASSES, digest="toy",
                                         cache_root=folder))
     labels = [TRAIN.pdf_T[begin:end] for begin, end in zip(TRAIN.offsets[:-1], TRAIN.offsets[1:], strict=True)]
     graph = state_ngram(labels, order=3)
@@ -38,11 +38,16 @@ def all_of(found: SequenceReader, *, seed: int = 0, size: int = 120) -> list[Seq
             for minibatch in found.minibatches(Shard(archive, 0), size, seed=seed, outer_iter=0, job=0)]
 
 
+BESIDE = replace(TRAIN, side=Side(np.random.default_rng(3).normal(size=(150, 2)).astype(np.float32),
+                                  np.random.default_rng(4).integers(150, size=1000).astype(np.int32)))
+
+
+@pytest.mark.parametrize("train", [TRAIN, BESIDE])
 @pytest.mark.parametrize("chunk_frames", [0, 20])
-def test_every_frame_is_met_once_with_its_context_and_label(tmp_path: Path, chunk_frames: int) -> None:
-    found = reader(tmp_path, chunk_frames=chunk_frames)
+def test_every_frame_is_met_once_with_its_context_and_label(tmp_path: Path, chunk_frames: int, train: FrameSet) -> None:
+    found = reader(tmp_path, train, chunk_frames=chunk_frames)
     minibatches = all_of(found)
-    expected = torch.from_numpy(np.concatenate(list(spliced_utterances(TRAIN, 2, 1))))
+    expected = torch.from_numpy(np.concatenate(list(spliced_utterances(train, 2, 1))))
     labels = torch.from_numpy(TRAIN.pdf_T).long()
     place = {row.numpy().tobytes(): at for at, row in enumerate(expected)}
     order = [place[row.numpy().tobytes()] for minibatch in minibatches for row in minibatch.x_ND]

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ngsgd.asr.cmvn import Features, Heard
+from ngsgd.asr.cmvn import Heard
 from ngsgd.asr.ivectors.model import IvectorModel, scaled_posteriors
 
 _PERIODS_AT_ONCE = 64   # bounds memory: periods x Gaussians x features
@@ -46,8 +46,8 @@ class IvectorStream:
             self._linear_S += before.linear_S
             self._quadratic_SS += before.quadratic_SS
         self._mean = model.front.mean(before.heard if before else None)
-        self._raw: list[Features] = []                            # pieces that are still needed, the oldest frame being `_first`
-        self._normal: list[npt.NDArray[np.float64]] = []
+        self._raw: list[npt.NDArray[np.floating]] = []                            # what is still needed, from frame `_first` on
+        self._normal: list[npt.NDArray[np.floating]] = []
         self._first = self._num_frames = self._num_done = 0
         self._rows: list[npt.NDArray[np.float32]] = []
 
@@ -56,7 +56,7 @@ class IvectorStream:
         """Frames that must follow a frame before its i-vector is known, unless it is the last."""
         return self._config.context
 
-    def accept(self, raw_TD: Features) -> None:
+    def accept(self, raw_TD: npt.NDArray[np.floating]) -> None:
         """Takes the frames that follow, not normalised."""
         self._raw.append(raw_TD)
         self._normal.append(raw_TD - self._mean.accept(raw_TD))

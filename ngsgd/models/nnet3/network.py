@@ -54,6 +54,7 @@ class Network:
     is_tdnn: bool
     transform: Affine | None = None  # fixed, of the input
     has_softmax: bool = True         # whether a log-softmax follows; outputs of lattice-free MMI go without
+    side_dim: int = 0                # of the i-vector, which the first affine layer sees behind the frames
 
     def offsets(self) -> list[tuple[int, ...]]:
         """The frames of its input that each layer sees, the input transform's first."""
@@ -63,7 +64,7 @@ class Network:
 
 def describe(model: nn.Module, config: ModelConfig, window: Window, *, has_softmax: bool = True) -> Network:
     """The network of a trained model; raises ConfigError for what nnet3 has no component for, with the reason."""
-    _require_exportable(config, window)
+    _require_exportable(config)
     state = {name: tensor.detach().cpu().numpy() for name, tensor in model.state_dict().items()}
     is_tdnn = config.kind == "tdnn"
     whole = tuple(range(-window.left_context, window.right_context + 1))
@@ -73,12 +74,11 @@ def describe(model: nn.Module, config: ModelConfig, window: Window, *, has_softm
         offsets[0] = (0,)
     layers = tuple(_layer(state, config, number, of_layer) for number, of_layer in enumerate(offsets, start=1))
     output = Affine(state["output.weight"], state["output.bias"])
-    return Network(window.feature_dim, layers, output, is_tdnn, transform, has_softmax)
+    return Network(window.feature_dim, layers, output, is_tdnn, transform, has_softmax, window.side_dim)
 
 
-def _require_exportable(config: ModelConfig, window: Window) -> None:
+def _require_exportable(config: ModelConfig) -> None:
     reasons = {
-        "ivectors.dim": (window.side_dim > 0, "the input beside the frames is not written yet"),
         "model._target_": (bool(config._target_), "a module of your own has layers that nnet3 does not know"),
         "model.num_subclasses": (config.num_subclasses > 0, "nnet3 has no component that sums sub-classes inside the logarithm"),
         "model.kind tdnnf": (config.kind == "tdnnf", "bypass and factors of TDNN-F are not written yet"),
@@ -137,9 +137,10 @@ def rebuild(network: Network) -> Rebuilt:
     """A model with the network's numbers; raises DataError where no `model=` has its shape."""
     config = _config_of(network)
     offsets = network.offsets()
-    window = Window(-sum(min(0, layer[0]) for layer in offsets), sum(max(0, layer[-1]) for layer in offsets), network.feature_dim)
+    window = Window(-sum(min(0, layer[0]) for layer in offsets), sum(max(0, layer[-1]) for layer in offsets), network.feature_dim,
+                    network.side_dim)
     num_classes = len(network.output.bias)
-    num_inputs = (window.left_context + 1 + window.right_context) * window.feature_dim
+    num_inputs = window.num_inputs
     fixed = network.transform
     transform = None if fixed is None else torch.from_numpy(np.column_stack([fixed.weight, fixed.bias]))
     statistics = DataStatistics(input_transform=transform)

@@ -1,8 +1,9 @@
 """nnet3 raw models in Kaldi's text form: lines that say how components are joined, then the components with their numbers.
 
     <Nnet3>
+    input-node name=ivector dim=100
     input-node name=input dim=40
-    component-node name=affine1 component=affine1 input=Append(Offset(input, -1), input, Offset(input, 1))
+    component-node name=affine1 component=affine1 input=Append(Offset(input, -1), input, ReplaceIndex(ivector, t, 0))
     ...
     output-node name=output input=output.log-softmax objective=linear
 
@@ -28,6 +29,7 @@ from ngsgd.errors import DataError
 from ngsgd.models.nnet3.network import Affine, Array, Layer, Network
 
 _AFFINE = ("NaturalGradientAffineComponent", "AffineComponent", "FixedAffineComponent")
+_IVECTOR = "ReplaceIndex(ivector, t, 0)"   # one for all frames of an example
 _EPSILON = 1e-3   # of batch normalisation, here as in Kaldi
 
 
@@ -35,11 +37,14 @@ _EPSILON = 1e-3   # of batch normalisation, here as in Kaldi
 
 
 def to_text(network: Network) -> str:
-    """The whole model; its input node is "input", its output node "output"."""
+    """The whole model; its input nodes are "input" and, where it has i-vectors, "ivector"; its output node is "output"."""
     nodes, components = [f"input-node name=input dim={network.feature_dim}"], []
+    if network.side_dim:
+        nodes.insert(0, f"input-node name=ivector dim={network.side_dim}")
     before = "input"
     for name, offsets, component in _components(network):
-        nodes.append(f"component-node name={name} component={name} input={_descriptor(before, offsets)}")
+        nodes.append(f"component-node name={name} component={name} input="
+                     f"{_descriptor(before, offsets, has_ivector=before == 'input' and network.side_dim > 0)}")
         components.append(f"<ComponentName> {name} {component}\n")
         before = name
     nodes.append(f"output-node name=output input={before} objective=linear")
@@ -104,8 +109,8 @@ def _tagged(kind: str, inside: str) -> str:
     return f"<{kind}> {inside}</{kind}> "
 
 
-def _descriptor(name: str, offsets: tuple[int, ...]) -> str:
-    parts = [f"Offset({name}, {offset})" if offset else name for offset in offsets]
+def _descriptor(name: str, offsets: tuple[int, ...], *, has_ivector: bool) -> str:
+    parts = [f"Offset({name}, {offset})" if offset else name for offset in offsets] + ([_IVECTOR] if has_ivector else [])
     return parts[0] if len(parts) == 1 else f"Append({', '.join(parts)})"
 
 
@@ -122,11 +127,12 @@ def from_text(text: str) -> Network:
     if not head.strip().startswith("<Nnet3>") or not found or "</Nnet3>" not in body:
         raise DataError("This is not an nnet3 raw model in text form; make one with: nnet3-copy --binary=false MODEL.raw -, "
                         "or from a model with transitions: nnet3-am-copy --raw=true --binary=false MODEL.mdl -")
-    chain, feature_dim = _chain(head)
+    chain, inputs = _chain(head)
     components = {component.name: component for component in _parsed(body)}
     if missing := [node.component for node in chain if node.component not in components]:
         raise DataError(f"The component {missing[0]} is named in the nnet3 model, but is not in it; check that the file is whole.")
-    return _assembled(feature_dim, [(components[node.component], node.offsets) for node in chain])
+    network = _assembled(inputs["input"], [(components[node.component], node.offsets) for node in chain])
+    return replace(network, side_dim=inputs.get("ivector", 0))
 
 
 def vector_from_text(text: str) -> Array:
@@ -143,6 +149,7 @@ class _Node:
     component: str
     before: str
     offsets: tuple[int, ...]
+    has_ivector: bool = False
 
 
 @dataclass(frozen=True)
@@ -164,20 +171,21 @@ class _Component:
         return self.values.get(token, default)
 
 
-def _chain(head: str) -> tuple[list[_Node], int]:
-    """The component nodes from input to output, and the size of the input."""
+def _chain(head: str) -> tuple[list[_Node], dict[str, int]]:
+    """The component nodes from input to output, and the sizes of the inputs."""
     lines = [dict(re.findall(r"([a-z-]+)=((?:[^=\s]|\s(?![a-z-]+=))+)", line)) | {"": line.split(maxsplit=1)[0]}
              for line in head.replace("<Nnet3>", "").splitlines() if line.strip()]
     inputs = {line["name"]: int(line["dim"]) for line in lines if line[""] == "input-node"}
     outputs = {line["name"]: line["input"].strip() for line in lines if line[""] == "output-node"}
-    if list(inputs) != ["input"]:
-        raise DataError(f"The nnet3 model has the inputs {', '.join(inputs)}; models here have one, named input (no i-vectors).")
+    if inputs.keys() - {"ivector"} != {"input"}:
+        raise DataError(f"The nnet3 model has the inputs {', '.join(inputs)}; models here have one named input, and may have one "
+                        "named ivector.")
     if "output" not in outputs:
         raise DataError("The nnet3 model has no output node named output.")
     nodes = {}
     for line in lines:
         if line[""] == "component-node":
-            nodes[line["name"]] = _Node(line["name"], line["component"], *_spliced(line["input"].strip()))
+            nodes[line["name"]] = _node(line["name"], line["component"], line["input"].strip())
         elif line[""] not in ("input-node", "output-node"):
             raise DataError(f"The nnet3 model has a {line['']}, which has no counterpart here.")
     chain: list[_Node] = []
@@ -187,7 +195,22 @@ def _chain(head: str) -> tuple[list[_Node], int]:
             raise DataError(f"The node {name} of the nnet3 model is not there, or leads round in a circle.")
         chain.insert(0, nodes[name])
         name = nodes[name].before
-    return chain, inputs["input"]
+    _check_ivector(chain, inputs)
+    return chain, inputs
+
+
+def _node(name: str, component: str, descriptor: str) -> _Node:
+    """An i-vector behind the frames is told apart."""
+    rest = re.sub(r",\s*ReplaceIndex\(\s*ivector\s*,\s*t\s*,\s*0\s*\)\s*\)$", ")", descriptor)
+    return _Node(name, component, *_spliced(rest), has_ivector=rest != descriptor)
+
+
+def _check_ivector(chain: list[_Node], inputs: dict[str, int]) -> None:
+    taking = [node.name for node in chain if node.has_ivector]
+    if taking != [node.name for node in chain[:1] if "ivector" in inputs]:
+        raise DataError(f"The nnet3 model has the inputs {', '.join(inputs)} and takes an i-vector at "
+                        f"{', '.join(taking) or 'no node'}; models here take one, if they have that input, behind the frames of "
+                        f"their first node, {chain[0].name}.")
 
 
 def _spliced(descriptor: str) -> tuple[str, tuple[int, ...]]:
