@@ -62,7 +62,7 @@ def with_ivectors(config: RunConfig, corpus: Corpus, extractor: Path, cache_root
 
 
 def _store(folder: Path, corpus: Corpus, model: IvectorModel, config: RunConfig) -> None:
-    with files.new_directory(folder) as new:
+    with files.shared_directory(folder, f"{_SETS[-1]}.npy") as new:
         for name in _SETS:
             most = config.ivectors.train_utterances if name == "train" else config.ivectors.test_utterances
             np.save(new / f"{name}.npy", np.concatenate(extract(getattr(corpus, name), model, most_utterances=most)))

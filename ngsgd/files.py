@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,15 +28,41 @@ def new_directory(final: Path) -> Iterator[Path]:
 
     A full or failing disk raises OSError, whatever the library that wrote calls it.
     """
+    with _filled(final, _replace) as temporary:
+        yield temporary
+
+
+@contextmanager
+def shared_directory(final: Path, index: str) -> Iterator[Path]:
+    """As `new_directory`, for content that its name decides: who comes second keeps what is there, as others may be reading it.
+
+    What is there without the file `index` is not whole, and is replaced.
+    """
+    def place(temporary: Path, final: Path) -> None:
+        if (final / index).exists():
+            shutil.rmtree(temporary)
+        else:
+            _replace(temporary, final)
+    with _filled(final, place) as temporary:
+        yield temporary
+
+
+def _replace(temporary: Path, final: Path) -> None:
+    if final.exists():  # an older version
+        shutil.rmtree(final)
+    temporary.rename(final)
+
+
+@contextmanager
+def _filled(final: Path, place: Callable[[Path, Path], None]) -> Iterator[Path]:
+    """A directory beside `final` that `place` gives its name."""
     temporary = final.with_name(f".{final.name}.{uuid.uuid4().hex[:8]}.tmp")
     temporary.mkdir(parents=True)
     try:
         yield temporary
         for path in temporary.rglob("*"):
             _fsync(path)
-        if final.exists():  # somebody else was faster, or an older version is to be replaced
-            shutil.rmtree(final)
-        temporary.rename(final)
+        place(temporary, final)
         _fsync(final.parent)
     except BaseException as error:  # Ctrl-C too must leave nothing behind
         shutil.rmtree(temporary, ignore_errors=True)

@@ -26,7 +26,7 @@ from ngsgd.egs.frames import FrameSet
 from ngsgd.egs.storage import write_arrays
 from ngsgd.egs.write_process import Target, write_in_processes
 from ngsgd.errors import DataError
-from ngsgd.files import new_directory, sha256, write_text
+from ngsgd.files import sha256, shared_directory, write_text
 
 __all__ = ["NO_FRAME", "EgsInfo", "archive_name", "diagnostic_name", "prepare_archives", "spliced_utterances", "write_archives"]
 
@@ -81,7 +81,7 @@ def prepare_archives(train: FrameSet, valid: FrameSet, config: EgsConfig, *, num
     directory = cache_root / f"egs-{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:12]}"
     if not (directory / "info.json").exists():
         try:
-            with new_directory(directory) as temporary:
+            with shared_directory(directory, "info.json") as temporary:
                 write_archives(train, valid, config, num_classes=num_classes, directory=temporary, groups=groups,
                                silence_classes=silence_classes)
         except OSError as error:

@@ -30,7 +30,7 @@ from ngsgd.egs.prefetch import ahead
 from ngsgd.egs.reader import EgsReader
 from ngsgd.egs.storage import ArrayFile, FormatError, write_arrays
 from ngsgd.errors import DamagedArchiveError, DataError
-from ngsgd.files import new_directory, sha256, write_text
+from ngsgd.files import sha256, shared_directory, write_text
 from ngsgd.schedules import Shard
 from ngsgd.sequence.graph import StateGraph
 
@@ -71,7 +71,7 @@ def prepare_sequences(train: FrameSet, graph: StateGraph, *, samples_per_iter: i
     directory = cache_root / f"sequences-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
     if not (directory / "sequences.json").exists():
         try:
-            with new_directory(directory) as temporary:
+            with shared_directory(directory, "sequences.json") as temporary:
                 _write(train, graph, samples_per_iter, chunk_frames, temporary)
         except OSError as error:
             raise DataError(f"archives of sequences could not be written under {cache_root} ({error.strerror or error}); make "

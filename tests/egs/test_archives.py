@@ -28,7 +28,7 @@ from ngsgd.egs.prefetch import ahead
 from ngsgd.egs.reader import EgsReader
 from ngsgd.egs.storage import ArrayFile, FormatError
 from ngsgd.errors import DamagedArchiveError, DataError
-from ngsgd.files import sha256
+from ngsgd.files import sha256, shared_directory
 from ngsgd.schedules import Schedule, Shard
 from tests.reference.examples import windows_of
 from tests.toy import NUM_CLASSES, frame_set
@@ -395,6 +395,18 @@ def test_minibatches_for_a_gpu_are_pinned_and_the_same(tmp_path: Path) -> None:
                      for pin in (False, True))
     assert all(minibatch.x_ND.is_pinned() for minibatch in pinned)
     assert all(torch.equal(a.x_ND, b.x_ND.to("cuda", non_blocking=True).cpu()) for a, b in zip(plain, pinned, strict=True))
+
+
+def test_who_comes_second_keeps_the_files_that_others_read(tmp_path: Path) -> None:
+    (tmp_path / "egs").mkdir()
+    (tmp_path / "egs" / "file").write_text("not whole: no index")
+    with shared_directory(tmp_path / "egs", "index") as slower:
+        (slower / "file").write_text("second")
+        with shared_directory(tmp_path / "egs", "index") as faster:
+            (faster / "file").write_text("first")
+            (faster / "index").touch()
+    assert [path.name for path in tmp_path.iterdir()] == ["egs"]
+    assert (tmp_path / "egs" / "file").read_text() == "first"
 
 
 # what goes beside the frames
