@@ -22,7 +22,7 @@ from torch import Tensor
 
 PRIOR_OFFSET = 100.0        # to begin with, as in Kaldi
 VARIANCE_FLOOR = 0.1        # of every covariance, relative to their weighted mean (Kaldi: 0.1)
-FEWEST_FRAMES = 100.0       # a Gaussian with fewer keeps its M and Sigma (Kaldi's gaussian-min-count)
+FEWEST_FRAMES = 100.0       # scaled; a Gaussian with fewer keeps its mean and tells nothing of x (Kaldi's gaussian-min-count)
 START = 0.1                 # of the columns of M, in standard deviations
 _UTTERANCES_AT_ONCE = 256   # bounds memory: utterances x S x S
 
@@ -95,15 +95,16 @@ class Extractor:
         return float(integrals_U.sum() - 0.5 * fixed)
 
 
-def start(statistics: Statistics, dim: int, *, seed: int = 0) -> Extractor:
-    """Means and covariances of the statistics, and small random directions."""
+def start(statistics: Statistics, dim: int, *, seed: int = 0, fewest_frames: float = FEWEST_FRAMES) -> Extractor:
+    """Means and covariances of the statistics, and small random directions for Gaussians that will learn some."""
     count_I11 = statistics.total_count.clamp(min=1e-10)[:, None, None]
     mean_ID = statistics.first_UID.double().sum(dim=0) / count_I11[:, 0]
     raw_IDD = statistics.second_IDD / count_I11 - mean_ID[:, :, None] * mean_ID[:, None, :]
     covariance_IDD = floored(raw_IDD, statistics.total_count, VARIANCE_FLOOR)
     generator = torch.Generator().manual_seed(seed)
     random_IDS = torch.randn(*mean_ID.shape, dim, generator=generator, dtype=torch.float64).to(mean_ID.device)
-    M_IDS = START * random_IDS * covariance_IDD.diagonal(dim1=1, dim2=2).sqrt()[:, :, None]
+    enough_I11 = (statistics.total_count >= fewest_frames)[:, None, None]
+    M_IDS = START * random_IDS * covariance_IDD.diagonal(dim1=1, dim2=2).sqrt()[:, :, None] * enough_I11
     M_IDS[:, :, 0] = mean_ID / PRIOR_OFFSET
     return Extractor(M_IDS, covariance_IDD, PRIOR_OFFSET)
 
@@ -140,6 +141,8 @@ def _maximised(extractor: Extractor, statistics: Statistics, Y_IDS: Tensor, R_IS
     """M and Sigma of the maximum, where a Gaussian has frames enough."""
     count_I = statistics.total_count
     enough = count_I >= max(fewest_frames, 1e-10)
+    if not enough.any():
+        return extractor
     M_IDS, covariance_IDD = extractor.M_IDS.clone(), extractor.covariance_IDD.clone()
     Y, R = Y_IDS[enough], R_ISS[enough]
     M = torch.linalg.solve(R, Y.mT).mT

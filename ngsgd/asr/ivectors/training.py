@@ -23,6 +23,7 @@ from ngsgd.asr.ivectors.online import IvectorStream, Remembered
 from ngsgd.asr.ivectors.ubm import DiagonalMixture
 from ngsgd.asr.speech_set import SpeechSet
 from ngsgd.config import FeatureConfig, IvectorConfig
+from ngsgd.errors import DataError
 
 _FRAMES_AT_ONCE = 16384  # whose second moments are summed in one go
 
@@ -53,11 +54,18 @@ def train(speech: SpeechSet, config: IvectorConfig, features: FeatureConfig, rep
     mixture = ubm.train(z_NK, config.num_gaussians)
     report(f"i-vectors: background model of {mixture.num_gaussians} Gaussians from {len(z_NK):,} frames")
     statistics = collect(speech, front, mixture)
+    _require_frames(statistics, config)
     extractor = extractors.start(statistics, config.dim)
     for number in range(1, config.num_iters + 1):
         extractor, log_likelihood = extractors.em_pass(extractor, statistics)
         report(f"i-vectors: pass {number}/{config.num_iters} of the extractor: {log_likelihood:.4f} per frame before it")
     return IvectorModel(front, mixture, extractor)
+
+
+def _require_frames(statistics: Statistics, config: IvectorConfig) -> None:
+    if (statistics.total_count < extractors.FEWEST_FRAMES).all():
+        raise DataError(f"ivectors.num_gaussians is {config.num_gaussians}, and none of them has "
+                        f"{extractors.FEWEST_FRAMES / config.posterior_scale:.0f} frames of the training set; lower it.")
 
 
 def _spread(num_frames: int, most: int) -> npt.NDArray[np.int64]:
