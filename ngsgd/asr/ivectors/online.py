@@ -46,7 +46,7 @@ class IvectorStream:
             self._linear_S += before.linear_S
             self._quadratic_SS += before.quadratic_SS
         self._mean = model.front.mean(before.heard if before else None)
-        self._raw: list[npt.NDArray[np.floating]] = []                            # what is still needed, from frame `_first` on
+        self._raw: list[npt.NDArray[np.floating]] = []      # what is still needed, from frame `_first` on
         self._normal: list[npt.NDArray[np.floating]] = []
         self._first = self._num_frames = self._num_done = 0
         self._rows: list[npt.NDArray[np.float32]] = []
