@@ -141,7 +141,7 @@ def _chain(model: nn.Module, x: Tensor) -> list[tuple[str, Callable[[Any], Tenso
     plan = model._plan_of_one
     assert plan is not None and first.shape == (1, 3)
     steps: list[tuple[str, Callable[[Any], Tensor]]] = [
-        ("", lambda rows: rows.unflatten(1, (-1, model.feature_dim)).index_select(1, plan.needed))]
+        ("", lambda rows: rows.unflatten(1, (-1, model.window.feature_dim)).index_select(1, plan.needed))]
     children: list[tuple[str, Any]] = list(model.named_children())
     spliced: list[Any] = plan.splices
     for (name, layer), splices in zip(children, spliced, strict=False):
