@@ -71,6 +71,8 @@ def _matrix(group: Group, key: str, digits: int) -> str:
 def _variants(group: Group, outers: tuple[str, ...]) -> str:
     """One line each, of the numbers of jobs that any of them but the first was run with."""
     jobs = {setting[2] for setting in group if setting[1] in outers[1:]}
+    if not jobs:
+        return "Not run yet."
     rows = ["| jobs | what | method | seeds | averagings | valid objf | test %WER |", "|---|---|---|---|---|---|---|"]
     for num_jobs, outer, method in itertools.product(sorted(jobs), outers, METHODS):
         lines = group.get((method, outer, num_jobs))
