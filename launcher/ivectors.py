@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -70,10 +70,7 @@ def _store(folder: Path, corpus: Corpus, model: IvectorModel, config: RunConfig)
 
 def _with_rows(speech: SpeechSet, rows_RS: npt.NDArray[np.float32], period: int) -> SpeechSet:
     lengths = np.diff(speech.frames.offsets)
-    first_U = np.cumsum([0, *_num_rows(lengths, period)])
-    row_T = np.concatenate([first + np.arange(length) // period for first, length in zip(first_U, lengths, strict=False)])
+    num_rows_U = -(-lengths // period)
+    first_U = np.cumsum(num_rows_U) - num_rows_U
+    row_T = np.concatenate([first + np.arange(length) // period for first, length in zip(first_U, lengths, strict=True)])
     return replace(speech, frames=replace(speech.frames, side=Side(rows_RS, row_T.astype(np.int32))))
-
-
-def _num_rows(lengths: npt.NDArray[np.int64], period: int) -> Sequence[int]:
-    return [-(-int(length) // period) for length in lengths]

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import shutil
 import statistics
-import subprocess
-import sys
 from pathlib import Path
 
-from benchmarks.paper.cells import TASKS, Cell
-from benchmarks.paper.runs import RESULTS
+from benchmarks.paper.cells import Cell
+from benchmarks.paper.runs import RESULTS, outer_iterations, trained
+from ngsgd.errors import DivergenceError
 from ngsgd.files import read_json_lines
 
 PATH = RESULTS / "clock.json"
@@ -30,16 +28,11 @@ def measure(task: str, methods: tuple[str, ...], rates: dict[str, float], work: 
     times = json.loads(PATH.read_text(encoding="utf-8")) if PATH.exists() else {}
     for method in methods:
         cell = Cell(task, method, "average", 1, 0, rates[method])
-        folder = work / f"clock-{cell.key()}"
-        shutil.rmtree(folder, ignore_errors=True)
-        words = [f"data.source={source}"] if TASKS[task].needs_source else []
-        subprocess.run([sys.executable, "-m", "launcher", "train", "--quiet", *cell.settings(), *words, "schedule.num_epochs=0.3",
-                        f"output_dir={folder}", f"data.cache_dir={work / 'data'}", "tracking.kind=none"],
-                       check=True, stdout=subprocess.DEVNULL)
-        (events,) = folder.glob("*/events.jsonl")
-        steps = [event for event in read_json_lines(events) if event["event"] == "outer_iteration"][_WARM_UP:]
+        with trained(cell, work, source, "tracking.kind=none", "schedule.num_epochs=0.3") as events:
+            if events is None:
+                raise DivergenceError(f"{cell} diverged; its clock cannot be read.")
+            steps = outer_iterations(read_json_lines(events))[_WARM_UP:]
         times.setdefault(task, {})[method] = round(statistics.median(step["jobs"][0]["seconds"] for step in steps), 4)
-        shutil.rmtree(folder, ignore_errors=True)
         print(task, method, times[task][method], "s per job", flush=True)
     RESULTS.mkdir(exist_ok=True)
     PATH.write_text(json.dumps(times, indent=1) + "\n", encoding="utf-8")

@@ -7,7 +7,8 @@ import shutil
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -59,25 +60,37 @@ def run_all(cells: Iterable[Cell], work: Path, source: str) -> None:
 
 def run(cell: Cell, work: Path, source: str, also: tuple[str, ...] = ()) -> Line:
     """Trains and decodes; `also` are settings that win over the cell's own."""
+    with trained(cell, work, source, f"tracking.uri=sqlite:///{work / 'mlflow.db'}", *also) as events:
+        if events is None:
+            return {"diverged": True}
+        return _summary(read_json_lines(events), json.loads((events.parent / "decode" / "wer.json").read_text(encoding="utf-8")))
+
+
+@contextmanager
+def trained(cell: Cell, work: Path, source: str, *also: str) -> Iterator[Path | None]:
+    """The events of a run, None if it diverged; its folder goes in the end."""
     folder = work / cell.key()
     shutil.rmtree(folder, ignore_errors=True)
     words = [f"data.source={source}"] if TASKS[cell.task].needs_source else []
     done = subprocess.run([sys.executable, "-m", "launcher", "train", "--quiet", *cell.settings(), *words, *also,
-                           f"output_dir={folder}", f"data.cache_dir={work / 'data'}",
-                           f"tracking.uri=sqlite:///{work / 'mlflow.db'}"],
-                          check=False, stdout=subprocess.DEVNULL)
+                           f"output_dir={folder}", f"data.cache_dir={work / 'data'}"], check=False, stdout=subprocess.DEVNULL)
     try:
         if done.returncode == DivergenceError.exit_code:
-            return {"diverged": True}
+            yield None
+            return
         done.check_returncode()
         (events,) = folder.glob("*/events.jsonl")
-        return _summary(read_json_lines(events), json.loads((events.parent / "decode" / "wer.json").read_text(encoding="utf-8")))
+        yield events
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def outer_iterations(events: list[Line]) -> list[Line]:
+    return [event for event in events if event["event"] == "outer_iteration"]
+
+
 def _summary(events: list[Line], wer: Line) -> Line:
-    steps = [event for event in events if event["event"] == "outer_iteration"]
+    steps = outer_iterations(events)
     (report,) = [event for event in events if event["event"] == "finished"]
     kept = steps[::max(1, len(steps) // _POINTS)]
     kept += steps[-1:] if kept[-1] is not steps[-1] else []

@@ -19,7 +19,6 @@ from ngsgd.config import FeatureConfig
 Features = npt.NDArray[np.float32]
 
 
-
 def toolkit() -> Any:
     return extras.load("kaldi_native_fbank", extra="asr", purpose="Feature extraction")
 

@@ -17,8 +17,10 @@ from torch import Tensor
 from ngsgd.config import AugmentConfig
 
 
-def mask_windows(x_ND: Tensor, window: int, config: AugmentConfig, random: np.random.Generator) -> Tensor:
-    """The rows, each with masks of its own with probability `spec_probability`; the argument is left alone.
+def mask_windows(x_ND: Tensor, window: int, config: AugmentConfig, random: np.random.Generator,
+                 out: Tensor | None = None) -> Tensor:
+    """The rows, each with masks of its own with probability `spec_probability`; in memory of their own, or in `out`, which may be
+    the argument.
 
     A mask is 0 to `spec_time_frames` frames (or `spec_freq_bins` features) wide and begins anywhere it fits, uniformly.
     """
@@ -28,7 +30,7 @@ def mask_windows(x_ND: Tensor, window: int, config: AugmentConfig, random: np.ra
     time_NW = _covered(random, num_rows, window, config.spec_num_time_masks, config.spec_time_frames)
     freq_ND = _covered(random, num_rows, dim, config.spec_num_freq_masks, config.spec_freq_bins)
     hidden_NWD = is_chosen_N[:, None, None] & (time_NW[:, :, None] | freq_ND[:, None, :])
-    return torch.where(torch.from_numpy(hidden_NWD).flatten(1), x_ND.mean(dim=1, keepdim=True), x_ND)
+    return torch.where(torch.from_numpy(hidden_NWD).flatten(1), x_ND.mean(dim=1, keepdim=True), x_ND, out=out)
 
 
 def _covered(random: np.random.Generator, num_rows: int, size: int, num_masks: int, max_width: int) -> npt.NDArray[np.bool_]:

@@ -48,10 +48,10 @@ class HessianFree(SecondOrder):
     """Hessian-free; memory is that of the graph of one minibatch and a few gradients."""
 
     Options = HessianFreeOptions
+    joins_bias = False   # all layers are one system
 
     def __init__(self, model: Any, **options: Any) -> None:
         super().__init__(model, **options)
-        self._bias_of = {}        # one system: nothing to join
         self.num_products = 0     # taken so far
 
     def update_curvature(self, seen: Any) -> None:

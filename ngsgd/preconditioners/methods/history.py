@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ngsgd.errors import ConfigError
 from ngsgd.ops.linalg import damped_solve
-from ngsgd.preconditioners.options import Options
+from ngsgd.preconditioners.options import Options, history_problems
 from ngsgd.preconditioners.protocol import Preconditioner
 from ngsgd.preconditioners.states import State
 
@@ -29,13 +29,7 @@ class MFACOptions(Options):
     ema_decay: float = 0.0     # the last m gradients count alike
 
     def problems(self) -> list[str]:
-        found = super().problems()
-        if self.num_gradients < 1:
-            found.append(f"num_gradients is {self.num_gradients}; it must be at least 1.")
-        if self.ema_decay or self.layer_options:
-            found.append("ema_decay and layer_options have no meaning here: the last num_gradients gradients of the whole model "
-                         "count alike; leave them out.")
-        return found
+        return [*super().problems(), *history_problems(self, "num_gradients", "gradients of the whole model count alike")]
 
 
 class MFAC(Preconditioner):
@@ -43,10 +37,7 @@ class MFAC(Preconditioner):
 
     Options = MFACOptions
     has_mean = False
-
-    def __init__(self, model: Any, **options: Any) -> None:
-        super().__init__(model, **options)
-        self._bias_of = {}   # one block: nothing to join
+    joins_bias = False   # the whole model is one block
 
     def update_curvature(self, seen: Any) -> None:
         if not isinstance(seen, Mapping):

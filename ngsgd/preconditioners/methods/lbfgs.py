@@ -18,7 +18,7 @@ from torch import Tensor
 from ngsgd.curvature.whole import LossWeight
 from ngsgd.ops.linalg import doubly_damped, lbfgs_product
 from ngsgd.preconditioners.methods.secant import Secant
-from ngsgd.preconditioners.options import Options
+from ngsgd.preconditioners.options import Options, history_problems
 from ngsgd.preconditioners.states import State
 
 _LEAST = 0.2    # of y^T H y that s^T y is brought to
@@ -32,13 +32,7 @@ class LBFGSOptions(Options):
     ema_decay: float = 0.0     # the last M pairs make the matrix
 
     def problems(self) -> list[str]:
-        found = super().problems()
-        if self.num_pairs < 1:
-            found.append(f"num_pairs is {self.num_pairs}; it must be at least 1.")
-        if self.ema_decay or self.layer_options:
-            found.append("ema_decay and layer_options have no meaning here: the last num_pairs pairs of the whole model make one "
-                         "matrix; leave them out.")
-        return found
+        return [*super().problems(), *history_problems(self, "num_pairs", "pairs of the whole model make one matrix")]
 
 
 class LBFGS(Secant):
@@ -46,10 +40,10 @@ class LBFGS(Secant):
 
     Options = LBFGSOptions
     has_mean = False
+    joins_bias = False   # the whole model is one block
 
     def __init__(self, model: Any, **options: Any) -> None:
         super().__init__(model, **options)
-        self._bias_of = {}   # one block: nothing to join
         self._weight = LossWeight()   # of the minibatch at hand
         self._gradients: dict[str, Tensor] = {}   # of its mean loss, before anybody unscales or clips what is in .grad
         self._before: tuple[dict[str, Tensor], dict[str, Tensor]] | None = None   # parameters and gradients of the first look

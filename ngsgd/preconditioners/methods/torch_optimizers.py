@@ -41,10 +41,10 @@ class Adam(Preconditioner):
     """torch.optim.Adam (Kingma and Ba 2015)."""
 
     Options = AdamOptions
+    joins_bias = False   # element by element
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
         super().__init__(model, **options)
-        self._bias_of = {}   # element by element: nothing to join
         self._copies = {name: nn.Parameter(torch.zeros_like(self.viewed(p))) for name, p in model.named_parameters()
                         if p.requires_grad and name not in self._skipped}
         self._optimizers = {name: self.optimizer(name, copy) for name, copy in self._copies.items()}
