@@ -14,26 +14,19 @@ NOT_THE_BEST = "only the best job of an early outer iteration is kept (schedule.
 Verdicts = list[tuple[JobResult, str]]  # each result with the reason why it is rejected, empty when it is accepted
 
 
-def judge(results: Sequence[JobResult], troubles: Mapping[int, str], objf_tolerance: float, num_classes: int,
-          objf_before: float | None) -> Verdicts:
+def judge(results: Sequence[JobResult], troubles: Mapping[int, str], objf_tolerance: float, num_classes: int) -> Verdicts:
     """Rejects what is broken, and what is far behind.
 
     `troubles` says, by job, what is wrong with a result's parameters.  A result whose objf per frame is not finite or
-    more than `objf_tolerance` below the best (Kaldi: 1.0), or below that of guessing, is rejected too: if all jobs
-    diverge, none is accepted.  A fresh network may well be worse than guessing, and a short job leaves it there: only who
-    has also fallen so far below `objf_before`, that of the last outer iteration, has diverged.  None stands for what the
-    jobs themselves had in their first minibatches.
+    more than `objf_tolerance` below the best (Kaldi: 1.0), or more than twice that of guessing, is rejected too: if all
+    jobs diverge, none is accepted.  Plain SGD's first steps may well end below guessing, which is no divergence yet.
     """
     reasons = [troubles.get(result.job.job) or ("" if math.isfinite(result.objf) else f"its objf is {result.objf}")
                for result in results]
     sound = [result.objf for result, reason in zip(results, reasons, strict=True) if not reason]
-    if objf_before is None:
-        objf_before = min((result.objf_at_start for result in results if math.isfinite(result.objf_at_start)), default=0.0)
+    best = max(sound, default=-math.inf)
     guessing = -math.log(num_classes)
-    worst = min(guessing, objf_before)
-    best = max([worst, *sound])
-    name = "the best" if best > worst else "guessing" if worst == guessing else "where it began"
-    return [(result, reason or _too_far_below(best, name, result.objf, objf_tolerance))
+    return [(result, reason or _too_low(result.objf, best, guessing, objf_tolerance))
             for result, reason in zip(results, reasons, strict=True)]
 
 
@@ -55,7 +48,7 @@ def too_few(accepted: Sequence[JobResult], verdicts: Verdicts, plan: Plan, min_a
     return ClusterError(f"{counted}, because workers kept dying or data is quarantined; look at the log above and resume.")
 
 
-def _too_far_below(best: float, name: str, objf: float, tolerance: float) -> str:
-    if best - objf <= tolerance:
-        return ""
-    return f"its objf {objf:.3f} is more than {tolerance:g} below {name}, {best:.3f}"
+def _too_low(objf: float, best: float, guessing: float, tolerance: float) -> str:
+    if best - objf > tolerance:
+        return f"its objf {objf:.3f} is more than {tolerance:g} below the best, {best:.3f}"
+    return f"its objf {objf:.3f} is more than twice that of guessing, {guessing:.3f}" if objf < 2.0 * guessing else ""

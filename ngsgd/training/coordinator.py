@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from statistics import fmean
 from typing import NamedTuple
 
 from torch import nn
@@ -189,7 +188,7 @@ class Coordinator:
         """Averages and commits an outer iteration whose jobs are settled; returns `before` if it had to be rolled back."""
         compute_s = clock.lap()
         plan = round_.plan
-        verdicts, error, vectors, weights = self._gather(round_, before.progress.objf)
+        verdicts, error, vectors, weights = self._gather(round_)
         for result, reason in verdicts:
             self.ledger.judged(result, reason)
             if reason:
@@ -216,11 +215,10 @@ class Coordinator:
                                   diagnostics_s=clock.lap()), partial(self._load, after))
         return after
 
-    def _gather(self, round_: Round, objf_before: float | None) -> _Gathered:
+    def _gather(self, round_: Round) -> _Gathered:
         """What each result is worth, and what is to be averaged; results that are lost on the way are made again."""
         while True:
-            verdicts = judge(round_.in_order(), round_.troubles, self.failure.objf_tolerance, self.reader.info.num_classes,
-                             objf_before)
+            verdicts = judge(round_.in_order(), round_.troubles, self.failure.objf_tolerance, self.reader.info.num_classes)
             accepted = [result for result, reason in verdicts if not reason]
             weights: list[float] = [result.num_frames for result in accepted]
             error = too_few(accepted, verdicts, round_.plan, self.failure.min_accepted)
@@ -257,8 +255,7 @@ class Coordinator:
         old = before.progress
         progress = replace(
             _after(round_.plan, old), frames_processed=old.frames_processed + sum(r.num_frames for r in accepted),
-            objf=fmean(r.objf for r in accepted), elapsed_s=self.clock() - self._began,
-            quarantined=(*old.quarantined, *round_.quarantined))
+            elapsed_s=self.clock() - self._began, quarantined=(*old.quarantined, *round_.quarantined))
         progress = replace(progress, pending=(*progress.pending, *round_.deferred))
         state = self.optimizer.state_dict()
         if self.objective.equalise_layers:

@@ -150,7 +150,6 @@ class JobResult:
     health: dict[str, float] = field(default_factory=dict)  # of the Fisher estimates at the end (ngsgd.optim.inspection.figures)
     host: str = ""                 # of a worker on another machine than the coordinator's
     machine: dict[str, float] = field(default_factory=dict)  # the load of that machine at the job's end
-    objf_at_start: float = 0.0     # mean per frame of the first minibatch
 
 
 @dataclass(frozen=True)

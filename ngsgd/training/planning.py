@@ -24,7 +24,6 @@ class Progress:
     passes_done: int = 0         # passes over archives that were planned up to there
     frames_processed: int = 0
     elapsed_s: float = 0.0       # of training, over all processes that worked on the run
-    objf: float | None = None    # per frame, of the jobs that were averaged last
     pending: tuple[Piece, ...] = ()      # put off to a later outer iteration
     quarantined: tuple[Piece, ...] = ()  # given up: whoever worked on them died
     lr_scale: float = 1.0        # below 1 after roll-backs

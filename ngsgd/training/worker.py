@@ -168,8 +168,7 @@ class Worker:
             sum(layer_shares) / len(layer_shares), activity.model_share, activity.num_skipped,
             Held(end) if job.keep_own else None,
             self._fisher(job, optimizer, preconditioner),
-            not_finite(sent, self.layout, pieces), remainder, figures(optimizer) if isinstance(optimizer, NGSGD) else {},
-            objf_at_start=sums.objf_at_start())
+            not_finite(sent, self.layout, pieces), remainder, figures(optimizer) if isinstance(optimizer, NGSGD) else {})
 
     def _preconditioner(self, network: nn.Module, job: Job) -> Preconditioner | None:
         """The configured one; draws are decided by the job alone."""
@@ -234,7 +233,6 @@ class _Sums:
         self.num_frames = 0
         self.num_minibatches = 0
         self._objf, self._correct, self._weight = torch.zeros(3, dtype=torch.float64, device=device)
-        self._first: Tensor | None = None  # objf per frame
 
     def add(self, logits_NP: Tensor, pdf_N: Tensor, weight_N: Tensor | None, loss: Tensor) -> None:
         self.num_frames += len(pdf_N)
@@ -247,12 +245,6 @@ class _Sums:
         else:
             self._correct += (is_right_N * weight_N).sum()
             self._weight += weight_N.sum()
-        if self._first is None:
-            self._first = self._objf / self._weight
-
-    def objf_at_start(self) -> float:
-        """Mean objf per frame of the first minibatch."""
-        return math.nan if self._first is None else float(self._first)
 
     def per_frame(self) -> tuple[float, float]:
         """(objf, accuracy) of a frame of weight 1, as in Kaldi; not a number for a shard without frames."""
