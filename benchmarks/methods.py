@@ -4,9 +4,9 @@
     python benchmarks/methods.py sweep RESULTS.jsonl --task fsdd --egs FOLDER    # data/egs-.. that `ngsgd train recipe=fsdd` made
     python benchmarks/methods.py table RESULTS.jsonl
 
-`sweep` runs what RESULTS.jsonl does not hold yet: on seed 0 the grid of learning rates (and of dampings, on digits), then the
-other seeds at the best of it.  A method is set as `conf/preconditioner/NAME.yaml` sets it for `ngsgd train`, but for the damping's
-factor.
+`sweep` runs what RESULTS.jsonl does not hold yet: on seed 0 the grid of learning rates (and of dampings, on digits), one rate
+further wherever the best lies at an end, then the other seeds at the best of it.  A method is set as
+`conf/preconditioner/NAME.yaml` sets it for `ngsgd train`, but for the damping's factor.
 
 digits: the 1797 images of 8 x 8 that scikit-learn has packed, 1437 of them to train on; two convolutions and an affine layer.
 fsdd: the first frame of every example of the recipe, one twentieth of what the recipe trains on; its network, four layers of 256.
@@ -42,7 +42,8 @@ from ngsgd.schedules import Shard
 
 CONF = Path(__file__).parents[1] / "conf" / "preconditioner"
 SEEDS = (0, 1, 2)
-# four each, so that the best seldom lies at an end
+LADDER = (1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)   # of rates
+# four each, where the best is looked for first
 LEARNING_RATES = (0.01, 0.03, 0.1, 0.3)   # of directions with the gradient's norm
 SGD_RATES = (0.03, 0.1, 0.3, 1.0)         # and of NG-SGD
 ADAM_RATES = (3e-4, 1e-3, 3e-3, 1e-2)
@@ -213,12 +214,27 @@ def sweep(path: Path, name: str, task: Task, methods: Sequence[str], limit_s: fl
         return known.get(setting)
 
     for method in methods:
-        grid = [Setting(name, method, lr, factor, 0) for factor in factors_of(name, method) for lr in rates_of(method)]
-        results = {setting: found(setting) for setting in grid}
-        best = best_of(results)
-        if best is not None and all(result is not None for result in results.values()):
-            for seed in SEEDS[1:]:
-                found(replace(best, seed=seed))
+        rates = rates_of(method)
+        best = None
+        while rates:
+            grid = [Setting(name, method, lr, factor, 0) for factor in factors_of(name, method) for lr in rates]
+            results = {setting: found(setting) for setting in grid}
+            if None in results.values():   # out of time
+                return
+            best = best_of(results)
+            rates = wider(rates, best.lr) if best else ()
+        for seed in SEEDS[1:] if best else ():
+            found(replace(best, seed=seed))
+
+
+def wider(rates: tuple[float, ...], best: float) -> tuple[float, ...]:
+    """One more rate beyond the end that the best lies at; none where it lies inside, or the ladder ends."""
+    first, last = LADDER.index(rates[0]), LADDER.index(rates[-1])
+    if best == rates[0] and first > 0:
+        return LADDER[first - 1:last + 1]
+    if best == rates[-1] and last + 1 < len(LADDER):
+        return LADDER[first:last + 2]
+    return ()
 
 
 def factors_of(task: str, method: str) -> tuple[float, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.nn.functional import mse_loss
 
 from ngsgd.errors import ConfigError
 from ngsgd.preconditioners import EKFAC, KFAC, SKFAC
@@ -66,6 +67,19 @@ def test_skfac_equals_kfac_of_one_minibatch(name: str) -> None:
         close(found[parameter], value)
     with pytest.raises(ConfigError, match="ema_decay must be 0"):
         SKFAC(case.model, ema_decay=0.5)
+
+
+@pytest.mark.parametrize("num_rows", [3, 40])
+def test_skfac_keeps_what_is_smaller(num_rows: int) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(9, 5)
+    preconditioner = SKFAC(model)
+    with preconditioner.watch():
+        preconditioner.backward(mse_loss(model(torch.randn(num_rows, 9)), torch.zeros(num_rows, 5)))
+    preconditioner.step()
+    shapes = {key: tuple(value.shape) for key, value in preconditioner.inverses["weight"].items() if value.ndim}
+    rows = {"a": (3, 10), "root_a": (3, 3), "e": (3, 5), "root_e": (3, 3)}
+    assert shapes == (rows if num_rows == 3 else {"A": (10, 10), "B": (5, 5)})
 
 
 @pytest.mark.parametrize("exact", [False, True], ids=["empirical", "exact"])

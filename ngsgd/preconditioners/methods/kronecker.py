@@ -25,6 +25,7 @@ from ngsgd.preconditioners.protocol import Preconditioner
 from ngsgd.preconditioners.signals import Rows
 from ngsgd.preconditioners.states import State
 
+_FACTOR = {"a": "A", "e": "B"}   # of the rows of a side
 _MIN_TRACE = 1e-20   # per dimension; below, a factor is zero and says nothing of how to share the damping
 
 
@@ -114,7 +115,7 @@ class KFAC(Preconditioner):
 
 
 class SKFAC(KFAC):
-    """K-FAC of the last minibatch alone, for layers wider than the minibatch: no matrix of a layer's width is made or kept.
+    """K-FAC of the last minibatch alone, for layers wider than the minibatch: of their width no matrix is made or kept.
 
     The same directions as `KFAC(ema_decay=0)`, which the moving average has to be here.
     """
@@ -131,21 +132,30 @@ class SKFAC(KFAC):
     def measure(self, name: str, rows: Rows) -> State:
         a_NTI, e_VNTO = rows.shared(self.options.sharing)
         a_XI, e_XO = a_NTI.flatten(0, 1), e_VNTO.flatten(0, 2)
-        return {"a": a_XI / len(a_XI) ** 0.5, "e": e_XO / rows.num_rows**0.5}
+        return {**self._smaller("a", a_XI / len(a_XI) ** 0.5), **self._smaller("e", e_XO / rows.num_rows**0.5)}
+
+    @staticmethod
+    def _smaller(side: str, x_XD: Tensor) -> State:
+        """The rows; or their factor, where there are more of them (positions of a convolution) than it is wide."""
+        return {side: x_XD} if len(x_XD) <= x_XD.shape[1] else {_FACTOR[side]: x_XD.T @ x_XD}
 
     def invert(self, name: str, known: State) -> State:
-        a_XI, e_XO = known["a"], known["e"]
-        of_B, of_A = _shared(float(a_XI.square().sum()) / a_XI.shape[1], float(e_XO.square().sum()) / e_XO.shape[1],
-                             self.option(name, "damping"))
-        return {"a": a_XI, "e": e_XO,
-                "root_a": damped_cholesky(a_XI @ a_XI.T, of_A), "root_e": damped_cholesky(e_XO @ e_XO.T, of_B),
-                "damping_a": torch.tensor(of_A, dtype=torch.float64), "damping_e": torch.tensor(of_B, dtype=torch.float64)}
+        of_B, of_A = _shared(_mean_square(known, "a"), _mean_square(known, "e"), self.option(name, "damping"))
+        found: State = {}
+        for side, damping in (("a", of_A), ("e", of_B)):
+            if side in known:
+                x_XD = known[side]
+                found |= {side: x_XD, f"root_{side}": damped_cholesky(x_XD @ x_XD.T, damping),
+                          f"damping_{side}": torch.tensor(damping, dtype=torch.float64)}
+            else:
+                found[_FACTOR[side]] = damped_inverse(known[_FACTOR[side]], damping)
+        return found
 
     def factors(self, inverse: State) -> tuple[Tensor, Tensor] | None:
         return None
 
     def can_hold(self, name: str, inverse: State) -> bool:
-        return "a" in inverse
+        return bool(inverse)
 
     def direction_of_rows(self, name: str, inverse: State, rows: HeldRows) -> tuple[Tensor, Tensor | None]:
         a_XI = torch.cat([rows.a_XI, rows.a_XI.new_ones(len(rows.a_XI), 1)], dim=1) if rows.has_bias else rows.a_XI
@@ -161,6 +171,8 @@ class SKFAC(KFAC):
 
     @staticmethod
     def _solved(inverse: State, side: str, x_XD: Tensor) -> Tensor:
+        if side not in inverse:
+            return x_XD @ inverse[_FACTOR[side]]
         return woodbury_rows(inverse[side], inverse[f"root_{side}"], float(inverse[f"damping_{side}"]), x_XD)
 
 
@@ -230,6 +242,13 @@ class EKFAC(KFAC):
 def shared_damping(B_OO: Tensor, A_II: Tensor, total: float) -> tuple[float, float]:
     """(damping of B, damping of A); their product is the total."""
     return _shared(float(A_II.trace()) / len(A_II), float(B_OO.trace()) / len(B_OO), total)
+
+
+def _mean_square(known: State, side: str) -> float:
+    """Trace of SKFAC's factor by its width."""
+    if side in known:
+        return float(known[side].square().sum()) / known[side].shape[1]
+    return float(known[_FACTOR[side]].trace()) / len(known[_FACTOR[side]])
 
 
 def _shared(of_A: float, of_B: float, total: float) -> tuple[float, float]:
