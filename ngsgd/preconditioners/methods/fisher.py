@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ngsgd.curvature.rows import Dense, Outer
+from ngsgd.curvature.memory import empty
+from ngsgd.curvature.rows import Dense, Outer, Sum
 from ngsgd.errors import ConfigError
 from ngsgd.ops.linalg import damped_inverse
 from ngsgd.preconditioners.options import FisherOptions
@@ -36,18 +37,41 @@ class DiagonalNG(Preconditioner):
     passes_on = True
 
     def measure(self, name: str, rows: Rows) -> State:
-        share = Outer(Dense(rows.a_NTI), rows.e_VNTO / rows.num_rows**0.5)
-        return {"diagonal": share.sum_of_squares().view(rows.e_VNTO.shape[3], -1)}
+        return self._squares(rows, None)
+
+    def take(self, name: str, rows: Rows) -> None:
+        known = self.inverses.get(name, {}).get("weight")
+        if known is None or rows.a_NTI.shape[1] > 1 or not self._is_passed_on(name):
+            super().take(name, rows)
+        elif bool((rows.a_NTI.norm() * rows.e_VNTO.norm()).square().isfinite()):   # no element is larger
+            self._pass_on(name, self._squares(rows, known))   # in the memory of the last: what is new is handed out page by page
+        else:
+            self.num_skipped += 1
+
+    @staticmethod
+    def _squares(rows: Rows, memory_OI: Tensor | None) -> State:
+        """Of the weight, written over `memory_OI` if there is one position, and of the bias.
+
+        Without the column of ones, so that rows of the product are as long as those of the gradient, and aligned.
+        """
+        a_NTI = rows.a_NTI if rows.bias is None else rows.a_NTI[:, :, :-1]
+        if a_NTI.shape[1] > 1:
+            weight = Outer(Dense(a_NTI), rows.e_VNTO / rows.num_rows**0.5)
+            found = {"weight": weight.sum_of_squares().view(rows.e_VNTO.shape[3], -1)}
+            return found if rows.bias is None else {**found, "bias": Sum(weight.e_VNTO, weight).sum_of_squares()}
+        e2_NO = rows.e_VNTO[:, :, 0].square().sum(dim=0).div_(rows.num_rows)
+        memory_OI = empty(e2_NO, e2_NO.shape[1], a_NTI.shape[2]) if memory_OI is None else memory_OI
+        found = {"weight": torch.mm(e2_NO.T, a_NTI[:, 0].square(), out=memory_OI)}
+        return found if rows.bias is None else {**found, "bias": e2_NO.sum(dim=0)}
 
     def invert(self, name: str, known: State) -> State:
-        diagonal_OI = known["diagonal"] if self._overwrites else known["diagonal"].clone()
-        return {"diagonal": diagonal_OI.add_(self.option(name, "damping")).reciprocal_()}
+        damping = self.option(name, "damping")   # added; a reciprocal would be a pass over memory more
+        return {key: value.add_(damping) if self._overwrites else value + damping for key, value in known.items()}
 
     def block_direction(self, name: str, inverse: State, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        inverse_OI, block = inverse["diagonal"], self._block(name)
-        shares = {name: inverse_OI[:, :grads[name][0].numel()].reshape(grads[name].shape)}   # of a matrix a view
-        shares |= {bias: inverse_OI[:, -1] for bias in block[1:] if bias in grads}
-        return {each: grads[each].mul_(share) if self._overwrites else grads[each] * share for each, share in shares.items()}
+        damped = {each: inverse[key].view_as(grads[each]) for key, each in zip(("weight", "bias"), self._block(name), strict=False)
+                  if each in grads}
+        return {each: grads[each].div_(value) if self._overwrites else grads[each] / value for each, value in damped.items()}
 
 
 class UnitWiseNG(Preconditioner):
