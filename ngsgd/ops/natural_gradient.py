@@ -22,6 +22,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from ngsgd.ops import products
+
 Array = npt.NDArray[np.float64]
 
 _REORTHOGONALISE_RATIO = 1e6  # of largest to smallest eigenvalue of Z; beyond it float32 rows of R lose orthogonality
@@ -105,13 +107,13 @@ def rescaling(sum_sq: Tensor | float, sum_sq_hat: Tensor | float) -> Tensor | fl
 def project(X_ND: Tensor, W_RD: Tensor, one_N: Tensor | None = None) -> Tensor:
     """H_t^T, R x N (79); a few long rows are faster to form than many short ones."""
     if one_N is None:
-        return torch.mm(W_RD, X_ND.T)
-    return torch.addmm(torch.outer(W_RD[:, -1], one_N), W_RD[:, :-1], X_ND.T)
+        return products.mm(W_RD, X_ND.T)
+    return products.mm(W_RD[:, :-1], X_ND.T).addr_(W_RD[:, -1], one_N)
 
 
-def precondition(X_ND: Tensor, H_RN: Tensor, W_RD: Tensor, out: Tensor | None = None) -> Tensor:
+def precondition(X_ND: Tensor, H_RN: Tensor, W_RD: Tensor, scratch: Tensor | None = None) -> Tensor:
     """Xhat: rows multiplied by beta_t G_t^-1 (36, 80), not yet rescaled; W may have a last column for the ones."""
-    return torch.addmm(X_ND, H_RN.T, W_RD[:, :X_ND.shape[1]], alpha=-1, out=out)
+    return products.less_mm(X_ND, H_RN.T, W_RD[:, :X_ND.shape[1]], scratch)
 
 
 def precondition_ones(one_N: Tensor, H_RN: Tensor, W_RD: Tensor) -> Tensor:
@@ -122,9 +124,9 @@ def precondition_ones(one_N: Tensor, H_RN: Tensor, W_RD: Tensor) -> Tensor:
 def project_back(X_ND: Tensor, H_RN: Tensor, one_N: Tensor | None = None) -> Tensor:
     """J_t = H^T X (81)."""
     if one_N is None:
-        return torch.mm(H_RN, X_ND)
+        return products.mm(H_RN, X_ND)
     J_RD = X_ND.new_empty(len(H_RN), X_ND.shape[1] + 1)
-    torch.mm(H_RN, X_ND, out=J_RD[:, :-1])
+    products.mm(H_RN, X_ND, out=J_RD[:, :-1])
     J_RD[:, -1] = torch.mv(H_RN, one_N)
     return J_RD
 
@@ -132,8 +134,8 @@ def project_back(X_ND: Tensor, H_RN: Tensor, one_N: Tensor | None = None) -> Ten
 def moment_products(J_RD: Tensor, H_RN: Tensor) -> Tensor:
     """K = J J^T and L = H^T H (84), stacked."""
     KL_2RR = J_RD.new_empty(2, len(J_RD), len(J_RD))
-    torch.mm(J_RD, J_RD.T, out=KL_2RR[0])
-    torch.mm(H_RN, H_RN.T, out=KL_2RR[1])
+    products.mm(J_RD, J_RD.T, out=KL_2RR[0])
+    products.mm(H_RN, H_RN.T, out=KL_2RR[1])
     return KL_2RR
 
 
@@ -167,7 +169,7 @@ def moved(state: FisherState, J_RD: Tensor, step: Move, smoothing: Smoothing) ->
     W_RD = state.W_RD
     b_R1 = torch.from_numpy(step.b_R).to(W_RD)[:, None]
     A_RR = torch.from_numpy(step.A_RR).to(W_RD)
-    torch.mm(A_RR, J_RD.addcmul_(b_R1, W_RD), out=W_RD)                        # (64)
+    products.mm(A_RR, J_RD.addcmul_(b_R1, W_RD), out=W_RD)                        # (64)
     if step.must_reorthogonalise:
         e_R = _e(step.d_R, step.rho, W_RD.shape[1], smoothing.alpha)
         W_RD = reorthogonalised(W_RD, torch.from_numpy(e_R).to(W_RD.device))

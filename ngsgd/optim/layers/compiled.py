@@ -9,8 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from ngsgd.ops import products
 from ngsgd.optim.layers.common import cast, layer_of
 from ngsgd.optim.layers.kronecker import KroneckerPreconditioner
 
@@ -24,7 +25,7 @@ def _layer(number: int) -> KroneckerPreconditioner:
 @torch.library.custom_op("ngsgd::linear", mutates_args=())
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, number: int, dtype: torch.dtype | None) -> Tensor:
     """`torch.nn.functional.linear` in `dtype`, if given."""
-    return nn.functional.linear(*cast(dtype, x, weight, bias))
+    return products.linear(*cast(dtype, x, weight, bias))
 
 
 @torch.library.custom_op("ngsgd::linear_gradients", mutates_args=())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ngsgd.ops import products
 from ngsgd.ops.natural_gradient import sum_of_squares
 from ngsgd.optim.layers.common import LayerPreconditioner, Scratch, Settings, Shared, wide
 from ngsgd.preconditioners.online import Call, OnlineNaturalGradient
@@ -111,10 +112,10 @@ def _product(dYhat_NO: Tensor, Xhat_NI: Tensor, one_hat_N: Tensor | None, correc
              dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     """(weight, bias) gradient; with `correction`, dYhat is still dY and the rest of it is taken off in R dimensions."""
     left, right = dYhat_NO.to(dtype).T, Xhat_NI.to(dtype)
-    dW_OI = torch.mm(left, right).to(Xhat_NI.dtype)
+    dW_OI = products.mm(left, right).to(Xhat_NI.dtype)
     db_O = None if one_hat_N is None else torch.mv(dYhat_NO.T, one_hat_N)
     if correction is not None:
-        dW_OI.addmm_(correction.W_RD.T, correction.H_RN @ Xhat_NI, alpha=-1)
+        dW_OI = products.less_mm(dW_OI, correction.W_RD.T, products.mm(correction.H_RN, Xhat_NI), dW_OI)
         if db_O is not None and one_hat_N is not None:
             db_O.addmv_(correction.W_RD.T, torch.mv(correction.H_RN, one_hat_N), alpha=-1)
     return dW_OI, db_O

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from ngsgd.ops import products
 from ngsgd.optim.layers import compiled
 from ngsgd.optim.layers.common import cast, compute_dtype, without_autocast
 from ngsgd.optim.layers.kronecker import KroneckerPreconditioner
@@ -24,16 +25,21 @@ class _Affine(torch.autograd.Function):
         saved = weight
         x, weight, bias = cast(dtype, x, weight, bias)
         ctx.save_for_backward(x, saved)
-        return nn.functional.linear(x, weight, bias)
+        return products.linear(x, weight, bias)
 
     @staticmethod
     @once_differentiable  # the gradient of a natural gradient is not what a second backward would return: make it raise
     def backward(ctx: Any, dY: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         with without_autocast(dY.device.type):
-            dX = (dY @ weight.to(dY.dtype)).to(ctx.input_dtype) if ctx.needs_input_grad[0] else None
+            dX = _input_gradient(dY, weight).to(ctx.input_dtype) if ctx.needs_input_grad[0] else None
             dW, db = gradients(ctx.layer, x, dY, ctx.needs_input_grad[1], ctx.needs_input_grad[2])
         return dX, dW, db, None, None
+
+
+def _input_gradient(dY: Tensor, weight: Tensor) -> Tensor:
+    dX_NI = products.mm(dY.reshape(-1, dY.shape[-1]), weight.to(dY.dtype))
+    return dX_NI.view(*dY.shape[:-1], -1)
 
 
 def gradients(layer: KroneckerPreconditioner, x: Tensor, dY: Tensor, needs_weight: bool,

@@ -1,0 +1,87 @@
+"""Products of large float32 matrices on a CPU, by the faster of the two libraries that torch brings.
+
+torch's own products call MKL, which keeps to AVX2 on AMD's processors.  oneDNN, there for convolutions and for what Inductor makes
+of affine layers, takes AVX-512 wherever it is: on Zen 5 that is twice as many multiplications a second, at the same precision.
+
+Which one multiplies is decided by the processor and the sizes alone, so a run repeated on a machine has the same bits.
+`torch.backends.mkldnn.flags(enabled=False)` leaves all to MKL.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+_LEAST = 1 << 21   # multiplications; below, a call of oneDNN costs as much as it saves
+
+
+def mm(a_MK: Tensor, b_KN: Tensor, out: Tensor | None = None) -> Tensor:
+    """a b, as torch.mm.
+
+    >>> mm(torch.ones(2, 3), torch.ones(3, 1))
+    tensor([[3.],
+            [3.]])
+    """
+    if not _is_for_onednn(a_MK, b_KN):
+        return torch.mm(a_MK, b_KN, out=out)
+    y_MN: Tensor = torch.ops.mkldnn._linear_pointwise(_plain(a_MK), _plain(b_KN).T, None, "none", [], "")
+    return y_MN if out is None else out.copy_(y_MN)
+
+
+def less_mm(c_MN: Tensor, a_MK: Tensor, b_KN: Tensor, scratch: Tensor | None = None) -> Tensor:
+    """c - a b; in the memory of `scratch` where that is quicker than new memory."""
+    if not _is_for_onednn(a_MK, b_KN) or not c_MN.is_contiguous() or c_MN.dtype != a_MK.dtype:
+        return torch.addmm(c_MN, a_MK, b_KN, alpha=-1, out=scratch)
+    if a_MK.numel() < b_KN.numel():   # the sign goes to the smaller
+        a_MK = -a_MK
+    else:
+        b_KN = -b_KN
+    y_MN: Tensor = torch.ops.mkldnn._linear_pointwise.binary(_plain(a_MK), c_MN, _plain(b_KN).T, None, "add")
+    return y_MN
+
+
+def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+    """x W^T + b, as torch.nn.functional.linear; without a backward pass."""
+    x_NI = x.reshape(-1, x.shape[-1])
+    if not _is_for_onednn(x_NI, weight_OI.T):
+        return torch.nn.functional.linear(x, weight_OI, bias_O)
+    y_NO: Tensor = torch.ops.mkldnn._linear_pointwise(_plain(x_NI), _plain(weight_OI), bias_O, "none", [], "")
+    return y_NO.view(*x.shape[:-1], -1)
+
+
+def _is_for_onednn(a_MK: Tensor, b_KN: Tensor) -> bool:
+    return (a_MK.numel() * b_KN.shape[1] >= _LEAST and a_MK.dtype == torch.float32 == b_KN.dtype and a_MK.is_cpu and b_KN.is_cpu
+            and not (torch.is_grad_enabled() and (a_MK.requires_grad or b_KN.requires_grad))
+            and bool(torch.backends.mkldnn.enabled) and _is_faster())
+
+
+def _plain(x: Tensor) -> Tensor:
+    """A matrix without gaps, by rows or by columns: with gaps oneDNN may take its slowest way, 600 times slower."""
+    return x if x.is_contiguous() or x.T.is_contiguous() else x.contiguous()
+
+
+@functools.cache
+def is_there() -> bool:
+    """Whether this torch has the operators, which are Inductor's and may change."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    ones = torch.ones(2, 2)
+    try:
+        found = (torch.ops.mkldnn._linear_pointwise(ones, ones, None, "none", [], ""),
+                 torch.ops.mkldnn._linear_pointwise.binary(ones, ones, ones, None, "add"))
+    except (AttributeError, RuntimeError, TypeError):
+        return False
+    return [float(y[0, 0]) for y in found] == [2.0, 3.0]
+
+
+@functools.cache
+def _is_faster() -> bool:
+    """Whether oneDNN takes instructions that MKL does not."""
+    try:
+        is_amd = "AuthenticAMD" in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+    return is_amd and torch.backends.cpu.get_cpu_capability() == "AVX512" and is_there()
