@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ngsgd.curvature.inputs import Inputs, Patches
 from ngsgd.curvature.memory import empty
+from ngsgd.ops import products
 
 SHARINGS = ("expand", "reduce", "backpack")
 _WAITING = 1 << 18  # floats of rows that wait to be multiplied out together
@@ -90,12 +91,12 @@ def add_gram(x_XD: Tensor, total_DD: Tensor, keep: float = 1.0, scale: float = 1
     """total <- keep total + scale x^T x; of the symmetric matrix only blocks on and above the diagonal are multiplied out."""
     D = len(total_DD)
     if D < 320:
-        torch.addmm(total_DD, x_XD.T, x_XD, beta=keep, alpha=scale, out=total_DD)
+        products.add_mm(total_DD, x_XD.T, x_XD, keep=keep, scale=scale)
         return
     half = D // 2
     add_gram(x_XD[:, :half], total_DD[:half, :half], keep, scale)
     add_gram(x_XD[:, half:], total_DD[half:, half:], keep, scale)
-    torch.addmm(total_DD[:half, half:], x_XD[:, :half].T, x_XD[:, half:], beta=keep, alpha=scale, out=total_DD[:half, half:])
+    products.add_mm(total_DD[:half, half:], x_XD[:, :half].T, x_XD[:, half:], keep=keep, scale=scale)
     total_DD[half:, :half] = total_DD[:half, half:].T
 
 
@@ -167,4 +168,4 @@ def _product(left_WSM: Tensor, right_WSM: Tensor) -> Tensor:
         total_WW = left_WX.new_empty(len(left_WX), len(left_WX))
         add_gram(left_WX.T, total_WW, 0.0)
         return total_WW
-    return left_WX @ right_WX.T
+    return products.mm(left_WX, right_WX.T)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ngsgd.curvature.inputs import Dense, Inputs, joined_inputs
 from ngsgd.curvature.memory import empty
+from ngsgd.ops import products
 
 __all__ = ["Dense", "Lookup", "Mixed", "Outer", "Share", "Sum", "Written", "joined"]
 
@@ -192,7 +193,7 @@ class Outer(_Chunked):
         e2_NO, a2_NI = self._squared_rows(weights_VN)
         total = (self.e_VNTO.sum(dim=0)[:, 0].T @ self.inputs.rows(0, self.num_samples)[:, 0]).flatten() if gradient else None
         squares_OI = empty(e2_NO, e2_NO.shape[1], a2_NI.shape[1])
-        return total, torch.mm(e2_NO.T, a2_NI, out=squares_OI).flatten()
+        return total, products.mm(e2_NO.T, a2_NI, out=squares_OI).flatten()
 
     def squares_by_sample(self, weights_VN: Tensor | None = None) -> Tensor:
         if not self.is_rank_one:

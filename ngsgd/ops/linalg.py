@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ngsgd.errors import DivergenceError
+from ngsgd.ops import products
 
 
 def damped_inverse(factor_DD: Tensor, damping: float, *, overwrite: bool = False) -> Tensor:
@@ -69,7 +70,7 @@ def inverse_root(factor_DD: Tensor, root: int, ridge: float) -> Tensor:
     values_D, U_DD = eigh(factor_DD)
     values_D = values_D.clamp(min=0.0)
     damped_D = values_D + ridge * values_D[-1].clamp(min=torch.finfo(values_D.dtype).tiny)
-    return (U_DD * damped_D.pow(-1.0 / root)) @ U_DD.T
+    return products.mm(U_DD * damped_D.pow(-1.0 / root), U_DD.T)
 
 
 def inverse_root_newton(factor_DD: Tensor, root: int, ridge: float, *, tolerance: float = 1e-6, max_steps: int = 100) -> Tensor:
@@ -120,8 +121,8 @@ def largest_eigenvalue(A_DD: Tensor, *, tolerance: float = 1e-7, max_steps: int 
 
 def woodbury_rows(U_ND: Tensor, root_NN: Tensor, damping: float, x_XD: Tensor) -> Tensor:
     """x (U^T U + damping I)^-1, given the Cholesky root of U U^T + damping I: cheap where N < D."""
-    inner_NX = torch.cholesky_solve((U_ND @ x_XD.T).to(root_NN.dtype), root_NN).to(x_XD.dtype)
-    return torch.addmm(x_XD, inner_NX.T, U_ND, alpha=-1.0) / damping
+    inner_NX = torch.cholesky_solve(products.mm(U_ND, x_XD.T).to(root_NN.dtype), root_NN).to(x_XD.dtype)
+    return products.less_mm(x_XD, inner_NX.T, U_ND) / damping
 
 
 def conjugate_gradients(product: Callable[[Tensor], Tensor], right_D: Tensor, *, start_D: Tensor | None = None, max_steps: int = 50,

@@ -52,6 +52,22 @@ def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
     return y_NO.view(*x.shape[:-1], -1)
 
 
+def input_gradient(dY: Tensor, weight_OI: Tensor) -> Tensor:
+    """dY W, in the type of dY: what the backward pass of `linear` sends to x."""
+    dX_NI = mm(dY.reshape(-1, dY.shape[-1]), weight_OI.to(dY.dtype))
+    return dX_NI.view(*dY.shape[:-1], -1)
+
+
+def add_mm(total_MN: Tensor, a_MK: Tensor, b_KN: Tensor, *, keep: float, scale: float) -> None:
+    """total <- keep total + scale a b."""
+    if not _is_for_onednn(a_MK, b_KN):
+        torch.addmm(total_MN, a_MK, b_KN, beta=keep, alpha=scale, out=total_MN)
+    elif keep == 0.0:   # total may hold anything
+        torch.mul(mm(a_MK, b_KN), scale, out=total_MN)
+    else:
+        total_MN.mul_(keep).add_(mm(a_MK, b_KN), alpha=scale)
+
+
 def _is_for_onednn(a_MK: Tensor, b_KN: Tensor) -> bool:
     return (a_MK.numel() * b_KN.shape[1] >= _LEAST and a_MK.dtype == torch.float32 == b_KN.dtype and a_MK.is_cpu and b_KN.is_cpu
             and not (torch.is_grad_enabled() and (a_MK.requires_grad or b_KN.requires_grad))

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from ngsgd.curvature.kronecker import Gram
 from ngsgd.curvature.layers import wide, without_autocast
+from ngsgd.ops import products
 
 
 class HeldRows(NamedTuple):
@@ -32,7 +33,7 @@ class HeldRows(NamedTuple):
 
     def product(self) -> tuple[Tensor, Tensor | None]:
         """(gradient of the weight, of the bias)."""
-        return self.e_XO.T @ self.a_XI, self.e_XO.sum(dim=0) if self.has_bias else None
+        return products.mm(self.e_XO.T, self.a_XI), self.e_XO.sum(dim=0) if self.has_bias else None
 
     def norm(self) -> Tensor:
         """The Frobenius norm of the gradient with its bias: |e^T a|^2 is the sum over a a^T * e e^T."""
@@ -48,30 +49,30 @@ class HeldRows(NamedTuple):
     def preconditioned(self, left_OO: Tensor, right_II: Tensor) -> tuple[Tensor, Tensor | None]:
         """L G R, (of the weight, of the bias)."""
         by_rows_in, by_rows_out = is_cheaper_by_rows(len(self.a_XI), len(left_OO), len(right_II))
-        e_XO = self.e_XO @ left_OO if by_rows_out else self.e_XO
+        e_XO = products.mm(self.e_XO, left_OO) if by_rows_out else self.e_XO
         if by_rows_in:
             a_XI, one_X = self._inputs(right_II)
-            weight, bias = e_XO.T @ a_XI, None if one_X is None else e_XO.T @ one_X
+            weight, bias = products.mm(e_XO.T, a_XI), None if one_X is None else e_XO.T @ one_X
         else:
-            weight, bias = multiplied_right(e_XO.T @ self.a_XI, e_XO.sum(dim=0) if self.has_bias else None, right_II)
+            weight, bias = multiplied_right(products.mm(e_XO.T, self.a_XI), e_XO.sum(dim=0) if self.has_bias else None, right_II)
         if not by_rows_out:
-            weight, bias = left_OO @ weight, None if bias is None else left_OO @ bias
+            weight, bias = products.mm(left_OO, weight), None if bias is None else left_OO @ bias
         return weight, bias
 
     def _inputs(self, right_II: Tensor) -> tuple[Tensor, Tensor | None]:
         """[a 1] R, and its last column apart."""
         if not self.has_bias:
-            return self.a_XI @ right_II, None
+            return products.mm(self.a_XI, right_II), None
         of_a_II, last_I = right_II[:-1], right_II[-1]
-        return torch.addmm(last_I[:-1], self.a_XI, of_a_II[:, :-1]), torch.mv(self.a_XI, of_a_II[:, -1]).add_(last_I[-1])
+        return products.linear(self.a_XI, of_a_II[:, :-1].T, last_I[:-1]), torch.mv(self.a_XI, of_a_II[:, -1]).add_(last_I[-1])
 
 
 def multiplied_right(weight: Tensor, bias: Tensor | None, right_II: Tensor) -> tuple[Tensor, Tensor | None]:
     """[weight bias] R as (weight, bias), without joining the two."""
     if bias is None:
-        return weight @ right_II, None
+        return products.mm(weight, right_II), None
     last_I = right_II[-1]
-    found = torch.addmm(torch.outer(bias, last_I[:-1]), weight, right_II[:-1, :-1])
+    found = products.mm(weight, right_II[:-1, :-1]).addr_(bias, last_I[:-1])
     return found, torch.mv(weight, right_II[:-1, -1]) + bias * last_I[-1]
 
 
@@ -156,16 +157,16 @@ class _Held(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, token: Tensor, place: _Place, joined: bool) -> Tensor:
         ctx.place, ctx.has_bias, ctx.joined = place, bias is not None, joined
         ctx.save_for_backward(x, weight)
-        return nn.functional.linear(x, weight, bias)
+        return products.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, e: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         with without_autocast(e.device.type):
-            dx = (e @ weight.to(e.dtype)).to(x.dtype) if ctx.needs_input_grad[0] else None
+            dx = products.input_gradient(e, weight).to(x.dtype) if ctx.needs_input_grad[0] else None
             a_XI, e_XO = (wide(each.reshape(-1, each.shape[-1])).to(weight.dtype) for each in (x, e))
             if torch.is_grad_enabled():   # a pass that will be differentiated again: everything as torch has it
-                return dx, e_XO.T @ a_XI, e_XO.sum(dim=0) if ctx.has_bias else None, None, None, None
+                return dx, products.mm(e_XO.T, a_XI), e_XO.sum(dim=0) if ctx.has_bias else None, None, None, None
             bias = e_XO.sum(dim=0) if ctx.has_bias and not ctx.joined else None
         ctx.place.waiting = a_XI.detach(), e_XO.detach()
         return dx, None, bias, e.new_empty(0).to(weight.dtype), None, None

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from ngsgd.curvature.layers import without_autocast
 from ngsgd.errors import CheckpointError, ConfigError
+from ngsgd.ops import products
 from ngsgd.preconditioners import limits
 from ngsgd.preconditioners.held import HeldRows, RowGradients, is_cheaper_by_rows, multiplied_right
 from ngsgd.preconditioners.options import FisherOptions, Options, is_due, make_options
@@ -333,7 +334,7 @@ class Preconditioner:
         left_OO, right_II = factors
         block = self._block(name)
         bias = left_OO @ grads[block[1]] if len(block) > 1 else None
-        parts = multiplied_right(left_OO @ grads[name].flatten(1), bias, right_II)
+        parts = multiplied_right(products.mm(left_OO, grads[name].flatten(1)), bias, right_II)
         return {each: part.view_as(grads[each]) for each, part in zip(block, parts, strict=False) if part is not None}
 
     # of a method

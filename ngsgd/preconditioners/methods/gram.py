@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ngsgd.ops import products
 from ngsgd.ops.linalg import damped_cholesky
 from ngsgd.preconditioners.held import HeldRows, products_of
 from ngsgd.preconditioners.options import FisherOptions
@@ -97,10 +98,10 @@ class _FromRows(Preconditioner):
         a_NI, e_NO = inverse["a"][:, 0], inverse["e"][0, :, 0]
         with_one = rows.has_bias
         if len(a_NI) * (a_NI.shape[1] + e_NO.shape[1]) < a_NI.shape[1] * e_NO.shape[1]:
-            of_a_NX = a_NI[:, :rows.a_XI.shape[1]] @ rows.a_XI.T
-            return ((of_a_NX.add_(1.0) if with_one else of_a_NX) * (e_NO @ rows.e_XO.T)).sum(dim=1)
+            of_a_NX = products.mm(a_NI[:, :rows.a_XI.shape[1]], rows.a_XI.T)
+            return ((of_a_NX.add_(1.0) if with_one else of_a_NX) * products.mm(e_NO, rows.e_XO.T)).sum(dim=1)
         weight, bias = rows.product()
-        found: Tensor = ((a_NI[:, :weight.shape[1]] @ weight.T) * e_NO).sum(dim=1)
+        found: Tensor = (products.mm(a_NI[:, :weight.shape[1]], weight.T) * e_NO).sum(dim=1)
         return found if bias is None else found + e_NO @ bias
 
     def combined(self, inverse: State, rows: HeldRows, b_N: Tensor, damping: float) -> tuple[Tensor, Tensor | None]:
@@ -110,7 +111,7 @@ class _FromRows(Preconditioner):
             return rows._replace(e_XO=e_XO).product()
         a_NI, e_NO = inverse["a"][:, 0], inverse["e"][0, :, 0] * b_N[:, None]
         weight, bias = rows._replace(e_XO=rows.e_XO / damping).product()
-        weight.addmm_(e_NO.T, a_NI[:, :weight.shape[1]], alpha=-1.0 / damping)
+        weight = products.less_mm(weight, e_NO.T / damping, a_NI[:, :weight.shape[1]], weight)
         return weight, None if bias is None else bias - e_NO.sum(dim=0) / damping
 
 
@@ -157,7 +158,7 @@ class SENG(_FromRows):
 
     def direction(self, name: str, inverse: State, g_OI: Tensor) -> Tensor:
         a_NTI, e_VNTO = inverse["a"], inverse["e"]
-        b_X = solved(inverse["root"], products(a_NTI, e_VNTO, g_OI))
+        b_X = solved(inverse["root"], sample_products(a_NTI, e_VNTO, g_OI))
         return (g_OI - combination(a_NTI, e_VNTO, b_X)) / self.option(name, "damping")
 
 
@@ -221,7 +222,8 @@ class SMWNG(_FromRows):
         if self._sums is not None and all(name in held and self.are_own(inverse, held[name]) for name, inverse in affine.items()):
             return self._sums / self._scale
         return torch.stack([self.products_of_rows(inverse, held[name]) if name in held
-                            else products(inverse["a"], inverse["e"], joined[name]) for name, inverse in affine.items()]).sum(dim=0)
+                            else sample_products(inverse["a"], inverse["e"], joined[name])
+                            for name, inverse in affine.items()]).sum(dim=0)
 
 
 def gram(a_NTI: Tensor, e_VNTO: Tensor) -> Tensor:
@@ -232,12 +234,12 @@ def gram(a_NTI: Tensor, e_VNTO: Tensor) -> Tensor:
         return products_of(e_XO).mul_(products_of(a_NI).repeat(V, V))
     if T * (O + a_NTI.shape[2]) > O * a_NTI.shape[2]:   # gradients are smaller than the products of positions
         g_XD = torch.einsum("vnto,nti->vnoi", e_VNTO, a_NTI).reshape(V * N, -1)
-        return g_XD @ g_XD.T
+        return products.mm(g_XD, g_XD.T)
     a_XI, e_XO = a_NTI.expand(V, -1, -1, -1).reshape(V * N * T, -1), e_VNTO.reshape(V * N * T, O)
-    return ((a_XI @ a_XI.T) * (e_XO @ e_XO.T)).view(V * N, T, V * N, T).sum(dim=(1, 3))
+    return (products.mm(a_XI, a_XI.T) * products.mm(e_XO, e_XO.T)).view(V * N, T, V * N, T).sum(dim=(1, 3))
 
 
-def products(a_NTI: Tensor, e_VNTO: Tensor, g_OI: Tensor) -> Tensor:
+def sample_products(a_NTI: Tensor, e_VNTO: Tensor, g_OI: Tensor) -> Tensor:
     """X: U g, the products of samples' gradients with g."""
     return ((a_NTI @ g_OI.T) * e_VNTO).sum(dim=(2, 3)).flatten()
 
@@ -245,7 +247,7 @@ def products(a_NTI: Tensor, e_VNTO: Tensor, g_OI: Tensor) -> Tensor:
 def combination(a_NTI: Tensor, e_VNTO: Tensor, b_X: Tensor) -> Tensor:
     """O x I: U^T b, the sum of samples' gradients, each times its b."""
     weighted_NTO = (e_VNTO * b_X.view(*e_VNTO.shape[:2], 1, 1)).sum(dim=0)
-    return weighted_NTO.flatten(0, 1).T @ a_NTI.flatten(0, 1)
+    return products.mm(weighted_NTO.flatten(0, 1).T, a_NTI.flatten(0, 1))
 
 
 def solved(root_XX: Tensor, right_X: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ngsgd.ops import products
 from ngsgd.ops.linalg import bfgs_inverse, damped_inverse, doubly_damped
 from ngsgd.preconditioners.methods.secant import Secant
 from ngsgd.preconditioners.options import FisherOptions
@@ -68,7 +69,7 @@ class KBFGS(Secant):
         """The layer's statistics with A and H_a of this minibatch, too."""
         root = self.option(name, "damping") ** 0.5
         a_XI = rows.a_NTI.flatten(0, 1)
-        A_II, known = a_XI.T @ a_XI / len(a_XI), self.statistics.get(name)
+        A_II, known = products.mm(a_XI.T, a_XI) / len(a_XI), self.statistics.get(name)
         if known is None:
             H_g = torch.eye(rows.e_VNTO.shape[3]).to(a_XI)
             return {"A": A_II, "H_a": damped_inverse(A_II, root), "H_g": H_g}

@@ -18,6 +18,7 @@ from torch import Tensor
 from ngsgd.curvature.kronecker import add_gram, output_rows
 from ngsgd.curvature.memory import apart
 from ngsgd.errors import ConfigError
+from ngsgd.ops import products
 from ngsgd.ops.linalg import damped_cholesky, damped_inverse, eigh, woodbury_rows
 from ngsgd.preconditioners.held import HeldRows
 from ngsgd.preconditioners.options import FisherOptions
@@ -111,7 +112,7 @@ class KFAC(Preconditioner):
         For loops of one's own whose minibatch has fewer rows than a layer has inputs or outputs.
         """
         inverse = self.inverses[name]
-        return a_XI @ inverse["A"], e_XO @ inverse["B"]
+        return products.mm(a_XI, inverse["A"]), products.mm(e_XO, inverse["B"])
 
 
 class SKFAC(KFAC):
@@ -137,7 +138,7 @@ class SKFAC(KFAC):
     @staticmethod
     def _smaller(side: str, x_XD: Tensor) -> State:
         """The rows; or their factor, where there are more of them (positions of a convolution) than it is wide."""
-        return {side: x_XD} if len(x_XD) <= x_XD.shape[1] else {_FACTOR[side]: x_XD.T @ x_XD}
+        return {side: x_XD} if len(x_XD) <= x_XD.shape[1] else {_FACTOR[side]: products.mm(x_XD.T, x_XD)}
 
     def invert(self, name: str, known: State) -> State:
         of_B, of_A = _shared(_mean_square(known, "a"), _mean_square(known, "e"), self.option(name, "damping"))
@@ -145,7 +146,7 @@ class SKFAC(KFAC):
         for side, damping in (("a", of_A), ("e", of_B)):
             if side in known:
                 x_XD = known[side]
-                found |= {side: x_XD, f"root_{side}": damped_cholesky(x_XD @ x_XD.T, damping),
+                found |= {side: x_XD, f"root_{side}": damped_cholesky(products.mm(x_XD, x_XD.T), damping),
                           f"damping_{side}": torch.tensor(damping, dtype=torch.float64)}
             else:
                 found[_FACTOR[side]] = damped_inverse(known[_FACTOR[side]], damping)
@@ -160,7 +161,8 @@ class SKFAC(KFAC):
     def direction_of_rows(self, name: str, inverse: State, rows: HeldRows) -> tuple[Tensor, Tensor | None]:
         a_XI = torch.cat([rows.a_XI, rows.a_XI.new_ones(len(rows.a_XI), 1)], dim=1) if rows.has_bias else rows.a_XI
         a_XI, e_XO = self.apply_rows(name, a_XI, rows.e_XO)
-        return (e_XO.T @ a_XI[:, :-1], e_XO.T @ a_XI[:, -1]) if rows.has_bias else (e_XO.T @ a_XI, None)
+        weight = products.mm(e_XO.T, a_XI[:, :-1] if rows.has_bias else a_XI)
+        return weight, e_XO.T @ a_XI[:, -1] if rows.has_bias else None
 
     def direction(self, name: str, inverse: State, g_OI: Tensor) -> Tensor:
         return self._solved(inverse, "a", self._solved(inverse, "e", g_OI.T).T)
@@ -172,7 +174,7 @@ class SKFAC(KFAC):
     @staticmethod
     def _solved(inverse: State, side: str, x_XD: Tensor) -> Tensor:
         if side not in inverse:
-            return x_XD @ inverse[_FACTOR[side]]
+            return products.mm(x_XD, inverse[_FACTOR[side]])
         return woodbury_rows(inverse[side], inverse[f"root_{side}"], float(inverse[f"damping_{side}"]), x_XD)
 
 
@@ -224,7 +226,8 @@ class EKFAC(KFAC):
     def direction(self, name: str, inverse: State, g_OI: Tensor) -> Tensor:
         U_A, U_B = inverse["U_A"], inverse["U_B"]
         damped_OI = inverse["S"] / inverse["weight"].to(g_OI) + self.option(name, "damping")
-        return U_B @ ((U_B.T @ g_OI @ U_A) / damped_OI) @ U_A.T
+        rotated_OI = products.mm(products.mm(U_B.T, g_OI), U_A) / damped_OI
+        return products.mm(products.mm(U_B, rotated_OI), U_A.T)
 
     def apply_rows(self, name: str, a_XI: Tensor, e_XO: Tensor) -> tuple[Tensor, Tensor]:
         """Not possible: the moments lie between the two factors, so that no row can be preconditioned alone."""
@@ -232,10 +235,10 @@ class EKFAC(KFAC):
 
     def _moments(self, rows: Rows, basis: State) -> Tensor:
         """O x I: 1/R sum of the squares of gradients in the basis, of frames ("expand") or of samples ("reduce")."""
-        a_NTI, e_VNTO = rows.a_NTI @ basis["U_A"], rows.e_VNTO @ basis["U_B"]
+        a_NTI, e_VNTO = products.linear(rows.a_NTI, basis["U_A"].T, None), products.linear(rows.e_VNTO, basis["U_B"].T, None)
         if self.options.sharing == "expand" or a_NTI.shape[1] == 1:
             e2_XO = e_VNTO.square().sum(dim=0).flatten(0, 1)
-            return e2_XO.T @ a_NTI.flatten(0, 1).square() / rows.num_rows
+            return products.mm(e2_XO.T, a_NTI.flatten(0, 1).square()) / rows.num_rows
         return Rows(rows.weight, rows.bias, a_NTI, e_VNTO, rows.num_rows).individual().square().sum(dim=0) / rows.num_rows
 
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ngsgd.curvature.kronecker import add_gram
+from ngsgd.ops import products
 from ngsgd.preconditioners.methods.fisher import require_small
 from ngsgd.preconditioners.methods.second_order import SecondOrder
 from ngsgd.preconditioners.options import Options
@@ -85,7 +86,7 @@ class PSGD(SecondOrder):
             # the scale that one factor can take from the other is shared, so that both stay well within their numbers
             share = (known["Ql"].diagonal().max() / known["Qr"].diagonal().max()).sqrt()
             Ql_OO, Qr_II = known["Ql"] / share, known["Qr"] * share
-        a_OI = Ql_OO @ dG_OI @ Qr_II.T
+        a_OI = products.mm(products.mm(Ql_OO, dG_OI), Qr_II.T)
         b_OI = torch.linalg.solve_triangular(Ql_OO.T, dX_OI, upper=False)
         b_OI = torch.linalg.solve_triangular(Qr_II, b_OI, upper=True, left=False)
         return {"Ql": self._moved(Ql_OO, _difference(a_OI.T, b_OI.T)), "Qr": self._moved(Qr_II, _difference(a_OI, b_OI))}
@@ -97,13 +98,13 @@ class PSGD(SecondOrder):
 
     def _moved(self, Q_DD: Tensor, t_DD: Tensor) -> Tensor:
         t_DD = t_DD.triu()
-        moved: Tensor = Q_DD - self.options.factor_lr / _largest(t_DD) * (t_DD @ Q_DD)
+        moved: Tensor = Q_DD - self.options.factor_lr / _largest(t_DD) * products.mm(t_DD, Q_DD)
         return moved
 
     def invert(self, name: str, known: State) -> State:
         if "q" in known:
             return {"P": known["q"].square()}
-        return {key: Q_DD.T @ Q_DD for key, Q_DD in known.items()}
+        return {key: products.mm(Q_DD.T, Q_DD) for key, Q_DD in known.items()}
 
     def factors(self, inverse: State) -> tuple[Tensor, Tensor] | None:
         return (inverse["Ql"], inverse["Qr"]) if "Ql" in inverse else None

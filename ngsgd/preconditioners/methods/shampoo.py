@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ngsgd.ops import products
 from ngsgd.ops.linalg import eigh, inverse_root, inverse_root_newton
 from ngsgd.preconditioners.held import HeldRows
 from ngsgd.preconditioners.options import Options
@@ -57,7 +58,7 @@ class Shampoo(Preconditioner):
         for index, block in enumerate(self._blocks(g)):
             for k in range(block.ndim):
                 G_DX = block.movedim(k, 0).reshape(block.shape[k], -1)
-                factors[f"{index}.{k}"] = G_DX @ G_DX.T
+                factors[f"{index}.{k}"] = products.mm(G_DX, G_DX.T)
         return factors
 
     def _average(self, name: str, new: State) -> None:
@@ -96,6 +97,9 @@ class Shampoo(Preconditioner):
     @staticmethod
     def _rotated(block: Tensor, index: int, inverse: State, *, transpose: bool) -> Tensor:
         """The block's matrix, or its transpose, on every dimension."""
+        if block.ndim == 2:
+            left_OO, right_II = (inverse[f"{index}.{k}"].T if transpose else inverse[f"{index}.{k}"] for k in range(2))
+            return products.mm(products.mm(left_OO, block), right_II.T)
         for k in range(block.ndim):
             block = torch.tensordot(inverse[f"{index}.{k}"], block, dims=([0 if transpose else 1], [k])).movedim(0, k)
         return block
