@@ -10,6 +10,7 @@ Which one multiplies is decided by the processor and the sizes alone, so a run r
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -27,7 +28,7 @@ def mm(a_MK: Tensor, b_KN: Tensor, out: Tensor | None = None) -> Tensor:
     """
     if not _is_for_onednn(a_MK, b_KN):
         return torch.mm(a_MK, b_KN, out=out)
-    y_MN: Tensor = torch.ops.mkldnn._linear_pointwise(_plain(a_MK), _plain(b_KN).T, None, "none", [], "")
+    y_MN: Tensor = _operators()[0](_plain(a_MK), _plain(b_KN).T, None, "none", [], "")
     return y_MN if out is None else out.copy_(y_MN)
 
 
@@ -35,11 +36,12 @@ def less_mm(c_MN: Tensor, a_MK: Tensor, b_KN: Tensor, scratch: Tensor | None = N
     """c - a b; in the memory of `scratch` where that is quicker than new memory."""
     if not _is_for_onednn(a_MK, b_KN) or not c_MN.is_contiguous() or c_MN.dtype != a_MK.dtype:
         return torch.addmm(c_MN, a_MK, b_KN, alpha=-1, out=scratch)
+    a_MK, b_KN = _plain(a_MK), _plain(b_KN)
     if a_MK.numel() < b_KN.numel():   # the sign goes to the smaller
-        a_MK = -a_MK
+        a_MK = torch.neg(a_MK, out=a_MK.new_empty(a_MK.shape))   # by rows, which is quicker
     else:
         b_KN = -b_KN
-    y_MN: Tensor = torch.ops.mkldnn._linear_pointwise.binary(_plain(a_MK), c_MN, _plain(b_KN).T, None, "add")
+    y_MN: Tensor = _operators()[1](a_MK, c_MN, b_KN.T, None, "add")
     return y_MN
 
 
@@ -48,7 +50,7 @@ def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
     x_NI = x.reshape(-1, x.shape[-1])
     if not _is_for_onednn(x_NI, weight_OI.T):
         return torch.nn.functional.linear(x, weight_OI, bias_O)
-    y_NO: Tensor = torch.ops.mkldnn._linear_pointwise(_plain(x_NI), _plain(weight_OI), bias_O, "none", [], "")
+    y_NO: Tensor = _operators()[0](_plain(x_NI), _plain(weight_OI), bias_O, "none", [], "")
     return y_NO.view(*x.shape[:-1], -1)
 
 
@@ -80,14 +82,21 @@ def _plain(x: Tensor) -> Tensor:
 
 
 @functools.cache
+def _operators() -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+    """(x, W, b, ..) -> x W^T + b, and (x, y, W, b, ..) -> x W^T + b + y: Inductor's, which may change."""
+    name = torch.ops.mkldnn._linear_pointwise
+    return name.default, name.binary
+
+
+@functools.cache
 def is_there() -> bool:
-    """Whether this torch has the operators, which are Inductor's and may change."""
+    """Whether this torch has the operators."""
     if not torch.backends.mkldnn.is_available():
         return False
     ones = torch.ones(2, 2)
     try:
-        found = (torch.ops.mkldnn._linear_pointwise(ones, ones, None, "none", [], ""),
-                 torch.ops.mkldnn._linear_pointwise.binary(ones, ones, ones, None, "add"))
+        affine, added = _operators()
+        found = affine(ones, ones, None, "none", [], ""), added(ones, ones, ones, None, "add")
     except (AttributeError, RuntimeError, TypeError):
         return False
     return [float(y[0, 0]) for y in found] == [2.0, 3.0]
