@@ -221,7 +221,9 @@ def main() -> None:
     parser.add_argument("--optimizer", default="NG-SGD", help="peak: which one")
     parser.add_argument("--net", default="", help="only nets whose name begins so")
     parser.add_argument("--minibatches", nargs="+", type=int, default=[512, 128])
+    parser.add_argument("--mkl", action="store_true", help="no product by oneDNN, on processors where we take it")
     args = parser.parse_args()
+    torch.backends.mkldnn.enabled = not args.mkl  # type: ignore[assignment]
     nets = tuple(net for net in NETS if net.name.startswith(args.net))
     if args.what == "steps":
         steps(args.threads, args.rounds, args.optimizers, nets, tuple(args.minibatches))
