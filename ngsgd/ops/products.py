@@ -10,6 +10,7 @@ Which one multiplies is decided by the processor and the sizes alone, so a run r
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,10 +18,12 @@ import torch
 from torch import Tensor
 
 _LEAST = 1 << 21   # multiplications; below, a call of oneDNN costs as much as it saves
+_BLOCK = 256       # rows
+_own = threading.local()
 
 
 def mm(a_MK: Tensor, b_KN: Tensor, out: Tensor | None = None) -> Tensor:
-    """a b, as torch.mm.
+    """a b, as torch.mm; written to `out` a few rows at a time, so that nothing of its size is made beside it.
 
     >>> mm(torch.ones(2, 3), torch.ones(3, 1))
     tensor([[3.],
@@ -28,20 +31,26 @@ def mm(a_MK: Tensor, b_KN: Tensor, out: Tensor | None = None) -> Tensor:
     """
     if not _is_for_onednn(a_MK, b_KN):
         return torch.mm(a_MK, b_KN, out=out)
-    y_MN: Tensor = _operators()[0](_plain(a_MK), _plain(b_KN).T, None, "none", [], "")
-    return y_MN if out is None else out.copy_(y_MN)
+    b_KN = _plain(b_KN)
+    if out is None:
+        y_MN: Tensor = _operators()[0](_by_rows(a_MK), b_KN.T, None, "none", [], "")
+        return y_MN
+    for first in range(0, len(a_MK), _BLOCK):
+        rows = slice(first, first + _BLOCK)
+        out[rows] = _operators()[0](_by_rows(a_MK[rows]), b_KN.T, None, "none", [], "")
+    return out
 
 
 def less_mm(c_MN: Tensor, a_MK: Tensor, b_KN: Tensor, scratch: Tensor | None = None) -> Tensor:
-    """c - a b; in the memory of `scratch` where that is quicker than new memory."""
+    """c - a b; in the memory of `scratch`, which may be c, where that is quicker than new memory."""
     if not _is_for_onednn(a_MK, b_KN) or not c_MN.is_contiguous() or c_MN.dtype != a_MK.dtype:
         return torch.addmm(c_MN, a_MK, b_KN, alpha=-1, out=scratch)
-    a_MK, b_KN = _plain(a_MK), _plain(b_KN)
+    b_KN = _plain(b_KN)
     if a_MK.numel() < b_KN.numel():   # the sign goes to the smaller
         a_MK = torch.neg(a_MK, out=a_MK.new_empty(a_MK.shape))   # by rows, which is quicker
     else:
         b_KN = -b_KN
-    y_MN: Tensor = _operators()[1](a_MK, c_MN, b_KN.T, None, "add")
+    y_MN: Tensor = _operators()[1](_by_rows(a_MK), c_MN, b_KN.T, None, "add")
     return y_MN
 
 
@@ -50,7 +59,7 @@ def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
     x_NI = x.reshape(-1, x.shape[-1])
     if not _is_for_onednn(x_NI, weight_OI.T):
         return torch.nn.functional.linear(x, weight_OI, bias_O)
-    y_NO: Tensor = _operators()[0](_plain(x_NI), _plain(weight_OI), bias_O, "none", [], "")
+    y_NO: Tensor = _operators()[0](_by_rows(x_NI), _plain(weight_OI), bias_O, "none", [], "")
     return y_NO.view(*x.shape[:-1], -1)
 
 
@@ -77,8 +86,22 @@ def _is_for_onednn(a_MK: Tensor, b_KN: Tensor) -> bool:
 
 
 def _plain(x: Tensor) -> Tensor:
-    """A matrix without gaps, by rows or by columns: with gaps oneDNN may take its slowest way, 600 times slower."""
-    return x if x.is_contiguous() or x.T.is_contiguous() else x.contiguous()
+    """The right factor, without gaps, by rows or by columns: with gaps oneDNN may take its slowest way, 600 times slower."""
+    return x if x.is_contiguous() or x.T.is_contiguous() else _copied(x, "right")
+
+
+def _by_rows(x: Tensor) -> Tensor:
+    """The left factor."""
+    return x if x.is_contiguous() else _copied(x, "left")
+
+
+def _copied(x: Tensor, which: str) -> Tensor:
+    """In memory that is kept: new copies at every step leave holes in the heap."""
+    kept: Tensor | None = getattr(_own, which, None)
+    if kept is None or kept.numel() < x.numel():
+        kept = x.new_empty(x.numel())
+        setattr(_own, which, kept)
+    return kept[:x.numel()].view(x.shape).copy_(x)
 
 
 @functools.cache

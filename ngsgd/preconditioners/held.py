@@ -33,7 +33,7 @@ class HeldRows(NamedTuple):
 
     def product(self) -> tuple[Tensor, Tensor | None]:
         """(gradient of the weight, of the bias)."""
-        return products.mm(self.e_XO.T, self.a_XI), self.e_XO.sum(dim=0) if self.has_bias else None
+        return _weight(self.e_XO, self.a_XI), self.e_XO.sum(dim=0) if self.has_bias else None
 
     def norm(self) -> Tensor:
         """The Frobenius norm of the gradient with its bias: |e^T a|^2 is the sum over a a^T * e e^T."""
@@ -52,9 +52,9 @@ class HeldRows(NamedTuple):
         e_XO = products.mm(self.e_XO, left_OO) if by_rows_out else self.e_XO
         if by_rows_in:
             a_XI, one_X = self._inputs(right_II)
-            weight, bias = products.mm(e_XO.T, a_XI), None if one_X is None else e_XO.T @ one_X
+            weight, bias = _weight(e_XO, a_XI), None if one_X is None else e_XO.T @ one_X
         else:
-            weight, bias = multiplied_right(products.mm(e_XO.T, self.a_XI), e_XO.sum(dim=0) if self.has_bias else None, right_II)
+            weight, bias = multiplied_right(_weight(e_XO, self.a_XI), e_XO.sum(dim=0) if self.has_bias else None, right_II)
         if not by_rows_out:
             weight, bias = products.mm(left_OO, weight), None if bias is None else left_OO @ bias
         return weight, bias
@@ -65,6 +65,11 @@ class HeldRows(NamedTuple):
             return products.mm(self.a_XI, right_II), None
         of_a_II, last_I = right_II[:-1], right_II[-1]
         return products.linear(self.a_XI, of_a_II[:, :-1].T, last_I[:-1]), torch.mv(self.a_XI, of_a_II[:, -1]).add_(last_I[-1])
+
+
+def _weight(e_XO: Tensor, a_XI: Tensor) -> Tensor:
+    """e^T a."""
+    return products.mm(e_XO.T, a_XI, out=a_XI.new_empty(e_XO.shape[1], a_XI.shape[1]))
 
 
 def multiplied_right(weight: Tensor, bias: Tensor | None, right_II: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -33,6 +33,12 @@ def onednn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "_is_faster", lambda: True)
 
 
+@pytest.fixture
+def blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several in a product of 40 rows."""
+    monkeypatch.setattr(products, "_BLOCK", 16)
+
+
 class Calls(TorchDispatchMode):
     """Names of the operators that were called."""
 
@@ -60,6 +66,10 @@ def check_products(left: str, right: str) -> None:
     assert products.mm(a, b, out=out) is out
     close(out.double(), exact)
     close(products.less_mm(c, a, b, torch.empty(40, 50)).double(), c.double() - exact)
+    for factor in (a, 2.0 * torch.cat([a, a])):   # the sign goes to either side
+        ones = torch.ones(len(factor), 50)
+        exact_there = 1.0 - factor.double() @ b.double()
+        torch.testing.assert_close(products.less_mm(ones, factor, b, ones).double(), exact_there, rtol=0.0, atol=1e-4)
     bias = torch.randn(50)
     wanted = exact + bias.double()
     close(products.linear(a, b.T, bias).double(), wanted)
@@ -68,10 +78,10 @@ def check_products(left: str, right: str) -> None:
 
 @pytest.mark.parametrize("right", LAYOUTS)
 @pytest.mark.parametrize("left", LAYOUTS)
-def test_products_of_onednn(left: str, right: str, onednn: None) -> None:
+def test_products_of_onednn(left: str, right: str, onednn: None, blocks: None) -> None:
     with Calls() as calls:
         check_products(left, right)
-    assert calls.num_onednn == 5
+    assert calls.num_onednn == 7 + 2
 
 
 @pytest.mark.parametrize("right", LAYOUTS)
