@@ -15,6 +15,7 @@ from benchmarks.paper.runs import Line, best_rates, best_synchronous_rate, known
 from launcher import curves
 
 Group = dict[tuple[str, str, int], list[Line]]   # by method, outer optimiser, number of jobs
+_RAMP = "ramp from a quarter"
 _STYLES = {"online-ng": "-", "sgd": "--", "simple-ng": ":"}
 
 
@@ -111,23 +112,27 @@ def _draw(task: str, group: Group, path: Path) -> None:
     figure = curves.new_figure(11.0, 4.8)
     left, right = figure.subplots(1, 2, sharey=True)
     colours = dict(zip(JOBS, curves.RUN_COLOURS, strict=True))
+    ends = []
     for (method, outer, num_jobs), lines in sorted(group.items()):
-        if outer != ("average" if num_jobs == 1 else "sqrt-gain") or method not in ("online-ng", "sgd"):
+        is_ramp = outer == _RAMP and method == "online-ng"
+        if not is_ramp and (outer != ("average" if num_jobs == 1 else "sqrt-gain") or method not in ("online-ng", "sgd")):
             continue
         line = min(lines, key=lambda one: one["seed"])
         frames, objf = [point[0] / 1e6 for point in line["curve"]], [point[2] for point in line["curve"]]
-        how = {"color": colours[num_jobs], "linestyle": _STYLES[method], "linewidth": 1.6}
-        left.plot(frames, objf, label=f"{num_jobs} {'NG' if method == 'online-ng' else 'SGD'}", **how)
+        ends.append(objf[-1])
+        how = {"color": "black" if is_ramp else colours[num_jobs], "linestyle": _STYLES[method], "linewidth": 1.6}
+        jobs = f"{max(1, num_jobs // 4)} to {num_jobs}" if is_ramp else f"{num_jobs}"
+        left.plot(frames, objf, label=f"{jobs} {'NG' if method == 'online-ng' else 'SGD'}", **how)
         job_s = clock.seconds_per_job(task, method)
         if job_s is not None:
             minutes = line["outer_iters"] * (job_s + line["average_s"]) / 60
-            right.plot([minutes * frame / frames[-1] for frame in frames], objf, **how)
+            share = [index / (len(objf) - 1) for index in range(len(objf))] if is_ramp else [frame / frames[-1] for frame in frames]
+            right.plot([minutes * part for part in share], objf, **how)
     curves.label(left, "By data", "valid objf, nats per frame", legend="lower right")
     left.set_xlabel("frames processed (millions)")
     right.set_title("By time, a core for each job")
     right.set_xscale("log")
     right.set_xlabel("minutes (simulated: see the text)")
-    every = [point[2] for lines in group.values() for line in lines for point in line["curve"][-1:]]
-    left.set_ylim(min(every) - 0.25, max(every) + 0.05)
+    left.set_ylim(min(ends) - 0.25, max(ends) + 0.05)
     figure.suptitle(f"{task}: natural gradient (solid) and plain SGD (dashed), gain sqrt(N)", fontsize=12)
     curves.save(figure, path)
