@@ -32,6 +32,7 @@ from curvature import NETS, Net
 from torch import Tensor, nn
 
 from ngsgd import NGSGD
+from ngsgd.ops import products
 from ngsgd.preconditioners import METHODS
 
 INTERVALS = (1, 10, 100)
@@ -221,6 +222,10 @@ def peak(net: Net, batch: int, side: str, name: str) -> None:
     for look in (True, False):
         small.step(look)
     del small
+    x = torch.randn(300, 300)   # what is multiplied by oneDNN is larger than there
+    for product in (products.mm(x, x), products.mm(x.T, x), products.less_mm(x, x, x), products.linear(x, x, None)):
+        del product
+    del x
     with open("/proc/self/statm") as file:
         before = int(file.read().split()[1]) * resource.getpagesize() / 2**20
     work = make(side, net, batch, name)

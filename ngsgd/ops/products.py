@@ -42,7 +42,7 @@ def mm(a_MK: Tensor, b_KN: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def less_mm(c_MN: Tensor, a_MK: Tensor, b_KN: Tensor, scratch: Tensor | None = None) -> Tensor:
-    """c - a b; in the memory of `scratch`, which may be c, where that is quicker than new memory."""
+    """c - a b; in the memory of `scratch` where that is quicker than new memory; in that of c where `scratch` is c."""
     if not _is_for_onednn(a_MK, b_KN) or not c_MN.is_contiguous() or c_MN.dtype != a_MK.dtype:
         return torch.addmm(c_MN, a_MK, b_KN, alpha=-1, out=scratch)
     b_KN = _plain(b_KN)
@@ -50,8 +50,13 @@ def less_mm(c_MN: Tensor, a_MK: Tensor, b_KN: Tensor, scratch: Tensor | None = N
         a_MK = torch.neg(a_MK, out=a_MK.new_empty(a_MK.shape))   # by rows, which is quicker
     else:
         b_KN = -b_KN
-    y_MN: Tensor = _operators()[1](_by_rows(a_MK), c_MN, b_KN.T, None, "add")
-    return y_MN
+    if scratch is not c_MN:
+        y_MN: Tensor = _operators()[1](_by_rows(a_MK), c_MN, b_KN.T, None, "add")
+        return y_MN
+    for first in range(0, len(c_MN), _BLOCK):
+        rows = slice(first, first + _BLOCK)
+        c_MN[rows] = _operators()[1](_by_rows(a_MK[rows]), c_MN[rows], b_KN.T, None, "add")
+    return c_MN
 
 
 def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:

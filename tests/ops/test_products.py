@@ -67,9 +67,10 @@ def check_products(left: str, right: str) -> None:
     close(out.double(), exact)
     close(products.less_mm(c, a, b, torch.empty(40, 50)).double(), c.double() - exact)
     for factor in (a, 2.0 * torch.cat([a, a])):   # the sign goes to either side
-        ones = torch.ones(len(factor), 50)
+        ones = torch.ones(len(factor), 50)   # in place
         exact_there = 1.0 - factor.double() @ b.double()
         torch.testing.assert_close(products.less_mm(ones, factor, b, ones).double(), exact_there, rtol=0.0, atol=1e-4)
+        torch.testing.assert_close(ones.double(), exact_there, rtol=0.0, atol=1e-4)
     bias = torch.randn(50)
     wanted = exact + bias.double()
     close(products.linear(a, b.T, bias).double(), wanted)
@@ -81,7 +82,7 @@ def check_products(left: str, right: str) -> None:
 def test_products_of_onednn(left: str, right: str, onednn: None, blocks: None) -> None:
     with Calls() as calls:
         check_products(left, right)
-    assert calls.num_onednn == 7 + 2
+    assert calls.num_onednn == 1 + 3 + 1 + 3 + 5 + 2
 
 
 @pytest.mark.parametrize("right", LAYOUTS)

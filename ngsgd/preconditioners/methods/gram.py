@@ -109,10 +109,10 @@ class _FromRows(Preconditioner):
         if self.are_own(inverse, rows):
             e_XO = rows.e_XO * ((1.0 - self._scale * b_N) / damping)[:, None]
             return rows._replace(e_XO=e_XO).product()
-        a_NI, e_NO = inverse["a"][:, 0], inverse["e"][0, :, 0] * b_N[:, None]
+        a_NI, e_NO = inverse["a"][:, 0], inverse["e"][0, :, 0] * (b_N / damping)[:, None]
         weight, bias = rows._replace(e_XO=rows.e_XO / damping).product()
-        weight = products.less_mm(weight, e_NO.T / damping, a_NI[:, :weight.shape[1]], weight)
-        return weight, None if bias is None else bias - e_NO.sum(dim=0) / damping
+        weight = products.less_mm(weight, e_NO.T, a_NI[:, :weight.shape[1]], weight)
+        return weight, None if bias is None else bias - e_NO.sum(dim=0)
 
 
 class SENG(_FromRows):
