@@ -273,7 +273,8 @@ def table(path: Path) -> None:
                 rows.append((float("inf"), f"| {method} | {next(iter(grid.values())).failure} | | | | |"))
                 continue
             seeds = [known[setting] for seed in SEEDS if (setting := replace(best, seed=seed)) in known]
-            ces, accuracies = [r.valid_ce for r in seeds], [100.0 * (r.valid_accuracy or 0.0) for r in seeds]
+            ces = [r.valid_ce for r in seeds]
+            accuracies = [None if r.valid_accuracy is None else 100.0 * r.valid_accuracy for r in seeds]
             cost = statistics.median(r.cpu_s for r in seeds) / sgd_s
             damping = f"{config_of(method, best.damping_factor).damping:g}" if method in PRECONDITIONERS else "-"
             rows.append((statistics.fmean(ce for ce in ces if ce is not None),

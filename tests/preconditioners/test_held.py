@@ -45,7 +45,7 @@ def _minibatch(step: int) -> tuple[Tensor, Tensor]:
 
 def _trained(method: type[Preconditioner], *, at_once: bool, loss: Any = None, steps: int = 5, **options: Any) -> list[Tensor]:
     model = _net()
-    preconditioner = method(model, damping=0.1, curvature_interval=2, inverse_interval=2, **options)
+    preconditioner = method(model, damping=0.1, **{"curvature_interval": 2, "inverse_interval": 2, **options})
     for step in range(steps):
         x, y = _minibatch(step)
         model.zero_grad()
@@ -69,7 +69,7 @@ def _trained(method: type[Preconditioner], *, at_once: bool, loss: Any = None, s
 @pytest.mark.parametrize(("method", "options"), [
     (KFAC, {}), (KFAC, {"fisher": "exact"}), (SKFAC, {}), (KBFGS, {}), (PSGD, {}), (Shampoo, {"block_size": 4}), (Shampoo, {}),
     (EKFAC, {}), (DiagonalNG, {}), (SENG, {}), (SENG, {"sketch": 4}), (SENG, {"fisher": "exact"}), (SMWNG, {}),
-    (SMWNG, {"fisher": "mc", "num_draws": 2}), (TNT, {}),
+    (SMWNG, {"fisher": "mc", "num_draws": 2}), (TNT, {}), (SENG, {"inverse_interval": 3}), (SMWNG, {"inverse_interval": 3}),
     (KFAC, {"skip": ("2",)}), (KFAC, {"kl_clip": 0.0, "max_grad_norm": 0.5})])
 def test_rows_before_the_product_give_the_same_parameters(method: type[Preconditioner], options: dict[str, Any],
                                                           graft: str) -> None:

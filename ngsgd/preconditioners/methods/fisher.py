@@ -66,13 +66,13 @@ class DiagonalNG(Preconditioner):
         return found if rows.bias is None else {**found, "bias": e2_NO.sum(dim=0)}
 
     def invert(self, name: str, known: State) -> State:
-        damping = self.option(name, "damping")   # added; a reciprocal would be a pass over memory more
-        return {key: value.add_(damping) if self._overwrites else value + damping for key, value in known.items()}
+        damping = self.option(name, "damping")
+        return {key: (value.add_(damping) if self._overwrites else value + damping).reciprocal_() for key, value in known.items()}
 
     def block_direction(self, name: str, inverse: State, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        damped = {each: inverse[key].view_as(grads[each]) for key, each in zip(("weight", "bias"), self._block(name), strict=False)
+        shares = {each: inverse[key].view_as(grads[each]) for key, each in zip(("weight", "bias"), self._block(name), strict=False)
                   if each in grads}
-        return {each: grads[each].div_(value) if self._overwrites else grads[each] / value for each, value in damped.items()}
+        return {each: grads[each].mul_(share) if self._overwrites else grads[each] * share for each, share in shares.items()}
 
 
 class UnitWiseNG(Preconditioner):

@@ -64,11 +64,12 @@ class _FromRows(Preconditioner):
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
         super().__init__(model, **options)
-        self._scale = 0.0    # s, at a look at the rows that g is made of; 0 at other steps
+        self._scale = 0.0    # s, at a look at the rows that g is made of, which are applied at once; 0 at other steps
+        self._gradients: dict[str, HeldRows] = {}   # this step's
 
     def update_curvature(self, seen: Signal | Mapping[str, Tensor]) -> None:
         assert isinstance(seen, Signal)
-        if self.options.fisher == "empirical":
+        if self.options.fisher == "empirical" and self.is_due("inverse"):
             self._scale = seen.scale / max(seen.num_rows, 1) ** 0.5
         super().update_curvature(seen)
 
@@ -79,12 +80,27 @@ class _FromRows(Preconditioner):
             self.inverses.pop(name, None)   # rows of the last minibatch, in whose place these will be
         elif last is not None:
             self.statistics.setdefault(name, last)
+        self._hold_once(name)
+
+    def _hold_once(self, name: str) -> None:
+        """Rows of the gradient that are those of U are held as such, once; unless their own norm will be asked for."""
+        known, rows = self.statistics.get(name, {}), self._gradients.get(name)
+        if rows is not None and self.options.graft == "none" and self.are_own(known, rows):
+            self._gradients[name] = HeldRows(known["a"][:, 0, :rows.a_XI.shape[1]], known["e"][0, :, 0], rows.has_bias)
+
+    def _held_scale(self, inverse: State, rows: HeldRows) -> float:
+        """What is held over the gradient's rows: s where it is held once."""
+        return self._scale if rows.e_XO.data_ptr() == inverse["e"].data_ptr() else 1.0
+
+    def _held_alone(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, HeldRows]:
+        self._gradients = super()._held_alone(parameters)
+        return self._gradients
 
     def _step(self, lr: float | None) -> None:
         try:
             super()._step(lr)
         finally:
-            self._scale = 0.0
+            self._scale, self._gradients = 0.0, {}
 
     def can_hold(self, name: str, inverse: State) -> bool:
         return "e" in inverse and inverse["a"].shape[1] == 1 and len(inverse["e"]) == 1
@@ -96,19 +112,21 @@ class _FromRows(Preconditioner):
     def products_of_rows(self, inverse: State, rows: HeldRows) -> Tensor:
         """U g, of rows with one position."""
         a_NI, e_NO = inverse["a"][:, 0], inverse["e"][0, :, 0]
-        with_one = rows.has_bias
+        held_scale = self._held_scale(inverse, rows)
         if len(a_NI) * (a_NI.shape[1] + e_NO.shape[1]) < a_NI.shape[1] * e_NO.shape[1]:
             of_a_NX = products.mm(a_NI[:, :rows.a_XI.shape[1]], rows.a_XI.T)
-            return ((of_a_NX.add_(1.0) if with_one else of_a_NX) * products.mm(e_NO, rows.e_XO.T)).sum(dim=1)
+            if rows.has_bias:
+                of_a_NX = of_a_NX.add_(1.0)
+            return (of_a_NX * products.mm(e_NO, rows.e_XO.T)).sum(dim=1) / held_scale
         weight, bias = rows.product()
         found: Tensor = (products.mm(a_NI[:, :weight.shape[1]], weight.T) * e_NO).sum(dim=1)
-        return found if bias is None else found + e_NO @ bias
+        return (found if bias is None else found + e_NO @ bias) / held_scale
 
     def combined(self, inverse: State, rows: HeldRows, b_N: Tensor, damping: float) -> tuple[Tensor, Tensor | None]:
         """(g - U^T b) / d, of the weight and of the bias."""
         if self.are_own(inverse, rows):
-            e_XO = rows.e_XO * ((1.0 - self._scale * b_N) / damping)[:, None]
-            return rows._replace(e_XO=e_XO).product()
+            factor_N = (1.0 - self._scale * b_N) / (damping * self._held_scale(inverse, rows))
+            return rows._replace(e_XO=rows.e_XO * factor_N[:, None]).product()
         a_NI, e_NO = inverse["a"][:, 0], inverse["e"][0, :, 0] * (b_N / damping)[:, None]
         weight, bias = rows._replace(e_XO=rows.e_XO / damping).product()
         weight = products.less_mm(weight, e_NO.T, a_NI[:, :weight.shape[1]], weight)
