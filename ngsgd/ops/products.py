@@ -104,7 +104,8 @@ def _copied(x: Tensor, which: str) -> Tensor:
     """In memory that is kept: new copies at every step leave holes in the heap."""
     kept: Tensor | None = getattr(_own, which, None)
     if kept is None or kept.numel() < x.numel():
-        kept = x.new_empty(x.numel())
+        with torch.inference_mode(False):   # else it could be written to in that mode alone
+            kept = x.new_empty(x.numel())
         setattr(_own, which, kept)
     return kept[:x.numel()].view(x.shape).copy_(x)
 

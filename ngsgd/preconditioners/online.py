@@ -27,9 +27,9 @@ class Call(NamedTuple):
     W_RD: Tensor
     H_RN: Tensor                 # X W^T, transposed
 
-    def rows(self, out: Tensor | None = None) -> Tensor:
-        """Xhat without the appended column, before any scale; written to `out`, if given."""
-        return ops.precondition(self.X_ND, self.H_RN, self.W_RD, out)
+    def rows(self, scratch: Tensor | None = None) -> Tensor:
+        """Xhat without the appended column, before any scale; in the memory of `scratch` where that is quicker than new memory."""
+        return ops.precondition(self.X_ND, self.H_RN, self.W_RD, scratch)
 
     def ones(self) -> Tensor | None:
         """The appended column of Xhat."""

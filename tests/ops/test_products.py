@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -104,6 +105,14 @@ def test_what_onednn_cannot_do_is_left_to_torch(onednn: None) -> None:
             assert torch.equal(products.less_mm(x @ x.T, x, x.T), torch.addmm(x @ x.T, x, x.T, alpha=-1))
             assert torch.equal(products.linear(x, x, None), nn.functional.linear(x, x))
         assert calls.num_onednn == 0
+
+
+def test_memory_first_kept_in_inference_mode_serves_training_too(onednn: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "_own", threading.local())
+    a, b = torch.randn(30, 40).T, torch.cat([torch.randn(30, 50)] * 2, dim=1)[:, :50]
+    with torch.inference_mode():
+        products.mm(a, b)
+    torch.testing.assert_close(products.mm(a, b), a @ b)
 
 
 def test_small_products_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
