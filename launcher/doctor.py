@@ -40,7 +40,8 @@ def examine(output_dir: Path, num_workers: int, address: str = "", tracking_uri:
     """Everything, in an order in which an early fault explains a later one."""
     checks: list[Callable[[], Iterator[Finding]]] = [
         machine.python, machine.packages, machine.shadows, lambda: machine.threads(num_workers), machine.memory, machine.gpus,
-        lambda: machine.storage(output_dir), lambda: machine.tracking(output_dir, tracking_uri), machine.ports, machine.ray_traps]
+        machine.compiled, lambda: machine.storage(output_dir), lambda: machine.tracking(output_dir, tracking_uri), machine.ports,
+        machine.ray_traps]
     if address:
         from launcher import doctor_cluster
 

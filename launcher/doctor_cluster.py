@@ -83,7 +83,8 @@ def look(mark: str, num_cpus: int) -> Look:
         beside.unlink()
     except OSError:
         writes = False
-    found = [*machine.shadows(), *machine.memory(), *machine.gpus(), *machine.storage(Path(mark).parent),
+    found = [*machine.shadows(), *machine.memory(), *machine.gpus(), *machine.compiled(),
+             *machine.storage(Path(mark).parent),
              *(machine.threads(num_cpus) if num_cpus else ())]   # a head without CPUs has no workers
     return Look(Path(mark).is_file(), writes, fingerprint(), time.time(), tuple(one for one in found if one.verdict != "ok"))
 

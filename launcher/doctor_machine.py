@@ -136,6 +136,21 @@ def _compute_modes() -> str:
     return ""
 
 
+def compiled() -> Iterator[Finding]:
+    """Our own C++, which is built where it is first needed."""
+    if importlib.util.find_spec("torch") is None:
+        return
+    from ngsgd.ops import native, rows
+
+    if rows.is_native():
+        yield Finding("ok", "compiled code", f"built for {native.capability()}")
+    elif native.capability() not in rows.PROCESSORS:
+        yield Finding("ok", "compiled code", f"none for this processor ({native.capability()}): torch operations stand in")
+    else:
+        yield Finding("warn", "compiled code", "cannot be built here: torch operations stand in",
+                      "apt install g++, or name a compiler in CXX: natural-gradient steps on the CPU then take some 5 % less")
+
+
 def storage(output_dir: Path) -> Iterator[Finding]:
     folder = output_dir.absolute()
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())

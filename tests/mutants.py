@@ -99,9 +99,7 @@ MUTANTS = [
            (f"{SCHEDULE}[nnet3-expected0-True]",)),
     Mutant("the_new_estimate_meets_its_own_minibatch", ONLINE, "self.finish(call)\n        return Xhat_ND",
            """self.finish(call)
-        call = call._replace(W_RD=self.state.W_RD, H_RN=ops.project(X_ND, self.state.W_RD))
-        Xhat_ND = call.rows()
-        scale = call.scale(ops.sum_of_squares(Xhat_ND))
+        Xhat_ND, _, scale = call._replace(W_RD=self.state.W_RD, met=rows.meet(X_ND, self.state.W_RD)).preconditioned()
         return Xhat_ND""",
            (ONE_CALL,)),
     Mutant("gram_matrix_of_the_old_estimate", ONLINE, "step, self.smoothing)\n            self._gram_RR = None",
@@ -110,7 +108,7 @@ MUTANTS = [
     # ------------------------------------------------------------------------------ what is left out of the estimate
     Mutant("loss_scale_in_the_estimate", OPS, "moments.num_rows / moments.scale**2", "moments.num_rows",
            (f"{LIMIT}::test_a_loss_scale_that_changes_enters_neither_the_limit_nor_the_estimates",)),
-    Mutant("loss_scale_in_the_limit", KRONECKER, " / loss_scale", "",
+    Mutant("loss_scale_in_the_limit", KRONECKER, " * scale / loss_scale", " * scale",
            (f"{LIMIT}::test_a_loss_scale_that_changes_enters_neither_the_limit_nor_the_estimates",)),
     Mutant("masked_rows_counted", ONLINE, "float(len(X_ND)) if num_rows is None else num_rows", "float(len(X_ND))",
            (f"{LIMIT}::test_frames_that_do_not_count_neither_raise_the_limit_nor_enter_the_estimates",)),

@@ -6,22 +6,20 @@ Both return the sum of the whole numbers they leave behind, or None when a numbe
 from __future__ import annotations
 
 import ctypes
-import functools
 import math
-import warnings
 from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from ngsgd.ops import native
+
 CHUNK = 1 << 17     # elements; a quarter of it was slower (9.7 ms a step against 7.4 for 2 M parameters); scratch of 2 MB
 _LIMIT = float(1 << 62)
 _UNIT = 2.0 ** -48  # of a position
 _SOURCE = Path(__file__).with_name("kernels.cpp")
 _TYPES = {torch.float32: "f32", torch.float64: "f64"}
-
-_VECTORS = {"AVX512": ("-mavx512f", "-mavx512dq", "-mavx512vl", "-mavx512bw", "-mprefer-vector-width=512"), "AVX2": ("-mavx2",)}
 
 
 class Kernels(Protocol):
@@ -44,7 +42,7 @@ def kernels_for(device: torch.device, dtype: torch.dtype, engine: str) -> Kernel
         return Eager(device)
     library = _library()
     if library is None and engine == "fused":
-        raise RuntimeError(f"{_SOURCE.name} could not be compiled; a C++ compiler and the package ninja are needed")
+        raise RuntimeError(f"{_SOURCE.name} could not be compiled; a C++ compiler is needed")
     return Eager(device) if library is None else Fused(library)
 
 
@@ -118,21 +116,6 @@ class Fused:
         return total.value if ok else None
 
 
-@functools.cache
 def _library() -> ctypes.CDLL | None:
-    """The compiled loops, built once per machine; None where that is not possible."""
-    from torch.utils import cpp_extension
-
-    # by what this machine can do, as the folder of built libraries may be shared with others
-    capability = torch.backends.cpu.get_cpu_capability()
-    name = f"ngsgd_hypergrad_{''.join(filter(str.isalnum, capability)).lower()}"
     # no contraction into fused multiply-adds: the bits must be those of the torch operations
-    flags = ["-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", *_VECTORS.get(capability, ())]
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            cpp_extension.load(name, [str(_SOURCE)], extra_cflags=flags, is_python_module=False, verbose=False)
-        folder = Path(cpp_extension._get_build_directory(name, verbose=False))
-        return ctypes.CDLL(str(folder / f"{name}.so"))
-    except (RuntimeError, OSError, ImportError):
-        return None
+    return native.library(_SOURCE, "-ffp-contract=off")

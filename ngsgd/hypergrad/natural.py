@@ -23,7 +23,6 @@ from ngsgd.config import OptimizerConfig
 from ngsgd.errors import ConfigError
 from ngsgd.hypergrad.segment import Linearised
 from ngsgd.hypergrad.task import Flat, ModuleTask, Place
-from ngsgd.ops.natural_gradient import sum_of_squares
 from ngsgd.preconditioners.online import Call, OnlineNaturalGradient
 
 
@@ -156,7 +155,7 @@ def _met(estimate: OnlineNaturalGradient, X_ND: Tensor, one_N: Tensor | None) ->
     call: Call | None = estimate.begin(X_ND, one_N)
     if call is None:
         return None, 1.0
-    scale = call.scale(sum_of_squares(call.rows(), call.ones()))
+    scale = call.preconditioned().scale
     W_RD = call.W_RD.clone()
     estimate.finish(call)
     return W_RD, float(scale)

@@ -87,15 +87,6 @@ def forgetting_rate(num_rows: float, num_samples_history: float, num_minibatches
     return min(0.9, 1.0 - math.exp(-num_rows / num_samples_history))
 
 
-def sum_of_squares(X_ND: Tensor, one_N: Tensor | None = None) -> Tensor | float:
-    """tr X X^T of contiguous rows: a number on the host, 0-d on a device that must not be waited for."""
-    flat = X_ND.view(-1)
-    total = torch.dot(flat, flat)
-    if one_N is not None:
-        total += torch.dot(one_N, one_N)
-    return total.item() if X_ND.is_cpu else total
-
-
 def rescaling(sum_sq: Tensor | float, sum_sq_hat: Tensor | float) -> Tensor | float:
     """gamma of (38), from tr X X^T and tr Xhat Xhat^T; 1 where there is nothing to rescale."""
     if isinstance(sum_sq, Tensor) or isinstance(sum_sq_hat, Tensor):
@@ -104,38 +95,21 @@ def rescaling(sum_sq: Tensor | float, sum_sq_hat: Tensor | float) -> Tensor | fl
     return gamma if math.isfinite(gamma) else 1.0
 
 
-def project(X_ND: Tensor, W_RD: Tensor, one_N: Tensor | None = None) -> Tensor:
-    """H_t^T, R x N (79); a few long rows are faster to form than many short ones."""
-    if one_N is None:
-        return products.mm(W_RD, X_ND.T)
-    return products.mm(W_RD[:, :-1], X_ND.T).addr_(W_RD[:, -1], one_N)
-
-
-def precondition(X_ND: Tensor, H_RN: Tensor, W_RD: Tensor, scratch: Tensor | None = None) -> Tensor:
-    """Xhat: rows multiplied by beta_t G_t^-1 (36, 80), not yet rescaled; W may have a last column for the ones."""
-    return products.less_mm(X_ND, H_RN.T, W_RD[:, :X_ND.shape[1]], scratch)
-
-
-def precondition_ones(one_N: Tensor, H_RN: Tensor, W_RD: Tensor) -> Tensor:
-    """The last column of Xhat, where a 1 was appended."""
-    return torch.addmv(one_N, H_RN.T, W_RD[:, -1], alpha=-1)
-
-
-def project_back(X_ND: Tensor, H_RN: Tensor, one_N: Tensor | None = None) -> Tensor:
+def project_back(X_ND: Tensor, H_NR: Tensor, one_N: Tensor | None = None) -> Tensor:
     """J_t = H^T X (81)."""
     if one_N is None:
-        return products.mm(H_RN, X_ND)
-    J_RD = X_ND.new_empty(len(H_RN), X_ND.shape[1] + 1)
-    products.mm(H_RN, X_ND, out=J_RD[:, :-1])
-    J_RD[:, -1] = torch.mv(H_RN, one_N)
+        return products.mm(H_NR.T, X_ND)
+    J_RD = X_ND.new_empty(H_NR.shape[1], X_ND.shape[1] + 1)
+    products.mm(H_NR.T, X_ND, out=J_RD[:, :-1])
+    J_RD[:, -1] = torch.mv(H_NR.T, one_N)
     return J_RD
 
 
-def moment_products(J_RD: Tensor, H_RN: Tensor) -> Tensor:
+def moment_products(J_RD: Tensor, H_NR: Tensor) -> Tensor:
     """K = J J^T and L = H^T H (84), stacked."""
     KL_2RR = J_RD.new_empty(2, len(J_RD), len(J_RD))
     products.mm(J_RD, J_RD.T, out=KL_2RR[0])
-    products.mm(H_RN, H_RN.T, out=KL_2RR[1])
+    products.mm(H_NR.T, H_NR, out=KL_2RR[1])
     return KL_2RR
 
 

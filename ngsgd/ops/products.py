@@ -41,6 +41,13 @@ def mm(a_MK: Tensor, b_KN: Tensor, out: Tensor | None = None) -> Tensor:
     return out
 
 
+def scaled_mm(a_MK: Tensor, b_KN: Tensor, scale: Tensor | float) -> Tensor:
+    """scale a b; may overwrite b, where MKL does not multiply by a number in passing."""
+    if isinstance(scale, Tensor) or not b_KN.is_cpu or _is_for_onednn(a_MK, b_KN):
+        return mm(a_MK, b_KN.mul_(scale))
+    return torch.addmm(b_KN.new_empty(()), a_MK, b_KN, beta=0.0, alpha=scale)
+
+
 def less_mm(c_MN: Tensor, a_MK: Tensor, b_KN: Tensor, scratch: Tensor | None = None) -> Tensor:
     """c - a b; in the memory of `scratch` where that is quicker than new memory; in that of c where `scratch` is c."""
     if not _is_for_onednn(a_MK, b_KN) or not c_MN.is_contiguous() or c_MN.dtype != a_MK.dtype:

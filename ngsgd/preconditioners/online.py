@@ -10,10 +10,19 @@ from torch import Tensor
 
 from ngsgd.errors import DivergenceError
 from ngsgd.ops import natural_gradient as ops
+from ngsgd.ops import rows
 from ngsgd.preconditioners.updates import UpdateQueue
 
 _NNET3_FIRST_UPDATES = 11  # Kaldi's nnet3: calls 0 to 10 update, then 14, 18, .. for period 4
 _NNET2_FIRST_UPDATES = 10  # Kaldi's nnet2, the paper's code: calls 0 to 9, then 13, 17, ..
+
+
+class Preconditioned(NamedTuple):
+    """Rows times the inverse Fisher matrix; times `scale` they have their Frobenius norm back."""
+
+    Xhat_ND: Tensor
+    one_hat_N: Tensor | None     # the appended column
+    scale: Tensor | float        # gamma of (38)
 
 
 class Call(NamedTuple):
@@ -23,21 +32,18 @@ class Call(NamedTuple):
     one_N: Tensor | None         # appended column, 1 or, for a row that does not count, 0; None: there is none
     num_rows: Tensor | float     # rows that count
     loss_scale: Tensor | float   # factor that the rows carry and the estimate must not
-    sum_sq: Tensor | float       # tr X X^T
     W_RD: Tensor
-    H_RN: Tensor                 # X W^T, transposed
+    met: rows.Met
 
-    def rows(self, scratch: Tensor | None = None) -> Tensor:
-        """Xhat without the appended column, before any scale; in the memory of `scratch` where that is quicker than new memory."""
-        return ops.precondition(self.X_ND, self.H_RN, self.W_RD, scratch)
-
-    def ones(self) -> Tensor | None:
-        """The appended column of Xhat."""
-        return None if self.one_N is None else ops.precondition_ones(self.one_N, self.H_RN, self.W_RD)
+    def preconditioned(self, scratch: Tensor | None = None) -> Preconditioned:
+        """The rows [Xhat | one_hat], and their scale; in the memory of `scratch` where that is quicker than new memory."""
+        met = rows.corrected(self.met, self.X_ND, self.W_RD, self.one_N, scratch)
+        assert met.Xhat_ND is not None and met.sum_sq_hat is not None
+        return Preconditioned(met.Xhat_ND, met.one_hat_N, self.scale(met.sum_sq_hat))
 
     def scale(self, sum_sq_hat: Tensor | float) -> Tensor | float:
         """gamma of (38), given tr Xhat Xhat^T."""
-        return ops.rescaling(self.sum_sq, sum_sq_hat)
+        return ops.rescaling(self.met.sum_sq, sum_sq_hat)
 
 
 class OnlineNaturalGradient:
@@ -104,44 +110,42 @@ class OnlineNaturalGradient:
         call = self.begin(X_ND)
         if call is None:
             return X_ND, X_ND.new_ones(())
-        Xhat_ND = call.rows()
-        scale = call.scale(ops.sum_of_squares(Xhat_ND))
+        Xhat_ND, _, scale = call.preconditioned()
         self.finish(call)
         return Xhat_ND, torch.as_tensor(scale, dtype=X_ND.dtype, device=X_ND.device)
 
     def begin(self, X_ND: Tensor, one_N: Tensor | None = None, *, num_rows: Tensor | float | None = None,
-              loss_scale: Tensor | float = 1.0) -> Call | None:
+              loss_scale: Tensor | float = 1.0, scratch: Tensor | None = None, corrects: bool = True) -> Call | None:
         """First half of a call on rows [X | one]; `finish` must follow, after the last use of what this returns.
 
         None if the rows are to stay as they are: their dimension is 1, or there is no estimate yet and none is to start from
         them, since they are not finite or all masked.
         `num_rows` is the number of rows that count, all if None; the others must be zero.  `loss_scale` is a factor that the
-        rows carry and the estimate must not, since it changes between minibatches.
+        rows carry and the estimate must not, since it changes between minibatches.  `scratch` is memory for Xhat, which is formed
+        at once unless it is not (`corrects`) sure to be needed.
         """
         dim = X_ND.shape[1] + (one_N is not None)
         X_ND = X_ND.contiguous()
-        sum_sq = ops.sum_of_squares(X_ND, one_N)
-        if (self.on_nonfinite == "raise" or (dim > 1 and self._state is None)) and not math.isfinite(float(sum_sq)):
-            if self.on_nonfinite == "raise":
-                raise DivergenceError(f"the rows given to {self.name} ({len(X_ND)} x {dim}) are not finite, or too large to be "
-                                      "squared; lower the learning rate, or skip such minibatches with on_nonfinite=\"skip\".")
-            return None
-        if dim == 1:
+        is_new = self._state is None
+        if (dim == 1 or is_new) and not self._may_use(X_ND, one_N, dim):
             return None
         num_rows = float(len(X_ND)) if num_rows is None else num_rows
-        if self._state is None and float(num_rows) == 0.0:  # an estimate starts from rows that count
+        if is_new and float(num_rows) == 0.0:  # an estimate starts from rows that count
             return None
         self._queue.settle(self)
-        if self._state is None:
+        if is_new:
             self._start(X_ND, one_N, num_rows, loss_scale)
         W_RD = self._matched(X_ND, dim).W_RD
-        return Call(X_ND, one_N, num_rows, loss_scale, sum_sq, W_RD, ops.project(X_ND, W_RD, one_N))
+        met = rows.meet(X_ND, W_RD, one_N, scratch, corrects=corrects)
+        if self.on_nonfinite == "raise":
+            self._raise_unless_finite(met.sum_sq, X_ND, dim)
+        return Call(X_ND, one_N, num_rows, loss_scale, W_RD, met)
 
     def finish(self, call: Call) -> None:
         """Moves the estimate if this call is one that does."""
         if self._updates_now():
-            J_RD = ops.project_back(call.X_ND, call.H_RN, call.one_N)
-            self._queue.add(self, J_RD, ops.moment_products(J_RD, call.H_RN), (call.sum_sq, call.num_rows, call.loss_scale))
+            J_RD = ops.project_back(call.X_ND, call.met.H_NR, call.one_N)
+            self._queue.add(self, J_RD, ops.moment_products(J_RD, call.met.H_NR), (call.met.sum_sq, call.num_rows, call.loss_scale))
         self.num_calls += not self.frozen
 
     def move(self, J_RD: Tensor, moments: ops.Moments) -> None:
@@ -205,6 +209,20 @@ class OnlineNaturalGradient:
         past_first = self.num_calls - (first - 1)
         return past_first <= 0 or past_first % self.update_period == 0
 
+    def _may_use(self, X_ND: Tensor, one_N: Tensor | None, dim: int) -> bool:
+        """Whether the first rows of an estimate are finite, and of a dimension that has directions; no look without need."""
+        if self.on_nonfinite == "skip" and dim == 1:
+            return False
+        sum_sq = rows.sum_of_squares(X_ND, one_N)
+        if self.on_nonfinite == "raise":
+            self._raise_unless_finite(sum_sq, X_ND, dim)
+        return dim > 1 and math.isfinite(float(sum_sq))
+
+    def _raise_unless_finite(self, sum_sq: Tensor | float, X_ND: Tensor, dim: int) -> None:
+        if not math.isfinite(float(sum_sq)):
+            raise DivergenceError(f"the rows given to {self.name} ({len(X_ND)} x {dim}) are not finite, or too large to be "
+                                  "squared; lower the learning rate, or skip such minibatches with on_nonfinite=\"skip\".")
+
     def _matched(self, X_ND: Tensor, dim: int) -> ops.FisherState:
         """The estimate, where and as wide as the rows are."""
         assert self._state is not None
@@ -222,10 +240,10 @@ class OnlineNaturalGradient:
         X64_ND, one64_N = X_ND.double(), None if one_N is None else one_N.double()
         dim = X_ND.shape[1] + (one_N is not None)
         rank = min(self.rank, dim - 1)
-        sum_sq = ops.sum_of_squares(X64_ND, one64_N)
+        sum_sq = rows.sum_of_squares(X64_ND, one64_N)
         self._state = ops.initial_state(dim, rank, self.smoothing, X64_ND)
         passes = UpdateQueue()
         for _ in range(3 if self.schedule == "nnet2" or float(num_rows) > rank else 1):
-            H_RN = ops.project(X64_ND, self._state.W_RD, one64_N)
-            J_RD = ops.project_back(X64_ND, H_RN, one64_N)
-            passes.add(self, J_RD, ops.moment_products(J_RD, H_RN), (sum_sq, num_rows, loss_scale))
+            H_NR = rows.project(X64_ND, self._state.W_RD, one64_N)
+            J_RD = ops.project_back(X64_ND, H_NR, one64_N)
+            passes.add(self, J_RD, ops.moment_products(J_RD, H_NR), (sum_sq, num_rows, loss_scale))

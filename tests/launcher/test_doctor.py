@@ -49,6 +49,17 @@ def test_more_workers_than_cores_and_spinning_threads_are_told(tmp_path: Path, m
     assert findings(tmp_path)["threads"].verdict == "ok"
 
 
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("processor", ["AVX2", "DEFAULT"])
+def test_code_that_cannot_be_compiled_is_told_where_it_would_be_used(native: bool, processor: str, tmp_path: Path,
+                                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ngsgd.ops.rows.is_native", lambda: native)
+    monkeypatch.setattr("ngsgd.ops.native.capability", lambda: processor)
+    found = findings(tmp_path)["compiled code"]
+    assert found.verdict == ("ok" if native or processor == "DEFAULT" else "warn")
+    assert ("g++" in found.fix) == (found.verdict == "warn")
+
+
 def test_a_left_over_folder_that_shadows_the_package_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "ngsgd").mkdir()
     monkeypatch.syspath_prepend(str(tmp_path))

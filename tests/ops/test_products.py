@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ngsgd import NGSGD
-from ngsgd.ops import products
+from ngsgd.ops import products, rows
 from tests.optim import test_train_golden
 from tests.preconditioners import test_online_golden
 
@@ -26,12 +26,14 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.fixture
-def onednn(monkeypatch: pytest.MonkeyPatch) -> None:
+def onednn(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Products of any size by oneDNN, as large ones are on some processors."""
     if not products.is_there():
         pytest.skip("this torch has no oneDNN, so MKL or what stands for it makes all products")
     monkeypatch.setattr(products, "_LEAST", 0)
     monkeypatch.setattr(products, "_is_faster", lambda: True)
+    with rows.in_torch_operations():
+        yield
 
 
 @pytest.fixture

@@ -299,11 +299,11 @@ def test_masked_rows_count_as_if_they_were_not_there(num: int, kept: float, seed
         counted = X[m_N > 0]
         b = dense.begin(counted, torch.ones(len(counted)).double())
         assert a is not None and b is not None
-        ones_a, ones_b = a.ones(), b.ones()
+        (a_hat, ones_a, _), (b_hat, ones_b, _) = a.preconditioned(), b.preconditioned()
         assert ones_a is not None and ones_b is not None
-        assert_close(a.rows()[m_N > 0], b.rows(), 1e-10)  # sums over the same rows and zeros
+        assert_close(a_hat[m_N > 0], b_hat, 1e-10)  # sums over the same rows and zeros
         assert_close(ones_a[m_N > 0], ones_b, 1e-10)
-        assert not a.rows()[m_N == 0].any() and not ones_a[m_N == 0].any()
+        assert not a_hat[m_N == 0].any() and not ones_a[m_N == 0].any()
         masked.finish(a)
         dense.finish(b)
         assert_same_state(masked, dense, 1e-10)
@@ -313,7 +313,7 @@ def test_a_minibatch_without_rows_that_count_changes_nothing() -> None:
     ng = warmed(8, 0)
     before = ng.state_dict()
     call = ng.begin(torch.zeros(7, 8).double(), num_rows=torch.tensor(0.0))
-    assert call is not None and not call.rows().any() and float(call.scale(0.0)) == 1.0
+    assert call is not None and not call.preconditioned().Xhat_ND.any() and float(call.preconditioned().scale) == 1.0
     ng.finish(call)
     assert all(torch.equal(before[key], ng.state_dict()[key]) for key in ("W", "d", "rho"))
     assert_sound(ng)
@@ -338,9 +338,9 @@ def test_a_loss_scale_that_changes_does_not_enter_the_estimate(scales: list[floa
         a = scaled.begin(s * X, loss_scale=torch.tensor(s).double() if on_device else s)
         b = plain.begin(X)
         assert a is not None and b is not None
-        a_hat, b_hat = a.rows(), b.rows()
+        (a_hat, _, a_scale), (b_hat, _, b_scale) = a.preconditioned(), b.preconditioned()
         assert_close(a_hat, s * b_hat)
-        assert_close(a.scale(a_hat.square().sum()), b.scale(b_hat.square().sum()))
+        assert_close(a_scale, b_scale)
         scaled.finish(a)
         plain.finish(b)
         assert_same_state(scaled, plain)
@@ -355,10 +355,10 @@ def test_an_appended_column_of_ones_may_be_kept_apart(num: int, dim: int, rank: 
         X1 = torch.cat([X, torch.ones(len(X), 1).double()], dim=1)
         call, whole = apart.begin(X, torch.ones(len(X)).double()), together.begin(X1)
         assert call is not None and whole is not None
-        ones = call.ones()
+        Xhat, ones, scale = call.preconditioned()
         assert ones is not None
-        assert_close(torch.cat([call.rows(), ones[:, None]], dim=1), whole.rows())
-        assert_close(call.sum_sq, whole.sum_sq)
+        assert_close(torch.cat([Xhat, ones[:, None]], dim=1), whole.preconditioned().Xhat_ND)
+        assert_close(scale, whole.preconditioned().scale)
         apart.finish(call)
         together.finish(whole)
         assert_same_state(apart, together)

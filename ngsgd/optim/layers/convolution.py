@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ngsgd.ops.natural_gradient import sum_of_squares
 from ngsgd.optim.layers.common import LayerPreconditioner, Settings, Shared, apply, cast, compute_dtype, wide, without_autocast
 from ngsgd.optim.layers.kronecker import KroneckerPreconditioner
 
@@ -66,8 +65,8 @@ class FilterPreconditioner(LayerPreconditioner):
         for name in ("filters", "columns"):
             call = self.sides[name].begin(P_OI, loss_scale=self.shared.loss_scale())
             if call is not None:
-                P_OI = call.rows()
-                scale = scale * call.scale(sum_of_squares(P_OI))
+                P_OI, _, own_scale = call.preconditioned()
+                scale = scale * own_scale
                 self.sides[name].finish(call)
             P_OI = P_OI.T.contiguous()
         P_OI = P_OI * scale

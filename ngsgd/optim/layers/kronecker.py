@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from ngsgd.ops import products
-from ngsgd.ops.natural_gradient import sum_of_squares
-from ngsgd.optim.layers.common import LayerPreconditioner, Scratch, Settings, Shared, wide
+from ngsgd.optim.layers.common import LayerPreconditioner, Settings, Shared, wide
 from ngsgd.preconditioners.online import Call, OnlineNaturalGradient
 
 _MIN_NORM_LEFT = 1e-2  # of tr Y Y^T, for five right digits of a difference in float32
@@ -33,20 +32,19 @@ class KroneckerPreconditioner(LayerPreconditioner):
         X_NI, dY_NO = wide(X_NI), wide(dY_NO).contiguous()
         X_NI, one_N, num_rows = self._counted(X_NI, dY_NO)
         loss_scale = self.shared.loss_scale()
-        # the derivatives first: they have been read just now, for the input derivative, and may be in the cache still
-        outputs = self.output_side.begin(dY_NO, num_rows=num_rows, loss_scale=loss_scale)
         # in half precision a correction after the product would come after its rounding
-        may_factor = dtype == X_NI.dtype and dY_NO.is_cpu and not self.shared.sums_row_products
-        dYhat_NO, output_scale, correction = self._output_rows(outputs, dY_NO, X_NI.shape[1], may_factor)
-        inputs = self.input_side.begin(X_NI, one_N, num_rows=num_rows)
-        Xhat_NI, one_hat_N, input_scale = _input_rows(inputs, X_NI, one_N, self.shared.scratch)
-        # scaled before the product: N x I is less than O x I, and half precision keeps its range
+        factors = (dtype == X_NI.dtype and dY_NO.is_cpu and not self.shared.sums_row_products
+                   and _is_cheaper_factored(len(dY_NO), X_NI.shape[1], dY_NO.shape[1]))
+        # the derivatives first: they have been read just now, for the input derivative, and may be in the cache still
+        outputs = self.output_side.begin(dY_NO, num_rows=num_rows, loss_scale=loss_scale, corrects=not factors,
+                                         scratch=None if factors else self.shared.scratch.like("outputs", dY_NO))
+        dYhat_NO, output_scale, correction = self._output_rows(outputs, dY_NO, factors)
+        inputs = self.input_side.begin(X_NI, one_N, num_rows=num_rows, scratch=self.shared.scratch.like("inputs", X_NI))
+        Xhat_NI, one_hat_N, input_scale = _input_rows(inputs, X_NI, one_N)
         scale = input_scale * output_scale
-        Xhat_NI = Xhat_NI.mul_(scale) if inputs is not None else Xhat_NI * scale
-        one_hat_N = None if one_hat_N is None else one_hat_N.mul_(scale)
         if self.shared.sums_row_products:
-            self._sum_row_products(Xhat_NI, one_hat_N, dYhat_NO, num_rows, loss_scale)
-        gradient = _product(dYhat_NO, Xhat_NI, one_hat_N, correction, dtype)
+            self._sum_row_products(Xhat_NI, one_hat_N, dYhat_NO, num_rows, scale, loss_scale)
+        gradient = _product(dYhat_NO, Xhat_NI, one_hat_N, scale, correction, dtype)
         if self.shared.measures_cosine:
             plain_OI = dY_NO.T @ X_NI
             self.cosine = torch.nn.functional.cosine_similarity(gradient[0].view(-1), plain_OI.view(-1), dim=0)
@@ -56,17 +54,15 @@ class KroneckerPreconditioner(LayerPreconditioner):
             self.output_side.finish(correction)
         return gradient
 
-    def _output_rows(self, outputs: Call | None, dY_NO: Tensor, num_inputs: int,
-                     may_factor: bool) -> tuple[Tensor, Tensor | float, Call | None]:
+    def _output_rows(self, outputs: Call | None, dY_NO: Tensor, factors: bool) -> tuple[Tensor, Tensor | float, Call | None]:
         """(dYhat, gamma, None), or (dY, gamma, the call) where the rest is cheaper to take off the product."""
         if outputs is None:
             return dY_NO, 1.0, None
-        if may_factor and _is_cheaper_factored(len(dY_NO), num_inputs, dY_NO.shape[1]):
+        if factors:
             sum_sq_hat = _sum_sq_hat(outputs, self.output_side)
-            if sum_sq_hat > _MIN_NORM_LEFT * outputs.sum_sq:  # else it is a small difference of large numbers
+            if sum_sq_hat > _MIN_NORM_LEFT * outputs.met.sum_sq:  # else it is a small difference of large numbers
                 return dY_NO, outputs.scale(sum_sq_hat), outputs
-        dYhat_NO = outputs.rows(self.shared.scratch.like("outputs", dY_NO))
-        scale = outputs.scale(sum_of_squares(dYhat_NO))
+        dYhat_NO, _, scale = outputs.preconditioned(self.shared.scratch.like("outputs", dY_NO))
         self.output_side.finish(outputs)
         return dYhat_NO, scale, None
 
@@ -78,22 +74,20 @@ class KroneckerPreconditioner(LayerPreconditioner):
         return X_NI * counts_N[:, None], counts_N if self.has_bias else None, counts_N.sum()
 
     def _sum_row_products(self, Xhat_NI: Tensor, one_hat_N: Tensor | None, dYhat_NO: Tensor, num_rows: Tensor | float,
-                          loss_scale: Tensor | float) -> None:
+                          scale: Tensor | float, loss_scale: Tensor | float) -> None:
         sum_sq_N = Xhat_NI.square().sum(dim=1)
         if one_hat_N is not None:
             sum_sq_N += one_hat_N.square()
-        products = torch.dot(sum_sq_N.sqrt(), torch.linalg.vector_norm(dYhat_NO, dim=1)) / loss_scale
-        self.row_products = products if self.row_products is None else self.row_products + products
+        total = torch.dot(sum_sq_N.sqrt(), torch.linalg.vector_norm(dYhat_NO, dim=1)) * scale / loss_scale
+        self.row_products = total if self.row_products is None else self.row_products + total
         self.num_rows = self.num_rows + num_rows
 
 
-def _input_rows(call: Call | None, X_NI: Tensor, one_N: Tensor | None,
-                scratch: Scratch) -> tuple[Tensor, Tensor | None, Tensor | float]:
-    """(Xhat, its appended column, gamma)."""
+def _input_rows(call: Call | None, X_NI: Tensor, one_N: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | float]:
+    """(Xhat, its appended column, gamma); both may be overwritten."""
     if call is None:
-        return X_NI, None if one_N is None else one_N.clone(), 1.0
-    Xhat_NI, one_hat_N = call.rows(scratch.like("inputs", X_NI)), call.ones()
-    return Xhat_NI, one_hat_N, call.scale(sum_of_squares(Xhat_NI, one_hat_N))
+        return X_NI.clone(), None if one_N is None else one_N.clone(), 1.0
+    return call.preconditioned()
 
 
 def _is_cheaper_factored(num_rows: int, num_inputs: int, num_outputs: int) -> bool:
@@ -103,19 +97,24 @@ def _is_cheaper_factored(num_rows: int, num_inputs: int, num_outputs: int) -> bo
 
 def _sum_sq_hat(outputs: Call, side: OnlineNaturalGradient) -> Tensor | float:
     """tr Yhat Yhat^T without Yhat: |Y - H W|^2 = tr Y Y^T - 2 tr L + tr(L W W^T), L = H^T H (77)."""
-    L_RR = outputs.H_RN @ outputs.H_RN.T
+    L_RR = outputs.met.H_NR.T @ outputs.met.H_NR
     taken = 2.0 * L_RR.diagonal().sum() - torch.dot(L_RR.view(-1), side.gram().view(-1))
-    return outputs.sum_sq - (taken.item() if taken.is_cpu else taken)
+    return outputs.met.sum_sq - (taken.item() if taken.is_cpu else taken)
 
 
-def _product(dYhat_NO: Tensor, Xhat_NI: Tensor, one_hat_N: Tensor | None, correction: Call | None,
+def _product(dYhat_NO: Tensor, Xhat_NI: Tensor, one_hat_N: Tensor | None, scale: Tensor | float, correction: Call | None,
              dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     """(weight, bias) gradient; with `correction`, dYhat is still dY and the rest of it is taken off in R dimensions."""
-    left, right = dYhat_NO.to(dtype).T, Xhat_NI.to(dtype)
-    dW_OI = products.mm(left, right).to(Xhat_NI.dtype)
-    db_O = None if one_hat_N is None else torch.mv(dYhat_NO.T, one_hat_N)
+    if dtype != Xhat_NI.dtype:   # scaled before half precision, which then keeps its range
+        dW_OI = products.mm(dYhat_NO.to(dtype).T, Xhat_NI.mul_(scale).to(dtype)).to(Xhat_NI.dtype)
+    else:
+        taken_RI = None if correction is None else products.mm(correction.met.H_NR.T, Xhat_NI).mul_(scale)
+        dW_OI = products.scaled_mm(dYhat_NO.T, Xhat_NI, scale)
+        if correction is not None and taken_RI is not None:
+            dW_OI = products.less_mm(dW_OI, correction.W_RD.T, taken_RI, dW_OI)
+    if one_hat_N is None:
+        return dW_OI, None
+    db_O = torch.mv(dYhat_NO.T, one_hat_N.mul_(scale))
     if correction is not None:
-        dW_OI = products.less_mm(dW_OI, correction.W_RD.T, products.mm(correction.H_RN, Xhat_NI), dW_OI)
-        if db_O is not None and one_hat_N is not None:
-            db_O.addmv_(correction.W_RD.T, torch.mv(correction.H_RN, one_hat_N), alpha=-1)
+        db_O.addmv_(correction.W_RD.T, torch.mv(correction.met.H_NR.T, one_hat_N), alpha=-1)
     return dW_OI, db_O

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ngsgd.ops.natural_gradient import sum_of_squares
 from ngsgd.optim.layers.common import LayerPreconditioner, Settings, Shared, apply, wide, without_autocast
 from ngsgd.preconditioners.online import OnlineNaturalGradient
 
@@ -34,8 +33,8 @@ class ScaleOffsetPreconditioner(LayerPreconditioner):
         call = side.begin(rows_ND, num_rows=num_rows, loss_scale=self.shared.loss_scale())
         if call is None:
             return rows_ND.sum(dim=0)
-        rows_hat_ND = call.rows()
-        total_D: Tensor = rows_hat_ND.sum(dim=0) * call.scale(sum_of_squares(rows_hat_ND))
+        rows_hat_ND, _, scale = call.preconditioned()
+        total_D: Tensor = rows_hat_ND.sum(dim=0) * scale
         side.finish(call)
         return total_D
 

@@ -1,0 +1,59 @@
+"""Our own C++, compiled where it is first needed if there is a compiler; whoever asks has torch operations to fall back on.
+
+What is built is kept in ~/.cache/ngsgd (or $XDG_CACHE_HOME/ngsgd), by source, flags and what the processor can do.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+
+_VECTORS = {"AVX512": ("-mavx512f", "-mavx512dq", "-mavx512vl", "-mavx512bw", "-mfma", "-mprefer-vector-width=512"),
+            "AVX2": ("-mavx2", "-mfma")}
+_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fno-math-errno", "-fno-trapping-math")
+_TIMEOUT_S = 120
+
+
+def capability() -> str:
+    """The vector instructions that torch, too, goes by: AVX512, AVX2 or another name."""
+    return torch.backends.cpu.get_cpu_capability()
+
+
+@functools.cache
+def library(source: Path, *flags: str) -> ctypes.CDLL | None:
+    """The functions of a C++ file; None where it cannot be compiled or loaded.
+
+    With "-fopenmp" loops run on torch's own threads, by the library that is in the process already.
+    """
+    flags = (*_FLAGS, *flags, *_VECTORS.get(capability(), ()))
+    made_of = hashlib.sha256(b"\0".join([source.read_bytes(), *map(str.encode, flags)])).hexdigest()[:16]
+    path = _folder() / f"{source.stem}-{made_of}.so"
+    try:
+        if not path.exists():
+            _compile(source, flags, path)
+        return ctypes.CDLL(str(path))
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ngsgd"
+
+
+def _compile(source: Path, flags: tuple[str, ...], path: Path) -> None:
+    """Into a file of its own first: workers that start together may all compile, and one killed leaves nothing half made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    compiler = os.environ.get("CXX", "c++")
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        made, linked = f"{folder}/made.o", f"{folder}/linked.so"
+        # linked without -fopenmp, which would bring a second set of threads; -z now: what is missing shows at once
+        for command in ([compiler, *flags, "-c", str(source), "-o", made], [compiler, "-shared", "-Wl,-z,now", made, "-o", linked]):
+            subprocess.run(command, check=True, capture_output=True, timeout=_TIMEOUT_S)
+        os.replace(linked, path)

@@ -1,0 +1,195 @@
+"""Rows that meet an estimate: our C++, in each width of vectors, and torch operations, against the formula in float64."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ngsgd import OnlineNaturalGradient
+from ngsgd.ops import native, rows
+from tests.optim import test_train_golden
+from tests.preconditioners import test_online_golden
+
+WIDTHS = {"AVX512": ("AVX512", "AVX2"), "AVX2": ("AVX2",)}.get(native.capability(), ())   # what this processor can run
+
+
+def _forget() -> None:
+    native.library.cache_clear()
+    rows._native.cache_clear()
+
+
+@pytest.fixture(params=["torch", "AVX512", "AVX2"])
+def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """What makes the products."""
+    if request.param == "torch":
+        with rows.in_torch_operations():
+            yield "torch"
+        return
+    if request.param not in WIDTHS:
+        pytest.skip(f"this processor has no {request.param}")
+    monkeypatch.setattr(native, "capability", lambda: request.param)
+    _forget()
+    if not rows.is_native():
+        pytest.skip("no C++ compiler here: torch makes all products")
+    yield request.param
+    _forget()
+
+
+@pytest.fixture
+def compiled() -> None:
+    if not rows.is_native():
+        pytest.skip("no C++ compiler here, or a processor that the C++ was not written for")
+
+
+def drawn(num: int, dim: int, rank: int, *, bias: bool, seed: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    generator = torch.Generator().manual_seed(seed)
+    X_ND = torch.randn(num, dim, generator=generator)
+    W_RD = torch.randn(rank, dim + bias, generator=generator) / dim**0.5
+    return X_ND, W_RD, torch.randn(num, generator=generator) if bias else None
+
+
+def expected(X_ND: Tensor, W_RD: Tensor, one_N: Tensor | None) -> dict[str, Tensor]:
+    X64_ND = X_ND.double() if one_N is None else torch.cat([X_ND, one_N[:, None]], dim=1).double()
+    W64_RD = W_RD.double()
+    H_NR = X64_ND @ W64_RD.T
+    Xhat_ND = X64_ND - H_NR @ W64_RD
+    found = {"H": H_NR, "Xhat": Xhat_ND[:, :X_ND.shape[1]], "sum_sq": X64_ND.square().sum(), "sum_sq_hat": Xhat_ND.square().sum()}
+    return found if one_N is None else {**found, "one_hat": Xhat_ND[:, -1]}
+
+
+def got(met: rows.Met) -> dict[str, Tensor]:
+    named: dict[str, Any] = {"H": met.H_NR, "Xhat": met.Xhat_ND, "sum_sq": met.sum_sq, "sum_sq_hat": met.sum_sq_hat,
+                             "one_hat": met.one_hat_N}
+    return {name: torch.as_tensor(x).double() for name, x in named.items() if x is not None}
+
+
+def assert_close(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, x in wanted.items():
+        # sums of D and of R products of numbers near 1 in float32, whose unit is 6e-8: a few hundred of them at worst
+        torch.testing.assert_close(found[name], x, rtol=2e-5, atol=2e-5)
+
+
+# by vectors of 8 and 16 and what is left over, tiles of 3 to 8 rows, groups of 24, ranks that 4 does not divide
+SHAPES = [(1, 2, 1), (5, 7, 3), (24, 16, 8), (25, 17, 4), (48, 300, 20), (50, 15, 7), (47, 33, 5), (130, 360, 20), (512, 48, 23)]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_part_equals_the_formula(shape: tuple[int, int, int], bias: bool, engine: str) -> None:
+    X_ND, W_RD, one_N = drawn(*shape, bias=bias, seed=0)
+    before = X_ND.clone(), W_RD.clone()
+    wanted = expected(X_ND, W_RD, one_N)
+    assert_close(got(rows.meet(X_ND, W_RD, one_N)), wanted)
+    scratch = torch.full_like(X_ND, torch.nan)
+    assert_close(got(rows.meet(X_ND, W_RD, one_N, scratch)), wanted)
+    without = rows.meet(X_ND, W_RD, one_N, corrects=False)
+    assert_close(got(without), {name: wanted[name] for name in ("H", "sum_sq")})
+    assert_close(got(rows.corrected(without, X_ND, W_RD, one_N)), wanted)
+    assert torch.equal(X_ND, before[0]) and torch.equal(W_RD, before[1])
+
+
+@settings(max_examples=60, deadline=None)
+@given(num=st.integers(1, 60), dim=st.integers(2, 70), rank=st.integers(1, 30), bias=st.booleans(), seed=st.integers(0, 1000))
+def test_any_shape_equals_the_formula(num: int, dim: int, rank: int, bias: bool, seed: int) -> None:
+    X_ND, W_RD, one_N = drawn(num, dim, rank, bias=bias, seed=seed)
+    assert_close(got(rows.meet(X_ND, W_RD, one_N)), expected(X_ND, W_RD, one_N))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_an_estimate_larger_than_the_cache_is_met_a_part_at_a_time(bias: bool, engine: str) -> None:
+    X_ND, W_RD, one_N = drawn(55, 8195, 40, bias=bias, seed=1)
+    assert len(W_RD) * X_ND.shape[1] > 1 << 18
+    assert_close(got(rows.meet(X_ND, W_RD, one_N)), expected(X_ND, W_RD, one_N))
+
+
+def test_threads_change_no_bit(compiled: None) -> None:
+    before = torch.get_num_threads()
+    for shape in ((130, 100, 20), (700, 3000, 90)):
+        X_ND, W_RD, one_N = drawn(*shape, bias=True, seed=2)
+        found = []
+        try:
+            for threads in (1, 2, 3):
+                torch.set_num_threads(threads)
+                found.append(got(rows.meet(X_ND, W_RD, one_N)))
+        finally:
+            torch.set_num_threads(before)
+        assert all(torch.equal(found[0][name], other[name]) for other in found[1:] for name in found[0])
+
+
+def test_rows_that_are_not_finite_show(engine: str) -> None:
+    for bad in (float("nan"), float("inf"), 1e25):
+        X_ND, W_RD, _ = drawn(30, 40, 6, bias=False, seed=3)
+        X_ND[17, 39] = bad
+        met = rows.meet(X_ND, W_RD)
+        assert not torch.as_tensor(met.sum_sq).float().isfinite()
+        assert met.Xhat_ND is not None and met.Xhat_ND[:17].isfinite().all() and met.Xhat_ND[18:].isfinite().all()
+
+
+def test_other_types_layouts_and_gradients_are_left_to_torch(compiled: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    X_ND, W_RD, _ = drawn(30, 40, 6, bias=False, seed=4)
+
+    def refuse(*args: object) -> None:
+        raise AssertionError("the C++ was called")
+
+    monkeypatch.setattr(rows, "_native", lambda: refuse)
+    assert rows.meet(X_ND.double(), W_RD.double()).H_NR.dtype == torch.float64
+    assert rows.meet(X_ND[:0], W_RD).H_NR.shape == (0, 6)
+    columns = W_RD.T.contiguous().T
+    torch.testing.assert_close(rows.meet(X_ND, columns).H_NR, X_ND @ W_RD.T)
+    leaf = X_ND.clone().requires_grad_()
+    Xhat = rows.meet(leaf, W_RD).Xhat_ND
+    assert Xhat is not None and Xhat.requires_grad
+    with pytest.raises(AssertionError, match="was called"):
+        rows.meet(X_ND, W_RD)
+
+
+def test_an_estimate_between_others_in_memory_is_met_in_place(compiled: None) -> None:
+    X_ND, W_RD, _ = drawn(30, 40, 6, bias=False, seed=5)
+    wide = torch.cat([W_RD, torch.full((6, 3), torch.nan)], dim=1)
+    assert_close(got(rows.meet(X_ND, wide[:, :40])), expected(X_ND, W_RD, None))
+
+
+@pytest.mark.parametrize("trouble", ["no compiler", "a compiler that fails", "no place to keep it"])
+def test_without_what_it_takes_to_compile_torch_does_it(trouble: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    if trouble == "no place to keep it":
+        (tmp_path / "ngsgd").write_text("in the way")
+    else:
+        monkeypatch.setenv("CXX", "no-such-compiler" if trouble == "no compiler" else "false")
+    _forget()
+    try:
+        assert not rows.is_native()
+        Xhat, scale = OnlineNaturalGradient(2).precondition(torch.randn(20, 8, generator=torch.Generator().manual_seed(0)))
+        assert Xhat.isfinite().all() and scale > 0
+        assert not list(tmp_path.glob("ngsgd/*"))
+    finally:
+        _forget()
+
+
+def test_workers_that_start_together_each_have_it(compiled: None, tmp_path: Path) -> None:
+    script = "from ngsgd.ops import rows; assert rows.is_native()"
+    workers = [subprocess.Popen([sys.executable, "-c", script], env={**os.environ, "XDG_CACHE_HOME": str(tmp_path)})
+               for _ in range(3)]
+    assert [worker.wait(timeout=120) for worker in workers] == [0, 0, 0]
+    assert [path.suffix for path in (tmp_path / "ngsgd").iterdir()] == [".so"]
+
+
+@pytest.mark.parametrize("case", [case for case in test_online_golden.CASES if test_online_golden.GOLDEN.has(case, "init_W")])
+def test_kaldis_preconditioner(case: str, engine: str) -> None:
+    test_online_golden.test_from_kaldis_start(case, torch.float32)
+
+
+@pytest.mark.parametrize("case", test_train_golden.GOLDEN.cases())
+def test_kaldis_training(case: str, engine: str) -> None:
+    test_train_golden.test_trajectory_equals_kaldi(case, torch.float32)
