@@ -29,6 +29,23 @@ def _madvise() -> Callable[..., int] | None:
     return call
 
 
+@functools.cache
+def _malloc_trim() -> Callable[..., int] | None:
+    """glibc's; None with other C libraries."""
+    return getattr(ctypes.CDLL(None), "malloc_trim", None) if hasattr(mmap, "MADV_HUGEPAGE") else None
+
+
+def give_back() -> None:
+    """Returns to the system what is free in the heap, where the C library can.
+
+    For after a passing need that is much larger than what is to come, such as a graph of second derivatives: it takes a few
+    milliseconds, and as much again for what is then needed anew.
+    """
+    trim = _malloc_trim()
+    if trim is not None:
+        trim(ctypes.c_size_t(0))
+
+
 def empty(like: Tensor, *shape: int) -> Tensor:
     """A tensor of this shape, with dtype and device of `like`, whose elements are to be written; on huge pages if it is large."""
     num, width = math.prod(shape), like.element_size()
@@ -52,7 +69,8 @@ def apart(like: Tensor, *shape: int) -> Tensor:
     if like.device.type != "cpu" or num * width < _LEAST_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
         return empty(like, *shape)
     block = mmap.mmap(-1, num * width + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    block.madvise(mmap.MADV_HUGEPAGE)
     x = torch.frombuffer(block, dtype=like.dtype)   # keeps the block
-    start = -x.data_ptr() % _HUGE_PAGE // width
-    return x[start:start + num].view(shape)
+    start = -x.data_ptr() % _HUGE_PAGE
+    # the rest in small pages, so that no more is taken than is needed
+    block.madvise(mmap.MADV_HUGEPAGE, start, num * width // _HUGE_PAGE * _HUGE_PAGE)
+    return x[start // width:start // width + num].view(shape)

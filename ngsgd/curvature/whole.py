@@ -8,12 +8,13 @@ Both are of the loss divided by the weight of its rows, whatever its reduction, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ngsgd.curvature import losses
 from ngsgd.curvature.layers import without_autocast
@@ -70,7 +71,7 @@ class WholeModel(LossWeight):
         super().__init__()
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._model = model
-        self._gradients: list[tuple[Tensor | None, ...]] = []
+        self._gradients: list[tuple[GradientEdge | None, ...]] = []   # of each pass, by parameter
         self._pushes: list[_Push] | None = None
 
     def __enter__(self) -> WholeModel:
@@ -95,17 +96,27 @@ class WholeModel(LossWeight):
         for p, g in zip(parameters, gradients, strict=True):
             if g is not None:
                 p.grad = g.detach().clone() if p.grad is None else p.grad + g.detach()
-        self._gradients.append(gradients)
+        # where the gradients come from is enough to differentiate them again; they themselves are as large as the model
+        self._gradients.append(tuple(get_gradient_edge(g) if g is not None and g.requires_grad else None for g in gradients))
 
-    def hessian(self, vectors: Mapping[str, Tensor]) -> Vectors:
-        """H v; parameters that are not in `vectors` do not move."""
-        total = {name: torch.zeros_like(self.parameters[name]) for name in vectors}
+    def forget(self) -> None:
+        """Lets the graph go.  What caught the loss refers back to this object, so it would wait for the garbage collector."""
+        self._gradients.clear()
+        self.views.clear()
+        self._pushes = None
+
+    def hessian(self, vectors: Mapping[str, Tensor], *, is_last: bool = False) -> Vectors:
+        """H v; parameters that are not in `vectors` do not move.  The last product lets the graph go on its way."""
+        total: Vectors = {}
         for gradients in self._gradients:
             along = [(g, vectors[name]) for name, g in zip(self.parameters, gradients, strict=True)
-                     if name in vectors and g is not None and g.requires_grad]
+                     if name in vectors and g is not None]
             if along:
-                self._add_pulled(total, [g for g, _ in along], [v for _, v in along])
-        return {name: value / self.total for name, value in total.items()}
+                self._add_pulled(total, vectors, [g for g, _ in along], [v for _, v in along], retain=not is_last)
+        found = self._mean(total, vectors)
+        if is_last:
+            self.forget()
+        return found
 
     def ggn(self, vectors: Mapping[str, Tensor]) -> Vectors:
         """G v, G = J^T H J of the loss with respect to the output; ConfigError if no loss is one that is known."""
@@ -115,17 +126,22 @@ class WholeModel(LossWeight):
         if self._pushes is None:
             self._pushes = [_pushing(view.output, tuple(self.parameters.values())) for view in self.views]
         v = tuple(vectors[name] if name in vectors else torch.zeros_like(p) for name, p in self.parameters.items())
-        total = {name: torch.zeros_like(self.parameters[name]) for name in vectors}
+        total: Vectors = {}
         for view, push in zip(self.views, self._pushes, strict=True):
-            self._add_pulled(total, [view.output], [view.product(push(v)[None])[0]])
-        return {name: value / self.total for name, value in total.items()}
+            self._add_pulled(total, vectors, [view.output], [view.product(push(v)[None])[0]])
+        return self._mean(total, vectors)
 
-    def _add_pulled(self, total: Vectors, outputs: list[Tensor], upstream: list[Tensor]) -> None:
-        parameters = [self.parameters[name] for name in total]
-        found = torch.autograd.grad(outputs, parameters, upstream, retain_graph=True, allow_unused=True)
-        for name, g in zip(total, found, strict=True):
+    def _add_pulled(self, total: Vectors, names: Iterable[str], outputs: Sequence[Tensor] | Sequence[GradientEdge],
+                    upstream: list[Tensor], *, retain: bool = True) -> None:
+        parameters = [self.parameters[name] for name in names]
+        found = torch.autograd.grad(outputs, parameters, upstream, retain_graph=retain, allow_unused=True)
+        for name, g in zip(names, found, strict=True):
             if g is not None:
-                total[name] += g.detach()
+                total[name] = total[name] + g.detach() if name in total else g.detach()
+
+    def _mean(self, total: Vectors, names: Iterable[str]) -> Vectors:
+        """New tensors, by the weight of the rows; one after the other, so that of one alone both are there."""
+        return {name: total.pop(name) / self.total if name in total else torch.zeros_like(self.parameters[name]) for name in names}
 
 
 def _pushing(output: Tensor, parameters: tuple[Tensor, ...]) -> _Push:

@@ -15,6 +15,8 @@ from torch import Tensor
 from ngsgd.errors import DivergenceError
 from ngsgd.ops import products
 
+_BLOCK = 256   # rows of a triangular matrix that are multiplied at a time
+
 
 def damped_inverse(factor_DD: Tensor, damping: float, *, overwrite: bool = False) -> Tensor:
     """(factor + damping I)^-1 of a symmetric positive semidefinite matrix, by Cholesky; with `overwrite` in the factor's memory.
@@ -125,6 +127,22 @@ def woodbury_rows(U_ND: Tensor, root_NN: Tensor, damping: float, x_XD: Tensor) -
     return products.less_mm(x_XD, inner_NX.T, U_ND) / damping
 
 
+def less_upper_product(Q_DD: Tensor, t_DD: Tensor) -> None:
+    """Q <- Q - t Q of upper triangular matrices, a third of a product's operations, in the memory of Q."""
+    for first in range(0, len(Q_DD), _BLOCK):   # from above: of Q the rows of the block and those below, which are old still
+        rows = slice(first, first + _BLOCK)
+        Q_DD[rows, first:].sub_(products.mm(t_DD[rows, first:], Q_DD[first:, first:]))
+
+
+def upper_gram(Q_DD: Tensor, out_DD: Tensor) -> Tensor:
+    """Q^T Q of an upper triangular matrix, a sixth of a product's operations, in the memory of `out_DD`."""
+    for first in range(0, len(Q_DD), _BLOCK):
+        rows, end = slice(first, first + _BLOCK), min(first + _BLOCK, len(Q_DD))
+        out_DD[rows, first:] = products.mm(Q_DD[:end, rows].T, Q_DD[:end, first:])
+        out_DD[end:, rows] = out_DD[rows, end:].T
+    return out_DD
+
+
 def conjugate_gradients(product: Callable[[Tensor], Tensor], right_D: Tensor, *, start_D: Tensor | None = None, max_steps: int = 50,
                         tolerance: float = 1e-6) -> tuple[Tensor, int]:
     """(x with A x = right, products taken) for v -> A v of a symmetric matrix (Hestenes and Stiefel 1952).
@@ -170,12 +188,23 @@ def doubly_damped(s_D: Tensor, y_D: Tensor, Hy_D: Tensor, *, least: float, dampi
     return s_D, y_D + damping * s_D
 
 
-def bfgs_inverse(H_DD: Tensor, s_D: Tensor, y_D: Tensor) -> Tensor:
-    """(I - r s y^T) H (I - r y s^T) + r s s^T with r = 1 / s^T y, which must be positive: then H y = s."""
-    Hy_D = H_DD @ y_D
-    sy = s_D @ y_D
-    mixed_DD = torch.outer(s_D, Hy_D / sy)
-    return H_DD - mixed_DD - mixed_DD.T + torch.outer(s_D, s_D) * ((y_D @ Hy_D / sy + 1.0) / sy)
+def bfgs_inverse(H_DD: Tensor, s_D: Tensor, y_D: Tensor) -> bool:
+    """H <- (I - r s y^T) H (I - r y s^T) + r s s^T with r = 1 / s^T y > 0, after which H y = s; in the memory of H.
+
+    False, and H stays, where s^T y is not positive or a number would not be finite.
+
+    >>> H = torch.eye(1)
+    >>> bfgs_inverse(H, torch.tensor([1.0]), torch.tensor([4.0])), H
+    (True, tensor([[0.2500]]))
+    """
+    Hy_D, sy = H_DD @ y_D, s_D @ y_D
+    # the sum is  H + s w^T + w s^T:  no matrix is made beside it
+    w_D = (0.5 * (y_D @ Hy_D / sy + 1.0) * s_D - Hy_D) / sy
+    largest = 2.0 * s_D.abs().max() * w_D.abs().max() + H_DD.aminmax().max.abs() + H_DD.aminmax().min.abs()
+    if not (bool(sy > 0.0) and bool(largest.isfinite())):
+        return False
+    H_DD.addr_(s_D, w_D).addr_(w_D, s_D)
+    return True
 
 
 def lbfgs_product(s_MD: Tensor, y_MD: Tensor, v_D: Tensor) -> Tensor:

@@ -18,6 +18,8 @@ from ngsgd.ops.linalg import (
     inverse_root_newton,
     largest_eigenvalue,
     lbfgs_product,
+    less_upper_product,
+    upper_gram,
     woodbury_rows,
 )
 from tests.preconditioners.problems import close
@@ -91,11 +93,34 @@ def test_a_damped_update_keeps_the_secant_and_the_definiteness(curvature: float)
     wanted = dense.double_damping(H, s, y, 0.2, 0.1)
     s, y = doubly_damped(s, y, H @ y, least=0.2, damping=0.1)
     close(torch.stack([s, y]), torch.stack(wanted))
-    updated = bfgs_inverse(H, s, y)
+    updated = H.clone()
+    assert bfgs_inverse(updated, s, y)
     close(updated, dense.bfgs(H, s, y))
     # one product of numbers up to |H| |y| in float64
     torch.testing.assert_close(updated @ y, s, rtol=0.0, atol=1e-14 * float(updated.norm() * y.norm()))
     assert float(torch.linalg.eigvalsh(updated)[0]) > 0.0
+
+
+@pytest.mark.parametrize("bad", ["no curvature", "against it", "not finite", "too large"])
+def test_an_update_that_would_spoil_the_inverse_is_refused(bad: str) -> None:
+    H, s = _random_spd(6).float(), _drawn(6).float()
+    y = {"no curvature": torch.zeros(6), "against it": -s, "not finite": s / 0.0, "too large": s * 1e-38}[bad]
+    before = H.clone()
+    assert not bfgs_inverse(H, 1e5 * s if bad == "too large" else s, y)
+    assert torch.equal(H, before)
+
+
+@pytest.mark.parametrize("size", [1, 5, 256, 300, 700])
+def test_triangular_products_equal_whole_ones(size: int) -> None:
+    Q, t = _drawn(size, size).triu(), _drawn(size, size).triu()
+    wanted = Q - t @ Q
+    less_upper_product(Q, t)
+    # sums of `size` products of numbers near 1 in float64
+    torch.testing.assert_close(Q, wanted, rtol=0.0, atol=1e-13 * size)
+    assert torch.equal(Q, Q.triu())
+    out = torch.full((size, size), torch.nan, dtype=torch.float64)
+    torch.testing.assert_close(upper_gram(Q, out), wanted.T @ wanted, rtol=1e-12, atol=1e-12 * size**2)
+    assert torch.equal(out, out.T)
 
 
 def test_two_loops_equal_dense_updates() -> None:

@@ -23,8 +23,9 @@ def _draws(preconditioner: SecondOrder) -> list[dict[str, Tensor]]:
     original = preconditioner.drawn
 
     def drawn(grads: Mapping[str, Tensor], *, signs: bool = False) -> dict[str, Tensor]:
-        seen.append(original(grads, signs=signs))
-        return seen[-1]
+        found = original(grads, signs=signs)
+        seen.append(dict(found))   # methods let theirs go on the way
+        return found
 
     preconditioner.drawn = drawn  # type: ignore[method-assign]
     return seen

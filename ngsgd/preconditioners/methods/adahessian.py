@@ -43,7 +43,7 @@ class AdaHessian(SecondOrder):
     def update_curvature(self, seen: Any) -> None:
         assert self.minibatch is not None
         z = self.drawn(seen, signs=True)
-        for name, Hz in self.minibatch.hessian(z).items():
+        for name, Hz in self.minibatch.hessian(z, is_last=True).items():
             self._average(name, {"square": _over_taps(z[name] * Hz).square()})
 
     def invert(self, name: str, known: State) -> State:

@@ -12,7 +12,8 @@ Letters: V vectors, N samples, X = V N, T positions, O outputs, I inputs (with t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,6 +67,17 @@ class _FromRows(Preconditioner):
         super().__init__(model, **options)
         self._scale = 0.0    # s, at a look at the rows that g is made of, which are applied at once; 0 at other steps
         self._gradients: dict[str, HeldRows] = {}   # this step's
+
+    @contextlib.contextmanager
+    def watch(self) -> Iterator[None]:
+        # where every step looks and renews, the rows of the last minibatch need not lie beside the passes of this one; elsewhere
+        # they are kept for the case that this one is not finite
+        if all(self.is_due(what) and self._last[what] == self.num_steps - 1 for what in ("curvature", "inverse")):
+            for kept_so_far in (self.statistics, self.inverses):
+                for name in [name for name, known in kept_so_far.items() if "e" in known]:
+                    del kept_so_far[name]
+        with super().watch():
+            yield
 
     def update_curvature(self, seen: Signal | Mapping[str, Tensor]) -> None:
         assert isinstance(seen, Signal)

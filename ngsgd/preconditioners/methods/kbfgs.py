@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ngsgd.ops import products
+from ngsgd.curvature.kronecker import add_gram
+from ngsgd.curvature.memory import apart
 from ngsgd.ops.linalg import bfgs_inverse, damped_inverse, doubly_damped
 from ngsgd.preconditioners.methods.secant import Secant
 from ngsgd.preconditioners.options import FisherOptions
@@ -56,28 +57,38 @@ class KBFGS(Secant):
         assert isinstance(seen, Signal)
         super().update_curvature(Signal({}, seen.squares))
         self._first = {}
-        for name, rows in seen.rows.items():
+        for name, rows in seen.layers():
             self._bias_of[name] = rows.bias
-            known = self._with_inputs(name, rows)
-            if not all(bool(value.isfinite().all()) for value in known.values()):
+            if not all(bool(x.square().sum().isfinite()) for x in (rows.a_NTI, rows.e_VNTO)):   # products are no larger
                 self.num_skipped += 1
                 continue
-            self.statistics[name], self.weights[name] = known, 1.0
+            if not self.is_due("inverse"):
+                self._part(name)
+            self.statistics[name], self.weights[name] = self._with_inputs(name, rows), 1.0
             self._first[name] = self._means(name, rows)
 
+    def _part(self, name: str) -> None:
+        """What is applied stays as it is while the statistics, whose matrices it shares, move on."""
+        known = self.statistics.get(name, {})
+        self.inverses[name] = {key: value.clone() if value is known.get(key) else value
+                               for key, value in self.inverses.get(name, {}).items()}
+
     def _with_inputs(self, name: str, rows: Rows) -> State:
-        """The layer's statistics with A and H_a of this minibatch, too."""
+        """The layer's statistics with A and H_a of this minibatch, too, in their own memory."""
         root = self.option(name, "damping") ** 0.5
-        a_XI = rows.a_NTI.flatten(0, 1)
-        A_II, known = products.mm(a_XI.T, a_XI) / len(a_XI), self.statistics.get(name)
+        a_XI, known = rows.a_NTI.flatten(0, 1), self.statistics.get(name)
         if known is None:
-            H_g = torch.eye(rows.e_VNTO.shape[3]).to(a_XI)
+            num_inputs, num_outputs = a_XI.shape[1], rows.e_VNTO.shape[3]
+            A_II, H_g = apart(a_XI, num_inputs, num_inputs), apart(a_XI, num_outputs, num_outputs).zero_()
+            H_g.diagonal().fill_(1.0)
+            add_gram(a_XI, A_II, keep=0.0, scale=1.0 / len(a_XI))
             return {"A": A_II, "H_a": damped_inverse(A_II, root), "H_g": H_g}
         decay = self.option(name, "ema_decay")
-        A_II = decay * known["A"] + (1.0 - decay) * A_II
+        add_gram(a_XI, known["A"], keep=decay, scale=(1.0 - decay) / len(a_XI))
         s_I = known["H_a"] @ a_XI.mean(dim=0)
-        H_a = bfgs_inverse(known["H_a"], s_I, A_II @ s_I + root * s_I) if bool(s_I.any()) else known["H_a"]
-        return {"A": A_II, "H_a": H_a, "H_g": known["H_g"]}
+        if bool(s_I.any()):
+            bfgs_inverse(known["H_a"], s_I, known["A"] @ s_I + root * s_I)
+        return known
 
     def _means(self, name: str, rows: Rows) -> tuple[Tensor, Tensor]:
         parameters = dict(self.model.named_parameters())
@@ -90,12 +101,14 @@ class KBFGS(Secant):
 
     def look_again(self, passes: list[Callable[[], Tensor]]) -> None:
         with Watch(self.model, fisher="empirical", num_draws=1, generator=None, layers=self._layers()) as watch:
-            self.gradients(passes)
+            # the derivatives of outputs pass by on the way to the biases; gradients of weights would be made for nothing
+            self.gradients(passes, {self._bias_of[name] or name for name in self._first})
         with torch.no_grad():
             for name, rows in watch.signal().rows.items():
                 if name in self._first:
                     self._update_outputs(name, self._first[name], self._means(name, rows))
             self.refresh()
+        watch.forget()
         self._first = {}
 
     def _update_outputs(self, name: str, before: tuple[Tensor, Tensor], after: tuple[Tensor, Tensor]) -> None:
@@ -103,10 +116,7 @@ class KBFGS(Secant):
         H_g = self.statistics[name]["H_g"]
         s_O, y_O = z_after_O - z_O, e_after_O - e_O
         s_O, y_O = doubly_damped(s_O, y_O, H_g @ y_O, least=self.options.min_curvature, damping=self.option(name, "damping") ** 0.5)
-        updated = bfgs_inverse(H_g, s_O, y_O)
-        if bool(s_O @ y_O > 0.0) and bool(updated.isfinite().all()):
-            self.statistics[name]["H_g"] = updated
-        else:
+        if not bfgs_inverse(H_g, s_O, y_O):
             self.num_skipped += 1
 
     def invert(self, name: str, known: State) -> State:

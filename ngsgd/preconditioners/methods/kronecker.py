@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ngsgd.curvature.kronecker import add_gram, output_rows
-from ngsgd.curvature.memory import apart
+from ngsgd.curvature.memory import apart, give_back
 from ngsgd.errors import ConfigError
 from ngsgd.ops import products
 from ngsgd.ops.linalg import damped_cholesky, damped_inverse, eigh, woodbury_rows
@@ -56,6 +56,12 @@ class KFAC(Preconditioner):
     looks_at_held = True
     splits_work = True
     passes_on = True
+
+    def update_curvature(self, seen: Any) -> None:
+        give_back()   # what the backward pass has left free would stay beside the factors
+        super().update_curvature(seen)
+        if self.options.fisher != "empirical":
+            give_back()   # rows of derivatives that are not the gradient's own
 
     def measure(self, name: str, rows: Rows) -> State:
         return self._products(*self._chosen(rows), {})

@@ -20,7 +20,9 @@ import torch
 from torch import Tensor
 
 from ngsgd.curvature.kronecker import add_gram
+from ngsgd.curvature.memory import apart, empty, give_back
 from ngsgd.ops import products
+from ngsgd.ops.linalg import less_upper_product, upper_gram
 from ngsgd.preconditioners.methods.fisher import require_small
 from ngsgd.preconditioners.methods.second_order import SecondOrder
 from ngsgd.preconditioners.options import Options
@@ -54,17 +56,28 @@ class PSGD(SecondOrder):
     def update_curvature(self, seen: Any) -> None:
         assert self.minibatch is not None
         v = self.drawn(seen)
-        Hv = self.minibatch.hessian(v)
-        h = {name: value + self.option(name, "damping") * v[name] for name, value in Hv.items()}
+        h = self.minibatch.hessian(v, is_last=True)
+        self._forget_minibatch()
+        give_back()
+        for name, value in h.items():
+            value.add_(v[name], alpha=self.option(name, "damping"))
         if not all(bool(value.isfinite().all()) for value in h.values()):
             self.num_skipped += 1
         elif self.options.form == "full":
             self._fit_full(v, h)
         else:
-            joined_v, joined_h = self._joined(v), self._joined(h)
-            for name, dX in joined_v.items():
-                fit = self._kronecker if name in self._bias_of else self._diagonal
-                self._keep(name, fit(self.statistics.get(name), dX, joined_h[name]))
+            self._fit_layers(v, h)
+
+    def _fit_layers(self, v: dict[str, Tensor], h: dict[str, Tensor]) -> None:
+        """Layer by layer; the pairs are let go on the way."""
+        biases = {bias for weight, bias in self._bias_of.items() if weight in v}
+        for name in [name for name in v if name in self._bias_of or name not in biases]:
+            fit = self._kronecker if name in self._bias_of else self._diagonal
+            dX, dG = self._joined_one(name, v), self._joined_one(name, h)
+            for each in self._block(name):
+                v.pop(each, None)
+                h.pop(each, None)
+            self._keep(name, fit(self.statistics.get(name), dX, dG))
 
     def _keep(self, name: str, factors: State) -> None:
         self.statistics[name], self.weights[name] = factors, 1.0
@@ -73,38 +86,42 @@ class PSGD(SecondOrder):
         flat_v, flat_h = (torch.cat([part.flatten() for _, part in sorted(each.items())]) for each in (v, h))
         require_small("the model", len(flat_v))
         known = self.statistics.get(min(v))
-        Q_DD = torch.eye(len(flat_v)).to(flat_v) * _first_scale(flat_v, flat_h) ** 0.5 if known is None else known[_ALL]
+        Q_DD = _identity(flat_v, len(flat_v), _first_scale(flat_v, flat_h) ** 0.5) if known is None else known[_ALL]
         a_D = Q_DD @ flat_h
         b_D = torch.linalg.solve_triangular(Q_DD.T, flat_v[:, None], upper=False)[:, 0]
-        self._keep(min(v), {_ALL: self._moved(Q_DD, torch.outer(a_D, a_D) - torch.outer(b_D, b_D))})
+        self._move(Q_DD, torch.outer(a_D, a_D).addr_(b_D, b_D, alpha=-1))
+        self._keep(min(v), {_ALL: Q_DD})
 
     def _kronecker(self, known: State | None, dX_OI: Tensor, dG_OI: Tensor) -> State:
         if known is None:
             scale = _first_scale(dX_OI, dG_OI) ** 0.25
-            Ql_OO, Qr_II = (torch.eye(size).to(dX_OI) * scale for size in dX_OI.shape)
+            Ql_OO, Qr_II = (_identity(dX_OI, size, scale) for size in dX_OI.shape)
         else:
             # the scale that one factor can take from the other is shared, so that both stay well within their numbers
             share = (known["Ql"].diagonal().max() / known["Qr"].diagonal().max()).sqrt()
-            Ql_OO, Qr_II = known["Ql"] / share, known["Qr"] * share
+            Ql_OO, Qr_II = known["Ql"].div_(share), known["Qr"].mul_(share)
         a_OI = products.mm(products.mm(Ql_OO, dG_OI), Qr_II.T)
         b_OI = torch.linalg.solve_triangular(Ql_OO.T, dX_OI, upper=False)
         b_OI = torch.linalg.solve_triangular(Qr_II, b_OI, upper=True, left=False)
-        return {"Ql": self._moved(Ql_OO, _difference(a_OI.T, b_OI.T)), "Qr": self._moved(Qr_II, _difference(a_OI, b_OI))}
+        self._move(Ql_OO, _difference(a_OI.T, b_OI.T))
+        self._move(Qr_II, _difference(a_OI, b_OI))
+        return {"Ql": Ql_OO, "Qr": Qr_II}
 
     def _diagonal(self, known: State | None, v: Tensor, h: Tensor) -> State:
         q = torch.ones_like(v) * _first_scale(v, h) ** 0.5 if known is None else known["q"]
         t = (q * h).square() - (v / q).square()
         return {"q": q - self.options.factor_lr / _largest(t) * t * q}
 
-    def _moved(self, Q_DD: Tensor, t_DD: Tensor) -> Tensor:
-        t_DD = t_DD.triu()
-        moved: Tensor = Q_DD - self.options.factor_lr / _largest(t_DD) * products.mm(t_DD, Q_DD)
-        return moved
+    def _move(self, Q_DD: Tensor, t_DD: Tensor) -> None:
+        """A step of Q, in its own memory and that of t."""
+        t_DD.triu_()
+        less_upper_product(Q_DD, t_DD.mul_(self.options.factor_lr / _largest(t_DD)))
 
     def invert(self, name: str, known: State) -> State:
         if "q" in known:
             return {"P": known["q"].square()}
-        return {key: products.mm(Q_DD.T, Q_DD) for key, Q_DD in known.items()}
+        before = self.inverses.get(name, {})
+        return {key: upper_gram(Q_DD, before[key] if key in before else apart(Q_DD, *Q_DD.shape)) for key, Q_DD in known.items()}
 
     def factors(self, inverse: State) -> tuple[Tensor, Tensor] | None:
         return (inverse["Ql"], inverse["Qr"]) if "Ql" in inverse else None
@@ -124,7 +141,7 @@ class PSGD(SecondOrder):
 
 def _difference(a_XD: Tensor, b_XD: Tensor) -> Tensor:
     """a^T a - b^T b."""
-    found = a_XD.new_empty(a_XD.shape[1], a_XD.shape[1])
+    found = empty(a_XD, a_XD.shape[1], a_XD.shape[1])
     add_gram(a_XD, found, keep=0.0)
     add_gram(b_XD, found, scale=-1.0)
     return found
@@ -137,5 +154,13 @@ def _first_scale(v: Tensor, h: Tensor) -> Tensor:
     return scale
 
 
+def _identity(like: Tensor, size: int, scale: Tensor) -> Tensor:
+    """scale I, to be kept."""
+    found = apart(like, size, size).zero_()
+    found.diagonal().fill_(scale)
+    return found
+
+
 def _largest(t: Tensor) -> Tensor:
-    return t.abs().max().clamp(min=torch.finfo(t.dtype).tiny)
+    low, high = t.aminmax()
+    return torch.maximum(-low, high).clamp(min=torch.finfo(t.dtype).tiny)

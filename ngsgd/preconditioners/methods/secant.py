@@ -6,7 +6,7 @@ The second look is taken when the next minibatch is evaluated, or before the sta
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -86,9 +86,9 @@ class Secant(Preconditioner):
         self._pending = None
         super().load_state_dict(state)
 
-    def gradients(self, passes: list[_Closure]) -> dict[str, Tensor]:
-        """The sum of the passes' gradients by parameter name; `.grad` stays as it is."""
-        parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+    def gradients(self, passes: list[_Closure], names: Collection[str] | None = None) -> dict[str, Tensor]:
+        """The sum of the passes' gradients by parameter name, of those named or all; `.grad` stays as it is."""
+        parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad and (names is None or name in names)}
         total = {name: torch.zeros_like(p) for name, p in parameters.items()}
         for closure in passes:
             with torch.enable_grad():

@@ -51,7 +51,13 @@ class SecondOrder(Preconditioner):
         try:
             super().step(lr)
         finally:
-            self.minibatch = None   # frees the graph
+            self._forget_minibatch()
+
+    def _forget_minibatch(self) -> None:
+        """There will be no more products of this one; its graph takes much memory."""
+        if self.minibatch is not None:
+            self.minibatch.forget()
+        self.minibatch = None
 
     def _look(self, grads: Gradients) -> bool:
         if self.minibatch is None or not self.minibatch.is_differentiated:
