@@ -16,6 +16,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ngsgd.ops import products
+
 _LEAST_BYTES = 1 << 22     # smaller blocks are often used again, and then are not new
 _HUGE_PAGE = 1 << 21
 
@@ -36,11 +38,12 @@ def _malloc_trim() -> Callable[..., int] | None:
 
 
 def give_back() -> None:
-    """Returns to the system what is free in the heap, where the C library can.
+    """Returns to the system what is free in the heap, where the C library can, and what is kept there for copies.
 
     For after a passing need that is much larger than what is to come, such as a graph of second derivatives: it takes a few
     milliseconds, and as much again for what is then needed anew.
     """
+    products.forget_copies()
     trim = _malloc_trim()
     if trim is not None:
         trim(ctypes.c_size_t(0))

@@ -128,17 +128,20 @@ def woodbury_rows(U_ND: Tensor, root_NN: Tensor, damping: float, x_XD: Tensor) -
 
 
 def less_upper_product(Q_DD: Tensor, t_DD: Tensor) -> None:
-    """Q <- Q - t Q of upper triangular matrices, a third of a product's operations, in the memory of Q."""
+    """Q <- Q - t Q of upper triangular matrices, a third of a product's operations, in the memory of Q.
+
+    By torch's products, which take a part of a matrix where it lies; oneDNN's would copy it.
+    """
     for first in range(0, len(Q_DD), _BLOCK):   # from above: of Q the rows of the block and those below, which are old still
         rows = slice(first, first + _BLOCK)
-        Q_DD[rows, first:].sub_(products.mm(t_DD[rows, first:], Q_DD[first:, first:]))
+        Q_DD[rows, first:].sub_(t_DD[rows, first:] @ Q_DD[first:, first:])
 
 
 def upper_gram(Q_DD: Tensor, out_DD: Tensor) -> Tensor:
     """Q^T Q of an upper triangular matrix, a sixth of a product's operations, in the memory of `out_DD`."""
     for first in range(0, len(Q_DD), _BLOCK):
         rows, end = slice(first, first + _BLOCK), min(first + _BLOCK, len(Q_DD))
-        out_DD[rows, first:] = products.mm(Q_DD[:end, rows].T, Q_DD[:end, first:])
+        out_DD[rows, first:] = Q_DD[:end, rows].T @ Q_DD[:end, first:]
         out_DD[end:, rows] = out_DD[rows, end:].T
     return out_DD
 

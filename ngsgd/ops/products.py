@@ -91,6 +91,11 @@ def add_mm(total_MN: Tensor, a_MK: Tensor, b_KN: Tensor, *, keep: float, scale: 
         total_MN.mul_(keep).add_(mm(a_MK, b_KN), alpha=scale)
 
 
+def forget_copies() -> None:
+    """Lets go of the memory that this thread keeps for copies; the next that is needed takes it anew."""
+    vars(_own).clear()
+
+
 def _is_for_onednn(a_MK: Tensor, b_KN: Tensor) -> bool:
     return (a_MK.numel() * b_KN.shape[1] >= _LEAST and a_MK.dtype == torch.float32 == b_KN.dtype and a_MK.is_cpu and b_KN.is_cpu
             and not (torch.is_grad_enabled() and (a_MK.requires_grad or b_KN.requires_grad))

@@ -236,7 +236,7 @@ extern "C" void meet(const float* x, int64_t N, int64_t D, const float* one, con
   // a group at a time where all of W stays in the cache; else a part of W at a time, which many groups meet
   const int64_t groups = (N + kGroup - 1) / kGroup;
   const bool is_cached = R * D <= kCached;
-  const int64_t depth = is_cached ? p.whole() : std::min(p.whole(), std::max<int64_t>(1, kCached / 4 / R / kLanes) * kLanes);
+  const int64_t depth = is_cached ? p.whole() : std::min(p.whole(), std::max<int64_t>(1, kCached / 8 / R / kLanes) * kLanes);
   const int64_t each = is_cached ? 1 : (groups + threads - 1) / threads;
   const int64_t parts = (groups + each - 1) / each;
   std::unique_ptr<double[]> found(new double[2 * groups]());

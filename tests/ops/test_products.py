@@ -117,6 +117,16 @@ def test_memory_first_kept_in_inference_mode_serves_training_too(onednn: None, m
     torch.testing.assert_close(products.mm(a, b), a @ b)
 
 
+def test_memory_kept_for_copies_may_be_let_go(onednn: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "_own", threading.local())
+    a, b = torch.randn(30, 40).T, torch.cat([torch.randn(30, 50)] * 2, dim=1)[:, :50]
+    products.mm(a, b)
+    assert len(vars(products._own)) == 2
+    products.forget_copies()
+    assert not vars(products._own)
+    torch.testing.assert_close(products.mm(a, b), a @ b)
+
+
 def test_small_products_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "_is_faster", lambda: True)
     with Calls() as calls:

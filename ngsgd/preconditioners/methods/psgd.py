@@ -55,6 +55,7 @@ class PSGD(SecondOrder):
 
     def update_curvature(self, seen: Any) -> None:
         assert self.minibatch is not None
+        give_back()   # before and after what takes most
         v = self.drawn(seen)
         h = self.minibatch.hessian(v, is_last=True)
         self._forget_minibatch()
