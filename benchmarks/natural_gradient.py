@@ -1,6 +1,6 @@
 """What the natural gradient costs: whole training steps and the preconditioner alone, paired with plain SGD.
 
-    python benchmarks/natural_gradient.py steps [--threads 1] [--rounds 15]
+    python benchmarks/natural_gradient.py steps [--threads 1] [--rounds 15] [--mkl] [--apart]
     python benchmarks/natural_gradient.py preconditioner
     python benchmarks/natural_gradient.py inspection
     python benchmarks/natural_gradient.py memory
@@ -12,6 +12,7 @@ Kaldi's own figures were taken where one core's sgemm does 108 GFLOP/s; they are
 from __future__ import annotations
 
 import argparse
+import contextlib
 import resource
 import statistics
 import subprocess
@@ -25,6 +26,7 @@ from torch import nn
 
 from ngsgd import NGSGD, OnlineNaturalGradient
 from ngsgd.models import PNorm, Renormalize
+from ngsgd.ops import rows
 from ngsgd.optim import SGD
 from ngsgd.optim.inspection import figures
 
@@ -222,8 +224,14 @@ def main() -> None:
     parser.add_argument("--net", default="", help="only nets whose name begins so")
     parser.add_argument("--minibatches", nargs="+", type=int, default=[512, 128])
     parser.add_argument("--mkl", action="store_true", help="no product by oneDNN, on processors where we take it")
+    parser.add_argument("--apart", action="store_true", help="rows in torch operations, as without a C++ compiler")
     args = parser.parse_args()
     torch.backends.mkldnn.enabled = not args.mkl  # type: ignore[assignment]
+    with rows.in_torch_operations() if args.apart else contextlib.nullcontext():
+        _run(args)
+
+
+def _run(args: argparse.Namespace) -> None:
     nets = tuple(net for net in NETS if net.name.startswith(args.net))
     if args.what == "steps":
         steps(args.threads, args.rounds, args.optimizers, nets, tuple(args.minibatches))
