@@ -34,12 +34,12 @@ def library(source: Path, *flags: str) -> ctypes.CDLL | None:
     """
     flags = (*_FLAGS, *flags, *_VECTORS.get(capability(), ()))
     made_of = hashlib.sha256(b"\0".join([source.read_bytes(), *map(str.encode, flags)])).hexdigest()[:16]
-    path = _folder() / f"{source.stem}-{made_of}.so"
     try:
+        path = _folder() / f"{source.stem}-{made_of}.so"
         if not path.exists():
             _compile(source, flags, path)
         return ctypes.CDLL(str(path))
-    except (OSError, subprocess.SubprocessError):
+    except (OSError, RuntimeError, subprocess.SubprocessError):   # RuntimeError: nobody's home is known
         return None
 
 

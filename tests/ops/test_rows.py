@@ -160,11 +160,18 @@ def test_an_estimate_between_others_in_memory_is_met_in_place(compiled: None) ->
     assert_close(got(rows.meet(X_ND, wide[:, :40])), expected(X_ND, W_RD, None))
 
 
-@pytest.mark.parametrize("trouble", ["no compiler", "a compiler that fails", "no place to keep it"])
+def _nobodys_home() -> Path:
+    raise RuntimeError("Could not determine home directory.")
+
+
+@pytest.mark.parametrize("trouble", ["no compiler", "a compiler that fails", "no place to keep it", "no home"])
 def test_without_what_it_takes_to_compile_torch_does_it(trouble: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     if trouble == "no place to keep it":
         (tmp_path / "ngsgd").write_text("in the way")
+    elif trouble == "no home":
+        monkeypatch.delenv("XDG_CACHE_HOME")
+        monkeypatch.setattr(Path, "home", _nobodys_home)
     else:
         monkeypatch.setenv("CXX", "no-such-compiler" if trouble == "no compiler" else "false")
     _forget()
