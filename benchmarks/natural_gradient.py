@@ -26,7 +26,7 @@ from torch import nn
 
 from ngsgd import NGSGD, OnlineNaturalGradient
 from ngsgd.models import PNorm, Renormalize
-from ngsgd.ops import rows
+from ngsgd.ops import native
 from ngsgd.optim import SGD
 from ngsgd.optim.inspection import figures
 
@@ -227,7 +227,7 @@ def main() -> None:
     parser.add_argument("--apart", action="store_true", help="rows in torch operations, as without a C++ compiler")
     args = parser.parse_args()
     torch.backends.mkldnn.enabled = not args.mkl  # type: ignore[assignment]
-    with rows.in_torch_operations() if args.apart else contextlib.nullcontext():
+    with native.in_torch_operations() if args.apart else contextlib.nullcontext():
         _run(args)
 
 

@@ -5,12 +5,15 @@ What is built is kept in ~/.cache/ngsgd (or $XDG_CACHE_HOME/ngsgd), by source, f
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
 import os
 import subprocess
 import tempfile
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -19,11 +22,38 @@ _VECTORS = {"AVX512": ("-mavx512f", "-mavx512dq", "-mavx512vl", "-mavx512bw", "-
             "AVX2": ("-mavx2", "-mfma")}
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fno-math-errno", "-fno-trapping-math")
 _TIMEOUT_S = 120
+_forbidden = threading.Event()
+
+
+@contextlib.contextmanager
+def in_torch_operations() -> Iterator[None]:
+    """Within it our own C++ is not used where torch operations would do, in any thread."""
+    was_set = _forbidden.is_set()
+    _forbidden.set()
+    try:
+        yield
+    finally:
+        if not was_set:
+            _forbidden.clear()
+
+
+def is_allowed() -> bool:
+    """Whether we are outside of `in_torch_operations`."""
+    return not _forbidden.is_set()
 
 
 def capability() -> str:
     """The vector instructions that torch, too, goes by: AVX512, AVX2 or another name."""
     return torch.backends.cpu.get_cpu_capability()
+
+
+@functools.cache
+def is_made_by(vendor: str) -> bool:
+    """Whether the processor names this maker: "GenuineIntel", "AuthenticAMD"; False where that is not told."""
+    try:
+        return vendor in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
 
 
 @functools.cache

@@ -12,10 +12,11 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from ngsgd.ops import native
 
 _LEAST = 1 << 21   # multiplications; below, a call of oneDNN costs as much as it saves
 _BLOCK = 256       # rows
@@ -146,8 +147,4 @@ def is_there() -> bool:
 @functools.cache
 def _is_faster() -> bool:
     """Whether oneDNN takes instructions that MKL does not."""
-    try:
-        is_amd = "AuthenticAMD" in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return False
-    return is_amd and torch.backends.cpu.get_cpu_capability() == "AVX512" and is_there()
+    return native.is_made_by("AuthenticAMD") and native.capability() == "AVX512" and is_there()

@@ -20,7 +20,8 @@ constexpr int kLanes = 16, kTall = 6, kRows = 8;  // rows of a tile of H and of 
 constexpr int kLanes = 8, kTall = 3, kRows = 4;
 #endif
 constexpr int kWide = 4, kCols = 3;               // rows of W, and vectors along D, of those tiles
-constexpr int kAhead = 9;                         // vectors of Y that are asked for before they are written
+constexpr int kPanel = kCols * kLanes;            // columns of a panel of Y
+constexpr int kAhead = 3;                         // tiles of Y that are asked for before they are written
 constexpr int kGroup = 24;                        // rows that stay in the cache
 constexpr int64_t kCached = 1 << 18;              // floats of W that do beside them
 
@@ -63,11 +64,15 @@ struct Problem {
   const float *x, *one, *w;             // N x D; N or null; R x (D, or D + 1 with `one`) in rows of `pitch`
   int64_t N, D, pitch, R;
   float *h, *y, *one_hat;               // N x R; N x D and N, or null
+  int64_t panel;                        // > 0: Y lies in panels of so many rows
   const float* w_rest;                  // R x kLanes
 
   int64_t whole() const { return D / kLanes * kLanes; }
   int64_t rest() const { return D - whole(); }
   bool has_rest() const { return rest() > 0 || one; }
+  int64_t y_pitch() const { return panel ? kPanel : D; }
+  int64_t y_ahead() const { return kAhead * kPanel * (panel ? panel : 1); }
+  float* y_at(int64_t n, int64_t d) const { return panel ? y + (d / kPanel * panel + n) * kPanel + d % kPanel : y + n * D + d; }
 };
 
 void fill_rest(float* to, const float* row, int64_t rest, const float* last) {
@@ -140,12 +145,12 @@ __attribute__((noinline)) float project(const Problem& p, const float* x, const 
 // y = x - H w on M rows and C vectors
 template <int M, int C>
 inline __attribute__((always_inline)) void less(const float* x, int64_t ldx, const float* h, const float* w, int64_t ldw,
-                                                int64_t R, float* y, int64_t ldy, Vec& squares) {
+                                                int64_t R, float* y, int64_t ldy, int64_t ahead, Vec& squares) {
   Vec left[M][C];
   UNROLLED for (int m = 0; m < M; ++m) UNROLLED for (int c = 0; c < C; ++c) {
     left[m][c] = load(x + m * ldx + c * kLanes);
     __builtin_prefetch(x + (m + kGroup) * ldx + c * kLanes, 0, 2);     // the next group's: one part in eight of the time
-    __builtin_prefetch(y + m * ldy + (c + kAhead) * kLanes, 1, 3);
+    __builtin_prefetch(y + m * ldy + c * kLanes + ahead, 1, 3);
   }
   for (int64_t r = 0; r < R; ++r) {
     Vec b[C];
@@ -161,13 +166,14 @@ inline __attribute__((always_inline)) void less(const float* x, int64_t ldx, con
   }
 }
 
+// rows [n, n + M), columns [d, end)
 template <int M>
-__attribute__((noinline)) float correct(const Problem& p, const float* x, const float* h, const float* w, int64_t depth, float* y) {
+__attribute__((noinline)) float correct(const Problem& p, int64_t n, const float* h, int64_t d, int64_t end) {
   Vec squares{};
-  int64_t d = 0;
-  for (; d + kCols * kLanes <= depth; d += kCols * kLanes)
-    less<M, kCols>(x + d, p.D, h, w + d, p.pitch, p.R, y + d, p.D, squares);
-  for (; d < depth; d += kLanes) less<M, 1>(x + d, p.D, h, w + d, p.pitch, p.R, y + d, p.D, squares);
+  const float* const x = p.x + n * p.D;
+  for (; d + kPanel <= end; d += kPanel)
+    less<M, kCols>(x + d, p.D, h, p.w + d, p.pitch, p.R, p.y_at(n, d), p.y_pitch(), p.y_ahead(), squares);
+  for (; d < end; d += kLanes) less<M, 1>(x + d, p.D, h, p.w + d, p.pitch, p.R, p.y_at(n, d), p.y_pitch(), p.y_ahead(), squares);
   return sum(squares);
 }
 
@@ -175,9 +181,9 @@ template <int M>
 __attribute__((noinline)) float correct_rest(const Problem& p, int64_t n, const float* x_rest, const float* h) {
   Vec squares{};
   float y[M * kLanes];
-  less<M, 1>(x_rest, kLanes, h, p.w_rest, kLanes, p.R, y, kLanes, squares);
+  less<M, 1>(x_rest, kLanes, h, p.w_rest, kLanes, p.R, y, kLanes, 0, squares);
   for (int m = 0; m < M; ++m) {
-    std::memcpy(p.y + (n + m) * p.D + p.whole(), y + m * kLanes, 4 * p.rest());
+    std::memcpy(p.y_at(n + m, p.whole()), y + m * kLanes, 4 * p.rest());
     if (p.one) p.one_hat[n + m] = y[m * kLanes + p.rest()];
   }
   return sum(squares);
@@ -211,11 +217,10 @@ struct Group {
   }
 
   double corrected(int64_t d, int64_t depth) {
-    const int64_t start = first * p.D + d;
     double squares = 0.0;
     int64_t n = 0;
-    for (; n + kRows <= size; n += kRows) squares += correct<kRows>(p, p.x + start + n * p.D, h + n * p.R, p.w + d, depth, p.y + start + n * p.D);
-    for (; n < size; ++n) squares += correct<1>(p, p.x + start + n * p.D, h + n * p.R, p.w + d, depth, p.y + start + n * p.D);
+    for (; n + kRows <= size; n += kRows) squares += correct<kRows>(p, first + n, h + n * p.R, d, d + depth);
+    for (; n < size; ++n) squares += correct<1>(p, first + n, h + n * p.R, d, d + depth);
     if (d + depth < p.whole() || !p.has_rest()) return squares;
     n = 0;
     for (; n + kRows <= size; n += kRows) squares += correct_rest<kRows>(p, first + n, x_rest + n * kLanes, h + n * p.R);
@@ -226,17 +231,17 @@ struct Group {
 
 }  // namespace
 
-// work: R kLanes floats; squares: two numbers
+// panel > 0: y lies in panels of so many rows and kPanel columns; work: R kLanes floats; squares: two numbers
 extern "C" void meet(const float* x, int64_t N, int64_t D, const float* one, const float* w, int64_t pitch, int64_t R, float* h,
-                     float* y, float* one_hat, float* work, double* squares, int threads) {
-  const Problem p{x, one, w, N, D, pitch, R, h, y, one_hat, work};
+                     float* y, int64_t panel, float* one_hat, float* work, double* squares, int threads) {
+  const Problem p{x, one, w, N, D, pitch, R, h, y, one_hat, panel, work};
   if (p.has_rest())
     for (int64_t r = 0; r < R; ++r)
       fill_rest(work + r * kLanes, w + r * pitch + p.whole(), p.rest(), one ? w + r * pitch + D : nullptr);
   // a group at a time where all of W stays in the cache; else a part of W at a time, which many groups meet
   const int64_t groups = (N + kGroup - 1) / kGroup;
   const bool is_cached = R * D <= kCached;
-  const int64_t depth = is_cached ? p.whole() : std::min(p.whole(), std::max<int64_t>(1, kCached / 8 / R / kLanes) * kLanes);
+  const int64_t depth = is_cached ? p.whole() : std::min(p.whole(), std::max<int64_t>(1, kCached / 8 / R / kPanel) * kPanel);
   const int64_t each = is_cached ? 1 : (groups + threads - 1) / threads;
   const int64_t parts = (groups + each - 1) / each;
   std::unique_ptr<double[]> found(new double[2 * groups]());

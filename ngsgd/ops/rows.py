@@ -9,11 +9,9 @@ Letters as in `ngsgd.ops.natural_gradient`.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,12 +19,12 @@ import torch
 from torch import Tensor
 
 from ngsgd.ops import native, products
+from ngsgd.ops.panels import Panels
 
 PROCESSORS = ("AVX512", "AVX2")   # as torch names what they can do; the C++ is written for these
 _SOURCE = Path(__file__).with_name("rows.cpp")
 _LANES = 16   # of rows.cpp, at most
 _own = threading.local()
-_torch_only = threading.Event()
 
 
 class Met(NamedTuple):
@@ -34,13 +32,14 @@ class Met(NamedTuple):
 
     sum_sq: Tensor | float              # tr X X^T: a number on the host, 0-d on a device that must not be waited for
     H_NR: Tensor                        # X W^T
-    Xhat_ND: Tensor | None = None       # X - H W, not yet rescaled
+    Xhat_ND: Tensor | Panels | None = None   # X - H W, not yet rescaled
     one_hat_N: Tensor | None = None     # its last column, where a 1 was appended
     sum_sq_hat: Tensor | float | None = None
 
 
-def meet(X_ND: Tensor, W_RD: Tensor, one_N: Tensor | None = None, scratch: Tensor | None = None, *, corrects: bool = True) -> Met:
-    """Contiguous rows [X | one] and the estimate's W; Xhat, if wanted, in the memory of `scratch` where that is quicker."""
+def meet(X_ND: Tensor, W_RD: Tensor, one_N: Tensor | None = None, scratch: Tensor | Panels | None = None, *,
+         corrects: bool = True) -> Met:
+    """Contiguous rows [X | one] and the estimate's W; Xhat, if wanted, in `scratch` where that is quicker, or is panels."""
     if not _is_native(X_ND, W_RD, one_N):
         met = Met(sum_of_squares(X_ND, one_N), project(X_ND, W_RD, one_N))
         return corrected(met, X_ND, W_RD, one_N, scratch) if corrects else met
@@ -52,19 +51,24 @@ def meet(X_ND: Tensor, W_RD: Tensor, one_N: Tensor | None = None, scratch: Tenso
     if corrects:
         Xhat_ND = torch.empty_like(X_ND) if scratch is None else scratch
         one_hat_N = None if one_N is None else torch.empty_like(one_N)
+    to, rows_of_panel = (Xhat_ND.memory, Xhat_ND.memory.shape[1]) if isinstance(Xhat_ND, Panels) else (Xhat_ND, 0)
     work, squares = _kept(R * _LANES)
-    function(X_ND.data_ptr(), N, D, _address(one_N), W_RD.data_ptr(), W_RD.stride(0), R, H_NR.data_ptr(), _address(Xhat_ND),
-             _address(one_hat_N), work.data_ptr(), squares, torch.get_num_threads())
+    function(X_ND.data_ptr(), N, D, _address(one_N), W_RD.data_ptr(), W_RD.stride(0), R, H_NR.data_ptr(),
+             _address(to), rows_of_panel, _address(one_hat_N), work.data_ptr(), squares, torch.get_num_threads())
     return Met(squares[0], H_NR, Xhat_ND, one_hat_N, squares[1] if corrects else None)
 
 
-def corrected(met: Met, X_ND: Tensor, W_RD: Tensor, one_N: Tensor | None = None, scratch: Tensor | None = None) -> Met:
+def corrected(met: Met, X_ND: Tensor, W_RD: Tensor, one_N: Tensor | None = None, scratch: Tensor | Panels | None = None) -> Met:
     """With Xhat and what belongs to it: rows multiplied by beta_t G_t^-1 (36, 80), not yet rescaled."""
     if met.Xhat_ND is not None:
         return met
-    Xhat_ND = products.less_mm(X_ND, met.H_NR, W_RD[:, :X_ND.shape[1]], scratch)
+    Xhat_ND = products.less_mm(X_ND, met.H_NR, W_RD[:, :X_ND.shape[1]], None if isinstance(scratch, Panels) else scratch)
     one_hat_N = None if one_N is None else torch.addmv(one_N, met.H_NR, W_RD[:, -1], alpha=-1)
-    return met._replace(Xhat_ND=Xhat_ND, one_hat_N=one_hat_N, sum_sq_hat=sum_of_squares(Xhat_ND, one_hat_N))
+    met = met._replace(Xhat_ND=Xhat_ND, one_hat_N=one_hat_N, sum_sq_hat=sum_of_squares(Xhat_ND, one_hat_N))
+    if not isinstance(scratch, Panels):
+        return met
+    scratch.fill(Xhat_ND)
+    return met._replace(Xhat_ND=scratch)
 
 
 def sum_of_squares(X_ND: Tensor, one_N: Tensor | None = None) -> Tensor | float:
@@ -83,18 +87,6 @@ def project(X_ND: Tensor, W_RD: Tensor, one_N: Tensor | None = None) -> Tensor:
     return products.mm(W_RD[:, :-1], X_ND.T).addr_(W_RD[:, -1], one_N).T
 
 
-@contextlib.contextmanager
-def in_torch_operations() -> Iterator[None]:
-    """Within it our own C++ is not used, in any thread."""
-    was_set = _torch_only.is_set()
-    _torch_only.set()
-    try:
-        yield
-    finally:
-        if not was_set:
-            _torch_only.clear()
-
-
 def is_native() -> bool:
     """Whether there is compiled code for this processor; compiles it if need be."""
     return _native() is not None
@@ -103,7 +95,7 @@ def is_native() -> bool:
 def _is_native(X_ND: Tensor, W_RD: Tensor, one_N: Tensor | None) -> bool:
     return (X_ND.dtype == torch.float32 == W_RD.dtype and X_ND.is_cpu and W_RD.is_cpu and W_RD.stride(1) == 1 and len(X_ND) > 0
             and (one_N is None or (one_N.dtype == torch.float32 and one_N.is_contiguous()))
-            and not (torch.is_grad_enabled() and X_ND.requires_grad) and not _torch_only.is_set() and _native() is not None)
+            and not (torch.is_grad_enabled() and X_ND.requires_grad) and native.is_allowed() and _native() is not None)
 
 
 def _address(x: Tensor | None) -> int | None:
@@ -127,7 +119,7 @@ def _native() -> ctypes._NamedFuncPointer | None:
         return None
     function = library.meet
     address, number = ctypes.c_void_p, ctypes.c_int64
-    function.argtypes = [address, number, number, address, address, number, number, address, address, address, address,
-                         ctypes.POINTER(ctypes.c_double), ctypes.c_int]
+    function.argtypes = [address, number, number, address, address, number, number, address, address, number, address,
+                         address, ctypes.POINTER(ctypes.c_double), ctypes.c_int]
     function.restype = None
     return function

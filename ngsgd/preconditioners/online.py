@@ -11,6 +11,7 @@ from torch import Tensor
 from ngsgd.errors import DivergenceError
 from ngsgd.ops import natural_gradient as ops
 from ngsgd.ops import rows
+from ngsgd.ops.panels import Panels
 from ngsgd.preconditioners.updates import UpdateQueue
 
 _NNET3_FIRST_UPDATES = 11  # Kaldi's nnet3: calls 0 to 10 update, then 14, 18, .. for period 4
@@ -37,9 +38,15 @@ class Call(NamedTuple):
 
     def preconditioned(self, scratch: Tensor | None = None) -> Preconditioned:
         """The rows [Xhat | one_hat], and their scale; in the memory of `scratch` where that is quicker than new memory."""
+        Xhat_ND, one_hat_N, scale = self.corrected(scratch)
+        assert isinstance(Xhat_ND, Tensor)   # nobody gave panels to `begin`
+        return Preconditioned(Xhat_ND, one_hat_N, scale)
+
+    def corrected(self, scratch: Tensor | None = None) -> tuple[Tensor | Panels, Tensor | None, Tensor | float]:
+        """The same, with Xhat in panels where `begin` was given those."""
         met = rows.corrected(self.met, self.X_ND, self.W_RD, self.one_N, scratch)
         assert met.Xhat_ND is not None and met.sum_sq_hat is not None
-        return Preconditioned(met.Xhat_ND, met.one_hat_N, self.scale(met.sum_sq_hat))
+        return met.Xhat_ND, met.one_hat_N, self.scale(met.sum_sq_hat)
 
     def scale(self, sum_sq_hat: Tensor | float) -> Tensor | float:
         """gamma of (38), given tr Xhat Xhat^T."""
@@ -115,7 +122,7 @@ class OnlineNaturalGradient:
         return Xhat_ND, torch.as_tensor(scale, dtype=X_ND.dtype, device=X_ND.device)
 
     def begin(self, X_ND: Tensor, one_N: Tensor | None = None, *, num_rows: Tensor | float | None = None,
-              loss_scale: Tensor | float = 1.0, scratch: Tensor | None = None, corrects: bool = True) -> Call | None:
+              loss_scale: Tensor | float = 1.0, scratch: Tensor | Panels | None = None, corrects: bool = True) -> Call | None:
         """First half of a call on rows [X | one]; `finish` must follow, after the last use of what this returns.
 
         None if the rows are to stay as they are: their dimension is 1, or there is no estimate yet and none is to start from

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ngsgd import NGSGD
-from ngsgd.ops import products, rows
+from ngsgd.ops import native, products
 from tests.optim import test_train_golden
 from tests.preconditioners import test_online_golden
 
@@ -32,7 +32,7 @@ def onednn(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         pytest.skip("this torch has no oneDNN, so MKL or what stands for it makes all products")
     monkeypatch.setattr(products, "_LEAST", 0)
     monkeypatch.setattr(products, "_is_faster", lambda: True)
-    with rows.in_torch_operations():
+    with native.in_torch_operations():
         yield
 
 

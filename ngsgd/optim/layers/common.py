@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ngsgd.ops import panels
+from ngsgd.ops.panels import Panels
 from ngsgd.preconditioners.online import OnlineNaturalGradient
 from ngsgd.preconditioners.updates import UpdateQueue
 
@@ -46,7 +48,13 @@ class Scratch:
         flat = self._flat.get(key)
         if flat is None or flat.numel() < rows_ND.numel():
             flat = self._flat[key] = rows_ND.new_empty(rows_ND.numel())
-        return flat[:rows_ND.numel()].view_as(rows_ND)
+        return flat[:rows_ND.numel()].view(rows_ND.shape)
+
+    def panels(self, name: str, rows_ND: Tensor, room: int) -> Panels:
+        """The same in panels, with room for as many rows more."""
+        num_rows, num_columns = rows_ND.shape
+        flat = self.like(name, rows_ND.new_empty(()).expand(panels.size(num_rows + room, num_columns)))
+        return Panels.over(flat, num_rows, num_columns, room)
 
     def ones(self, like_N: Tensor) -> Tensor:
         """As many ones as the vector has elements; nobody may change them."""

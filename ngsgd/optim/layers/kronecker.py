@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ngsgd.ops import products
+from ngsgd.ops import panels, products
+from ngsgd.ops.panels import Panels
 from ngsgd.optim.layers.common import LayerPreconditioner, Settings, Shared, wide
 from ngsgd.preconditioners.online import Call, OnlineNaturalGradient
 
@@ -35,14 +36,17 @@ class KroneckerPreconditioner(LayerPreconditioner):
         # in half precision a correction after the product would come after its rounding
         factors = (dtype == X_NI.dtype and dY_NO.is_cpu and not self.shared.sums_row_products
                    and _is_cheaper_factored(len(dY_NO), X_NI.shape[1], dY_NO.shape[1]))
+        in_panels = dtype == X_NI.dtype and not self.shared.sums_row_products and panels.are_for(dY_NO, X_NI)
         # the derivatives first: they have been read just now, for the input derivative, and may be in the cache still
         outputs = self.output_side.begin(dY_NO, num_rows=num_rows, loss_scale=loss_scale, corrects=not factors,
-                                         scratch=None if factors else self.shared.scratch.like("outputs", dY_NO))
+                                         scratch=None if factors else self._memory("outputs", dY_NO, in_panels))
         dYhat_NO, output_scale, correction = self._output_rows(outputs, dY_NO, factors)
-        inputs = self.input_side.begin(X_NI, one_N, num_rows=num_rows, scratch=self.shared.scratch.like("inputs", X_NI))
-        Xhat_NI, one_hat_N, input_scale = _input_rows(inputs, X_NI, one_N)
+        memory = self._memory("inputs", X_NI, in_panels, 0 if correction is None else len(correction.W_RD))
+        inputs = self.input_side.begin(X_NI, one_N, num_rows=num_rows, scratch=memory)
+        Xhat_NI, one_hat_N, input_scale = _input_rows(inputs, X_NI, one_N, memory)
         scale = input_scale * output_scale
         if self.shared.sums_row_products:
+            assert isinstance(Xhat_NI, Tensor) and isinstance(dYhat_NO, Tensor)
             self._sum_row_products(Xhat_NI, one_hat_N, dYhat_NO, num_rows, scale, loss_scale)
         gradient = _product(dYhat_NO, Xhat_NI, one_hat_N, scale, correction, dtype)
         if self.shared.measures_cosine:
@@ -54,7 +58,8 @@ class KroneckerPreconditioner(LayerPreconditioner):
             self.output_side.finish(correction)
         return gradient
 
-    def _output_rows(self, outputs: Call | None, dY_NO: Tensor, factors: bool) -> tuple[Tensor, Tensor | float, Call | None]:
+    def _output_rows(self, outputs: Call | None, dY_NO: Tensor,
+                     factors: bool) -> tuple[Tensor | Panels, Tensor | float, Call | None]:
         """(dYhat, gamma, None), or (dY, gamma, the call) where the rest is cheaper to take off the product."""
         if outputs is None:
             return dY_NO, 1.0, None
@@ -62,9 +67,13 @@ class KroneckerPreconditioner(LayerPreconditioner):
             sum_sq_hat = _sum_sq_hat(outputs, self.output_side)
             if sum_sq_hat > _MIN_NORM_LEFT * outputs.met.sum_sq:  # else it is a small difference of large numbers
                 return dY_NO, outputs.scale(sum_sq_hat), outputs
-        dYhat_NO, _, scale = outputs.preconditioned(self.shared.scratch.like("outputs", dY_NO))
+        dYhat_NO, _, scale = outputs.corrected(self.shared.scratch.like("outputs", dY_NO))
         self.output_side.finish(outputs)
         return dYhat_NO, scale, None
+
+    def _memory(self, name: str, rows_ND: Tensor, in_panels: bool, room: int = 0) -> Tensor | Panels:
+        """For preconditioned rows, and in panels for some more."""
+        return self.shared.scratch.panels(name, rows_ND, room) if in_panels else self.shared.scratch.like(name, rows_ND)
 
     def _counted(self, X_NI: Tensor, dY_NO: Tensor) -> tuple[Tensor, Tensor | None, Tensor | float]:
         """(input rows, their appended column, number of rows that count); rows without derivative are taken out if asked."""
@@ -83,11 +92,16 @@ class KroneckerPreconditioner(LayerPreconditioner):
         self.num_rows = self.num_rows + num_rows
 
 
-def _input_rows(call: Call | None, X_NI: Tensor, one_N: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | float]:
+def _input_rows(call: Call | None, X_NI: Tensor, one_N: Tensor | None,
+                memory: Tensor | Panels) -> tuple[Tensor | Panels, Tensor | None, Tensor | float]:
     """(Xhat, its appended column, gamma); both may be overwritten."""
-    if call is None:
-        return X_NI.clone(), None if one_N is None else one_N.clone(), 1.0
-    return call.preconditioned()
+    if call is not None:
+        return call.corrected()
+    if isinstance(memory, Panels):
+        memory.fill(X_NI.contiguous())
+    else:
+        memory.copy_(X_NI)
+    return memory, None if one_N is None else one_N.clone(), 1.0
 
 
 def _is_cheaper_factored(num_rows: int, num_inputs: int, num_outputs: int) -> bool:
@@ -102,9 +116,14 @@ def _sum_sq_hat(outputs: Call, side: OnlineNaturalGradient) -> Tensor | float:
     return outputs.met.sum_sq - (taken.item() if taken.is_cpu else taken)
 
 
-def _product(dYhat_NO: Tensor, Xhat_NI: Tensor, one_hat_N: Tensor | None, scale: Tensor | float, correction: Call | None,
-             dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+def _product(dYhat_NO: Tensor | Panels, Xhat_NI: Tensor | Panels, one_hat_N: Tensor | None, scale: Tensor | float,
+             correction: Call | None, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     """(weight, bias) gradient; with `correction`, dYhat is still dY and the rest of it is taken off in R dimensions."""
+    if isinstance(Xhat_NI, Panels):
+        met_R = None if correction is None else panels.Correction(correction.met.H_NR.contiguous(), correction.W_RD.contiguous())
+        assert isinstance(scale, float)   # on a CPU
+        return panels.product(dYhat_NO, Xhat_NI, scale, one_hat_N, met_R)
+    assert isinstance(dYhat_NO, Tensor)
     if dtype != Xhat_NI.dtype:   # scaled before half precision, which then keeps its range
         dW_OI = products.mm(dYhat_NO.to(dtype).T, Xhat_NI.mul_(scale).to(dtype)).to(Xhat_NI.dtype)
     else:
