@@ -17,12 +17,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 _VECTORS = {"AVX512": ("-mavx512f", "-mavx512dq", "-mavx512vl", "-mavx512bw", "-mfma", "-mprefer-vector-width=512"),
             "AVX2": ("-mavx2", "-mfma")}
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fno-math-errno", "-fno-trapping-math")
 _TIMEOUT_S = 120
 _forbidden = threading.Event()
+_own = threading.local()
 
 
 @contextlib.contextmanager
@@ -40,6 +42,19 @@ def in_torch_operations() -> Iterator[None]:
 def is_allowed() -> bool:
     """Whether we are outside of `in_torch_operations`."""
     return not _forbidden.is_set()
+
+
+def address(x: Tensor | None) -> int | None:
+    """Where the numbers lie; None stands for a null pointer."""
+    return None if x is None else x.data_ptr()
+
+
+def work_memory(size: int) -> Tensor:
+    """So many float32 numbers for one call of our C++, kept from call to call, for each thread its own."""
+    kept: Tensor | None = getattr(_own, "kept", None)
+    if kept is None or kept.numel() < size:
+        kept = _own.kept = torch.empty(size, dtype=torch.float32)
+    return kept
 
 
 def capability() -> str:

@@ -95,8 +95,7 @@ struct Problem {
   const float* b;
   int64_t b_panel, O, I;
   float scale;
-  float* c;
-  int64_t pitch;
+  float* c;                     // without gaps
   const float* one;             // or null
   float* of_one;
 
@@ -127,11 +126,11 @@ struct Problem {
 
   void one_tile(const float* from, int64_t o, int64_t count, int64_t i, int64_t n, int64_t depth) const {
     const float* const with = b + (i / kWide * b_panel + n) * kWide;
-    float* const to = c + o * pitch + i;
+    float* const to = c + o * I + i;
     const int64_t columns = I - i;
-    if (columns > 2 * kLanes) tile<3>(from, with, depth, scale, n > 0, to, pitch, count, columns);
-    else if (columns > kLanes) tile<2>(from, with, depth, scale, n > 0, to, pitch, count, columns);
-    else tile<1>(from, with, depth, scale, n > 0, to, pitch, count, columns);
+    if (columns > 2 * kLanes) tile<3>(from, with, depth, scale, n > 0, to, I, count, columns);
+    else if (columns > kLanes) tile<2>(from, with, depth, scale, n > 0, to, I, count, columns);
+    else tile<1>(from, with, depth, scale, n > 0, to, I, count, columns);
   }
 };
 
@@ -149,9 +148,9 @@ extern "C" void fill(const float* x, int64_t pitch, int64_t count, int64_t colum
 }
 
 extern "C" void product(const float* a, int64_t a_pitch, int64_t a_panel, int64_t count, const float* more, int64_t more_pitch,
-                        int64_t more_count, const float* b, int64_t b_panel, int64_t O, int64_t I, float scale, float* c, int64_t pitch,
+                        int64_t more_count, const float* b, int64_t b_panel, int64_t O, int64_t I, float scale, float* c,
                         const float* one, float* of_one, float* work, int threads) {
-  const Problem p{{a, a_pitch, count}, {more, more_pitch, more_count}, a_panel, b, b_panel, O, I, scale, c, pitch, one, of_one};
+  const Problem p{{a, a_pitch, count}, {more, more_pitch, more_count}, a_panel, b, b_panel, O, I, scale, c, one, of_one};
   // smaller chunks where there would be too few of them for all threads
   const int64_t size = std::max<int64_t>(1, std::min(kChunk, panels(O) / threads)) * kWide, chunks = (O + size - 1) / size;
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)

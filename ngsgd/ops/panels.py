@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import threading
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +23,6 @@ WIDTH = 48   # columns of a panel, as in rows.cpp and panels.cpp
 _LEAST = 1 << 21   # multiplications
 _MANY_ROWS, _MANY_OUTPUTS = 256, 4   # below so many rows, and times the inputs, writing dW takes the time, and MKL is level
 _SOURCE = Path(__file__).with_name("panels.cpp")
-_own = threading.local()
 
 
 class Panels(NamedTuple):
@@ -88,10 +86,10 @@ def product(dY: Tensor | Panels, X: Panels, scale: float, one_N: Tensor | None =
     threads = torch.get_num_threads()
     num_more = 0 if more_RO is None else len(more_RO)
     library = _native()
-    work = _kept(library.work_size(X.num_rows + num_more, threads))
-    library.product(at, pitch, panel, X.num_rows, _address(more_RO), 0 if more_RO is None else more_RO.stride(0), num_more,
-                    X.memory.data_ptr(), X.memory.shape[1], num_outputs, X.num_columns, scale, dW_OI.data_ptr(), X.num_columns,
-                    _address(one_N), _address(db_O), work.data_ptr(), threads)
+    work = native.work_memory(library.work_size(X.num_rows + num_more, threads))
+    library.product(at, pitch, panel, X.num_rows, native.address(more_RO), 0 if more_RO is None else more_RO.stride(0), num_more,
+                    X.memory.data_ptr(), X.memory.shape[1], num_outputs, X.num_columns, scale, dW_OI.data_ptr(),
+                    native.address(one_N), native.address(db_O), work.data_ptr(), threads)
     return dW_OI, db_O
 
 
@@ -100,19 +98,6 @@ def _place(dY: Tensor | Panels) -> tuple[int, int, int, int]:
     if isinstance(dY, Panels):
         return dY.memory.data_ptr(), WIDTH, dY.memory.shape[1], dY.num_columns
     return dY.data_ptr(), dY.stride(0), 0, dY.shape[1]
-
-
-def _address(x: Tensor | None) -> int | None:
-    return None if x is None else x.data_ptr()
-
-
-def _kept(num: int) -> Tensor:
-    """Work memory, of each thread its own."""
-    kept: Tensor | None = getattr(_own, "kept", None)
-    if kept is None or kept.numel() < num:
-        with torch.inference_mode(False):   # else it could be written to in that mode alone
-            kept = _own.kept = torch.empty(num)
-    return kept
 
 
 @functools.cache
@@ -138,6 +123,6 @@ def _library() -> ctypes.CDLL | None:
     library.work_size.argtypes, library.work_size.restype = [number, threads], number
     library.fill.argtypes, library.fill.restype = [address, number, number, number, real, address, number, number, threads], None
     library.product.argtypes = [address, number, number, number, address, number, number, address, number, number, number, real,
-                                address, number, address, address, address, threads]
+                                address, address, address, address, threads]
     library.product.restype = None
     return library

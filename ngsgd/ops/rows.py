@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import threading
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,7 +23,6 @@ from ngsgd.ops.panels import Panels
 PROCESSORS = ("AVX512", "AVX2")   # as torch names what they can do; the C++ is written for these
 _SOURCE = Path(__file__).with_name("rows.cpp")
 _LANES = 16   # of rows.cpp, at most
-_own = threading.local()
 
 
 class Met(NamedTuple):
@@ -52,9 +50,9 @@ def meet(X_ND: Tensor, W_RD: Tensor, one_N: Tensor | None = None, scratch: Tenso
         Xhat_ND = torch.empty_like(X_ND) if scratch is None else scratch
         one_hat_N = None if one_N is None else torch.empty_like(one_N)
     to, rows_of_panel = (Xhat_ND.memory, Xhat_ND.memory.shape[1]) if isinstance(Xhat_ND, Panels) else (Xhat_ND, 0)
-    work, squares = _kept(R * _LANES)
-    function(X_ND.data_ptr(), N, D, _address(one_N), W_RD.data_ptr(), W_RD.stride(0), R, H_NR.data_ptr(),
-             _address(to), rows_of_panel, _address(one_hat_N), work.data_ptr(), squares, torch.get_num_threads())
+    work, squares = native.work_memory(R * _LANES), (ctypes.c_double * 2)()
+    function(X_ND.data_ptr(), N, D, native.address(one_N), W_RD.data_ptr(), W_RD.stride(0), R, H_NR.data_ptr(),
+             native.address(to), rows_of_panel, native.address(one_hat_N), work.data_ptr(), squares, torch.get_num_threads())
     return Met(squares[0], H_NR, Xhat_ND, one_hat_N, squares[1] if corrects else None)
 
 
@@ -96,18 +94,6 @@ def _is_native(X_ND: Tensor, W_RD: Tensor, one_N: Tensor | None) -> bool:
     return (X_ND.dtype == torch.float32 == W_RD.dtype and X_ND.is_cpu and W_RD.is_cpu and W_RD.stride(1) == 1 and len(X_ND) > 0
             and (one_N is None or (one_N.dtype == torch.float32 and one_N.is_contiguous()))
             and not (torch.is_grad_enabled() and X_ND.requires_grad) and native.is_allowed() and _native() is not None)
-
-
-def _address(x: Tensor | None) -> int | None:
-    return None if x is None else x.data_ptr()
-
-
-def _kept(size: int) -> tuple[Tensor, ctypes.Array[ctypes.c_double]]:
-    """Work memory and place for two sums, of each thread its own."""
-    kept: tuple[Tensor, ctypes.Array[ctypes.c_double]] | None = getattr(_own, "kept", None)
-    if kept is None or kept[0].numel() < size:
-        kept = _own.kept = torch.empty(size), (ctypes.c_double * 2)()
-    return kept
 
 
 @functools.cache

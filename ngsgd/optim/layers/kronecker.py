@@ -33,10 +33,10 @@ class KroneckerPreconditioner(LayerPreconditioner):
         X_NI, dY_NO = wide(X_NI), wide(dY_NO).contiguous()
         X_NI, one_N, num_rows = self._counted(X_NI, dY_NO)
         loss_scale = self.shared.loss_scale()
-        # in half precision a correction after the product would come after its rounding
-        factors = (dtype == X_NI.dtype and dY_NO.is_cpu and not self.shared.sums_row_products
-                   and _is_cheaper_factored(len(dY_NO), X_NI.shape[1], dY_NO.shape[1]))
-        in_panels = dtype == X_NI.dtype and not self.shared.sums_row_products and panels.are_for(dY_NO, X_NI)
+        # the limit looks at rows; in half precision a correction after the product would come after its rounding
+        needs_rows = self.shared.sums_row_products or dtype != X_NI.dtype
+        factors = not needs_rows and dY_NO.is_cpu and _is_cheaper_factored(len(dY_NO), X_NI.shape[1], dY_NO.shape[1])
+        in_panels = not needs_rows and panels.are_for(dY_NO, X_NI)
         # the derivatives first: they have been read just now, for the input derivative, and may be in the cache still
         outputs = self.output_side.begin(dY_NO, num_rows=num_rows, loss_scale=loss_scale, corrects=not factors,
                                          scratch=None if factors else self._memory("outputs", dY_NO, in_panels))
