@@ -1,7 +1,7 @@
 """Rows of a minibatch meet a Fisher estimate: H = X W^T, X - H W and the squares of both, in one pass over memory on a CPU.
 
 The products are thin (R is 20 to 80 where D is hundreds or thousands), so that in separate operations their time goes into
-reading X four times and writing it once.  `rows.cpp` takes 24 rows at a time, which stay in the cache from one to the next.
+reading X four times and writing it once.  `rows.cpp` takes some 40 rows at a time, which stay in the cache from one to the next.
 Without a compiler, in float64 and on other devices the same is said in torch operations; sums come in another order there.
 
 Letters as in `ngsgd.ops.natural_gradient`.
@@ -12,7 +12,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +22,6 @@ from ngsgd.ops.panels import Panels
 
 PROCESSORS = ("AVX512", "AVX2")   # as torch names what they can do; the C++ is written for these
 _SOURCE = Path(__file__).with_name("rows.cpp")
-_LANES = 16   # of rows.cpp, at most
 
 
 class Met(NamedTuple):
@@ -41,18 +40,17 @@ def meet(X_ND: Tensor, W_RD: Tensor, one_N: Tensor | None = None, scratch: Tenso
     if not _is_native(X_ND, W_RD, one_N):
         met = Met(sum_of_squares(X_ND, one_N), project(X_ND, W_RD, one_N))
         return corrected(met, X_ND, W_RD, one_N, scratch) if corrects else met
-    function = _native()
-    assert function is not None
-    N, D, R = *X_ND.shape, len(W_RD)
+    library, (N, D), R = _native(), X_ND.shape, len(W_RD)
     H_NR = X_ND.new_empty(N, R)
     Xhat_ND = one_hat_N = None
     if corrects:
         Xhat_ND = torch.empty_like(X_ND) if scratch is None else scratch
         one_hat_N = None if one_N is None else torch.empty_like(one_N)
     to, rows_of_panel = (Xhat_ND.memory, Xhat_ND.memory.shape[1]) if isinstance(Xhat_ND, Panels) else (Xhat_ND, 0)
-    work, squares = native.work_memory(R * _LANES), (ctypes.c_double * 2)()
-    function(X_ND.data_ptr(), N, D, native.address(one_N), W_RD.data_ptr(), W_RD.stride(0), R, H_NR.data_ptr(),
-             native.address(to), rows_of_panel, native.address(one_hat_N), work.data_ptr(), squares, torch.get_num_threads())
+    threads = torch.get_num_threads()
+    work, squares = native.work_memory(library.work_size(D + (one_N is not None), R, threads)), (ctypes.c_double * 2)()
+    library.meet(X_ND.data_ptr(), N, D, native.address(one_N), W_RD.data_ptr(), W_RD.stride(0), R, H_NR.data_ptr(),
+             native.address(to), rows_of_panel, native.address(one_hat_N), work.data_ptr(), squares, threads)
     return Met(squares[0], H_NR, Xhat_ND, one_hat_N, squares[1] if corrects else None)
 
 
@@ -87,25 +85,31 @@ def project(X_ND: Tensor, W_RD: Tensor, one_N: Tensor | None = None) -> Tensor:
 
 def is_native() -> bool:
     """Whether there is compiled code for this processor; compiles it if need be."""
-    return _native() is not None
+    return _library() is not None
 
 
 def _is_native(X_ND: Tensor, W_RD: Tensor, one_N: Tensor | None) -> bool:
     return (X_ND.dtype == torch.float32 == W_RD.dtype and X_ND.is_cpu and W_RD.is_cpu and W_RD.stride(1) == 1 and len(X_ND) > 0
             and (one_N is None or (one_N.dtype == torch.float32 and one_N.is_contiguous()))
-            and not (torch.is_grad_enabled() and X_ND.requires_grad) and native.is_allowed() and _native() is not None)
+            and not (torch.is_grad_enabled() and X_ND.requires_grad) and native.is_allowed() and _library() is not None)
+
+
+def _native() -> Any:
+    library = _library()
+    assert library is not None
+    return library
 
 
 @functools.cache
-def _native() -> ctypes._NamedFuncPointer | None:
+def _library() -> ctypes.CDLL | None:
     if native.capability() not in PROCESSORS:
         return None
     library = native.library(_SOURCE, "-fopenmp", "-ffp-contract=fast")
     if library is None:
         return None
-    function = library.meet
     address, number = ctypes.c_void_p, ctypes.c_int64
-    function.argtypes = [address, number, number, address, address, number, number, address, address, number, address,
-                         address, ctypes.POINTER(ctypes.c_double), ctypes.c_int]
-    function.restype = None
-    return function
+    library.meet.argtypes = [address, number, number, address, address, number, number, address, address, number, address,
+                             address, ctypes.POINTER(ctypes.c_double), ctypes.c_int]
+    library.meet.restype = None
+    library.work_size.argtypes, library.work_size.restype = [number, number, ctypes.c_int], number
+    return library
