@@ -6,6 +6,7 @@
     python benchmarks/natural_gradient.py memory
 
 Every ratio comes from runs in turns (A B A B ..) of one process, and is the median of the ratios of neighbouring runs.
+The process keeps the memory that it frees, as a worker does.
 Kaldi's own figures were taken where one core's sgemm does 108 GFLOP/s; they are scaled by an sgemm of the same run.
 """
 
@@ -29,6 +30,7 @@ from ngsgd.models import PNorm, Renormalize
 from ngsgd.ops import native
 from ngsgd.optim import SGD
 from ngsgd.optim.inspection import figures
+from ngsgd.training.process import keep_freed_memory
 
 KALDI_SGEMM = 108e9           # FLOP/s of the core on which Kaldi's figures were taken
 KALDI_PRODUCT_S = 8.2e-3      # seconds of the 512 x 3000 x 301 product beside the figures for the preconditioner alone
@@ -226,6 +228,7 @@ def main() -> None:
     parser.add_argument("--mkl", action="store_true", help="no product by oneDNN, on processors where we take it")
     parser.add_argument("--apart", action="store_true", help="rows in torch operations, as without a C++ compiler")
     args = parser.parse_args()
+    keep_freed_memory()
     torch.backends.mkldnn.enabled = not args.mkl  # type: ignore[assignment]
     with native.in_torch_operations() if args.apart else contextlib.nullcontext():
         _run(args)

@@ -38,12 +38,11 @@ class RayWorker:
 
         Not the constructor: Ray reports what a constructor raises as the actor's death, and loses its type.
         """
-        import torch
-
         from ngsgd.training.exchange.collective import Member
         from ngsgd.training.exchange.compressed import MoveEncoder
+        from ngsgd.training.process import settle
         from ngsgd.training.worker import Worker
-        torch.set_num_threads(num_threads)
+        settle(num_threads)
         self._index = index
         self._minibatches = 0
         self._should_stop = False

@@ -16,6 +16,7 @@ import torch
 from ngsgd.errors import ClusterError, NgsgdError
 from ngsgd.training.flat import Vector
 from ngsgd.training.job import Job, WorkerSpec
+from ngsgd.training.process import settle
 from ngsgd.training.worker import Worker
 
 _WARM = 11                # minibatches at the start of a job with a Fisher update each
@@ -111,7 +112,7 @@ def serve(connection: Connection, spec: WorkerSpec, index: int, num_gpus: int) -
 
 
 def timed(worker: Worker, task: Task) -> JobTiming:
-    torch.set_num_threads(task.num_threads)
+    settle(task.num_threads)
     watch = Watch(time.perf_counter() + task.limit_s, uses_gpu=worker.device.type == "cuda")
     began = time.perf_counter()
     result = worker.run(task.job, should_stop=watch)

@@ -13,12 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import torch
 
 from ngsgd.training.flat import Vector
 from ngsgd.training.forecast.simulated_cluster import Books, SimulatedCluster
 from ngsgd.training.job import Held, Job, JobFailure, JobResult, Outcome, Piece, VectorRef, WorkerSpec
 from ngsgd.training.pools.pool import Retired
+from ngsgd.training.process import settle
 from ngsgd.training.worker import Worker, never, np_empty
 
 
@@ -92,7 +92,7 @@ class SimulatedPool:
         return self._now
 
     def start(self) -> None:
-        torch.set_num_threads(self.num_threads)  # sums depend on it; the other pools use the same number
+        settle(self.num_threads)
         self._worker = self.make_worker(self.spec, 0)
 
     def publish(self, write: Callable[[Vector], object]) -> VectorRef:

@@ -8,11 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
-
 from ngsgd.errors import ClusterError, DamagedArchiveError
 from ngsgd.training.flat import Mean, Vector
 from ngsgd.training.job import Held, Job, JobFailure, JobResult, Outcome, VectorRef, WorkerSpec
+from ngsgd.training.process import settle
 from ngsgd.training.worker import Worker, never, np_empty
 
 _HOUR_S = 3600.0
@@ -122,7 +121,7 @@ class InProcessPool:
         self._queue: deque[Job] = deque()
 
     def start(self) -> None:
-        torch.set_num_threads(self.num_threads)  # sums depend on it; the other pools use the same number
+        settle(self.num_threads)
         self._worker = Worker(self.spec, 0)
 
     def publish(self, write: Callable[[Vector], object]) -> VectorRef:

@@ -14,13 +14,13 @@ from multiprocessing import forkserver
 from types import FrameType
 
 import numpy as np
-import torch
 
 from ngsgd.training.exchange.collective import Fetch, Member, Order
 from ngsgd.training.exchange.shared_memory import SharedRef
 from ngsgd.training.flat import Vector
 from ngsgd.training.job import Held, Job, JobFailure, JobResult, WorkerSpec
 from ngsgd.training.pools.messages import Disconnected, Messages
+from ngsgd.training.process import settle
 from ngsgd.training.worker import Worker, np_empty
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -65,7 +65,7 @@ def serve(connection: socket.socket, setting: Setting) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     _redirect(setting.log)
     time.sleep(setting.delay_s)
-    torch.set_num_threads(setting.num_threads)
+    settle(setting.num_threads)
     process = WorkerProcess(Messages(connection), setting)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the coordinator decides
     signal.signal(signal.SIGTERM, process.terminate)

@@ -1,0 +1,48 @@
+"""What a process that trains sets once."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from ngsgd.training.process import keep_freed_memory, settle
+
+# five blocks of 20 MB, freed and taken again, as gradients are: 25,000 pages
+COUNT = """
+import resource, sys, torch
+from ngsgd.training.process import keep_freed_memory
+if sys.argv[1] == "kept":
+    keep_freed_memory()
+def step():
+    for block in [torch.empty(5_000_000) for _ in range(5)]:
+        block.fill_(1.0)
+step()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(10):
+    step()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def page_faults(how: str) -> int:
+    return int(subprocess.run([sys.executable, "-c", COUNT, how], check=True, capture_output=True, text=True).stdout)
+
+
+def test_memory_that_is_freed_stays_with_the_process() -> None:
+    if not keep_freed_memory():
+        pytest.skip("not glibc: nothing is promised")
+    assert page_faults("kept") < 2_000 < page_faults("given back")
+
+
+def test_settling_takes_the_threads() -> None:
+    before = torch.get_num_threads()
+    try:
+        settle(2)
+        assert torch.get_num_threads() == 2
+        settle(1)
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
