@@ -1,6 +1,6 @@
 """What the natural gradient costs: whole training steps and the preconditioner alone, paired with plain SGD.
 
-    python benchmarks/natural_gradient.py steps [--threads 1] [--rounds 15] [--mkl] [--apart]
+    python benchmarks/natural_gradient.py steps [--threads 1] [--rounds 15] [--mkl] [--optimizers "SGD (limits on)" NG-SGD ..]
     python benchmarks/natural_gradient.py preconditioner
     python benchmarks/natural_gradient.py inspection
     python benchmarks/natural_gradient.py memory
@@ -35,6 +35,7 @@ from ngsgd.training.process import keep_freed_memory
 KALDI_SGEMM = 108e9           # FLOP/s of the core on which Kaldi's figures were taken
 KALDI_PRODUCT_S = 8.2e-3      # seconds of the 512 x 3000 x 301 product beside the figures for the preconditioner alone
 PERIOD, RANK_IN, RANK_OUT = 4, 20, 80
+APART = ", apart"             # of an optimiser's name: rows and products in torch operations, as without a C++ compiler
 WARM_UP = 13                  # steps: past the first updates, which come at every call
 
 
@@ -83,13 +84,18 @@ def flop_floor(net: Net, num_rows: int) -> float:
 class Training:
     """One network, its optimiser and one minibatch: `step` is a whole training step."""
 
-    def __init__(self, net: Net, num_rows: int, make: Callable[[nn.Module], list[torch.optim.Optimizer]]) -> None:
+    def __init__(self, net: Net, num_rows: int, name: str) -> None:
         self.model = net.build()
-        self.optimizers = make(self.model)
+        self.is_apart = name.endswith(APART)
+        self.optimizers = MAKERS[name](self.model)
         self.x_ND = torch.randn(num_rows, net.num_inputs)
         self.y_N = torch.randint(net.num_outputs, (num_rows,))
 
     def step(self) -> None:
+        with native.in_torch_operations() if self.is_apart else contextlib.nullcontext():
+            self._step()
+
+    def _step(self) -> None:
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
         nn.functional.cross_entropy(self.model(self.x_ND), self.y_N, reduction="sum").backward()
@@ -106,8 +112,13 @@ def _muon(model: nn.Module) -> list[torch.optim.Optimizer]:
     return [torch.optim.Muon(matrices, lr=1e-4), torch.optim.AdamW([p for p in model.parameters() if p.ndim != 2], lr=1e-4)]
 
 
+def _ngsgd(model: nn.Module) -> list[torch.optim.Optimizer]:
+    return [NGSGD(model, 1e-5, rank_in=RANK_IN, rank_out=RANK_OUT, update_period=PERIOD)]
+
+
 MAKERS: dict[str, Callable[[nn.Module], list[torch.optim.Optimizer]]] = {
-    "NG-SGD": lambda model: [NGSGD(model, 1e-5, rank_in=RANK_IN, rank_out=RANK_OUT, update_period=PERIOD)],
+    "NG-SGD": _ngsgd,
+    f"NG-SGD{APART}": _ngsgd,
     "SGD (limits on)": lambda model: [SGD(model, 1e-5)],
     "torch SGD": lambda model: [torch.optim.SGD(model.parameters(), 1e-5)],
     "torch SGD, momentum": lambda model: [torch.optim.SGD(model.parameters(), 1e-5, momentum=0.9)],
@@ -135,7 +146,7 @@ def steps(threads: int, rounds: int, names: list[str], nets: tuple[Net, ...], mi
     for net in nets:
         for num_rows in minibatches:
             speed = sgemm()
-            trainings = {name: Training(net, num_rows, MAKERS[name]) for name in names}
+            trainings = {name: Training(net, num_rows, name) for name in names}
             for training in trainings.values():
                 training.warm_up()
             times: dict[str, list[float]] = {name: [] for name in names}
@@ -179,7 +190,7 @@ def inspection(rounds: int) -> None:
     """What looking at the estimates costs, as a share of a step: the figures once a job, the cosine once in a while."""
     torch.set_num_threads(1)
     for net in NETS:
-        training = Training(net, 512, MAKERS["NG-SGD"])
+        training = Training(net, 512, "NG-SGD")
         (optimizer,) = training.optimizers
         assert isinstance(optimizer, NGSGD)
         training.warm_up()
@@ -195,7 +206,7 @@ def inspection(rounds: int) -> None:
 def memory() -> None:
     """Persistent floats beside plain SGD's, and the largest resident size of a process that trains."""
     for net in NETS:
-        training = Training(net, 512, MAKERS["NG-SGD"])
+        training = Training(net, 512, "NG-SGD")
         training.step()
         (optimizer,) = training.optimizers
         assert isinstance(optimizer, NGSGD)
@@ -210,7 +221,7 @@ def memory() -> None:
 
 def peak(net: Net, name: str) -> None:
     torch.set_num_threads(1)
-    training = Training(net, 512, MAKERS[name])
+    training = Training(net, 512, name)
     for _ in range(6):
         training.step()
     print(f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f}")
@@ -226,15 +237,9 @@ def main() -> None:
     parser.add_argument("--net", default="", help="only nets whose name begins so")
     parser.add_argument("--minibatches", nargs="+", type=int, default=[512, 128])
     parser.add_argument("--mkl", action="store_true", help="no product by oneDNN, on processors where we take it")
-    parser.add_argument("--apart", action="store_true", help="rows in torch operations, as without a C++ compiler")
     args = parser.parse_args()
     keep_freed_memory()
     torch.backends.mkldnn.enabled = not args.mkl  # type: ignore[assignment]
-    with native.in_torch_operations() if args.apart else contextlib.nullcontext():
-        _run(args)
-
-
-def _run(args: argparse.Namespace) -> None:
     nets = tuple(net for net in NETS if net.name.startswith(args.net))
     if args.what == "steps":
         steps(args.threads, args.rounds, args.optimizers, nets, tuple(args.minibatches))

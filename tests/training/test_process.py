@@ -10,7 +10,7 @@ import torch
 
 from ngsgd.training.process import keep_freed_memory, settle
 
-# five blocks of 20 MB, freed and taken again, as gradients are: 25,000 pages
+# Five blocks of 20 MB, freed and taken again, as gradients are: 25,000 pages.  The first few rounds find their places.
 COUNT = """
 import resource, sys, torch
 from ngsgd.training.process import keep_freed_memory
@@ -19,7 +19,8 @@ if sys.argv[1] == "kept":
 def step():
     for block in [torch.empty(5_000_000) for _ in range(5)]:
         block.fill_(1.0)
-step()
+for _ in range(8):
+    step()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 for _ in range(10):
     step()
@@ -34,7 +35,8 @@ def page_faults(how: str) -> int:
 def test_memory_that_is_freed_stays_with_the_process() -> None:
     if not keep_freed_memory():
         pytest.skip("not glibc: nothing is promised")
-    assert page_faults("kept") < 2_000 < page_faults("given back")
+    # given back: at least a few of the blocks, again and again
+    assert page_faults("kept") < 5_000 < page_faults("given back")
 
 
 def test_settling_takes_the_threads() -> None:
