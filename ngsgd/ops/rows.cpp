@@ -87,13 +87,10 @@ inline float sum(Vec v) { return sums(v, Vec{}, Vec{}, Vec{})[0]; }
 // the sums by fours of lanes, of each of four in turn
 inline Vec sums_of_fours(Vec a, Vec b, Vec c, Vec d) { return regrouped(paired(interleaved(a, b), interleaved(c, d))); }
 
-template <int M>
-using Size = std::integral_constant<int, M>;
-
 // [n, end) in tiles of M, and then of fewer
 template <int M, typename Tile>
 inline void in_tiles(int64_t n, int64_t end, const Tile& tile) {
-  for (; n + M <= end; n += M) tile(Size<M>(), n);
+  for (; n + M <= end; n += M) tile(std::integral_constant<int, M>(), n);
   if constexpr (M > 1)
     if (n < end) in_tiles<(M + 1) / 2>(n, end, tile);
 }
@@ -236,8 +233,8 @@ struct Plan {
 
   explicit Plan(const Problem& p) {
     const int64_t floats = p.R * p.columns();
-    const auto lies_well = [](const float* at, int64_t pitch) { return pitch % kLanes == 0 && uintptr_t(at) % (4 * kLanes) == 0; };
-    copies = floats <= kSmall || floats > kCached || p.one || !lies_well(p.x, p.D) || !lies_well(p.w, p.pitch);
+    const bool lies_well = p.D % kLanes == 0 && p.pitch % kLanes == 0 && !p.one;
+    copies = floats <= kSmall || floats > kCached || !lies_well;
     is_whole = !copies || floats <= kSmall;
     deep = copies ? deep_of(p.columns(), p.R) : p.panels();
     const int64_t most = copies ? kLarge : kGroup;

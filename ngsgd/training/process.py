@@ -23,7 +23,7 @@ def keep_freed_memory() -> bool:
     """Has the C library keep memory that is freed, up to 1 GiB, for the rest of the process; False where it is not glibc.
 
     Every step frees its gradients and the next one allocates them again.  glibc gives such memory back to the system at once, which
-    then hands it out anew page by page: thousands of page faults a step, which took NG-SGD 4 to 8 % of its time.
+    then hands it out anew page by page: thousands of page faults a step, which took NG-SGD up to 8 % of its time.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt

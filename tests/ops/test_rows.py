@@ -132,6 +132,15 @@ def test_threads_change_no_bit(compiled: None) -> None:
         assert all(torch.equal(found[0][name], other[name]) for other in found[1:] for name in found[0])
 
 
+@pytest.mark.parametrize("shape", [(48, 300, 20), (55, 512, 70), (31, 1040, 66), (55, 8192, 40)])
+def test_where_numbers_lie_in_memory_changes_no_bit(shape: tuple[int, int, int], engine: str) -> None:
+    X_ND, W_RD, _ = drawn(*shape, bias=False, seed=6)
+    wanted = got(rows.meet(X_ND, W_RD))
+    shifted = [torch.empty(x.numel() + 3)[3:].view(x.shape).copy_(x) for x in (X_ND, W_RD)]   # as memory of NumPy's may lie
+    found = got(rows.meet(*shifted))
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
 def test_rows_that_are_not_finite_show(engine: str) -> None:
     for bad in (float("nan"), float("inf"), 1e25):
         X_ND, W_RD, _ = drawn(30, 40, 6, bias=False, seed=3)
