@@ -7,7 +7,7 @@
 
 Every ratio comes from runs in turns (A B A B ..) of one process, and is the median of the ratios of neighbouring runs.
 The process keeps the memory that it frees, as a worker does.
-Kaldi's own figures were taken where one core's sgemm does 108 GFLOP/s; they are scaled by an sgemm of the same run.
+Kaldi's own figures were taken where one core's sgemm does 108 GFLOP/s; they are scaled by an sgemm of the same round.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from ngsgd.training.process import keep_freed_memory
 KALDI_SGEMM = 108e9           # FLOP/s of the core on which Kaldi's figures were taken
 KALDI_PRODUCT_S = 8.2e-3      # seconds of the 512 x 3000 x 301 product beside the figures for the preconditioner alone
 PERIOD, RANK_IN, RANK_OUT = 4, 20, 80
-APART = ", apart"             # of an optimiser's name: rows and products in torch operations, as without a C++ compiler
+APART = ", apart"             # of an optimiser's name: all in torch operations, as without a C++ compiler
 WARM_UP = 13                  # steps: past the first updates, which come at every call
 
 
@@ -112,6 +112,10 @@ def _muon(model: nn.Module) -> list[torch.optim.Optimizer]:
     return [torch.optim.Muon(matrices, lr=1e-4), torch.optim.AdamW([p for p in model.parameters() if p.ndim != 2], lr=1e-4)]
 
 
+def _sgd(model: nn.Module) -> list[torch.optim.Optimizer]:
+    return [SGD(model, 1e-5)]
+
+
 def _ngsgd(model: nn.Module) -> list[torch.optim.Optimizer]:
     return [NGSGD(model, 1e-5, rank_in=RANK_IN, rank_out=RANK_OUT, update_period=PERIOD)]
 
@@ -119,7 +123,8 @@ def _ngsgd(model: nn.Module) -> list[torch.optim.Optimizer]:
 MAKERS: dict[str, Callable[[nn.Module], list[torch.optim.Optimizer]]] = {
     "NG-SGD": _ngsgd,
     f"NG-SGD{APART}": _ngsgd,
-    "SGD (limits on)": lambda model: [SGD(model, 1e-5)],
+    "SGD (limits on)": _sgd,
+    f"SGD (limits on){APART}": _sgd,
     "torch SGD": lambda model: [torch.optim.SGD(model.parameters(), 1e-5)],
     "torch SGD, momentum": lambda model: [torch.optim.SGD(model.parameters(), 1e-5, momentum=0.9)],
     "torch AdamW": lambda model: [torch.optim.AdamW(model.parameters(), 1e-5)],
@@ -134,30 +139,38 @@ def seconds(run: Callable[[], object], repeat: int = 1) -> float:
     return (time.perf_counter() - start) / repeat
 
 
-def sgemm() -> float:
-    """FLOP/s of a 1024 x 1024 x 1024 product now."""
-    a, b, out = torch.randn(1024, 1024), torch.randn(1024, 1024), torch.empty(1024, 1024)
-    return 2 * 1024**3 / statistics.median(seconds(lambda: torch.mm(a, b, out=out)) for _ in range(9))
+class Sgemm:
+    """A 1024 x 1024 x 1024 product."""
+
+    def __init__(self) -> None:
+        self.a, self.b, self.out = torch.randn(1024, 1024), torch.randn(1024, 1024), torch.empty(1024, 1024)
+
+    def speed(self) -> float:
+        """FLOP/s now."""
+        return 2 * 1024**3 / seconds(lambda: torch.mm(self.a, self.b, out=self.out), 3)
 
 
 def steps(threads: int, rounds: int, names: list[str], nets: tuple[Net, ...], minibatches: tuple[int, ...]) -> None:
     torch.set_num_threads(threads)
     print(f"{threads} thread(s), torch {torch.__version__}, {rounds} rounds of {PERIOD} steps each in turns")
+    sgemm = Sgemm()
+    sgemm.speed()
     for net in nets:
         for num_rows in minibatches:
-            speed = sgemm()
             trainings = {name: Training(net, num_rows, name) for name in names}
             for training in trainings.values():
                 training.warm_up()
             times: dict[str, list[float]] = {name: [] for name in names}
+            speeds = []
             for _ in range(rounds):
+                speeds.append(sgemm.speed() / threads)
                 for name, training in trainings.items():
                     times[name].append(seconds(training.step, PERIOD))
-            _report(net, num_rows, times, speed / threads)
+            _report(net, num_rows, times, speeds)
 
 
-def _report(net: Net, num_rows: int, times: dict[str, list[float]], core_sgemm: float) -> None:
-    print(f"\n{net.name}, minibatch {num_rows}; sgemm {core_sgemm / 1e9:.0f} GFLOP/s per core; "
+def _report(net: Net, num_rows: int, times: dict[str, list[float]], core_speeds: list[float]) -> None:
+    print(f"\n{net.name}, minibatch {num_rows}; sgemm {statistics.median(core_speeds) / 1e9:.0f} GFLOP/s per core; "
           f"floor by multiplications {flop_floor(net, num_rows):.3f}")
     base = times["SGD (limits on)"]
     for name, values in times.items():
@@ -167,7 +180,8 @@ def _report(net: Net, num_rows: int, times: dict[str, list[float]], core_sgemm: 
                 f"({ratios[len(ratios) // 4]:.3f} to {ratios[-1 - len(ratios) // 4]:.3f})")
         kaldi = {"NG-SGD": net.kaldi_ng, "SGD (limits on)": net.kaldi_sgd}.get(name)
         if kaldi and num_rows == 512 and torch.get_num_threads() == 1:
-            line += f"  {num_rows / median / (kaldi * core_sgemm / KALDI_SGEMM):.2f} x Kaldi's"
+            scaled = [num_rows / v / (kaldi * speed / KALDI_SGEMM) for v, speed in zip(values, core_speeds, strict=True)]
+            line += f"  {statistics.median(scaled):.2f} x Kaldi's"
         print(line, flush=True)
 
 

@@ -11,16 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from ngsgd.config import ModelConfig
-
-_MIN_MEAN_SQUARE = 2.0**-66  # of the input relative to target_rms^2; Kaldi's floor
+from ngsgd.ops import nonlinearities
 
 
 class _PNorm(torch.autograd.Function):
-    """Norms of consecutive groups; torch's own backward pass goes over the input three times as often."""
+    """Its backward pass can be differentiated again."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: int) -> Tensor:
-        y: Tensor = torch.linalg.vector_norm(x.unflatten(-1, (-1, group)), dim=-1)
+        y = nonlinearities.p_norm(x, group)
         ctx.save_for_backward(x, y)
         ctx.group = group
         return y
@@ -28,32 +27,22 @@ class _PNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dY: Tensor) -> tuple[Tensor, None]:
         x, y = ctx.saved_tensors
-        share = torch.where(y > 0.0, dY / y, 0.0)  # 0 where the output is 0, as in Kaldi
-        return (x.unflatten(-1, (-1, ctx.group)) * share.unsqueeze(-1)).flatten(-2), None
+        return nonlinearities.p_norm_gradient(x, y, dY, ctx.group), None
 
 
 class _Renormalize(torch.autograd.Function):
-    """x * r, r = 1 / max(rms(x) / target, floor); torch's own backward pass goes over the input three times as often."""
+    """Likewise; for that it keeps x and not its norms."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, target_rms: float) -> Tensor:
         ctx.save_for_backward(x)
         ctx.target_rms = target_rms
-        return (x * _inverse_rms(x, target_rms)).to(x.dtype)
+        return nonlinearities.renormalize(x, target_rms)
 
     @staticmethod
     def backward(ctx: Any, dY: Tensor) -> tuple[Tensor, None]:
         (x,) = ctx.saved_tensors
-        r = _inverse_rms(x, ctx.target_rms)  # again, so that this can be differentiated
-        inner = torch.linalg.vecdot(x, dY).unsqueeze(-1)
-        along = torch.where(r < _MIN_MEAN_SQUARE**-0.5, r**3 * inner / (x.shape[-1] * ctx.target_rms**2), 0.0)
-        return torch.addcmul(dY * r, x.to(r.dtype), along, value=-1).to(x.dtype), None
-
-
-def _inverse_rms(x: Tensor, target_rms: float) -> Tensor:
-    """target_rms over the root mean square of each row, floored; half precision would overflow in the sum of squares."""
-    norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
-    return (norm.square() / (x.shape[-1] * target_rms**2)).clamp(min=_MIN_MEAN_SQUARE).rsqrt()
+        return nonlinearities.renormalize_gradient(x, dY, ctx.target_rms), None
 
 
 class PNorm(nn.Module):

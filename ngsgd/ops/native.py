@@ -15,6 +15,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ _VECTORS = {"AVX512": ("-mavx512f", "-mavx512dq", "-mavx512vl", "-mavx512bw", "-
             "AVX2": ("-mavx2", "-mfma")}
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fno-math-errno", "-fno-trapping-math")
 _TIMEOUT_S = 120
+ADDRESS, NUMBER, REAL, THREADS = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int   # of arguments
 _forbidden = threading.Event()
 _own = threading.local()
 
@@ -81,18 +83,34 @@ def library(source: Path, *flags: str) -> ctypes.CDLL | None:
     made_of = hashlib.sha256(b"\0".join([source.read_bytes(), *map(str.encode, flags)])).hexdigest()[:16]
     try:
         path = _folder() / f"{source.stem}-{made_of}.so"
-        if not path.exists():
-            _compile(source, flags, path)
-        return ctypes.CDLL(str(path))
+        return _loaded(path) or _compiled(source, flags, path)
     except (OSError, RuntimeError, subprocess.SubprocessError):   # RuntimeError: nobody's home is known
         return None
+
+
+def threaded(source: Path, **types: tuple[Any, ...]) -> ctypes.CDLL | None:
+    """`library` whose loops run on torch's threads, and each function's types: of the result, or None, and of the arguments."""
+    found = library(source, "-fopenmp", "-ffp-contract=fast")
+    if found is not None:
+        for name, (result, *arguments) in types.items():
+            function = getattr(found, name)
+            function.restype, function.argtypes = result, arguments
+    return found
 
 
 def _folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ngsgd"
 
 
-def _compile(source: Path, flags: tuple[str, ...], path: Path) -> None:
+def _loaded(path: Path) -> ctypes.CDLL | None:
+    """None if it is not there or damaged, and is to be made anew."""
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError:
+        return None
+
+
+def _compiled(source: Path, flags: tuple[str, ...], path: Path) -> ctypes.CDLL:
     """Into a file of its own first: workers that start together may all compile, and one killed leaves nothing half made."""
     path.parent.mkdir(parents=True, exist_ok=True)
     compiler = os.environ.get("CXX", "c++")
@@ -102,3 +120,4 @@ def _compile(source: Path, flags: tuple[str, ...], path: Path) -> None:
         for command in ([compiler, *flags, "-c", str(source), "-o", made], [compiler, "-shared", "-Wl,-z,now", made, "-o", linked]):
             subprocess.run(command, check=True, capture_output=True, timeout=_TIMEOUT_S)
         os.replace(linked, path)
+    return ctypes.CDLL(str(path))

@@ -116,13 +116,6 @@ def _native() -> Any:
 def _library() -> ctypes.CDLL | None:
     if native.capability() != "AVX512":
         return None
-    library = native.library(_SOURCE, "-fopenmp", "-ffp-contract=fast")
-    if library is None:
-        return None
-    address, number, real, threads = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
-    library.work_size.argtypes, library.work_size.restype = [number, threads], number
-    library.fill.argtypes, library.fill.restype = [address, number, number, number, real, address, number, number, threads], None
-    library.product.argtypes = [address, number, number, number, address, number, number, address, number, number, number, real,
-                                address, address, address, address, threads]
-    library.product.restype = None
-    return library
+    a, n, real, threads = native.ADDRESS, native.NUMBER, native.REAL, native.THREADS
+    return native.threaded(_SOURCE, work_size=(n, n, threads), fill=(None, a, n, n, n, real, a, n, n, threads),
+                           product=(None, a, n, n, n, a, n, n, a, n, n, n, real, a, a, a, a, threads))

@@ -69,8 +69,8 @@ def less_mm(c_MN: Tensor, a_MK: Tensor, b_KN: Tensor, scratch: Tensor | None = N
 
 def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
     """x W^T + b, as torch.nn.functional.linear; without a backward pass."""
-    x_NI = x.reshape(-1, x.shape[-1])
-    if not _is_for_onednn(x_NI, weight_OI.T):
+    x_NI = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
+    if not _is_faster() or not _is_for_onednn(x_NI, weight_OI.T):
         return torch.nn.functional.linear(x, weight_OI, bias_O)
     y_NO: Tensor = _operators()[0](_by_rows(x_NI), _plain(weight_OI), bias_O, "none", [], "")
     return y_NO.view(*x.shape[:-1], -1)
@@ -78,6 +78,8 @@ def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
 
 def input_gradient(dY: Tensor, weight_OI: Tensor) -> Tensor:
     """dY W, in the type of dY: what the backward pass of `linear` sends to x."""
+    if dY.ndim == 2:
+        return mm(dY, weight_OI.to(dY.dtype))
     dX_NI = mm(dY.reshape(-1, dY.shape[-1]), weight_OI.to(dY.dtype))
     return dX_NI.view(*dY.shape[:-1], -1)
 

@@ -40,7 +40,7 @@ def meet(X_ND: Tensor, W_RD: Tensor, one_N: Tensor | None = None, scratch: Tenso
     if not _is_native(X_ND, W_RD, one_N):
         met = Met(sum_of_squares(X_ND, one_N), project(X_ND, W_RD, one_N))
         return corrected(met, X_ND, W_RD, one_N, scratch) if corrects else met
-    library, (N, D), R = _native(), X_ND.shape, len(W_RD)
+    library, (N, D), R = _native(), X_ND.shape, W_RD.shape[0]
     H_NR = X_ND.new_empty(N, R)
     Xhat_ND = one_hat_N = None
     if corrects:
@@ -89,7 +89,7 @@ def is_native() -> bool:
 
 
 def _is_native(X_ND: Tensor, W_RD: Tensor, one_N: Tensor | None) -> bool:
-    return (X_ND.dtype == torch.float32 == W_RD.dtype and X_ND.is_cpu and W_RD.is_cpu and W_RD.stride(1) == 1 and len(X_ND) > 0
+    return (X_ND.dtype == torch.float32 == W_RD.dtype and X_ND.is_cpu and W_RD.is_cpu and W_RD.stride(1) == 1 and X_ND.numel() > 0
             and (one_N is None or (one_N.dtype == torch.float32 and one_N.is_contiguous()))
             and not (torch.is_grad_enabled() and X_ND.requires_grad) and native.is_allowed() and _library() is not None)
 
@@ -104,12 +104,6 @@ def _native() -> Any:
 def _library() -> ctypes.CDLL | None:
     if native.capability() not in PROCESSORS:
         return None
-    library = native.library(_SOURCE, "-fopenmp", "-ffp-contract=fast")
-    if library is None:
-        return None
-    address, number = ctypes.c_void_p, ctypes.c_int64
-    library.meet.argtypes = [address, number, number, address, address, number, number, address, address, number, address,
-                             address, ctypes.POINTER(ctypes.c_double), ctypes.c_int]
-    library.meet.restype = None
-    library.work_size.argtypes, library.work_size.restype = [number, number, ctypes.c_int], number
-    return library
+    a, n = native.ADDRESS, native.NUMBER
+    return native.threaded(_SOURCE, work_size=(n, n, n, native.THREADS),
+                           meet=(None, a, n, n, a, a, n, n, a, a, n, a, a, ctypes.POINTER(ctypes.c_double), native.THREADS))

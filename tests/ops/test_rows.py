@@ -198,12 +198,25 @@ def test_without_what_it_takes_to_compile_torch_does_it(trouble: str, tmp_path: 
         _forget()
 
 
-def test_workers_that_start_together_each_have_it(compiled: None, tmp_path: Path) -> None:
+def _built_in(cache: Path) -> subprocess.Popen[bytes]:
+    """A process that must find it or build it."""
     script = "from ngsgd.ops import rows; assert rows.is_native()"
-    workers = [subprocess.Popen([sys.executable, "-c", script], env={**os.environ, "XDG_CACHE_HOME": str(tmp_path)})
-               for _ in range(3)]
+    return subprocess.Popen([sys.executable, "-c", script], env={**os.environ, "XDG_CACHE_HOME": str(cache)})
+
+
+def test_workers_that_start_together_each_have_it(compiled: None, tmp_path: Path) -> None:
+    workers = [_built_in(tmp_path) for _ in range(3)]
     assert [worker.wait(timeout=120) for worker in workers] == [0, 0, 0]
     assert [path.suffix for path in (tmp_path / "ngsgd").iterdir()] == [".so"]
+
+
+def test_what_was_damaged_on_disk_is_built_again(compiled: None, tmp_path: Path) -> None:
+    assert _built_in(tmp_path).wait(timeout=120) == 0
+    (built,) = (tmp_path / "ngsgd").iterdir()
+    for left in (b"", b"not a library"):   # as a machine that lost power leaves it
+        built.write_bytes(left)
+        assert _built_in(tmp_path).wait(timeout=120) == 0
+        assert built.stat().st_size > 1000
 
 
 @pytest.mark.parametrize("case", [case for case in test_online_golden.CASES if test_online_golden.GOLDEN.has(case, "init_W")])

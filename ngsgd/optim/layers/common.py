@@ -17,6 +17,8 @@ from ngsgd.ops.panels import Panels
 from ngsgd.preconditioners.online import OnlineNaturalGradient
 from ngsgd.preconditioners.updates import UpdateQueue
 
+_MANY_SHAPES = 200   # of a network's minibatches, before they are forgotten: utterances have many lengths
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -40,32 +42,48 @@ class Scratch:
 
     def __init__(self) -> None:
         self._flat: dict[Any, Tensor] = {}
+        self._shaped: dict[Any, Any] = {}   # views of that, which cost as much to make as a small product
         self._ones: dict[Any, Tensor] = {}
 
     def like(self, name: str, rows_ND: Tensor) -> Tensor:
         """An uninitialised matrix of the shape of `rows_ND`, which the next call of the same name overwrites."""
-        key = (name, rows_ND.dtype, rows_ND.device)
-        flat = self._flat.get(key)
-        if flat is None or flat.numel() < rows_ND.numel():
-            flat = self._flat[key] = rows_ND.new_empty(rows_ND.numel())
-        return flat[:rows_ND.numel()].view(rows_ND.shape)
+        key = (name, rows_ND.shape, rows_ND.dtype, rows_ND.device)
+        found: Tensor | None = self._shaped.get(key)
+        if found is None:
+            found = self._shaped[key] = self._memory(name, rows_ND.numel(), rows_ND).view(rows_ND.shape)
+        return found
 
     def panels(self, name: str, rows_ND: Tensor, room: int) -> Panels:
         """The same in panels, with room for as many rows more."""
-        num_rows, num_columns = rows_ND.shape
-        flat = self.like(name, rows_ND.new_empty(()).expand(panels.size(num_rows + room, num_columns)))
-        return Panels.over(flat, num_rows, num_columns, room)
+        key = (name, room, rows_ND.shape, rows_ND.dtype, rows_ND.device)
+        found: Panels | None = self._shaped.get(key)
+        if found is None:
+            num_rows, num_columns = rows_ND.shape
+            flat = self._memory(name, panels.size(num_rows + room, num_columns), rows_ND)
+            found = self._shaped[key] = Panels.over(flat, num_rows, num_columns, room)
+        return found
 
-    def ones(self, like_N: Tensor) -> Tensor:
-        """As many ones as the vector has elements; nobody may change them."""
-        key = (len(like_N), like_N.dtype, like_N.device)
+    def _memory(self, name: str, size: int, like: Tensor) -> Tensor:
+        key = (name, like.dtype, like.device)
+        flat = self._flat.get(key)
+        if flat is None or flat.numel() < size:
+            flat = self._flat[key] = like.new_empty(size)
+            self._shaped.clear()   # they would keep what they are views of
+        if len(self._shaped) >= _MANY_SHAPES:
+            self._shaped.clear()
+        return flat[:size]
+
+    def ones(self, rows_ND: Tensor) -> Tensor:
+        """As many ones as there are rows; nobody may change them."""
+        num_rows = rows_ND.shape[0]
+        key = (num_rows, rows_ND.dtype, rows_ND.device)
         if key not in self._ones:
             self._ones.clear()  # minibatches are of one size, but for the last of a shard
-            self._ones[key] = like_N.new_ones(len(like_N))
+            self._ones[key] = rows_ND.new_ones(num_rows)
         return self._ones[key]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_flat": {}, "_ones": {}}  # what the last minibatch left there is nobody's business
+        return {"_flat": {}, "_shaped": {}, "_ones": {}}  # what the last minibatch left there is nobody's business
 
 
 @dataclass

@@ -35,7 +35,7 @@ class KroneckerPreconditioner(LayerPreconditioner):
         loss_scale = self.shared.loss_scale()
         # the limit looks at rows; in half precision a correction after the product would come after its rounding
         needs_rows = self.shared.sums_row_products or dtype != X_NI.dtype
-        factors = not needs_rows and dY_NO.is_cpu and _is_cheaper_factored(len(dY_NO), X_NI.shape[1], dY_NO.shape[1])
+        factors = not needs_rows and dY_NO.is_cpu and _is_cheaper_factored(dY_NO.shape[0], X_NI.shape[1], dY_NO.shape[1])
         in_panels = not needs_rows and panels.are_for(dY_NO, X_NI)
         # the derivatives first: they have been read just now, for the input derivative, and may be in the cache still
         outputs = self.output_side.begin(dY_NO, num_rows=num_rows, loss_scale=loss_scale, corrects=not factors,
@@ -78,7 +78,7 @@ class KroneckerPreconditioner(LayerPreconditioner):
     def _counted(self, X_NI: Tensor, dY_NO: Tensor) -> tuple[Tensor, Tensor | None, Tensor | float]:
         """(input rows, their appended column, number of rows that count); rows without derivative are taken out if asked."""
         if not self.shared.ignore_zero_rows:
-            return X_NI, self.shared.scratch.ones(X_NI[:, 0]) if self.has_bias else None, float(len(X_NI))
+            return X_NI, self.shared.scratch.ones(X_NI) if self.has_bias else None, float(X_NI.shape[0])
         counts_N = (dY_NO != 0).any(dim=1).to(X_NI.dtype)
         return X_NI * counts_N[:, None], counts_N if self.has_bias else None, counts_N.sum()
 
@@ -110,9 +110,9 @@ def _is_cheaper_factored(num_rows: int, num_inputs: int, num_outputs: int) -> bo
 
 
 def _sum_sq_hat(outputs: Call, side: OnlineNaturalGradient) -> Tensor | float:
-    """tr Yhat Yhat^T without Yhat: |Y - H W|^2 = tr Y Y^T - 2 tr L + tr(L W W^T), L = H^T H (77)."""
-    L_RR = outputs.met.H_NR.T @ outputs.met.H_NR
-    taken = 2.0 * L_RR.diagonal().sum() - torch.dot(L_RR.view(-1), side.gram().view(-1))
+    """tr Yhat Yhat^T without Yhat: |Y - H W|^2 = tr Y Y^T - 2 |H|^2 + tr(H W W^T H^T), as Y W^T is H."""
+    h = outputs.met.H_NR.reshape(-1)
+    taken = 2.0 * torch.dot(h, h) - torch.dot(h, torch.mm(outputs.met.H_NR, side.gram()).view(-1))
     return outputs.met.sum_sq - (taken.item() if taken.is_cpu else taken)
 
 

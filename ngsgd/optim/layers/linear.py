@@ -40,11 +40,15 @@ class _Affine(torch.autograd.Function):
 def gradients(layer: KroneckerPreconditioner, x: Tensor, dY: Tensor, needs_weight: bool,
               needs_bias: bool) -> tuple[Tensor | None, Tensor | None]:
     """(dW, db), each None where it is not needed; a bias alone gets its plain gradient."""
-    dY_NO = dY.reshape(-1, dY.shape[-1])
+    dY_NO = _rows(dY)
     if not needs_weight:
         return None, dY_NO.sum(dim=0) if needs_bias else None
-    dW, db = layer.gradient(x.reshape(-1, x.shape[-1]), dY_NO)
+    dW, db = layer.gradient(_rows(x), dY_NO)
     return dW, db if needs_bias else None
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
 
 
 class NaturalGradientLinear(nn.Linear):

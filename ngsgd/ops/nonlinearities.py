@@ -1,0 +1,106 @@
+"""P-norms and row norms, forward and backward, in one pass over memory each on a CPU.
+
+In torch operations each is three to ten passes, which for a p-norm network of Kaldi's recipes adds up to a tenth of a training
+step.  `nonlinearities.cpp` is for float32 without a graph; in other types, on other devices, while a second derivative is
+recorded or a graph compiled, and without a compiler the same is said in torch operations.
+
+Letters: N rows of D numbers; any leading dimensions make rows.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ngsgd.ops import native
+
+_MIN_MEAN_SQUARE = 2.0**-66  # of the input relative to target_rms^2; Kaldi's floor
+_SOURCE = Path(__file__).with_name("nonlinearities.cpp")
+
+
+def p_norm(x: Tensor, group: int) -> Tensor:
+    """2-norms of consecutive groups of the last dimension."""
+    groups = x.unflatten(-1, (-1, group))
+    if not _is_native(x):
+        y: Tensor = torch.linalg.vector_norm(groups, dim=-1)
+        return y
+    y = x.new_empty(groups.shape[:-1])
+    _native().p_norm(x.data_ptr(), y.numel(), group, y.data_ptr(), torch.get_num_threads())
+    return y
+
+
+def p_norm_gradient(x: Tensor, y: Tensor, dY: Tensor, group: int) -> Tensor:
+    """The derivative by x, given y = p_norm(x); 0 where the output is 0, as in Kaldi."""
+    if not _is_native(x, y, dY):
+        share = torch.where(y > 0.0, dY / y, 0.0)
+        dX: Tensor = (x.unflatten(-1, (-1, group)) * share.unsqueeze(-1)).flatten(-2)
+        return dX
+    dX = torch.empty_like(x)
+    _native().p_norm_gradient(x.data_ptr(), y.data_ptr(), dY.data_ptr(), y.numel(), group, dX.data_ptr(), torch.get_num_threads())
+    return dX
+
+
+def renormalize(x: Tensor, target_rms: float) -> Tensor:
+    """x * r for each row, r = 1 / max(rms(x) / target, floor)."""
+    if not _is_native(x):
+        return (x * _inverse_rms(x, target_rms)).to(x.dtype)
+    y = torch.empty_like(x)
+    _native().renormalize(x.data_ptr(), *_rows(x), _size(x, target_rms), _MIN_MEAN_SQUARE, y.data_ptr(), torch.get_num_threads())
+    return y
+
+
+def renormalize_gradient(x: Tensor, dY: Tensor, target_rms: float) -> Tensor:
+    """The derivative by x; that of a constant r where the floor holds."""
+    if not _is_native(x, dY):
+        r = _inverse_rms(x, target_rms)
+        inner = torch.linalg.vecdot(x, dY).unsqueeze(-1)
+        along = torch.where(r < _MIN_MEAN_SQUARE**-0.5, r**3 * inner / _size(x, target_rms), 0.0)
+        return torch.addcmul(dY * r, x.to(r.dtype), along, value=-1).to(x.dtype)
+    dX = torch.empty_like(x)
+    _native().renormalize_gradient(x.data_ptr(), dY.data_ptr(), *_rows(x), _size(x, target_rms), _MIN_MEAN_SQUARE, dX.data_ptr(),
+                                   torch.get_num_threads())
+    return dX
+
+
+def _inverse_rms(x: Tensor, target_rms: float) -> Tensor:
+    """target_rms over the root mean square of each row, floored; half precision would overflow in the sum of squares."""
+    norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
+    return (norm.square() / _size(x, target_rms)).clamp(min=_MIN_MEAN_SQUARE).rsqrt()
+
+
+def _size(x: Tensor, target_rms: float) -> float:
+    """Sum of squares of a row at its target."""
+    return x.shape[-1] * target_rms**2
+
+
+def _rows(x: Tensor) -> tuple[int, int]:
+    return x.numel() // x.shape[-1], x.shape[-1]
+
+
+def _is_native(*tensors: Tensor) -> bool:
+    if torch.compiler.is_compiling() or torch.is_grad_enabled():
+        return False
+    return all(_is_plain(x) for x in tensors) and native.is_allowed() and _library() is not None
+
+
+def _is_plain(x: Tensor) -> bool:
+    return type(x) is Tensor and x.dtype == torch.float32 and x.is_cpu and x.is_contiguous() and x.numel() > 0
+
+
+def _native() -> Any:
+    library = _library()
+    assert library is not None
+    return library
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    a, n, real, threads = native.ADDRESS, native.NUMBER, native.REAL, native.THREADS
+    return native.threaded(_SOURCE, p_norm=(None, a, n, n, a, threads), p_norm_gradient=(None, a, a, a, n, n, a, threads),
+                           renormalize=(None, a, n, n, real, real, a, threads),
+                           renormalize_gradient=(None, a, a, n, n, real, real, a, threads))
