@@ -83,13 +83,12 @@ def _rows(x: Tensor) -> tuple[int, int]:
 
 
 def _is_native(*tensors: Tensor) -> bool:
-    if torch.compiler.is_compiling() or torch.is_grad_enabled():
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
         return False
-    return all(_is_plain(x) for x in tensors) and native.is_allowed() and _library() is not None
-
-
-def _is_plain(x: Tensor) -> bool:
-    return type(x) is Tensor and x.dtype == torch.float32 and x.is_cpu and x.is_contiguous() and x.numel() > 0
+    for x in tensors:
+        if type(x) is not Tensor or x.dtype != torch.float32 or not x.is_cpu or not x.is_contiguous() or not x.numel():
+            return False
+    return native.is_allowed() and _library() is not None
 
 
 def _native() -> Any:

@@ -46,7 +46,14 @@ def scaled_mm(a_MK: Tensor, b_KN: Tensor, scale: Tensor | float) -> Tensor:
     """scale a b; may overwrite b, where MKL does not multiply by a number in passing."""
     if isinstance(scale, Tensor) or not b_KN.is_cpu or _is_for_onednn(a_MK, b_KN):
         return mm(a_MK, b_KN.mul_(scale))
-    return torch.addmm(b_KN.new_empty(()), a_MK, b_KN, beta=0.0, alpha=scale)
+    return torch.addmm(_nothing(b_KN.dtype), a_MK, b_KN, beta=0.0, alpha=scale)
+
+
+def scaled_mv(a_MK: Tensor, b_K: Tensor, scale: Tensor | float) -> Tensor:
+    """scale a b; may overwrite b likewise."""
+    if isinstance(scale, Tensor) or not b_K.is_cpu:
+        return torch.mv(a_MK, b_K.mul_(scale))
+    return torch.addmv(_nothing(b_K.dtype), a_MK, b_K, beta=0.0, alpha=scale)
 
 
 def less_mm(c_MN: Tensor, a_MK: Tensor, b_KN: Tensor, scratch: Tensor | None = None) -> Tensor:
@@ -79,7 +86,7 @@ def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
 def input_gradient(dY: Tensor, weight_OI: Tensor) -> Tensor:
     """dY W, in the type of dY: what the backward pass of `linear` sends to x."""
     if dY.ndim == 2:
-        return mm(dY, weight_OI.to(dY.dtype))
+        return mm(dY, weight_OI if weight_OI.dtype == dY.dtype else weight_OI.to(dY.dtype))
     dX_NI = mm(dY.reshape(-1, dY.shape[-1]), weight_OI.to(dY.dtype))
     return dX_NI.view(*dY.shape[:-1], -1)
 
@@ -123,6 +130,13 @@ def _copied(x: Tensor, which: str) -> Tensor:
             kept = x.new_empty(x.numel())
         setattr(_own, which, kept)
     return kept[:x.numel()].view(x.shape).copy_(x)
+
+
+@functools.cache
+def _nothing(dtype: torch.dtype) -> Tensor:
+    """What a product that is multiplied by a number is added to, times 0."""
+    with torch.inference_mode(False):
+        return torch.zeros((), dtype=dtype)
 
 
 @functools.cache

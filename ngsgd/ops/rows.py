@@ -22,6 +22,7 @@ from ngsgd.ops.panels import Panels
 
 PROCESSORS = ("AVX512", "AVX2")   # as torch names what they can do; the C++ is written for these
 _SOURCE = Path(__file__).with_name("rows.cpp")
+_Squares = ctypes.c_double * 2
 
 
 class Met(NamedTuple):
@@ -48,7 +49,7 @@ def meet(X_ND: Tensor, W_RD: Tensor, one_N: Tensor | None = None, scratch: Tenso
         one_hat_N = None if one_N is None else torch.empty_like(one_N)
     to, rows_of_panel = (Xhat_ND.memory, Xhat_ND.memory.shape[1]) if isinstance(Xhat_ND, Panels) else (Xhat_ND, 0)
     threads = torch.get_num_threads()
-    work, squares = native.work_memory(library.work_size(D + (one_N is not None), R, threads)), (ctypes.c_double * 2)()
+    work, squares = native.work_memory(_work_size(D + (one_N is not None), R, threads)), _Squares()
     library.meet(X_ND.data_ptr(), N, D, native.address(one_N), W_RD.data_ptr(), W_RD.stride(0), R, H_NR.data_ptr(),
              native.address(to), rows_of_panel, native.address(one_hat_N), work.data_ptr(), squares, threads)
     return Met(squares[0], H_NR, Xhat_ND, one_hat_N, squares[1] if corrects else None)
@@ -92,6 +93,11 @@ def _is_native(X_ND: Tensor, W_RD: Tensor, one_N: Tensor | None) -> bool:
     return (X_ND.dtype == torch.float32 == W_RD.dtype and X_ND.is_cpu and W_RD.is_cpu and W_RD.stride(1) == 1 and X_ND.numel() > 0
             and (one_N is None or (one_N.dtype == torch.float32 and one_N.is_contiguous()))
             and not (torch.is_grad_enabled() and X_ND.requires_grad) and native.is_allowed() and _library() is not None)
+
+
+@functools.cache
+def _work_size(num_columns: int, rank: int, threads: int) -> int:
+    return int(_native().work_size(num_columns, rank, threads))
 
 
 def _native() -> Any:

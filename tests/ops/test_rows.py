@@ -26,6 +26,7 @@ WIDTHS = {"AVX512": ("AVX512", "AVX2"), "AVX2": ("AVX2",)}.get(native.capability
 def _forget() -> None:
     native.library.cache_clear()
     rows._library.cache_clear()
+    rows._work_size.cache_clear()
     panels._library.cache_clear()
     panels._is_faster.cache_clear()
 

@@ -133,7 +133,7 @@ def _product(dYhat_NO: Tensor | Panels, Xhat_NI: Tensor | Panels, one_hat_N: Ten
             dW_OI = products.less_mm(dW_OI, correction.W_RD.T, taken_RI, dW_OI)
     if one_hat_N is None:
         return dW_OI, None
+    if correction is None:
+        return dW_OI, products.scaled_mv(dYhat_NO.T, one_hat_N, scale)
     db_O = torch.mv(dYhat_NO.T, one_hat_N.mul_(scale))
-    if correction is not None:
-        db_O.addmv_(correction.W_RD.T, torch.mv(correction.met.H_NR.T, one_hat_N), alpha=-1)
-    return dW_OI, db_O
+    return dW_OI, db_O.addmv_(correction.W_RD.T, torch.mv(correction.met.H_NR.T, one_hat_N), alpha=-1)

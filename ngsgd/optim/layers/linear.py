@@ -32,9 +32,9 @@ class _Affine(torch.autograd.Function):
     def backward(ctx: Any, dY: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         with without_autocast(dY.device.type):
-            dX = products.input_gradient(dY, weight).to(ctx.input_dtype) if ctx.needs_input_grad[0] else None
+            dX = products.input_gradient(dY, weight) if ctx.needs_input_grad[0] else None
             dW, db = gradients(ctx.layer, x, dY, ctx.needs_input_grad[1], ctx.needs_input_grad[2])
-        return dX, dW, db, None, None
+        return dX if dX is None or dX.dtype == ctx.input_dtype else dX.to(ctx.input_dtype), dW, db, None, None
 
 
 def gradients(layer: KroneckerPreconditioner, x: Tensor, dY: Tensor, needs_weight: bool,
