@@ -15,7 +15,7 @@ from ngsgd.ops import nonlinearities
 
 
 class _PNorm(torch.autograd.Function):
-    """Its backward pass can be differentiated again."""
+    """y and dy/dx; the first derivative has the same bits whether a second one is recorded or not."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: int) -> Tensor:
@@ -27,11 +27,30 @@ class _PNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dY: Tensor) -> tuple[Tensor, None]:
         x, y = ctx.saved_tensors
-        return nonlinearities.p_norm_gradient(x, y, dY, ctx.group), None
+        dX: Tensor = _PNormGradient.apply(x, y, dY, ctx.group)  # type: ignore[no-untyped-call]
+        return dX, None
+
+
+class _PNormGradient(torch.autograd.Function):
+    """dX = x dY / y, for each group, and its derivatives in torch operations, which can be differentiated in turn."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor, dY: Tensor, group: int) -> Tensor:
+        ctx.save_for_backward(x, y, dY)
+        ctx.group = group
+        return nonlinearities.p_norm_gradient(x, y, dY, group)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        x, y, dY = ctx.saved_tensors
+        groups, g_groups = x.unflatten(-1, (-1, ctx.group)), g.unflatten(-1, (-1, ctx.group))
+        inverse = torch.where(y > 0.0, 1.0 / y, 0.0)
+        moved = (groups * g_groups).sum(dim=-1) * inverse
+        return (g_groups * (dY * inverse).unsqueeze(-1)).flatten(-2), -moved * dY * inverse, moved, None
 
 
 class _Renormalize(torch.autograd.Function):
-    """Likewise; for that it keeps x and not its norms."""
+    """Likewise; it keeps x and not its norms, so that they are differentiated again."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, target_rms: float) -> Tensor:
@@ -42,7 +61,27 @@ class _Renormalize(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dY: Tensor) -> tuple[Tensor, None]:
         (x,) = ctx.saved_tensors
-        return nonlinearities.renormalize_gradient(x, dY, ctx.target_rms), None
+        dX: Tensor = _RenormalizeGradient.apply(x, dY, ctx.target_rms)  # type: ignore[no-untyped-call]
+        return dX, None
+
+
+class _RenormalizeGradient(torch.autograd.Function):
+    """dX = r dY - c (x^T dY) x with r = (x^T x / s)^(-1/2) and c = r^3 / s for each row, and its derivatives likewise."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dY: Tensor, target_rms: float) -> Tensor:
+        ctx.save_for_backward(x, dY)
+        ctx.target_rms = target_rms
+        return nonlinearities.renormalize_gradient(x, dY, target_rms)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, dY = ctx.saved_tensors
+        r, c = nonlinearities.inverse_rms(x, ctx.target_rms)
+        of_g, of_dY, with_g = ((a * b).sum(dim=-1, keepdim=True) for a, b in ((x, g), (x, dY), (dY, g)))
+        # dr/dx = -c x and dc/dx = -3 c^2 / r x
+        by_x = (3.0 * c * c / r * of_g * of_dY - c * with_g) * x - c * (of_g * dY + of_dY * g)
+        return by_x.to(x.dtype), (r * g - c * of_g * x).to(x.dtype), None
 
 
 class PNorm(nn.Module):

@@ -1,8 +1,8 @@
 """P-norms and row norms, forward and backward, in one pass over memory each on a CPU.
 
 In torch operations each is three to ten passes, which for a p-norm network of Kaldi's recipes adds up to a tenth of a training
-step.  `nonlinearities.cpp` is for float32 without a graph; in other types, on other devices, while a second derivative is
-recorded or a graph compiled, and without a compiler the same is said in torch operations.
+step.  `nonlinearities.cpp` is for float32; in other types, on other devices, while a graph is compiled, and without a compiler the
+same is said in torch operations.
 
 Letters: N rows of D numbers; any leading dimensions make rows.
 """
@@ -48,7 +48,7 @@ def p_norm_gradient(x: Tensor, y: Tensor, dY: Tensor, group: int) -> Tensor:
 def renormalize(x: Tensor, target_rms: float) -> Tensor:
     """x * r for each row, r = 1 / max(rms(x) / target, floor)."""
     if not _is_native(x):
-        return (x * _inverse_rms(x, target_rms)).to(x.dtype)
+        return (x * inverse_rms(x, target_rms)[0]).to(x.dtype)
     y = torch.empty_like(x)
     _native().renormalize(x.data_ptr(), *_rows(x), _size(x, target_rms), _MIN_MEAN_SQUARE, y.data_ptr(), torch.get_num_threads())
     return y
@@ -57,9 +57,8 @@ def renormalize(x: Tensor, target_rms: float) -> Tensor:
 def renormalize_gradient(x: Tensor, dY: Tensor, target_rms: float) -> Tensor:
     """The derivative by x; that of a constant r where the floor holds."""
     if not _is_native(x, dY):
-        r = _inverse_rms(x, target_rms)
-        inner = torch.linalg.vecdot(x, dY).unsqueeze(-1)
-        along = torch.where(r < _MIN_MEAN_SQUARE**-0.5, r**3 * inner / _size(x, target_rms), 0.0)
+        r, c = inverse_rms(x, target_rms)
+        along = c * torch.linalg.vecdot(x, dY).unsqueeze(-1)
         return torch.addcmul(dY * r, x.to(r.dtype), along, value=-1).to(x.dtype)
     dX = torch.empty_like(x)
     _native().renormalize_gradient(x.data_ptr(), dY.data_ptr(), *_rows(x), _size(x, target_rms), _MIN_MEAN_SQUARE, dX.data_ptr(),
@@ -67,10 +66,15 @@ def renormalize_gradient(x: Tensor, dY: Tensor, target_rms: float) -> Tensor:
     return dX
 
 
-def _inverse_rms(x: Tensor, target_rms: float) -> Tensor:
-    """target_rms over the root mean square of each row, floored; half precision would overflow in the sum of squares."""
-    norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
-    return (norm.square() / _size(x, target_rms)).clamp(min=_MIN_MEAN_SQUARE).rsqrt()
+def inverse_rms(x: Tensor, target_rms: float) -> tuple[Tensor, Tensor]:
+    """(r, c) for each row: target_rms over its root mean square, floored, and -c x = dr/dx, where the floor holds 0.
+
+    Half precision would overflow in the sum of squares.
+    """
+    size = _size(x, target_rms)
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
+    r = (norm.square() / size).clamp(min=_MIN_MEAN_SQUARE).rsqrt()
+    return r, torch.where(r < _MIN_MEAN_SQUARE**-0.5, r**3 / size, 0.0)
 
 
 def _size(x: Tensor, target_rms: float) -> float:

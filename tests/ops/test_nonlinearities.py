@@ -130,6 +130,23 @@ def test_what_is_not_finite_stays_in_its_row_and_shows(layer: torch.nn.Module, b
         assert not found[1].isfinite().all() and found[[0, 2, 3]].isfinite().all()
 
 
+@pytest.mark.parametrize("layer", [PNorm(5), Renormalize()])
+def test_a_recorded_second_derivative_changes_no_bit_of_the_first_and_is_right(layer: torch.nn.Module, engine: str) -> None:
+    x, d = drawn(9, 40), drawn(9, 40, seed=2)
+    x[2] = 0.0
+    moved = []
+    for wide in (x, x.double()):
+        leaf = wide.requires_grad_()
+        loss = (0.1 * layer(leaf).square()).sin().sum()
+        (plain,) = torch.autograd.grad(loss, leaf, retain_graph=True)
+        (recorded,) = torch.autograd.grad(loss, leaf, create_graph=True)
+        assert torch.equal(plain, recorded)   # on which reversing a training run rests
+        moved.append(torch.autograd.grad(recorded, leaf, d.to(wide.dtype))[0])
+    assert moved[0].isfinite().all()
+    for found, wanted in zip(*moved, strict=True):   # a sum of terms of the size of the row's largest, which cancel in places
+        assert_close(found, wanted, 1e-5 * float(wanted.abs().max()))
+
+
 @pytest.mark.parametrize("layer", [PNorm(10), Renormalize()])
 def test_threads_and_places_in_memory_change_no_bit(layer: torch.nn.Module) -> None:
     before = torch.get_num_threads()
