@@ -88,8 +88,8 @@ def library(source: Path, *flags: str) -> ctypes.CDLL | None:
         return None
 
 
-def threaded(source: Path, **types: tuple[Any, ...]) -> ctypes.CDLL | None:
-    """`library` whose loops run on torch's threads, and each function's types: of the result, or None, and of the arguments."""
+def threaded(source: Path, **types: tuple[Any, ...]) -> Any:
+    """`library` or None; its loops run on torch's threads.  For each function the types of its result, or None, and arguments."""
     found = library(source, "-fopenmp", "-ffp-contract=fast")
     if found is not None:
         for name, (result, *arguments) in types.items():

@@ -1,15 +1,14 @@
 """P-norms and row norms, forward and backward, in one pass over memory each on a CPU.
 
 In torch operations each is three to ten passes, which for a p-norm network of Kaldi's recipes adds up to a tenth of a training
-step.  `nonlinearities.cpp` is for float32; in other types, on other devices, while a graph is compiled, and without a compiler the
-same is said in torch operations.
+step.  `nonlinearities.cpp` is for float32; in other types, on other devices, where a graph is recorded or compiled, and without
+a compiler the same is said in torch operations.
 
 Letters: N rows of D numbers; any leading dimensions make rows.
 """
 
 from __future__ import annotations
 
-import ctypes
 import functools
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ def p_norm(x: Tensor, group: int) -> Tensor:
         y: Tensor = torch.linalg.vector_norm(groups, dim=-1)
         return y
     y = x.new_empty(groups.shape[:-1])
-    _native().p_norm(x.data_ptr(), y.numel(), group, y.data_ptr(), torch.get_num_threads())
+    _library().p_norm(x.data_ptr(), y.numel(), group, y.data_ptr(), torch.get_num_threads())
     return y
 
 
@@ -41,7 +40,7 @@ def p_norm_gradient(x: Tensor, y: Tensor, dY: Tensor, group: int) -> Tensor:
         dX: Tensor = (x.unflatten(-1, (-1, group)) * share.unsqueeze(-1)).flatten(-2)
         return dX
     dX = torch.empty_like(x)
-    _native().p_norm_gradient(x.data_ptr(), y.data_ptr(), dY.data_ptr(), y.numel(), group, dX.data_ptr(), torch.get_num_threads())
+    _library().p_norm_gradient(x.data_ptr(), y.data_ptr(), dY.data_ptr(), y.numel(), group, dX.data_ptr(), torch.get_num_threads())
     return dX
 
 
@@ -50,7 +49,7 @@ def renormalize(x: Tensor, target_rms: float) -> Tensor:
     if not _is_native(x):
         return (x * inverse_rms(x, target_rms)[0]).to(x.dtype)
     y = torch.empty_like(x)
-    _native().renormalize(x.data_ptr(), *_rows(x), _size(x, target_rms), _MIN_MEAN_SQUARE, y.data_ptr(), torch.get_num_threads())
+    _library().renormalize(x.data_ptr(), *_shape(x), _size(x, target_rms), _MIN_MEAN_SQUARE, y.data_ptr(), torch.get_num_threads())
     return y
 
 
@@ -61,8 +60,8 @@ def renormalize_gradient(x: Tensor, dY: Tensor, target_rms: float) -> Tensor:
         along = c * torch.linalg.vecdot(x, dY).unsqueeze(-1)
         return torch.addcmul(dY * r, x.to(r.dtype), along, value=-1).to(x.dtype)
     dX = torch.empty_like(x)
-    _native().renormalize_gradient(x.data_ptr(), dY.data_ptr(), *_rows(x), _size(x, target_rms), _MIN_MEAN_SQUARE, dX.data_ptr(),
-                                   torch.get_num_threads())
+    _library().renormalize_gradient(x.data_ptr(), dY.data_ptr(), *_shape(x), _size(x, target_rms), _MIN_MEAN_SQUARE, dX.data_ptr(),
+                                    torch.get_num_threads())
     return dX
 
 
@@ -82,7 +81,8 @@ def _size(x: Tensor, target_rms: float) -> float:
     return x.shape[-1] * target_rms**2
 
 
-def _rows(x: Tensor) -> tuple[int, int]:
+def _shape(x: Tensor) -> tuple[int, int]:
+    """(N, D) with all leading dimensions as one."""
     return x.numel() // x.shape[-1], x.shape[-1]
 
 
@@ -95,14 +95,8 @@ def _is_native(*tensors: Tensor) -> bool:
     return native.is_allowed() and _library() is not None
 
 
-def _native() -> Any:
-    library = _library()
-    assert library is not None
-    return library
-
-
 @functools.cache
-def _library() -> ctypes.CDLL | None:
+def _library() -> Any:
     a, n, real, threads = native.ADDRESS, native.NUMBER, native.REAL, native.THREADS
     return native.threaded(_SOURCE, p_norm=(None, a, n, n, a, threads), p_norm_gradient=(None, a, a, a, n, n, a, threads),
                            renormalize=(None, a, n, n, real, real, a, threads),

@@ -9,7 +9,6 @@ Letters: N rows, I inputs, O outputs, R rank.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,8 +42,8 @@ class Panels(NamedTuple):
 
     def fill(self, rows_NI: Tensor, first: int = 0, *, factor: float = 1.0) -> None:
         """Copies contiguous rows, times `factor`, to those from `first` on."""
-        _native().fill(rows_NI.data_ptr(), rows_NI.stride(0), len(rows_NI), self.num_columns, factor, self.memory.data_ptr(),
-                       self.memory.shape[1], first, torch.get_num_threads())
+        _library().fill(rows_NI.data_ptr(), rows_NI.stride(0), len(rows_NI), self.num_columns, factor, self.memory.data_ptr(),
+                        self.memory.shape[1], first, torch.get_num_threads())
 
 
 class Correction(NamedTuple):
@@ -85,7 +84,7 @@ def product(dY: Tensor | Panels, X: Panels, scale: float, one_N: Tensor | None =
     db_O = None if one_N is None else X.memory.new_empty(num_outputs)
     threads = torch.get_num_threads()
     num_more = 0 if more_RO is None else len(more_RO)
-    library = _native()
+    library = _library()
     work = native.work_memory(library.work_size(X.num_rows + num_more, threads))
     library.product(at, pitch, panel, X.num_rows, native.address(more_RO), 0 if more_RO is None else more_RO.stride(0), num_more,
                     X.memory.data_ptr(), X.memory.shape[1], num_outputs, X.num_columns, scale, dW_OI.data_ptr(),
@@ -106,14 +105,8 @@ def _is_faster() -> bool:
     return native.capability() == "AVX512" and native.is_made_by("GenuineIntel")
 
 
-def _native() -> Any:
-    library = _library()
-    assert library is not None
-    return library
-
-
 @functools.cache
-def _library() -> ctypes.CDLL | None:
+def _library() -> Any:
     if native.capability() != "AVX512":
         return None
     a, n, real, threads = native.ADDRESS, native.NUMBER, native.REAL, native.THREADS

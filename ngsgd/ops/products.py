@@ -74,9 +74,14 @@ def less_mm(c_MN: Tensor, a_MK: Tensor, b_KN: Tensor, scratch: Tensor | None = N
     return c_MN
 
 
+def rows_of(x: Tensor) -> Tensor:
+    """All leading dimensions as one; itself where there is one, since on a CPU a view costs as much as a small product."""
+    return x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
+
+
 def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
     """x W^T + b, as torch.nn.functional.linear; without a backward pass."""
-    x_NI = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
+    x_NI = rows_of(x)
     if not _is_faster() or not _is_for_onednn(x_NI, weight_OI.T):
         return torch.nn.functional.linear(x, weight_OI, bias_O)
     y_NO: Tensor = _operators()[0](_by_rows(x_NI), _plain(weight_OI), bias_O, "none", [], "")
@@ -85,10 +90,8 @@ def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
 
 def input_gradient(dY: Tensor, weight_OI: Tensor) -> Tensor:
     """dY W, in the type of dY: what the backward pass of `linear` sends to x."""
-    if dY.ndim == 2:
-        return mm(dY, weight_OI if weight_OI.dtype == dY.dtype else weight_OI.to(dY.dtype))
-    dX_NI = mm(dY.reshape(-1, dY.shape[-1]), weight_OI.to(dY.dtype))
-    return dX_NI.view(*dY.shape[:-1], -1)
+    dX_NI = mm(rows_of(dY), weight_OI if weight_OI.dtype == dY.dtype else weight_OI.to(dY.dtype))
+    return dX_NI if dY.ndim == 2 else dX_NI.view(*dY.shape[:-1], -1)
 
 
 def add_mm(total_MN: Tensor, a_MK: Tensor, b_KN: Tensor, *, keep: float, scale: float) -> None:

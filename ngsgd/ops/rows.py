@@ -41,7 +41,7 @@ def meet(X_ND: Tensor, W_RD: Tensor, one_N: Tensor | None = None, scratch: Tenso
     if not _is_native(X_ND, W_RD, one_N):
         met = Met(sum_of_squares(X_ND, one_N), project(X_ND, W_RD, one_N))
         return corrected(met, X_ND, W_RD, one_N, scratch) if corrects else met
-    library, (N, D), R = _native(), X_ND.shape, W_RD.shape[0]
+    library, (N, D), R = _library(), X_ND.shape, W_RD.shape[0]
     H_NR = X_ND.new_empty(N, R)
     Xhat_ND = one_hat_N = None
     if corrects:
@@ -97,17 +97,11 @@ def _is_native(X_ND: Tensor, W_RD: Tensor, one_N: Tensor | None) -> bool:
 
 @functools.cache
 def _work_size(num_columns: int, rank: int, threads: int) -> int:
-    return int(_native().work_size(num_columns, rank, threads))
-
-
-def _native() -> Any:
-    library = _library()
-    assert library is not None
-    return library
+    return int(_library().work_size(num_columns, rank, threads))
 
 
 @functools.cache
-def _library() -> ctypes.CDLL | None:
+def _library() -> Any:
     if native.capability() not in PROCESSORS:
         return None
     a, n = native.ADDRESS, native.NUMBER

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ngsgd.models import PNorm, Renormalize
 from ngsgd.ops import native, nonlinearities
+from tests.ops.engines import running
 
-WIDTHS = {"AVX512": ("AVX512", "AVX2", "none"), "AVX2": ("AVX2", "none")}.get(native.capability(), ("none",))
 FLOOR = 2.0**-66
 LEADING = st.lists(st.integers(1, 5), max_size=2)
 
@@ -26,18 +26,7 @@ def _forget() -> None:
 @pytest.fixture(params=["torch", "AVX512", "AVX2", "none"])
 def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """What the numbers come from."""
-    if request.param == "torch":
-        with native.in_torch_operations():
-            yield "torch"
-        return
-    if request.param not in WIDTHS:
-        pytest.skip(f"this processor has no {request.param}")
-    monkeypatch.setattr(native, "capability", lambda: request.param)
-    _forget()
-    if nonlinearities._library() is None:
-        pytest.skip("no C++ compiler here: all is torch operations")
-    yield request.param
-    _forget()
+    yield from running(request.param, monkeypatch, _forget, lambda: nonlinearities._library() is not None)
 
 
 def assert_close(found: Tensor, wanted: Tensor, atol: float = 1e-6) -> None:

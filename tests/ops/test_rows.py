@@ -17,10 +17,9 @@ from torch import Tensor
 
 from ngsgd import OnlineNaturalGradient
 from ngsgd.ops import native, panels, rows
+from tests.ops.engines import running
 from tests.optim import test_train_golden
 from tests.preconditioners import test_online_golden
-
-WIDTHS = {"AVX512": ("AVX512", "AVX2"), "AVX2": ("AVX2",)}.get(native.capability(), ())   # what this processor can run
 
 
 def _forget() -> None:
@@ -34,18 +33,7 @@ def _forget() -> None:
 @pytest.fixture(params=["torch", "AVX512", "AVX2"])
 def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """What makes the products."""
-    if request.param == "torch":
-        with native.in_torch_operations():
-            yield "torch"
-        return
-    if request.param not in WIDTHS:
-        pytest.skip(f"this processor has no {request.param}")
-    monkeypatch.setattr(native, "capability", lambda: request.param)
-    _forget()
-    if not rows.is_native():
-        pytest.skip("no C++ compiler here: torch makes all products")
-    yield request.param
-    _forget()
+    yield from running(request.param, monkeypatch, _forget, rows.is_native)
 
 
 @pytest.fixture
@@ -154,10 +142,11 @@ def test_rows_that_are_not_finite_show(engine: str) -> None:
 def test_other_types_layouts_and_gradients_are_left_to_torch(compiled: None, monkeypatch: pytest.MonkeyPatch) -> None:
     X_ND, W_RD, _ = drawn(30, 40, 6, bias=False, seed=4)
 
-    def refuse() -> None:
-        raise AssertionError("the C++ was called")
+    class Refusing:
+        def __getattr__(self, name: str) -> Any:
+            raise AssertionError(f"the C++ was called: {name}")
 
-    monkeypatch.setattr(rows, "_native", refuse)
+    monkeypatch.setattr(rows, "_library", Refusing)
     assert rows.meet(X_ND.double(), W_RD.double()).H_NR.dtype == torch.float64
     assert rows.meet(X_ND[:0], W_RD).H_NR.shape == (0, 6)
     columns = W_RD.T.contiguous().T

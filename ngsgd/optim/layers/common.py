@@ -172,7 +172,7 @@ def compute_dtype(input: Tensor) -> torch.dtype | None:  # noqa: A002  the name 
 
 def cast(dtype: torch.dtype | None, *tensors: Tensor | None) -> list[Any]:
     """The tensors in `dtype`, as they are if it is None."""
-    return [tensor if tensor is None or dtype is None else tensor.to(dtype) for tensor in tensors]
+    return [tensor if tensor is None or dtype in (None, tensor.dtype) else tensor.to(dtype) for tensor in tensors]
 
 
 def apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:

@@ -31,7 +31,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, number: int, dtype: t
 @torch.library.custom_op("ngsgd::linear_gradients", mutates_args=())
 def linear_gradients(x: Tensor, dY: Tensor, number: int) -> tuple[Tensor, Tensor]:
     """(weight gradient, bias gradient), preconditioned; the second is empty where there is no bias."""
-    dW, db = _layer(number).gradient(x.reshape(-1, x.shape[-1]), dY.reshape(-1, dY.shape[-1]))
+    dW, db = _layer(number).gradient(products.rows_of(x), products.rows_of(dY))
     return dW, dW.new_empty(0) if db is None else db
 
 
@@ -58,7 +58,7 @@ def _backward(ctx: Any, dY: Tensor) -> tuple[Tensor | None, ...]:
     x, weight = ctx.saved_tensors
     dX = (dY @ weight.to(dY.dtype)).to(x.dtype) if ctx.needs_input_grad[0] else None
     if not ctx.needs_input_grad[1]:
-        db = dY.reshape(-1, dY.shape[-1]).sum(dim=0) if ctx.has_bias else None
+        db = products.rows_of(dY).sum(dim=0) if ctx.has_bias else None
         return dX, None, db, None, None
     dW, db = linear_gradients(x.to(ctx.compute_dtype), dY, ctx.number)
     return dX, dW.to(weight.dtype), db.to(weight.dtype) if ctx.has_bias else None, None, None

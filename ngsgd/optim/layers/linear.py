@@ -32,23 +32,19 @@ class _Affine(torch.autograd.Function):
     def backward(ctx: Any, dY: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         with without_autocast(dY.device.type):
-            dX = products.input_gradient(dY, weight) if ctx.needs_input_grad[0] else None
+            (dX,) = cast(ctx.input_dtype, products.input_gradient(dY, weight) if ctx.needs_input_grad[0] else None)
             dW, db = gradients(ctx.layer, x, dY, ctx.needs_input_grad[1], ctx.needs_input_grad[2])
-        return dX if dX is None or dX.dtype == ctx.input_dtype else dX.to(ctx.input_dtype), dW, db, None, None
+        return dX, dW, db, None, None
 
 
 def gradients(layer: KroneckerPreconditioner, x: Tensor, dY: Tensor, needs_weight: bool,
               needs_bias: bool) -> tuple[Tensor | None, Tensor | None]:
     """(dW, db), each None where it is not needed; a bias alone gets its plain gradient."""
-    dY_NO = _rows(dY)
+    dY_NO = products.rows_of(dY)
     if not needs_weight:
         return None, dY_NO.sum(dim=0) if needs_bias else None
-    dW, db = layer.gradient(_rows(x), dY_NO)
+    dW, db = layer.gradient(products.rows_of(x), dY_NO)
     return dW, db if needs_bias else None
-
-
-def _rows(x: Tensor) -> Tensor:
-    return x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
 
 
 class NaturalGradientLinear(nn.Linear):
