@@ -5,21 +5,24 @@ from __future__ import annotations
 import contextlib
 import difflib
 import glob
+import hashlib
 import json
-import os
 import re
 import shutil
-import socket
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
+from ngsgd import process_identity
 from ngsgd.config import RunConfig
 from ngsgd.errors import CheckpointError, ConfigError
-from ngsgd.files import new_file, write_text
+from ngsgd.files import fsync, json_digest, make_directories, new_file, read_json_lines, remove_abandoned, write_text
+from ngsgd.training.lock import RunLock
+
+_DIGEST = "# sha256 of the lines above: "   # begins the last line of config.yaml
 
 
 @dataclass(frozen=True)
@@ -37,12 +40,15 @@ class RunFolder:
         name = f"{run_name(config)}-{time.strftime('%Y%m%d-%H%M%S')}"
         for suffix in ("", *(f"-{number}" for number in range(2, 100))):  # two runs started in one second
             folder = cls(root / (name + suffix))
+            make_directories(root)
             try:
-                folder.path.mkdir(parents=True)
+                folder.path.mkdir()
             except FileExistsError:
                 continue
             folder.checkpoints.mkdir()
-            folder.config.write_text(config_yaml)
+            # before the first job: a run without its configuration cannot be resumed
+            write_text(folder.config, with_digest(config_yaml))
+            fsync(root)
             return folder
         raise ConfigError(f"a hundred runs are named {root / name}; set another name=.")
 
@@ -62,6 +68,11 @@ class RunFolder:
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
+
+    @property
+    def models(self) -> Path:
+        """Candidates for the final combination."""
+        return self.path / "models"
 
     @property
     def events(self) -> Path:
@@ -123,10 +134,27 @@ class RunFolder:
         """Which process trains; there while one does."""
         return self.path / "process.json"
 
+    @property
+    def lock(self) -> Path:
+        """Who writes to the run, and how often that has changed."""
+        return self.path / "lock"
+
+    @contextlib.contextmanager
+    def locked(self, purpose: str, warn: Callable[[str], None]) -> Iterator[RunLock]:
+        """The right to write to the run; RunLockedError where another process has it.
+
+        Removes temporary files of a killed process.
+        """
+        last_fence = max((line["fence"] for line in _lines(self.ledger) if type(line.get("fence")) is int), default=0)
+        with RunLock(self.lock, purpose, last_fence, warn) as lock:
+            for directory in (self.path, self.checkpoints, self.models):
+                remove_abandoned(directory)
+            yield lock
+
     @contextlib.contextmanager
     def marked_as_running(self) -> Iterator[None]:
         """Says which process it is that trains, for `ngsgd status` and `ngsgd stop`; a killed one leaves its mark behind."""
-        write_text(self.process, json.dumps({"host": socket.gethostname(), "process_id": os.getpid()}))
+        write_text(self.process, json.dumps(process_identity.current()))
         try:
             yield
         finally:
@@ -138,9 +166,49 @@ class RunFolder:
             with new_file(self.ivectors) as temporary:
                 shutil.copyfile(extractor, temporary)
         if not self.data.exists():
-            self.data.write_text(json.dumps({"digest": digest, "egs": str(egs_directory)}, indent=1))
-        elif json.loads(self.data.read_text())["digest"] != digest:
+            about = {"digest": digest, "egs": str(egs_directory)}
+            write_text(self.data, json.dumps({**about, "sha256": json_digest(about)}, indent=1))
+        elif self._known_data()["digest"] != digest:
             raise CheckpointError(f"the data of {self.path} has changed since the run began; start a new run.")
+
+    def _known_data(self) -> dict[str, Any]:
+        try:
+            about = json.loads(self.data.read_text(encoding="utf-8"))
+            # runs of before the digests have none
+            expected = about.pop("sha256", None)
+            if not isinstance(about["digest"], str) or expected not in (None, json_digest(about)):
+                raise ValueError("its checksum does not match")
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise CheckpointError(f"{self.data} is damaged ({type(error).__name__}: {error}); remove it, and the run is resumed "
+                                  "without the comparison of its data with those it began with.") from error
+        return dict(about)
+
+
+def with_digest(config_yaml: str) -> str:
+    """The text of config.yaml with a last line that holds its checksum."""
+    return f"{config_yaml}{_DIGEST}{hashlib.sha256(config_yaml.encode()).hexdigest()}\n"
+
+
+def require_unchanged(config: Path, *, accept: bool = False) -> bool:
+    """Whether config.yaml was changed since the run began; raises CheckpointError if so, unless that is accepted.
+
+    An accepted change is kept: the checksum becomes that of the present content.
+    """
+    text = config.read_text(encoding="utf-8", errors="replace")
+    body, mark, digest = text.rpartition(_DIGEST)
+    # runs of before the checksum have none
+    if not mark or digest.strip() == hashlib.sha256(body.encode()).hexdigest():
+        return False
+    if not accept:
+        raise CheckpointError(f"{config} was changed since the run began: its checksum does not match. If you changed it, "
+                              "resume with --accept-changed-config; otherwise it is damaged, and the run may be trained with "
+                              "other settings than it began with.")
+    write_text(config, with_digest(body))
+    return True
+
+
+def _lines(log: Path) -> list[dict[str, Any]]:
+    return read_json_lines(log) if log.is_file() else []
 
 
 def check_output_dir(config: RunConfig) -> None:

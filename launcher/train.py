@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -25,14 +26,14 @@ from launcher.forecast import Forecast
 from launcher.ivectors import extractor_of, with_ivectors
 from launcher.mlflow_tracker import MlflowTracker
 from launcher.progress import ProgressTracker
-from launcher.run_folder import RunFolder, check_output_dir, run_name
+from launcher.run_folder import RunFolder, check_output_dir, require_unchanged, run_name
 from launcher.stop import SignalStop, signals_to
 from ngsgd.asr.corpus import Corpus, check_source, prepare
 from ngsgd.config import RunConfig
 from ngsgd.egs.archives import prepare_archives
 from ngsgd.egs.reader import EgsReader
 from ngsgd.errors import EXIT_OK, CheckpointError, ConfigError, DataError, RunInterrupted
-from ngsgd.files import read_json_lines
+from ngsgd.files import remove_abandoned
 from ngsgd.models import own
 from ngsgd.models.staged import set_stage
 from ngsgd.models.statistics import model_for, needs_statistics
@@ -42,10 +43,11 @@ from ngsgd.training.checkpoint import Checkpoint, CheckpointStore, first_checkpo
 from ngsgd.training.coordinator import Coordinator
 from ngsgd.training.dealing import make_dealer
 from ngsgd.training.diagnostics import average_posterior, score_subset
-from ngsgd.training.event_log import EventLog
+from ngsgd.training.event_log import EventLog, read_events
 from ngsgd.training.flat import Layout
 from ngsgd.training.job import WorkerSpec
 from ngsgd.training.ledger import Ledger
+from ngsgd.training.lock import RunLock
 from ngsgd.training.planning import schedule_of, stages_of
 from ngsgd.training.pools.pool import InProcessPool, WorkerPool
 from ngsgd.training.pools.process_pool import ProcessPool
@@ -66,34 +68,40 @@ def train(config: RunConfig, quiet: bool) -> FinalReport:
     data = _prepare(config, progress.report)  # before the run folder: wrong data leaves nothing behind, nor does a wrong model
     _require_model(config, EgsReader(data.egs_directory), progress.report)
     folder = RunFolder.create(config, compose.to_yaml(config))
-    progress.report(f"run folder {folder.path}")
-    sequences.keep_init_model(config, folder)
-    return _run(config, folder, data, progress)
+    with folder.locked("train", progress.warn) as lock:
+        progress.report(f"run folder {folder.path}")
+        sequences.keep_init_model(config, folder)
+        return _run(config, folder, lock, data, progress)
 
 
-def resume(run_dir: Path, quiet: bool, address: str | None = None, num_workers: int | None = None) -> int:
+def resume(run_dir: Path, quiet: bool, address: str | None = None, num_workers: int | None = None, *,
+           accept_changed_config: bool = False) -> int:
     """Goes on after the last committed outer iteration, with the run's own configuration.
 
     Where its workers are and how many changes no number, so that may be another than it was.
     """
     folder = RunFolder.open(run_dir)
+    require_unchanged(folder.config, accept=accept_changed_config)
     config = compose.from_yaml(folder.config)
     cluster = config.cluster
     config = replace(config, cluster=replace(cluster, address=cluster.address if address is None else address,
                                              num_workers=num_workers or cluster.num_workers))
     progress = _progress(config, quiet)
-    _run(config, folder, _prepare(config, progress.report, folder), progress)
+    with folder.locked("resume", progress.warn) as lock:
+        _run(config, folder, lock, _prepare(config, progress.report, folder), progress)
     return EXIT_OK
 
 
 def decode(run_dir: Path, quiet: bool) -> int:
     """Decodes again with the final model of a run."""
     folder = RunFolder.open(run_dir)
+    require_unchanged(folder.config)
     config = compose.from_yaml(folder.config)
     progress = _progress(config, quiet)
-    data = _prepare(config, progress.report, folder)
-    model, prior_P = load_final(folder)
-    result = decode_and_score(folder, config, data.corpus, model, prior_P)
+    with folder.locked("decode", progress.warn):
+        data = _prepare(config, progress.report, folder)
+        model, prior_P = load_final(folder)
+        result = decode_and_score(folder, config, data.corpus, model, prior_P)
     progress.report(f"valid  {result.valid}")
     progress.report(f"test   {result.test}")
     return EXIT_OK
@@ -146,6 +154,7 @@ def _prepare(config: RunConfig, report: Callable[[str], None], folder: RunFolder
     """The data of a run; of a run that has begun, with the i-vector extractor in its folder."""
     check_source(config.data)
     cache_root = Path(config.data.cache_dir or Path(config.output_dir) / "data").absolute()
+    remove_abandoned(cache_root)
     try:
         data = with_alignment(config, cache_root, report)
         corpus = prepare(data, config.features, cache_root, report, augment_config=config.augment)
@@ -167,47 +176,73 @@ def prepared_corpus(config: RunConfig, folder: RunFolder) -> Corpus:
     return _prepare(config, print, folder).corpus
 
 
-def _run(config: RunConfig, folder: RunFolder, data: _Data, progress: ProgressTracker) -> FinalReport:
-    folder.remember_data(data.corpus.digest, data.egs_directory, data.extractor)
-    stop = SignalStop(config.failure.grace_s, progress.report)
-    spec = WorkerSpec(config, str(data.egs_directory),
-                      sequences.sequence_data(config, folder, data.corpus, data.cache_root, progress.report))
-    sequences.tell_left_out(spec, progress.report)
-    trackers = Trackers([EventLog(folder.events), progress, Forecast(config, _job_counts(config, spec), progress.report),
-                         *_mlflow(config, folder, progress.warn)])
-    status = "FAILED"
+def _run(config: RunConfig, folder: RunFolder, lock: RunLock, data: _Data, progress: ProgressTracker) -> FinalReport:
+    with _disk_errors(folder):
+        folder.remember_data(data.corpus.digest, data.egs_directory, data.extractor)
+        stop = SignalStop(config.failure.grace_s, progress.report)
+        spec = WorkerSpec(config, str(data.egs_directory),
+                          sequences.sequence_data(config, folder, data.corpus, data.cache_root, progress.report))
+        sequences.tell_left_out(spec, progress.report)
+        checkpoints = _checkpoints(config, folder, spec, lock)
+        latest = _latest(checkpoints, progress.report)
+        events = EventLog(folder.events, latest.progress.outer_iter if latest else -1)
+        if latest and events.has(latest.progress.outer_iter):
+            latest = replace(latest, record=None)
+        trackers = Trackers([events, progress, Forecast(config, _job_counts(config, spec), progress.report),
+                             *_mlflow(config, folder, progress.warn)])
+        status = "FAILED"
+        try:
+            with folder.marked_as_running():
+                end = _train(config, folder, spec, checkpoints, latest, trackers, stop, progress.report)
+                report = _finish(config, folder, data, spec, checkpoints, end, progress.report)
+                trackers.finished(report)
+            status = "FINISHED"
+        except (RunInterrupted, KeyboardInterrupt) as interrupt:
+            status = "KILLED"
+            raise RunInterrupted(f"{interrupt or 'interrupted'}; go on with: ngsgd resume {folder.path}") from interrupt
+        finally:
+            trackers.close(status)
+        return report
+
+
+@contextlib.contextmanager
+def _disk_errors(folder: RunFolder) -> Iterator[None]:
+    """A full or failing disk ends in one message."""
     try:
-        with folder.marked_as_running():
-            end = _train(config, folder, spec, trackers, stop, progress.report)
-            report = _finish(config, folder, data, spec, end, progress.report)
-            trackers.finished(report)
-        status = "FINISHED"
+        yield
     except OSError as error:
         raise CheckpointError(f"{error.filename or folder.path} could not be written ({error.strerror}); make room or fix the "
                               f"permissions, then go on with: ngsgd resume {folder.path}") from error
-    except (RunInterrupted, KeyboardInterrupt) as interrupt:
-        status = "KILLED"
-        raise RunInterrupted(f"{interrupt or 'interrupted'}; go on with: ngsgd resume {folder.path}") from interrupt
-    finally:
-        trackers.close(status)
-    return report
 
 
-def _train(config: RunConfig, folder: RunFolder, spec: WorkerSpec, tracker: Tracker, stop: SignalStop,
-           report: Callable[[str], None]) -> Checkpoint:
+def _checkpoints(config: RunConfig, folder: RunFolder, spec: WorkerSpec, lock: RunLock) -> CheckpointStore:
+    """The checkpoints of a run, and the models that its final combination needs."""
+    shards = spec.shards()
+    wanted = wanted_for_combination(config, schedule_of(config, shards), stages_of(config, shards))
+    layout = Layout.of(model_for(config, spec.frames()))
+    return CheckpointStore(folder.checkpoints, layout, config.checkpoint.num_to_keep, wanted, lock)
+
+
+def _latest(checkpoints: CheckpointStore, report: Callable[[str], None]) -> Checkpoint | None:
+    latest, problems = checkpoints.latest()
+    for problem in problems:
+        report(problem)
+    return latest
+
+
+def _train(config: RunConfig, folder: RunFolder, spec: WorkerSpec, checkpoints: CheckpointStore, latest: Checkpoint | None,
+           tracker: Tracker, stop: SignalStop, report: Callable[[str], None]) -> Checkpoint:
     """All outer iterations that are left."""
     num_threads = resolve_threads(config, os.cpu_count() or 1)
     torch.set_num_threads(num_threads)
     reader, shards = spec.frames(), spec.shards()
     model, stages = model_for(config, reader), stages_of(config, shards)
-    layout = Layout.of(model)
-    checkpoints = CheckpointStore(folder.checkpoints, layout, config.checkpoint.num_to_keep,
-                                  wanted_for_combination(config, schedule_of(config, shards), stages))
+    size = checkpoints.layout.size
     # the model, and beside it at most two buffers of the outer optimiser and a moving average
-    require_room(folder.path, 4 * layout.size * (1 + len(make_rule(config.outer).buffers) + (config.outer.ema_decay > 0)))
-    start = _start(config, folder, checkpoints, model, report)
-    pool = _pool(spec, folder, num_threads, layout.size, stop)
-    ledger = Ledger(folder.ledger)
+    require_room(folder.path, 4 * size * (1 + len(make_rule(config.outer).buffers) + (config.outer.ema_decay > 0)))
+    start = _start(config, folder, latest, model, report)
+    pool = _pool(spec, folder, num_threads, size, stop)
+    ledger = Ledger(folder.ledger, checkpoints.lock.fence if checkpoints.lock else 0)
     try:
         report(f"starting {config.cluster.num_workers} workers ({config.cluster.kind}, {num_threads} threads each)")
         pool.start()
@@ -225,31 +260,30 @@ def _train(config: RunConfig, folder: RunFolder, spec: WorkerSpec, tracker: Trac
         pool.close()
 
 
-def _start(config: RunConfig, folder: RunFolder, checkpoints: CheckpointStore, model: nn.Module,
+def _start(config: RunConfig, folder: RunFolder, latest: Checkpoint | None, model: nn.Module,
            report: Callable[[str], None]) -> Checkpoint:
-    latest, problems = checkpoints.latest()
-    for problem in problems:
-        report(problem)
     if latest is None:
         return first_checkpoint(sequences.starting_parameters(config, folder, model))
     report(f"going on after outer iteration {latest.progress.outer_iter + 1}")
     return latest
 
 
-def _finish(config: RunConfig, folder: RunFolder, data: _Data, spec: WorkerSpec, end: Checkpoint,
+def _finish(config: RunConfig, folder: RunFolder, data: _Data, spec: WorkerSpec, checkpoints: CheckpointStore, end: Checkpoint,
             report: Callable[[str], None]) -> FinalReport:
     """Final model, word error rates, learning curve."""
     reader = spec.frames()
     model, scratch = model_for(config, reader), model_for(config, reader)
     for one in (model, scratch):
         set_stage(one, stages_of(config, spec.shards()).at(end.progress.outer_iter))
-    layout = Layout.of(model)
-    store = CheckpointStore(folder.checkpoints, layout, config.checkpoint.num_to_keep)
-    layout.load(model, final_parameters(config, end, store, scratch, reader, report))
+    missing = checkpoints.missing_candidates(end.progress.outer_iter)
+    if missing:
+        report(f"the models of outer iterations {', '.join(str(one + 1) for one in missing)} are missing in {checkpoints.models}; "
+               "the final model is combined from the others")
+    checkpoints.layout.load(model, final_parameters(config, end, checkpoints, scratch, reader, report))
     save_final(folder, config, model, reader)
     model, prior_P = load_final(folder)  # what users will load, not what happens to be in memory
     result = decode_and_score(folder, config, data.corpus, model, prior_P)
-    draw(read_json_lines(folder.events), folder.learning_curve)
+    draw(read_events(folder.events), folder.learning_curve)
     files = {"run folder": folder.path, "final model": folder.final, "per-utterance": folder.decode / "test.per_utt.txt",
              "learning curve": folder.learning_curve, "events": folder.events}
     return FinalReport(str(result.test), result.test.wer, str(result.valid),
