@@ -88,7 +88,7 @@ def from_yaml(path: Path) -> RunConfig:
 
     try:
         values = OmegaConf.to_container(OmegaConf.load(path))
-        has_end_mark = path.read_text(encoding="utf-8").rstrip().endswith("\n...")
+        has_end_mark = "..." in path.read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist; is this a run folder of ngsgd train?") from None
     except yaml.YAMLError as error:
