@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")  # in the message of safetensors' own error
 
@@ -123,23 +123,34 @@ MAX_TEXT_BYTES = 256 << 20   # default limit of a file that is read into memory 
 DIGEST = "sha256_of_index"   # key of an index file's own digest
 
 
-def read_regular_bytes(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> bytes:
-    """Read a regular file of at most `max_bytes` bytes.
+def open_regular(path: Path) -> BinaryIO:
+    """Open a regular file for reading.
 
     A FIFO, socket, device or folder is refused before it is opened, because reading one may block forever or never end.
 
     Raises:
-        OSError: the file cannot be read, is not a regular file, or is larger than the limit.  `strerror` gives the reason.
+        OSError: the file cannot be read, or is not a regular file.  `strerror` gives the reason.
     """
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise OSError(errno.EINVAL, "not a regular file", str(path))
-    # the file may have been replaced by a FIFO since: open without blocking and look again
+    # a FIFO may have taken its place since: open without blocking and look again
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    with open(descriptor, "rb") as file:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(errno.EINVAL, "not a regular file", str(path))
-        content = file.read(max_bytes + 1)
-    if len(content) > max_bytes:
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return open(descriptor, "rb")
+
+
+def read_regular_bytes(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> bytes:
+    """Read a regular file of at most `max_bytes` bytes.
+
+    Raises:
+        OSError: the file cannot be read, is not a regular file, or is larger than the limit.  `strerror` gives the reason.
+    """
+    with open_regular(path) as file:
+        # the size is not passed to read(), which would allocate that much
+        content = file.read() if os.fstat(file.fileno()).st_size <= max_bytes else None
+    if content is None or len(content) > max_bytes:
         raise OSError(errno.EFBIG, f"larger than the limit of {max_bytes} bytes", str(path))
     return content
 

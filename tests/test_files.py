@@ -24,7 +24,7 @@ def make_folder(path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [make_fifo, link_to_a_device, make_folder])
-def test_what_is_no_regular_file_is_refused_and_not_waited_for(tmp_path: Path, make: object) -> None:
+def test_fifos_devices_and_folders_are_refused_without_blocking(tmp_path: Path, make: object) -> None:
     assert callable(make)
     make(tmp_path / "data.json")
     with pytest.raises(OSError, match="not a regular file"):
@@ -44,7 +44,7 @@ def test_deep_json_is_a_value_error(tmp_path: Path) -> None:
         files.read_json(tmp_path / "a")
 
 
-def test_every_change_of_a_leaf_of_an_index_is_noticed() -> None:
+def test_index_digest_detects_changed_leaves() -> None:
     index = files.sealed({"a": 1, "b": {"one": "x", "two": "y"}, "c": (1, 2.5, None), "d": {3: "z"}})
     read = json.loads(json.dumps(index, indent=1))
     assert files.unsealed(read) == ({"a": 1, "b": {"one": "x", "two": "y"}, "c": [1, 2.5, None], "d": {"3": "z"}}, True)
