@@ -161,7 +161,8 @@ def hostile() -> Iterator[tuple[str, bytes]]:
     yield "long integers", b"\0B" + number(1) + b"\x08" + struct.pack("<i", 1)
     yield "size byte", b"\0BFM \x08" + struct.pack("<i", 1) + number(1) + b"\0" * 4
     for content in (b"", b"\0", b"\0B", b"\0BF", b"\0BXX ", b"\0BSM ", b"\0B<Nnet3Eg> ", b"[", b"[ 1 2",
-                    b"[ 1 x ]\n", b"[\n 1 2\n 3 ]\n", b"[ 1_0 ]\n", b"[ 1 ] 2\n", b"nan\n", b"99999999999\n", b"\xff\xfe\n", b"\x80\x04K\x01."):
+                    b"[ 1 x ]\n", b"[\n 1 2\n 3 ]\n", b"[ 1_0 ]\n", b"[ 1 ] 2\n", b"nan\n",
+                    b"99999999999\n", b"\xff\xfe\n", b"\x80\x04K\x01."):
         yield repr(content), content
 
 
