@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING
 from launcher.console import Parser
 from launcher.run_folder import RunFolder, find_run
 from ngsgd.errors import EXIT_OK, ConfigError, DataError
-from ngsgd.files import write_text
+from ngsgd.files import read_regular_text, write_text
 
 if TYPE_CHECKING:
     from ngsgd.asr.speech_set import SpeechSet
     from ngsgd.egs.nnet3_examples import Nnet3Example
     from ngsgd.egs.reader import EgsReader
+
+_MAX_MODEL_BYTES = 1 << 34   # of a model as text, about a billion parameters
 
 
 def export(arguments: Sequence[str]) -> int:
@@ -56,7 +58,7 @@ def import_(arguments: Sequence[str]) -> int:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return read_regular_text(path, _MAX_MODEL_BYTES)
     except (OSError, UnicodeError) as error:
         raise DataError(f"{path} cannot be read as text ({error}); convert it with nnet3-copy --binary=false.") from error
 

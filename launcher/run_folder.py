@@ -19,7 +19,17 @@ from typing import Any, ClassVar
 from ngsgd import process_identity
 from ngsgd.config import RunConfig
 from ngsgd.errors import CheckpointError, ConfigError
-from ngsgd.files import fsync, json_digest, make_directories, new_file, read_json_lines, remove_abandoned, write_text
+from ngsgd.files import (
+    fsync,
+    make_directories,
+    new_file,
+    read_json,
+    read_json_lines,
+    remove_abandoned,
+    sealed,
+    unsealed,
+    write_text,
+)
 from ngsgd.training.lock import RunLock
 
 _DIGEST = "# sha256 of the lines above: "   # begins the last line of config.yaml
@@ -167,21 +177,20 @@ class RunFolder:
                 shutil.copyfile(extractor, temporary)
         if not self.data.exists():
             about = {"digest": digest, "egs": str(egs_directory)}
-            write_text(self.data, json.dumps({**about, "sha256": json_digest(about)}, indent=1))
+            write_text(self.data, json.dumps(sealed(about), indent=1))
         elif self._known_data()["digest"] != digest:
             raise CheckpointError(f"the data of {self.path} has changed since the run began; start a new run.")
 
     def _known_data(self) -> dict[str, Any]:
         try:
-            about = json.loads(self.data.read_text(encoding="utf-8"))
             # runs of before the digests have none
-            expected = about.pop("sha256", None)
-            if not isinstance(about["digest"], str) or expected not in (None, json_digest(about)):
-                raise ValueError("its checksum does not match")
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise CheckpointError(f"{self.data} is damaged ({type(error).__name__}: {error}); remove it, and the run is resumed "
-                                  "without the comparison of its data with those it began with.") from error
-        return dict(about)
+            about, _ = unsealed(read_json(self.data))
+            if not isinstance(about.get("digest"), str):
+                raise ValueError("it names no data")
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{self.data} is damaged ({error}); remove it, and the run is resumed without the comparison "
+                                  "of its data with those it began with.") from error
+        return about
 
 
 def with_digest(config_yaml: str) -> str:

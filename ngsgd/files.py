@@ -3,31 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
 import os
 import re
 import shutil
+import stat
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")  # in the message of safetensors' own error
 
 
 def sha256(path: Path) -> str:
-    """Hex digest of a file's content."""
-    with path.open("rb") as file:
+    """Hex digest of a regular file's content."""
+    with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def json_digest(values: Mapping[str, Any]) -> str:
-    """SHA-256 of a JSON object in canonical form: sorted keys, no white space."""
-    canonical = json.dumps(values, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(canonical.encode()).hexdigest()
 
 
 def make_directories(path: Path) -> None:
@@ -199,19 +195,22 @@ class JsonLines:
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
     """All objects of an append-only log; lines that a crash cut short or that hold anything else are skipped."""
-    return parse_json_lines(path.read_text(encoding="utf-8", errors="replace"))
+    return parse_json_lines(read_log(path))
+
+
+def read_log(path: Path) -> str:
+    """The text of an append-only log; bytes that are not UTF-8 become replacement characters."""
+    with open_regular(path) as file:
+        return file.read().decode("utf-8", errors="replace")
 
 
 def parse_json_lines(text: str) -> list[dict[str, Any]]:
     """All lines that hold a JSON object."""
-    return [line for line in map(_parsed, text.split("\n")) if isinstance(line, dict)]
-
-
-def _parsed(line: str) -> Any:
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError):
-        return None
+    lines = []
+    for line in text.split("\n"):
+        with contextlib.suppress(ValueError):
+            lines.append(parse_json(line))
+    return [line for line in lines if isinstance(line, dict)]
 
 
 def fsync(path: Path) -> None:
@@ -221,3 +220,93 @@ def fsync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+# Files from others: bounded, regular, and checked -----------------------------------------------------
+
+MAX_TEXT_BYTES = 256 << 20   # default limit of a file that is read into memory at once
+DIGEST = "sha256_of_index"   # key of an index file's own digest
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a regular file for reading.
+
+    A FIFO, socket, device or folder is refused before it is opened, because reading one may block forever or never end.
+
+    Raises:
+        OSError: the file cannot be read, or is not a regular file.  `strerror` gives the reason.
+    """
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    # a FIFO may have taken its place since: open without blocking and look again
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return open(descriptor, "rb")
+
+
+def read_regular_bytes(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> bytes:
+    """Read a regular file of at most `max_bytes` bytes.
+
+    Raises:
+        OSError: the file cannot be read, is not a regular file, or is larger than the limit.  `strerror` gives the reason.
+    """
+    with open_regular(path) as file:
+        # the size is not passed to read(), which would allocate that much
+        content = file.read() if os.fstat(file.fileno()).st_size <= max_bytes else None
+    if content is None or len(content) > max_bytes:
+        raise OSError(errno.EFBIG, f"larger than the limit of {max_bytes} bytes", str(path))
+    return content
+
+
+def read_regular_text(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> str:
+    """Read a regular UTF-8 file of at most `max_bytes` bytes.
+
+    Raises:
+        OSError: as `read_regular_bytes`.
+        UnicodeDecodeError: the content is not UTF-8 (a ValueError).
+    """
+    return read_regular_bytes(path, max_bytes).decode("utf-8")
+
+
+def parse_json(text: str) -> Any:
+    """Parse JSON; every defect, nesting beyond Python's recursion limit included, is a ValueError."""
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("JSON is nested too deeply") from error
+
+
+def read_json(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> Any:
+    """Parse a regular JSON file.  Raises OSError or ValueError and nothing else."""
+    return parse_json(read_regular_text(path, max_bytes))
+
+
+def digest_of_json(tree: Any) -> str:
+    """SHA-256 of the canonical form: sorted keys, no spaces."""
+    text = json.dumps(tree, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def sealed(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the content of an index with its own digest under the key `DIGEST`."""
+    # tuples and integer keys become what they will be when the file is read
+    content: dict[str, Any] = json.loads(json.dumps(tree))
+    return {**content, DIGEST: digest_of_json(content)}
+
+
+def unsealed(tree: Any) -> tuple[dict[str, Any], bool]:
+    """Return (content without the digest, whether there was a digest).
+
+    Files written before digests were introduced have none.
+
+    Raises:
+        ValueError: the tree is not a JSON object, or does not match its digest.
+    """
+    if not isinstance(tree, dict):
+        raise ValueError("not a JSON object")
+    content = {key: value for key, value in tree.items() if key != DIGEST}
+    if DIGEST in tree and digest_of_json(content) != tree[DIGEST]:
+        raise ValueError("does not match its digest")
+    return content, DIGEST in tree

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ngsgd.files import parse_json_lines
+from ngsgd.files import parse_json_lines, read_log
 
 _SETTLED = ("accepted", "rejected", "dropped", "deferred", "quarantined")
 _Span = tuple[float, float]   # minibatches of a pass, from the first to before the second
@@ -53,7 +53,7 @@ def _checked_lines(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
     """The well-formed lines of a ledger, and one finding for each of the others."""
     lines: list[dict[str, Any]] = []
     problems: list[str] = []
-    for number, text in enumerate(path.read_text(encoding="utf-8", errors="replace").split("\n"), 1):
+    for number, text in enumerate(read_log(path).split("\n"), 1):
         # earlier versions kept a line that a killed process had left unfinished
         if not text or (text.startswith("{") and not text.endswith("}")):
             continue

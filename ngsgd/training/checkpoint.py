@@ -24,7 +24,7 @@ from safetensors.numpy import save_file as save_arrays
 from safetensors.torch import load_file, save_file
 
 from ngsgd.errors import CheckpointError
-from ngsgd.files import fsync, json_digest, make_directories, new_directory, remove_abandoned, sha256, write_text
+from ngsgd.files import fsync, make_directories, new_directory, read_json, remove_abandoned, sealed, sha256, unsealed, write_text
 from ngsgd.training.flat import Layout, Vector
 from ngsgd.training.job import Fisher
 from ngsgd.training.ledger import piece_fields, pieces_of
@@ -210,14 +210,13 @@ class CheckpointStore:
         fields = {**asdict(progress), "pending": list(map(piece_fields, progress.pending)),
                   "quarantined": list(map(piece_fields, progress.quarantined))}
         manifest = {"format": _FORMAT, "files": digests, "numbers": dict(checkpoint.numbers), "progress": fields, "commit": commit}
-        manifest["digest"] = json_digest(manifest)
-        (folder / "manifest.json").write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+        (folder / "manifest.json").write_text(json.dumps(sealed(manifest), indent=1), encoding="utf-8")
         return replace(checkpoint, model_sha256=digests[_MODEL], commit=commit)
 
     def _record_of_before(self, progress: Progress) -> OuterIterationRecord | None:
         """Of runs begun before format 3, which kept a waiting record in a file next to the checkpoints."""
         try:
-            record = OuterIterationRecord.from_json(json.loads(self._undiagnosed.read_text(encoding="utf-8")))
+            record = OuterIterationRecord.from_json(read_json(self._undiagnosed))
         except (OSError, ValueError, KeyError, TypeError):
             return None
         return record if record.outer_iter == progress.outer_iter else None
@@ -233,12 +232,11 @@ def _outer_iter(path: Path) -> int:
 
 def _verified_manifest(path: Path) -> dict[str, Any]:
     """The manifest of a checkpoint, whose files and own values match their checksums; raises ValueError otherwise."""
-    manifest: dict[str, Any] = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
-    digest = manifest.pop("digest", None)
+    manifest, has_digest = unsealed(read_json(path / "manifest.json"))
     if manifest["format"] not in (_FORMAT, _WITHOUT_DIGEST):
         raise ValueError(f"format {manifest['format']} is not supported by this version")
-    if manifest["format"] == _FORMAT and digest != json_digest(manifest):
-        raise ValueError("the checksum of manifest.json does not match")
+    if manifest["format"] == _FORMAT and not has_digest:
+        raise ValueError("manifest.json has no checksum")
     if _MODEL not in manifest["files"]:
         raise ValueError("manifest.json lists no model")
     for name, expected in manifest["files"].items():
@@ -248,7 +246,7 @@ def _verified_manifest(path: Path) -> dict[str, Any]:
 
 
 def _record(path: Path) -> OuterIterationRecord:
-    return OuterIterationRecord.from_json(json.loads((path / _RECORD).read_text(encoding="utf-8")))
+    return OuterIterationRecord.from_json(read_json(path / _RECORD))
 
 
 def _progress(fields: Mapping[str, Any]) -> Progress:

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ngsgd.files import JsonLines, parse_json_lines, read_json_lines, write_text
+from ngsgd.files import JsonLines, parse_json_lines, read_json_lines, read_log, write_text
 from ngsgd.training.records import FinalReport, Incident, OuterIterationRecord
 
 _DERIVED = ("objf", "accuracy", "skew", "max_change_share", "max_param_change_share")
@@ -103,5 +103,5 @@ def _supersede(path: Path, after: int) -> None:
         if any(event["event"] == "outer_iteration" and event["outer_iter"] > after for event in events):
             return json.dumps({**events[0], "event": _SUPERSEDED}) + "\n"
         return line
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+    lines = read_log(path).splitlines(keepends=True)
     write_text(path, "".join(map(renamed, lines)))

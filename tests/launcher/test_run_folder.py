@@ -40,7 +40,7 @@ def test_a_configuration_of_before_the_checksums_is_accepted(folder: RunFolder) 
 
 
 @pytest.mark.parametrize("content", ["", "{", "5", "null", "[]", "{}", '{"digest": 3}',
-                                     '{"digest": "x", "egs": "y", "sha256": "z"}', "[" * 50_000])
+                                     '{"digest": "x", "egs": "y", "sha256_of_index": "z"}', "[" * 50_000])
 def test_a_damaged_note_of_the_data_is_one_typed_error(folder: RunFolder, content: str) -> None:
     folder.remember_data("d1", Path("egs"), None)
     folder.remember_data("d1", Path("egs"), None)
