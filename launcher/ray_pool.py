@@ -30,7 +30,7 @@ from ngsgd.training.exchange.process_group import Backend
 from ngsgd.training.exchange.shared_memory import SharedRef, SharedVectors
 from ngsgd.training.flat import Mean, Vector
 from ngsgd.training.job import Job, JobFailure, JobResult, Outcome, VectorRef, WorkerSpec
-from ngsgd.training.pools.pool import Restarts, Retired
+from ngsgd.training.pools.pool import Restarts, Retired, incidents_of
 from ngsgd.training.preflight import fingerprint
 
 _COLLECTIVE_FROM = 4_000_000  # parameters, 16 MB: below that one machine takes them in as fast as they are told what to do
@@ -149,7 +149,7 @@ class RayPool:
         return sum(slot.process is not None for slot in self._slots)
 
     def retired(self) -> list[Retired]:
-        return self._restarts.news()
+        return [*self._restarts.news(), *incidents_of(self._exchange)]
 
     def submit(self, job: Job) -> None:
         # the same job goes to the same slot where it can, so that charts per worker stay comparable

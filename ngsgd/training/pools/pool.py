@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ngsgd.errors import ClusterError, DamagedArchiveError
+from ngsgd.training.exchange.groups import Exchange
 from ngsgd.training.flat import Mean, Vector
 from ngsgd.training.job import Held, Job, JobFailure, JobResult, Outcome, VectorRef, WorkerSpec
 from ngsgd.training.process import settle
@@ -19,10 +20,11 @@ _HOUR_S = 3600.0
 
 @dataclass(frozen=True)
 class Retired:
-    """A worker that died too often to be replaced once more."""
+    """A worker that died too often to be replaced once more, or another incident that only the pool sees."""
 
-    worker: int
+    worker: int     # -1: not about one
     message: str    # one sentence: what was seen, and what to do
+    what: str = "worker_retired"   # kind of incident
 
 
 class Restarts:
@@ -58,6 +60,11 @@ class Restarts:
         return ClusterError(f"no worker is left: each died more than failure.max_restarts_per_hour = {self.per_hour} times within "
                             f"an hour, the last one because it was {reason}; the last checkpoint is whole: see why they die, then "
                             "resume.")
+
+
+def incidents_of(exchange: Exchange | None) -> list[Retired]:
+    """Failures of averaging among the workers since the last call, as a pool reports them."""
+    return [Retired(-1, message, "exchange_failed") for message in exchange.news()] if exchange else []
 
 
 class WorkerPool(Protocol):

@@ -29,7 +29,7 @@ from ngsgd.training.flat import Mean, Vector
 from ngsgd.training.job import Job, JobFailure, JobResult, Outcome, VectorRef, WorkerSpec
 from ngsgd.training.pools.fork_server import ForkedProcess, fork_server
 from ngsgd.training.pools.messages import Disconnected, Messages
-from ngsgd.training.pools.pool import Restarts, Retired
+from ngsgd.training.pools.pool import Restarts, Retired, incidents_of
 from ngsgd.training.pools.worker_process import STOP, Assignment, MakeWorker, Ready, Setting, serve
 from ngsgd.training.worker import Worker
 
@@ -132,7 +132,7 @@ class ProcessPool:
         return sum(slot.ready and not slot.leaving for slot in self._slots)
 
     def retired(self) -> list[Retired]:
-        return self._restarts.news()
+        return [*self._restarts.news(), *incidents_of(self._exchange)]
 
     def submit(self, job: Job) -> None:
         # the same job goes to the same slot where it can, so that charts per worker stay comparable
