@@ -6,10 +6,8 @@ import contextlib
 import difflib
 import glob
 import json
-import os
 import re
 import shutil
-import socket
 import tempfile
 import time
 from collections.abc import Iterator
@@ -17,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+from ngsgd import process_identity
 from ngsgd.config import RunConfig
 from ngsgd.errors import CheckpointError, ConfigError
 from ngsgd.files import new_file, write_text
@@ -126,7 +125,7 @@ class RunFolder:
     @contextlib.contextmanager
     def marked_as_running(self) -> Iterator[None]:
         """Says which process it is that trains, for `ngsgd status` and `ngsgd stop`; a killed one leaves its mark behind."""
-        write_text(self.process, json.dumps({"host": socket.gethostname(), "process_id": os.getpid()}))
+        write_text(self.process, json.dumps(process_identity.current()))
         try:
             yield
         finally:
