@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from launcher.console import Parser, version
+from launcher.console import Parser, masked, printable, version
 from launcher.progress import duration
 from launcher.run_folder import RunFolder, find_run
 from ngsgd import process_identity
@@ -38,7 +38,7 @@ def command(arguments: Sequence[str]) -> int:
     else:
         about = {package: version(package) for package in _PACKAGES}
         lines = [f"{package:20}{found}" for package, found in about.items()]
-    print(json.dumps(about, indent=1) if options.json else "\n".join(lines))
+    print(json.dumps(about, indent=1) if options.json else printable(masked("\n".join(lines))))
     return EXIT_OK
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher import ray_jobs
-from launcher.console import Parser
+from launcher.console import Parser, masked, printable
 from launcher.info import describe_run, is_elsewhere, may_be_alive, progress_line, state_of
 from launcher.progress import ProgressTracker, final_lines, iteration_line
 from launcher.ray_jobs import ENDED, Door, told
@@ -42,7 +42,7 @@ def status(arguments: Sequence[str]) -> int:
     else:
         found = _runs(Path(options.output_dir))
         lines = [_run_line(state) for state in found] or [f"{options.output_dir} holds no runs"]
-    print(json.dumps(found, indent=1) if options.json else "\n".join(lines))
+    print(json.dumps(found, indent=1) if options.json else printable(masked("\n".join(lines))))
     return EXIT_OK
 
 
@@ -60,7 +60,7 @@ def logs(arguments: Sequence[str]) -> int:
     client = ray_jobs.connect(door)
     with told(door, options.what):
         if not options.follow:
-            print(client.get_job_logs(options.what), end="")
+            print(printable(client.get_job_logs(options.what)), end="")
             return EXIT_OK
         return exit_code(ray_jobs.follow(client, options.what))
 
