@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from launcher.console import Parser
+from launcher.console import TRUST, Parser
 from launcher.run_folder import find_run
 from ngsgd.errors import EXIT_OK, ConfigError
 
@@ -24,7 +24,7 @@ def resume(arguments: Sequence[str]) -> int:
     from launcher import train as service
 
     return service.resume(run, quiet=options.quiet, address=options.address, num_workers=options.workers,
-                          accept_changed_config=options.accept_changed_config)
+                          accept_changed_config=options.accept_changed_config, trust=options.trust)
 
 
 def decode(arguments: Sequence[str]) -> int:
@@ -40,11 +40,11 @@ def decode(arguments: Sequence[str]) -> int:
     if options.streaming:
         from launcher import streaming
 
-        print(streaming.measure(run, chunk_frames=options.chunk_frames))
+        print(streaming.measure(run, chunk_frames=options.chunk_frames, trust=options.trust))
         return EXIT_OK
     from launcher import train as service
 
-    code = service.decode(run, quiet=options.quiet or options.json)
+    code = service.decode(run, quiet=options.quiet or options.json, trust=options.trust)
     if options.json:
         print((run / "decode" / "wer.json").read_text(encoding="utf-8"))
     return code
@@ -59,7 +59,8 @@ def evaluate(arguments: Sequence[str]) -> int:
     run = find_run(options.run)
     from launcher import train as service
 
-    scores = service.evaluate(run, quiet=options.quiet or options.json, outer_iter=options.outer_iter)
+    scores = service.evaluate(run, quiet=options.quiet or options.json, outer_iter=options.outer_iter,
+                              trust=options.trust)
     print(json.dumps(scores, indent=1) if options.json else "\n".join(_told(name, score) for name, score in scores.items()))
     return EXIT_OK
 
@@ -70,6 +71,7 @@ def align(arguments: Sequence[str]) -> int:
     parser.add_argument("--output", "-o", required=True, help="the file to write: .npz, or text lines \"utterance pdf pdf ...\"")
     parser.add_argument("--model", metavar="RUN", help="label with the final model of this run, on its data and with its settings, "
                                                        "in place of a flat start")
+    parser.add_argument("--trust", action="store_true", help=f"with --model: {TRUST}")
     options = parser.parse_intermixed_args(list(arguments))
     if options.model and options.overrides:
         raise ConfigError(f"--model takes the settings of its run; leave out {' '.join(options.overrides)}.")
@@ -77,7 +79,7 @@ def align(arguments: Sequence[str]) -> int:
     from launcher import align as service
 
     if run:
-        service.with_model(run, Path(options.output))
+        service.with_model(run, Path(options.output), trust=options.trust)
     else:
         service.to_file(options.overrides, Path(options.output))
     return EXIT_OK
@@ -93,4 +95,5 @@ def _parser(command: str) -> Parser:
     parser = Parser(command)
     parser.add_argument("run", metavar="RUN", help="a run folder, or its name under runs/")
     parser.add_argument("--quiet", "-q", action="store_true", help="only incidents and the result")
+    parser.add_argument("--trust", action="store_true", help=TRUST)
     return parser

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import socket
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from launcher.console import Parser, version
+from launcher.console import Parser, masked, printable, version
 from launcher.progress import duration
 from launcher.run_folder import RunFolder, find_run
+from ngsgd import process_identity
 from ngsgd.errors import EXIT_OK
 from ngsgd.files import read_json_lines
 
@@ -38,7 +38,7 @@ def command(arguments: Sequence[str]) -> int:
     else:
         about = {package: version(package) for package in _PACKAGES}
         lines = [f"{package:20}{found}" for package, found in about.items()]
-    print(json.dumps(about, indent=1) if options.json else "\n".join(lines))
+    print(json.dumps(about, indent=1) if options.json else printable(masked("\n".join(lines))))
     return EXIT_OK
 
 
@@ -81,45 +81,59 @@ def progress_line(state: Mapping[str, Any]) -> str:
 
 
 def _state(folder: RunFolder, events: Sequence[Mapping[str, Any]]) -> str:
-    """Ray's words for a job, and LOST for a run whose process is gone without a word."""
-    if is_alive(_process(folder)):
+    """Ray's words for a job; LOST for a run whose process is gone without a word, UNKNOWN where that cannot be told."""
+    process = _process(folder)
+    if process_identity.is_alive(process):
         return "RUNNING" if events else "PENDING"
     if not events:
-        return "LOST" if folder.process.exists() else "PENDING"
+        return ("UNKNOWN" if may_be_alive(process) else "LOST") if folder.process.exists() else "PENDING"
     status = events[-1].get("status")
     if status in _STATES:
         return _STATES[status]
-    here = _process(folder).get("host") in (None, socket.gethostname())
-    return "LOST" if here or _silent_s(folder) > _ALIVE_S else "RUNNING"
+    if _silent_s(folder) <= _ALIVE_S:
+        if is_elsewhere(process):
+            return "RUNNING"
+        if may_be_alive(process):
+            return "UNKNOWN"
+    return "LOST"
 
 
 def _state_line(state: Mapping[str, Any]) -> str:
     if state["state"] == "LOST":
         return (f"LOST: its process is gone, the last event came {duration(state['silent_s'])} ago; "
                 f"it goes on with: ngsgd resume {state['run']}")
+    if state["state"] == "UNKNOWN":
+        return (f"UNKNOWN: process.json names process {state['process']['process_id']} without its start time, so that id may "
+                f"belong to another program by now; the last event came {duration(state['silent_s'])} ago")
     return f"{state['state']}{' (no event yet)' if state['state'] == 'PENDING' else ''}"
 
 
 def _process(folder: RunFolder) -> dict[str, Any]:
-    """Host and id of the process that trains; empty when none does, or none that said so."""
+    """The identity of the process that trains; empty when none does, or none that said so."""
     try:
-        stored = json.loads(folder.process.read_text())
-    except (OSError, ValueError):
+        stored = json.loads(folder.process.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
         return {}
     return stored if isinstance(stored, dict) and stored.keys() >= {"host", "process_id"} else {}
 
 
-def is_alive(process: Mapping[str, Any]) -> bool:
-    """Whether that process runs on this machine."""
-    if process.get("host") != socket.gethostname():
+def is_elsewhere(process: Mapping[str, Any]) -> bool:
+    """Whether it is a process of another machine, or of another container, whose end cannot be seen from here."""
+    if not process:
         return False
-    try:
-        os.kill(process["process_id"], 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # somebody else's, but there
+    if process["host"] != socket.gethostname():
         return True
-    return True
+    # a container on this machine; a process of another boot is simply gone
+    return (process_identity.is_complete(process) and process["boot_id"] == process_identity.current()["boot_id"]
+            and not process_identity.is_here(process))
+
+
+def may_be_alive(process: Mapping[str, Any]) -> bool:
+    """Whether some process of this machine has the id of an incomplete record, which does not prove that it is the same one."""
+    process_id = process.get("process_id")
+    if not process or is_elsewhere(process) or process_identity.is_complete(process) or type(process_id) is not int:
+        return False
+    return process_id > 1 and process_identity.exists(process_id)
 
 
 def _silent_s(folder: RunFolder) -> float:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from launcher.console import printable
 from ngsgd.errors import ClusterError, ConfigError
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ def follow(client: Any, job: str) -> str:
     """Prints what the job says until it ends; its last state."""
     async def run() -> None:
         async for text in client.tail_job_logs(job):
-            print(text, end="", flush=True)
+            print(printable(text), end="", flush=True)
 
     asyncio.run(run())
     return wait_until_ended(client, job, timeout_s=30.0)

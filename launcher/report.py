@@ -86,6 +86,9 @@ def spectra(folder: RunFolder, config: RunConfig, say: Callable[[str], None]) ->
     from ngsgd.training.job import Held, Job, Piece, Start, WorkerSpec
     from ngsgd.training.worker import Worker
 
+    if config.model._target_:
+        say("without Fisher spectra: the model is a module of the user's own (model._target_), which ngsgd report never imports")
+        return {}
     if config.objective.kind != "ce":
         say(f"without Fisher spectra: objective.kind is {config.objective.kind}, and they are of single frames")
         return {}

@@ -8,6 +8,7 @@ import glob
 import hashlib
 import json
 import re
+import secrets
 import shutil
 import tempfile
 import time
@@ -41,6 +42,7 @@ class RunFolder:
 
     path: Path
 
+    RUN_ID: ClassVar[str] = "run_id"
     IVECTORS: ClassVar[str] = "ivectors.safetensors"   # the extractor; beside the final model, too
 
     @classmethod
@@ -55,9 +57,13 @@ class RunFolder:
                 folder.path.mkdir()
             except FileExistsError:
                 continue
+            except OSError as error:
+                raise ConfigError(f"the run folder {folder.path} cannot be made ({error.strerror}); choose another place with "
+                                  "output_dir=PATH, or a shorter name=.") from error
             folder.checkpoints.mkdir()
             # before the first job: a run without its configuration cannot be resumed
             write_text(folder.config, with_digest(config_yaml))
+            write_text(folder.path / folder.RUN_ID, secrets.token_hex(16))
             fsync(root)
             return folder
         raise ConfigError(f"a hundred runs are named {root / name}; set another name=.")
@@ -74,6 +80,14 @@ class RunFolder:
     @property
     def config(self) -> Path:
         return self.path / "config.yaml"
+
+    @property
+    def run_id(self) -> str:
+        """Random, so that no received folder can be taken for a run of this user; empty for runs of earlier versions."""
+        try:
+            return (self.path / self.RUN_ID).read_text(encoding="ascii").strip()
+        except (OSError, ValueError):
+            return ""
 
     @property
     def checkpoints(self) -> Path:

@@ -52,7 +52,7 @@ def starting_parameters(config: RunConfig, folder: RunFolder, model: nn.Module) 
     layout = Layout.of(model)
     if not config.init_model:
         return layout.flatten(model.state_dict())
-    start, _ = open_final(folder.init_model)
+    start, _ = open_final(folder.init_model, own=config.model)
     if Layout.of(start) != layout or not _same_buffers(start, model):
         raise ConfigError(f"init_model is {config.init_model}, whose model has other layers or another input transform than this "
                           "run's; train with the same recipe, model=, features. and egs. settings.")
@@ -101,7 +101,7 @@ def _total(index: SequenceIndex) -> int:
 def _priors(config: RunConfig, folder: RunFolder, num_pdfs: int) -> npt.NDArray[np.float64]:
     if config.objective.kind == "lfmmi":
         return uniform_priors(num_pdfs)
-    return open_final(folder.init_model)[1]
+    return open_final(folder.init_model, own=config.model)[1]
 
 
 def uniform_priors(num_pdfs: int) -> npt.NDArray[np.float64]:

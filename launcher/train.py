@@ -11,10 +11,12 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from launcher import compose, sequences
+from launcher import compose, limits, sequences
+from launcher import trust as permission
 from launcher.align import with_alignment
 from launcher.curves import draw
 from launcher.final_model import (
+    check_final,
     decode_and_score,
     final_parameters,
     load_final,
@@ -26,7 +28,7 @@ from launcher.forecast import Forecast
 from launcher.ivectors import extractor_of, with_ivectors
 from launcher.mlflow_tracker import MlflowTracker
 from launcher.progress import ProgressTracker
-from launcher.run_folder import RunFolder, check_output_dir, require_unchanged, run_name
+from launcher.run_folder import RunFolder, check_output_dir, folder_of_model, require_unchanged, run_name
 from launcher.stop import SignalStop, signals_to
 from ngsgd.asr.corpus import Corpus, check_source, prepare
 from ngsgd.config import RunConfig
@@ -57,28 +59,37 @@ from ngsgd.training.tracking import Tracker, Trackers
 from ngsgd.training.worker import resolve_threads
 
 
-def train(config: RunConfig, quiet: bool) -> FinalReport:
-    """A new run, from data to word error rate; returns what it came to."""
+def train(config: RunConfig, quiet: bool, trust: bool = False) -> FinalReport:
+    """A new run, from data to word error rate; returns what it came to.
+
+    `trust` allows the import of a module that the model to start from names, and that these settings do not.
+    """
     check_output_dir(config)
     if config.cluster.kind in ("slurm", "kubernetes"):
         raise ConfigError(f"cluster={config.cluster.kind} is a place to submit to: ngsgd submit cluster={config.cluster.kind} ...")
     config = _with_search_path(config)
+    permission.allow(config.model)
     sequences.require_init_model(config)
+    if config.init_model:
+        check_final(folder_of_model(config.init_model) / "final")
+        permission.require_final(folder_of_model(config.init_model) / "final", config.model, trust=trust)
     progress = _progress(config, quiet)
     data = _prepare(config, progress.report)  # before the run folder: wrong data leaves nothing behind, nor does a wrong model
     _require_model(config, EgsReader(data.egs_directory), progress.report)
     folder = RunFolder.create(config, compose.to_yaml(config))
     with folder.locked("train", progress.warn) as lock:
         progress.report(f"run folder {folder.path}")
+        _remember(config, folder, progress.warn)
         sequences.keep_init_model(config, folder)
         return _run(config, folder, lock, data, progress)
 
 
 def resume(run_dir: Path, quiet: bool, address: str | None = None, num_workers: int | None = None, *,
-           accept_changed_config: bool = False) -> int:
+           accept_changed_config: bool = False, trust: bool = False, given: RunConfig | None = None) -> int:
     """Goes on after the last committed outer iteration, with the run's own configuration.
 
-    Where its workers are and how many changes no number, so that may be another than it was.
+    Where its workers are and how many changes no number, so that may be another than it was.  `given` has the settings of
+    a command line that began the run or might have: a module that it names too needs no `trust`.
     """
     folder = RunFolder.open(run_dir)
     require_unchanged(folder.config, accept=accept_changed_config)
@@ -86,36 +97,63 @@ def resume(run_dir: Path, quiet: bool, address: str | None = None, num_workers: 
     cluster = config.cluster
     config = replace(config, cluster=replace(cluster, address=cluster.address if address is None else address,
                                              num_workers=num_workers or cluster.num_workers))
+    config = _as_given(config, given)
+    permission.require_run(folder, config.model, trust=trust)
     progress = _progress(config, quiet)
     with folder.locked("resume", progress.warn) as lock:
         _run(config, folder, lock, _prepare(config, progress.report, folder), progress)
     return EXIT_OK
 
 
-def decode(run_dir: Path, quiet: bool) -> int:
+def _as_given(config: RunConfig, given: RunConfig | None) -> RunConfig:
+    """Allows the module that the command line names, in its folder, if the run has the same one and the same arguments."""
+    if given is None or not given.model._target_:
+        return config
+    if (given.model._target_, given.model.args) != (config.model._target_, config.model.args):
+        return config
+    found = os.path.abspath(given.model.search_path or os.getcwd())
+    config = replace(config, model=replace(config.model, search_path=found))
+    permission.allow(config.model)
+    return config
+
+
+def _remember(config: RunConfig, folder: RunFolder, warn: Callable[[str], None]) -> None:
+    """So that this user resumes the run on this machine without --trust."""
+    if not config.model._target_:
+        return
+    try:
+        permission.remember(config.model, folder.run_id)
+    except (OSError, RuntimeError) as error:  # no home, or a full one
+        warn(f"that you began this run could not be recorded ({error}); to resume or decode it, add --trust.")
+
+
+def decode(run_dir: Path, quiet: bool, trust: bool = False) -> int:
     """Decodes again with the final model of a run."""
     folder = RunFolder.open(run_dir)
     require_unchanged(folder.config)
     config = compose.from_yaml(folder.config)
     progress = _progress(config, quiet)
     with folder.locked("decode", progress.warn):
+        model, prior_P = load_final(folder, trust=trust)
         data = _prepare(config, progress.report, folder)
-        model, prior_P = load_final(folder)
         result = decode_and_score(folder, config, data.corpus, model, prior_P)
     progress.report(f"valid  {result.valid}")
     progress.report(f"test   {result.test}")
     return EXIT_OK
 
 
-def evaluate(run_dir: Path, quiet: bool, outer_iter: int | None = None) -> dict[str, dict[str, float] | None]:
+def evaluate(run_dir: Path, quiet: bool, outer_iter: int | None = None,
+             trust: bool = False) -> dict[str, dict[str, float] | None]:
     """Objf per frame and frame accuracy of valid and test, all of them; of the final model, or of a checkpoint that is kept."""
     folder = RunFolder.open(run_dir)
     config = compose.from_yaml(folder.config)
-    data = _prepare(config, _progress(config, quiet).report, folder)
-    reader = EgsReader(data.egs_directory)
     if outer_iter is None:
-        model, prior_P = load_final(folder)
+        model, prior_P = load_final(folder, trust=trust)
     else:
+        permission.require_run(folder, config.model, trust=trust)
+    data = _prepare(config, _progress(config, quiet).report, folder)
+    if outer_iter is not None:
+        reader = EgsReader(data.egs_directory)
         model = model_for(config, reader)
         set_stage(model, stages_of(config, reader).at(outer_iter - 1))
         layout = Layout.of(model)
@@ -152,6 +190,7 @@ class _Data:
 
 def _prepare(config: RunConfig, report: Callable[[str], None], folder: RunFolder | None = None) -> _Data:
     """The data of a run; of a run that has begun, with the i-vector extractor in its folder."""
+    limits.require_memory(config.model)
     check_source(config.data)
     cache_root = Path(config.data.cache_dir or Path(config.output_dir) / "data").absolute()
     remove_abandoned(cache_root)
@@ -162,6 +201,7 @@ def _prepare(config: RunConfig, report: Callable[[str], None], folder: RunFolder
         if config.ivectors.dim:
             extractor = extractor_of(config, corpus, cache_root, report, folder)
             corpus = with_ivectors(config, corpus, extractor, cache_root)
+        limits.require_schedule(config, corpus.train.frames.num_frames)
         egs_directory = prepare_archives(corpus.train.frames, corpus.valid.frames, config.egs,
                                          num_classes=corpus.num_pdfs, digest=corpus.digest, cache_root=cache_root,
                                          groups=corpus.train.speakers, silence_classes=corpus.language.topology.silence_pdfs)

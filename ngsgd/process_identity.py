@@ -73,6 +73,21 @@ def send_signal(identity: Mapping[str, Any], signal: int) -> bool:
     return True
 
 
+def exists(process_id: int) -> bool:
+    """Whether any process has this id now; no signal is sent."""
+    if (_PROC / "self").exists():
+        state, _ = _state_and_start(process_id)
+        return state not in ("", *_DEAD)
+    try:
+        os.kill(process_id, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        # of another user
+        return True
+    return True
+
+
 def _open_handle(process_id: int) -> int | None:
     try:
         return os.pidfd_open(process_id)

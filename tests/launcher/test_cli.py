@@ -30,17 +30,17 @@ class Service(ModuleType):
         self.runs: list[tuple[str, Path, bool]] = []
         self.error: BaseException | None = None
 
-    def train(self, config: RunConfig, quiet: bool) -> FinalReport:
+    def train(self, config: RunConfig, quiet: bool, **_: object) -> FinalReport:
         self.trained.append(config)
         if self.error is not None:
             raise self.error
         return final_report()
 
-    def resume(self, run_dir: Path, quiet: bool, address: str | None, num_workers: int | None) -> int:
+    def resume(self, run_dir: Path, quiet: bool, address: str | None, num_workers: int | None, **_: object) -> int:
         self.runs.append(("resume" + (f" at {address} with {num_workers}" if address else ""), run_dir, quiet))
         return 0
 
-    def decode(self, run_dir: Path, quiet: bool) -> int:
+    def decode(self, run_dir: Path, quiet: bool, **_: object) -> int:
         self.runs.append(("decode", run_dir, quiet))
         return 0
 
