@@ -17,7 +17,8 @@ from launcher.console import Parser, version
 from launcher.progress import duration
 from launcher.run_folder import RunFolder, find_run
 from ngsgd.errors import EXIT_OK, ConfigError
-from ngsgd.files import read_json_lines, write_text
+from ngsgd.files import write_text
+from ngsgd.training.event_log import read_events
 
 if TYPE_CHECKING:
     from launcher.charts import Chart
@@ -115,7 +116,7 @@ def read(folder: RunFolder) -> Run:
     from launcher import compose
     from launcher.values import flatten
 
-    events = read_json_lines(folder.events) if folder.events.is_file() else []
+    events = read_events(folder.events)
     if not any(event.get("event") == "outer_iteration" for event in events):
         raise ConfigError(f"{folder.path} has no outer iteration yet; leave it out, or wait for its first.")
     try:

@@ -15,7 +15,9 @@ from launcher.progress import duration
 from launcher.run_folder import RunFolder, find_run
 from ngsgd import process_identity
 from ngsgd.errors import EXIT_OK
-from ngsgd.files import read_json_lines
+from ngsgd.files import read_json
+from ngsgd.training.event_log import read_events
+from ngsgd.training.lock import holder_of
 
 # MLflow's word for how a run ended -> Ray's, which `ray job` users know
 _STATES = {"FINISHED": "SUCCEEDED", "FAILED": "FAILED", "KILLED": "STOPPED"}
@@ -45,7 +47,7 @@ def command(arguments: Sequence[str]) -> int:
 def state_of(run_dir: Path) -> dict[str, Any]:
     """How far a run has come, from the files in its folder; figures that are not known yet are None."""
     folder = RunFolder(run_dir)
-    events = read_json_lines(folder.events) if folder.events.is_file() else []
+    events = read_events(folder.events)
     nothing: dict[str, Any] = {}
     last = next((event for event in reversed(events) if event.get("event") == "outer_iteration"), nothing)
     end = next((event for event in reversed(events) if event.get("event") == "finished"), nothing)
@@ -110,10 +112,16 @@ def _state_line(state: Mapping[str, Any]) -> str:
 
 def _process(folder: RunFolder) -> dict[str, Any]:
     """The identity of the process that trains; empty when none does, or none that said so."""
+    held = holder_of(folder.lock)
+    if held and held.get("purpose") != "decode":
+        return _as_identity(held.get("holder"))
     try:
-        stored = json.loads(folder.process.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        return _as_identity(read_json(folder.process))
+    except (OSError, ValueError):
         return {}
+
+
+def _as_identity(stored: object) -> dict[str, Any]:
     return stored if isinstance(stored, dict) and stored.keys() >= {"host", "process_id"} else {}
 
 
@@ -142,8 +150,8 @@ def _silent_s(folder: RunFolder) -> float:
 
 def _examples_of(folder: RunFolder) -> str | None:
     try:
-        return str(json.loads(folder.data.read_text())["egs"])
-    except (OSError, ValueError, KeyError):  # a run that has not begun
+        return str(read_json(folder.data)["egs"])
+    except (OSError, ValueError, KeyError, TypeError):  # a run that has not begun
         return None
 
 

@@ -18,7 +18,9 @@ from launcher.ray_jobs import ENDED, Door, told
 from launcher.run_folder import RunFolder, known_run
 from ngsgd import process_identity
 from ngsgd.errors import EXIT_OK, EXIT_RUN_FAILED, ClusterError, ConfigError
-from ngsgd.files import parse_json_lines
+from ngsgd.files import parse_json_lines, read_log
+from ngsgd.training.event_log import valid_events
+from ngsgd.training.lock import holder_of
 
 _POLL_S = 0.3
 _WHAT = "a run folder, its name under runs/, or the id of a Ray job"
@@ -118,10 +120,10 @@ def _run_logs(folder: RunFolder, *, follow: bool) -> int:
     progress, read = ProgressTracker(), 0
     while True:
         is_over = state_of(folder.path)["state"] in (*ENDED, "LOST")  # before reading: what comes later is read next time
-        text = folder.events.read_text(encoding="utf-8")[read:] if folder.events.is_file() else ""
+        text = read_log(folder.events)[read:] if folder.events.is_file() else ""
         whole = text[:text.rfind("\n") + 1]
         read += len(whole)
-        for event in parse_json_lines(whole):
+        for event in valid_events(parse_json_lines(whole)):
             for line in _lines_of(event):
                 progress.report(line)
         if is_over or not follow:
@@ -164,6 +166,12 @@ def _stop_run(run: Path, timeout_s: float) -> int:
 
 
 def _ask_to_end(run: Path, process: dict[str, Any]) -> None:
+    lock = RunFolder(run).lock
+    held = holder_of(lock)
+    # runs begun by an earlier version have no lock
+    if lock.exists() and (held is None or held.get("holder") != process):
+        raise ConfigError(f"process {process['process_id']}, which process.json of {run} names, does not hold the run's lock; "
+                          "nothing was signalled. If nothing trains the run, remove process.json.")
     try:
         process_identity.send_signal(process, signal.SIGTERM)
     except PermissionError as error:

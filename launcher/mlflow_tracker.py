@@ -22,7 +22,8 @@ from launcher.mlflow_figures import run_metrics, storable, system_metrics, worke
 from launcher.mlflow_store import log_model, open_client, read_tracking, tracking_uri
 from launcher.mlflow_tags import origin, versions
 from ngsgd.config import RunConfig
-from ngsgd.files import read_json_lines, write_text
+from ngsgd.files import write_text
+from ngsgd.training.event_log import read_events
 from ngsgd.training.records import FinalReport, Incident, JobRecord, OuterIterationRecord
 
 CLOSE_TIMEOUT_S = 30.0             # saving the final model takes some 5 of them
@@ -279,7 +280,7 @@ def _records(run_dir: Path) -> list[tuple[int, OuterIterationRecord]]:
     log = run_dir / "events.jsonl"
     if not log.is_file():
         return []
-    events = [event for event in read_json_lines(log) if event.get("event") == "outer_iteration"]
+    events = [event for event in read_events(log) if event.get("event") == "outer_iteration"]
     latest = {record.outer_iter: record for record in map(OuterIterationRecord.from_json, events)}
     # the log has no clock: the file's time, and before it a millisecond an outer iteration, which keeps them in order
     last_ms = int(log.stat().st_mtime * 1000)

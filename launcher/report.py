@@ -11,7 +11,8 @@ from launcher.console import Parser, version
 from launcher.progress import duration
 from launcher.run_folder import RunFolder, find_run
 from ngsgd.errors import EXIT_OK, ConfigError, NgsgdError
-from ngsgd.files import read_json_lines, write_text
+from ngsgd.files import write_text
+from ngsgd.training.event_log import read_events
 
 if TYPE_CHECKING:
     from ngsgd.config import RunConfig
@@ -58,7 +59,7 @@ def write(folder: RunFolder, target: Path, say: Callable[[str], None], *, with_s
     from launcher.info import state_of
 
     config = compose.from_yaml(folder.config)
-    events = read_json_lines(folder.events) if folder.events.is_file() else []
+    events = read_events(folder.events)
     if not any(event.get("event") == "outer_iteration" for event in events):
         raise ConfigError(f"{folder.path} has no outer iteration yet, so there is nothing to draw; wait for the first.")
     found = spectra(folder, config, say) if with_spectra and config.optimizer.kind == "ngsgd" else {}

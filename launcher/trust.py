@@ -48,10 +48,8 @@ def remember(model: ModelConfig, run_id: str) -> None:
     with _locked(path):
         records = {**_records(), run_id: _digest(asdict(model))}
         newest = dict(list(records.items())[-_MAX_RECORDS:])
-        with new_file(path) as temporary:
-            handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            with open(handle, "w", encoding="utf-8") as file:
-                json.dump(newest, file, indent=0)
+        with new_file(path, mode=0o600) as temporary:
+            temporary.write_text(json.dumps(newest, indent=0), encoding="utf-8")
 
 
 def require(model: ModelConfig | Mapping[str, Any], source: Path, run_id: str = "", *, trust: bool = False) -> None:

@@ -14,8 +14,9 @@ import stat
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")  # in the message of safetensors' own error
 
@@ -99,10 +100,13 @@ def write_text(path: Path, text: str) -> None:
 
 
 @contextmanager
-def new_file(final: Path) -> Iterator[Path]:
-    """A path to write to; the file takes the name `final` when the block ends well, and is removed when it does not."""
+def new_file(final: Path, mode: int = 0o666) -> Iterator[Path]:
+    """A path to write to; the file takes the name `final` when the block ends well, and is removed when it does not.
+
+    `mode` is what others may do with the file, before the umask.
+    """
     temporary = _temporary_name(final)
-    temporary.touch()
+    os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode))
     owned = _own(temporary)
     try:
         yield temporary
@@ -228,7 +232,7 @@ MAX_TEXT_BYTES = 256 << 20   # default limit of a file that is read into memory 
 DIGEST = "sha256_of_index"   # key of an index file's own digest
 
 
-def open_regular(path: Path) -> BinaryIO:
+def open_regular(path: Path) -> BufferedReader:
     """Open a regular file for reading.
 
     A FIFO, socket, device or folder is refused before it is opened, because reading one may block forever or never end.
