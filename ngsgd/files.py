@@ -27,6 +27,17 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def keep_digest(path: Path, digest: str = "") -> None:
+    """Write the SHA-256 of a file, computed here unless given, to NAME.sha256 next to it."""
+    write_text(path.with_suffix(".sha256"), (digest or sha256(path)) + "\n")
+
+
+def matches_digest(path: Path) -> bool:
+    """Whether a file has the SHA-256 that `keep_digest` wrote; also true for files of before, which have none."""
+    kept = path.with_suffix(".sha256")
+    return not kept.exists() or read_regular_text(kept, max_bytes=1024).strip() == sha256(path)
+
+
 def make_directories(path: Path) -> None:
     """Create a directory and its parents so that they survive a power cut."""
     missing = [path, *path.parents]

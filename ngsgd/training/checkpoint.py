@@ -24,7 +24,18 @@ from safetensors.numpy import save_file as save_arrays
 from safetensors.torch import load_file, save_file
 
 from ngsgd.errors import CheckpointError
-from ngsgd.files import fsync, make_directories, new_directory, read_json, remove_abandoned, sealed, sha256, unsealed, write_text
+from ngsgd.files import (
+    fsync,
+    keep_digest,
+    make_directories,
+    matches_digest,
+    new_directory,
+    read_json,
+    remove_abandoned,
+    sealed,
+    sha256,
+    unsealed,
+)
 from ngsgd.training.flat import Layout, Vector
 from ngsgd.training.job import Fisher
 from ngsgd.training.ledger import piece_fields, pieces_of
@@ -117,9 +128,7 @@ class CheckpointStore:
         """The model of a candidate for the final combination, verified against its digest."""
         path = self._candidate(outer_iter)
         try:
-            digest = path.with_suffix(".sha256")
-            # runs of before the digests have none
-            if digest.exists() and digest.read_text(encoding="utf-8").strip() != sha256(path):
+            if not matches_digest(path):
                 raise ValueError("its checksum does not match")
             state = load_file(path)
             if {name: tuple(t.shape) for name, t in state.items()} != self.layout.by_name():
@@ -168,7 +177,7 @@ class CheckpointStore:
     def _keep_candidate(self, model: Path, target: Path, digest: str) -> None:
         make_directories(self.models)
         target.unlink(missing_ok=True)
-        write_text(target.with_suffix(".sha256"), digest + "\n")
+        keep_digest(target, digest)
         try:
             os.link(model, target)
         except OSError:  # not every file system has links
