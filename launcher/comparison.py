@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from launcher.console import Parser, version
+from launcher.console import Parser, masked, printable, version
 from launcher.progress import duration
 from launcher.run_folder import RunFolder, find_run
 from ngsgd.errors import EXIT_OK, ConfigError
@@ -42,7 +42,7 @@ def command(arguments: Sequence[str]) -> int:
     if settings := [word for word in options.runs if "=" in word]:
         from launcher.contest import trained
 
-        folders += trained(settings, lambda line: print(line, file=sys.stderr, flush=True))
+        folders += trained(settings, lambda line: print(printable(masked(line)), file=sys.stderr, flush=True))
     runs = [read(folder) for folder in folders]
     target = Path(options.output)
     write_text(target, _page(runs))
@@ -54,7 +54,7 @@ def command(arguments: Sequence[str]) -> int:
         objf = common_objf(runs)
         print(json.dumps({"page": str(target), "common_objf": objf, "runs": [run.figures(objf) for run in runs]}, indent=1))
     else:
-        print("\n".join([*_text_table(runs), f"page {target}"]))
+        print(printable("\n".join([*_text_table(runs), f"page {target}"])))
     return EXIT_OK
 
 
@@ -126,7 +126,9 @@ def read(folder: RunFolder) -> Run:
     except (OSError, ValueError, KeyError, StopIteration):  # not decoded, or not yet
         found = None
     peak = json.loads(folder.measured.read_text())["peak_resident_mib"] if folder.measured.is_file() else None
-    return Run(folder.path.name, events, flatten(compose.from_yaml(folder.config)), found, peak)
+    settings = flatten(compose.from_yaml(folder.config))
+    shown = {name: masked(value) if isinstance(value, str) else value for name, value in settings.items()}
+    return Run(folder.path.name, events, shown, found, peak)
 
 
 def common_objf(runs: Sequence[Run]) -> float:

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launcher import compose, values
-from launcher.console import Parser, run_guarded
+from launcher.console import Parser, masked, run_guarded
 from launcher.run_folder import run_to_continue
 from launcher.tuned_file import expanded
 from ngsgd.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError
+from ngsgd.files import write_text
 
 if TYPE_CHECKING:
     from ngsgd.training.records import FinalReport
@@ -90,6 +91,7 @@ def _train_one(composed: Any, codes: Path, *, quiet: bool, debug: bool, goes_on:
     from omegaconf import OmegaConf
 
     reports: list[FinalReport] = []
+    _mask_file_of_sweep()
 
     def run() -> int:
         from launcher import train as service
@@ -108,6 +110,20 @@ def _train_one(composed: Any, codes: Path, *, quiet: bool, debug: bool, goes_on:
     if code == EXIT_INTERRUPTED:
         sys.exit(EXIT_INTERRUPTED)  # no further run of a sweep
     return to_minimise(reports[0]) if reports else None
+
+
+def _mask_file_of_sweep() -> None:
+    """Hydra writes all overrides to a sweep's multirun.yaml before the first run begins, passwords as well."""
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.types import RunMode
+
+    if not HydraConfig.initialized() or HydraConfig.get().mode != RunMode.MULTIRUN:
+        return
+    file = Path(HydraConfig.get().sweep.dir) / "multirun.yaml"
+    with contextlib.suppress(OSError, UnicodeError):
+        text = file.read_text(encoding="utf-8")
+        if masked(text) != text:
+            write_text(file, masked(text))
 
 
 def to_minimise(report: FinalReport) -> float:

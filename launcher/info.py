@@ -40,7 +40,7 @@ def command(arguments: Sequence[str]) -> int:
     else:
         about = {package: version(package) for package in _PACKAGES}
         lines = [f"{package:20}{found}" for package, found in about.items()]
-    print(json.dumps(about, indent=1) if options.json else printable(masked("\n".join(lines))))
+    print(masked(json.dumps(about, indent=1) if options.json else printable("\n".join(lines))))
     return EXIT_OK
 
 

@@ -44,7 +44,7 @@ def status(arguments: Sequence[str]) -> int:
     else:
         found = _runs(Path(options.output_dir))
         lines = [_run_line(state) for state in found] or [f"{options.output_dir} holds no runs"]
-    print(json.dumps(found, indent=1) if options.json else printable(masked("\n".join(lines))))
+    print(masked(json.dumps(found, indent=1) if options.json else printable("\n".join(lines))))
     return EXIT_OK
 
 

@@ -9,15 +9,46 @@ import tempfile
 import warnings
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
+from launcher.console import MASK, conceal, is_masked, masked
 from ngsgd.config import RunConfig
+from ngsgd.errors import ConfigError
 
 _PACKAGES = ("ngsgd", "torch", "numpy", "safetensors")
 
 
+_USER, _PASSWORD, _TOKEN = "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN"
+
+
 def tracking_uri(config: RunConfig) -> str:
-    """The configured store, or SQLite in the output directory."""
-    return config.tracking.uri or sqlite_uri(Path(config.output_dir))
+    """The configured store with what logs in to it, or SQLite in the output directory; raises as `with_login` does."""
+    if masked(config.tracking.uri) != config.tracking.uri:
+        conceal(config.tracking.uri)
+    return with_login(config.tracking.uri) or sqlite_uri(Path(config.output_dir))
+
+
+def with_login(uri: str) -> str:
+    """A store's address as files have it, masked, with the user and password of the environment.
+
+    Raises ConfigError where it was masked and the environment has none.
+    """
+    if not is_masked(uri):
+        return uri
+    user, password = os.environ.get(_USER, ""), os.environ.get(_PASSWORD, "")
+    scheme, _, rest = uri.partition(f"://{MASK}@")
+    if rest and not is_masked(rest):
+        if scheme in ("http", "https") and ((user and password) or os.environ.get(_TOKEN)):
+            return f"{scheme}://{rest}"  # MLflow reads the environment itself
+        if user and password:
+            return f"{scheme}://{quote(user, safe='')}:{quote(password, safe='')}@{rest}"
+    raise ConfigError(f"tracking.uri is stored as {uri}, without what logs in to it; set {_USER} and {_PASSWORD}, or go on with "
+                      "ngsgd train --continue name=NAME tracking.uri=URI, or set tracking.kind=none for a new run.")
+
+
+def without_login(uri: str) -> str:
+    """The address alone: it says which store it is, however one logs in to it."""
+    return masked(uri).replace(f"{MASK}@", "")
 
 
 def sqlite_uri(output_dir: Path) -> str:

@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from launcher import values
+from launcher.console import masked
 from launcher.machine import load_of_machine
 from launcher.mlflow_figures import run_metrics, storable, system_metrics, worker_metrics
-from launcher.mlflow_store import log_model, open_client, read_tracking, tracking_uri
+from launcher.mlflow_store import log_model, open_client, read_tracking, tracking_uri, without_login
 from launcher.mlflow_tags import origin, versions
 from ngsgd.config import RunConfig
 from ngsgd.files import write_text
@@ -219,7 +220,7 @@ class _MlflowRun:
     def _continued(self) -> str:
         """The run that the folder belongs to, set running again; empty when there is none in this store."""
         stored = read_tracking(self.run_dir)
-        if stored.get("tracking_uri") != self._uri:
+        if without_login(str(stored.get("tracking_uri"))) != without_login(self._uri):
             return ""
         worker_runs = {int(worker): str(run) for worker, run in stored["worker_runs"].items()}
         try:
@@ -242,7 +243,7 @@ class _MlflowRun:
         tags = {**origin(num_runs), **versions(), **({"resumed_from": str(before["run_id"])} if before else {})}
         run_id = str(self._client.create_run(self.experiment_id, tags=tags, run_name=self._run_name).info.run_id)
         # only here: MLflow refuses to change a parameter, and a resumed run has the same ones anyway
-        params = [Param(name, str(value) or "''") for name, value in values.flatten(self._config).items()]
+        params = [Param(name, masked(str(value)) or "''") for name, value in values.flatten(self._config).items()]
         for first in range(0, len(params), _PARAMS_PER_BATCH):
             self._client.log_batch(run_id, params=params[first:first + _PARAMS_PER_BATCH])
         self._remember(run_id)
@@ -270,7 +271,7 @@ class _MlflowRun:
 
     def _remember(self, run_id: str) -> None:
         """Whole or not at all: a resumed run reads it."""
-        stored = {"tracking_uri": self._uri, "experiment_id": self.experiment_id, "run_id": run_id,
+        stored = {"tracking_uri": masked(self._uri), "experiment_id": self.experiment_id, "run_id": run_id,
                   "worker_runs": self._worker_runs, "sent": self._sent}
         write_text(self.run_dir / "tracking.json", json.dumps(stored, indent=1))
 
@@ -312,4 +313,5 @@ def _percent(wer: str) -> float:
 
 def _first_line(error: Exception) -> str:
     line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    line = masked(line)
     return line if len(line) <= _LONGEST_REASON else f"{line[:_LONGEST_REASON]} ..."

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from launcher.console import Parser, version
+from launcher.console import Parser, masked, version
 from launcher.progress import duration
 from launcher.run_folder import RunFolder, find_run
 from ngsgd.errors import EXIT_OK, ConfigError, NgsgdError
@@ -42,12 +42,12 @@ def command(arguments: Sequence[str]) -> int:
 
 def _send(folder: RunFolder, page: Path) -> None:
     """To the MLflow run that belongs to the folder."""
-    from launcher.mlflow_store import open_client, read_tracking
+    from launcher.mlflow_store import open_client, read_tracking, with_login
 
     stored = read_tracking(folder.path)
     if not stored:
         raise ConfigError(f"{folder.path} is in no MLflow store; leave out --mlflow.")
-    client = open_client(stored["tracking_uri"])
+    client = open_client(with_login(str(stored["tracking_uri"])))
     client.log_artifact(stored["run_id"], str(page))
     client.log_artifacts(stored["run_id"], str(folder.path / "report"), "report")
 
@@ -134,7 +134,7 @@ def _page(folder: RunFolder, config: RunConfig, events: Sequence[Mapping[str, An
     if words:
         body += [html.heading("Word errors"), html.table(("set", "result", "95% interval"), words)]
     incidents = [event for event in events if event.get("event") == "incident"]
-    faults = [f"outer iteration {event['outer_iter'] + 1}: {event['message']}" for event in incidents]
+    faults = [masked(f"outer iteration {event['outer_iter'] + 1}: {event['message']}") for event in incidents]
     body += [html.heading(f"Incidents ({len(faults)})"), html.incidents(faults[-100:]),
              html.heading("Settings"), html.table(("setting", "this run", "default"), _changed(config)),
              html.folded("all settings", compose.to_yaml(config))]
@@ -169,4 +169,5 @@ def _changed(config: RunConfig) -> list[tuple[str, str, str]]:
     from ngsgd.config import RunConfig
 
     default = flatten(RunConfig())
-    return [(path, str(value), str(default.get(path, ""))) for path, value in flatten(config).items() if value != default.get(path)]
+    return [(path, masked(str(value)), str(default.get(path, "")))
+            for path, value in flatten(config).items() if value != default.get(path)]

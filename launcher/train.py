@@ -14,6 +14,7 @@ from torch import nn
 from launcher import compose, limits, sequences
 from launcher import trust as permission
 from launcher.align import with_alignment
+from launcher.console import masked
 from launcher.curves import draw
 from launcher.final_model import (
     check_final,
@@ -26,6 +27,7 @@ from launcher.final_model import (
 )
 from launcher.forecast import Forecast
 from launcher.ivectors import extractor_of, with_ivectors
+from launcher.mlflow_store import tracking_uri
 from launcher.mlflow_tracker import MlflowTracker
 from launcher.progress import ProgressTracker
 from launcher.run_folder import RunFolder, check_output_dir, folder_of_model, require_unchanged, run_name
@@ -98,6 +100,9 @@ def resume(run_dir: Path, quiet: bool, address: str | None = None, num_workers: 
     config = replace(config, cluster=replace(cluster, address=cluster.address if address is None else address,
                                              num_workers=num_workers or cluster.num_workers))
     config = _as_given(config, given)
+    if config.tracking.kind == "mlflow":
+        # before any work: a password that only the first command line had
+        tracking_uri(config)
     permission.require_run(folder, config.model, trust=trust)
     progress = _progress(config, quiet)
     with folder.locked("resume", progress.warn) as lock:
@@ -106,7 +111,12 @@ def resume(run_dir: Path, quiet: bool, address: str | None = None, num_workers: 
 
 
 def _as_given(config: RunConfig, given: RunConfig | None) -> RunConfig:
-    """Allows the module that the command line names, in its folder, if the run has the same one and the same arguments."""
+    """With what is no part of config.yaml: the login of tracking.uri, and leave to import the module that both name.
+
+    That module is found in the folder that the command line names, and its arguments must be the same.
+    """
+    if given is not None and masked(given.tracking.uri) == config.tracking.uri:
+        config = replace(config, tracking=replace(config.tracking, uri=given.tracking.uri))
     if given is None or not given.model._target_:
         return config
     if (given.model._target_, given.model.args) != (config.model._target_, config.model.args):
