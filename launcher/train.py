@@ -25,6 +25,7 @@ from launcher.forecast import Forecast
 from launcher.ivectors import extractor_of, with_ivectors
 from launcher.mlflow_tracker import MlflowTracker
 from launcher.progress import ProgressTracker
+from launcher.ray_probe import require_cluster
 from launcher.run_folder import RunFolder, check_output_dir, run_name
 from launcher.stop import SignalStop, signals_to
 from ngsgd.asr.corpus import Corpus, check_source, prepare
@@ -62,6 +63,7 @@ def train(config: RunConfig, quiet: bool) -> FinalReport:
         raise ConfigError(f"cluster={config.cluster.kind} is a place to submit to: ngsgd submit cluster={config.cluster.kind} ...")
     config = _with_search_path(config)
     sequences.require_init_model(config)
+    require_cluster(config.cluster)
     progress = _progress(config, quiet)
     data = _prepare(config, progress.report)  # before the run folder: wrong data leaves nothing behind, nor does a wrong model
     _require_model(config, EgsReader(data.egs_directory), progress.report)
@@ -81,6 +83,7 @@ def resume(run_dir: Path, quiet: bool, address: str | None = None, num_workers: 
     cluster = config.cluster
     config = replace(config, cluster=replace(cluster, address=cluster.address if address is None else address,
                                              num_workers=num_workers or cluster.num_workers))
+    require_cluster(config.cluster)
     progress = _progress(config, quiet)
     _run(config, folder, _prepare(config, progress.report, folder), progress)
     return EXIT_OK
