@@ -20,7 +20,7 @@ from launcher import values
 from launcher.console import masked
 from launcher.machine import load_of_machine
 from launcher.mlflow_figures import run_metrics, storable, system_metrics, worker_metrics
-from launcher.mlflow_store import log_model, open_client, read_tracking, tracking_uri, without_login
+from launcher.mlflow_store import Artifacts, log_model, open_client, read_tracking, tracking_uri, without_login
 from launcher.mlflow_tags import origin, versions
 from ngsgd.config import RunConfig
 from ngsgd.files import write_text
@@ -48,7 +48,7 @@ class MlflowTracker:
 
     def __init__(self, config: RunConfig, run_dir: Path, run_name: str, warn: Warn, *,
                  make_client: Callable[[str], Any] | None = None) -> None:
-        self._run = _MlflowRun(config, run_dir.absolute(), run_name, make_client or open_client)
+        self._run = _MlflowRun(config, run_dir.absolute(), run_name, make_client or open_client, warn)
         self._warn = warn
         self._num_refused = 0
         self._num_unsent = 0
@@ -133,7 +133,8 @@ class MlflowTracker:
 class _MlflowRun:
     """The conversation with MLflow; lives in the background thread."""
 
-    def __init__(self, config: RunConfig, run_dir: Path, run_name: str, make_client: Callable[[str], Any]) -> None:
+    def __init__(self, config: RunConfig, run_dir: Path, run_name: str, make_client: Callable[[str], Any], warn: Warn
+                 ) -> None:
         self.run_dir = run_dir
         self.run_id = ""
         self.experiment_id = ""
@@ -141,6 +142,8 @@ class _MlflowRun:
         self._config = config
         self._run_name = run_name
         self._make_client = make_client
+        self._warn = warn
+        self._artifacts: Artifacts | None = None
         self._client: Any = None
         self._uri = tracking_uri(config)
         self._worker_runs: dict[int, str] = {}
@@ -155,11 +158,22 @@ class _MlflowRun:
             return
         self._client = self._client or self._make_client(self._uri)
         run_id = self._continued() or self._created()
-        self._client.log_artifact(run_id, str(self.run_dir / "config.yaml"))
+        self._artifacts = self._artifacts_of(run_id)
+        self._artifacts.log_file(self.run_dir / "config.yaml")
         for at_ms, record in self._past:  # what a process before this one could not send
             if record.outer_iter > self._sent:
                 self._log_outer_iteration(run_id, record, at_ms, {})
         self.run_id = run_id  # last: had anything above failed, the next try does it again
+
+    def _artifacts_of(self, run_id: str) -> Artifacts:
+        if self._artifacts is not None and self._artifacts.run_id == run_id:
+            return self._artifacts
+        artifacts = Artifacts(self._client, run_id, self._uri)
+        if artifacts.refused is not None and self._artifacts is None:
+            self._warn(f"the MLflow server names {artifacts.refused[:_LONGEST_REASON]!r} for this run's files, which is no remote "
+                       "store, so no file is written there; metrics are sent all the same. Start the server with "
+                       "--artifacts-destination, without --no-serve-artifacts.")
+        return artifacts
 
     def log_outer_iteration(self, record: OuterIterationRecord, at_ms: int, load: Mapping[str, float]) -> None:
         self._log_outer_iteration(self.run_id, record, at_ms, load)
@@ -195,14 +209,18 @@ class _MlflowRun:
 
     def end(self, status: str) -> None:
         """Files last, because only now are they whole."""
+        assert self._artifacts
         for name in ("events.jsonl", "learning_curve.png", "ledger.jsonl"):
             if (self.run_dir / name).is_file():
-                self._client.log_artifact(self.run_id, str(self.run_dir / name))
+                self._artifacts.log_file(self.run_dir / name)
         for folder in ("final", "decode"):
             if (self.run_dir / folder).is_dir():
-                self._client.log_artifacts(self.run_id, str(self.run_dir / folder), folder)
-        if status == "FINISHED" and self._config.tracking.model and (self.run_dir / "final" / "model.json").is_file():
-            registered = log_model(self._client, self.run_id, self.run_dir / "final", self._config.tracking.register_as)
+                self._artifacts.log_folder(self.run_dir / folder, folder)
+        # a registered model would name a place where no model is
+        has_model = self._artifacts.refused is None and (self.run_dir / "final" / "model.json").is_file()
+        if status == "FINISHED" and self._config.tracking.model and has_model:
+            registered = log_model(self._client, self.run_id, self.run_dir / "final", self._config.tracking.register_as,
+                                   self._artifacts)
             if registered:
                 self._client.set_tag(self.run_id, "registered_as", f"{self._config.tracking.register_as} version {registered}")
         for run_id in (*self._worker_runs.values(), self.run_id):

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launcher.console import printable
+from launcher.ray_probe import require_dashboard, require_version
 from ngsgd.errors import ClusterError, ConfigError
 
 if TYPE_CHECKING:
@@ -47,6 +48,8 @@ def door_of(options: Any) -> Door:
 
 def connect(door: Door) -> Any:
     """A JobSubmissionClient; ClusterError in a sentence if the server is not there or refuses."""
+    require_version()
+    require_dashboard(door.address)
     _use_token(door)
     with told(door):
         from ray.job_submission import JobSubmissionClient

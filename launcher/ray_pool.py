@@ -18,7 +18,7 @@ import numpy as np
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from launcher.ray_cluster import cause_of, connect, gpu_share, how_it_ended
+from launcher.ray_cluster import cause_of, connect, exchange_error, gpu_share, how_it_ended, log_folder, shutdown
 from launcher.ray_head import HeadWatch
 from launcher.ray_worker import Address, RayWorker
 from ngsgd.config import ClusterConfig
@@ -33,7 +33,6 @@ from ngsgd.training.job import Job, JobFailure, JobResult, Outcome, VectorRef, W
 from ngsgd.training.pools.pool import Restarts, Retired, incidents_of
 from ngsgd.training.preflight import fingerprint
 
-_COLLECTIVE_FROM = 4_000_000  # parameters, 16 MB: below that one machine takes them in as fast as they are told what to do
 _PING_S = 5.0
 
 
@@ -97,6 +96,7 @@ class RayPool:
         self._is_starting = True
         self._restarts = Restarts(spec.config.failure.max_restarts_per_hour)
         self._head: HeadWatch | None = None
+        self._keeps_logs = False  # a message refers to them
         self._exchange: Exchange | None = None   # where the workers make the mean
 
     def start(self) -> None:
@@ -119,8 +119,8 @@ class RayPool:
                     f"{self.config.start_timeout_s:g}; ask for fewer with cluster.num_workers, or give them more time.")
         self._is_starting = False
         self._way = self._chosen_way()
-        if self._way == "collective":
-            backend: Backend = "nccl" if self._gpus_per_worker() == 1.0 else "gloo"  # NCCL takes no two workers on one GPU
+        if self._way in ("collective", "nccl"):
+            backend: Backend = "nccl" if self._way == "nccl" else "gloo"
             self._exchange = exchange_of(self.config, ray.util.get_node_ip_address(), backend)
 
     def publish(self, write: Callable[[Vector], object]) -> VectorRef:
@@ -205,7 +205,7 @@ class RayPool:
         if self._exchange:
             self._exchange.close()
         if self._owns_ray and head_is_there:
-            ray.shutdown()
+            shutdown(keep_logs=self._keeps_logs)
 
     def process_ids(self) -> list[int]:
         """Of the workers that are ready, by slot."""
@@ -229,10 +229,11 @@ class RayPool:
         if way == "shared_memory" and far:
             raise ClusterError(f"cluster.exchange is shared_memory, but worker {far[0].index} is on another machine; "
                                "leave it auto.")
-        if way != "auto":
-            return way
-        is_large = self._vectors.size >= _COLLECTIVE_FROM and not self.spec.config.outer.goes_on
-        return "collective" if far and is_large else "shared_memory"
+        if way == "nccl" and self._gpus_per_worker() != 1.0:
+            raise ClusterError("cluster.exchange is nccl, which takes one whole GPU per worker, and Ray offers fewer; set "
+                               "cluster.exchange=auto.")
+        # the averages among the workers were never measured between machines, and NCCL was never run: only by name
+        return "shared_memory" if way == "auto" else way
 
     def _ask(self, questions: Mapping[int, Order | Fetch], timeout_s: float, when_lost: Callable[[], None]) -> dict[int, object]:
         """What idle workers answer; those that are silent for too long are killed and replaced."""
@@ -259,7 +260,7 @@ class RayPool:
             try:
                 answers[worker] = ray.get(done[0])
             except RayTaskError as error:
-                raise cause_of(error) from error
+                raise exchange_error(error) from error
             except RayError as error:
                 self._replace(self._slots[worker], how_it_ended(error))
                 when_lost()
@@ -319,8 +320,10 @@ class RayPool:
             slot.deaths.append(how_it_ended(error))
             is_alone = self._is_starting or not self.num_workers_alive()
             if len(slot.deaths) >= self.spec.config.failure.max_attempts and is_alone:
+                self._keeps_logs = True
+                where = f" in {log_folder()}" if log_folder() else ""
                 raise ClusterError(f"worker {slot.index} died {len(slot.deaths)} times while starting "
-                                   f"({slot.deaths[-1]}); see the Ray log of its node.") from error
+                                   f"({slot.deaths[-1]}); see the Ray log of its node{where}.") from error
             self._replace(slot, slot.deaths[-1])
 
     def _finish_job(self, slot: _Slot) -> Outcome:

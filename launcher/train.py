@@ -30,6 +30,7 @@ from launcher.ivectors import extractor_of, with_ivectors
 from launcher.mlflow_store import tracking_uri
 from launcher.mlflow_tracker import MlflowTracker
 from launcher.progress import ProgressTracker
+from launcher.ray_probe import require_cluster
 from launcher.run_folder import RunFolder, check_output_dir, folder_of_model, require_unchanged, run_name
 from launcher.stop import SignalStop, signals_to
 from ngsgd.asr.corpus import Corpus, check_source, prepare
@@ -75,6 +76,7 @@ def train(config: RunConfig, quiet: bool, trust: bool = False) -> FinalReport:
     if config.init_model:
         check_final(folder_of_model(config.init_model) / "final")
         permission.require_final(folder_of_model(config.init_model) / "final", config.model, trust=trust)
+    require_cluster(config.cluster)
     progress = _progress(config, quiet)
     data = _prepare(config, progress.report)  # before the run folder: wrong data leaves nothing behind, nor does a wrong model
     _require_model(config, EgsReader(data.egs_directory), progress.report)
@@ -104,6 +106,7 @@ def resume(run_dir: Path, quiet: bool, address: str | None = None, num_workers: 
         # before any work: a password that only the first command line had
         tracking_uri(config)
     permission.require_run(folder, config.model, trust=trust)
+    require_cluster(config.cluster)
     progress = _progress(config, quiet)
     with folder.locked("resume", progress.warn) as lock:
         _run(config, folder, lock, _prepare(config, progress.report, folder), progress)

@@ -335,8 +335,9 @@ class ClusterConfig:
     address: str = knob("")                          # Ray cluster to join, host:port or auto; empty: start one on this machine
     start_timeout_s: float = knob(120.0, above=0.0)  # for a worker to report that it is ready
     min_workers: int = knob(1, low=1)                # with fewer for longer than start_timeout_s the run stops
-    # where means are made: by the coordinator, of what lies in shared memory or Ray's object store, or by the workers themselves
-    exchange: str = knob("auto", one_of=("auto", "shared_memory", "object_store", "collective"))
+    # where means are made: by the coordinator, from shared memory on its machine and Ray's object store elsewhere (auto), or by the
+    # workers themselves over gloo (collective) or between whole GPUs (nccl, untested); auto never chooses the last two
+    exchange: str = knob("auto", one_of=("auto", "shared_memory", "object_store", "collective", "nccl"))
     exchange_timeout_s: float = knob(60.0, above=0.0)  # collective: a worker that has not given its share of the mean by then hangs
     compression: str = knob("none", one_of=("none", "bf16", "int8", "e3m0"))  # of moves on their way to other machines; not exact
     elastic: bool = knob(False)                      # with fewer workers alive: fewer jobs per outer iteration, in place of a queue
@@ -695,9 +696,9 @@ def _rule_exchange(c: RunConfig) -> Iterator[str]:
     possible = {"in_process": ("auto",), "local": ("auto", "shared_memory", "collective")}.get(cluster.kind)
     if possible and cluster.exchange not in possible:
         yield f"cluster.exchange is {cluster.exchange}; with cluster.kind {cluster.kind} it can be {' or '.join(possible)}."
-    if cluster.exchange == "collective" and c.outer.goes_on:
+    if cluster.exchange in ("collective", "nccl") and c.outer.goes_on:
         why = "outer.overlap" if c.outer.overlap else f"outer.kind {c.outer.kind}"
-        yield f"cluster.exchange is collective with {why}, whose jobs go on from their own results; leave it auto."
+        yield f"cluster.exchange is {cluster.exchange} with {why}, whose jobs go on from their own results; leave it auto."
     if cluster.compression != "none" and (cluster.exchange == "shared_memory" or (possible and cluster.exchange == "auto")):
         yield (f"cluster.compression is {cluster.compression}, but nothing leaves this machine; leave it none, or choose "
                "cluster.exchange=collective.")

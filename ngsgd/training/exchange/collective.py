@@ -15,6 +15,7 @@ to the same job's next one.  That memory is the worker's: a worker in the place 
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -138,7 +139,9 @@ class Member:
         # RuntimeError is what torch.distributed raises; the others come from content that a peer forged
         except (RuntimeError, ValueError, OSError, MemoryError) as error:
             self.leave()
-            return Broken(order.generation, (str(error) or type(error).__name__).split("\n", 1)[0][:300])
+            # gloo begins with the line of its source in brackets
+            reason = re.sub(r"^\[[^\]]*\]\s*", "", str(error).split("\n", 1)[0])[:300]
+            return Broken(order.generation, reason or type(error).__name__)
 
     def leave(self) -> None:
         """Leaves the group, if there is one."""

@@ -116,12 +116,12 @@ class Exchange:
         self._num_failures += 1
         found = self._rendezvous
         strangers = "" if found is None or not found.num_refused else (
-            f"; {found.num_refused} connections to {found.host}:{found.port} did not hold the group's secret, so another process "
-            "on this network connects to it")
+            f"; {found.num_refused} connections to {found.host}:{found.port} did not hold the group's secret: a process outside "
+            "the run connects there")
         until = "; this is tried no more in this process" if self._num_failures >= _MAX_FAILURES else ""
         self._news.append(
             f"the workers could not average among themselves ({self._reason}{strangers}), so the coordinator averages, with the "
-            f"same result{until}; keep the cluster's network to its own machines, or set cluster.exchange=auto.")
+            f"same result{until}; see that only the cluster's machines reach its network, or set cluster.exchange=auto.")
 
     def _mean(self, refs: Sequence[KeptRef], weights: Sequence[float], ask: Ask) -> Mean | None:
         workers = sorted({ref.worker for ref in refs})
