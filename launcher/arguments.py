@@ -15,13 +15,16 @@ def resume(arguments: Sequence[str]) -> int:
     parser = _parser("resume")
     parser.add_argument("--address", help="the Ray cluster to join, where it is another than the run's own: host:port or auto")
     parser.add_argument("--workers", type=int, metavar="N", help="as many as there are now; the numbers stay those of the run")
+    parser.add_argument("--allow-other-bits", action="store_true",
+                        help="resume on another processor, with other versions or without compiled kernels: results agree to rounding")
     options = parser.parse_args(list(arguments))
     run = find_run(options.run)
     if options.workers is not None and options.workers < 1:
         raise ConfigError(f"--workers is {options.workers}; it must be at least 1.")
     from launcher import train as service
 
-    return service.resume(run, quiet=options.quiet, address=options.address, num_workers=options.workers)
+    return service.resume(run, quiet=options.quiet, address=options.address, num_workers=options.workers,
+                          allow_other_bits=options.allow_other_bits)
 
 
 def decode(arguments: Sequence[str]) -> int:

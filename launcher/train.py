@@ -26,6 +26,7 @@ from launcher.ivectors import extractor_of, with_ivectors
 from launcher.mlflow_tracker import MlflowTracker
 from launcher.progress import ProgressTracker
 from launcher.run_folder import RunFolder, check_output_dir, run_name
+from launcher.same_bits import SameBits
 from launcher.stop import SignalStop, signals_to
 from ngsgd.asr.corpus import Corpus, check_source, prepare
 from ngsgd.config import RunConfig
@@ -50,12 +51,11 @@ from ngsgd.training.planning import schedule_of, stages_of
 from ngsgd.training.pools.pool import InProcessPool, WorkerPool
 from ngsgd.training.pools.process_pool import ProcessPool
 from ngsgd.training.preflight import require_room
-from ngsgd.training.records import FinalReport
+from ngsgd.training.records import FinalReport, Incident
 from ngsgd.training.tracking import Tracker, Trackers
-from ngsgd.training.worker import resolve_threads
 
 
-def train(config: RunConfig, quiet: bool) -> FinalReport:
+def train(config: RunConfig, quiet: bool, *, allow_other_bits: bool = False) -> FinalReport:
     """A new run, from data to word error rate; returns what it came to."""
     check_output_dir(config)
     if config.cluster.kind in ("slurm", "kubernetes"):
@@ -68,21 +68,23 @@ def train(config: RunConfig, quiet: bool) -> FinalReport:
     folder = RunFolder.create(config, compose.to_yaml(config))
     progress.report(f"run folder {folder.path}")
     sequences.keep_init_model(config, folder)
-    return _run(config, folder, data, progress)
+    return _run(config, folder, data, progress, SameBits.of_new_run(config, folder, allow_other_bits=allow_other_bits))
 
 
-def resume(run_dir: Path, quiet: bool, address: str | None = None, num_workers: int | None = None) -> int:
+def resume(run_dir: Path, quiet: bool, address: str | None = None, num_workers: int | None = None, *,
+           allow_other_bits: bool = False) -> int:
     """Goes on after the last committed outer iteration, with the run's own configuration.
 
-    Where its workers are and how many changes no number, so that may be another than it was.
+    Where its workers are and how many changes no number, so that may be another than it was; the threads of each stay.
     """
     folder = RunFolder.open(run_dir)
     config = compose.from_yaml(folder.config)
+    bits = SameBits.of_resumed_run(config, folder, _progress(config, quiet).report, allow_other_bits=allow_other_bits)
     cluster = config.cluster
     config = replace(config, cluster=replace(cluster, address=cluster.address if address is None else address,
                                              num_workers=num_workers or cluster.num_workers))
     progress = _progress(config, quiet)
-    _run(config, folder, _prepare(config, progress.report, folder), progress)
+    _run(config, folder, _prepare(config, progress.report, folder), progress, bits)
     return EXIT_OK
 
 
@@ -167,7 +169,7 @@ def prepared_corpus(config: RunConfig, folder: RunFolder) -> Corpus:
     return _prepare(config, print, folder).corpus
 
 
-def _run(config: RunConfig, folder: RunFolder, data: _Data, progress: ProgressTracker) -> FinalReport:
+def _run(config: RunConfig, folder: RunFolder, data: _Data, progress: ProgressTracker, bits: SameBits) -> FinalReport:
     folder.remember_data(data.corpus.digest, data.egs_directory, data.extractor)
     stop = SignalStop(config.failure.grace_s, progress.report)
     spec = WorkerSpec(config, str(data.egs_directory),
@@ -178,7 +180,7 @@ def _run(config: RunConfig, folder: RunFolder, data: _Data, progress: ProgressTr
     status = "FAILED"
     try:
         with folder.marked_as_running():
-            end = _train(config, folder, spec, trackers, stop, progress.report)
+            end = _train(config, folder, spec, trackers, stop, progress.report, bits)
             report = _finish(config, folder, data, spec, end, progress.report)
             trackers.finished(report)
         status = "FINISHED"
@@ -194,9 +196,9 @@ def _run(config: RunConfig, folder: RunFolder, data: _Data, progress: ProgressTr
 
 
 def _train(config: RunConfig, folder: RunFolder, spec: WorkerSpec, tracker: Tracker, stop: SignalStop,
-           report: Callable[[str], None]) -> Checkpoint:
+           report: Callable[[str], None], bits: SameBits) -> Checkpoint:
     """All outer iterations that are left."""
-    num_threads = resolve_threads(config, os.cpu_count() or 1)
+    num_threads = bits.num_threads
     torch.set_num_threads(num_threads)
     reader, shards = spec.frames(), spec.shards()
     model, stages = model_for(config, reader), stages_of(config, shards)
@@ -206,11 +208,15 @@ def _train(config: RunConfig, folder: RunFolder, spec: WorkerSpec, tracker: Trac
     # the model, and beside it at most two buffers of the outer optimiser and a moving average
     require_room(folder.path, 4 * layout.size * (1 + len(make_rule(config.outer).buffers) + (config.outer.ema_decay > 0)))
     start = _start(config, folder, checkpoints, model, report)
-    pool = _pool(spec, folder, num_threads, layout.size, stop)
+    pool = _pool(spec, folder, bits, layout.size, stop)
     ledger = Ledger(folder.ledger)
     try:
         report(f"starting {config.cluster.num_workers} workers ({config.cluster.kind}, {num_threads} threads each)")
         pool.start()
+        bits.keep(start.progress.outer_iter + 1)
+        for line in bits.differences:
+            tracker.incident(Incident("other_bits", f"other bits from here on, as was allowed: {line}", start.progress.outer_iter + 1,
+                                      elapsed_s=start.progress.elapsed_s))
         coordinator = Coordinator(
             schedule_of(config, shards), pool, model, reader, checkpoints, ledger, tracker, config.failure, stop, config.outer,
             config.cluster, dealer=make_dealer(config.schedule, shards.num_minibatches),
@@ -262,15 +268,15 @@ def _job_counts(config: RunConfig, spec: WorkerSpec) -> list[int]:
     return [one.num_jobs for one in schedule_of(config, spec.shards()).outer_iterations()]
 
 
-def _pool(spec: WorkerSpec, folder: RunFolder, num_threads: int, size: int, stop: SignalStop) -> WorkerPool:
-    config = spec.config
+def _pool(spec: WorkerSpec, folder: RunFolder, bits: SameBits, size: int, stop: SignalStop) -> WorkerPool:
+    config, num_threads, agreement = spec.config, bits.num_threads, bits.agreement
     if config.cluster.kind == "in_process":
-        return InProcessPool(spec, config.cluster.num_workers, num_threads, stop.expired)
+        return InProcessPool(spec, config.cluster.num_workers, num_threads, stop.expired, agreement)
     if config.cluster.kind == "local":
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads of one worker would starve another
-        return ProcessPool(spec, config.cluster.num_workers, num_threads, size, log_directory=folder.workers)
+        return ProcessPool(spec, config.cluster.num_workers, num_threads, size, log_directory=folder.workers, agreement=agreement)
     from launcher.ray_pool import RayPool
-    return RayPool(spec, num_threads, size)
+    return RayPool(spec, num_threads, size, agreement)
 
 
 def _progress(config: RunConfig, quiet: bool) -> ProgressTracker:

@@ -151,7 +151,7 @@ class Dispatcher:
         self._stop_in_time(rounds[0])
         self._watch()
         for one in self.pool.retired():
-            self.tell("worker_retired", one.message, rounds[0].plan.outer_iter, -1, one.worker)
+            self.tell(one.what, one.message, rounds[0].plan.outer_iter, -1, one.worker)
         self._require_workers()
         outcome = self.pool.wait(_POLL_S)
         if outcome is not None:
