@@ -17,6 +17,8 @@ def resume(arguments: Sequence[str]) -> int:
     parser.add_argument("--workers", type=int, metavar="N", help="as many as there are now; the numbers stay those of the run")
     parser.add_argument("--accept-changed-config", action="store_true",
                         help="resume with a config.yaml that was edited since the run began")
+    parser.add_argument("--allow-other-bits", action="store_true",
+                        help="resume on another processor, with other versions or without compiled kernels: results agree to rounding")
     options = parser.parse_args(list(arguments))
     run = find_run(options.run)
     if options.workers is not None and options.workers < 1:
@@ -24,7 +26,8 @@ def resume(arguments: Sequence[str]) -> int:
     from launcher import train as service
 
     return service.resume(run, quiet=options.quiet, address=options.address, num_workers=options.workers,
-                          accept_changed_config=options.accept_changed_config, trust=options.trust)
+                          accept_changed_config=options.accept_changed_config, trust=options.trust,
+                          allow_other_bits=options.allow_other_bits)
 
 
 def decode(arguments: Sequence[str]) -> int:

@@ -31,7 +31,7 @@ def train(arguments: list[str], *, debug: bool) -> int:
         validate = compose.check_sweep if sweep else compose.compose
         validate(options.overrides, config_dir=Path(options.config_dir) if options.config_dir else None)
     return _run(_hydra_arguments(options), quiet=options.quiet, debug=debug, goes_on=options.goes_on,
-                trust=options.trust)
+                trust=options.trust, allow_other_bits=options.allow_other_bits)
 
 
 def complete(arguments: list[str]) -> int:
@@ -46,6 +46,7 @@ def _parser() -> Parser:
     parser.add_argument("--quiet", "-q", action="store_true")
     parser.add_argument("--continue", dest="goes_on", action="store_true")
     parser.add_argument("--trust", action="store_true")
+    parser.add_argument("--allow-other-bits", action="store_true")
     parser.add_argument("--cfg", "-c", choices=["job", "hydra", "all"])
     parser.add_argument("--package", "-p")
     parser.add_argument("--config-dir", "-cd")
@@ -69,7 +70,8 @@ def _hydra_arguments(options: argparse.Namespace) -> list[str]:
     return [*valued, *plain, *options.overrides]
 
 
-def _run(arguments: list[str], *, quiet: bool, debug: bool, goes_on: bool = False, trust: bool = False) -> int:
+def _run(arguments: list[str], *, quiet: bool, debug: bool, goes_on: bool = False, trust: bool = False,
+         allow_other_bits: bool = False) -> int:
     import hydra
 
     with tempfile.TemporaryDirectory(prefix="ngsgd-sweep-") as scratch:
@@ -77,7 +79,8 @@ def _run(arguments: list[str], *, quiet: bool, debug: bool, goes_on: bool = Fals
         codes.touch()
 
         def task(composed: Any) -> float | None:
-            return _train_one(composed, codes, quiet=quiet, debug=debug, goes_on=goes_on, trust=trust)
+            return _train_one(composed, codes, quiet=quiet, debug=debug, goes_on=goes_on, trust=trust,
+                              allow_other_bits=allow_other_bits)
 
         compose.register_schema()
         decorate = hydra.main(version_base="1.3", config_path=str(compose.conf_dir()), config_name="config")
@@ -86,7 +89,8 @@ def _run(arguments: list[str], *, quiet: bool, debug: bool, goes_on: bool = Fals
         return max(map(int, codes.read_text().split()), default=EXIT_OK)
 
 
-def _train_one(composed: Any, codes: Path, *, quiet: bool, debug: bool, goes_on: bool, trust: bool) -> float | None:
+def _train_one(composed: Any, codes: Path, *, quiet: bool, debug: bool, goes_on: bool, trust: bool = False,
+               allow_other_bits: bool = False) -> float | None:
     """A run of its own, or with `goes_on` the rest of one; what a sweeper minimises, or None where there is nothing to say."""
     from omegaconf import OmegaConf
 
@@ -99,9 +103,9 @@ def _train_one(composed: Any, codes: Path, *, quiet: bool, debug: bool, goes_on:
         config = values.build(OmegaConf.to_container(composed, resolve=True))  # type: ignore[arg-type]
         begun = run_to_continue(config) if goes_on else None
         if begun:
-            return service.resume(begun, quiet=quiet, address=config.cluster.address,
-                                  num_workers=config.cluster.num_workers, trust=trust, given=config)
-        reports.append(service.train(config, quiet=quiet, trust=trust))
+            return service.resume(begun, quiet=quiet, address=config.cluster.address, num_workers=config.cluster.num_workers,
+                                  trust=trust, given=config, allow_other_bits=allow_other_bits)
+        reports.append(service.train(config, quiet=quiet, trust=trust, allow_other_bits=allow_other_bits))
         return EXIT_OK
 
     code = run_guarded(run, debug=debug)

@@ -59,7 +59,7 @@ def state_of(run_dir: Path) -> dict[str, Any]:
         "epoch": last.get("epoch", 0.0), "num_epochs": last.get("num_epochs"), "frames_processed": last.get("frames_processed", 0),
         "valid_objf": valid.get("objf"), "valid_accuracy": valid.get("accuracy"), "left_s": last.get("left_s"),
         "wer": end.get("wer") or None, "wer_percent": end.get("wer_percent") if end.get("wer") else None,
-        "is_finished": bool(end), "examples": _examples_of(folder), "num_incidents": len(incidents), "incidents": incidents[-5:]}
+        "fingerprint": _fingerprint(folder), "is_finished": bool(end), "examples": _examples_of(folder), "num_incidents": len(incidents), "incidents": incidents[-5:]}
 
 
 def describe_run(state: Mapping[str, Any]) -> list[str]:
@@ -71,6 +71,8 @@ def describe_run(state: Mapping[str, Any]) -> list[str]:
         lines.append(f"result     {state['wer'] or 'nothing was decoded'}")
     if state["examples"]:
         lines.append(f"examples   {state['examples']}")
+    if state["fingerprint"]:
+        lines += _fingerprint_lines(state["fingerprint"])
     lines += [f"incidents  {state['num_incidents']}"] + [f"  ! {message}" for message in state["incidents"]]
     return lines
 
@@ -153,6 +155,22 @@ def _examples_of(folder: RunFolder) -> str | None:
         return str(read_json(folder.data)["egs"])
     except (OSError, ValueError, KeyError, TypeError):  # a run that has not begun
         return None
+
+
+def _fingerprint(folder: RunFolder) -> dict[str, Any] | None:
+    """What decides the run's bits, as stored: the module that compares it would import torch."""
+    try:
+        return dict(json.loads(folder.fingerprint.read_text(encoding="utf-8"))["history"][-1]["fingerprint"])
+    except (OSError, ValueError, KeyError, TypeError, IndexError):  # a run that has not begun, or of a version before
+        return None
+
+
+def _fingerprint_lines(found: Mapping[str, Any]) -> list[str]:
+    compiled = [name for name, origin in (found.get("kernels") or {}).items() if not str(origin).startswith("none")]
+    settings = "".join(f", {name}={value}" for name, value in (found.get("settings") or {}).items())
+    return [f"computed   torch {found.get('torch')}, numpy {found.get('numpy')}, code {str(found.get('code'))[:12]}, "
+            f"threads per worker {found.get('threads')}, on {found.get('device')}",
+            f"processor  {found.get('processor')} ({found.get('capability')}), kernels {', '.join(compiled) or 'none'}{settings}"]
 
 
 def examples(directory: Path) -> tuple[dict[str, Any], list[str]]:

@@ -28,10 +28,10 @@ from ngsgd.training.exchange.compressed import unpacked
 from ngsgd.training.exchange.groups import Exchange, exchange_of, remote
 from ngsgd.training.exchange.process_group import Backend
 from ngsgd.training.exchange.shared_memory import SharedRef, SharedVectors
+from ngsgd.training.fingerprint import Agreement, Fingerprint
 from ngsgd.training.flat import Mean, Vector
 from ngsgd.training.job import Job, JobFailure, JobResult, Outcome, VectorRef, WorkerSpec
-from ngsgd.training.pools.pool import Restarts, Retired, incidents_of
-from ngsgd.training.preflight import fingerprint
+from ngsgd.training.pools.pool import Restarts, Retired, check_fingerprint, incidents_of, none_agrees
 
 _PING_S = 5.0
 
@@ -84,8 +84,10 @@ class RayPool:
     store to and from all others; or, to the coordinator, as the mean alone, which the workers make among themselves.
     """
 
-    def __init__(self, spec: WorkerSpec, num_threads: int, size: int) -> None:
+    def __init__(self, spec: WorkerSpec, num_threads: int, size: int, agreement: Agreement | None = None) -> None:
         self.spec = spec
+        # the head of a cluster may be another kind of machine, but its code and libraries are the workers'
+        self.agreement = agreement or Agreement(Fingerprint.of_this_process(num_threads).without_machine())
         self.config: ClusterConfig = spec.config.cluster
         self.num_threads = num_threads
         self._vectors = SharedVectors(size)
@@ -101,7 +103,6 @@ class RayPool:
 
     def start(self) -> None:
         self._owns_ray = connect(self.config)
-        fingerprint()  # of the code as it is now, should it be changed under the run
         self._head = HeadWatch(ray.get_runtime_context().gcs_address)
         self._beats = self._cells.allocate()
         self._spec_ref = ray.put(self.spec)
@@ -312,7 +313,7 @@ class RayPool:
 
     def _finish_start(self, slot: _Slot) -> None:
         try:
-            slot.process = _of_this_version(ray.get(slot.ready))
+            address: Address = ray.get(slot.ready)
         except RayTaskError as error:
             raise cause_of(error) from error
         except RayError as error:
@@ -325,6 +326,21 @@ class RayPool:
                 raise ClusterError(f"worker {slot.index} died {len(slot.deaths)} times while starting "
                                    f"({slot.deaths[-1]}); see the Ray log of its node{where}.") from error
             self._replace(slot, slot.deaths[-1])
+        else:
+            self._admit(slot, address)
+
+    def _admit(self, slot: _Slot, address: Address) -> None:
+        """Take jobs to a worker that is ready, unless it would compute other bits than the run."""
+        differences = check_fingerprint(slot.index, address.fingerprint, self.agreement, self._restarts,
+                                        is_starting=self._is_starting, where=f" on {address.host}")
+        if not differences:
+            slot.process = address
+            return
+        slot.deaths.append(f"was refused ({differences})")
+        if len(slot.deaths) >= self.spec.config.failure.max_attempts and not self.num_workers_alive():
+            raise none_agrees(differences)
+        ray.kill(slot.actor)
+        self._replace(slot, slot.deaths[-1])
 
     def _finish_job(self, slot: _Slot) -> Outcome:
         job, slot.job = slot.job, None
@@ -375,11 +391,3 @@ class RayPool:
         if self.config.device == "cuda" and not num_gpus:
             raise ClusterError("cluster.device is cuda, but Ray sees no GPU; set cluster.device=auto or cpu.")
         return gpu_share(num_gpus, self.config.num_workers)
-
-
-def _of_this_version(address: Address) -> Address:
-    """ClusterError for a worker that runs other code than this process: it would train another model."""
-    if address.fingerprint != fingerprint():
-        raise ClusterError(f"the worker on {address.host} runs another version of ngsgd or torch than the coordinator; install the "
-                           "same on every node, then resume.")
-    return address

@@ -117,6 +117,11 @@ class RunFolder:
         return self.path / "data.json"
 
     @property
+    def fingerprint(self) -> Path:
+        """What decided the bits of the run's results: versions, processor, kernels, threads."""
+        return self.path / "fingerprint.json"
+
+    @property
     def final(self) -> Path:
         return self.path / "final"
 

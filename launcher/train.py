@@ -32,6 +32,7 @@ from launcher.mlflow_tracker import MlflowTracker
 from launcher.progress import ProgressTracker
 from launcher.ray_probe import require_cluster
 from launcher.run_folder import RunFolder, check_output_dir, folder_of_model, require_unchanged, run_name
+from launcher.same_bits import SameBits
 from launcher.stop import SignalStop, signals_to
 from ngsgd.asr.corpus import Corpus, check_source, prepare
 from ngsgd.config import RunConfig
@@ -57,12 +58,11 @@ from ngsgd.training.planning import schedule_of, stages_of
 from ngsgd.training.pools.pool import InProcessPool, WorkerPool
 from ngsgd.training.pools.process_pool import ProcessPool
 from ngsgd.training.preflight import require_room
-from ngsgd.training.records import FinalReport
+from ngsgd.training.records import FinalReport, Incident
 from ngsgd.training.tracking import Tracker, Trackers
-from ngsgd.training.worker import resolve_threads
 
 
-def train(config: RunConfig, quiet: bool, trust: bool = False) -> FinalReport:
+def train(config: RunConfig, quiet: bool, trust: bool = False, *, allow_other_bits: bool = False) -> FinalReport:
     """A new run, from data to word error rate; returns what it came to.
 
     `trust` allows the import of a module that the model to start from names, and that these settings do not.
@@ -85,19 +85,22 @@ def train(config: RunConfig, quiet: bool, trust: bool = False) -> FinalReport:
         progress.report(f"run folder {folder.path}")
         _remember(config, folder, progress.warn)
         sequences.keep_init_model(config, folder)
-        return _run(config, folder, lock, data, progress)
+        bits = SameBits.of_new_run(config, folder, allow_other_bits=allow_other_bits)
+        return _run(config, folder, lock, data, progress, bits)
 
 
 def resume(run_dir: Path, quiet: bool, address: str | None = None, num_workers: int | None = None, *,
-           accept_changed_config: bool = False, trust: bool = False, given: RunConfig | None = None) -> int:
+           accept_changed_config: bool = False, trust: bool = False, given: RunConfig | None = None,
+           allow_other_bits: bool = False) -> int:
     """Goes on after the last committed outer iteration, with the run's own configuration.
 
-    Where its workers are and how many changes no number, so that may be another than it was.  `given` has the settings of
-    a command line that began the run or might have: a module that it names too needs no `trust`.
+    Where its workers are and how many changes no number, so that may be another than it was; the threads of each stay.
+    `given` has the settings of a command line that began the run or might have: a module that it names too needs no `trust`.
     """
     folder = RunFolder.open(run_dir)
     require_unchanged(folder.config, accept=accept_changed_config)
     config = compose.from_yaml(folder.config)
+    bits = SameBits.of_resumed_run(config, folder, _progress(config, quiet).report, allow_other_bits=allow_other_bits)
     cluster = config.cluster
     config = replace(config, cluster=replace(cluster, address=cluster.address if address is None else address,
                                              num_workers=num_workers or cluster.num_workers))
@@ -109,7 +112,7 @@ def resume(run_dir: Path, quiet: bool, address: str | None = None, num_workers: 
     require_cluster(config.cluster)
     progress = _progress(config, quiet)
     with folder.locked("resume", progress.warn) as lock:
-        _run(config, folder, lock, _prepare(config, progress.report, folder), progress)
+        _run(config, folder, lock, _prepare(config, progress.report, folder), progress, bits)
     return EXIT_OK
 
 
@@ -229,7 +232,8 @@ def prepared_corpus(config: RunConfig, folder: RunFolder) -> Corpus:
     return _prepare(config, print, folder).corpus
 
 
-def _run(config: RunConfig, folder: RunFolder, lock: RunLock, data: _Data, progress: ProgressTracker) -> FinalReport:
+def _run(config: RunConfig, folder: RunFolder, lock: RunLock, data: _Data, progress: ProgressTracker,
+         bits: SameBits) -> FinalReport:
     with _disk_errors(folder):
         folder.remember_data(data.corpus.digest, data.egs_directory, data.extractor)
         stop = SignalStop(config.failure.grace_s, progress.report)
@@ -246,7 +250,7 @@ def _run(config: RunConfig, folder: RunFolder, lock: RunLock, data: _Data, progr
         status = "FAILED"
         try:
             with folder.marked_as_running():
-                end = _train(config, folder, spec, checkpoints, latest, trackers, stop, progress.report)
+                end = _train(config, folder, spec, checkpoints, latest, trackers, stop, progress.report, bits)
                 report = _finish(config, folder, data, spec, checkpoints, end, progress.report)
                 trackers.finished(report)
             status = "FINISHED"
@@ -284,9 +288,10 @@ def _latest(checkpoints: CheckpointStore, report: Callable[[str], None]) -> Chec
 
 
 def _train(config: RunConfig, folder: RunFolder, spec: WorkerSpec, checkpoints: CheckpointStore, latest: Checkpoint | None,
-           tracker: Tracker, stop: SignalStop, report: Callable[[str], None]) -> Checkpoint:
+           tracker: Tracker, stop: SignalStop, report: Callable[[str], None],
+           bits: SameBits) -> Checkpoint:
     """All outer iterations that are left."""
-    num_threads = resolve_threads(config, os.cpu_count() or 1)
+    num_threads = bits.num_threads
     torch.set_num_threads(num_threads)
     reader, shards = spec.frames(), spec.shards()
     model, stages = model_for(config, reader), stages_of(config, shards)
@@ -294,11 +299,15 @@ def _train(config: RunConfig, folder: RunFolder, spec: WorkerSpec, checkpoints: 
     # the model, and beside it at most two buffers of the outer optimiser and a moving average
     require_room(folder.path, 4 * size * (1 + len(make_rule(config.outer).buffers) + (config.outer.ema_decay > 0)))
     start = _start(config, folder, latest, model, report)
-    pool = _pool(spec, folder, num_threads, size, stop)
+    pool = _pool(spec, folder, bits, size, stop)
     ledger = Ledger(folder.ledger, checkpoints.lock.fence if checkpoints.lock else 0)
     try:
         report(f"starting {config.cluster.num_workers} workers ({config.cluster.kind}, {num_threads} threads each)")
         pool.start()
+        bits.keep(start.progress.outer_iter + 1)
+        for line in bits.differences:
+            tracker.incident(Incident("other_bits", f"other bits from here on, as was allowed: {line}", start.progress.outer_iter + 1,
+                                      elapsed_s=start.progress.elapsed_s))
         coordinator = Coordinator(
             schedule_of(config, shards), pool, model, reader, checkpoints, ledger, tracker, config.failure, stop, config.outer,
             config.cluster, dealer=make_dealer(config.schedule, shards.num_minibatches),
@@ -349,15 +358,15 @@ def _job_counts(config: RunConfig, spec: WorkerSpec) -> list[int]:
     return [one.num_jobs for one in schedule_of(config, spec.shards()).outer_iterations()]
 
 
-def _pool(spec: WorkerSpec, folder: RunFolder, num_threads: int, size: int, stop: SignalStop) -> WorkerPool:
-    config = spec.config
+def _pool(spec: WorkerSpec, folder: RunFolder, bits: SameBits, size: int, stop: SignalStop) -> WorkerPool:
+    config, num_threads, agreement = spec.config, bits.num_threads, bits.agreement
     if config.cluster.kind == "in_process":
-        return InProcessPool(spec, config.cluster.num_workers, num_threads, stop.expired)
+        return InProcessPool(spec, config.cluster.num_workers, num_threads, stop.expired, agreement)
     if config.cluster.kind == "local":
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads of one worker would starve another
-        return ProcessPool(spec, config.cluster.num_workers, num_threads, size, log_directory=folder.workers)
+        return ProcessPool(spec, config.cluster.num_workers, num_threads, size, log_directory=folder.workers, agreement=agreement)
     from launcher.ray_pool import RayPool
-    return RayPool(spec, num_threads, size)
+    return RayPool(spec, num_threads, size, agreement)
 
 
 def _progress(config: RunConfig, quiet: bool) -> ProgressTracker:

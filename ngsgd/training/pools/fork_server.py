@@ -28,7 +28,8 @@ from multiprocessing.context import ForkServerProcess
 from multiprocessing.popen_forkserver import Popen
 from typing import Any
 
-_PRELOAD = ["ngsgd.training.pools.newborn", "__main__", "ngsgd.training.pools.worker_process"]
+_PRELOAD = ["ngsgd.training.pools.newborn", "__main__", "ngsgd.training.pools.worker_process",
+            "ngsgd.training.pools.preloaded"]
 _GONE_S = 0.5   # in which a fork server that was killed has ended
 
 

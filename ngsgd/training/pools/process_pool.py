@@ -25,11 +25,12 @@ from ngsgd.training.awake import AwakeClock
 from ngsgd.training.exchange.collective import Broken, Fetch, KeptRef, Shard, process_name
 from ngsgd.training.exchange.groups import exchange_of, remote
 from ngsgd.training.exchange.shared_memory import SharedRef, SharedVectors
+from ngsgd.training.fingerprint import Agreement
 from ngsgd.training.flat import Mean, Vector
 from ngsgd.training.job import Job, JobFailure, JobResult, Outcome, VectorRef, WorkerSpec
 from ngsgd.training.pools.fork_server import ForkedProcess, fork_server
 from ngsgd.training.pools.messages import Disconnected, Messages
-from ngsgd.training.pools.pool import Restarts, Retired, incidents_of
+from ngsgd.training.pools.pool import Restarts, Retired, check_fingerprint, incidents_of, none_agrees
 from ngsgd.training.pools.worker_process import STOP, Assignment, MakeWorker, Ready, Setting, serve
 from ngsgd.training.worker import Worker
 
@@ -64,6 +65,7 @@ class _Slot:
     killed: float | None = None  # when this pool killed it because it hung, on the pool's clock
     predecessor: str = ""    # how the process before this one ended
     retired: bool = False    # it died too often: nothing comes after it
+    refused: str = ""        # how its fingerprint differs from the run's
     deaths: list[str] = field(default_factory=list)  # in a row, while starting
 
     @property
@@ -75,12 +77,13 @@ class ProcessPool:
     """Long-lived worker processes, one job at a time each."""
 
     def __init__(self, spec: WorkerSpec, num_workers: int, num_threads: int, size: int, *, log_directory: Path | None = None,
-                 make_worker: MakeWorker = Worker) -> None:
+                 make_worker: MakeWorker = Worker, agreement: Agreement | None = None) -> None:
         self.spec = spec
         self.num_workers = num_workers
         self.num_threads = num_threads
         self.log_directory = log_directory
         self.make_worker = make_worker
+        self.agreement = agreement or Agreement()
         self.num_discarded = 0       # results that nobody waited for
         self._vectors = SharedVectors(size)
         self._cells = SharedVectors(2 * num_workers)
@@ -261,6 +264,12 @@ class ProcessPool:
 
     def _take(self, slot: _Slot, message: object) -> None:
         if isinstance(message, Ready):
+            slot.refused = check_fingerprint(slot.index, message.fingerprint, self.agreement, self._restarts,
+                                             is_starting=self._is_starting)
+            if slot.refused:
+                slot.ended_because = f"was refused ({slot.refused})"
+                slot.process.kill()
+                return
             slot.ready = True
             slot.deaths.clear()
             self._start_s.append(self._clock.now - (slot.born or self._clock.now))
@@ -294,6 +303,8 @@ class ProcessPool:
             deaths = [*deaths, reason]
             # one that cannot start is no reason to end a run that has others
             if len(deaths) >= self.spec.config.failure.max_attempts and (self._is_starting or not self.num_workers_alive()):
+                if slot.refused:
+                    raise none_agrees(slot.refused)
                 raise ClusterError(f"worker {slot.index} died {len(deaths)} times while starting ({reason})"
                                    f"{self._tail(slot.index)}.")
         self._slots[slot.index] = self._successor(slot, deaths, reason)

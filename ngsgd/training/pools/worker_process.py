@@ -13,9 +13,11 @@ from multiprocessing import forkserver
 from types import FrameType
 
 import numpy as np
+import torch
 
 from ngsgd.training.exchange.collective import Fetch, Member, Order
 from ngsgd.training.exchange.shared_memory import SharedRef
+from ngsgd.training.fingerprint import Fingerprint
 from ngsgd.training.flat import Vector
 from ngsgd.training.job import Held, Job, JobFailure, JobResult, WorkerSpec
 from ngsgd.training.pools.messages import Disconnected, Messages
@@ -44,6 +46,7 @@ class Ready:
     """The first message: jobs may come."""
 
     process_id: int
+    fingerprint: Fingerprint
 
 
 @dataclass(frozen=True)
@@ -103,7 +106,7 @@ class WorkerProcess:
             return
         if self._should_end:
             return
-        self.messages.send(Ready(os.getpid()))
+        self.messages.send(Ready(os.getpid(), Fingerprint.of_this_process(torch.get_num_threads(), worker.device)))
         self._member = Member(self.setting.index, worker.layout, worker.device)
         while self._may_wait():
             message = self.messages.receive()
