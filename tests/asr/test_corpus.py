@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ngsgd.asr import corpus, digits, speech_set
+from ngsgd.asr import cache, corpus, digits, speech_set
 from ngsgd.asr.corpus import check_source, prepare
 from ngsgd.asr.fsdd_segments import load_catalogue
 from ngsgd.asr.utterance import Utterance
@@ -96,7 +96,7 @@ def test_every_changed_leaf_of_a_manifest_is_refused_or_harmless(data: DataConfi
     """Two words of the lexicon swapped included: their pronunciations decide what is decoded."""
     prepare(data, FEATURES, tmp_path / "cache", silent)
     (path,) = (tmp_path / "cache").glob("fsdd-*/manifest.json")
-    expected = corpus.cache.load(path.parent)[1:]
+    expected = cache.load(path.parent)[1:]
     manifest = json.loads(path.read_text())
     lexicon = manifest["language"]["topology"]["lexicon"]
     one, two = list(lexicon)[:2]
@@ -107,8 +107,8 @@ def test_every_changed_leaf_of_a_manifest_is_refused_or_harmless(data: DataConfi
     for at in [0, *random.choice(range(1, len(damaged)), 150, replace=False)]:
         path.write_text(json.dumps(damaged[at]))
         try:
-            assert corpus.cache.load(path.parent)[1:] == expected
-        except corpus.cache.DamagedError:
+            assert cache.load(path.parent)[1:] == expected
+        except cache.DamagedError:
             continue
         assert at > 0
 

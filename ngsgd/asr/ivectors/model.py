@@ -99,7 +99,7 @@ def is_sound(path: Path) -> bool:
 def _checked_arrays(path: Path) -> dict[str, Tensor]:
     """Raises ValueError where the arrays do not match the digest in the file; files of before have none."""
     open_regular(path).close()
-    arrays = load_file(path)
+    arrays: dict[str, Tensor] = load_file(path)
     with safe_open(path, framework="np") as file:
         expected = (file.metadata() or {}).get(DIGEST)
     if expected is not None and expected != digest_of_arrays({name: array.numpy() for name, array in arrays.items()}):
