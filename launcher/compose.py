@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launcher.values import build, build_checked, did_you_mean, leaves, paths, plain, sections, with_defaults, without_secrets
+from launcher.yaml_text import read_yaml_text
 from ngsgd.config import RunConfig
 from ngsgd.errors import ConfigError
 
@@ -87,13 +88,16 @@ def from_yaml(path: Path) -> RunConfig:
     from omegaconf import OmegaConf
 
     try:
-        values = OmegaConf.to_container(OmegaConf.load(path))
-        has_end_mark = "..." in path.read_text(encoding="utf-8").splitlines()
+        text = read_yaml_text(path)
+        has_end_mark = "..." in text.getvalue().splitlines()
+        values = OmegaConf.to_container(OmegaConf.load(text))
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist; is this a run folder of ngsgd train?") from None
     except yaml.YAMLError as error:
         raise ConfigError(_yaml_problem(error, path)) from None
-    except (OSError, UnicodeError, RecursionError, ValueError) as error:
+    except RecursionError:
+        raise ConfigError(f"{path} is nested too deeply; it is damaged, restore it or train again.") from None
+    except (OSError, UnicodeError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read: {error}.") from None
     if not values or not isinstance(values, dict):
         raise ConfigError(f"{path} holds no settings; it is damaged, restore it or train again.")
