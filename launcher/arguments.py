@@ -16,7 +16,7 @@ def resume(arguments: Sequence[str]) -> int:
     parser.add_argument("--address", help="the Ray cluster to join, where it is another than the run's own: host:port or auto")
     parser.add_argument("--workers", type=int, metavar="N", help="as many as there are now; the numbers stay those of the run")
     parser.add_argument("--allow-other-bits", action="store_true",
-                        help="resume on another processor, with other versions or without compiled kernels: results agree to rounding")
+                        help="resume on another processor or with other versions or kernels; results agree to rounding")
     options = parser.parse_args(list(arguments))
     run = find_run(options.run)
     if options.workers is not None and options.workers < 1:
