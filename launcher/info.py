@@ -59,7 +59,8 @@ def state_of(run_dir: Path) -> dict[str, Any]:
         "epoch": last.get("epoch", 0.0), "num_epochs": last.get("num_epochs"), "frames_processed": last.get("frames_processed", 0),
         "valid_objf": valid.get("objf"), "valid_accuracy": valid.get("accuracy"), "left_s": last.get("left_s"),
         "wer": end.get("wer") or None, "wer_percent": end.get("wer_percent") if end.get("wer") else None,
-        "fingerprint": _fingerprint(folder), "is_finished": bool(end), "examples": _examples_of(folder), "num_incidents": len(incidents), "incidents": incidents[-5:]}
+        "fingerprint": _fingerprint(folder),
+        "is_finished": bool(end), "examples": _examples_of(folder), "num_incidents": len(incidents), "incidents": incidents[-5:]}
 
 
 def describe_run(state: Mapping[str, Any]) -> list[str]:
