@@ -134,9 +134,10 @@ class Altered:
 
 
 def swapped(content: Bytes) -> Bytes:
-    """Two words exchanged: every sum over the words stays as it was."""
+    """Two words of each member's part exchanged: every sum over the words stays as it was."""
     changed = content.copy()
-    changed[0:8], changed[8:16] = content[8:16], content[0:8]
+    for first in (0, len(content) // 2):
+        changed[first:first + 8], changed[first + 8:first + 16] = content[first + 8:first + 16], content[first:first + 8]
     return changed
 
 
