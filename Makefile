@@ -11,7 +11,7 @@ export MLFLOW_DISABLE_TELEMETRY = true
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-matrix check mutants chaos soak nodes slurm reference docs image lint format clean
+.PHONY: help setup train test test-matrix check mutants chaos soak fuzz nodes slurm reference docs image lint format clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 20
@@ -51,6 +51,9 @@ chaos: $(STAMP)  ## break all that can break, in 155 cases, and write the table 
 
 soak: $(STAMP)  ## 16 workers, a random fault every 20 to 30 s for 20 min: what is left of the speed; make soak ARGS="--minutes 5"
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos.soak $(ARGS)
+
+fuzz: $(STAMP)  ## crash points, full disks, damaged files, power cuts, two coordinators (40 min); make fuzz ARGS="damage --cases 100"
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz $(or $(ARGS),all)
 
 reference: $(STAMP)  ## write the pages of docs/reference that are made from the code
 	$(BIN)/python -m launcher.reference docs/reference
