@@ -109,7 +109,7 @@ def _use_token() -> None:
         # the default of a cluster of one's own is a token in some versions, and nothing in others
         os.environ["RAY_AUTH_MODE"] = "token"
         with contextlib.suppress(ImportError):
-            from ray._raylet import Config
+            from ray._raylet import Config  # type: ignore[attr-defined]
 
             # Ray has read its settings when it was imported
             Config.initialize("")
