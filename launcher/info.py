@@ -143,7 +143,7 @@ def _silent_s(folder: RunFolder) -> float:
 def _examples_of(folder: RunFolder) -> str | None:
     try:
         return str(json.loads(folder.data.read_text())["egs"])
-    except (OSError, ValueError, KeyError):  # a run that has not begun
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):  # a run that has not begun
         return None
 
 
