@@ -161,7 +161,7 @@ def _examples_of(folder: RunFolder) -> str | None:
 def _fingerprint(folder: RunFolder) -> dict[str, Any] | None:
     """What decides the run's bits, as stored: the module that compares it would import torch."""
     try:
-        return dict(json.loads(folder.fingerprint.read_text(encoding="utf-8"))["history"][-1]["fingerprint"])
+        return dict(read_json(folder.fingerprint)["history"][-1]["fingerprint"])
     except (OSError, ValueError, KeyError, TypeError, IndexError):  # a run that has not begun, or of a version before
         return None
 
