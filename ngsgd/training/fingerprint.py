@@ -25,7 +25,7 @@ from ngsgd.errors import CheckpointError
 from ngsgd.files import write_text
 from ngsgd.ops import native, nonlinearities, panels, rows
 
-_Device = torch.device   # the class below has a field named torch
+_Device = torch.device   # in `Fingerprint` the module's name is a field's
 NO_KERNEL = "none: torch operations"
 OVERRIDE = "--allow-other-bits"
 # environment variables that make MKL, oneDNN, ATen or CUDA run other code
