@@ -86,11 +86,15 @@ def from_yaml(path: Path) -> RunConfig:
     """The configuration that `to_yaml` wrote to a run folder; settings that came later have their defaults."""
     import yaml
     from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
 
     try:
         text = read_yaml_text(path)
         has_end_mark = text.getvalue().rstrip().endswith("\n...")
         values = OmegaConf.to_container(OmegaConf.load(text))
+    except OmegaConfBaseException as error:
+        reason = str(error).partition("\n")[0].rstrip(".")
+        raise ConfigError(f"{path}: {reason}; correct the value, or restore the file.") from None
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist; is this a run folder of ngsgd train?") from None
     except yaml.YAMLError as error:
