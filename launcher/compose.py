@@ -93,6 +93,9 @@ def from_yaml(path: Path) -> RunConfig:
         text = read_yaml_text(path)
         has_end_mark = "..." in text.getvalue().splitlines()
         values = OmegaConf.to_container(OmegaConf.load(text))
+    except OmegaConfBaseException as error:
+        reason = str(error).partition("\n")[0].rstrip(".")
+        raise ConfigError(f"{path}: {reason}; correct the value, or restore the file.") from None
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist; is this a run folder of ngsgd train?") from None
     except yaml.YAMLError as error:

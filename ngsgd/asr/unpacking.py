@@ -159,6 +159,10 @@ def load_npz(path: Path) -> dict[str, npt.NDArray[Any]]:
                     raise UnpackError(f"it expands to more than {most} bytes")
             file.seek(0)
             with np.load(file, allow_pickle=False) as arrays:
-                return {name: arrays[name] for name in arrays.files}
+                found = {name: arrays[name] for name in arrays.files}
+        # NumPy returns a member that is no array as bytes
+        if foreign := [name for name, array in found.items() if not isinstance(array, np.ndarray)]:
+            raise UnpackError(f"its member {foreign[0][:80]} is no array")
+        return found
     except (*_DAMAGE, SyntaxError, TypeError) as error:
         raise UnpackError(str(error).partition("\n")[0] or "it ends too early") from error

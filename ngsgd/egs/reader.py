@@ -13,7 +13,7 @@ import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -126,8 +126,13 @@ class EgsReader:
         named = self._utterances()
         return named["utt_ids"], named["groups"]
 
-    def _utterances(self) -> Any:
-        return read_json(self._checked(UTTERANCES, None))
+    def _utterances(self) -> dict[str, list[str]]:
+        path = self._checked(UTTERANCES, None)
+        try:
+            named = read_json(path)
+            return {key: list(map(str, named[key])) for key in ("utt_ids", "groups")}
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise DataError(f"{path} is not a list of utterances ({error}); remove {self.directory} and run again.") from error
 
     def _archive(self, index: int) -> ArrayFile:
         return self._open(archive_name(index), index)
