@@ -108,11 +108,10 @@ def _use_token() -> None:
     if "RAY_AUTH_MODE" not in os.environ:
         # the default of a cluster of one's own is a token in some versions, and nothing in others
         os.environ["RAY_AUTH_MODE"] = "token"
-        with contextlib.suppress(ImportError):
-            from ray._raylet import Config  # type: ignore[attr-defined]
-
-            # Ray has read its settings when it was imported
-            Config.initialize("")
+        # Ray has read its settings when it was imported; private, so it may not be there
+        settings = getattr(ray._raylet, "Config", None)
+        if settings is not None:
+            settings.initialize("")
 
 
 @contextlib.contextmanager

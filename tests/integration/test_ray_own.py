@@ -28,6 +28,8 @@ found = {"worker": ray.get(host.remote()), "gcs": ray.get_runtime_context().gcs_
 me = psutil.Process()
 family = [me, *me.children(recursive=True)]
 found["listens"] = sorted({c.laddr.ip for p in family for c in p.net_connections("tcp") if c.status == "LISTEN"})
+from launcher.ray_probe import require_head
+require_head(found["gcs"])   # raises unless it takes a real head for one
 logs = pathlib.Path(log_folder())
 found["logs"] = logs.is_dir()
 found["folder"] = str(logs.parents[2])
