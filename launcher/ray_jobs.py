@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from launcher.console import printable
+from launcher.text import printable
 from ngsgd.errors import ClusterError, ConfigError
 
 if TYPE_CHECKING:

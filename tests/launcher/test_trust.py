@@ -216,8 +216,12 @@ def test_a_record_that_others_could_have_written_is_ignored(
     ran = without_data(monkeypatch)
     run = begin(attacker, monkeypatch)
     path = tmp_path / "state" / "ngsgd" / "trusted.json"
-    {"mode": lambda: path.chmod(0o666), "damaged": lambda: path.write_text('{"a'), "list": lambda: path.write_text("[]"),
-     "missing": path.unlink}[record]()
+    if record == "mode":
+        path.chmod(0o666)
+    elif record == "missing":
+        path.unlink()
+    else:
+        path.write_text({"damaged": '{"a', "list": "[]"}[record])
     assert cli.main(["resume", str(run)]) == 2
     assert len(ran) == 1
 
