@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from launcher.console import Parser, masked, printable, version
+from launcher.console import Parser, version
 from launcher.progress import duration
 from launcher.run_folder import RunFolder, find_run
+from launcher.text import masked, printable
 from ngsgd.errors import EXIT_OK, ConfigError
 from ngsgd.files import write_text
 from ngsgd.training.event_log import read_events

@@ -107,7 +107,8 @@ def check_final(path: Path) -> None:
         return
     try:
         digests = json.loads((path / DIGESTS).read_text(encoding="utf-8"))
-        wrong = [name for name, digest in digests.items() if sha256(path / name) != digest]
+        # a plain name only: a received file must not make this one read a device
+        wrong = [name for name, digest in digests.items() if Path(name).name != name or sha256(path / name) != digest]
         wrong += [name for name in ("model.json", "model.safetensors") if name not in digests]
     except FileNotFoundError:
         raise
@@ -150,7 +151,7 @@ def open_final(path: Path, *, trust: bool = False,
     about = permission.read_about(path)
     check_final(path)
     settings = permission.as_own(about["model"], own)
-    permission.require(settings, path / "model.json", str(about["run_id"]), trust=trust)
+    permission.require(settings, path / "model.json", about["run_id"], trust=trust)
     try:
         return _opened(path, about, settings)
     except OSError:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlsplit
 
-from launcher.console import MASK, conceal, is_masked, masked
+from launcher.text import MASK, conceal, is_masked, masked
 from ngsgd.config import RunConfig
 from ngsgd.errors import ConfigError
 
@@ -27,7 +27,7 @@ _USER, _PASSWORD, _TOKEN = "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD
 
 def tracking_uri(config: RunConfig) -> str:
     """The configured store with what logs in to it, or SQLite in the output directory; raises as `with_login` does."""
-    if masked(config.tracking.uri) != config.tracking.uri:
+    if masked(config.tracking.uri, known=False) != config.tracking.uri:
         conceal(config.tracking.uri)
     return with_login(config.tracking.uri) or sqlite_uri(Path(config.output_dir))
 
@@ -52,7 +52,7 @@ def with_login(uri: str) -> str:
 
 def without_login(uri: str) -> str:
     """The address alone: it says which store it is, however one logs in to it."""
-    return masked(uri).replace(f"{MASK}@", "")
+    return masked(uri, known=False).replace(f"{MASK}@", "")
 
 
 def sqlite_uri(output_dir: Path) -> str:

@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from launcher.console import Parser, masked, version
+from launcher.console import Parser, version
 from launcher.progress import duration
 from launcher.run_folder import RunFolder, find_run
+from launcher.text import masked
 from ngsgd.errors import EXIT_OK, ConfigError, NgsgdError
 from ngsgd.files import write_text
 from ngsgd.training.event_log import read_events
