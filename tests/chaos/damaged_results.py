@@ -1,12 +1,15 @@
-"""Real training runs in which one result of 24 is damaged before its checksum is made: word error rates with and without checks.
+"""Real training runs in which one result of 24 is damaged before its checksum is made.
 
-    python -m tests.chaos.damaged_results [--without-checks] [--only NAME ...] [OVERRIDE ...]
+Prints word error rates, with the checks of results and without them.
+
+python -m tests.chaos.damaged_results [--without-checks] [--only NAME ...] [OVERRIDE ...]
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,8 +25,14 @@ from ngsgd.training.job import Job, JobResult, WorkerSpec
 from ngsgd.training.planning import schedule_of
 from ngsgd.training.worker import Worker
 
-SMALL = ["cluster=in_process", "cluster.num_workers=24", "cluster.threads_per_worker=1", "egs.samples_per_iter=4000",
-         "data.train_minutes=40", "tracking.kind=none"]
+SMALL = [
+    "cluster=in_process",
+    "cluster.num_workers=24",
+    "cluster.threads_per_worker=1",
+    "egs.samples_per_iter=4000",
+    "data.train_minutes=40",
+    "tracking.kind=none",
+]
 JOB = 7
 
 
@@ -37,7 +46,10 @@ DAMAGES: dict[str, Any] = {
     "all times 2^60": lambda vector: np.multiply(vector, np.float32(2.0**60), out=vector),
     "all signs": lambda vector: np.negative(vector, out=vector),
     "noise of sigma 0.3": lambda vector: np.add(
-        vector, np.random.default_rng(0).normal(0.0, 0.3, len(vector)).astype(np.float32), out=vector),
+        vector,
+        np.random.default_rng(0).normal(0.0, 0.3, len(vector)).astype(np.float32),
+        out=vector,
+    ),
     "zeros": lambda vector: vector.fill(0.0),
 }
 
@@ -67,7 +79,9 @@ def _disable_checks() -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--without-checks", action="store_true", help="average whatever is finite")
     parser.add_argument("--only", nargs="*", choices=DAMAGES, default=list(DAMAGES), help="damages")
     parser.add_argument("overrides", nargs="*", help="further settings of the runs")
@@ -78,9 +92,14 @@ def main() -> int:
     for name in arguments.only:
         _Damaging.name = name
         report = train(compose.compose([*SMALL, *arguments.overrides]), quiet=True)
-        events = read_json_lines(report.files["events"])
-        reasons = [job["reason"] for event in events for job in event.get("jobs", ()) if job["reason"]]
-        print(f"{name}: WER {report.wer_percent:.1f} %, rejected: {'; '.join(reasons) or 'none'}", flush=True)
+        events = read_json_lines(Path(report.files["events"]))
+        reasons = [
+            job["reason"] for event in events for job in event.get("jobs", ()) if job["reason"]
+        ]
+        print(
+            f"{name}: WER {report.wer_percent:.1f} %, rejected: {'; '.join(reasons) or 'none'}",
+            flush=True,
+        )
     return 0
 
 
