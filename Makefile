@@ -11,10 +11,10 @@ export MLFLOW_DISABLE_TELEMETRY = true
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test check mutants chaos soak fuzz nodes slurm reference docs image lint format clean
+.PHONY: help setup train test test-matrix check mutants chaos soak fuzz nodes slurm reference docs image lint format clean
 
 help:  ## this list
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## */  make \1\t/' | expand -t 16
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 20
 
 setup: $(STAMP)  ## create .venv and install the project with everything it needs
 
@@ -33,6 +33,9 @@ test: lint  ## everything that CI runs: lint, doctests and all tests, Ray and ML
 
 check: lint  ## the same without the tests that start Ray, write an MLflow store or are slow
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --doctest-modules ngsgd tests -m "not ray and not mlflow and not slow" $(ARGS)
+
+test-matrix: $(STAMP)  ## the numerical tests with AVX2 only, without a compiler, with 1 and 2 threads, with other MKL paths (12 min)
+	$(BIN)/python tests/matrix.py $(ARGS)
 
 mutants: $(STAMP)  ## break the numbers in some forty ways, one at a time, and see that a test notices each (4 min)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/mutants.py $(ARGS)

@@ -26,7 +26,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import kaldiio
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -34,6 +33,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from ngsgd import NGSGD
+from ngsgd.asr.kaldi_tables import read_ark
 from ngsgd.config import ModelConfig
 from ngsgd.files import read_json_lines
 from ngsgd.models import build_model
@@ -107,7 +107,7 @@ class Frames:
 def read_frames(folder: Path, set_name: str) -> Frames:
     """The frames of "train" or "test" with their states; edges of an utterance repeat the first and the last frame."""
     alignment = np.load(folder / f"ali_{set_name}.npz")
-    features = dict(kaldiio.load_ark(str(folder / f"feats_{set_name}.ark")))
+    features = read_ark(folder / f"feats_{set_name}.ark")
     utt_ids = alignment["utt_ids"].tolist()
     lengths = np.diff(alignment["offsets"])
     if [len(features[utt_id]) for utt_id in utt_ids] != lengths.tolist():

@@ -159,7 +159,7 @@ def to_file(overrides: Sequence[str], output: Path) -> None:
         alignments.write(output, alignments.read(make(config, _cache_root(config), print)).pdf_T)
 
 
-def with_model(run: Path, output: Path) -> None:
+def with_model(run: Path, output: Path, *, trust: bool = False) -> None:
     """`ngsgd align --model RUN`: the best path through every transcript's graph by a run's final model.
 
     Every pronunciation of a word and every pause between words may be taken, so the labels fit the speech better than those
@@ -170,7 +170,7 @@ def with_model(run: Path, output: Path) -> None:
     if config.data.corpus in ("digits", "fsdd"):
         raise ConfigError(f"recipe={config.data.corpus} splices its speech from labelled recordings, which a model of the whole "
                           "strings cannot label; use ngsgd align without --model.")
-    model, prior_P = load_final(folder)
+    model, prior_P = load_final(folder, trust=trust)
     with _written(output):
         speech = corpus.prepare_unaligned(config.data, config.features, _cache_root(config), print)
         if config.ivectors.dim:

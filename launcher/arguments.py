@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from launcher.console import Parser
+from launcher.console import TRUST, Parser
 from launcher.run_folder import find_run
 from ngsgd.errors import EXIT_OK, ConfigError
 
@@ -15,13 +15,19 @@ def resume(arguments: Sequence[str]) -> int:
     parser = _parser("resume")
     parser.add_argument("--address", help="the Ray cluster to join, where it is another than the run's own: host:port or auto")
     parser.add_argument("--workers", type=int, metavar="N", help="as many as there are now; the numbers stay those of the run")
+    parser.add_argument("--accept-changed-config", action="store_true",
+                        help="resume with a config.yaml that was edited since the run began")
+    parser.add_argument("--allow-other-bits", action="store_true",
+                        help="resume on another processor, with other versions or without compiled kernels: results agree to rounding")
     options = parser.parse_args(list(arguments))
     run = find_run(options.run)
     if options.workers is not None and options.workers < 1:
         raise ConfigError(f"--workers is {options.workers}; it must be at least 1.")
     from launcher import train as service
 
-    return service.resume(run, quiet=options.quiet, address=options.address, num_workers=options.workers)
+    return service.resume(run, quiet=options.quiet, address=options.address, num_workers=options.workers,
+                          accept_changed_config=options.accept_changed_config, trust=options.trust,
+                          allow_other_bits=options.allow_other_bits)
 
 
 def decode(arguments: Sequence[str]) -> int:
@@ -37,11 +43,11 @@ def decode(arguments: Sequence[str]) -> int:
     if options.streaming:
         from launcher import streaming
 
-        print(streaming.measure(run, chunk_frames=options.chunk_frames))
+        print(streaming.measure(run, chunk_frames=options.chunk_frames, trust=options.trust))
         return EXIT_OK
     from launcher import train as service
 
-    code = service.decode(run, quiet=options.quiet or options.json)
+    code = service.decode(run, quiet=options.quiet or options.json, trust=options.trust)
     if options.json:
         print((run / "decode" / "wer.json").read_text(encoding="utf-8"))
     return code
@@ -56,7 +62,8 @@ def evaluate(arguments: Sequence[str]) -> int:
     run = find_run(options.run)
     from launcher import train as service
 
-    scores = service.evaluate(run, quiet=options.quiet or options.json, outer_iter=options.outer_iter)
+    scores = service.evaluate(run, quiet=options.quiet or options.json, outer_iter=options.outer_iter,
+                              trust=options.trust)
     print(json.dumps(scores, indent=1) if options.json else "\n".join(_told(name, score) for name, score in scores.items()))
     return EXIT_OK
 
@@ -67,6 +74,7 @@ def align(arguments: Sequence[str]) -> int:
     parser.add_argument("--output", "-o", required=True, help="the file to write: .npz, or text lines \"utterance pdf pdf ...\"")
     parser.add_argument("--model", metavar="RUN", help="label with the final model of this run, on its data and with its settings, "
                                                        "in place of a flat start")
+    parser.add_argument("--trust", action="store_true", help=f"with --model: {TRUST}")
     options = parser.parse_intermixed_args(list(arguments))
     if options.model and options.overrides:
         raise ConfigError(f"--model takes the settings of its run; leave out {' '.join(options.overrides)}.")
@@ -74,7 +82,7 @@ def align(arguments: Sequence[str]) -> int:
     from launcher import align as service
 
     if run:
-        service.with_model(run, Path(options.output))
+        service.with_model(run, Path(options.output), trust=options.trust)
     else:
         service.to_file(options.overrides, Path(options.output))
     return EXIT_OK
@@ -90,4 +98,5 @@ def _parser(command: str) -> Parser:
     parser = Parser(command)
     parser.add_argument("run", metavar="RUN", help="a run folder, or its name under runs/")
     parser.add_argument("--quiet", "-q", action="store_true", help="only incidents and the result")
+    parser.add_argument("--trust", action="store_true", help=TRUST)
     return parser

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from launcher.console import Parser, version
+from launcher.console import Parser, masked, printable, version
 from launcher.progress import duration
 from launcher.run_folder import RunFolder, find_run
 from ngsgd.errors import EXIT_OK, ConfigError
-from ngsgd.files import read_json_lines, write_text
+from ngsgd.files import write_text
+from ngsgd.training.event_log import read_events
 
 if TYPE_CHECKING:
     from launcher.charts import Chart
@@ -41,7 +42,7 @@ def command(arguments: Sequence[str]) -> int:
     if settings := [word for word in options.runs if "=" in word]:
         from launcher.contest import trained
 
-        folders += trained(settings, lambda line: print(line, file=sys.stderr, flush=True))
+        folders += trained(settings, lambda line: print(printable(masked(line)), file=sys.stderr, flush=True))
     runs = [read(folder) for folder in folders]
     target = Path(options.output)
     write_text(target, _page(runs))
@@ -53,7 +54,7 @@ def command(arguments: Sequence[str]) -> int:
         objf = common_objf(runs)
         print(json.dumps({"page": str(target), "common_objf": objf, "runs": [run.figures(objf) for run in runs]}, indent=1))
     else:
-        print("\n".join([*_text_table(runs), f"page {target}"]))
+        print(printable("\n".join([*_text_table(runs), f"page {target}"])))
     return EXIT_OK
 
 
@@ -115,7 +116,7 @@ def read(folder: RunFolder) -> Run:
     from launcher import compose
     from launcher.values import flatten
 
-    events = read_json_lines(folder.events) if folder.events.is_file() else []
+    events = read_events(folder.events)
     if not any(event.get("event") == "outer_iteration" for event in events):
         raise ConfigError(f"{folder.path} has no outer iteration yet; leave it out, or wait for its first.")
     try:
@@ -125,7 +126,9 @@ def read(folder: RunFolder) -> Run:
     except (OSError, ValueError, KeyError, StopIteration):  # not decoded, or not yet
         found = None
     peak = json.loads(folder.measured.read_text())["peak_resident_mib"] if folder.measured.is_file() else None
-    return Run(folder.path.name, events, flatten(compose.from_yaml(folder.config)), found, peak)
+    settings = flatten(compose.from_yaml(folder.config))
+    shown = {name: masked(value) if isinstance(value, str) else value for name, value in settings.items()}
+    return Run(folder.path.name, events, shown, found, peak)
 
 
 def common_objf(runs: Sequence[Run]) -> float:

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from launcher.values import build, build_checked, did_you_mean, leaves, paths, plain, sections, with_defaults
+from launcher.values import build, build_checked, did_you_mean, leaves, paths, plain, sections, with_defaults, without_secrets
 from ngsgd.config import RunConfig
 from ngsgd.errors import ConfigError
 
@@ -78,7 +78,7 @@ def to_yaml(config: RunConfig) -> str:
     import yaml
 
     # the end mark tells a file that was cut off from one that was written before a setting came
-    return str(yaml.safe_dump(plain(asdict(config)), sort_keys=False, allow_unicode=True, explicit_end=True))
+    return str(yaml.safe_dump(without_secrets(plain(asdict(config))), sort_keys=False, allow_unicode=True, explicit_end=True))
 
 
 def from_yaml(path: Path) -> RunConfig:
@@ -88,12 +88,12 @@ def from_yaml(path: Path) -> RunConfig:
 
     try:
         values = OmegaConf.to_container(OmegaConf.load(path))
-        has_end_mark = path.read_text(encoding="utf-8").rstrip().endswith("\n...")
+        has_end_mark = "..." in path.read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist; is this a run folder of ngsgd train?") from None
     except yaml.YAMLError as error:
         raise ConfigError(_yaml_problem(error, path)) from None
-    except (OSError, UnicodeError) as error:
+    except (OSError, UnicodeError, RecursionError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read: {error}.") from None
     if not values or not isinstance(values, dict):
         raise ConfigError(f"{path} holds no settings; it is damaged, restore it or train again.")

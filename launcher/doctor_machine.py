@@ -16,7 +16,8 @@ from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Literal
 
-from launcher.console import version
+from launcher.console import conceal, version
+from launcher.mlflow_store import without_login
 
 _FREE_BYTES = 2 * 2**30       # prepared digits, checkpoints and a tracking store take less than 1 GiB
 _SHM_BYTES = 600 * 2**20      # Ray's object store on one machine, and the shared parameters
@@ -176,6 +177,8 @@ def tracking(output_dir: Path, uri: str) -> Iterator[Finding]:
         else:
             yield Finding("fail", "tracking", f"{store} cannot be written", f"chmod u+w {store}, or tracking.kind=none")
         return
+    conceal(uri)
+    uri = without_login(uri)
     if not uri.startswith(("http://", "https://")):
         yield Finding("ok", "tracking", f"{uri} (looked at by the run itself)")
         return

@@ -13,10 +13,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from safetensors import SafetensorError
 from safetensors.numpy import load_file as load_arrays
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from launcher import trust as permission
+from launcher.limits import require_memory
 from launcher.run_folder import RunFolder
 from ngsgd.asr.corpus import Corpus, SpeechSet
 from ngsgd.asr.evaluation import Evaluation, tune_and_decode
@@ -26,7 +29,7 @@ from ngsgd.config import EgsConfig, ModelConfig, RunConfig
 from ngsgd.egs.archives import spliced_utterances
 from ngsgd.egs.reader import EgsReader
 from ngsgd.errors import CheckpointError
-from ngsgd.files import new_directory, write_text
+from ngsgd.files import new_directory, sha256, write_text
 from ngsgd.models import DataStatistics, Window, build_model
 from ngsgd.models.staged import StagedModel, set_stage, utterance_logits
 from ngsgd.models.stages import Stage, Stages
@@ -40,6 +43,8 @@ from ngsgd.training.records import SubsetScore
 from ngsgd.training.worst import as_text, utterance_scores
 
 _TRANSFORM = "input_transform.safetensors"
+DIGESTS = "digests.json"   # SHA-256 of every other file of a final model
+_AGAIN = "restore it from a copy, or make it again from the run's checkpoints with ngsgd resume."
 
 
 def wanted_for_combination(config: RunConfig, schedule: Schedule, stages: Stages) -> tuple[int, ...]:
@@ -75,6 +80,8 @@ def save_final(folder: RunFolder, config: RunConfig, model: nn.Module, reader: E
     statistics = statistics_for(config.model, reader) or DataStatistics()
     about["class_counts"] = list(statistics.class_counts)
     about["objective"] = config.objective.kind
+    if config.model._target_:
+        about["run_id"] = folder.run_id
     if config.ivectors.dim:
         about["ivectors"] = asdict(config.ivectors)
     write_final(folder.final, model, about, statistics.input_transform, extractor=folder.ivectors if config.ivectors.dim else None)
@@ -90,6 +97,24 @@ def write_final(path: Path, model: nn.Module, about: Mapping[str, Any], transfor
         if extractor is not None:
             shutil.copyfile(extractor, temporary / RunFolder.IVECTORS)
         write_text(temporary / "model.json", json.dumps(about, indent=1))
+        digests = {file.name: sha256(file) for file in sorted(temporary.iterdir())}
+        write_text(temporary / DIGESTS, json.dumps(digests, indent=1))
+
+
+def check_final(path: Path) -> None:
+    """Raises CheckpointError unless every file of a final model is as it was written; those of earlier versions have no digests."""
+    if not (path / DIGESTS).exists():
+        return
+    try:
+        digests = json.loads((path / DIGESTS).read_text(encoding="utf-8"))
+        wrong = [name for name, digest in digests.items() if sha256(path / name) != digest]
+        wrong += [name for name in ("model.json", "model.safetensors") if name not in digests]
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path / DIGESTS} cannot be read ({type(error).__name__}: {error}); {_AGAIN}") from error
+    if wrong:
+        raise CheckpointError(f"{path / wrong[0]} is not what was written (its SHA-256 differs from {DIGESTS}); {_AGAIN}")
 
 
 def _priors(folder: RunFolder, config: RunConfig, model: nn.Module, reader: EgsReader) -> npt.NDArray[np.float64]:
@@ -99,28 +124,66 @@ def _priors(folder: RunFolder, config: RunConfig, model: nn.Module, reader: EgsR
     return average_posterior(model, reader, config.decode.num_prior_frames, skip_damaged=config.egs.on_corrupt == "quarantine")
 
 
-def load_final(folder: RunFolder) -> tuple[nn.Module, npt.NDArray[np.float64]]:
-    """(model, priors) of a run that has ended."""
+def load_final(folder: RunFolder, *, trust: bool = False) -> tuple[nn.Module, npt.NDArray[np.float64]]:
+    """(model, priors) of a run that has ended; `trust` allows the import of a module that the run names (see `trust`)."""
     try:
-        return open_final(folder.final)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{folder.path} has no final model ({error}); "
+        return open_final(folder.final, trust=trust)
+    except OSError as error:
+        raise CheckpointError(f"{folder.path} has no final model that can be read ({error}); "
                               f"finish it with `ngsgd resume {folder.path}`.") from error
 
 
-def open_final(path: Path) -> tuple[nn.Module, npt.NDArray[np.float64]]:
-    """(model, priors) from a folder that `save_final` wrote; raises OSError or ValueError if it is not there or not whole."""
-    about = json.loads((path / "model.json").read_text())
+def open_final(path: Path, *, trust: bool = False,
+               own: ModelConfig | None = None) -> tuple[nn.Module, npt.NDArray[np.float64]]:
+    """(model, priors) from a folder that `save_final` wrote.
+
+    Args:
+        path: the folder.
+        trust: import the module that it names (`model._target_`), whoever began its run; see docs/own-model.md.
+        own: the model of the run that starts from it, whose module is imported if both name the same.
+
+    Raises:
+        OSError: a file is not there.
+        ConfigError: it names a module whose import is not allowed.
+        CheckpointError: a file is damaged.
+    """
+    about = permission.read_about(path)
+    check_final(path)
+    settings = permission.as_own(about["model"], own)
+    permission.require(settings, path / "model.json", str(about["run_id"]), trust=trust)
+    try:
+        return _opened(path, about, settings)
+    except OSError:
+        raise
+    except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError, AttributeError) as error:
+        raise CheckpointError(f"the final model in {path} cannot be used ({type(error).__name__}: "
+                              f"{str(error).partition(chr(10))[0]}); {_AGAIN}") from error
+
+
+def _opened(path: Path, about: Mapping[str, Any], settings: Mapping[str, Any]) -> tuple[nn.Module, npt.NDArray[np.float64]]:
     state = load_file(path / "model.safetensors")
     transform = load_file(path / _TRANSFORM)["input_transform"] if (path / _TRANSFORM).exists() else None
+    _require_finite(path, {**state, **({} if transform is None else {_TRANSFORM: transform})})
+    config = ModelConfig(**settings)
+    require_memory(config, about["num_inputs"], about["num_classes"])
     window = Window(about["left_context"], about["right_context"], about["feature_dim"], about.get("side_dim", 0))
-    model = build_model(ModelConfig(**about["model"]), about["num_inputs"], about["num_classes"], seed=0, window=window,
+    model = build_model(config, about["num_inputs"], about["num_classes"], seed=0, window=window,
                         statistics=DataStatistics(tuple(about["class_counts"]), transform))
     model.load_state_dict(state)
     if about["stage"]:
         set_stage(model, Stage(**about["stage"]))
     model.eval()
-    return model, np.asarray(about["priors"])
+    prior_P = np.asarray(about["priors"], dtype=np.float64)
+    if prior_P.shape != (about["num_classes"],) or not np.isfinite(prior_P).all():
+        raise ValueError(f"its priors are not {about['num_classes']} finite numbers")
+    return model, prior_P
+
+
+def _require_finite(path: Path, state: Mapping[str, Tensor]) -> None:
+    """Parameters that are not finite decode into nothing, without a word."""
+    wrong = [name for name, values in state.items() if values.is_floating_point() and not bool(values.isfinite().all())]
+    if wrong:
+        raise CheckpointError(f"{path / 'model.safetensors'} has values in {wrong[0]} that are not finite; {_AGAIN}")
 
 
 def decode_and_score(folder: RunFolder, config: RunConfig, corpus: Corpus, model: nn.Module,

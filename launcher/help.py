@@ -68,6 +68,8 @@ flags:
   --multirun, -m          run every combination of the values given as KEY=A,B one after another
   --config-dir DIR        a folder of your own YAML files: DIR/recipe/mine.yaml is then recipe=mine
   --continue              go on with the newest run of this name= in output_dir, if there is one: for jobs that are queued again
+  --trust                 import the module that init_model= or the run to continue names (docs/own-model.md)
+  --allow-other-bits      accept workers, or a continued run, on other processors, versions or kernels: results agree to rounding
   --quiet, -q             only incidents and the result
   --debug                 show the traceback of an error
   --info [WHAT], --package, --resolve, --hydra-help, --shell-completion: Hydra's own

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launcher import compose, values
-from launcher.console import Parser, run_guarded
+from launcher.console import Parser, masked, run_guarded
 from launcher.run_folder import run_to_continue
 from launcher.tuned_file import expanded
 from ngsgd.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError
+from ngsgd.files import write_text
 
 if TYPE_CHECKING:
     from ngsgd.training.records import FinalReport
@@ -29,7 +30,8 @@ def train(arguments: list[str], *, debug: bool) -> int:
         sweep = options.multirun or any(text.upper() == "HYDRA.MODE=MULTIRUN" for text in options.overrides)
         validate = compose.check_sweep if sweep else compose.compose
         validate(options.overrides, config_dir=Path(options.config_dir) if options.config_dir else None)
-    return _run(_hydra_arguments(options), quiet=options.quiet, debug=debug, goes_on=options.goes_on)
+    return _run(_hydra_arguments(options), quiet=options.quiet, debug=debug, goes_on=options.goes_on,
+                trust=options.trust, allow_other_bits=options.allow_other_bits)
 
 
 def complete(arguments: list[str]) -> int:
@@ -43,6 +45,8 @@ def _parser() -> Parser:
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--quiet", "-q", action="store_true")
     parser.add_argument("--continue", dest="goes_on", action="store_true")
+    parser.add_argument("--trust", action="store_true")
+    parser.add_argument("--allow-other-bits", action="store_true")
     parser.add_argument("--cfg", "-c", choices=["job", "hydra", "all"])
     parser.add_argument("--package", "-p")
     parser.add_argument("--config-dir", "-cd")
@@ -66,7 +70,8 @@ def _hydra_arguments(options: argparse.Namespace) -> list[str]:
     return [*valued, *plain, *options.overrides]
 
 
-def _run(arguments: list[str], *, quiet: bool, debug: bool, goes_on: bool = False) -> int:
+def _run(arguments: list[str], *, quiet: bool, debug: bool, goes_on: bool = False, trust: bool = False,
+         allow_other_bits: bool = False) -> int:
     import hydra
 
     with tempfile.TemporaryDirectory(prefix="ngsgd-sweep-") as scratch:
@@ -74,7 +79,8 @@ def _run(arguments: list[str], *, quiet: bool, debug: bool, goes_on: bool = Fals
         codes.touch()
 
         def task(composed: Any) -> float | None:
-            return _train_one(composed, codes, quiet=quiet, debug=debug, goes_on=goes_on)
+            return _train_one(composed, codes, quiet=quiet, debug=debug, goes_on=goes_on, trust=trust,
+                              allow_other_bits=allow_other_bits)
 
         compose.register_schema()
         decorate = hydra.main(version_base="1.3", config_path=str(compose.conf_dir()), config_name="config")
@@ -83,11 +89,13 @@ def _run(arguments: list[str], *, quiet: bool, debug: bool, goes_on: bool = Fals
         return max(map(int, codes.read_text().split()), default=EXIT_OK)
 
 
-def _train_one(composed: Any, codes: Path, *, quiet: bool, debug: bool, goes_on: bool) -> float | None:
+def _train_one(composed: Any, codes: Path, *, quiet: bool, debug: bool, goes_on: bool, trust: bool = False,
+               allow_other_bits: bool = False) -> float | None:
     """A run of its own, or with `goes_on` the rest of one; what a sweeper minimises, or None where there is nothing to say."""
     from omegaconf import OmegaConf
 
     reports: list[FinalReport] = []
+    _mask_file_of_sweep()
 
     def run() -> int:
         from launcher import train as service
@@ -95,8 +103,9 @@ def _train_one(composed: Any, codes: Path, *, quiet: bool, debug: bool, goes_on:
         config = values.build(OmegaConf.to_container(composed, resolve=True))  # type: ignore[arg-type]
         begun = run_to_continue(config) if goes_on else None
         if begun:
-            return service.resume(begun, quiet=quiet, address=config.cluster.address, num_workers=config.cluster.num_workers)
-        reports.append(service.train(config, quiet=quiet))
+            return service.resume(begun, quiet=quiet, address=config.cluster.address, num_workers=config.cluster.num_workers,
+                                  trust=trust, given=config, allow_other_bits=allow_other_bits)
+        reports.append(service.train(config, quiet=quiet, trust=trust, allow_other_bits=allow_other_bits))
         return EXIT_OK
 
     code = run_guarded(run, debug=debug)
@@ -105,6 +114,20 @@ def _train_one(composed: Any, codes: Path, *, quiet: bool, debug: bool, goes_on:
     if code == EXIT_INTERRUPTED:
         sys.exit(EXIT_INTERRUPTED)  # no further run of a sweep
     return to_minimise(reports[0]) if reports else None
+
+
+def _mask_file_of_sweep() -> None:
+    """Hydra writes all overrides to a sweep's multirun.yaml before the first run begins, passwords as well."""
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.types import RunMode
+
+    if not HydraConfig.initialized() or HydraConfig.get().mode != RunMode.MULTIRUN:
+        return
+    file = Path(HydraConfig.get().sweep.dir) / "multirun.yaml"
+    with contextlib.suppress(OSError, UnicodeError):
+        text = file.read_text(encoding="utf-8")
+        if masked(text) != text:
+            write_text(file, masked(text))
 
 
 def to_minimise(report: FinalReport) -> float:

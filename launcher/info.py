@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import socket
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from launcher.console import Parser, version
+from launcher.console import Parser, masked, printable, version
 from launcher.progress import duration
 from launcher.run_folder import RunFolder, find_run
+from ngsgd import process_identity
 from ngsgd.errors import EXIT_OK
-from ngsgd.files import read_json_lines
+from ngsgd.files import read_json
+from ngsgd.training.event_log import read_events
+from ngsgd.training.lock import holder_of
 
 # MLflow's word for how a run ended -> Ray's, which `ray job` users know
 _STATES = {"FINISHED": "SUCCEEDED", "FAILED": "FAILED", "KILLED": "STOPPED"}
@@ -38,14 +40,14 @@ def command(arguments: Sequence[str]) -> int:
     else:
         about = {package: version(package) for package in _PACKAGES}
         lines = [f"{package:20}{found}" for package, found in about.items()]
-    print(json.dumps(about, indent=1) if options.json else "\n".join(lines))
+    print(masked(json.dumps(about, indent=1) if options.json else printable("\n".join(lines))))
     return EXIT_OK
 
 
 def state_of(run_dir: Path) -> dict[str, Any]:
     """How far a run has come, from the files in its folder; figures that are not known yet are None."""
     folder = RunFolder(run_dir)
-    events = read_json_lines(folder.events) if folder.events.is_file() else []
+    events = read_events(folder.events)
     nothing: dict[str, Any] = {}
     last = next((event for event in reversed(events) if event.get("event") == "outer_iteration"), nothing)
     end = next((event for event in reversed(events) if event.get("event") == "finished"), nothing)
@@ -57,7 +59,7 @@ def state_of(run_dir: Path) -> dict[str, Any]:
         "epoch": last.get("epoch", 0.0), "num_epochs": last.get("num_epochs"), "frames_processed": last.get("frames_processed", 0),
         "valid_objf": valid.get("objf"), "valid_accuracy": valid.get("accuracy"), "left_s": last.get("left_s"),
         "wer": end.get("wer") or None, "wer_percent": end.get("wer_percent") if end.get("wer") else None,
-        "is_finished": bool(end), "examples": _examples_of(folder), "num_incidents": len(incidents), "incidents": incidents[-5:]}
+        "fingerprint": _fingerprint(folder), "is_finished": bool(end), "examples": _examples_of(folder), "num_incidents": len(incidents), "incidents": incidents[-5:]}
 
 
 def describe_run(state: Mapping[str, Any]) -> list[str]:
@@ -69,6 +71,8 @@ def describe_run(state: Mapping[str, Any]) -> list[str]:
         lines.append(f"result     {state['wer'] or 'nothing was decoded'}")
     if state["examples"]:
         lines.append(f"examples   {state['examples']}")
+    if state["fingerprint"]:
+        lines += _fingerprint_lines(state["fingerprint"])
     lines += [f"incidents  {state['num_incidents']}"] + [f"  ! {message}" for message in state["incidents"]]
     return lines
 
@@ -81,45 +85,65 @@ def progress_line(state: Mapping[str, Any]) -> str:
 
 
 def _state(folder: RunFolder, events: Sequence[Mapping[str, Any]]) -> str:
-    """Ray's words for a job, and LOST for a run whose process is gone without a word."""
-    if is_alive(_process(folder)):
+    """Ray's words for a job; LOST for a run whose process is gone without a word, UNKNOWN where that cannot be told."""
+    process = _process(folder)
+    if process_identity.is_alive(process):
         return "RUNNING" if events else "PENDING"
     if not events:
-        return "LOST" if folder.process.exists() else "PENDING"
+        return ("UNKNOWN" if may_be_alive(process) else "LOST") if folder.process.exists() else "PENDING"
     status = events[-1].get("status")
     if status in _STATES:
         return _STATES[status]
-    here = _process(folder).get("host") in (None, socket.gethostname())
-    return "LOST" if here or _silent_s(folder) > _ALIVE_S else "RUNNING"
+    if _silent_s(folder) <= _ALIVE_S:
+        if is_elsewhere(process):
+            return "RUNNING"
+        if may_be_alive(process):
+            return "UNKNOWN"
+    return "LOST"
 
 
 def _state_line(state: Mapping[str, Any]) -> str:
     if state["state"] == "LOST":
         return (f"LOST: its process is gone, the last event came {duration(state['silent_s'])} ago; "
                 f"it goes on with: ngsgd resume {state['run']}")
+    if state["state"] == "UNKNOWN":
+        return (f"UNKNOWN: process.json names process {state['process']['process_id']} without its start time, so that id may "
+                f"belong to another program by now; the last event came {duration(state['silent_s'])} ago")
     return f"{state['state']}{' (no event yet)' if state['state'] == 'PENDING' else ''}"
 
 
 def _process(folder: RunFolder) -> dict[str, Any]:
-    """Host and id of the process that trains; empty when none does, or none that said so."""
+    """The identity of the process that trains; empty when none does, or none that said so."""
+    held = holder_of(folder.lock)
+    if held and held.get("purpose") != "decode":
+        return _as_identity(held.get("holder"))
     try:
-        stored = json.loads(folder.process.read_text())
+        return _as_identity(read_json(folder.process))
     except (OSError, ValueError):
         return {}
+
+
+def _as_identity(stored: object) -> dict[str, Any]:
     return stored if isinstance(stored, dict) and stored.keys() >= {"host", "process_id"} else {}
 
 
-def is_alive(process: Mapping[str, Any]) -> bool:
-    """Whether that process runs on this machine."""
-    if process.get("host") != socket.gethostname():
+def is_elsewhere(process: Mapping[str, Any]) -> bool:
+    """Whether it is a process of another machine, or of another container, whose end cannot be seen from here."""
+    if not process:
         return False
-    try:
-        os.kill(process["process_id"], 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # somebody else's, but there
+    if process["host"] != socket.gethostname():
         return True
-    return True
+    # a container on this machine; a process of another boot is simply gone
+    return (process_identity.is_complete(process) and process["boot_id"] == process_identity.current()["boot_id"]
+            and not process_identity.is_here(process))
+
+
+def may_be_alive(process: Mapping[str, Any]) -> bool:
+    """Whether some process of this machine has the id of an incomplete record, which does not prove that it is the same one."""
+    process_id = process.get("process_id")
+    if not process or is_elsewhere(process) or process_identity.is_complete(process) or type(process_id) is not int:
+        return False
+    return process_id > 1 and process_identity.exists(process_id)
 
 
 def _silent_s(folder: RunFolder) -> float:
@@ -128,9 +152,25 @@ def _silent_s(folder: RunFolder) -> float:
 
 def _examples_of(folder: RunFolder) -> str | None:
     try:
-        return str(json.loads(folder.data.read_text())["egs"])
-    except (OSError, ValueError, KeyError):  # a run that has not begun
+        return str(read_json(folder.data)["egs"])
+    except (OSError, ValueError, KeyError, TypeError):  # a run that has not begun
         return None
+
+
+def _fingerprint(folder: RunFolder) -> dict[str, Any] | None:
+    """What decides the run's bits, as stored: the module that compares it would import torch."""
+    try:
+        return dict(json.loads(folder.fingerprint.read_text(encoding="utf-8"))["history"][-1]["fingerprint"])
+    except (OSError, ValueError, KeyError, TypeError, IndexError):  # a run that has not begun, or of a version before
+        return None
+
+
+def _fingerprint_lines(found: Mapping[str, Any]) -> list[str]:
+    compiled = [name for name, origin in (found.get("kernels") or {}).items() if not str(origin).startswith("none")]
+    settings = "".join(f", {name}={value}" for name, value in (found.get("settings") or {}).items())
+    return [f"computed   torch {found.get('torch')}, numpy {found.get('numpy')}, code {str(found.get('code'))[:12]}, "
+            f"threads per worker {found.get('threads')}, on {found.get('device')}",
+            f"processor  {found.get('processor')} ({found.get('capability')}), kernels {', '.join(compiled) or 'none'}{settings}"]
 
 
 def examples(directory: Path) -> tuple[dict[str, Any], list[str]]:

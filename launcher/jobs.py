@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import socket
 import time
@@ -12,13 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from launcher import ray_jobs
-from launcher.console import Parser
-from launcher.info import describe_run, is_alive, progress_line, state_of
+from launcher.console import Parser, masked, printable
+from launcher.info import describe_run, is_elsewhere, may_be_alive, progress_line, state_of
 from launcher.progress import ProgressTracker, final_lines, iteration_line
 from launcher.ray_jobs import ENDED, Door, told
 from launcher.run_folder import RunFolder, known_run
+from ngsgd import process_identity
 from ngsgd.errors import EXIT_OK, EXIT_RUN_FAILED, ClusterError, ConfigError
-from ngsgd.files import parse_json_lines
+from ngsgd.files import parse_json_lines, read_log
+from ngsgd.training.event_log import valid_events
+from ngsgd.training.lock import holder_of
 
 _POLL_S = 0.3
 _WHAT = "a run folder, its name under runs/, or the id of a Ray job"
@@ -42,7 +44,7 @@ def status(arguments: Sequence[str]) -> int:
     else:
         found = _runs(Path(options.output_dir))
         lines = [_run_line(state) for state in found] or [f"{options.output_dir} holds no runs"]
-    print(json.dumps(found, indent=1) if options.json else "\n".join(lines))
+    print(masked(json.dumps(found, indent=1) if options.json else printable("\n".join(lines))))
     return EXIT_OK
 
 
@@ -60,7 +62,7 @@ def logs(arguments: Sequence[str]) -> int:
     client = ray_jobs.connect(door)
     with told(door, options.what):
         if not options.follow:
-            print(client.get_job_logs(options.what), end="")
+            print(printable(client.get_job_logs(options.what)), end="")
             return EXIT_OK
         return exit_code(ray_jobs.follow(client, options.what))
 
@@ -118,10 +120,10 @@ def _run_logs(folder: RunFolder, *, follow: bool) -> int:
     progress, read = ProgressTracker(), 0
     while True:
         is_over = state_of(folder.path)["state"] in (*ENDED, "LOST")  # before reading: what comes later is read next time
-        text = folder.events.read_text(encoding="utf-8")[read:] if folder.events.is_file() else ""
+        text = read_log(folder.events)[read:] if folder.events.is_file() else ""
         whole = text[:text.rfind("\n") + 1]
         read += len(whole)
-        for event in parse_json_lines(whole):
+        for event in valid_events(parse_json_lines(whole)):
             for line in _lines_of(event):
                 progress.report(line)
         if is_over or not follow:
@@ -147,18 +149,44 @@ def _stop_run(run: Path, timeout_s: float) -> int:
     """Asks the coordinator as Ctrl-C does: it finishes its outer iteration and saves."""
     state = state_of(run)
     process = state["process"]
-    if not is_alive(process):
-        if process and process["host"] != socket.gethostname():
-            raise ConfigError(f"{run} is trained on {process['host']}; stop it there, or stop its Ray job by its id.")
+    if not process_identity.is_alive(process):
+        _refuse_unproved(run, state)
         print(f"{run} {state['state']}")
         return EXIT_OK
-    os.kill(process["process_id"], signal.SIGTERM)
+    _ask_to_end(run, process)
     deadline = time.monotonic() + timeout_s
-    while is_alive(process) and time.monotonic() < deadline:
+    while process_identity.is_alive(process) and time.monotonic() < deadline:
         time.sleep(_POLL_S)
-    if is_alive(process):
+    if process_identity.is_alive(process):
         raise ClusterError(f"process {process['process_id']} of {run} did not end within {timeout_s:g} s; "
                            "wait longer with --timeout.")
     ended = state_of(run)["state"]
     print(f"{run} {ended}" if ended == "SUCCEEDED" else f"{run} {ended}; go on with: ngsgd resume {run}")
     return EXIT_OK
+
+
+def _ask_to_end(run: Path, process: dict[str, Any]) -> None:
+    lock = RunFolder(run).lock
+    held = holder_of(lock)
+    # runs begun by an earlier version have no lock
+    if lock.exists() and (held is None or held.get("holder") != process):
+        raise ConfigError(f"process {process['process_id']}, which process.json of {run} names, does not hold the run's lock; "
+                          "nothing was signalled. If nothing trains the run, remove process.json.")
+    try:
+        process_identity.send_signal(process, signal.SIGTERM)
+    except PermissionError as error:
+        raise ConfigError(f"{run} is trained by process {process['process_id']} of another user; ask them to stop it.") from error
+
+
+def _refuse_unproved(run: Path, state: dict[str, Any]) -> None:
+    """Raises ConfigError where the run may be trained by a process that this one must not signal."""
+    process = state["process"]
+    if state["state"] in ENDED:
+        return
+    if is_elsewhere(process):
+        where = "in another container" if process["host"] == socket.gethostname() else f"on {process['host']}"
+        raise ConfigError(f"{run} is trained {where}; stop it there, or stop its Ray job by its id.")
+    if may_be_alive(process):
+        raise ConfigError(f"{run / 'process.json'} names process {process['process_id']} without its start time, which does not "
+                          "prove that it trains this run; nothing was signalled. Look at it with "
+                          f"`ps -fp {process['process_id']}`, and if it is the run: kill -TERM {process['process_id']}")

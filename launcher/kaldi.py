@@ -8,15 +8,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launcher.console import Parser
+from launcher.console import TRUST, Parser
 from launcher.run_folder import RunFolder, find_run
 from ngsgd.errors import EXIT_OK, ConfigError, DataError
-from ngsgd.files import write_text
+from ngsgd.files import read_regular_text, write_text
 
 if TYPE_CHECKING:
     from ngsgd.asr.speech_set import SpeechSet
     from ngsgd.egs.nnet3_examples import Nnet3Example
     from ngsgd.egs.reader import EgsReader
+
+_MAX_MODEL_BYTES = 1 << 34   # of a model as text, about a billion parameters
 
 
 def export(arguments: Sequence[str]) -> int:
@@ -26,11 +28,12 @@ def export(arguments: Sequence[str]) -> int:
     parser.add_argument("--output", "-o", required=True, help="folder for final.raw (text) and priors.vec")
     parser.add_argument("--data", action="store_true", help="also features, CMVN and alignments (pdf ids) of train, valid and test")
     parser.add_argument("--egs", type=int, default=0, metavar="N", help="also the first N archives of training examples")
+    parser.add_argument("--trust", action="store_true", help=TRUST)
     options = parser.parse_args(list(arguments))
     folder, output = RunFolder.open(find_run(options.run)), Path(options.output)
     try:
         output.mkdir(parents=True, exist_ok=True)
-        written = [*_export_model(folder, output), *(_export_data(folder, output) if options.data else []),
+        written = [*_export_model(folder, output, trust=options.trust), *(_export_data(folder, output) if options.data else []),
                    *(_export_egs(folder, output, options.egs) if options.egs else [])]
     except OSError as error:
         raise DataError(f"{error.filename or output} could not be written ({error.strerror or error}); make room, or choose "
@@ -56,7 +59,7 @@ def import_(arguments: Sequence[str]) -> int:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return read_regular_text(path, _MAX_MODEL_BYTES)
     except (OSError, UnicodeError) as error:
         raise DataError(f"{path} cannot be read as text ({error}); convert it with nnet3-copy --binary=false.") from error
 
@@ -64,14 +67,14 @@ def _read(path: Path) -> str:
 # Models ---------------------------------------------------------------------------------------------------------------
 
 
-def _export_model(folder: RunFolder, output: Path) -> list[Path]:
+def _export_model(folder: RunFolder, output: Path, *, trust: bool) -> list[Path]:
     from launcher.final_model import load_final
     from ngsgd.config import ModelConfig
     from ngsgd.models.inputs import Window
     from ngsgd.models.nnet3.network import describe
     from ngsgd.models.nnet3.text import to_text, vector_to_text
 
-    model, prior_P = load_final(folder)
+    model, prior_P = load_final(folder, trust=trust)
     about = json.loads((folder.final / "model.json").read_text(encoding="utf-8"))
     window = Window(about["left_context"], about["right_context"], about["feature_dim"], about.get("side_dim", 0))
     network = describe(model, ModelConfig(**about["model"]), window, has_softmax=about.get("objective") != "lfmmi")

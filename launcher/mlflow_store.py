@@ -9,15 +9,50 @@ import tempfile
 import warnings
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote, urlsplit
 
+from launcher.console import MASK, conceal, is_masked, masked
 from ngsgd.config import RunConfig
+from ngsgd.errors import ConfigError
 
+_MAX_ANSWER = 64 * 2**20   # bytes; what a run asks for is far smaller
+# where a server may have artifacts put; all else would be a place on this machine, or leads to one
+_REMOTE_SCHEMES = ("mlflow-artifacts", "http", "https", "s3", "gs", "wasb", "wasbs", "abfs", "abfss", "r2", "b2", "hdfs", "viewfs",
+                   "ftp", "sftp", "oss", "cos", "swift", "dbfs")
 _PACKAGES = ("ngsgd", "torch", "numpy", "safetensors")
 
 
+_USER, _PASSWORD, _TOKEN = "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN"
+
+
 def tracking_uri(config: RunConfig) -> str:
-    """The configured store, or SQLite in the output directory."""
-    return config.tracking.uri or sqlite_uri(Path(config.output_dir))
+    """The configured store with what logs in to it, or SQLite in the output directory; raises as `with_login` does."""
+    if masked(config.tracking.uri) != config.tracking.uri:
+        conceal(config.tracking.uri)
+    return with_login(config.tracking.uri) or sqlite_uri(Path(config.output_dir))
+
+
+def with_login(uri: str) -> str:
+    """A store's address as files have it, masked, with the user and password of the environment.
+
+    Raises ConfigError where it was masked and the environment has none.
+    """
+    if not is_masked(uri):
+        return uri
+    user, password = os.environ.get(_USER, ""), os.environ.get(_PASSWORD, "")
+    scheme, _, rest = uri.partition(f"://{MASK}@")
+    if rest and not is_masked(rest):
+        if scheme in ("http", "https") and ((user and password) or os.environ.get(_TOKEN)):
+            return f"{scheme}://{rest}"  # MLflow reads the environment itself
+        if user and password:
+            return f"{scheme}://{quote(user, safe='')}:{quote(password, safe='')}@{rest}"
+    raise ConfigError(f"tracking.uri is stored as {uri}, without what logs in to it; set {_USER} and {_PASSWORD}, or go on with "
+                      "ngsgd train --continue name=NAME tracking.uri=URI, or set tracking.kind=none for a new run.")
+
+
+def without_login(uri: str) -> str:
+    """The address alone: it says which store it is, however one logs in to it."""
+    return masked(uri).replace(f"{MASK}@", "")
 
 
 def sqlite_uri(output_dir: Path) -> str:
@@ -37,7 +72,70 @@ def open_client(uri: str) -> Any:
 
     if "MLFLOW_LOGGING_LEVEL" not in os.environ:
         logging.getLogger("mlflow").setLevel(logging.WARNING)  # it tells how it makes its tables otherwise
+    if is_server(uri):
+        _bound_answers()
     return MlflowClient(tracking_uri=uri)
+
+
+def is_server(uri: str) -> bool:
+    """Whether the store is somebody else's program, which answers what it likes."""
+    return uri.lower().startswith(("http://", "https://"))
+
+
+class Artifacts:
+    """Puts files into one MLflow run; with a server, only where the files leave this machine."""
+
+    def __init__(self, client: Any, run_id: str, uri: str) -> None:
+        self._client, self.run_id = client, run_id
+        self._repository: Any = None
+        self.refused: str | None = None   # a place on this machine that the server named
+        if is_server(uri):
+            place = str(client.get_run(run_id).info.artifact_uri)
+            if urlsplit(place).scheme.lower() not in _REMOTE_SCHEMES:
+                self.refused = place
+                return
+            from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
+
+            # not the client's own: it would ask the server again, which may answer something else
+            self._repository = get_artifact_repository(place, tracking_uri=uri)
+
+    def log_file(self, path: Path) -> None:
+        if self._repository is not None:
+            self._repository.log_artifact(str(path))
+        elif self.refused is None:
+            self._client.log_artifact(self.run_id, str(path))
+
+    def log_folder(self, path: Path, name: str) -> None:
+        if self._repository is not None:
+            self._repository.log_artifacts(str(path), name)
+        elif self.refused is None:
+            self._client.log_artifacts(self.run_id, str(path), name)
+
+
+def _bound_answers() -> None:
+    """An answer without an end must not fill the memory of a training process; MLflow reads answers to their end."""
+    from mlflow.utils import rest_utils
+
+    name = "_get_http_response_with_retries"
+    # private: where a version does not have it, answers are not bounded
+    original = getattr(rest_utils, name, None)
+    if original is None or hasattr(original, "is_bounded"):
+        return
+
+    def request(*arguments: Any, **options: Any) -> Any:
+        if options.get("stream"):
+            return original(*arguments, **options)
+        answer = original(*arguments, **{**options, "stream": True})
+        content = bytearray()
+        for part in answer.iter_content(1 << 16):
+            content += part
+            if len(content) > _MAX_ANSWER:
+                answer.close()
+                raise ConnectionError(f"the MLflow server's answer is longer than {_MAX_ANSWER >> 20} MiB")
+        answer._content = bytes(content)
+        return answer
+    request.is_bounded = True  # type: ignore[attr-defined]
+    setattr(rest_utils, name, request)
 
 
 def read_tracking(run_dir: Path) -> dict[str, Any]:
@@ -49,12 +147,12 @@ def read_tracking(run_dir: Path) -> dict[str, Any]:
     return stored if isinstance(stored, dict) and stored.keys() >= {"experiment_id", "run_id", "worker_runs"} else {}
 
 
-def log_model(client: Any, run_id: str, final: Path, register_as: str) -> str:
+def log_model(client: Any, run_id: str, final: Path, register_as: str, artifacts: Artifacts) -> str:
     """Stores the final model under "model" of the run; returns the version registered, or nothing."""
     with tempfile.TemporaryDirectory(prefix="ngsgd-mlflow-") as scratch:
         folder = Path(scratch) / "model"
         _save(final, folder)
-        client.log_artifacts(run_id, str(folder), "model")
+        artifacts.log_folder(folder, "model")
     if not register_as:
         return ""
     source = f"{client.get_run(run_id).info.artifact_uri.rstrip('/')}/model"

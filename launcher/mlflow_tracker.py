@@ -17,12 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from launcher import values
+from launcher.console import masked
 from launcher.machine import load_of_machine
 from launcher.mlflow_figures import run_metrics, storable, system_metrics, worker_metrics
-from launcher.mlflow_store import log_model, open_client, read_tracking, tracking_uri
+from launcher.mlflow_store import Artifacts, log_model, open_client, read_tracking, tracking_uri, without_login
 from launcher.mlflow_tags import origin, versions
 from ngsgd.config import RunConfig
-from ngsgd.files import read_json_lines, write_text
+from ngsgd.files import write_text
+from ngsgd.training.event_log import read_events
 from ngsgd.training.records import FinalReport, Incident, JobRecord, OuterIterationRecord
 
 CLOSE_TIMEOUT_S = 30.0             # saving the final model takes some 5 of them
@@ -46,7 +48,7 @@ class MlflowTracker:
 
     def __init__(self, config: RunConfig, run_dir: Path, run_name: str, warn: Warn, *,
                  make_client: Callable[[str], Any] | None = None) -> None:
-        self._run = _MlflowRun(config, run_dir.absolute(), run_name, make_client or open_client)
+        self._run = _MlflowRun(config, run_dir.absolute(), run_name, make_client or open_client, warn)
         self._warn = warn
         self._num_refused = 0
         self._num_unsent = 0
@@ -131,7 +133,8 @@ class MlflowTracker:
 class _MlflowRun:
     """The conversation with MLflow; lives in the background thread."""
 
-    def __init__(self, config: RunConfig, run_dir: Path, run_name: str, make_client: Callable[[str], Any]) -> None:
+    def __init__(self, config: RunConfig, run_dir: Path, run_name: str, make_client: Callable[[str], Any], warn: Warn
+                 ) -> None:
         self.run_dir = run_dir
         self.run_id = ""
         self.experiment_id = ""
@@ -139,6 +142,8 @@ class _MlflowRun:
         self._config = config
         self._run_name = run_name
         self._make_client = make_client
+        self._warn = warn
+        self._artifacts: Artifacts | None = None
         self._client: Any = None
         self._uri = tracking_uri(config)
         self._worker_runs: dict[int, str] = {}
@@ -153,11 +158,22 @@ class _MlflowRun:
             return
         self._client = self._client or self._make_client(self._uri)
         run_id = self._continued() or self._created()
-        self._client.log_artifact(run_id, str(self.run_dir / "config.yaml"))
+        self._artifacts = self._artifacts_of(run_id)
+        self._artifacts.log_file(self.run_dir / "config.yaml")
         for at_ms, record in self._past:  # what a process before this one could not send
             if record.outer_iter > self._sent:
                 self._log_outer_iteration(run_id, record, at_ms, {})
         self.run_id = run_id  # last: had anything above failed, the next try does it again
+
+    def _artifacts_of(self, run_id: str) -> Artifacts:
+        if self._artifacts is not None and self._artifacts.run_id == run_id:
+            return self._artifacts
+        artifacts = Artifacts(self._client, run_id, self._uri)
+        if artifacts.refused is not None and self._artifacts is None:
+            self._warn(f"the MLflow server names {artifacts.refused[:_LONGEST_REASON]!r} for this run's files, which is no remote "
+                       "store, so no file is written there; metrics are sent all the same. Start the server with "
+                       "--artifacts-destination, without --no-serve-artifacts.")
+        return artifacts
 
     def log_outer_iteration(self, record: OuterIterationRecord, at_ms: int, load: Mapping[str, float]) -> None:
         self._log_outer_iteration(self.run_id, record, at_ms, load)
@@ -193,14 +209,18 @@ class _MlflowRun:
 
     def end(self, status: str) -> None:
         """Files last, because only now are they whole."""
+        assert self._artifacts
         for name in ("events.jsonl", "learning_curve.png", "ledger.jsonl"):
             if (self.run_dir / name).is_file():
-                self._client.log_artifact(self.run_id, str(self.run_dir / name))
+                self._artifacts.log_file(self.run_dir / name)
         for folder in ("final", "decode"):
             if (self.run_dir / folder).is_dir():
-                self._client.log_artifacts(self.run_id, str(self.run_dir / folder), folder)
-        if status == "FINISHED" and self._config.tracking.model and (self.run_dir / "final" / "model.json").is_file():
-            registered = log_model(self._client, self.run_id, self.run_dir / "final", self._config.tracking.register_as)
+                self._artifacts.log_folder(self.run_dir / folder, folder)
+        # a registered model would name a place where no model is
+        has_model = self._artifacts.refused is None and (self.run_dir / "final" / "model.json").is_file()
+        if status == "FINISHED" and self._config.tracking.model and has_model:
+            registered = log_model(self._client, self.run_id, self.run_dir / "final", self._config.tracking.register_as,
+                                   self._artifacts)
             if registered:
                 self._client.set_tag(self.run_id, "registered_as", f"{self._config.tracking.register_as} version {registered}")
         for run_id in (*self._worker_runs.values(), self.run_id):
@@ -218,7 +238,7 @@ class _MlflowRun:
     def _continued(self) -> str:
         """The run that the folder belongs to, set running again; empty when there is none in this store."""
         stored = read_tracking(self.run_dir)
-        if stored.get("tracking_uri") != self._uri:
+        if without_login(str(stored.get("tracking_uri"))) != without_login(self._uri):
             return ""
         worker_runs = {int(worker): str(run) for worker, run in stored["worker_runs"].items()}
         try:
@@ -241,7 +261,7 @@ class _MlflowRun:
         tags = {**origin(num_runs), **versions(), **({"resumed_from": str(before["run_id"])} if before else {})}
         run_id = str(self._client.create_run(self.experiment_id, tags=tags, run_name=self._run_name).info.run_id)
         # only here: MLflow refuses to change a parameter, and a resumed run has the same ones anyway
-        params = [Param(name, str(value) or "''") for name, value in values.flatten(self._config).items()]
+        params = [Param(name, masked(str(value)) or "''") for name, value in values.flatten(self._config).items()]
         for first in range(0, len(params), _PARAMS_PER_BATCH):
             self._client.log_batch(run_id, params=params[first:first + _PARAMS_PER_BATCH])
         self._remember(run_id)
@@ -269,7 +289,7 @@ class _MlflowRun:
 
     def _remember(self, run_id: str) -> None:
         """Whole or not at all: a resumed run reads it."""
-        stored = {"tracking_uri": self._uri, "experiment_id": self.experiment_id, "run_id": run_id,
+        stored = {"tracking_uri": masked(self._uri), "experiment_id": self.experiment_id, "run_id": run_id,
                   "worker_runs": self._worker_runs, "sent": self._sent}
         write_text(self.run_dir / "tracking.json", json.dumps(stored, indent=1))
 
@@ -279,7 +299,7 @@ def _records(run_dir: Path) -> list[tuple[int, OuterIterationRecord]]:
     log = run_dir / "events.jsonl"
     if not log.is_file():
         return []
-    events = [event for event in read_json_lines(log) if event.get("event") == "outer_iteration"]
+    events = [event for event in read_events(log) if event.get("event") == "outer_iteration"]
     latest = {record.outer_iter: record for record in map(OuterIterationRecord.from_json, events)}
     # the log has no clock: the file's time, and before it a millisecond an outer iteration, which keeps them in order
     last_ms = int(log.stat().st_mtime * 1000)
@@ -311,4 +331,5 @@ def _percent(wer: str) -> float:
 
 def _first_line(error: Exception) -> str:
     line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    line = masked(line)
     return line if len(line) <= _LONGEST_REASON else f"{line[:_LONGEST_REASON]} ..."

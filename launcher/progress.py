@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 from typing import Any, TextIO
 
+from launcher.console import masked, printable
 from ngsgd.training.records import FinalReport, Incident, OuterIterationRecord
 
 _WIDTH = 120
@@ -65,6 +66,7 @@ class ProgressTracker:
         self._stop_bar()
 
     def _line(self, text: str) -> None:
+        text = printable(masked(text))
         with self._lock:
             try:
                 if self._bar is not None:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
 import secrets
+from collections.abc import Iterator
 from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
+from launcher.ray_probe import require_head, require_version
+from launcher.ray_session import PrivateFolder
 from ngsgd.config import ClusterConfig
 from ngsgd.errors import ClusterError, NgsgdError
 
 _STORE_BYTES = 512 * 2**20  # plasma on one machine; parameters and results of some tens of workers
+_folder: PrivateFolder | None = None   # of the Ray that this process started
 
 
 def connect(config: ClusterConfig) -> bool:
@@ -22,20 +27,78 @@ def connect(config: ClusterConfig) -> bool:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if ray.is_initialized():  # a test session, or a user's own program
         return False
+    require_version()
+    if config.address:
+        require_head(config.address)
     worker_env = {name: value for name, value in os.environ.items() if name.startswith(("NCCL_", "GLOO_"))}
     worker_env["OMP_WAIT_POLICY"] = "PASSIVE"  # spinning threads of one worker would starve another
     common: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR,
                               "runtime_env": {"env_vars": worker_env}}
     try:
         if config.address:
+            # the head answers: what Ray's C++ parts write from here on is told in a sentence as well
+            os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
             ray.init(address=config.address, **common)
             return False
-        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # Ray listens on all interfaces: never without a token
-        ray.init(address="local", include_dashboard=False, object_store_memory=_STORE_BYTES, **common)
+        _start(common)
         return True
     except (RayError, OSError, ValueError, RuntimeError, ConnectionError) as error:
         where = f"the Ray cluster at {config.address} could not be joined" if config.address else "Ray could not be started"
         raise ClusterError(f"{where} ({_first_line(error)}); check cluster.address, or use cluster=in_process.") from error
+
+
+def shutdown(*, keep_logs: bool = False) -> None:
+    """Ends the Ray that `connect` started, and removes its folder but for logs that a message refers to."""
+    global _folder  # noqa: PLW0603  Ray itself is one per process
+    ray.shutdown()
+    if _folder is not None:
+        _folder.close(keep=keep_logs)
+    _folder = None
+
+
+def log_folder() -> str:
+    """Where the logs are of the Ray that this process started; empty for another one's."""
+    return _folder.logs if _folder else ""
+
+
+def _start(common: dict[str, Any]) -> None:
+    global _folder  # noqa: PLW0603
+    # whoever reaches a port of Ray can run code: never without a token
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    _folder = PrivateFolder()
+    try:
+        with _on_loopback():
+            ray.init(address="local", include_dashboard=False, object_store_memory=_STORE_BYTES, _temp_dir=_folder.temp_dir,
+                     **common)
+    except BaseException:
+        _folder.close()
+        _folder = None
+        raise
+
+
+@contextlib.contextmanager
+def _on_loopback() -> Iterator[None]:
+    """Ray listens on 127.0.0.1 alone: no other machine joins a cluster that a run has to itself.
+
+    That is what Ray does on systems where it has no clusters; there is no other setting for it, and where a version has not
+    this one either, the token remains.
+    """
+    from ray._private import ray_constants
+
+    name, variable = "ENABLE_RAY_CLUSTER", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+    before = getattr(ray_constants, name, None), os.environ.get(variable)
+    if before[0] is not None:
+        setattr(ray_constants, name, False)
+    os.environ[variable] = "0"
+    try:
+        yield
+    finally:
+        if before[0] is not None:
+            setattr(ray_constants, name, before[0])
+        if before[1] is None:
+            del os.environ[variable]
+        else:
+            os.environ[variable] = before[1]
 
 
 def gpu_share(num_gpus: float, num_workers: int) -> float:
@@ -46,12 +109,21 @@ def gpu_share(num_gpus: float, num_workers: int) -> float:
 
 
 def cause_of(error: RayTaskError) -> Exception:
-    """What a worker's constructor raised: the user's error if it is one of ours."""
+    """What a worker raised while it started: the user's error if it is one of ours."""
     cause = error.cause
     if isinstance(cause, NgsgdError):
         return cause
     return ClusterError(f"a worker could not start ({type(cause).__name__}: {cause}); "
                         "is the same version of ngsgd installed on every node?")
+
+
+def exchange_error(error: RayTaskError) -> Exception:
+    """What a worker raised while results were averaged."""
+    cause = error.cause
+    if isinstance(cause, NgsgdError):
+        return cause
+    return ClusterError(f"a worker failed while results were averaged ({type(cause).__name__}: {cause}); see the Ray log of its "
+                        "node, or set cluster.exchange=auto, then resume.")
 
 
 def how_it_ended(error: RayError) -> str:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from launcher.console import printable
+from launcher.ray_probe import require_dashboard, require_version
 from ngsgd.errors import ClusterError, ConfigError
 
 if TYPE_CHECKING:
@@ -46,6 +48,8 @@ def door_of(options: Any) -> Door:
 
 def connect(door: Door) -> Any:
     """A JobSubmissionClient; ClusterError in a sentence if the server is not there or refuses."""
+    require_version()
+    require_dashboard(door.address)
     _use_token(door)
     with told(door):
         from ray.job_submission import JobSubmissionClient
@@ -91,7 +95,7 @@ def follow(client: Any, job: str) -> str:
     """Prints what the job says until it ends; its last state."""
     async def run() -> None:
         async for text in client.tail_job_logs(job):
-            print(text, end="", flush=True)
+            print(printable(text), end="", flush=True)
 
     asyncio.run(run())
     return wait_until_ended(client, job, timeout_s=30.0)

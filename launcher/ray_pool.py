@@ -18,7 +18,7 @@ import numpy as np
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from launcher.ray_cluster import cause_of, connect, gpu_share, how_it_ended
+from launcher.ray_cluster import cause_of, connect, exchange_error, gpu_share, how_it_ended, log_folder, shutdown
 from launcher.ray_head import HeadWatch
 from launcher.ray_worker import Address, RayWorker
 from ngsgd.config import ClusterConfig
@@ -28,12 +28,11 @@ from ngsgd.training.exchange.compressed import unpacked
 from ngsgd.training.exchange.groups import Exchange, exchange_of, remote
 from ngsgd.training.exchange.process_group import Backend
 from ngsgd.training.exchange.shared_memory import SharedRef, SharedVectors
+from ngsgd.training.fingerprint import Agreement, Fingerprint
 from ngsgd.training.flat import Mean, Vector
 from ngsgd.training.job import Job, JobFailure, JobResult, Outcome, VectorRef, WorkerSpec
-from ngsgd.training.pools.pool import Restarts, Retired
-from ngsgd.training.preflight import fingerprint
+from ngsgd.training.pools.pool import Restarts, Retired, check_fingerprint, incidents_of, none_agrees
 
-_COLLECTIVE_FROM = 4_000_000  # parameters, 16 MB: below that one machine takes them in as fast as they are told what to do
 _PING_S = 5.0
 
 
@@ -85,8 +84,10 @@ class RayPool:
     store to and from all others; or, to the coordinator, as the mean alone, which the workers make among themselves.
     """
 
-    def __init__(self, spec: WorkerSpec, num_threads: int, size: int) -> None:
+    def __init__(self, spec: WorkerSpec, num_threads: int, size: int, agreement: Agreement | None = None) -> None:
         self.spec = spec
+        # the head of a cluster may be another kind of machine, but its code and libraries are the workers'
+        self.agreement = agreement or Agreement(Fingerprint.of_this_process(num_threads).without_machine())
         self.config: ClusterConfig = spec.config.cluster
         self.num_threads = num_threads
         self._vectors = SharedVectors(size)
@@ -97,11 +98,11 @@ class RayPool:
         self._is_starting = True
         self._restarts = Restarts(spec.config.failure.max_restarts_per_hour)
         self._head: HeadWatch | None = None
+        self._keeps_logs = False  # a message refers to them
         self._exchange: Exchange | None = None   # where the workers make the mean
 
     def start(self) -> None:
         self._owns_ray = connect(self.config)
-        fingerprint()  # of the code as it is now, should it be changed under the run
         self._head = HeadWatch(ray.get_runtime_context().gcs_address)
         self._beats = self._cells.allocate()
         self._spec_ref = ray.put(self.spec)
@@ -119,8 +120,8 @@ class RayPool:
                     f"{self.config.start_timeout_s:g}; ask for fewer with cluster.num_workers, or give them more time.")
         self._is_starting = False
         self._way = self._chosen_way()
-        if self._way == "collective":
-            backend: Backend = "nccl" if self._gpus_per_worker() == 1.0 else "gloo"  # NCCL takes no two workers on one GPU
+        if self._way in ("collective", "nccl"):
+            backend: Backend = "nccl" if self._way == "nccl" else "gloo"
             self._exchange = exchange_of(self.config, ray.util.get_node_ip_address(), backend)
 
     def publish(self, write: Callable[[Vector], object]) -> VectorRef:
@@ -149,7 +150,7 @@ class RayPool:
         return sum(slot.process is not None for slot in self._slots)
 
     def retired(self) -> list[Retired]:
-        return self._restarts.news()
+        return [*self._restarts.news(), *incidents_of(self._exchange)]
 
     def submit(self, job: Job) -> None:
         # the same job goes to the same slot where it can, so that charts per worker stay comparable
@@ -205,7 +206,7 @@ class RayPool:
         if self._exchange:
             self._exchange.close()
         if self._owns_ray and head_is_there:
-            ray.shutdown()
+            shutdown(keep_logs=self._keeps_logs)
 
     def process_ids(self) -> list[int]:
         """Of the workers that are ready, by slot."""
@@ -229,10 +230,11 @@ class RayPool:
         if way == "shared_memory" and far:
             raise ClusterError(f"cluster.exchange is shared_memory, but worker {far[0].index} is on another machine; "
                                "leave it auto.")
-        if way != "auto":
-            return way
-        is_large = self._vectors.size >= _COLLECTIVE_FROM and not self.spec.config.outer.goes_on
-        return "collective" if far and is_large else "shared_memory"
+        if way == "nccl" and self._gpus_per_worker() != 1.0:
+            raise ClusterError("cluster.exchange is nccl, which takes one whole GPU per worker, and Ray offers fewer; set "
+                               "cluster.exchange=auto.")
+        # the averages among the workers were never measured between machines, and NCCL was never run: only by name
+        return "shared_memory" if way == "auto" else way
 
     def _ask(self, questions: Mapping[int, Order | Fetch], timeout_s: float, when_lost: Callable[[], None]) -> dict[int, object]:
         """What idle workers answer; those that are silent for too long are killed and replaced."""
@@ -259,7 +261,7 @@ class RayPool:
             try:
                 answers[worker] = ray.get(done[0])
             except RayTaskError as error:
-                raise cause_of(error) from error
+                raise exchange_error(error) from error
             except RayError as error:
                 self._replace(self._slots[worker], how_it_ended(error))
                 when_lost()
@@ -311,7 +313,7 @@ class RayPool:
 
     def _finish_start(self, slot: _Slot) -> None:
         try:
-            slot.process = _of_this_version(ray.get(slot.ready))
+            address: Address = ray.get(slot.ready)
         except RayTaskError as error:
             raise cause_of(error) from error
         except RayError as error:
@@ -319,9 +321,26 @@ class RayPool:
             slot.deaths.append(how_it_ended(error))
             is_alone = self._is_starting or not self.num_workers_alive()
             if len(slot.deaths) >= self.spec.config.failure.max_attempts and is_alone:
+                self._keeps_logs = True
+                where = f" in {log_folder()}" if log_folder() else ""
                 raise ClusterError(f"worker {slot.index} died {len(slot.deaths)} times while starting "
-                                   f"({slot.deaths[-1]}); see the Ray log of its node.") from error
+                                   f"({slot.deaths[-1]}); see the Ray log of its node{where}.") from error
             self._replace(slot, slot.deaths[-1])
+        else:
+            self._admit(slot, address)
+
+    def _admit(self, slot: _Slot, address: Address) -> None:
+        """Take jobs to a worker that is ready, unless it would compute other bits than the run."""
+        differences = check_fingerprint(slot.index, address.fingerprint, self.agreement, self._restarts,
+                                        is_starting=self._is_starting, where=f" on {address.host}")
+        if not differences:
+            slot.process = address
+            return
+        slot.deaths.append(f"was refused ({differences})")
+        if len(slot.deaths) >= self.spec.config.failure.max_attempts and not self.num_workers_alive():
+            raise none_agrees(differences)
+        ray.kill(slot.actor)
+        self._replace(slot, slot.deaths[-1])
 
     def _finish_job(self, slot: _Slot) -> Outcome:
         job, slot.job = slot.job, None
@@ -372,11 +391,3 @@ class RayPool:
         if self.config.device == "cuda" and not num_gpus:
             raise ClusterError("cluster.device is cuda, but Ray sees no GPU; set cluster.device=auto or cpu.")
         return gpu_share(num_gpus, self.config.num_workers)
-
-
-def _of_this_version(address: Address) -> Address:
-    """ClusterError for a worker that runs other code than this process: it would train another model."""
-    if address.fingerprint != fingerprint():
-        raise ClusterError(f"the worker on {address.host} runs another version of ngsgd or torch than the coordinator; install the "
-                           "same on every node, then resume.")
-    return address

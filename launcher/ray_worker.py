@@ -15,9 +15,9 @@ from ngsgd.errors import ClusterError
 from ngsgd.ops.compression import Codec
 from ngsgd.training.exchange.collective import Broken, Fetch, Order, Shard
 from ngsgd.training.exchange.shared_memory import SharedRef
+from ngsgd.training.fingerprint import Fingerprint
 from ngsgd.training.flat import Vector
 from ngsgd.training.job import Held, Job, JobResult, WorkerSpec
-from ngsgd.training.preflight import fingerprint
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Address:
 
     host: str
     process_id: int
-    fingerprint: str      # of the code that it runs
+    fingerprint: Fingerprint
     shares_memory: bool   # with the coordinator
 
 
@@ -52,7 +52,8 @@ class RayWorker:
         self._member = Member(index, self._worker.layout, self._worker.device)
         codec = spec.config.cluster.compression
         self._encoder = None if codec == "none" else MoveEncoder(cast(Codec, codec))
-        return Address(os.uname().nodename, os.getpid(), fingerprint(), self._beats is not None)
+        fingerprint = Fingerprint.of_this_process(num_threads, self._worker.device)
+        return Address(os.uname().nodename, os.getpid(), fingerprint, self._beats is not None)
 
     def run(self, job: Job, places: tuple[SharedRef, ...], keep: bool) -> tuple[JobResult, Vector | None]:
         """The result, and apart from it the vector that only the job's next start needs, if it is another one.

@@ -7,11 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from launcher.console import Parser, version
+from launcher.console import Parser, masked, version
 from launcher.progress import duration
 from launcher.run_folder import RunFolder, find_run
 from ngsgd.errors import EXIT_OK, ConfigError, NgsgdError
-from ngsgd.files import read_json_lines, write_text
+from ngsgd.files import write_text
+from ngsgd.training.event_log import read_events
 
 if TYPE_CHECKING:
     from ngsgd.config import RunConfig
@@ -41,12 +42,12 @@ def command(arguments: Sequence[str]) -> int:
 
 def _send(folder: RunFolder, page: Path) -> None:
     """To the MLflow run that belongs to the folder."""
-    from launcher.mlflow_store import open_client, read_tracking
+    from launcher.mlflow_store import open_client, read_tracking, with_login
 
     stored = read_tracking(folder.path)
     if not stored:
         raise ConfigError(f"{folder.path} is in no MLflow store; leave out --mlflow.")
-    client = open_client(stored["tracking_uri"])
+    client = open_client(with_login(str(stored["tracking_uri"])))
     client.log_artifact(stored["run_id"], str(page))
     client.log_artifacts(stored["run_id"], str(folder.path / "report"), "report")
 
@@ -58,7 +59,7 @@ def write(folder: RunFolder, target: Path, say: Callable[[str], None], *, with_s
     from launcher.info import state_of
 
     config = compose.from_yaml(folder.config)
-    events = read_json_lines(folder.events) if folder.events.is_file() else []
+    events = read_events(folder.events)
     if not any(event.get("event") == "outer_iteration" for event in events):
         raise ConfigError(f"{folder.path} has no outer iteration yet, so there is nothing to draw; wait for the first.")
     found = spectra(folder, config, say) if with_spectra and config.optimizer.kind == "ngsgd" else {}
@@ -86,6 +87,9 @@ def spectra(folder: RunFolder, config: RunConfig, say: Callable[[str], None]) ->
     from ngsgd.training.job import Held, Job, Piece, Start, WorkerSpec
     from ngsgd.training.worker import Worker
 
+    if config.model._target_:
+        say("without Fisher spectra: the model is a module of the user's own (model._target_), which ngsgd report never imports")
+        return {}
     if config.objective.kind != "ce":
         say(f"without Fisher spectra: objective.kind is {config.objective.kind}, and they are of single frames")
         return {}
@@ -130,7 +134,7 @@ def _page(folder: RunFolder, config: RunConfig, events: Sequence[Mapping[str, An
     if words:
         body += [html.heading("Word errors"), html.table(("set", "result", "95% interval"), words)]
     incidents = [event for event in events if event.get("event") == "incident"]
-    faults = [f"outer iteration {event['outer_iter'] + 1}: {event['message']}" for event in incidents]
+    faults = [masked(f"outer iteration {event['outer_iter'] + 1}: {event['message']}") for event in incidents]
     body += [html.heading(f"Incidents ({len(faults)})"), html.incidents(faults[-100:]),
              html.heading("Settings"), html.table(("setting", "this run", "default"), _changed(config)),
              html.folded("all settings", compose.to_yaml(config))]
@@ -165,4 +169,5 @@ def _changed(config: RunConfig) -> list[tuple[str, str, str]]:
     from ngsgd.config import RunConfig
 
     default = flatten(RunConfig())
-    return [(path, str(value), str(default.get(path, ""))) for path, value in flatten(config).items() if value != default.get(path)]
+    return [(path, masked(str(value)), str(default.get(path, "")))
+            for path, value in flatten(config).items() if value != default.get(path)]

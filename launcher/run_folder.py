@@ -5,21 +5,35 @@ from __future__ import annotations
 import contextlib
 import difflib
 import glob
+import hashlib
 import json
-import os
 import re
+import secrets
 import shutil
-import socket
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
+from ngsgd import process_identity
 from ngsgd.config import RunConfig
 from ngsgd.errors import CheckpointError, ConfigError
-from ngsgd.files import new_file, write_text
+from ngsgd.files import (
+    fsync,
+    make_directories,
+    new_file,
+    read_json,
+    read_json_lines,
+    remove_abandoned,
+    sealed,
+    unsealed,
+    write_text,
+)
+from ngsgd.training.lock import RunLock
+
+_DIGEST = "# sha256 of the lines above: "   # begins the last line of config.yaml
 
 
 @dataclass(frozen=True)
@@ -28,6 +42,7 @@ class RunFolder:
 
     path: Path
 
+    RUN_ID: ClassVar[str] = "run_id"
     IVECTORS: ClassVar[str] = "ivectors.safetensors"   # the extractor; beside the final model, too
 
     @classmethod
@@ -37,12 +52,19 @@ class RunFolder:
         name = f"{run_name(config)}-{time.strftime('%Y%m%d-%H%M%S')}"
         for suffix in ("", *(f"-{number}" for number in range(2, 100))):  # two runs started in one second
             folder = cls(root / (name + suffix))
+            make_directories(root)
             try:
-                folder.path.mkdir(parents=True)
+                folder.path.mkdir()
             except FileExistsError:
                 continue
+            except OSError as error:
+                raise ConfigError(f"the run folder {folder.path} cannot be made ({error.strerror}); choose another place with "
+                                  "output_dir=PATH, or a shorter name=.") from error
             folder.checkpoints.mkdir()
-            folder.config.write_text(config_yaml)
+            # before the first job: a run without its configuration cannot be resumed
+            write_text(folder.config, with_digest(config_yaml))
+            write_text(folder.path / folder.RUN_ID, secrets.token_hex(16))
+            fsync(root)
             return folder
         raise ConfigError(f"a hundred runs are named {root / name}; set another name=.")
 
@@ -60,8 +82,21 @@ class RunFolder:
         return self.path / "config.yaml"
 
     @property
+    def run_id(self) -> str:
+        """Random, so that no received folder can be taken for a run of this user; empty for runs of earlier versions."""
+        try:
+            return (self.path / self.RUN_ID).read_text(encoding="ascii").strip()
+        except (OSError, ValueError):
+            return ""
+
+    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
+
+    @property
+    def models(self) -> Path:
+        """Candidates for the final combination."""
+        return self.path / "models"
 
     @property
     def events(self) -> Path:
@@ -80,6 +115,11 @@ class RunFolder:
     def data(self) -> Path:
         """Which prepared data the run trains on."""
         return self.path / "data.json"
+
+    @property
+    def fingerprint(self) -> Path:
+        """What decided the bits of the run's results: versions, processor, kernels, threads."""
+        return self.path / "fingerprint.json"
 
     @property
     def final(self) -> Path:
@@ -123,10 +163,27 @@ class RunFolder:
         """Which process trains; there while one does."""
         return self.path / "process.json"
 
+    @property
+    def lock(self) -> Path:
+        """Who writes to the run, and how often that has changed."""
+        return self.path / "lock"
+
+    @contextlib.contextmanager
+    def locked(self, purpose: str, warn: Callable[[str], None]) -> Iterator[RunLock]:
+        """The right to write to the run; RunLockedError where another process has it.
+
+        Removes temporary files of a killed process.
+        """
+        last_fence = max((line["fence"] for line in _lines(self.ledger) if type(line.get("fence")) is int), default=0)
+        with RunLock(self.lock, purpose, last_fence, warn) as lock:
+            for directory in (self.path, self.checkpoints, self.models):
+                remove_abandoned(directory)
+            yield lock
+
     @contextlib.contextmanager
     def marked_as_running(self) -> Iterator[None]:
         """Says which process it is that trains, for `ngsgd status` and `ngsgd stop`; a killed one leaves its mark behind."""
-        write_text(self.process, json.dumps({"host": socket.gethostname(), "process_id": os.getpid()}))
+        write_text(self.process, json.dumps(process_identity.current()))
         try:
             yield
         finally:
@@ -138,9 +195,48 @@ class RunFolder:
             with new_file(self.ivectors) as temporary:
                 shutil.copyfile(extractor, temporary)
         if not self.data.exists():
-            self.data.write_text(json.dumps({"digest": digest, "egs": str(egs_directory)}, indent=1))
-        elif json.loads(self.data.read_text())["digest"] != digest:
+            about = {"digest": digest, "egs": str(egs_directory)}
+            write_text(self.data, json.dumps(sealed(about), indent=1))
+        elif self._known_data()["digest"] != digest:
             raise CheckpointError(f"the data of {self.path} has changed since the run began; start a new run.")
+
+    def _known_data(self) -> dict[str, Any]:
+        try:
+            # runs of before the digests have none
+            about, _ = unsealed(read_json(self.data))
+            if not isinstance(about.get("digest"), str):
+                raise ValueError("it names no data")
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{self.data} is damaged ({error}); remove it, and the run is resumed without the comparison "
+                                  "of its data with those it began with.") from error
+        return about
+
+
+def with_digest(config_yaml: str) -> str:
+    """The text of config.yaml with a last line that holds its checksum."""
+    return f"{config_yaml}{_DIGEST}{hashlib.sha256(config_yaml.encode()).hexdigest()}\n"
+
+
+def require_unchanged(config: Path, *, accept: bool = False) -> bool:
+    """Whether config.yaml was changed since the run began; raises CheckpointError if so, unless that is accepted.
+
+    An accepted change is kept: the checksum becomes that of the present content.
+    """
+    text = config.read_text(encoding="utf-8", errors="replace")
+    body, mark, digest = text.rpartition(_DIGEST)
+    # runs of before the checksum have none
+    if not mark or digest.strip() == hashlib.sha256(body.encode()).hexdigest():
+        return False
+    if not accept:
+        raise CheckpointError(f"{config} was changed since the run began: its checksum does not match. If you changed it, "
+                              "resume with --accept-changed-config; otherwise it is damaged, and the run may be trained with "
+                              "other settings than it began with.")
+    write_text(config, with_digest(body))
+    return True
+
+
+def _lines(log: Path) -> list[dict[str, Any]]:
+    return read_json_lines(log) if log.is_file() else []
 
 
 def check_output_dir(config: RunConfig) -> None:

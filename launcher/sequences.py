@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import torch
+from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 from torch import nn
 
@@ -20,8 +21,8 @@ from launcher.run_folder import RunFolder, folder_of_model
 from ngsgd.asr import denominators
 from ngsgd.asr.corpus import Corpus
 from ngsgd.config import RunConfig
-from ngsgd.errors import ConfigError
-from ngsgd.files import new_directory, new_file
+from ngsgd.errors import CheckpointError, ConfigError
+from ngsgd.files import keep_digest, matches_digest, new_directory, new_file
 from ngsgd.sequence.archives import SequenceIndex, SequenceReader, prepare_sequences
 from ngsgd.sequence.objectives import Denominator
 from ngsgd.training.flat import Layout, Vector
@@ -52,7 +53,7 @@ def starting_parameters(config: RunConfig, folder: RunFolder, model: nn.Module) 
     layout = Layout.of(model)
     if not config.init_model:
         return layout.flatten(model.state_dict())
-    start, _ = open_final(folder.init_model)
+    start, _ = open_final(folder.init_model, own=config.model)
     if Layout.of(start) != layout or not _same_buffers(start, model):
         raise ConfigError(f"init_model is {config.init_model}, whose model has other layers or another input transform than this "
                           "run's; train with the same recipe, model=, features. and egs. settings.")
@@ -74,16 +75,27 @@ def sequence_data(config: RunConfig, folder: RunFolder, corpus: Corpus, cache_ro
     if config.objective.kind == "ce":
         return None
     if folder.denominator.exists():
-        denominator = Denominator.from_arrays(load_file(folder.denominator))
+        denominator = _kept_denominator(folder.denominator)
     else:
         denominator = denominators.of_corpus(corpus, config.objective, config.decode, _priors(config, folder, corpus.num_pdfs))
         with new_file(folder.denominator) as temporary:
             save_file({name: np.ascontiguousarray(array) for name, array in denominator.arrays().items()}, temporary)
+        keep_digest(folder.denominator)
     graph = denominator.graph
     directory = prepare_sequences(corpus.train.frames, graph, samples_per_iter=config.egs.samples_per_iter,
                                   chunk_frames=config.objective.chunk_frames, digest=corpus.digest, cache_root=cache_root)
     report(f"objective {config.objective.kind}: denominator of {graph.num_states} states and {len(graph.source_A)} arcs")
     return SequenceData(str(directory), denominator)
+
+
+def _kept_denominator(path: Path) -> Denominator:
+    try:
+        if not matches_digest(path):
+            raise ValueError("its checksum does not match")
+        return Denominator.from_arrays(load_file(path))
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise CheckpointError(f"{path} is damaged ({error}); remove it and {path.with_suffix('.sha256').name}, and the resumed run "
+                              "makes it again from its data.") from error
 
 
 def tell_left_out(spec: WorkerSpec, report: Report) -> None:
@@ -101,7 +113,7 @@ def _total(index: SequenceIndex) -> int:
 def _priors(config: RunConfig, folder: RunFolder, num_pdfs: int) -> npt.NDArray[np.float64]:
     if config.objective.kind == "lfmmi":
         return uniform_priors(num_pdfs)
-    return open_final(folder.init_model)[1]
+    return open_final(folder.init_model, own=config.model)[1]
 
 
 def uniform_priors(num_pdfs: int) -> npt.NDArray[np.float64]:

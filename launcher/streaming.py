@@ -51,7 +51,7 @@ class Streamed:
                 f"latency at most {self.latency_ms:.0f} ms of waiting and {self.compute_ms:.1f} ms of computing (99 % of chunks)")
 
 
-def measure(run: Path, *, chunk_frames: int) -> Streamed:
+def measure(run: Path, *, chunk_frames: int, trust: bool = False) -> Streamed:
     """Decodes the test set both ways with the setting that the run was tested with; leaves decode/streaming.json."""
     folder = RunFolder.open(run)
     config = compose.from_yaml(folder.config)
@@ -59,8 +59,8 @@ def measure(run: Path, *, chunk_frames: int) -> Streamed:
         setting = json.loads((folder.decode / "wer.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{run} has not been decoded yet ({error}); finish it with: ngsgd resume {run}") from error
+    model, prior_P = load_final(folder, trust=trust)
     corpus = service.prepared_corpus(config, folder)
-    model, prior_P = load_final(folder)
     torch.set_num_threads(1)
     graph = graphs.with_word_penalty(evaluation.build_graph(corpus.language, config.decode), setting["word_penalty"])
     search = Search(setting["acoustic_scale"], config.decode.beam, config.decode.max_active)

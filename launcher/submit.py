@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from launcher import kubernetes, ray_jobs, slurm
-from launcher.console import Parser
+from launcher.console import TRUST, Parser
 from launcher.ray_jobs import told
 from ngsgd.errors import EXIT_OK, ClusterError, ConfigError
 
@@ -40,6 +40,7 @@ def _parser() -> Parser:
                         help="a running Ray cluster; sbatch; a RayJob for KubeRay (default: what cluster= says, else ray)")
     parser.add_argument("--resume", metavar="RUN", help="go on with this run folder, as the cluster sees it; takes no settings")
     parser.add_argument("--workers", type=int, metavar="N", help="with --resume: as many as there are now")
+    parser.add_argument("--trust", action="store_true", help=f"passed on: {TRUST}")
     parser.add_argument("--name", help="of the job (default: ngsgd- and the time)")
     parser.add_argument("--dry-run", action="store_true", help="print the command or the file, and submit nothing")
     parser.add_argument("--follow", "-f", action="store_true", help="ray: print the job's log until it ends")
@@ -58,7 +59,7 @@ def train_words(options: argparse.Namespace) -> tuple[list[str], str]:
     if options.resume:
         if options.overrides:
             raise ConfigError(f"--resume takes no settings, since a run keeps its own; leave out {' '.join(options.overrides)}.")
-        more = ["--workers", str(options.workers)] if options.workers else []
+        more = [*(["--workers", str(options.workers)] if options.workers else []), *(["--trust"] if options.trust else [])]
         return ["resume", os.path.abspath(options.resume), *more], options.to or "ray"
     from launcher import compose
 
@@ -70,6 +71,7 @@ def train_words(options: argparse.Namespace) -> tuple[list[str], str]:
     if options.to and kind not in ("ray", options.to):
         raise ConfigError(f"--to is {options.to}, but cluster is {kind}; give one of them.")
     extra = ["--config-dir", os.path.abspath(options.config_dir)] if options.config_dir else []
+    extra += ["--trust"] if options.trust else []
     # in the job it is a Ray cluster in any case
     given = [word for word in options.overrides if not word.startswith(("output_dir=", "cluster=", "cluster.kind="))]
     # the job starts in another folder, and often on another machine

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-from launcher.ray_cluster import connect
+from launcher.ray_cluster import connect, shutdown
 from launcher.tune_proxy import Proxy
 from ngsgd.config import RunConfig
 from ngsgd.errors import ClusterError, NgsgdError
@@ -82,7 +82,7 @@ class RayJobs:
         for actor in self._actors:
             ray.kill(actor)
         if self._own_cluster:
-            ray.shutdown()
+            shutdown()
 
 
 class _Jobs:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher import values
+from launcher.console import masked
 from launcher.mlflow_store import tracking_uri
 from ngsgd.config import RunConfig
 from ngsgd.hypergrad import Search, Trial
@@ -33,7 +34,7 @@ class TuneTracker:
             self._run_id = client.create_run(experiment, run_name=self._folder.name).info.run_id
             for key, value in values.flatten(config).items():
                 if key.startswith(("tune.", "schedule.", "optimizer.")):
-                    client.log_param(self._run_id, key, str(value) or "''")
+                    client.log_param(self._run_id, key, masked(str(value)) or "''")
             self._client = client
         except Exception as error:  # tuning must go on; trials.jsonl has everything
             self._give_up(error)
@@ -79,5 +80,5 @@ class TuneTracker:
 
     def _give_up(self, error: Exception) -> None:
         self._client = None
-        told = str(error).strip().partition("\n")[0]
+        told = masked(str(error).strip().partition("\n")[0])
         self._report(f"MLflow cannot be written ({told}); tuning goes on, {self._folder} has everything.")

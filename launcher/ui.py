@@ -21,6 +21,7 @@ from launcher.console import Parser
 from launcher.mlflow_store import read_tracking, sqlite_uri
 from ngsgd.errors import EXIT_OK, ConfigError, MissingExtraError, NgsgdError
 
+_APP = "ngsgd-ui"         # MLflow with our check of origins around it
 _START_TIMEOUT_S = 120.0  # 20 s on two busy cores; a cold disk takes longer
 _STOP_TIMEOUT_S = 5.0
 _PAGES = "?workflowType=machine_learning"  # MLflow opens in its page for language models otherwise
@@ -49,8 +50,9 @@ def serve(output_dir: Path, *, host: str = "127.0.0.1", port: int = 5000, say: C
     """Serves until Ctrl-C or SIGTERM, and leaves no process behind."""
     _check(output_dir, host, port)
     say(f"starting MLflow on {output_dir.absolute() / 'mlflow.db'} ...")
-    with tempfile.TemporaryFile() as log, _terminate_like_interrupt():
-        server = _start(_server_command(output_dir, host, port), log)
+    with tempfile.TemporaryFile() as log, tempfile.TemporaryDirectory(prefix="ngsgd-ui-") as plugin, _terminate_like_interrupt():
+        _write_plugin(Path(plugin))
+        server = _start(_server_command(output_dir, host, port), log, plugin)
         try:
             _wait_until_healthy(server, f"http://{_reachable(host)}:{port}", log)
             for line in page_links(output_dir, f"http://{_reachable(host)}:{port}"):
@@ -94,12 +96,21 @@ def _check(output_dir: Path, host: str, port: int) -> None:
 def _server_command(output_dir: Path, host: str, port: int) -> list[str]:
     return [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", sqlite_uri(output_dir),
             "--artifacts-destination", str(output_dir.absolute() / "mlartifacts"),
-            "--host", host, "--port", str(port), "--workers", "1"]
+            "--app-name", _APP, "--host", host, "--port", str(port), "--workers", "1"]
 
 
-def _start(command: list[str], log: IO[bytes]) -> subprocess.Popen[bytes]:
+def _write_plugin(folder: Path) -> None:
+    """Makes `launcher.ui_app` known to MLflow, which finds its servers among the entry points of packages on its path."""
+    package = folder / "ngsgd_ui-1.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: ngsgd-ui\nVersion: 1\n")
+    (package / "entry_points.txt").write_text(f"[mlflow.app]\n{_APP} = launcher.ui_app:app\n")
+
+
+def _start(command: list[str], log: IO[bytes], plugin: str) -> subprocess.Popen[bytes]:
     settings = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",  # saves a process of 236 MB
-                "MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "1"}
+                "MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "1",
+                "PYTHONPATH": os.pathsep.join(filter(None, [plugin, str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))}
     # a session of its own, so that Ctrl-C reaches only us and we end the server with all its children
     return subprocess.Popen(command, env={**os.environ, **settings}, stdout=log, stderr=log, stdin=subprocess.DEVNULL,
                             start_new_session=True)

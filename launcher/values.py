@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import Any
 
+from launcher.console import masked
 from ngsgd import config as knobs
 from ngsgd.config import RunConfig
 from ngsgd.errors import ConfigError
@@ -141,6 +142,15 @@ def plain(node: Any) -> Any:
     if isinstance(node, dict):
         return {name: plain(value) for name, value in node.items()}
     return list(node) if isinstance(node, tuple) else node
+
+
+def without_secrets(node: Any) -> Any:
+    """The same with user names, passwords and tokens in its texts masked."""
+    if isinstance(node, dict):
+        return {name: without_secrets(value) for name, value in node.items()}
+    if isinstance(node, list):
+        return [without_secrets(value) for value in node]
+    return masked(node) if isinstance(node, str) else node
 
 
 def paths() -> list[str]:

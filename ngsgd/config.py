@@ -16,6 +16,8 @@ from typing import Any
 from ngsgd.errors import ConfigError
 from ngsgd.schedules import DropoutSchedule
 
+_LARGEST_INT = 2**63 - 1   # what NumPy, torch and files hold
+
 
 def knob(default: Any, *, one_of: tuple[Any, ...] = (), low: float | None = None, high: float | None = None,
          above: float | None = None) -> Any:
@@ -313,9 +315,9 @@ class ScheduleConfig:
     lr_final: float = knob(0.0003, above=0.0)
     # on the exponential schedule between the two, at even distances over the data, geometric between; made by ngsgd tune
     lr_factors: tuple[float, ...] = knob((1.0,))
-    num_jobs_initial: int = knob(1, low=1)
-    num_jobs_final: int = knob(2, low=1)
-    num_jobs_step: int = knob(1, low=1)              # num_jobs grows in multiples of this
+    num_jobs_initial: int = knob(1, low=1, high=100000)
+    num_jobs_final: int = knob(2, low=1, high=100000)
+    num_jobs_step: int = knob(1, low=1, high=100000)              # num_jobs grows in multiples of this
     shares: str = knob("equal", one_of=("equal", "speed", "time"))  # of a job: a whole archive; by its worker's speed; round_s long
     round_s: float = knob(60.0, above=0.0)           # shares=time: seconds of an outer iteration; every job has what it could do
     # kaldi: the first outer iteration, and each with a new layer, halves the minibatch, limits the change more, keeps the best job
@@ -333,8 +335,9 @@ class ClusterConfig:
     address: str = knob("")                          # Ray cluster to join, host:port or auto; empty: start one on this machine
     start_timeout_s: float = knob(120.0, above=0.0)  # for a worker to report that it is ready
     min_workers: int = knob(1, low=1)                # with fewer for longer than start_timeout_s the run stops
-    # where means are made: by the coordinator, of what lies in shared memory or Ray's object store, or by the workers themselves
-    exchange: str = knob("auto", one_of=("auto", "shared_memory", "object_store", "collective"))
+    # where means are made: by the coordinator, from shared memory on its machine and Ray's object store elsewhere (auto), or by the
+    # workers themselves over gloo (collective) or between whole GPUs (nccl, untested); auto never chooses the last two
+    exchange: str = knob("auto", one_of=("auto", "shared_memory", "object_store", "collective", "nccl"))
     exchange_timeout_s: float = knob(60.0, above=0.0)  # collective: a worker that has not given its share of the mean by then hangs
     compression: str = knob("none", one_of=("none", "bf16", "int8", "e3m0"))  # of moves on their way to other machines; not exact
     elastic: bool = knob(False)                      # with fewer workers alive: fewer jobs per outer iteration, in place of a queue
@@ -488,8 +491,24 @@ def _check_value(path: str, allowed: Any, value: Any) -> Iterator[str]:
             yield f"{path} is {value}; it must be at least {low:g}."
         elif above is not None and value <= above:
             yield f"{path} is {value}; it must be greater than {above:g}."
+        elif high is None and isinstance(value, int) and value > _LARGEST_INT:
+            yield f"{path} is {value}; it must be at most {_LARGEST_INT}."
         elif high is not None and value > high:
             yield f"{path} is {value}; it must be at most {high:g}."
+
+
+_MAX_NAME_BYTES = 200   # a folder's name has at most 255, and a run's has its time and a number behind this
+
+
+def _rule_name(c: RunConfig) -> Iterator[str]:
+    """The name is a part of a folder's name, by which --continue and other commands find the run again."""
+    if not c.name:
+        return
+    if not c.name.isprintable() or any(letter in c.name for letter in "/\\") or c.name[0] in ".- " or c.name[-1] == " ":
+        yield (f"name is {c.name!r}, and it becomes part of a folder's name; leave out / and \\, characters that cannot be "
+               "printed, and . - or a space at its beginning. Another place is output_dir=PATH.")
+    elif len(c.name.encode()) > _MAX_NAME_BYTES:
+        yield f"name has {len(c.name.encode())} bytes; give at most {_MAX_NAME_BYTES}."
 
 
 def _rule_snr(c: RunConfig) -> Iterator[str]:
@@ -677,9 +696,9 @@ def _rule_exchange(c: RunConfig) -> Iterator[str]:
     possible = {"in_process": ("auto",), "local": ("auto", "shared_memory", "collective")}.get(cluster.kind)
     if possible and cluster.exchange not in possible:
         yield f"cluster.exchange is {cluster.exchange}; with cluster.kind {cluster.kind} it can be {' or '.join(possible)}."
-    if cluster.exchange == "collective" and c.outer.goes_on:
+    if cluster.exchange in ("collective", "nccl") and c.outer.goes_on:
         why = "outer.overlap" if c.outer.overlap else f"outer.kind {c.outer.kind}"
-        yield f"cluster.exchange is collective with {why}, whose jobs go on from their own results; leave it auto."
+        yield f"cluster.exchange is {cluster.exchange} with {why}, whose jobs go on from their own results; leave it auto."
     if cluster.compression != "none" and (cluster.exchange == "shared_memory" or (possible and cluster.exchange == "auto")):
         yield (f"cluster.compression is {cluster.compression}, but nothing leaves this machine; leave it none, or choose "
                "cluster.exchange=collective.")
@@ -731,7 +750,7 @@ def _rule_tune(c: RunConfig) -> Iterator[str]:
                "between two averagings every job takes as many minibatches.")
 
 
-_RULES: tuple[Callable[[RunConfig], Iterator[str]], ...] = (_rule_snr, _rule_augment, _rule_curvature, _rule_rate,
+_RULES: tuple[Callable[[RunConfig], Iterator[str]], ...] = (_rule_name, _rule_snr, _rule_augment, _rule_curvature, _rule_rate,
                                                            _rule_given_features, _rule_given_cmvn,
                                                            _rule_held_out, _rule_align_lr, _rule_ceps, _rule_pnorm, _rule_tdnn,
                                                            _rule_stages, _rule_own_model, _rule_lr, _rule_jobs,

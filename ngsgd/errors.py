@@ -73,6 +73,10 @@ class CheckpointError(NgsgdError):
     exit_code = 6
 
 
+class RunLockedError(CheckpointError):
+    """Another process writes to the run folder."""
+
+
 class MissingExtraError(ConfigError):
     """A feature needs packages of an optional extra that is not installed."""
 

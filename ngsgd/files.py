@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
 import hashlib
 import json
 import os
 import re
 import shutil
+import stat
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +22,29 @@ _OS_ERROR = re.compile(r"\(os error (\d+)\)")  # in the message of safetensors' 
 
 
 def sha256(path: Path) -> str:
-    """Hex digest of a file's content."""
-    with path.open("rb") as file:
+    """Hex digest of a regular file's content."""
+    with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def keep_digest(path: Path, digest: str = "") -> None:
+    """Write the SHA-256 of a file, computed here unless given, to NAME.sha256 next to it."""
+    write_text(path.with_suffix(".sha256"), (digest or sha256(path)) + "\n")
+
+
+def matches_digest(path: Path) -> bool:
+    """Whether a file has the SHA-256 that `keep_digest` wrote; also true for files of before, which have none."""
+    kept = path.with_suffix(".sha256")
+    return not kept.exists() or read_regular_text(kept, max_bytes=1024).strip() == sha256(path)
+
+
+def make_directories(path: Path) -> None:
+    """Create a directory and its parents so that they survive a power cut."""
+    missing = [path, *path.parents]
+    missing = missing[:next((i for i, one in enumerate(missing) if one.is_dir()), len(missing))]
+    path.mkdir(parents=True, exist_ok=True)
+    for made in missing:
+        fsync(made.parent)
 
 
 @contextmanager
@@ -48,28 +73,35 @@ def shared_directory(final: Path, index: str) -> Iterator[Path]:
 
 
 def _replace(temporary: Path, final: Path) -> None:
-    if final.exists():  # an older version
+    if final.is_dir() and not final.is_symlink():  # an older version
         shutil.rmtree(final)
+    elif final.is_symlink() or final.exists():
+        final.unlink()
     temporary.rename(final)
 
 
 @contextmanager
 def _filled(final: Path, place: Callable[[Path, Path], None]) -> Iterator[Path]:
     """A directory beside `final` that `place` gives its name."""
-    temporary = final.with_name(f".{final.name}.{uuid.uuid4().hex[:8]}.tmp")
-    temporary.mkdir(parents=True)
+    make_directories(final.parent)
+    temporary = _temporary_name(final)
+    temporary.mkdir()
+    owned = _own(temporary)
     try:
         yield temporary
         for path in temporary.rglob("*"):
-            _fsync(path)
+            fsync(path)
+        fsync(temporary)
         place(temporary, final)
-        _fsync(final.parent)
+        fsync(final.parent)
     except BaseException as error:  # Ctrl-C too must leave nothing behind
         shutil.rmtree(temporary, ignore_errors=True)
         code = _OS_ERROR.search(str(error)) if type(error).__name__ == "SafetensorError" else None
         if code:
             raise OSError(int(code[1]), os.strerror(int(code[1])), str(final)) from error
         raise
+    finally:
+        os.close(owned)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -79,37 +111,217 @@ def write_text(path: Path, text: str) -> None:
 
 
 @contextmanager
-def new_file(final: Path) -> Iterator[Path]:
-    """A path to write to; the file takes the name `final` when the block ends well, and is removed when it does not."""
-    temporary = final.with_name(f".{final.name}.{uuid.uuid4().hex[:8]}.tmp")
+def new_file(final: Path, mode: int = 0o666) -> Iterator[Path]:
+    """A path to write to; the file takes the name `final` when the block ends well, and is removed when it does not.
+
+    `mode` is what others may do with the file, before the umask.
+    """
+    temporary = _temporary_name(final)
+    os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode))
+    owned = _own(temporary)
     try:
         yield temporary
-        _fsync(temporary)
+        fsync(temporary)
         temporary.rename(final)
+        fsync(final.parent)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+    finally:
+        os.close(owned)
+
+
+def _temporary_name(final: Path) -> Path:
+    return final.with_name(f".{final.name[:200]}.{uuid.uuid4().hex[:8]}.tmp")
+
+
+def _own(temporary: Path) -> int:
+    """Locks a temporary file or directory for as long as its writer lives; returns the descriptor that holds the lock."""
+    descriptor = os.open(temporary, os.O_RDONLY | os.O_CLOEXEC)
+    # a file system without locks loses only the automatic removal
+    with contextlib.suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return descriptor
+
+
+def remove_abandoned(directory: Path) -> None:
+    """Remove temporary files and directories whose writer was killed; those of a living writer stay."""
+    for path in directory.glob(".*.tmp"):
+        # the writer may rename or remove it at this moment
+        with contextlib.suppress(OSError):
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if path.is_dir():
+                    shutil.rmtree(path, ignore_errors=True)
+                else:
+                    path.unlink()
+            finally:
+                os.close(descriptor)
+
+
+class JsonLines:
+    """An append-only log of JSON objects, one per line, that never keeps half a line.
+
+    A write that fails takes back what it wrote; a line that a killed process left unfinished is removed when the
+    log is opened again.  One process at a time may append.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        is_new = not path.exists()
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        if is_new:
+            fsync(path.parent)
+        self._remove_unfinished_line()
+
+    def append(self, values: Mapping[str, Any]) -> None:
+        """Write one line.  It survives the death of this process; `sync` makes it survive a power cut."""
+        line = (json.dumps(values) + "\n").encode()
+        size = os.fstat(self._descriptor).st_size
+        try:
+            # a nearly full disk takes a part of the line first
+            while line:
+                line = line[os.write(self._descriptor, line):]
+        except OSError:
+            os.ftruncate(self._descriptor, size)
+            raise
+
+    def sync(self) -> None:
+        """Flush all lines to disk."""
+        os.fsync(self._descriptor)
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def _remove_unfinished_line(self) -> None:
+        size = end = os.fstat(self._descriptor).st_size
+        while end:
+            start = max(0, end - 65536)
+            newline = os.pread(self._descriptor, end - start, start).rfind(b"\n")
+            end = start + newline + 1
+            if newline >= 0:
+                break
+        if end < size:
+            os.ftruncate(self._descriptor, end)
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """All whole lines of an append-only log; a last line that a crash cut short is left out."""
-    return parse_json_lines(path.read_text(encoding="utf-8"))
+    """All objects of an append-only log; lines that a crash cut short or that hold anything else are skipped."""
+    return parse_json_lines(read_log(path))
+
+
+def read_log(path: Path) -> str:
+    """The text of an append-only log; bytes that are not UTF-8 become replacement characters."""
+    with open_regular(path) as file:
+        return file.read().decode("utf-8", errors="replace")
 
 
 def parse_json_lines(text: str) -> list[dict[str, Any]]:
-    """All whole lines."""
+    """All lines that hold a JSON object."""
     lines = []
-    for line in text.splitlines():
-        try:
-            lines.append(json.loads(line))
-        except ValueError:
-            continue
-    return lines
+    for line in text.split("\n"):
+        with contextlib.suppress(ValueError):
+            lines.append(parse_json(line))
+    return [line for line in lines if isinstance(line, dict)]
 
 
-def _fsync(path: Path) -> None:
+def fsync(path: Path) -> None:
+    """Flush a file or a directory to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+# Files from others: bounded, regular, and checked -----------------------------------------------------
+
+MAX_TEXT_BYTES = 256 << 20   # default limit of a file that is read into memory at once
+DIGEST = "sha256_of_index"   # key of an index file's own digest
+
+
+def open_regular(path: Path) -> BufferedReader:
+    """Open a regular file for reading.
+
+    A FIFO, socket, device or folder is refused before it is opened, because reading one may block forever or never end.
+
+    Raises:
+        OSError: the file cannot be read, or is not a regular file.  `strerror` gives the reason.
+    """
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    # a FIFO may have taken its place since: open without blocking and look again
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return open(descriptor, "rb")
+
+
+def read_regular_bytes(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> bytes:
+    """Read a regular file of at most `max_bytes` bytes.
+
+    Raises:
+        OSError: the file cannot be read, is not a regular file, or is larger than the limit.  `strerror` gives the reason.
+    """
+    with open_regular(path) as file:
+        # the size is not passed to read(), which would allocate that much
+        content = file.read() if os.fstat(file.fileno()).st_size <= max_bytes else None
+    if content is None or len(content) > max_bytes:
+        raise OSError(errno.EFBIG, f"larger than the limit of {max_bytes} bytes", str(path))
+    return content
+
+
+def read_regular_text(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> str:
+    """Read a regular UTF-8 file of at most `max_bytes` bytes.
+
+    Raises:
+        OSError: as `read_regular_bytes`.
+        UnicodeDecodeError: the content is not UTF-8 (a ValueError).
+    """
+    return read_regular_bytes(path, max_bytes).decode("utf-8")
+
+
+def parse_json(text: str) -> Any:
+    """Parse JSON; every defect, nesting beyond Python's recursion limit included, is a ValueError."""
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("JSON is nested too deeply") from error
+
+
+def read_json(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> Any:
+    """Parse a regular JSON file.  Raises OSError or ValueError and nothing else."""
+    return parse_json(read_regular_text(path, max_bytes))
+
+
+def digest_of_json(tree: Any) -> str:
+    """SHA-256 of the canonical form: sorted keys, no spaces."""
+    text = json.dumps(tree, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def sealed(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the content of an index with its own digest under the key `DIGEST`."""
+    # tuples and integer keys become what they will be when the file is read
+    content: dict[str, Any] = json.loads(json.dumps(tree))
+    return {**content, DIGEST: digest_of_json(content)}
+
+
+def unsealed(tree: Any) -> tuple[dict[str, Any], bool]:
+    """Return (content without the digest, whether there was a digest).
+
+    Files written before digests were introduced have none.
+
+    Raises:
+        ValueError: the tree is not a JSON object, or does not match its digest.
+    """
+    if not isinstance(tree, dict):
+        raise ValueError("not a JSON object")
+    content = {key: value for key, value in tree.items() if key != DIGEST}
+    if DIGEST in tree and digest_of_json(content) != tree[DIGEST]:
+        raise ValueError("does not match its digest")
+    return content, DIGEST in tree

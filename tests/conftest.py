@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
+import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,8 @@ os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
 os.environ.setdefault("RAY_worker_niceness", "0")  # at Ray's own 15 a worker starves beside anything else that computes
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 os.environ.setdefault("DO_NOT_TRACK", "1")
+# the record of runs that a user began must not be that of whoever runs the tests
+os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="ngsgd-state-")
 
 import numpy as np
 from hypothesis import settings
@@ -22,7 +27,18 @@ from hypothesis import settings
 settings.register_profile("shared machine", deadline=None)  # a slow example is no fault where other jobs run
 settings.load_profile("shared machine")
 
+atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
+
 GOLDEN = Path(__file__).parent / "golden"
+
+
+def pytest_configure() -> None:
+    """Select the products and kernels that are meant for the processors of the other maker (tests/matrix.py)."""
+    if os.environ.get("NGSGD_TEST_VENDOR") == "other":
+        from ngsgd.ops import native
+
+        is_intel = native.is_made_by("GenuineIntel")
+        native.is_made_by = lambda vendor: (vendor == "GenuineIntel") is not is_intel  # type: ignore[assignment]
 
 
 class Golden:

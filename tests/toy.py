@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,8 @@ class Run:
         pool = pool or self.in_process()
         layout = self.store.layout
         latest, _ = self.store.latest()
+        if latest and any(record.outer_iter == latest.progress.outer_iter for record in self.recorder.records):
+            latest = replace(latest, record=None)
         fresh = model_for(self.config, self.reader)
         start = latest or first_checkpoint(layout.flatten(fresh.state_dict()))
         ledger = Ledger(self.ledger_path)

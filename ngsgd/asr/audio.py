@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ngsgd.asr import extras
+from ngsgd.asr import extras, unpacking
 from ngsgd.errors import DataError
 
 FULL_SCALE = 32768.0  # Kaldi's features expect the numbers of 16-bit samples
@@ -48,6 +48,7 @@ def _read_file(piece: Piece) -> tuple[npt.NDArray[np.float32], int]:
         raise DataError(f"{piece.where}: {piece.path} does not exist; mend the path, or remove the line.")
     try:
         _check_is_whole(piece)
+        _check_size(piece, soundfile.info(str(piece.path)).frames)
         samples, rate_hz = soundfile.read(str(piece.path), dtype="float64")
     except (OSError, RuntimeError) as error:  # soundfile.LibsndfileError is a RuntimeError
         reason = str(error).rpartition(": ")[2].strip().rstrip(".")
@@ -57,6 +58,12 @@ def _read_file(piece: Piece) -> tuple[npt.NDArray[np.float32], int]:
     if not len(samples):
         raise DataError(f"{piece.where}: {piece.path} holds no sample; make it again, or remove the line.")
     return (samples * FULL_SCALE).astype(np.float32), int(rate_hz)
+
+
+def _check_size(piece: Piece, num_samples: int) -> None:
+    # a flac of silence expands 10000 times, and the header of a wav can promise any number
+    if not 0 <= 2 * num_samples <= unpacking.limit(piece.path.stat().st_size):
+        raise DataError(f"{piece.where}: {piece.path} promises {num_samples} samples, too many for its size; make it again.")
 
 
 def _check_is_whole(piece: Piece) -> None:

@@ -120,9 +120,11 @@ def _pieces(folder: Path) -> dict[str, Piece]:
 
 
 def _file(entry: Entry, folder: Path) -> Piece:
-    if entry.value.endswith("|"):
+    if entry.value.endswith("|") or entry.value.startswith("|"):
         raise DataError(f"{entry.where}: {entry.value[:40]!r} is a command, and ngsgd runs none from data files; convert the audio "
                         "to wav or flac and write the file's name.")
+    if "\0" in entry.value:
+        raise DataError(f"{entry.where}: the file name has a zero byte; write the name of the audio file.")
     path = Path(entry.value).expanduser()
     return Piece(path if path.exists() or path.is_absolute() else folder / path, entry.where)
 

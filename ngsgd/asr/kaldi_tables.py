@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-import gzip
 import io
 import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ngsgd import files
-from ngsgd.asr import cmvn, extras
+from ngsgd.asr import cmvn, unpacking
+from ngsgd.egs.kaldi_objects import (
+    Array,
+    KaldiFormatError,
+    Place,
+    Source,
+    open_source,
+    parse_place,
+    read_archive,
+    read_object,
+)
 from ngsgd.errors import DataError
 
-# what kaldiio raises on a file that is cut off, is no archive, or points nowhere
-_DAMAGE = (OSError, EOFError, ValueError, AssertionError, RuntimeError, KeyError, IndexError, MemoryError)
+_MAX_TABLE_BYTES = 1 << 32
 
 
 @dataclass(frozen=True)
@@ -32,11 +39,11 @@ class Entry:
 def read_lines(path: Path) -> Iterator[tuple[str, str]]:
     """(file:line, text) of every line that is not empty."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = files.read_regular_text(path, _MAX_TABLE_BYTES)
     except FileNotFoundError as error:
         raise DataError(f"{path} does not exist; make it, or point data.source at another folder.") from error
     except OSError as error:
-        raise DataError(f"{path} cannot be read ({error.strerror}); fix its permissions.") from error
+        raise DataError(f"{path} cannot be read ({error.strerror}); replace it or fix its permissions.") from error
     except UnicodeError as error:
         raise DataError(f"{path} is not UTF-8 text ({error}); convert it.") from error
     for number, line in enumerate(text.splitlines(), start=1):
@@ -57,16 +64,29 @@ def read_table(path: Path) -> dict[str, Entry]:
     return table
 
 
-def read_ark(path: Path) -> dict[str, npt.NDArray[np.float32]]:
+def read_ark(path: Path) -> dict[str, npt.NDArray[np.floating]]:
     """All matrices of an archive by key."""
     try:
-        return dict(_kaldiio().load_ark(str(path)))
-    except _DAMAGE as error:
+        with open_source(path) as source:
+            return _by_key(source, 2)
+    except (OSError, KaldiFormatError) as error:
         raise DataError(f"{path} cannot be read as an archive of matrices ({_reason(error)}); make it again.") from error
 
 
+def place_of(entry: Entry) -> Place:
+    """The file, offset and range that an entry of a .scp names.  Commands are refused."""
+    try:
+        return parse_place(entry.value)
+    except KaldiFormatError as error:
+        raise DataError(f"{entry.where}: {entry.value[:40]!r} {error}; write the archive's name, with its offset and range: "
+                        "feats.ark:12[0:19].") from error
+
+
 def read_matrix(entry: Entry, folder: Path) -> npt.NDArray[np.float32]:
-    """The frames that an entry of a .scp points at, "file:offset"; a relative path is looked for from here, then from `folder`."""
+    """The frames that an entry of a .scp points at, "file:offset" or "file:offset[first:last]", as Kaldi counts them.
+
+    A relative path is looked for from here, then from `folder`.
+    """
     matrix = _matrix(entry, folder)
     if not len(matrix):
         raise DataError(f"{entry.where}: {entry.value} holds no matrix of frames; point it at features.")
@@ -78,34 +98,43 @@ def read_stats(entry: Entry, folder: Path, dim: int) -> cmvn.Stats:
     return cmvn.check(_matrix(entry, folder), f"{entry.where}: {entry.value}", dim)
 
 
-def _matrix(entry: Entry, folder: Path) -> npt.NDArray[np.floating]:
-    name, colon, offset = entry.value.rpartition(":")
-    if not colon or not offset.isdigit():
-        name, offset = entry.value, "0"
-    path = Path(name) if Path(name).exists() else folder / name
+def _matrix(entry: Entry, folder: Path) -> Array:
+    place = place_of(entry)
     try:
-        matrix = _kaldiio().load_mat(f"{path}:{offset}" if colon else str(path))
+        with open_source(place.resolve(folder), place.offset) as source:
+            found = read_object(source)
+        if found.ndim != 2:
+            raise KaldiFormatError("it is no matrix")
+        return place.part(found)
     except FileNotFoundError as error:
-        raise DataError(f"{entry.where}: {name} does not exist; mend the path.") from error
-    except _DAMAGE as error:
+        raise DataError(f"{entry.where}: {place.file} does not exist; correct the path.") from error
+    except (OSError, KaldiFormatError, MemoryError) as error:
         raise DataError(f"{entry.where}: {entry.value} cannot be read as a matrix ({_reason(error)}); make it again.") from error
-    if np.ndim(matrix) != 2:
-        raise DataError(f"{entry.where}: {entry.value} holds no matrix; point it at one.")
-    return np.asarray(matrix)
 
 
 def read_int_vectors(path: Path) -> dict[str, npt.NDArray[np.int32]]:
     """All vectors of an archive of alignments, binary or text, packed by gzip where the name ends in .gz."""
     try:
-        content = path.read_bytes()
-        content = gzip.decompress(content) if path.suffix == ".gz" else content
+        content = unpacking.gunzip(path) if path.suffix == ".gz" else files.read_regular_bytes(path, _MAX_TABLE_BYTES)
+        source = Source(io.BytesIO(content), len(content))
         if b"\0B" not in content[:4096]:
-            lines = [fields for line in content.decode().splitlines() if (fields := line.split())]
-            return {utt_id: np.array(numbers, dtype=np.int32) for utt_id, *numbers in lines}
-        with io.BytesIO(content) as file:
-            return {key: np.asarray(vector, dtype=np.int32) for key, vector in _kaldiio().load_ark(file)}
-    except (*_DAMAGE, gzip.BadGzipFile) as error:
+            content = b"".join(b" ".join(line.split()) + b" \n" for line in content.splitlines() if line.strip())
+            source = Source(io.BytesIO(content), len(content))
+        return _by_key(source, 1, np.int32)
+    except (OSError, KaldiFormatError, MemoryError) as error:
         raise DataError(f"{path} cannot be read as an archive of alignments ({_reason(error)}); make it again.") from error
+
+
+def _by_key(source: Source, num_dims: int, dtype: type[np.int32] | None = None) -> dict[str, Array]:
+    found: dict[str, Array] = {}
+    for key, array in read_archive(source):
+        if array.ndim != num_dims or (array.dtype == np.int32) != (dtype is np.int32):
+            kind = "vector of integers" if dtype is np.int32 else "matrix"
+            raise KaldiFormatError(f"{key[:80]}: it is no {kind}")
+        if key in found:
+            raise KaldiFormatError(f"{key[:80]} stands there twice")
+        found[key] = array
+    return found
 
 
 def write_matrices(ark: Path, matrices: Iterable[tuple[str, npt.NDArray[np.floating]]]) -> None:
@@ -142,10 +171,6 @@ def write_int_vectors(ark: Path, vectors: Iterable[tuple[str, npt.NDArray[np.int
 
 def _int(value: int) -> bytes:
     return b"\4" + struct.pack("<i", value)
-
-
-def _kaldiio() -> Any:
-    return extras.load("kaldiio", extra="asr", purpose="Reading Kaldi archives")
 
 
 def _reason(error: BaseException) -> str:

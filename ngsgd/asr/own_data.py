@@ -86,8 +86,8 @@ def _identity(one: Listed, folder: Path) -> str:
     if isinstance(one.content, Piece):
         path, part = one.content.path, f"{one.content.start_s} {one.content.end_s}"
     else:
-        name, _, part = one.content.value.rpartition(":")
-        path = Path(name) if Path(name).exists() else folder / name
+        place = kaldi_tables.place_of(one.content)
+        path, part = place.resolve(folder), one.content.value.removeprefix(place.file).removeprefix(":")
     try:
         status = path.stat()
     except OSError as error:

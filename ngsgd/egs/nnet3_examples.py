@@ -7,21 +7,21 @@ Letters: W window of an example with its context, D feature dimension, F frames 
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 
+from ngsgd.egs.kaldi_objects import Source, open_source, read_float_object
 from ngsgd.errors import DataError
 from ngsgd.files import new_file
 
 _ESCAPE = 127       # in place of a time difference: n, t and x follow in full
 _MAX_STEP = 124     # of times, in one byte
-_COMPRESSED_STEP = np.float32(1.0 / 65535.0)
 
 
 @dataclass(frozen=True)
@@ -53,13 +53,15 @@ def read_nnet3_examples(path: Path) -> Iterator[Nnet3Example]:
     An input "ivector" is read too, others are passed over.  Matrices may be compressed.  Raises DataError for what is no such
     archive.
     """
-    with path.open("rb") as file:
-        while key := _word(file):
-            try:
-                yield _decoded(key, file)
-            except (struct.error, ValueError, IndexError, KeyError) as error:
-                raise DataError(f"{path} cannot be read as an archive of nnet3 examples, at {key[:40]} ({error}); make it "
-                                "again.") from error
+    key = ""
+    try:
+        with open_source(path) as source:
+            while word := source.word():
+                key = word.decode(errors="replace")
+                yield _decoded(key, source)
+    except (OSError, struct.error, ValueError, IndexError, KeyError) as error:
+        raise DataError(f"{path} cannot be read as an archive of nnet3 examples, at {key[:40]!r} ({error}); make it "
+                        "again.") from error
 
 
 # Writing --------------------------------------------------------------------------------------------------------------
@@ -95,22 +97,24 @@ def _int(value: int) -> bytes:
 # Reading --------------------------------------------------------------------------------------------------------------
 
 
-def _decoded(key: str, file: BinaryIO) -> Nnet3Example:
-    _expect(file, b"\0B")
-    _expect(file, b"<Nnet3Eg> <NumIo> ")
+def _decoded(key: str, source: Source) -> Nnet3Example:
+    source.expect(b"\0B")
+    source.expect(b"<Nnet3Eg> <NumIo> ")
     found = {}
-    for _ in range(_read_int(file)):
-        _expect(file, b"<NnetIo> ")
-        name = _word(file)
-        times = _read_times(file)
-        found[name] = times, _read_matrix(file)
-        _expect(file, b"</NnetIo> ")
-    _expect(file, b"</Nnet3Eg> ")
+    for _ in range(source.int32()):
+        source.expect(b"<NnetIo> ")
+        name = source.word().decode(errors="replace")
+        times = _read_times(source)
+        found[name] = times, _read_matrix(source)
+        source.expect(b"</NnetIo> ")
+    source.expect(b"</Nnet3Eg> ")
     (input_times, features_WD), (output_times, labels) = found["input"], found["output"]
     if not isinstance(features_WD, np.ndarray) or not isinstance(labels, _Sparse):
         raise ValueError("its input is sparse or its output is not")
     if np.any(np.diff(input_times) != 1) or np.any(np.diff(output_times) != 1):
         raise ValueError("its frames have gaps; frames of one sequence are expected")
+    if (len(input_times), len(output_times)) != (len(features_WD), len(labels.column_F)):
+        raise ValueError("it has more or fewer rows than times")
     ivector = found["ivector"][1] if "ivector" in found else None
     return Nnet3Example(key, features_WD, output_times[0] - input_times[0], labels.column_F, labels.value_F, labels.num_columns,
                         ivector[0] if isinstance(ivector, np.ndarray) else None)
@@ -125,13 +129,13 @@ class _Sparse:
     num_columns: int
 
 
-def _read_times(file: BinaryIO) -> list[int]:
-    _expect(file, b"<I1V> ")
+def _read_times(source: Source) -> list[int]:
+    source.expect(b"<I1V> ")
     times: list[int] = []
-    for _ in range(_read_int(file)):
-        [step] = struct.unpack("b", file.read(1))
+    for _ in range(source.int32()):
+        [step] = struct.unpack("b", source.take(1))
         if step == _ESCAPE:
-            n, t, x = (_read_int(file) for _ in range(3))
+            n, t, x = (source.int32() for _ in range(3))
             if n or x:
                 raise ValueError("it holds several sequences; split it with nnet3-copy-egs before merging")
             times.append(t)
@@ -140,66 +144,26 @@ def _read_times(file: BinaryIO) -> list[int]:
     return times
 
 
-def _read_matrix(file: BinaryIO) -> npt.NDArray[np.float32] | _Sparse:
-    kind = _word(file)
-    if kind == "SM":
-        return _read_sparse(file)
-    if kind in ("FM", "DM"):
-        shape = _read_int(file), _read_int(file)
-        dtype = np.dtype("<f4" if kind == "FM" else "<f8")
-        return np.frombuffer(_bytes(file, shape[0] * shape[1] * dtype.itemsize), dtype).reshape(shape).astype(np.float32)
-    if kind in ("CM", "CM2", "CM3"):
-        return _read_compressed(file, kind)
-    raise ValueError(f"it holds a matrix of the unknown kind {kind!r}")
+def _read_matrix(source: Source) -> npt.NDArray[np.float32] | _Sparse:
+    kind = source.word(16)
+    if kind == b"SM":
+        return _read_sparse(source)
+    matrix = read_float_object(source, kind)
+    if matrix.ndim != 2:
+        raise ValueError("it holds a vector where a matrix belongs")
+    return matrix.astype(np.float32, copy=False)
 
 
-def _read_sparse(file: BinaryIO) -> _Sparse:
+def _read_sparse(source: Source) -> _Sparse:
     columns, values, width = [], [], 0
-    for _ in range(_read_int(file)):
-        _expect(file, b"SV ")
-        width = _read_int(file)
-        if _read_int(file) != 1:
+    for _ in range(source.int32()):
+        source.expect(b"SV ")
+        width = source.int32()
+        if source.int32() != 1:
             raise ValueError("a frame has no single label; soft targets cannot be read")
-        columns.append(_read_int(file))
-        _expect(file, b"\4")
-        values.append(struct.unpack("<f", file.read(4))[0])
+        columns.append(source.int32())
+        source.expect(b"\4")
+        values.append(struct.unpack("<f", source.take(4))[0])
+        if not 0 <= columns[-1] < width or not math.isfinite(values[-1]):
+            raise ValueError(f"a frame has the label {columns[-1]} of {width} and the weight {values[-1]}")
     return _Sparse(np.array(columns, np.int32), np.array(values, np.float32), width)
-
-
-def _read_compressed(file: BinaryIO, kind: str) -> npt.NDArray[np.float32]:
-    """Kaldi's CompressedMatrix: 16 bits an element (CM2), 8 bits (CM3), or 8 bits between quantiles of each column (CM)."""
-    low, span, rows, columns = struct.unpack("<ffii", _bytes(file, 16))
-    if kind != "CM":
-        dtype, top = (np.dtype("<u2"), 65535) if kind == "CM2" else (np.dtype("u1"), 255)
-        levels = np.frombuffer(_bytes(file, rows * columns * dtype.itemsize), dtype).reshape(rows, columns)
-        return np.asarray(np.float32(low) + np.float32(span / top) * levels.astype(np.float32), np.float32)
-    quantiles = np.float32(low) + np.float32(span) * _COMPRESSED_STEP * np.frombuffer(_bytes(file, 8 * columns), "<u2").reshape(
-        columns, 4).astype(np.float32)
-    levels = np.frombuffer(_bytes(file, rows * columns), "u1").reshape(columns, rows).astype(np.float32)
-    knots = (0.0, 64.0, 192.0, 255.0)
-    return np.stack([np.interp(levels[column], knots, quantiles[column]) for column in range(columns)], axis=1).astype(np.float32)
-
-
-def _read_int(file: BinaryIO) -> int:
-    _expect(file, b"\4")
-    return int(struct.unpack("<i", _bytes(file, 4))[0])
-
-
-def _expect(file: BinaryIO, expected: bytes) -> None:
-    if (found := file.read(len(expected))) != expected:
-        raise ValueError(f"{expected!r} was expected and {found!r} is there")
-
-
-def _bytes(file: BinaryIO, size: int) -> bytes:
-    content = file.read(size)
-    if len(content) != size:
-        raise ValueError("it ends too early")
-    return content
-
-
-def _word(file: BinaryIO) -> str:
-    """Up to the next space, which is taken too; empty at the end of the file."""
-    word = b""
-    while (byte := file.read(1)) not in (b"", b" "):
-        word += byte
-    return word.decode(errors="replace")

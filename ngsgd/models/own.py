@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -47,10 +48,9 @@ def find(config: ModelConfig) -> Callable[..., Any]:
     if not module_name or not name:
         raise ConfigError(f"model._target_ is {target!r}; write package.module:Name, such as my_model:Net.")
     folder = os.path.abspath(config.search_path or os.getcwd())
-    if folder not in sys.path:  # neither an installed command nor a worker looks into the current directory
-        sys.path.insert(0, folder)
     try:
-        module = importlib.import_module(module_name)
+        with _found_first(folder):
+            module = importlib.import_module(module_name)
     except Exception as error:
         is_missing = isinstance(error, ModuleNotFoundError) and error.name and module_name.startswith(error.name)
         why = f"there is no module {error.name}" if is_missing else _said(error)  # type: ignore[attr-defined]
@@ -62,6 +62,24 @@ def find(config: ModelConfig) -> Callable[..., Any]:
         raise ConfigError(f"model._target_ is {target}, but {module_name} ({module.__file__}) {what}; give the name of a class or "
                           "function that returns a torch.nn.Module.")
     return factory  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _found_first(folder: str) -> Iterator[None]:
+    """Puts the folder in front of the others while the block runs, and at the end of the list from then on.
+
+    Neither an installed command nor a worker looks into the current directory.  A file there that is called like an
+    installed package must not be imported in its place by anything but the user's own module.
+    """
+    was_there = folder in sys.path
+    sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        with suppress(ValueError):  # the module may have changed the list
+            sys.path.remove(folder)
+        if not was_there:
+            sys.path.append(folder)
 
 
 def check(model: Any, target: str, num_inputs: int, num_classes: int) -> None:

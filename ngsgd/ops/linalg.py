@@ -138,12 +138,23 @@ def less_upper_product(Q_DD: Tensor, t_DD: Tensor) -> None:
 
 
 def upper_gram(Q_DD: Tensor, out_DD: Tensor) -> Tensor:
-    """Q^T Q of an upper triangular matrix, a sixth of a product's operations, in the memory of `out_DD`."""
+    """Q^T Q of an upper triangular matrix, a sixth of a product's operations, in the memory of `out_DD`.
+
+    Exactly symmetric on every processor.
+    """
     for first in range(0, len(Q_DD), _BLOCK):
         rows, end = slice(first, first + _BLOCK), min(first + _BLOCK, len(Q_DD))
         out_DD[rows, first:] = Q_DD[:end, rows].T @ Q_DD[:end, first:]
+        _mirror_upper(out_DD[rows, rows])
         out_DD[end:, rows] = out_DD[rows, end:].T
     return out_DD
+
+
+def _mirror_upper(block_BB: Tensor) -> None:
+    """Copy the upper triangle of a matrix to its lower one."""
+    # a GEMM may sum entry (i, j) in another order than (j, i): MKL does on AMD processors
+    is_lower_BB = torch.ones_like(block_BB, dtype=torch.bool).tril_(-1)
+    block_BB.copy_(torch.where(is_lower_BB, block_BB.T, block_BB))
 
 
 def conjugate_gradients(product: Callable[[Tensor], Tensor], right_D: Tensor, *, start_D: Tensor | None = None, max_steps: int = 50,

@@ -1,6 +1,9 @@
 """Our own C++, compiled where it is first needed if there is a compiler; whoever asks has torch operations to fall back on.
 
-What is built is kept in ~/.cache/ngsgd (or $XDG_CACHE_HOME/ngsgd), by source, flags and what the processor can do.
+Libraries are kept in ~/.cache/ngsgd/kernels (or $XDG_CACHE_HOME/ngsgd/kernels), by source, flags and what the processor can do.
+The last 32 bytes of such a file are the SHA-256 of the bytes before.  A file that does not match, which the loader could answer
+with SIGBUS, is built again.  A folder or file that belongs to another user, or that others can write to, is not used, as loading
+a library runs its code: each process then builds its libraries in a temporary folder.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ import ctypes
 import functools
 import hashlib
 import os
+import re
 import subprocess
 import tempfile
 import threading
@@ -20,10 +24,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ngsgd.files import new_file
+
 _VECTORS = {"AVX512": ("-mavx512f", "-mavx512dq", "-mavx512vl", "-mavx512bw", "-mfma", "-mprefer-vector-width=512"),
             "AVX2": ("-mavx2", "-mfma")}
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fno-math-errno", "-fno-trapping-math")
+_THREADED = ("-fopenmp", "-ffp-contract=fast")
 _TIMEOUT_S = 120
+_DIGEST_BYTES = hashlib.sha256().digest_size
+_WRITABLE_BY_OTHERS = 0o022
+# as compilers sign what they make, in the section .comment
+_COMPILER = re.compile(rb"(?:GCC: \([^)\0]*\) [\w.]+|[\w ]*clang version [\w.]+)")
+_compilers: dict[str, str] = {}   # of the libraries that this process has loaded, by name
 ADDRESS, NUMBER, REAL, THREADS = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int   # of arguments
 _forbidden = threading.Event()
 _own = threading.local()
@@ -79,18 +91,18 @@ def library(source: Path, *flags: str) -> ctypes.CDLL | None:
 
     With "-fopenmp" loops run on torch's own threads, by the library that is in the process already.
     """
-    flags = (*_FLAGS, *flags, *_VECTORS.get(capability(), ()))
-    made_of = hashlib.sha256(b"\0".join([source.read_bytes(), *map(str.encode, flags)])).hexdigest()[:16]
+    flags = _all_flags(flags)
+    name = f"{source.stem}-{made_of(source, *flags)[:16]}.so"
+    kept = _cache_folder() / name if _cache_folder() else None
     try:
-        path = _folder() / f"{source.stem}-{made_of}.so"
-        return _loaded(path) or _compiled(source, flags, path)
-    except (OSError, RuntimeError, subprocess.SubprocessError):   # RuntimeError: nobody's home is known
+        return (kept and _loaded(kept)) or _compiled(source, flags, name, kept)
+    except (OSError, subprocess.SubprocessError):
         return None
 
 
 def threaded(source: Path, **types: tuple[Any, ...]) -> Any:
     """`library` or None; its loops run on torch's threads.  For each function the types of its result, or None, and arguments."""
-    found = library(source, "-fopenmp", "-ffp-contract=fast")
+    found = library(source, *_THREADED)
     if found is not None:
         for name, (result, *arguments) in types.items():
             function = getattr(found, name)
@@ -98,26 +110,79 @@ def threaded(source: Path, **types: tuple[Any, ...]) -> Any:
     return found
 
 
-def _folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ngsgd"
+def made_of(source: Path, *flags: str) -> str:
+    """SHA-256 of a source and the compiler's flags."""
+    return hashlib.sha256(b"\0".join([source.read_bytes(), *map(str.encode, flags)])).hexdigest()
 
 
-def _loaded(path: Path) -> ctypes.CDLL | None:
-    """None if it is not there or damaged, and is to be made anew."""
+def origin(source: Path) -> str:
+    """Source, flags and compiler of a library that `threaded` has loaded: they decide its numbers."""
+    made = made_of(source, *_all_flags(_THREADED))[:16]
+    return f"{made} {_compilers.get(f'{source.stem}-{made}.so', 'unknown compiler')}"
+
+
+def _all_flags(flags: tuple[str, ...]) -> tuple[str, ...]:
+    return (*_FLAGS, *flags, *_VECTORS.get(capability(), ()))
+
+
+def _cache_folder() -> Path | None:
+    """None where nobody's home is known."""
     try:
-        return ctypes.CDLL(str(path))
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ngsgd" / "kernels"
+    except RuntimeError:
+        return None
+
+
+def _is_private(path: Path) -> bool:
+    """Whether the file or folder is this user's and only this user can write to it."""
+    found = path.stat()
+    return found.st_uid == os.geteuid() and not found.st_mode & _WRITABLE_BY_OTHERS
+
+
+def _loaded(kept: Path) -> ctypes.CDLL | None:
+    """None if the file is missing, damaged or not to be trusted."""
+    try:
+        if not (_is_private(kept.parent) and _is_private(kept)):
+            return None
+        stored = kept.read_bytes()
+        content, digest = stored[:-_DIGEST_BYTES], stored[-_DIGEST_BYTES:]
+        if hashlib.sha256(content).digest() != digest:
+            return None
+        return _load(kept, content, kept.name)
     except OSError:
         return None
 
 
-def _compiled(source: Path, flags: tuple[str, ...], path: Path) -> ctypes.CDLL:
-    """Into a file of its own first: workers that start together may all compile, and one killed leaves nothing half made."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+def _load(path: Path, content: bytes, name: str) -> ctypes.CDLL:
+    found = ctypes.CDLL(str(path))
+    # the first is that of the C library's start files; ours comes last
+    signatures = _COMPILER.findall(content)
+    _compilers[name] = signatures[-1].decode() if signatures else "unknown compiler"
+    return found
+
+
+def _compiled(source: Path, flags: tuple[str, ...], name: str, kept: Path | None) -> ctypes.CDLL:
+    """Compile in a temporary folder, since workers that start together may all compile; keep the library where that is safe."""
     compiler = os.environ.get("CXX", "c++")
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        made, linked = f"{folder}/made.o", f"{folder}/linked.so"
+    with tempfile.TemporaryDirectory(prefix="ngsgd-kernels-") as folder:
+        made, linked = f"{folder}/made.o", Path(folder, name)
         # linked without -fopenmp, which would bring a second set of threads; -z now: what is missing shows at once
-        for command in ([compiler, *flags, "-c", str(source), "-o", made], [compiler, "-shared", "-Wl,-z,now", made, "-o", linked]):
+        for command in ([compiler, *flags, "-c", str(source), "-o", made],
+                        [compiler, "-shared", "-Wl,-z,now", made, "-o", str(linked)]):
             subprocess.run(command, check=True, capture_output=True, timeout=_TIMEOUT_S)
-        os.replace(linked, path)
-    return ctypes.CDLL(str(path))
+        content = linked.read_bytes()
+        return _load(kept if kept and _keep(content, kept) else linked, content, name)
+
+
+def _keep(content: bytes, kept: Path) -> bool:
+    """Write a library and its checksum, durably; False where others can write to the folder, or nobody can."""
+    try:
+        kept.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not _is_private(kept.parent):
+            return False
+        with new_file(kept) as temporary:
+            temporary.touch(mode=0o700)
+            temporary.write_bytes(content + hashlib.sha256(content).digest())
+    except OSError:
+        return False
+    return True

@@ -19,7 +19,7 @@ from torch import Tensor
 from ngsgd.ops import native
 
 _MIN_MEAN_SQUARE = 2.0**-66  # of the input relative to target_rms^2; Kaldi's floor
-_SOURCE = Path(__file__).with_name("nonlinearities.cpp")
+SOURCE = Path(__file__).with_name("nonlinearities.cpp")
 
 
 def p_norm(x: Tensor, group: int) -> Tensor:
@@ -76,6 +76,11 @@ def inverse_rms(x: Tensor, target_rms: float) -> tuple[Tensor, Tensor]:
     return r, torch.where(r < _MIN_MEAN_SQUARE**-0.5, r**3 / size, 0.0)
 
 
+def is_native() -> bool:
+    """Whether there is compiled code for this processor; compiles it if need be."""
+    return _library() is not None
+
+
 def _size(x: Tensor, target_rms: float) -> float:
     """Sum of squares of a row at its target."""
     return x.shape[-1] * target_rms**2
@@ -98,6 +103,6 @@ def _is_native(*tensors: Tensor) -> bool:
 @functools.cache
 def _library() -> Any:
     a, n, real, threads = native.ADDRESS, native.NUMBER, native.REAL, native.THREADS
-    return native.threaded(_SOURCE, p_norm=(None, a, n, n, a, threads), p_norm_gradient=(None, a, a, a, n, n, a, threads),
+    return native.threaded(SOURCE, p_norm=(None, a, n, n, a, threads), p_norm_gradient=(None, a, a, a, n, n, a, threads),
                            renormalize=(None, a, n, n, real, real, a, threads),
                            renormalize_gradient=(None, a, a, n, n, real, real, a, threads))

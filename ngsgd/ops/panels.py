@@ -21,7 +21,7 @@ from ngsgd.ops import native
 WIDTH = 48   # columns of a panel, as in rows.cpp and panels.cpp
 _LEAST = 1 << 21   # multiplications
 _MANY_ROWS, _MANY_OUTPUTS = 256, 4   # below so many rows, and times the inputs, writing dW takes the time, and MKL is level
-_SOURCE = Path(__file__).with_name("panels.cpp")
+SOURCE = Path(__file__).with_name("panels.cpp")
 
 
 class Panels(NamedTuple):
@@ -64,6 +64,11 @@ def are_for(dY_NO: Tensor, X_NI: Tensor) -> bool:
     return (N * O * I >= _LEAST and (N >= _MANY_ROWS or O >= _MANY_OUTPUTS * I)
             and dY_NO.dtype == torch.float32 == X_NI.dtype and dY_NO.is_cpu and X_NI.is_cpu
             and _is_faster() and native.is_allowed() and _library() is not None)
+
+
+def is_native() -> bool:
+    """Whether `product` is used on this processor; compiles it if need be."""
+    return _is_faster() and _library() is not None
 
 
 def product(dY: Tensor | Panels, X: Panels, scale: float, one_N: Tensor | None = None,
@@ -110,5 +115,5 @@ def _library() -> Any:
     if native.capability() != "AVX512":
         return None
     a, n, real, threads = native.ADDRESS, native.NUMBER, native.REAL, native.THREADS
-    return native.threaded(_SOURCE, work_size=(n, n, threads), fill=(None, a, n, n, n, real, a, n, n, threads),
+    return native.threaded(SOURCE, work_size=(n, n, threads), fill=(None, a, n, n, n, real, a, n, n, threads),
                            product=(None, a, n, n, n, a, n, n, a, n, n, n, real, a, a, a, a, threads))

@@ -21,7 +21,7 @@ from ngsgd.ops import native, products
 from ngsgd.ops.panels import Panels
 
 PROCESSORS = ("AVX512", "AVX2")   # as torch names what they can do; the C++ is written for these
-_SOURCE = Path(__file__).with_name("rows.cpp")
+SOURCE = Path(__file__).with_name("rows.cpp")
 _Squares = ctypes.c_double * 2
 
 
@@ -105,5 +105,5 @@ def _library() -> Any:
     if native.capability() not in PROCESSORS:
         return None
     a, n = native.ADDRESS, native.NUMBER
-    return native.threaded(_SOURCE, work_size=(n, n, n, native.THREADS),
+    return native.threaded(SOURCE, work_size=(n, n, n, native.THREADS),
                            meet=(None, a, n, n, a, a, n, n, a, a, n, a, a, ctypes.POINTER(ctypes.c_double), native.THREADS))

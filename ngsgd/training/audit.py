@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ngsgd.files import read_json_lines
+from ngsgd.files import parse_json_lines, read_log
 
 _SETTLED = ("accepted", "rejected", "dropped", "deferred", "quarantined")
 _Span = tuple[float, float]   # minibatches of a pass, from the first to before the second
@@ -46,10 +46,85 @@ class OuterIterationLines:
 
 def read(path: Path) -> list[OuterIterationLines]:
     """The committed outer iterations in the order of their commits; what was begun and never committed does not count."""
+    return _committed(_checked_lines(path)[0])
+
+
+def _checked_lines(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
+    """The well-formed lines of a ledger, and one finding for each of the others."""
+    lines: list[dict[str, Any]] = []
+    problems: list[str] = []
+    for number, text in enumerate(read_log(path).split("\n"), 1):
+        # earlier versions kept a line that a killed process had left unfinished
+        if not text or (text.startswith("{") and not text.endswith("}")):
+            continue
+        found = parse_json_lines(text)
+        if not found:
+            problems.append(f"line {number} is not a JSON object")
+            continue
+        problem = _malformed(found[0])
+        if problem:
+            problems.append(f"line {number}: {problem}")
+        else:
+            lines.append(found[0])
+    return lines, problems
+
+
+_PIECE_LENGTH = 6   # archive, frame, outer iteration, job, first minibatch, last
+_NUMBER = (int, float)
+_JOB: dict[str, tuple[type, ...]] = {"outer_iter": (int,), "job": (int,), "attempt": (int,)}
+# by event: the fields that the audit reads, and their types
+_FIELDS: dict[str, dict[str, tuple[type, ...]]] = {
+    "started": {"after": (int,), "min_accepted": _NUMBER},
+    "planned": {"outer_iter": (int,), "job": (int,), "pieces": (list,), "lr": _NUMBER},
+    "submitted": _JOB,
+    "failed": _JOB,
+    "accepted": {**_JOB, "pieces": (list,), "left": (list,), "num_frames": (int,)},
+    "rejected": {**_JOB, "pieces": (list,), "left": (list,), "num_frames": (int,)},
+    "dropped": {**_JOB, "pieces": (list,)},
+    "deferred": {**_JOB, "pieces": (list,)},
+    "quarantined": {**_JOB, "pieces": (list,)},
+    "discarded": _JOB,
+    "rolled_back": {"outer_iter": (int,)},
+    "committed": {"outer_iter": (int,), "frames_processed": (int,), "parent": (str,), "model": (str,),
+                  "num_accepted": (int,), "numbers": (dict,)},
+}
+
+
+def _malformed(line: dict[str, Any]) -> str:
+    """Why a line is not one that a ledger holds; empty if it is."""
+    event = line.get("event")
+    wanted = _FIELDS.get(event) if isinstance(event, str) else None
+    if wanted is None:
+        return f"its event is {event!r:.60}"
+    for name, types in wanted.items():
+        if isinstance(line.get(name), bool) or not isinstance(line.get(name), types):
+            return f"{event}: {name} is {line.get(name)!r:.60}"
+    for name in ("pieces", "left"):
+        if not all(map(_is_piece, line.get(name, []))):
+            return f"{event}: {name} holds something else than pieces of work"
+    numbers = line.get("numbers", {"lr": 0.0})
+    if "lr" not in numbers or not all(isinstance(value, _NUMBER) for value in numbers.values()):
+        return f"{event}: numbers is {numbers!r:.60}"
+    if type(line.get("fence", 0)) is not int:
+        return f"{event}: fence is {line['fence']!r:.60}"
+    return ""
+
+
+def _is_piece(piece: object) -> bool:
+    if not isinstance(piece, list) or len(piece) != _PIECE_LENGTH:
+        return False
+    *numbers, stop = piece
+    return all(type(number) is int for number in numbers) and (stop is None or type(stop) is int)
+
+
+def _committed(lines: list[dict[str, Any]]) -> list[OuterIterationLines]:
     under_way: dict[int, OuterIterationLines] = {}
     done: list[OuterIterationLines] = []
     min_accepted = 0.0
-    for line in read_json_lines(path):
+
+    def of(outer_iter: int) -> OuterIterationLines:
+        return under_way.setdefault(outer_iter, OuterIterationLines(outer_iter, min_accepted))
+    for line in lines:
         outer_iter = line.get("outer_iter", -1)
         match line["event"]:
             case "started":
@@ -59,10 +134,10 @@ def read(path: Path) -> list[OuterIterationLines]:
                 under_way = {o: one for o, one in under_way.items() if o <= line["after"]}
             case "planned":
                 if line["job"] == 0:
-                    under_way[outer_iter] = OuterIterationLines(outer_iter, min_accepted)
-                under_way[outer_iter].planned[line["job"]] = line
+                    under_way.pop(outer_iter, None)
+                of(outer_iter).planned[line["job"]] = line
             case "submitted":
-                under_way[outer_iter].submitted.add((line["job"], line["attempt"]))
+                of(outer_iter).submitted.add((line["job"], line["attempt"]))
             case "rolled_back":
                 under_way.pop(outer_iter, None)
             case "committed":
@@ -70,14 +145,19 @@ def read(path: Path) -> list[OuterIterationLines]:
                     done.append(under_way.pop(outer_iter, OuterIterationLines(outer_iter, min_accepted)))
                     done[-1].commit = line
             case event if event in _SETTLED:
-                under_way.setdefault(outer_iter, OuterIterationLines(outer_iter, min_accepted)).settled.append(line)
+                of(outer_iter).settled.append(line)
     return done
 
 
 def audit(path: Path) -> list[str]:
-    """What is wrong with a ledger; an empty list when all that was planned was counted exactly once, or given up by name."""
-    done = read(path)
-    problems = [problem for one in done for problem in _problems_of(one)]
+    """The findings on a ledger; an empty list when all that was planned was counted exactly once, or given up by name."""
+    try:
+        lines, problems = _checked_lines(path)
+    except OSError as error:
+        return [f"{path} cannot be read ({error.strerror})"]
+    done = _committed(lines)
+    problems += [problem for one in done for problem in _problems_of(one)]
+    problems += _fences_out_of_order(lines)
     if [one.outer_iter for one in done] != list(range(len(done))):
         problems.append(f"committed outer iterations are {[one.outer_iter for one in done]}")
     frames, model = 0, ""
@@ -90,6 +170,20 @@ def audit(path: Path) -> list[str]:
             problems.append(f"{where}: its parent is {one.commit['parent']!r}, the model before was {model!r}")
         model = one.commit["model"]
     return problems + list(_pieces_counted_wrongly(done))
+
+
+def _fences_out_of_order(lines: list[dict[str, Any]]) -> Iterator[str]:
+    """Each process that writes has a larger fencing number than the one before, and no earlier one writes after it."""
+    holder, resumed_after = 0, -1
+    for line in lines:
+        fence = line.get("fence", 0)
+        if line["event"] == "started":
+            if fence and fence <= holder:
+                yield f"two processes wrote to the run: fencing number {fence} begins after {holder}"
+            holder, resumed_after = max(holder, fence), line["after"]
+        # a resumed process repeats the commit that it resumes after
+        elif line["event"] == "committed" and fence and fence != holder and line["outer_iter"] != resumed_after:
+            yield f"outer iteration {line['outer_iter']} was committed under fencing number {fence}, while {holder} wrote"
 
 
 def _problems_of(one: OuterIterationLines) -> Iterator[str]:
@@ -173,6 +267,9 @@ def _named(name: _Pass, span: _Span) -> str:
 
 
 def main() -> int:
+    if len(sys.argv) != 2:
+        print("usage: python -m ngsgd.training.audit RUN_FOLDER", file=sys.stderr)
+        return 2
     problems = audit(Path(sys.argv[1]) / "ledger.jsonl")
     print("\n".join(problems) or "the ledger is in order")
     return bool(problems)

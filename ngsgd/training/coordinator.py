@@ -76,7 +76,7 @@ class Coordinator:
         self._stage = self.stages.at(-1)
         diagnostics = BackgroundDiagnostics(self.model, {name: self.reader.diagnostic(name) for name in ("train", "valid")},
                                             self.reader.info.silence_classes, self.num_curvature_frames)
-        self._records = PendingRecords(diagnostics, self.checkpoints.directory / "undiagnosed.json", self.tracker.outer_iteration)
+        self._records = PendingRecords(diagnostics, self.tracker.outer_iteration)
         self._dispatch = Dispatcher(self.pool, self.ledger, self.layout, self.failure, self.cluster, self.stop, self._tell,
                                     self.clock, self.on_corrupt)
         self._leases = Leases(self.pool)
@@ -108,7 +108,8 @@ class Coordinator:
         self.ledger.started(start.progress.outer_iter, self.failure.min_accepted)
         if start.commit:  # a crash may have come between the checkpoint and its line
             self.ledger.committed(start.commit)
-        self._records.take_up(start.progress.outer_iter, partial(self._load, start))
+        if start.record:  # a crash may have come between the checkpoint and its event
+            self._records.add(start.record, partial(self._load, start))
         here = start
         round_ = self._open(here.progress)
         self._make_jobs(round_, None)
@@ -206,13 +207,15 @@ class Coordinator:
         for job in range(plan.num_jobs):
             self._starts.remember(job, round_)
         average_s = clock.lap()
-        after = self._commit(round_, before, accepted)
-        checkpoint_s = clock.lap()
-        record = self._record(round_, after, verdicts)
-        self._end(round_)
+        # the event of the commit before is on disk before its checkpoint, which could restore it, may be removed
         self._records.wait()
-        self._records.add(replace(record, compute_s=compute_s, average_s=average_s, checkpoint_s=checkpoint_s,
-                                  diagnostics_s=clock.lap()), partial(self._load, after))
+        diagnostics_s = clock.lap()
+        progress = self._progress(round_, before.progress, accepted)
+        record = replace(self._record(round_, progress, verdicts), compute_s=compute_s, average_s=average_s,
+                         diagnostics_s=diagnostics_s)
+        after = self._commit(round_, before, progress, record)
+        self._end(round_)
+        self._records.add(replace(record, checkpoint_s=clock.lap()), partial(self._load, after))
         return after
 
     def _gather(self, round_: Round) -> _Gathered:
@@ -251,22 +254,27 @@ class Coordinator:
             raise DivergenceError(f"the model of outer iteration {plan.outer_iter + 1} is not finite, though its jobs' are: "
                                   f"outer.kind={self.outer.kind} diverged; lower its gain and resume.")
 
-    def _commit(self, round_: Round, before: Checkpoint, accepted: list[JobResult]) -> Checkpoint:
-        old = before.progress
+    def _progress(self, round_: Round, old: Progress, accepted: list[JobResult]) -> Progress:
+        """Where the run stands once this outer iteration is committed."""
+        progress = _after(round_.plan, old)
         progress = replace(
-            _after(round_.plan, old), frames_processed=old.frames_processed + sum(r.num_frames for r in accepted),
-            elapsed_s=self.clock() - self._began, quarantined=(*old.quarantined, *round_.quarantined))
-        progress = replace(progress, pending=(*progress.pending, *round_.deferred))
-        state = self.optimizer.state_dict()
+            progress, frames_processed=old.frames_processed + sum(r.num_frames for r in accepted),
+            elapsed_s=self.clock() - self._began, quarantined=(*old.quarantined, *round_.quarantined),
+            pending=(*progress.pending, *round_.deferred))
         if self.objective.equalise_layers:
-            progress = replace(progress, layer_rates=equalised(self.layout, round_.model.read(), state["arrays"]["model"],
+            progress = replace(progress, layer_rates=equalised(self.layout, round_.model.read(), self.optimizer.eval_model(),
                                                                old.layer_rates, last_layer_factor=self.objective.last_layer_factor))
-        self.ledger.sync()  # what was counted must be known before it is said to be
+        return progress
+
+    def _commit(self, round_: Round, before: Checkpoint, progress: Progress, record: OuterIterationRecord) -> Checkpoint:
+        # write-ahead: the ledger is on disk before the checkpoint that refers to it
+        self.ledger.sync()
         self._num_rollbacks = 0
+        state = self.optimizer.state_dict()
         after = self.checkpoints.save(progress, state, {
             "outer_iter": progress.outer_iter, "frames_processed": progress.frames_processed, "parent": before.model_sha256,
-            "num_accepted": len(accepted), "numbers": {"lr": round_.plan.iteration.lr, **state["numbers"]}},
-            fisher=self._starts.fisher)
+            "num_accepted": record.num_accepted, "numbers": {"lr": round_.plan.iteration.lr, **state["numbers"]}},
+            fisher=self._starts.fisher, record=record)
         self.ledger.committed(after.commit)
         return after
 
@@ -296,22 +304,22 @@ class Coordinator:
             self._end(ahead)
         self._starts.forget()
 
-    def _record(self, round_: Round, after: Checkpoint, verdicts: Verdicts) -> OuterIterationRecord:
+    def _record(self, round_: Round, progress: Progress, verdicts: Verdicts) -> OuterIterationRecord:
         plan, iteration = round_.plan, round_.plan.iteration
-        passes = after.progress.passes_done
+        passes = progress.passes_done
         per_epoch = self.schedule.num_archives * self.schedule.frames_per_eg
-        elapsed_s = after.progress.elapsed_s
+        elapsed_s = progress.elapsed_s
         # jobs weigh alike, so what is left goes with the passes, not with the outer iterations
         share = passes / max(self.schedule.num_passes, passes)
         return OuterIterationRecord(
             outer_iter=plan.outer_iter, num_outer_iters=max(self.schedule.num_outer_iters, plan.outer_iter + 1),
             num_jobs=plan.num_jobs, num_accepted=sum(not reason for _, reason in verdicts), epoch=passes / per_epoch,
-            num_epochs=self.schedule.num_epochs, frames_processed=after.progress.frames_processed,
+            num_epochs=self.schedule.num_epochs, frames_processed=progress.frames_processed,
             effective_lr=iteration.effective_lr, lr=iteration.lr, gain=iteration.gain,
             train=_UNKNOWN, valid=_UNKNOWN,
             jobs=tuple(_job_record(result, reason, round_.arrived_s.get(result.job.job, 0.0) - self._began)
                        for result, reason in verdicts),
-            relative_change=self.layout.relative_change(round_.model.read(), after.parameters),
+            relative_change=self.layout.relative_change(round_.model.read(), self.optimizer.eval_model()),
             compute_s=0.0, average_s=0.0, checkpoint_s=0.0, diagnostics_s=0.0, elapsed_s=elapsed_s,
             left_s=elapsed_s * (1.0 - share) / share, patience_s=self._dispatch.patience_s(),
             workers_alive=self.pool.num_workers_alive(),

@@ -2,6 +2,15 @@
 
 Nothing here averages.  A job whose worker dies or hangs is tried again, put off or dropped, as `failure.policy` says; a
 result that was damaged on its way is asked for again; a piece of data that kills every worker it meets is quarantined.
+
+A worker hangs when it makes no progress until a deadline, and is then killed.  Two cases look the same and are none:
+    The coordinator was stopped, and its workers with it (a paused machine, a suspended job): all deadlines begin again at the
+    wake-up, and each worker has a full one.
+    All busy workers, at least two, fall silent at about the same time: something that they share stopped them, and they have
+    `_SHARED` deadlines.
+A worker that the coordinator killed is no evidence against its data, so that data is never quarantined for it.  It is tried
+`failure.max_attempts` times on whatever worker is free; when all these hang, the shard is dropped from this outer iteration by
+name, or with `failure.on_poison=stop` the run ends.
 """
 
 from __future__ import annotations
@@ -16,6 +25,7 @@ from typing import Protocol
 from ngsgd.config import ClusterConfig, FailureConfig
 from ngsgd.errors import ClusterError, DamagedArchiveError, NgsgdError, RunInterrupted
 from ngsgd.schedules import Shard
+from ngsgd.training.awake import AwakeClock
 from ngsgd.training.flat import Layout
 from ngsgd.training.job import Job, JobFailure, JobResult, Outcome, Piece, VectorRef
 from ngsgd.training.ledger import Ledger
@@ -24,6 +34,8 @@ from ngsgd.training.pools.pool import WorkerPool
 from ngsgd.training.verify import is_damaged
 
 _POLL_S = 0.2      # how often a wish to stop, and who makes no progress, is looked at while jobs run
+_ABSENT_S = 1.0    # a poll that took so long: the coordinator itself was stopped
+_SHARED = 4.0      # deadlines for workers that all fell silent together
 _PATIENCE = 5.0    # medians of a minibatch's time without a minibatch: the worker hangs
 _WORTH_KEEPING = 0.5  # share of a job that a partial result must have done
 
@@ -59,7 +71,7 @@ class Round:
     model: VectorRef                       # what the jobs start from
     avoided: frozenset[Shard]              # in quarantine
     round_s: float                         # jobs end with what they have after so many seconds
-    ends_at: float = math.inf              # seconds on the clock, once the first job runs
+    ends_at: float = math.inf              # seconds on the dispatcher's clock, once the first job runs
     is_stopped: bool = False               # the jobs were told to end with what they have
     to_come: set[int] = field(default_factory=set)    # jobs that cannot be made yet
     running: set[int] = field(default_factory=set)
@@ -95,6 +107,9 @@ class Dispatcher:
         self._enough_at: float | None = None              # when there last were enough workers
         self.num_discarded = 0
         self._failures: dict[Piece, int] = {}             # of work that was put off
+        self._hangs: dict[Piece, int] = {}                # tries that ended because the coordinator killed the worker
+        # where workers may be silent for less than some polls only, a shorter time is an absence
+        self._awake = AwakeClock(clock, min(_ABSENT_S, max(2 * _POLL_S, failure.progress_timeout_s / 2)))
         self._seen: dict[int, tuple[object, float]] = {}  # by worker: its last progress, and since when
         self._minibatch_s: deque[float] = deque(maxlen=64)
 
@@ -117,6 +132,7 @@ class Dispatcher:
     def finish(self, round_: Round, ahead: Round | None, make_jobs: Callable[[], None]) -> None:
         """Returns when every job of `round_` is settled; `make_jobs` adds those of `ahead` that can run by now."""
         rounds = [round_, ahead] if ahead else [round_]
+        self._begin_to_watch()
         while round_.unsettled:
             make_jobs()
             for one in rounds:
@@ -139,6 +155,7 @@ class Dispatcher:
     def drain(self, round_: Round) -> None:
         """Waits for the jobs of an outer iteration that is given up, and throws away what they return."""
         round_.waiting.clear()
+        self._begin_to_watch()
         while round_.running:
             self._serve([round_])
             round_.waiting.clear()
@@ -148,25 +165,32 @@ class Dispatcher:
         if self.stop.expired():
             self.pool.abandon()
             raise RunInterrupted(f"outer iteration {rounds[0].plan.outer_iter + 1} was given up")
+        if self._awake.tick():
+            self._seen = {}  # who was stopped with this process has a full deadline from now on
         self._stop_in_time(rounds[0])
         self._watch()
         for one in self.pool.retired():
-            self.tell("worker_retired", one.message, rounds[0].plan.outer_iter, -1, one.worker)
+            self.tell(one.what, one.message, rounds[0].plan.outer_iter, -1, one.worker)
         self._require_workers()
         outcome = self.pool.wait(_POLL_S)
         if outcome is not None:
             self._settle(outcome, rounds)
 
+    def _begin_to_watch(self) -> None:
+        """After other work, which may have taken any time; jobs of the outer iteration ahead run meanwhile."""
+        self._awake.catch_up()
+        self._seen = {}
+
     def _stop_in_time(self, round_: Round) -> None:
         """Ends the jobs of a round whose time is over, or of a run that shall end and may put work off."""
         leave_it = self.failure.policy == "defer" and self.stop.requested()
-        if not round_.is_stopped and (leave_it or self.clock() >= round_.ends_at):
+        if not round_.is_stopped and (leave_it or self._awake.now >= round_.ends_at):
             round_.is_stopped = True
             self.pool.stop_jobs()
 
     def _require_workers(self) -> None:
         """Fewer workers are no reason to stop; too few, for as long as a start may take, are."""
-        now, alive = self.clock(), self.pool.num_workers_alive()
+        now, alive = self._awake.now, self.pool.num_workers_alive()
         if alive >= self.cluster.min_workers or self._enough_at is None:
             self._enough_at = now
         elif now - self._enough_at > self.cluster.start_timeout_s:
@@ -188,17 +212,21 @@ class Dispatcher:
         while round_.waiting and self.pool.num_idle():
             self.ledger.submitted(round_.waiting[0])
             round_.running.add(round_.waiting[0].job)
-            round_.ends_at = min(round_.ends_at, self.clock() + round_.round_s)
+            round_.ends_at = min(round_.ends_at, self._awake.now + round_.round_s)
             self.pool.submit(round_.waiting.popleft())
 
     def _watch(self) -> None:
         """Ends workers that hang: processes that are there, and make no progress."""
-        now, deadline_s = self.clock(), self.patience_s()
+        now, deadline_s = self._awake.now, self.patience_s()
         seen: dict[int, tuple[object, float]] = {}
         for worker, progress in self.pool.progress().items():
             before, since = self._seen.get(worker, (None, now))
             seen[worker] = (progress, since if progress == before else now)
-            if now - seen[worker][1] > deadline_s:
+        # one that hangs leaves the others working: where all are silent, they wait for something that they share
+        if len(seen) > 1 and all(now - since > deadline_s / 2 for _, since in seen.values()):
+            deadline_s *= _SHARED
+        for worker, (progress, since) in seen.items():
+            if now - since > deadline_s:
                 self.pool.kill(worker, f"made no progress for {deadline_s:.3g} s and was killed")
                 seen[worker] = (progress, now)
         self._seen = seen
@@ -256,8 +284,11 @@ class Dispatcher:
             raise ClusterError(f"{who}, which is more deaths than failure.max_worker_deaths = {self.failure.max_worker_deaths} "
                                f"allows; the last checkpoint is whole{failure.last_words}.")
         tries = job.attempt + self._failures.get(job.pieces[0], 0)
-        if tries >= self.failure.max_attempts:
-            self._give_up_after(round_, failure, who, tries)
+        self._hangs[job.pieces[0]] = hangs = self._hangs.get(job.pieces[0], 0) + failure.from_outside
+        if hangs >= self.failure.max_attempts:
+            self._give_up_after_hangs(round_, failure, who, hangs)
+        elif tries - hangs >= self.failure.max_attempts:
+            self._give_up_after(round_, failure, who, tries - hangs)
         elif self.failure.policy == "retry":
             round_.waiting.appendleft(replace(job, attempt=job.attempt + 1))
             self._tell_of(failure, f"{who}; its shard runs again{failure.last_words}.")
@@ -298,6 +329,17 @@ class Dispatcher:
             self._give_up(round_, job, "quarantined", failure.reason)
             self.tell("shard_quarantined", f"{who}; {where} has ended {tries} workers and is not tried again in this run"
                       f"{failure.last_words}.", job.outer_iter, job.job, failure.worker)
+
+    def _give_up_after_hangs(self, round_: Round, failure: JobFailure, who: str, hangs: int) -> None:
+        """Every worker hung: a deadlock that comes with the data, or a machine that does not work; not poison in any case."""
+        job = failure.job
+        where = f"archive {job.shard.archive}, frame {job.shard.frame}"
+        if self.failure.on_poison == "stop":
+            raise ClusterError(f"{who}; {where} was lost with {hangs} workers that had to be killed, and failure.on_poison is "
+                               f"stop: see why they hang, then resume{failure.last_words}.")
+        self._give_up(round_, job, "dropped", failure.reason)
+        self.tell("job_dropped", f"{who}; {where} is left out of this outer iteration after {hangs} workers that had to be "
+                  f"killed{failure.last_words}.", job.outer_iter, job.job, failure.worker)
 
     def _give_up(self, round_: Round, job: Job, event: str, reason: str) -> None:
         self.ledger.settled_without(event, job, reason)

@@ -1,26 +1,53 @@
-"""The event log: everything a tracker hears, one JSON line each, in the run's own folder."""
+"""The event log: every record of a run, one JSON line each, in the run's own folder.
+
+It has exactly one "outer_iteration" line for each committed outer iteration, after any crash.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from ngsgd.files import JsonLines, parse_json_lines, read_json_lines, read_log, write_text
 from ngsgd.training.records import FinalReport, Incident, OuterIterationRecord
 
 _DERIVED = ("objf", "accuracy", "skew", "max_change_share", "max_param_change_share")
+_SUPERSEDED = "superseded_outer_iteration"
 
 
 class EventLog:
-    """Appends to events.jsonl; works when every dashboard is down."""
+    """Appends to events.jsonl; works when every dashboard is down.
 
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("a", encoding="utf-8")
+    `after` is the newest committed outer iteration, -1 before the first. Lines of later ones belong to commits that
+    were lost with a damaged checkpoint: they are renamed, because the run repeats these outer iterations.
+    """
+
+    def __init__(self, path: Path, after: int = -1) -> None:
+        self._lines = JsonLines(path)
+        events = [event for event in read_json_lines(path) if is_valid(event)]
+        reported = {event["outer_iter"] for event in events if event["event"] == "outer_iteration"}
+        if any(outer_iter > after for outer_iter in reported):
+            self._lines.close()
+            _supersede(path, after)
+            self._lines = JsonLines(path)
+        self._reported = {outer_iter for outer_iter in reported if outer_iter <= after}
+
+    def has(self, outer_iter: int) -> bool:
+        """Whether the line of an outer iteration is there."""
+        return outer_iter in self._reported
 
     def outer_iteration(self, record: OuterIterationRecord) -> None:
-        self._write("outer_iteration", {**asdict(record), **{name: getattr(record, name) for name in _DERIVED}})
+        """Write the line and flush it to disk: the checkpoint that could restore it may be removed next."""
+        if self.has(record.outer_iter):
+            return
+        derived = {name: getattr(record, name) for name in _DERIVED}
+        self._write("outer_iteration", {**asdict(record), **derived})
+        self._lines.sync()
+        self._reported.add(record.outer_iter)
 
     def incident(self, incident: Incident) -> None:
         self._write("incident", asdict(incident))
@@ -29,10 +56,52 @@ class EventLog:
         self._write("finished", asdict(report))
 
     def close(self, status: str) -> None:
-        with contextlib.suppress(OSError):  # a full disk has been told already
+        # a full disk has been reported already; what comes after must still be closed
+        with contextlib.suppress(OSError):
             self._write("closed", {"status": status})
-            self._file.close()
+        self._lines.close()
 
     def _write(self, event: str, fields: dict[str, Any]) -> None:
-        self._file.write(json.dumps({"event": event, **fields}) + "\n")
-        self._file.flush()
+        self._lines.append({"event": event, **fields})
+
+
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """The valid events of a run, in order; an empty list before the first. Damaged lines are skipped."""
+    if not path.is_file():
+        return []
+    return valid_events(read_json_lines(path))
+
+
+def valid_events(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The events among the lines of a log that have all fields of their kind, with values of the right types."""
+    return [line for line in lines if is_valid(line)]
+
+
+def is_valid(event: dict[str, Any]) -> bool:
+    """Whether an event has all fields of its kind, with values of the right types."""
+    try:
+        match event.get("event"):
+            case "outer_iteration":
+                OuterIterationRecord.from_json(event)
+            case "finished":
+                FinalReport.from_json(event)
+            case "incident":
+                return isinstance(event["message"], str) and isinstance(event["outer_iter"], int)
+            case "closed":
+                return isinstance(event["status"], str)
+            case kind:
+                return isinstance(kind, str)
+    except (KeyError, TypeError, ValueError):
+        return False
+    return True
+
+
+def _supersede(path: Path, after: int) -> None:
+    """Rename the lines of outer iterations later than `after`."""
+    def renamed(line: str) -> str:
+        events = valid_events(parse_json_lines(line))
+        if any(event["event"] == "outer_iteration" and event["outer_iter"] > after for event in events):
+            return json.dumps({**events[0], "event": _SUPERSEDED}) + "\n"
+        return line
+    lines = read_log(path).splitlines(keepends=True)
+    write_text(path, "".join(map(renamed, lines)))

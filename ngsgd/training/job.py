@@ -162,6 +162,7 @@ class JobFailure:
     worker_died: bool
     error: Exception | None = None  # what the job raised, where the worker lived on
     last_words: str = ""           # the end of what a dead worker wrote to its log
+    from_outside: bool = False     # the coordinator killed the worker, or its fork server ended: no evidence against the data
 
 
 Outcome = JobResult | JobFailure

@@ -5,13 +5,11 @@ It is written as things happen and audited afterwards by `ngsgd.training.audit`,
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ngsgd.files import JsonLines
 from ngsgd.training.job import Job, JobFailure, JobResult, Piece
 from ngsgd.training.planning import Plan
 
@@ -19,18 +17,19 @@ PIECE_FIELDS = ("archive", "frame", "outer_iter", "job", "first", "stop")
 
 
 class Ledger:
-    """Appends to `path`.  A line survives the death of this process; `sync` makes it survive that of the machine."""
+    """Appends to `path`.  A line survives the death of this process; `sync` makes it survive that of the machine.
 
-    def __init__(self, path: Path) -> None:
-        # a crash may have cut the last line short: the next one must not be joined to it
-        torn = path.exists() and path.stat().st_size > 0 and path.read_bytes()[-1:] != b"\n"
-        self._file = path.open("a", encoding="utf-8")
-        if torn:
-            self._file.write("\n")
+    `fence` is the number of the run lock (`ngsgd.training.lock`) under which this process writes; 0 without a lock.
+    """
+
+    def __init__(self, path: Path, fence: int = 0) -> None:
+        self._lines = JsonLines(path)
+        self._fence = fence
 
     def started(self, after: int, min_accepted: float) -> None:
         """A process begins the run, or resumes it after the commit of an outer iteration."""
-        self._write("started", after=after, min_accepted=min_accepted)
+        fields = {"fence": self._fence} if self._fence else {}
+        self._write("started", after=after, min_accepted=min_accepted, **fields)
 
     def planned(self, plan: Plan) -> None:
         for job, pieces in enumerate(plan.work):
@@ -63,19 +62,17 @@ class Ledger:
 
     def sync(self) -> None:
         """All lines so far are on disk, whatever happens to the machine."""
-        os.fsync(self._file.fileno())
+        self._lines.sync()
 
     def committed(self, commit: Mapping[str, Any]) -> None:
         """The outer iteration is on disk; `commit` stands in its manifest too."""
         self._write("committed", **commit)
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # a full disk has been told already; what comes after must still be closed
-            self._file.close()
+        self._lines.close()
 
     def _write(self, event: str, **fields: Any) -> None:
-        self._file.write(json.dumps({"event": event, **fields}) + "\n")
-        self._file.flush()
+        self._lines.append({"event": event, **fields})
 
 
 def piece_fields(piece: Piece) -> list[int | None]:

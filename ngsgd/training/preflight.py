@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from ngsgd.errors import CheckpointError
+from ngsgd.training.fingerprint import code_digest
 
 _CHECKPOINTS = 3  # the newest, the one being written, and one that was damaged
 
@@ -18,14 +19,9 @@ _CHECKPOINTS = 3  # the newest, the one being written, and one that was damaged
 def fingerprint() -> str:
     """Of the code that decides a run's numbers: this package's sources, and torch's version.
 
-    Workers whose fingerprint differs from the coordinator's would train another model.
+    `ngsgd.training.fingerprint` has all that decides a run's bits.
     """
-    found = hashlib.sha256(torch.__version__.encode())
-    root = Path(__file__).resolve().parent.parent
-    for path in sorted(root.rglob("*.py")):
-        found.update(str(path.relative_to(root)).encode())
-        found.update(path.read_bytes())
-    return found.hexdigest()
+    return hashlib.sha256(f"{torch.__version__}{code_digest()}".encode()).hexdigest()
 
 
 def require_room(directory: Path, num_bytes: int) -> None:

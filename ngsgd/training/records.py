@@ -8,7 +8,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, TypeVar
 
 
 @dataclass(frozen=True)
@@ -79,10 +79,13 @@ class OuterIterationRecord:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> OuterIterationRecord:
-        """The record that `asdict` made these values of; what else a log line holds is left out."""
-        known = {name: values[name] for name in (spec.name for spec in fields(cls)) if name in values}
-        return cls(**known | {"train": SubsetScore(**values["train"]), "valid": SubsetScore(**values["valid"]),
-                              "jobs": tuple(JobRecord(**job) for job in values["jobs"])})
+        """The record that `asdict` made these values of; other entries of a log line are ignored.
+
+        Raises KeyError, TypeError or ValueError where an entry is missing or has another type.
+        """
+        jobs = tuple(_from_json(JobRecord, job) for job in values["jobs"])
+        subsets = {name: _from_json(SubsetScore, values[name]) for name in ("train", "valid")}
+        return _from_json(cls, {**values, **subsets, "jobs": jobs})
 
     @property
     def skew(self) -> float:
@@ -138,9 +141,9 @@ class FinalReport:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> FinalReport:
-        """The report that `asdict` made these values of; what else a log line holds is left out."""
-        known = {name: values[name] for name in (spec.name for spec in fields(cls)) if name in values}
-        return cls(**known | {"train": SubsetScore(**values["train"]), "valid": SubsetScore(**values["valid"])})
+        """The report that `asdict` made these values of; raises like `OuterIterationRecord.from_json`."""
+        subsets = {name: _from_json(SubsetScore, values[name]) for name in ("train", "valid")}
+        return _from_json(cls, {**values, **subsets})
 
 
 @dataclass(frozen=True)
@@ -153,3 +156,28 @@ class Incident:
     job: int = -1              # -1: not about a job
     worker: int = -1
     elapsed_s: float = 0.0     # when it was noticed, on the clock of OuterIterationRecord.elapsed_s
+
+
+_Record = TypeVar("_Record")
+# by annotation: what JSON gives for it; a float that was NaN or a whole number stays a number
+_JSON_TYPES: dict[str, tuple[type, ...]] = {
+    "int": (int,), "float": (int, float), "str": (str,), "bool": (bool,), "SubsetScore": (SubsetScore,),
+    "tuple[JobRecord, ...]": (tuple,), "dict[str, float]": (dict,), "dict[str, str]": (dict,)}
+
+
+def _from_json(kind: type[_Record], values: Mapping[str, Any]) -> _Record:
+    """A record of the given kind from its JSON values, each of which must have the annotated type."""
+    found = {}
+    for spec in fields(kind):  # type: ignore[arg-type]
+        if spec.name not in values:
+            continue
+        value, types = values[spec.name], _JSON_TYPES[str(spec.type)]
+        is_flag = isinstance(value, bool) and bool not in types
+        if is_flag or not isinstance(value, types):
+            raise TypeError(f"{spec.name} is {value!r}, not {spec.type}")
+        if isinstance(value, dict):
+            inner = _JSON_TYPES[str(spec.type).removeprefix("dict[str, ").removesuffix("]")]
+            if not all(isinstance(one, inner) and not isinstance(one, bool) for one in value.values()):
+                raise TypeError(f"{spec.name} holds values that are not {spec.type}")
+        found[spec.name] = value
+    return kind(**found)

@@ -2,30 +2,53 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
+import numpy.typing as npt
 
 from ngsgd.training.flat import Layout, Pieces, Vector
 from ngsgd.training.job import JobResult
 
-_CHUNK = 1 << 17  # elements
+_CHUNK = 1 << 16  # elements; together with the weights they fit into the cache of a core
 _PRIME = (1 << 61) - 1
+_BASE = 0x1B873593CC9E2D51 % _PRIME  # of the polynomial over the chunks
+_SEED = 1         # of the weights
+_LOW_BITS = (1 << 33) - 1
 
 
 def digest(vector: Vector) -> int:
-    """A 61-bit checksum of the bits of a vector, made at the speed of memory; any single wrong word changes it.
+    """A 61-bit checksum of the bits of a vector and of their order, made at about the speed of memory.
 
-    Per chunk the sum, modulo 2^64, of its words taken in pairs; the sums are joined as a polynomial, so that exchanged chunks
-    show too.
+    Per chunk two sums modulo 2^64 of pairs of elements, each pair times the weight of its place: one of the pairs as 64-bit
+    integers, one of their upper halves alone.  Elements, pairs and pages that are swapped or rotated, and changes that cancel
+    in a plain sum, change a weighted one; the second sum is there for the top bits, of which the first keeps too few (two
+    flipped signs would cancel).  The sums of the chunks are joined as a polynomial.
     """
     words = np.ascontiguousarray(vector).view(np.uint32)
+    weights, upper = _weights(), np.empty(_CHUNK // 2, np.uint64)
     value = len(words)
     for first in range(0, len(words), _CHUNK):
         chunk = words[first:first + _CHUNK]
-        even = len(chunk) & ~1
-        # pairs need no conversion, which would take six times as long as the sum
-        total = int(chunk[:even].view(np.uint64).sum(dtype=np.uint64)) + int(chunk[even:].sum(dtype=np.uint64))
-        value = (value * 31 + total) % _PRIME
+        pairs = chunk[:len(chunk) & ~1].view(np.uint64)  # needs no conversion, which would take six times as long as a sum
+        halves = np.right_shift(pairs, np.uint64(32), out=upper[:len(pairs)])
+        last = int(chunk[-1]) if len(chunk) & 1 else 0
+        for total in (int(np.dot(pairs, weights[:len(pairs)])), int(np.dot(halves, weights[:len(pairs)])), last):
+            value = (value * _BASE + total) % _PRIME
     return value
+
+
+@cache
+def _weights() -> npt.NDArray[np.uint64]:
+    """One for each pair of a chunk: random and odd, so that no change of a single pair is lost.
+
+    The lower 33 bits of no two are equal or negatives of each other, so that two flips of a sign never cancel.
+    """
+    # bit 0 is 1 in all, and the two weights w and -w of a pair differ in the other 32 bits: a birthday problem, so draw more
+    drawn = np.random.Generator(np.random.PCG64(_SEED)).integers(0, 1 << 64, _CHUNK, dtype=np.uint64) | np.uint64(1)
+    low = drawn & np.uint64(_LOW_BITS)
+    _, kept = np.unique(np.minimum(low, np.uint64(_LOW_BITS + 1) - low), return_index=True)
+    return drawn[np.sort(kept)[:_CHUNK // 2]]
 
 
 def is_finite(vector: Vector) -> bool:

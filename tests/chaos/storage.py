@@ -33,7 +33,7 @@ class Trouble:
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """Breaks things while the block runs."""
-        places = {"write": (checkpoint, "save_file", 1), "fsync": (files, "_fsync", 0), "rename": (Path, "rename", 1),
+        places = {"write": (checkpoint, "save_file", 1), "fsync": (files, "fsync", 0), "rename": (Path, "rename", 1),
                   "read": (checkpoint, "load_file", 0)}
         owner, name, position = places[self.when]
         whole, remove = getattr(owner, name), shutil.rmtree

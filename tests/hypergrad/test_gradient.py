@@ -19,9 +19,14 @@ from tests.reference.hypergrad import unrolled
 
 
 def relative_errors(found: HyperGrad, expected: dict[str, Tensor]) -> dict[str, float]:
+    """Norm of the difference over the norm expected.
+
+    Norms of these tasks are above 1e-2 or zero.  A zero comes as a sum of numbers near 1 in float64, which leaves up to 1e-16 with
+    some orders of summation: the smallest divisor 1e-6 makes 1e-10 of that.
+    """
     parts = {name: getattr(found, name, None) for name in expected}
     parts |= {name: part for name, part in found.start.items() if name in expected}
-    return {name: float((part - expected[name]).norm() / expected[name].norm().clamp(min=1e-12))
+    return {name: float((part - expected[name]).norm() / expected[name].norm().clamp(min=1e-6))
             for name, part in parts.items() if part is not None}
 
 

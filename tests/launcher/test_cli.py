@@ -27,20 +27,24 @@ class Service(ModuleType):
     def __init__(self) -> None:
         super().__init__("launcher.train")
         self.trained: list[RunConfig] = []
+        self.allowed: list[bool] = []
         self.runs: list[tuple[str, Path, bool]] = []
         self.error: BaseException | None = None
 
-    def train(self, config: RunConfig, quiet: bool) -> FinalReport:
+    def train(self, config: RunConfig, quiet: bool, *, allow_other_bits: bool = False, **_: object) -> FinalReport:
         self.trained.append(config)
+        self.allowed.append(allow_other_bits)
         if self.error is not None:
             raise self.error
         return final_report()
 
-    def resume(self, run_dir: Path, quiet: bool, address: str | None, num_workers: int | None) -> int:
+    def resume(self, run_dir: Path, quiet: bool, address: str | None, num_workers: int | None, *,
+               allow_other_bits: bool = False, **_: object) -> int:
+        self.allowed.append(allow_other_bits)
         self.runs.append(("resume" + (f" at {address} with {num_workers}" if address else ""), run_dir, quiet))
         return 0
 
-    def decode(self, run_dir: Path, quiet: bool) -> int:
+    def decode(self, run_dir: Path, quiet: bool, **_: object) -> int:
         self.runs.append(("decode", run_dir, quiet))
         return 0
 
@@ -258,3 +262,14 @@ def test_completion_offers_flags_and_runs(
 def test_words_after_two_dashes_belong_to_somebody_else(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor", "--quiet", "--", "--debug"]) == 2
     assert "unrecognized arguments: -- --debug" in capsys.readouterr().err
+
+
+def test_other_bits_are_allowed_by_a_flag(service: Service, tmp_path: Path) -> None:
+    run = tmp_path / "night-20260101-000000"
+    run.mkdir()
+    (run / "config.yaml").touch()
+    for flags in ([], ["--allow-other-bits"]):
+        assert cli.main(["train", "--continue", *flags, "name=night", f"output_dir={tmp_path}"]) == 0
+        assert cli.main(["train", *flags, f"output_dir={tmp_path}"]) == 0
+        assert cli.main(["resume", *flags, str(run)]) == 0
+    assert service.allowed == [False] * 3 + [True] * 3

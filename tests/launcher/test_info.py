@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from launcher import info
+from launcher import cli, info
 from launcher.run_folder import RunFolder
+from ngsgd import process_identity
 from ngsgd.training.event_log import EventLog
 from ngsgd.training.records import Incident
 from tests.launcher.records import final_report, outer_iteration
@@ -54,3 +60,80 @@ def test_versions_name_the_package_and_can_be_json(capsys: pytest.CaptureFixture
     assert capsys.readouterr().out.startswith("ngsgd ")
     assert info.command(["--json"]) == 0
     assert json.loads(capsys.readouterr().out)["torch"]
+
+
+# ngsgd stop ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def stranger() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that has nothing to do with any run, in a group of its own."""
+    process = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    yield process
+    process.kill()
+    process.wait()
+
+
+def make_run(folder: Path, process: object) -> Path:
+    folder.mkdir()
+    (folder / "config.yaml").touch()
+    EventLog(folder / "events.jsonl").outer_iteration(outer_iteration())
+    (folder / "process.json").write_text(json.dumps(process))
+    return folder
+
+
+@pytest.mark.parametrize("record", [
+    lambda pid: {"host": socket.gethostname(), "process_id": pid},
+    lambda pid: {"host": socket.gethostname(), "process_id": -pid},
+    lambda pid: {**process_identity.current(), "process_id": pid},
+    lambda pid: {**process_identity.current(), "process_id": -pid},
+    lambda pid: {**process_identity.current(), "process_id": pid, "start_time": None},
+    lambda pid: {**process_identity.current(), "process_id": pid, "boot_id": "another"},
+    lambda pid: {"host": socket.gethostname(), "process_id": [pid]},
+    lambda pid: {"host": [], "process_id": pid},
+])
+def test_stop_signals_no_process_that_is_not_proved_to_be_the_runs(
+        tmp_path: Path, stranger: subprocess.Popen[bytes], record: Callable[[int], object],
+        capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path / "run", record(stranger.pid))
+    cli.main(["stop", str(run), "--timeout", "1"])
+    assert stranger.poll() is None
+    assert "SUCCEEDED" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("process_id", [-1, 0, 1, True, 2**40])
+def test_stop_never_signals_everybody(tmp_path: Path, process_id: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[object] = []
+    monkeypatch.setattr(os, "kill", lambda *what: sent.append(what))
+    for number, more in enumerate(({}, process_identity.current())):
+        run = make_run(tmp_path / f"run{number}", {"host": socket.gethostname(), **more, "process_id": process_id})
+        cli.main(["stop", str(run), "--timeout", "1"])
+    assert sent == []
+
+
+def test_a_process_id_alone_is_unknown_and_stop_says_how_to_look(
+        tmp_path: Path, stranger: subprocess.Popen[bytes], capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path / "run", {"host": socket.gethostname(), "process_id": stranger.pid})
+    assert info.state_of(run)["state"] == "UNKNOWN"
+    assert cli.main(["status", str(run)]) == 0
+    assert cli.main(["stop", str(run)]) == 2
+    assert f"ps -fp {stranger.pid}" in capsys.readouterr().err
+
+
+def test_an_id_that_was_reused_is_a_lost_run(tmp_path: Path, stranger: subprocess.Popen[bytes]) -> None:
+    run = make_run(tmp_path / "run", {**process_identity.current(), "process_id": stranger.pid})
+    assert info.state_of(run)["state"] == "LOST"
+
+
+def test_stop_ends_the_process_of_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = ("import json, sys, time; from ngsgd import process_identity\n"
+              "open(sys.argv[1], 'w').write(json.dumps(process_identity.current())); print('up', flush=True); time.sleep(600)")
+    run = make_run(tmp_path / "run", {})
+    with subprocess.Popen([sys.executable, "-c", script, str(run / "process.json")], stdout=subprocess.PIPE) as process:
+        assert process.stdout
+        process.stdout.readline()
+        assert info.state_of(run)["state"] == "RUNNING"
+        # its parent, this process, asks for its exit status only later; a zombie has ended
+        assert cli.main(["stop", str(run), "--timeout", "60"]) == 0
+    assert process.returncode == -signal.SIGTERM
+    assert "LOST" in capsys.readouterr().out

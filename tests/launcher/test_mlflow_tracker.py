@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.server
 import json
 import math
 import threading
@@ -14,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from launcher import compose, mlflow_tracker
+from launcher import compose, mlflow_store, mlflow_tracker
 from launcher.mlflow_store import read_tracking
 from launcher.mlflow_tracker import MlflowTracker
 from ngsgd.config import RunConfig
@@ -317,3 +319,85 @@ def test_real_sqlite_store_has_the_run_its_workers_and_its_files(
     assert {file.path for file in client.list_artifacts(run.info.run_id)} == {"config.yaml", "events.jsonl", "final"}
     assert json.loads((output_dir / "run" / "tracking.json").read_text())["run_id"] == run.info.run_id
     assert (output_dir / "mlartifacts").is_dir()
+
+
+# ------------------------------------------------------------------------------------------------- servers that lie
+class LyingClient(Client):
+    """Of a server that names a place of its choice for a run's files."""
+
+    def __init__(self, *places: str) -> None:
+        super().__init__()
+        self.places = list(places)
+
+    def get_run(self, run_id: str) -> Any:
+        place = self.places.pop(0) if len(self.places) > 1 else self.places[0]
+        return SimpleNamespace(info=SimpleNamespace(artifact_uri=place))
+
+    def log_artifact(self, run_id: str, path: str) -> None:
+        raise AssertionError(f"MLflow's own client would write {path} to {self.get_run(run_id).info.artifact_uri}")
+
+    def log_artifacts(self, run_id: str, path: str, where: str) -> None:
+        self.log_artifact(run_id, path)
+
+
+@pytest.mark.parametrize("form", ["{}", "file://{}", "FILE:{}", "file://localhost{}", "runs:/0/{}", "models:/m/1", "", "relative",
+                                  "c:{}"])
+def test_a_server_cannot_have_files_written_on_this_machine(config: RunConfig, tmp_path: Path, form: str) -> None:
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    (tmp_path / "run" / "final").mkdir()
+    (tmp_path / "run" / "final" / "model.json").write_text("{}")
+    config = replace(config, tracking=replace(config.tracking, uri="http://127.0.0.1:1", register_as="m"))
+    client = LyingClient(form.format(victim))
+    tracker, said = start(config, lambda _: client)
+    tracker.outer_iteration(outer_iteration(0))
+    tracker.close("FINISHED")
+    (warning,) = said
+    assert repr(form.format(victim)) in warning
+    assert list(victim.iterdir()) == []
+    assert not (tmp_path / "relative").exists()
+    assert client.metrics[0][0] == "my run"
+    assert {run["status"] for run in client.runs.values()} == {"FINISHED"}
+
+
+def test_a_server_that_changes_its_answer_gets_no_further(config: RunConfig, tmp_path: Path,
+                                                          monkeypatch: pytest.MonkeyPatch) -> None:
+    from mlflow.store.artifact import artifact_repository_registry as registry
+
+    asked: list[str] = []
+    written: list[str] = []
+    repository = SimpleNamespace(log_artifact=written.append, log_artifacts=lambda folder, name: written.append(name))
+    monkeypatch.setattr(registry, "get_artifact_repository", lambda uri, tracking_uri: asked.append(uri) or repository)
+    config = replace(config, tracking=replace(config.tracking, uri="http://127.0.0.1:1"))
+    tracker, said = start(config, lambda _: LyingClient("mlflow-artifacts:/0/artifacts", str(tmp_path / "victim")))
+    tracker.close("FINISHED")
+    assert said == []
+    assert asked == ["mlflow-artifacts:/0/artifacts"]
+    assert {Path(path).name for path in written} >= {"config.yaml", "events.jsonl"}
+
+
+@pytest.mark.mlflow
+def test_an_answer_without_an_end_is_not_read_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = 0
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            nonlocal sent
+            self.send_response(200)
+            self.end_headers()
+            with contextlib.suppress(OSError):
+                while sent < 2**28:
+                    sent += self.wfile.write(bytes(2**16))
+
+        def log_message(self, *_: object) -> None:
+            pass
+    monkeypatch.setattr(mlflow_store, "_MAX_ANSWER", 2**20)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        client = mlflow_store.open_client(f"http://127.0.0.1:{server.server_address[1]}")
+        with pytest.raises(Exception, match="longer than"):
+            client.get_experiment_by_name("any")
+        server.shutdown()
+        thread.join()
+    assert sent < 2**27

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import socket
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from launcher import ui
+from launcher import ui, ui_app
 from ngsgd.errors import ConfigError
 
 
@@ -86,6 +90,65 @@ def test_ending_it_leaves_no_process_behind(output_dir: Path) -> None:
     assert f"http://127.0.0.1:{port}/" in told[1]
     assert told[2] == "Ctrl-C ends it.\n"
     wait_until_gone([int(pid) for pid in pids.read_text().split()])
+
+
+def scope(method: str = "POST", path: str = "/graphql", **headers: str) -> dict[str, Any]:
+    found = [(name.replace("_", "-").encode(), value.encode()) for name, value in {"host": "127.0.0.1:5000", **headers}.items()]
+    return {"type": "http", "method": method, "path": path, "headers": found}
+
+
+@pytest.mark.parametrize(("request_", "is_foreign"), [
+    (scope(), False), (scope("GET"), False), (scope(origin="http://127.0.0.1:5000"), False),
+    (scope(origin="http://evil.example"), True), (scope("GET", origin="http://evil.example"), True), (scope(origin="null"), True),
+    (scope(origin="http://127.0.0.1:3000"), True), (scope("GET", sec_fetch_site="cross-site"), True),
+    (scope("GET", sec_fetch_site="same-origin"), False), (scope("GET", "/prefix/graphql/", sec_fetch_site="same-site"), True),
+    (scope("GET", "/api/2.0/mlflow/runs/get", origin="http://evil.example"), False),
+    (scope("DELETE", "/anything", origin="http://evil.example"), True), (scope("PATCH", "/", sec_fetch_site="cross-site"), True),
+    (scope("GET", "/", sec_fetch_site="cross-site"), False),   # a link to the page
+    ({**scope(path="/ws", origin="http://evil.example"), "type": "websocket"}, True), ({**scope(), "headers": []}, False)])
+def test_pages_of_other_sites_change_nothing_and_ask_nothing_of_graphql(request_: dict[str, Any], is_foreign: bool) -> None:
+    assert ui_app.is_foreign(request_) is is_foreign
+    answers: list[Any] = []
+
+    async def mlflow(*_: Any) -> None:
+        answers.append("mlflow")
+
+    async def send(message: Any) -> None:
+        answers.append(message.get("status", message.get("code", "body")))
+    asyncio.run(ui_app.SameOriginOnly(mlflow)(request_, None, send))
+    assert answers[0] == ("mlflow" if not is_foreign else 1008 if request_["type"] == "websocket" else 403)
+
+
+def test_origins_that_the_user_allowed_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_SERVER_CORS_ALLOWED_ORIGINS", "https://a.example, https://b.example")
+    assert not ui_app.is_foreign(scope(origin="https://b.example"))
+    assert ui_app.is_foreign(scope(origin="https://c.example"))
+
+
+@pytest.mark.slow
+@pytest.mark.mlflow
+def test_the_server_that_is_started_refuses_a_foreign_graphql_request(tmp_path: Path) -> None:
+    import mlflow
+
+    mlflow.MlflowClient(tracking_uri=f"sqlite:///{tmp_path}/mlflow.db").search_experiments()
+    port, found = free_port(), list[int]()
+    address = f"http://127.0.0.1:{port}"
+
+    def ask(**headers: str) -> int:
+        headers |= {"Content-Type": "application/json"}
+        asked = urllib.request.Request(f"{address}/graphql", b'{"query": "{__typename}"}', headers)
+        try:
+            with urllib.request.urlopen(asked, timeout=60) as answer:
+                return int(answer.status)
+        except urllib.error.HTTPError as error:
+            return error.code
+
+    def say(line: str) -> None:
+        if line.startswith("Ctrl-C"):
+            found[:] = [ask(), ask(Origin=address), ask(Origin="http://evil.example")]
+            raise KeyboardInterrupt
+    assert ui.serve(tmp_path, port=port, say=say) == 0
+    assert found == [200, 200, 403]
 
 
 def wait_until_gone(pids: list[int]) -> None:

@@ -136,3 +136,51 @@ def test_what_nnet3_has_no_component_for_is_refused_with_the_reason(settings: di
 def test_what_cannot_be_read_is_told_in_a_sentence(old: str, new: str, reason: str) -> None:
     with pytest.raises(DataError, match=reason):
         rebuild(from_text(SAMPLE.replace(old, new)))
+
+
+@pytest.mark.parametrize("bad", ["nan", "inf", "-inf", "1e39", "NaN"])
+@pytest.mark.parametrize("old", ["  1 0 0.5 -1", "[ 0.125 -0.25 ]", "[ 0.5 0.25 ]", "[ 1 2 ]", "  0.5 3 ]", "<Count> 5"])
+def test_parameters_that_are_not_finite_are_refused_with_component_and_line(old: str, bad: str) -> None:
+    text = SAMPLE.replace(old, old.replace(old.split()[1], bad, 1))
+    assert text != SAMPLE
+    component = "output" if "3 ]" in old else "batchnorm" if old in ("[ 0.5 0.25 ]", "[ 1 2 ]", "<Count> 5") else "tdnn1.affine"
+    name = "tdnn1.batchnorm" if component == "batchnorm" else component
+    line = 1 + SAMPLE[:SAMPLE.index(f"<ComponentName> {name}")].count("\n")
+    with pytest.raises(DataError, match=rf"{component}.*line {line}\b"):
+        rebuild(from_text(text))
+
+
+@pytest.mark.parametrize("dim", ["1000000000", "-1", "0", "nan", "2.5", "", "3", "99999"])
+def test_implausible_input_dims_are_refused(dim: str) -> None:
+    with pytest.raises(DataError):
+        rebuild(from_text(SAMPLE.replace("name=input dim=2", f"name=input dim={dim}")))
+
+
+@pytest.mark.parametrize("token", [f"<OutputDim> {value}" for value in ("4", "0", "-1", "nan", "3", "x", "1e9")])
+def test_implausible_pnorm_dims_are_refused(token: str) -> None:
+    model, config = trained("pnorm")
+    text = to_text(describe(model, config, WINDOW))
+    changed = text.replace("<OutputDim> 2 ", f"{token} ")
+    assert changed != text
+    with pytest.raises(DataError):
+        rebuild(from_text(changed))
+
+
+WORDS = ["nan", "inf", "-1", "0", "1e9", "99999999999", "", "]", "[", "<Dim>", "Append(", "input", "\n", "name=", "1 2", "x" * 50,
+         "\0", "é"]
+
+
+def test_mutated_models_are_refused_or_finite() -> None:
+    """Each of 400 files has one word replaced; nothing but DataError is raised."""
+    random = np.random.default_rng(0)
+    model, config = trained("pnorm")
+    for text in (SAMPLE, to_text(describe(model, config, BESIDE))):
+        words = text.split(" ")
+        for _ in range(200):
+            at = int(random.integers(len(words)))
+            changed = " ".join([*words[:at], str(random.choice(WORDS)), *words[at + 1:]])
+            try:
+                made = rebuild(from_text(changed))
+            except DataError:
+                continue
+            assert all(bool(value.isfinite().all()) for value in made.model.state_dict().values())

@@ -123,3 +123,37 @@ def test_halves_of_a_piece_may_be_counted_apart_but_not_overlapping(tmp_path: Pa
     found = problems(tmp_path, [STARTED, *partly, *then(more)])
     assert any("comes back and was never put off" in problem for problem in found)
     assert any("was counted 2 times" in problem for problem in found)
+
+
+ODD = ("5", "null", "{}", "[]", '"x"', "\xff\xfe", '{"event": 3}', '{"event": "unheard of"}', "[" * 50_000, '{"event": "planned"}',
+       '{"event": "committed", "outer_iter": "x"}', '{"event": "accepted", "outer_iter": 0, "job": 0, "attempt": 1, "pieces": 3}')
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_a_line_of_any_other_kind_is_a_finding(tmp_path: Path, odd: str) -> None:
+    path = tmp_path / "ledger.jsonl"
+    written = "".join(json.dumps(entry) + "\n" for entry in GOOD)
+    path.write_text(written + odd + "\n", encoding="latin-1")
+    assert len(audit(path)) == 1 and f"line {len(GOOD) + 1}" in audit(path)[0]
+
+
+@pytest.mark.parametrize("value", ["x", None, -1, 10**30, [], [[1]], {}, {"lr": "x"}, True, 1.5])
+def test_no_value_of_any_field_makes_the_audit_fail(tmp_path: Path, value: Any) -> None:
+    for number, line in enumerate(GOOD):
+        for name in line:
+            changed = [*GOOD[:number], {**line, name: value}, *GOOD[number + 1:]]
+            problems(tmp_path, changed)
+
+
+def test_a_missing_ledger_is_a_finding(tmp_path: Path) -> None:
+    assert len(audit(tmp_path / "ledger.jsonl")) == 1
+    assert len(audit(tmp_path)) == 1
+
+
+def test_commits_of_two_processes_are_a_finding(tmp_path: Path) -> None:
+    first, second = {**STARTED, "fence": 1}, {**STARTED, "after": 0, "fence": 2}
+    one, two = {**committed(), "fence": 1}, {**SECOND[-1], "fence": 2}
+    in_order = [first, *FIRST[:-1], one, second, one, *SECOND[:-1], two]
+    assert problems(tmp_path, in_order) == []
+    assert problems(tmp_path, [*in_order[:-1], {**two, "fence": 1}]) != []
+    assert problems(tmp_path, [first, *FIRST[:-1], one, {**second, "fence": 1}, *SECOND[:-1], {**two, "fence": 1}]) != []

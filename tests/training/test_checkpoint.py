@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,11 +14,12 @@ import pytest
 import torch
 
 from ngsgd import files
-from ngsgd.errors import CheckpointError
+from ngsgd.errors import CheckpointError, RunLockedError
 from ngsgd.schedules import Shard
 from ngsgd.training.checkpoint import CheckpointStore
 from ngsgd.training.flat import Layout
 from ngsgd.training.job import Piece
+from ngsgd.training.lock import RunLock
 from ngsgd.training.planning import Progress
 
 
@@ -93,7 +96,7 @@ def test_a_full_or_failing_disk_is_told_and_leaves_nothing_half_written(
 
     def fails(path: Path) -> None:
         raise OSError(code, "No space left on device")
-    monkeypatch.setattr(files, "_fsync", fails)
+    monkeypatch.setattr(files, "fsync", fails)
     with pytest.raises(CheckpointError, match=r"outer iteration 2 could not be saved .*No space left on device"):
         store.save(at(1), state(1))
     assert [path.name for path in store.directory.iterdir()] == ["iter-000000"]
@@ -114,3 +117,85 @@ def test_models_for_the_final_combination_outlive_their_checkpoints(store: Check
     (store.models / "iter-000003.safetensors").write_bytes(b"no")
     with pytest.raises(CheckpointError, match=r"iter-000003\.safetensors is damaged"):
         store.load_model(3)
+
+
+def _leaves(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """The paths of all leaves of a JSON value."""
+    if isinstance(value, dict):
+        return [leaf for key, inner in value.items() for leaf in _leaves(inner, (*path, key))]
+    if isinstance(value, list):
+        return [leaf for index, inner in enumerate(value) for leaf in _leaves(inner, (*path, index))]
+    return [path]
+
+
+def test_any_changed_value_of_a_manifest_is_damage(store: CheckpointStore) -> None:
+    late = Piece(Shard(3, 1), outer_iter=2, job=0, first=4, stop=9)
+    store.save(replace(at(1), pending=(late,)), state(1), {"outer_iter": 1, "numbers": {"lr": 0.1}})
+    path = store.directory / "iter-000001" / "manifest.json"
+    whole = json.loads(path.read_text())
+    for leaf in _leaves(whole):
+        others: tuple[Any, ...] = (7, -1000, "x", None, [], {}, 1.5)
+        for value in others:
+            changed = json.loads(path.read_text())
+            inner = changed
+            for key in leaf[:-1]:
+                inner = inner[key]
+            if inner[leaf[-1]] == value:
+                continue
+            inner[leaf[-1]] = value
+            path.write_text(json.dumps(changed))
+            assert store.latest()[0] is None, (leaf, value)
+            path.write_text(json.dumps(whole))
+    assert store.latest()[0] is not None
+
+
+@pytest.mark.parametrize("content", ["", "5", "null", "[]", "{}", '{"format": 3}', '{"format": 2, "files": {}}',
+                                     "[" * 50_000, "\xff"])
+def test_a_manifest_of_any_other_shape_is_damage_and_the_one_before_is_used(store: CheckpointStore, content: str) -> None:
+    store.save(at(0), state(0))
+    store.save(at(1), state(1))
+    (store.directory / "iter-000001" / "manifest.json").write_text(content, encoding="latin-1")
+    latest, problems = store.latest()
+    assert latest is not None and latest.progress.outer_iter == 0 and len(problems) == 1
+
+
+@pytest.mark.parametrize("name", ["iter-000002.bak", "iter-000002 (copy)", "iter-x", "iter-2"])
+def test_copies_with_other_names_are_no_checkpoints(store: CheckpointStore, name: str) -> None:
+    store.save(at(1), state(1))
+    shutil.copytree(store.directory / "iter-000001", store.directory / name)
+    latest, problems = store.latest()
+    assert latest is not None and latest.progress.outer_iter == 1 and problems == []
+
+
+def test_a_checkpoint_under_the_name_of_another_is_damage(store: CheckpointStore) -> None:
+    store.save(at(1), state(1))
+    shutil.copytree(store.directory / "iter-000001", store.directory / "iter-000005")
+    latest, problems = store.latest()
+    assert latest is not None and latest.progress.outer_iter == 1 and len(problems) == 1
+
+
+@pytest.mark.parametrize("how", ["flipped bit", "other model", "truncated"])
+def test_a_damaged_candidate_for_the_final_combination_is_refused(store: CheckpointStore, how: str) -> None:
+    store.candidates = (0, 1)
+    for outer_iter in range(4):
+        store.save(at(outer_iter), state(outer_iter))
+    first, second = (store.models / f"iter-00000{number}.safetensors" for number in range(2))
+    assert np.array_equal(store.load_model(0), vector(0)) and store.missing_candidates(3) == []
+    content = first.read_bytes()
+    damaged = {"flipped bit": content[:-1] + bytes([content[-1] ^ 64]), "other model": second.read_bytes(),
+               "truncated": content[:-4]}
+    first.write_bytes(damaged[how])
+    with pytest.raises(CheckpointError, match=r"iter-000000\.safetensors is damaged"):
+        store.load_model(0)
+    first.unlink()
+    assert store.missing_candidates(3) == [0]
+
+
+def test_a_checkpoint_is_not_saved_by_a_process_that_lost_the_lock(store: CheckpointStore, tmp_path: Path) -> None:
+    with RunLock(tmp_path / "lock", "train") as store.lock:
+        assert store.save(at(0), state(0)).commit["fence"] == 1
+        (tmp_path / "lock").write_text('{"fence": 2}')
+        with pytest.raises(RunLockedError):
+            store.save(at(1), state(1))
+    latest, _ = store.latest()
+    assert latest is not None and latest.progress.outer_iter == 0

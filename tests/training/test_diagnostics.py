@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,9 @@ from ngsgd.egs.reader import EgsReader, Minibatch
 from ngsgd.errors import DamagedArchiveError, RunInterrupted
 from ngsgd.training.audit import audit
 from ngsgd.training.coordinator import Coordinator
-from ngsgd.training.diagnostics import BackgroundDiagnostics, average_posterior, diagnose, score_subset
+from ngsgd.training.diagnostics import average_posterior, diagnose, score_subset
 from ngsgd.training.objective import summed_loss
 from ngsgd.training.pending import PendingRecords
-from ngsgd.training.records import OuterIterationRecord
 from tests.toy import Recorder, Run, config
 
 WEIGHTED = Minibatch(torch.randn(50, 7, generator=torch.Generator().manual_seed(1)), torch.arange(50) % 4,
@@ -88,7 +88,6 @@ def test_every_record_has_the_scores_of_its_own_model(tmp_path: Path) -> None:
         assert record.train == score_subset(run.model, run.reader.diagnostic("train"))
         assert record.valid == score_subset(run.model, run.reader.diagnostic("valid"))
         assert record.diagnostics.keys() == {"dead_units/nonlinearity1", "dead_units/nonlinearity2"}
-    assert not (run.store.directory / "undiagnosed.json").exists()
 
 
 class StopAtOnce:
@@ -137,20 +136,21 @@ def test_a_resumed_run_tells_what_a_crash_left_untold(tmp_path: Path, monkeypatc
     assert told == expected
 
 
-def pending(folder: Path, told: list[OuterIterationRecord]) -> PendingRecords:
-    model = nn.Linear(7, 4)
-    return PendingRecords(BackgroundDiagnostics(model, {"train": WEIGHTED, "valid": WEIGHTED}, []), folder / "undiagnosed.json",
-                          told.append)
-
-
-@pytest.mark.parametrize("content", ["", "{", '{"outer_iter": 3}', "[]"])
-def test_a_file_of_another_version_is_passed_over(tmp_path: Path, content: str) -> None:
-    (tmp_path / "undiagnosed.json").write_text(content)
-    told: list[OuterIterationRecord] = []
-    records = pending(tmp_path, told)
-    records.take_up(3, lambda model: None)
-    records.wait()
-    assert told == [] and not (tmp_path / "undiagnosed.json").exists()
+@pytest.mark.parametrize(("content", "is_taken"), [("", False), ("{", False), ('{"outer_iter": 3}', False), ("[]", False),
+                                                   ("whole", True)])
+def test_a_waiting_record_of_an_earlier_version_is_reported_if_it_is_valid(tmp_path: Path, content: str, is_taken: bool) -> None:
+    run = Run(tmp_path)
+    run.train()
+    newest = sorted(run.store.directory.glob("iter-*"))[-1]
+    record = (newest / "record.json").read_text()
+    (newest / "record.json").unlink()
+    manifest = json.loads((newest / "manifest.json").read_text())
+    del manifest["files"]["record.json"], manifest["sha256_of_index"]
+    (newest / "manifest.json").write_text(json.dumps({**manifest, "format": 2}))
+    (run.store.directory / "undiagnosed.json").write_text(record if content == "whole" else content)
+    latest, problems = run.store.latest()
+    assert latest is not None and problems == [] and latest.progress.outer_iter == int(newest.name[5:])
+    assert (latest.record is not None) is is_taken
 
 
 def test_the_prior_can_do_without_a_damaged_archive(tmp_path: Path) -> None:

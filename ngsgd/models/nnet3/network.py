@@ -136,6 +136,7 @@ class Rebuilt:
 def rebuild(network: Network) -> Rebuilt:
     """A model with the network's numbers; raises DataError where no `model=` has its shape."""
     config = _config_of(network)
+    _check_fits(network)
     offsets = network.offsets()
     window = Window(-sum(min(0, layer[0]) for layer in offsets), sum(max(0, layer[-1]) for layer in offsets), network.feature_dim,
                     network.side_dim)
@@ -151,6 +152,19 @@ def rebuild(network: Network) -> Rebuilt:
         raise DataError("The layers of this nnet3 model do not fit together; check that it is whole.")
     model.load_state_dict(state)
     return Rebuilt(model.eval(), config, window, num_classes, transform)
+
+
+def _check_fits(network: Network) -> None:
+    """Each layer takes as many inputs as the one before gives: checked before a model of these sizes is allocated."""
+    size = network.feature_dim
+    affines = [layer.affine for layer in network.layers]
+    for number, affine in enumerate([*([network.transform] if network.transform else []), *affines, network.output]):
+        inputs = size * len(affine.offsets) + (0 if number else network.side_dim)
+        if affine.weight.shape != (len(affine.bias), inputs):
+            raise DataError(f"The layers of this nnet3 model do not fit together: affine component {number + 1} of the chain has "
+                            f"{affine.weight.shape[1]} inputs, and {inputs} come from before; check that it is complete.")
+        at = number - (1 if network.transform else 0)
+        size = len(affine.bias) // (network.layers[at].group if 0 <= at < len(network.layers) else 1)
 
 
 def _config_of(network: Network) -> ModelConfig:

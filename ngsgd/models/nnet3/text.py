@@ -17,6 +17,7 @@ Numbers are written with nine digits, so that float32 comes back bit for bit.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -128,7 +129,7 @@ def from_text(text: str) -> Network:
         raise DataError("This is not an nnet3 raw model in text form; make one with: nnet3-copy --binary=false MODEL.raw -, "
                         "or from a model with transitions: nnet3-am-copy --raw=true --binary=false MODEL.mdl -")
     chain, inputs = _chain(head)
-    components = {component.name: component for component in _parsed(body)}
+    components = {component.name: component for component in _parsed(text, len(text) - len(body))}
     if missing := [node.component for node in chain if node.component not in components]:
         raise DataError(f"The component {missing[0]} is named in the nnet3 model, but is not in it; check that the file is whole.")
     network = _assembled(inputs["input"], [(components[node.component], node.offsets) for node in chain])
@@ -136,9 +137,9 @@ def from_text(text: str) -> Network:
 
 
 def vector_from_text(text: str) -> Array:
-    """A vector as Kaldi writes it in text form."""
+    """A vector as Kaldi writes it in text form; its numbers are finite."""
     try:
-        return np.array(text.strip().removeprefix("[").removesuffix("]").split(), np.float64).astype(np.float32)
+        return _finite([text.strip().removeprefix("[").removesuffix("]").split()]).reshape(-1)
     except ValueError as error:
         raise DataError(f"This is no vector in Kaldi's text form ({error}); it looks like [ 0.1 0.2 0.7 ].") from error
 
@@ -157,12 +158,28 @@ class _Component:
     name: str
     kind: str
     values: dict[str, str]     # numbers between brackets, or a single word, by token
+    line: int = 0              # of the file, from 1
+
+    def __str__(self) -> str:
+        return f"The component {self.name} of the nnet3 model (line {self.line})"
 
     def array(self, token: str) -> Array:
         try:
-            return np.array([row.split() for row in self.values[token].strip("\n").split("\n")], np.float64).astype(np.float32)
+            return _finite([row.split() for row in self.values[token].strip("\n").split("\n")])
         except (KeyError, ValueError) as error:
-            raise DataError(f"The component {self.name} of the nnet3 model has no sound <{token}> ({error}).") from error
+            raise DataError(f"{self} has no sound <{token}> ({error}); check the file, or export the model again.") from error
+
+    def number(self, token: str, default: float, low: float = -math.inf, high: float = math.inf) -> float:
+        """A single number within limits."""
+        text = self.values.get(token, str(default))
+        try:
+            found = float(text)
+        except ValueError:
+            found = math.nan
+        if not (math.isfinite(found) and low <= found <= high):
+            raise DataError(f"{self} has <{token}> {text[:40]}, which is not a plausible number; check the file, or export the "
+                            "model again.")
+        return found
 
     def vector(self, token: str) -> Array:
         return self.array(token).reshape(-1)
@@ -171,11 +188,21 @@ class _Component:
         return self.values.get(token, default)
 
 
+def _finite(rows: list[list[str]]) -> Array:
+    """A float32 matrix; raises ValueError for what float32 has no finite number for."""
+    with np.errstate(over="ignore"):
+        found = np.array(rows, np.float64).astype(np.float32)
+    if not np.isfinite(found).all():
+        bad = np.argwhere(~np.isfinite(found))[0]
+        raise ValueError(f"{rows[bad[0]][bad[1]][:20]} in row {bad[0] + 1} is not a finite number")
+    return found
+
+
 def _chain(head: str) -> tuple[list[_Node], dict[str, int]]:
     """The component nodes from input to output, and the sizes of the inputs."""
-    lines = [dict(re.findall(r"([a-z-]+)=((?:[^=\s]|\s(?![a-z-]+=))+)", line)) | {"": line.split(maxsplit=1)[0]}
-             for line in head.replace("<Nnet3>", "").splitlines() if line.strip()]
-    inputs = {line["name"]: int(line["dim"]) for line in lines if line[""] == "input-node"}
+    lines = [_config_line(line, number) for number, line in enumerate(head.replace("<Nnet3>", "       ").splitlines(), start=1)
+             if line.strip()]
+    inputs = {line["name"]: _dim(line) for line in lines if line[""] == "input-node"}
     outputs = {line["name"]: line["input"].strip() for line in lines if line[""] == "output-node"}
     if inputs.keys() - {"ivector"} != {"input"}:
         raise DataError(f"The nnet3 model has the inputs {', '.join(inputs)}; models here have one named input, and may have one "
@@ -199,6 +226,25 @@ def _chain(head: str) -> tuple[list[_Node], dict[str, int]]:
     return chain, inputs
 
 
+_FIELDS = {"input-node": ("name", "dim"), "output-node": ("name", "input"), "component-node": ("name", "component", "input")}
+
+
+def _config_line(line: str, number: int) -> dict[str, str]:
+    """The fields of a line by name; its first word has the name ""."""
+    found = dict(re.findall(r"([a-z-]+)=((?:[^=\s]|\s(?![a-z-]+=))+)", line)) | {"": line.split(maxsplit=1)[0], "line": str(number)}
+    if missing := [name for name in _FIELDS.get(found[""], ()) if name not in found]:
+        raise DataError(f"Line {number} of the nnet3 model, {line.strip()[:40]!r}, has no {missing[0]}; export the model again.")
+    return found
+
+
+def _dim(line: dict[str, str]) -> int:
+    text = line["dim"].strip()
+    if not re.fullmatch(r"[0-9]{1,6}", text) or int(text) == 0:
+        raise DataError(f"Line {line['line']} of the nnet3 model gives the input {line['name']} the dim {text[:40]}, which is not "
+                        "a number from 1 to 999999; export the model again.")
+    return int(text)
+
+
 def _node(name: str, component: str, descriptor: str) -> _Node:
     """An i-vector behind the frames is told apart."""
     rest = re.sub(r",\s*ReplaceIndex\(\s*ivector\s*,\s*t\s*,\s*0\s*\)\s*\)$", ")", descriptor)
@@ -217,20 +263,26 @@ def _spliced(descriptor: str) -> tuple[str, tuple[int, ...]]:
     """(node, offsets) of a descriptor such as Append(Offset(input, -1), input)."""
     inside = re.fullmatch(r"Append\((.*)\)", descriptor)
     parts = re.split(r",\s*(?![^(]*\))", inside[1] if inside else descriptor)
-    found = [re.fullmatch(r"Offset\(\s*([\w.-]+)\s*,\s*(-?\d+)\s*\)|([\w.-]+)", part.strip()) for part in parts]
+    found = [re.fullmatch(r"Offset\(\s*([\w.-]+)\s*,\s*(-?\d{1,4})\s*\)|([\w.-]+)", part.strip()) for part in parts]
     names = {match[1] or match[3] for match in found if match}
     if not all(found) or len(names) != 1:
         raise DataError(f"The descriptor {descriptor} of the nnet3 model has no counterpart here: only Append and Offset of one "
                         "node can be read.")
-    return names.pop(), tuple(int(match[2] or 0) for match in found if match)
+    offsets = tuple(int(match[2] or 0) for match in found if match)
+    if list(offsets) != sorted(set(offsets)):
+        raise DataError(f"The descriptor {descriptor} of the nnet3 model has offsets that do not rise; only rising ones can be read.")
+    return names.pop(), offsets
 
 
-def _parsed(body: str) -> Iterator[_Component]:
-    for match in re.finditer(r"<ComponentName>\s+(\S+)\s+<(\w+)>(.*?)</\2>", body, re.DOTALL):
+def _parsed(text: str, begin: int) -> Iterator[_Component]:
+    """The components from position `begin` on."""
+    line, counted = 1, 0
+    for match in re.compile(r"<ComponentName>\s+(\S+)\s+<(\w+)>(.*?)</\2>", re.DOTALL).finditer(text, begin):
+        line, counted = line + text.count("\n", counted, match.start()), match.start()
         values = {token: numbers if numbers is not None else word
                   for token, numbers, word in ((m[1], m[2], m[3]) for m in
                                                re.finditer(r"<(\w+)>\s*(?:\[([^\]]*)\]|([^\s<\[]+))", match[3]))}
-        yield _Component(match[1], match[2], values)
+        yield _Component(match[1], match[2], values, line)
 
 
 def _assembled(feature_dim: int, parts: list[tuple[_Component, tuple[int, ...]]]) -> Network:
@@ -254,27 +306,37 @@ def _assembled(feature_dim: int, parts: list[tuple[_Component, tuple[int, ...]]]
 
 def _read_affine(component: _Component, offsets: tuple[int, ...]) -> Affine:
     if component.kind not in _AFFINE:
-        raise DataError(f"The component {component.name} of the nnet3 model is a {component.kind} where an affine one belongs.")
-    return Affine(component.array("LinearParams"), component.vector("BiasParams"), offsets)
+        raise DataError(f"{component} is a {component.kind} where an affine one belongs.")
+    affine = Affine(component.array("LinearParams"), component.vector("BiasParams"), offsets)
+    if not affine.weight.size or len(affine.weight) != len(affine.bias):
+        raise DataError(f"{component} has {len(affine.weight)} rows of <LinearParams> and {len(affine.bias)} <BiasParams>; check "
+                        "that the file is complete.")
+    return affine
 
 
 def _read_layer(affine: tuple[_Component, tuple[int, ...]], nonlinearity: _Component, norm: _Component) -> Layer:
     read = _read_affine(*affine)
     if nonlinearity.kind not in ("RectifiedLinearComponent", "PnormComponent"):
-        raise DataError(f"The component {nonlinearity.name} of the nnet3 model is a {nonlinearity.kind}; ReLU and p-norm "
-                        "can be read.")
+        raise DataError(f"{nonlinearity} is a {nonlinearity.kind}; ReLU and p-norm can be read.")
     is_pnorm = nonlinearity.kind == "PnormComponent"
-    group = len(read.bias) // int(nonlinearity.word("OutputDim", "1")) if is_pnorm else 1
+    outputs = nonlinearity.number("OutputDim", 1, 1, len(read.bias)) if is_pnorm else len(read.bias)
+    if len(read.bias) % outputs:
+        raise DataError(f"{nonlinearity} has <OutputDim> {outputs:g}, which does not divide its {len(read.bias)} inputs; export the "
+                        "model again.")
+    group = len(read.bias) // int(outputs)
     layer = Layer(read, "pnorm" if is_pnorm else "relu", group, "renormalize")
-    if float(norm.word("TargetRms", "1")) != 1.0 or norm.word("AddLogStddev", "F") != "F":
-        raise DataError(f"The component {norm.name} of the nnet3 model has another target-rms than 1, or adds the log of the "
+    if norm.number("TargetRms", 1) != 1.0 or norm.word("AddLogStddev", "F") != "F":
+        raise DataError(f"{norm} has another target-rms than 1, or adds the log of the "
                         "standard deviation; neither can be read.")
     if norm.kind == "NormalizeComponent":
         return layer
     if norm.kind != "BatchNormComponent":
-        raise DataError(f"The component {norm.name} of the nnet3 model is a {norm.kind} where a normalisation belongs.")
-    if float(norm.word("Epsilon", "0.001")) != _EPSILON or norm.word("BlockDim", norm.word("Dim", "")) != norm.word("Dim", ""):
-        raise DataError(f"The component {norm.name} of the nnet3 model has another epsilon than 0.001, or blocks; neither "
+        raise DataError(f"{norm} is a {norm.kind} where a normalisation belongs.")
+    if norm.number("Epsilon", _EPSILON) != _EPSILON or norm.word("BlockDim", norm.word("Dim", "")) != norm.word("Dim", ""):
+        raise DataError(f"{norm} has another epsilon than 0.001, or blocks; neither "
                         "can be read.")
-    return replace(layer, normalize="batchnorm", mean=norm.vector("StatsMean"), variance=norm.vector("StatsVar"),
-                   count=round(float(norm.word("Count", "0"))))
+    mean, variance = norm.vector("StatsMean"), norm.vector("StatsVar")
+    if variance.min(initial=0.0) < 0.0 or not len(mean) == len(variance) == len(read.bias) // group:
+        raise DataError(f"{norm} has {len(mean)} means and {len(variance)} variances, from {variance.min(initial=0.0):g} on, for "
+                        f"{len(read.bias) // group} inputs; check that the file is complete.")
+    return replace(layer, normalize="batchnorm", mean=mean, variance=variance, count=round(norm.number("Count", 0, 0, 2.0**53)))

@@ -15,8 +15,9 @@ to the same job's next one.  That memory is the worker's: a worker in the place 
 from __future__ import annotations
 
 import os
+import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
@@ -25,6 +26,7 @@ import torch
 
 from ngsgd.ops.averaging import CHUNK, mean_of_chunk
 from ngsgd.ops.compression import Codec, Encoded, ErrorFeedback
+from ngsgd.training.exchange.authentication import derive
 from ngsgd.training.exchange.parcels import pack, parcel_size, shard_edges, unpack
 from ngsgd.training.exchange.process_group import Backend, Bytes, Group, join
 from ngsgd.training.flat import Layout, Mean, Vector
@@ -58,7 +60,7 @@ class Fetch:
 class Order:
     """Asks a worker for its shard of the mean."""
 
-    host: str                      # of the store on which the group meets
+    host: str                      # of the rendezvous of the group
     port: int
     generation: int
     rank: int
@@ -68,6 +70,11 @@ class Order:
     results: tuple[tuple[int, Identity], ...]   # (rank of the holder, which), in the order of the sum
     shares: tuple[float, ...]      # weights that sum to one
     codec: Codec | None            # None: parameters travel as they are
+    secret: bytes = field(repr=False)   # of this generation; travels with the order alone
+
+    def key(self, sender: int, receiver: int, identity: Identity) -> bytes:
+        """For the part of a result that one rank sends to another."""
+        return derive(self.secret, "parcel", self.generation, sender, receiver, *identity, str(self.codec))
 
 
 @dataclass(frozen=True)
@@ -129,9 +136,12 @@ class Member:
         deadline = time.monotonic() + order.timeout_s
         try:
             return self._shard(order, self._joined(order), deadline)
-        except RuntimeError as error:  # all that torch.distributed raises
+        # RuntimeError is what torch.distributed raises; the others come from content that a peer forged
+        except (RuntimeError, ValueError, OSError, MemoryError) as error:
             self.leave()
-            return Broken(order.generation, str(error).split("\n", 1)[0][:300])
+            # gloo begins with the line of its source in brackets
+            reason = re.sub(r"^\[[^\]]*\]\s*", "", str(error).split("\n", 1)[0])[:300]
+            return Broken(order.generation, reason or type(error).__name__)
 
     def leave(self) -> None:
         """Leaves the group, if there is one."""
@@ -142,8 +152,8 @@ class Member:
     def _joined(self, order: Order) -> Group:
         if self._group is None or self._generation != order.generation:
             self.leave()
-            self._group = join(order.backend, order.host, order.port, generation=order.generation, rank=order.rank,
-                               world_size=order.world_size, timeout_s=order.timeout_s, device=self.device)
+            self._group = join(order.backend, order.host, order.port, secret=order.secret, generation=order.generation,
+                               rank=order.rank, world_size=order.world_size, timeout_s=order.timeout_s, device=self.device)
             self._generation = order.generation
         return self._group
 
@@ -151,12 +161,13 @@ class Member:
         edges = shard_edges(self.layout.size, order.world_size)
         own = slice(edges[order.rank], edges[order.rank + 1])
         held = [identity for rank, identity in order.results if rank == order.rank]
-        outgoing, out_sizes = _packed([self._content(identity, order.codec) for identity in held], edges, order.codec)
+        outgoing, out_sizes = _packed({identity: self._content(identity, order.codec) for identity in held}, edges, order)
         size = parcel_size(own.stop - own.start, order.codec)
         in_sizes = [size * sum(holder == rank for holder, _ in order.results) for rank in range(order.world_size)]
         arrived = group.all_to_all(outgoing, out_sizes, in_sizes, deadline)
-        vectors = [unpack(arrived[first:first + size], own.stop - own.start, order.codec)
-                   for first in _places(order.results, size)]
+        vectors = [unpack(arrived[first:first + size], own.stop - own.start, order.codec,
+                          order.key(holder, order.rank, identity))
+                   for first, (holder, identity) in zip(_places(order.results, size), order.results, strict=True)]
         mean = _mean(vectors, order.shares, own.stop - own.start)
         if order.codec is not None:
             mean += self._kept[held[0]][1][own]  # what arrived were moves from there
@@ -181,15 +192,15 @@ class Member:
         return lane
 
 
-def _packed(contents: Sequence[Vector | Encoded], edges: Sequence[int], codec: Codec | None) -> tuple[Bytes, list[int]]:
+def _packed(contents: Mapping[Identity, Vector | Encoded], edges: Sequence[int], order: Order) -> tuple[Bytes, list[int]]:
     """All that goes out, in the order of ranks, and how many bytes go to each."""
     shards = [slice(first, stop) for first, stop in pairwise(edges)]
-    sizes = [parcel_size(shard.stop - shard.start, codec) for shard in shards]
+    sizes = [parcel_size(shard.stop - shard.start, order.codec) for shard in shards]
     outgoing = np.empty(sum(sizes) * len(contents), np.uint8)
     filled = 0
-    for shard, size in zip(shards, sizes, strict=True):
-        for content in contents:
-            pack(content, shard, outgoing[filled:filled + size])
+    for receiver, (shard, size) in enumerate(zip(shards, sizes, strict=True)):
+        for identity, content in contents.items():
+            pack(content, shard, outgoing[filled:filled + size], order.key(order.rank, receiver, identity))
             filled += size
     return outgoing, [size * len(contents) for size in sizes]
 

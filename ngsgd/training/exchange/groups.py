@@ -1,7 +1,8 @@
 """Averaging among the workers: the coordinator's part (the workers' is `ngsgd.training.exchange.collective`).
 
-A group of workers has a number, its generation.  A change of members makes a new group under the next number, on a store that
-lives as long as nothing fails; a failure ends the store, so that nobody waits there for a worker that is gone.
+A group of workers has a number, its generation, and a secret, which the workers get with their orders.  A change of members or a
+failure makes a new group under the next number, with a rendezvous of its own that is open only while the group forms; a failure
+closes it, so that nobody waits there for a worker that is gone.
 
 What a failure costs: if the group broke and every worker lives, the coordinator reads the results one by one, as if there were
 no collective; if a worker died or was silent until the deadline and was killed, its results are lost, and its jobs run again
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 
@@ -20,8 +21,10 @@ from ngsgd.config import ClusterConfig
 from ngsgd.errors import ClusterError
 from ngsgd.ops.averaging import pool_variances, shares_of
 from ngsgd.ops.compression import Codec
-from ngsgd.training.exchange.collective import Identity, KeptRef, Order, Parts, Shard
-from ngsgd.training.exchange.process_group import Backend, new_store
+from ngsgd.training.exchange.authentication import new_secret
+from ngsgd.training.exchange.collective import Broken, Identity, KeptRef, Order, Parts, Shard
+from ngsgd.training.exchange.process_group import Backend
+from ngsgd.training.exchange.rendezvous import Rendezvous
 from ngsgd.training.flat import Mean, Vector
 from ngsgd.training.job import Job, JobFailure, JobResult, ResultsLost
 from ngsgd.training.verify import digest
@@ -29,6 +32,7 @@ from ngsgd.training.verify import digest
 # given orders by worker, seconds, and what to call when one of them is found dead: the answers of those that gave one in time;
 # the others are killed
 Ask = Callable[[Mapping[int, Order], float, Callable[[], None]], dict[int, object]]
+_MAX_FAILURES = 3   # in a row: each may cost half of the timeout, and what disturbs the group is likely to stay
 WhyLost = Callable[[KeptRef], str]   # how the process ended that keeps a result; empty while it lives
 
 
@@ -68,24 +72,56 @@ class Exchange:
         self.timeout_s = timeout_s  # after which a worker that has not answered is killed
         self.backend: Backend = backend
         self.codec: Codec | None = codec
-        self._store: Any = None
+        self._rendezvous: Rendezvous | None = None
+        self._secret = b""
         self._members: tuple[tuple[int, str], ...] = ()
         self._generation = 0
+        self._num_failures = 0      # in a row
+        self._reason = ""           # of the last one
+        self._news: list[str] = []
 
     def mean(self, results: Sequence[JobResult], weights: Sequence[float], ask: Ask, why_lost: WhyLost) -> Mean | None:
         """The weighted mean in float64; None if the group broke.  Raises ResultsLost if results went with their workers."""
         refs = [result.sent.kept for result in results if isinstance(result.sent, RemoteRef)]
         mean = None
-        if len(refs) == len(results):  # else some lie here already, and all are read here
+        # else some lie here already, and all are read here
+        is_tried = len(refs) == len(results) and self._num_failures < _MAX_FAILURES
+        if is_tried:
             _require_all(results, refs, why_lost)
             mean = self._mean(refs, weights, ask)
         if mean is None:
             _require_all(results, refs, why_lost)
+            if is_tried:
+                self._failed()
+        else:
+            self._num_failures = 0
         return mean
 
+    def news(self) -> list[str]:
+        """Sentences about groups that failed since the last call."""
+        news, self._news = self._news, []
+        return news
+
     def close(self) -> None:
-        """Ends the store, and with it the wait of all who meet there for one that does not come."""
-        self._store, self._members = None, ()  # the next group is another one, whoever is in it
+        """Closes the rendezvous, so that members that wait there for one that does not come fail at once."""
+        self._close_rendezvous()
+        self._members = ()  # the next group is another one, whoever is in it
+
+    def _close_rendezvous(self) -> None:
+        if self._rendezvous is not None:
+            self._rendezvous.close()
+
+    def _failed(self) -> None:
+        """Notes a failure that cost no worker: the coordinator averages."""
+        self._num_failures += 1
+        found = self._rendezvous
+        strangers = "" if found is None or not found.num_refused else (
+            f"; {found.num_refused} connections to {found.host}:{found.port} did not hold the group's secret: a process outside "
+            "the run connects there")
+        until = "; this is tried no more in this process" if self._num_failures >= _MAX_FAILURES else ""
+        self._news.append(
+            f"the workers could not average among themselves ({self._reason}{strangers}), so the coordinator averages, with the "
+            f"same result{until}; see that only the cluster's machines reach its network, or set cluster.exchange=auto.")
 
     def _mean(self, refs: Sequence[KeptRef], weights: Sequence[float], ask: Ask) -> Mean | None:
         workers = sorted({ref.worker for ref in refs})
@@ -93,8 +129,12 @@ class Exchange:
         shards = [answer for answer in map(answers.get, workers)
                   if isinstance(answer, Shard) and answer.generation == self._generation]
         if len(shards) < len(workers):
+            self._reason = next((answer.reason for answer in answers.values() if isinstance(answer, Broken)), "no answer in time")
             self.close()
             return None
+        if self.backend == "gloo":
+            # all are connected; NCCL may ask it later
+            self._close_rendezvous()
         statistics = {identity: vector for shard in shards for identity, vector in shard.statistics.items()}
         layers = shards[0].layers
         mean = np.empty(sum(len(shard.mean) for shard in shards))
@@ -108,16 +148,17 @@ class Exchange:
         return mean
 
     def _orders(self, refs: Sequence[KeptRef], shares: Sequence[float], workers: Sequence[int]) -> dict[int, Order]:
-        if self._store is None:
-            self._store = new_store(self.host, self.timeout_s)
         members = tuple(sorted({(ref.worker, ref.process) for ref in refs}))
-        if members != self._members:
+        if self._rendezvous is None or members != self._members:
+            self._close_rendezvous()
+            self._secret = new_secret()
+            self._rendezvous = Rendezvous(self.host, self._secret)
             self._members = members
             self._generation += 1
         placed: list[tuple[int, Identity]] = [(workers.index(ref.worker), ref.identity) for ref in refs]
         # half of the time is the group's own: whoever waits for a silent member answers well before it would be killed
-        return {worker: Order(self.host, self._store.port, self._generation, rank, len(workers), self.backend,
-                              self.timeout_s / 2, tuple(placed), tuple(shares), self.codec)
+        return {worker: Order(self.host, self._rendezvous.port, self._generation, rank, len(workers), self.backend,
+                              self.timeout_s / 2, tuple(placed), tuple(shares), self.codec, self._secret)
                 for rank, worker in enumerate(workers)}
 
 

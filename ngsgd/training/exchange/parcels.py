@@ -1,4 +1,4 @@
-"""A result cut into shards and made into bytes, each with its checksum.
+"""A result cut into shards and made into bytes, each with its message authentication code.
 
 Shards end between the rows of the codecs of `ngsgd.ops.compression`, so a result is encoded once and cut afterwards.
 """
@@ -9,11 +9,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ngsgd.ops.compression import ROW_LENGTH, Codec, Encoded, decode
+from ngsgd.training.exchange.authentication import TAG_BYTES, RefusedError, is_tag, tag
 from ngsgd.training.flat import Vector
-from ngsgd.training.verify import digest
 
 Bytes = npt.NDArray[np.uint8]
-_WORD = 8   # parcels are whole words, and end with one that holds the checksum
+_WORD = 8   # parcels are whole words
 
 
 def shard_edges(size: int, count: int) -> list[int]:
@@ -24,22 +24,22 @@ def shard_edges(size: int, count: int) -> list[int]:
 
 def parcel_size(num_elements: int, codec: Codec | None) -> int:
     """Bytes of a parcel of so many elements."""
-    return _padded(sum(_raw_sizes(num_elements, codec))) + _WORD
+    return _padded(sum(_raw_sizes(num_elements, codec))) + TAG_BYTES
 
 
-def pack(content: Vector | Encoded, part: slice, parcel: Bytes) -> None:
-    """Writes one shard of a vector, or of an encoded one; `parcel` is as long as `parcel_size` says."""
+def pack(content: Vector | Encoded, part: slice, parcel: Bytes, key: bytes) -> None:
+    """Writes one shard of a vector, or of an encoded one, and its code; `parcel` is as long as `parcel_size` says."""
     raw = [content[part].view(np.uint8)] if isinstance(content, np.ndarray) else _cut(content, part)
-    filled, end = sum(map(len, raw)), len(parcel) - _WORD
+    filled, end = sum(map(len, raw)), len(parcel) - TAG_BYTES
     np.concatenate(raw, out=parcel[:filled])
     parcel[filled:end] = 0
-    parcel[end:] = np.array([digest(parcel[:end].view(np.float32))], np.uint64).view(np.uint8)
+    parcel[end:] = np.frombuffer(tag(key, parcel[:end]), np.uint8)
 
 
-def unpack(parcel: Bytes, num_elements: int, codec: Codec | None) -> Vector:
-    """The elements; RuntimeError where they are not those that were packed."""
-    if int(parcel[-_WORD:].view(np.uint64)[0]) != digest(parcel[:-_WORD].view(np.float32)):
-        raise RuntimeError("a part of a result arrived damaged")
+def unpack(parcel: Bytes, num_elements: int, codec: Codec | None, key: bytes) -> Vector:
+    """The elements; RefusedError where they are not those that were packed with this key."""
+    if not is_tag(parcel[-TAG_BYTES:].tobytes(), key, parcel[:-TAG_BYTES]):
+        raise RefusedError("a part of a result was damaged or forged on its way")
     if codec is None:
         return parcel[:4 * num_elements].view(np.float32)
     num_codes, num_peaks = _raw_sizes(num_elements, codec)

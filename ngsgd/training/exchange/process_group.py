@@ -1,14 +1,17 @@
 """All-to-all exchange of bytes among workers: gloo between CPUs, NCCL between GPUs.
 
 Groups are objects of their own and not torch.distributed's default group, so a worker may leave one and join the next without
-touching what a user's model does with torch.distributed.  Neither the store nor gloo asks who connects: they are for networks
-on which nobody else is.
+touching what a user's model does with torch.distributed.
+
+Neither gloo nor NCCL asks who connects.  So the members publish their addresses in a store behind the group's secret, prove the
+secret to each other over the connections that came about, and authenticate everything that they send (`parcels`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import socket
 import time
 from collections.abc import Sequence
@@ -21,7 +24,8 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from ngsgd.errors import ClusterError
+from ngsgd.training.exchange.authentication import TAG_BYTES, RefusedError, derive
+from ngsgd.training.exchange.rendezvous import MemberStore
 
 Bytes = npt.NDArray[np.uint8]
 Backend = Literal["gloo", "nccl"]
@@ -42,37 +46,62 @@ class Group(Protocol):
         """Cuts the connections, so that the others fail at once and not at their deadline."""
 
 
-def new_store(host: str, timeout_s: float) -> Any:
-    """Where groups meet: a server in this process, on a port of `host` that was free."""
-    try:
-        # left to itself the store would listen on all of this machine's addresses
-        server = socket.create_server((host, 0))
-    except OSError as error:
-        raise ClusterError(f"this machine cannot listen on its own address {host} ({error.strerror}), where workers would meet to "
-                           "average among themselves; set cluster.exchange=object_store.") from error
-    port = server.getsockname()[1]
-    return c10d.TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s),
-                         master_listen_fd=server.detach())
+def join(backend: Backend, host: str, port: int, *, secret: bytes, generation: int, rank: int, world_size: int,
+         timeout_s: float, device: torch.device) -> Group:
+    """Joins the group of that generation on the coordinator's rendezvous; all members must come within the time.
 
-
-def join(backend: Backend, host: str, port: int, *, generation: int, rank: int, world_size: int, timeout_s: float,
-         device: torch.device) -> Group:
-    """Joins the group of that generation on the coordinator's store; all members must come within the time."""
+    Raises RuntimeError also where one of those that are connected does not hold the secret.
+    """
+    deadline = time.monotonic() + timeout_s
     timeout = timedelta(seconds=timeout_s)
-    # a name per generation: whoever comes late to an old one meets nobody
-    store = c10d.PrefixStore(f"g{generation}", c10d.TCPStore(host, port, is_master=False, timeout=timeout))
+    store = MemberStore(host, port, secret, timeout_s)
+    group: Group
     if backend == "nccl":
-        return _NcclGroup(store, rank, world_size, timeout, device)
-    return _GlooGroup(store, rank, world_size, timeout, _address_towards(host, port))
+        group = _NcclGroup(store, rank, world_size, timeout, device)
+    else:
+        group = _GlooGroup(store, rank, world_size, timeout, _address_towards(host, port))
+    try:
+        prove_members(group, secret, generation, rank, world_size, deadline)
+    except BaseException:
+        group.close()
+        raise
+    return group
+
+
+def prove_members(group: Group, secret: bytes, generation: int, rank: int, world_size: int, deadline: float) -> None:
+    """Every member proves to every other one that it holds the secret, before anything else is sent."""
+    def proof(prover: int, verifier: int, nonce: bytes) -> bytes:
+        return derive(secret, "member", generation, prover, verifier, nonce)[:TAG_BYTES]
+
+    sizes = [TAG_BYTES] * world_size
+    nonces = [secrets.token_bytes(TAG_BYTES) for _ in range(world_size)]
+    theirs = _cut(group.all_to_all(_joined(nonces), sizes, sizes, deadline))
+    proofs = [proof(rank, other, nonce) for other, nonce in enumerate(theirs)]
+    for other, found in enumerate(_cut(group.all_to_all(_joined(proofs), sizes, sizes, deadline))):
+        if not secrets.compare_digest(found, proof(other, rank, nonces[other])):
+            raise RefusedError(f"the peer that is connected as member {other} does not hold the group's secret")
+
+
+def _joined(parts: Sequence[bytes]) -> Bytes:
+    return np.frombuffer(bytearray(b"".join(parts)), np.uint8)
+
+
+def _cut(content: Bytes) -> list[bytes]:
+    whole = content.tobytes()
+    return [whole[first:first + TAG_BYTES] for first in range(0, len(whole), TAG_BYTES)]
 
 
 class _GlooGroup:
-    def __init__(self, store: Any, rank: int, world_size: int, timeout: timedelta, address: str) -> None:
+    def __init__(self, store: MemberStore, rank: int, world_size: int, timeout: timedelta, address: str) -> None:
         options = c10d.ProcessGroupGloo._Options()
         options._timeout = timeout
         # gloo would take the address that this machine's own name stands for, often one that others cannot reach
         options._devices = [c10d.ProcessGroupGloo.create_device(hostname=address)]
         self._group: Any = c10d.ProcessGroupGloo(store, rank, world_size, options)
+        # the connections are there: gloo asks for no more addresses
+        store.close()
+        # torch keeps the C++ part alone, which calls methods of the Python part
+        self._store = store
 
     def all_to_all(self, outgoing: Bytes, out_sizes: Sequence[int], in_sizes: Sequence[int], deadline: float) -> Bytes:
         incoming = torch.empty(sum(in_sizes), dtype=torch.uint8)
@@ -88,9 +117,9 @@ class _GlooGroup:
 
 
 class _NcclGroup:
-    """Not run anywhere yet: there was no machine with GPUs to run it on."""
+    """Not run anywhere yet, so only `cluster.exchange=nccl` chooses it.  NCCL's own connections are not authenticated by NCCL."""
 
-    def __init__(self, store: Any, rank: int, world_size: int, timeout: timedelta, device: torch.device) -> None:
+    def __init__(self, store: MemberStore, rank: int, world_size: int, timeout: timedelta, device: torch.device) -> None:
         # by default NCCL's watchdog ends the whole process, and the results in it, when a peer is gone
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
         options = c10d.ProcessGroupNCCL.Options()
@@ -98,6 +127,7 @@ class _NcclGroup:
         torch.cuda.set_device(device)
         self._device = device
         self._stream = torch.cuda.Stream(device)
+        self._store = store   # see above; NCCL asks it when the group is first used
         self._group: Any = c10d.ProcessGroupNCCL(store, rank, world_size, options)
 
     def all_to_all(self, outgoing: Bytes, out_sizes: Sequence[int], in_sizes: Sequence[int], deadline: float) -> Bytes:

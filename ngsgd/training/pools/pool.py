@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ngsgd.errors import ClusterError, DamagedArchiveError
+from ngsgd.training.exchange.groups import Exchange
+from ngsgd.training.fingerprint import OVERRIDE, Agreement, Fingerprint
 from ngsgd.training.flat import Mean, Vector
 from ngsgd.training.job import Held, Job, JobFailure, JobResult, Outcome, VectorRef, WorkerSpec
 from ngsgd.training.process import settle
@@ -19,10 +21,11 @@ _HOUR_S = 3600.0
 
 @dataclass(frozen=True)
 class Retired:
-    """A worker that died too often to be replaced once more."""
+    """A worker that died too often to be replaced once more, or another incident that only the pool sees."""
 
-    worker: int
+    worker: int     # -1: not about one
     message: str    # one sentence: what was seen, and what to do
+    what: str = "worker_retired"   # kind of incident
 
 
 class Restarts:
@@ -33,6 +36,7 @@ class Restarts:
         self._clock = clock
         self._times: dict[int, deque[float]] = defaultdict(deque)  # of the restarts, by worker
         self._retired: list[Retired] = []
+        self._reported: list[Retired] = []
 
     def allow(self, worker: int, reason: str) -> bool:
         """Counts a restart after a death for that reason; False, and the worker is retired, where it would be one too many."""
@@ -53,11 +57,44 @@ class Restarts:
         news, self._retired = self._retired, []
         return news
 
+    def report(self, what: str, worker: int, message: str) -> None:
+        """Have `news` return an incident about a worker; the same one once only."""
+        incident = Retired(worker, message, what)
+        if incident not in self._reported:
+            self._reported.append(incident)
+            self._retired.append(incident)
+
     def none_left(self, reason: str) -> ClusterError:
         """The error for a run all of whose workers are retired."""
         return ClusterError(f"no worker is left: each died more than failure.max_restarts_per_hour = {self.per_hour} times within "
                             f"an hour, the last one because it was {reason}; the last checkpoint is whole: see why they die, then "
                             "resume.")
+
+
+def incidents_of(exchange: Exchange | None) -> list[Retired]:
+    """Failures of averaging among the workers since the last call, as a pool reports them."""
+    return [Retired(-1, message, "exchange_failed") for message in exchange.news()] if exchange else []
+def check_fingerprint(worker: int, found: Fingerprint, agreement: Agreement, restarts: Restarts, *, is_starting: bool,
+                      where: str = "") -> str:
+    """How a worker that is ready differs from the run's fingerprint, and must not be used for it; empty if it may be used.
+
+    Raises ClusterError while the run's first workers start.
+    """
+    differences = agreement.refusal(found, f"in worker {worker}{where}")
+    if differences and is_starting:
+        raise none_agrees(differences)
+    if differences:
+        restarts.report("worker_refused", worker, f"the process that replaces worker {worker} would compute other bits than the "
+                                                  f"run ({differences}) and is not used; another one is started")
+    for line in agreement.accepted():
+        restarts.report("other_bits", worker, f"worker {worker} computes other bits, as {OVERRIDE} allows: {line}")
+    return differences
+
+
+def none_agrees(differences: str) -> ClusterError:
+    """The error for a run whose workers would compute other bits."""
+    return ClusterError(f"no worker would compute the bits of this run ({differences}); make the machine as it was, then resume; or "
+                        f"accept other bits with: ngsgd resume RUN {OVERRIDE}")
 
 
 class WorkerPool(Protocol):
@@ -113,16 +150,20 @@ class InProcessPool:
     """Logical workers in this process, one job at a time: breakpoints work, and the numbers are those of any pool."""
 
     def __init__(self, spec: WorkerSpec, num_workers: int, num_threads: int,
-                 should_stop: Callable[[], bool] = never) -> None:
+                 should_stop: Callable[[], bool] = never, agreement: Agreement | None = None) -> None:
         self.spec = spec
         self.num_workers = num_workers
         self.num_threads = num_threads
         self.should_stop = should_stop
+        self.agreement = agreement
         self._queue: deque[Job] = deque()
 
     def start(self) -> None:
         settle(self.num_threads)
         self._worker = Worker(self.spec, 0)
+        if self.agreement is not None and (differences := self.agreement.refusal(
+                Fingerprint.of_this_process(self.num_threads, self._worker.device))):
+            raise none_agrees(differences)
 
     def publish(self, write: Callable[[Vector], object]) -> VectorRef:
         write(vector := np_empty(self._worker.layout.size))

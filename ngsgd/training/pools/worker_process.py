@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import socket
@@ -14,16 +13,18 @@ from multiprocessing import forkserver
 from types import FrameType
 
 import numpy as np
+import torch
 
 from ngsgd.training.exchange.collective import Fetch, Member, Order
 from ngsgd.training.exchange.shared_memory import SharedRef
+from ngsgd.training.fingerprint import Fingerprint
 from ngsgd.training.flat import Vector
 from ngsgd.training.job import Held, Job, JobFailure, JobResult, WorkerSpec
 from ngsgd.training.pools.messages import Disconnected, Messages
+from ngsgd.training.pools.newborn import die_with_parent
 from ngsgd.training.process import settle
 from ngsgd.training.worker import Worker, np_empty
 
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 MakeWorker = Callable[[WorkerSpec, int], Worker]
 
 
@@ -45,6 +46,7 @@ class Ready:
     """The first message: jobs may come."""
 
     process_id: int
+    fingerprint: Fingerprint
 
 
 @dataclass(frozen=True)
@@ -58,18 +60,23 @@ class Assignment:
 STOP = "stop"  # end the job after the minibatch at hand
 
 
-def serve(connection: socket.socket, setting: Setting) -> None:
-    """Runs jobs until the coordinator hangs up."""
-    # whatever happens to the coordinator, no worker is left behind: its parent, the fork server, ends with it
+def serve(connection: socket.socket) -> None:
+    """Takes its setting and then jobs from the connection, until the coordinator closes it."""
+    # no worker outlives the coordinator: its parent, the fork server, ends with it.  A fork server that was started by
+    # somebody else has not loaded `newborn`, so this is said again
     _let_fork_server_go()
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    _redirect(setting.log)
-    time.sleep(setting.delay_s)
-    settle(setting.num_threads)
-    process = WorkerProcess(Messages(connection), setting)
+    die_with_parent(os.getppid())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the coordinator decides
-    signal.signal(signal.SIGTERM, process.terminate)
+    messages = Messages(connection)
     try:
+        # not an argument: what a process is started with passes through a pipe, and a large one would block the starter
+        setting = messages.receive()
+        assert isinstance(setting, Setting)
+        _redirect(setting.log)
+        time.sleep(setting.delay_s)
+        settle(setting.num_threads)
+        process = WorkerProcess(messages, setting)
+        signal.signal(signal.SIGTERM, process.terminate)
         process.run()
     except Disconnected:
         sys.exit(0)
@@ -99,7 +106,7 @@ class WorkerProcess:
             return
         if self._should_end:
             return
-        self.messages.send(Ready(os.getpid()))
+        self.messages.send(Ready(os.getpid(), Fingerprint.of_this_process(torch.get_num_threads(), worker.device)))
         self._member = Member(self.setting.index, worker.layout, worker.device)
         while self._may_wait():
             message = self.messages.receive()

@@ -22,6 +22,7 @@ from ngsgd.ops.averaging import mean_of_chunk, pool_variances, shares_of
 from ngsgd.ops.compression import Codec
 from ngsgd.schedules import Shard as ArchiveShard
 from ngsgd.training.audit import audit
+from ngsgd.training.exchange.authentication import new_secret
 from ngsgd.training.exchange.collective import Broken, KeptRef, Member, Order
 from ngsgd.training.exchange.groups import Exchange, remote
 from ngsgd.training.exchange.parcels import pack, parcel_size, shard_edges, unpack
@@ -187,14 +188,14 @@ def test_parcels_hold_each_shard_once_and_notice_a_wrong_byte(size: int, count: 
     lengths = [stop - first for first, stop in pairwise(edges)]
     parcels = [np.full(parcel_size(length, codec), 255, np.uint8) for length in lengths]
     for parcel, (first, stop) in zip(parcels, pairwise(edges), strict=True):
-        pack(content, slice(first, stop), parcel)
-    unpacked = np.concatenate([unpack(parcel, length, codec) for parcel, length in zip(parcels, lengths, strict=True)])
+        pack(content, slice(first, stop), parcel, b"key")
+    unpacked = np.concatenate([unpack(parcel, length, codec, b"key") for parcel, length in zip(parcels, lengths, strict=True)])
     assert np.array_equal(unpacked, vector if codec is None else decode(encode(vector, codec)))
     for parcel, length in zip(parcels, lengths, strict=True):
         if length:
             parcel[0] ^= 1
             with pytest.raises(RuntimeError, match="damaged"):
-                unpack(parcel, length, codec)
+                unpack(parcel, length, codec, b"key")
 
 
 # --------------------------------------------------------------------------------------------------------- processes
@@ -296,7 +297,7 @@ def test_a_worker_that_is_slow_but_lives_costs_one_round_through_the_coordinator
     run = Run(tmp_path / "slow", settings)
     pool = PoolThatWakes(run, signal.SIGSTOP)
     assert run.train(pool).model_sha256 == whole.model_sha256
-    assert run.recorder.incidents == []
+    assert [incident.what for incident in run.recorder.incidents] == ["exchange_failed"]
     assert pool.num_fetched == 3
 
 
@@ -351,5 +352,5 @@ def test_a_broken_group_says_why() -> None:
     member = Member(0, PLAIN, torch.device("cpu"))
     swarm = Swarm(PLAIN, 1)
     swarm.result(some(PLAIN.size, 0), some(PLAIN.size, 0), 0, 0)
-    answer = member.average(Order("127.0.0.1", 1, 1, 0, 2, "gloo", 0.5, (), (), None))
+    answer = member.average(Order("127.0.0.1", 1, 1, 0, 2, "gloo", 0.5, (), (), None, new_secret()))
     assert isinstance(answer, Broken) and answer.reason

@@ -1,0 +1,80 @@
+"""The folder of a Ray that a run starts for itself: nobody else on the machine can enter it.
+
+Ray makes its session folder, and the sockets in it, writable for everybody, so that any user could
+move a socket away.  Below a folder of mode 0700 nobody reaches them.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+import time
+from pathlib import Path
+
+_PREFIX = "ngsgd-ray-"
+# sun_path holds 107 bytes; this long is /r/session_DATE_TIME_MICROSECONDS_PID/sockets/plasma_store
+_LONGEST_SOCKET, _SESSION_BYTES = 107, 68
+_STALE_S = 600.0   # Ray's processes need about a minute to end when their coordinator was killed
+
+
+class PrivateFolder:
+    """Made at once; removed by `close`, at the end of the process, or by a later run if it was killed."""
+
+    def __init__(self) -> None:
+        base = _base()
+        _remove_stale(base)
+        # mkdtemp makes it 0700; Ray opens its own folder below for everybody
+        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
+        self.temp_dir = str(self.path / "r")
+        self.logs = f"{self.temp_dir}/session_latest/logs"
+        self._owner = os.getpid()
+        self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        atexit.register(self._at_exit)
+
+    def close(self, *, keep: bool = False) -> None:
+        """Removes the folder, or leaves it for a user to read."""
+        if self._lock < 0 or self._owner != os.getpid():
+            return
+        atexit.unregister(self._at_exit)
+        if keep:
+            # a later run removes folders that have a lock file
+            (self.path / "lock").unlink(missing_ok=True)
+        else:
+            shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._lock)
+        self._lock = -1
+
+    def _at_exit(self) -> None:
+        if self._owner == os.getpid():
+            import ray
+
+            with contextlib.suppress(Exception):
+                ray.shutdown()
+            self.close()
+
+
+def _base() -> str:
+    """Where Ray would have its folder, unless paths of sockets would become too long there."""
+    found = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
+    # eight random characters follow the prefix
+    length = len(os.fsencode(found)) + 1 + len(_PREFIX) + 8 + _SESSION_BYTES
+    return found if length <= _LONGEST_SOCKET and Path(found).is_dir() else "/tmp"
+
+
+def _remove_stale(base: str) -> None:
+    """Removes the folders of this user's runs that were killed."""
+    for lock in Path(base).glob(f"{_PREFIX}*/lock"):
+        with contextlib.suppress(OSError):
+            if lock.stat().st_uid != os.getuid() or time.time() - lock.stat().st_mtime < _STALE_S:
+                continue
+            descriptor = os.open(lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(lock.parent, ignore_errors=True)
+            finally:
+                os.close(descriptor)

@@ -1,0 +1,328 @@
+"""Kaldi's objects in binary and text form: matrices, compressed matrices, vectors, vectors of int32.
+
+Only these forms are read.  No file content is executed: pipes and pickles, which other readers of these files accept, are
+refused by name.  Each size in a header is compared with the bytes that follow before memory is allocated.
+
+    place = parse_place("feats.ark:12[0:19,3:5]")   # file, offset, rows and columns
+    with open_object(path, place) as source:
+        matrix = place.part(read_object(source))
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from ngsgd.files import open_regular
+
+Array = npt.NDArray[Any]
+
+# how content of other kinds begins; kaldiio reads the first five of these, by unpickling in the first case
+_FOREIGN = {
+    b"PKL": "a Python pickle", b"NPY": "a NumPy array of kaldiio", b"AUDIO": "audio of kaldiio", b"RIFF": "wav audio",
+    b"fLaC": "flac audio", b"\x93NUMPY": "a NumPy file", b"PK\x03\x04": "a zip archive", b"\x1f\x8b": "gzip data",
+    b"\x80": "a Python pickle",
+}
+_LONGEST_KEY = 4096
+_MAX_BEYOND = 3                     # Kaldi lets a row range end up to this many rows after the last one
+_PER_LEVEL_16 = np.float32(1.52590218966964e-05)   # 1/65535, with the digits of Kaldi's source
+_INT_VECTOR = np.dtype([("size", "u1"), ("value", "<i4")])
+
+
+class KaldiFormatError(ValueError):
+    """The content is not an object of Kaldi's that is read here; the message is the reason."""
+
+
+# Sources ----------------------------------------------------------------------------------------------
+
+
+class Source:
+    """A file of a known size, so that no read can ask for more than there is."""
+
+    def __init__(self, file: BinaryIO, size: int) -> None:
+        self._file, self._size = file, size
+
+    @property
+    def left(self) -> int:
+        return self._size - self._file.tell()
+
+    def seek(self, offset: int) -> None:
+        if offset > self._size:
+            raise KaldiFormatError(f"the file has {self._size} bytes, and the offset is {offset}")
+        self._file.seek(offset)
+
+    def peek(self, size: int) -> bytes:
+        content = self._file.read(size)
+        self._file.seek(-len(content), 1)
+        return content
+
+    def take(self, size: int) -> bytes:
+        """Read a few bytes, not more than a header has."""
+        content = self._file.read(size)
+        if len(content) != size:
+            raise KaldiFormatError("it ends too early")
+        return content
+
+    def array(self, dtype: npt.DTypeLike, *shape: int) -> Array:
+        """Read an array; the shape is checked before it is allocated."""
+        kind = np.dtype(dtype)
+        if min(shape) < 0 or (len(shape) > 1 and (shape[0] == 0) != (shape[1] == 0)):
+            raise KaldiFormatError(f"its header has the size {' x '.join(map(str, shape))}")
+        size = kind.itemsize
+        for length in shape:
+            size *= length
+        self._require(size)
+        found = np.empty(shape, kind)
+        if size and self._file.readinto(found.reshape(-1).view(np.uint8)) != size:  # type: ignore[attr-defined]
+            raise KaldiFormatError("it ends too early")
+        return found
+
+    def int32(self) -> int:
+        """Read an integer with the byte before it that gives its size."""
+        content = self.take(5)
+        if content[0] != 4:
+            raise KaldiFormatError(f"an integer of 4 bytes was expected, and the size byte is {content[0]}")
+        return int.from_bytes(content[1:], "little", signed=True)
+
+    def word(self, longest: int = _LONGEST_KEY) -> bytes:
+        """Read up to the next space, and that; empty at the end of the file."""
+        content = self._file.read(64)
+        while (end := content.find(b" ")) < 0:
+            more = self._file.read(longest)
+            if len(content) > longest or not more:
+                if not content.strip():
+                    return b""
+                raise KaldiFormatError(f"no space ends the word {content[:40]!r}")
+            content += more
+        self._file.seek(end + 1 - len(content), 1)
+        return content[:end]
+
+    def line(self) -> bytes:
+        return self._file.readline()
+
+    def expect(self, expected: bytes) -> None:
+        if (found := self._file.read(len(expected))) != expected:
+            raise KaldiFormatError(f"{expected!r} was expected, and {found!r} is there")
+
+    def _require(self, size: int) -> None:
+        if not 0 <= size <= self.left:
+            raise KaldiFormatError(f"its header asks for {size} bytes, and {self.left} follow")
+
+
+# Places -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where an entry of a .scp points: a file, perhaps an offset, perhaps a part of the matrix."""
+
+    file: str
+    offset: int = 0
+    rows: tuple[int, int] | None = None     # first and last, counted from 0
+    columns: tuple[int, int] | None = None
+
+    def resolve(self, folder: Path) -> Path:
+        """The file, relative to the working directory where it is there, else to `folder`."""
+        path = Path(self.file)
+        return path if path.is_absolute() or path.exists() else folder / path
+
+    def part(self, matrix: Array) -> Array:
+        """Cut the ranges out of the matrix."""
+        if self.rows is None and self.columns is None:
+            return matrix
+        if matrix.ndim != 2:
+            raise KaldiFormatError("a range was given for something that is not a matrix")
+        return matrix[_slice(self.rows, len(matrix), "rows", _MAX_BEYOND), _slice(self.columns, matrix.shape[1], "columns", 1)]
+
+
+def parse_place(value: str) -> Place:
+    """Parse the second field of a line of a .scp, such as `feats.ark:12[0:19,3:5]`.
+
+    Raises:
+        KaldiFormatError: it is a command, standard input, or a range that cannot be parsed.
+    """
+    value = value.strip()
+    if value.endswith("|") or value.startswith("|"):
+        raise KaldiFormatError("is a command, and ngsgd runs none from data files")
+    ranges: list[str] = []
+    if value.endswith("]") and "[" in value:
+        value, _, inside = value[:-1].rpartition("[")
+        ranges = inside.split(",")
+        if value.rstrip().endswith("|"):
+            raise KaldiFormatError("is a command, and ngsgd runs none from data files")
+    if len(ranges) > 2:
+        raise KaldiFormatError("has a range of more than rows and columns")
+    rows, columns = (_range(text) for text in [*ranges, ":", ":"][:2])
+    name, colon, offset = value.rpartition(":")
+    if colon and offset.isascii() and offset.isdigit() and len(offset) < 19:
+        return _named(Place(name, int(offset), rows, columns))
+    return _named(Place(value, 0, rows, columns))
+
+
+def _named(place: Place) -> Place:
+    if place.file in ("", "-"):
+        raise KaldiFormatError("is standard input, which is not read; name a file")
+    if "\0" in place.file:
+        raise KaldiFormatError("has a zero byte in the file name")
+    return place
+
+
+def _range(text: str) -> tuple[int, int] | None:
+    if text == ":":
+        return None
+    match = re.fullmatch("([0-9]{1,10}):([0-9]{1,10})", text)
+    if not match or int(match[1]) > int(match[2]):
+        raise KaldiFormatError(f"has the range [{text}], which is not first:last, both counted from 0")
+    return int(match[1]), int(match[2])
+
+
+def _slice(ends: tuple[int, int] | None, size: int, what: str, beyond: int) -> slice:
+    if ends is None:
+        return slice(None)
+    first, last = ends
+    if first >= size or last >= size + (beyond if beyond > 1 else 0):
+        raise KaldiFormatError(f"the range {first}:{last} does not lie within its {size} {what}")
+    return slice(first, min(last, size - 1) + 1)
+
+
+@contextmanager
+def open_source(path: Path, offset: int = 0) -> Iterator[Source]:
+    """Open a regular file at an offset.  Raises OSError for FIFOs and devices."""
+    with open_regular(path) as file:
+        source = Source(file, os.fstat(file.fileno()).st_size)
+        if offset:
+            source.seek(offset)
+        yield source
+
+
+# Objects ----------------------------------------------------------------------------------------------
+
+
+def read_object(source: Source) -> Array:
+    """Read a float matrix or vector, or a vector of int32, from where the source is.
+
+    Returns:
+        A writable float32, float64 or int32 array of 1 or 2 dimensions.
+
+    Raises:
+        KaldiFormatError: it is something else, or it is damaged.
+    """
+    head = source.peek(6)
+    if not head.startswith(b"\0B"):
+        for magic, kind in _FOREIGN.items():
+            if head.startswith(magic):
+                raise KaldiFormatError(f"is {kind}, which is not read from Kaldi archives")
+        return _read_text(source)
+    source.take(2)
+    if head[2:3] == b"\4":
+        return _read_int_vector(source)
+    return read_float_object(source, source.word(16))
+
+
+def read_float_object(source: Source, kind: bytes) -> Array:
+    """Read a matrix or vector whose type word, such as `FM`, has been read."""
+    dtype = {b"F": "<f4", b"D": "<f8"}.get(kind[:1])
+    if dtype and kind[1:] == b"M":
+        return source.array(dtype, source.int32(), source.int32())
+    if dtype and kind[1:] == b"V":
+        return source.array(dtype, source.int32())
+    if kind in (b"CM", b"CM2", b"CM3"):
+        return _read_compressed(source, kind)
+    raise KaldiFormatError(f"is of the type {kind[:16]!r}, which is not read")
+
+
+def read_archive(source: Source) -> Iterator[tuple[str, Array]]:
+    """(key, object) of every entry of an archive, binary or text."""
+    while key := source.word():
+        name = key.strip().decode("utf-8", errors="replace")
+        try:
+            yield name, read_object(source)
+        except KaldiFormatError as error:
+            raise KaldiFormatError(f"{name[:80]}: {error}") from error
+
+
+def _read_int_vector(source: Source) -> Array:
+    packed = source.array(_INT_VECTOR, source.int32())
+    if not (packed["size"] == 4).all():
+        raise KaldiFormatError("is not a vector of integers of 4 bytes")
+    return np.ascontiguousarray(packed["value"])
+
+
+def _read_compressed(source: Source, kind: bytes) -> Array:
+    """Unpack Kaldi's CompressedMatrix in its order of operations, so that every bit is the same.
+
+    CM2 has 16 bits an element, CM3 has 8, CM has 8 bits between four quantiles of each column.
+    """
+    low, span, num_rows, num_columns = struct.unpack("<ffii", source.take(16))
+    if not (np.isfinite(low) and np.isfinite(span)):
+        raise KaldiFormatError("is compressed with a range that is not finite")
+    if min(num_rows, num_columns) < 0 or (num_rows == 0) != (num_columns == 0):
+        raise KaldiFormatError(f"its header has the size {num_rows} x {num_columns}")
+    if kind != b"CM":
+        dtype, top = ("<u2", 65535.0) if kind == b"CM2" else ("u1", 255.0)
+        step = np.float32(span * (1.0 / top))   # in double, as in Kaldi
+        return np.float32(low) + source.array(dtype, num_rows, num_columns).astype(np.float32) * step
+    if not num_rows:
+        return np.empty((0, 0), np.float32)
+    levels_D4 = source.array("<u2", num_columns, 4).astype(np.float32)
+    quantile_D4 = np.float32(low) + np.float32(span) * _PER_LEVEL_16 * levels_D4
+    level_DT = source.array("u1", num_columns, num_rows)
+    return np.ascontiguousarray(np.take_along_axis(_value_of_level(quantile_D4), level_DT, axis=1).T)
+
+
+def _value_of_level(quantile_D4: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """D x 256: values between the quantiles at levels 0, 64, 192 and 255."""
+    found = np.empty((len(quantile_D4), 256), np.float32)
+    for begin, end, at in ((0, 64, 0), (64, 192, 1), (192, 255, 2)):
+        level = np.arange(begin, end + 1, dtype=np.float32) - np.float32(begin)
+        span_D1 = (quantile_D4[:, at + 1] - quantile_D4[:, at])[:, None]
+        # Kaldi multiplies the span by the level in float, then scales and adds in double
+        value = quantile_D4[:, at][:, None] + (span_D1 * level).astype(np.float64) * (1.0 / (end - begin))
+        # the quantile in the middle belongs to the part before it
+        first = begin + 1 if begin else 0
+        found[:, first:end + 1] = value[:, first - begin:]
+    return found
+
+
+def _read_text(source: Source) -> Array:
+    """A line of integers, or numbers in brackets: one line is a vector, more lines are a matrix."""
+    line = source.line()
+    if not line.lstrip().startswith(b"["):
+        return _numbers(line, np.int32)
+    rows = [line.lstrip()[1:]]
+    while b"]" not in rows[-1]:
+        if not (line := source.line()):
+            raise KaldiFormatError("the bracket ] is missing")
+        rows.append(line)
+    rows[-1], _, rest = rows[-1].partition(b"]")
+    if rest.strip():
+        raise KaldiFormatError(f"{rest.strip()[:20]!r} follows the bracket ]")
+    if len(rows) == 1:
+        return _numbers(rows[0], np.float32)
+    found = [_numbers(row, np.float32) for row in rows if row.strip()]
+    if len({len(row) for row in found}) > 1:
+        raise KaldiFormatError("its rows are not of one length")
+    return np.stack(found) if found else np.empty((0, 0), np.float32)
+
+
+def _numbers(line: bytes, dtype: type[np.float32] | type[np.int32]) -> Array:
+    try:
+        fields = line.decode("ascii").split()
+        if "_" in line.decode("ascii"):    # Python's digit separator is no number of Kaldi's
+            raise ValueError("_ in a number")
+        wide = np.array(fields, np.float64 if dtype is np.float32 else np.int64)
+    except (ValueError, OverflowError) as error:
+        raise KaldiFormatError(f"{line[:40]!r} is not numbers in Kaldi's text form") from error
+    if dtype is np.int32 and len(wide) and (wide.min() < -2**31 or wide.max() >= 2**31):
+        raise KaldiFormatError(f"{line[:40]!r} has an integer beyond 32 bits")
+    with np.errstate(over="ignore"):
+        return wide.astype(dtype)

@@ -1,0 +1,137 @@
+"""Message authentication codes, and a socket on which both ends prove that they hold a secret.
+
+The secret travels over the authenticated channel between the coordinator and its workers.  It
+protects against processes that can reach a port; nothing here is encrypted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+import socket
+import struct
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Bytes = npt.NDArray[np.uint8]
+TAG_BYTES = 16
+_SECRET_BYTES = 16   # 128 bits
+_NONCE_BYTES = 16
+_MAX_MESSAGE = 1 << 16
+_LENGTH = struct.Struct("!I")
+_COUNT = struct.Struct("!Q")
+
+
+class RefusedError(RuntimeError):
+    """The peer does not hold the secret, or a message was altered on its way."""
+
+
+def new_secret() -> bytes:
+    """128 random bits."""
+    return secrets.token_bytes(_SECRET_BYTES)
+
+
+def derive(secret: bytes, *parts: bytes | str | int) -> bytes:
+    """A key for one purpose, which `parts` name; different parts give independent keys."""
+    return _code(secret, [str(part).encode() if not isinstance(part, bytes) else part for part in parts])
+
+
+def tag(key: bytes, content: bytes | Bytes) -> bytes:
+    """The authentication code of a content."""
+    return hmac.digest(key, content, hashlib.sha256)[:TAG_BYTES]  # type: ignore[arg-type]
+
+
+def is_tag(found: bytes, key: bytes, content: bytes | Bytes) -> bool:
+    """Whether `found` is the authentication code of a content; takes the same time for all wrong ones."""
+    return hmac.compare_digest(found, tag(key, content))
+
+
+@dataclass
+class Channel:
+    """Length-prefixed messages between two ends that hold the same secret; each carries its code."""
+
+    connection: socket.socket
+    send_key: bytes
+    receive_key: bytes
+    _sent: int = 0
+    _received: int = 0
+
+    def send(self, message: bytes) -> None:
+        code = derive(self.send_key, _COUNT.pack(self._sent), message)[:TAG_BYTES]
+        self._sent += 1
+        self.connection.sendall(_LENGTH.pack(len(message)) + message + code)
+
+    def receive(self, deadline: float | None = None) -> bytes:
+        """The next message; `deadline` is in seconds of time.monotonic()."""
+        (length,) = _LENGTH.unpack(_read(self.connection, _LENGTH.size, deadline))
+        if length > _MAX_MESSAGE:
+            raise RefusedError("a message is too long")
+        message = _read(self.connection, length, deadline)
+        code = derive(self.receive_key, _COUNT.pack(self._received), message)[:TAG_BYTES]
+        if not hmac.compare_digest(_read(self.connection, TAG_BYTES, deadline), code):
+            raise RefusedError("a message was altered on its way")
+        self._received += 1
+        return message
+
+    def close(self) -> None:
+        self.connection.close()
+
+
+def accepted(connection: socket.socket, secret: bytes, deadline: float) -> Channel:
+    """The server's end.  Raises RefusedError for a client without the secret, which learns nothing."""
+    ours = secrets.token_bytes(_NONCE_BYTES)
+    connection.sendall(ours)
+    theirs = _read(connection, _NONCE_BYTES, deadline)
+    proof = _read(connection, TAG_BYTES, deadline)
+    if not hmac.compare_digest(proof, derive(secret, "client", ours, theirs)[:TAG_BYTES]):
+        raise RefusedError("a client does not hold the secret")
+    connection.sendall(derive(secret, "server", ours, theirs)[:TAG_BYTES])
+    connection.settimeout(None)
+    return Channel(connection, *(derive(secret, name, ours, theirs) for name in ("down", "up")))
+
+
+def opened(host: str, port: int, secret: bytes, deadline: float) -> Channel:
+    """The client's end.  Raises RefusedError where the server does not hold the secret."""
+    connection = socket.create_connection((host, port), timeout=_left(deadline))
+    try:
+        theirs = _read(connection, _NONCE_BYTES, deadline)
+        ours = secrets.token_bytes(_NONCE_BYTES)
+        connection.sendall(ours + derive(secret, "client", theirs, ours)[:TAG_BYTES])
+        proof = _read(connection, TAG_BYTES, deadline)
+        if not hmac.compare_digest(proof, derive(secret, "server", theirs, ours)[:TAG_BYTES]):
+            raise RefusedError(f"{host}:{port} does not hold the secret")
+    except BaseException:
+        connection.close()
+        raise
+    return Channel(connection, *(derive(secret, name, theirs, ours) for name in ("up", "down")))
+
+
+def _code(key: bytes, parts: list[bytes]) -> bytes:
+    code = hmac.new(key, digestmod=hashlib.sha256)
+    for part in parts:
+        # with their lengths, or ("ab", "c") and ("a", "bc") would be the same
+        code.update(_COUNT.pack(len(part)) + part)
+    return code.digest()
+
+
+def _read(connection: socket.socket, size: int, deadline: float | None) -> bytes:
+    content = bytearray()
+    while len(content) < size:
+        # one limit for all of it: a peer that sends a byte now and then must not hold a thread
+        connection.settimeout(None if deadline is None else _left(deadline))
+        part = connection.recv(size - len(content))
+        if not part:
+            raise ConnectionResetError("the peer closed the connection")
+        content += part
+    return bytes(content)
+
+
+def _left(deadline: float) -> float:
+    left = deadline - time.monotonic()
+    if left <= 0.0:
+        raise TimeoutError("the peer did not answer in time")
+    return left

@@ -1,0 +1,172 @@
+"""One coordinator per run folder: a lock with a fencing number.
+
+The lock is a kernel lock (flock) on RUN/lock. It ends with its process, however that dies, so a run that was killed can
+be resumed at once, also after a restart of the machine. Every holder has a larger fencing number than the one before;
+checkpoints and ledger carry it. On a file system without locks the fencing number alone stops a coordinator that was
+superseded: it is compared before each commit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from ngsgd import process_identity
+from ngsgd.errors import CheckpointError, RunLockedError
+from ngsgd.files import fsync
+
+_TRIES, _PAUSE_S = 5, 0.1    # a reader that tests the lock holds it for an instant
+_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+_SIZE = 2048   # bytes of the file: one write within a page, so that a killed process leaves no mixture
+
+
+class RunLock:
+    """The right to write to a run folder; a context manager that gives it back.
+
+    Args:
+        path: the file of the lock.
+        purpose: of the holder, for the message that refuses the next one ("train", "resume", "decode").
+        last_fence: the largest fencing number known from elsewhere, for a lock file that was removed or damaged.
+        warn: receives one message where the file system has no locks.
+    """
+
+    def __init__(self, path: Path, purpose: str, last_fence: int = 0,
+                 warn: Callable[[str], None] = lambda message: None) -> None:
+        self.path = path
+        self.purpose = purpose
+        self.fence = last_fence
+        self._warn = warn
+        self._descriptor = -1
+
+    def __enter__(self) -> Self:
+        self.acquire()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.release()
+
+    def acquire(self) -> None:
+        """Take the lock, or raise RunLockedError at once where a living process holds it."""
+        is_new = not self.path.exists()
+        try:
+            self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
+            try:
+                self._take()
+                self.fence = 1 + max(self.fence, _fence_in(_read(self._descriptor)))
+                self._write({"fence": self.fence, "purpose": self.purpose, "since": time.time(),
+                             "holder": process_identity.current()})
+            except BaseException:
+                os.close(self._descriptor)
+                raise
+            if is_new:
+                fsync(self.path.parent)
+        except OSError as error:
+            raise CheckpointError(f"{self.path} could not be locked ({error.strerror}), so nothing is written to the run; make "
+                                  f"room, or fix the permissions of {self.path.parent}.") from error
+
+    def release(self) -> None:
+        """Give the lock back; the fencing number stays in the file."""
+        with contextlib.suppress(OSError):  # a full disk must not keep the lock
+            self._write({"fence": self.fence})
+        os.close(self._descriptor)
+
+    def require_held(self) -> None:
+        """Raise RunLockedError where another process has taken the lock since."""
+        with contextlib.suppress(FileNotFoundError):
+            now = _fence_in(read_lock(self.path))
+            if now <= self.fence:
+                return
+            raise RunLockedError(f"{self.path.parent} was taken over by another process (fencing number {now}, this process "
+                                 f"has {self.fence}); nothing more is written here. Follow the run with: ngsgd status "
+                                 f"{self.path.parent}")
+        raise RunLockedError(f"{self.path} was removed while this process held it; nothing more is written to the run. Resume "
+                             f"it with: ngsgd resume {self.path.parent}")
+
+    def _take(self) -> None:
+        for last in (*(False,) * (_TRIES - 1), True):
+            try:
+                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if last:
+                    raise RunLockedError(_refusal(self.path, _read(self._descriptor))) from None
+                time.sleep(_PAUSE_S)
+            except OSError as error:
+                if error.errno not in _NO_LOCKS:
+                    raise
+                self._take_without_locks()
+                return
+
+    def _take_without_locks(self) -> None:
+        holder = _read(self._descriptor)
+        if process_identity.is_alive(_holder_of(holder)):
+            raise RunLockedError(_refusal(self.path, holder))
+        self._warn(f"the file system of {self.path.parent} has no locks; do not start a second process on this run")
+
+    def _write(self, content: Mapping[str, Any]) -> None:
+        # in place: the kernel lock belongs to this very file
+        os.pwrite(self._descriptor, json.dumps(content).encode().ljust(_SIZE - 1) + b"\n", 0)
+        os.fsync(self._descriptor)
+
+
+def holder_of(path: Path) -> dict[str, Any] | None:
+    """The content of a lock that a living process holds; None where nobody does.
+
+    "holder" in it is the identity of the process, as in `ngsgd.process_identity`.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return None
+    except BlockingIOError:
+        return _read(descriptor)
+    except OSError:  # no locks here: the identity alone decides
+        content = _read(descriptor)
+        return content if process_identity.is_alive(_holder_of(content)) else None
+    finally:
+        os.close(descriptor)
+
+
+def read_lock(path: Path) -> dict[str, Any]:
+    """The content of a lock file; empty where it is damaged. Raises FileNotFoundError where there is none."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        return _read(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _read(descriptor: int) -> dict[str, Any]:
+    try:
+        content = json.loads(os.pread(descriptor, _SIZE, 0))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _fence_in(content: Mapping[str, Any]) -> int:
+    fence = content.get("fence")
+    return fence if type(fence) is int and fence > 0 else 0
+
+
+def _holder_of(content: Mapping[str, Any]) -> Mapping[str, Any]:
+    holder = content.get("holder")
+    return holder if isinstance(holder, dict) else {}
+
+
+def _refusal(path: Path, content: Mapping[str, Any]) -> str:
+    holder = _holder_of(content)
+    who = f"process {holder.get('process_id')} on {holder.get('host')}" if holder else "another process"
+    return (f"{path.parent} is in use by {who} (ngsgd {content.get('purpose', 'train')}); wait for its end, or end it with: "
+            f"ngsgd stop {path.parent}")

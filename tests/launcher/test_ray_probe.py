@@ -1,0 +1,175 @@
+"""Addresses at which no Ray answers: one message within seconds, and Ray itself is never asked."""
+
+from __future__ import annotations
+
+import contextlib
+import http.server
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from launcher import cli, ray_jobs, ray_probe
+from launcher.ray_probe import require_cluster, require_dashboard, require_head, require_version
+from ngsgd.config import ClusterConfig
+from ngsgd.errors import ClusterError, ConfigError
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_probe, "_ANSWER_S", 0.3)
+    monkeypatch.setattr(ray_probe, "_CONNECT_S", 0.3)
+
+
+@pytest.fixture
+def closed_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextlib.contextmanager
+def server(serve: Callable[[socket.socket], None]) -> Iterator[int]:
+    """The port of a server that does this with each connection."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        def run() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    connection, _ = listener.accept()
+                    with connection:
+                        serve(connection)
+        threading.Thread(target=run, daemon=True).start()
+        yield listener.getsockname()[1]
+
+
+@pytest.fixture
+def silent_port() -> Iterator[int]:
+    """Connections are made, by the kernel, and nothing ever answers."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener.getsockname()[1]
+
+
+@pytest.fixture
+def http_port() -> Iterator[int]:
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(404)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as found:
+        thread = threading.Thread(target=found.serve_forever, daemon=True)
+        thread.start()
+        yield found.server_address[1]
+        found.shutdown()
+        thread.join()
+
+
+def speaks_grpc(connection: socket.socket) -> None:
+    connection.recv(100)
+    connection.sendall(struct.pack("!3sBBI", b"\0\0\0", 4, 0, 0))
+
+
+def test_a_closed_port_is_one_message_with_the_address(closed_port: int) -> None:
+    with pytest.raises(ClusterError, match=f"127.0.0.1:{closed_port}") as found:
+        require_head(f"127.0.0.1:{closed_port}")
+    assert "\n" not in str(found.value)
+
+
+def test_a_port_that_never_answers_is_one_message(silent_port: int) -> None:
+    with pytest.raises(ClusterError, match=f"127.0.0.1:{silent_port}"):
+        require_head(f"127.0.0.1:{silent_port}")
+    with pytest.raises(ClusterError, match=f"127.0.0.1:{silent_port}"):
+        require_dashboard(f"http://127.0.0.1:{silent_port}")
+
+
+def test_a_web_server_is_no_head(http_port: int) -> None:
+    with pytest.raises(ClusterError, match="another kind of server"):
+        require_head(f"127.0.0.1:{http_port}")
+    # an answer all the same: what it is shows when a job is sent
+    require_dashboard(f"http://127.0.0.1:{http_port}")
+
+
+def test_a_grpc_server_passes_whatever_the_form_of_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    with server(speaks_grpc) as port:
+        require_head(f"127.0.0.1:{port}")
+        require_head(f"ray://127.0.0.1:{port}")
+        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
+        require_head("auto")
+
+
+def test_the_cluster_named_by_the_environment_is_checked_for_auto(monkeypatch: pytest.MonkeyPatch, closed_port: int) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{closed_port}")
+    with pytest.raises(ClusterError, match=str(closed_port)):
+        require_head("auto")
+    require_head("local")   # starts one, so that nobody has to be there
+
+
+def test_a_check_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a name server does that never answers."""
+    monkeypatch.setattr(ray_probe, "_LIMIT_S", 0.1)
+    release = threading.Event()
+    monkeypatch.setattr(ray_probe, "_speak", lambda *_: release.wait(30))
+    try:
+        with pytest.raises(ClusterError, match="head:6379"):
+            require_head("head:6379")
+    finally:
+        release.set()
+
+
+@pytest.mark.parametrize("address", ["head", "head:", ":6379", "head:ray", "head:0", "head:65536"])
+def test_an_address_without_a_port_is_a_mistake_in_the_settings(address: str) -> None:
+    with pytest.raises(ConfigError, match="host:port"):
+        require_head(address)
+
+
+@pytest.mark.parametrize(("installed", "is_old"), [("2.52.1", True), ("2.53.0", True), ("2.54.0", False), ("2.60.0", False),
+                                                   ("3.0.0rc1", False), ("2.9.3", True), ("not installed", False)])
+def test_a_ray_with_the_open_delete_is_refused(monkeypatch: pytest.MonkeyPatch, installed: str, is_old: bool) -> None:
+    monkeypatch.setattr(ray_probe, "version", lambda package: installed)
+    with pytest.raises(ConfigError, match=f"Ray {installed}") if is_old else contextlib.nullcontext():
+        require_version()
+    with pytest.raises(ConfigError, match=f"Ray {installed}") if is_old else contextlib.nullcontext():
+        require_cluster(ClusterConfig("ray"))
+    require_cluster(ClusterConfig("local"))
+
+
+def test_the_oldest_ray_is_the_one_that_the_package_asks_for() -> None:
+    from tests.docs.test_docs import ROOT
+
+    oldest = ".".join(map(str, ray_probe.OLDEST_RAY))
+    assert f"ray[default]>={oldest}," in (ROOT / "pyproject.toml").read_text()
+
+
+def test_training_ends_before_any_data_is_made(tmp_path: Path, closed_port: int, capsys: pytest.CaptureFixture[str]) -> None:
+    code = cli.main(["train", "cluster=ray", f"cluster.address=127.0.0.1:{closed_port}", f"output_dir={tmp_path}"])
+    assert code == ClusterError.exit_code
+    assert [line for line in capsys.readouterr().err.splitlines() if line] != []
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("words", [("status",), ("logs", "job"), ("stop", "job"), ("submit", "cluster.num_workers=2")])
+def test_commands_about_jobs_end_with_one_message(words: tuple[str, ...], silent_port: int, closed_port: int,
+                                                  capsys: pytest.CaptureFixture[str]) -> None:
+    for port in (silent_port, closed_port):
+        assert cli.main([*words, "--address", f"http://127.0.0.1:{port}"]) == ClusterError.exit_code
+        (line,) = capsys.readouterr().err.splitlines()
+        assert str(port) in line
+
+
+def test_doctor_reports_a_cluster_that_does_not_answer(tmp_path: Path, closed_port: int) -> None:
+    from launcher import doctor_cluster
+
+    (finding,) = doctor_cluster.nodes(f"127.0.0.1:{closed_port}", tmp_path)
+    assert finding.verdict == "fail" and str(closed_port) in finding.found
+
+
+def test_no_token_is_sent_before_somebody_answers(monkeypatch: pytest.MonkeyPatch, closed_port: int) -> None:
+    monkeypatch.setattr(ray_jobs, "_use_token", lambda door: pytest.fail("the token was read"))
+    with pytest.raises(ClusterError):
+        ray_jobs.connect(ray_jobs.door_of(SimpleNamespace(address=f"127.0.0.1:{closed_port}", token_file="")))

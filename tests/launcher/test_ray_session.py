@@ -1,0 +1,70 @@
+"""The folder of a run's own Ray: closed to other users, short enough for sockets, removed afterwards."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from launcher import ray_session
+from launcher.ray_session import PrivateFolder
+
+
+@pytest.fixture
+def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(ray_session, "_base", lambda: str(tmp_path))
+    return tmp_path
+
+
+def test_nobody_else_enters_it_whatever_ray_makes_of_its_own(base: Path) -> None:
+    folder = PrivateFolder()
+    # as Ray does
+    Path(folder.temp_dir).mkdir()
+    Path(folder.temp_dir).chmod(0o777)
+    assert stat.S_IMODE(folder.path.stat().st_mode) == 0o700
+    folder.close()
+    assert list(base.iterdir()) == []
+
+
+def test_sockets_fit_wherever_temporary_files_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    socket = "session_2026-11-23_03-41-02_704349_4194303/sockets/plasma_store"
+    for length in range(1, 120, 7):
+        place = tmp_path / ("x" * length)
+        place.mkdir()
+        monkeypatch.setenv("RAY_TMPDIR", str(place))
+        folder = PrivateFolder()
+        assert len(f"{folder.temp_dir}/{socket}") <= 107
+        folder.close()
+    monkeypatch.setenv("RAY_TMPDIR", "/dev/shm")
+    folder = PrivateFolder()
+    assert folder.path.parent == Path("/dev/shm")
+    folder.close()
+
+
+def test_folders_of_runs_that_were_killed_are_removed_by_the_next_one(base: Path) -> None:
+    killed, fresh, kept, living = (base / f"ngsgd-ray-{name}" for name in ("killed", "fresh", "kept", "living"))
+    for folder in (killed, fresh, kept):
+        (folder / "r").mkdir(parents=True)
+    for folder in (killed, fresh):
+        (folder / "lock").touch()
+    os.utime(killed / "lock", (0, 0))
+    first = PrivateFolder()
+    os.utime(first.path / "lock", (0, 0))
+    first.path.rename(living)
+    second = PrivateFolder()
+    assert not killed.exists()
+    assert fresh.exists(), "its Ray may still be ending"
+    assert kept.exists(), "a message refers to its logs"
+    assert living.exists(), "its run holds the lock"
+    second.close()
+
+
+def test_logs_that_a_message_refers_to_stay(base: Path) -> None:
+    folder = PrivateFolder()
+    Path(folder.temp_dir).mkdir()
+    folder.close(keep=True)
+    assert Path(folder.temp_dir).is_dir()
+    folder.close()
+    assert Path(folder.temp_dir).is_dir()

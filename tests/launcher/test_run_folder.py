@@ -1,0 +1,78 @@
+"""The files that a run reads back when it is resumed."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from launcher import compose
+from launcher.run_folder import RunFolder, require_unchanged
+from ngsgd.config import RunConfig
+from ngsgd.errors import CheckpointError, RunLockedError
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    config = RunConfig(output_dir=str(tmp_path / "deep" / "runs"), name="one")
+    return RunFolder.create(config, compose.to_yaml(config))
+
+
+def test_an_unchanged_configuration_comes_back(folder: RunFolder) -> None:
+    assert not require_unchanged(folder.config)
+    assert compose.from_yaml(folder.config).name == "one"
+
+
+@pytest.mark.parametrize(("old", "new"), [("seed: 0", "seed: 1"), ("name: one", "name: one "), ("0: ", "0: 0")])
+def test_a_changed_configuration_is_refused_until_it_is_accepted(folder: RunFolder, old: str, new: str) -> None:
+    text = folder.config.read_text()
+    folder.config.write_text(text.replace(old, new, 1) if old in text else text[:-3] + "abc")
+    with pytest.raises(CheckpointError, match="accept-changed-config"):
+        require_unchanged(folder.config)
+    assert require_unchanged(folder.config, accept=True)
+    assert not require_unchanged(folder.config)
+
+
+def test_a_configuration_of_before_the_checksums_is_accepted(folder: RunFolder) -> None:
+    folder.config.write_text(compose.to_yaml(RunConfig(name="old")))
+    assert not require_unchanged(folder.config) and compose.from_yaml(folder.config).name == "old"
+
+
+@pytest.mark.parametrize("content", ["", "{", "5", "null", "[]", "{}", '{"digest": 3}',
+                                     '{"digest": "x", "egs": "y", "sha256_of_index": "z"}', "[" * 50_000])
+def test_a_damaged_note_of_the_data_is_one_typed_error(folder: RunFolder, content: str) -> None:
+    folder.remember_data("d1", Path("egs"), None)
+    folder.remember_data("d1", Path("egs"), None)
+    with pytest.raises(CheckpointError, match="changed"):
+        folder.remember_data("d2", Path("egs"), None)
+    folder.data.write_text(content)
+    with pytest.raises(CheckpointError, match=r"data\.json is damaged"):
+        folder.remember_data("d1", Path("egs"), None)
+
+
+def test_a_run_folder_is_locked_once_and_cleaned(folder: RunFolder) -> None:
+    (folder.path / ".final.0123abcd.tmp").mkdir()
+    folder.ledger.write_text('{"event": "started", "fence": 4}\n')
+    with folder.locked("train", print) as lock:
+        assert lock.fence == 5 and not (folder.path / ".final.0123abcd.tmp").exists()
+        with pytest.raises(RunLockedError), folder.locked("resume", print):
+            pass
+    with folder.locked("resume", print) as lock:
+        assert lock.fence == 6
+
+
+def test_what_a_resume_needs_is_synced_with_its_folder_entries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[str] = []
+    fsync = os.fsync
+
+    def noted(descriptor: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        fsync(descriptor)
+    monkeypatch.setattr(os, "fsync", noted)
+    config = RunConfig(output_dir=str(tmp_path / "deep" / "runs"), name="one")
+    folder = RunFolder.create(config, compose.to_yaml(config))
+    folder.remember_data("d1", Path("egs"), None)
+    names = [Path(path).name for path in synced]
+    assert any(name.startswith(".config.yaml.") for name in names) and any(name.startswith(".data.json.") for name in names)
+    assert {str(tmp_path), str(tmp_path / "deep"), config.output_dir, str(folder.path)} <= set(synced)

@@ -1,0 +1,195 @@
+"""Passwords and tokens stay out of every file and line, and what a terminal obeys is shown as text."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher import cli, compose, console, hydra_app, mlflow_store
+from launcher import train as service
+from launcher.console import is_masked, masked, printable
+from launcher.mlflow_store import with_login
+from launcher.mlflow_tracker import MlflowTracker
+from launcher.progress import ProgressTracker
+from ngsgd.errors import ConfigError
+from ngsgd.training.event_log import EventLog
+from ngsgd.training.records import Incident
+from tests.launcher.records import final_report, outer_iteration
+from tests.launcher.test_mlflow_tracker import Client
+
+SECRET = "hunter2-S3cret"
+URI = f"http://anna:{SECRET}@127.0.0.1:9"
+
+
+@pytest.fixture(autouse=True)
+def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(console, "_known", set())
+    for name in ("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize("text", [
+    URI, f"could not reach {URI}/api, is it up", f"http://{SECRET}@host", f"postgresql+psycopg://u:{SECRET}@h:5432/db?sslmode=on",
+    f"http://u:{SECRET}/with/slash@h", f"http://u:{SECRET}@more@h", f"https://h/?token={SECRET}", f"https://h/?x=1&api_key={SECRET}&y=2",
+    f"https://h/blob?sv=1&sig={SECRET}", f"s3://b/k?X-Amz-Signature={SECRET}", f"Authorization: Bearer {SECRET}",
+    f"authorization: Basic {SECRET}==", f"connection to db failed: password={SECRET} host=h", f'"http://a:{SECRET}@h"'])
+def test_what_is_masked(text: str) -> None:
+    assert SECRET not in masked(text)
+    assert masked(masked(text)) == masked(text)
+
+
+@pytest.mark.parametrize("text", [
+    "http://127.0.0.1:5000/#/experiments/1", "sqlite:////home/a@b/mlflow.db", "http://host:5000/path@2", "iter 1: objf -1.2",
+    "give --token-file FILE", "the cluster refuses this token, or none was given", "user@host:/path", "https://h/?page=2"])
+def test_what_is_left_as_it_is(text: str) -> None:
+    assert masked(text) == text
+
+
+def make_run(root: Path, config: Any) -> Path:
+    run = root / "runs" / "first-20260101-000000"
+    run.mkdir(parents=True)
+    (run / "config.yaml").write_text(compose.to_yaml(config))
+    log = EventLog(run / "events.jsonl")
+    for number in range(2):
+        log.outer_iteration(outer_iteration(number, num_outer_iters=2))
+    log.finished(final_report())
+    log.close("FINISHED")
+    return run
+
+
+def test_no_file_and_no_line_of_a_run_has_the_password(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                       capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = compose.compose([f"tracking.uri={URI}", "name=first", f"output_dir={tmp_path}/runs"])
+    run = make_run(tmp_path, config)
+    client, opened = Client(), list[str]()
+
+    def make_client(uri: str) -> Client:
+        opened.append(uri)
+        if len(opened) == 1:
+            raise OSError(f"no answer from {uri}, nor from {SECRET}@127.0.0.1")
+        return client
+
+    tracker = MlflowTracker(config, run, "first", ProgressTracker().warn, make_client=make_client)
+    tracker.outer_iteration(outer_iteration())
+    tracker.finished(final_report())
+    tracker.close("FINISHED")
+    assert opened[-1] == URI  # the run itself still logs in
+    assert is_masked(client.params["tracking.uri"])
+    for words in (["report", "first", "--no-spectra"], ["compare", "first"], ["status"], ["status", "first", "--json"],
+                  ["info", "first"], ["logs", "first"], ["train", "--debug", f"tracking.uri={URI}", f"nothing={URI}"],
+                  ["doctor", "--tracking-uri", URI, "--output-dir", str(tmp_path)]):
+        cli.main(words)
+    said = capsys.readouterr()
+    assert "no answer" in said.out
+    assert SECRET not in said.out + said.err + json.dumps([client.params, client.runs, client.artifacts])
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert {"config.yaml", "tracking.json", "report.html", "compare.html"} <= {path.name for path in files}
+    assert [path for path in files if SECRET.encode() in path.read_bytes()] == []
+
+
+def test_a_sweep_leaves_no_password(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "train", lambda *_, **__: final_report())
+    assert cli.main(["train", "-m", "seed=0,1", f"tracking.uri={URI}", f"output_dir={tmp_path}"]) == 0
+    (file,) = tmp_path.glob("sweeps/*/multirun.yaml")
+    assert SECRET not in file.read_text() and "127.0.0.1" in file.read_text()
+
+
+def test_a_masked_address_takes_its_login_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    stored = masked(URI)
+    with pytest.raises(ConfigError, match="MLFLOW_TRACKING_USERNAME"):
+        with_login(stored)
+    monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "anna")
+    monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "p@ss/word")
+    assert with_login(stored) == "http://127.0.0.1:9"  # MLflow reads the environment itself
+    assert with_login("postgresql://***@h/db") == "postgresql://anna:p%40ss%2Fword@h/db"
+    assert with_login("http://h:5000") == "http://h:5000"
+    with pytest.raises(ConfigError):
+        with_login("https://h/?token=***")
+
+
+def test_resume_says_at_once_that_the_login_is_missing_and_continue_takes_it(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(service, "_prepare", lambda *_, **__: None)
+    ran: list[Any] = []
+    monkeypatch.setattr(service, "_run", lambda config, *_: ran.append(config))
+    words = [f"tracking.uri={URI}", "name=first", "output_dir=runs"]
+    make_run(tmp_path, compose.compose(words))
+    assert cli.main(["resume", "first"]) == 2
+    assert "MLFLOW_TRACKING_PASSWORD" in capsys.readouterr().err and not ran
+    assert cli.main(["train", "--continue", *words]) == 0
+    assert ran[0].tracking.uri == URI
+    monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "anna")
+    monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", SECRET)
+    assert cli.main(["resume", "first"]) == 0
+    assert mlflow_store.tracking_uri(ran[1]) == "http://127.0.0.1:9"
+
+
+def test_the_same_store_is_recognized_however_one_logs_in(tmp_path: Path) -> None:
+    config = compose.compose([f"tracking.uri={URI}", f"output_dir={tmp_path}/runs"])
+    run, client = make_run(tmp_path, config), Client()
+    for uri in (URI, "http://127.0.0.1:9", "http://otto:another-one@127.0.0.1:9"):
+        again = replace(config, tracking=replace(config.tracking, uri=uri))
+        MlflowTracker(again, run, "first", print, make_client=lambda _: client).close("FINISHED")
+    assert len(client.runs) == 1
+
+
+# Terminals --------------------------------------------------------------------------------------------------------------
+
+HOSTILE = "\x1b]0;title\x07 \x1b[2J \x9b31m \r over \x7f \u202e rtl \u2066 \x00 \x08 \ud83d"
+
+
+def is_harmless(text: str) -> bool:
+    return all(letter in "\n\t" or (letter.isprintable() and not 0xd800 <= ord(letter) < 0xe000) for letter in text)
+
+
+def test_printable_keeps_text_lines_and_tabs() -> None:
+    assert is_harmless(printable(HOSTILE))
+    assert printable("\x1b[36mcolored\x1b[0m\tgrün\n中文 ok") == "colored\tgrün\n中文 ok"
+
+
+@pytest.mark.parametrize("words", [["status"], ["status", "first"], ["info", "first"], ["logs", "first"], ["stop", "first"],
+                                   ["compare", "first"]], ids=" ".join)
+def test_no_escape_in_a_run_reaches_the_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str],
+                                                 capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = make_run(tmp_path, compose.compose(["name=first"]))
+    log = EventLog(run / "events.jsonl")
+    log.incident(Incident("worker_died", f"worker 1: {HOSTILE}", 1))
+    log.finished(replace(final_report(), wer=f"%WER {HOSTILE}", files={HOSTILE: HOSTILE}))
+    (run / "data.json").write_text(json.dumps({"egs": HOSTILE}))
+    cli.main(words)
+    said = capsys.readouterr()
+    assert is_harmless(said.out) and is_harmless(said.err)
+
+
+def test_no_escape_in_an_error_reaches_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    def fail() -> int:
+        raise ConfigError(f"{HOSTILE} is wrong.")
+
+    def fall() -> int:
+        raise TypeError(HOSTILE)
+
+    console.run_guarded(fail)
+    console.run_guarded(fall)
+    console.run_guarded(fall, debug=True)
+    said = capsys.readouterr()
+    assert said.err and is_harmless(said.err)
+
+
+def test_report_escapes_what_a_page_would_obey(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = make_run(tmp_path, compose.compose(["name=first"]))
+    EventLog(run / "events.jsonl").incident(Incident("worker_died", "<script>alert(1)</script>", 1))
+    assert cli.main(["report", "first", "--no-spectra"]) == 0
+    assert "<script" not in (run / "report.html").read_text()
+
+
+def test_the_helpers_are_those_of_every_writer() -> None:
+    """So that a second list of patterns does not come to be."""
+    assert hydra_app.masked is masked and mlflow_store.masked is masked

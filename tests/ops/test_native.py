@@ -1,0 +1,145 @@
+"""The cache of compiled libraries: damaged or foreign files are never loaded."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from ngsgd.ops import native
+
+_PAGE = 4096
+
+
+@pytest.fixture
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A small C++ file, and an empty cache."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    native.library.cache_clear()
+    path = tmp_path / "small.cpp"
+    # numbers in a section that the loader reads, so that the library has several pages
+    path.write_text("static const double table[4096] = {1.0, 2.0};\n"
+                    "extern \"C\" int answer(int i) { return 41 + (int)table[i]; }\n")
+    if shutil.which(os.environ.get("CXX", "c++")) is None:
+        pytest.skip("no C++ compiler here")
+    yield path
+    native.library.cache_clear()
+
+
+def _answer(source: Path) -> int:
+    """From a library that is looked up again."""
+    native.library.cache_clear()
+    found = native.library(source)
+    assert found is not None
+    return int(found.answer(0))
+
+
+def _kept(cache: Path) -> Path:
+    (found,) = cache.rglob("*.so")
+    return found
+
+
+def _zeroed(content: bytes) -> bytes:
+    return content[:_PAGE] + bytes(2048) + content[_PAGE + 2048:]
+
+
+@pytest.mark.parametrize("damage", [
+    lambda content: content[:len(content) // 2], lambda content: content[:_PAGE], lambda content: content[:-_PAGE], _zeroed,
+    lambda content: b"", lambda content: b"not a library", lambda content: content[:100] + bytes([content[100] ^ 1]) + content[101:],
+], ids=["half", "a page", "a page less", "2 KB zeroed", "empty", "text", "a bit"])
+def test_a_damaged_library_is_built_again(damage: Callable[[bytes], bytes], source: Path, tmp_path: Path,
+                                          monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _answer(source) == 42
+    kept = _kept(tmp_path / "cache")
+    intact = kept.read_bytes()
+    # at another path: what the process has loaded already, the loader would not read again
+    other = tmp_path / "other" / kept.relative_to(tmp_path / "cache")
+    shutil.copytree(tmp_path / "cache", tmp_path / "other")
+    other.write_bytes(damage(intact))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
+    assert _answer(source) == 42
+    assert other.read_bytes() == intact
+    assert [path.name for path in other.parent.iterdir()] == [kept.name]
+
+
+def test_an_intact_library_is_not_built_again(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _answer(source) == 42
+    monkeypatch.setenv("CXX", "/nonexistent")
+    assert _answer(source) == 42
+
+
+@pytest.mark.parametrize("which", ["folder", "file"])
+def test_a_cache_that_others_can_write_to_is_not_loaded(which: str, source: Path, tmp_path: Path,
+                                                        monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _answer(source) == 42
+    kept = _kept(tmp_path / "cache")
+    (kept if which == "file" else kept.parent).chmod(0o777)
+    monkeypatch.setenv("CXX", "/nonexistent")
+    native.library.cache_clear()
+    assert native.library(source) is None
+
+
+def test_a_cache_of_another_user_is_not_loaded(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _answer(source) == 42
+    uid = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: uid + 1)
+    monkeypatch.setenv("CXX", "/nonexistent")
+    native.library.cache_clear()
+    assert native.library(source) is None
+
+
+def _shared(cache: Path) -> None:
+    (cache / "ngsgd" / "kernels").mkdir(parents=True)
+    (cache / "ngsgd" / "kernels").chmod(0o777)
+
+
+def _in_the_way(cache: Path) -> None:
+    cache.mkdir()
+    (cache / "ngsgd").write_text("a file")
+
+
+@pytest.mark.parametrize("spoil", [_shared, _in_the_way])
+def test_without_a_private_cache_a_temporary_library_is_used(spoil: Callable[[Path], None], source: Path, tmp_path: Path,
+                                                             monkeypatch: pytest.MonkeyPatch) -> None:
+    spoil(tmp_path / "cache")
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    assert _answer(source) == 42
+    assert not list((tmp_path / "cache").rglob("*.so")) and not list((tmp_path / "temporary").iterdir())
+
+
+def test_without_a_home_a_temporary_library_is_used(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def nobodys_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", nobodys_home)
+    assert _answer(source) == 42
+
+
+def test_the_cache_is_private(source: Path, tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        assert _answer(source) == 42
+    finally:
+        os.umask(before)
+    kept = _kept(tmp_path / "cache")
+    assert not (kept.stat().st_mode | kept.parent.stat().st_mode) & 0o022
+
+
+def test_processes_that_start_together_each_have_it(source: Path, tmp_path: Path) -> None:
+    script = f"from pathlib import Path; from ngsgd.ops import native; assert native.library(Path({str(source)!r})).answer(0) == 42"
+    processes = [subprocess.Popen([sys.executable, "-c", script]) for _ in range(3)]
+    assert [process.wait(timeout=120) for process in processes] == [0, 0, 0]
+    assert [path.suffix for path in _kept(tmp_path / "cache").parent.iterdir()] == [".so"]
+
+
+def test_the_loaded_library_is_the_one_that_was_checked(source: Path, tmp_path: Path) -> None:
+    assert _answer(source) == 42
+    kept = _kept(tmp_path / "cache")
+    assert ctypes.CDLL(str(kept)).answer(1) == 43   # the checksum at its end does not disturb the loader

@@ -1,0 +1,125 @@
+"""Files that are whole or absent, and logs without half lines."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from ngsgd import files
+from ngsgd.files import JsonLines, new_directory, new_file, parse_json_lines, read_json_lines, remove_abandoned
+
+
+def test_temporary_files_of_a_dead_writer_are_removed_and_those_of_a_living_one_stay(tmp_path: Path) -> None:
+    (tmp_path / ".model.0123abcd.tmp").mkdir()
+    (tmp_path / ".model.0123abcd.tmp" / "half").write_text("x")
+    (tmp_path / ".data.json.0123abcd.tmp").write_text("x")
+    with new_directory(tmp_path / "final") as directory, new_file(tmp_path / "data.json") as file:
+        file.write_text("{}")
+        remove_abandoned(tmp_path)
+        assert sorted(path.name for path in tmp_path.iterdir()) == sorted([directory.name, file.name])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data.json", "final"]
+
+
+def test_a_file_that_could_not_be_finished_leaves_the_old_one(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("old")
+
+    def interrupted() -> None:
+        with new_file(tmp_path / "a") as temporary:
+            temporary.write_text("half")
+            raise KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert [path.name for path in tmp_path.iterdir()] == ["a"] and (tmp_path / "a").read_text() == "old"
+
+
+@pytest.mark.parametrize("rest", ["", "{\"event\": \"x", "{\"event\": \"" + "y" * 200_000])
+def test_a_line_that_a_crash_cut_short_is_removed(tmp_path: Path, rest: str) -> None:
+    (tmp_path / "log").write_text('{"n": 1}\n' + rest)
+    log = JsonLines(tmp_path / "log")
+    log.append({"n": 2})
+    log.close()
+    assert (tmp_path / "log").read_text() == '{"n": 1}\n{"n": 2}\n'
+
+
+def test_a_log_without_any_end_of_line_becomes_empty(tmp_path: Path) -> None:
+    (tmp_path / "log").write_text("x" * 70_000)
+    JsonLines(tmp_path / "log").close()
+    assert (tmp_path / "log").read_text() == ""
+
+
+def test_a_disk_that_fills_up_in_mid_line_leaves_no_half_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = JsonLines(tmp_path / "log")
+    log.append({"n": 1})
+    write, calls = os.write, 0
+
+    def fills_up(descriptor: int, content: bytes) -> int:
+        nonlocal calls
+        calls += 1
+        if calls > 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(descriptor, content[:5])
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", fills_up)
+        with pytest.raises(OSError, match="No space"):
+            log.append({"n": 2})
+    log.append({"n": 3})
+    log.close()
+    assert read_json_lines(tmp_path / "log") == [{"n": 1}, {"n": 3}]
+
+
+def test_lines_that_are_no_objects_are_skipped(tmp_path: Path) -> None:
+    (tmp_path / "log").write_bytes(b'{"n": 1}\n5\nnull\n[]\n\xff\xfe\n' + b"[" * 100_000 + b'\n{"n": 2}\n')
+    assert read_json_lines(tmp_path / "log") == [{"n": 1}, {"n": 2}]
+    # line separators of Unicode are not ends of lines of a log
+    assert parse_json_lines(json.dumps({"n": "a\u2028b"}, ensure_ascii=False)) == [{"n": "a\u2028b"}]
+
+
+def make_fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def link_to_a_device(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def make_folder(path: Path) -> None:
+    path.mkdir()
+
+
+@pytest.mark.parametrize("make", [make_fifo, link_to_a_device, make_folder])
+def test_fifos_devices_and_folders_are_refused_without_blocking(tmp_path: Path, make: object) -> None:
+    assert callable(make)
+    make(tmp_path / "data.json")
+    with pytest.raises(OSError, match="not a regular file"):
+        files.read_regular_text(tmp_path / "data.json")
+
+
+def test_a_file_beyond_the_limit_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"12345")
+    assert files.read_regular_text(tmp_path / "a", 5) == "12345"
+    with pytest.raises(OSError, match="larger"):
+        files.read_regular_text(tmp_path / "a", 4)
+
+
+def test_deep_json_is_a_value_error(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("[" * 100_000)
+    with pytest.raises(ValueError, match="deep"):
+        files.read_json(tmp_path / "a")
+
+
+def test_index_digest_detects_changed_leaves() -> None:
+    index = files.sealed({"a": 1, "b": {"one": "x", "two": "y"}, "c": (1, 2.5, None), "d": {3: "z"}})
+    read = json.loads(json.dumps(index, indent=1))
+    assert files.unsealed(read) == ({"a": 1, "b": {"one": "x", "two": "y"}, "c": [1, 2.5, None], "d": {"3": "z"}}, True)
+    for change in ({"a": 2}, {"a": 1.0}, {"a": True}, {"b": {"one": "y", "two": "x"}}, {"c": [1, 2.5]}, {"e": 0},
+                   {files.DIGEST: None}):
+        with pytest.raises(ValueError, match="digest"):
+            files.unsealed({**read, **change})
+    del read[files.DIGEST]
+    assert files.unsealed(read)[1] is False
+    with pytest.raises(ValueError, match="object"):
+        files.unsealed([1])

@@ -1,0 +1,296 @@
+"""Processes without the secret at the ports of the collective exchange: they read, write and change nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ngsgd.training.exchange import collective, process_group, rendezvous
+from ngsgd.training.exchange.authentication import Channel, RefusedError, accepted, new_secret, opened
+from ngsgd.training.exchange.collective import Broken, Order
+from ngsgd.training.exchange.process_group import Bytes, prove_members
+from ngsgd.training.exchange.rendezvous import MemberStore, Rendezvous
+from ngsgd.training.job import JobResult
+from tests.training.exchange.test_collective import PLAIN, Swarm, central, some
+
+# as an outsider would: lists all keys, then writes an address of zeros under every name that a
+# generation may use
+_STRANGER = """
+import sys
+from datetime import timedelta
+import torch.distributed as dist
+try:
+    store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False, timeout=timedelta(seconds=1))
+    for generation in range(200):
+        for rank in range(3):
+            store.set(f"g{generation}/0/{rank}", bytes(8))
+    print("entered", store.num_keys())
+except Exception as error:
+    print("refused")
+"""
+
+
+class Attacked(Swarm):
+    """A group during whose every reduction somebody else is at work on its port."""
+
+    def __init__(self, num_workers: int, attack: Callable[[int], None]) -> None:
+        super().__init__(PLAIN, num_workers)
+        self.attack = attack
+
+    def ask(self, orders: Mapping[int, Order], timeout_s: float, when_lost: Callable[[], None]) -> dict[int, object]:
+        self.orders.append(orders)
+        self.attack(orders[0].port)
+
+        def answer(worker: int) -> object:
+            # the first member looks for the others' addresses before they are there
+            time.sleep(0.2 * (worker > 0))
+            return self.members[worker].average(orders[worker])
+        with ThreadPoolExecutor(len(orders)) as threads:
+            return dict(zip(orders, threads.map(answer, orders), strict=True))
+
+    def results(self, outer_iter: int = 0) -> list[JobResult]:
+        return [self.result(vector, vector, worker, worker, outer_iter)
+                for worker, vector in enumerate(self.vectors(outer_iter))]
+
+    def vectors(self, outer_iter: int = 0) -> list[Any]:
+        return [some(PLAIN.size, 10 * outer_iter + worker) for worker in range(len(self.members))]
+
+
+def expected(swarm: Attacked) -> Any:
+    return central(PLAIN, swarm.vectors(), [10.0 + job for job in range(len(swarm.members))])
+
+
+def test_a_process_without_the_secret_neither_enters_nor_changes_the_mean() -> None:
+    answers: list[str] = []
+
+    def attack(port: int) -> None:
+        done = subprocess.run([sys.executable, "-c", _STRANGER, str(port)], capture_output=True, text=True, check=False)
+        answers.append(done.stdout.strip())
+    swarm = Attacked(2, attack)
+    mean = swarm.mean(swarm.results())
+    assert mean is not None
+    assert np.array_equal(mean, expected(swarm))
+    assert answers == ["refused"]
+
+
+def test_a_flood_of_connections_delays_the_group_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "_PROOF_S", 0.3)
+    with contextlib.ExitStack() as stack:
+        def attack(port: int) -> None:
+            for number in range(300):
+                connection = socket.create_connection(("127.0.0.1", port))
+                stack.enter_context(connection)
+                with contextlib.suppress(OSError):
+                    connection.sendall(bytes(1 + number % 40))
+        swarm = Attacked(3, attack)
+        mean = swarm.mean(swarm.results())
+    assert mean is not None
+    assert np.array_equal(mean, expected(swarm))
+
+
+def test_the_port_is_closed_once_the_group_is_there() -> None:
+    swarm = Attacked(2, lambda port: None)
+    assert swarm.mean(swarm.results()) is not None
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", swarm.orders[0][0].port), timeout=5)
+    assert swarm.mean(swarm.results(1)) is not None
+    assert swarm.orders[0][0].generation == swarm.orders[1][0].generation
+
+
+def test_every_generation_has_another_secret_which_no_log_shows() -> None:
+    swarm = Attacked(2, lambda port: None)
+    for outer_iter in range(2):
+        swarm.exchange.close()
+        assert swarm.mean(swarm.results(outer_iter)) is not None
+    first, second = (orders[0].secret for orders in swarm.orders)
+    assert first != second
+    assert len(first) >= 16
+    assert repr(first) not in repr(swarm.orders) and first.hex() not in repr(swarm.orders)
+
+
+class Altered:
+    """A group whose connections somebody sits on: what passes is changed after the first two messages."""
+
+    def __init__(self, group: Any, alter: Callable[[Bytes], Bytes]) -> None:
+        self.group, self.alter, self.num_messages = group, alter, 0
+
+    def all_to_all(self, outgoing: Bytes, out_sizes: Sequence[int], in_sizes: Sequence[int], deadline: float) -> Bytes:
+        self.num_messages += 1
+        found: Bytes = self.group.all_to_all(outgoing, out_sizes, in_sizes, deadline)
+        return self.alter(found) if self.num_messages > 2 else found
+
+    def close(self) -> None:
+        self.group.close()
+
+
+def swapped(content: Bytes) -> Bytes:
+    """Two words exchanged: every sum over the words stays as it was."""
+    changed = content.copy()
+    changed[0:8], changed[8:16] = content[8:16], content[0:8]
+    return changed
+
+
+def test_an_altered_result_is_not_averaged_and_the_run_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = process_group._GlooGroup
+    swarm = Attacked(2, lambda port: None)
+    results = swarm.results()
+    monkeypatch.setattr(process_group, "_GlooGroup", lambda *arguments: Altered(whole(*arguments), swapped))
+    assert swarm.mean(results) is None
+    assert all(np.array_equal(result.sent.read(), vector)
+               for result, vector in zip(results, swarm.vectors(), strict=True))
+    (message,) = swarm.exchange.news()
+    assert "forged" in message and "version" not in message
+    monkeypatch.setattr(process_group, "_GlooGroup", whole)
+    mean = swarm.mean(results)
+    assert mean is not None
+    assert np.array_equal(mean, expected(swarm))
+    assert swarm.exchange.news() == []
+
+
+def test_a_peer_that_cannot_prove_the_secret_gets_no_parameters() -> None:
+    class Impostor:
+        """Returns what was sent, as one does who has only the nonces."""
+
+        def __init__(self) -> None:
+            self.sent: list[int] = []
+
+        def all_to_all(self, outgoing: Bytes, *_: Any) -> Bytes:
+            self.sent.append(len(outgoing))
+            return outgoing
+
+        def close(self) -> None:
+            pass
+    group = Impostor()
+    with pytest.raises(RefusedError):
+        prove_members(group, new_secret(), 1, 0, 2, time.monotonic() + 5.0)
+    assert max(group.sent) < 100
+
+
+def test_whatever_a_forged_message_raises_breaks_the_group_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch turned a forged address into ValueError: vector::_M_default_append."""
+    def join(*_: Any, **__: Any) -> Any:
+        raise ValueError("vector::_M_default_append")
+    monkeypatch.setattr(collective, "join", join)
+    swarm = Swarm(PLAIN, 1)
+    swarm.result(some(PLAIN.size, 0), some(PLAIN.size, 0), 0, 0)
+    order = Order("127.0.0.1", 1, 1, 0, 1, "gloo", 0.5, ((0, (0, 0, 1)),), (1.0,), None, new_secret())
+    assert isinstance(swarm.members[0].average(order), Broken)
+
+
+def test_a_group_that_fails_again_and_again_is_tried_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    def join(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("disturbed")
+    monkeypatch.setattr(collective, "join", join)
+    swarm = Attacked(2, lambda port: None)
+    for outer_iter in range(5):
+        assert swarm.mean(swarm.results(outer_iter)) is None
+    assert len(swarm.orders) == 3
+    news = swarm.exchange.news()
+    assert len(news) == 3 and all("disturbed" in message for message in news)
+
+
+# ------------------------------------------------------------------------------------------------- rendezvous, channel
+def test_the_rendezvous_serves_members_and_nobody_else() -> None:
+    secret = new_secret()
+    server = Rendezvous("127.0.0.1", secret)
+    try:
+        with pytest.raises(RuntimeError):
+            MemberStore("127.0.0.1", server.port, new_secret(), 0.3)
+        assert server.num_refused > 0
+        first, second = (MemberStore("127.0.0.1", server.port, secret, 20.0) for _ in range(2))
+        threading.Timer(0.1, first.set, ("0/0", b"address")).start()
+        second.wait(["0/0"])
+        assert second.get("0/0") == b"address"
+        assert second.check(["0/0"]) and not second.check(["0/0", "0/1"])
+        assert [first.add("n", 2), second.add("n", 3)] == [2, 5]
+    finally:
+        server.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        first.get("0/1")
+
+
+def test_members_that_wait_fail_at_once_when_the_rendezvous_closes() -> None:
+    secret = new_secret()
+    server = Rendezvous("127.0.0.1", secret)
+    store = MemberStore("127.0.0.1", server.port, secret, 60.0)
+    threading.Timer(0.1, server.close).start()
+    began = time.monotonic()
+    with pytest.raises(RuntimeError):
+        store.wait(["never"])
+    assert time.monotonic() - began < 30.0
+
+
+def channels(secret: bytes) -> tuple[Channel, Channel, socket.socket]:
+    """(client's end, server's end, the server's bare socket)."""
+    ends: list[Channel] = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        thread = threading.Thread(target=lambda: ends.append(opened("127.0.0.1", port, secret, time.monotonic() + 20.0)))
+        thread.start()
+        connection, _ = listener.accept()
+        server = accepted(connection, secret, time.monotonic() + 20.0)
+        thread.join()
+    return ends[0], server, connection
+
+
+def test_messages_that_are_altered_or_repeated_are_refused() -> None:
+    client, server, bare = channels(new_secret())
+    client.send(b"an address")
+    assert server.receive() == b"an address"
+    server.send(b"yes")
+    recorded = client.connection.recv(1000, socket.MSG_PEEK)
+    assert client.receive() == b"yes"
+    bare.sendall(recorded)   # once more
+    with pytest.raises(RefusedError):
+        client.receive()
+    client.close()
+    server.close()
+
+
+def test_a_server_without_the_secret_is_refused_by_its_clients() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        def pretend() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.sendall(bytes(16))
+                connection.recv(64)
+                connection.sendall(bytes(16))
+        threading.Thread(target=pretend, daemon=True).start()
+        with pytest.raises(RefusedError):
+            opened("127.0.0.1", listener.getsockname()[1], new_secret(), time.monotonic() + 20.0)
+
+
+def test_a_group_of_threads_proves_its_members() -> None:
+    """Each end of a real group, and one of them with another secret."""
+    secrets, answers = [new_secret(), new_secret()], {}
+    server = Rendezvous("127.0.0.1", secrets[0])
+
+    def join(rank: int, secret: bytes) -> None:
+        try:
+            store = MemberStore("127.0.0.1", server.port, secrets[0], 10.0)
+            group = process_group._GlooGroup(store, rank, 2, process_group.timedelta(seconds=10), "127.0.0.1")
+            prove_members(group, secret, 1, rank, 2, time.monotonic() + 10.0)
+            answers[rank] = "joined"
+        except RefusedError:
+            answers[rank] = "refused"
+    for given, wanted in ((secrets[0], "joined"), (secrets[1], "refused")):
+        answers.clear()
+        server.close()
+        server = Rendezvous("127.0.0.1", secrets[0])
+        threads = [threading.Thread(target=join, args=(rank, secret)) for rank, secret in ((0, secrets[0]), (1, given))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert answers == {0: wanted, 1: wanted}
+    server.close()

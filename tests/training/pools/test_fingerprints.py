@@ -1,0 +1,105 @@
+"""Workers that would compute other bits than the run are not used."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from ngsgd.errors import ClusterError
+from ngsgd.ops import native
+from ngsgd.training.audit import audit
+from ngsgd.training.fingerprint import Agreement, Fingerprint
+from ngsgd.training.job import Job, WorkerSpec
+from ngsgd.training.pools.process_pool import ProcessPool
+from ngsgd.training.worker import Worker
+from tests.toy import Run
+
+
+class LosesItsSettings(Worker):
+    """MKL runs other code in every process but the first `allowed` ones."""
+
+    allowed = 2
+
+    def __init__(self, spec: WorkerSpec, index: int) -> None:
+        super().__init__(spec, index)
+        births = Path(spec.egs_directory).with_name("births")
+        with births.open("a") as file:
+            file.write(f"{index}\n")
+        if len(births.read_text().splitlines()) > self.allowed:
+            os.environ["MKL_CBWR"] = "COMPATIBLE"
+
+
+class LosesItOnce(LosesItsSettings):
+    """The first replacement differs, the next one does not."""
+
+    def __init__(self, spec: WorkerSpec, index: int) -> None:
+        super().__init__(spec, index)
+        if len(Path(spec.egs_directory).with_name("births").read_text().splitlines()) > 3:
+            os.environ.pop("MKL_CBWR", None)
+
+
+class DiffersFromTheStart(LosesItsSettings):
+    allowed = 1
+
+
+class WithoutKernels(Worker):
+    """One that found no compiler and no cache."""
+
+    def __init__(self, spec: WorkerSpec, index: int) -> None:
+        super().__init__(spec, index)
+        native._forbidden.set()
+
+
+class KillsWorkers(ProcessPool):
+    """Kills the worker of a job, in outer iterations 1 and 2."""
+
+    def submit(self, job: Job) -> None:
+        super().submit(job)
+        (slot,) = [slot for slot in self._slots if slot.job is job]
+        if job.identity in {(1, 0, 1), (2, 1, 1)}:
+            assert slot.process.pid
+            os.kill(slot.process.pid, signal.SIGKILL)
+
+
+def _pool(run: Run, worker: type[Worker], agreement: Agreement | None = None) -> ProcessPool:
+    return KillsWorkers(run.spec, 2, 1, run.store.layout.size, make_worker=worker, agreement=agreement)
+
+
+def test_a_replacement_that_differs_is_not_used(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    with pytest.raises(ClusterError, match="MKL_CBWR.*--allow-other-bits"):
+        run.train(_pool(run, LosesItsSettings))
+    refused = [incident for incident in run.recorder.incidents if incident.what == "worker_refused"]
+    assert refused and all("MKL_CBWR" in incident.message for incident in refused)
+
+
+def test_the_run_continues_with_a_replacement_that_does_not_differ(tmp_path: Path) -> None:
+    whole = Run(tmp_path / "whole").train()
+    run = Run(tmp_path / "replaced")
+    end = run.train(_pool(run, LosesItOnce))
+    assert end.model_sha256 == whole.model_sha256 and audit(run.ledger_path) == []
+
+
+def test_other_bits_are_reported_where_they_are_allowed(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.train(_pool(run, LosesItsSettings, Agreement(allow_other_bits=True)))
+    (told,) = [incident for incident in run.recorder.incidents if incident.what == "other_bits"]
+    assert "MKL_CBWR" in told.message
+
+
+def test_first_workers_that_differ_from_each_other_end_the_start(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    with pytest.raises(ClusterError, match="MKL_CBWR"):
+        run.train(_pool(run, DiffersFromTheStart))
+
+
+def test_workers_are_compared_with_the_run(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    here = Fingerprint.of_this_process(1)
+    if not here.differences(Fingerprint(kernels=dict.fromkeys(here.kernels, "none: torch operations"))):
+        pytest.skip("no C++ compiler here")
+    with pytest.raises(ClusterError, match="kernel"):
+        run.train(_pool(run, WithoutKernels, Agreement(here)))
