@@ -18,7 +18,7 @@ def resume(arguments: Sequence[str]) -> int:
     parser.add_argument("--accept-changed-config", action="store_true",
                         help="resume with a config.yaml that was edited since the run began")
     parser.add_argument("--allow-other-bits", action="store_true",
-                        help="resume on another processor, with other versions or without compiled kernels: results agree to rounding")
+                        help="resume on another processor or with other versions or kernels; results agree to rounding")
     options = parser.parse_args(list(arguments))
     run = find_run(options.run)
     if options.workers is not None and options.workers < 1:

@@ -123,9 +123,12 @@ def read(folder: RunFolder) -> Run:
         about = json.loads((folder.decode / "wer.json").read_text())
         wer = next(event["wer_percent"] for event in reversed(events) if event.get("event") == "finished")
         found = (float(wer), float(about["test_interval_95"]["low"]), float(about["test_interval_95"]["high"]))
-    except (OSError, ValueError, KeyError, StopIteration):  # not decoded, or not yet
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, StopIteration):  # not decoded, or not yet
         found = None
-    peak = json.loads(folder.measured.read_text())["peak_resident_mib"] if folder.measured.is_file() else None
+    try:
+        peak = int(json.loads(folder.measured.read_text())["peak_resident_mib"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):  # not measured, or damaged
+        peak = None
     settings = flatten(compose.from_yaml(folder.config))
     shown = {name: masked(value) if isinstance(value, str) else value for name, value in settings.items()}
     return Run(folder.path.name, events, shown, found, peak)

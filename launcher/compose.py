@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launcher.values import build, build_checked, did_you_mean, leaves, paths, plain, sections, with_defaults, without_secrets
+from launcher.yaml_text import read_yaml_text
 from ngsgd.config import RunConfig
 from ngsgd.errors import ConfigError
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 _MAX_SWEEP_JOBS_CHECKED = 64  # composing takes about 0.1 s each; the jobs beyond are checked when their turn comes
 _FREE = "model.args"  # what is in it is for a model of the user's own, and no setting of ours
 _CONFIG_NAME = "config"
+_LONGEST_SHOWN = 200   # characters of an override in a message
 
 
 def conf_dir() -> Path:
@@ -85,16 +87,21 @@ def from_yaml(path: Path) -> RunConfig:
     """The configuration that `to_yaml` wrote to a run folder; settings that came later have their defaults."""
     import yaml
     from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
 
     try:
-        values = OmegaConf.to_container(OmegaConf.load(path))
-        has_end_mark = "..." in path.read_text(encoding="utf-8").splitlines()
+        text = read_yaml_text(path)
+        has_end_mark = "..." in text.getvalue().splitlines()
+        values = OmegaConf.to_container(OmegaConf.load(text))
+    except OmegaConfBaseException as error:
+        reason = str(error).partition("\n")[0].rstrip(".")
+        raise ConfigError(f"{path}: {reason}; correct the value, or restore the file.") from None
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist; is this a run folder of ngsgd train?") from None
     except yaml.YAMLError as error:
         raise ConfigError(_yaml_problem(error, path)) from None
-    except (OSError, UnicodeError, RecursionError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}.") from None
+    except (OSError, UnicodeError, RecursionError, ValueError, OmegaConfBaseException) as error:
+        raise ConfigError(f"{path} cannot be read: {str(error).partition(chr(10))[0]}.") from None
     if not values or not isinstance(values, dict):
         raise ConfigError(f"{path} holds no settings; it is damaged, restore it or train again.")
     settings = typing.cast("dict[str, Any]", values)
@@ -131,7 +138,7 @@ def _read_overrides(overrides: Sequence[str], config_dir: Path | None) -> tuple[
             continue
         try:
             [override] = parser.parse_overrides([text])
-        except OverrideParseException:
+        except (OverrideParseException, ValueError, RecursionError):  # the last two: thousands of digits or brackets
             problems.append(_syntax_problem(text))
             continue
         wrong = list(_override_problems(override, choices))
@@ -144,6 +151,8 @@ def _syntax_problem(text: str) -> str:
     if not text.partition("=")[0] or "=" not in text:
         near = did_you_mean(text, ["train", "resume", "decode", "ui", "info", *paths()], "")
         return f"{text!r} is not a setting; write key=value, such as seed=1.{near}"
+    if len(text) > _LONGEST_SHOWN:
+        return f"{text[:_LONGEST_SHOWN]!r}... cannot be read; it has {len(text)} characters."
     key, _, value = text.partition("=")
     return f"{text!r} cannot be read; quote special characters for Hydra and for the shell: {key}='\"{value}\"'."
 

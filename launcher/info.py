@@ -59,7 +59,8 @@ def state_of(run_dir: Path) -> dict[str, Any]:
         "epoch": last.get("epoch", 0.0), "num_epochs": last.get("num_epochs"), "frames_processed": last.get("frames_processed", 0),
         "valid_objf": valid.get("objf"), "valid_accuracy": valid.get("accuracy"), "left_s": last.get("left_s"),
         "wer": end.get("wer") or None, "wer_percent": end.get("wer_percent") if end.get("wer") else None,
-        "fingerprint": _fingerprint(folder), "is_finished": bool(end), "examples": _examples_of(folder), "num_incidents": len(incidents), "incidents": incidents[-5:]}
+        "fingerprint": _fingerprint(folder),
+        "is_finished": bool(end), "examples": _examples_of(folder), "num_incidents": len(incidents), "incidents": incidents[-5:]}
 
 
 def describe_run(state: Mapping[str, Any]) -> list[str]:
@@ -160,7 +161,7 @@ def _examples_of(folder: RunFolder) -> str | None:
 def _fingerprint(folder: RunFolder) -> dict[str, Any] | None:
     """What decides the run's bits, as stored: the module that compares it would import torch."""
     try:
-        return dict(json.loads(folder.fingerprint.read_text(encoding="utf-8"))["history"][-1]["fingerprint"])
+        return dict(read_json(folder.fingerprint)["history"][-1]["fingerprint"])
     except (OSError, ValueError, KeyError, TypeError, IndexError):  # a run that has not begun, or of a version before
         return None
 

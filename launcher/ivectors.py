@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from ngsgd.egs.frames import Side
 
 RECIPE_VERSION = 1   # raise it when the same settings would give other i-vectors
 _SETS = ("train", "valid", "test")
+_INDEX = "index.json"
 _OF_TRAINING = ("dim", "num_gaussians", "context", "pca_dim", "ubm_frames", "max_utterances", "num_iters", "num_gselect",
                 "min_post", "posterior_scale", "train_utterances")
 
@@ -39,6 +41,9 @@ def extractor_of(config: RunConfig, corpus: Corpus, cache_root: Path, report: Re
     key = {"version": RECIPE_VERSION, "digest": corpus.digest, **_cmn(config),
            "ivectors": {name: getattr(config.ivectors, name) for name in _OF_TRAINING}}
     path = cache_root / f"ivectors-{cache.short_hash(key)}.safetensors"
+    if path.exists() and not extractor_file.is_sound(path):
+        report(f"{path} is damaged; training it again.")
+        path.unlink()
     if not path.exists():
         extractor_file.write(train(corpus.train, config.ivectors, config.features, report), path)
     return path
@@ -48,12 +53,14 @@ def _cmn(config: RunConfig) -> dict[str, object]:
     return {name: value for name, value in asdict(config.features).items() if name.startswith("cmn_")}
 
 
-def with_ivectors(config: RunConfig, corpus: Corpus, extractor: Path, cache_root: Path) -> Corpus:
+def with_ivectors(config: RunConfig, corpus: Corpus, extractor: Path, cache_root: Path, report: Report = print) -> Corpus:
     """The corpus with an i-vector beside every frame; its digest tells which extractor made them."""
     key = {"version": RECIPE_VERSION, "digest": corpus.digest, "extractor": extractor_file.digest(extractor), **_cmn(config),
            "ivectors": asdict(config.ivectors)}
     folder = cache_root / f"ivectors-{cache.short_hash(key)}"
-    if not all((folder / f"{name}.npy").exists() for name in _SETS):
+    if not _is_there(folder, corpus, config, report):
+        # shared_directory keeps a directory that has an index
+        (folder / _INDEX).unlink(missing_ok=True)
         _store(folder, corpus, extractor_file.read(extractor, config.ivectors, config.features), config)
     sets: dict[str, Any] = {
         name: _with_rows(getattr(corpus, name), np.load(folder / f"{name}.npy", mmap_mode="r"), config.ivectors.period)
@@ -62,10 +69,37 @@ def with_ivectors(config: RunConfig, corpus: Corpus, extractor: Path, cache_root
 
 
 def _store(folder: Path, corpus: Corpus, model: IvectorModel, config: RunConfig) -> None:
-    with files.shared_directory(folder, f"{_SETS[-1]}.npy") as new:
+    with files.shared_directory(folder, _INDEX) as new:
         for name in _SETS:
             most = config.ivectors.train_utterances if name == "train" else config.ivectors.test_utterances
             np.save(new / f"{name}.npy", np.concatenate(extract(getattr(corpus, name), model, most_utterances=most)))
+        index = files.sealed({"sha256": {name: files.sha256(new / f"{name}.npy") for name in _SETS}})
+        (new / _INDEX).write_text(json.dumps(index, indent=1), encoding="utf-8")
+
+
+def _is_there(folder: Path, corpus: Corpus, config: RunConfig, report: Report) -> bool:
+    if not folder.is_dir():
+        return False
+    try:
+        _check(folder, corpus, config)
+    except (OSError, ValueError, KeyError) as error:
+        report(f"{folder} is damaged ({error}); preparing it again.")
+        return False
+    return True
+
+
+def _check(folder: Path, corpus: Corpus, config: RunConfig) -> None:
+    """Raises for files that do not match their digests or the corpus; folders of before have no index."""
+    if (folder / _INDEX).exists():
+        digests = files.unsealed(files.read_json(folder / _INDEX))[0]["sha256"]
+        for name in _SETS:
+            if files.sha256(folder / f"{name}.npy") != digests[name]:
+                raise ValueError(f"{name}.npy does not match its checksum")
+    for name in _SETS:
+        lengths = np.diff(getattr(corpus, name).frames.offsets)
+        rows_RS = np.load(folder / f"{name}.npy", mmap_mode="r")
+        if rows_RS.shape != (int((-(-lengths // config.ivectors.period)).sum()), config.ivectors.dim):
+            raise ValueError(f"{name}.npy has the shape {rows_RS.shape}")
 
 
 def _with_rows(speech: SpeechSet, rows_RS: npt.NDArray[np.float32], period: int) -> SpeechSet:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from launcher.console import TRUST, Parser
 from launcher.run_folder import RunFolder, find_run
-from ngsgd.errors import EXIT_OK, ConfigError, DataError
+from ngsgd.errors import EXIT_OK, CheckpointError, ConfigError, DataError
 from ngsgd.files import read_regular_text, write_text
 
 if TYPE_CHECKING:
@@ -158,7 +158,11 @@ def _export_egs(folder: RunFolder, output: Path, num_archives: int) -> list[Path
     from ngsgd.egs.nnet3_examples import write_nnet3_examples
     from ngsgd.egs.reader import EgsReader
 
-    reader = EgsReader(Path(json.loads(folder.data.read_text(encoding="utf-8"))["egs"]))
+    try:
+        directory = str(json.loads(folder.data.read_text(encoding="utf-8"))["egs"])
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{folder.data} is damaged ({type(error).__name__}: {error}); restore it.") from error
+    reader = EgsReader(Path(directory))
     written = []
     for archive in range(min(num_archives, reader.info.num_archives)):
         path = output / f"egs.{archive + 1}.ark"

@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import secrets
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,6 +20,7 @@ from ngsgd.config import ClusterConfig
 from ngsgd.errors import ClusterError, NgsgdError
 
 _STORE_BYTES = 512 * 2**20  # plasma on one machine; parameters and results of some tens of workers
+_JOIN_TRIES = 5             # a second apart
 _folder: PrivateFolder | None = None   # of the Ray that this process started
 
 
@@ -36,15 +38,15 @@ def connect(config: ClusterConfig) -> bool:
                               "runtime_env": {"env_vars": worker_env}}
     try:
         if config.address:
-            # the head answers: what Ray's C++ parts write from here on is told in a sentence as well
-            os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
-            ray.init(address=config.address, **common)
+            _join(config.address, common)
             return False
         _start(common)
         return True
     except (RayError, OSError, ValueError, RuntimeError, ConnectionError) as error:
-        where = f"the Ray cluster at {config.address} could not be joined" if config.address else "Ray could not be started"
-        raise ClusterError(f"{where} ({_first_line(error)}); check cluster.address, or use cluster=in_process.") from error
+        if config.address:
+            raise ClusterError(f"the Ray cluster at {config.address} could not be joined ({_first_line(error)}); if its head is "
+                               "there, set its RAY_AUTH_MODE and RAY_AUTH_TOKEN here, else check cluster.address.") from error
+        raise ClusterError(f"Ray could not be started ({_first_line(error)}); use cluster=local instead.") from error
 
 
 def shutdown(*, keep_logs: bool = False) -> None:
@@ -61,10 +63,34 @@ def log_folder() -> str:
     return _folder.logs if _folder else ""
 
 
+def _join(address: str, common: dict[str, Any]) -> None:
+    """The head answers; what is left to go wrong is the token, for which Ray would try 20 times."""
+    from ray._private import ray_constants
+
+    if hasattr(ray_constants, "NUM_REDIS_GET_RETRIES"):
+        ray_constants.NUM_REDIS_GET_RETRIES = _JOIN_TRIES
+    with _without_stderr():
+        ray.init(address=address, **common)
+
+
+@contextlib.contextmanager
+def _without_stderr() -> Iterator[None]:
+    """Drops what Ray's C++ part writes to the terminal while it connects; the exception that follows says the same."""
+    sys.stderr.flush()
+    terminal = os.dup(2)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    os.close(nowhere)
+    try:
+        yield
+    finally:
+        os.dup2(terminal, 2)
+        os.close(terminal)
+
+
 def _start(common: dict[str, Any]) -> None:
     global _folder  # noqa: PLW0603
-    # whoever reaches a port of Ray can run code: never without a token
-    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    _use_token()
     _folder = PrivateFolder()
     try:
         with _on_loopback():
@@ -74,6 +100,18 @@ def _start(common: dict[str, Any]) -> None:
         _folder.close()
         _folder = None
         raise
+
+
+def _use_token() -> None:
+    """A token of this run alone, in memory: whoever reaches a port of Ray without one can run code."""
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    if "RAY_AUTH_MODE" not in os.environ:
+        # the default of a cluster of one's own is a token in some versions, and nothing in others
+        os.environ["RAY_AUTH_MODE"] = "token"
+        # Ray has read its settings when it was imported; private, so it may not be there
+        settings = getattr(ray._raylet, "Config", None)
+        if settings is not None:
+            settings.initialize("")
 
 
 @contextlib.contextmanager

@@ -9,20 +9,20 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import ray
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from launcher.ray_cluster import cause_of, connect, exchange_error, gpu_share, how_it_ended, log_folder, shutdown
 from launcher.ray_head import HeadWatch
 from launcher.ray_worker import Address, RayWorker
 from ngsgd.config import ClusterConfig
 from ngsgd.errors import ClusterError
+from ngsgd.training.awake import AwakeClock
 from ngsgd.training.exchange.collective import Fetch, KeptRef, Order
 from ngsgd.training.exchange.compressed import unpacked
 from ngsgd.training.exchange.groups import Exchange, exchange_of, remote
@@ -34,6 +34,8 @@ from ngsgd.training.job import Job, JobFailure, JobResult, Outcome, VectorRef, W
 from ngsgd.training.pools.pool import Restarts, Retired, check_fingerprint, incidents_of, none_agrees
 
 _PING_S = 5.0
+_POLL_S = 0.2
+_FETCH_S = 300.0  # for an object to arrive that Ray says is there; the largest model takes seconds
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,11 @@ class StoreRef:
     is_here = True  # what a worker returns is fetched when it arrives: it would die with the worker's node
 
     def read(self) -> Vector:
-        vector: Vector = ray.get(self.ref)
+        try:
+            vector: Vector = ray.get(self.ref, timeout=_FETCH_S)
+        except GetTimeoutError as error:
+            raise ClusterError(f"Ray's object store did not return a vector within {_FETCH_S:g} s; see whether its memory is "
+                               "full (ray memory), then resume.") from error
         return vector
 
 
@@ -110,10 +116,11 @@ class RayPool:
                                    "num_gpus": self._gpus_per_worker(), "concurrency_groups": {"control": 1}}
         self._actor_class = ray.remote(**options)(RayWorker)
         self._slots = [self._new_slot(index) for index in range(self.config.num_workers)]
-        deadline = time.monotonic() + self.config.start_timeout_s
+        clock = AwakeClock()
         while not all(slot.process for slot in self._slots):
-            self._poll(max(0.0, deadline - time.monotonic()))
-            if time.monotonic() >= deadline:
+            self._poll(_POLL_S)
+            clock.tick()
+            if clock.now >= self.config.start_timeout_s:
                 up = sum(slot.process is not None for slot in self._slots)
                 raise ClusterError(
                     f"{up} of {len(self._slots)} workers were ready after cluster.start_timeout_s = "
@@ -252,14 +259,17 @@ class RayPool:
         """The answers that come in time; workers that died are replaced."""
         answers: dict[int, object] = {}
         waiting = {ref: worker for worker, ref in refs.items()}
-        deadline = time.monotonic() + timeout_s
+        clock = AwakeClock()  # a worker that was stopped together with this process still has its time
         while waiting:
-            done, _ = ray.wait(list(waiting), num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
-            if not done:
+            done, _ = ray.wait(list(waiting), num_returns=1, timeout=min(_POLL_S, max(0.0, timeout_s - clock.now)))
+            clock.tick()
+            if not done and clock.now >= timeout_s:
                 break
+            if not done:
+                continue
             worker = waiting.pop(done[0])
             try:
-                answers[worker] = ray.get(done[0])
+                answers[worker] = ray.get(done[0], timeout=_FETCH_S)
             except RayTaskError as error:
                 raise exchange_error(error) from error
             except RayError as error:
@@ -286,7 +296,7 @@ class RayPool:
         """The minibatches that a worker on another machine last said it has done; a worker that hangs says nothing new."""
         if slot.asked is not None and ray.wait([slot.asked], timeout=0.0)[0]:
             with contextlib.suppress(RayError):  # its death is told by the job
-                slot.answered = ray.get(slot.asked)
+                slot.answered = ray.get(slot.asked, timeout=_PING_S)
             slot.asked = None
         if slot.asked is None:
             slot.asked = slot.actor.minibatches.options(concurrency_group="control").remote()
@@ -313,7 +323,7 @@ class RayPool:
 
     def _finish_start(self, slot: _Slot) -> None:
         try:
-            address: Address = ray.get(slot.ready)
+            address: Address = ray.get(slot.ready, timeout=_FETCH_S)
         except RayTaskError as error:
             raise cause_of(error) from error
         except RayError as error:
@@ -348,20 +358,21 @@ class RayPool:
         own, slot.own = slot.own, None
         places, slot.places = slot.places, ()
         try:
-            result: JobResult = ray.get(slot.running)
+            result: JobResult = ray.get(slot.running, timeout=_FETCH_S)
         except RayTaskError as error:
             cause = error.cause if isinstance(error.cause, Exception) else None
             for place in places:
                 self._vectors.release(place)
             return JobFailure(job, slot.index, f"{type(cause or error).__name__}: {cause or error}", False, cause)
         except RayError as error:  # the out-of-memory killer's error is no RayActorError
+            is_killed = bool(slot.killed_because)
             reason = slot.killed_because or how_it_ended(error)
             process = slot.process
             for place in places:  # whether its process is really gone is not known on every machine
                 self._vectors.discard(place)
             self._replace(slot, reason)
             where = f"process {process.process_id} on {process.host}: " if process else ""
-            return JobFailure(job, slot.index, where + reason, True)
+            return JobFailure(job, slot.index, where + reason, True, from_outside=is_killed)
         finally:
             slot.running = None
         slot.deaths.clear()

@@ -26,10 +26,12 @@ OLDEST_RAY = (2, 54)   # up to 2.53 the dashboard takes DELETE from strangers: C
 _LIMIT_S = 8.0         # of a whole check: a name server may be slow as well
 _CONNECT_S = 4.0
 _ANSWER_S = 3.0
-# what an HTTP/2 client sends first (RFC 9113, 3.4), and an empty SETTINGS frame; gRPC is HTTP/2
-_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
-_FRAME = struct.Struct("!3sBBI")   # length, type, flags, stream
-_SETTINGS = 4
+_MAX_ANSWER = 1 << 16
+_FRAME = struct.Struct("!HBBBI")   # length (3 bytes), type, flags, stream
+_DATA, _HEADERS, _SETTINGS = 0, 1, 4
+_END_STREAM, _END_HEADERS = 1, 4
+# the answer SERVING of grpc.health.v1.Health/Check, as a gRPC message
+_SERVING = bytes([0, 0, 0, 0, 2, 8, 1])
 
 
 def require_version() -> None:
@@ -62,7 +64,7 @@ def require_head(address: str) -> None:
     where = found if found == address else f"{found} (cluster.address={address})"
     fix = "start the head with: ray start --head, and check cluster.address"
     try:
-        _limited(lambda: _speak(host, port))
+        _limited(lambda: _speak(host, port, is_client_server=address.startswith("ray://")))
     except OSError as error:
         raise ClusterError(f"no Ray head answers at {where} ({_why(error)}); {fix}.") from error
 
@@ -102,18 +104,39 @@ def _split(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def _speak(host: str, port: int) -> None:
-    """Raises OSError unless a gRPC server is there; it answers before it asks who is calling."""
+def _speak(host: str, port: int, *, is_client_server: bool) -> None:
+    """Raises OSError unless a GCS is there and serves, or the server for Ray clients.
+
+    A GCS tells its health by the standard gRPC service, to everybody.  The request is written by hand:
+    a gRPC library in this process would not get on with Ray's own, nor with processes that it forks.
+    """
     with socket.create_connection((host, port), timeout=_CONNECT_S) as connection:
         if os.environ.get("RAY_USE_TLS", "0").lower() not in ("", "0", "false"):
             return
-        connection.settimeout(_ANSWER_S)
-        connection.sendall(_PREFACE)
+        connection.sendall(_health_request(f"{host}:{port}"))
+        deadline = time.monotonic() + _ANSWER_S
         found = b""
-        while len(found) < _FRAME.size and (part := connection.recv(_FRAME.size - len(found))):
+        while not (_SERVING in found or (is_client_server and found[3:4] == bytes([_SETTINGS]))):
+            connection.settimeout(max(0.001, deadline - time.monotonic()))
+            part = connection.recv(4096)
             found += part
-    if len(found) < _FRAME.size or _FRAME.unpack(found)[1] != _SETTINGS:
-        raise OSError("another kind of server is there")
+            if not part or len(found) > _MAX_ANSWER:
+                raise OSError("another kind of server is there")
+
+
+def _health_request(authority: str) -> bytes:
+    """HTTP/2 (RFC 9113): the preface, empty settings, and one request with an empty message."""
+    headers = {":method": "POST", ":scheme": "http", ":path": "/grpc.health.v1.Health/Check", ":authority": authority[:100],
+               "te": "trailers", "content-type": "application/grpc"}
+    # literal fields without indexing (RFC 7541, 6.2.2): no tables, no compression
+    block = b"".join(bytes([0, len(name)]) + name.encode() + bytes([len(value)]) + value.encode()
+                     for name, value in headers.items())
+    return b"".join([b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", _frame(_SETTINGS, 0, 0, b""),
+                     _frame(_HEADERS, _END_HEADERS, 1, block), _frame(_DATA, _END_STREAM, 1, bytes(5))])
+
+
+def _frame(kind: int, flags: int, stream: int, content: bytes) -> bytes:
+    return _FRAME.pack(len(content) >> 8, len(content) & 255, kind, flags, stream) + content
 
 
 def _get(url: str) -> None:

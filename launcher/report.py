@@ -49,11 +49,16 @@ def _send(folder: RunFolder, page: Path) -> None:
         raise ConfigError(f"{folder.path} is in no MLflow store; leave out --mlflow.")
     client = open_client(with_login(str(stored["tracking_uri"])))
     client.log_artifact(stored["run_id"], str(page))
-    client.log_artifacts(stored["run_id"], str(folder.path / "report"), "report")
+    client.log_artifacts(stored["run_id"], str(pictures_of(page)), "report")
+
+
+def pictures_of(page: Path) -> Path:
+    """The folder of a page's pictures beside it, so that a run on a read-only disk can have its page elsewhere."""
+    return page.with_suffix("") if page.suffix else page.with_name(f"{page.name}-pictures")
 
 
 def write(folder: RunFolder, target: Path, say: Callable[[str], None], *, with_spectra: bool = True) -> None:
-    """Makes the page at `target`, and the pictures in report/ of the run's folder."""
+    """Makes the page at `target`, and the pictures in a folder beside it."""
     from launcher import compose
     from launcher.charts import charts_of
     from launcher.info import state_of
@@ -64,11 +69,11 @@ def write(folder: RunFolder, target: Path, say: Callable[[str], None], *, with_s
         raise ConfigError(f"{folder.path} has no outer iteration yet, so there is nothing to draw; wait for the first.")
     found = spectra(folder, config, say) if with_spectra and config.optimizer.kind == "ngsgd" else {}
     charts = list(charts_of(events, found))
-    pictures = folder.path / "report"
+    pictures = pictures_of(target)
     pictures.mkdir(exist_ok=True)
     for chart in charts:
         chart.figure.savefig(pictures / f"{chart.name}.png", dpi=_DPI, format="png")
-    write_text(target, _page(folder, config, events, charts, state_of(folder.path)))
+    write_text(target, _page(folder, config, events, charts, state_of(folder.path), pictures))
 
 
 def spectra(folder: RunFolder, config: RunConfig, say: Callable[[str], None]) -> dict[str, list[float]]:
@@ -98,7 +103,7 @@ def spectra(folder: RunFolder, config: RunConfig, say: Callable[[str], None]) ->
         reader = EgsReader(Path(egs))
         layout = Layout.of(model_for(config, reader))
         checkpoint, _ = CheckpointStore(folder.checkpoints, layout, config.checkpoint.num_to_keep).latest()
-    except (NgsgdError, OSError, ValueError, KeyError) as error:
+    except (NgsgdError, OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         say(f"without Fisher spectra: {str(error).partition(chr(10))[0]}")
         return {}
     if checkpoint is None:
@@ -124,7 +129,7 @@ def spectra(folder: RunFolder, config: RunConfig, say: Callable[[str], None]) ->
 
 
 def _page(folder: RunFolder, config: RunConfig, events: Sequence[Mapping[str, Any]], charts: Sequence[Any],
-          state: Mapping[str, Any]) -> str:
+          state: Mapping[str, Any], pictures: Path) -> str:
     from launcher import compose
     from launcher import page as html
 
@@ -140,7 +145,7 @@ def _page(folder: RunFolder, config: RunConfig, events: Sequence[Mapping[str, An
              html.folded("all settings", compose.to_yaml(config))]
     lead = f"{state['state']} - {folder.path}"
     return html.page(folder.path.name, lead, body, f"ngsgd {version('ngsgd')}, torch {version('torch')}; the pictures are in "
-                                                    f"{folder.path / 'report'}, every figure in {folder.events}.")
+                                                    f"{pictures}, every figure in {folder.events}.")
 
 
 def _tiles(state: Mapping[str, Any], last: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -156,11 +161,12 @@ def _tiles(state: Mapping[str, Any], last: Mapping[str, Any]) -> list[tuple[str,
 def _word_errors(folder: RunFolder) -> list[tuple[str, str, str]]:
     try:
         about = json.loads((folder.decode / "wer.json").read_text())
-    except (OSError, ValueError):
+        interval = about.get("test_interval_95", {})
+        shown = f"{interval['low']:.2f} to {interval['high']:.2f}" if interval.keys() >= {"low", "high"} else ""
+        return [("valid", str(about["valid"]), ""), ("test", str(about["test"]), shown)]
+    # not decoded yet, or damaged
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return []
-    interval = about.get("test_interval_95", {})
-    shown = f"{interval['low']:.2f} to {interval['high']:.2f}" if interval.keys() >= {"low", "high"} else ""
-    return [("valid", about["valid"], ""), ("test", about["test"], shown)]
 
 
 def _changed(config: RunConfig) -> list[tuple[str, str, str]]:

@@ -52,8 +52,8 @@ class RunFolder:
         name = f"{run_name(config)}-{time.strftime('%Y%m%d-%H%M%S')}"
         for suffix in ("", *(f"-{number}" for number in range(2, 100))):  # two runs started in one second
             folder = cls(root / (name + suffix))
-            make_directories(root)
             try:
+                make_directories(root)
                 folder.path.mkdir()
             except FileExistsError:
                 continue

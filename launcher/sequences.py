@@ -83,7 +83,8 @@ def sequence_data(config: RunConfig, folder: RunFolder, corpus: Corpus, cache_ro
         keep_digest(folder.denominator)
     graph = denominator.graph
     directory = prepare_sequences(corpus.train.frames, graph, samples_per_iter=config.egs.samples_per_iter,
-                                  chunk_frames=config.objective.chunk_frames, digest=corpus.digest, cache_root=cache_root)
+                                  chunk_frames=config.objective.chunk_frames, digest=corpus.digest, cache_root=cache_root,
+                                  report=report)
     report(f"objective {config.objective.kind}: denominator of {graph.num_states} states and {len(graph.source_A)} arcs")
     return SequenceData(str(directory), denominator)
 

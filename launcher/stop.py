@@ -10,7 +10,11 @@ from types import FrameType
 
 
 class SignalStop:
-    """Set by a signal; `grace_s` later it expires."""
+    """Set by a signal; `grace_s` later it expires.
+
+    The grace counts time during which this process was stopped: whoever wants the machine back does not wait for longer, and
+    an outer iteration that is given up runs again when the run is resumed.
+    """
 
     def __init__(self, grace_s: float, on_request: Callable[[str], None]) -> None:
         self.grace_s = grace_s

@@ -57,7 +57,9 @@ def measure(run: Path, *, chunk_frames: int, trust: bool = False) -> Streamed:
     config = compose.from_yaml(folder.config)
     try:
         setting = json.loads((folder.decode / "wer.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        if not isinstance(setting, dict) or not setting.keys() >= {"word_penalty", "acoustic_scale"}:
+            raise ValueError("wer.json has no setting")
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{run} has not been decoded yet ({error}); finish it with: ngsgd resume {run}") from error
     model, prior_P = load_final(folder, trust=trust)
     corpus = service.prepared_corpus(config, folder)

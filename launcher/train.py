@@ -306,8 +306,8 @@ def _train(config: RunConfig, folder: RunFolder, spec: WorkerSpec, checkpoints: 
         pool.start()
         bits.keep(start.progress.outer_iter + 1)
         for line in bits.differences:
-            tracker.incident(Incident("other_bits", f"other bits from here on, as was allowed: {line}", start.progress.outer_iter + 1,
-                                      elapsed_s=start.progress.elapsed_s))
+            tracker.incident(Incident("other_bits", f"other bits from here on, as was allowed: {line}",
+                                      start.progress.outer_iter + 1, elapsed_s=start.progress.elapsed_s))
         coordinator = Coordinator(
             schedule_of(config, shards), pool, model, reader, checkpoints, ledger, tracker, config.failure, stop, config.outer,
             config.cluster, dealer=make_dealer(config.schedule, shards.num_minibatches),

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from launcher.yaml_text import read_yaml_text
 from ngsgd.config import RunConfig
 from ngsgd.errors import ConfigError
 from ngsgd.files import write_text
@@ -55,11 +56,11 @@ def _read(override: str) -> list[str]:
 
     path = Path(override.partition("=")[2])
     try:
-        content = yaml.safe_load(path.read_text())
+        content = yaml.safe_load(read_yaml_text(path))
     except OSError as error:
         raise ConfigError(f"{override}: {path} cannot be read ({error.strerror}); give the tuned.yaml that ngsgd tune "
                           "wrote.") from None
-    except (yaml.YAMLError, UnicodeError):
+    except (yaml.YAMLError, UnicodeError, RecursionError):
         raise ConfigError(f"{override}: {path} is not valid YAML; tune again, or restore it.") from None
     if not isinstance(content, dict) or not all(isinstance(part, dict) for part in content.values()):
         raise ConfigError(f"{override}: {path} holds no settings; give the tuned.yaml that ngsgd tune wrote.")

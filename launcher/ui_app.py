@@ -39,15 +39,15 @@ def is_foreign(scope: Mapping[str, Any]) -> bool:
     is_graphql = str(scope.get("path", "")).rstrip("/").endswith("/graphql")
     if scope["type"] == "http" and scope["method"] in _READING and not is_graphql:
         return False
-    headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope.get("headers", ())}
+    headers: dict[str, str] = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope.get("headers", ())}
     origin = headers.get("origin", "")
     allowed = [one.strip() for one in os.environ.get(_ALLOWED, "").split(",") if one.strip()]
     if "*" in allowed or origin in allowed:
         return False
     if origin:
-        return urlsplit(origin).netloc.lower() != headers.get("host", "").lower()
+        return str(urlsplit(origin).netloc).lower() != headers.get("host", "").lower()
     # browsers name no origin for images and links, but say where they are
-    return headers.get("sec-fetch-site", "none") not in ("none", "same-origin")
+    return str(headers.get("sec-fetch-site", "none")) not in ("none", "same-origin")
 
 
 async def _refuse(scope: Mapping[str, Any], send: _Send) -> None:

@@ -15,6 +15,8 @@ from ngsgd import config as knobs
 from ngsgd.config import RunConfig
 from ngsgd.errors import ConfigError
 
+_LONGEST_SHOWN = 200   # characters of a value in a message
+
 
 def build(values: Mapping[str, Any]) -> RunConfig:
     """A RunConfig from nested mappings that hold every key; raises one ConfigError that lists everything wrong."""
@@ -116,17 +118,32 @@ def _convert(value: Any, kind: Any) -> Any:
         if value is None or isinstance(value, (bool, list, dict)):
             raise ValueError("a text")
         return str(value)
+    return _number(value, kind)
+
+
+def _number(value: Any, kind: Any) -> Any:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ValueError("a whole number" if kind is int else "a number")
-    if not math.isfinite(value):
-        raise ValueError("a finite number")
-    if kind is int and value != int(value):
-        raise ValueError("a whole number")
-    return kind(value)
+    try:
+        if not math.isfinite(value):
+            raise ValueError("a finite number")
+        if kind is int and value != int(value):
+            raise ValueError("a whole number")
+        return kind(value)
+    except OverflowError:
+        raise ValueError("a number of at most 300 digits") from None
 
 
 def _shown(value: Any) -> str:
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else _short(value)
+
+
+def _short(value: Any) -> str:
+    try:
+        told = repr(value)
+    except (ValueError, RecursionError):  # Python writes no integer of more than 4300 digits
+        return "too long to be shown"
+    return told if len(told) <= _LONGEST_SHOWN else f"{told[:_LONGEST_SHOWN]}..."
 
 
 def leaves(node: Any, prefix: str) -> Iterator[tuple[str, Any]]:

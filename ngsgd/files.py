@@ -325,3 +325,12 @@ def unsealed(tree: Any) -> tuple[dict[str, Any], bool]:
     if DIGEST in tree and digest_of_json(content) != tree[DIGEST]:
         raise ValueError("does not match its digest")
     return content, DIGEST in tree
+
+
+def digest_of_arrays(arrays: Mapping[str, Any]) -> str:
+    """SHA-256 of NumPy arrays by name: names, types, shapes and content, whatever their order."""
+    found = hashlib.sha256()
+    for name, array in sorted(arrays.items()):
+        found.update(f"{name} {array.dtype.str} {array.shape} ".encode())
+        found.update(array.tobytes())
+    return found.hexdigest()

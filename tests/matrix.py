@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 # every test of these compares numbers; other folders run processes, services and files
-FOLDERS = ("tests/ops", "tests/optim", "tests/preconditioners", "tests/curvature", "tests/hypergrad", "tests/models", "tests/sequence")
+FOLDERS = ("tests/ops", "tests/optim", "tests/preconditioners", "tests/curvature", "tests/hypergrad", "tests/models",
+           "tests/sequence")
 _AVX2 = {"MKL_ENABLE_INSTRUCTIONS": "AVX2", "ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
 _NO_COMPILER = {"CXX": "/nonexistent"}
 _EMPTY_CACHE = "XDG_CACHE_HOME"
@@ -92,7 +93,8 @@ def _start(cell: Cell, paths: list[str], scratch: Path) -> _Run:
     folder.mkdir()
     log = folder / "log.txt"
     with log.open("w") as file:
-        process = subprocess.Popen(_command(paths), env=os.environ | _environment(cell, folder), stdout=file, stderr=file, text=True)
+        environment = os.environ | _environment(cell, folder)
+        process = subprocess.Popen(_command(paths), env=environment, stdout=file, stderr=file, text=True)
     return _Run(cell, process, log, time.monotonic())
 
 

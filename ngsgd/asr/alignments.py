@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from ngsgd.asr import augment, kaldi_tables
+from ngsgd.asr import augment, kaldi_tables, unpacking
 from ngsgd.asr.speech_set import SpeechSet
 from ngsgd.asr.utterance import PdfIds
 from ngsgd.errors import DataError
 from ngsgd.files import new_file
 
 MOST_MISSING = 0.5  # of a set's utterances; with fewer aligned it is more likely that the file belongs to other data
+
+
+_MAX_PDFS = 1_000_000   # Kaldi's largest trees have about 20 000 leaves
 
 
 @dataclass(frozen=True)
@@ -87,11 +91,22 @@ def _check(pdf_T: PdfIds, utt_id: str, num_frames: int, num_pdfs: int, path: Pat
 
 def _read_npz(path: Path) -> dict[str, PdfIds]:
     try:
-        with np.load(path) as arrays:
-            pieces = np.split(arrays["pdf"].astype(np.int32), arrays["offsets"][1:-1])
-            return dict(zip(arrays["utt_ids"].tolist(), pieces, strict=True))
-    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+        arrays = unpacking.load_npz(path)
+        pdf_N, offsets, utt_ids = arrays["pdf"], arrays["offsets"], arrays["utt_ids"]
+        if not _fit(pdf_N, offsets, utt_ids):
+            raise ValueError("its arrays do not fit together")
+        return dict(zip(utt_ids.tolist(), np.split(pdf_N.astype(np.int32), offsets[1:-1]), strict=True))
+    except (OSError, ValueError, KeyError) as error:
         raise DataError(f"{path} is not an alignment of ngsgd align ({error}); make it again.") from error
+
+
+def _fit(pdf_N: npt.NDArray[Any], offsets: npt.NDArray[Any], utt_ids: npt.NDArray[Any]) -> bool:
+    """Integers of 32 bits, offsets that rise from 0 to their number, a name for each utterance."""
+    if not (pdf_N.ndim == offsets.ndim == utt_ids.ndim == 1 and pdf_N.dtype.kind in "iu" and offsets.dtype.kind in "iu"
+            and utt_ids.dtype.kind == "U" and len(offsets) == len(utt_ids) + 1):
+        return False
+    in_range = len(pdf_N) == 0 or (int(pdf_N.min()) >= -2**31 and int(pdf_N.max()) < 2**31)
+    return bool(in_range and offsets[0] == 0 and offsets[-1] == len(pdf_N) and (np.diff(offsets.astype(np.int64)) >= 0).all())
 
 
 def _read_folder(folder: Path) -> dict[str, PdfIds]:
@@ -105,7 +120,7 @@ def _read_folder(folder: Path) -> dict[str, PdfIds]:
         return found
     pdf_of = read_tid2pdf(folder / "tid2pdf")
     for utt_id, tids in found.items():
-        if tids.min() < 1 or tids.max() > len(pdf_of):
+        if len(tids) and (tids.min() < 1 or tids.max() > len(pdf_of)):
             raise DataError(f"{folder} has the transition {tids.max()} in {utt_id}, and its tid2pdf goes from 1 to {len(pdf_of)}; "
                             "take both from one model.")
     table = np.array([-1, *pdf_of], dtype=np.int32)
@@ -120,6 +135,8 @@ def read_tid2pdf(path: Path) -> tuple[int, ...]:
             tid, pdf = map(int, line.split())
         except ValueError as error:
             raise DataError(f"{where}: {line[:40]!r} is not a transition id and a pdf id; write both as numbers.") from error
+        if not 0 <= pdf < _MAX_PDFS:
+            raise DataError(f"{where}: the pdf {pdf} is not a number from 0 to {_MAX_PDFS - 1}; write Kaldi's pdf ids.")
         pairs[tid] = pdf
     if sorted(pairs) != list(range(1, len(pairs) + 1)):
         raise DataError(f"{path} does not number the transitions from 1 without gaps; write one line for each transition id.")

@@ -231,7 +231,7 @@ def _read_folder(folder: str, knob: str, sample_rate_hz: int) -> list[Signal]:
     """The wav files under a folder, in the order of their names; none for an empty name."""
     if not folder:
         return []
-    paths = sorted(Path(folder).rglob("*.wav"))
+    paths = sorted(path for path in Path(folder).rglob("*.wav") if path.is_file())
     if not paths:
         raise DataError(f"{knob} is {folder}, which {'holds no wav file' if Path(folder).is_dir() else 'is no folder'}; give a "
                         "folder of mono 16-bit wav files, or leave it empty.")

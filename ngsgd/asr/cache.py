@@ -1,4 +1,4 @@
-"""Prepared speech on disk: a folder of arrays, and a manifest with the SHA-256 of each.
+"""Prepared speech on disk: a folder of arrays, and a manifest with the SHA-256 of each and of itself.
 
     manifest.json                          what it was made from, the language, the checksums
     lm.arpa, HCLG.fst                      where the corpus has them
@@ -23,6 +23,7 @@ from ngsgd.asr.cmvn import Units
 from ngsgd.asr.language import Language
 from ngsgd.asr.speech_set import SpeechSet
 from ngsgd.egs.frames import FrameSet
+from ngsgd.errors import DataError
 
 MANIFEST = "manifest.json"
 LANGUAGE_FILES = ("lm.arpa", "HCLG.fst")
@@ -55,7 +56,7 @@ def store(folder: Path, sets: Mapping[str, SpeechSet], language: Language, *, ma
             (new / name).write_bytes(content)
         checksums = {path.name: files.sha256(path) for path in sorted(new.iterdir())}
         manifest = {"made_from": made_from, "language": language.to_json(), "sets": list(sets), "sha256": checksums}
-        (new / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+        (new / MANIFEST).write_text(json.dumps(files.sealed(manifest), indent=1), encoding="utf-8")
 
 
 def load(folder: Path) -> tuple[dict[str, SpeechSet], Language, str]:
@@ -63,35 +64,42 @@ def load(folder: Path) -> tuple[dict[str, SpeechSet], Language, str]:
     manifest = _read_manifest(folder)
     for name, expected in manifest["sha256"].items():
         path = folder / name
-        if not path.is_file():
+        if Path(name).name != name or not path.is_file():
             raise DamagedError(f"{path} is missing")
         if files.sha256(path) != expected:
             raise DamagedError(f"{path} does not have the checksum in its manifest")
-    sets = {name: _load_set(folder, name) for name in manifest["sets"]}
     content = {name: checksum for name, checksum in manifest["sha256"].items() if not name.endswith(_CMVN)}
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-    files_of_language = {name: (folder / name).read_bytes() for name in LANGUAGE_FILES if name in manifest["sha256"]}
-    return sets, Language.from_json(manifest["language"], files_of_language), digest
+    try:
+        sets = {name: _load_set(folder, name, manifest["sha256"]) for name in manifest["sets"]}
+        files_of_language = {name: (folder / name).read_bytes() for name in LANGUAGE_FILES if name in manifest["sha256"]}
+        return sets, Language.from_json(manifest["language"], files_of_language), digest
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, DataError) as error:
+        raise DamagedError(f"{folder} cannot be read ({error!r})") from error
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
     try:
-        manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        manifest, has_digest = files.unsealed(files.read_json(folder / MANIFEST))
     except (OSError, ValueError) as error:
-        raise DamagedError(f"{folder / MANIFEST} is missing or not readable") from error
-    if not {"sets", "sha256", "language"} <= manifest.keys():
-        raise DamagedError(f"{folder / MANIFEST} lacks entries")
+        raise DamagedError(f"{folder / MANIFEST} is missing or damaged ({error})") from error
+    if set(manifest) != {"made_from", "sets", "sha256", "language"} or not isinstance(manifest["sha256"], dict):
+        raise DamagedError(f"{folder / MANIFEST} lacks entries, or has others")
+    # manifests had no digest at first; their folder is named by what they were made from
+    if not has_digest and not folder.name.endswith(short_hash(manifest["made_from"])):
+        raise DamagedError(f"{folder / MANIFEST} does not belong to this folder")
     return manifest
 
 
-def _load_set(folder: Path, name: str) -> SpeechSet:
-    words = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
+def _load_set(folder: Path, name: str, listed: Mapping[str, str]) -> SpeechSet:
+    words = files.read_json(folder / f"{name}.json")
     features_TD, pdf_T, offsets = (np.load(folder / f"{name}.{array}.npy", mmap_mode="r") for array in ARRAYS)
     frames = FrameSet(features_TD=features_TD, pdf_T=np.array(pdf_T), offsets=np.array(offsets), utt_ids=tuple(words["utt_ids"]))
     raw, statistics = folder / f"{name}.raw_TD.npy", folder / f"{name}{_CMVN}"
+    # only files whose checksum was verified
     return SpeechSet(frames, tuple(map(tuple, words["texts"])), tuple(words["speakers"]),
-                     _units_of(statistics) if statistics.exists() else None,
-                     np.load(raw, mmap_mode="r") if raw.exists() else None)
+                     _units_of(statistics) if statistics.name in listed else None,
+                     np.load(raw, mmap_mode="r") if raw.name in listed else None)
 
 
 def _arrays_of(units: Units) -> dict[str, Any]:

@@ -8,29 +8,27 @@ from __future__ import annotations
 
 import hashlib
 import io
-import lzma
-import tarfile
 import urllib.error
 import urllib.request
 import uuid
 import wave
-import zipfile
-import zlib
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 import numpy as np
 
+from ngsgd.asr import unpacking
 from ngsgd.asr.fsdd_segments import Segment
 from ngsgd.asr.utterance import SAMPLE_RATE_HZ, Samples
 from ngsgd.errors import DataError
+from ngsgd.files import read_regular_bytes
 
 COMMIT = "26eb9aaf76e81b692f806f9140c2d2777410d7a1"
 URL = f"https://github.com/Jakobovski/free-spoken-digit-dataset/archive/{COMMIT}.tar.gz"
 DOWNLOAD_TIMEOUT_S = 60.0  # without a byte
+MAX_DOWNLOAD_BYTES = 1 << 30   # the archive has 16 MB
 
 ARCHIVES_IN_FOLDER = ("recordings.tar.xz", "recordings.tar.gz", "recordings.zip")
-ARCHIVE_DAMAGE = (tarfile.TarError, zipfile.BadZipFile, lzma.LZMAError, zlib.error, EOFError, OSError)
 
 
 def locate(source: str) -> Path:
@@ -85,36 +83,24 @@ def _fetch(url: str, path: Path) -> None:
         expected = int(answer.headers.get("Content-Length") or 0)
         while chunk := answer.read(1 << 20):
             file.write(chunk)
+            if file.tell() > MAX_DOWNLOAD_BYTES:
+                raise ConnectionError(f"it is larger than {MAX_DOWNLOAD_BYTES} bytes")
     if expected and path.stat().st_size != expected:
         raise ConnectionError(f"it broke off after {path.stat().st_size} of {expected} bytes")
 
 
 def wav_files(place: Path) -> Iterator[tuple[str, bytes]]:
     """(name, content) of every wav file of a folder or an archive."""
-    if place.is_dir():
-        yield from ((path.name, path.read_bytes()) for path in sorted(place.glob("*.wav")))
-        return
     try:
-        yield from _from_zip(place) if zipfile.is_zipfile(place) else _from_tar(place)
-    except ARCHIVE_DAMAGE as error:
-        reason = str(error).partition("\n")[0] or "it ends too early"  # tarfile lists every format it tried
-        raise DataError(f"{place} is damaged or is not a tar or zip archive ({reason}); delete it and fetch it again.") from error
-
-
-def _from_tar(place: Path) -> Iterator[tuple[str, bytes]]:
-    with tarfile.open(place, "r:*") as archive:
-        for member in archive:
-            name = PurePosixPath(member.name).name
-            content = archive.extractfile(member) if name.endswith(".wav") else None
-            if content:
-                yield name, content.read()
-
-
-def _from_zip(place: Path) -> Iterator[tuple[str, bytes]]:
-    with zipfile.ZipFile(place) as archive:
-        for member in archive.namelist():
-            if member.endswith(".wav"):
-                yield PurePosixPath(member).name, archive.read(member)
+        if place.is_dir():
+            for path in sorted(place.glob("*.wav")):
+                yield path.name, read_regular_bytes(path, unpacking.MAX_MEMBER_BYTES)
+        else:
+            yield from unpacking.members(place, ".wav")
+    except unpacking.UnpackError as error:
+        raise DataError(f"{place} is damaged or is not a tar or zip archive ({error}); delete it and fetch it again.") from error
+    except OSError as error:
+        raise DataError(f"{error.filename or place} cannot be read ({error.strerror or error}); fetch it again.") from error
 
 
 def _decode(content: bytes, segment: Segment, place: Path) -> Samples:

@@ -10,6 +10,8 @@ L lexicon (phones to words), G grammar (words), H states (pdfs to phones).
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -206,21 +208,37 @@ def _loop(topology: Topology, is_one_word: bool) -> Any:
 
 def _arpa_grammar(arpa: str, words: Sequence[str]) -> Any:
     """G of an n-gram model; n-grams with words that the lexicon lacks are left out."""
-    kaldilm = extras.load("kaldilm", extra="asr", purpose="A graph from an ARPA file")
+    extras.load("kaldilm", extra="asr", purpose="A graph from an ARPA file")
     symbols = ["<eps>", *words, _BACKOFF, "<s>", "</s>"]
     with tempfile.TemporaryDirectory() as folder:
         model, table = Path(folder) / "lm.arpa", Path(folder) / "words.txt"
         model.write_text(arpa, encoding="utf-8")
         table.write_text("".join(f"{symbol} {number}\n" for number, symbol in enumerate(symbols)), encoding="utf-8")
-        try:
-            text = kaldilm.arpa2fst(input_arpa=str(model), disambig_symbol=_BACKOFF, read_symbol_table=str(table),
-                                    max_arpa_warnings=0)
-        except RuntimeError as error:
-            raise DataError(f"The language model is not in ARPA's format ({_first_line(error)}); check the file.") from error
+        # kaldilm ends the process on some files that are no ARPA files
+        done = subprocess.run([sys.executable, "-P", "-c", _ARPA_TO_FST, str(model), str(table), _BACKOFF, f"{folder}/G.txt"],
+                              capture_output=True, text=True, errors="replace", check=False)
+        if done.returncode:
+            raise DataError(f"The language model is not in ARPA's format ({_reason(done.stderr)}); check the file.")
+        text = (Path(folder) / "G.txt").read_text(encoding="utf-8")
     fst = _kaldifst().compile(text)
     if fst.num_states == 0:
         raise DataError("The language model holds none of the words of the lexicon; give the model and the lexicon of one task.")
     return fst
+
+
+_ARPA_TO_FST = """
+import sys, kaldilm
+model, table, symbol, output = sys.argv[1:]
+text = kaldilm.arpa2fst(input_arpa=model, disambig_symbol=symbol, read_symbol_table=table, max_arpa_warnings=0)
+open(output, "w", encoding="utf-8").write(text)
+"""
+
+
+def _reason(said: str) -> str:
+    """The line of the message that kaldilm marks as an error, else the last one."""
+    lines = [line.strip() for line in said.splitlines() if line.strip()] or ["kaldilm could not read it"]
+    marked = next((line for line in lines if line.startswith("[E]")), lines[-1])
+    return "".join(char if char.isprintable() else "?" for char in marked)[:200]
 
 
 def _backoff_label(words: Sequence[str]) -> int:
@@ -311,7 +329,3 @@ def _add_epsilon(fst: Any, source: int, target: int) -> None:
 
 def _kaldifst() -> Any:
     return extras.load("kaldifst", extra="asr", purpose="Decoding")
-
-
-def _first_line(error: Exception) -> str:
-    return next((line.strip().rstrip(".") for line in str(error).splitlines() if line.strip()), "no reason given")

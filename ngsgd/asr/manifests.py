@@ -7,18 +7,19 @@ whose names hold "recordings" or "supervisions" and the set's name, as lhotse's 
 
 from __future__ import annotations
 
-import gzip
-import json
-import zlib
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from ngsgd.asr import unpacking
 from ngsgd.asr.audio import Piece
 from ngsgd.asr.data_dir import Listed
 from ngsgd.errors import DataError
+from ngsgd.files import parse_json, read_regular_bytes
 
 _NAMES = {"train": ("train",), "valid": ("valid", "dev"), "test": ("test",)}
+_MAX_MANIFEST_BYTES = 1 << 32
 _SUFFIXES = (".jsonl.gz", ".jsonl")
 
 
@@ -51,7 +52,7 @@ def _find(source: Path, kind: str, names: tuple[str, ...]) -> Path | None:
 
 
 def _read_set(recordings: Path, supervisions: Path) -> list[Listed]:
-    files = {item["id"]: _file(item, where) for where, item in _lines(recordings)}
+    files = {str(item["id"]): _file(item, where) for where, item in _lines(recordings)}
     found: dict[str, Listed] = {}
     for where, item in _lines(supervisions):
         one = _utterance(item, where, files, recordings)
@@ -69,17 +70,21 @@ def _file(item: dict[str, Any], where: str) -> Path:
         (source,) = item["sources"]
         if source["type"] != "file":
             raise DataError(f"{where}: the recording {item['id']} comes from a {source['type']}; give files.")
+        if "\0" in source["source"]:
+            raise ValueError("a zero byte in the name")
         return Path(source["source"])
-    except (KeyError, ValueError, TypeError) as error:
+    except (KeyError, ValueError, TypeError, OverflowError) as error:
         raise DataError(f"{where}: this is not a recording of lhotse with one source; write the manifest again.") from error
 
 
 def _utterance(item: dict[str, Any], where: str, files: dict[str, Path], recordings: Path) -> Listed:
     try:
-        utt_id, recording = str(item["id"]), item["recording_id"]
+        utt_id, recording = str(item["id"]), str(item["recording_id"])
         start_s, end_s = float(item["start"]), float(item["start"]) + float(item["duration"])
-    except (KeyError, ValueError, TypeError) as error:
+    except (KeyError, ValueError, TypeError, OverflowError) as error:
         raise DataError(f"{where}: this is no supervision of lhotse (id, recording_id, start, duration); mend it.") from error
+    if not (math.isfinite(start_s) and math.isfinite(end_s) and 0 <= start_s < end_s):
+        raise DataError(f"{where}: {utt_id} goes from {start_s:g} to {end_s:g} s; times rise from 0.")
     if recording not in files:
         raise DataError(f"{where}: the recording {recording} of {utt_id} is not in {recordings}; add it there.")
     path = files[recording]
@@ -90,13 +95,13 @@ def _utterance(item: dict[str, Any], where: str, files: dict[str, Path], recordi
 
 def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     try:
-        content = path.read_bytes()
-        text = (gzip.decompress(content) if path.suffix == ".gz" else content).decode("utf-8")
-    except (OSError, EOFError, zlib.error, UnicodeError) as error:
+        content = unpacking.gunzip(path) if path.suffix == ".gz" else read_regular_bytes(path, _MAX_MANIFEST_BYTES)
+        text = content.decode("utf-8")
+    except (OSError, UnicodeError) as error:
         raise DataError(f"{path} cannot be read ({str(error).rstrip('.')}); write the manifest again.") from error
     for number, line in enumerate(text.splitlines(), start=1):
         try:
-            item = json.loads(line)
+            item = parse_json(line)
         except ValueError as error:
             raise DataError(f"{path}:{number}: this is not JSON; write the manifest again.") from error
         if not isinstance(item, dict) or "id" not in item:

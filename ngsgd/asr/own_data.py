@@ -18,6 +18,7 @@ from ngsgd.asr.topology import Topology
 from ngsgd.config import AugmentConfig, DataConfig, FeatureConfig
 from ngsgd.errors import DataError
 
+_MAX_GAP = 100      # of the numbers in words.txt to how many there are
 VALID_NAMES = ("valid", "dev")
 
 
@@ -134,5 +135,7 @@ def _given_graph(folder: Path) -> GivenGraph:
             numbers[int(number)] = word
         except ValueError as error:
             raise DataError(f"{where}: {line[:40]!r} is not a word and a number; give Kaldi's words.txt.") from error
+    if not numbers or min(numbers) < 0 or max(numbers) > _MAX_GAP * len(numbers):
+        raise DataError(f"{folder / 'words.txt'} does not number {len(numbers)} words from 0; give Kaldi's words.txt.")
     words = tuple(numbers.get(number, f"#{number}") for number in range(1, max(numbers) + 1))
     return GivenGraph((folder / "HCLG.fst").read_bytes(), words, alignments.read_tid2pdf(folder / "tid2pdf"))

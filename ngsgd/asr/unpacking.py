@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import io
+import lzma
+import tarfile
+import zipfile
 import zlib
-from pathlib import Path
-from typing import BinaryIO
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import Any, BinaryIO, cast
+
+import numpy as np
+import numpy.typing as npt
 
 from ngsgd.files import open_regular
 
 ALWAYS_BYTES = 256 << 20    # unpacked content that is accepted however small the file is
 MAX_RATIO = 64              # beyond that: unpacked bytes per byte of the file; alignments and JSON have 5 to 25
+MAX_MEMBER_BYTES = 64 << 20   # of one recording in an archive; those of FSDD and yesno have 0.1 MB
 _CHUNK_BYTES = 1 << 20
+# what tarfile, zipfile and the decompressors raise on damaged or hostile content
+_DAMAGE = (tarfile.TarError, zipfile.BadZipFile, lzma.LZMAError, zlib.error, EOFError, ValueError, KeyError, IndexError,
+           NotImplementedError, RuntimeError, RecursionError, MemoryError)
 
 
 class UnpackError(OSError):
@@ -53,3 +65,104 @@ def _unpacked(file: BinaryIO, most: int) -> bytes:
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise UnpackError(str(error) or "it ends too early") from error
     return content.getvalue()
+
+
+# Archives ---------------------------------------------------------------------------------------------
+
+
+def members(path: Path, suffix: str) -> Iterator[tuple[str, bytes]]:
+    """(file name, content) of the regular files in a tar or zip archive whose names end in `suffix`.
+
+    Links, devices and folders are skipped, and nothing is written.
+
+    Raises:
+        OSError: the file cannot be read, is damaged, or expands beyond the limits.
+    """
+    try:
+        with open_regular(path) as file:
+            is_zip = zipfile.is_zipfile(file)
+            size = file.seek(0, 2)
+            file.seek(0)
+            yield from (_of_zip if is_zip else _of_tar)(file, suffix, limit(size))
+    except _DAMAGE as error:
+        # tarfile lists every format that it tried, one a line
+        raise UnpackError(str(error).partition("\n")[0] or "it ends too early") from error
+
+
+def _of_zip(file: BinaryIO, suffix: str, left: int) -> Iterator[tuple[str, bytes]]:
+    with zipfile.ZipFile(file) as archive:
+        for member in archive.infolist():
+            if member.filename.endswith(suffix) and not member.is_dir():
+                with archive.open(member) as packed:
+                    content = _member(packed, member.filename, member.file_size, left)
+                left -= len(content)
+                yield PurePosixPath(member.filename).name, content
+
+
+def _of_tar(file: BinaryIO, suffix: str, most: int) -> Iterator[tuple[str, bytes]]:
+    with tarfile.open(fileobj=_Bounded(_decompressed(file), most), mode="r:") as archive:  # type: ignore[call-overload]
+        for member in archive:
+            packed = archive.extractfile(member) if member.name.endswith(suffix) and member.isreg() else None
+            if packed is not None:
+                yield PurePosixPath(member.name).name, _member(packed, member.name, member.size, most)
+
+
+def _member(packed: Any, name: str, promised: int, left: int) -> bytes:
+    most = min(MAX_MEMBER_BYTES, left)
+    content: bytes = packed.read(most + 1) if promised <= most else b""
+    if promised > most or len(content) > most:
+        raise UnpackError(f"{name[:80]} expands to {max(promised, len(content))} bytes, beyond the limit of {most}")
+    return content
+
+
+def _decompressed(file: BinaryIO) -> BinaryIO:
+    head = file.read(6)
+    file.seek(0)
+    for magic, opened in ((b"\x1f\x8b", gzip.open), (b"BZh", bz2.open), (b"\xfd7zXZ\0", lzma.open), (b"]\0\0", lzma.open)):
+        if head.startswith(magic):
+            return cast("BinaryIO", opened(file, "rb"))
+    return file
+
+
+class _Bounded:
+    """A file of which tarfile may read a bounded part: its own reads of headers take any size that a header names."""
+
+    def __init__(self, file: BinaryIO, most: int) -> None:
+        self._file, self._most = file, most
+
+    def read(self, size: int = -1) -> bytes:
+        if not 0 <= size <= MAX_MEMBER_BYTES + 1:
+            raise UnpackError(f"a header in it asks for {size} bytes")
+        return self._file.read(size)
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        if whence == 0 and offset > self._most:
+            raise UnpackError(f"it expands to more than {self._most} bytes")
+        return self._file.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+
+def load_npz(path: Path) -> dict[str, npt.NDArray[Any]]:
+    """The arrays of a .npz file, none of Python objects.
+
+    Raises:
+        OSError: it cannot be read, is damaged, or expands beyond the limit.
+    """
+    try:
+        with open_regular(path) as file:
+            most = limit(file.seek(0, 2))
+            file.seek(0)
+            with zipfile.ZipFile(file) as archive:
+                if sum(member.file_size for member in archive.infolist()) > most:
+                    raise UnpackError(f"it expands to more than {most} bytes")
+            file.seek(0)
+            with np.load(file, allow_pickle=False) as arrays:
+                found = {name: arrays[name] for name in arrays.files}
+        # NumPy returns a member that is no array as bytes
+        if foreign := [name for name, array in found.items() if not isinstance(array, np.ndarray)]:
+            raise UnpackError(f"its member {foreign[0][:80]} is no array")
+        return found
+    except (*_DAMAGE, SyntaxError, TypeError) as error:
+        raise UnpackError(str(error).partition("\n")[0] or "it ends too early") from error

@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -23,12 +23,13 @@ import numpy.typing as npt
 from ngsgd.config import EgsConfig
 from ngsgd.egs.examples import NO_FRAME, ArchiveEntry, ExampleSource, shuffled, windows, write_archive
 from ngsgd.egs.frames import FrameSet
-from ngsgd.egs.storage import write_arrays
+from ngsgd.egs.storage import ArrayFile, FormatError, write_arrays
 from ngsgd.egs.write_process import Target, write_in_processes
 from ngsgd.errors import DataError
-from ngsgd.files import sha256, shared_directory, write_text
+from ngsgd.files import read_json, sealed, sha256, shared_directory, unsealed, write_text
 
-__all__ = ["NO_FRAME", "EgsInfo", "archive_name", "diagnostic_name", "prepare_archives", "spliced_utterances", "write_archives"]
+__all__ = ["NO_FRAME", "EgsInfo", "archive_name", "diagnostic_name", "prepare_archives", "read_index",
+           "spliced_utterances", "write_archives"]
 
 FORMAT_VERSION = 2           # of the files; raise it when they change, so that old ones are not taken for new
 UTTERANCES = "utterances.json"
@@ -38,7 +39,7 @@ _ROWS_AT_ONCE = 1 << 20      # of features, when they are looked through
 
 @dataclass(frozen=True)
 class EgsInfo:
-    """The index: what the archives of one directory hold; kept in its info.json."""
+    """The index: what the archives of one directory hold; kept in its info.json with a digest of its own."""
 
     format_version: int
     num_archives: int
@@ -66,21 +67,73 @@ class EgsInfo:
         return (self.left_context + 1 + self.right_context) * self.feature_dim
 
 
+def read_index(directory: Path) -> EgsInfo:
+    """The index of a directory of archives, checked against its own digest and for consistency.
+
+    Directories written before indexes had a digest are accepted if their counts and shapes fit together.
+
+    Raises:
+        FormatError: it is missing, damaged or of another format; the message is the reason.
+    """
+    try:
+        tree = read_json(directory / "info.json")
+        if isinstance(tree, dict) and tree.get("format_version") != FORMAT_VERSION:
+            raise FormatError(f"it holds examples of format {tree.get('format_version')} and this is {FORMAT_VERSION}")
+        content, has_digest = unsealed(tree)
+        info = EgsInfo(**content)
+        if not has_digest:
+            _check_counts(info)
+            _check_shapes(info, directory)
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise FormatError(f"its info.json cannot be read: {error}") from error
+    return info
+
+
+def _check_counts(info: EgsInfo) -> None:
+    names = {*map(archive_name, range(info.num_archives)), *map(diagnostic_name, ("train", "valid")), UTTERANCES}
+    fits = (info.num_archives == len(info.num_examples) == len(info.num_rows) and names == set(info.sha256)
+            and all(len(rows) == info.frames_per_eg and 0 <= max(rows) <= number
+                    for rows, number in zip(info.num_rows, info.num_examples, strict=True))
+            and info.num_frames == sum(map(sum, info.num_rows)))
+    if not fits:
+        raise ValueError("its counts do not fit together")
+
+
+def _check_shapes(info: EgsInfo, directory: Path) -> None:
+    width = info.left_context + info.frames_per_eg + info.right_context
+    for number, num_examples in enumerate(info.num_examples):
+        try:
+            file = ArrayFile(directory / archive_name(number))
+            shapes = file["features"].shape, file["pdf"].shape
+            beside = file["side"].shape[1] if file.get("side") is not None else 0
+            has_weights = file.get("weight") is not None
+        except (OSError, FormatError, KeyError):
+            continue   # a damaged archive is reported when it is read, by its number
+        if (*shapes, beside, has_weights) != ((num_examples, width, info.feature_dim), (num_examples, info.frames_per_eg),
+                                              info.side_dim, info.has_weights):
+            raise ValueError(f"it does not fit {archive_name(number)}")
+
+
 def prepare_archives(train: FrameSet, valid: FrameSet, config: EgsConfig, *, num_classes: int, digest: str,
-                     cache_root: Path, groups: Sequence[str] = (), silence_classes: Sequence[int] = ()) -> Path:
+                     cache_root: Path, groups: Sequence[str] = (), silence_classes: Sequence[int] = (),
+                     report: Callable[[str], None] = print) -> Path:
     """The directory of the archives for this data and these settings, written if it is not there yet.
 
     `digest` stands for the content of the frame sets.  `groups` names what should be mixed well, such as the speaker of each
-    training utterance; it is only counted.  Frames of `silence_classes` weigh `egs.silence_weight`.  Raises DataError for
-    frames that cannot be learned from and for a full disk; nothing half-written is left.
+    training utterance; it is only counted.  Frames of `silence_classes` weigh `egs.silence_weight`.  A directory whose index
+    is damaged is written again, which `report` is given as a line.  Raises DataError for frames that cannot be learned from
+    and for a full disk; nothing half-written is left.
     """
     # knobs that change how, but not what, is written and read stay out of the name
     content = {name: getattr(config, name) for name in ("left_context", "right_context", "frames_per_eg", "samples_per_iter",
                                                         "num_diagnostic_frames", "silence_weight")}
     key = [FORMAT_VERSION, content, num_classes, digest, list(silence_classes)]
     directory = cache_root / f"egs-{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:12]}"
-    if not (directory / "info.json").exists():
+    if not _is_there(directory, (config.left_context, config.right_context, config.frames_per_eg, num_classes,
+                                 list(silence_classes)), report):
         try:
+            # shared_directory keeps a directory that has an index
+            (directory / "info.json").unlink(missing_ok=True)
             with shared_directory(directory, "info.json") as temporary:
                 write_archives(train, valid, config, num_classes=num_classes, directory=temporary, groups=groups,
                                silence_classes=silence_classes)
@@ -88,6 +141,20 @@ def prepare_archives(train: FrameSet, valid: FrameSet, config: EgsConfig, *, num
             raise DataError(f"archives of examples could not be written under {cache_root} ({error.strerror or error}); make "
                             "room, or choose another place with data.cache_dir=PATH.") from error
     return directory
+
+
+def _is_there(directory: Path, expected: tuple[object, ...], report: Callable[[str], None]) -> bool:
+    if not os.path.lexists(directory / "info.json"):
+        return False
+    try:
+        info = read_index(directory)
+        found = info.left_context, info.right_context, info.frames_per_eg, info.num_classes, info.silence_classes
+        if found != expected:
+            raise FormatError("its info.json has other settings than the directory was made with")
+    except FormatError as error:
+        report(f"{directory} is damaged ({error}); preparing it again.")
+        return False
+    return True
 
 
 def write_archives(train: FrameSet, valid: FrameSet, config: EgsConfig, *, num_classes: int, directory: Path,
@@ -108,7 +175,7 @@ def write_archives(train: FrameSet, valid: FrameSet, config: EgsConfig, *, num_c
     info = EgsInfo(FORMAT_VERSION, len(entries), config.frames_per_eg, config.left_context, config.right_context, train.dim,
                    num_classes, sum(map(sum, num_rows)), [entry.num_examples for entry in entries], num_rows,
                    train.weight_T is not None, list(silence_classes), files, train.side_dim)
-    write_text(directory / "info.json", json.dumps(asdict(info), indent=1))
+    write_text(directory / "info.json", json.dumps(sealed(asdict(info)), indent=1))
 
 
 def archive_name(index: int) -> str:

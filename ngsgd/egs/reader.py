@@ -8,12 +8,12 @@ Letters: E examples, F frames per example, W window of spliced frames, D feature
 
 from __future__ import annotations
 
-import json
 import math
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 
 from ngsgd.config import AugmentConfig
-from ngsgd.egs.archives import FORMAT_VERSION, UTTERANCES, EgsInfo, archive_name, diagnostic_name
+from ngsgd.egs.archives import UTTERANCES, EgsInfo, archive_name, diagnostic_name, read_index
 from ngsgd.egs.examples import is_row
 from ngsgd.egs.masks import mask_windows
 from ngsgd.egs.prefetch import ahead
 from ngsgd.egs.storage import ArrayFile, FormatError
 from ngsgd.errors import DamagedArchiveError, DataError
-from ngsgd.files import sha256
+from ngsgd.files import read_json, sha256
 from ngsgd.schedules import Shard
 
 _MASKS = 1  # tells the numbers drawn for masks from those drawn for the order
@@ -59,12 +59,9 @@ class EgsReader:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         try:
-            self.info = EgsInfo(**json.loads((directory / "info.json").read_text()))
-        except (OSError, ValueError, TypeError) as error:
+            self.info = read_index(directory)
+        except FormatError as error:
             raise DataError(f"{directory} is not a directory of examples ({error}); remove it and run again.") from error
-        if self.info.format_version != FORMAT_VERSION:
-            raise DataError(f"{directory} holds examples of format {self.info.format_version} and this is {FORMAT_VERSION}; "
-                            "remove it and run again.")
 
     def minibatches(self, shard: Shard, size: int, *, seed: int, outer_iter: int, job: int, first: int = 0,
                     stop: int | None = None, augment: AugmentConfig | None = None, prefetch: int = 0,
@@ -129,8 +126,13 @@ class EgsReader:
         named = self._utterances()
         return named["utt_ids"], named["groups"]
 
-    def _utterances(self) -> Any:
-        return json.loads(self._checked(UTTERANCES, None).read_text())
+    def _utterances(self) -> dict[str, list[str]]:
+        path = self._checked(UTTERANCES, None)
+        try:
+            named = read_json(path)
+            return {key: list(map(str, named[key])) for key in ("utt_ids", "groups")}
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise DataError(f"{path} is not a list of utterances ({error}); remove {self.directory} and run again.") from error
 
     def _archive(self, index: int) -> ArrayFile:
         return self._open(archive_name(index), index)
@@ -146,6 +148,8 @@ class EgsReader:
         path = self.directory / name
         try:
             status = path.stat()
+            if not stat.S_ISREG(status.st_mode):
+                raise OSError("not a regular file")
             state = (str(path.absolute()), status.st_ino, status.st_size, status.st_mtime_ns)
             is_sound = state in _VERIFIED or sha256(path) == self.info.sha256.get(name)
         except OSError:

@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ngsgd.files import open_regular
+
 Array = npt.NDArray[Any]
 
 _DTYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F64": np.dtype("<f8"), "I32": np.dtype("<i4"), "I64": np.dtype("<i8")}
@@ -53,7 +55,7 @@ class ArrayFile:
     def __init__(self, path: Path) -> None:
         """Raises FormatError for what is no such file, or is truncated; OSError when it cannot be opened."""
         self.path = path
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             try:
                 # private pages: torch wants writable memory, and what it would write stays here
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
@@ -65,7 +67,7 @@ class ArrayFile:
             self._begin = 8 + length
             end = self._begin + max(int(entry["data_offsets"][1]) for name, entry in self._entries.items()
                                     if name != "__metadata__")
-        except (ValueError, KeyError, TypeError, UnicodeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
             raise FormatError(f"its header cannot be read: {error}") from error
         if end > len(self._map):
             raise FormatError(f"it is truncated: {len(self._map)} of {end} bytes")

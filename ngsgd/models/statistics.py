@@ -7,18 +7,19 @@ import itertools
 import json
 import os
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 from ngsgd.config import ModelConfig, RunConfig
 from ngsgd.egs.reader import EgsReader, Minibatch
 from ngsgd.errors import ConfigError, DataError
+from ngsgd.files import DIGEST, digest_of_arrays
 from ngsgd.models.build import build_model
 from ngsgd.models.input_transform import class_statistics, lda_transform
 from ngsgd.models.inputs import DataStatistics, Window
@@ -110,11 +111,19 @@ def _all_rows(reader: EgsReader) -> Iterator[Minibatch]:
 def _read(path: Path, num_classes: int) -> DataStatistics | None:
     try:
         arrays = load_file(path)
+        with safe_open(path, framework="np") as file:
+            expected = (file.metadata() or {}).get(DIGEST)
     except (OSError, SafetensorError):  # not there, or damaged: made again either way
+        return None
+    if expected is not None and expected != _digest(arrays):
         return None
     counts, transform = arrays.get("class_counts"), arrays.get("input_transform")
     whole = counts is not None and len(counts) == num_classes and (transform is None or bool(transform.isfinite().all()))
     return DataStatistics(tuple(counts.tolist()), transform) if whole and counts is not None else None
+
+
+def _digest(arrays: Mapping[str, torch.Tensor]) -> str:
+    return digest_of_arrays({name: array.numpy() for name, array in arrays.items()})
 
 
 def _write(path: Path, statistics: DataStatistics) -> None:
@@ -123,7 +132,7 @@ def _write(path: Path, statistics: DataStatistics) -> None:
         arrays["input_transform"] = statistics.input_transform.contiguous()
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
-        save_file(arrays, temporary)
+        save_file(arrays, temporary, {DIGEST: _digest(arrays)})
         os.replace(temporary, path)
     except (OSError, SafetensorError) as error:
         temporary.unlink(missing_ok=True)

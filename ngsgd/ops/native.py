@@ -93,7 +93,8 @@ def library(source: Path, *flags: str) -> ctypes.CDLL | None:
     """
     flags = _all_flags(flags)
     name = f"{source.stem}-{made_of(source, *flags)[:16]}.so"
-    kept = _cache_folder() / name if _cache_folder() else None
+    cache = _cache_folder()
+    kept = cache / name if cache else None
     try:
         return (kept and _loaded(kept)) or _compiled(source, flags, name, kept)
     except (OSError, subprocess.SubprocessError):

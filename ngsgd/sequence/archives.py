@@ -12,7 +12,8 @@ import hashlib
 import itertools
 import json
 import math
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -30,7 +31,7 @@ from ngsgd.egs.prefetch import ahead
 from ngsgd.egs.reader import EgsReader
 from ngsgd.egs.storage import ArrayFile, FormatError, write_arrays
 from ngsgd.errors import DamagedArchiveError, DataError
-from ngsgd.files import sha256, shared_directory, write_text
+from ngsgd.files import read_json, sealed, sha256, shared_directory, unsealed, write_text
 from ngsgd.schedules import Shard
 from ngsgd.sequence.graph import StateGraph
 
@@ -60,23 +61,52 @@ class SequenceIndex:
 
 
 def prepare_sequences(train: FrameSet, graph: StateGraph, *, samples_per_iter: int, chunk_frames: int, digest: str,
-                      cache_root: Path) -> Path:
+                      cache_root: Path, report: Callable[[str], None] = print) -> Path:
     """The directory of these sequences, written if it is not there yet; `digest` stands for the content of the frames.
 
     With `chunk_frames`, utterances are cut into chunks of about that length, whose labels may begin and end anywhere in the
-    graph.  Raises DataError for a full disk, and when no sequence is left.
+    graph.  A directory whose index is damaged is written again, which `report` is given as a line.  Raises DataError for a
+    full disk, and when no sequence is left.
     """
     content = hashlib.sha256(b"".join(np.ascontiguousarray(array).tobytes() for array in graph.arrays().values())).hexdigest()
     key = json.dumps([FORMAT_VERSION, digest, content, samples_per_iter, chunk_frames])
     directory = cache_root / f"sequences-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
-    if not (directory / "sequences.json").exists():
+    if not _is_there(directory, report):
         try:
+            # shared_directory keeps a directory that has an index
+            (directory / "sequences.json").unlink(missing_ok=True)
             with shared_directory(directory, "sequences.json") as temporary:
                 _write(train, graph, samples_per_iter, chunk_frames, temporary)
         except OSError as error:
             raise DataError(f"archives of sequences could not be written under {cache_root} ({error.strerror or error}); make "
                             "room, or choose another place with data.cache_dir=PATH.") from error
     return directory
+
+
+def _is_there(directory: Path, report: Callable[[str], None]) -> bool:
+    if not os.path.lexists(directory / "sequences.json"):
+        return False
+    try:
+        _read_index(directory)
+    except FormatError as error:
+        report(f"{directory} is damaged ({error}); preparing it again.")
+        return False
+    return True
+
+
+def _read_index(directory: Path) -> SequenceIndex:
+    """Raises FormatError for an index that is missing, damaged or of another format."""
+    try:
+        tree = read_json(directory / "sequences.json")
+        if isinstance(tree, dict) and tree.get("format_version") != FORMAT_VERSION:
+            raise FormatError(f"it holds sequences of format {tree.get('format_version')} and this is {FORMAT_VERSION}")
+        content, has_digest = unsealed(tree)
+        index = SequenceIndex(**content)
+        if not has_digest and not len(index.num_frames) == len(index.num_sequences) == len(index.sha256):
+            raise ValueError("its counts do not fit together")
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise FormatError(f"its sequences.json cannot be read: {error}") from error
+    return index
 
 
 class _Span(NamedTuple):
@@ -101,7 +131,7 @@ def _write(train: FrameSet, graph: StateGraph, samples_per_iter: int, chunk_fram
                for number, part in enumerate(np.array_split(order, min(num_archives, len(usable))))]
     num_frames, num_sequences, digests = (list(column) for column in zip(*entries, strict=True))
     index = SequenceIndex(FORMAT_VERSION, num_frames, num_sequences, len(spans) - len(usable), digests)
-    write_text(directory / "sequences.json", json.dumps(asdict(index), indent=1))
+    write_text(directory / "sequences.json", json.dumps(sealed(asdict(index)), indent=1))
 
 
 def _spans(train: FrameSet, graph: StateGraph, chunk_frames: int) -> Iterator[_Span]:
@@ -142,12 +172,9 @@ class SequenceReader:
         """`frames` are the examples of the same corpus, which say how frames are spliced."""
         self.directory = directory
         try:
-            self.index = SequenceIndex(**json.loads((directory / "sequences.json").read_text()))
-        except (OSError, ValueError, TypeError) as error:
+            self.index = _read_index(directory)
+        except FormatError as error:
             raise DataError(f"{directory} is not a directory of sequences ({error}); remove it and run again.") from error
-        if self.index.format_version != FORMAT_VERSION:
-            raise DataError(f"{directory} holds sequences of format {self.index.format_version} and this is {FORMAT_VERSION}; "
-                            "remove it and run again.")
         self.info = replace(frames.info, num_archives=len(self.index.num_frames), frames_per_eg=1,
                             num_frames=sum(self.index.num_frames), num_examples=list(self.index.num_sequences),
                             num_rows=[[number] for number in self.index.num_frames])

@@ -4,30 +4,44 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from ngsgd.errors import ClusterError, DivergenceError, NgsgdError
+from ngsgd.training.flat import Layout
 from ngsgd.training.job import JobResult
 from ngsgd.training.planning import Plan
+from ngsgd.training.plausibility import compare, impossible
 
 NOT_THE_BEST = "only the best job of an early outer iteration is kept (schedule.early_rules)"
 
 Verdicts = list[tuple[JobResult, str]]  # each result with the reason why it is rejected, empty when it is accepted
 
 
-def judge(results: Sequence[JobResult], troubles: Mapping[int, str], objf_tolerance: float, num_classes: int) -> Verdicts:
-    """Rejects what is broken, and what is far behind.
+class Judged(NamedTuple):
+    """What the results and what is known of them say."""
+
+    verdicts: Verdicts
+    is_contested: bool   # parameter deltas disagree, and no majority says which are wrong: held-out data must decide
+
+
+def judge(results: Sequence[JobResult], troubles: Mapping[int, str], objf_tolerance: float, num_classes: int,
+          layout: Layout) -> Judged:
+    """Rejects what is broken, what training cannot have made, and what is far behind.
 
     `troubles` says, by job, what is wrong with a result's parameters.  A result whose objf per frame is not finite or
     more than `objf_tolerance` below the best (Kaldi: 1.0), or more than twice that of guessing, is rejected too: if all
     jobs diverge, none is accepted.  Plain SGD's first steps may well end below guessing, which is no divergence yet.
     """
     reasons = [troubles.get(result.job.job) or ("" if math.isfinite(result.objf) else f"its objf is {result.objf}")
-               for result in results]
+               or impossible(result, layout) for result in results]
+    compared = compare([result for result, reason in zip(results, reasons, strict=True) if not reason], layout)
+    reasons = [reason or compared.outliers.get(result.job.job, "") for result, reason in zip(results, reasons, strict=True)]
     sound = [result.objf for result, reason in zip(results, reasons, strict=True) if not reason]
     best = max(sound, default=-math.inf)
     guessing = -math.log(num_classes)
-    return [(result, reason or _too_low(result.objf, best, guessing, objf_tolerance))
-            for result, reason in zip(results, reasons, strict=True)]
+    verdicts = [(result, reason or _too_low(result.objf, best, guessing, objf_tolerance))
+                for result, reason in zip(results, reasons, strict=True)]
+    return Judged(verdicts, bool(compared.contested))
 
 
 def best_alone(verdicts: Verdicts) -> Verdicts:

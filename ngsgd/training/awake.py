@@ -9,18 +9,19 @@ LONGEST_STEP_S = 1.0   # between two looks of a loop that polls several times a 
 
 
 class AwakeClock:
-    """Seconds during which this process ran; time during which it was stopped does not count.
+    """Seconds during which this process ran; time during which it was stopped hardly counts.
 
     SIGSTOP, a paused container or virtual machine, and a batch system that suspends a job stop the coordinator together
     with its workers.  After the wake-up every deadline has passed, and nobody has had the time to keep it.  A loop that
-    polls calls `tick` each time: a step longer than `longest_step_s` is an absence of this process and is not counted.
+    polls calls `tick` each time: what a step is longer than `longest_step_s` was an absence of this process and is not counted.
+    The rest is, so that deadlines pass even where each step takes too long.
 
     The base is CLOCK_MONOTONIC.  It stands still while the whole machine is suspended, as its workers do, so a suspended
     laptop needs no special case; CLOCK_BOOTTIME would count that time.
 
     Args:
         clock: seconds since any fixed point.
-        longest_step_s: a longer time between two ticks is an absence.
+        longest_step_s: of the time between two ticks at most this much is counted.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, longest_step_s: float = LONGEST_STEP_S) -> None:
@@ -34,13 +35,12 @@ class AwakeClock:
         """Seconds awake, as of the last tick."""
         return self._awake_s
 
-    def tick(self) -> bool:
-        """Counts the time since the last tick; returns True, and counts nothing, after an absence."""
+    def tick(self) -> float:
+        """Counts the time since the last tick; returns the seconds of it that were an absence."""
         step_s = self._step()
-        if step_s > self.longest_step_s:
-            return True
-        self._awake_s += step_s
-        return False
+        counted_s = min(step_s, self.longest_step_s)
+        self._awake_s += counted_s
+        return step_s - counted_s
 
     def catch_up(self) -> None:
         """Counts the time since the last tick, however long: this process was busy with other work."""

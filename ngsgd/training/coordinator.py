@@ -30,17 +30,20 @@ from ngsgd.training.dealing import EqualShares
 from ngsgd.training.diagnostics import BackgroundDiagnostics
 from ngsgd.training.dispatch import Dispatcher, Round, StopSignal
 from ngsgd.training.flat import Layout, Mean, Vector
+from ngsgd.training.held_out_check import HeldOutCheck
 from ngsgd.training.job import Fisher, Job, JobResult, ResultsLost, VectorRef
 from ngsgd.training.layer_rates import equalised
 from ngsgd.training.leases import Leases
 from ngsgd.training.ledger import Ledger
 from ngsgd.training.pending import PendingRecords
 from ngsgd.training.planning import Plan, Progress, next_plan
+from ngsgd.training.plausibility import disagrees
 from ngsgd.training.pools.pool import WorkerPool
 from ngsgd.training.records import Incident, JobRecord, OuterIterationRecord, SubsetScore
 from ngsgd.training.starts import Starts
 from ngsgd.training.tracking import Tracker
 from ngsgd.training.verify import is_finite
+from ngsgd.training.worker import starting_point
 
 _UNKNOWN = SubsetScore(math.nan, math.nan)  # until the diagnostics have ended
 
@@ -74,8 +77,10 @@ class Coordinator:
     def __post_init__(self) -> None:
         self.layout = Layout.of(self.model)
         self._stage = self.stages.at(-1)
-        diagnostics = BackgroundDiagnostics(self.model, {name: self.reader.diagnostic(name) for name in ("train", "valid")},
-                                            self.reader.info.silence_classes, self.num_curvature_frames)
+        subsets = {name: self.reader.diagnostic(name) for name in ("train", "valid")}
+        diagnostics = BackgroundDiagnostics(self.model, subsets, self.reader.info.silence_classes, self.num_curvature_frames)
+        self._held_out = HeldOutCheck(self.model, self.layout, subsets["valid"], self.reader.info.num_classes,
+                                      self.failure.objf_tolerance, is_frame_wise=self.objective.kind == "ce")
         self._records = PendingRecords(diagnostics, self.tracker.outer_iteration)
         self._dispatch = Dispatcher(self.pool, self.ledger, self.layout, self.failure, self.cluster, self.stop, self._tell,
                                     self.clock, self.on_corrupt)
@@ -99,8 +104,7 @@ class Coordinator:
 
     def _train(self, start: Checkpoint) -> Checkpoint:
         self._began = self.clock() - start.progress.elapsed_s
-        self.optimizer = OuterOptimizer(make_rule(self.outer), start.parameters, ema_decay=self.outer.ema_decay,
-                                        num_threads=self.num_threads)
+        self.optimizer = self._new_optimizer(start)
         if start.model_sha256:
             self.optimizer.load_state_dict(start.outer_state())
         self._starts.fisher.update(start.fisher)
@@ -160,11 +164,14 @@ class Coordinator:
         """
         if stage == self._stage:
             return
+        self._remake(stage)
+        self._starts.fisher.clear()  # estimates of other layers, or of what these layers were before
+
+    def _remake(self, stage: Stage) -> None:
         assert isinstance(self.model, StagedModel)
         state = self.layout.unflatten(self.optimizer.eval_model())
         for name, values in self.model.remade(state, self._stage, stage, self.seed).items():
             self.optimizer.put(self.layout.part(name), values.numpy().reshape(-1))
-        self._starts.fisher.clear()  # estimates of other layers, or of what these layers were before
         self._stage = stage
 
     def _make_jobs(self, round_: Round | None, predecessor: Round | None) -> None:
@@ -189,7 +196,7 @@ class Coordinator:
         """Averages and commits an outer iteration whose jobs are settled; returns `before` if it had to be rolled back."""
         compute_s = clock.lap()
         plan = round_.plan
-        verdicts, error, vectors, weights = self._gather(round_)
+        verdicts, error = self._average(round_, before)
         for result, reason in verdicts:
             self.ledger.judged(result, reason)
             if reason:
@@ -202,7 +209,6 @@ class Coordinator:
         if error:
             self._end(round_)
             return self._rolled_back(plan, before, error)
-        self._average(plan, len(accepted), vectors, weights)
         self.dealer.observe(accepted)
         for job in range(plan.num_jobs):
             self._starts.remember(job, round_)
@@ -218,10 +224,53 @@ class Coordinator:
         self._records.add(replace(record, checkpoint_s=clock.lap()), partial(self._load, after))
         return after
 
+    def _average(self, round_: Round, before: Checkpoint) -> tuple[Verdicts, NgsgdError | None]:
+        """Makes the next model of those results that are plausible; with an error the model stays that of `before`.
+
+        The model is checked on a few held-out frames.  If it got worse, each result is scored alone, and the average is made
+        once more without those that are found to be bad.
+        """
+        self._held_out.begin(self.optimizer.eval_model(), self.stages.at(round_.plan.outer_iter))
+        while True:
+            gathered = self._gather(round_)
+            if gathered.error:
+                return gathered.verdicts, gathered.error
+            accepted = [result for result, reason in gathered.verdicts if not reason]
+            self._step(round_.plan, len(accepted), gathered.vectors, gathered.weights)
+            model = self.optimizer.eval_model()
+            objf = self._held_out.score(model) if is_finite(model) else -math.inf
+            try:
+                bad = self._bad_ones(round_, accepted) if self._is_suspect(objf, accepted) else {}
+            except ResultsLost as lost:
+                self._restore(before)
+                self._run_again(round_, lost)
+                continue
+            failure = self._held_out.failure(objf)
+            if not bad and not failure:
+                self._held_out.commit(objf)
+                return gathered.verdicts, None
+            error = None if bad else self._unexplained(round_.plan, failure)
+            self._restore(before)
+            if error:
+                return gathered.verdicts, error
+            round_.troubles |= bad
+
+    def _is_suspect(self, objf: float, accepted: Sequence[JobResult]) -> bool:
+        return self._held_out.is_suspect(objf, is_expensive=not all(result.sent.is_here for result in accepted))
+
+    def _unexplained(self, plan: Plan, failure: str) -> DivergenceError:
+        """The error for an average that is bad though each result is good."""
+        if not is_finite(self.optimizer.eval_model()):
+            return DivergenceError(f"the model of outer iteration {plan.outer_iter + 1} is not finite, though its jobs' are: "
+                                   f"outer.kind={self.outer.kind} diverged; lower its gain and resume.")
+        return DivergenceError(f"the average of outer iteration {plan.outer_iter + 1} is not committed: {failure}, though no "
+                               "single result explains it; lower schedule.lr_initial and resume, or start again.")
+
     def _gather(self, round_: Round) -> _Gathered:
         """What each result is worth, and what is to be averaged; results that are lost on the way are made again."""
         while True:
-            verdicts = judge(round_.in_order(), round_.troubles, self.failure.objf_tolerance, self.reader.info.num_classes)
+            verdicts, is_contested = judge(round_.in_order(), round_.troubles, self.failure.objf_tolerance,
+                                           self.reader.info.num_classes, self.layout)
             accepted = [result for result, reason in verdicts if not reason]
             weights: list[float] = [result.num_frames for result in accepted]
             error = too_few(accepted, verdicts, round_.plan, self.failure.min_accepted)
@@ -232,15 +281,48 @@ class Coordinator:
                 accepted = [result for result, reason in verdicts if not reason]
                 weights = [1.0]
             try:
+                if is_contested and (bad := self._bad_ones(round_, accepted)):
+                    round_.troubles |= bad
+                    continue
                 mean = self.pool.mean(accepted, weights)
                 if mean is not None:
                     return _Gathered(verdicts, None, [mean], [1.0])
                 return _Gathered(verdicts, None, [result.sent.read() for result in accepted], weights)
             except ResultsLost as lost:  # nothing of this outer iteration has been counted yet
-                self._dispatch.take_back(round_, lost.failures)
-                self._dispatch.finish(round_, None, lambda: None)
+                self._run_again(round_, lost)
 
-    def _average(self, plan: Plan, num_accepted: int, vectors: Sequence[Vector | Mean], weights: Sequence[float]) -> None:
+    def _run_again(self, round_: Round, lost: ResultsLost) -> None:
+        self._dispatch.take_back(round_, lost.failures)
+        self._dispatch.finish(round_, None, lambda: None)
+
+    def _bad_ones(self, round_: Round, accepted: Sequence[JobResult]) -> dict[int, str]:
+        """By job: why it is rejected, after each result was scored alone on held-out frames.
+
+        Of results whose parameter deltas disagree the one with the best score is right.
+        """
+        scores = {result.job.job: self._held_out.score(self._parameters_of(result, round_)) for result in accepted}
+        best = max(accepted, key=lambda result: scores[result.job.job])
+        found = self._held_out.judge(scores)
+        for result in accepted:
+            job, reason = result.job.job, disagrees(result, best, self.layout)
+            if reason and scores[job] < scores[best.job.job]:
+                found[job] = (f"{reason}, and its held-out objf {scores[job]:.3f} is below {scores[best.job.job]:.3f} of job "
+                              f"{best.job.job}")
+        return found
+
+    def _parameters_of(self, result: JobResult, round_: Round) -> Vector:
+        """All parameters that a job ended with; beyond the fragment that it sent those of the model."""
+        job, sent = result.job, result.sent.read()
+        if job.returns == "move":
+            return starting_point(job.start, self.layout) + sent
+        if job.send == (0, 1):
+            return sent
+        parameters = round_.model.read().copy()
+        for target, source in self.layout.fragment(*job.send):
+            parameters[target] = sent[source]
+        return parameters
+
+    def _step(self, plan: Plan, num_accepted: int, vectors: Sequence[Vector | Mean], weights: Sequence[float]) -> None:
         info = OuterInfo(plan.outer_iter, self.schedule.num_outer_iters, num_accepted, plan.iteration.lr)
         index, count = self._starts.fragment(plan.outer_iter)
         self.optimizer.step(vectors, weights, info, pieces=None if count == 1 else self.layout.fragment(index, count),
@@ -250,9 +332,20 @@ class Coordinator:
                 pool_variances(self.optimizer.eval_model(), vectors, weights, self.layout.mean_and_variance())
             for part in self.layout.statistics():  # a moving average of statistics would be of no data
                 self.optimizer.final_model()[part] = self.optimizer.eval_model()[part]
-        if not is_finite(self.optimizer.eval_model()):
-            raise DivergenceError(f"the model of outer iteration {plan.outer_iter + 1} is not finite, though its jobs' are: "
-                                  f"outer.kind={self.outer.kind} diverged; lower its gain and resume.")
+
+    def _restore(self, before: Checkpoint) -> None:
+        """Takes an outer step back.  The arrays of `before` are those that the step has changed, so they are read again."""
+        if before.model_sha256:
+            path = self.checkpoints.directory / f"iter-{before.progress.outer_iter:06d}"
+            self.optimizer.load_state_dict(self.checkpoints.load(path).outer_state())
+        else:
+            self.optimizer = self._new_optimizer(before)
+        stage, self._stage = self._stage, self.stages.at(before.progress.outer_iter)
+        if stage != self._stage:
+            self._remake(stage)
+
+    def _new_optimizer(self, start: Checkpoint) -> OuterOptimizer:
+        return OuterOptimizer(make_rule(self.outer), start.parameters, ema_decay=self.outer.ema_decay, num_threads=self.num_threads)
 
     def _progress(self, round_: Round, old: Progress, accepted: list[JobResult]) -> Progress:
         """Where the run stands once this outer iteration is committed."""

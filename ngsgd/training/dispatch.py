@@ -4,8 +4,8 @@ Nothing here averages.  A job whose worker dies or hangs is tried again, put off
 result that was damaged on its way is asked for again; a piece of data that kills every worker it meets is quarantined.
 
 A worker hangs when it makes no progress until a deadline, and is then killed.  Two cases look the same and are none:
-    The coordinator was stopped, and its workers with it (a paused machine, a suspended job): all deadlines begin again at the
-    wake-up, and each worker has a full one.
+    The coordinator was stopped, and its workers with it (a paused machine, a suspended job): that time is not counted, and after
+    an absence that is long for the deadline each worker has a full one.
     All busy workers, at least two, fall silent at about the same time: something that they share stopped them, and they have
     `_SHARED` deadlines.
 A worker that the coordinator killed is no evidence against its data, so that data is never quarantined for it.  It is tried
@@ -34,7 +34,8 @@ from ngsgd.training.pools.pool import WorkerPool
 from ngsgd.training.verify import is_damaged
 
 _POLL_S = 0.2      # how often a wish to stop, and who makes no progress, is looked at while jobs run
-_ABSENT_S = 1.0    # a poll that took so long: the coordinator itself was stopped
+_ABSENT_S = 1.0    # a poll that took longer: the coordinator itself was stopped
+_NOTABLE = 0.25    # share of a deadline; after a longer absence the deadlines begin again, a shorter one is only not counted
 _SHARED = 4.0      # deadlines for workers that all fell silent together
 _PATIENCE = 5.0    # medians of a minibatch's time without a minibatch: the worker hangs
 _WORTH_KEEPING = 0.5  # share of a job that a partial result must have done
@@ -165,7 +166,7 @@ class Dispatcher:
         if self.stop.expired():
             self.pool.abandon()
             raise RunInterrupted(f"outer iteration {rounds[0].plan.outer_iter + 1} was given up")
-        if self._awake.tick():
+        if self._awake.tick() > self.patience_s() * _NOTABLE:
             self._seen = {}  # who was stopped with this process has a full deadline from now on
         self._stop_in_time(rounds[0])
         self._watch()
@@ -225,10 +226,10 @@ class Dispatcher:
         # one that hangs leaves the others working: where all are silent, they wait for something that they share
         if len(seen) > 1 and all(now - since > deadline_s / 2 for _, since in seen.values()):
             deadline_s *= _SHARED
-        for worker, (progress, since) in seen.items():
+        for worker, (last, since) in seen.items():
             if now - since > deadline_s:
                 self.pool.kill(worker, f"made no progress for {deadline_s:.3g} s and was killed")
-                seen[worker] = (progress, now)
+                seen[worker] = (last, now)
         self._seen = seen
 
     def _settle(self, outcome: Outcome, rounds: list[Round]) -> None:

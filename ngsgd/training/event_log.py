@@ -23,18 +23,20 @@ class EventLog:
     """Appends to events.jsonl; works when every dashboard is down.
 
     `after` is the newest committed outer iteration, -1 before the first. Lines of later ones belong to commits that
-    were lost with a damaged checkpoint: they are renamed, because the run repeats these outer iterations.
+    were lost with a damaged checkpoint: they are renamed, because the run repeats these outer iterations. None keeps
+    all lines.
     """
 
-    def __init__(self, path: Path, after: int = -1) -> None:
+    def __init__(self, path: Path, after: int | None = None) -> None:
         self._lines = JsonLines(path)
         events = [event for event in read_json_lines(path) if is_valid(event)]
         reported = {event["outer_iter"] for event in events if event["event"] == "outer_iteration"}
-        if any(outer_iter > after for outer_iter in reported):
+        if after is not None and any(outer_iter > after for outer_iter in reported):
             self._lines.close()
             _supersede(path, after)
             self._lines = JsonLines(path)
-        self._reported = {outer_iter for outer_iter in reported if outer_iter <= after}
+            reported = {outer_iter for outer_iter in reported if outer_iter <= after}
+        self._reported = reported
 
     def has(self, outer_iter: int) -> bool:
         """Whether the line of an outer iteration is there."""

@@ -25,6 +25,7 @@ from ngsgd.errors import CheckpointError
 from ngsgd.files import write_text
 from ngsgd.ops import native, nonlinearities, panels, rows
 
+_Device = torch.device   # in `Fingerprint` the module's name is a field's
 NO_KERNEL = "none: torch operations"
 OVERRIDE = "--allow-other-bits"
 # environment variables that make MKL, oneDNN, ATen or CUDA run other code
@@ -63,7 +64,7 @@ class Fingerprint:
     threads: int = 0      # of one worker
 
     @classmethod
-    def of_this_process(cls, num_threads: int, device: torch.device | None = None) -> Fingerprint:
+    def of_this_process(cls, num_threads: int, device: _Device | None = None) -> Fingerprint:
         """Loads the kernels, so that none is resolved later, in the middle of a job."""
         return cls(code_digest(), torch.__version__, np.__version__, processor(), native.capability(), _settings(), kernels(),
                    "" if device is None else _name_of(device), num_threads)
@@ -203,7 +204,7 @@ def _settings() -> dict[str, str]:
     return found
 
 
-def _name_of(device: torch.device) -> str:
+def _name_of(device: _Device) -> str:
     if device.type != "cuda":
         return device.type
     return f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}"

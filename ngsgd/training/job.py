@@ -12,6 +12,7 @@ from ngsgd.egs.reader import EgsReader
 from ngsgd.schedules import Shard
 from ngsgd.sequence.archives import SequenceReader
 from ngsgd.sequence.objectives import Denominator
+from ngsgd.training.deltas import Deltas
 from ngsgd.training.flat import Vector
 
 
@@ -150,6 +151,7 @@ class JobResult:
     health: dict[str, float] = field(default_factory=dict)  # of the Fisher estimates at the end (ngsgd.optim.inspection.figures)
     host: str = ""                 # of a worker on another machine than the coordinator's
     machine: dict[str, float] = field(default_factory=dict)  # the load of that machine at the job's end
+    deltas: Deltas | None = None   # norms of what `sent` changes, made by the worker from `sent` (`ngsgd.training.deltas`)
 
 
 @dataclass(frozen=True)

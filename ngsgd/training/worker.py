@@ -29,10 +29,12 @@ from ngsgd.preconditioners.build import make_preconditioner
 from ngsgd.preconditioners.protocol import Preconditioner
 from ngsgd.schedules import DropoutSchedule
 from ngsgd.sequence.archives import SequenceMinibatch
+from ngsgd.training.deltas import NO_LIMITS, Deltas, PartOfStart, change_limits, measure
 from ngsgd.training.flat import Layout, Pieces, Vector
 from ngsgd.training.job import Fisher, Held, Job, JobResult, Piece, Start, WorkerSpec
 from ngsgd.training.objective import make_objective, on_device
 from ngsgd.training.planning import stages_of
+from ngsgd.training.plausibility import impossible
 from ngsgd.training.verify import digest, not_finite
 
 Place = Callable[[int], Vector]  # memory for so many elements
@@ -51,16 +53,28 @@ def np_empty(size: int) -> Vector:
 
 def starting_point(start: Start, layout: Layout) -> Vector:
     """The parameters before a job's first minibatch; see `Start`."""
+    return parts_of_start(start, layout)(slice(0, layout.size))
+
+
+def parts_of_start(start: Start, layout: Layout) -> PartOfStart:
+    """A function that makes any part of the starting point, so that a second vector is not kept for as long as a job takes."""
     model = start.model.read()
-    if start.own is None:
-        return model
-    own = start.own.read()
-    if start.own_is_move:
-        return model + own
-    vector = own.copy()
-    for part, _ in layout.fragment(*start.take) if start.take else ():
-        vector[part] = start.mix * own[part] + (1.0 - start.mix) * model[part]
-    return vector
+    own = None if start.own is None else start.own.read()
+    taken = [part for part, _ in layout.fragment(*start.take)] if start.take and not start.own_is_move else []
+
+    def part_of_start(part: slice) -> Vector:
+        if own is None:
+            return model[part]
+        if start.own_is_move:
+            return model[part] + own[part]
+        vector = own[part].copy()
+        for one in taken:
+            inner = slice(max(one.start, part.start), min(one.stop, part.stop))
+            if inner.start < inner.stop:
+                to = slice(inner.start - part.start, inner.stop - part.start)
+                vector[to] = start.mix * own[inner] + (1.0 - start.mix) * model[inner]
+        return vector
+    return part_of_start
 
 
 def fisher_of(optimizer: NGSGD) -> Fisher:
@@ -163,12 +177,22 @@ class Worker:
         objf, accuracy = sums.per_frame()
         activity = optimizer.activity()
         layer_shares = activity.layer_share.values()
-        return JobResult(
+        result = JobResult(
             job, self.index, Held(sent), digest(sent), sums.num_frames, sums.num_minibatches, objf, accuracy, seconds,
             sum(layer_shares) / len(layer_shares), activity.model_share, activity.num_skipped,
             Held(end) if job.keep_own else None,
             self._fisher(job, optimizer, preconditioner),
-            not_finite(sent, self.layout, pieces), remainder, figures(optimizer) if isinstance(optimizer, NGSGD) else {})
+            not_finite(sent, self.layout, pieces), remainder, figures(optimizer) if isinstance(optimizer, NGSGD) else {},
+            deltas=self._deltas(job, sent, pieces, optimizer, sums.num_minibatches))
+        # known at once, and not when all jobs have ended: a successor may start from this result before
+        return replace(result, trouble=result.trouble or impossible(result, self.layout))
+
+    def _deltas(self, job: Job, sent: Vector, pieces: Pieces, optimizer: SGD, num_minibatches: int) -> Deltas:
+        """How far the job moved each entry, and how far it could have."""
+        # the forward pass of a module of the user's own may change its parameters as it likes
+        limits = NO_LIMITS if self.config.model._target_ else change_limits(
+            self.model, optimizer, self._settings(job), num_minibatches, job.lr)
+        return measure(sent, job.returns == "move", parts_of_start(job.start, self.layout), self.layout, pieces, limits)
 
     def _preconditioner(self, network: nn.Module, job: Job) -> Preconditioner | None:
         """The configured one; draws are decided by the job alone."""

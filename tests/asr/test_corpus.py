@@ -6,13 +6,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ngsgd.asr import corpus, digits, speech_set
+from ngsgd.asr import cache, corpus, digits, speech_set
 from ngsgd.asr.corpus import check_source, prepare
 from ngsgd.asr.fsdd_segments import load_catalogue
 from ngsgd.asr.utterance import Utterance
 from ngsgd.config import DataConfig, FeatureConfig
 from ngsgd.errors import DataError
+from ngsgd.files import DIGEST
 from tests.asr.fake_fsdd import FakeFsdd
+from tests.egs.test_index_digests import changed_leaves
 
 pytest.importorskip("kaldi_native_fbank")
 
@@ -88,6 +90,45 @@ def test_damaged_cache_is_named_and_made_again(data: DataConfig, tmp_path: Path,
     assert str(path) in reports[0]
     assert "preparing it again" in reports[0]
     assert mended.digest == whole.digest
+
+
+def test_every_changed_leaf_of_a_manifest_is_refused_or_harmless(data: DataConfig, tmp_path: Path) -> None:
+    """Two words of the lexicon swapped included: their pronunciations decide what is decoded."""
+    prepare(data, FEATURES, tmp_path / "cache", silent)
+    (path,) = (tmp_path / "cache").glob("fsdd-*/manifest.json")
+    expected = cache.load(path.parent)[1:]
+    manifest = json.loads(path.read_text())
+    lexicon = manifest["language"]["topology"]["lexicon"]
+    one, two = list(lexicon)[:2]
+    swapped = {**manifest, "language": {**manifest["language"], "topology": {
+        **manifest["language"]["topology"], "lexicon": {**lexicon, one: lexicon[two], two: lexicon[one]}}}}
+    damaged = [swapped, *changed_leaves(manifest)]
+    random = np.random.default_rng(0)
+    for at in [0, *random.choice(range(1, len(damaged)), 150, replace=False)]:
+        path.write_text(json.dumps(damaged[at]))
+        try:
+            assert cache.load(path.parent)[1:] == expected
+        except cache.DamagedError:
+            continue
+        assert at > 0
+
+
+def test_manifests_of_before_without_a_digest_are_read(data: DataConfig, tmp_path: Path) -> None:
+    whole = prepare(data, FEATURES, tmp_path / "cache", silent)
+    (path,) = (tmp_path / "cache").glob("fsdd-*/manifest.json")
+    manifest = json.loads(path.read_text())
+    del manifest[DIGEST]
+    path.write_text(json.dumps(manifest, indent=1))
+    reports: list[str] = []
+    assert prepare(data, FEATURES, tmp_path / "cache", reports.append).digest == whole.digest
+    assert reports == []
+
+
+def test_files_that_the_manifest_does_not_list_are_not_read(data: DataConfig, tmp_path: Path) -> None:
+    prepare(data, FEATURES, tmp_path / "cache", silent)
+    (path,) = (tmp_path / "cache").glob("fsdd-*/train.features_TD.npy")
+    path.with_name("train.raw_TD.npy").write_bytes(path.read_bytes())
+    assert prepare(data, FEATURES, tmp_path / "cache", silent).train.raw_TD is None
 
 
 def test_interrupted_preparation_leaves_no_file(data: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

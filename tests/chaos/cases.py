@@ -20,6 +20,8 @@ STORAGE_WHEN = ("write", "fsync", "rename", "read")
 STORAGE_HOW = ("ENOSPC", "EIO", "slow", "half-written manifest")
 RAY_WHEN = ("mid outer iteration", "idle")
 RAY_HOW = ("kill raylet", "object store full", "head restart")
+MACHINE_HOW = ("freeze of all", "freeze of coordinator", "freeze of workers")
+FORK_SERVER = (("mid shard", "SIGSTOP"), ("mid shard", "SIGKILL"), ("birth of a worker", "coordinator SIGKILL"))
 COMBINED_HOW = ("all workers", "all workers but one", "killed again in each retry", "replacement killed while it starts",
                 "worker and coordinator", "churn")
 
@@ -33,7 +35,7 @@ _REPEATED = (("mid shard", "SIGKILL"), ("mid upload", "SIGSTOP"), ("result built
 class Case:
     """One thing that breaks, once."""
 
-    who: str             # worker | result | coordinator | storage | ray | combined | service
+    who: str             # worker | result | coordinator | storage | ray | combined | machine | fork server | service
     when: str
     how: str
     is_quick: bool       # every test run does it; the others are for `make chaos`
@@ -91,5 +93,11 @@ def combined_cases() -> Iterator[Case]:
     yield from (Case("combined", "mid shard", how, how != "churn") for how in COMBINED_HOW)
 
 
-MATRIX = (*worker_cases(), *result_cases(), *coordinator_cases(), *storage_cases(), *ray_cases(), *combined_cases())
+def machine_cases() -> Iterator[Case]:
+    yield from (Case("machine", "mid shard", how, True) for how in MACHINE_HOW)
+    yield from (Case("fork server", when, how, True) for when, how in FORK_SERVER)
+
+
+MATRIX = (*worker_cases(), *result_cases(), *coordinator_cases(), *storage_cases(), *ray_cases(), *combined_cases(),
+          *machine_cases())
 BEYOND = (*repeated_cases(), *service_cases())

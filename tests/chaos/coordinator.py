@@ -40,10 +40,16 @@ class Ordeal:
     tag: str                             # of all the processes that it starts
     make_worker: MakeWorker = Worker
 
-    def run(self) -> int | None:
-        """Its exit code; minus a signal's number if that ended it."""
+    def run(self, meanwhile: Callable[[int], None] = lambda coordinator: None) -> int | None:
+        """Its exit code; minus a signal's number if that ended it.  `meanwhile` is told its process id."""
         process = multiprocessing.get_context("forkserver").Process(target=_coordinate, args=(self,))
         process.start()
+        try:
+            assert process.pid
+            meanwhile(process.pid)
+        except BaseException:
+            process.kill()
+            raise
         process.join(120)
         code = process.exitcode
         process.kill()

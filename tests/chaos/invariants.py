@@ -39,6 +39,11 @@ def _is_tagged(process: int, tag: str) -> bool:
         return False
 
 
+def tagged(tag: str) -> list[int]:
+    """The processes of a case."""
+    return [process for process in psutil.pids() if _is_tagged(process, tag)]
+
+
 def _command(process: int) -> str:
     try:
         return " ".join(psutil.Process(process).cmdline())[:80]
@@ -98,7 +103,7 @@ class Surroundings:
     def _processes_left(self) -> list[str]:
         left = set(_children()) - self.processes
         if self.tag:
-            left |= {process for process in psutil.pids() if _is_tagged(process, self.tag)}
+            left |= set(tagged(self.tag))
         return [f"{process} {_command(process)}" for process in left if not _is_of_multiprocessing(process)]
 
 

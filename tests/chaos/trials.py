@@ -37,9 +37,11 @@ _CHURN_ITERS = 20
 
 def try_case(case: Case, folder: Path) -> Seen:
     """Dispatches on who breaks."""
+    from tests.chaos import machine_trials  # which uses the settings below
     trials: dict[str, Callable[[Case, Path], Seen]] = {
         "worker": _try_worker, "result": _try_result, "coordinator": _try_coordinator, "storage": _try_storage,
-        "combined": _try_combined, "service": try_service, "ray": try_ray}
+        "combined": _try_combined, "service": try_service, "ray": try_ray,
+        "machine": machine_trials.try_machine, "fork server": machine_trials.try_fork_server}
     return trials[case.who](case, folder)
 
 

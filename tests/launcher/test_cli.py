@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import pytest
 
 from launcher import cli
 from launcher.help import COMMANDS, knob_comments
-from launcher.run_folder import find_run
+from launcher.run_folder import RunFolder, find_run
 from ngsgd.config import RunConfig
 from ngsgd.errors import ClusterError, ConfigError, DataError, NgsgdError
 from ngsgd.training.records import FinalReport
@@ -273,3 +274,38 @@ def test_other_bits_are_allowed_by_a_flag(service: Service, tmp_path: Path) -> N
         assert cli.main(["train", *flags, f"output_dir={tmp_path}"]) == 0
         assert cli.main(["resume", *flags, str(run)]) == 0
     assert service.allowed == [False] * 3 + [True] * 3
+
+
+@pytest.mark.parametrize(("error", "code", "fragment"), [
+    (OSError(errno.EROFS, "Read-only file system", "/r/x/report"), 3, "/r/x/report"),
+    (OSError(errno.ENOSPC, "No space left on device", "/r/x"), 3, "make room"),
+    (PermissionError(errno.EACCES, "Permission denied", "/r/x"), 3, "permissions"),
+    (MemoryError(), 1, "memory"),
+    (RuntimeError("[enforce fail at alloc_cpu.cpp:118] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."),
+     1, "memory"),
+    (RecursionError("maximum recursion depth exceeded"), 3, "recursion"),
+])
+def test_errors_of_disk_and_memory_are_typed(service: Service, capsys: pytest.CaptureFixture[str], error: BaseException, code: int,
+                                             fragment: str) -> None:
+    service.error = error
+    assert cli.main(["train"]) == code
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and fragment in said and "Error:" not in said
+
+
+def test_a_disk_error_in_a_run_folder_has_the_exit_code_of_a_checkpoint(service: Service, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").touch()
+    service.error = OSError(errno.EROFS, "Read-only file system", str(tmp_path / "decode" / "wer.json"))
+    assert cli.main(["train"]) == 6
+
+
+def test_a_run_folder_that_cannot_be_made_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "mkdir", full)
+    with pytest.raises(ConfigError, match="output_dir"):
+        RunFolder.create(RunConfig(output_dir=str(tmp_path)), "")
+    monkeypatch.undo()
+    with pytest.raises(ConfigError, match="name"):
+        RunFolder.create(RunConfig(output_dir=str(tmp_path), name="x" * 300), "")

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import pytest
 import yaml
 
 from launcher import cli, compose, values
-from ngsgd.config import ModelConfig, RunConfig
+from ngsgd.config import ModelConfig, RunConfig, check
 from ngsgd.errors import ConfigError
 
 
@@ -195,3 +195,30 @@ def test_flatten_has_every_leaf_once() -> None:
 def test_conf_repeats_no_default() -> None:
     for file in (compose.conf_dir() / "optimizer").glob("*.yaml"):
         assert yaml.safe_load(file.read_text()) == {"kind": file.stem}
+
+
+@pytest.mark.parametrize("name", ["exp/a1", "../../x", "/tmp/x", "..", ".hidden", "-flag", "a\\b", "a" * 300, "ü" * 101, "a\nb",
+                                  "a\x1b[2Jb", " a", "a "])
+def test_a_name_that_is_no_part_of_a_folders_name_is_rejected(name: str) -> None:
+    problems = check(replace(RunConfig(), name=name))
+    assert len(problems) == 1 and problems[0].startswith("name ")
+
+
+@pytest.mark.parametrize("name", ["", "first", "exp.a1_b-2", "größe 3", "run@home", "a=1,b=2", "x" * 200])
+def test_names_that_are_taken(name: str) -> None:
+    assert check(replace(RunConfig(), name=name)) == []
+
+
+@pytest.mark.parametrize("digits", [25, 400, 5000])
+@pytest.mark.parametrize("key", ["seed", "data.seed", "model.hidden_dim", "egs.samples_per_iter", "schedule.num_epochs"])
+def test_numbers_that_nothing_can_hold_are_rejected(key: str, digits: int) -> None:
+    problems = problems_of(f"{key}={'1' * digits}")
+    assert len(problems) == 1 and len(problems[0]) < 400
+
+
+@pytest.mark.parametrize("text", ["[" * 5000, "a: " + "[" * 5000 + "]" * 5000, "a: ${b", "a: {1: {[2]: 3}}", "? [a]\n: b", "\x00"])
+def test_a_stored_configuration_that_no_parser_takes_is_one_error(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        compose.from_yaml(tmp_path / "config.yaml")
+    assert len(caught.value.problems) == 1 and "config.yaml" in str(caught.value)

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import math
+import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from launcher.final_model import load_final, save_final, wanted_for_combination
+from launcher import cli, compose
+from launcher.final_model import DIGESTS, load_final, save_final, wanted_for_combination
 from launcher.run_folder import RunFolder
 from ngsgd.config import CombinationConfig, ModelConfig, RunConfig
+from ngsgd.errors import CheckpointError, ConfigError
+from ngsgd.files import sha256
 from ngsgd.models.staged import set_stage, utterance_logits
 from ngsgd.models.stages import Stage
 from ngsgd.training.planning import stages_of
@@ -63,3 +71,84 @@ def test_only_models_of_the_last_stage_are_combined(tmp_path: Path) -> None:
     assert wanted_for_combination(config, run.schedule, stages_of(config, run.reader)) == (5,)  # split before the last
     plain = replace(config, model=ModelConfig())
     assert wanted_for_combination(plain, run.schedule, stages_of(plain, run.reader)) == (5, 4, 3)
+
+
+# Damage -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("whole")
+    run = toy.Run(folder, toy.config())
+    save_final(RunFolder(folder), run.config, run.model.eval(), run.reader)
+    return folder / "final"
+
+
+@pytest.fixture
+def final(whole: Path, tmp_path: Path) -> Path:
+    shutil.copytree(whole, tmp_path / "final")
+    (tmp_path / "config.yaml").write_text("{}")
+    return tmp_path / "final"
+
+
+def cut(data: bytes) -> bytes:
+    return data[:len(data) // 2]
+
+
+def flip(data: bytes) -> bytes:
+    """The highest bit of the exponent of the last parameter."""
+    return data[:-1] + bytes([data[-1] ^ 0x40])
+
+
+@pytest.mark.parametrize("damage", [cut, flip, lambda data: b"", lambda data: data[:8] + b"\xff" * 8 + data[16:],
+                                    lambda data: b"[" * 100_000, lambda data: b"\xff\xfe"])
+@pytest.mark.parametrize("name", ["model.safetensors", "model.json", DIGESTS])
+def test_a_damaged_file_of_a_final_model_is_found(final: Path, name: str, damage: Callable[[bytes], bytes]) -> None:
+    (final / name).write_bytes(damage((final / name).read_bytes()))
+    with pytest.raises(CheckpointError, match="final"):
+        load_final(RunFolder(final.parent))
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.json"])
+def test_a_missing_file_of_a_final_model_is_found(final: Path, name: str) -> None:
+    (final / name).unlink()
+    with pytest.raises(CheckpointError, match=name):
+        load_final(RunFolder(final.parent))
+
+
+@pytest.mark.parametrize("damage", [cut, lambda data: b"", lambda data: b"[]", lambda data: b"{}", lambda data: b'{"model": {}}',
+                                    lambda data: data.replace(b'"num_inputs": ', b'"num_inputs": 9'),
+                                    lambda data: data.replace(b'"hidden_dim": 16', b'"hidden_dim": 1000000000'),
+                                    lambda data: data.replace(b'"kind"', b'"kin"'),
+                                    lambda data: data.replace(b'"priors": [', b'"priors": [NaN, '),
+                                    lambda data: data.replace(b'"num_inputs": ', b'"num_inputs": -')])
+def test_a_damaged_description_of_an_earlier_version_is_found(final: Path, damage: Callable[[bytes], bytes]) -> None:
+    (final / DIGESTS).unlink()
+    (final / "model.json").write_bytes(damage((final / "model.json").read_bytes()))
+    with pytest.raises((CheckpointError, ConfigError)):
+        load_final(RunFolder(final.parent))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_model_that_is_not_finite_is_refused_without_digests_too(final: Path, value: float) -> None:
+    (final / DIGESTS).unlink()
+    state = load_file(final / "model.safetensors")
+    load_final(RunFolder(final.parent))
+    next(iter(state.values())).view(-1)[0] = value
+    save_file(state, final / "model.safetensors")
+    with pytest.raises(CheckpointError, match="not finite"):
+        load_final(RunFolder(final.parent))
+
+
+def test_digests_of_a_final_model_name_every_file(whole: Path) -> None:
+    digests = json.loads((whole / DIGESTS).read_text())
+    assert digests == {path.name: sha256(path) for path in whole.iterdir() if path.name != DIGESTS}
+
+
+@pytest.mark.parametrize("words", [["decode", "RUN"], ["evaluate", "RUN"], ["export", "RUN", "-o", "OUT"]], ids=" ".join)
+def test_commands_end_with_the_exit_code_of_a_checkpoint(final: Path, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    (final.parent / "config.yaml").write_text(compose.to_yaml(toy.config()))
+    (final / "model.safetensors").write_bytes(cut((final / "model.safetensors").read_bytes()))
+    assert cli.main([word.replace("RUN", str(final.parent)).replace("OUT", str(final.parent / "out")) for word in words]) == 6
+    said = capsys.readouterr().err
+    assert "model.safetensors" in said and "--debug" not in said

@@ -18,6 +18,7 @@ from ngsgd.asr.language import Language
 from ngsgd.asr.speech_set import SpeechSet, assemble
 from ngsgd.asr.utterance import FramedUtterance
 from ngsgd.config import FeatureConfig, IvectorConfig, RunConfig
+from ngsgd.errors import DataError
 
 CONFIG = RunConfig(ivectors=IvectorConfig(dim=2, num_gaussians=4, context=1, pca_dim=4, num_iters=2,
                                            posterior_scale=1.0))
@@ -67,3 +68,43 @@ def test_the_extractor_is_the_runs_own_or_the_starting_runs_or_that_in_the_cache
     folder.remember_data("digest", tmp_path / "egs", cached)
     assert extractor_of(from_start, corpus, tmp_path, pytest.fail, folder) == folder.path / "ivectors.safetensors"
     assert (folder.path / "ivectors.safetensors").read_bytes() == cached.read_bytes()
+
+
+def flip_a_bit(path: Path, at: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] ^= 64
+    path.write_bytes(bytes(content))
+
+
+@pytest.mark.parametrize("name", ["train.npy", "test.npy", "index.json"])
+def test_damaged_ivectors_are_extracted_again_with_one_line(corpus: Corpus, tmp_path: Path, name: str) -> None:
+    extractor = extractor_of(CONFIG, corpus, tmp_path, silent, None)
+    with_ivectors(CONFIG, corpus, extractor, tmp_path, pytest.fail)
+    with_ivectors(CONFIG, corpus, extractor, tmp_path, pytest.fail)
+    (path,) = tmp_path.glob(f"ivectors-*/{name}")
+    before = path.read_bytes()
+    flip_a_bit(path, -6)
+    reports: list[str] = []
+    with_ivectors(CONFIG, corpus, extractor, tmp_path, reports.append)
+    assert len(reports) == 1 and "damaged" in reports[0]
+    assert path.read_bytes() == before
+
+
+def test_ivectors_of_before_without_an_index_are_read(corpus: Corpus, tmp_path: Path) -> None:
+    extractor = extractor_of(CONFIG, corpus, tmp_path, silent, None)
+    with_ivectors(CONFIG, corpus, extractor, tmp_path)
+    (path,) = tmp_path.glob("ivectors-*/index.json")
+    path.unlink()
+    with_ivectors(CONFIG, corpus, extractor, tmp_path, pytest.fail)
+
+
+def test_a_damaged_extractor_in_the_cache_is_trained_again_with_one_line(corpus: Corpus, tmp_path: Path) -> None:
+    path = extractor_of(CONFIG, corpus, tmp_path, silent, None)
+    before = path.read_bytes()
+    flip_a_bit(path, -3)
+    with pytest.raises(DataError, match="digest"):
+        read(path, CONFIG.ivectors, CONFIG.features)
+    reports: list[str] = []
+    assert extractor_of(CONFIG, corpus, tmp_path, reports.append, None) == path
+    assert "damaged" in reports[0]
+    assert path.read_bytes() == before

@@ -367,7 +367,11 @@ def test_a_server_that_changes_its_answer_gets_no_further(config: RunConfig, tmp
     asked: list[str] = []
     written: list[str] = []
     repository = SimpleNamespace(log_artifact=written.append, log_artifacts=lambda folder, name: written.append(name))
-    monkeypatch.setattr(registry, "get_artifact_repository", lambda uri, tracking_uri: asked.append(uri) or repository)
+
+    def open_repository(uri: str, tracking_uri: str) -> Any:
+        asked.append(uri)
+        return repository
+    monkeypatch.setattr(registry, "get_artifact_repository", open_repository)
     config = replace(config, tracking=replace(config.tracking, uri="http://127.0.0.1:1"))
     tracker, said = start(config, lambda _: LyingClient("mlflow-artifacts:/0/artifacts", str(tmp_path / "victim")))
     tracker.close("FINISHED")

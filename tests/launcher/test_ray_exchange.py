@@ -13,6 +13,7 @@ from launcher.ray_pool import RayPool, _Slot
 from launcher.ray_worker import Address
 from ngsgd.config import ClusterConfig, OuterConfig, check
 from ngsgd.errors import ClusterError, DataError
+from ngsgd.training.fingerprint import Fingerprint
 from tests.toy import Run, config
 
 
@@ -20,7 +21,8 @@ def pool_of(tmp_path: Path, exchange: str, *, far: bool, gpus: float = 0.0, size
     run = Run(tmp_path)
     spec = replace(run.spec, config=replace(run.config, cluster=ClusterConfig(exchange=exchange)))
     pool = RayPool(spec, 1, size)
-    pool._slots = [_Slot(index, None, None, Address(f"host{index}", 1 + index, "", index == 0 or not far)) for index in range(2)]
+    addresses = [Address(f"host{index}", 1 + index, Fingerprint(), index == 0 or not far) for index in range(2)]
+    pool._slots = [_Slot(index, None, None, address) for index, address in enumerate(addresses)]
     pool._gpus_per_worker = lambda: gpus  # type: ignore[method-assign]
     return pool
 

@@ -70,9 +70,17 @@ def http_port() -> Iterator[int]:
         thread.join()
 
 
-def speaks_grpc(connection: socket.socket) -> None:
-    connection.recv(100)
+def speaks_http2(connection: socket.socket) -> None:
+    """And knows nothing of Ray, as a proxy in between."""
+    connection.recv(1000)
+    connection.sendall(struct.pack("!3sBBI", b"\0\0\0", 4, 0, 0) + struct.pack("!3sBBI", b"\0\0\1", 1, 5, 1) + b"\x8d")
+
+
+def serves(connection: socket.socket) -> None:
+    """As a GCS answers grpc.health.v1.Health/Check."""
+    connection.recv(1000)
     connection.sendall(struct.pack("!3sBBI", b"\0\0\0", 4, 0, 0))
+    connection.sendall(struct.pack("!3sBBI", b"\0\0\7", 0, 0, 1) + b"\0\0\0\0\2\x08\1")
 
 
 def test_a_closed_port_is_one_message_with_the_address(closed_port: int) -> None:
@@ -95,10 +103,17 @@ def test_a_web_server_is_no_head(http_port: int) -> None:
     require_dashboard(f"http://127.0.0.1:{http_port}")
 
 
-def test_a_grpc_server_passes_whatever_the_form_of_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    with server(speaks_grpc) as port:
-        require_head(f"127.0.0.1:{port}")
+def test_an_http2_server_is_no_head() -> None:
+    with server(speaks_http2) as port:
+        with pytest.raises(ClusterError, match="another kind of server"):
+            require_head(f"127.0.0.1:{port}")
+        # the server for Ray clients has no page about its health
         require_head(f"ray://127.0.0.1:{port}")
+
+
+def test_a_head_passes_whatever_the_form_of_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    with server(serves) as port:
+        require_head(f"127.0.0.1:{port}")
         monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
         require_head("auto")
 
@@ -114,7 +129,7 @@ def test_a_check_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None
     """As a name server does that never answers."""
     monkeypatch.setattr(ray_probe, "_LIMIT_S", 0.1)
     release = threading.Event()
-    monkeypatch.setattr(ray_probe, "_speak", lambda *_: release.wait(30))
+    monkeypatch.setattr(ray_probe, "_speak", lambda *_, **__: release.wait(30))
     try:
         with pytest.raises(ClusterError, match="head:6379"):
             require_head("head:6379")

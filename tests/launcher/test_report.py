@@ -172,3 +172,23 @@ def test_runs_are_named_by_what_tells_them_apart(tmp_path: Path) -> None:
     assert comparison.name_of(runs[0], runs[:2]) == "seed 1"
     assert comparison.name_of(runs[1], runs) == "b-20260101-000000", "two runs have seed 2"
     assert comparison.differences(runs) == {"seed": [1, 2, 2], "optimizer.alpha": [4.0, 4.0, 2.0]}
+
+
+def test_a_page_elsewhere_leaves_the_run_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for a run on a read-only disk."""
+    monkeypatch.chdir(tmp_path)
+    run = make_run(tmp_path, "first")
+    before = sorted(run.rglob("*"))
+    assert cli.main(["report", "first", "--no-spectra", "-o", str(tmp_path / "page.html")]) == 0
+    assert sorted(run.rglob("*")) == before
+    assert list((tmp_path / "page").glob("*.png"))
+
+
+@pytest.mark.parametrize("text", ["[]", "{", "null", "[" * 5000, '{"test_interval_95": 3}', '{"valid": 1}'])
+def test_damaged_results_do_not_end_a_report_or_a_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = make_run(tmp_path, "first")
+    for name in ("decode/wer.json", "data.json", "measured.json", "process.json"):
+        (run / name).write_text(text)
+    for words in (["report", "first"], ["compare", "first"], ["info", "first"], ["status", "first"]):
+        assert cli.main(words) == 0

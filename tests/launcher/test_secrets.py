@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from launcher import cli, compose, console, hydra_app, mlflow_store
+from launcher import cli, compose, console, mlflow_store
 from launcher import train as service
 from launcher.console import is_masked, masked, printable
 from launcher.mlflow_store import with_login
@@ -188,8 +188,3 @@ def test_report_escapes_what_a_page_would_obey(tmp_path: Path, monkeypatch: pyte
     EventLog(run / "events.jsonl").incident(Incident("worker_died", "<script>alert(1)</script>", 1))
     assert cli.main(["report", "first", "--no-spectra"]) == 0
     assert "<script" not in (run / "report.html").read_text()
-
-
-def test_the_helpers_are_those_of_every_writer() -> None:
-    """So that a second list of patterns does not come to be."""
-    assert hydra_app.masked is masked and mlflow_store.masked is masked

@@ -216,8 +216,13 @@ def test_a_record_that_others_could_have_written_is_ignored(
     ran = without_data(monkeypatch)
     run = begin(attacker, monkeypatch)
     path = tmp_path / "state" / "ngsgd" / "trusted.json"
-    {"mode": lambda: path.chmod(0o666), "damaged": lambda: path.write_text('{"a'), "list": lambda: path.write_text("[]"),
-     "missing": path.unlink}[record]()
+    match record:
+        case "mode":
+            path.chmod(0o666)
+        case "missing":
+            path.unlink()
+        case _:
+            path.write_text({"damaged": '{"a', "list": "[]"}[record])
     assert cli.main(["resume", str(run)]) == 2
     assert len(ran) == 1
 

@@ -51,7 +51,8 @@ def _zeroed(content: bytes) -> bytes:
 
 @pytest.mark.parametrize("damage", [
     lambda content: content[:len(content) // 2], lambda content: content[:_PAGE], lambda content: content[:-_PAGE], _zeroed,
-    lambda content: b"", lambda content: b"not a library", lambda content: content[:100] + bytes([content[100] ^ 1]) + content[101:],
+    lambda content: b"", lambda content: b"not a library",
+    lambda content: content[:100] + bytes([content[100] ^ 1]) + content[101:],
 ], ids=["half", "a page", "a page less", "2 KB zeroed", "empty", "text", "a bit"])
 def test_a_damaged_library_is_built_again(damage: Callable[[bytes], bytes], source: Path, tmp_path: Path,
                                           monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,9 @@ from tests.preconditioners.problems import close
 
 c10d: Any = torch.distributed
 F = nn.functional
+# kept until the process ends: a group that is freed while its thread still frees the tensors of its last exchange waits for that
+# thread, which waits for the interpreter's lock
+_GROUPS: list[Any] = []
 PARTS = (slice(0, 4), slice(4, 10))   # ranks need not have equally many rows
 
 
@@ -41,8 +44,13 @@ def _minibatch(step: int) -> tuple[Tensor, Tensor]:
 def _on_two_ranks(work: Callable[[Any], Any]) -> list[Any]:
     """What `work(group)` returns on each; the groups are real, in threads of this process."""
     store = c10d.HashStore()
+
+    def on_rank(rank: int) -> Any:
+        group = c10d.ProcessGroupGloo(store, rank, 2, timedelta(seconds=30))
+        _GROUPS.append(group)
+        return work(group)
     with ThreadPoolExecutor(2) as threads:
-        return list(threads.map(lambda rank: work(c10d.ProcessGroupGloo(store, rank, 2, timedelta(seconds=30))), range(2)))
+        return list(threads.map(on_rank, range(2)))
 
 
 def _trained(method: type[Preconditioner], options: dict[str, Any], group: Any = None) -> tuple[list[Tensor], list[str]]:

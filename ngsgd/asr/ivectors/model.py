@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 from torch import Tensor
 
@@ -21,7 +21,7 @@ from ngsgd.asr.ivectors.extractor import Extractor
 from ngsgd.asr.ivectors.ubm import DiagonalMixture
 from ngsgd.config import FeatureConfig, IvectorConfig
 from ngsgd.errors import DataError
-from ngsgd.files import new_file
+from ngsgd.files import DIGEST, digest_of_arrays, new_file, open_regular
 
 
 @dataclass(frozen=True)
@@ -66,24 +66,45 @@ def write(model: IvectorModel, path: Path) -> None:
               "mean": model.ubm.mean_GD, "variance": model.ubm.variance_GD, "M": model.extractor.M_IDS,
               "covariance": model.extractor.covariance_IDD,
               "prior_offset": torch.tensor([model.extractor.prior_offset], dtype=torch.float64)}
+    whole = {name: array.cpu().contiguous() for name, array in arrays.items()}
+    metadata = {DIGEST: digest_of_arrays({name: array.numpy() for name, array in whole.items()})}
     with new_file(path) as temporary:
-        temporary.write_bytes(save({name: array.cpu().contiguous() for name, array in arrays.items()}))
+        temporary.write_bytes(save(whole, metadata))
 
 
 def read(path: Path, config: IvectorConfig, features: FeatureConfig) -> IvectorModel:
     """The model in a file that `write` wrote; the settings say how it is used."""
     try:
-        a = load_file(path)
+        a = _checked_arrays(path)
         found = IvectorModel(FrontEnd(config, features, a["all_speech"].numpy(), a["axes"]),
                              DiagonalMixture(a["weight"], a["mean"], a["variance"]),
                              Extractor(a["M"], a["covariance"], float(a["prior_offset"])))
-    except (OSError, SafetensorError, KeyError) as error:
+    except (OSError, SafetensorError, KeyError, ValueError) as error:
         raise DataError(f"{path} cannot be read as an i-vector extractor ({error}); restore it, or remove it and train again.") \
             from error
     if found.extractor.dim != config.dim:
         raise DataError(f"{path} makes i-vectors of {found.extractor.dim} dimensions, and ivectors.dim is {config.dim}; "
                         "set it to that.")
     return found
+
+
+def is_sound(path: Path) -> bool:
+    """Whether the file can be read and matches its digest."""
+    try:
+        return bool(_checked_arrays(path))
+    except (OSError, SafetensorError, ValueError):
+        return False
+
+
+def _checked_arrays(path: Path) -> dict[str, Tensor]:
+    """Raises ValueError where the arrays do not match the digest in the file; files of before have none."""
+    open_regular(path).close()
+    arrays: dict[str, Tensor] = load_file(path)
+    with safe_open(path, framework="np") as file:
+        expected = (file.metadata() or {}).get(DIGEST)
+    if expected is not None and expected != digest_of_arrays({name: array.numpy() for name, array in arrays.items()}):
+        raise ValueError("it does not match its digest")
+    return arrays
 
 
 def digest(path: Path) -> str:

@@ -270,7 +270,8 @@ def _spliced(descriptor: str) -> tuple[str, tuple[int, ...]]:
                         "node can be read.")
     offsets = tuple(int(match[2] or 0) for match in found if match)
     if list(offsets) != sorted(set(offsets)):
-        raise DataError(f"The descriptor {descriptor} of the nnet3 model has offsets that do not rise; only rising ones can be read.")
+        raise DataError(f"The descriptor {descriptor} of the nnet3 model has offsets that do not rise; only rising ones can be "
+                        "read.")
     return names.pop(), offsets
 
 
@@ -321,8 +322,8 @@ def _read_layer(affine: tuple[_Component, tuple[int, ...]], nonlinearity: _Compo
     is_pnorm = nonlinearity.kind == "PnormComponent"
     outputs = nonlinearity.number("OutputDim", 1, 1, len(read.bias)) if is_pnorm else len(read.bias)
     if len(read.bias) % outputs:
-        raise DataError(f"{nonlinearity} has <OutputDim> {outputs:g}, which does not divide its {len(read.bias)} inputs; export the "
-                        "model again.")
+        raise DataError(f"{nonlinearity} has <OutputDim> {outputs:g}, which does not divide its {len(read.bias)} inputs; export "
+                        "the model again.")
     group = len(read.bias) // int(outputs)
     layer = Layer(read, "pnorm" if is_pnorm else "relu", group, "renormalize")
     if norm.number("TargetRms", 1) != 1.0 or norm.word("AddLogStddev", "F") != "F":

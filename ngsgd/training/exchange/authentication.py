@@ -91,7 +91,8 @@ def accepted(connection: socket.socket, secret: bytes, deadline: float) -> Chann
         raise RefusedError("a client does not hold the secret")
     connection.sendall(derive(secret, "server", ours, theirs)[:TAG_BYTES])
     connection.settimeout(None)
-    return Channel(connection, *(derive(secret, name, ours, theirs) for name in ("down", "up")))
+    down, up = (derive(secret, name, ours, theirs) for name in ("down", "up"))
+    return Channel(connection, send_key=down, receive_key=up)
 
 
 def opened(host: str, port: int, secret: bytes, deadline: float) -> Channel:
@@ -107,7 +108,8 @@ def opened(host: str, port: int, secret: bytes, deadline: float) -> Channel:
     except BaseException:
         connection.close()
         raise
-    return Channel(connection, *(derive(secret, name, theirs, ours) for name in ("up", "down")))
+    down, up = (derive(secret, name, theirs, ours) for name in ("down", "up"))
+    return Channel(connection, send_key=up, receive_key=down)
 
 
 def _code(key: bytes, parts: list[bytes]) -> bytes:

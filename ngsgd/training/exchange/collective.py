@@ -73,7 +73,9 @@ class Order:
     secret: bytes = field(repr=False)   # of this generation; travels with the order alone
 
     def key(self, sender: int, receiver: int, identity: Identity) -> bytes:
-        """For the part of a result that one rank sends to another."""
+        """For the part of a result that one rank sends to another; none for what stays in its process."""
+        if sender == receiver:
+            return b""
         return derive(self.secret, "parcel", self.generation, sender, receiver, *identity, str(self.codec))
 
 

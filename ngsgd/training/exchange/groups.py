@@ -51,7 +51,7 @@ class RemoteRef:
         try:
             vector = self.fetch(self.kept)
         except ClusterError as error:
-            raise ResultsLost([JobFailure(self.job, self.kept.worker, str(error), True)]) from error
+            raise ResultsLost([JobFailure(self.job, self.kept.worker, str(error), True, from_outside=True)]) from error
         if digest(vector) != self.digest:
             raise ResultsLost([JobFailure(self.job, self.kept.worker, "its parameters arrived damaged", False)])
         return vector
@@ -170,7 +170,9 @@ def exchange_of(config: ClusterConfig, host: str, backend: Backend = "gloo") -> 
 
 def _require_all(results: Sequence[JobResult], refs: Sequence[KeptRef], why_lost: WhyLost) -> None:
     jobs = {result.job.identity: result.job for result in results}
-    failures = [JobFailure(jobs[ref.identity], ref.worker, reason, True) for ref in refs if (reason := why_lost(ref))]
+    # the jobs had ended: whatever took the workers since says nothing against their data
+    failures = [JobFailure(jobs[ref.identity], ref.worker, reason, True, from_outside=True)
+                for ref in refs if (reason := why_lost(ref))]
     if failures:
         raise ResultsLost(failures)
 

@@ -28,17 +28,20 @@ def parcel_size(num_elements: int, codec: Codec | None) -> int:
 
 
 def pack(content: Vector | Encoded, part: slice, parcel: Bytes, key: bytes) -> None:
-    """Writes one shard of a vector, or of an encoded one, and its code; `parcel` is as long as `parcel_size` says."""
+    """Writes one shard of a vector, or of an encoded one, and its code; `parcel` is as long as `parcel_size` says.
+
+    Without a key there is no code: the part does not leave the process.
+    """
     raw = [content[part].view(np.uint8)] if isinstance(content, np.ndarray) else _cut(content, part)
     filled, end = sum(map(len, raw)), len(parcel) - TAG_BYTES
     np.concatenate(raw, out=parcel[:filled])
     parcel[filled:end] = 0
-    parcel[end:] = np.frombuffer(tag(key, parcel[:end]), np.uint8)
+    parcel[end:] = np.frombuffer(tag(key, parcel[:end]), np.uint8) if key else 0
 
 
 def unpack(parcel: Bytes, num_elements: int, codec: Codec | None, key: bytes) -> Vector:
     """The elements; RefusedError where they are not those that were packed with this key."""
-    if not is_tag(parcel[-TAG_BYTES:].tobytes(), key, parcel[:-TAG_BYTES]):
+    if key and not is_tag(parcel[-TAG_BYTES:].tobytes(), key, parcel[:-TAG_BYTES]):
         raise RefusedError("a part of a result was damaged or forged on its way")
     if codec is None:
         return parcel[:4 * num_elements].view(np.float32)

@@ -28,7 +28,8 @@ _PAUSE_S = 0.05       # between two tries to connect
 _SLACK_S = 5.0        # for the answer that a key did not come in time
 _FOUND, _MISSING = b"+", b"-"
 # its type stubs leave out what is used here
-_Store: Any = torch.distributed.Store
+_c10d: Any = torch.distributed
+_Store: Any = _c10d.Store
 
 
 class Rendezvous:

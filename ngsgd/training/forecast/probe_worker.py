@@ -20,6 +20,7 @@ from ngsgd.training.process import settle
 from ngsgd.training.worker import Worker
 
 _WARM = 11                # minibatches at the start of a job with a Fisher update each
+_END_S = 5.0              # for a killed process to end
 _MARK = 8                 # minibatches between two looks at the clock: a multiple of the usual update period, 4
 
 
@@ -91,7 +92,7 @@ def workers(spec: WorkerSpec, count: int, num_gpus: int) -> Iterator[list[Proces
         for worker in started:
             worker.process.kill()
         for worker in started:
-            worker.process.join()
+            worker.process.join(_END_S)
             worker.connection.close()
 
 

@@ -3,12 +3,13 @@
 A thread asks the fork server for processes, because the answer may never come: a fork server can be stopped or starved like
 any other process.  Whoever needs a worker goes on meanwhile, and ends a fork server that does not answer.
 
-Three means end all processes of a run when the coordinator is killed, at whatever instruction each of them is, running or
-stopped.  The fork server and multiprocessing's resource tracker get SIGKILL from the kernel when the coordinator ends, and
-workers when the fork server ends (PR_SET_PDEATHSIG, the first thing that each of them sets).  Each of the two programs leads a
-process group of its own from before its first instruction: when the coordinator ends, the group is orphaned, and the kernel
-sends SIGHUP and SIGCONT to an orphaned group that has a stopped member.  So a process that was stopped before it could set
-anything ends as well.
+The kernel ends all processes of a run when the coordinator is killed, running or stopped, at whatever instruction each is:
+
+- The fork server gets SIGKILL when the coordinator ends, and workers when the fork server ends (PR_SET_PDEATHSIG, the first
+  thing that each of them sets).  multiprocessing's resource tracker gets SIGCONT, and ends when it finds its clients gone.
+- The fork server and the tracker lead process groups of their own from before their first instruction.  When the coordinator
+  ends, these groups are orphaned, and the kernel sends SIGHUP and SIGCONT to an orphaned group that has a stopped member.
+  So a process that was stopped before it could set anything ends as well.
 """
 
 from __future__ import annotations
@@ -173,7 +174,7 @@ def _wait_until_gone(process_id: int) -> None:
 def _own_process_groups() -> Iterator[None]:
     """Meanwhile multiprocessing's helper programs start as leaders of process groups, and end with this process."""
     original = util.spawnv_passfds
-    util.spawnv_passfds = _spawn_guarded
+    util.spawnv_passfds = _spawn_guarded  # type: ignore[assignment]  # it is given fewer types than it declares
     try:
         yield
     finally:
@@ -183,8 +184,11 @@ def _own_process_groups() -> Iterator[None]:
 def _spawn_guarded(path: Any, arguments: Sequence[Any], descriptors: Sequence[int]) -> int:
     """multiprocessing.util.spawnv_passfds, but for a program that ends with this process."""
     *words, program = [os.fsdecode(word) for word in arguments]
-    guard = (f"import ctypes, os; ctypes.CDLL(None).prctl(1, {int(signal.SIGKILL)}); "
+    # the resource tracker ends by itself once all its clients have, and cleans up first: it only must not be stopped
+    is_tracker = "resource_tracker" in program
+    guard = (f"import ctypes, os, signal; ctypes.CDLL(None).prctl(1, {int(signal.SIGCONT if is_tracker else signal.SIGKILL)}); "
              f"os.getppid() == {os.getpid()} or os._exit(1); ")
+    guard += "signal.signal(signal.SIGHUP, signal.SIG_IGN); " if is_tracker else ""
     process = subprocess.Popen([*words, guard + program], executable=path, pass_fds=[int(one) for one in descriptors],
                                restore_signals=False, process_group=0)
     process.returncode = 0  # multiprocessing waits for it; Popen must neither warn nor wait

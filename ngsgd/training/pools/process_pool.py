@@ -41,6 +41,7 @@ _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.05, 60.0  # before another try at a start
 _LAST_LINES = 50  # of a dead worker's log that a failure quotes
 _STATUS_S = 1.0   # for the fork server to report how a process ended that is gone
 _END_S = 5.0      # for a process to end that was killed
+_CLOSE_S = 2.0    # for all of them to end with the pool
 
 
 def _nothing() -> None:
@@ -177,7 +178,7 @@ class ProcessPool:
     def close(self) -> None:
         for slot in self._slots:
             slot.process.kill()
-        deadline = time.monotonic() + _END_S
+        deadline = time.monotonic() + _CLOSE_S
         for slot in self._slots:
             code = slot.process.exit_code(max(0.0, deadline - time.monotonic()))
             if code is None and not slot.process.is_orphan and not slot.process.failure:

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -134,9 +135,10 @@ class Altered:
 
 
 def swapped(content: Bytes) -> Bytes:
-    """Two words exchanged: every sum over the words stays as it was."""
+    """Two words of each member's part exchanged: every sum over the words stays as it was."""
     changed = content.copy()
-    changed[0:8], changed[8:16] = content[8:16], content[0:8]
+    for first in (0, len(content) // 2):
+        changed[first:first + 8], changed[first + 8:first + 16] = content[first + 8:first + 16], content[first:first + 8]
     return changed
 
 
@@ -278,7 +280,7 @@ def test_a_group_of_threads_proves_its_members() -> None:
     def join(rank: int, secret: bytes) -> None:
         try:
             store = MemberStore("127.0.0.1", server.port, secrets[0], 10.0)
-            group = process_group._GlooGroup(store, rank, 2, process_group.timedelta(seconds=10), "127.0.0.1")
+            group = process_group._GlooGroup(store, rank, 2, timedelta(seconds=10), "127.0.0.1")
             prove_members(group, secret, 1, rank, 2, time.monotonic() + 10.0)
             answers[rank] = "joined"
         except RefusedError:

@@ -102,7 +102,8 @@ def test_hangs_are_ended_by_the_coordinators_own_deadline(tmp_path: Path) -> Non
     run, pool, _ = simulate(tmp_path, jobs(3), cluster)
     told = [incident.message for incident in run.recorder.incidents]
     assert pool.books.num_hangs >= len(told) > 0
-    assert all("made no progress for 30 s and was killed" in message for message in told)
+    # 30 s, or four times that where all workers hang at once
+    assert all("no progress for 30 s" in message or "no progress for 120 s" in message for message in told)
     # the outer iteration of a hang lasts as long as the deadline, on the virtual clock
     assert max(record.compute_s for record in run.recorder.records) > 30.0
 

@@ -53,6 +53,14 @@ class WithoutKernels(Worker):
         native._forbidden.set()
 
 
+class WithoutCompilerAndCache(Worker):
+    """As a replacement whose compiler and cache have disappeared since the run began."""
+
+    def __init__(self, spec: WorkerSpec, index: int) -> None:
+        super().__init__(spec, index)
+        os.environ |= {"CXX": "/nonexistent", "XDG_CACHE_HOME": str(Path(spec.egs_directory).with_name("empty"))}
+
+
 class KillsWorkers(ProcessPool):
     """Kills the worker of a job, in outer iterations 1 and 2."""
 
@@ -70,7 +78,7 @@ def _pool(run: Run, worker: type[Worker], agreement: Agreement | None = None) ->
 
 def test_a_replacement_that_differs_is_not_used(tmp_path: Path) -> None:
     run = Run(tmp_path)
-    with pytest.raises(ClusterError, match="MKL_CBWR.*--allow-other-bits"):
+    with pytest.raises(ClusterError, match=r"MKL_CBWR.*--allow-other-bits"):
         run.train(_pool(run, LosesItsSettings))
     refused = [incident for incident in run.recorder.incidents if incident.what == "worker_refused"]
     assert refused and all("MKL_CBWR" in incident.message for incident in refused)
@@ -81,6 +89,13 @@ def test_the_run_continues_with_a_replacement_that_does_not_differ(tmp_path: Pat
     run = Run(tmp_path / "replaced")
     end = run.train(_pool(run, LosesItOnce))
     assert end.model_sha256 == whole.model_sha256 and audit(run.ledger_path) == []
+
+
+def test_workers_keep_the_kernels_of_the_beginning(tmp_path: Path) -> None:
+    whole = Run(tmp_path / "whole").train()
+    run = Run(tmp_path / "kernels")
+    end = run.train(_pool(run, WithoutCompilerAndCache, Agreement(Fingerprint.of_this_process(1))))
+    assert end.model_sha256 == whole.model_sha256
 
 
 def test_other_bits_are_reported_where_they_are_allowed(tmp_path: Path) -> None:

@@ -1,0 +1,352 @@
+"""Canaries in every text and archive format that is read from data: none may be executed.
+
+A canary is a command or a pickle that would make a file.  Each format is one row of FORMATS: how a payload is planted, and the
+call that reads it.  A call may return, or raise an NgsgdError; anything else fails.  For a new format add a row.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import io
+import json
+import os
+import pickle
+import tarfile
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import kaldiio
+import numpy as np
+import pytest
+
+from launcher import compose, tuned_file
+from ngsgd import files
+from ngsgd.asr import alignments, cache, fsdd_source, graphs, own_data
+from ngsgd.asr.ivectors import model as extractor_file
+from ngsgd.asr.kaldi_tables import write_matrices
+from ngsgd.asr.language import Language
+from ngsgd.asr.lexicon import read as read_lexicon
+from ngsgd.config import AugmentConfig, DataConfig, EgsConfig, FeatureConfig, IvectorConfig, RunConfig
+from ngsgd.egs.archives import prepare_archives
+from ngsgd.egs.nnet3_examples import read_nnet3_examples
+from ngsgd.egs.reader import EgsReader
+from ngsgd.errors import NgsgdError
+from ngsgd.models.nnet3.network import rebuild
+from ngsgd.models.nnet3.text import from_text, vector_from_text
+from ngsgd.schedules import Shard
+from tests.asr.made_up_speech import write_data
+from tests.models.test_nnet3 import SAMPLE
+from tests.toy import NUM_CLASSES, frame_set
+
+pytest.importorskip("soundfile")
+pytest.importorskip("kaldi_native_fbank")
+
+FEATURES = FeatureConfig(kind="mfcc", num_mel_bins=23, cmvn="speaker", sample_rate_hz=16000)
+GIVEN = replace(FEATURES, kind="given", cmvn="given")
+
+
+# payloads ---------------------------------------------------------------------------------------------
+
+
+class Canary:
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.marker),)
+
+
+def npy(marker: Path) -> bytes:
+    content = io.BytesIO()
+    np.save(content, np.array([Canary(marker)], dtype=object), allow_pickle=True)
+    return content.getvalue()
+
+
+PAYLOADS: dict[str, Callable[[Path], bytes]] = {
+    "pipe": lambda marker: f"mkdir {marker} |".encode(),
+    "pipe with a range": lambda marker: f"mkdir {marker} |[0:3]".encode(),
+    "pipe after a name": lambda marker: f";mkdir {marker} |".encode(),
+    "output pipe": lambda marker: f"| mkdir {marker}".encode(),
+    "shell expansion": lambda marker: f"$(mkdir${{IFS}}{marker})`mkdir {marker}`".encode(),
+    "python": lambda marker: f"__import__('os').mkdir('{marker}')".encode(),
+    "yaml tag": lambda marker: f"a: !!python/object/apply:os.mkdir ['{marker}']\n...\n".encode(),
+    "resolver": lambda marker: f"seed: ${{oc.env:HOME}}\nname: ${{eval:__import__('os').mkdir('{marker}')}}\n...\n".encode(),
+    "pickle": lambda marker: pickle.dumps(Canary(marker)),
+    "pickle of kaldiio": lambda marker: b"PKL" + pickle.dumps(Canary(marker)),
+    "pickle of kaldiio in NPY": lambda marker: b"NPY" + npy(marker),
+    "npy": npy,
+}
+
+
+# formats ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Format:
+    """How a payload is planted in a folder of prepared and unprepared data, and the call that reads it."""
+
+    plant: Callable[[Path, bytes], None]
+    read: Callable[[Path], object]
+
+
+def config(folder: Path, **settings: Any) -> DataConfig:
+    return replace(DataConfig(corpus="kaldi", source=str(folder / "mine")), **settings)
+
+
+def read_audio(folder: Path) -> object:
+    own_data.fingerprint(config(folder), FEATURES)
+    return own_data.make(config(folder), FEATURES, AugmentConfig())
+
+
+def read_features(folder: Path) -> object:
+    own_data.fingerprint(config(folder), GIVEN)
+    return own_data.make(config(folder), GIVEN, AugmentConfig())
+
+
+def read_arpa(folder: Path) -> object:
+    text = (folder / "mine/lm.arpa").read_text(errors="replace")
+    return graphs.build(Language(read_lexicon(folder / "mine/lexicon.txt", 1), arpa=text), silence_prob=0.5)
+
+
+def read_graph(folder: Path) -> object:
+    language = read_words_language(folder)
+    assert language.given is not None
+    return graphs.read(language.given)
+
+
+def value(name: str) -> Callable[[Path, bytes], None]:
+    """The payload in place of all fields of the first line but the key."""
+    def plant(folder: Path, payload: bytes) -> None:
+        first, *rest = (folder / name).read_bytes().splitlines()
+        (folder / name).write_bytes(b"\n".join([first.split()[0] + b" " + payload, *rest, b""]))
+    return plant
+
+
+def content(name: str, before: bytes = b"") -> Callable[[Path, bytes], None]:
+    def plant(folder: Path, payload: bytes) -> None:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(before + payload)
+    return plant
+
+
+def packed(name: str, before: bytes) -> Callable[[Path, bytes], None]:
+    def plant(folder: Path, payload: bytes) -> None:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(gzip.compress(before + payload))
+    return plant
+
+
+def in_archive(folder: Path, payload: bytes) -> None:
+    """The first entry of feats.ark, at the offset that feats.scp gives."""
+    entry = (folder / "mine/train/feats.scp").read_text().split()[1]
+    path, _, offset = entry.rpartition(":")
+    archive = Path(path).read_bytes()
+    Path(path).write_bytes(archive[:int(offset)] + payload + archive[int(offset) + len(payload):])
+
+
+def in_npz(folder: Path, payload: bytes) -> None:
+    with zipfile.ZipFile(folder / "ali.npz", "w") as archive:
+        for name in ("pdf", "offsets", "utt_ids"):
+            archive.writestr(f"{name}.npy", payload)
+
+
+def in_cache(name: str) -> Callable[[Path, bytes], None]:
+    """A file of a prepared corpus, with the digests that belong to the changed file."""
+    def plant(folder: Path, payload: bytes) -> None:
+        (folder / "corpus" / name).write_bytes(payload)
+        manifest = files.unsealed(json.loads((folder / "corpus/manifest.json").read_text()))[0]
+        manifest["sha256"][name] = files.sha256(folder / "corpus" / name)
+        (folder / "corpus/manifest.json").write_text(json.dumps(files.sealed(manifest)))
+    return plant
+
+
+def read_examples(folder: Path) -> object:
+    reader = EgsReader(next(folder.glob("egs-*")))
+    return reader.groups(), list(reader.minibatches(Shard(0, 0), 8, seed=0, outer_iter=0, job=0))
+
+
+def in_egs(name: str) -> Callable[[Path, bytes], None]:
+    def plant(folder: Path, payload: bytes) -> None:
+        directory = next(folder.glob("egs-*"))
+        (directory / name).write_bytes(payload)
+        if name != "info.json":
+            index = files.unsealed(json.loads((directory / "info.json").read_text()))[0]
+            index["sha256"][name] = files.sha256(directory / name)
+            (directory / "info.json").write_text(json.dumps(files.sealed(index)))
+    return plant
+
+
+def lhotse(kind: str) -> Callable[[Path, bytes], None]:
+    def plant(folder: Path, payload: bytes) -> None:
+        text = payload.decode(errors="replace")
+        recording = {"id": "r", "sources": [{"type": kind, "channels": [0], "source": text}], "sampling_rate": 16000}
+        supervision = {"id": text, "recording_id": "r", "start": 0, "duration": 1, "text": "YES", "speaker": text}
+        for name, item in (("recordings", recording), ("supervisions", supervision)):
+            for part in ("train", "test"):
+                (folder / "mine" / part / f"{name}.jsonl").write_text(json.dumps(item) + "\n")
+    return plant
+
+
+def read_lhotse(folder: Path) -> object:
+    return own_data.make(config(folder, corpus="lhotse"), FEATURES, AugmentConfig())
+
+
+def in_tar(folder: Path, payload: bytes) -> None:
+    with tarfile.open(folder / "a.tar.gz", "w:gz") as archive:
+        for name in ("../../a.wav", payload.decode(errors="replace").replace("\0", "0") + ".wav"):
+            member = tarfile.TarInfo(name)
+            member.size = len(payload)
+            archive.addfile(member, io.BytesIO(payload))
+
+
+def in_zip(folder: Path, payload: bytes) -> None:
+    with zipfile.ZipFile(folder / "a.zip", "w") as archive:
+        archive.writestr("../../a.wav", payload)
+        archive.writestr(payload.decode(errors="replace").replace("\0", "0") + ".wav", payload)
+
+
+def in_component(folder: Path, payload: bytes) -> None:
+    text = payload.decode(errors="replace")
+    (folder / "final.raw").write_text(SAMPLE.replace("component=output.affine", f"component={text}").replace("0.125", text, 1))
+
+
+def read_model(folder: Path) -> object:
+    return rebuild(from_text((folder / "final.raw").read_text(errors="replace")))
+
+
+def read_priors(folder: Path) -> object:
+    return vector_from_text((folder / "priors.vec").read_text(errors="replace"))
+
+
+def read_words(folder: Path) -> object:
+    return own_data.make(config(folder, graph=str(folder / "graph")), FEATURES, AugmentConfig())
+
+
+def load_corpus(folder: Path) -> object:
+    try:
+        return cache.load(folder / "corpus")
+    except cache.DamagedError:   # its caller prepares the data again
+        return None
+
+
+def read_words_language(folder: Path) -> Language:
+    (folder / "graph/words.txt").write_text("<eps> 0\nNO 1\nYES 2\n")
+    (folder / "graph/tid2pdf").write_text("1 0\n2 1\n")
+    return own_data.make(config(folder, graph=str(folder / "graph")), FEATURES, AugmentConfig())[1]
+
+
+FORMATS = {
+    **{table: Format(value(f"mine/train/{table}"), read_audio) for table in ("wav.scp", "segments", "text", "utt2spk")},
+    **{f"{table}, whole file": Format(content(f"mine/train/{table}"), read_audio)
+       for table in ("wav.scp", "segments", "text", "utt2spk", "train-s0-0.wav")},
+    **{table: Format(value(f"mine/train/{table}"), read_features) for table in ("feats.scp", "cmvn.scp")},
+    **{f"{table}, whole file": Format(content(f"mine/train/{table}"), read_features) for table in ("feats.scp", "cmvn.scp")},
+    "feats.ark": Format(in_archive, read_features),
+    "lexicon.txt": Format(value("mine/lexicon.txt"), read_audio),
+    "lexicon.txt, whole file": Format(content("mine/lexicon.txt"), read_audio),
+    "lm.arpa": Format(content("mine/lm.arpa"), read_arpa),
+    "lm.arpa, a word": Format(content("mine/lm.arpa", b"\\data\\\nngram 1=1\n\n\\1-grams:\n-1.0\t"), read_arpa),
+    "HCLG.fst": Format(content("graph/HCLG.fst"), read_graph),
+    "words.txt": Format(content("graph/words.txt", b"word "), read_words),
+    "tid2pdf": Format(content("graph/tid2pdf", b"1 "), read_words),
+    "ali.1.gz": Format(packed("ali/ali.1.gz", b"train-s0-0 "), lambda folder: alignments.read(folder / "ali")),
+    "ali.1.gz, text": Format(packed("ali/ali.1.gz", b"train-s0-0 1 2 "), lambda folder: alignments.read(folder / "ali")),
+    "ali.ark": Format(content("ali/ali.ark", b"train-s0-0 "), lambda folder: alignments.read(folder / "ali")),
+    "ali.txt": Format(content("ali.txt", b"train-s0-0 1 2 "), lambda folder: alignments.read(folder / "ali.txt")),
+    "ali.npz": Format(in_npz, lambda folder: alignments.read(folder / "ali.npz")),
+    "ali.npz, whole file": Format(content("ali.npz"), lambda folder: alignments.read(folder / "ali.npz")),
+    "nnet3 examples": Format(content("egs.ark", b"key "), lambda folder: list(read_nnet3_examples(folder / "egs.ark"))),
+    "nnet3 examples, matrix": Format(content("egs.ark", b"key \0B<Nnet3Eg> <NumIo> \4\1\0\0\0<NnetIo> input <I1V> \4\1\0\0\0\0"),
+                                     lambda folder: list(read_nnet3_examples(folder / "egs.ark"))),
+    "nnet3 model": Format(content("final.raw"), read_model),
+    "nnet3 model, component": Format(in_component, read_model),
+    "priors.vec": Format(content("priors.vec"), read_priors),
+    "corpus manifest": Format(content("corpus/manifest.json"), load_corpus),
+    **{f"corpus {name}": Format(in_cache(name), load_corpus)
+       for name in ("train.json", "train.features_TD.npy", "train.pdf_T.npy", "train.cmvn.npz")},
+    "info.json": Format(in_egs("info.json"), read_examples),
+    "utterances.json": Format(in_egs("utterances.json"), read_examples),
+    "example archive": Format(in_egs("egs.0000.safetensors"), read_examples),
+    "i-vector extractor": Format(content("x.safetensors"), lambda folder: extractor_file.read(
+        folder / "x.safetensors", IvectorConfig(), FeatureConfig())),
+    "lhotse file": Format(lhotse("file"), read_lhotse),
+    "lhotse command": Format(lhotse("command"), read_lhotse),
+    "lhotse manifest": Format(content("mine/train/recordings.jsonl"), read_lhotse),
+    "tar of recordings": Format(in_tar, lambda folder: dict(fsdd_source.wav_files(folder / "a.tar.gz"))),
+    "zip of recordings": Format(in_zip, lambda folder: dict(fsdd_source.wav_files(folder / "a.zip"))),
+    "config.yaml": Format(content("config.yaml"), lambda folder: compose.from_yaml(folder / "config.yaml")),
+    "config.yaml, a setting": Format(content("config.yaml", b"name: "), lambda folder: compose.from_yaml(folder / "config.yaml")),
+    "tuned.yaml": Format(content("tuned.yaml"), lambda folder: tuned_file.expanded([f"tuned={folder / 'tuned.yaml'}"])),
+}
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Data directories with audio and features, a prepared corpus, and examples."""
+    folder = tmp_path_factory.mktemp("data")
+    write_data(folder / "mine", num_utterances=4)
+    sets, language = own_data.make(config(folder), FEATURES, AugmentConfig())
+    cache.store(folder / "corpus", sets, language, made_from={})
+    for name, speech in sets.items():
+        (folder / "mine" / name / "segments").write_text("".join(f"{one} {one} 0 0.5\n" for one in speech.frames.utt_ids))
+        write_matrices(folder / "mine" / name / "feats.ark", zip(speech.frames.utt_ids, speech.split_features(), strict=True))
+        assert speech.cmvn is not None
+        write_matrices(folder / "mine" / name / "cmvn.ark", speech.cmvn.stats.items())
+    prepare_archives(frame_set(200, 1), frame_set(100, 2), EgsConfig(left_context=1, right_context=1, samples_per_iter=100),
+                     num_classes=NUM_CLASSES, digest="toy", cache_root=folder)
+    (folder / "graph").mkdir()
+    (folder / "graph/words.txt").write_text("<eps> 0\nNO 1\nYES 2\n")
+    (folder / "graph/tid2pdf").write_text("1 0\n2 1\n")
+    (folder / "graph/HCLG.fst").write_bytes(b"")
+    (folder / "config.yaml").write_text(compose.to_yaml(RunConfig()))
+    return folder
+
+
+@pytest.fixture
+def folder(prepared: Path, tmp_path: Path) -> Path:
+    """A copy to plant canaries in; the archives' paths in .scp files are those of the copy."""
+    copy = tmp_path / "data"
+    for path in prepared.rglob("*"):
+        target = copy / path.relative_to(prepared)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_file():
+            text = path.read_bytes()
+            target.write_bytes(text.replace(str(prepared).encode(), str(copy).encode()) if path.suffix == ".scp" else text)
+    return copy
+
+
+def test_prepared_data_is_read_without_canaries(folder: Path) -> None:
+    """Otherwise an error elsewhere would hide a canary."""
+    assert read_audio(folder) and read_features(folder) and load_corpus(folder) and read_examples(folder)
+    for name in ("wav.scp", "feats.scp", "cmvn.scp"):
+        assert str(folder) in (folder / "mine/train" / name).read_text() or name == "wav.scp"
+
+
+@pytest.mark.parametrize("payload", PAYLOADS)
+@pytest.mark.parametrize("name", FORMATS)
+def test_no_canary_is_executed(folder: Path, name: str, payload: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    marker = folder.parent / "canary"
+    FORMATS[name].plant(folder, PAYLOADS[payload](marker))
+    outside = set(folder.parent.iterdir())
+    with contextlib.suppress(NgsgdError):
+        FORMATS[name].read(folder)
+    assert set(folder.parent.iterdir()) == outside, "a canary was executed, or a file was written outside"
+
+
+def test_canaries_can_be_executed(folder: Path) -> None:
+    """By the reader that was used before, so the test above is able to fail."""
+    marker = folder.parent / "canary"
+    for payload in ("pipe", "pickle of kaldiio"):
+        if payload == "pipe":
+            with pytest.raises(Exception):  # noqa: B017, PT011 - the command writes no matrix
+                kaldiio.load_mat(PAYLOADS[payload](marker).decode())
+        else:
+            (folder / "a.ark").write_bytes(PAYLOADS[payload](marker))
+            kaldiio.load_mat(str(folder / "a.ark"))
+        assert marker.exists()
+        marker.rmdir()

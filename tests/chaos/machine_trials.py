@@ -1,0 +1,160 @@
+"""A machine that stands still, and a fork server that hangs, dies, or leaves a worker that was being born."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from ngsgd.config import FailureConfig, RunConfig
+from ngsgd.files import read_json_lines
+from ngsgd.training.job import Job, WorkerSpec
+from ngsgd.training.pools.fork_server import _process_id
+from ngsgd.training.worker import Worker
+from tests.chaos import trials
+from tests.chaos.cases import Case, Seen
+from tests.chaos.coordinator import Ordeal
+from tests.chaos.faults import Breaks, Fault
+from tests.chaos.freeze import freeze
+from tests.chaos.invariants import Surroundings, tagged
+from tests.chaos.watch import WatchedPool
+from tests.toy import Run
+
+GONE_S = 5.0             # after the coordinator's death no process of its run is there
+_DEADLINE_S = 1.0        # of a worker, shorter than a freeze
+_FREEZE_S = 1.3
+_NUM_FREEZES = 2
+_MINIBATCH_S = 0.02
+_WAIT_S = 60.0
+_LOST = {"failed", "dropped", "quarantined", "deferred", "rejected"}
+
+
+def try_machine(case: Case, folder: Path) -> Seen:
+    """Freezes of all processes, of the coordinator, or of its workers."""
+    who = case.how.removeprefix("freeze of ")
+    run_config = _long(trials.settings(failure=FailureConfig(progress_timeout_s=_DEADLINE_S)))
+    fault = Fault("final combine", "nothing", str(folder / "ended"))
+    ordeal = Ordeal(folder, run_config, fault, uuid.uuid4().hex, Paced())
+    run, around = trials.run_in(folder, run_config), Surroundings(tag=ordeal.tag)
+    families: list[set[int]] = []
+
+    def freeze_it(coordinator: int) -> None:
+        for number in range(_NUM_FREEZES):
+            _wait_until(partial(_has_committed, run, 1 + 2 * number))
+            families.append(set(tagged(ordeal.tag)))
+            freeze(coordinator, ordeal.tag, _FREEZE_S, who)
+    assert ordeal.run(freeze_it) == 0
+    assert len(families) == _NUM_FREEZES and fault.strikes()
+    trials.check(run, around, within=trials.reference(run_config))
+    events = set(trials.all_events(run))
+    assert not events & (_LOST - {"failed"}), events
+    if who == "workers" and "failed" in events:  # a single busy worker looks like one that hangs
+        return Seen("tried again", True)
+    assert "failed" not in events and len(set(map(frozenset, families))) == 1, "a worker was killed"
+    return Seen("went on", True)
+
+
+def try_fork_server(case: Case, folder: Path) -> Seen:
+    """It hangs or dies together with all workers; or it, a newborn and the coordinator end."""
+    if case.when == "birth of a worker":
+        return _try_birth(folder)
+    run = trials.run_in(folder, trials.settings())
+    around, pool = Surroundings(), StrikesForkServer(run, signal.Signals[case.how])
+    run.train(pool)
+    assert pool.struck, "the fault never struck"
+    trials.check(run, around, within=trials.reference(trials.settings()))
+    assert "quarantined" not in trials.all_events(run)
+    return Seen("replaced, tried again", True)
+
+
+class StrikesForkServer(WatchedPool):
+    """Sends a signal to the fork server, and kills all workers, with a certain job."""
+
+    def __init__(self, run: Run, number: signal.Signals) -> None:
+        super().__init__(run)
+        self.number = number
+        self.struck = 0
+
+    def submit(self, job: Job) -> None:
+        super().submit(job)
+        if job.identity == (2, 1, 1):
+            self.struck = _process_id()
+            os.kill(self.struck, self.number)
+            for process in self.process_ids():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
+
+
+@dataclass(frozen=True)
+class StopsAtBirth:
+    """Makes workers; once the first fault has ended one, its replacement stops while it reads what it is to make."""
+
+    first: Fault
+    second: Fault
+
+    def __reduce__(self) -> tuple[Callable[[Fault, Fault], StopsAtBirth], tuple[Fault, Fault]]:
+        return _read, (self.first, self.second)
+
+    def __call__(self, spec: WorkerSpec, index: int) -> Worker:
+        return Breaks(self.first)(spec, index)
+
+
+def _read(first: Fault, second: Fault) -> StopsAtBirth:
+    if first.strikes():
+        second.strike()
+    return StopsAtBirth(first, second)
+
+
+def _try_birth(folder: Path) -> Seen:
+    run_config = trials.patient(trials.settings())
+    first = Fault("mid shard", "SIGKILL", str(folder / "worker-struck"), others_wait=True)
+    second = Fault("birth", "SIGSTOP", str(folder / "newborn-struck"))
+    never = Fault("final combine", "nothing", str(folder / "ended"))
+    ordeal = Ordeal(folder, run_config, never, uuid.uuid4().hex, StopsAtBirth(first, second))
+    run, around = trials.run_in(folder, run_config), Surroundings(tag=ordeal.tag)
+
+    def kill_it(coordinator: int) -> None:
+        _wait_until(lambda: bool(second.strikes()))
+        os.kill(coordinator, signal.SIGKILL)
+    assert ordeal.run(kill_it) == -signal.SIGKILL
+    _wait_until(lambda: not tagged(ordeal.tag), GONE_S)
+    began, pool = time.time(), WatchedPool(run)
+    run.train(pool)
+    trials.check(run, around, within=trials.reference(run_config))
+    return Seen("none is left, resumed", True, min(at_s for _, _, at_s in pool.submitted) - began)
+
+
+@dataclass(frozen=True)
+class Paced:
+    """Makes workers whose minibatches last a while, so that a freeze finds them at work."""
+
+    def __call__(self, spec: WorkerSpec, index: int) -> Worker:
+        return _PacedWorker(spec, index)
+
+
+class _PacedWorker(Worker):
+    def _train(self, *arguments: object) -> None:
+        super()._train(*arguments)  # type: ignore[arg-type]
+        time.sleep(_MINIBATCH_S)
+
+
+def _long(run_config: RunConfig) -> RunConfig:
+    return replace(run_config, schedule=replace(run_config.schedule, num_epochs=2.0))
+
+
+def _wait_until(is_so: Callable[[], bool], timeout_s: float = _WAIT_S) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not is_so():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.02)
+
+
+def _has_committed(run: Run, num_outer_iters: int) -> bool:
+    lines = read_json_lines(run.ledger_path) if run.ledger_path.exists() else []
+    return [line["event"] for line in lines].count("committed") >= num_outer_iters

@@ -1,0 +1,168 @@
+"""Results that are damaged before their checksum is made: rejected by name, and nothing healthy is."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ngsgd.config import ClusterConfig, ModelConfig, OptimizerConfig, OuterConfig, RunConfig
+from ngsgd.errors import DivergenceError
+from ngsgd.files import read_json_lines
+from ngsgd.training.audit import audit
+from ngsgd.training.checkpoint import Checkpoint
+from ngsgd.training.flat import Vector
+from ngsgd.training.job import Job, JobResult, Outcome, WorkerSpec
+from ngsgd.training.pools.pool import InProcessPool
+from ngsgd.training.worker import Worker
+from tests.toy import Run, config
+
+Damage = Callable[[Vector], None]
+
+
+def flip_exponent(vector: Vector) -> None:
+    vector.view(np.uint32)[len(vector) // 3] ^= np.uint32(1 << 30)
+
+
+def scale(vector: Vector) -> None:
+    vector *= np.float32(2.0**60)
+
+
+def negate(vector: Vector) -> None:
+    np.negative(vector, out=vector)
+
+
+def add_noise(vector: Vector) -> None:
+    vector += np.random.default_rng(0).normal(0.0, 0.3, len(vector)).astype(np.float32)
+
+
+def clear(vector: Vector) -> None:
+    vector[:] = 0.0
+
+
+DAMAGES = (flip_exponent, scale, negate, add_noise, clear)
+
+
+class DamagingWorker(Worker):
+    """Damages the parameters that one job ended with, before anything is made of them."""
+
+    def __init__(self, spec: WorkerSpec, at: tuple[int, int], damage: Damage) -> None:
+        super().__init__(spec, 0)
+        self.at, self.damage = at, damage
+
+    def _result(self, job: Job, *rest: Any) -> JobResult:
+        if (job.outer_iter, job.job) == self.at:
+            vector = self.layout.flatten(self.model.state_dict())
+            self.damage(vector)
+            self.layout.load(self.model, vector)
+        return super()._result(job, *rest)
+
+
+class Pool(InProcessPool):
+    """An in-process pool one of whose results is damaged, or has an objf that is not a number."""
+
+    def __init__(self, run: Run, at: tuple[int, int], damage: Damage | None) -> None:
+        super().__init__(run.spec, run.config.cluster.num_workers, 1)
+        self.at, self.damage = at, damage
+
+    def start(self) -> None:
+        super().start()
+        if self.damage is not None:
+            self._worker = DamagingWorker(self.spec, self.at, self.damage)
+
+    def wait(self, timeout_s: float) -> Outcome | None:
+        result = super().wait(timeout_s)
+        if self.damage is None and isinstance(result, JobResult) and (result.job.outer_iter, result.job.job) == self.at:
+            return dataclasses.replace(result, objf=float("nan"))
+        return result
+
+
+def with_jobs(num_jobs: int, num_outer_iters: int = 3, schedule: dict[str, Any] | None = None, **changes: Any) -> RunConfig:
+    schedule_config = dataclasses.replace(config().schedule, num_jobs_initial=num_jobs, num_jobs_final=num_jobs,
+                                          num_epochs=num_jobs * num_outer_iters / 12, **schedule or {})
+    return config(schedule=schedule_config, cluster=ClusterConfig(num_workers=num_jobs, threads_per_worker=1), **changes)
+
+
+def train(folder: Path, run_config: RunConfig, at: tuple[int, int], damage: Damage | None) -> tuple[Run, Checkpoint]:
+    run = Run(folder, run_config)
+    return run, run.train(Pool(run, at, damage))
+
+
+def require_named(run: Run, at: tuple[int, int]) -> None:
+    (incident,) = run.recorder.incidents
+    assert (incident.what, incident.outer_iter, incident.job) == ("job_rejected", *at)
+    (line,) = [line for line in read_json_lines(run.ledger_path) if line["event"] == "rejected"]
+    assert (line["outer_iter"], line["job"]) == at
+    assert line["reason"] in incident.message
+    assert audit(run.ledger_path) == []
+
+
+@pytest.fixture(scope="module")
+def without_the_job(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, int], str]:
+    """The final model's hash of a run that rejects job 1 of an outer iteration for another reason."""
+    @cache
+    def trained(num_jobs: int, outer_iter: int) -> str:
+        return train(tmp_path_factory.mktemp("dropped"), with_jobs(num_jobs), (outer_iter, 1), None)[1].model_sha256
+    return trained
+
+
+@pytest.mark.parametrize(("num_jobs", "outer_iter"), [(2, 0), (2, 1), (4, 1), (8, 1), (24, 0), (24, 1)])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_one_damaged_result_is_rejected_by_name_and_the_rest_is_averaged(
+        tmp_path: Path, without_the_job: Callable[[int, int], str], damage: Damage, num_jobs: int, outer_iter: int) -> None:
+    run, end = train(tmp_path, with_jobs(num_jobs), (outer_iter, 1), damage)
+    require_named(run, (outer_iter, 1))
+    assert end.model_sha256 == without_the_job(num_jobs, outer_iter)
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_the_damaged_result_of_a_single_job_is_not_committed(tmp_path: Path, damage: Damage) -> None:
+    run = Run(tmp_path, with_jobs(1, 8))
+    with pytest.raises(DivergenceError, match=r"only 0 of 1 jobs of outer iteration 5 .*job 0: its"):
+        run.train(Pool(run, (4, 0), damage))
+    latest, _ = run.store.latest()
+    assert latest is not None and latest.progress.outer_iter == 3
+    require_named(run, (4, 0))
+
+
+HEALTHY = {
+    "plain SGD without limits": {"optimizer": OptimizerConfig(kind="sgd", max_change=0.0, max_param_change=0.0),
+                                 "schedule": {"lr_initial": 0.002, "lr_final": 0.001}},
+    "every step is clipped": {"optimizer": OptimizerConfig(rank_in=4, rank_out=4, max_change=0.05, max_param_change=0.08)},
+    "momentum and clipping": {"optimizer": OptimizerConfig(rank_in=4, rank_out=4, momentum=0.9, max_param_change=0.1)},
+    "backstitch, shrinking and clipping": {"optimizer": OptimizerConfig(
+        rank_in=4, rank_out=4, backstitch_scale=0.5, proportional_shrink=10.0, max_param_change=0.1)},
+    "minibatches of very different number": {"schedule": {"shares": "time", "round_s": 0.02}},
+    "orthonormal constraint and batch normalization": {"model": ModelConfig(kind="tdnnf", num_layers=2, hidden_dim=16),
+                                                       "optimizer": OptimizerConfig(rank_in=4, rank_out=4, max_param_change=0.02)},
+    "overlap": {"outer": OuterConfig("bmuf", overlap=True)},
+    "elastic averaging": {"outer": OuterConfig("easgd")},
+    "streaming": {"outer": OuterConfig("streaming", num_fragments=2, delay=1, mixing=0.5)},
+}
+
+
+@pytest.mark.parametrize("changes", HEALTHY.values(), ids=HEALTHY)
+def test_no_healthy_result_is_rejected(tmp_path: Path, changes: dict[str, Any]) -> None:
+    run = Run(tmp_path, with_jobs(4, 6, **changes))
+    run.train()
+    assert run.recorder.incidents == []
+    assert all(record.num_accepted == record.num_jobs for record in run.recorder.records)
+
+
+def test_limits_are_tight_where_every_step_is_clipped_in_one_direction(tmp_path: Path) -> None:
+    """A bound that is far above what is reached would find nothing."""
+    clipped = OptimizerConfig(kind="sgd", max_change=0.0, max_param_change=0.001)
+    run = Run(tmp_path, with_jobs(1, 1, optimizer=clipped, schedule={"lr_initial": 1.0, "lr_final": 1.0}))
+    pool = Pool(run, (9, 9), None)
+    results: list[JobResult] = []
+    wait = pool.wait
+    pool.wait = lambda timeout_s: results.append(wait(timeout_s)) or results[-1]  # type: ignore
+    run.train(pool)
+    deltas = results[0].deltas
+    assert deltas is not None
+    assert 0.5 * deltas.limit < float(np.linalg.norm(deltas.norms_E)) <= deltas.limit
