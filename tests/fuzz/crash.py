@@ -35,8 +35,7 @@ class Point:
 
 def campaign(stage: Stage, how: str, num_cases: int | None, only: str | None) -> Report:
     """Breaks a run at many points and resumes it."""
-    stage.reset()
-    points = [Point(how, operation) for operation in stage.record("finished")]
+    points = [Point(how, operation) for operation in stage.finish()]
     expected = Expected.of(stage.run)
     report = Report(f"crash ({how})", lambda case: f"python -m tests.fuzz crash --how {how} --only {case}")
     for point in chosen(points, num_cases, lambda point: point.name, only):

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from tests.fuzz import damages, judge, server
 from tests.fuzz.damages import NotApplicable
-from tests.fuzz.interposer import Arming, Mode, Operation
 from tests.fuzz.judge import Expected
 from tests.fuzz.report import Report, chosen
 from tests.fuzz.server import AUDIT, Outcome
-from tests.fuzz.stage import Stage, digest, remove, tree
+from tests.fuzz.stage import FINISHED, STOPPED, Stage, digest, remove, tree
 
-STOPPED, FINISHED = "stopped", "finished"
 _LOOKING = ("status", "info", "logs")
 _WORDS_OF_WARNING = ("damaged", "checksum", "digest", "differs", "changed")
 
@@ -64,11 +62,10 @@ def campaign(stage: Stage, num_cases: int | None, only: str | None, seed: int, h
 
 
 def _bench(stage: Stage, seed: int, hang_s: float) -> Bench:
-    stage.reset()
-    operations = stage.record(FINISHED)
+    stage.finish()
     expected = Expected.of(stage.run)
+    stage.stop()
     bench = Bench(stage, expected, {}, {}, stage.scratch / "canary", seed, hang_s)
-    save_stopped(stage, operations)
     for base in (STOPPED, FINISHED):
         for command in _commands(base, "RUN/config.yaml"):
             stage.reset(base)
@@ -78,15 +75,6 @@ def _bench(stage: Stage, seed: int, hang_s: float) -> Bench:
             bench.results[base, command] = _result(bench, command, done)
             bench.texts[base, command] = done.text
     return bench
-
-
-def save_stopped(stage: Stage, operations: Sequence[Operation]) -> None:
-    """Saves a run that was killed some time after its second commit."""
-    reports = [operation.number for operation in operations if operation.path.endswith("ledger.jsonl")
-               and b'"event": "committed"' in operation.data]
-    stage.reset()
-    stage.train(Arming(stage.out, Mode.KILL, reports[1] + 4))
-    stage.save(STOPPED)
 
 
 def _cases(bench: Bench) -> list[Case]:

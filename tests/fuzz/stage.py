@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 import stat
 from collections.abc import Sequence
 from pathlib import Path
 
 from tests.fuzz import server
-from tests.fuzz.interposer import Arming, Operation, operations
+from tests.fuzz.interposer import Arming, Mode, Operation, operations
 from tests.fuzz.server import Outcome
 
 NAME = "fuzz"
+_STAMPED = re.compile(rf"{NAME}-\d{{8}}-\d{{6}}(-\d+)?")
+STOPPED, FINISHED = "stopped", "finished"   # names of saved states
 SETTINGS = (
     "cluster=in_process", "cluster.num_workers=2", "cluster.threads_per_worker=1", f"name={NAME}",
     "data.train_minutes=0.15", "data.valid_minutes=0.05", "data.test_minutes=0.05",
@@ -60,9 +63,7 @@ class Stage:
 
     def neutral(self, text: str) -> str:
         """Text without what differs between two tries: the scratch folder and the time of a run."""
-        for run in self.runs():
-            text = text.replace(run.name, "RUN")
-        return text.replace(f"{self.out}/", "")
+        return _STAMPED.sub("RUN", text.replace(f"{self.out}/", ""))
 
     def train(self, arming: Arming | None = None, timeout_s: float = 60.0) -> Outcome:
         """A new run."""
@@ -73,15 +74,28 @@ class Stage:
         command, *rest = words
         return server.call([command, str(self.run), *rest], self.scratch, arming, timeout_s)
 
-    def record(self, name: str) -> list[Operation]:
-        """Trains once; all its operations.  The state afterwards is saved under `name`."""
-        path = self.scratch / f"{name}.record"
-        path.unlink(missing_ok=True)
-        done = self.train(Arming(self.out, record=path))
-        if done.code != 0:
-            raise RuntimeError(f"the undisturbed run failed with {done.ending}:\n{done.text}")
-        self.save(name)
+    def finish(self) -> list[Operation]:
+        """Puts on the stage a run that nobody disturbed, data included; all its operations."""
+        path = self.scratch / "record"
+        if not path.exists():
+            self.reset()
+            done = self.train(Arming(self.out, record=path))
+            if done.code != 0:
+                raise RuntimeError(f"the undisturbed run failed with {done.ending}:\n{done.text}")
+            self.save(FINISHED)
+        self.reset(FINISHED)
         return list(operations(path))
+
+    def stop(self) -> None:
+        """Puts on the stage a run that was killed some time after its second commit."""
+        if not (self.saved / STOPPED).exists():
+            reports = [operation.number for operation in self.finish()
+                       if operation.path.endswith("ledger.jsonl")
+                       and b'"event": "committed"' in operation.data]
+            self.reset()
+            self.train(Arming(self.out, Mode.KILL, reports[1] + 4))
+            self.save(STOPPED)
+        self.reset(STOPPED)
 
 
 def train_words(out: Path) -> list[str]:

@@ -10,7 +10,7 @@ import os
 import select
 from collections.abc import Iterator
 
-from tests.fuzz import damage, judge, server
+from tests.fuzz import judge, server
 from tests.fuzz.interposer import Arming, Mode
 from tests.fuzz.judge import Expected
 from tests.fuzz.report import Report
@@ -22,13 +22,11 @@ _TIMEOUT_S = 120.0
 
 def campaign(stage: Stage, num_tries: int) -> Report:
     """Starts `ngsgd resume` twice at once on a stopped run."""
-    stage.reset()
-    operations = stage.record(damage.FINISHED)
+    stage.finish()
     expected = Expected.of(stage.run)
-    damage.save_stopped(stage, operations)
     report = Report("two resumes", lambda case: "python -m tests.fuzz two-resumes --tries 1")
     for number in range(num_tries):
-        stage.reset(damage.STOPPED)
+        stage.stop()
         report.add(f"try-{number:02d}", _try(stage, expected))
     return report
 
