@@ -83,7 +83,7 @@ class Coordinator:
         self._held_out = HeldOutCheck(
             self.model, self.layout, subsets["valid"], self.reader.info.num_classes,
             self.failure.objf_tolerance, is_frame_wise=self.objective.kind == "ce")
-        self._records = PendingRecords(diagnostics, self.checkpoints.directory / "undiagnosed.json", self.tracker.outer_iteration)
+        self._records = PendingRecords(diagnostics, self.tracker.outer_iteration)
         self._dispatch = Dispatcher(self.pool, self.ledger, self.layout, self.failure, self.cluster, self.stop, self._tell,
                                     self.clock, self.on_corrupt)
         self._leases = Leases(self.pool)
