@@ -73,7 +73,7 @@ class _Damaging(Worker):
 
 def _disable_checks() -> None:
     nothing: Any = lambda *_, **__: None  # noqa: E731
-    workers.measure = nothing
+    setattr(workers, "measure", nothing)  # noqa: B010  mypy takes it for a name of another module
     HeldOutCheck.is_suspect = lambda *_, **__: False  # type: ignore[method-assign]
     HeldOutCheck.failure = lambda *_: ""  # type: ignore[method-assign]
 

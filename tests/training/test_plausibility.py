@@ -247,7 +247,7 @@ def test_an_average_that_is_bad_though_each_result_is_good_is_divergence(
 
     def diverge(optimizer: OuterOptimizer, *arguments: Any, **named: Any) -> None:
         step(optimizer, *arguments, **named)
-        optimizer.eval_model()[:] *= -1.0
+        optimizer.eval_model()[:] *= -30.0
 
     monkeypatch.setattr(OuterOptimizer, "step", diverge)
     with pytest.raises(DivergenceError, match=r"no single result explains it"):
