@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from tests.fuzz.report import Report
     from tests.fuzz.stage import Stage
 
+_SCRATCH = "NGSGD_FUZZ_SCRATCH"   # environment variable with the folder for runs
 _CAMPAIGNS = ("crash", "damage", "power", "two-resumes")
 
 
@@ -36,11 +38,17 @@ def main() -> int:
     if not interposer.compiler():
         print("no C compiler was found, which the fault injection needs; install cc", file=sys.stderr)
         return 2
-    with tempfile.TemporaryDirectory(prefix="ngsgd-fuzz-") as folder:
+    memory = Path("/dev/shm")
+    parent = options.scratch or (memory if os.access(memory, os.W_OK) else None)
+    # whatever ends this process, both folders are removed, and the other process ends with it
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    with (tempfile.TemporaryDirectory(prefix="ngsgd-fuzz-") as folder,
+          tempfile.TemporaryDirectory(prefix="ngsgd-fuzz-", dir=parent) as scratch):
         library = interposer.build(Path(folder))
         environment = {**os.environ, interposer.LIBRARY: str(library), "LD_PRELOAD": str(library),
-                       "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "DO_NOT_TRACK": "1",
-                       "MLFLOW_DISABLE_TELEMETRY": "true", "RAY_USAGE_STATS_ENABLED": "0"}
+                       _SCRATCH: scratch, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE",
+                       "DO_NOT_TRACK": "1", "MLFLOW_DISABLE_TELEMETRY": "true",
+                       "RAY_USAGE_STATS_ENABLED": "0"}
         command = [sys.executable, "-m", "tests.fuzz", *sys.argv[1:]]
         return subprocess.run(command, env=environment, check=False).returncode
 
@@ -65,15 +73,12 @@ def _run(options: argparse.Namespace) -> int:
     from tests.fuzz.stage import Stage
 
     server.preload()
-    memory = Path("/dev/shm")
-    parent = options.scratch or (memory if os.access(memory, os.W_OK) else None)
-    with tempfile.TemporaryDirectory(prefix="ngsgd-fuzz-", dir=parent) as folder:
-        reports = []
-        for report in _reports(options, Stage(Path(folder).resolve())):
-            reports.append(report)
-            if options.json:
-                report.write(options.json)
-        print("\n".join(line for report in reports for line in report.summary()))
+    stage, reports = Stage(Path(os.environ[_SCRATCH]).resolve()), []
+    for report in _reports(options, stage):
+        reports.append(report)
+        if options.json:
+            report.write(options.json)
+    print("\n".join(line for report in reports for line in report.summary()))
     return int(any(report.problems for report in reports))
 
 

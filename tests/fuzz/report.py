@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 _VARIABLE = re.compile(r"\b[0-9a-f]{8}\b|\d+")   # parts of a sentence that differ between cases
+_BETWEEN_COUNTS = 50
 T = TypeVar("T")
 
 
@@ -27,8 +28,10 @@ class Report:
 
     def add(self, case: str, problems: Iterable[str], where: str = "") -> None:
         """Counts a case; prints it if something is wrong with it."""
-        self.num_cases += 1
         found = list(problems)
+        self.num_cases += 1
+        if self.num_cases % _BETWEEN_COUNTS == 0:
+            print(f"{self.campaign}: {self.num_cases} cases so far", flush=True)
         if found:
             self.problems[case] = found
             print(f"FAIL {case}  {where}".rstrip())
