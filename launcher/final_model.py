@@ -29,7 +29,7 @@ from ngsgd.config import EgsConfig, ModelConfig, RunConfig
 from ngsgd.egs.archives import spliced_utterances
 from ngsgd.egs.reader import EgsReader
 from ngsgd.errors import CheckpointError
-from ngsgd.files import new_directory, sha256, write_text
+from ngsgd.files import new_directory, read_json, sha256, write_text
 from ngsgd.models import DataStatistics, Window, build_model
 from ngsgd.models.staged import StagedModel, set_stage, utterance_logits
 from ngsgd.models.stages import Stage, Stages
@@ -106,7 +106,7 @@ def check_final(path: Path) -> None:
     if not (path / DIGESTS).exists():
         return
     try:
-        digests = json.loads((path / DIGESTS).read_text(encoding="utf-8"))
+        digests = read_json(path / DIGESTS)
         # a plain name only: a received file must not make this one read a device
         wrong = [name for name, digest in digests.items() if Path(name).name != name or sha256(path / name) != digest]
         wrong += [name for name in ("model.json", "model.safetensors") if name not in digests]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import tempfile
@@ -14,6 +13,7 @@ from urllib.parse import quote, urlsplit
 from launcher.text import MASK, conceal, is_masked, masked
 from ngsgd.config import RunConfig
 from ngsgd.errors import ConfigError
+from ngsgd.files import read_json
 
 _MAX_ANSWER = 64 * 2**20   # bytes; what a run asks for is far smaller
 # where a server may have artifacts put; all else would be a place on this machine, or leads to one
@@ -141,7 +141,7 @@ def _bound_answers() -> None:
 def read_tracking(run_dir: Path) -> dict[str, Any]:
     """Where a run is in MLflow; empty if it never was there."""
     try:
-        stored = json.loads((run_dir / "tracking.json").read_text())
+        stored = read_json(run_dir / "tracking.json")
     except (OSError, ValueError):
         return {}
     return stored if isinstance(stored, dict) and stored.keys() >= {"experiment_id", "run_id", "worker_runs"} else {}
@@ -170,7 +170,7 @@ def _save(final: Path, folder: Path) -> None:
 
     from launcher.console import version
 
-    about = json.loads((final / "model.json").read_text())
+    about = read_json(final / "model.json")
     signature = ModelSignature(Schema([TensorSpec(np.dtype(np.float32), (-1, about["num_inputs"]))]),
                                Schema([TensorSpec(np.dtype(np.float32), (-1, about["num_classes"]))]))
     # what the package brings is named, since MLflow would import everything to find out

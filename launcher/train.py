@@ -162,6 +162,7 @@ def evaluate(run_dir: Path, quiet: bool, outer_iter: int | None = None,
              trust: bool = False) -> dict[str, dict[str, float] | None]:
     """Objf per frame and frame accuracy of valid and test, all of them; of the final model, or of a checkpoint that is kept."""
     folder = RunFolder.open(run_dir)
+    require_unchanged(folder.config)
     config = compose.from_yaml(folder.config)
     if outer_iter is None:
         model, prior_P = load_final(folder, trust=trust)
