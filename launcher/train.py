@@ -217,11 +217,12 @@ def _prepare(config: RunConfig, report: Callable[[str], None], folder: RunFolder
         extractor = None
         if config.ivectors.dim:
             extractor = extractor_of(config, corpus, cache_root, report, folder)
-            corpus = with_ivectors(config, corpus, extractor, cache_root)
+            corpus = with_ivectors(config, corpus, extractor, cache_root, report)
         limits.require_schedule(config, corpus.train.frames.num_frames)
         egs_directory = prepare_archives(corpus.train.frames, corpus.valid.frames, config.egs,
                                          num_classes=corpus.num_pdfs, digest=corpus.digest, cache_root=cache_root,
-                                         groups=corpus.train.speakers, silence_classes=corpus.language.topology.silence_pdfs)
+                                         groups=corpus.train.speakers, silence_classes=corpus.language.topology.silence_pdfs,
+                                         report=report)
     except OSError as error:
         raise DataError(f"the prepared data could not be written under {cache_root} ({error.strerror or error}); make room, or "
                         "choose another place with data.cache_dir=PATH.") from error
