@@ -20,6 +20,7 @@ optimizers, shares by time and speed, on the toy task of the tests and on digits
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -46,10 +47,8 @@ _STATISTICS = "statistics of "
 class Compared(NamedTuple):
     """The comparison of the jobs of an outer iteration with each other."""
 
-    outliers: dict[int, str]  # by job: why it is rejected
-    contested: dict[
-        int, str
-    ]  # by job: the same where the jobs that disagree are no minority, so that it decides nothing
+    outliers: dict[int, str]   # by job: why it is rejected
+    contested: dict[int, str]  # the same where those that disagree are no minority: undecided
 
 
 def impossible(result: JobResult, layout: Layout) -> str:
@@ -60,12 +59,13 @@ def impossible(result: JobResult, layout: Layout) -> str:
     names = [layout.name_at(target.start) for target, _ in layout.fragment(*result.job.send)]
     beyond = np.flatnonzero(~(deltas.norms_E <= deltas.limits_E) | ~np.isfinite(deltas.norms_E))
     if len(beyond):
-        worst = beyond[np.argmax(np.nan_to_num(deltas.norms_E[beyond], nan=np.inf, posinf=np.inf))]
-        return (
-            f"its parameter delta in {names[worst]} has norm {deltas.norms_E[worst]:.3g}, "
-            f"where update-norm clipping allows at most {deltas.limits_E[worst]:.3g} in "
-            f"{result.num_minibatches} minibatches"
-        )
+        size_E = np.nan_to_num(deltas.norms_E[beyond], nan=np.inf, posinf=np.inf)
+        worst = beyond[np.argmax(size_E)]
+        where = f"its parameter delta in {names[worst]} has norm {deltas.norms_E[worst]:.3g}"
+        if math.isinf(deltas.limits_E[worst]):
+            return f"{where}, beyond float32"
+        return (f"{where}, where update-norm clipping allows at most {deltas.limits_E[worst]:.3g} "
+                f"in {result.num_minibatches} minibatches")
     has_limit_E = np.isfinite(deltas.limits_E)
     total = float(np.linalg.norm(deltas.norms_E[has_limit_E]))
     if total > deltas.limit:

@@ -239,7 +239,7 @@ def test_an_outer_iteration_that_is_rolled_back_after_its_step_begins_with_the_m
 
 
 def test_an_average_that_is_bad_though_each_result_is_good_is_divergence(tmp_path: Path) -> None:
-    run = Run(tmp_path, with_jobs(2, 3, outer=OuterConfig("bmuf", gain=1e6)))
+    run = Run(tmp_path, with_jobs(2, 3, outer=OuterConfig("fedopt", fedopt_lr=100.0)))
     with pytest.raises(DivergenceError, match=r"no single result explains it"):
         run.train()
     assert run.recorder.incidents == []
