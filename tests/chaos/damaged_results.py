@@ -8,14 +8,14 @@ python -m tests.chaos.damaged_results [--without-checks] [--only NAME ...] [OVER
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 
-import ngsgd.training.pools.pool as pools
-import ngsgd.training.worker as workers
 from launcher import compose
 from launcher.train import train
 from ngsgd.files import read_json_lines
@@ -71,11 +71,13 @@ class _Damaging(Worker):
         return super()._result(job, *rest)
 
 
-def _disable_checks() -> None:
-    nothing: Any = lambda *_, **__: None  # noqa: E731
-    setattr(workers, "measure", nothing)  # noqa: B010  mypy takes it for a name of another module
-    HeldOutCheck.is_suspect = lambda *_, **__: False  # type: ignore[method-assign]
-    HeldOutCheck.failure = lambda *_: ""  # type: ignore[method-assign]
+def _without_checks() -> contextlib.ExitStack:
+    """Averages whatever is finite, as long as this is open."""
+    changes = contextlib.ExitStack()
+    changes.enter_context(patch("ngsgd.training.worker.measure", return_value=None))
+    changes.enter_context(patch.object(HeldOutCheck, "is_suspect", return_value=False))
+    changes.enter_context(patch.object(HeldOutCheck, "failure", return_value=""))
+    return changes
 
 
 def main() -> int:
@@ -86,20 +88,16 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", choices=DAMAGES, default=list(DAMAGES), help="damages")
     parser.add_argument("overrides", nargs="*", help="further settings of the runs")
     arguments = parser.parse_args()
-    if arguments.without_checks:
-        _disable_checks()
-    setattr(pools, "Worker", _Damaging)  # noqa: B010  mypy takes it for a name of another module
-    for name in arguments.only:
-        _Damaging.name = name
-        report = train(compose.compose([*SMALL, *arguments.overrides]), quiet=True)
-        events = read_json_lines(Path(report.files["events"]))
-        reasons = [
-            job["reason"] for event in events for job in event.get("jobs", ()) if job["reason"]
-        ]
-        print(
-            f"{name}: WER {report.wer_percent:.1f} %, rejected: {'; '.join(reasons) or 'none'}",
-            flush=True,
-        )
+    settings = [*SMALL, *arguments.overrides]
+    with (_without_checks() if arguments.without_checks else contextlib.ExitStack(),
+          patch("ngsgd.training.pools.pool.Worker", _Damaging)):
+        for _Damaging.name in arguments.only:
+            report = train(compose.compose(settings), quiet=True)
+            events = read_json_lines(Path(report.files["events"]))
+            reasons = [job["reason"] for event in events for job in event.get("jobs", ())
+                       if job["reason"]]
+            print(f"{_Damaging.name}: WER {report.wer_percent:.1f} %, "
+                  f"rejected: {'; '.join(reasons) or 'none'}", flush=True)
     return 0
 
 
