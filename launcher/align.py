@@ -21,7 +21,7 @@ import torch
 from launcher import compose
 from launcher.final_model import load_final, log_likelihoods
 from launcher.ivectors import with_ivectors
-from launcher.run_folder import RunFolder, check_output_dir
+from launcher.run_folder import RunFolder, check_output_dir, require_unchanged
 from ngsgd.asr import alignments, cache, corpus, forced_alignment
 from ngsgd.asr.corpus import Corpus
 from ngsgd.asr.forced_alignment import Realigned, States
@@ -166,6 +166,7 @@ def with_model(run: Path, output: Path, *, trust: bool = False) -> None:
     that the model learnt from.
     """
     folder = RunFolder.open(run)
+    require_unchanged(folder.config)
     config = compose.from_yaml(folder.config)
     if config.data.corpus in ("digits", "fsdd"):
         raise ConfigError(f"recipe={config.data.corpus} splices its speech from labelled recordings, which a model of the whole "

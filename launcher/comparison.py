@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from launcher.console import Parser, masked, printable, version
+from launcher.console import Parser, version
 from launcher.progress import duration
 from launcher.run_folder import RunFolder, find_run
+from launcher.text import masked, printable
 from ngsgd.errors import EXIT_OK, ConfigError
-from ngsgd.files import write_text
+from ngsgd.files import read_json, write_text
 from ngsgd.training.event_log import read_events
 
 if TYPE_CHECKING:
@@ -120,13 +121,13 @@ def read(folder: RunFolder) -> Run:
     if not any(event.get("event") == "outer_iteration" for event in events):
         raise ConfigError(f"{folder.path} has no outer iteration yet; leave it out, or wait for its first.")
     try:
-        about = json.loads((folder.decode / "wer.json").read_text())
+        about = read_json(folder.decode / "wer.json")
         wer = next(event["wer_percent"] for event in reversed(events) if event.get("event") == "finished")
         found = (float(wer), float(about["test_interval_95"]["low"]), float(about["test_interval_95"]["high"]))
     except (OSError, ValueError, KeyError, TypeError, RecursionError, StopIteration):  # not decoded, or not yet
         found = None
     try:
-        peak = int(json.loads(folder.measured.read_text())["peak_resident_mib"])
+        peak = int(read_json(folder.measured)["peak_resident_mib"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):  # not measured, or damaged
         peak = None
     settings = flatten(compose.from_yaml(folder.config))

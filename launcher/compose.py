@@ -100,8 +100,8 @@ def from_yaml(path: Path) -> RunConfig:
         raise ConfigError(f"{path} does not exist; is this a run folder of ngsgd train?") from None
     except yaml.YAMLError as error:
         raise ConfigError(_yaml_problem(error, path)) from None
-    except (OSError, UnicodeError, RecursionError, ValueError, OmegaConfBaseException) as error:
-        raise ConfigError(f"{path} cannot be read: {str(error).partition(chr(10))[0]}.") from None
+    except (OSError, UnicodeError, RecursionError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}.") from None
     if not values or not isinstance(values, dict):
         raise ConfigError(f"{path} holds no settings; it is damaged, restore it or train again.")
     settings = typing.cast("dict[str, Any]", values)

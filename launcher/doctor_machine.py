@@ -16,8 +16,9 @@ from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Literal
 
-from launcher.console import conceal, version
+from launcher.console import version
 from launcher.mlflow_store import without_login
+from launcher.text import conceal
 
 _FREE_BYTES = 2 * 2**30       # prepared digits, checkpoints and a tracking store take less than 1 GiB
 _SHM_BYTES = 600 * 2**20      # Ray's object store on one machine, and the shared parameters

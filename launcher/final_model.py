@@ -29,7 +29,7 @@ from ngsgd.config import EgsConfig, ModelConfig, RunConfig
 from ngsgd.egs.archives import spliced_utterances
 from ngsgd.egs.reader import EgsReader
 from ngsgd.errors import CheckpointError
-from ngsgd.files import new_directory, sha256, write_text
+from ngsgd.files import new_directory, read_json, sha256, write_text
 from ngsgd.models import DataStatistics, Window, build_model
 from ngsgd.models.staged import StagedModel, set_stage, utterance_logits
 from ngsgd.models.stages import Stage, Stages
@@ -106,8 +106,9 @@ def check_final(path: Path) -> None:
     if not (path / DIGESTS).exists():
         return
     try:
-        digests = json.loads((path / DIGESTS).read_text(encoding="utf-8"))
-        wrong = [name for name, digest in digests.items() if sha256(path / name) != digest]
+        digests = read_json(path / DIGESTS)
+        # a plain name only: a received file must not make this one read a device
+        wrong = [name for name, digest in digests.items() if Path(name).name != name or sha256(path / name) != digest]
         wrong += [name for name in ("model.json", "model.safetensors") if name not in digests]
     except FileNotFoundError:
         raise
@@ -150,7 +151,7 @@ def open_final(path: Path, *, trust: bool = False,
     about = permission.read_about(path)
     check_final(path)
     settings = permission.as_own(about["model"], own)
-    permission.require(settings, path / "model.json", str(about["run_id"]), trust=trust)
+    permission.require(settings, path / "model.json", about["run_id"], trust=trust)
     try:
         return _opened(path, about, settings)
     except OSError:

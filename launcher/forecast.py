@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from ngsgd.config import RunConfig
-from ngsgd.files import write_text
+from ngsgd.files import read_json, write_text
 from ngsgd.training.forecast import planner
 from ngsgd.training.forecast.planner import Machine, RunPrediction, Site, Workload
 from ngsgd.training.records import FinalReport, Incident, OuterIterationRecord
@@ -27,7 +27,7 @@ def keep(config: RunConfig, machine: Machine, workload: Workload) -> None:
 def saved(config: RunConfig) -> tuple[Machine, Workload] | None:
     """The last measurement in this output directory, if it was of these settings on a machine with as many cores."""
     try:
-        kept = json.loads(kept_in(config).read_text(encoding="utf-8"))
+        kept = read_json(kept_in(config))
         if (kept["format"], kept["settings"]) != (_FORMAT, _key(config)):
             return None
         return Machine.from_json(kept["machine"]), Workload(**kept["workload"])

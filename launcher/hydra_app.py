@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launcher import compose, values
-from launcher.console import Parser, masked, run_guarded
+from launcher.console import Parser, run_guarded
 from launcher.run_folder import run_to_continue
+from launcher.text import masked
 from launcher.tuned_file import expanded
 from ngsgd.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError
 from ngsgd.files import write_text

@@ -10,9 +10,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from launcher.console import Parser, masked, printable, version
+from launcher.console import Parser, version
 from launcher.progress import duration
 from launcher.run_folder import RunFolder, find_run
+from launcher.text import masked, printable
 from ngsgd import process_identity
 from ngsgd.errors import EXIT_OK
 from ngsgd.files import read_json

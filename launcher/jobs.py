@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from launcher import ray_jobs
-from launcher.console import Parser, masked, printable
+from launcher.console import Parser
 from launcher.info import describe_run, is_elsewhere, may_be_alive, progress_line, state_of
 from launcher.progress import ProgressTracker, final_lines, iteration_line
 from launcher.ray_jobs import ENDED, Door, told
 from launcher.run_folder import RunFolder, known_run
+from launcher.text import masked, printable
 from ngsgd import process_identity
 from ngsgd.errors import EXIT_OK, EXIT_RUN_FAILED, ClusterError, ConfigError
 from ngsgd.files import parse_json_lines, read_log

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launcher.console import TRUST, Parser
-from launcher.run_folder import RunFolder, find_run
+from launcher.run_folder import RunFolder, find_run, require_unchanged
 from ngsgd.errors import EXIT_OK, CheckpointError, ConfigError, DataError
-from ngsgd.files import read_regular_text, write_text
+from ngsgd.files import read_json, read_regular_text, write_text
 
 if TYPE_CHECKING:
     from ngsgd.asr.speech_set import SpeechSet
@@ -75,7 +74,7 @@ def _export_model(folder: RunFolder, output: Path, *, trust: bool) -> list[Path]
     from ngsgd.models.nnet3.text import to_text, vector_to_text
 
     model, prior_P = load_final(folder, trust=trust)
-    about = json.loads((folder.final / "model.json").read_text(encoding="utf-8"))
+    about = read_json(folder.final / "model.json")
     window = Window(about["left_context"], about["right_context"], about["feature_dim"], about.get("side_dim", 0))
     network = describe(model, ModelConfig(**about["model"]), window, has_softmax=about.get("objective") != "lfmmi")
     write_text(output / "final.raw", to_text(network))
@@ -112,6 +111,7 @@ def _export_data(folder: RunFolder, output: Path) -> list[Path]:
     from launcher import compose
     from launcher import train as service
 
+    require_unchanged(folder.config)
     config = compose.from_yaml(folder.config)
     corpus = service.prepared_corpus(config, folder)
     written = []
@@ -159,7 +159,7 @@ def _export_egs(folder: RunFolder, output: Path, num_archives: int) -> list[Path
     from ngsgd.egs.reader import EgsReader
 
     try:
-        directory = str(json.loads(folder.data.read_text(encoding="utf-8"))["egs"])
+        directory = str(read_json(folder.data)["egs"])
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{folder.data} is damaged ({type(error).__name__}: {error}); restore it.") from error
     reader = EgsReader(Path(directory))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import tempfile
@@ -11,9 +10,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlsplit
 
-from launcher.console import MASK, conceal, is_masked, masked
+from launcher.text import MASK, conceal, is_masked, masked
 from ngsgd.config import RunConfig
 from ngsgd.errors import ConfigError
+from ngsgd.files import read_json
 
 _MAX_ANSWER = 64 * 2**20   # bytes; what a run asks for is far smaller
 # where a server may have artifacts put; all else would be a place on this machine, or leads to one
@@ -27,7 +27,7 @@ _USER, _PASSWORD, _TOKEN = "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD
 
 def tracking_uri(config: RunConfig) -> str:
     """The configured store with what logs in to it, or SQLite in the output directory; raises as `with_login` does."""
-    if masked(config.tracking.uri) != config.tracking.uri:
+    if masked(config.tracking.uri, known=False) != config.tracking.uri:
         conceal(config.tracking.uri)
     return with_login(config.tracking.uri) or sqlite_uri(Path(config.output_dir))
 
@@ -52,7 +52,7 @@ def with_login(uri: str) -> str:
 
 def without_login(uri: str) -> str:
     """The address alone: it says which store it is, however one logs in to it."""
-    return masked(uri).replace(f"{MASK}@", "")
+    return masked(uri, known=False).replace(f"{MASK}@", "")
 
 
 def sqlite_uri(output_dir: Path) -> str:
@@ -141,7 +141,7 @@ def _bound_answers() -> None:
 def read_tracking(run_dir: Path) -> dict[str, Any]:
     """Where a run is in MLflow; empty if it never was there."""
     try:
-        stored = json.loads((run_dir / "tracking.json").read_text())
+        stored = read_json(run_dir / "tracking.json")
     except (OSError, ValueError):
         return {}
     return stored if isinstance(stored, dict) and stored.keys() >= {"experiment_id", "run_id", "worker_runs"} else {}
@@ -170,7 +170,7 @@ def _save(final: Path, folder: Path) -> None:
 
     from launcher.console import version
 
-    about = json.loads((final / "model.json").read_text())
+    about = read_json(final / "model.json")
     signature = ModelSignature(Schema([TensorSpec(np.dtype(np.float32), (-1, about["num_inputs"]))]),
                                Schema([TensorSpec(np.dtype(np.float32), (-1, about["num_classes"]))]))
     # what the package brings is named, since MLflow would import everything to find out

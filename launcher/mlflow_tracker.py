@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from launcher import values
-from launcher.console import masked
 from launcher.machine import load_of_machine
 from launcher.mlflow_figures import run_metrics, storable, system_metrics, worker_metrics
 from launcher.mlflow_store import Artifacts, log_model, open_client, read_tracking, tracking_uri, without_login
 from launcher.mlflow_tags import origin, versions
+from launcher.text import masked
 from ngsgd.config import RunConfig
 from ngsgd.files import write_text
 from ngsgd.training.event_log import read_events
@@ -289,7 +289,7 @@ class _MlflowRun:
 
     def _remember(self, run_id: str) -> None:
         """Whole or not at all: a resumed run reads it."""
-        stored = {"tracking_uri": masked(self._uri), "experiment_id": self.experiment_id, "run_id": run_id,
+        stored = {"tracking_uri": masked(self._uri, known=False), "experiment_id": self.experiment_id, "run_id": run_id,
                   "worker_runs": self._worker_runs, "sent": self._sent}
         write_text(self.run_dir / "tracking.json", json.dumps(stored, indent=1))
 

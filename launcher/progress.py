@@ -7,7 +7,7 @@ import threading
 from pathlib import Path
 from typing import Any, TextIO
 
-from launcher.console import masked, printable
+from launcher.text import masked, printable
 from ngsgd.training.records import FinalReport, Incident, OuterIterationRecord
 
 _WIDTH = 120

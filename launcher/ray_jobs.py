@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from launcher.console import printable
 from launcher.ray_probe import require_dashboard, require_version
+from launcher.text import printable
 from ngsgd.errors import ClusterError, ConfigError
 
 if TYPE_CHECKING:

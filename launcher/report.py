@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from launcher.console import Parser, masked, version
+from launcher.console import Parser, version
 from launcher.progress import duration
 from launcher.run_folder import RunFolder, find_run
+from launcher.text import masked
 from ngsgd.errors import EXIT_OK, ConfigError, NgsgdError
-from ngsgd.files import write_text
+from ngsgd.files import read_json, write_text
 from ngsgd.training.event_log import read_events
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def spectra(folder: RunFolder, config: RunConfig, say: Callable[[str], None]) ->
         say(f"without Fisher spectra: objective.kind is {config.objective.kind}, and they are of single frames")
         return {}
     try:
-        egs = json.loads(folder.data.read_text())["egs"]
+        egs = read_json(folder.data)["egs"]
         reader = EgsReader(Path(egs))
         layout = Layout.of(model_for(config, reader))
         checkpoint, _ = CheckpointStore(folder.checkpoints, layout, config.checkpoint.num_to_keep).latest()
@@ -160,7 +160,7 @@ def _tiles(state: Mapping[str, Any], last: Mapping[str, Any]) -> list[tuple[str,
 
 def _word_errors(folder: RunFolder) -> list[tuple[str, str, str]]:
     try:
-        about = json.loads((folder.decode / "wer.json").read_text())
+        about = read_json(folder.decode / "wer.json")
         interval = about.get("test_interval_95", {})
         shown = f"{interval['low']:.2f} to {interval['high']:.2f}" if interval.keys() >= {"low", "high"} else ""
         return [("valid", str(about["valid"]), ""), ("test", str(about["test"]), shown)]

@@ -26,6 +26,7 @@ from ngsgd.files import (
     new_file,
     read_json,
     read_json_lines,
+    read_log,
     remove_abandoned,
     sealed,
     unsealed,
@@ -222,10 +223,14 @@ def require_unchanged(config: Path, *, accept: bool = False) -> bool:
 
     An accepted change is kept: the checksum becomes that of the present content.
     """
-    text = config.read_text(encoding="utf-8", errors="replace")
+    text = read_log(config)
     body, mark, digest = text.rpartition(_DIGEST)
-    # runs of before the checksum have none
-    if not mark or digest.strip() == hashlib.sha256(body.encode()).hexdigest():
+    if not mark:
+        # runs of before the checksum have neither one nor an id
+        if not (config.parent / RunFolder.RUN_ID).exists():
+            return False
+        body = text
+    elif digest.strip() == hashlib.sha256(body.encode()).hexdigest():
         return False
     if not accept:
         raise CheckpointError(f"{config} was changed since the run began: its checksum does not match. If you changed it, "

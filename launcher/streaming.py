@@ -16,7 +16,7 @@ from torch import nn
 from launcher import compose
 from launcher import train as service
 from launcher.final_model import load_final, log_likelihoods
-from launcher.run_folder import RunFolder
+from launcher.run_folder import RunFolder, require_unchanged
 from ngsgd.asr import decoding, evaluation, graphs, scoring
 from ngsgd.asr.cmvn import GLOBAL, Heard, OnlineMean, mean_and_deviation
 from ngsgd.asr.ivectors.model import read
@@ -26,7 +26,7 @@ from ngsgd.asr.speech_set import SpeechSet
 from ngsgd.asr.streaming import Score, Search, StreamingDecoder
 from ngsgd.config import RunConfig
 from ngsgd.errors import CheckpointError
-from ngsgd.files import write_text
+from ngsgd.files import read_json, write_text
 
 FRAME_S = 0.01
 WINDOW_S = 0.0125  # half a frame's window: audio after its centre that a frame waits for
@@ -54,9 +54,10 @@ class Streamed:
 def measure(run: Path, *, chunk_frames: int, trust: bool = False) -> Streamed:
     """Decodes the test set both ways with the setting that the run was tested with; leaves decode/streaming.json."""
     folder = RunFolder.open(run)
+    require_unchanged(folder.config)
     config = compose.from_yaml(folder.config)
     try:
-        setting = json.loads((folder.decode / "wer.json").read_text(encoding="utf-8"))
+        setting = read_json(folder.decode / "wer.json")
         if not isinstance(setting, dict) or not setting.keys() >= {"word_penalty", "acoustic_scale"}:
             raise ValueError("wer.json has no setting")
     except (OSError, ValueError, RecursionError) as error:

@@ -14,7 +14,6 @@ from torch import nn
 from launcher import compose, limits, sequences
 from launcher import trust as permission
 from launcher.align import with_alignment
-from launcher.console import masked
 from launcher.curves import draw
 from launcher.final_model import (
     check_final,
@@ -34,6 +33,7 @@ from launcher.ray_probe import require_cluster
 from launcher.run_folder import RunFolder, check_output_dir, folder_of_model, require_unchanged, run_name
 from launcher.same_bits import SameBits
 from launcher.stop import SignalStop, signals_to
+from launcher.text import masked
 from ngsgd.asr.corpus import Corpus, check_source, prepare
 from ngsgd.config import RunConfig
 from ngsgd.egs.archives import prepare_archives
@@ -121,7 +121,7 @@ def _as_given(config: RunConfig, given: RunConfig | None) -> RunConfig:
 
     That module is found in the folder that the command line names, and its arguments must be the same.
     """
-    if given is not None and masked(given.tracking.uri) == config.tracking.uri:
+    if given is not None and masked(given.tracking.uri, known=False) == config.tracking.uri:
         config = replace(config, tracking=replace(config.tracking, uri=given.tracking.uri))
     if given is None or not given.model._target_:
         return config
@@ -162,6 +162,7 @@ def evaluate(run_dir: Path, quiet: bool, outer_iter: int | None = None,
              trust: bool = False) -> dict[str, dict[str, float] | None]:
     """Objf per frame and frame accuracy of valid and test, all of them; of the final model, or of a checkpoint that is kept."""
     folder = RunFolder.open(run_dir)
+    require_unchanged(folder.config)
     config = compose.from_yaml(folder.config)
     if outer_iter is None:
         model, prior_P = load_final(folder, trust=trust)

@@ -109,7 +109,7 @@ def read_about(final: Path) -> dict[str, Any]:
                               "again with ngsgd resume.") from error
     if not isinstance(about, dict) or not isinstance(about.get("model"), dict):
         raise CheckpointError(f"{path} does not describe a model; restore it, or finish the run again with ngsgd resume.")
-    return {"run_id": "", **about}
+    return {**about, "run_id": str(about.get("run_id", ""))}
 
 
 # The record -----------------------------------------------------------------------------------------------------------

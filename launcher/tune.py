@@ -20,7 +20,7 @@ from launcher.console import Parser
 from launcher.tune_proxy import Proxy
 from ngsgd.config import RunConfig
 from ngsgd.errors import EXIT_OK, ConfigError, DataError
-from ngsgd.files import write_text
+from ngsgd.files import read_json, write_text
 
 if TYPE_CHECKING:  # these bring torch, and --help shall answer at once
     from ngsgd.hypergrad import HyperSpace, Search, Trial
@@ -196,7 +196,7 @@ def _transfer(config: RunConfig, options: argparse.Namespace, report: Report) ->
         raise ConfigError("ngsgd tune transfer needs --from FOLDER, the folder that ngsgd tune run wrote.")
     source = Path(options.source)
     try:
-        theta = json.loads((source / "tuned.json").read_text())["theta"]
+        theta = read_json(source / "tuned.json")["theta"]
     except (OSError, ValueError, KeyError) as error:
         raise DataError(f"{source / 'tuned.json'} cannot be read ({error}); give the folder that ngsgd tune run wrote.") from None
     steps = config.tune.transfer_steps or 4 * config.tune.proxy.steps

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from launcher import values
-from launcher.console import masked
 from launcher.mlflow_store import tracking_uri
+from launcher.text import masked
 from ngsgd.config import RunConfig
 from ngsgd.hypergrad import Search, Trial
 

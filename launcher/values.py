@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import Any
 
-from launcher.console import masked
+from launcher.text import masked
 from ngsgd import config as knobs
 from ngsgd.config import RunConfig
 from ngsgd.errors import ConfigError
@@ -167,7 +167,7 @@ def without_secrets(node: Any) -> Any:
         return {name: without_secrets(value) for name, value in node.items()}
     if isinstance(node, list):
         return [without_secrets(value) for value in node]
-    return masked(node) if isinstance(node, str) else node
+    return masked(node, known=False) if isinstance(node, str) else node
 
 
 def paths() -> list[str]:

@@ -21,11 +21,11 @@ class Judged(NamedTuple):
     """What the results and what is known of them say."""
 
     verdicts: Verdicts
-    is_contested: bool   # parameter deltas disagree, and no majority says which are wrong: held-out data must decide
+    is_contested: bool   # parameter deltas disagree without a majority: held-out data must decide
 
 
-def judge(results: Sequence[JobResult], troubles: Mapping[int, str], objf_tolerance: float, num_classes: int,
-          layout: Layout) -> Judged:
+def judge(results: Sequence[JobResult], troubles: Mapping[int, str], objf_tolerance: float,
+          num_classes: int, layout: Layout) -> Judged:
     """Rejects what is broken, what training cannot have made, and what is far behind.
 
     `troubles` says, by job, what is wrong with a result's parameters.  A result whose objf per frame is not finite or
@@ -34,8 +34,10 @@ def judge(results: Sequence[JobResult], troubles: Mapping[int, str], objf_tolera
     """
     reasons = [troubles.get(result.job.job) or ("" if math.isfinite(result.objf) else f"its objf is {result.objf}")
                or impossible(result, layout) for result in results]
-    compared = compare([result for result, reason in zip(results, reasons, strict=True) if not reason], layout)
-    reasons = [reason or compared.outliers.get(result.job.job, "") for result, reason in zip(results, reasons, strict=True)]
+    whole = [result for result, reason in zip(results, reasons, strict=True) if not reason]
+    compared = compare(whole, layout)
+    reasons = [reason or compared.outliers.get(result.job.job, "")
+               for result, reason in zip(results, reasons, strict=True)]
     sound = [result.objf for result, reason in zip(results, reasons, strict=True) if not reason]
     best = max(sound, default=-math.inf)
     guessing = -math.log(num_classes)

@@ -78,9 +78,11 @@ class Coordinator:
         self.layout = Layout.of(self.model)
         self._stage = self.stages.at(-1)
         subsets = {name: self.reader.diagnostic(name) for name in ("train", "valid")}
-        diagnostics = BackgroundDiagnostics(self.model, subsets, self.reader.info.silence_classes, self.num_curvature_frames)
-        self._held_out = HeldOutCheck(self.model, self.layout, subsets["valid"], self.reader.info.num_classes,
-                                      self.failure.objf_tolerance, is_frame_wise=self.objective.kind == "ce")
+        diagnostics = BackgroundDiagnostics(
+            self.model, subsets, self.reader.info.silence_classes, self.num_curvature_frames)
+        self._held_out = HeldOutCheck(
+            self.model, self.layout, subsets["valid"], self.reader.info.num_classes,
+            self.failure.objf_tolerance, is_frame_wise=self.objective.kind == "ce")
         self._records = PendingRecords(diagnostics, self.tracker.outer_iteration)
         self._dispatch = Dispatcher(self.pool, self.ledger, self.layout, self.failure, self.cluster, self.stop, self._tell,
                                     self.clock, self.on_corrupt)
@@ -225,52 +227,63 @@ class Coordinator:
         return after
 
     def _average(self, round_: Round, before: Checkpoint) -> tuple[Verdicts, NgsgdError | None]:
-        """Makes the next model of those results that are plausible; with an error the model stays that of `before`.
+        """Makes the next model of the plausible results; with an error the model stays `before`.
 
-        The model is checked on a few held-out frames.  If it got worse, each result is scored alone, and the average is made
-        once more without those that are found to be bad.
+        The new model is scored on a few held-out frames before it is committed.  If it is worse
+        than the one before, each result is scored alone, and the outer step is taken back and
+        repeated without those found to be bad.
         """
-        self._held_out.begin(self.optimizer.eval_model(), self.stages.at(round_.plan.outer_iter))
+        stage = self.stages.at(round_.plan.outer_iter)
+        self._held_out.begin(self.optimizer.eval_model(), stage)
         while True:
             gathered = self._gather(round_)
             if gathered.error:
                 return gathered.verdicts, gathered.error
             accepted = [result for result, reason in gathered.verdicts if not reason]
             self._step(round_.plan, len(accepted), gathered.vectors, gathered.weights)
-            model = self.optimizer.eval_model()
-            objf = self._held_out.score(model) if is_finite(model) else -math.inf
             try:
-                bad = self._bad_ones(round_, accepted) if self._is_suspect(objf, accepted) else {}
+                bad, error = self._checked(round_, accepted)
             except ResultsLost as lost:
                 self._restore(before)
                 self._run_again(round_, lost)
                 continue
-            failure = self._held_out.failure(objf)
-            if not bad and not failure:
-                self._held_out.commit(objf)
+            if not bad and not error:
                 return gathered.verdicts, None
-            error = None if bad else self._unexplained(round_.plan, failure)
             self._restore(before)
             if error:
                 return gathered.verdicts, error
             round_.troubles |= bad
 
-    def _is_suspect(self, objf: float, accepted: Sequence[JobResult]) -> bool:
-        return self._held_out.is_suspect(objf, is_expensive=not all(result.sent.is_here for result in accepted))
-
-    def _unexplained(self, plan: Plan, failure: str) -> DivergenceError:
-        """The error for an average that is bad though each result is good."""
-        if not is_finite(self.optimizer.eval_model()):
-            return DivergenceError(f"the model of outer iteration {plan.outer_iter + 1} is not finite, though its jobs' are: "
-                                   f"outer.kind={self.outer.kind} diverged; lower its gain and resume.")
-        return DivergenceError(f"the average of outer iteration {plan.outer_iter + 1} is not committed: {failure}, though no "
-                               "single result explains it; lower schedule.lr_initial and resume, or start again.")
+    def _checked(self, round_: Round, accepted: Sequence[JobResult]
+                 ) -> tuple[dict[int, str], DivergenceError | None]:
+        """(by job: why it is rejected after all, why nothing can be committed) of the new model."""
+        model = self.optimizer.eval_model()
+        is_sound = is_finite(model)
+        objf = self._held_out.score(model) if is_sound else -math.inf
+        is_expensive = not all(result.sent.is_here for result in accepted)
+        is_suspect = self._held_out.is_suspect(objf, is_expensive=is_expensive)
+        bad = self._bad_ones(round_, accepted) if is_suspect else {}
+        failure = self._held_out.failure(objf)
+        if bad:
+            return bad, None
+        number = round_.plan.outer_iter + 1
+        if not is_sound:
+            return {}, DivergenceError(
+                f"the model of outer iteration {number} is not finite, though its jobs' are: "
+                f"outer.kind={self.outer.kind} diverged; lower its gain and resume.")
+        if failure:
+            return {}, DivergenceError(
+                f"the average of outer iteration {number} is not committed: {failure}, though no "
+                "single result explains it; lower schedule.lr_initial and resume, or start again.")
+        self._held_out.commit(objf)
+        return {}, None
 
     def _gather(self, round_: Round) -> _Gathered:
         """What each result is worth, and what is to be averaged; results that are lost on the way are made again."""
         while True:
-            verdicts, is_contested = judge(round_.in_order(), round_.troubles, self.failure.objf_tolerance,
-                                           self.reader.info.num_classes, self.layout)
+            verdicts, is_contested = judge(
+                round_.in_order(), round_.troubles, self.failure.objf_tolerance,
+                self.reader.info.num_classes, self.layout)
             accepted = [result for result, reason in verdicts if not reason]
             weights: list[float] = [result.num_frames for result in accepted]
             error = too_few(accepted, verdicts, round_.plan, self.failure.min_accepted)
@@ -296,22 +309,23 @@ class Coordinator:
         self._dispatch.finish(round_, None, lambda: None)
 
     def _bad_ones(self, round_: Round, accepted: Sequence[JobResult]) -> dict[int, str]:
-        """By job: why it is rejected, after each result was scored alone on held-out frames.
+        """By job: why it is rejected, with each result scored alone on held-out frames.
 
-        Of results whose parameter deltas disagree the one with the best score is right.
+        Where parameter deltas disagree, the result with the best score is trusted.
         """
-        scores = {result.job.job: self._held_out.score(self._parameters_of(result, round_)) for result in accepted}
+        scores = {result.job.job: self._held_out.score(self._parameters_of(result, round_))
+                  for result in accepted}
         best = max(accepted, key=lambda result: scores[result.job.job])
         found = self._held_out.judge(scores)
         for result in accepted:
             job, reason = result.job.job, disagrees(result, best, self.layout)
             if reason and scores[job] < scores[best.job.job]:
-                found[job] = (f"{reason}, and its held-out objf {scores[job]:.3f} is below {scores[best.job.job]:.3f} of job "
-                              f"{best.job.job}")
+                found[job] = (f"{reason}, and its held-out objf {scores[job]:.3f} is below "
+                              f"{scores[best.job.job]:.3f} of job {best.job.job}")
         return found
 
     def _parameters_of(self, result: JobResult, round_: Round) -> Vector:
-        """All parameters that a job ended with; beyond the fragment that it sent those of the model."""
+        """All parameters at the end of a job; outside the fragment sent, those of the model."""
         job, sent = result.job, result.sent.read()
         if job.returns == "move":
             return starting_point(job.start, self.layout) + sent
@@ -322,7 +336,8 @@ class Coordinator:
             parameters[target] = sent[source]
         return parameters
 
-    def _step(self, plan: Plan, num_accepted: int, vectors: Sequence[Vector | Mean], weights: Sequence[float]) -> None:
+    def _step(self, plan: Plan, num_accepted: int, vectors: Sequence[Vector | Mean],
+              weights: Sequence[float]) -> None:
         info = OuterInfo(plan.outer_iter, self.schedule.num_outer_iters, num_accepted, plan.iteration.lr)
         index, count = self._starts.fragment(plan.outer_iter)
         self.optimizer.step(vectors, weights, info, pieces=None if count == 1 else self.layout.fragment(index, count),
@@ -334,7 +349,10 @@ class Coordinator:
                 self.optimizer.final_model()[part] = self.optimizer.eval_model()[part]
 
     def _restore(self, before: Checkpoint) -> None:
-        """Takes an outer step back.  The arrays of `before` are those that the step has changed, so they are read again."""
+        """Takes an outer step back.
+
+        The arrays of `before` are those that the step has changed, so the checkpoint is read again.
+        """
         if before.model_sha256:
             path = self.checkpoints.directory / f"iter-{before.progress.outer_iter:06d}"
             self.optimizer.load_state_dict(self.checkpoints.load(path).outer_state())
@@ -345,7 +363,8 @@ class Coordinator:
             self._remake(stage)
 
     def _new_optimizer(self, start: Checkpoint) -> OuterOptimizer:
-        return OuterOptimizer(make_rule(self.outer), start.parameters, ema_decay=self.outer.ema_decay, num_threads=self.num_threads)
+        return OuterOptimizer(make_rule(self.outer), start.parameters,
+                              ema_decay=self.outer.ema_decay, num_threads=self.num_threads)
 
     def _progress(self, round_: Round, old: Progress, accepted: list[JobResult]) -> Progress:
         """Where the run stands once this outer iteration is committed."""

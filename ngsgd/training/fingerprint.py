@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from ngsgd.errors import CheckpointError
-from ngsgd.files import write_text
+from ngsgd.files import read_json, write_text
 from ngsgd.ops import native, nonlinearities, panels, rows
 
 _Device = torch.device   # in `Fingerprint` the module's name is a field's
@@ -151,7 +151,7 @@ class FingerprintFile:
 
     def _history(self) -> list[dict[str, Any]]:
         try:
-            history = json.loads(self.path.read_text(encoding="utf-8"))["history"]
+            history = read_json(self.path)["history"]
             for entry in history:
                 Fingerprint.from_json(entry["fingerprint"]).differences(Fingerprint())
         except FileNotFoundError:

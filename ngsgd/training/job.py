@@ -151,7 +151,7 @@ class JobResult:
     health: dict[str, float] = field(default_factory=dict)  # of the Fisher estimates at the end (ngsgd.optim.inspection.figures)
     host: str = ""                 # of a worker on another machine than the coordinator's
     machine: dict[str, float] = field(default_factory=dict)  # the load of that machine at the job's end
-    deltas: Deltas | None = None   # norms of what `sent` changes, made by the worker from `sent` (`ngsgd.training.deltas`)
+    deltas: Deltas | None = None   # norms of the parameter delta, made by the worker from `sent`
 
 
 @dataclass(frozen=True)

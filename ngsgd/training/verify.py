@@ -18,22 +18,25 @@ _LOW_BITS = (1 << 33) - 1
 
 
 def digest(vector: Vector) -> int:
-    """A 61-bit checksum of the bits of a vector and of their order, made at about the speed of memory.
+    """A 61-bit checksum of the bits of a vector and of their order.
 
-    Per chunk two sums modulo 2^64 of pairs of elements, each pair times the weight of its place: one of the pairs as 64-bit
-    integers, one of their upper halves alone.  Elements, pairs and pages that are swapped or rotated, and changes that cancel
-    in a plain sum, change a weighted one; the second sum is there for the top bits, of which the first keeps too few (two
-    flipped signs would cancel).  The sums of the chunks are joined as a polynomial.
+    Per chunk two sums modulo 2^64 of pairs of elements, each pair times the weight of its place:
+    one of the pairs as 64-bit integers, one of their upper halves alone.  Swapped or rotated
+    elements and changes that cancel in a plain sum change a weighted one.  The second sum keeps
+    the top bits, of which the first loses most (two flipped signs would cancel).  The sums of the
+    chunks are joined as a polynomial.
     """
     words = np.ascontiguousarray(vector).view(np.uint32)
     weights, upper = _weights(), np.empty(_CHUNK // 2, np.uint64)
     value = len(words)
     for first in range(0, len(words), _CHUNK):
         chunk = words[first:first + _CHUNK]
-        pairs = chunk[:len(chunk) & ~1].view(np.uint64)  # needs no conversion, which would take six times as long as a sum
+        # pairs need no conversion, which would take six times as long as a sum
+        pairs = chunk[:len(chunk) & ~1].view(np.uint64)
         halves = np.right_shift(pairs, np.uint64(32), out=upper[:len(pairs)])
+        weight = weights[:len(pairs)]
         last = int(chunk[-1]) if len(chunk) & 1 else 0
-        for total in (int(np.dot(pairs, weights[:len(pairs)])), int(np.dot(halves, weights[:len(pairs)])), last):
+        for total in (int(np.dot(pairs, weight)), int(np.dot(halves, weight)), last):
             value = (value * _BASE + total) % _PRIME
     return value
 
@@ -42,10 +45,12 @@ def digest(vector: Vector) -> int:
 def _weights() -> npt.NDArray[np.uint64]:
     """One for each pair of a chunk: random and odd, so that no change of a single pair is lost.
 
-    The lower 33 bits of no two are equal or negatives of each other, so that two flips of a sign never cancel.
+    The lower 33 bits of no two are equal or negatives of each other: two flipped signs in a chunk
+    never cancel.
     """
-    # bit 0 is 1 in all, and the two weights w and -w of a pair differ in the other 32 bits: a birthday problem, so draw more
-    drawn = np.random.Generator(np.random.PCG64(_SEED)).integers(0, 1 << 64, _CHUNK, dtype=np.uint64) | np.uint64(1)
+    # a few of the weights drawn are alike in these bits and are dropped, so twice as many are drawn
+    random = np.random.Generator(np.random.PCG64(_SEED))
+    drawn = random.integers(0, 1 << 64, _CHUNK, dtype=np.uint64) | np.uint64(1)
     low = drawn & np.uint64(_LOW_BITS)
     _, kept = np.unique(np.minimum(low, np.uint64(_LOW_BITS + 1) - low), return_index=True)
     return drawn[np.sort(kept)[:_CHUNK // 2]]

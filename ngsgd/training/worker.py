@@ -57,10 +57,13 @@ def starting_point(start: Start, layout: Layout) -> Vector:
 
 
 def parts_of_start(start: Start, layout: Layout) -> PartOfStart:
-    """A function that makes any part of the starting point, so that a second vector is not kept for as long as a job takes."""
+    """A function that makes any part of the starting point.
+
+    A job that needs it at its end again does not have to keep a second vector until then.
+    """
     model = start.model.read()
     own = None if start.own is None else start.own.read()
-    taken = [part for part, _ in layout.fragment(*start.take)] if start.take and not start.own_is_move else []
+    taken = [part for part, _ in layout.fragment(*start.take)] if start.take else []
 
     def part_of_start(part: slice) -> Vector:
         if own is None:
@@ -182,17 +185,20 @@ class Worker:
             sum(layer_shares) / len(layer_shares), activity.model_share, activity.num_skipped,
             Held(end) if job.keep_own else None,
             self._fisher(job, optimizer, preconditioner),
-            not_finite(sent, self.layout, pieces), remainder, figures(optimizer) if isinstance(optimizer, NGSGD) else {},
+            not_finite(sent, self.layout, pieces), remainder,
+            figures(optimizer) if isinstance(optimizer, NGSGD) else {},
             deltas=self._deltas(job, sent, pieces, optimizer, sums.num_minibatches))
-        # known at once, and not when all jobs have ended: a successor may start from this result before
+        # known now, and not when all jobs have ended: a successor may start from this result before
         return replace(result, trouble=result.trouble or impossible(result, self.layout))
 
-    def _deltas(self, job: Job, sent: Vector, pieces: Pieces, optimizer: SGD, num_minibatches: int) -> Deltas:
-        """How far the job moved each entry, and how far it could have."""
-        # the forward pass of a module of the user's own may change its parameters as it likes
+    def _deltas(self, job: Job, sent: Vector, pieces: Pieces, optimizer: SGD,
+                num_minibatches: int) -> Deltas:
+        """Norms of the parameter delta, and the bounds on them."""
+        # the forward pass of a custom module may change its own parameters
         limits = NO_LIMITS if self.config.model._target_ else change_limits(
             self.model, optimizer, self._settings(job), num_minibatches, job.lr)
-        return measure(sent, job.returns == "move", parts_of_start(job.start, self.layout), self.layout, pieces, limits)
+        return measure(sent, job.returns == "move", parts_of_start(job.start, self.layout),
+                       self.layout, pieces, limits)
 
     def _preconditioner(self, network: nn.Module, job: Job) -> Preconditioner | None:
         """The configured one; draws are decided by the job alone."""

@@ -68,6 +68,7 @@ def npy(marker: Path) -> bytes:
 
 PAYLOADS: dict[str, Callable[[Path], bytes]] = {
     "pipe": lambda marker: f"mkdir {marker} |".encode(),
+    "pipe of an absolute path": lambda marker: f"/bin/mkdir {marker} |".encode(),
     "pipe with a range": lambda marker: f"mkdir {marker} |[0:3]".encode(),
     "pipe after a name": lambda marker: f";mkdir {marker} |".encode(),
     "output pipe": lambda marker: f"| mkdir {marker}".encode(),

@@ -89,3 +89,19 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "reference" / "settings" / "index.html").is_file()
+
+
+def test_every_test_that_the_fault_tolerance_page_names_is_there() -> None:
+    page = (ROOT / "docs" / "fault-tolerance.md").read_text(encoding="utf-8")
+    rows = [line for line in page.splitlines() if re.match(r"\| [HML]\d+ \|", line)]
+    assert [row.split("|")[1].strip() for row in rows] == [
+        *(f"H{n}" for n in range(1, 10)), *(f"M{n}" for n in range(1, 14)), *(f"L{n}" for n in range(1, 8))]
+    for row in rows:
+        path = None
+        for name in re.findall(r"`([^`]+)`", row.rsplit("|", 2)[1]):
+            if name.startswith("python"):
+                continue
+            file, _, test = name.partition("::") if name.startswith("tests/") else ("", "", name)
+            path = ROOT / file if file else path
+            assert path is not None and path.is_file(), name
+            assert not test or f"def {test}(" in path.read_text(encoding="utf-8"), name

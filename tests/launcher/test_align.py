@@ -121,7 +121,7 @@ def test_unreadable_folder_is_named(tmp_path: Path, capsys: pytest.CaptureFixtur
     (source / "test/text").unlink()
     (source / "test/text").mkdir()  # what root cannot read either
     assert main(["train", "recipe=kaldi", *HERE, f"data.source={source}", f"output_dir={tmp_path}/runs"]) == 3
-    assert "test/text cannot be read (Is a directory)" in capsys.readouterr().err
+    assert "test/text cannot be read" in capsys.readouterr().err
 
 
 def test_align_without_a_file_to_write_is_a_mistake_of_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:

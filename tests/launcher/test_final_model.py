@@ -140,6 +140,13 @@ def test_a_model_that_is_not_finite_is_refused_without_digests_too(final: Path, 
         load_final(RunFolder(final.parent))
 
 
+def test_digests_of_files_elsewhere_are_not_read(final: Path) -> None:
+    digests = json.loads((final / DIGESTS).read_text())
+    (final / DIGESTS).write_text(json.dumps({"/dev/zero": "0", **digests}))
+    with pytest.raises(CheckpointError, match="zero"):
+        load_final(RunFolder(final.parent))
+
+
 def test_digests_of_a_final_model_name_every_file(whole: Path) -> None:
     digests = json.loads((whole / DIGESTS).read_text())
     assert digests == {path.name: sha256(path) for path in whole.iterdir() if path.name != DIGESTS}

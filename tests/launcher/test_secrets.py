@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from launcher import cli, compose, console, mlflow_store
+from launcher import cli, compose, console, mlflow_store, text
 from launcher import train as service
-from launcher.console import is_masked, masked, printable
 from launcher.mlflow_store import with_login
 from launcher.mlflow_tracker import MlflowTracker
 from launcher.progress import ProgressTracker
+from launcher.text import is_masked, masked, printable
 from ngsgd.errors import ConfigError
 from ngsgd.training.event_log import EventLog
 from ngsgd.training.records import Incident
@@ -27,7 +27,7 @@ URI = f"http://anna:{SECRET}@127.0.0.1:9"
 
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(console, "_known", set())
+    monkeypatch.setattr(text, "_known", set())
     for name in ("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN"):
         monkeypatch.delenv(name, raising=False)
 
@@ -90,6 +90,12 @@ def test_no_file_and_no_line_of_a_run_has_the_password(tmp_path: Path, monkeypat
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert {"config.yaml", "tracking.json", "report.html", "compare.html"} <= {path.name for path in files}
     assert [path for path in files if SECRET.encode() in path.read_bytes()] == []
+
+
+def test_a_known_password_is_masked_in_lines_and_settings_stay_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "speech")
+    assert "speech" not in masked("nonnumeric port: 'speech@host'")
+    assert "/data/speech" in compose.to_yaml(compose.compose(["data.source=/data/speech"]))
 
 
 def test_a_sweep_leaves_no_password(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

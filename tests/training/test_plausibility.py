@@ -1,4 +1,4 @@
-"""Results that are damaged before their checksum is made: rejected by name, and nothing healthy is."""
+"""Results damaged before their checksum is made are rejected by name, healthy ones are not."""
 
 from __future__ import annotations
 
@@ -11,14 +11,24 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ngsgd.config import ClusterConfig, ModelConfig, OptimizerConfig, OuterConfig, RunConfig
+from ngsgd.config import (
+    ClusterConfig,
+    FailureConfig,
+    ModelConfig,
+    OptimizerConfig,
+    OuterConfig,
+    RunConfig,
+)
 from ngsgd.errors import DivergenceError
 from ngsgd.files import read_json_lines
+from ngsgd.optim.outer import OuterOptimizer
 from ngsgd.training.audit import audit
 from ngsgd.training.checkpoint import Checkpoint
 from ngsgd.training.flat import Vector
 from ngsgd.training.job import Job, JobResult, Outcome, WorkerSpec
 from ngsgd.training.pools.pool import InProcessPool
+from ngsgd.training.pools.process_pool import ProcessPool
+from ngsgd.training.records import Incident
 from ngsgd.training.worker import Worker
 from tests.toy import Run, config
 
@@ -63,12 +73,30 @@ class DamagingWorker(Worker):
         return super()._result(job, *rest)
 
 
-class Pool(InProcessPool):
-    """An in-process pool one of whose results is damaged, or has an objf that is not a number."""
+@dataclasses.dataclass(frozen=True)
+class Damages:
+    """Makes such workers in other processes."""
 
-    def __init__(self, run: Run, at: tuple[int, int], damage: Damage | None) -> None:
+    at: tuple[int, int]
+    damage: Damage
+
+    def __call__(self, spec: WorkerSpec, index: int) -> Worker:
+        worker = DamagingWorker(spec, self.at, self.damage)
+        worker.index = index
+        return worker
+
+
+class Pool(InProcessPool):
+    """An in-process pool one of whose results is damaged, or has an objf that is not a number.
+
+    Without `has_deltas` nobody measured the parameter deltas, and only held-out data can tell.
+    """
+
+    def __init__(
+        self, run: Run, at: tuple[int, int], damage: Damage | None, has_deltas: bool = True
+    ) -> None:
         super().__init__(run.spec, run.config.cluster.num_workers, 1)
-        self.at, self.damage = at, damage
+        self.at, self.damage, self.has_deltas = at, damage, has_deltas
 
     def start(self) -> None:
         super().start()
@@ -77,18 +105,37 @@ class Pool(InProcessPool):
 
     def wait(self, timeout_s: float) -> Outcome | None:
         result = super().wait(timeout_s)
-        if self.damage is None and isinstance(result, JobResult) and (result.job.outer_iter, result.job.job) == self.at:
+        if (
+            self.damage is None
+            and isinstance(result, JobResult)
+            and (result.job.outer_iter, result.job.job) == self.at
+        ):
             return dataclasses.replace(result, objf=float("nan"))
+        if not self.has_deltas and isinstance(result, JobResult):
+            return dataclasses.replace(result, deltas=None, trouble="")
         return result
 
 
-def with_jobs(num_jobs: int, num_outer_iters: int = 3, schedule: dict[str, Any] | None = None, **changes: Any) -> RunConfig:
-    schedule_config = dataclasses.replace(config().schedule, num_jobs_initial=num_jobs, num_jobs_final=num_jobs,
-                                          num_epochs=num_jobs * num_outer_iters / 12, **schedule or {})
-    return config(schedule=schedule_config, cluster=ClusterConfig(num_workers=num_jobs, threads_per_worker=1), **changes)
+def with_jobs(
+    num_jobs: int, num_outer_iters: int = 2, schedule: dict[str, Any] | None = None, **changes: Any
+) -> RunConfig:
+    schedule_config = dataclasses.replace(
+        config().schedule,
+        num_jobs_initial=num_jobs,
+        num_jobs_final=num_jobs,
+        num_epochs=num_jobs * num_outer_iters / 12,
+        **schedule or {},
+    )
+    return config(
+        schedule=schedule_config,
+        cluster=ClusterConfig(num_workers=num_jobs, threads_per_worker=1),
+        **changes,
+    )
 
 
-def train(folder: Path, run_config: RunConfig, at: tuple[int, int], damage: Damage | None) -> tuple[Run, Checkpoint]:
+def train(
+    folder: Path, run_config: RunConfig, at: tuple[int, int], damage: Damage | None
+) -> tuple[Run, Checkpoint]:
     run = Run(folder, run_config)
     return run, run.train(Pool(run, at, damage))
 
@@ -104,42 +151,157 @@ def require_named(run: Run, at: tuple[int, int]) -> None:
 
 @pytest.fixture(scope="module")
 def without_the_job(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, int], str]:
-    """The final model's hash of a run that rejects job 1 of an outer iteration for another reason."""
+    """The hash of the final model of a run that rejects job 1 for another reason."""
+
     @cache
     def trained(num_jobs: int, outer_iter: int) -> str:
-        return train(tmp_path_factory.mktemp("dropped"), with_jobs(num_jobs), (outer_iter, 1), None)[1].model_sha256
+        return train(
+            tmp_path_factory.mktemp("dropped"), with_jobs(num_jobs), (outer_iter, 1), None
+        )[1].model_sha256
+
     return trained
 
 
-@pytest.mark.parametrize(("num_jobs", "outer_iter"), [(2, 0), (2, 1), (4, 1), (8, 1), (24, 0), (24, 1)])
+@pytest.mark.parametrize(
+    ("num_jobs", "outer_iter"), [(2, 0), (2, 1), (4, 1), (8, 1), (24, 0), (24, 1)]
+)
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_one_damaged_result_is_rejected_by_name_and_the_rest_is_averaged(
-        tmp_path: Path, without_the_job: Callable[[int, int], str], damage: Damage, num_jobs: int, outer_iter: int) -> None:
+    tmp_path: Path,
+    without_the_job: Callable[[int, int], str],
+    damage: Damage,
+    num_jobs: int,
+    outer_iter: int,
+) -> None:
     run, end = train(tmp_path, with_jobs(num_jobs), (outer_iter, 1), damage)
     require_named(run, (outer_iter, 1))
     assert end.model_sha256 == without_the_job(num_jobs, outer_iter)
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_the_damaged_result_of_a_single_job_is_not_committed(tmp_path: Path, damage: Damage) -> None:
+def test_the_damaged_result_of_a_single_job_is_not_committed(
+    tmp_path: Path, damage: Damage
+) -> None:
     run = Run(tmp_path, with_jobs(1, 8))
-    with pytest.raises(DivergenceError, match=r"only 0 of 1 jobs of outer iteration 5 .*job 0: its"):
+    with pytest.raises(
+        DivergenceError, match=r"only 0 of 1 jobs of outer iteration 5 .*job 0: its"
+    ):
         run.train(Pool(run, (4, 0), damage))
     latest, _ = run.store.latest()
     assert latest is not None and latest.progress.outer_iter == 3
     require_named(run, (4, 0))
 
 
+@pytest.mark.parametrize("outer_iter", [0, 1])
+@pytest.mark.parametrize(
+    "outer",
+    [OuterConfig("average", ema_decay=0.5), OuterConfig("bmuf", gain=1.5)],
+    ids=["average", "bmuf"],
+)
+def test_held_out_frames_alone_find_the_result_and_the_outer_step_is_taken_back(
+    tmp_path: Path, outer: OuterConfig, outer_iter: int
+) -> None:
+    at, settings = (outer_iter, 1), with_jobs(2, 3, outer=outer)
+    run = Run(tmp_path / "damaged", settings)
+    end = run.train(Pool(run, at, scale, has_deltas=False))
+    require_named(run, at)
+    assert "held-out" in run.recorder.incidents[0].message
+    assert end.model_sha256 == train(tmp_path / "dropped", settings, at, None)[1].model_sha256
+
+
+def test_an_outer_iteration_that_is_rolled_back_after_its_step_begins_with_the_model_before(
+    tmp_path: Path,
+) -> None:
+    halving = with_jobs(
+        1, 6, outer=OuterConfig("bmuf", gain=1.2), failure=FailureConfig(on_divergence="halve")
+    )
+    ends = []
+    for name, damage in (("damaged", scale), ("dropped", None)):
+        run = Run(tmp_path / name, halving)
+        pool = Pool(run, (4, 0), damage, has_deltas=False)
+        tell = run.recorder.incident
+
+        def once(
+            incident: Incident, pool: Pool = pool, tell: Callable[[Incident], None] = tell
+        ) -> None:
+            if incident.what == "rolled_back":
+                pool.at = (-1, -1)
+                if isinstance(pool._worker, DamagingWorker):
+                    pool._worker.at = (-1, -1)
+            tell(incident)
+
+        run.recorder.incident = once  # type: ignore[method-assign]
+        ends.append(run.train(pool).model_sha256)
+        assert [incident.what for incident in run.recorder.incidents] == [
+            "job_rejected",
+            "rolled_back",
+        ]
+    assert ends[0] == ends[1]
+
+
+def test_an_average_that_is_bad_though_each_result_is_good_is_divergence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(tmp_path, with_jobs(2, 3))
+    step = OuterOptimizer.step
+
+    def diverge(optimizer: OuterOptimizer, *arguments: Any, **named: Any) -> None:
+        step(optimizer, *arguments, **named)
+        optimizer.eval_model()[:] *= -30.0
+
+    monkeypatch.setattr(OuterOptimizer, "step", diverge)
+    with pytest.raises(DivergenceError, match=r"no single result explains it"):
+        run.train()
+    assert run.recorder.incidents == []
+
+
+@pytest.mark.parametrize("damage", [negate, scale])
+def test_results_that_stay_in_their_workers_are_judged_before_the_mean_is_made(
+    tmp_path: Path, damage: Damage
+) -> None:
+    base = with_jobs(3, 3)
+    settings = dataclasses.replace(
+        base, cluster=dataclasses.replace(base.cluster, kind="local", exchange="collective")
+    )
+    run = Run(tmp_path / "damaged", settings)
+    pool = ProcessPool(run.spec, 3, 1, run.store.layout.size, make_worker=Damages((1, 1), damage))
+    end = run.train(pool)
+    require_named(run, (1, 1))
+    assert end.model_sha256 == train(tmp_path / "dropped", settings, (1, 1), None)[1].model_sha256
+
+
 HEALTHY = {
-    "plain SGD without limits": {"optimizer": OptimizerConfig(kind="sgd", max_change=0.0, max_param_change=0.0),
-                                 "schedule": {"lr_initial": 0.002, "lr_final": 0.001}},
-    "every step is clipped": {"optimizer": OptimizerConfig(rank_in=4, rank_out=4, max_change=0.05, max_param_change=0.08)},
-    "momentum and clipping": {"optimizer": OptimizerConfig(rank_in=4, rank_out=4, momentum=0.9, max_param_change=0.1)},
-    "backstitch, shrinking and clipping": {"optimizer": OptimizerConfig(
-        rank_in=4, rank_out=4, backstitch_scale=0.5, proportional_shrink=10.0, max_param_change=0.1)},
+    "plain SGD without limits": {
+        "optimizer": OptimizerConfig(kind="sgd", max_change=0.0, max_param_change=0.0),
+        "schedule": {"lr_initial": 0.002, "lr_final": 0.001},
+    },
+    "every step is clipped": {
+        "optimizer": OptimizerConfig(rank_in=4, rank_out=4, max_change=0.05, max_param_change=0.08)
+    },
+    "momentum and clipping": {
+        "optimizer": OptimizerConfig(rank_in=4, rank_out=4, momentum=0.9, max_param_change=0.1)
+    },
+    "backstitch, shrinking and clipping": {
+        "optimizer": OptimizerConfig(
+            rank_in=4,
+            rank_out=4,
+            backstitch_scale=0.5,
+            proportional_shrink=10.0,
+            max_param_change=0.1,
+        )
+    },
     "minibatches of very different number": {"schedule": {"shares": "time", "round_s": 0.02}},
-    "orthonormal constraint and batch normalization": {"model": ModelConfig(kind="tdnnf", num_layers=2, hidden_dim=16),
-                                                       "optimizer": OptimizerConfig(rank_in=4, rank_out=4, max_param_change=0.02)},
+    "orthonormal constraint and batch normalization": {
+        "model": ModelConfig(
+            kind="tdnnf",
+            normalize="batchnorm",
+            num_layers=2,
+            hidden_dim=16,
+            bottleneck_dim=8,
+            tdnn_offsets="-1,0,1 -1,0",
+        ),
+        "optimizer": OptimizerConfig(rank_in=4, rank_out=4, max_param_change=0.02),
+    },
     "overlap": {"outer": OuterConfig("bmuf", overlap=True)},
     "elastic averaging": {"outer": OuterConfig("easgd")},
     "streaming": {"outer": OuterConfig("streaming", num_fragments=2, delay=1, mixing=0.5)},
@@ -157,7 +319,9 @@ def test_no_healthy_result_is_rejected(tmp_path: Path, changes: dict[str, Any]) 
 def test_limits_are_tight_where_every_step_is_clipped_in_one_direction(tmp_path: Path) -> None:
     """A bound that is far above what is reached would find nothing."""
     clipped = OptimizerConfig(kind="sgd", max_change=0.0, max_param_change=0.001)
-    run = Run(tmp_path, with_jobs(1, 1, optimizer=clipped, schedule={"lr_initial": 1.0, "lr_final": 1.0}))
+    run = Run(
+        tmp_path, with_jobs(1, 1, optimizer=clipped, schedule={"lr_initial": 1.0, "lr_final": 1.0})
+    )
     pool = Pool(run, (9, 9), None)
     results: list[JobResult] = []
     wait = pool.wait

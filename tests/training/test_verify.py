@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from ngsgd.training.flat import Vector
 from ngsgd.training.verify import digest
 
-PAGE = 4096            # elements: 16 KB
-SIZE = 20 * PAGE + 7   # two chunks, the last of them odd
+PAGE = 4096  # elements: 16 KB
+SIZE = 20 * PAGE + 7  # two chunks, the last of them odd
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,9 @@ def test_the_digest_depends_on_the_bits_alone(vector: Vector) -> None:
     spread = np.repeat(vector, 2)[::2]
     assert digest(spread) == digest(vector.copy()) == digest(vector)
     assert 0 <= digest(vector) < 1 << 61
-    assert digest(vector[:0]) != digest(vector[:1]) != digest(np.append(vector[:1], np.float32(0.0)))
+    assert (
+        digest(vector[:0]) != digest(vector[:1]) != digest(np.append(vector[:1], np.float32(0.0)))
+    )
 
 
 @given(st.integers(0, 18), st.integers(1, 18))
@@ -35,7 +37,7 @@ def test_two_swapped_pages_are_found(first: int, distance: int) -> None:
     vector = np.random.default_rng(1).normal(size=SIZE).astype(np.float32)
     one, other = slice(first * PAGE, (first + 1) * PAGE), (first + distance) % 19 * PAGE
     changed = vector.copy()
-    changed[one], changed[other:other + PAGE] = vector[other:other + PAGE], vector[one]
+    changed[one], changed[other : other + PAGE] = vector[other : other + PAGE], vector[one]
     assert is_found(vector, changed)
 
 
@@ -58,10 +60,12 @@ def test_the_same_bit_flipped_in_a_few_elements_is_found(places: set[int], bit: 
 
 
 @given(st.integers(0, SIZE // 2 - 1), st.integers(0, SIZE // 2 - 1), st.integers(1, (1 << 64) - 1))
-def test_what_is_added_in_one_place_and_taken_off_in_another_is_found(one: int, other: int, amount: int) -> None:
+def test_what_is_added_in_one_place_and_taken_off_in_another_is_found(
+    one: int, other: int, amount: int
+) -> None:
     vector = np.random.default_rng(4).normal(size=SIZE).astype(np.float32)
     changed = vector.copy()
-    pairs = changed[:SIZE & ~1].view(np.uint64)
+    pairs = changed[: SIZE & ~1].view(np.uint64)
     pairs[one] += np.uint64(amount)
     pairs[other] -= np.uint64(amount)
     assert is_found(vector, changed) == (one != other)

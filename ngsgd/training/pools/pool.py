@@ -93,8 +93,8 @@ def check_fingerprint(worker: int, found: Fingerprint, agreement: Agreement, res
 
 def none_agrees(differences: str) -> ClusterError:
     """The error for a run whose workers would compute other bits."""
-    return ClusterError(f"no worker would compute the bits of this run ({differences}); make the machine as it was, then "
-                        f"resume; or accept other bits with {OVERRIDE}.")
+    return ClusterError(f"no worker would compute the bits of this run ({differences}); give every machine the same versions, "
+                        f"compiler and settings, then resume; or accept other bits with {OVERRIDE}.")
 
 
 class WorkerPool(Protocol):

@@ -64,6 +64,7 @@ class _Slot:
     places: tuple[SharedRef, ...] = ()
     ended_because: str = ""  # where that is known
     killed: float | None = None  # when this pool killed it because it hung, on the pool's clock
+    is_collateral: bool = False  # killed with its fork server, which hung: no failed start of its own
     predecessor: str = ""    # how the process before this one ended
     retired: bool = False    # it died too often: nothing comes after it
     refused: str = ""        # how its fingerprint differs from the run's
@@ -244,6 +245,7 @@ class ProcessPool:
         if under_way is None or self._clock.now - self._under_way[1] <= deadline_s:
             return
         for slot in filter(_is_there, self._slots):
+            slot.is_collateral = True
             self.kill(slot.index, f"was killed with its fork server, which did not answer for {deadline_s:.1f} s")
         self._fork_server.end()
         self._under_way = None, 0.0
@@ -300,7 +302,7 @@ class ProcessPool:
         reason = f"process {slot.process.pid} {slot.ended_because or _how_it_ended(slot.process)}"
         job, deaths = slot.job, slot.deaths
         self._release_places(slot, is_gone=is_known or slot.process.is_orphan)
-        if not slot.ready:
+        if not slot.ready and not slot.is_collateral:
             deaths = [*deaths, reason]
             # one that cannot start is no reason to end a run that has others
             if len(deaths) >= self.spec.config.failure.max_attempts and (self._is_starting or not self.num_workers_alive()):
