@@ -36,6 +36,8 @@ def kinds_for(path: Path, canary: Path) -> dict[str, Damage]:
         found |= _TEXT
     if path.suffix == ".json":
         found |= {f"leaf-{number:02d}": _json_leaf for number in range(12)} | _JSON
+    if path.name == "manifest.json":
+        found |= {f"progress-{number}": _progress for number in range(6)}
     if path.suffix == ".yaml":
         found |= {f"leaf-{number:02d}": _yaml_leaf for number in range(16)} | _YAML
     if path.suffix == ".jsonl":
@@ -190,6 +192,20 @@ def _other(value: Any, rng: random.Random) -> Any:
 
 def _json_leaf(path: Path, rng: random.Random) -> None:
     _bytes(lambda data, _: json.dumps(changed_leaf(json.loads(data), rng), indent=1).encode())(path, rng)
+
+
+def _progress(path: Path, rng: random.Random) -> None:
+    """One number of a checkpoint's progress, by one or by half: a value that might be true."""
+    def change(data: bytearray, _: random.Random) -> bytes:
+        tree = json.loads(data)
+        fields = tree.get("progress", {})
+        numbers = [name for name, value in fields.items() if isinstance(value, (int, float))]
+        if not numbers:
+            raise NotApplicable
+        name = rng.choice(numbers)
+        fields[name] = fields[name] + 1 if isinstance(fields[name], int) else fields[name] / 2
+        return json.dumps(tree, indent=1).encode()
+    _bytes(change)(path, rng)
 
 
 def _yaml_leaf(path: Path, rng: random.Random) -> None:
