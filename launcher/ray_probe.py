@@ -23,9 +23,10 @@ from ngsgd.config import ClusterConfig
 from ngsgd.errors import ClusterError, ConfigError
 
 OLDEST_RAY = (2, 54)   # up to 2.53 the dashboard takes DELETE from strangers: CVE-2026-27482
-_LIMIT_S = 8.0         # of a whole check: a name server may be slow as well
-_CONNECT_S = 4.0
-_ANSWER_S = 3.0
+# of a complete check, name server included: with the imports of a command it ends within 10 s
+_LIMIT_S = 5.0
+_CONNECT_S = 3.0
+_ANSWER_S = 2.0
 _MAX_ANSWER = 1 << 16
 _FRAME = struct.Struct("!HBBBI")   # length (3 bytes), type, flags, stream
 _DATA, _HEADERS, _SETTINGS = 0, 1, 4
