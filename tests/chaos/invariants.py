@@ -68,6 +68,11 @@ def _once_settled(look: Callable[[], list[str]]) -> list[str]:
     return left
 
 
+def _shared_objects() -> set[str]:
+    """Names in /dev/shm, where a fuzz campaign that runs at the same time has its scratch folders."""
+    return {name for name in os.listdir("/dev/shm") if not name.startswith("ngsgd-fuzz-")}
+
+
 def _shared_memory() -> Counter[str]:
     """Shared vectors that this process holds open, and those that it has mapped."""
     open_files = [os.readlink(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")
@@ -87,14 +92,14 @@ class Surroundings:
 
     tag: str = ""
     processes: set[int] = field(default_factory=lambda: set(_children()))
-    shared: set[str] = field(default_factory=lambda: set(os.listdir("/dev/shm")))
+    shared: set[str] = field(default_factory=lambda: _shared_objects())
     memory: Counter[str] = field(default_factory=_shared_memory)
     ports: set[int] = field(default_factory=_listening)
 
     def problems(self, folder: Path) -> list[str]:
         gc.collect()
         found = [f"process {process} is left" for process in _once_settled(self._processes_left)]
-        found += [f"/dev/shm/{name} is left" for name in set(os.listdir("/dev/shm")) - self.shared]
+        found += [f"/dev/shm/{name} is left" for name in _shared_objects() - self.shared]
         found += [f"{name}: {count} more than before" for name, count in (_shared_memory() - self.memory).items()]
         found += [f"port {port} is open" for port in _listening() - self.ports]
         found += [f"{path} is left" for path in folder.rglob("*.tmp")]
