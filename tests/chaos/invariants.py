@@ -92,7 +92,7 @@ class Surroundings:
 
     tag: str = ""
     processes: set[int] = field(default_factory=lambda: set(_children()))
-    shared: set[str] = field(default_factory=lambda: _shared_objects())
+    shared: set[str] = field(default_factory=_shared_objects)
     memory: Counter[str] = field(default_factory=_shared_memory)
     ports: set[int] = field(default_factory=_listening)
 
