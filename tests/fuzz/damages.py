@@ -209,11 +209,14 @@ def _progress(path: Path, rng: random.Random) -> None:
 
 
 def _yaml_leaf(path: Path, rng: random.Random) -> None:
-    _bytes(lambda data, _: _yaml(changed_leaf(yaml.safe_load(bytes(data)), rng)))(path, rng)
+    _bytes(lambda data, _: _yaml(data, changed_leaf(yaml.safe_load(bytes(data)), rng)))(path, rng)
 
 
-def _yaml(tree: Any) -> bytes:
-    return str(yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, explicit_end=True)).encode()
+def _yaml(before: bytes | bytearray, tree: Any) -> bytes:
+    """The tree as text, with what follows the end mark: a digest, which no longer fits."""
+    _, mark, rest = bytes(before).partition(b"\n...\n")
+    dumped = str(yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, explicit_end=True))
+    return dumped.encode() + (rest if mark else b"")
 
 
 def _aliases(_data: bytearray, _rng: random.Random) -> bytes:
@@ -313,11 +316,11 @@ def _plant_target(path: Path, canary: Path) -> None:
     """The model becomes a class of a module that lies in the run folder."""
     folder = path.parent if path.name == "config.yaml" else path.parent.parent
     write_module(folder, canary)
-    is_yaml = path.suffix == ".yaml"
-    tree = yaml.safe_load(path.read_bytes()) if is_yaml else json.loads(path.read_bytes())
+    is_yaml, before = path.suffix == ".yaml", path.read_bytes()
+    tree = yaml.safe_load(before) if is_yaml else json.loads(before)
     tree["model"]["_target_"] = f"{CANARY_MODULE}:Net"
     tree["model"]["search_path"] = str(folder)
-    _write(path, _yaml(tree) if is_yaml else json.dumps(tree).encode())
+    _write(path, _yaml(before, tree) if is_yaml else json.dumps(tree).encode())
 
 
 def _write(path: Path, data: bytes) -> None:
