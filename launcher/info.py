@@ -16,7 +16,7 @@ from launcher.run_folder import RunFolder, find_run
 from launcher.text import masked, printable
 from ngsgd import process_identity
 from ngsgd.errors import EXIT_OK
-from ngsgd.files import read_json
+from ngsgd.files import read_json, unsealed
 from ngsgd.training.event_log import read_events
 from ngsgd.training.lock import holder_of
 
@@ -162,7 +162,7 @@ def _examples_of(folder: RunFolder) -> str | None:
 def _fingerprint(folder: RunFolder) -> dict[str, Any] | None:
     """What decides the run's bits, as stored: the module that compares it would import torch."""
     try:
-        return dict(read_json(folder.fingerprint)["history"][-1]["fingerprint"])
+        return dict(unsealed(read_json(folder.fingerprint))[0]["history"][-1]["fingerprint"])
     except (OSError, ValueError, KeyError, TypeError, IndexError):  # a run that has not begun, or of a version before
         return None
 

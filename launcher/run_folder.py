@@ -27,6 +27,7 @@ from ngsgd.files import (
     read_json,
     read_json_lines,
     read_log,
+    read_regular_text,
     remove_abandoned,
     sealed,
     unsealed,
@@ -86,7 +87,7 @@ class RunFolder:
     def run_id(self) -> str:
         """Random, so that no received folder can be taken for a run of this user; empty for runs of earlier versions."""
         try:
-            return (self.path / self.RUN_ID).read_text(encoding="ascii").strip()
+            return read_regular_text(self.path / self.RUN_ID, max_bytes=1024).strip()
         except (OSError, ValueError):
             return ""
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from ngsgd.config import ModelConfig
 from ngsgd.errors import CheckpointError, ConfigError
-from ngsgd.files import new_file
+from ngsgd.files import new_file, read_json
 
 if TYPE_CHECKING:
     from launcher.run_folder import RunFolder
@@ -103,7 +103,7 @@ def read_about(final: Path) -> dict[str, Any]:
     """The content of a final model's model.json; raises OSError if it is not there, CheckpointError if it is damaged."""
     path = final / "model.json"
     try:
-        about = json.loads(path.read_text(encoding="utf-8"))
+        about = read_json(path)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged ({type(error).__name__}: {str(error)[:100]}); restore it, or finish the run "
                               "again with ngsgd resume.") from error

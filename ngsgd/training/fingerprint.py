@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from ngsgd.errors import CheckpointError
-from ngsgd.files import read_json, write_text
+from ngsgd.files import read_json, sealed, unsealed, write_text
 from ngsgd.ops import native, nonlinearities, panels, rows
 
 _Device = torch.device   # in `Fingerprint` the module's name is a field's
@@ -71,8 +71,18 @@ class Fingerprint:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Fingerprint:
-        """Of `to_json`; fields that another version wrote are ignored, and those that it did not write are unknown."""
-        return cls(**{spec.name: values[spec.name] for spec in fields(cls) if spec.name in values})
+        """Of `to_json`; fields that another version wrote are ignored, and those that it did not write are unknown.
+
+        Raises TypeError where a value has another type.
+        """
+        known = {spec.name: values[spec.name] for spec in fields(cls) if spec.name in values}
+        for name, value in known.items():
+            kind = {"threads": int, "settings": dict, "kernels": dict}.get(name, str)
+            if type(value) is not kind and not (name == "settings" and value is None):
+                raise TypeError(f"{name} is {value!r}")
+            if isinstance(value, dict) and not all(isinstance(one, str) for one in value.values()):
+                raise TypeError(f"{name} is {value!r}")
+        return cls(**known)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -147,16 +157,16 @@ class FingerprintFile:
         """From the outer iteration of this number on; keeps those before."""
         entry = {"since": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "outer_iter": outer_iter, "differences": list(differences),
                  "fingerprint": fingerprint.to_json()}
-        write_text(self.path, json.dumps({"history": [*self._history(), entry]}, indent=1) + "\n")
+        write_text(self.path, json.dumps(sealed({"history": [*self._history(), entry]}), indent=1) + "\n")
 
     def _history(self) -> list[dict[str, Any]]:
         try:
-            history = read_json(self.path)["history"]
+            history = unsealed(read_json(self.path))[0]["history"]
             for entry in history:
                 Fingerprint.from_json(entry["fingerprint"]).differences(Fingerprint())
         except FileNotFoundError:
             return []
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise CheckpointError(f"{self.path} is damaged; remove it to resume without a comparison of machine and versions "
                                   "with those that the run began on.") from error
         return list(history)

@@ -192,7 +192,7 @@ def test_ones_own_run_resumes_without_the_flag_but_not_with_other_settings(
     for change in ({"_target_": "os:system"}, {"search_path": str(tmp_path)}, {"args": {"x": 1}}):
         changed = compose.from_yaml(Path(moved) / "config.yaml")
         (Path(moved) / "config.yaml").write_text(compose.to_yaml(replace(changed, model=replace(changed.model, **change))))
-        assert cli.main(["resume", str(moved)]) == 2
+        assert cli.main(["resume", "--accept-changed-config", str(moved)]) == 2
         (Path(moved) / "config.yaml").write_text(compose.to_yaml(changed))
         monkeypatch.setattr(trust, "_allowed", set())
     assert len(ran) == 2
