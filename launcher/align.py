@@ -166,8 +166,8 @@ def with_model(run: Path, output: Path, *, trust: bool = False) -> None:
     that the model learnt from.
     """
     folder = RunFolder.open(run)
-    require_unchanged(folder.config)
     config = compose.from_yaml(folder.config)
+    require_unchanged(folder.config)
     if config.data.corpus in ("digits", "fsdd"):
         raise ConfigError(f"recipe={config.data.corpus} splices its speech from labelled recordings, which a model of the whole "
                           "strings cannot label; use ngsgd align without --model.")

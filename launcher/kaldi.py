@@ -111,8 +111,8 @@ def _export_data(folder: RunFolder, output: Path) -> list[Path]:
     from launcher import compose
     from launcher import train as service
 
-    require_unchanged(folder.config)
     config = compose.from_yaml(folder.config)
+    require_unchanged(folder.config)
     corpus = service.prepared_corpus(config, folder)
     written = []
     for name, speech in (("train", corpus.train), ("valid", corpus.valid), ("test", corpus.test)):

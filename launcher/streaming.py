@@ -54,8 +54,8 @@ class Streamed:
 def measure(run: Path, *, chunk_frames: int, trust: bool = False) -> Streamed:
     """Decodes the test set both ways with the setting that the run was tested with; leaves decode/streaming.json."""
     folder = RunFolder.open(run)
-    require_unchanged(folder.config)
     config = compose.from_yaml(folder.config)
+    require_unchanged(folder.config)
     try:
         setting = read_json(folder.decode / "wer.json")
         if not isinstance(setting, dict) or not setting.keys() >= {"word_penalty", "acoustic_scale"}:

@@ -98,8 +98,8 @@ def resume(run_dir: Path, quiet: bool, address: str | None = None, num_workers: 
     `given` has the settings of a command line that began the run or might have: a module that it names too needs no `trust`.
     """
     folder = RunFolder.open(run_dir)
-    require_unchanged(folder.config, accept=accept_changed_config)
     config = compose.from_yaml(folder.config)
+    require_unchanged(folder.config, accept=accept_changed_config)
     bits = SameBits.of_resumed_run(config, folder, _progress(config, quiet).report, allow_other_bits=allow_other_bits)
     cluster = config.cluster
     config = replace(config, cluster=replace(cluster, address=cluster.address if address is None else address,
@@ -146,8 +146,8 @@ def _remember(config: RunConfig, folder: RunFolder, warn: Callable[[str], None])
 def decode(run_dir: Path, quiet: bool, trust: bool = False) -> int:
     """Decodes again with the final model of a run."""
     folder = RunFolder.open(run_dir)
-    require_unchanged(folder.config)
     config = compose.from_yaml(folder.config)
+    require_unchanged(folder.config)
     progress = _progress(config, quiet)
     with folder.locked("decode", progress.warn):
         model, prior_P = load_final(folder, trust=trust)
@@ -162,8 +162,8 @@ def evaluate(run_dir: Path, quiet: bool, outer_iter: int | None = None,
              trust: bool = False) -> dict[str, dict[str, float] | None]:
     """Objf per frame and frame accuracy of valid and test, all of them; of the final model, or of a checkpoint that is kept."""
     folder = RunFolder.open(run_dir)
-    require_unchanged(folder.config)
     config = compose.from_yaml(folder.config)
+    require_unchanged(folder.config)
     if outer_iter is None:
         model, prior_P = load_final(folder, trust=trust)
     else:
