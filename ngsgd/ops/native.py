@@ -181,7 +181,7 @@ def _keep(content: bytes, kept: Path) -> bool:
         kept.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not _is_private(kept.parent):
             return False
-        with new_file(kept) as temporary:
+        with new_file(kept, mode=0o644) as temporary:
             temporary.touch(mode=0o700)
             temporary.write_bytes(content + hashlib.sha256(content).digest())
     except OSError:

@@ -177,9 +177,14 @@ def test_commands_about_jobs_end_with_one_message(words: tuple[str, ...], silent
         assert str(port) in line
 
 
-def test_doctor_reports_a_cluster_that_does_not_answer(tmp_path: Path, closed_port: int) -> None:
+def test_doctor_reports_a_cluster_that_does_not_answer(tmp_path: Path, closed_port: int,
+                                                       monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
     from launcher import doctor_cluster
 
+    # other tests share one Ray session, which would be used instead of the address
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
     (finding,) = doctor_cluster.nodes(f"127.0.0.1:{closed_port}", tmp_path)
     assert finding.verdict == "fail" and str(closed_port) in finding.found
 
