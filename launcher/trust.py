@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
 import json
 import os
 import stat
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from ngsgd.config import ModelConfig
 from ngsgd.errors import CheckpointError, ConfigError
-from ngsgd.files import new_file, read_json
+from ngsgd.files import digest_of_json, new_file, read_json
 
 if TYPE_CHECKING:
     from launcher.run_folder import RunFolder
@@ -161,7 +160,7 @@ def _digest(settings: Mapping[str, Any]) -> str:
     executed = [settings.get(name) or None for name in _EXECUTED]
     # through JSON first: a file has texts for all keys, and lists for tuples
     plain = json.loads(json.dumps(executed, default=str))
-    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
+    return digest_of_json(plain)
 
 
 def _shown_args(settings: Mapping[str, Any]) -> str:
