@@ -34,6 +34,7 @@ import ray
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from ngsgd.config import ClusterConfig, EgsConfig, ModelConfig, OuterConfig, RunConfig
 from ngsgd.egs.archives import prepare_archives
@@ -94,7 +95,6 @@ class PeakMemory(AbstractContextManager["PeakMemory"]):
         raise AssertionError("this kernel does not tell private memory")
 
 
-@ray.remote(num_cpus=0)
 class Member:
     """A worker: a model, and its part of a round on each plane."""
 
@@ -112,7 +112,7 @@ class Member:
         sent = self.layout.flatten(self.model.state_dict(), place.read())
         return digest(sent), not_finite(sent, self.layout, self.pieces)
 
-    @ray.method(num_returns=2)
+    @ray.method(num_returns=2)  # type: ignore[untyped-decorator]
     def stored(self, model: Vector) -> tuple[tuple[int, str], Vector]:
         self.layout.load(self.model, model)
         sent = self.layout.flatten(self.model.state_dict())
@@ -137,8 +137,8 @@ class Member:
 
     def join_gloo(self, port: int, world_size: int) -> None:
         self.buffer = torch.empty(self.layout.size)
-        store = dist.TCPStore(_HOST, port, is_master=False)
-        dist.init_process_group("gloo", store=dist.PrefixStore("gloo", store), rank=self.rank, world_size=world_size)
+        store = TCPStore(_HOST, port, is_master=False)
+        dist.init_process_group("gloo", store=PrefixStore("gloo", store), rank=self.rank, world_size=world_size)
 
     def gloo(self) -> None:
         self.layout.flatten(self.model.state_dict(), self.buffer.numpy())
@@ -150,7 +150,7 @@ class Member:
         from torchft.local_sgd import LocalSGD
         from torchft.manager import Manager
         from torchft.process_group import ProcessGroupGloo
-        self.own_store = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
+        self.own_store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
         self.manager = Manager(ProcessGroupGloo(timeout=timedelta(seconds=60)), None, None, world_size, use_async_quorum=False,
                                rank=0, world_size=1, store_addr=_HOST, store_port=self.own_store.port,
                                lighthouse_addr=lighthouse, replica_id=f"worker{self.rank}", hostname=_HOST,
@@ -171,11 +171,14 @@ class Member:
         return float(next(self.model.parameters()).flatten()[0])
 
 
+_RemoteMember: Any = ray.remote(num_cpus=0)(Member)
+
+
 class Planes:
     """The coordinator's part of each plane."""
 
     def __init__(self, num_workers: int, millions: int) -> None:
-        self.members = [Member.remote(rank, millions) for rank in range(num_workers)]
+        self.members = [_RemoteMember.remote(rank, millions) for rank in range(num_workers)]
         torch.manual_seed(0)
         model = square_layers(millions)
         layout = Layout.of(model)
@@ -232,7 +235,7 @@ class Planes:
         return one_round
 
     def gloo(self) -> Callable[[], None]:
-        self.store = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
+        self.store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
         ray.get([member.join_gloo.remote(self.store.port, len(self.members)) for member in self.members])
         return lambda: ray.get([member.gloo.remote() for member in self.members])
 
@@ -244,10 +247,12 @@ class Planes:
         return lambda: ray.get([member.torchft.remote() for member in self.members])
 
     def worker_mb(self, plane: str) -> float:
-        arguments = {"shared": [(self.model, place) for place in self.places], "stored": [(self.stored_model,)] * len(self.members),
-                     "collective": [(self.model, rank, self.orders[rank]) for rank in range(len(self.members))]}
+        arguments: dict[str, list[Any]] = {
+            "shared": [(self.model, place) for place in self.places],
+            "stored": [(self.stored_model,)] * len(self.members),
+            "collective": [(self.model, rank, self.orders[rank]) for rank in range(len(self.members))]}
         calls = arguments.get(plane, [()] * len(self.members))
-        return max(ray.get([member.count.remote(plane, *call) for member, call in zip(self.members, calls, strict=True)]))
+        return float(max(ray.get([member.count.remote(plane, *call) for member, call in zip(self.members, calls, strict=True)])))
 
     def close(self) -> None:
         for member in self.members:

@@ -28,11 +28,15 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from nets import NETS, Net
 from torch import nn
+
+if TYPE_CHECKING:
+    from benchmarks.nets import NETS, Net
+else:   # a script finds the files beside it
+    from nets import NETS, Net
 
 from ngsgd.curvature import collect
 
@@ -116,7 +120,7 @@ def sides(net: str, quantity: str) -> list[str]:
 
 
 def batch_of(net: str, quantity: str) -> int:
-    return _BATCH.get((net, quantity), NETS[net].batch)
+    return int(_BATCH.get((net, quantity), NETS[net].batch))
 
 
 class Figures:

@@ -65,6 +65,7 @@ def conv_net() -> nn.Module:
     for module in model:
         if isinstance(module, nn.Conv2d | nn.Linear):   # torch's own start is too small for six layers: no method leaves it
             nn.init.xavier_normal_(module.weight)
+            assert module.bias is not None
             nn.init.zeros_(module.bias)
     return model
 

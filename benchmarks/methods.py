@@ -20,7 +20,7 @@ import itertools
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -215,7 +215,7 @@ def sweep(path: Path, name: str, task: Task, methods: Sequence[str], limit_s: fl
 
     for method in methods:
         rates = rates_of(method)
-        best = None
+        best: Setting | None = None
         while rates:
             grid = [Setting(name, method, lr, factor, 0) for factor in factors_of(name, method) for lr in rates]
             results = {setting: found(setting) for setting in grid}
@@ -223,8 +223,9 @@ def sweep(path: Path, name: str, task: Task, methods: Sequence[str], limit_s: fl
                 return
             best = best_of(results)
             rates = wider(rates, best.lr) if best else ()
-        for seed in SEEDS[1:] if best else ():
-            found(replace(best, seed=seed))
+        if best:
+            for seed in SEEDS[1:]:
+                found(replace(best, seed=seed))
 
 
 def wider(rates: tuple[float, ...], best: float) -> tuple[float, ...]:
@@ -246,7 +247,7 @@ def rates_of(method: str) -> tuple[float, ...]:
     return own.get(method, LEARNING_RATES)
 
 
-def best_of(results: dict[Setting, Result | None]) -> Setting | None:
+def best_of(results: Mapping[Setting, Result | None]) -> Setting | None:
     """The setting of the lowest cross-entropy on what is not trained on."""
     finite = {setting: result.valid_ce for setting, result in results.items() if result and result.valid_ce is not None}
     return min(finite, key=lambda setting: finite[setting]) if finite else None

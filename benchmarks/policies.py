@@ -74,12 +74,13 @@ def train(config: RunConfig, egs: Path, folder: Path) -> list[OuterIterationReco
     model = model_for(config, reader)
     layout = Layout.of(model)
     store = CheckpointStore(folder, layout, num_to_keep=1)
-    pool = InProcessPool(WorkerSpec(config, str(egs)), config.cluster.num_workers, 1, lambda: False)
+    spec = WorkerSpec(config, str(egs))
+    pool = InProcessPool(spec, config.cluster.num_workers, 1, lambda: False)
     ledger, listener = Ledger(folder / "ledger.jsonl"), Listener()
     try:
         pool.start()
         Coordinator(schedule_of(config, reader), pool, model, reader, store, ledger, listener, config.failure, NeverStop(),
-                    config.outer, config.cluster, dealer=make_dealer(config.schedule, reader.num_frames),
+                    config.outer, config.cluster, dealer=make_dealer(config.schedule, spec.shards().num_minibatches),
                     keep_fisher=config.keeps_curvature, mean_fisher=mean_of_states(config.preconditioner),
                     stages=stages_of(config, reader), seed=config.seed).train(first_checkpoint(layout.flatten(model.state_dict())))
     finally:
@@ -146,7 +147,7 @@ def table(results: Path) -> None:
 def _told(lines: list[dict[str, Any]]) -> str:
     values = [line["valid_objf"] for line in lines if "failure" not in line]
     if len(values) < len(lines):
-        return next(line["failure"] for line in lines if "failure" in line)
+        return str(next(line["failure"] for line in lines if "failure" in line))
     if not values:
         return ""
     return f"{statistics.fmean(values):.3f} ({min(values):.3f} to {max(values):.3f})" if len(values) > 1 else f"{values[0]:.3f}"

@@ -25,11 +25,16 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
-from curvature import NETS, Net
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from benchmarks.nets import NETS, Net
+else:   # a script finds the files beside it
+    from nets import NETS, Net
 
 from ngsgd import NGSGD
 from ngsgd.ops import products
@@ -155,6 +160,11 @@ def processor_s(run: Callable[[], object]) -> float:
     return time.process_time() - start
 
 
+def steps_of(work: Work, look: bool, num_steps: int) -> None:
+    for _ in range(num_steps):
+        work.step(look)
+
+
 def ratios(work: Work, plain: Work, rounds: int, budget_s: float) -> tuple[float, float]:
     """(step with a look, step without) over SGD's, medians of so many."""
     began = time.process_time()
@@ -163,8 +173,8 @@ def ratios(work: Work, plain: Work, rounds: int, budget_s: float) -> tuple[float
     kinds: tuple[list[float], list[float], list[float]] = [], [], []
     for _ in range(rounds):
         for look, found in zip((True, False, False), kinds, strict=True):
-            base = processor_s(lambda: [plain.step(False) for _ in range(work.num_steps)])
-            found.append(processor_s(lambda: [work.step(look) for _ in range(work.num_steps)]) / base)  # noqa: B023
+            base = processor_s(partial(steps_of, plain, False, work.num_steps))
+            found.append(processor_s(partial(steps_of, work, look, work.num_steps)) / base)
         if time.process_time() - began > budget_s:
             break
     look_, after, use = map(statistics.median, kinds)

@@ -28,7 +28,7 @@ def seconds_per_million_frames(num_workers: int, output_dir: Path, settings: lis
     lines = read_json_lines(events)
     steps = [line for line in lines if line["event"] == "outer_iteration"]
     frames = steps[-1]["frames_processed"] - steps[0]["frames_processed"]
-    return 1e6 * sum(step["compute_s"] for step in steps[1:]) / frames
+    return 1e6 * float(sum(step["compute_s"] for step in steps[1:])) / float(frames)
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ from launcher import compose
 from launcher.final_model import load_final, log_likelihoods
 from launcher.ivectors import with_ivectors
 from launcher.run_folder import RunFolder, check_output_dir, require_unchanged
-from ngsgd.asr import alignments, cache, corpus, forced_alignment
+from ngsgd.asr import alignments, cache, corpus, forced_alignment, graphs
 from ngsgd.asr.corpus import Corpus
 from ngsgd.asr.forced_alignment import Realigned, States
 from ngsgd.config import ClusterConfig, DataConfig, ModelConfig, OuterConfig, RunConfig, ScheduleConfig
@@ -57,7 +57,15 @@ def with_alignment(config: RunConfig, cache_root: Path, report: Report) -> DataC
 
 
 def make(config: RunConfig, cache_root: Path, report: Report) -> Path:
-    """The file of the alignment; made unless it is there already from the same data and settings."""
+    """The file of the alignment; made unless it is there already from the same data and settings.
+
+    Raises:
+        ConfigError: data.graph numbers the HMM states, and a flat start numbers them by the lexicon.
+    """
+    if config.data.graph:
+        raise ConfigError(f"data.graph is {config.data.graph}, which numbers its HMM states itself, and a flat start makes "
+                          "the numbers of the lexicon's phones; give data.alignment=FILE in the graph's numbers, such as Kaldi's "
+                          "ali.*.gz with its tid2pdf, or leave data.graph empty.")
     speech = corpus.prepare_unaligned(config.data, config.features, cache_root, report)
     settings = _settings(config)
     key = {"version": RECIPE_VERSION, "digest": speech.digest, "settings": asdict(settings)}
@@ -181,7 +189,9 @@ def with_model(run: Path, output: Path, *, trust: bool = False) -> None:
                    zip(one.frames.utt_ids, log_likelihoods(one, config.egs, model, prior_P), strict=True)}
         before: States = {utt_id: pdf_T for one in sets
                           for utt_id, pdf_T in zip(one.frames.utt_ids, one.split_pdfs(), strict=True)}
-        done = forced_alignment.realign(speech, before, logliks, config.align, config.data.oov)
+        # the states of a graph that came with the data have its own numbers, which may be tied
+        given = graphs.read(speech.language.given) if config.data.graph and speech.language.given else None
+        done = forced_alignment.realign(speech, before, logliks, config.align, config.data.oov, given)
         states = {utt_id: pdf_T for utt_id, pdf_T in done.states.items() if utt_id not in done.lost}
         print(f"align: {len(states)} utterances, {len(done.lost)} without a path left out; "
               f"log-likelihood {-done.cost_per_frame:.3f} per frame")

@@ -10,13 +10,25 @@ import difflib
 import itertools
 import typing
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import Field, asdict, fields, is_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from launcher.values import build, build_checked, did_you_mean, leaves, paths, plain, sections, with_defaults, without_secrets
+from launcher.values import (
+    Given,
+    build,
+    build_checked,
+    defaults,
+    did_you_mean,
+    leaves,
+    paths,
+    plain,
+    sections,
+    with_defaults,
+    without_secrets,
+)
 from launcher.yaml_text import read_yaml_text
-from ngsgd.config import RunConfig
+from ngsgd.config import RunConfig, default_of, without_unused
 from ngsgd.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -105,9 +117,11 @@ def from_yaml(path: Path) -> RunConfig:
     if not values or not isinstance(values, dict):
         raise ConfigError(f"{path} holds no settings; it is damaged, restore it or train again.")
     settings = typing.cast("dict[str, Any]", values)
-    *_, (last, _) = leaves(plain(asdict(RunConfig())), "")
+    *_, (last, _) = leaves(defaults(), "")
     try:
-        return build(with_defaults(settings) if has_end_mark or last in dict(leaves(settings, "")) else settings)
+        found = build(with_defaults(settings) if has_end_mark or last in dict(leaves(settings, "")) else settings)
+        # older versions kept options that the method did not have
+        return replace(found, preconditioner=without_unused(found.preconditioner))
     except ConfigError as error:
         raise ConfigError([f"{path}: {problem}" for problem in error.problems]) from None
 
@@ -115,8 +129,42 @@ def from_yaml(path: Path) -> RunConfig:
 def register_schema() -> None:
     """Gives Hydra all keys and their defaults; a plain mapping, so that the groups may fill in any part of it."""
     from hydra.core.config_store import ConfigStore
+    from omegaconf import OmegaConf
 
-    ConfigStore.instance().store(name="schema", node=plain(asdict(RunConfig())), provider="ngsgd")
+    OmegaConf.register_new_resolver("default_of_kind", default_of_kind, replace=True)
+    schema = defaults()
+    for section, name in _of_kind():
+        schema[section][name] = f"${{default_of_kind:{section}.{name},${{{section}.kind}}}}"
+    ConfigStore.instance().store(name="schema", node=schema, provider="ngsgd")
+
+
+def default_of_kind(path: str, kind: str) -> Any:
+    """The default of a setting, such as preconditioner.damping, in a section of that kind."""
+    section, _, name = path.partition(".")
+    return default_of(_of_kind()[section, name], kind)
+
+
+def _of_kind() -> dict[tuple[str, str], Field[Any]]:
+    """The settings whose default depends on the kind of their section, by section and name."""
+    run = RunConfig()
+    return {(section.name, spec.name): spec for section in fields(run) if is_dataclass(getattr(run, section.name))
+            for spec in fields(getattr(run, section.name)) if spec.metadata.get("of_kind")}
+
+
+def given_by(overrides: Sequence[str]) -> Given:
+    """Which settings and groups a command line gives, of those that can be read."""
+    good, _ = _read_overrides(overrides, None)
+    chosen = groups()
+    settings, names = set(), set()
+    for override in good:
+        key, value = override.key_or_group, None if override.is_sweep_override() else override.value()
+        if key in chosen:
+            names.add(key)
+        elif isinstance(value, dict) and key in sections():
+            settings |= {path for path, _ in leaves(value, f"{key}.")}
+        else:
+            settings.add(key)
+    return Given(frozenset(settings), frozenset(names))
 
 
 # Overrides ------------------------------------------------------------------------------------------------------------
@@ -209,7 +257,7 @@ def _compose(lines: list[str], problems: list[str], config_dir: Path | None) -> 
         values = _resolved(lines, problems, config_dir)
     except ConfigError as error:
         raise ConfigError([*problems, *error.problems]) from None
-    config, more = build_checked(values)
+    config, more = build_checked(values, given_by(lines))
     if problems or more:
         raise ConfigError(dict.fromkeys([*problems, *more]))
     return config
@@ -233,7 +281,7 @@ def _resolved(lines: list[str], problems: list[str], config_dir: Path | None) ->
         raise ConfigError(_yaml_problem(error, conf_dir())) from None
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(_composition_problem(error)) from None
-    default = dict(leaves(plain(asdict(RunConfig())), ""))
+    default = dict(leaves(defaults(), ""))
     for path, raw in list(leaves(OmegaConf.to_container(composed), "")):
         if isinstance(raw, str) and ("${" in raw or raw == "???"):
             try:

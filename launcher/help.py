@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import re
+import shutil
+import textwrap
 from dataclasses import is_dataclass
 
 from launcher import compose, values
@@ -28,7 +30,7 @@ COMMANDS = {
     "ui": "open the dashboard (MLflow) on the runs of an output folder",
     "doctor": "look at this machine and tell what would go wrong, with the fix of each",
     "export": "write a run's final model, its features, alignments and examples in Kaldi's formats",
-    "import": "make a model of one in nnet3's raw text form, to go on from with init_model=",
+    "import": "convert Kaldi's raw nnet3 model, binary or text, to continue from with init_model=",
     "info": "state of a run; without a run: versions of what is installed",
 }
 
@@ -88,7 +90,8 @@ _MOST_USED = (
     "optimizer.max_param_change", "schedule.num_epochs", "schedule.minibatch_size", "schedule.lr_initial",
     "schedule.lr_final", "egs.samples_per_iter", "cluster.num_workers", "cluster.threads_per_worker", "cluster.address",
 )
-_KNOB_LINE = re.compile(r"^    (\w+): .* = knob\(.*?\)(?:\s+# (.*))?$")
+_WIDEST = 110   # columns
+_KNOB_LINE = re.compile(r"^    (\w+): .* = knob\((?:.*\)\s+# (.*)|.*)$")
 _COMMENT_LINE = re.compile(r"^    # (.*)$")
 _CLASS_LINE = re.compile(r"^class (\w+)")
 
@@ -100,9 +103,9 @@ def top() -> str:
 def train() -> str:
     defaults, comments = values.flatten(RunConfig()), knob_comments()
     default_choices = _default_choices()
-    groups = [f"  {group + '=':12}{' | '.join(choices):24}default {default_choices.get(group, '-')}"
+    groups = [_row(f"  {group + '=':16}", f"{' | '.join(choices)}  (default {default_choices.get(group, '-')})")
               for group, choices in compose.groups().items()]
-    settings = [f"  {path:28}{_shown(defaults[path]):9} {comments.get(path, '')}" for path in _MOST_USED]
+    settings = [_row(f"  {path:28}{_shown(defaults[path]):9} ", comments.get(path, "")) for path in _MOST_USED]
     return TRAIN.format(groups="\n".join(groups), settings="\n".join(settings), config_file=knobs.__file__)
 
 
@@ -134,10 +137,19 @@ def _prefixes(section: object, above: str = "") -> dict[str, str]:
     return found
 
 
+def _row(start: str, about: str) -> str:
+    """One entry of a list: what is too long for the terminal goes on below, behind the columns of `start`."""
+    width = min(_WIDEST, shutil.get_terminal_size((80, 24)).columns)
+    lines = textwrap.wrap(about, max(width - len(start), 24), break_long_words=False, break_on_hyphens=False) or [""]
+    return "\n".join([f"{start}{lines[0]}".rstrip(), *(" " * len(start) + line for line in lines[1:])])
+
+
 def _default_choices() -> dict[str, str]:
     """The defaults list of conf/config.yaml, read by lines: a YAML parser would double the time of --help."""
     text = (compose.conf_dir() / "config.yaml").read_text()
-    return dict(re.findall(r"^  - (\w+): (\w+)", text, re.MULTILINE))
+    found = dict(re.findall(r"^  - (\w+): (\w+)", text, re.MULTILINE))
+    kinds = {group: getattr(getattr(RunConfig(), group, None), "kind", "none") for group in found}
+    return {group: kinds[group] if choice == "null" else choice for group, choice in found.items()}
 
 
 def _shown(value: object) -> str:

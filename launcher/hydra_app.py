@@ -93,6 +93,7 @@ def _run(arguments: list[str], *, quiet: bool, debug: bool, goes_on: bool = Fals
 def _train_one(composed: Any, codes: Path, *, quiet: bool, debug: bool, goes_on: bool, trust: bool = False,
                allow_other_bits: bool = False) -> float | None:
     """A run of its own, or with `goes_on` the rest of one; what a sweeper minimises, or None where there is nothing to say."""
+    from hydra.core.hydra_config import HydraConfig
     from omegaconf import OmegaConf
 
     reports: list[FinalReport] = []
@@ -101,7 +102,8 @@ def _train_one(composed: Any, codes: Path, *, quiet: bool, debug: bool, goes_on:
     def run() -> int:
         from launcher import train as service
 
-        config = values.build(OmegaConf.to_container(composed, resolve=True))  # type: ignore[arg-type]
+        given = compose.given_by(HydraConfig.get().overrides.task)
+        config = values.build(OmegaConf.to_container(composed, resolve=True), given)  # type: ignore[arg-type]
         begun = run_to_continue(config) if goes_on else None
         if begun:
             return service.resume(begun, quiet=quiet, address=config.cluster.address, num_workers=config.cluster.num_workers,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,14 +10,19 @@ from typing import TYPE_CHECKING
 from launcher.console import TRUST, Parser
 from launcher.run_folder import RunFolder, find_run, require_unchanged
 from ngsgd.errors import EXIT_OK, CheckpointError, ConfigError, DataError
-from ngsgd.files import read_json, read_regular_text, write_text
+from ngsgd.files import read_json, read_regular_bytes, write_text
 
 if TYPE_CHECKING:
+    from torch import nn
+
+    from ngsgd.asr.language import Language
     from ngsgd.asr.speech_set import SpeechSet
+    from ngsgd.config import RunConfig
     from ngsgd.egs.nnet3_examples import Nnet3Example
     from ngsgd.egs.reader import EgsReader
+    from ngsgd.models.nnet3.text import Updates
 
-_MAX_MODEL_BYTES = 1 << 34   # of a model as text, about a billion parameters
+_MAX_MODEL_BYTES = 1 << 34   # of a model; as text about a billion parameters
 
 
 def export(arguments: Sequence[str]) -> int:
@@ -44,29 +49,30 @@ def export(arguments: Sequence[str]) -> int:
 def import_(arguments: Sequence[str]) -> int:
     """`ngsgd import`."""
     parser = Parser("import")
-    parser.add_argument("model", metavar="FILE", help="nnet3 raw model in text form (nnet3-copy --binary=false)")
-    parser.add_argument("--priors", metavar="FILE", help="vector of priors in text form; without: all classes alike")
+    parser.add_argument("model", metavar="FILE", help="nnet3 raw model, binary or text (nnet3-copy)")
+    parser.add_argument("--priors", metavar="FILE", help="vector of priors, binary or text; without: all classes alike")
     parser.add_argument("--output", "-o", required=True, help="a new folder; go on from it with init_model=FOLDER")
     options = parser.parse_args(list(arguments))
     output = Path(options.output)
     if (output / "final").exists():
         raise ConfigError(f"{output} holds a model already; choose a new folder.")
-    _import_model(_read(Path(options.model)), _read(Path(options.priors)) if options.priors else "", output)
+    _import_model(_read(Path(options.model)), _read(Path(options.priors)) if options.priors else b"", output)
     print(output / "final")
     return EXIT_OK
 
 
-def _read(path: Path) -> str:
+def _read(path: Path) -> bytes:
     try:
-        return read_regular_text(path, _MAX_MODEL_BYTES)
-    except (OSError, UnicodeError) as error:
-        raise DataError(f"{path} cannot be read as text ({error}); convert it with nnet3-copy --binary=false.") from error
+        return read_regular_bytes(path, _MAX_MODEL_BYTES)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({error.strerror or error}); check the path and its permissions.") from error
 
 
 # Models ---------------------------------------------------------------------------------------------------------------
 
 
 def _export_model(folder: RunFolder, output: Path, *, trust: bool) -> list[Path]:
+    from launcher import compose
     from launcher.final_model import load_final
     from ngsgd.config import ModelConfig
     from ngsgd.models.inputs import Window
@@ -77,21 +83,39 @@ def _export_model(folder: RunFolder, output: Path, *, trust: bool) -> list[Path]
     about = read_json(folder.final / "model.json")
     window = Window(about["left_context"], about["right_context"], about["feature_dim"], about.get("side_dim", 0))
     network = describe(model, ModelConfig(**about["model"]), window, has_softmax=about.get("objective") != "lfmmi")
-    write_text(output / "final.raw", to_text(network))
+    write_text(output / "final.raw", to_text(network, updates_of(model, compose.from_yaml(folder.config))))
     write_text(output / "priors.vec", vector_to_text(prior_P))
     return [output / "final.raw", output / "priors.vec"]
 
 
-def _import_model(text: str, priors: str, output: Path) -> None:
+def updates_of(model: nn.Module, config: RunConfig) -> dict[str, Updates]:
+    """The settings that a run's last jobs updated each layer with; the learning rate is the effective one, that of a single job."""
+    from ngsgd.config import OptimizerConfig
+    from ngsgd.models.nnet3.text import Updates
+    from ngsgd.optim.ngsgd import NGSGD
+    from ngsgd.training.worker import make_optimizer
+
+    optimizer = make_optimizer(model, config.optimizer, config.schedule.lr_final, 1.0)
+    is_natural = isinstance(optimizer, NGSGD)
+    if isinstance(optimizer, NGSGD):
+        optimizer.detach()
+    unused = asdict(OptimizerConfig())
+    return {group["name"]: Updates(
+        group["lr"] * group["lr_factor"], group["lr_factor"], group["max_change"], group["weight_decay"], is_natural,
+        *(group.get(key, unused[key]) for key in ("rank_in", "rank_out", "update_period", "num_samples_history", "alpha")))
+        for group in optimizer.param_groups}
+
+
+def _import_model(content: bytes, priors: bytes, output: Path) -> None:
     import numpy as np
 
     from launcher.final_model import write_final
+    from ngsgd.models.nnet3.binary import model_from_bytes, vector_from_bytes
     from ngsgd.models.nnet3.network import rebuild
-    from ngsgd.models.nnet3.text import from_text, vector_from_text
 
-    network = from_text(text)
+    network = model_from_bytes(content)
     made = rebuild(network)
-    prior_P = vector_from_text(priors).astype(np.float64) if priors else np.full(made.num_classes, 1.0 / made.num_classes)
+    prior_P = vector_from_bytes(priors).astype(np.float64) if priors else np.full(made.num_classes, 1.0 / made.num_classes)
     if len(prior_P) != made.num_classes or prior_P.min() <= 0.0:
         raise DataError(f"The priors are {len(prior_P)} numbers from {prior_P.min():g} on, and the model has {made.num_classes} "
                         "classes; give one number above 0 for each.")
@@ -114,11 +138,27 @@ def _export_data(folder: RunFolder, output: Path) -> list[Path]:
     config = compose.from_yaml(folder.config)
     require_unchanged(folder.config)
     corpus = service.prepared_corpus(config, folder)
-    written = []
-    for name, speech in (("train", corpus.train), ("valid", corpus.valid), ("test", corpus.test)):
+    sets = {"train": corpus.train, "valid": corpus.valid, "test": corpus.test}
+    for name, speech in sets.items():
         export_set(speech, output / name, ivector_period=config.ivectors.period)
-        written.append(output / name)
-    return written
+    return [*(output / name for name in sets),
+            *export_language(corpus.language, sets, output, of_graph=bool(config.data.graph))]
+
+
+def export_language(language: Language, sets: Mapping[str, SpeechSet], output: Path, *, of_graph: bool) -> list[Path]:
+    """The lexicon, and the alignment of all sets with the table of its pdfs, which is also put next to each set's alignment."""
+    from ngsgd.asr import alignments, kaldi_tables
+
+    topology = language.topology
+    write_text(output / "lexicon.txt", "".join(f"{word} {' '.join(phones)}\n" for word, spoken in topology.lexicon.items()
+                                               for phones in spoken))
+    table = alignments.pdf_table(language.pdf_names(of_graph=of_graph))
+    for folder in (output, *(output / name for name in sets)):
+        write_text(folder / alignments.PDF_TABLE, table)
+    kaldi_tables.write_int_vectors(output / "ali.ark", (
+        aligned for speech in sets.values() if speech.is_aligned
+        for aligned in zip(speech.frames.utt_ids, speech.split_pdfs(), strict=True)))
+    return [output / name for name in ("lexicon.txt", alignments.PDF_TABLE, "ali.ark")]
 
 
 def export_set(speech: SpeechSet, place: Path, *, ivector_period: int) -> None:
@@ -143,13 +183,24 @@ def export_set(speech: SpeechSet, place: Path, *, ivector_period: int) -> None:
 
 
 def _export_cmvn(speech: SpeechSet, place: Path) -> None:
-    """cmvn.ark and .scp, by utterance or speaker; with causal means, the statistics of all training speech instead."""
+    """cmvn.ark and .scp, by utterance or speaker.
+
+    With causal means it is the statistics of all training speech for apply-cmvn-online, which takes means off alone, its spk2utt
+    in the order in which speakers talk, and the fixed scale as a matrix for transform-feats.
+    """
+    import numpy as np
+
     from ngsgd.asr import kaldi_tables
-    from ngsgd.asr.cmvn import GLOBAL
+    from ngsgd.asr.cmvn import GLOBAL, mean_and_deviation
 
     stats = speech.cmvn.stats if speech.cmvn else {}
     if GLOBAL in stats:
         kaldi_tables.write_matrix(place / "global_cmvn.stats", stats[GLOBAL])
+        kaldi_tables.write_matrix(place / "scale.mat", np.diag(1.0 / mean_and_deviation(stats[GLOBAL])[1]).astype(np.float32))
+        spoken: dict[str, list[str]] = {}
+        for utt_id, speaker in zip(speech.frames.utt_ids, speech.speakers, strict=True):
+            spoken.setdefault(speaker, []).append(utt_id)
+        write_text(place / "spk2utt", "".join(f"{speaker} {' '.join(utt_ids)}\n" for speaker, utt_ids in sorted(spoken.items())))
     elif stats:
         kaldi_tables.write_matrices(place / "cmvn.ark", sorted(stats.items()))
 

@@ -9,6 +9,7 @@ import os
 import secrets
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -44,9 +45,23 @@ def connect(config: ClusterConfig) -> bool:
         return True
     except (RayError, OSError, ValueError, RuntimeError, ConnectionError) as error:
         if config.address:
-            raise ClusterError(f"the Ray cluster at {config.address} could not be joined ({_first_line(error)}); if its head is "
-                               "there, set its RAY_AUTH_MODE and RAY_AUTH_TOKEN here, else check cluster.address.") from error
+            # a head answered a moment ago: that is no question of the address
+            raise ClusterError(f"the Ray cluster at {config.address} could not be joined: its head answers, but does not let this "
+                               f"process in ({_first_line(error)}); its token is another one, or Ray's version. "
+                               f"Here {_token_in_use()}; set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN to the head's token "
+                               "(on the head: cat ~/.ray/auth_token).") from error
         raise ClusterError(f"Ray could not be started ({_first_line(error)}); use cluster=local instead.") from error
+
+
+def _token_in_use() -> str:
+    """Where Ray takes its token from in this process, never the token itself."""
+    if os.environ.get("RAY_AUTH_TOKEN"):
+        return "the token is that of RAY_AUTH_TOKEN"
+    if path := os.environ.get("RAY_AUTH_TOKEN_PATH"):
+        return f"the token is that of the file RAY_AUTH_TOKEN_PATH={path}"
+    if (Path.home() / ".ray" / "auth_token").is_file():
+        return "the token is that of ~/.ray/auth_token"
+    return "there is no token"
 
 
 def shutdown(*, keep_logs: bool = False) -> None:

@@ -11,7 +11,7 @@ import io
 import os
 import sys
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,8 @@ def settings() -> Iterator[str]:
     """Every option with its default, its range and what the source says of it."""
     yield "# Settings\n"
     yield ("Made from `ngsgd/config.py` by `make reference`. On the command line: `ngsgd train KEY=VALUE`. Learning rates are per "
-           "frame, on the objective summed over the minibatch; section numbers are those of arXiv 1410.7455.\n")
+           "frame, on the objective summed over the minibatch; section numbers are those of arXiv 1410.7455. A setting that is "
+           "given and not used, by the column `used with`, is an error.\n")
     yield "## Groups\n"
     yield "A group sets several of the options below: `ngsgd train GROUP=CHOICE`.\n"
     yield "| group | choices |\n|---|---|"
@@ -58,13 +59,39 @@ def _sections(above: Any, prefix: str, comments: dict[str, str]) -> Iterator[str
 
 
 def _table(section: Any, prefix: str, comments: dict[str, str]) -> Iterator[str]:
-    yield "| option | default | values | |\n|---|---|---|---|"
+    yield "| option | default | values | used with | |\n|---|---|---|---|---|"
     hints = typing.get_type_hints(type(section))
     for spec in fields(section):
         if not is_dataclass(hints[spec.name]):
             path, value = f"{prefix}{spec.name}", getattr(section, spec.name)
             allowed = _allowed(hints[spec.name], spec.metadata)
-            yield f"| `{path}` | `{_shown(value)}` | {allowed} | {_cell(comments.get(path, ''))} |"
+            default, used = _default(value, spec.metadata), _used(spec.metadata)
+            yield f"| `{path}` | {default} | {allowed} | {used} | {_cell(comments.get(path, ''))} |"
+
+
+def _default(value: Any, metadata: Mapping[str, Any]) -> str:
+    """The default, and those of single kinds."""
+    kinds: dict[str, list[str]] = {}
+    for kind, other in metadata["of_kind"].items():
+        if other != metadata["default"]:
+            kinds.setdefault(_shown(other), []).append(kind)
+    return "; ".join([f"`{_shown(value)}`", *(f"{', '.join(names)}: `{other}`" for other, names in kinds.items())])
+
+
+def _used(metadata: Mapping[str, Any]) -> str:
+    """The condition under which a run uses the setting, in words."""
+    told = []
+    for term in filter(None, metadata["used"].split(" & ")):
+        name, _, wanted = term.lstrip("!").partition("=")
+        kinds = wanted.split("|")
+        if len(kinds) > len(knobs.METHODS) // 2:
+            others = [kind for kind in knobs.METHODS if kind not in kinds]
+            told.append(f"any `{name}` but {', '.join(['none', *others])}")
+        elif wanted:
+            told.append(f"`{name}` {', '.join(kinds)}")
+        else:
+            told.append(f"{'no ' if term.startswith('!') else ''}`{name}`")
+    return " and ".join(told)
 
 
 def _shown(value: Any) -> str:

@@ -258,8 +258,11 @@ def check_output_dir(config: RunConfig) -> None:
 
 def run_name(config: RunConfig) -> str:
     """What tells runs of one corpus apart, unless the user named the run."""
-    return config.name or (f"{config.data.corpus}-{config.model.label}-{config.optimizer.kind}-"
-                           f"j{config.schedule.num_jobs_final}-s{config.seed}")
+    usual = RunConfig()
+    others = [ours.kind for ours, default in ((config.preconditioner, usual.preconditioner), (config.outer, usual.outer))
+              if ours.kind != default.kind]
+    return config.name or "-".join([config.data.corpus, config.model.label, config.optimizer.kind, *others,
+                                    f"j{config.schedule.num_jobs_final}", f"s{config.seed}"])
 
 
 def run_to_continue(config: RunConfig) -> Path | None:

@@ -18,9 +18,12 @@ from ngsgd.errors import ConfigError
 _LONGEST_SHOWN = 200   # characters of a value in a message
 
 
-def build(values: Mapping[str, Any]) -> RunConfig:
-    """A RunConfig from nested mappings that hold every key; raises one ConfigError that lists everything wrong."""
-    config, problems = build_checked(values)
+def build(values: Mapping[str, Any], given: Given | None = None) -> RunConfig:
+    """A RunConfig from nested mappings that hold every key; raises one ConfigError that lists everything wrong.
+
+    Settings without effect are wrong where `given` tells what was given; a run folder may hold them.
+    """
+    config, problems = build_checked(values, given)
     if problems:
         raise ConfigError(problems)
     return config
@@ -28,7 +31,16 @@ def build(values: Mapping[str, Any]) -> RunConfig:
 
 def with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
     """The same, and the defaults of all settings that are not in it."""
-    return _over(plain(asdict(RunConfig())), values)
+    return _over(defaults(), values)
+
+
+def defaults() -> dict[str, Any]:
+    """The default of every setting; None where it is that of the section's kind."""
+    def of(section: Any) -> dict[str, Any]:
+        values = {spec.name: (spec, getattr(section, spec.name)) for spec in fields(section)}
+        return {name: of(value) if is_dataclass(value) else None if spec.metadata.get("of_kind") else plain(value)
+                for name, (spec, value) in values.items()}
+    return of(RunConfig())
 
 
 def _over(defaults: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
@@ -58,13 +70,40 @@ class _Wrong:
     sentence: str
 
 
-def build_checked(values: Mapping[str, Any]) -> tuple[RunConfig, list[str]]:
+@dataclass(frozen=True)
+class Given:
+    """What the command line gives."""
+
+    settings: frozenset[str] = frozenset()   # such as outer.gain
+    groups: frozenset[str] = frozenset()     # such as outer, in outer=bmuf
+
+
+_ALSO_SET_BY = {"optimizer": "preconditioner", "combination": "objective"}   # section: the group that chooses its kind, too
+
+
+def build_checked(values: Mapping[str, Any], given: Given | None = None) -> tuple[RunConfig, list[str]]:
     """The configuration, wrong values replaced by defaults, and a sentence on each wrong value and broken rule."""
     wrong: list[_Wrong] = []
     config = _build_section(RunConfig, values, "", wrong)
+    dead = [setting.sentence for setting in knobs.unused(config) if is_refused(setting, given)] if given is not None else []
     # a rule on a value that was replaced would speak of a number nobody wrote
-    broken = [said for said in knobs.check(config) if not any(fault.path in said for fault in wrong)]
+    broken = [said for said in (*knobs.check(config), *dead) if not any(fault.path in said for fault in wrong)]
     return config, [fault.sentence for fault in wrong] + broken
+
+
+def is_refused(setting: knobs.Unused, given: Given) -> bool:
+    """Whether a setting without effect is a mistake.
+
+    It is where the command line gives it (unless it is empty), or where a file sets it for the kind that the file chooses.
+    It is none where the command line chooses another kind than the one a recipe was written for.
+    """
+    if not setting.is_set and setting.value in ("", None):
+        return False
+    section, _, name = setting.path.rpartition(".")
+    if setting.path in given.settings or (name == "kind" and section in given.groups):
+        return True
+    chosen = section in given.groups or _ALSO_SET_BY.get(section) in given.groups or bool(given.settings & {*setting.switches})
+    return setting.is_set and not chosen
 
 
 def _build_section(kind: type[Any], values: Any, prefix: str, wrong: list[_Wrong]) -> Any:
@@ -90,7 +129,8 @@ def _build_section(kind: type[Any], values: Any, prefix: str, wrong: list[_Wrong
             built[spec.name] = _build_section(hints[spec.name], values[spec.name], f"{path}.", wrong)
         else:
             try:
-                built[spec.name] = _convert(values[spec.name], hints[spec.name])
+                is_default = values[spec.name] is None and spec.metadata["of_kind"]
+                built[spec.name] = None if is_default else _convert(values[spec.name], hints[spec.name])
             except ValueError as error:
                 wrong.append(_Wrong(path, f"{path} is {_shown(values[spec.name])}; it must be {error}."))
     return kind(**built)

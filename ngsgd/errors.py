@@ -73,6 +73,10 @@ class CheckpointError(NgsgdError):
     exit_code = 6
 
 
+class OptimizerStateError(CheckpointError, ValueError):
+    """The state of an optimizer belongs to another model or another kind of optimizer."""
+
+
 class RunLockedError(CheckpointError):
     """Another process writes to the run folder."""
 

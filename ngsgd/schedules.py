@@ -66,8 +66,8 @@ class Schedule:
 
     @property
     def num_passes(self) -> int:
-        """Archive passes in the whole run."""
-        return int(self.num_epochs * self.num_archives * self.frames_per_eg)
+        """Archive passes in the complete run; one where `num_epochs` is less than that."""
+        return max(1, int(self.num_epochs * self.num_archives * self.frames_per_eg))
 
     @property
     def num_outer_iters(self) -> int:

@@ -6,6 +6,7 @@ import atexit
 import json
 import os
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ os.environ.setdefault("DO_NOT_TRACK", "1")
 os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="ngsgd-state-")
 
 import numpy as np
+import pytest
 from hypothesis import settings
 
 settings.register_profile("shared machine", deadline=None)  # a slow example is no fault where other jobs run
@@ -39,6 +41,13 @@ def pytest_configure() -> None:
 
         is_intel = native.is_made_by("GenuineIntel")
         native.is_made_by = lambda vendor: (vendor == "GenuineIntel") is not is_intel  # type: ignore[assignment]
+
+
+@pytest.fixture(autouse=True)
+def same_random_numbers() -> None:
+    """Every test draws the same numbers from torch in every run, whatever ran before it."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
 
 
 class Golden:

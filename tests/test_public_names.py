@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pkgutil
+import re
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +17,52 @@ import ngsgd
 @pytest.mark.parametrize("name", ngsgd.__all__)
 def test_every_public_name_is_there(name: str) -> None:
     assert getattr(ngsgd, name).__doc__
+
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+_NAME = re.compile(r"(?<![\w./-])ngsgd(?:\.[A-Za-z_]\w*)+")
+_FILE = re.compile(r"\.(?:yaml|toml|md|html|txt|json)$")
+
+
+def names_in(text: str) -> set[str]:
+    return {found for found in _NAME.findall(text) if not _FILE.search(found)}
+
+
+@pytest.mark.entry("R3", "you write `import ngsgd` and then `ngsgd.hypergrad`, `ngsgd.optim` or another package", "right",
+                   "all packages are attributes, loaded on first use, and every name that README and docs write resolves")
+def test_every_package_is_reachable_from_a_bare_import() -> None:
+    packages = sorted(module.name for module in pkgutil.iter_modules(ngsgd.__path__) if module.ispkg and module.name != "conf")
+    assert len(packages) >= 10
+    code = "import ngsgd, sys; assert 'torch' not in sys.modules\n" + "\n".join(
+        f"assert ngsgd.{name}.__name__ == 'ngsgd.{name}' and '{name}' in dir(ngsgd)" for name in packages)
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.entry("R3")
+def test_every_name_in_the_pages_is_there() -> None:
+    wanted = {name: page.name for page in PAGES for name in names_in(page.read_text(encoding="utf-8"))}
+    assert len(wanted) > 30
+    missing = []
+    for name, page in sorted(wanted.items()):
+        try:
+            pkgutil.resolve_name(name)
+        except (AttributeError, ImportError):
+            missing.append(f"{page}: {name}")
+    assert missing == []
+
+
+@pytest.mark.entry("R3")
+def test_names_in_examples_are_attributes_after_a_bare_import() -> None:
+    """What `import ngsgd` in an example promises; modules that an example imports itself need not be attributes."""
+    blocks = [block for page in PAGES
+              for block in re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)]
+    names = {name for block in blocks if re.search(r"^import ngsgd$", block, re.MULTILINE)
+             for name in names_in(re.sub(r"^(?:from|import) ngsgd\..*$", "", block, flags=re.MULTILINE))}
+    names |= {"ngsgd.NGSGD", "ngsgd.hypergrad.ReversibleSGD", "ngsgd.hypergrad.hypergradient", "ngsgd.optim.SGD",
+              "ngsgd.curvature.collect", "ngsgd.preconditioners.KFAC"}
+    code = "import ngsgd\n" + "\n".join(sorted(names))
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:

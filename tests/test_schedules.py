@@ -49,6 +49,22 @@ def test_a_run_shorter_than_one_outer_iteration_still_has_one() -> None:
     assert len(list(Schedule(1, 1, 1.0, 0.1, 0.01, 4, 4).outer_iterations())) == 1
 
 
+@pytest.mark.entry("K14", "a run has fewer epochs than one archive pass, such as `schedule.num_epochs=0.1` on a small corpus",
+                   "right",
+                   "the amount is rounded down to archive passes, and at least one outer iteration with one pass per job is run; "
+                   "its learning rate is `lr_final`; no ZeroDivisionError")
+@pytest.mark.parametrize(("num_archives", "frames_per_eg", "num_epochs", "num_jobs", "passes"), [
+    (1, 8, 0.1, 1, 1), (1, 8, 0.1, 2, 2), (3, 4, 0.01, 2, 2), (2, 8, 0.1, 1, 1), (2, 8, 0.2, 1, 3)])
+def test_a_part_of_an_epoch_is_the_nearest_whole_passes_below_and_at_least_one_outer_iteration(
+        num_archives: int, frames_per_eg: int, num_epochs: float, num_jobs: int, passes: int) -> None:
+    schedule = Schedule(num_archives, frames_per_eg, num_epochs, 0.1, 0.01, num_jobs, num_jobs)
+    plans = list(schedule.outer_iterations())
+    assert schedule.num_passes >= 1
+    assert sum(plan.num_jobs for plan in plans) == passes
+    assert plans[-1].effective_lr == 0.01
+    assert 0.01 <= schedule.effective_lr(0, 0) <= 0.1
+
+
 def test_lr_factors_multiply_the_exponential_schedule_by_the_share_of_the_data() -> None:
     plain = Schedule(4, 2, 5.0, 0.01, 0.001, 2, 2)
     shaped = replace(plain, lr_factors=(2.0, 0.5, 4.0))

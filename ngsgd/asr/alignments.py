@@ -19,6 +19,7 @@ from ngsgd.files import new_file
 MOST_MISSING = 0.5  # of a set's utterances; with fewer aligned it is more likely that the file belongs to other data
 
 
+PDF_TABLE = "pdfs.txt"  # next to an alignment: lines "pdf phone state"
 _MAX_PDFS = 1_000_000   # Kaldi's largest trees have about 20 000 leaves
 
 
@@ -28,20 +29,60 @@ class Alignment:
 
     pdf_T: Mapping[str, PdfIds]     # by utt_id
     path: Path                      # where it came from, for messages
+    pdf_names: tuple[str, ...] = ()     # of the states that it numbers, where a table next to it gives them
+
+    def numbered_as(self, pdf_names: tuple[str, ...]) -> Alignment:
+        """The alignment with the numbers that its states have in `pdf_names`; without a table of names it stays as it is.
+
+        Raises:
+            DataError: it has other states, or a number that its table lacks.
+        """
+        if self.pdf_names in ((), pdf_names):
+            return self
+        if other := set(self.pdf_names) ^ set(pdf_names):
+            raise DataError(f"{self.path} numbers {len(self.pdf_names)} HMM states by its {PDF_TABLE}, and the lexicon or "
+                            f"data.graph gives {len(pdf_names)}; only one of them has {min(other)!r}. Give the lexicon, "
+                            "data.num_silence_states and data.graph that the alignment was made with.")
+        number_of = {name: number for number, name in enumerate(pdf_names)}
+        table_P = np.array([number_of[name] for name in self.pdf_names], np.int32)
+        for utt_id, pdfs in self.pdf_T.items():
+            if len(pdfs) and not 0 <= pdfs.min() <= pdfs.max() < len(table_P):
+                raise DataError(f"{self.path} has a state in {utt_id} that its {PDF_TABLE} lacks; take both from one export.")
+        return Alignment({utt_id: table_P[pdfs] for utt_id, pdfs in self.pdf_T.items()}, self.path, pdf_names)
 
 
 def read(path: Path) -> Alignment:
     """An .npz of `ngsgd align` (pdf, offsets, utt_ids), text lines "utt pdf pdf ...", or a folder of Kaldi's ali.*.gz or ali.*.ark.
 
     The numbers in a Kaldi folder are transition ids, translated by its file tid2pdf (lines "transition-id pdf"); without
-    that file they are pdfs, as ali-to-pdf makes them.
+    that file they are pdfs, as ali-to-pdf makes them.  A file pdfs.txt in the folder, as `ngsgd export --data` writes it,
+    names the pdfs.
     """
     path = path.expanduser()
     if not path.exists():
         raise DataError(f"data.alignment is {path}, which does not exist; give the file that ngsgd align wrote, or leave it empty.")
+    folder = path if path.is_dir() else path.parent
+    names = _read_pdf_table(folder / PDF_TABLE) if (folder / PDF_TABLE).is_file() else ()
     if path.is_dir():
-        return Alignment(_read_folder(path), path)
-    return Alignment(_read_npz(path) if path.suffix == ".npz" else kaldi_tables.read_int_vectors(path), path)
+        return Alignment(_read_folder(path), path, names)
+    return Alignment(_read_npz(path) if path.suffix == ".npz" else kaldi_tables.read_int_vectors(path), path, names)
+
+
+def pdf_table(pdf_names: tuple[str, ...]) -> str:
+    """The content of a file pdfs.txt."""
+    return "".join(f"{pdf} {name}\n" for pdf, name in enumerate(pdf_names))
+
+
+def _read_pdf_table(path: Path) -> tuple[str, ...]:
+    names: list[str] = []
+    for where, line in kaldi_tables.read_lines(path):
+        number, _, name = line.partition(" ")
+        if number != str(len(names)) or not name.strip():
+            raise DataError(f"{where}: {line[:40]!r} is not the pdf {len(names)}, its phone and its state; export the data again.")
+        names.append(name.strip())
+    if not names or len(set(names)) < len(names):
+        raise DataError(f"{path} does not give each pdf a distinct name; export the data again.")
+    return tuple(names)
 
 
 def write(path: Path, pdf_T: Mapping[str, PdfIds]) -> None:
@@ -81,8 +122,9 @@ def _labels(alignment: Alignment, utt_id: str, num_frames: int) -> PdfIds | None
 
 def _check(pdf_T: PdfIds, utt_id: str, num_frames: int, num_pdfs: int, path: Path) -> None:
     if len(pdf_T) != num_frames:
-        raise DataError(f"{path} has {len(pdf_T)} states for {utt_id}, which has {num_frames} frames; it belongs to other audio or "
-                        "another frame rate: align again.")
+        raise DataError(f"{path} has {len(pdf_T)} states for {utt_id}, which has {num_frames} frames. Features made here have "
+                        "a frame for each 10 ms, as Kaldi's with --snip-edges=false; Kaldi's default drops about two. Give the "
+                        "features that were aligned (feats.scp with features.kind=given), or align this audio again.")
     if pdf_T.min() < 0 or pdf_T.max() >= num_pdfs:
         wrong = int(pdf_T.min() if pdf_T.min() < 0 else pdf_T.max())
         raise DataError(f"{path} has the state {wrong} in {utt_id}, and the lexicon and its phones have {num_pdfs} states, from 0; "

@@ -33,6 +33,7 @@ from ngsgd.asr import (
     features,
     fsdd,
     fsdd_source,
+    graphs,
     own_data,
     speech_set,
     synthesis,
@@ -154,6 +155,8 @@ def _content_of_alignment(data: DataConfig) -> dict[str, Any]:
 
 def _load(name: str, folder: Path) -> Corpus:
     sets, language, digest = cache.load(folder)
+    if language.given:
+        graphs.check(language.given)   # before the training, not at its end
     return Corpus(name=name, language=language, digest=digest, **sets)
 
 
@@ -161,7 +164,10 @@ def _labelled(corpus: Corpus, data: DataConfig, report: Report) -> Corpus:
     """The corpus with the labels of data.alignment, where that is a file."""
     if data.alignment in ("", "flat") or data.corpus in ("digits", "fsdd"):
         return corpus
-    alignment = alignments.read(Path(data.alignment))
+    given = alignments.read(Path(data.alignment))
+    alignment = given.numbered_as(corpus.language.pdf_names(of_graph=bool(data.graph)))
+    if alignment is not given:
+        report(f"{given.path}: the states are numbered by its {alignments.PDF_TABLE}, and have been renumbered for this lexicon")
     sets: dict[str, Any] = {}
     for name in ("train", "valid", "test"):
         sets[name], missing = alignments.attach(alignment, name, getattr(corpus, name), corpus.num_pdfs)

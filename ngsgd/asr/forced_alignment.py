@@ -118,15 +118,23 @@ class Realigned:
 
 
 def realign(corpus: Corpus, states: States, logliks: Mapping[str, npt.NDArray[np.float32]], config: AlignConfig,
-            oov: str) -> Realigned:
+            oov: str, given: graphs.Graph | None = None) -> Realigned:
     """The best path of each utterance in `states` through its transcript's graph.
 
-    `logliks` has, for each utterance, T x P: log densities, or log posteriors minus log priors.
+    Args:
+        corpus: the speech.
+        states: the utterances to align, and the states of those that have no path.
+        logliks: for each utterance, T x P: log densities, or log posteriors minus log priors.
+        config: the beam.
+        oov: the word that stands for words which the lexicon lacks.
+        given: a decoding graph with its own numbers of states; the states are then those of its paths with these words.
+            Without it they are those of the lexicon's phones.
     """
     realigned, lost, cost, num_frames = {}, [], 0.0, 0
     for utt_id, words, length in _utterances(corpus, oov):
         if utt_id in states:
-            path = _best_path(corpus.language.topology, words, logliks[utt_id], config.beam)
+            graph = graphs.within(given, words) if given else graphs.of_transcript(corpus.language.topology, words)
+            path = _best_path(graph, logliks[utt_id], config.beam)
             realigned[utt_id] = path.pdf_T if path.is_complete else states[utt_id]
             if path.is_complete:
                 cost, num_frames = cost + path.cost, num_frames + length
@@ -141,8 +149,7 @@ def share_changed(before: States, after: States) -> float:
     return changed / sum(map(len, after.values()))
 
 
-def _best_path(topology: Topology, words: Sequence[str], loglik_TP: npt.NDArray[np.float32], beam: float) -> decoding.Path:
-    graph = graphs.of_transcript(topology, words)
+def _best_path(graph: graphs.Graph, loglik_TP: npt.NDArray[np.float32], beam: float) -> decoding.Path:
     for width in (beam, WIDER * beam):
         path = decoding.best_path(graph, loglik_TP, acoustic_scale=1.0, beam=width, max_active=NO_LIMIT)
         if path.is_complete:

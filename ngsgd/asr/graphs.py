@@ -15,11 +15,13 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ngsgd.asr import extras
+import numpy as np
+
+from ngsgd.asr import extras, openfst
 from ngsgd.asr.language import GivenGraph, Language
 from ngsgd.asr.topology import SILENCE_PHONE, Pronunciation, Topology
 from ngsgd.errors import DataError
@@ -70,20 +72,37 @@ def build(language: Language, *, silence_prob: float) -> Graph:
 
 
 def read(given: GivenGraph) -> Graph:
-    """A graph that came with the data, its transition ids replaced by pdfs."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "HCLG.fst"
-        path.write_bytes(given.hclg)
-        fst = _kaldifst().StdVectorFst.read(str(path))
-    if fst is None:
-        raise DataError("The decoding graph HCLG.fst is damaged or not an OpenFst file; fetch it again.")
+    """A graph that came with the data, its transition ids replaced by pdfs; raises DataError where the file is damaged."""
+    read = check(given)
+    fst = _kaldifst().StdVectorFst()
+    for _ in range(read.num_states):
+        fst.add_state()
+    fst.start = read.start
+    arcs = read.arc_A.tolist()
+    for state, (final, first, num_arcs) in enumerate(zip(read.final_S.tolist(), read.first_S.tolist(), read.num_arcs_S.tolist(),
+                                                         strict=True)):
+        fst.set_final(state, final)
+        for ilabel, olabel, weight, target in arcs[first:first + num_arcs]:
+            _add(fst, Arc(state, target, ilabel, olabel, weight))
+    return Graph(fst, given.words)
 
-    def to_pdf(arc: Arc) -> Arc:
-        if arc.input > len(given.tid2pdf) or arc.output > len(given.words):
-            raise DataError(f"The decoding graph HCLG.fst has the labels {arc.input}:{arc.output}, beyond its {len(given.tid2pdf)} "
-                            f"transitions or {len(given.words)} words; take the files of one release.")
-        return arc if arc.input == EPSILON else arc._replace(input=given.tid2pdf[arc.input - 1] + 1)
-    return Graph(_rewritten(fst, to_pdf), given.words)
+
+def check(given: GivenGraph) -> openfst.Fst:
+    """Parse the graph that came with the data, its transition ids replaced by pdfs + 1.
+
+    Raises:
+        DataError: the file is damaged, or its labels are beyond the transitions or the words.
+    """
+    fst = openfst.parse(given.hclg, "The decoding graph HCLG.fst")
+    ilabel_A, olabel_A = fst.arc_A["ilabel"], fst.arc_A["olabel"]
+    is_beyond_A = (ilabel_A > len(given.tid2pdf)) | (olabel_A > len(given.words))
+    if is_beyond_A.any():
+        at = int(is_beyond_A.argmax())
+        raise DataError(f"The decoding graph HCLG.fst has the labels {ilabel_A[at]}:{olabel_A[at]}, beyond its "
+                        f"{len(given.tid2pdf)} transitions or {len(given.words)} words; take the files of one release.")
+    arc_A = fst.arc_A.copy()
+    arc_A["ilabel"] = np.array([EPSILON - 1, *given.tid2pdf], np.int32)[ilabel_A] + 1
+    return replace(fst, arc_A=arc_A)
 
 
 def with_word_penalty(graph: Graph, word_penalty: float) -> Graph:
@@ -117,6 +136,23 @@ def of_transcript(topology: Topology, words: Sequence[str]) -> Graph:
             _add_epsilon(fst, _chain(fst, before, topology.pdfs_of(phones), label=label), state)
     fst.set_final(_after_optional_silence(fst, state, topology), 0.0)
     return Graph(fst, topology.words)
+
+
+def within(graph: Graph, words: Sequence[str]) -> Graph:
+    """The paths of `graph` whose words are these, in this order.
+
+    Raises:
+        DataError: the graph lacks a word.
+    """
+    labels = {word: label for label, word in enumerate(graph.words, start=1)}
+    if missing := [word for word in words if word not in labels]:
+        raise DataError(f"The decoding graph HCLG.fst has no word {missing[0]} in its words.txt, which a transcript has; give "
+                        "data.oov a word of the graph, or correct the transcript.")
+    kaldifst = _kaldifst()
+    transcript = kaldifst.make_linear_acceptor([labels[word] for word in words])
+    kaldifst.arcsort(transcript, "ilabel")
+    # on the side of the transcript, so that the arcs of a large graph need not be sorted
+    return Graph(kaldifst.compose(graph.fst, transcript, match_side="right"), graph.words)
 
 
 # Lexicon --------------------------------------------------------------------------------------------------------------

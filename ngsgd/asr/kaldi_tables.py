@@ -138,12 +138,15 @@ def _by_key(source: Source, num_dims: int, dtype: type[np.int32] | None = None) 
 
 
 def write_matrices(ark: Path, matrices: Iterable[tuple[str, npt.NDArray[np.floating]]]) -> None:
-    """An archive of matrices, float64 where they are and else float32, and beside it the script (.scp) that points into it."""
+    """Write an archive of matrices, float64 or float32 as they are, and the script (.scp) that points into it.
+
+    The script has the archive's absolute path, so that it is found from any working directory.
+    """
     places = []
     with files.new_file(ark) as temporary, temporary.open("wb") as file:
         for key, matrix in matrices:
             file.write(key.encode() + b" ")
-            places.append(f"{key} {ark}:{file.tell()}\n")
+            places.append(f"{key} {ark.absolute()}:{file.tell()}\n")
             file.write(_encoded(matrix))
     files.write_text(ark.with_suffix(".scp"), "".join(places))
 

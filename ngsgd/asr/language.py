@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from typing import Any
 
-from ngsgd.asr.topology import Topology
+from ngsgd.asr.topology import SILENCE_PHONE, Topology
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,17 @@ class Language:
     def num_pdfs(self) -> int:
         """HMM states: those of the graph that came with the data (which may tie them), else those of the phones."""
         return 1 + max(self.given.tid2pdf) if self.given else self.topology.num_pdfs
+
+    def pdf_names(self, *, of_graph: bool) -> tuple[str, ...]:
+        """The phone and state of each pdf, from 0; `of_graph`: those of the graph that came with the data, by its digest.
+
+        Equal names are equal states, so that alignments can be compared with what they are used for.
+        """
+        if of_graph and self.given:
+            tree = hashlib.sha256(" ".join(map(str, self.given.tid2pdf)).encode()).hexdigest()[:12]
+            return tuple(f"tree-{tree} {pdf}" for pdf in range(self.num_pdfs))
+        phones = (SILENCE_PHONE, *self.topology.phones)
+        return tuple(f"{phone} {state}" for phone in phones for state in range(len(self.topology.pdfs_of_phone(phone))))
 
     def to_json(self) -> dict[str, Any]:
         """All but what `files` holds."""

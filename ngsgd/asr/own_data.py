@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ngsgd import files
-from ngsgd.asr import alignments, augment, data_dir, kaldi_tables, lexicon, manifests, speech_set
+from ngsgd.asr import alignments, augment, data_dir, graphs, kaldi_tables, lexicon, manifests, speech_set
 from ngsgd.asr.audio import Piece
 from ngsgd.asr.data_dir import Listed
 from ngsgd.asr.held_out import hold_out
@@ -138,4 +138,6 @@ def _given_graph(folder: Path) -> GivenGraph:
     if not numbers or min(numbers) < 0 or max(numbers) > _MAX_GAP * len(numbers):
         raise DataError(f"{folder / 'words.txt'} does not number {len(numbers)} words from 0; give Kaldi's words.txt.")
     words = tuple(numbers.get(number, f"#{number}") for number in range(1, max(numbers) + 1))
-    return GivenGraph((folder / "HCLG.fst").read_bytes(), words, alignments.read_tid2pdf(folder / "tid2pdf"))
+    given = GivenGraph((folder / "HCLG.fst").read_bytes(), words, alignments.read_tid2pdf(folder / "tid2pdf"))
+    graphs.check(given)   # now, not after the training
+    return given

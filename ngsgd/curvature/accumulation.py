@@ -86,14 +86,39 @@ class Accumulation:
         self.sums[name].take_inputs(inputs, self._options.sharing)
 
     def keep(self, signal: str, fresh: Fresh) -> None:
-        """What a whole backward pass found joins what others did: samples end to end, sums added."""
+        """What a loss or a backward pass found joins what others did.
+
+        Samples of several backward passes come end to end; several losses in one backward pass are of the same samples.
+        """
+        number = torch._C._current_graph_task_id()
         for (name, form), value in fresh.found.items():
-            found, key = self.sums[name].found, (signal, form)
-            if key not in found:
-                found[key] = value
-            elif form in ("individual", "norms"):
-                found[key] = torch.cat([found[key], value], dim=1)
-            elif form == "by_sample":
-                found[key] = torch.cat([found[key], value])
+            sums, key = self.sums[name], (signal, form)
+            before = sums.found.get(key)
+            if form in ("individual", "norms", "by_sample"):
+                dim = 0 if form == "by_sample" else 1
+                start = 0 if before is None else before.shape[dim]
+                if before is not None and sums.last[key][0] == number and signal != "gradient":
+                    sums.found[key] = _together(before, value, sums.last[key][1], form)
+                    continue
+                sums.last[key] = number, start
+                sums.found[key] = value if before is None else _end_to_end(before, value, dim)
             else:
-                found[key] = found[key] + value
+                sums.found[key] = value if before is None else before + value
+
+
+def _together(before: Tensor, value: Tensor, start: int, form: str) -> Tensor:
+    """What two losses say of the same samples, those from `start` on: squares are added, vectors are more vectors."""
+    if form == "by_sample":
+        before[start:] += value
+        return before
+    more_VNP = value.new_zeros(len(value), *before.shape[1:])
+    more_VNP[:, start:] = value
+    return torch.cat([before, more_VNP])
+
+
+def _end_to_end(before: Tensor, value: Tensor, dim: int) -> Tensor:
+    """Other samples; where they have fewer vectors (a loss of fewer classes), the others are zero."""
+    if dim == 1 and len(before) != len(value):
+        V = max(len(before), len(value))
+        before, value = (torch.cat([x, x.new_zeros(V - len(x), *x.shape[1:])]) for x in (before, value))
+    return torch.cat([before, value], dim=dim)

@@ -18,11 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from ngsgd.curvature.expansion import expansion_of
 from ngsgd.curvature.layers import Affine, Kind, kind_of, refuse_coupled, wide, without_autocast
 from ngsgd.curvature.records import Call, Record
+from ngsgd.curvature.samples import Tries, mixed_rows, next_calls, run_once
 from ngsgd.curvature.vectors import vector_products
 from ngsgd.errors import ConfigError, DataError
 
@@ -30,6 +32,11 @@ __all__ = ["Call", "Capture", "Record"]
 
 CACHED = 1 << 21   # floats of derivatives at the layers: eight megabytes
 Arrival = Callable[[Call, Tensor], None]
+# how a user leaves a layer out, by the argument that there is for it
+LEFT_OUT = {
+    "layers": "leave it out by naming the others in layers=",
+    "skip": "name it in skip= (its parameters, and those of layers inside of it, then keep their gradient)",
+}
 
 
 class Capture:
@@ -45,16 +52,20 @@ class Capture:
         samples: indices of the samples that count; None: all.
         arrived: called with every derivative in place of keeping a record.
         called: called after every call with the layer's output.
+        separate: refuse layers whose rows take part in several samples, also where an operation after them mixes samples;
+            layers that run once for the whole minibatch are always refused.
+        left_out_by: the argument by which the user leaves a layer out, for messages: "layers" or "skip".
 
     Raises:
-        ConfigError: a layer with trainable parameters is of no known kind, is compiled, normalises over the minibatch, or is
-            differentiated a second time.
+        ConfigError: a layer with trainable parameters is of no known kind, is compiled, normalises over the minibatch, runs once
+            for the whole minibatch, or is differentiated a second time.
         DataError: the leading dimensions of the inputs differ.
     """
 
     def __init__(self, model: nn.Module, *, layers: Iterable[str] | None = None, num_samples: int | None = None,
                  samples: Sequence[int] | None = None, arrived: Arrival | None = None,
-                 called: Callable[[Call, Tensor], None] | None = None) -> None:
+                 called: Callable[[Call, Tensor], None] | None = None, separate: bool = False,
+                 left_out_by: str = "layers") -> None:
         self.model = model
         self.records: list[Record] = []
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -65,15 +76,26 @@ class Capture:
         self._handles: list[RemovableHandle] = []
         self._numbers: Counter[str] = Counter()
         self._open: dict[Call, GradientEdge] = {}
+        self._outputs: dict[int, GradientEdge] = {}   # of the whole model, that no derivative has come to
+        self._num_outputs = 0
+        self._forward = -1
         self._paused = False
+        self._left_out_by = left_out_by
+        # vectors through layers of NGSGD would be taken for minibatches
+        self._separate = separate and not any("preconditioner" in vars(module) for module in model.modules())
+        self._tries = Tries(model, "separate" if self._separate else "once")
+        self._checked: tuple[int, bool] = (-1, False)   # a backward pass, and whether its calls are to be checked
         self.layers = self._chosen()
 
     def __enter__(self) -> Capture:
         try:
+            self._handles.append(self.model.register_forward_pre_hook(self._before_model))
             for name, module in self.model.named_modules():
-                self._handles.append(module.register_forward_pre_hook(lambda module, _, name=name: refuse_coupled(module, name)))
+                self._handles.append(module.register_forward_pre_hook(
+                    lambda module, _, name=name: refuse_coupled(module, name, self._left_out_by)))
                 if name in self.layers:
                     self._handles.append(module.register_forward_hook(self._hook(name), with_kwargs=True))
+            self._handles.append(self.model.register_forward_hook(self._after_model))
         except BaseException:
             self.close()
             raise
@@ -88,6 +110,7 @@ class Capture:
             handle.remove()
         self._handles.clear()
         self._open.clear()
+        self._outputs.clear()
 
     def forget_listeners(self) -> None:
         """For good.  Who listens often holds this capture, and results should go with their last user, not some time later."""
@@ -145,6 +168,74 @@ class Capture:
         """N, before the choice of those that count."""
         return self._num_samples or len(call.input)
 
+    def num_samples_seen(self, output: Tensor) -> int:
+        """N of the call of the model that an output is of, among calls whose derivatives are yet to come."""
+        calls = self._open
+        if len({call.forward for call in calls}) > 1 and output.requires_grad:
+            calls = next_calls(get_gradient_edge(output), calls) or calls
+        return self.num_samples_of(next(iter(calls)))
+
+    def check_output(self, edge: GradientEdge, like: Tensor) -> None:
+        """Refuses calls that an output depends on and whose rows are no samples; before derivatives go on from it.
+
+        Args:
+            edge: of the model's output, or of what a loss saw.
+            like: of its shape and dtype.
+        """
+        if not self._is_due():
+            return
+        calls = dict(self._open)
+        for call in run_once([edge, *self._outputs.values()], calls):
+            raise ConfigError(f"layer {call.layer} runs once for the whole minibatch and its output is repeated for every sample, "
+                              "so the derivative at its output is a sum over samples and its rows are no samples; give it an "
+                              f"input for each sample, such as {call.layer}(torch.arange(T).expand(N, T)) of a position "
+                              f"embedding, or {LEFT_OUT[self._left_out_by]}.")
+        before = next_calls(edge, calls)
+        N = self.num_samples_of(next(iter(calls)))
+        if not self._separate:
+            for call in calls:
+                self._tries.count(call, N, is_clear=True)
+        elif before and like.ndim:
+            with self.paused():
+                found = mixed_rows(edge, like, before, self._num_samples)
+            # where no layer's rows are those of the output, its leading dimension is not that of samples
+            self._judge(found if False in found.values() else {}, "the model's output", N)
+
+    def _judge(self, found: dict[Call, bool | None], source: str, num_rows: int) -> None:
+        for call, is_mixed in found.items():
+            if is_mixed:
+                raise ConfigError(f"rows of layer {call.layer} take part in several samples of {source}, so no sample has a "
+                                  "gradient of its own: the layer runs once for the whole minibatch, samples are not the leading "
+                                  "dimension of its input, or an operation after it mixes samples; give it an input for each "
+                                  f"sample, samples first, or {LEFT_OUT[self._left_out_by]}.")
+            self._tries.count(call, num_rows, is_clear=is_mixed is False)
+
+    def _is_due(self) -> bool:
+        """Whether a call of this backward pass has never been checked."""
+        number = torch._C._current_graph_task_id()
+        if self._checked[0] != number and self._open:
+            self._checked = number, self._tries.are_due(self._open, self.num_samples_of(next(iter(self._open))))
+        return bool(self._open) and self._checked == (number, True)
+
+    def _before_model(self, module: nn.Module, args: Any) -> None:
+        if torch.is_grad_enabled() and not self._paused:
+            self._forward += 1
+
+    def _after_model(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not torch.is_grad_enabled() or self._paused or torch._C._functorch.maybe_current_level() is not None:
+            return
+        for part in tree_leaves(output):
+            if isinstance(part, Tensor) and part.requires_grad and part.ndim:
+                number = self._num_outputs
+                self._num_outputs += 1
+                self._outputs[number] = get_gradient_edge(part)
+                part.register_hook(lambda e_M, number=number: self._output_arrived(number, e_M))
+
+    def _output_arrived(self, number: int, e_M: Tensor) -> None:
+        if not self._paused and self._handles and number in self._outputs:
+            self.check_output(self._outputs[number], e_M)
+            del self._outputs[number]
+
     def _keep(self, call: Call, e_M: Tensor) -> None:
         self.records.append(self.record(call, e_M[None]))
 
@@ -165,10 +256,8 @@ class Capture:
             if not own or not self._is_within(name):
                 continue
             if kind_of(module) is None and expansion_of(module) is None:
-                unknown.append(f"layer {name or 'the model'} ({type(module).__name__}) has parameters of its own, and how "
-                               "they make its "
-                               "output is not known; leave it out by naming the others in layers=, or build it from torch's "
-                               "layers.")
+                unknown.append(f"layer {name or 'the model'} ({type(module).__name__}) has parameters of its own, and how they "
+                               f"make its output is not known; {LEFT_OUT[self._left_out_by]}, or build it from torch's layers.")
             chosen.add(name)
         if unknown:
             raise ConfigError(unknown)
@@ -217,7 +306,8 @@ class Capture:
         if x.ndim < 2 and x.is_floating_point():
             raise DataError(f"layer {layer} has an input of shape {tuple(x.shape)}, without a dimension of samples; pass a "
                             "minibatch.")
-        call = Call(layer, self._numbers[layer], kind, weight, bias, x.detach(), x._version, output.shape)
+        call = Call(layer, self._numbers[layer], kind, weight, bias, x.detach(), x._version, output.shape,
+                    self._forward)
         self._numbers[layer] += 1
         self._open[call] = get_gradient_edge(output)
         seen = weakref.ref(call)   # the graph lives longer than a call, whose input is to go when it has been used
@@ -228,9 +318,18 @@ class Capture:
     def _arrive(self, call: Call | None, layer: str, e_M: Tensor) -> None:
         if self._paused or not self._handles:  # the capture is closed
             return
-        if call is None or self._open.pop(call, None) is None:
+        is_due = self._separate and self._is_due()
+        edge = None if call is None else self._open.pop(call, None)
+        if call is None or edge is None:
             raise ConfigError(f"layer {layer} was differentiated twice after one forward pass, and its samples count once: "
                               "add the losses up before backward(), or call the model once for each, and leave gradients of "
                               "gradients outside.")
+        if is_due:
+            before = next_calls(edge, self._open)
+            with self.paused():
+                found = mixed_rows(edge, e_M, before, self._num_samples)
+            N = self.num_samples_of(call)
+            self._judge(found, f"layer {layer}", N)
+            self._tries.count(call, N, is_clear=False)   # nobody may ask for the rows of the last layer
         with torch.no_grad(), without_autocast(e_M.device.type):
             (self._arrived or self._keep)(call, e_M.detach())

@@ -16,11 +16,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
+from ngsgd.curvature import losses
 from ngsgd.curvature.accumulation import Accumulation
 from ngsgd.curvature.capture import Call, Capture, Record
+from ngsgd.curvature.expansion import expansion_of
 from ngsgd.curvature.inputs import Inputs, joined_inputs
-from ngsgd.curvature.layers import Affine, without_autocast
+from ngsgd.curvature.layers import Affine, Convolution, kind_of, without_autocast
 from ngsgd.curvature.quantities import SIGNALS, Fresh, Options, Quantities, settle
 from ngsgd.curvature.rows import joined
 from ngsgd.curvature.second_order import SecondOrder
@@ -34,6 +37,25 @@ def _refuse_natural_gradient(model: nn.Module) -> None:
         raise ConfigError(f"layer {natural[0]} belongs to an NGSGD optimiser, whose Fisher estimates would take the vectors of "
                           "second-order quantities for minibatches; call the optimiser's detach() first, or collect on a copy of "
                           "the model.")
+
+
+def _require_factors(model: nn.Module, layers: set[str], quantity: str) -> None:
+    """Refuses layers without Kronecker factors, and names those that have them."""
+    without = {name: module for name, module in model.named_modules() if name in layers and not _has_factors(module)}
+    if not without:
+        return
+    tied = {id(p) for module in without.values() for p in module.parameters()}
+    known = [name for name, module in model.named_modules() if name in layers and name not in without
+             and not any(id(p) in tied for p in module.parameters())]
+    listed = ", ".join(f"{name or 'the model'} ({type(module).__name__})" for name, module in without.items())
+    remedy = f"pass layers={known!r}." if known else "the model has no such layer whose weight is its own."
+    raise ConfigError(f"{quantity} is not defined for {listed}: Kronecker factors are those of Linear, Conv1d, Conv2d and Conv3d "
+                      f"without groups, and of the products of LSTM, GRU, RNN and MultiheadAttention; {remedy}")
+
+
+def _has_factors(module: nn.Module) -> bool:
+    kind = kind_of(module)
+    return expansion_of(module) is not None or (isinstance(kind, (Affine, Convolution)) and getattr(kind, "groups", 1) == 1)
 
 
 def _is_plain_product(call: Call, node: Any) -> bool:
@@ -50,7 +72,10 @@ class Collection(Mapping[str, Quantities]):
         self._is_second_order = any(SIGNALS.get(name, ("", ""))[0] != "gradient" for name in asked)
         if self._is_second_order:
             _refuse_natural_gradient(model)
-        self._capture = Capture(model, arrived=self._arrived, called=self._noted, **capture)
+        self._capture = Capture(model, arrived=self._arrived, called=self._noted, separate=True, **capture)
+        factored = [name for name in asked if SIGNALS.get(name, ("", ""))[1] == "factors"]
+        if factored:
+            _require_factors(model, self._capture.layers, factored[0])
         self._accumulation = Accumulation(asked, self._capture.parameters, options)
         self._second_order = SecondOrder(self._capture, self._accumulation, asked, options)
         self._of_gradient = self._accumulation.forms["gradient"]
@@ -59,10 +84,12 @@ class Collection(Mapping[str, Quantities]):
         self._inputs: dict[str, list[Inputs]] = defaultdict(list)
         self._pass = -1
         self._pass_samples = 0
+        self._pass_forward = -1
         self._seen: set[str] = set()
         self._by_node: weakref.WeakSet[Call] = weakref.WeakSet()   # calls whose weight gradient autograd will hand over
         self._expected: set[Call] = set()                          # those of them whose derivative has arrived
-        self._handle: Any = None
+        self._handles: list[Any] = []
+        self._is_in_loss = False
         self._mode: LossCalls | None = None
 
     def __enter__(self) -> Collection:
@@ -70,18 +97,18 @@ class Collection(Mapping[str, Quantities]):
         self._second_order.open()
         if self._is_second_order:
             if isinstance(self._loss_fn, nn.Module):
-                self._handle = self._loss_fn.register_forward_hook(self._loss_hook, with_kwargs=True)
-            else:
-                self._mode = LossCalls(self._watch)
-                self._mode.__enter__()  # type: ignore[no-untyped-call]
+                self._handles = [self._loss_fn.register_forward_pre_hook(self._before_loss),
+                                 self._loss_fn.register_forward_hook(self._loss_hook, with_kwargs=True)]
+            self._mode = LossCalls(self._watch_function)   # of a module: the losses that are called besides it
+            self._mode.__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._capture.close()
         self._capture.forget_listeners()
         self._second_order.close()
-        if self._handle is not None:
-            self._handle.remove()
+        for handle in self._handles:
+            handle.remove()
         if self._mode is not None:
             self._mode.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
             self._mode = None
@@ -128,7 +155,11 @@ class Collection(Mapping[str, Quantities]):
         number = torch._C._current_graph_task_id()
         if number != self._pass:
             self._finish_pass()
-            self._pass, self._pass_samples = number, 0
+            self._pass, self._pass_samples, self._pass_forward = number, 0, call.forward
+        if call.forward != self._pass_forward:
+            raise ConfigError("one backward pass went through two calls of the model, and whether sample i of both is one sample "
+                              "cannot be known: call backward() for the loss of each call, or make one minibatch of both; where "
+                              "the loss compares the outputs of both, collect on a module whose forward() makes both calls.")
         record = self._capture.record(call, e_M[None])
         self._agree(record)
         for parameter, share in (record.shares() if self._of_gradient else {}).items():
@@ -156,11 +187,12 @@ class Collection(Mapping[str, Quantities]):
     def _agree(self, record: Record) -> None:
         if self._pass_samples not in (0, record.num_samples):
             raise DataError(f"layer {record.layer} saw {record.num_samples} samples where the layers after it saw "
-                            f"{self._pass_samples}; say num_samples=, with the rows of each sample adjacent.")
+                            f"{self._pass_samples}; say num_samples= if the rows of each sample are adjacent there, or give the "
+                            "layer an input for each sample if it runs once for the whole minibatch.")
         self._pass_samples = record.num_samples
 
     def _finish_pass(self) -> None:
-        for name in [*self._uses, *self._inputs]:
+        for name in dict.fromkeys([*self._uses, *self._inputs]):   # each once
             self._finish(name)
 
     def _finish(self, name: str, *, without_sum: bool = False) -> None:
@@ -176,7 +208,15 @@ class Collection(Mapping[str, Quantities]):
 
     # the loss
 
+    def _before_loss(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        self._is_in_loss = True
+
+    def _watch_function(self, *args: Any) -> None:
+        if not self._is_in_loss:   # that one comes as a module
+            self._watch(*args)
+
     def _loss_hook(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], value: Tensor) -> None:
+        self._is_in_loss = False
         output, target = (*args, *(kwargs[key] for key in ("input", "target") if key in kwargs))
         self._watch({**vars(module), **module._buffers}, type(module), output, target, value, lambda f: module.forward(f, target))
 
@@ -184,11 +224,13 @@ class Collection(Mapping[str, Quantities]):
                again: Callable[[Tensor], Tensor]) -> None:
         if not value.requires_grad or self._capture.is_paused:
             return
-
+        losses.require_fixed(target)
         outputs = [output]   # let go when it has been used: the hook lives as long as the graph
 
         def before_the_backward_pass(upstream: Tensor) -> None:
             if not self._capture.is_paused and self._capture.open_calls and outputs:
+                if outputs[0].requires_grad:
+                    self._capture.check_output(get_gradient_edge(outputs[0]), outputs[0])
                 with without_autocast(upstream.device.type):
                     self._second_order.send(settings, kind, outputs.pop(), target, upstream, again)
 

@@ -27,8 +27,8 @@ from ngsgd.errors import ConfigError
 
 def output_moment(view: Evaluation, num_samples: int) -> Tensor:
     """D x D: the sum over samples of the loss's second derivative by a sample's output."""
-    f = view.rows()
-    if view.classes and len(f) == num_samples:
+    f, K = view.rows(), view.rows_of(num_samples)
+    if view.classes and K == 1:
         p_NC, w_N = f.softmax(dim=1), view.weight_R
         return torch.diag(w_N @ p_NC) - p_NC.T @ (w_N[:, None] * p_NC)
     total: Tensor | float = 0.0

@@ -159,13 +159,19 @@ def _by_running_statistics(layer: Any, x: Tensor) -> Tensor:
     return nn.functional.batch_norm(x, layer.running_mean, layer.running_var, eps=layer.eps)
 
 
-def refuse_coupled(layer: nn.Module, name: str) -> None:
+def refuse_coupled(layer: nn.Module, name: str, left_out_by: str = "layers") -> None:
     """Raises ConfigError for a normalisation over the minibatch, through which no sample has a gradient of its own."""
     over_minibatch = isinstance(layer, nn.modules.batchnorm._BatchNorm) and (layer.training or layer.running_mean is None)
     instance = isinstance(layer, nn.modules.instancenorm._InstanceNorm) and layer.track_running_stats and layer.training
     if over_minibatch or instance:
+        # with layers= a layer that is left out would still mix the samples of the others, and so with skip=
         raise ConfigError(f"layer {name or type(layer).__name__} ({type(layer).__name__}) normalises over the minibatch, so no "
-                          "curvature quantity of single samples is defined; call its eval() before the forward pass.")
+                          "sample has a gradient of its own; " + (
+                              "call its eval() before the forward pass, which collects with its running statistics."
+                              if left_out_by == "layers" else
+                              "keep its running statistics fixed by its eval() after model.train(), build the model with GroupNorm "
+                              "or LayerNorm, or take a method that looks at gradients alone (Shampoo, SOAP, PSGD, TONGA, MFAC, "
+                              "Muon) or ngsgd.NGSGD."))
 
 
 @torch.no_grad()

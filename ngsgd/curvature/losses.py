@@ -26,6 +26,13 @@ FUNCTIONS: dict[Callable[..., Any], type[nn.Module]] = {
     nn.functional.binary_cross_entropy_with_logits: nn.BCEWithLogitsLoss,
 }
 CLASSES = tuple(FUNCTIONS.values())
+OTHERS = frozenset({
+    nn.functional.kl_div, nn.functional.nll_loss, nn.functional.ctc_loss, nn.functional.l1_loss, nn.functional.smooth_l1_loss,
+    nn.functional.huber_loss, nn.functional.poisson_nll_loss, nn.functional.gaussian_nll_loss, nn.functional.binary_cross_entropy,
+    nn.functional.cosine_embedding_loss, nn.functional.margin_ranking_loss, nn.functional.triplet_margin_loss,
+    nn.functional.multi_margin_loss, nn.functional.multilabel_margin_loss, nn.functional.multilabel_soft_margin_loss,
+    nn.functional.soft_margin_loss, nn.functional.hinge_embedding_loss,
+})   # second derivative or weight of rows not known
 _SIGNATURES = {function: inspect.signature(function) for function in FUNCTIONS}
 
 
@@ -41,6 +48,14 @@ class Evaluation:
     def num_samples(self) -> int:
         """N."""
         return len(self.output)
+
+    def rows_of(self, num_samples: int) -> int:
+        """Rows of each sample; ConfigError where the loss did not see all samples."""
+        if self.num_samples % num_samples:
+            raise ConfigError(f"the loss saw {self.num_samples} rows of the output where layers saw {num_samples} samples, so "
+                              "which row belongs to which sample is not known: compute one loss of the complete output, let each "
+                              "loss see rows of all samples, or say num_samples= if layers see several rows of a sample.")
+        return len(self.weight_R) // num_samples
 
     def rows(self) -> Tensor:
         """R x C (classes) or R, in at least float32, without graph."""
@@ -78,7 +93,7 @@ class Evaluation:
         A column touches one frame of each sample, so that the columns of a sample sum up to its curvature.
         """
         f, root_w_R = self.rows(), self.weight_R.sqrt()
-        K = len(f) // num_samples  # rows of a sample
+        K = self.rows_of(num_samples)
         if self.classes:
             C = f.shape[1]
             B = max(1, C - 1)  # columns of a frame
@@ -155,6 +170,13 @@ def check(loss_fn: object) -> None:
         name = type(loss_fn).__name__ if isinstance(loss_fn, nn.Module) else getattr(loss_fn, "__name__", repr(loss_fn))
         raise ConfigError(f"loss_fn is {name}, whose second derivative is not known; second-order quantities take "
                           "CrossEntropyLoss, MSELoss, BCEWithLogitsLoss or their functional forms.")
+
+
+def require_fixed(target: Tensor) -> None:
+    """Raises ConfigError for a target that moves with the parameters: the second derivative of the loss misses that."""
+    if target.requires_grad:
+        raise ConfigError("the target of the loss depends on parameters, and curvature is taken as if it did not: call detach() on "
+                          "the target, or ask for first-order quantities (of a preconditioner: fisher=\"empirical\").")
 
 
 def arguments(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor, dict[str, Any]]:

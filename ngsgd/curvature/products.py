@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ngsgd.curvature.expansion import expansion_of
 from ngsgd.curvature.hessian import residuals
@@ -39,8 +40,10 @@ class Pass:
     random_state: Tensor
     versions: tuple[int, ...]                            # of the parameters
     loss: Callable[[Tensor], Tensor]                     # value of the loss for an output
-    evaluation: Callable[[Tensor], Evaluation]           # what its second derivative is made of
+    evaluation: Callable[[Tensor], Evaluation]           # what its second derivative is made of, for what the loss saw
     upstream: Tensor
+    view: Callable[[Tensor], Tensor]                     # what the loss saw of an output
+    runs: dict[str, Any]                                 # what several losses of one forward pass share
 
     def output(self) -> Tensor:
         """The network's output again, with a graph of its own.
@@ -53,11 +56,14 @@ class Pass:
                             "optimiser's step.")
         return self._output
 
-    @functools.cached_property
+    @property
     def _output(self) -> Tensor:
-        with torch.random.fork_rng(devices=[]), torch.enable_grad(), expanded(self.model):
-            torch.set_rng_state(self.random_state)
-            output: Tensor = self.model(*self.args, **self.kwargs)
+        if "output" not in self.runs:
+            # torch's fused attention has no second derivative
+            with torch.random.fork_rng(devices=[]), torch.enable_grad(), expanded(self.model), sdpa_kernel(SDPBackend.MATH):
+                torch.set_rng_state(self.random_state)
+                self.runs["output"] = self.model(*self.args, **self.kwargs)
+        output: Tensor = self.runs["output"]
         return output
 
     @functools.cached_property
@@ -70,11 +76,14 @@ class Pass:
         with torch.enable_grad():
             return self._differentiated(self.loss(self._output), self.upstream)
 
-    @functools.cached_property
+    @property
     def _pulled_ones(self) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-        with torch.enable_grad():
-            u = torch.zeros_like(self._output).requires_grad_()
-            return u, self._differentiated(self._output, u)
+        if "pulled" not in self.runs:
+            with torch.enable_grad():
+                u = torch.zeros_like(self._output).requires_grad_()
+                self.runs["pulled"] = u, self._differentiated(self._output, u)
+        pulled: tuple[Tensor, tuple[Tensor | None, ...]] = self.runs["pulled"]
+        return pulled
 
     def _differentiated(self, value: Tensor, upstream: Tensor) -> tuple[Tensor | None, ...]:
         parameters = [p for p in self.model.parameters() if p.requires_grad]
@@ -84,7 +93,8 @@ class Pass:
     @functools.cached_property
     def second_derivative(self) -> Evaluation:
         """What multiplies vectors by the loss's second derivative."""
-        return self.evaluation(self._output)
+        with torch.enable_grad():
+            return self.evaluation(self.view(self._output))
 
     @functools.cached_property
     def output_derivative(self) -> Tensor:
@@ -167,7 +177,7 @@ class Products:
 
     def _ggn(self, one: Pass, f: Tensor, p: Tensor, v_V: Tensor) -> Tensor:
         push, H = one.pushing(p), one.second_derivative
-        return _stacked([_pulled(f, p, H.product(push(v)[None])[0]) for v in v_V])
+        return _stacked([_pulled(H.output, p, H.product(one.view(push(v))[None])[0]) for v in v_V])
 
     def _positive(self, one: Pass, f: Tensor, p: Tensor, v_V: Tensor, modify: str) -> Tensor:
         total = self._ggn(one, f, p, v_V)

@@ -48,6 +48,8 @@ class Sums:
 
     shape: torch.Size
     found: dict[tuple[str, str], Tensor] = field(default_factory=dict)
+    # (backward pass, sample) from which on the last one lies in `found`
+    last: dict[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
     num_samples: int = 0
     B_OO: defaultdict[str, Gram] = field(default_factory=lambda: defaultdict(Gram))   # output factors by signal
     moment_II: Gram = field(default_factory=Gram)   # of input rows, for all signals

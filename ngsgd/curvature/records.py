@@ -28,6 +28,7 @@ class Call:
     input: Tensor           # as the layer got it, detached; samples first
     version: int            # of the input's storage, so that later changes in place are seen
     output_shape: torch.Size
+    forward: int = -1       # which call of the whole model it belongs to, from 0; -1: its layers were called one by one
 
 
 @dataclass(frozen=True, eq=False)

@@ -74,7 +74,7 @@ class SecondOrder:
             draws = view.sampled(self._options.mc_samples, self._options.generator)
             self._send("sampled", [(view.output, draws, None)])
         calls = self._capture.open_calls
-        N = self._capture.num_samples_of(next(iter(calls)))
+        N = self._capture.num_samples_seen(output)
         size = sum(call.output_shape.numel() for call in calls)
         chunk = max(1, self._options.max_floats // size)
         if self._forms["exact"]:

@@ -55,6 +55,10 @@ class Source:
     def left(self) -> int:
         return self._size - self._file.tell()
 
+    @property
+    def position(self) -> int:
+        return self._file.tell()
+
     def seek(self, offset: int) -> None:
         if offset > self._size:
             raise KaldiFormatError(f"the file has {self._size} bytes, and the offset is {offset}")

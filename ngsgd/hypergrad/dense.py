@@ -20,6 +20,7 @@ from ngsgd.hypergrad.exact import ExactMomentum
 from ngsgd.hypergrad.natural import captured, linear_layers
 from ngsgd.hypergrad.segment import Linearised
 from ngsgd.hypergrad.task import Flat, ModuleTask, Place
+from ngsgd.ops.second_derivatives import twice_differentiable
 
 
 class DenseGradients:
@@ -92,7 +93,7 @@ class DenseGradients:
         """(plain gradients, statistics A and S of every layer, leaves)."""
         leaves = [part.detach().requires_grad_() for part in self.flat.unflatten(w_P)]
         torch.default_generator.manual_seed(place.seed(self.task.seed))
-        with captured(self.task.module, self._modules) as rows:
+        with captured(self.task.module, self._modules) as rows, twice_differentiable():
             loss = self.task.loss(dict(zip(self.flat.names, leaves, strict=True)), place, data_weights)
         found = torch.autograd.grad(loss, [*leaves, *(rows[name][1] for name in self._modules)], create_graph=create_graph)
         statistics = []

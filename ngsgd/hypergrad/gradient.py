@@ -20,6 +20,7 @@ from ngsgd.hypergrad.plan import HyperGrad, Plan, Report
 from ngsgd.hypergrad.segment import ENGINES, Gradients, Numbers, PlainGradients, Segment, SegmentGrad
 from ngsgd.hypergrad.task import Flat, ModuleTask, Place, Task  # noqa: F401  (ModuleTask: for the doctest)
 from ngsgd.ops.averaging import mean_of_chunk, shares_of
+from ngsgd.ops.second_derivatives import naming_missing
 
 
 class Jobs(Protocol):
@@ -92,7 +93,7 @@ class Evaluation:
 
     def gradient(self) -> HyperGrad:
         """To be asked for once: the way back uses up what was kept for it."""
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), naming_missing("a hypergradient"):
             return self._run.gradient()
 
 

@@ -23,6 +23,7 @@ from ngsgd.config import OptimizerConfig
 from ngsgd.errors import ConfigError
 from ngsgd.hypergrad.segment import Linearised
 from ngsgd.hypergrad.task import Flat, ModuleTask, Place
+from ngsgd.ops.second_derivatives import twice_differentiable
 from ngsgd.preconditioners.online import Call, OnlineNaturalGradient
 
 
@@ -65,8 +66,9 @@ class NaturalGradients:
         return True
 
     def begin(self) -> None:
-        self._estimates = {name: (OnlineNaturalGradient(self._ranks[0], **self._settings),
-                                  OnlineNaturalGradient(self._ranks[1], **self._settings)) for name in self._modules}
+        self._estimates = {name: (OnlineNaturalGradient(self._ranks[0], relative_floor=True, **self._settings),
+                                  OnlineNaturalGradient(self._ranks[1], relative_floor=True, **self._settings))
+                           for name in self._modules}
 
     def snapshot(self) -> Any:
         return {name: tuple(one.state_dict() for one in pair) for name, pair in self._estimates.items()}
@@ -102,7 +104,7 @@ class NaturalGradients:
         """(direction, preconditioner, plain gradient, its leaves); moves the estimates."""
         leaves = [part.detach().requires_grad_() for part in self.flat.unflatten(w_P)]
         torch.default_generator.manual_seed(place.seed(self.task.seed))
-        with captured(self.task.module, self._modules) as rows:
+        with captured(self.task.module, self._modules) as rows, twice_differentiable():
             loss = self.task.loss(dict(zip(self.flat.names, leaves, strict=True)), place, data_weights)
         outputs = [rows[name][1] for name in self._modules]
         found = torch.autograd.grad(loss, [*leaves, *outputs], create_graph=create_graph, allow_unused=True)

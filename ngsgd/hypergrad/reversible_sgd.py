@@ -12,10 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ngsgd.errors import ReversalError
+from ngsgd.errors import ConfigError, ReversalError
 from ngsgd.hypergrad.exact import ExactMomentum
 from ngsgd.hypergrad.limits import Shortened, shorten
 from ngsgd.optim.sgd import components, require_non_negative, set_options
+
+_NUM_LOOKED_AT = 256  # elements of one parameter in each step; a look at all would cost a tenth of the step
 
 
 @dataclass(frozen=True)
@@ -48,8 +50,10 @@ class ReversibleSGD(torch.optim.Optimizer):
         layer_options: settings of single components by name or pattern, as for `ngsgd.NGSGD`.
         engine: "auto" takes compiled kernels where a C++ compiler is at hand, "eager" never; equal bits.
 
-    The parameters must not be changed by others between steps.  Raises DivergenceError for a gradient that is not finite and for
-    numbers out of range, and ReversalError where a step cannot be undone.
+    The parameters may be changed by others before the first step only.  Later `step` raises ConfigError and `undo` ReversalError:
+    at once for changes that torch counts, as by `load_state_dict`, and within as many steps as there are parameters for those
+    through `p.data`.  Raises DivergenceError for a gradient that is not finite and for numbers out of range, and ReversalError
+    where a step cannot be undone.
     """
 
     def __init__(self, model: nn.Module, lr: float, *, momentum: float = 0.9, nesterov: bool = False, max_change: float = 0.0,
@@ -66,13 +70,26 @@ class ReversibleSGD(torch.optim.Optimizer):
         self._params = [p for group in self.param_groups for p in group["params"]]
         if len({p.dtype for p in self._params}) != 1:
             raise ValueError("Invalid parameters: they must be of one type")
+        self._engine = engine
+        self.exact = self._exact()
+        self._taken: list[_Taken] = []
+        self._versions: list[int] = []  # of the parameters as the last step wrote them
+
+    def _exact(self) -> ExactMomentum:
+        """Position and velocity 0 at the parameters as they are."""
         ends, first = [], 0
         for group in self.param_groups:
             ends.append(slice(first, first := first + sum(p.numel() for p in group["params"])))
         names = [group["name"] for group in self.param_groups]
         flat_P = torch.cat([p.detach().reshape(-1) for p in self._params])
-        self.exact = ExactMomentum(flat_P, ends, names=names, engine=engine)
-        self._taken: list[_Taken] = []
+        return ExactMomentum(flat_P, ends, names=names, engine=self._engine)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused after construction: earlier steps could not be undone."""
+        if "exact" in self.__dict__:
+            raise ConfigError("ReversibleSGD takes no further param groups, since its steps are undone together; make a new one "
+                              "when layers are unfrozen.")
+        super().add_param_group(param_group)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:  # type: ignore[override]
@@ -81,6 +98,11 @@ class ReversibleSGD(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if not self.exact.num_steps:
+            self.exact = self._exact()  # the weights may have been loaded or initialized since
+        elif changed := self._changed():
+            raise ConfigError(f"{changed} was changed by others since the last step, and ReversibleSGD would undo that; load "
+                              "the state of this optimizer, too, or make a new one after setting the weights.")
         lr_G, momentum_G, decay_G, limit_G = (self._settings(key) for key in ("lr", "momentum", "weight_decay", "max_change"))
         grad_P = self._direction(decay_G)
         self.exact.step_v(grad_P, momentum_G)
@@ -101,6 +123,8 @@ class ReversibleSGD(torch.optim.Optimizer):
         """
         if not self._taken:
             raise ReversalError(0, "no step has been taken that is not undone yet")
+        if changed := self._changed():
+            raise ReversalError(self.exact.num_steps, f"{changed} was changed by others since")
         taken = self._taken[-1]
         rate_G = taken.shortened.rates(taken.lr_G)
         if taken.grad_P is not None:
@@ -113,16 +137,41 @@ class ReversibleSGD(torch.optim.Optimizer):
         self._taken.pop()
 
     def state_dict(self) -> dict[str, Any]:
-        """With all that going back needs."""
-        return {**super().state_dict(), "exact": self.exact.state_dict(), "taken": list(self._taken)}
+        """With all that going back needs, in tensors, numbers and tuples, which torch.load takes with weights_only."""
+        return {**super().state_dict(), "exact": self.exact.state_dict(), "taken": [_packed(taken) for taken in self._taken]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Also sets the parameters: they are part of the state."""
         super().load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
         self.exact.load_state_dict(state_dict["exact"])
-        self._taken = list(state_dict["taken"])
+        self._taken = [_unpacked(taken) for taken in state_dict["taken"]]
         with torch.no_grad():
             self._write()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """`copy.deepcopy` also copies the parameters."""
+        attributes = {key: value for key, value in self.__dict__.items()
+                      if key not in ("exact", "step", "_taken") and not key.endswith("_hooks")}
+        return {**attributes, "_state_dict": self.state_dict()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__({key: value for key, value in state.items() if key != "_state_dict"})
+        if "_state_dict" in state:  # else torch's load_state_dict calls this
+            self.exact = self._exact()
+            self.load_state_dict(state["_state_dict"])
+
+    def _changed(self) -> str:
+        """The layer whose parameters are not those that the last step wrote; "" if none is seen."""
+        parts = self.exact.weights().split([p.numel() for p in self._params])
+        index = self.exact.num_steps % len(parts)
+        sample = self._params[index].detach().reshape(-1)[:_NUM_LOOKED_AT]
+        if self._versions == [p._version for p in self._params] and torch.equal(sample, parts[index][:_NUM_LOOKED_AT]):
+            return ""
+        for p, part in zip(self._params, parts, strict=True):
+            if not torch.equal(p.detach().reshape(-1), part):
+                return str(next(group["name"] for group in self.param_groups if any(p is own for own in group["params"])))
+        self._versions = [p._version for p in self._params]
+        return ""
 
     def _settings(self, key: str) -> list[float]:
         return [float(group[key]) for group in self.param_groups]
@@ -144,6 +193,7 @@ class ReversibleSGD(torch.optim.Optimizer):
     def _write(self) -> None:
         for p, part in zip(self._params, self.exact.weights().split([p.numel() for p in self._params]), strict=True):
             p.copy_(part.view_as(p))
+        self._versions = [p._version for p in self._params]
 
     # Nesterov: the parameters are the point that momentum leads to, so a step moves them by lr (momentum v - (1 - momentum) g)
 
@@ -162,6 +212,17 @@ class ReversibleSGD(torch.optim.Optimizer):
         v_P = self.exact.velocity()
         return [float((gamma * v_P[group] - (1.0 - gamma) * grad_P[group].double()).norm())
                 for group, gamma in zip(self.exact.groups, momentum_G, strict=True)]
+
+
+def _packed(taken: _Taken) -> tuple[Any, ...]:
+    return taken.lr_G, taken.momentum_G, taken.decay_G, tuple(taken.shortened), taken.grad_P
+
+
+def _unpacked(taken: Any) -> _Taken:
+    if isinstance(taken, _Taken):  # of an earlier version
+        return taken
+    lr_G, momentum_G, decay_G, shortened, grad_P = taken
+    return _Taken(lr_G, momentum_G, decay_G, Shortened(*shortened), grad_P)
 
 
 def _impulses(taken: _Taken) -> list[float]:

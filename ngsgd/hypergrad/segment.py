@@ -19,6 +19,7 @@ from ngsgd.hypergrad.limits import MoveAdjoint, Shortened, shorten
 from ngsgd.hypergrad.plan import Plan
 from ngsgd.hypergrad.tapes import TAPES
 from ngsgd.hypergrad.task import Flat, Place, Task
+from ngsgd.ops.second_derivatives import twice_differentiable
 
 ENGINES = ("reversible", "checkpoint", "store")
 
@@ -184,7 +185,8 @@ class PlainGradients:
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would also note a traceback for GPUs that are not in use
         if leaves[0].is_cuda:
             torch.cuda.manual_seed(seed)
-        return self.task.loss(dict(zip(self.flat.names, leaves, strict=True)), place, data_weights)
+        with twice_differentiable():   # on both ways, whose gradients must have the same bits
+            return self.task.loss(dict(zip(self.flat.names, leaves, strict=True)), place, data_weights)
 
 
 class Segment:

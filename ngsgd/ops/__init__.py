@@ -1,0 +1,1 @@
+"""Tensor functions: natural gradient, matrix products, averaging, update-norm limits, compression."""

@@ -7,28 +7,77 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+
+from ngsgd.errors import DataError
 
 CHUNK = 1 << 15  # elements; the float64 copies stay in the cache
 
 
-def average_parameters(state_dicts: Sequence[Mapping[str, Tensor]],
+class AveragingError(DataError, ValueError):
+    """Models that have no average: other keys, shapes or dtypes, or numbers that are not finite."""
+
+
+def average_parameters(models: Sequence[Mapping[str, Tensor] | nn.Module],
                        weights: Sequence[float] | None = None) -> dict[str, Tensor]:
     """The weighted mean of models of the same shape; equal weights if `weights` is None.
 
-    Weights are normalised to sum to one (give the number of samples each model was trained on).  Entries that are not
-    floating point, such as counters, are taken from the first model.
+    Weights are normalised to sum to one (give the number of samples each model was trained on).  The running variances of batch
+    normalisations are pooled with their running means, so that they are those of all data together.  Integer entries, such as
+    counters, are taken from the first model.
+
+    Args:
+        models: state dicts, or modules, whose state dicts are taken.
+        weights: one for each model, at least 0.
+
+    Returns:
+        A state dict with the dtypes of the first model, on its devices.
+
+    Raises:
+        AveragingError: keys, shapes or dtypes differ, an entry is no tensor or not finite, or the weights have no sum.
 
     >>> import torch
     >>> first, second = {"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([3.0, 6.0])}
     >>> average_parameters([first, second], weights=[3, 1])["w"]
     tensor([1.5000, 3.0000])
     """
-    shares = shares_of(len(state_dicts), weights)
-    for index, other in enumerate(state_dicts[1:], start=1):
-        if other.keys() != state_dicts[0].keys():
-            raise ValueError(f"state dict {index} has other keys: {sorted(other.keys() ^ state_dicts[0].keys())[:5]}")
-    return {name: _mean_tensor([state[name] for state in state_dicts], shares) for name in state_dicts[0]}
+    states = [_state(model, index) for index, model in enumerate(models)]
+    shares = shares_of(len(states), weights)
+    for index, state in enumerate(states):
+        _require_like(state, states[0], index)
+    found = {name: _mean_tensor([state[name] for state in states], shares) for name in states[0]}
+    for name in found:
+        mean = f"{name.removesuffix('running_var')}running_mean"
+        if name.rpartition(".")[2] == "running_var" and mean in found and len(states) > 1:
+            found[name] = _pooled([state[mean] for state in states], [state[name] for state in states], shares)
+    return found
+
+
+def _state(model: Any, index: int) -> Mapping[str, Tensor]:
+    state = model.state_dict() if isinstance(model, nn.Module) else model
+    if not isinstance(state, Mapping):
+        raise AveragingError(f"model {index} is a {type(model).__name__}; average_parameters takes a sequence of state dicts "
+                             "(model.state_dict()) or of modules.")
+    return state
+
+
+def _require_like(state: Mapping[str, Tensor], first: Mapping[str, Tensor], index: int) -> None:
+    if state.keys() != first.keys():
+        raise AveragingError(f"state dict {index} has other keys than state dict 0: {sorted(state.keys() ^ first.keys())[:5]}; "
+                             "average models of the same class and options.")
+    for name, tensor in state.items():
+        if not isinstance(tensor, Tensor):
+            raise AveragingError(f"entry {name} of state dict {index} is a {type(tensor).__name__} and no tensor; leave it out.")
+        if tensor.shape != first[name].shape or tensor.dtype != first[name].dtype:
+            raise AveragingError(f"entry {name} of state dict {index} is {_described(tensor)}, and of state dict 0 "
+                                 f"{_described(first[name])}; average models of the same shapes and dtypes.")
+        if not bool(tensor.isfinite().all()):
+            raise AveragingError(f"entry {name} of state dict {index} has numbers that are not finite; leave that model out.")
+
+
+def _described(tensor: Tensor) -> str:
+    return f"{tensor.dtype} of shape {list(tensor.shape)}"
 
 
 def weighted_mean(vectors: Sequence[npt.NDArray[np.float32]], weights: Sequence[float]) -> npt.NDArray[np.float32]:
@@ -69,20 +118,33 @@ def mean_of_chunk(vectors: Sequence[npt.NDArray[Any]], shares: Sequence[float], 
 
 
 def _mean_tensor(tensors: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
-    if not tensors[0].is_floating_point():
-        return tensors[0].clone()
-    total = tensors[0].double() * shares[0]
+    first = tensors[0]
+    if not (first.is_floating_point() or first.is_complex()):
+        return first.clone()
+    exact = torch.complex128 if first.is_complex() else torch.float64
+    total = first.to(exact) * shares[0]
     for tensor, share in zip(tensors[1:], shares[1:], strict=True):
-        total.add_(tensor.double(), alpha=share)
-    return total.to(tensors[0].dtype)
+        total.add_(tensor.to(first.device, exact), alpha=share)
+    return total.to(first.dtype)
+
+
+def _pooled(means: Sequence[Tensor], variances: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
+    """`pool_variances` of one normalisation layer."""
+    C = variances[0].numel()
+    vectors = [torch.cat([mean.reshape(-1), variance.reshape(-1)]).double().cpu().numpy()
+               for mean, variance in zip(means, variances, strict=True)]
+    pooled = np.empty(2 * C)
+    pool_variances(pooled, vectors, shares, [(slice(0, C), slice(C, 2 * C))])
+    return torch.from_numpy(pooled[C:]).view_as(variances[0]).to(variances[0])
 
 
 def shares_of(count: int, weights: Sequence[float] | None) -> list[float]:
-    """Weights that sum to one; ValueError for weights that cannot."""
+    """Weights that sum to one; AveragingError (a ValueError) for weights that cannot."""
     if count == 0:
-        raise ValueError("there is nothing to average")
+        raise AveragingError("there is nothing to average; give at least one model.")
     weights = [1.0] * count if weights is None else weights
     total = float(sum(weights))
     if len(weights) != count or min(weights) < 0.0 or not 0.0 < total < float("inf"):
-        raise ValueError(f"Invalid weights: {list(weights)} for {count} models")
+        raise AveragingError(f"Invalid weights: {list(weights)} for {count} models; give one number for each, at least 0 and not "
+                             "all 0.")
     return [weight / total for weight in weights]

@@ -28,6 +28,8 @@ Array = npt.NDArray[np.float64]
 
 _REORTHOGONALISE_RATIO = 1e6  # of largest to smallest eigenvalue of Z; beyond it float32 rows of R lose orthogonality
 _ORTHOGONALITY_ERROR = 1e-3   # largest |R R^T - I| that is left alone
+# smallest floor: rows of 1e-10, as those of a mean over 1e9 samples.  Squares of its square still fit into float64 and float32
+SMALLEST_EIGENVALUE = 1e-20
 _CHOLESKY_LIMIT = 100.0       # larger elements of the inverse factor mean that O is too near singular to be used
 
 
@@ -43,8 +45,9 @@ class Smoothing(NamedTuple):
     """Constants of the estimate."""
 
     alpha: float    # weight of the identity in G_t, in units of the mean eigenvalue (19)
-    epsilon: float  # absolute floor of d and rho (30)
+    epsilon: float  # absolute floor of d and rho (30), and their value at the start
     delta: float    # floor of d and rho relative to the largest eigenvalue; Kaldi's, not in the paper
+    is_relative: bool = False  # small rows lower the absolute floor and the start
 
 
 class Moments(NamedTuple):
@@ -78,6 +81,23 @@ def initial_state(dim: int, rank: int, smoothing: Smoothing, like: Tensor) -> Fi
     # e of (43) for d = rho = epsilon
     e = 1.0 / (2.0 + (dim + rank) * smoothing.alpha / dim)
     return FisherState((math.sqrt(e) * R_RD).to(like), np.full(rank, smoothing.epsilon), smoothing.epsilon)
+
+
+def with_relative_start(state: FisherState, moments: Moments, dim: int, smoothing: Smoothing) -> tuple[FisherState, Smoothing]:
+    """What `move` takes with a relative floor: the first rows that are not all zero lower the start, where it outweighs them.
+
+    The start is then delta times the mean eigenvalue of these rows.  It would outweigh rows as small as the derivatives of a mean
+    over thousands of samples.  Before them the floor stays absolute, as in Kaldi: layers below one that starts at zero have zero
+    derivatives in the first minibatch, and ordinary ones from then on.
+    """
+    epsilon = smoothing.epsilon
+    if state.rho != epsilon or (state.d_R != epsilon).any():
+        return state, smoothing
+    if moments.sum_sq == 0.0:
+        return state, smoothing._replace(is_relative=False)
+    mean_eigenvalue = moments.sum_sq / (moments.num_rows * dim * moments.scale**2)
+    rho = max(min(epsilon, smoothing.delta * mean_eigenvalue), SMALLEST_EIGENVALUE)
+    return state._replace(d_R=np.full_like(state.d_R, rho), rho=rho), smoothing
 
 
 def forgetting_rate(num_rows: float, num_samples_history: float, num_minibatches_history: float) -> float:
@@ -194,7 +214,8 @@ def _floored_eigenvalues(c_R: Array, state: FisherState, dim: int, share: float,
     sqrt_c_R = np.sqrt(c_R)
     trace_T = share * sum_sq + (1.0 - eta) * (dim * state.rho + float(state.d_R.sum()))
     rho = (trace_T - float(sqrt_c_R.sum())) / (dim - len(c_R))                # (59)
-    floor = max(smoothing.epsilon, smoothing.delta * float(sqrt_c_R.max()))
+    # epsilon is the larger one where all eigenvalues are below 2e-7, and flattens the estimate there
+    floor = max(SMALLEST_EIGENVALUE if smoothing.is_relative else smoothing.epsilon, smoothing.delta * float(sqrt_c_R.max()))
     # d comes from rho as it was before flooring, as in Kaldi; (60) read literally would differ
     return np.maximum(sqrt_c_R - rho, floor), max(rho, floor)                 # (60, 61)
 

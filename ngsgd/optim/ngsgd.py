@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ngsgd.errors import ConfigError, OptimizerStateError
 from ngsgd.ops.max_change import row_product_factor
-from ngsgd.optim.layers import NATURAL_GRADIENT_CLASSES, LayerPreconditioner, Settings, Shared, attach, detach
+from ngsgd.optim.layers import NATURAL_GRADIENT_CLASSES, LayerPreconditioner, Settings, Shared, attach, detach_all
 from ngsgd.optim.sgd import SGD, _Moving, name_of, require_non_negative
 from ngsgd.preconditioners.online import OnlineNaturalGradient
 
 _log = logging.getLogger(__name__)
 _SETTINGS = tuple(field.name for field in fields(Settings))
+_STATE = "natural_gradient"
+_MANY_FALLBACKS = 0.3  # of the parameters
 
 
 class NGSGD(SGD):
@@ -32,8 +36,13 @@ class NGSGD(SGD):
     `preconditioned` names them.  All other parameters (Embedding, LSTM, attention projections, tied weights of layers of
     different kinds) take plain SGD steps: `fallbacks` names them, and a log line says so.
 
-    Every backward pass of a layer is one minibatch to its estimates: a module used twice counts twice, and gradients that
-    are accumulated over several passes are sums of preconditioned gradients.
+    Every backward pass that adds to the gradients of a layer is one minibatch to its estimates: a module used twice counts twice,
+    and gradients that are accumulated over several passes are sums of preconditioned gradients.  `torch.autograd.grad` and
+    `torch.func` return plain gradients and leave the estimates alone.  Passes whose gradients are cleared without a step do not
+    count.
+
+    The model is plain again after `detach` and once the optimizer is garbage collected; its copies and pickles are plain.  A second
+    NGSGD on a layer takes it over, and the first one raises ConfigError at its next step.
 
     Args:
         model: the module to train.  Its layers change class in place; `detach` undoes it.
@@ -77,14 +86,33 @@ class NGSGD(SGD):
         self.cosine_period = cosine_period
         self._layers: dict[str, nn.Module] = {}
         self._preconditioners: dict[str, LayerPreconditioner] = {}
+        self._detach = weakref.finalize(self, detach_all, self._layers, self._shared)
+        self._detach.atexit = False
         self._attach(model)
+        self._prepare_state()
         self.fallbacks = self._names_of_plain_parameters(model)
         if self.fallbacks:
             _log.info("plain SGD, without natural gradient, for: %s", ", ".join(self.fallbacks))
+            self._warn_of_many_fallbacks(model)
+
+    def _warn_of_many_fallbacks(self, model: nn.Module) -> None:
+        sizes = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
+        share = sum(sizes[name] for name in self.fallbacks) / sum(sizes.values())
+        if share > _MANY_FALLBACKS:
+            self._warn_once("fallbacks", f"{share:.0%} of the parameters take plain SGD steps, without natural gradient; "
+                            "optimizer.fallbacks names them.")
 
     def _init_groups(self, model: nn.Module, defaults: dict[str, Any],
                      layer_options: Mapping[str, Mapping[str, Any]] | None) -> None:
         super()._init_groups(model, {**defaults, **self._settings}, layer_options)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As of `SGD`; layers whose weights are added take natural-gradient steps from the next forward pass on."""
+        super().add_param_group(param_group)
+        if "_detach" in self.__dict__:
+            self._attach(self._model)
+            self._prepare_state()
+            self.fallbacks = self._names_of_plain_parameters(self._model)
 
     def _attach(self, model: nn.Module) -> None:
         settings = {group["name"]: Settings(**{key: group[key] for key in _SETTINGS}) for group in self.param_groups}
@@ -93,9 +121,10 @@ class NGSGD(SGD):
         for name, layer in model.named_modules():
             key = name or name_of(model)
             weight = id(getattr(layer, "weight", None))
-            if weight in owners and weight not in mixed:
+            if weight in owners and weight not in mixed and key not in self._layers:
                 # a weight that several layers share is in the group of the first of them
-                preconditioner = attach(layer, settings.get(key, settings[owners[weight]]), self._shared)
+                group = owners[weight] if _layer_of(owners[weight]) == key or key not in settings else key
+                preconditioner = attach(layer, settings[group], self._shared)
                 if preconditioner is not None:
                     self._layers[key], self._preconditioners[key] = layer, preconditioner
                     for side, estimate in preconditioner.sides.items():
@@ -122,15 +151,31 @@ class NGSGD(SGD):
             preconditioner.freeze(frozen)
 
     def detach(self) -> None:
-        """Gives the model its plain layers back; the optimiser is of no use afterwards."""
-        for layer in self._layers.values():
-            detach(layer)
+        """Gives the model its plain layers back; `step` then raises ConfigError."""
+        self._detach()
+        self._shared.retired = self._shared.retired or "detach() gave the model its plain layers back"
         self._layers.clear()
         self._preconditioners.clear()
 
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Read by an enabled torch.amp.GradScaler in its `step`, and by nobody else."""
+        if self._shared.grad_scaler is None:
+            self._warn_once("grad_scaler", "a GradScaler is in use that it was not made with, and the estimates mix its loss "
+                                           "scales; give NGSGD(..., grad_scaler=scaler).")
+        return False
+
     @torch.no_grad()
     def _apply(self, scale: float, num_samples: int | None) -> None:
+        if self._shared.retired:
+            raise ConfigError(f"this NGSGD cannot step any more: {self._shared.retired}; use one optimizer for a model.")
         super()._apply(scale, num_samples)
+        if not self._shared.num_passes and any(weight.grad is not None for _, weight, _ in self._estimates()):
+            self._warn_once("plain gradients", "no backward pass has added to the gradients of its layers since the last step, "
+                                               "so they are plain or were used before; call loss.backward() (torch.autograd.grad "
+                                               "returns plain gradients).")
+        self._shared.num_passes = 0
+        self._shared.num_steps += 1
         self._shared.queue.flush()  # first: these updates belong to the settings so far
         self._follow_groups()
         self._shared.measures_cosine = self.cosine_period > 0 and self._step_count % self.cosine_period == 0
@@ -151,7 +196,7 @@ class NGSGD(SGD):
         return torch.stack([self._row_product_factor(self.param_groups[index], one) for index in moving.indices])
 
     def _row_product_factor(self, group: dict[str, Any], one: Tensor) -> Tensor:
-        preconditioner = self._preconditioners.get(group["name"])
+        preconditioner = self._preconditioners.get(_layer_of(group["name"]))
         products, num_rows = (None, 0.0) if preconditioner is None else preconditioner.take_row_products()
         if products is None:
             return one
@@ -160,33 +205,85 @@ class NGSGD(SGD):
     def _follow_groups(self) -> None:
         """Settings changed in `param_groups` hold from the next `zero_grad` or `step` on; the ranks stay."""
         for group in self.param_groups:
-            preconditioner = self._preconditioners.get(group["name"])
+            preconditioner = self._preconditioners.get(_layer_of(group["name"]))
             if preconditioner is not None:
                 preconditioner.follow(group["alpha"], group["update_period"], group["num_samples_history"])
 
     def state_dict(self) -> dict[str, Any]:
         """torch's state plus "natural_gradient": the Fisher estimates, in their own dtype whatever the parameters'.
 
-        Beside `state` and not in it, since torch casts what it finds there to the dtype of the parameters.
+        The same tensors are in `state` of each weight, as "natural_gradient/<estimate>/W", since torch.distributed.checkpoint keeps
+        nothing else.  There an estimate that has not begun is of zeros.
         """
         state = super().state_dict()
-        state["natural_gradient"] = {name: p.state_dict() for name, p in self.preconditioners()}
+        state[_STATE] = {name: estimate.state_dict() for name, estimate in self.preconditioners()}
+        indices = {id(p): index for group, packed in zip(self.param_groups, state["param_groups"], strict=True)
+                   for p, index in zip(group["params"], packed["params"], strict=True)}
+        for name, weight, estimate in self._estimates():
+            own = {**estimate.empty_state(weight), **state[_STATE][name]}
+            state["state"][indices[id(weight)]] |= {f"{_path(name)}/{key}": torch.as_tensor(value) for key, value in own.items()}
         return state
 
+    def _prepare_state(self) -> None:
+        super()._prepare_state()
+        if "_detach" not in self.__dict__:  # no layer is attached yet
+            return
+        for name, weight, _ in self._estimates():
+            self.state[weight].update({f"{_path(name)}/{key}": None for key in ("W", "d", "rho", "t")})
+
+    def _estimates(self) -> Iterator[tuple[str, Tensor, OnlineNaturalGradient]]:
+        """(name, weight of the layer, estimate)."""
+        for layer, preconditioner in self._preconditioners.items():
+            assert preconditioner.weight is not None
+            for side, estimate in preconditioner.sides.items():
+                yield f"{layer}.{side}", preconditioner.weight, estimate
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continues bit for bit where the state was taken, on a model of the same layers."""
-        fisher = state_dict["natural_gradient"]
+        """Continues bit for bit where the state was taken; raises OptimizerStateError for that of other layers."""
+        saved = self._state_by_parameter(state_dict)
+        fisher = state_dict.get(_STATE) or _unpacked(values for _, values in saved)
         mine = dict(self.preconditioners())
         if fisher.keys() != mine.keys():
-            raise ValueError(f"the state is of other layers: {sorted(fisher.keys() ^ mine.keys())}")
+            raise OptimizerStateError("the state is of other layers or has no Fisher estimates; load that of an NGSGD on the "
+                                      f"same model (not in both: {', '.join(sorted(fisher.keys() ^ mine.keys()))}).")
+        for name, estimate in mine.items():
+            if "W" in fisher[name] and estimate.dim not in (None, fisher[name]["W"].shape[1]):
+                raise OptimizerStateError(f"the state of {name} is for rows of dimension {fisher[name]['W'].shape[1]}, this "
+                                          f"model has {estimate.dim}; load it with the same model.")
         super().load_state_dict(state_dict)
         self._follow_groups()
-        for name, preconditioner in mine.items():
-            preconditioner.load_state_dict(fisher[name])
+        for name, estimate in mine.items():
+            estimate.load_state_dict(fisher[name])
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise ConfigError("an NGSGD cannot be copied or pickled, as it belongs to the layers of its model; make a new one on a "
+                          "copy of the model, and give it the state_dict() of this one.")
 
     def _names_of_plain_parameters(self, model: nn.Module) -> list[str]:
         covered = {id(p) for layer in self._layers.values() for p in layer.parameters(recurse=False)}
         return [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in covered]
+
+
+def _layer_of(group: str) -> str:
+    """The layer whose parameters are in a param group, from the group's name."""
+    return group.partition("#")[0]
+
+
+def _path(name: str) -> str:
+    """The key of an estimate in `state`; a dot would nest, where torch.distributed.checkpoint flattens the state."""
+    return f"{_STATE}.{name}".replace(".", "/")
+
+
+def _unpacked(states: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Fisher estimates by name, from `state` of all parameters."""
+    fisher: dict[str, dict[str, Any]] = {}
+    for values in states:
+        for key, value in values.items():
+            if key.startswith(f"{_STATE}/") and value is not None:
+                _, *path, part = key.split("/")
+                fisher.setdefault(".".join(path), {})[part] = value
+    # rho is above 0 in every estimate that has begun
+    return {name: state if state.get("rho", 0.0) > 0.0 else {"t": state["t"]} for name, state in fisher.items()}
 
 
 def _weights_of_mixed_kinds(model: nn.Module) -> set[int]:

@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
+from ngsgd.errors import ConfigError
 from ngsgd.ops.averaging import mean_of_chunk, shares_of
 from ngsgd.optim.outer_rules import (
     Array,
@@ -47,6 +48,10 @@ class OuterOptimizer:
     """
 
     def __init__(self, rule: OuterRule, model: Array, *, ema_decay: float = 0.0, num_threads: int = 1) -> None:
+        _require_vector(model, "the model")
+        if isinstance(rule, type) or not hasattr(rule, "coefficients"):
+            raise ConfigError(f"the rule of OuterOptimizer is {rule!r}; give it a rule with its settings, such as Bmuf(2.0), and "
+                              "then the model.")
         self.rule = rule
         self.ema_decay = ema_decay    # E = decay E + (1 - decay) W, never broadcast; 0 = none
         self.num_threads = num_threads
@@ -77,6 +82,11 @@ class OuterOptimizer:
             self._share(write, self._chunks(slice(0, len(model))))
         return found
 
+    @property
+    def takes_mean(self) -> bool:
+        """Whether the step is a function of the jobs' weighted mean, so that the mean alone may stand for the vectors."""
+        return not hasattr(self.rule, "center")
+
     def eval_model(self) -> Array:
         """W: what is evaluated and saved; a view, which the next step changes."""
         return self.arrays["model"]
@@ -87,12 +97,14 @@ class OuterOptimizer:
 
     def step(self, vectors: Sequence[Array], weights: Sequence[float], info: OuterInfo, *, pieces: Pieces | None = None,
              statistics: Sequence[slice] = (), returns: Literal["parameters", "move"] = "parameters") -> None:
-        """Takes the mean of `vectors` (weighted, summed in the order given) into the model, in place.
+        """Takes the mean of `vectors` (weighted, summed in the order given), or the rule's `center`, into the model, in place.
 
         `pieces` are for vectors that hold only a fragment; the rest of the model stays as it is.  `statistics` are parts of
         the model that take the mean itself.  `returns` says what the vectors are: the jobs' parameters, or their moves.
         Raises ValueError, and changes nothing, where vectors, weights and pieces do not fit the model.
         """
+        for index, vector in enumerate(vectors):
+            _require_vector(vector, f"vector {index}")
         shares = shares_of(len(vectors), weights)
         found = _pieces_that_fit(pieces, len(self.arrays["model"]), vectors)
         now = self.rule.coefficients(info, self.numbers)
@@ -101,7 +113,8 @@ class OuterOptimizer:
         def advance(task: tuple[slice, int, bool]) -> None:
             part, offset, is_statistic = task
             rule = rules[is_statistic]
-            mean = mean_of_chunk(vectors, shares, slice(part.start + offset, part.stop + offset))
+            center = getattr(rule, "center", mean_of_chunk)
+            mean = center(vectors, shares, slice(part.start + offset, part.stop + offset))
             before = self._read(part)
             start = self._as_received(rule.broadcast(before, self.numbers), before["model"])
             if returns == "move":
@@ -160,6 +173,14 @@ class OuterOptimizer:
             return
         with ThreadPoolExecutor(self.num_threads) as threads:
             list(threads.map(work, tasks))
+
+
+def _require_vector(vector: Any, what: str) -> None:
+    if not isinstance(vector, np.ndarray) or vector.ndim != 1:
+        shape = f" of shape {list(vector.shape)}" if hasattr(vector, "shape") else ""
+        raise ConfigError(f"{what} is a {type(vector).__name__}{shape}; OuterOptimizer takes flat NumPy vectors: "
+                          "torch.nn.utils.parameters_to_vector(model.parameters()).detach().cpu().numpy(), and "
+                          "vector_to_parameters() of the result to get back.")
 
 
 def _chunk_size(size: int) -> int:

@@ -37,7 +37,12 @@ class OuterInfo:
 
 
 class OuterRule(Protocol):
-    """One way to take the outer step.  `broadcast` and `update` are pure functions of arrays of the same shape."""
+    """One way to take the outer step.  `broadcast` and `update` are pure functions of arrays of the same shape.
+
+    A rule that needs more than the jobs' mean, such as a median, has a method `center(vectors, shares, part)`, too: it returns
+    for the slice `part` of the jobs' vectors what `update` gets as `mean`.  Such a rule is given the vectors of all jobs under
+    every exchange; the mean that workers may make among themselves is not taken.
+    """
 
     @property
     def buffers(self) -> Mapping[str, float]:

@@ -6,7 +6,10 @@ the minibatch size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import itertools
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
@@ -14,10 +17,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ngsgd.errors import DivergenceError
+from ngsgd.errors import ConfigError, DivergenceError, OptimizerStateError
 from ngsgd.ops.max_change import Limits, max_change_limits
 from ngsgd.ops.orthonormal import constrain_orthonormal
 
+_OUTSIDE = "(outside of the model)"  # name of a group of such parameters
+_NOT_COPIED = ("step", "_places", "_constants")  # made again where they are needed; `step` is what a scheduler puts there
 _ORTHONORMAL_PERIOD = 4  # a layer is pulled back every fourth step; Kaldi draws lots with probability 1/4
 
 
@@ -38,13 +43,25 @@ class _Moving(NamedTuple):
     params: list[list[Tensor]]     # C x its parameters
     directions: list[list[Tensor]]  # the change, but for the rate below
     rates: tuple[float, ...]       # C: change = rate * direction
+    momentum: float                # of the first component; the rates of the others are relative to it
+
+
+class _Place(NamedTuple):
+    """Where a parameter was found in the model."""
+
+    parameters: dict[str, Any]     # of its module
+    name: str
+    p: Tensor
+    shape: torch.Size
 
 
 class SGD(torch.optim.Optimizer):
     """Plain SGD on the parameters of `model`, with momentum, l2 and limits on the change per minibatch.
 
     A component is a module that owns parameters; each is one param group, named by its module path, so that a
-    component's `lr`, `lr_factor`, `max_change`, `weight_decay` or `orthonormal_constraint` can be set in `param_groups`.
+    component's `lr`, `momentum`, `lr_factor`, `max_change`, `weight_decay` or `orthonormal_constraint` can be set in
+    `param_groups`.  `lr` has the meaning of torch's lr * (1 - momentum), and `weight_decay` takes
+    2 * num_samples * weight_decay * lr * p off.
 
     Args:
         model: the module to train; frozen parameters are left alone.
@@ -52,7 +69,8 @@ class SGD(torch.optim.Optimizer):
         momentum: the velocity is multiplied by 1 - momentum when applied (Kaldi), so lr keeps its meaning.
         max_change: limit on the L2 norm of one component's change per minibatch; 0 = none.
         max_param_change: limit on the L2 norm of the whole model's change per minibatch; 0 = none.
-        weight_decay: Kaldi's l2; adds weight_decay * |p|^2 per sample to the loss.  `step` then needs `num_samples`.
+        weight_decay: Kaldi's l2; adds weight_decay * |p|^2 per sample to the loss.  `step` then needs `num_samples` with a summed
+            loss; without, the loss is taken for a mean, and a warning says so once.
         layer_options: settings of single components by name or pattern, as {"output": {"max_change": 1.5}}; later entries win.
             Keys: lr_factor (multiplies lr), max_change, weight_decay, orthonormal_constraint (0 none, > 0 the scale that the
             rows of the weight are pulled to, < 0 a scale of their own; Kaldi's semi-orthogonal layers).
@@ -65,18 +83,18 @@ class SGD(torch.optim.Optimizer):
     def __init__(self, model: nn.Module, lr: float, *, momentum: float = 0.0, max_change: float = 0.75,
                  max_param_change: float = 2.0, weight_decay: float = 0.0,
                  layer_options: Mapping[str, Mapping[str, Any]] | None = None, on_nonfinite: str = "skip") -> None:
-        self._init_groups(model, {"lr": lr, "lr_factor": 1.0, "max_change": max_change, "weight_decay": weight_decay,
-                                  "orthonormal_constraint": 0.0}, layer_options)
+        self._init_groups(model, {"lr": lr, "momentum": momentum, "lr_factor": 1.0, "max_change": max_change,
+                                  "weight_decay": weight_decay, "orthonormal_constraint": 0.0}, layer_options)
         require_non_negative(max_param_change=max_param_change)
         if not 0.0 <= momentum < 1.0:
             raise ValueError(f"Invalid momentum: {momentum}")
         if on_nonfinite not in ("skip", "raise"):
             raise ValueError(f"Invalid on_nonfinite: {on_nonfinite!r}; choose skip or raise")
-        self.momentum = momentum
         self.max_param_change = max_param_change
         self.on_nonfinite = on_nonfinite
         self._step_count = 0
         self._constants: dict[Any, Tensor] = {}
+        self._warned = set[str]()
         self.reset_activity()
 
     def _init_groups(self, model: nn.Module, defaults: dict[str, Any],
@@ -84,14 +102,65 @@ class SGD(torch.optim.Optimizer):
         if not isinstance(model, nn.Module):
             raise TypeError(f"{type(self).__name__} takes the module, not {type(model).__name__}: it limits the change "
                             "of each layer, and parameters alone do not say which belong together")
+        _require_whole_parameters(model, type(self).__name__)
+        self._model = model
+        self._places: list[_Place] | None = None
         groups = components(model)
         if not groups:
             raise ValueError("the module has no parameter that requires a gradient")
-        set_options(groups, layer_options or {}, set(defaults) - {"lr"})
+        set_options(groups, layer_options or {}, set(defaults) - {"lr", "momentum"})
         for group in groups:
             require_non_negative(**{key: group.get(key, default) for key, default in defaults.items()
                                     if key != "orthonormal_constraint" and isinstance(default, (int, float))})
         super().__init__(groups, defaults)
+        self._places = self._find_parameters()
+        self._frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
+
+    @property
+    def momentum(self) -> float:
+        """The largest of the components; each has its own in `param_groups`."""
+        return max(float(group["momentum"]) for group in self.param_groups)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds parameters of the model, as of layers that are unfrozen; those of each layer become a group of their own.
+
+        Settings that `param_group` does not give have the values of the constructor.  A second group of a layer is named
+        "<layer>#2".  Raises ConfigError for frozen parameters.
+        """
+        for group in [param_group] if "name" in param_group else self._by_layer(param_group):
+            super().add_param_group(group)
+        self._prepare_state()
+        if "_counts" in self.__dict__:
+            self._places = self._find_parameters()
+            added = len(self.param_groups) + 2 - len(self._counts)
+            self._counts = torch.cat([self._counts, self._counts.new_zeros(added)])
+            self._frozen = [(name, p) for name, p in self._frozen if not p.requires_grad]
+
+    def _prepare_state(self) -> None:
+        """Gives `state` of each parameter the keys that `state_dict` fills.
+
+        torch.distributed.checkpoint loads no others, and takes a step with gradients of zero where `state` is empty.
+        """
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p].setdefault("step", None)
+
+    def _by_layer(self, param_group: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        params = param_group["params"]
+        params = [params] if isinstance(params, Tensor) else [p[1] if isinstance(p, tuple) else p for p in params]
+        owners = {id(p): name or name_of(self._model) for name, module in reversed(list(self._model.named_modules()))
+                  for p in module.parameters(recurse=False)}
+        members: dict[str, list[Tensor]] = {}
+        for p in params:
+            name = owners.get(id(p), _OUTSIDE)
+            if not p.requires_grad:
+                raise ConfigError(f"a parameter of {name} is frozen; call requires_grad_(True) on it before add_param_group.")
+            members.setdefault(name, []).append(p)
+        taken = {group["name"] for group in self.param_groups}
+        for name, of_layer in members.items():
+            numbers = (f"{name}#{number}" for number in itertools.count(2))
+            free = name if name not in taken else next(number for number in numbers if number not in taken)
+            yield {**param_group, "params": of_layer, "name": free}
 
     def step(self, closure: Callable[[], float] | None = None, *, scale: float = 1.0,  # type: ignore[override]
              num_samples: int | None = None) -> float | None:
@@ -99,7 +168,7 @@ class SGD(torch.optim.Optimizer):
 
         `scale` multiplies the change and the limits; backstitch training takes a step of -alpha, then, on fresh gradients, one
         of 1 + alpha.  Weight decay is not multiplied, and is left out of a step back.  `num_samples` is the number of samples
-        summed in the loss.
+        summed in the loss; 1 for a mean.  Raises ConfigError where the parameters are no longer the model's.
         """
         loss = None
         if closure is not None:
@@ -110,6 +179,7 @@ class SGD(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _apply(self, scale: float, num_samples: int | None) -> None:
+        self._require_own_parameters()
         moving = self._moving(scale, num_samples)
         if not moving.indices:
             return
@@ -119,7 +189,7 @@ class SGD(torch.optim.Optimizer):
             norms_C = norms_C * factors_C
         groups = [self.param_groups[index] for index in moving.indices]
         max_changes_C = self._constant(norms_C, *(float(group["max_change"]) for group in groups))
-        limits = max_change_limits(norms_C, max_changes_C, self.max_param_change, scale=scale * (1.0 - self.momentum),
+        limits = max_change_limits(norms_C, max_changes_C, self.max_param_change, scale=scale * (1.0 - moving.momentum),
                                    max_change_scale=abs(scale))
         if self.on_nonfinite == "raise" and not bool(limits.is_finite):
             bad = [group["name"] for group, norm in zip(groups, norms_C.tolist(), strict=True) if not norm < float("inf")]
@@ -135,38 +205,43 @@ class SGD(torch.optim.Optimizer):
     def _moving(self, scale: float, num_samples: int | None) -> _Moving:
         """What to add, but for the limits; p.grad is left as it is."""
         indices, params, directions, rates = [], [], [], []
+        common = float(self.param_groups[0]["momentum"])
         for index, group in enumerate(self.param_groups):
             with_gradient = [p for p in group["params"] if p.grad is not None]
             if with_gradient:
-                lr = group["lr"] * group["lr_factor"]
+                lr, momentum = group["lr"] * group["lr_factor"], float(group["momentum"])
+                relative = 1.0 if momentum == common else (1.0 - momentum) / (1.0 - common)
                 decay = self._decay(group, scale, num_samples)
                 indices.append(index)
                 params.append(with_gradient)
-                if decay or self.momentum:
-                    directions.append([self._delta(p, lr, decay) for p in with_gradient])
-                    rates.append(1.0)
+                if decay or momentum:
+                    directions.append([self._delta(p, lr, decay, momentum) for p in with_gradient])
+                    rates.append(relative)
                 else:
                     directions.append([_laid_out(p) for p in with_gradient])
-                    rates.append(-lr)
-        return _Moving(indices, params, directions, tuple(rates))
+                    rates.append(-lr * relative)
+        return _Moving(indices, params, directions, tuple(rates), common)
 
     def _decay(self, group: dict[str, Any], scale: float, num_samples: int | None) -> float:
         """The multiple of p that weight decay takes off, before `scale` is applied."""
         if not group["weight_decay"] or scale <= 0.0:
             return 0.0
         if num_samples is None:
-            raise ValueError("weight_decay is per sample: call step(num_samples=...) with the size of the minibatch")
+            num_samples = 1
+            self._warn_once("weight decay", "weight_decay is per sample and step() was called without num_samples: the loss is "
+                                            "taken for a mean over the minibatch, num_samples=1; with a sum call "
+                                            "step(num_samples=...).")
         return float(2.0 * num_samples * group["weight_decay"] * group["lr"] * group["lr_factor"] / scale)
 
-    def _delta(self, p: Tensor, lr: float, decay: float) -> Tensor:
+    def _delta(self, p: Tensor, lr: float, decay: float, momentum: float) -> Tensor:
         """The change of `p` before any limit, in the direction that lowers the loss; with momentum, the velocity itself."""
         assert p.grad is not None
-        if not self.momentum:
+        if not momentum:
             return torch.add(p.grad * -lr, p, alpha=-decay)
         if "velocity" not in self.state[p]:
             self.state[p]["velocity"] = torch.zeros_like(p)
         velocity: Tensor = self.state[p]["velocity"]
-        velocity.mul_(self.momentum).add_(p.grad, alpha=-lr)
+        velocity.mul_(momentum).add_(p.grad, alpha=-lr)
         return velocity.add_(p, alpha=-decay) if decay else velocity
 
     def _norms(self, moving: _Moving) -> Tensor:
@@ -196,6 +271,43 @@ class SGD(torch.optim.Optimizer):
         counts = self._counts.to(hits.device)  # stays on the device: no sync per step
         self._counts = counts.index_add_(0, self._constant(hits, 0, 1, *(i + 2 for i in indices), dtype=torch.int64),
                                          hits.to(counts.dtype))
+        if self._num_steps & (self._num_steps - 1) == 0 and "skipped" not in self._warned:  # rarely, as it waits for the device
+            num_skipped = int(self._counts[0])
+            if num_skipped:
+                self._warn_once("skipped", f"{num_skipped} of {self._num_steps} steps were skipped, since a gradient was not "
+                                           "finite; activity().num_skipped counts them.")
+
+    def _warn_once(self, subject: str, message: str) -> None:
+        if subject not in self._warned:
+            self._warned.add(subject)
+            warnings.warn(f"{type(self).__name__}: {message}", stacklevel=_stack_level())
+
+    def _require_own_parameters(self) -> None:
+        """Raises ConfigError where a parameter has left the model, or was sharded; warns of layers that nobody added."""
+        if self._places is None:
+            self._places = self._find_parameters()
+        for parameters, name, p, shape in self._places:
+            if parameters.get(name) is not p or p.shape != shape:
+                self._places = self._find_parameters(changed=f"{name} {tuple(shape)}")
+                break
+        if any(p.requires_grad for _, p in self._frozen):
+            names = [name for name, p in self._frozen if p.requires_grad]
+            self._frozen = [(name, p) for name, p in self._frozen if not p.requires_grad]
+            self._warn_once("unfrozen", f"{', '.join(names)} were unfrozen after the optimizer was made and are not trained; "
+                            "call add_param_group with them.")
+
+    def _find_parameters(self, changed: str = "") -> list[_Place]:
+        _require_whole_parameters(self._model, type(self).__name__)
+        shapes = {id(place.p): place.shape for place in self._places or ()}
+        found = {id(p): _Place(module._parameters, name, p, shapes.get(id(p), p.shape))
+                 for module in self._model.modules() for name, p in module._parameters.items() if p is not None}
+        own = [p for group in self.param_groups if not group["name"].startswith(_OUTSIDE) for p in group["params"]]
+        places = [found[id(p)] for p in own if id(p) in found]
+        if len(places) < len(own) or any(p.shape != shape for _, _, p, shape in places):
+            raise ConfigError(f"parameters of this {type(self).__name__} are no longer the model's ({changed or 'all'}), "
+                              "as after fully_shard, FSDP or load_state_dict(assign=True); make the optimizer after that (FSDP and "
+                              "DTensor are not supported).")
+        return places
 
     def _constrain(self, groups: Iterable[dict[str, Any]]) -> None:
         """Pulls the weights of semi-orthogonal layers back, one layer after the other."""
@@ -216,17 +328,90 @@ class SGD(torch.optim.Optimizer):
                             model_hits / steps)
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's state plus "step_count", which says whose turn it is among semi-orthogonal layers."""
-        return {**super().state_dict(), "step_count": self._step_count}
+        """torch's state plus "step_count", which says whose turn it is among semi-orthogonal layers, and settings of the model.
+
+        "step" of each parameter is the same count, and velocities are there before the first step, for
+        torch.distributed.checkpoint, which keeps and fills what it finds in `state`.
+        """
+        for group in self.param_groups:
+            if group["momentum"]:
+                for p in group["params"]:
+                    self.state[p].setdefault("velocity", torch.zeros_like(p))
+        state = super().state_dict()
+        state["state"] = {index: {**values, "step": self._step_count} for index, values in state["state"].items()}
+        return {**state, "step_count": self._step_count, "max_param_change": self.max_param_change,
+                "on_nonfinite": self.on_nonfinite}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continues where the state was taken."""
-        super().load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
-        self._step_count = int(state_dict.get("step_count", 0))
+        """Continues where the state was taken, with its settings; raises OptimizerStateError for that of another model."""
+        saved = self._state_by_parameter(state_dict)
+        names = [group["name"] for group in self.param_groups]
+        step_count = state_dict.get("step_count", saved[0][1].get("step", 0))
+        state = {index: {key: value for key, value in values.items() if key == "velocity"}
+                 for index, values in state_dict["state"].items()}
+        super().load_state_dict({"state": state, "param_groups": state_dict["param_groups"]})
+        self._step_count = int(step_count or 0)
+        self.max_param_change = state_dict.get("max_param_change", self.max_param_change)
+        self.on_nonfinite = state_dict.get("on_nonfinite", self.on_nonfinite)
+        for group, name in zip(self.param_groups, names, strict=True):
+            group["name"] = name
+            for key, value in self.defaults.items():
+                group.setdefault(key, value)
+        self._prepare_state()
+
+    def _state_by_parameter(self, state_dict: Mapping[str, Any]) -> list[tuple[Tensor, dict[str, Any]]]:
+        """(parameter, its saved state) in order; raises OptimizerStateError where the two do not fit."""
+        groups, kind = state_dict["param_groups"], type(self).__name__
+        if any("name" not in group for group in groups):
+            raise OptimizerStateError(f"this is not a state of {kind}: its param_groups have no names, as those of torch's "
+                                      f"optimizers; load the state_dict of {kind}, or begin afresh without it.")
+        if [len(group["params"]) for group in groups] != [len(group["params"]) for group in self.param_groups]:
+            raise OptimizerStateError(f"the state is of the layers {', '.join(group['name'] for group in groups)}, this {kind} of "
+                                      f"{', '.join(group['name'] for group in self.param_groups)}; load it with the same model.")
+        found = []
+        for group, saved in zip(self.param_groups, groups, strict=True):
+            for p, index in zip(group["params"], saved["params"], strict=True):
+                values = state_dict["state"].get(index, {})
+                if "velocity" in values and values["velocity"].shape != p.shape:
+                    raise OptimizerStateError(f"the state of {saved['name']} is of shape {tuple(values['velocity'].shape)}, the "
+                                              f"parameter of shape {tuple(p.shape)}; load it with the same model.")
+                found.append((p, values))
+        return found
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All but hooks and what is made again; `copy.deepcopy` also copies the model."""
+        return {key: value for key, value in self.__dict__.items() if key not in _NOT_COPIED and not key.endswith("_hooks")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__({**state, "_places": None, "_constants": {}})
 
     def reset_activity(self) -> None:
         self._num_steps = 0
         self._counts = torch.zeros(2 + len(self.param_groups), dtype=torch.int64)
+
+
+def _require_whole_parameters(model: nn.Module, kind: str) -> None:
+    """Refuses sharded and uninitialized parameters: limits, and rows of a layer, need the complete ones."""
+    sharded = sys.modules.get("torch.distributed.tensor")
+    for name, module in model.named_modules():
+        if type(module).__name__ == "FullyShardedDataParallel":
+            raise ConfigError(f"{kind} does not support FSDP ({name or 'the model'}): it needs the complete parameters of a "
+                              "layer; use DistributedDataParallel.")
+        for p in module._parameters.values():
+            if sharded is not None and isinstance(p, sharded.DTensor):
+                raise ConfigError(f"{kind} does not support FSDP2 and other DTensor parameters ({name or 'the model'}): it needs "
+                                  "the complete parameters of a layer; use DistributedDataParallel.")
+            if p is not None and nn.parameter.is_lazy(p):
+                raise ConfigError(f"{name or 'the model'} has a parameter that is not initialized; run the model once before "
+                                  f"{kind}.")
+
+
+def _stack_level() -> int:
+    """That of the first frame outside of this package and of torch, for warnings."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("ngsgd", "torch"):
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def _add(moving: _Moving, steps_C: Tensor, is_skipped: Tensor) -> None:

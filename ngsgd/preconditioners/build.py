@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from typing import Any
 
 from torch import nn
 
-from ngsgd.config import PreconditionerConfig
+from ngsgd.config import PreconditionerConfig, unused_in
+from ngsgd.errors import ConfigError
 from ngsgd.preconditioners import METHODS
 from ngsgd.preconditioners.protocol import Preconditioner
 from ngsgd.preconditioners.states import mean_state
@@ -19,10 +20,13 @@ def make_preconditioner(model: nn.Module, config: PreconditionerConfig, seed: in
 
     Raises:
         KeyError: the kind is "none".
+        ConfigError: a setting is not at its default, and the method does not use it.
     """
     method = METHODS[config.kind]
-    known = {field.name for field in fields(method.Options)}
-    given = {name: value for name, value in asdict(config).items() if name in known and name != "skip"}
+    unused = {setting.path: setting for setting in unused_in(config)}
+    if problems := [setting.sentence for setting in unused.values() if setting.is_set]:
+        raise ConfigError(problems)
+    given = {name: value for name, value in asdict(config).items() if name not in ("kind", "skip", *unused)}
     return method(model, **given, skip=tuple(filter(None, config.skip.replace(" ", "").split(","))), seed=seed)
 
 

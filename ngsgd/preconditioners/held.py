@@ -169,7 +169,8 @@ class _Held(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         with without_autocast(e.device.type):
             dx = products.input_gradient(e, weight).to(x.dtype) if ctx.needs_input_grad[0] else None
-            a_XI, e_XO = (wide(each.reshape(-1, each.shape[-1])).to(weight.dtype) for each in (x, e))
+            kept = torch.promote_types(weight.dtype, torch.float32)
+            a_XI, e_XO = (wide(each.reshape(-1, each.shape[-1])).to(kept) for each in (x, e))
             if torch.is_grad_enabled():   # a pass that will be differentiated again: everything as torch has it
                 return dx, products.mm(e_XO.T, a_XI), e_XO.sum(dim=0) if ctx.has_bias else None, None, None, None
             bias = e_XO.sum(dim=0) if ctx.has_bias and not ctx.joined else None

@@ -19,7 +19,9 @@ def grafted(found: Mapping[str, Tensor], blocks: Mapping[str, Sequence[str]], no
     """
     scaled = dict(found)
     for name, block in blocks.items():
-        scale = norms[name] / norm_of([found[each] for each in block]).clamp(min=torch.finfo(norms[name].dtype).tiny)
+        numbers = torch.finfo(norms[name].dtype)
+        # a direction of 0 stays 0
+        scale = (norms[name] / norm_of([found[each] for each in block]).clamp(min=numbers.tiny)).clamp(max=numbers.max)
         for each in block:
             scaled[each] = found[each] * scale
     return scaled

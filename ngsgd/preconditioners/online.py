@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from ngsgd.preconditioners.updates import UpdateQueue
 
 _NNET3_FIRST_UPDATES = 11  # Kaldi's nnet3: calls 0 to 10 update, then 14, 18, .. for period 4
 _NNET2_FIRST_UPDATES = 10  # Kaldi's nnet2, the paper's code: calls 0 to 9, then 13, 17, ..
+_SMALL_SUM_SQ = 1e-13      # below, fourth powers of the rows come near the end of float32's range
 
 
 class Preconditioned(NamedTuple):
@@ -62,10 +64,13 @@ class OnlineNaturalGradient:
         num_samples_history: rows after which the past counts 1/e (eq. 78 of arXiv 1410.7455).
         num_minibatches_history: if > 0, forget by minibatches instead: eta = 1 / num_minibatches_history.
         alpha: smoothing towards the identity, in units of the mean eigenvalue (eq. 19).
-        epsilon: absolute floor of the eigenvalues.
+        epsilon: absolute floor of the eigenvalues, and their value at the start.
         delta: floor of the eigenvalues relative to the largest.
         schedule: "nnet3", or "nnet2" for the paper's own code: three passes over the first minibatch whatever its size, 10
             first updates instead of 11, and then every update_period-th call after the last update.
+        relative_floor: the eigenvalues have no absolute floor once rows were not all zero, and start at no more than delta times
+            their mean in the first such minibatch, so that rows of every size are preconditioned alike.  Kaldi's estimates have
+            the absolute floor, which leaves rows with squares below 1e-10 as they are.
         on_nonfinite: what a minibatch with NaN or Inf does.  "raise" raises DivergenceError (on a GPU this waits for the
             device at every call); "skip" leaves the estimate alone and returns rows that are not finite either.
 
@@ -78,7 +83,7 @@ class OnlineNaturalGradient:
 
     def __init__(self, rank: int = 40, update_period: int = 1, num_samples_history: float = 2000.0,
                  num_minibatches_history: float = 0.0, alpha: float = 4.0, epsilon: float = 1e-10,
-                 delta: float = 5e-4, *, schedule: str = "nnet3", on_nonfinite: str = "raise",
+                 delta: float = 5e-4, *, schedule: str = "nnet3", relative_floor: bool = False, on_nonfinite: str = "raise",
                  queue: UpdateQueue | None = None) -> None:
         if rank < 1 or update_period < 1:
             raise ValueError(f"Invalid rank or update_period: {rank}, {update_period}; both must be at least 1")
@@ -92,12 +97,14 @@ class OnlineNaturalGradient:
         self.update_period = update_period
         self.num_samples_history = num_samples_history
         self.num_minibatches_history = num_minibatches_history
-        self.smoothing = ops.Smoothing(alpha, epsilon, delta)
+        self.smoothing = ops.Smoothing(alpha, epsilon, delta, relative_floor)
         self.schedule = schedule
         self.on_nonfinite = on_nonfinite
         self.name = "OnlineNaturalGradient"  # for messages
         self.num_calls = 0       # unfrozen ones; Kaldi also counts frozen calls, after which it may never update again
         self.frozen = False
+        self.dim: int | None = None  # of the rows, where it is known before the first
+        self._commit, self._calls_since = 0, 0  # of the queue, and calls since
         self._queue = UpdateQueue() if queue is None else queue
         self._state: ops.FisherState | None = None
         self._gram_RR: Tensor | None = None  # W W^T of the current state, made when it is asked for
@@ -153,7 +160,17 @@ class OnlineNaturalGradient:
         if self._updates_now():
             J_RD = ops.project_back(call.X_ND, call.met.H_NR, call.one_N)
             self._queue.add(self, J_RD, ops.moment_products(J_RD, call.met.H_NR), (call.met.sum_sq, call.num_rows, call.loss_scale))
+        if self._commit != self._queue.num_commits:
+            self._commit, self._calls_since = self._queue.num_commits, 0
+        self._calls_since += not self.frozen
         self.num_calls += not self.frozen
+
+    def withdraw(self) -> None:
+        """Takes back the calls since the last step: their gradients were thrown away.  An update carried out already stays."""
+        if self._calls_since and self._commit == self._queue.num_commits:
+            self._queue.drop(self)
+            self.num_calls -= self._calls_since
+            self._calls_since = 0
 
     def move(self, J_RD: Tensor, moments: ops.Moments) -> None:
         """The update itself, for the queue; a minibatch whose products are not finite changes nothing."""
@@ -162,11 +179,18 @@ class OnlineNaturalGradient:
             return
         eta = ops.forgetting_rate(moments.num_rows, self.num_samples_history, self.num_minibatches_history)
         dim = J_RD.shape[1]
-        step = ops.move(self._state, moments, dim, eta, self.smoothing) or \
-            ops.move(self._state, ops.wide_moments(J_RD, moments), dim, eta, self.smoothing)
+        state, smoothing = self._state, self.smoothing
+        if smoothing.is_relative:
+            state, smoothing = ops.with_relative_start(state, moments, dim, smoothing)
+            if 0.0 < moments.sum_sq < _SMALL_SUM_SQ:
+                moments = ops.wide_moments(J_RD, moments)
+        step = ops.move(state, moments, dim, eta, smoothing) or \
+            ops.move(state, ops.wide_moments(J_RD, moments), dim, eta, smoothing)
         if step is not None:
-            self._state = ops.moved(self._state, J_RD, step, self.smoothing)
+            self._state = ops.moved(state, J_RD, step, self.smoothing)
             self._gram_RR = None
+            if self.smoothing.is_relative and step.d_R[0] <= ops.SMALLEST_EIGENVALUE and moments.sum_sq > 0.0:
+                self._warn_that_it_is_flat()
 
     def set_alpha(self, alpha: float) -> None:
         """Changes the smoothing; W = E^(1/2) R follows, since E depends on alpha."""
@@ -195,6 +219,13 @@ class OnlineNaturalGradient:
         return {"W": state.W_RD.clone(), "d": torch.from_numpy(state.d_R.copy()),
                 "rho": torch.tensor(state.rho, dtype=torch.float64), "t": self.num_calls}
 
+    def empty_state(self, like: Tensor) -> dict[str, Any]:
+        """`state_dict` with zeros for W, d and rho, of the shapes that they will have; needs `dim`."""
+        assert self.dim is not None
+        rank = min(self.rank, self.dim - 1)
+        W_RD = torch.zeros(rank, self.dim, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
+        return {"W": W_RD, "d": torch.zeros(rank, dtype=torch.float64), "rho": torch.zeros((), dtype=torch.float64), "t": 0}
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from `state`; an object that has loaded a state counts as initialised, also at t = 0."""
         self._queue.settle(self)
@@ -208,6 +239,12 @@ class OnlineNaturalGradient:
         if W_RD.ndim != 2 or d_R.shape != W_RD.shape[:1] or rho.ndim != 0:
             raise ValueError(f"Invalid state: W {tuple(W_RD.shape)}, d {tuple(d_R.shape)}, rho {tuple(rho.shape)}")
         self._state = ops.FisherState(W_RD, d_R.cpu().double().numpy().copy(), float(rho))
+
+    def _warn_that_it_is_flat(self) -> None:
+        if not self._queue.has_warned:  # once for all estimates of an optimizer
+            self._queue.has_warned = True
+            warnings.warn(f"the rows given to {self.name} are below 1e-10: its Fisher estimate is flat and leaves them as they "
+                          "are; multiply the loss by a constant and divide lr by it.", stacklevel=2)
 
     def _updates_now(self) -> bool:
         if self.frozen:

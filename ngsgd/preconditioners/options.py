@@ -18,7 +18,7 @@ GRAFTS = ("none", "gradient")
 class Options:
     """Of every method."""
 
-    damping: float = 1e-3                # > 0; added to the curvature of the loss's mean per row; typically 1e-4 to 1
+    damping: float = 1e-2                # > 0; added to the curvature of the loss's mean per row; typically 1e-4 to 1
     curvature_interval: Interval = 1     # steps between two looks at the curvature
     inverse_interval: Interval = 1       # steps between two inverses (roots, bases) of it; they are taken where it is looked at
     ema_decay: float = 0.95              # 0 to below 1: share of the past in the curvature; 0: the last minibatch alone

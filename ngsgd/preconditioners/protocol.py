@@ -14,15 +14,17 @@ Letters: O outputs, I inputs (with the 1 of the bias).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed
 from torch import Tensor, nn
 
-from ngsgd.curvature.layers import without_autocast
+from ngsgd.curvature.layers import wide, without_autocast
 from ngsgd.errors import CheckpointError, ConfigError
 from ngsgd.ops import products
 from ngsgd.preconditioners import limits
@@ -31,6 +33,8 @@ from ngsgd.preconditioners.options import FisherOptions, Options, is_due, make_o
 from ngsgd.preconditioners.ranks import Ranks
 from ngsgd.preconditioners.signals import Rows, Signal, Watch
 from ngsgd.preconditioners.states import OWN, State, kept, mean_state, own
+
+_MUCH = 0.3   # share of the parameters whose plain gradient is worth a warning
 
 
 class Preconditioner:
@@ -51,8 +55,10 @@ class Preconditioner:
     has_mean: ClassVar[bool] = True   # the statistics of several workers have a mean that means something
     joins_bias: ClassVar[bool] = True       # weight and bias of an affine layer are one block
     splits_work: ClassVar[bool] = False     # has statistics with a mean over ranks, and inverses layer by layer
+    agrees_over_ranks: ClassVar[bool] = False   # is the same on all ranks that average their gradients, without exchanging anything
     passes_on: ClassVar[bool] = False       # inverts one layer after the other, from the statistics alone
     looks_at_held: ClassVar[bool] = False   # looks at the curvature need no gradient multiplied out
+    applies_first: ClassVar[bool] = False   # the direction comes from the curvature of the steps before
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
         self.model = model
@@ -75,6 +81,15 @@ class Preconditioner:
         self._bias_of = _biases(model) if type(self).joins_bias else {}
         device = next(model.parameters()).device
         self.generator = torch.Generator(device).manual_seed(self.options.seed)
+        self._is_replicated = False              # DistributedDataParallel averages the gradients
+        refuse_sharded(model, type(self).__name__)
+        for module in model.modules():
+            if isinstance(module, nn.parallel.DistributedDataParallel):
+                self._replicate(module.process_group)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Of a copy or a pickle: all but the current minibatch, whose graph cannot be copied."""
+        return {**vars(self), "_watched": None, "_signal": None, "_holding": contextlib.nullcontext(), "_held": {}}
 
     # one step
 
@@ -93,8 +108,8 @@ class Preconditioner:
     def evaluate_and_step(self, closure: Callable[[], Tensor], lr: float | None = None) -> Tensor:
         """`evaluate` and `step` in one, for loops that do nothing to gradients in between: quicker, with the same result.
 
-        Rows of layers that are wider than the minibatch are preconditioned before they become a gradient, which is then made once.
-        Not for models whose gradients are averaged during the backward pass (DistributedDataParallel).
+        Rows of layers that are wider than the minibatch are preconditioned before they become a gradient, which is then made once;
+        not under DistributedDataParallel, which averages gradients.
         """
         if self._may_hold():
             self._holding = RowGradients(self.model, _biases(self.model), joined=type(self).joins_bias, wanted=self._is_held)
@@ -109,15 +124,47 @@ class Preconditioner:
 
     def _may_hold(self) -> bool:
         """Methods that look at gradients need them multiplied out, as do ranks that average them; kl_clip needs P g beside g."""
-        return not self.options.kl_clip and self._ranks is None and (type(self).looks_at_held or not self.is_due("curvature"))
+        return not self.options.kl_clip and self._ranks is None and not self._is_replicated \
+            and (type(self).looks_at_held or not self.is_due("curvature"))
 
     def _is_held(self, name: str, num_rows: int, num_outputs: int, num_inputs: int) -> bool:
-        return name not in self._skipped and any(is_cheaper_by_rows(num_rows, num_outputs, num_inputs)) \
+        if name in self._skipped or self._is_replicated:   # the first forward pass may have found replicas
+            return False
+        return any(is_cheaper_by_rows(num_rows, num_outputs, num_inputs)) \
             and (self.is_due("curvature") or self.can_hold(name, self.inverses.get(name, {})))
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
         """Forward and backward passes inside are looked at, where a look is due."""
+        if self._last["curvature"] is None:   # made before the model was sharded
+            refuse_sharded(self.model, type(self).__name__)
+        noticed = None if self._is_replicated else self.model.register_forward_pre_hook(self._notice_replicas)
+        try:
+            with self._watching():
+                yield
+        finally:
+            if noticed is not None:
+                noticed.remove()
+
+    def _notice_replicas(self, *_: Any) -> None:
+        """In a forward pass: whether DistributedDataParallel runs it."""
+        around = nn.parallel.DistributedDataParallel._get_active_ddp_module()
+        if around is not None and not self._is_replicated:
+            self._replicate(around.process_group)
+
+    def _replicate(self, group: Any) -> None:
+        """Splits the work over the ranks of a data-parallel loop, whose replicas would drift apart else."""
+        method = type(self)
+        if method.splits_work and self._ranks is None:
+            self.split_work(group)
+        elif not method.splits_work and not method.agrees_over_ranks:
+            raise ConfigError(f"{method.__name__} does not work under DistributedDataParallel: each rank would use the curvature "
+                              "of its own rows, and the replicas would drift apart; choose KFAC, KFLR, DiagonalNG, UnitWiseNG, "
+                              "LayerWiseNG, Shampoo or SOAP, which average it over the ranks.")
+        self._is_replicated = True
+
+    @contextlib.contextmanager
+    def _watching(self) -> Iterator[None]:
         if not isinstance(self.options, FisherOptions) or not self.is_due("curvature"):
             yield
             return
@@ -144,7 +191,12 @@ class Preconditioner:
     def _step(self, lr: float | None) -> None:
         parameters = dict(self.model.named_parameters())
         held = self._held_alone(parameters)
-        grads = {name: p.grad for name, p in parameters.items() if p.grad is not None and name not in self._skipped}
+        grads = {name: p.grad if p.grad.dtype is torch.float32 else wide(p.grad) for name, p in parameters.items()
+                 if p.grad is not None and name not in self._skipped}
+        if self._last["curvature"] is None:
+            refuse_sharded(self.model, type(self).__name__)
+            self._warn_of_ranks()
+        directions = self.apply_all(grads, held) if type(self).applies_first else None
         if self.is_due("curvature") and self._look(grads):
             self._last["curvature"] = self.num_steps
             if self.is_due("inverse"):
@@ -156,7 +208,7 @@ class Preconditioner:
         # nobody asks for the gradient again, so it may be written over: a new one is a pass over memory more
         self._overwrites = self.options.graft == "none" and not self.options.kl_clip
         try:
-            directions = self.apply_all(grads, held)
+            directions = self.apply_all(grads, held) if directions is None else directions
         finally:
             self._overwrites = False
         found = self._limited(grads, held, directions, lr)
@@ -173,7 +225,8 @@ class Preconditioner:
             if any(parameters[each].grad is not None for each in block):
                 for each, part in zip(block, rows.product(), strict=False):
                     p = parameters[each]
-                    p.grad = part if p.grad is None or part is None else p.grad.add_(part)
+                    if part is not None:
+                        p.grad = part.to(p.dtype) if p.grad is None else p.grad.add_(part)
                 del held[name]
         return held
 
@@ -203,17 +256,43 @@ class Preconditioner:
                 return False
             if self._watched is not None:
                 self._watched.forget()
+            seen = {*self._signal.rows, *self._signal.squares}
             self.update_curvature(replace(self._signal, is_last=True))
+            if self._last["curvature"] is None and seen:
+                self._warn_of_plain(grads, {*seen, *(self._bias_of.get(name) for name in seen)})
         else:
             self.update_curvature(grads)
         return True
+
+    def _warn_of_ranks(self) -> None:
+        """At the first step: whether the loop averages gradients itself, or its processes train independently, cannot be seen."""
+        method, distributed = type(self), torch.distributed
+        if method.agrees_over_ranks or self._ranks is not None or not (distributed.is_available() and distributed.is_initialized()):
+            return
+        if (size := distributed.get_world_size()) > 1:
+            remedy = "call split_work(group)" if method.splits_work else "choose a method that splits its work, such as KFAC"
+            warnings.warn(f"{method.__name__} uses the curvature of the rows of this process alone, and torch.distributed has "
+                          f"{size} processes; if the loop averages gradients over them, {remedy}, or the copies of the model "
+                          "drift apart.", stacklevel=4)
+
+    def _warn_of_plain(self, grads: Mapping[str, Tensor], covered: Collection[str | None]) -> None:
+        """After the first look: where much of the model keeps its plain gradient, and nobody skipped it."""
+        sizes = {name: p.numel() for name, p in self.model.named_parameters() if p.requires_grad and name not in self._skipped}
+        plain = [name for name in grads if name not in covered]
+        share = sum(sizes.get(name, 0) for name in plain) / max(sum(sizes.values()), 1)
+        if share > _MUCH:
+            names = ", ".join([*plain[:5], "..."] if len(plain) > 5 else plain)
+            warnings.warn(f"{type(self).__name__} leaves {100.0 * share:.0f} % of the parameters their plain gradient, because the "
+                          f"minibatch had no curvature of theirs: {names}; name their layers in skip= if this is intended.",
+                          stacklevel=5)
 
     def split_work(self, group: Any) -> None:
         """From now on the ranks of a `torch.distributed` process group act as one.
 
         The curvature is that of all their minibatches, by rows; each layer's inverse is made by one rank and sent to the others.
 
-        For data-parallel loops, in which gradients are averaged over the ranks before `step`, and all ranks step alike.
+        For loops that average gradients over the ranks before `step` by themselves, and in which all ranks step alike; under
+        DistributedDataParallel it is called in the first forward pass at the latest.
 
         Raises:
             ConfigError: the method's curvature has no mean over ranks, or is no work that can be split.
@@ -476,6 +555,14 @@ class Preconditioner:
         if not self.has_mean:
             raise ConfigError(f"{type(self).__name__}: rows or gradients of different workers have no mean; choose averaging="
                               "\"reset\" or \"keep\".")
+
+
+def refuse_sharded(model: nn.Module, method: str) -> None:
+    """Raises ConfigError for parameters of which a rank has a part alone (FSDP, tensor parallelism)."""
+    wrapped = [type(module).__name__ for module in model.modules() if type(module).__name__ == "FullyShardedDataParallel"]
+    if wrapped or any(type(p).__name__ == "DTensor" for p in model.parameters()):
+        raise ConfigError(f"{method} needs complete parameters, and those of this model are sharded over ranks (FSDP or "
+                          "DTensor); use DistributedDataParallel, or an optimizer of torch without a preconditioner.")
 
 
 def _give(p: nn.Parameter, direction: Tensor) -> None:

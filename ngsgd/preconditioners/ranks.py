@@ -26,6 +26,12 @@ class Ranks:
         self._group, self._device = group, device
         self.rank, self.size = int(group.rank()), int(group.size())
 
+    def __deepcopy__(self, _: Any) -> Ranks:
+        return self   # the processes are the same
+
+    def __reduce__(self) -> Any:
+        raise ConfigError("a preconditioner that splits its work over processes cannot be pickled; save its state_dict().")
+
     def mean(self, states: Mapping[str, State], weight: float) -> dict[str, State]:
         """The mean of all ranks' states, each counting by its weight (rows); in one exchange."""
         names = [(name, key) for name in sorted(states) for key in sorted(states[name])]

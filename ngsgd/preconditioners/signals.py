@@ -20,11 +20,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ngsgd.curvature import losses
 from ngsgd.curvature.capture import Call, Capture, Record
 from ngsgd.curvature.layers import UseShare, without_autocast
 from ngsgd.curvature.rows import Outer, joined
+from ngsgd.curvature.samples import next_calls
 from ngsgd.curvature.watching import LossCalls
 from ngsgd.errors import ConfigError
 
@@ -83,13 +85,20 @@ class Watch:
     def __init__(self, model: nn.Module, *, fisher: str, num_draws: int, generator: torch.Generator | None,
                  layers: tuple[str, ...] | None) -> None:
         self._fisher, self._num_draws, self._generator = fisher, num_draws, generator
-        self._capture = Capture(model, layers=layers, arrived=self._arrived)
-        self._mode = LossCalls(self._noted)
+        self._capture = Capture(model, layers=layers, arrived=self._arrived, left_out_by="skip")
+        self._mode = LossCalls(self._noted, self._noted_other)
+        self._others: list[str] = []                         # losses that were differentiated and whose rows have no known weight
         self._pass = -1                                      # evaluations of a loss that have been differentiated, less one
+        self._num_noted = 0                                  # evaluations of a loss so far
         self._total_weight, self._num_rows = 0.0, 0
-        self._records: dict[int, list[Record]] = defaultdict(list)
+        self._groups: dict[tuple[int, int], int] = {}        # (backward pass, call of the model) -> group of samples
+        self._seen: dict[Call, Tensor] = {}                  # elements of calls' outputs that losses of this pass are of
+        self._task, self._several = -1, False                # the backward pass, and whether it is of several losses
+        # by (backward pass, call of the model) and evaluation (0: empirical)
+        self._records: dict[tuple[tuple[int, int], int], list[Record]] = defaultdict(list)
 
     def __enter__(self) -> Watch:
+        self._before = set(self._records), self._pass, self._total_weight, self._num_rows, self._num_noted, list(self._others)
         self._capture.__enter__()
         self._mode.__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -97,10 +106,15 @@ class Watch:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._capture.close()
         self._mode.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        if error is not None:   # a pass that failed has no share in the minibatch of one that is run after it
+            known, self._pass, self._total_weight, self._num_rows, self._num_noted, self._others = self._before
+            for key in self._records.keys() - known:
+                del self._records[key]
 
     def forget(self) -> None:
         """For good.  The hooks' owners refer to each other, and rows should go now, not when the garbage collector comes by."""
         self._records.clear()
+        self._seen.clear()
         self._capture.forget_listeners()
 
     @torch.no_grad()
@@ -109,13 +123,23 @@ class Watch:
         if self._pass < 0:
             raise ConfigError("the preconditioner saw no loss whose curvature is known; inside of watch(), call cross-entropy, "
                               "mean squared error or binary cross-entropy with logits from torch, and backward().")
+        if self._others:
+            raise ConfigError(f"the loss has a part from {self._others[0]}, whose curvature and weight of rows are not known; "
+                              "write distillation as cross-entropy with soft targets, which has the gradient of kl_div, call "
+                              "backward() for the other part outside of watch(), or take a method that looks at gradients alone "
+                              "(Shampoo, SOAP, PSGD, TONGA, MFAC, Muon).")
         R, W = self._num_rows, self._total_weight
         if not W > 0.0:  # every row is masked
             return Signal()
         scale = R / W if self._fisher == "empirical" else (R / W) ** 0.5
         parts: dict[str, list[list[Record]]] = defaultdict(list)
         squares: dict[str, Tensor] = {}
-        for records in self._records.values():
+        self._seen.clear()
+        joined_records: dict[tuple[int, int], list[Record]] = defaultdict(list)
+        for (call_of_model, number), records in self._records.items():
+            joined_records[self._groups[call_of_model], number].extend(records)
+        for records in joined_records.values():
+            _require_same_samples(records)
             affine, others = _of_pass(records, scale, R)
             for name, uses in affine.items():
                 parts[name].append(uses)
@@ -126,7 +150,21 @@ class Watch:
     def _noted(self, settings: dict[str, Any], kind: type[nn.Module], output: Tensor, target: Tensor, value: Tensor,
                again: Callable[[Tensor], Tensor]) -> None:
         if value.requires_grad and not self._capture.is_paused:
+            if self._fisher != "empirical":
+                losses.require_fixed(target)
+            self._num_noted += 1
             value.register_hook(lambda upstream: self._differentiated(settings, kind, output, target, upstream))
+
+    def _noted_other(self, name: str, output: Tensor, value: Tensor) -> None:
+        edge = get_gradient_edge(output)
+
+        def differentiated(upstream: Tensor) -> None:
+            calls = self._capture.open_calls
+            # not of a parameter alone, such as a penalty
+            if not self._capture.is_paused and calls and next_calls(edge, calls):
+                self._others.append(name)
+        if not self._capture.is_paused:
+            value.register_hook(differentiated)
 
     def _differentiated(self, settings: dict[str, Any], kind: type[nn.Module], output: Tensor, target: Tensor,
                         upstream: Tensor) -> None:
@@ -135,15 +173,64 @@ class Watch:
         with torch.no_grad(), without_autocast(output.device.type):
             view = losses.evaluation(settings, kind, output, target, upstream)
             self._pass += 1
+            self._begin(view, target)
             self._total_weight += float(view.weight_R.sum())
             # a row of a loss over single numbers is one vector of them
             counts = view.weight_R if view.classes else view.weight_R.view(-1, output.shape[-1] if output.ndim > 1 else 1)[:, 0]
-            self._num_rows += int((counts > 0).sum())
+            self._num_rows += self._count_new(view, int((counts > 0).sum()))
             if self._fisher == "mc":
                 self._send(view, [view.sampled(self._num_draws, self._generator)])
             elif self._fisher == "exact":
-                N = self._capture.num_samples_of(next(iter(self._capture.open_calls)))
+                N = self._capture.num_samples_seen(view.output)
                 self._send(view, list(view.columns(N, _CHUNK)))
+
+    def _begin(self, view: losses.Evaluation, target: Tensor) -> None:
+        """Checks the layers that a loss is of, and joins the samples of calls of the model that one loss compares."""
+        outputs = [get_gradient_edge(part) for part in (view.output, target) if part.requires_grad]
+        if not outputs:   # of a parameter alone
+            return
+        self._capture.check_output(outputs[0], view.output)
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            self._task, self._several = task, self._num_noted - self._pass > 1
+            self._seen.clear()
+        calls = self._capture.open_calls
+        if len({call.forward for call in calls}) > 1:
+            forwards = sorted({call.forward for call in _reached(outputs, calls)})
+            groups = {self._group(task, forward) for forward in forwards}
+            for key, group in self._groups.items():
+                if group in groups:
+                    self._groups[key] = min(groups)
+
+    def _group(self, task: int, forward: int) -> int:
+        """Of the samples of a call of the model: those of several calls are one after the other."""
+        return self._groups.setdefault((task, forward), len(self._groups))
+
+    def _count_new(self, view: losses.Evaluation, num_rows: int) -> int:
+        """Rows that no other loss of this backward pass was of: of two losses of one output the weights add up, not the rows."""
+        if not self._several or not num_rows or not view.output.requires_grad:
+            return num_rows
+        # random numbers, so that none of their sums is zero; they leave torch's generator alone
+        generator = torch.Generator(view.output.device).manual_seed(0)
+        rows = view.rows()
+        u = torch.randn(rows.shape, generator=generator, device=rows.device, dtype=torch.float32).to(rows.dtype)
+        counts_R = (view.weight_R > 0).to(rows.dtype)
+        u_M = view.like_output(u * (counts_R[:, None] if view.classes else counts_R))[0]
+        source = get_gradient_edge(view.output)
+        before = next_calls(source, self._capture.open_calls)
+        if not before:
+            return num_rows
+        with self._capture.paused():
+            found = torch.autograd.grad([source], list(before.values()), [u_M], retain_graph=True, allow_unused=True)
+        num_all, num_new = 0, 0
+        for call, e_M in zip(before, found, strict=True):
+            if e_M is not None:
+                here = e_M != 0
+                seen = self._seen.get(call)
+                num_all += int(here.sum())
+                num_new += int((here if seen is None else here & ~seen).sum())
+                self._seen[call] = here if seen is None else here | seen
+        return round(num_rows * num_new / num_all) if num_all else num_rows
 
     def _send(self, view: losses.Evaluation, blocks: list[Tensor]) -> None:
         found: dict[Call, list[Tensor]] = defaultdict(list)
@@ -153,11 +240,20 @@ class Watch:
             for call, e_VM in swept:
                 found[call].append(e_VM)
         for call, es in found.items():
-            self._records[self._pass].append(self._capture.record(call, es[0] if len(es) == 1 else torch.cat(es)))
+            self._group(self._task, call.forward)
+            record = self._capture.record(call, es[0] if len(es) == 1 else torch.cat(es))
+            self._records[(self._task, call.forward), self._pass].append(record)
 
     def _arrived(self, call: Call, e_M: Tensor) -> None:
         if self._fisher == "empirical":
-            self._records[max(self._pass, 0)].append(self._capture.record(call, e_M[None]))
+            task = torch._C._current_graph_task_id()
+            self._group(task, call.forward)
+            self._records[(task, call.forward), 0].append(self._capture.record(call, e_M[None]))
+
+
+def _reached(outputs: list[GradientEdge], calls: Mapping[Call, GradientEdge]) -> list[Call]:
+    """The calls whose outputs the outputs depend on directly."""
+    return [call for output in outputs for call in next_calls(output, calls)]
 
 
 class _LayerByLayer(Mapping[str, Rows]):
@@ -197,6 +293,15 @@ def _of_pass(records: list[Record], scale: float, num_rows: int) -> tuple[dict[s
     return affine, squares
 
 
+def _require_same_samples(records: list[Record]) -> None:
+    """Refuses calls of the model that a loss compares, where sample i of both cannot be one sample."""
+    forwards = {record.call.forward: record for record in records}
+    sizes = {forward: max(one.num_samples for one in records if one.call.forward == forward) for forward in forwards}
+    if len(set(sizes.values())) > 1:
+        raise ConfigError(f"a loss compares outputs of {len(sizes)} calls of the model, which saw {sorted(set(sizes.values()))} "
+                          "samples; call the model on minibatches of one size, or take the losses of the calls one by one.")
+
+
 def _affine(name: str, records: list[Record], scale: float, num_rows: int) -> Rows:
     bias = records[0].call.bias
     a_NTI = _side_by_side([record.input_rows() for record in records], dim=1)
@@ -213,5 +318,11 @@ def _end_to_end(parts: list[Rows]) -> Rows:
     """Several passes as one minibatch."""
     if len(parts) == 1:
         return parts[0]
-    return Rows(parts[0].weight, parts[0].bias, torch.cat([rows.a_NTI for rows in parts]),
-                torch.cat([rows.e_VNTO for rows in parts], dim=1), parts[0].num_rows)
+    if len({rows.a_NTI.shape[1] for rows in parts}) > 1:
+        lengths = sorted({rows.a_NTI.shape[1] for rows in parts})
+        raise ConfigError(f"the minibatches of one step have samples of {lengths} positions at {parts[0].weight}; pad them to one "
+                          "length, or call step() after each.")
+    V = max(len(rows.e_VNTO) for rows in parts)   # a loss of fewer classes has fewer vectors: the others are zero
+    e_VNTO = [nn.functional.pad(rows.e_VNTO, (0, 0, 0, 0, 0, 0, 0, V - len(rows.e_VNTO))) for rows in parts]
+    a_NTI = torch.cat([rows.a_NTI for rows in parts])
+    return Rows(parts[0].weight, parts[0].bias, a_NTI, torch.cat(e_VNTO, dim=1), parts[0].num_rows)

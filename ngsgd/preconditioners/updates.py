@@ -38,6 +38,8 @@ class UpdateQueue:
 
     def __init__(self, *, deferred: bool = False) -> None:
         self.deferred = deferred
+        self.num_commits = 0      # steps of the optimizer
+        self.has_warned = False   # of a flat estimate, once for all that share the queue
         self._waiting: list[_Waiting] = []
         self._transfer: tuple[Tensor, Any] | None = None
 
@@ -52,8 +54,15 @@ class UpdateQueue:
         if not self.deferred:
             self.settle()
 
+    def drop(self, estimate: Estimate) -> None:
+        """Forgets what waits for this estimate."""
+        kept = [update for update in self._waiting if update.estimate is not estimate]
+        if len(kept) < len(self._waiting):
+            self._waiting, self._transfer = kept, None
+
     def flush(self) -> None:
-        """No more updates are to come for now: on a CPU carries out what waits, else starts the transfer and returns."""
+        """The step is done: on a CPU carries out what waits, else starts the transfer and returns."""
+        self.num_commits += 1
         if self._waiting and self._transfer is None:
             if self._waiting[0].J_RD.is_cpu:
                 self.settle()

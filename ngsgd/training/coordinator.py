@@ -297,7 +297,8 @@ class Coordinator:
                 if is_contested and (bad := self._bad_ones(round_, accepted)):
                     round_.troubles |= bad
                     continue
-                mean = self.pool.mean(accepted, weights)
+                # a rule that needs every vector, such as a median, must not be given the workers' mean instead
+                mean = self.pool.mean(accepted, weights) if self.optimizer.takes_mean else None
                 if mean is not None:
                     return _Gathered(verdicts, None, [mean], [1.0])
                 return _Gathered(verdicts, None, [result.sent.read() for result in accepted], weights)

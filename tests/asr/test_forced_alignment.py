@@ -1,13 +1,16 @@
+import tempfile
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from ngsgd.asr import forced_alignment, gaussians
+from ngsgd.asr import forced_alignment, gaussians, graphs
 from ngsgd.asr.corpus import Corpus
 from ngsgd.asr.forced_alignment import States
 from ngsgd.asr.gaussians import Axes, Gaussians
-from ngsgd.asr.language import Language
+from ngsgd.asr.language import GivenGraph, Language
 from ngsgd.asr.speech_set import SpeechSet
 from ngsgd.asr.topology import Topology
 from ngsgd.asr.utterance import unaligned
@@ -97,3 +100,51 @@ def test_short_utterances_are_left_out_and_no_utterance_at_all_is_an_error() -> 
     hopeless = [SpeechSet(one.frames, (("ab",) * 99,) * len(one.texts), one.speakers) for one in sets]
     with pytest.raises(DataError, match="No utterance has as many frames"):
         forced_alignment.flat_start(corpus_of(*hopeless), "")
+
+
+# numbers of a tree in which states of different phones are one pdf; silence is in the middle
+TIED_P = np.array([2, 0, 3, 1, 3, 4, 1], np.int32)
+
+
+@pytest.mark.entry("K15")
+@pytest.mark.parametrize("seed", range(4))
+def test_a_graph_with_tied_states_gives_its_own_states(seed: int) -> None:
+    """The paths of the decoding graph with these words are those of the transcript's graph, each state by its tied number."""
+    pytest.importorskip("kaldi_decoder")
+    rng = np.random.default_rng(seed)
+    texts: list[tuple[str, ...]] = [("ab", "b"), ("a",), ("b", "ab", "a")]
+    sets = [made_up_speech(texts, rng)[0] for _ in range(3)]
+    corpus = corpus_of(*(replace(one, frames=replace(one.frames, utt_ids=tuple(f"{number}-{name}" for name in one.frames.utt_ids)))
+                         for number, one in enumerate(sets)))
+    logliks = {utt_id: rng.normal(scale=2.0, size=(len(features_TD), 5)).astype(np.float32)
+               for one in (corpus.train, corpus.valid, corpus.test)
+               for utt_id, features_TD in zip(one.frames.utt_ids, one.split_features(), strict=True)}
+    before = {utt_id: np.zeros(len(loglik_TP), np.int32) for utt_id, loglik_TP in logliks.items()}
+    untied = forced_alignment.realign(corpus, before, {utt_id: loglik_TP[:, TIED_P] for utt_id, loglik_TP in logliks.items()},
+                                      AlignConfig(), "")
+    made = graphs.build(corpus.language, silence_prob=0.0)
+    content = as_file(made)
+    given = graphs.read(GivenGraph(content, made.words, tuple(TIED_P.tolist())))
+    found = forced_alignment.realign(corpus, before, logliks, AlignConfig(), "", given)
+    assert not found.lost and not untied.lost
+    for utt_id, loglik_TP in logliks.items():
+        expected = TIED_P[untied.states[utt_id]]
+        score = [float(loglik_TP[np.arange(len(loglik_TP)), states].sum(dtype=np.float64)) for states in (found.states[utt_id],
+                                                                                                         expected)]
+        assert score[0] == pytest.approx(score[1], abs=1e-3)   # sums of float32 in another order; two paths may score the same
+        assert found.states[utt_id].max() <= TIED_P.max()
+    same = np.mean([(found.states[utt_id] == TIED_P[untied.states[utt_id]]).mean() for utt_id in logliks])
+    assert same > 0.99
+
+
+def as_file(graph: graphs.Graph) -> bytes:
+    with tempfile.TemporaryDirectory() as folder:
+        graph.fst.write(f"{folder}/HCLG.fst")
+        return Path(f"{folder}/HCLG.fst").read_bytes()
+
+
+def test_a_word_that_the_graph_lacks_is_named() -> None:
+    pytest.importorskip("kaldi_decoder")
+    made = graphs.build(Language(TOPOLOGY), silence_prob=0.0)
+    with pytest.raises(DataError, match=r"has no word c in its words\.txt"):
+        graphs.within(made, ("a", "c"))

@@ -1,10 +1,12 @@
 import math
+import struct
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from ngsgd.asr import decoding, graphs
+from ngsgd.asr import decoding, graphs, openfst
 from ngsgd.asr.language import GivenGraph, Language
 from ngsgd.asr.topology import Topology
 from ngsgd.errors import DataError
@@ -118,3 +120,86 @@ def test_given_graph_is_read_at_the_level_of_pdfs(tmp_path: object) -> None:
 def test_given_graph_that_is_none_is_named() -> None:
     with pytest.raises(DataError, match=r"HCLG\.fst is damaged or not an OpenFst file"):
         graphs.read(GivenGraph(b"nothing", ("a",), (0,)))
+
+
+def as_files(fst: object, folder: Path) -> tuple[bytes, bytes]:
+    """The same transducer as a vector file and as a const file, both written by OpenFst."""
+    fst.write(str(folder / "vector.fst"))  # type: ignore[attr-defined]
+    kaldifst.StdConstFst(fst).write(str(folder / "const.fst"))
+    return (folder / "vector.fst").read_bytes(), (folder / "const.fst").read_bytes()
+
+
+@pytest.mark.entry("K1", "you give an HCLG.fst as `mkgraph.sh` writes it (a const FST), or a damaged one", "right",
+                   "const and vector FSTs are read by a parser that checks every number; the graph is opened before the audio is "
+                   "read and before training, and a damaged one is a `DataError`.")
+def test_a_const_graph_decodes_as_its_vector_form(tmp_path: Path) -> None:
+    made = graphs.build(Language(TOPOLOGY), silence_prob=0.4)
+    vector, const = as_files(made.fst, tmp_path)
+    assert vector != const and b"const" in const[:20]
+    identity = tuple(range(TOPOLOGY.num_pdfs))
+    read = [graphs.read(GivenGraph(content, TOPOLOGY.words, identity)) for content in (vector, const)]
+    assert list(graphs.arcs(read[0])) == list(graphs.arcs(read[1])) == list(graphs.arcs(made))
+    rng = np.random.default_rng(0)
+    loglik_TP = rng.normal(scale=3.0, size=(30, TOPOLOGY.num_pdfs)).astype(np.float32)
+    paths = [decoding.best_path(graph, loglik_TP, acoustic_scale=1.0, beam=100.0, max_active=1000) for graph in (made, *read)]
+    assert paths[0].words and paths[0].words == paths[1].words == paths[2].words
+    assert paths[0].pdf_T.tolist() == paths[1].pdf_T.tolist() == paths[2].pdf_T.tolist()
+    assert paths[0].cost == paths[1].cost == paths[2].cost
+
+
+def header_int64(content: bytes, at: int, value: int) -> bytes:
+    """The content with the `at`-th of start, number of states, number of arcs replaced."""
+    begin = content.index(b"standard") + 8 + 16 + 8 * at
+    return content[:begin] + value.to_bytes(8, "little", signed=True) + content[begin + 8:]
+
+
+@pytest.mark.entry("K1")
+@pytest.mark.parametrize("form", [0, 1], ids=["vector", "const"])
+def test_a_damaged_graph_is_a_data_error_and_never_a_crash(tmp_path: Path, form: int) -> None:
+    """Every cut, and every header number out of range; random bytes elsewhere are refused or give states within bounds."""
+    content = as_files(kaldifst.compile("0 1 1 2 0.5\n1 1 2 0 0.25\n1 2 3 0\n2 1.5\n"), tmp_path)[form]
+
+    def check(damaged: bytes) -> openfst.Fst:
+        return graphs.check(GivenGraph(damaged, words=("no", "yes"), tid2pdf=(4, 4, 7)))
+    assert check(content).num_states == 3
+    for end in range(len(content)):
+        with pytest.raises(DataError, match=r"HCLG\.fst is damaged or not an OpenFst file"):
+            check(content[:end])
+    for at, value in [(0, -1), (0, 3), (1, 1 << 40), (1, -7), *([(2, 1 << 61), (2, 1), (2, -2)] if form else [])]:
+        with pytest.raises(DataError):
+            check(header_int64(content, at, value))
+    rng = np.random.default_rng(0)
+    for _ in range(300):
+        changed = bytearray(content)
+        changed[int(rng.integers(len(content)))] = int(rng.integers(256))
+        try:
+            found = check(bytes(changed))
+        except DataError:
+            continue
+        assert 0 <= found.start < found.num_states and set(found.arc_A["target"].tolist()) <= set(range(found.num_states))
+
+
+def test_a_const_graph_of_an_older_openfst_with_aligned_arrays_and_symbols_is_read(tmp_path: Path) -> None:
+    """Built byte by byte: version 1 pads both arrays to 16 bytes; two tables of symbols come before them."""
+    content = as_files(kaldifst.compile("0 1 1 2 0.5\n1 0.25\n"), tmp_path)[1]
+    head, body = content[:content.index(b"standard") + 8], content[content.index(b"standard") + 48:]
+    symbols = struct.pack("<ii1sqqi2sq", 2125658996, 1, b"s", 1, 1, 2, b"ab", 0)
+    header = head + struct.pack("<iiQqqq", 1, 3, 0, 0, 2, 1) + 2 * symbols
+    states, arcs = body[:40], body[40:]
+    aligned = header + bytes(-len(header) % 16) + states
+    aligned += bytes(-len(aligned) % 16) + arcs
+    found, expected = openfst.parse(aligned, "it"), openfst.parse(content, "it")
+    assert found.arc_A.tolist() == expected.arc_A.tolist() == [(1, 2, 0.5, 1)]
+    assert found.final_S.tolist() == expected.final_S.tolist() == [math.inf, 0.25]
+
+
+def test_a_vector_graph_from_a_pipe_is_read_to_its_end(tmp_path: Path) -> None:
+    """OpenFst writes -1 states where it cannot go back to the header."""
+    content = as_files(kaldifst.compile("0 1 1 2 0.5\n1 0.25\n"), tmp_path)[0]
+    assert openfst.parse(header_int64(content, 1, -1), "it").final_S.tolist() == [math.inf, 0.25]
+
+
+def test_other_types_of_transducers_are_named(tmp_path: Path) -> None:
+    content = as_files(kaldifst.compile("0 1 1 2 0.5\n1 0.25\n"), tmp_path)[0]
+    with pytest.raises(DataError, match=r"its type is compa.* vector and const"):
+        openfst.parse(content.replace(b"vector", b"compac"), "it")

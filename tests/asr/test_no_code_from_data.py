@@ -35,8 +35,8 @@ from ngsgd.egs.archives import prepare_archives
 from ngsgd.egs.nnet3_examples import read_nnet3_examples
 from ngsgd.egs.reader import EgsReader
 from ngsgd.errors import NgsgdError
+from ngsgd.models.nnet3.binary import model_from_bytes, vector_from_bytes
 from ngsgd.models.nnet3.network import rebuild
-from ngsgd.models.nnet3.text import from_text, vector_from_text
 from ngsgd.schedules import Shard
 from tests.asr.made_up_speech import write_data
 from tests.models.test_nnet3 import SAMPLE
@@ -216,11 +216,11 @@ def in_component(folder: Path, payload: bytes) -> None:
 
 
 def read_model(folder: Path) -> object:
-    return rebuild(from_text((folder / "final.raw").read_text(errors="replace")))
+    return rebuild(model_from_bytes((folder / "final.raw").read_bytes()))
 
 
 def read_priors(folder: Path) -> object:
-    return vector_from_text((folder / "priors.vec").read_text(errors="replace"))
+    return vector_from_bytes((folder / "priors.vec").read_bytes())
 
 
 def read_words(folder: Path) -> object:

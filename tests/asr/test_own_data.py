@@ -306,6 +306,26 @@ def test_truncated_archive_is_named(mine: Path, tmp_path: Path) -> None:
         prepare(config(mine), GIVEN, tmp_path / "cache", silent)
 
 
+# graphs
+
+
+@pytest.mark.entry("K1")
+@pytest.mark.parametrize("damage", [lambda content: content[:-5], lambda content: b"nothing", lambda content: b""])
+def test_a_damaged_graph_is_refused_before_the_audio_is_read(mine: Path, damage: Callable[[bytes], bytes]) -> None:
+    kaldifst = pytest.importorskip("kaldifst")
+    (mine / "graph").mkdir()
+    path = mine / "graph/HCLG.fst"
+    kaldifst.compile("0 1 1 1\n1 1 1 0\n1\n").write(str(path))
+    (mine / "graph/words.txt").write_text("<eps> 0\nNO 1\n")
+    (mine / "graph/tid2pdf").write_text("1 0\n")
+    settings = config(mine, graph=str(mine / "graph"))
+    assert own_data.make(settings, FEATURES, AugmentConfig())[1].num_pdfs == 1
+    path.write_bytes(damage(path.read_bytes()))
+    shutil.rmtree(mine / "train")
+    with pytest.raises(DataError, match=r"HCLG\.fst is damaged"):
+        own_data.make(settings, FEATURES, AugmentConfig())
+
+
 # alignments
 
 
@@ -348,8 +368,11 @@ def test_alignments_of_every_form_label_the_frames(mine: Path, tmp_path: Path, w
     assert corpus.train.is_aligned
 
 
+@pytest.mark.entry("K8", "you give alignments of Kaldi's default features (`--snip-edges=true`) with audio", "refused",
+                   "`DataError`: the message names `--snip-edges=false`, as features here are made, and `features.kind=given`.")
 @pytest.mark.parametrize(("change", "sentence"), [
-    (lambda one: {utt_id: pdfs[:-1] for utt_id, pdfs in one.items()}, r"ali\.txt has 39 states for train-\S+, which has 40 frames"),
+    (lambda one: {utt_id: pdfs[:-1] for utt_id, pdfs in one.items()},
+     r"ali\.txt has 39 states for train-\S+, which has 40 frames.*--snip-edges=false.*features\.kind=given"),
     (lambda one: {utt_id: pdfs + 1 for utt_id, pdfs in one.items()}, r"ali\.txt has the state 7 in train-\S+, .* have 7 states"),
     (lambda one: {f"x{utt_id}": pdfs for utt_id, pdfs in one.items()}, r"no states for 6 of the 6 utterances of train"),
 ])

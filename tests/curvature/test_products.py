@@ -130,3 +130,74 @@ def test_products_are_refused_where_they_would_be_of_something_else() -> None:
     torch.optim.SGD(model.parameters(), 0.1).step()
     with pytest.raises(DataError, match="changed"):
         q["0.weight"].hmp(torch.zeros(6, 5).double())
+
+
+class _Frames(nn.Module):
+    """Two layers over frames with attention by torch's fused function between."""
+
+    def __init__(self, *, fused: bool = True) -> None:
+        super().__init__()
+        self.inner, self.out, self.fused = nn.Linear(5, 6), nn.Linear(2, 3), fused
+
+    def forward(self, x_NTD: Tensor) -> Tensor:
+        q, k, v = (part[:, None] for part in torch.tanh(self.inner(x_NTD)).chunk(3, dim=2))
+        attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True) if self.fused else q * k + v
+        y: Tensor = self.out(attended[:, 0])
+        return y
+
+
+VIEWS: dict[str, Callable[[Tensor, Tensor, nn.Module], Tensor]] = {
+    "flattened": lambda o, y, loss_fn: loss_fn(o.flatten(0, -2), y.flatten()),
+    "viewed": lambda o, y, loss_fn: loss_fn(o.view(-1, 3), y.view(-1)),
+    "transposed": lambda o, y, loss_fn: loss_fn(o.transpose(1, 2), y),
+    "slices": lambda o, y, loss_fn: torch.stack([loss_fn(o[:, t], y[:, t]) for t in range(3)]).mean(),
+    "slices of a view": lambda o, y, loss_fn: loss_fn(o.permute(0, 2, 1)[:, :, 1:], y[:, 1:]),
+}
+
+
+def _require_dense_products(model: nn.Module, x: Tensor, y: Tensor, view: str, loss_fn: nn.Module) -> None:
+    def loss(o: Tensor) -> Tensor:
+        return VIEWS[view](o, y, loss_fn)
+
+    with collect(model, "hmp", "ggnmp", loss_fn=loss_fn) as q:
+        loss(model(x)).backward()
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        hessian = hessian_blocks(model, loss, x)
+        J = jacobians(model, x, N)
+    ggn = ggn_blocks(J, loss_derivatives(loss, model(x), N)[1])
+    for name, p in model.named_parameters():
+        v = torch.randn(2, *p.shape, dtype=torch.float64)
+        close(q[name].ggnmp(v).flatten(1), v.flatten(1) @ ggn[name].sum(dim=0))
+        close(q[name].hmp(v).flatten(1), v.flatten(1) @ hessian[name])
+
+
+@pytest.mark.entry("P9", "you ask for `hmp` or `ggnmp` and the loss sees `o.flatten(0, -2)` or another view of the model's output",
+                   "right", "Products are exact for views of the output (slices, `flatten`, `transpose`). A copy, or another "
+                            "operation between model and loss, is a `ConfigError`.")
+@pytest.mark.parametrize("loss_fn", [nn.CrossEntropyLoss(), nn.CrossEntropyLoss(reduction="sum")], ids=["mean", "sum"])
+@pytest.mark.parametrize("view", VIEWS)
+def test_the_loss_may_see_a_view_of_the_output(view: str, loss_fn: nn.Module) -> None:
+    torch.manual_seed(0)
+    model = _Frames(fused=False).double()
+    _require_dense_products(model, torch.randn(N, 3, 5).double(), torch.randint(3, (N, 3)), view, loss_fn)
+
+
+@pytest.mark.entry("P9")
+def test_anything_but_a_view_of_the_output_is_refused() -> None:
+    torch.manual_seed(0)
+    model, x, y = _Frames(fused=False).double(), torch.randn(N, 3, 5).double(), torch.randint(3, (N * 3,))
+    made: Callable[[Tensor], Tensor]
+    for made in (lambda o: o.flatten(0, 1) * 1.0, lambda o: o.flatten(0, 1).mul_(2.0), lambda o: o.mul_(2.0).flatten(0, 1),
+                 lambda o: o.flatten(0, 1).clone(), lambda o: o.transpose(0, 1).flatten(0, 1)):
+        with pytest.raises(ConfigError, match="view of that output"), \
+                collect(model, "ggnmp", loss_fn=nn.functional.cross_entropy):
+            nn.functional.cross_entropy(made(model(x)), y).backward()
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.entry("B9")
+def test_products_through_fused_attention(view: str) -> None:
+    """Whose own derivative cannot be differentiated: the pass for the products takes the plain formula."""
+    torch.manual_seed(0)
+    model = _Frames().double()
+    _require_dense_products(model, torch.randn(N, 3, 5).double(), torch.randint(3, (N, 3)), view, nn.CrossEntropyLoss())

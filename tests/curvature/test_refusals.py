@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import ngsgd
 from ngsgd.curvature import collect
 from ngsgd.errors import ConfigError, DataError
+from ngsgd.preconditioners import KFAC, Shampoo
 from tests.curvature.support import close
 from tests.curvature.test_collect import CE, _net
 
@@ -142,3 +143,83 @@ def test_an_input_changed_in_place_is_refused() -> None:
 
     with collect(table, "variance", loss_fn=CE), pytest.raises(DataError, match="in place"):
         change_and_differentiate()
+
+
+class _Mixed(nn.Module):
+    """Layers with and without Kronecker factors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb, self.norm, self.rnn = nn.Embedding(5, 4), nn.LayerNorm(4), nn.GRU(4, 4, batch_first=True)
+        self.conv, self.grouped = nn.Conv1d(4, 4, 1), nn.Conv1d(4, 4, 1, groups=2)
+        self.out, self.tied = nn.Linear(4, 3), nn.Linear(4, 5)
+        self.tied.weight = self.emb.weight
+
+    def forward(self, index_NT: Tensor) -> Tensor:
+        h = self.rnn(self.norm(self.emb(index_NT)))[0].transpose(1, 2)
+        h = self.grouped(self.conv(h)).mean(dim=2)
+        y: Tensor = self.out(h) + self.tied(h)[:, :3]
+        return y
+
+
+@pytest.mark.entry("P8", "you ask `collect` for Kronecker factors of a model with Embedding, LayerNorm or grouped convolutions",
+                   "refused", "`ConfigError` before the forward pass lists the layers that have no factors and the `layers=[...]` "
+                              "to pass.")
+@pytest.mark.parametrize("quantity", ["kfac", "kflr", "kfac_emp", "kfra"])
+def test_layers_without_factors_are_listed_with_the_argument_to_pass(quantity: str) -> None:
+    model = _Mixed()
+    with pytest.raises(ConfigError, match=r"emb \(Embedding\), norm \(LayerNorm\), grouped \(Conv1d\).*Kronecker") as error:
+        collect(model, "variance", quantity, loss_fn=CE)
+    assert "layers=['rnn', 'conv', 'out']." in str(error.value)
+    if quantity != "kfra":   # which takes no recurrent layers
+        with collect(model, quantity, loss_fn=CE, layers=["rnn", "conv", "out"]) as q:
+            CE(model(torch.randint(5, (4, 6))), torch.arange(4) % 3).backward()
+        assert getattr(q["out.weight"], quantity).B_OO.shape == (3, 3)
+    with pytest.raises(ConfigError, match="no such layer"):
+        collect(nn.Sequential(nn.Embedding(5, 4), nn.LayerNorm(4)), quantity, loss_fn=CE)
+
+
+class _Scaled(nn.Module):
+    """A parameter of its own beside a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.inner = nn.Parameter(torch.ones(5)), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.inner(x * self.scale)
+        return y
+
+
+@pytest.mark.entry("B11", "a model has a layer whose curvature is not known, or a BatchNorm in training mode", "refused",
+                   "`ConfigError` names the argument that leaves the layer out: `layers=` of `collect`, `skip=` of "
+                   "preconditioners. For BatchNorm it says what to do instead: `eval()`, GroupNorm, or a method that uses "
+                   "gradients alone.")
+def test_an_unknown_layer_is_refused_with_the_argument_that_leaves_it_out() -> None:
+    model = nn.Sequential(_Scaled(), nn.Linear(3, 3))
+    with pytest.raises(ConfigError, match="layers=") as error:
+        collect(model, "variance", loss_fn=CE)
+    assert "skip" not in str(error.value)
+    x, y = torch.randn(4, 5), torch.arange(4) % 3
+    preconditioner = KFAC(model)
+    with pytest.raises(ConfigError, match="skip=") as error:
+        preconditioner.evaluate(lambda: CE(model(x), y))
+    assert "layers=" not in str(error.value)
+    for skip in (("0",), ("_Scaled",)):
+        skipping = KFAC(model, skip=skip)
+        skipping.evaluate(lambda: CE(model(x), y))
+        skipping.step()
+
+
+@pytest.mark.entry("B11")
+def test_batch_normalisation_is_refused_with_what_can_be_done() -> None:
+    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+    x, y = torch.randn(4, 5), torch.arange(4) % 3
+    preconditioner = KFAC(model)
+    with pytest.raises(ConfigError, match=r"eval\(\) after model.train\(\).*GroupNorm.*Shampoo"):
+        preconditioner.evaluate(lambda: CE(model(x), y))
+    for working in (KFAC(model.train()), Shampoo(model.train())):
+        if isinstance(working, KFAC):
+            model[1].eval()
+        working.evaluate(lambda: CE(model(x), y))
+        working.step()

@@ -14,6 +14,7 @@ import torch
 from launcher import compose, reference
 from launcher.help import COMMANDS, knob_comments
 from launcher.values import paths
+from tests import entries
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "recipes").glob("*/README.md"))]
@@ -105,3 +106,10 @@ def test_every_test_that_the_fault_tolerance_page_names_is_there() -> None:
             path = ROOT / file if file else path
             assert path is not None and path.is_file(), name
             assert not test or f"def {test}(" in path.read_text(encoding="utf-8"), name
+
+
+def test_the_tables_of_what_happens_are_written_from_the_tests() -> None:
+    found = entries.entries()
+    for page in entries.pages():
+        text = (ROOT / page).read_text(encoding="utf-8")
+        assert entries.with_tables(text, page, found) == text, f"{page}: run python -m tests.entries"

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ngsgd.errors import ReversalError
+from ngsgd.errors import ConfigError, ReversalError
 from ngsgd.hypergrad import HyperGrad, Place, Plan, final_value, hypergradient
 from ngsgd.hypergrad.gradient import LocalJobs
 from ngsgd.hypergrad.segment import ENGINES, PlainGradients
@@ -228,3 +228,39 @@ def test_another_number_of_threads_is_reported() -> None:
         assert caught.value.step == 3
     finally:
         torch.set_num_threads(before)
+
+
+class _Attention(nn.Module):
+    """Attention over the classes' dimensions of a task, by torch's kernel or by the formula."""
+
+    def __init__(self, fused: bool) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.inner, self.outer, self.fused = nn.Linear(2, 12), nn.Linear(4, tasks.CLASSES), fused
+
+    def forward(self, x_ND: Tensor) -> Tensor:
+        q, k, v = self.inner(x_ND.view(len(x_ND), 1, 3, 2)).chunk(3, dim=-1)
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v) if self.fused else (q @ k.mT / 2.0).softmax(dim=-1) @ v
+        outer: Tensor = self.outer(mixed[:, 0].mean(dim=1))
+        return outer
+
+
+@pytest.mark.entry("B9")
+@pytest.mark.parametrize("engine", ENGINES)
+def test_fused_attention_equals_its_formula(engine: str) -> None:
+    plan = Plan.constant(num_steps=5, num_layers=2, lr=0.1, momentum=0.5)
+    fused, formula = (hypergradient(tasks.task(_Attention(fused).double()), plan, engine) for fused in (True, False))
+    # float64; softmax and products round in another order
+    torch.testing.assert_close(fused.lr_TG, formula.lr_TG, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.entry("B9")
+def test_an_operation_without_a_second_derivative_is_named() -> None:
+    def loss(output: Tensor, batch: tuple[Tensor, ...], weights: Tensor | None) -> Tensor:
+        lengths = torch.tensor([len(output)]), torch.tensor([2])
+        return nn.functional.ctc_loss(output[:, None].log_softmax(dim=2), torch.tensor([[1, 2]]), *lengths)
+
+    batch = tasks.task().batch
+    task = ModuleTask(tasks.mlp(dropout=0.0), batch, loss, [batch(Place(0, 0, 0))])
+    with pytest.raises(ConfigError, match=r"needs second derivatives.*ctc_loss"):
+        hypergradient(task, Plan.constant(num_steps=2, num_layers=3, lr=0.1, momentum=0.5))

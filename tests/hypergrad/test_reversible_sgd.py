@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ngsgd.errors import ReversalError
+from ngsgd.errors import ConfigError, ReversalError
 from ngsgd.hypergrad import ReversibleSGD
 from ngsgd.optim import SGD
 
@@ -108,3 +111,95 @@ def test_a_saved_optimizer_goes_on_and_back() -> None:
     for step in reversed(range(70)):
         loaded.undo(closure(other, loaded, step))
     assert torch.equal(vector(other), start)
+
+
+# --- weights that others change ---
+
+def loaded(model: nn.Module) -> None:
+    model.load_state_dict({name: 0.5 * value for name, value in model.state_dict().items()})
+
+
+def edited(model: nn.Module) -> None:
+    with torch.no_grad():
+        model.get_parameter("3.weight")[0, 0] += 1.0
+
+
+def averaged(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.data.mul_(0.5)  # torch counts no change of this
+
+
+@pytest.mark.entry("A10", "you change the weights under a ReversibleSGD, as `model.load_state_dict` does", "refused",
+                   "weights set before the first step are adopted; later `step` raises ConfigError and `undo` ReversalError, "
+                   "and both name the layer (changes through `p.data` are seen within as many steps as there are parameters)")
+@pytest.mark.parametrize("change", [loaded, edited, averaged])
+def test_weights_that_others_change_are_noticed(change: Callable[[nn.Module], None]) -> None:
+    model = network()
+    optimizer = ReversibleSGD(model, 0.3)
+    for step in range(3):
+        optimizer.step(closure(model, optimizer, step))
+    change(model)
+    changed = vector(model).clone()
+    closure(model, optimizer, 3)()
+    with pytest.raises(ConfigError, match=r"^[03] was changed"):
+        optimizer.step()
+    with pytest.raises(ReversalError, match=r"[03] was changed"):
+        optimizer.undo(closure(model, optimizer, 2))
+    assert torch.equal(vector(model), changed)
+
+
+@pytest.mark.entry("A10")
+@pytest.mark.parametrize("change", [loaded, edited, averaged])
+def test_weights_set_before_the_first_step_are_adopted(change: Callable[[nn.Module], None]) -> None:
+    early, late = network(), network()
+    change(early)
+    one, other = ReversibleSGD(early, 0.3), ReversibleSGD(late, 0.3)
+    change(late)
+    start = vector(late).clone()
+    for step in range(5):
+        one.step(closure(early, one, step))
+        other.step(closure(late, other, step))
+    assert torch.equal(vector(early), vector(late))
+    for step in reversed(range(5)):
+        other.undo(closure(late, other, step))
+    assert torch.equal(vector(late), start)
+
+
+def test_a_write_that_changes_nothing_is_no_change() -> None:
+    model = network()
+    optimizer = ReversibleSGD(model, 0.3)
+    for step in range(4):
+        optimizer.step(closure(model, optimizer, step))
+        model.load_state_dict(model.state_dict())
+
+
+@pytest.mark.entry("B6")
+@pytest.mark.parametrize("way", ["saved", "deepcopy", "pickle"])
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_copies_and_saved_states_go_back_as_well(way: str, nesterov: bool) -> None:
+    model = network()
+    optimizer = ReversibleSGD(model, 0.3, nesterov=nesterov, max_param_change=0.05)
+    start = vector(model).clone()
+    for step in range(9):
+        optimizer.step(closure(model, optimizer, step))
+    if way == "saved":
+        file = io.BytesIO()
+        torch.save(optimizer.state_dict(), file)
+        file.seek(0)
+        twin = network()
+        other = ReversibleSGD(twin, 0.1, nesterov=nesterov)
+        other.load_state_dict(torch.load(file))
+    else:
+        twin, other = copy.deepcopy((model, optimizer)) if way == "deepcopy" else pickle.loads(pickle.dumps((model, optimizer)))
+    for step in reversed(range(9)):
+        other.undo(closure(twin, other, step))
+    assert torch.equal(vector(twin), start) and not torch.equal(vector(model), start)
+
+
+@pytest.mark.entry("B3")
+def test_param_groups_that_are_added_later_are_refused() -> None:
+    model = network()
+    model.get_submodule("0").requires_grad_(False)
+    optimizer = ReversibleSGD(model, 0.3)
+    with pytest.raises(ConfigError, match="make a new one"):
+        optimizer.add_param_group({"params": model.get_submodule("0").parameters()})

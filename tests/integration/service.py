@@ -26,7 +26,11 @@ class Service:
     def start(self, *arguments: str, command: str = "train") -> subprocess.Popen[str]:
         words = [sys.executable, "-m", "launcher", command, *arguments]
         if command == "train":
-            words += [f"output_dir={self.output_dir}", *(s for s in TINY if s.split("=")[0] not in " ".join(arguments))]
+            said = " ".join(arguments)
+            usual = [setting for setting in TINY if setting.split("=")[0] not in said]
+            if "model._target_=" in said:   # whose layers are its own
+                usual = [setting for setting in usual if not setting.startswith("model.")]
+            words += [f"output_dir={self.output_dir}", *usual]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
         return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
                                 cwd=self.output_dir)

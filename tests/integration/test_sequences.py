@@ -55,7 +55,8 @@ def test_a_model_goes_to_kaldi_and_comes_back_and_training_goes_on_from_it(servi
     there, back = service.output_dir / "kaldi", service.output_dir / "back"
     done = service.call(str(start), "--output", str(there), "--data", "--egs", "1", command="export")
     assert done.returncode == 0, done.stderr
-    assert {path.name for path in there.iterdir()} == {"final.raw", "priors.vec", "train", "valid", "test", "egs.1.ark"}
+    assert {path.name for path in there.iterdir()} == {"final.raw", "priors.vec", "train", "valid", "test", "egs.1.ark",
+                                                    "ali.ark", "lexicon.txt", "pdfs.txt"}
     done = service.call(str(there / "final.raw"), "--priors", str(there / "priors.vec"), "--output", str(back), command="import")
     assert done.returncode == 0, done.stderr
     assert (back / "final" / "model.safetensors").read_bytes() == (start / "final" / "model.safetensors").read_bytes()

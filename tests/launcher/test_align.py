@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import errno
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from launcher import compose
 from launcher.cli import main
-from ngsgd.asr import alignments
+from launcher.final_model import write_final
+from ngsgd.asr import alignments, decoding, graphs, lexicon
+from ngsgd.asr.language import GivenGraph, Language
+from ngsgd.config import ModelConfig
+from ngsgd.models.build import build_model
 from tests.asr.made_up_speech import write_data, write_yesno
 
 for module in ("kaldi_decoder", "kaldi_native_fbank", "soundfile", "kaldialign"):
@@ -75,6 +81,68 @@ def test_own_data_directories_become_a_model(tmp_path: Path) -> None:
     source = write_data(tmp_path / "mine", num_utterances=12)
     assert main(["train", "recipe=kaldi", *HERE, *QUICK, f"data.source={source}", f"output_dir={tmp_path}/runs"]) == 0
     assert wer(results(tmp_path / "runs")["test"]) <= 15.0  # 36 words
+
+
+TIED_P = (2, 0, 3, 1, 3, 4, 1)   # of silence and the three states of N and Y; states of both phones are one pdf
+
+
+def write_graph(source: Path, folder: Path) -> graphs.Graph:
+    """A decoding graph of the lexicon's words with tied states, as Kaldi's files; returns it at the level of pdfs."""
+    topology = lexicon.read(source / "lexicon.txt", 1)
+    made = graphs.build(Language(topology), silence_prob=0.5)
+    folder.mkdir()
+    made.fst.write(str(folder / "HCLG.fst"))
+    words = ("<eps>", *made.words)
+    (folder / "words.txt").write_text("".join(f"{word} {number}\n" for number, word in enumerate(words)))
+    (folder / "tid2pdf").write_text("".join(f"{tid} {pdf}\n" for tid, pdf in enumerate(TIED_P, start=1)))
+    return graphs.read(GivenGraph((folder / "HCLG.fst").read_bytes(), made.words, TIED_P))
+
+
+def write_tied_run(folder: Path, settings: list[str]) -> Path:
+    """A run that has ended with a model of 5 tied states."""
+    config = ModelConfig(kind="relu", num_layers=1, hidden_dim=16)
+    model = build_model(config, 3 * 13, 5, seed=0)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(1))
+    folder.mkdir()
+    (folder / "config.yaml").write_text(compose.to_yaml(compose.compose(settings)))
+    about = {"model": asdict(config), "num_inputs": 39, "num_classes": 5, "left_context": 1, "right_context": 1, "feature_dim": 13,
+             "side_dim": 0, "priors": [0.2] * 5, "stage": None, "class_counts": [], "objective": "ce"}
+    write_final(folder / "final", model, about, None)
+    return folder
+
+
+@pytest.mark.entry("K15", "you label with `ngsgd align --model RUN` after a run with `data.graph`, whose states may be tied",
+                   "right", "labels are the graph's states: the best path of HCLG with the transcript's words; a flat start with "
+                   "`data.graph` is a `ConfigError`.")
+def test_a_run_with_a_tied_graph_labels_in_the_numbers_of_the_graph(tmp_path: Path) -> None:
+    source = write_data(tmp_path / "mine", num_utterances=2)
+    graph = write_graph(source, tmp_path / "graph")
+    settings = ["recipe=kaldi", f"data.source={source}", f"data.graph={tmp_path}/graph", f"output_dir={tmp_path}/runs",
+                "features.kind=mfcc", "features.num_ceps=13", "features.num_mel_bins=23", "egs.left_context=1",
+                "egs.right_context=1", f"data.alignment={tmp_path}/any.npz"]
+    run = write_tied_run(tmp_path / "run", settings)
+    assert main(["align", "--model", str(run), "--output", str(tmp_path / "ali.txt")]) == 0
+    states = alignments.read(tmp_path / "ali.txt").pdf_T
+    assert len(states) == 6
+    for utt_id, pdf_T in states.items():
+        name = utt_id.partition("-")[0]
+        (words,) = (line.split()[1:] for line in (source / name / "text").read_text().splitlines() if line.startswith(f"{utt_id} "))
+        # the labels are a path of the graph with the words of the transcript: nothing else is finite
+        only_TP = np.where(np.arange(5) == pdf_T[:, None], 0.0, -1e6).astype(np.float32)
+        path = decoding.best_path(graphs.within(graph, words), only_TP, acoustic_scale=1.0, beam=1e5, max_active=100000)
+        assert path.is_complete and path.words == tuple(words) and path.pdf_T.tolist() == pdf_T.tolist()
+
+
+@pytest.mark.entry("K15")
+@pytest.mark.parametrize("command", [["train"], ["align", "--output", "ali.npz"]], ids=["train", "align"])
+def test_a_flat_start_does_not_number_the_states_of_a_given_graph(tmp_path: Path, capsys: pytest.CaptureFixture[str],
+                                                                  command: list[str]) -> None:
+    source = write_data(tmp_path / "mine", num_utterances=2)
+    write_graph(source, tmp_path / "graph")
+    assert main([*command, "recipe=kaldi", *HERE, f"data.source={source}", f"data.graph={tmp_path}/graph",
+                 f"output_dir={tmp_path}/runs"]) == 2
+    assert "give data.alignment=FILE in the graph's numbers" in capsys.readouterr().err
 
 
 def test_alignment_is_the_same_file_twice_and_is_taken_by_train(yesno: Path, tmp_path: Path) -> None:

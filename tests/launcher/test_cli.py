@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ from types import ModuleType
 
 import pytest
 
-from launcher import cli
+from launcher import cli, compose
 from launcher.help import COMMANDS, knob_comments
 from launcher.run_folder import RunFolder, find_run
 from ngsgd.config import RunConfig
@@ -80,8 +81,23 @@ def test_train_help_lists_groups_settings_and_units(capsys: pytest.CaptureFixtur
     text = capsys.readouterr().out
     assert "ngsgd | sgd" in text
     assert "schedule.lr_initial" in text
-    assert knob_comments()["schedule.lr_initial"] in text
+    assert knob_comments()["schedule.lr_initial"] in " ".join(text.split())
     assert "--cfg job" in text
+
+
+@pytest.mark.parametrize("columns", ["80", "110", "200"])
+def test_columns_of_the_help_of_train_do_not_collide(columns: str, monkeypatch: pytest.MonkeyPatch,
+                                                     capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    assert cli.main(["train", "--help"]) == 0
+    text = capsys.readouterr().out
+    lists = text[text.index("what to use"):text.index("flags:")].splitlines()
+    assert max(map(len, lists)) <= min(int(columns), 110)
+    for group, choices in compose.groups().items():
+        assert re.search(rf"^  {group}= +{choices[0]}( |$)", text, re.MULTILINE), group
+    joined = " ".join(text.split())
+    for group, default in (("model", "relu"), ("outer", "bmuf"), ("preconditioner", "none"), ("recipe", "digits")):
+        assert f"{' | '.join(compose.groups()[group])} (default {default})" in joined
 
 
 BAD_INPUTS = [

@@ -83,7 +83,7 @@ def test_one_wrong_override_gives_one_sentence(override: str, sentence: str) -> 
 @pytest.mark.parametrize(("overrides", "start"), [
     (["objective=mmi", "preconditioner=kfac"], "preconditioner.kind is kfac, which needs the loss of single frames"),
     (["objective=lfmmi", "augment=spec"], "augment.spec masks windows of single frames"),
-    (["objective=mmi", "objective.chunk_frames=150"], "objective.chunk_frames is 150 with objective.kind mmi"),
+    (["objective=mmi", "objective.chunk_frames=150"], "objective.chunk_frames is 150, but objective.kind=mmi does not use it"),
     (["objective=lfmmi", "model.num_subclasses=200"], "objective.kind is lfmmi, and the model changes on the way"),
     (["init_model=runs/x", "model.add_layers_period=2"], "init_model is runs/x with model.add_layers_period 2"),
 ])

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from launcher import compose
-from launcher.run_folder import RunFolder, require_unchanged
-from ngsgd.config import RunConfig
+from launcher.run_folder import RunFolder, require_unchanged, run_name
+from ngsgd.config import OptimizerConfig, OuterConfig, PreconditionerConfig, RunConfig
 from ngsgd.errors import CheckpointError, RunLockedError
 
 
@@ -22,6 +22,15 @@ def folder(tmp_path: Path) -> RunFolder:
 def test_an_unchanged_configuration_comes_back(folder: RunFolder) -> None:
     assert not require_unchanged(folder.config)
     assert compose.from_yaml(folder.config).name == "one"
+
+
+@pytest.mark.parametrize(("config", "name"), [
+    (RunConfig(), "digits-relu-ngsgd-j2-s0"),
+    (RunConfig(optimizer=OptimizerConfig("sgd"), preconditioner=PreconditionerConfig("kfac")), "digits-relu-sgd-kfac-j2-s0"),
+    (RunConfig(outer=OuterConfig("average")), "digits-relu-ngsgd-average-j2-s0"),
+    (RunConfig(name="mine", outer=OuterConfig("average")), "mine")])
+def test_the_name_of_a_run_tells_preconditioner_and_outer_rule_where_they_are_not_the_default(config: RunConfig, name: str) -> None:
+    assert run_name(config) == name
 
 
 @pytest.mark.parametrize(("old", "new"), [("seed: 0", "seed: 1"), ("name: one", "name: one "), ("0: ", "0: 0")])

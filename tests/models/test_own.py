@@ -116,8 +116,8 @@ def test_settings_of_our_own_models_do_not_go_with_it() -> None:
     model = ModelConfig(_target_="a:B", num_subclasses=3, add_layers_period=1, prior_scale_power=-0.25, input_transform="lda")
     assert [sentence.split()[0] for sentence in check(RunConfig(model=model))] == [
         "model.num_subclasses", "model.add_layers_period", "model.prior_scale_power", "model.input_transform"]
-    (problem,) = check(RunConfig(model=ModelConfig(args={"width": 3})))
-    assert "there is no model._target_ to take it" in problem
+    with pytest.raises(ConfigError, match=r"model.args is .*has no effect with model._target_=''"):
+        compose.compose(["model.args={width: 3}"])
 
 
 @pytest.mark.parametrize("overrides", [["model.args={width:64,name:x}"], ["+model.args.width=64", "+model.args.name=x"]])

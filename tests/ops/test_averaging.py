@@ -1,13 +1,18 @@
 """Averages of parameters."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor, nn
 
 from ngsgd import average_parameters
+from ngsgd.errors import ConfigError, NgsgdError
 from ngsgd.ops.averaging import weighted_mean
+from ngsgd.optim.outer import Average, Bmuf, OuterInfo, OuterOptimizer
 
 
 @given(st.integers(1, 6), st.integers(0, 2**32 - 1))
@@ -44,3 +49,94 @@ def test_weights_that_cannot_be_shares_are_refused(weights: list[float]) -> None
 def test_models_of_other_layers_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match="'v'"):
         average_parameters([{"w": torch.zeros(1)}, {"v": torch.zeros(1)}])
+
+
+def _trained(rows: Tensor, normalisation: type[nn.Module]) -> nn.Module:
+    """Statistics of all rows so far alike."""
+    model = nn.Sequential(nn.Linear(3, 3), normalisation(3, momentum=None))
+    model[0].weight.data, model[0].bias.data = torch.eye(3), torch.zeros(3)
+    model(rows)
+    return model
+
+
+@pytest.mark.entry("A11", "you average models with `average_parameters`", "right",
+                   "Running variances of batch normalisation are pooled with the means, as the service pools them; complex entries "
+                   "are averaged. Other keys, shapes or dtypes and NaN are refused: `AveragingError` (a `ValueError`) names the "
+                   "entry and the model.")
+@pytest.mark.parametrize("counts", [(40, 40), (30, 60)])
+def test_running_variances_are_those_of_all_data_together(counts: tuple[int, int]) -> None:
+    rows = [torch.randn(count, 3) + 6.0 * index for index, count in enumerate(counts)]
+    models = [_trained(each, nn.BatchNorm1d) for each in rows]
+    mean = average_parameters([model.state_dict() for model in models], weights=counts)
+    together = torch.cat(rows).double()
+    torch.testing.assert_close(mean["1.running_mean"].double(), together.mean(dim=0), rtol=1e-5, atol=1e-5)
+    # torch divides by n - 1 in each model, so the pooled variance is larger by less than 1 / 29
+    torch.testing.assert_close(mean["1.running_var"].double(), together.var(dim=0), rtol=1 / 29, atol=0.0)
+    # the mean of the variances is about 1
+    assert float(mean["1.running_var"].min()) > 5.0
+
+
+@pytest.mark.entry("A11")
+def test_variances_are_pooled_in_float64_from_the_definition() -> None:
+    random = torch.Generator().manual_seed(0)
+    states = [{"b.running_mean": torch.randn(4, generator=random), "b.running_var": torch.rand(4, generator=random),
+               "running_var": torch.rand(2, generator=random), "b.num_batches_tracked": torch.tensor(3)} for _ in range(3)]
+    weights = [1.0, 2.0, 5.0]
+    mean = average_parameters(states, weights)
+    share = torch.tensor(weights, dtype=torch.float64) / 8.0
+    m, v = (torch.stack([state[f"b.running_{what}"].double() for state in states]) for what in ("mean", "var"))
+    center = (share[:, None] * m).sum(dim=0)
+    wanted = (share[:, None] * (v + m.square())).sum(dim=0) - center.square()
+    torch.testing.assert_close(mean["b.running_var"].double(), wanted, rtol=1e-6, atol=1e-7)   # rounded to float32
+    plain = (share[:, None] * torch.stack([state["running_var"].double() for state in states])).sum(dim=0)
+    torch.testing.assert_close(mean["running_var"].double(), plain, rtol=1e-6, atol=0.0)   # without a mean: a parameter as any
+
+
+@pytest.mark.entry("A11")
+@pytest.mark.parametrize(("second", "told"), [
+    (torch.zeros(1), r"w of state dict 1.*\[1\].*\[3\]"), (torch.zeros(3, dtype=torch.float64), "float64"),
+    (torch.zeros(3, dtype=torch.int64), "int64"), (torch.tensor([0.0, float("nan"), 0.0]), "not finite"),
+    (torch.tensor([0.0, float("inf"), 0.0]), "not finite"), ("text", "no tensor")])
+def test_models_that_have_no_mean_are_refused(second: Tensor, told: str) -> None:
+    for models in ([{"w": torch.zeros(3)}, {"w": second}], [{"w": torch.zeros(3)}] * 2 + [{"w": second}]):
+        with pytest.raises(ValueError, match=told.replace("dict 1", rf"dict {len(models) - 1}")) as error:
+            average_parameters(models)
+        assert isinstance(error.value, NgsgdError)
+
+
+@pytest.mark.entry("A11")
+def test_complex_entries_are_averaged() -> None:
+    mean = average_parameters([{"w": torch.tensor([1.0 + 2.0j])}, {"w": torch.tensor([3.0 - 4.0j])}])
+    assert mean["w"].tolist() == [2.0 - 1.0j]
+
+
+@pytest.mark.entry("B13", "you give modules to `average_parameters`, or a tensor to `OuterOptimizer`", "right",
+                   "`average_parameters` takes modules as well as state dicts. `OuterOptimizer` takes flat NumPy vectors; anything "
+                   "else is a `ConfigError` that says how to get one.")
+def test_modules_are_taken_for_their_state_dicts() -> None:
+    models = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    mean = average_parameters(models)
+    assert torch.equal(mean["weight"], average_parameters([model.state_dict() for model in models])["weight"])
+    wrong: Any
+    for wrong in (nn.Linear(2, 2).state_dict(), [torch.zeros(2)], [None]):
+        with pytest.raises(NgsgdError, match="sequence of state dicts"):
+            average_parameters(wrong)
+    with pytest.raises(NgsgdError, match="at least one"):
+        average_parameters([])
+
+
+@pytest.mark.entry("B13")
+def test_an_outer_optimizer_of_anything_but_a_flat_array_is_refused() -> None:
+    wrong: Any
+    for wrong in (torch.zeros(4), np.zeros((2, 2)), nn.Linear(2, 2), {"w": torch.zeros(4)}, [0.0]):
+        with pytest.raises(ConfigError, match="parameters_to_vector"):
+            OuterOptimizer(Bmuf(2.0), wrong)
+    rule: Any
+    for rule in (Bmuf, "bmuf", np.zeros(4)):
+        with pytest.raises(ConfigError, match="give it a rule"):
+            OuterOptimizer(rule, np.zeros(4, np.float32))
+    outer = OuterOptimizer(Average(), np.zeros(4, np.float32))
+    vectors: list[Any] = [np.ones(4, np.float32), torch.ones(4)]
+    with pytest.raises(ConfigError, match="vector 1 is a Tensor"):
+        outer.step(vectors, [1, 1], OuterInfo(0, 10, 2, 0.1))
+    assert not outer.eval_model().any()

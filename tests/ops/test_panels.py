@@ -154,7 +154,7 @@ def test_masked_rows_and_rows_without_an_estimate(always: None) -> None:
     for mask in (0, 64):
         torch.manual_seed(6)
         layer, x = nn.Linear(30, 60), torch.randn(64, 30)
-        NGSGD(layer, lr=1e-3, ignore_zero_rows=True)
+        _optimizer = NGSGD(layer, lr=1e-3, ignore_zero_rows=True)
         weights = torch.ones(64)
         weights[:mask] = 0.0   # all of them: nothing to start an estimate from
         (layer(x) * weights[:, None]).square().sum().backward()

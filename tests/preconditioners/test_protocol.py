@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import pickle
+import warnings
 from functools import partial
 from typing import Any
 
@@ -13,7 +15,7 @@ from torch import Tensor, nn
 
 from ngsgd.config import EVERY_MINIBATCH, FISHER_OF
 from ngsgd.errors import CheckpointError, ConfigError
-from ngsgd.preconditioners import KFAC, METHODS, GradientMaker, Preconditioner
+from ngsgd.preconditioners import KFAC, KFRA, METHODS, GradientMaker, Preconditioner
 from ngsgd.preconditioners.options import FisherOptions
 from tests.preconditioners.problems import close, problem
 
@@ -41,7 +43,8 @@ def _loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 def _make(method: str, model: nn.Module, **options: Any) -> Preconditioner:
     if method not in EVERY_MINIBATCH:
-        options = {"curvature_interval": 2, "inverse_interval": 4, **options}
+        inverse = {} if method == "lbfgs" else {"inverse_interval": 4}   # it applies its pairs as they are
+        options = {"curvature_interval": 2, **inverse, **options}
     if issubclass(METHODS[method].Options, FisherOptions) and method not in FISHER_OF:
         options = {"fisher": "mc", **options}
     return METHODS[method](model, damping=0.1, **options)
@@ -321,3 +324,95 @@ def test_statistics_that_have_no_past_are_not_kept_beside_what_is_applied(method
             close(found[name], value)
         case.x.mul_(1.1)
         assert bool(kept.statistics) and bool(passed_on.statistics) == (step % 2 == 1)
+
+
+@pytest.mark.entry("B8", "you use a preconditioner on a model with bfloat16 or float16 parameters", "right",
+                   "estimates are float32, and the direction is rounded to the parameter's type at the end; KFRA raises "
+                   "ConfigError")
+@pytest.mark.parametrize(("half", "at_once"), [(torch.bfloat16, False), (torch.bfloat16, True), (torch.float16, False)])
+@pytest.mark.parametrize("method", METHODS)
+def test_parameters_of_half_precision_have_estimates_in_float32(method: str, half: torch.dtype, at_once: bool) -> None:
+    """The direction is that of float32 parameters with the same values, to the digits of their gradients."""
+    found = []
+    torch.manual_seed(1)
+    narrow = nn.Sequential(nn.Linear(5, 24), nn.Tanh(), nn.Linear(24, 3)).to(half)
+    if method == "kfra":
+        with pytest.raises(ConfigError, match="take KFLR"):
+            KFRA(narrow)
+        return
+    for model in (narrow, copy.deepcopy(narrow).float()):
+        dtype = next(model.parameters()).dtype
+        preconditioner = METHODS[method](model, damping=0.1)
+        generator = torch.Generator().manual_seed(2)
+        for _ in range(3):
+            x, y = torch.randn(12, 5, generator=generator).to(half), torch.randint(3, (12,), generator=generator)
+            model.zero_grad()
+            closure = partial(_loss, model, x.to(dtype), y)
+            if at_once:
+                preconditioner.evaluate_and_step(closure)
+            else:
+                preconditioner.evaluate(closure)
+                preconditioner.step()
+            grads = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+            torch.optim.SGD(model.parameters(), lr=0.02).step()
+        preconditioner.load_state_dict(preconditioner.state_dict())
+        assert {g.dtype for g in grads} == {dtype}
+        found.append(torch.cat([g.float().flatten() for g in grads]))
+        kept = (*preconditioner.statistics.values(), *preconditioner.inverses.values())
+        assert all(value.dtype != half for entry in kept for value in entry.values())
+    # gradients have 8 bits, and quasi-Newton methods take differences of them
+    assert float(torch.cosine_similarity(found[0], found[1], dim=0)) > (0.9 if method in ("kbfgs", "lbfgs") else 0.97)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_copies_and_pickles_go_on_bitwise_equal(method: str) -> None:
+    """Also between `evaluate` and `step`, without the minibatch at hand."""
+    model = problem("linear").model.float()
+    preconditioner = _make(method, model)
+    for num_steps in (0, 4):
+        _trained(preconditioner, "linear", model, range(num_steps))
+        copies = [way(preconditioner) for way in (copy.deepcopy, _pickled)]
+        _trained(preconditioner, "linear", model, range(5, 8))
+        for each in copies:
+            _trained(each, "linear", each.model, range(5, 8))
+            for p, wanted in zip(each.model.parameters(), model.parameters(), strict=True):
+                assert torch.equal(p, wanted)
+    case = problem("linear")
+    preconditioner.evaluate(partial(_loss, model, case.x.float(), case.y))
+    for way in (copy.deepcopy, _pickled):
+        way(preconditioner).load_state_dict(preconditioner.state_dict())
+
+
+def _pickled(preconditioner: Preconditioner) -> Preconditioner:
+    found: Preconditioner = pickle.loads(pickle.dumps(preconditioner))
+    return found
+
+
+class _TwoHeads(nn.Module):
+    """A head with a loss that is known, and one with a loss that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.head, self.other = nn.Linear(5, 4), nn.Linear(4, 3), nn.Linear(4, 30)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        hidden = self.trunk(x).tanh()
+        loss: Tensor = nn.functional.cross_entropy(self.head(hidden), y) + self.other(hidden).abs().mean()
+        return loss
+
+
+@pytest.mark.parametrize(("options", "warns"), [({"fisher": "exact"}, True), ({"fisher": "exact", "skip": ("other",)}, False),
+                                                ({}, False)])
+def test_parameters_without_curvature_are_warned_of_once(options: dict[str, Any], warns: bool) -> None:
+    torch.manual_seed(0)
+    model, x, y = _TwoHeads(), torch.randn(6, 5), torch.arange(6) % 3
+    preconditioner = KFAC(model, damping=0.1, **options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            model.zero_grad()
+            preconditioner.evaluate(partial(model, x, y))
+            preconditioner.step()
+    messages = [str(warning.message) for warning in caught]
+    assert len(messages) == warns
+    assert all("79 %" in message and "other.weight" in message for message in messages)

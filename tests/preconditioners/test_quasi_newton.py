@@ -293,3 +293,26 @@ def test_a_scaler_that_changes_its_scale_changes_no_direction(method: Callable[.
 
 def _scaled_loss(case: Problem, scale: list[float]) -> Tensor:
     return case.loss(case.model(case.x)) * scale[0]
+
+
+@pytest.mark.entry("B10", "a loss is NaN while you use KBFGS", "right",
+                   "the minibatch is skipped and counted in num_skipped, and later steps go on from the curvature before it")
+@pytest.mark.parametrize("interval", [1, 2])
+def test_kbfgs_skips_a_minibatch_whose_loss_is_nan(interval: int) -> None:
+    case = problem("linear")
+    preconditioner = KBFGS(case.model, damping=0.1, curvature_interval=interval, inverse_interval=interval)
+    x, found = case.x.clone(), []
+    for step in range(6):
+        case.x[:] = float("nan") if step == 2 else x
+        case.model.zero_grad()
+        preconditioner.evaluate(lambda: case.loss(case.model(case.x)))
+        preconditioner.step()
+        with torch.no_grad():
+            for p in case.model.parameters():
+                assert p.grad is not None
+                if step != 2:
+                    p.sub_(p.grad, alpha=0.01)
+                    found.append(bool(p.isfinite().all()))
+                else:   # a loop that goes on: the parameters move, and the minibatch is looked at again
+                    p.mul_(1.001)
+    assert all(found) and preconditioner.num_skipped > 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from ngsgd.curvature.whole import WholeModel
 from ngsgd.errors import ConfigError
-from ngsgd.preconditioners import PSGD, AdaHessian, HessianFree
+from ngsgd.preconditioners import PSGD, AdaHessian, HessianFree, Preconditioner
 from ngsgd.preconditioners.methods.second_order import SecondOrder
 from tests.preconditioners.problems import NAMES, Problem, close, joint, problem
 from tests.reference import quasi_newton as dense
@@ -229,4 +230,49 @@ def test_methods_without_a_graph_say_what_to_call(method: type[SecondOrder]) -> 
     with preconditioner.watch():
         case.loss(case.model(case.x)).backward()
     with pytest.raises(ConfigError, match=r"evaluate\(closure\)"):
+        preconditioner.step()
+
+
+class _Attention(nn.Module):
+    """Attention of one head between two affine layers; `fused` calls torch's kernel, else the formula."""
+
+    def __init__(self, fused: bool) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.inner, self.outer, self.fused = nn.Linear(4, 12), nn.Linear(4, 3), fused
+
+    def forward(self, x_NTI: Tensor) -> Tensor:
+        q, k, v = self.inner(x_NTI)[:, None].chunk(3, dim=-1)
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v) if self.fused else (q @ k.mT / 2.0).softmax(dim=-1) @ v
+        outer: Tensor = self.outer(mixed[:, 0].mean(dim=1))
+        return outer
+
+
+@pytest.mark.entry("B9", "you use PSGD, AdaHessian, HessianFree or hypergradient with scaled_dot_product_attention", "right",
+                   "their passes run in torch's MATH kernel, which can be differentiated twice; an operation without a second "
+                   "derivative raises ConfigError with its name")
+@pytest.mark.parametrize(("method", "options"), [
+    (PSGD, {}), (AdaHessian, {}), (HessianFree, {}), (HessianFree, {"products": "hessian"})])
+def test_fused_attention_is_differentiated_twice(method: type[Preconditioner], options: dict[str, Any]) -> None:
+    found = []
+    for fused in (True, False):
+        model = _Attention(fused).double()
+        x, y = torch.randn(5, 3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1)), torch.arange(5) % 3
+        preconditioner = method(model, damping=0.1, **options)
+        preconditioner.evaluate(lambda model=model, x=x, y=y: nn.functional.cross_entropy(model(x), y))   # type: ignore[misc]
+        preconditioner.step()
+        found.append([p.grad for p in model.parameters()])
+    for one, other in zip(*found, strict=True):
+        # the same iterations, in float64
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.entry("B9")
+def test_an_operation_without_a_second_derivative_is_named() -> None:
+    model = nn.Linear(4, 3)
+    x, targets = torch.randn(6, 2, 4), torch.tensor([[1, 2], [2, 1]])
+    preconditioner = PSGD(model)
+    lengths = torch.tensor([6, 6]), torch.tensor([2, 2])
+    preconditioner.evaluate(lambda: nn.functional.ctc_loss(model(x).log_softmax(dim=2), targets, *lengths))
+    with pytest.raises(ConfigError, match=r"PSGD needs second derivatives.*ctc_loss"):
         preconditioner.step()

@@ -24,8 +24,8 @@ ARPA = "\\data\\\nngram 1=4\n\n\\1-grams:\n-0.6 </s>\n-99 <s>\n-0.6 NO\n-0.6 YES
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_recipe_composes(recipe: str) -> None:
-    config = compose([f"recipe={recipe}", "data.source=SOMEWHERE"])
-    assert config.data.source == "SOMEWHERE"
+    source = "SOMEWHERE" if recipe != "digits" else ""   # digits are synthesized
+    assert compose([f"recipe={recipe}", f"data.source={source}"]).data.source == source
 
 
 @pytest.mark.parametrize("recipe", sorted(set(RECIPES) - {"kaldi", "lhotse"}))

@@ -136,24 +136,48 @@ def shampoo(gradients: list[Tensor], ridge: float, *, decay: float | None) -> Te
     return (torch.kron(power(L, 4).contiguous(), power(R, 4).contiguous()) @ G.flatten()).view_as(G)
 
 
-def soap(gradients: list[Tensor], damping: float, decay: float) -> Tensor:
-    """The last gradient over the root of second moments in the eigenvectors of the present L and R, which are renewed every step.
+def soap(gradients: list[Tensor], *, beta_1: float, beta_2: float, eps: float, look_every: int, basis_every: int) -> list[Tensor]:
+    """The direction of every step (Vyas et al. 2024, algorithm 3); a vector's basis is the identity.
 
-    Moments are taken in the basis of the step before, as they come in; the first in its own.
+    The first gradient only begins L and R, whose eigenvectors are the first basis.  A step's direction is taken in the basis of
+    the steps before.  Later bases are one round of power iteration, columns in falling order of their Rayleigh quotients, made
+    orthogonal by Gram-Schmidt; v keeps to its columns, m stays in the original space.
     """
-    basis: tuple[Tensor, Tensor] | None = None
-    L = R = v = gradients[0].new_zeros(())
-    weight = 0.0
-    for G in gradients:
-        L, R = decay * L + (1.0 - decay) * G @ G.T, decay * R + (1.0 - decay) * G.T @ G
-        own = torch.linalg.eigh(L)[1], torch.linalg.eigh(R)[1]
-        Q_L, Q_R = basis or own
-        v = decay * v + (1.0 - decay) * (Q_L.T @ G @ Q_R).square()
-        weight = decay * weight + 1.0 - decay
-        basis = own
-    assert basis is not None
-    Q_L, Q_R = basis
-    return Q_L @ ((Q_L.T @ gradients[-1] @ Q_R) / ((v / weight).sqrt() + damping)) @ Q_R.T
+    first = gradients[0]
+    m, v, directions = torch.zeros_like(first), torch.zeros_like(first), [torch.zeros_like(first)]
+    factors = [_second_moment(first, k) * (1.0 - beta_2) for k in range(2 if first.ndim == 2 else 0)]
+    bases = [torch.linalg.eigh(L)[1] for L in factors]
+    for step, G in enumerate(gradients[1:], start=1):
+        m, v = beta_1 * m + (1.0 - beta_1) * G, beta_2 * v + (1.0 - beta_2) * _in_basis(G, bases).square()
+        adam = (_in_basis(m, bases) / (1.0 - beta_1**step)) / ((v / (1.0 - beta_2**step)).sqrt() + eps)
+        directions.append(_in_basis(adam, [Q.T for Q in bases]))
+        if step % look_every == 0:
+            factors = [beta_2 * L + (1.0 - beta_2) * _second_moment(G, k) for k, L in enumerate(factors)]
+        if step % basis_every == 0:
+            for k, (L, Q) in enumerate(zip(factors, bases, strict=True)):
+                order = (Q.T @ L @ Q).diagonal().argsort(descending=True)
+                bases[k], v = _gram_schmidt((L @ Q)[:, order]), v.index_select(k, order)
+    return directions
+
+
+def _second_moment(G: Tensor, side: int) -> Tensor:
+    return G @ G.T if side == 0 else G.T @ G
+
+
+def _in_basis(G: Tensor, bases: list[Tensor]) -> Tensor:
+    return bases[0].T @ G @ bases[1] if bases else G
+
+
+def _gram_schmidt(columns: Tensor) -> Tensor:
+    """Twice, since once leaves the rounding of nearly dependent columns."""
+    found: list[Tensor] = []
+    for column in columns.T:
+        rest = column
+        for _ in range(2):
+            rest = rest - sum((q * (q @ rest) for q in found), torch.zeros_like(rest))
+            rest = rest / rest.norm()
+        found.append(rest)
+    return torch.stack(found, dim=1)
 
 
 def tonga(gradients: list[Tensor], damping: float, decay: float, *, rank: int, num_fresh: int) -> Tensor:

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from ngsgd.config import ClusterConfig, FailureConfig, OptimizerConfig, OuterConfig, RunConfig
+from ngsgd.config import ClusterConfig, FailureConfig, OptimizerConfig, OuterConfig, RunConfig, ScheduleConfig
 from ngsgd.errors import ClusterError, DataError, DivergenceError, RunInterrupted
 from ngsgd.files import read_json_lines
-from ngsgd.ops.averaging import weighted_mean
+from ngsgd.ops.averaging import mean_of_chunk, shares_of, weighted_mean
+from ngsgd.optim.outer_rules import Array, Average
 from ngsgd.training.audit import audit
-from ngsgd.training.flat import Vector
+from ngsgd.training.flat import Mean, Vector
 from ngsgd.training.job import Held, Job, JobFailure, JobResult, Outcome, Piece, Start
 from ngsgd.training.pools.pool import InProcessPool
 from ngsgd.training.verify import digest
@@ -68,12 +69,84 @@ def test_each_outer_iteration_is_the_frame_weighted_mean_of_its_jobs(tmp_path: P
     assert audit(run.ledger_path) == []
 
 
+class Median(Average):
+    """The middle of the jobs' vectors: no function of their mean."""
+
+    def center(self, vectors: Sequence[Array], shares: Sequence[float], part: slice) -> Array:
+        return np.asarray(np.median([vector[part].astype(np.float64) for vector in vectors], axis=0))
+
+
+class MeanPool(FaultyPool):
+    """A pool whose workers make the mean among themselves, as with cluster.exchange=collective."""
+
+    num_means = 0
+
+    def mean(self, results: Sequence[JobResult], weights: Sequence[float]) -> Mean:
+        self.num_means += 1
+        vectors = [result.sent.read() for result in results]
+        return mean_of_chunk(vectors, shares_of(len(vectors), weights), slice(0, len(vectors[0])))
+
+
+@pytest.mark.entry("S2", "an outer rule of your own needs each job's vector, as a median does, and `cluster.exchange=collective` "
+                   "makes means on the workers", "right",
+                   "a rule with a method `center` gets the vectors of all jobs under every exchange; the workers' mean is taken "
+                   "for rules that are functions of the mean only")
+@pytest.mark.parametrize("is_median", [True, False])
+def test_a_rule_that_is_no_function_of_the_mean_is_given_every_vector(is_median: bool, tmp_path: Path,
+                                                                      monkeypatch: pytest.MonkeyPatch) -> None:
+    rule = Median() if is_median else Average()
+    monkeypatch.setattr("ngsgd.training.coordinator.make_rule", lambda config: rule)
+    run = Run(tmp_path, config(schedule=ScheduleConfig(num_epochs=0.25, num_jobs_initial=3, num_jobs_final=3)))
+    pool = MeanPool(run, lambda result: result)
+    checkpoint = run.train(pool)
+    vectors = [result.sent.read() for result in sorted(pool.results, key=lambda result: result.job.job)]
+    assert len(vectors) == 3 and (pool.num_means > 0) != is_median
+    weights = [result.num_frames for result in sorted(pool.results, key=lambda result: result.job.job)]
+    wanted = np.median(vectors, axis=0).astype(np.float32) if is_median else weighted_mean(vectors, weights)
+    assert np.array_equal(checkpoint.parameters, wanted)   # both are rounded to float32 once, at the end
+
+
 def test_training_learns(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.train()
     first, last = run.recorder.records[0], run.recorder.records[-1]
     assert last.valid.objf > first.valid.objf
     assert last.valid.accuracy > 0.8  # six classes; chance is 0.17
+
+
+@pytest.mark.entry("R6", "you rely on the guarantees of docs/fault-tolerance.md with the default settings (`outer.kind=bmuf`)",
+                   "right",
+                   "they are stated for the default rule and tested with it: after the death of a worker, and after a stop and a "
+                   "resume, the model is bitwise identical and every shard is counted once; the same for every rule but easgd and "
+                   "streaming, which the page lists as exceptions")
+@pytest.mark.parametrize("outer", [OuterConfig(), *(OuterConfig(kind) for kind in ("average", "diloco", "slowmo", "fedopt"))],
+                         ids=lambda outer: outer.kind)
+def test_a_death_and_a_resume_change_no_bit_under_the_default_rule(outer: OuterConfig, tmp_path: Path) -> None:
+    assert OuterConfig() == RunConfig().outer and OuterConfig().kind == "bmuf"
+    settings = config(outer=outer, optimizer=OptimizerConfig(), failure=FailureConfig())
+    whole = Run(tmp_path / "whole", settings).train()
+    if outer.kind == "bmuf":   # the momentum is at work, or the test would show averaging
+        assert np.abs(whole.outer_state()["arrays"]["block_momentum"]).max() > 0.0
+    broken = Run(tmp_path / "broken", settings)
+    after_death = broken.train(FaultyPool(broken, on_first_try_of(2, 1, dies)))
+    stopped = Run(tmp_path / "stopped", settings)
+    with pytest.raises(RunInterrupted):
+        stopped.train(stop=StopAfter(3, at_once=False))
+    resumed = stopped.train()
+    assert whole.model_sha256 == after_death.model_sha256 == resumed.model_sha256
+    for run in (broken, stopped):
+        assert audit(run.ledger_path) == []
+    assert whole.progress.frames_processed == after_death.progress.frames_processed == resumed.progress.frames_processed == 3600
+
+
+@pytest.mark.entry("K14")
+def test_a_run_of_a_small_part_of_an_epoch_trains_one_pass_per_job(tmp_path: Path) -> None:
+    run = Run(tmp_path, config(schedule=ScheduleConfig(num_epochs=0.05, num_jobs_initial=2, num_jobs_final=2)))
+    checkpoint = run.train()
+    [record] = run.recorder.records
+    assert (checkpoint.progress.passes_done, record.num_accepted) == (2, 2)
+    assert record.epoch == 2 / 12    # the toy corpus has 12 passes in an epoch
+    assert record.left_s == 0.0
 
 
 def test_a_job_whose_worker_died_runs_again_and_the_result_is_bit_equal(tmp_path: Path) -> None:

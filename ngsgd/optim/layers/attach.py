@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -47,16 +48,32 @@ def attach(layer: nn.Module, settings: Settings, shared: Shared) -> LayerPrecond
     weight = getattr(layer, "weight", None)
     if plain_class not in NATURAL_GRADIENT_CLASSES or weight is None or not weight.requires_grad:
         return None
+    former = layer.__dict__.get("preconditioner")
+    if former is not None and former.shared is not shared:
+        former.shared.retired = "another NGSGD has taken over its layers"
     preconditioner = _preconditioner(layer, plain_class, settings, shared)
+    preconditioner.weight = weight
     layer.__class__ = NATURAL_GRADIENT_CLASSES[plain_class]
     layer.__dict__["preconditioner"] = preconditioner
     return preconditioner
 
 
-def detach(layer: nn.Module) -> None:
-    """The plain layer again."""
-    layer.__dict__.pop("preconditioner", None)
-    layer.__class__ = _PLAIN_CLASSES[type(layer)]
+def detach(layer: nn.Module, shared: Shared) -> None:
+    """The plain layer again, unless another optimizer has it by now."""
+    preconditioner = layer.__dict__.get("preconditioner")
+    if preconditioner is not None and preconditioner.shared is shared:
+        plain_class = _PLAIN_CLASSES.get(type(layer))
+        if plain_class is None:  # something else has changed the class since, as parametrizations do
+            preconditioner.weight = None
+            return
+        del layer.__dict__["preconditioner"]
+        layer.__class__ = plain_class
+
+
+def detach_all(layers: Mapping[str, nn.Module], shared: Shared) -> None:
+    """The same for all layers of an optimizer."""
+    for layer in layers.values():
+        detach(layer, shared)
 
 
 def _preconditioner(layer: Any, plain_class: type[nn.Module], settings: Settings, shared: Shared) -> LayerPreconditioner:

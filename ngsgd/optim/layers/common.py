@@ -95,6 +95,9 @@ class Shared:
     on_nonfinite: str = "skip"
     grad_scaler: Any = None           # torch.amp.GradScaler
     measures_cosine: bool = False     # in the next backward pass, at the price of a plain gradient
+    retired: str = ""                 # why the optimizer may not step any more
+    num_passes: int = 0               # backward passes of layers that were preconditioned, since the last step
+    num_steps: int = 0
     scratch: Scratch = field(default_factory=Scratch)
     queue: UpdateQueue = field(default_factory=lambda: UpdateQueue(deferred=True))
 
@@ -109,9 +112,12 @@ class Shared:
     def preconditioner(self, rank: int, dim: int, settings: Settings, *, num_minibatches_history: float = 0.0,
                        update_period: int | None = None) -> OnlineNaturalGradient:
         """A Fisher estimate for rows of dimension `dim`; the rank is lowered to (dim + 1) / 2, as in Kaldi."""
-        return OnlineNaturalGradient(min(rank, (dim + 1) // 2), update_period or settings.update_period,
-                                     settings.num_samples_history, num_minibatches_history, settings.alpha,
-                                     schedule=settings.schedule, on_nonfinite=self.on_nonfinite, queue=self.queue)
+        estimate = OnlineNaturalGradient(min(rank, (dim + 1) // 2), update_period or settings.update_period,
+                                         settings.num_samples_history, num_minibatches_history, settings.alpha,
+                                         schedule=settings.schedule, relative_floor=True, on_nonfinite=self.on_nonfinite,
+                                         queue=self.queue)
+        estimate.dim = dim
+        return estimate
 
 
 _numbers = itertools.count()
@@ -130,13 +136,34 @@ class LayerPreconditioner:
         self.shared = shared
         self.sides = dict(sides)
         self._take_number()
+        self.weight: Tensor | None = None        # the parameter whose gradients are preconditioned
+        self._task: int | None = None            # of the last backward pass
+        self.needs_node = False                  # a compiled graph asks for the node below
+        self.node: Any = None                    # of autograd, which adds to `weight.grad`; it is another for another dtype
+        self._node_is_for: Any = None
         self.row_products: Tensor | None = None  # sum over rows of |xhat| |yhat|, scaled; since the last step (C.3)
         self.num_rows: Tensor | float = 0.0      # rows in that sum
         self.cosine: Tensor | None = None        # between preconditioned and plain gradient, when last measured
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "weight": None, "node": None}  # a copy is of no layer
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._take_number()  # a copy is another layer
+
+    def begin_pass(self) -> None:
+        """Called at the start of each preconditioned gradient.
+
+        Passes since the last step whose gradients were cleared do not count, as those of a discriminator in the backward pass
+        of its generator.  A use of the layer in the same backward pass has not reached `grad` yet, and counts.
+        """
+        self.shared.num_passes += 1
+        task = torch._C._current_graph_task_id()
+        if task != self._task and self.shared.num_steps and self.weight is not None and self.weight.grad is None:
+            for side in self.sides.values():
+                side.withdraw()
+        self._task = task
 
     def _take_number(self) -> None:
         self.number = next(_numbers)
@@ -144,6 +171,9 @@ class LayerPreconditioner:
 
     def follow(self, alpha: float, update_period: int, num_samples_history: float) -> None:
         """Takes over settings that may change while training."""
+        if self.needs_node and self.weight is not None and self._node_is_for != (self.weight.dtype, self.weight.device):
+            self._node_is_for = self.weight.dtype, self.weight.device
+            self.node = torch.autograd.graph.get_gradient_edge(self.weight).node
         for side in self.sides.values():
             if side.smoothing.alpha != alpha:
                 side.set_alpha(alpha)

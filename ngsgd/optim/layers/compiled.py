@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from ngsgd.ops import products
-from ngsgd.optim.layers.common import cast, layer_of
+from ngsgd.optim.layers.base import adds_to_grad
+from ngsgd.optim.layers.common import cast, layer_of, wide
 from ngsgd.optim.layers.kronecker import KroneckerPreconditioner
 
 
@@ -30,8 +31,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, number: int, dtype: t
 
 @torch.library.custom_op("ngsgd::linear_gradients", mutates_args=())
 def linear_gradients(x: Tensor, dY: Tensor, number: int) -> tuple[Tensor, Tensor]:
-    """(weight gradient, bias gradient), preconditioned; the second is empty where there is no bias."""
-    dW, db = _layer(number).gradient(products.rows_of(x), products.rows_of(dY))
+    """(weight gradient, bias gradient), preconditioned where they are added to `grad`; the second is empty without a bias."""
+    layer, X_NI, dY_NO = _layer(number), products.rows_of(x), products.rows_of(dY)
+    if adds_to_grad(layer):
+        layer.begin_pass()
+        dW, db = layer.gradient(X_NI, dY_NO)
+    else:
+        X_NI, dY_NO = wide(X_NI), wide(dY_NO)
+        dW, db = dY_NO.T @ X_NI, dY_NO.sum(dim=0) if layer.has_bias else None
     return dW, dW.new_empty(0) if db is None else db
 
 

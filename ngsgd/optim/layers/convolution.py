@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from ngsgd.optim.layers.base import NaturalGradientLayer, asked_for, is_plain_context
 from ngsgd.optim.layers.common import LayerPreconditioner, Settings, Shared, apply, cast, compute_dtype, wide, without_autocast
 from ngsgd.optim.layers.kronecker import KroneckerPreconditioner
 
@@ -85,8 +86,9 @@ class _Convolution(torch.autograd.Function):
     """A convolution, with the preconditioned gradient in place of the plain one."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: SplicedPreconditioner | FilterPreconditioner,
-                geometry: Geometry, dtype: torch.dtype | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None,
+                layer: SplicedPreconditioner | FilterPreconditioner | None, geometry: Geometry,
+                dtype: torch.dtype | None) -> Tensor:
         ctx.layer, ctx.geometry, ctx.has_bias = layer, geometry, bias is not None
         ctx.input_dtype = x.dtype
         saved = weight
@@ -99,13 +101,15 @@ class _Convolution(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dY: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        layer = ctx.layer
-        plain = layer.needs_plain_gradient or not needs_weight  # a bias alone gets its plain gradient
+        needs_x, _, needs_bias = ctx.needs_input_grad[:3]
+        needs_weight, is_added = asked_for(ctx, 1)
+        layer = ctx.layer if is_added else None  # a bias alone gets its plain gradient
+        plain = layer is None or layer.needs_plain_gradient
         with without_autocast(dY.device.type):
             dX, dW, db = _plain_gradients(x, weight.to(dY.dtype), dY, ctx.geometry, (
                 needs_x, needs_weight and plain, ctx.has_bias and plain))
-            if needs_weight:
+            if layer is not None:
+                layer.begin_pass()
                 dW, db = layer.gradient(dW, db) if plain else layer.gradient_of(x, dY, weight, ctx.geometry)
         return None if dX is None else dX.to(ctx.input_dtype), dW, db if needs_bias else None, None, None, None
 
@@ -121,14 +125,14 @@ def _plain_gradients(x: Tensor, weight: Tensor, dY: Tensor, geometry: Geometry,
     return dX, dW, db
 
 
-class _NaturalGradientConv(nn.modules.conv._ConvNd):
+class _NaturalGradientConv(NaturalGradientLayer, nn.modules.conv._ConvNd):
     """The forward pass of all three."""
 
     preconditioner: SplicedPreconditioner | FilterPreconditioner
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name is torch's
-        if not torch.is_grad_enabled():
-            return self.plain_forward(input)
+        if not torch.is_grad_enabled() or is_plain_context(input):
+            return self.plain_forward(input)  # type: ignore[no-any-return]
         num_spatial = len(self.kernel_size)
         x = input.unsqueeze(0) if input.ndim == num_spatial + 1 else input
         padding = _symmetric_zeros(self)
@@ -138,13 +142,9 @@ class _NaturalGradientConv(nn.modules.conv._ConvNd):
             x = nn.functional.pad(x, self._reversed_padding_repeated_twice, mode=mode)
             padding = (0,) * num_spatial
         geometry = Geometry(self.stride, padding, self.dilation, self.groups)
-        y = apply(_Convolution, x, self.weight, self.bias, self.preconditioner, geometry, compute_dtype(input))
+        weight = self.weight
+        y = apply(_Convolution, x, weight, self.bias, self.estimates_of(weight), geometry, compute_dtype(input))
         return y if x.ndim == input.ndim else y.squeeze(0)
-
-    def plain_forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """What torch's own class does."""
-        y: Tensor = self._conv_forward(input, self.weight, self.bias)
-        return y
 
 
 def _symmetric_zeros(layer: nn.modules.conv._ConvNd) -> tuple[int, ...] | None:

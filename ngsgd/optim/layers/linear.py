@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from ngsgd.ops import products
 from ngsgd.optim.layers import compiled
+from ngsgd.optim.layers.base import NaturalGradientLayer, asked_for, is_plain_context
 from ngsgd.optim.layers.common import cast, compute_dtype, without_autocast
 from ngsgd.optim.layers.kronecker import KroneckerPreconditioner
 
@@ -19,7 +20,7 @@ class _Affine(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None,  # not setup_context: that costs 0.1 ms a call
-                layer: KroneckerPreconditioner, dtype: torch.dtype | None) -> Tensor:
+                layer: KroneckerPreconditioner | None, dtype: torch.dtype | None) -> Tensor:
         ctx.layer = layer
         ctx.input_dtype = x.dtype
         saved = weight
@@ -33,30 +34,34 @@ class _Affine(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         with without_autocast(dY.device.type):
             (dX,) = cast(ctx.input_dtype, products.input_gradient(dY, weight) if ctx.needs_input_grad[0] else None)
-            dW, db = gradients(ctx.layer, x, dY, ctx.needs_input_grad[1], ctx.needs_input_grad[2])
+            is_needed, is_added = asked_for(ctx, 1)
+            dW, db = gradients(ctx.layer if is_added else None, x, dY, is_needed, ctx.needs_input_grad[2])
         return dX, dW, db, None, None
 
 
-def gradients(layer: KroneckerPreconditioner, x: Tensor, dY: Tensor, needs_weight: bool,
+def gradients(layer: KroneckerPreconditioner | None, x: Tensor, dY: Tensor, needs_weight: bool,
               needs_bias: bool) -> tuple[Tensor | None, Tensor | None]:
-    """(dW, db), each None where it is not needed; a bias alone gets its plain gradient."""
+    """(dW, db), each None where it is not needed; plain without a layer, and of a bias alone."""
     dY_NO = products.rows_of(dY)
-    if not needs_weight:
-        return None, dY_NO.sum(dim=0) if needs_bias else None
+    if layer is None or not needs_weight:
+        (X_NI,) = cast(dY.dtype, products.rows_of(x))
+        return products.mm(dY_NO.T, X_NI) if needs_weight else None, dY_NO.sum(dim=0) if needs_bias else None
+    layer.begin_pass()
     dW, db = layer.gradient(products.rows_of(x), dY_NO)
     return dW, db if needs_bias else None
 
 
-class NaturalGradientLinear(nn.Linear):
+class NaturalGradientLinear(NaturalGradientLayer, nn.Linear):
     """What `NGSGD` turns an `nn.Linear` into: same parameters, same names, same forward pass."""
 
     preconditioner: KroneckerPreconditioner
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name is torch's
-        if not torch.is_grad_enabled():
-            return nn.functional.linear(input, self.weight, self.bias)
+        if not torch.is_grad_enabled() or is_plain_context(input):
+            return self.plain_forward(input)  # type: ignore[no-any-return]
         if torch.compiler.is_compiling():
             y: Tensor = compiled.linear(input, self.weight, self.bias, self.preconditioner.number, compute_dtype(input))
             return y
-        return _Affine.apply(input, self.weight, self.bias, self.preconditioner,  # type: ignore[no-any-return,no-untyped-call]
+        weight = self.weight
+        return _Affine.apply(input, weight, self.bias, self.estimates_of(weight),  # type: ignore[no-any-return,no-untyped-call]
                              compute_dtype(input))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from ngsgd.optim.layers.base import NaturalGradientLayer, asked_for, is_plain_context
 from ngsgd.optim.layers.common import LayerPreconditioner, Settings, Shared, apply, wide, without_autocast
 from ngsgd.preconditioners.online import OnlineNaturalGradient
 
@@ -43,7 +44,7 @@ class _ScaleOffset(torch.autograd.Function):
     """y = x * scale + offset; the parameters lie along the dimensions from `first` on, `ndim` of them."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, scale: Tensor, offset: Tensor | None, layer: ScaleOffsetPreconditioner,
+    def forward(ctx: Any, x: Tensor, scale: Tensor, offset: Tensor | None, layer: ScaleOffsetPreconditioner | None,
                 first: int) -> Tensor:
         ctx.layer, ctx.first = layer, first
         ctx.save_for_backward(x, scale)
@@ -54,15 +55,24 @@ class _ScaleOffset(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dY: Tensor) -> tuple[Tensor | None, ...]:
         x, scale = ctx.saved_tensors
-        needs_x, needs_scale, needs_offset = ctx.needs_input_grad[:3]
+        needs_x = ctx.needs_input_grad[0]
+        (needs_scale, scale_is_added), (needs_offset, offset_is_added) = asked_for(ctx, 1), asked_for(ctx, 2)
+        if ctx.layer is not None and (scale_is_added or offset_is_added):
+            ctx.layer.begin_pass()
         d_scale = d_offset = None
         with without_autocast(dY.device.type):
             dX = dY * _along(scale, x, ctx.first).to(dY.dtype) if needs_x else None
             if needs_scale:
-                d_scale = ctx.layer.gradient("scale", _rows(wide(dY) * wide(x), scale, ctx.first)).view_as(scale)
+                rows_ND = _rows(wide(dY) * wide(x), scale, ctx.first)
+                d_scale = _sum(ctx.layer if scale_is_added else None, "scale", rows_ND).view_as(scale)
             if needs_offset:
-                d_offset = ctx.layer.gradient("offset", _rows(wide(dY), scale, ctx.first)).view_as(scale)
+                rows_ND = _rows(wide(dY), scale, ctx.first)
+                d_offset = _sum(ctx.layer if offset_is_added else None, "offset", rows_ND).view_as(scale)
         return dX, d_scale, d_offset, None, None
+
+
+def _sum(layer: ScaleOffsetPreconditioner | None, name: str, rows_ND: Tensor) -> Tensor:
+    return rows_ND.sum(dim=0) if layer is None else layer.gradient(name, rows_ND)
 
 
 def _along(parameter: Tensor, x: Tensor, first: int) -> Tensor:
@@ -79,21 +89,19 @@ def _rows(x: Tensor, parameter: Tensor, first: int) -> Tensor:
     return x.reshape(-1, parameter.numel())
 
 
-class NaturalGradientNorm:
+class NaturalGradientNorm(NaturalGradientLayer):
     """What `NGSGD` turns an affine normalisation into: the same layer without its affine part, and that part after it."""
 
-    plain_class: type[nn.Module]  # torch's class, the second base of each class below
-
-    def __init_subclass__(cls) -> None:
-        cls.plain_class = cls.__bases__[1]
-
     def forward(self: Any, input: Tensor) -> Tensor:  # noqa: A002  the name is torch's
+        if is_plain_context(input):
+            return self.plain_forward(input)  # type: ignore[no-any-return]
         # a twin for the normalisation: it shares buffers and settings as they are now, but has no affine part and no hooks
         twin = object.__new__(self.plain_class)
         twin.__dict__ = {**self.__dict__, "_parameters": dict.fromkeys(self._parameters)}
         normalised = self.plain_class.forward(twin, input)
         first = input.ndim - self.weight.ndim if isinstance(self, (nn.LayerNorm, nn.RMSNorm)) else 1
-        return apply(_ScaleOffset, normalised, self.weight, getattr(self, "bias", None), self.preconditioner, first)
+        weight = self.weight
+        return apply(_ScaleOffset, normalised, weight, getattr(self, "bias", None), self.estimates_of(weight), first)
 
 
 class NaturalGradientLayerNorm(NaturalGradientNorm, nn.LayerNorm):

@@ -41,9 +41,8 @@ class AdaHessian(SecondOrder):
         self._bias_of = {}   # nothing to join: a diagonal
 
     def update_curvature(self, seen: Any) -> None:
-        assert self.minibatch is not None
         z = self.drawn(seen, signs=True)
-        for name, Hz in self.minibatch.hessian(z, is_last=True).items():
+        for name, Hz in self.product("hessian", z, is_last=True).items():
             self._average(name, {"square": _over_taps(z[name] * Hz).square()})
 
     def invert(self, name: str, known: State) -> State:

@@ -69,14 +69,14 @@ class _FromRows(Preconditioner):
         self._gradients: dict[str, HeldRows] = {}   # this step's
 
     @contextlib.contextmanager
-    def watch(self) -> Iterator[None]:
+    def _watching(self) -> Iterator[None]:
         # where every step looks and renews, the rows of the last minibatch need not lie beside the passes of this one; elsewhere
         # they are kept for the case that this one is not finite
         if all(self.is_due(what) and self._last[what] == self.num_steps - 1 for what in ("curvature", "inverse")):
             for kept_so_far in (self.statistics, self.inverses):
                 for name in [name for name, known in kept_so_far.items() if "e" in known]:
                     del kept_so_far[name]
-        with super().watch():
+        with super()._watching():
             yield
 
     def update_curvature(self, seen: Signal | Mapping[str, Tensor]) -> None:

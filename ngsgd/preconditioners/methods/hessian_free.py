@@ -28,7 +28,7 @@ class HessianFreeOptions(EveryStepOptions):
     damping: float = 1e-2        # the model of the loss is not to be trusted far away: more than other methods take
     ema_decay: float = 0.95      # of the last direction, where the iteration starts; 0: at zero
     products: str = "ggn"        # "ggn", never negative, or "hessian", where negative curvature ends the iteration
-    max_cg_steps: int = 20       # products for each minibatch; each costs about two backward passes
+    max_cg_steps: int = 10       # products for each minibatch; each costs about two backward passes
     cg_tolerance: float = 1e-3   # norm of the residual by that of the gradient
 
     def problems(self) -> list[str]:
@@ -60,7 +60,6 @@ class HessianFree(SecondOrder):
     def apply(self, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if self.minibatch is None:
             raise ConfigError("HessianFree needs the minibatch's graph, which ends with step(); call step().")
-        products = self.minibatch.ggn if self.options.products == "ggn" else self.minibatch.hessian
         names = sorted(grads)
         shapes = [grads[name].shape for name in names]
 
@@ -69,7 +68,7 @@ class HessianFree(SecondOrder):
             return {name: part.view(shape) for name, part, shape in zip(names, parts, shapes, strict=True)}
 
         def damped(v_D: Tensor) -> Tensor:
-            found = products(parted(v_D))
+            found = self.product(self.options.products, parted(v_D))
             product_D: Tensor = torch.cat([found[name].flatten() for name in names]) + self.options.damping * v_D
             return product_D
 

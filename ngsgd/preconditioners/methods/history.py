@@ -37,6 +37,7 @@ class MFAC(Preconditioner):
 
     Options = MFACOptions
     has_mean = False
+    agrees_over_ranks = True
     joins_bias = False   # the whole model is one block
 
     def update_curvature(self, seen: Any) -> None:

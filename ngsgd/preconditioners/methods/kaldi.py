@@ -107,7 +107,7 @@ class OnlineNG(SimpleNG):
     def _estimate(self, side: str) -> OnlineNaturalGradient:
         own = self.options
         return OnlineNaturalGradient(own.rank_in if side == "input" else own.rank_out, own.update_period, own.num_samples_history,
-                                     alpha=own.alpha)
+                                     alpha=own.alpha, relative_floor=True)
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """All that the next steps depend on, by parameter; "" holds the counters."""

@@ -53,6 +53,9 @@ class KBFGS(Secant):
         super().__init__(model, **options)
         self._first: dict[str, tuple[Tensor, Tensor]] = {}   # by weight: mean z and mean e at the first look
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_first": {}}
+
     def update_curvature(self, seen: Signal | Mapping[str, Tensor]) -> None:
         assert isinstance(seen, Signal)
         super().update_curvature(Signal({}, seen.squares))
@@ -100,6 +103,8 @@ class KBFGS(Secant):
         return mean_z_O, rows.e_VNTO.sum(dim=(0, 1, 2)) / rows.num_rows
 
     def look_again(self, passes: list[Callable[[], Tensor]]) -> None:
+        if not self._first:   # the first look was not finite: there is nothing to compare with
+            return
         with Watch(self.model, fisher="empirical", num_draws=1, generator=None, layers=self._layers()) as watch:
             # the derivatives of outputs pass by on the way to the biases; gradients of weights would be made for nothing
             self.gradients(passes, {self._bias_of[name] or name for name in self._first})

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -64,9 +65,14 @@ class KFRA(KFAC):
     splits_work = False
     looks_at_held = False   # the recursion knows torch's own nodes alone
 
+    def __init__(self, model: nn.Module, **options: Any) -> None:
+        super().__init__(model, **options)
+        if narrow := [str(p.dtype) for p in model.parameters() if p.dtype in (torch.float16, torch.bfloat16)]:
+            raise ConfigError(f"KFRA's recursion needs parameters of float32 or float64, and the model has some of {narrow[0]}; "
+                              "take KFLR, which has the same factors without averages.")
+
     @contextlib.contextmanager
-    def watch(self) -> Iterator[None]:
-        """Forward and backward passes inside are looked at, where a look is due."""
+    def _watching(self) -> Iterator[None]:
         if not self.is_due("curvature"):
             yield
             return
@@ -94,6 +100,10 @@ class _AveragesWatch(Watch):
         self._sharing = sharing
         self.passes: list[dict[str, _Factors]] = []
 
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        super().__exit__(kind, error, trace)
+        del self.passes[self._pass + 1:]   # those of a pass that failed
+
     @property
     def total_weight(self) -> float:
         """W, of the rows of all passes; 1 where all are masked."""
@@ -108,7 +118,7 @@ class _AveragesWatch(Watch):
             self._pass += 1
             self._total_weight += float(view.weight_R.sum())
             calls = dict(self._capture.open_calls)
-            N = self._capture.num_samples_of(next(iter(calls)))
+            N = self._capture.num_samples_seen(output)
             G_DD = output_moment(view, N)
             found = recursion(G_DD, get_gradient_edge(view.output), calls, N, _MAX_FLOATS, self._capture.parameters)
             self.passes.append(dict(self._factors(call, of_output_DD) for call, of_output_DD in found.items()))

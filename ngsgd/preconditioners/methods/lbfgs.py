@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ngsgd.curvature.layers import wide
 from ngsgd.curvature.whole import LossWeight
 from ngsgd.ops.linalg import doubly_damped, lbfgs_product
 from ngsgd.preconditioners.methods.secant import Secant
@@ -32,7 +33,10 @@ class LBFGSOptions(Options):
     ema_decay: float = 0.0     # the last M pairs make the matrix
 
     def problems(self) -> list[str]:
-        return [*super().problems(), *history_problems(self, "num_pairs", "pairs of the whole model make one matrix")]
+        found = [*super().problems(), *history_problems(self, "num_pairs", "pairs of the whole model make one matrix")]
+        if self.inverse_interval != 1:
+            found.append("inverse_interval has no meaning here: the pairs are applied as they are; leave it out.")
+        return found
 
 
 class LBFGS(Secant):
@@ -48,17 +52,21 @@ class LBFGS(Secant):
         self._gradients: dict[str, Tensor] = {}   # of its mean loss, before anybody unscales or clips what is in .grad
         self._before: tuple[dict[str, Tensor], dict[str, Tensor]] | None = None   # parameters and gradients of the first look
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_weight": LossWeight(), "_gradients": {}, "_before": None}
+
     def evaluate(self, closure: Callable[[], Tensor]) -> Tensor:
         """The loss that `closure()` returns for a minibatch; its gradient is added to `.grad`."""
         self.settle()   # not among this minibatch's losses
         with self._weight:
             loss = super().evaluate(closure)
         if self.is_due("curvature"):
-            self._gradients = {name: p.grad / self._weight.total for name, p in self.model.named_parameters() if p.grad is not None}
+            self._gradients = {name: wide(p.grad) / self._weight.total for name, p in self.model.named_parameters()
+                               if p.grad is not None}
         return loss
 
     def update_curvature(self, seen: Any) -> None:
-        theta = {name: p.detach().clone() for name, p in self.model.named_parameters() if name in seen}
+        theta = {name: wide(p.detach()).clone() for name, p in self.model.named_parameters() if name in seen}
         self._before = theta, {name: self._gradients[name] for name in seen}
 
     def step(self, lr: float | None = None) -> None:
@@ -73,7 +81,7 @@ class LBFGS(Secant):
         with LossWeight() as weight:
             g_after = self.gradients(passes)
         after = dict(self.model.named_parameters())
-        s_D = torch.cat([(after[name].detach() - theta[name]).flatten() for name in sorted(g)])
+        s_D = torch.cat([(wide(after[name].detach()) - theta[name]).flatten() for name in sorted(g)])
         y_D = torch.cat([(g_after[name] / weight.total - g[name]).flatten() for name in sorted(g)])
         self._take(min(g), s_D, y_D)
 

@@ -38,6 +38,7 @@ class PSGDOptions(Options):
 
     form: str = "kronecker"    # of Q: "kronecker" for each layer, or "full", one matrix for models of up to 20 000 parameters
     factor_lr: float = 0.1     # mu, above 0 to below 1: relative step of Q; less is less noisy
+    ema_decay: float = 0.0     # Q is updated by steps of factor_lr and has no moving average
 
     def problems(self) -> list[str]:
         found = super().problems()
@@ -45,19 +46,20 @@ class PSGDOptions(Options):
             found.append(f"form is {self.form!r}; choose {', '.join(FORMS)}.")
         if not 0.0 < self.factor_lr < 1.0:
             found.append(f"factor_lr is {self.factor_lr}; it must be above 0 and below 1.")
+        if self.ema_decay:
+            found.append("ema_decay has no meaning here: Q is updated by steps of factor_lr; leave it out.")
         return found
 
 
 class PSGD(SecondOrder):
-    """PSGD; one product with the Hessian for each look at the curvature.  The damping is added to H; ema_decay has no meaning."""
+    """PSGD; one product with the Hessian for each look at the curvature.  The damping is added to H."""
 
     Options = PSGDOptions
 
     def update_curvature(self, seen: Any) -> None:
-        assert self.minibatch is not None
         give_back()   # before and after what takes most
         v = self.drawn(seen)
-        h = self.minibatch.hessian(v, is_last=True)
+        h = self.product("hessian", v, is_last=True)
         self._forget_minibatch()
         give_back()
         for name, value in h.items():

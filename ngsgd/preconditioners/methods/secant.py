@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ngsgd.curvature.layers import wide
 from ngsgd.errors import ConfigError
 from ngsgd.preconditioners.protocol import Preconditioner
 
@@ -37,6 +38,10 @@ class Secant(Preconditioner):
     def __init__(self, model: nn.Module, **options: Any) -> None:
         super().__init__(model, **options)
         self._pending: _Pending | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.settle()   # as for `state_dict`
+        return {**super().__getstate__(), "_pending": None}
 
     def evaluate(self, closure: _Closure) -> Tensor:
         """The loss that `closure()` returns for a minibatch; its gradient is added to `.grad`."""
@@ -89,7 +94,7 @@ class Secant(Preconditioner):
     def gradients(self, passes: list[_Closure], names: Collection[str] | None = None) -> dict[str, Tensor]:
         """The sum of the passes' gradients by parameter name, of those named or all; `.grad` stays as it is."""
         parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad and (names is None or name in names)}
-        total = {name: torch.zeros_like(p) for name, p in parameters.items()}
+        total = {name: torch.zeros_like(wide(p)) for name, p in parameters.items()}
         for closure in passes:
             with torch.enable_grad():
                 found = torch.autograd.grad(closure(), list(parameters.values()), allow_unused=True)

@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ngsgd.curvature.layers import wide
 from ngsgd.curvature.whole import WholeModel
 from ngsgd.errors import ConfigError
+from ngsgd.ops.second_derivatives import naming_missing, twice_differentiable
 from ngsgd.preconditioners.protocol import Preconditioner
 
 Gradients = Mapping[str, Tensor]
@@ -23,21 +25,23 @@ class SecondOrder(Preconditioner):
     """Methods whose `update_curvature` asks `self.minibatch` for products; these are of the loss's mean per row, as curvature is
     with all methods.
 
-    Any loss that torch can differentiate twice will do; one that is not torch's own counts as a mean.  DistributedDataParallel does
-    not see these backward passes: average `.grad` between `evaluate` and `step`.
+    Any loss that torch can differentiate twice will do; one that is not torch's own counts as a mean.
     """
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
         super().__init__(model, **options)
         self.minibatch: WholeModel | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "minibatch": None}
+
     @contextlib.contextmanager
-    def watch(self) -> Iterator[None]:
+    def _watching(self) -> Iterator[None]:
         if not self.is_due("curvature"):
             yield
             return
         self.minibatch = self.minibatch or WholeModel(self.model)   # several passes before a step are one minibatch
-        with self.minibatch:
+        with self.minibatch, twice_differentiable():
             yield
 
     def backward(self, loss: Tensor) -> None:
@@ -49,7 +53,8 @@ class SecondOrder(Preconditioner):
     def step(self, lr: float | None = None) -> None:
         """Replaces `.grad` of every parameter by the preconditioned one; `lr` is needed for kl_clip alone."""
         try:
-            super().step(lr)
+            with naming_missing(type(self).__name__):
+                super().step(lr)
         finally:
             self._forget_minibatch()
 
@@ -65,6 +70,13 @@ class SecondOrder(Preconditioner):
                               "preconditioner.evaluate(closure), or inside of watch() and with preconditioner.backward(loss).")
         self.update_curvature(grads)
         return True
+
+    def product(self, kind: str, vectors: Gradients, **options: Any) -> dict[str, Tensor]:
+        """The "hessian" or "ggn" of the minibatch times vectors, in at least float32."""
+        assert self.minibatch is not None
+        parameters = self.minibatch.parameters
+        found = getattr(self.minibatch, kind)({name: v.to(parameters[name].dtype) for name, v in vectors.items()}, **options)
+        return {name: wide(value) for name, value in found.items()}
 
     def drawn(self, grads: Gradients, *, signs: bool = False) -> dict[str, Tensor]:
         """A normal number, or a random sign, for every element of the gradients."""

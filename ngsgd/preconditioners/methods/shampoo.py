@@ -1,7 +1,7 @@
 """Preconditioners of each tensor's dimensions, from gradients alone.
 
     Shampoo   G x_1 L_1^(-1/(2 k)) .. x_k L_k^(-1/(2 k)),  L_i = mean of G_(i) G_(i)^T over steps    Gupta et al. 2018, algorithm 2
-    SOAP      Q^T g / (sqrt(v) + d) in the eigenvectors Q of the L_i, v = mean of (Q^T g)^2            Vyas et al. 2024
+    SOAP      Q [m / (sqrt(v) + d)] in the eigenvectors Q of the L_i, m and v Adam's moments of Q^T g  Vyas et al. 2024, algorithm 3
 
 Large tensors are cut into blocks, small adjacent dimensions are merged (a convolution's channels and taps).  The damping of Shampoo
 is relative to the largest eigenvalue of each L_i.
@@ -11,14 +11,15 @@ Letters: k dimensions of a block, D size of one of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from ngsgd.curvature.layers import wide
 from ngsgd.ops import products
 from ngsgd.ops.linalg import eigh, inverse_root, inverse_root_newton
 from ngsgd.preconditioners.held import HeldRows
@@ -28,18 +29,26 @@ from ngsgd.preconditioners.states import State
 
 
 @dataclass(frozen=True)
-class ShampooOptions(Options):
+class BlockOptions(Options):
+    """Of both."""
+
+    block_size: int = 1024           # largest dimension of a factor
+
+    def problems(self) -> list[str]:
+        found = super().problems()
+        return found if self.block_size >= 1 else [*found, f"block_size is {self.block_size}; it must be at least 1."]
+
+
+@dataclass(frozen=True)
+class ShampooOptions(BlockOptions):
     """Of Shampoo."""
 
     damping: float = 1e-6            # times the largest eigenvalue of a factor
-    block_size: int = 1024           # largest dimension of a factor
     history: str = "average"         # of G G^T: "average" with ema_decay, or "sum" of all steps, as in the paper
     root_method: str = "eigen"       # "eigen", or "newton": products only, quicker on GPUs
 
     def problems(self) -> list[str]:
         found = super().problems()
-        if self.block_size < 1:
-            found.append(f"block_size is {self.block_size}; it must be at least 1.")
         found += [f"{name} is {value!r}; choose {', '.join(known)}." for name, value, known
                   in (("history", self.history, ("average", "sum")), ("root_method", self.root_method, ("eigen", "newton")))
                   if value not in known]
@@ -49,9 +58,10 @@ class ShampooOptions(Options):
 class Shampoo(Preconditioner):
     """Shampoo; a bias is a tensor of one dimension, and with it full-matrix AdaGrad."""
 
-    Options = ShampooOptions
+    Options: ClassVar[type[BlockOptions]] = ShampooOptions
     joins_bias = False   # tensors stay apart
     splits_work = True
+    agrees_over_ranks = True
 
     def measure_gradient(self, name: str, g: Tensor) -> State:
         factors = {}
@@ -112,69 +122,132 @@ class Shampoo(Preconditioner):
             yield merged[corner]
 
 
+_ROUNDING = 8.0   # units of the last place of a norm: what is below is noise
+
+
 @dataclass(frozen=True)
-class SOAPOptions(ShampooOptions):
+class SOAPOptions(BlockOptions):
     """Of SOAP."""
 
-    damping: float = 1e-8    # added to sqrt(v), as in Adam
+    damping: float = 1e-8    # eps: added to sqrt(v), as in Adam
+    ema_decay: float = 0.95  # beta 2: of v and of the L_i
+    momentum: float = 0.95   # beta 1: of the gradient; 0 to below 1
 
     def problems(self) -> list[str]:
         found = super().problems()
-        if self.history == "sum":
-            found.append("history is \"sum\"; SOAP's second moments are averages, so leave it \"average\".")
+        if not 0.0 <= self.momentum < 1.0:
+            found.append(f"momentum is {self.momentum}; it must be at least 0 and below 1.")
         return found
 
 
 class SOAP(Shampoo):
-    """Adam's second moments in Shampoo's eigenvectors; momentum is the optimiser's business."""
+    """Adam in the eigenvectors of Shampoo's L_i; a vector keeps its own coordinates (Adam).
+
+    The first gradient of a tensor only begins the L_i, and its direction is 0.  m and v are updated at every step, in the basis
+    of the steps before; only the L_i wait for curvature_interval and the basis for inverse_interval.  A new basis is one round of
+    power iteration from the last and a QR decomposition: m is rotated into it, v keeps to its columns.  Momentum is SOAP's own, so
+    that of the optimizer stays 0.
+    """
 
     Options = SOAPOptions
-
-    def __init__(self, model: Any, **options: Any) -> None:
-        super().__init__(model, **options)
-        self._seen: dict[str, Tensor] = {}   # this step's gradients, for the first moments of all
+    applies_first = True
 
     def can_hold(self, name: str, inverse: State) -> bool:
         return False   # the moments lie between the bases
 
-    def update_curvature(self, seen: Any) -> None:
-        super().update_curvature(seen)
-        for name, g in seen.items():
-            inverse = self.inverses.get(name)
-            if inverse is not None and bool(g.isfinite().all()):
-                self._take_moments(name, inverse, g, self.option(name, "ema_decay"))
-            self._seen[name] = g
+    def measure_gradient(self, name: str, g: Tensor) -> State:
+        # the square of the first gradient in float64, which keeps the digits that decide the first basis
+        return super().measure_gradient(name, g if name in self.inverses else g.double()) if g.ndim > 1 else {}
 
-    def step(self, lr: float | None = None) -> None:
-        super().step(lr)
-        self._seen.clear()
+    def _average(self, name: str, new: State) -> None:
+        if new:
+            Preconditioner._average(self, name, new)
+        else:   # a vector has no factors
+            self.statistics[name], self.weights[name] = {}, 1.0
 
-    def _take_moments(self, name: str, inverse: State, g: Tensor, decay: float) -> None:
-        for index, block in enumerate(self._blocks(g)):
-            v = self._rotated(block, index, inverse, transpose=True).square()
-            inverse[f"{index}.v"].mul_(decay).add_(v, alpha=1.0 - decay)
-        inverse["weight"].mul_(decay).add_(1.0 - decay)
+    def refresh(self) -> None:
+        begun = [name for name in self.statistics if name not in self.inverses]
+        super().refresh()
+        for name in begun:
+            own = self.inverses[name]["weight_m"].dtype
+            self.statistics[name] = {key: L_DD.to(own) for key, L_DD in self.statistics[name].items()}
 
     def invert(self, name: str, known: State) -> State:
-        found = {key: eigh(L_DD)[1] for key, L_DD in known.items()}
         old = self.inverses.get(name)
-        if old is not None:   # moments go on in the new basis, which has turned little
-            return {**found, **{key: value for key, value in old.items() if key not in found}}
-        found["weight"] = torch.zeros((), dtype=torch.float64)
-        like = dict(self.model.named_parameters())[name]
-        for index, block in enumerate(self._blocks(like)):
-            found[f"{index}.v"] = torch.zeros_like(block)
-        if name in self._seen:
-            self._take_moments(name, found, self._seen[name], self.option(name, "ema_decay"))
+        return self._begun(name, known) if old is None else self._tracked(known, old)
+
+    def _begun(self, name: str, known: State) -> State:
+        """The first basis, and moments of nothing."""
+        p = wide(dict(self.model.named_parameters())[name].detach())
+        moments = {f"{index}.{key}": torch.zeros_like(block) for index, block in enumerate(self._blocks(p)) for key in ("m", "v")}
+        return {**{key: _eigenvectors(L_DD, p.dtype) for key, L_DD in known.items()}, **moments,
+                "weight_m": p.new_zeros(()), "weight_v": p.new_zeros(())}
+
+    @staticmethod
+    def _tracked(known: State, old: State) -> State:
+        """The basis and the moments after one round of power iteration."""
+        found = dict(old)
+        for key, L_DD in known.items():
+            index, _, k = key.partition(".")
+            Q_DD = old[key]
+            LQ_DD = products.mm(L_DD, Q_DD)
+            # the shift keeps columns that L sends to 0, whose image is rounding noise, where they were
+            LQ_DD.add_(Q_DD * _noise(L_DD.norm()))
+            order_D = (Q_DD * LQ_DD).sum(dim=0).argsort(descending=True, stable=True)
+            found[key] = torch.linalg.qr(LQ_DD[:, order_D])[0]
+            turn_DD = products.mm(found[key].T, Q_DD)
+            found[f"{index}.m"] = torch.tensordot(turn_DD, found[f"{index}.m"], dims=([1], [int(k)])).movedim(0, int(k))
+            found[f"{index}.v"] = found[f"{index}.v"].index_select(int(k), order_D)
         return found
 
-    def direction(self, name: str, inverse: State, g: Tensor) -> Tensor:
+    def apply(self, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        found = {}
+        for name, g in grads.items():
+            if name not in self.inverses and self.statistics.get(name):   # averaged over workers, whose bases have no mean
+                self.inverses[name] = self._inverted(name, self.curvature(name))
+            if name in self.inverses:
+                found[name] = self._adam(self.inverses[name], g, self.option(name, "ema_decay"), self.option(name, "damping"))
+            else:
+                found[name] = g * 0.0   # and not zeros: a gradient that is not finite stays so
+                self._last = dict.fromkeys(self._last)   # this step looks at the curvature, whatever the interval
+        return found
+
+    def _adam(self, inverse: State, g: Tensor, beta_2: float, damping: float) -> Tensor:
+        """The direction; moments stay as they are where the gradient is not finite, which the host is not asked for."""
+        is_finite = torch.linalg.vector_norm(g).isfinite()   # and so the squares of all coordinates
+        share_m, share_v = is_finite * g.new_full((), 1.0 - self.options.momentum), is_finite * g.new_full((), 1.0 - beta_2)
+        for key, share in (("weight_m", share_m), ("weight_v", share_v)):
+            inverse[key].lerp_(torch.ones_like(share), share)
         found = torch.empty_like(_merged(g, self.options.block_size))
-        weight = inverse["weight"].to(g)
-        for index, (block, out) in enumerate(zip(self._blocks(g), self._views(found), strict=True)):
-            root = (inverse[f"{index}.v"] / weight).sqrt() + self.option(name, "damping")
-            out.copy_(self._rotated(self._rotated(block, index, inverse, transpose=True) / root, index, inverse, transpose=False))
-        return found.view_as(g)
+        for index, (block, out) in enumerate(zip(self._blocks(torch.where(is_finite, g, 0.0)), self._views(found), strict=True)):
+            own, m, v = self._rotated(block, index, inverse, transpose=True), inverse[f"{index}.m"], inverse[f"{index}.v"]
+            m.lerp_(own, share_m)
+            v.lerp_(own.square(), share_v)
+            root = (v / inverse["weight_v"]).sqrt_()
+            root.add_(damping + _noise(root.norm()))   # a rotation's rounding is no gradient
+            out.copy_(self._rotated(m / inverse["weight_m"] / root, index, inverse, transpose=False))
+        return torch.where(is_finite, found.view_as(g), g)
+
+    @staticmethod
+    def _rotated(block: Tensor, index: int, inverse: State, *, transpose: bool) -> Tensor:
+        return Shampoo._rotated(block, index, inverse, transpose=transpose) if f"{index}.0" in inverse else block
+
+
+def _noise(norm: Tensor) -> Tensor:
+    return norm * (_ROUNDING * torch.finfo(norm.dtype).eps)
+
+
+def _eigenvectors(L_DD: Tensor, dtype: torch.dtype) -> Tensor:
+    """Of products of gradients of that type: as columns, in falling order.
+
+    For eigenvalues that are 0 but for rounding any basis would do; it is the same always.
+    """
+    values_D, U_DD = eigh(L_DD.double())
+    null = values_D <= values_D.norm() * max((_ROUNDING * torch.finfo(dtype).eps) ** 2, _ROUNDING * torch.finfo(torch.float64).eps)
+    N_DK = U_DD[:, null]
+    numbers_D1 = torch.arange(len(U_DD), dtype=torch.float64, device=U_DD.device)[:, None]
+    N_DK = N_DK @ eigh(N_DK.T @ (numbers_D1 * N_DK))[1] if null.any() else N_DK
+    return torch.cat([N_DK, U_DD[:, ~null]], dim=1).flip(1).to(dtype)
 
 
 def _corners(shape: Sequence[int], size: int) -> Iterator[tuple[slice, ...]]:

@@ -39,6 +39,7 @@ class TONGA(Preconditioner):
 
     Options = TONGAOptions
     has_mean = False
+    agrees_over_ranks = True
 
     def measure_gradient(self, name: str, g: Tensor) -> State:
         return {"X": g.flatten()[None]}

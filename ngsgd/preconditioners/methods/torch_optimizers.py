@@ -8,18 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from ngsgd.curvature.layers import wide
 from ngsgd.preconditioners.options import EveryStepOptions
 from ngsgd.preconditioners.protocol import Preconditioner
 
 
 @dataclass(frozen=True)
 class AdamOptions(EveryStepOptions):
-    """Of Adam and AdamW."""
+    """Of Adam."""
 
     damping: float = 1e-8        # eps: added to the root of second moments
     ema_decay: float = 0.999     # beta 2: of second moments
@@ -42,10 +43,11 @@ class Adam(Preconditioner):
 
     Options = AdamOptions
     joins_bias = False   # element by element
+    agrees_over_ranks = True
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
         super().__init__(model, **options)
-        self._copies = {name: nn.Parameter(torch.zeros_like(self.viewed(p))) for name, p in model.named_parameters()
+        self._copies = {name: nn.Parameter(torch.zeros_like(wide(self.viewed(p)))) for name, p in model.named_parameters()
                         if p.requires_grad and name not in self._skipped}
         self._optimizers = {name: self.optimizer(name, copy) for name, copy in self._copies.items()}
 
@@ -86,8 +88,17 @@ class Adam(Preconditioner):
         """Nothing: the moments are what is applied."""
 
 
+@dataclass(frozen=True)
+class AdamWOptions(AdamOptions):
+    """Of AdamW."""
+
+    weight_decay: float = 0.01   # as torch's
+
+
 class AdamW(Adam):
     """torch.optim.AdamW (Loshchilov and Hutter 2019)."""
+
+    Options: ClassVar[type[AdamOptions]] = AdamWOptions
 
     def optimizer(self, name: str, copy: Tensor) -> torch.optim.Optimizer:
         own = self.options

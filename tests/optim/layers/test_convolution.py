@@ -53,7 +53,7 @@ def expect(layer: Any, dW: Tensor, db: Tensor | None) -> None:
 
 
 def check_spliced(layer: nn.Conv1d, *, num_minibatches: int = 2, batch: int = 2, num_frames: int = 15) -> None:
-    plain, layer_ng, _ = twins(layer)
+    plain, layer_ng, _optimizer = twins(layer)
     reference = KroneckerReference(layer.weight[0].numel(), len(layer.weight), has_bias=layer.bias is not None)
     (taps,), (stride,), (dilation,) = layer.kernel_size, layer.stride, layer.dilation
     padding = {"same": dilation * (taps - 1) // 2, "valid": 0}.get(layer.padding, 0) if isinstance(layer.padding, str) \
@@ -97,7 +97,7 @@ def test_conv1d_with_padding_same_that_is_longer_on_the_right(taps: int) -> None
 @pytest.mark.parametrize("padding_mode", ["zeros", "reflect", "circular"])
 def test_an_unbatched_input_is_one_sequence(padding_mode: Any) -> None:
     torch.manual_seed(0)
-    plain, layer, _ = twins(nn.Conv1d(3, 4, 3, padding=1, padding_mode=padding_mode))
+    plain, layer, _optimizer = twins(nn.Conv1d(3, 4, 3, padding=1, padding_mode=padding_mode))
     reference = KroneckerReference(9, 4, has_bias=True)
     for t in range(3):
         x = noise(1, 3, 15, seed=t)[0]
@@ -112,7 +112,7 @@ def test_an_unbatched_input_is_one_sequence(padding_mode: Any) -> None:
 
 def test_an_unbatched_image() -> None:
     torch.manual_seed(0)
-    plain, layer, _ = twins(nn.Conv2d(3, 4, 3))
+    plain, layer, _optimizer = twins(nn.Conv2d(3, 4, 3))
     x = noise(1, 3, 6, 5, seed=0)[0]
     y_plain, _, dx_plain = run(plain, x, 1)
     y, _, dx = run(layer, x, 1)
@@ -140,7 +140,7 @@ FILTERED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 def test_other_convolutions_precondition_rows_of_the_gradient_then_of_its_transpose(case: str) -> None:
     torch.manual_seed(0)
     make, shape = FILTERED[case]
-    plain, layer, _ = twins(make())
+    plain, layer, _optimizer = twins(make())
     weight, bias = plain.weight, plain.bias
     assert isinstance(weight, Tensor)
     reference = FilterReference(weight[0].numel(), len(weight), has_bias=bias is not None)
@@ -158,7 +158,7 @@ def test_gradients_differ_from_the_plain_ones() -> None:
     """Guards the tests of this file: were nothing preconditioned, equality would say little."""
     torch.manual_seed(0)
     for convolution, shape in ((nn.Conv1d(3, 4, 3), (4, 3, 15)), (nn.Conv2d(3, 5, 3, padding=1), (4, 3, 7, 6))):
-        plain, layer, _ = twins(convolution)
+        plain, layer, _optimizer = twins(convolution)
         for t in range(3):
             x = noise(*shape, seed=2 * t)
             run(plain, x, 2 * t + 1)
@@ -173,7 +173,7 @@ def test_gradients_differ_from_the_plain_ones() -> None:
                          ids=["conv1d", "conv2d", "depthwise"])
 def test_frozen_weight_frozen_bias_and_input_without_gradient(make: Any, shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
-    plain, layer, _ = twins(make())
+    plain, layer, _optimizer = twins(make())
     x, y_seed = noise(*shape, seed=0), 1
     run(plain, x, y_seed)
     layer.weight.requires_grad_(False)
@@ -182,10 +182,10 @@ def test_frozen_weight_frozen_bias_and_input_without_gradient(make: Any, shape: 
     torch.testing.assert_close(layer.bias.grad, plain.bias.grad, **PLAIN)  # alone it gets its plain gradient
 
     both = copy.deepcopy(plain)
-    NGSGD(both, lr=0.1)
+    _optimizer = NGSGD(both, lr=0.1)
     run(both, x, y_seed)
     frozen = copy.deepcopy(plain)
-    NGSGD(frozen, lr=0.1)
+    _frozen_optimizer = NGSGD(frozen, lr=0.1)
     frozen.bias.requires_grad_(False)
     frozen.zero_grad()
     frozen(x).backward(dY)  # x needs no gradient here
@@ -218,8 +218,8 @@ def test_without_gradients_the_forward_pass_is_torchs_own() -> None:
 
 def test_channels_last_images_give_the_same_gradient() -> None:
     torch.manual_seed(0)
-    _, rows_first, _ = twins(nn.Conv2d(3, 5, 3))
-    channels_last = copy.deepcopy(rows_first).to(memory_format=torch.channels_last)
+    plain, rows_first, _optimizer = twins(nn.Conv2d(3, 5, 3))
+    _, channels_last, _other = twins(plain.to(memory_format=torch.channels_last))
     for t in range(3):
         x = noise(2, 3, 6, 5, seed=t)
         _, _, dx = run(rows_first, x, t)
@@ -232,6 +232,6 @@ def test_channels_last_images_give_the_same_gradient() -> None:
 
 def test_an_input_that_does_not_fit_is_refused_in_torchs_words() -> None:
     layer = nn.Conv1d(3, 4, 3)
-    NGSGD(layer, lr=0.1)
+    _optimizer = NGSGD(layer, lr=0.1)
     with pytest.raises(RuntimeError, match="channels"):
         layer(torch.randn(2, 5, 9))

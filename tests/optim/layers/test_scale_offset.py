@@ -106,7 +106,7 @@ class Reference:
 
 def check(name: str, num_minibatches: int, *, training: bool = True) -> None:
     case = CASES[name]
-    plain, layer, _ = twins(case)
+    plain, layer, _optimizer = twins(case)
     assert issubclass(type(layer), NaturalGradientNorm)
     if not training:  # statistics that are not 0 and 1
         for t in range(3):
@@ -155,12 +155,12 @@ def test_without_gradients_the_forward_pass_is_the_plain_one(name: str) -> None:
 @ALL
 def test_frozen_parameters_get_no_gradient_and_leave_the_other_alone(name: str) -> None:
     case = CASES[name]
-    plain, layer, _ = twins(case)
+    plain, layer, _optimizer = twins(case)
     x, dY = noise(case.shape, seed=0), noise(case.shape, seed=1)
     run(plain, x, dY)
     run(layer, x, dY)
     for frozen in [key for key, _ in layer.named_parameters()]:
-        _, other, _ = twins(case)
+        _, other, _other_optimizer = twins(case)
         other.get_parameter(frozen).requires_grad_(False)
         _, dx = run(other, x, dY)
         torch.testing.assert_close(dx, run(copy.deepcopy(plain), x, dY)[1], **PLAIN)
@@ -214,7 +214,7 @@ def equal_states(a: nn.Module, b: nn.Module) -> bool:
 def test_names_in_the_state_dict_do_not_change() -> None:
     model = network()
     names, children = list(model.state_dict()), [name for name, _ in model.named_modules()]
-    NGSGD(model, lr=0.1)
+    _optimizer = NGSGD(model, lr=0.1)
     assert list(model.state_dict()) == names
     assert [name for name, _ in model.named_modules()] == children
 
@@ -250,7 +250,7 @@ def test_a_deep_copy_has_statistics_and_estimates_of_its_own() -> None:
 def test_loading_a_state_dict_reaches_the_statistics_in_use(assign: bool) -> None:
     source, model = network(), network()
     train(source, range(3))
-    NGSGD(model, lr=0.01)
+    _optimizers = NGSGD(source, lr=0.01), NGSGD(model, lr=0.01)
     model.load_state_dict(copy.deepcopy(source.state_dict()), assign=assign)
     model.eval()
     source.eval()
@@ -289,7 +289,7 @@ def test_further_optimisers_leave_nothing_of_the_ones_before_in_the_model() -> N
     model = nn.Sequential(nn.LayerNorm(8))
     sizes = []
     for _ in range(5):
-        NGSGD(model, lr=0.1)
+        _optimizer = NGSGD(model, lr=0.1)
         sizes.append(len(pickle.dumps(model)))
     assert max(sizes) - min(sizes) < 20  # bytes; layers are numbered, and numbers have digits
 
@@ -300,7 +300,7 @@ def test_hooks_run_once() -> None:
     calls: list[str] = []
     model[6].register_forward_hook(lambda *_: calls.append("forward, before"))
     model[6].register_full_backward_hook(lambda *_: calls.append("backward, before"))
-    NGSGD(model, lr=0.1)
+    _optimizer = NGSGD(model, lr=0.1)
     model[6].register_forward_pre_hook(lambda *_: calls.append("pre"))
     model[6].register_full_backward_hook(lambda *_: calls.append("backward"))
     model(noise((8, 3, 7), 0).float()).sum().backward()
@@ -312,12 +312,12 @@ def test_settings_of_a_batch_norm_hold_whenever_they_are_made(first: str) -> Non
     """Momentum and epsilon changed on the layer reach the twin that normalises, also after the optimiser is made."""
     model, plain = network(), network()
     if first == "optimiser":
-        NGSGD(model, lr=0.1)
+        _optimizer = NGSGD(model, lr=0.1)
     for each in (model, plain):
         assert scale_batchnorm_statistics(each, 0.5) == 2
         each[1].eps = 0.1  # type: ignore[assignment]
     if first == "setting":
-        NGSGD(model, lr=0.1)
+        _optimizer = NGSGD(model, lr=0.1)
     x = noise((8, 3, 7), 0).float()
     # float32: means of 40 numbers
     torch.testing.assert_close(model(x), plain(x), rtol=1e-4, atol=1e-5)

@@ -1,0 +1,149 @@
+"""Whether the rows of a layer belong to single samples, read from the autograd graph.
+
+A position embedding `pos(torch.arange(T))` runs once for the whole minibatch: its output is added to every sample, so the
+derivative at its output is a sum over samples, and its rows are no samples even where T equals N.  Two criteria:
+
+    graph     the loss reaches the layer only through operations that repeat a tensor along the leading dimension
+    numbers   derivatives of the first half of the rows of a layer reach the second half of the rows of a layer before it
+
+The first costs a walk through the graph.  The second also finds samples that are mixed (a batch statistic, a product with the
+output of another layer); it costs a backward pass.  Both are needed once for each model and way of calling it.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, Node
+
+from ngsgd.curvature.records import Call
+
+_TRIES = 3            # a layer whose derivatives are zero (an output layer of zeros) shows nothing; it is not asked for ever
+_ROUNDING = 1e-10     # of squares: a share below it is rounding, a layer that runs once has about 1
+
+# operations that repeat a smaller input; others, such as stack, may have these shapes by chance
+_BROADCASTING = ("Add", "Sub", "Rsub", "Mul", "Div", "Pow", "Where", "Expand", "Lerp", "Maximum", "Minimum", "MaskedFill", "Atan2")
+
+# by model: how often each (kind of check, layer, dimensions of its input, its rows against those of the first layer) was tried
+_TRIED: weakref.WeakKeyDictionary[nn.Module, dict[tuple[Any, ...], int]] = weakref.WeakKeyDictionary()
+
+
+class Tries:
+    """Which calls of a model's layers are still to be checked; shared by all captures of the model."""
+
+    def __init__(self, model: nn.Module, check: str) -> None:
+        try:
+            self._tried = _TRIED.setdefault(model, {})
+        except TypeError:   # a module with an equality and no hash
+            self._tried = {}
+        self._check = check
+
+    def are_due(self, calls: Iterable[Call], num_rows: int) -> bool:
+        """Whether one of the calls has not been checked."""
+        return any(self._tried.get(self._key(call, num_rows), 0) < _TRIES for call in calls)
+
+    def count(self, call: Call, num_rows: int, *, is_clear: bool) -> None:
+        """One more check of a call, which is the last one if it showed something."""
+        key = self._key(call, num_rows)
+        self._tried[key] = _TRIES if is_clear else self._tried.get(key, 0) + 1
+
+    def _key(self, call: Call, num_rows: int) -> tuple[Any, ...]:
+        # not the sizes themselves: they may be others in every minibatch
+        M = len(call.input)
+        return self._check, call.layer, call.input.ndim, (num_rows < M) - (num_rows > M)
+
+
+def run_once(outputs: Iterable[GradientEdge], calls: Mapping[Call, GradientEdge]) -> list[Call]:
+    """The calls that the outputs depend on only through a tensor that is repeated along the leading dimension."""
+    roots = [edge.node for edge in outputs]
+    by_any, by_rows = _reached(roots, with_repeats=True), _reached(roots, with_repeats=False)
+    return [call for call, edge in calls.items() if edge.node in by_any and edge.node not in by_rows]
+
+
+def _reached(roots: list[Node], *, with_repeats: bool) -> set[Node]:
+    found, stack = set(roots), list(roots)
+    while stack:
+        node = stack.pop()
+        for child, number in node.next_functions:
+            if child is not None and child not in found and (with_repeats or not _repeats_rows(node, child, number)):
+                found.add(child)
+                stack.append(child)
+    return found
+
+
+def _repeats_rows(node: Node, child: Node, number: int) -> bool:
+    """The node's output has the child's output again and again along its leading dimension."""
+    if not node.name().startswith(_BROADCASTING):
+        return False
+    mine, theirs = _shapes(node), _shapes(child)
+    if len(mine) != 1 or number >= len(theirs):
+        return False
+    whole, part = mine[0], theirs[number]
+    if not whole or whole[0] < 2 or math.prod(part) >= math.prod(whole) or len(part) > len(whole):
+        return False
+    part = (1,) * (len(whole) - len(part)) + part
+    return part[0] == 1 and all(size in (1, other) for size, other in zip(part, whole, strict=True))
+
+
+def _shapes(node: Any) -> list[tuple[int, ...]]:
+    return [tuple(metadata.shape) for metadata in getattr(node, "_input_metadata", ())]
+
+
+def next_calls(source: GradientEdge, calls: Mapping[Call, GradientEdge]) -> dict[Call, GradientEdge]:
+    """The calls whose outputs the source depends on directly, without another call between; the source itself if it is one."""
+    call_at: dict[Node, list[Call]] = {}
+    for call, edge in calls.items():
+        call_at.setdefault(edge.node, []).append(call)
+    found: dict[Call, GradientEdge] = {}
+    seen, stack = {source.node}, [source.node]
+    while stack:
+        node = stack.pop()
+        for call in call_at.get(node, ()):
+            found[call] = calls[call]
+        if node not in call_at:
+            fresh = {child for child, _ in node.next_functions if child is not None} - seen
+            seen |= fresh
+            stack.extend(fresh)
+    return found
+
+
+def mixed_rows(source: GradientEdge, like: Tensor, before: Mapping[Call, GradientEdge],
+               num_samples: int | None) -> dict[Call, bool | None]:
+    """Whether the rows of the calls before a source belong to several of the source's rows; None where nothing is seen.
+
+    Args:
+        source: the output of a layer or of the model, whose leading dimension is that of samples.
+        like: of the source's shape and dtype.
+        before: calls that the source depends on.
+        num_samples: N; None: a row of the source, or of a call that has fewer, is a sample.
+    """
+    found: dict[Call, bool | None] = dict.fromkeys(before)
+    rows = {call: call.output_shape[0] for call in before}
+    fitting = [call for call, M in rows.items() if min(M, len(like)) > 1 and (M % len(like) == 0 or len(like) % M == 0)]
+    groups = num_samples or math.gcd(len(like), *(rows[call] for call in fitting))
+    if not fitting or groups < 2 or any(M % groups for M in (len(like), *(rows[call] for call in fitting))):
+        return found
+    half = groups // 2
+    generator = torch.Generator(like.device).manual_seed(0)
+    u = torch.randn(like.shape, generator=generator, device=like.device, dtype=torch.float32).to(like.dtype)
+    own, other = dict.fromkeys(fitting, 0.0), dict.fromkeys(fitting, 0.0)
+    edges = [before[call] for call in fitting]
+    first = torch.arange(len(like), device=like.device) < half * (len(like) // groups)
+    for is_first in (True, False):
+        mask = (first == is_first).view(-1, *[1] * (like.ndim - 1))
+        pulled: Any = torch.autograd.grad([source], edges, [u * mask], retain_graph=True, allow_unused=True)
+        for call, e_M in zip(fitting, pulled, strict=True):
+            if e_M is not None:
+                border = half * (rows[call] // groups)
+                parts = [float(part.double().square().sum()) for part in (e_M[:border], e_M[border:])]
+                own[call] += parts[not is_first]
+                other[call] += parts[is_first]
+    for call in fitting:
+        if own[call] + other[call] > 0.0:
+            found[call] = other[call] > _ROUNDING * own[call]
+    return found

@@ -1,0 +1,295 @@
+"""From nodes and components of an nnet3 raw model, as they stand in text or binary files, to a `Network`."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from ngsgd.errors import DataError
+from ngsgd.models.nnet3.network import Affine, Array, Layer, Network
+
+EPSILON = 1e-3   # of batch normalization, here as in Kaldi
+_AFFINE = ("NaturalGradientAffineComponent", "AffineComponent", "FixedAffineComponent")
+_DROPOUT = ("DropoutComponent", "GeneralDropoutComponent")   # the identity outside of training
+_MOST_NUMBERS = 1 << 27   # of a fixed transform that is repeated for each frame
+
+
+def network_of(head: str, components: Iterable[Component]) -> Network:
+    """The network of the lines of nodes and the components.
+
+    Raises:
+        DataError: a component or descriptor has no counterpart here, or they do not fit together.
+    """
+    chain, inputs = _chain(head)
+    by_name = {component.name: component for component in components}
+    if missing := [node.component for node in chain if node.component not in by_name]:
+        raise DataError(f"The component {missing[0]} is named in the nnet3 model, but is not in it; check that the file is "
+                        "complete.")
+    parts = _without_dropout([_Part(by_name[node.component], node.offsets, node.has_ivector) for node in chain])
+    _check_ivector(parts, inputs)
+    return _assembled(inputs["input"], inputs.get("ivector", 0), parts)
+
+
+@dataclass(frozen=True)
+class Component:
+    """A component as it stands in the file."""
+
+    name: str
+    kind: str
+    values: Mapping[str, str | npt.NDArray[np.floating]]     # by token: an array, its text between brackets, or a single word
+    where: str = ""            # in the file, such as "line 12"
+
+    def __str__(self) -> str:
+        return f"The component {self.name} of the nnet3 model ({self.where})"
+
+    def array(self, token: str) -> Array:
+        try:
+            found = self.values[token]
+            return finite([row.split() for row in found.strip("\n").split("\n")] if isinstance(found, str) else found)
+        except (KeyError, ValueError) as error:
+            raise DataError(f"{self} has no sound <{token}> ({error}); check the file, or export the model again.") from error
+
+    def number(self, token: str, default: float, low: float = -math.inf, high: float = math.inf) -> float:
+        """A single number within limits."""
+        text = self.word(token, str(default))
+        try:
+            found = float(text)
+        except ValueError:
+            found = math.nan
+        if not (math.isfinite(found) and low <= found <= high):
+            raise DataError(f"{self} has <{token}> {text[:40]}, which is not a plausible number; check the file, or export the "
+                            "model again.")
+        return found
+
+    def vector(self, token: str) -> Array:
+        return self.array(token).reshape(-1)
+
+    def word(self, token: str, default: str) -> str:
+        found = self.values.get(token, default)
+        return found if isinstance(found, str) else "an array"
+
+
+def finite(rows: list[list[str]] | npt.NDArray[np.floating]) -> Array:
+    """A float32 array; raises ValueError for numbers that float32 has no finite number for."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        found = np.array(rows, np.float64).astype(np.float32)
+    if not np.isfinite(found).all():
+        at = tuple(np.argwhere(~np.isfinite(found))[0].tolist())
+        value = rows[at[0]][at[1]] if isinstance(rows, list) else rows[at]
+        raise ValueError(f"{str(value)[:20]} in row {at[0] + 1 if len(at) == 2 else 1} is not a finite number")
+    return found
+
+
+# Nodes ----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Node:
+    name: str
+    component: str
+    before: str
+    offsets: tuple[int, ...]
+    has_ivector: bool = False
+
+
+def _chain(head: str) -> tuple[list[_Node], dict[str, int]]:
+    """The component nodes from input to output, and the sizes of the inputs."""
+    lines = [_config_line(line, number) for number, line in enumerate(head.replace("<Nnet3>", "       ").splitlines(), start=1)
+             if line.strip()]
+    inputs = {line["name"]: _dim(line) for line in lines if line[""] == "input-node"}
+    outputs = {line["name"]: line["input"].strip() for line in lines if line[""] == "output-node"}
+    if inputs.keys() - {"ivector"} != {"input"}:
+        raise DataError(f"The nnet3 model has the inputs {', '.join(inputs)}; models here have one named input, and may have one "
+                        "named ivector.")
+    if "output" not in outputs:
+        raise DataError("The nnet3 model has no output node named output.")
+    nodes = {}
+    for line in lines:
+        if line[""] == "component-node":
+            nodes[line["name"]] = _node(line["name"], line["component"], line["input"].strip())
+        elif line[""] not in ("input-node", "output-node"):
+            raise DataError(f"The nnet3 model has a {line['']}, which has no counterpart here.")
+    chain: list[_Node] = []
+    name, _ = _spliced(outputs["output"])
+    while name != "input":
+        if name not in nodes or len(chain) > len(nodes):
+            raise DataError(f"The node {name} of the nnet3 model is not there, or leads round in a circle.")
+        chain.insert(0, nodes[name])
+        name = nodes[name].before
+    return chain, inputs
+
+
+_FIELDS = {"input-node": ("name", "dim"), "output-node": ("name", "input"), "component-node": ("name", "component", "input")}
+
+
+def _config_line(line: str, number: int) -> dict[str, str]:
+    """The fields of a line by name; its first word has the name ""."""
+    found = dict(re.findall(r"([a-z-]+)=((?:[^=\s]|\s(?![a-z-]+=))+)", line)) | {"": line.split(maxsplit=1)[0], "line": str(number)}
+    if missing := [name for name in _FIELDS.get(found[""], ()) if name not in found]:
+        raise DataError(f"Line {number} of the nnet3 model, {line.strip()[:40]!r}, has no {missing[0]}; export the model again.")
+    return found
+
+
+def _dim(line: dict[str, str]) -> int:
+    text = line["dim"].strip()
+    if not re.fullmatch(r"[0-9]{1,6}", text) or int(text) == 0:
+        raise DataError(f"Line {line['line']} of the nnet3 model gives the input {line['name']} the dim {text[:40]}, which is not "
+                        "a number from 1 to 999999; export the model again.")
+    return int(text)
+
+
+def _node(name: str, component: str, descriptor: str) -> _Node:
+    """An i-vector behind the frames is marked apart from them."""
+    rest = re.sub(r",\s*ReplaceIndex\(\s*ivector\s*,\s*t\s*,\s*0\s*\)\s*\)$", ")", descriptor)
+    return _Node(name, component, *_spliced(rest), has_ivector=rest != descriptor)
+
+
+def _spliced(descriptor: str) -> tuple[str, tuple[int, ...]]:
+    """(node, offsets) of a descriptor such as Append(Offset(input, -1), input)."""
+    inside = re.fullmatch(r"Append\((.*)\)", descriptor)
+    parts = re.split(r",\s*(?![^(]*\))", inside[1] if inside else descriptor)
+    found = [re.fullmatch(r"Offset\(\s*([\w.-]+)\s*,\s*(-?\d{1,4})\s*\)|([\w.-]+)", part.strip()) for part in parts]
+    names = {match[1] or match[3] for match in found if match}
+    if not all(found) or len(names) != 1:
+        raise DataError(f"The descriptor {descriptor} of the nnet3 model has no counterpart here: only Append and Offset of one "
+                        "node can be read.")
+    offsets = tuple(int(match[2] or 0) for match in found if match)
+    if list(offsets) != sorted(set(offsets)):
+        raise DataError(f"The descriptor {descriptor} of the nnet3 model has offsets that do not rise; only rising ones can be "
+                        "read.")
+    return names.pop(), offsets
+
+
+# Components -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A component with the frames of its input that it takes."""
+
+    component: Component
+    offsets: tuple[int, ...]
+    has_ivector: bool = False
+
+    @property
+    def is_of_one_frame(self) -> bool:
+        """A fixed affine transform of single frames, as an idct-layer is."""
+        return self.component.kind == "FixedAffineComponent" and self.offsets == (0,) and not self.has_ivector
+
+
+def _without_dropout(parts: list[_Part]) -> list[_Part]:
+    """The parts that compute something outside of training."""
+    for part in parts:
+        if part.component.kind in _DROPOUT and (part.offsets != (0,) or part.has_ivector):
+            raise DataError(f"{part.component} is dropout of spliced frames; only dropout between two layers can be read.")
+    found = [part for part in parts if part.component.kind not in _DROPOUT]
+    if not found:
+        raise DataError("The nnet3 model has no affine component.")
+    return found
+
+
+def _check_ivector(parts: list[_Part], inputs: dict[str, int]) -> None:
+    taking = [at for at, part in enumerate(parts) if part.has_ivector]
+    expected = [[0], [1]] if parts[0].is_of_one_frame else [[0]]
+    if taking not in (expected if "ivector" in inputs else [[]]):
+        raise DataError(f"The nnet3 model has the inputs {', '.join(inputs)} and takes an i-vector at "
+                        f"{', '.join(parts[at].component.name for at in taking) or 'no node'}; models here take one, if they have "
+                        f"that input, behind the frames of their first node, {parts[0].component.name}.")
+
+
+def _assembled(feature_dim: int, side_dim: int, parts: list[_Part]) -> Network:
+    """The layers of a chain of components."""
+    names = [part.component.name for part in parts]
+    has_softmax = parts[-1].component.kind == "LogSoftmaxComponent"
+    rest = parts[:-1] if has_softmax else parts
+    transform, rest = _transform(rest, side_dim)
+    if len(rest) % 3 != 1 or not rest:
+        raise DataError(f"The nnet3 model is the chain {' '.join(names)}; models here are affine, nonlinearity and normalization "
+                        "layer by layer, and an affine output.")
+    layers = tuple(_read_layer(rest[at], rest[at + 1].component, rest[at + 2].component) for at in range(0, len(rest) - 1, 3))
+    if not layers:
+        raise DataError("The nnet3 model has no hidden layer.")
+    return Network(feature_dim, layers, _read_affine(rest[-1]), rest[0].component.name.startswith("tdnn"), transform, has_softmax,
+                   side_dim)
+
+
+def _transform(parts: list[_Part], side_dim: int) -> tuple[Affine | None, list[_Part]]:
+    """The fixed transform of the input, and the parts behind it, of which the first takes one frame of it.
+
+    A transform of single frames that are spliced behind it (idct-layer) becomes one of the spliced frames, so that W x + b of
+    each frame is a block of it; a second fixed transform (LDA) is multiplied with it.
+    """
+    if not parts or parts[0].component.kind != "FixedAffineComponent":
+        return None, parts
+    first, rest = _read_affine(parts[0]), parts[1:]
+    if not (parts[0].is_of_one_frame and rest and (rest[0].offsets != (0,) or rest[0].has_ivector)):
+        return first, rest
+    blocks = _repeated(first, rest[0], side_dim if rest[0].has_ivector else 0)
+    if rest[0].component.kind != "FixedAffineComponent":
+        return blocks, [replace(rest[0], offsets=(0,), has_ivector=False), *rest[1:]]
+    second = _read_affine(rest[0])
+    weight = second.weight.astype(np.float64)
+    return Affine((weight @ blocks.weight).astype(np.float32), (weight @ blocks.bias + second.bias).astype(np.float32),
+                  blocks.offsets), rest[1:]
+
+
+def _repeated(of_frame: Affine, splice: _Part, side_dim: int) -> Affine:
+    """The transform of each frame at the offsets of `splice`; an i-vector behind them stays as it is."""
+    num, (rows, columns) = len(splice.offsets), of_frame.weight.shape
+    inputs = _read_affine(splice).weight.shape[1]
+    if num * rows + side_dim != inputs:
+        raise DataError(f"The layers of this nnet3 model do not fit together: {splice.component} has {inputs} inputs, and "
+                        f"{num * rows + side_dim} come from before; check that it is complete.")
+    if inputs * (num * columns + side_dim) > _MOST_NUMBERS:
+        raise DataError(f"{splice.component} splices {num} frames of a fixed transform of {rows} x {columns}, which is too large "
+                        "to be repeated for each; apply the transform to the features instead.")
+    weight = np.zeros((inputs, num * columns + side_dim), np.float32)
+    for at in range(num):
+        weight[at * rows:(at + 1) * rows, at * columns:(at + 1) * columns] = of_frame.weight
+    weight[num * rows:, num * columns:] = np.eye(side_dim)
+    bias = np.concatenate([*[of_frame.bias] * num, np.zeros(side_dim, np.float32)])
+    return Affine(weight, bias, splice.offsets)
+
+
+def _read_affine(part: _Part) -> Affine:
+    component = part.component
+    if component.kind not in _AFFINE:
+        raise DataError(f"{component} is a {component.kind} where an affine one belongs.")
+    affine = Affine(component.array("LinearParams"), component.vector("BiasParams"), part.offsets)
+    if affine.weight.ndim != 2 or not affine.weight.size or len(affine.weight) != len(affine.bias):
+        raise DataError(f"{component} has {len(affine.weight)} rows of <LinearParams> and {len(affine.bias)} <BiasParams>; check "
+                        "that the file is complete.")
+    return affine
+
+
+def _read_layer(affine: _Part, nonlinearity: Component, norm: Component) -> Layer:
+    read = _read_affine(affine)
+    if nonlinearity.kind not in ("RectifiedLinearComponent", "PnormComponent"):
+        raise DataError(f"{nonlinearity} is a {nonlinearity.kind}; ReLU and p-norm can be read.")
+    is_pnorm = nonlinearity.kind == "PnormComponent"
+    outputs = nonlinearity.number("OutputDim", 1, 1, len(read.bias)) if is_pnorm else len(read.bias)
+    if len(read.bias) % outputs:
+        raise DataError(f"{nonlinearity} has <OutputDim> {outputs:g}, which does not divide its {len(read.bias)} inputs; export "
+                        "the model again.")
+    group = len(read.bias) // int(outputs)
+    layer = Layer(read, "pnorm" if is_pnorm else "relu", group, "renormalize")
+    if norm.number("TargetRms", 1) != 1.0 or norm.word("AddLogStddev", "F") != "F":
+        raise DataError(f"{norm} has another target-rms than 1, or adds the log of the "
+                        "standard deviation; neither can be read.")
+    if norm.kind == "NormalizeComponent":
+        return layer
+    if norm.kind != "BatchNormComponent":
+        raise DataError(f"{norm} is a {norm.kind} where a normalization belongs.")
+    if norm.number("Epsilon", EPSILON) != EPSILON or norm.word("BlockDim", norm.word("Dim", "")) != norm.word("Dim", ""):
+        raise DataError(f"{norm} has another epsilon than 0.001, or blocks; neither "
+                        "can be read.")
+    mean, variance = norm.vector("StatsMean"), norm.vector("StatsVar")
+    if variance.min(initial=0.0) < 0.0 or not len(mean) == len(variance) == len(read.bias) // group:
+        raise DataError(f"{norm} has {len(mean)} means and {len(variance)} variances, from {variance.min(initial=0.0):g} on, for "
+                        f"{len(read.bias) // group} inputs; check that the file is complete.")
+    return replace(layer, normalize="batchnorm", mean=mean, variance=variance, count=round(norm.number("Count", 0, 0, 2.0**53)))

@@ -1,0 +1,104 @@
+"""The tables "what happens now" in the docs: read from the tests that hold each line.
+
+A test carries `@pytest.mark.entry(number, situation, outcome, sentence)`: the number of the entry, what a user does, one of
+`OUTCOMES`, and what happens then.  Further tests of an entry carry the number alone.  The source is parsed, never imported.
+
+    python -m tests.entries          # rewrites the tables
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+OUTCOMES = ("right", "refused", "warned", "stated")
+# heading of a table -> page, and the entries it must list
+TABLES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "pytorch": ("docs/pytorch.md", (*(f"A{n}" for n in range(1, 14)), *(f"B{n}" for n in range(1, 14)),
+                                    *(f"P{n}" for n in range(1, 12)))),
+    "loops": ("docs/pytorch.md", tuple(f"L{n}" for n in range(1, 12))),
+    "kaldi": ("docs/kaldi.md", tuple(f"K{n}" for n in range(1, 16))),
+    "options": ("docs/reference/options.md", tuple(f"R{n}" for n in range(3, 7)) + tuple(f"S{n}" for n in range(1, 4))),
+}
+
+
+@dataclass
+class Entry:
+    """One line of a table."""
+
+    number: str
+    situation: str = ""
+    outcome: str = ""
+    sentence: str = ""
+    tests: list[str] = field(default_factory=list)
+
+
+def entries(root: Path = ROOT) -> dict[str, Entry]:
+    """All entries by number; the text of an entry stands at one test only."""
+    found: dict[str, Entry] = {}
+    for path in sorted((root / "tests").rglob("*.py")):
+        text = path.read_text()
+        if "mark.entry(" in text:
+            for node in ast.walk(ast.parse(text)):
+                if isinstance(node, ast.FunctionDef):
+                    for decorator in node.decorator_list:
+                        _read(decorator, f"{path.relative_to(root).as_posix()}::{node.name}", found)
+    if bare := sorted(number for number, entry in found.items() if not entry.sentence):
+        raise ValueError(f"no test says what happens for {', '.join(bare)}")
+    return found
+
+
+def _read(decorator: ast.expr, test: str, found: dict[str, Entry]) -> None:
+    if not (isinstance(decorator, ast.Call) and ast.unparse(decorator.func) == "pytest.mark.entry"):
+        return
+    number, *words = (ast.literal_eval(argument) for argument in decorator.args)
+    entry = found.setdefault(number, Entry(number))
+    entry.tests.append(test)
+    if words:
+        if entry.sentence:
+            raise ValueError(f"{test}: {entry.tests[0]} already says what happens for {number}")
+        entry.situation, entry.outcome, entry.sentence = words
+        entry.tests.insert(0, entry.tests.pop())
+        if entry.outcome not in OUTCOMES:
+            raise ValueError(f"{test}: the outcome of {number} is {entry.outcome!r}, not one of {', '.join(OUTCOMES)}")
+
+
+def table(name: str, found: dict[str, Entry]) -> str:
+    """The table of that name, in Markdown."""
+    _, numbers = TABLES[name]
+    lines = ["| No. | When you | Outcome | What happens | Test |", "|---|---|---|---|---|"]
+    for number in numbers:
+        if entry := found.get(number):
+            more = f" and {len(entry.tests) - 1} more" if len(entry.tests) > 1 else ""
+            lines.append(f"| {number} | {entry.situation} | {entry.outcome} | {entry.sentence} | `{entry.tests[0]}`{more} |")
+    return "\n".join(lines)
+
+
+def missing(found: dict[str, Entry]) -> list[str]:
+    """Numbers that a table must list and no test holds."""
+    return [number for _, numbers in TABLES.values() for number in numbers if number not in found]
+
+
+def with_tables(text: str, page: str, found: dict[str, Entry]) -> str:
+    """The page with its tables made anew; each stands between two marks."""
+    for name, (where, _) in TABLES.items():
+        if where == page:
+            marks = rf"(<!-- entries: {name} -->\n).*?(<!-- end of entries -->)"
+            body = table(name, found).replace("\\", r"\\")
+            text, count = re.subn(marks, rf"\g<1>{body}\n\g<2>", text, count=1, flags=re.DOTALL)
+            if count != 1:
+                raise ValueError(f"{page} has no place for the table {name}")
+    return text
+
+
+def pages() -> list[str]:
+    return sorted({page for page, _ in TABLES.values()})
+
+
+if __name__ == "__main__":
+    for page in pages():
+        file = ROOT / page
+        file.write_text(with_tables(file.read_text(), page, entries()))

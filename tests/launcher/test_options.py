@@ -1,0 +1,221 @@
+"""Settings without effect are refused, and what a recipe sets is what is composed."""
+
+from __future__ import annotations
+
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from omegaconf import OmegaConf
+
+from launcher import cli, compose, values
+from ngsgd.config import METHODS, PreconditionerConfig, RunConfig, unused
+from ngsgd.errors import ConfigError
+
+
+def problems_of(*overrides: str, config_dir: Path | None = None) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        compose.compose(list(overrides), config_dir=config_dir)
+    return caught.value.problems
+
+
+def recipe_file(folder: Path, content: dict[str, Any]) -> Path:
+    (folder / "recipe").mkdir()
+    (folder / "recipe" / "mine.yaml").write_text("# @package _global_\n" + yaml.safe_dump(content))
+    return folder
+
+
+# Settings without effect ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.entry("R4", "you give an option that the chosen kind or switch does not use, such as `outer.nesterov_lr=0.5` with "
+                   "`outer.kind=bmuf`", "refused",
+                   "ConfigError before anything is made: it names the option, the kind and the options of that kind; the column "
+                   "`used with` of the settings page lists all conditions")
+@pytest.mark.parametrize(("overrides", "sentence"), [
+    (["outer.nesterov_lr=0.5"], "outer.nesterov_lr is 0.5, but outer.kind=bmuf does not use it; leave it out. Options of bmuf: "
+     "gain, overlap, ema_decay."),
+    (["outer=average", "outer.gain=2"], "outer.gain is 2.0, but outer.kind=average does not use it; leave it out. Options of "
+     "average: overlap, ema_decay."),
+    (["optimizer=sgd", "optimizer.rank_in=40"], "optimizer.rank_in is 40, but optimizer.kind=sgd does not use it; leave it out. "
+     "Options of sgd: momentum, max_change, max_param_change, weight_decay, backstitch_scale, proportional_shrink, layer_options."),
+    (["preconditioner=kfac", "preconditioner.num_pairs=99"], "preconditioner.num_pairs is 99, but preconditioner.kind=kfac does "
+     "not use it; leave it out. Options of kfac: damping, curvature_interval, inverse_interval, ema_decay, fisher, sharing, graft, "
+     "kl_clip, max_grad_norm, skip, averaging."),
+    (["preconditioner.damping=0.1"], "preconditioner.damping is 0.1, but preconditioner.kind=none does not use it; leave it out. "
+     "none has no options."),
+    (["model.pnorm_group=2"], "model.pnorm_group is 2, but model.kind=relu does not use it"),
+    (["model=tdnn", "model.bottleneck_dim=32"], "model.bottleneck_dim is 32, but model.kind=tdnn does not use it"),
+    (["objective=mmi", "objective.boost=0.2"], "objective.boost is 0.2, but objective.kind=mmi does not use it; leave it out. "
+     "Options of mmi: acoustic_scale, cross_entropy, equalise_layers."),
+    (["cluster=local", "cluster.address=auto"], "cluster.address is auto, but cluster.kind=local does not use it"),
+    (["cluster.exchange_timeout_s=5"], "cluster.exchange_timeout_s is 5.0, but it has no effect with cluster.exchange=auto; leave "
+     "it out, or set cluster.exchange=collective or nccl."),
+    (["combination.kind=none", "combination.max_models=3"], "combination.max_models is 3, but combination.kind=none does not use "
+     "it; leave it out. none has no options."),
+    (["data.oov=x"], "data.oov is x, but data.corpus=digits does not use it"),
+    (["features.num_ceps=20"], "features.num_ceps is 20, but features.kind=fbank does not use it"),
+    (["augment.noise_dir=here"], "augment.noise_dir is here, but it has no effect with augment.noise=false; leave it out, or set "
+     "augment.noise=true."),
+    (["schedule.round_s=5"], "schedule.round_s is 5.0, but it has no effect with schedule.shares=equal; leave it out, or set "
+     "schedule.shares=time."),
+    (["failure.max_rollbacks=9"], "failure.max_rollbacks is 9, but it has no effect with failure.on_divergence=stop"),
+    (["tracking.kind=none", "tracking.uri=x"], "tracking.uri is x, but tracking.kind=none does not use it"),
+    (["model._target_=nets:Net", "model.hidden_dim=64"], "model.hidden_dim is 64, but model._target_=nets:Net does not use it; "
+     "leave it out."),
+    (["model=pnorm", "model._target_=nets:Net"], "model.kind is pnorm, but model._target_=nets:Net does not use it; leave it out."),
+])
+def test_an_option_that_is_not_used_is_refused_by_name(overrides: list[str], sentence: str) -> None:
+    [problem] = problems_of(*overrides)
+    assert problem.startswith(sentence)
+
+
+@pytest.mark.entry("P1", "you set an option of another method in `PreconditionerConfig` or with `preconditioner.*`", "refused",
+                   "ConfigError names the method and its options, from `make_preconditioner` and from the command line; "
+                   "run folders of older versions still load")
+@pytest.mark.parametrize("kind", METHODS)
+def test_every_option_of_another_method_is_refused(kind: str) -> None:
+    dead = [spec.name for spec in fields(PreconditionerConfig) if spec.name not in options_of(kind)]
+    given = values.Given(frozenset(f"preconditioner.{name}" for name in dead))
+    config = replace(RunConfig(), preconditioner=PreconditionerConfig(kind))
+    refused = [setting.path for setting in unused(config) if values.is_refused(setting, given)]
+    assert refused == [f"preconditioner.{name}" for name in dead] and "kind" not in dead
+    assert 12 <= len(dead) <= 20
+
+
+def options_of(kind: str) -> list[str]:
+    dead = {setting.path for setting in unused(RunConfig(preconditioner=PreconditionerConfig(kind)))}
+    return [spec.name for spec in fields(PreconditionerConfig) if f"preconditioner.{spec.name}" not in dead]
+
+
+@pytest.mark.entry("R4")
+def test_an_unused_option_is_refused_at_its_default_too_and_on_the_command_line_before_data_is_made(
+        tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert problems_of("outer.nesterov_lr=0.7")
+    assert cli.main(["train", f"output_dir={tmp_path / 'runs'}", "outer=average", "outer.gain=2"]) == ConfigError.exit_code
+    assert "outer.gain is 2.0, but outer.kind=average does not use it" in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.entry("R4")
+def test_a_recipe_may_set_options_that_another_choice_on_the_command_line_makes_unused(tmp_path: Path) -> None:
+    folder = recipe_file(tmp_path, {"model": {"kind": "pnorm", "pnorm_group": 4, "hidden_dim": 400},
+                                    "outer": {"kind": "diloco", "nesterov_lr": 0.5}, "optimizer": {"rank_in": 30}})
+    assert compose.compose(["recipe=mine"], config_dir=folder).outer.nesterov_lr == 0.5
+    chosen = compose.compose(["recipe=mine", "model=relu", "outer=average", "preconditioner=kfac"], config_dir=folder)
+    assert (chosen.model.kind, chosen.outer.kind, chosen.optimizer.kind) == ("relu", "average", "sgd")
+    assert compose.compose(["recipe=mine", "model._target_=nets:Net"], config_dir=folder).model.label == "Net"
+
+
+@pytest.mark.entry("R4")
+def test_a_recipe_that_sets_an_option_of_another_kind_than_its_own_is_refused(tmp_path: Path) -> None:
+    folder = recipe_file(tmp_path, {"outer": {"kind": "average", "nesterov_lr": 0.5}})
+    [problem] = problems_of("recipe=mine", config_dir=folder)
+    assert problem.startswith("outer.nesterov_lr is 0.5, but outer.kind=average does not use it")
+
+
+@pytest.mark.entry("R4")
+@pytest.mark.parametrize("recipe", compose.groups()["recipe"])
+def test_other_choices_than_a_recipe_was_written_for_are_no_mistake(recipe: str) -> None:
+    others = ["model=pnorm", "optimizer=sgd", "preconditioner=soap", "outer=average", "augment=spec", "cluster=local"]
+    assert not refusals([f"recipe={recipe}", *others])
+    assert not refusals([f"recipe={recipe}", "model._target_=nets:Net", "objective=mmi"])
+
+
+def refusals(overrides: list[str]) -> list[str]:
+    try:
+        compose.compose(overrides)
+    except ConfigError as error:   # rules about values that do not go together, such as too little context
+        return [problem for problem in error.problems if "not use" in problem or "no effect" in problem]
+    return []
+
+
+@pytest.mark.entry("R4")
+def test_every_condition_names_a_switch_of_its_section_and_values_that_it_can_have() -> None:
+    run = RunConfig()
+    for section in (getattr(run, spec.name) for spec in fields(run) if is_dataclass(getattr(run, spec.name))):
+        specs = {spec.name: spec for spec in fields(section)}
+        for spec in specs.values():
+            for term in filter(None, spec.metadata.get("used", "").split(" & ")):
+                name, _, wanted = term.lstrip("!").partition("=")
+                assert name in specs and name != spec.name, term
+                assert not wanted or set(wanted.split("|")) <= set(specs[name].metadata["one_of"]), term
+    assert not [setting.path for setting in unused(run) if setting.is_set]
+
+
+@pytest.mark.entry("P1")
+def test_the_run_folder_of_an_older_version_with_unused_options_loads_and_trains(tmp_path: Path) -> None:
+    from torch import nn
+
+    from ngsgd.preconditioners.build import make_preconditioner
+
+    config = replace(RunConfig(), preconditioner=PreconditionerConfig("kfac", num_pairs=99, damping=0.5))
+    file = tmp_path / "config.yaml"
+    file.write_text(compose.to_yaml(replace(config, optimizer=replace(config.optimizer, kind="sgd", rank_in=7))))
+    loaded = compose.from_yaml(file)
+    assert (loaded.preconditioner, loaded.optimizer.rank_in) == (PreconditionerConfig("kfac", damping=0.5), 7)
+    make_preconditioner(nn.Linear(2, 2), loaded.preconditioner, seed=0)
+
+
+# Kinds and their defaults ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.entry("P3", "you choose a method by `preconditioner.kind=soap` instead of `preconditioner=soap`", "right",
+                   "both compose the same settings for all 26 methods; the defaults of each kind are in `ngsgd/config.py`; "
+                   "`optimizer.kind=sgd` has to be set with it, which the error says")
+@pytest.mark.parametrize("kind", METHODS)
+def test_a_kind_has_its_defaults_with_and_without_its_file(kind: str) -> None:
+    by_group = compose.compose([f"preconditioner={kind}"])
+    assert by_group == compose.compose([f"preconditioner.kind={kind}", "optimizer.kind=sgd"])
+    assert by_group.preconditioner == PreconditionerConfig(kind)
+    [problem] = problems_of(f"preconditioner.kind={kind}")
+    assert "choose optimizer.kind=sgd" in problem
+
+
+@pytest.mark.entry("P3")
+def test_defaults_of_a_kind_are_printed_and_may_be_changed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", "--cfg", "job", "--resolve", "preconditioner=soap", "preconditioner.ema_decay=0.9"]) == 0
+    printed = yaml.safe_load(capsys.readouterr().out)["preconditioner"]
+    assert (printed["damping"], printed["ema_decay"], printed["averaging"]) == (1e-8, 0.9, "keep")
+
+
+# Recipes --------------------------------------------------------------------------------------------------------------
+
+
+def leaves_of(file: Path) -> dict[str, Any]:
+    content = OmegaConf.to_container(OmegaConf.load(file))
+    assert isinstance(content, dict)
+    return dict(values.leaves(content, ""))
+
+
+@pytest.mark.entry("S1", "your recipe sets `model.kind`, `outer.kind`, `optimizer.kind` or any other setting", "right",
+                   "what a recipe sets is what is composed; a group or a setting on the command line wins over it")
+@pytest.mark.parametrize("recipe", compose.groups()["recipe"])
+def test_what_a_recipe_sets_is_what_is_composed(recipe: str) -> None:
+    source = ["data.source=here"] if recipe != "digits" else []
+    composed = values.plain(values.flatten(compose.compose([f"recipe={recipe}", *source])))
+    for path, value in leaves_of(compose.conf_dir() / "recipe" / f"{recipe}.yaml").items():
+        wanted = value.replace("${data.source}", "here") if isinstance(value, str) else value
+        assert composed[path] == wanted, path
+
+
+@pytest.mark.entry("S1")
+@pytest.mark.parametrize("content", [
+    {"model": {"kind": "tdnn", "tdnn_offsets": "-2,0,2 -1,1 0 0"}, "optimizer": {"kind": "sgd"},
+     "outer": {"kind": "diloco", "nesterov_lr": 0.5}, "cluster": {"kind": "local"}, "augment": {"speed": "all"}},
+    {"preconditioner": {"kind": "soap", "block_size": 32}, "optimizer": {"kind": "sgd"}, "outer": {"kind": "average"}},
+    {"objective": {"kind": "mmi", "acoustic_scale": 0.2}, "combination": {"kind": "none"}, "model": {"kind": "tdnnf"}},
+])
+def test_what_a_made_up_recipe_sets_is_what_is_composed(content: dict[str, Any], tmp_path: Path) -> None:
+    folder = recipe_file(tmp_path, content)
+    composed = values.flatten(compose.compose(["recipe=mine"], config_dir=folder))
+    assert {path: composed[path] for path in dict(values.leaves(content, ""))} == dict(values.leaves(content, ""))
+
+
+@pytest.mark.entry("S1")
+def test_the_command_line_wins_over_a_recipe(tmp_path: Path) -> None:
+    folder = recipe_file(tmp_path, {"model": {"kind": "tdnn"}, "outer": {"kind": "diloco"}})
+    chosen = compose.compose(["recipe=mine", "model=pnorm", "outer.kind=average"], config_dir=folder)
+    assert (chosen.model.kind, chosen.outer.kind) == ("pnorm", "average")

@@ -1,0 +1,53 @@
+"""The error where the head of a Ray cluster answers and does not let this process in."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from launcher import ray_cluster
+from ngsgd.config import ClusterConfig
+from ngsgd.errors import ClusterError
+
+SECRET = "b" * 64
+
+
+@pytest.fixture
+def head_that_refuses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As Ray 2.54 and later behave with another token than the head's: the health service answers, ray.init does not connect."""
+    def refuse(address: str, common: dict[str, Any]) -> None:
+        raise ConnectionError(f"Failed to connect to Ray cluster at {address}")
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)   # other tests share one Ray session
+    monkeypatch.setattr(ray_cluster, "require_head", lambda address: None)
+    monkeypatch.setattr(ray_cluster, "_join", refuse)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in [name for name in os.environ if name.startswith("RAY_AUTH")]:
+        monkeypatch.delenv(name)
+
+
+@pytest.mark.entry("S3", "the token of this shell is not that of the Ray head at `cluster.address`", "refused",
+                   "ClusterError after about 5 s: the head answers and refuses this process; the message names the token, where it "
+                   "was taken from (variable or file, never its value) and how to get the head's")
+@pytest.mark.parametrize(("source", "told"), [
+    ("RAY_AUTH_TOKEN", "the token is that of RAY_AUTH_TOKEN"), ("RAY_AUTH_TOKEN_PATH", "the file RAY_AUTH_TOKEN_PATH="),
+    ("file", "the token is that of ~/.ray/auth_token"), ("none", "there is no token")])
+def test_a_wrong_token_is_named_with_its_source_and_never_shown(source: str, told: str, tmp_path: Path, head_that_refuses: None,
+                                                                monkeypatch: pytest.MonkeyPatch) -> None:
+    if source == "RAY_AUTH_TOKEN":
+        monkeypatch.setenv(source, SECRET)
+    elif source != "none":
+        file = tmp_path / ".ray" / "auth_token" if source == "file" else tmp_path / "token"
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(SECRET)
+        if source == "RAY_AUTH_TOKEN_PATH":
+            monkeypatch.setenv(source, str(file))
+    with pytest.raises(ClusterError) as caught:
+        ray_cluster.connect(ClusterConfig(address="10.0.0.1:6379"))
+    message = str(caught.value)
+    assert message.startswith("the Ray cluster at 10.0.0.1:6379 could not be joined: its head answers, but does not let")
+    assert "its token is another one" in message and told in message and "RAY_AUTH_TOKEN to the head's token" in message
+    assert SECRET not in message and "cluster.address" not in message

@@ -1,0 +1,106 @@
+"""Loops on two processes: DistributedDataParallel, FSDP."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.multiprocessing.spawn import spawn
+
+from ngsgd import NGSGD
+from ngsgd.errors import ConfigError
+from ngsgd.optim import SGD
+from tests.optim.loops.task import minibatches, network, train
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")]
+
+
+def on_two_ranks(task: Callable[[int], None], folder: Path) -> None:
+    spawn(_rank, (task, str(folder / "rendezvous")), nprocs=2)
+
+
+def _rank(rank: int, task: Callable[[int], None], file: str) -> None:
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
+    try:
+        task(rank)
+    finally:
+        dist.destroy_process_group()
+
+
+def _with_ddp(rank: int) -> None:
+    for wraps_first in (True, False):
+        model: nn.Module = network()
+        if wraps_first:
+            model = nn.parallel.DistributedDataParallel(model)
+            optimizer = NGSGD(model, lr=0.5)
+        else:
+            optimizer = NGSGD(model, lr=0.5)
+            model = nn.parallel.DistributedDataParallel(model)
+        losses = train(model, optimizer, minibatches()[rank::2] * 4)
+        assert sum(losses[-4:]) < sum(losses[:4])
+        assert {estimate.num_calls for _, estimate in optimizer.preconditioners()} == {16}
+        flat = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+        both = [torch.empty_like(flat) for _ in range(2)]
+        dist.all_gather(both, flat)
+        assert torch.equal(both[0], both[1])
+
+
+@pytest.mark.entry("L4", "you train with DistributedDataParallel", "stated",
+                   "the replicas stay equal bit for bit, with NGSGD made before or after the wrap; every rank preconditions "
+                   "with estimates of its own rows, so the run is not that of one process, and a checkpoint of rank 0 holds the "
+                   "estimates of rank 0")
+def test_replicas_stay_equal(tmp_path: Path) -> None:
+    on_two_ranks(_with_ddp, tmp_path)
+
+
+def _with_fsdp2(rank: int) -> None:
+    from torch.distributed.fsdp import fully_shard
+    mesh = init_device_mesh("cpu", (2,))
+    for kind in (NGSGD, SGD):
+        model = network()
+        fully_shard(model, mesh=mesh)
+        with pytest.raises(ConfigError, match="FSDP2"):
+            kind(model, 0.5)
+        for part in ("all", "first"):
+            model = network()
+            optimizer = kind(model, 0.5)
+            fully_shard(model if part == "all" else model[0], mesh=mesh)
+            before = [p.detach().clone() for p in model.parameters()]
+            with pytest.raises(ConfigError, match="FSDP2"):
+                train(model, optimizer, minibatches(2)[rank:rank + 1])
+            for p, value in zip(model.parameters(), before, strict=True):
+                ours, theirs = (getattr(each, "to_local", each.detach)() for each in (p, value))
+                assert torch.equal(ours, theirs)
+
+
+def _with_fsdp1(rank: int) -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    for kind in (NGSGD, SGD):
+        for keeps in (False, True):
+            with pytest.raises(ConfigError, match="FSDP"):
+                kind(FullyShardedDataParallel(network(), device_id=torch.device("cpu"), use_orig_params=keeps), 0.5)
+            model = network()
+            optimizer = kind(model, 0.5)
+            wrapped = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=keeps)
+            with pytest.raises(ConfigError, match="FSDP"):
+                train(wrapped, optimizer, minibatches(2)[rank:rank + 1])
+
+
+@pytest.mark.entry("L5", "you train with FSDP or FSDP2 (`fully_shard`)", "refused",
+                   "ConfigError at construction if the parameters are sharded already, else at the first step, before anything "
+                   "moves; use DistributedDataParallel")
+@pytest.mark.entry("A12", "you call `fully_shard` after making NGSGD or SGD", "refused",
+                   "ConfigError at the first step: the parameters of the optimizer are no longer the model's")
+@pytest.mark.entry("B1", "you give a model under FSDP or FSDP2 to NGSGD or SGD", "refused",
+                   "ConfigError at construction names the layer")
+@pytest.mark.parametrize("task", [_with_fsdp2, _with_fsdp1])
+def test_sharded_parameters_are_refused(task: Callable[[int], None], tmp_path: Path) -> None:
+    on_two_ranks(task, tmp_path)
