@@ -56,7 +56,7 @@ fuzz: $(STAMP)  ## crash points, full disks, damaged files, power cuts, two coor
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz $(or $(ARGS),all)
 
 reference: $(STAMP)  ## write the pages of docs/reference that are made from the code
-	$(BIN)/python -m launcher.reference docs/reference
+	$(BIN)/python -m ngsgd.launcher.reference docs/reference
 
 docs: $(STAMP)  ## build the documentation into site/; every warning is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet

@@ -36,26 +36,26 @@ import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
+from ngsgd.cluster.exchange import collective
+from ngsgd.cluster.exchange.collective import Broken, Order, Shard
+from ngsgd.cluster.exchange.collective_client import Exchange, remote
+from ngsgd.cluster.exchange.shared_memory import SharedRef, SharedVectors
+from ngsgd.cluster.process_pool import ProcessPool
 from ngsgd.config import ClusterConfig, EgsConfig, ModelConfig, OuterConfig, RunConfig
-from ngsgd.egs.archives import prepare_archives
-from ngsgd.egs.frames import FrameSet
-from ngsgd.egs.reader import EgsReader
+from ngsgd.data.archives import prepare_archives
+from ngsgd.data.frames import FrameSet
+from ngsgd.data.reader import EgsReader
 from ngsgd.models import build_model
 from ngsgd.optim.outer import Average, Bmuf, OuterInfo, OuterOptimizer, OuterRule
 from ngsgd.schedules import Schedule
-from ngsgd.training.checkpoint import CheckpointStore, first_checkpoint
 from ngsgd.training.coordinator import Coordinator
-from ngsgd.training.dispatch import NeverStop
-from ngsgd.training.exchange import collective
-from ngsgd.training.exchange.collective import Broken, Order, Shard
-from ngsgd.training.exchange.groups import Exchange, remote
-from ngsgd.training.exchange.shared_memory import SharedRef, SharedVectors
-from ngsgd.training.flat import Layout, Mean, Vector
+from ngsgd.training.dispatcher import NeverStop
 from ngsgd.training.job import Held, Job, JobResult, Outcome, Start, WorkerSpec
-from ngsgd.training.ledger import Ledger
-from ngsgd.training.pools.process_pool import ProcessPool
+from ngsgd.training.parameter_vector import Layout, Mean, Vector
+from ngsgd.training.storage.checkpoint import CheckpointStore, first_checkpoint
+from ngsgd.training.storage.ledger import Ledger
 from ngsgd.training.tracking import Trackers
-from ngsgd.training.verify import digest, is_finite, not_finite
+from ngsgd.training.validation.checksums import digest, is_finite, not_finite
 
 _WIDTH = 1000          # of the square layers that the model is made of
 _HOST = "127.0.0.1"

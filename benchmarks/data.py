@@ -31,9 +31,9 @@ import numpy as np
 import torch
 
 from ngsgd.config import ClusterConfig, EgsConfig, FeatureConfig, RunConfig
-from ngsgd.egs.archives import archive_name, prepare_archives
-from ngsgd.egs.frames import FrameSet
-from ngsgd.egs.reader import EgsReader
+from ngsgd.data.archives import archive_name, prepare_archives
+from ngsgd.data.frames import FrameSet
+from ngsgd.data.reader import EgsReader
 from ngsgd.schedules import Shard
 from ngsgd.training.job import Held, Job, Piece, Start, WorkerSpec
 from ngsgd.training.worker import Worker
@@ -150,13 +150,13 @@ def extraction(seconds: float) -> None:
 
 def _ours() -> Callable[[np.ndarray], object] | None:
     try:
-        from ngsgd.asr import features
+        from ngsgd.asr.features import filterbank
 
-        features.toolkit()
+        filterbank.toolkit()
     except Exception:
         return None
     config = FeatureConfig(num_mel_bins=80)
-    return lambda samples: features.extract(samples, config)
+    return lambda samples: filterbank.extract(samples, config)
 
 
 def _extraction(name: str, extract: Callable[[np.ndarray], object], utterances: list[np.ndarray], seconds: float) -> None:

@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-from launcher.help import COMMANDS
+from ngsgd.launcher.help import COMMANDS
 
 
 def seconds(words: list[str], repeats: int) -> list[float]:

@@ -26,8 +26,8 @@ import torch
 from torch import Tensor, nn
 
 from ngsgd.hypergrad import ExactMomentum, ModuleTask, Place, Plan, hypergradient
-from ngsgd.hypergrad.segment import PlainGradients
-from ngsgd.hypergrad.task import Flat
+from ngsgd.hypergrad.job_replay import PlainGradients
+from ngsgd.hypergrad.training_task import Flat
 
 _RUN_STEPS = 40  # of the runs whose cost is compared
 

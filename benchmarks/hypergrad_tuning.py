@@ -29,7 +29,7 @@ from ngsgd.errors import DivergenceError
 from ngsgd.hypergrad import HyperSpace, ModuleTask, Plan, Search, Settings, evaluate, final_value, tune
 from ngsgd.hypergrad.search import random_seeder
 from ngsgd.hypergrad.search import transfer as try_multiples
-from ngsgd.hypergrad.space import stretched
+from ngsgd.hypergrad.search_space import stretched
 
 SPACES: dict[str, dict[str, Any]] = {
     "S2": {"parts": ("schedule",), "knots": 2},
@@ -106,7 +106,7 @@ def mixture_data(seed: int) -> Data:
 
 def search(task: ModuleTask, space: HyperSpace, method: str, budget: float, seed: int) -> Search:
     """One of METHODS; what searches without gradients has the same box and begins at its middle too."""
-    from launcher.tpe import tpe
+    from ngsgd.launcher.tuning.tpe import tpe
 
     if method in ("hypergradient", "hybrid"):
         return tune(lambda plan: evaluate(task, plan), space, budget=budget, seed_share=0.25 if method == "hybrid" else 0.0,

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from ngsgd import NGSGD
-from ngsgd.asr.kaldi_tables import read_ark
+from ngsgd.asr.kaldi_io.tables import read_ark
 from ngsgd.config import ModelConfig
 from ngsgd.files import read_json_lines
 from ngsgd.models import build_model

@@ -33,7 +33,7 @@ from torch.nn.functional import cross_entropy
 
 from ngsgd import NGSGD
 from ngsgd.config import PreconditionerConfig
-from ngsgd.egs.reader import EgsReader
+from ngsgd.data.reader import EgsReader
 from ngsgd.errors import NgsgdError
 from ngsgd.files import read_json_lines
 from ngsgd.preconditioners import METHODS

@@ -26,11 +26,11 @@ import torch
 from torch import nn
 
 from ngsgd import NGSGD, OnlineNaturalGradient
+from ngsgd.cluster.process import keep_freed_memory
 from ngsgd.models import PNorm, Renormalize
-from ngsgd.ops import native
+from ngsgd.ops.kernels import native
 from ngsgd.optim import SGD
 from ngsgd.optim.inspection import figures
-from ngsgd.training.process import keep_freed_memory
 
 KALDI_SGEMM = 108e9           # FLOP/s of the core on which Kaldi's figures were taken
 KALDI_PRODUCT_S = 8.2e-3      # seconds of the 512 x 3000 x 301 product beside the figures for the preconditioner alone

@@ -21,24 +21,24 @@ from typing import Any
 
 import torch
 
-from launcher.compose import compose
+from ngsgd.cluster.in_process import InProcessPool
 from ngsgd.config import WITHOUT_MEAN, RunConfig
-from ngsgd.egs.reader import EgsReader
+from ngsgd.data.reader import EgsReader
 from ngsgd.errors import NgsgdError
 from ngsgd.files import read_json_lines
+from ngsgd.launcher.config.compose import compose
 from ngsgd.models.statistics import model_for
 from ngsgd.preconditioners import METHODS
 from ngsgd.preconditioners.build import mean_of_states
-from ngsgd.training.checkpoint import CheckpointStore, first_checkpoint
 from ngsgd.training.coordinator import Coordinator
-from ngsgd.training.dealing import make_dealer
-from ngsgd.training.dispatch import NeverStop
-from ngsgd.training.flat import Layout
+from ngsgd.training.dispatcher import NeverStop
 from ngsgd.training.job import WorkerSpec
-from ngsgd.training.ledger import Ledger
+from ngsgd.training.parameter_vector import Layout
+from ngsgd.training.partitioning import make_dealer
 from ngsgd.training.planning import schedule_of, stages_of
-from ngsgd.training.pools.pool import InProcessPool
 from ngsgd.training.records import FinalReport, Incident, OuterIterationRecord
+from ngsgd.training.storage.checkpoint import CheckpointStore, first_checkpoint
+from ngsgd.training.storage.ledger import Ledger
 
 POLICIES = ("reset", "keep", "average")
 NUM_JOBS = 4

@@ -37,7 +37,7 @@ else:   # a script finds the files beside it
     from nets import NETS, Net
 
 from ngsgd import NGSGD
-from ngsgd.ops import products
+from ngsgd.ops import gemm
 from ngsgd.preconditioners import METHODS
 
 INTERVALS = (1, 10, 100)
@@ -234,7 +234,7 @@ def peak(net: Net, batch: int, side: str, name: str) -> None:
         small.step(look)
     del small
     x = torch.randn(300, 300)   # what is multiplied by oneDNN is larger than there
-    for product in (products.mm(x, x), products.mm(x.T, x), products.less_mm(x, x, x), products.linear(x, x, None)):
+    for product in (gemm.mm(x, x), gemm.mm(x.T, x), gemm.less_mm(x, x, x), gemm.linear(x, x, None)):
         del product
     del x
     with open("/proc/self/statm") as file:

@@ -2,6 +2,6 @@
 
 import sys
 
-from launcher.cli import main
+from ngsgd.launcher.cli import main
 
 sys.exit(main())

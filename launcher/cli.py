@@ -12,19 +12,18 @@ import os
 import sys
 from collections.abc import Sequence
 
-from launcher.console import run_guarded, version
 from ngsgd.errors import EXIT_OK, ConfigError
+from ngsgd.launcher.console import run_guarded, version
 
 _EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE, the shell's own convention
 
-# command -> "module" whose `command(arguments)` it is, or "module:function"
+# command -> "module" of ngsgd.launcher.commands whose `command(arguments)` it is, or "module:function"
 _COMMANDS = {
-    "resume": "launcher.arguments:resume", "evaluate": "launcher.arguments:evaluate", "decode": "launcher.arguments:decode",
-    "align": "launcher.arguments:align", "report": "launcher.report", "compare": "launcher.comparison", "plan": "launcher.plan",
-    "simulate": "launcher.simulate", "submit": "launcher.submit", "status": "launcher.jobs:status", "logs": "launcher.jobs:logs",
-    "stop": "launcher.jobs:stop", "tune": "launcher.tune", "ui": "launcher.ui",
-    "doctor": "launcher.doctor", "info": "launcher.info",
-    "export": "launcher.kaldi:export", "import": "launcher.kaldi:import_",
+    "resume": "run_commands:resume", "evaluate": "run_commands:evaluate", "decode": "run_commands:decode",
+    "align": "run_commands:align",
+    "report": "report", "compare": "compare", "plan": "plan", "simulate": "simulate", "submit": "submit", "tune": "tune",
+    "status": "jobs:status", "logs": "jobs:logs", "stop": "jobs:stop", "ui": "ui", "doctor": "doctor", "info": "info",
+    "export": "kaldi:export", "import": "kaldi:import_",
 }
 
 
@@ -47,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _dispatch(arguments: list[str], debug: bool) -> int:
-    from launcher import help as texts
+    from ngsgd.launcher import help as texts
 
     command, rest = (arguments[0], arguments[1:]) if arguments else ("", [])
     if command in ("-h", "--help", "help"):
@@ -57,19 +56,19 @@ def _dispatch(arguments: list[str], debug: bool) -> int:
         print(f"ngsgd {version('ngsgd')}")
         return EXIT_OK
     if command in ("-sc", "--shell-completion"):
-        from launcher import completion
+        from ngsgd.launcher import completion
 
         return completion.complete(rest, lambda name: main([name, "--help"]))
     if command == "train":
         if "--help" in rest or "-h" in rest:
             print(texts.train(), end="")
             return EXIT_OK
-        from launcher import hydra_app
+        from ngsgd.launcher.commands import hydra_app
 
         return hydra_app.train(rest, debug=debug)
     if command in _COMMANDS:
         module, _, function = _COMMANDS[command].partition(":")
-        code: int = getattr(importlib.import_module(module), function or "command")(rest)
+        code: int = getattr(importlib.import_module(f"ngsgd.launcher.commands.{module}"), function or "command")(rest)
         return code
     near = difflib.get_close_matches(command, texts.COMMANDS, n=1)
     hint = f"Did you mean ngsgd {near[0]}?" if near else f"Choose one of {', '.join(texts.COMMANDS)}; see ngsgd --help."

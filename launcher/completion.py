@@ -9,8 +9,8 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from launcher import help as texts
 from ngsgd.errors import EXIT_OK
+from ngsgd.launcher import help as texts
 
 _TAKE_A_RUN = ("resume", "evaluate", "decode", "report", "compare", "status", "logs", "stop", "info")
 _TAKE_SETTINGS = ("train", "align", "plan", "simulate", "submit", "tune")
@@ -28,7 +28,7 @@ def complete(arguments: list[str], print_help: Callable[[str], object]) -> int:
         print("\n".join(words) if "fish" in query or "zsh" in query else " ".join(words))
         return EXIT_OK
     os.environ["COMP_LINE"] = f"{program} {rest}"  # Hydra knows nothing of our subcommand
-    from launcher import hydra_app
+    from ngsgd.launcher.commands import hydra_app
 
     return hydra_app.complete(arguments)
 

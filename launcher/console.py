@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from launcher.text import masked, printable
 from ngsgd.errors import (
     EXIT_INTERRUPTED,
     EXIT_OK,
@@ -25,6 +24,7 @@ from ngsgd.errors import (
     MissingExtraError,
     NgsgdError,
 )
+from ngsgd.launcher.text import masked, printable
 
 # import name -> (package, extra); only what an optional extra brings
 _EXTRAS = {
@@ -116,7 +116,7 @@ class Parser(argparse.ArgumentParser):
     """An argument parser whose errors are ConfigErrors."""
 
     def __init__(self, command: str, **options: Any) -> None:
-        from launcher import help as texts
+        from ngsgd.launcher import help as texts
 
         super().__init__(prog=f"ngsgd {command}", description=texts.COMMANDS[command], allow_abbrev=False, **options)
 

@@ -8,9 +8,9 @@ import shutil
 import textwrap
 from dataclasses import is_dataclass
 
-from launcher import compose, values
 from ngsgd import config as knobs
 from ngsgd.config import RunConfig
+from ngsgd.launcher.config import compose, config_builder
 
 COMMANDS = {
     "train": "train an acoustic model, decode the test set, print the word error rate",
@@ -101,7 +101,7 @@ def top() -> str:
 
 
 def train() -> str:
-    defaults, comments = values.flatten(RunConfig()), knob_comments()
+    defaults, comments = config_builder.flatten(RunConfig()), knob_comments()
     default_choices = _default_choices()
     groups = [_row(f"  {group + '=':16}", f"{' | '.join(choices)}  (default {default_choices.get(group, '-')})")
               for group, choices in compose.groups().items()]

@@ -1,4 +1,4 @@
-"""The reference pages that are made from the code: `python -m launcher.reference docs/reference` writes them.
+"""The reference pages that are made from the code: `python -m ngsgd.launcher.reference docs/reference` writes them.
 
 They are kept in the repository, so that a change of an option is seen as a change of a page; a test compares.
 """
@@ -16,11 +16,12 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher import cli, compose
-from launcher import help as texts
 from ngsgd import config as knobs
 from ngsgd import errors
 from ngsgd.config import RunConfig
+from ngsgd.launcher import cli
+from ngsgd.launcher import help as texts
+from ngsgd.launcher.config import compose
 
 _TYPES = {"str": "text", "int": "whole number", "float": "number", "bool": "true, false"}
 

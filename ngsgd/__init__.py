@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from ngsgd import asr, curvature, egs, hypergrad, models, ops, optim, preconditioners, sequence, training
+    from ngsgd import asr, curvature, data, hypergrad, models, ops, optim, preconditioners, sequence, training
     from ngsgd.ops.averaging import average_parameters
     from ngsgd.ops.simple_natural_gradient import precondition_simple
     from ngsgd.optim.ngsgd import NGSGD
@@ -24,10 +24,10 @@ _HOME_OF = {
     "precondition_simple": "ngsgd.ops.simple_natural_gradient",
 }
 
-_MODULES = ("asr", "curvature", "egs", "hypergrad", "models", "ops", "optim", "preconditioners", "sequence", "training")
+_MODULES = ("asr", "curvature", "data", "hypergrad", "models", "ops", "optim", "preconditioners", "sequence", "training")
 
-__all__ = ["NGSGD", "OnlineNaturalGradient", "asr", "average_parameters", "curvature", "egs", "hypergrad", "models", "ops", "optim",
-           "precondition_simple", "preconditioners", "sequence", "training"]
+__all__ = ["NGSGD", "OnlineNaturalGradient", "asr", "average_parameters", "curvature", "data", "hypergrad", "models", "ops",
+           "optim", "precondition_simple", "preconditioners", "sequence", "training"]
 
 
 def __getattr__(name: str) -> Any:

@@ -37,7 +37,7 @@ GOLDEN = Path(__file__).parent / "golden"
 def pytest_configure() -> None:
     """Select the products and kernels that are meant for the processors of the other maker (tests/matrix.py)."""
     if os.environ.get("NGSGD_TEST_VENDOR") == "other":
-        from ngsgd.ops import native
+        from ngsgd.ops.kernels import native
 
         is_intel = native.is_made_by("GenuineIntel")
         native.is_made_by = lambda vendor: (vendor == "GenuineIntel") is not is_intel  # type: ignore[assignment]

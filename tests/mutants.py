@@ -42,7 +42,7 @@ LAYER_STEPS = f"{LIMIT}::test_layer_steps_equal_kaldis_nnet2"
 
 TRANSFORM = "ngsgd/models/input_transform.py"
 SUBCLASSES = "ngsgd/models/subclasses.py"
-STAGES = "ngsgd/models/stages.py"
+STAGES = "ngsgd/models/growth_stages.py"
 TRANSFORM_TEST = "tests/models/test_input_transform.py::test_the_transform_is_kaldis"
 GROWTH = "tests/training/test_growth.py"
 

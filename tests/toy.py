@@ -9,23 +9,24 @@ from typing import Any
 
 import numpy as np
 
+from ngsgd.cluster.in_process import InProcessPool
 from ngsgd.config import ClusterConfig, EgsConfig, ModelConfig, OptimizerConfig, OuterConfig, RunConfig, ScheduleConfig
-from ngsgd.egs.archives import prepare_archives
-from ngsgd.egs.frames import FrameSet
-from ngsgd.egs.reader import EgsReader
+from ngsgd.data.archives import prepare_archives
+from ngsgd.data.frames import FrameSet
+from ngsgd.data.reader import EgsReader
 from ngsgd.models.statistics import model_for
 from ngsgd.preconditioners.build import mean_of_states
 from ngsgd.schedules import Schedule
-from ngsgd.training.checkpoint import Checkpoint, CheckpointStore, first_checkpoint
 from ngsgd.training.coordinator import Coordinator
-from ngsgd.training.dealing import make_dealer
-from ngsgd.training.dispatch import NeverStop, StopSignal
-from ngsgd.training.flat import Layout
+from ngsgd.training.dispatcher import NeverStop, StopSignal
 from ngsgd.training.job import SequenceData, WorkerSpec
-from ngsgd.training.ledger import Ledger
+from ngsgd.training.parameter_vector import Layout
+from ngsgd.training.partitioning import make_dealer
 from ngsgd.training.planning import schedule_of, stages_of
-from ngsgd.training.pools.pool import InProcessPool, WorkerPool
 from ngsgd.training.records import FinalReport, Incident, OuterIterationRecord
+from ngsgd.training.storage.checkpoint import Checkpoint, CheckpointStore, first_checkpoint
+from ngsgd.training.storage.ledger import Ledger
+from ngsgd.training.worker_pool import WorkerPool
 
 NUM_CLASSES, DIM = 6, 5
 

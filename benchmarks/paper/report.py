@@ -12,7 +12,7 @@ from pathlib import Path
 from benchmarks.paper import clock
 from benchmarks.paper.cells import CONTROLS, JOBS, MATRIX_METHODS, METHODS, OUTERS, PERIODS, REMEDIES, TASKS
 from benchmarks.paper.runs import Line, best_rates, best_synchronous_rate, known
-from launcher import curves
+from ngsgd.launcher.reports import plots
 
 Group = dict[tuple[str, str, int], list[Line]]   # by method, outer optimiser, number of jobs
 _RAMP = "ramp from a quarter"
@@ -109,9 +109,9 @@ def _rates(task: str) -> str:
 
 def _draw(task: str, group: Group, path: Path) -> None:
     """Figure 1: valid objf against frames, and against the time on as many cores as there are jobs."""
-    figure = curves.new_figure(11.0, 4.8)
+    figure = plots.new_figure(11.0, 4.8)
     left, right = figure.subplots(1, 2, sharey=True)
-    colours = dict(zip(JOBS, curves.RUN_COLOURS, strict=True))
+    colours = dict(zip(JOBS, plots.RUN_COLOURS, strict=True))
     ends = []
     for (method, outer, num_jobs), lines in sorted(group.items()):
         is_ramp = outer == _RAMP and method == "online-ng"
@@ -128,11 +128,11 @@ def _draw(task: str, group: Group, path: Path) -> None:
             minutes = line["outer_iters"] * (job_s + line["average_s"]) / 60
             share = [index / (len(objf) - 1) for index in range(len(objf))] if is_ramp else [frame / frames[-1] for frame in frames]
             right.plot([minutes * part for part in share], objf, **how)
-    curves.label(left, "By data", "valid objf, nats per frame", legend="lower right")
+    plots.label(left, "By data", "valid objf, nats per frame", legend="lower right")
     left.set_xlabel("frames processed (millions)")
     right.set_title("By time, a core for each job")
     right.set_xscale("log")
     right.set_xlabel("minutes (simulated: see the text)")
     left.set_ylim(min(ends) - 0.25, max(ends) + 0.05)
     figure.suptitle(f"{task}: natural gradient (solid) and plain SGD (dashed), gain sqrt(N)", fontsize=12)
-    curves.save(figure, path)
+    plots.save(figure, path)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from ngsgd.asr import evaluation, graphs
-from ngsgd.asr.corpus import Corpus
-from ngsgd.asr.topology import STATES_PER_PHONE, Topology
+from ngsgd.asr.corpora.corpus import Corpus
+from ngsgd.asr.decode import evaluation
+from ngsgd.asr.lang import graphs
+from ngsgd.asr.lang.topology import STATES_PER_PHONE, Topology
 from ngsgd.config import DecodeConfig, ObjectiveConfig
 from ngsgd.errors import ConfigError
 from ngsgd.sequence.graph import NOTHING, Arc, StateGraph, from_arcs

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from ngsgd.asr import cmvn, features
-from ngsgd.asr.cmvn import Units
+from ngsgd.asr.features import cmvn, filterbank
+from ngsgd.asr.features.cmvn import Units
 from ngsgd.asr.utterance import UNALIGNED, FramedUtterance, PdfIds, Utterance, num_frames
 from ngsgd.config import FeatureConfig
-from ngsgd.egs.frames import FrameSet, Side
+from ngsgd.data.frames import FrameSet, Side
 from ngsgd.errors import DataError
 
 Features = npt.NDArray[np.float32]
@@ -84,7 +84,7 @@ def build(utterances: Iterable[Utterance], config: FeatureConfig) -> SpeechSet:
 def frame(utterance: Utterance, config: FeatureConfig) -> FramedUtterance:
     """The utterance's features, with its labels."""
     _check_length(utterance, config)
-    return FramedUtterance(utterance.utt_id, utterance.speaker, utterance.words, features.extract(utterance.samples, config),
+    return FramedUtterance(utterance.utt_id, utterance.speaker, utterance.words, filterbank.extract(utterance.samples, config),
                            utterance.pdf_T)
 
 
@@ -99,7 +99,7 @@ def assemble(utterances: Sequence[FramedUtterance], config: FeatureConfig, given
     if given is not None:
         normal = [cmvn.normalised(*one) for one in zip(raw, (given.stats[unit] for unit in given.unit_of), strict=True)]
     else:
-        normal = features.normalise(raw, speakers, config)
+        normal = filterbank.normalise(raw, speakers, config)
         if config.cmvn in ("utterance", "speaker"):
             units = cmvn.units(raw, utt_ids if config.cmvn == "utterance" else speakers)
     offsets = np.cumsum([0, *map(len, raw)], dtype=np.int64)

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from ngsgd.curvature.capture import Call
-from ngsgd.curvature.inputs import Inputs
-from ngsgd.curvature.kronecker import output_rows
+from ngsgd.curvature.forms.grad_forms import Lookup, Mixed, Outer, Sum, Written
+from ngsgd.curvature.forms.kronecker import output_rows
+from ngsgd.curvature.forms.layer_inputs import Inputs
 from ngsgd.curvature.quantities import SIGNALS, Fresh, Options, Sums
-from ngsgd.curvature.rows import Lookup, Mixed, Outer, Sum, Written
 from ngsgd.errors import ConfigError
 
 Whole = Outer | Sum | Lookup | Mixed | Written

@@ -21,11 +21,11 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from ngsgd.curvature.expansion import expansion_of
+from ngsgd.curvature.layer_decomposition import expansion_of
 from ngsgd.curvature.layers import Affine, Kind, kind_of, refuse_coupled, wide, without_autocast
+from ngsgd.curvature.products.vectors import vector_products
 from ngsgd.curvature.records import Call, Record
 from ngsgd.curvature.samples import Tries, mixed_rows, next_calls, run_once
-from ngsgd.curvature.vectors import vector_products
 from ngsgd.errors import ConfigError, DataError
 
 __all__ = ["Call", "Capture", "Record"]

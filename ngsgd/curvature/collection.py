@@ -21,13 +21,13 @@ from torch.autograd.graph import get_gradient_edge
 from ngsgd.curvature import losses
 from ngsgd.curvature.accumulation import Accumulation
 from ngsgd.curvature.capture import Call, Capture, Record
-from ngsgd.curvature.expansion import expansion_of
-from ngsgd.curvature.inputs import Inputs, joined_inputs
+from ngsgd.curvature.forms.grad_forms import joined
+from ngsgd.curvature.forms.layer_inputs import Inputs, joined_inputs
+from ngsgd.curvature.layer_decomposition import expansion_of
 from ngsgd.curvature.layers import Affine, Convolution, kind_of, without_autocast
+from ngsgd.curvature.loss_interception import LossCalls
 from ngsgd.curvature.quantities import SIGNALS, Fresh, Options, Quantities, settle
-from ngsgd.curvature.rows import joined
-from ngsgd.curvature.second_order import SecondOrder
-from ngsgd.curvature.watching import LossCalls
+from ngsgd.curvature.second_order.backward import SecondOrder
 from ngsgd.errors import ConfigError, DataError
 
 

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ngsgd.curvature.inputs import Dense, Inputs, Patches
-from ngsgd.curvature.rows import Lookup, Outer, Sum
+from ngsgd.curvature.forms.grad_forms import Lookup, Outer, Sum
+from ngsgd.curvature.forms.layer_inputs import Dense, Inputs, Patches
 from ngsgd.errors import ConfigError
 
 _PADDING_MODES = {"zeros": "constant", "reflect": "reflect", "replicate": "replicate", "circular": "circular"}

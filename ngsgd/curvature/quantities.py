@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ngsgd.curvature.inputs import Inputs
-from ngsgd.curvature.kronecker import Gram, Kronecker, add_inputs
-from ngsgd.curvature.products import Pass, Products
+from ngsgd.curvature.forms.kronecker import Gram, Kronecker, add_inputs
+from ngsgd.curvature.forms.layer_inputs import Inputs
+from ngsgd.curvature.products.block import Pass, Products
 
 # what is backpropagated for a quantity, and what is made of it
 SIGNALS = {

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ngsgd.curvature.inputs import Inputs
+from ngsgd.curvature.forms.grad_forms import Outer, Sum
+from ngsgd.curvature.forms.layer_inputs import Inputs
 from ngsgd.curvature.layers import Kind, UseShare
-from ngsgd.curvature.rows import Outer, Sum
 from ngsgd.errors import ConfigError
 
 

@@ -9,13 +9,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ngsgd.hypergrad.exact import Digest, ExactMomentum
+    from ngsgd.hypergrad.exact_momentum import Digest, ExactMomentum
     from ngsgd.hypergrad.gradient import Evaluation, choose_engine, evaluate, final_value, hypergradient
-    from ngsgd.hypergrad.plan import HyperGrad, Plan, Report
+    from ngsgd.hypergrad.hyperparameters import HyperGrad, Plan, Report
     from ngsgd.hypergrad.reversible_sgd import ReversibleSGD
     from ngsgd.hypergrad.search import Search, Trial, tune
-    from ngsgd.hypergrad.space import HyperSpace, Settings
-    from ngsgd.hypergrad.task import ModuleTask, Place, Task
+    from ngsgd.hypergrad.search_space import HyperSpace, Settings
+    from ngsgd.hypergrad.training_task import ModuleTask, Place, Task
 
 _HOME_OF = {
     "Digest": "exact", "ExactMomentum": "exact", "HyperGrad": "plan", "ModuleTask": "task", "Place": "task", "Plan": "plan",

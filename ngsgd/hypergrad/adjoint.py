@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ngsgd.hypergrad.fused import CHUNK
-from ngsgd.hypergrad.limits import MoveAdjoint, Shortened, move_adjoint
+from ngsgd.hypergrad.step_limits import MoveAdjoint, Shortened, move_adjoint
 
 
 class Velocity(NamedTuple):

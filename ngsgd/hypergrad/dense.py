@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ngsgd.hypergrad.exact import ExactMomentum
+from ngsgd.hypergrad.exact_momentum import ExactMomentum
+from ngsgd.hypergrad.job_replay import Linearised
 from ngsgd.hypergrad.natural import captured, linear_layers
-from ngsgd.hypergrad.segment import Linearised
-from ngsgd.hypergrad.task import Flat, ModuleTask, Place
+from ngsgd.hypergrad.training_task import Flat, ModuleTask, Place
 from ngsgd.ops.second_derivatives import twice_differentiable
 
 

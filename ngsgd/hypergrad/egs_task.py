@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from ngsgd.config import RunConfig
-from ngsgd.egs.reader import EgsReader, Minibatch
+from ngsgd.data.reader import EgsReader, Minibatch
 from ngsgd.errors import ConfigError
-from ngsgd.hypergrad.task import Batch, ModuleTask, Place
+from ngsgd.hypergrad.training_task import Batch, ModuleTask, Place
 from ngsgd.models.statistics import model_for
 from ngsgd.schedules import DropoutSchedule, Shard
 

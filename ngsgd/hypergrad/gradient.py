@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from ngsgd.errors import ConfigError
-from ngsgd.hypergrad.plan import HyperGrad, Plan, Report
-from ngsgd.hypergrad.segment import ENGINES, Gradients, Numbers, PlainGradients, Segment, SegmentGrad
-from ngsgd.hypergrad.task import Flat, ModuleTask, Place, Task  # noqa: F401  (ModuleTask: for the doctest)
+from ngsgd.hypergrad.hyperparameters import HyperGrad, Plan, Report
+from ngsgd.hypergrad.job_replay import ENGINES, Gradients, Numbers, PlainGradients, Segment, SegmentGrad
+from ngsgd.hypergrad.training_task import Flat, ModuleTask, Place, Task  # noqa: F401  (ModuleTask: for the doctest)
 from ngsgd.ops.averaging import mean_of_chunk, shares_of
 from ngsgd.ops.second_derivatives import naming_missing
 

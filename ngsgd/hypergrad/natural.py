@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from ngsgd.config import OptimizerConfig
 from ngsgd.errors import ConfigError
-from ngsgd.hypergrad.segment import Linearised
-from ngsgd.hypergrad.task import Flat, ModuleTask, Place
+from ngsgd.hypergrad.job_replay import Linearised
+from ngsgd.hypergrad.training_task import Flat, ModuleTask, Place
 from ngsgd.ops.second_derivatives import twice_differentiable
 from ngsgd.preconditioners.online import Call, OnlineNaturalGradient
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from ngsgd.errors import ConfigError, ReversalError
-from ngsgd.hypergrad.exact import ExactMomentum
-from ngsgd.hypergrad.limits import Shortened, shorten
+from ngsgd.hypergrad.exact_momentum import ExactMomentum
+from ngsgd.hypergrad.step_limits import Shortened, shorten
 from ngsgd.optim.sgd import components, require_non_negative, set_options
 
 _NUM_LOOKED_AT = 256  # elements of one parameter in each step; a look at all would cost a tenth of the step

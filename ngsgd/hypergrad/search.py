@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ngsgd.errors import DivergenceError
-from ngsgd.hypergrad.plan import HyperGrad, Plan, Report
-from ngsgd.hypergrad.space import HyperSpace
+from ngsgd.hypergrad.hyperparameters import HyperGrad, Plan, Report
+from ngsgd.hypergrad.search_space import HyperSpace
 
 REVERSE_COST = 3.2   # measured: docs/tuning.md
 _BACK_OFF = 0.5      # of the coarse search's best rate: gradients near the edge of stability say little

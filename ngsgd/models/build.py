@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from ngsgd.config import ModelConfig
 from ngsgd.errors import ConfigError
-from ngsgd.models import own
+from ngsgd.models import custom
 from ngsgd.models.dnn import Layer, dnn_layers, initialise, zero
+from ngsgd.models.growing import Split, StagedModel
 from ngsgd.models.inputs import DataStatistics, Window
 from ngsgd.models.layers import FixedAffine, FixedScale
-from ngsgd.models.staged import Split, StagedModel
 from ngsgd.models.subclasses import SumSubclasses, prior_scale, split_targets
 from ngsgd.models.tdnn import FactoredTdnn, SplicedTransform, Tdnn, TimeDelayNetwork
 
@@ -31,7 +31,7 @@ def build_model(config: ModelConfig, num_inputs: int, num_classes: int, seed: in
     window = window or Window(0, 0, num_inputs)
     statistics = statistics or DataStatistics()
     if config._target_:
-        return own.build(config, num_inputs=num_inputs, num_classes=num_classes, window=window, seed=seed)
+        return custom.build(config, num_inputs=num_inputs, num_classes=num_classes, window=window, seed=seed)
     front, layers, width = _hidden_layers(config, num_inputs, window, statistics.input_transform)
     output = _output("output", width, num_classes, _scales(config, statistics, [1] * num_classes))
     split = _split(config, width, num_classes, statistics)

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from ngsgd.config import ModelConfig, RunConfig
-from ngsgd.egs.reader import EgsReader, Minibatch
+from ngsgd.data.reader import EgsReader, Minibatch
 from ngsgd.errors import ConfigError, DataError
 from ngsgd.files import DIGEST, digest_of_arrays
 from ngsgd.models.build import build_model

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ngsgd.errors import DivergenceError
-from ngsgd.ops import products
+from ngsgd.ops import gemm
 
 _BLOCK = 256   # rows of a triangular matrix that are multiplied at a time
 
@@ -72,7 +72,7 @@ def inverse_root(factor_DD: Tensor, root: int, ridge: float) -> Tensor:
     values_D, U_DD = eigh(factor_DD)
     values_D = values_D.clamp(min=0.0)
     damped_D = values_D + ridge * values_D[-1].clamp(min=torch.finfo(values_D.dtype).tiny)
-    return products.mm(U_DD * damped_D.pow(-1.0 / root), U_DD.T)
+    return gemm.mm(U_DD * damped_D.pow(-1.0 / root), U_DD.T)
 
 
 def inverse_root_newton(factor_DD: Tensor, root: int, ridge: float, *, tolerance: float = 1e-6, max_steps: int = 100) -> Tensor:
@@ -123,8 +123,8 @@ def largest_eigenvalue(A_DD: Tensor, *, tolerance: float = 1e-7, max_steps: int 
 
 def woodbury_rows(U_ND: Tensor, root_NN: Tensor, damping: float, x_XD: Tensor) -> Tensor:
     """x (U^T U + damping I)^-1, given the Cholesky root of U U^T + damping I: cheap where N < D."""
-    inner_NX = torch.cholesky_solve(products.mm(U_ND, x_XD.T).to(root_NN.dtype), root_NN).to(x_XD.dtype)
-    return products.less_mm(x_XD, inner_NX.T, U_ND) / damping
+    inner_NX = torch.cholesky_solve(gemm.mm(U_ND, x_XD.T).to(root_NN.dtype), root_NN).to(x_XD.dtype)
+    return gemm.less_mm(x_XD, inner_NX.T, U_ND) / damping
 
 
 def less_upper_product(Q_DD: Tensor, t_DD: Tensor) -> None:

@@ -22,7 +22,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ngsgd.ops import products
+from ngsgd.ops import gemm
 
 Array = npt.NDArray[np.float64]
 
@@ -118,9 +118,9 @@ def rescaling(sum_sq: Tensor | float, sum_sq_hat: Tensor | float) -> Tensor | fl
 def project_back(X_ND: Tensor, H_NR: Tensor, one_N: Tensor | None = None) -> Tensor:
     """J_t = H^T X (81)."""
     if one_N is None:
-        return products.mm(H_NR.T, X_ND)
+        return gemm.mm(H_NR.T, X_ND)
     J_RD = X_ND.new_empty(H_NR.shape[1], X_ND.shape[1] + 1)
-    products.mm(H_NR.T, X_ND, out=J_RD[:, :-1])
+    gemm.mm(H_NR.T, X_ND, out=J_RD[:, :-1])
     J_RD[:, -1] = torch.mv(H_NR.T, one_N)
     return J_RD
 
@@ -128,8 +128,8 @@ def project_back(X_ND: Tensor, H_NR: Tensor, one_N: Tensor | None = None) -> Ten
 def moment_products(J_RD: Tensor, H_NR: Tensor) -> Tensor:
     """K = J J^T and L = H^T H (84), stacked."""
     KL_2RR = J_RD.new_empty(2, len(J_RD), len(J_RD))
-    products.mm(J_RD, J_RD.T, out=KL_2RR[0])
-    products.mm(H_NR.T, H_NR, out=KL_2RR[1])
+    gemm.mm(J_RD, J_RD.T, out=KL_2RR[0])
+    gemm.mm(H_NR.T, H_NR, out=KL_2RR[1])
     return KL_2RR
 
 
@@ -163,7 +163,7 @@ def moved(state: FisherState, J_RD: Tensor, step: Move, smoothing: Smoothing) ->
     W_RD = state.W_RD
     b_R1 = torch.from_numpy(step.b_R).to(W_RD)[:, None]
     A_RR = torch.from_numpy(step.A_RR).to(W_RD)
-    products.mm(A_RR, J_RD.addcmul_(b_R1, W_RD), out=W_RD)                        # (64)
+    gemm.mm(A_RR, J_RD.addcmul_(b_R1, W_RD), out=W_RD)                        # (64)
     if step.must_reorthogonalise:
         e_R = _e(step.d_R, step.rho, W_RD.shape[1], smoothing.alpha)
         W_RD = reorthogonalised(W_RD, torch.from_numpy(e_R).to(W_RD.device))

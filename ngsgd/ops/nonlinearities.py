@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ngsgd.ops import native
+from ngsgd.ops.kernels import native
 
 _MIN_MEAN_SQUARE = 2.0**-66  # of the input relative to target_rms^2; Kaldi's floor
-SOURCE = Path(__file__).with_name("nonlinearities.cpp")
+SOURCE = Path(__file__).with_name("kernels") / "nonlinearities.cpp"
 
 
 def p_norm(x: Tensor, group: int) -> Tensor:

@@ -1,22 +1,22 @@
 """Preconditioners that a worker applies to its gradients."""
 
-from ngsgd.preconditioners.maker import DummyObject, GradientMaker
-from ngsgd.preconditioners.methods.adahessian import AdaHessian
+from ngsgd.preconditioners.base import Preconditioner
+from ngsgd.preconditioners.gradient_maker import DummyObject, GradientMaker
 from ngsgd.preconditioners.methods.fisher import DiagonalNG, FullNG, LayerWiseNG, UnitWiseNG
-from ngsgd.preconditioners.methods.gram import SENG, SMWNG
-from ngsgd.preconditioners.methods.hessian_free import HessianFree
-from ngsgd.preconditioners.methods.history import MFAC
-from ngsgd.preconditioners.methods.kaldi import OnlineNG, SimpleNG
-from ngsgd.preconditioners.methods.kbfgs import KBFGS
-from ngsgd.preconditioners.methods.kfra import KFLR, KFRA
-from ngsgd.preconditioners.methods.kronecker import EKFAC, KFAC, SKFAC
-from ngsgd.preconditioners.methods.lbfgs import LBFGS
-from ngsgd.preconditioners.methods.psgd import PSGD
-from ngsgd.preconditioners.methods.shampoo import SOAP, Shampoo
-from ngsgd.preconditioners.methods.tnt import TNT
-from ngsgd.preconditioners.methods.tonga import TONGA
+from ngsgd.preconditioners.methods.hessian.adahessian import AdaHessian
+from ngsgd.preconditioners.methods.hessian.hessian_free import HessianFree
+from ngsgd.preconditioners.methods.hessian.lbfgs import LBFGS
+from ngsgd.preconditioners.methods.kronecker.kbfgs import KBFGS
+from ngsgd.preconditioners.methods.kronecker.kfac import EKFAC, KFAC, SKFAC
+from ngsgd.preconditioners.methods.kronecker.kfra import KFLR, KFRA
+from ngsgd.preconditioners.methods.kronecker.psgd import PSGD
+from ngsgd.preconditioners.methods.kronecker.shampoo import SOAP, Shampoo
+from ngsgd.preconditioners.methods.kronecker.tnt import TNT
+from ngsgd.preconditioners.methods.low_rank.mfac import MFAC
+from ngsgd.preconditioners.methods.low_rank.seng_smw import SENG, SMWNG
+from ngsgd.preconditioners.methods.low_rank.tonga import TONGA
+from ngsgd.preconditioners.methods.online_ng import OnlineNG, SimpleNG
 from ngsgd.preconditioners.methods.torch_optimizers import Adam, AdamW, Muon
-from ngsgd.preconditioners.protocol import Preconditioner
 
 # by the name that `preconditioner=` takes
 METHODS: dict[str, type[Preconditioner]] = {

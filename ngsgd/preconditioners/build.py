@@ -11,7 +11,7 @@ from torch import nn
 from ngsgd.config import PreconditionerConfig, unused_in
 from ngsgd.errors import ConfigError
 from ngsgd.preconditioners import METHODS
-from ngsgd.preconditioners.protocol import Preconditioner
+from ngsgd.preconditioners.base import Preconditioner
 from ngsgd.preconditioners.states import mean_state
 
 

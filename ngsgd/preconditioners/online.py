@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from ngsgd.errors import DivergenceError
+from ngsgd.ops import fisher_projection
 from ngsgd.ops import natural_gradient as ops
-from ngsgd.ops import rows
-from ngsgd.ops.panels import Panels
-from ngsgd.preconditioners.updates import UpdateQueue
+from ngsgd.ops.packed_gemm import Panels
+from ngsgd.preconditioners.update_queue import UpdateQueue
 
 _NNET3_FIRST_UPDATES = 11  # Kaldi's nnet3: calls 0 to 10 update, then 14, 18, .. for period 4
 _NNET2_FIRST_UPDATES = 10  # Kaldi's nnet2, the paper's code: calls 0 to 9, then 13, 17, ..
@@ -36,7 +36,7 @@ class Call(NamedTuple):
     num_rows: Tensor | float     # rows that count
     loss_scale: Tensor | float   # factor that the rows carry and the estimate must not
     W_RD: Tensor
-    met: rows.Met
+    met: fisher_projection.Met
 
     def preconditioned(self, scratch: Tensor | None = None) -> Preconditioned:
         """The rows [Xhat | one_hat], and their scale; in the memory of `scratch` where that is quicker than new memory."""
@@ -46,7 +46,7 @@ class Call(NamedTuple):
 
     def corrected(self, scratch: Tensor | None = None) -> tuple[Tensor | Panels, Tensor | None, Tensor | float]:
         """The same, with Xhat in panels where `begin` was given those."""
-        met = rows.corrected(self.met, self.X_ND, self.W_RD, self.one_N, scratch)
+        met = fisher_projection.corrected(self.met, self.X_ND, self.W_RD, self.one_N, scratch)
         assert met.Xhat_ND is not None and met.sum_sq_hat is not None
         return met.Xhat_ND, met.one_hat_N, self.scale(met.sum_sq_hat)
 
@@ -150,7 +150,7 @@ class OnlineNaturalGradient:
         if is_new:
             self._start(X_ND, one_N, num_rows, loss_scale)
         W_RD = self._matched(X_ND, dim).W_RD
-        met = rows.meet(X_ND, W_RD, one_N, scratch, corrects=corrects)
+        met = fisher_projection.meet(X_ND, W_RD, one_N, scratch, corrects=corrects)
         if self.on_nonfinite == "raise":
             self._raise_unless_finite(met.sum_sq, X_ND, dim)
         return Call(X_ND, one_N, num_rows, loss_scale, W_RD, met)
@@ -257,7 +257,7 @@ class OnlineNaturalGradient:
         """Whether the first rows of an estimate are finite, and of a dimension that has directions; no look without need."""
         if self.on_nonfinite == "skip" and dim == 1:
             return False
-        sum_sq = rows.sum_of_squares(X_ND, one_N)
+        sum_sq = fisher_projection.sum_of_squares(X_ND, one_N)
         if self.on_nonfinite == "raise":
             self._raise_unless_finite(sum_sq, X_ND, dim)
         return dim > 1 and math.isfinite(float(sum_sq))
@@ -284,10 +284,10 @@ class OnlineNaturalGradient:
         X64_ND, one64_N = X_ND.double(), None if one_N is None else one_N.double()
         dim = X_ND.shape[1] + (one_N is not None)
         rank = min(self.rank, dim - 1)
-        sum_sq = rows.sum_of_squares(X64_ND, one64_N)
+        sum_sq = fisher_projection.sum_of_squares(X64_ND, one64_N)
         self._state = ops.initial_state(dim, rank, self.smoothing, X64_ND)
         passes = UpdateQueue()
         for _ in range(3 if self.schedule == "nnet2" or float(num_rows) > rank else 1):
-            H_NR = rows.project(X64_ND, self._state.W_RD, one64_N)
+            H_NR = fisher_projection.project(X64_ND, self._state.W_RD, one64_N)
             J_RD = ops.project_back(X64_ND, H_NR, one64_N)
             passes.add(self, J_RD, ops.moment_products(J_RD, H_NR), (sum_sq, num_rows, loss_scale))

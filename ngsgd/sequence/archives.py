@@ -25,11 +25,11 @@ import torch
 from torch import Tensor
 
 from ngsgd.config import AugmentConfig
-from ngsgd.egs.examples import windows
-from ngsgd.egs.frames import FrameSet
-from ngsgd.egs.prefetch import ahead
-from ngsgd.egs.reader import EgsReader
-from ngsgd.egs.storage import ArrayFile, FormatError, write_arrays
+from ngsgd.data.examples import windows
+from ngsgd.data.frames import FrameSet
+from ngsgd.data.prefetch import ahead
+from ngsgd.data.reader import EgsReader
+from ngsgd.data.storage import ArrayFile, FormatError, write_arrays
 from ngsgd.errors import DamagedArchiveError, DataError
 from ngsgd.files import read_json, sealed, sha256, shared_directory, unsealed, write_text
 from ngsgd.schedules import Shard

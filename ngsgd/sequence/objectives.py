@@ -26,8 +26,8 @@ import torch
 from torch import Tensor, nn
 
 from ngsgd.config import ObjectiveConfig
+from ngsgd.sequence.forward_backward import expected_accuracy, log_path_sum
 from ngsgd.sequence.graph import StateGraph
-from ngsgd.sequence.path_sums import expected_accuracy, log_path_sum
 from ngsgd.sequence.transitions import Transitions
 
 _NO_PATH = -10.0        # objf per frame of a sequence that no path has the length of, as in Kaldi; it has no derivative

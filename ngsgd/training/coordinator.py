@@ -17,33 +17,33 @@ from typing import NamedTuple
 from torch import nn
 
 from ngsgd.config import ClusterConfig, FailureConfig, ObjectiveConfig, OuterConfig
-from ngsgd.egs.reader import EgsReader
+from ngsgd.data.reader import EgsReader
 from ngsgd.errors import DivergenceError, NgsgdError, RunInterrupted
-from ngsgd.models.staged import StagedModel, set_stage
-from ngsgd.models.stages import Stage, Stages
+from ngsgd.models.growing import StagedModel, set_stage
+from ngsgd.models.growth_stages import Stage, Stages
 from ngsgd.ops.averaging import pool_variances
 from ngsgd.optim.outer import OuterInfo, OuterOptimizer, make_rule
 from ngsgd.schedules import Schedule
-from ngsgd.training.acceptance import NOT_THE_BEST, Verdicts, best_alone, judge, too_few
-from ngsgd.training.checkpoint import Checkpoint, CheckpointStore
-from ngsgd.training.dealing import EqualShares
-from ngsgd.training.diagnostics import BackgroundDiagnostics
-from ngsgd.training.dispatch import Dispatcher, Round, StopSignal
-from ngsgd.training.flat import Layout, Mean, Vector
-from ngsgd.training.held_out_check import HeldOutCheck
+from ngsgd.training.diagnostics.deferred import PendingRecords
+from ngsgd.training.diagnostics.subset_scores import BackgroundDiagnostics
+from ngsgd.training.dispatcher import Dispatcher, Round, StopSignal
 from ngsgd.training.job import Fisher, Job, JobResult, ResultsLost, VectorRef
+from ngsgd.training.job_init import Starts
 from ngsgd.training.layer_rates import equalised
-from ngsgd.training.leases import Leases
-from ngsgd.training.ledger import Ledger
-from ngsgd.training.pending import PendingRecords
+from ngsgd.training.parameter_vector import Layout, Mean, Vector
+from ngsgd.training.partitioning import EqualShares
 from ngsgd.training.planning import Plan, Progress, next_plan
-from ngsgd.training.plausibility import disagrees
-from ngsgd.training.pools.pool import WorkerPool
 from ngsgd.training.records import Incident, JobRecord, OuterIterationRecord, SubsetScore
-from ngsgd.training.starts import Starts
+from ngsgd.training.storage.checkpoint import Checkpoint, CheckpointStore
+from ngsgd.training.storage.ledger import Ledger
 from ngsgd.training.tracking import Tracker
-from ngsgd.training.verify import is_finite
+from ngsgd.training.validation.acceptance import NOT_THE_BEST, Verdicts, best_alone, judge, too_few
+from ngsgd.training.validation.checksums import is_finite
+from ngsgd.training.validation.held_out_check import HeldOutCheck
+from ngsgd.training.validation.plausibility import disagrees
+from ngsgd.training.vector_refcount import Leases
 from ngsgd.training.worker import starting_point
+from ngsgd.training.worker_pool import WorkerPool
 
 _UNKNOWN = SubsetScore(math.nan, math.nan)  # until the diagnostics have ended
 

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from ngsgd.config import RunConfig
-from ngsgd.egs.reader import EgsReader
+from ngsgd.data.reader import EgsReader
 from ngsgd.schedules import Shard
 from ngsgd.sequence.archives import SequenceReader
 from ngsgd.sequence.objectives import Denominator
-from ngsgd.training.deltas import Deltas
-from ngsgd.training.flat import Vector
+from ngsgd.training.parameter_deltas import Deltas
+from ngsgd.training.parameter_vector import Vector
 
 
 class VectorRef(Protocol):
@@ -135,7 +135,7 @@ class JobResult:
     job: Job
     worker: int
     sent: VectorRef                # what is averaged: parameters or move, of the fragment that the job was told to send
-    digest: int                    # of `sent`, made by the worker (`ngsgd.training.verify`)
+    digest: int                    # of `sent`, made by the worker (`ngsgd.training.validation.checksums`)
     num_frames: int
     num_minibatches: int
     objf: float                    # mean per frame while training

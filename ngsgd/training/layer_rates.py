@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from ngsgd.training.flat import Layout, Vector
+from ngsgd.training.parameter_vector import Layout, Vector
 
 _MAX_STEP = 4.0  # that a factor changes by in one outer iteration; a layer that hardly moved once must not run away
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ngsgd.config import ObjectiveConfig
-from ngsgd.egs.reader import Minibatch
+from ngsgd.data.reader import Minibatch
 from ngsgd.errors import ConfigError
 from ngsgd.sequence.archives import SequenceMinibatch
 from ngsgd.sequence.objectives import Denominator, SequenceObjective

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 from ngsgd.config import RunConfig
-from ngsgd.egs.reader import EgsReader
-from ngsgd.models.stages import Stages
+from ngsgd.data.reader import EgsReader
+from ngsgd.models.growth_stages import Stages
 from ngsgd.schedules import OuterIteration, Schedule
 from ngsgd.sequence.archives import SequenceReader
-from ngsgd.training.dealing import EqualShares, Work
 from ngsgd.training.job import Piece
+from ngsgd.training.partitioning import EqualShares, Work
 
 
 @dataclass(frozen=True)

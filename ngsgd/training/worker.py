@@ -17,25 +17,25 @@ import torch
 from torch import Tensor, nn
 
 from ngsgd.config import OptimizerConfig, RunConfig
-from ngsgd.egs.reader import Minibatch
+from ngsgd.data.reader import Minibatch
 from ngsgd.errors import ConfigError
+from ngsgd.models.growing import network_at
 from ngsgd.models.layer_options import layer_options
-from ngsgd.models.staged import network_at
 from ngsgd.models.statistics import model_for
 from ngsgd.optim import NGSGD, SGD
 from ngsgd.optim.inspection import figures
 from ngsgd.optim.rules import backstitch_step, shrink
+from ngsgd.preconditioners.base import Preconditioner
 from ngsgd.preconditioners.build import make_preconditioner
-from ngsgd.preconditioners.protocol import Preconditioner
 from ngsgd.schedules import DropoutSchedule
 from ngsgd.sequence.archives import SequenceMinibatch
-from ngsgd.training.deltas import NO_LIMITS, Deltas, PartOfStart, change_limits, measure
-from ngsgd.training.flat import Layout, Pieces, Vector
 from ngsgd.training.job import Fisher, Held, Job, JobResult, Piece, Start, WorkerSpec
 from ngsgd.training.objective import make_objective, on_device
+from ngsgd.training.parameter_deltas import NO_LIMITS, Deltas, PartOfStart, change_limits, measure
+from ngsgd.training.parameter_vector import Layout, Pieces, Vector
 from ngsgd.training.planning import stages_of
-from ngsgd.training.plausibility import impossible
-from ngsgd.training.verify import digest, not_finite
+from ngsgd.training.validation.checksums import digest, not_finite
+from ngsgd.training.validation.plausibility import impossible
 
 Place = Callable[[int], Vector]  # memory for so many elements
 _GPU_PREFETCH = 4  # minibatches

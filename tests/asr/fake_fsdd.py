@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ngsgd.asr.fsdd_segments import Segment
+from ngsgd.asr.corpora.fsdd.segments import Segment
 from ngsgd.asr.utterance import num_frames
 
 SPEAKERS = ("george", "jackson", "nicolas", "theo")

@@ -5,9 +5,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ngsgd.asr import an4, graphs
-from ngsgd.asr.corpus import check_source, prepare
-from ngsgd.asr.held_out import hold_out
+from ngsgd.asr.corpora import an4
+from ngsgd.asr.corpora.corpus import check_source, prepare
+from ngsgd.asr.corpora.held_out import hold_out
+from ngsgd.asr.lang import graphs
 from ngsgd.asr.utterance import FramedUtterance, unaligned
 from ngsgd.config import DataConfig, DecodeConfig, FeatureConfig
 from ngsgd.errors import DataError
@@ -90,7 +91,7 @@ def test_features_are_normalised_over_each_speaker(source: Path, tmp_path: Path)
 
 def test_both_graphs_are_there_after_loading_from_the_cache(source: Path, tmp_path: Path) -> None:
     pytest.importorskip("kaldilm")
-    from ngsgd.asr.evaluation import build_graph
+    from ngsgd.asr.decode.evaluation import build_graph
 
     for _ in range(2):
         language = prepare(DataConfig(corpus="an4", source=str(source)), FEATURES, tmp_path / "cache", silent).language

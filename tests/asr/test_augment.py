@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ngsgd.asr import augment, corpus, noise
-from ngsgd.asr.fsdd_segments import load_catalogue
+from ngsgd.asr.corpora import corpus
+from ngsgd.asr.corpora.fsdd.segments import load_catalogue
+from ngsgd.asr.features import augment, noise
 from ngsgd.asr.utterance import SAMPLE_RATE_HZ, Utterance, num_frames
 from ngsgd.config import AugmentConfig, DataConfig, FeatureConfig, RunConfig, check
 from ngsgd.errors import DataError

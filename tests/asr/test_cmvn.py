@@ -7,8 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ngsgd.asr import cmvn, speech_set
-from ngsgd.asr.cmvn import Heard, OnlineMean
+from ngsgd.asr import speech_set
+from ngsgd.asr.features import cmvn
+from ngsgd.asr.features.cmvn import Heard, OnlineMean
 from ngsgd.asr.utterance import FramedUtterance
 from ngsgd.config import FeatureConfig
 from ngsgd.errors import DataError

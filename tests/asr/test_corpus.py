@@ -6,15 +6,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ngsgd.asr import cache, corpus, digits, speech_set
-from ngsgd.asr.corpus import check_source, prepare
-from ngsgd.asr.fsdd_segments import load_catalogue
+from ngsgd.asr import speech_set
+from ngsgd.asr.corpora import cache, corpus
+from ngsgd.asr.corpora.corpus import check_source, prepare
+from ngsgd.asr.corpora.digits import utterances
+from ngsgd.asr.corpora.fsdd.segments import load_catalogue
 from ngsgd.asr.utterance import Utterance
 from ngsgd.config import DataConfig, FeatureConfig
 from ngsgd.errors import DataError
 from ngsgd.files import DIGEST
 from tests.asr.fake_fsdd import FakeFsdd
-from tests.egs.test_index_digests import changed_leaves
+from tests.data.test_index_digests import changed_leaves
 
 pytest.importorskip("kaldi_native_fbank")
 
@@ -176,7 +178,7 @@ def test_shards_that_wait_are_not_spoken_after_an_error(monkeypatch: pytest.Monk
         started.append(seed)
         raise DataError("no voice")
 
-    monkeypatch.setattr(digits, "make_shard", fail)
+    monkeypatch.setattr(utterances, "make_shard", fail)
     with pytest.raises(DataError, match="no voice"):
-        list(digits.utterances("train", DataConfig(), minutes=100, num_at_once=1))
+        list(utterances.utterances("train", DataConfig(), minutes=100, num_at_once=1))
     assert len(started) < 5  # of about 75

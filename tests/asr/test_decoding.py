@@ -1,11 +1,12 @@
 import numpy as np
 import pytest
 
-from ngsgd.asr import decoding, graphs
-from ngsgd.asr.digit_labels import TOPOLOGY
-from ngsgd.asr.graphs import Graph
-from ngsgd.asr.language import Language
-from ngsgd.asr.topology import SILENCE_PDF, Topology
+from ngsgd.asr.corpora.digits.labels import TOPOLOGY
+from ngsgd.asr.decode import decoding
+from ngsgd.asr.lang import graphs
+from ngsgd.asr.lang.graphs import Graph
+from ngsgd.asr.lang.language import Language
+from ngsgd.asr.lang.topology import SILENCE_PDF, Topology
 from tests.reference import viterbi
 
 pytest.importorskip("kaldi_decoder")

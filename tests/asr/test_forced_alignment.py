@@ -6,16 +6,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ngsgd.asr import forced_alignment, gaussians, graphs
-from ngsgd.asr.corpus import Corpus
-from ngsgd.asr.forced_alignment import States
-from ngsgd.asr.gaussians import Axes, Gaussians
-from ngsgd.asr.language import GivenGraph, Language
+from ngsgd.asr.align import forced_alignment, gaussians
+from ngsgd.asr.align.forced_alignment import States
+from ngsgd.asr.align.gaussians import Axes, Gaussians
+from ngsgd.asr.corpora.corpus import Corpus
+from ngsgd.asr.lang import graphs
+from ngsgd.asr.lang.language import GivenGraph, Language
+from ngsgd.asr.lang.topology import Topology
 from ngsgd.asr.speech_set import SpeechSet
-from ngsgd.asr.topology import Topology
 from ngsgd.asr.utterance import unaligned
 from ngsgd.config import AlignConfig
-from ngsgd.egs.frames import FrameSet
+from ngsgd.data.frames import FrameSet
 from ngsgd.errors import DataError
 from tests.reference import gaussians as reference
 

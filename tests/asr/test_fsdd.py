@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ngsgd.asr import fsdd, fsdd_source
-from ngsgd.asr.fsdd_segments import Segment, load_catalogue, split
-from ngsgd.asr.topology import SILENCE_PDF
+from ngsgd.asr.corpora.fsdd import recordings, source
+from ngsgd.asr.corpora.fsdd.segments import Segment, load_catalogue, split
+from ngsgd.asr.lang.topology import SILENCE_PDF
 from ngsgd.asr.utterance import FRAME_SHIFT, num_frames
 from ngsgd.config import DataConfig
 from ngsgd.errors import DataError
@@ -27,18 +27,18 @@ def fake(tmp_path: Path) -> FakeFsdd:
     return FakeFsdd(tmp_path)
 
 
-def pool_of(fake: FakeFsdd, part: str, kind: str = "speaker") -> fsdd.Pool:
+def pool_of(fake: FakeFsdd, part: str, kind: str = "speaker") -> recordings.Pool:
     catalogue = load_catalogue(fake.shipped)
-    samples = fsdd_source.read_recordings(fake.recordings, catalogue.segments)
+    samples = source.read_recordings(fake.recordings, catalogue.segments)
     sets = split(catalogue.segments, kind)
-    return fsdd.Pool(segments=sets[part], babble=sets["train"], samples=samples, pdf_T=catalogue.pdf_T)
+    return recordings.Pool(segments=sets[part], babble=sets["train"], samples=samples, pdf_T=catalogue.pdf_T)
 
 
 def test_babble_is_of_training_recordings_and_never_of_the_speaker_of_the_string(fake: FakeFsdd) -> None:
     pool = pool_of(fake, "test")
     allowed = {segment.utt_id for segment in pool.babble if segment.speaker != "theo"}
     poisoned = {utt_id: samples if utt_id in allowed else np.full(len(samples), np.nan) for utt_id, samples in pool.samples.items()}
-    background = fsdd._background("babble", 4000, replace(pool, samples=poisoned), "theo", np.random.default_rng(0))
+    background = recordings._background("babble", 4000, replace(pool, samples=poisoned), "theo", np.random.default_rng(0))
     assert np.isfinite(background).all()
 
 
@@ -100,7 +100,7 @@ def test_alignment_of_other_audio_is_refused(fake: FakeFsdd) -> None:
 
 def test_strings_are_made_of_the_sets_own_recordings_of_one_speaker(fake: FakeFsdd) -> None:
     pool = pool_of(fake, "test")
-    for utterance in fsdd.utterances("test", NOISELESS, pool, minutes=0.5):
+    for utterance in recordings.utterances("test", NOISELESS, pool, minutes=0.5):
         assert utterance.speaker in ("george", "nicolas")
         assert 3 <= len(utterance.words) <= 7
         assert len(utterance.pdf_T) == num_frames(len(utterance.samples))
@@ -108,7 +108,7 @@ def test_strings_are_made_of_the_sets_own_recordings_of_one_speaker(fake: FakeFs
 
 def test_each_recording_is_used_once_before_any_is_used_again(fake: FakeFsdd) -> None:
     pool = pool_of(fake, "train")
-    deck = fsdd._deck(pool, "theo", np.random.default_rng(0))
+    deck = recordings._deck(pool, "theo", np.random.default_rng(0))
     own = [segment for segment in pool.segments if segment.speaker == "theo"]
     assert sorted(s.utt_id for s in (next(deck) for _ in own)) == [s.utt_id for s in own]
 
@@ -117,8 +117,8 @@ def test_labels_stand_where_their_recordings_stand(fake: FakeFsdd) -> None:
     """The string's frames carry the labels that the recordings' own frames carry, at most half a frame away."""
     pool = pool_of(fake, "train")
     segments = pool.segments[:4]
-    string = fsdd._splice("u", segments, pool, NOISELESS, np.random.default_rng(3))
-    starts, _ = fsdd._lay_out(segments, np.random.default_rng(3))  # the same draws as in _splice
+    string = recordings._splice("u", segments, pool, NOISELESS, np.random.default_rng(3))
+    starts, _ = recordings._lay_out(segments, np.random.default_rng(3))  # the same draws as in _splice
     speech_T = np.full(len(string.pdf_T), SILENCE_PDF)
     for start, segment in zip(starts, segments, strict=True):
         for t, pdf in enumerate(pool.pdf_T[segment.utt_id]):
@@ -138,7 +138,7 @@ def test_labels_stand_where_their_recordings_stand(fake: FakeFsdd) -> None:
 
 def test_strings_are_the_same_in_every_run_and_differ_with_the_seed(fake: FakeFsdd) -> None:
     pool = pool_of(fake, "train")
-    runs = [list(fsdd.utterances("train", replace(NOISELESS, seed=seed), pool, minutes=0.3)) for seed in (0, 0, 1)]
+    runs = [list(recordings.utterances("train", replace(NOISELESS, seed=seed), pool, minutes=0.3)) for seed in (0, 0, 1)]
     audio = [hashlib.sha256(b"".join(u.samples.tobytes() for u in run)).hexdigest() for run in runs]
     assert audio[0] == audio[1] != audio[2]
 
@@ -150,11 +150,11 @@ def test_strings_are_the_same_in_every_run_and_differ_with_the_seed(fake: FakeFs
 def test_every_form_of_source_gives_the_same_recordings(fake: FakeFsdd, tmp_path: Path, form: str) -> None:
     other = tmp_path / "other"
     other.mkdir()
-    source = {
+    place = {
         "folder": fake.source, "recordings": fake.recordings,
         "archive": fake.pack(tmp_path / "any-name.tgz"), "folder with archive": fake.pack(other / "recordings.tar.gz").parent,
     }[form]
-    samples = fsdd_source.read_recordings(fsdd_source.locate(str(source)), fake.segments)
+    samples = source.read_recordings(source.locate(str(place)), fake.segments)
     for segment in fake.segments:
         assert hashlib.sha256(samples[segment.utt_id].tobytes()).hexdigest()[:16] == segment.sha256_pcm
 
@@ -202,17 +202,17 @@ def make_8_bit(path: Path) -> None:
 def test_damaged_recording_is_named(fake: FakeFsdd, damage: Callable[[Path], Any], sentence: str) -> None:
     damage(fake.recordings / "1_theo_3.wav")
     with pytest.raises(DataError, match=sentence):
-        fsdd_source.read_recordings(fake.recordings, fake.segments)
+        source.read_recordings(fake.recordings, fake.segments)
 
 
 def test_wrong_path_is_named() -> None:
     with pytest.raises(DataError, match=r"data\.source is /no/such/place, which does not exist"):
-        fsdd_source.locate("/no/such/place")
+        source.locate("/no/such/place")
 
 
 def test_folder_without_recordings_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="neither wav files, nor a folder recordings, nor one of"):
-        fsdd_source.locate(str(tmp_path))
+        source.locate(str(tmp_path))
 
 
 @pytest.mark.parametrize("kept_share", [0.0, 0.3, 0.9])
@@ -221,7 +221,7 @@ def test_damaged_archive_is_named(fake: FakeFsdd, tmp_path: Path, kept_share: fl
     content = archive.read_bytes()
     archive.write_bytes(content[:int(len(content) * kept_share)])
     with pytest.raises(DataError, match=r"fsdd\.tar\.gz is damaged"):
-        fsdd_source.read_recordings(archive, fake.segments)
+        source.read_recordings(archive, fake.segments)
 
 
 class Answer(io.BytesIO):
@@ -242,9 +242,9 @@ def test_download_is_kept_and_not_repeated(fake: FakeFsdd, tmp_path: Path, monke
 
     monkeypatch.setattr("urllib.request.urlopen", urlopen)
     for _ in range(2):
-        archive = fsdd_source.download(tmp_path / "downloads", lambda _: None)
-    assert asked == [fsdd_source.URL]
-    assert len(fsdd_source.read_recordings(archive, fake.segments)) == len(fake.segments)
+        archive = source.download(tmp_path / "downloads", lambda _: None)
+    assert asked == [source.URL]
+    assert len(source.read_recordings(archive, fake.segments)) == len(fake.segments)
 
 
 def broken_off(url: str, timeout: float) -> Answer:
@@ -261,12 +261,12 @@ def test_failed_download_leaves_nothing_and_says_what_to_do(
 ) -> None:
     monkeypatch.setattr("urllib.request.urlopen", urlopen)
     with pytest.raises(DataError, match=rf"could not be downloaded.*{reason}.*data\.source"):
-        fsdd_source.download(tmp_path / "downloads", lambda _: None)
+        source.download(tmp_path / "downloads", lambda _: None)
     assert list((tmp_path / "downloads").iterdir()) == []
 
 
 @pytest.mark.skipif(not REAL.exists(), reason="needs the public recordings in ../shared/data/fsdd")
 def test_public_recordings_all_have_the_content_in_the_shipped_list() -> None:
     segments: tuple[Segment, ...] = load_catalogue().segments
-    samples = fsdd_source.read_recordings(fsdd_source.locate(str(REAL)), segments)
+    samples = source.read_recordings(source.locate(str(REAL)), segments)
     assert all(len(samples[segment.utt_id]) == segment.num_samples for segment in segments)

@@ -6,9 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ngsgd.asr import decoding, graphs, openfst
-from ngsgd.asr.language import GivenGraph, Language
-from ngsgd.asr.topology import Topology
+from ngsgd.asr.decode import decoding
+from ngsgd.asr.lang import graphs, openfst
+from ngsgd.asr.lang.language import GivenGraph, Language
+from ngsgd.asr.lang.topology import Topology
 from ngsgd.errors import DataError
 from tests.reference import graph_search
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from ngsgd.asr import cmvn, speech_set
+from ngsgd.asr import speech_set
+from ngsgd.asr.features import cmvn
 from ngsgd.asr.ivectors import extractor as extractors
 from ngsgd.asr.ivectors import model as files
 from ngsgd.asr.ivectors import ubm

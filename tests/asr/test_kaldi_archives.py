@@ -10,8 +10,8 @@ import kaldiio
 import numpy as np
 import pytest
 
-from ngsgd.asr import cmvn
-from ngsgd.asr.kaldi_tables import (
+from ngsgd.asr.features import cmvn
+from ngsgd.asr.kaldi_io.tables import (
     Entry,
     read_ark,
     read_int_vectors,

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from ngsgd.asr import unpacking
-from ngsgd.asr.kaldi_tables import Entry, read_ark, read_int_vectors, read_matrix, write_int_vectors, write_matrices
-from ngsgd.egs.kaldi_objects import KaldiFormatError, Place, open_source, parse_place, read_archive
+from ngsgd.asr.kaldi_io.tables import Entry, read_ark, read_int_vectors, read_matrix, write_int_vectors, write_matrices
+from ngsgd.data.kaldi_objects import KaldiFormatError, Place, open_source, parse_place, read_archive
 from ngsgd.errors import DataError
 
 Arrays = dict[str, np.ndarray[Any, Any]]

@@ -23,18 +23,20 @@ import kaldiio
 import numpy as np
 import pytest
 
-from launcher import compose, tuned_file
 from ngsgd import files
-from ngsgd.asr import alignments, cache, fsdd_source, graphs, own_data
+from ngsgd.asr.corpora import alignments, cache, custom
+from ngsgd.asr.corpora.fsdd import source
 from ngsgd.asr.ivectors import model as extractor_file
-from ngsgd.asr.kaldi_tables import write_matrices
-from ngsgd.asr.language import Language
-from ngsgd.asr.lexicon import read as read_lexicon
+from ngsgd.asr.kaldi_io.tables import write_matrices
+from ngsgd.asr.lang import graphs
+from ngsgd.asr.lang.language import Language
+from ngsgd.asr.lang.lexicon import read as read_lexicon
 from ngsgd.config import AugmentConfig, DataConfig, EgsConfig, FeatureConfig, IvectorConfig, RunConfig
-from ngsgd.egs.archives import prepare_archives
-from ngsgd.egs.nnet3_examples import read_nnet3_examples
-from ngsgd.egs.reader import EgsReader
+from ngsgd.data.archives import prepare_archives
+from ngsgd.data.nnet3_examples import read_nnet3_examples
+from ngsgd.data.reader import EgsReader
 from ngsgd.errors import NgsgdError
+from ngsgd.launcher.config import compose, tuned_file
 from ngsgd.models.nnet3.binary import model_from_bytes, vector_from_bytes
 from ngsgd.models.nnet3.network import rebuild
 from ngsgd.schedules import Shard
@@ -99,13 +101,13 @@ def config(folder: Path, **settings: Any) -> DataConfig:
 
 
 def read_audio(folder: Path) -> object:
-    own_data.fingerprint(config(folder), FEATURES)
-    return own_data.make(config(folder), FEATURES, AugmentConfig())
+    custom.fingerprint(config(folder), FEATURES)
+    return custom.make(config(folder), FEATURES, AugmentConfig())
 
 
 def read_features(folder: Path) -> object:
-    own_data.fingerprint(config(folder), GIVEN)
-    return own_data.make(config(folder), GIVEN, AugmentConfig())
+    custom.fingerprint(config(folder), GIVEN)
+    return custom.make(config(folder), GIVEN, AugmentConfig())
 
 
 def read_arpa(folder: Path) -> object:
@@ -193,7 +195,7 @@ def lhotse(kind: str) -> Callable[[Path, bytes], None]:
 
 
 def read_lhotse(folder: Path) -> object:
-    return own_data.make(config(folder, corpus="lhotse"), FEATURES, AugmentConfig())
+    return custom.make(config(folder, corpus="lhotse"), FEATURES, AugmentConfig())
 
 
 def in_tar(folder: Path, payload: bytes) -> None:
@@ -224,7 +226,7 @@ def read_priors(folder: Path) -> object:
 
 
 def read_words(folder: Path) -> object:
-    return own_data.make(config(folder, graph=str(folder / "graph")), FEATURES, AugmentConfig())
+    return custom.make(config(folder, graph=str(folder / "graph")), FEATURES, AugmentConfig())
 
 
 def load_corpus(folder: Path) -> object:
@@ -237,7 +239,7 @@ def load_corpus(folder: Path) -> object:
 def read_words_language(folder: Path) -> Language:
     (folder / "graph/words.txt").write_text("<eps> 0\nNO 1\nYES 2\n")
     (folder / "graph/tid2pdf").write_text("1 0\n2 1\n")
-    return own_data.make(config(folder, graph=str(folder / "graph")), FEATURES, AugmentConfig())[1]
+    return custom.make(config(folder, graph=str(folder / "graph")), FEATURES, AugmentConfig())[1]
 
 
 FORMATS = {
@@ -277,8 +279,8 @@ FORMATS = {
     "lhotse file": Format(lhotse("file"), read_lhotse),
     "lhotse command": Format(lhotse("command"), read_lhotse),
     "lhotse manifest": Format(content("mine/train/recordings.jsonl"), read_lhotse),
-    "tar of recordings": Format(in_tar, lambda folder: dict(fsdd_source.wav_files(folder / "a.tar.gz"))),
-    "zip of recordings": Format(in_zip, lambda folder: dict(fsdd_source.wav_files(folder / "a.zip"))),
+    "tar of recordings": Format(in_tar, lambda folder: dict(source.wav_files(folder / "a.tar.gz"))),
+    "zip of recordings": Format(in_zip, lambda folder: dict(source.wav_files(folder / "a.zip"))),
     "config.yaml": Format(content("config.yaml"), lambda folder: compose.from_yaml(folder / "config.yaml")),
     "config.yaml, a setting": Format(content("config.yaml", b"name: "), lambda folder: compose.from_yaml(folder / "config.yaml")),
     "tuned.yaml": Format(content("tuned.yaml"), lambda folder: tuned_file.expanded([f"tuned={folder / 'tuned.yaml'}"])),
@@ -290,7 +292,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Data directories with audio and features, a prepared corpus, and examples."""
     folder = tmp_path_factory.mktemp("data")
     write_data(folder / "mine", num_utterances=4)
-    sets, language = own_data.make(config(folder), FEATURES, AugmentConfig())
+    sets, language = custom.make(config(folder), FEATURES, AugmentConfig())
     cache.store(folder / "corpus", sets, language, made_from={})
     for name, speech in sets.items():
         (folder / "mine" / name / "segments").write_text("".join(f"{one} {one} 0 0.5\n" for one in speech.frames.utt_ids))

@@ -3,14 +3,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ngsgd.asr import scoring
-from ngsgd.asr.evaluation import tune_and_decode
-from ngsgd.asr.language import Language
-from ngsgd.asr.scoring import WordErrors
+from ngsgd.asr.decode import scoring
+from ngsgd.asr.decode.evaluation import tune_and_decode
+from ngsgd.asr.decode.scoring import WordErrors
+from ngsgd.asr.lang.language import Language
+from ngsgd.asr.lang.topology import Topology
 from ngsgd.asr.speech_set import SpeechSet
-from ngsgd.asr.topology import Topology
 from ngsgd.config import DecodeConfig
-from ngsgd.egs.frames import FrameSet
+from ngsgd.data.frames import FrameSet
 from ngsgd.errors import DataError
 from tests.asr.test_decoding import SMALL, spell
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ngsgd.asr import decoding, graphs
-from ngsgd.asr.digit_labels import TOPOLOGY
-from ngsgd.asr.language import Language
-from ngsgd.asr.streaming import Search, StreamingDecoder
-from ngsgd.egs.archives import spliced_utterances
-from ngsgd.egs.frames import FrameSet, Side
+from ngsgd.asr.corpora.digits.labels import TOPOLOGY
+from ngsgd.asr.decode import decoding
+from ngsgd.asr.decode.streaming import Search, StreamingDecoder
+from ngsgd.asr.lang import graphs
+from ngsgd.asr.lang.language import Language
+from ngsgd.data.archives import spliced_utterances
+from ngsgd.data.frames import FrameSet, Side
 
 LEFT, RIGHT, DIM = 4, 3, 6
 GRAPH = graphs.with_word_penalty(graphs.build(Language(TOPOLOGY), silence_prob=0.0), 1.5)

@@ -16,7 +16,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ngsgd.asr import alignments, fsdd_source, manifests, unpacking
+from ngsgd.asr import unpacking
+from ngsgd.asr.corpora import alignments, manifests
+from ngsgd.asr.corpora.fsdd import source
 from ngsgd.errors import DataError
 
 ZEROS = 1 << 22
@@ -86,7 +88,7 @@ def make_fifo(path: Path) -> None:
 def test_bombs_and_damage_are_named(tmp_path: Path, make: Callable[[Path], None]) -> None:
     make(tmp_path / "recordings")
     with pytest.raises(DataError, match="recordings"):
-        list(fsdd_source.wav_files(tmp_path / "recordings"))
+        list(source.wav_files(tmp_path / "recordings"))
 
 
 def test_links_in_a_tar_are_skipped(tmp_path: Path) -> None:
@@ -94,13 +96,13 @@ def test_links_in_a_tar_are_skipped(tmp_path: Path) -> None:
            member("passwd.wav", 0, tarfile.SYMTYPE, "/etc/passwd"), member("loop.wav", 0, tarfile.SYMTYPE, "loop.wav"),
            member("one.wav", 0, tarfile.LNKTYPE, "two.wav"), member("two.wav", 0, tarfile.LNKTYPE, "one.wav"),
            member("tty.wav", 0, tarfile.CHRTYPE), member("pipe.wav", 0, tarfile.FIFOTYPE), mode="w")
-    assert list(fsdd_source.wav_files(tmp_path / "a.tar")) == [("good.wav", b"\0" * 100)]
+    assert list(source.wav_files(tmp_path / "a.tar")) == [("good.wav", b"\0" * 100)]
 
 
 def test_a_fifo_among_recordings_is_named(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "a.wav")
     with pytest.raises(DataError, match=r"a\.wav"):
-        list(fsdd_source.wav_files(tmp_path))
+        list(source.wav_files(tmp_path))
 
 
 def lhotse(folder: Path, line: str) -> None:

@@ -11,15 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher.stop import SignalStop, signals_to
+from ngsgd.cluster.process_pool import ProcessPool
+from ngsgd.cluster.worker_process import MakeWorker
 from ngsgd.config import RunConfig
 from ngsgd.errors import RunInterrupted
+from ngsgd.launcher.signals import SignalStop, signals_to
 from ngsgd.optim.outer import OuterOptimizer
-from ngsgd.training.checkpoint import CheckpointStore
-from ngsgd.training.dispatch import Dispatcher
-from ngsgd.training.ledger import Ledger
-from ngsgd.training.pools.process_pool import ProcessPool
-from ngsgd.training.pools.worker_process import MakeWorker
+from ngsgd.training.dispatcher import Dispatcher
+from ngsgd.training.storage.checkpoint import CheckpointStore
+from ngsgd.training.storage.ledger import Ledger
 from ngsgd.training.worker import Worker
 from tests.chaos.faults import Fault
 from tests.chaos.invariants import TAG

@@ -16,13 +16,13 @@ from unittest.mock import patch
 
 import numpy as np
 
-from launcher import compose
-from launcher.train import train
 from ngsgd.files import read_json_lines
-from ngsgd.training.flat import Vector
-from ngsgd.training.held_out_check import HeldOutCheck
+from ngsgd.launcher.commands.train import train
+from ngsgd.launcher.config import compose
 from ngsgd.training.job import Job, JobResult, WorkerSpec
+from ngsgd.training.parameter_vector import Vector
 from ngsgd.training.planning import schedule_of
+from ngsgd.training.validation.held_out_check import HeldOutCheck
 from ngsgd.training.worker import Worker
 
 SMALL = [
@@ -90,7 +90,7 @@ def main() -> int:
     arguments = parser.parse_args()
     settings = [*SMALL, *arguments.overrides]
     with (_without_checks() if arguments.without_checks else contextlib.ExitStack(),
-          patch("ngsgd.training.pools.pool.Worker", _Damaging)):
+          patch("ngsgd.cluster.pool.Worker", _Damaging)):
         for _Damaging.name in arguments.only:
             report = train(compose.compose(settings), quiet=True)
             events = read_json_lines(Path(report.files["events"]))

@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from ngsgd.training.exchange.shared_memory import SharedRef
-from ngsgd.training.flat import Vector
+from ngsgd.cluster.exchange.shared_memory import SharedRef
+from ngsgd.cluster.messages import Messages, _framed
 from ngsgd.training.job import Held, Job, JobFailure, JobResult, WorkerSpec
-from ngsgd.training.pools.messages import Messages, _framed
-from ngsgd.training.verify import digest, not_finite
+from ngsgd.training.parameter_vector import Vector
+from ngsgd.training.validation.checksums import digest, not_finite
 from ngsgd.training.worker import Place, Worker, never, np_empty
 
 SLOW_S = 0.15   # at a point where no minibatch could be drawn out

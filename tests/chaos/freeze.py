@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ngsgd.files import read_json_lines
-from ngsgd.training.audit import audit
+from ngsgd.training.storage.audit import audit
 from tests.chaos.invariants import TAG, tagged
 from tests.integration.service import Service, events, final_hash
 

@@ -19,8 +19,8 @@ import psutil
 from ngsgd.files import read_json_lines
 from ngsgd.models import build_model
 from ngsgd.optim.outer import OuterInfo, OuterOptimizer, make_rule
-from ngsgd.training.audit import audit, read
-from ngsgd.training.flat import Vector
+from ngsgd.training.parameter_vector import Vector
+from ngsgd.training.storage.audit import audit, read
 from tests.toy import Run
 
 TAG = "NGSGD_CHAOS"     # environment variable that marks programs started by a case, and with them all their children

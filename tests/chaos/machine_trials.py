@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from ngsgd.cluster.fork_server import _process_id
 from ngsgd.config import FailureConfig, RunConfig
 from ngsgd.files import read_json_lines
 from ngsgd.training.job import Job, WorkerSpec
-from ngsgd.training.pools.fork_server import _process_id
 from ngsgd.training.worker import Worker
 from tests.chaos import trials
 from tests.chaos.cases import Case, Seen

@@ -24,9 +24,9 @@ import psutil
 
 from ngsgd.config import ClusterConfig, RunConfig
 from ngsgd.errors import NgsgdError
-from ngsgd.training.audit import audit
-from ngsgd.training.flat import Vector
 from ngsgd.training.job import Job, VectorRef
+from ngsgd.training.parameter_vector import Vector
+from ngsgd.training.storage.audit import audit
 from tests.chaos.cases import Case, Seen
 from tests.chaos.faults import Fault
 from tests.chaos.invariants import TAG, Surroundings
@@ -97,7 +97,7 @@ def _main() -> None:
 
 
 def _train(when: str, how: str, folder: Path, cluster: Any) -> None:
-    from launcher.ray_pool import RayPool
+    from ngsgd.launcher.ray.pool import RayPool
     run = Run(_made(folder / "run"), _config(cluster.address))
     ways: dict[str, Callable[[RayPool], None]] = {
         "kill raylet": _kill_raylet, "object store full": _fill_store, "head restart": lambda pool: _restart_head(cluster)}

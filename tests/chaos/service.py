@@ -15,7 +15,7 @@ import time
 import uuid
 from pathlib import Path
 
-from ngsgd.training.audit import audit
+from ngsgd.training.storage.audit import audit
 from tests.chaos.cases import Case, Seen
 from tests.chaos.faults import Fault
 from tests.chaos.invariants import TAG, Surroundings
@@ -69,7 +69,8 @@ def _whole_run() -> tuple[Service, Path, object]:
 
 def _main() -> None:
     when, how, mark = sys.argv[1:4]
-    from launcher import cli, train
+    from ngsgd.launcher import cli
+    from ngsgd.launcher.commands import train
     from tests.chaos.coordinator import break_coordinator, strike_before
     fault = Fault(when, how, mark)
     break_coordinator(fault)

@@ -26,13 +26,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ngsgd.cluster.process_pool import ProcessPool
 from ngsgd.config import ClusterConfig, FailureConfig, RunConfig
 from ngsgd.errors import NgsgdError, RunInterrupted
 from ngsgd.files import read_json_lines
-from ngsgd.training.audit import audit
 from ngsgd.training.job import WorkerSpec
-from ngsgd.training.pools.process_pool import ProcessPool
 from ngsgd.training.records import OuterIterationRecord
+from ngsgd.training.storage.audit import audit
 from ngsgd.training.worker import Worker
 from tests.chaos.invariants import Surroundings, final_hash
 from tests.toy import Recorder, Run, config

@@ -13,7 +13,7 @@ from typing import Any
 from unittest import mock
 
 from ngsgd import files
-from ngsgd.training import checkpoint
+from ngsgd.training.storage import checkpoint
 
 SLOW_S = 1.0
 class PowerCut(BaseException):

@@ -18,16 +18,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ngsgd.cluster.messages import Messages
+from ngsgd.cluster.process_pool import ProcessPool
 from ngsgd.config import ClusterConfig, FailureConfig
 from ngsgd.errors import ClusterError
 from ngsgd.files import read_json_lines
 from ngsgd.ops.averaging import weighted_mean
-from ngsgd.training.audit import audit
-from ngsgd.training.flat import Layout
 from ngsgd.training.job import Job, JobResult, Outcome, Piece, Start, WorkerSpec
-from ngsgd.training.ledger import Ledger
-from ngsgd.training.pools.messages import Messages
-from ngsgd.training.pools.process_pool import ProcessPool
+from ngsgd.training.parameter_vector import Layout
+from ngsgd.training.storage.audit import audit
+from ngsgd.training.storage.ledger import Ledger
 from ngsgd.training.worker import Place, Worker, never, np_empty, resolve_threads
 from tests.chaos.coordinator import Ordeal
 from tests.chaos.faults import Breaks, Fault

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import numpy as np
 
-from ngsgd.training.flat import Vector
+from ngsgd.cluster.process_pool import ProcessPool
+from ngsgd.cluster.worker_process import MakeWorker
 from ngsgd.training.job import Job, JobResult, Outcome
-from ngsgd.training.pools.process_pool import ProcessPool
-from ngsgd.training.pools.worker_process import MakeWorker
+from ngsgd.training.parameter_vector import Vector
 from ngsgd.training.worker import Worker
 from tests.chaos.faults import Fault
 from tests.toy import Run

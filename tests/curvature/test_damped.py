@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from ngsgd.curvature import Kronecker, collect
-from ngsgd.curvature.damped import damped_direction
-from ngsgd.curvature.noise import gradient_noise
+from ngsgd.curvature.second_order.damped import damped_direction
+from ngsgd.curvature.second_order.noise import gradient_noise
 from ngsgd.errors import DivergenceError
 from tests.curvature.support import close
 

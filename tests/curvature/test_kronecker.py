@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ngsgd.curvature import Kronecker, collect
-from ngsgd.curvature.kronecker import SHARINGS
+from ngsgd.curvature.forms.kronecker import SHARINGS
 from ngsgd.curvature.quantities import Quantities
 from ngsgd.errors import ConfigError
 from ngsgd.models.tdnn import TimeDelayNetwork

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ngsgd.curvature import kronecker, losses, memory
-from ngsgd.curvature.inputs import Patches
+from ngsgd.curvature import losses
+from ngsgd.curvature.forms import kronecker, memory
+from ngsgd.curvature.forms.layer_inputs import Patches
 from tests.curvature.support import close
 
 

@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ngsgd.curvature import collect, rows
-from ngsgd.curvature.inputs import Dense
-from ngsgd.curvature.rows import Outer
-from ngsgd.curvature.vectors import vector_products
+from ngsgd.curvature import collect
+from ngsgd.curvature.forms import grad_forms
+from ngsgd.curvature.forms.grad_forms import Outer
+from ngsgd.curvature.forms.layer_inputs import Dense
+from ngsgd.curvature.products.vectors import vector_products
 from tests.curvature.support import close
 
 
@@ -20,7 +21,7 @@ from tests.curvature.support import close
 @pytest.mark.parametrize("width", [4, 1400])          # short rows, and long ones that are squared one by one
 def test_squares_of_many_vectors_do_not_depend_on_the_pieces(monkeypatch: pytest.MonkeyPatch, chunk: int, signed: bool,
                                                              width: int) -> None:
-    monkeypatch.setattr(rows, "_CHUNK", chunk)
+    monkeypatch.setattr(grad_forms, "_CHUNK", chunk)
     generator = torch.Generator().manual_seed(0)
     e_VNTO = torch.randn(7, 3, 5, 3, generator=generator).double()
     a_NTI = torch.randn(3, 5, width, generator=generator).double()

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from launcher import compose, reference
-from launcher.help import COMMANDS, knob_comments
-from launcher.values import paths
+from ngsgd.launcher import reference
+from ngsgd.launcher.config import compose
+from ngsgd.launcher.config.config_builder import paths
+from ngsgd.launcher.help import COMMANDS, knob_comments
 from tests import entries
 
 ROOT = Path(__file__).resolve().parents[2]

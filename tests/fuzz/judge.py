@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ngsgd.training.audit import audit
+from ngsgd.training.storage.audit import audit
 from tests.fuzz.server import Outcome
 from tests.fuzz.stage import Stage, digest, read
 

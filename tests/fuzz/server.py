@@ -23,17 +23,19 @@ from typing import IO, NoReturn
 
 from tests.fuzz.interposer import Arming
 
-AUDIT = "audit"    # not a command of ngsgd: python -m ngsgd.training.audit
+AUDIT = "audit"    # not a command of ngsgd: python -m ngsgd.training.storage.audit
 _PR_SET_PDEATHSIG = 1
 _SPARE_MEMORY = 4 << 30   # bytes above what the server maps; an endless file must not fill the machine
 _MODULES = (
-    "launcher.cli", "launcher.hydra_app", "launcher.train", "launcher.arguments", "launcher.report",
-    "launcher.charts", "launcher.jobs", "launcher.info", "launcher.kaldi", "launcher.help",
-    "launcher.curves", "launcher.values", "hydra", "hydra.main", "omegaconf", "yaml", "scipy",
+    "ngsgd.launcher.cli", "ngsgd.launcher.commands.hydra_app", "ngsgd.launcher.commands.train",
+    "ngsgd.launcher.commands.run_commands", "ngsgd.launcher.commands.report", "ngsgd.launcher.reports.charts",
+    "ngsgd.launcher.commands.jobs", "ngsgd.launcher.commands.info", "ngsgd.launcher.commands.kaldi",
+    "ngsgd.launcher.help", "ngsgd.launcher.reports.plots", "ngsgd.launcher.config.config_builder",
+    "hydra", "hydra.main", "omegaconf", "yaml", "scipy",
     "matplotlib.pyplot", "matplotlib.backends.backend_agg", "kaldi_native_fbank", "kaldifst",
-    "kaldi_decoder", "kaldialign", "soxr", "espeakng_loader", "torch._dynamo", "ngsgd.training.audit",
-    "ngsgd.models.nnet3.text", "ngsgd.models.nnet3.network", "ngsgd.training.pools.pool",
-    "launcher.final_model", "launcher.mlflow_store", "psutil", "rich.console",
+    "kaldi_decoder", "kaldialign", "soxr", "espeakng_loader", "torch._dynamo", "ngsgd.training.storage.audit",
+    "ngsgd.models.nnet3.text", "ngsgd.models.nnet3.network", "ngsgd.cluster.process_pool",
+    "ngsgd.launcher.runs.final_model", "ngsgd.launcher.mlflow.store", "psutil", "rich.console",
 )
 
 
@@ -167,11 +169,11 @@ def _limit_memory() -> None:
 
 def _run(words: list[str]) -> int:
     if words[0] == AUDIT:
-        from ngsgd.training import audit
+        from ngsgd.training.storage import audit
 
         sys.argv = ["audit", *words[1:]]
         return audit.main()
-    from launcher import cli
+    from ngsgd.launcher import cli
 
     sys.argv = ["ngsgd", *words]
     return cli.main(words)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ngsgd.hypergrad import Place, Plan, hypergradient
 from ngsgd.hypergrad.dense import DenseGradients
 from ngsgd.hypergrad.gradient import LocalJobs
-from ngsgd.hypergrad.task import Flat, ModuleTask
+from ngsgd.hypergrad.training_task import Flat, ModuleTask
 from tests.hypergrad import tasks
 
 

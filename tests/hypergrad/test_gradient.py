@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from ngsgd.errors import ConfigError, ReversalError
 from ngsgd.hypergrad import HyperGrad, Place, Plan, final_value, hypergradient
 from ngsgd.hypergrad.gradient import LocalJobs
-from ngsgd.hypergrad.segment import ENGINES, PlainGradients
-from ngsgd.hypergrad.task import Flat, ModuleTask
+from ngsgd.hypergrad.job_replay import ENGINES, PlainGradients
+from ngsgd.hypergrad.training_task import Flat, ModuleTask
 from tests.hypergrad import tasks
 from tests.reference.hypergrad import unrolled
 

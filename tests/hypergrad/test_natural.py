@@ -13,7 +13,7 @@ from ngsgd.errors import ConfigError
 from ngsgd.hypergrad import Place, Plan, hypergradient
 from ngsgd.hypergrad.gradient import LocalJobs
 from ngsgd.hypergrad.natural import NaturalGradients, natural_gradients
-from ngsgd.hypergrad.task import Flat, ModuleTask
+from ngsgd.hypergrad.training_task import Flat, ModuleTask
 from ngsgd.optim import NGSGD
 from tests.hypergrad import tasks
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from ngsgd.errors import ConfigError, DivergenceError
 from ngsgd.hypergrad import HyperSpace, Plan, Settings, evaluate, final_value, tune
 from ngsgd.hypergrad.search import random_seeder, transfer
-from ngsgd.hypergrad.space import PARTS, interpolation, stretched
+from ngsgd.hypergrad.search_space import PARTS, interpolation, stretched
 from tests.hypergrad import tasks
 
 SETTINGS = Settings(lr_initial=0.4, lr_final=0.1, momentum=0.8, l2=1e-3, max_change=0.1, max_param_change=0.2)

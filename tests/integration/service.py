@@ -24,7 +24,7 @@ class Service:
         self.output_dir = output_dir
 
     def start(self, *arguments: str, command: str = "train") -> subprocess.Popen[str]:
-        words = [sys.executable, "-m", "launcher", command, *arguments]
+        words = [sys.executable, "-m", "ngsgd.launcher", command, *arguments]
         if command == "train":
             said = " ".join(arguments)
             usual = [setting for setting in TINY if setting.split("=")[0] not in said]

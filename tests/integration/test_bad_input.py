@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.cli import main
+from ngsgd.launcher.cli import main
 
 TINY = ["data.train_minutes=0.2", "data.valid_minutes=0.1", "data.test_minutes=0.1", "tracking.kind=none", "cluster=in_process"]
 

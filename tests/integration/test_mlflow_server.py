@@ -17,13 +17,14 @@ import numpy as np
 import pytest
 import torch
 
-from launcher import compose, mlflow_tracker
-from launcher.final_model import open_final, save_final
-from launcher.mlflow_store import read_tracking
-from launcher.mlflow_tracker import MlflowTracker
-from launcher.run_folder import RunFolder
 from ngsgd.files import read_json_lines
-from ngsgd.training.event_log import EventLog
+from ngsgd.launcher.config import compose
+from ngsgd.launcher.mlflow import tracker as mlflow_tracker
+from ngsgd.launcher.mlflow.store import read_tracking
+from ngsgd.launcher.mlflow.tracker import MlflowTracker
+from ngsgd.launcher.runs.final_model import open_final, save_final
+from ngsgd.launcher.runs.run_folder import RunFolder
+from ngsgd.training.storage.event_log import EventLog
 from tests import toy
 from tests.launcher.records import final_report, outer_iteration
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ngsgd.training.audit import audit
+from ngsgd.training.storage.audit import audit
 from tests.integration.service import WER_LINE, Service, final_hash
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.ray
 _CODE = """
 import json, os, pathlib, stat, subprocess, sys
 os.environ.pop("RAY_AUTH_TOKEN", None)
-from launcher.ray_cluster import connect, log_folder, shutdown
+from ngsgd.launcher.ray.cluster import connect, log_folder, shutdown
 from ngsgd.config import ClusterConfig
 import psutil, ray
 assert connect(ClusterConfig())
@@ -28,7 +28,7 @@ found = {"worker": ray.get(host.remote()), "gcs": ray.get_runtime_context().gcs_
 me = psutil.Process()
 family = [me, *me.children(recursive=True)]
 found["listens"] = sorted({c.laddr.ip for p in family for c in p.net_connections("tcp") if c.status == "LISTEN"})
-from launcher.ray_probe import require_head
+from ngsgd.launcher.ray.probe import require_head
 require_head(found["gcs"])   # raises unless it takes a real head for one
 logs = pathlib.Path(log_folder())
 found["logs"] = logs.is_dir()

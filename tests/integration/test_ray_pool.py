@@ -11,12 +11,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from launcher.ray_pool import RayPool
 from ngsgd.config import ClusterConfig, FailureConfig
 from ngsgd.errors import ClusterError, DataError
-from ngsgd.training.audit import audit
-from ngsgd.training.flat import Mean, Vector
+from ngsgd.launcher.ray.pool import RayPool
 from ngsgd.training.job import Job, JobResult, VectorRef
+from ngsgd.training.parameter_vector import Mean, Vector
+from ngsgd.training.storage.audit import audit
 from tests.toy import Run, config
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_session")]
@@ -153,6 +153,6 @@ def test_workers_that_do_not_come_are_given_up_on(tmp_path: Path) -> None:
 
 def test_a_worker_with_other_code_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(tmp_path)
-    monkeypatch.setattr("ngsgd.training.fingerprint.code_digest", lambda: "other")
+    monkeypatch.setattr("ngsgd.cluster.fingerprint.code_digest", lambda: "other")
     with pytest.raises(ClusterError, match="code: other"):
         run.train(RayPool(run.spec, 1, run.store.layout.size))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ngsgd.training.audit import audit
+from ngsgd.training.storage.audit import audit
 from tests.integration.service import WER_LINE, Service, events, final_hash
 
 pytestmark = pytest.mark.slow

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ngsgd.training.audit import audit
+from ngsgd.training.storage.audit import audit
 from tests.integration.service import WER_LINE, Service, events, final_hash
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from launcher.info import state_of
+from ngsgd.launcher.commands.info import state_of
 from tests.integration.service import Service
 
 pytestmark = pytest.mark.slow

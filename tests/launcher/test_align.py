@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from launcher import compose
-from launcher.cli import main
-from launcher.final_model import write_final
-from ngsgd.asr import alignments, decoding, graphs, lexicon
-from ngsgd.asr.language import GivenGraph, Language
+from ngsgd.asr.corpora import alignments
+from ngsgd.asr.decode import decoding
+from ngsgd.asr.lang import graphs, lexicon
+from ngsgd.asr.lang.language import GivenGraph, Language
 from ngsgd.config import ModelConfig
+from ngsgd.launcher.cli import main
+from ngsgd.launcher.config import compose
+from ngsgd.launcher.runs.final_model import write_final
 from ngsgd.models.build import build_model
 from tests.asr.made_up_speech import write_data, write_yesno
 

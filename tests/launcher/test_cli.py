@@ -12,11 +12,12 @@ from types import ModuleType
 
 import pytest
 
-from launcher import cli, compose
-from launcher.help import COMMANDS, knob_comments
-from launcher.run_folder import RunFolder, find_run
 from ngsgd.config import RunConfig
 from ngsgd.errors import ClusterError, ConfigError, DataError, NgsgdError
+from ngsgd.launcher import cli
+from ngsgd.launcher.config import compose
+from ngsgd.launcher.help import COMMANDS, knob_comments
+from ngsgd.launcher.runs.run_folder import RunFolder, find_run
 from ngsgd.training.records import FinalReport
 from tests.launcher.records import final_report
 
@@ -24,10 +25,10 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Service(ModuleType):
-    """Stands in for launcher.train."""
+    """Stands in for ngsgd.launcher.commands.train."""
 
     def __init__(self) -> None:
-        super().__init__("launcher.train")
+        super().__init__("ngsgd.launcher.commands.train")
         self.trained: list[RunConfig] = []
         self.allowed: list[bool] = []
         self.runs: list[tuple[str, Path, bool]] = []
@@ -54,10 +55,10 @@ class Service(ModuleType):
 @pytest.fixture
 def service(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Service:
     fake = Service()
-    monkeypatch.setitem(sys.modules, "launcher.train", fake)
-    import launcher
+    monkeypatch.setitem(sys.modules, "ngsgd.launcher.commands.train", fake)
+    from ngsgd.launcher import commands
 
-    monkeypatch.setattr(launcher, "train", fake, raising=False)
+    monkeypatch.setattr(commands, "train", fake, raising=False)
     monkeypatch.chdir(tmp_path)
     return fake
 
@@ -65,7 +66,7 @@ def service(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Service:
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], *([command, "--help"] for command in COMMANDS)],
                          ids=lambda arguments: arguments[0])
 def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
-    code = ("import sys; from launcher.cli import main; code = main(sys.argv[1:]); "
+    code = ("import sys; from ngsgd.launcher.cli import main; code = main(sys.argv[1:]); "
             # numpy costs 0.1 s, and the defaults of the planner's formulas are made with it
             "light = {'numpy'} if sys.argv[1] in ('plan', 'simulate') else set(); "
             "heavy = {'torch', 'ray', 'mlflow', 'hydra', 'omegaconf', 'numpy', 'rich', 'yaml'} & set(sys.modules) - light; "
@@ -138,7 +139,7 @@ def test_bad_input_is_told_in_sentences_with_exit_code_2(
 
 
 def test_bad_input_as_a_real_command_shows_no_traceback_and_writes_nothing(tmp_path: Path) -> None:
-    code = "import sys; from launcher.cli import main; sys.exit(main())"
+    code = "import sys; from ngsgd.launcher.cli import main; sys.exit(main())"
     done = subprocess.run(
         [sys.executable, "-c", code, "train", "optimizer=adam", "sed=1"],
         cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False)
@@ -226,7 +227,7 @@ def test_a_run_is_found_by_its_name_the_newest_of_several(tmp_path: Path, monkey
 
 
 def test_reader_that_goes_away_is_no_error() -> None:
-    code = 'import sys; from launcher.cli import main; sys.exit(main(["train", "--help"]))'
+    code = 'import sys; from ngsgd.launcher.cli import main; sys.exit(main(["train", "--help"]))'
     script = f"{sys.executable} -c '{code}' | true"
     done = subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.stderr == ""

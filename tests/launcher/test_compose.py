@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from launcher import cli, compose, values
 from ngsgd.config import ModelConfig, RunConfig, check
 from ngsgd.errors import ConfigError
+from ngsgd.launcher import cli
+from ngsgd.launcher.config import compose, config_builder
 
 
 def problems_of(*overrides: str, config_dir: Path | None = None) -> list[str]:
@@ -20,7 +21,7 @@ def problems_of(*overrides: str, config_dir: Path | None = None) -> list[str]:
 
 
 def test_without_overrides_only_the_jobs_differ_from_the_dataclass_defaults() -> None:
-    composed, default = values.flatten(compose.compose([])), values.flatten(RunConfig())
+    composed, default = config_builder.flatten(compose.compose([])), config_builder.flatten(RunConfig())
     changed = {key for key in default if composed[key] != default[key]}
     assert changed <= {"schedule.num_jobs_initial"}
     assert composed["schedule.num_jobs_initial"] == composed["cluster.num_workers"]
@@ -172,7 +173,7 @@ def test_truncated_stored_configuration_is_not_filled_with_defaults(tmp_path: Pa
 def test_a_run_of_an_older_version_has_the_defaults_of_later_settings(tmp_path: Path, has_end_mark: bool) -> None:
     """Before the end mark came, a file is whole if its last setting is there."""
     config = compose.compose(["seed=3"])
-    old = {name: value for name, value in values.plain(asdict(config)).items() if name != "ivectors"}
+    old = {name: value for name, value in config_builder.plain(asdict(config)).items() if name != "ivectors"}
     del old["features"]["cmn_window"]
     text = yaml.safe_dump(old, sort_keys=False, explicit_end=has_end_mark)
     (tmp_path / "config.yaml").write_text(text)
@@ -184,7 +185,7 @@ def test_a_run_of_an_older_version_has_the_defaults_of_later_settings(tmp_path: 
 
 
 def test_flatten_has_every_leaf_once() -> None:
-    flat = values.flatten(RunConfig())
+    flat = config_builder.flatten(RunConfig())
     assert flat["decode.word_penalties"] == RunConfig().decode.word_penalties
 
     def count(node: object) -> int:

@@ -10,17 +10,19 @@ from typing import Any
 
 import pytest
 
-from launcher import cli, compose, contest
-from launcher.run_folder import RunFolder
+from ngsgd.launcher import cli
+from ngsgd.launcher.config import compose
+from ngsgd.launcher.reports import sweep_runner
+from ngsgd.launcher.runs.run_folder import RunFolder
 from tests.launcher.test_report import make_run
 
 
 def test_a_sweep_is_told_apart_by_what_varies() -> None:
     runs = compose.each_of_sweep(["recipe=digits", "preconditioner=none,kfac", "seed=1,2"])
-    assert [contest._name(swept) for _, swept in runs] == ["none-s1", "none-s2", "kfac-s1", "kfac-s2"]
+    assert [sweep_runner._name(swept) for _, swept in runs] == ["none-s1", "none-s2", "kfac-s1", "kfac-s2"]
     assert runs[2][0] == ["recipe=digits", "preconditioner=kfac", "seed=1"]
-    assert contest._name(["model.dropout_schedule='0.1,0.1'"]) == "_0.1_0.1_"
-    assert contest._name([]) == "run"
+    assert sweep_runner._name(["model.dropout_schedule='0.1,0.1'"]) == "_0.1_0.1_"
+    assert sweep_runner._name([]) == "run"
 
 
 class Training:
@@ -31,7 +33,7 @@ class Training:
         self.real = subprocess.Popen
 
     def __call__(self, command: list[str], **kwargs: Any) -> Any:
-        assert command[1:5] == ["-m", "launcher", "train", "--quiet"]
+        assert command[1:5] == ["-m", "ngsgd.launcher", "train", "--quiet"]
         name = next(line for line in command if line.startswith("name=")).partition("=")[2]
         fails = name == self.failing
         if not fails:

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from launcher.curves import compare, draw
+from ngsgd.launcher.reports.plots import compare, draw
 from tests.launcher.records import outer_iteration
 
 

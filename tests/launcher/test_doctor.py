@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from launcher import cli, doctor, doctor_cluster
-from launcher.doctor_machine import Finding
-from ngsgd.training.preflight import fingerprint
+from ngsgd.cluster.fingerprint import version_digest
+from ngsgd.launcher import cli
+from ngsgd.launcher.commands import doctor
+from ngsgd.launcher.doctor import cluster
+from ngsgd.launcher.doctor.machine import Finding
 
 
 def findings(output_dir: Path, *, workers: int = 1, tracking_uri: str = "") -> dict[str, Finding]:
@@ -53,8 +55,8 @@ def test_more_workers_than_cores_and_spinning_threads_are_told(tmp_path: Path, m
 @pytest.mark.parametrize("processor", ["AVX2", "DEFAULT"])
 def test_code_that_cannot_be_compiled_is_told_where_it_would_be_used(native: bool, processor: str, tmp_path: Path,
                                                                      monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ngsgd.ops.rows.is_native", lambda: native)
-    monkeypatch.setattr("ngsgd.ops.native.capability", lambda: processor)
+    monkeypatch.setattr("ngsgd.ops.fisher_projection.is_native", lambda: native)
+    monkeypatch.setattr("ngsgd.ops.kernels.native.capability", lambda: processor)
     found = findings(tmp_path)["compiled code"]
     assert found.verdict == ("ok" if native or processor == "DEFAULT" else "warn")
     assert ("g++" in found.fix) == (found.verdict == "warn")
@@ -125,10 +127,10 @@ def test_a_node_is_looked_at_from_within(tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / "left" / "ngsgd").mkdir(parents=True)
     monkeypatch.syspath_prepend(str(tmp_path / "left"))
     cores = len(os.sched_getaffinity(0))
-    found = doctor_cluster.look(str(mark), cores + 1)
-    assert (found.sees, found.writes, found.code) == (True, True, fingerprint())
+    found = cluster.look(str(mark), cores + 1)
+    assert (found.sees, found.writes, found.code) == (True, True, version_digest())
     assert list(tmp_path.iterdir()) != [] and not list(tmp_path.glob(".doctor-*")), "it leaves nothing behind"
-    lines = list(doctor_cluster.judged("n1 (10.0.0.1)", found, tmp_path, skew_s=90.0))
+    lines = list(cluster.judged("n1 (10.0.0.1)", found, tmp_path, skew_s=90.0))
     told = {line.what: line for line in lines}
     assert (told["node"].verdict, told["clock"].verdict) == ("ok", "warn")
     assert told["threads"].found.startswith("on n1 (10.0.0.1): ") and "workers share cores" in told["threads"].found
@@ -138,6 +140,6 @@ def test_a_node_is_looked_at_from_within(tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.parametrize(("sees", "writes", "code", "told"), [
     (False, True, "", "does not see"), (True, False, "", "does not write"), (True, True, "other", "another version")])
 def test_a_node_that_cannot_work_fails(sees: bool, writes: bool, code: str, told: str, tmp_path: Path) -> None:
-    found = doctor_cluster.Look(sees, writes, code or fingerprint(), 0.0, ())
-    first, _ = doctor_cluster.judged("n1", found, tmp_path, skew_s=0.0)
+    found = cluster.Look(sees, writes, code or version_digest(), 0.0, ())
+    first, _ = cluster.judged("n1", found, tmp_path, skew_s=0.0)
     assert first.verdict == "fail" and told in first.found and first.fix

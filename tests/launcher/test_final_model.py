@@ -13,14 +13,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from launcher import cli, compose
-from launcher.final_model import DIGESTS, load_final, save_final, wanted_for_combination
-from launcher.run_folder import RunFolder
 from ngsgd.config import CombinationConfig, ModelConfig, RunConfig
 from ngsgd.errors import CheckpointError, ConfigError
 from ngsgd.files import sha256
-from ngsgd.models.staged import set_stage, utterance_logits
-from ngsgd.models.stages import Stage
+from ngsgd.launcher import cli
+from ngsgd.launcher.config import compose
+from ngsgd.launcher.runs.final_model import DIGESTS, load_final, save_final, wanted_for_combination
+from ngsgd.launcher.runs.run_folder import RunFolder
+from ngsgd.models.growing import set_stage, utterance_logits
+from ngsgd.models.growth_stages import Stage
 from ngsgd.training.planning import stages_of
 from tests import toy
 

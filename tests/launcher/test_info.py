@@ -13,11 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from launcher import cli, info
-from launcher.run_folder import RunFolder
 from ngsgd import process_identity
-from ngsgd.training.event_log import EventLog
+from ngsgd.launcher import cli
+from ngsgd.launcher.commands import info
+from ngsgd.launcher.runs.run_folder import RunFolder
 from ngsgd.training.records import Incident
+from ngsgd.training.storage.event_log import EventLog
 from tests.launcher.records import final_report, outer_iteration
 
 

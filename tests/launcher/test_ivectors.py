@@ -7,18 +7,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from launcher import compose
-from launcher.ivectors import extractor_of, with_ivectors
-from launcher.run_folder import RunFolder
-from ngsgd.asr.corpus import Corpus
-from ngsgd.asr.digit_labels import TOPOLOGY
+from ngsgd.asr.corpora.corpus import Corpus
+from ngsgd.asr.corpora.digits.labels import TOPOLOGY
 from ngsgd.asr.ivectors.model import read
 from ngsgd.asr.ivectors.training import extract
-from ngsgd.asr.language import Language
+from ngsgd.asr.lang.language import Language
 from ngsgd.asr.speech_set import SpeechSet, assemble
 from ngsgd.asr.utterance import FramedUtterance
 from ngsgd.config import FeatureConfig, IvectorConfig, RunConfig
 from ngsgd.errors import DataError
+from ngsgd.launcher.config import compose
+from ngsgd.launcher.runs.ivectors import extractor_of, with_ivectors
+from ngsgd.launcher.runs.run_folder import RunFolder
 
 CONFIG = RunConfig(ivectors=IvectorConfig(dim=2, num_gaussians=4, context=1, pca_dim=4, num_iters=2,
                                            posterior_scale=1.0))

@@ -11,19 +11,21 @@ import numpy as np
 import pytest
 import torch
 
-from launcher import compose
-from launcher.cli import main
-from launcher.final_model import write_final
-from launcher.kaldi import export_language, export_set, updates_of
-from ngsgd.asr import alignments, cmvn, speech_set
-from ngsgd.asr.cmvn import Units
-from ngsgd.asr.corpus import Corpus, prepare
-from ngsgd.asr.language import GivenGraph, Language
+from ngsgd.asr import speech_set
+from ngsgd.asr.corpora import alignments
+from ngsgd.asr.corpora.corpus import Corpus, prepare
+from ngsgd.asr.features import cmvn
+from ngsgd.asr.features.cmvn import Units
+from ngsgd.asr.lang.language import GivenGraph, Language
+from ngsgd.asr.lang.topology import Topology
 from ngsgd.asr.speech_set import SpeechSet
-from ngsgd.asr.topology import Topology
 from ngsgd.config import DataConfig, FeatureConfig, OptimizerConfig, RunConfig, ScheduleConfig
-from ngsgd.egs.frames import FrameSet, Side
+from ngsgd.data.frames import FrameSet, Side
 from ngsgd.errors import DataError
+from ngsgd.launcher.cli import main
+from ngsgd.launcher.commands.kaldi import export_language, export_set, updates_of
+from ngsgd.launcher.config import compose
+from ngsgd.launcher.runs.final_model import write_final
 from ngsgd.models.inputs import Window
 from ngsgd.models.nnet3.network import describe
 from ngsgd.models.nnet3.text import to_text

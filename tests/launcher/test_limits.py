@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from launcher import cli, limits
-from launcher import train as service
 from ngsgd.config import EgsConfig, ModelConfig, RunConfig, ScheduleConfig
 from ngsgd.errors import ConfigError
+from ngsgd.launcher import cli
+from ngsgd.launcher.commands import train as service
+from ngsgd.launcher.config import limits
 from ngsgd.models import Window, build_model
 
 

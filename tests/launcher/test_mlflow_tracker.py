@@ -16,12 +16,14 @@ from typing import Any
 
 import pytest
 
-from launcher import compose, mlflow_store, mlflow_tracker
-from launcher.mlflow_store import read_tracking
-from launcher.mlflow_tracker import MlflowTracker
 from ngsgd.config import RunConfig
-from ngsgd.training.event_log import EventLog
+from ngsgd.launcher.config import compose
+from ngsgd.launcher.mlflow import store as mlflow_store
+from ngsgd.launcher.mlflow import tracker as mlflow_tracker
+from ngsgd.launcher.mlflow.store import read_tracking
+from ngsgd.launcher.mlflow.tracker import MlflowTracker
 from ngsgd.training.records import Incident
+from ngsgd.training.storage.event_log import EventLog
 from tests.launcher.records import final_report, job, outer_iteration
 
 

@@ -10,9 +10,10 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from launcher import cli, compose, values
 from ngsgd.config import METHODS, PreconditionerConfig, RunConfig, unused
 from ngsgd.errors import ConfigError
+from ngsgd.launcher import cli
+from ngsgd.launcher.config import compose, config_builder
 
 
 def problems_of(*overrides: str, config_dir: Path | None = None) -> list[str]:
@@ -78,9 +79,9 @@ def test_an_option_that_is_not_used_is_refused_by_name(overrides: list[str], sen
 @pytest.mark.parametrize("kind", METHODS)
 def test_every_option_of_another_method_is_refused(kind: str) -> None:
     dead = [spec.name for spec in fields(PreconditionerConfig) if spec.name not in options_of(kind)]
-    given = values.Given(frozenset(f"preconditioner.{name}" for name in dead))
+    given = config_builder.Given(frozenset(f"preconditioner.{name}" for name in dead))
     config = replace(RunConfig(), preconditioner=PreconditionerConfig(kind))
-    refused = [setting.path for setting in unused(config) if values.is_refused(setting, given)]
+    refused = [setting.path for setting in unused(config) if config_builder.is_refused(setting, given)]
     assert refused == [f"preconditioner.{name}" for name in dead] and "kind" not in dead
     assert 12 <= len(dead) <= 20
 
@@ -187,7 +188,7 @@ def test_defaults_of_a_kind_are_printed_and_may_be_changed(capsys: pytest.Captur
 def leaves_of(file: Path) -> dict[str, Any]:
     content = OmegaConf.to_container(OmegaConf.load(file))
     assert isinstance(content, dict)
-    return dict(values.leaves(content, ""))
+    return dict(config_builder.leaves(content, ""))
 
 
 @pytest.mark.entry("S1", "your recipe sets `model.kind`, `outer.kind`, `optimizer.kind` or any other setting", "right",
@@ -195,7 +196,7 @@ def leaves_of(file: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("recipe", compose.groups()["recipe"])
 def test_what_a_recipe_sets_is_what_is_composed(recipe: str) -> None:
     source = ["data.source=here"] if recipe != "digits" else []
-    composed = values.plain(values.flatten(compose.compose([f"recipe={recipe}", *source])))
+    composed = config_builder.plain(config_builder.flatten(compose.compose([f"recipe={recipe}", *source])))
     for path, value in leaves_of(compose.conf_dir() / "recipe" / f"{recipe}.yaml").items():
         wanted = value.replace("${data.source}", "here") if isinstance(value, str) else value
         assert composed[path] == wanted, path
@@ -210,8 +211,8 @@ def test_what_a_recipe_sets_is_what_is_composed(recipe: str) -> None:
 ])
 def test_what_a_made_up_recipe_sets_is_what_is_composed(content: dict[str, Any], tmp_path: Path) -> None:
     folder = recipe_file(tmp_path, content)
-    composed = values.flatten(compose.compose(["recipe=mine"], config_dir=folder))
-    assert {path: composed[path] for path in dict(values.leaves(content, ""))} == dict(values.leaves(content, ""))
+    composed = config_builder.flatten(compose.compose(["recipe=mine"], config_dir=folder))
+    assert {path: composed[path] for path in dict(config_builder.leaves(content, ""))} == dict(config_builder.leaves(content, ""))
 
 
 @pytest.mark.entry("S1")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher import cli
+from ngsgd.launcher import cli
 from tests.launcher import browser
 from tests.launcher.test_report import make_run
 

@@ -13,13 +13,15 @@ from typing import Any
 
 import pytest
 
-from launcher import cli, plan, plan_text
-from launcher.forecast import Forecast, _key, keep, kept_in, saved
-from launcher.plan_text import Assumptions
 from ngsgd.config import ClusterConfig, OuterConfig, RunConfig, ScheduleConfig
 from ngsgd.errors import ConfigError
-from ngsgd.training.forecast.formulas import Link, Spread
-from ngsgd.training.forecast.planner import Machine, Speed, Workload
+from ngsgd.launcher import cli
+from ngsgd.launcher.commands import plan
+from ngsgd.launcher.reports import plan_text
+from ngsgd.launcher.reports.plan_text import Assumptions
+from ngsgd.launcher.reports.predictions import Forecast, _key, keep, kept_in, saved
+from ngsgd.pipeline.performance_model.formulas import Link, Spread
+from ngsgd.pipeline.performance_model.planner import Machine, Speed, Workload
 from tests.launcher.records import final_report, outer_iteration
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -55,7 +57,7 @@ def _keep(config: RunConfig, machine: Machine = MACHINE) -> None:
 
 
 def test_help_imports_nothing_heavy() -> None:
-    code = ("import sys; from launcher.cli import main; code = main(['plan', '--help']); "
+    code = ("import sys; from ngsgd.launcher.cli import main; code = main(['plan', '--help']); "
             "heavy = {'torch', 'ray', 'mlflow', 'hydra', 'omegaconf', 'numpy', 'rich', 'yaml'} & set(sys.modules); "
             "sys.exit(f'imported {heavy}' if heavy else code)")
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
@@ -278,7 +280,8 @@ def test_a_run_of_one_outer_iteration_ends_without_a_forecast(tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_the_real_command_measures_prints_and_keeps(tmp_path: Path) -> None:
-    words = [sys.executable, "-m", "launcher", "plan", f"output_dir={tmp_path}", "data.train_minutes=1.5", "data.valid_minutes=0.3",
+    words = [sys.executable, "-m", "ngsgd.launcher", "plan",
+             f"output_dir={tmp_path}", "data.train_minutes=1.5", "data.valid_minutes=0.3",
              "data.test_minutes=0.3", "egs.samples_per_iter=400", "egs.num_diagnostic_frames=300", "model.num_layers=2",
              "model.hidden_dim=64", "schedule.minibatch_size=16", "cluster.start_timeout_s=280", "--workers", "1,4",
              "--json"]

@@ -6,7 +6,7 @@ import io
 
 import pytest
 
-from launcher.progress import ProgressTracker, duration, iteration_line
+from ngsgd.launcher.reports.progress import ProgressTracker, duration, iteration_line
 from ngsgd.training.records import Incident
 from tests.launcher.records import final_report, job, outer_iteration
 

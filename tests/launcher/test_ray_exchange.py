@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from ray.exceptions import RayTaskError
 
-from launcher.ray_cluster import exchange_error
-from launcher.ray_pool import RayPool, _Slot
-from launcher.ray_worker import Address
+from ngsgd.cluster.fingerprint import Fingerprint
 from ngsgd.config import ClusterConfig, OuterConfig, check
 from ngsgd.errors import ClusterError, DataError
-from ngsgd.training.fingerprint import Fingerprint
+from ngsgd.launcher.ray.cluster import exchange_error
+from ngsgd.launcher.ray.pool import RayPool, _Slot
+from ngsgd.launcher.ray.worker import Address
 from tests.toy import Run, config
 
 

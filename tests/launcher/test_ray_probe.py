@@ -13,16 +13,17 @@ from types import SimpleNamespace
 
 import pytest
 
-from launcher import cli, ray_jobs, ray_probe
-from launcher.ray_probe import require_cluster, require_dashboard, require_head, require_version
 from ngsgd.config import ClusterConfig
 from ngsgd.errors import ClusterError, ConfigError
+from ngsgd.launcher import cli
+from ngsgd.launcher.ray import jobs, probe
+from ngsgd.launcher.ray.probe import require_cluster, require_dashboard, require_head, require_version
 
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_probe, "_ANSWER_S", 0.3)
-    monkeypatch.setattr(ray_probe, "_CONNECT_S", 0.3)
+    monkeypatch.setattr(probe, "_ANSWER_S", 0.3)
+    monkeypatch.setattr(probe, "_CONNECT_S", 0.3)
 
 
 @pytest.fixture
@@ -127,9 +128,9 @@ def test_the_cluster_named_by_the_environment_is_checked_for_auto(monkeypatch: p
 
 def test_a_check_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a name server does that never answers."""
-    monkeypatch.setattr(ray_probe, "_LIMIT_S", 0.1)
+    monkeypatch.setattr(probe, "_LIMIT_S", 0.1)
     release = threading.Event()
-    monkeypatch.setattr(ray_probe, "_speak", lambda *_, **__: release.wait(30))
+    monkeypatch.setattr(probe, "_speak", lambda *_, **__: release.wait(30))
     try:
         with pytest.raises(ClusterError, match="head:6379"):
             require_head("head:6379")
@@ -146,7 +147,7 @@ def test_an_address_without_a_port_is_a_mistake_in_the_settings(address: str) ->
 @pytest.mark.parametrize(("installed", "is_old"), [("2.52.1", True), ("2.53.0", True), ("2.54.0", False), ("2.60.0", False),
                                                    ("3.0.0rc1", False), ("2.9.3", True), ("not installed", False)])
 def test_a_ray_with_the_open_delete_is_refused(monkeypatch: pytest.MonkeyPatch, installed: str, is_old: bool) -> None:
-    monkeypatch.setattr(ray_probe, "version", lambda package: installed)
+    monkeypatch.setattr(probe, "version", lambda package: installed)
     with pytest.raises(ConfigError, match=f"Ray {installed}") if is_old else contextlib.nullcontext():
         require_version()
     with pytest.raises(ConfigError, match=f"Ray {installed}") if is_old else contextlib.nullcontext():
@@ -157,7 +158,7 @@ def test_a_ray_with_the_open_delete_is_refused(monkeypatch: pytest.MonkeyPatch, 
 def test_the_oldest_ray_is_the_one_that_the_package_asks_for() -> None:
     from tests.docs.test_docs import ROOT
 
-    oldest = ".".join(map(str, ray_probe.OLDEST_RAY))
+    oldest = ".".join(map(str, probe.OLDEST_RAY))
     assert f"ray[default]>={oldest}," in (ROOT / "pyproject.toml").read_text()
 
 
@@ -181,15 +182,15 @@ def test_doctor_reports_a_cluster_that_does_not_answer(tmp_path: Path, closed_po
                                                        monkeypatch: pytest.MonkeyPatch) -> None:
     import ray
 
-    from launcher import doctor_cluster
+    from ngsgd.launcher.doctor import cluster
 
     # other tests share one Ray session, which would be used instead of the address
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    (finding,) = doctor_cluster.nodes(f"127.0.0.1:{closed_port}", tmp_path)
+    (finding,) = cluster.nodes(f"127.0.0.1:{closed_port}", tmp_path)
     assert finding.verdict == "fail" and str(closed_port) in finding.found
 
 
 def test_no_token_is_sent_before_somebody_answers(monkeypatch: pytest.MonkeyPatch, closed_port: int) -> None:
-    monkeypatch.setattr(ray_jobs, "_use_token", lambda door: pytest.fail("the token was read"))
+    monkeypatch.setattr(jobs, "_use_token", lambda door: pytest.fail("the token was read"))
     with pytest.raises(ClusterError):
-        ray_jobs.connect(ray_jobs.door_of(SimpleNamespace(address=f"127.0.0.1:{closed_port}", token_file="")))
+        jobs.connect(jobs.door_of(SimpleNamespace(address=f"127.0.0.1:{closed_port}", token_file="")))

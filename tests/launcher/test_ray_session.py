@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from launcher import ray_session
-from launcher.ray_session import PrivateFolder
+from ngsgd.launcher.ray import session
+from ngsgd.launcher.ray.session import PrivateFolder
 
 
 @pytest.fixture
 def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(ray_session, "_base", lambda: str(tmp_path))
+    monkeypatch.setattr(session, "_base", lambda: str(tmp_path))
     return tmp_path
 
 

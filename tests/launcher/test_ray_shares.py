@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from launcher.ray_cluster import gpu_share
+from ngsgd.launcher.ray.cluster import gpu_share
 
 
 @pytest.mark.parametrize("num_gpus", range(1, 17))

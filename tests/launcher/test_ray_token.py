@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import ray
 
-from launcher import ray_cluster
 from ngsgd.config import ClusterConfig
 from ngsgd.errors import ClusterError
+from ngsgd.launcher.ray import cluster
 
 SECRET = "b" * 64
 
@@ -22,8 +22,8 @@ def head_that_refuses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def refuse(address: str, common: dict[str, Any]) -> None:
         raise ConnectionError(f"Failed to connect to Ray cluster at {address}")
     monkeypatch.setattr(ray, "is_initialized", lambda: False)   # other tests share one Ray session
-    monkeypatch.setattr(ray_cluster, "require_head", lambda address: None)
-    monkeypatch.setattr(ray_cluster, "_join", refuse)
+    monkeypatch.setattr(cluster, "require_head", lambda address: None)
+    monkeypatch.setattr(cluster, "_join", refuse)
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in [name for name in os.environ if name.startswith("RAY_AUTH")]:
         monkeypatch.delenv(name)
@@ -46,7 +46,7 @@ def test_a_wrong_token_is_named_with_its_source_and_never_shown(source: str, tol
         if source == "RAY_AUTH_TOKEN_PATH":
             monkeypatch.setenv(source, str(file))
     with pytest.raises(ClusterError) as caught:
-        ray_cluster.connect(ClusterConfig(address="10.0.0.1:6379"))
+        cluster.connect(ClusterConfig(address="10.0.0.1:6379"))
     message = str(caught.value)
     assert message.startswith("the Ray cluster at 10.0.0.1:6379 could not be joined: its head answers, but does not let")
     assert "its token is another one" in message and told in message and "RAY_AUTH_TOKEN to the head's token" in message

@@ -14,13 +14,16 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from launcher import cli, comparison, compose, mlflow_store
-from launcher.charts import charts_of
-from launcher.report import spectra
-from launcher.run_folder import RunFolder
 from ngsgd.files import read_json_lines
-from ngsgd.training.event_log import EventLog
+from ngsgd.launcher import cli
+from ngsgd.launcher.commands import compare
+from ngsgd.launcher.commands.report import spectra
+from ngsgd.launcher.config import compose
+from ngsgd.launcher.mlflow import store
+from ngsgd.launcher.reports.charts import charts_of
+from ngsgd.launcher.runs.run_folder import RunFolder
 from ngsgd.training.records import Incident
+from ngsgd.training.storage.event_log import EventLog
 from tests.launcher.records import final_report, job, outer_iteration
 
 
@@ -100,7 +103,7 @@ def test_a_report_goes_into_mlflow_when_asked(tmp_path: Path, monkeypatch: pytes
     (run / "tracking.json").write_text(json.dumps({"tracking_uri": "u", "experiment_id": "1", "run_id": "r", "worker_runs": {}}))
     sent: list[tuple[str, ...]] = []
     client = SimpleNamespace(log_artifact=lambda *words: sent.append(words), log_artifacts=lambda *words: sent.append(words))
-    monkeypatch.setattr(mlflow_store, "open_client", lambda uri: client)
+    monkeypatch.setattr(store, "open_client", lambda uri: client)
     assert cli.main(["report", "first", "--no-spectra", "--mlflow"]) == 0
     assert sent == [("r", str(run / "report.html")), ("r", str(run / "report"), "report")]
 
@@ -160,18 +163,18 @@ def test_runs_are_compared_at_an_objf_that_all_reached(tmp_path: Path, monkeypat
 
 
 def test_time_to_an_objf_lies_on_the_line_between_two_outer_iterations(tmp_path: Path) -> None:
-    run = comparison.read(RunFolder(make_run(tmp_path, "first")))
+    run = compare.read(RunFolder(make_run(tmp_path, "first")))
     assert run.seconds_to(-2.0) == pytest.approx(3.0)
     assert run.seconds_to(-2.0 + 0.5 / 9) == pytest.approx(4.5)
     assert np.isnan(run.seconds_to(0.0))
 
 
 def test_runs_are_named_by_what_tells_them_apart(tmp_path: Path) -> None:
-    runs = [comparison.read(RunFolder(make_run(tmp_path, name, *settings)))
+    runs = [compare.read(RunFolder(make_run(tmp_path, name, *settings)))
             for name, settings in (("a", ["seed=1"]), ("b", ["seed=2"]), ("c", ["seed=2", "optimizer.alpha=2"]))]
-    assert comparison.name_of(runs[0], runs[:2]) == "seed 1"
-    assert comparison.name_of(runs[1], runs) == "b-20260101-000000", "two runs have seed 2"
-    assert comparison.differences(runs) == {"seed": [1, 2, 2], "optimizer.alpha": [4.0, 4.0, 2.0]}
+    assert compare.name_of(runs[0], runs[:2]) == "seed 1"
+    assert compare.name_of(runs[1], runs) == "b-20260101-000000", "two runs have seed 2"
+    assert compare.differences(runs) == {"seed": [1, 2, 2], "optimizer.alpha": [4.0, 4.0, 2.0]}
 
 
 def test_a_page_elsewhere_leaves_the_run_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from launcher import info
-from launcher.run_folder import RunFolder
-from launcher.same_bits import SameBits
 from ngsgd.config import ClusterConfig, RunConfig
 from ngsgd.errors import CheckpointError
+from ngsgd.launcher.commands import info
+from ngsgd.launcher.runs.fingerprint_check import SameBits
+from ngsgd.launcher.runs.run_folder import RunFolder
 from tests.toy import config
 
 
@@ -71,7 +71,7 @@ def test_other_code_is_refused_with_ray_too_but_another_machine_is_not(tmp_path:
     folder = _begun(tmp_path, _with_workers(2, "ray"))
     monkeypatch.setenv("MKL_CBWR", "COMPATIBLE")
     assert _resumed(_with_workers(2, "ray"), folder)[0].differences == []
-    monkeypatch.setattr("ngsgd.training.fingerprint.code_digest", lambda: "other code")
+    monkeypatch.setattr("ngsgd.cluster.fingerprint.code_digest", lambda: "other code")
     with pytest.raises(CheckpointError, match="other code"):
         _resumed(_with_workers(2, "ray"), folder)
 

@@ -9,15 +9,17 @@ from typing import Any
 
 import pytest
 
-from launcher import cli, compose, console, mlflow_store, text
-from launcher import train as service
-from launcher.mlflow_store import with_login
-from launcher.mlflow_tracker import MlflowTracker
-from launcher.progress import ProgressTracker
-from launcher.text import is_masked, masked, printable
 from ngsgd.errors import ConfigError
-from ngsgd.training.event_log import EventLog
+from ngsgd.launcher import cli, console, text
+from ngsgd.launcher.commands import train as service
+from ngsgd.launcher.config import compose
+from ngsgd.launcher.mlflow import store
+from ngsgd.launcher.mlflow.store import with_login
+from ngsgd.launcher.mlflow.tracker import MlflowTracker
+from ngsgd.launcher.reports.progress import ProgressTracker
+from ngsgd.launcher.text import is_masked, masked, printable
 from ngsgd.training.records import Incident
+from ngsgd.training.storage.event_log import EventLog
 from tests.launcher.records import final_report, outer_iteration
 from tests.launcher.test_mlflow_tracker import Client
 
@@ -133,7 +135,7 @@ def test_resume_says_at_once_that_the_login_is_missing_and_continue_takes_it(
     monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "anna")
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", SECRET)
     assert cli.main(["resume", "first"]) == 0
-    assert mlflow_store.tracking_uri(ran[1]) == "http://127.0.0.1:9"
+    assert store.tracking_uri(ran[1]) == "http://127.0.0.1:9"
 
 
 def test_the_same_store_is_recognized_however_one_logs_in(tmp_path: Path) -> None:

@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 
-from launcher import cli, simulate
-from launcher.progress import duration
-from launcher.simulate import Summary, VirtualProgress
 from ngsgd.errors import ConfigError
 from ngsgd.files import read_json_lines
-from ngsgd.training.forecast.formulas import Spread
+from ngsgd.launcher import cli
+from ngsgd.launcher.commands import simulate
+from ngsgd.launcher.commands.simulate import Summary, VirtualProgress
+from ngsgd.launcher.reports.progress import duration
+from ngsgd.pipeline.performance_model.formulas import Spread
 from ngsgd.training.records import SubsetScore
 from tests.integration.service import TINY
 from tests.launcher.records import outer_iteration
@@ -26,7 +27,7 @@ SUMMARY = Summary(4, 10, 200.0, 180.0, 0.9, {"efficiency": 0.8, "failures": 0.1,
 
 
 def test_help_imports_no_torch() -> None:
-    code = ("import sys; from launcher.cli import main; code = main(['simulate', '--help']); "
+    code = ("import sys; from ngsgd.launcher.cli import main; code = main(['simulate', '--help']); "
             "heavy = {'torch', 'ray', 'mlflow', 'hydra'} & set(sys.modules); assert not heavy, heavy; sys.exit(code)")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import yaml
 
-from launcher import cli, ray_jobs
+from ngsgd.launcher import cli
+from ngsgd.launcher.ray import jobs as ray_jobs
 
 ROOT = Path(__file__).resolve().parents[2]
 

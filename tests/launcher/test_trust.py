@@ -15,15 +15,18 @@ from typing import Any
 
 import pytest
 
-from launcher import cli, compose, info, trust
-from launcher import train as service
-from launcher.final_model import DIGESTS, open_final, save_final
-from launcher.run_folder import RunFolder
 from ngsgd.config import ModelConfig, RunConfig
 from ngsgd.errors import ConfigError
 from ngsgd.files import sha256
-from ngsgd.models import own
-from ngsgd.training.event_log import EventLog
+from ngsgd.launcher import cli
+from ngsgd.launcher.commands import info
+from ngsgd.launcher.commands import train as service
+from ngsgd.launcher.config import compose
+from ngsgd.launcher.runs import trust
+from ngsgd.launcher.runs.final_model import DIGESTS, open_final, save_final
+from ngsgd.launcher.runs.run_folder import RunFolder
+from ngsgd.models import custom
+from ngsgd.training.storage.event_log import EventLog
 from tests import toy
 from tests.launcher.records import final_report, outer_iteration
 
@@ -144,12 +147,12 @@ def test_with_trust_the_module_is_imported(attacker: Path, tmp_path: Path, words
 def without_data(monkeypatch: pytest.MonkeyPatch) -> list[RunConfig]:
     """Runs that would be trained, after their module was imported; no data is made."""
     ran: list[RunConfig] = []
-    monkeypatch.setattr(service, "_require_model", lambda config, *_: config.model._target_ and own.find(config.model))
+    monkeypatch.setattr(service, "_require_model", lambda config, *_: config.model._target_ and custom.find(config.model))
     monkeypatch.setattr(service, "EgsReader", lambda *_: None)
 
     def run(config: RunConfig, *_: object) -> Any:
         if config.model._target_:
-            own.find(config.model)
+            custom.find(config.model)
         ran.append(config)
         return final_report()
 
@@ -281,7 +284,7 @@ def test_the_environment_allows_it_in_python(attacker: Path, tmp_path: Path, mon
 def test_a_folder_of_modules_is_never_in_front_of_installed_packages(attacker: Path) -> None:
     (attacker / "colorsys.py").write_text("raise SystemExit('the wrong one')")
     sys.modules.pop("colorsys", None)
-    own.find(GADGETS["module"](attacker))
+    custom.find(GADGETS["module"](attacker))
     assert sys.path[-1] == str(attacker)
     import colorsys
 

@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from launcher import cli, compose, tune, tuned_file
-from launcher.tune_proxy import Proxy
 from ngsgd.config import OptimizerConfig, ProxyConfig, RunConfig, TrackingConfig, TuneConfig
 from ngsgd.errors import ConfigError
 from ngsgd.hypergrad import HyperSpace, Settings
+from ngsgd.launcher import cli
+from ngsgd.launcher.commands import tune
+from ngsgd.launcher.config import compose, tuned_file
+from ngsgd.launcher.tuning.proxy import Proxy
 from ngsgd.training.worker import Worker
 from tests import toy
 
@@ -34,7 +36,7 @@ def config(folder: Path, **changes: Any) -> RunConfig:
 @pytest.fixture
 def on_toy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """`ngsgd tune` on prepared toy examples."""
-    from launcher import train as service
+    from ngsgd.launcher.commands import train as service
 
     def call(what: str, made: RunConfig, *more: str) -> int:
         egs = toy.Run(tmp_path, made).egs
@@ -130,8 +132,8 @@ def test_a_job_of_ngsgd_train_does_what_the_proxy_did(tmp_path: Path) -> None:
     proxied = replace(made, tune=TuneConfig(proxy=ProxyConfig(num_steps, 1), workers=1))
     proxy = Proxy.of(proxied, run.egs)
     from ngsgd.hypergrad.gradient import LocalJobs
-    from ngsgd.hypergrad.segment import PlainGradients
-    from ngsgd.hypergrad.task import Flat
+    from ngsgd.hypergrad.job_replay import PlainGradients
+    from ngsgd.hypergrad.training_task import Flat
 
     plan = proxy.space.build(proxy.space.centre())
     scale_P = 2.0 * 64

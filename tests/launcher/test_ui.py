@@ -17,8 +17,10 @@ from typing import Any
 
 import pytest
 
-from launcher import ui, ui_app
 from ngsgd.errors import ConfigError
+from ngsgd.launcher.commands import ui
+from ngsgd.launcher.mlflow import ui_app
+from ngsgd.launcher.reports.progress import dashboard_command
 
 
 @pytest.fixture
@@ -36,8 +38,8 @@ def busy_port() -> Iterator[int]:
 
 
 def test_dashboard_command_is_what_a_shell_takes() -> None:
-    assert ui.dashboard_command("runs") == "ngsgd ui"
-    assert ui.dashboard_command(Path("/a b")) == "ngsgd ui '/a b'"
+    assert dashboard_command("runs") == "ngsgd ui"
+    assert dashboard_command(Path("/a b")) == "ngsgd ui '/a b'"
 
 
 def test_missing_database_is_one_sentence(tmp_path: Path) -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from launcher import compose, tuned_file
 from ngsgd.config import RunConfig
 from ngsgd.errors import ConfigError
+from ngsgd.launcher.config import compose, tuned_file
 
 
 def expand_aliases(path: Path) -> None:

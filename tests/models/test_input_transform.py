@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ngsgd.config import ModelConfig
-from ngsgd.egs.reader import Minibatch
+from ngsgd.data.reader import Minibatch
 from ngsgd.errors import ConfigError, DataError
 from ngsgd.models.input_transform import class_statistics, lda_transform
 from ngsgd.models.layers import FixedAffine

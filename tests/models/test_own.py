@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from launcher import compose
 from ngsgd import NGSGD
+from ngsgd.cluster.process_pool import ProcessPool
 from ngsgd.config import ModelConfig, RunConfig, check
 from ngsgd.errors import ConfigError
+from ngsgd.launcher.config import compose
 from ngsgd.models import Window, build_model
-from ngsgd.training.pools.process_pool import ProcessPool
 from ngsgd.training.worker import make_optimizer
 from tests import toy
 

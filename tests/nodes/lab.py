@@ -61,7 +61,7 @@ class Lab:
         """Starts a run whose coordinator is on a node."""
         address = f"cluster.address={self.network.nodes[0].address}:{PORT}"
         words = ["train", f"name={name}", f"output_dir={self.output_dir}", *SETTINGS, address, *settings]
-        return node.spawn([sys.executable, "-m", "launcher", *words], self.run_log(name))
+        return node.spawn([sys.executable, "-m", "ngsgd.launcher", *words], self.run_log(name))
 
     def run_log(self, name: str) -> Path:
         return self.logs / f"{name}.log"

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ngsgd.errors import ClusterError
-from ngsgd.training.forecast.formulas import Link, central_s
+from ngsgd.pipeline.performance_model.formulas import Link, central_s
 from tests.integration.service import events, final_hash
 from tests.nodes.jobs import by_the_documented_commands
 from tests.nodes.lab import SETTINGS, Lab, lab, told
@@ -72,7 +72,8 @@ def resumed_on_another_cluster(cluster: Lab, expected: str) -> dict[str, Any]:
     run = cluster.run("headless")
     assert run
     began = len(events(run, "outer_iteration"))
-    process = cluster.network.nodes[0].spawn([sys.executable, "-m", "launcher", "resume", str(run)], cluster.run_log("headless"))
+    process = cluster.network.nodes[0].spawn([sys.executable, "-m", "ngsgd.launcher", "resume", str(run)],
+                                             cluster.run_log("headless"))
     _same(cluster.finish(process, "headless"), expected)
     in_all = len(events(run, "outer_iteration"))
     assert began < in_all, "there was nothing to go on with"
@@ -125,7 +126,7 @@ def _model_bytes(run: Path) -> int:
 def _reference(output_dir: Path) -> str:
     """The model of one process."""
     words = ["train", "name=whole", f"output_dir={output_dir}", *SETTINGS, "cluster=in_process"]
-    subprocess.run([sys.executable, "-m", "launcher", *words, "--quiet"], cwd=ROOT, check=True)
+    subprocess.run([sys.executable, "-m", "ngsgd.launcher", *words, "--quiet"], cwd=ROOT, check=True)
     return final_hash(next(path.parent for path in output_dir.glob("whole-*/config.yaml")))
 
 

@@ -255,7 +255,7 @@ def _slurm(output_dir: Path) -> Iterator[Slurm]:
 def _of_one_process(output_dir: Path, settings: list[str]) -> str:
     name = f"alone-{abs(hash(tuple(settings)))}"
     words = ["train", f"name={name}", f"output_dir={output_dir}", *settings, "cluster=in_process", "--quiet"]
-    subprocess.run([sys.executable, "-m", "launcher", *words], cwd=ROOT, check=True)
+    subprocess.run([sys.executable, "-m", "ngsgd.launcher", *words], cwd=ROOT, check=True)
     return final_hash(next(path.parent for path in output_dir.glob(f"{name}-*/config.yaml")))
 
 

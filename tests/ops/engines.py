@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from ngsgd.ops import native
+from ngsgd.ops.kernels import native
 
 # what this processor can run; "none" is code for any processor of its family
 _RUNS = {"AVX512": ("AVX512", "AVX2", "none"), "AVX2": ("AVX2", "none")}.get(native.capability(), ("none",))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ngsgd.ops import native
+from ngsgd.ops.kernels import native
 
 _PAGE = 4096
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ngsgd.models import PNorm, Renormalize
-from ngsgd.ops import native, nonlinearities
+from ngsgd.ops import nonlinearities
+from ngsgd.ops.kernels import native
 from tests.ops.engines import running
 
 FLOOR = 2.0**-66

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from ngsgd import NGSGD
-from ngsgd.ops import native, panels, rows
-from ngsgd.ops.panels import Correction, Panels
+from ngsgd.ops import fisher_projection, packed_gemm
+from ngsgd.ops.kernels import native
+from ngsgd.ops.packed_gemm import Correction, Panels
 from tests.optim import test_train_golden
 
 NAN = float("nan")
@@ -18,20 +19,20 @@ NAN = float("nan")
 
 @pytest.fixture(autouse=True)
 def compiled() -> None:
-    if panels._library() is None:
+    if packed_gemm._library() is None:
         pytest.skip("no C++ compiler here, or a processor without AVX-512: a library makes all products")
 
 
 @pytest.fixture
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the sizes and the maker of the processor."""
-    monkeypatch.setattr(panels, "_LEAST", 0)
-    monkeypatch.setattr(panels, "_MANY_ROWS", 0)
-    monkeypatch.setattr(panels, "_is_faster", lambda: True)
+    monkeypatch.setattr(packed_gemm, "_LEAST", 0)
+    monkeypatch.setattr(packed_gemm, "_MANY_ROWS", 0)
+    monkeypatch.setattr(packed_gemm, "_is_faster", lambda: True)
 
 
 def in_panels(rows_ND: Tensor, room: int = 0) -> Panels:
-    memory = torch.full((panels.size(len(rows_ND) + room, rows_ND.shape[1]),), NAN)
+    memory = torch.full((packed_gemm.size(len(rows_ND) + room, rows_ND.shape[1]),), NAN)
     made = Panels.over(memory, len(rows_ND), rows_ND.shape[1], room)
     made.fill(rows_ND)
     return made
@@ -57,14 +58,14 @@ def test_product_equals_the_formula(shape: tuple[int, int, int], lie_in_panels: 
         assert found is not None
         torch.testing.assert_close(found.double(), wanted, rtol=2e-5, atol=1e-6 * num)
 
-    dW_OI, none = panels.product(dY, X, 0.5)
+    dW_OI, none = packed_gemm.product(dY, X, 0.5)
     assert none is None and dW_OI.is_contiguous()
     assert_close(dW_OI, 0.5 * Y64_NO.T @ X64_NI)
-    same_OI, db_O = panels.product(dY, X, 0.5, one_N)
+    same_OI, db_O = packed_gemm.product(dY, X, 0.5, one_N)
     assert torch.equal(same_OI, dW_OI)
     assert_close(db_O, 0.5 * Y64_NO.T @ one64_N)
 
-    dW_OI, db_O = panels.product(dY, X, 0.5, one_N, Correction(H_NR, W_RO))
+    dW_OI, db_O = packed_gemm.product(dY, X, 0.5, one_N, Correction(H_NR, W_RO))
     Yhat64_NO = Y64_NO - H_NR.double() @ W_RO.double()
     assert_close(dW_OI, 0.5 * Yhat64_NO.T @ X64_NI)
     assert_close(db_O, 0.5 * Yhat64_NO.T @ one64_N)
@@ -74,7 +75,7 @@ def test_derivatives_between_others_in_memory_are_read_in_place() -> None:
     wide = torch.full((60, 100), NAN)
     wide[:, :70] = torch.randn(60, 70, generator=torch.Generator().manual_seed(1))
     Y_NO, X_NI = wide[:, :50], torch.randn(60, 20, generator=torch.Generator().manual_seed(2))
-    torch.testing.assert_close(panels.product(Y_NO, in_panels(X_NI), 1.0)[0], Y_NO.T @ X_NI)
+    torch.testing.assert_close(packed_gemm.product(Y_NO, in_panels(X_NI), 1.0)[0], Y_NO.T @ X_NI)
 
 
 def test_threads_change_no_bit() -> None:
@@ -84,7 +85,7 @@ def test_threads_change_no_bit() -> None:
     try:
         for threads in (1, 2, 3, 16):
             torch.set_num_threads(threads)
-            found.append(panels.product(Y_NO, in_panels(X_NI), 1.0, one_N))
+            found.append(packed_gemm.product(Y_NO, in_panels(X_NI), 1.0, one_N))
     finally:
         torch.set_num_threads(before)
     for dW_OI, db_O in found:
@@ -99,10 +100,10 @@ def test_preconditioned_rows_in_panels_are_those_kept_by_rows(shape: tuple[int, 
     N, D, R = shape
     generator = torch.Generator().manual_seed(4)
     X_ND, W_RD, one_N = (torch.randn(size, generator=generator) for size in ((N, D), (R, D + 1), (N,)))
-    memory = Panels.over(torch.full((panels.size(N + 3, D),), NAN), N, D, 3)
+    memory = Panels.over(torch.full((packed_gemm.size(N + 3, D),), NAN), N, D, 3)
 
-    def both() -> tuple[rows.Met, rows.Met]:
-        return rows.meet(X_ND, W_RD, one_N), rows.meet(X_ND, W_RD, one_N, memory)
+    def both() -> tuple[fisher_projection.Met, fisher_projection.Met]:
+        return fisher_projection.meet(X_ND, W_RD, one_N), fisher_projection.meet(X_ND, W_RD, one_N, memory)
 
     if engine == "torch":
         with native.in_torch_operations():
@@ -132,13 +133,13 @@ def trained(num_steps: int, num_outputs: int, *, bias: bool, **options: float | 
 @pytest.mark.parametrize("bias", [False, True])
 def test_gradients_in_panels_are_those_of_torch(num_outputs: int, bias: bool, always: None,
                                                 monkeypatch: pytest.MonkeyPatch) -> None:
-    product, corrections = panels.product, set()
+    product, corrections = packed_gemm.product, set()
 
     def watched(*args: Any) -> tuple[Tensor, Tensor | None]:
         corrections.add(args[4:] not in ((), (None,)))
         return product(*args)
 
-    monkeypatch.setattr(panels, "product", watched)
+    monkeypatch.setattr(packed_gemm, "product", watched)
     found = trained(3, num_outputs, bias=bias)
     assert corrections == ({False} if num_outputs == 40 else {False, True})
     with native.in_torch_operations():
@@ -163,27 +164,27 @@ def test_masked_rows_and_rows_without_an_estimate(always: None) -> None:
 
 
 def test_the_limit_per_sample_sees_rows(always: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(panels, "product", None)
+    monkeypatch.setattr(packed_gemm, "product", None)
     assert trained(2, 40, bias=True, max_change_per_sample=0.01)[0].isfinite().all()
 
 
 def test_who_multiplies_is_decided_by_processor_types_and_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     large, small, few = torch.ones(256, 512), torch.ones(16, 16), torch.ones(100, 512)
-    monkeypatch.setattr(panels, "_is_faster", lambda: True)
-    assert panels.are_for(large, large) and not panels.are_for(small, small)
-    assert not panels.are_for(few, few) and panels.are_for(torch.ones(100, 2048), few)
-    assert not panels.are_for(large.double(), large.double()) and not panels.are_for(large.bfloat16(), large.bfloat16())
+    monkeypatch.setattr(packed_gemm, "_is_faster", lambda: True)
+    assert packed_gemm.are_for(large, large) and not packed_gemm.are_for(small, small)
+    assert not packed_gemm.are_for(few, few) and packed_gemm.are_for(torch.ones(100, 2048), few)
+    assert not packed_gemm.are_for(large.double(), large.double()) and not packed_gemm.are_for(large.bfloat16(), large.bfloat16())
     with native.in_torch_operations():
-        assert not panels.are_for(large, large)
-    monkeypatch.setattr(panels, "_is_faster", lambda: False)
-    assert not panels.are_for(large, large)
+        assert not packed_gemm.are_for(large, large)
+    monkeypatch.setattr(packed_gemm, "_is_faster", lambda: False)
+    assert not packed_gemm.are_for(large, large)
     monkeypatch.undo()
-    panels._is_faster.cache_clear()
+    packed_gemm._is_faster.cache_clear()
     monkeypatch.setattr(native, "is_made_by", lambda vendor: vendor == "AuthenticAMD")
     try:
-        assert not panels.are_for(large, large)   # ngsgd.ops.products has the quicker one there
+        assert not packed_gemm.are_for(large, large)   # ngsgd.ops.gemm has the quicker one there
     finally:
-        panels._is_faster.cache_clear()
+        packed_gemm._is_faster.cache_clear()
 
 
 @pytest.mark.parametrize("case", test_train_golden.GOLDEN.cases())

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ngsgd import NGSGD
-from ngsgd.ops import native, products
+from ngsgd.ops import gemm
+from ngsgd.ops.kernels import native
 from tests.optim import test_train_golden
 from tests.preconditioners import test_online_golden
 
@@ -28,10 +29,10 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.fixture
 def onednn(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Products of any size by oneDNN, as large ones are on some processors."""
-    if not products.is_there():
+    if not gemm.is_there():
         pytest.skip("this torch has no oneDNN, so MKL or what stands for it makes all products")
-    monkeypatch.setattr(products, "_LEAST", 0)
-    monkeypatch.setattr(products, "_is_faster", lambda: True)
+    monkeypatch.setattr(gemm, "_LEAST", 0)
+    monkeypatch.setattr(gemm, "_is_faster", lambda: True)
     with native.in_torch_operations():
         yield
 
@@ -39,7 +40,7 @@ def onednn(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several in a product of 40 rows."""
-    monkeypatch.setattr(products, "_BLOCK", 16)
+    monkeypatch.setattr(gemm, "_BLOCK", 16)
 
 
 class Calls(TorchDispatchMode):
@@ -64,20 +65,20 @@ def check_products(left: str, right: str) -> None:
     exact = a.double() @ b.double()
     # 30 terms of size one, rounded in float32
     close = partial(torch.testing.assert_close, rtol=0.0, atol=1e-5)
-    close(products.mm(a, b).double(), exact)
+    close(gemm.mm(a, b).double(), exact)
     out = torch.zeros(40, 51)[:, :-1]
-    assert products.mm(a, b, out=out) is out
+    assert gemm.mm(a, b, out=out) is out
     close(out.double(), exact)
-    close(products.less_mm(c, a, b, torch.empty(40, 50)).double(), c.double() - exact)
+    close(gemm.less_mm(c, a, b, torch.empty(40, 50)).double(), c.double() - exact)
     for factor in (a, 2.0 * torch.cat([a, a])):   # the sign goes to either side
         ones = torch.ones(len(factor), 50)   # in place
         exact_there = 1.0 - factor.double() @ b.double()
-        torch.testing.assert_close(products.less_mm(ones, factor, b, ones).double(), exact_there, rtol=0.0, atol=1e-4)
+        torch.testing.assert_close(gemm.less_mm(ones, factor, b, ones).double(), exact_there, rtol=0.0, atol=1e-4)
         torch.testing.assert_close(ones.double(), exact_there, rtol=0.0, atol=1e-4)
     bias = torch.randn(50)
     wanted = exact + bias.double()
-    close(products.linear(a, b.T, bias).double(), wanted)
-    close(products.linear(a.reshape(4, 10, 30), b.T, bias).double(), wanted.view(4, 10, 50))
+    close(gemm.linear(a, b.T, bias).double(), wanted)
+    close(gemm.linear(a.reshape(4, 10, 30), b.T, bias).double(), wanted.view(4, 10, 50))
 
 
 @pytest.mark.parametrize("right", LAYOUTS)
@@ -98,39 +99,39 @@ def test_products_of_torch(left: str, right: str, onednn: None) -> None:
 
 def test_what_onednn_cannot_do_is_left_to_torch(onednn: None) -> None:
     a = torch.randn(4, 3, requires_grad=True)
-    products.mm(a, torch.randn(3, 2)).sum().backward()   # oneDNN's product has no derivative here
+    gemm.mm(a, torch.randn(3, 2)).sum().backward()   # oneDNN's product has no derivative here
     assert a.grad is not None
     for dtype in (torch.float64, torch.bfloat16):
         x = torch.randn(4, 3, dtype=dtype)
         with Calls() as calls:
-            assert torch.equal(products.mm(x, x.T), x @ x.T)
-            assert torch.equal(products.less_mm(x @ x.T, x, x.T), torch.addmm(x @ x.T, x, x.T, alpha=-1))
-            assert torch.equal(products.linear(x, x, None), nn.functional.linear(x, x))
+            assert torch.equal(gemm.mm(x, x.T), x @ x.T)
+            assert torch.equal(gemm.less_mm(x @ x.T, x, x.T), torch.addmm(x @ x.T, x, x.T, alpha=-1))
+            assert torch.equal(gemm.linear(x, x, None), nn.functional.linear(x, x))
         assert calls.num_onednn == 0
 
 
 def test_memory_first_kept_in_inference_mode_serves_training_too(onednn: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "_own", threading.local())
+    monkeypatch.setattr(gemm, "_own", threading.local())
     a, b = torch.randn(30, 40).T, torch.cat([torch.randn(30, 50)] * 2, dim=1)[:, :50]
     with torch.inference_mode():
-        products.mm(a, b)
-    torch.testing.assert_close(products.mm(a, b), a @ b)
+        gemm.mm(a, b)
+    torch.testing.assert_close(gemm.mm(a, b), a @ b)
 
 
 def test_memory_kept_for_copies_may_be_let_go(onednn: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "_own", threading.local())
+    monkeypatch.setattr(gemm, "_own", threading.local())
     a, b = torch.randn(30, 40).T, torch.cat([torch.randn(30, 50)] * 2, dim=1)[:, :50]
-    products.mm(a, b)
-    assert len(vars(products._own)) == 2
-    products.forget_copies()
-    assert not vars(products._own)
-    torch.testing.assert_close(products.mm(a, b), a @ b)
+    gemm.mm(a, b)
+    assert len(vars(gemm._own)) == 2
+    gemm.forget_copies()
+    assert not vars(gemm._own)
+    torch.testing.assert_close(gemm.mm(a, b), a @ b)
 
 
 def test_small_products_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "_is_faster", lambda: True)
+    monkeypatch.setattr(gemm, "_is_faster", lambda: True)
     with Calls() as calls:
-        products.mm(torch.ones(64, 64), torch.ones(64, 64))
+        gemm.mm(torch.ones(64, 64), torch.ones(64, 64))
     assert calls.num_onednn == 0
 
 

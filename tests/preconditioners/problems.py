@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ngsgd.preconditioners.protocol import Preconditioner
+from ngsgd.preconditioners.base import Preconditioner
 from tests.reference.preconditioners import derivative_rows
 
 N = 6

@@ -7,7 +7,7 @@ import torch
 
 from ngsgd.errors import ConfigError
 from ngsgd.preconditioners import SENG, SMWNG, DiagonalNG, FullNG, LayerWiseNG, Preconditioner, UnitWiseNG
-from ngsgd.preconditioners.signals import Rows
+from ngsgd.preconditioners.fisher_recorder import Rows
 from tests.preconditioners.problems import NAMES, close, joint, problem
 from tests.reference import preconditioners as dense
 

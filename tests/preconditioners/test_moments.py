@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ngsgd.errors import ConfigError
 from ngsgd.preconditioners import KFAC, KFLR, KFRA, METHODS, TNT, TONGA, OnlineNG, Preconditioner, SimpleNG
-from ngsgd.preconditioners.signals import Signal
+from ngsgd.preconditioners.fisher_recorder import Signal
 from tests.preconditioners.problems import NAMES, SHARING, Problem, close, joint, problem
 from tests.reference import preconditioners as dense
 from tests.reference.curvature import loss_derivatives, recursion_of_averages

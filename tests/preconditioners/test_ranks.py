@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from ngsgd.errors import ConfigError
 from ngsgd.preconditioners import EKFAC, KFAC, SENG, SOAP, DiagonalNG, LayerWiseNG, Preconditioner, Shampoo, UnitWiseNG
-from ngsgd.preconditioners.methods.kfra import KFLR
-from ngsgd.preconditioners.ranks import Ranks
+from ngsgd.preconditioners.distributed import Ranks
+from ngsgd.preconditioners.methods.kronecker.kfra import KFLR
 from tests.preconditioners.problems import close
 
 c10d: Any = torch.distributed

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ngsgd.curvature.whole import WholeModel
+from ngsgd.curvature.second_order.full_model import WholeModel
 from ngsgd.errors import ConfigError
 from ngsgd.preconditioners import PSGD, AdaHessian, HessianFree, Preconditioner
-from ngsgd.preconditioners.methods.second_order import SecondOrder
+from ngsgd.preconditioners.methods.hessian.second_derivatives import SecondOrder
 from tests.preconditioners.problems import NAMES, Problem, close, joint, problem
 from tests.reference import quasi_newton as dense
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from ngsgd.egs.frames import FrameSet
+from ngsgd.data.frames import FrameSet
 
 
 def windows_of(frames: FrameSet, utterance: int, left: int, right: int,

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from ngsgd.asr.topology import Topology
+from ngsgd.asr.lang.topology import Topology
 
 
 def best(topology: Topology, loglik_TP: npt.NDArray[np.float32], *, word_cost: Mapping[tuple[str, ...], float], silence_prob: float,

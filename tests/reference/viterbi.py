@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ngsgd.asr.topology import SILENCE_PDF, Topology
+from ngsgd.asr.lang.topology import SILENCE_PDF, Topology
 
 
 class State(NamedTuple):

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from ngsgd.egs.archives import prepare_archives, spliced_utterances
-from ngsgd.egs.frames import FrameSet, Side
-from ngsgd.egs.reader import EgsReader
+from ngsgd.data.archives import prepare_archives, spliced_utterances
+from ngsgd.data.frames import FrameSet, Side
+from ngsgd.data.reader import EgsReader
 from ngsgd.errors import DamagedArchiveError, DataError
 from ngsgd.schedules import Shard
 from ngsgd.sequence.archives import SequenceMinibatch, SequenceReader, prepare_sequences

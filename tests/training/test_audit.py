@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ngsgd.training.audit import audit
+from ngsgd.training.storage.audit import audit
 
 Line = dict[str, Any]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ngsgd.training.awake import AwakeClock
+from ngsgd.training.awake_clock import AwakeClock
 
 
 class _Time:

@@ -16,11 +16,11 @@ import torch
 from ngsgd import files
 from ngsgd.errors import CheckpointError, RunLockedError
 from ngsgd.schedules import Shard
-from ngsgd.training.checkpoint import CheckpointStore
-from ngsgd.training.flat import Layout
 from ngsgd.training.job import Piece
-from ngsgd.training.lock import RunLock
+from ngsgd.training.parameter_vector import Layout
 from ngsgd.training.planning import Progress
+from ngsgd.training.storage.checkpoint import CheckpointStore
+from ngsgd.training.storage.lock import RunLock
 
 
 @pytest.fixture

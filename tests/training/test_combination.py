@@ -13,11 +13,10 @@ import torch
 from torch import nn
 
 from ngsgd.config import ModelConfig
-from ngsgd.egs.reader import Minibatch
+from ngsgd.data.reader import Minibatch
 from ngsgd.errors import CheckpointError, DataError, DivergenceError
 from ngsgd.models import build_model
-from ngsgd.schedules import Schedule
-from ngsgd.training.combination import (
+from ngsgd.pipeline.combination import (
     Candidate,
     Combined,
     HeldOut,
@@ -26,8 +25,9 @@ from ngsgd.training.combination import (
     recompute_batchnorm,
     running_mean,
 )
-from ngsgd.training.combination.plain import evaluated_counts
-from ngsgd.training.flat import Layout, Vector
+from ngsgd.pipeline.combination.plain import evaluated_counts
+from ngsgd.schedules import Schedule
+from ngsgd.training.parameter_vector import Layout, Vector
 from tests.conftest import Golden
 from tests.reference.combination import pooled_statistics, running_means
 from tests.toy import DIM, NUM_CLASSES, frame_set

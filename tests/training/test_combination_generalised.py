@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 from ngsgd.config import ModelConfig
-from ngsgd.egs.reader import Minibatch
+from ngsgd.data.reader import Minibatch
 from ngsgd.models import PNorm, Renormalize, build_model
-from ngsgd.training.combination import Candidate, HeldOut, generalised, lbfgs, normalize_stddev
-from ngsgd.training.combination.layer_weights import WeightedLayers, preconditioner, updatable_layers
-from ngsgd.training.combination.stddev import scale_invariant_layers
-from ngsgd.training.flat import Layout, Vector
+from ngsgd.pipeline.combination import Candidate, HeldOut, generalised, lbfgs, normalize_stddev
+from ngsgd.pipeline.combination.layer_weights import WeightedLayers, preconditioner, updatable_layers
+from ngsgd.pipeline.combination.stddev import scale_invariant_layers
+from ngsgd.training.parameter_vector import Layout, Vector
 from tests.reference import combination as reference
 from tests.toy import DIM, NUM_CLASSES, frame_set
 
@@ -90,8 +90,8 @@ def test_objective_and_gradient_equal_finite_differences_of_the_definition() -> 
 def test_gradients_do_not_depend_on_how_many_rows_go_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = Problem()
     whole = problem.weighted.objf_and_gradient(problem.weights_KL)
-    monkeypatch.setattr("ngsgd.training.combination.layer_weights._ROWS_AT_ONCE", 7)
-    monkeypatch.setattr("ngsgd.training.combination.layer_weights._CHUNK", 5)
+    monkeypatch.setattr("ngsgd.pipeline.combination.layer_weights._ROWS_AT_ONCE", 7)
+    monkeypatch.setattr("ngsgd.pipeline.combination.layer_weights._CHUNK", 5)
     parts = problem.weighted.objf_and_gradient(problem.weights_KL)
     np.testing.assert_allclose(parts[0], whole[0], rtol=1e-12)   # the order of float64 sums
     np.testing.assert_allclose(parts[1], whole[1], rtol=1e-10)

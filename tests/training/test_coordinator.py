@@ -11,16 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ngsgd.cluster.in_process import InProcessPool
 from ngsgd.config import ClusterConfig, FailureConfig, OptimizerConfig, OuterConfig, RunConfig, ScheduleConfig
 from ngsgd.errors import ClusterError, DataError, DivergenceError, RunInterrupted
 from ngsgd.files import read_json_lines
 from ngsgd.ops.averaging import mean_of_chunk, shares_of, weighted_mean
 from ngsgd.optim.outer_rules import Array, Average
-from ngsgd.training.audit import audit
-from ngsgd.training.flat import Mean, Vector
 from ngsgd.training.job import Held, Job, JobFailure, JobResult, Outcome, Piece, Start
-from ngsgd.training.pools.pool import InProcessPool
-from ngsgd.training.verify import digest
+from ngsgd.training.parameter_vector import Mean, Vector
+from ngsgd.training.storage.audit import audit
+from ngsgd.training.validation.checksums import digest
 from tests.toy import Run, config
 
 Spoil = Callable[[JobResult], Outcome]

@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import nn
 
-from ngsgd.egs.reader import EgsReader, Minibatch
+from ngsgd.data.reader import EgsReader, Minibatch
 from ngsgd.errors import DamagedArchiveError, RunInterrupted
-from ngsgd.training.audit import audit
 from ngsgd.training.coordinator import Coordinator
-from ngsgd.training.diagnostics import average_posterior, diagnose, score_subset
+from ngsgd.training.diagnostics.deferred import PendingRecords
+from ngsgd.training.diagnostics.subset_scores import average_posterior, diagnose, score_subset
 from ngsgd.training.objective import summed_loss
-from ngsgd.training.pending import PendingRecords
+from ngsgd.training.storage.audit import audit
 from tests.toy import Recorder, Run, config
 
 WEIGHTED = Minibatch(torch.randn(50, 7, generator=torch.Generator().manual_seed(1)), torch.arange(50) % 4,

@@ -10,17 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ngsgd.cluster.in_process import InProcessPool
 from ngsgd.config import ClusterConfig, FailureConfig
 from ngsgd.errors import ClusterError
 from ngsgd.files import read_json_lines
-from ngsgd.training.dealing import EqualShares
-from ngsgd.training.dispatch import Dispatcher, NeverStop, Round
-from ngsgd.training.flat import Vector
+from ngsgd.training.dispatcher import Dispatcher, NeverStop, Round
 from ngsgd.training.job import Held, Job, JobFailure, JobResult, Outcome, Start
-from ngsgd.training.ledger import Ledger
+from ngsgd.training.parameter_vector import Vector
+from ngsgd.training.partitioning import EqualShares
 from ngsgd.training.planning import Progress, next_plan
-from ngsgd.training.pools.pool import InProcessPool
-from ngsgd.training.verify import digest
+from ngsgd.training.storage.ledger import Ledger
+from ngsgd.training.validation.checksums import digest
 from tests.toy import Run, config
 
 DEADLINE_S = 30.0

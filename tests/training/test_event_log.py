@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from ngsgd.training.coordinator import Coordinator
-from ngsgd.training.event_log import EventLog, is_valid, read_events
-from ngsgd.training.pending import PendingRecords
+from ngsgd.training.diagnostics.deferred import PendingRecords
 from ngsgd.training.records import OuterIterationRecord
+from ngsgd.training.storage.event_log import EventLog, is_valid, read_events
 from tests.toy import Run
 
 

@@ -10,16 +10,18 @@ from typing import Any
 import pytest
 import torch
 
+from ngsgd.cluster import fingerprint
+from ngsgd.cluster.fingerprint import NO_KERNEL, Agreement, Fingerprint, FingerprintFile, code_digest, kernels
 from ngsgd.errors import CheckpointError
-from ngsgd.ops import native
-from ngsgd.training import fingerprint
-from ngsgd.training.fingerprint import NO_KERNEL, Agreement, Fingerprint, FingerprintFile, code_digest, kernels
+from ngsgd.ops.kernels import native
 
-SOME = Fingerprint("c0de", "2.9.0", "2.2.0", "GenuineIntel family 6 model 85", "AVX512", {}, {"rows.cpp": "ab12 GCC: (x) 13"},
+SOME = Fingerprint("c0de", "2.9.0", "2.2.0", "GenuineIntel family 6 model 85", "AVX512", {}, 
+                   {"fisher_projection.cpp": "ab12 GCC: (x) 13"},
                    "cpu", 2)
 CHANGES: dict[str, Any] = {
     "code": "0ther", "torch": "2.8.0", "numpy": "2.1.0", "processor": "AuthenticAMD family 26 model 2", "capability": "AVX2",
-    "settings": {"MKL_CBWR": "COMPATIBLE"}, "kernels": {"rows.cpp": NO_KERNEL}, "device": "NVIDIA H200, CUDA 12.8", "threads": 1}
+    "settings": {"MKL_CBWR": "COMPATIBLE"}, "kernels": {"fisher_projection.cpp": NO_KERNEL},
+    "device": "NVIDIA H200, CUDA 12.8", "threads": 1}
 
 
 def test_every_field_is_compared() -> None:
@@ -27,7 +29,7 @@ def test_every_field_is_compared() -> None:
     assert SOME.differences(SOME) == []
     for name, value in CHANGES.items():
         (line,) = SOME.differences(replace(SOME, **{name: value}))
-        assert name in line or "MKL_CBWR" in line or "rows.cpp" in line
+        assert name in line or "MKL_CBWR" in line or "fisher_projection.cpp" in line
 
 
 def test_unknown_fields_equal_any() -> None:
@@ -47,7 +49,7 @@ def test_json_keeps_everything_and_ignores_what_it_does_not_know() -> None:
 def test_this_process_names_what_decides_its_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     found = Fingerprint.of_this_process(3, torch.device("cpu"))
     assert found.torch == torch.__version__ and found.threads == 3 and found.device == "cpu" and found.processor
-    assert found.kernels.keys() == {"rows.cpp", "nonlinearities.cpp", "panels.cpp"}
+    assert found.kernels.keys() == {"fisher_projection.cpp", "nonlinearities.cpp", "packed_gemm.cpp"}
     monkeypatch.setenv("MKL_CBWR", "COMPATIBLE")
     (line,) = found.differences(Fingerprint.of_this_process(3, torch.device("cpu")))
     assert "MKL_CBWR" in line
@@ -72,7 +74,7 @@ def test_the_code_is_python_and_cpp(suffix: str, tmp_path: Path, monkeypatch: py
 def test_the_first_worker_decides_what_is_not_known() -> None:
     agreement = Agreement(SOME.without_machine())
     assert agreement.refusal(SOME) == "" and agreement.found == SOME
-    assert "rows.cpp" in agreement.refusal(replace(SOME, kernels={"rows.cpp": NO_KERNEL}))
+    assert "fisher_projection.cpp" in agreement.refusal(replace(SOME, kernels={"fisher_projection.cpp": NO_KERNEL}))
     assert agreement.refusal(SOME) == "" and agreement.accepted() == []
 
 

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from ngsgd.config import EgsConfig, TrackingConfig, check
-from ngsgd.egs.reader import Minibatch
+from ngsgd.data.reader import Minibatch
 from ngsgd.errors import ConfigError
-from ngsgd.training.diagnostics import BackgroundDiagnostics, diagnose
-from ngsgd.training.gradient_figures import gradient_figures
+from ngsgd.training.diagnostics.gradient_figures import gradient_figures
+from ngsgd.training.diagnostics.subset_scores import BackgroundDiagnostics, diagnose
 from tests.toy import Run, config
 
 N = 40

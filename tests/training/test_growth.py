@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ngsgd.cluster.in_process import InProcessPool
+from ngsgd.cluster.process_pool import ProcessPool
 from ngsgd.config import FailureConfig, ModelConfig, OptimizerConfig, OuterConfig, RunConfig, check
 from ngsgd.errors import RunInterrupted
 from ngsgd.optim.outer import Bmuf, OuterInfo, OuterOptimizer
 from ngsgd.schedules import Shard
-from ngsgd.training.audit import audit
 from ngsgd.training.job import Held, Job, JobFailure, JobResult, Outcome, Piece, Start
-from ngsgd.training.pools.pool import InProcessPool
-from ngsgd.training.pools.process_pool import ProcessPool
+from ngsgd.training.storage.audit import audit
 from ngsgd.training.worker import Worker
 from tests.toy import Run, config
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ngsgd.errors import CheckpointError, RunLockedError
-from ngsgd.training.lock import RunLock, holder_of, read_lock
+from ngsgd.training.storage.lock import RunLock, holder_of, read_lock
 
 
 def _hold(path: Path, ready: Connection) -> None:

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ngsgd.schedules import Schedule, Shard
-from ngsgd.training.dealing import EqualShares, SharesBySpeed, SharesByTime, cut
 from ngsgd.training.job import Held, Job, JobResult, Piece, Start
+from ngsgd.training.partitioning import EqualShares, SharesBySpeed, SharesByTime, cut
 from ngsgd.training.planning import Plan, Progress, next_plan
 from tests.toy import NUM_CLASSES
 

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ngsgd.cluster.in_process import InProcessPool
+from ngsgd.cluster.process_pool import ProcessPool
 from ngsgd.config import (
     ClusterConfig,
     FailureConfig,
@@ -21,13 +23,11 @@ from ngsgd.config import (
 )
 from ngsgd.errors import DivergenceError
 from ngsgd.files import read_json_lines
-from ngsgd.training.audit import audit
-from ngsgd.training.checkpoint import Checkpoint
-from ngsgd.training.flat import Vector
 from ngsgd.training.job import Job, JobResult, Outcome, WorkerSpec
-from ngsgd.training.pools.pool import InProcessPool
-from ngsgd.training.pools.process_pool import ProcessPool
+from ngsgd.training.parameter_vector import Vector
 from ngsgd.training.records import Incident
+from ngsgd.training.storage.audit import audit
+from ngsgd.training.storage.checkpoint import Checkpoint
 from ngsgd.training.worker import Worker
 from tests.toy import Run, config
 

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from ngsgd.cluster.fingerprint import version_digest
 from ngsgd.errors import CheckpointError
-from ngsgd.training.preflight import fingerprint, require_room
+from ngsgd.training.storage.checkpoint import require_room
 
 
 def test_a_disk_without_room_for_three_checkpoints_is_told_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -21,4 +22,4 @@ def test_a_disk_without_room_for_three_checkpoints_is_told_before_training(tmp_p
 
 
 def test_the_fingerprint_is_of_the_sources_and_stays() -> None:
-    assert len(fingerprint()) == 64 and fingerprint() == fingerprint()
+    assert len(version_digest()) == 64 and version_digest() == version_digest()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ngsgd.schedules import Shard
-from ngsgd.training import diagnostics
+from ngsgd.training.diagnostics import subset_scores
 from tests import toy
 
 
@@ -24,10 +24,10 @@ class Fussy(nn.Linear):
 
 @pytest.mark.parametrize("num_frames", [1, 64, 100, 128, 1000])
 def test_priors_are_the_mean_posterior_of_so_many_frames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_frames: int) -> None:
-    monkeypatch.setattr(diagnostics, "_ROWS_AT_ONCE", 64)
+    monkeypatch.setattr(subset_scores, "_ROWS_AT_ONCE", 64)
     reader = toy.Run(tmp_path).reader
     model = Fussy(reader.info.num_inputs, toy.NUM_CLASSES)
-    prior_P = diagnostics.average_posterior(model, reader, num_frames)
+    prior_P = subset_scores.average_posterior(model, reader, num_frames)
     rows = torch.cat([x_ND for archive in range(reader.info.num_archives)
                       for x_ND, *_ in reader.minibatches(Shard(archive, 0), 64, seed=0, outer_iter=0, job=0)])[:num_frames]
     expected = model(rows).softmax(dim=1).double().mean(dim=0).detach().numpy()

@@ -8,12 +8,12 @@ import sys
 import pytest
 import torch
 
-from ngsgd.training.process import keep_freed_memory, settle
+from ngsgd.cluster.process import keep_freed_memory, settle
 
 # Five blocks of 20 MB, freed and taken again, as gradients are: 25,000 pages.  The first few rounds find their places.
 COUNT = """
 import resource, sys, torch
-from ngsgd.training.process import keep_freed_memory
+from ngsgd.cluster.process import keep_freed_memory
 if sys.argv[1] == "kept":
     keep_freed_memory()
 def step():

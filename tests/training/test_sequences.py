@@ -13,10 +13,10 @@ from ngsgd.errors import ConfigError, DivergenceError, RunInterrupted
 from ngsgd.sequence.archives import prepare_sequences
 from ngsgd.sequence.ngram import state_ngram
 from ngsgd.sequence.objectives import Denominator
-from ngsgd.training.dispatch import NeverStop
-from ngsgd.training.flat import Layout
+from ngsgd.training.dispatcher import NeverStop
 from ngsgd.training.job import SequenceData, WorkerSpec
 from ngsgd.training.layer_rates import equalised
+from ngsgd.training.parameter_vector import Layout
 from ngsgd.training.worker import Worker
 from tests import toy
 

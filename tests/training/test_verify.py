@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ngsgd.training.flat import Vector
-from ngsgd.training.verify import digest
+from ngsgd.training.parameter_vector import Vector
+from ngsgd.training.validation.checksums import digest
 
 PAGE = 4096  # elements: 16 KB
 SIZE = 20 * PAGE + 7  # two chunks, the last of them odd

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ngsgd.config import AugmentConfig, ModelConfig, OptimizerConfig, RunConfig, check
-from ngsgd.egs.archives import prepare_archives
+from ngsgd.data.archives import prepare_archives
 from ngsgd.errors import ConfigError
 from ngsgd.schedules import Shard
 from ngsgd.training.job import Held, Job, JobResult, Piece, Start, WorkerSpec

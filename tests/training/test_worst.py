@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from ngsgd.training.worst import as_text, utterance_scores
+from ngsgd.asr.decode.worst_utterances import as_text, utterance_scores
 from tests.toy import NUM_CLASSES, frame_set
 
 

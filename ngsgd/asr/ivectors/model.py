@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from ngsgd.asr.cmvn import Heard, OnlineMean, Stats
+from ngsgd.asr.features.cmvn import Heard, OnlineMean, Stats
 from ngsgd.asr.ivectors.extractor import Extractor
 from ngsgd.asr.ivectors.ubm import DiagonalMixture
 from ngsgd.config import FeatureConfig, IvectorConfig

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ngsgd.asr.cmvn import Heard
+from ngsgd.asr.features.cmvn import Heard
 from ngsgd.asr.ivectors.model import IvectorModel, scaled_posteriors
 
 _PERIODS_AT_ONCE = 64   # bounds memory: periods x Gaussians x features

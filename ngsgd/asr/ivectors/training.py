@@ -13,8 +13,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ngsgd.asr import cmvn
-from ngsgd.asr.cmvn import Features, Heard
+from ngsgd.asr.features import cmvn
+from ngsgd.asr.features.cmvn import Features, Heard
 from ngsgd.asr.ivectors import extractor as extractors
 from ngsgd.asr.ivectors import ubm
 from ngsgd.asr.ivectors.extractor import Statistics

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from ngsgd.egs.kaldi_objects import KaldiFormatError, Source, read_float_object, read_object
+from ngsgd.data.kaldi_objects import KaldiFormatError, Source, read_float_object, read_object
 from ngsgd.errors import DataError
 from ngsgd.models.nnet3.network import Array, Network
 from ngsgd.models.nnet3.structure import Component, finite, network_of

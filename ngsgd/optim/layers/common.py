@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ngsgd.ops import panels
-from ngsgd.ops.panels import Panels
+from ngsgd.ops import packed_gemm
+from ngsgd.ops.packed_gemm import Panels
 from ngsgd.preconditioners.online import OnlineNaturalGradient
-from ngsgd.preconditioners.updates import UpdateQueue
+from ngsgd.preconditioners.update_queue import UpdateQueue
 
 _MANY_SHAPES = 200   # of a network's minibatches, before they are forgotten: utterances have many lengths
 
@@ -59,7 +59,7 @@ class Scratch:
         found: Panels | None = self._shaped.get(key)
         if found is None:
             num_rows, num_columns = rows_ND.shape
-            flat = self._memory(name, panels.size(num_rows + room, num_columns), rows_ND)
+            flat = self._memory(name, packed_gemm.size(num_rows + room, num_columns), rows_ND)
             found = self._shaped[key] = Panels.over(flat, num_rows, num_columns, room)
         return found
 

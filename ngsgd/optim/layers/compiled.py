@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ngsgd.ops import products
+from ngsgd.ops import gemm
 from ngsgd.optim.layers.base import adds_to_grad
 from ngsgd.optim.layers.common import cast, layer_of, wide
 from ngsgd.optim.layers.kronecker import KroneckerPreconditioner
@@ -26,13 +26,13 @@ def _layer(number: int) -> KroneckerPreconditioner:
 @torch.library.custom_op("ngsgd::linear", mutates_args=())
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, number: int, dtype: torch.dtype | None) -> Tensor:
     """`torch.nn.functional.linear` in `dtype`, if given."""
-    return products.linear(*cast(dtype, x, weight, bias))
+    return gemm.linear(*cast(dtype, x, weight, bias))
 
 
 @torch.library.custom_op("ngsgd::linear_gradients", mutates_args=())
 def linear_gradients(x: Tensor, dY: Tensor, number: int) -> tuple[Tensor, Tensor]:
     """(weight gradient, bias gradient), preconditioned where they are added to `grad`; the second is empty without a bias."""
-    layer, X_NI, dY_NO = _layer(number), products.rows_of(x), products.rows_of(dY)
+    layer, X_NI, dY_NO = _layer(number), gemm.rows_of(x), gemm.rows_of(dY)
     if adds_to_grad(layer):
         layer.begin_pass()
         dW, db = layer.gradient(X_NI, dY_NO)
@@ -65,7 +65,7 @@ def _backward(ctx: Any, dY: Tensor) -> tuple[Tensor | None, ...]:
     x, weight = ctx.saved_tensors
     dX = (dY @ weight.to(dY.dtype)).to(x.dtype) if ctx.needs_input_grad[0] else None
     if not ctx.needs_input_grad[1]:
-        db = products.rows_of(dY).sum(dim=0) if ctx.has_bias else None
+        db = gemm.rows_of(dY).sum(dim=0) if ctx.has_bias else None
         return dX, None, db, None, None
     dW, db = linear_gradients(x.to(ctx.compute_dtype), dY, ctx.number)
     return dX, dW.to(weight.dtype), db.to(weight.dtype) if ctx.has_bias else None, None, None

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ngsgd.ops import panels, products
-from ngsgd.ops.panels import Panels
+from ngsgd.ops import gemm, packed_gemm
+from ngsgd.ops.packed_gemm import Panels
 from ngsgd.optim.layers.common import LayerPreconditioner, Settings, Shared, wide
 from ngsgd.preconditioners.online import Call, OnlineNaturalGradient
 
@@ -36,7 +36,7 @@ class KroneckerPreconditioner(LayerPreconditioner):
         # the limit looks at rows; in half precision a correction after the product would come after its rounding
         needs_rows = self.shared.sums_row_products or dtype != X_NI.dtype
         factors = not needs_rows and dY_NO.is_cpu and _is_cheaper_factored(dY_NO.shape[0], X_NI.shape[1], dY_NO.shape[1])
-        in_panels = not needs_rows and panels.are_for(dY_NO, X_NI)
+        in_panels = not needs_rows and packed_gemm.are_for(dY_NO, X_NI)
         # the derivatives first: they have been read just now, for the input derivative, and may be in the cache still
         outputs = self.output_side.begin(dY_NO, num_rows=num_rows, loss_scale=loss_scale, corrects=not factors,
                                          scratch=None if factors else self._memory("outputs", dY_NO, in_panels))
@@ -120,20 +120,21 @@ def _product(dYhat_NO: Tensor | Panels, Xhat_NI: Tensor | Panels, one_hat_N: Ten
              correction: Call | None, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     """(weight, bias) gradient; with `correction`, dYhat is still dY and the rest of it is taken off in R dimensions."""
     if isinstance(Xhat_NI, Panels):
-        met_R = None if correction is None else panels.Correction(correction.met.H_NR.contiguous(), correction.W_RD.contiguous())
+        met_R = None if correction is None else packed_gemm.Correction(
+            correction.met.H_NR.contiguous(), correction.W_RD.contiguous())
         assert isinstance(scale, float)   # on a CPU
-        return panels.product(dYhat_NO, Xhat_NI, scale, one_hat_N, met_R)
+        return packed_gemm.product(dYhat_NO, Xhat_NI, scale, one_hat_N, met_R)
     assert isinstance(dYhat_NO, Tensor)
     if dtype != Xhat_NI.dtype:   # scaled before half precision, which then keeps its range
-        dW_OI = products.mm(dYhat_NO.to(dtype).T, Xhat_NI.mul_(scale).to(dtype)).to(Xhat_NI.dtype)
+        dW_OI = gemm.mm(dYhat_NO.to(dtype).T, Xhat_NI.mul_(scale).to(dtype)).to(Xhat_NI.dtype)
     else:
-        taken_RI = None if correction is None else products.mm(correction.met.H_NR.T, Xhat_NI).mul_(scale)
-        dW_OI = products.scaled_mm(dYhat_NO.T, Xhat_NI, scale)
+        taken_RI = None if correction is None else gemm.mm(correction.met.H_NR.T, Xhat_NI).mul_(scale)
+        dW_OI = gemm.scaled_mm(dYhat_NO.T, Xhat_NI, scale)
         if correction is not None and taken_RI is not None:
-            dW_OI = products.less_mm(dW_OI, correction.W_RD.T, taken_RI, dW_OI)
+            dW_OI = gemm.less_mm(dW_OI, correction.W_RD.T, taken_RI, dW_OI)
     if one_hat_N is None:
         return dW_OI, None
     if correction is None:
-        return dW_OI, products.scaled_mv(dYhat_NO.T, one_hat_N, scale)
+        return dW_OI, gemm.scaled_mv(dYhat_NO.T, one_hat_N, scale)
     db_O = torch.mv(dYhat_NO.T, one_hat_N.mul_(scale))
     return dW_OI, db_O.addmv_(correction.W_RD.T, torch.mv(correction.met.H_NR.T, one_hat_N), alpha=-1)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ngsgd.ops import products
+from ngsgd.ops import gemm
 from ngsgd.optim.layers import compiled
 from ngsgd.optim.layers.base import NaturalGradientLayer, asked_for, is_plain_context
 from ngsgd.optim.layers.common import cast, compute_dtype, without_autocast
@@ -26,14 +26,14 @@ class _Affine(torch.autograd.Function):
         saved = weight
         x, weight, bias = cast(dtype, x, weight, bias)
         ctx.save_for_backward(x, saved)
-        return products.linear(x, weight, bias)
+        return gemm.linear(x, weight, bias)
 
     @staticmethod
     @once_differentiable  # the gradient of a natural gradient is not what a second backward would return: make it raise
     def backward(ctx: Any, dY: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         with without_autocast(dY.device.type):
-            (dX,) = cast(ctx.input_dtype, products.input_gradient(dY, weight) if ctx.needs_input_grad[0] else None)
+            (dX,) = cast(ctx.input_dtype, gemm.input_gradient(dY, weight) if ctx.needs_input_grad[0] else None)
             is_needed, is_added = asked_for(ctx, 1)
             dW, db = gradients(ctx.layer if is_added else None, x, dY, is_needed, ctx.needs_input_grad[2])
         return dX, dW, db, None, None
@@ -42,12 +42,12 @@ class _Affine(torch.autograd.Function):
 def gradients(layer: KroneckerPreconditioner | None, x: Tensor, dY: Tensor, needs_weight: bool,
               needs_bias: bool) -> tuple[Tensor | None, Tensor | None]:
     """(dW, db), each None where it is not needed; plain without a layer, and of a bias alone."""
-    dY_NO = products.rows_of(dY)
+    dY_NO = gemm.rows_of(dY)
     if layer is None or not needs_weight:
-        (X_NI,) = cast(dY.dtype, products.rows_of(x))
-        return products.mm(dY_NO.T, X_NI) if needs_weight else None, dY_NO.sum(dim=0) if needs_bias else None
+        (X_NI,) = cast(dY.dtype, gemm.rows_of(x))
+        return gemm.mm(dY_NO.T, X_NI) if needs_weight else None, dY_NO.sum(dim=0) if needs_bias else None
     layer.begin_pass()
-    dW, db = layer.gradient(products.rows_of(x), dY_NO)
+    dW, db = layer.gradient(gemm.rows_of(x), dY_NO)
     return dW, db if needs_bias else None
 
 

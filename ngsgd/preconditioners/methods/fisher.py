@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ngsgd.curvature.memory import empty
-from ngsgd.curvature.rows import Dense, Outer, Sum
+from ngsgd.curvature.forms.grad_forms import Dense, Outer, Sum
+from ngsgd.curvature.forms.memory import empty
 from ngsgd.errors import ConfigError
-from ngsgd.ops import products
+from ngsgd.ops import gemm
 from ngsgd.ops.linalg import damped_inverse
+from ngsgd.preconditioners.base import Preconditioner
+from ngsgd.preconditioners.fisher_recorder import Rows, Signal
 from ngsgd.preconditioners.options import FisherOptions
-from ngsgd.preconditioners.protocol import Preconditioner
-from ngsgd.preconditioners.signals import Rows, Signal
 from ngsgd.preconditioners.states import State
 
 _MAX_DIMENSION = 20_000   # of a dense matrix: 1.6 GB in float32
@@ -62,7 +62,7 @@ class DiagonalNG(Preconditioner):
             return found if rows.bias is None else {**found, "bias": Sum(weight.e_VNTO, weight).sum_of_squares()}
         e2_NO = rows.e_VNTO[:, :, 0].square().sum(dim=0).div_(rows.num_rows)
         memory_OI = empty(e2_NO, e2_NO.shape[1], a_NTI.shape[2]) if memory_OI is None else memory_OI
-        found = {"weight": products.mm(e2_NO.T, a_NTI[:, 0].square(), out=memory_OI)}
+        found = {"weight": gemm.mm(e2_NO.T, a_NTI[:, 0].square(), out=memory_OI)}
         return found if rows.bias is None else {**found, "bias": e2_NO.sum(dim=0)}
 
     def invert(self, name: str, known: State) -> State:

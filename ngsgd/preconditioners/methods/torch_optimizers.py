@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from ngsgd.curvature.layers import wide
+from ngsgd.preconditioners.base import Preconditioner
 from ngsgd.preconditioners.options import EveryStepOptions
-from ngsgd.preconditioners.protocol import Preconditioner
 
 
 @dataclass(frozen=True)

@@ -17,19 +17,19 @@ import numpy as np
 import pytest
 import torch
 
+from ngsgd.cluster.exchange.authentication import new_secret
+from ngsgd.cluster.exchange.collective import Broken, KeptRef, Member, Order
+from ngsgd.cluster.exchange.collective_client import Exchange, remote
+from ngsgd.cluster.exchange.shard_serialization import pack, parcel_size, shard_edges, unpack
+from ngsgd.cluster.process_pool import ProcessPool
 from ngsgd.config import ClusterConfig, FailureConfig, OuterConfig, RunConfig, check
 from ngsgd.ops.averaging import mean_of_chunk, pool_variances, shares_of
 from ngsgd.ops.compression import Codec
 from ngsgd.schedules import Shard as ArchiveShard
-from ngsgd.training.audit import audit
-from ngsgd.training.exchange.authentication import new_secret
-from ngsgd.training.exchange.collective import Broken, KeptRef, Member, Order
-from ngsgd.training.exchange.groups import Exchange, remote
-from ngsgd.training.exchange.parcels import pack, parcel_size, shard_edges, unpack
-from ngsgd.training.flat import Layout, Mean, Vector
 from ngsgd.training.job import Held, Job, JobResult, Piece, ResultsLost, Start
-from ngsgd.training.pools.process_pool import ProcessPool
-from ngsgd.training.verify import digest
+from ngsgd.training.parameter_vector import Layout, Mean, Vector
+from ngsgd.training.storage.audit import audit
+from ngsgd.training.validation.checksums import digest
 from tests.toy import Run, config
 
 PLAIN = Layout(("weight",), ((5003,),))

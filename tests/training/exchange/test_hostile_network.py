@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ngsgd.training.exchange import collective, process_group, rendezvous
-from ngsgd.training.exchange.authentication import Channel, RefusedError, accepted, new_secret, opened
-from ngsgd.training.exchange.collective import Broken, Order
-from ngsgd.training.exchange.process_group import Bytes, prove_members
-from ngsgd.training.exchange.rendezvous import MemberStore, Rendezvous
+from ngsgd.cluster.exchange import collective, process_group, rendezvous
+from ngsgd.cluster.exchange.authentication import Channel, RefusedError, accepted, new_secret, opened
+from ngsgd.cluster.exchange.collective import Broken, Order
+from ngsgd.cluster.exchange.process_group import Bytes, prove_members
+from ngsgd.cluster.exchange.rendezvous import MemberStore, Rendezvous
 from ngsgd.training.job import JobResult
 from tests.training.exchange.test_collective import PLAIN, Swarm, central, some
 

@@ -10,8 +10,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ngsgd.training.forecast import planner
-from ngsgd.training.forecast.formulas import (
+from ngsgd.pipeline.performance_model import planner
+from ngsgd.pipeline.performance_model.formulas import (
     Link,
     SampleBounds,
     Spread,
@@ -38,7 +38,7 @@ from ngsgd.training.forecast.formulas import (
     time_to_quality,
     tree_s,
 )
-from ngsgd.training.forecast.planner import Machine, Site, Speed, Workload
+from ngsgd.pipeline.performance_model.planner import Machine, Site, Speed, Workload
 from ngsgd.training.records import OuterIterationRecord
 from tests.launcher.records import job, outer_iteration
 

@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 
 from ngsgd.config import ClusterConfig, ScheduleConfig
-from ngsgd.egs.archives import archive_name
+from ngsgd.data.archives import archive_name
 from ngsgd.errors import ClusterError, DataError
-from ngsgd.training.forecast import probe
-from ngsgd.training.forecast.planner import Machine, Workload
-from ngsgd.training.forecast.probe import Setting, fullest, settings_to_measure
-from ngsgd.training.forecast.probe_worker import Task, Watch, timed, workers
+from ngsgd.pipeline.performance_model import probe
+from ngsgd.pipeline.performance_model.planner import Machine, Workload
+from ngsgd.pipeline.performance_model.probe import Setting, fullest, settings_to_measure
+from ngsgd.pipeline.performance_model.probe_worker import Task, Watch, timed, workers
 from ngsgd.training.worker import Worker
 from tests.toy import Run, config
 

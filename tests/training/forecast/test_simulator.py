@@ -12,15 +12,7 @@ import numpy as np
 import pytest
 
 from ngsgd.config import ClusterConfig, FailureConfig, OuterConfig, RunConfig, ScheduleConfig
-from ngsgd.schedules import Shard
-from ngsgd.training.audit import audit
-from ngsgd.training.checkpoint import Checkpoint, first_checkpoint
-from ngsgd.training.coordinator import Coordinator
-from ngsgd.training.dealing import make_dealer
-from ngsgd.training.dispatch import NeverStop
-from ngsgd.training.event_log import EventLog
-from ngsgd.training.flat import Vector
-from ngsgd.training.forecast.formulas import (
+from ngsgd.pipeline.performance_model.formulas import (
     Link,
     Spread,
     averaging_times,
@@ -28,12 +20,20 @@ from ngsgd.training.forecast.formulas import (
     retry_wait_s,
     straggler_factor,
 )
-from ngsgd.training.forecast.simulated_cluster import TOPOLOGIES, SimulatedCluster, expected
-from ngsgd.training.forecast.simulator import SimulatedPool
+from ngsgd.pipeline.performance_model.simulated_cluster import TOPOLOGIES, SimulatedCluster, expected
+from ngsgd.pipeline.performance_model.simulator import SimulatedPool
+from ngsgd.schedules import Shard
+from ngsgd.training.coordinator import Coordinator
+from ngsgd.training.dispatcher import NeverStop
 from ngsgd.training.job import Held, Job, JobFailure, JobResult, Piece, Start, WorkerSpec
-from ngsgd.training.ledger import Ledger
+from ngsgd.training.parameter_vector import Vector
+from ngsgd.training.partitioning import make_dealer
+from ngsgd.training.storage.audit import audit
+from ngsgd.training.storage.checkpoint import Checkpoint, first_checkpoint
+from ngsgd.training.storage.event_log import EventLog
+from ngsgd.training.storage.ledger import Ledger
 from ngsgd.training.tracking import Trackers
-from ngsgd.training.verify import digest
+from ngsgd.training.validation.checksums import digest
 from ngsgd.training.worker import Place, Worker, never, np_empty
 from tests.toy import Run, config
 

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from ngsgd.cluster.fingerprint import Agreement, Fingerprint
+from ngsgd.cluster.process_pool import ProcessPool
 from ngsgd.errors import ClusterError
-from ngsgd.ops import native
-from ngsgd.training.audit import audit
-from ngsgd.training.fingerprint import Agreement, Fingerprint
+from ngsgd.ops.kernels import native
 from ngsgd.training.job import Job, WorkerSpec
-from ngsgd.training.pools.process_pool import ProcessPool
+from ngsgd.training.storage.audit import audit
 from ngsgd.training.worker import Worker
 from tests.toy import Run
 

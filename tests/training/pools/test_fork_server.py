@@ -12,11 +12,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from ngsgd.cluster.fork_server import _process_id, fork_server
+from ngsgd.cluster.process_pool import ProcessPool
 from ngsgd.config import FailureConfig
-from ngsgd.training.audit import audit
 from ngsgd.training.job import Job
-from ngsgd.training.pools.fork_server import _process_id, fork_server
-from ngsgd.training.pools.process_pool import ProcessPool
+from ngsgd.training.storage.audit import audit
 from tests.toy import Run, config
 
 ROOT = Path(__file__).parents[3]
@@ -28,9 +28,9 @@ os.register_at_fork(after_in_child=lambda: os.kill(os.getpid(), signal.SIGSTOP))
 """
 COORDINATOR = """
 import socket, sys, time
-from ngsgd.training.pools import fork_server as module
+from ngsgd.cluster import fork_server as module
 ours, theirs = socket.socketpair()
-hooks = ["ngsgd.training.pools.newborn", "stops_newborn"]
+hooks = ["ngsgd.cluster.newborn", "stops_newborn"]
 module._PRELOAD[:] = hooks if sys.argv[1] == "after" else hooks[::-1]
 one = module.fork_server().launch(time.sleep, (600,), theirs, "newborn")
 while one.pid is None:

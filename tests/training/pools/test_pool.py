@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ngsgd.training.pools.pool import Restarts
+from ngsgd.cluster.restarts import Restarts
 
 
 class _Clock:

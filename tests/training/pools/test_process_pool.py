@@ -13,12 +13,12 @@ from typing import Any
 import psutil
 import pytest
 
+from ngsgd.cluster.process_pool import ProcessPool
 from ngsgd.config import FailureConfig, OptimizerConfig, OuterConfig
 from ngsgd.errors import ClusterError
-from ngsgd.training.audit import audit
-from ngsgd.training.flat import Vector
 from ngsgd.training.job import Job, JobResult, VectorRef, WorkerSpec
-from ngsgd.training.pools.process_pool import ProcessPool
+from ngsgd.training.parameter_vector import Vector
+from ngsgd.training.storage.audit import audit
 from ngsgd.training.worker import Place, Worker, never, np_empty
 from tests.toy import Run, config
 

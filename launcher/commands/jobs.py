@@ -1,0 +1,193 @@
+"""`ngsgd status`, `logs` and `stop`: of runs on this machine by their folder, of Ray jobs by their id."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ngsgd import process_identity
+from ngsgd.errors import EXIT_OK, EXIT_RUN_FAILED, ClusterError, ConfigError
+from ngsgd.files import parse_json_lines, read_log
+from ngsgd.launcher.commands.info import describe_run, is_elsewhere, may_be_alive, progress_line, state_of
+from ngsgd.launcher.console import Parser
+from ngsgd.launcher.ray import jobs
+from ngsgd.launcher.ray.jobs import ENDED, Door, told
+from ngsgd.launcher.reports.progress import ProgressTracker, final_lines, iteration_line
+from ngsgd.launcher.runs.run_folder import RunFolder, known_run
+from ngsgd.launcher.text import masked, printable
+from ngsgd.training.storage.event_log import valid_events
+from ngsgd.training.storage.lock import holder_of
+
+_POLL_S = 0.3
+_WHAT = "a run folder, its name under runs/, or the id of a Ray job"
+
+
+def status(arguments: Sequence[str]) -> int:
+    """`ngsgd status`."""
+    parser = Parser("status")
+    parser.add_argument("what", nargs="?", metavar="RUN|JOB", help=f"{_WHAT}; nothing: all of them")
+    parser.add_argument("--output-dir", default="runs", help="whose runs to list (default: %(default)s)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    jobs.add_arguments(parser)
+    options = parser.parse_args(list(arguments))
+    run = known_run(options.what) if options.what else None
+    if run:
+        found: Any = state_of(run)
+        lines = describe_run(found)
+    elif options.what or options.address:
+        found = _jobs(jobs.door_of(options), options.what)
+        lines = [f"{job['job']:40} {job['state']:10} {job['entrypoint']}" for job in found] or ["the cluster has no jobs"]
+    else:
+        found = _runs(Path(options.output_dir))
+        lines = [_run_line(state) for state in found] or [f"{options.output_dir} holds no runs"]
+    print(masked(json.dumps(found, indent=1) if options.json else printable("\n".join(lines))))
+    return EXIT_OK
+
+
+def logs(arguments: Sequence[str]) -> int:
+    """`ngsgd logs`."""
+    parser = Parser("logs")
+    parser.add_argument("what", metavar="RUN|JOB", help=_WHAT)
+    parser.add_argument("--follow", "-f", action="store_true", help="go on until it ends; the exit code is then its own: 0 or 1")
+    jobs.add_arguments(parser)
+    options = parser.parse_args(list(arguments))
+    run = known_run(options.what)
+    if run:
+        return _run_logs(RunFolder(run), follow=options.follow)
+    door = jobs.door_of(options)
+    client = jobs.connect(door)
+    with told(door, options.what):
+        if not options.follow:
+            print(printable(client.get_job_logs(options.what)), end="")
+            return EXIT_OK
+        return exit_code(jobs.follow(client, options.what))
+
+
+def stop(arguments: Sequence[str]) -> int:
+    """`ngsgd stop`."""
+    parser = Parser("stop")
+    parser.add_argument("what", metavar="RUN|JOB", help=_WHAT)
+    parser.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS",
+                        help="to wait for its end (default: %(default)s); failure.grace_s limits what it still finishes")
+    jobs.add_arguments(parser)
+    options = parser.parse_args(list(arguments))
+    run = known_run(options.what)
+    if run:
+        return _stop_run(run, options.timeout)
+    door = jobs.door_of(options)
+    client = jobs.connect(door)
+    with told(door, options.what):
+        if jobs.state_of(client, options.what) not in ENDED:
+            client.stop_job(options.what)
+        state = jobs.wait_until_ended(client, options.what, options.timeout)
+    print(f"{options.what} {state}")
+    if state not in ENDED:
+        raise ClusterError(f"{options.what} did not end within {options.timeout:g} s; wait longer with --timeout.")
+    return EXIT_OK
+
+
+def exit_code(state: str) -> int:
+    """Of a command that waited for a job's end."""
+    return EXIT_OK if state == "SUCCEEDED" else EXIT_RUN_FAILED
+
+
+def _jobs(door: Door, job: str | None) -> list[dict[str, Any]]:
+    client = jobs.connect(door)
+    with told(door, job or ""):
+        details = [client.get_job_info(job)] if job else client.list_jobs()
+    return [{"job": one.submission_id or one.job_id, "state": str(one.status.value), "message": one.message,
+             "entrypoint": one.entrypoint, "start_time_ms": one.start_time, "end_time_ms": one.end_time}
+            for one in details if one.submission_id or job]
+
+
+def _runs(output_dir: Path) -> list[dict[str, Any]]:
+    """Newest first."""
+    folders = sorted(output_dir.glob("*/config.yaml"), key=lambda file: file.stat().st_mtime, reverse=True)
+    return [state_of(folder.parent) for folder in folders]
+
+
+def _run_line(state: dict[str, Any]) -> str:
+    result = state["wer"] or (progress_line(state) if state["num_outer_iters"] else "")
+    return f"{Path(state['run']).name:48} {state['state']:10} {result}".rstrip()
+
+
+def _run_logs(folder: RunFolder, *, follow: bool) -> int:
+    """The lines that a terminal would have had, from the event log."""
+    progress, read = ProgressTracker(), 0
+    while True:
+        is_over = state_of(folder.path)["state"] in (*ENDED, "LOST")  # before reading: what comes later is read next time
+        text = read_log(folder.events)[read:] if folder.events.is_file() else ""
+        whole = text[:text.rfind("\n") + 1]
+        read += len(whole)
+        for event in valid_events(parse_json_lines(whole)):
+            for line in _lines_of(event):
+                progress.report(line)
+        if is_over or not follow:
+            break
+        time.sleep(_POLL_S)
+    return exit_code(state_of(folder.path)["state"]) if follow else EXIT_OK
+
+
+def _lines_of(event: dict[str, Any]) -> list[str]:
+    from ngsgd.training.records import FinalReport, OuterIterationRecord
+
+    kind = event.get("event")
+    if kind == "outer_iteration":
+        return [iteration_line(OuterIterationRecord.from_json(event))]
+    if kind == "incident":
+        return [f"! iter {event['outer_iter'] + 1}: {event['message']}"]
+    if kind == "finished":
+        return final_lines(FinalReport.from_json(event))
+    return []
+
+
+def _stop_run(run: Path, timeout_s: float) -> int:
+    """Asks the coordinator as Ctrl-C does: it finishes its outer iteration and saves."""
+    state = state_of(run)
+    process = state["process"]
+    if not process_identity.is_alive(process):
+        _refuse_unproved(run, state)
+        print(f"{run} {state['state']}")
+        return EXIT_OK
+    _ask_to_end(run, process)
+    deadline = time.monotonic() + timeout_s
+    while process_identity.is_alive(process) and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+    if process_identity.is_alive(process):
+        raise ClusterError(f"process {process['process_id']} of {run} did not end within {timeout_s:g} s; "
+                           "wait longer with --timeout.")
+    ended = state_of(run)["state"]
+    print(f"{run} {ended}" if ended == "SUCCEEDED" else f"{run} {ended}; go on with: ngsgd resume {run}")
+    return EXIT_OK
+
+
+def _ask_to_end(run: Path, process: dict[str, Any]) -> None:
+    lock = RunFolder(run).lock
+    held = holder_of(lock)
+    # runs begun by an earlier version have no lock
+    if lock.exists() and (held is None or held.get("holder") != process):
+        raise ConfigError(f"process {process['process_id']}, which process.json of {run} names, does not hold the run's lock; "
+                          "nothing was signalled. If nothing trains the run, remove process.json.")
+    try:
+        process_identity.send_signal(process, signal.SIGTERM)
+    except PermissionError as error:
+        raise ConfigError(f"{run} is trained by process {process['process_id']} of another user; ask them to stop it.") from error
+
+
+def _refuse_unproved(run: Path, state: dict[str, Any]) -> None:
+    """Raises ConfigError where the run may be trained by a process that this one must not signal."""
+    process = state["process"]
+    if state["state"] in ENDED:
+        return
+    if is_elsewhere(process):
+        where = "in another container" if process["host"] == socket.gethostname() else f"on {process['host']}"
+        raise ConfigError(f"{run} is trained {where}; stop it there, or stop its Ray job by its id.")
+    if may_be_alive(process):
+        raise ConfigError(f"{run / 'process.json'} names process {process['process_id']} without its start time, which does not "
+                          "prove that it trains this run; nothing was signalled. Look at it with "
+                          f"`ps -fp {process['process_id']}`, and if it is the run: kill -TERM {process['process_id']}")

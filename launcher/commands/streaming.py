@@ -1,0 +1,163 @@
+"""`ngsgd decode --streaming`: the test set frame by frame, and how that compares with whole utterances."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+
+from ngsgd.asr.decode import decoding, evaluation, scoring
+from ngsgd.asr.decode.streaming import Score, Search, StreamingDecoder
+from ngsgd.asr.features.cmvn import GLOBAL, Heard, OnlineMean, mean_and_deviation
+from ngsgd.asr.ivectors.model import read
+from ngsgd.asr.ivectors.online import IvectorStream, Remembered
+from ngsgd.asr.ivectors.training import Turns
+from ngsgd.asr.lang import graphs
+from ngsgd.asr.speech_set import SpeechSet
+from ngsgd.config import RunConfig
+from ngsgd.errors import CheckpointError
+from ngsgd.files import read_json, write_text
+from ngsgd.launcher.commands import train as service
+from ngsgd.launcher.config import compose
+from ngsgd.launcher.runs.final_model import load_final, log_likelihoods
+from ngsgd.launcher.runs.run_folder import RunFolder, require_unchanged
+
+FRAME_S = 0.01
+WINDOW_S = 0.0125  # half a frame's window: audio after its centre that a frame waits for
+
+
+@dataclass(frozen=True)
+class Streamed:
+    """The test set, streamed on one thread."""
+
+    wer: str
+    num_utterances: int
+    num_same: int            # utterances with the words that decoding them whole gives
+    real_time_factor: float  # seconds of computing, features apart, per second of speech; with causal means and i-vectors
+    latency_ms: float        # from a frame to the search having passed it, at most: what is waited for
+    compute_ms: float        # and beside it what the slowest of a hundred chunks takes
+    what: str                # that computing was for
+
+    def __str__(self) -> str:
+        return (f"streaming  {self.wer}\n"
+                f"the same words as whole utterances: {self.num_same} of {self.num_utterances}\n"
+                f"real-time factor {self.real_time_factor:.3f} on one thread ({self.what}, features apart)\n"
+                f"latency at most {self.latency_ms:.0f} ms of waiting and {self.compute_ms:.1f} ms of computing (99 % of chunks)")
+
+
+def measure(run: Path, *, chunk_frames: int, trust: bool = False) -> Streamed:
+    """Decodes the test set both ways with the setting that the run was tested with; leaves decode/streaming.json."""
+    folder = RunFolder.open(run)
+    config = compose.from_yaml(folder.config)
+    require_unchanged(folder.config)
+    try:
+        setting = read_json(folder.decode / "wer.json")
+        if not isinstance(setting, dict) or not setting.keys() >= {"word_penalty", "acoustic_scale"}:
+            raise ValueError("wer.json has no setting")
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{run} has not been decoded yet ({error}); finish it with: ngsgd resume {run}") from error
+    model, prior_P = load_final(folder, trust=trust)
+    corpus = service.prepared_corpus(config, folder)
+    torch.set_num_threads(1)
+    graph = graphs.with_word_penalty(evaluation.build_graph(corpus.language, config.decode), setting["word_penalty"])
+    search = Search(setting["acoustic_scale"], config.decode.beam, config.decode.max_active)
+    whole = [decoding.best_path(graph, loglik_TP, **asdict(search)).words
+             for loglik_TP in log_likelihoods(corpus.test, config.egs, model, prior_P)]
+    words, seconds = [], []
+    for front in _fronts(config, folder, corpus.test):
+        decoder = StreamingDecoder(graph, _score(model, prior_P), search, left_context=config.egs.left_context,
+                                   right_context=config.egs.right_context, chunk_frames=chunk_frames, beside=front.ivectors)
+        found, times = _streamed(decoder, front)
+        words.append(found)
+        seconds += times
+    errors, _ = scoring.score(corpus.test.texts, words, corpus.test.frames.utt_ids)
+    streamed = Streamed(
+        wer=str(errors), num_utterances=len(words), num_same=sum(a == b for a, b in zip(words, whole, strict=True)),
+        real_time_factor=sum(seconds) / (FRAME_S * corpus.test.frames.num_frames),
+        latency_ms=1e3 * (FRAME_S * decoder.max_delay_frames + WINDOW_S), compute_ms=1e3 * float(np.quantile(seconds, 0.99)),
+        what=_what(config))
+    write_text(folder.decode / "streaming.json", json.dumps({**asdict(streamed), "chunk_frames": chunk_frames}, indent=1))
+    return streamed
+
+
+def _what(config: RunConfig) -> str:
+    parts = [*(["means"] if config.features.cmvn == "online" else []), *(["i-vectors"] if config.ivectors.dim else []), "network"]
+    return f"{', '.join(parts)} and search"
+
+
+@dataclass(frozen=True)
+class _Front:
+    """An utterance's frames as they come, and what is made of them on the way to the network."""
+
+    raw_TD: npt.NDArray[np.float32]
+    normal_TD: npt.NDArray[np.float32] | None   # where features were normalised beforehand
+    mean: OnlineMean | None                      # else: taken away on the way
+    deviation_D: npt.NDArray[np.float64] | None
+    ivectors: IvectorStream | None
+
+    def frame(self, t: int) -> npt.NDArray[np.float32]:
+        """1 x D: the frame as the network takes it."""
+        raw_1D = self.raw_TD[t:t + 1]
+        if self.ivectors is not None:
+            self.ivectors.accept(raw_1D)
+        if self.normal_TD is not None:
+            return self.normal_TD[t:t + 1]
+        assert self.mean is not None and self.deviation_D is not None
+        normal_1D: npt.NDArray[np.float32] = ((raw_1D - self.mean.accept(raw_1D)) / self.deviation_D).astype(np.float32)
+        return normal_1D
+
+
+def _fronts(config: RunConfig, folder: RunFolder, speech: SpeechSet) -> Iterator[_Front]:
+    """Of every utterance in turn; what is known of a speaker goes from one to the next."""
+    extractor = read(folder.ivectors, config.ivectors, config.features) if config.ivectors.dim else None
+    means: Turns[Heard] = Turns(0)
+    known: Turns[Remembered] = Turns(config.ivectors.test_utterances)
+    normal = speech.split_features()
+    for u, speaker in enumerate(speech.speakers):
+        stream = IvectorStream(extractor, known.before(speaker)) if extractor else None
+        raw_TD = speech.raw(u) if extractor or config.features.cmvn == "online" else normal[u]
+        if config.features.cmvn == "online":
+            assert speech.cmvn is not None
+            all_speech = speech.cmvn.stats[GLOBAL]
+            mean = OnlineMean(config.features, all_speech, means.before(speaker))
+            yield _Front(raw_TD, None, mean, mean_and_deviation(all_speech)[1], stream)
+            means.after(speaker, mean.heard())
+        else:
+            yield _Front(raw_TD, normal[u], None, None, stream)
+        if stream is not None:
+            known.after(speaker, stream.finish())
+
+
+def _streamed(decoder: StreamingDecoder, front: _Front) -> tuple[tuple[str, ...], list[float]]:
+    """(words, seconds of each call), the frames coming one by one."""
+    seconds: list[float] = []
+    for t in range(len(front.raw_TD)):
+        began, before = time.perf_counter(), decoder.num_decoded
+        decoder.accept(front.frame(t))
+        elapsed = time.perf_counter() - began
+        if decoder.num_decoded > before or not seconds:
+            seconds.append(elapsed)
+        else:
+            seconds[-1] += elapsed  # a frame that only waits
+    began = time.perf_counter()
+    if front.ivectors is not None:
+        front.ivectors.finish()
+    path = decoder.finish()
+    return path.words, [*seconds, time.perf_counter() - began]
+
+
+def _score(model: nn.Module, prior_P: npt.NDArray[np.float64]) -> Score:
+    log_prior_P = torch.from_numpy(np.log(prior_P)).float()
+
+    @torch.no_grad()
+    def score(x_TI: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        loglik_TP: npt.NDArray[np.float32] = (model(torch.from_numpy(x_TI)).log_softmax(dim=1) - log_prior_P).numpy()
+        return loglik_TP
+    return score

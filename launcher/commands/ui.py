@@ -1,0 +1,152 @@
+"""`ngsgd ui`: MLflow's pages on the runs of one output folder, on this machine only unless told otherwise."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from ngsgd.errors import EXIT_OK, ConfigError, MissingExtraError, NgsgdError
+from ngsgd.launcher.console import Parser
+from ngsgd.launcher.mlflow.store import read_tracking, sqlite_uri
+
+_APP = "ngsgd-ui"         # MLflow with our check of origins around it
+_START_TIMEOUT_S = 120.0  # 20 s on two busy cores; a cold disk takes longer
+_STOP_TIMEOUT_S = 5.0
+_PAGES = "?workflowType=machine_learning"  # MLflow opens in its page for language models otherwise
+
+
+class DashboardError(NgsgdError):
+    """The MLflow server would not run."""
+
+
+def command(arguments: Sequence[str]) -> int:
+    """`ngsgd ui`."""
+    parser = Parser("ui")
+    parser.add_argument("output_dir", nargs="?", default="runs", help="holds mlflow.db (default: %(default)s)")
+    parser.add_argument("--host", default="127.0.0.1", help="where to listen (default: %(default)s, this machine only)")
+    parser.add_argument("--port", type=int, default=5000, help="default: %(default)s")
+    options = parser.parse_args(list(arguments))
+    return serve(Path(options.output_dir), host=options.host, port=options.port)
+
+
+def serve(output_dir: Path, *, host: str = "127.0.0.1", port: int = 5000, say: Callable[[str], None] = print) -> int:
+    """Serves until Ctrl-C or SIGTERM, and leaves no process behind."""
+    _check(output_dir, host, port)
+    say(f"starting MLflow on {output_dir.absolute() / 'mlflow.db'} ...")
+    with tempfile.TemporaryFile() as log, tempfile.TemporaryDirectory(prefix="ngsgd-ui-") as plugin, _terminate_like_interrupt():
+        _write_plugin(Path(plugin))
+        server = _start(_server_command(output_dir, host, port), log, plugin)
+        try:
+            _wait_until_healthy(server, f"http://{_reachable(host)}:{port}", log)
+            for line in page_links(output_dir, f"http://{_reachable(host)}:{port}"):
+                say(line)
+            say("Ctrl-C ends it.")
+            server.wait()
+            raise DashboardError(f"the MLflow server ended by itself: {_last_line(log)}")
+        except KeyboardInterrupt:
+            say("stopped.")
+            return EXIT_OK
+        finally:
+            _end(server)
+
+
+def page_links(output_dir: Path, address: str) -> list[str]:
+    """Links to all runs of the experiment that was written last, and to the curves of its newest run."""
+    written = sorted(output_dir.glob("*/tracking.json"), key=lambda file: file.stat().st_mtime)
+    stored = read_tracking(written[-1].parent) if written else {}
+    if not stored:
+        return [f"runs        {address}/#/experiments{_PAGES}"]
+    experiment = f"{address}/#/experiments/{stored['experiment_id']}"
+    return [f"runs        {experiment}/runs{_PAGES}&compareRunsMode=CHART",
+            f"newest run  {experiment}/runs/{stored['run_id']}/model-metrics{_PAGES}"]
+
+
+def _check(output_dir: Path, host: str, port: int) -> None:
+    if not (output_dir / "mlflow.db").is_file():
+        raise ConfigError(f"{output_dir} holds no mlflow.db, so there are no runs to show; "
+                          "give the output_dir of a run: ngsgd ui PATH.")
+    if importlib.util.find_spec("mlflow") is None:
+        raise MissingExtraError("mlflow", "service", "ngsgd ui")
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except (OSError, OverflowError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
+            raise ConfigError(f"{host}:{port} cannot be used ({reason}); choose another port with --port.") from None
+
+
+def _server_command(output_dir: Path, host: str, port: int) -> list[str]:
+    return [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", sqlite_uri(output_dir),
+            "--artifacts-destination", str(output_dir.absolute() / "mlartifacts"),
+            "--app-name", _APP, "--host", host, "--port", str(port), "--workers", "1"]
+
+
+def _write_plugin(folder: Path) -> None:
+    """Register `ngsgd.launcher.mlflow.ui_app` with MLflow, which reads its servers from the entry points of installed packages."""
+    package = folder / "ngsgd_ui-1.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: ngsgd-ui\nVersion: 1\n")
+    (package / "entry_points.txt").write_text(f"[mlflow.app]\n{_APP} = ngsgd.launcher.mlflow.ui_app:app\n")
+
+
+def _start(command: list[str], log: IO[bytes], plugin: str) -> subprocess.Popen[bytes]:
+    settings = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",  # saves a process of 236 MB
+                "MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "1",
+                "PYTHONPATH": os.pathsep.join(filter(None, [plugin, str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))}
+    # a session of its own, so that Ctrl-C reaches only us and we end the server with all its children
+    return subprocess.Popen(command, env={**os.environ, **settings}, stdout=log, stderr=log, stdin=subprocess.DEVNULL,
+                            start_new_session=True)
+
+
+def _wait_until_healthy(server: subprocess.Popen[bytes], address: str, log: IO[bytes]) -> None:
+    deadline = time.monotonic() + _START_TIMEOUT_S
+    while time.monotonic() < deadline:
+        if server.poll() is not None:
+            raise DashboardError(f"the MLflow server did not start: {_last_line(log)}")
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"{address}/health", timeout=5):
+            return
+        time.sleep(0.3)
+    raise DashboardError(f"the MLflow server did not answer within {_START_TIMEOUT_S:.0f} s: {_last_line(log)}")
+
+
+def _end(server: subprocess.Popen[bytes]) -> None:
+    for sign in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(server.pid, sign)  # the whole group: MLflow starts workers of its own
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            server.wait(_STOP_TIMEOUT_S)
+
+
+@contextlib.contextmanager
+def _terminate_like_interrupt() -> Iterator[None]:
+    """SIGTERM must not leave the server behind either."""
+    def interrupt(_number: int, _frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _last_line(log: IO[bytes]) -> str:
+    log.seek(0)
+    lines = [line.strip() for line in log.read().decode(errors="replace").splitlines() if line.strip()]
+    return lines[-1] if lines else "it said nothing"
+
+
+def _reachable(host: str) -> str:
+    return "127.0.0.1" if host in ("0.0.0.0", "::", "") else host

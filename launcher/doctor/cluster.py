@@ -1,0 +1,105 @@
+"""What `ngsgd doctor --address` looks at on each node of a Ray cluster."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ngsgd.errors import ClusterError
+from ngsgd.launcher.doctor import machine
+from ngsgd.launcher.doctor.machine import Finding
+
+_ANSWER_S = 60.0
+
+
+@dataclass(frozen=True)
+class Look:
+    """What a node says about itself."""
+
+    sees: bool               # the file that was written here
+    writes: bool             # beside it
+    code: str                # fingerprint of its ngsgd and torch
+    now: float               # its clock
+    troubles: tuple[Finding, ...]
+
+
+def nodes(address: str, output_dir: Path) -> Iterator[Finding]:
+    """Joins the cluster, and looks at every node from within."""
+    from ngsgd.config import ClusterConfig
+    from ngsgd.launcher.ray.cluster import connect
+
+    try:
+        connect(replace(ClusterConfig(), address=address))
+    except ClusterError as error:
+        yield Finding("fail", "Ray", str(error), "start it with: ray start --head; set the same RAY_AUTH_TOKEN on every machine")
+        return
+    import ray
+
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    is_guarded = os.environ.get("RAY_AUTH_MODE") == "token"
+    yield Finding("ok" if is_guarded else "warn", "Ray", f"{address} answers, {len(alive)} nodes, "
+                  f"{ray.cluster_resources().get('CPU', 0):g} CPUs, {ray.cluster_resources().get('GPU', 0):g} GPUs",
+                  "" if is_guarded else "no token is used; set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN on every machine")
+    mark = output_dir.absolute() / f".doctor-{os.getpid()}"
+    output_dir.mkdir(parents=True, exist_ok=True)
+    mark.write_text("here")
+    try:
+        for node in alive:
+            yield from _node(node, mark)
+    finally:
+        mark.unlink(missing_ok=True)
+        ray.shutdown()
+
+
+def _node(node: Mapping[str, Any], mark: Path) -> Iterator[Finding]:
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    where = f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
+    place = NodeAffinitySchedulingStrategy(node_id=str(node["NodeID"]), soft=False)
+    num_cpus = int(node["Resources"].get("CPU", 0))
+    sent = time.time()
+    try:
+        asked = ray.remote(num_cpus=0, scheduling_strategy=place, max_retries=0)(look).remote(str(mark), num_cpus)
+        found: Look = ray.get(asked, timeout=_ANSWER_S)
+    except Exception as error:
+        yield Finding("fail", "node", f"{where} runs nothing ({str(error).strip().partition(chr(10))[0][:120]})",
+                      "is ngsgd installed there, in the Python that runs Ray?")
+        return
+    yield from judged(where, found, mark.parent, skew_s=found.now - (sent + time.time()) / 2)
+
+
+def look(mark: str, num_cpus: int) -> Look:
+    """Runs on a node, which offers so many CPUs to Ray."""
+    from ngsgd.cluster.fingerprint import version_digest
+
+    beside, writes = Path(f"{mark}-{time.time_ns()}"), True
+    try:
+        beside.touch()
+        beside.unlink()
+    except OSError:
+        writes = False
+    found = [*machine.shadows(), *machine.memory(), *machine.gpus(), *machine.compiled(),
+             *machine.storage(Path(mark).parent),
+             *(machine.threads(num_cpus) if num_cpus else ())]   # a head without CPUs has no workers
+    return Look(Path(mark).is_file(), writes, version_digest(), time.time(), tuple(one for one in found if one.verdict != "ok"))
+
+
+def judged(where: str, found: Look, folder: Path, skew_s: float) -> Iterator[Finding]:
+    """A line about the node, one about its clock, and one for all that is wrong with it."""
+    from ngsgd.cluster.fingerprint import version_digest
+
+    if not found.sees or not found.writes:
+        yield Finding("fail", "node", f"{where} does not {'write' if found.sees else 'see'} {folder}",
+                      "output_dir must be a file system that all machines share")
+    elif found.code != version_digest():
+        yield Finding("fail", "node", f"{where} has another version of ngsgd or torch", "install the same on every machine")
+    else:
+        yield Finding("ok", "node", f"{where} sees and writes {folder}, same ngsgd and torch")
+    yield machine.clock(where, skew_s)
+    for one in found.troubles:
+        yield replace(one, found=f"on {where}: {one.found}")

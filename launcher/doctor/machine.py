@@ -1,0 +1,233 @@
+"""What `ngsgd doctor` looks at on one machine: this one, or each node of a cluster."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import shutil
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
+from pathlib import Path
+from typing import Literal
+
+from ngsgd.launcher.console import version
+from ngsgd.launcher.mlflow.store import without_login
+from ngsgd.launcher.text import conceal
+
+_FREE_BYTES = 2 * 2**30       # prepared digits, checkpoints and a tracking store take less than 1 GiB
+_SHM_BYTES = 600 * 2**20      # Ray's object store on one machine, and the shared parameters
+_MAX_SKEW_S = 5.0             # file times and log lines of several machines should be in order
+_NEEDS = {  # package -> the extra that brings it; empty: nothing works without
+    "torch": "", "numpy": "", "ray": "service", "hydra-core": "service", "mlflow": "service", "safetensors": "service",
+    "matplotlib": "service", "kaldi-native-fbank": "asr", "kaldi-decoder": "asr", "kaldifst": "asr", "espeakng-loader": "synth"}
+
+Verdict = Literal["ok", "warn", "fail"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line: what was looked at, what was found, and what to do about it."""
+
+    verdict: Verdict
+    what: str
+    found: str
+    fix: str = ""
+
+
+def python() -> Iterator[Finding]:
+    found = f"{sys.version.split()[0]} in {sys.prefix}"
+    if sys.prefix == sys.base_prefix:
+        yield Finding("warn", "python", f"{found}, no virtual environment", "python3 -m venv .venv && . .venv/bin/activate")
+    else:
+        yield Finding("ok", "python", found)
+
+
+def packages() -> Iterator[Finding]:
+    for package, extra in _NEEDS.items():
+        found = version(package)
+        if found != "not installed":
+            yield Finding("ok", package, found)
+        else:
+            wanted = f"'ngsgd[{extra}]'" if extra else package
+            yield Finding("warn" if extra else "fail", package, found, f"pip install {wanted}")
+
+
+def shadows() -> Iterator[Finding]:
+    """Another package of our names, found first: an empty site-packages/ngsgd, or a folder called launcher."""
+    here = Path(__file__).resolve().parent
+    root = here.parent
+    for name in ("ngsgd", "launcher"):
+        spec = importlib.util.find_spec(name)
+        places = [Path(place).resolve() for place in (spec.submodule_search_locations or [])] if spec else []
+        strange = [place for place in places if place != (root / name)]
+        if strange or not places:
+            yield Finding("fail", "shadowed", f"{name} is imported from {strange[0] if strange else 'nowhere'}",
+                          f"remove that folder, or rename it; ours is {root / name}")
+    others = [Path(place) / "ngsgd" for place in sys.path if place and (Path(place) / "ngsgd").is_dir()]
+    for place in others:
+        if place.resolve() != root / "ngsgd" and not (place / "__init__.py").exists():
+            yield Finding("warn", "shadowed", f"{place} is an empty left-over of an older installation", f"rm -r {place}")
+
+
+def threads(num_workers: int) -> Iterator[Finding]:
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    per_worker = max(1, num_cores // num_workers)
+    found = f"{num_cores} cores, {num_workers} workers of {per_worker} thread{'s' * (per_worker > 1)}"
+    asked = os.environ.get("OMP_NUM_THREADS", "")
+    num_asked = int(asked) * num_workers if asked.isdigit() else 0
+    if num_workers > num_cores:
+        yield Finding("warn", "threads", f"{found}: workers share cores", f"cluster.num_workers={num_cores} trains as fast here")
+    elif num_asked > num_cores and os.environ.get("OMP_WAIT_POLICY", "").upper() != "PASSIVE":
+        yield Finding("warn", "threads", f"{found}; OMP_NUM_THREADS={asked} asks for {num_asked} that spin while they wait",
+                      "unset OMP_NUM_THREADS, or export OMP_WAIT_POLICY=PASSIVE")
+    else:
+        yield Finding("ok", "threads", found)
+    load = os.getloadavg()[0]
+    if load > num_cores:
+        yield Finding("warn", "load", f"{load:.1f} on {num_cores} cores: others compute here",
+                      "training will be slower for it, and more so with Ray, whose workers are nice (RAY_worker_niceness=0)")
+
+
+def memory() -> Iterator[Finding]:
+    with contextlib.suppress(ImportError):
+        import psutil
+
+        free = psutil.virtual_memory().available
+        needed = 1.5 * 2**30
+        verdict: Verdict = "ok" if free > needed else "warn"
+        fix = "" if verdict == "ok" else "a Ray worker with torch takes 0.3 GB; use cluster=local, or fewer workers"
+        yield Finding(verdict, "memory", f"{free / 2**30:.1f} GiB free", fix)
+    shm = Path("/dev/shm")
+    if shm.is_dir():
+        free = shutil.disk_usage(shm).free
+        small = free < _SHM_BYTES
+        yield Finding("warn" if small else "ok", "shared memory", f"{free / 2**20:,.0f} MiB free in /dev/shm",
+                      "in a container: docker run --shm-size=2g" if small else "")
+
+
+def gpus() -> Iterator[Finding]:
+    if importlib.util.find_spec("torch") is None:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        has_driver = shutil.which("nvidia-smi") is not None
+        yield (Finding("warn", "GPU", f"nvidia-smi is here, but torch {torch.__version__} sees no GPU",
+                       "install a torch built for your driver: https://pytorch.org/get-started")
+               if has_driver else Finding("ok", "GPU", "none: training runs on the CPU"))
+        return
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    yield Finding("ok", "GPU", ", ".join(names))
+    if "Exclusive" in _compute_modes():
+        yield Finding("warn", "GPU mode", "exclusive: a GPU takes one process",
+                      "at most one worker per GPU (cluster.num_workers), or nvidia-smi -c DEFAULT as root")
+
+
+def _compute_modes() -> str:
+    import subprocess
+
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        words = ["nvidia-smi", "--query-gpu=compute_mode", "--format=csv,noheader"]
+        return subprocess.run(words, capture_output=True, text=True, timeout=20, check=False).stdout
+    return ""
+
+
+def compiled() -> Iterator[Finding]:
+    """Our own C++, which is built where it is first needed."""
+    if importlib.util.find_spec("torch") is None:
+        return
+    from ngsgd.ops import fisher_projection
+    from ngsgd.ops.kernels import native
+
+    if fisher_projection.is_native():
+        yield Finding("ok", "compiled code", f"built for {native.capability()}")
+    elif native.capability() not in fisher_projection.PROCESSORS:
+        yield Finding("ok", "compiled code", f"none for this processor ({native.capability()}): torch operations stand in")
+    else:
+        yield Finding("warn", "compiled code", "cannot be built here: torch operations stand in",
+                      "apt install g++, or name a compiler in CXX: natural-gradient steps on the CPU then take some 5 % less")
+
+
+def storage(output_dir: Path) -> Iterator[Finding]:
+    folder = output_dir.absolute()
+    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    try:
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+    except OSError as error:
+        yield Finding("fail", "storage", f"nothing can be written in {existing} ({error.strerror})", "output_dir=PATH, or chmod")
+        return
+    free = shutil.disk_usage(existing).free
+    low = free < _FREE_BYTES
+    yield Finding("warn" if low else "ok", "storage", f"{folder} can be written, {free / 2**30:.1f} GiB free",
+                  "make room, or output_dir=PATH on another disk" if low else "")
+
+
+def tracking(output_dir: Path, uri: str) -> Iterator[Finding]:
+    if not uri:
+        store = output_dir / "mlflow.db"
+        if not store.exists():
+            yield Finding("ok", "tracking", f"{store} will be made by the first run")
+        elif os.access(store, os.W_OK):
+            yield Finding("ok", "tracking", f"{store}, {store.stat().st_size / 2**20:.1f} MiB")
+        else:
+            yield Finding("fail", "tracking", f"{store} cannot be written", f"chmod u+w {store}, or tracking.kind=none")
+        return
+    conceal(uri)
+    uri = without_login(uri)
+    if not uri.startswith(("http://", "https://")):
+        yield Finding("ok", "tracking", f"{uri} (looked at by the run itself)")
+        return
+    import urllib.request
+
+    try:
+        with urllib.request.urlopen(f"{uri.rstrip('/')}/health", timeout=10) as answer:
+            yield Finding("ok", "tracking", f"{uri} answers")
+            yield from _clock_of(answer.headers.get("Date", ""))
+    except (OSError, ValueError) as error:
+        yield Finding("fail", "tracking", f"{uri} does not answer ({error})",
+                      "start it (docs/mlflow.md); training goes on without it, and sends what it missed later")
+
+
+def _clock_of(date: str) -> Iterator[Finding]:
+    """Of a server, from its HTTP answer, which is right to a second."""
+    with contextlib.suppress(ValueError, TypeError):
+        yield clock("tracking server", parsedate_to_datetime(date).timestamp() - time.time())
+
+
+def clock(whose: str, skew_s: float) -> Finding:
+    far = abs(skew_s) > _MAX_SKEW_S
+    return Finding("warn" if far else "ok", "clock", f"of {whose}: {skew_s:+.1f} s from ours",
+                   "start chrony or ntpd on both" if far else "")
+
+
+def ports() -> Iterator[Finding]:
+    for port, purpose in ((5000, "ngsgd ui"), (8265, "Ray's dashboard")):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                fix = "ngsgd ui --port 5001" if port == 5000 else "ray start --dashboard-port 8266"
+                yield Finding("warn", "port", f"{port} ({purpose}) is taken", fix)
+            else:
+                yield Finding("ok", "port", f"{port} ({purpose}) is free")
+
+
+def ray_traps() -> Iterator[Finding]:
+    token = Path.home() / ".ray" / "auth_token"
+    if token.is_file() and token.stat().st_mode & 0o077:
+        yield Finding("warn", "Ray token", f"others on this machine can read {token}", f"chmod 600 {token}")
+    if os.environ.get("RAY_AUTH_MODE") == "disabled":
+        yield Finding("warn", "Ray token", "RAY_AUTH_MODE=disabled: whoever reaches this machine can run code here",
+                      "unset RAY_AUTH_MODE")
+    if os.environ.get("RAY_ADDRESS"):
+        yield Finding("ok", "Ray address", f"RAY_ADDRESS={os.environ['RAY_ADDRESS']} is used by cluster.address=auto only")
+    if len(tempfile.gettempdir()) > 60:
+        yield Finding("warn", "temp folder", f"{tempfile.gettempdir()} is too long for Ray's sockets", "export TMPDIR=/tmp")

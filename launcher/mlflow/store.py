@@ -1,0 +1,181 @@
+"""MLflow stores: where a run is kept, opening it, and the final model that is put there."""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, urlsplit
+
+from ngsgd.config import RunConfig
+from ngsgd.errors import ConfigError
+from ngsgd.files import read_json
+from ngsgd.launcher.text import MASK, conceal, is_masked, masked
+
+_MAX_ANSWER = 64 * 2**20   # bytes; what a run asks for is far smaller
+# where a server may have artifacts put; all else would be a place on this machine, or leads to one
+_REMOTE_SCHEMES = ("mlflow-artifacts", "http", "https", "s3", "gs", "wasb", "wasbs", "abfs", "abfss", "r2", "b2", "hdfs", "viewfs",
+                   "ftp", "sftp", "oss", "cos", "swift", "dbfs")
+_PACKAGES = ("ngsgd", "torch", "numpy", "safetensors")
+
+
+_USER, _PASSWORD, _TOKEN = "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN"
+
+
+def tracking_uri(config: RunConfig) -> str:
+    """The configured store with what logs in to it, or SQLite in the output directory; raises as `with_login` does."""
+    if masked(config.tracking.uri, known=False) != config.tracking.uri:
+        conceal(config.tracking.uri)
+    return with_login(config.tracking.uri) or sqlite_uri(Path(config.output_dir))
+
+
+def with_login(uri: str) -> str:
+    """A store's address as files have it, masked, with the user and password of the environment.
+
+    Raises ConfigError where it was masked and the environment has none.
+    """
+    if not is_masked(uri):
+        return uri
+    user, password = os.environ.get(_USER, ""), os.environ.get(_PASSWORD, "")
+    scheme, _, rest = uri.partition(f"://{MASK}@")
+    if rest and not is_masked(rest):
+        if scheme in ("http", "https") and ((user and password) or os.environ.get(_TOKEN)):
+            return f"{scheme}://{rest}"  # MLflow reads the environment itself
+        if user and password:
+            return f"{scheme}://{quote(user, safe='')}:{quote(password, safe='')}@{rest}"
+    raise ConfigError(f"tracking.uri is stored as {uri}, without what logs in to it; set {_USER} and {_PASSWORD}, or go on with "
+                      "ngsgd train --continue name=NAME tracking.uri=URI, or set tracking.kind=none for a new run.")
+
+
+def without_login(uri: str) -> str:
+    """The address alone: it says which store it is, however one logs in to it."""
+    return masked(uri, known=False).replace(f"{MASK}@", "")
+
+
+def sqlite_uri(output_dir: Path) -> str:
+    return f"sqlite:///{output_dir.absolute() / 'mlflow.db'}"
+
+
+def open_client(uri: str) -> Any:
+    """Imports MLflow (1 to 2 s) without its greetings."""
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")  # stdout is for scripts
+    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")  # a server that is down must not hold up the end
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
+    if uri.startswith("sqlite:///"):
+        Path(uri.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)
+    from mlflow import MlflowClient
+
+    if "MLFLOW_LOGGING_LEVEL" not in os.environ:
+        logging.getLogger("mlflow").setLevel(logging.WARNING)  # it tells how it makes its tables otherwise
+    if is_server(uri):
+        _bound_answers()
+    return MlflowClient(tracking_uri=uri)
+
+
+def is_server(uri: str) -> bool:
+    """Whether the store is somebody else's program, which answers what it likes."""
+    return uri.lower().startswith(("http://", "https://"))
+
+
+class Artifacts:
+    """Puts files into one MLflow run; with a server, only where the files leave this machine."""
+
+    def __init__(self, client: Any, run_id: str, uri: str) -> None:
+        self._client, self.run_id = client, run_id
+        self._repository: Any = None
+        self.refused: str | None = None   # a place on this machine that the server named
+        if is_server(uri):
+            place = str(client.get_run(run_id).info.artifact_uri)
+            if urlsplit(place).scheme.lower() not in _REMOTE_SCHEMES:
+                self.refused = place
+                return
+            from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
+
+            # not the client's own: it would ask the server again, which may answer something else
+            self._repository = get_artifact_repository(place, tracking_uri=uri)
+
+    def log_file(self, path: Path) -> None:
+        if self._repository is not None:
+            self._repository.log_artifact(str(path))
+        elif self.refused is None:
+            self._client.log_artifact(self.run_id, str(path))
+
+    def log_folder(self, path: Path, name: str) -> None:
+        if self._repository is not None:
+            self._repository.log_artifacts(str(path), name)
+        elif self.refused is None:
+            self._client.log_artifacts(self.run_id, str(path), name)
+
+
+def _bound_answers() -> None:
+    """An answer without an end must not fill the memory of a training process; MLflow reads answers to their end."""
+    from mlflow.utils import rest_utils
+
+    name = "_get_http_response_with_retries"
+    # private: where a version does not have it, answers are not bounded
+    original = getattr(rest_utils, name, None)
+    if original is None or hasattr(original, "is_bounded"):
+        return
+
+    def request(*arguments: Any, **options: Any) -> Any:
+        if options.get("stream"):
+            return original(*arguments, **options)
+        answer = original(*arguments, **{**options, "stream": True})
+        content = bytearray()
+        for part in answer.iter_content(1 << 16):
+            content += part
+            if len(content) > _MAX_ANSWER:
+                answer.close()
+                raise ConnectionError(f"the MLflow server's answer is longer than {_MAX_ANSWER >> 20} MiB")
+        answer._content = bytes(content)
+        return answer
+    request.is_bounded = True  # type: ignore[attr-defined]
+    setattr(rest_utils, name, request)
+
+
+def read_tracking(run_dir: Path) -> dict[str, Any]:
+    """Where a run is in MLflow; empty if it never was there."""
+    try:
+        stored = read_json(run_dir / "tracking.json")
+    except (OSError, ValueError):
+        return {}
+    return stored if isinstance(stored, dict) and stored.keys() >= {"experiment_id", "run_id", "worker_runs"} else {}
+
+
+def log_model(client: Any, run_id: str, final: Path, register_as: str, artifacts: Artifacts) -> str:
+    """Stores the final model under "model" of the run; returns the version registered, or nothing."""
+    with tempfile.TemporaryDirectory(prefix="ngsgd-mlflow-") as scratch:
+        folder = Path(scratch) / "model"
+        _save(final, folder)
+        artifacts.log_folder(folder, "model")
+    if not register_as:
+        return ""
+    source = f"{client.get_run(run_id).info.artifact_uri.rstrip('/')}/model"
+    if not any(found.name == register_as for found in client.search_registered_models(f"name = '{register_as}'")):
+        client.create_registered_model(register_as)
+    return str(client.create_model_version(register_as, source=source, run_id=run_id).version)
+
+
+def _save(final: Path, folder: Path) -> None:
+    """An MLflow model folder around the files of final/."""
+    import mlflow.pyfunc
+    import numpy as np
+    from mlflow.models import ModelSignature
+    from mlflow.types import Schema, TensorSpec
+
+    from ngsgd.launcher.console import version
+
+    about = read_json(final / "model.json")
+    signature = ModelSignature(Schema([TensorSpec(np.dtype(np.float32), (-1, about["num_inputs"]))]),
+                               Schema([TensorSpec(np.dtype(np.float32), (-1, about["num_classes"]))]))
+    # what the package brings is named, since MLflow would import everything to find out
+    requirements = [f"{package}=={version(package)}" for package in _PACKAGES]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # it recommends an example of the input beside the signature
+        mlflow.pyfunc.save_model(str(folder), python_model=str(Path(__file__).with_name("mlflow_model.py")),
+                                 artifacts={"final": str(final)}, signature=signature, pip_requirements=requirements)

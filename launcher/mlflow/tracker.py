@@ -1,0 +1,335 @@
+"""A run in MLflow: settings, curves over frames processed, a child run per worker if asked for, pictures and the final model.
+
+MLflow may be slow (a fresh SQLite schema takes 8 s) or down.  Everything here happens in one background thread, and no
+error of it reaches training: what fails is tried again, and the event log in the run folder has it all.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import queue
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ngsgd.config import RunConfig
+from ngsgd.files import write_text
+from ngsgd.launcher.config import config_builder
+from ngsgd.launcher.machine_load import load_of_machine
+from ngsgd.launcher.mlflow.metrics import run_metrics, storable, system_metrics, worker_metrics
+from ngsgd.launcher.mlflow.store import Artifacts, log_model, open_client, read_tracking, tracking_uri, without_login
+from ngsgd.launcher.mlflow.tags import origin, versions
+from ngsgd.launcher.text import masked
+from ngsgd.training.records import FinalReport, Incident, JobRecord, OuterIterationRecord
+from ngsgd.training.storage.event_log import read_events
+
+CLOSE_TIMEOUT_S = 30.0             # saving the final model takes some 5 of them
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 20.0   # between two tries while the store is down
+_LOOK_S = 0.1                      # how soon a pause notices that the run ends
+_MAX_WORKER_RUNS = 32            # each costs one request per outer iteration; more lines in a chart nobody can read
+_LONGEST_REASON = 160            # characters of what MLflow says is wrong
+_PARAMS_PER_BATCH = 100          # MLflow's limits
+_METRICS_PER_BATCH = 1000
+_BAD_IN_NAMES = re.compile(r"[^A-Za-z0-9_\-. /]")  # colons are allowed too, but not in file names
+
+Warn = Callable[[str], None]
+
+
+class MlflowTracker:
+    """Sends a run's records to MLflow; a run folder that already has a tracking.json continues the run named there.
+
+    What cannot be sent waits and is tried again, with growing pauses, until the run ends; what is left then is sent when the run
+    is resumed, since the run folder has it all.
+    """
+
+    def __init__(self, config: RunConfig, run_dir: Path, run_name: str, warn: Warn, *,
+                 make_client: Callable[[str], Any] | None = None) -> None:
+        self._run = _MlflowRun(config, run_dir.absolute(), run_name, make_client or open_client, warn)
+        self._warn = warn
+        self._num_refused = 0
+        self._num_unsent = 0
+        self._is_down = False
+        self._deadline = math.inf
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._work.put(lambda: None)  # opens the run at once, while data and workers get ready
+        # a daemon, so that a store that never answers cannot keep the process alive
+        self._thread = threading.Thread(target=self._serve, name="mlflow", daemon=True)
+        self._thread.start()
+
+    @property
+    def run_id(self) -> str:
+        """Empty until the store has answered."""
+        return self._run.run_id
+
+    @property
+    def experiment_id(self) -> str:
+        return self._run.experiment_id
+
+    def outer_iteration(self, record: OuterIterationRecord) -> None:
+        at_ms = _now_ms()  # now, and not when it is sent: a metric that is sent twice is then stored once
+        load = load_of_machine(self._run.run_dir) if self._run.has_system else {}
+        self._work.put(lambda: self._run.log_outer_iteration(record, at_ms, load))
+
+    def incident(self, incident: Incident) -> None:
+        self._work.put(self._run.count_incident)
+
+    def finished(self, report: FinalReport) -> None:
+        at_ms = _now_ms()
+        self._work.put(lambda: self._run.log_result(report, at_ms))
+
+    def close(self, status: str) -> None:
+        """Waits for what is still to be sent, but not for ever."""
+        self._deadline = time.monotonic() + CLOSE_TIMEOUT_S
+        self._work.put(lambda: self._run.end(status))
+        self._work.put(None)
+        self._thread.join(CLOSE_TIMEOUT_S)
+        folder = self._run.run_dir
+        if self._thread.is_alive():
+            self._warn(f"MLflow did not answer within {CLOSE_TIMEOUT_S:.0f} s; the run may be incomplete there, events.jsonl in "
+                       f"{folder} has everything, and ngsgd resume {folder} sends it.")
+        elif self._num_refused + self._num_unsent:
+            self._warn(f"{self._num_refused + self._num_unsent} updates did not reach MLflow; events.jsonl in {folder} has them, "
+                       f"and ngsgd resume {folder} sends them.")
+
+    def _serve(self) -> None:
+        while (action := self._work.get()) is not None:
+            self._send(action)
+
+    def _send(self, action: Callable[[], None]) -> None:
+        """Does it, again and again while the store is down."""
+        for pause_s in _pauses():
+            try:
+                self._run.open()
+                action()
+            except Exception as error:  # whatever it is, training must go on
+                if not self._is_down:
+                    self._warn(f"MLflow cannot be written ({_first_line(error)}); training goes on, what it misses is sent later, "
+                               f"and events.jsonl in {self._run.run_dir} has everything.")
+                self._is_down = True
+                if _is_refusal(error):  # the store is there, and will never take this one
+                    self._num_refused += 1
+                    return
+                if not self._rest(pause_s):
+                    self._num_unsent += 1
+                    return
+            else:
+                self._is_down = False
+                return
+
+    def _rest(self, pause_s: float) -> bool:
+        """Sleeps before the next try; false if there is no time for one before the run's end."""
+        ends = time.monotonic() + pause_s
+        while time.monotonic() < ends:
+            if self._deadline < math.inf and ends > self._deadline:
+                return False
+            time.sleep(min(_LOOK_S, max(0.0, ends - time.monotonic())))
+        return True
+
+
+class _MlflowRun:
+    """The conversation with MLflow; lives in the background thread."""
+
+    def __init__(self, config: RunConfig, run_dir: Path, run_name: str, make_client: Callable[[str], Any], warn: Warn
+                 ) -> None:
+        self.run_dir = run_dir
+        self.run_id = ""
+        self.experiment_id = ""
+        self.has_system = config.tracking.system
+        self._config = config
+        self._run_name = run_name
+        self._make_client = make_client
+        self._warn = warn
+        self._artifacts: Artifacts | None = None
+        self._client: Any = None
+        self._uri = tracking_uri(config)
+        self._worker_runs: dict[int, str] = {}
+        self._num_incidents = 0
+        self._frames_processed = 0
+        self._sent = -1                       # the newest outer iteration that the store has
+        self._past = _records(run_dir)        # of the processes that trained before this one
+
+    def open(self) -> None:
+        """Finds or makes the run; does nothing when that is done."""
+        if self.run_id:
+            return
+        self._client = self._client or self._make_client(self._uri)
+        run_id = self._continued() or self._created()
+        self._artifacts = self._artifacts_of(run_id)
+        self._artifacts.log_file(self.run_dir / "config.yaml")
+        for at_ms, record in self._past:  # what a process before this one could not send
+            if record.outer_iter > self._sent:
+                self._log_outer_iteration(run_id, record, at_ms, {})
+        self.run_id = run_id  # last: had anything above failed, the next try does it again
+
+    def _artifacts_of(self, run_id: str) -> Artifacts:
+        if self._artifacts is not None and self._artifacts.run_id == run_id:
+            return self._artifacts
+        artifacts = Artifacts(self._client, run_id, self._uri)
+        if artifacts.refused is not None and self._artifacts is None:
+            self._warn(f"the MLflow server names {artifacts.refused[:_LONGEST_REASON]!r} for this run's files, which is no remote "
+                       "store, so no file is written there; metrics are sent all the same. Start the server with "
+                       "--artifacts-destination, without --no-serve-artifacts.")
+        return artifacts
+
+    def log_outer_iteration(self, record: OuterIterationRecord, at_ms: int, load: Mapping[str, float]) -> None:
+        self._log_outer_iteration(self.run_id, record, at_ms, load)
+
+    def _log_outer_iteration(self, run_id: str, record: OuterIterationRecord, at_ms: int, load: Mapping[str, float]) -> None:
+        self._frames_processed = record.frames_processed
+        # the workers' charts show the mean over the jobs until the workers are unfolded; they would be empty otherwise
+        jobs = [job for job in record.jobs if job.accepted]
+        figures = run_metrics(record) | worker_metrics(jobs) | {"cluster/incidents": self._num_incidents}
+        if self.has_system:
+            figures |= system_metrics(load, record.jobs)
+        self._log(run_id, figures, at_ms)
+        by_worker: dict[int, list[JobRecord]] = {}
+        for job in record.jobs:
+            if self._config.tracking.worker_runs and job.accepted and 0 <= job.worker < _MAX_WORKER_RUNS:
+                by_worker.setdefault(job.worker, []).append(job)
+        for worker, jobs in sorted(by_worker.items()):
+            self._log(self._worker_run(run_id, worker), worker_metrics(jobs), at_ms)
+        self._sent = record.outer_iter
+        self._remember(run_id)
+
+    def count_incident(self) -> None:
+        """Charted with the next outer iteration; the sentences are in events.jsonl."""
+        self._num_incidents += 1
+
+    def log_result(self, report: FinalReport, at_ms: int) -> None:
+        self._frames_processed = report.frames_processed
+        result = {"time/total_s": report.seconds}  # the scores on fixed frames came with the last outer iteration
+        if report.wer:
+            result |= {"test/wer": report.wer_percent, "valid/wer": _percent(report.valid_wer)}
+            self._client.set_tag(self.run_id, "mlflow.note.content", f"test: {report.wer}\n\nvalid: {report.valid_wer}")
+        self._log(self.run_id, result, at_ms)
+
+    def end(self, status: str) -> None:
+        """Files last, because only now are they whole."""
+        assert self._artifacts
+        for name in ("events.jsonl", "learning_curve.png", "ledger.jsonl"):
+            if (self.run_dir / name).is_file():
+                self._artifacts.log_file(self.run_dir / name)
+        for folder in ("final", "decode"):
+            if (self.run_dir / folder).is_dir():
+                self._artifacts.log_folder(self.run_dir / folder, folder)
+        # a registered model would name a place where no model is
+        has_model = self._artifacts.refused is None and (self.run_dir / "final" / "model.json").is_file()
+        if status == "FINISHED" and self._config.tracking.model and has_model:
+            registered = log_model(self._client, self.run_id, self.run_dir / "final", self._config.tracking.register_as,
+                                   self._artifacts)
+            if registered:
+                self._client.set_tag(self.run_id, "registered_as", f"{self._config.tracking.register_as} version {registered}")
+        for run_id in (*self._worker_runs.values(), self.run_id):
+            self._client.set_terminated(run_id, status)
+
+    def _log(self, run_id: str, figures: Mapping[str, float], at_ms: int) -> None:
+        """One request for all figures (a thousand at most), at the current number of frames."""
+        from mlflow.entities import Metric
+
+        metrics = [Metric(_BAD_IN_NAMES.sub("_", name), storable(value), at_ms, self._frames_processed)
+                   for name, value in figures.items()]
+        for first in range(0, len(metrics), _METRICS_PER_BATCH):
+            self._client.log_batch(run_id, metrics=metrics[first:first + _METRICS_PER_BATCH])
+
+    def _continued(self) -> str:
+        """The run that the folder belongs to, set running again; empty when there is none in this store."""
+        stored = read_tracking(self.run_dir)
+        if without_login(str(stored.get("tracking_uri"))) != without_login(self._uri):
+            return ""
+        worker_runs = {int(worker): str(run) for worker, run in stored["worker_runs"].items()}
+        try:
+            for run in (stored["run_id"], *worker_runs.values()):
+                self._client.update_run(run, status="RUNNING")
+        except Exception as error:
+            if getattr(error, "error_code", "") != "RESOURCE_DOES_NOT_EXIST":
+                raise
+            return ""  # the store was emptied meanwhile: the rest of the run goes to a new one
+        self.experiment_id, self._worker_runs = str(stored["experiment_id"]), worker_runs
+        self._sent = int(stored.get("sent", -1))
+        return str(stored["run_id"])
+
+    def _created(self) -> str:
+        from mlflow.entities import Param
+
+        self.experiment_id = self._experiment()
+        num_runs = len(list(self.run_dir.parent.glob("*/tracking.json")))
+        before = read_tracking(self.run_dir)  # in another store, or in one that was emptied
+        tags = {**origin(num_runs), **versions(), **({"resumed_from": str(before["run_id"])} if before else {})}
+        run_id = str(self._client.create_run(self.experiment_id, tags=tags, run_name=self._run_name).info.run_id)
+        # only here: MLflow refuses to change a parameter, and a resumed run has the same ones anyway
+        params = [Param(name, masked(str(value)) or "''") for name, value in config_builder.flatten(self._config).items()]
+        for first in range(0, len(params), _PARAMS_PER_BATCH):
+            self._client.log_batch(run_id, params=params[first:first + _PARAMS_PER_BATCH])
+        self._remember(run_id)
+        return run_id
+
+    def _experiment(self) -> str:
+        name = self._config.tracking.experiment or f"{self._config.data.corpus}-{self._config.model.label}"
+        found = self._client.get_experiment_by_name(name)
+        if found is None:
+            artifacts = Path(self._config.output_dir).absolute() / "mlartifacts"
+            local = self._uri.startswith("sqlite:")  # a server decides for itself where artifacts go
+            return str(self._client.create_experiment(name, artifact_location=artifacts.as_uri() if local else None))
+        if found.lifecycle_stage == "deleted":
+            raise ValueError(f"the experiment {name} was deleted there; restore it or set tracking.experiment")
+        return str(found.experiment_id)
+
+    def _worker_run(self, run_id: str, worker: int) -> str:
+        """The child run of a worker slot; a replaced worker process goes on in the same one."""
+        if worker not in self._worker_runs:
+            tags = {"mlflow.parentRunId": run_id, **origin(worker)}
+            run = self._client.create_run(self.experiment_id, tags=tags, run_name=f"worker {worker}")
+            self._worker_runs[worker] = str(run.info.run_id)
+            self._remember(run_id)
+        return self._worker_runs[worker]
+
+    def _remember(self, run_id: str) -> None:
+        """Whole or not at all: a resumed run reads it."""
+        stored = {"tracking_uri": masked(self._uri, known=False), "experiment_id": self.experiment_id, "run_id": run_id,
+                  "worker_runs": self._worker_runs, "sent": self._sent}
+        write_text(self.run_dir / "tracking.json", json.dumps(stored, indent=1))
+
+
+def _records(run_dir: Path) -> list[tuple[int, OuterIterationRecord]]:
+    """The outer iterations in a run's event log, each once, with the time that stands for when it was told."""
+    log = run_dir / "events.jsonl"
+    if not log.is_file():
+        return []
+    events = [event for event in read_events(log) if event.get("event") == "outer_iteration"]
+    latest = {record.outer_iter: record for record in map(OuterIterationRecord.from_json, events)}
+    # the log has no clock: the file's time, and before it a millisecond an outer iteration, which keeps them in order
+    last_ms = int(log.stat().st_mtime * 1000)
+    return [(last_ms - len(latest) + place, latest[outer_iter]) for place, outer_iter in enumerate(sorted(latest))]
+
+
+def _pauses() -> Iterator[float]:
+    """Seconds before the second try, the third ..."""
+    pause_s = _FIRST_PAUSE_S
+    while True:
+        yield pause_s
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Whether the store took the message and said no, so that it would say no again."""
+    return getattr(error, "error_code", "") in ("INVALID_PARAMETER_VALUE", "BAD_REQUEST", "PERMISSION_DENIED", "INVALID_STATE")
+
+
+def _now_ms() -> int:
+    return int(time.time() * 1000)
+
+
+def _percent(wer: str) -> float:
+    """The figure in `%WER 3.10 [ ... ]`."""
+    found = re.search(r"%WER\s+([0-9.]+)", wer)
+    return float(found[1]) if found else math.nan
+
+
+def _first_line(error: Exception) -> str:
+    line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    line = masked(line)
+    return line if len(line) <= _LONGEST_REASON else f"{line[:_LONGEST_REASON]} ..."

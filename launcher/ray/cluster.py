@@ -1,0 +1,192 @@
+"""A Ray cluster: joining or starting it, dividing its GPUs, and what its errors mean."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import secrets
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+
+from ngsgd.config import ClusterConfig
+from ngsgd.errors import ClusterError, NgsgdError
+from ngsgd.launcher.ray.probe import require_head, require_version
+from ngsgd.launcher.ray.session import PrivateFolder
+
+_STORE_BYTES = 512 * 2**20  # plasma on one machine; parameters and results of some tens of workers
+_JOIN_TRIES = 5             # a second apart
+_folder: PrivateFolder | None = None   # of the Ray that this process started
+
+
+def connect(config: ClusterConfig) -> bool:
+    """Joins the Ray cluster of `config.address`, or starts one on this machine; True if it was started here."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    if ray.is_initialized():  # a test session, or a user's own program
+        return False
+    require_version()
+    if config.address:
+        require_head(config.address)
+    worker_env = {name: value for name, value in os.environ.items() if name.startswith(("NCCL_", "GLOO_"))}
+    worker_env["OMP_WAIT_POLICY"] = "PASSIVE"  # spinning threads of one worker would starve another
+    common: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR,
+                              "runtime_env": {"env_vars": worker_env}}
+    try:
+        if config.address:
+            _join(config.address, common)
+            return False
+        _start(common)
+        return True
+    except (RayError, OSError, ValueError, RuntimeError, ConnectionError) as error:
+        if config.address:
+            # a head answered a moment ago: that is no question of the address
+            raise ClusterError(f"the Ray cluster at {config.address} could not be joined: its head answers, but does not let this "
+                               f"process in ({_first_line(error)}); its token is another one, or Ray's version. "
+                               f"Here {_token_in_use()}; set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN to the head's token "
+                               "(on the head: cat ~/.ray/auth_token).") from error
+        raise ClusterError(f"Ray could not be started ({_first_line(error)}); use cluster=local instead.") from error
+
+
+def _token_in_use() -> str:
+    """Where Ray takes its token from in this process, never the token itself."""
+    if os.environ.get("RAY_AUTH_TOKEN"):
+        return "the token is that of RAY_AUTH_TOKEN"
+    if path := os.environ.get("RAY_AUTH_TOKEN_PATH"):
+        return f"the token is that of the file RAY_AUTH_TOKEN_PATH={path}"
+    if (Path.home() / ".ray" / "auth_token").is_file():
+        return "the token is that of ~/.ray/auth_token"
+    return "there is no token"
+
+
+def shutdown(*, keep_logs: bool = False) -> None:
+    """Ends the Ray that `connect` started, and removes its folder but for logs that a message refers to."""
+    global _folder  # noqa: PLW0603  Ray itself is one per process
+    ray.shutdown()
+    if _folder is not None:
+        _folder.close(keep=keep_logs)
+    _folder = None
+
+
+def log_folder() -> str:
+    """Where the logs are of the Ray that this process started; empty for another one's."""
+    return _folder.logs if _folder else ""
+
+
+def _join(address: str, common: dict[str, Any]) -> None:
+    """The head answers; what is left to go wrong is the token, for which Ray would try 20 times."""
+    from ray._private import ray_constants
+
+    if hasattr(ray_constants, "NUM_REDIS_GET_RETRIES"):
+        ray_constants.NUM_REDIS_GET_RETRIES = _JOIN_TRIES
+    with _without_stderr():
+        ray.init(address=address, **common)
+
+
+@contextlib.contextmanager
+def _without_stderr() -> Iterator[None]:
+    """Drops what Ray's C++ part writes to the terminal while it connects; the exception that follows says the same."""
+    sys.stderr.flush()
+    terminal = os.dup(2)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    os.close(nowhere)
+    try:
+        yield
+    finally:
+        os.dup2(terminal, 2)
+        os.close(terminal)
+
+
+def _start(common: dict[str, Any]) -> None:
+    global _folder  # noqa: PLW0603
+    _use_token()
+    _folder = PrivateFolder()
+    try:
+        with _on_loopback():
+            ray.init(address="local", include_dashboard=False, object_store_memory=_STORE_BYTES, _temp_dir=_folder.temp_dir,
+                     **common)
+    except BaseException:
+        _folder.close()
+        _folder = None
+        raise
+
+
+def _use_token() -> None:
+    """A token of this run alone, in memory: whoever reaches a port of Ray without one can run code."""
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    if "RAY_AUTH_MODE" not in os.environ:
+        # the default of a cluster of one's own is a token in some versions, and nothing in others
+        os.environ["RAY_AUTH_MODE"] = "token"
+        # Ray has read its settings when it was imported; private, so it may not be there
+        settings = getattr(ray._raylet, "Config", None)
+        if settings is not None:
+            settings.initialize("")
+
+
+@contextlib.contextmanager
+def _on_loopback() -> Iterator[None]:
+    """Ray listens on 127.0.0.1 alone: no other machine joins a cluster that a run has to itself.
+
+    That is what Ray does on systems where it has no clusters; there is no other setting for it, and where a version has not
+    this one either, the token remains.
+    """
+    from ray._private import ray_constants
+
+    name, variable = "ENABLE_RAY_CLUSTER", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+    before = getattr(ray_constants, name, None), os.environ.get(variable)
+    if before[0] is not None:
+        setattr(ray_constants, name, False)
+    os.environ[variable] = "0"
+    try:
+        yield
+    finally:
+        if before[0] is not None:
+            setattr(ray_constants, name, before[0])
+        if before[1] is None:
+            del os.environ[variable]
+        else:
+            os.environ[variable] = before[1]
+
+
+def gpu_share(num_gpus: float, num_workers: int) -> float:
+    """GPUs of a worker: one of its own where there are enough, else the part with which all workers find room, evenly spread."""
+    workers_per_gpu = math.ceil(num_workers / num_gpus) if num_gpus else 0
+    # Ray counts in ten-thousandths: six workers of 0.1667 would not fit
+    return math.floor(1e4 / workers_per_gpu) / 1e4 if workers_per_gpu else 0.0
+
+
+def cause_of(error: RayTaskError) -> Exception:
+    """What a worker raised while it started: the user's error if it is one of ours."""
+    cause = error.cause
+    if isinstance(cause, NgsgdError):
+        return cause
+    return ClusterError(f"a worker could not start ({type(cause).__name__}: {cause}); "
+                        "is the same version of ngsgd installed on every node?")
+
+
+def exchange_error(error: RayTaskError) -> Exception:
+    """What a worker raised while results were averaged."""
+    cause = error.cause
+    if isinstance(cause, NgsgdError):
+        return cause
+    return ClusterError(f"a worker failed while results were averaged ({type(cause).__name__}: {cause}); see the Ray log of its "
+                        "node, or set cluster.exchange=auto, then resume.")
+
+
+def how_it_ended(error: RayError) -> str:
+    text = str(error)
+    if "SIGKILL" in text or "signal 9" in text:
+        return "killed by SIGKILL"
+    if isinstance(error, RayActorError):
+        return "its process ended"
+    return _first_line(error)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n", 1)[0][:200]

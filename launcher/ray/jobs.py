@@ -1,0 +1,127 @@
+"""Conversation with the job server of a Ray cluster: one door for `ngsgd submit`, `status`, `logs` and `stop`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ngsgd.errors import ClusterError, ConfigError
+from ngsgd.launcher.ray.probe import require_dashboard, require_version
+from ngsgd.launcher.text import printable
+
+if TYPE_CHECKING:
+    from ngsgd.launcher.console import Parser
+
+ENDED = ("STOPPED", "SUCCEEDED", "FAILED")   # Ray's words for a job that is over
+_DEFAULT = "http://127.0.0.1:8265"
+_ADDRESS = "RAY_API_SERVER_ADDRESS"           # what `ray job` reads, too
+_TOKEN_ERRORS = ("401", "unauthorized", "authentication", "token")
+_POLL_S = 0.5
+_AGENT_S = 90.0
+
+
+@dataclass(frozen=True)
+class Door:
+    """Where the job server is, and the token that opens it."""
+
+    address: str
+    token_file: str = ""
+
+
+def add_arguments(parser: Parser) -> None:
+    """--address and --token-file; arguments win over the environment."""
+    parser.add_argument("--address", help=f"of the cluster's dashboard (default: ${_ADDRESS}, else {_DEFAULT})")
+    parser.add_argument("--token-file", metavar="FILE",
+                        help="holds the cluster's token (default: $RAY_AUTH_TOKEN, $RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token)")
+
+
+def door_of(options: Any) -> Door:
+    address = options.address or os.environ.get(_ADDRESS) or _DEFAULT
+    return Door(address if "://" in address else f"http://{address}", options.token_file or "")
+
+
+def connect(door: Door) -> Any:
+    """A JobSubmissionClient; ClusterError in a sentence if the server is not there or refuses."""
+    require_version()
+    require_dashboard(door.address)
+    _use_token(door)
+    with told(door):
+        from ray.job_submission import JobSubmissionClient
+
+        return JobSubmissionClient(door.address)
+
+
+@contextmanager
+def told(door: Door, job: str = "") -> Iterator[None]:
+    """Turns what Ray raises into one sentence."""
+    try:
+        yield
+    except ModuleNotFoundError:
+        raise
+    except Exception as error:  # Ray raises RuntimeError, ConnectionError, its own errors and requests' errors here
+        said = str(error).strip().partition("\n")[0].partition(". ")[0].rstrip(".")
+        if job and "does not exist" in str(error):
+            raise ConfigError(f"{job} is neither a run nor a job of the cluster at {door.address}; see them with: ngsgd status "
+                              f"--address {door.address}.") from error
+        if any(word in str(error).lower() for word in _TOKEN_ERRORS):
+            raise ClusterError(f"the cluster at {door.address} refuses this token, or none was given ({said}); give the one of its "
+                               "head with --token-file FILE or RAY_AUTH_TOKEN.") from error
+        if "No available agent" in str(error):
+            raise ClusterError(f"the head at {door.address} has no agent to run jobs; another Ray there may have its port: "
+                               "start the head with --dashboard-agent-listen-port=PORT.") from error
+        raise ClusterError(f"no Ray job server answers at {door.address} ({said}); give the address of its dashboard with "
+                           "--address http://HEAD:8265.") from error
+
+
+def submit(client: Any, **what: Any) -> str:
+    """The job's id.  A head that was just started refuses jobs for some seconds, until its agent is up: that is waited for."""
+    deadline = time.monotonic() + _AGENT_S
+    while True:
+        try:
+            return str(client.submit_job(**what))
+        except RuntimeError as error:
+            if "No available agent" not in str(error) or time.monotonic() > deadline:
+                raise
+            time.sleep(2 * _POLL_S)
+
+
+def follow(client: Any, job: str) -> str:
+    """Prints what the job says until it ends; its last state."""
+    async def run() -> None:
+        async for text in client.tail_job_logs(job):
+            print(printable(text), end="", flush=True)
+
+    asyncio.run(run())
+    return wait_until_ended(client, job, timeout_s=30.0)
+
+
+def wait_until_ended(client: Any, job: str, timeout_s: float) -> str:
+    """Its state once it is over, or after so long."""
+    deadline = time.monotonic() + timeout_s
+    while (state := state_of(client, job)) not in ENDED and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+    return state
+
+
+def state_of(client: Any, job: str) -> str:
+    """In Ray's words."""
+    return str(client.get_job_status(job).value)
+
+
+def _use_token(door: Door) -> None:
+    """The file named on the command line goes before whatever the environment says."""
+    if door.token_file:
+        if not Path(door.token_file).is_file():
+            raise ConfigError(f"--token-file {door.token_file} is not there; copy it from the head's ~/.ray/auth_token.")
+        os.environ["RAY_AUTH_TOKEN_PATH"] = door.token_file
+        os.environ.pop("RAY_AUTH_TOKEN", None)
+    has_token = any(name in os.environ for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))
+    if has_token or (Path.home() / ".ray" / "auth_token").is_file():
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")

@@ -1,0 +1,405 @@
+"""A WorkerPool over Ray actors, on this machine or on a cluster.
+
+Each worker slot holds one long-lived actor.  An actor that dies fails the job it was running, and a replacement is
+started in its slot while the other workers go on; what happens to the job is the coordinator's decision.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import ray
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+
+from ngsgd.cluster.exchange.collective import Fetch, KeptRef, Order
+from ngsgd.cluster.exchange.collective_client import Exchange, exchange_of, remote
+from ngsgd.cluster.exchange.compressed import unpacked
+from ngsgd.cluster.exchange.process_group import Backend
+from ngsgd.cluster.exchange.shared_memory import SharedRef, SharedVectors
+from ngsgd.cluster.fingerprint import Agreement, Fingerprint
+from ngsgd.cluster.restarts import Restarts, check_fingerprint, incidents_of, none_agrees
+from ngsgd.config import ClusterConfig
+from ngsgd.errors import ClusterError
+from ngsgd.launcher.ray.cluster import cause_of, connect, exchange_error, gpu_share, how_it_ended, log_folder, shutdown
+from ngsgd.launcher.ray.head import HeadWatch
+from ngsgd.launcher.ray.worker import Address, RayWorker
+from ngsgd.training.awake_clock import AwakeClock
+from ngsgd.training.job import Job, JobFailure, JobResult, Outcome, VectorRef, WorkerSpec
+from ngsgd.training.parameter_vector import Mean, Vector
+from ngsgd.training.worker_pool import Retired
+
+_PING_S = 5.0
+_POLL_S = 0.2
+_FETCH_S = 300.0  # for an object to arrive that Ray says is there; the largest model takes seconds
+
+
+@dataclass(frozen=True)
+class StoreRef:
+    """A vector in Ray's object store."""
+
+    ref: Any
+    is_here = True  # what a worker returns is fetched when it arrives: it would die with the worker's node
+
+    def read(self) -> Vector:
+        try:
+            vector: Vector = ray.get(self.ref, timeout=_FETCH_S)
+        except GetTimeoutError as error:
+            raise ClusterError(f"Ray's object store did not return a vector within {_FETCH_S:g} s; see whether its memory is "
+                               "full (ray memory), then resume.") from error
+        return vector
+
+
+@dataclass
+class _Slot:
+    """One worker: its actor, and what it is doing."""
+
+    index: int
+    actor: Any
+    ready: Any                       # ref that resolves when the actor can take jobs
+    process: Address | None = None  # once ready
+    predecessor: str = ""            # how the process before this one ended
+    job: Job | None = None
+    running: Any = None              # ref of the job's result
+    own: Any = None                  # ref of what only the job's next start needs
+    places: tuple[SharedRef, ...] = ()
+    asked: Any = None                # ref of the answer to how many minibatches are done
+    answered: int = 0
+    killed_because: str = ""
+    deaths: list[str] = field(default_factory=list)
+    retired: bool = False            # it died too often: nothing comes after it
+
+    @property
+    def is_idle(self) -> bool:
+        return self.process is not None and self.job is None
+
+    @property
+    def pending(self) -> Any:
+        """The ref to wait for, or None."""
+        return self.ready if self.process is None else self.running
+
+
+class RayPool:
+    """Long-lived Ray actors, one job at a time each.
+
+    Parameters pass through memory that the actors on the coordinator's machine share with it, and through Ray's object
+    store to and from all others; or, to the coordinator, as the mean alone, which the workers make among themselves.
+    """
+
+    def __init__(self, spec: WorkerSpec, num_threads: int, size: int, agreement: Agreement | None = None) -> None:
+        self.spec = spec
+        # the head of a cluster may be another kind of machine, but its code and libraries are the workers'
+        self.agreement = agreement or Agreement(Fingerprint.of_this_process(num_threads).without_machine())
+        self.config: ClusterConfig = spec.config.cluster
+        self.num_threads = num_threads
+        self._vectors = SharedVectors(size)
+        self._cells = SharedVectors(2 * self.config.num_workers)
+        self._in_store: dict[SharedRef, StoreRef] = {}  # copies of shared vectors for workers on other machines
+        self._slots: list[_Slot] = []
+        self._owns_ray = False
+        self._is_starting = True
+        self._restarts = Restarts(spec.config.failure.max_restarts_per_hour)
+        self._head: HeadWatch | None = None
+        self._keeps_logs = False  # a message refers to them
+        self._exchange: Exchange | None = None   # where the workers make the mean
+
+    def start(self) -> None:
+        self._owns_ray = connect(self.config)
+        self._head = HeadWatch(ray.get_runtime_context().gcs_address)
+        self._beats = self._cells.allocate()
+        self._spec_ref = ray.put(self.spec)
+        options: dict[str, Any] = {"num_cpus": 0 if self._owns_ray else self.num_threads, "max_restarts": 0,
+                                   "num_gpus": self._gpus_per_worker(), "concurrency_groups": {"control": 1}}
+        self._actor_class = ray.remote(**options)(RayWorker)
+        self._slots = [self._new_slot(index) for index in range(self.config.num_workers)]
+        clock = AwakeClock()
+        while not all(slot.process for slot in self._slots):
+            self._poll(_POLL_S)
+            clock.tick()
+            if clock.now >= self.config.start_timeout_s:
+                up = sum(slot.process is not None for slot in self._slots)
+                raise ClusterError(
+                    f"{up} of {len(self._slots)} workers were ready after cluster.start_timeout_s = "
+                    f"{self.config.start_timeout_s:g}; ask for fewer with cluster.num_workers, or give them more time.")
+        self._is_starting = False
+        self._way = self._chosen_way()
+        if self._way in ("collective", "nccl"):
+            backend: Backend = "nccl" if self._way == "nccl" else "gloo"
+            self._exchange = exchange_of(self.config, ray.util.get_node_ip_address(), backend)
+
+    def publish(self, write: Callable[[Vector], object]) -> VectorRef:
+        ref = self._vectors.allocate()
+        self._in_store.pop(ref, None)
+        write(ref.read())
+        return ref
+
+    def release(self, ref: VectorRef) -> None:
+        if isinstance(ref, SharedRef):
+            self._in_store.pop(ref, None)
+            self._vectors.release(ref)
+
+    def mean(self, results: Sequence[JobResult], weights: Sequence[float]) -> Mean | None:
+        if self._exchange is None:
+            return None  # the vectors are here already, and memory is faster than any message
+        idle = {slot.index: slot.actor.minibatches.options(concurrency_group="control").remote()
+                for slot in self._slots if slot.is_idle}
+        self._answers(idle, _PING_S)  # those that died since their job are found before anybody waits for them
+        return self._exchange.mean(results, weights, self._ask, self._why_lost)
+
+    def num_idle(self) -> int:
+        return sum(slot.is_idle for slot in self._slots)
+
+    def num_workers_alive(self) -> int:
+        return sum(slot.process is not None for slot in self._slots)
+
+    def retired(self) -> list[Retired]:
+        return [*self._restarts.news(), *incidents_of(self._exchange)]
+
+    def submit(self, job: Job) -> None:
+        # the same job goes to the same slot where it can, so that charts per worker stay comparable
+        idle = [slot for slot in self._slots if slot.is_idle]
+        slot = min(idle, key=lambda s: (s.index != job.job % len(self._slots), s.index))
+        assert slot.process
+        slot.job = job
+        if slot.process.shares_memory and self._way == "shared_memory":
+            num_places = 1 if job.send == (0, 1) else 1 + job.keep_own
+            slot.places = tuple(self._vectors.allocate() for _ in range(num_places))
+        else:
+            start = replace(job.start, model=self._portable(job.start.model), own=job.start.own and self._portable(job.start.own))
+            job = replace(job, start=start)
+        slot.running, slot.own = slot.actor.run.options(num_returns=2).remote(job, slot.places, self._exchange is not None)
+
+    def wait(self, timeout_s: float) -> Outcome | None:
+        assert self._head
+        self._head.check()
+        return self._poll(timeout_s)
+
+    def progress(self) -> Mapping[int, tuple[tuple[int, int, int], int]]:
+        found = {}
+        beats = self._beats.map().view(np.uint64)
+        for slot in self._slots:
+            if slot.job is not None and slot.process:
+                done = int(beats[slot.index]) if slot.process.shares_memory else self._asked(slot)
+                found[slot.index] = (slot.job.identity, done)
+        return found
+
+    def kill(self, worker: int, reason: str) -> None:
+        slot = self._slots[worker]
+        slot.killed_because = reason
+        self._kill(slot)
+
+    def stop_jobs(self) -> None:
+        for slot in self._slots:
+            if slot.job is not None:
+                slot.actor.stop.options(concurrency_group="control").remote()
+
+    def abandon(self) -> None:
+        """Kills the workers that are busy; the pool can only be closed afterwards."""
+        for slot in self._slots:
+            if slot.job is not None:
+                ray.kill(slot.actor)
+
+    def close(self) -> None:
+        head_is_there = self._head is not None and not self._head.is_lost  # asking a lost one would end this process
+        for slot in self._slots if head_is_there else ():
+            ray.kill(slot.actor)
+        self._slots = []
+        self._vectors.close()
+        self._cells.close()
+        if self._exchange:
+            self._exchange.close()
+        if self._owns_ray and head_is_there:
+            shutdown(keep_logs=self._keeps_logs)
+
+    def process_ids(self) -> list[int]:
+        """Of the workers that are ready, by slot."""
+        return [slot.process.process_id for slot in self._slots if slot.process]
+
+    def _portable(self, ref: VectorRef) -> VectorRef:
+        """The same vector where a worker on another machine can read it."""
+        if not isinstance(ref, SharedRef):
+            return ref
+        if ref not in self._in_store:
+            self._in_store[ref] = StoreRef(ray.put(ref.read()))
+        return self._in_store[ref]
+
+    def _chosen_way(self) -> str:
+        """The way of results to the average; "shared_memory" for those workers that can, the object store for the others.
+
+        It stays when a worker's replacement comes up on another machine.
+        """
+        way = self.config.exchange
+        far = [slot for slot in self._slots if slot.process and not slot.process.shares_memory]
+        if way == "shared_memory" and far:
+            raise ClusterError(f"cluster.exchange is shared_memory, but worker {far[0].index} is on another machine; "
+                               "leave it auto.")
+        if way == "nccl" and self._gpus_per_worker() != 1.0:
+            raise ClusterError("cluster.exchange is nccl, which takes one whole GPU per worker, and Ray offers fewer; set "
+                               "cluster.exchange=auto.")
+        # the averages among the workers were never measured between machines, and NCCL was never run: only by name
+        return "shared_memory" if way == "auto" else way
+
+    def _ask(self, questions: Mapping[int, Order | Fetch], timeout_s: float, when_lost: Callable[[], None]) -> dict[int, object]:
+        """What idle workers answer; those that are silent for too long are killed and replaced."""
+        refs = {worker: self._slots[worker].actor.answer.remote(question) for worker, question in questions.items()}
+        answers = self._answers(refs, timeout_s, when_lost)
+        for worker in refs.keys() - answers.keys():
+            slot = self._slots[worker]
+            if slot.process is not None:  # else it died, and was replaced
+                self._kill(slot)
+                self._replace(slot, f"gave no answer for {timeout_s:g} s and was killed")
+        return answers
+
+    def _answers(self, refs: Mapping[int, Any], timeout_s: float, when_lost: Callable[[], None] = lambda: None
+                 ) -> dict[int, object]:
+        """The answers that come in time; workers that died are replaced."""
+        answers: dict[int, object] = {}
+        waiting = {ref: worker for worker, ref in refs.items()}
+        clock = AwakeClock()  # a worker that was stopped together with this process still has its time
+        while waiting:
+            done, _ = ray.wait(list(waiting), num_returns=1, timeout=min(_POLL_S, max(0.0, timeout_s - clock.now)))
+            clock.tick()
+            if not done and clock.now >= timeout_s:
+                break
+            if not done:
+                continue
+            worker = waiting.pop(done[0])
+            try:
+                answers[worker] = ray.get(done[0], timeout=_FETCH_S)
+            except RayTaskError as error:
+                raise exchange_error(error) from error
+            except RayError as error:
+                self._replace(self._slots[worker], how_it_ended(error))
+                when_lost()
+        return answers
+
+    def _fetch(self, kept: KeptRef) -> Vector:
+        """The whole of a result that lies in its worker."""
+        reason = self._why_lost(kept)
+        answers = {} if reason else self._ask({kept.worker: Fetch(kept.identity)}, self.config.exchange_timeout_s, lambda: None)
+        vector = answers.get(kept.worker)
+        if not isinstance(vector, np.ndarray):
+            raise ClusterError(reason or self._why_lost(kept))
+        return vector
+
+    def _why_lost(self, kept: KeptRef) -> str:
+        """How the process ended that keeps a result; empty while it lives."""
+        slot = self._slots[kept.worker]
+        lives = slot.process and f"{slot.process.host}/{slot.process.process_id}" == kept.process
+        return "" if lives else f"process {kept.process} {slot.predecessor or 'is gone'}, and its result with it"
+
+    def _asked(self, slot: _Slot) -> int:
+        """The minibatches that a worker on another machine last said it has done; a worker that hangs says nothing new."""
+        if slot.asked is not None and ray.wait([slot.asked], timeout=0.0)[0]:
+            with contextlib.suppress(RayError):  # its death is told by the job
+                slot.answered = ray.get(slot.asked, timeout=_PING_S)
+            slot.asked = None
+        if slot.asked is None:
+            slot.asked = slot.actor.minibatches.options(concurrency_group="control").remote()
+        return slot.answered
+
+    def _kill(self, slot: _Slot) -> None:
+        if slot.process and slot.process.shares_memory:  # at once, where Ray first asks a stopped process for seconds
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(slot.process.process_id, signal.SIGKILL)
+        else:
+            ray.kill(slot.actor)
+
+    def _poll(self, timeout_s: float) -> Outcome | None:
+        """Waits for one thing to happen: a job ends, or a worker becomes ready (then None)."""
+        by_ref = {slot.pending: slot for slot in self._slots if slot.pending is not None}
+        done, _ = ray.wait(list(by_ref), num_returns=1, timeout=timeout_s)
+        if not done:
+            return None
+        slot = by_ref[done[0]]
+        if slot.process is None:
+            self._finish_start(slot)
+            return None
+        return self._finish_job(slot)
+
+    def _finish_start(self, slot: _Slot) -> None:
+        try:
+            address: Address = ray.get(slot.ready, timeout=_FETCH_S)
+        except RayTaskError as error:
+            raise cause_of(error) from error
+        except RayError as error:
+            # one death while starting may be bad luck, and one that cannot start is no reason to end a run that has others
+            slot.deaths.append(how_it_ended(error))
+            is_alone = self._is_starting or not self.num_workers_alive()
+            if len(slot.deaths) >= self.spec.config.failure.max_attempts and is_alone:
+                self._keeps_logs = True
+                where = f" in {log_folder()}" if log_folder() else ""
+                raise ClusterError(f"worker {slot.index} died {len(slot.deaths)} times while starting "
+                                   f"({slot.deaths[-1]}); see the Ray log of its node{where}.") from error
+            self._replace(slot, slot.deaths[-1])
+        else:
+            self._admit(slot, address)
+
+    def _admit(self, slot: _Slot, address: Address) -> None:
+        """Take jobs to a worker that is ready, unless it would compute other bits than the run."""
+        differences = check_fingerprint(slot.index, address.fingerprint, self.agreement, self._restarts,
+                                        is_starting=self._is_starting, where=f" on {address.host}")
+        if not differences:
+            slot.process = address
+            return
+        slot.deaths.append(f"was refused ({differences})")
+        if len(slot.deaths) >= self.spec.config.failure.max_attempts and not self.num_workers_alive():
+            raise none_agrees(differences)
+        ray.kill(slot.actor)
+        self._replace(slot, slot.deaths[-1])
+
+    def _finish_job(self, slot: _Slot) -> Outcome:
+        job, slot.job = slot.job, None
+        assert job is not None
+        own, slot.own = slot.own, None
+        places, slot.places = slot.places, ()
+        try:
+            result: JobResult = ray.get(slot.running, timeout=_FETCH_S)
+        except RayTaskError as error:
+            cause = error.cause if isinstance(error.cause, Exception) else None
+            for place in places:
+                self._vectors.release(place)
+            return JobFailure(job, slot.index, f"{type(cause or error).__name__}: {cause or error}", False, cause)
+        except RayError as error:  # the out-of-memory killer's error is no RayActorError
+            is_killed = bool(slot.killed_because)
+            reason = slot.killed_because or how_it_ended(error)
+            process = slot.process
+            for place in places:  # whether its process is really gone is not known on every machine
+                self._vectors.discard(place)
+            self._replace(slot, reason)
+            where = f"process {process.process_id} on {process.host}: " if process else ""
+            return JobFailure(job, slot.index, where + reason, True, from_outside=is_killed)
+        finally:
+            slot.running = None
+        slot.deaths.clear()
+        # the job as it was submitted: its references may have been made portable
+        result = unpacked(remote(replace(result, job=job), self._fetch))
+        if job.keep_own and result.own is None:
+            return replace(result, own=result.sent if job.send == (0, 1) else StoreRef(own))
+        return result
+
+    def _new_slot(self, index: int) -> _Slot:
+        actor = self._actor_class.remote()
+        return _Slot(index, actor, actor.prepare.remote(self._spec_ref, index, self.num_threads, self._beats))
+
+    def _replace(self, slot: _Slot, reason: str) -> None:
+        slot.predecessor, slot.process, slot.ready = reason, None, None
+        if self._restarts.allow(slot.index, reason):
+            fresh = self._new_slot(slot.index)
+            slot.actor, slot.ready = fresh.actor, fresh.ready
+        else:
+            slot.retired = True
+            if all(other.retired for other in self._slots):
+                raise self._restarts.none_left(reason)
+        slot.killed_because, slot.asked, slot.answered = "", None, 0
+
+    def _gpus_per_worker(self) -> float:
+        num_gpus = 0.0 if self.config.device == "cpu" else float(ray.cluster_resources().get("GPU", 0.0))
+        if self.config.device == "cuda" and not num_gpus:
+            raise ClusterError("cluster.device is cuda, but Ray sees no GPU; set cluster.device=auto or cpu.")
+        return gpu_share(num_gpus, self.config.num_workers)

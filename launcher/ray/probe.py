@@ -1,0 +1,178 @@
+"""Checks before Ray is asked to connect: its version, and whether somebody answers at an address.
+
+Ray itself tries for minutes and writes raw log lines meanwhile; here each check has a time limit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import socket
+import ssl
+import struct
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from urllib.parse import urlsplit
+
+from ngsgd.config import ClusterConfig
+from ngsgd.errors import ClusterError, ConfigError
+from ngsgd.launcher.console import version
+
+OLDEST_RAY = (2, 54)   # up to 2.53 the dashboard takes DELETE from strangers: CVE-2026-27482
+# of a complete check, name server included: with the imports of a command it ends within 10 s
+_LIMIT_S = 5.0
+_CONNECT_S = 3.0
+_ANSWER_S = 2.0
+_MAX_ANSWER = 1 << 16
+_FRAME = struct.Struct("!HBBBI")   # length (3 bytes), type, flags, stream
+_DATA, _HEADERS, _SETTINGS = 0, 1, 4
+_END_STREAM, _END_HEADERS = 1, 4
+# the answer SERVING of grpc.health.v1.Health/Check, as a gRPC message
+_SERVING = bytes([0, 0, 0, 0, 2, 8, 1])
+
+
+def require_version() -> None:
+    """ConfigError where the installed Ray is too old."""
+    installed = version("ray")
+    found = tuple(int(part) for part in re.findall(r"\d+", installed)[:2])
+    # without Ray there are no numbers, and its import says so
+    if found and found < OLDEST_RAY:
+        oldest = ".".join(map(str, OLDEST_RAY))
+        raise ConfigError(f"Ray {installed} is installed, in which others on the network can delete jobs "
+                          f"without a token (CVE-2026-27482); pip install 'ray[default]>={oldest}' on every "
+                          "machine of the cluster.")
+
+
+def require_cluster(config: ClusterConfig) -> None:
+    """What a run on Ray needs, checked before anything else takes time."""
+    if config.kind == "ray":
+        require_version()
+        if config.address:
+            require_head(config.address)
+
+
+def require_head(address: str) -> None:
+    """ClusterError unless a Ray head answers at `address`: host:port, ray://host:port or auto."""
+    found = _resolved(address)
+    if found is None:
+        # Ray says at once that there is no cluster here
+        return
+    host, port = _split(found)
+    where = found if found == address else f"{found} (cluster.address={address})"
+    fix = "start the head with: ray start --head, and check cluster.address"
+    try:
+        _limited(lambda: _speak(host, port, is_client_server=address.startswith("ray://")))
+    except OSError as error:
+        raise ClusterError(f"no Ray head answers at {where} ({_why(error)}); {fix}.") from error
+
+
+def require_dashboard(address: str) -> None:
+    """ClusterError unless an HTTP server answers at `address`, http://host:port."""
+    if urlsplit(address).scheme not in ("http", "https"):
+        # one of Ray's other kinds of address, which its client resolves
+        return
+    try:
+        _limited(lambda: _get(f"{address.rstrip('/')}/api/version"))
+    except (OSError, ValueError) as error:
+        raise ClusterError(f"no Ray job server answers at {address} ({_why(error)}); give the address of its "
+                           "dashboard with --address http://HEAD:8265.") from error
+
+
+def _resolved(address: str) -> str | None:
+    if address == "local":
+        return None
+    if address != "auto":
+        return address.removeprefix("ray://")
+    given = os.environ.get("RAY_ADDRESS", "")
+    if given and given not in ("auto", "local"):
+        return given.removeprefix("ray://")
+    with contextlib.suppress(Exception):
+        # private, so it may be another one in another version: then Ray looks for itself
+        from ray._private import services
+
+        return services.canonicalize_bootstrap_address("auto") or None
+    return None
+
+
+def _split(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ConfigError(f"cluster.address is {address}; it must be host:port, ray://host:port or auto.")
+    return host.strip("[]"), int(port)
+
+
+def _speak(host: str, port: int, *, is_client_server: bool) -> None:
+    """Raises OSError unless a GCS is there and serves, or the server for Ray clients.
+
+    A GCS tells its health by the standard gRPC service, to everybody.  The request is written by hand:
+    a gRPC library in this process would not get on with Ray's own, nor with processes that it forks.
+    """
+    with socket.create_connection((host, port), timeout=_CONNECT_S) as connection:
+        if os.environ.get("RAY_USE_TLS", "0").lower() not in ("", "0", "false"):
+            return
+        connection.sendall(_health_request(f"{host}:{port}"))
+        deadline = time.monotonic() + _ANSWER_S
+        found = b""
+        while not (_SERVING in found or (is_client_server and found[3:4] == bytes([_SETTINGS]))):
+            connection.settimeout(max(0.001, deadline - time.monotonic()))
+            part = connection.recv(4096)
+            found += part
+            if not part or len(found) > _MAX_ANSWER:
+                raise OSError("another kind of server is there")
+
+
+def _health_request(authority: str) -> bytes:
+    """HTTP/2 (RFC 9113): the preface, empty settings, and one request with an empty message."""
+    headers = {":method": "POST", ":scheme": "http", ":path": "/grpc.health.v1.Health/Check", ":authority": authority[:100],
+               "te": "trailers", "content-type": "application/grpc"}
+    # literal fields without indexing (RFC 7541, 6.2.2): no tables, no compression
+    block = b"".join(bytes([0, len(name)]) + name.encode() + bytes([len(value)]) + value.encode()
+                     for name, value in headers.items())
+    return b"".join([b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", _frame(_SETTINGS, 0, 0, b""),
+                     _frame(_HEADERS, _END_HEADERS, 1, block), _frame(_DATA, _END_STREAM, 1, bytes(5))])
+
+
+def _frame(kind: int, flags: int, stream: int, content: bytes) -> bytes:
+    return _FRAME.pack(len(content) >> 8, len(content) & 255, kind, flags, stream) + content
+
+
+def _get(url: str) -> None:
+    try:
+        urllib.request.urlopen(url, timeout=_CONNECT_S).close()
+    except urllib.error.HTTPError as error:
+        # an answer all the same: what it refuses is told by the request itself
+        error.close()
+    except urllib.error.URLError as error:
+        # who issues certificates here is for Ray's own client to know
+        if not isinstance(error.reason, ssl.SSLError):
+            raise
+
+
+def _limited(action: Callable[[], None]) -> None:
+    """Does it in a thread, so that nothing it waits for takes longer than the limit."""
+    errors: list[Exception] = []
+
+    def run() -> None:
+        try:
+            action()
+        except Exception as error:
+            errors.append(error)
+    thread = threading.Thread(target=run, name="probe", daemon=True)
+    began = time.monotonic()
+    thread.start()
+    thread.join(_LIMIT_S)
+    if thread.is_alive():
+        raise TimeoutError(f"no answer within {time.monotonic() - began:.0f} s")
+    if errors:
+        raise errors[0]
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, TimeoutError) or isinstance(getattr(error, "reason", None), TimeoutError):
+        return "no answer in time"
+    reason = getattr(error, "reason", error)
+    return str(getattr(reason, "strerror", None) or reason) or type(error).__name__

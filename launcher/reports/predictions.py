@@ -1,0 +1,96 @@
+"""What `ngsgd plan` measured, kept beside the runs, and what it says of a run: predicted beside actual."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from ngsgd.config import RunConfig
+from ngsgd.files import read_json, write_text
+from ngsgd.pipeline.performance_model import planner
+from ngsgd.pipeline.performance_model.planner import Machine, RunPrediction, Site, Workload
+from ngsgd.training.records import FinalReport, Incident, OuterIterationRecord
+
+_FORMAT = 1
+
+
+def keep(config: RunConfig, machine: Machine, workload: Workload) -> None:
+    """Writes down a measurement of these settings."""
+    kept = {"format": _FORMAT, "settings": _key(config), "machine": machine.to_json(), "workload": asdict(workload)}
+    write_text(kept_in(config), json.dumps(kept, indent=1))
+
+
+def saved(config: RunConfig) -> tuple[Machine, Workload] | None:
+    """The last measurement in this output directory, if it was of these settings on a machine with as many cores."""
+    try:
+        kept = read_json(kept_in(config))
+        if (kept["format"], kept["settings"]) != (_FORMAT, _key(config)):
+            return None
+        return Machine.from_json(kept["machine"]), Workload(**kept["workload"])
+    except (OSError, ValueError, KeyError, TypeError):  # none, or of another version: both mean to measure again
+        return None
+
+
+def kept_in(config: RunConfig) -> Path:
+    """The file."""
+    return Path(config.output_dir) / "plan.json"
+
+
+def _key(config: RunConfig) -> str:
+    """A digest of everything that the measurement depends on."""
+    cluster = config.cluster
+    parts = [asdict(part) for part in (config.data, config.features, config.egs, config.model, config.optimizer)]
+    rest = [config.schedule.minibatch_size, config.schedule.num_epochs, cluster.threads_per_worker, cluster.device, os.cpu_count()]
+    return hashlib.sha256(json.dumps([*parts, *rest]).encode()).hexdigest()[:16]
+
+
+def site_of(machine: Machine, config: RunConfig, num_workers: int) -> Site:
+    """Where the workers of a run with this configuration are, if they are all on the measured machine."""
+    return planner.this_machine(machine, num_workers, threads_per_worker=config.cluster.threads_per_worker,
+                                one_by_one=config.cluster.kind == "in_process")
+
+
+class Forecast:
+    """A tracker that says at the end what was predicted beside what it took.
+
+    The prediction is made from the measurement of `ngsgd plan` where there is one of the same settings, else from the run's
+    first outer iterations.  `job_counts` has the number of jobs of each outer iteration.
+    """
+
+    def __init__(self, config: RunConfig, job_counts: Sequence[int], report: Callable[[str], None]) -> None:
+        self._config, self._job_counts, self._report = config, job_counts, report
+        self._records: list[OuterIterationRecord] = []
+
+    def outer_iteration(self, record: OuterIterationRecord) -> None:
+        self._records.append(record)
+
+    def incident(self, incident: Incident) -> None:
+        pass
+
+    def finished(self, report: FinalReport) -> None:
+        predicted = self.prediction()
+        for line in planner.compare(self._records, predicted) if predicted else []:
+            self._report(line)
+
+    def close(self, status: str) -> None:
+        pass
+
+    def prediction(self) -> RunPrediction | None:
+        """None while there is nothing to predict from."""
+        config = self._config
+        num_workers = config.cluster.num_workers
+        # a cluster is not this machine, and jobs of other lengths or that run ahead are not what was measured
+        fits = not config.cluster.address and config.schedule.shares == "equal" and not config.outer.overlap
+        measured = saved(config) if fits else None
+        if measured:
+            machine, workload = measured
+            return planner.predict_run(machine, workload, site_of(machine, config, num_workers), self._job_counts,
+                                       num_workers=num_workers)
+        slots = 1 if config.cluster.kind == "in_process" else num_workers
+        if not config.cluster.address:
+            slots = min(slots, os.cpu_count() or 1)
+        return planner.extrapolate(self._records, self._job_counts, num_slots=slots)

@@ -1,0 +1,252 @@
+"""The end of a run: the final model on disk, decoded speech, word error rates."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors import SafetensorError
+from safetensors.numpy import load_file as load_arrays
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from ngsgd.asr.corpora.corpus import Corpus, SpeechSet
+from ngsgd.asr.decode.evaluation import Evaluation, tune_and_decode
+from ngsgd.asr.decode.lattices import write_lattices
+from ngsgd.asr.decode.scoring import write_operations, write_per_speaker, write_per_utterance, write_recogs
+from ngsgd.asr.decode.worst_utterances import as_text, utterance_scores
+from ngsgd.config import EgsConfig, ModelConfig, RunConfig
+from ngsgd.data.archives import spliced_utterances
+from ngsgd.data.reader import EgsReader
+from ngsgd.errors import CheckpointError
+from ngsgd.files import new_directory, read_json, sha256, write_text
+from ngsgd.launcher.config.limits import require_memory
+from ngsgd.launcher.runs import trust as permission
+from ngsgd.launcher.runs.run_folder import RunFolder
+from ngsgd.models import DataStatistics, Window, build_model
+from ngsgd.models.growing import StagedModel, set_stage, utterance_logits
+from ngsgd.models.growth_stages import Stage, Stages
+from ngsgd.models.statistics import statistics_for
+from ngsgd.pipeline.combination import Candidate, HeldOut, candidates, generalised, normalize_stddev, running_mean
+from ngsgd.schedules import Schedule
+from ngsgd.training.diagnostics.subset_scores import average_posterior
+from ngsgd.training.parameter_vector import Vector
+from ngsgd.training.records import SubsetScore
+from ngsgd.training.storage.checkpoint import Checkpoint, CheckpointStore
+
+_TRANSFORM = "input_transform.safetensors"
+DIGESTS = "digests.json"   # SHA-256 of every other file of a final model
+_AGAIN = "restore it from a copy, or make it again from the run's checkpoints with ngsgd resume."
+
+
+def wanted_for_combination(config: RunConfig, schedule: Schedule, stages: Stages) -> tuple[int, ...]:
+    """The outer iterations whose models a run must keep to its end: those of a model that was whole."""
+    ships_one = config.combination.kind == "none" or config.outer.ema_decay > 0
+    found = () if ships_one else candidates(schedule, config.combination.max_models)
+    return tuple(outer_iter for outer_iter in found if stages.at(outer_iter) == stages.at(schedule.num_outer_iters - 1))
+
+
+def final_parameters(config: RunConfig, end: Checkpoint, store: CheckpointStore, scratch: nn.Module, reader: EgsReader,
+                     report: Callable[[str], None]) -> Vector:
+    """What is shipped: the moving average where there is one, else the combination of the last models."""
+    kept = store.kept()
+    if "ema" in end.buffers or config.combination.kind == "none" or not kept:
+        return end.buffers.get("ema", end.parameters)
+    models = [Candidate(outer_iter, partial(store.load_model, outer_iter)) for outer_iter in kept]
+    held_out = HeldOut(scratch, reader.diagnostic("valid"))
+    combine = running_mean if config.combination.kind == "mean" else generalised
+    found = combine(models, held_out, max_evaluations=config.combination.max_evaluations)
+    report(f"combined the newest {found.num_models} of {len(models)} models ({found.chosen}): valid objf {found.objf:.3f}, "
+           f"the newest alone {found.objf_newest:.3f}")
+    return normalize_stddev(found.parameters, scratch) if config.combination.kind == "generalised" else found.parameters
+
+
+def save_final(folder: RunFolder, config: RunConfig, model: nn.Module, reader: EgsReader) -> None:
+    """Parameters, and beside them what is needed to use them: shapes, features, class priors."""
+    prior_P = _priors(folder, config, model, reader)
+    about = {"model": asdict(config.model), "features": asdict(config.features), "num_inputs": reader.info.num_inputs,
+             "num_classes": reader.info.num_classes, "left_context": reader.info.left_context,
+             "right_context": reader.info.right_context, "feature_dim": reader.info.feature_dim,
+             "side_dim": reader.info.side_dim, "priors": prior_P.tolist(),
+             "stage": asdict(model.stage) if isinstance(model, StagedModel) else None}
+    statistics = statistics_for(config.model, reader) or DataStatistics()
+    about["class_counts"] = list(statistics.class_counts)
+    about["objective"] = config.objective.kind
+    if config.model._target_:
+        about["run_id"] = folder.run_id
+    if config.ivectors.dim:
+        about["ivectors"] = asdict(config.ivectors)
+    write_final(folder.final, model, about, statistics.input_transform, extractor=folder.ivectors if config.ivectors.dim else None)
+
+
+def write_final(path: Path, model: nn.Module, about: Mapping[str, Any], transform: Tensor | None,
+                extractor: Path | None = None) -> None:
+    """A folder that `open_final` reads; `extractor` is the file that makes the i-vectors of the model's input."""
+    with new_directory(path) as temporary:
+        save_file({name: t.contiguous() for name, t in model.state_dict().items()}, temporary / "model.safetensors")
+        if transform is not None:
+            save_file({"input_transform": transform.contiguous()}, temporary / _TRANSFORM)
+        if extractor is not None:
+            shutil.copyfile(extractor, temporary / RunFolder.IVECTORS)
+        write_text(temporary / "model.json", json.dumps(about, indent=1))
+        digests = {file.name: sha256(file) for file in sorted(temporary.iterdir())}
+        write_text(temporary / DIGESTS, json.dumps(digests, indent=1))
+
+
+def check_final(path: Path) -> None:
+    """Raises CheckpointError unless every file of a final model is as it was written; those of earlier versions have no digests."""
+    if not (path / DIGESTS).exists():
+        return
+    try:
+        digests = read_json(path / DIGESTS)
+        # a plain name only: a received file must not make this one read a device
+        wrong = [name for name, digest in digests.items() if Path(name).name != name or sha256(path / name) != digest]
+        wrong += [name for name in ("model.json", "model.safetensors") if name not in digests]
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path / DIGESTS} cannot be read ({type(error).__name__}: {error}); {_AGAIN}") from error
+    if wrong:
+        raise CheckpointError(f"{path / wrong[0]} is not what was written (its SHA-256 differs from {DIGESTS}); {_AGAIN}")
+
+
+def _priors(folder: RunFolder, config: RunConfig, model: nn.Module, reader: EgsReader) -> npt.NDArray[np.float64]:
+    """What decoding divides by: the average posterior, or what a sequence objective was trained with."""
+    if config.objective.kind != "ce":
+        return np.asarray(np.exp(load_arrays(folder.denominator)["log_prior"]))
+    return average_posterior(model, reader, config.decode.num_prior_frames, skip_damaged=config.egs.on_corrupt == "quarantine")
+
+
+def load_final(folder: RunFolder, *, trust: bool = False) -> tuple[nn.Module, npt.NDArray[np.float64]]:
+    """(model, priors) of a run that has ended; `trust` allows the import of a module that the run names (see `trust`)."""
+    try:
+        return open_final(folder.final, trust=trust)
+    except OSError as error:
+        raise CheckpointError(f"{folder.path} has no final model that can be read ({error}); "
+                              f"finish it with `ngsgd resume {folder.path}`.") from error
+
+
+def open_final(path: Path, *, trust: bool = False,
+               own: ModelConfig | None = None) -> tuple[nn.Module, npt.NDArray[np.float64]]:
+    """(model, priors) from a folder that `save_final` wrote.
+
+    Args:
+        path: the folder.
+        trust: import the module that it names (`model._target_`), whoever began its run; see docs/own-model.md.
+        own: the model of the run that starts from it, whose module is imported if both name the same.
+
+    Raises:
+        OSError: a file is not there.
+        ConfigError: it names a module whose import is not allowed.
+        CheckpointError: a file is damaged.
+    """
+    about = permission.read_about(path)
+    check_final(path)
+    settings = permission.as_own(about["model"], own)
+    permission.require(settings, path / "model.json", about["run_id"], trust=trust)
+    try:
+        return _opened(path, about, settings)
+    except OSError:
+        raise
+    except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError, AttributeError) as error:
+        raise CheckpointError(f"the final model in {path} cannot be used ({type(error).__name__}: "
+                              f"{str(error).partition(chr(10))[0]}); {_AGAIN}") from error
+
+
+def _opened(path: Path, about: Mapping[str, Any], settings: Mapping[str, Any]) -> tuple[nn.Module, npt.NDArray[np.float64]]:
+    state = load_file(path / "model.safetensors")
+    transform = load_file(path / _TRANSFORM)["input_transform"] if (path / _TRANSFORM).exists() else None
+    _require_finite(path, {**state, **({} if transform is None else {_TRANSFORM: transform})})
+    config = ModelConfig(**settings)
+    require_memory(config, about["num_inputs"], about["num_classes"])
+    window = Window(about["left_context"], about["right_context"], about["feature_dim"], about.get("side_dim", 0))
+    model = build_model(config, about["num_inputs"], about["num_classes"], seed=0, window=window,
+                        statistics=DataStatistics(tuple(about["class_counts"]), transform))
+    model.load_state_dict(state)
+    if about["stage"]:
+        set_stage(model, Stage(**about["stage"]))
+    model.eval()
+    prior_P = np.asarray(about["priors"], dtype=np.float64)
+    if prior_P.shape != (about["num_classes"],) or not np.isfinite(prior_P).all():
+        raise ValueError(f"its priors are not {about['num_classes']} finite numbers")
+    return model, prior_P
+
+
+def _require_finite(path: Path, state: Mapping[str, Tensor]) -> None:
+    """Parameters that are not finite decode into nothing, without a word."""
+    wrong = [name for name, values in state.items() if values.is_floating_point() and not bool(values.isfinite().all())]
+    if wrong:
+        raise CheckpointError(f"{path / 'model.safetensors'} has values in {wrong[0]} that are not finite; {_AGAIN}")
+
+
+def decode_and_score(folder: RunFolder, config: RunConfig, corpus: Corpus, model: nn.Module,
+                     prior_P: npt.NDArray[np.float64]) -> Evaluation:
+    """Decodes valid and test; scale and penalty are chosen on valid and used on test.  Leaves decode/ in the folder."""
+    logliks = {name: log_likelihoods(speech, config.egs, model, prior_P) for name, speech in _held_out(corpus).items()}
+    result = tune_and_decode(corpus.language, config.decode, valid=corpus.valid, valid_logliks=logliks["valid"], test=corpus.test,
+                             test_logliks=logliks["test"])
+    frames = {name: score_frames(speech, logliks[name], prior_P) for name, speech in _held_out(corpus).items()}
+    about = {**asdict(result.setting), "valid": str(result.valid), "test": str(result.test),
+             "test_interval_95": asdict(result.test_interval), **_oracle(result),
+             "frames": {name: asdict(score) for name, score in frames.items() if score},
+             "sweep_on_valid": [{**asdict(setting), "errors": str(errors)} for setting, errors in result.sweep]}
+    with new_directory(folder.decode) as temporary:
+        write_per_utterance(temporary / "test.per_utt.txt", result.test, result.per_utterance)
+        if corpus.test.is_aligned:
+            write_text(temporary / "test.worst.txt", as_text(utterance_scores(corpus.test.frames, logliks["test"], prior_P)))
+        write_per_speaker(temporary / "test.per_spk.txt", result.per_utterance, corpus.test.speakers)
+        write_operations(temporary / "test.ops.txt", result.per_utterance)
+        write_recogs(temporary / "test.recogs.txt", result.per_utterance)
+        if config.decode.lattices:
+            write_lattices(temporary / "lattices", result.graph, corpus.test.frames.utt_ids, logliks["test"], config.decode,
+                           acoustic_scale=result.setting.acoustic_scale)
+        write_text(temporary / "wer.json", json.dumps(about, indent=1))
+    return result
+
+
+def score_held_out(config: RunConfig, corpus: Corpus, model: nn.Module,
+                   prior_P: npt.NDArray[np.float64]) -> dict[str, SubsetScore | None]:
+    """Objf per frame and accuracy of valid and test, all of them."""
+    return {name: score_frames(speech, log_likelihoods(speech, config.egs, model, prior_P), prior_P)
+            for name, speech in _held_out(corpus).items()}
+
+
+def _held_out(corpus: Corpus) -> dict[str, SpeechSet]:
+    return {"valid": corpus.valid, "test": corpus.test}
+
+
+def _oracle(result: Evaluation) -> dict[str, object]:
+    """What Kaldi's RESULTS report: the setting is chosen on the test set itself, so it is no result of ours."""
+    if result.oracle is None:
+        return {}
+    setting, errors = result.oracle
+    return {"oracle_on_test_as_in_kaldi": {**asdict(setting), "errors": str(errors)}}
+
+
+def score_frames(speech: SpeechSet, logliks: Sequence[npt.NDArray[np.float32]],
+                 prior_P: npt.NDArray[np.float64]) -> SubsetScore | None:
+    """Objf per frame and accuracy over the whole set; None where the states of its frames are not known."""
+    if not speech.is_aligned:
+        return None
+    log_posterior_TP = np.concatenate(list(logliks)) + np.log(prior_P)
+    pdf_T = speech.frames.pdf_T
+    return SubsetScore(float(log_posterior_TP[np.arange(len(pdf_T)), pdf_T].mean()),
+                       float((log_posterior_TP.argmax(axis=1) == pdf_T).mean()))
+
+
+@torch.no_grad()
+def log_likelihoods(speech: SpeechSet, egs: EgsConfig, model: nn.Module,
+                    prior_P: npt.NDArray[np.float64]) -> list[npt.NDArray[np.float32]]:
+    """Per utterance, T x P: log posterior minus log prior, which is the log likelihood up to a constant per frame."""
+    log_prior_P = torch.from_numpy(np.log(prior_P)).float()
+    return [(utterance_logits(model, torch.from_numpy(x_TD)).log_softmax(dim=1) - log_prior_P).numpy()
+            for x_TD in spliced_utterances(speech.frames, egs.left_context, egs.right_context)]
+

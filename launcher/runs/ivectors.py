@@ -1,0 +1,110 @@
+"""The i-vectors of a run: the extractor trained or found, every set's i-vectors from the cache or made, both kept with the run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ngsgd import files
+from ngsgd.asr.corpora import cache
+from ngsgd.asr.corpora.corpus import Corpus
+from ngsgd.asr.ivectors import model as extractor_file
+from ngsgd.asr.ivectors.model import IvectorModel
+from ngsgd.asr.ivectors.training import extract, train
+from ngsgd.asr.speech_set import SpeechSet
+from ngsgd.config import RunConfig
+from ngsgd.data.frames import Side
+from ngsgd.launcher.runs.run_folder import RunFolder, folder_of_model
+
+RECIPE_VERSION = 1   # raise it when the same settings would give other i-vectors
+_SETS = ("train", "valid", "test")
+_INDEX = "index.json"
+_OF_TRAINING = ("dim", "num_gaussians", "context", "pca_dim", "ubm_frames", "max_utterances", "num_iters", "num_gselect",
+                "min_post", "posterior_scale", "train_utterances")
+
+Report = Callable[[str], None]
+
+
+def extractor_of(config: RunConfig, corpus: Corpus, cache_root: Path, report: Report, folder: RunFolder | None) -> Path:
+    """The file of the extractor: the run's own, that of the run it starts from, or one trained on the training set."""
+    if folder is not None and folder.ivectors.exists():
+        return folder.ivectors
+    if config.init_model and (given := folder_of_model(config.init_model) / "final" / RunFolder.IVECTORS).exists():
+        return given
+    key = {"version": RECIPE_VERSION, "digest": corpus.digest, **_cmn(config),
+           "ivectors": {name: getattr(config.ivectors, name) for name in _OF_TRAINING}}
+    path = cache_root / f"ivectors-{cache.short_hash(key)}.safetensors"
+    if path.exists() and not extractor_file.is_sound(path):
+        report(f"{path} is damaged; training it again.")
+        path.unlink()
+    if not path.exists():
+        extractor_file.write(train(corpus.train, config.ivectors, config.features, report), path)
+    return path
+
+
+def _cmn(config: RunConfig) -> dict[str, object]:
+    return {name: value for name, value in asdict(config.features).items() if name.startswith("cmn_")}
+
+
+def with_ivectors(config: RunConfig, corpus: Corpus, extractor: Path, cache_root: Path, report: Report = print) -> Corpus:
+    """The corpus with an i-vector beside every frame; its digest tells which extractor made them."""
+    key = {"version": RECIPE_VERSION, "digest": corpus.digest, "extractor": extractor_file.digest(extractor), **_cmn(config),
+           "ivectors": asdict(config.ivectors)}
+    folder = cache_root / f"ivectors-{cache.short_hash(key)}"
+    if not _is_there(folder, corpus, config, report):
+        # shared_directory keeps a directory that has an index
+        (folder / _INDEX).unlink(missing_ok=True)
+        _store(folder, corpus, extractor_file.read(extractor, config.ivectors, config.features), config)
+    sets: dict[str, Any] = {
+        name: _with_rows(getattr(corpus, name), np.load(folder / f"{name}.npy", mmap_mode="r"), config.ivectors.period)
+        for name in _SETS}
+    return replace(corpus, **sets, digest=hashlib.sha256((corpus.digest + folder.name).encode()).hexdigest())
+
+
+def _store(folder: Path, corpus: Corpus, model: IvectorModel, config: RunConfig) -> None:
+    with files.shared_directory(folder, _INDEX) as new:
+        for name in _SETS:
+            most = config.ivectors.train_utterances if name == "train" else config.ivectors.test_utterances
+            np.save(new / f"{name}.npy", np.concatenate(extract(getattr(corpus, name), model, most_utterances=most)))
+        index = files.sealed({"sha256": {name: files.sha256(new / f"{name}.npy") for name in _SETS}})
+        (new / _INDEX).write_text(json.dumps(index, indent=1), encoding="utf-8")
+
+
+def _is_there(folder: Path, corpus: Corpus, config: RunConfig, report: Report) -> bool:
+    if not folder.is_dir():
+        return False
+    try:
+        _check(folder, corpus, config)
+    except (OSError, ValueError, KeyError) as error:
+        report(f"{folder} is damaged ({error}); preparing it again.")
+        return False
+    return True
+
+
+def _check(folder: Path, corpus: Corpus, config: RunConfig) -> None:
+    """Raises for files that do not match their digests or the corpus; folders of before have no index."""
+    if (folder / _INDEX).exists():
+        digests = files.unsealed(files.read_json(folder / _INDEX))[0]["sha256"]
+        for name in _SETS:
+            if files.sha256(folder / f"{name}.npy") != digests[name]:
+                raise ValueError(f"{name}.npy does not match its checksum")
+    for name in _SETS:
+        lengths = np.diff(getattr(corpus, name).frames.offsets)
+        rows_RS = np.load(folder / f"{name}.npy", mmap_mode="r")
+        if rows_RS.shape != (int((-(-lengths // config.ivectors.period)).sum()), config.ivectors.dim):
+            raise ValueError(f"{name}.npy has the shape {rows_RS.shape}")
+
+
+def _with_rows(speech: SpeechSet, rows_RS: npt.NDArray[np.float32], period: int) -> SpeechSet:
+    lengths = np.diff(speech.frames.offsets)
+    num_rows_U = -(-lengths // period)
+    first_U = np.cumsum(num_rows_U) - num_rows_U
+    row_T = np.concatenate([first + np.arange(length) // period for first, length in zip(first_U, lengths, strict=True)])
+    return replace(speech, frames=replace(speech.frames, side=Side(rows_RS, row_T.astype(np.int32))))

@@ -1,0 +1,122 @@
+"""What sequence objectives need of a run: the model to start from, the denominator, archives of whole utterances.
+
+All of it is kept in the run folder or the cache, so that a run resumes though the one it started from is gone.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
+from torch import nn
+
+from ngsgd.asr import denominators
+from ngsgd.asr.corpora.corpus import Corpus
+from ngsgd.config import RunConfig
+from ngsgd.errors import CheckpointError, ConfigError
+from ngsgd.files import keep_digest, matches_digest, new_directory, new_file
+from ngsgd.launcher.runs.final_model import open_final
+from ngsgd.launcher.runs.run_folder import RunFolder, folder_of_model
+from ngsgd.sequence.archives import SequenceIndex, SequenceReader, prepare_sequences
+from ngsgd.sequence.objectives import Denominator
+from ngsgd.training.job import SequenceData, WorkerSpec
+from ngsgd.training.parameter_vector import Layout, Vector
+
+Report = Callable[[str], None]
+
+
+def require_init_model(config: RunConfig) -> None:
+    """Raises unless the run to start from is there and has ended, where one is needed."""
+    if config.objective.kind not in ("ce", "lfmmi") and not config.init_model:
+        raise ConfigError(f"objective.kind is {config.objective.kind}, which starts from a model trained with cross-entropy; "
+                          "name its run with init_model=RUN.")
+    if config.init_model and not (folder_of_model(config.init_model) / "final" / "model.json").is_file():
+        raise ConfigError(f"init_model is {config.init_model}, which has no final model yet; finish it with: "
+                          f"ngsgd resume {config.init_model}")
+
+
+def keep_init_model(config: RunConfig, folder: RunFolder) -> None:
+    """Copies the model to start from into a new run's folder."""
+    if config.init_model:
+        with new_directory(folder.init_model) as temporary:
+            shutil.copytree(folder_of_model(config.init_model) / "final", temporary, dirs_exist_ok=True)
+
+
+def starting_parameters(config: RunConfig, folder: RunFolder, model: nn.Module) -> Vector:
+    """Those of the model that training starts from, or the model's own random ones."""
+    layout = Layout.of(model)
+    if not config.init_model:
+        return layout.flatten(model.state_dict())
+    start, _ = open_final(folder.init_model, own=config.model)
+    if Layout.of(start) != layout or not _same_buffers(start, model):
+        raise ConfigError(f"init_model is {config.init_model}, whose model has other layers or another input transform than this "
+                          "run's; train with the same recipe, model=, features. and egs. settings.")
+    return layout.flatten(start.state_dict())
+
+
+def _same_buffers(one: nn.Module, other: nn.Module) -> bool:
+    """What is no parameter, such as the input transform."""
+    return all(torch.equal(a, b) for (_, a), (_, b) in zip(one.named_buffers(), other.named_buffers(), strict=True)
+               if a.is_floating_point() and not _is_statistic(a, one))
+
+
+def _is_statistic(buffer: torch.Tensor, model: nn.Module) -> bool:
+    return any(buffer is value for value in model.state_dict(keep_vars=True).values())
+
+
+def sequence_data(config: RunConfig, folder: RunFolder, corpus: Corpus, cache_root: Path, report: Report) -> SequenceData | None:
+    """None for objectives of single frames."""
+    if config.objective.kind == "ce":
+        return None
+    if folder.denominator.exists():
+        denominator = _kept_denominator(folder.denominator)
+    else:
+        denominator = denominators.of_corpus(corpus, config.objective, config.decode, _priors(config, folder, corpus.num_pdfs))
+        with new_file(folder.denominator) as temporary:
+            save_file({name: np.ascontiguousarray(array) for name, array in denominator.arrays().items()}, temporary)
+        keep_digest(folder.denominator)
+    graph = denominator.graph
+    directory = prepare_sequences(corpus.train.frames, graph, samples_per_iter=config.egs.samples_per_iter,
+                                  chunk_frames=config.objective.chunk_frames, digest=corpus.digest, cache_root=cache_root,
+                                  report=report)
+    report(f"objective {config.objective.kind}: denominator of {graph.num_states} states and {len(graph.source_A)} arcs")
+    return SequenceData(str(directory), denominator)
+
+
+def _kept_denominator(path: Path) -> Denominator:
+    try:
+        if not matches_digest(path):
+            raise ValueError("its checksum does not match")
+        return Denominator.from_arrays(load_file(path))
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise CheckpointError(f"{path} is damaged ({error}); remove it and {path.with_suffix('.sha256').name}, and the resumed run "
+                              "makes it again from its data.") from error
+
+
+def tell_left_out(spec: WorkerSpec, report: Report) -> None:
+    """Says how many training sequences cannot be used, if any."""
+    shards = spec.shards()
+    if isinstance(shards, SequenceReader) and shards.index.num_left_out:
+        report(f"{shards.index.num_left_out} of {_total(shards.index)} training sequences are left out, as their labels have no "
+               "path through the denominator graph")
+
+
+def _total(index: SequenceIndex) -> int:
+    return sum(index.num_sequences) + index.num_left_out
+
+
+def _priors(config: RunConfig, folder: RunFolder, num_pdfs: int) -> npt.NDArray[np.float64]:
+    if config.objective.kind == "lfmmi":
+        return uniform_priors(num_pdfs)
+    return open_final(folder.init_model, own=config.model)[1]
+
+
+def uniform_priors(num_pdfs: int) -> npt.NDArray[np.float64]:
+    """Of a model whose outputs are scores already."""
+    return np.full(num_pdfs, 1.0 / num_pdfs)

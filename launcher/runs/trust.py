@@ -1,0 +1,168 @@
+"""Which models of received runs may be imported: those that this user began on this machine, or allowed by name.
+
+`model._target_` of a run is code.  A run folder or a final model can come from anybody, so what it names is imported only
+if this process was told to: by the command line that begins a run, by the flag --trust, by NGSGD_TRUST=1, or by the record
+of runs that this user began, which lies outside of every run folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import stat
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ngsgd.config import ModelConfig
+from ngsgd.errors import CheckpointError, ConfigError
+from ngsgd.files import digest_of_json, new_file, read_json
+
+if TYPE_CHECKING:
+    from ngsgd.launcher.runs.run_folder import RunFolder
+
+VARIABLE = "NGSGD_TRUST"
+_EXECUTED = ("_target_", "search_path", "args")  # the settings that decide what is imported and how it is called
+_MAX_RECORDS = 5000
+_YES = ("1", "true", "yes")
+_LOCK_TIMEOUT_S, _POLL_S = 5.0, 0.05
+
+# digests of the model settings that this process may import
+_allowed: set[str] = set()
+
+
+def allow(model: ModelConfig | Mapping[str, Any]) -> None:
+    """Allows these settings for the rest of this process: the user gave them, or said that they are trusted."""
+    _allowed.add(_digest(_settings(model)))
+
+
+def remember(model: ModelConfig, run_id: str) -> None:
+    """Records that this user began the run, so that it resumes without --trust; raises OSError if there is no room."""
+    path = _record_path()
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with _locked(path):
+        records = {**_records(), run_id: _digest(asdict(model))}
+        newest = dict(list(records.items())[-_MAX_RECORDS:])
+        with new_file(path, mode=0o600) as temporary:
+            temporary.write_text(json.dumps(newest, indent=0), encoding="utf-8")
+
+
+def require(model: ModelConfig | Mapping[str, Any], source: Path, run_id: str = "", *, trust: bool = False) -> None:
+    """Raises ConfigError unless what these settings name may be imported here.
+
+    Args:
+        model: settings of the model that `source` holds; those without a module of the user's own are always allowed.
+        source: the file that they come from, for the message.
+        run_id: the run that they say they belong to.
+        trust: the user said so, with --trust.
+    """
+    settings = _settings(model)
+    if not settings.get("_target_"):
+        return
+    digest = _digest(settings)
+    is_told = trust or os.environ.get(VARIABLE, "").lower() in _YES
+    if is_told or digest in _allowed or (run_id and _records().get(run_id) == digest):
+        _allowed.add(digest)
+        return
+    where = settings.get("search_path") or "the current folder"
+    raise ConfigError(
+        f"{source} asks to import {settings['_target_']} from {where}{_shown_args(settings)}, which runs that code as you, and "
+        "this user did not begin that run on this machine. Look at that module; if you trust it, repeat the command with "
+        f"--trust (in Python: {VARIABLE}=1 in the environment).")
+
+
+def require_run(folder: RunFolder, model: ModelConfig, *, trust: bool = False) -> None:
+    """As `require`, for what training imports: the run's own model, and the one that it starts from."""
+    require(model, folder.config, folder.run_id, trust=trust)
+    if (folder.init_model / "model.json").is_file():
+        require_final(folder.init_model, model, trust=trust)
+
+
+def require_final(final: Path, own: ModelConfig | None = None, *, trust: bool = False) -> None:
+    """As `require`, for a folder with a final model; `own` is the model of the run that starts from it (see `as_own`)."""
+    about = read_about(final)
+    require(as_own(about["model"], own), final / "model.json", about["run_id"], trust=trust)
+
+
+def as_own(settings: Mapping[str, Any], own: ModelConfig | None) -> Mapping[str, Any]:
+    """The settings of a final model with module, folder and arguments of the run that starts from it, if both name one module.
+
+    The parameters must fit that module in any case, so nothing that only the final model names has to be imported.
+    """
+    if own is None or not own._target_ or settings.get("_target_") != own._target_:
+        return settings
+    return {**settings, **{name: getattr(own, name) for name in _EXECUTED}}
+
+
+def read_about(final: Path) -> dict[str, Any]:
+    """The content of a final model's model.json; raises OSError if it is not there, CheckpointError if it is damaged."""
+    path = final / "model.json"
+    try:
+        about = read_json(path)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is damaged ({type(error).__name__}: {str(error)[:100]}); restore it, or finish the run "
+                              "again with ngsgd resume.") from error
+    if not isinstance(about, dict) or not isinstance(about.get("model"), dict):
+        raise CheckpointError(f"{path} does not describe a model; restore it, or finish the run again with ngsgd resume.")
+    return {**about, "run_id": str(about.get("run_id", ""))}
+
+
+# The record -----------------------------------------------------------------------------------------------------------
+
+
+def _record_path() -> Path:
+    root = os.environ.get("XDG_STATE_HOME", "")
+    state = Path(root) if os.path.isabs(root) else Path.home() / ".local" / "state"
+    return state / "ngsgd" / "trusted.json"
+
+
+def _records() -> dict[str, str]:
+    """Run id -> digest of its model's settings; empty where the file is not there, damaged, or others could have written it."""
+    path = _record_path()
+    try:
+        with path.open(encoding="utf-8") as file:
+            about = os.fstat(file.fileno())
+            if about.st_uid != os.getuid() or about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+                return {}
+            stored = json.load(file)
+    except (OSError, ValueError, RecursionError, RuntimeError):
+        return {}
+    whole = isinstance(stored, dict) and all(isinstance(digest, str) for digest in stored.values())
+    return stored if whole else {}
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Two runs that begin at once must both be recorded."""
+    handle = os.open(path.with_name(f"{path.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        deadline = time.monotonic() + _LOCK_TIMEOUT_S
+        while time.monotonic() < deadline:
+            # without the lock, as on a file system that has none, at worst the record of one of two runs is lost
+            with contextlib.suppress(OSError):
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            time.sleep(_POLL_S)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _settings(model: ModelConfig | Mapping[str, Any]) -> Mapping[str, Any]:
+    return asdict(model) if isinstance(model, ModelConfig) else model
+
+
+def _digest(settings: Mapping[str, Any]) -> str:
+    executed = [settings.get(name) or None for name in _EXECUTED]
+    # through JSON first: a file has texts for all keys, and lists for tuples
+    plain = json.loads(json.dumps(executed, default=str))
+    return digest_of_json(plain)
+
+
+def _shown_args(settings: Mapping[str, Any]) -> str:
+    args = settings.get("args")
+    return f" with {str(args)[:200]}" if args else ""

@@ -1,0 +1,62 @@
+"""The short run that `ngsgd tune` tunes on: the configuration's own model, examples and optimiser."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ngsgd.config import RunConfig
+
+if TYPE_CHECKING:  # these bring torch, and --help shall answer at once
+    from ngsgd.hypergrad import Evaluation, HyperSpace, Plan
+    from ngsgd.hypergrad.egs_task import EgsTask
+
+
+@dataclass
+class Proxy:
+    """A short run of the configuration, and the space around its hyperparameters."""
+
+    config: RunConfig
+    task: EgsTask
+    space: HyperSpace
+    cluster: Any = None  # of Ray workers, if there are any
+
+    @classmethod
+    def of(cls, config: RunConfig, egs_directory: Path, *, steps: int = 0) -> Proxy:
+        import torch
+
+        from ngsgd.data.reader import EgsReader
+        from ngsgd.hypergrad import HyperSpace, Settings
+        from ngsgd.hypergrad.egs_task import EgsTask
+
+        torch.set_num_threads(config.cluster.threads_per_worker or 1)  # fixed: other numbers give other bits
+        tune, optimizer = config.tune, config.optimizer
+        num_jobs = tune.workers or config.schedule.num_jobs_final
+        outer_iters = tune.proxy.outer_iters * max(1, steps // tune.proxy.steps)
+        steps_per_iter = max(1, (steps or tune.proxy.steps) // outer_iters)
+        task = EgsTask(config, EgsReader(egs_directory), steps_per_iter=steps_per_iter, num_jobs=num_jobs,
+                       num_outer_iters=outer_iters)
+        l2 = 2.0 * config.schedule.minibatch_size * optimizer.weight_decay / num_jobs
+        settings = Settings(config.schedule.lr_initial * num_jobs, config.schedule.lr_final * num_jobs, optimizer.momentum, l2,
+                            optimizer.max_change, optimizer.max_param_change)
+        space = HyperSpace(settings, tuple(task.layers), steps_per_iter * outer_iters, num_jobs, outer_iters, tune.space,
+                           tune.knots, tune.rates)
+        return cls(config, task, space)
+
+    def evaluate(self, plan: Plan) -> Evaluation:
+        """One run of the proxy."""
+        from ngsgd.hypergrad import evaluate
+
+        tune = self.config.tune
+        jobs = self.cluster.jobs(plan) if self.cluster is not None else None
+        return evaluate(self.task, plan, self.cluster.engine if self.cluster is not None else tune.engine, jobs=jobs,
+                        gradients=self.gradients(), memory_bytes=1e9 * tune.memory_gb)
+
+    def gradients(self) -> Any:
+        """Those of the configured optimiser: plain, or preconditioned by the online natural gradient."""
+        if self.config.optimizer.kind == "sgd":
+            return None
+        from ngsgd.hypergrad.natural import natural_gradients
+
+        return natural_gradients(self.task, self.config.optimizer)

@@ -1,0 +1,134 @@
+"""The proxy's jobs on Ray workers: each runs its jobs forward, keeps what the way back needs, and runs them back.
+
+A job goes to the worker of its number modulo their count, both ways, and sums are made in the order of the jobs, so the numbers
+do not depend on how many workers there are or on which is first.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+
+from ngsgd.config import RunConfig
+from ngsgd.errors import ClusterError, NgsgdError
+from ngsgd.launcher.ray.cluster import connect, shutdown
+from ngsgd.launcher.tuning.proxy import Proxy
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ngsgd.hypergrad import Plan
+    from ngsgd.hypergrad.job_replay import SegmentGrad
+
+
+class _Worker:
+    """An actor: some of the jobs."""
+
+    def __init__(self, config: RunConfig, egs_directory: str, steps: int) -> None:
+        self._proxy = Proxy.of(config, Path(egs_directory), steps=steps)
+        self._local: Any = None
+
+    def begin(self, plan: Plan, engine: str) -> None:
+        """A new run; what was kept of the last one is dropped."""
+        from ngsgd.hypergrad.gradient import LocalJobs
+        from ngsgd.hypergrad.job_replay import PlainGradients
+        from ngsgd.hypergrad.training_task import Flat
+
+        task = self._proxy.task
+        self._local = LocalJobs(task, plan, engine, self._proxy.gradients() or PlainGradients(task, Flat.of(task)))
+
+    def forward(self, outer_iter: int, job: int, start_P: Tensor) -> Tensor:
+        end_P: Tensor = self._local.run(outer_iter, job, start_P)
+        return end_P
+
+    def reverse(self, outer_iter: int, job: int, dw_P: Tensor) -> tuple[Tensor, SegmentGrad]:
+        back: tuple[Tensor, SegmentGrad] = self._local.segments.pop((outer_iter, job)).reverse(dw_P)
+        return back
+
+    def kept(self) -> tuple[int, int]:
+        kept: tuple[int, int] = self._local.kept()
+        return kept
+
+
+class RayJobs:
+    """The workers of one `ngsgd tune`."""
+
+    def __init__(self, actors: Sequence[Any], engine: str, *, own_cluster: bool) -> None:
+        self._actors, self.engine, self._own_cluster = actors, engine, own_cluster
+
+    @classmethod
+    def start(cls, config: RunConfig, proxy: Proxy, report: Callable[[str], None]) -> RayJobs:
+        own_cluster = connect(config.cluster)
+        count = min(config.cluster.num_workers, proxy.space.num_jobs)
+        actor = ray.remote(num_cpus=config.cluster.threads_per_worker or 1, runtime_env={"env_vars": {"OMP_NUM_THREADS": str(
+            config.cluster.threads_per_worker or 1)}})(_Worker)
+        steps = proxy.space.num_steps
+        actors = [actor.remote(config, str(proxy.task.reader.directory.absolute()), steps) for _ in range(count)]
+        report(f"workers    {count} of Ray, {config.cluster.threads_per_worker or 1} threads each")
+        return cls(actors, _engine(config, proxy), own_cluster=own_cluster)
+
+    def jobs(self, plan: Plan) -> _Jobs:
+        """For one run."""
+        plan = plan.detached()
+        _got([actor.begin.remote(plan, self.engine) for actor in self._actors])
+        return _Jobs(self._actors, plan.num_jobs)
+
+    def close(self) -> None:
+        for actor in self._actors:
+            ray.kill(actor)
+        if self._own_cluster:
+            shutdown()
+
+
+class _Jobs:
+    """`ngsgd.hypergrad.gradient.Jobs` over actors."""
+
+    def __init__(self, actors: Sequence[Any], num_jobs: int) -> None:
+        self._actors, self._num_jobs = actors, num_jobs
+
+    def forward(self, outer_iter: int, start_P: Tensor) -> list[Tensor]:
+        start = ray.put(start_P)
+        ends: list[Tensor] = _got([self._of(job).forward.remote(outer_iter, job, start) for job in range(self._num_jobs)])
+        return ends
+
+    def reverse(self, outer_iter: int, dw_NP: Sequence[Tensor]) -> list[tuple[Tensor, SegmentGrad]]:
+        found: list[tuple[Tensor, SegmentGrad]] = _got(
+            [self._of(job).reverse.remote(outer_iter, job, dw_P) for job, dw_P in enumerate(dw_NP)])
+        return found
+
+    def kept(self) -> tuple[int, int]:
+        found = _got([actor.kept.remote() for actor in self._actors])
+        return sum(spills for spills, _ in found), sum(state for _, state in found)
+
+    def _of(self, job: int) -> Any:
+        return self._actors[job % len(self._actors)]
+
+
+def _engine(config: RunConfig, proxy: Proxy) -> str:
+    """As in one process, with each worker's memory for its own jobs."""
+    from ngsgd.hypergrad.gradient import choose_engine
+
+    if config.tune.engine != "auto":
+        return config.tune.engine
+    parameters = sum(p.numel() for p in proxy.task.start.values())
+    plan = proxy.space.build(proxy.space.centre())
+    return choose_engine(plan, parameters, 4, memory_bytes=1e9 * config.tune.memory_gb,
+                         can_reverse=config.optimizer.kind == "sgd").engine
+
+
+def _got(refs: Sequence[Any]) -> Any:
+    """All answers in order; an error of ours comes back as itself."""
+    try:
+        return ray.get(list(refs))
+    except RayTaskError as error:
+        if isinstance(error.cause, NgsgdError):
+            raise error.cause from None
+        raise
+    except RayActorError as error:
+        raise ClusterError(f"a worker of ngsgd tune was lost ({str(error).splitlines()[0]}); run it again, with fewer workers if "
+                           f"memory was short on its {os.cpu_count()} cores.") from None

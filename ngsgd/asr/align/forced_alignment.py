@@ -1,0 +1,174 @@
+"""The HMM state of every frame, given what is said: cut into equal parts at first, then along the best path.  Knows no model.
+
+Letters: T frames, P pdfs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ngsgd.asr.align.gaussians import Axes, Gaussians, Matrix
+from ngsgd.asr.corpora.corpus import Corpus
+from ngsgd.asr.decode import decoding
+from ngsgd.asr.lang import graphs
+from ngsgd.asr.lang.topology import SILENCE_PDF, STATES_PER_PHONE, Topology
+from ngsgd.asr.utterance import PdfIds
+from ngsgd.config import AlignConfig
+from ngsgd.errors import DataError
+
+EDGE_FRAMES = 10        # at either end of an utterance, taken for silence at first; at most a tenth of it
+NUM_SILENCE_PASSES = 5
+SMOOTHING = 5           # frames on either side that speech and silence are told apart over
+NO_LIMIT = 1_000_000     # of active states: a transcript has few
+WIDER = 8.0  # times the beam, for an utterance whose path it lost
+
+States = Mapping[str, PdfIds]   # of an utterance's frames, by utt_id
+
+
+def flat_start(corpus: Corpus, oov: str) -> dict[str, PdfIds]:
+    """Every utterance cut into equal parts: one for each state of its words in their first pronunciation, and of the silence
+    before, between and after them, which is as long as a phone.  Utterances with fewer frames than states are left out.
+    """
+    states = {}
+    for utt_id, words, num_frames in _utterances(corpus, oov):
+        path = equal_parts(corpus.language.topology, words, num_frames)
+        if path is not None:
+            states[utt_id] = path
+    if not states:
+        raise DataError("No utterance has as many frames as its words have states; check the lexicon and that the transcripts "
+                        "belong to this audio.")
+    return states
+
+
+def silence_start(corpus: Corpus, oov: str) -> dict[str, PdfIds]:
+    """As `flat_start`, but only the frames that sound unlike the ends of utterances are cut into the states of the words.
+
+    Two Gaussians tell the two apart: one of the first and last frames of all utterances, one of the others, moved a few times
+    to the frames that each explains better, over the frames around them.  Where speech is too short for its states, the whole
+    utterance is cut.
+    """
+    starts = flat_start(corpus, oov)
+    x_TK = _decorrelated(corpus)
+    is_silence = {utt_id: _edges(len(x_TK[utt_id])) for utt_id in starts}
+    train = [utt_id for utt_id in corpus.train.frames.utt_ids if utt_id in starts]
+    for _ in range(NUM_SILENCE_PASSES):
+        is_speech_T = np.concatenate([~is_silence[utt_id] for utt_id in train])
+        fitted = Gaussians.fit(np.concatenate([x_TK[utt_id] for utt_id in train]), is_speech_T.astype(np.int32), 2)
+        for utt_id in starts:
+            loglik_T2 = fitted.log_likelihood(x_TK[utt_id])
+            better_T = np.convolve(loglik_T2[:, SILENCE_PDF] - loglik_T2[:, 1], np.ones(2 * SMOOTHING + 1), mode="same")
+            is_silence[utt_id] = better_T[:len(loglik_T2)] > 0 if len(loglik_T2) > 2 * SMOOTHING else is_silence[utt_id]
+    for utt_id, words, _ in _utterances(corpus, oov):
+        spoken = _first_spelling(corpus.language.topology, words)
+        if utt_id in starts and (~is_silence[utt_id]).sum() >= len(spoken):
+            starts[utt_id] = _spread(is_silence[utt_id], spoken, corpus.language.topology.silence_pdfs)
+    return starts
+
+
+def _edges(num_frames: int) -> npt.NDArray[np.bool_]:
+    width = min(EDGE_FRAMES, num_frames // 10)
+    frame_T = np.arange(num_frames)
+    return (frame_T < width) | (frame_T >= num_frames - width)
+
+
+def _spread(is_silence_T: npt.NDArray[np.bool_], spoken: Sequence[int], silence: Sequence[int]) -> PdfIds:
+    """Equal parts for each state among the frames of its kind."""
+    pdf_T = np.empty(len(is_silence_T), dtype=np.int32)
+    for mask_T, states in ((is_silence_T, silence), (~is_silence_T, spoken)):
+        pdf_T[mask_T] = np.array(states, dtype=np.int32)[np.arange(mask_T.sum()) * len(states) // max(1, mask_T.sum())]
+    return pdf_T
+
+
+def _first_spelling(topology: Topology, words: Sequence[str]) -> list[int]:
+    return [pdf for word in words for pdf in topology.pdfs_of(topology.lexicon[word][0])]
+
+
+def equal_parts(topology: Topology, words: Sequence[str], num_frames: int) -> PdfIds | None:
+    """The states of `num_frames` frames that are shared out equally; None when there are fewer frames than states."""
+    repeats = max(1, STATES_PER_PHONE // topology.num_silence_states)
+    silence = [pdf for pdf in topology.silence_pdfs for _ in range(repeats)]
+    spoken = [topology.pdfs_of(topology.lexicon[word][0]) for word in words]
+    states = [*silence, *(pdf for pdfs in spoken for pdf in (*pdfs, *silence))]
+    if num_frames < len(states):
+        states = [pdf for pdfs in spoken for pdf in pdfs]
+    if num_frames < len(states):
+        return None
+    return np.array(states, dtype=np.int32)[np.arange(num_frames) * len(states) // num_frames]
+
+
+def score_by_gaussians(corpus: Corpus, states: States) -> dict[str, npt.NDArray[np.float32]]:
+    """T x P of every utterance, by Gaussians of the training set's states."""
+    x_TK = _decorrelated(corpus)
+    train = [utt_id for utt_id in corpus.train.frames.utt_ids if utt_id in states]
+    fitted = Gaussians.fit(np.concatenate([x_TK[utt_id] for utt_id in train]), np.concatenate([states[utt_id] for utt_id in train]),
+                           corpus.num_pdfs)
+    return {utt_id: fitted.log_likelihood(x) for utt_id, x in x_TK.items()}
+
+
+@dataclass(frozen=True)
+class Realigned:
+    """Best paths, and how good they are."""
+
+    states: dict[str, PdfIds]   # of an utterance's frames, by utt_id
+    lost: tuple[str, ...]       # utterances without a path, which keep the states they had
+    cost_per_frame: float
+
+
+def realign(corpus: Corpus, states: States, logliks: Mapping[str, npt.NDArray[np.float32]], config: AlignConfig,
+            oov: str, given: graphs.Graph | None = None) -> Realigned:
+    """The best path of each utterance in `states` through its transcript's graph.
+
+    Args:
+        corpus: the speech.
+        states: the utterances to align, and the states of those that have no path.
+        logliks: for each utterance, T x P: log densities, or log posteriors minus log priors.
+        config: the beam.
+        oov: the word that stands for words which the lexicon lacks.
+        given: a decoding graph with its own numbers of states; the states are then those of its paths with these words.
+            Without it they are those of the lexicon's phones.
+    """
+    realigned, lost, cost, num_frames = {}, [], 0.0, 0
+    for utt_id, words, length in _utterances(corpus, oov):
+        if utt_id in states:
+            graph = graphs.within(given, words) if given else graphs.of_transcript(corpus.language.topology, words)
+            path = _best_path(graph, logliks[utt_id], config.beam)
+            realigned[utt_id] = path.pdf_T if path.is_complete else states[utt_id]
+            if path.is_complete:
+                cost, num_frames = cost + path.cost, num_frames + length
+            else:
+                lost.append(utt_id)
+    return Realigned(realigned, tuple(lost), cost / max(1, num_frames))
+
+
+def share_changed(before: States, after: States) -> float:
+    """Of all frames, those that have changed their state."""
+    changed = sum(int((after[utt_id] != before[utt_id]).sum()) for utt_id in after)
+    return changed / sum(map(len, after.values()))
+
+
+def _best_path(graph: graphs.Graph, loglik_TP: npt.NDArray[np.float32], beam: float) -> decoding.Path:
+    for width in (beam, WIDER * beam):
+        path = decoding.best_path(graph, loglik_TP, acoustic_scale=1.0, beam=width, max_active=NO_LIMIT)
+        if path.is_complete:
+            break
+    return path
+
+
+def _decorrelated(corpus: Corpus) -> dict[str, Matrix]:
+    """T x K of every utterance."""
+    axes = Axes.of(corpus.train.frames.features_TD)
+    return {utt_id: axes.apply(features_TD) for speech in (corpus.train, corpus.valid, corpus.test)
+            for utt_id, features_TD in zip(speech.frames.utt_ids, speech.split_features(), strict=True)}
+
+
+def _utterances(corpus: Corpus, oov: str) -> Iterator[tuple[str, tuple[str, ...], int]]:
+    """(name, words of the lexicon, number of frames) of every utterance of the three sets."""
+    lexicon = corpus.language.topology.lexicon
+    for speech in (corpus.train, corpus.valid, corpus.test):
+        lengths = np.diff(speech.frames.offsets).tolist()
+        for utt_id, words, num_frames in zip(speech.frames.utt_ids, speech.texts, lengths, strict=True):
+            yield utt_id, tuple(word if word in lexicon else oov for word in words), num_frames

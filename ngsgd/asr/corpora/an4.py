@@ -1,0 +1,108 @@
+"""AN4 (CMU's Census corpus) from its public cepstra: Kaldi archives, transcripts, dictionary, language model, alignment.
+
+The data are not part of the package.  What each file must be is: the SHA-256 of all are in corpora/an4/SHA256SUMS.  There is
+no set for tuning, so whole speakers of train are held out as valid.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from importlib import resources
+from pathlib import Path
+
+import numpy as np
+
+from ngsgd import files
+from ngsgd.asr import speech_set
+from ngsgd.asr.corpora import alignments
+from ngsgd.asr.corpora.held_out import hold_out
+from ngsgd.asr.kaldi_io import tables
+from ngsgd.asr.lang.language import GivenGraph, Language
+from ngsgd.asr.lang.topology import Pronunciation, Topology
+from ngsgd.asr.speech_set import SpeechSet
+from ngsgd.asr.utterance import FramedUtterance
+from ngsgd.config import DataConfig, FeatureConfig
+from ngsgd.errors import DataError
+
+SHIPPED = "corpora/an4.sha256"
+NOT_IN_KALDIS_LM = {"HALL", "LANE", "MEMORY", "TWELVTH", "WEAN"}  # egs/an4 takes these out of the unigrams
+UNKNOWN = "<UNK>"
+WHERE = ("get CMU's feature distribution of AN4 (the folder an4/ of github.com/cphazen/Machine-Learning-Project-ASR, packed as "
+         "recipes/an4/README.md says) and give its folder as data.source=PATH")
+
+
+def locate(source: str) -> Path:
+    """The folder with the corpus; raises DataError where it is not, or is another release."""
+    if not source:
+        raise DataError(f"data.source is empty, and recipe=an4 has no download; {WHERE}.")
+    folder = Path(source).expanduser()
+    if not folder.is_dir():
+        raise DataError(f"data.source is {source}, which is not a folder; {WHERE}.")
+    missing = [name for name in _checksums() if not (folder / name).is_file()]
+    if missing:
+        raise DataError(f"{folder} lacks {', '.join(missing)}; {WHERE}.")
+    return folder
+
+
+def make(data: DataConfig, feature_config: FeatureConfig) -> tuple[dict[str, SpeechSet], Language]:
+    """Train, valid and test, and the language with Kaldi's decoding graph."""
+    folder = locate(data.source)
+    _check_content(folder)
+    train, test = (_read_set(folder, name) for name in ("train", "test"))
+    train, valid = hold_out(train, share=data.valid_share)
+    sets = {"train": train, "valid": valid, "test": test}
+    return {name: speech_set.assemble(utterances, feature_config) for name, utterances in sets.items()}, _language(folder)
+
+
+def _checksums() -> Mapping[str, str]:
+    lines = resources.files("ngsgd.asr").joinpath(SHIPPED).read_text(encoding="utf-8").splitlines()
+    return {name: digest for digest, name in (line.split() for line in lines)}
+
+
+def _check_content(folder: Path) -> None:
+    for name, expected in _checksums().items():
+        if (found := files.sha256(folder / name)) != expected:
+            raise DataError(f"{folder / name} has the SHA-256 {found[:16]}..., and the release that ngsgd knows "
+                            f"{expected[:16]}...; {WHERE}.")
+
+
+def _read_set(folder: Path, name: str) -> list[FramedUtterance]:
+    features = tables.read_ark(folder / f"feats_{name}.ark")
+    texts = tables.read_table(folder / f"text_{name}")
+    speakers = tables.read_table(folder / f"utt2spk_{name}")
+    pdfs = alignments.read(folder / f"ali_{name}.npz").pdf_T
+    return [FramedUtterance(utt_id, speakers[utt_id].value, tuple(text.value.split()), features[utt_id], pdfs[utt_id])
+            for utt_id, text in texts.items()]
+
+
+def _language(folder: Path) -> Language:
+    about = json.loads((folder / "ali.json").read_text(encoding="utf-8"))
+    lexicon = _lexicon((folder / "an4.dic").read_text(encoding="utf-8"))
+    topology = Topology(tuple(about["phones"][1:]), lexicon, num_silence_states=about["states_per_phone"])
+    numbered = sorted((number, word) for word, number in about["words"].items() if number)
+    words = dict(numbered)
+    with np.load(folder / "ali_train.npz") as arrays:
+        tid2pdf = tuple(arrays["tid2pdf"].tolist())
+    given = GivenGraph((folder / "HCLG.fst").read_bytes(), tuple(words.get(n, f"#{n}") for n in range(1, max(words) + 1)), tid2pdf)
+    return Language(topology, arpa=_kaldis_unigrams((folder / "an4.ug.lm").read_text(encoding="utf-8")), given=given)
+
+
+def _lexicon(text: str) -> dict[str, tuple[Pronunciation, ...]]:
+    """CMU's dictionary, "WORD(2) PH PH" for second pronunciations, with Kaldi's word for everything else, said as silence."""
+    lexicon: dict[str, tuple[Pronunciation, ...]] = {UNKNOWN: (("SIL",),)}
+    for line in text.splitlines():
+        if fields := line.split():
+            word = re.sub(r"\(\d+\)$", "", fields[0])
+            phones = tuple(fields[1:])
+            if phones not in lexicon.get(word, ()):
+                lexicon[word] = (*lexicon.get(word, ()), phones)
+    return lexicon
+
+
+def _kaldis_unigrams(text: str) -> str:
+    """The unigrams of an4.ug.lm without the words that egs/an4 leaves out, as an ARPA text."""
+    unigrams = re.findall(r"^(-\d+\.\d+)\s+(\S+)\s+-?\d+\.\d+$", text, re.MULTILINE)
+    lines = [f"{cost}\t{word}" for cost, word in unigrams if word not in NOT_IN_KALDIS_LM]
+    return "\n".join(["\\data\\", f"ngram 1={len(lines)}", "", "\\1-grams:", *lines, "", "\\end\\", ""])

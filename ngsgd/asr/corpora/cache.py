@@ -1,0 +1,115 @@
+"""Prepared speech on disk: a folder of arrays, and a manifest with the SHA-256 of each and of itself.
+
+    manifest.json                          what it was made from, the language, the checksums
+    lm.arpa, HCLG.fst                      where the corpus has them
+    train.json, valid.json, test.json      utterance ids, words, speakers
+    train.features_TD.npy, ...             arrays of `FrameSet`; features are memory-mapped when read
+    train.raw_TD.npy, ...                  features before they were normalised (features.cmvn=online)
+    train.cmvn.npz, ...                    what features were normalised by; no part of the digest, as it follows from them
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ngsgd import files
+from ngsgd.asr.features.cmvn import Units
+from ngsgd.asr.lang.language import Language
+from ngsgd.asr.speech_set import SpeechSet
+from ngsgd.data.frames import FrameSet
+from ngsgd.errors import DataError
+
+MANIFEST = "manifest.json"
+LANGUAGE_FILES = ("lm.arpa", "HCLG.fst")
+ARRAYS = ("features_TD", "pdf_T", "offsets")
+_CMVN = ".cmvn.npz"
+
+
+class DamagedError(Exception):
+    """The folder cannot be trusted; the message names the file.  Whoever loads it makes the data again."""
+
+
+def short_hash(tree: Mapping[str, Any]) -> str:
+    """Twelve hex digits that change with anything in the tree."""
+    return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def store(folder: Path, sets: Mapping[str, SpeechSet], language: Language, *, made_from: Mapping[str, Any]) -> None:
+    """Writes the sets; the folder is whole or absent."""
+    with files.new_directory(folder) as new:
+        for name, speech in sets.items():
+            for array in ARRAYS:
+                np.save(new / f"{name}.{array}.npy", getattr(speech.frames, array))
+            if speech.raw_TD is not None:
+                np.save(new / f"{name}.raw_TD.npy", speech.raw_TD)
+            if speech.cmvn is not None:
+                np.savez(new / f"{name}{_CMVN}", **_arrays_of(speech.cmvn))
+            words = {"utt_ids": speech.frames.utt_ids, "texts": speech.texts, "speakers": speech.speakers}
+            (new / f"{name}.json").write_text(json.dumps(words), encoding="utf-8")
+        for name, content in language.files().items():
+            (new / name).write_bytes(content)
+        checksums = {path.name: files.sha256(path) for path in sorted(new.iterdir())}
+        manifest = {"made_from": made_from, "language": language.to_json(), "sets": list(sets), "sha256": checksums}
+        (new / MANIFEST).write_text(json.dumps(files.sealed(manifest), indent=1), encoding="utf-8")
+
+
+def load(folder: Path) -> tuple[dict[str, SpeechSet], Language, str]:
+    """The sets, the language, and a digest of all files.  Raises `DamagedError`."""
+    manifest = _read_manifest(folder)
+    for name, expected in manifest["sha256"].items():
+        path = folder / name
+        if Path(name).name != name or not path.is_file():
+            raise DamagedError(f"{path} is missing")
+        if files.sha256(path) != expected:
+            raise DamagedError(f"{path} does not have the checksum in its manifest")
+    content = {name: checksum for name, checksum in manifest["sha256"].items() if not name.endswith(_CMVN)}
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    try:
+        sets = {name: _load_set(folder, name, manifest["sha256"]) for name in manifest["sets"]}
+        files_of_language = {name: (folder / name).read_bytes() for name in LANGUAGE_FILES if name in manifest["sha256"]}
+        return sets, Language.from_json(manifest["language"], files_of_language), digest
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, DataError) as error:
+        raise DamagedError(f"{folder} cannot be read ({error!r})") from error
+
+
+def _read_manifest(folder: Path) -> dict[str, Any]:
+    try:
+        manifest, has_digest = files.unsealed(files.read_json(folder / MANIFEST))
+    except (OSError, ValueError) as error:
+        raise DamagedError(f"{folder / MANIFEST} is missing or damaged ({error})") from error
+    if set(manifest) != {"made_from", "sets", "sha256", "language"} or not isinstance(manifest["sha256"], dict):
+        raise DamagedError(f"{folder / MANIFEST} lacks entries, or has others")
+    # manifests had no digest at first; their folder is named by what they were made from
+    if not has_digest and not folder.name.endswith(short_hash(manifest["made_from"])):
+        raise DamagedError(f"{folder / MANIFEST} does not belong to this folder")
+    return manifest
+
+
+def _load_set(folder: Path, name: str, listed: Mapping[str, str]) -> SpeechSet:
+    words = files.read_json(folder / f"{name}.json")
+    features_TD, pdf_T, offsets = (np.load(folder / f"{name}.{array}.npy", mmap_mode="r") for array in ARRAYS)
+    frames = FrameSet(features_TD=features_TD, pdf_T=np.array(pdf_T), offsets=np.array(offsets), utt_ids=tuple(words["utt_ids"]))
+    raw, statistics = folder / f"{name}.raw_TD.npy", folder / f"{name}{_CMVN}"
+    # only files whose checksum was verified
+    return SpeechSet(frames, tuple(map(tuple, words["texts"])), tuple(words["speakers"]),
+                     _units_of(statistics) if statistics.name in listed else None,
+                     np.load(raw, mmap_mode="r") if raw.name in listed else None)
+
+
+def _arrays_of(units: Units) -> dict[str, Any]:
+    names = list(units.stats)
+    place = {name: at for at, name in enumerate(names)}
+    return {"stats": np.array([units.stats[name] for name in names]), "names": np.array(names, dtype=np.str_),
+            "unit_U": np.array([place[name] for name in units.unit_of], np.int64)}
+
+
+def _units_of(path: Path) -> Units:
+    with np.load(path) as arrays:
+        names = arrays["names"].tolist()
+        return Units(dict(zip(names, arrays["stats"], strict=True)), tuple(names[at] for at in arrays["unit_U"]))

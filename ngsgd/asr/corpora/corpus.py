@@ -1,0 +1,226 @@
+"""Speech made ready for training: features, the HMM state of every frame, words, and what can be said.
+
+    corpus = prepare(config.data, config.features, cache_root, print)
+    corpus.train.frames      # features (normalised, not spliced) and pdf ids
+    corpus.test.texts[0]     # the words of the first test utterance
+
+Who is heard where.  digits: train, valid and test have different voices.  fsdd, data.split=speaker: test is two
+speakers never trained on, valid the training speakers' held-out recordings; data.split=official: all speakers are in
+all sets, with different recordings; data.split=loo: test is data.held_out.  an4: its own test speakers; valid is whole
+speakers of its training set.  yesno: one speaker.  kaldi, lhotse: as the user's folders say.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ngsgd.asr import speech_set
+from ngsgd.asr.corpora import alignments, an4, cache, custom, yesno
+from ngsgd.asr.corpora.digits import labels, synthesis, utterances
+from ngsgd.asr.corpora.fsdd import recordings, source
+from ngsgd.asr.corpora.fsdd.segments import load_catalogue, split
+from ngsgd.asr.features import augment, cmvn, filterbank
+from ngsgd.asr.lang import graphs
+from ngsgd.asr.lang.language import Language
+from ngsgd.asr.lang.topology import SILENCE_PDF
+from ngsgd.asr.speech_set import SpeechSet
+from ngsgd.asr.utterance import Utterance
+from ngsgd.config import AugmentConfig, DataConfig, FeatureConfig
+
+RECIPE_VERSION = 3  # raise it when the same settings would give other data, so that old caches are not taken for new
+
+Report = Callable[[str], None]
+Made = tuple[Mapping[str, SpeechSet], Language]
+
+__all__ = ["Corpus", "SpeechSet", "check_source", "prepare"]
+
+_FSDD = ("corpus", "split", "held_out", "style")
+_AMOUNTS = ("train_minutes", "valid_minutes", "test_minutes", "snr_db_low", "snr_db_high", "seed")
+_OWN = ("corpus", "valid_share", "num_silence_states", "oov")
+_DECIDES = {  # settings of `data` that change what is prepared; the content of files is looked at apart
+    "digits": ("corpus", *_AMOUNTS), "fsdd": (*_FSDD, *_AMOUNTS), "an4": ("corpus", "valid_share"),
+    "yesno": _OWN, "kaldi": _OWN, "lhotse": _OWN,
+}
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Everything about the speech that training and decoding need."""
+
+    name: str
+    train: SpeechSet
+    valid: SpeechSet
+    test: SpeechSet
+    language: Language
+    digest: str  # SHA-256 over all prepared files
+
+    @property
+    def num_pdfs(self) -> int:
+        return self.language.num_pdfs
+
+
+def check_source(data: DataConfig) -> None:
+    """Raises when the speech cannot be got at; takes no longer than looking into a folder."""
+    filterbank.toolkit()
+    if data.corpus == "digits":
+        synthesis.require()
+    elif data.corpus == "an4":
+        an4.locate(data.source)
+    elif data.corpus == "yesno":
+        yesno.locate(data.source)
+    elif data.corpus in ("kaldi", "lhotse"):
+        custom.locate(data)
+    elif data.source:
+        source.locate(data.source)
+
+
+def needs_alignment(data: DataConfig) -> bool:
+    """Whether labels have to be made before the corpus can be learnt from."""
+    return data.alignment == "flat" or (not data.alignment and data.corpus in ("yesno", "kaldi", "lhotse"))
+
+
+def prepare(data: DataConfig, feature_config: FeatureConfig, cache_root: Path, report: Report, *,
+            augment_config: AugmentConfig | None = None) -> Corpus:
+    """The corpus, from the cache when it was prepared before with the same settings; damaged files are prepared again.
+
+    `augment_config` changes the training set alone.
+    """
+    check_source(data)
+    changes = augment_config or AugmentConfig()
+    key = {**_what_decides(data, feature_config), **augment.what_decides(changes)}
+    folder = cache_root / f"{data.corpus}-{cache.short_hash(key)}"
+    if folder.exists():
+        try:
+            return _labelled(_load(data.corpus, folder), data, report)
+        except cache.DamagedError as damage:
+            report(f"{damage}; preparing it again.")
+    sets, language = _MAKERS[data.corpus](data, feature_config, changes, cache_root, report)
+    if feature_config.cmvn == "online":
+        all_speech = cmvn.statistics(sets["train"].frames.features_TD)
+        sets = {name: speech_set.normalised_online(speech, feature_config, all_speech) for name, speech in sets.items()}
+    for name, speech in sets.items():
+        report(_describe(name, speech))
+    cache.store(folder, sets, language, made_from=key)
+    return _labelled(_load(data.corpus, folder), data, report)
+
+
+def prepare_unaligned(data: DataConfig, feature_config: FeatureConfig, cache_root: Path, report: Report) -> Corpus:
+    """What `ngsgd align` labels: the corpus, or the recordings that it is spliced from; its labels, if any, mean nothing."""
+    if data.corpus == "fsdd":  # a single word has too few frames to be normalised over
+        data, feature_config = replace(data, style="isolated"), replace(feature_config, cmvn="speaker")
+    return prepare(replace(data, alignment=""), feature_config, cache_root, report)
+
+
+def _what_decides(data: DataConfig, feature_config: FeatureConfig) -> dict[str, Any]:
+    """All that the content of the prepared files depends on."""
+    decides = _FSDD if data.corpus == "fsdd" and data.style == "isolated" else _DECIDES[data.corpus]
+    settings = {name: value for name, value in asdict(data).items() if name in decides}
+    made_with = ["numpy", "kaldi-native-fbank", *(["espeakng-loader", "soxr"] if data.corpus == "digits" else [])]
+    content = {"yesno": lambda: yesno.fingerprint(data), "kaldi": lambda: custom.fingerprint(data, feature_config),
+               "lhotse": lambda: custom.fingerprint(data, feature_config),
+               "fsdd": lambda: _content_of_alignment(data)}.get(data.corpus, dict)()
+    used = {name: value for name, value in asdict(feature_config).items()
+            if feature_config.cmvn == "online" or not name.startswith("cmn_")}
+    return {"recipe_version": RECIPE_VERSION, "data": settings, "features": used, "content": content,
+            "packages": {package: metadata.version(package) for package in made_with}}
+
+
+def _content_of_alignment(data: DataConfig) -> dict[str, Any]:
+    """Strings are spliced from labelled recordings, so other labels are other data."""
+    if data.alignment in ("", "flat"):
+        return {}
+    pdf_T = alignments.read(Path(data.alignment)).pdf_T
+    content = b"".join(utt_id.encode() + pdf_T[utt_id].tobytes() for utt_id in sorted(pdf_T))
+    return {"alignment": hashlib.sha256(content).hexdigest()}
+
+
+def _load(name: str, folder: Path) -> Corpus:
+    sets, language, digest = cache.load(folder)
+    if language.given:
+        graphs.check(language.given)   # before the training, not at its end
+    return Corpus(name=name, language=language, digest=digest, **sets)
+
+
+def _labelled(corpus: Corpus, data: DataConfig, report: Report) -> Corpus:
+    """The corpus with the labels of data.alignment, where that is a file."""
+    if data.alignment in ("", "flat") or data.corpus in ("digits", "fsdd"):
+        return corpus
+    given = alignments.read(Path(data.alignment))
+    alignment = given.numbered_as(corpus.language.pdf_names(of_graph=bool(data.graph)))
+    if alignment is not given:
+        report(f"{given.path}: the states are numbered by its {alignments.PDF_TABLE}, and have been renumbered for this lexicon")
+    sets: dict[str, Any] = {}
+    for name in ("train", "valid", "test"):
+        sets[name], missing = alignments.attach(alignment, name, getattr(corpus, name), corpus.num_pdfs)
+        if missing:
+            report(f"{name}: {len(missing)} utterances are left out, as {alignment.path} has no states for them: "
+                   f"{', '.join(missing[:5])}{' ...' if len(missing) > 5 else ''}")
+    labels = b"".join(speech.frames.pdf_T.tobytes() for speech in sets.values())
+    return replace(corpus, **sets, digest=hashlib.sha256(corpus.digest.encode() + labels).hexdigest())
+
+
+def _make_digits(data: DataConfig, feature_config: FeatureConfig, changes: AugmentConfig, _cache_root: Path,
+                 _report: Report) -> Made:
+    sets = {}
+    for name, minutes in _minutes_of_sets(data).items():
+        made: Iterable[Utterance] = utterances.utterances(name, data, minutes=minutes, num_at_once=_num_cores())
+        made = augment.for_set(name, made, changes, silence_pdfs=[SILENCE_PDF])
+        sets[name] = speech_set.build(made, feature_config)
+    return sets, Language(labels.TOPOLOGY)
+
+
+def _make_fsdd(data: DataConfig, feature_config: FeatureConfig, changes: AugmentConfig, cache_root: Path, report: Report) -> Made:
+    catalogue = load_catalogue()
+    if data.alignment not in ("", "flat"):
+        catalogue = catalogue.realigned(alignments.read(Path(data.alignment)))
+    pools = split(catalogue.segments, data.split, data.held_out)
+    place = source.locate(data.source) if data.source else source.download(cache_root / "downloads", report)
+    samples = source.read_recordings(place, catalogue.segments)
+    sets = {}
+    for name, minutes in _minutes_of_sets(data).items():
+        pool = recordings.Pool(segments=pools[name], babble=pools["train"], samples=samples, pdf_T=catalogue.pdf_T)
+        said: Iterable[Utterance] = (recordings.recordings(pool) if data.style == "isolated" else
+                                     recordings.utterances(name, data, pool, minutes=minutes))
+        said = augment.for_set(name, said, changes, silence_pdfs=[SILENCE_PDF])
+        sets[name] = speech_set.build(said, feature_config)
+    return sets, Language(catalogue.topology, is_one_word=data.style == "isolated")
+
+
+def _make_an4(data: DataConfig, feature_config: FeatureConfig, _changes: AugmentConfig, _cache_root: Path, _report: Report) -> Made:
+    return an4.make(data, feature_config)
+
+
+def _make_yesno(data: DataConfig, feature_config: FeatureConfig, changes: AugmentConfig, _cache_root: Path,
+                _report: Report) -> Made:
+    return yesno.make(data, feature_config, changes)
+
+
+def _make_own(data: DataConfig, feature_config: FeatureConfig, changes: AugmentConfig, _cache_root: Path, _report: Report) -> Made:
+    return custom.make(data, feature_config, changes)
+
+
+_MAKERS: dict[str, Callable[[DataConfig, FeatureConfig, AugmentConfig, Path, Report], Made]] = {
+    "digits": _make_digits, "fsdd": _make_fsdd, "an4": _make_an4,
+    "yesno": _make_yesno, "kaldi": _make_own, "lhotse": _make_own,
+}
+
+
+def _minutes_of_sets(data: DataConfig) -> dict[str, float]:
+    return {"train": data.train_minutes, "valid": data.valid_minutes, "test": data.test_minutes}
+
+
+def _describe(name: str, speech: SpeechSet) -> str:
+    return (f"{name}: {speech.frames.num_frames / 6000:.1f} minutes, {len(speech.texts)} utterances, {speech.num_words} words, "
+            f"{len(np.unique(speech.speakers))} voices")
+
+
+def _num_cores() -> int:
+    return os.cpu_count() or 1

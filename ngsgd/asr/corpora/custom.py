@@ -1,0 +1,147 @@
+"""A corpus of the user's own: Kaldi data directories or lhotse manifests, a lexicon, and perhaps a language model or a graph."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ngsgd import files
+from ngsgd.asr import speech_set
+from ngsgd.asr.corpora import alignments, data_dir, manifests
+from ngsgd.asr.corpora.data_dir import Listed
+from ngsgd.asr.corpora.held_out import hold_out
+from ngsgd.asr.features import augment
+from ngsgd.asr.features.audio import Piece
+from ngsgd.asr.kaldi_io import tables
+from ngsgd.asr.lang import graphs, lexicon
+from ngsgd.asr.lang.language import GivenGraph, Language
+from ngsgd.asr.lang.topology import Topology
+from ngsgd.asr.speech_set import SpeechSet
+from ngsgd.config import AugmentConfig, DataConfig, FeatureConfig
+from ngsgd.errors import DataError
+
+_MAX_GAP = 100      # of the numbers in words.txt to how many there are
+VALID_NAMES = ("valid", "dev")
+
+
+def make(data: DataConfig, feature_config: FeatureConfig, changes: AugmentConfig) -> tuple[dict[str, SpeechSet], Language]:
+    """Train, valid and test, not aligned, and the language.  Everything is checked before the first audio is read."""
+    source = locate(data)
+    language = _language(data, source)
+    listed = read_sets(data, feature_config)
+    listed = {name: _with_known_words(utterances, data, language.topology, source) for name, utterances in listed.items()}
+    _check_disjoint(listed)
+    folders = {"train": source / "train", "valid": source / (_valid_folder(source) or "train"), "test": source / "test"}
+    if "valid" not in listed:
+        listed["train"], listed["valid"] = hold_out(listed["train"], share=data.valid_share)
+    return {name: _build(name, listed[name], folder, feature_config, changes) for name, folder in folders.items()}, language
+
+
+def _valid_folder(source: Path) -> str | None:
+    return next((name for name in VALID_NAMES if (source / name).is_dir()), None)
+
+
+def _build(name: str, listed: Sequence[Listed], folder: Path, config: FeatureConfig, changes: AugmentConfig) -> SpeechSet:
+    if config.kind == "given":
+        framed = list(data_dir.given(listed, folder))
+        units = data_dir.given_cmvn(listed, folder, framed[0].features_TD.shape[1]) if config.cmvn == "given" else None
+        return speech_set.assemble(framed, config, units)
+    said = augment.for_set(name, data_dir.spoken(listed, config), changes, sample_rate_hz=config.sample_rate_hz)
+    return speech_set.build(said, config)
+
+
+def locate(data: DataConfig) -> Path:
+    """The folder that data.source names."""
+    if not data.source:
+        raise DataError("data.source is empty; give the folder that holds train and test as data.source=PATH.")
+    source = Path(data.source).expanduser()
+    if not source.is_dir():
+        raise DataError(f"data.source is {data.source}, which is not a folder; give the folder that holds train and test.")
+    return source
+
+
+def read_sets(data: DataConfig, feature_config: FeatureConfig) -> dict[str, list[Listed]]:
+    """What is in the folders or manifests of train, test and, where there is one, valid."""
+    source = locate(data)
+    if data.corpus == "lhotse":
+        return manifests.read_sets(source)
+    given = feature_config.kind == "given"
+    valid = _valid_folder(source)
+    names = {"train": "train", "test": "test"} | ({"valid": valid} if valid else {})
+    return {name: data_dir.read(source / folder, given_features=given) for name, folder in names.items()}
+
+
+def fingerprint(data: DataConfig, feature_config: FeatureConfig) -> dict[str, Any]:
+    """What tells other data at the same place: the tables' content; of audio and archives, name, size and time."""
+    source = locate(data)
+    seen = hashlib.sha256()
+    for name, utterances in sorted(read_sets(data, feature_config).items()):
+        for one in utterances:
+            seen.update(f"{name} {one.utt_id} {one.speaker} {' '.join(one.words)} {_identity(one, source / name)}\n".encode())
+    given = [lexicon.locate(data.lexicon, source), *([Path(data.arpa)] if data.arpa else [])]
+    if feature_config.cmvn == "given":
+        given += sorted(source.glob("*/cmvn.scp"))
+    given += [Path(data.graph) / name for name in ("HCLG.fst", "words.txt", "tid2pdf")] if data.graph else []
+    return {"speech": seen.hexdigest(), "files": [files.sha256(path) for path in given if path.is_file()]}
+
+
+def _identity(one: Listed, folder: Path) -> str:
+    if isinstance(one.content, Piece):
+        path, part = one.content.path, f"{one.content.start_s} {one.content.end_s}"
+    else:
+        place = tables.place_of(one.content)
+        path, part = place.resolve(folder), one.content.value.removeprefix(place.file).removeprefix(":")
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise DataError(f"{one.content.where}: {path} cannot be read ({error.strerror}); mend the path.") from error
+    return f"{path} {status.st_size} {status.st_mtime_ns} {part}"
+
+
+def _with_known_words(utterances: Sequence[Listed], data: DataConfig, topology: Topology, source: Path) -> list[Listed]:
+    path = lexicon.locate(data.lexicon, source)
+    if data.oov and data.oov not in topology.lexicon:
+        raise DataError(f"data.oov is {data.oov}, which is not in the lexicon {path}; add it there, said as some phone of noise.")
+    if not data.oov:
+        data_dir.check_words(utterances, topology.lexicon, path)
+    else:
+        data_dir.check_words(utterances, dict.fromkeys(word for one in utterances for word in one.words), path)
+    return list(utterances)
+
+
+def _check_disjoint(listed: dict[str, list[Listed]]) -> None:
+    seen: dict[str, str] = {}
+    for utterances in listed.values():
+        for one in utterances:
+            if one.utt_id in seen:
+                raise DataError(f"{one.where}: {one.utt_id} is also in another set ({seen[one.utt_id]}); give every utterance its "
+                                "own name, or remove it from one of them.")
+            seen[one.utt_id] = one.where
+
+
+def _language(data: DataConfig, source: Path) -> Language:
+    topology = lexicon.read(lexicon.locate(data.lexicon, source), data.num_silence_states)
+    arpa = "\n".join(line for _, line in tables.read_lines(Path(data.arpa).expanduser())) + "\n" if data.arpa else ""
+    return Language(topology, arpa=arpa, given=_given_graph(Path(data.graph).expanduser()) if data.graph else None)
+
+
+def _given_graph(folder: Path) -> GivenGraph:
+    missing = [name for name in ("HCLG.fst", "words.txt", "tid2pdf") if not (folder / name).is_file()]
+    if missing:
+        raise DataError(f"data.graph is {folder}, which lacks {', '.join(missing)}; give a folder with HCLG.fst, words.txt and "
+                        "tid2pdf (lines \"transition-id pdf\").")
+    numbers = {}
+    for where, line in tables.read_lines(folder / "words.txt"):
+        try:
+            word, number = line.split()
+            numbers[int(number)] = word
+        except ValueError as error:
+            raise DataError(f"{where}: {line[:40]!r} is not a word and a number; give Kaldi's words.txt.") from error
+    if not numbers or min(numbers) < 0 or max(numbers) > _MAX_GAP * len(numbers):
+        raise DataError(f"{folder / 'words.txt'} does not number {len(numbers)} words from 0; give Kaldi's words.txt.")
+    words = tuple(numbers.get(number, f"#{number}") for number in range(1, max(numbers) + 1))
+    given = GivenGraph((folder / "HCLG.fst").read_bytes(), words, alignments.read_tid2pdf(folder / "tid2pdf"))
+    graphs.check(given)   # now, not after the training
+    return given

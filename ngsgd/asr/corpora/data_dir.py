@@ -1,0 +1,153 @@
+"""Kaldi's data directories: what is said in which utterance, by whom, and where its audio or features are.
+
+    text        utt word word ...         needed
+    utt2spk     utt speaker               needed
+    wav.scp     recording file            needed, or feats.scp with features.kind=given
+    segments    utt recording start end   optional, seconds
+    feats.scp   utt archive:offset
+    cmvn.scp    speaker archive:offset, or utt archive:offset; for features.cmvn=given
+
+Checked as validate_data_dir.sh does; whatever is wrong is one sentence with the file and the line.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ngsgd.asr.features import audio
+from ngsgd.asr.features.audio import Piece
+from ngsgd.asr.features.cmvn import Units
+from ngsgd.asr.kaldi_io import tables
+from ngsgd.asr.kaldi_io.tables import Entry
+from ngsgd.asr.utterance import FramedUtterance, Utterance, num_frames, unaligned
+from ngsgd.config import FeatureConfig
+from ngsgd.errors import DataError
+
+Table = Mapping[str, Entry]
+
+
+@dataclass(frozen=True)
+class Listed:
+    """An utterance before its audio or its features are read."""
+
+    utt_id: str
+    speaker: str
+    words: tuple[str, ...]
+    content: Piece | Entry      # audio, or an entry of a feats.scp
+    where: str                  # of the transcript, file:line
+
+
+def read(folder: Path, *, given_features: bool) -> list[Listed]:
+    """The utterances of a data directory in the order of its `text`; nothing but the tables is read."""
+    if not folder.is_dir():
+        raise DataError(f"{folder} is not a folder; make it, or point data.source at another place.")
+    texts, speakers = tables.read_table(folder / "text"), tables.read_table(folder / "utt2spk")
+    contents: Mapping[str, Piece | Entry]
+    contents = tables.read_table(folder / "feats.scp") if given_features else _pieces(folder)
+    source = folder / ("feats.scp" if given_features else "segments" if (folder / "segments").exists() else "wav.scp")
+    _same_keys(texts, speakers, folder / "utt2spk")
+    _same_keys(texts, contents, source)
+    for utt_id, speaker in speakers.items():
+        if len(speaker.value.split()) != 1:
+            raise DataError(f"{speaker.where}: {utt_id} has no speaker, or a name with spaces; write one word.")
+    return [Listed(utt_id, speakers[utt_id].value, tuple(text.value.split()), contents[utt_id], text.where)
+            for utt_id, text in texts.items()]
+
+
+def check_words(utterances: Sequence[Listed], known: Mapping[str, object], lexicon: Path) -> None:
+    """Raises DataError on a transcript that is empty or has a word that is not in the lexicon."""
+    for one in utterances:
+        if not one.words:
+            raise DataError(f"{one.where}: the transcript of {one.utt_id} is empty; write its words, or remove the utterance.")
+        for word in one.words:
+            if word not in known:
+                raise DataError(f"{one.where}: the word {word} of {one.utt_id} is not in the lexicon {lexicon}; add it there, or "
+                                "give data.oov, the word that stands for unknown ones.")
+
+
+def given(utterances: Sequence[Listed], folder: Path) -> Iterator[FramedUtterance]:
+    """The utterances with the features that came with them, not aligned."""
+    dim = None
+    for one in utterances:
+        assert isinstance(one.content, Entry)
+        where, features_TD = one.content.where, tables.read_matrix(one.content, folder)
+        dim = dim or features_TD.shape[1]
+        if features_TD.shape[1] != dim:
+            raise DataError(f"{where}: {one.utt_id} has {features_TD.shape[1]} features a frame, and the others have {dim}; make "
+                            "them all alike.")
+        if not np.isfinite(features_TD).all():
+            frame_number = int(np.argwhere(~np.isfinite(features_TD))[0, 0])
+            raise DataError(f"{where}: {one.utt_id} has a feature that is not a finite number in frame {frame_number}; make its "
+                            "features again, or remove the utterance.")
+        yield FramedUtterance(one.utt_id, one.speaker, one.words, features_TD, unaligned(len(features_TD)))
+
+
+def given_cmvn(utterances: Sequence[Listed], folder: Path, dim: int) -> Units:
+    """The statistics in the folder's cmvn.scp, by utterance or by speaker."""
+    table = tables.read_table(folder / "cmvn.scp")
+    unit_of = []
+    for one in utterances:
+        unit = one.utt_id if one.utt_id in table else one.speaker
+        if unit not in table:
+            raise DataError(f"{one.where}: {one.utt_id} has no statistics in {folder / 'cmvn.scp'}, by its own name or its "
+                            f"speaker's, {one.speaker}; add them, or choose another features.cmvn.")
+        unit_of.append(unit)
+    return Units({unit: tables.read_stats(table[unit], folder, dim) for unit in dict.fromkeys(unit_of)}, tuple(unit_of))
+
+
+def spoken(utterances: Sequence[Listed], config: FeatureConfig) -> Iterator[Utterance]:
+    """The utterances with their audio, not aligned."""
+    for one in utterances:
+        assert isinstance(one.content, Piece)
+        samples = audio.read(one.content, config.sample_rate_hz)
+        num = num_frames(len(samples), config.sample_rate_hz)
+        if len(samples) < config.sample_rate_hz // 100:
+            raise DataError(f"{one.content.where}: {one.utt_id} lasts {len(samples)} samples, less than a frame of 10 ms; "
+                            "remove it.")
+        yield Utterance(one.utt_id, one.speaker, one.words, samples, unaligned(num))
+
+
+def _pieces(folder: Path) -> dict[str, Piece]:
+    recordings = {key: _file(entry, folder) for key, entry in tables.read_table(folder / "wav.scp").items()}
+    if not (folder / "segments").exists():
+        return recordings
+    return {utt_id: _segment(utt_id, entry, recordings, folder)
+            for utt_id, entry in tables.read_table(folder / "segments").items()}
+
+
+def _file(entry: Entry, folder: Path) -> Piece:
+    if entry.value.endswith("|") or entry.value.startswith("|"):
+        raise DataError(f"{entry.where}: {entry.value[:40]!r} is a command, and ngsgd runs none from data files; convert the audio "
+                        "to wav or flac and write the file's name.")
+    if "\0" in entry.value:
+        raise DataError(f"{entry.where}: the file name has a zero byte; write the name of the audio file.")
+    path = Path(entry.value).expanduser()
+    return Piece(path if path.exists() or path.is_absolute() else folder / path, entry.where)
+
+
+def _segment(utt_id: str, entry: Entry, recordings: Mapping[str, Piece], folder: Path) -> Piece:
+    try:
+        recording, start, end = entry.value.split()
+        start_s, end_s = float(start), float(end)
+    except ValueError as error:
+        raise DataError(f"{entry.where}: {utt_id} {entry.value!r} is not a recording and two times; write \"utterance recording "
+                        "start end\".") from error
+    if recording not in recordings:
+        raise DataError(f"{entry.where}: the recording {recording} of {utt_id} is not in {folder / 'wav.scp'}; add it there.")
+    if not (math.isfinite(start_s) and math.isfinite(end_s) and 0 <= start_s < end_s):
+        raise DataError(f"{entry.where}: {utt_id} goes from {start_s:g} to {end_s:g} s; times rise from 0.")
+    return Piece(recordings[recording].path, entry.where, start_s, end_s)
+
+
+def _same_keys(texts: Table, others: Mapping[str, Piece | Entry], path: Path) -> None:
+    for utt_id, text in texts.items():
+        if utt_id not in others:
+            raise DataError(f"{text.where}: {utt_id} has a transcript but no line in {path}; add it, or remove the transcript.")
+    for utt_id, other in others.items():
+        if utt_id not in texts:
+            raise DataError(f"{other.where}: {utt_id} has no transcript in text; add it, or remove the line.")

@@ -1,0 +1,74 @@
+"""From the synthesiser's phoneme events to the HMM state of every frame."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ngsgd.asr.corpora.digits.synthesis import Phoneme, Spoken
+from ngsgd.asr.lang.topology import SILENCE_PDF, STATES_PER_PHONE, Pronunciation, Topology
+from ngsgd.asr.utterance import SAMPLE_RATE_HZ, PdfIds, frame_centres
+from ngsgd.errors import DataError
+
+TOPOLOGY = Topology(
+    phones=("z", "i@", "r", "oU", "w", "V", "0", "n", "t", "u:", "T", "t[", "i:", "f", "o@", "O@", "aI", "v", "s", "I", "k",
+            "E", "@", "eI"),
+    lexicon={
+        "zero": (("z", "i@", "r", "oU"),),
+        "one": (("w", "V", "n"), ("w", "0", "n")),
+        "two": (("t", "u:"),),
+        "three": (("T", "r", "i:"), ("t[", "r", "i:")),
+        "four": (("f", "o@"), ("f", "o@", "r"), ("f", "O@"), ("f", "O@", "r")),
+        "five": (("f", "aI", "v"),),
+        "six": (("s", "I", "k", "s"),),
+        "seven": (("s", "E", "v", "@", "n"),),
+        "eight": (("eI", "t"),),
+        "nine": (("n", "aI", "n"),),
+    },
+)
+
+STRESS_MARKS = "',%="
+SAME_PHONE = {"aI2": "aI", "r-": "r"}  # a shorter diphthong, and the r that links to a following vowel
+GLIDE = ";"                            # an offglide before a vowel; its time goes to the phone before it
+PAUSE = "_"
+
+
+def label(spoken: Spoken, words: Sequence[str], *, lead: int, num_samples: int) -> PdfIds:
+    """The pdf of each frame of an utterance that is `num_samples` long at 8 kHz and starts with `lead` silent samples."""
+    phonemes = [phoneme for phoneme in spoken.phonemes if phoneme.name != GLIDE]
+    _check_pronunciations(phonemes, words)
+    starts, pdfs = [0.0], [SILENCE_PDF]
+    ends = [phoneme.start for phoneme in phonemes[1:]] + [len(spoken.samples)]
+    for phoneme, end in zip(phonemes, ends, strict=True):
+        for third, pdf in enumerate(_pdfs(phoneme.name)):
+            starts.append(phoneme.start + (end - phoneme.start) * third / STATES_PER_PHONE)
+            pdfs.append(pdf)
+    starts.append(len(spoken.samples))
+    pdfs.append(SILENCE_PDF)
+    centres = (frame_centres(num_samples) - lead) * (spoken.sample_rate / SAMPLE_RATE_HZ)
+    state_T = np.searchsorted(starts, centres, side="right") - 1
+    return np.array(pdfs, dtype=np.int32)[np.maximum(state_T, 0)]
+
+
+def phone(name: str) -> str:
+    """The phone of the topology that an espeak-ng phoneme name stands for."""
+    plain = name.strip(STRESS_MARKS)
+    return SAME_PHONE.get(plain, plain)
+
+
+def _pdfs(name: str) -> tuple[int, ...]:
+    if name.startswith(PAUSE):
+        return (SILENCE_PDF,) * STATES_PER_PHONE
+    return TOPOLOGY.pdfs_of_phone(phone(name))
+
+
+def _check_pronunciations(phonemes: Sequence[Phoneme], words: Sequence[str]) -> None:
+    said: list[Pronunciation] = [()] * len(words)
+    for phoneme in phonemes:
+        if not phoneme.name.startswith(PAUSE):
+            said[phoneme.word] = (*said[phoneme.word], phone(phoneme.name))
+    for word, phones in zip(words, said, strict=True):
+        if phones not in TOPOLOGY.lexicon[word]:
+            raise DataError(f"The synthesiser spoke the word {word} as {' '.join(phones) or 'nothing'}, which the digits lexicon "
+                            "does not hold; install the version that ngsgd was made with: pip install 'ngsgd[synth]'")

@@ -1,0 +1,127 @@
+"""Connected-digit strings spliced from the Free Spoken Digit Dataset, with noise.
+
+A string is 3 to 7 recordings of one speaker with pauses between them.  Its labels are those of the recordings'
+alignment; pauses are silence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ngsgd.asr.corpora.fsdd.segments import Segment
+from ngsgd.asr.features import noise
+from ngsgd.asr.features.noise import Signal
+from ngsgd.asr.lang.topology import SILENCE_PDF
+from ngsgd.asr.utterance import (
+    FRAME_SHIFT,
+    SAMPLE_RATE_HZ,
+    PdfIds,
+    Samples,
+    Utterance,
+    frame_centres,
+    spread_to_samples,
+)
+from ngsgd.config import DataConfig
+
+NUM_WORDS = (3, 7)
+PAUSE_MS = (0, 150)
+EDGE_SILENCE_MS = (50, 250)
+LEVEL_DB = 3.0               # each recording is made louder or softer by up to this much
+BABBLE_VOICES = 5
+NOISES = (*noise.COLOURS, "babble")
+SETS = ("train", "valid", "test")
+
+
+@dataclass(frozen=True)
+class Pool:
+    """The recordings that one set is made of."""
+
+    segments: tuple[Segment, ...]
+    babble: tuple[Segment, ...]     # background voices, of the training set; never the speaker of the string
+    samples: Mapping[str, Samples]  # by utt_id
+    pdf_T: Mapping[str, PdfIds]     # by utt_id
+
+
+def utterances(set_name: str, data: DataConfig, pool: Pool, *, minutes: float) -> Iterator[Utterance]:
+    """Strings until they last `minutes`."""
+    rng = np.random.default_rng([data.seed, SETS.index(set_name)])
+    decks = {speaker: _deck(pool, speaker, rng) for speaker in sorted({segment.speaker for segment in pool.segments})}
+    index, made_s = 0, 0.0
+    while made_s < 60 * minutes:
+        speaker = str(rng.choice(list(decks)))
+        segments = [next(decks[speaker]) for _ in range(int(rng.integers(*NUM_WORDS, endpoint=True)))]
+        utterance = _splice(f"{speaker}-{set_name}-{index:06d}", segments, pool, data, rng)
+        yield utterance
+        index, made_s = index + 1, made_s + len(utterance.samples) / SAMPLE_RATE_HZ
+
+
+def recordings(pool: Pool) -> Iterator[Utterance]:
+    """The recordings as they are, one word each."""
+    for segment in pool.segments:
+        yield Utterance(segment.utt_id, segment.speaker, (segment.word,), pool.samples[segment.utt_id], pool.pdf_T[segment.utt_id])
+
+
+def _deck(pool: Pool, speaker: str, rng: np.random.Generator) -> Iterator[Segment]:
+    """The speaker's recordings in random order for ever; each is used once before any is used again."""
+    own = [segment for segment in pool.segments if segment.speaker == speaker]
+    while True:
+        yield from (own[i] for i in rng.permutation(len(own)))
+
+
+def _splice(utt_id: str, segments: Sequence[Segment], pool: Pool, data: DataConfig, rng: np.random.Generator) -> Utterance:
+    starts, num_samples = _lay_out(segments, rng)
+    speech = np.zeros(num_samples)
+    pdf_T = np.full(len(frame_centres(num_samples)), SILENCE_PDF, dtype=np.int32)
+    for start, segment in zip(starts, segments, strict=True):
+        gain = 10 ** (rng.uniform(-LEVEL_DB, LEVEL_DB) / 20)
+        speech[start:start + segment.num_samples] = gain * pool.samples[segment.utt_id]
+        _place_labels(pdf_T, pool.pdf_T[segment.utt_id], start, num_samples)
+    background = _background(str(rng.choice(NOISES)), num_samples, pool, segments[0].speaker, rng)
+    samples = noise.mix(speech, background, snr_db=float(rng.uniform(data.snr_db_low, data.snr_db_high)),
+                        is_speech=spread_to_samples(pdf_T != SILENCE_PDF, num_samples))
+    return Utterance(utt_id=utt_id, speaker=segments[0].speaker, words=tuple(segment.word for segment in segments),
+                     samples=samples, pdf_T=pdf_T)
+
+
+def _lay_out(segments: Sequence[Segment], rng: np.random.Generator) -> tuple[list[int], int]:
+    """The first sample of each recording, and the length of the string."""
+    position = _draw_samples(rng, EDGE_SILENCE_MS)
+    starts = []
+    for segment in segments:
+        starts.append(position)
+        position += segment.num_samples + _draw_samples(rng, PAUSE_MS)
+    return starts, position + _draw_samples(rng, EDGE_SILENCE_MS)
+
+
+def _place_labels(pdf_T: PdfIds, own_T: PdfIds, start: int, num_samples: int) -> None:
+    """Writes a recording's labels where it stands in the string: frames are at most half a shift (5 ms) off."""
+    own_frame_T = (frame_centres(num_samples) - start) // FRAME_SHIFT
+    inside_T = (own_frame_T >= 0) & (own_frame_T < len(own_T))
+    pdf_T[inside_T] = own_T[own_frame_T[inside_T]]
+
+
+def _background(colour: str, num_samples: int, pool: Pool, speaker: str, rng: np.random.Generator) -> Signal:
+    if colour != "babble":
+        return noise.COLOURS[colour](num_samples, rng)
+    others = [segment for segment in pool.babble if segment.speaker != speaker]
+    return sum((_running_speech(num_samples, others, pool.samples, rng) for _ in range(BABBLE_VOICES)), np.zeros(num_samples))
+
+
+def _running_speech(num_samples: int, segments: Sequence[Segment], recorded: Mapping[str, Samples],
+                    rng: np.random.Generator) -> Signal:
+    """One voice of the babble: recordings at equal loudness, one after the other."""
+    pieces: list[npt.NDArray[np.float64]] = []
+    length = 0
+    while length < num_samples:
+        samples = recorded[segments[int(rng.integers(len(segments)))].utt_id].astype(np.float64)
+        pieces.append(samples / np.sqrt(np.mean(samples ** 2)))
+        length += len(samples)
+    return np.concatenate(pieces)[:num_samples]
+
+
+def _draw_samples(rng: np.random.Generator, bounds_ms: tuple[int, int]) -> int:
+    return int(rng.integers(*bounds_ms, endpoint=True)) * SAMPLE_RATE_HZ // 1000

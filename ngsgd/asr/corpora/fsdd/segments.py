@@ -1,0 +1,131 @@
+"""What the Free Spoken Digit Dataset holds, from the list and the alignment that ship with the package.
+
+Every recording is checked against the list, so it does not matter where the audio comes from.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from importlib.resources.abc import Traversable
+
+import numpy as np
+
+from ngsgd.asr.corpora.alignments import Alignment
+from ngsgd.asr.lang.topology import SILENCE_PDF, STATES_PER_PHONE, Topology
+from ngsgd.asr.utterance import PdfIds, num_frames
+from ngsgd.errors import DataError
+
+SHIPPED = "corpora/fsdd"
+NUM_HELD_OUT = 5  # recordings 0 to 4 of each speaker and digit are never trained on, by the data set's own rule
+TEST_SPEAKERS = ("george", "nicolas")  # the two that a model of the others finds hardest
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One recording: a speaker says one digit."""
+
+    utt_id: str
+    file: str           # its name in the data set
+    word: str
+    speaker: str
+    index: int          # 0 to 49, counted per speaker and digit
+    num_samples: int
+    sha256_pcm: str     # first 16 hex digits, of the samples as little-endian int16
+
+
+@dataclass(frozen=True)
+class Catalogue:
+    """All recordings, and the HMM state of each of their frames."""
+
+    segments: tuple[Segment, ...]
+    pdf_T: Mapping[str, PdfIds]  # by utt_id
+    topology: Topology
+
+    def realigned(self, alignment: Alignment) -> Catalogue:
+        """The same with other labels; recordings that the alignment lacks are left out."""
+        segments = tuple(segment for segment in self.segments if segment.utt_id in alignment.pdf_T)
+        if not segments:
+            raise DataError(f"{alignment.path} has no states for any recording of FSDD; give a file of ngsgd align recipe=fsdd.")
+        largest = max(int(pdf_T.max()) for pdf_T in alignment.pdf_T.values())
+        if largest >= self.topology.num_pdfs:
+            raise DataError(f"{alignment.path} has the state {largest}, and FSDD's phones have {self.topology.num_pdfs} states, "
+                            "from 0; give a file of ngsgd align recipe=fsdd.")
+        pdf_T = {segment.utt_id: alignment.pdf_T[segment.utt_id] for segment in segments}
+        _check_alignment(segments, pdf_T)
+        return Catalogue(segments, pdf_T, self.topology)
+
+
+def load_catalogue(folder: Traversable | None = None) -> Catalogue:
+    """The catalogue in `folder`; without one, the catalogue of the 3000 public recordings."""
+    folder = folder or resources.files("ngsgd.asr").joinpath(SHIPPED)
+    with folder.joinpath("segments.csv").open(encoding="utf-8") as file:
+        segments = tuple(_segment(row) for row in csv.DictReader(file))
+    description = json.loads(folder.joinpath("ali.json").read_text(encoding="utf-8"))
+    lexicon = {word: tuple(tuple(phones) for phones in all_) for word, all_ in description["lexicon"].items()}
+    pdf_T = _load_alignment(folder.joinpath("ali.npz"))
+    _check_alignment(segments, pdf_T)
+    return Catalogue(segments=segments, pdf_T=pdf_T, topology=Topology(tuple(description["phones"][1:]), lexicon))
+
+
+def split(segments: Sequence[Segment], kind: str, held_out: str = "") -> dict[str, tuple[Segment, ...]]:
+    """Recordings of train, valid and test.
+
+    "speaker": test is two speakers that are never trained on, valid the others' held-out recordings.
+    "official": test is everybody's held-out recordings; valid is index 5 to 9, taken from the official training part.
+    "loo": test is the speaker `held_out`, valid the others' held-out recordings.
+    """
+    speakers = sorted({segment.speaker for segment in segments})
+    if kind == "loo" and held_out not in speakers:
+        raise DataError(f"data.held_out is {held_out!r}, who is not a speaker of FSDD; choose one of {', '.join(speakers)}.")
+    test_speakers = (held_out,) if kind == "loo" else TEST_SPEAKERS
+    sets: dict[str, list[Segment]] = {"train": [], "valid": [], "test": []}
+    for segment in segments:
+        sets[_set_by_index(segment) if kind == "official" else _set_by_speaker(segment, test_speakers)].append(segment)
+    for name, members in sets.items():
+        if not members:
+            raise DataError(f"The {name} set of data.split={kind} is empty: none of the {len(segments)} recordings belongs "
+                            "to it; use the whole data set, or the other data.split.")
+    return {name: tuple(members) for name, members in sets.items()}
+
+
+def _set_by_speaker(segment: Segment, test_speakers: Sequence[str]) -> str:
+    if segment.speaker in test_speakers:
+        return "test"
+    return "valid" if segment.index < NUM_HELD_OUT else "train"
+
+
+def _set_by_index(segment: Segment) -> str:
+    if segment.index < NUM_HELD_OUT:
+        return "test"
+    return "valid" if segment.index < 2 * NUM_HELD_OUT else "train"
+
+
+def _segment(row: dict[str, str]) -> Segment:
+    return Segment(utt_id=row["utt_id"], file=row["file"], word=row["word"], speaker=row["speaker"], index=int(row["index"]),
+                   num_samples=int(row["num_samples"]), sha256_pcm=row["sha256_pcm"])
+
+
+def _load_alignment(path: Traversable) -> dict[str, PdfIds]:
+    """Arrays of the file: pdf of all frames end to end, utt_ids, and offsets of the utterances in pdf."""
+    with path.open("rb") as file, np.load(file) as arrays:
+        pieces = np.split(_merge_silence(arrays["pdf"]), arrays["offsets"][1:-1])
+        return dict(zip(arrays["utt_ids"].tolist(), pieces, strict=True))
+
+
+def _merge_silence(pdf_T: np.ndarray) -> PdfIds:
+    # The GMM's silence has three states in a row; spliced strings cut silences anywhere, so here it is one state
+    merged: PdfIds = np.where(pdf_T < STATES_PER_PHONE, SILENCE_PDF, pdf_T.astype(np.int32) - STATES_PER_PHONE + 1)
+    return merged.astype(np.int32)
+
+
+def _check_alignment(segments: Sequence[Segment], pdf_T: Mapping[str, PdfIds]) -> None:
+    for segment in segments:
+        expected = num_frames(segment.num_samples)
+        found = len(pdf_T.get(segment.utt_id, ()))
+        if found != expected:
+            raise DataError(f"The alignment has {found} frames for {segment.utt_id} ({segment.file}), whose audio has "
+                            f"{expected}; make it again with ngsgd align recipe=fsdd.")

@@ -1,0 +1,109 @@
+"""lhotse's manifests, read without lhotse: recordings and supervisions as JSON lines, packed by gzip or not.
+
+For each set NAME of train, valid (or dev) and test either NAME/recordings.jsonl.gz and NAME/supervisions.jsonl.gz, or files
+whose names hold "recordings" or "supervisions" and the set's name, as lhotse's recipes write them
+(librispeech_recordings_train-clean-5.jsonl.gz).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ngsgd.asr import unpacking
+from ngsgd.asr.corpora.data_dir import Listed
+from ngsgd.asr.features.audio import Piece
+from ngsgd.errors import DataError
+from ngsgd.files import parse_json, read_regular_bytes
+
+_NAMES = {"train": ("train",), "valid": ("valid", "dev"), "test": ("test",)}
+_MAX_MANIFEST_BYTES = 1 << 32
+_SUFFIXES = (".jsonl.gz", ".jsonl")
+
+
+def read_sets(source: Path) -> dict[str, list[Listed]]:
+    """The utterances of train, test and, where there is one, valid."""
+    sets = {}
+    for name, folders in _NAMES.items():
+        found = {kind: _find(source, kind, folders) for kind in ("recordings", "supervisions")}
+        if all(found.values()):
+            sets[name] = _read_set(*found.values())  # type: ignore[arg-type]
+        elif name != "valid":
+            missing = next(kind for kind, path in found.items() if path is None)
+            raise DataError(f"{source} holds no manifest of the {missing} of {name}; put {name}/{missing}.jsonl.gz there.")
+    return sets
+
+
+def _find(source: Path, kind: str, names: tuple[str, ...]) -> Path | None:
+    for name in names:
+        for suffix in _SUFFIXES:
+            inside = source / name / f"{kind}{suffix}"
+            beside = sorted(path for path in source.glob(f"*{kind}*{suffix}") if name in path.name)
+            if inside.is_file():
+                return inside
+            if len(beside) > 1:
+                raise DataError(f"{source} holds several manifests of the {kind} of {name}, {beside[0].name} and {beside[1].name}; "
+                                f"put the one that is meant in {name}/{kind}{suffix}.")
+            if beside:
+                return beside[0]
+    return None
+
+
+def _read_set(recordings: Path, supervisions: Path) -> list[Listed]:
+    files = {str(item["id"]): _file(item, where) for where, item in _lines(recordings)}
+    found: dict[str, Listed] = {}
+    for where, item in _lines(supervisions):
+        one = _utterance(item, where, files, recordings)
+        if one.utt_id in found:
+            raise DataError(f"{where}: {one.utt_id} stands there for the second time, the first is {found[one.utt_id].where}; "
+                            "remove one of them.")
+        found[one.utt_id] = one
+    if not found:
+        raise DataError(f"{supervisions} is empty; fill it, or remove it.")
+    return list(found.values())
+
+
+def _file(item: dict[str, Any], where: str) -> Path:
+    try:
+        (source,) = item["sources"]
+        if source["type"] != "file":
+            raise DataError(f"{where}: the recording {item['id']} comes from a {source['type']}; give files.")
+        if "\0" in source["source"]:
+            raise ValueError("a zero byte in the name")
+        return Path(source["source"])
+    except (KeyError, ValueError, TypeError, OverflowError) as error:
+        raise DataError(f"{where}: this is not a recording of lhotse with one source; write the manifest again.") from error
+
+
+def _utterance(item: dict[str, Any], where: str, files: dict[str, Path], recordings: Path) -> Listed:
+    try:
+        utt_id, recording = str(item["id"]), str(item["recording_id"])
+        start_s, end_s = float(item["start"]), float(item["start"]) + float(item["duration"])
+    except (KeyError, ValueError, TypeError, OverflowError) as error:
+        raise DataError(f"{where}: this is no supervision of lhotse (id, recording_id, start, duration); mend it.") from error
+    if not (math.isfinite(start_s) and math.isfinite(end_s) and 0 <= start_s < end_s):
+        raise DataError(f"{where}: {utt_id} goes from {start_s:g} to {end_s:g} s; times rise from 0.")
+    if recording not in files:
+        raise DataError(f"{where}: the recording {recording} of {utt_id} is not in {recordings}; add it there.")
+    path = files[recording]
+    path = path if path.exists() or path.is_absolute() else recordings.parent / path
+    return Listed(utt_id, str(item.get("speaker") or utt_id), tuple(str(item.get("text") or "").split()),
+                  Piece(path, where, start_s, end_s), where)
+
+
+def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    try:
+        content = unpacking.gunzip(path) if path.suffix == ".gz" else read_regular_bytes(path, _MAX_MANIFEST_BYTES)
+        text = content.decode("utf-8")
+    except (OSError, UnicodeError) as error:
+        raise DataError(f"{path} cannot be read ({str(error).rstrip('.')}); write the manifest again.") from error
+    for number, line in enumerate(text.splitlines(), start=1):
+        try:
+            item = parse_json(line)
+        except ValueError as error:
+            raise DataError(f"{path}:{number}: this is not JSON; write the manifest again.") from error
+        if not isinstance(item, dict) or "id" not in item:
+            raise DataError(f"{path}:{number}: this is not an item of a lhotse manifest, it has no id; write the manifest again.")
+        yield f"{path}:{number}", item

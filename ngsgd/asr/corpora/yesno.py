@@ -1,0 +1,90 @@
+"""Kaldi's yesno: 60 recordings of one speaker, eight words each, "yes" or "no" in Hebrew; the words are in the file name.
+
+Usual sets: in the order of the names the first 30 train, the others test.  A smoke test: every system gets it right.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import wave
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import numpy as np
+
+from ngsgd.asr import speech_set
+from ngsgd.asr.corpora.fsdd import source
+from ngsgd.asr.corpora.held_out import hold_out
+from ngsgd.asr.features import augment
+from ngsgd.asr.lang.language import Language
+from ngsgd.asr.lang.topology import Topology
+from ngsgd.asr.speech_set import SpeechSet
+from ngsgd.asr.utterance import Samples, Utterance, num_frames, unaligned
+from ngsgd.config import AugmentConfig, DataConfig, FeatureConfig
+from ngsgd.errors import DataError
+
+WORDS = ("NO", "YES")                                   # by the digit in the file name
+LEXICON = {"NO": (("N",),), "YES": (("Y",),)}
+SPEAKER = "yesno"
+_NAME = re.compile(r"[01](_[01]){7}\.wav")
+ARCHIVES = ("waves_yesno.tar.gz", "waves_yesno.tar.xz")
+WHERE = "get waves_yesno.tar.gz from openslr.org/1 and give it, or the folder of its wav files, as data.source=PATH"
+
+
+def locate(source: str) -> Path:
+    """The folder of wav files, or the archive, that data.source means."""
+    path = Path(source).expanduser()
+    if not source or not path.exists():
+        raise DataError(f"data.source is {source or 'empty'}, and recipe=yesno needs the recordings; {WHERE}.")
+    candidates = [path] if path.is_file() else [path / "waves_yesno", path, *(path / name for name in ARCHIVES)]
+    for candidate in candidates:
+        if candidate.is_file() or next(candidate.glob("*.wav"), None):
+            return candidate
+    raise DataError(f"data.source is {source}, where there are neither wav files nor {' nor '.join(ARCHIVES)}; {WHERE}.")
+
+
+def make(data: DataConfig, feature_config: FeatureConfig, changes: AugmentConfig) -> tuple[dict[str, SpeechSet], Language]:
+    """Train, valid and test, not aligned, and the language."""
+    recordings = sorted(_recordings(locate(data.source)))
+    if len(recordings) < 4:
+        raise DataError(f"{data.source} holds {len(recordings)} recordings named as 0_1_0_1_1_0_0_1.wav; {WHERE}.")
+    utterances = [_utterance(name, samples) for name, samples in recordings]
+    half = len(utterances) // 2
+    train, valid = hold_out(utterances[:half], share=data.valid_share)
+    sets = {"train": train, "valid": valid, "test": utterances[half:]}
+    topology = Topology(("N", "Y"), dict(LEXICON), data.num_silence_states)
+    return {name: speech_set.build(augment.for_set(name, said, changes), feature_config) for name, said in sets.items()
+            }, Language(topology)
+
+
+def fingerprint(data: DataConfig) -> dict[str, Any]:
+    """What tells other recordings at the same place."""
+    place = locate(data.source)
+    status = [(path.name, path.stat().st_size) for path in (sorted(place.glob("*.wav")) if place.is_dir() else [place])]
+    return {"files": status}
+
+
+def _recordings(place: Path) -> Iterator[tuple[str, Samples]]:
+    for name, content in source.wav_files(place):
+        if _NAME.fullmatch(PurePosixPath(name).name):
+            yield name, _decode(name, content, place)
+
+
+def _decode(name: str, content: bytes, place: Path) -> Samples:
+    try:
+        with wave.open(io.BytesIO(content)) as wav:
+            kind, promised = (wav.getnchannels(), wav.getsampwidth(), wav.getframerate()), wav.getnframes()
+            pcm = wav.readframes(promised)
+    except (wave.Error, EOFError) as error:
+        raise DataError(f"{place}: {name} is not a PCM wav file ({error or 'its header is cut off'}); fetch it again.") from error
+    if kind != (1, 2, 8000) or len(pcm) < 2 * promised:
+        raise DataError(f"{place}: {name} is not a whole file of one channel of 16 bits at 8000 Hz; fetch it again.")
+    return np.frombuffer(pcm, dtype="<i2").astype(np.int16)
+
+
+def _utterance(name: str, samples: Samples) -> Utterance:
+    stem = PurePosixPath(name).stem
+    words = tuple(WORDS[int(digit)] for digit in stem.split("_"))
+    return Utterance(stem, SPEAKER, words, samples, unaligned(num_frames(len(samples))))

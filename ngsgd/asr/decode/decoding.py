@@ -1,0 +1,63 @@
+"""The beam search through a graph: words, states, lattices.
+
+Costs are negative log probabilities: those of words are in the graph, those of frames come from the acoustic model, times
+the acoustic scale.
+
+Letters: T frames, P pdfs.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ngsgd.asr import extras
+from ngsgd.asr.lang.graphs import Graph
+from ngsgd.asr.utterance import PdfIds
+
+
+@dataclass(frozen=True)
+class Path:
+    """The best path; no words, no states and infinite cost when none survived the beam."""
+
+    words: tuple[str, ...]
+    pdf_T: PdfIds
+    cost: float
+    is_complete: bool   # it ends where an utterance may end, not in the middle of a word
+
+
+def best_path(graph: Graph, loglik_TP: npt.NDArray[np.float32], *, acoustic_scale: float, beam: float, max_active: int) -> Path:
+    """The best path through `graph`.  `loglik_TP` is log posterior minus log prior of each pdf."""
+    extras.load("kaldifst", extra="asr", purpose="Decoding")  # first: kaldi_decoder takes its graphs
+    kaldi_decoder = extras.load("kaldi_decoder", extra="asr", purpose="Decoding")
+    decoder = kaldi_decoder.FasterDecoder(graph.fst, kaldi_decoder.FasterDecoderOptions(beam=beam, max_active=max_active))
+    decoder.decode(kaldi_decoder.DecodableCtc(_scaled(loglik_TP, acoustic_scale)))
+    return path_of(decoder, graph)
+
+
+def path_of(decoder: Any, graph: Graph, *, use_final: bool = True) -> Path:
+    """The best path that a FasterDecoder has found; without `use_final` it may end anywhere."""
+    kaldifst = extras.load("kaldifst", extra="asr", purpose="Decoding")
+    found, path = decoder.get_best_path(use_final)
+    if not found:
+        return Path((), np.zeros(0, np.int32), math.inf, is_complete=False)
+    _, pdf_labels, word_labels, weight = kaldifst.get_linear_symbol_sequence(path)
+    return Path(tuple(graph.words[label - 1] for label in word_labels), np.array(pdf_labels, np.int32) - 1,
+                weight.value1 + weight.value2, is_complete=decoder.reached_final())
+
+
+def lattice(graph: Graph, loglik_TP: npt.NDArray[np.float32], *, acoustic_scale: float, beam: float, lattice_beam: float) -> Any:
+    """All paths within `lattice_beam` of the best (kaldifst.Lattice): input labels are pdfs + 1, output labels words + 1."""
+    kaldi_decoder = extras.load("kaldi_decoder", extra="asr", purpose="Decoding")
+    config = kaldi_decoder.LatticeSimpleDecoderConfig(beam=beam, lattice_beam=lattice_beam)
+    decoder = kaldi_decoder.LatticeSimpleDecoder(graph.fst, config)
+    decoder.decode(kaldi_decoder.DecodableCtc(_scaled(loglik_TP, acoustic_scale)))
+    return decoder.get_raw_lattice()[1]
+
+
+def _scaled(loglik_TP: npt.NDArray[np.float32], acoustic_scale: float) -> npt.NDArray[np.float32]:
+    return np.ascontiguousarray(acoustic_scale * loglik_TP, dtype=np.float32)

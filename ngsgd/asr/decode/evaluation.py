@@ -1,0 +1,113 @@
+"""Decoding settings tuned on the valid set, and the word errors they give on the test set.  Knows no model.
+
+Letters: T frames, P pdfs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ngsgd.asr.decode import decoding, scoring
+from ngsgd.asr.decode.scoring import Interval, UtteranceErrors, WordErrors
+from ngsgd.asr.lang import graphs
+from ngsgd.asr.lang.graphs import Graph
+from ngsgd.asr.lang.language import Language
+from ngsgd.asr.speech_set import SpeechSet
+from ngsgd.config import DecodeConfig
+from ngsgd.errors import DataError
+
+LogLikelihoods = Sequence[npt.NDArray[np.float32]]  # T x P of each utterance: log posterior minus log prior
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is tuned."""
+
+    acoustic_scale: float
+    word_penalty: float
+
+
+Sweep = tuple[tuple[Setting, WordErrors], ...]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The result of a test, with what it was tuned on."""
+
+    setting: Setting
+    valid: WordErrors                               # at the chosen setting
+    sweep: Sweep                                    # every setting that was tried on valid
+    test: WordErrors
+    test_interval: Interval
+    hypotheses: tuple[tuple[str, ...], ...]         # of the test utterances
+    per_utterance: tuple[UtteranceErrors, ...]      # of the test utterances
+    graph: Graph                                    # that the test set was decoded with
+    oracle: tuple[Setting, WordErrors] | None       # the setting that is best on test: not a result, only beside Kaldi's own
+
+
+def tune_and_decode(
+    language: Language, config: DecodeConfig, *, valid: SpeechSet, valid_logliks: LogLikelihoods, test: SpeechSet,
+    test_logliks: LogLikelihoods,
+) -> Evaluation:
+    """Tries every acoustic scale and word penalty on `valid`, and decodes `test` with the best of them.
+
+    Among equals the setting named first wins.
+    """
+    graph = build_graph(language, config)
+    sweep = _sweep(graph, config, valid, valid_logliks, language.num_pdfs)
+    setting, valid_errors = min(sweep, key=lambda tried: tried[1].num_errors)
+    penalised = graphs.with_word_penalty(graph, setting.word_penalty)
+    hypotheses = decode_set(penalised, config, setting.acoustic_scale, test_logliks, language.num_pdfs)
+    total, rows = scoring.score(test.texts, hypotheses, test.frames.utt_ids)
+    on_test = _sweep(graph, config, test, test_logliks, language.num_pdfs) if config.oracle else ()
+    oracle = min(on_test, key=lambda tried: tried[1].num_errors, default=None)
+    return Evaluation(
+        setting=setting, valid=valid_errors, sweep=sweep, test=total,
+        test_interval=scoring.confidence_interval(test.texts, hypotheses), hypotheses=hypotheses, per_utterance=tuple(rows),
+        graph=penalised, oracle=oracle,
+    )
+
+
+def build_graph(language: Language, config: DecodeConfig) -> Graph:
+    """The graph to decode with: the one that came with the data, or one made of lexicon and grammar."""
+    if config.graph == "given" and language.given is None:
+        raise DataError("decode.graph is given, but this corpus comes without a decoding graph; set decode.graph=made, or "
+                        "data.graph=FOLDER for your own.")
+    if language.given is not None and config.graph != "made":
+        return graphs.read(language.given)
+    if language.num_pdfs != language.topology.num_pdfs:
+        raise DataError(f"decode.graph is made, and a graph made of the lexicon has {language.topology.num_pdfs} states, not the "
+                        f"{language.num_pdfs} of the alignment; set decode.graph=given.")
+    return graphs.build(language, silence_prob=config.silence_prob)
+
+
+def decode_set(
+    graph: Graph, config: DecodeConfig, acoustic_scale: float, logliks: LogLikelihoods, num_pdfs: int,
+) -> tuple[tuple[str, ...], ...]:
+    """The recognised words of each utterance."""
+    return tuple(_decode_one(graph, config, acoustic_scale, loglik_TP, num_pdfs) for loglik_TP in logliks)
+
+
+def _sweep(graph: Graph, config: DecodeConfig, speech: SpeechSet, logliks: LogLikelihoods, num_pdfs: int) -> Sweep:
+    """The errors at every acoustic scale and word penalty."""
+    penalised = {penalty: graphs.with_word_penalty(graph, penalty) for penalty in config.word_penalties}
+    tried = []
+    for scale in config.acoustic_scales:
+        for penalty in config.word_penalties:
+            hypotheses = decode_set(penalised[penalty], config, scale, logliks, num_pdfs)
+            errors = scoring.score(speech.texts, hypotheses, speech.frames.utt_ids)[0]
+            tried.append((Setting(acoustic_scale=scale, word_penalty=penalty), errors))
+    return tuple(tried)
+
+
+def _decode_one(
+    graph: Graph, config: DecodeConfig, acoustic_scale: float, loglik_TP: npt.NDArray[np.float32], num_pdfs: int,
+) -> tuple[str, ...]:
+    if loglik_TP.shape[1] != num_pdfs:
+        raise DataError(f"The model scores {loglik_TP.shape[1]} HMM states and the corpus has {num_pdfs}; "
+                        "decode with the corpus that the model was trained on.")
+    return decoding.best_path(graph, loglik_TP, acoustic_scale=acoustic_scale, beam=config.beam, max_active=config.max_active).words

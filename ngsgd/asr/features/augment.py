@@ -1,0 +1,259 @@
+"""More training speech from what there is: other speeds, rooms, noises and volumes.  Labels follow the audio.
+
+    for utterance in augmented(utterances, config.augment, sample_rate_hz=8000, silence_pdfs=(0,)): ...
+
+Every draw is a function of (augment.seed, utterance id, copy) alone, so neither order nor number of processes changes anything.
+Only training sets are to be passed through here; corpora call `for_set`, which leaves the others alone.
+
+Letters: T frames.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import wave
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ngsgd.asr import extras
+from ngsgd.asr.features import noise
+from ngsgd.asr.features.noise import FULL_SCALE, LOUDEST_MIX, Signal
+from ngsgd.asr.utterance import SAMPLE_RATE_HZ, Audio, PdfIds, Samples, Utterance, num_frames
+from ngsgd.config import AugmentConfig
+from ngsgd.errors import DataError
+
+_COPY = re.compile(r"(?:cp\d+-)?(?:sp(?P<factor>\d+(?:\.\d+)?)-)?(?P<utt_id>.*)", re.DOTALL)
+_DIRECT_PATH_MS = 1.0   # of a simulated room: nothing of its tail arrives sooner after the direct sound
+
+
+def for_set(set_name: str, utterances: Iterable[Utterance], config: AugmentConfig, *, sample_rate_hz: int = SAMPLE_RATE_HZ,
+            silence_pdfs: Sequence[int] = ()) -> Iterable[Utterance]:
+    """The utterances of a set as they are to be prepared: changed if it is "train", and never otherwise."""
+    if set_name != "train" or not config.changes_audio:
+        return utterances
+    return augmented(utterances, config, sample_rate_hz=sample_rate_hz, silence_pdfs=silence_pdfs)
+
+
+def augmented(utterances: Iterable[Utterance], config: AugmentConfig, *, sample_rate_hz: int = SAMPLE_RATE_HZ,
+              silence_pdfs: Sequence[int] = ()) -> Iterator[Utterance]:
+    """`augment.num_copies` of each utterance at each speed, each with a room, noise and volume of its own.
+
+    As in Kaldi, a speed other than 1 makes another speaker (sp0.9-NAME), since it changes pitch and formants; copies after
+    the first are named cp1-NAME and so on.  Frames of `silence_pdfs` do not count when noise is set in proportion to
+    speech.  Raises DataError for folders and files that cannot be used, before the first utterance is made.
+    """
+    sounds = _Sounds(config, sample_rate_hz)
+    sounds.check()
+    for utterance in utterances:
+        for copy in range(config.num_copies):
+            random = _random(config.seed, utterance.utt_id, copy)
+            for factor in _factors(config, random):
+                yield _changed(_renamed(utterance, copy, factor), factor, sounds, config, random, silence_pdfs)
+
+
+def what_decides(config: AugmentConfig) -> dict[str, Any]:
+    """All that changed audio depends on, for the name of what is prepared from it; empty when nothing is changed."""
+    if not config.changes_audio:
+        return {}
+    settings = {name: value for name, value in asdict(config).items() if not name.startswith("spec")}
+    folders = [folder for folder in (config.rir_dir, config.noise_dir) if folder]
+    # names and sizes: collections of noises are too large to be read for a name
+    files = [[str(path.relative_to(folder)), path.stat().st_size] for folder in folders
+             for path in sorted(Path(folder).rglob("*.wav"))]
+    return {"augment": {**settings, "files": files, "soxr": metadata.version("soxr") if config.speed != "none" else ""}}
+
+
+# Speed ----------------------------------------------------------------------------------------------------------------
+
+
+def change_speed(samples: Audio, factor: float) -> Audio:
+    """Audio played `factor` times as fast, pitch and all, as sox's `speed`; it has 1 / factor times as many samples."""
+    if factor == 1.0:
+        return samples
+    soxr = extras.load("soxr", extra="asr", purpose="Speed perturbation")
+    return _to_16_bits(soxr.resample(samples.astype(np.float64), factor, 1.0))
+
+
+def retime(pdf_T: PdfIds, num_frames_now: int, factor: float) -> PdfIds:
+    """The labels of audio that was made `factor` times as fast and has `num_frames_now` frames now.
+
+    The middle of a new frame was at `factor` times its time before; the frame has the label of what was said there.
+    """
+    before_T = ((np.arange(num_frames_now) + 0.5) * factor).astype(np.int64)
+    return pdf_T[np.minimum(before_T, len(pdf_T) - 1)]
+
+
+def _factors(config: AugmentConfig, random: np.random.Generator) -> Sequence[float]:
+    if config.speed == "all":
+        return config.speed_factors
+    if config.speed == "none" or random.random() >= config.speed_probability:
+        return (1.0,)
+    return (float(random.choice(config.speed_factors)),)
+
+
+# Rooms, noise, volume -------------------------------------------------------------------------------------------------
+
+
+def reverberate(samples: Signal, response: Signal) -> Signal:
+    """The samples as heard in a room, as long and as strong as before.
+
+    The direct sound, the greatest peak of the impulse response, arrives when it did before: labels stay where they are.
+    """
+    size = len(samples) + len(response) - 1
+    spectrum = np.fft.rfft(samples, size) * np.fft.rfft(response, size)
+    delay = int(np.abs(response).argmax())
+    heard = np.fft.irfft(spectrum, size)[delay:delay + len(samples)]
+    return np.asarray(heard * _root_mean_square(samples) / max(_root_mean_square(heard), 1e-9))
+
+
+def simulated_room(rt60_ms: float, sample_rate_hz: int, random: np.random.Generator) -> Signal:
+    """An impulse response: the direct sound, then noise that decays by 60 dB in `rt60_ms` (Polack's model).
+
+    The tail has the energy of the direct sound: a distance at which speech is clearly, but not badly, reverberant.
+    """
+    time_s = np.arange(max(2, round(rt60_ms * sample_rate_hz / 1000))) / sample_rate_hz
+    tail = random.standard_normal(len(time_s)) * 10.0 ** (-3.0 * time_s / (rt60_ms / 1000))
+    tail[time_s * 1000 < _DIRECT_PATH_MS] = 0.0
+    response = tail / max(float(np.sqrt((tail ** 2).sum())), 1e-9)
+    response[0] = max(1.0, 1.001 * float(np.abs(response).max()))  # the direct sound is the greatest peak
+    return response
+
+
+def add_noise(samples: Signal, background: Signal, snr_db: float, is_speech: npt.NDArray[np.bool_]) -> Signal:
+    """Samples plus noise; `snr_db` is the power where `is_speech` over that of the noise.  Silence stays as it is."""
+    speech_power = float(np.mean(samples[is_speech] ** 2)) if is_speech.any() else 0.0
+    noise_power = float(np.mean(background ** 2))
+    if not speech_power or not noise_power:
+        return samples
+    return np.asarray(samples + np.sqrt(speech_power / noise_power) * 10 ** (-snr_db / 20) * background)
+
+
+def _changed(utterance: Utterance, factor: float, sounds: _Sounds, config: AugmentConfig, random: np.random.Generator,
+             silence_pdfs: Sequence[int]) -> Utterance:
+    fast = change_speed(utterance.samples, factor)
+    rate_hz = sounds.sample_rate_hz
+    pdf_T = utterance.pdf_T if factor == 1.0 else retime(utterance.pdf_T, num_frames(len(fast), rate_hz), factor)
+    samples = fast.astype(np.float64)
+    # all numbers are drawn whatever is on, so that switching one thing on changes no other
+    rooms, noises, volumes = (np.random.default_rng(seed) for seed in random.integers(2**63, size=3))
+    if config.reverb and rooms.random() < config.reverb_probability:
+        samples = reverberate(samples, sounds.response(rooms))
+    if config.noise and noises.random() < config.noise_probability:
+        frame_of_sample = np.minimum(np.arange(len(samples)) // _frame_shift(rate_hz), len(pdf_T) - 1)
+        is_speech = ~np.isin(pdf_T, silence_pdfs)[frame_of_sample]
+        snr_db = float(noises.uniform(config.noise_snr_db_low, config.noise_snr_db_high))
+        samples = add_noise(samples, sounds.background(len(samples), noises), snr_db, is_speech)
+    if config.volume and volumes.random() < config.volume_probability:
+        samples = samples * volumes.uniform(config.volume_low, config.volume_high)
+    return replace(utterance, samples=_to_16_bits(samples), pdf_T=pdf_T)
+
+
+def _frame_shift(sample_rate_hz: int) -> int:
+    return sample_rate_hz // 100   # 10 ms
+
+
+def _to_16_bits(samples: Signal) -> Samples:
+    """Rounded; made softer as a whole where a part would be clipped."""
+    peak = float(np.abs(samples).max(initial=0.0))
+    scale = LOUDEST_MIX / peak if peak > FULL_SCALE else 1.0
+    return np.asarray(np.round(samples * scale), dtype=np.int16)
+
+
+def _root_mean_square(samples: Signal) -> float:
+    return float(np.sqrt(np.mean(samples ** 2)))
+
+
+def _renamed(utterance: Utterance, copy: int, factor: float) -> Utterance:
+    if factor != 1.0:
+        prefix = f"sp{factor:g}-"
+        utterance = replace(utterance, utt_id=prefix + utterance.utt_id, speaker=prefix + utterance.speaker)
+    return replace(utterance, utt_id=f"cp{copy}-{utterance.utt_id}") if copy else utterance
+
+
+def original(utt_id: str) -> tuple[str, float]:
+    """The name before `augmented` changed it, and the speed."""
+    match = _COPY.fullmatch(utt_id)
+    assert match is not None
+    return match["utt_id"], float(match["factor"] or 1.0)
+
+
+def _random(seed: int, utt_id: str, copy: int) -> np.random.Generator:
+    name = int.from_bytes(hashlib.sha256(utt_id.encode()).digest()[:8], "little")
+    return np.random.default_rng([seed, name, copy])
+
+
+# Where sounds come from -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Sounds:
+    """Impulse responses and noises: those of the user's folders, or made here."""
+
+    config: AugmentConfig
+    sample_rate_hz: int
+
+    def check(self) -> None:
+        """Raises DataError for a folder that is needed and cannot be used."""
+        _ = self.config.reverb and self._responses
+        _ = self.config.noise and self._noises
+
+    def response(self, random: np.random.Generator) -> Signal:
+        if self._responses:
+            return self._responses[int(random.integers(len(self._responses)))]
+        low, high = np.log(self.config.rt60_ms_low), np.log(self.config.rt60_ms_high)
+        return simulated_room(float(np.exp(random.uniform(low, high))), self.sample_rate_hz, random)
+
+    def background(self, num_samples: int, random: np.random.Generator) -> Signal:
+        """So much noise, from a random place; a short recording is repeated."""
+        if not self._noises:
+            make: Callable[[int, np.random.Generator], Signal] = noise.COLOURS[str(random.choice(list(noise.COLOURS)))]
+            return make(num_samples, random)
+        recorded = self._noises[int(random.integers(len(self._noises)))]
+        return np.resize(np.roll(recorded, -int(random.integers(len(recorded)))), num_samples)
+
+    @cached_property
+    def _responses(self) -> list[Signal]:
+        return _read_folder(self.config.rir_dir, "augment.rir_dir", self.sample_rate_hz)
+
+    @cached_property
+    def _noises(self) -> list[Signal]:
+        return _read_folder(self.config.noise_dir, "augment.noise_dir", self.sample_rate_hz)
+
+
+def _read_folder(folder: str, knob: str, sample_rate_hz: int) -> list[Signal]:
+    """The wav files under a folder, in the order of their names; none for an empty name."""
+    if not folder:
+        return []
+    paths = sorted(path for path in Path(folder).rglob("*.wav") if path.is_file())
+    if not paths:
+        raise DataError(f"{knob} is {folder}, which {'holds no wav file' if Path(folder).is_dir() else 'is no folder'}; give a "
+                        "folder of mono 16-bit wav files, or leave it empty.")
+    return [read_wav(path, sample_rate_hz) for path in paths]
+
+
+def read_wav(path: Path, sample_rate_hz: int) -> Signal:
+    """The samples of a mono, 16-bit file at the rate asked for.  Raises DataError that names the file."""
+    try:
+        with wave.open(str(path)) as wav:
+            shape, rate_hz = (wav.getnchannels(), 8 * wav.getsampwidth()), wav.getframerate()
+            content = wav.readframes(wav.getnframes())
+    except (OSError, wave.Error, EOFError) as error:
+        raise DataError(f"{path} cannot be read as a PCM wav file ({error or 'its header is cut off'}); replace or remove "
+                        "it.") from error
+    if shape != (1, 16):
+        raise DataError(f"{path} has {shape[0]} channel(s) of {shape[1]} bits; make it mono, 16 bits.")
+    samples = np.frombuffer(content[:len(content) // 2 * 2], "<i2").astype(np.float64)
+    if not samples.any():
+        raise DataError(f"{path} holds no sound; remove it.")
+    if rate_hz == sample_rate_hz:
+        return samples
+    soxr = extras.load("soxr", extra="asr", purpose="Resampling noise and impulse responses")
+    return np.asarray(soxr.resample(samples, rate_hz, sample_rate_hz))

@@ -1,0 +1,62 @@
+"""Filterbank and MFCC features as Kaldi computes them, and their normalisation.
+
+Letters: T frames, D feature dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ngsgd.asr import extras
+from ngsgd.asr.features.cmvn import SMALLEST_DEVIATION
+from ngsgd.asr.utterance import Audio
+from ngsgd.config import FeatureConfig
+
+Features = npt.NDArray[np.float32]
+
+
+def toolkit() -> Any:
+    return extras.load("kaldi_native_fbank", extra="asr", purpose="Feature extraction")
+
+
+def extract(samples: Audio, config: FeatureConfig) -> Features:
+    """T x D features of one utterance, not normalised.  T is `utterance.num_frames(len(samples), config.sample_rate_hz)`."""
+    knf = toolkit()
+    options = knf.MfccOptions() if config.kind == "mfcc" else knf.FbankOptions()
+    options.frame_opts.samp_freq = config.sample_rate_hz
+    options.frame_opts.dither = 0.0  # dither draws unseeded numbers: two runs would differ
+    options.frame_opts.snip_edges = False
+    options.mel_opts.num_bins = config.num_mel_bins
+    if config.kind == "mfcc":
+        options.num_ceps = config.num_ceps
+        options.use_energy = False
+    stream = knf.OnlineMfcc(options) if config.kind == "mfcc" else knf.OnlineFbank(options)
+    stream.accept_waveform(config.sample_rate_hz, samples.astype(np.float32))
+    stream.input_finished()
+    return np.stack([stream.get_frame(t) for t in range(stream.num_frames_ready)])
+
+
+def normalise(features: Sequence[Features], speakers: Sequence[str], config: FeatureConfig) -> list[Features]:
+    """The features with zero mean and unit variance per utterance or per speaker; as they are for what needs to know more."""
+    if config.cmvn not in ("utterance", "speaker"):
+        return list(features)
+    units = speakers if config.cmvn == "speaker" else range(len(features))
+    members: dict[object, list[int]] = {}
+    for index, unit in enumerate(units):
+        members.setdefault(unit, []).append(index)
+    normalised = list(features)
+    for indices in members.values():
+        mean_D, deviation_D = _mean_and_deviation(np.concatenate([features[i] for i in indices]))
+        for i in indices:
+            normalised[i] = (features[i] - mean_D) / deviation_D
+    return normalised
+
+
+def _mean_and_deviation(frames_TD: Features) -> tuple[Features, Features]:
+    mean_D = frames_TD.mean(axis=0, dtype=np.float64)
+    deviation_D = np.maximum(frames_TD.std(axis=0, dtype=np.float64), SMALLEST_DEVIATION)
+    return mean_D.astype(np.float32), deviation_D.astype(np.float32)

@@ -1,0 +1,368 @@
+"""Decoding graphs as weighted transducers: HCLG at the level of pdfs, and the graph of one transcript.
+
+Input labels are pdf ids + 1 (0 is epsilon), output labels are word numbers + 1.  Costs are negative log probabilities.
+HCLG is made as Kaldi makes it (lexicon with disambiguation symbols, composed with the grammar, determinised, minimised),
+with two differences: phones have no context, so there is no C; and staying in a state or leaving it costs nothing.
+
+L lexicon (phones to words), G grammar (words), H states (pdfs to phones).
+"""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ngsgd.asr import extras
+from ngsgd.asr.lang import openfst
+from ngsgd.asr.lang.language import GivenGraph, Language
+from ngsgd.asr.lang.topology import SILENCE_PHONE, Pronunciation, Topology
+from ngsgd.errors import DataError
+
+EPSILON = 0
+_PRECISION = 1e-5  # of costs that count as equal; the tools' own, 1/1024, adds up over the words of an utterance
+_BACKOFF = "#0"  # on the input side of G's back-off arcs, so that HCLG can be determinised
+
+
+@dataclass(frozen=True)
+class Graph:
+    """What is searched."""
+
+    fst: Any                    # kaldifst.StdVectorFst
+    words: tuple[str, ...]      # output label - 1 -> word
+
+
+class Arc(NamedTuple):
+    source: int
+    target: int
+    input: int
+    output: int
+    cost: float
+
+
+def build(language: Language, *, silence_prob: float) -> Graph:
+    """HCLG of a language.  Silence may stand before, between and after words, with probability `silence_prob`; at 0 it costs
+    as much as no silence: nothing.
+    """
+    topology = language.topology
+    lexicon = _Lexicon(topology)
+    grammar = _arpa_grammar(language.arpa, topology.words) if language.arpa else _loop(topology, language.is_one_word)
+    fst = lexicon.transducer(silence_prob)
+    kaldifst = _kaldifst()
+    kaldifst.arcsort(fst, "olabel")
+    kaldifst.arcsort(grammar, "ilabel")
+    fst = kaldifst.compose(fst, grammar)
+    _determinise(fst)
+    kaldifst.minimize_encoded(fst, delta=_PRECISION)
+    kaldifst.arcsort(fst, "ilabel")
+    states = lexicon.states()
+    kaldifst.arcsort(states, "olabel")
+    fst = kaldifst.compose(states, fst)
+    _determinise(fst)
+    fst = _rewritten(fst, lambda arc: arc if arc.input <= topology.num_pdfs else arc._replace(input=EPSILON))
+    kaldifst.minimize_encoded(fst, delta=_PRECISION)
+    return Graph(_with_self_loops(fst), topology.words)
+
+
+def read(given: GivenGraph) -> Graph:
+    """A graph that came with the data, its transition ids replaced by pdfs; raises DataError where the file is damaged."""
+    read = check(given)
+    fst = _kaldifst().StdVectorFst()
+    for _ in range(read.num_states):
+        fst.add_state()
+    fst.start = read.start
+    arcs = read.arc_A.tolist()
+    for state, (final, first, num_arcs) in enumerate(zip(read.final_S.tolist(), read.first_S.tolist(), read.num_arcs_S.tolist(),
+                                                         strict=True)):
+        fst.set_final(state, final)
+        for ilabel, olabel, weight, target in arcs[first:first + num_arcs]:
+            _add(fst, Arc(state, target, ilabel, olabel, weight))
+    return Graph(fst, given.words)
+
+
+def check(given: GivenGraph) -> openfst.Fst:
+    """Parse the graph that came with the data, its transition ids replaced by pdfs + 1.
+
+    Raises:
+        DataError: the file is damaged, or its labels are beyond the transitions or the words.
+    """
+    fst = openfst.parse(given.hclg, "The decoding graph HCLG.fst")
+    ilabel_A, olabel_A = fst.arc_A["ilabel"], fst.arc_A["olabel"]
+    is_beyond_A = (ilabel_A > len(given.tid2pdf)) | (olabel_A > len(given.words))
+    if is_beyond_A.any():
+        at = int(is_beyond_A.argmax())
+        raise DataError(f"The decoding graph HCLG.fst has the labels {ilabel_A[at]}:{olabel_A[at]}, beyond its "
+                        f"{len(given.tid2pdf)} transitions or {len(given.words)} words; take the files of one release.")
+    arc_A = fst.arc_A.copy()
+    arc_A["ilabel"] = np.array([EPSILON - 1, *given.tid2pdf], np.int32)[ilabel_A] + 1
+    return replace(fst, arc_A=arc_A)
+
+
+def with_word_penalty(graph: Graph, word_penalty: float) -> Graph:
+    """The same graph with `word_penalty` added to the cost of every word."""
+    return Graph(_rewritten(graph.fst, lambda arc: arc._replace(cost=arc.cost + word_penalty) if arc.output else arc), graph.words)
+
+
+def arcs(graph: Graph) -> Iterator[Arc]:
+    """All arcs."""
+    return (arc for leaving in _arcs_by_source(graph.fst).values() for arc in leaving)
+
+
+def log_finals(graph: Graph) -> dict[int, float]:
+    """State -> log weight of ending there; states in which nothing may end are left out."""
+    costs = {state: float(graph.fst.final(state).value) for state in range(graph.fst.num_states)}
+    return {state: -cost for state, cost in costs.items() if cost != math.inf}
+
+
+def of_transcript(topology: Topology, words: Sequence[str]) -> Graph:
+    """The graph of these words in this order, in any of their pronunciations, with silence allowed around each; all for nothing.
+
+    Words come out as they go in, numbered in the topology.
+    """
+    fst = _new()
+    state = fst.start
+    for word in words:
+        label = topology.word_labels[word]
+        before = _after_optional_silence(fst, state, topology)
+        state = fst.add_state()
+        for phones in topology.lexicon[word]:
+            _add_epsilon(fst, _chain(fst, before, topology.pdfs_of(phones), label=label), state)
+    fst.set_final(_after_optional_silence(fst, state, topology), 0.0)
+    return Graph(fst, topology.words)
+
+
+def within(graph: Graph, words: Sequence[str]) -> Graph:
+    """The paths of `graph` whose words are these, in this order.
+
+    Raises:
+        DataError: the graph lacks a word.
+    """
+    labels = {word: label for label, word in enumerate(graph.words, start=1)}
+    if missing := [word for word in words if word not in labels]:
+        raise DataError(f"The decoding graph HCLG.fst has no word {missing[0]} in its words.txt, which a transcript has; give "
+                        "data.oov a word of the graph, or correct the transcript.")
+    kaldifst = _kaldifst()
+    transcript = kaldifst.make_linear_acceptor([labels[word] for word in words])
+    kaldifst.arcsort(transcript, "ilabel")
+    # on the side of the transcript, so that the arcs of a large graph need not be sorted
+    return Graph(kaldifst.compose(graph.fst, transcript, match_side="right"), graph.words)
+
+
+# Lexicon --------------------------------------------------------------------------------------------------------------
+
+
+class _Lexicon:
+    """L and H of a topology, with their symbols: phones are numbered from 1, disambiguation symbols after them."""
+
+    def __init__(self, topology: Topology) -> None:
+        self.topology = topology
+        self.phones = (SILENCE_PHONE, *topology.phones)
+        self.entries = list(_disambiguated(topology))
+        num_disambig = 1 + max((number for _, _, number in self.entries), default=0)
+        first = len(self.phones) + 1
+        self.backoff = first                             # #0
+        self.disambig = range(first, first + num_disambig + 1)   # the last one ends an optional silence
+
+    def transducer(self, silence_prob: float) -> Any:
+        """L: phones to words, closed under repetition."""
+        silence_cost, no_silence_cost = (-math.log(silence_prob), -math.log(1 - silence_prob)) if silence_prob else (0.0, 0.0)
+        fst = _new()
+        loop, silence, ended = (fst.add_state() for _ in range(3))
+        _add(fst, Arc(fst.start, loop, EPSILON, EPSILON, no_silence_cost))
+        _add(fst, Arc(fst.start, silence, EPSILON, EPSILON, silence_cost))
+        _add(fst, Arc(silence, ended, self._phone(SILENCE_PHONE), EPSILON, 0.0))
+        _add(fst, Arc(ended, loop, self.disambig[-1], EPSILON, 0.0))
+        for word, phones, number in self.entries:
+            symbols = [*map(self._phone, phones), *([self.backoff + number] if number else [])]
+            state, output = loop, self.topology.word_labels[word]
+            for symbol in symbols[:-1]:
+                following = fst.add_state()
+                _add(fst, Arc(state, following, symbol, output, 0.0))
+                state, output = following, EPSILON
+            _add(fst, Arc(state, loop, symbols[-1], output, no_silence_cost))
+            _add(fst, Arc(state, silence, symbols[-1], output, silence_cost))
+        _add(fst, Arc(loop, loop, self.backoff, _backoff_label(self.topology.words), 0.0))
+        fst.set_final(loop, 0.0)
+        return fst
+
+    def states(self) -> Any:
+        """H: pdfs to phones, closed under repetition, without self-loops; lets disambiguation symbols pass."""
+        fst = _new()
+        fst.set_final(fst.start, 0.0)
+        for phone in self.phones:
+            state, output = fst.start, self._phone(phone)
+            pdfs = self.topology.pdfs_of_phone(phone)
+            for pdf in pdfs[:-1]:
+                following = fst.add_state()
+                _add(fst, Arc(state, following, pdf + 1, output, 0.0))
+                state, output = following, EPSILON
+            _add(fst, Arc(state, fst.start, pdfs[-1] + 1, output, 0.0))
+        for number, symbol in enumerate(self.disambig):
+            _add(fst, Arc(fst.start, fst.start, self.topology.num_pdfs + 1 + number, symbol, 0.0))
+        return fst
+
+    def _phone(self, phone: str) -> int:
+        return self.phones.index(phone) + 1
+
+
+def _disambiguated(topology: Topology) -> Iterator[tuple[str, Pronunciation, int]]:
+    """(word, pronunciation, number of its disambiguation symbol, 0 for none), as Kaldi's add_lex_disambig.
+
+    A symbol ends every pronunciation that several words share, and every one that begins another.
+    """
+    all_ = [(word, phones) for word, pronunciations in topology.lexicon.items() for phones in pronunciations]
+    count = Counter(phones for _, phones in all_)
+    prefixes = {phones[:length] for _, phones in all_ for length in range(1, len(phones))}
+    used: Counter[Pronunciation] = Counter()
+    for word, phones in all_:
+        number = 0
+        if count[phones] > 1 or phones in prefixes:
+            used[phones] += 1
+            number = used[phones]
+        yield word, phones, number
+
+
+# Grammar --------------------------------------------------------------------------------------------------------------
+
+
+def _loop(topology: Topology, is_one_word: bool) -> Any:
+    """G of any number of words, or of exactly one, each as likely."""
+    fst = _new()
+    end = fst.add_state() if is_one_word else fst.start
+    for label in range(1, len(topology.words) + 1):
+        _add(fst, Arc(fst.start, end, label, label, math.log(len(topology.words))))
+    fst.set_final(end, 0.0)
+    return fst
+
+
+def _arpa_grammar(arpa: str, words: Sequence[str]) -> Any:
+    """G of an n-gram model; n-grams with words that the lexicon lacks are left out."""
+    extras.load("kaldilm", extra="asr", purpose="A graph from an ARPA file")
+    symbols = ["<eps>", *words, _BACKOFF, "<s>", "</s>"]
+    with tempfile.TemporaryDirectory() as folder:
+        model, table = Path(folder) / "lm.arpa", Path(folder) / "words.txt"
+        model.write_text(arpa, encoding="utf-8")
+        table.write_text("".join(f"{symbol} {number}\n" for number, symbol in enumerate(symbols)), encoding="utf-8")
+        # kaldilm ends the process on some files that are no ARPA files
+        done = subprocess.run([sys.executable, "-P", "-c", _ARPA_TO_FST, str(model), str(table), _BACKOFF, f"{folder}/G.txt"],
+                              capture_output=True, text=True, errors="replace", check=False)
+        if done.returncode:
+            raise DataError(f"The language model is not in ARPA's format ({_reason(done.stderr)}); check the file.")
+        text = (Path(folder) / "G.txt").read_text(encoding="utf-8")
+    fst = _kaldifst().compile(text)
+    if fst.num_states == 0:
+        raise DataError("The language model holds none of the words of the lexicon; give the model and the lexicon of one task.")
+    return fst
+
+
+_ARPA_TO_FST = """
+import sys, kaldilm
+model, table, symbol, output = sys.argv[1:]
+text = kaldilm.arpa2fst(input_arpa=model, disambig_symbol=symbol, read_symbol_table=table, max_arpa_warnings=0)
+open(output, "w", encoding="utf-8").write(text)
+"""
+
+
+def _reason(said: str) -> str:
+    """The line of the message that kaldilm marks as an error, else the last one."""
+    lines = [line.strip() for line in said.splitlines() if line.strip()] or ["kaldilm could not read it"]
+    marked = next((line for line in lines if line.startswith("[E]")), lines[-1])
+    return "".join(char if char.isprintable() else "?" for char in marked)[:200]
+
+
+def _backoff_label(words: Sequence[str]) -> int:
+    return len(words) + 1  # where `_arpa_grammar` numbers #0
+
+
+# Transducers ----------------------------------------------------------------------------------------------------------
+
+
+def _with_self_loops(fst: Any) -> Any:
+    """States split by the pdf that led into them, each with a loop on that pdf."""
+    looped = _new()
+    numbers = {(fst.start, EPSILON): looped.start}
+    todo = [(fst.start, EPSILON)]
+    arcs = _arcs_by_source(fst)
+    while todo:
+        state, pdf_label = todo.pop()
+        source = numbers[state, pdf_label]
+        if pdf_label:
+            _add(looped, Arc(source, source, pdf_label, EPSILON, 0.0))
+        looped.set_final(source, fst.final(state))
+        for arc in arcs.get(state, ()):
+            target = (arc.target, arc.input)
+            if target not in numbers:
+                numbers[target] = looped.add_state()
+                todo.append(target)
+            _add(looped, arc._replace(source=source, target=numbers[target]))
+    return looped
+
+
+def _rewritten(fst: Any, change: Callable[[Arc], Arc]) -> Any:
+    """A copy whose arcs are changed one by one; states keep their numbers."""
+    copy = _kaldifst().StdVectorFst()
+    for _ in range(fst.num_states):
+        copy.add_state()
+    copy.start = fst.start
+    for state in range(fst.num_states):
+        copy.set_final(state, fst.final(state))
+    for arcs in _arcs_by_source(fst).values():
+        for arc in arcs:
+            _add(copy, change(arc))
+    return copy
+
+
+def _arcs_by_source(fst: Any) -> dict[int, list[Arc]]:
+    kaldifst = _kaldifst()
+    return {state: [Arc(state, arc.nextstate, arc.ilabel, arc.olabel, arc.weight.value) for arc in kaldifst.ArcIterator(fst, state)]
+            for state in range(fst.num_states)}
+
+
+def _chain(fst: Any, source: int, pdfs: Sequence[int], *, label: int = EPSILON) -> int:
+    """States for these pdfs after `source`, each with a self-loop; returns the last one."""
+    for pdf in pdfs:
+        following = fst.add_state()
+        _add(fst, Arc(source, following, pdf + 1, label, 0.0))
+        _add(fst, Arc(following, following, pdf + 1, EPSILON, 0.0))
+        source, label = following, EPSILON
+    return source
+
+
+def _after_optional_silence(fst: Any, source: int, topology: Topology) -> int:
+    """A state after all of silence, or none of it."""
+    after: int = fst.add_state()
+    _add_epsilon(fst, source, after)
+    _add_epsilon(fst, _chain(fst, source, topology.silence_pdfs), after)
+    return after
+
+
+def _determinise(fst: Any) -> None:
+    if _kaldifst().determinize_star(fst, delta=_PRECISION):
+        raise DataError("The decoding graph cannot be determinised; look for a word with two equal pronunciations in the lexicon.")
+
+
+def _new() -> Any:
+    """A transducer with one state, its start."""
+    fst = _kaldifst().StdVectorFst()
+    fst.start = fst.add_state()
+    return fst
+
+
+def _add(fst: Any, arc: Arc) -> None:
+    fst.add_arc(arc.source, _kaldifst().StdArc(arc.input, arc.output, arc.cost, arc.target))
+
+
+def _add_epsilon(fst: Any, source: int, target: int) -> None:
+    _add(fst, Arc(source, target, EPSILON, EPSILON, 0.0))
+
+
+def _kaldifst() -> Any:
+    return extras.load("kaldifst", extra="asr", purpose="Decoding")

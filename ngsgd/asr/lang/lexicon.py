@@ -1,0 +1,42 @@
+"""Pronunciation dictionaries: lines "word phone phone ...", one for each way of saying a word."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from ngsgd.asr.kaldi_io import tables
+from ngsgd.asr.lang.topology import SILENCE_PHONE, Pronunciation, Topology
+from ngsgd.errors import DataError
+
+_VARIANT = re.compile(r"(?<=.)\(\d+\)$")  # CMU's mark of a word's further pronunciations: A(2)
+PLACES = ("lexicon.txt", "dict/lexicon.txt", "local/dict/lexicon.txt", "data/local/dict/lexicon.txt")  # in data.source
+
+
+def locate(given: str, source: Path) -> Path:
+    """The file that data.lexicon names, or the one that lies in a usual place of `source`."""
+    if given:
+        if not Path(given).expanduser().is_file():
+            raise DataError(f"data.lexicon is {given}, which is not a file; give one with lines \"word phone phone ...\".")
+        return Path(given).expanduser()
+    for name in PLACES:
+        if (source / name).is_file():
+            return source / name
+    raise DataError(f"{source} holds no {PLACES[0]}; write one with lines \"word phone phone ...\", or give data.lexicon=FILE.")
+
+
+def read(path: Path, num_silence_states: int) -> Topology:
+    """Words and phones of the file, phones in alphabetical order.  More pronunciations are more lines, marked WORD(2) or not."""
+    lexicon: dict[str, tuple[Pronunciation, ...]] = {}
+    for where, line in tables.read_lines(path):
+        word, *phones = line.split()
+        word = _VARIANT.sub("", word)
+        if not phones:
+            raise DataError(f"{where}: the word {word} has no phones; write them after it.")
+        if tuple(phones) in lexicon.get(word, ()):
+            raise DataError(f"{where}: the word {word} has this pronunciation already; remove the line.")
+        lexicon[word] = (*lexicon.get(word, ()), tuple(phones))
+    phones_of_words = {phone for all_ in lexicon.values() for phones in all_ for phone in phones} - {SILENCE_PHONE}
+    if not phones_of_words:
+        raise DataError(f"{path} holds no phone; write lines \"word phone phone ...\".")
+    return Topology(tuple(sorted(phones_of_words)), lexicon, num_silence_states)

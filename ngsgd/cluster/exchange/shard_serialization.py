@@ -1,0 +1,68 @@
+"""A result cut into shards and made into bytes, each with its message authentication code.
+
+Shards end between the rows of the codecs of `ngsgd.ops.compression`, so a result is encoded once and cut afterwards.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from ngsgd.cluster.exchange.authentication import TAG_BYTES, RefusedError, is_tag, tag
+from ngsgd.ops.compression import ROW_LENGTH, Codec, Encoded, decode
+from ngsgd.training.parameter_vector import Vector
+
+Bytes = npt.NDArray[np.uint8]
+_WORD = 8   # parcels are whole words
+
+
+def shard_edges(size: int, count: int) -> list[int]:
+    """Where the shards of `size` elements begin, and the end; whole rows of a codec, so that some may be empty."""
+    num_rows = -(-size // ROW_LENGTH)
+    return [min(size, num_rows * index // count * ROW_LENGTH) for index in range(count + 1)]
+
+
+def parcel_size(num_elements: int, codec: Codec | None) -> int:
+    """Bytes of a parcel of so many elements."""
+    return _padded(sum(_raw_sizes(num_elements, codec))) + TAG_BYTES
+
+
+def pack(content: Vector | Encoded, part: slice, parcel: Bytes, key: bytes) -> None:
+    """Writes one shard of a vector, or of an encoded one, and its code; `parcel` is as long as `parcel_size` says.
+
+    Without a key there is no code: the part does not leave the process.
+    """
+    raw = [content[part].view(np.uint8)] if isinstance(content, np.ndarray) else _cut(content, part)
+    filled, end = sum(map(len, raw)), len(parcel) - TAG_BYTES
+    np.concatenate(raw, out=parcel[:filled])
+    parcel[filled:end] = 0
+    parcel[end:] = np.frombuffer(tag(key, parcel[:end]), np.uint8) if key else 0
+
+
+def unpack(parcel: Bytes, num_elements: int, codec: Codec | None, key: bytes) -> Vector:
+    """The elements; RefusedError where they are not those that were packed with this key."""
+    if key and not is_tag(parcel[-TAG_BYTES:].tobytes(), key, parcel[:-TAG_BYTES]):
+        raise RefusedError("a part of a result was damaged or forged on its way")
+    if codec is None:
+        return parcel[:4 * num_elements].view(np.float32)
+    num_codes, num_peaks = _raw_sizes(num_elements, codec)
+    codes, peaks = parcel[:num_codes], parcel[num_codes:num_codes + num_peaks].copy().view(np.float32)
+    return decode(Encoded(codec, num_elements, ROW_LENGTH, codes, peaks))
+
+
+def _raw_sizes(num_elements: int, codec: Codec | None) -> tuple[int, int]:
+    """(bytes of codes or numbers, bytes of peaks)."""
+    peaks = 4 * -(-num_elements // ROW_LENGTH)
+    return {None: (4 * num_elements, 0), "bf16": (2 * num_elements, 0), "int8": (num_elements, peaks),
+            "e3m0": ((num_elements + 1) // 2, peaks)}[codec]
+
+
+def _cut(encoded: Encoded, part: slice) -> list[Bytes]:
+    first, _ = _raw_sizes(part.start, encoded.codec)
+    stop, _ = _raw_sizes(part.stop, encoded.codec)
+    peaks = encoded.peaks[part.start // ROW_LENGTH:-(-part.stop // ROW_LENGTH)]
+    return [encoded.codes[first:stop], peaks.view(np.uint8)]
+
+
+def _padded(num_bytes: int) -> int:
+    return -(-num_bytes // _WORD) * _WORD

@@ -1,0 +1,102 @@
+"""Parameter vectors in memory that the processes of one machine share.
+
+The coordinator owns anonymous files (memfd) and workers open them under /proc: no copy passes through a pipe, nothing has
+a name in a file system, and whatever kills the processes, the kernel takes the memory back with the last of them.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import numpy as np
+
+from ngsgd.errors import ClusterError
+from ngsgd.training.parameter_vector import Vector
+
+_MAX_MAPPED = 256  # vectors that a process keeps mapped: a fresh mapping costs a page fault per 4 kB
+_mapped: OrderedDict[tuple[str, int], Vector] = OrderedDict()
+
+
+@dataclass(frozen=True)
+class SharedRef:
+    """A shared vector, by the path under which every process of this user can open it."""
+
+    path: str
+    inode: int      # descriptors are used again: the path alone might lead to another vector
+    size: int       # elements
+    is_here = True
+
+    def read(self) -> Vector:
+        """The vector itself, not a copy."""
+        return self.map()[:self.size]
+
+    def map(self) -> Vector:
+        """The whole of the memory, for writing too.  ClusterError where it cannot be reached, as on another machine."""
+        key = (self.path, self.inode)
+        if key not in _mapped:
+            _mapped[key] = self._open()
+            if len(_mapped) > _MAX_MAPPED:
+                _mapped.popitem(last=False)
+        _mapped.move_to_end(key)
+        return _mapped[key]
+
+    def _open(self) -> Vector:
+        try:
+            descriptor = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise ClusterError(f"shared memory {self.path} cannot be opened ({error.strerror}); is the coordinator alive and on "
+                               "this machine?") from error
+        try:
+            if os.fstat(descriptor).st_ino != self.inode:
+                raise ClusterError(f"shared memory {self.path} is another one than was meant; is the coordinator on this machine?")
+            return np.frombuffer(mmap.mmap(descriptor, 0), dtype=np.float32)
+        finally:
+            os.close(descriptor)
+
+
+class SharedVectors:
+    """The coordinator's shared vectors of one size; released ones are used again."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._free: list[int] = []
+        self._refs: dict[int, SharedRef] = {}
+
+    def allocate(self) -> SharedRef:
+        """A vector whose content is left over from its last use."""
+        if self._free:
+            return self._refs[self._free.pop()]
+        descriptor = os.memfd_create("ngsgd", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(descriptor, max(self.size, 1) * 4)
+        except OSError:
+            os.close(descriptor)
+            raise
+        ref = SharedRef(f"/proc/{os.getpid()}/fd/{descriptor}", os.fstat(descriptor).st_ino, self.size)
+        self._refs[descriptor] = ref
+        return ref
+
+    def release(self, ref: SharedRef) -> None:
+        """Gives a vector back; nobody may be writing to it any more."""
+        descriptor = _descriptor(ref)
+        if descriptor in self._refs and descriptor not in self._free:
+            self._free.append(descriptor)
+
+    def discard(self, ref: SharedRef) -> None:
+        """Never uses a vector again: a process that was given up may still write to it."""
+        descriptor = _descriptor(ref)
+        if self._refs.pop(descriptor, None) is not None:
+            self._free = [free for free in self._free if free != descriptor]
+            _mapped.pop((ref.path, ref.inode), None)
+            os.close(descriptor)
+
+    def close(self) -> None:
+        for ref in list(self._refs.values()):
+            self.discard(ref)
+
+
+def _descriptor(ref: SharedRef) -> int:
+    return int(ref.path.rpartition("/")[2])

@@ -1,0 +1,84 @@
+"""The pool inside this very process."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+
+from ngsgd.cluster.fingerprint import Agreement, Fingerprint
+from ngsgd.cluster.process import settle
+from ngsgd.cluster.restarts import none_agrees
+from ngsgd.errors import DamagedArchiveError
+from ngsgd.training.job import Held, Job, JobFailure, JobResult, Outcome, VectorRef, WorkerSpec
+from ngsgd.training.parameter_vector import Mean, Vector
+from ngsgd.training.worker import Worker, never, np_empty
+from ngsgd.training.worker_pool import Retired
+
+
+class InProcessPool:
+    """Logical workers in this process, one job at a time: breakpoints work, and the numbers are those of any pool."""
+
+    def __init__(self, spec: WorkerSpec, num_workers: int, num_threads: int,
+                 should_stop: Callable[[], bool] = never, agreement: Agreement | None = None) -> None:
+        self.spec = spec
+        self.num_workers = num_workers
+        self.num_threads = num_threads
+        self.should_stop = should_stop
+        self.agreement = agreement
+        self._queue: deque[Job] = deque()
+
+    def start(self) -> None:
+        settle(self.num_threads)
+        self._worker = Worker(self.spec, 0)
+        if self.agreement is not None and (differences := self.agreement.refusal(
+                Fingerprint.of_this_process(self.num_threads, self._worker.device))):
+            raise none_agrees(differences)
+
+    def publish(self, write: Callable[[Vector], object]) -> VectorRef:
+        write(vector := np_empty(self._worker.layout.size))
+        return Held(vector)
+
+    def release(self, ref: VectorRef) -> None:
+        pass
+
+    def mean(self, results: Sequence[JobResult], weights: Sequence[float]) -> Mean | None:
+        return None
+
+    def num_idle(self) -> int:
+        return self.num_workers - len(self._queue)
+
+    def num_workers_alive(self) -> int:
+        return self.num_workers
+
+    def retired(self) -> list[Retired]:
+        return []
+
+    def submit(self, job: Job) -> None:
+        self._queue.append(job)
+
+    def wait(self, timeout_s: float) -> Outcome | None:
+        if not self._queue:
+            return None
+        job = self._queue.popleft()
+        # a job leaves nothing behind in its worker, so one object can stand for all
+        self._worker.index = job.job % self.num_workers
+        try:
+            result: JobResult = self._worker.run(job, np_empty, self.should_stop)
+        except DamagedArchiveError as error:  # whether to go on without it is not the pool's business
+            return JobFailure(job, self._worker.index, str(error), False, error)
+        return result
+
+    def progress(self) -> Mapping[int, tuple[tuple[int, int, int], int]]:
+        return {}
+
+    def kill(self, worker: int, reason: str) -> None:
+        raise AssertionError("a job in this process cannot be killed")
+
+    def stop_jobs(self) -> None:
+        pass
+
+    def abandon(self) -> None:
+        self._queue.clear()
+
+    def close(self) -> None:
+        self._queue.clear()

@@ -1,0 +1,399 @@
+"""A WorkerPool of processes on this machine: parameters in shared memory, deaths noticed at once.
+
+Processes come from a fork server that has imported torch already, so one that replaces a dead one is there in tens of
+milliseconds.  Nothing here waits without a deadline, whatever hangs: a worker, one that is being started, or the fork server.
+Time during which this process itself was stopped counts for no deadline (`ngsgd.training.awake_clock`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+import signal
+import socket
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from ngsgd.cluster.exchange.collective import Broken, Fetch, KeptRef, Shard, process_name
+from ngsgd.cluster.exchange.collective_client import exchange_of, remote
+from ngsgd.cluster.exchange.shared_memory import SharedRef, SharedVectors
+from ngsgd.cluster.fingerprint import Agreement
+from ngsgd.cluster.fork_server import ForkedProcess, fork_server
+from ngsgd.cluster.messages import Disconnected, Messages
+from ngsgd.cluster.restarts import Restarts, check_fingerprint, incidents_of, none_agrees
+from ngsgd.cluster.worker_process import STOP, Assignment, MakeWorker, Ready, Setting, serve
+from ngsgd.errors import ClusterError, NgsgdError
+from ngsgd.training.awake_clock import AwakeClock
+from ngsgd.training.job import Job, JobFailure, JobResult, Outcome, VectorRef, WorkerSpec
+from ngsgd.training.parameter_vector import Mean, Vector
+from ngsgd.training.worker import Worker
+from ngsgd.training.worker_pool import Retired
+
+_READ, _WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
+_POLL_S = 0.2     # how often starts that hang are looked for while nothing else goes on
+_PATIENCE = 5.0   # medians of a start's time without being ready: the worker hangs
+_FIRST_DELAY_S, _LONGEST_DELAY_S = 0.05, 60.0  # before another try at a start
+_LAST_LINES = 50  # of a dead worker's log that a failure quotes
+_STATUS_S = 1.0   # for the fork server to report how a process ended that is gone
+_END_S = 5.0      # for a process to end that was killed
+_CLOSE_S = 2.0    # for all of them to end with the pool
+
+
+def _nothing() -> None:
+    pass
+
+
+@dataclass
+class _Slot:
+    """One worker: its process, and what it is doing."""
+
+    index: int
+    process: ForkedProcess
+    messages: Messages
+    delay_s: float = 0.0     # that the process waits before it does anything
+    born: float | None = None  # seconds on the pool's clock; None until the fork server has forked it
+    ready: bool = False
+    leaving: bool = False    # its process was told to end, and takes no more jobs
+    told_to_stop: bool = False  # the job was
+    job: Job | None = None
+    places: tuple[SharedRef, ...] = ()
+    ended_because: str = ""  # where that is known
+    killed: float | None = None  # when this pool killed it because it hung, on the pool's clock
+    is_collateral: bool = False  # killed with its fork server, which hung: no failed start of its own
+    predecessor: str = ""    # how the process before this one ended
+    retired: bool = False    # it died too often: nothing comes after it
+    refused: str = ""        # how its fingerprint differs from the run's
+    deaths: list[str] = field(default_factory=list)  # in a row, while starting
+
+    @property
+    def is_idle(self) -> bool:
+        return self.ready and not self.leaving and self.job is None
+
+
+class ProcessPool:
+    """Long-lived worker processes, one job at a time each."""
+
+    def __init__(self, spec: WorkerSpec, num_workers: int, num_threads: int, size: int, *, log_directory: Path | None = None,
+                 make_worker: MakeWorker = Worker, agreement: Agreement | None = None) -> None:
+        self.spec = spec
+        self.num_workers = num_workers
+        self.num_threads = num_threads
+        self.log_directory = log_directory
+        self.make_worker = make_worker
+        self.agreement = agreement or Agreement()
+        self.num_discarded = 0       # results that nobody waited for
+        self._vectors = SharedVectors(size)
+        self._cells = SharedVectors(2 * num_workers)
+        self._slots: list[_Slot] = []
+        self._outcomes: list[Outcome] = []
+        self._start_s: deque[float] = deque(maxlen=64)
+        self._answers: dict[int, object] = {}       # by worker, to the question that it was asked
+        self._clock = AwakeClock()
+        self._fork_server = fork_server()
+        self._under_way: tuple[int | None, float] = (None, 0.0)  # a start, and since when
+        self._is_starting = True
+        self._restarts = Restarts(spec.config.failure.max_restarts_per_hour)
+        self._exchange = exchange_of(spec.config.cluster, "127.0.0.1") if spec.config.cluster.exchange == "collective" else None
+
+    def start(self) -> None:
+        self._beats = self._cells.allocate()
+        if self.log_directory:
+            self.log_directory.mkdir(parents=True, exist_ok=True)
+        self._slots = [self._new_slot(index) for index in range(self.num_workers)]
+        timeout_s = self.spec.config.cluster.start_timeout_s
+        self._clock.catch_up()
+        deadline = self._clock.now + timeout_s
+        while (up := self.num_workers_alive()) < self.num_workers:
+            if self._clock.now >= deadline:
+                raise ClusterError(f"{up} of {self.num_workers} workers were ready after cluster.start_timeout_s = {timeout_s:g}; "
+                                   "ask for fewer with cluster.num_workers, or give them more time.")
+            self._poll(min(_POLL_S, max(0.0, deadline - self._clock.now)))
+        self._is_starting = False
+
+    def publish(self, write: Callable[[Vector], object]) -> VectorRef:
+        ref = self._vectors.allocate()
+        write(ref.read())
+        return ref
+
+    def release(self, ref: VectorRef) -> None:
+        if isinstance(ref, SharedRef):
+            self._vectors.release(ref)
+
+    def mean(self, results: Sequence[JobResult], weights: Sequence[float]) -> Mean | None:
+        if self._exchange is None:
+            return None  # the vectors are here already, and memory is faster than any message
+        self._poll(0.0)
+        return self._exchange.mean(results, weights, self._ask, self._why_lost)
+
+    def num_idle(self) -> int:
+        return sum(slot.is_idle for slot in self._slots)
+
+    def num_workers_alive(self) -> int:
+        return sum(slot.ready and not slot.leaving for slot in self._slots)
+
+    def retired(self) -> list[Retired]:
+        return [*self._restarts.news(), *incidents_of(self._exchange)]
+
+    def submit(self, job: Job) -> None:
+        # the same job goes to the same slot where it can, so that charts per worker stay comparable
+        idle = [slot for slot in self._slots if slot.is_idle]
+        slot = min(idle, key=lambda s: (s.index != job.job % len(self._slots), s.index))
+        slot.job, slot.told_to_stop = job, False
+        num_places = 1 if job.send == (0, 1) else 1 + job.keep_own
+        slot.places = () if self._exchange else tuple(self._vectors.allocate() for _ in range(num_places))
+        with contextlib.suppress(Disconnected):  # it died a moment ago; the next look at it says so
+            slot.messages.post(Assignment(job, slot.places))
+
+    def wait(self, timeout_s: float) -> Outcome | None:
+        if not self._outcomes:
+            self._poll(timeout_s)
+        return self._outcomes.pop(0) if self._outcomes else None
+
+    def progress(self) -> Mapping[int, tuple[tuple[int, int, int], int]]:
+        beats = self._beats.map().view(np.uint64)
+        return {slot.index: (slot.job.identity, int(beats[slot.index])) for slot in self._slots if slot.job is not None}
+
+    def kill(self, worker: int, reason: str) -> None:
+        slot = self._slots[worker]
+        slot.ended_because = reason
+        slot.killed = self._clock.now if slot.killed is None else slot.killed
+        slot.process.kill()
+
+    def stop_jobs(self) -> None:
+        for slot in self._slots:
+            if slot.job is not None:
+                slot.told_to_stop = True
+                with contextlib.suppress(Disconnected):
+                    slot.messages.post(STOP)
+
+    def abandon(self) -> None:
+        for slot in self._slots:
+            if slot.job is not None:
+                slot.process.kill()
+
+    def close(self) -> None:
+        for slot in self._slots:
+            slot.process.kill()
+        deadline = time.monotonic() + _CLOSE_S
+        for slot in self._slots:
+            code = slot.process.exit_code(max(0.0, deadline - time.monotonic()))
+            if code is None and not slot.process.is_orphan and not slot.process.failure:
+                self._fork_server.end()  # it hangs, and would stay
+            slot.messages.close()
+        self._slots = []
+        self._vectors.close()
+        self._cells.close()
+        if self._exchange:
+            self._exchange.close()
+
+    def process_ids(self) -> list[int]:
+        """Of the workers, by slot."""
+        return [slot.process.pid or 0 for slot in self._slots]
+
+    def _new_slot(self, index: int, deaths: Sequence[str] = ()) -> _Slot:
+        """A worker in the place of those that died while they started, if any: each waits longer than the one before."""
+        delay_s = min(_LONGEST_DELAY_S, _FIRST_DELAY_S * 2 ** (len(deaths) - 1)) if deaths else 0.0
+        ours, theirs = socket.socketpair()
+        log = str(self.log_directory / f"worker-{index}.log") if self.log_directory else ""
+        messages = Messages(ours)
+        messages.post(Setting(self.spec, index, self.num_threads, self._beats, log, self.make_worker, delay_s))
+        process = self._fork_server.launch(serve, (theirs,), theirs, f"ngsgd worker {index}")
+        return _Slot(index, process, messages, delay_s, deaths=list(deaths))
+
+    def _poll(self, timeout_s: float) -> None:
+        """Waits until something happens, and takes in all that has."""
+        self._clock.tick()
+        self._end_starts_that_hang()
+        self._give_up_the_killed()
+        with selectors.PollSelector() as selector:
+            for slot in filter(_is_there, self._slots):
+                selector.register(slot.messages, _READ | _WRITE if slot.messages.has_unsent else _READ, slot)
+            happened = [key.data for key, _ in selector.select(timeout_s)]
+        for slot in happened:
+            if self._slots[slot.index] is slot:  # else the death of another one ended it
+                self._look_at(slot)
+
+    def _end_starts_that_hang(self) -> None:
+        """Kills workers that take far longer to start than others did, and a fork server that does not answer."""
+        patience_s = self._start_patience_s()
+        for slot in filter(_is_there, self._slots):
+            if slot.born is None and slot.process.pid is not None:
+                slot.born = self._clock.now + slot.delay_s
+            if slot.born is None or slot.ready or slot.ended_because or not self._start_s:
+                continue
+            slack_s = patience_s * 2 ** len(slot.deaths)  # what was too slow once may be slow rather than dead
+            if self._clock.now - slot.born > slack_s:
+                self.kill(slot.index, f"was not ready after {slack_s:.1f} s and was killed")
+        self._end_fork_server_that_hangs(patience_s)
+
+    def _start_patience_s(self) -> float:
+        typical = statistics.median(self._start_s) if self._start_s else 0.0
+        return max(self.spec.config.failure.progress_timeout_s, _PATIENCE * typical)
+
+    def _end_fork_server_that_hangs(self, patience_s: float) -> None:
+        """Kills a fork server that does not answer, with all its workers: only it can tell how they end or start others."""
+        under_way = self._fork_server.under_way
+        if under_way != self._under_way[0]:
+            self._under_way = under_way, self._clock.now
+        # one that was just started imports torch first
+        deadline_s = patience_s if self._fork_server.is_warm else self.spec.config.cluster.start_timeout_s
+        if under_way is None or self._clock.now - self._under_way[1] <= deadline_s:
+            return
+        for slot in filter(_is_there, self._slots):
+            slot.is_collateral = True
+            self.kill(slot.index, f"was killed with its fork server, which did not answer for {deadline_s:.1f} s")
+        self._fork_server.end()
+        self._under_way = None, 0.0
+
+    def _give_up_the_killed(self) -> None:
+        """Takes workers for dead that were killed and whose end nobody reports: the fork server hangs, or the kernel does."""
+        for slot in filter(_is_there, self._slots):
+            if slot.killed is not None and self._clock.now - slot.killed > _END_S:
+                self._died(slot)
+
+    def _look_at(self, slot: _Slot) -> None:
+        try:
+            with contextlib.suppress(Disconnected):  # what it said before it died comes first
+                slot.messages.flush()
+            for message in slot.messages.arrived():
+                self._take(slot, message)
+        except Disconnected:
+            self._died(slot)
+
+    def _take(self, slot: _Slot, message: object) -> None:
+        if isinstance(message, Ready):
+            slot.refused = check_fingerprint(slot.index, message.fingerprint, self.agreement, self._restarts,
+                                             is_starting=self._is_starting)
+            if slot.refused:
+                slot.ended_because = f"was refused ({slot.refused})"
+                slot.process.kill()
+                return
+            slot.ready = True
+            slot.deaths.clear()
+            self._start_s.append(self._clock.now - (slot.born or self._clock.now))
+        elif isinstance(message, (Shard, Broken, np.ndarray)):
+            self._answers[slot.index] = message
+        elif isinstance(message, (JobResult, JobFailure)):
+            if slot.job is None or message.job.identity != slot.job.identity:
+                self.num_discarded += 1
+                return
+            self._outcomes.append(message if isinstance(message, JobFailure) else remote(message, self._fetch))
+            if isinstance(message, JobFailure):
+                self._release_places(slot)
+            else:  # a job that ended early without being told to: its worker was, by a signal
+                slot.leaving = bool(message.remainder) and not slot.told_to_stop
+                if slot.leaving:  # what it had is here, and its machine is wanted back
+                    slot.process.kill()
+            slot.job, slot.places = None, ()
+        elif isinstance(message, NgsgdError):
+            raise message
+        elif isinstance(message, Exception):  # it ends now; another try may have more luck, or more memory
+            slot.ended_because = f"could not start ({type(message).__name__}: {message})"
+
+    def _died(self, slot: _Slot) -> None:
+        slot.process.kill()  # its connection is closed: if it is still there, it is of no use
+        is_known = slot.process.exit_code(_STATUS_S) is not None
+        slot.messages.close()
+        reason = f"process {slot.process.pid} {slot.ended_because or _how_it_ended(slot.process)}"
+        job, deaths = slot.job, slot.deaths
+        self._release_places(slot, is_gone=is_known or slot.process.is_orphan)
+        if not slot.ready and not slot.is_collateral:
+            deaths = [*deaths, reason]
+            # one that cannot start is no reason to end a run that has others
+            if len(deaths) >= self.spec.config.failure.max_attempts and (self._is_starting or not self.num_workers_alive()):
+                if slot.refused:
+                    raise none_agrees(slot.refused)
+                raise ClusterError(f"worker {slot.index} died {len(deaths)} times while starting ({reason})"
+                                   f"{self._tail(slot.index)}.")
+        self._slots[slot.index] = self._successor(slot, deaths, reason)
+        if job is not None:
+            from_outside = slot.killed is not None or slot.process.is_orphan
+            self._outcomes.append(JobFailure(job, slot.index, reason, True, last_words=self._tail(slot.index),
+                                             from_outside=from_outside))
+
+    def _successor(self, slot: _Slot, deaths: Sequence[str], reason: str) -> _Slot:
+        """A new worker in the place of one that died; an empty place where that has happened too often."""
+        if self._restarts.allow(slot.index, reason):
+            fresh = self._new_slot(slot.index, deaths)
+        elif any(_is_there(other) for other in self._slots if other is not slot):
+            fresh = _Slot(slot.index, slot.process, slot.messages, retired=True)
+        else:
+            raise self._restarts.none_left(reason)
+        fresh.predecessor = reason
+        return fresh
+
+    def _ask(self, questions: Mapping[int, object], timeout_s: float, when_lost: Callable[[], None] = _nothing
+             ) -> dict[int, object]:
+        """What idle workers answer; those that are silent for too long are killed, and replaced like any that die."""
+        self._answers = {}
+        asked = {worker: self._slots[worker] for worker in questions}
+
+        def silent() -> list[int]:
+            return [worker for worker, slot in asked.items() if worker not in self._answers and self._slots[worker] is slot]
+        for worker, question in questions.items():
+            with contextlib.suppress(Disconnected):  # the next look at it says so
+                asked[worker].messages.post(question)
+        self._clock.catch_up()
+        deadline = self._clock.now + timeout_s
+        while silent() and self._clock.now < deadline:
+            self._poll(min(_POLL_S, max(0.0, deadline - self._clock.now)))
+            if any(self._slots[worker] is not slot for worker, slot in asked.items()):
+                when_lost()
+        for worker in silent():
+            self.kill(worker, f"gave no answer for {timeout_s:g} s and was killed")
+        while silent():
+            self._poll(_POLL_S)
+        return self._answers
+
+    def _fetch(self, kept: KeptRef) -> Vector:
+        """The whole of a result that lies in its worker."""
+        reason = self._why_lost(kept)
+        timeout_s = self.spec.config.cluster.exchange_timeout_s
+        vector = None if reason else self._ask({kept.worker: Fetch(kept.identity)}, timeout_s).get(kept.worker)
+        if not isinstance(vector, np.ndarray):
+            raise ClusterError(reason or self._why_lost(kept))
+        return vector
+
+    def _why_lost(self, kept: KeptRef) -> str:
+        """How the process ended that keeps a result; empty while it lives."""
+        slot = self._slots[kept.worker]
+        lives = not slot.retired and process_name(slot.process.pid or 0) == kept.process
+        return "" if lives else f"{slot.predecessor or 'its process is gone'}, and its result with it"
+
+    def _release_places(self, slot: _Slot, *, is_gone: bool = True) -> None:
+        for ref in slot.places:
+            if is_gone:
+                self._vectors.release(ref)
+            else:  # it may still write there
+                self._vectors.discard(ref)
+        slot.places = ()
+
+    def _tail(self, index: int) -> str:
+        """The end of a worker's log."""
+        if not self.log_directory or not (path := self.log_directory / f"worker-{index}.log").exists():
+            return ""
+        lines = path.read_text(errors="replace").splitlines()[-_LAST_LINES:]
+        return "; its last words:\n" + "\n".join(lines) if lines else ""
+
+
+def _is_there(slot: _Slot) -> bool:
+    return not slot.retired
+
+
+def _how_it_ended(process: ForkedProcess) -> str:
+    exitcode = process.exit_code(0.0)
+    if process.failure:
+        return process.failure
+    if process.is_orphan:
+        return "ended with its fork server"
+    if exitcode is None:
+        return "ended, and the fork server does not say how"
+    if exitcode < 0:
+        return f"killed by {signal.Signals(-exitcode).name}"
+    return f"ended with code {exitcode}"

@@ -1,0 +1,169 @@
+"""A worker in a process of its own: takes jobs from a socket, leaves parameters in shared memory."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from multiprocessing import forkserver
+from types import FrameType
+
+import numpy as np
+import torch
+
+from ngsgd.cluster.exchange.collective import Fetch, Member, Order
+from ngsgd.cluster.exchange.shared_memory import SharedRef
+from ngsgd.cluster.fingerprint import Fingerprint
+from ngsgd.cluster.messages import Disconnected, Messages
+from ngsgd.cluster.newborn import die_with_parent
+from ngsgd.cluster.process import settle
+from ngsgd.training.job import Held, Job, JobFailure, JobResult, WorkerSpec
+from ngsgd.training.parameter_vector import Vector
+from ngsgd.training.worker import Worker, np_empty
+
+MakeWorker = Callable[[WorkerSpec, int], Worker]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a worker process is told at its start."""
+
+    spec: WorkerSpec
+    index: int
+    num_threads: int
+    beats: SharedRef           # a counter per worker, 8 bytes each
+    log: str                   # file that takes its output; empty: where the coordinator writes
+    make_worker: MakeWorker = Worker
+    delay_s: float = 0.0       # before it does anything: for one whose predecessors died while they started
+
+
+@dataclass(frozen=True)
+class Ready:
+    """The first message: jobs may come."""
+
+    process_id: int
+    fingerprint: Fingerprint
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """A job, and the memory for what it returns; without any, the worker keeps it."""
+
+    job: Job
+    places: tuple[SharedRef, ...]
+
+
+STOP = "stop"  # end the job after the minibatch at hand
+
+
+def serve(connection: socket.socket) -> None:
+    """Takes its setting and then jobs from the connection, until the coordinator closes it."""
+    # no worker outlives the coordinator: its parent, the fork server, ends with it.  A fork server that was started by
+    # somebody else has not loaded `newborn`, so this is said again
+    _let_fork_server_go()
+    die_with_parent(os.getppid())
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the coordinator decides
+    messages = Messages(connection)
+    try:
+        # not an argument: what a process is started with passes through a pipe, and a large one would block the starter
+        setting = messages.receive()
+        assert isinstance(setting, Setting)
+        _redirect(setting.log)
+        time.sleep(setting.delay_s)
+        settle(setting.num_threads)
+        process = WorkerProcess(messages, setting)
+        signal.signal(signal.SIGTERM, process.terminate)
+        process.run()
+    except Disconnected:
+        sys.exit(0)
+
+
+class WorkerProcess:
+    """The loop around a `Worker`."""
+
+    def __init__(self, messages: Messages, setting: Setting) -> None:
+        self.messages = messages
+        self.setting = setting
+        self._beats = setting.beats.map().view(np.uint64)
+        self._should_end = False    # SIGTERM: the machine is wanted back
+        self._is_idle = False
+        self._should_stop = False   # the coordinator wants what there is
+
+    def terminate(self, signum: int, frame: FrameType | None) -> None:
+        self._should_end = True
+        if self._is_idle:  # there is nothing to finish, and waiting for a message would go on behind this handler
+            sys.exit(0)
+
+    def run(self) -> None:
+        try:
+            worker = self.setting.make_worker(self.setting.spec, self.setting.index)
+        except Exception as error:
+            self.messages.send(error)
+            return
+        if self._should_end:
+            return
+        self.messages.send(Ready(os.getpid(), Fingerprint.of_this_process(torch.get_num_threads(), worker.device)))
+        self._member = Member(self.setting.index, worker.layout, worker.device)
+        while self._may_wait():
+            message = self.messages.receive()
+            self._is_idle = False
+            if isinstance(message, Assignment):
+                self._should_stop = False
+                self._member.make_room(message.job)
+                self.messages.send(self._outcome(worker, message))
+            elif isinstance(message, Order):
+                self.messages.send(self._member.average(message))
+            elif isinstance(message, Fetch):
+                self.messages.send(self._member.fetch(message.identity))
+
+    def _may_wait(self) -> bool:
+        """False when the process was told to end; from here on `terminate` ends it on the spot."""
+        self._is_idle = True
+        return not self._should_end
+
+    def _outcome(self, worker: Worker, assignment: Assignment) -> JobResult | JobFailure:
+        refs: dict[int, SharedRef] = {}
+        places = list(assignment.places)
+
+        def place(size: int) -> Vector:
+            ref = replace(places.pop(0), size=size)
+            vector = ref.read()
+            refs[id(vector)] = ref
+            return vector
+
+        def shared(held: object) -> SharedRef:
+            assert isinstance(held, Held)
+            return refs[id(held.vector)]
+        try:
+            result = worker.run(assignment.job, place if assignment.places else np_empty, self._beat)
+            if not assignment.places:  # who leaves takes nothing along
+                return result if self._should_end else self._member.keep(result)
+            return replace(result, sent=shared(result.sent), own=shared(result.own) if result.own else None)
+        except Exception as error:
+            return JobFailure(assignment.job, self.setting.index, f"{type(error).__name__}: {error}", False, error)
+
+    def _beat(self) -> bool:
+        """Shows that a minibatch is done; true when the job should end here."""
+        self._beats[self.setting.index] += np.uint64(1)
+        self._should_stop |= STOP in self.messages.arrived()
+        return self._should_stop or self._should_end
+
+
+def _let_fork_server_go() -> None:
+    """Closes the pipe whose last holder keeps the fork server alive: a worker that hangs must not be that holder."""
+    descriptor = getattr(forkserver._forkserver, "_forkserver_alive_fd", None)
+    if descriptor is not None:
+        os.close(descriptor)
+        forkserver._forkserver._forkserver_alive_fd = None  # type: ignore[attr-defined]
+
+
+def _redirect(log: str) -> None:
+    if log:
+        descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        for standard in (1, 2):
+            os.dup2(descriptor, standard)
+        os.close(descriptor)

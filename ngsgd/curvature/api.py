@@ -1,0 +1,90 @@
+"""`collect`: what people call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ngsgd.curvature import losses
+from ngsgd.curvature.collection import Collection
+from ngsgd.curvature.forms.kronecker import SHARINGS
+from ngsgd.curvature.quantities import NORMALIZATIONS, PRODUCTS, QUANTITIES, SIGNALS, Options
+from ngsgd.errors import ConfigError
+
+
+def collect(model: nn.Module, *quantities: str, loss_fn: Any = None, reduction: str | None = None,
+            layers: Iterable[str] | None = None, num_samples: int | None = None, samples: Sequence[int] | None = None,
+            sharing: str = "expand", normalization: str = "paper", mc_samples: int = 1,
+            generator: torch.Generator | None = None, max_floats: int = 1 << 25) -> Collection:
+    """A context in which `loss.backward()` also computes curvature quantities: a mapping from parameter names.
+
+    Of a loss L = c sum_n l_n over N samples; g_n is the gradient of l_n, and samples are the leading dimension of every layer's
+    input.  Several backward passes in one context (gradient accumulation) count as one over all their samples.
+
+        batch_grad         N x p           c g_n
+        batch_l2           N               |c g_n|^2
+        sum_grad_squared   p               sum_n (c g_n)^2
+        second_moment      p               1/N sum_n g_n^2
+        variance           p               1/N sum_n g_n^2 - (1/N sum_n g_n)^2
+        diag_ggn, diag_ggn_mc              p        diagonal of the generalised Gauss-Newton matrix (GGN), exact and by sampling
+        batch_diag_ggn, batch_diag_ggn_mc  N x p    the same sample by sample
+        sqrt_ggn, sqrt_ggn_mc              V x N x p  a root: the GGN is the sum over V and N of outer products
+        diag_h, batch_diag_h               p, N x p  diagonal of the Hessian
+        kfac, kflr, kfac_emp, kfra         Kronecker(B, A): sampled, exact, of the empirical Fisher matrix, by averages
+        hmp, ggnmp, pchmp                  functions: products with the parameter's block (see `Products`)
+
+    `q["layer.weight"].variance` is of the parameter's shape and dtype, at least float32.  Tensors are on the parameter's device.
+
+    Args:
+        model: the module whose layers are called; under DistributedDataParallel the wrapper or what it holds.
+        quantities: names from above.
+        loss_fn: the loss that is called inside the context: nn.CrossEntropyLoss, nn.MSELoss, nn.BCEWithLogitsLoss or their
+            functional forms; for first-order quantities any loss that is a sum or mean over samples.
+        reduction: "mean" or "sum", where loss_fn does not say: whether the loss is a mean over samples.
+        layers: names of layers, or of modules that contain them; None: all with trainable parameters.
+        num_samples: N, where the rows of a sample lie side by side in the leading dimension of some layer.
+        samples: indices of the samples that count, for a share of the cost; sums are over these alone.
+        sharing: how Kronecker factors treat positions: "expand" (a target for every frame), "reduce" (one target for all frames of
+            a sample) or "backpack"; see `ngsgd.curvature.forms.kronecker`.
+        normalization: of variance and second_moment: "paper" as above, "backpack" with c g_n in the place of g_n.
+        mc_samples: draws of the sampled quantities.
+        generator: of the draws; None: torch's own.
+        max_floats: of backpropagated vectors that are held at a time, and of the largest matrix of kfra.
+
+    Raises:
+        ConfigError: an unknown quantity, or a quantity that is not defined or not known for a layer, an operation or the loss; at
+            once where that can be seen, else from the forward or backward pass.
+        DataError: shapes that do not tell samples apart, or inputs that changed in place.
+
+    >>> import torch
+    >>> from ngsgd.curvature import collect
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
+    >>> loss_fn = torch.nn.CrossEntropyLoss()
+    >>> with collect(model, "variance", "kfac", loss_fn=loss_fn) as q:
+    ...     loss_fn(model(torch.randn(16, 4)), torch.randint(3, (16,))).backward()
+    >>> q["0.weight"].variance.shape, q["0.weight"].kfac.B_OO.shape
+    (torch.Size([8, 4]), torch.Size([8, 8]))
+    """
+    problems = [f"there is no curvature quantity {name!r}; there are {', '.join(QUANTITIES)}." for name in quantities
+                if name not in QUANTITIES]
+    if not quantities:
+        problems.append(f"collect() needs the names of quantities: {', '.join(QUANTITIES)}.")
+    if sharing not in SHARINGS:
+        problems.append(f"sharing is {sharing!r}; it must be one of {', '.join(SHARINGS)}.")
+    if normalization not in NORMALIZATIONS:
+        problems.append(f"normalization is {normalization!r}; it must be one of {', '.join(NORMALIZATIONS)}.")
+    if problems:
+        raise ConfigError(problems)
+    if mc_samples < 1:
+        raise ConfigError(f"mc_samples is {mc_samples}; it must be at least 1.")
+    if any(name in PRODUCTS or SIGNALS[name][0] != "gradient" for name in quantities):
+        losses.check(loss_fn)
+    reduction = reduction or losses.reduction_of(loss_fn)
+    if reduction is None and normalization == "paper" and {"second_moment", "variance", "kfac_emp"} & set(quantities):
+        raise ConfigError("the variance, the second moment and the empirical K-FAC depend on whether the loss is a mean or a "
+                          'sum over samples: give collect() loss_fn= or reduction="mean" or "sum".')
+    options = Options(sharing, normalization, reduction, mc_samples, generator, max_floats)
+    return Collection(model, quantities, loss_fn, options, {"layers": layers, "num_samples": num_samples, "samples": samples})

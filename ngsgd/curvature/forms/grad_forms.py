@@ -1,0 +1,304 @@
+"""What the gradient of one parameter is made of, sample by sample.
+
+The gradient of a sample is a sum over the positions at which the sample uses the parameter (frames, pixels, calls): of outer
+products for the weight of an affine layer, of derivative rows for a bias or a scale, of derivative rows looked up by index for
+an embedding.  Each form has the squares and norms that can be had without writing down every sample's gradient.
+
+Letters: V backpropagated vectors (1: the gradient; C: the columns of a loss's second derivative), N samples, T positions,
+I inputs, O outputs (D: their number).  `weights_VN`: signs of the squares (diagonal of the Hessian);
+None: all 1.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ngsgd.curvature.forms.layer_inputs import Dense, Inputs, joined_inputs
+from ngsgd.curvature.forms.memory import empty
+from ngsgd.ops import gemm
+
+__all__ = ["Dense", "Lookup", "Mixed", "Outer", "Share", "Sum", "Written", "joined"]
+
+_CHUNK = 1 << 19  # floats of gradients that are written down at a time: two megabytes stay in the cache
+
+
+class Share(Protocol):
+    """One form of gradient."""
+
+    num_samples: int
+    num_elements: int
+
+    def individual(self, first: int, last: int) -> Tensor:
+        """V x n x elements, of the samples from `first` to before `last`."""
+
+    def sum_of_squares(self, weights_VN: Tensor | None = None) -> Tensor:
+        """Elements: the sum over vectors and samples of squared elements."""
+
+    def squares_by_sample(self, weights_VN: Tensor | None = None) -> Tensor:
+        """N x elements: the sum over vectors of squared elements."""
+
+    def squared_norms(self) -> Tensor:
+        """V x N."""
+
+
+class _Chunked:
+    """Squares from gradients that are written down for a few samples at a time."""
+
+    num_samples: int
+    num_elements: int
+    num_vectors: int
+
+    def individual(self, first: int, last: int) -> Tensor:
+        raise NotImplementedError
+
+    def _chunks(self) -> Iterator[tuple[int, int]]:
+        size = max(1, _CHUNK // (self.num_vectors * self.num_elements))
+        for first in range(0, self.num_samples, size):
+            yield first, min(first + size, self.num_samples)
+
+    def _pieces(self) -> Iterator[tuple[slice, slice, Tensor]]:
+        """(vectors, samples, their gradients), few enough at a time to stay in the cache while they are squared."""
+        for first, last in self._chunks():
+            yield slice(None), slice(first, last), self.individual(first, last)
+
+    def sum_of_squares(self, weights_VN: Tensor | None = None) -> Tensor:
+        return self._moments(weights_VN, gradient=False)[1]
+
+    def moments(self) -> tuple[Tensor, Tensor]:
+        """(sum over samples of the gradients, of their squares), for a single vector; elements each."""
+        gradient, squares = self._moments(None, gradient=True)
+        assert gradient is not None
+        return gradient, squares
+
+    def _moments(self, weights_VN: Tensor | None, *, gradient: bool) -> tuple[Tensor | None, Tensor]:
+        total: Tensor | None = None
+        squares: Tensor | None = None
+        for vectors, samples, g_VNP in self._pieces():
+            if squares is None:
+                squares = g_VNP.new_zeros(self.num_elements)
+                total = torch.zeros_like(squares) if gradient else None
+            if total is not None:
+                total.add_(g_VNP[0, 0] if g_VNP.shape[1] == 1 else g_VNP.sum(dim=(0, 1)))
+            _add_squares(squares.expand(g_VNP.shape[1], -1), g_VNP, _of(weights_VN, vectors, samples))
+        assert squares is not None
+        return total, squares
+
+    def squares_by_sample(self, weights_VN: Tensor | None = None) -> Tensor:
+        squares_NP: Tensor | None = None
+        for vectors, samples, g_VNP in self._pieces():
+            if squares_NP is None:
+                squares_NP = empty(g_VNP, self.num_samples, self.num_elements).zero_()
+            _add_squares(squares_NP[samples], g_VNP, _of(weights_VN, vectors, samples))
+        assert squares_NP is not None
+        return squares_NP
+
+    def squared_norms(self) -> Tensor:
+        return torch.cat([_squared_norms(self.individual(*chunk)) for chunk in self._chunks()], dim=1)
+
+
+def _of(weights_VN: Tensor | None, vectors: slice, samples: slice) -> Tensor | None:
+    return None if weights_VN is None else weights_VN[vectors, samples]
+
+
+def _weighted(x_VN: Tensor, weights_VN: Tensor | None) -> Tensor:
+    """The sum over vectors."""
+    if weights_VN is not None:
+        x_VN = x_VN * weights_VN.view(*x_VN.shape[:2], *[1] * (x_VN.ndim - 2))
+    return x_VN[0] if len(x_VN) == 1 else x_VN.sum(dim=0)
+
+
+def _squared_norms(x: Tensor) -> Tensor:
+    """Of the last dimension, without writing the squares down."""
+    norms: Tensor = torch.linalg.vector_norm(x, dim=-1)
+    return norms.square_()
+
+
+def _add_squares(squares_NP: Tensor, g_VNP: Tensor, weights_VN: Tensor | None) -> None:
+    """Adds the squares of all vectors to each sample's; samples may share one memory (stride 0)."""
+    if weights_VN is None and g_VNP.shape[2] >= 4096:  # long rows: a pass over each, which stays in the cache
+        for g_NP in g_VNP:
+            for squares_P, g_P in zip(squares_NP, g_NP, strict=True):
+                squares_P.addcmul_(g_P, g_P)
+        return
+    added_NP = _weighted(g_VNP.square(), weights_VN)
+    if squares_NP.stride(0) == 0:
+        squares_NP[0].add_(added_NP.sum(dim=0))
+    else:
+        squares_NP.add_(added_NP)
+
+
+class Outer(_Chunked):
+    """The weight of an affine layer: the sum over positions of e a^T; with groups, of each group its own."""
+
+    def __init__(self, inputs: Inputs, e_VNTO: Tensor, groups: int = 1) -> None:
+        self.inputs, self.e_VNTO, self.groups = inputs, e_VNTO, groups
+        self.num_vectors, self.num_samples = e_VNTO.shape[:2]
+        self.num_elements = e_VNTO.shape[3] * (inputs.width // groups)
+
+    @functools.cached_property
+    def squared_derivatives(self) -> Tensor:
+        """V x N x O, for a single position; the bias has the same, so they are made once."""
+        return self.e_VNTO[:, :, 0].square()
+
+    @functools.cached_property
+    def derivative_norms(self) -> Tensor:
+        """V x N, squared, for a single position; the bias has the same."""
+        return _squared_norms(self.e_VNTO[:, :, 0])
+
+    def individual(self, first: int, last: int) -> Tensor:
+        a_NTI, e_VNTO = self.inputs.rows(first, last), self.e_VNTO[:, first:last]
+        V, N, T, D = e_VNTO.shape
+        G = self.groups
+        if G > 1:
+            a_NTI = a_NTI.unflatten(2, (G, -1)).movedim(2, 1).flatten(0, 1)
+            e_VNTO = e_VNTO.unflatten(3, (G, -1)).movedim(3, 2).flatten(1, 2)
+        if T == 1:
+            g_VNOI = empty(e_VNTO, V, len(a_NTI), e_VNTO.shape[3], a_NTI.shape[2])
+            return torch.mul(e_VNTO[:, :, 0, :, None], a_NTI[:, 0, None, :], out=g_VNOI).view(V, N, -1)
+        if V == 1:
+            g_NOI = empty(e_VNTO, len(a_NTI), e_VNTO.shape[3], a_NTI.shape[2])
+            return torch.bmm(e_VNTO[0].transpose(1, 2), a_NTI, out=g_NOI).view(1, N, -1)
+        e_NOT = e_VNTO.permute(1, 0, 3, 2).reshape(N * G, V * D // G, T)
+        g_NVP = torch.bmm(e_NOT, a_NTI).view(N, G, V, -1)
+        return g_NVP.movedim(2, 0).reshape(V, N, -1)
+
+    def _pieces(self) -> Iterator[tuple[slice, slice, Tensor]]:
+        V = self.num_vectors
+        if V * self.num_elements <= _CHUNK or self.groups > 1:
+            yield from super()._pieces()
+            return
+        size = max(1, _CHUNK // self.num_elements)
+        for n in range(self.num_samples):
+            a_TI, e_VOT = self.inputs.rows(n, n + 1)[0], self.e_VNTO[:, n].transpose(1, 2)   # its patches are made once
+            for first in range(0, V, size):
+                e_XT = e_VOT[first:first + size].flatten(0, 1)
+                yield slice(first, first + size), slice(n, n + 1), torch.mm(e_XT, a_TI).view(-1, 1, self.num_elements)
+
+    @property
+    def is_rank_one(self) -> bool:
+        return self.inputs.num_positions == 1 and self.groups == 1
+
+    def _squared_rows(self, weights_VN: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(N x O, N x I): with one position, squares of an outer product are the outer product of squares."""
+        return _weighted(self.squared_derivatives, weights_VN), self.inputs.rows(0, self.num_samples)[:, 0].square()
+
+    def _moments(self, weights_VN: Tensor | None, *, gradient: bool) -> tuple[Tensor | None, Tensor]:
+        if not self.is_rank_one:
+            return super()._moments(weights_VN, gradient=gradient)
+        e2_NO, a2_NI = self._squared_rows(weights_VN)
+        total = (self.e_VNTO.sum(dim=0)[:, 0].T @ self.inputs.rows(0, self.num_samples)[:, 0]).flatten() if gradient else None
+        squares_OI = empty(e2_NO, e2_NO.shape[1], a2_NI.shape[1])
+        return total, gemm.mm(e2_NO.T, a2_NI, out=squares_OI).flatten()
+
+    def squares_by_sample(self, weights_VN: Tensor | None = None) -> Tensor:
+        if not self.is_rank_one:
+            return super().squares_by_sample(weights_VN)
+        e2_NO, a2_NI = self._squared_rows(weights_VN)
+        squares_NOI = empty(e2_NO, *e2_NO.shape, a2_NI.shape[1])
+        return torch.mul(e2_NO[:, :, None], a2_NI[:, None, :], out=squares_NOI).flatten(1)
+
+    def squared_norms(self) -> Tensor:
+        V, N, T, D = self.e_VNTO.shape
+        if self.is_rank_one:
+            return self.derivative_norms * _squared_norms(self.inputs.rows(0, N)[:, 0])
+        if self.groups > 1 or V > 1 or T * (self.inputs.width + D) > self.inputs.width * D:
+            return super().squared_norms()
+        # |sum_t e_t a_t^T|^2 = sum_tu (e_t e_u)(a_t a_u)
+        norms = []
+        size = max(1, _CHUNK // (T * max(T, self.inputs.width)))
+        for first in range(0, N, size):
+            a_NTI, e_NTO = self.inputs.rows(first, first + size), self.e_VNTO[0, first:first + size]
+            norms.append(torch.linalg.vecdot(torch.bmm(e_NTO, e_NTO.transpose(1, 2)).flatten(1),
+                                             torch.bmm(a_NTI, a_NTI.transpose(1, 2)).flatten(1)))
+        return torch.cat(norms)[None]
+
+
+class Sum(_Chunked):
+    """A bias, or a scale whose rows are already the derivative times the normalised input: the sum over positions.
+
+    `weight`: the share of the weight of the same layer, whose squares of derivatives are the bias's.
+    """
+
+    def __init__(self, e_VNTO: Tensor, weight: Outer | None = None) -> None:
+        self.e_VNTO = e_VNTO
+        self.num_vectors, self.num_samples, _, self.num_elements = e_VNTO.shape
+        self._weight = weight if weight is not None and e_VNTO.shape[2] == 1 else None
+
+    def individual(self, first: int, last: int) -> Tensor:
+        e_VNTO = self.e_VNTO[:, first:last]
+        return e_VNTO[:, :, 0] if e_VNTO.shape[2] == 1 else e_VNTO.sum(dim=2)
+
+    def sum_of_squares(self, weights_VN: Tensor | None = None) -> Tensor:
+        return self.squares_by_sample(weights_VN).sum(dim=0) if self._weight is not None else super().sum_of_squares(weights_VN)
+
+    def squares_by_sample(self, weights_VN: Tensor | None = None) -> Tensor:
+        squares_VND = self.individual(0, self.num_samples).square() if self._weight is None else self._weight.squared_derivatives
+        return _weighted(squares_VND, weights_VN)
+
+    def squared_norms(self) -> Tensor:
+        return super().squared_norms() if self._weight is None else self._weight.derivative_norms
+
+
+class Lookup(_Chunked):
+    """An embedding: derivative rows added to the rows of the table that were looked up."""
+
+    def __init__(self, index_NT: Tensor, e_VNTO: Tensor, num_rows: int) -> None:
+        self.index_NT, self.e_VNTO, self.num_rows = index_NT, e_VNTO, num_rows
+        self.num_vectors, self.num_samples = e_VNTO.shape[:2]
+        self.num_elements = num_rows * e_VNTO.shape[3]
+
+    def individual(self, first: int, last: int) -> Tensor:
+        e_VNTO, index_NT = self.e_VNTO[:, first:last], self.index_NT[first:last]
+        V, N, T, D = e_VNTO.shape
+        table = e_VNTO.new_zeros(V, N * self.num_rows, D)
+        offset_N1 = torch.arange(N, device=index_NT.device)[:, None] * self.num_rows
+        return table.index_add_(1, (index_NT + offset_N1).flatten(), e_VNTO.reshape(V, N * T, D)).view(V, N, -1)
+
+
+class Mixed(_Chunked):
+    """A parameter that several layers use in different ways (a tied embedding): the sum of its forms."""
+
+    def __init__(self, shares: Sequence[Share]) -> None:
+        self.shares = shares
+        self.num_samples, self.num_elements = shares[0].num_samples, shares[0].num_elements
+        self.num_vectors = shares[0].num_vectors  # type: ignore[attr-defined]
+
+    def individual(self, first: int, last: int) -> Tensor:
+        total = self.shares[0].individual(first, last)
+        for share in self.shares[1:]:
+            total = total + share.individual(first, last)
+        return total
+
+
+class Written(_Chunked):
+    """Gradients that are already written down."""
+
+    def __init__(self, g_VNP: Tensor) -> None:
+        self.g_VNP = g_VNP
+        self.num_vectors, self.num_samples, self.num_elements = g_VNP.shape
+
+    def individual(self, first: int, last: int) -> Tensor:
+        return self.g_VNP[:, first:last]
+
+    def squares_by_sample(self, weights_VN: Tensor | None = None) -> Tensor:
+        return _weighted(self.g_VNP.square(), weights_VN)
+
+
+def joined(shares: Sequence[Outer | Sum | Lookup]) -> Outer | Sum | Lookup | Mixed:
+    """The uses of one parameter in one pass as one: squares come after the sum over uses, so positions are put end to end."""
+    first = shares[0]
+    if len(shares) == 1:
+        return first
+    if len({type(share) for share in shares}) > 1 or len({getattr(share, "groups", 1) for share in shares}) > 1:
+        return Mixed(shares)
+    e_VNTO = torch.cat([share.e_VNTO for share in shares], dim=2)
+    if isinstance(first, Outer):
+        return Outer(joined_inputs([share.inputs for share in shares if isinstance(share, Outer)]), e_VNTO, first.groups)
+    if isinstance(first, Lookup):
+        return Lookup(torch.cat([share.index_NT for share in shares if isinstance(share, Lookup)], dim=1), e_VNTO, first.num_rows)
+    return Sum(e_VNTO)

@@ -1,0 +1,101 @@
+"""Sees what `collect` cannot get from layers: calls of loss functions, and how the model was called."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from ngsgd.curvature import losses
+from ngsgd.curvature.products.block import Pass
+from ngsgd.errors import ConfigError
+
+_VIEWS = ("View", "ReshapeAlias", "Alias", "Slice", "Select", "Narrow", "Split", "Chunk", "Unbind", "Transpose", "TBackward",
+          "Permute", "Squeeze", "Unsqueeze", "Expand", "AsStrided", "Diagonal")
+
+
+class ModelCalls:
+    """Notes how the model was called last, for passes that run again."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._call: tuple[Any, ...] | None = None
+        self._output: Output | None = None
+        self._handles = [model.register_forward_pre_hook(self._before, with_kwargs=True), model.register_forward_hook(self._after)]
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._output = None
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._call, self._output = (args, kwargs, torch.get_rng_state(), {}), None
+
+    def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self._output = Output(output) if isinstance(output, Tensor) else None
+
+    def taken(self, seen: Tensor, loss: Callable[[Tensor], Tensor], evaluation: Callable[[Tensor], losses.Evaluation],
+              upstream: Tensor) -> Pass:
+        """The pass that led to what a loss saw."""
+        view = None if self._output is None else self._output.view_to(seen)
+        if self._call is None or view is None:
+            raise ConfigError("products with curvature blocks need a loss of the model's own output, from its last call before the "
+                              "backward pass, or of a view of that output (a slice, flatten, transpose); put what lies between "
+                              "them, such as a copy or a softmax, into the model's forward().")
+        args, kwargs, state, runs = self._call
+        versions = tuple(p._version for p in self._model.parameters())
+        return Pass(self._model, args, kwargs, state, versions, lambda f: loss(view(f)), evaluation, upstream.detach(), view, runs)
+
+
+class Output:
+    """Where a model's output lies in memory and in the graph; not the output itself, which may go when it has been used."""
+
+    def __init__(self, output: Tensor) -> None:
+        self._node, self._memory = output.grad_fn, output.untyped_storage().data_ptr()
+        self._stride, self._offset = output.stride(), int(output.storage_offset())
+
+    def view_to(self, part: Tensor) -> Callable[[Tensor], Tensor] | None:
+        """What makes the part of another output of the same layout; None where the part is no view of the output."""
+        node = part.grad_fn
+        while node is not None and node is not self._node:   # through views alone: an operation in place has their memory, too
+            node = node.next_functions[0][0] if node.name().startswith(_VIEWS) else None
+        if node is None or part.untyped_storage().data_ptr() != self._memory:
+            return None
+        size, stride, offset = part.size(), part.stride(), int(part.storage_offset()) - self._offset
+        return functools.partial(_view, layout=self._stride, size=size, stride=stride, offset=offset)
+
+
+def _view(output: Tensor, *, layout: tuple[int, ...], size: torch.Size, stride: tuple[int, ...], offset: int) -> Tensor:
+    if output.stride() != layout:
+        empty = torch.empty_strided(output.size(), layout, dtype=output.dtype, device=output.device)
+        output = empty.copy_(output)
+    return output.as_strided(size, stride, output.storage_offset() + offset)
+
+
+class LossCalls(TorchFunctionMode):
+    """Sees the calls of torch's loss functions while it is active.
+
+    Args:
+        watch: called after a loss whose second derivative is known.
+        other: called after any other loss of torch.nn.functional, with its name, its first tensor with a graph and its value.
+    """
+
+    def __init__(self, watch: Callable[..., None], other: Callable[[str, Tensor, Tensor], None] | None = None) -> None:
+        super().__init__()
+        self._watch, self._other = watch, other
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        value = func(*args, **kwargs)
+        kind = losses.FUNCTIONS.get(func)
+        if kind is not None:
+            output, target, settings = losses.arguments(func, args, kwargs)
+            self._watch(settings, kind, output, target, value, lambda f: func(f, target, **settings))
+        elif self._other is not None and func in losses.OTHERS and value.requires_grad:
+            seen = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.requires_grad]
+            self._other(func.__name__, seen[0], value)
+        return value

@@ -1,0 +1,144 @@
+"""Vectors of the loss's second derivative, sent through the network's graph just before the ordinary backward pass."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from ngsgd.curvature import losses
+from ngsgd.curvature.accumulation import Accumulation
+from ngsgd.curvature.capture import CACHED, Capture
+from ngsgd.curvature.forms.grad_forms import joined
+from ngsgd.curvature.layers import Affine, Convolution
+from ngsgd.curvature.loss_interception import ModelCalls
+from ngsgd.curvature.products.block import Pass
+from ngsgd.curvature.products.hessian import columns, residuals
+from ngsgd.curvature.quantities import PRODUCTS, SIGNALS, Fresh, Options
+from ngsgd.curvature.second_order.kfra import factor_of, output_moment, recursion
+from ngsgd.errors import ConfigError
+
+_Block = tuple[Tensor | GradientEdge, Tensor, Tensor | None]   # where vectors are sent from, V x .., their signs V x N
+
+
+class SecondOrder:
+    """Sends the vectors that the quantities asked for need; the sums take what arrives at the layers.
+
+    Args:
+        capture: knows the calls of layers, and the edges of the graph where their outputs are.
+        accumulation: takes the shares.
+        asked: names of quantities.
+        options: of `collect`.
+    """
+
+    def __init__(self, capture: Capture, accumulation: Accumulation, asked: Sequence[str], options: Options) -> None:
+        self._capture, self._accumulation, self._asked, self._options = capture, accumulation, asked, options
+        self._forms = accumulation.forms
+        self._calls: ModelCalls | None = None
+        self.passes: list[Pass] = []   # for products
+
+    def open(self) -> None:
+        """From here on the model's calls are noted, if products need them."""
+        if any(name in PRODUCTS for name in self._asked):
+            self._calls = ModelCalls(self._capture.model)
+
+    def close(self) -> None:
+        """Takes the hooks away."""
+        if self._calls is not None:
+            self._calls.close()
+
+    def send(self, settings: dict[str, Any], kind: type[nn.Module], output: Tensor, target: Tensor, upstream: Tensor,
+             again: Callable[[Tensor], Tensor]) -> None:
+        """All signals of one evaluation of the loss; the graph is kept.
+
+        Args:
+            settings: the loss's attributes.
+            kind: the loss's class.
+            output: the network's, as the loss saw it.
+            target: what it was compared with.
+            upstream: the derivative by the loss's value.
+            again: the loss of another output.
+        """
+        kind = next(known for known in losses.CLASSES if issubclass(kind, known))
+        view = losses.evaluation(settings, kind, output, target, upstream)
+        if self._calls is not None:
+            evaluation = functools.partial(losses.evaluation, settings, kind, target=target, upstream=upstream)
+            self.passes.append(self._calls.taken(output, again, evaluation, upstream))
+        if self._forms["sampled"]:
+            draws = view.sampled(self._options.mc_samples, self._options.generator)
+            self._send("sampled", [(view.output, draws, None)])
+        calls = self._capture.open_calls
+        N = self._capture.num_samples_seen(output)
+        size = sum(call.output_shape.numel() for call in calls)
+        chunk = max(1, self._options.max_floats // size)
+        if self._forms["exact"]:
+            self._send("exact", ((view.output, block, None) for block in view.columns(N, self._held("exact", size, chunk))))
+        if self._forms["hessian"]:
+            roots = ((view.output, block, None) for block in view.columns(N, self._held("hessian", size, chunk)))
+            df = self._derivative(output, upstream, again)
+            self._send("hessian", itertools.chain(roots, self._residual_blocks(output, df, N, chunk)))
+        if self._forms["averages"]:
+            self._send_averages(view, N)
+
+    def _held(self, signal: str, size: int, chunk: int) -> int:
+        """How many vectors at a time: of what is summed over vectors, nothing is gained by more of them than stay in the cache.
+
+        But a convolution's squares need its patches, which are made for every block anew.
+        """
+        summed = {"factors"} if any(not isinstance(call.kind, Affine) or call.input.ndim > 2
+                                    for call in self._capture.open_calls) else {"factors", "squares"}
+        return max(1, min(chunk, CACHED // size)) if self._forms[signal] <= summed else chunk
+
+    def _send(self, signal: str, blocks: Iterable[_Block]) -> None:
+        """Vectors through the network's Jacobian; every parameter takes what arrives."""
+        fresh = Fresh()
+        with torch.no_grad():
+            for source, vectors_V, signs_VN in blocks:
+                uses: dict[str, list[Any]] = defaultdict(list)
+                for call, e_VM in self._capture.sweep(source, vectors_V):
+                    for name, share in self._capture.record(call, e_VM).shares().items():
+                        uses[name].append(share)
+                for name in list(uses):  # and let each go
+                    self._accumulation.take(name, signal, joined(uses.pop(name)), fresh, signs_VN=signs_VN)
+            self._accumulation.keep(signal, fresh)
+
+    def _send_averages(self, view: losses.Evaluation, num_samples: int) -> None:
+        calls = dict(self._capture.open_calls)
+        with torch.no_grad(), self._capture.paused():
+            G_DD = output_moment(view, num_samples)
+            found = recursion(G_DD, get_gradient_edge(view.output), calls, num_samples, self._options.max_floats,
+                              self._capture.parameters)
+            for call, of_output_DD in found.items():
+                kind = call.kind
+                if not isinstance(kind, (Affine, Convolution)) or getattr(kind, "groups", 1) > 1:
+                    raise ConfigError(f"layer {call.layer} has no Kronecker factors for kfra; leave it out by layers=.")
+                name = call.weight or call.bias
+                assert name is not None
+                self._accumulation.sums[name].B_OO["averages"].add_sum(factor_of(call, of_output_DD, self._options.sharing))
+
+    def _derivative(self, output: Tensor, upstream: Tensor, again: Callable[[Tensor], Tensor]) -> Tensor:
+        """Of the loss with respect to the network's output."""
+        with torch.enable_grad(), self._capture.paused():
+            f = output.detach().requires_grad_()
+            (df,) = torch.autograd.grad(again(f), f, upstream)
+        return df
+
+    def _residual_blocks(self, output: Tensor, df: Tensor, num_samples: int, chunk: int) -> Iterator[_Block]:
+        quantity = next(name for name in self._asked if SIGNALS.get(name, ("",))[0] == "hessian")
+        calls = self._capture.open_calls
+        uses = Counter(name for call in calls for name in (call.weight, call.bias))
+        often = [name for name, count in uses.items() if name and count > 1]
+        if often:
+            raise ConfigError(f"{quantity} of {often[0]} is not known: the parameter is used several times, and one use may "
+                              "depend on another; ask for diag_ggn, or leave its layers out by layers=.")
+        with self._capture.paused():
+            found = residuals(get_gradient_edge(output), df, list(calls.values()), quantity)
+        for source, r in found:
+            for block, signs_VN in columns(r, num_samples, chunk):
+                yield source, block, signs_VN

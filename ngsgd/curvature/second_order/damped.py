@@ -1,0 +1,70 @@
+"""The damped update of BackPACK's experiments (arXiv 1912.10985, equations 27 to 29):
+
+    theta <- theta - lr (G(theta) + (damping + l2) I)^-1 (gradient + l2 theta)
+
+for a curvature G that is a diagonal or a Kronecker product, the latter damped factor by factor as Martens and Grosse (2015) do:
+
+    (B (x) A + d I)^-1  ~  (B + sqrt(d) / pi I)^-1 (x) (A + pi sqrt(d) I)^-1,   pi^2 = (tr A / dim A) / (tr B / dim B)
+
+Letters: O outputs, I inputs.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ngsgd.curvature.forms.kronecker import Kronecker
+from ngsgd.errors import DivergenceError
+
+_MIN_TRACE = 1e-20   # per dimension; below, a factor is zero and says nothing of how to share the damping
+
+
+def damped_direction(gradient: Tensor, parameter: Tensor, curvature: Tensor | Kronecker, *, damping: float,
+                     l2: float = 0.0) -> Tensor:
+    """(G + (damping + l2) I)^-1 (gradient + l2 parameter), of the parameter's shape; a step goes against it.
+
+    Args:
+        gradient: of the parameter.
+        parameter: theta.
+        curvature: diagonal of G, of the parameter's shape, or Kronecker factors of it.
+        damping: > 0; of the size of a curvature, typically 1e-4 to 1.
+        l2: >= 0; l2 / 2 |theta|^2 is added to the loss.
+
+    Raises:
+        ValueError: damping + l2 is not positive.
+        DivergenceError: a factor is not finite, or not positive definite in spite of its damping.
+
+    >>> damped_direction(torch.tensor([2.0]), torch.tensor([0.0]), torch.tensor([3.0]), damping=1.0)
+    tensor([0.5000])
+    """
+    total = damping + l2
+    if not (damping >= 0.0 and l2 >= 0.0 and total > 0.0):
+        raise ValueError(f"damping is {damping} and l2 is {l2}; both must be at least 0 and one of them more")
+    right = gradient if l2 == 0.0 else gradient + l2 * parameter
+    if isinstance(curvature, Tensor):
+        return right / (curvature + total)
+    if curvature.A_II is None:
+        return _solved(curvature.B_OO, total, right.reshape(len(curvature.B_OO), -1)).view_as(right)
+    of_B, of_A = _shared_damping(curvature.B_OO, curvature.A_II, total)
+    half_OI = _solved(curvature.B_OO, of_B, right.reshape(len(curvature.B_OO), -1))
+    return _solved(curvature.A_II, of_A, half_OI.T).T.reshape(right.shape)
+
+
+def _shared_damping(B_OO: Tensor, A_II: Tensor, total: float) -> tuple[float, float]:
+    """(damping of B, damping of A); their product is the total."""
+    of_A, of_B = float(A_II.trace()) / len(A_II), float(B_OO.trace()) / len(B_OO)
+    pi = (of_A / of_B) ** 0.5 if min(of_A, of_B) > _MIN_TRACE else 1.0
+    return total**0.5 / pi, total**0.5 * pi
+
+
+def _solved(factor_DD: Tensor, damping: float, right_DX: Tensor) -> Tensor:
+    """(factor + damping I)^-1 right; in float64 where float32 does not see that the factor is positive definite."""
+    for dtype in (right_DX.dtype, torch.float64):
+        damped_DD = factor_DD.to(dtype, copy=True)
+        damped_DD.diagonal().add_(damping)
+        root_DD, failure = torch.linalg.cholesky_ex(damped_DD)
+        if not bool(failure):
+            return torch.cholesky_solve(right_DX.to(dtype), root_DD).to(right_DX.dtype)
+    raise DivergenceError(f"a Kronecker factor of dimension {len(factor_DD)} with damping {damping:g} is not positive "
+                          "definite; the loss may have left the finite numbers: lower the learning rate or raise the damping.")

@@ -1,0 +1,159 @@
+"""Products with the curvature of a whole model in one minibatch, from a graph that is kept for them.
+
+    Hessian   d/d eps of the gradient at theta + eps v
+    GGN       J^T H (J v), with J v from differentiating J^T u by u
+
+Both are of the loss divided by the weight of its rows, whatever its reduction, masks and scale; see `preconditioners.signals`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from ngsgd.curvature import losses
+from ngsgd.curvature.layers import without_autocast
+from ngsgd.curvature.loss_interception import LossCalls
+from ngsgd.curvature.products.block import expanded
+from ngsgd.errors import ConfigError
+
+Vectors = dict[str, Tensor]   # by parameter name, of the parameters' shapes
+_Push = Callable[[tuple[Tensor, ...]], Tensor]
+
+
+class LossWeight:
+    """The losses that are differentiated inside, and the weight of their rows; one that is none of torch's counts as a mean."""
+
+    def __init__(self) -> None:
+        self.views: list[losses.Evaluation] = []
+        self._mode = LossCalls(self._noted)
+
+    def __enter__(self) -> LossWeight:
+        self._mode.__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._mode.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+
+    @property
+    def total(self) -> float:
+        """W; 1 where no loss is known or every row is masked."""
+        total = sum(float(view.weight_R.sum()) for view in self.views)
+        return total if total > 0.0 else 1.0
+
+    def _noted(self, settings: dict[str, Any], kind: type[nn.Module], output: Tensor, target: Tensor, value: Tensor,
+               again: Callable[[Tensor], Tensor]) -> None:
+        if value.requires_grad:
+            value.register_hook(lambda upstream: self._differentiated(settings, kind, output, target, upstream))
+
+    def _differentiated(self, settings: dict[str, Any], kind: type[nn.Module], output: Tensor, target: Tensor,
+                        upstream: Tensor) -> None:
+        with torch.no_grad(), without_autocast(output.device.type):
+            self.views.append(losses.evaluation(settings, kind, output, target, upstream))
+
+
+class WholeModel(LossWeight):
+    """The passes of one minibatch; `differentiate` takes the place of `loss.backward()`.
+
+    >>> model = nn.Linear(1, 1, bias=False)
+    >>> with WholeModel(model) as minibatch:
+    ...     minibatch.differentiate(nn.functional.mse_loss(model(torch.tensor([[3.0]])), torch.zeros(1, 1)))
+    >>> minibatch.hessian({"weight": torch.ones(1, 1)})      # of (3 w)^2
+    {'weight': tensor([[18.]])}
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._model = model
+        self._gradients: list[tuple[GradientEdge | None, ...]] = []   # of each pass, by parameter
+        self._pushes: list[_Push] | None = None
+
+    def __enter__(self) -> WholeModel:
+        self._expanded = expanded(self._model)   # anew for each of several passes
+        self._expanded.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        super().__exit__(kind, error, trace)
+        self._expanded.__exit__(kind, error, trace)
+
+    @property
+    def is_differentiated(self) -> bool:
+        """There is a gradient to differentiate again."""
+        return bool(self._gradients)
+
+    def differentiate(self, loss: Tensor) -> None:
+        """Adds the gradient to `.grad`, as `backward()` does, and keeps its graph."""
+        parameters = tuple(self.parameters.values())
+        gradients = torch.autograd.grad(loss, parameters, create_graph=True, allow_unused=True)
+        for p, g in zip(parameters, gradients, strict=True):
+            if g is not None:
+                p.grad = g.detach().clone() if p.grad is None else p.grad + g.detach()
+        # where the gradients come from is enough to differentiate them again; they themselves are as large as the model
+        self._gradients.append(tuple(get_gradient_edge(g) if g is not None and g.requires_grad else None for g in gradients))
+
+    def forget(self) -> None:
+        """Lets the graph go.  What caught the loss refers back to this object, so it would wait for the garbage collector."""
+        self._gradients.clear()
+        self.views.clear()
+        self._pushes = None
+
+    def hessian(self, vectors: Mapping[str, Tensor], *, is_last: bool = False) -> Vectors:
+        """H v; parameters that are not in `vectors` do not move.  The last product lets the graph go on its way."""
+        total: Vectors = {}
+        for gradients in self._gradients:
+            along = [(g, vectors[name]) for name, g in zip(self.parameters, gradients, strict=True)
+                     if name in vectors and g is not None]
+            if along:
+                self._add_pulled(total, vectors, [g for g, _ in along], [v for _, v in along], retain=not is_last)
+        found = self._mean(total, vectors)
+        if is_last:
+            self.forget()
+        return found
+
+    def ggn(self, vectors: Mapping[str, Tensor]) -> Vectors:
+        """G v, G = J^T H J of the loss with respect to the output; ConfigError if no loss is one that is known."""
+        if not self.views:
+            raise ConfigError("the Gauss-Newton matrix needs a loss that is known; call cross-entropy, mean squared error or "
+                              "binary cross-entropy with logits from torch, or take products of the Hessian.")
+        if self._pushes is None:
+            self._pushes = [_pushing(view.output, tuple(self.parameters.values())) for view in self.views]
+        v = tuple(vectors[name] if name in vectors else torch.zeros_like(p) for name, p in self.parameters.items())
+        total: Vectors = {}
+        for view, push in zip(self.views, self._pushes, strict=True):
+            self._add_pulled(total, vectors, [view.output], [view.product(push(v)[None])[0]])
+        return self._mean(total, vectors)
+
+    def _add_pulled(self, total: Vectors, names: Iterable[str], outputs: Sequence[Tensor] | Sequence[GradientEdge],
+                    upstream: list[Tensor], *, retain: bool = True) -> None:
+        parameters = [self.parameters[name] for name in names]
+        found = torch.autograd.grad(outputs, parameters, upstream, retain_graph=retain, allow_unused=True)
+        for name, g in zip(names, found, strict=True):
+            if g is not None:
+                total[name] = total[name] + g.detach() if name in total else g.detach()
+
+    def _mean(self, total: Vectors, names: Iterable[str]) -> Vectors:
+        """New tensors, by the weight of the rows; one after the other, so that of one alone both are there."""
+        return {name: total.pop(name) / self.total if name in total else torch.zeros_like(self.parameters[name]) for name in names}
+
+
+def _pushing(output: Tensor, parameters: tuple[Tensor, ...]) -> _Push:
+    """v to J v: J^T u is linear in u, and its derivative by u times v is J v."""
+    with torch.enable_grad():
+        u = torch.zeros_like(output).requires_grad_()
+        pulled = torch.autograd.grad(output, parameters, u, retain_graph=True, create_graph=True, allow_unused=True)
+
+    def push(v: tuple[Tensor, ...]) -> Tensor:
+        along = [(J_u, each) for J_u, each in zip(pulled, v, strict=True) if J_u is not None and J_u.requires_grad]
+        (pushed,) = torch.autograd.grad([J_u for J_u, _ in along], [u], [each for _, each in along], retain_graph=True,
+                                        allow_unused=True)
+        return torch.zeros_like(output) if pushed is None else pushed.detach()
+
+    return push

@@ -1,0 +1,129 @@
+"""From frames to the arrays of an archive, a piece at a time.
+
+Memory: cutting takes 40 bytes per example beside the labels, and 16 are kept; features may be memory-mapped, and no more than
+PIECE_BYTES of them are copied at once, however long the archive is.
+
+Letters: E examples, F frames per example, W window of an example with its context, D feature dimension, T frames;
+R rows of S values beside the features, K those of an archive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ngsgd.data.frames import FrameSet
+from ngsgd.data.storage import write_arrays
+
+NO_FRAME = -1            # class of the places of an example that lie beyond the end of its utterance
+PIECE_BYTES = 1 << 25    # of features in memory at once; large enough for few seeks, small beside any machine's memory
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class ArchiveEntry:
+    """What the index says of one archive."""
+
+    sha256: str
+    num_examples: int
+    num_rows: list[int]   # frames with a class and a weight, for each place of an example
+
+
+@dataclass(frozen=True)
+class ExampleSource:
+    """The frames of a corpus cut into examples, in the order in which the archives hold them."""
+
+    features_TD: npt.NDArray[np.float32]
+    pdf_T: npt.NDArray[np.int32]
+    weight_T: npt.NDArray[np.float32] | None
+    offsets: Ints           # of the utterances
+    first_E: Ints           # first frame
+    utterance_E: Ints
+    left_context: int
+    right_context: int
+    frames_per_eg: int
+    side_RS: npt.NDArray[np.float32] | None = None   # as `Side` has them
+    side_T: npt.NDArray[np.int32] | None = None
+
+    @property
+    def window(self) -> int:
+        return self.left_context + self.frames_per_eg + self.right_context
+
+    @property
+    def example_bytes(self) -> int:
+        """Of one example in an archive."""
+        per_frame = 4 if self.weight_T is None else 8
+        if self.side_RS is not None:  # the worst case: a row for each frame
+            per_frame += 4 + 4 * int(self.side_RS.shape[1])
+        return 4 * self.window * int(self.features_TD.shape[1]) + per_frame * self.frames_per_eg + 4
+
+
+def shuffled(frames: FrameSet, random: np.random.Generator, *, left_context: int, right_context: int,
+             frames_per_eg: int) -> ExampleSource:
+    """All examples of these frames in random order."""
+    firsts, utterances = [], []
+    for utterance, (first, end) in enumerate(zip(frames.offsets[:-1], frames.offsets[1:], strict=True)):
+        starts = np.arange(first, end, frames_per_eg)
+        firsts.append(starts)
+        utterances.append(np.full(len(starts), utterance))
+    first_E, utterance_E = np.concatenate(firsts), np.concatenate(utterances)
+    order_E = random.permutation(len(first_E))
+    side_RS, side_T = (frames.side.rows_RS, frames.side.row_T) if frames.side else (None, None)
+    return ExampleSource(frames.features_TD, frames.pdf_T, frames.weight_T, frames.offsets, first_E[order_E],
+                         utterance_E[order_E], left_context, right_context, frames_per_eg,
+                         side_RS, side_T)
+
+
+def write_archive(source: ExampleSource, begin: int, end: int, path: Path) -> ArchiveEntry:
+    """Examples `begin` to `end` of the source as one archive.
+
+    features  E x W x D   float32
+    weight    E x F       float32, only where the source has weights
+    pdf       E x F       int32, NO_FRAME beyond the end of the utterance
+    utterance E           int32, index into utterances.json
+    side      K x S       float32, and side_row, E x F int32, which of them goes with a frame; only where the source has them
+    """
+    first_E, utterance_E = source.first_E[begin:end], source.utterance_E[begin:end]
+    begin_E1, end_E1 = source.offsets[utterance_E][:, None], source.offsets[utterance_E + 1][:, None]
+    frame_EF = first_E[:, None] + np.arange(source.frames_per_eg)
+    inside_EF, at_EF = frame_EF < end_E1, np.minimum(frame_EF, end_E1 - 1)
+    rest: dict[str, npt.NDArray[Any]] = {}
+    if source.weight_T is not None:
+        rest["weight"] = np.where(inside_EF, source.weight_T[at_EF], 0.0).astype(np.float32)
+    rest["pdf"] = np.where(inside_EF, source.pdf_T[at_EF], NO_FRAME).astype(np.int32)
+    rest["utterance"] = utterance_E.astype(np.int32)
+    if source.side_RS is not None and source.side_T is not None:
+        used_K, row_EF = np.unique(source.side_T[at_EF], return_inverse=True)
+        rest |= {"side": np.ascontiguousarray(source.side_RS[used_K]), "side_row": row_EF.reshape(at_EF.shape).astype(np.int32)}
+    shape = (end - begin, source.window, int(source.features_TD.shape[1]))
+    pieces = _features(source, first_E, begin_E1, end_E1)
+    digest = write_arrays(path, "features", shape, pieces, rest)
+    return ArchiveEntry(digest, end - begin, is_row(rest["pdf"], rest.get("weight")).sum(axis=0).tolist())
+
+
+def is_row(pdf: npt.NDArray[np.int32], weight: npt.NDArray[np.float32] | None) -> npt.NDArray[np.bool_]:
+    """Which places of examples give a row: those with a class, unless their weight is 0."""
+    has_class = pdf != NO_FRAME
+    return np.asarray(has_class if weight is None else has_class & (weight > 0.0))
+
+
+def windows(features_TD: npt.NDArray[np.float32], row_EW: Ints) -> npt.NDArray[np.float32]:
+    """E x W x D.  The features are visited in rising order, which a disk reads several times as fast as any other."""
+    order_E = np.argsort(row_EW[:, 0], kind="stable")
+    found = np.empty((*row_EW.shape, features_TD.shape[1]), np.float32)
+    found[order_E] = features_TD[row_EW[order_E]]
+    return found
+
+
+def _features(source: ExampleSource, first_E: Ints, begin_E1: Ints, end_E1: Ints) -> Iterator[npt.NDArray[np.float32]]:
+    window_W = np.arange(-source.left_context, source.frames_per_eg + source.right_context)
+    size = max(1, PIECE_BYTES // source.example_bytes)
+    for start in range(0, len(first_E), size):
+        part = slice(start, start + size)
+        yield windows(source.features_TD, np.clip(first_E[part, None] + window_W, begin_E1[part], end_E1[part] - 1))

@@ -1,0 +1,169 @@
+"""Examples in the binary format of Kaldi's nnet3 (NnetExample in an archive), for nnet3-merge-egs and nnet3-train; and back.
+
+    key " " "\\0B" "<Nnet3Eg> <NumIo> " n { "<NnetIo> " name " " "<I1V> " indexes matrix "</NnetIo> " } "</Nnet3Eg> "
+
+Letters: W window of an example with its context, D feature dimension, F frames with a label, P classes.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from ngsgd.data.kaldi_objects import Source, open_source, read_float_object
+from ngsgd.errors import DataError
+from ngsgd.files import new_file
+
+_ESCAPE = 127       # in place of a time difference: n, t and x follow in full
+_MAX_STEP = 124     # of times, in one byte
+
+
+@dataclass(frozen=True)
+class Nnet3Example:
+    """Consecutive labelled frames with their context."""
+
+    key: str
+    features_WD: npt.NDArray[np.float32]   # from frame -left_context on
+    left_context: int
+    pdf_F: npt.NDArray[np.int32]           # of frames 0 to F - 1
+    weight_F: npt.NDArray[np.float32]
+    num_classes: int
+    ivector_S: npt.NDArray[np.float32] | None = None   # one for all frames
+
+
+def write_nnet3_examples(path: Path, examples: Iterable[Nnet3Example]) -> int:
+    """Writes an archive and returns how many examples it holds."""
+    number = 0
+    with new_file(path) as temporary, temporary.open("wb") as file:
+        for example in examples:
+            file.write(example.key.encode() + b" \0B" + _encoded(example))
+            number += 1
+    return number
+
+
+def read_nnet3_examples(path: Path) -> Iterator[Nnet3Example]:
+    """The examples of an archive with the inputs and outputs "input" and "output", one sequence each, in order.
+
+    An input "ivector" is read too, others are passed over.  Matrices may be compressed.  Raises DataError for what is no such
+    archive.
+    """
+    key = ""
+    try:
+        with open_source(path) as source:
+            while word := source.word():
+                key = word.decode(errors="replace")
+                yield _decoded(key, source)
+    except (OSError, struct.error, ValueError, IndexError, KeyError) as error:
+        raise DataError(f"{path} cannot be read as an archive of nnet3 examples, at {key[:40]!r} ({error}); make it "
+                        "again.") from error
+
+
+# Writing --------------------------------------------------------------------------------------------------------------
+
+
+def _encoded(example: Nnet3Example) -> bytes:
+    times = np.arange(len(example.features_WD)) - example.left_context
+    matrix = np.ascontiguousarray(example.features_WD, "<f4")
+    features = b"FM " + _int(matrix.shape[0]) + _int(matrix.shape[1]) + matrix.tobytes()
+    rows = b"".join(b"SV " + _int(example.num_classes) + _int(1) + _int(pdf) + b"\4" + struct.pack("<f", weight)
+                    for pdf, weight in zip(example.pdf_F.tolist(), example.weight_F.tolist(), strict=True))
+    labels = b"SM " + _int(len(example.pdf_F)) + rows
+    parts = [_io("input", times.tolist(), features), _io("output", list(range(len(example.pdf_F))), labels)]
+    if example.ivector_S is not None:
+        row = np.ascontiguousarray(example.ivector_S, "<f4")
+        parts.insert(1, _io("ivector", [0], b"FM " + _int(1) + _int(len(row)) + row.tobytes()))
+    return b"<Nnet3Eg> <NumIo> " + _int(len(parts)) + b"".join(parts) + b"</Nnet3Eg> "
+
+
+def _io(name: str, times: list[int], matrix: bytes) -> bytes:
+    indexes, before = b"", 0
+    for t in times:
+        step = t - before
+        indexes += struct.pack("b", step) if abs(step) <= _MAX_STEP else bytes([_ESCAPE]) + _int(0) + _int(t) + _int(0)
+        before = t
+    return b"<NnetIo> " + name.encode() + b" <I1V> " + _int(len(times)) + indexes + matrix + b"</NnetIo> "
+
+
+def _int(value: int) -> bytes:
+    return b"\4" + struct.pack("<i", value)
+
+
+# Reading --------------------------------------------------------------------------------------------------------------
+
+
+def _decoded(key: str, source: Source) -> Nnet3Example:
+    source.expect(b"\0B")
+    source.expect(b"<Nnet3Eg> <NumIo> ")
+    found = {}
+    for _ in range(source.int32()):
+        source.expect(b"<NnetIo> ")
+        name = source.word().decode(errors="replace")
+        times = _read_times(source)
+        found[name] = times, _read_matrix(source)
+        source.expect(b"</NnetIo> ")
+    source.expect(b"</Nnet3Eg> ")
+    (input_times, features_WD), (output_times, labels) = found["input"], found["output"]
+    if not isinstance(features_WD, np.ndarray) or not isinstance(labels, _Sparse):
+        raise ValueError("its input is sparse or its output is not")
+    if np.any(np.diff(input_times) != 1) or np.any(np.diff(output_times) != 1):
+        raise ValueError("its frames have gaps; frames of one sequence are expected")
+    if (len(input_times), len(output_times)) != (len(features_WD), len(labels.column_F)):
+        raise ValueError("it has more or fewer rows than times")
+    ivector = found["ivector"][1] if "ivector" in found else None
+    return Nnet3Example(key, features_WD, output_times[0] - input_times[0], labels.column_F, labels.value_F, labels.num_columns,
+                        ivector[0] if isinstance(ivector, np.ndarray) else None)
+
+
+@dataclass(frozen=True)
+class _Sparse:
+    """A sparse matrix with one element in each row."""
+
+    column_F: npt.NDArray[np.int32]
+    value_F: npt.NDArray[np.float32]
+    num_columns: int
+
+
+def _read_times(source: Source) -> list[int]:
+    source.expect(b"<I1V> ")
+    times: list[int] = []
+    for _ in range(source.int32()):
+        [step] = struct.unpack("b", source.take(1))
+        if step == _ESCAPE:
+            n, t, x = (source.int32() for _ in range(3))
+            if n or x:
+                raise ValueError("it holds several sequences; split it with nnet3-copy-egs before merging")
+            times.append(t)
+        else:
+            times.append((times[-1] if times else 0) + step)
+    return times
+
+
+def _read_matrix(source: Source) -> npt.NDArray[np.float32] | _Sparse:
+    kind = source.word(16)
+    if kind == b"SM":
+        return _read_sparse(source)
+    matrix = read_float_object(source, kind)
+    if matrix.ndim != 2:
+        raise ValueError("it holds a vector where a matrix belongs")
+    return matrix.astype(np.float32, copy=False)
+
+
+def _read_sparse(source: Source) -> _Sparse:
+    columns, values, width = [], [], 0
+    for _ in range(source.int32()):
+        source.expect(b"SV ")
+        width = source.int32()
+        if source.int32() != 1:
+            raise ValueError("a frame has no single label; soft targets cannot be read")
+        columns.append(source.int32())
+        source.expect(b"\4")
+        values.append(struct.unpack("<f", source.take(4))[0])
+        if not 0 <= columns[-1] < width or not math.isfinite(values[-1]):
+            raise ValueError(f"a frame has the label {columns[-1]} of {width} and the weight {values[-1]}")
+    return _Sparse(np.array(columns, np.int32), np.array(values, np.float32), width)

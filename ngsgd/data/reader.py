@@ -1,0 +1,199 @@
+"""Reads minibatches from archives of examples, in an order that (seed, outer iteration, job) decides.
+
+Archives are mapped into memory and rows are copied out minibatch by minibatch, so a reader holds a few minibatches, however
+long its archives are; what the system keeps of the files it can give back at any time.
+
+Letters: E examples, F frames per example, W window of spliced frames, D feature dimension, N rows.
+"""
+
+from __future__ import annotations
+
+import math
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from ngsgd.config import AugmentConfig
+from ngsgd.data.archives import UTTERANCES, EgsInfo, archive_name, diagnostic_name, read_index
+from ngsgd.data.examples import is_row
+from ngsgd.data.prefetch import ahead
+from ngsgd.data.spec_augment import mask_windows
+from ngsgd.data.storage import ArrayFile, FormatError
+from ngsgd.errors import DamagedArchiveError, DataError
+from ngsgd.files import read_json, sha256
+from ngsgd.schedules import Shard
+
+_MASKS = 1  # tells the numbers drawn for masks from those drawn for the order
+
+
+class Minibatch(NamedTuple):
+    """Spliced frames, what goes beside each behind it, and the class of each."""
+
+    x_ND: Tensor                    # float32
+    pdf_N: Tensor                   # int64
+    weight_N: Tensor | None = None  # float32, above 0: of each frame in the objf; None: all weigh 1
+
+
+@dataclass(frozen=True)
+class Example:
+    """Consecutive frames of one utterance with their context, as an archive holds them."""
+
+    features_WD: npt.NDArray[np.float32]     # W = left context + F + right context
+    pdf_F: npt.NDArray[np.int32]             # NO_FRAME beyond the end of the utterance
+    weight_F: npt.NDArray[np.float32]
+    utt_id: str
+    group: str                               # such as its speaker; empty if none was given
+    side_FS: npt.NDArray[np.float32] | None = None   # what goes beside each frame
+
+
+class EgsReader:
+    """The archives of one directory.  Each file's checksum is verified when the process first uses it."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        try:
+            self.info = read_index(directory)
+        except FormatError as error:
+            raise DataError(f"{directory} is not a directory of examples ({error}); remove it and run again.") from error
+
+    def minibatches(self, shard: Shard, size: int, *, seed: int, outer_iter: int, job: int, first: int = 0,
+                    stop: int | None = None, augment: AugmentConfig | None = None, prefetch: int = 0,
+                    pin_memory: bool = False) -> Iterator[Minibatch]:
+        """One frame of every example of an archive, shuffled, `size` at a time; the last minibatch may be smaller.
+
+        Minibatches `first` to `stop` of the pass; where it begins changes nothing in what follows.  `augment` says how
+        windows are masked, if at all.  A thread makes `prefetch` minibatches in advance; with `pin_memory` they lie where a
+        GPU can fetch them while it computes.  Raises DamagedArchiveError.
+        """
+        rows = _Rows(self._archive(shard.archive), shard.frame, self.info)
+        random = np.random.default_rng((seed, outer_iter, job))
+        order_N = rows.at_N[random.permutation(len(rows.at_N))]
+        masks = augment if augment is not None and augment.spec else None
+        rows.file.will_need()
+
+        def made() -> Iterator[Minibatch]:
+            for number, begin in list(enumerate(range(0, len(order_N), size)))[first:stop]:
+                minibatch = rows.minibatch(order_N[begin:begin + size], pin_memory)
+                if masks is not None:
+                    drawn = np.random.default_rng((seed, outer_iter, job, number, _MASKS))
+                    windows_ND = minibatch.x_ND[:, :self.info.num_spliced]   # what goes beside them has no frames
+                    mask_windows(windows_ND, rows.width, masks, drawn, out=windows_ND)
+                yield minibatch
+        return ahead(made(), prefetch)
+
+    def example(self, archive: int, index: int) -> Example:
+        """The example at `index` of an archive; nothing else of the file is read but for its first use's checksum."""
+        if not (0 <= archive < self.info.num_archives and 0 <= index < self.info.num_examples[archive]):
+            raise DataError(f"{self.directory} has no example {index} in archive {archive}: it holds "
+                            f"{self.info.num_archives} archives, of up to {max(self.info.num_examples)} examples.")
+        file = self._archive(archive)
+        pdf_F = file["pdf"][index].copy()
+        weight_EF = file.get("weight")
+        weight_F = np.ones(len(pdf_F), np.float32) if weight_EF is None else weight_EF[index].copy()
+        named, utterance = self._utterances(), int(file["utterance"][index])
+        group = named["groups"][utterance] if named["groups"] else ""
+        side_FS = file["side"][file["side_row"][index]] if self.info.side_dim else None
+        return Example(file["features"][index].copy(), pdf_F, weight_F, named["utt_ids"][utterance], group, side_FS)
+
+    def diagnostic(self, subset: str) -> Minibatch:
+        """The fixed subset "train" or "valid", as a copy in memory."""
+        file = self._open(diagnostic_name(subset), None)
+        weight_N = file.get("weight")
+        return Minibatch(torch.tensor(file["features"]), torch.tensor(file["pdf"]).long(),
+                         None if weight_N is None else torch.tensor(weight_N))
+
+    def num_frames(self, shard: Shard) -> int:
+        """Rows that the minibatches of `shard` hold in all."""
+        return self.info.num_rows[shard.archive][shard.frame]
+
+    def num_minibatches(self, shard: Shard, size: int) -> int:
+        """Minibatches of `size` rows that a pass over `shard` gives."""
+        return math.ceil(self.num_frames(shard) / size)
+
+    def archive_arrays(self, archive: int) -> ArrayFile:
+        """The arrays of an archive, mapped; see `ngsgd.data.examples.write_archive`."""
+        return self._archive(archive)
+
+    def groups(self) -> tuple[list[str], list[str]]:
+        """(utterance ids, the group of each) that archives refer to by number; no groups if none were given."""
+        named = self._utterances()
+        return named["utt_ids"], named["groups"]
+
+    def _utterances(self) -> dict[str, list[str]]:
+        path = self._checked(UTTERANCES, None)
+        try:
+            named = read_json(path)
+            return {key: list(map(str, named[key])) for key in ("utt_ids", "groups")}
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise DataError(f"{path} is not a list of utterances ({error}); remove {self.directory} and run again.") from error
+
+    def _archive(self, index: int) -> ArrayFile:
+        return self._open(archive_name(index), index)
+
+    def _open(self, name: str, archive: int | None) -> ArrayFile:
+        path = self._checked(name, archive)
+        try:
+            return ArrayFile(path)
+        except (FormatError, OSError) as error:
+            raise _damaged(f"{path} cannot be read ({error}); remove {self.directory} and run again.", archive) from error
+
+    def _checked(self, name: str, archive: int | None) -> Path:
+        path = self.directory / name
+        try:
+            status = path.stat()
+            if not stat.S_ISREG(status.st_mode):
+                raise OSError("not a regular file")
+            state = (str(path.absolute()), status.st_ino, status.st_size, status.st_mtime_ns)
+            is_sound = state in _VERIFIED or sha256(path) == self.info.sha256.get(name)
+        except OSError:
+            is_sound = False
+        if not is_sound:
+            raise _damaged(f"{path} is missing or does not match its checksum; remove {self.directory} and run again.", archive)
+        _VERIFIED.add(state)
+        return path
+
+
+# Files of this process whose checksum was right: path, inode, size and time of change.  Whatever replaces or edits a file
+# in the usual ways changes one of these.
+_VERIFIED: set[tuple[str, int, int, int]] = set()
+
+
+def _damaged(message: str, archive: int | None) -> DataError:
+    return DataError(message) if archive is None else DamagedArchiveError(message, archive)
+
+
+class _Rows:
+    """One place of the examples of an archive."""
+
+    def __init__(self, file: ArrayFile, frame: int, info: EgsInfo) -> None:
+        self.file = file
+        self.width = info.left_context + 1 + info.right_context
+        pdf_E = file["pdf"][:, frame]
+        weight_EF = file.get("weight")
+        weight_E = None if weight_EF is None else weight_EF[:, frame]
+        self.at_N = np.flatnonzero(is_row(pdf_E, weight_E))
+        # a spliced frame is one run of memory within its example
+        flat = torch.from_numpy(file["features"]).flatten(1)
+        self._x_ED = flat[:, frame * info.feature_dim:(frame + self.width) * info.feature_dim]
+        self._side_KS, self._side_row_E = None, None
+        if info.side_dim:
+            self._side_KS = torch.from_numpy(file["side"])
+            self._side_row_E = torch.from_numpy(file["side_row"][:, frame].astype(np.int64))
+        self._pdf_E = torch.from_numpy(pdf_E.astype(np.int64))
+        self._weight_E = None if weight_E is None else torch.from_numpy(weight_E.copy())
+
+    def minibatch(self, at_N: npt.NDArray[np.int64], pin_memory: bool) -> Minibatch:
+        chosen_N = torch.from_numpy(at_N)
+        num_spliced, side_dim = self._x_ED.shape[1], 0 if self._side_KS is None else self._side_KS.shape[1]
+        x_ND = torch.empty(len(at_N), num_spliced + side_dim, pin_memory=pin_memory)
+        torch.index_select(self._x_ED, 0, chosen_N, out=x_ND[:, :num_spliced])
+        if self._side_KS is not None and self._side_row_E is not None:
+            torch.index_select(self._side_KS, 0, self._side_row_E[chosen_N], out=x_ND[:, num_spliced:])
+        return Minibatch(x_ND, self._pdf_E[chosen_N], None if self._weight_E is None else self._weight_E[chosen_N])

@@ -1,0 +1,115 @@
+"""A process that writes some of the archives: `python -m ngsgd.data.write_process`, driven by `ngsgd.data.archives`.
+
+It reads one line of JSON (an `Assignment`), maps the arrays it names, and answers with one line: the index entries, or what
+the system said.  A process of its own, and not a fork: the caller may run threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ngsgd.data.examples import ArchiveEntry, ExampleSource, write_archive
+from ngsgd.errors import DataError
+
+_ARRAYS = ("features_TD", "pdf_T", "weight_T", "offsets", "first_E", "utterance_E", "side_RS", "side_T")
+
+
+@dataclass(frozen=True)
+class Target:
+    """One archive to write: examples `begin` to `end`."""
+
+    path: str
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """What one process writes."""
+
+    arrays: dict[str, dict[str, Any]]   # name in `ExampleSource` to file, dtype, shape and offset
+    numbers: dict[str, int]             # the other fields of `ExampleSource`
+    targets: list[Target]
+
+
+def write_in_processes(source: ExampleSource, targets: Sequence[Target], num_writers: int, scratch: Path) -> list[ArchiveEntry]:
+    """The index entries of all targets, in order; `scratch` takes what is not in files already, and is the caller's to remove.
+
+    Raises OSError when the disk is full, as one process would.
+    """
+    arrays = {name: _on_disk(getattr(source, name), scratch / name) for name in _ARRAYS
+              if getattr(source, name) is not None}
+    numbers = {name: getattr(source, name) for name in ("left_context", "right_context", "frames_per_eg")}
+    shares = [[targets[i] for i in part] for part in np.array_split(np.arange(len(targets)), num_writers)]
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        for share in shares:
+            processes.append(_start(Assignment(arrays, numbers, share)))
+        return [entry for process in processes for entry in _answer(process)]
+    finally:
+        for process in processes:  # whoever still writes when one has failed writes for nobody
+            process.kill()
+            process.communicate()
+
+
+def _start(assignment: Assignment) -> subprocess.Popen[bytes]:
+    process = subprocess.Popen([sys.executable, "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError):  # it has died already; `_answer` says so
+        process.stdin.write(json.dumps(asdict(assignment)).encode() + b"\n")
+        process.stdin.flush()
+    return process
+
+
+def _answer(process: subprocess.Popen[bytes]) -> list[ArchiveEntry]:
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    if not line:
+        raise DataError(f"a process that wrote archives of examples ended with {process.wait()}; run again with "
+                        "egs.num_writers=1 to see why.")
+    answer = json.loads(line)
+    if "errno" in answer:
+        raise OSError(answer["errno"], os.strerror(answer["errno"]), answer["filename"])
+    return [ArchiveEntry(**entry) for entry in answer["entries"]]
+
+
+def _on_disk(array: np.ndarray[Any, Any], path: Path) -> dict[str, Any]:
+    """Where another process finds the array: in the file that it is mapped from, or in a new one at `path`."""
+    place = {"filename": str(path), "dtype": array.dtype.str, "shape": list(array.shape), "offset": 0}
+    if isinstance(array, np.memmap) and array.filename is not None and array.flags.c_contiguous and not _is_part(array):
+        return {**place, "filename": str(array.filename), "offset": array.offset}
+    path.write_bytes(np.ascontiguousarray(array).data.cast("B"))
+    return place
+
+
+def _is_part(array: np.memmap[Any, Any]) -> bool:
+    """A slice of a map keeps the offset of the whole."""
+    return isinstance(array.base, np.ndarray)
+
+
+def main() -> None:
+    """Answers one assignment on standard input."""
+    given = json.loads(sys.stdin.readline())
+    arrays: dict[str, Any] = {name: np.memmap(place["filename"], place["dtype"], "r", place["offset"], tuple(place["shape"]))
+                              for name, place in given["arrays"].items()}
+    source = ExampleSource(**{"weight_T": None, **arrays}, **given["numbers"])
+    try:
+        entries = [write_archive(source, target["begin"], target["end"], Path(target["path"])) for target in given["targets"]]
+        answer: dict[str, Any] = {"entries": [asdict(entry) for entry in entries]}
+    except OSError as error:
+        answer = {"errno": error.errno, "filename": error.filename}
+    print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()

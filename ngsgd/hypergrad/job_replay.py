@@ -1,0 +1,289 @@
+"""One job of one outer iteration, there and back: Algorithm 2 of arXiv 1502.03492 with limits on change.
+
+Letters: P parameters, G layers, t step.  dw, dv: derivatives of the validation loss by position and velocity, float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ngsgd.errors import ReversalError
+from ngsgd.hypergrad.adjoint import Adjoint
+from ngsgd.hypergrad.exact_momentum import ExactMomentum
+from ngsgd.hypergrad.hyperparameters import Plan
+from ngsgd.hypergrad.step_limits import MoveAdjoint, Shortened, shorten
+from ngsgd.hypergrad.training_task import Flat, Place, Task
+from ngsgd.hypergrad.trajectory_storage import TAPES
+from ngsgd.ops.second_derivatives import twice_differentiable
+
+ENGINES = ("reversible", "checkpoint", "store")
+
+
+class Numbers(NamedTuple):
+    """The hyperparameters of one job of one outer iteration, as plain floats: arithmetic is then the same both ways."""
+
+    lr_TG: list[list[float]]
+    momentum_TG: list[list[float]]
+    l2_G: list[float]
+    max_change_G: list[float]
+    max_param_change: float
+    data_weights: Tensor | None
+
+    @classmethod
+    def of(cls, plan: Plan, outer_iter: int) -> Numbers:
+        steps = slice(outer_iter * plan.steps_per_iter, (outer_iter + 1) * plan.steps_per_iter)
+        weights = plan.data_weights
+        return cls(plan.lr_TG[steps].tolist(), plan.momentum_TG[steps].tolist(), plan.l2_G.tolist(), plan.max_change_G.tolist(),
+                   float(plan.max_param_change), None if weights is None else weights.detach())
+
+
+@dataclass
+class SegmentGrad:
+    """What one job adds to the derivatives, by its own steps."""
+
+    lr_TG: Tensor
+    momentum_TG: Tensor
+    l2_G: Tensor
+    max_change_G: Tensor
+    max_param_change: Tensor
+    data_weights: Tensor | None
+
+    @classmethod
+    def zero(cls, numbers: Numbers) -> SegmentGrad:
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.float64)
+        num_steps, num_layers = len(numbers.lr_TG), len(numbers.l2_G)
+        weights = numbers.data_weights
+        return cls(zeros(num_steps, num_layers), zeros(num_steps, num_layers), zeros(num_layers), zeros(num_layers), zeros(),
+                   None if weights is None else zeros(*weights.shape))
+
+    def add(self, t: int, move: MoveAdjoint, by_momentum_G: Sequence[float], by_l2_G: Sequence[float],
+            by_weights: Tensor | None) -> None:
+        """What step t brings."""
+        def vector(values: Sequence[float]) -> Tensor:
+            return torch.tensor(values, dtype=torch.float64)
+        self.lr_TG[t], self.momentum_TG[t] = vector(move.lr_G), vector(by_momentum_G)
+        self.max_change_G += vector(move.max_change_G)
+        self.max_param_change += move.max_param_change
+        self.l2_G += vector(by_l2_G)
+        if self.data_weights is not None and by_weights is not None:
+            self.data_weights -= by_weights
+
+
+class Gradients(Protocol):
+    """How a step's direction is made of the loss, and what of that is differentiated; see `PlainGradients`."""
+
+    label: str
+    is_exact: bool
+    can_reverse: bool
+
+    def probe(self, w_P: Tensor, place: Place, data_weights: Tensor | None) -> bool:
+        """Whether the direction has the same bits both ways; what is needed to make it so is done from then on."""
+
+    def begin(self) -> None:
+        """Before a job's first step: afresh."""
+
+    def snapshot(self) -> Any:
+        """What it carries from step to step."""
+
+    def restore(self, snapshot: Any) -> None:
+        """Goes on from there: `reverse` comes next, for the step that follows."""
+
+    def take(self) -> Any:
+        """What was carried to the end of a job, with all that undoing it needs."""
+
+    def put(self, state: Any) -> None:
+        """The way back of that job begins: `reverse` comes next, for its last step."""
+
+    def forward(self, w_P: Tensor, place: Place, data_weights: Tensor | None) -> Tensor:
+        """The direction, P."""
+
+    def reverse(self, w_P: Tensor, place: Place, data_weights: Tensor | None) -> Linearised:
+        """The same bits, and the derivative there."""
+
+
+class Linearised(Protocol):
+    """A direction d(w, data weights), and the products of its derivative with a vector."""
+
+    direction_P: Tensor
+
+    def products(self, z_P: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(z dd/dw, z dd/d data weights)."""
+
+
+@dataclass
+class _AutogradLinearised:
+    direction_P: Tensor
+    graphs: list[Tensor]   # of each parameter's gradient
+    leaves: list[Tensor]
+    flat: Flat
+
+    def products(self, z_P: Tensor) -> tuple[Tensor, Tensor | None]:
+        num = len(self.flat.names)
+        found = torch.autograd.grad(self.graphs, self.leaves, grad_outputs=self.flat.unflatten(z_P), allow_unused=True)
+        whole = [torch.zeros_like(leaf) if one is None else one for one, leaf in zip(found, self.leaves, strict=True)]
+        return self.flat.flatten(whole[:num]), whole[num].double() if len(whole) > num else None
+
+
+class PlainGradients:
+    """The gradient itself.
+
+    A gradient with a graph may come from other kernels than one without (LSTM); then `recomputes` makes the reverse pass take
+    the direction from a pass of its own.
+    """
+
+    label = "none"
+    is_exact = True
+    can_reverse = True
+
+    def __init__(self, task: Task, flat: Flat) -> None:
+        self.task, self.flat, self.recomputes = task, flat, False
+
+    def begin(self) -> None:
+        """There is nothing to carry from step to step."""
+
+    def snapshot(self) -> Any:
+        return None
+
+    def restore(self, snapshot: Any) -> None:
+        pass
+
+    def take(self) -> Any:
+        return None
+
+    def put(self, state: Any) -> None:
+        pass
+
+    def probe(self, w_P: Tensor, place: Place, data_weights: Tensor | None) -> bool:
+        """Whether both ways give the same bits; if not, the reverse pass recomputes from now on."""
+        self.recomputes = not torch.equal(self.forward(w_P, place, data_weights),
+                                          self.reverse(w_P, place, data_weights).direction_P)
+        return not self.recomputes
+
+    def forward(self, w_P: Tensor, place: Place, data_weights: Tensor | None) -> Tensor:
+        leaves = [part.detach().requires_grad_() for part in self.flat.unflatten(w_P)]
+        found = torch.autograd.grad(self._loss(leaves, place, data_weights), leaves, allow_unused=True)
+        return self.flat.flatten([torch.zeros_like(p) if one is None else one for one, p in zip(found, leaves, strict=True)])
+
+    def reverse(self, w_P: Tensor, place: Place, data_weights: Tensor | None) -> Linearised:
+        leaves = [part.detach().requires_grad_() for part in self.flat.unflatten(w_P)]
+        weights = None if data_weights is None else data_weights.detach().requires_grad_()
+        found = torch.autograd.grad(self._loss(leaves, place, weights), leaves, create_graph=True, allow_unused=True)
+        # a parameter without effect on the gradients would leave no graph: adding 0 w keeps every one in it
+        graphs = [p * 0.0 if one is None else one for one, p in zip(found, leaves, strict=True)]
+        direction_P = (self.forward(w_P, place, data_weights) if self.recomputes
+                       else self.flat.flatten([graph.detach() for graph in graphs]))
+        return _AutogradLinearised(direction_P, graphs, leaves if weights is None else [*leaves, weights], self.flat)
+
+    def _loss(self, leaves: Sequence[Tensor], place: Place, data_weights: Tensor | None) -> Tensor:
+        seed = place.seed(self.task.seed)
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would also note a traceback for GPUs that are not in use
+        if leaves[0].is_cuda:
+            torch.cuda.manual_seed(seed)
+        with twice_differentiable():   # on both ways, whose gradients must have the same bits
+            return self.task.loss(dict(zip(self.flat.names, leaves, strict=True)), place, data_weights)
+
+
+class Segment:
+    """Runs a job's steps, keeps what its engine needs, and runs them back.
+
+    reversible: undoes each step in whole numbers.  checkpoint: keeps the state every sqrt(T) steps and repeats the steps between.
+    store: keeps weights and velocity of each step, in the parameters' own type.
+    """
+
+    def __init__(self, gradients: Gradients, flat: Flat, numbers: Numbers, place: Place, engine: str,
+                 kernels: str = "auto") -> None:
+        self.gradients, self.flat, self.numbers, self.place, self.engine = gradients, flat, numbers, place, engine
+        self._kernels = kernels
+        self.done: list[Shortened] = []
+        self.ones_G = (1.0,) * len(flat.groups)
+
+    @property
+    def num_steps(self) -> int:
+        return len(self.numbers.lr_TG)
+
+    @property
+    def carrier(self) -> Gradients:
+        return self.gradients
+
+    def rates(self, t: int) -> list[float]:
+        """What the velocity was multiplied by in step t, shortened, G."""
+        return self.done[t].rates(self.numbers.lr_TG[t])
+
+    def forward(self, start_P: Tensor, dtype: torch.dtype) -> Tensor:
+        """From these weights (float64) to those at the end."""
+        self.state = ExactMomentum(start_P.to(torch.float64), self.flat.groups, dtype=dtype, names=self.flat.layer_names,
+                                   keeps=self.engine == "reversible", engine=self._kernels)
+        self._tape = TAPES[self.engine](self.num_steps)
+        self._num_threads = torch.get_num_threads()
+        self.gradients.begin()
+        for t in range(self.num_steps):
+            self._tape.before(self, self.state, t)
+            self.done.append(self.step(self.state, t))
+            self._tape.after(self.state)
+        self._carried = self.gradients.take()
+        return self.state.position()
+
+    def step(self, state: ExactMomentum, t: int) -> Shortened:
+        """One step forward; the same bits whenever it is taken from the same state."""
+        numbers, w_P = self.numbers, state.weights()
+        direction_P = self.gradients.forward(w_P, self.place._replace(step=t), numbers.data_weights)
+        state.step_v(_with_decay(direction_P, w_P, numbers.l2_G, self.flat.groups), numbers.momentum_TG[t])
+        limited = numbers.max_param_change > 0.0 or any(limit > 0.0 for limit in numbers.max_change_G)
+        norms_G = state.velocity_norms() if limited else [0.0] * len(numbers.l2_G)
+        shortened = shorten(norms_G, numbers.lr_TG[t], numbers.max_change_G, numbers.max_param_change)
+        state.step_x(shortened.rates(numbers.lr_TG[t]))
+        return shortened
+
+    def reverse(self, dw_P: Tensor) -> tuple[Tensor, SegmentGrad]:
+        """From the derivative by the weights at the end to that by those at the start, and all on the way."""
+        grad, adjoint = SegmentGrad.zero(self.numbers), Adjoint(dw_P, self.flat.groups, self.state.dtype)
+        self.gradients.put(self._carried)
+        try:
+            self._tape.begin(self)
+            for t in reversed(range(self.num_steps)):
+                self._step_back(t, adjoint, grad)
+        except ReversalError as error:
+            raise self._told(error) from error
+        return adjoint.dw_P, grad
+
+    def _step_back(self, t: int, adjoint: Adjoint, grad: SegmentGrad) -> None:
+        numbers, flat, tape = self.numbers, self.flat, self._tape
+        move = adjoint.over_move(tape.new_velocity(self, t), numbers.lr_TG[t], self.done[t])
+        w_P = tape.old_weights(self, t)
+        linearised = self.gradients.reverse(w_P, self.place._replace(step=t), numbers.data_weights)
+        direction_P = _with_decay(linearised.direction_P, w_P, numbers.l2_G, flat.groups)
+        by_momentum_G = adjoint.over_decay(tape.old_velocity(self, t, direction_P), direction_P, numbers.momentum_TG[t])
+        by_w_P, by_weights = linearised.products(adjoint.z_P)
+        by_l2_G = adjoint.over_gradient(by_w_P, w_P, numbers.l2_G)
+        grad.add(t, move, by_momentum_G, by_l2_G, by_weights)
+
+    def _told(self, error: ReversalError) -> ReversalError:
+        """With where it was, and with what is known to have changed."""
+        now = torch.get_num_threads()
+        threads = f" (threads then: {self._num_threads}, now: {now})" if now != self._num_threads else ""
+        where = f"job {self.place.job} of outer iteration {self.place.outer_iter}"
+        return ReversalError(error.step, f"in {where} {error.why}{threads}")
+
+    @property
+    def spill_bytes(self) -> int:
+        return self.state.spill_bytes
+
+    @property
+    def state_bytes(self) -> int:
+        """Kept for the way back."""
+        return self._tape.bytes + (16 * self.flat.size + self.spill_bytes if self.engine == "reversible" else 0)
+
+
+def _with_decay(direction_P: Tensor, w_P: Tensor, l2_G: Sequence[float], groups: Sequence[slice]) -> Tensor:
+    """g + l2 w, in the parameters' type; the same operations there and back."""
+    if any(l2_G):
+        direction_P = direction_P.clone()
+        for group, l2 in zip(groups, l2_G, strict=True):
+            direction_P[group].add_(w_P[group], alpha=l2)
+    return direction_P

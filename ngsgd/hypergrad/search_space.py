@@ -1,0 +1,172 @@
+"""Which hyperparameters are tuned, as one vector of logarithms, and the plan that such a vector stands for.
+
+Letters: D tuned numbers (theta), K knots of the learning-rate schedule, T steps, G layers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from ngsgd.errors import ConfigError
+from ngsgd.hypergrad.hyperparameters import Plan
+
+PARTS = ("schedule", "layer_lr", "l2", "momentum", "max_change", "init_scale")
+_TINY_L2 = 1e-6  # where l2 is tuned from 0: a logarithm needs somewhere to begin
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The hyperparameters before tuning; all of them stay so but for what a space tunes."""
+
+    lr_initial: float            # of a job
+    lr_final: float
+    momentum: float = 0.9
+    l2: float = 0.0
+    max_change: float = 0.0      # 0 = none
+    max_param_change: float = 0.0
+
+
+@dataclass(frozen=True)
+class HyperSpace:
+    """A box around `settings` in the logarithms of what is tuned (of 1 - momentum for momentum).
+
+    Args:
+        parts: any of schedule, layer_lr, l2, momentum, max_change, init_scale; layer_lr, l2, max_change and init_scale are a
+            number for each layer.
+        knots: of the schedule, at even distances over the run and geometric between; 2: initial and final rate, exponential.
+        rates: how far, as a factor, learning rates may move from `settings`; `others` likewise for the rest.
+    """
+
+    settings: Settings
+    layers: tuple[str, ...]
+    num_steps: int
+    num_jobs: int = 1
+    num_outer_iters: int = 1
+    parts: tuple[str, ...] = ("schedule", "layer_lr", "l2", "momentum")
+    knots: int = 10
+    rates: float = 30.0
+    others: float = 10.0
+
+    def __post_init__(self) -> None:
+        if unknown := [part for part in self.parts if part not in PARTS]:
+            raise ConfigError(f"tune.space has {', '.join(unknown)}; choose among {', '.join(PARTS)}.")
+        if not self.parts or self.knots < 2:
+            raise ConfigError(f"tune.space is {list(self.parts)} with {self.knots} knots; tune something, with at least 2 knots.")
+        if "max_change" in self.parts and not self.settings.max_change:
+            raise ConfigError("tune.space has max_change, but optimizer.max_change is 0, no limit; set one to begin with.")
+
+    @cached_property
+    def slices(self) -> dict[str, slice]:
+        """Where each part lies in theta."""
+        sizes = {"schedule": self.knots, "momentum": 1}
+        found, first = {}, 0
+        for part in PARTS:
+            if part in self.parts:
+                size = sizes.get(part, len(self.layers))
+                found[part] = slice(first, first + size)
+                first += size
+        return found
+
+    @property
+    def size(self) -> int:
+        return sum(part.stop - part.start for part in self.slices.values())
+
+    def names(self) -> list[str]:
+        """Of each of the D numbers."""
+        def of(part: str) -> list[str]:
+            if part == "schedule":
+                return [f"lr at {index / (self.knots - 1):.2f}" for index in range(self.knots)]
+            return ["momentum"] if part == "momentum" else [f"{part} of {layer}" for layer in self.layers]
+        return [name for part in self.slices for name in of(part)]
+
+    def centre(self) -> Tensor:
+        """Theta of `settings`."""
+        s = self.settings
+        starts = {"schedule": self._exponential(s.lr_initial, s.lr_final), "momentum": [math.log(1.0 - s.momentum)],
+                  "layer_lr": [0.0] * len(self.layers), "l2": [math.log(s.l2 or _TINY_L2)] * len(self.layers),
+                  "max_change": [math.log(s.max_change or 1.0)] * len(self.layers), "init_scale": [0.0] * len(self.layers)}
+        return torch.tensor([value for part in self.slices for value in starts[part]], dtype=torch.float64)
+
+    def reach(self) -> Tensor:
+        """How far each number may move from the centre, D."""
+        reaches = {"schedule": self.rates, "layer_lr": self.others, "l2": self.others ** 2, "momentum": self.others,
+                   "max_change": self.others, "init_scale": self.others ** 0.5}
+        return torch.tensor([math.log(reaches[part]) for part, where in self.slices.items()
+                             for _ in range(where.stop - where.start)], dtype=torch.float64)
+
+    def clamp(self, theta_D: Tensor) -> Tensor:
+        """The nearest point of the box."""
+        centre_D, reach_D = self.centre(), self.reach()
+        clamped_D = torch.minimum(torch.maximum(theta_D, centre_D - reach_D), centre_D + reach_D)
+        if "momentum" in self.slices:
+            clamped_D[self.slices["momentum"]] = clamped_D[self.slices["momentum"]].clamp(math.log(0.002), math.log(0.9))
+        return clamped_D
+
+    def with_rates(self, theta_D: Tensor, lr_initial: float, lr_final: float) -> Tensor:
+        """Theta with the exponential schedule between two rates."""
+        changed_D = theta_D.clone()
+        changed_D[self.slices["schedule"]] = torch.tensor(self._exponential(lr_initial, lr_final), dtype=torch.float64)
+        return changed_D
+
+    def scaled(self, theta_D: Tensor, factor: float) -> Tensor:
+        """Theta with all learning rates multiplied."""
+        changed_D = theta_D.clone()
+        changed_D[self.slices["schedule"]] += math.log(factor)
+        return changed_D
+
+    def build(self, theta_D: Tensor) -> Plan:
+        """The plan, differentiable by theta."""
+        layers, s = len(self.layers), self.settings
+
+        def full(value: float, *shape: int) -> Tensor:
+            return torch.full(shape, value, dtype=torch.float64)
+        values = {part: theta_D[where] for part, where in self.slices.items()}
+        lr_T = self._schedule(values).exp()
+        factor_G = values["layer_lr"].exp() if "layer_lr" in values else full(1.0, layers)
+        momentum = 1.0 - values["momentum"].exp() if "momentum" in values else full(s.momentum, 1)
+        return Plan(
+            lr_T[:, None] * factor_G, momentum.expand(self.num_steps, layers),
+            values["l2"].exp() if "l2" in values else full(s.l2, layers),
+            values["init_scale"].exp() if "init_scale" in values else full(1.0, layers),
+            values["max_change"].exp() if "max_change" in values else full(s.max_change, layers),
+            full(s.max_param_change), full(1.0, self.num_outer_iters, self.num_jobs))
+
+    def values(self, theta_D: Tensor) -> dict[str, list[float]]:
+        """What is tuned, by part, in plain numbers: rates at the knots, factors, l2, momentum."""
+        found = {part: theta_D[where].exp().tolist() for part, where in self.slices.items()}
+        if "momentum" in found:
+            found["momentum"] = [1.0 - found["momentum"][0]]
+        return found
+
+    def _exponential(self, lr_initial: float, lr_final: float) -> list[float]:
+        first, last = math.log(lr_initial), math.log(lr_final)
+        return [first + (last - first) * index / (self.knots - 1) for index in range(self.knots)]
+
+    def _schedule(self, values: Mapping[str, Tensor]) -> Tensor:
+        """Logarithms of the rates, T: piecewise linear through the knots."""
+        s = self.settings
+        knots_K = values.get("schedule", torch.tensor(self._exponential(s.lr_initial, s.lr_final), dtype=torch.float64))
+        return interpolation(self.num_steps, self.knots) @ knots_K
+
+
+def interpolation(num_steps: int, num_knots: int) -> Tensor:
+    """The matrix (steps x knots) of piecewise linear interpolation between knots at even distances."""
+    at_T = torch.arange(num_steps, dtype=torch.float64) * ((num_knots - 1) / max(1, num_steps - 1))
+    distance_TK = (at_T[:, None] - torch.arange(num_knots, dtype=torch.float64)).abs()
+    return (1.0 - distance_TK).clamp(min=0.0)
+
+
+def stretched(space: HyperSpace, num_steps: int, num_outer_iters: int | None = None) -> HyperSpace:
+    """The same space for a run of another length: schedules go with the share of the run."""
+    return replace(space, num_steps=num_steps, num_outer_iters=num_outer_iters or space.num_outer_iters)
+
+
+def describe(space: HyperSpace, theta_D: Tensor) -> Sequence[str]:
+    """A line per part, for people."""
+    return [f"{part:11} " + " ".join(f"{value:.4g}" for value in values) for part, values in space.values(theta_D).items()]

@@ -1,0 +1,166 @@
+"""What each engine keeps on the way there, and what it makes of that on the way back.
+
+Letters: P parameters, t step.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from ngsgd.hypergrad.adjoint import Velocity
+from ngsgd.hypergrad.exact_momentum import ExactMomentum
+from ngsgd.hypergrad.step_limits import Shortened
+
+
+class Carrier(Protocol):
+    """What carries something from step to step; see `ngsgd.hypergrad.job_replay.Gradients`."""
+
+    def snapshot(self) -> Any: ...
+
+    def restore(self, snapshot: Any) -> None: ...
+
+
+class Segment(Protocol):
+    """The job whose steps are kept; see `ngsgd.hypergrad.job_replay.Segment`."""
+
+    state: ExactMomentum
+    ones_G: tuple[float, ...]
+
+    @property
+    def carrier(self) -> Carrier: ...
+
+    def rates(self, t: int) -> list[float]: ...
+
+    def step(self, state: ExactMomentum, t: int) -> Shortened: ...
+
+
+class Tape(Protocol):
+    """What a step back needs, by engine; asked in this order: new_velocity, old_weights, old_velocity."""
+
+    bytes: int
+
+    def __init__(self, num_steps: int) -> None: ...
+
+    def before(self, segment: Segment, state: ExactMomentum, t: int) -> None: ...
+
+    def after(self, state: ExactMomentum) -> None: ...
+
+    def begin(self, segment: Segment) -> None: ...
+
+    def new_velocity(self, segment: Segment, t: int) -> Velocity: ...
+
+    def old_weights(self, segment: Segment, t: int) -> Tensor: ...
+
+    def old_velocity(self, segment: Segment, t: int, direction_P: Tensor) -> Velocity: ...
+
+
+class _Reversible:
+    """Nothing is kept but the state at the end and what was put aside."""
+
+    def __init__(self, num_steps: int) -> None:
+        self.bytes = 0
+
+    def before(self, segment: Segment, state: ExactMomentum, t: int) -> None:
+        pass
+
+    def after(self, state: ExactMomentum) -> None:
+        pass
+
+    def begin(self, segment: Segment) -> None:
+        segment.state.verify()
+
+    def new_velocity(self, segment: Segment, t: int) -> Velocity:
+        return Velocity(segment.state.u_P, segment.state.scale_G)
+
+    def old_weights(self, segment: Segment, t: int) -> Tensor:
+        segment.state.undo_x(segment.rates(t))
+        return segment.state.weights()
+
+    def old_velocity(self, segment: Segment, t: int, direction_P: Tensor) -> Velocity:
+        segment.state.undo_v(direction_P)
+        return Velocity(segment.state.u_P, segment.state.scale_G)
+
+
+class _Store:
+    """Weights before each step and velocity after it."""
+
+    def __init__(self, num_steps: int) -> None:
+        self._weights: list[Tensor] = []
+        self._velocities: list[Tensor] = []
+        self._carried: list[Any] = []
+        self.bytes = 0
+
+    def before(self, segment: Segment, state: ExactMomentum, t: int) -> None:
+        self._weights.append(state.weights().clone())
+        self._carried.append(segment.carrier.snapshot())
+        if not self._velocities:
+            self._velocities.append(state.velocity().to(state.dtype))
+        self.bytes += 2 * self._weights[-1].numel() * self._weights[-1].element_size()
+
+    def after(self, state: ExactMomentum) -> None:
+        self._velocities.append(state.velocity().to(state.dtype))
+
+    def begin(self, segment: Segment) -> None:
+        pass
+
+    def new_velocity(self, segment: Segment, t: int) -> Velocity:
+        return Velocity(self._velocities.pop(), segment.ones_G)
+
+    def old_weights(self, segment: Segment, t: int) -> Tensor:
+        segment.carrier.restore(self._carried.pop())
+        return self._weights.pop()
+
+    def old_velocity(self, segment: Segment, t: int, direction_P: Tensor) -> Velocity:
+        return Velocity(self._velocities[-1], segment.ones_G)
+
+
+class _Checkpoint:
+    """The state every so many steps; the steps between are taken again, and stored while they are undone."""
+
+    def __init__(self, num_steps: int) -> None:
+        self._period = max(1, math.isqrt(num_steps))
+        self._num_steps = num_steps
+        self._states: list[tuple[int, ExactMomentum, Any]] = []
+        self._block = _Store(0)
+        self.bytes = 0
+
+    def before(self, segment: Segment, state: ExactMomentum, t: int) -> None:
+        if t % self._period == 0:
+            self._states.append((t, state.copy(), segment.carrier.snapshot()))
+            self.bytes += 16 * len(state.x_P)
+
+    def after(self, state: ExactMomentum) -> None:
+        pass
+
+    def begin(self, segment: Segment) -> None:
+        self._replay(segment, self._num_steps)
+
+    def _replay(self, segment: Segment, stop: int) -> None:
+        first, state, carried = self._states.pop()
+        segment.carrier.restore(carried)
+        self._block = _Store(0)
+        for t in range(first, stop):
+            self._block.before(segment, state, t)
+            segment.step(state, t)
+            self._block.after(state)
+
+    def new_velocity(self, segment: Segment, t: int) -> Velocity:
+        if not self._block._weights:
+            self._replay(segment, t + 1)
+        return self._block.new_velocity(segment, t)
+
+    def old_weights(self, segment: Segment, t: int) -> Tensor:
+        return self._block.old_weights(segment, t)
+
+    def old_velocity(self, segment: Segment, t: int, direction_P: Tensor) -> Velocity:
+        return self._block.old_velocity(segment, t, direction_P)
+
+
+class _Nothing(_Reversible):
+    """For the way there alone."""
+
+
+TAPES: dict[str, type[Tape]] = {"reversible": _Reversible, "store": _Store, "checkpoint": _Checkpoint, "none": _Nothing}

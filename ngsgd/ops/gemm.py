@@ -1,0 +1,169 @@
+"""Products of large float32 matrices on a CPU, by the faster of the two libraries that torch brings.
+
+torch's own products call MKL, which keeps to AVX2 on AMD's processors.  oneDNN, there for convolutions and for what Inductor makes
+of affine layers, takes AVX-512 wherever it is: on Zen 5 that is twice as many multiplications a second, at the same precision.
+
+Which one multiplies is decided by the processor and the sizes alone, so a run repeated on a machine has the same bits.
+`torch.backends.mkldnn.flags(enabled=False)` leaves all to MKL.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ngsgd.ops.kernels import native
+
+_LEAST = 1 << 21   # multiplications; below, a call of oneDNN costs as much as it saves
+_BLOCK = 256       # rows
+_own = threading.local()
+
+
+def mm(a_MK: Tensor, b_KN: Tensor, out: Tensor | None = None) -> Tensor:
+    """a b, as torch.mm; written to `out` a few rows at a time, so that nothing of its size is made beside it.
+
+    >>> mm(torch.ones(2, 3), torch.ones(3, 1))
+    tensor([[3.],
+            [3.]])
+    """
+    if not _is_for_onednn(a_MK, b_KN):
+        return torch.mm(a_MK, b_KN, out=out)
+    b_KN = _plain(b_KN)
+    if out is None:
+        y_MN: Tensor = _operators()[0](_by_rows(a_MK), b_KN.T, None, "none", [], "")
+        return y_MN
+    for first in range(0, len(a_MK), _BLOCK):
+        rows = slice(first, first + _BLOCK)
+        out[rows] = _operators()[0](_by_rows(a_MK[rows]), b_KN.T, None, "none", [], "")
+    return out
+
+
+def scaled_mm(a_MK: Tensor, b_KN: Tensor, scale: Tensor | float) -> Tensor:
+    """scale a b; may overwrite b, where MKL does not multiply by a number in passing."""
+    if isinstance(scale, Tensor) or not b_KN.is_cpu or _is_for_onednn(a_MK, b_KN):
+        return mm(a_MK, b_KN.mul_(scale))
+    return torch.addmm(_nothing(b_KN.dtype), a_MK, b_KN, beta=0.0, alpha=scale)
+
+
+def scaled_mv(a_MK: Tensor, b_K: Tensor, scale: Tensor | float) -> Tensor:
+    """scale a b; may overwrite b likewise."""
+    if isinstance(scale, Tensor) or not b_K.is_cpu:
+        return torch.mv(a_MK, b_K.mul_(scale))
+    return torch.addmv(_nothing(b_K.dtype), a_MK, b_K, beta=0.0, alpha=scale)
+
+
+def less_mm(c_MN: Tensor, a_MK: Tensor, b_KN: Tensor, scratch: Tensor | None = None) -> Tensor:
+    """c - a b; in the memory of `scratch` where that is quicker than new memory; in that of c where `scratch` is c."""
+    if not _is_for_onednn(a_MK, b_KN) or not c_MN.is_contiguous() or c_MN.dtype != a_MK.dtype:
+        return torch.addmm(c_MN, a_MK, b_KN, alpha=-1, out=scratch)
+    b_KN = _plain(b_KN)
+    if a_MK.numel() < b_KN.numel():   # the sign goes to the smaller
+        a_MK = torch.neg(a_MK, out=a_MK.new_empty(a_MK.shape))   # by rows, which is quicker
+    else:
+        b_KN = -b_KN
+    if scratch is not c_MN:
+        y_MN: Tensor = _operators()[1](_by_rows(a_MK), c_MN, b_KN.T, None, "add")
+        return y_MN
+    for first in range(0, len(c_MN), _BLOCK):
+        rows = slice(first, first + _BLOCK)
+        c_MN[rows] = _operators()[1](_by_rows(a_MK[rows]), c_MN[rows], b_KN.T, None, "add")
+    return c_MN
+
+
+def rows_of(x: Tensor) -> Tensor:
+    """All leading dimensions as one; itself where there is one, since on a CPU a view costs as much as a small product."""
+    return x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
+
+
+def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+    """x W^T + b, as torch.nn.functional.linear; without a backward pass."""
+    x_NI = rows_of(x)
+    if not _is_faster() or not _is_for_onednn(x_NI, weight_OI.T):
+        return torch.nn.functional.linear(x, weight_OI, bias_O)
+    y_NO: Tensor = _operators()[0](_by_rows(x_NI), _plain(weight_OI), bias_O, "none", [], "")
+    return y_NO.view(*x.shape[:-1], -1)
+
+
+def input_gradient(dY: Tensor, weight_OI: Tensor) -> Tensor:
+    """dY W, in the type of dY: what the backward pass of `linear` sends to x."""
+    dX_NI = mm(rows_of(dY), weight_OI if weight_OI.dtype == dY.dtype else weight_OI.to(dY.dtype))
+    return dX_NI if dY.ndim == 2 else dX_NI.view(*dY.shape[:-1], -1)
+
+
+def add_mm(total_MN: Tensor, a_MK: Tensor, b_KN: Tensor, *, keep: float, scale: float) -> None:
+    """total <- keep total + scale a b."""
+    if not _is_for_onednn(a_MK, b_KN):
+        torch.addmm(total_MN, a_MK, b_KN, beta=keep, alpha=scale, out=total_MN)
+    elif keep == 0.0:   # total may hold anything
+        torch.mul(mm(a_MK, b_KN), scale, out=total_MN)
+    else:
+        total_MN.mul_(keep).add_(mm(a_MK, b_KN), alpha=scale)
+
+
+def forget_copies() -> None:
+    """Lets go of the memory that this thread keeps for copies; the next that is needed takes it anew."""
+    vars(_own).clear()
+
+
+def _is_for_onednn(a_MK: Tensor, b_KN: Tensor) -> bool:
+    return (a_MK.numel() * b_KN.shape[1] >= _LEAST and a_MK.dtype == torch.float32 == b_KN.dtype and a_MK.is_cpu and b_KN.is_cpu
+            and not (torch.is_grad_enabled() and (a_MK.requires_grad or b_KN.requires_grad))
+            and bool(torch.backends.mkldnn.enabled) and _is_faster())
+
+
+def _plain(x: Tensor) -> Tensor:
+    """The right factor, without gaps, by rows or by columns: with gaps oneDNN may take its slowest way, 600 times slower."""
+    return x if x.is_contiguous() or x.T.is_contiguous() else _copied(x, "right")
+
+
+def _by_rows(x: Tensor) -> Tensor:
+    """The left factor."""
+    return x if x.is_contiguous() else _copied(x, "left")
+
+
+def _copied(x: Tensor, which: str) -> Tensor:
+    """In memory that is kept: new copies at every step leave holes in the heap."""
+    kept: Tensor | None = getattr(_own, which, None)
+    if kept is None or kept.numel() < x.numel():
+        with torch.inference_mode(False):   # else it could be written to in that mode alone
+            kept = x.new_empty(x.numel())
+        setattr(_own, which, kept)
+    return kept[:x.numel()].view(x.shape).copy_(x)
+
+
+@functools.cache
+def _nothing(dtype: torch.dtype) -> Tensor:
+    """What a product that is multiplied by a number is added to, times 0."""
+    with torch.inference_mode(False):
+        return torch.zeros((), dtype=dtype)
+
+
+@functools.cache
+def _operators() -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+    """(x, W, b, ..) -> x W^T + b, and (x, y, W, b, ..) -> x W^T + b + y: Inductor's, which may change."""
+    name = torch.ops.mkldnn._linear_pointwise
+    return name.default, name.binary
+
+
+@functools.cache
+def is_there() -> bool:
+    """Whether this torch has the operators."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    ones = torch.ones(2, 2)
+    try:
+        affine, added = _operators()
+        found = affine(ones, ones, None, "none", [], ""), added(ones, ones, ones, None, "add")
+    except (AttributeError, RuntimeError, TypeError):
+        return False
+    return [float(y[0, 0]) for y in found] == [2.0, 3.0]
+
+
+@functools.cache
+def _is_faster() -> bool:
+    """Whether oneDNN takes instructions that MKL does not."""
+    return native.is_made_by("AuthenticAMD") and native.capability() == "AVX512" and is_there()

@@ -1,0 +1,119 @@
+"""Weight gradients from the rows of a minibatch, dW = dY^T X, by our own C++ where that is quicker than a library's product.
+
+X lies in panels of 48 columns, in which `ngsgd.ops.fisher_projection` writes its rows first: a library's GEMM would copy
+them so first.  The bias gradient, and a correction of R rows that follow the others, come along in the same
+pass over dW.  On Intel's processors with AVX-512; on AMD's `ngsgd.ops.gemm` has the quicker product.
+
+Letters: N rows, I inputs, O outputs, R rank.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ngsgd.ops.kernels import native
+
+WIDTH = 48   # columns of a panel, as in the sources in kernels/
+_LEAST = 1 << 21   # multiplications
+_MANY_ROWS, _MANY_OUTPUTS = 256, 4   # below so many rows, and times the inputs, writing dW takes the time, and MKL is level
+SOURCE = Path(__file__).with_name("kernels") / "packed_gemm.cpp"
+
+
+class Panels(NamedTuple):
+    """A matrix by 48 columns and then the next 48; after its rows there may be room for more."""
+
+    memory: Tensor      # panels x (rows and room) x 48; numbers past the last column may be anything
+    num_rows: int
+    num_columns: int
+
+    @classmethod
+    def over(cls, memory: Tensor, num_rows: int, num_columns: int, room: int = 0) -> Panels:
+        """In flat memory of `size(num_rows + room, num_columns)` numbers."""
+        return cls(memory.view(-1, num_rows + room, WIDTH), num_rows, num_columns)
+
+    def rows(self) -> Tensor:
+        """The matrix."""
+        return self.memory[:, :self.num_rows].transpose(0, 1).reshape(self.num_rows, -1)[:, :self.num_columns]
+
+    def fill(self, rows_NI: Tensor, first: int = 0, *, factor: float = 1.0) -> None:
+        """Copies contiguous rows, times `factor`, to those from `first` on."""
+        _library().fill(rows_NI.data_ptr(), rows_NI.stride(0), len(rows_NI), self.num_columns, factor, self.memory.data_ptr(),
+                        self.memory.shape[1], first, torch.get_num_threads())
+
+
+class Correction(NamedTuple):
+    """What is still to be taken off the derivatives, dYhat = dY - H W, where R rows more cost less than that."""
+
+    H_NR: Tensor
+    W_RO: Tensor
+
+
+def size(num_rows: int, num_columns: int) -> int:
+    """Numbers that panels take."""
+    return -(-num_columns // WIDTH) * WIDTH * num_rows
+
+
+def are_for(dY_NO: Tensor, X_NI: Tensor) -> bool:
+    """Whether `product` is the quicker way to dY^T X here; decided by processor, types and sizes alone, so bits repeat."""
+    (N, O), I = dY_NO.shape, X_NI.shape[1]  # noqa: E741  the letters of above
+    return (N * O * I >= _LEAST and (N >= _MANY_ROWS or O >= _MANY_OUTPUTS * I)
+            and dY_NO.dtype == torch.float32 == X_NI.dtype and dY_NO.is_cpu and X_NI.is_cpu
+            and _is_faster() and native.is_allowed() and _library() is not None)
+
+
+def is_native() -> bool:
+    """Whether `product` is used on this processor; compiles it if need be."""
+    return _is_faster() and _library() is not None
+
+
+def product(dY: Tensor | Panels, X: Panels, scale: float, one_N: Tensor | None = None,
+            correction: Correction | None = None) -> tuple[Tensor, Tensor | None]:
+    """(scale dY^T X, scale dY^T one or None); with `correction`, of dY - H W in the place of dY.
+
+    With a correction X must have room for R rows more, which are overwritten: dY^T X - W^T (H^T X) is then one product, of dY and
+    W with X and -H^T X.
+    """
+    more_RO = None
+    if correction is not None:
+        taken_RI, of_one_R = product(correction.H_NR, X, 1.0, one_N)
+        X.fill(taken_RI, X.num_rows, factor=-1.0)
+        more_RO = correction.W_RO
+        one_N = None if one_N is None or of_one_R is None else torch.cat([one_N, -of_one_R])
+    at, pitch, panel, num_outputs = _place(dY)
+    dW_OI = X.memory.new_empty(num_outputs, X.num_columns)
+    db_O = None if one_N is None else X.memory.new_empty(num_outputs)
+    threads = torch.get_num_threads()
+    num_more = 0 if more_RO is None else len(more_RO)
+    library = _library()
+    work = native.work_memory(library.work_size(X.num_rows + num_more, threads))
+    library.product(at, pitch, panel, X.num_rows, native.address(more_RO), 0 if more_RO is None else more_RO.stride(0), num_more,
+                    X.memory.data_ptr(), X.memory.shape[1], num_outputs, X.num_columns, scale, dW_OI.data_ptr(),
+                    native.address(one_N), native.address(db_O), work.data_ptr(), threads)
+    return dW_OI, db_O
+
+
+def _place(dY: Tensor | Panels) -> tuple[int, int, int, int]:
+    """(address, numbers from row to row, rows of a panel or 0, columns)."""
+    if isinstance(dY, Panels):
+        return dY.memory.data_ptr(), WIDTH, dY.memory.shape[1], dY.num_columns
+    return dY.data_ptr(), dY.stride(0), 0, dY.shape[1]
+
+
+@functools.cache
+def _is_faster() -> bool:
+    """Whether the processor is one on which this has been measured to be."""
+    return native.capability() == "AVX512" and native.is_made_by("GenuineIntel")
+
+
+@functools.cache
+def _library() -> Any:
+    if native.capability() != "AVX512":
+        return None
+    a, n, real, threads = native.ADDRESS, native.NUMBER, native.REAL, native.THREADS
+    return native.threaded(SOURCE, work_size=(n, n, threads), fill=(None, a, n, n, n, real, a, n, n, threads),
+                           product=(None, a, n, n, n, a, n, n, a, n, n, n, real, a, a, a, a, threads))

@@ -1,0 +1,81 @@
+"""Models on held-out frames, as the final combination scores them: no dropout, batch-norm statistics of these frames.
+
+Letters: N rows (frames), D inputs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ngsgd.data.reader import Minibatch
+from ngsgd.errors import DataError
+from ngsgd.training.diagnostics.subset_scores import score_subset
+from ngsgd.training.parameter_vector import Layout, Vector
+
+
+class HeldOut:
+    """Scores parameter vectors on one fixed set of frames.
+
+    Works in `model`, which is left in test mode and with the parameters of the last call.
+    """
+
+    def __init__(self, model: nn.Module, minibatch: Minibatch) -> None:
+        if not len(minibatch.pdf_N):
+            raise DataError("there is no held-out frame to choose the final combination on; check data.valid_minutes.")
+        device = next(model.parameters()).device
+        self.model = model.eval()
+        self.layout = Layout.of(model)
+        weight_N = None if minibatch.weight_N is None else minibatch.weight_N.to(device)
+        self.minibatch = Minibatch(minibatch.x_ND.to(device), minibatch.pdf_N.to(device), weight_N)
+        self.total_weight = float(len(minibatch.pdf_N) if weight_N is None else weight_N.sum())
+
+    def parts(self, num_frames: int) -> Iterator[Minibatch]:
+        """The frames in order, so many at a time."""
+        for begin in range(0, len(self.minibatch.pdf_N), num_frames):
+            part = slice(begin, begin + num_frames)
+            weight_N = None if self.minibatch.weight_N is None else self.minibatch.weight_N[part]
+            yield Minibatch(self.minibatch.x_ND[part], self.minibatch.pdf_N[part], weight_N)
+
+    def __call__(self, parameters: Vector) -> tuple[float, Vector]:
+        """(objf per frame, the parameters with recomputed batch-norm statistics); minus infinity where it is not finite."""
+        self.layout.load(self.model, parameters)
+        if recompute_batchnorm(self.model, self.minibatch.x_ND):
+            parameters = self.layout.flatten(self.model.state_dict())
+        objf = score_subset(self.model, self.minibatch).objf
+        return (objf if math.isfinite(objf) else -math.inf), parameters
+
+
+@torch.no_grad()
+def recompute_batchnorm(model: nn.Module, x_ND: Tensor) -> int:
+    """Sets the statistics of batch normalisations to those of these frames under the present parameters; how many there are.
+
+    The statistics of averaged models are not the average of their statistics, so Kaldi recomputes them (RecomputeStats in
+    nnet3/nnet-diagnostics.cc).  Dropout is off while it happens.  All frames pass at once: what a layer sees depends on the
+    statistics of those below it, so parts would not give the pooled mean and (unbiased) variance.  That takes the memory of
+    the widest layer's inputs and outputs for all frames, without gradients.
+    """
+    layers = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
+    if not layers:
+        return 0
+    if len(x_ND) == 1:
+        raise DataError("batch-norm statistics cannot be recomputed on a single frame; raise egs.num_diagnostic_frames.")
+    modes = [(module, module.training) for module in model.modules()]
+    momenta = [layer.momentum for layer in layers]
+    model.eval()
+    for layer in layers:
+        layer.train()
+        layer.reset_running_stats()
+        layer.momentum = None  # a cumulative average, here of one minibatch
+    try:
+        model(x_ND)
+    finally:
+        for module, training in modes:
+            module.training = training
+        for layer, momentum in zip(layers, momenta, strict=True):
+            layer.momentum = momentum
+    return len(layers)

@@ -1,0 +1,64 @@
+"""The plain mean of the newest n models, n chosen on held-out frames (Kaldi's nnet3-combine).
+
+Letters: K models, P entries of a parameter vector.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from ngsgd.pipeline.combination.records import Candidate, Combined, best, require_some
+from ngsgd.training.parameter_vector import Vector
+
+Array = npt.NDArray[np.float64]
+Objective = Callable[[Vector], tuple[float, Vector]]  # parameters -> (objf, the parameters as scored); see HeldOut
+
+
+def running_mean(models: Sequence[Candidate], objective: Objective, max_evaluations: int = 30) -> Combined:
+    """The best mean of the newest n of `models` (given newest first), n among `evaluated_counts`.
+
+    At equal objf the smaller n stays.  One model is in memory at a time, beside the sum in float64, the mean under test and
+    the best so far: about five times a model in float32, however many there are, and what `objective` needs.
+    """
+    require_some(models)
+    counts = evaluated_counts(len(models), max_evaluations)
+    total_P: Array | None = None
+    mean_objf: dict[int, float] = {}
+    winner: Combined | None = None
+    for n, model in enumerate(models, start=1):
+        total_P = _add(total_P, model)
+        if n in counts:
+            objf, parameters_P = objective(_over(total_P, n))
+            mean_objf[n] = objf
+            if winner is None or objf > winner.objf:
+                winner = Combined(parameters_P, "newest" if n == 1 else "mean", n, objf, mean_objf)
+    assert winner is not None
+    return best([winner])
+
+
+def evaluated_counts(num_models: int, max_evaluations: int) -> frozenset[int]:
+    """The n that are tried: 1, then every ceil(num_models / max_evaluations)-th, and all.
+
+    Beside the newest model alone these are at most `max_evaluations`.
+
+    >>> sorted(evaluated_counts(10, 4))
+    [1, 4, 7, 10]
+    """
+    step = -(-num_models // max_evaluations)
+    return frozenset({*range(1, num_models + 1, step), num_models})
+
+
+def _add(total_P: Array | None, model: Candidate) -> Array:
+    if total_P is None:
+        return model.parameters().astype(np.float64)
+    total_P += model.parameters(len(total_P))
+    return total_P
+
+
+def _over(total_P: Array, n: int) -> Vector:
+    mean_P = np.empty(len(total_P), np.float32)
+    # rounded once, so that n equal models give back the same bits
+    return np.divide(total_P, n, out=mean_P, dtype=np.float64, casting="same_kind")

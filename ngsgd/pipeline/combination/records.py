@@ -1,0 +1,71 @@
+"""What goes into a combination and what comes out.
+
+Letters: K models, P entries of a parameter vector, L updatable layers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ngsgd.errors import CheckpointError, DivergenceError
+from ngsgd.training.parameter_vector import Vector
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A model that may enter the combination, read when its turn comes."""
+
+    outer_iter: int               # 0-based
+    load: Callable[[], Vector]    # its flat float32 parameters
+
+    def parameters(self, size: int | None = None) -> Vector:
+        """The parameters.
+
+        Raises DivergenceError if some are not finite, CheckpointError if there are not `size` of them.
+        """
+        loaded_P = self.load()
+        who = f"the model of outer iteration {self.outer_iter + 1}"
+        if size is not None and len(loaded_P) != size:
+            raise CheckpointError(f"{who} has {len(loaded_P)} parameters and not {size} like the others of the final combination; "
+                                  "combine models of one run.")
+        num_bad = int(np.count_nonzero(~np.isfinite(loaded_P)))
+        if num_bad:
+            raise DivergenceError(f"{who} cannot enter the final combination, because {num_bad} of its parameters are not finite; "
+                                  "leave it out, or lower schedule.lr_initial and train again.")
+        return loaded_P
+
+
+@dataclass(frozen=True)
+class Combined:
+    """A combination, chosen by its objf on the held-out frames."""
+
+    parameters: Vector                # flat float32; batch-norm statistics are those of the held-out frames
+    chosen: str                       # newest | mean | generalised
+    num_models: int                   # how many of the newest models are in it
+    objf: float                       # nats per frame, on the held-out frames it was chosen on: optimistic by the choice
+    mean_objf: dict[int, float]       # n -> objf of the mean of the newest n models; 1 is the newest alone
+    weights: dict[str, tuple[float, ...]] = field(default_factory=dict)  # generalised: layer -> weight of each model, newest first
+
+    @property
+    def objf_newest(self) -> float:
+        """What not combining would have given."""
+        return self.mean_objf[1]
+
+
+def best(tried: Sequence[Combined]) -> Combined:
+    """The one of highest objf, the first of equals.  Raises DivergenceError if none has a finite objf."""
+    winner = max(tried, key=lambda combined: combined.objf)
+    if not math.isfinite(winner.objf):
+        raise DivergenceError("neither the newest model nor a combination has a finite objf on the held-out frames; lower "
+                              "schedule.lr_initial and train again.")
+    return winner
+
+
+def require_some(models: Sequence[Candidate]) -> None:
+    """Raises CheckpointError if there is no model."""
+    if not models:
+        raise CheckpointError("there is no model to combine; keep at least the newest checkpoint.")

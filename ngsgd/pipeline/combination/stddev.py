@@ -1,0 +1,50 @@
+"""Rescaling of layers whose scale does not matter (Kaldi's nnet-normalize-stddev)."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+from torch import nn
+
+from ngsgd.models import PNorm, Renormalize
+from ngsgd.training.parameter_vector import Layout, Vector
+
+
+def normalize_stddev(parameters: Vector, model: nn.Module, stddev: float = 1.0) -> Vector:
+    """The same function with each scale-invariant layer scaled so that its parameters have this standard deviation.
+
+    Weights of a generalised combination need not sum to one, so such a layer comes out at any scale; what a learning rate or
+    a limit on change means in further training depends on it.  Over weights and bias together, about their mean, as in Kaldi.
+    `model` tells which layers (`scale_invariant_layers`); its own parameters are not looked at.
+    """
+    layout = Layout.of(model)
+    state = layout.unflatten(parameters)
+    for layer in scale_invariant_layers(model):
+        own = [state[f"{layer}.{name}"] for name, _ in model.get_submodule(layer).named_parameters()]
+        found = float(torch.cat([p.double().flatten() for p in own]).std(correction=0))
+        if found > 0.0:
+            for p in own:
+                p.mul_(stddev / found)
+    return layout.flatten(state)
+
+
+def scale_invariant_layers(model: nn.Module) -> list[str]:
+    """Names of affine layers before p-norm or ReLU and then renormalisation: their scale, bias included, changes no output.
+
+    Only what a plain nn.Sequential proves is found, and neither frozen nor shared parameters are touched.  Kaldi looks
+    for p-norm alone; ReLU scales with its input likewise.  Rows whose root mean square is below 2^-33 do change: the
+    renormalisation has a floor there.
+    """
+    uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+    found = []
+    for prefix, parent in model.named_modules():
+        if not isinstance(parent, nn.Sequential) or type(parent).forward is not nn.Sequential.forward:
+            continue
+        children = list(parent.named_children())
+        for (name, affine), (_, nonlinearity), (_, last) in zip(children, children[1:], children[2:], strict=False):
+            if not (type(affine) is nn.Linear and isinstance(nonlinearity, (PNorm, nn.ReLU)) and isinstance(last, Renormalize)):
+                continue
+            if all(p.requires_grad and uses[id(p)] == 1 for p in affine.parameters()):
+                found.append(f"{prefix}.{name}".lstrip("."))
+    return found

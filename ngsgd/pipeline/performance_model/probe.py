@@ -1,0 +1,216 @@
+"""Measures what the planner needs to know about this machine: outer iterations in miniature, with the run's own jobs.
+
+Worker processes run real jobs, cut short where they are long; the coordinator's share (average, checkpoint, diagnostics) is
+done between them as in a run.  Settings take turns, so that a machine that is busy for a while is busy for all of them.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ngsgd.config import RunConfig
+from ngsgd.data.reader import EgsReader
+from ngsgd.models.statistics import model_for
+from ngsgd.optim.outer import OuterInfo, OuterOptimizer, make_rule
+from ngsgd.pipeline.performance_model.formulas import Link, Spread, split_spread
+from ngsgd.pipeline.performance_model.planner import Machine, Speed, Workload, slots_of, threads_of
+from ngsgd.pipeline.performance_model.probe_worker import JobTiming, Process, Task, workers
+from ngsgd.schedules import Shard
+from ngsgd.training.diagnostics.subset_scores import score_subset
+from ngsgd.training.job import Held, Job, Piece, Start, WorkerSpec
+from ngsgd.training.parameter_vector import Layout, Vector
+from ngsgd.training.planning import Progress, schedule_of
+from ngsgd.training.storage.checkpoint import CheckpointStore
+
+_MAX_PROCESSES = 64       # of the probe; a machine with more cores is taken to go on as it did there
+_MAX_SHARED = 16          # with up to half as many cores, two workers per core are tried as well
+_MIN_LIMIT_S = 0.5
+_MIN_CYCLES = 3           # times that every setting is measured at least, whatever the time
+_CYCLES = 4               # times that it should be
+_ECHOES = 5
+
+
+@dataclass(frozen=True)
+class Setting:
+    """So many workers at the same time, of so many threads each."""
+
+    num_processes: int
+    num_threads: int
+
+
+@dataclass(frozen=True)
+class _Round:
+    """One outer iteration in miniature."""
+
+    jobs: tuple[JobTiming, ...]
+    average_s: float
+    checkpoint_s: float
+    diagnostics_s: float
+
+
+def measure(spec: WorkerSpec, *, num_cores: int, num_gpus: int, seconds: float, scratch: Path) -> tuple[Machine, Workload]:
+    """Takes about `seconds`, start of the processes included; checkpoints are tried out under `scratch`.
+
+    Raises what a worker raised, and ClusterError when one died or did not start.
+    """
+    deadline = time.monotonic() + seconds
+    reader = EgsReader(Path(spec.egs_directory))
+    coordinator = _Coordinator(spec.config, reader, scratch, num_cores)
+    settings = settings_to_measure(spec.config, num_cores=num_cores, num_gpus=num_gpus)
+    most = settings[-1]
+    with workers(spec, most.num_processes, num_gpus) as processes:
+        limit_s = max(_MIN_LIMIT_S, (deadline - time.monotonic()) / (len(settings) * (_CYCLES + 1)))
+        full = fullest(settings, num_cores=num_cores, num_gpus=num_gpus)
+        cold = coordinator.round(processes, full, limit_s)
+        coordinator.round(processes, most, limit_s)  # the other workers' first jobs, which would not be like the rest
+        link = _link(processes[0], coordinator.start)
+        rounds: dict[Setting, list[_Round]] = defaultdict(list)
+        while time.monotonic() < deadline or len(rounds[most]) < _MIN_CYCLES:
+            for setting in settings:
+                rounds[setting].append(coordinator.round(processes, setting, limit_s))
+    workload = workload_of(spec.config, reader, coordinator.layout)
+    return _summary(num_cores, num_gpus, rounds, cold, link, workload), workload
+
+
+def settings_to_measure(config: RunConfig, *, num_cores: int, num_gpus: int) -> list[Setting]:
+    """1, 2, 4 ... workers up to one per core (or GPU), with the threads that a run would give them, and one worker alone.
+
+    Where cores are few, also two workers per core: what they lose by taking turns cannot be told from fewer.
+    """
+    fixed = config.cluster.threads_per_worker
+    most = min(slots_of(fixed or 1, num_cores=num_cores, num_gpus=num_gpus), _MAX_PROCESSES)
+    counts = sorted({*(2 ** power for power in range(most.bit_length())), most, *([2 * most] if 2 * most <= _MAX_SHARED else [])})
+    settings = [Setting(count, fixed or threads_of(num_cores, count)) for count in counts]
+    return list(dict.fromkeys([Setting(1, fixed or 1), *settings]))
+
+
+def fullest(settings: Sequence[Setting], *, num_cores: int, num_gpus: int) -> Setting:
+    """The most workers that do not have to take turns."""
+    return max((s for s in settings if s.num_processes <= slots_of(s.num_threads, num_cores=num_cores, num_gpus=num_gpus)),
+               key=lambda s: s.num_processes)
+
+
+def workload_of(config: RunConfig, reader: EgsReader, layout: Layout) -> Workload:
+    """What a run with this configuration asks of a machine."""
+    info = reader.info
+    samples = info.num_frames / (info.num_archives * info.frames_per_eg)
+    return Workload(samples, config.schedule.minibatch_size, 4 * layout.size, info.num_frames * config.schedule.num_epochs)
+
+
+# The coordinator's side -----------------------------------------------------------------------------------------------
+
+
+class _Coordinator:
+    """Gives out jobs and does with their results what the coordinator of a run does."""
+
+    def __init__(self, config: RunConfig, reader: EgsReader, scratch: Path, num_cores: int) -> None:
+        self.config, self.reader = config, reader
+        self.model = model_for(config, reader).eval()
+        self.layout = Layout.of(self.model)
+        self.start = self.layout.flatten(self.model.state_dict())
+        self.outer = OuterOptimizer(make_rule(config.outer), self.start, ema_decay=config.outer.ema_decay,
+                                    num_threads=num_cores)
+        self.store = CheckpointStore(scratch, self.layout, config.checkpoint.num_to_keep)
+        self.subsets = [reader.diagnostic(name) for name in ("train", "valid")]
+        self.num_rounds = 0
+        self.first_outer_iter = schedule_of(config, reader).num_outer_iters  # a model that grows is whole by then
+
+    def round(self, processes: Sequence[Process], setting: Setting, limit_s: float) -> _Round:
+        active = processes[:setting.num_processes]
+        for index, worker in enumerate(active):
+            worker.send(Task(self._job(index, len(active)), setting.num_threads, limit_s))
+        jobs: tuple[JobTiming, ...] = tuple(worker.receive() for worker in active)
+        torch.set_num_threads(setting.num_threads)
+        clock = _Clock()
+        self.outer.step([job.parameters for job in jobs], [1.0] * len(jobs),
+                        OuterInfo(self.num_rounds, self.num_rounds + 1, len(jobs), self.config.schedule.lr_initial))
+        average_s = clock.lap()
+        self.store.save(Progress(self.num_rounds), self.outer.state_dict())
+        checkpoint_s = clock.lap()
+        self.layout.load(self.model, self.outer.eval_model())
+        for subset in self.subsets:
+            score_subset(self.model, subset)
+        self.layout.relative_change(self.start, self.outer.eval_model())
+        self.num_rounds += 1
+        return _Round(jobs, average_s, checkpoint_s, clock.lap())
+
+    def _job(self, index: int, num_jobs: int) -> Job:
+        """The next shard, trained from the first model: what is learned does not matter here."""
+        info = self.reader.info
+        passes = self.num_rounds * num_jobs + index
+        shard = Shard(passes % info.num_archives, passes % info.frames_per_eg)
+        outer_iter = self.first_outer_iter + self.num_rounds
+        return Job(outer_iter=outer_iter, job=index, attempt=1, pieces=(Piece(shard, outer_iter, index),),
+                   start=Start(Held(self.start)), lr=self.config.schedule.lr_initial, lr_factor=1.0)
+
+
+class _Clock:
+    """Seconds between two laps."""
+
+    def __init__(self) -> None:
+        self._last = time.perf_counter()
+
+    def lap(self) -> float:
+        last, self._last = self._last, time.perf_counter()
+        return self._last - last
+
+
+def _link(worker: Process, vector: Vector) -> Link:
+    """Latency and bandwidth between this process and a worker; the speed of adding comes later."""
+    def echo_s(what: Vector) -> float:
+        times = []
+        for _ in range(_ECHOES):
+            clock = _Clock()
+            worker.send(what)
+            worker.receive()
+            times.append(clock.lap())
+        return statistics.median(times)
+    latency_s = echo_s(vector[:1]) / 2
+    return Link(bandwidth=vector.nbytes / max(echo_s(vector) / 2 - latency_s, 1e-9), latency_s=latency_s, add_speed=1.0)
+
+
+def _summary(num_cores: int, num_gpus: int, rounds: dict[Setting, list[_Round]], cold: _Round, link: Link,
+             workload: Workload) -> Machine:
+    speeds = {setting: _speed(setting, found, workload, slots_of(setting.num_threads, num_cores=num_cores, num_gpus=num_gpus))
+              for setting, found in rounds.items()}
+    full = fullest(list(speeds), num_cores=num_cores, num_gpus=num_gpus)
+    fewest = min(setting.num_threads for setting in speeds)
+    # the setting "one worker alone" counts as parallel only where a run of one worker would have those threads
+    alone = max((s for s in speeds if s.num_processes == 1), key=lambda setting: setting.num_threads)
+    parallel = [s for s in speeds if s.num_processes > 1 or s == alone]
+    serial = [s for s in speeds if s == alone or (s.num_processes == 1 and s.num_threads == fewest)]
+    average_s = statistics.median(one.average_s for one in rounds[full])
+    warm_s = statistics.median(max(job.seconds for job in one.jobs) for one in rounds[full])
+    return Machine(
+        num_cores=num_cores, num_gpus=num_gpus,
+        parallel=tuple(speeds[s] for s in sorted(parallel, key=lambda s: s.num_processes)),
+        serial=tuple(speeds[s] for s in sorted(serial, key=lambda s: s.num_threads)),
+        spread=_spread(rounds[full]),
+        link=Link(link.bandwidth, link.latency_s, full.num_processes * workload.model_bytes / max(average_s, 1e-9)),
+        checkpoint_s=statistics.median(one.checkpoint_s for found in rounds.values() for one in found),
+        warm_up_s=max(0.0, max(job.seconds for job in cold.jobs) - warm_s))
+
+
+def _speed(setting: Setting, rounds: Sequence[_Round], workload: Workload, num_slots: int) -> Speed:
+    """Medians over rounds of means over workers: a round in which something else ran does not count for much.
+
+    Workers that share cores end one after another, and the last of them tells how long the cores were busy.
+    """
+    turns = max(1.0, setting.num_processes / num_slots)
+    over_workers = statistics.fmean if turns == 1.0 else max
+    step_s = statistics.median(over_workers([job.step_s for job in one.jobs]) for one in rounds) / turns
+    fixed_s = statistics.median(over_workers([job.fixed_s for job in one.jobs]) for one in rounds) / turns
+    return Speed(setting.num_processes, setting.num_threads, rate=workload.minibatch_size / step_s, fixed_s=fixed_s,
+                 diagnostics_s=statistics.median(one.diagnostics_s for one in rounds))
+
+
+def _spread(rounds: Sequence[_Round]) -> Spread:
+    minibatches = statistics.fmean(job.num_minibatches for one in rounds for job in one.jobs)
+    return split_spread([[job.step_s for job in one.jobs] for one in rounds], minibatches)

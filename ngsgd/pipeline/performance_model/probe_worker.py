@@ -1,0 +1,148 @@
+"""The worker processes of the probe: they run jobs, cut short where they are long, and say where the time went."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+import torch
+
+from ngsgd.cluster.process import settle
+from ngsgd.errors import ClusterError, NgsgdError
+from ngsgd.training.job import Job, WorkerSpec
+from ngsgd.training.parameter_vector import Vector
+from ngsgd.training.worker import Worker
+
+_WARM = 11                # minibatches at the start of a job with a Fisher update each
+_END_S = 5.0              # for a killed process to end
+_MARK = 8                 # minibatches between two looks at the clock: a multiple of the usual update period, 4
+
+
+@dataclass(frozen=True)
+class Task:
+    job: Job
+    num_threads: int
+    limit_s: float
+
+
+@dataclass(frozen=True)
+class JobTiming:
+    """Where the time of a job went."""
+
+    seconds: float           # all of it
+    step_s: float            # of a minibatch after the first eleven
+    fixed_s: float           # what a job of any length takes besides its steps
+    num_minibatches: int
+    parameters: Vector
+
+
+class Process:
+    """A worker process, seen from here."""
+
+    def __init__(self, process: Any, connection: Connection, timeout_s: float) -> None:
+        self.process, self.connection, self.timeout_s = process, connection, timeout_s
+
+    def send(self, message: object) -> None:
+        with contextlib.suppress(OSError):  # it is gone; `receive` says so
+            self.connection.send(message)
+
+    def receive(self) -> Any:
+        """Its answer; raises what it raised."""
+        try:
+            if not self.connection.poll(self.timeout_s):
+                raise ClusterError(f"a worker of the probe did not answer within cluster.start_timeout_s = {self.timeout_s:g}; "
+                                   "give it more time.")
+            answer = self.connection.recv()
+        except (EOFError, OSError) as error:
+            self.process.join(1.0)
+            raise ClusterError(f"a worker of the probe ended with code {self.process.exitcode}; see whether memory is short, and "
+                               "try a smaller model.") from error
+        if isinstance(answer, NgsgdError):
+            raise answer
+        if isinstance(answer, Exception):
+            raise ClusterError(f"a worker of the probe failed ({type(answer).__name__}: {answer}); does "
+                               "`ngsgd train cluster=in_process` run?") from answer
+        return answer
+
+
+@contextlib.contextmanager
+def workers(spec: WorkerSpec, count: int, num_gpus: int) -> Iterator[list[Process]]:
+    """`count` processes, each ready to take jobs; ended when the block is left."""
+    # forked from a process that has imported torch and done nothing else: one import for all, no lock of our threads
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    started = []
+    try:
+        for index in range(count):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=serve, args=(theirs, spec, index, num_gpus), daemon=True)
+            process.start()
+            theirs.close()
+            started.append(Process(process, ours, spec.config.cluster.start_timeout_s))
+        for worker in started:
+            worker.receive()
+        yield started
+    finally:
+        for worker in started:
+            worker.process.kill()
+        for worker in started:
+            worker.process.join(_END_S)
+            worker.connection.close()
+
+
+def serve(connection: Connection, spec: WorkerSpec, index: int, num_gpus: int) -> None:
+    """The worker process: answers tasks with timings and vectors with themselves, until the other side hangs up."""
+    try:
+        if num_gpus:
+            torch.cuda.set_device(index % num_gpus)
+        worker = Worker(spec, index)
+        connection.send("ready")
+        while True:
+            message = connection.recv()
+            connection.send(timed(worker, message) if isinstance(message, Task) else message)
+    except (EOFError, BrokenPipeError):
+        return
+    except Exception as error:
+        connection.send(error)
+
+
+def timed(worker: Worker, task: Task) -> JobTiming:
+    settle(task.num_threads)
+    watch = Watch(time.perf_counter() + task.limit_s, uses_gpu=worker.device.type == "cuda")
+    began = time.perf_counter()
+    result = worker.run(task.job, should_stop=watch)
+    seconds = time.perf_counter() - began
+    step_s = watch.step_s(seconds, result.num_minibatches)
+    fixed_s = max(0.0, seconds - step_s * result.num_minibatches)
+    return JobTiming(seconds, step_s, fixed_s, result.num_minibatches, np.array(result.sent.read()))
+
+
+class Watch:
+    """A stop signal that comes at a given time and notes, on the way, when minibatches were done."""
+
+    def __init__(self, deadline: float, *, uses_gpu: bool) -> None:
+        self.deadline, self.uses_gpu = deadline, uses_gpu
+        self.num_asked = 0
+        self.marks: list[tuple[int, float]] = []  # (minibatches done, time)
+
+    def __call__(self) -> bool:
+        self.num_asked += 1
+        if self.num_asked < _WARM or (self.num_asked - _WARM) % _MARK:
+            return False
+        if self.uses_gpu:
+            torch.cuda.synchronize()  # its queue runs ahead of what is done
+        self.marks.append((self.num_asked, time.perf_counter()))
+        return self.marks[-1][1] > self.deadline and len(self.marks) > 1
+
+    def step_s(self, seconds: float, num_minibatches: int) -> float:
+        """Seconds per minibatch once the Fisher estimates are warm; for a job too short to tell, its mean."""
+        if len(self.marks) < 2:
+            return seconds / num_minibatches
+        (first, start), (last, end) = self.marks[0], self.marks[-1]
+        return (end - start) / (last - first)

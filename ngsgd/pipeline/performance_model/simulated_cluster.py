@@ -1,0 +1,118 @@
+"""The cluster that a simulation assumes: speeds, spread, failures and links, and what the planner's formulas make of them.
+
+No clock, no files, no torch: `ngsgd.pipeline.performance_model.simulator` runs the jobs.  Seconds are virtual.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from ngsgd.config import RunConfig
+from ngsgd.pipeline.performance_model.formulas import Link, Spread, averaging_times, exposed_s, retry_wait_s, straggler_factor
+
+TOPOLOGIES = {"central": "central", "tree": "tree of 8", "ring": "ring", "halving-doubling": "halving-doubling",
+              "shards": "8 shards"}
+_EVEN = Spread(0.0, 0.0)
+_GIGABIT = Link(bandwidth=1.25e8, latency_s=2e-4, add_speed=8e9)
+_HOSTS, _FAILURES, _JOBS = range(3)  # streams of random numbers
+
+
+@dataclass(frozen=True)
+class SimulatedCluster:
+    """Workers that are alike but for chance; with `seed` every draw is decided."""
+
+    rate: float = 20000.0            # frames per second of an average worker; > 0
+    spread: Spread = _EVEN            # of a job's time, log-normal with mean 1
+    overhead_s: float = 0.0          # of a job before its first minibatch
+    failures_per_worker_hour: float = 0.0  # of a worker that is there, busy or not
+    hang_share: float = 0.0          # of the failures: the worker makes no progress any more, where others die; 0 to 1
+    replace_s: float = 20.0          # from a worker's end until another is ready in its place
+    link: Link = _GIGABIT
+    topology: str = "central"        # how parameters are averaged: one of TOPOLOGIES
+    seed: int = 0
+
+    def pace(self, worker: int) -> float:
+        """How many times the average a worker takes, now and always; also the one that replaces it."""
+        return _log_normal(self.spread.host, self._random(_HOSTS, worker))
+
+    def seconds(self, num_frames: int, num_minibatches: int, identity: tuple[int, int, int], worker: int) -> float:
+        """From the first minibatch of a job to its last."""
+        chance = _log_normal(self.spread.step / math.sqrt(max(num_minibatches, 1)), self._random(_JOBS, *identity))
+        return num_frames / self.rate * self.pace(worker) * chance
+
+    def failures_of(self, worker: int) -> np.random.Generator:
+        """Where the moments of a worker's failures come from."""
+        return self._random(_FAILURES, worker)
+
+    def time_to_failure(self, chance: np.random.Generator) -> float:
+        """Seconds that a worker lives."""
+        return 3600.0 * float(chance.exponential()) / self.failures_per_worker_hour if self.failures_per_worker_hour else math.inf
+
+    def average_s(self, num_jobs: int, num_bytes: float) -> float:
+        """Sending the model out, the results back, and adding them."""
+        return averaging_times(num_jobs, num_bytes, self.link)[TOPOLOGIES[self.topology]]
+
+    def _random(self, stream: int, *key: int) -> np.random.Generator:
+        return np.random.default_rng([self.seed, stream, *key])
+
+
+def _log_normal(sigma: float, chance: np.random.Generator) -> float:
+    return math.exp(sigma * float(chance.standard_normal()) - sigma ** 2 / 2) if sigma else 1.0
+
+
+@dataclass(frozen=True)
+class Expected:
+    """One outer iteration as the formulas have it, in seconds."""
+
+    work_s: float      # K / r
+    compute_s: float   # until the slowest job has ended
+    average_s: float   # as far as the jobs wait for it
+    failures_s: float  # waiting for jobs that run again
+
+    @property
+    def outer_iter_s(self) -> float:
+        return self.compute_s + self.average_s + self.failures_s
+
+
+def expected(cluster: SimulatedCluster, config: RunConfig, *, num_jobs: int, samples: float, model_bytes: float) -> Expected:
+    """What the planner's formulas say of an outer iteration with a worker for each job of `samples` frames."""
+    schedule, work_s = config.schedule, samples / cluster.rate
+    num_minibatches = samples / schedule.minibatch_size
+    # with shares by speed a slow machine has less to do, and only chance makes its job late
+    spread = cluster.spread if schedule.shares == "equal" else Spread(0.0, cluster.spread.step)
+    job_s = schedule.round_s if schedule.shares == "time" else (
+        cluster.overhead_s + work_s * straggler_factor(spread.of_job(num_minibatches), num_jobs))
+    fragments = config.outer.num_fragments if config.outer.kind == "streaming" else 1
+    is_ahead = config.outer.overlap or (config.outer.kind == "streaming" and config.outer.delay > 0)
+    average_s = exposed_s(cluster.average_s(num_jobs, model_bytes / fragments),
+                          overlap_steps=num_minibatches if is_ahead else 0.0, step_s=schedule.minibatch_size / cluster.rate)
+    waits = config.failure.policy == "retry"
+    failures_s = retry_wait_s(cluster.failures_per_worker_hour / 3600.0, num_jobs, job_s, cluster.replace_s) if waits else 0.0
+    return Expected(work_s, job_s, average_s, failures_s)
+
+
+@dataclass
+class Books:
+    """Where the workers' time went, in worker-seconds; the parts add up to `total_s`."""
+
+    total_s: float = 0.0
+    trained_s: float = 0.0     # minibatches of jobs that returned a result
+    overhead_s: float = 0.0    # of those jobs
+    broken_s: float = 0.0      # of jobs that returned none: training, overhead, hanging
+    replaced_s: float = 0.0    # workers that were gone
+    repeats_s: float = 0.0     # waiting while nothing but repeated jobs was under way
+    stragglers_s: float = 0.0  # waiting while first tries were
+    average_s: float = 0.0     # waiting for the average
+    num_deaths: int = 0        # hanging workers that were killed included
+    num_hangs: int = 0
+
+    def shares(self) -> dict[str, float]:
+        """Shares of the workers' time, 0 to 1: `efficiency`, and what was lost to what."""
+        total_s = max(self.total_s, 1e-12)
+        return {"efficiency": self.trained_s / total_s,
+                "failures": (self.broken_s + self.replaced_s + self.repeats_s) / total_s,
+                "stragglers": self.stragglers_s / total_s, "averaging": self.average_s / total_s,
+                "overhead": self.overhead_s / total_s}

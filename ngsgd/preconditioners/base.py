@@ -1,0 +1,588 @@
+"""The protocol of all preconditioners: what turns the gradient g into P g between `backward()` and a step of any optimiser.
+
+    preconditioner = KFAC(model, damping=1e-3)
+    loss = preconditioner.evaluate(lambda: loss_fn(model(x), y))    # forward and backward pass
+    preconditioner.step()                                           # p.grad <- P p.grad
+    optimizer.step()
+
+A method is two or three functions of one layer: `measure` (rows or gradients to statistics that can be averaged), `invert`
+(statistics to what is applied), `direction`.  The rest is here: intervals, moving averages with bias correction, limits, state.
+
+Letters: O outputs, I inputs (with the 1 of the bias).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed
+from torch import Tensor, nn
+
+from ngsgd.curvature.layers import wide, without_autocast
+from ngsgd.errors import CheckpointError, ConfigError
+from ngsgd.ops import gemm
+from ngsgd.preconditioners import step_limits
+from ngsgd.preconditioners.distributed import Ranks
+from ngsgd.preconditioners.factored_grad import HeldRows, RowGradients, is_cheaper_by_rows, multiplied_right
+from ngsgd.preconditioners.fisher_recorder import Rows, Signal, Watch
+from ngsgd.preconditioners.options import FisherOptions, Options, is_due, make_options
+from ngsgd.preconditioners.states import OWN, State, kept, mean_state, own
+
+_MUCH = 0.3   # share of the parameters whose plain gradient is worth a warning
+
+
+class Preconditioner:
+    """What the methods share; see each method for its formula.
+
+    Layers whose curvature is not known to a method that looks at rows (normalisations, embeddings, grouped convolutions) get
+    the diagonal of their Fisher matrix: g / (F + damping).  Parameters of skipped layers keep their gradient.
+
+    Args:
+        model: the module whose parameters' `.grad` are preconditioned.
+        options: those of the method's `Options`.
+
+    Raises:
+        ConfigError: an option is unknown or out of range.
+    """
+
+    Options: ClassVar[type[Options]] = Options
+    has_mean: ClassVar[bool] = True   # the statistics of several workers have a mean that means something
+    joins_bias: ClassVar[bool] = True       # weight and bias of an affine layer are one block
+    splits_work: ClassVar[bool] = False     # has statistics with a mean over ranks, and inverses layer by layer
+    agrees_over_ranks: ClassVar[bool] = False   # is the same on all ranks that average their gradients, without exchanging anything
+    passes_on: ClassVar[bool] = False       # inverts one layer after the other, from the statistics alone
+    looks_at_held: ClassVar[bool] = False   # looks at the curvature need no gradient multiplied out
+    applies_first: ClassVar[bool] = False   # the direction comes from the curvature of the steps before
+
+    def __init__(self, model: nn.Module, **options: Any) -> None:
+        self.model = model
+        self.options: Any = make_options(type(self).Options, type(self).__name__, options)
+        if self.options.averaging == "average":
+            self._require_mean()
+        self.num_steps = 0
+        self.num_skipped = 0        # looks at the curvature that were left out because they were not finite
+        self._last: dict[str, int | None] = {"curvature": None, "inverse": None}
+        self.statistics: dict[str, State] = {}   # by weight: sums of the moving averages
+        self.weights: dict[str, float] = {}      # their weights, for the bias correction
+        self.inverses: dict[str, State] = {}     # what is applied
+        self._watched: Watch | None = None       # of this step's passes
+        self._signal: Signal | None = None
+        self._holding: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        self._ranks: Ranks | None = None
+        self._overwrites = False                 # what a method is given (a gradient, statistics) may be written over
+        self._held: dict[str, HeldRows] = {}     # by weight: this step's gradients that are not multiplied out
+        self._skipped = self._skipped_parameters()
+        self._bias_of = _biases(model) if type(self).joins_bias else {}
+        device = next(model.parameters()).device
+        self.generator = torch.Generator(device).manual_seed(self.options.seed)
+        self._is_replicated = False              # DistributedDataParallel averages the gradients
+        refuse_sharded(model, type(self).__name__)
+        for module in model.modules():
+            if isinstance(module, nn.parallel.DistributedDataParallel):
+                self._replicate(module.process_group)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Of a copy or a pickle: all but the current minibatch, whose graph cannot be copied."""
+        return {**vars(self), "_watched": None, "_signal": None, "_holding": contextlib.nullcontext(), "_held": {}}
+
+    # one step
+
+    def evaluate(self, closure: Callable[[], Tensor]) -> Tensor:
+        """The loss that `closure()` returns for a minibatch; its gradient is added to `.grad`.
+
+        Methods that look at a minibatch again after the optimiser's step keep the closure till then and call it once more: for the
+        same parameters it must return the same loss.  Autocast belongs inside of it.
+        """
+        with self.watch(), torch.enable_grad():
+            with self._holding:
+                loss = closure()
+            self.backward(loss)
+        return loss.detach()
+
+    def evaluate_and_step(self, closure: Callable[[], Tensor], lr: float | None = None) -> Tensor:
+        """`evaluate` and `step` in one, for loops that do nothing to gradients in between: quicker, with the same result.
+
+        Rows of layers that are wider than the minibatch are preconditioned before they become a gradient, which is then made once;
+        not under DistributedDataParallel, which averages gradients.
+        """
+        if self._may_hold():
+            self._holding = RowGradients(self.model, _biases(self.model), joined=type(self).joins_bias, wanted=self._is_held)
+        try:
+            loss = self.evaluate(closure)
+            if isinstance(self._holding, RowGradients):
+                self._held = self._holding.taken()
+        finally:
+            self._holding = contextlib.nullcontext()
+        self.step(lr)
+        return loss
+
+    def _may_hold(self) -> bool:
+        """Methods that look at gradients need them multiplied out, as do ranks that average them; kl_clip needs P g beside g."""
+        return not self.options.kl_clip and self._ranks is None and not self._is_replicated \
+            and (type(self).looks_at_held or not self.is_due("curvature"))
+
+    def _is_held(self, name: str, num_rows: int, num_outputs: int, num_inputs: int) -> bool:
+        if name in self._skipped or self._is_replicated:   # the first forward pass may have found replicas
+            return False
+        return any(is_cheaper_by_rows(num_rows, num_outputs, num_inputs)) \
+            and (self.is_due("curvature") or self.can_hold(name, self.inverses.get(name, {})))
+
+    @contextlib.contextmanager
+    def watch(self) -> Iterator[None]:
+        """Forward and backward passes inside are looked at, where a look is due."""
+        if self._last["curvature"] is None:   # made before the model was sharded
+            refuse_sharded(self.model, type(self).__name__)
+        noticed = None if self._is_replicated else self.model.register_forward_pre_hook(self._notice_replicas)
+        try:
+            with self._watching():
+                yield
+        finally:
+            if noticed is not None:
+                noticed.remove()
+
+    def _notice_replicas(self, *_: Any) -> None:
+        """In a forward pass: whether DistributedDataParallel runs it."""
+        around = nn.parallel.DistributedDataParallel._get_active_ddp_module()
+        if around is not None and not self._is_replicated:
+            self._replicate(around.process_group)
+
+    def _replicate(self, group: Any) -> None:
+        """Splits the work over the ranks of a data-parallel loop, whose replicas would drift apart else."""
+        method = type(self)
+        if method.splits_work and self._ranks is None:
+            self.split_work(group)
+        elif not method.splits_work and not method.agrees_over_ranks:
+            raise ConfigError(f"{method.__name__} does not work under DistributedDataParallel: each rank would use the curvature "
+                              "of its own rows, and the replicas would drift apart; choose KFAC, KFLR, DiagonalNG, UnitWiseNG, "
+                              "LayerWiseNG, Shampoo or SOAP, which average it over the ranks.")
+        self._is_replicated = True
+
+    @contextlib.contextmanager
+    def _watching(self) -> Iterator[None]:
+        if not isinstance(self.options, FisherOptions) or not self.is_due("curvature"):
+            yield
+            return
+        self._watched = self._watched or Watch(self.model, fisher=self.options.fisher, num_draws=self.options.num_draws,
+                                               generator=self.generator, layers=self._layers())
+        with self._watched:   # several before a step see one minibatch
+            yield
+        self._signal = self._watched.signal()
+
+    def backward(self, loss: Tensor) -> None:
+        """The gradient of the loss; methods that need second derivatives of it take them here."""
+        loss.backward()
+
+    def is_due(self, what: str) -> bool:
+        """Whether this step looks at the "curvature", or renews the "inverse"."""
+        return is_due(getattr(self.options, f"{what}_interval"), self.num_steps, self._last[what])
+
+    @torch.no_grad()
+    def step(self, lr: float | None = None) -> None:
+        """Replaces `.grad` of every parameter by the preconditioned one; `lr` is needed for kl_clip alone."""
+        with without_autocast(self.generator.device.type):
+            self._step(lr)
+
+    def _step(self, lr: float | None) -> None:
+        parameters = dict(self.model.named_parameters())
+        held = self._held_alone(parameters)
+        grads = {name: p.grad if p.grad.dtype is torch.float32 else wide(p.grad) for name, p in parameters.items()
+                 if p.grad is not None and name not in self._skipped}
+        if self._last["curvature"] is None:
+            refuse_sharded(self.model, type(self).__name__)
+            self._warn_of_ranks()
+        directions = self.apply_all(grads, held) if type(self).applies_first else None
+        if self.is_due("curvature") and self._look(grads):
+            self._last["curvature"] = self.num_steps
+            if self.is_due("inverse"):
+                self.refresh()
+                self._last["inverse"] = self.num_steps
+        self._signal = self._watched = None
+        for name in [name for name in held if not self.can_hold(name, self.inverses.get(name, {}))]:
+            grads |= self.named(name, held.pop(name).product())
+        # nobody asks for the gradient again, so it may be written over: a new one is a pass over memory more
+        self._overwrites = self.options.graft == "none" and not self.options.kl_clip
+        try:
+            directions = self.apply_all(grads, held) if directions is None else directions
+        finally:
+            self._overwrites = False
+        found = self._limited(grads, held, directions, lr)
+        for name, p in parameters.items():
+            if name in found:
+                _give(p, found[name])
+        self.num_steps += 1
+
+    def _held_alone(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, HeldRows]:
+        """Held gradients that are all that their layer has; the others are multiplied out and added to what is there."""
+        held, self._held = self._held, {}
+        for name, rows in list(held.items()):
+            block = self._block(name)
+            if any(parameters[each].grad is not None for each in block):
+                for each, part in zip(block, rows.product(), strict=False):
+                    p = parameters[each]
+                    if part is not None:
+                        p.grad = part.to(p.dtype) if p.grad is None else p.grad.add_(part)
+                del held[name]
+        return held
+
+    def _block(self, name: str) -> list[str]:
+        """The parameters that are one with it."""
+        bias = self._bias_of.get(name)
+        return [name] if bias is None else [name, bias]
+
+    def apply_all(self, grads: Mapping[str, Tensor], held: dict[str, HeldRows]) -> dict[str, Tensor]:
+        """`apply`, and P g of the gradients that are held as rows."""
+        found = self.apply(grads)
+        for name in list(held):
+            rows = held.pop(name) if self._overwrites else held[name]   # layer by layer their memory becomes that of P g
+            found |= self.named(name, self.direction_of_rows(name, self.inverses[name], rows))
+        return found
+
+    def named(self, name: str, parts: tuple[Tensor, Tensor | None]) -> dict[str, Tensor]:
+        """(of the weight, of the bias) by parameter name."""
+        return {each: part for each, part in zip(self._block(name), parts, strict=False) if part is not None}
+
+    def _look(self, grads: Mapping[str, Tensor]) -> bool:
+        if isinstance(self.options, FisherOptions):
+            if self._signal is None:
+                if self._last["curvature"] is None:
+                    raise ConfigError(f"{type(self).__name__} has not seen a minibatch; run its forward and backward pass inside "
+                                      "of `with preconditioner.watch():`.")
+                return False
+            if self._watched is not None:
+                self._watched.forget()
+            seen = {*self._signal.rows, *self._signal.squares}
+            self.update_curvature(replace(self._signal, is_last=True))
+            if self._last["curvature"] is None and seen:
+                self._warn_of_plain(grads, {*seen, *(self._bias_of.get(name) for name in seen)})
+        else:
+            self.update_curvature(grads)
+        return True
+
+    def _warn_of_ranks(self) -> None:
+        """At the first step: whether the loop averages gradients itself, or its processes train independently, cannot be seen."""
+        method, distributed = type(self), torch.distributed
+        if method.agrees_over_ranks or self._ranks is not None or not (distributed.is_available() and distributed.is_initialized()):
+            return
+        if (size := distributed.get_world_size()) > 1:
+            remedy = "call split_work(group)" if method.splits_work else "choose a method that splits its work, such as KFAC"
+            warnings.warn(f"{method.__name__} uses the curvature of the rows of this process alone, and torch.distributed has "
+                          f"{size} processes; if the loop averages gradients over them, {remedy}, or the copies of the model "
+                          "drift apart.", stacklevel=4)
+
+    def _warn_of_plain(self, grads: Mapping[str, Tensor], covered: Collection[str | None]) -> None:
+        """After the first look: where much of the model keeps its plain gradient, and nobody skipped it."""
+        sizes = {name: p.numel() for name, p in self.model.named_parameters() if p.requires_grad and name not in self._skipped}
+        plain = [name for name in grads if name not in covered]
+        share = sum(sizes.get(name, 0) for name in plain) / max(sum(sizes.values()), 1)
+        if share > _MUCH:
+            names = ", ".join([*plain[:5], "..."] if len(plain) > 5 else plain)
+            warnings.warn(f"{type(self).__name__} leaves {100.0 * share:.0f} % of the parameters their plain gradient, because the "
+                          f"minibatch had no curvature of theirs: {names}; name their layers in skip= if this is intended.",
+                          stacklevel=5)
+
+    def split_work(self, group: Any) -> None:
+        """From now on the ranks of a `torch.distributed` process group act as one.
+
+        The curvature is that of all their minibatches, by rows; each layer's inverse is made by one rank and sent to the others.
+
+        For loops that average gradients over the ranks before `step` by themselves, and in which all ranks step alike; under
+        DistributedDataParallel it is called in the first forward pass at the latest.
+
+        Raises:
+            ConfigError: the method's curvature has no mean over ranks, or is no work that can be split.
+        """
+        if not type(self).splits_work:
+            raise ConfigError(f"{type(self).__name__} cannot split its work over ranks; KFAC, KFLR, DiagonalNG, UnitWiseNG, "
+                              "LayerWiseNG, Shampoo and SOAP can.")
+        self._ranks = Ranks(group, self.generator.device)
+
+    # the parts of a step
+
+    def update_curvature(self, seen: Signal | Mapping[str, Tensor]) -> None:
+        """Takes in the rows of a minibatch (methods of the Fisher matrix) or its gradients (the others)."""
+        if not isinstance(seen, Signal):   # with `split_work` the mean of all ranks' gradients already
+            for name, g in self._joined(seen).items():
+                self._average(name, self.measure_gradient(name, g))
+            return
+        for name in seen.squares:
+            self._bias_of.pop(name, None)   # its own block, also in an affine layer, such as one tied to an embedding
+        squares: dict[str, State] = {name: {"squares": value} for name, value in seen.squares.items()}
+        if self._ranks is None:
+            for name, rows in seen.layers():
+                self._bias_of[name] = rows.bias
+                self.take(name, rows)
+            measured = squares
+        else:
+            own_rows = {}
+            for name, rows in seen.rows.items():
+                self._bias_of[name] = rows.bias
+                own_rows[name] = self.measure(name, rows)
+            measured = self._ranks.mean(own_rows | squares, float(seen.num_rows))
+        for name, new in measured.items():
+            self._average(name, new)
+
+    def take(self, name: str, rows: Rows) -> None:
+        """Takes in the rows of one layer."""
+        new = self.measure(name, rows)
+        if not self._is_passed_on(name):
+            self._average(name, new)
+        elif all(bool(value.sum().isfinite()) for value in new.values()):
+            self._pass_on(name, new)
+        else:
+            self.num_skipped += 1
+
+    def _pass_on(self, name: str, new: State) -> None:
+        """Inverts statistics, in their own memory where the method can."""
+        for kept_so_far in (self.inverses, self.statistics, self.weights):
+            kept_so_far.pop(name, None)   # its memory is needed again
+        self._overwrites = True
+        try:
+            self.inverses[name] = self._inverted(name, new)
+        finally:
+            self._overwrites = False
+
+    def _is_passed_on(self, name: str) -> bool:
+        """Whether a layer's statistics are of no use once they are inverted, so that they need not be kept."""
+        return type(self).passes_on and self.option(name, "ema_decay") == 0.0 and self.options.averaging != "average" \
+            and self.is_due("inverse")
+
+    def _average(self, name: str, new: State) -> None:
+        if not all(bool(value.sum().isfinite()) for value in new.values()):   # one pass; isfinite() of each element takes four
+            self.num_skipped += 1
+            return
+        decay = self.option(name, "ema_decay")
+        if name not in self.statistics or decay == 0.0:
+            self.statistics[name], self.weights[name] = {key: kept(value) for key, value in new.items()}, 1.0
+            if decay:  # the first minibatch is worth as much as any other
+                self.weights[name] = 1.0 - decay
+                torch._foreach_mul_(list(self.statistics[name].values()), 1.0 - decay)
+            return
+        for key, value in new.items():
+            self.statistics[name][key].mul_(decay).add_(value, alpha=1.0 - decay)
+        self.weights[name] = decay * self.weights[name] + 1.0 - decay
+
+    def curvature(self, name: str) -> State:
+        """The averaged statistics of a layer."""
+        weight = self.weights[name]
+        return {key: value if weight == 1.0 else value / weight for key, value in self.statistics[name].items()}
+
+    def refresh(self) -> None:
+        """Renews what is applied from the averaged curvature; after `split_work` that of this rank's layers, and takes the others'.
+        """
+        ranks = self._ranks
+        if ranks is None:
+            for name in self.statistics:
+                self.inverses[name] = self._inverted(name, self.curvature(name))
+            return
+        # a matrix of a layer is inverted or decomposed in D^3 operations
+        owners = ranks.owners({name: sum(float(value.numel()) * value.shape[-1] for value in known.values() if value.ndim > 1)
+                               for name, known in self.statistics.items()})
+        self.inverses |= ranks.exchanged({name: self._inverted(name, self.curvature(name)) for name, owner in owners.items()
+                                          if owner == ranks.rank})
+
+    def _inverted(self, name: str, known: State) -> State:
+        inverse = known if "squares" in known else self.invert(name, known)
+        return {key: value.contiguous() for key, value in inverse.items()}   # as it is after a restart
+
+    def apply(self, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """P g by parameter name; parameters without curvature come back as they are."""
+        found = dict(grads)
+        biases = {bias for weight, bias in self._bias_of.items() if weight in grads}
+        for name in grads:
+            inverse = self.inverses.get(name)
+            if inverse is None or name in biases:
+                continue
+            if "squares" in inverse:
+                damped = inverse["squares"].view_as(grads[name]) + self.option(name, "damping")
+                found[name] = grads[name] / damped
+            else:
+                found |= self.block_direction(name, inverse, grads)
+        return found
+
+    def block_direction(self, name: str, inverse: State, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """P g of the parameters that are one block with a weight."""
+        factors = self.factors(inverse)
+        if factors is None:
+            return self._parted(name, self.direction(name, inverse, self._joined_one(name, grads)), grads)
+        left_OO, right_II = factors
+        block = self._block(name)
+        bias = left_OO @ grads[block[1]] if len(block) > 1 else None
+        parts = multiplied_right(gemm.mm(left_OO, grads[name].flatten(1)), bias, right_II)
+        return {each: part.view_as(grads[each]) for each, part in zip(block, parts, strict=False) if part is not None}
+
+    # of a method
+
+    def measure(self, name: str, rows: Rows) -> State:
+        """Statistics of one layer in one minibatch."""
+        raise NotImplementedError
+
+    def measure_gradient(self, name: str, g: Tensor) -> State:
+        """The same, of methods that look at gradients."""
+        raise NotImplementedError
+
+    def invert(self, name: str, known: State) -> State:
+        """What `direction` applies."""
+        raise NotImplementedError
+
+    def direction(self, name: str, inverse: State, g_OI: Tensor) -> Tensor:
+        """P g of one layer."""
+        raise NotImplementedError
+
+    def factors(self, inverse: State) -> tuple[Tensor, Tensor] | None:
+        """(L: O x O, R: I x I) of methods whose P g is L G R, both symmetric; None where it is not, or not known yet."""
+        return None
+
+    def can_hold(self, name: str, inverse: State) -> bool:
+        """Whether `direction_of_rows` is there for the layer."""
+        return self.factors(inverse) is not None
+
+    def direction_of_rows(self, name: str, inverse: State, rows: HeldRows) -> tuple[Tensor, Tensor | None]:
+        """P g of a gradient held as rows, (of the weight, of the bias)."""
+        factors = self.factors(inverse)
+        assert factors is not None
+        return rows.preconditioned(*factors)
+
+    # parameters and layers
+
+    def option(self, name: str, key: str) -> float:
+        """A setting of the layer that owns the parameter."""
+        value: float = getattr(self.options, key)
+        layer = name.rpartition(".")[0]
+        for pattern, settings in (self.options.layer_options or {}).items():
+            if key in settings and fnmatchcase(layer, pattern):
+                value = settings[key]
+        return value
+
+    def _skipped_parameters(self) -> set[str]:
+        return {f"{name}.{p}".lstrip(".") for name, module in self.model.named_modules() if self._is_skipped(name, module)
+                for p, _ in module.named_parameters()}
+
+    def _is_skipped(self, name: str, module: nn.Module) -> bool:
+        return any(fnmatchcase(name, pattern) or type(module).__name__ == pattern for pattern in self.options.skip)
+
+    def _layers(self) -> tuple[str, ...] | None:
+        """Names of the layers to look at; None: all."""
+        if not self._skipped:
+            return None
+        return tuple(name for name, module in self.model.named_modules()
+                     if any(f"{name}.{p}".lstrip(".") not in self._skipped for p, _ in module.named_parameters(recurse=False)))
+
+    def _joined(self, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Gradients by weight: O x I with the bias as last column where they are one block; others as they are."""
+        biases = {bias for weight, bias in self._bias_of.items() if weight in grads}
+        return {name: self._joined_one(name, grads) for name in grads if name in self._bias_of or name not in biases}
+
+    def _joined_one(self, name: str, grads: Mapping[str, Tensor]) -> Tensor:
+        if name not in self._bias_of:
+            return grads[name]
+        bias, g_OI = self._bias_of[name], grads[name].flatten(1)
+        return g_OI if bias is None or bias not in grads else torch.cat([g_OI, grads[bias][:, None]], dim=1)
+
+    def _parted(self, name: str, direction: Tensor, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        bias = self._bias_of.get(name)
+        if bias is None or bias not in grads:
+            return {name: direction.view_as(grads[name])}
+        return {name: direction[:, :-1].reshape(grads[name].shape), bias: direction[:, -1].clone()}
+
+    # limits
+
+    def _limited(self, grads: Mapping[str, Tensor], held: Mapping[str, HeldRows], found: dict[str, Tensor],
+                 lr: float | None) -> dict[str, Tensor]:
+        if self.options.graft == "gradient":
+            biases = {bias for weight, bias in self._bias_of.items() if weight in found}
+            blocks = {name: [each for each in self._block(name) if each in found] for name in found if name not in biases}
+            norms = {name: held[name].norm() if name in held else step_limits.norm_of([grads[each] for each in block])
+                     for name, block in blocks.items()}
+            found = step_limits.grafted(found, blocks, norms)
+        if self.options.kl_clip:
+            found = step_limits.kl_clipped(found, grads, self.options.kl_clip, lr)
+        if self.options.max_grad_norm and found:
+            found = step_limits.norm_limited(found, self.options.max_grad_norm)
+        return found
+
+    # state
+
+    def state_dict(self) -> dict[str, dict[str, Any]]:
+        """All that the next steps depend on, by parameter: statistics, their weight, what is applied; "" holds the counters."""
+        state: dict[str, dict[str, Any]] = {}
+        for name in sorted({*self.statistics, *self.inverses}):
+            state[name] = {**{f"statistics.{key}": value.clone() for key, value in self.statistics.get(name, {}).items()},
+                           **{f"inverse.{key}": value.clone() for key, value in self.inverses.get(name, {}).items()}}
+            if name in self.weights:
+                state[name]["weight"] = self.weights[name]
+        last = {f"last_{key}": -1 if value is None else value for key, value in self._last.items()}
+        state[OWN] = {"num_steps": self.num_steps, "num_skipped": self.num_skipped, **last,
+                       "generator": self.generator.get_state()}
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """Continues where the state was taken, bit for bit; CheckpointError if it belongs to another model."""
+        parameters = dict(self.model.named_parameters())
+        if unknown := sorted({*state} - {*parameters, OWN}):
+            raise CheckpointError(f"the state of {type(self).__name__} has {unknown[0]}, which the model does not have; load that "
+                                  "of the same model.")
+        self.statistics, self.inverses, self.weights = {}, {}, {}
+        for name, entry in state.items():
+            if name == OWN:
+                continue
+            like = parameters[name]
+            if "statistics.squares" in entry:
+                self._bias_of.pop(name, None)
+            for key, value in entry.items():
+                if key == "weight":
+                    self.weights[name] = float(value)
+                    continue
+                group, _, short = key.partition(".")
+                target = self.statistics if group == "statistics" else self.inverses
+                target.setdefault(name, {})[short] = own(torch.as_tensor(value).to(like.device))
+        counters = state[OWN]
+        self.num_steps, self.num_skipped = int(counters["num_steps"]), int(counters["num_skipped"])
+        self._last = {key: None if int(counters[f"last_{key}"]) < 0 else int(counters[f"last_{key}"]) for key in self._last}
+        self.generator.set_state(torch.as_tensor(counters["generator"]).to(torch.uint8).clone())
+
+    def average(self, states: Sequence[Mapping[str, Mapping[str, Any]]]) -> None:
+        """Goes on from the mean of several workers' curvature, which the next step looks at and renews what is applied from."""
+        self._require_mean()
+        self.load_state_dict(mean_state(states))
+
+    def _require_mean(self) -> None:
+        if not self.has_mean:
+            raise ConfigError(f"{type(self).__name__}: rows or gradients of different workers have no mean; choose averaging="
+                              "\"reset\" or \"keep\".")
+
+
+def refuse_sharded(model: nn.Module, method: str) -> None:
+    """Raises ConfigError for parameters of which a rank has a part alone (FSDP, tensor parallelism)."""
+    wrapped = [type(module).__name__ for module in model.modules() if type(module).__name__ == "FullyShardedDataParallel"]
+    if wrapped or any(type(p).__name__ == "DTensor" for p in model.parameters()):
+        raise ConfigError(f"{method} needs complete parameters, and those of this model are sharded over ranks (FSDP or "
+                          "DTensor); use DistributedDataParallel, or an optimizer of torch without a preconditioner.")
+
+
+def _give(p: nn.Parameter, direction: Tensor) -> None:
+    """Makes it the parameter's gradient: written over the old one, which may be somebody's buffer, where there is one."""
+    if p.grad is None:
+        p.grad = direction.to(p.dtype).view_as(p)
+    elif p.grad is not direction:
+        p.grad.copy_(direction)
+
+
+def _biases(model: nn.Module) -> dict[str, str | None]:
+    """Weight to bias of the affine layers and of the affine products in recurrent and attention layers."""
+    found: dict[str, str | None] = {}
+    affine = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.RNNBase | nn.MultiheadAttention
+    for name, module in model.named_modules():
+        if not isinstance(module, affine) or getattr(module, "groups", 1) > 1:
+            continue
+        own = {key for key, p in module.named_parameters(recurse=False) if p.requires_grad}
+        for key in own:
+            if "weight" in key:
+                bias = key.replace("weight", "bias")
+                found[f"{name}.{key}".lstrip(".")] = f"{name}.{bias}".lstrip(".") if bias in own else None
+    return found

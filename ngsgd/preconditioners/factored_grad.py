@@ -1,0 +1,188 @@
+"""Gradients of affine layers held as rows until they are preconditioned: G = e^T [a 1] is then multiplied out once.
+
+For P g = L G R the rows can be preconditioned before their product,
+
+    L G R = (e L)^T ([a 1] R),
+
+which costs X O^2 + X I^2 multiplications in place of I O^2 + O I^2: less where a minibatch has fewer rows than the layer is wide.
+Each side is done where it is cheaper.
+
+Letters: X rows, O outputs, I inputs (with the 1 of the bias).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from ngsgd.curvature.forms.kronecker import Gram
+from ngsgd.curvature.layers import wide, without_autocast
+from ngsgd.ops import gemm
+
+
+class HeldRows(NamedTuple):
+    """The gradient of a layer's weight, e^T a, and of its bias, the sum of e over rows."""
+
+    a_XI: Tensor        # without the 1
+    e_XO: Tensor
+    has_bias: bool
+
+    def product(self) -> tuple[Tensor, Tensor | None]:
+        """(gradient of the weight, of the bias)."""
+        return _weight(self.e_XO, self.a_XI), self.e_XO.sum(dim=0) if self.has_bias else None
+
+    def norm(self) -> Tensor:
+        """The Frobenius norm of the gradient with its bias: |e^T a|^2 is the sum over a a^T * e e^T."""
+        X, O, I = len(self.a_XI), self.e_XO.shape[1], self.a_XI.shape[1]  # noqa: E741
+        if X * (I + O) >= I * O:
+            weight, bias = self.product()
+            return weight.norm() if bias is None else torch.hypot(weight.norm(), bias.norm())
+        of_a_XX, of_e_XX = products_of(self.a_XI), products_of(self.e_XO)
+        if self.has_bias:
+            of_a_XX += 1.0
+        return torch.dot(of_a_XX.flatten(), of_e_XX.flatten()).clamp(min=0.0).sqrt()
+
+    def preconditioned(self, left_OO: Tensor, right_II: Tensor) -> tuple[Tensor, Tensor | None]:
+        """L G R, (of the weight, of the bias)."""
+        by_rows_in, by_rows_out = is_cheaper_by_rows(len(self.a_XI), len(left_OO), len(right_II))
+        e_XO = gemm.mm(self.e_XO, left_OO) if by_rows_out else self.e_XO
+        if by_rows_in:
+            a_XI, one_X = self._inputs(right_II)
+            weight, bias = _weight(e_XO, a_XI), None if one_X is None else e_XO.T @ one_X
+        else:
+            weight, bias = multiplied_right(_weight(e_XO, self.a_XI), e_XO.sum(dim=0) if self.has_bias else None, right_II)
+        if not by_rows_out:
+            weight, bias = gemm.mm(left_OO, weight), None if bias is None else left_OO @ bias
+        return weight, bias
+
+    def _inputs(self, right_II: Tensor) -> tuple[Tensor, Tensor | None]:
+        """[a 1] R, and its last column apart."""
+        if not self.has_bias:
+            return gemm.mm(self.a_XI, right_II), None
+        of_a_II, last_I = right_II[:-1], right_II[-1]
+        return gemm.linear(self.a_XI, of_a_II[:, :-1].T, last_I[:-1]), torch.mv(self.a_XI, of_a_II[:, -1]).add_(last_I[-1])
+
+
+def _weight(e_XO: Tensor, a_XI: Tensor) -> Tensor:
+    """e^T a."""
+    return gemm.mm(e_XO.T, a_XI, out=a_XI.new_empty(e_XO.shape[1], a_XI.shape[1]))
+
+
+def multiplied_right(weight: Tensor, bias: Tensor | None, right_II: Tensor) -> tuple[Tensor, Tensor | None]:
+    """[weight bias] R as (weight, bias), without joining the two."""
+    if bias is None:
+        return gemm.mm(weight, right_II), None
+    last_I = right_II[-1]
+    found = gemm.mm(weight, right_II[:-1, :-1]).addr_(bias, last_I[:-1])
+    return found, torch.mv(weight, right_II[:-1, -1]) + bias * last_I[-1]
+
+
+def is_cheaper_by_rows(num_rows: int, num_outputs: int, num_inputs: int) -> tuple[bool, bool]:
+    """(of the input side, of the output side): whether to multiply the rows of that side, and not their product."""
+    return num_rows < num_outputs, num_rows < num_inputs
+
+
+def products_of(x_XD: Tensor) -> Tensor:
+    """X x X."""
+    total = Gram()
+    total.add(x_XD.T)
+    return total.total()
+
+
+class RowGradients(TorchFunctionMode):
+    """While it is active, the weights of calls of `torch.nn.functional.linear` get no gradient; their rows are kept in its place.
+
+    Other uses of a weight (a penalty, another layer) have their gradient in `.grad` as ever.  What a backward pass does not send
+    to parameters, such as the derivative by an input alone, leaves no rows.
+
+    Args:
+        biases: weight name -> bias name or None, of the layers that may be held.
+        joined: whether biases are held with their weights; else they have their gradient in `.grad`.
+        wanted: asked at each call with the weight's name and (rows, outputs, inputs with the bias's 1).
+    """
+
+    def __init__(self, model: nn.Module, biases: Mapping[str, str | None], *, joined: bool,
+                 wanted: Callable[[str, int, int, int], bool]) -> None:
+        super().__init__()
+        parameters = dict(model.named_parameters())
+        self._bias_of = {id(parameters[name]): (name, None if bias is None else parameters[bias])
+                         for name, bias in biases.items() if parameters[name].ndim == 2}
+        self._joined, self._wanted = joined, wanted
+        self._rows: dict[str, list[tuple[Tensor, Tensor]]] = {}
+        self._biases = biases
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if func is nn.functional.linear and _is_plain_pass():
+            x, weight, bias = _linear_arguments(*args, **(kwargs or {}))
+            name, own_bias = self._bias_of.get(id(weight), ("", None))
+            if name and own_bias is bias and x.ndim > 1:
+                O, I = weight.shape  # noqa: E741
+                if self._wanted(name, x.numel() // I, O, I + (bias is not None and self._joined)):
+                    token = torch.empty(0, device=x.device, requires_grad=True)
+                    return _Held.apply(x, weight, bias, token,  # type: ignore[no-untyped-call]
+                                       _Place(self._rows, name, token), self._joined)
+        return func(*args, **(kwargs or {}))
+
+    def taken(self) -> dict[str, HeldRows]:
+        """The rows of all calls since the last time, by weight."""
+        rows, self._rows = self._rows, {}   # the places of calls hold the old dict: a later pass through them is not read
+        found = {}
+        for name, calls in rows.items():
+            a_XI, e_XO = (part[0] if len(part) == 1 else torch.cat(part) for part in zip(*calls, strict=True))
+            found[name] = HeldRows(a_XI, e_XO, self._joined and self._biases[name] is not None)
+        return found
+
+
+class _Place:
+    """Where the rows of one call go once autograd has come to the call's parameters.
+
+    A parameter's node runs only in passes that differentiate by the parameters.  The token, an empty tensor that is one more
+    argument of the call, stands for them.
+    """
+
+    def __init__(self, rows: dict[str, list[tuple[Tensor, Tensor]]], name: str, token: Tensor) -> None:
+        self._rows, self._name = rows, name
+        self.waiting: tuple[Tensor, Tensor] | None = None
+        token.register_hook(self._keep)
+
+    def _keep(self, _: Tensor) -> None:
+        if self.waiting is not None:
+            self._rows.setdefault(self._name, []).append(self.waiting)
+            self.waiting = None
+
+
+class _Held(torch.autograd.Function):
+    """`torch.nn.functional.linear` with rows in place of the weight's gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, token: Tensor, place: _Place, joined: bool) -> Tensor:
+        ctx.place, ctx.has_bias, ctx.joined = place, bias is not None, joined
+        ctx.save_for_backward(x, weight)
+        return gemm.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, e: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        with without_autocast(e.device.type):
+            dx = gemm.input_gradient(e, weight).to(x.dtype) if ctx.needs_input_grad[0] else None
+            kept = torch.promote_types(weight.dtype, torch.float32)
+            a_XI, e_XO = (wide(each.reshape(-1, each.shape[-1])).to(kept) for each in (x, e))
+            if torch.is_grad_enabled():   # a pass that will be differentiated again: everything as torch has it
+                return dx, gemm.mm(e_XO.T, a_XI), e_XO.sum(dim=0) if ctx.has_bias else None, None, None, None
+            bias = e_XO.sum(dim=0) if ctx.has_bias and not ctx.joined else None
+        ctx.place.waiting = a_XI.detach(), e_XO.detach()
+        return dx, None, bias, e.new_empty(0).to(weight.dtype), None, None
+
+
+def _is_plain_pass() -> bool:
+    """Whether calls are noted for one backward pass: not under torch.func, and not to be computed again in it (checkpointing)."""
+    return torch.is_grad_enabled() and torch._C._functorch.maybe_current_level() is None \
+        and torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+
+
+def _linear_arguments(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:  # noqa: A002
+    return input, weight, bias

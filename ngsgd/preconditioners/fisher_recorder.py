@@ -1,0 +1,328 @@
+"""What a minibatch says of the curvature: input rows and derivative rows of every affine layer, scaled once for all methods.
+
+The curvature meant is that of the loss divided by the total weight of its rows W (torch's mean), whatever the loss's reduction, the
+masks and the scale of a GradScaler: F = 1/R sum_r g_r g_r^T over R rows.  `fisher` says whose derivatives g_r are:
+
+    "empirical"  of the loss itself, from the ordinary backward pass
+    "mc"         of targets drawn from the model's prediction, the mean of `num_draws`
+    "exact"      columns of the root of the loss's second derivative: F is the generalised Gauss-Newton matrix
+
+Letters: V vectors, N samples, T positions, R rows of the loss (frames), I inputs (and 1 for the bias), O outputs.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from ngsgd.curvature import losses
+from ngsgd.curvature.capture import Call, Capture, Record
+from ngsgd.curvature.forms.grad_forms import Outer, joined
+from ngsgd.curvature.layers import UseShare, without_autocast
+from ngsgd.curvature.loss_interception import LossCalls
+from ngsgd.curvature.samples import next_calls
+from ngsgd.errors import ConfigError
+
+FISHERS = ("empirical", "mc", "exact")
+_CHUNK = 64  # columns of the loss's root that are sent through the graph at a time
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """One affine layer's part: F = 1/R sum_vn g_vn g_vn^T with g_vn = sum_t e a^T."""
+
+    weight: str
+    bias: str | None
+    a_NTI: Tensor       # with a last column of ones where the layer has a bias
+    e_VNTO: Tensor
+    num_rows: int       # R
+
+    def shared(self, sharing: str) -> tuple[Tensor, Tensor]:
+        """(N x T x I, V x N x T x O) with positions as rows ("expand"), or as the one row of a sample ("reduce")."""
+        if sharing == "expand" or self.a_NTI.shape[1] == 1:
+            return self.a_NTI, self.e_VNTO
+        return self.a_NTI.mean(dim=1, keepdim=True), self.e_VNTO.sum(dim=2, keepdim=True)
+
+    def individual(self) -> Tensor:
+        """V N x O x I: the gradient of every sample (and vector), written down."""
+        return torch.einsum("vnto,nti->vnoi", self.e_VNTO, self.a_NTI).flatten(0, 1)
+
+
+@dataclass(frozen=True, eq=False)
+class Signal:
+    """A minibatch's curvature, layer by layer."""
+
+    rows: Mapping[str, Rows] = field(default_factory=dict)     # by the name of the weight; copies are made at each access
+    squares: dict[str, Tensor] = field(default_factory=dict)   # diagonals of F for parameters that are in no affine layer
+    num_rows: int = 0                                          # R
+    scale: float = 1.0                                         # empirical: of e over the derivatives of the loss itself
+    is_last: bool = False                                      # nobody looks at it again
+
+    def layers(self) -> Iterator[tuple[str, Rows]]:
+        """(weight, rows) of each layer; what they are made of is let go if this is the last time."""
+        for name in list(self.rows):
+            rows = self.rows[name]
+            if self.is_last and isinstance(self.rows, _LayerByLayer):
+                self.rows.let_go(name)
+            yield name, rows
+
+
+class Watch:
+    """Catches the signal of the forward and backward passes inside; several passes count as one minibatch.
+
+    Raises:
+        ConfigError: no loss that is known was differentiated (cross-entropy, mean squared error, binary cross-entropy), or
+            the model has layers whose curvature is not known.
+    """
+
+    def __init__(self, model: nn.Module, *, fisher: str, num_draws: int, generator: torch.Generator | None,
+                 layers: tuple[str, ...] | None) -> None:
+        self._fisher, self._num_draws, self._generator = fisher, num_draws, generator
+        self._capture = Capture(model, layers=layers, arrived=self._arrived, left_out_by="skip")
+        self._mode = LossCalls(self._noted, self._noted_other)
+        self._others: list[str] = []                         # losses that were differentiated and whose rows have no known weight
+        self._pass = -1                                      # evaluations of a loss that have been differentiated, less one
+        self._num_noted = 0                                  # evaluations of a loss so far
+        self._total_weight, self._num_rows = 0.0, 0
+        self._groups: dict[tuple[int, int], int] = {}        # (backward pass, call of the model) -> group of samples
+        self._seen: dict[Call, Tensor] = {}                  # elements of calls' outputs that losses of this pass are of
+        self._task, self._several = -1, False                # the backward pass, and whether it is of several losses
+        # by (backward pass, call of the model) and evaluation (0: empirical)
+        self._records: dict[tuple[tuple[int, int], int], list[Record]] = defaultdict(list)
+
+    def __enter__(self) -> Watch:
+        self._before = set(self._records), self._pass, self._total_weight, self._num_rows, self._num_noted, list(self._others)
+        self._capture.__enter__()
+        self._mode.__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._capture.close()
+        self._mode.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        if error is not None:   # a pass that failed has no share in the minibatch of one that is run after it
+            known, self._pass, self._total_weight, self._num_rows, self._num_noted, self._others = self._before
+            for key in self._records.keys() - known:
+                del self._records[key]
+
+    def forget(self) -> None:
+        """For good.  The hooks' owners refer to each other, and rows should go now, not when the garbage collector comes by."""
+        self._records.clear()
+        self._seen.clear()
+        self._capture.forget_listeners()
+
+    @torch.no_grad()
+    def signal(self) -> Signal:
+        """What has been caught, scaled."""
+        if self._pass < 0:
+            raise ConfigError("the preconditioner saw no loss whose curvature is known; inside of watch(), call cross-entropy, "
+                              "mean squared error or binary cross-entropy with logits from torch, and backward().")
+        if self._others:
+            raise ConfigError(f"the loss has a part from {self._others[0]}, whose curvature and weight of rows are not known; "
+                              "write distillation as cross-entropy with soft targets, which has the gradient of kl_div, call "
+                              "backward() for the other part outside of watch(), or take a method that looks at gradients alone "
+                              "(Shampoo, SOAP, PSGD, TONGA, MFAC, Muon).")
+        R, W = self._num_rows, self._total_weight
+        if not W > 0.0:  # every row is masked
+            return Signal()
+        scale = R / W if self._fisher == "empirical" else (R / W) ** 0.5
+        parts: dict[str, list[list[Record]]] = defaultdict(list)
+        squares: dict[str, Tensor] = {}
+        self._seen.clear()
+        joined_records: dict[tuple[int, int], list[Record]] = defaultdict(list)
+        for (call_of_model, number), records in self._records.items():
+            joined_records[self._groups[call_of_model], number].extend(records)
+        for records in joined_records.values():
+            _require_same_samples(records)
+            affine, others = _of_pass(records, scale, R)
+            for name, uses in affine.items():
+                parts[name].append(uses)
+            for name, found in others.items():
+                squares[name] = squares[name] + found if name in squares else found
+        return Signal(_LayerByLayer(parts, scale, R), squares, R, scale)
+
+    def _noted(self, settings: dict[str, Any], kind: type[nn.Module], output: Tensor, target: Tensor, value: Tensor,
+               again: Callable[[Tensor], Tensor]) -> None:
+        if value.requires_grad and not self._capture.is_paused:
+            if self._fisher != "empirical":
+                losses.require_fixed(target)
+            self._num_noted += 1
+            value.register_hook(lambda upstream: self._differentiated(settings, kind, output, target, upstream))
+
+    def _noted_other(self, name: str, output: Tensor, value: Tensor) -> None:
+        edge = get_gradient_edge(output)
+
+        def differentiated(upstream: Tensor) -> None:
+            calls = self._capture.open_calls
+            # not of a parameter alone, such as a penalty
+            if not self._capture.is_paused and calls and next_calls(edge, calls):
+                self._others.append(name)
+        if not self._capture.is_paused:
+            value.register_hook(differentiated)
+
+    def _differentiated(self, settings: dict[str, Any], kind: type[nn.Module], output: Tensor, target: Tensor,
+                        upstream: Tensor) -> None:
+        if self._capture.is_paused or not self._capture.open_calls:
+            return
+        with torch.no_grad(), without_autocast(output.device.type):
+            view = losses.evaluation(settings, kind, output, target, upstream)
+            self._pass += 1
+            self._begin(view, target)
+            self._total_weight += float(view.weight_R.sum())
+            # a row of a loss over single numbers is one vector of them
+            counts = view.weight_R if view.classes else view.weight_R.view(-1, output.shape[-1] if output.ndim > 1 else 1)[:, 0]
+            self._num_rows += self._count_new(view, int((counts > 0).sum()))
+            if self._fisher == "mc":
+                self._send(view, [view.sampled(self._num_draws, self._generator)])
+            elif self._fisher == "exact":
+                N = self._capture.num_samples_seen(view.output)
+                self._send(view, list(view.columns(N, _CHUNK)))
+
+    def _begin(self, view: losses.Evaluation, target: Tensor) -> None:
+        """Checks the layers that a loss is of, and joins the samples of calls of the model that one loss compares."""
+        outputs = [get_gradient_edge(part) for part in (view.output, target) if part.requires_grad]
+        if not outputs:   # of a parameter alone
+            return
+        self._capture.check_output(outputs[0], view.output)
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            self._task, self._several = task, self._num_noted - self._pass > 1
+            self._seen.clear()
+        calls = self._capture.open_calls
+        if len({call.forward for call in calls}) > 1:
+            forwards = sorted({call.forward for call in _reached(outputs, calls)})
+            groups = {self._group(task, forward) for forward in forwards}
+            for key, group in self._groups.items():
+                if group in groups:
+                    self._groups[key] = min(groups)
+
+    def _group(self, task: int, forward: int) -> int:
+        """Of the samples of a call of the model: those of several calls are one after the other."""
+        return self._groups.setdefault((task, forward), len(self._groups))
+
+    def _count_new(self, view: losses.Evaluation, num_rows: int) -> int:
+        """Rows that no other loss of this backward pass was of: of two losses of one output the weights add up, not the rows."""
+        if not self._several or not num_rows or not view.output.requires_grad:
+            return num_rows
+        # random numbers, so that none of their sums is zero; they leave torch's generator alone
+        generator = torch.Generator(view.output.device).manual_seed(0)
+        rows = view.rows()
+        u = torch.randn(rows.shape, generator=generator, device=rows.device, dtype=torch.float32).to(rows.dtype)
+        counts_R = (view.weight_R > 0).to(rows.dtype)
+        u_M = view.like_output(u * (counts_R[:, None] if view.classes else counts_R))[0]
+        source = get_gradient_edge(view.output)
+        before = next_calls(source, self._capture.open_calls)
+        if not before:
+            return num_rows
+        with self._capture.paused():
+            found = torch.autograd.grad([source], list(before.values()), [u_M], retain_graph=True, allow_unused=True)
+        num_all, num_new = 0, 0
+        for call, e_M in zip(before, found, strict=True):
+            if e_M is not None:
+                here = e_M != 0
+                seen = self._seen.get(call)
+                num_all += int(here.sum())
+                num_new += int((here if seen is None else here & ~seen).sum())
+                self._seen[call] = here if seen is None else here | seen
+        return round(num_rows * num_new / num_all) if num_all else num_rows
+
+    def _send(self, view: losses.Evaluation, blocks: list[Tensor]) -> None:
+        found: dict[Call, list[Tensor]] = defaultdict(list)
+        for vectors_V in blocks:
+            with torch.enable_grad():
+                swept = self._capture.sweep(view.output, vectors_V)
+            for call, e_VM in swept:
+                found[call].append(e_VM)
+        for call, es in found.items():
+            self._group(self._task, call.forward)
+            record = self._capture.record(call, es[0] if len(es) == 1 else torch.cat(es))
+            self._records[(self._task, call.forward), self._pass].append(record)
+
+    def _arrived(self, call: Call, e_M: Tensor) -> None:
+        if self._fisher == "empirical":
+            task = torch._C._current_graph_task_id()
+            self._group(task, call.forward)
+            self._records[(task, call.forward), 0].append(self._capture.record(call, e_M[None]))
+
+
+def _reached(outputs: list[GradientEdge], calls: Mapping[Call, GradientEdge]) -> list[Call]:
+    """The calls whose outputs the outputs depend on directly."""
+    return [call for output in outputs for call in next_calls(output, calls)]
+
+
+class _LayerByLayer(Mapping[str, Rows]):
+    """Rows that are written down when they are asked for, so that those of one layer alone need memory at a time."""
+
+    def __init__(self, parts: dict[str, list[list[Record]]], scale: float, num_rows: int) -> None:
+        self._parts, self._scale, self._num_rows = parts, scale, num_rows
+
+    def __getitem__(self, name: str) -> Rows:
+        return _end_to_end([_affine(name, records, self._scale, self._num_rows) for records in self._parts[name]])
+
+    def let_go(self, name: str) -> None:
+        """Of the records of a layer, which has no rows from then on."""
+        del self._parts[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parts)
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+
+def _of_pass(records: list[Record], scale: float, num_rows: int) -> tuple[dict[str, list[Record]], dict[str, Tensor]]:
+    """(records of affine layers by weight, squares of all other parameters).
+
+    A layer that is called several times has the positions of all its calls; a weight that is also an embedding's is not affine.
+    """
+    uses: dict[str, list[tuple[Record, UseShare]]] = defaultdict(list)
+    for record in records:
+        for name, share in record.shares().items():
+            uses[name].append((record, share))
+    affine = {name: [record for record, _ in each] for name, each in uses.items()
+              if all(record.call.weight == name and isinstance(share, Outer) and share.groups == 1 for record, share in each)}
+    covered = {*affine, *(records[0].call.bias for records in affine.values())}
+    squares = {name: joined([share for _, share in each]).sum_of_squares() * (scale * scale / num_rows)
+               for name, each in uses.items() if name not in covered}
+    return affine, squares
+
+
+def _require_same_samples(records: list[Record]) -> None:
+    """Refuses calls of the model that a loss compares, where sample i of both cannot be one sample."""
+    forwards = {record.call.forward: record for record in records}
+    sizes = {forward: max(one.num_samples for one in records if one.call.forward == forward) for forward in forwards}
+    if len(set(sizes.values())) > 1:
+        raise ConfigError(f"a loss compares outputs of {len(sizes)} calls of the model, which saw {sorted(set(sizes.values()))} "
+                          "samples; call the model on minibatches of one size, or take the losses of the calls one by one.")
+
+
+def _affine(name: str, records: list[Record], scale: float, num_rows: int) -> Rows:
+    bias = records[0].call.bias
+    a_NTI = _side_by_side([record.input_rows() for record in records], dim=1)
+    if bias is not None:
+        a_NTI = torch.cat([a_NTI, a_NTI.new_ones(*a_NTI.shape[:2], 1)], dim=2)
+    return Rows(name, bias, a_NTI, _side_by_side([record.derivative_rows() for record in records], dim=2) * scale, num_rows)
+
+
+def _side_by_side(parts: list[Tensor], dim: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)   # cat copies a single one, too
+
+
+def _end_to_end(parts: list[Rows]) -> Rows:
+    """Several passes as one minibatch."""
+    if len(parts) == 1:
+        return parts[0]
+    if len({rows.a_NTI.shape[1] for rows in parts}) > 1:
+        lengths = sorted({rows.a_NTI.shape[1] for rows in parts})
+        raise ConfigError(f"the minibatches of one step have samples of {lengths} positions at {parts[0].weight}; pad them to one "
+                          "length, or call step() after each.")
+    V = max(len(rows.e_VNTO) for rows in parts)   # a loss of fewer classes has fewer vectors: the others are zero
+    e_VNTO = [nn.functional.pad(rows.e_VNTO, (0, 0, 0, 0, 0, 0, 0, V - len(rows.e_VNTO))) for rows in parts]
+    a_NTI = torch.cat([rows.a_NTI for rows in parts])
+    return Rows(parts[0].weight, parts[0].bias, a_NTI, torch.cat(e_VNTO, dim=1), parts[0].num_rows)

@@ -1,0 +1,131 @@
+"""K-BFGS (Goldfarb, Ren and Bahamou 2020): K-FAC's two inverses by BFGS updates, without an inversion or a root.
+
+    P g = H_g G H_a                                          lambda = sqrt(damping), for either factor
+    H_a  of A + lambda I, A = mean of a a^T:  s = H_a mean(a),  y = A s + lambda s;   starts at the first minibatch's inverse
+    H_g  of the Hessian with respect to outputs z:  s = mean(z+) - mean(z),  y = mean(e+) - mean(e) of the same minibatch before
+         and after the optimiser's step, doubly damped (y <- y + lambda s);           starts at I
+
+a: input rows, z: output rows, e: derivatives of a row's loss with respect to z; means are over rows.
+
+Letters: O outputs, I inputs (with the 1 of the bias).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ngsgd.curvature.forms.kronecker import add_gram
+from ngsgd.curvature.forms.memory import apart
+from ngsgd.ops.linalg import bfgs_inverse, damped_inverse, doubly_damped
+from ngsgd.preconditioners.fisher_recorder import Rows, Signal, Watch
+from ngsgd.preconditioners.methods.hessian.two_pass import Secant
+from ngsgd.preconditioners.options import FisherOptions
+from ngsgd.preconditioners.states import State
+
+
+@dataclass(frozen=True)
+class KBFGSOptions(FisherOptions):
+    """Of K-BFGS."""
+
+    min_curvature: float = 0.2   # mu_1: s^T y is brought to at least this share of y^T H y; above 0, below 1
+
+    def problems(self) -> list[str]:
+        found = super().problems()
+        if self.fisher != "empirical":
+            found.append(f"fisher is {self.fisher!r}; it must be \"empirical\": the loss's own derivatives are compared.")
+        if not 0.0 < self.min_curvature < 1.0:
+            found.append(f"min_curvature is {self.min_curvature}; it must be above 0 and below 1.")
+        return found
+
+
+class KBFGS(Secant):
+    """K-BFGS; a look costs one more forward and backward pass, and updates of O^2 + I^2 operations a layer."""
+
+    Options = KBFGSOptions
+    looks_at_held = True
+
+    def __init__(self, model: Any, **options: Any) -> None:
+        super().__init__(model, **options)
+        self._first: dict[str, tuple[Tensor, Tensor]] = {}   # by weight: mean z and mean e at the first look
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_first": {}}
+
+    def update_curvature(self, seen: Signal | Mapping[str, Tensor]) -> None:
+        assert isinstance(seen, Signal)
+        super().update_curvature(Signal({}, seen.squares))
+        self._first = {}
+        for name, rows in seen.layers():
+            self._bias_of[name] = rows.bias
+            if not all(bool(x.square().sum().isfinite()) for x in (rows.a_NTI, rows.e_VNTO)):   # products are no larger
+                self.num_skipped += 1
+                continue
+            if not self.is_due("inverse"):
+                self._part(name)
+            self.statistics[name], self.weights[name] = self._with_inputs(name, rows), 1.0
+            self._first[name] = self._means(name, rows)
+
+    def _part(self, name: str) -> None:
+        """What is applied stays as it is while the statistics, whose matrices it shares, move on."""
+        known = self.statistics.get(name, {})
+        self.inverses[name] = {key: value.clone() if value is known.get(key) else value
+                               for key, value in self.inverses.get(name, {}).items()}
+
+    def _with_inputs(self, name: str, rows: Rows) -> State:
+        """The layer's statistics with A and H_a of this minibatch, too, in their own memory."""
+        root = self.option(name, "damping") ** 0.5
+        a_XI, known = rows.a_NTI.flatten(0, 1), self.statistics.get(name)
+        if known is None:
+            num_inputs, num_outputs = a_XI.shape[1], rows.e_VNTO.shape[3]
+            A_II, H_g = apart(a_XI, num_inputs, num_inputs), apart(a_XI, num_outputs, num_outputs).zero_()
+            H_g.diagonal().fill_(1.0)
+            add_gram(a_XI, A_II, keep=0.0, scale=1.0 / len(a_XI))
+            return {"A": A_II, "H_a": damped_inverse(A_II, root), "H_g": H_g}
+        decay = self.option(name, "ema_decay")
+        add_gram(a_XI, known["A"], keep=decay, scale=(1.0 - decay) / len(a_XI))
+        s_I = known["H_a"] @ a_XI.mean(dim=0)
+        if bool(s_I.any()):
+            bfgs_inverse(known["H_a"], s_I, known["A"] @ s_I + root * s_I)
+        return known
+
+    def _means(self, name: str, rows: Rows) -> tuple[Tensor, Tensor]:
+        parameters = dict(self.model.named_parameters())
+        W_OI = parameters[name].detach().flatten(1).to(rows.a_NTI)
+        mean_a_I = rows.a_NTI.mean(dim=(0, 1))
+        mean_z_O = W_OI @ mean_a_I[:W_OI.shape[1]]
+        if rows.bias is not None:
+            mean_z_O = mean_z_O + parameters[rows.bias].detach().to(mean_z_O)
+        return mean_z_O, rows.e_VNTO.sum(dim=(0, 1, 2)) / rows.num_rows
+
+    def look_again(self, passes: list[Callable[[], Tensor]]) -> None:
+        if not self._first:   # the first look was not finite: there is nothing to compare with
+            return
+        with Watch(self.model, fisher="empirical", num_draws=1, generator=None, layers=self._layers()) as watch:
+            # the derivatives of outputs pass by on the way to the biases; gradients of weights would be made for nothing
+            self.gradients(passes, {self._bias_of[name] or name for name in self._first})
+        with torch.no_grad():
+            for name, rows in watch.signal().rows.items():
+                if name in self._first:
+                    self._update_outputs(name, self._first[name], self._means(name, rows))
+            self.refresh()
+        watch.forget()
+        self._first = {}
+
+    def _update_outputs(self, name: str, before: tuple[Tensor, Tensor], after: tuple[Tensor, Tensor]) -> None:
+        (z_O, e_O), (z_after_O, e_after_O) = before, after
+        H_g = self.statistics[name]["H_g"]
+        s_O, y_O = z_after_O - z_O, e_after_O - e_O
+        s_O, y_O = doubly_damped(s_O, y_O, H_g @ y_O, least=self.options.min_curvature, damping=self.option(name, "damping") ** 0.5)
+        if not bfgs_inverse(H_g, s_O, y_O):
+            self.num_skipped += 1
+
+    def invert(self, name: str, known: State) -> State:
+        return {"H_a": known["H_a"], "H_g": known["H_g"]}
+
+    def factors(self, inverse: State) -> tuple[Tensor, Tensor] | None:
+        return (inverse["H_g"], inverse["H_a"]) if "H_g" in inverse else None

@@ -1,0 +1,265 @@
+"""Kronecker-factored natural gradients: F of an affine layer is about B (x) A, of outputs and of inputs.
+
+    K-FAC   (B + sqrt(d)/pi I)^-1 G (A + pi sqrt(d) I)^-1,  pi^2 = (tr A / dim A) / (tr B / dim B)    Martens and Grosse 2015, 6.3
+    SKFAC   the same of one minibatch, through N x N matrices (Tang et al. 2021)
+    EKFAC   U_B [(U_B^T G U_A) / (S + d)] U_A^T,  S_ij = 1/R sum_n (U_B^T G_n U_A)_ij^2          George et al. 2018
+
+Letters: N samples, T positions, X rows, O outputs, I inputs (with the 1 of the bias).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ngsgd.curvature.forms.kronecker import add_gram, output_rows
+from ngsgd.curvature.forms.memory import apart, give_back
+from ngsgd.errors import ConfigError
+from ngsgd.ops import gemm
+from ngsgd.ops.linalg import damped_cholesky, damped_inverse, eigh, woodbury_rows
+from ngsgd.preconditioners.base import Preconditioner
+from ngsgd.preconditioners.factored_grad import HeldRows
+from ngsgd.preconditioners.fisher_recorder import Rows
+from ngsgd.preconditioners.options import FisherOptions
+from ngsgd.preconditioners.states import State
+
+_FACTOR = {"a": "A", "e": "B"}   # of the rows of a side
+_MIN_TRACE = 1e-20   # per dimension; below, a factor is zero and says nothing of how to share the damping
+
+
+@dataclass(frozen=True)
+class KroneckerOptions(FisherOptions):
+    """Of the methods with Kronecker factors."""
+
+    max_rows: int = 0          # rows of a minibatch that K-FAC's factors are estimated from, drawn at each look; 0: all
+    sharing: str = "expand"    # positions of a sample: "expand", frames with targets of their own; "reduce", one target for all
+
+    def problems(self) -> list[str]:
+        found = super().problems()
+        if self.sharing not in ("expand", "reduce"):
+            found.append(f"sharing is {self.sharing!r}; choose expand, reduce.")
+        if self.max_rows < 0:
+            found.append(f"max_rows is {self.max_rows}; it must be at least 0, where 0 is all.")
+        return found
+
+
+class KFAC(Preconditioner):
+    """K-FAC; `fisher="exact"` are the factors that BackPACK calls KFLR.
+
+    Equals (F + damping I)^-1 g, but for the factored damping, where B or A is constant over samples; an approximation elsewhere.
+    """
+
+    Options = KroneckerOptions
+    looks_at_held = True
+    splits_work = True
+    passes_on = True
+
+    def update_curvature(self, seen: Any) -> None:
+        give_back()   # what the backward pass has left free would stay beside the factors
+        super().update_curvature(seen)
+        if self.options.fisher != "empirical":
+            give_back()   # rows of derivatives that are not the gradient's own
+
+    def measure(self, name: str, rows: Rows) -> State:
+        return self._products(*self._chosen(rows), {})
+
+    def _products(self, a_XI: Tensor, e_XO: Tensor, of_e: float, memory: State) -> State:
+        """A and B, written over `memory` where that has matrices of their size."""
+        found = {}
+        for key, x_XD, scale in (("A", a_XI, 1.0 / len(a_XI)), ("B", e_XO, of_e)):
+            D = x_XD.shape[1]
+            known = memory.get(key)
+            found[key] = apart(x_XD, D, D) if known is None or known.shape != (D, D) or known.dtype != x_XD.dtype else known
+            add_gram(x_XD, found[key], keep=0.0, scale=scale)
+        return found
+
+    def _chosen(self, rows: Rows) -> tuple[Tensor, Tensor, float]:
+        """(input rows, derivative rows, factor of the latter's squares in B), of all rows or of those drawn."""
+        a_NTI, e_VNTO = rows.shared(self.options.sharing)
+        a_XI, num_rows = a_NTI.flatten(0, 1), self.options.max_rows
+        if not 0 < num_rows < len(a_XI):
+            return a_XI, output_rows(e_VNTO, "expand"), 1.0 / rows.num_rows
+        chosen = torch.randperm(len(a_XI), generator=self.generator, device=a_XI.device)[:num_rows]
+        return a_XI[chosen], e_VNTO.flatten(1, 2)[:, chosen].flatten(0, 1), len(a_XI) / num_rows / rows.num_rows
+
+    def take(self, name: str, rows: Rows) -> None:
+        known, is_passed_on = self.statistics.get(name), self._is_passed_on(name)
+        if type(self).measure is not KFAC.measure or (known is None and not is_passed_on):
+            super().take(name, rows)
+            return
+        a_XI, e_XO, of_e = self._chosen(rows)
+        if not all(bool(x_XD.square().sum().isfinite()) for x_XD in (a_XI, e_XO)):   # no product is larger than its trace
+            self.num_skipped += 1
+            return
+        if is_passed_on:
+            self._pass_on(name, self._products(a_XI, e_XO, of_e, self.inverses.get(name, {})))
+            return
+        assert known is not None
+        # the products are added to the averages as they are made: no factor is there twice
+        decay = self.option(name, "ema_decay")
+        for key, x_XD, scale in (("A", a_XI, 1.0 / len(a_XI)), ("B", e_XO, of_e)):
+            add_gram(x_XD, known[key], keep=decay, scale=(1.0 - decay) * scale)
+        self.weights[name] = decay * self.weights[name] + 1.0 - decay
+
+    def invert(self, name: str, known: State) -> State:
+        of_B, of_A = shared_damping(known["B"], known["A"], self.option(name, "damping"))
+        return {"A": damped_inverse(known["A"], of_A, overwrite=self._overwrites),
+                "B": damped_inverse(known["B"], of_B, overwrite=self._overwrites)}
+
+    def factors(self, inverse: State) -> tuple[Tensor, Tensor] | None:
+        return (inverse["B"], inverse["A"]) if "A" in inverse else None
+
+    def apply_rows(self, name: str, a_XI: Tensor, e_XO: Tensor) -> tuple[Tensor, Tensor]:
+        """(A^-1 a, B^-1 e): their product e^T a is P g, at 2 N d^2 in place of 2 d^3 operations a side.
+
+        For loops of one's own whose minibatch has fewer rows than a layer has inputs or outputs.
+        """
+        inverse = self.inverses[name]
+        return gemm.mm(a_XI, inverse["A"]), gemm.mm(e_XO, inverse["B"])
+
+
+class SKFAC(KFAC):
+    """K-FAC of the last minibatch alone, for layers wider than the minibatch: of their width no matrix is made or kept.
+
+    The same directions as `KFAC(ema_decay=0)`, which the moving average has to be here.
+    """
+
+    has_mean = False
+    splits_work = False
+    passes_on = False
+
+    def __init__(self, model: Any, **options: Any) -> None:
+        super().__init__(model, **{"ema_decay": 0.0, **options})
+        if self.options.ema_decay or any("ema_decay" in own for own in (self.options.layer_options or {}).values()):
+            raise ConfigError("SKFAC: ema_decay must be 0, since it keeps the rows of one minibatch and no factors; take KFAC.")
+
+    def measure(self, name: str, rows: Rows) -> State:
+        a_NTI, e_VNTO = rows.shared(self.options.sharing)
+        a_XI, e_XO = a_NTI.flatten(0, 1), e_VNTO.flatten(0, 2)
+        return {**self._smaller("a", a_XI / len(a_XI) ** 0.5), **self._smaller("e", e_XO / rows.num_rows**0.5)}
+
+    @staticmethod
+    def _smaller(side: str, x_XD: Tensor) -> State:
+        """The rows; or their factor, where there are more of them (positions of a convolution) than it is wide."""
+        return {side: x_XD} if len(x_XD) <= x_XD.shape[1] else {_FACTOR[side]: gemm.mm(x_XD.T, x_XD)}
+
+    def invert(self, name: str, known: State) -> State:
+        of_B, of_A = _shared(_mean_square(known, "a"), _mean_square(known, "e"), self.option(name, "damping"))
+        found: State = {}
+        for side, damping in (("a", of_A), ("e", of_B)):
+            if side in known:
+                x_XD = known[side]
+                found |= {side: x_XD, f"root_{side}": damped_cholesky(gemm.mm(x_XD, x_XD.T), damping),
+                          f"damping_{side}": torch.tensor(damping, dtype=torch.float64)}
+            else:
+                found[_FACTOR[side]] = damped_inverse(known[_FACTOR[side]], damping)
+        return found
+
+    def factors(self, inverse: State) -> tuple[Tensor, Tensor] | None:
+        return None
+
+    def can_hold(self, name: str, inverse: State) -> bool:
+        return bool(inverse)
+
+    def direction_of_rows(self, name: str, inverse: State, rows: HeldRows) -> tuple[Tensor, Tensor | None]:
+        a_XI = torch.cat([rows.a_XI, rows.a_XI.new_ones(len(rows.a_XI), 1)], dim=1) if rows.has_bias else rows.a_XI
+        a_XI, e_XO = self.apply_rows(name, a_XI, rows.e_XO)
+        weight = gemm.mm(e_XO.T, a_XI[:, :-1] if rows.has_bias else a_XI)
+        return weight, e_XO.T @ a_XI[:, -1] if rows.has_bias else None
+
+    def direction(self, name: str, inverse: State, g_OI: Tensor) -> Tensor:
+        return self._solved(inverse, "a", self._solved(inverse, "e", g_OI.T).T)
+
+    def apply_rows(self, name: str, a_XI: Tensor, e_XO: Tensor) -> tuple[Tensor, Tensor]:
+        inverse = self.inverses[name]
+        return self._solved(inverse, "a", a_XI), self._solved(inverse, "e", e_XO)
+
+    @staticmethod
+    def _solved(inverse: State, side: str, x_XD: Tensor) -> Tensor:
+        if side not in inverse:
+            return gemm.mm(x_XD, inverse[_FACTOR[side]])
+        return woodbury_rows(inverse[side], inverse[f"root_{side}"], float(inverse[f"damping_{side}"]), x_XD)
+
+
+class EKFAC(KFAC):
+    """K-FAC's eigenvectors with second moments of the gradient along them in place of products of eigenvalues.
+
+    Moments restart with the basis, from the minibatch that the basis was renewed with.
+    """
+
+    splits_work = False   # each rank would have the moments of its own rows
+    passes_on = False     # nor from its factors alone
+
+    def __init__(self, model: Any, **options: Any) -> None:
+        super().__init__(model, **options)
+        self._rows: dict[str, Rows] = {}   # of this step's minibatch, for moments in a basis that is not there yet
+
+    def measure(self, name: str, rows: Rows) -> State:
+        self._rows[name] = rows
+        return super().measure(name, rows)
+
+    def update_curvature(self, seen: Any) -> None:
+        super().update_curvature(seen)
+        for name, rows in self._rows.items():
+            inverse = self.inverses.get(name)
+            if inverse is not None and not self.is_due("inverse"):
+                decay = self.option(name, "ema_decay")
+                S_OI = self._moments(rows, inverse)
+                if bool(S_OI.isfinite().all()):
+                    inverse["S"].mul_(decay).add_(S_OI, alpha=1.0 - decay)
+                    inverse["weight"].mul_(decay).add_(1.0 - decay)
+
+    def refresh(self) -> None:
+        super().refresh()
+        self._rows.clear()
+
+    def step(self, lr: float | None = None) -> None:
+        super().step(lr)
+        self._rows.clear()
+
+    def invert(self, name: str, known: State) -> State:
+        values_A, U_A = eigh(known["A"])
+        values_B, U_B = eigh(known["B"])
+        if name not in self._rows:  # after averaging: the products of eigenvalues, until rows come
+            return {"U_A": U_A, "U_B": U_B, "S": torch.outer(values_B, values_A).clamp(min=0.0), "weight": torch.ones(())}
+        found = {"U_A": U_A, "U_B": U_B}
+        keep = 1.0 - self.option(name, "ema_decay")
+        return {**found, "S": self._moments(self._rows[name], found) * keep, "weight": torch.tensor(keep, dtype=torch.float64)}
+
+    def direction(self, name: str, inverse: State, g_OI: Tensor) -> Tensor:
+        U_A, U_B = inverse["U_A"], inverse["U_B"]
+        damped_OI = inverse["S"] / inverse["weight"].to(g_OI) + self.option(name, "damping")
+        rotated_OI = gemm.mm(gemm.mm(U_B.T, g_OI), U_A) / damped_OI
+        return gemm.mm(gemm.mm(U_B, rotated_OI), U_A.T)
+
+    def apply_rows(self, name: str, a_XI: Tensor, e_XO: Tensor) -> tuple[Tensor, Tensor]:
+        """Not possible: the moments lie between the two factors, so that no row can be preconditioned alone."""
+        raise NotImplementedError("EKFAC cannot precondition rows; apply it to the gradient.")
+
+    def _moments(self, rows: Rows, basis: State) -> Tensor:
+        """O x I: 1/R sum of the squares of gradients in the basis, of frames ("expand") or of samples ("reduce")."""
+        a_NTI, e_VNTO = gemm.linear(rows.a_NTI, basis["U_A"].T, None), gemm.linear(rows.e_VNTO, basis["U_B"].T, None)
+        if self.options.sharing == "expand" or a_NTI.shape[1] == 1:
+            e2_XO = e_VNTO.square().sum(dim=0).flatten(0, 1)
+            return gemm.mm(e2_XO.T, a_NTI.flatten(0, 1).square()) / rows.num_rows
+        return Rows(rows.weight, rows.bias, a_NTI, e_VNTO, rows.num_rows).individual().square().sum(dim=0) / rows.num_rows
+
+
+def shared_damping(B_OO: Tensor, A_II: Tensor, total: float) -> tuple[float, float]:
+    """(damping of B, damping of A); their product is the total."""
+    return _shared(float(A_II.trace()) / len(A_II), float(B_OO.trace()) / len(B_OO), total)
+
+
+def _mean_square(known: State, side: str) -> float:
+    """Trace of SKFAC's factor by its width."""
+    if side in known:
+        return float(known[side].square().sum()) / known[side].shape[1]
+    return float(known[_FACTOR[side]].trace()) / len(known[_FACTOR[side]])
+
+
+def _shared(of_A: float, of_B: float, total: float) -> tuple[float, float]:
+    pi = (of_A / of_B) ** 0.5 if min(of_A, of_B) > _MIN_TRACE else 1.0
+    return total**0.5 / pi, total**0.5 * pi

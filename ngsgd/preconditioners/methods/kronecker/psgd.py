@@ -1,0 +1,169 @@
+"""PSGD (Li 2018): P = Q^T Q with triangular Q, fitted by steps along Q's own group to what the Hessian does to random vectors.
+
+    v ~ N(0, I), h = H v:  minimise E[h^T P h + v^T P^-1 v], whose least is at P = |H|^-1
+    dense       a = Q h,         b = Q^-T v,            t = triu(a a^T - b b^T),   Q <- Q - mu / max|t| t Q
+    Kronecker   a = Ql dG Qr^T,  b = Ql^-T dX Qr^-1,    Ql by triu(a a^T - b b^T), Qr by triu(a^T a - b^T b)      dX = v, dG = h
+    diagonal    q <- q - mu / max|t| t q,  t = (q h)^2 - (v / q)^2
+
+The Kronecker form is for affine layers, P g = Ql^T Ql G Qr^T Qr; other parameters get the diagonal.
+
+Letters: O outputs, I inputs (with the 1 of the bias), D elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ngsgd.curvature.forms.kronecker import add_gram
+from ngsgd.curvature.forms.memory import apart, empty, give_back
+from ngsgd.ops import gemm
+from ngsgd.ops.linalg import less_upper_product, upper_gram
+from ngsgd.preconditioners.methods.fisher import require_small
+from ngsgd.preconditioners.methods.hessian.second_derivatives import SecondOrder
+from ngsgd.preconditioners.options import Options
+from ngsgd.preconditioners.states import State
+
+FORMS = ("kronecker", "full")
+_ALL = "all"   # the factor of the whole model, kept under its first parameter
+
+
+@dataclass(frozen=True)
+class PSGDOptions(Options):
+    """Of PSGD."""
+
+    form: str = "kronecker"    # of Q: "kronecker" for each layer, or "full", one matrix for models of up to 20 000 parameters
+    factor_lr: float = 0.1     # mu, above 0 to below 1: relative step of Q; less is less noisy
+    ema_decay: float = 0.0     # Q is updated by steps of factor_lr and has no moving average
+
+    def problems(self) -> list[str]:
+        found = super().problems()
+        if self.form not in FORMS:
+            found.append(f"form is {self.form!r}; choose {', '.join(FORMS)}.")
+        if not 0.0 < self.factor_lr < 1.0:
+            found.append(f"factor_lr is {self.factor_lr}; it must be above 0 and below 1.")
+        if self.ema_decay:
+            found.append("ema_decay has no meaning here: Q is updated by steps of factor_lr; leave it out.")
+        return found
+
+
+class PSGD(SecondOrder):
+    """PSGD; one product with the Hessian for each look at the curvature.  The damping is added to H."""
+
+    Options = PSGDOptions
+
+    def update_curvature(self, seen: Any) -> None:
+        give_back()   # before and after what takes most
+        v = self.drawn(seen)
+        h = self.product("hessian", v, is_last=True)
+        self._forget_minibatch()
+        give_back()
+        for name, value in h.items():
+            value.add_(v[name], alpha=self.option(name, "damping"))
+        if not all(bool(value.isfinite().all()) for value in h.values()):
+            self.num_skipped += 1
+        elif self.options.form == "full":
+            self._fit_full(v, h)
+        else:
+            self._fit_layers(v, h)
+
+    def _fit_layers(self, v: dict[str, Tensor], h: dict[str, Tensor]) -> None:
+        """Layer by layer; the pairs are let go on the way."""
+        biases = {bias for weight, bias in self._bias_of.items() if weight in v}
+        for name in [name for name in v if name in self._bias_of or name not in biases]:
+            fit = self._kronecker if name in self._bias_of else self._diagonal
+            dX, dG = self._joined_one(name, v), self._joined_one(name, h)
+            for each in self._block(name):
+                v.pop(each, None)
+                h.pop(each, None)
+            self._keep(name, fit(self.statistics.get(name), dX, dG))
+
+    def _keep(self, name: str, factors: State) -> None:
+        self.statistics[name], self.weights[name] = factors, 1.0
+
+    def _fit_full(self, v: Mapping[str, Tensor], h: Mapping[str, Tensor]) -> None:
+        flat_v, flat_h = (torch.cat([part.flatten() for _, part in sorted(each.items())]) for each in (v, h))
+        require_small("the model", len(flat_v))
+        known = self.statistics.get(min(v))
+        Q_DD = _identity(flat_v, len(flat_v), _first_scale(flat_v, flat_h) ** 0.5) if known is None else known[_ALL]
+        a_D = Q_DD @ flat_h
+        b_D = torch.linalg.solve_triangular(Q_DD.T, flat_v[:, None], upper=False)[:, 0]
+        self._move(Q_DD, torch.outer(a_D, a_D).addr_(b_D, b_D, alpha=-1))
+        self._keep(min(v), {_ALL: Q_DD})
+
+    def _kronecker(self, known: State | None, dX_OI: Tensor, dG_OI: Tensor) -> State:
+        if known is None:
+            scale = _first_scale(dX_OI, dG_OI) ** 0.25
+            Ql_OO, Qr_II = (_identity(dX_OI, size, scale) for size in dX_OI.shape)
+        else:
+            # the scale that one factor can take from the other is shared, so that both stay well within their numbers
+            share = (known["Ql"].diagonal().max() / known["Qr"].diagonal().max()).sqrt()
+            Ql_OO, Qr_II = known["Ql"].div_(share), known["Qr"].mul_(share)
+        a_OI = gemm.mm(gemm.mm(Ql_OO, dG_OI), Qr_II.T)
+        b_OI = torch.linalg.solve_triangular(Ql_OO.T, dX_OI, upper=False)
+        b_OI = torch.linalg.solve_triangular(Qr_II, b_OI, upper=True, left=False)
+        self._move(Ql_OO, _difference(a_OI.T, b_OI.T))
+        self._move(Qr_II, _difference(a_OI, b_OI))
+        return {"Ql": Ql_OO, "Qr": Qr_II}
+
+    def _diagonal(self, known: State | None, v: Tensor, h: Tensor) -> State:
+        q = torch.ones_like(v) * _first_scale(v, h) ** 0.5 if known is None else known["q"]
+        t = (q * h).square() - (v / q).square()
+        return {"q": q - self.options.factor_lr / _largest(t) * t * q}
+
+    def _move(self, Q_DD: Tensor, t_DD: Tensor) -> None:
+        """A step of Q, in its own memory and that of t."""
+        t_DD.triu_()
+        less_upper_product(Q_DD, t_DD.mul_(self.options.factor_lr / _largest(t_DD)))
+
+    def invert(self, name: str, known: State) -> State:
+        if "q" in known:
+            return {"P": known["q"].square()}
+        before = self.inverses.get(name, {})
+        return {key: upper_gram(Q_DD, before[key] if key in before else apart(Q_DD, *Q_DD.shape)) for key, Q_DD in known.items()}
+
+    def factors(self, inverse: State) -> tuple[Tensor, Tensor] | None:
+        return (inverse["Ql"], inverse["Qr"]) if "Ql" in inverse else None
+
+    def direction(self, name: str, inverse: State, g: Tensor) -> Tensor:
+        direction: Tensor = inverse["P"] * g
+        return direction
+
+    def apply(self, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        if self.options.form == "kronecker" or not self.inverses:
+            return super().apply(grads)
+        ordered = sorted(grads.items())
+        Pg_D: Tensor = next(iter(self.inverses.values()))[_ALL] @ torch.cat([g.flatten() for _, g in ordered])
+        parts = Pg_D.split([g.numel() for _, g in ordered])
+        return {name: part.view_as(g) for (name, g), part in zip(ordered, parts, strict=True)}
+
+
+def _difference(a_XD: Tensor, b_XD: Tensor) -> Tensor:
+    """a^T a - b^T b."""
+    found = empty(a_XD, a_XD.shape[1], a_XD.shape[1])
+    add_gram(a_XD, found, keep=0.0)
+    add_gram(b_XD, found, scale=-1.0)
+    return found
+
+
+def _first_scale(v: Tensor, h: Tensor) -> Tensor:
+    """c of P = c I that one pair asks for: |v| / |h|."""
+    tiny = torch.finfo(v.dtype).tiny ** 0.5
+    scale: Tensor = v.norm() / h.norm().clamp(min=tiny * v.norm())
+    return scale
+
+
+def _identity(like: Tensor, size: int, scale: Tensor) -> Tensor:
+    """scale I, to be kept."""
+    found = apart(like, size, size).zero_()
+    found.diagonal().fill_(scale)
+    return found
+
+
+def _largest(t: Tensor) -> Tensor:
+    low, high = t.aminmax()
+    return torch.maximum(-low, high).clamp(min=torch.finfo(t.dtype).tiny)

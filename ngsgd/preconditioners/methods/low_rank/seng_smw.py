@@ -1,0 +1,285 @@
+"""Natural gradients through the Gram matrix of samples' gradients: F of one minibatch, of any number of parameters.
+
+    (U^T U / R + d I)^-1 g = (1/d) [g - U^T (R d I + U U^T)^-1 U g],   U: one row g_n for each sample     (Woodbury)
+
+    SMW-NG  all layers together (Ren and Goldfarb 2019); with `fisher="exact"` SMW-GN, the Gauss-Newton matrix
+    SENG    layer by layer, the Gram matrix from sketched coordinates (Yang et al. 2020)
+
+U is never written down for layers with one position: U U^T = (A A^T) * (E E^T).
+
+Letters: V vectors, N samples, X = V N, T positions, O outputs, I inputs (with the 1 of the bias).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ngsgd.ops import gemm
+from ngsgd.ops.linalg import damped_cholesky
+from ngsgd.preconditioners.base import Preconditioner
+from ngsgd.preconditioners.factored_grad import HeldRows, products_of
+from ngsgd.preconditioners.fisher_recorder import Rows, Signal
+from ngsgd.preconditioners.options import FisherOptions
+from ngsgd.preconditioners.states import State
+
+
+@dataclass(frozen=True)
+class GramOptions(FisherOptions):
+    """Of methods that keep the rows of one minibatch: the past has no share in it."""
+
+    ema_decay: float = 0.0
+
+    def problems(self) -> list[str]:
+        found = super().problems()
+        if self.ema_decay or any("ema_decay" in own for own in (self.layer_options or {}).values()):
+            found.append("ema_decay must be 0: rows of one minibatch are kept, which cannot be averaged with those of another.")
+        return found
+
+
+@dataclass(frozen=True)
+class SENGOptions(GramOptions):
+    """Of SENG."""
+
+    sketch: int = 0    # coordinates of inputs and of outputs that the Gram matrix is estimated from; 0: all
+
+    def problems(self) -> list[str]:
+        found = super().problems()
+        return found if self.sketch >= 0 else [*found, f"sketch is {self.sketch}; it must be at least 0, where 0 is all."]
+
+
+class _FromRows(Preconditioner):
+    """What the two share: P g from rows that are held, where g = e^T a needs no product of its own.
+
+    At the looks of the empirical Fisher matrix the rows of g are those of U, g_n = U_n / s, so that U g = K 1 / s with the Gram
+    matrix K, and P g = (1/d) sum_n (1 - s b_n) e_n a_n^T is one product.
+    """
+
+    looks_at_held = True
+    has_mean = False
+
+    def __init__(self, model: nn.Module, **options: Any) -> None:
+        super().__init__(model, **options)
+        self._scale = 0.0    # s, at a look at the rows that g is made of, which are applied at once; 0 at other steps
+        self._gradients: dict[str, HeldRows] = {}   # this step's
+
+    @contextlib.contextmanager
+    def _watching(self) -> Iterator[None]:
+        # where every step looks and renews, the rows of the last minibatch need not lie beside the passes of this one; elsewhere
+        # they are kept for the case that this one is not finite
+        if all(self.is_due(what) and self._last[what] == self.num_steps - 1 for what in ("curvature", "inverse")):
+            for kept_so_far in (self.statistics, self.inverses):
+                for name in [name for name, known in kept_so_far.items() if "e" in known]:
+                    del kept_so_far[name]
+        with super()._watching():
+            yield
+
+    def update_curvature(self, seen: Signal | Mapping[str, Tensor]) -> None:
+        assert isinstance(seen, Signal)
+        if self.options.fisher == "empirical" and self.is_due("inverse"):
+            self._scale = seen.scale / max(seen.num_rows, 1) ** 0.5
+        super().update_curvature(seen)
+
+    def take(self, name: str, rows: Rows) -> None:
+        last = self.statistics.pop(name, None)
+        super().take(name, rows)
+        if name in self.statistics and self.is_due("inverse"):
+            self.inverses.pop(name, None)   # rows of the last minibatch, in whose place these will be
+        elif last is not None:
+            self.statistics.setdefault(name, last)
+        self._hold_once(name)
+
+    def _hold_once(self, name: str) -> None:
+        """Rows of the gradient that are those of U are held as such, once; unless their own norm will be asked for."""
+        known, rows = self.statistics.get(name, {}), self._gradients.get(name)
+        if rows is not None and self.options.graft == "none" and self.are_own(known, rows):
+            self._gradients[name] = HeldRows(known["a"][:, 0, :rows.a_XI.shape[1]], known["e"][0, :, 0], rows.has_bias)
+
+    def _held_scale(self, inverse: State, rows: HeldRows) -> float:
+        """What is held over the gradient's rows: s where it is held once."""
+        return self._scale if rows.e_XO.data_ptr() == inverse["e"].data_ptr() else 1.0
+
+    def _held_alone(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, HeldRows]:
+        self._gradients = super()._held_alone(parameters)
+        return self._gradients
+
+    def _step(self, lr: float | None) -> None:
+        try:
+            super()._step(lr)
+        finally:
+            self._scale, self._gradients = 0.0, {}
+
+    def can_hold(self, name: str, inverse: State) -> bool:
+        return "e" in inverse and inverse["a"].shape[1] == 1 and len(inverse["e"]) == 1
+
+    def are_own(self, inverse: State, rows: HeldRows) -> bool:
+        """Whether the rows are those that the curvature was just taken from."""
+        return self._scale > 0.0 and self.can_hold("", inverse) and len(rows.a_XI) == len(inverse["a"])
+
+    def products_of_rows(self, inverse: State, rows: HeldRows) -> Tensor:
+        """U g, of rows with one position."""
+        a_NI, e_NO = inverse["a"][:, 0], inverse["e"][0, :, 0]
+        held_scale = self._held_scale(inverse, rows)
+        if len(a_NI) * (a_NI.shape[1] + e_NO.shape[1]) < a_NI.shape[1] * e_NO.shape[1]:
+            of_a_NX = gemm.mm(a_NI[:, :rows.a_XI.shape[1]], rows.a_XI.T)
+            if rows.has_bias:
+                of_a_NX = of_a_NX.add_(1.0)
+            return (of_a_NX * gemm.mm(e_NO, rows.e_XO.T)).sum(dim=1) / held_scale
+        weight, bias = rows.product()
+        found: Tensor = (gemm.mm(a_NI[:, :weight.shape[1]], weight.T) * e_NO).sum(dim=1)
+        return (found if bias is None else found + e_NO @ bias) / held_scale
+
+    def combined(self, inverse: State, rows: HeldRows, b_N: Tensor, damping: float) -> tuple[Tensor, Tensor | None]:
+        """(g - U^T b) / d, of the weight and of the bias."""
+        if self.are_own(inverse, rows):
+            factor_N = (1.0 - self._scale * b_N) / (damping * self._held_scale(inverse, rows))
+            return rows._replace(e_XO=rows.e_XO * factor_N[:, None]).product()
+        a_NI, e_NO = inverse["a"][:, 0], inverse["e"][0, :, 0] * (b_N / damping)[:, None]
+        weight, bias = rows._replace(e_XO=rows.e_XO / damping).product()
+        weight = gemm.less_mm(weight, e_NO.T, a_NI[:, :weight.shape[1]], weight)
+        return weight, None if bias is None else bias - e_NO.sum(dim=0)
+
+
+class SENG(_FromRows):
+    """F of each layer by its own Gram matrix; exact with `sketch=0`.
+
+    A sketch keeps `sketch` of d coordinates, drawn anew for each minibatch, times sqrt(d / sketch): the Gram matrix is right in the
+    mean over draws.
+    """
+
+    Options = SENGOptions
+
+    def measure(self, name: str, rows: Rows) -> State:
+        a_NTI, e_VNTO = rows.a_NTI, rows.e_VNTO / rows.num_rows**0.5
+        gram_XX = gram(self._sketched(a_NTI), self._sketched(e_VNTO))
+        found = {"a": a_NTI, "e": e_VNTO, "gram": gram_XX}
+        if self._scale and self._is_sketched(rows) and self.can_hold(name, found):   # U g from the matrix without a sketch
+            found["sums"] = gram(a_NTI, e_VNTO).sum(dim=1)
+        return found
+
+    def _is_sketched(self, rows: Rows) -> bool:
+        return bool(0 < self.options.sketch < max(rows.a_NTI.shape[-1], rows.e_VNTO.shape[-1]))
+
+    def _sketched(self, x: Tensor) -> Tensor:
+        d, q = x.shape[-1], self.options.sketch
+        if not 0 < q < d:
+            return x
+        chosen = torch.randperm(d, generator=self.generator, device=x.device)[:q]
+        scale: float = (d / q) ** 0.5
+        sketched: Tensor = x[..., chosen] * scale
+        return sketched
+
+    def invert(self, name: str, known: State) -> State:
+        return {"a": known["a"], "e": known["e"], "root": damped_cholesky(known["gram"], self.option(name, "damping"))}
+
+    def direction_of_rows(self, name: str, inverse: State, rows: HeldRows) -> tuple[Tensor, Tensor | None]:
+        if self.are_own(inverse, rows):
+            known = self.statistics[name]
+            Ug_N = known["sums"] if "sums" in known else known["gram"].sum(dim=1)
+            Ug_N = Ug_N / self._scale
+        else:
+            Ug_N = self.products_of_rows(inverse, rows)
+        return self.combined(inverse, rows, solved(inverse["root"], Ug_N), self.option(name, "damping"))
+
+    def direction(self, name: str, inverse: State, g_OI: Tensor) -> Tensor:
+        a_NTI, e_VNTO = inverse["a"], inverse["e"]
+        b_X = solved(inverse["root"], sample_products(a_NTI, e_VNTO, g_OI))
+        return (g_OI - combination(a_NTI, e_VNTO, b_X)) / self.option(name, "damping")
+
+
+class SMWNG(_FromRows):
+    """F of all affine layers together by one Gram matrix; equals `FullNG(ema_decay=0)`, for models of any size."""
+
+    Options = GramOptions
+
+    def __init__(self, model: nn.Module, **options: Any) -> None:
+        super().__init__(model, **options)
+        self._sums: Tensor | None = None   # K 1 of the last look
+
+    def measure(self, name: str, rows: Rows) -> State:
+        return {"a": rows.a_NTI, "e": rows.e_VNTO / rows.num_rows**0.5}
+
+    def update_curvature(self, seen: Signal | Mapping[str, Tensor]) -> None:
+        self.statistics.clear()   # the layers of one minibatch belong together
+        super().update_curvature(seen)
+
+    def refresh(self) -> None:
+        # in the order of names: that of a dict is not the same after a restart
+        affine = [known for _, known in sorted(self.statistics.items()) if "e" in known]
+        super().refresh()
+        if affine:
+            total_XX = gram(affine[0]["a"], affine[0]["e"])
+            for known in affine[1:]:
+                total_XX += gram(known["a"], known["e"])
+            self._sums = total_XX.sum(dim=1)
+            first = next(name for name, known in self.statistics.items() if "e" in known)
+            self.inverses[first]["root"] = damped_cholesky(total_XX, self.options.damping)
+
+    def invert(self, name: str, known: State) -> State:
+        return {"a": known["a"], "e": known["e"]}
+
+    def apply(self, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return self.apply_all(grads, {})
+
+    def apply_all(self, grads: Mapping[str, Tensor], held: dict[str, HeldRows]) -> dict[str, Tensor]:
+        found = dict(grads)
+        joined = self._joined(grads)
+        affine = {name: inverse for name, inverse in sorted(self.inverses.items())
+                  if "e" in inverse and (name in joined or name in held)}
+        for name, inverse in self.inverses.items():
+            if "squares" in inverse and name in grads:
+                found[name] = grads[name] / (inverse["squares"].view_as(grads[name]) + self.option(name, "damping"))
+        if not affine:
+            return found
+        root_XX = next(inverse["root"] for inverse in affine.values() if "root" in inverse)
+        b_X = solved(root_XX, self._all_products(affine, joined, held))
+        for name, inverse in affine.items():
+            if name in held:
+                rows = held.pop(name) if self._overwrites else held[name]
+                found |= self.named(name, self.combined(inverse, rows, b_X, self.options.damping))
+            else:
+                direction_OI = (joined[name] - combination(inverse["a"], inverse["e"], b_X)) / self.options.damping
+                found |= self._parted(name, direction_OI, grads)
+        return found
+
+    def _all_products(self, affine: Mapping[str, State], joined: Mapping[str, Tensor], held: Mapping[str, HeldRows]) -> Tensor:
+        """U g of all layers."""
+        if self._sums is not None and all(name in held and self.are_own(inverse, held[name]) for name, inverse in affine.items()):
+            return self._sums / self._scale
+        return torch.stack([self.products_of_rows(inverse, held[name]) if name in held
+                            else sample_products(inverse["a"], inverse["e"], joined[name])
+                            for name, inverse in affine.items()]).sum(dim=0)
+
+
+def gram(a_NTI: Tensor, e_VNTO: Tensor) -> Tensor:
+    """X x X: the products of samples' gradients sum_t e a^T, for X = V N."""
+    V, N, T, O = e_VNTO.shape  # noqa: E741
+    if T == 1:
+        a_NI, e_XO = a_NTI[:, 0], e_VNTO.reshape(V * N, O)
+        return products_of(e_XO).mul_(products_of(a_NI).repeat(V, V))
+    if T * (O + a_NTI.shape[2]) > O * a_NTI.shape[2]:   # gradients are smaller than the products of positions
+        g_XD = torch.einsum("vnto,nti->vnoi", e_VNTO, a_NTI).reshape(V * N, -1)
+        return gemm.mm(g_XD, g_XD.T)
+    a_XI, e_XO = a_NTI.expand(V, -1, -1, -1).reshape(V * N * T, -1), e_VNTO.reshape(V * N * T, O)
+    return (gemm.mm(a_XI, a_XI.T) * gemm.mm(e_XO, e_XO.T)).view(V * N, T, V * N, T).sum(dim=(1, 3))
+
+
+def sample_products(a_NTI: Tensor, e_VNTO: Tensor, g_OI: Tensor) -> Tensor:
+    """X: U g, the products of samples' gradients with g."""
+    return ((a_NTI @ g_OI.T) * e_VNTO).sum(dim=(2, 3)).flatten()
+
+
+def combination(a_NTI: Tensor, e_VNTO: Tensor, b_X: Tensor) -> Tensor:
+    """O x I: U^T b, the sum of samples' gradients, each times its b."""
+    weighted_NTO = (e_VNTO * b_X.view(*e_VNTO.shape[:2], 1, 1)).sum(dim=0)
+    return gemm.mm(weighted_NTO.flatten(0, 1).T, a_NTI.flatten(0, 1))
+
+
+def solved(root_XX: Tensor, right_X: Tensor) -> Tensor:
+    """The solution for a Cholesky root."""
+    return torch.cholesky_solve(right_X.to(root_XX.dtype)[:, None], root_XX)[:, 0].to(right_X.dtype)

@@ -1,0 +1,159 @@
+"""The averaged model on fixed subsets of frames, and the average posterior that decoding divides by.
+
+`BackgroundDiagnostics` does it in a thread of low priority while the next outer iteration trains.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from ngsgd.data.reader import EgsReader, Minibatch
+from ngsgd.errors import DamagedArchiveError
+from ngsgd.schedules import Shard
+from ngsgd.training.diagnostics.gradient_figures import check_layers, gradient_figures
+from ngsgd.training.objective import summed_loss
+from ngsgd.training.records import SubsetScore
+
+_ROWS_AT_ONCE = 8192
+_MIN_PRIOR = 1e-15  # Kaldi's floor of nnet3-am-adjust-priors
+_NICENESS = 19      # of the thread: workers on the same cores go first
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What an outer iteration's model is like."""
+
+    train: SubsetScore
+    valid: SubsetScore
+    figures: dict[str, float]
+    """Shares, 0 to 1.  dead_units/LAYER: units of a ReLU that are 0 on every frame of the train subset; silence/recognised and
+    silence/labelled: of the valid subset.  And, where asked for, those of `gradient_figures`."""
+
+
+@torch.no_grad()
+def score_subset(model: nn.Module, subset: Minibatch) -> SubsetScore:
+    """Objf per frame and frame accuracy, both weighted where the frames have weights."""
+    return _score(_logits(model, subset), subset)
+
+
+@torch.no_grad()
+def diagnose(model: nn.Module, train: Minibatch, valid: Minibatch, silence_classes: Sequence[int] = (),
+             num_curvature_frames: int = 0) -> Diagnosis:
+    """Both subsets' scores, and what may go wrong unseen."""
+    with _peaks(model) as peaks:
+        train_score = score_subset(model, train)
+        figures = {f"dead_units/{layer}": float((peak_U <= 0.0).double().mean()) for layer, peak_U in peaks.items()}
+    logits_NP = _logits(model, valid)
+    if silence_classes:
+        silence = torch.tensor(list(silence_classes))
+        figures["silence/recognised"] = float(torch.isin(logits_NP.argmax(dim=1), silence).double().mean())
+        figures["silence/labelled"] = float(torch.isin(valid.pdf_N, silence).double().mean())
+    if num_curvature_frames:
+        figures |= gradient_figures(model, train, num_curvature_frames)
+    return Diagnosis(train_score, _score(logits_NP, valid), figures)
+
+
+class BackgroundDiagnostics:
+    """Diagnoses one model after the other in a thread; what it says of a model is what `diagnose` says."""
+
+    def __init__(self, model: nn.Module, subsets: Mapping[str, Minibatch], silence_classes: Sequence[int],
+                 num_curvature_frames: int = 0) -> None:
+        self._model = copy.deepcopy(model).eval()  # no dropout
+        self._subsets = subsets
+        self._silence_classes = silence_classes
+        self._num_curvature_frames = num_curvature_frames
+        if num_curvature_frames:
+            check_layers(self._model)  # now, and not in the thread after the first outer iteration
+        self._thread = ThreadPoolExecutor(1, "ngsgd-diagnostics", initializer=_give_way)
+
+    def begin(self, load: Callable[[nn.Module], object]) -> Future[Diagnosis]:
+        """Lets `load` set a model's parameters, here and now, and diagnoses it later.
+
+        The diagnosis before must have ended: there is one copy of the model.
+        """
+        load(self._model)
+        return self._thread.submit(diagnose, self._model, self._subsets["train"], self._subsets["valid"], self._silence_classes,
+                                   self._num_curvature_frames)
+
+    def close(self) -> None:
+        """Waits for what has begun."""
+        self._thread.shutdown()
+
+
+@torch.no_grad()
+def average_posterior(model: nn.Module, reader: EgsReader, num_frames: int, *,
+                      skip_damaged: bool = False) -> npt.NDArray[np.float64]:
+    """Mean posterior of each class over about `num_frames` training frames, floored and normalised (Kaldi's priors).
+
+    With `skip_damaged`, archives that are damaged are left out; the last one's error is raised when there is no other.
+    """
+    total_P = torch.zeros(reader.info.num_classes, dtype=torch.float64)
+    seen = 0
+    damage: DamagedArchiveError | None = None
+    for archive in range(reader.info.num_archives):
+        try:
+            for minibatch in reader.minibatches(Shard(archive, 0), _ROWS_AT_ONCE, seed=0, outer_iter=0, job=0):
+                wanted_ND = minibatch.x_ND[:num_frames - seen]
+                if not len(wanted_ND):  # a module of the user's own need not know what to do with no rows
+                    break
+                total_P += model(wanted_ND).softmax(dim=1).sum(dim=0, dtype=torch.float64)
+                seen += len(wanted_ND)
+        except DamagedArchiveError as error:
+            if not skip_damaged:
+                raise
+            damage = error
+        if seen >= num_frames:
+            break
+    if damage and not seen:
+        raise damage
+    prior_P = (total_P / seen).clamp(min=_MIN_PRIOR).numpy()
+    return np.asarray(prior_P / prior_P.sum())
+
+
+def _logits(model: nn.Module, subset: Minibatch) -> Tensor:
+    return torch.cat([model(part) for part in subset.x_ND.split(_ROWS_AT_ONCE)])
+
+
+def _score(logits_NP: Tensor, subset: Minibatch) -> SubsetScore:
+    is_right_N = logits_NP.argmax(dim=1) == subset.pdf_N
+    if subset.weight_N is None:
+        objf = -nn.functional.cross_entropy(logits_NP, subset.pdf_N)
+        return SubsetScore(float(objf), float(is_right_N.double().mean()))
+    weight = subset.weight_N.double().sum()
+    objf = -summed_loss(logits_NP, subset.pdf_N, subset.weight_N) / weight
+    return SubsetScore(float(objf), float((is_right_N * subset.weight_N.double()).sum() / weight))
+
+
+@contextlib.contextmanager
+def _peaks(model: nn.Module) -> Iterator[dict[str, Tensor]]:
+    """The greatest output of each unit of every ReLU, over all frames that pass meanwhile; a channel counts as one unit."""
+    found: dict[str, Tensor] = {}
+
+    def watch(name: str) -> Callable[[nn.Module, object, Tensor], None]:
+        def look(_module: nn.Module, _inputs: object, output: Tensor) -> None:
+            peak_U = output.detach().movedim(1, -1).flatten(0, -2).amax(dim=0)
+            found[name] = torch.maximum(found[name], peak_U) if name in found else peak_U
+        return look
+    handles = [module.register_forward_hook(watch(name)) for name, module in model.named_modules() if isinstance(module, nn.ReLU)]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _give_way() -> None:
+    # Linux knows priorities of single threads; where it cannot be lowered the thread works all the same
+    with contextlib.suppress(OSError, AttributeError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)

@@ -1,0 +1,279 @@
+"""Is a run's ledger in order?  A program of its own: it reads files, and knows nothing of the coordinator.
+
+    python -m ngsgd.training.storage.audit RUN_FOLDER
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ngsgd.files import parse_json_lines, read_log
+
+_SETTLED = ("accepted", "rejected", "dropped", "deferred", "quarantined")
+_Span = tuple[float, float]   # minibatches of a pass, from the first to before the second
+
+
+class _Pass(NamedTuple):
+    """One pass over one frame of an archive's examples, by the plan that first had it."""
+
+    archive: int
+    frame: int
+    outer_iter: int
+    job: int
+
+
+@dataclass
+class OuterIterationLines:
+    """What a ledger says of one outer iteration, from its last plan on."""
+
+    outer_iter: int
+    min_accepted: float
+    planned: dict[int, dict[str, Any]] = field(default_factory=dict)
+    submitted: set[tuple[int, int]] = field(default_factory=set)      # (job, attempt)
+    settled: list[dict[str, Any]] = field(default_factory=list)
+    commit: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def accepted(self) -> list[dict[str, Any]]:
+        return [entry for entry in self.settled if entry["event"] == "accepted"]
+
+
+def read(path: Path) -> list[OuterIterationLines]:
+    """The committed outer iterations in the order of their commits; what was begun and never committed does not count."""
+    return _committed(_checked_lines(path)[0])
+
+
+def _checked_lines(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
+    """The well-formed lines of a ledger, and one finding for each of the others."""
+    lines: list[dict[str, Any]] = []
+    problems: list[str] = []
+    for number, text in enumerate(read_log(path).split("\n"), 1):
+        # earlier versions kept a line that a killed process had left unfinished
+        if not text or (text.startswith("{") and not text.endswith("}")):
+            continue
+        found = parse_json_lines(text)
+        if not found:
+            problems.append(f"line {number} is not a JSON object")
+            continue
+        problem = _malformed(found[0])
+        if problem:
+            problems.append(f"line {number}: {problem}")
+        else:
+            lines.append(found[0])
+    return lines, problems
+
+
+_PIECE_LENGTH = 6   # archive, frame, outer iteration, job, first minibatch, last
+_NUMBER = (int, float)
+_JOB: dict[str, tuple[type, ...]] = {"outer_iter": (int,), "job": (int,), "attempt": (int,)}
+# by event: the fields that the audit reads, and their types
+_FIELDS: dict[str, dict[str, tuple[type, ...]]] = {
+    "started": {"after": (int,), "min_accepted": _NUMBER},
+    "planned": {"outer_iter": (int,), "job": (int,), "pieces": (list,), "lr": _NUMBER},
+    "submitted": _JOB,
+    "failed": _JOB,
+    "accepted": {**_JOB, "pieces": (list,), "left": (list,), "num_frames": (int,)},
+    "rejected": {**_JOB, "pieces": (list,), "left": (list,), "num_frames": (int,)},
+    "dropped": {**_JOB, "pieces": (list,)},
+    "deferred": {**_JOB, "pieces": (list,)},
+    "quarantined": {**_JOB, "pieces": (list,)},
+    "discarded": _JOB,
+    "rolled_back": {"outer_iter": (int,)},
+    "committed": {"outer_iter": (int,), "frames_processed": (int,), "parent": (str,), "model": (str,),
+                  "num_accepted": (int,), "numbers": (dict,)},
+}
+
+
+def _malformed(line: dict[str, Any]) -> str:
+    """Why a line is not one that a ledger holds; empty if it is."""
+    event = line.get("event")
+    wanted = _FIELDS.get(event) if isinstance(event, str) else None
+    if wanted is None:
+        return f"its event is {event!r:.60}"
+    for name, types in wanted.items():
+        if isinstance(line.get(name), bool) or not isinstance(line.get(name), types):
+            return f"{event}: {name} is {line.get(name)!r:.60}"
+    for name in ("pieces", "left"):
+        if not all(map(_is_piece, line.get(name, []))):
+            return f"{event}: {name} holds something else than pieces of work"
+    numbers = line.get("numbers", {"lr": 0.0})
+    if "lr" not in numbers or not all(isinstance(value, _NUMBER) for value in numbers.values()):
+        return f"{event}: numbers is {numbers!r:.60}"
+    if type(line.get("fence", 0)) is not int:
+        return f"{event}: fence is {line['fence']!r:.60}"
+    return ""
+
+
+def _is_piece(piece: object) -> bool:
+    if not isinstance(piece, list) or len(piece) != _PIECE_LENGTH:
+        return False
+    *numbers, stop = piece
+    return all(type(number) is int for number in numbers) and (stop is None or type(stop) is int)
+
+
+def _committed(lines: list[dict[str, Any]]) -> list[OuterIterationLines]:
+    under_way: dict[int, OuterIterationLines] = {}
+    done: list[OuterIterationLines] = []
+    min_accepted = 0.0
+
+    def of(outer_iter: int) -> OuterIterationLines:
+        return under_way.setdefault(outer_iter, OuterIterationLines(outer_iter, min_accepted))
+    for line in lines:
+        outer_iter = line.get("outer_iter", -1)
+        match line["event"]:
+            case "started":
+                # a new process goes on after a certain commit: what is later, or was under way, is done again
+                min_accepted = line["min_accepted"]
+                done = [one for one in done if one.outer_iter <= line["after"]]
+                under_way = {o: one for o, one in under_way.items() if o <= line["after"]}
+            case "planned":
+                if line["job"] == 0:
+                    under_way.pop(outer_iter, None)
+                of(outer_iter).planned[line["job"]] = line
+            case "submitted":
+                of(outer_iter).submitted.add((line["job"], line["attempt"]))
+            case "rolled_back":
+                under_way.pop(outer_iter, None)
+            case "committed":
+                if outer_iter not in [one.outer_iter for one in done]:  # said again after a crash between commit and ledger
+                    done.append(under_way.pop(outer_iter, OuterIterationLines(outer_iter, min_accepted)))
+                    done[-1].commit = line
+            case event if event in _SETTLED:
+                of(outer_iter).settled.append(line)
+    return done
+
+
+def audit(path: Path) -> list[str]:
+    """The findings on a ledger; an empty list when all that was planned was counted exactly once, or given up by name."""
+    try:
+        lines, problems = _checked_lines(path)
+    except OSError as error:
+        return [f"{path} cannot be read ({error.strerror})"]
+    done = _committed(lines)
+    problems += [problem for one in done for problem in _problems_of(one)]
+    problems += _fences_out_of_order(lines)
+    if [one.outer_iter for one in done] != list(range(len(done))):
+        problems.append(f"committed outer iterations are {[one.outer_iter for one in done]}")
+    frames, model = 0, ""
+    for one in done:
+        where = f"outer iteration {one.outer_iter}"
+        frames += sum(entry["num_frames"] for entry in one.accepted)
+        if frames != one.commit["frames_processed"]:
+            problems.append(f"{where}: {frames} frames accepted, {one.commit['frames_processed']} committed")
+        if one.commit["parent"] != model:
+            problems.append(f"{where}: its parent is {one.commit['parent']!r}, the model before was {model!r}")
+        model = one.commit["model"]
+    return problems + list(_pieces_counted_wrongly(done))
+
+
+def _fences_out_of_order(lines: list[dict[str, Any]]) -> Iterator[str]:
+    """Each process that writes has a larger fencing number than the one before, and no earlier one writes after it."""
+    holder, resumed_after = 0, -1
+    for line in lines:
+        fence = line.get("fence", 0)
+        if line["event"] == "started":
+            if fence and fence <= holder:
+                yield f"two processes wrote to the run: fencing number {fence} begins after {holder}"
+            holder, resumed_after = max(holder, fence), line["after"]
+        # a resumed process repeats the commit that it resumes after
+        elif line["event"] == "committed" and fence and fence != holder and line["outer_iter"] != resumed_after:
+            yield f"outer iteration {line['outer_iter']} was committed under fencing number {fence}, while {holder} wrote"
+
+
+def _problems_of(one: OuterIterationLines) -> Iterator[str]:
+    where = f"outer iteration {one.outer_iter}"
+    counts = Counter(entry["job"] for entry in one.settled)
+    yield from (f"{where}: job {job} was settled {counts[job]} times" for job in one.planned if counts[job] != 1)
+    yield from (f"{where}: job {job} was not planned" for job in counts if job not in one.planned)
+    for entry in one.settled:
+        if entry["event"] in ("accepted", "rejected") and (entry["job"], entry["attempt"]) not in one.submitted:
+            yield f"{where}: job {entry['job']}, attempt {entry['attempt']}, was counted and never submitted"
+        latest = max((attempt for job, attempt in one.submitted if job == entry["job"]), default=0)
+        if entry["attempt"] < latest:
+            yield f"{where}: job {entry['job']}, attempt {entry['attempt']}, was counted after attempt {latest} had begun"
+        if entry["job"] in one.planned and entry["pieces"] != one.planned[entry["job"]]["pieces"]:
+            yield f"{where}: job {entry['job']} counted another piece"
+    num_accepted, num_jobs = len(one.accepted), len(one.planned)
+    keeps_best = any(entry.get("keeps") == "best" for entry in one.planned.values())
+    fewest = 1.0 if keeps_best else max(1.0, one.min_accepted * num_jobs)
+    if num_accepted != one.commit["num_accepted"] or num_accepted < fewest or (keeps_best and num_accepted > 1):
+        yield f"{where}: {num_accepted} results of {num_jobs} accepted, {one.commit['num_accepted']} committed"
+    yield from _numbers_that_differ(one, where)
+    if not all(math.isfinite(value) for value in one.commit["numbers"].values()):
+        yield f"{where}: {one.commit['numbers']} are not all finite"
+
+
+def _numbers_that_differ(one: OuterIterationLines, where: str) -> Iterator[str]:
+    """All jobs have one learning rate, and it is the one that was committed."""
+    rates = {entry["lr"] for entry in one.planned.values()}
+    if one.planned and rates != {one.commit["numbers"]["lr"]}:
+        yield f"{where}: learning rates {sorted(rates)} were planned, {one.commit['numbers']['lr']} committed"
+
+
+def _pieces_counted_wrongly(done: list[OuterIterationLines]) -> Iterator[str]:
+    """Every minibatch of a pass is settled once; what was put off comes back in a later plan, or the run is not at its end."""
+    counted: dict[_Pass, list[_Span]] = {}
+    owed: dict[_Pass, list[_Span]] = {}
+    for one in done:
+        where = f"outer iteration {one.outer_iter}"
+        for name, span in (_pass_and_span(piece) for entry in one.planned.values() for piece in entry["pieces"]):
+            if name.outer_iter != one.outer_iter and not _covers(owed.get(name, []), span):
+                yield f"{where}: {_named(name, span)} comes back and was never put off"
+            owed[name] = _without(owed.get(name, []), span)
+        for entry in one.settled:
+            left = [_pass_and_span(piece) for piece in entry.get("left", [])]
+            for name, span in left:
+                owed.setdefault(name, []).append(span)
+            for name, span in map(_pass_and_span, entry["pieces"]):
+                if entry["event"] == "deferred":
+                    owed.setdefault(name, []).append(span)
+                    continue
+                rest = [span]
+                for other, put_off in left:
+                    rest = _without(rest, put_off) if other == name else rest
+                before = counted.setdefault(name, [])
+                if any(first < stop2 and first2 < stop for first, stop in rest for first2, stop2 in before):
+                    yield f"{where}: {_named(name, span)} was counted 2 times"
+                before += rest
+
+
+def _pass_and_span(piece: list[Any]) -> tuple[_Pass, _Span]:
+    archive, frame, outer_iter, job, first, stop = piece
+    return _Pass(archive, frame, outer_iter, job), (float(first), math.inf if stop is None else float(stop))
+
+
+def _without(spans: list[_Span], gone: _Span) -> list[_Span]:
+    """What is left of the spans."""
+    return [(low, high) for first, stop in spans for low, high in ((first, min(stop, gone[0])), (max(first, gone[1]), stop))
+            if low < high]
+
+
+def _covers(spans: list[_Span], wanted: _Span) -> bool:
+    left = [wanted]
+    for span in spans:
+        left = _without(left, span)
+    return not left
+
+
+def _named(name: _Pass, span: _Span) -> str:
+    part = "" if span == (0.0, math.inf) else f", minibatches {span[0]:g} to {span[1]:g}"
+    return f"archive {name.archive}, frame {name.frame}, planned as job {name.job} of outer iteration {name.outer_iter}{part}"
+
+
+def main() -> int:
+    if len(sys.argv) != 2:
+        print("usage: python -m ngsgd.training.storage.audit RUN_FOLDER", file=sys.stderr)
+        return 2
+    problems = audit(Path(sys.argv[1]) / "ledger.jsonl")
+    print("\n".join(problems) or "the ledger is in order")
+    return bool(problems)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

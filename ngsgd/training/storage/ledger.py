@@ -1,0 +1,91 @@
+"""The ledger: every piece of data that was planned, every try, and what was counted, one JSON line each.
+
+It is written as things happen and audited afterwards by `ngsgd.training.storage.audit`, which knows nothing of the coordinator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ngsgd.files import JsonLines
+from ngsgd.training.job import Job, JobFailure, JobResult, Piece
+from ngsgd.training.planning import Plan
+
+PIECE_FIELDS = ("archive", "frame", "outer_iter", "job", "first", "stop")
+
+
+class Ledger:
+    """Appends to `path`.  A line survives the death of this process; `sync` makes it survive that of the machine.
+
+    `fence` is the number of the run lock (`ngsgd.training.storage.lock`) under which this process writes; 0 without a lock.
+    """
+
+    def __init__(self, path: Path, fence: int = 0) -> None:
+        self._lines = JsonLines(path)
+        self._fence = fence
+
+    def started(self, after: int, min_accepted: float) -> None:
+        """A process begins the run, or resumes it after the commit of an outer iteration."""
+        fields = {"fence": self._fence} if self._fence else {}
+        self._write("started", after=after, min_accepted=min_accepted, **fields)
+
+    def planned(self, plan: Plan) -> None:
+        for job, pieces in enumerate(plan.work):
+            self._write("planned", outer_iter=plan.outer_iter, job=job, pieces=[piece_fields(piece) for piece in pieces],
+                        num_jobs=plan.num_jobs, lr=plan.iteration.lr, lr_factor=plan.iteration.lr_factor,
+                        **({"keeps": "best"} if plan.keeps_best else {}))
+
+    def submitted(self, job: Job) -> None:
+        self._write("submitted", **_identity(job))
+
+    def failed(self, failure: JobFailure) -> None:
+        self._write("failed", **_identity(failure.job), worker=failure.worker, reason=failure.reason)
+
+    def judged(self, result: JobResult, reason: str) -> None:
+        """A result was accepted (no reason) or rejected."""
+        self._write("rejected" if reason else "accepted", **_identity(result.job), worker=result.worker,
+                    num_frames=result.num_frames, pieces=[piece_fields(piece) for piece in result.job.pieces],
+                    left=[piece_fields(piece) for piece in result.remainder], digest=f"{result.digest:016x}", reason=reason)
+
+    def discarded(self, result: JobResult, reason: str) -> None:
+        """A result that was not looked at: nobody waited for it any more, or it was damaged on its way."""
+        self._write("discarded", **_identity(result.job), worker=result.worker, reason=reason)
+
+    def settled_without(self, event: str, job: Job, reason: str) -> None:
+        """Work that this outer iteration does without: "dropped", "deferred" to the next, or "quarantined" for good."""
+        self._write(event, **_identity(job), pieces=[piece_fields(piece) for piece in job.pieces], reason=reason)
+
+    def rolled_back(self, outer_iter: int, reason: str, lr_scale: float) -> None:
+        self._write("rolled_back", outer_iter=outer_iter, reason=reason, lr_scale=lr_scale)
+
+    def sync(self) -> None:
+        """All lines so far are on disk, whatever happens to the machine."""
+        self._lines.sync()
+
+    def committed(self, commit: Mapping[str, Any]) -> None:
+        """The outer iteration is on disk; `commit` stands in its manifest too."""
+        self._write("committed", **commit)
+
+    def close(self) -> None:
+        self._lines.close()
+
+    def _write(self, event: str, **fields: Any) -> None:
+        self._lines.append({"event": event, **fields})
+
+
+def piece_fields(piece: Piece) -> list[int | None]:
+    """A piece as PIECE_FIELDS."""
+    return [piece.shard.archive, piece.shard.frame, piece.outer_iter, piece.job, piece.first, piece.stop]
+
+
+def pieces_of(fields: Sequence[Sequence[Any]]) -> tuple[Piece, ...]:
+    """The pieces that were written as PIECE_FIELDS."""
+    from ngsgd.schedules import Shard
+    return tuple(Piece(Shard(archive, frame), outer_iter, job, first, stop)
+                 for archive, frame, outer_iter, job, first, stop in fields)
+
+
+def _identity(job: Job) -> dict[str, int]:
+    return {"outer_iter": job.outer_iter, "job": job.job, "attempt": job.attempt}

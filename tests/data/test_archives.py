@@ -1,0 +1,456 @@
+"""Examples on disk and minibatches from them."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import tracemalloc
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file
+
+from ngsgd.config import AugmentConfig, EgsConfig
+from ngsgd.data.archives import prepare_archives, spliced_utterances
+from ngsgd.data.examples import PIECE_BYTES
+from ngsgd.data.frames import FrameSet, Side
+from ngsgd.data.prefetch import ahead
+from ngsgd.data.reader import EgsReader
+from ngsgd.data.storage import ArrayFile, FormatError
+from ngsgd.errors import DamagedArchiveError, DataError
+from ngsgd.files import sha256, shared_directory
+from ngsgd.schedules import Schedule, Shard
+from tests.reference.examples import windows_of
+from tests.toy import NUM_CLASSES, frame_set
+
+CONFIG = EgsConfig(left_context=2, right_context=1, frames_per_eg=4, samples_per_iter=100, num_diagnostic_frames=50)
+
+
+def prepare(folder: Path, train: FrameSet | None = None, config: EgsConfig = CONFIG) -> Path:
+    return prepare_archives(train or frame_set(1000, 1), frame_set(300, 2), config, num_classes=NUM_CLASSES, digest="toy",
+                            cache_root=folder)
+
+
+def rows(reader: EgsReader, schedule: Schedule) -> list[tuple[tuple[float, ...], int]]:
+    """Every (spliced frame, class) that all shards hold, sorted."""
+    found = []
+    for index in range(schedule.num_archives * schedule.frames_per_eg):
+        for x, pdf, _ in reader.minibatches(schedule.shard(index), 32, seed=0, outer_iter=0, job=index):
+            found += [(tuple(row), int(label)) for row, label in zip(x.tolist(), pdf.tolist(), strict=True)]
+    return sorted(found)
+
+
+def test_all_shards_together_hold_every_spliced_frame_once(tmp_path: Path) -> None:
+    train = frame_set(1000, 1)
+    reader = EgsReader(prepare(tmp_path, train))
+    schedule = Schedule(reader.info.num_archives, 4, 1.0, 0.1, 0.1, 1, 1)
+    spliced = np.concatenate(list(spliced_utterances(train, 2, 1)))
+    assert rows(reader, schedule) == sorted((tuple(row), int(pdf)) for row, pdf in
+                                            zip(spliced.tolist(), train.pdf_T.tolist(), strict=True))
+
+
+def test_splicing_repeats_the_edges_of_an_utterance() -> None:
+    features = np.array([[1.0], [2.0], [3.0], [9.0]], np.float32)
+    frames = FrameSet(features, np.zeros(4, np.int32), np.array([0, 3, 4]), ("a", "b"))
+    first, second = spliced_utterances(frames, 2, 1)
+    assert first.tolist() == [[1, 1, 1, 2], [1, 1, 2, 3], [1, 2, 3, 3]]
+    assert second.tolist() == [[9, 9, 9, 9]]
+
+
+def test_order_is_a_function_of_seed_outer_iteration_and_job(tmp_path: Path) -> None:
+    reader = EgsReader(prepare(tmp_path))
+    shard = Schedule(reader.info.num_archives, 4, 1.0, 0.1, 0.1, 1, 1).shard(0)
+
+    def order(seed: int, outer_iter: int, job: int) -> torch.Tensor:
+        return torch.cat([minibatch.x_ND for minibatch in reader.minibatches(shard, 16, seed=seed, outer_iter=outer_iter, job=job)])
+
+    assert torch.equal(order(1, 2, 3), order(1, 2, 3))
+    for other in ((0, 2, 3), (1, 3, 3), (1, 2, 2)):
+        assert not torch.equal(order(1, 2, 3), order(*other))
+
+
+def test_archives_are_bit_identical_when_made_again(tmp_path: Path) -> None:
+    first, second = (EgsReader(prepare(tmp_path / name)).info.sha256 for name in ("a", "b"))
+    assert first == second
+    assert len(first) > 2
+
+
+def test_minibatches_have_the_size_asked_for_and_lose_nothing(tmp_path: Path) -> None:
+    reader = EgsReader(prepare(tmp_path))
+    shard = Schedule(reader.info.num_archives, 4, 1.0, 0.1, 0.1, 1, 1).shard(0)
+    sizes = [len(minibatch.pdf_N) for minibatch in reader.minibatches(shard, 32, seed=0, outer_iter=0, job=0)]
+    assert set(sizes[:-1]) == {32}
+    assert sum(sizes) == reader.num_frames(shard)
+
+
+def test_a_damaged_archive_is_named(tmp_path: Path) -> None:
+    directory = prepare(tmp_path)
+    archive = directory / "egs.0000.safetensors"
+    content = bytearray(archive.read_bytes())
+    content[-1] ^= 1
+    archive.write_bytes(content)
+    with pytest.raises(DataError, match=r"egs\.0000\.safetensors is missing or does not match its checksum; remove"):
+        list(EgsReader(directory).minibatches(Schedule(1, 4, 1, 1, 1, 1, 1).shard(0), 8, seed=0, outer_iter=0, job=0))
+
+
+def test_a_folder_that_holds_no_examples_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="is not a directory of examples"):
+        EgsReader(tmp_path)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_feature_that_is_not_finite_is_named_by_utterance(tmp_path: Path, bad: float) -> None:
+    train = frame_set(1000, 1)
+    train.features_TD[130, 2] = bad
+    with pytest.raises(DataError, match="utterance utt2 has a feature that is not finite"):
+        prepare(tmp_path, train)
+    assert list(tmp_path.iterdir()) == []  # nothing half-written
+
+
+def test_a_class_beyond_the_last_is_refused(tmp_path: Path) -> None:
+    train = frame_set(100, 1)
+    train.pdf_T[3] = NUM_CLASSES
+    with pytest.raises(DataError, match=f"run from 0 to {NUM_CLASSES}"):
+        prepare(tmp_path, train)
+
+
+def test_labels_that_do_not_fit_the_frames_are_refused() -> None:
+    train = frame_set(100, 1)
+    with pytest.raises(DataError, match="do not fit together"):
+        dataclasses.replace(train, pdf_T=train.pdf_T[:-1])
+
+
+def test_second_call_reads_what_is_there(tmp_path: Path) -> None:
+    directory = prepare(tmp_path)
+    before = (directory / "info.json").stat().st_mtime_ns
+    assert prepare(tmp_path) == directory
+    assert (directory / "info.json").stat().st_mtime_ns == before
+
+
+# Numbers ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("config", "expected"), [
+    (CONFIG, "2f1e705ed74be69d15c2adad7eb2f6d9c54e5634b481696d0bdab083ae2d49d2"),
+    (EgsConfig(), "1125275efa88ee7d9bb17cd80287c6f2d002f63c58867b182ca8463424d0f55e"),
+])
+def test_every_minibatch_has_the_bits_that_the_first_format_gave(tmp_path: Path, config: EgsConfig, expected: str) -> None:
+    """The digests were made with format 1 (safetensors' own writer and slices), at commit a0999c9."""
+    reader = EgsReader(prepare(tmp_path, config=config))
+    found = hashlib.sha256()
+    minibatches = [minibatch for archive in range(reader.info.num_archives) for frame in range(config.frames_per_eg)
+                   for minibatch in reader.minibatches(Shard(archive, frame), 32, seed=3, outer_iter=5, job=archive + 7)]
+    for x_ND, pdf_N, weight_N in (*minibatches, reader.diagnostic("train"), reader.diagnostic("valid")):
+        assert weight_N is None
+        found.update(x_ND.numpy().tobytes())
+        found.update(pdf_N.numpy().tobytes())
+    assert found.hexdigest() == expected
+
+
+def test_archives_hold_the_examples_of_the_reference_once_each(tmp_path: Path) -> None:
+    train = frame_set(1000, 1)
+    reader = EgsReader(prepare(tmp_path, train))
+    expected = [(*window, utt_id) for u, utt_id in enumerate(train.utt_ids) for window in windows_of(train, u, 2, 1, 4)]
+    found = [reader.example(archive, index) for archive in range(reader.info.num_archives)
+             for index in range(reader.info.num_examples[archive])]
+    assert sorted((e.features_WD.tolist(), e.pdf_F.tolist(), e.utt_id) for e in found) == \
+        sorted((features_WD.tolist(), classes, utt_id) for features_WD, classes, utt_id in expected)
+    assert all((example.weight_F == 1.0).all() and example.group == "" for example in found)
+
+
+def test_an_example_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="has no example 0 in archive 9: it holds 3 archives"):
+        EgsReader(prepare(tmp_path)).example(9, 0)
+
+
+def test_part_of_a_pass_has_the_minibatches_of_the_whole(tmp_path: Path) -> None:
+    reader = EgsReader(prepare(tmp_path))
+    whole, part = (list(reader.minibatches(Shard(0, 1), 16, seed=0, outer_iter=0, job=0, first=first, stop=stop))
+                   for first, stop in ((0, None), (2, 4)))
+    assert len(part) == 2
+    assert all(torch.equal(a.x_ND, b.x_ND) and torch.equal(a.pdf_N, b.pdf_N) for a, b in zip(part, whole[2:4], strict=True))
+
+
+def test_the_index_counts_what_is_there(tmp_path: Path) -> None:
+    info = EgsReader(prepare(tmp_path)).info
+    for archive in range(info.num_archives):
+        pdf_EF = load_file(tmp_path / next(tmp_path.glob("egs-*")) / f"egs.{archive:04d}.safetensors")["pdf"]
+        assert info.num_examples[archive] == len(pdf_EF)
+        assert info.num_rows[archive] == (pdf_EF >= 0).sum(axis=0).tolist()
+    assert info.num_frames == 1000
+
+
+# Writing ---------------------------------------------------------------------------------------------------------------
+
+
+def mapped(frames: FrameSet, folder: Path) -> FrameSet:
+    """The frames with features in a file, as prepared corpora have them."""
+    np.save(folder / "features.npy", frames.features_TD)
+    return dataclasses.replace(frames, features_TD=np.load(folder / "features.npy", mmap_mode="r"))
+
+
+@pytest.mark.parametrize("in_file", [True, False])
+def test_archives_are_the_same_whatever_the_number_of_writers(tmp_path: Path, in_file: bool) -> None:
+    train = mapped(frame_set(1000, 1), tmp_path) if in_file else frame_set(1000, 1)
+    train = dataclasses.replace(train, weight_T=np.linspace(0.0, 1.0, 1000, dtype=np.float32))
+    one, three = (prepare(tmp_path / str(num), train, dataclasses.replace(CONFIG, num_writers=num)) for num in (1, 3))
+    assert EgsReader(one).info == EgsReader(three).info
+    assert [(path.name, sha256(path)) for path in sorted(one.iterdir())] == \
+        [(path.name, sha256(path)) for path in sorted(three.iterdir())]
+
+
+def test_features_pass_through_memory_a_piece_at_a_time(tmp_path: Path) -> None:
+    """2 x PIECE_BYTES of examples are written while Python's own memory never holds more than a few pieces' worth."""
+    features_TD = np.lib.format.open_memmap(tmp_path / "big.npy", "w+", np.float32, (30_000, 128))
+    frames = FrameSet(features_TD, np.zeros(30_000, np.int32), np.array([0, 30_000]), ("a",))
+    config = EgsConfig(left_context=8, right_context=8, frames_per_eg=1, samples_per_iter=30_000, num_diagnostic_frames=10)
+    size = 30_000 * 17 * 128 * 4
+    assert size > 7 * PIECE_BYTES
+    tracemalloc.start()
+    try:
+        prepare_archives(frames, frames, config, num_classes=1, digest="big", cache_root=tmp_path)
+        assert tracemalloc.get_traced_memory()[1] < 4 * PIECE_BYTES
+    finally:
+        tracemalloc.stop()
+
+
+_WRITE_WITHOUT_ROOM = """
+import resource, signal, sys
+from pathlib import Path
+import numpy as np
+from ngsgd.config import AugmentConfig, EgsConfig
+from ngsgd.data.archives import prepare_archives
+from ngsgd.data.frames import FrameSet, Side
+from ngsgd.errors import DataError
+np.save(sys.argv[3] + "/features.npy", np.zeros((1000, 5), np.float32))
+frames = FrameSet(np.load(sys.argv[3] + "/features.npy", mmap_mode="r"), np.zeros(1000, np.int32), np.array([0, 1000]), ("a",))
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (6000, 6000))   # an archive takes 13 kB
+config = EgsConfig(2, 1, 4, samples_per_iter=100, num_diagnostic_frames=50, num_writers=int(sys.argv[2]))
+try:
+    prepare_archives(frames, frames, config, num_classes=1, digest="x", cache_root=Path(sys.argv[1]))
+except DataError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("num_writers", [1, 2])
+def test_a_disk_that_cannot_take_the_archives_is_told_in_a_sentence_and_nothing_is_left(tmp_path: Path, num_writers: int) -> None:
+    said = subprocess.run([sys.executable, "-c", _WRITE_WITHOUT_ROOM, str(tmp_path / "egs"), str(num_writers), str(tmp_path)],
+                          check=True, text=True, capture_output=True, cwd=Path(__file__).parents[2]).stdout
+    assert said.startswith(f"archives of examples could not be written under {tmp_path}/egs (File too large); make room")
+    assert len(said.splitlines()) == 1
+    assert list((tmp_path / "egs").iterdir()) == []
+
+
+def test_a_writer_that_dies_is_told_and_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ngsgd.data.write_process.sys.executable", "/bin/false")
+    with pytest.raises(DataError, match="a process that wrote archives of examples ended with 1"):
+        prepare(tmp_path, config=dataclasses.replace(CONFIG, num_writers=2))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_too_little_room_is_told_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
+    with pytest.raises(DataError, match=r"has 0\.0 GB free, and the archives of examples take 0\.0 GB; make room"):
+        prepare(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+# Weights ---------------------------------------------------------------------------------------------------------------
+
+
+def test_weights_go_with_their_frames_and_frames_of_weight_0_are_left_out(tmp_path: Path) -> None:
+    random = np.random.default_rng(3)
+    weight_T = np.where(random.random(1000) < 0.3, 0.0, random.random(1000)).astype(np.float32)
+    train = dataclasses.replace(frame_set(1000, 1), weight_T=weight_T)
+    reader = EgsReader(prepare(tmp_path, train))
+    found: list[tuple[list[float], int, float]] = []
+    for index in range(reader.info.num_archives * 4):
+        for x_ND, pdf_N, weight_N in reader.minibatches(Shard(index % 3, index // 3), 32, seed=0, outer_iter=0, job=0):
+            assert weight_N is not None
+            found += zip(x_ND.tolist(), pdf_N.tolist(), weight_N.tolist(), strict=True)
+    spliced = np.concatenate(list(spliced_utterances(train, 2, 1))).tolist()
+    assert sorted(found) == sorted((x, int(pdf), float(weight)) for x, pdf, weight
+                                   in zip(spliced, train.pdf_T, weight_T, strict=True) if weight)
+    assert sum(map(sum, reader.info.num_rows)) == reader.info.num_frames == np.count_nonzero(weight_T)
+    diagnostic = reader.diagnostic("train")
+    assert diagnostic.weight_N is not None and (diagnostic.weight_N > 0).all()
+
+
+@pytest.mark.parametrize(("silence_weight", "left"), [(0.0, {1, 2, 3, 4, 5}), (0.25, set(range(6)))])
+def test_silence_weighs_what_the_configuration_says(tmp_path: Path, silence_weight: float, left: set[int]) -> None:
+    config = dataclasses.replace(CONFIG, silence_weight=silence_weight)
+    reader = EgsReader(prepare_archives(frame_set(1000, 1), frame_set(300, 2), config, num_classes=NUM_CLASSES, digest="toy",
+                                        cache_root=tmp_path, silence_classes=[0]))
+    (minibatch,) = reader.minibatches(Shard(0, 0), 1000, seed=0, outer_iter=0, job=0)
+    assert minibatch.weight_N is not None
+    assert set(minibatch.pdf_N.tolist()) == left
+    assert all(weight == (silence_weight if pdf == 0 else 1.0)
+               for pdf, weight in zip(minibatch.pdf_N.tolist(), minibatch.weight_N.tolist(), strict=True))
+
+
+@pytest.mark.parametrize("bad", [np.nan, -1.0, 0.0])
+def test_weights_that_make_no_sense_are_refused(tmp_path: Path, bad: float) -> None:
+    train = dataclasses.replace(frame_set(1000, 1), weight_T=np.full(1000, bad, np.float32))
+    with pytest.raises(DataError, match="the weights of frames run from"):
+        prepare(tmp_path, train)
+
+
+# Damage and reading ----------------------------------------------------------------------------------------------------
+
+
+def damaged(folder: Path, how: str) -> EgsReader:
+    directory = prepare(folder)
+    archive = directory / "egs.0001.safetensors"
+    if how == "missing":
+        archive.unlink()
+    elif how == "truncated":
+        archive.write_bytes(archive.read_bytes()[:-100])
+    else:
+        archive.write_bytes(b"x" + archive.read_bytes()[1:])
+    return EgsReader(directory)
+
+
+@pytest.mark.parametrize("how", ["missing", "truncated", "altered"])
+def test_a_damaged_archive_says_its_number_and_the_others_can_be_read(tmp_path: Path, how: str) -> None:
+    reader = damaged(tmp_path, how)
+    with pytest.raises(DamagedArchiveError, match=r"egs\.0001\.safetensors is missing or does not match") as caught:
+        list(reader.minibatches(Shard(1, 0), 8, seed=0, outer_iter=0, job=0))
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert (again.archive, str(again), again.exit_code) == (1, str(caught.value), 3)
+    assert list(reader.minibatches(Shard(0, 0), 8, seed=0, outer_iter=0, job=0))
+
+
+def test_a_checksum_is_made_once_in_a_process_and_again_when_the_file_has_changed(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = prepare(tmp_path)
+    made: list[str] = []
+
+    def counted(path: Path) -> str:
+        made.append(path.name)
+        return sha256(path)
+    monkeypatch.setattr("ngsgd.data.reader.sha256", counted)
+    for _ in range(2):
+        list(EgsReader(directory).minibatches(Shard(0, 0), 8, seed=0, outer_iter=0, job=0))
+    assert made == ["egs.0000.safetensors"]
+    archive = directory / "egs.0000.safetensors"
+    archive.write_bytes(archive.read_bytes())
+    os.utime(archive, ns=(1, 1))
+    list(EgsReader(directory).minibatches(Shard(0, 0), 8, seed=0, outer_iter=0, job=0))
+    assert made == 2 * ["egs.0000.safetensors"]
+
+
+def test_examples_of_another_format_are_refused(tmp_path: Path) -> None:
+    directory = prepare(tmp_path)
+    index = json.loads((directory / "info.json").read_text())
+    (directory / "info.json").write_text(json.dumps({**index, "format_version": 1}))
+    with pytest.raises(DataError, match="holds examples of format 1 and this is 2"):
+        EgsReader(directory)
+
+
+@pytest.mark.parametrize("content", [b"", b"\x10\0\0\0\0\0\0\0not json at all!", b"\x02\0\0\0\0\0\0\0{}"])
+def test_what_is_no_file_of_arrays_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "file").write_bytes(content)
+    with pytest.raises(FormatError):
+        ArrayFile(tmp_path / "file")
+
+
+def test_a_thread_makes_minibatches_in_advance_and_ends_with_its_reader(tmp_path: Path) -> None:
+    reader = EgsReader(prepare(tmp_path))
+    plain, ahead_of_time = (list(reader.minibatches(Shard(0, 0), 16, seed=0, outer_iter=0, job=0, prefetch=depth))
+                            for depth in (0, 3))
+    assert all(torch.equal(a.x_ND, b.x_ND) for a, b in zip(plain, ahead_of_time, strict=True))
+    half_read = reader.minibatches(Shard(0, 0), 4, seed=0, outer_iter=0, job=0, prefetch=2)
+    next(half_read)
+    half_read.close()  # type: ignore[attr-defined]
+    assert not [thread for thread in threading.enumerate() if thread.name == "ngsgd-prefetch"]
+
+
+def test_what_ends_the_items_early_is_raised_where_it_happened() -> None:
+    def items() -> Iterator[int]:
+        yield from (1, 2)
+        raise DataError("the third one is broken")
+    found = ahead(items(), 5)
+    assert (next(found), next(found)) == (1, 2)
+    with pytest.raises(DataError, match="the third one"):
+        next(found)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="pinned memory is of use to a GPU only")
+def test_minibatches_for_a_gpu_are_pinned_and_the_same(tmp_path: Path) -> None:
+    reader = EgsReader(prepare(tmp_path))
+    plain, pinned = (list(reader.minibatches(Shard(0, 0), 16, seed=0, outer_iter=0, job=0, pin_memory=pin, prefetch=4 * pin))
+                     for pin in (False, True))
+    assert all(minibatch.x_ND.is_pinned() for minibatch in pinned)
+    assert all(torch.equal(a.x_ND, b.x_ND.to("cuda", non_blocking=True).cpu()) for a, b in zip(plain, pinned, strict=True))
+
+
+def test_who_comes_second_keeps_the_files_that_others_read(tmp_path: Path) -> None:
+    (tmp_path / "egs").mkdir()
+    (tmp_path / "egs" / "file").write_text("not whole: no index")
+    with shared_directory(tmp_path / "egs", "index") as slower:
+        (slower / "file").write_text("second")
+        with shared_directory(tmp_path / "egs", "index") as faster:
+            (faster / "file").write_text("first")
+            (faster / "index").touch()
+    assert [path.name for path in tmp_path.iterdir()] == ["egs"]
+    assert (tmp_path / "egs" / "file").read_text() == "first"
+
+
+# what goes beside the frames
+
+
+def beside(frames: FrameSet, dim: int = 3, period: int = 10) -> FrameSet:
+    """With a row for every ten frames of an utterance."""
+    lengths = np.diff(frames.offsets)
+    first_U = np.cumsum([0, *-(-lengths // period)])
+    row_T = np.concatenate([first + np.arange(length) // period for first, length in zip(first_U[:-1], lengths, strict=True)])
+    rows_RS = np.random.default_rng(5).normal(size=(int(first_U[-1]), dim)).astype(np.float32)
+    return dataclasses.replace(frames, side=Side(rows_RS, row_T.astype(np.int32)))
+
+
+@pytest.mark.parametrize("num_writers", [1, 2])
+def test_what_goes_beside_a_frame_is_in_its_row_once_and_in_the_archive_once(tmp_path: Path, num_writers: int) -> None:
+    train = beside(frame_set(1000, 1))
+    config = dataclasses.replace(CONFIG, num_writers=num_writers)
+    directory = prepare_archives(train, beside(frame_set(300, 2)), config, num_classes=NUM_CLASSES, digest="toy",
+                                 cache_root=tmp_path)
+    reader = EgsReader(directory)
+    assert reader.info.side_dim == 3 and reader.info.num_inputs == 4 * train.dim + 3
+    schedule = Schedule(reader.info.num_archives, 4, 1.0, 0.1, 0.1, 1, 1)
+    spliced = np.concatenate(list(spliced_utterances(train, 2, 1)))
+    assert spliced.shape == (1000, reader.info.num_inputs)
+    assert train.side is not None
+    np.testing.assert_array_equal(spliced[:, -3:], train.side.rows_RS[train.side.row_T])
+    assert rows(reader, schedule) == sorted((tuple(row), int(pdf)) for row, pdf in
+                                            zip(spliced.tolist(), train.pdf_T.tolist(), strict=True))
+    assert {tuple(row) for row in reader.diagnostic("train").x_ND.tolist()} <= {tuple(row) for row in spliced.tolist()}
+    assert all(len(reader.archive_arrays(a)["side"]) < 2 * reader.info.num_examples[a] for a in range(reader.info.num_archives))
+
+
+def test_masks_leave_alone_what_goes_beside_the_frames(tmp_path: Path) -> None:
+    reader = EgsReader(prepare_archives(beside(frame_set(1000, 1)), beside(frame_set(300, 2)), CONFIG, num_classes=NUM_CLASSES,
+                                        digest="toy", cache_root=tmp_path))
+    plain, masked = (
+        torch.cat([one.x_ND for one in reader.minibatches(Shard(0, 0), 32, seed=0, outer_iter=0, job=0, augment=masks)])
+        for masks in (None, AugmentConfig(spec=True, spec_probability=1.0)))
+    assert torch.equal(plain[:, -3:], masked[:, -3:]) and not torch.equal(plain[:, :-3], masked[:, :-3])
+
+
+def test_rows_beside_frames_that_do_not_fit_are_refused() -> None:
+    frames = beside(frame_set(100, 1))
+    assert frames.side is not None
+    with pytest.raises(DataError, match="100 frames have 99 rows beside them"):
+        dataclasses.replace(frames, side=Side(frames.side.rows_RS, frames.side.row_T[1:]))

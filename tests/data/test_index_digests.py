@@ -1,0 +1,162 @@
+"""Indexes of prepared data: a changed bit, byte or leaf is an error or harmless, and the directory is written again."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ngsgd.config import EgsConfig
+from ngsgd.data.archives import prepare_archives
+from ngsgd.data.reader import EgsReader
+from ngsgd.errors import DataError
+from ngsgd.files import DIGEST
+from ngsgd.sequence.archives import SequenceReader, prepare_sequences
+from ngsgd.sequence.ngram import state_ngram
+from tests.toy import NUM_CLASSES, frame_set
+
+CONFIG = EgsConfig(left_context=2, right_context=1, frames_per_eg=4, samples_per_iter=100, num_diagnostic_frames=50)
+TRAIN = frame_set(1000, 1)
+
+
+def prepare(folder: Path, report: Callable[[str], None] = print) -> Path:
+    return prepare_archives(TRAIN, frame_set(300, 2), CONFIG, num_classes=NUM_CLASSES, digest="toy", cache_root=folder,
+                            report=report)
+
+
+def prepare_whole(folder: Path, report: Callable[[str], None] = print) -> Path:
+    labels = [TRAIN.pdf_T[begin:end] for begin, end in zip(TRAIN.offsets[:-1], TRAIN.offsets[1:], strict=True)]
+    return prepare_sequences(TRAIN, state_ngram(labels, order=3), samples_per_iter=300, chunk_frames=0, digest="toy",
+                             cache_root=folder, report=report)
+
+
+def read_whole(directory: Path) -> object:
+    return SequenceReader(directory, EgsReader(next(directory.parent.glob("egs-*")))).index
+
+
+KINDS: dict[str, tuple[Callable[..., Path], Callable[[Path], object], str]] = {
+    "examples": (prepare, lambda directory: EgsReader(directory).info, "info.json"),
+    "sequences": (prepare_whole, read_whole, "sequences.json"),
+}
+
+
+def changed_leaves(tree: Any) -> Iterator[Any]:
+    """The tree with one leaf changed, removed or doubled, for every leaf."""
+    if isinstance(tree, dict):
+        for key, value in tree.items():
+            yield {name: part for name, part in tree.items() if name != key}
+            yield from ({**tree, key: part} for part in changed_leaves(value))
+    elif isinstance(tree, list):
+        for at, value in enumerate(tree):
+            yield tree[:at] + tree[at + 1:]
+            yield tree[:at] + tree[at:at + 1] + tree[at:]
+            yield from ([*tree[:at], part, *tree[at + 1:]] for part in changed_leaves(value))
+    elif isinstance(tree, bool):
+        yield not tree
+    elif tree is None:
+        yield 0
+    elif isinstance(tree, (int, float)):
+        yield from (tree + 1, tree - 1, -tree - 1, tree + 0.5, str(tree), None, 10**30)
+    else:
+        yield from (tree[1:], "1" if tree.startswith("0") else f"0{tree[1:]}", None, 0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_changed_leaf_of_an_index_is_refused_or_harmless(tmp_path: Path, kind: str) -> None:
+    prepare(tmp_path)
+    make, read, name = KINDS[kind]
+    directory = make(tmp_path)
+    expected, index = read(directory), json.loads((directory / name).read_text())
+    num_refused = 0
+    for changed in changed_leaves(index):
+        (directory / name).write_text(json.dumps(changed))
+        try:
+            assert read(directory) == expected
+        except DataError:
+            num_refused += 1
+    assert num_refused > 20
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_changed_bytes_of_an_index_are_refused_or_harmless(tmp_path: Path, kind: str) -> None:
+    prepare(tmp_path)
+    make, read, name = KINDS[kind]
+    directory = make(tmp_path)
+    expected, content = read(directory), (directory / name).read_bytes()
+    random = np.random.default_rng(0)
+    for _ in range(300):
+        at = int(random.integers(len(content)))
+        changed = bytearray(content)
+        how = random.integers(3)
+        changed[at:at + 1] = [bytes([changed[at] ^ 1 << int(random.integers(8))]), b"", changed[at:at + 1] * 2][how]
+        (directory / name).write_bytes(bytes(changed))
+        try:
+            assert read(directory) == expected
+        except DataError:
+            continue
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_indexes_of_before_without_a_digest_are_read(tmp_path: Path, kind: str) -> None:
+    prepare(tmp_path)
+    make, read, name = KINDS[kind]
+    directory = make(tmp_path)
+    expected, index = read(directory), json.loads((directory / name).read_text())
+    del index[DIGEST]
+    (directory / name).write_text(json.dumps(index))
+    assert read(directory) == expected
+    reports: list[str] = []
+    assert make(tmp_path, reports.append) == directory
+    assert reports == []
+
+
+@pytest.mark.parametrize("change", [{"num_archives": 9}, {"frames_per_eg": 3}, {"left_context": 3}, {"feature_dim": 3},
+                                    {"num_frames": 999}, {"has_weights": True}, {"side_dim": 1}, {"sha256": {}}])
+def test_inconsistent_indexes_of_before_are_refused(tmp_path: Path, change: dict[str, Any]) -> None:
+    directory = prepare(tmp_path)
+    index = json.loads((directory / "info.json").read_text())
+    del index[DIGEST]
+    (directory / "info.json").write_text(json.dumps({**index, **change}))
+    with pytest.raises(DataError):
+        EgsReader(directory)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-7])
+
+
+def lose_an_archive(path: Path) -> None:
+    index = json.loads(path.read_text())
+    for name in ("num_archives",):
+        path.write_text(json.dumps({**index, name: index.get(name, 0) - 1}))
+
+
+def make_fifo(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def nest_deeply(path: Path) -> None:
+    path.write_text("[" * 100_000)
+
+
+@pytest.mark.parametrize("damage", [cut, lose_an_archive, make_fifo, nest_deeply])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_directory_with_a_damaged_index_is_written_again_with_one_line(
+        tmp_path: Path, kind: str, damage: Callable[[Path], None]) -> None:
+    prepare(tmp_path)
+    make, read, name = KINDS[kind]
+    directory = make(tmp_path)
+    before = {path.name: path.read_bytes() for path in directory.iterdir()}
+    damage(directory / name)
+    with pytest.raises(DataError):
+        read(directory)
+    reports: list[str] = []
+    assert make(tmp_path, reports.append) == directory
+    assert len(reports) == 1 and name in reports[0]
+    assert {path.name: path.read_bytes() for path in directory.iterdir()} == before

@@ -1,0 +1,71 @@
+"""SpecAugment's masks on the windows of a minibatch."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from ngsgd.config import AugmentConfig
+from ngsgd.data.spec_augment import mask_windows
+
+WIDTH, DIM = 11, 20
+
+
+def masked(config: AugmentConfig, num_rows: int = 500, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """(rows, masked rows) as N x W x D; all values differ, so what is hidden can be told."""
+    x_ND = torch.randn(num_rows, WIDTH * DIM, generator=torch.Generator().manual_seed(1))
+    found = mask_windows(x_ND, WIDTH, config, np.random.default_rng(seed))
+    return x_ND.view(-1, WIDTH, DIM), found.view(-1, WIDTH, DIM)
+
+
+def test_what_is_hidden_are_whole_runs_of_frames_and_of_features() -> None:
+    config = AugmentConfig(spec=True, spec_probability=1.0)
+    x_NWD, found_NWD = masked(config)
+    for x_WD, found_WD in zip(x_NWD, found_NWD, strict=True):
+        hidden_WD = found_WD != x_WD
+        frames, features = hidden_WD.all(dim=1), hidden_WD.all(dim=0)
+        assert torch.equal(hidden_WD, frames[:, None] | features[None, :])
+        for run, widest in ((frames, config.spec_time_frames), (features, config.spec_freq_bins)):
+            places = run.nonzero().flatten()
+            assert len(places) <= widest
+            assert torch.equal(places, torch.arange(len(places)) + (places[0] if len(places) else 0))
+        assert (found_WD[hidden_WD] == x_WD.mean()).all()
+
+
+def test_widths_and_places_are_uniform_and_rows_are_chosen_with_their_probability() -> None:
+    """6000 rows, seed 0; each bound is 5 standard deviations of a binomial count, so one run in a million would fail."""
+    config = AugmentConfig(spec=True, spec_probability=0.5, spec_num_freq_masks=0, spec_time_frames=2)
+    x_NWD, found_NWD = masked(config, 6000)
+    hidden_NW = (found_NWD != x_NWD).all(dim=2)
+    widths = hidden_NW.sum(dim=1)
+    expected = {0: 0.5 + 0.5 / 3, 1: 0.5 / 3, 2: 0.5 / 3}
+    for width, share in expected.items():
+        assert abs(int((widths == width).sum()) - 6000 * share) < 5 * (6000 * share * (1 - share)) ** 0.5
+    first = hidden_NW[widths == 2].float().argmax(dim=1)
+    counts = torch.bincount(first, minlength=WIDTH - 1)
+    share = 1 / (WIDTH - 1)
+    assert len(counts) == WIDTH - 1
+    assert (abs(counts - len(first) * share) < 5 * (len(first) * share * (1 - share)) ** 0.5).all()
+
+
+def test_masks_repeat_with_their_draws_and_leave_the_argument_alone() -> None:
+    config = AugmentConfig(spec=True)
+    x_NWD, first = masked(config)
+    assert torch.equal(first, masked(config)[1])
+    assert not torch.equal(first, masked(config, seed=1)[1])
+    assert torch.equal(x_NWD.reshape(500, -1), torch.randn(500, WIDTH * DIM, generator=torch.Generator().manual_seed(1)))
+
+
+@pytest.mark.parametrize("config", [
+    AugmentConfig(spec_probability=0.0), AugmentConfig(spec_num_time_masks=0, spec_num_freq_masks=0),
+    AugmentConfig(spec_time_frames=0, spec_freq_bins=0)])
+def test_no_masks_are_no_change(config: AugmentConfig) -> None:
+    x_NWD, found_NWD = masked(config)
+    assert torch.equal(x_NWD, found_NWD)
+
+
+def test_a_mask_as_wide_as_the_window_fits() -> None:
+    config = AugmentConfig(spec_probability=1.0, spec_time_frames=1000, spec_freq_bins=1000)
+    x_NWD, found_NWD = masked(config)
+    assert ((found_NWD == x_NWD).flatten(1).all(dim=1)).any() and ((found_NWD != x_NWD).flatten(1).all(dim=1)).any()

@@ -1,0 +1,95 @@
+"""Statistics that tell well-mixed archives from ill-mixed ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ngsgd.config import EgsConfig
+from ngsgd.data import archives
+from ngsgd.data.archives import prepare_archives
+from ngsgd.data.examples import ExampleSource
+from ngsgd.data.frames import FrameSet
+from ngsgd.data.reader import EgsReader
+from ngsgd.data.shuffle_quality import _one, mixing
+from ngsgd.launcher.cli import main
+from tests.toy import NUM_CLASSES, frame_set
+
+CONFIG = EgsConfig(left_context=1, right_context=1, frames_per_eg=4, samples_per_iter=400, num_diagnostic_frames=50)
+
+
+def prepare(folder: Path, num_frames: int = 20_000) -> EgsReader:
+    train = frame_set(num_frames, 1)
+    speakers = [f"s{utterance * 8 // len(train.utt_ids)}" for utterance in range(len(train.utt_ids))]  # one after the other
+    return EgsReader(prepare_archives(train, frame_set(300, 2), CONFIG, num_classes=NUM_CLASSES, digest="toy", cache_root=folder,
+                                      groups=speakers))
+
+
+def in_order(frames: FrameSet, random: np.random.Generator, **numbers: Any) -> ExampleSource:
+    """What an archive would hold if nobody shuffled."""
+    first_E = np.concatenate([np.arange(a, b, numbers["frames_per_eg"]) for a, b in zip(frames.offsets, frames.offsets[1:],
+                                                                                         strict=False)])
+    utterance_E = np.searchsorted(frames.offsets, first_E, "right") - 1
+    return ExampleSource(frames.features_TD, frames.pdf_T, frames.weight_T, frames.offsets, first_E, utterance_E, **numbers)
+
+
+def test_what_is_expected_is_the_mean_and_spread_over_random_orders() -> None:
+    """4000 random divisions of 3000 draws into 5 archives, seed 0; the mean entropy is then known to 2 % of its deviation."""
+    random = np.random.default_rng(0)
+    values = random.choice(7, 3000, p=[0.4, 0.3, 0.1, 0.1, 0.05, 0.03, 0.02])
+    found = []
+    for _ in range(4000):
+        parts = np.array_split(random.permutation(values), 5)
+        found.append(_one(np.stack([np.bincount(part, minlength=7) for part in parts]).astype(float)))
+    entropy, expected, deviation, divergence = (np.array(figures)[:, 0] for figures in zip(*found, strict=True))
+    assert expected.std() < 1e-12
+    assert abs(entropy.mean() - expected[0]) < 0.08 * deviation[0]   # 5 standard errors
+    assert entropy.std() == pytest.approx(deviation[0], rel=0.06)
+    assert divergence.mean() == pytest.approx(1.0, abs=0.05)
+    assert divergence.std() == pytest.approx((2 / 6) ** 0.5, rel=0.1)
+
+
+def test_archives_as_they_are_written_are_well_mixed(tmp_path: Path) -> None:
+    classes, groups = mixing(prepare(tmp_path))
+    assert (classes.what, groups.what) == ("classes", "groups")
+    assert (classes.num_values, groups.num_values) == (NUM_CLASSES, 8)
+    assert classes.is_well_mixed and groups.is_well_mixed
+    assert classes.farthest < 5.0 and groups.farthest < 5.0
+
+
+def test_archives_in_the_order_of_the_corpus_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(archives, "shuffled", in_order)
+    classes, groups = mixing(prepare(tmp_path))
+    assert not groups.is_well_mixed
+    assert groups.divergence > 50.0 and groups.farthest > 50.0
+    assert classes.is_well_mixed  # drawn at random along the toy corpus
+
+
+def test_info_prints_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    reader = prepare(tmp_path)
+    assert main(["info", str(reader.directory)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].startswith(f"archives   {reader.info.num_archives}, of ")
+    assert lines[3].startswith("classes    entropy 1.7") and lines[3].endswith(": well mixed")
+    assert lines[4].startswith("groups     entropy 2.0") and lines[4].endswith(": well mixed")
+    (reader.directory / "egs.0000.safetensors").unlink()
+    assert main(["info", str(reader.directory)]) == 3
+    assert "egs.0000.safetensors is missing" in capsys.readouterr().err
+
+
+def test_a_single_archive_has_nothing_to_mix(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    reader = prepare(tmp_path, 1000)
+    assert mixing(reader) == []
+    assert main(["info", str(reader.directory)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "mixing     a single archive holds everything"
+
+
+def test_a_run_says_where_its_examples_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.yaml").write_text("{}")
+    (tmp_path / "data.json").write_text(json.dumps({"digest": "x", "egs": "/some/where/egs-1"}))
+    assert main(["info", str(tmp_path)]) == 0
+    assert "examples   /some/where/egs-1" in capsys.readouterr().out.splitlines()
