@@ -8,10 +8,12 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from ngsgd import moved
+
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from ngsgd import asr, curvature, data, hypergrad, models, ops, optim, preconditioners, sequence, training
+    from ngsgd import asr, cluster, curvature, data, hypergrad, models, ops, optim, pipeline, preconditioners, sequence, training
     from ngsgd.ops.averaging import average_parameters
     from ngsgd.ops.simple_natural_gradient import precondition_simple
     from ngsgd.optim.ngsgd import NGSGD
@@ -24,13 +26,19 @@ _HOME_OF = {
     "precondition_simple": "ngsgd.ops.simple_natural_gradient",
 }
 
-_MODULES = ("asr", "curvature", "data", "hypergrad", "models", "ops", "optim", "preconditioners", "sequence", "training")
+_MODULES = ("asr", "cluster", "curvature", "data", "hypergrad", "models", "ops", "optim", "pipeline", "preconditioners", "sequence",
+            "training")
 
-__all__ = ["NGSGD", "OnlineNaturalGradient", "asr", "average_parameters", "curvature", "data", "hypergrad", "models", "ops",
-           "optim", "precondition_simple", "preconditioners", "sequence", "training"]
+moved.install()
+
+__all__ = ["NGSGD", "OnlineNaturalGradient", "asr", "average_parameters", "cluster", "curvature", "data", "hypergrad", "models",
+           "ops", "optim", "pipeline", "precondition_simple", "preconditioners", "sequence", "training"]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "egs":
+        # the name that ngsgd.data had before
+        return importlib.import_module("ngsgd.egs")
     if name in _MODULES:
         return importlib.import_module(f"ngsgd.{name}")
     if name not in _HOME_OF:

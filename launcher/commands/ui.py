@@ -104,7 +104,7 @@ def _write_plugin(folder: Path) -> None:
 def _start(command: list[str], log: IO[bytes], plugin: str) -> subprocess.Popen[bytes]:
     settings = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",  # saves a process of 236 MB
                 "MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "1",
-                "PYTHONPATH": os.pathsep.join(filter(None, [plugin, str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))}
+                "PYTHONPATH": os.pathsep.join(filter(None, [plugin, str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH")]))}
     # a session of its own, so that Ctrl-C reaches only us and we end the server with all its children
     return subprocess.Popen(command, env={**os.environ, **settings}, stdout=log, stderr=log, stdin=subprocess.DEVNULL,
                             start_new_session=True)

@@ -1,0 +1,1 @@
+"""Checks of a machine and a cluster."""

@@ -59,19 +59,18 @@ def packages() -> Iterator[Finding]:
 
 
 def shadows() -> Iterator[Finding]:
-    """Another package of our names, found first: an empty site-packages/ngsgd, or a folder called launcher."""
-    here = Path(__file__).resolve().parent
-    root = here.parent
-    for name in ("ngsgd", "launcher"):
-        spec = importlib.util.find_spec(name)
-        places = [Path(place).resolve() for place in (spec.submodule_search_locations or [])] if spec else []
-        strange = [place for place in places if place != (root / name)]
-        if strange or not places:
-            yield Finding("fail", "shadowed", f"{name} is imported from {strange[0] if strange else 'nowhere'}",
-                          f"remove that folder, or rename it; ours is {root / name}")
+    """Another package of our name that is found first, such as an empty site-packages/ngsgd."""
+    above = Path(__file__).resolve().parents[2]   # the package in a wheel, the folder beside it in a source tree
+    ours = above if above.name == "ngsgd" and (above / "launcher").is_dir() and (above / "errors.py").exists() else above / "ngsgd"
+    spec = importlib.util.find_spec("ngsgd")
+    places = [Path(place).resolve() for place in (spec.submodule_search_locations or [])] if spec else []
+    strange = [place for place in places if place != ours]
+    if strange or not places:
+        yield Finding("fail", "shadowed", f"ngsgd is imported from {strange[0] if strange else 'nowhere'}",
+                      f"remove that folder, or rename it; ours is {ours}")
     others = [Path(place) / "ngsgd" for place in sys.path if place and (Path(place) / "ngsgd").is_dir()]
     for place in others:
-        if place.resolve() != root / "ngsgd" and not (place / "__init__.py").exists():
+        if place.resolve() != ours and not (place / "__init__.py").exists():
             yield Finding("warn", "shadowed", f"{place} is an empty left-over of an older installation", f"rm -r {place}")
 
 

@@ -1,0 +1,1 @@
+"""MLflow: tracker, store and model."""

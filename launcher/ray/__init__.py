@@ -1,0 +1,1 @@
+"""Ray: the worker pool, actors, clusters and jobs."""

@@ -1,0 +1,1 @@
+"""Batch systems: Slurm and Kubernetes."""

@@ -1,0 +1,1 @@
+"""Hyperparameter search: trials, proxies and their tracking."""

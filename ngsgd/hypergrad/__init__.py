@@ -17,13 +17,16 @@ if TYPE_CHECKING:
     from ngsgd.hypergrad.search_space import HyperSpace, Settings
     from ngsgd.hypergrad.training_task import ModuleTask, Place, Task
 
-_HOME_OF = {
-    "Digest": "exact", "ExactMomentum": "exact", "HyperGrad": "plan", "ModuleTask": "task", "Place": "task", "Plan": "plan",
-    "Report": "plan", "ReversibleSGD": "reversible_sgd", "Task": "task", "choose_engine": "gradient", "final_value": "gradient",
-    "Evaluation": "gradient", "HyperSpace": "space", "Search": "search", "Settings": "space", "Trial": "search",
-    "evaluate": "gradient",
-    "hypergradient": "gradient", "tune": "search",
+_NAMES = {
+    "exact_momentum": ("Digest", "ExactMomentum"),
+    "gradient": ("Evaluation", "choose_engine", "evaluate", "final_value", "hypergradient"),
+    "hyperparameters": ("HyperGrad", "Plan", "Report"),
+    "reversible_sgd": ("ReversibleSGD",),
+    "search": ("Search", "Trial", "tune"),
+    "search_space": ("HyperSpace", "Settings"),
+    "training_task": ("ModuleTask", "Place", "Task"),
 }
+_HOME_OF = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = ["Digest", "Evaluation", "ExactMomentum", "HyperGrad", "HyperSpace", "ModuleTask", "Place", "Plan", "Report",
            "ReversibleSGD", "Search", "Settings", "Task", "Trial", "choose_engine", "evaluate", "final_value", "hypergradient",

@@ -1,0 +1,1 @@
+"""Alignments made by a model."""

@@ -1,0 +1,1 @@
+"""Corpora: from recordings or Kaldi data directories to labelled utterances."""

@@ -1,0 +1,1 @@
+"""Decoding, lattices and word error rates."""

@@ -1,0 +1,1 @@
+"""Audio, filterbanks, normalization and augmentation."""

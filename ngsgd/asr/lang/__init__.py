@@ -1,0 +1,1 @@
+"""Lexicon, language model, HMM topology and decoding graphs."""

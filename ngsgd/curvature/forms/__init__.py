@@ -1,0 +1,1 @@
+"""Forms in which gradients of samples and Kronecker factors are held."""

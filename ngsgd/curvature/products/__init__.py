@@ -1,0 +1,1 @@
+"""Products of vectors with Jacobians and Hessian blocks along the autograd graph."""

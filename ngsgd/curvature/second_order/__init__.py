@@ -1,0 +1,1 @@
+"""Quantities from second derivatives."""

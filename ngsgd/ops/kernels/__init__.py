@@ -1,0 +1,1 @@
+"""Compiled C++ kernels: sources, and how they are built and loaded."""

@@ -1,0 +1,1 @@
+"""Whether the result of a job may enter the average."""

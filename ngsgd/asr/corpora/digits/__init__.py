@@ -1,0 +1,1 @@
+"""The synthetic digits corpus: speech made on this machine by a synthesizer."""

@@ -1,0 +1,1 @@
+"""Methods that use products with second derivatives or differences of gradients."""
