@@ -1,4 +1,4 @@
-"""Train twelve small runs and print the SHA-256 of each final model: whether a change of the code changes numbers.
+"""Train small runs of many kinds and print the SHA-256 of each final model: whether a change of the code changes numbers.
 
     python benchmarks/final_models.py --data data > before.json      # in the old tree
     python benchmarks/final_models.py --data data > after.json       # in the new tree, on the same machine
@@ -26,16 +26,17 @@ _SMALL = ("recipe=digits", "data.train_minutes=2", "data.valid_minutes=0.5", "da
 RUNS: dict[str, tuple[str, ...]] = {
     "ngsgd": (),
     "sgd": ("optimizer=sgd", "schedule.lr_initial=0.002", "schedule.lr_final=0.0005"),
-    "momentum, backstitch": ("optimizer.momentum=0.5", "optimizer.backstitch_scale=0.3"),
-    "pnorm, average": ("model=pnorm", "outer=average"),
-    "tdnnf, diloco": ("model=tdnnf", "outer=diloco"),
-    "tdnn, dropout, spec": ("model=tdnn", "augment=spec", "model.dropout_schedule='0.2,0.2'"),
+    "momentum": ("optimizer.momentum=0.5",),
+    "backstitch": ("optimizer.backstitch_scale=0.3",),
+    "pnorm, average": ("model=pnorm", "model.hidden_dim=100", "outer=average"),
+    "tdnnf, diloco": ("model=tdnnf", "model.num_layers=4", "outer=diloco"),
+    "tdnn, dropout, spec": ("model=tdnn", "model.num_layers=4", "augment=spec", "model.dropout_schedule='0.2,0.2'"),
     "easgd": ("outer=easgd",),
     "streaming": ("outer=streaming",),
     "overlap": ("outer.overlap=true",),
     "kfac": ("preconditioner=kfac",),
     "shampoo": ("preconditioner=shampoo",),
-    "combination": ("combination.kind=mean",),
+    "combination": ("combination.kind=generalised",),
     "lfmmi": ("objective=lfmmi",),
     "yesno": ("recipe=yesno", "cluster=local", "cluster.num_workers=2", "cluster.threads_per_worker=1", "tracking.kind=none",
               "seed=0"),
