@@ -48,10 +48,11 @@ from ngsgd.data.reader import EgsReader
 from ngsgd.models import build_model
 from ngsgd.optim.outer import Average, Bmuf, OuterInfo, OuterOptimizer, OuterRule
 from ngsgd.schedules import Schedule
-from ngsgd.training.coordinator import Coordinator
-from ngsgd.training.dispatcher import NeverStop
-from ngsgd.training.job import Held, Job, JobResult, Outcome, Start, WorkerSpec
+from ngsgd.tasks.speech import SpeechTaskSpec
+from ngsgd.training.coordinator import Coordinator, RunStorage
+from ngsgd.training.job import Held, Job, JobResult, Outcome, Start
 from ngsgd.training.parameter_vector import Layout, Mean, Vector
+from ngsgd.training.settings import EngineSettings
 from ngsgd.training.storage.checkpoint import CheckpointStore, first_checkpoint
 from ngsgd.training.storage.ledger import Ledger
 from ngsgd.training.tracking import Trackers
@@ -359,7 +360,8 @@ def overlap_run(folder: Path, frames_per_job: int, outer: OuterConfig) -> TimedP
     reader = EgsReader(prepare_archives(frames, frames, egs, num_classes=classes, digest="random", cache_root=folder))
     model = build_model(config.model, reader.info.num_inputs, classes, 0)
     layout = Layout.of(model)
-    pool = TimedPool(WorkerSpec(config, str(reader.directory)), 2, 1, layout.size)
+    spec = SpeechTaskSpec(config, str(reader.directory))
+    pool = TimedPool(spec, 2, 1, layout.size)
     checkpoints = CheckpointStore(folder / f"checkpoints-{outer.overlap}", layout, num_to_keep=1)
     checkpoints.directory.mkdir(exist_ok=True)
     ledger = Ledger(folder / f"ledger-{outer.overlap}.jsonl")
@@ -367,8 +369,9 @@ def overlap_run(folder: Path, frames_per_job: int, outer: OuterConfig) -> TimedP
     schedule = Schedule(reader.info.num_archives, 1, 6.0, 1e-6, 1e-6, 2, 2)
     try:
         pool.start()
-        Coordinator(schedule, pool, model, reader, checkpoints, ledger, Trackers([]), config.failure, NeverStop(), outer,
-                    num_threads=os.cpu_count() or 1).train(first_checkpoint(layout.flatten(model.state_dict())))
+        settings = EngineSettings.of(config, num_averaging_threads=os.cpu_count() or 1)
+        coordinator = Coordinator(spec.task(), model, schedule, pool, RunStorage(checkpoints, ledger, Trackers([])), settings)
+        coordinator.train(first_checkpoint(layout.flatten(model.state_dict())))
     finally:
         ledger.close()
         pool.close()

@@ -34,10 +34,9 @@ from ngsgd.launcher.runs.ivectors import with_ivectors
 from ngsgd.launcher.runs.run_folder import RunFolder, check_output_dir, require_unchanged
 from ngsgd.models import build_model
 from ngsgd.schedules import Schedule
-from ngsgd.training.coordinator import Coordinator
-from ngsgd.training.diagnostics.subset_scores import average_posterior
-from ngsgd.training.dispatcher import NeverStop
-from ngsgd.training.job import WorkerSpec
+from ngsgd.tasks.frame_scores import average_posterior
+from ngsgd.tasks.speech import SpeechTaskSpec
+from ngsgd.training.coordinator import Coordinator, RunStorage
 from ngsgd.training.parameter_vector import Layout
 from ngsgd.training.storage.checkpoint import CheckpointStore, first_checkpoint
 from ngsgd.training.storage.ledger import Ledger
@@ -147,14 +146,14 @@ def _train(model: torch.nn.Module, reader: EgsReader, settings: RunConfig, folde
     s = settings.schedule
     schedule = Schedule(reader.info.num_archives, reader.info.frames_per_eg, s.num_epochs, s.lr_initial, s.lr_final, 1, 1, 1)
     layout = Layout.of(model)
-    pool = InProcessPool(WorkerSpec(settings, str(reader.directory)), 1, 1, never)
+    spec = SpeechTaskSpec(settings, str(reader.directory))
+    pool = InProcessPool(spec, 1, 1, never)
     ledger = Ledger(folder / "ledger.jsonl")
     (folder / "checkpoints").mkdir()
     store = CheckpointStore(folder / "checkpoints", layout, 1)
     try:
         pool.start()
-        coordinator = Coordinator(schedule, pool, model, reader, store, ledger, Trackers([]), settings.failure, NeverStop(),
-                                  settings.outer, settings.cluster)
+        coordinator = Coordinator(spec.task(), model, schedule, pool, RunStorage(store, ledger, Trackers([])), spec.settings)
         return coordinator.train(first_checkpoint(layout.flatten(model.state_dict()))).parameters
     finally:
         ledger.close()

@@ -87,7 +87,8 @@ def spectra(folder: RunFolder, config: RunConfig, say: Callable[[str], None]) ->
     from ngsgd.data.reader import EgsReader
     from ngsgd.models.statistics import model_for
     from ngsgd.schedules import Shard
-    from ngsgd.training.job import Held, Job, Piece, Start, WorkerSpec
+    from ngsgd.tasks.speech import SpeechTaskSpec
+    from ngsgd.training.job import Held, Job, Piece, Start
     from ngsgd.training.parameter_vector import Layout
     from ngsgd.training.storage.checkpoint import CheckpointStore
     from ngsgd.training.worker import Worker
@@ -113,7 +114,7 @@ def spectra(folder: RunFolder, config: RunConfig, say: Callable[[str], None]) ->
     piece = Piece(Shard(0, 0), outer_iter, 0)
     lr = config.schedule.lr_final
     job = Job(outer_iter, 0, 1, (piece,), Start(Held(checkpoint.parameters)), lr, 1.0, 1.0, keep_fisher=True)
-    states = Worker(WorkerSpec(config, egs), 0).run(job).fisher or {}
+    states = Worker(SpeechTaskSpec(config, egs), 0).run(job).fisher or {}
     found = {}
     for name, state in states.items():
         if "d" not in state:

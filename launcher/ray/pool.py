@@ -29,8 +29,9 @@ from ngsgd.errors import ClusterError
 from ngsgd.launcher.ray.cluster import cause_of, connect, exchange_error, gpu_share, how_it_ended, log_folder, shutdown
 from ngsgd.launcher.ray.head import HeadWatch
 from ngsgd.launcher.ray.worker import Address, RayWorker
+from ngsgd.tasks.speech import SpeechTaskSpec
 from ngsgd.training.awake_clock import AwakeClock
-from ngsgd.training.job import Job, JobFailure, JobResult, Outcome, VectorRef, WorkerSpec
+from ngsgd.training.job import Job, JobFailure, JobResult, Outcome, VectorRef
 from ngsgd.training.parameter_vector import Mean, Vector
 from ngsgd.training.worker_pool import Retired
 
@@ -91,7 +92,7 @@ class RayPool:
     store to and from all others; or, to the coordinator, as the mean alone, which the workers make among themselves.
     """
 
-    def __init__(self, spec: WorkerSpec, num_threads: int, size: int, agreement: Agreement | None = None) -> None:
+    def __init__(self, spec: SpeechTaskSpec, num_threads: int, size: int, agreement: Agreement | None = None) -> None:
         self.spec = spec
         # the head of a cluster may be another kind of machine, but its code and libraries are the workers'
         self.agreement = agreement or Agreement(Fingerprint.of_this_process(num_threads).without_machine())

@@ -16,7 +16,8 @@ from ngsgd.cluster.fingerprint import Fingerprint
 from ngsgd.errors import ClusterError
 from ngsgd.launcher.machine_load import load_of_machine
 from ngsgd.ops.compression import Codec
-from ngsgd.training.job import Held, Job, JobResult, WorkerSpec
+from ngsgd.tasks.speech import SpeechTaskSpec
+from ngsgd.training.job import Held, Job, JobResult
 from ngsgd.training.parameter_vector import Vector
 
 
@@ -33,7 +34,7 @@ class Address:
 class RayWorker:
     """The actor: a `Worker` in a process of its own."""
 
-    def prepare(self, spec: WorkerSpec, index: int, num_threads: int, beats: SharedRef) -> Address:
+    def prepare(self, spec: SpeechTaskSpec, index: int, num_threads: int, beats: SharedRef) -> Address:
         """Where the worker is, once it can take jobs.
 
         Not the constructor: Ray reports what a constructor raises as the actor's death, and loses its type.

@@ -25,7 +25,7 @@ from ngsgd.launcher.runs.final_model import open_final
 from ngsgd.launcher.runs.run_folder import RunFolder, folder_of_model
 from ngsgd.sequence.archives import SequenceIndex, SequenceReader, prepare_sequences
 from ngsgd.sequence.objectives import Denominator
-from ngsgd.training.job import SequenceData, WorkerSpec
+from ngsgd.tasks.speech import SequenceData, SpeechTaskSpec
 from ngsgd.training.parameter_vector import Layout, Vector
 
 Report = Callable[[str], None]
@@ -99,7 +99,7 @@ def _kept_denominator(path: Path) -> Denominator:
                               "makes it again from its data.") from error
 
 
-def tell_left_out(spec: WorkerSpec, report: Report) -> None:
+def tell_left_out(spec: SpeechTaskSpec, report: Report) -> None:
     """Says how many training sequences cannot be used, if any."""
     shards = spec.shards()
     if isinstance(shards, SequenceReader) and shards.index.num_left_out:

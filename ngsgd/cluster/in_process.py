@@ -9,8 +9,9 @@ from ngsgd.cluster.fingerprint import Agreement, Fingerprint
 from ngsgd.cluster.process import settle
 from ngsgd.cluster.restarts import none_agrees
 from ngsgd.errors import DamagedArchiveError
-from ngsgd.training.job import Held, Job, JobFailure, JobResult, Outcome, VectorRef, WorkerSpec
+from ngsgd.training.job import Held, Job, JobFailure, JobResult, Outcome, VectorRef
 from ngsgd.training.parameter_vector import Mean, Vector
+from ngsgd.training.task import TaskSpec
 from ngsgd.training.worker import Worker, never, np_empty
 from ngsgd.training.worker_pool import Retired
 
@@ -18,7 +19,7 @@ from ngsgd.training.worker_pool import Retired
 class InProcessPool:
     """Logical workers in this process, one job at a time: breakpoints work, and the numbers are those of any pool."""
 
-    def __init__(self, spec: WorkerSpec, num_workers: int, num_threads: int,
+    def __init__(self, spec: TaskSpec, num_workers: int, num_threads: int,
                  should_stop: Callable[[], bool] = never, agreement: Agreement | None = None) -> None:
         self.spec = spec
         self.num_workers = num_workers

@@ -30,8 +30,9 @@ from ngsgd.cluster.restarts import Restarts, check_fingerprint, incidents_of, no
 from ngsgd.cluster.worker_process import STOP, Assignment, MakeWorker, Ready, Setting, serve
 from ngsgd.errors import ClusterError, NgsgdError
 from ngsgd.training.awake_clock import AwakeClock
-from ngsgd.training.job import Job, JobFailure, JobResult, Outcome, VectorRef, WorkerSpec
+from ngsgd.training.job import Job, JobFailure, JobResult, Outcome, VectorRef
 from ngsgd.training.parameter_vector import Mean, Vector
+from ngsgd.training.task import TaskSpec
 from ngsgd.training.worker import Worker
 from ngsgd.training.worker_pool import Retired
 
@@ -79,7 +80,7 @@ class _Slot:
 class ProcessPool:
     """Long-lived worker processes, one job at a time each."""
 
-    def __init__(self, spec: WorkerSpec, num_workers: int, num_threads: int, size: int, *, log_directory: Path | None = None,
+    def __init__(self, spec: TaskSpec, num_workers: int, num_threads: int, size: int, *, log_directory: Path | None = None,
                  make_worker: MakeWorker = Worker, agreement: Agreement | None = None) -> None:
         self.spec = spec
         self.num_workers = num_workers
@@ -98,15 +99,15 @@ class ProcessPool:
         self._fork_server = fork_server()
         self._under_way: tuple[int | None, float] = (None, 0.0)  # a start, and since when
         self._is_starting = True
-        self._restarts = Restarts(spec.config.failure.max_restarts_per_hour)
-        self._exchange = exchange_of(spec.config.cluster, "127.0.0.1") if spec.config.cluster.exchange == "collective" else None
+        self._restarts = Restarts(spec.settings.failure.max_restarts_per_hour)
+        self._exchange = exchange_of(spec.settings.cluster, "127.0.0.1") if spec.settings.cluster.exchange == "collective" else None
 
     def start(self) -> None:
         self._beats = self._cells.allocate()
         if self.log_directory:
             self.log_directory.mkdir(parents=True, exist_ok=True)
         self._slots = [self._new_slot(index) for index in range(self.num_workers)]
-        timeout_s = self.spec.config.cluster.start_timeout_s
+        timeout_s = self.spec.settings.cluster.start_timeout_s
         self._clock.catch_up()
         deadline = self._clock.now + timeout_s
         while (up := self.num_workers_alive()) < self.num_workers:
@@ -234,7 +235,7 @@ class ProcessPool:
 
     def _start_patience_s(self) -> float:
         typical = statistics.median(self._start_s) if self._start_s else 0.0
-        return max(self.spec.config.failure.progress_timeout_s, _PATIENCE * typical)
+        return max(self.spec.settings.failure.progress_timeout_s, _PATIENCE * typical)
 
     def _end_fork_server_that_hangs(self, patience_s: float) -> None:
         """Kills a fork server that does not answer, with all its workers: only it can tell how they end or start others."""
@@ -242,7 +243,7 @@ class ProcessPool:
         if under_way != self._under_way[0]:
             self._under_way = under_way, self._clock.now
         # one that was just started imports torch first
-        deadline_s = patience_s if self._fork_server.is_warm else self.spec.config.cluster.start_timeout_s
+        deadline_s = patience_s if self._fork_server.is_warm else self.spec.settings.cluster.start_timeout_s
         if under_way is None or self._clock.now - self._under_way[1] <= deadline_s:
             return
         for slot in filter(_is_there, self._slots):
@@ -306,7 +307,7 @@ class ProcessPool:
         if not slot.ready and not slot.is_collateral:
             deaths = [*deaths, reason]
             # one that cannot start is no reason to end a run that has others
-            if len(deaths) >= self.spec.config.failure.max_attempts and (self._is_starting or not self.num_workers_alive()):
+            if len(deaths) >= self.spec.settings.failure.max_attempts and (self._is_starting or not self.num_workers_alive()):
                 if slot.refused:
                     raise none_agrees(slot.refused)
                 raise ClusterError(f"worker {slot.index} died {len(deaths)} times while starting ({reason})"
@@ -354,7 +355,7 @@ class ProcessPool:
     def _fetch(self, kept: KeptRef) -> Vector:
         """The whole of a result that lies in its worker."""
         reason = self._why_lost(kept)
-        timeout_s = self.spec.config.cluster.exchange_timeout_s
+        timeout_s = self.spec.settings.cluster.exchange_timeout_s
         vector = None if reason else self._ask({kept.worker: Fetch(kept.identity)}, timeout_s).get(kept.worker)
         if not isinstance(vector, np.ndarray):
             raise ClusterError(reason or self._why_lost(kept))

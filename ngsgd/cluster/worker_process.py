@@ -21,18 +21,19 @@ from ngsgd.cluster.fingerprint import Fingerprint
 from ngsgd.cluster.messages import Disconnected, Messages
 from ngsgd.cluster.newborn import die_with_parent
 from ngsgd.cluster.process import settle
-from ngsgd.training.job import Held, Job, JobFailure, JobResult, WorkerSpec
+from ngsgd.training.job import Held, Job, JobFailure, JobResult
 from ngsgd.training.parameter_vector import Vector
+from ngsgd.training.task import TaskSpec
 from ngsgd.training.worker import Worker, np_empty
 
-MakeWorker = Callable[[WorkerSpec, int], Worker]
+MakeWorker = Callable[[TaskSpec, int], Worker]
 
 
 @dataclass(frozen=True)
 class Setting:
     """What a worker process is told at its start."""
 
-    spec: WorkerSpec
+    spec: TaskSpec
     index: int
     num_threads: int
     beats: SharedRef           # a counter per worker, 8 bytes each

@@ -22,13 +22,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from ngsgd.config import ClusterConfig, FailureConfig
 from ngsgd.errors import ClusterError, DamagedArchiveError, NgsgdError, RunInterrupted
 from ngsgd.schedules import Shard
 from ngsgd.training.awake_clock import AwakeClock
 from ngsgd.training.job import Job, JobFailure, JobResult, Outcome, Piece, VectorRef
 from ngsgd.training.parameter_vector import Layout
 from ngsgd.training.planning import Plan
+from ngsgd.training.settings import EngineSettings
 from ngsgd.training.storage.ledger import Ledger
 from ngsgd.training.validation.checksums import is_damaged
 from ngsgd.training.worker_pool import WorkerPool
@@ -92,17 +92,17 @@ class Round:
 class Dispatcher:
     """Feeds a pool with jobs and settles what comes back."""
 
-    def __init__(self, pool: WorkerPool, ledger: Ledger, layout: Layout, failure: FailureConfig, cluster: ClusterConfig,
-                 stop: StopSignal, tell: Tell, clock: Callable[[], float], on_corrupt: str = "stop") -> None:
+    def __init__(self, pool: WorkerPool, ledger: Ledger, layout: Layout, settings: EngineSettings, stop: StopSignal,
+                 tell: Tell, clock: Callable[[], float]) -> None:
         self.pool = pool
         self.ledger = ledger
         self.layout = layout
-        self.failure = failure
-        self.cluster = cluster
+        self.failure = settings.failure
+        self.cluster = settings.cluster
         self.stop = stop
         self.tell = tell
         self.clock = clock
-        self.on_corrupt = on_corrupt
+        self.on_corrupt = settings.on_corrupt
         self._damaged: set[int] = set()                   # archives
         self.num_deaths = 0
         self._enough_at: float | None = None              # when there last were enough workers
@@ -110,7 +110,7 @@ class Dispatcher:
         self._failures: dict[Piece, int] = {}             # of work that was put off
         self._hangs: dict[Piece, int] = {}                # tries that ended because the coordinator killed the worker
         # where workers may be silent for less than some polls only, a shorter time is an absence
-        self._awake = AwakeClock(clock, min(_ABSENT_S, max(2 * _POLL_S, failure.progress_timeout_s / 2)))
+        self._awake = AwakeClock(clock, min(_ABSENT_S, max(2 * _POLL_S, self.failure.progress_timeout_s / 2)))
         self._seen: dict[int, tuple[object, float]] = {}  # by worker: its last progress, and since when
         self._minibatch_s: deque[float] = deque(maxlen=64)
 

@@ -4,14 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from ngsgd.config import RunConfig
-from ngsgd.data.reader import EgsReader
 from ngsgd.schedules import Shard
-from ngsgd.sequence.archives import SequenceReader
-from ngsgd.sequence.objectives import Denominator
 from ngsgd.training.parameter_deltas import Deltas
 from ngsgd.training.parameter_vector import Vector
 
@@ -36,36 +31,6 @@ class Held:
 
     def read(self) -> Vector:
         return self.vector
-
-
-@dataclass(frozen=True)
-class SequenceData:
-    """What sequence objectives need beside the examples."""
-
-    directory: str             # of the archives of sequences
-    denominator: Denominator
-
-
-@dataclass(frozen=True)
-class WorkerSpec:
-    """All that a worker needs to know before its first job."""
-
-    config: RunConfig
-    egs_directory: str
-    sequences: SequenceData | None = None
-
-    @property
-    def denominator(self) -> Denominator | None:
-        """Of a sequence objective."""
-        return self.sequences.denominator if self.sequences else None
-
-    def frames(self) -> EgsReader:
-        """The examples of single frames."""
-        return EgsReader(Path(self.egs_directory))
-
-    def shards(self) -> EgsReader | SequenceReader:
-        """What jobs are dealt out of."""
-        return self.frames() if self.sequences is None else SequenceReader(Path(self.sequences.directory), self.frames())
 
 
 @dataclass(frozen=True)

@@ -29,10 +29,9 @@ class Starts:
     from its own parameters.
     """
 
-    def __init__(self, config: OuterConfig, leases: Leases, *, keep_fisher: bool = False,
+    def __init__(self, config: OuterConfig, leases: Leases, *,
                  mean_fisher: Callable[[Sequence[Fisher]], Fisher] | None = None) -> None:
         self.config = config
-        self.keep_fisher = keep_fisher
         self.mean_fisher = mean_fisher        # what makes one of all jobs', for every job to go on from; None: each its own
         self.fisher: dict[int, Fisher] = {}   # by job: the Fisher estimates that its last run ended with
         self.need_own = config.overlap or config.kind in ("easgd", "streaming")

@@ -7,11 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from ngsgd.config import RunConfig
-from ngsgd.data.reader import EgsReader
-from ngsgd.models.growth_stages import Stages
 from ngsgd.schedules import OuterIteration, Schedule
-from ngsgd.sequence.archives import SequenceReader
 from ngsgd.training.job import Piece
 from ngsgd.training.partitioning import EqualShares, Work
 
@@ -48,18 +44,6 @@ class Plan:
     @property
     def num_jobs(self) -> int:
         return len(self.work)
-
-
-def schedule_of(config: RunConfig, reader: EgsReader | SequenceReader) -> Schedule:
-    """The outer iterations of a run over the archives at hand."""
-    s = config.schedule
-    return Schedule(reader.info.num_archives, reader.info.frames_per_eg, s.num_epochs, s.lr_initial, s.lr_final,
-                    s.num_jobs_initial, s.num_jobs_final, s.num_jobs_step, s.lr_factors)
-
-
-def stages_of(config: RunConfig, reader: EgsReader | SequenceReader) -> Stages:
-    """What of the model is in use in each of them; raises ConfigError where they are too few for it."""
-    return Stages.of(config.model, config.schedule, schedule_of(config, reader).num_outer_iters)
 
 
 def passes_by_outer_iter(schedule: Schedule) -> list[int]:

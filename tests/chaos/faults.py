@@ -17,7 +17,8 @@ import numpy as np
 
 from ngsgd.cluster.exchange.shared_memory import SharedRef
 from ngsgd.cluster.messages import Messages, _framed
-from ngsgd.training.job import Held, Job, JobFailure, JobResult, WorkerSpec
+from ngsgd.tasks.speech import SpeechTaskSpec
+from ngsgd.training.job import Held, Job, JobFailure, JobResult
 from ngsgd.training.parameter_vector import Vector
 from ngsgd.training.validation.checksums import digest, not_finite
 from ngsgd.training.worker import Place, Worker, never, np_empty
@@ -94,7 +95,7 @@ class Breaks:
 
     fault: Fault
 
-    def __call__(self, spec: WorkerSpec, index: int) -> Worker:
+    def __call__(self, spec: SpeechTaskSpec, index: int) -> Worker:
         if self.fault.when == "start" and index == self.fault.at[1]:
             self.fault.strike()
         worker = BreakingWorker(spec, index, self.fault)
@@ -105,7 +106,7 @@ class Breaks:
 class BreakingWorker(Worker):
     """Asks the fault at each of its points."""
 
-    def __init__(self, spec: WorkerSpec, index: int, fault: Fault) -> None:
+    def __init__(self, spec: SpeechTaskSpec, index: int, fault: Fault) -> None:
         super().__init__(spec, index)
         self.fault = fault
         self.is_chosen = False
@@ -184,7 +185,7 @@ class Spoils:
 
     fault: Fault
 
-    def __call__(self, spec: WorkerSpec, index: int) -> Worker:
+    def __call__(self, spec: SpeechTaskSpec, index: int) -> Worker:
         worker = SpoilingWorker(spec, index, self.fault)
         _spoil_messages(worker)
         return worker
@@ -193,7 +194,7 @@ class Spoils:
 class SpoilingWorker(Worker):
     """Numbers that are none, which the worker itself must notice."""
 
-    def __init__(self, spec: WorkerSpec, index: int, fault: Fault) -> None:
+    def __init__(self, spec: SpeechTaskSpec, index: int, fault: Fault) -> None:
         super().__init__(spec, index)
         self.fault = fault
 

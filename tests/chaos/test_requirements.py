@@ -24,7 +24,8 @@ from ngsgd.config import ClusterConfig, FailureConfig
 from ngsgd.errors import ClusterError
 from ngsgd.files import read_json_lines
 from ngsgd.ops.averaging import weighted_mean
-from ngsgd.training.job import Job, JobResult, Outcome, Piece, Start, WorkerSpec
+from ngsgd.tasks.speech import SpeechTaskSpec
+from ngsgd.training.job import Job, JobResult, Outcome, Piece, Start
 from ngsgd.training.parameter_vector import Layout
 from ngsgd.training.storage.audit import audit
 from ngsgd.training.storage.ledger import Ledger
@@ -45,12 +46,12 @@ class Straggles:
     factor: float
     index: int = 1
 
-    def __call__(self, spec: WorkerSpec, index: int) -> Worker:
+    def __call__(self, spec: SpeechTaskSpec, index: int) -> Worker:
         return Straggler(spec, index, self.factor if index == self.index else 1.0)
 
 
 class Straggler(Worker):
-    def __init__(self, spec: WorkerSpec, index: int, factor: float) -> None:
+    def __init__(self, spec: SpeechTaskSpec, index: int, factor: float) -> None:
         super().__init__(spec, index)
         self.factor = factor
 
@@ -129,7 +130,7 @@ class HangsAtStart:
 
     fault: Fault
 
-    def __call__(self, spec: WorkerSpec, index: int) -> Worker:
+    def __call__(self, spec: SpeechTaskSpec, index: int) -> Worker:
         if index == 1:
             self.fault.strike()
         return Worker(spec, index)

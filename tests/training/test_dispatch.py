@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from ngsgd.cluster.in_process import InProcessPool
-from ngsgd.config import ClusterConfig, FailureConfig
+from ngsgd.config import FailureConfig
 from ngsgd.errors import ClusterError
 from ngsgd.files import read_json_lines
 from ngsgd.training.dispatcher import Dispatcher, NeverStop, Round
@@ -92,7 +92,7 @@ class Trial:
         self.incidents: list[str] = []
         self.ledger_path = run.ledger_path
         ledger = Ledger(run.ledger_path)
-        self.dispatch = Dispatcher(self.pool, ledger, run.store.layout, settings, ClusterConfig(num_workers=2), NeverStop(),
+        self.dispatch = Dispatcher(self.pool, ledger, run.store.layout, run.spec.settings, NeverStop(),
                                    lambda what, *_: self.incidents.append(what), lambda: self.pool.now)
         plan = next_plan(run.schedule, Progress(), EqualShares())
         assert plan is not None

@@ -13,8 +13,8 @@ from ngsgd.errors import ConfigError, DivergenceError, RunInterrupted
 from ngsgd.sequence.archives import prepare_sequences
 from ngsgd.sequence.ngram import state_ngram
 from ngsgd.sequence.objectives import Denominator
+from ngsgd.tasks.speech import SequenceData, SpeechTaskSpec
 from ngsgd.training.dispatcher import NeverStop
-from ngsgd.training.job import SequenceData, WorkerSpec
 from ngsgd.training.layer_rates import equalised
 from ngsgd.training.parameter_vector import Layout
 from ngsgd.training.worker import Worker
@@ -81,7 +81,7 @@ def test_a_rate_far_too_high_is_stopped_by_the_guards(tmp_path: Path) -> None:
 def test_a_worker_without_the_denominator_says_so(tmp_path: Path) -> None:
     training = run(tmp_path, "lfmmi")
     with pytest.raises(ConfigError, match="objective=ce"):
-        Worker(WorkerSpec(training.config, str(training.egs)), 0)
+        Worker(SpeechTaskSpec(training.config, str(training.egs)), 0)
 
 
 def test_rates_follow_relative_changes() -> None:

@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ngsgd.data.reader import Minibatch
 from ngsgd.errors import DataError
-from ngsgd.training.diagnostics.subset_scores import score_subset
+from ngsgd.tasks.frame_scores import score_subset
 from ngsgd.training.parameter_vector import Layout, Vector
 
 

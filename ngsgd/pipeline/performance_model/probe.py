@@ -23,10 +23,12 @@ from ngsgd.pipeline.performance_model.formulas import Link, Spread, split_spread
 from ngsgd.pipeline.performance_model.planner import Machine, Speed, Workload, slots_of, threads_of
 from ngsgd.pipeline.performance_model.probe_worker import JobTiming, Process, Task, workers
 from ngsgd.schedules import Shard
-from ngsgd.training.diagnostics.subset_scores import score_subset
-from ngsgd.training.job import Held, Job, Piece, Start, WorkerSpec
+from ngsgd.tasks.frame_scores import score_subset
+from ngsgd.tasks.frames import schedule_of
+from ngsgd.tasks.speech import SpeechTaskSpec
+from ngsgd.training.job import Held, Job, Piece, Start
 from ngsgd.training.parameter_vector import Layout, Vector
-from ngsgd.training.planning import Progress, schedule_of
+from ngsgd.training.planning import Progress
 from ngsgd.training.storage.checkpoint import CheckpointStore
 
 _MAX_PROCESSES = 64       # of the probe; a machine with more cores is taken to go on as it did there
@@ -55,7 +57,7 @@ class _Round:
     diagnostics_s: float
 
 
-def measure(spec: WorkerSpec, *, num_cores: int, num_gpus: int, seconds: float, scratch: Path) -> tuple[Machine, Workload]:
+def measure(spec: SpeechTaskSpec, *, num_cores: int, num_gpus: int, seconds: float, scratch: Path) -> tuple[Machine, Workload]:
     """Takes about `seconds`, start of the processes included; checkpoints are tried out under `scratch`.
 
     Raises what a worker raised, and ClusterError when one died or did not start.

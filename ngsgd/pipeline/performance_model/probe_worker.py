@@ -15,7 +15,8 @@ import torch
 
 from ngsgd.cluster.process import settle
 from ngsgd.errors import ClusterError, NgsgdError
-from ngsgd.training.job import Job, WorkerSpec
+from ngsgd.tasks.speech import SpeechTaskSpec
+from ngsgd.training.job import Job
 from ngsgd.training.parameter_vector import Vector
 from ngsgd.training.worker import Worker
 
@@ -72,7 +73,7 @@ class Process:
 
 
 @contextlib.contextmanager
-def workers(spec: WorkerSpec, count: int, num_gpus: int) -> Iterator[list[Process]]:
+def workers(spec: SpeechTaskSpec, count: int, num_gpus: int) -> Iterator[list[Process]]:
     """`count` processes, each ready to take jobs; ended when the block is left."""
     # forked from a process that has imported torch and done nothing else: one import for all, no lock of our threads
     context = multiprocessing.get_context("forkserver")
@@ -96,7 +97,7 @@ def workers(spec: WorkerSpec, count: int, num_gpus: int) -> Iterator[list[Proces
             worker.connection.close()
 
 
-def serve(connection: Connection, spec: WorkerSpec, index: int, num_gpus: int) -> None:
+def serve(connection: Connection, spec: SpeechTaskSpec, index: int, num_gpus: int) -> None:
     """The worker process: answers tasks with timings and vectors with themselves, until the other side hangs up."""
     try:
         if num_gpus:

@@ -13,15 +13,16 @@ from typing import NamedTuple
 
 from torch import nn
 
-from ngsgd.training.diagnostics.subset_scores import BackgroundDiagnostics, Diagnosis
+from ngsgd.training.diagnostics.background import BackgroundDiagnostics
 from ngsgd.training.records import OuterIterationRecord
+from ngsgd.training.task import Evaluation
 
 Tell = Callable[[OuterIterationRecord], None]
 
 
 class _Waiting(NamedTuple):
     record: OuterIterationRecord
-    diagnosis: Future[Diagnosis]
+    diagnosis: Future[Evaluation]
 
 
 class PendingRecords:

@@ -23,11 +23,10 @@ from ngsgd.pipeline.performance_model.formulas import (
 from ngsgd.pipeline.performance_model.simulated_cluster import TOPOLOGIES, SimulatedCluster, expected
 from ngsgd.pipeline.performance_model.simulator import SimulatedPool
 from ngsgd.schedules import Shard
-from ngsgd.training.coordinator import Coordinator
-from ngsgd.training.dispatcher import NeverStop
-from ngsgd.training.job import Held, Job, JobFailure, JobResult, Piece, Start, WorkerSpec
+from ngsgd.tasks.speech import SpeechTaskSpec
+from ngsgd.training.coordinator import Coordinator, RunControl, RunStorage
+from ngsgd.training.job import Held, Job, JobFailure, JobResult, Piece, Start
 from ngsgd.training.parameter_vector import Vector
-from ngsgd.training.partitioning import make_dealer
 from ngsgd.training.storage.audit import audit
 from ngsgd.training.storage.checkpoint import Checkpoint, first_checkpoint
 from ngsgd.training.storage.event_log import EventLog
@@ -58,7 +57,7 @@ def jobs(number: int, **schedule: Any) -> RunConfig:
 
 
 def simulate(folder: Path, run_config: RunConfig, cluster: SimulatedCluster,
-             make_worker: Callable[[WorkerSpec, int], Worker] = Worker) -> tuple[Run, SimulatedPool, Checkpoint]:
+             make_worker: Callable[[SpeechTaskSpec, int], Worker] = Worker) -> tuple[Run, SimulatedPool, Checkpoint]:
     """Trains the toy run on a virtual clock."""
     folder.mkdir(exist_ok=True)
     run = Run(folder, run_config)
@@ -66,9 +65,8 @@ def simulate(folder: Path, run_config: RunConfig, cluster: SimulatedCluster,
     log, ledger = EventLog(folder / "events.jsonl"), Ledger(run.ledger_path)
     pool.start()
     coordinator = Coordinator(
-        run.schedule, pool, run.model, run.reader, run.store, ledger, Trackers([log, run.recorder]), run.config.failure,
-        NeverStop(), run.config.outer, run.config.cluster, dealer=make_dealer(run.config.schedule, run.reader.num_minibatches),
-        keep_fisher=run.config.keeps_curvature, clock=pool.clock)
+        run.spec.task(), run.model, run.schedule, pool, RunStorage(run.store, ledger, Trackers([log, run.recorder])),
+        run.spec.settings, RunControl(clock=pool.clock))
     end = coordinator.train(first_checkpoint(run.store.layout.flatten(run.model.state_dict())))
     log.close("FINISHED")
     ledger.close()
