@@ -32,7 +32,7 @@ from ngsgd.preconditioners import METHODS
 from ngsgd.tasks.frames import schedule_of
 from ngsgd.tasks.speech import SpeechTaskSpec
 from ngsgd.training.coordinator import Coordinator, RunStorage
-from ngsgd.training.parameter_vector import Layout
+from ngsgd.training.parameter_vector import FlatLayout
 from ngsgd.training.records import FinalReport, Incident, OuterIterationRecord
 from ngsgd.training.storage.checkpoint import CheckpointStore, first_checkpoint
 from ngsgd.training.storage.ledger import Ledger
@@ -69,7 +69,7 @@ def train(config: RunConfig, egs: Path, folder: Path) -> list[OuterIterationReco
     """All outer iterations of one run in this process."""
     reader = EgsReader(egs)
     model = model_for(config, reader)
-    layout = Layout.of(model)
+    layout = FlatLayout.of(model)
     store = CheckpointStore(folder, layout, num_to_keep=1)
     spec = SpeechTaskSpec(config, str(egs))
     pool = InProcessPool(spec, config.cluster.num_workers, 1, lambda: False)

@@ -20,7 +20,7 @@ from ngsgd.tasks.frames import schedule_of
 from ngsgd.tasks.speech import SequenceData, SpeechTaskSpec
 from ngsgd.training.coordinator import Coordinator, RunControl, RunStorage
 from ngsgd.training.dispatcher import NeverStop, StopSignal
-from ngsgd.training.parameter_vector import Layout
+from ngsgd.training.parameter_vector import FlatLayout
 from ngsgd.training.records import FinalReport, Incident, OuterIterationRecord
 from ngsgd.training.storage.checkpoint import Checkpoint, CheckpointStore, first_checkpoint
 from ngsgd.training.storage.ledger import Ledger
@@ -88,7 +88,7 @@ class Run:
         self.shards = self.spec.shards()
         self.recorder = Recorder()
         self.model = model_for(self.config, self.reader)
-        self.store = CheckpointStore(folder / "checkpoints", Layout.of(self.model), num_to_keep=3)
+        self.store = CheckpointStore(folder / "checkpoints", FlatLayout.of(self.model), num_to_keep=3)
         self.store.directory.mkdir(exist_ok=True)
 
     @property

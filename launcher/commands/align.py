@@ -37,7 +37,7 @@ from ngsgd.schedules import Schedule
 from ngsgd.tasks.frame_scores import average_posterior
 from ngsgd.tasks.speech import SpeechTaskSpec
 from ngsgd.training.coordinator import Coordinator, RunStorage
-from ngsgd.training.parameter_vector import Layout
+from ngsgd.training.parameter_vector import FlatLayout
 from ngsgd.training.storage.checkpoint import CheckpointStore, first_checkpoint
 from ngsgd.training.storage.ledger import Ledger
 from ngsgd.training.tracking import Trackers
@@ -131,7 +131,7 @@ def _learn(speech: Corpus, states: States, settings: RunConfig, folder: Path) ->
     egs = prepare_archives(train.frames, valid.frames, settings.egs, num_classes=speech.num_pdfs, digest="", cache_root=folder)
     reader = EgsReader(egs)
     model = build_model(settings.model, reader.info.num_inputs, reader.info.num_classes, settings.seed)
-    layout = Layout.of(model)
+    layout = FlatLayout.of(model)
     layout.load(model, _train(model, reader, settings, folder))
     model.eval()
     prior_P = average_posterior(model, reader, settings.decode.num_prior_frames)
@@ -145,7 +145,7 @@ def _train(model: torch.nn.Module, reader: EgsReader, settings: RunConfig, folde
     """The parameters that the coordinator comes to, with one worker in this process; Ctrl-C ends it where it stands."""
     s = settings.schedule
     schedule = Schedule(reader.info.num_archives, reader.info.frames_per_eg, s.num_epochs, s.lr_initial, s.lr_final, 1, 1, 1)
-    layout = Layout.of(model)
+    layout = FlatLayout.of(model)
     spec = SpeechTaskSpec(settings, str(reader.directory))
     pool = InProcessPool(spec, 1, 1, never)
     ledger = Ledger(folder / "ledger.jsonl")

@@ -201,14 +201,14 @@ def _run(config: RunConfig, folder: RunFolder, reader: EgsReader, cluster: Simul
     from ngsgd.tasks.frames import schedule_of
     from ngsgd.tasks.speech import SpeechTaskSpec
     from ngsgd.training.coordinator import Coordinator, RunControl, RunStorage
-    from ngsgd.training.parameter_vector import Layout
+    from ngsgd.training.parameter_vector import FlatLayout
     from ngsgd.training.settings import EngineSettings
     from ngsgd.training.storage.checkpoint import CheckpointStore, first_checkpoint
     from ngsgd.training.storage.ledger import Ledger
     from ngsgd.training.worker import resolve_threads
 
     model = model_for(config, reader)
-    layout = Layout.of(model)
+    layout = FlatLayout.of(model)
     start = first_checkpoint(layout.flatten(model.state_dict()))
     stop = SignalStop(config.failure.grace_s, progress.report)
     spec = SpeechTaskSpec(config, str(reader.directory))

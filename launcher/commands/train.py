@@ -51,7 +51,7 @@ from ngsgd.tasks.frame_scores import average_posterior, score_subset
 from ngsgd.tasks.frames import schedule_of, stages_of
 from ngsgd.tasks.speech import SpeechTaskSpec
 from ngsgd.training.coordinator import Coordinator, RunControl, RunStorage
-from ngsgd.training.parameter_vector import Layout
+from ngsgd.training.parameter_vector import FlatLayout
 from ngsgd.training.records import FinalReport, Incident
 from ngsgd.training.settings import EngineSettings
 from ngsgd.training.storage.checkpoint import Checkpoint, CheckpointStore, first_checkpoint, require_room
@@ -173,7 +173,7 @@ def evaluate(run_dir: Path, quiet: bool, outer_iter: int | None = None,
         reader = EgsReader(data.egs_directory)
         model = model_for(config, reader)
         set_stage(model, stages_of(config, reader).at(outer_iter - 1))
-        layout = Layout.of(model)
+        layout = FlatLayout.of(model)
         layout.load(model, CheckpointStore(folder.checkpoints, layout, config.checkpoint.num_to_keep).model_after(outer_iter - 1))
         prior_P = average_posterior(model.eval(), reader, config.decode.num_prior_frames)
     scores = score_held_out(config, data.corpus, model, prior_P)
@@ -278,7 +278,7 @@ def _checkpoints(config: RunConfig, folder: RunFolder, spec: SpeechTaskSpec, loc
     """The checkpoints of a run, and the models that its final combination needs."""
     shards = spec.shards()
     wanted = wanted_for_combination(config, schedule_of(config, shards), stages_of(config, shards))
-    layout = Layout.of(model_for(config, spec.frames()))
+    layout = FlatLayout.of(model_for(config, spec.frames()))
     return CheckpointStore(folder.checkpoints, layout, config.checkpoint.num_to_keep, wanted, lock)
 
 

@@ -26,7 +26,7 @@ from ngsgd.launcher.runs.run_folder import RunFolder, folder_of_model
 from ngsgd.sequence.archives import SequenceIndex, SequenceReader, prepare_sequences
 from ngsgd.sequence.objectives import Denominator
 from ngsgd.tasks.speech import SequenceData, SpeechTaskSpec
-from ngsgd.training.parameter_vector import Layout, Vector
+from ngsgd.training.parameter_vector import FlatLayout, Vector
 
 Report = Callable[[str], None]
 
@@ -50,11 +50,11 @@ def keep_init_model(config: RunConfig, folder: RunFolder) -> None:
 
 def starting_parameters(config: RunConfig, folder: RunFolder, model: nn.Module) -> Vector:
     """Those of the model that training starts from, or the model's own random ones."""
-    layout = Layout.of(model)
+    layout = FlatLayout.of(model)
     if not config.init_model:
         return layout.flatten(model.state_dict())
     start, _ = open_final(folder.init_model, own=config.model)
-    if Layout.of(start) != layout or not _same_buffers(start, model):
+    if FlatLayout.of(start) != layout or not _same_buffers(start, model):
         raise ConfigError(f"init_model is {config.init_model}, whose model has other layers or another input transform than this "
                           "run's; train with the same recipe, model=, features. and egs. settings.")
     return layout.flatten(start.state_dict())

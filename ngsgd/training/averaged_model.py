@@ -8,8 +8,8 @@ from torch import nn
 
 from ngsgd.ops.averaging import pool_variances
 from ngsgd.optim.outer import OuterInfo, OuterOptimizer, make_rule
-from ngsgd.training.job_init import Starts
-from ngsgd.training.parameter_vector import Layout, Mean, Vector
+from ngsgd.training.job_init import JobInitializer
+from ngsgd.training.parameter_vector import FlatLayout, Mean, Vector
 from ngsgd.training.planning import Plan
 from ngsgd.training.settings import EngineSettings
 from ngsgd.training.storage.checkpoint import Checkpoint, CheckpointStore
@@ -23,7 +23,7 @@ class AveragedModel:
                  num_outer_iters: int) -> None:
         self.task = task
         self.model = model           # a workspace; the parameters are the outer optimizer's
-        self.layout = Layout.of(model)
+        self.layout = FlatLayout.of(model)
         self.settings = settings
         self.checkpoints = checkpoints
         self.num_outer_iters = num_outer_iters
@@ -57,15 +57,15 @@ class AveragedModel:
         self._create_parts(stage)
         return True
 
-    def step(self, plan: Plan, starts: Starts, vectors: Sequence[Vector | Mean], weights: Sequence[float],
+    def step(self, plan: Plan, job_init: JobInitializer, vectors: Sequence[Vector | Mean], weights: Sequence[float],
              num_accepted: int) -> None:
         """The outer optimizer's step from the accepted results."""
         info = OuterInfo(plan.outer_iter, self.num_outer_iters, num_accepted, plan.iteration.lr)
-        index, count = starts.fragment(plan.outer_iter)
+        index, count = job_init.fragment(plan.outer_iter)
         statistics = self.layout.statistics()
         self.optimizer.step(vectors, weights, info, pieces=None if count == 1 else self.layout.fragment(index, count),
-                            statistics=statistics, returns=starts.returns)
-        if count == 1 and starts.returns == "parameters":
+                            statistics=statistics, returns=job_init.returns)
+        if count == 1 and job_init.returns == "parameters":
             # a single vector is the mean of several already, or the only result
             if len(vectors) > 1:
                 pool_variances(self.optimizer.eval_model(), vectors, weights, self.layout.mean_and_variance())

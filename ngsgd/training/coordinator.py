@@ -21,12 +21,12 @@ from ngsgd.schedules import Schedule
 from ngsgd.training.averaged_model import AveragedModel
 from ngsgd.training.averager import Averager
 from ngsgd.training.diagnostics.background import BackgroundDiagnostics
-from ngsgd.training.diagnostics.deferred import PendingRecords
-from ngsgd.training.dispatcher import Dispatcher, NeverStop, Round, StopSignal
+from ngsgd.training.diagnostics.deferred import DeferredDiagnostics
+from ngsgd.training.dispatcher import Dispatcher, NeverStop, OuterIterationState, StopSignal
 from ngsgd.training.job import Job, JobResult
-from ngsgd.training.job_init import Starts
-from ngsgd.training.layer_rates import equalised
-from ngsgd.training.partitioning import EqualShares, make_dealer
+from ngsgd.training.job_init import JobInitializer
+from ngsgd.training.layer_rates import equalized_rates
+from ngsgd.training.partitioning import EqualPartitioner, make_partitioner
 from ngsgd.training.planning import Plan, Progress, next_plan
 from ngsgd.training.records import Incident, JobRecord, OuterIterationRecord, SubsetScore
 from ngsgd.training.settings import EngineSettings
@@ -35,7 +35,7 @@ from ngsgd.training.storage.ledger import Ledger
 from ngsgd.training.task import Task
 from ngsgd.training.tracking import Tracker
 from ngsgd.training.validation.acceptance import NOT_THE_BEST, Verdicts
-from ngsgd.training.vector_refcount import Leases
+from ngsgd.training.vector_refcount import VectorRefcount
 from ngsgd.training.worker_pool import WorkerPool
 
 # until the evaluation has ended
@@ -73,15 +73,15 @@ class Coordinator:
 
     def __post_init__(self) -> None:
         settings, ledger, tracker = self.settings, self.storage.ledger, self.storage.tracker
-        self.dealer: EqualShares = make_dealer(settings.schedule, self.task.num_batches)
+        self._partitioner: EqualPartitioner = make_partitioner(settings.schedule, self.task.num_batches)
         self._averaged = AveragedModel(self.task, self.model, settings, self.storage.checkpoints,
                                        self.schedule.num_outer_iters)
-        self._records = PendingRecords(BackgroundDiagnostics(self.model, self.task), tracker.outer_iteration)
-        self._dispatch = Dispatcher(self.pool, ledger, self._averaged.layout, settings, self.control.stop, self._tell,
+        self._deferred = DeferredDiagnostics(BackgroundDiagnostics(self.model, self.task), tracker.outer_iteration)
+        self._dispatch = Dispatcher(self.pool, ledger, self._averaged.layout, settings, self.control.stop, self._emit_incident,
                                     self.control.clock)
-        self._leases = Leases(self.pool)
-        self._starts = Starts(settings.outer, self._leases, mean_fisher=settings.mean_fisher)
-        self._averager = Averager(self.task, self.model, self._averaged, self._dispatch, self._starts)
+        self._refcount = VectorRefcount(self.pool)
+        self._job_init = JobInitializer(settings.outer, self._refcount, mean_fisher=settings.mean_fisher)
+        self._averager = Averager(self.task, self.model, self._averaged, self._dispatch, self._job_init)
         self._num_rollbacks = 0    # in a row
 
     def train(self, start: Checkpoint) -> Checkpoint:
@@ -97,143 +97,144 @@ class Coordinator:
             return self._train(start)
         finally:
             try:
-                self._records.wait()
+                self._deferred.wait()
             finally:
-                self._records.diagnostics.close()
+                self._deferred.diagnostics.close()
 
     def _train(self, start: Checkpoint) -> Checkpoint:
         self._resume(start)
         here = start
-        round_ = self._open(here.progress)
-        self._enqueue_jobs(round_, None)
-        while round_:
+        state = self._open(here.progress)
+        self._enqueue_jobs(state, None)
+        while state:
             if self.control.stop.requested():
-                raise RunInterrupted(f"stopped before outer iteration {round_.plan.outer_iter + 1}")
-            ahead = self._open(_after(round_.plan, here.progress)) if self._starts.are_ahead else None
+                raise RunInterrupted(f"stopped before outer iteration {state.plan.outer_iter + 1}")
+            ahead = self._open(_after(state.plan, here.progress)) if self._job_init.are_ahead else None
             clock = _Clock(self.control.clock)
-            self._dispatch.finish(round_, ahead, partial(self._while_jobs_run, ahead, round_))
-            after = self._close(round_, here, clock)
+            self._dispatch.finish(state, ahead, partial(self._while_jobs_run, ahead, state))
+            after = self._close(state, here, clock)
             if after.progress.outer_iter == here.progress.outer_iter:
                 # rolled back, together with the jobs that started from its results
                 self._discard(ahead)
                 ahead = None
             here = after
-            round_ = ahead or self._open(here.progress)
-            self._enqueue_jobs(round_, None)
+            state = ahead or self._open(here.progress)
+            self._enqueue_jobs(state, None)
         return here
 
     def _resume(self, start: Checkpoint) -> None:
         """Restore the state of a checkpoint, and what a crash may have kept from being recorded."""
         self._began = self.control.clock() - start.progress.elapsed_s
         self._averaged.begin(start)
-        self._starts.fisher.update(start.fisher)
+        self._job_init.fisher.update(start.fisher)
         self.storage.ledger.started(start.progress.outer_iter, self.settings.failure.min_accepted)
         # a crash may have come between the checkpoint and its line in the ledger, or its event
         if start.commit:
             self.storage.ledger.committed(start.commit)
         if start.record:
-            self._records.add(start.record, partial(self._averaged.load, start))
+            self._deferred.add(start.record, partial(self._averaged.load, start))
 
     # Start of an outer iteration ----------------------------------------------------------------
 
-    def _open(self, progress: Progress) -> Round | None:
+    def _open(self, progress: Progress) -> OuterIterationState | None:
         """Plan the next outer iteration; None when all data has been processed."""
         capacity = max(1, self.pool.num_workers_alive()) if self.settings.cluster.elastic else None
-        plan = next_plan(self.schedule, progress, self.dealer, max_jobs=capacity)
+        plan = next_plan(self.schedule, progress, self._partitioner, max_jobs=capacity)
         if plan is None:
             return None
         if self._averaged.enter(plan.outer_iter):
             # the estimates are of other layers, or of other parameters of these layers
-            self._starts.fisher.clear()
+            self._job_init.fisher.clear()
         gain = self._averaged.optimizer.rule.gain(plan.num_jobs, self.schedule.num_outer_iters)
         plan = replace(plan, iteration=replace(plan.iteration, gain=gain),
                        keeps_best=self.task.growth.is_early(plan.outer_iter))
         model = self.pool.publish(self._averaged.optimizer.broadcast)
-        self._leases.take(model)
-        return self._dispatch.open(plan, model, progress.quarantined, self.dealer.round_s)
+        self._refcount.acquire(model)
+        return self._dispatch.open(plan, model, progress.quarantined, self._partitioner.round_s)
 
-    def _while_jobs_run(self, ahead: Round | None, round_: Round) -> None:
-        self._records.look()
-        self._enqueue_jobs(ahead, round_)
+    def _while_jobs_run(self, ahead: OuterIterationState | None, state: OuterIterationState) -> None:
+        self._deferred.report_finished()
+        self._enqueue_jobs(ahead, state)
 
-    def _enqueue_jobs(self, round_: Round | None, predecessor: Round | None) -> None:
+    def _enqueue_jobs(self, state: OuterIterationState | None, predecessor: OuterIterationState | None) -> None:
         """Create the jobs of an outer iteration, except those whose predecessors still run."""
-        for job in sorted(round_.to_come) if round_ else ():
+        for job in sorted(state.to_come) if state else ():
             if predecessor is None or job not in predecessor.unsettled:
-                assert round_ is not None
+                assert state is not None
                 if predecessor is not None:
-                    self._starts.remember(job, predecessor)
-                self._dispatch.enqueue(round_, self._job(round_, job))
+                    self._job_init.remember(job, predecessor)
+                self._dispatch.enqueue(state, self._job(state, job))
 
-    def _job(self, round_: Round, job: int) -> Job:
-        plan, iteration = round_.plan, round_.plan.iteration
+    def _job(self, state: OuterIterationState, job: int) -> Job:
+        plan, iteration = state.plan, state.plan.iteration
         return Job(
-            plan.outer_iter, job, 1, plan.work[job], self._starts.of(plan, job, round_.model), iteration.lr,
+            plan.outer_iter, job, 1, plan.work[job], self._job_init.of(plan, job, state.model), iteration.lr,
             iteration.lr_factor, progress=min(1.0, iteration.passes_done / self.schedule.num_passes),
-            returns=self._starts.returns, send=self._starts.fragment(plan.outer_iter), keep_own=self._starts.need_own,
+            returns=self._job_init.returns, send=self._job_init.fragment(plan.outer_iter), keep_own=self._job_init.need_own,
             keep_fisher=self.settings.keeps_fisher, layer_rates=plan.layer_rates)
 
     # End of an outer iteration ------------------------------------------------------------------
 
-    def _close(self, round_: Round, before: Checkpoint, clock: _Clock) -> Checkpoint:
+    def _close(self, state: OuterIterationState, before: Checkpoint, clock: _Clock) -> Checkpoint:
         """Average and commit an outer iteration whose jobs have ended; returns `before` after a roll-back."""
         compute_s = clock.lap()
-        verdicts, error = self._averager.average(round_, before)
-        self._record_verdicts(round_, verdicts)
+        verdicts, error = self._averager.average(state, before)
+        self._record_verdicts(state, verdicts)
         if error:
-            self._release(round_)
-            return self._rolled_back(round_.plan, before, error)
+            self._release(state)
+            return self._rolled_back(state.plan, before, error)
         accepted = [result for result, reason in verdicts if not reason]
-        self.dealer.observe(accepted)
-        for job in range(round_.plan.num_jobs):
-            self._starts.remember(job, round_)
+        self._partitioner.observe(accepted)
+        for job in range(state.plan.num_jobs):
+            self._job_init.remember(job, state)
         average_s = clock.lap()
         # the previous commit's event is written before its checkpoint, which could restore it, may be removed
-        self._records.wait()
+        self._deferred.wait()
         diagnostics_s = clock.lap()
-        progress = self._progress(round_, before.progress, accepted)
-        record = replace(self._record(round_, progress, verdicts), compute_s=compute_s, average_s=average_s,
+        progress = self._progress(state, before.progress, accepted)
+        record = replace(self._record(state, progress, verdicts), compute_s=compute_s, average_s=average_s,
                          diagnostics_s=diagnostics_s)
-        after = self._commit(round_, before, progress, record)
-        self._release(round_)
-        self._records.add(replace(record, checkpoint_s=clock.lap()), partial(self._averaged.load, after))
+        after = self._commit(state, before, progress, record)
+        self._release(state)
+        self._deferred.add(replace(record, checkpoint_s=clock.lap()), partial(self._averaged.load, after))
         return after
 
-    def _record_verdicts(self, round_: Round, verdicts: Verdicts) -> None:
+    def _record_verdicts(self, state: OuterIterationState, verdicts: Verdicts) -> None:
         for result, reason in verdicts:
             self.storage.ledger.judged(result, reason)
             if not reason:
                 continue
             # no later job starts from a rejected result
-            round_.troubles[result.job.job] = reason
+            state.rejection_reasons[result.job.job] = reason
             if reason != NOT_THE_BEST:
-                outer_iter = round_.plan.outer_iter
-                self._tell("job_rejected", f"job {result.job.job} of outer iteration {outer_iter + 1}, on worker "
+                outer_iter = state.plan.outer_iter
+                self._emit_incident("job_rejected", f"job {result.job.job} of outer iteration {outer_iter + 1}, on worker "
                            f"{result.worker}, was left out of the average: {reason}.", outer_iter, result.job.job,
                            result.worker)
 
-    def _progress(self, round_: Round, old: Progress, accepted: list[JobResult]) -> Progress:
+    def _progress(self, state: OuterIterationState, old: Progress, accepted: list[JobResult]) -> Progress:
         """The state of the run once this outer iteration is committed."""
-        progress = _after(round_.plan, old)
+        progress = _after(state.plan, old)
         progress = replace(
             progress, frames_processed=old.frames_processed + sum(r.num_frames for r in accepted),
-            elapsed_s=self.control.clock() - self._began, quarantined=(*old.quarantined, *round_.quarantined),
-            pending=(*progress.pending, *round_.deferred))
+            elapsed_s=self.control.clock() - self._began, quarantined=(*old.quarantined, *state.quarantined),
+            pending=(*progress.pending, *state.deferred))
         if self.settings.equalize_layers:
-            rates = equalised(self._averaged.layout, round_.model.read(), self._averaged.parameters(), old.layer_rates,
+            rates = equalized_rates(self._averaged.layout, state.model.read(), self._averaged.parameters(), old.layer_rates,
                               last_layer_factor=self.settings.last_layer_factor)
             progress = replace(progress, layer_rates=rates)
         return progress
 
-    def _commit(self, round_: Round, before: Checkpoint, progress: Progress, record: OuterIterationRecord) -> Checkpoint:
+    def _commit(self, state: OuterIterationState, before: Checkpoint, progress: Progress,
+                record: OuterIterationRecord) -> Checkpoint:
         # write-ahead: the ledger is on disk before the checkpoint that refers to it
         self.storage.ledger.sync()
         self._num_rollbacks = 0
-        state = self._averaged.optimizer.state_dict()
-        after = self.storage.checkpoints.save(progress, state, {
+        outer_state = self._averaged.optimizer.state_dict()
+        after = self.storage.checkpoints.save(progress, outer_state, {
             "outer_iter": progress.outer_iter, "frames_processed": progress.frames_processed, "parent": before.model_sha256,
-            "num_accepted": record.num_accepted, "numbers": {"lr": round_.plan.iteration.lr, **state["numbers"]}},
-            fisher=self._starts.fisher, record=record)
+            "num_accepted": record.num_accepted, "numbers": {"lr": state.plan.iteration.lr, **outer_state["numbers"]}},
+            fisher=self._job_init.fisher, record=record)
         self.storage.ledger.committed(after.commit)
         return after
 
@@ -247,26 +248,26 @@ class Coordinator:
                                   "roll-backs; lower schedule.lr_initial and resume, or start again.") from error
         lr_scale = before.progress.lr_scale / 2
         self.storage.ledger.rolled_back(plan.outer_iter, str(error), lr_scale)
-        self._tell("rolled_back", f"outer iteration {plan.outer_iter + 1} runs again from the last model at {lr_scale:g} "
+        self._emit_incident("rolled_back", f"outer iteration {plan.outer_iter + 1} runs again from the last model at {lr_scale:g} "
                    f"times the learning rate: {error}", plan.outer_iter, -1, -1)
         return replace(before, progress=replace(before.progress, lr_scale=lr_scale))
 
-    def _discard(self, ahead: Round | None) -> None:
+    def _discard(self, ahead: OuterIterationState | None) -> None:
         """Give up an outer iteration that started from results that are not committed."""
         if ahead:
             self._dispatch.drain(ahead)
             self._release(ahead)
-        self._starts.forget()
+        self._job_init.forget()
 
-    def _release(self, round_: Round) -> None:
+    def _release(self, state: OuterIterationState) -> None:
         """Release the vectors that only this outer iteration needed."""
-        for result in round_.results.values():
-            self._leases.offer(result.sent)
-            self._leases.offer(result.own)
-        self._leases.drop(round_.model)
+        for result in state.results.values():
+            self._refcount.release_if_unused(result.sent)
+            self._refcount.release_if_unused(result.own)
+        self._refcount.release(state.model)
 
-    def _record(self, round_: Round, progress: Progress, verdicts: Verdicts) -> OuterIterationRecord:
-        plan, iteration = round_.plan, round_.plan.iteration
+    def _record(self, state: OuterIterationState, progress: Progress, verdicts: Verdicts) -> OuterIterationRecord:
+        plan, iteration = state.plan, state.plan.iteration
         passes = progress.passes_done
         per_epoch = self.schedule.num_archives * self.schedule.frames_per_eg
         elapsed_s = progress.elapsed_s
@@ -278,15 +279,15 @@ class Coordinator:
             num_epochs=self.schedule.num_epochs, frames_processed=progress.frames_processed,
             effective_lr=iteration.effective_lr, lr=iteration.lr, gain=iteration.gain,
             train=_UNKNOWN, valid=_UNKNOWN,
-            jobs=tuple(_job_record(result, reason, round_.arrived_s.get(result.job.job, 0.0) - self._began)
+            jobs=tuple(_job_record(result, reason, state.arrived_s.get(result.job.job, 0.0) - self._began)
                        for result, reason in verdicts),
-            relative_change=self._averaged.layout.relative_change(round_.model.read(), self._averaged.parameters()),
+            relative_change=self._averaged.layout.relative_change(state.model.read(), self._averaged.parameters()),
             compute_s=0.0, average_s=0.0, checkpoint_s=0.0, diagnostics_s=0.0, elapsed_s=elapsed_s,
-            left_s=elapsed_s * (1.0 - share) / share, patience_s=self._dispatch.patience_s(),
+            left_s=elapsed_s * (1.0 - share) / share, patience_s=self._dispatch.hang_timeout_s(),
             workers_alive=self.pool.num_workers_alive(), num_deaths=self._dispatch.num_deaths,
-            num_discarded=self._dispatch.num_discarded, num_deferred=len(round_.deferred))
+            num_discarded=self._dispatch.num_discarded, num_deferred=len(state.deferred))
 
-    def _tell(self, what: str, message: str, outer_iter: int, job: int, worker: int) -> None:
+    def _emit_incident(self, what: str, message: str, outer_iter: int, job: int, worker: int) -> None:
         elapsed_s = self.control.clock() - self._began
         self.storage.tracker.incident(Incident(what, message, outer_iter, job, worker, elapsed_s))
 

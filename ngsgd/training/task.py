@@ -118,7 +118,7 @@ class Task(ABC):
 
     @abstractmethod
     def evaluate(self, model: nn.Module) -> Evaluation:
-        """Score a model in evaluation mode on the CPU; called in a background thread."""
+        """Score a model in evaluation mode on the CPU; called in a background thread, without gradients."""
 
     def prepare_evaluation(self, model: nn.Module) -> None:  # noqa: B027  optional
         """Load held-out data and check the model, so that errors appear before training starts."""

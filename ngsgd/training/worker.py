@@ -24,9 +24,9 @@ from ngsgd.optim.layer_options import layer_options
 from ngsgd.optim.rules import backstitch_step, shrink
 from ngsgd.preconditioners.base import Preconditioner
 from ngsgd.preconditioners.build import make_preconditioner
-from ngsgd.training.job import Fisher, Held, Job, JobResult, Piece, Start
+from ngsgd.training.job import Fisher, Job, JobInit, JobResult, LocalRef, WorkItem
 from ngsgd.training.parameter_deltas import NO_LIMITS, PartOfStart, change_limits, measure
-from ngsgd.training.parameter_vector import Layout, Vector
+from ngsgd.training.parameter_vector import FlatLayout, Vector
 from ngsgd.training.task import Batch, BatchLoss, TaskSpec, to_device
 from ngsgd.training.validation.checksums import digest, not_finite
 from ngsgd.training.validation.plausibility import impossible
@@ -44,12 +44,12 @@ def np_empty(size: int) -> Vector:
     return np.empty(size, dtype=np.float32)
 
 
-def starting_point(start: Start, layout: Layout) -> Vector:
-    """The parameters before a job's first minibatch; see `Start`."""
-    return parts_of_start(start, layout)(slice(0, layout.size))
+def initial_parameters(start: JobInit, layout: FlatLayout) -> Vector:
+    """The parameters before a job's first minibatch; see `JobInit`."""
+    return part_of_initial_parameters(start, layout)(slice(0, layout.size))
 
 
-def parts_of_start(start: Start, layout: Layout) -> PartOfStart:
+def part_of_initial_parameters(start: JobInit, layout: FlatLayout) -> PartOfStart:
     """A function that makes any part of the starting point.
 
     A job that needs it at its end again does not have to keep a second vector until then.
@@ -82,7 +82,7 @@ class Worker:
         self.device = choose_device(self.settings.cluster.device, index)
         self.task = spec.task(self.device)
         self.model = self.task.model().to(self.device)
-        self.layout = Layout.of(self.model)
+        self.layout = FlatLayout.of(self.model)
 
     def run(self, job: Job, place: Place = np_empty, should_stop: Callable[[], bool] = never) -> JobResult:
         """Train on the job's pieces.
@@ -105,7 +105,7 @@ class Worker:
         load_fisher(optimizer, preconditioner, job.start.fisher)
         sums = _Sums(self.device)
         began = time.perf_counter()
-        remainder: tuple[Piece, ...] = ()
+        remainder: tuple[WorkItem, ...] = ()
         for index, (batch, left) in enumerate(self._batches(job)):
             steps_back = settings.backstitch_scale and (index + job.outer_iter) % settings.backstitch_interval == 0
             self._train(network, batch, optimizer, preconditioner, sums, settings.backstitch_scale if steps_back else 0.0)
@@ -124,11 +124,11 @@ class Worker:
 
     def _load(self, job: Job) -> Vector | None:
         """Set the job's initial parameters, and return them if the job returns a parameter delta."""
-        vector = starting_point(job.start, self.layout)
+        vector = initial_parameters(job.start, self.layout)
         self.layout.load(self.model, vector)
         return vector if job.returns == "move" else None
 
-    def _batches(self, job: Job) -> Iterator[tuple[Batch, tuple[Piece, ...]]]:
+    def _batches(self, job: Job) -> Iterator[tuple[Batch, tuple[WorkItem, ...]]]:
         """Each minibatch of the job's pieces in order, and the work that is left after it."""
         for index, piece in enumerate(job.pieces):
             later = job.pieces[index + 1:]
@@ -169,7 +169,7 @@ class Worker:
         sums.add(batch.num_examples, found, loss)
 
     def _result(self, job: Job, start: Vector | None, place: Place, sums: _Sums, optimizer: SGD,
-                preconditioner: Preconditioner | None, seconds: float, remainder: tuple[Piece, ...]) -> JobResult:
+                preconditioner: Preconditioner | None, seconds: float, remainder: tuple[WorkItem, ...]) -> JobResult:
         is_complete = job.send == (0, 1)
         end = self.layout.flatten(self.model.state_dict(), place(self.layout.size) if is_complete or job.keep_own else None)
         if start is not None:
@@ -187,16 +187,17 @@ class Worker:
         limits = NO_LIMITS
         if self.task.has_bounded_updates:
             limits = change_limits(self.model, optimizer, self._settings(job), sums.num_batches, job.lr)
-        deltas = measure(sent, job.returns == "move", parts_of_start(job.start, self.layout), self.layout, pieces, limits)
+        start_of = part_of_initial_parameters(job.start, self.layout)
+        deltas = measure(sent, job.returns == "move", start_of, self.layout, pieces, limits)
         result = JobResult(
-            job, self.index, Held(sent), digest(sent), sums.num_examples, sums.num_batches, objf, accuracy, seconds,
+            job, self.index, LocalRef(sent), digest(sent), sums.num_examples, sums.num_batches, objf, accuracy, seconds,
             sum(layer_shares) / len(layer_shares), activity.model_share, activity.num_skipped,
-            own=Held(end) if job.keep_own else None,
+            own=LocalRef(end) if job.keep_own else None,
             fisher=fisher_of(optimizer, preconditioner) if job.keep_fisher else None,
-            trouble=not_finite(sent, self.layout, pieces), remainder=remainder,
+            rejection_reason=not_finite(sent, self.layout, pieces), remainder=remainder,
             health=figures(optimizer) if isinstance(optimizer, NGSGD) else {}, deltas=deltas)
         # checked here, and not when all jobs have ended, because a successor may start from this result before
-        return replace(result, trouble=result.trouble or impossible(result, self.layout))
+        return replace(result, rejection_reason=result.rejection_reason or impossible(result, self.layout))
 
 
 class _Sums:

@@ -26,8 +26,8 @@ from ngsgd.schedules import Shard
 from ngsgd.tasks.frame_scores import score_subset
 from ngsgd.tasks.frames import schedule_of
 from ngsgd.tasks.speech import SpeechTaskSpec
-from ngsgd.training.job import Held, Job, Piece, Start
-from ngsgd.training.parameter_vector import Layout, Vector
+from ngsgd.training.job import Job, JobInit, LocalRef, WorkItem
+from ngsgd.training.parameter_vector import FlatLayout, Vector
 from ngsgd.training.planning import Progress
 from ngsgd.training.storage.checkpoint import CheckpointStore
 
@@ -99,7 +99,7 @@ def fullest(settings: Sequence[Setting], *, num_cores: int, num_gpus: int) -> Se
                key=lambda s: s.num_processes)
 
 
-def workload_of(config: RunConfig, reader: EgsReader, layout: Layout) -> Workload:
+def workload_of(config: RunConfig, reader: EgsReader, layout: FlatLayout) -> Workload:
     """What a run with this configuration asks of a machine."""
     info = reader.info
     samples = info.num_frames / (info.num_archives * info.frames_per_eg)
@@ -115,7 +115,7 @@ class _Coordinator:
     def __init__(self, config: RunConfig, reader: EgsReader, scratch: Path, num_cores: int) -> None:
         self.config, self.reader = config, reader
         self.model = model_for(config, reader).eval()
-        self.layout = Layout.of(self.model)
+        self.layout = FlatLayout.of(self.model)
         self.start = self.layout.flatten(self.model.state_dict())
         self.outer = OuterOptimizer(make_rule(config.outer), self.start, ema_decay=config.outer.ema_decay,
                                     num_threads=num_cores)
@@ -149,8 +149,8 @@ class _Coordinator:
         passes = self.num_rounds * num_jobs + index
         shard = Shard(passes % info.num_archives, passes % info.frames_per_eg)
         outer_iter = self.first_outer_iter + self.num_rounds
-        return Job(outer_iter=outer_iter, job=index, attempt=1, pieces=(Piece(shard, outer_iter, index),),
-                   start=Start(Held(self.start)), lr=self.config.schedule.lr_initial, lr_factor=1.0)
+        return Job(outer_iter=outer_iter, job=index, attempt=1, pieces=(WorkItem(shard, outer_iter, index),),
+                   start=JobInit(LocalRef(self.start)), lr=self.config.schedule.lr_initial, lr_factor=1.0)
 
 
 class _Clock:

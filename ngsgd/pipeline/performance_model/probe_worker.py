@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ngsgd.cluster.process import settle
+from ngsgd.cluster.process import configure_process
 from ngsgd.errors import ClusterError, NgsgdError
 from ngsgd.tasks.speech import SpeechTaskSpec
 from ngsgd.training.job import Job
@@ -114,7 +114,7 @@ def serve(connection: Connection, spec: SpeechTaskSpec, index: int, num_gpus: in
 
 
 def timed(worker: Worker, task: Task) -> JobTiming:
-    settle(task.num_threads)
+    configure_process(task.num_threads)
     watch = Watch(time.perf_counter() + task.limit_s, uses_gpu=worker.device.type == "cuda")
     began = time.perf_counter()
     result = worker.run(task.job, should_stop=watch)

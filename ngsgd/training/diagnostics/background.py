@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
+import torch
 from torch import nn
 
 from ngsgd.training.task import Evaluation, Task
@@ -33,7 +34,11 @@ class BackgroundDiagnostics:
         The previous evaluation must have ended, since there is one copy of the model.
         """
         load(self._model)
-        return self._thread.submit(self._task.evaluate, self._model)
+        return self._thread.submit(self._evaluate)
+
+    @torch.no_grad()
+    def _evaluate(self) -> Evaluation:
+        return self._task.evaluate(self._model)
 
     def close(self) -> None:
         """Wait for the evaluation that runs, and end the thread."""

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ngsgd.errors import ClusterError, DivergenceError, NgsgdError
 from ngsgd.training.job import JobResult
-from ngsgd.training.parameter_vector import Layout
+from ngsgd.training.parameter_vector import FlatLayout
 from ngsgd.training.planning import Plan
 from ngsgd.training.validation.plausibility import compare, impossible
 
@@ -25,7 +25,7 @@ class Judged(NamedTuple):
 
 
 def judge(results: Sequence[JobResult], troubles: Mapping[int, str], objf_tolerance: float,
-          chance_objf: float, layout: Layout) -> Judged:
+          chance_objf: float, layout: FlatLayout) -> Judged:
     """Rejects what is broken, what training cannot have made, and what is far behind.
 
     `troubles` says, by job, what is wrong with a result's parameters.  A result whose objf per frame is not finite or

@@ -8,7 +8,7 @@ from collections.abc import Hashable
 import torch
 from torch import nn
 
-from ngsgd.training.parameter_vector import Layout, Vector
+from ngsgd.training.parameter_vector import FlatLayout, Vector
 from ngsgd.training.task import Task
 
 _UNKNOWN = object()
@@ -23,7 +23,7 @@ class HeldOutCheck:
     divergence.
     """
 
-    def __init__(self, task: Task, model: nn.Module, layout: Layout, tolerance: float) -> None:
+    def __init__(self, task: Task, model: nn.Module, layout: FlatLayout, tolerance: float) -> None:
         # in nats per example
         self.tolerance = tolerance
         self._task, self._model, self._layout = task, model, layout
