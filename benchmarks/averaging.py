@@ -37,7 +37,7 @@ from torch import nn
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from ngsgd.cluster.exchange import collective
-from ngsgd.cluster.exchange.collective import Broken, Order, Shard
+from ngsgd.cluster.exchange.collective import GroupFailure, MeanRequest, MeanShard
 from ngsgd.cluster.exchange.collective_client import Exchange, remote
 from ngsgd.cluster.exchange.shared_memory import SharedRef, SharedVectors
 from ngsgd.cluster.process_pool import ProcessPool
@@ -48,10 +48,11 @@ from ngsgd.data.reader import EgsReader
 from ngsgd.models import build_model
 from ngsgd.optim.outer import Average, Bmuf, OuterInfo, OuterOptimizer, OuterRule
 from ngsgd.schedules import Schedule
-from ngsgd.training.coordinator import Coordinator
-from ngsgd.training.dispatcher import NeverStop
-from ngsgd.training.job import Held, Job, JobResult, Outcome, Start, WorkerSpec
-from ngsgd.training.parameter_vector import Layout, Mean, Vector
+from ngsgd.tasks.speech import SpeechTaskSpec
+from ngsgd.training.coordinator import Coordinator, RunStorage
+from ngsgd.training.job import Job, JobInit, JobResult, LocalRef, Outcome
+from ngsgd.training.parameter_vector import FlatLayout, Mean, Vector
+from ngsgd.training.settings import EngineSettings
 from ngsgd.training.storage.checkpoint import CheckpointStore, first_checkpoint
 from ngsgd.training.storage.ledger import Ledger
 from ngsgd.training.tracking import Trackers
@@ -103,9 +104,9 @@ class Member:
         torch.manual_seed(rank)
         self.rank = rank
         self.model = square_layers(millions)
-        self.layout = Layout.of(self.model)
+        self.layout = FlatLayout.of(self.model)
         self.pieces = self.layout.fragment(0, 1)
-        self.member = collective.Member(rank, self.layout, torch.device("cpu"))
+        self.member = collective.CollectiveWorker(rank, self.layout, torch.device("cpu"))
 
     def shared(self, model: SharedRef, place: SharedRef) -> tuple[int, str]:
         self.layout.load(self.model, model.read())
@@ -123,15 +124,16 @@ class Member:
         self.layout.load(self.model, model.read())
         sent = self.layout.flatten(self.model.state_dict())
         trouble = not_finite(sent, self.layout, self.pieces)
-        job = Job(0, rank, 1, (), Start(model), 0.01, 1.0)
+        job = Job(0, rank, 1, (), JobInit(model), 0.01, 1.0)
         self.member.make_room(job)
-        result = JobResult(job, rank, Held(sent), digest(sent), 1 + rank, 1, 0.0, 0.0, 0.0, 0.0, 0.0, 0, trouble=trouble)
+        result = JobResult(job, rank, LocalRef(sent), digest(sent), 1 + rank, 1, 0.0, 0.0, 0.0, 0.0, 0.0, 0,
+                           rejection_reason=trouble)
         return self.member.keep(result)
 
-    def answer(self, order: Order) -> Shard | Broken:
+    def answer(self, order: MeanRequest) -> MeanShard | GroupFailure:
         return self.member.average(order)
 
-    def collective(self, model: SharedRef, rank: int, order: Order) -> None:
+    def collective(self, model: SharedRef, rank: int, order: MeanRequest) -> None:
         self.kept(model, rank)
         self.answer(order)
 
@@ -181,7 +183,7 @@ class Planes:
         self.members = [_RemoteMember.remote(rank, millions) for rank in range(num_workers)]
         torch.manual_seed(0)
         model = square_layers(millions)
-        layout = Layout.of(model)
+        layout = FlatLayout.of(model)
         self.size = layout.size
         self.weights = [1.0 + rank for rank in range(num_workers)]
         self.start = layout.flatten(model.state_dict())
@@ -208,7 +210,7 @@ class Planes:
         optimizer = self._optimizer(rule)
         self.exchange = Exchange(_HOST, 60.0)
 
-        def ask(orders: Mapping[int, Order], *_: object) -> dict[int, object]:
+        def ask(orders: Mapping[int, MeanRequest], *_: object) -> dict[int, object]:
             self.orders = orders
             return dict(zip(orders, ray.get([self.members[worker].answer.remote(order) for worker, order in orders.items()]),
                             strict=True))
@@ -358,8 +360,9 @@ def overlap_run(folder: Path, frames_per_job: int, outer: OuterConfig) -> TimedP
                        cluster=ClusterConfig("local", num_workers=2, threads_per_worker=1))
     reader = EgsReader(prepare_archives(frames, frames, egs, num_classes=classes, digest="random", cache_root=folder))
     model = build_model(config.model, reader.info.num_inputs, classes, 0)
-    layout = Layout.of(model)
-    pool = TimedPool(WorkerSpec(config, str(reader.directory)), 2, 1, layout.size)
+    layout = FlatLayout.of(model)
+    spec = SpeechTaskSpec(config, str(reader.directory))
+    pool = TimedPool(spec, 2, 1, layout.size)
     checkpoints = CheckpointStore(folder / f"checkpoints-{outer.overlap}", layout, num_to_keep=1)
     checkpoints.directory.mkdir(exist_ok=True)
     ledger = Ledger(folder / f"ledger-{outer.overlap}.jsonl")
@@ -367,8 +370,9 @@ def overlap_run(folder: Path, frames_per_job: int, outer: OuterConfig) -> TimedP
     schedule = Schedule(reader.info.num_archives, 1, 6.0, 1e-6, 1e-6, 2, 2)
     try:
         pool.start()
-        Coordinator(schedule, pool, model, reader, checkpoints, ledger, Trackers([]), config.failure, NeverStop(), outer,
-                    num_threads=os.cpu_count() or 1).train(first_checkpoint(layout.flatten(model.state_dict())))
+        settings = EngineSettings.of(config, num_averaging_threads=os.cpu_count() or 1)
+        coordinator = Coordinator(spec.task(), model, schedule, pool, RunStorage(checkpoints, ledger, Trackers([])), settings)
+        coordinator.train(first_checkpoint(layout.flatten(model.state_dict())))
     finally:
         ledger.close()
         pool.close()

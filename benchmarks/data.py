@@ -35,7 +35,8 @@ from ngsgd.data.archives import archive_name, prepare_archives
 from ngsgd.data.frames import FrameSet
 from ngsgd.data.reader import EgsReader
 from ngsgd.schedules import Shard
-from ngsgd.training.job import Held, Job, Piece, Start, WorkerSpec
+from ngsgd.tasks.speech import SpeechTaskSpec
+from ngsgd.training.job import Job, JobInit, LocalRef, WorkItem
 from ngsgd.training.worker import Worker
 
 DIM, NUM_CLASSES, FRAMES_PER_HOUR, UTTERANCE = 40, 100, 360_000, 500
@@ -115,13 +116,13 @@ def training(directory: Path, config: EgsConfig) -> float:
     """Frames per second of one worker with one thread and the default model; prefetching on and off in turns."""
     torch.set_num_threads(1)
     rates: dict[int, list[float]] = {0: [], PREFETCH: []}
-    workers = {depth: Worker(WorkerSpec(RunConfig(egs=replace(config, prefetch=depth), cluster=ClusterConfig(device="auto")),
+    workers = {depth: Worker(SpeechTaskSpec(RunConfig(egs=replace(config, prefetch=depth), cluster=ClusterConfig(device="auto")),
                                         str(directory)), 0) for depth in rates}
     for number in range(1 + ROUNDS):
         for depth, worker in workers.items():
             start = worker.layout.flatten(worker.model.state_dict())
-            piece = Piece(Shard(number % worker.reader.info.num_archives, 0), number, 0)
-            result = worker.run(Job(number, 0, 1, (piece,), Start(Held(start)), lr=0.005, lr_factor=1.0))
+            piece = WorkItem(Shard(number % worker.task.shards().num_archives, 0), number, 0)
+            result = worker.run(Job(number, 0, 1, (piece,), JobInit(LocalRef(start)), lr=0.005, lr_factor=1.0))
             if number:  # the first one warms up
                 rates[depth].append(result.num_frames / result.seconds)
     for depth, found in rates.items():

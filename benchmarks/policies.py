@@ -29,13 +29,10 @@ from ngsgd.files import read_json_lines
 from ngsgd.launcher.config.compose import compose
 from ngsgd.models.statistics import model_for
 from ngsgd.preconditioners import METHODS
-from ngsgd.preconditioners.build import mean_of_states
-from ngsgd.training.coordinator import Coordinator
-from ngsgd.training.dispatcher import NeverStop
-from ngsgd.training.job import WorkerSpec
-from ngsgd.training.parameter_vector import Layout
-from ngsgd.training.partitioning import make_dealer
-from ngsgd.training.planning import schedule_of, stages_of
+from ngsgd.tasks.frames import schedule_of
+from ngsgd.tasks.speech import SpeechTaskSpec
+from ngsgd.training.coordinator import Coordinator, RunStorage
+from ngsgd.training.parameter_vector import FlatLayout
 from ngsgd.training.records import FinalReport, Incident, OuterIterationRecord
 from ngsgd.training.storage.checkpoint import CheckpointStore, first_checkpoint
 from ngsgd.training.storage.ledger import Ledger
@@ -72,17 +69,16 @@ def train(config: RunConfig, egs: Path, folder: Path) -> list[OuterIterationReco
     """All outer iterations of one run in this process."""
     reader = EgsReader(egs)
     model = model_for(config, reader)
-    layout = Layout.of(model)
+    layout = FlatLayout.of(model)
     store = CheckpointStore(folder, layout, num_to_keep=1)
-    spec = WorkerSpec(config, str(egs))
+    spec = SpeechTaskSpec(config, str(egs))
     pool = InProcessPool(spec, config.cluster.num_workers, 1, lambda: False)
     ledger, listener = Ledger(folder / "ledger.jsonl"), Listener()
     try:
         pool.start()
-        Coordinator(schedule_of(config, reader), pool, model, reader, store, ledger, listener, config.failure, NeverStop(),
-                    config.outer, config.cluster, dealer=make_dealer(config.schedule, spec.shards().num_minibatches),
-                    keep_fisher=config.keeps_curvature, mean_fisher=mean_of_states(config.preconditioner),
-                    stages=stages_of(config, reader), seed=config.seed).train(first_checkpoint(layout.flatten(model.state_dict())))
+        coordinator = Coordinator(spec.task(), model, schedule_of(config, reader), pool, RunStorage(store, ledger, listener),
+                                  spec.settings)
+        coordinator.train(first_checkpoint(layout.flatten(model.state_dict())))
     finally:
         ledger.close()
         pool.close()

@@ -13,7 +13,21 @@ from ngsgd import moved
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from ngsgd import asr, cluster, curvature, data, hypergrad, models, ops, optim, pipeline, preconditioners, sequence, training
+    from ngsgd import (
+        asr,
+        cluster,
+        curvature,
+        data,
+        hypergrad,
+        models,
+        ops,
+        optim,
+        pipeline,
+        preconditioners,
+        sequence,
+        tasks,
+        training,
+    )
     from ngsgd.ops.averaging import average_parameters
     from ngsgd.ops.simple_natural_gradient import precondition_simple
     from ngsgd.optim.ngsgd import NGSGD
@@ -27,12 +41,12 @@ _HOME_OF = {
 }
 
 _MODULES = ("asr", "cluster", "curvature", "data", "hypergrad", "models", "ops", "optim", "pipeline", "preconditioners", "sequence",
-            "training")
+            "tasks", "training")
 
 moved.install()
 
 __all__ = ["NGSGD", "OnlineNaturalGradient", "asr", "average_parameters", "cluster", "curvature", "data", "hypergrad", "models",
-           "ops", "optim", "pipeline", "precondition_simple", "preconditioners", "sequence", "training"]
+           "ops", "optim", "pipeline", "precondition_simple", "preconditioners", "sequence", "tasks", "training"]
 
 
 def __getattr__(name: str) -> Any:

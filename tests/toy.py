@@ -15,14 +15,12 @@ from ngsgd.data.archives import prepare_archives
 from ngsgd.data.frames import FrameSet
 from ngsgd.data.reader import EgsReader
 from ngsgd.models.statistics import model_for
-from ngsgd.preconditioners.build import mean_of_states
 from ngsgd.schedules import Schedule
-from ngsgd.training.coordinator import Coordinator
+from ngsgd.tasks.frames import schedule_of
+from ngsgd.tasks.speech import SequenceData, SpeechTaskSpec
+from ngsgd.training.coordinator import Coordinator, RunControl, RunStorage
 from ngsgd.training.dispatcher import NeverStop, StopSignal
-from ngsgd.training.job import SequenceData, WorkerSpec
-from ngsgd.training.parameter_vector import Layout
-from ngsgd.training.partitioning import make_dealer
-from ngsgd.training.planning import schedule_of, stages_of
+from ngsgd.training.parameter_vector import FlatLayout
 from ngsgd.training.records import FinalReport, Incident, OuterIterationRecord
 from ngsgd.training.storage.checkpoint import Checkpoint, CheckpointStore, first_checkpoint
 from ngsgd.training.storage.ledger import Ledger
@@ -86,11 +84,11 @@ class Run:
         self.egs = prepare_archives(frame_set(3600, 1), frame_set(600, 2), self.config.egs, num_classes=NUM_CLASSES,
                                     digest="toy", cache_root=folder)
         self.reader = EgsReader(self.egs)
-        self.spec = WorkerSpec(self.config, str(self.egs), sequences)
+        self.spec = SpeechTaskSpec(self.config, str(self.egs), sequences)
         self.shards = self.spec.shards()
         self.recorder = Recorder()
         self.model = model_for(self.config, self.reader)
-        self.store = CheckpointStore(folder / "checkpoints", Layout.of(self.model), num_to_keep=3)
+        self.store = CheckpointStore(folder / "checkpoints", FlatLayout.of(self.model), num_to_keep=3)
         self.store.directory.mkdir(exist_ok=True)
 
     @property
@@ -117,13 +115,8 @@ class Run:
         try:
             pool.start()
             return Coordinator(
-                self.schedule, pool, self.model, self.reader, self.store, ledger, self.recorder, self.config.failure,
-                stop or NeverStop(), self.config.outer, self.config.cluster,
-                dealer=make_dealer(self.config.schedule, self.shards.num_minibatches),
-                keep_fisher=self.config.keeps_curvature, mean_fisher=mean_of_states(self.config.preconditioner),
-                stages=stages_of(self.config, self.shards),
-                seed=self.config.seed, on_corrupt=self.config.egs.on_corrupt,
-                num_curvature_frames=self.config.tracking.curvature_frames, objective=self.config.objective).train(start)
+                self.spec.task(), self.model, self.schedule, pool, RunStorage(self.store, ledger, self.recorder),
+                self.spec.settings, RunControl(stop or NeverStop())).train(start)
         finally:
             ledger.close()
             pool.close()

@@ -34,11 +34,10 @@ from ngsgd.launcher.runs.ivectors import with_ivectors
 from ngsgd.launcher.runs.run_folder import RunFolder, check_output_dir, require_unchanged
 from ngsgd.models import build_model
 from ngsgd.schedules import Schedule
-from ngsgd.training.coordinator import Coordinator
-from ngsgd.training.diagnostics.subset_scores import average_posterior
-from ngsgd.training.dispatcher import NeverStop
-from ngsgd.training.job import WorkerSpec
-from ngsgd.training.parameter_vector import Layout
+from ngsgd.tasks.frame_scores import average_posterior
+from ngsgd.tasks.speech import SpeechTaskSpec
+from ngsgd.training.coordinator import Coordinator, RunStorage
+from ngsgd.training.parameter_vector import FlatLayout
 from ngsgd.training.storage.checkpoint import CheckpointStore, first_checkpoint
 from ngsgd.training.storage.ledger import Ledger
 from ngsgd.training.tracking import Trackers
@@ -132,7 +131,7 @@ def _learn(speech: Corpus, states: States, settings: RunConfig, folder: Path) ->
     egs = prepare_archives(train.frames, valid.frames, settings.egs, num_classes=speech.num_pdfs, digest="", cache_root=folder)
     reader = EgsReader(egs)
     model = build_model(settings.model, reader.info.num_inputs, reader.info.num_classes, settings.seed)
-    layout = Layout.of(model)
+    layout = FlatLayout.of(model)
     layout.load(model, _train(model, reader, settings, folder))
     model.eval()
     prior_P = average_posterior(model, reader, settings.decode.num_prior_frames)
@@ -146,15 +145,15 @@ def _train(model: torch.nn.Module, reader: EgsReader, settings: RunConfig, folde
     """The parameters that the coordinator comes to, with one worker in this process; Ctrl-C ends it where it stands."""
     s = settings.schedule
     schedule = Schedule(reader.info.num_archives, reader.info.frames_per_eg, s.num_epochs, s.lr_initial, s.lr_final, 1, 1, 1)
-    layout = Layout.of(model)
-    pool = InProcessPool(WorkerSpec(settings, str(reader.directory)), 1, 1, never)
+    layout = FlatLayout.of(model)
+    spec = SpeechTaskSpec(settings, str(reader.directory))
+    pool = InProcessPool(spec, 1, 1, never)
     ledger = Ledger(folder / "ledger.jsonl")
     (folder / "checkpoints").mkdir()
     store = CheckpointStore(folder / "checkpoints", layout, 1)
     try:
         pool.start()
-        coordinator = Coordinator(schedule, pool, model, reader, store, ledger, Trackers([]), settings.failure, NeverStop(),
-                                  settings.outer, settings.cluster)
+        coordinator = Coordinator(spec.task(), model, schedule, pool, RunStorage(store, ledger, Trackers([])), spec.settings)
         return coordinator.train(first_checkpoint(layout.flatten(model.state_dict()))).parameters
     finally:
         ledger.close()

@@ -126,7 +126,7 @@ def _measured(config: RunConfig, seconds: float, *, to_stderr: bool) -> tuple[Ma
     from ngsgd.launcher.commands import train as service
     from ngsgd.launcher.runs.run_folder import check_output_dir
     from ngsgd.pipeline.performance_model import probe
-    from ngsgd.training.job import WorkerSpec
+    from ngsgd.tasks.speech import SpeechTaskSpec
 
     def report(line: str) -> None:
         print(line, file=sys.stderr if to_stderr else sys.stdout, flush=True)
@@ -136,7 +136,7 @@ def _measured(config: RunConfig, seconds: float, *, to_stderr: bool) -> tuple[Ma
     report(f"measuring for about {seconds:g} s")
     num_gpus = torch.cuda.device_count() if config.cluster.device != "cpu" else 0
     with tempfile.TemporaryDirectory(dir=config.output_dir, prefix=".plan-") as scratch:  # the run's own disk
-        machine, workload = probe.measure(WorkerSpec(config, str(data.egs_directory)), num_cores=os.cpu_count() or 1,
+        machine, workload = probe.measure(SpeechTaskSpec(config, str(data.egs_directory)), num_cores=os.cpu_count() or 1,
                                           num_gpus=num_gpus, seconds=seconds, scratch=Path(scratch))
     keep(config, machine, workload)
     return machine, workload

@@ -87,8 +87,9 @@ def spectra(folder: RunFolder, config: RunConfig, say: Callable[[str], None]) ->
     from ngsgd.data.reader import EgsReader
     from ngsgd.models.statistics import model_for
     from ngsgd.schedules import Shard
-    from ngsgd.training.job import Held, Job, Piece, Start, WorkerSpec
-    from ngsgd.training.parameter_vector import Layout
+    from ngsgd.tasks.speech import SpeechTaskSpec
+    from ngsgd.training.job import Job, JobInit, LocalRef, WorkItem
+    from ngsgd.training.parameter_vector import FlatLayout
     from ngsgd.training.storage.checkpoint import CheckpointStore
     from ngsgd.training.worker import Worker
 
@@ -101,7 +102,7 @@ def spectra(folder: RunFolder, config: RunConfig, say: Callable[[str], None]) ->
     try:
         egs = read_json(folder.data)["egs"]
         reader = EgsReader(Path(egs))
-        layout = Layout.of(model_for(config, reader))
+        layout = FlatLayout.of(model_for(config, reader))
         checkpoint, _ = CheckpointStore(folder.checkpoints, layout, config.checkpoint.num_to_keep).latest()
     except (NgsgdError, OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         say(f"without Fisher spectra: {str(error).partition(chr(10))[0]}")
@@ -110,10 +111,10 @@ def spectra(folder: RunFolder, config: RunConfig, say: Callable[[str], None]) ->
         say("without Fisher spectra: the run has no checkpoint")
         return {}
     outer_iter = checkpoint.progress.outer_iter
-    piece = Piece(Shard(0, 0), outer_iter, 0)
+    piece = WorkItem(Shard(0, 0), outer_iter, 0)
     lr = config.schedule.lr_final
-    job = Job(outer_iter, 0, 1, (piece,), Start(Held(checkpoint.parameters)), lr, 1.0, 1.0, keep_fisher=True)
-    states = Worker(WorkerSpec(config, egs), 0).run(job).fisher or {}
+    job = Job(outer_iter, 0, 1, (piece,), JobInit(LocalRef(checkpoint.parameters)), lr, 1.0, 1.0, keep_fisher=True)
+    states = Worker(SpeechTaskSpec(config, egs), 0).run(job).fisher or {}
     found = {}
     for name, state in states.items():
         if "d" not in state:

@@ -156,7 +156,7 @@ def _simulate(config: RunConfig, options: argparse.Namespace, progress: Progress
     from ngsgd.launcher.commands import train as service
     from ngsgd.launcher.config import compose
     from ngsgd.launcher.runs.run_folder import RunFolder, check_output_dir, run_name
-    from ngsgd.training.planning import schedule_of
+    from ngsgd.tasks.frames import schedule_of
     from ngsgd.training.storage.event_log import EventLog
     from ngsgd.training.tracking import Trackers
 
@@ -198,32 +198,29 @@ def _run(config: RunConfig, folder: RunFolder, reader: EgsReader, cluster: Simul
     from ngsgd.launcher.signals import SignalStop, signals_to
     from ngsgd.models.statistics import model_for
     from ngsgd.pipeline.performance_model.simulator import SimulatedPool
-    from ngsgd.preconditioners.build import mean_of_states
-    from ngsgd.training.coordinator import Coordinator
-    from ngsgd.training.job import WorkerSpec
-    from ngsgd.training.parameter_vector import Layout
-    from ngsgd.training.partitioning import make_dealer
-    from ngsgd.training.planning import schedule_of, stages_of
+    from ngsgd.tasks.frames import schedule_of
+    from ngsgd.tasks.speech import SpeechTaskSpec
+    from ngsgd.training.coordinator import Coordinator, RunControl, RunStorage
+    from ngsgd.training.parameter_vector import FlatLayout
+    from ngsgd.training.settings import EngineSettings
     from ngsgd.training.storage.checkpoint import CheckpointStore, first_checkpoint
     from ngsgd.training.storage.ledger import Ledger
     from ngsgd.training.worker import resolve_threads
 
     model = model_for(config, reader)
-    layout = Layout.of(model)
+    layout = FlatLayout.of(model)
     start = first_checkpoint(layout.flatten(model.state_dict()))
     stop = SignalStop(config.failure.grace_s, progress.report)
-    pool = SimulatedPool(WorkerSpec(config, str(reader.directory)), cluster, config.cluster.num_workers,
-                         resolve_threads(config, os.cpu_count() or 1), should_stop=stop.expired)
+    spec = SpeechTaskSpec(config, str(reader.directory))
+    pool = SimulatedPool(spec, cluster, config.cluster.num_workers,
+                         resolve_threads(config.cluster, os.cpu_count() or 1), should_stop=stop.expired)
     ledger = Ledger(folder.ledger)
     try:
         pool.start()
         coordinator = Coordinator(
-            schedule_of(config, reader), pool, model, reader,
-            CheckpointStore(folder.checkpoints, layout, config.checkpoint.num_to_keep), ledger, trackers, config.failure, stop,
-            config.outer, config.cluster, dealer=make_dealer(config.schedule, reader.num_minibatches),
-            keep_fisher=config.keeps_curvature, mean_fisher=mean_of_states(config.preconditioner),
-            stages=stages_of(config, reader),
-            seed=config.seed, num_threads=os.cpu_count() or 1, clock=pool.clock)
+            spec.task(), model, schedule_of(config, reader), pool,
+            RunStorage(CheckpointStore(folder.checkpoints, layout, config.checkpoint.num_to_keep), ledger, trackers),
+            EngineSettings.of(config, num_averaging_threads=os.cpu_count() or 1), RunControl(stop, pool.clock))
         with signals_to(stop):
             coordinator.train(start)
         return pool, start.parameters.nbytes

@@ -47,14 +47,13 @@ from ngsgd.models import custom
 from ngsgd.models.growing import set_stage
 from ngsgd.models.statistics import model_for, needs_statistics
 from ngsgd.optim.outer import make_rule
-from ngsgd.preconditioners.build import mean_of_states
-from ngsgd.training.coordinator import Coordinator
-from ngsgd.training.diagnostics.subset_scores import average_posterior, score_subset
-from ngsgd.training.job import WorkerSpec
-from ngsgd.training.parameter_vector import Layout
-from ngsgd.training.partitioning import make_dealer
-from ngsgd.training.planning import schedule_of, stages_of
+from ngsgd.tasks.frame_scores import average_posterior, score_subset
+from ngsgd.tasks.frames import schedule_of, stages_of
+from ngsgd.tasks.speech import SpeechTaskSpec
+from ngsgd.training.coordinator import Coordinator, RunControl, RunStorage
+from ngsgd.training.parameter_vector import FlatLayout
 from ngsgd.training.records import FinalReport, Incident
+from ngsgd.training.settings import EngineSettings
 from ngsgd.training.storage.checkpoint import Checkpoint, CheckpointStore, first_checkpoint, require_room
 from ngsgd.training.storage.event_log import EventLog, read_events
 from ngsgd.training.storage.ledger import Ledger
@@ -174,7 +173,7 @@ def evaluate(run_dir: Path, quiet: bool, outer_iter: int | None = None,
         reader = EgsReader(data.egs_directory)
         model = model_for(config, reader)
         set_stage(model, stages_of(config, reader).at(outer_iter - 1))
-        layout = Layout.of(model)
+        layout = FlatLayout.of(model)
         layout.load(model, CheckpointStore(folder.checkpoints, layout, config.checkpoint.num_to_keep).model_after(outer_iter - 1))
         prior_P = average_posterior(model.eval(), reader, config.decode.num_prior_frames)
     scores = score_held_out(config, data.corpus, model, prior_P)
@@ -240,7 +239,7 @@ def _run(config: RunConfig, folder: RunFolder, lock: RunLock, data: _Data, progr
     with _disk_errors(folder):
         folder.remember_data(data.corpus.digest, data.egs_directory, data.extractor)
         stop = SignalStop(config.failure.grace_s, progress.report)
-        spec = WorkerSpec(config, str(data.egs_directory),
+        spec = SpeechTaskSpec(config, str(data.egs_directory),
                           sequences.sequence_data(config, folder, data.corpus, data.cache_root, progress.report))
         sequences.tell_left_out(spec, progress.report)
         checkpoints = _checkpoints(config, folder, spec, lock)
@@ -275,11 +274,11 @@ def _disk_errors(folder: RunFolder) -> Iterator[None]:
                               f"permissions, then go on with: ngsgd resume {folder.path}") from error
 
 
-def _checkpoints(config: RunConfig, folder: RunFolder, spec: WorkerSpec, lock: RunLock) -> CheckpointStore:
+def _checkpoints(config: RunConfig, folder: RunFolder, spec: SpeechTaskSpec, lock: RunLock) -> CheckpointStore:
     """The checkpoints of a run, and the models that its final combination needs."""
     shards = spec.shards()
     wanted = wanted_for_combination(config, schedule_of(config, shards), stages_of(config, shards))
-    layout = Layout.of(model_for(config, spec.frames()))
+    layout = FlatLayout.of(model_for(config, spec.frames()))
     return CheckpointStore(folder.checkpoints, layout, config.checkpoint.num_to_keep, wanted, lock)
 
 
@@ -290,14 +289,14 @@ def _latest(checkpoints: CheckpointStore, report: Callable[[str], None]) -> Chec
     return latest
 
 
-def _train(config: RunConfig, folder: RunFolder, spec: WorkerSpec, checkpoints: CheckpointStore, latest: Checkpoint | None,
+def _train(config: RunConfig, folder: RunFolder, spec: SpeechTaskSpec, checkpoints: CheckpointStore, latest: Checkpoint | None,
            tracker: Tracker, stop: SignalStop, report: Callable[[str], None],
            bits: SameBits) -> Checkpoint:
     """All outer iterations that are left."""
     num_threads = bits.num_threads
     torch.set_num_threads(num_threads)
     reader, shards = spec.frames(), spec.shards()
-    model, stages = model_for(config, reader), stages_of(config, shards)
+    model = model_for(config, reader)
     size = checkpoints.layout.size
     # the model, and beside it at most two buffers of the outer optimiser and a moving average
     require_room(folder.path, 4 * size * (1 + len(make_rule(config.outer).buffers) + (config.outer.ema_decay > 0)))
@@ -312,12 +311,8 @@ def _train(config: RunConfig, folder: RunFolder, spec: WorkerSpec, checkpoints: 
             tracker.incident(Incident("other_bits", f"other bits from here on, as was allowed: {line}",
                                       start.progress.outer_iter + 1, elapsed_s=start.progress.elapsed_s))
         coordinator = Coordinator(
-            schedule_of(config, shards), pool, model, reader, checkpoints, ledger, tracker, config.failure, stop, config.outer,
-            config.cluster, dealer=make_dealer(config.schedule, shards.num_minibatches),
-            keep_fisher=config.keeps_curvature, mean_fisher=mean_of_states(config.preconditioner),
-            stages=stages, seed=config.seed, num_threads=os.cpu_count() or 1,
-            on_corrupt=config.egs.on_corrupt, num_curvature_frames=config.tracking.curvature_frames,
-            objective=config.objective)
+            spec.task(), model, schedule_of(config, shards), pool, RunStorage(checkpoints, ledger, tracker),
+            EngineSettings.of(config, num_averaging_threads=os.cpu_count() or 1), RunControl(stop))
         with signals_to(stop):
             return coordinator.train(start)
     finally:
@@ -333,7 +328,7 @@ def _start(config: RunConfig, folder: RunFolder, latest: Checkpoint | None, mode
     return latest
 
 
-def _finish(config: RunConfig, folder: RunFolder, data: _Data, spec: WorkerSpec, checkpoints: CheckpointStore, end: Checkpoint,
+def _finish(config: RunConfig, folder: RunFolder, data: _Data, spec: SpeechTaskSpec, checkpoints: CheckpointStore, end: Checkpoint,
             report: Callable[[str], None]) -> FinalReport:
     """Final model, word error rates, learning curve."""
     reader = spec.frames()
@@ -357,11 +352,11 @@ def _finish(config: RunConfig, folder: RunFolder, data: _Data, spec: WorkerSpec,
                        {label: str(path) for label, path in files.items()})
 
 
-def _job_counts(config: RunConfig, spec: WorkerSpec) -> list[int]:
+def _job_counts(config: RunConfig, spec: SpeechTaskSpec) -> list[int]:
     return [one.num_jobs for one in schedule_of(config, spec.shards()).outer_iterations()]
 
 
-def _pool(spec: WorkerSpec, folder: RunFolder, bits: SameBits, size: int, stop: SignalStop) -> WorkerPool:
+def _pool(spec: SpeechTaskSpec, folder: RunFolder, bits: SameBits, size: int, stop: SignalStop) -> WorkerPool:
     config, num_threads, agreement = spec.config, bits.num_threads, bits.agreement
     if config.cluster.kind == "in_process":
         return InProcessPool(spec, config.cluster.num_workers, num_threads, stop.expired, agreement)

@@ -17,7 +17,7 @@ import numpy as np
 import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
-from ngsgd.cluster.exchange.collective import Fetch, KeptRef, Order
+from ngsgd.cluster.exchange.collective import FetchRequest, MeanRequest, RemoteResultRef
 from ngsgd.cluster.exchange.collective_client import Exchange, exchange_of, remote
 from ngsgd.cluster.exchange.compressed import unpacked
 from ngsgd.cluster.exchange.process_group import Backend
@@ -29,8 +29,9 @@ from ngsgd.errors import ClusterError
 from ngsgd.launcher.ray.cluster import cause_of, connect, exchange_error, gpu_share, how_it_ended, log_folder, shutdown
 from ngsgd.launcher.ray.head import HeadWatch
 from ngsgd.launcher.ray.worker import Address, RayWorker
+from ngsgd.tasks.speech import SpeechTaskSpec
 from ngsgd.training.awake_clock import AwakeClock
-from ngsgd.training.job import Job, JobFailure, JobResult, Outcome, VectorRef, WorkerSpec
+from ngsgd.training.job import Job, JobFailure, JobResult, Outcome, VectorRef
 from ngsgd.training.parameter_vector import Mean, Vector
 from ngsgd.training.worker_pool import Retired
 
@@ -91,7 +92,7 @@ class RayPool:
     store to and from all others; or, to the coordinator, as the mean alone, which the workers make among themselves.
     """
 
-    def __init__(self, spec: WorkerSpec, num_threads: int, size: int, agreement: Agreement | None = None) -> None:
+    def __init__(self, spec: SpeechTaskSpec, num_threads: int, size: int, agreement: Agreement | None = None) -> None:
         self.spec = spec
         # the head of a cluster may be another kind of machine, but its code and libraries are the workers'
         self.agreement = agreement or Agreement(Fingerprint.of_this_process(num_threads).without_machine())
@@ -111,7 +112,7 @@ class RayPool:
     def start(self) -> None:
         self._owns_ray = connect(self.config)
         self._head = HeadWatch(ray.get_runtime_context().gcs_address)
-        self._beats = self._cells.allocate()
+        self._heartbeats = self._cells.allocate()
         self._spec_ref = ray.put(self.spec)
         options: dict[str, Any] = {"num_cpus": 0 if self._owns_ray else self.num_threads, "max_restarts": 0,
                                    "num_gpus": self._gpus_per_worker(), "concurrency_groups": {"control": 1}}
@@ -181,10 +182,10 @@ class RayPool:
 
     def progress(self) -> Mapping[int, tuple[tuple[int, int, int], int]]:
         found = {}
-        beats = self._beats.map().view(np.uint64)
+        heartbeats = self._heartbeats.map().view(np.uint64)
         for slot in self._slots:
             if slot.job is not None and slot.process:
-                done = int(beats[slot.index]) if slot.process.shares_memory else self._asked(slot)
+                done = int(heartbeats[slot.index]) if slot.process.shares_memory else self._asked(slot)
                 found[slot.index] = (slot.job.identity, done)
         return found
 
@@ -244,7 +245,8 @@ class RayPool:
         # the averages among the workers were never measured between machines, and NCCL was never run: only by name
         return "shared_memory" if way == "auto" else way
 
-    def _ask(self, questions: Mapping[int, Order | Fetch], timeout_s: float, when_lost: Callable[[], None]) -> dict[int, object]:
+    def _ask(self, questions: Mapping[int, MeanRequest | FetchRequest], timeout_s: float,
+             when_lost: Callable[[], None]) -> dict[int, object]:
         """What idle workers answer; those that are silent for too long are killed and replaced."""
         refs = {worker: self._slots[worker].actor.answer.remote(question) for worker, question in questions.items()}
         answers = self._answers(refs, timeout_s, when_lost)
@@ -278,16 +280,17 @@ class RayPool:
                 when_lost()
         return answers
 
-    def _fetch(self, kept: KeptRef) -> Vector:
+    def _fetch(self, kept: RemoteResultRef) -> Vector:
         """The whole of a result that lies in its worker."""
         reason = self._why_lost(kept)
-        answers = {} if reason else self._ask({kept.worker: Fetch(kept.identity)}, self.config.exchange_timeout_s, lambda: None)
+        request = {kept.worker: FetchRequest(kept.identity)}
+        answers = {} if reason else self._ask(request, self.config.exchange_timeout_s, lambda: None)
         vector = answers.get(kept.worker)
         if not isinstance(vector, np.ndarray):
             raise ClusterError(reason or self._why_lost(kept))
         return vector
 
-    def _why_lost(self, kept: KeptRef) -> str:
+    def _why_lost(self, kept: RemoteResultRef) -> str:
         """How the process ended that keeps a result; empty while it lives."""
         slot = self._slots[kept.worker]
         lives = slot.process and f"{slot.process.host}/{slot.process.process_id}" == kept.process
@@ -385,7 +388,7 @@ class RayPool:
 
     def _new_slot(self, index: int) -> _Slot:
         actor = self._actor_class.remote()
-        return _Slot(index, actor, actor.prepare.remote(self._spec_ref, index, self.num_threads, self._beats))
+        return _Slot(index, actor, actor.prepare.remote(self._spec_ref, index, self.num_threads, self._heartbeats))
 
     def _replace(self, slot: _Slot, reason: str) -> None:
         slot.predecessor, slot.process, slot.ready = reason, None, None

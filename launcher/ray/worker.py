@@ -10,13 +10,14 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
-from ngsgd.cluster.exchange.collective import Broken, Fetch, Order, Shard
+from ngsgd.cluster.exchange.collective import FetchRequest, GroupFailure, MeanRequest, MeanShard
 from ngsgd.cluster.exchange.shared_memory import SharedRef
 from ngsgd.cluster.fingerprint import Fingerprint
 from ngsgd.errors import ClusterError
 from ngsgd.launcher.machine_load import load_of_machine
 from ngsgd.ops.compression import Codec
-from ngsgd.training.job import Held, Job, JobResult, WorkerSpec
+from ngsgd.tasks.speech import SpeechTaskSpec
+from ngsgd.training.job import Job, JobResult, LocalRef
 from ngsgd.training.parameter_vector import Vector
 
 
@@ -33,27 +34,27 @@ class Address:
 class RayWorker:
     """The actor: a `Worker` in a process of its own."""
 
-    def prepare(self, spec: WorkerSpec, index: int, num_threads: int, beats: SharedRef) -> Address:
+    def prepare(self, spec: SpeechTaskSpec, index: int, num_threads: int, heartbeats: SharedRef) -> Address:
         """Where the worker is, once it can take jobs.
 
         Not the constructor: Ray reports what a constructor raises as the actor's death, and loses its type.
         """
-        from ngsgd.cluster.exchange.collective import Member
+        from ngsgd.cluster.exchange.collective import CollectiveWorker
         from ngsgd.cluster.exchange.compressed import MoveEncoder
-        from ngsgd.cluster.process import settle
+        from ngsgd.cluster.process import configure_process
         from ngsgd.training.worker import Worker
-        settle(num_threads)
+        configure_process(num_threads)
         self._index = index
         self._minibatches = 0
         self._should_stop = False
-        self._beats = _reached(beats)
+        self._heartbeats = _reached(heartbeats)
         self._worker = Worker(spec, index)
         self._output_dir = Path(spec.config.output_dir)
-        self._member = Member(index, self._worker.layout, self._worker.device)
+        self._member = CollectiveWorker(index, self._worker.layout, self._worker.device)
         codec = spec.config.cluster.compression
         self._encoder = None if codec == "none" else MoveEncoder(cast(Codec, codec))
         fingerprint = Fingerprint.of_this_process(num_threads, self._worker.device)
-        return Address(os.uname().nodename, os.getpid(), fingerprint, self._beats is not None)
+        return Address(os.uname().nodename, os.getpid(), fingerprint, self._heartbeats is not None)
 
     def run(self, job: Job, places: tuple[SharedRef, ...], keep: bool) -> tuple[JobResult, Vector | None]:
         """The result, and apart from it the vector that only the job's next start needs, if it is another one.
@@ -73,11 +74,11 @@ class RayWorker:
             vector = ref.read()
             refs[id(vector)] = ref
             return vector
-        result = self._worker.run(job, place, self._beat)
-        if self._beats is None:   # the coordinator sees its own machine
+        result = self._worker.run(job, place, self._heartbeat)
+        if self._heartbeats is None:   # the coordinator sees its own machine
             result = replace(result, host=os.uname().nodename, machine=load_of_machine(self._output_dir))
-        assert isinstance(result.sent, Held)
-        own = result.own.vector if isinstance(result.own, Held) else None
+        assert isinstance(result.sent, LocalRef)
+        own = result.own.vector if isinstance(result.own, LocalRef) else None
         if places:
             return replace(result, sent=refs[id(result.sent.vector)], own=refs[id(own)] if own is not None else None), None
         if keep:
@@ -86,10 +87,10 @@ class RayWorker:
             return replace(self._encoder.packed(result), own=None), own if own is not result.sent.vector else None
         return replace(result, own=None), own if own is not result.sent.vector else None
 
-    def answer(self, question: Order | Fetch) -> Shard | Broken | Vector:
+    def answer(self, question: MeanRequest | FetchRequest) -> MeanShard | GroupFailure | Vector:
         """This worker's share of the mean, or a result that it kept."""
-        from ngsgd.cluster.exchange.collective import Order
-        return self._member.average(question) if isinstance(question, Order) else self._member.fetch(question.identity)
+        from ngsgd.cluster.exchange.collective import MeanRequest
+        return self._member.average(question) if isinstance(question, MeanRequest) else self._member.fetch(question.identity)
 
     def minibatches(self) -> int:
         """How many are done; answered while a job runs."""
@@ -99,10 +100,10 @@ class RayWorker:
         """Ends the job after the minibatch at hand."""
         self._should_stop = True
 
-    def _beat(self) -> bool:
+    def _heartbeat(self) -> bool:
         self._minibatches += 1
-        if self._beats is not None:
-            self._beats[self._index] = self._minibatches
+        if self._heartbeats is not None:
+            self._heartbeats[self._index] = self._minibatches
         return self._should_stop
 
 

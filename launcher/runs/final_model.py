@@ -37,7 +37,7 @@ from ngsgd.models.growth_stages import Stage, Stages
 from ngsgd.models.statistics import statistics_for
 from ngsgd.pipeline.combination import Candidate, HeldOut, candidates, generalised, normalize_stddev, running_mean
 from ngsgd.schedules import Schedule
-from ngsgd.training.diagnostics.subset_scores import average_posterior
+from ngsgd.tasks.frame_scores import average_posterior
 from ngsgd.training.parameter_vector import Vector
 from ngsgd.training.records import SubsetScore
 from ngsgd.training.storage.checkpoint import Checkpoint, CheckpointStore

@@ -24,7 +24,7 @@ class SameBits:
 
     @classmethod
     def of_new_run(cls, config: RunConfig, folder: RunFolder, *, allow_other_bits: bool) -> SameBits:
-        num_threads = resolve_threads(config, os.cpu_count() or 1)
+        num_threads = resolve_threads(config.cluster, os.cpu_count() or 1)
         here = _of_coordinator(config, num_threads)
         return cls(num_threads, Agreement(here, allow_other_bits=allow_other_bits), FingerprintFile(folder.fingerprint))
 
@@ -40,7 +40,7 @@ class SameBits:
         if stored is None:
             report("this run was begun by a version of ngsgd that kept no numeric fingerprint: nothing is known of the bits before")
             return cls.of_new_run(config, folder, allow_other_bits=allow_other_bits)
-        num_threads = stored.threads or resolve_threads(config, os.cpu_count() or 1)
+        num_threads = stored.threads or resolve_threads(config.cluster, os.cpu_count() or 1)
         here = _of_coordinator(config, num_threads)
         differences = stored.differences(here)
         if differences and not allow_other_bits:

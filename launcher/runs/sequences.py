@@ -25,8 +25,8 @@ from ngsgd.launcher.runs.final_model import open_final
 from ngsgd.launcher.runs.run_folder import RunFolder, folder_of_model
 from ngsgd.sequence.archives import SequenceIndex, SequenceReader, prepare_sequences
 from ngsgd.sequence.objectives import Denominator
-from ngsgd.training.job import SequenceData, WorkerSpec
-from ngsgd.training.parameter_vector import Layout, Vector
+from ngsgd.tasks.speech import SequenceData, SpeechTaskSpec
+from ngsgd.training.parameter_vector import FlatLayout, Vector
 
 Report = Callable[[str], None]
 
@@ -50,11 +50,11 @@ def keep_init_model(config: RunConfig, folder: RunFolder) -> None:
 
 def starting_parameters(config: RunConfig, folder: RunFolder, model: nn.Module) -> Vector:
     """Those of the model that training starts from, or the model's own random ones."""
-    layout = Layout.of(model)
+    layout = FlatLayout.of(model)
     if not config.init_model:
         return layout.flatten(model.state_dict())
     start, _ = open_final(folder.init_model, own=config.model)
-    if Layout.of(start) != layout or not _same_buffers(start, model):
+    if FlatLayout.of(start) != layout or not _same_buffers(start, model):
         raise ConfigError(f"init_model is {config.init_model}, whose model has other layers or another input transform than this "
                           "run's; train with the same recipe, model=, features. and egs. settings.")
     return layout.flatten(start.state_dict())
@@ -99,7 +99,7 @@ def _kept_denominator(path: Path) -> Denominator:
                               "makes it again from its data.") from error
 
 
-def tell_left_out(spec: WorkerSpec, report: Report) -> None:
+def tell_left_out(spec: SpeechTaskSpec, report: Report) -> None:
     """Says how many training sequences cannot be used, if any."""
     shards = spec.shards()
     if isinstance(shards, SequenceReader) and shards.index.num_left_out:

@@ -6,11 +6,12 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 from ngsgd.cluster.fingerprint import Agreement, Fingerprint
-from ngsgd.cluster.process import settle
+from ngsgd.cluster.process import configure_process
 from ngsgd.cluster.restarts import none_agrees
 from ngsgd.errors import DamagedArchiveError
-from ngsgd.training.job import Held, Job, JobFailure, JobResult, Outcome, VectorRef, WorkerSpec
+from ngsgd.training.job import Job, JobFailure, JobResult, LocalRef, Outcome, VectorRef
 from ngsgd.training.parameter_vector import Mean, Vector
+from ngsgd.training.task import TaskSpec
 from ngsgd.training.worker import Worker, never, np_empty
 from ngsgd.training.worker_pool import Retired
 
@@ -18,7 +19,7 @@ from ngsgd.training.worker_pool import Retired
 class InProcessPool:
     """Logical workers in this process, one job at a time: breakpoints work, and the numbers are those of any pool."""
 
-    def __init__(self, spec: WorkerSpec, num_workers: int, num_threads: int,
+    def __init__(self, spec: TaskSpec, num_workers: int, num_threads: int,
                  should_stop: Callable[[], bool] = never, agreement: Agreement | None = None) -> None:
         self.spec = spec
         self.num_workers = num_workers
@@ -28,7 +29,7 @@ class InProcessPool:
         self._queue: deque[Job] = deque()
 
     def start(self) -> None:
-        settle(self.num_threads)
+        configure_process(self.num_threads)
         self._worker = Worker(self.spec, 0)
         if self.agreement is not None and (differences := self.agreement.refusal(
                 Fingerprint.of_this_process(self.num_threads, self._worker.device))):
@@ -36,7 +37,7 @@ class InProcessPool:
 
     def publish(self, write: Callable[[Vector], object]) -> VectorRef:
         write(vector := np_empty(self._worker.layout.size))
-        return Held(vector)
+        return LocalRef(vector)
 
     def release(self, ref: VectorRef) -> None:
         pass

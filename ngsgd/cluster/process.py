@@ -12,7 +12,7 @@ _LARGEST_FROM_HEAP = 32 << 20                   # bytes; glibc refuses more
 _KEPT = 1 << 30                                 # bytes of freed memory at the end of the heap
 
 
-def settle(num_threads: int) -> None:
+def configure_process(num_threads: int) -> None:
     """Takes so many threads for torch's operations, on which the order of sums depends, and keeps what memory is freed."""
     torch.set_num_threads(num_threads)
     keep_freed_memory()

@@ -20,18 +20,19 @@ from pathlib import Path
 
 import numpy as np
 
-from ngsgd.cluster.exchange.collective import Broken, Fetch, KeptRef, Shard, process_name
+from ngsgd.cluster.exchange.collective import FetchRequest, GroupFailure, MeanShard, RemoteResultRef, process_name
 from ngsgd.cluster.exchange.collective_client import exchange_of, remote
 from ngsgd.cluster.exchange.shared_memory import SharedRef, SharedVectors
 from ngsgd.cluster.fingerprint import Agreement
 from ngsgd.cluster.fork_server import ForkedProcess, fork_server
 from ngsgd.cluster.messages import Disconnected, Messages
 from ngsgd.cluster.restarts import Restarts, check_fingerprint, incidents_of, none_agrees
-from ngsgd.cluster.worker_process import STOP, Assignment, MakeWorker, Ready, Setting, serve
+from ngsgd.cluster.worker_process import STOP, JobAssignment, MakeWorker, Ready, WorkerSetup, serve
 from ngsgd.errors import ClusterError, NgsgdError
 from ngsgd.training.awake_clock import AwakeClock
-from ngsgd.training.job import Job, JobFailure, JobResult, Outcome, VectorRef, WorkerSpec
+from ngsgd.training.job import Job, JobFailure, JobResult, Outcome, VectorRef
 from ngsgd.training.parameter_vector import Mean, Vector
+from ngsgd.training.task import TaskSpec
 from ngsgd.training.worker import Worker
 from ngsgd.training.worker_pool import Retired
 
@@ -79,7 +80,7 @@ class _Slot:
 class ProcessPool:
     """Long-lived worker processes, one job at a time each."""
 
-    def __init__(self, spec: WorkerSpec, num_workers: int, num_threads: int, size: int, *, log_directory: Path | None = None,
+    def __init__(self, spec: TaskSpec, num_workers: int, num_threads: int, size: int, *, log_directory: Path | None = None,
                  make_worker: MakeWorker = Worker, agreement: Agreement | None = None) -> None:
         self.spec = spec
         self.num_workers = num_workers
@@ -98,15 +99,15 @@ class ProcessPool:
         self._fork_server = fork_server()
         self._under_way: tuple[int | None, float] = (None, 0.0)  # a start, and since when
         self._is_starting = True
-        self._restarts = Restarts(spec.config.failure.max_restarts_per_hour)
-        self._exchange = exchange_of(spec.config.cluster, "127.0.0.1") if spec.config.cluster.exchange == "collective" else None
+        self._restarts = Restarts(spec.settings.failure.max_restarts_per_hour)
+        self._exchange = exchange_of(spec.settings.cluster, "127.0.0.1") if spec.settings.cluster.exchange == "collective" else None
 
     def start(self) -> None:
-        self._beats = self._cells.allocate()
+        self._heartbeats = self._cells.allocate()
         if self.log_directory:
             self.log_directory.mkdir(parents=True, exist_ok=True)
         self._slots = [self._new_slot(index) for index in range(self.num_workers)]
-        timeout_s = self.spec.config.cluster.start_timeout_s
+        timeout_s = self.spec.settings.cluster.start_timeout_s
         self._clock.catch_up()
         deadline = self._clock.now + timeout_s
         while (up := self.num_workers_alive()) < self.num_workers:
@@ -148,7 +149,7 @@ class ProcessPool:
         num_places = 1 if job.send == (0, 1) else 1 + job.keep_own
         slot.places = () if self._exchange else tuple(self._vectors.allocate() for _ in range(num_places))
         with contextlib.suppress(Disconnected):  # it died a moment ago; the next look at it says so
-            slot.messages.post(Assignment(job, slot.places))
+            slot.messages.post(JobAssignment(job, slot.places))
 
     def wait(self, timeout_s: float) -> Outcome | None:
         if not self._outcomes:
@@ -156,8 +157,8 @@ class ProcessPool:
         return self._outcomes.pop(0) if self._outcomes else None
 
     def progress(self) -> Mapping[int, tuple[tuple[int, int, int], int]]:
-        beats = self._beats.map().view(np.uint64)
-        return {slot.index: (slot.job.identity, int(beats[slot.index])) for slot in self._slots if slot.job is not None}
+        heartbeats = self._heartbeats.map().view(np.uint64)
+        return {slot.index: (slot.job.identity, int(heartbeats[slot.index])) for slot in self._slots if slot.job is not None}
 
     def kill(self, worker: int, reason: str) -> None:
         slot = self._slots[worker]
@@ -202,7 +203,7 @@ class ProcessPool:
         ours, theirs = socket.socketpair()
         log = str(self.log_directory / f"worker-{index}.log") if self.log_directory else ""
         messages = Messages(ours)
-        messages.post(Setting(self.spec, index, self.num_threads, self._beats, log, self.make_worker, delay_s))
+        messages.post(WorkerSetup(self.spec, index, self.num_threads, self._heartbeats, log, self.make_worker, delay_s))
         process = self._fork_server.launch(serve, (theirs,), theirs, f"ngsgd worker {index}")
         return _Slot(index, process, messages, delay_s, deaths=list(deaths))
 
@@ -221,28 +222,28 @@ class ProcessPool:
 
     def _end_starts_that_hang(self) -> None:
         """Kills workers that take far longer to start than others did, and a fork server that does not answer."""
-        patience_s = self._start_patience_s()
+        timeout_s = self._start_timeout_s()
         for slot in filter(_is_there, self._slots):
             if slot.born is None and slot.process.pid is not None:
                 slot.born = self._clock.now + slot.delay_s
             if slot.born is None or slot.ready or slot.ended_because or not self._start_s:
                 continue
-            slack_s = patience_s * 2 ** len(slot.deaths)  # what was too slow once may be slow rather than dead
+            slack_s = timeout_s * 2 ** len(slot.deaths)  # what was too slow once may be slow rather than dead
             if self._clock.now - slot.born > slack_s:
                 self.kill(slot.index, f"was not ready after {slack_s:.1f} s and was killed")
-        self._end_fork_server_that_hangs(patience_s)
+        self._end_fork_server_that_hangs(timeout_s)
 
-    def _start_patience_s(self) -> float:
+    def _start_timeout_s(self) -> float:
         typical = statistics.median(self._start_s) if self._start_s else 0.0
-        return max(self.spec.config.failure.progress_timeout_s, _PATIENCE * typical)
+        return max(self.spec.settings.failure.progress_timeout_s, _PATIENCE * typical)
 
-    def _end_fork_server_that_hangs(self, patience_s: float) -> None:
+    def _end_fork_server_that_hangs(self, timeout_s: float) -> None:
         """Kills a fork server that does not answer, with all its workers: only it can tell how they end or start others."""
         under_way = self._fork_server.under_way
         if under_way != self._under_way[0]:
             self._under_way = under_way, self._clock.now
         # one that was just started imports torch first
-        deadline_s = patience_s if self._fork_server.is_warm else self.spec.config.cluster.start_timeout_s
+        deadline_s = timeout_s if self._fork_server.is_warm else self.spec.settings.cluster.start_timeout_s
         if under_way is None or self._clock.now - self._under_way[1] <= deadline_s:
             return
         for slot in filter(_is_there, self._slots):
@@ -277,7 +278,7 @@ class ProcessPool:
             slot.ready = True
             slot.deaths.clear()
             self._start_s.append(self._clock.now - (slot.born or self._clock.now))
-        elif isinstance(message, (Shard, Broken, np.ndarray)):
+        elif isinstance(message, (MeanShard, GroupFailure, np.ndarray)):
             self._answers[slot.index] = message
         elif isinstance(message, (JobResult, JobFailure)):
             if slot.job is None or message.job.identity != slot.job.identity:
@@ -306,7 +307,7 @@ class ProcessPool:
         if not slot.ready and not slot.is_collateral:
             deaths = [*deaths, reason]
             # one that cannot start is no reason to end a run that has others
-            if len(deaths) >= self.spec.config.failure.max_attempts and (self._is_starting or not self.num_workers_alive()):
+            if len(deaths) >= self.spec.settings.failure.max_attempts and (self._is_starting or not self.num_workers_alive()):
                 if slot.refused:
                     raise none_agrees(slot.refused)
                 raise ClusterError(f"worker {slot.index} died {len(deaths)} times while starting ({reason})"
@@ -351,16 +352,16 @@ class ProcessPool:
             self._poll(_POLL_S)
         return self._answers
 
-    def _fetch(self, kept: KeptRef) -> Vector:
+    def _fetch(self, kept: RemoteResultRef) -> Vector:
         """The whole of a result that lies in its worker."""
         reason = self._why_lost(kept)
-        timeout_s = self.spec.config.cluster.exchange_timeout_s
-        vector = None if reason else self._ask({kept.worker: Fetch(kept.identity)}, timeout_s).get(kept.worker)
+        timeout_s = self.spec.settings.cluster.exchange_timeout_s
+        vector = None if reason else self._ask({kept.worker: FetchRequest(kept.identity)}, timeout_s).get(kept.worker)
         if not isinstance(vector, np.ndarray):
             raise ClusterError(reason or self._why_lost(kept))
         return vector
 
-    def _why_lost(self, kept: KeptRef) -> str:
+    def _why_lost(self, kept: RemoteResultRef) -> str:
         """How the process ended that keeps a result; empty while it lives."""
         slot = self._slots[kept.worker]
         lives = not slot.retired and process_name(slot.process.pid or 0) == kept.process

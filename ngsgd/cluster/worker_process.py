@@ -15,27 +15,28 @@ from types import FrameType
 import numpy as np
 import torch
 
-from ngsgd.cluster.exchange.collective import Fetch, Member, Order
+from ngsgd.cluster.exchange.collective import CollectiveWorker, FetchRequest, MeanRequest
 from ngsgd.cluster.exchange.shared_memory import SharedRef
 from ngsgd.cluster.fingerprint import Fingerprint
 from ngsgd.cluster.messages import Disconnected, Messages
 from ngsgd.cluster.newborn import die_with_parent
-from ngsgd.cluster.process import settle
-from ngsgd.training.job import Held, Job, JobFailure, JobResult, WorkerSpec
+from ngsgd.cluster.process import configure_process
+from ngsgd.training.job import Job, JobFailure, JobResult, LocalRef
 from ngsgd.training.parameter_vector import Vector
+from ngsgd.training.task import TaskSpec
 from ngsgd.training.worker import Worker, np_empty
 
-MakeWorker = Callable[[WorkerSpec, int], Worker]
+MakeWorker = Callable[[TaskSpec, int], Worker]
 
 
 @dataclass(frozen=True)
-class Setting:
-    """What a worker process is told at its start."""
+class WorkerSetup:
+    """The first message to a worker process."""
 
-    spec: WorkerSpec
+    spec: TaskSpec
     index: int
     num_threads: int
-    beats: SharedRef           # a counter per worker, 8 bytes each
+    heartbeats: SharedRef           # a counter per worker, 8 bytes each
     log: str                   # file that takes its output; empty: where the coordinator writes
     make_worker: MakeWorker = Worker
     delay_s: float = 0.0       # before it does anything: for one whose predecessors died while they started
@@ -50,7 +51,7 @@ class Ready:
 
 
 @dataclass(frozen=True)
-class Assignment:
+class JobAssignment:
     """A job, and the memory for what it returns; without any, the worker keeps it."""
 
     job: Job
@@ -61,7 +62,7 @@ STOP = "stop"  # end the job after the minibatch at hand
 
 
 def serve(connection: socket.socket) -> None:
-    """Takes its setting and then jobs from the connection, until the coordinator closes it."""
+    """Receives its setup and then jobs from the connection, until the coordinator closes it."""
     # no worker outlives the coordinator: its parent, the fork server, ends with it.  A fork server that was started by
     # somebody else has not loaded `newborn`, so this is said again
     _let_fork_server_go()
@@ -70,12 +71,12 @@ def serve(connection: socket.socket) -> None:
     messages = Messages(connection)
     try:
         # not an argument: what a process is started with passes through a pipe, and a large one would block the starter
-        setting = messages.receive()
-        assert isinstance(setting, Setting)
-        _redirect(setting.log)
-        time.sleep(setting.delay_s)
-        settle(setting.num_threads)
-        process = WorkerProcess(messages, setting)
+        setup = messages.receive()
+        assert isinstance(setup, WorkerSetup)
+        _redirect(setup.log)
+        time.sleep(setup.delay_s)
+        configure_process(setup.num_threads)
+        process = WorkerProcess(messages, setup)
         signal.signal(signal.SIGTERM, process.terminate)
         process.run()
     except Disconnected:
@@ -85,10 +86,10 @@ def serve(connection: socket.socket) -> None:
 class WorkerProcess:
     """The loop around a `Worker`."""
 
-    def __init__(self, messages: Messages, setting: Setting) -> None:
+    def __init__(self, messages: Messages, setup: WorkerSetup) -> None:
         self.messages = messages
-        self.setting = setting
-        self._beats = setting.beats.map().view(np.uint64)
+        self.setup = setup
+        self._heartbeats = setup.heartbeats.map().view(np.uint64)
         self._should_end = False    # SIGTERM: the machine is wanted back
         self._is_idle = False
         self._should_stop = False   # the coordinator wants what there is
@@ -100,24 +101,24 @@ class WorkerProcess:
 
     def run(self) -> None:
         try:
-            worker = self.setting.make_worker(self.setting.spec, self.setting.index)
+            worker = self.setup.make_worker(self.setup.spec, self.setup.index)
         except Exception as error:
             self.messages.send(error)
             return
         if self._should_end:
             return
         self.messages.send(Ready(os.getpid(), Fingerprint.of_this_process(torch.get_num_threads(), worker.device)))
-        self._member = Member(self.setting.index, worker.layout, worker.device)
+        self._member = CollectiveWorker(self.setup.index, worker.layout, worker.device)
         while self._may_wait():
             message = self.messages.receive()
             self._is_idle = False
-            if isinstance(message, Assignment):
+            if isinstance(message, JobAssignment):
                 self._should_stop = False
                 self._member.make_room(message.job)
                 self.messages.send(self._outcome(worker, message))
-            elif isinstance(message, Order):
+            elif isinstance(message, MeanRequest):
                 self.messages.send(self._member.average(message))
-            elif isinstance(message, Fetch):
+            elif isinstance(message, FetchRequest):
                 self.messages.send(self._member.fetch(message.identity))
 
     def _may_wait(self) -> bool:
@@ -125,7 +126,7 @@ class WorkerProcess:
         self._is_idle = True
         return not self._should_end
 
-    def _outcome(self, worker: Worker, assignment: Assignment) -> JobResult | JobFailure:
+    def _outcome(self, worker: Worker, assignment: JobAssignment) -> JobResult | JobFailure:
         refs: dict[int, SharedRef] = {}
         places = list(assignment.places)
 
@@ -136,19 +137,19 @@ class WorkerProcess:
             return vector
 
         def shared(held: object) -> SharedRef:
-            assert isinstance(held, Held)
+            assert isinstance(held, LocalRef)
             return refs[id(held.vector)]
         try:
-            result = worker.run(assignment.job, place if assignment.places else np_empty, self._beat)
+            result = worker.run(assignment.job, place if assignment.places else np_empty, self._heartbeat)
             if not assignment.places:  # who leaves takes nothing along
                 return result if self._should_end else self._member.keep(result)
             return replace(result, sent=shared(result.sent), own=shared(result.own) if result.own else None)
         except Exception as error:
-            return JobFailure(assignment.job, self.setting.index, f"{type(error).__name__}: {error}", False, error)
+            return JobFailure(assignment.job, self.setup.index, f"{type(error).__name__}: {error}", False, error)
 
-    def _beat(self) -> bool:
+    def _heartbeat(self) -> bool:
         """Shows that a minibatch is done; true when the job should end here."""
-        self._beats[self.setting.index] += np.uint64(1)
+        self._heartbeats[self.setup.index] += np.uint64(1)
         self._should_stop |= STOP in self.messages.arrived()
         return self._should_stop or self._should_end
 

@@ -15,8 +15,8 @@ from torch import nn
 from ngsgd.config import ModelConfig
 from ngsgd.errors import ConfigError
 from ngsgd.models.inputs import Window
-from ngsgd.models.layer_options import layer_options
 from ngsgd.optim import SGD
+from ngsgd.optim.layer_options import layer_options
 
 
 def build(config: ModelConfig, *, num_inputs: int, num_classes: int, window: Window, seed: int) -> nn.Module:

@@ -22,13 +22,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from ngsgd.config import ClusterConfig, FailureConfig
 from ngsgd.errors import ClusterError, DamagedArchiveError, NgsgdError, RunInterrupted
 from ngsgd.schedules import Shard
 from ngsgd.training.awake_clock import AwakeClock
-from ngsgd.training.job import Job, JobFailure, JobResult, Outcome, Piece, VectorRef
-from ngsgd.training.parameter_vector import Layout
+from ngsgd.training.job import Job, JobFailure, JobResult, Outcome, VectorRef, WorkItem
+from ngsgd.training.parameter_vector import FlatLayout
 from ngsgd.training.planning import Plan
+from ngsgd.training.settings import EngineSettings
 from ngsgd.training.storage.ledger import Ledger
 from ngsgd.training.validation.checksums import is_damaged
 from ngsgd.training.worker_pool import WorkerPool
@@ -37,7 +37,7 @@ _POLL_S = 0.2      # how often a wish to stop, and who makes no progress, is loo
 _ABSENT_S = 1.0    # a poll that took longer: the coordinator itself was stopped
 _NOTABLE = 0.25    # share of a deadline; after a longer absence the deadlines begin again, a shorter one is only not counted
 _SHARED = 4.0      # deadlines for workers that all fell silent together
-_PATIENCE = 5.0    # medians of a minibatch's time without a minibatch: the worker hangs
+_HANG_FACTOR = 5.0    # medians of a minibatch's time without a minibatch: the worker hangs
 _WORTH_KEEPING = 0.5  # share of a job that a partial result must have done
 
 
@@ -61,11 +61,11 @@ class NeverStop:
         return False
 
 
-Tell = Callable[[str, str, int, int, int], None]  # what, message, outer iteration, job, worker
+EmitIncident = Callable[[str, str, int, int, int], None]  # what, message, outer iteration, job, worker
 
 
 @dataclass
-class Round:
+class OuterIterationState:
     """An outer iteration under way."""
 
     plan: Plan
@@ -79,10 +79,10 @@ class Round:
     waiting: deque[Job] = field(default_factory=deque)
     results: dict[int, JobResult] = field(default_factory=dict)
     arrived_s: dict[int, float] = field(default_factory=dict)  # by job, on the clock
-    troubles: dict[int, str] = field(default_factory=dict)     # by job: what is wrong with its result
+    rejection_reasons: dict[int, str] = field(default_factory=dict)     # by job: what is wrong with its result
     unsettled: set[int] = field(default_factory=set)
-    deferred: list[Piece] = field(default_factory=list)
-    quarantined: list[Piece] = field(default_factory=list)
+    deferred: list[WorkItem] = field(default_factory=list)
+    quarantined: list[WorkItem] = field(default_factory=list)
 
     def in_order(self) -> list[JobResult]:
         """Whoever finished first, sums run over the jobs in order."""
@@ -92,101 +92,102 @@ class Round:
 class Dispatcher:
     """Feeds a pool with jobs and settles what comes back."""
 
-    def __init__(self, pool: WorkerPool, ledger: Ledger, layout: Layout, failure: FailureConfig, cluster: ClusterConfig,
-                 stop: StopSignal, tell: Tell, clock: Callable[[], float], on_corrupt: str = "stop") -> None:
+    def __init__(self, pool: WorkerPool, ledger: Ledger, layout: FlatLayout, settings: EngineSettings, stop: StopSignal,
+                 emit_incident: EmitIncident, clock: Callable[[], float]) -> None:
         self.pool = pool
         self.ledger = ledger
         self.layout = layout
-        self.failure = failure
-        self.cluster = cluster
+        self.failure = settings.failure
+        self.cluster = settings.cluster
         self.stop = stop
-        self.tell = tell
+        self.emit_incident = emit_incident
         self.clock = clock
-        self.on_corrupt = on_corrupt
+        self.on_corrupt = settings.on_corrupt
         self._damaged: set[int] = set()                   # archives
         self.num_deaths = 0
         self._enough_at: float | None = None              # when there last were enough workers
         self.num_discarded = 0
-        self._failures: dict[Piece, int] = {}             # of work that was put off
-        self._hangs: dict[Piece, int] = {}                # tries that ended because the coordinator killed the worker
+        self._failures: dict[WorkItem, int] = {}             # of work that was put off
+        self._hangs: dict[WorkItem, int] = {}                # tries that ended because the coordinator killed the worker
         # where workers may be silent for less than some polls only, a shorter time is an absence
-        self._awake = AwakeClock(clock, min(_ABSENT_S, max(2 * _POLL_S, failure.progress_timeout_s / 2)))
+        self._awake = AwakeClock(clock, min(_ABSENT_S, max(2 * _POLL_S, self.failure.progress_timeout_s / 2)))
         self._seen: dict[int, tuple[object, float]] = {}  # by worker: its last progress, and since when
         self._minibatch_s: deque[float] = deque(maxlen=64)
 
-    def open(self, plan: Plan, model: VectorRef, quarantined: tuple[Piece, ...], round_s: float) -> Round:
+    def open(self, plan: Plan, model: VectorRef, quarantined: tuple[WorkItem, ...], round_s: float) -> OuterIterationState:
         """Begins an outer iteration whose jobs are to come."""
         self.ledger.planned(plan)
         shards = frozenset(piece.shard for piece in quarantined)
-        return Round(plan, model, shards, round_s, to_come=set(range(plan.num_jobs)), unsettled=set(range(plan.num_jobs)))
+        jobs = range(plan.num_jobs)
+        return OuterIterationState(plan, model, shards, round_s, to_come=set(jobs), unsettled=set(jobs))
 
-    def enqueue(self, round_: Round, job: Job) -> None:
+    def enqueue(self, state: OuterIterationState, job: Job) -> None:
         """Takes a job that can run; work on a quarantined shard is given up at once."""
-        round_.to_come.discard(job.job)
-        if any(piece.shard in round_.avoided for piece in job.pieces):
-            self._give_up(round_, job, "quarantined", "its shard is in quarantine")
+        state.to_come.discard(job.job)
+        if any(piece.shard in state.avoided for piece in job.pieces):
+            self._give_up(state, job, "quarantined", "its shard is in quarantine")
         elif any(piece.shard.archive in self._damaged for piece in job.pieces):
-            self._quarantine_damaged(round_, job)
+            self._quarantine_damaged(state, job)
         else:
-            round_.waiting.append(job)
+            state.waiting.append(job)
 
-    def finish(self, round_: Round, ahead: Round | None, make_jobs: Callable[[], None]) -> None:
-        """Returns when every job of `round_` is settled; `make_jobs` adds those of `ahead` that can run by now."""
-        rounds = [round_, ahead] if ahead else [round_]
+    def finish(self, state: OuterIterationState, ahead: OuterIterationState | None, make_jobs: Callable[[], None]) -> None:
+        """Returns when every job of `state` is settled; `make_jobs` adds those of `ahead` that can run by now."""
+        states = [state, ahead] if ahead else [state]
         self._begin_to_watch()
-        while round_.unsettled:
+        while state.unsettled:
             make_jobs()
-            for one in rounds:
+            for one in states:
                 self._feed(one)
-            self._serve(rounds)
+            self._serve(states)
         make_jobs()
         if ahead:
             self._feed(ahead)
 
-    def take_back(self, round_: Round, failures: Sequence[JobFailure]) -> None:
+    def take_back(self, state: OuterIterationState, failures: Sequence[JobFailure]) -> None:
         """Undoes results that can no longer be read; `finish` sees to their jobs, as to all that failed."""
         for failure in failures:
-            result = round_.results.pop(failure.job.job)
-            round_.troubles.pop(failure.job.job, None)
-            round_.deferred = [piece for piece in round_.deferred if piece not in result.remainder]
-            round_.unsettled.add(failure.job.job)
+            result = state.results.pop(failure.job.job)
+            state.rejection_reasons.pop(failure.job.job, None)
+            state.deferred = [piece for piece in state.deferred if piece not in result.remainder]
+            state.unsettled.add(failure.job.job)
             self._release(result)
-            self._after_failure(round_, failure)
+            self._after_failure(state, failure)
 
-    def drain(self, round_: Round) -> None:
+    def drain(self, state: OuterIterationState) -> None:
         """Waits for the jobs of an outer iteration that is given up, and throws away what they return."""
-        round_.waiting.clear()
+        state.waiting.clear()
         self._begin_to_watch()
-        while round_.running:
-            self._serve([round_])
-            round_.waiting.clear()
+        while state.running:
+            self._serve([state])
+            state.waiting.clear()
 
-    def _serve(self, rounds: list[Round]) -> None:
+    def _serve(self, states: list[OuterIterationState]) -> None:
         """Waits for one thing to happen."""
         if self.stop.expired():
             self.pool.abandon()
-            raise RunInterrupted(f"outer iteration {rounds[0].plan.outer_iter + 1} was given up")
-        if self._awake.tick() > self.patience_s() * _NOTABLE:
+            raise RunInterrupted(f"outer iteration {states[0].plan.outer_iter + 1} was given up")
+        if self._awake.tick() > self.hang_timeout_s() * _NOTABLE:
             self._seen = {}  # who was stopped with this process has a full deadline from now on
-        self._stop_in_time(rounds[0])
+        self._stop_in_time(states[0])
         self._watch()
         for one in self.pool.retired():
-            self.tell(one.what, one.message, rounds[0].plan.outer_iter, -1, one.worker)
+            self.emit_incident(one.what, one.message, states[0].plan.outer_iter, -1, one.worker)
         self._require_workers()
         outcome = self.pool.wait(_POLL_S)
         if outcome is not None:
-            self._settle(outcome, rounds)
+            self._settle(outcome, states)
 
     def _begin_to_watch(self) -> None:
         """After other work, which may have taken any time; jobs of the outer iteration ahead run meanwhile."""
         self._awake.catch_up()
         self._seen = {}
 
-    def _stop_in_time(self, round_: Round) -> None:
+    def _stop_in_time(self, state: OuterIterationState) -> None:
         """Ends the jobs of a round whose time is over, or of a run that shall end and may put work off."""
         leave_it = self.failure.policy == "defer" and self.stop.requested()
-        if not round_.is_stopped and (leave_it or self._awake.now >= round_.ends_at):
-            round_.is_stopped = True
+        if not state.is_stopped and (leave_it or self._awake.now >= state.ends_at):
+            state.is_stopped = True
             self.pool.stop_jobs()
 
     def _require_workers(self) -> None:
@@ -199,26 +200,26 @@ class Dispatcher:
                                f"cluster.start_timeout_s = {self.cluster.start_timeout_s:g}; see whether the cluster still has "
                                "their CPUs or GPUs, or lower cluster.min_workers and resume.")
 
-    def patience_s(self) -> float:
+    def hang_timeout_s(self) -> float:
         """Seconds without a minibatch after which a worker hangs: derived from what was measured."""
         typical = statistics.median(self._minibatch_s) if self._minibatch_s else 0.0
-        return max(self.failure.progress_timeout_s, _PATIENCE * typical)
+        return max(self.failure.progress_timeout_s, _HANG_FACTOR * typical)
 
-    def _feed(self, round_: Round) -> None:
-        if round_.is_stopped:
-            while round_.waiting:
-                job = round_.waiting.popleft()
-                round_.deferred += job.pieces
-                self._give_up(round_, job, "deferred", "the outer iteration was ended")
-        while round_.waiting and self.pool.num_idle():
-            self.ledger.submitted(round_.waiting[0])
-            round_.running.add(round_.waiting[0].job)
-            round_.ends_at = min(round_.ends_at, self._awake.now + round_.round_s)
-            self.pool.submit(round_.waiting.popleft())
+    def _feed(self, state: OuterIterationState) -> None:
+        if state.is_stopped:
+            while state.waiting:
+                job = state.waiting.popleft()
+                state.deferred += job.pieces
+                self._give_up(state, job, "deferred", "the outer iteration was ended")
+        while state.waiting and self.pool.num_idle():
+            self.ledger.submitted(state.waiting[0])
+            state.running.add(state.waiting[0].job)
+            state.ends_at = min(state.ends_at, self._awake.now + state.round_s)
+            self.pool.submit(state.waiting.popleft())
 
     def _watch(self) -> None:
         """Ends workers that hang: processes that are there, and make no progress."""
-        now, deadline_s = self._awake.now, self.patience_s()
+        now, deadline_s = self._awake.now, self.hang_timeout_s()
         seen: dict[int, tuple[object, float]] = {}
         for worker, progress in self.pool.progress().items():
             before, since = self._seen.get(worker, (None, now))
@@ -232,49 +233,49 @@ class Dispatcher:
                 seen[worker] = (last, now)
         self._seen = seen
 
-    def _settle(self, outcome: Outcome, rounds: list[Round]) -> None:
-        round_ = next((r for r in rounds if r.plan.outer_iter == outcome.job.outer_iter), None)
-        if round_ is None or outcome.job.job not in round_.unsettled:
+    def _settle(self, outcome: Outcome, states: list[OuterIterationState]) -> None:
+        state = next((r for r in states if r.plan.outer_iter == outcome.job.outer_iter), None)
+        if state is None or outcome.job.job not in state.unsettled:
             if isinstance(outcome, JobResult):  # the same twice
                 self.num_discarded += 1
                 self.ledger.discarded(outcome, "nobody waits for it")
             return
-        round_.running.discard(outcome.job.job)
+        state.running.discard(outcome.job.job)
         if isinstance(outcome, JobFailure):
-            self._after_failure(round_, outcome)
+            self._after_failure(state, outcome)
         else:
-            self._take(round_, outcome)
+            self._take(state, outcome)
 
-    def _take(self, round_: Round, result: JobResult) -> None:
+    def _take(self, state: OuterIterationState, result: JobResult) -> None:
         job = result.job
         size = sum(source.stop - source.start for _, source in self.layout.fragment(*job.send))
         damage = is_damaged(result, size)
         if damage:
             self.ledger.discarded(result, damage)
             self._release(result)
-            self._after_failure(round_, JobFailure(job, result.worker, f"its result arrived damaged: {damage}", False))
+            self._after_failure(state, JobFailure(job, result.worker, f"its result arrived damaged: {damage}", False))
             return
-        if result.remainder and not round_.is_stopped and not self._keeps_partial(result):
+        if result.remainder and not state.is_stopped and not self._keeps_partial(result):
             self._release(result)
-            self._after_failure(round_, JobFailure(job, result.worker, "was asked to end before its job was done", False))
+            self._after_failure(state, JobFailure(job, result.worker, "was asked to end before its job was done", False))
             return
-        if round_.is_stopped or self.failure.policy == "defer":
-            round_.deferred += result.remainder
+        if state.is_stopped or self.failure.policy == "defer":
+            state.deferred += result.remainder
         self._minibatch_s.append(result.seconds / max(result.num_minibatches, 1))
-        if result.trouble:
-            round_.troubles[job.job] = result.trouble
-        round_.results[job.job], round_.arrived_s[job.job] = result, self.clock()
-        round_.unsettled.discard(job.job)
+        if result.rejection_reason:
+            state.rejection_reasons[job.job] = result.rejection_reason
+        state.results[job.job], state.arrived_s[job.job] = result, self.clock()
+        state.unsettled.discard(job.job)
 
     def _keeps_partial(self, result: JobResult) -> bool:
         left = sum((piece.stop or 0) - piece.first for piece in result.remainder)
         return self.failure.policy != "retry" and result.num_minibatches >= _WORTH_KEEPING * (result.num_minibatches + left)
 
-    def _after_failure(self, round_: Round, failure: JobFailure) -> None:
+    def _after_failure(self, state: OuterIterationState, failure: JobFailure) -> None:
         job = failure.job
         self.ledger.failed(failure)
         if isinstance(failure.error, DamagedArchiveError) and self.on_corrupt == "quarantine":
-            self._after_damage(round_, failure, failure.error)
+            self._after_damage(state, failure, failure.error)
             return
         if isinstance(failure.error, NgsgdError):  # wrong data stay wrong however often they are read
             raise failure.error
@@ -287,68 +288,69 @@ class Dispatcher:
         tries = job.attempt + self._failures.get(job.pieces[0], 0)
         self._hangs[job.pieces[0]] = hangs = self._hangs.get(job.pieces[0], 0) + failure.from_outside
         if hangs >= self.failure.max_attempts:
-            self._give_up_after_hangs(round_, failure, who, hangs)
+            self._give_up_after_hangs(state, failure, who, hangs)
         elif tries - hangs >= self.failure.max_attempts:
-            self._give_up_after(round_, failure, who, tries - hangs)
+            self._give_up_after(state, failure, who, tries - hangs)
         elif self.failure.policy == "retry":
-            round_.waiting.appendleft(replace(job, attempt=job.attempt + 1))
-            self._tell_of(failure, f"{who}; its shard runs again{failure.last_words}.")
+            state.waiting.appendleft(replace(job, attempt=job.attempt + 1))
+            self._emit_failure(failure, f"{who}; its shard runs again{failure.last_words}.")
         elif self.failure.policy == "defer":
             self._failures[job.pieces[0]] = tries
-            round_.deferred += job.pieces
-            self._give_up(round_, job, "deferred", failure.reason)
-            self._tell_of(failure, f"{who}; its shard is put off to the next outer iteration{failure.last_words}.")
+            state.deferred += job.pieces
+            self._give_up(state, job, "deferred", failure.reason)
+            self._emit_failure(failure, f"{who}; its shard is put off to the next outer iteration{failure.last_words}.")
         else:
-            self._give_up(round_, job, "dropped", failure.reason)
-            self._tell_of(failure, f"{who}; its shard is left out, since failure.policy is drop{failure.last_words}.")
+            self._give_up(state, job, "dropped", failure.reason)
+            self._emit_failure(failure, f"{who}; its shard is left out, since failure.policy is drop{failure.last_words}.")
 
-    def _after_damage(self, round_: Round, failure: JobFailure, error: DamagedArchiveError) -> None:
+    def _after_damage(self, state: OuterIterationState, failure: JobFailure, error: DamagedArchiveError) -> None:
         if error.archive not in self._damaged:
             self._damaged.add(error.archive)
-            self.tell("archive_quarantined", f"archive {error.archive} is damaged and is not read again in this run, since "
-                      f"egs.on_corrupt is quarantine: {error}", failure.job.outer_iter, failure.job.job, failure.worker)
-        self._quarantine_damaged(round_, failure.job)
+            self.emit_incident("archive_quarantined", f"archive {error.archive} is damaged and is not read again in this "
+                               f"run, since egs.on_corrupt is quarantine: {error}", failure.job.outer_iter, failure.job.job,
+                               failure.worker)
+        self._quarantine_damaged(state, failure.job)
 
-    def _quarantine_damaged(self, round_: Round, job: Job) -> None:
+    def _quarantine_damaged(self, state: OuterIterationState, job: Job) -> None:
         # what else the job would have read is left out this once, and is sound
-        round_.quarantined += [piece for piece in job.pieces if piece.shard.archive in self._damaged]
-        self._give_up(round_, job, "quarantined", "its archive is damaged")
+        state.quarantined += [piece for piece in job.pieces if piece.shard.archive in self._damaged]
+        self._give_up(state, job, "quarantined", "its archive is damaged")
 
-    def _give_up_after(self, round_: Round, failure: JobFailure, who: str, tries: int) -> None:
+    def _give_up_after(self, state: OuterIterationState, failure: JobFailure, who: str, tries: int) -> None:
         """All attempts failed: poison if workers died of it, bad luck otherwise."""
         job = failure.job
         where = f"archive {job.shard.archive}, frame {job.shard.frame}"
         if not failure.worker_died:
-            self._give_up(round_, job, "dropped", failure.reason)
-            self.tell("job_dropped", f"{who}; {where} is left out of this outer iteration after {tries} attempts"
-                      f"{failure.last_words}.", job.outer_iter, job.job, failure.worker)
+            self._give_up(state, job, "dropped", failure.reason)
+            self.emit_incident("job_dropped", f"{who}; {where} is left out of this outer iteration after {tries} attempts"
+                               f"{failure.last_words}.", job.outer_iter, job.job, failure.worker)
         elif self.failure.on_poison == "stop":
             raise ClusterError(f"{who}; {where} has ended {tries} workers, and failure.on_poison is stop: look at that archive, "
                                f"then resume{failure.last_words}.")
         else:
-            round_.quarantined += job.pieces
-            self._give_up(round_, job, "quarantined", failure.reason)
-            self.tell("shard_quarantined", f"{who}; {where} has ended {tries} workers and is not tried again in this run"
-                      f"{failure.last_words}.", job.outer_iter, job.job, failure.worker)
+            state.quarantined += job.pieces
+            self._give_up(state, job, "quarantined", failure.reason)
+            self.emit_incident("shard_quarantined", f"{who}; {where} has ended {tries} workers and is not tried again in this run"
+                               f"{failure.last_words}.", job.outer_iter, job.job, failure.worker)
 
-    def _give_up_after_hangs(self, round_: Round, failure: JobFailure, who: str, hangs: int) -> None:
+    def _give_up_after_hangs(self, state: OuterIterationState, failure: JobFailure, who: str, hangs: int) -> None:
         """Every worker hung: a deadlock that comes with the data, or a machine that does not work; not poison in any case."""
         job = failure.job
         where = f"archive {job.shard.archive}, frame {job.shard.frame}"
         if self.failure.on_poison == "stop":
             raise ClusterError(f"{who}; {where} was lost with {hangs} workers that had to be killed, and failure.on_poison is "
                                f"stop: see why they hang, then resume{failure.last_words}.")
-        self._give_up(round_, job, "dropped", failure.reason)
-        self.tell("job_dropped", f"{who}; {where} is left out of this outer iteration after {hangs} workers that had to be "
-                  f"killed{failure.last_words}.", job.outer_iter, job.job, failure.worker)
+        self._give_up(state, job, "dropped", failure.reason)
+        self.emit_incident("job_dropped", f"{who}; {where} is left out of this outer iteration after {hangs} workers that had "
+                           f"to be killed{failure.last_words}.", job.outer_iter, job.job, failure.worker)
 
-    def _give_up(self, round_: Round, job: Job, event: str, reason: str) -> None:
+    def _give_up(self, state: OuterIterationState, job: Job, event: str, reason: str) -> None:
         self.ledger.settled_without(event, job, reason)
-        round_.unsettled.discard(job.job)
+        state.unsettled.discard(job.job)
 
-    def _tell_of(self, failure: JobFailure, message: str) -> None:
+    def _emit_failure(self, failure: JobFailure, message: str) -> None:
         what = "worker_died" if failure.worker_died else "job_failed"
-        self.tell(what, message, failure.job.outer_iter, failure.job.job, failure.worker)
+        self.emit_incident(what, message, failure.job.outer_iter, failure.job.job, failure.worker)
 
     def _release(self, result: JobResult) -> None:
         self.pool.release(result.sent)

@@ -4,14 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from ngsgd.config import RunConfig
-from ngsgd.data.reader import EgsReader
 from ngsgd.schedules import Shard
-from ngsgd.sequence.archives import SequenceReader
-from ngsgd.sequence.objectives import Denominator
 from ngsgd.training.parameter_deltas import Deltas
 from ngsgd.training.parameter_vector import Vector
 
@@ -28,7 +23,7 @@ class VectorRef(Protocol):
 
 
 @dataclass(frozen=True)
-class Held:
+class LocalRef:
     """A vector in this very process."""
 
     vector: Vector
@@ -39,37 +34,7 @@ class Held:
 
 
 @dataclass(frozen=True)
-class SequenceData:
-    """What sequence objectives need beside the examples."""
-
-    directory: str             # of the archives of sequences
-    denominator: Denominator
-
-
-@dataclass(frozen=True)
-class WorkerSpec:
-    """All that a worker needs to know before its first job."""
-
-    config: RunConfig
-    egs_directory: str
-    sequences: SequenceData | None = None
-
-    @property
-    def denominator(self) -> Denominator | None:
-        """Of a sequence objective."""
-        return self.sequences.denominator if self.sequences else None
-
-    def frames(self) -> EgsReader:
-        """The examples of single frames."""
-        return EgsReader(Path(self.egs_directory))
-
-    def shards(self) -> EgsReader | SequenceReader:
-        """What jobs are dealt out of."""
-        return self.frames() if self.sequences is None else SequenceReader(Path(self.sequences.directory), self.frames())
-
-
-@dataclass(frozen=True)
-class Piece:
+class WorkItem:
     """A run of minibatches of one pass over an archive, in the order that the pass's first plan gave it."""
 
     shard: Shard
@@ -83,7 +48,7 @@ Fisher = Mapping[str, Mapping[str, Any]]  # name of an estimate to its state, as
 
 
 @dataclass(frozen=True)
-class Start:
+class JobInit:
     """What a job's parameters are before its first minibatch.
 
     Plain: the broadcast model.  With the job's own last result x (elastic averaging, streaming): mix x + (1 - mix) model
@@ -106,8 +71,8 @@ class Job:
     outer_iter: int
     job: int
     attempt: int       # 1 for the first try
-    pieces: tuple[Piece, ...]
-    start: Start
+    pieces: tuple[WorkItem, ...]
+    start: JobInit
     lr: float          # per frame
     lr_factor: float   # lr over the effective learning rate; what is not diluted by averaging, such as l2, is divided by it
     progress: float = 0.0  # share of the data processed before this outer iteration, 0 to 1
@@ -146,8 +111,8 @@ class JobResult:
     num_skipped: int               # minibatches
     own: VectorRef | None = None   # with `keep_own`: what the job's next start is made of
     fisher: Fisher | None = None   # with `keep_fisher`
-    trouble: str = ""              # what the worker itself found wrong with `sent`; empty if nothing is
-    remainder: tuple[Piece, ...] = ()  # what was not processed, because the worker was asked to stop
+    rejection_reason: str = ""              # what the worker itself found wrong with `sent`; empty if nothing is
+    remainder: tuple[WorkItem, ...] = ()  # what was not processed, because the worker was asked to stop
     health: dict[str, float] = field(default_factory=dict)  # of the Fisher estimates at the end (ngsgd.optim.inspection.figures)
     host: str = ""                 # of a worker on another machine than the coordinator's
     machine: dict[str, float] = field(default_factory=dict)  # the load of that machine at the job's end

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from ngsgd.config import OuterConfig
-from ngsgd.training.dispatcher import Round
-from ngsgd.training.job import Fisher, Start, VectorRef
+from ngsgd.training.dispatcher import OuterIterationState
+from ngsgd.training.job import Fisher, JobInit, VectorRef
 from ngsgd.training.planning import Plan
-from ngsgd.training.vector_refcount import Leases
+from ngsgd.training.vector_refcount import VectorRefcount
 
 
 @dataclass(frozen=True)
@@ -22,23 +22,22 @@ class _Left:
     model: VectorRef   # what it started from itself, for the rule that pulls towards it
 
 
-class Starts:
+class JobInitializer:
     """Most rules start every job from the broadcast model; three also need what the job of that number did last.
 
     Overlapped averaging adds its own last move to a model that does not hold it yet; elastic averaging and streaming go on
     from its own parameters.
     """
 
-    def __init__(self, config: OuterConfig, leases: Leases, *, keep_fisher: bool = False,
+    def __init__(self, config: OuterConfig, refcount: VectorRefcount, *,
                  mean_fisher: Callable[[Sequence[Fisher]], Fisher] | None = None) -> None:
         self.config = config
-        self.keep_fisher = keep_fisher
         self.mean_fisher = mean_fisher        # what makes one of all jobs', for every job to go on from; None: each its own
         self.fisher: dict[int, Fisher] = {}   # by job: the Fisher estimates that its last run ended with
         self.need_own = config.overlap or config.kind in ("easgd", "streaming")
         self.delay = config.delay if config.kind == "streaming" else int(config.overlap)
         self.returns: Literal["parameters", "move"] = "move" if config.overlap else "parameters"
-        self._leases = leases
+        self._refcount = refcount
         self._own: dict[int, _Left] = {}  # by job
 
     @property
@@ -51,39 +50,39 @@ class Starts:
         count = self.config.num_fragments if self.config.kind == "streaming" else 1
         return outer_iter % count, count
 
-    def of(self, plan: Plan, job: int, model: VectorRef) -> Start:
+    def of(self, plan: Plan, job: int, model: VectorRef) -> JobInit:
         """A job whose predecessor left nothing, or that has none, starts from the model."""
         fisher = self.fisher.get(job)
         if self.mean_fisher is not None and self.fisher:
             fisher = self.mean_fisher([left for _, left in sorted(self.fisher.items())])
         return replace(self._of(plan, job, model), fisher=fisher)
 
-    def _of(self, plan: Plan, job: int, model: VectorRef) -> Start:
+    def _of(self, plan: Plan, job: int, model: VectorRef) -> JobInit:
         left = self._own.get(job)
         if left is None or left.outer_iter != plan.outer_iter - 1:
-            return Start(model)
+            return JobInit(model)
         if self.config.overlap:
-            return Start(model, left.own, own_is_move=True)
+            return JobInit(model, left.own, own_is_move=True)
         if self.config.kind == "easgd":  # the pull is towards the centre as it was before it moved
-            return Start(left.model, left.own, mix=1.0 - self.config.easgd_beta / plan.num_jobs)
+            return JobInit(left.model, left.own, mix=1.0 - self.config.easgd_beta / plan.num_jobs)
         averaged = plan.outer_iter - 1 - self.delay
-        return Start(model, left.own, mix=self.config.mixing, take=self.fragment(averaged) if averaged >= 0 else None)
+        return JobInit(model, left.own, mix=self.config.mixing, take=self.fragment(averaged) if averaged >= 0 else None)
 
-    def remember(self, job: int, round_: Round) -> None:
-        """Keeps what a job of `round_` left, in place of what its predecessor did."""
-        result = round_.results.get(job)
-        if result is not None and result.fisher is not None and job not in round_.troubles:
+    def remember(self, job: int, state: OuterIterationState) -> None:
+        """Keeps what a job of `state` left, in place of what its predecessor did."""
+        result = state.results.get(job)
+        if result is not None and result.fisher is not None and job not in state.rejection_reasons:
             self.fisher[job] = result.fisher
         else:
             self.fisher.pop(job, None)
         old = self._own.get(job)
-        if not self.need_own or (old and old.outer_iter == round_.plan.outer_iter):
+        if not self.need_own or (old and old.outer_iter == state.plan.outer_iter):
             return
         self._own.pop(job, None)
-        if result is not None and result.own is not None and job not in round_.troubles:
-            self._own[job] = left = _Left(round_.plan.outer_iter, result.own, round_.model)
-            self._leases.take(left.own)
-            self._leases.take(left.model)
+        if result is not None and result.own is not None and job not in state.rejection_reasons:
+            self._own[job] = left = _Left(state.plan.outer_iter, result.own, state.model)
+            self._refcount.acquire(left.own)
+            self._refcount.acquire(left.model)
         self._drop(old)
 
     def forget(self) -> None:
@@ -95,5 +94,5 @@ class Starts:
 
     def _drop(self, left: _Left | None) -> None:
         if left:
-            self._leases.drop(left.own)
-            self._leases.drop(left.model)
+            self._refcount.release(left.own)
+            self._refcount.release(left.model)

@@ -10,12 +10,12 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from ngsgd.training.parameter_vector import Layout, Vector
+from ngsgd.training.parameter_vector import FlatLayout, Vector
 
 _MAX_STEP = 4.0  # that a factor changes by in one outer iteration; a layer that hardly moved once must not run away
 
 
-def equalised(layout: Layout, before: Vector, after: Vector, rates: Mapping[str, float], *,
+def equalized_rates(layout: FlatLayout, before: Vector, after: Vector, rates: Mapping[str, float], *,
               last_layer_factor: float = 1.0) -> dict[str, float]:
     """The factors on the layers' rates for the next outer iteration; their geometric mean is 1.
 
@@ -34,7 +34,7 @@ def equalised(layout: Layout, before: Vector, after: Vector, rates: Mapping[str,
     return {**rates, **{layer: rate / norm for layer, rate in found.items()}}
 
 
-def _relative_changes(layout: Layout, before: Vector, after: Vector) -> dict[str, float]:
+def _relative_changes(layout: FlatLayout, before: Vector, after: Vector) -> dict[str, float]:
     changes: dict[str, list[float]] = {}
     statistics = layout.statistics()
     for name in layout.names:

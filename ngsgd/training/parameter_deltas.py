@@ -19,7 +19,7 @@ from torch import nn
 
 from ngsgd.config import OptimizerConfig
 from ngsgd.optim import SGD
-from ngsgd.training.parameter_vector import Layout, Pieces, Vector
+from ngsgd.training.parameter_vector import FlatLayout, Pieces, Vector
 
 _CHUNK = 1 << 16  # elements: three float32 chunks fit into the cache of a core
 _ROUNDING = 2.0**-23  # of one step, relative to the parameters: half an ulp, doubled
@@ -88,7 +88,7 @@ def measure(
     sent: Vector,
     is_delta: bool,
     start: PartOfStart,
-    layout: Layout,
+    layout: FlatLayout,
     pieces: Pieces,
     limits: ChangeLimits,
 ) -> Deltas:

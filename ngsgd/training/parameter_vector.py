@@ -20,14 +20,14 @@ Pieces = tuple[tuple[slice, slice], ...]  # (part of the model, where a shorter 
 
 
 @dataclass(frozen=True)
-class Layout:
+class FlatLayout:
     """Names and shapes of the floating-point entries of a state dict, in order."""
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
 
     @classmethod
-    def of(cls, model: nn.Module) -> Layout:
+    def of(cls, model: nn.Module) -> FlatLayout:
         entries = [(name, tuple(t.shape)) for name, t in model.state_dict().items() if t.is_floating_point()]
         return cls(tuple(name for name, _ in entries), tuple(shape for _, shape in entries))
 

@@ -9,22 +9,22 @@ from dataclasses import replace
 
 from ngsgd.config import ScheduleConfig
 from ngsgd.schedules import Shard
-from ngsgd.training.job import JobResult, Piece
+from ngsgd.training.job import JobResult, WorkItem
 
-Work = tuple[tuple[Piece, ...], ...]
+Work = tuple[tuple[WorkItem, ...], ...]
 _AMPLE = 1.3  # of what a worker is expected to do: what is left over comes back
 
 
-class EqualShares:
+class EqualPartitioner:
     """A whole shard for each job, as in Kaldi; what was put off comes as jobs of its own."""
 
     round_s = math.inf   # an outer iteration takes as long as it takes
 
-    def num_passes(self, num_jobs: int, pending: Sequence[Piece]) -> int:
+    def num_passes(self, num_jobs: int, pending: Sequence[WorkItem]) -> int:
         """Fresh passes that an outer iteration of so many jobs begins."""
         return num_jobs
 
-    def work(self, fresh: Sequence[Piece], pending: Sequence[Piece], num_jobs: int) -> Work:
+    def work(self, fresh: Sequence[WorkItem], pending: Sequence[WorkItem], num_jobs: int) -> Work:
         """The pieces of each job."""
         return tuple((piece,) for piece in (*fresh, *pending))
 
@@ -32,7 +32,7 @@ class EqualShares:
         """What an outer iteration tells about the workers."""
 
 
-class SharesBySpeed(EqualShares):
+class SpeedPartitioner(EqualPartitioner):
     """As much data as ever, cut so that all jobs should end together: a slow worker's job is shorter.
 
     The cut depends on the clock, so a run of it is not repeatable; each job still is.
@@ -42,7 +42,7 @@ class SharesBySpeed(EqualShares):
         self.num_minibatches = num_minibatches
         self._speed: dict[int, float] = {}   # by job, minibatches per second; a job keeps to its worker where it can
 
-    def work(self, fresh: Sequence[Piece], pending: Sequence[Piece], num_jobs: int) -> Work:
+    def work(self, fresh: Sequence[WorkItem], pending: Sequence[WorkItem], num_jobs: int) -> Work:
         pieces = (*pending, *fresh)
         return cut(pieces, self._targets(sum(map(self._size, pieces)), num_jobs), self._size)
 
@@ -57,19 +57,19 @@ class SharesBySpeed(EqualShares):
         ends = [round(total * sum(speeds[:job + 1]) / sum(speeds)) for job in range(num_jobs)]
         return [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
 
-    def _size(self, piece: Piece) -> int:
+    def _size(self, piece: WorkItem) -> int:
         stop = self.num_minibatches(piece.shard) if piece.stop is None else piece.stop
         return stop - piece.first
 
 
-class SharesByTime(SharesBySpeed):
+class TimeBudgetPartitioner(SpeedPartitioner):
     """Outer iterations of a fixed length: every job works until the time is over, and its weight is what it has done."""
 
     def __init__(self, num_minibatches: Callable[[Shard], int], round_s: float) -> None:
         super().__init__(num_minibatches)
         self.round_s = round_s
 
-    def num_passes(self, num_jobs: int, pending: Sequence[Piece]) -> int:
+    def num_passes(self, num_jobs: int, pending: Sequence[WorkItem]) -> int:
         if not self._speed:
             return num_jobs
         missing = sum(self._targets(0, num_jobs)) - sum(map(self._size, pending))
@@ -82,24 +82,24 @@ class SharesByTime(SharesBySpeed):
         return [max(1, round(_AMPLE * self.round_s * self._speed.get(job, typical))) for job in range(num_jobs)]
 
 
-def make_dealer(config: ScheduleConfig, count: Callable[[Shard, int], int]) -> EqualShares:
+def make_partitioner(config: ScheduleConfig, count: Callable[[Shard, int], int]) -> EqualPartitioner:
     """The way that a run's configuration asks for; `count` tells the minibatches of a shard, given their size."""
     def num_minibatches(shard: Shard) -> int:
         return count(shard, config.minibatch_size)
     if config.shares == "equal":
-        return EqualShares()
-    return SharesBySpeed(num_minibatches) if config.shares == "speed" else SharesByTime(num_minibatches, config.round_s)
+        return EqualPartitioner()
+    return SpeedPartitioner(num_minibatches) if config.shares == "speed" else TimeBudgetPartitioner(num_minibatches, config.round_s)
 
 
-def cut(pieces: Sequence[Piece], targets: Sequence[int], size: Callable[[Piece], int]) -> Work:
+def cut(pieces: Sequence[WorkItem], targets: Sequence[int], size: Callable[[WorkItem], int]) -> Work:
     """Pieces in order, dealt to jobs of `targets` minibatches; the last job takes what is left over.
 
     Nothing is lost and nothing met twice; jobs that would get nothing are left out.
     """
     queue = deque(pieces)
-    work: list[list[Piece]] = []
+    work: list[list[WorkItem]] = []
     for target in targets:
-        taken: list[Piece] = []
+        taken: list[WorkItem] = []
         room = target
         while queue and room > 0:
             piece = queue.popleft()

@@ -7,13 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from ngsgd.config import RunConfig
-from ngsgd.data.reader import EgsReader
-from ngsgd.models.growth_stages import Stages
 from ngsgd.schedules import OuterIteration, Schedule
-from ngsgd.sequence.archives import SequenceReader
-from ngsgd.training.job import Piece
-from ngsgd.training.partitioning import EqualShares, Work
+from ngsgd.training.job import WorkItem
+from ngsgd.training.partitioning import EqualPartitioner, Work
 
 
 @dataclass(frozen=True)
@@ -24,8 +20,8 @@ class Progress:
     passes_done: int = 0         # passes over archives that were planned up to there
     frames_processed: int = 0
     elapsed_s: float = 0.0       # of training, over all processes that worked on the run
-    pending: tuple[Piece, ...] = ()      # put off to a later outer iteration
-    quarantined: tuple[Piece, ...] = ()  # given up: whoever worked on them died
+    pending: tuple[WorkItem, ...] = ()      # put off to a later outer iteration
+    quarantined: tuple[WorkItem, ...] = ()  # given up: whoever worked on them died
     lr_scale: float = 1.0        # below 1 after roll-backs
     layer_rates: Mapping[str, float] = field(default_factory=dict)  # factors on layers' rates (objective.equalise_layers)
 
@@ -37,7 +33,7 @@ class Plan:
     iteration: OuterIteration
     work: Work
     num_fresh: int                          # passes that begin in it
-    taken_up: tuple[Piece, ...] = ()        # of what had been put off
+    taken_up: tuple[WorkItem, ...] = ()        # of what had been put off
     keeps_best: bool = False                # and nothing of the other jobs (Kaldi's early outer iterations)
     layer_rates: Mapping[str, float] = field(default_factory=dict)  # factors on layers' rates
 
@@ -50,24 +46,12 @@ class Plan:
         return len(self.work)
 
 
-def schedule_of(config: RunConfig, reader: EgsReader | SequenceReader) -> Schedule:
-    """The outer iterations of a run over the archives at hand."""
-    s = config.schedule
-    return Schedule(reader.info.num_archives, reader.info.frames_per_eg, s.num_epochs, s.lr_initial, s.lr_final,
-                    s.num_jobs_initial, s.num_jobs_final, s.num_jobs_step, s.lr_factors)
-
-
-def stages_of(config: RunConfig, reader: EgsReader | SequenceReader) -> Stages:
-    """What of the model is in use in each of them; raises ConfigError where they are too few for it."""
-    return Stages.of(config.model, config.schedule, schedule_of(config, reader).num_outer_iters)
-
-
 def passes_by_outer_iter(schedule: Schedule) -> list[int]:
     """How many passes are planned before each outer iteration, and in all."""
     return [0, *accumulate(schedule.num_jobs(outer_iter) for outer_iter in range(schedule.num_outer_iters))]
 
 
-def next_plan(schedule: Schedule, progress: Progress, dealer: EqualShares, *, max_jobs: int | None = None) -> Plan | None:
+def next_plan(schedule: Schedule, progress: Progress, partitioner: EqualPartitioner, *, max_jobs: int | None = None) -> Plan | None:
     """The outer iteration that follows; None when all the data has been processed.
 
     What was put off comes first, or alone after the last.  Where `max_jobs` is less than the schedule's jobs there are fewer
@@ -80,9 +64,9 @@ def next_plan(schedule: Schedule, progress: Progress, dealer: EqualShares, *, ma
     # where the schedule is after so many passes; without shortage that is outer_iter itself
     stage = min(bisect_right(planned, here) - 1, schedule.num_outer_iters - 1)
     num_jobs = min(schedule.num_jobs(stage), max_jobs or planned[-1])
-    num_fresh = min(dealer.num_passes(num_jobs, progress.pending), planned[-1] - here)
-    fresh = tuple(Piece(schedule.shard(here + job), outer_iter, job) for job in range(num_fresh))
-    work = dealer.work(fresh, progress.pending, num_jobs)
+    num_fresh = min(partitioner.num_passes(num_jobs, progress.pending), planned[-1] - here)
+    fresh = tuple(WorkItem(schedule.shard(here + job), outer_iter, job) for job in range(num_fresh))
+    work = partitioner.work(fresh, progress.pending, num_jobs)
     if not work:
         return None
     is_last = here + num_fresh >= planned[-1]

@@ -8,7 +8,7 @@ from ngsgd.training.job import VectorRef
 from ngsgd.training.worker_pool import WorkerPool
 
 
-class Leases:
+class VectorRefcount:
     """Gives a vector back to the pool when the last of those who need it says so."""
 
     def __init__(self, pool: WorkerPool) -> None:
@@ -16,12 +16,12 @@ class Leases:
         self._needed: Counter[int] = Counter()
         self._refs: dict[int, VectorRef] = {}
 
-    def take(self, ref: VectorRef | None) -> None:
+    def acquire(self, ref: VectorRef | None) -> None:
         if ref is not None:
             self._refs[id(ref)] = ref  # keeps the object, and so its id, alive
             self._needed[id(ref)] += 1
 
-    def drop(self, ref: VectorRef | None) -> None:
+    def release(self, ref: VectorRef | None) -> None:
         if ref is None:
             return
         self._needed[id(ref)] -= 1
@@ -29,7 +29,7 @@ class Leases:
             del self._needed[id(ref)]
             self.pool.release(self._refs.pop(id(ref)))
 
-    def offer(self, ref: VectorRef | None) -> None:
+    def release_if_unused(self, ref: VectorRef | None) -> None:
         """Gives a vector back unless somebody needs it."""
-        self.take(ref)
-        self.drop(ref)
+        self.acquire(ref)
+        self.release(ref)

@@ -19,9 +19,10 @@ import numpy as np
 from ngsgd.files import read_json_lines
 from ngsgd.launcher.commands.train import train
 from ngsgd.launcher.config import compose
-from ngsgd.training.job import Job, JobResult, WorkerSpec
+from ngsgd.tasks.frames import schedule_of
+from ngsgd.tasks.speech import SpeechTaskSpec
+from ngsgd.training.job import Job, JobResult
 from ngsgd.training.parameter_vector import Vector
-from ngsgd.training.planning import schedule_of
 from ngsgd.training.validation.held_out_check import HeldOutCheck
 from ngsgd.training.worker import Worker
 
@@ -59,9 +60,9 @@ class _Damaging(Worker):
 
     name = "none"
 
-    def __init__(self, spec: WorkerSpec, index: int) -> None:
+    def __init__(self, spec: SpeechTaskSpec, index: int) -> None:
         super().__init__(spec, index)
-        self._last = schedule_of(spec.config, self.reader).num_outer_iters - 1
+        self._last = schedule_of(spec.config, spec.shards()).num_outer_iters - 1
 
     def _result(self, job: Job, *rest: Any) -> JobResult:
         if (job.outer_iter, job.job) == (self._last, JOB):

@@ -17,8 +17,9 @@ import numpy as np
 
 from ngsgd.cluster.exchange.shared_memory import SharedRef
 from ngsgd.cluster.messages import Messages, _framed
-from ngsgd.training.job import Held, Job, JobFailure, JobResult, WorkerSpec
+from ngsgd.training.job import Job, JobFailure, JobResult, LocalRef
 from ngsgd.training.parameter_vector import Vector
+from ngsgd.training.task import TaskSpec
 from ngsgd.training.validation.checksums import digest, not_finite
 from ngsgd.training.worker import Place, Worker, never, np_empty
 
@@ -94,7 +95,7 @@ class Breaks:
 
     fault: Fault
 
-    def __call__(self, spec: WorkerSpec, index: int) -> Worker:
+    def __call__(self, spec: TaskSpec, index: int) -> Worker:
         if self.fault.when == "start" and index == self.fault.at[1]:
             self.fault.strike()
         worker = BreakingWorker(spec, index, self.fault)
@@ -105,7 +106,7 @@ class Breaks:
 class BreakingWorker(Worker):
     """Asks the fault at each of its points."""
 
-    def __init__(self, spec: WorkerSpec, index: int, fault: Fault) -> None:
+    def __init__(self, spec: TaskSpec, index: int, fault: Fault) -> None:
         super().__init__(spec, index)
         self.fault = fault
         self.is_chosen = False
@@ -114,7 +115,7 @@ class BreakingWorker(Worker):
     def run(self, job: Job, place: Place = np_empty, should_stop: Callable[[], bool] = never) -> JobResult:
         self.is_chosen = (job.outer_iter, job.job) == self.fault.at
         self._number, self._is_slow = 0, False
-        self._last = sum(1 for _ in self._minibatches(job)) - 1
+        self._last = sum(1 for _ in self._batches(job)) - 1
         return super().run(job, place, should_stop)
 
     def _load(self, job: Job) -> Vector | None:
@@ -184,7 +185,7 @@ class Spoils:
 
     fault: Fault
 
-    def __call__(self, spec: WorkerSpec, index: int) -> Worker:
+    def __call__(self, spec: TaskSpec, index: int) -> Worker:
         worker = SpoilingWorker(spec, index, self.fault)
         _spoil_messages(worker)
         return worker
@@ -193,7 +194,7 @@ class Spoils:
 class SpoilingWorker(Worker):
     """Numbers that are none, which the worker itself must notice."""
 
-    def __init__(self, spec: WorkerSpec, index: int, fault: Fault) -> None:
+    def __init__(self, spec: TaskSpec, index: int, fault: Fault) -> None:
         super().__init__(spec, index)
         self.fault = fault
 
@@ -202,10 +203,11 @@ class SpoilingWorker(Worker):
         number = {"NaN": np.nan, "Inf": np.inf}.get(self.fault.how)
         if number is None or (job.outer_iter, job.job) != self.fault.at or not _marked(self.fault):
             return result
-        assert isinstance(result.sent, Held)
+        assert isinstance(result.sent, LocalRef)
         result.sent.vector[5] = number
         pieces = self.layout.fragment(*job.send)
-        return replace(result, digest=digest(result.sent.vector), trouble=not_finite(result.sent.vector, self.layout, pieces))
+        reason = not_finite(result.sent.vector, self.layout, pieces)
+        return replace(result, digest=digest(result.sent.vector), rejection_reason=reason)
 
 
 def _marked(fault: Fault) -> bool:

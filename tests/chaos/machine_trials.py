@@ -15,7 +15,8 @@ from pathlib import Path
 from ngsgd.cluster.fork_server import _process_id
 from ngsgd.config import FailureConfig, RunConfig
 from ngsgd.files import read_json_lines
-from ngsgd.training.job import Job, WorkerSpec
+from ngsgd.training.job import Job
+from ngsgd.training.task import TaskSpec
 from ngsgd.training.worker import Worker
 from tests.chaos import trials
 from tests.chaos.cases import Case, Seen
@@ -101,7 +102,7 @@ class StopsAtBirth:
     def __reduce__(self) -> tuple[Callable[[Fault, Fault], StopsAtBirth], tuple[Fault, Fault]]:
         return _read, (self.first, self.second)
 
-    def __call__(self, spec: WorkerSpec, index: int) -> Worker:
+    def __call__(self, spec: TaskSpec, index: int) -> Worker:
         return Breaks(self.first)(spec, index)
 
 
@@ -134,7 +135,7 @@ def _try_birth(folder: Path) -> Seen:
 class Paced:
     """Makes workers whose minibatches last a while, so that a freeze finds them at work."""
 
-    def __call__(self, spec: WorkerSpec, index: int) -> Worker:
+    def __call__(self, spec: TaskSpec, index: int) -> Worker:
         return _PacedWorker(spec, index)
 
 

@@ -30,9 +30,9 @@ from ngsgd.cluster.process_pool import ProcessPool
 from ngsgd.config import ClusterConfig, FailureConfig, RunConfig
 from ngsgd.errors import NgsgdError, RunInterrupted
 from ngsgd.files import read_json_lines
-from ngsgd.training.job import WorkerSpec
 from ngsgd.training.records import OuterIterationRecord
 from ngsgd.training.storage.audit import audit
+from ngsgd.training.task import TaskSpec
 from ngsgd.training.worker import Worker
 from tests.chaos.invariants import Surroundings, final_hash
 from tests.toy import Recorder, Run, config
@@ -99,12 +99,12 @@ class Steady:
     folder: str
     minibatch_s: float
 
-    def __call__(self, spec: WorkerSpec, index: int) -> Worker:
+    def __call__(self, spec: TaskSpec, index: int) -> Worker:
         return _SteadyWorker(spec, index, self)
 
 
 class _SteadyWorker(Worker):
-    def __init__(self, spec: WorkerSpec, index: int, how: Steady) -> None:
+    def __init__(self, spec: TaskSpec, index: int, how: Steady) -> None:
         super().__init__(spec, index)
         self.how = how
 

@@ -24,10 +24,11 @@ from ngsgd.config import ClusterConfig, FailureConfig
 from ngsgd.errors import ClusterError
 from ngsgd.files import read_json_lines
 from ngsgd.ops.averaging import weighted_mean
-from ngsgd.training.job import Job, JobResult, Outcome, Piece, Start, WorkerSpec
-from ngsgd.training.parameter_vector import Layout
+from ngsgd.training.job import Job, JobInit, JobResult, Outcome, WorkItem
+from ngsgd.training.parameter_vector import FlatLayout
 from ngsgd.training.storage.audit import audit
 from ngsgd.training.storage.ledger import Ledger
+from ngsgd.training.task import TaskSpec
 from ngsgd.training.worker import Place, Worker, never, np_empty, resolve_threads
 from tests.chaos.coordinator import Ordeal
 from tests.chaos.faults import Breaks, Fault
@@ -35,7 +36,7 @@ from tests.chaos.invariants import Surroundings
 from tests.chaos.soak import Plan, soak
 from tests.chaos.trials import BreaksTwice, all_events, check, many_workers, patient, reference, run_in, settings
 from tests.chaos.watch import WatchedPool
-from tests.toy import Run, config
+from tests.toy import Run
 
 
 @dataclass(frozen=True)
@@ -45,12 +46,12 @@ class Straggles:
     factor: float
     index: int = 1
 
-    def __call__(self, spec: WorkerSpec, index: int) -> Worker:
+    def __call__(self, spec: TaskSpec, index: int) -> Worker:
         return Straggler(spec, index, self.factor if index == self.index else 1.0)
 
 
 class Straggler(Worker):
-    def __init__(self, spec: WorkerSpec, index: int, factor: float) -> None:
+    def __init__(self, spec: TaskSpec, index: int, factor: float) -> None:
         super().__init__(spec, index)
         self.factor = factor
 
@@ -129,7 +130,7 @@ class HangsAtStart:
 
     fault: Fault
 
-    def __call__(self, spec: WorkerSpec, index: int) -> Worker:
+    def __call__(self, spec: TaskSpec, index: int) -> Worker:
         if index == 1:
             self.fault.strike()
         return Worker(spec, index)
@@ -232,8 +233,8 @@ def test_two_runs_at_once_on_one_machine_share_nothing(tmp_path: Path) -> None:
 
 def test_workers_share_the_cores() -> None:
     for num_cores, num_workers, num_threads in ((8, 2, 4), (2, 16, 1), (7, 2, 3), (1, 1, 1)):
-        assert resolve_threads(config(cluster=ClusterConfig(num_workers=num_workers)), num_cores) == num_threads
-    assert resolve_threads(config(cluster=ClusterConfig(num_workers=4, threads_per_worker=3)), 4) == 3
+        assert resolve_threads(ClusterConfig(num_workers=num_workers), num_cores) == num_threads
+    assert resolve_threads(ClusterConfig(num_workers=4, threads_per_worker=3), 4) == 3
 
 
 def test_a_worker_uses_the_threads_it_was_given(tmp_path: Path) -> None:
@@ -268,10 +269,10 @@ def test_shards_are_numbered_so_that_nobody_s_identity_decides_what_is_drawn(tmp
     pool.start()
     try:
         model = pool.publish(lambda out: out.fill(0.01))
-        piece = Piece(run.schedule.shard(0), 0, 0)
+        piece = WorkItem(run.schedule.shard(0), 0, 0)
         found = []
         for number, attempt in ((0, 1), (1, 1), (1, 7)):   # the job's number decides which worker it goes to first
-            pool.submit(Job(0, number, attempt, (piece,), Start(model), 0.01, 2.0))
+            pool.submit(Job(0, number, attempt, (piece,), JobInit(model), 0.01, 2.0))
             while (outcome := pool.wait(1.0)) is None:
                 pass
             assert isinstance(outcome, JobResult)
@@ -370,7 +371,7 @@ def test_fragments_hold_every_parameter_once_whatever_their_number() -> None:
     chance = np.random.default_rng(0)
     for _ in range(200):
         names = [f"layer{number}.{part}" for number in range(chance.integers(1, 12)) for part in ("weight", "bias")]
-        layout = Layout(tuple(names), tuple((int(chance.integers(0, 5)), int(chance.integers(1, 4))) for _ in names))
+        layout = FlatLayout(tuple(names), tuple((int(chance.integers(0, 5)), int(chance.integers(1, 4))) for _ in names))
         count = int(chance.integers(1, 20))
         covered = np.zeros(layout.size, dtype=int)
         for index in range(count):

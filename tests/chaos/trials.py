@@ -16,7 +16,8 @@ from typing import Any
 from ngsgd.config import ClusterConfig, FailureConfig, OuterConfig, RunConfig
 from ngsgd.errors import CheckpointError
 from ngsgd.files import read_json_lines
-from ngsgd.training.job import Job, WorkerSpec
+from ngsgd.training.job import Job
+from ngsgd.training.task import TaskSpec
 from ngsgd.training.worker import Worker
 from tests.chaos import cases
 from tests.chaos.cases import Case, Seen
@@ -269,7 +270,7 @@ class BreaksTwice:
     first: Fault
     second: Fault
 
-    def __call__(self, spec: WorkerSpec, index: int) -> Worker:
+    def __call__(self, spec: TaskSpec, index: int) -> Worker:
         if index == self.first.at[1] and self.first.strikes():
             self.second.strike()
         return Breaks(self.first)(spec, index)

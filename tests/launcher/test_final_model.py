@@ -22,7 +22,7 @@ from ngsgd.launcher.runs.final_model import DIGESTS, load_final, save_final, wan
 from ngsgd.launcher.runs.run_folder import RunFolder
 from ngsgd.models.growing import set_stage, utterance_logits
 from ngsgd.models.growth_stages import Stage
-from ngsgd.training.planning import stages_of
+from ngsgd.tasks.frames import stages_of
 from tests import toy
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"

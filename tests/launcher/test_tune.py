@@ -142,12 +142,12 @@ def test_a_job_of_ngsgd_train_does_what_the_proxy_did(tmp_path: Path) -> None:
     flat = Flat.of(proxy.task)
     jobs = LocalJobs(proxy.task, plan, "none", PlainGradients(proxy.task, flat))
     ours_P = jobs.run(0, 0, flat.flatten(list(proxy.task.start.values())).double())
-    from ngsgd.training.job import Held, Job, Piece, Start
+    from ngsgd.training.job import Job, JobInit, LocalRef, WorkItem
 
     worker = Worker(run.spec, 0)
-    start = Held(worker.layout.flatten(worker.model.state_dict()))
-    piece = Piece(run.schedule.shard(0), 0, 0, 0, num_steps)
-    sent = worker.run(Job(0, 0, 1, (piece,), Start(start), 0.004, 1.0)).sent.read()
+    start = LocalRef(worker.layout.flatten(worker.model.state_dict()))
+    piece = WorkItem(run.schedule.shard(0), 0, 0, 0, num_steps)
+    sent = worker.run(Job(0, 0, 1, (piece,), JobInit(start), 0.004, 1.0)).sent.read()
     assert torch.allclose(torch.from_numpy(sent).double(), ours_P, atol=2e-5)  # float32 there, and momentum inside the rate
 
 

@@ -16,8 +16,8 @@ import torch
 from ngsgd import files
 from ngsgd.errors import CheckpointError, RunLockedError
 from ngsgd.schedules import Shard
-from ngsgd.training.job import Piece
-from ngsgd.training.parameter_vector import Layout
+from ngsgd.training.job import WorkItem
+from ngsgd.training.parameter_vector import FlatLayout
 from ngsgd.training.planning import Progress
 from ngsgd.training.storage.checkpoint import CheckpointStore
 from ngsgd.training.storage.lock import RunLock
@@ -26,7 +26,7 @@ from ngsgd.training.storage.lock import RunLock
 @pytest.fixture
 def store(tmp_path: Path) -> CheckpointStore:
     (tmp_path / "checkpoints").mkdir()
-    return CheckpointStore(tmp_path / "checkpoints", Layout.of(torch.nn.Linear(3, 2)), num_to_keep=2)
+    return CheckpointStore(tmp_path / "checkpoints", FlatLayout.of(torch.nn.Linear(3, 2)), num_to_keep=2)
 
 
 def vector(value: float) -> np.ndarray:
@@ -43,7 +43,7 @@ def at(outer_iter: int) -> Progress:
 
 
 def test_what_is_saved_comes_back(store: CheckpointStore) -> None:
-    late = Piece(Shard(3, 1), outer_iter=2, job=0, first=4, stop=9)
+    late = WorkItem(Shard(3, 1), outer_iter=2, job=0, first=4, stop=9)
     progress = replace(at(4), pending=(late,), quarantined=(replace(late, stop=None),), lr_scale=0.5)
     saved = store.save(progress, state(0.25), {"outer_iter": 4})
     latest, problems = store.latest()
@@ -84,7 +84,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_named(store: CheckpointStore, d
 
 def test_a_checkpoint_of_another_model_is_refused(store: CheckpointStore) -> None:
     store.save(at(0), state(0))
-    other = CheckpointStore(store.directory, Layout.of(torch.nn.Linear(2, 3)), 2)
+    other = CheckpointStore(store.directory, FlatLayout.of(torch.nn.Linear(2, 3)), 2)
     with pytest.raises(CheckpointError, match="other layers"):
         other.load(store.directory / "iter-000000")
 
@@ -129,7 +129,7 @@ def _leaves(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 
 def test_any_changed_value_of_a_manifest_is_damage(store: CheckpointStore) -> None:
-    late = Piece(Shard(3, 1), outer_iter=2, job=0, first=4, stop=9)
+    late = WorkItem(Shard(3, 1), outer_iter=2, job=0, first=4, stop=9)
     store.save(replace(at(1), pending=(late,)), state(1), {"outer_iter": 1, "numbers": {"lr": 0.1}})
     path = store.directory / "iter-000001" / "manifest.json"
     whole = json.loads(path.read_text())

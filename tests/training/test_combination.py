@@ -27,7 +27,7 @@ from ngsgd.pipeline.combination import (
 )
 from ngsgd.pipeline.combination.plain import evaluated_counts
 from ngsgd.schedules import Schedule
-from ngsgd.training.parameter_vector import Layout, Vector
+from ngsgd.training.parameter_vector import FlatLayout, Vector
 from tests.conftest import Golden
 from tests.reference.combination import pooled_statistics, running_means
 from tests.toy import DIM, NUM_CLASSES, frame_set
@@ -268,9 +268,9 @@ def test_recomputing_ignores_dropout_and_leaves_modes_and_momenta() -> None:
 
 def test_models_without_batchnorm_are_left_alone() -> None:
     model = nn.Sequential(nn.Linear(DIM, 8), nn.BatchNorm1d(8, track_running_stats=False))
-    before = Layout.of(model).flatten(model.state_dict())
+    before = FlatLayout.of(model).flatten(model.state_dict())
     assert recompute_batchnorm(model, frames(50, 0).x_ND) == 0
-    assert np.array_equal(Layout.of(model).flatten(model.state_dict()), before)
+    assert np.array_equal(FlatLayout.of(model).flatten(model.state_dict()), before)
 
 
 def test_a_single_frame_has_no_batchnorm_statistics() -> None:
@@ -298,7 +298,7 @@ def test_a_combination_carries_the_statistics_of_the_held_out_frames(method: Met
 def noisy_run(kind: str, seed: int) -> tuple[nn.Module, list[Vector]]:
     """20 outer iterations of plain SGD at a learning rate that is kept high; the last ten models, newest first."""
     model = build_model(ModelConfig(kind=kind, num_layers=2, hidden_dim=40), DIM, NUM_CLASSES, seed)
-    data, random, layout = frames(4000, 1000 + seed), np.random.default_rng(seed), Layout.of(model)
+    data, random, layout = frames(4000, 1000 + seed), np.random.default_rng(seed), FlatLayout.of(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0 if kind == "pnorm" else 0.5)
     models = []
     for _ in range(20):

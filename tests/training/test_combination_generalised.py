@@ -17,7 +17,7 @@ from ngsgd.models import PNorm, Renormalize, build_model
 from ngsgd.pipeline.combination import Candidate, HeldOut, generalised, lbfgs, normalize_stddev
 from ngsgd.pipeline.combination.layer_weights import WeightedLayers, preconditioner, updatable_layers
 from ngsgd.pipeline.combination.stddev import scale_invariant_layers
-from ngsgd.training.parameter_vector import Layout, Vector
+from ngsgd.training.parameter_vector import FlatLayout, Vector
 from tests.reference import combination as reference
 from tests.toy import DIM, NUM_CLASSES, frame_set
 
@@ -237,7 +237,7 @@ def test_frozen_parameters_and_buffers_get_the_plain_mean() -> None:
     model = nn.Sequential(nn.Linear(DIM, 8), Renormalize(), nn.Linear(8, NUM_CLASSES))
     model[0].requires_grad_(False)
     model.register_buffer("seen", torch.zeros(2))
-    layout, held_out = Layout.of(model), HeldOut(model, frames(200, 1))
+    layout, held_out = FlatLayout.of(model), HeldOut(model, frames(200, 1))
     vectors = [np.random.default_rng(k).normal(size=layout.size).astype(np.float32) for k in range(3)]
     for vector in vectors:
         vector[layout.part("0.weight")] = vectors[0][layout.part("0.weight")]  # frozen: the same in all models
@@ -253,7 +253,7 @@ def test_a_shared_parameter_stays_shared() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh(), nn.Linear(DIM, DIM), nn.Tanh(), nn.Linear(DIM, NUM_CLASSES))
     model[2].weight = model[0].weight
-    layout, held_out = Layout.of(model), HeldOut(model, frames(200, 1))
+    layout, held_out = FlatLayout.of(model), HeldOut(model, frames(200, 1))
     vectors = [np.random.default_rng(k).normal(size=layout.size).astype(np.float32) for k in range(3)]
     for vector in vectors:
         vector[layout.part("2.weight")] = vector[layout.part("0.weight")]
@@ -378,14 +378,14 @@ def test_noise_does_not_lead_below_the_start(seed: int) -> None:
 # ------------------------------------------------------------------ layers whose scale does not matter
 
 
-def stddev_of(vector: Vector, layout: Layout, layer: str) -> float:
+def stddev_of(vector: Vector, layout: FlatLayout, layer: str) -> float:
     return float(np.concatenate([vector[layout.part(f"{layer}.{name}")] for name in ("weight", "bias")]).std(dtype=np.float64))
 
 
 @pytest.mark.parametrize("kind", ["relu", "pnorm"])
 def test_normalising_changes_scales_and_no_output(kind: str) -> None:
     model = build_model(ModelConfig(kind=kind, num_layers=3, hidden_dim=20, dropout_schedule="0,0.2,0"), DIM, NUM_CLASSES, 0).eval()
-    layout, x_ND = Layout.of(model), frames(500, 0).x_ND
+    layout, x_ND = FlatLayout.of(model), frames(500, 0).x_ND
     before = layout.flatten(model.state_dict())
     random = np.random.default_rng(0)
     output = layout.part("output.weight")  # zero at the start
@@ -407,7 +407,7 @@ def test_normalising_changes_scales_and_no_output(kind: str) -> None:
 
 def test_another_standard_deviation_can_be_asked_for() -> None:
     model = build_model(ModelConfig(num_layers=1), DIM, NUM_CLASSES, 0)
-    layout = Layout.of(model)
+    layout = FlatLayout.of(model)
     assert abs(stddev_of(normalize_stddev(layout.flatten(model.state_dict()), model, 0.25), layout, "affine1") - 0.25) < 1e-6
 
 

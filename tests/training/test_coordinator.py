@@ -17,7 +17,7 @@ from ngsgd.errors import ClusterError, DataError, DivergenceError, RunInterrupte
 from ngsgd.files import read_json_lines
 from ngsgd.ops.averaging import mean_of_chunk, shares_of, weighted_mean
 from ngsgd.optim.outer_rules import Array, Average
-from ngsgd.training.job import Held, Job, JobFailure, JobResult, Outcome, Piece, Start
+from ngsgd.training.job import Job, JobFailure, JobInit, JobResult, LocalRef, Outcome, WorkItem
 from ngsgd.training.parameter_vector import Mean, Vector
 from ngsgd.training.storage.audit import audit
 from ngsgd.training.validation.checksums import digest
@@ -95,7 +95,7 @@ class MeanPool(FaultyPool):
 def test_a_rule_that_is_no_function_of_the_mean_is_given_every_vector(is_median: bool, tmp_path: Path,
                                                                       monkeypatch: pytest.MonkeyPatch) -> None:
     rule = Median() if is_median else Average()
-    monkeypatch.setattr("ngsgd.training.coordinator.make_rule", lambda config: rule)
+    monkeypatch.setattr("ngsgd.training.averaged_model.make_rule", lambda config: rule)
     run = Run(tmp_path, config(schedule=ScheduleConfig(num_epochs=0.25, num_jobs_initial=3, num_jobs_final=3)))
     pool = MeanPool(run, lambda result: result)
     checkpoint = run.train(pool)
@@ -178,7 +178,8 @@ def test_too_many_deaths_end_the_run(tmp_path: Path) -> None:
 def nan_parameters(result: JobResult) -> JobResult:
     spoilt: Vector = result.sent.read().copy()
     spoilt[3] = np.nan
-    return dataclasses.replace(result, sent=Held(spoilt), digest=digest(spoilt), trouble="1 of its parameters are not finite")
+    return dataclasses.replace(result, sent=LocalRef(spoilt), digest=digest(spoilt),
+                               rejection_reason="1 of its parameters are not finite")
 
 
 @pytest.mark.parametrize(("spoil", "reason"), [
@@ -296,7 +297,7 @@ def test_a_job_leaves_nothing_behind_in_its_worker(tmp_path: Path) -> None:
     pool.start()
     start = run.store.layout.flatten(run.model.state_dict())
     model = pool.publish(lambda out: np.copyto(out, start))
-    jobs = [Job(0, job, 1, (Piece(run.schedule.shard(job), 0, job),), Start(model), 0.01, 2.0) for job in (0, 1, 0)]
+    jobs = [Job(0, job, 1, (WorkItem(run.schedule.shard(job), 0, job),), JobInit(model), 0.01, 2.0) for job in (0, 1, 0)]
     outcomes = []
     for job in jobs:
         pool.submit(job)

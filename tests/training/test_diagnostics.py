@@ -14,10 +14,9 @@ from torch import nn
 
 from ngsgd.data.reader import EgsReader, Minibatch
 from ngsgd.errors import DamagedArchiveError, RunInterrupted
+from ngsgd.tasks.frame_scores import average_posterior, diagnose, score_subset, summed_loss
 from ngsgd.training.coordinator import Coordinator
-from ngsgd.training.diagnostics.deferred import PendingRecords
-from ngsgd.training.diagnostics.subset_scores import average_posterior, diagnose, score_subset
-from ngsgd.training.objective import summed_loss
+from ngsgd.training.diagnostics.deferred import DeferredDiagnostics
 from ngsgd.training.storage.audit import audit
 from tests.toy import Recorder, Run, config
 
@@ -120,12 +119,12 @@ def test_a_resumed_run_tells_what_a_crash_left_untold(tmp_path: Path, monkeypatc
     run = Run(tmp_path / "crashed")
 
     def crash(coordinator: Coordinator, *_: object) -> None:
-        if coordinator.checkpoints.directory.joinpath("iter-000002").exists():
-            monkeypatch.setattr(PendingRecords, "wait", lambda _: None)  # a process that is gone waits for nothing
+        if coordinator.storage.checkpoints.directory.joinpath("iter-000002").exists():
+            monkeypatch.setattr(DeferredDiagnostics, "wait", lambda _: None)  # a process that is gone waits for nothing
             raise Crash
     with monkeypatch.context() as patched:
-        patched.setattr(Coordinator, "_meanwhile", crash)
-        patched.setattr(PendingRecords, "look", lambda _: None)
+        patched.setattr(Coordinator, "_while_jobs_run", crash)
+        patched.setattr(DeferredDiagnostics, "report_finished", lambda _: None)
         with pytest.raises(Crash):
             run.train()
     monkeypatch.undo()

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from ngsgd.cluster.in_process import InProcessPool
-from ngsgd.config import ClusterConfig, FailureConfig
+from ngsgd.config import FailureConfig
 from ngsgd.errors import ClusterError
 from ngsgd.files import read_json_lines
-from ngsgd.training.dispatcher import Dispatcher, NeverStop, Round
-from ngsgd.training.job import Held, Job, JobFailure, JobResult, Outcome, Start
+from ngsgd.training.dispatcher import Dispatcher, NeverStop, OuterIterationState
+from ngsgd.training.job import Job, JobFailure, JobInit, JobResult, LocalRef, Outcome
 from ngsgd.training.parameter_vector import Vector
-from ngsgd.training.partitioning import EqualShares
+from ngsgd.training.partitioning import EqualPartitioner
 from ngsgd.training.planning import Progress, next_plan
 from ngsgd.training.storage.ledger import Ledger
 from ngsgd.training.validation.checksums import digest
@@ -71,7 +71,7 @@ class ScriptedPool(InProcessPool):
 
 def _result(job: Job, worker: int, size: int) -> JobResult:
     vector: Vector = np.zeros(size, dtype=np.float32)
-    return JobResult(job, worker, Held(vector), digest(vector), 300, 5, -1.0, 0.5, 1.0, 0.0, 0.0, 0)
+    return JobResult(job, worker, LocalRef(vector), digest(vector), 300, 5, -1.0, 0.5, 1.0, 0.0, 0.0, 0)
 
 
 def _polls(seconds: float, acts: Mapping[int, str]) -> list[tuple[float, Mapping[int, str]]]:
@@ -92,14 +92,14 @@ class Trial:
         self.incidents: list[str] = []
         self.ledger_path = run.ledger_path
         ledger = Ledger(run.ledger_path)
-        self.dispatch = Dispatcher(self.pool, ledger, run.store.layout, settings, ClusterConfig(num_workers=2), NeverStop(),
+        self.dispatch = Dispatcher(self.pool, ledger, run.store.layout, run.spec.settings, NeverStop(),
                                    lambda what, *_: self.incidents.append(what), lambda: self.pool.now)
-        plan = next_plan(run.schedule, Progress(), EqualShares())
+        plan = next_plan(run.schedule, Progress(), EqualPartitioner())
         assert plan is not None
-        model = Held(np.zeros(run.store.layout.size, dtype=np.float32))
-        self.round: Round = self.dispatch.open(plan, model, (), math.inf)
+        model = LocalRef(np.zeros(run.store.layout.size, dtype=np.float32))
+        self.round: OuterIterationState = self.dispatch.open(plan, model, (), math.inf)
         for job, pieces in enumerate(plan.work):
-            self.dispatch.enqueue(self.round, Job(0, job, 1, pieces, Start(model), 0.01, 1.0))
+            self.dispatch.enqueue(self.round, Job(0, job, 1, pieces, JobInit(model), 0.01, 1.0))
         try:
             self.dispatch.finish(self.round, None, lambda: None)
         finally:
@@ -129,9 +129,9 @@ def test_a_pause_of_the_coordinator_s_own_work_restarts_the_deadlines(tmp_path: 
     trial = Trial(tmp_path, [*_polls(1.0, BOTH_WORK), *BOTH_DONE])
     trial.pool.now += 1000.0    # averaging, a slow disk
     trial.pool.script = iter([*_polls(25.0, {}), *BOTH_DONE])
-    again = Round(trial.round.plan, trial.round.model, frozenset(), math.inf, unsettled={0, 1})
+    again = OuterIterationState(trial.round.plan, trial.round.model, frozenset(), math.inf, unsettled={0, 1})
     for job, pieces in enumerate(trial.round.plan.work):
-        trial.dispatch.enqueue(again, Job(0, job, 1, pieces, Start(trial.round.model), 0.01, 1.0))
+        trial.dispatch.enqueue(again, Job(0, job, 1, pieces, JobInit(trial.round.model), 0.01, 1.0))
     trial.dispatch.ledger = Ledger(tmp_path / "again.jsonl")
     trial.dispatch.finish(again, None, lambda: None)
     trial.dispatch.ledger.close()

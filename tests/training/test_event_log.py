@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ngsgd.training.coordinator import Coordinator
-from ngsgd.training.diagnostics.deferred import PendingRecords
+from ngsgd.training.diagnostics.deferred import DeferredDiagnostics
 from ngsgd.training.records import OuterIterationRecord
 from ngsgd.training.storage.event_log import EventLog, is_valid, read_events
 from tests.toy import Run
@@ -97,10 +97,10 @@ def _train(run: Run, path: Path) -> None:
 
 def _crash(patched: pytest.MonkeyPatch, moment: str, outer_iter: int) -> None:
     """Ends a run at a moment of one outer iteration; the process does nothing more."""
-    commit, pass_on = Coordinator._commit, PendingRecords._pass_on
+    commit, pass_on = Coordinator._commit, DeferredDiagnostics._pass_on
 
     def gone() -> Crash:
-        patched.setattr(PendingRecords, "wait", lambda _: None)
+        patched.setattr(DeferredDiagnostics, "wait", lambda _: None)
         return Crash()
 
     def crashing_commit(coordinator: Coordinator, round_: Any, *others: Any) -> Any:
@@ -110,7 +110,7 @@ def _crash(patched: pytest.MonkeyPatch, moment: str, outer_iter: int) -> None:
             commit(coordinator, round_, *others)
         raise gone()
 
-    def crashing_pass_on(records: PendingRecords, waiting: Any) -> None:
+    def crashing_pass_on(records: DeferredDiagnostics, waiting: Any) -> None:
         if waiting.record.outer_iter != outer_iter:
             return pass_on(records, waiting)
         if moment == "after the event":
@@ -119,4 +119,4 @@ def _crash(patched: pytest.MonkeyPatch, moment: str, outer_iter: int) -> None:
     if moment.endswith("commit"):
         patched.setattr(Coordinator, "_commit", crashing_commit)
     else:
-        patched.setattr(PendingRecords, "_pass_on", crashing_pass_on)
+        patched.setattr(DeferredDiagnostics, "_pass_on", crashing_pass_on)

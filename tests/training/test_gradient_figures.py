@@ -12,8 +12,9 @@ from torch import nn
 from ngsgd.config import EgsConfig, TrackingConfig, check
 from ngsgd.data.reader import Minibatch
 from ngsgd.errors import ConfigError
-from ngsgd.training.diagnostics.gradient_figures import gradient_figures
-from ngsgd.training.diagnostics.subset_scores import BackgroundDiagnostics, diagnose
+from ngsgd.tasks.frame_scores import diagnose
+from ngsgd.tasks.gradient_figures import gradient_figures
+from ngsgd.training.diagnostics.background import BackgroundDiagnostics
 from tests.toy import Run, config
 
 N = 40
@@ -61,14 +62,15 @@ def test_figures_repeat_and_leave_the_generator_of_training_alone() -> None:
     assert not any("curvature" in name for name in diagnose(model, SUBSET, SUBSET).figures)
 
 
-def test_a_model_whose_layers_are_not_known_is_refused_before_training() -> None:
+def test_a_model_whose_layers_are_not_known_is_refused_before_training(tmp_path: Path) -> None:
     class Scale(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.scale = nn.Parameter(torch.ones(6))
 
+    run = Run(tmp_path, config(tracking=TrackingConfig(kind="none", curvature_frames=20)))
     with pytest.raises(ConfigError, match="Scale"):
-        BackgroundDiagnostics(Scale(), {}, [], 20)
+        BackgroundDiagnostics(Scale(), run.spec.task())
 
 
 def test_training_ends_with_the_same_model_and_every_record_has_the_figures(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from ngsgd.config import FailureConfig, ModelConfig, OptimizerConfig, OuterConfi
 from ngsgd.errors import RunInterrupted
 from ngsgd.optim.outer import Bmuf, OuterInfo, OuterOptimizer
 from ngsgd.schedules import Shard
-from ngsgd.training.job import Held, Job, JobFailure, JobResult, Outcome, Piece, Start
+from ngsgd.training.job import Job, JobFailure, JobInit, JobResult, LocalRef, Outcome, WorkItem
 from ngsgd.training.storage.audit import audit
 from ngsgd.training.worker import Worker
 from tests.toy import Run, config
@@ -193,10 +193,10 @@ def test_early_jobs_take_half_minibatches_and_smaller_steps(tmp_path: Path) -> N
 def test_what_an_early_outer_iteration_put_off_is_cut_as_it_was_there(tmp_path: Path) -> None:
     run = Run(tmp_path, growing("kaldi"))
     worker = Worker(run.spec, 0)
-    start = Start(Held(worker.layout.flatten(worker.model.state_dict())))
+    start = JobInit(LocalRef(worker.layout.flatten(worker.model.state_dict())))
     total = run.reader.num_frames(Shard(1, 2))
     for planned, size in ((0, 32), (4, 64)):
-        late = worker.run(Job(5, 0, 1, (Piece(Shard(1, 2), planned, 0, first=2),), start, 0.01, 2.0))
+        late = worker.run(Job(5, 0, 1, (WorkItem(Shard(1, 2), planned, 0, first=2),), start, 0.01, 2.0))
         assert late.num_frames == total - 2 * size
 
 

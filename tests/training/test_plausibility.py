@@ -23,11 +23,12 @@ from ngsgd.config import (
 )
 from ngsgd.errors import DivergenceError
 from ngsgd.files import read_json_lines
-from ngsgd.training.job import Job, JobResult, Outcome, WorkerSpec
+from ngsgd.training.job import Job, JobResult, Outcome
 from ngsgd.training.parameter_vector import Vector
 from ngsgd.training.records import Incident
 from ngsgd.training.storage.audit import audit
 from ngsgd.training.storage.checkpoint import Checkpoint
+from ngsgd.training.task import TaskSpec
 from ngsgd.training.worker import Worker
 from tests.toy import Run, config
 
@@ -60,7 +61,7 @@ DAMAGES = (flip_exponent, scale, negate, add_noise, clear)
 class DamagingWorker(Worker):
     """Damages the parameters that one job ended with, before anything is made of them."""
 
-    def __init__(self, spec: WorkerSpec, at: tuple[int, int], damage: Damage) -> None:
+    def __init__(self, spec: TaskSpec, at: tuple[int, int], damage: Damage) -> None:
         super().__init__(spec, 0)
         self.at, self.damage = at, damage
 
@@ -79,7 +80,7 @@ class Damages:
     at: tuple[int, int]
     damage: Damage
 
-    def __call__(self, spec: WorkerSpec, index: int) -> Worker:
+    def __call__(self, spec: TaskSpec, index: int) -> Worker:
         worker = DamagingWorker(spec, self.at, self.damage)
         worker.index = index
         return worker
@@ -111,7 +112,7 @@ class Pool(InProcessPool):
         ):
             return dataclasses.replace(result, objf=float("nan"))
         if not self.has_deltas and isinstance(result, JobResult):
-            return dataclasses.replace(result, deltas=None, trouble="")
+            return dataclasses.replace(result, deltas=None, rejection_reason="")
         return result
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ngsgd.schedules import Shard
-from ngsgd.training.diagnostics import subset_scores
+from ngsgd.tasks import frame_scores as subset_scores
 from tests import toy
 
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from ngsgd.cluster.process import keep_freed_memory, settle
+from ngsgd.cluster.process import configure_process, keep_freed_memory
 
 # Five blocks of 20 MB, freed and taken again, as gradients are: 25,000 pages.  The first few rounds find their places.
 COUNT = """
@@ -43,9 +43,9 @@ def test_memory_that_is_freed_stays_with_the_process() -> None:
 def test_settling_takes_the_threads() -> None:
     before = torch.get_num_threads()
     try:
-        settle(2)
+        configure_process(2)
         assert torch.get_num_threads() == 2
-        settle(1)
+        configure_process(1)
         assert torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(before)

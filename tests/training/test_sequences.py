@@ -13,10 +13,10 @@ from ngsgd.errors import ConfigError, DivergenceError, RunInterrupted
 from ngsgd.sequence.archives import prepare_sequences
 from ngsgd.sequence.ngram import state_ngram
 from ngsgd.sequence.objectives import Denominator
+from ngsgd.tasks.speech import SequenceData, SpeechTaskSpec
 from ngsgd.training.dispatcher import NeverStop
-from ngsgd.training.job import SequenceData, WorkerSpec
-from ngsgd.training.layer_rates import equalised
-from ngsgd.training.parameter_vector import Layout
+from ngsgd.training.layer_rates import equalized_rates
+from ngsgd.training.parameter_vector import FlatLayout
 from ngsgd.training.worker import Worker
 from tests import toy
 
@@ -81,16 +81,16 @@ def test_a_rate_far_too_high_is_stopped_by_the_guards(tmp_path: Path) -> None:
 def test_a_worker_without_the_denominator_says_so(tmp_path: Path) -> None:
     training = run(tmp_path, "lfmmi")
     with pytest.raises(ConfigError, match="objective=ce"):
-        Worker(WorkerSpec(training.config, str(training.egs)), 0)
+        Worker(SpeechTaskSpec(training.config, str(training.egs)), 0)
 
 
 def test_rates_follow_relative_changes() -> None:
     """Layer a moved by 1/10 and layer b by 1/40: rates 1/2 and 2, whose geometric mean is 1."""
-    layout = Layout(("a.weight", "a.bias", "b.weight"), ((3,), (1,), (4,)))
+    layout = FlatLayout(("a.weight", "a.bias", "b.weight"), ((3,), (1,), (4,)))
     before = np.array([1, 1, 1, 1, 2, 2, 2, 2], np.float32)
     after = before + np.array([0.1, -0.1, 0.1, 0.1, 0.05, 0.05, 0.05, -0.05], np.float32)
-    assert equalised(layout, before, after, {}) == pytest.approx({"a": 0.5, "b": 2.0}, rel=1e-5)  # float32 differences
-    assert equalised(layout, before, after, {"a": 2.0, "b": 0.5}) == pytest.approx({"a": 1.0, "b": 1.0}, rel=1e-5)
-    assert equalised(layout, before, before, {"a": 2.0}) == {"a": 2.0}
-    slower = equalised(layout, before, after, {}, last_layer_factor=0.25)
+    assert equalized_rates(layout, before, after, {}) == pytest.approx({"a": 0.5, "b": 2.0}, rel=1e-5)  # float32 differences
+    assert equalized_rates(layout, before, after, {"a": 2.0, "b": 0.5}) == pytest.approx({"a": 1.0, "b": 1.0}, rel=1e-5)
+    assert equalized_rates(layout, before, before, {"a": 2.0}) == {"a": 2.0}
+    slower = equalized_rates(layout, before, after, {}, last_layer_factor=0.25)
     assert slower == pytest.approx({"a": 1.0, "b": 1.0}, rel=1e-5)

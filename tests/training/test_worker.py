@@ -14,7 +14,8 @@ from ngsgd.config import AugmentConfig, ModelConfig, OptimizerConfig, RunConfig,
 from ngsgd.data.archives import prepare_archives
 from ngsgd.errors import ConfigError
 from ngsgd.schedules import Shard
-from ngsgd.training.job import Held, Job, JobResult, Piece, Start, WorkerSpec
+from ngsgd.tasks.speech import SpeechTaskSpec
+from ngsgd.training.job import Job, JobInit, JobResult, LocalRef, WorkItem
 from ngsgd.training.worker import Worker, choose_device
 from tests import toy
 
@@ -24,10 +25,10 @@ def run(folder: Path, config: RunConfig, weight: float | None = None, **job: Any
     train = train if weight is None else replace(train, weight_T=np.full(1200, weight, np.float32))
     egs = prepare_archives(train, toy.frame_set(300, seed=2), config.egs, num_classes=toy.NUM_CLASSES,
                            digest=f"toy {weight}", cache_root=folder)
-    worker = Worker(WorkerSpec(config, str(egs)), 0)
+    worker = Worker(SpeechTaskSpec(config, str(egs)), 0)
     start = worker.layout.flatten(worker.model.state_dict())
-    settings = {"outer_iter": 0, "job": 0, "attempt": 1, "pieces": (Piece(Shard(0, 0), 0, job.get("job", 0)),),
-                "start": Start(Held(start)), "lr": 0.01, "lr_factor": 1.0, **job}
+    settings = {"outer_iter": 0, "job": 0, "attempt": 1, "pieces": (WorkItem(Shard(0, 0), 0, job.get("job", 0)),),
+                "start": JobInit(LocalRef(start)), "lr": 0.01, "lr_factor": 1.0, **job}
     return worker.run(Job(**settings))
 
 
@@ -86,9 +87,9 @@ def test_masks_repeat_with_the_job_and_whatever_part_of_a_pass_is_read(tmp_path:
     config = replace(config, egs=replace(config.egs, prefetch=prefetch))
     plain, masked, again, other, cut = (
         run(tmp_path, c, job=job, pieces=pieces) for c, job, pieces in (
-            (toy.config(), 0, (Piece(Shard(0, 0), 0, 0),)), (config, 0, (Piece(Shard(0, 0), 0, 0),)),
-            (config, 0, (Piece(Shard(0, 0), 0, 0),)), (config, 1, (Piece(Shard(0, 0), 0, 1),)),
-            (config, 0, (Piece(Shard(0, 0), 0, 0, 0, 2), Piece(Shard(0, 0), 0, 0, 2, None)))))
+            (toy.config(), 0, (WorkItem(Shard(0, 0), 0, 0),)), (config, 0, (WorkItem(Shard(0, 0), 0, 0),)),
+            (config, 0, (WorkItem(Shard(0, 0), 0, 0),)), (config, 1, (WorkItem(Shard(0, 0), 0, 1),)),
+            (config, 0, (WorkItem(Shard(0, 0), 0, 0, 0, 2), WorkItem(Shard(0, 0), 0, 0, 2, None)))))
     assert np.array_equal(masked.sent.read(), again.sent.read())
     assert np.array_equal(masked.sent.read(), cut.sent.read())
     assert not np.array_equal(masked.sent.read(), plain.sent.read())

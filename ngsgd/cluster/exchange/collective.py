@@ -31,14 +31,14 @@ from ngsgd.cluster.exchange.shard_serialization import pack, parcel_size, shard_
 from ngsgd.ops.averaging import CHUNK, mean_of_chunk
 from ngsgd.ops.compression import Codec, Encoded, ErrorFeedback
 from ngsgd.training.job import Job, JobResult
-from ngsgd.training.parameter_vector import Layout, Mean, Vector
+from ngsgd.training.parameter_vector import FlatLayout, Mean, Vector
 
 Identity = tuple[int, int, int]   # of a job: outer iteration, number, attempt
 Parts = tuple[tuple[slice, slice], ...]   # (mean, variance) of each normalisation layer
 
 
 @dataclass(frozen=True)
-class KeptRef:
+class RemoteResultRef:
     """A result that lies in the worker that made it."""
 
     worker: int
@@ -51,14 +51,14 @@ class KeptRef:
 
 
 @dataclass(frozen=True)
-class Fetch:
+class FetchRequest:
     """Asks a worker for a whole result."""
 
     identity: Identity
 
 
 @dataclass(frozen=True)
-class Order:
+class MeanRequest:
     """Asks a worker for its shard of the mean."""
 
     host: str                      # of the rendezvous of the group
@@ -81,7 +81,7 @@ class Order:
 
 
 @dataclass(frozen=True)
-class Shard:
+class MeanShard:
     """The answer to an order."""
 
     generation: int
@@ -91,7 +91,7 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class Broken:
+class GroupFailure:
     """The other answer: the group does not work."""
 
     generation: int
@@ -104,11 +104,11 @@ def process_name(process_id: int) -> str:
 
 
 @dataclass
-class Member:
+class CollectiveWorker:
     """A worker's part: it keeps its results, and averages a shard of everybody's."""
 
     worker: int
-    layout: Layout
+    layout: FlatLayout
     device: torch.device
     _kept: dict[Identity, tuple[Vector, Vector]] = field(default_factory=dict)   # result, and the model it started from
     _lanes: dict[int, ErrorFeedback] = field(default_factory=dict)               # by job number
@@ -120,7 +120,7 @@ class Member:
         """The result with a reference in place of its vector, which stays here."""
         job = result.job
         self._kept[job.identity] = result.sent.read(), job.start.model.read()
-        return replace(result, sent=KeptRef(self.worker, process_name(os.getpid()), job.identity))
+        return replace(result, sent=RemoteResultRef(self.worker, process_name(os.getpid()), job.identity))
 
     def make_room(self, job: Job) -> None:
         """Lets go of what nobody needs once `job` begins: earlier outer iterations, and earlier tries at the same job."""
@@ -134,7 +134,7 @@ class Member:
         self._lane(identity)  # the coordinator averages that: what may have been sent of it did not count
         return self._kept[identity][0]
 
-    def average(self, order: Order) -> Shard | Broken:
+    def average(self, order: MeanRequest) -> MeanShard | GroupFailure:
         """This worker's shard of the mean."""
         deadline = time.monotonic() + order.timeout_s
         try:
@@ -144,7 +144,7 @@ class Member:
             self.leave()
             # gloo begins with the line of its source in brackets
             reason = re.sub(r"^\[[^\]]*\]\s*", "", str(error).split("\n", 1)[0])[:300]
-            return Broken(order.generation, reason or type(error).__name__)
+            return GroupFailure(order.generation, reason or type(error).__name__)
 
     def leave(self) -> None:
         """Leaves the group, if there is one."""
@@ -152,7 +152,7 @@ class Member:
             self._group.close()
             self._group = None
 
-    def _joined(self, order: Order) -> Group:
+    def _joined(self, order: MeanRequest) -> Group:
         if self._group is None or self._generation != order.generation:
             self.leave()
             self._group = join(order.backend, order.host, order.port, secret=order.secret, generation=order.generation,
@@ -160,7 +160,7 @@ class Member:
             self._generation = order.generation
         return self._group
 
-    def _shard(self, order: Order, group: Group, deadline: float) -> Shard:
+    def _shard(self, order: MeanRequest, group: Group, deadline: float) -> MeanShard:
         edges = shard_edges(self.layout.size, order.world_size)
         own = slice(edges[order.rank], edges[order.rank + 1])
         held = [identity for rank, identity in order.results if rank == order.rank]
@@ -175,7 +175,7 @@ class Member:
         if order.codec is not None:
             mean += self._kept[held[0]][1][own]  # what arrived were moves from there
         layers = self.layout.mean_and_variance()
-        return Shard(order.generation, mean, layers,
+        return MeanShard(order.generation, mean, layers,
                      {identity: _gathered(self._kept[identity][0], layers) for identity in held})
 
     def _content(self, identity: Identity, codec: Codec | None) -> Vector | Encoded:
@@ -195,7 +195,7 @@ class Member:
         return lane
 
 
-def _packed(contents: Mapping[Identity, Vector | Encoded], edges: Sequence[int], order: Order) -> tuple[Bytes, list[int]]:
+def _packed(contents: Mapping[Identity, Vector | Encoded], edges: Sequence[int], order: MeanRequest) -> tuple[Bytes, list[int]]:
     """All that goes out, in the order of ranks, and how many bytes go to each."""
     shards = [slice(first, stop) for first, stop in pairwise(edges)]
     sizes = [parcel_size(shard.stop - shard.start, order.codec) for shard in shards]

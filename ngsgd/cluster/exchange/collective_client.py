@@ -18,7 +18,7 @@ from typing import cast
 import numpy as np
 
 from ngsgd.cluster.exchange.authentication import new_secret
-from ngsgd.cluster.exchange.collective import Broken, Identity, KeptRef, Order, Parts, Shard
+from ngsgd.cluster.exchange.collective import GroupFailure, Identity, MeanRequest, MeanShard, Parts, RemoteResultRef
 from ngsgd.cluster.exchange.process_group import Backend
 from ngsgd.cluster.exchange.rendezvous import Rendezvous
 from ngsgd.config import ClusterConfig
@@ -31,19 +31,19 @@ from ngsgd.training.validation.checksums import digest
 
 # given orders by worker, seconds, and what to call when one of them is found dead: the answers of those that gave one in time;
 # the others are killed
-Ask = Callable[[Mapping[int, Order], float, Callable[[], None]], dict[int, object]]
+Ask = Callable[[Mapping[int, MeanRequest], float, Callable[[], None]], dict[int, object]]
 _MAX_FAILURES = 3   # in a row: each may cost half of the timeout, and what disturbs the group is likely to stay
-WhyLost = Callable[[KeptRef], str]   # how the process ended that keeps a result; empty while it lives
+WhyLost = Callable[[RemoteResultRef], str]   # how the process ended that keeps a result; empty while it lives
 
 
 @dataclass(frozen=True)
 class RemoteRef:
     """A kept result as the coordinator sees it; reading it moves the whole vector."""
 
-    kept: KeptRef
+    kept: RemoteResultRef
     job: Job
     digest: int
-    fetch: Callable[[KeptRef], Vector]   # raises ClusterError where the worker is gone
+    fetch: Callable[[RemoteResultRef], Vector]   # raises ClusterError where the worker is gone
     is_here = False
 
     def read(self) -> Vector:
@@ -57,9 +57,9 @@ class RemoteRef:
         return vector
 
 
-def remote(result: JobResult, fetch: Callable[[KeptRef], Vector]) -> JobResult:
+def remote(result: JobResult, fetch: Callable[[RemoteResultRef], Vector]) -> JobResult:
     """The result with a reference that the coordinator can read; as it is, if it lies elsewhere than in its worker."""
-    if not isinstance(result.sent, KeptRef):
+    if not isinstance(result.sent, RemoteResultRef):
         return result
     return replace(result, sent=RemoteRef(result.sent, result.job, result.digest, fetch))
 
@@ -123,13 +123,14 @@ class Exchange:
             f"the workers could not average among themselves ({self._reason}{strangers}), so the coordinator averages, with the "
             f"same result{until}; see that only the cluster's machines reach its network, or set cluster.exchange=auto.")
 
-    def _mean(self, refs: Sequence[KeptRef], weights: Sequence[float], ask: Ask) -> Mean | None:
+    def _mean(self, refs: Sequence[RemoteResultRef], weights: Sequence[float], ask: Ask) -> Mean | None:
         workers = sorted({ref.worker for ref in refs})
         answers = ask(self._orders(refs, shares_of(len(refs), weights), workers), self.timeout_s, self.close)
         shards = [answer for answer in map(answers.get, workers)
-                  if isinstance(answer, Shard) and answer.generation == self._generation]
+                  if isinstance(answer, MeanShard) and answer.generation == self._generation]
         if len(shards) < len(workers):
-            self._reason = next((answer.reason for answer in answers.values() if isinstance(answer, Broken)), "no answer in time")
+            failures = (answer.reason for answer in answers.values() if isinstance(answer, GroupFailure))
+            self._reason = next(failures, "no answer in time")
             self.close()
             return None
         if self.backend == "gloo":
@@ -147,7 +148,7 @@ class Exchange:
         _pool(mean, [statistics[ref.identity] for ref in refs], weights, layers)
         return mean
 
-    def _orders(self, refs: Sequence[KeptRef], shares: Sequence[float], workers: Sequence[int]) -> dict[int, Order]:
+    def _orders(self, refs: Sequence[RemoteResultRef], shares: Sequence[float], workers: Sequence[int]) -> dict[int, MeanRequest]:
         members = tuple(sorted({(ref.worker, ref.process) for ref in refs}))
         if self._rendezvous is None or members != self._members:
             self._close_rendezvous()
@@ -157,7 +158,7 @@ class Exchange:
             self._generation += 1
         placed: list[tuple[int, Identity]] = [(workers.index(ref.worker), ref.identity) for ref in refs]
         # half of the time is the group's own: whoever waits for a silent member answers well before it would be killed
-        return {worker: Order(self.host, self._rendezvous.port, self._generation, rank, len(workers), self.backend,
+        return {worker: MeanRequest(self.host, self._rendezvous.port, self._generation, rank, len(workers), self.backend,
                               self.timeout_s / 2, tuple(placed), tuple(shares), self.codec, self._secret)
                 for rank, worker in enumerate(workers)}
 
@@ -168,7 +169,7 @@ def exchange_of(config: ClusterConfig, host: str, backend: Backend = "gloo") -> 
     return Exchange(host, config.exchange_timeout_s, backend=backend, codec=codec)
 
 
-def _require_all(results: Sequence[JobResult], refs: Sequence[KeptRef], why_lost: WhyLost) -> None:
+def _require_all(results: Sequence[JobResult], refs: Sequence[RemoteResultRef], why_lost: WhyLost) -> None:
     jobs = {result.job.identity: result.job for result in results}
     # the jobs had ended: whatever took the workers since says nothing against their data
     failures = [JobFailure(jobs[ref.identity], ref.worker, reason, True, from_outside=True)

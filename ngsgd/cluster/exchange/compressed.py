@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ngsgd.ops.compression import Codec, Encoded, ErrorFeedback, decode
-from ngsgd.training.job import Held, Job, JobResult
+from ngsgd.training.job import Job, JobResult, LocalRef
 from ngsgd.training.parameter_vector import Vector
 from ngsgd.training.validation.checksums import digest
 
@@ -37,7 +37,7 @@ class MoveEncoder:
     def packed(self, result: JobResult) -> JobResult:
         """The result with its move encoded; as it is where only a fragment travels, or where it will be rejected."""
         job = result.job
-        if job.send != (0, 1) or result.trouble:
+        if job.send != (0, 1) or result.rejection_reason:
             return result
         lane = self._lanes.setdefault(job.job, ErrorFeedback(self._codec))
         sent = result.sent.read()
@@ -49,7 +49,7 @@ def unpacked(result: JobResult) -> JobResult:
     """In the coordinator: the result with the vector that its move leads to, if it was encoded."""
     if not isinstance(result.sent, EncodedRef):
         return result
-    sent = Held(_vector(result.job, result.sent.encoded))
+    sent = LocalRef(_vector(result.job, result.sent.encoded))
     return replace(result, sent=sent, own=sent if result.job.keep_own else None)
 
 

@@ -14,8 +14,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ngsgd.data.reader import Minibatch
 from ngsgd.errors import DataError
-from ngsgd.training.diagnostics.subset_scores import score_subset
-from ngsgd.training.parameter_vector import Layout, Vector
+from ngsgd.tasks.frame_scores import score_subset
+from ngsgd.training.parameter_vector import FlatLayout, Vector
 
 
 class HeldOut:
@@ -29,7 +29,7 @@ class HeldOut:
             raise DataError("there is no held-out frame to choose the final combination on; check data.valid_minutes.")
         device = next(model.parameters()).device
         self.model = model.eval()
-        self.layout = Layout.of(model)
+        self.layout = FlatLayout.of(model)
         weight_N = None if minibatch.weight_N is None else minibatch.weight_N.to(device)
         self.minibatch = Minibatch(minibatch.x_ND.to(device), minibatch.pdf_N.to(device), weight_N)
         self.total_weight = float(len(minibatch.pdf_N) if weight_N is None else weight_N.sum())

@@ -18,7 +18,7 @@ from ngsgd.data.reader import Minibatch
 from ngsgd.pipeline.combination import lbfgs
 from ngsgd.pipeline.combination.held_out import HeldOut
 from ngsgd.pipeline.combination.records import Candidate, Combined, best, require_some
-from ngsgd.training.objective import summed_loss
+from ngsgd.tasks.frame_scores import summed_loss
 from ngsgd.training.parameter_vector import Vector
 
 Array = npt.NDArray[np.float64]

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ngsgd.models import PNorm, Renormalize
-from ngsgd.training.parameter_vector import Layout, Vector
+from ngsgd.training.parameter_vector import FlatLayout, Vector
 
 
 def normalize_stddev(parameters: Vector, model: nn.Module, stddev: float = 1.0) -> Vector:
@@ -18,7 +18,7 @@ def normalize_stddev(parameters: Vector, model: nn.Module, stddev: float = 1.0) 
     a limit on change means in further training depends on it.  Over weights and bias together, about their mean, as in Kaldi.
     `model` tells which layers (`scale_invariant_layers`); its own parameters are not looked at.
     """
-    layout = Layout.of(model)
+    layout = FlatLayout.of(model)
     state = layout.unflatten(parameters)
     for layer in scale_invariant_layers(model):
         own = [state[f"{layer}.{name}"] for name, _ in model.get_submodule(layer).named_parameters()]

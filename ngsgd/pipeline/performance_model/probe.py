@@ -23,10 +23,12 @@ from ngsgd.pipeline.performance_model.formulas import Link, Spread, split_spread
 from ngsgd.pipeline.performance_model.planner import Machine, Speed, Workload, slots_of, threads_of
 from ngsgd.pipeline.performance_model.probe_worker import JobTiming, Process, Task, workers
 from ngsgd.schedules import Shard
-from ngsgd.training.diagnostics.subset_scores import score_subset
-from ngsgd.training.job import Held, Job, Piece, Start, WorkerSpec
-from ngsgd.training.parameter_vector import Layout, Vector
-from ngsgd.training.planning import Progress, schedule_of
+from ngsgd.tasks.frame_scores import score_subset
+from ngsgd.tasks.frames import schedule_of
+from ngsgd.tasks.speech import SpeechTaskSpec
+from ngsgd.training.job import Job, JobInit, LocalRef, WorkItem
+from ngsgd.training.parameter_vector import FlatLayout, Vector
+from ngsgd.training.planning import Progress
 from ngsgd.training.storage.checkpoint import CheckpointStore
 
 _MAX_PROCESSES = 64       # of the probe; a machine with more cores is taken to go on as it did there
@@ -55,7 +57,7 @@ class _Round:
     diagnostics_s: float
 
 
-def measure(spec: WorkerSpec, *, num_cores: int, num_gpus: int, seconds: float, scratch: Path) -> tuple[Machine, Workload]:
+def measure(spec: SpeechTaskSpec, *, num_cores: int, num_gpus: int, seconds: float, scratch: Path) -> tuple[Machine, Workload]:
     """Takes about `seconds`, start of the processes included; checkpoints are tried out under `scratch`.
 
     Raises what a worker raised, and ClusterError when one died or did not start.
@@ -97,7 +99,7 @@ def fullest(settings: Sequence[Setting], *, num_cores: int, num_gpus: int) -> Se
                key=lambda s: s.num_processes)
 
 
-def workload_of(config: RunConfig, reader: EgsReader, layout: Layout) -> Workload:
+def workload_of(config: RunConfig, reader: EgsReader, layout: FlatLayout) -> Workload:
     """What a run with this configuration asks of a machine."""
     info = reader.info
     samples = info.num_frames / (info.num_archives * info.frames_per_eg)
@@ -113,7 +115,7 @@ class _Coordinator:
     def __init__(self, config: RunConfig, reader: EgsReader, scratch: Path, num_cores: int) -> None:
         self.config, self.reader = config, reader
         self.model = model_for(config, reader).eval()
-        self.layout = Layout.of(self.model)
+        self.layout = FlatLayout.of(self.model)
         self.start = self.layout.flatten(self.model.state_dict())
         self.outer = OuterOptimizer(make_rule(config.outer), self.start, ema_decay=config.outer.ema_decay,
                                     num_threads=num_cores)
@@ -147,8 +149,8 @@ class _Coordinator:
         passes = self.num_rounds * num_jobs + index
         shard = Shard(passes % info.num_archives, passes % info.frames_per_eg)
         outer_iter = self.first_outer_iter + self.num_rounds
-        return Job(outer_iter=outer_iter, job=index, attempt=1, pieces=(Piece(shard, outer_iter, index),),
-                   start=Start(Held(self.start)), lr=self.config.schedule.lr_initial, lr_factor=1.0)
+        return Job(outer_iter=outer_iter, job=index, attempt=1, pieces=(WorkItem(shard, outer_iter, index),),
+                   start=JobInit(LocalRef(self.start)), lr=self.config.schedule.lr_initial, lr_factor=1.0)
 
 
 class _Clock:

@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from ngsgd.cluster.process import settle
+from ngsgd.cluster.process import configure_process
 from ngsgd.errors import ClusterError, NgsgdError
-from ngsgd.training.job import Job, WorkerSpec
+from ngsgd.tasks.speech import SpeechTaskSpec
+from ngsgd.training.job import Job
 from ngsgd.training.parameter_vector import Vector
 from ngsgd.training.worker import Worker
 
@@ -72,7 +73,7 @@ class Process:
 
 
 @contextlib.contextmanager
-def workers(spec: WorkerSpec, count: int, num_gpus: int) -> Iterator[list[Process]]:
+def workers(spec: SpeechTaskSpec, count: int, num_gpus: int) -> Iterator[list[Process]]:
     """`count` processes, each ready to take jobs; ended when the block is left."""
     # forked from a process that has imported torch and done nothing else: one import for all, no lock of our threads
     context = multiprocessing.get_context("forkserver")
@@ -96,7 +97,7 @@ def workers(spec: WorkerSpec, count: int, num_gpus: int) -> Iterator[list[Proces
             worker.connection.close()
 
 
-def serve(connection: Connection, spec: WorkerSpec, index: int, num_gpus: int) -> None:
+def serve(connection: Connection, spec: SpeechTaskSpec, index: int, num_gpus: int) -> None:
     """The worker process: answers tasks with timings and vectors with themselves, until the other side hangs up."""
     try:
         if num_gpus:
@@ -113,7 +114,7 @@ def serve(connection: Connection, spec: WorkerSpec, index: int, num_gpus: int) -
 
 
 def timed(worker: Worker, task: Task) -> JobTiming:
-    settle(task.num_threads)
+    configure_process(task.num_threads)
     watch = Watch(time.perf_counter() + task.limit_s, uses_gpu=worker.device.type == "cuda")
     began = time.perf_counter()
     result = worker.run(task.job, should_stop=watch)

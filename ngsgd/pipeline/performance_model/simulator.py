@@ -14,9 +14,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ngsgd.cluster.process import settle
+from ngsgd.cluster.process import configure_process
 from ngsgd.pipeline.performance_model.simulated_cluster import Books, SimulatedCluster
-from ngsgd.training.job import Held, Job, JobFailure, JobResult, Outcome, Piece, VectorRef, WorkerSpec
+from ngsgd.tasks.speech import SpeechTaskSpec
+from ngsgd.training.job import Job, JobFailure, JobResult, LocalRef, Outcome, VectorRef, WorkItem
 from ngsgd.training.parameter_vector import Vector
 from ngsgd.training.worker import Worker, never, np_empty
 from ngsgd.training.worker_pool import Retired
@@ -72,9 +73,9 @@ class _Slot:
 class SimulatedPool:
     """A WorkerPool whose time is virtual; the same seed gives the same events."""
 
-    def __init__(self, spec: WorkerSpec, cluster: SimulatedCluster, num_workers: int, num_threads: int, *,
+    def __init__(self, spec: SpeechTaskSpec, cluster: SimulatedCluster, num_workers: int, num_threads: int, *,
                  should_stop: Callable[[], bool] = never,
-                 make_worker: Callable[[WorkerSpec, int], Worker] = Worker) -> None:
+                 make_worker: Callable[[SpeechTaskSpec, int], Worker] = Worker) -> None:
         self.spec = spec
         self.cluster = cluster
         self.num_workers = num_workers
@@ -92,13 +93,13 @@ class SimulatedPool:
         return self._now
 
     def start(self) -> None:
-        settle(self.num_threads)
+        configure_process(self.num_threads)
         self._worker = self.make_worker(self.spec, 0)
 
     def publish(self, write: Callable[[Vector], object]) -> VectorRef:
         # its travel is part of what `mean` takes: the planner's formulas count both ways together
         write(vector := np_empty(self._worker.layout.size))
-        return Held(vector)
+        return LocalRef(vector)
 
     def release(self, ref: VectorRef) -> None:
         pass
@@ -218,9 +219,9 @@ class SimulatedPool:
         else:
             self.books.repeats_s += waited_s
 
-    def _size(self, piece: Piece) -> tuple[int, int]:
+    def _size(self, piece: WorkItem) -> tuple[int, int]:
         """(frames, minibatches) of a piece."""
-        size, num_frames = self.spec.config.schedule.minibatch_size, self._worker.reader.num_frames(piece.shard)
+        size, num_frames = self.spec.config.schedule.minibatch_size, self.spec.shards().num_frames(piece.shard)
         stop = num_frames if piece.stop is None else min(num_frames, piece.stop * size)
         frames = stop - piece.first * size
         return frames, math.ceil(frames / size)

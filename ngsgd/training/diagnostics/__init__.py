@@ -1,1 +1,1 @@
-"""Figures of a model for people: scores on fixed subsets, gradient noise, curvature by layer."""
+"""Evaluation of committed models in the background, and the records that wait for it."""

@@ -13,22 +13,23 @@ from typing import NamedTuple
 
 from torch import nn
 
-from ngsgd.training.diagnostics.subset_scores import BackgroundDiagnostics, Diagnosis
+from ngsgd.training.diagnostics.background import BackgroundDiagnostics
 from ngsgd.training.records import OuterIterationRecord
+from ngsgd.training.task import Evaluation
 
-Tell = Callable[[OuterIterationRecord], None]
+Report = Callable[[OuterIterationRecord], None]
 
 
 class _Waiting(NamedTuple):
     record: OuterIterationRecord
-    diagnosis: Future[Diagnosis]
+    diagnosis: Future[Evaluation]
 
 
-class PendingRecords:
+class DeferredDiagnostics:
     """Completes records with their diagnosis and passes them on, in order; at most one is waiting."""
 
-    def __init__(self, diagnostics: BackgroundDiagnostics, tell: Tell) -> None:
-        self.diagnostics, self.tell = diagnostics, tell
+    def __init__(self, diagnostics: BackgroundDiagnostics, report: Report) -> None:
+        self.diagnostics, self.report = diagnostics, report
         self._waiting: _Waiting | None = None
 
     def wait(self) -> None:
@@ -36,7 +37,7 @@ class PendingRecords:
         if self._waiting:
             self._pass_on(self._waiting)
 
-    def look(self) -> None:
+    def report_finished(self) -> None:
         """Passes on what is ready."""
         if self._waiting and self._waiting.diagnosis.done():
             self._pass_on(self._waiting)
@@ -49,4 +50,4 @@ class PendingRecords:
     def _pass_on(self, waiting: _Waiting) -> None:
         self._waiting = None
         found = waiting.diagnosis.result()
-        self.tell(replace(waiting.record, train=found.train, valid=found.valid, diagnostics=found.figures))
+        self.report(replace(waiting.record, train=found.train, valid=found.valid, diagnostics=found.figures))

@@ -37,7 +37,7 @@ from ngsgd.files import (
     unsealed,
 )
 from ngsgd.training.job import Fisher
-from ngsgd.training.parameter_vector import Layout, Vector
+from ngsgd.training.parameter_vector import FlatLayout, Vector
 from ngsgd.training.planning import Progress
 from ngsgd.training.records import OuterIterationRecord
 from ngsgd.training.storage.ledger import piece_fields, pieces_of
@@ -77,7 +77,7 @@ def first_checkpoint(parameters: Vector) -> Checkpoint:
 class CheckpointStore:
     """The checkpoints of one run."""
 
-    def __init__(self, directory: Path, layout: Layout, num_to_keep: int, candidates: Collection[int] = (),
+    def __init__(self, directory: Path, layout: FlatLayout, num_to_keep: int, candidates: Collection[int] = (),
                  lock: RunLock | None = None) -> None:
         self.directory = directory
         self.layout = layout

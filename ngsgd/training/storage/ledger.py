@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ngsgd.files import JsonLines
-from ngsgd.training.job import Job, JobFailure, JobResult, Piece
+from ngsgd.training.job import Job, JobFailure, JobResult, WorkItem
 from ngsgd.training.planning import Plan
 
 PIECE_FIELDS = ("archive", "frame", "outer_iter", "job", "first", "stop")
@@ -75,15 +75,15 @@ class Ledger:
         self._lines.append({"event": event, **fields})
 
 
-def piece_fields(piece: Piece) -> list[int | None]:
+def piece_fields(piece: WorkItem) -> list[int | None]:
     """A piece as PIECE_FIELDS."""
     return [piece.shard.archive, piece.shard.frame, piece.outer_iter, piece.job, piece.first, piece.stop]
 
 
-def pieces_of(fields: Sequence[Sequence[Any]]) -> tuple[Piece, ...]:
+def pieces_of(fields: Sequence[Sequence[Any]]) -> tuple[WorkItem, ...]:
     """The pieces that were written as PIECE_FIELDS."""
     from ngsgd.schedules import Shard
-    return tuple(Piece(Shard(archive, frame), outer_iter, job, first, stop)
+    return tuple(WorkItem(Shard(archive, frame), outer_iter, job, first, stop)
                  for archive, frame, outer_iter, job, first, stop in fields)
 
 

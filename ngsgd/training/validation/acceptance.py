@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ngsgd.errors import ClusterError, DivergenceError, NgsgdError
 from ngsgd.training.job import JobResult
-from ngsgd.training.parameter_vector import Layout
+from ngsgd.training.parameter_vector import FlatLayout
 from ngsgd.training.planning import Plan
 from ngsgd.training.validation.plausibility import compare, impossible
 
@@ -25,11 +25,11 @@ class Judged(NamedTuple):
 
 
 def judge(results: Sequence[JobResult], troubles: Mapping[int, str], objf_tolerance: float,
-          num_classes: int, layout: Layout) -> Judged:
+          chance_objf: float, layout: FlatLayout) -> Judged:
     """Rejects what is broken, what training cannot have made, and what is far behind.
 
     `troubles` says, by job, what is wrong with a result's parameters.  A result whose objf per frame is not finite or
-    more than `objf_tolerance` below the best (Kaldi: 1.0), or more than twice that of guessing, is rejected too: if all
+    more than `objf_tolerance` below the best (Kaldi: 1.0), or more than twice `chance_objf`, is rejected too: if all
     jobs diverge, none is accepted.  Plain SGD's first steps may well end below guessing, which is no divergence yet.
     """
     reasons = [troubles.get(result.job.job) or ("" if math.isfinite(result.objf) else f"its objf is {result.objf}")
@@ -40,8 +40,7 @@ def judge(results: Sequence[JobResult], troubles: Mapping[int, str], objf_tolera
                for result, reason in zip(results, reasons, strict=True)]
     sound = [result.objf for result, reason in zip(results, reasons, strict=True) if not reason]
     best = max(sound, default=-math.inf)
-    guessing = -math.log(num_classes)
-    verdicts = [(result, reason or _too_low(result.objf, best, guessing, objf_tolerance))
+    verdicts = [(result, reason or _too_low(result.objf, best, chance_objf, objf_tolerance))
                 for result, reason in zip(results, reasons, strict=True)]
     return Judged(verdicts, bool(compared.contested))
 

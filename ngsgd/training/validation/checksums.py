@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ngsgd.training.job import JobResult
-from ngsgd.training.parameter_vector import Layout, Pieces, Vector
+from ngsgd.training.parameter_vector import FlatLayout, Pieces, Vector
 
 _CHUNK = 1 << 16  # elements; together with the weights they fit into the cache of a core
 _PRIME = (1 << 61) - 1
@@ -73,7 +73,7 @@ def is_damaged(result: JobResult, size: int) -> str:
     return "" if digest(vector) == result.digest else "its parameters do not match their checksum"
 
 
-def not_finite(vector: Vector, layout: Layout, pieces: Pieces) -> str:
+def not_finite(vector: Vector, layout: FlatLayout, pieces: Pieces) -> str:
     """Which parameters of a fragment that holds `pieces` of the model are not numbers; empty if all are."""
     if all(is_finite(part) for part in np.array_split(vector, max(1, len(vector) // _CHUNK))):
         return ""

@@ -1,54 +1,36 @@
-"""The averaged model on a few held-out frames, before it is committed.
-
-The frames are a fixed part of the held-out diagnostic subset.  One forward pass over 128 frames
-costs about a quarter of a training minibatch of 128, so an outer iteration of 125 minibatches
-(16000 frames) gets 0.2 to 0.3 % longer (measured for 0.3 and 28 million parameters).
-"""
+"""The averaged model on held-out data, before it is committed."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable
 
 import torch
 from torch import nn
 
-from ngsgd.data.reader import Minibatch
-from ngsgd.models.growing import set_stage
-from ngsgd.models.growth_stages import Stage
-from ngsgd.training.diagnostics.subset_scores import score_subset
-from ngsgd.training.parameter_vector import Layout, Vector
+from ngsgd.training.parameter_vector import FlatLayout, Vector
+from ngsgd.training.task import Task
 
-NUM_FRAMES = 128
+_UNKNOWN = object()
 _LOOK_CLOSER = 0.25  # of the tolerance: after such a drop each result is scored, which costs little
 
 
 class HeldOutCheck:
-    """Scores parameters in a model of its own, and remembers the score of the last committed ones.
+    """Scores parameters in a given model, and remembers the score of the last committed ones.
 
-    With a sequence objective (`is_frame_wise` False) the objf of single frames is not trained.
-    Results are still compared with each other by it after a drop beyond the tolerance, but a drop
-    of the average is not divergence.
+    Where the task optimizes another objective than the held-out objf, results are still compared
+    with each other by it after a drop beyond the tolerance, but a drop of the average is not
+    divergence.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        layout: Layout,
-        subset: Minibatch,
-        num_classes: int,
-        tolerance: float,
-        *,
-        is_frame_wise: bool,
-    ) -> None:
-        self.tolerance = tolerance  # nats per frame
-        self._model, self._layout = model, layout
-        self._subset = _thinned(subset)
-        self._guessing = -math.log(num_classes)
-        self._is_frame_wise = is_frame_wise
-        self._stage: Stage | None = None
+    def __init__(self, task: Task, model: nn.Module, layout: FlatLayout, tolerance: float) -> None:
+        # in nats per example
+        self.tolerance = tolerance
+        self._task, self._model, self._layout = task, model, layout
+        self._stage: Hashable = _UNKNOWN
         self._before: float | None = None
 
-    def begin(self, committed: Vector, stage: Stage) -> None:
+    def begin(self, committed: Vector, stage: Hashable) -> None:
         """Scores the model that an outer iteration began with, unless its score is known."""
         if self._before is None or stage != self._stage:
             self._stage = stage
@@ -59,17 +41,17 @@ class HeldOutCheck:
         self._before = objf
 
     def score(self, parameters: Vector) -> float:
-        """Objf per frame; -Inf where it is not finite."""
-        assert self._stage is not None
-        set_stage(self._model, self._stage)
+        """Held-out objf; -Inf where it is not finite."""
+        self._task.growth.select(self._model, self._stage)
         self._layout.load(self._model.eval(), parameters)
-        objf = score_subset(self._model, self._subset).objf
+        with torch.no_grad():
+            objf = self._task.held_out_objf(self._model)
         return objf if math.isfinite(objf) else -math.inf
 
     def is_suspect(self, objf: float, *, is_expensive: bool) -> bool:
         """Whether each result should be scored alone; expensive: they lie in the workers."""
         assert self._before is not None
-        share = _LOOK_CLOSER if self._is_frame_wise and not is_expensive else 1.0
+        share = _LOOK_CLOSER if self._task.optimizes_held_out_objf and not is_expensive else 1.0
         return self._before - objf > self.tolerance * share
 
     def failure(self, objf: float) -> str:
@@ -82,15 +64,15 @@ class HeldOutCheck:
         assert self._before is not None
         if objf == -math.inf:
             return "its held-out objf is not finite"
-        if not self._is_frame_wise or self._before - objf <= self.tolerance:
+        if not self._task.optimizes_held_out_objf or self._before - objf <= self.tolerance:
             return ""
         fell = (f"its held-out objf fell from {self._before:.3f} to {objf:.3f}, "
                 f"more than {self.tolerance:g}")
-        if self._before > self._guessing + self.tolerance:
+        if self._before > self._task.chance_objf + self.tolerance:
             return fell
         return (
-            f"{fell}, and is more than twice that of guessing, {self._guessing:.3f}"
-            if objf < 2.0 * self._guessing
+            f"{fell}, and is more than twice that of guessing, {self._task.chance_objf:.3f}"
+            if objf < 2.0 * self._task.chance_objf
             else ""
         )
 
@@ -106,14 +88,3 @@ class HeldOutCheck:
         if len(low) * 2 > len(scores):  # most are: then the best is the exception
             low = {}
         return low | {job: reason for job, objf in scores.items() if (reason := self.failure(objf))}
-
-
-def _thinned(subset: Minibatch) -> Minibatch:
-    """At most NUM_FRAMES frames, evenly spaced, since neighbors may be of one utterance."""
-    count = len(subset.pdf_N)
-    chosen = torch.linspace(0, count - 1, min(count, NUM_FRAMES)).long()
-    return Minibatch(
-        subset.x_ND[chosen],
-        subset.pdf_N[chosen],
-        None if subset.weight_N is None else subset.weight_N[chosen],
-    )

@@ -30,7 +30,7 @@ import numpy.typing as npt
 
 from ngsgd.training.job import JobResult
 from ngsgd.training.parameter_deltas import Deltas
-from ngsgd.training.parameter_vector import Layout
+from ngsgd.training.parameter_vector import FlatLayout
 
 _MODEL_FACTOR = 6.0
 _LAYER_FACTOR = 12.0
@@ -51,7 +51,7 @@ class Compared(NamedTuple):
     contested: dict[int, str]  # the same where those that disagree are no minority: undecided
 
 
-def impossible(result: JobResult, layout: Layout) -> str:
+def impossible(result: JobResult, layout: FlatLayout) -> str:
     """Why no job can have made this delta; empty if it could."""
     deltas = result.deltas
     if deltas is None:
@@ -76,7 +76,7 @@ def impossible(result: JobResult, layout: Layout) -> str:
     return _lost_start(deltas, names) if result.job.send == (0, 1) else ""
 
 
-def compare(results: Sequence[JobResult], layout: Layout) -> Compared:
+def compare(results: Sequence[JobResult], layout: FlatLayout) -> Compared:
     """Which results went much farther than most of the others, or elsewhere along the start.
 
     A job is compared with each other one that had at least a quarter of its minibatches, and may
@@ -98,7 +98,7 @@ def compare(results: Sequence[JobResult], layout: Layout) -> Compared:
     return Compared({}, found)
 
 
-def disagrees(one: JobResult, other: JobResult, layout: Layout) -> str:
+def disagrees(one: JobResult, other: JobResult, layout: FlatLayout) -> str:
     """Why the first of two results cannot be right if the second is; empty if both can."""
     if one.deltas is None or other.deltas is None:
         return ""
@@ -135,7 +135,7 @@ class _Table:
     minibatches_J: npt.NDArray[np.int64]
 
     @classmethod
-    def of(cls, results: Sequence[JobResult], layout: Layout) -> _Table:
+    def of(cls, results: Sequence[JobResult], layout: FlatLayout) -> _Table:
         entries = [
             layout.name_at(target.start) for target, _ in layout.fragment(*results[0].job.send)
         ]

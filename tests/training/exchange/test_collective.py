@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from ngsgd.cluster.exchange.authentication import new_secret
-from ngsgd.cluster.exchange.collective import Broken, KeptRef, Member, Order
+from ngsgd.cluster.exchange.collective import CollectiveWorker, GroupFailure, MeanRequest, RemoteResultRef
 from ngsgd.cluster.exchange.collective_client import Exchange, remote
 from ngsgd.cluster.exchange.shard_serialization import pack, parcel_size, shard_edges, unpack
 from ngsgd.cluster.process_pool import ProcessPool
@@ -26,14 +26,14 @@ from ngsgd.config import ClusterConfig, FailureConfig, OuterConfig, RunConfig, c
 from ngsgd.ops.averaging import mean_of_chunk, pool_variances, shares_of
 from ngsgd.ops.compression import Codec
 from ngsgd.schedules import Shard as ArchiveShard
-from ngsgd.training.job import Held, Job, JobResult, Piece, ResultsLost, Start
-from ngsgd.training.parameter_vector import Layout, Mean, Vector
+from ngsgd.training.job import Job, JobInit, JobResult, LocalRef, ResultsLost, WorkItem
+from ngsgd.training.parameter_vector import FlatLayout, Mean, Vector
 from ngsgd.training.storage.audit import audit
 from ngsgd.training.validation.checksums import digest
 from tests.toy import Run, config
 
-PLAIN = Layout(("weight",), ((5003,),))
-NORMALISED = Layout(("a.weight", "norm.weight", "norm.running_mean", "norm.running_var", "b.weight"),
+PLAIN = FlatLayout(("weight",), ((5003,),))
+NORMALISED = FlatLayout(("a.weight", "norm.weight", "norm.running_mean", "norm.running_var", "b.weight"),
                     ((40, 40), (40,), (40,), (40,), (40,)))
 
 
@@ -44,23 +44,23 @@ def some(size: int, seed: int) -> Vector:
 class Swarm:
     """Members in threads of this process; the groups are real."""
 
-    def __init__(self, layout: Layout, num_workers: int, codec: Codec | None = None) -> None:
-        self.members = [Member(worker, layout, torch.device("cpu")) for worker in range(num_workers)]
+    def __init__(self, layout: FlatLayout, num_workers: int, codec: Codec | None = None) -> None:
+        self.members = [CollectiveWorker(worker, layout, torch.device("cpu")) for worker in range(num_workers)]
         self.exchange = Exchange("127.0.0.1", 120.0, codec=codec)
-        self.orders: list[Mapping[int, Order]] = []
+        self.orders: list[Mapping[int, MeanRequest]] = []
         self.gone: set[int] = set()
         self.loses_answers = False
 
     def result(self, vector: Vector, start: Vector, worker: int, job: int, outer_iter: int = 0) -> JobResult:
-        spec = Job(outer_iter, job, 1, (Piece(ArchiveShard(0, 0), 0, job),), Start(Held(start)), 0.1, 1.0)
-        made = JobResult(spec, worker, Held(vector), digest(vector), 10 + job, 1, -1.0, 0.5, 1.0, 0.0, 0.0, 0)
+        spec = Job(outer_iter, job, 1, (WorkItem(ArchiveShard(0, 0), 0, job),), JobInit(LocalRef(start)), 0.1, 1.0)
+        made = JobResult(spec, worker, LocalRef(vector), digest(vector), 10 + job, 1, -1.0, 0.5, 1.0, 0.0, 0.0, 0)
         self.members[worker].make_room(spec)
         return remote(self.members[worker].keep(made), self.fetch)
 
-    def fetch(self, kept: KeptRef) -> Vector:
+    def fetch(self, kept: RemoteResultRef) -> Vector:
         return self.members[kept.worker].fetch(kept.identity)
 
-    def ask(self, orders: Mapping[int, Order], timeout_s: float, when_lost: Callable[[], None]) -> dict[int, object]:
+    def ask(self, orders: Mapping[int, MeanRequest], timeout_s: float, when_lost: Callable[[], None]) -> dict[int, object]:
         self.orders.append(orders)
         with ThreadPoolExecutor(len(orders)) as threads:
             answers = list(threads.map(lambda worker: self.members[worker].average(orders[worker]), orders))
@@ -71,7 +71,7 @@ class Swarm:
         return self.exchange.mean(results, weights, self.ask, lambda kept: "gone" if kept.worker in self.gone else "")
 
 
-def central(layout: Layout, vectors: Sequence[Vector], weights: Sequence[float]) -> Mean:
+def central(layout: FlatLayout, vectors: Sequence[Vector], weights: Sequence[float]) -> Mean:
     mean = mean_of_chunk(vectors, shares_of(len(vectors), weights), slice(0, layout.size))
     pool_variances(mean, vectors, weights, layout.mean_and_variance())
     return mean
@@ -81,7 +81,7 @@ def central(layout: Layout, vectors: Sequence[Vector], weights: Sequence[float])
                                                                (1, 2, 3), (35_000, 34, 34)])
 def test_the_mean_has_the_coordinators_bits_for_any_number_of_workers_jobs_and_elements(
         size: int, num_workers: int, num_jobs: int) -> None:
-    layout = Layout(("weight",), ((size,),))
+    layout = FlatLayout(("weight",), ((size,),))
     swarm = Swarm(layout, num_workers)
     vectors = [some(size, job) for job in range(num_jobs)]
     # dealt out backwards, so that the order of the sum is not that of the ranks
@@ -230,7 +230,7 @@ class PoolThatCounts(ProcessPool):
         super().__init__(run.spec, run.config.cluster.num_workers, 1, run.store.layout.size)
         self.num_fetched = 0
 
-    def _fetch(self, kept: KeptRef) -> Vector:
+    def _fetch(self, kept: RemoteResultRef) -> Vector:
         self.num_fetched += 1
         return super()._fetch(kept)
 
@@ -246,7 +246,7 @@ class PoolThatDisturbs(PoolThatCounts):
 
     def _ask(self, questions: Mapping[int, object], timeout_s: float, when_lost: Callable[[], None] = lambda: None
              ) -> dict[int, object]:
-        if any(isinstance(question, Order) for question in questions.values()):
+        if any(isinstance(question, MeanRequest) for question in questions.values()):
             self.num_reductions += 1
             if self.num_reductions == self.which:
                 victim = self.process_ids()[1]
@@ -286,7 +286,7 @@ class PoolThatWakes(PoolThatDisturbs):
 
     def _take(self, slot: Any, message: object) -> None:
         super()._take(slot, message)
-        if isinstance(message, Broken):
+        if isinstance(message, GroupFailure):
             os.kill(self.process_ids()[1], signal.SIGCONT)
 
 
@@ -349,8 +349,8 @@ def test_ways_that_do_not_go_together_are_named(changes: dict[str, object], sent
 
 
 def test_a_broken_group_says_why() -> None:
-    member = Member(0, PLAIN, torch.device("cpu"))
+    member = CollectiveWorker(0, PLAIN, torch.device("cpu"))
     swarm = Swarm(PLAIN, 1)
     swarm.result(some(PLAIN.size, 0), some(PLAIN.size, 0), 0, 0)
-    answer = member.average(Order("127.0.0.1", 1, 1, 0, 2, "gloo", 0.5, (), (), None, new_secret()))
-    assert isinstance(answer, Broken) and answer.reason
+    answer = member.average(MeanRequest("127.0.0.1", 1, 1, 0, 2, "gloo", 0.5, (), (), None, new_secret()))
+    assert isinstance(answer, GroupFailure) and answer.reason

@@ -18,7 +18,7 @@ import pytest
 
 from ngsgd.cluster.exchange import collective, process_group, rendezvous
 from ngsgd.cluster.exchange.authentication import Channel, RefusedError, accepted, new_secret, opened
-from ngsgd.cluster.exchange.collective import Broken, Order
+from ngsgd.cluster.exchange.collective import GroupFailure, MeanRequest
 from ngsgd.cluster.exchange.process_group import Bytes, prove_members
 from ngsgd.cluster.exchange.rendezvous import MemberStore, Rendezvous
 from ngsgd.training.job import JobResult
@@ -48,7 +48,7 @@ class Attacked(Swarm):
         super().__init__(PLAIN, num_workers)
         self.attack = attack
 
-    def ask(self, orders: Mapping[int, Order], timeout_s: float, when_lost: Callable[[], None]) -> dict[int, object]:
+    def ask(self, orders: Mapping[int, MeanRequest], timeout_s: float, when_lost: Callable[[], None]) -> dict[int, object]:
         self.orders.append(orders)
         self.attack(orders[0].port)
 
@@ -185,8 +185,8 @@ def test_whatever_a_forged_message_raises_breaks_the_group_alone(monkeypatch: py
     monkeypatch.setattr(collective, "join", join)
     swarm = Swarm(PLAIN, 1)
     swarm.result(some(PLAIN.size, 0), some(PLAIN.size, 0), 0, 0)
-    order = Order("127.0.0.1", 1, 1, 0, 1, "gloo", 0.5, ((0, (0, 0, 1)),), (1.0,), None, new_secret())
-    assert isinstance(swarm.members[0].average(order), Broken)
+    order = MeanRequest("127.0.0.1", 1, 1, 0, 1, "gloo", 0.5, ((0, (0, 0, 1)),), (1.0,), None, new_secret())
+    assert isinstance(swarm.members[0].average(order), GroupFailure)
 
 
 def test_a_group_that_fails_again_and_again_is_tried_no_more(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,11 +23,10 @@ from ngsgd.pipeline.performance_model.formulas import (
 from ngsgd.pipeline.performance_model.simulated_cluster import TOPOLOGIES, SimulatedCluster, expected
 from ngsgd.pipeline.performance_model.simulator import SimulatedPool
 from ngsgd.schedules import Shard
-from ngsgd.training.coordinator import Coordinator
-from ngsgd.training.dispatcher import NeverStop
-from ngsgd.training.job import Held, Job, JobFailure, JobResult, Piece, Start, WorkerSpec
+from ngsgd.tasks.speech import SpeechTaskSpec
+from ngsgd.training.coordinator import Coordinator, RunControl, RunStorage
+from ngsgd.training.job import Job, JobFailure, JobInit, JobResult, LocalRef, WorkItem
 from ngsgd.training.parameter_vector import Vector
-from ngsgd.training.partitioning import make_dealer
 from ngsgd.training.storage.audit import audit
 from ngsgd.training.storage.checkpoint import Checkpoint, first_checkpoint
 from ngsgd.training.storage.event_log import EventLog
@@ -47,7 +46,7 @@ class Idler(Worker):
 
     def run(self, job: Job, place: Place = np_empty, should_stop: Callable[[], bool] = never) -> JobResult:
         sent: Vector = job.start.model.read()
-        return JobResult(job, self.index, Held(sent), digest(sent), 300, 5, -1.0, 0.5, 0.0, 0.0, 0.0, 0)
+        return JobResult(job, self.index, LocalRef(sent), digest(sent), 300, 5, -1.0, 0.5, 0.0, 0.0, 0.0, 0)
 
 
 def jobs(number: int, **schedule: Any) -> RunConfig:
@@ -58,7 +57,7 @@ def jobs(number: int, **schedule: Any) -> RunConfig:
 
 
 def simulate(folder: Path, run_config: RunConfig, cluster: SimulatedCluster,
-             make_worker: Callable[[WorkerSpec, int], Worker] = Worker) -> tuple[Run, SimulatedPool, Checkpoint]:
+             make_worker: Callable[[SpeechTaskSpec, int], Worker] = Worker) -> tuple[Run, SimulatedPool, Checkpoint]:
     """Trains the toy run on a virtual clock."""
     folder.mkdir(exist_ok=True)
     run = Run(folder, run_config)
@@ -66,9 +65,8 @@ def simulate(folder: Path, run_config: RunConfig, cluster: SimulatedCluster,
     log, ledger = EventLog(folder / "events.jsonl"), Ledger(run.ledger_path)
     pool.start()
     coordinator = Coordinator(
-        run.schedule, pool, run.model, run.reader, run.store, ledger, Trackers([log, run.recorder]), run.config.failure,
-        NeverStop(), run.config.outer, run.config.cluster, dealer=make_dealer(run.config.schedule, run.reader.num_minibatches),
-        keep_fisher=run.config.keeps_curvature, clock=pool.clock)
+        run.spec.task(), run.model, run.schedule, pool, RunStorage(run.store, ledger, Trackers([log, run.recorder])),
+        run.spec.settings, RunControl(clock=pool.clock))
     end = coordinator.train(first_checkpoint(run.store.layout.flatten(run.model.state_dict())))
     log.close("FINISHED")
     ledger.close()
@@ -117,11 +115,11 @@ def rounds(tmp_path: Path, cluster: SimulatedCluster, num_jobs: int, num_rounds:
     pool = SimulatedPool(run.spec, cluster, num_jobs, 1, make_worker=Idler)
     pool.start()
     model = pool.publish(lambda vector: vector.fill(0.0))
-    piece, seconds = Piece(Shard(0, 0), 0, 0), []
+    piece, seconds = WorkItem(Shard(0, 0), 0, 0), []
     for number in range(num_rounds):
         began = pool.clock()
         for job in range(num_jobs):
-            pool.submit(Job(number, job, 1, (piece,), Start(model), 0.01, 1.0))
+            pool.submit(Job(number, job, 1, (piece,), JobInit(model), 0.01, 1.0))
         for _ in range(num_jobs):
             while pool.wait(0.2) is None:
                 pass
@@ -178,12 +176,12 @@ def test_a_worker_keeps_the_share_that_the_formula_says(tmp_path: Path) -> None:
     # seeded; a job takes T = 0.3 s, lam T = 0.1, R = T / 2.  4000 jobs have about 420 failures: the lost share of 0.091 has a
     # standard error of 0.005, and second order adds 0.004
     run = Run(tmp_path, jobs(1))
-    piece = Piece(Shard(0, 0), 0, 0)
+    piece = WorkItem(Shard(0, 0), 0, 0)
     job_s = run.reader.num_frames(piece.shard) / 1000.0
     cluster = SimulatedCluster(rate=1000.0, failures_per_worker_hour=360.0 / job_s, replace_s=job_s / 2, seed=3)
     pool = SimulatedPool(run.spec, cluster, 1, 1, make_worker=Idler)
     pool.start()
-    job = Job(0, 0, 1, (piece,), Start(pool.publish(lambda vector: vector.fill(0.0))), 0.01, 1.0)
+    job = Job(0, 0, 1, (piece,), JobInit(pool.publish(lambda vector: vector.fill(0.0))), 0.01, 1.0)
     num_done = 0
     while num_done < 4000:
         if pool.num_idle():
@@ -275,7 +273,7 @@ def test_a_job_that_is_told_to_stop_ends_after_the_minibatch_at_hand(tmp_path: P
     pool = SimulatedPool(run.spec, SimulatedCluster(rate=64.0), 1, 1)
     pool.start()
     model = pool.publish(lambda vector: vector.fill(0.0))
-    pool.submit(Job(0, 0, 1, (Piece(Shard(0, 0), 0, 0),), Start(model), 0.01, 1.0))
+    pool.submit(Job(0, 0, 1, (WorkItem(Shard(0, 0), 0, 0),), JobInit(model), 0.01, 1.0))
     assert pool.wait(1.5) is None
     pool.stop_jobs()
     result = pool.wait(10.0)

@@ -12,7 +12,8 @@ from ngsgd.cluster.fingerprint import Agreement, Fingerprint
 from ngsgd.cluster.process_pool import ProcessPool
 from ngsgd.errors import ClusterError
 from ngsgd.ops.kernels import native
-from ngsgd.training.job import Job, WorkerSpec
+from ngsgd.tasks.speech import SpeechTaskSpec
+from ngsgd.training.job import Job
 from ngsgd.training.storage.audit import audit
 from ngsgd.training.worker import Worker
 from tests.toy import Run
@@ -23,7 +24,7 @@ class LosesItsSettings(Worker):
 
     allowed = 2
 
-    def __init__(self, spec: WorkerSpec, index: int) -> None:
+    def __init__(self, spec: SpeechTaskSpec, index: int) -> None:
         super().__init__(spec, index)
         births = Path(spec.egs_directory).with_name("births")
         with births.open("a") as file:
@@ -35,7 +36,7 @@ class LosesItsSettings(Worker):
 class LosesItOnce(LosesItsSettings):
     """The first replacement differs, the next one does not."""
 
-    def __init__(self, spec: WorkerSpec, index: int) -> None:
+    def __init__(self, spec: SpeechTaskSpec, index: int) -> None:
         super().__init__(spec, index)
         if len(Path(spec.egs_directory).with_name("births").read_text().splitlines()) > 3:
             os.environ.pop("MKL_CBWR", None)
@@ -44,7 +45,7 @@ class LosesItOnce(LosesItsSettings):
 class DiffersFromTheStart(Worker):
     """MKL runs other code in the process of the second worker."""
 
-    def __init__(self, spec: WorkerSpec, index: int) -> None:
+    def __init__(self, spec: SpeechTaskSpec, index: int) -> None:
         super().__init__(spec, index)
         if index == 1:
             os.environ["MKL_CBWR"] = "COMPATIBLE"
@@ -53,7 +54,7 @@ class DiffersFromTheStart(Worker):
 class WithoutKernels(Worker):
     """One that found no compiler and no cache."""
 
-    def __init__(self, spec: WorkerSpec, index: int) -> None:
+    def __init__(self, spec: SpeechTaskSpec, index: int) -> None:
         super().__init__(spec, index)
         native._forbidden.set()
 
@@ -61,7 +62,7 @@ class WithoutKernels(Worker):
 class WithoutCompilerAndCache(Worker):
     """As a replacement whose compiler and cache have disappeared since the run began."""
 
-    def __init__(self, spec: WorkerSpec, index: int) -> None:
+    def __init__(self, spec: SpeechTaskSpec, index: int) -> None:
         super().__init__(spec, index)
         os.environ |= {"CXX": "/nonexistent", "XDG_CACHE_HOME": str(Path(spec.egs_directory).with_name("empty"))}
 

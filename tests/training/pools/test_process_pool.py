@@ -16,9 +16,10 @@ import pytest
 from ngsgd.cluster.process_pool import ProcessPool
 from ngsgd.config import FailureConfig, OptimizerConfig, OuterConfig
 from ngsgd.errors import ClusterError
-from ngsgd.training.job import Job, JobResult, VectorRef, WorkerSpec
+from ngsgd.training.job import Job, JobResult, VectorRef
 from ngsgd.training.parameter_vector import Vector
 from ngsgd.training.storage.audit import audit
+from ngsgd.training.task import TaskSpec
 from ngsgd.training.worker import Place, Worker, never, np_empty
 from tests.toy import Run, config
 
@@ -107,7 +108,7 @@ def test_the_last_words_of_a_dead_worker_are_quoted(tmp_path: Path) -> None:
 
 
 class NeverReady(Worker):
-    def __init__(self, spec: WorkerSpec, index: int) -> None:
+    def __init__(self, spec: TaskSpec, index: int) -> None:
         os._exit(3)
 
 

@@ -1,17 +1,9 @@
-"""The averaged model on fixed subsets of frames, and the average posterior that decoding divides by.
-
-`BackgroundDiagnostics` does it in a thread of low priority while the next outer iteration trains.
-"""
+"""Scores of a model on fixed subsets of frames, and the average posterior that decoding divides by."""
 
 from __future__ import annotations
 
 import contextlib
-import copy
-import os
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -21,24 +13,19 @@ from torch import Tensor, nn
 from ngsgd.data.reader import EgsReader, Minibatch
 from ngsgd.errors import DamagedArchiveError
 from ngsgd.schedules import Shard
-from ngsgd.training.diagnostics.gradient_figures import check_layers, gradient_figures
-from ngsgd.training.objective import summed_loss
+from ngsgd.tasks.gradient_figures import gradient_figures
 from ngsgd.training.records import SubsetScore
+from ngsgd.training.task import Evaluation
 
 _ROWS_AT_ONCE = 8192
 _MIN_PRIOR = 1e-15  # Kaldi's floor of nnet3-am-adjust-priors
-_NICENESS = 19      # of the thread: workers on the same cores go first
 
 
-@dataclass(frozen=True)
-class Diagnosis:
-    """What an outer iteration's model is like."""
-
-    train: SubsetScore
-    valid: SubsetScore
-    figures: dict[str, float]
-    """Shares, 0 to 1.  dead_units/LAYER: units of a ReLU that are 0 on every frame of the train subset; silence/recognised and
-    silence/labelled: of the valid subset.  And, where asked for, those of `gradient_figures`."""
+def summed_loss(logits_NP: Tensor, pdf_N: Tensor, weight_N: Tensor | None) -> Tensor:
+    """Minus the objf, summed over the frames, each times its weight (Kaldi's posterior weights)."""
+    if weight_N is None:
+        return nn.functional.cross_entropy(logits_NP, pdf_N, reduction="sum")
+    return (nn.functional.cross_entropy(logits_NP, pdf_N, reduction="none") * weight_N).sum()
 
 
 @torch.no_grad()
@@ -49,8 +36,13 @@ def score_subset(model: nn.Module, subset: Minibatch) -> SubsetScore:
 
 @torch.no_grad()
 def diagnose(model: nn.Module, train: Minibatch, valid: Minibatch, silence_classes: Sequence[int] = (),
-             num_curvature_frames: int = 0) -> Diagnosis:
-    """Both subsets' scores, and what may go wrong unseen."""
+             num_curvature_frames: int = 0) -> Evaluation:
+    """Score both subsets and compute figures that reveal hidden failures.
+
+    Figures are shares, 0 to 1.  dead_units/LAYER: units of a ReLU that are 0 on every frame of the
+    train subset; silence/recognised and silence/labelled: of the valid subset.  With
+    `num_curvature_frames` also those of `gradient_figures`.
+    """
     with _peaks(model) as peaks:
         train_score = score_subset(model, train)
         figures = {f"dead_units/{layer}": float((peak_U <= 0.0).double().mean()) for layer, peak_U in peaks.items()}
@@ -61,34 +53,7 @@ def diagnose(model: nn.Module, train: Minibatch, valid: Minibatch, silence_class
         figures["silence/labelled"] = float(torch.isin(valid.pdf_N, silence).double().mean())
     if num_curvature_frames:
         figures |= gradient_figures(model, train, num_curvature_frames)
-    return Diagnosis(train_score, _score(logits_NP, valid), figures)
-
-
-class BackgroundDiagnostics:
-    """Diagnoses one model after the other in a thread; what it says of a model is what `diagnose` says."""
-
-    def __init__(self, model: nn.Module, subsets: Mapping[str, Minibatch], silence_classes: Sequence[int],
-                 num_curvature_frames: int = 0) -> None:
-        self._model = copy.deepcopy(model).eval()  # no dropout
-        self._subsets = subsets
-        self._silence_classes = silence_classes
-        self._num_curvature_frames = num_curvature_frames
-        if num_curvature_frames:
-            check_layers(self._model)  # now, and not in the thread after the first outer iteration
-        self._thread = ThreadPoolExecutor(1, "ngsgd-diagnostics", initializer=_give_way)
-
-    def begin(self, load: Callable[[nn.Module], object]) -> Future[Diagnosis]:
-        """Lets `load` set a model's parameters, here and now, and diagnoses it later.
-
-        The diagnosis before must have ended: there is one copy of the model.
-        """
-        load(self._model)
-        return self._thread.submit(diagnose, self._model, self._subsets["train"], self._subsets["valid"], self._silence_classes,
-                                   self._num_curvature_frames)
-
-    def close(self) -> None:
-        """Waits for what has begun."""
-        self._thread.shutdown()
+    return Evaluation(train_score, _score(logits_NP, valid), figures)
 
 
 @torch.no_grad()
@@ -151,9 +116,3 @@ def _peaks(model: nn.Module) -> Iterator[dict[str, Tensor]]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _give_way() -> None:
-    # Linux knows priorities of single threads; where it cannot be lowered the thread works all the same
-    with contextlib.suppress(OSError, AttributeError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)

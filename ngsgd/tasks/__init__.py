@@ -1,0 +1,1 @@
+"""Implementations of `ngsgd.training.task.Task`: what the engine can train."""

@@ -1,0 +1,99 @@
+"""The averaged model: the outer optimizer's state, and the parts of the model that are in use."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+from torch import nn
+
+from ngsgd.ops.averaging import pool_variances
+from ngsgd.optim.outer import OuterInfo, OuterOptimizer, make_rule
+from ngsgd.training.job_init import JobInitializer
+from ngsgd.training.parameter_vector import FlatLayout, Mean, Vector
+from ngsgd.training.planning import Plan
+from ngsgd.training.settings import EngineSettings
+from ngsgd.training.storage.checkpoint import Checkpoint, CheckpointStore
+from ngsgd.training.task import Task
+
+
+class AveragedModel:
+    """The model between outer iterations."""
+
+    def __init__(self, task: Task, model: nn.Module, settings: EngineSettings, checkpoints: CheckpointStore,
+                 num_outer_iters: int) -> None:
+        self.task = task
+        self.model = model           # a workspace; the parameters are the outer optimizer's
+        self.layout = FlatLayout.of(model)
+        self.settings = settings
+        self.checkpoints = checkpoints
+        self.num_outer_iters = num_outer_iters
+        self.stage: Hashable = task.growth.stage(-1)
+
+    def begin(self, start: Checkpoint) -> None:
+        """Continue from a checkpoint."""
+        self.optimizer = self._new_optimizer(start)
+        if start.model_sha256:
+            self.optimizer.load_state_dict(start.outer_state())
+        self.stage = self.task.growth.stage(start.progress.outer_iter)
+
+    def parameters(self) -> Vector:
+        """The parameters that are evaluated; a view."""
+        return self.optimizer.eval_model()
+
+    def load(self, checkpoint: Checkpoint, model: nn.Module) -> None:
+        """Set a model's stage and parameters to those of a checkpoint."""
+        self.task.growth.select(model, self.task.growth.stage(checkpoint.progress.outer_iter))
+        self.layout.load(model, checkpoint.parameters)
+
+    def enter(self, outer_iter: int) -> bool:
+        """Create the parts of the model that an outer iteration adds; returns whether there are any.
+
+        They are a function of the last checkpoint, so a resumed run creates the same parts.  An outer
+        iteration that is rolled back runs again with the parts that were created for it.
+        """
+        stage = self.task.growth.stage(outer_iter)
+        if stage == self.stage:
+            return False
+        self._create_parts(stage)
+        return True
+
+    def step(self, plan: Plan, job_init: JobInitializer, vectors: Sequence[Vector | Mean], weights: Sequence[float],
+             num_accepted: int) -> None:
+        """The outer optimizer's step from the accepted results."""
+        info = OuterInfo(plan.outer_iter, self.num_outer_iters, num_accepted, plan.iteration.lr)
+        index, count = job_init.fragment(plan.outer_iter)
+        statistics = self.layout.statistics()
+        self.optimizer.step(vectors, weights, info, pieces=None if count == 1 else self.layout.fragment(index, count),
+                            statistics=statistics, returns=job_init.returns)
+        if count == 1 and job_init.returns == "parameters":
+            # a single vector is the mean of several already, or the only result
+            if len(vectors) > 1:
+                pool_variances(self.optimizer.eval_model(), vectors, weights, self.layout.mean_and_variance())
+            # a moving average of statistics would belong to no data
+            for part in statistics:
+                self.optimizer.final_model()[part] = self.optimizer.eval_model()[part]
+
+    def restore(self, before: Checkpoint) -> None:
+        """Undo an outer step.
+
+        The step has changed the arrays of `before` in place, so the checkpoint is read again.
+        """
+        if before.model_sha256:
+            path = self.checkpoints.directory / f"iter-{before.progress.outer_iter:06d}"
+            self.optimizer.load_state_dict(self.checkpoints.load(path).outer_state())
+        else:
+            self.optimizer = self._new_optimizer(before)
+        current, self.stage = self.stage, self.task.growth.stage(before.progress.outer_iter)
+        if current != self.stage:
+            self._create_parts(current)
+
+    def _new_optimizer(self, start: Checkpoint) -> OuterOptimizer:
+        return OuterOptimizer(make_rule(self.settings.outer), start.parameters, ema_decay=self.settings.outer.ema_decay,
+                              num_threads=self.settings.num_averaging_threads)
+
+    def _create_parts(self, stage: Hashable) -> None:
+        state = self.layout.unflatten(self.optimizer.eval_model())
+        found = self.task.growth.new_parts(self.model, state, self.stage, stage, self.settings.seed)
+        for name, values in found.items():
+            self.optimizer.put(self.layout.part(name), values.numpy().reshape(-1))
+        self.stage = stage

@@ -1,0 +1,159 @@
+"""From the results of an outer iteration to its model: which are accepted, and whether their average is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import nn
+
+from ngsgd.errors import DivergenceError, NgsgdError
+from ngsgd.training.averaged_model import AveragedModel
+from ngsgd.training.dispatcher import Dispatcher, OuterIterationState
+from ngsgd.training.job import JobResult, ResultsLost
+from ngsgd.training.job_init import JobInitializer
+from ngsgd.training.parameter_vector import Mean, Vector
+from ngsgd.training.storage.checkpoint import Checkpoint
+from ngsgd.training.task import Task
+from ngsgd.training.validation.acceptance import Verdicts, best_alone, judge, too_few
+from ngsgd.training.validation.checksums import is_finite
+from ngsgd.training.validation.held_out_check import HeldOutCheck
+from ngsgd.training.validation.plausibility import disagrees
+from ngsgd.training.worker import initial_parameters
+
+
+class Gathered(NamedTuple):
+    """The accepted results of an outer iteration."""
+
+    verdicts: Verdicts
+    error: NgsgdError | None                 # too few results were accepted, and nothing is averaged
+    vectors: Sequence[Vector | Mean]         # the vectors that the accepted jobs sent, or their mean alone
+    weights: Sequence[float]
+
+
+class Averager:
+    """Validates results, averages them, and validates the average."""
+
+    def __init__(self, task: Task, model: nn.Module, averaged: AveragedModel, dispatcher: Dispatcher,
+                 job_init: JobInitializer) -> None:
+        self.task = task
+        self.averaged = averaged
+        self.dispatcher = dispatcher
+        self.job_init = job_init
+        self.layout = averaged.layout
+        self.failure = averaged.settings.failure
+        self.held_out = HeldOutCheck(task, model, self.layout, self.failure.objf_tolerance)
+
+    def average(self, state: OuterIterationState, before: Checkpoint) -> tuple[Verdicts, NgsgdError | None]:
+        """Make the next model of the plausible results; with an error the model stays `before`.
+
+        The new model is scored on held-out data before it is committed.  If it is worse than the one
+        before, each result is scored alone, and the outer step is undone and repeated without those
+        that are bad.
+        """
+        self.held_out.begin(self.averaged.parameters(), self.task.growth.stage(state.plan.outer_iter))
+        while True:
+            gathered = self._gather(state)
+            if gathered.error:
+                return gathered.verdicts, gathered.error
+            accepted = [result for result, reason in gathered.verdicts if not reason]
+            self.averaged.step(state.plan, self.job_init, gathered.vectors, gathered.weights, len(accepted))
+            try:
+                bad, error = self._check_average(state, accepted)
+            except ResultsLost as lost:
+                self.averaged.restore(before)
+                self._run_again(state, lost)
+                continue
+            if not bad and not error:
+                return gathered.verdicts, None
+            self.averaged.restore(before)
+            if error:
+                return gathered.verdicts, error
+            state.rejection_reasons |= bad
+
+    def _check_average(self, state: OuterIterationState, accepted: Sequence[JobResult]
+                 ) -> tuple[dict[int, str], DivergenceError | None]:
+        """Score the new model: (reasons to reject results after all, by job; why it cannot be committed)."""
+        model = self.averaged.parameters()
+        is_sound = is_finite(model)
+        objf = self.held_out.score(model) if is_sound else -math.inf
+        is_expensive = not all(result.sent.is_here for result in accepted)
+        is_suspect = self.held_out.is_suspect(objf, is_expensive=is_expensive)
+        bad = self._bad_results(state, accepted) if is_suspect else {}
+        failure = self.held_out.failure(objf)
+        if bad:
+            return bad, None
+        number = state.plan.outer_iter + 1
+        if not is_sound:
+            return {}, DivergenceError(
+                f"the model of outer iteration {number} is not finite, though its jobs' are: "
+                f"outer.kind={self.averaged.settings.outer.kind} diverged; lower its gain and resume.")
+        if failure:
+            return {}, DivergenceError(
+                f"the average of outer iteration {number} is not committed: {failure}, though no "
+                "single result explains it; lower schedule.lr_initial and resume, or start again.")
+        self.held_out.commit(objf)
+        return {}, None
+
+    def _gather(self, state: OuterIterationState) -> Gathered:
+        """Validate the results and select those to average; jobs whose results were lost run again."""
+        while True:
+            verdicts, is_contested = judge(
+                state.in_order(), state.rejection_reasons, self.failure.objf_tolerance,
+                self.task.chance_objf, self.layout)
+            accepted = [result for result, reason in verdicts if not reason]
+            weights: list[float] = [result.num_frames for result in accepted]
+            error = too_few(accepted, verdicts, state.plan, self.failure.min_accepted)
+            if error:
+                return Gathered(verdicts, error, [], [])
+            if state.plan.keeps_best:
+                verdicts = best_alone(verdicts)
+                accepted = [result for result, reason in verdicts if not reason]
+                weights = [1.0]
+            try:
+                if is_contested and (bad := self._bad_results(state, accepted)):
+                    state.rejection_reasons |= bad
+                    continue
+                # a rule that needs every vector, such as a median, must not be given the workers' mean instead
+                mean = None
+                if self.averaged.optimizer.takes_mean:
+                    mean = self.dispatcher.pool.mean(accepted, weights)
+                if mean is not None:
+                    return Gathered(verdicts, None, [mean], [1.0])
+                return Gathered(verdicts, None, [result.sent.read() for result in accepted], weights)
+            except ResultsLost as lost:
+                # nothing of this outer iteration has been counted yet
+                self._run_again(state, lost)
+
+    def _run_again(self, state: OuterIterationState, lost: ResultsLost) -> None:
+        self.dispatcher.take_back(state, lost.failures)
+        self.dispatcher.finish(state, None, lambda: None)
+
+    def _bad_results(self, state: OuterIterationState, accepted: Sequence[JobResult]) -> dict[int, str]:
+        """Reasons to reject results, by job, after scoring each one alone on held-out data.
+
+        Where parameter deltas disagree, the result with the best score is trusted.
+        """
+        scores = {result.job.job: self.held_out.score(self._parameters_of(result, state))
+                  for result in accepted}
+        best = max(accepted, key=lambda result: scores[result.job.job])
+        found = self.held_out.judge(scores)
+        for result in accepted:
+            job, reason = result.job.job, disagrees(result, best, self.layout)
+            if reason and scores[job] < scores[best.job.job]:
+                found[job] = (f"{reason}, and its held-out objf {scores[job]:.3f} is below "
+                              f"{scores[best.job.job]:.3f} of job {best.job.job}")
+        return found
+
+    def _parameters_of(self, result: JobResult, state: OuterIterationState) -> Vector:
+        """All parameters at the end of a job; outside the fragment sent, those of the model."""
+        job, sent = result.job, result.sent.read()
+        if job.returns == "move":
+            return initial_parameters(job.start, self.layout) + sent
+        if job.send == (0, 1):
+            return sent
+        parameters = state.model.read().copy()
+        for target, source in self.layout.fragment(*job.send):
+            parameters[target] = sent[source]
+        return parameters
