@@ -1,0 +1,60 @@
+"""The outer iterations of a run: the only place that constructs a Coordinator."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+from ngsgd.models.statistics import model_for
+from ngsgd.preconditioners.build import mean_of_states
+from ngsgd.training.coordinator import Coordinator
+from ngsgd.training.dispatcher import NeverStop, StopSignal
+from ngsgd.training.job import WorkerSpec
+from ngsgd.training.partitioning import make_dealer
+from ngsgd.training.planning import schedule_of, stages_of
+from ngsgd.training.storage.checkpoint import Checkpoint, CheckpointStore
+from ngsgd.training.storage.ledger import Ledger
+from ngsgd.training.tracking import Tracker, Trackers
+from ngsgd.training.worker_pool import WorkerPool
+
+
+def train(spec: WorkerSpec, pool: WorkerPool, checkpoints: CheckpointStore, start: Checkpoint, ledger: Path, *,
+          tracker: Tracker | None = None, stop: StopSignal | None = None, clock: Callable[[], float] = time.monotonic,
+          on_start: Callable[[], None] = lambda: None,
+          catch_signals: Callable[[], AbstractContextManager[None]] = nullcontext) -> Checkpoint:
+    """Run the remaining outer iterations and return the last checkpoint.
+
+    Args:
+        spec: configuration and examples.
+        pool: workers; started here and closed at the end.
+        checkpoints: store for the model of every outer iteration.
+        start: the checkpoint to continue from.
+        ledger: path of the write-ahead record of shards.
+        tracker: receives the records of outer iterations.
+        stop: request to stop after the current outer iteration, or at once.
+        clock: seconds; simulated time in a simulation.
+        on_start: called when the workers are ready.
+        catch_signals: context that is active while outer iterations run.
+    """
+    config, shards = spec.config, spec.shards()
+    written = Ledger(ledger, checkpoints.lock.fence if checkpoints.lock else 0)
+    try:
+        pool.start()
+        on_start()
+        reader = spec.frames()
+        coordinator = Coordinator(
+            schedule_of(config, shards), pool, model_for(config, reader), reader, checkpoints, written, tracker or Trackers([]),
+            config.failure, stop or NeverStop(), config.outer, config.cluster,
+            dealer=make_dealer(config.schedule, shards.num_minibatches),
+            keep_fisher=config.keeps_curvature, mean_fisher=mean_of_states(config.preconditioner),
+            stages=stages_of(config, shards), seed=config.seed, num_threads=os.cpu_count() or 1, clock=clock,
+            on_corrupt=config.egs.on_corrupt, num_curvature_frames=config.tracking.curvature_frames,
+            objective=config.objective)
+        with catch_signals():
+            return coordinator.train(start)
+    finally:
+        written.close()
+        pool.close()
