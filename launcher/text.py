@@ -1,59 +1,18 @@
-"""Text from files and servers made fit for a terminal and for a file: without what a terminal obeys, without passwords."""
+"""Texts of files and servers for a terminal: control characters escaped, passwords masked."""
 
 from __future__ import annotations
 
-import os
 import re
+
+from ngsgd.masking import MASK, conceal, is_masked, masked
+
+__all__ = ["MASK", "conceal", "is_masked", "masked", "printable"]
 
 _COLORS = re.compile(r"\x1b\[[0-9;]*m")
 # what a terminal obeys: C0 but for newline and tab, DEL, C1, marks that reorder text, line separators, half characters
 _OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-MASK = "***"
-_SECRETS = (
-    # http://user:password@host; the second form is for a password with a slash, which the first takes for a path
-    (re.compile(r"([a-zA-Z][a-zA-Z0-9+.\-]*://)[^/?#\s\"'<>]*@"), rf"\g<1>{MASK}@"),
-    (re.compile(r"([a-zA-Z][a-zA-Z0-9+.\-]*://)[^/?#\s:@\"'<>]*:(?!\d+(?:[/?#\s]|$))[^\s\"'<>]*@"), rf"\g<1>{MASK}@"),
-    (re.compile(r"([?&;][^=&;\s\"'<>]*(?:passw|pwd|secret|token|key|sig|auth|credential)[^=&;\s\"'<>]*=)[^&;\s\"'<>#]+",
-                re.IGNORECASE), rf"\g<1>{MASK}"),
-    (re.compile(r"\b((?:password|passwd|pwd|secret|token|api_?key)=)[^&;,\s\"'<>*]+", re.IGNORECASE), rf"\g<1>{MASK}"),
-    (re.compile(r"\b(Bearer|Basic)\s+[A-Za-z0-9._~+/=\-]{8,}"), rf"\g<1> {MASK}"),
-)
-_VARIABLES = ("MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN", "RAY_AUTH_TOKEN")
-_SHORTEST = 6   # a shorter password is a part of too many words
-_known: set[str] = set()
 
 
 def printable(text: str) -> str:
     """The text with everything that a terminal would obey as an escape such as \\x1b; newlines and tabs stay."""
     return _OBEYED.sub(lambda found: ascii(found[0])[1:-1], _COLORS.sub("", text))
-
-
-def masked(text: str, *, known: bool = True) -> str:
-    """The text without user names and passwords in URLs, and without tokens, passwords and keys in query strings.
-
-    With `known` also without the passwords that this process has seen or its environment holds, wherever they stand; not for
-    settings that are read again, in which a short password may be a part of a path.
-    """
-    for pattern, replacement in _SECRETS:
-        text = pattern.sub(replacement, text)
-    if not known:
-        return text
-    for secret in sorted({*_known, *(os.environ.get(name, "") for name in _VARIABLES)}, key=len, reverse=True):
-        if len(secret) >= _SHORTEST:
-            text = text.replace(secret, MASK)
-    return text
-
-
-def conceal(url: str) -> None:
-    """From now on the password of this URL is masked wherever it stands: libraries quote parts of a URL in their errors."""
-    from urllib.parse import unquote
-
-    login = url.partition("://")[2].rpartition("@")[0]
-    password = login.partition(":")[2] or login
-    if MASK not in password:
-        _known.update({password, unquote(password)})
-
-
-def is_masked(text: str) -> bool:
-    """Whether it is a URL that was masked, so that its user and password must come from elsewhere."""
-    return f"://{MASK}@" in text or f"={MASK}" in text

@@ -1,202 +1,34 @@
-"""`ngsgd align`: which HMM state each frame belongs to, from the transcripts alone.
-
-Flat start: every utterance is cut into equal parts, one for each state of its words.  Then, several times over, a model is made
-of those labels, and the best path through every transcript's graph is found with it: first one Gaussian a state, in closed
-form, then a small network, by the library's own trainer.  One thread, and no draw but those that the seed decides: the same
-data and settings give the same file.
-"""
+"""`ngsgd align`: writes the HMM states of all frames to a file."""
 
 from __future__ import annotations
 
 import contextlib
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
-import torch
-
-from ngsgd.asr.align import forced_alignment
-from ngsgd.asr.align.forced_alignment import Realigned, States
-from ngsgd.asr.corpora import alignments, cache, corpus
-from ngsgd.asr.corpora.corpus import Corpus
-from ngsgd.asr.lang import graphs
-from ngsgd.cluster.in_process import InProcessPool
-from ngsgd.config import ClusterConfig, DataConfig, ModelConfig, OuterConfig, RunConfig, ScheduleConfig
-from ngsgd.data.archives import prepare_archives
-from ngsgd.data.reader import EgsReader
-from ngsgd.errors import ConfigError, DataError
+from ngsgd.asr.corpora import alignments
+from ngsgd.config import RunConfig
+from ngsgd.errors import DataError
 from ngsgd.launcher.config import compose
-from ngsgd.launcher.runs.final_model import load_final, log_likelihoods
-from ngsgd.launcher.runs.ivectors import with_ivectors
-from ngsgd.launcher.runs.run_folder import RunFolder, check_output_dir, require_unchanged
-from ngsgd.models import build_model
-from ngsgd.schedules import Schedule
-from ngsgd.tasks.frame_scores import average_posterior
-from ngsgd.tasks.speech import SpeechTaskSpec
-from ngsgd.training.coordinator import Coordinator, RunStorage
-from ngsgd.training.parameter_vector import FlatLayout
-from ngsgd.training.storage.checkpoint import CheckpointStore, first_checkpoint
-from ngsgd.training.storage.ledger import Ledger
-from ngsgd.training.tracking import Trackers
-from ngsgd.training.worker import never
-
-FEW_CHANGES = 0.005  # of all frames; another pass would move as few
-RECIPE_VERSION = 1  # raise it when the same settings would give another alignment
-
-Report = Callable[[str], None]
-Logliks = dict[str, npt.NDArray[np.float32]]    # T x P of each utterance, by utt_id
-
-
-def with_alignment(config: RunConfig, cache_root: Path, report: Report) -> DataConfig:
-    """The run's data settings; where they ask for a flat start, or the corpus comes without labels, with an alignment made."""
-    if not corpus.needs_alignment(config.data):
-        return config.data
-    return replace(config.data, alignment=str(make(config, cache_root, report)))
-
-
-def make(config: RunConfig, cache_root: Path, report: Report) -> Path:
-    """The file of the alignment; made unless it is there already from the same data and settings.
-
-    Raises:
-        ConfigError: data.graph numbers the HMM states, and a flat start numbers them by the lexicon.
-    """
-    if config.data.graph:
-        raise ConfigError(f"data.graph is {config.data.graph}, which numbers its HMM states itself, and a flat start makes "
-                          "the numbers of the lexicon's phones; give data.alignment=FILE in the graph's numbers, such as Kaldi's "
-                          "ali.*.gz with its tid2pdf, or leave data.graph empty.")
-    speech = corpus.prepare_unaligned(config.data, config.features, cache_root, report)
-    settings = _settings(config)
-    key = {"version": RECIPE_VERSION, "digest": speech.digest, "settings": asdict(settings)}
-    path = cache_root / f"ali-{cache.short_hash(key)}.npz"
-    if not path.exists():
-        with tempfile.TemporaryDirectory(prefix=".align-", dir=cache_root) as folder:
-            alignments.write(path, _align(speech, settings, Path(folder), report))
-    return path
-
-
-def _align(speech: Corpus, settings: RunConfig, folder: Path, report: Report) -> States:
-    a, oov = settings.align, settings.data.oov
-    states = _sorted_out(speech, settings, report)
-    num_short = sum(len(one.texts) for one in (speech.train, speech.valid, speech.test)) - len(states)
-    if num_short:
-        report(f"align: {num_short} utterances have fewer frames than their words have states and are left out")
-    lost: tuple[str, ...] = ()
-    for number in range(1, a.num_passes + 1):
-        (folder / str(number)).mkdir()
-        done = forced_alignment.realign(speech, states, _learn(speech, states, settings, folder / str(number)), a, oov)
-        report(f"align: network {number}/{a.num_passes}: {forced_alignment.share_changed(states, done.states):.1%} of the frames "
-               f"have changed their state{f', {len(done.lost)} utterances have no path' if done.lost else ''}")
-        states, lost = done.states, done.lost
-    return {utt_id: pdf_T for utt_id, pdf_T in states.items() if utt_id not in lost}
-
-
-def _sorted_out(speech: Corpus, settings: RunConfig, report: Report) -> States:
-    """Two flat starts, moved by Gaussians until they hardly change; the one that describes the speech better."""
-    found = []
-    for name, start in (("equal parts", forced_alignment.flat_start), ("equal parts of speech", forced_alignment.silence_start)):
-        moved = _moved_by_gaussians(speech, start(speech, settings.data.oov), settings)
-        report(f"align: {name}, then Gaussians: log-likelihood {-moved.cost_per_frame:.3f} per frame")
-        found.append(moved)
-    return min(found, key=lambda moved: moved.cost_per_frame).states
-
-
-def _moved_by_gaussians(speech: Corpus, states: States, settings: RunConfig) -> Realigned:
-    a = settings.align
-    for _ in range(a.num_gaussian_passes):
-        done = forced_alignment.realign(speech, states, forced_alignment.score_by_gaussians(speech, states), a, settings.data.oov)
-        changed, states = forced_alignment.share_changed(states, done.states), done.states
-        if changed < FEW_CHANGES:
-            break
-    return done
-
-
-def _settings(config: RunConfig) -> RunConfig:
-    """All that decides an alignment: the small network and its schedule, one job after another, nothing that is only for speed."""
-    a = config.align
-    return RunConfig(
-        seed=config.seed, align=a, features=config.features, data=DataConfig(oov=config.data.oov),
-        egs=replace(config.egs, samples_per_iter=a.samples_per_iter),
-        model=ModelConfig(kind="relu", num_layers=a.num_layers, hidden_dim=a.hidden_dim),
-        schedule=ScheduleConfig(num_epochs=a.num_epochs, minibatch_size=128, lr_initial=a.lr_initial, lr_final=a.lr_final,
-                                num_jobs_initial=1, num_jobs_final=1),
-        outer=OuterConfig(kind="average"), cluster=ClusterConfig(kind="in_process", num_workers=1, threads_per_worker=1))
-
-
-def _learn(speech: Corpus, states: States, settings: RunConfig, folder: Path) -> Logliks:
-    """The log-likelihoods of all utterances by a network that has learnt these states."""
-    train, valid = speech.train.labelled(states), speech.valid.labelled(states)
-    egs = prepare_archives(train.frames, valid.frames, settings.egs, num_classes=speech.num_pdfs, digest="", cache_root=folder)
-    reader = EgsReader(egs)
-    model = build_model(settings.model, reader.info.num_inputs, reader.info.num_classes, settings.seed)
-    layout = FlatLayout.of(model)
-    layout.load(model, _train(model, reader, settings, folder))
-    model.eval()
-    prior_P = average_posterior(model, reader, settings.decode.num_prior_frames)
-    logliks: Logliks = {}
-    for one in (speech.train, speech.valid, speech.test):
-        logliks |= dict(zip(one.frames.utt_ids, log_likelihoods(one, settings.egs, model, prior_P), strict=True))
-    return logliks
-
-
-def _train(model: torch.nn.Module, reader: EgsReader, settings: RunConfig, folder: Path) -> npt.NDArray[np.float32]:
-    """The parameters that the coordinator comes to, with one worker in this process; Ctrl-C ends it where it stands."""
-    s = settings.schedule
-    schedule = Schedule(reader.info.num_archives, reader.info.frames_per_eg, s.num_epochs, s.lr_initial, s.lr_final, 1, 1, 1)
-    layout = FlatLayout.of(model)
-    spec = SpeechTaskSpec(settings, str(reader.directory))
-    pool = InProcessPool(spec, 1, 1, never)
-    ledger = Ledger(folder / "ledger.jsonl")
-    (folder / "checkpoints").mkdir()
-    store = CheckpointStore(folder / "checkpoints", layout, 1)
-    try:
-        pool.start()
-        coordinator = Coordinator(spec.task(), model, schedule, pool, RunStorage(store, ledger, Trackers([])), spec.settings)
-        return coordinator.train(first_checkpoint(layout.flatten(model.state_dict()))).parameters
-    finally:
-        ledger.close()
-        pool.close()
+from ngsgd.pipeline import align
+from ngsgd.pipeline.runs.run_folder import RunFolder, check_output_dir, require_unchanged
 
 
 def to_file(overrides: Sequence[str], output: Path) -> None:
-    """`ngsgd align`: makes the states of all frames with these settings and writes them."""
+    """Align the corpus of these settings by a flat start."""
     config = compose.compose(overrides)
     check_output_dir(config)
     with _written(output):
-        alignments.write(output, alignments.read(make(config, _cache_root(config), print)).pdf_T)
+        alignments.write(output, alignments.read(align.make(config, _cache_root(config), print)).pdf_T)
 
 
 def with_model(run: Path, output: Path, *, trust: bool = False) -> None:
-    """`ngsgd align --model RUN`: the best path through every transcript's graph by a run's final model.
-
-    Every pronunciation of a word and every pause between words may be taken, so the labels fit the speech better than those
-    that the model learnt from.
-    """
+    """Align the corpus of a run by its final model."""
     folder = RunFolder.open(run)
     config = compose.from_yaml(folder.config)
     require_unchanged(folder.config)
-    if config.data.corpus in ("digits", "fsdd"):
-        raise ConfigError(f"recipe={config.data.corpus} splices its speech from labelled recordings, which a model of the whole "
-                          "strings cannot label; use ngsgd align without --model.")
-    model, prior_P = load_final(folder, trust=trust)
     with _written(output):
-        speech = corpus.prepare_unaligned(config.data, config.features, _cache_root(config), print)
-        if config.ivectors.dim:
-            speech = with_ivectors(config, speech, folder.ivectors, _cache_root(config))
-        sets = (speech.train, speech.valid, speech.test)
-        logliks = {utt_id: loglik_TP for one in sets for utt_id, loglik_TP in
-                   zip(one.frames.utt_ids, log_likelihoods(one, config.egs, model, prior_P), strict=True)}
-        before: States = {utt_id: pdf_T for one in sets
-                          for utt_id, pdf_T in zip(one.frames.utt_ids, one.split_pdfs(), strict=True)}
-        # the states of a graph that came with the data have its own numbers, which may be tied
-        given = graphs.read(speech.language.given) if config.data.graph and speech.language.given else None
-        done = forced_alignment.realign(speech, before, logliks, config.align, config.data.oov, given)
-        states = {utt_id: pdf_T for utt_id, pdf_T in done.states.items() if utt_id not in done.lost}
-        print(f"align: {len(states)} utterances, {len(done.lost)} without a path left out; "
-              f"log-likelihood {-done.cost_per_frame:.3f} per frame")
-        alignments.write(output, states)
+        alignments.write(output, align.label(config, folder, _cache_root(config), print, trust=trust))
 
 
 def _cache_root(config: RunConfig) -> Path:
@@ -205,7 +37,7 @@ def _cache_root(config: RunConfig) -> Path:
 
 @contextlib.contextmanager
 def _written(output: Path) -> Iterator[None]:
-    """Says where the alignment is, or that there was no room for it."""
+    """Report the path of the alignment, or that it could not be written."""
     try:
         yield
     except OSError as error:

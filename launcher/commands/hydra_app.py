@@ -16,8 +16,8 @@ from ngsgd.files import write_text
 from ngsgd.launcher.config import compose, config_builder
 from ngsgd.launcher.config.tuned_file import expanded
 from ngsgd.launcher.console import Parser, run_guarded
-from ngsgd.launcher.runs.run_folder import run_to_continue
 from ngsgd.launcher.text import masked
+from ngsgd.pipeline.runs.run_folder import run_to_continue
 
 if TYPE_CHECKING:
     from ngsgd.training.records import FinalReport

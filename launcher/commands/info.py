@@ -15,8 +15,8 @@ from ngsgd.errors import EXIT_OK
 from ngsgd.files import read_json, unsealed
 from ngsgd.launcher.console import Parser, version
 from ngsgd.launcher.reports.progress import duration
-from ngsgd.launcher.runs.run_folder import RunFolder, find_run
 from ngsgd.launcher.text import masked, printable
+from ngsgd.pipeline.runs.run_folder import RunFolder, find_run
 from ngsgd.training.storage.event_log import read_events
 from ngsgd.training.storage.lock import holder_of
 

@@ -18,8 +18,8 @@ from ngsgd.launcher.console import Parser
 from ngsgd.launcher.ray import jobs
 from ngsgd.launcher.ray.jobs import ENDED, Door, told
 from ngsgd.launcher.reports.progress import ProgressTracker, final_lines, iteration_line
-from ngsgd.launcher.runs.run_folder import RunFolder, known_run
 from ngsgd.launcher.text import masked, printable
+from ngsgd.pipeline.runs.run_folder import RunFolder, known_run
 from ngsgd.training.storage.event_log import valid_events
 from ngsgd.training.storage.lock import holder_of
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from ngsgd.errors import EXIT_OK, CheckpointError, ConfigError, DataError
 from ngsgd.files import read_json, read_regular_bytes, write_text
 from ngsgd.launcher.console import TRUST, Parser
-from ngsgd.launcher.runs.run_folder import RunFolder, find_run, require_unchanged
+from ngsgd.pipeline.runs.run_folder import RunFolder, find_run, require_unchanged
 
 if TYPE_CHECKING:
     from torch import nn
@@ -74,10 +74,10 @@ def _read(path: Path) -> bytes:
 def _export_model(folder: RunFolder, output: Path, *, trust: bool) -> list[Path]:
     from ngsgd.config import ModelConfig
     from ngsgd.launcher.config import compose
-    from ngsgd.launcher.runs.final_model import load_final
     from ngsgd.models.inputs import Window
     from ngsgd.models.nnet3.network import describe
     from ngsgd.models.nnet3.text import to_text, vector_to_text
+    from ngsgd.pipeline.runs.final_model import load_final
 
     model, prior_P = load_final(folder, trust=trust)
     about = read_json(folder.final / "model.json")
@@ -109,9 +109,9 @@ def updates_of(model: nn.Module, config: RunConfig) -> dict[str, Updates]:
 def _import_model(content: bytes, priors: bytes, output: Path) -> None:
     import numpy as np
 
-    from ngsgd.launcher.runs.final_model import write_final
     from ngsgd.models.nnet3.binary import model_from_bytes, vector_from_bytes
     from ngsgd.models.nnet3.network import rebuild
+    from ngsgd.pipeline.runs.final_model import write_final
 
     network = model_from_bytes(content)
     made = rebuild(network)

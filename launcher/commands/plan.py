@@ -123,16 +123,16 @@ def _measured(config: RunConfig, seconds: float, *, to_stderr: bool) -> tuple[Ma
 
     import torch
 
-    from ngsgd.launcher.commands import train as service
-    from ngsgd.launcher.runs.run_folder import check_output_dir
     from ngsgd.pipeline.performance_model import probe
+    from ngsgd.pipeline.prepare import prepare
+    from ngsgd.pipeline.runs.run_folder import check_output_dir
     from ngsgd.tasks.speech import SpeechTaskSpec
 
     def report(line: str) -> None:
         print(line, file=sys.stderr if to_stderr else sys.stdout, flush=True)
 
     check_output_dir(config)
-    data = service._prepare(config, report)
+    data = prepare(config, report)
     report(f"measuring for about {seconds:g} s")
     num_gpus = torch.cuda.device_count() if config.cluster.device != "cpu" else 0
     with tempfile.TemporaryDirectory(dir=config.output_dir, prefix=".plan-") as scratch:  # the run's own disk

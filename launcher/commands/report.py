@@ -10,8 +10,8 @@ from ngsgd.errors import EXIT_OK, ConfigError, NgsgdError
 from ngsgd.files import read_json, write_text
 from ngsgd.launcher.console import Parser, version
 from ngsgd.launcher.reports.progress import duration
-from ngsgd.launcher.runs.run_folder import RunFolder, find_run
 from ngsgd.launcher.text import masked
+from ngsgd.pipeline.runs.run_folder import RunFolder, find_run
 from ngsgd.training.storage.event_log import read_events
 
 if TYPE_CHECKING:

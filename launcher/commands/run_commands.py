@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ngsgd.errors import EXIT_OK, ConfigError
 from ngsgd.launcher.console import TRUST, Parser
-from ngsgd.launcher.runs.run_folder import find_run
+from ngsgd.pipeline.runs.run_folder import find_run
 
 
 def resume(arguments: Sequence[str]) -> int:
@@ -41,9 +41,10 @@ def decode(arguments: Sequence[str]) -> int:
     if options.chunk_frames < 1:
         raise ConfigError(f"--chunk-frames is {options.chunk_frames}; it must be at least 1.")
     if options.streaming:
-        from ngsgd.launcher.commands import streaming
+        from ngsgd.launcher.commands.train import open_run
+        from ngsgd.pipeline import streaming
 
-        print(streaming.measure(run, chunk_frames=options.chunk_frames, trust=options.trust))
+        print(streaming.measure(open_run(run, quiet=False), chunk_frames=options.chunk_frames, trust=options.trust))
         return EXIT_OK
     from ngsgd.launcher.commands import train as service
 

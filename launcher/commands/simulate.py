@@ -9,7 +9,6 @@ import argparse
 import itertools
 import json
 import math
-import os
 import statistics
 import sys
 import time
@@ -29,9 +28,9 @@ from ngsgd.training.records import FinalReport, Incident, OuterIterationRecord, 
 
 if TYPE_CHECKING:  # these bring torch, and --help shall answer at once
     from ngsgd.data.reader import EgsReader
-    from ngsgd.launcher.runs.run_folder import RunFolder
     from ngsgd.pipeline.performance_model.simulator import SimulatedPool
-    from ngsgd.training.tracking import Trackers
+    from ngsgd.pipeline.runs.run_folder import RunFolder
+    from ngsgd.pipeline.services import PoolRequest
 
 _ADD_SPEED = 8e9   # bytes of parameters added into a mean per second: a typical memory
 
@@ -151,36 +150,53 @@ class Summary:
     folder: str
 
 
+class _VirtualCluster:
+    """Makes the simulated pool of a run, and reads its clock."""
+
+    def __init__(self, options: argparse.Namespace, config: RunConfig) -> None:
+        self._options, self._config = options, config
+        self.pool: SimulatedPool | None = None
+        self.num_parameters = 0
+
+    def make_pool(self, request: PoolRequest) -> SimulatedPool:
+        from ngsgd.pipeline.performance_model.simulator import SimulatedPool
+
+        reader = request.spec.frames()
+        self.cluster = cluster_of(self._options, num_minibatches=mean_frames(reader) / self._config.schedule.minibatch_size,
+                                  seed=self._config.seed)
+        self.num_parameters = request.num_parameters
+        self.pool = SimulatedPool(request.spec, self.cluster, self._config.cluster.num_workers, request.num_threads,
+                                  should_stop=request.should_stop)
+        return self.pool
+
+    def clock(self) -> float:
+        assert self.pool is not None
+        return self.pool.clock()
+
+
 def _simulate(config: RunConfig, options: argparse.Namespace, progress: ProgressTracker) -> Summary:
     from ngsgd.data.reader import EgsReader
-    from ngsgd.launcher.commands import train as service
-    from ngsgd.launcher.config import compose
-    from ngsgd.launcher.runs.run_folder import RunFolder, check_output_dir, run_name
+    from ngsgd.launcher.commands.train import services_of
+    from ngsgd.pipeline.run import build_run
+    from ngsgd.pipeline.runs.run_folder import run_name
     from ngsgd.tasks.frames import schedule_of
-    from ngsgd.training.storage.event_log import EventLog
-    from ngsgd.training.tracking import Trackers
 
-    check_output_dir(config)
-    data = service._prepare(config, progress.report)
     config = replace(config, name=f"{run_name(config)}-simulated")
-    folder = RunFolder.create(config, compose.to_yaml(config))
-    folder.remember_data(data.corpus.digest, data.egs_directory, data.extractor)
-    progress.report(f"run folder {folder.path}")
-    reader, scores = EgsReader(data.egs_directory), Scores()
-    samples = mean_frames(reader)
-    cluster = cluster_of(options, num_minibatches=samples / config.schedule.minibatch_size, seed=config.seed)
-    trackers, began = Trackers([EventLog(folder.events), progress, scores]), time.monotonic()
-    status = "FAILED"
-    try:
-        pool, model_bytes = _run(config, folder, reader, cluster, trackers, progress)
-        status = "FINISHED"
-    finally:
-        trackers.close(status)
-    schedule = schedule_of(config, reader)
-    times = [(num_jobs, expected(cluster, config, num_jobs=num_jobs, samples=samples, model_bytes=model_bytes))
+    virtual, scores = _VirtualCluster(options, config), Scores()
+    services = replace(services_of(config, options.quiet), report=progress.report, warn=progress.warn, clock=virtual.clock,
+                       make_pool=virtual.make_pool, make_trackers=lambda *_: [progress, scores])
+    run = build_run(config, services)
+    began = time.monotonic()
+    run.train_only()
+    assert virtual.pool is not None
+    reader = EgsReader(run.data.egs_directory)
+    schedule, samples = schedule_of(config, reader), mean_frames(reader)
+    times = [(num_jobs, expected(virtual.cluster, config, num_jobs=num_jobs, samples=samples,
+                                 model_bytes=4 * virtual.num_parameters))
              for num_jobs in map(schedule.num_jobs, range(schedule.num_outer_iters))]
-    summary = _summary(pool, scores.records, times, folder, time.monotonic() - began)
-    write_text(folder.path / "simulation.json", json.dumps({"cluster": asdict(cluster), "summary": asdict(summary)}, indent=1))
+    summary = _summary(virtual.pool, scores.records, times, run.folder, time.monotonic() - began)
+    write_text(run.folder.path / "simulation.json",
+               json.dumps({"cluster": asdict(virtual.cluster), "summary": asdict(summary)}, indent=1))
     return summary
 
 
@@ -190,43 +206,6 @@ def mean_frames(reader: EgsReader) -> float:
 
     shards = itertools.product(range(reader.info.num_archives), range(reader.info.frames_per_eg))
     return statistics.fmean(reader.num_frames(Shard(archive, frame)) for archive, frame in shards)
-
-
-def _run(config: RunConfig, folder: RunFolder, reader: EgsReader, cluster: SimulatedCluster, trackers: Trackers,
-         progress: ProgressTracker) -> tuple[SimulatedPool, int]:
-    """All outer iterations; returns the pool with its books, and the bytes of the model."""
-    from ngsgd.launcher.signals import SignalStop, signals_to
-    from ngsgd.models.statistics import model_for
-    from ngsgd.pipeline.performance_model.simulator import SimulatedPool
-    from ngsgd.tasks.frames import schedule_of
-    from ngsgd.tasks.speech import SpeechTaskSpec
-    from ngsgd.training.coordinator import Coordinator, RunControl, RunStorage
-    from ngsgd.training.parameter_vector import FlatLayout
-    from ngsgd.training.settings import EngineSettings
-    from ngsgd.training.storage.checkpoint import CheckpointStore, first_checkpoint
-    from ngsgd.training.storage.ledger import Ledger
-    from ngsgd.training.worker import resolve_threads
-
-    model = model_for(config, reader)
-    layout = FlatLayout.of(model)
-    start = first_checkpoint(layout.flatten(model.state_dict()))
-    stop = SignalStop(config.failure.grace_s, progress.report)
-    spec = SpeechTaskSpec(config, str(reader.directory))
-    pool = SimulatedPool(spec, cluster, config.cluster.num_workers,
-                         resolve_threads(config.cluster, os.cpu_count() or 1), should_stop=stop.expired)
-    ledger = Ledger(folder.ledger)
-    try:
-        pool.start()
-        coordinator = Coordinator(
-            spec.task(), model, schedule_of(config, reader), pool,
-            RunStorage(CheckpointStore(folder.checkpoints, layout, config.checkpoint.num_to_keep), ledger, trackers),
-            EngineSettings.of(config, num_averaging_threads=os.cpu_count() or 1), RunControl(stop, pool.clock))
-        with signals_to(stop):
-            coordinator.train(start)
-        return pool, start.parameters.nbytes
-    finally:
-        ledger.close()
-        pool.close()
 
 
 # The summary ----------------------------------------------------------------------------------------------------------

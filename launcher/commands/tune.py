@@ -64,11 +64,11 @@ def _parser() -> Parser:
 
 @contextmanager
 def _proxy(config: RunConfig, report: Report, *, steps: int = 0) -> Iterator[Proxy]:
-    from ngsgd.launcher.commands import train as service
-    from ngsgd.launcher.runs.run_folder import check_output_dir
+    from ngsgd.pipeline import prepare
+    from ngsgd.pipeline.runs.run_folder import check_output_dir
 
     check_output_dir(config)
-    proxy = Proxy.of(config, service._prepare(config, report).egs_directory, steps=steps)
+    proxy = Proxy.of(config, prepare.prepare(config, report).egs_directory, steps=steps)
     report(f"proxy      {proxy.space.num_jobs} jobs x {proxy.space.num_steps} minibatches, averaged {proxy.space.num_outer_iters} "
            f"times: {proxy.task.num_frames:,} frames")
     if config.cluster.kind != "ray":

@@ -18,7 +18,7 @@ class AcousticModel(PythonModel):  # type: ignore[misc]
     """Spliced frames in, log posteriors out."""
 
     def load_context(self, context: Any) -> None:
-        from ngsgd.launcher.runs.final_model import open_final
+        from ngsgd.pipeline.runs.final_model import open_final
 
         self._model, _ = open_final(Path(context.artifacts["final"]))
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from ngsgd.errors import ConfigError
 from ngsgd.files import write_text
 from ngsgd.launcher.config import compose
-from ngsgd.launcher.runs.run_folder import RunFolder
+from ngsgd.pipeline.runs.run_folder import RunFolder
 
 if TYPE_CHECKING:
     import psutil

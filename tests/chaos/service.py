@@ -70,12 +70,12 @@ def _whole_run() -> tuple[Service, Path, object]:
 def _main() -> None:
     when, how, mark = sys.argv[1:4]
     from ngsgd.launcher import cli
-    from ngsgd.launcher.commands import train
+    from ngsgd.pipeline import finish
     from tests.chaos.coordinator import break_coordinator, strike_before
     fault = Fault(when, how, mark)
     break_coordinator(fault)
     if when == "final combine":
-        strike_before(train, "save_final", lambda *_: True, fault)
+        strike_before(finish, "save_final", lambda *_: True, fault)
     sys.argv = ["ngsgd", *sys.argv[4:]]
     sys.exit(cli.main())
 

@@ -22,8 +22,8 @@ from ngsgd.launcher.config import compose
 from ngsgd.launcher.mlflow import tracker as mlflow_tracker
 from ngsgd.launcher.mlflow.store import read_tracking
 from ngsgd.launcher.mlflow.tracker import MlflowTracker
-from ngsgd.launcher.runs.final_model import open_final, save_final
-from ngsgd.launcher.runs.run_folder import RunFolder
+from ngsgd.pipeline.runs.final_model import open_final, save_final
+from ngsgd.pipeline.runs.run_folder import RunFolder
 from ngsgd.training.storage.event_log import EventLog
 from tests import toy
 from tests.launcher.records import final_report, outer_iteration

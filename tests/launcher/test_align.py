@@ -18,8 +18,8 @@ from ngsgd.asr.lang.language import GivenGraph, Language
 from ngsgd.config import ModelConfig
 from ngsgd.launcher.cli import main
 from ngsgd.launcher.config import compose
-from ngsgd.launcher.runs.final_model import write_final
 from ngsgd.models.build import build_model
+from ngsgd.pipeline.runs.final_model import write_final
 from tests.asr.made_up_speech import write_data, write_yesno
 
 for module in ("kaldi_decoder", "kaldi_native_fbank", "soundfile", "kaldialign"):

@@ -17,7 +17,7 @@ from ngsgd.errors import ClusterError, ConfigError, DataError, NgsgdError
 from ngsgd.launcher import cli
 from ngsgd.launcher.config import compose
 from ngsgd.launcher.help import COMMANDS, knob_comments
-from ngsgd.launcher.runs.run_folder import RunFolder, find_run
+from ngsgd.pipeline.runs.run_folder import RunFolder, find_run
 from ngsgd.training.records import FinalReport
 from tests.launcher.records import final_report
 

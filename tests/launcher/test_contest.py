@@ -13,7 +13,7 @@ import pytest
 from ngsgd.launcher import cli
 from ngsgd.launcher.config import compose
 from ngsgd.launcher.reports import sweep_runner
-from ngsgd.launcher.runs.run_folder import RunFolder
+from ngsgd.pipeline.runs.run_folder import RunFolder
 from tests.launcher.test_report import make_run
 
 

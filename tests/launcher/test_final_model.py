@@ -18,10 +18,11 @@ from ngsgd.errors import CheckpointError, ConfigError
 from ngsgd.files import sha256
 from ngsgd.launcher import cli
 from ngsgd.launcher.config import compose
-from ngsgd.launcher.runs.final_model import DIGESTS, load_final, save_final, wanted_for_combination
-from ngsgd.launcher.runs.run_folder import RunFolder
 from ngsgd.models.growing import set_stage, utterance_logits
 from ngsgd.models.growth_stages import Stage
+from ngsgd.pipeline.finish import wanted_for_combination
+from ngsgd.pipeline.runs.final_model import DIGESTS, load_final, save_final
+from ngsgd.pipeline.runs.run_folder import RunFolder
 from ngsgd.tasks.frames import stages_of
 from tests import toy
 

@@ -16,7 +16,7 @@ import pytest
 from ngsgd import process_identity
 from ngsgd.launcher import cli
 from ngsgd.launcher.commands import info
-from ngsgd.launcher.runs.run_folder import RunFolder
+from ngsgd.pipeline.runs.run_folder import RunFolder
 from ngsgd.training.records import Incident
 from ngsgd.training.storage.event_log import EventLog
 from tests.launcher.records import final_report, outer_iteration

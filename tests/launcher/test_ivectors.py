@@ -17,8 +17,8 @@ from ngsgd.asr.utterance import FramedUtterance
 from ngsgd.config import FeatureConfig, IvectorConfig, RunConfig
 from ngsgd.errors import DataError
 from ngsgd.launcher.config import compose
-from ngsgd.launcher.runs.ivectors import extractor_of, with_ivectors
-from ngsgd.launcher.runs.run_folder import RunFolder
+from ngsgd.pipeline.ivectors import extractor_of, with_ivectors
+from ngsgd.pipeline.runs.run_folder import RunFolder
 
 CONFIG = RunConfig(ivectors=IvectorConfig(dim=2, num_gaussians=4, context=1, pca_dim=4, num_iters=2,
                                            posterior_scale=1.0))

@@ -25,11 +25,11 @@ from ngsgd.errors import DataError
 from ngsgd.launcher.cli import main
 from ngsgd.launcher.commands.kaldi import export_language, export_set, updates_of
 from ngsgd.launcher.config import compose
-from ngsgd.launcher.runs.final_model import write_final
 from ngsgd.models.inputs import Window
 from ngsgd.models.nnet3.network import describe
 from ngsgd.models.nnet3.text import to_text
 from ngsgd.optim.ngsgd import NGSGD
+from ngsgd.pipeline.runs.final_model import write_final
 from ngsgd.training.worker import make_optimizer
 from tests.models.test_nnet3 import BESIDE, SHAPES, WINDOW, trained
 from tests.reference import ivectors, nnet3_text

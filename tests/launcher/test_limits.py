@@ -10,9 +10,9 @@ import pytest
 from ngsgd.config import EgsConfig, ModelConfig, RunConfig, ScheduleConfig
 from ngsgd.errors import ConfigError
 from ngsgd.launcher import cli
-from ngsgd.launcher.commands import train as service
-from ngsgd.launcher.config import limits
 from ngsgd.models import Window, build_model
+from ngsgd.pipeline import prepare
+from ngsgd.pipeline.runs import limits
 
 
 @pytest.fixture
@@ -20,8 +20,8 @@ def no_data(monkeypatch: pytest.MonkeyPatch) -> None:
     def prepared(*_: object, **__: object) -> Any:
         raise AssertionError("data was made")
 
-    monkeypatch.setattr(service, "prepare", prepared)
-    monkeypatch.setattr(service, "with_alignment", prepared)
+    monkeypatch.setattr(prepare.corpora, "prepare", prepared)
+    monkeypatch.setattr(prepare, "with_alignment", prepared)
 
 
 @pytest.mark.parametrize("words", [["model.hidden_dim=1000000000"], ["schedule.num_jobs_final=100000000"],

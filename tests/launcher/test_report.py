@@ -21,7 +21,7 @@ from ngsgd.launcher.commands.report import spectra
 from ngsgd.launcher.config import compose
 from ngsgd.launcher.mlflow import store
 from ngsgd.launcher.reports.charts import charts_of
-from ngsgd.launcher.runs.run_folder import RunFolder
+from ngsgd.pipeline.runs.run_folder import RunFolder
 from ngsgd.training.records import Incident
 from ngsgd.training.storage.event_log import EventLog
 from tests.launcher.records import final_report, job, outer_iteration

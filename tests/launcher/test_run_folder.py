@@ -10,7 +10,7 @@ import pytest
 from ngsgd.config import OptimizerConfig, OuterConfig, PreconditionerConfig, RunConfig
 from ngsgd.errors import CheckpointError, RunLockedError
 from ngsgd.launcher.config import compose
-from ngsgd.launcher.runs.run_folder import RunFolder, require_unchanged, run_name
+from ngsgd.pipeline.runs.run_folder import RunFolder, require_unchanged, run_name
 
 
 @pytest.fixture

@@ -11,23 +11,23 @@ import pytest
 from ngsgd.config import ClusterConfig, RunConfig
 from ngsgd.errors import CheckpointError
 from ngsgd.launcher.commands import info
-from ngsgd.launcher.runs.fingerprint_check import SameBits
-from ngsgd.launcher.runs.run_folder import RunFolder
+from ngsgd.pipeline.runs.fingerprint_check import FingerprintCheck
+from ngsgd.pipeline.runs.run_folder import RunFolder
 from tests.toy import config
 
 
 def _begun(tmp_path: Path, run_config: RunConfig) -> RunFolder:
     """The folder of a run whose workers became ready."""
     folder = RunFolder(tmp_path)
-    bits = SameBits.of_new_run(run_config, folder, allow_other_bits=False)
+    bits = FingerprintCheck.of_new_run(run_config, folder, allow_other_bits=False)
     assert bits.agreement.refusal(bits.agreement.wanted) == ""
     bits.keep(0)
     return folder
 
 
-def _resumed(run_config: RunConfig, folder: RunFolder, *, allow: bool = False) -> tuple[SameBits, list[str]]:
+def _resumed(run_config: RunConfig, folder: RunFolder, *, allow: bool = False) -> tuple[FingerprintCheck, list[str]]:
     told: list[str] = []
-    return SameBits.of_resumed_run(run_config, folder, told.append, allow_other_bits=allow), told
+    return FingerprintCheck.of_resumed_run(run_config, folder, told.append, allow_other_bits=allow), told
 
 
 def _with_workers(num_workers: int, kind: str = "local") -> RunConfig:

@@ -18,6 +18,7 @@ from ngsgd.launcher.mlflow.store import with_login
 from ngsgd.launcher.mlflow.tracker import MlflowTracker
 from ngsgd.launcher.reports.progress import ProgressTracker
 from ngsgd.launcher.text import is_masked, masked, printable
+from ngsgd.pipeline.run import Run
 from ngsgd.training.records import Incident
 from ngsgd.training.storage.event_log import EventLog
 from tests.launcher.records import final_report, outer_iteration
@@ -123,9 +124,8 @@ def test_a_masked_address_takes_its_login_from_the_environment(monkeypatch: pyte
 def test_resume_says_at_once_that_the_login_is_missing_and_continue_takes_it(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(service, "_prepare", lambda *_, **__: None)
     ran: list[Any] = []
-    monkeypatch.setattr(service, "_run", lambda config, *_: ran.append(config))
+    monkeypatch.setattr(Run, "train", lambda run: ran.append(run.config))
     words = [f"tracking.uri={URI}", "name=first", "output_dir=runs"]
     make_run(tmp_path, compose.compose(words))
     assert cli.main(["resume", "first"]) == 2

@@ -20,12 +20,12 @@ from ngsgd.errors import ConfigError
 from ngsgd.files import sha256
 from ngsgd.launcher import cli
 from ngsgd.launcher.commands import info
-from ngsgd.launcher.commands import train as service
 from ngsgd.launcher.config import compose
-from ngsgd.launcher.runs import trust
-from ngsgd.launcher.runs.final_model import DIGESTS, open_final, save_final
-from ngsgd.launcher.runs.run_folder import RunFolder
 from ngsgd.models import custom
+from ngsgd.pipeline import run as composition
+from ngsgd.pipeline.runs import trust
+from ngsgd.pipeline.runs.final_model import DIGESTS, open_final, save_final
+from ngsgd.pipeline.runs.run_folder import RunFolder
 from ngsgd.training.storage.event_log import EventLog
 from tests import toy
 from tests.launcher.records import final_report, outer_iteration
@@ -147,20 +147,20 @@ def test_with_trust_the_module_is_imported(attacker: Path, tmp_path: Path, words
 def without_data(monkeypatch: pytest.MonkeyPatch) -> list[RunConfig]:
     """Runs that would be trained, after their module was imported; no data is made."""
     ran: list[RunConfig] = []
-    monkeypatch.setattr(service, "_require_model", lambda config, *_: config.model._target_ and custom.find(config.model))
-    monkeypatch.setattr(service, "EgsReader", lambda *_: None)
+    monkeypatch.setattr(composition, "_require_model", lambda config, *_: config.model._target_ and custom.find(config.model))
+    monkeypatch.setattr(composition, "EgsReader", lambda *_: None)
 
-    def run(config: RunConfig, *_: object) -> Any:
-        if config.model._target_:
-            custom.find(config.model)
-        ran.append(config)
+    def train(run: composition.Run) -> Any:
+        if run.config.model._target_:
+            custom.find(run.config.model)
+        ran.append(run.config)
         return final_report()
 
     class Data:
         egs_directory = ""
 
-    monkeypatch.setattr(service, "_prepare", lambda *_, **__: Data)
-    monkeypatch.setattr(service, "_run", run)
+    monkeypatch.setattr(composition, "prepare", lambda *_, **__: Data)
+    monkeypatch.setattr(composition.Run, "train", train)
     return ran
 
 

@@ -36,12 +36,12 @@ def config(folder: Path, **changes: Any) -> RunConfig:
 @pytest.fixture
 def on_toy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """`ngsgd tune` on prepared toy examples."""
-    from ngsgd.launcher.commands import train as service
+    from ngsgd.pipeline import prepare
 
     def call(what: str, made: RunConfig, *more: str) -> int:
         egs = toy.Run(tmp_path, made).egs
         monkeypatch.setattr(compose, "compose", lambda overrides, config_dir=None: made)
-        monkeypatch.setattr(service, "_prepare", lambda *_: type("Data", (), {"egs_directory": egs})())
+        monkeypatch.setattr(prepare, "prepare", lambda *_: type("Data", (), {"egs_directory": egs})())
         return tune.command([what, *more])
     return call
 

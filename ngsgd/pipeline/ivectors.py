@@ -21,7 +21,7 @@ from ngsgd.asr.ivectors.training import extract, train
 from ngsgd.asr.speech_set import SpeechSet
 from ngsgd.config import RunConfig
 from ngsgd.data.frames import Side
-from ngsgd.launcher.runs.run_folder import RunFolder, folder_of_model
+from ngsgd.pipeline.runs.run_folder import RunFolder, folder_of_model
 
 RECIPE_VERSION = 1   # raise it when the same settings would give other i-vectors
 _SETS = ("train", "valid", "test")

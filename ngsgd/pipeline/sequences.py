@@ -21,8 +21,8 @@ from ngsgd.asr.corpora.corpus import Corpus
 from ngsgd.config import RunConfig
 from ngsgd.errors import CheckpointError, ConfigError
 from ngsgd.files import keep_digest, matches_digest, new_directory, new_file
-from ngsgd.launcher.runs.final_model import open_final
-from ngsgd.launcher.runs.run_folder import RunFolder, folder_of_model
+from ngsgd.pipeline.runs.final_model import open_final
+from ngsgd.pipeline.runs.run_folder import RunFolder, folder_of_model
 from ngsgd.sequence.archives import SequenceIndex, SequenceReader, prepare_sequences
 from ngsgd.sequence.objectives import Denominator
 from ngsgd.tasks.speech import SequenceData, SpeechTaskSpec
@@ -99,7 +99,7 @@ def _kept_denominator(path: Path) -> Denominator:
                               "makes it again from its data.") from error
 
 
-def tell_left_out(spec: SpeechTaskSpec, report: Report) -> None:
+def report_skipped(spec: SpeechTaskSpec, report: Report) -> None:
     """Says how many training sequences cannot be used, if any."""
     shards = spec.shards()
     if isinstance(shards, SequenceReader) and shards.index.num_left_out:

@@ -1,4 +1,4 @@
-"""`ngsgd decode --streaming`: the test set frame by frame, and how that compares with whole utterances."""
+"""Streaming decoding: the test set frame by frame, compared with the decoding of complete utterances."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -24,10 +23,10 @@ from ngsgd.asr.speech_set import SpeechSet
 from ngsgd.config import RunConfig
 from ngsgd.errors import CheckpointError
 from ngsgd.files import read_json, write_text
-from ngsgd.launcher.commands import train as service
-from ngsgd.launcher.config import compose
-from ngsgd.launcher.runs.final_model import load_final, log_likelihoods
-from ngsgd.launcher.runs.run_folder import RunFolder, require_unchanged
+from ngsgd.pipeline.run import Run
+from ngsgd.pipeline.runs.final_model import load_final
+from ngsgd.pipeline.runs.run_folder import RunFolder
+from ngsgd.pipeline.score import log_likelihoods
 
 FRAME_S = 0.01
 WINDOW_S = 0.0125  # half a frame's window: audio after its centre that a frame waits for
@@ -52,19 +51,18 @@ class Streamed:
                 f"latency at most {self.latency_ms:.0f} ms of waiting and {self.compute_ms:.1f} ms of computing (99 % of chunks)")
 
 
-def measure(run: Path, *, chunk_frames: int, trust: bool = False) -> Streamed:
-    """Decodes the test set both ways with the setting that the run was tested with; leaves decode/streaming.json."""
-    folder = RunFolder.open(run)
-    config = compose.from_yaml(folder.config)
-    require_unchanged(folder.config)
+def measure(run: Run, *, chunk_frames: int, trust: bool = False) -> Streamed:
+    """Decode the test set both ways with the setting chosen on valid, and write decode/streaming.json."""
+    config, folder = run.config, run.folder
     try:
         setting = read_json(folder.decode / "wer.json")
         if not isinstance(setting, dict) or not setting.keys() >= {"word_penalty", "acoustic_scale"}:
             raise ValueError("wer.json has no setting")
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{run} has not been decoded yet ({error}); finish it with: ngsgd resume {run}") from error
+        raise CheckpointError(f"{folder.path} has not been decoded yet ({error}); finish it with: ngsgd resume "
+                              f"{folder.path}") from error
     model, prior_P = load_final(folder, trust=trust)
-    corpus = service.prepared_corpus(config, folder)
+    corpus = run.data.corpus
     torch.set_num_threads(1)
     graph = graphs.with_word_penalty(evaluation.build_graph(corpus.language, config.decode), setting["word_penalty"])
     search = Search(setting["acoustic_scale"], config.decode.beam, config.decode.max_active)

@@ -23,7 +23,7 @@ from ngsgd.errors import CheckpointError, ConfigError
 from ngsgd.files import digest_of_json, new_file, read_json
 
 if TYPE_CHECKING:
-    from ngsgd.launcher.runs.run_folder import RunFolder
+    from ngsgd.pipeline.runs.run_folder import RunFolder
 
 VARIABLE = "NGSGD_TRUST"
 _EXECUTED = ("_target_", "search_path", "args")  # the settings that decide what is imported and how it is called

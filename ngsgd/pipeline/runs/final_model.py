@@ -1,72 +1,37 @@
-"""The end of a run: the final model on disk, decoded speech, word error rates."""
+"""The final model of a run on disk: parameters, shapes, class priors, checksums."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from safetensors import SafetensorError
 from safetensors.numpy import load_file as load_arrays
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from ngsgd.asr.corpora.corpus import Corpus, SpeechSet
-from ngsgd.asr.decode.evaluation import Evaluation, tune_and_decode
-from ngsgd.asr.decode.lattices import write_lattices
-from ngsgd.asr.decode.scoring import write_operations, write_per_speaker, write_per_utterance, write_recogs
-from ngsgd.asr.decode.worst_utterances import as_text, utterance_scores
-from ngsgd.config import EgsConfig, ModelConfig, RunConfig
-from ngsgd.data.archives import spliced_utterances
+from ngsgd.config import ModelConfig, RunConfig
 from ngsgd.data.reader import EgsReader
 from ngsgd.errors import CheckpointError
 from ngsgd.files import new_directory, read_json, sha256, write_text
-from ngsgd.launcher.config.limits import require_memory
-from ngsgd.launcher.runs import trust as permission
-from ngsgd.launcher.runs.run_folder import RunFolder
 from ngsgd.models import DataStatistics, Window, build_model
-from ngsgd.models.growing import StagedModel, set_stage, utterance_logits
-from ngsgd.models.growth_stages import Stage, Stages
+from ngsgd.models.growing import StagedModel, set_stage
+from ngsgd.models.growth_stages import Stage
 from ngsgd.models.statistics import statistics_for
-from ngsgd.pipeline.combination import Candidate, HeldOut, candidates, generalised, normalize_stddev, running_mean
-from ngsgd.schedules import Schedule
+from ngsgd.pipeline.runs import trust as permission
+from ngsgd.pipeline.runs.limits import require_memory
+from ngsgd.pipeline.runs.run_folder import RunFolder
 from ngsgd.tasks.frame_scores import average_posterior
-from ngsgd.training.parameter_vector import Vector
-from ngsgd.training.records import SubsetScore
-from ngsgd.training.storage.checkpoint import Checkpoint, CheckpointStore
 
 _TRANSFORM = "input_transform.safetensors"
 DIGESTS = "digests.json"   # SHA-256 of every other file of a final model
 _AGAIN = "restore it from a copy, or make it again from the run's checkpoints with ngsgd resume."
-
-
-def wanted_for_combination(config: RunConfig, schedule: Schedule, stages: Stages) -> tuple[int, ...]:
-    """The outer iterations whose models a run must keep to its end: those of a model that was whole."""
-    ships_one = config.combination.kind == "none" or config.outer.ema_decay > 0
-    found = () if ships_one else candidates(schedule, config.combination.max_models)
-    return tuple(outer_iter for outer_iter in found if stages.at(outer_iter) == stages.at(schedule.num_outer_iters - 1))
-
-
-def final_parameters(config: RunConfig, end: Checkpoint, store: CheckpointStore, scratch: nn.Module, reader: EgsReader,
-                     report: Callable[[str], None]) -> Vector:
-    """What is shipped: the moving average where there is one, else the combination of the last models."""
-    kept = store.kept()
-    if "ema" in end.buffers or config.combination.kind == "none" or not kept:
-        return end.buffers.get("ema", end.parameters)
-    models = [Candidate(outer_iter, partial(store.load_model, outer_iter)) for outer_iter in kept]
-    held_out = HeldOut(scratch, reader.diagnostic("valid"))
-    combine = running_mean if config.combination.kind == "mean" else generalised
-    found = combine(models, held_out, max_evaluations=config.combination.max_evaluations)
-    report(f"combined the newest {found.num_models} of {len(models)} models ({found.chosen}): valid objf {found.objf:.3f}, "
-           f"the newest alone {found.objf_newest:.3f}")
-    return normalize_stddev(found.parameters, scratch) if config.combination.kind == "generalised" else found.parameters
 
 
 def save_final(folder: RunFolder, config: RunConfig, model: nn.Module, reader: EgsReader) -> None:
@@ -185,68 +150,3 @@ def _require_finite(path: Path, state: Mapping[str, Tensor]) -> None:
     wrong = [name for name, values in state.items() if values.is_floating_point() and not bool(values.isfinite().all())]
     if wrong:
         raise CheckpointError(f"{path / 'model.safetensors'} has values in {wrong[0]} that are not finite; {_AGAIN}")
-
-
-def decode_and_score(folder: RunFolder, config: RunConfig, corpus: Corpus, model: nn.Module,
-                     prior_P: npt.NDArray[np.float64]) -> Evaluation:
-    """Decodes valid and test; scale and penalty are chosen on valid and used on test.  Leaves decode/ in the folder."""
-    logliks = {name: log_likelihoods(speech, config.egs, model, prior_P) for name, speech in _held_out(corpus).items()}
-    result = tune_and_decode(corpus.language, config.decode, valid=corpus.valid, valid_logliks=logliks["valid"], test=corpus.test,
-                             test_logliks=logliks["test"])
-    frames = {name: score_frames(speech, logliks[name], prior_P) for name, speech in _held_out(corpus).items()}
-    about = {**asdict(result.setting), "valid": str(result.valid), "test": str(result.test),
-             "test_interval_95": asdict(result.test_interval), **_oracle(result),
-             "frames": {name: asdict(score) for name, score in frames.items() if score},
-             "sweep_on_valid": [{**asdict(setting), "errors": str(errors)} for setting, errors in result.sweep]}
-    with new_directory(folder.decode) as temporary:
-        write_per_utterance(temporary / "test.per_utt.txt", result.test, result.per_utterance)
-        if corpus.test.is_aligned:
-            write_text(temporary / "test.worst.txt", as_text(utterance_scores(corpus.test.frames, logliks["test"], prior_P)))
-        write_per_speaker(temporary / "test.per_spk.txt", result.per_utterance, corpus.test.speakers)
-        write_operations(temporary / "test.ops.txt", result.per_utterance)
-        write_recogs(temporary / "test.recogs.txt", result.per_utterance)
-        if config.decode.lattices:
-            write_lattices(temporary / "lattices", result.graph, corpus.test.frames.utt_ids, logliks["test"], config.decode,
-                           acoustic_scale=result.setting.acoustic_scale)
-        write_text(temporary / "wer.json", json.dumps(about, indent=1))
-    return result
-
-
-def score_held_out(config: RunConfig, corpus: Corpus, model: nn.Module,
-                   prior_P: npt.NDArray[np.float64]) -> dict[str, SubsetScore | None]:
-    """Objf per frame and accuracy of valid and test, all of them."""
-    return {name: score_frames(speech, log_likelihoods(speech, config.egs, model, prior_P), prior_P)
-            for name, speech in _held_out(corpus).items()}
-
-
-def _held_out(corpus: Corpus) -> dict[str, SpeechSet]:
-    return {"valid": corpus.valid, "test": corpus.test}
-
-
-def _oracle(result: Evaluation) -> dict[str, object]:
-    """What Kaldi's RESULTS report: the setting is chosen on the test set itself, so it is no result of ours."""
-    if result.oracle is None:
-        return {}
-    setting, errors = result.oracle
-    return {"oracle_on_test_as_in_kaldi": {**asdict(setting), "errors": str(errors)}}
-
-
-def score_frames(speech: SpeechSet, logliks: Sequence[npt.NDArray[np.float32]],
-                 prior_P: npt.NDArray[np.float64]) -> SubsetScore | None:
-    """Objf per frame and accuracy over the whole set; None where the states of its frames are not known."""
-    if not speech.is_aligned:
-        return None
-    log_posterior_TP = np.concatenate(list(logliks)) + np.log(prior_P)
-    pdf_T = speech.frames.pdf_T
-    return SubsetScore(float(log_posterior_TP[np.arange(len(pdf_T)), pdf_T].mean()),
-                       float((log_posterior_TP.argmax(axis=1) == pdf_T).mean()))
-
-
-@torch.no_grad()
-def log_likelihoods(speech: SpeechSet, egs: EgsConfig, model: nn.Module,
-                    prior_P: npt.NDArray[np.float64]) -> list[npt.NDArray[np.float32]]:
-    """Per utterance, T x P: log posterior minus log prior, which is the log likelihood up to a constant per frame."""
-    log_prior_P = torch.from_numpy(np.log(prior_P)).float()
-    return [(utterance_logits(model, torch.from_numpy(x_TD)).log_softmax(dim=1) - log_prior_P).numpy()
-            for x_TD in spliced_utterances(speech.frames, egs.left_context, egs.right_context)]
-

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from ngsgd.cluster.fingerprint import OVERRIDE, Agreement, Fingerprint, FingerprintFile
 from ngsgd.config import RunConfig
 from ngsgd.errors import CheckpointError
-from ngsgd.launcher.runs.run_folder import RunFolder
+from ngsgd.pipeline.runs.run_folder import RunFolder
 from ngsgd.training.worker import resolve_threads
 
 
 @dataclass(frozen=True)
-class SameBits:
+class FingerprintCheck:
     """What all processes that compute for a run must have in common."""
 
     num_threads: int                 # of a worker, for as long as the run lasts
@@ -23,14 +23,14 @@ class SameBits:
     differences: list[str] = field(default_factory=list)   # to the run's fingerprint of before, accepted by the user
 
     @classmethod
-    def of_new_run(cls, config: RunConfig, folder: RunFolder, *, allow_other_bits: bool) -> SameBits:
+    def of_new_run(cls, config: RunConfig, folder: RunFolder, *, allow_other_bits: bool) -> FingerprintCheck:
         num_threads = resolve_threads(config.cluster, os.cpu_count() or 1)
         here = _of_coordinator(config, num_threads)
         return cls(num_threads, Agreement(here, allow_other_bits=allow_other_bits), FingerprintFile(folder.fingerprint))
 
     @classmethod
     def of_resumed_run(cls, config: RunConfig, folder: RunFolder, report: Callable[[str], None], *, allow_other_bits: bool
-                       ) -> SameBits:
+                       ) -> FingerprintCheck:
         """With the number of threads that the run began with; `config` is the run's own, before another number of workers.
 
         Raises CheckpointError where this machine would compute other bits, unless they are allowed.

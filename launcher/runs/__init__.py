@@ -1,1 +1,0 @@
-"""Run folders and what is kept in them."""

@@ -1,0 +1,74 @@
+"""The end of a run: combination of the last models, the final model on disk, its WER."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from torch import nn
+
+from ngsgd.config import RunConfig
+from ngsgd.data.reader import EgsReader
+from ngsgd.models.growing import set_stage
+from ngsgd.models.growth_stages import Stages
+from ngsgd.models.statistics import model_for
+from ngsgd.pipeline.combination import Candidate, HeldOut, candidates, generalised, normalize_stddev, running_mean
+from ngsgd.pipeline.prepare import PreparedData
+from ngsgd.pipeline.runs.final_model import load_final, save_final
+from ngsgd.pipeline.runs.run_folder import RunFolder
+from ngsgd.pipeline.score import decode_and_score
+from ngsgd.pipeline.services import Services
+from ngsgd.schedules import Schedule
+from ngsgd.tasks.frame_scores import score_subset
+from ngsgd.tasks.frames import stages_of
+from ngsgd.tasks.speech import SpeechTaskSpec
+from ngsgd.training.parameter_vector import Vector
+from ngsgd.training.records import FinalReport
+from ngsgd.training.storage.checkpoint import Checkpoint, CheckpointStore
+
+
+def finish(folder: RunFolder, data: PreparedData, spec: SpeechTaskSpec, checkpoints: CheckpointStore, end: Checkpoint,
+           services: Services) -> FinalReport:
+    """Combine the last models, write the final one, decode with it, and plot the learning curve."""
+    config, reader = spec.config, spec.frames()
+    model, scratch = model_for(config, reader), model_for(config, reader)
+    for one in (model, scratch):
+        set_stage(one, stages_of(config, spec.shards()).at(end.progress.outer_iter))
+    missing = checkpoints.missing_candidates(end.progress.outer_iter)
+    if missing:
+        services.report(f"the models of outer iterations {', '.join(str(one + 1) for one in missing)} are missing in "
+                        f"{checkpoints.models}; the final model is combined from the others")
+    checkpoints.layout.load(model, final_parameters(config, end, checkpoints, scratch, reader, services.report))
+    save_final(folder, config, model, reader)
+    # the model that users will load, read from disk
+    model, prior_P = load_final(folder)
+    result = decode_and_score(folder, config, data.corpus, model, prior_P)
+    services.plot(folder.events, folder.learning_curve)
+    files = {"run folder": folder.path, "final model": folder.final, "per-utterance": folder.decode / "test.per_utt.txt",
+             "learning curve": folder.learning_curve, "events": folder.events}
+    return FinalReport(str(result.test), result.test.wer, str(result.valid),
+                       score_subset(model, reader.diagnostic("train")), score_subset(model, reader.diagnostic("valid")),
+                       end.progress.frames_processed, end.progress.elapsed_s,
+                       {label: str(path) for label, path in files.items() if path.exists()})
+
+
+def wanted_for_combination(config: RunConfig, schedule: Schedule, stages: Stages) -> tuple[int, ...]:
+    """The outer iterations whose models a run must keep to its end: those of a model that was whole."""
+    ships_one = config.combination.kind == "none" or config.outer.ema_decay > 0
+    found = () if ships_one else candidates(schedule, config.combination.max_models)
+    return tuple(outer_iter for outer_iter in found if stages.at(outer_iter) == stages.at(schedule.num_outer_iters - 1))
+
+
+def final_parameters(config: RunConfig, end: Checkpoint, store: CheckpointStore, scratch: nn.Module, reader: EgsReader,
+                     report: Callable[[str], None]) -> Vector:
+    """What is shipped: the moving average where there is one, else the combination of the last models."""
+    kept = store.kept()
+    if "ema" in end.buffers or config.combination.kind == "none" or not kept:
+        return end.buffers.get("ema", end.parameters)
+    models = [Candidate(outer_iter, partial(store.load_model, outer_iter)) for outer_iter in kept]
+    held_out = HeldOut(scratch, reader.diagnostic("valid"))
+    combine = running_mean if config.combination.kind == "mean" else generalised
+    found = combine(models, held_out, max_evaluations=config.combination.max_evaluations)
+    report(f"combined the newest {found.num_models} of {len(models)} models ({found.chosen}): valid objf {found.objf:.3f}, "
+           f"the newest alone {found.objf_newest:.3f}")
+    return normalize_stddev(found.parameters, scratch) if config.combination.kind == "generalised" else found.parameters

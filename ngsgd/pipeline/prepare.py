@@ -1,0 +1,52 @@
+"""Data of a run: alignment, features, i-vectors and archives of training examples, prepared or read from the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from ngsgd.asr.corpora import corpus as corpora
+from ngsgd.asr.corpora.corpus import Corpus
+from ngsgd.config import RunConfig
+from ngsgd.data.archives import prepare_archives
+from ngsgd.errors import DataError
+from ngsgd.files import remove_abandoned
+from ngsgd.pipeline.align import with_alignment
+from ngsgd.pipeline.ivectors import extractor_of, with_ivectors
+from ngsgd.pipeline.runs import limits
+from ngsgd.pipeline.runs.run_folder import RunFolder
+
+
+@dataclass(frozen=True)
+class PreparedData:
+    """A corpus and its archives of training examples."""
+
+    corpus: Corpus
+    egs_directory: Path
+    cache_root: Path
+    extractor: Path | None = None    # of i-vectors
+
+
+def prepare(config: RunConfig, report: Callable[[str], None], folder: RunFolder | None = None) -> PreparedData:
+    """Prepare the data of a run; the i-vector extractor is that of `folder` where the run has begun."""
+    limits.require_memory(config.model)
+    corpora.check_source(config.data)
+    cache_root = Path(config.data.cache_dir or Path(config.output_dir) / "data").absolute()
+    remove_abandoned(cache_root)
+    try:
+        data = with_alignment(config, cache_root, report)
+        corpus = corpora.prepare(data, config.features, cache_root, report, augment_config=config.augment)
+        extractor = None
+        if config.ivectors.dim:
+            extractor = extractor_of(config, corpus, cache_root, report, folder)
+            corpus = with_ivectors(config, corpus, extractor, cache_root, report)
+        limits.require_schedule(config, corpus.train.frames.num_frames)
+        egs_directory = prepare_archives(corpus.train.frames, corpus.valid.frames, config.egs,
+                                         num_classes=corpus.num_pdfs, digest=corpus.digest, cache_root=cache_root,
+                                         groups=corpus.train.speakers, silence_classes=corpus.language.topology.silence_pdfs,
+                                         report=report)
+    except OSError as error:
+        raise DataError(f"the prepared data could not be written under {cache_root} ({error.strerror or error}); make room, or "
+                        "choose another place with data.cache_dir=PATH.") from error
+    return PreparedData(corpus, egs_directory, cache_root, extractor)

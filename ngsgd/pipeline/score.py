@@ -1,0 +1,89 @@
+"""Decoding and scoring: log likelihoods of the held-out sets, words, WER, objective and frame accuracy."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+
+from ngsgd.asr.corpora.corpus import Corpus, SpeechSet
+from ngsgd.asr.decode.evaluation import Evaluation, tune_and_decode
+from ngsgd.asr.decode.lattices import write_lattices
+from ngsgd.asr.decode.scoring import write_operations, write_per_speaker, write_per_utterance, write_recogs
+from ngsgd.asr.decode.worst_utterances import as_text, utterance_scores
+from ngsgd.config import EgsConfig, RunConfig
+from ngsgd.data.archives import spliced_utterances
+from ngsgd.files import new_directory, write_text
+from ngsgd.models.growing import utterance_logits
+from ngsgd.pipeline.runs.run_folder import RunFolder
+from ngsgd.training.records import SubsetScore
+
+
+def decode_and_score(folder: RunFolder, config: RunConfig, corpus: Corpus, model: nn.Module,
+                     prior_P: npt.NDArray[np.float64]) -> Evaluation:
+    """Decodes valid and test; scale and penalty are chosen on valid and used on test.  Leaves decode/ in the folder."""
+    logliks = {name: log_likelihoods(speech, config.egs, model, prior_P) for name, speech in _held_out(corpus).items()}
+    result = tune_and_decode(corpus.language, config.decode, valid=corpus.valid, valid_logliks=logliks["valid"], test=corpus.test,
+                             test_logliks=logliks["test"])
+    frames = {name: score_frames(speech, logliks[name], prior_P) for name, speech in _held_out(corpus).items()}
+    about = {**asdict(result.setting), "valid": str(result.valid), "test": str(result.test),
+             "test_interval_95": asdict(result.test_interval), **_oracle(result),
+             "frames": {name: asdict(score) for name, score in frames.items() if score},
+             "sweep_on_valid": [{**asdict(setting), "errors": str(errors)} for setting, errors in result.sweep]}
+    with new_directory(folder.decode) as temporary:
+        write_per_utterance(temporary / "test.per_utt.txt", result.test, result.per_utterance)
+        if corpus.test.is_aligned:
+            write_text(temporary / "test.worst.txt", as_text(utterance_scores(corpus.test.frames, logliks["test"], prior_P)))
+        write_per_speaker(temporary / "test.per_spk.txt", result.per_utterance, corpus.test.speakers)
+        write_operations(temporary / "test.ops.txt", result.per_utterance)
+        write_recogs(temporary / "test.recogs.txt", result.per_utterance)
+        if config.decode.lattices:
+            write_lattices(temporary / "lattices", result.graph, corpus.test.frames.utt_ids, logliks["test"], config.decode,
+                           acoustic_scale=result.setting.acoustic_scale)
+        write_text(temporary / "wer.json", json.dumps(about, indent=1))
+    return result
+
+
+def score_held_out(config: RunConfig, corpus: Corpus, model: nn.Module,
+                   prior_P: npt.NDArray[np.float64]) -> dict[str, SubsetScore | None]:
+    """Objf per frame and accuracy of valid and test, all of them."""
+    return {name: score_frames(speech, log_likelihoods(speech, config.egs, model, prior_P), prior_P)
+            for name, speech in _held_out(corpus).items()}
+
+
+def _held_out(corpus: Corpus) -> dict[str, SpeechSet]:
+    return {"valid": corpus.valid, "test": corpus.test}
+
+
+def _oracle(result: Evaluation) -> dict[str, object]:
+    """What Kaldi's RESULTS report: the setting is chosen on the test set itself, so it is no result of ours."""
+    if result.oracle is None:
+        return {}
+    setting, errors = result.oracle
+    return {"oracle_on_test_as_in_kaldi": {**asdict(setting), "errors": str(errors)}}
+
+
+def score_frames(speech: SpeechSet, logliks: Sequence[npt.NDArray[np.float32]],
+                 prior_P: npt.NDArray[np.float64]) -> SubsetScore | None:
+    """Objf per frame and accuracy over the whole set; None where the states of its frames are not known."""
+    if not speech.is_aligned:
+        return None
+    log_posterior_TP = np.concatenate(list(logliks)) + np.log(prior_P)
+    pdf_T = speech.frames.pdf_T
+    return SubsetScore(float(log_posterior_TP[np.arange(len(pdf_T)), pdf_T].mean()),
+                       float((log_posterior_TP.argmax(axis=1) == pdf_T).mean()))
+
+
+@torch.no_grad()
+def log_likelihoods(speech: SpeechSet, egs: EgsConfig, model: nn.Module,
+                    prior_P: npt.NDArray[np.float64]) -> list[npt.NDArray[np.float32]]:
+    """Per utterance, T x P: log posterior minus log prior, which is the log likelihood up to a constant per frame."""
+    log_prior_P = torch.from_numpy(np.log(prior_P)).float()
+    return [(utterance_logits(model, torch.from_numpy(x_TD)).log_softmax(dim=1) - log_prior_P).numpy()
+            for x_TD in spliced_utterances(speech.frames, egs.left_context, egs.right_context)]
+

@@ -1,0 +1,76 @@
+"""Injected parts of a run: output lines, trackers, worker pools, stop signals, plots, the clock."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ngsgd.cluster.fingerprint import Agreement
+from ngsgd.cluster.in_process import InProcessPool
+from ngsgd.cluster.process_pool import ProcessPool
+from ngsgd.config import RunConfig
+from ngsgd.errors import ConfigError
+from ngsgd.pipeline.runs.run_folder import RunFolder
+from ngsgd.tasks.speech import SpeechTaskSpec
+from ngsgd.training.dispatcher import NeverStop, StopSignal
+from ngsgd.training.tracking import Tracker
+from ngsgd.training.worker_pool import WorkerPool
+
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class PoolRequest:
+    """The workers that a run needs."""
+
+    spec: SpeechTaskSpec
+    num_threads: int                       # per worker
+    num_parameters: int
+    log_directory: Path                    # for the output of worker processes
+    agreement: Agreement                   # the numeric fingerprint that every worker must have
+    should_stop: Callable[[], bool]
+
+
+def local_pool(request: PoolRequest) -> WorkerPool:
+    """Workers on this machine, in this process (cluster.kind=in_process) or one process each (local)."""
+    spec, cluster = request.spec, request.spec.config.cluster
+    if cluster.kind == "in_process":
+        return InProcessPool(spec, cluster.num_workers, request.num_threads, request.should_stop, request.agreement)
+    if cluster.kind == "local":
+        # spinning threads of one worker would starve another
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        return ProcessPool(spec, cluster.num_workers, request.num_threads, request.num_parameters,
+                           log_directory=request.log_directory, agreement=request.agreement)
+    raise ConfigError(f"cluster.kind is {cluster.kind}, which needs the command line; from Python, choose local or in_process.")
+
+
+def _silent(_line: str) -> None:
+    pass
+
+
+def _no_trackers(_config: RunConfig, _folder: RunFolder, _job_counts: Sequence[int]) -> Sequence[Tracker]:
+    return ()
+
+
+def _no_plot(_events: Path, _picture: Path) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Services:
+    """What is injected into a run; with the defaults a run is silent and stays on this machine."""
+
+    report: Report = _silent               # progress of the preparation, line by line
+    warn: Report = _silent
+    make_pool: Callable[[PoolRequest], WorkerPool] = local_pool
+    # gets the numbers of jobs of all outer iterations
+    make_trackers: Callable[[RunConfig, RunFolder, Sequence[int]], Sequence[Tracker]] = _no_trackers
+    stop: StopSignal = field(default_factory=NeverStop)
+    # active while outer iterations run; Ctrl-C raises KeyboardInterrupt outside of it
+    catch_signals: Callable[[], AbstractContextManager[None]] = nullcontext
+    plot: Callable[[Path, Path], None] = _no_plot   # from events.jsonl to the learning curve
+    clock: Callable[[], float] = time.monotonic
