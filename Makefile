@@ -12,7 +12,7 @@ ARGS ?=
 # processes for the tests; each file's tests stay in one of them
 PROCESSES ?= 2
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest --doctest-modules ngsgd tests \
-	-n $(PROCESSES) --dist loadgroup --no-loadscope-reorder --cpu-limit
+	-n $(PROCESSES) --dist loadgroup --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help setup train check test test-all test-matrix mutants chaos soak fuzz nodes slurm reference docs image lint format clean
@@ -33,10 +33,10 @@ train: $(STAMP)  ## train on synthetic digits and print a word error rate; make 
 	$(BIN)/ngsgd train $(ARGS)
 
 check: lint  ## a minute: lint, doctests and two cases of each test that needs no other process or service
-	$(PYTEST) -m "not (end_to_end or slow or faults or services)" --max-cases 2 $(ARGS)
+	$(PYTEST) -m "not (end_to_end or slow or faults or services)" --max-cases 2 --cpu-limit $(ARGS)
 
 test: lint  ## 5 minutes: lint, doctests, all tests in this process and a few complete runs
-	$(PYTEST) -m "end_to_end or not (slow or faults or services)" $(ARGS)
+	$(PYTEST) -m "end_to_end or not (slow or faults or services)" --cpu-limit $(ARGS)
 
 test-all: lint  ## 20 minutes: everything that CI runs, with faults, services, browsers and slow tests
 	$(PYTEST) $(ARGS)
