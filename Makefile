@@ -9,9 +9,13 @@ export OMP_WAIT_POLICY = PASSIVE
 export RAY_USAGE_STATS_ENABLED = 0
 export MLFLOW_DISABLE_TELEMETRY = true
 ARGS ?=
+# processes for the tests; each file's tests stay in one of them
+PROCESSES ?= 2
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest --doctest-modules ngsgd tests \
+	-n $(PROCESSES) --dist loadgroup --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-matrix check mutants chaos soak fuzz nodes slurm reference docs image lint format clean
+.PHONY: help setup train check test test-all test-matrix mutants chaos soak fuzz nodes slurm reference docs image lint format clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 20
@@ -28,11 +32,14 @@ $(STAMP): pyproject.toml constraints.txt Makefile
 train: $(STAMP)  ## train on synthetic digits and print a word error rate; make train ARGS="optimizer=sgd"
 	$(BIN)/ngsgd train $(ARGS)
 
-test: lint  ## everything that CI runs: lint, doctests and all tests, Ray and MLflow included
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --doctest-modules ngsgd tests $(ARGS)
+check: lint  ## a minute: lint, doctests and two cases of each test that needs no other process or service
+	$(PYTEST) -m "not (end_to_end or slow or faults or services)" --max-cases 2 --cpu-limit $(ARGS)
 
-check: lint  ## the same without the tests that start Ray, write an MLflow store or are slow
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --doctest-modules ngsgd tests -m "not ray and not mlflow and not slow" $(ARGS)
+test: lint  ## 5 minutes: lint, doctests, all tests in this process and a few complete runs
+	$(PYTEST) -m "end_to_end or not (slow or faults or services)" --cpu-limit $(ARGS)
+
+test-all: lint  ## 20 minutes: everything that CI runs, with faults, services, browsers and slow tests
+	$(PYTEST) $(ARGS)
 
 test-matrix: $(STAMP)  ## the numerical tests with AVX2 only, without a compiler, with 1 and 2 threads, with other MKL paths (12 min)
 	$(BIN)/python tests/matrix.py $(ARGS)

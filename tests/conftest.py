@@ -1,4 +1,4 @@
-"""Shared fixtures: reference vectors, and one Ray for the whole session."""
+"""Shared fixtures and the environment of all tests."""
 
 from __future__ import annotations
 
@@ -26,10 +26,20 @@ import numpy as np
 import pytest
 from hypothesis import settings
 
+from tests.tiers import pytest_addoption, pytest_collection_modifyitems, pytest_runtest_call
+
+__all__ = ["pytest_addoption", "pytest_collection_modifyitems", "pytest_runtest_call"]
+
 settings.register_profile("shared machine", deadline=None)  # a slow example is no fault where other jobs run
 settings.load_profile("shared machine")
 
 atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
+
+
+def pytest_unconfigure() -> None:
+    # a process of pytest-xdist ends without the functions of atexit
+    shutil.rmtree(os.environ["XDG_STATE_HOME"], ignore_errors=True)
+
 
 GOLDEN = Path(__file__).parent / "golden"
 

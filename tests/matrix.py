@@ -116,7 +116,8 @@ def _environment(cell: Cell, folder: Path) -> dict[str, str]:
 
 
 def _command(paths: list[str]) -> list[str]:
-    return [sys.executable, "-m", "pytest", "-m", "not slow and not ray and not mlflow", "-p", "no:cacheprovider", *paths]
+    selection = "not (end_to_end or slow or faults or services)"
+    return [sys.executable, "-m", "pytest", "-m", selection, "-p", "no:cacheprovider", *paths]
 
 
 def _as_text(cell: Cell, paths: list[str]) -> str:

@@ -11,10 +11,10 @@ from tests.chaos.trials import try_case
 
 
 def _parameters(found: tuple[Case, ...]) -> list[object]:
-    marks = (pytest.mark.slow, pytest.mark.only_when_asked)
-    return [pytest.param(case, id=str(case), marks=() if case.is_quick else marks) for case in found]
+    return [pytest.param(case, id=str(case), marks=() if case.is_quick else pytest.mark.only_when_asked) for case in found]
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("case", _parameters(tuple(case for case in (*MATRIX, *BEYOND) if case.who not in ("ray", "service"))))
 def test_nothing_is_lost(case: Case, tmp_path: Path) -> None:
     try_case(case, tmp_path)

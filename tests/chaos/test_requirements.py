@@ -38,6 +38,8 @@ from tests.chaos.trials import BreaksTwice, all_events, check, many_workers, pat
 from tests.chaos.watch import WatchedPool
 from tests.toy import Run
 
+pytestmark = pytest.mark.faults
+
 
 @dataclass(frozen=True)
 class Straggles:
@@ -86,9 +88,9 @@ def test_a_worker_that_does_not_read_stops_nobody() -> None:
     ours, theirs = socket.socketpair()
     messages, peer = Messages(ours), Messages(theirs)
     large = np.arange(3_000_000)
-    began = time.monotonic()
     messages.post(large)
-    assert time.monotonic() - began < 1.0
+    # the peer reads nothing yet: had `post` waited for it, it would never return
+    assert messages.has_unsent
     num_flushes = 0
     received: list[np.ndarray] = []
     reader = threading.Thread(target=lambda: received.append(peer.receive()))
@@ -180,7 +182,7 @@ def test_an_idle_worker_ends_at_once_when_it_is_told_to(tmp_path: Path) -> None:
     try:
         before = pool.process_ids()
         os.kill(before[0], signal.SIGTERM)
-        deadline = time.monotonic() + 10.0
+        deadline = time.monotonic() + 120.0
         while pool.process_ids()[0] == before[0] or pool.num_idle() < 2:
             assert time.monotonic() < deadline
             pool.wait(0.05)

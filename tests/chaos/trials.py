@@ -30,7 +30,7 @@ from tests.chaos.storage import PowerCut, Trouble, cut_short
 from tests.chaos.watch import WatchedPool
 from tests.toy import Run, config
 
-PROGRESS_TIMEOUT_S = 0.5
+PROGRESS_TIMEOUT_S = 1.0
 PATIENT_S = 10.0
 _MANY = 4             # workers, where it takes more than two
 _CHURN_ITERS = 20

@@ -19,7 +19,7 @@ from ngsgd.training.worker import Worker
 from tests.chaos.faults import Fault
 from tests.toy import Run
 
-LATE_S = 1.0   # a stopped worker goes on after this: later than it is missed
+LATE_S = 2.0   # a stopped worker goes on after this: later than it is missed
 
 
 class WatchedPool(ProcessPool):

@@ -14,7 +14,7 @@ import pytest
 from tests.fuzz import interposer
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.faults,
     pytest.mark.skipif(interposer.compiler() is None,
                        reason="no C compiler: the library that injects faults cannot be built"),
 ]

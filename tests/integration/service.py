@@ -35,7 +35,7 @@ class Service:
         return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
                                 cwd=self.output_dir)
 
-    def call(self, *arguments: str, command: str = "train", timeout_s: float = 120.0) -> subprocess.CompletedProcess[str]:
+    def call(self, *arguments: str, command: str = "train", timeout_s: float = 240.0) -> subprocess.CompletedProcess[str]:
         process = self.start(*arguments, command=command)
         out, err = process.communicate(timeout=timeout_s)
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
@@ -45,7 +45,7 @@ class Service:
         process = self.start("cluster=local", f"name={name}", *settings)
         run = self.wait_for_outer_iteration(outer_iter, name, process)
         process.send_signal(signal.SIGINT)
-        process.communicate(timeout=60)
+        process.communicate(timeout=240)
         assert process.returncode == 130
         done = self.call(str(run), command="resume")
         assert done.returncode == 0, done.stderr
@@ -55,7 +55,7 @@ class Service:
         return [path.parent for path in self.output_dir.glob(f"{name}-*/config.yaml")]
 
     def wait_for_outer_iteration(self, outer_iter: int, name: str, process: subprocess.Popen[str],
-                                 timeout_s: float = 90.0) -> Path:
+                                 timeout_s: float = 240.0) -> Path:
         """The folder of the run of that name, once it has committed that outer iteration."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline and process.poll() is None:

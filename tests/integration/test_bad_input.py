@@ -92,6 +92,7 @@ def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
+@pytest.mark.slow
 def test_an_archive_of_examples_with_a_flipped_bit(tmp_path: Path, tiny_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.copytree(tiny_run.parent / "data", tmp_path / "data")
     (archive,) = (tmp_path / "data").glob("egs-*/egs.0000.safetensors")
@@ -104,6 +105,7 @@ def test_an_archive_of_examples_with_a_flipped_bit(tmp_path: Path, tiny_run: Pat
     assert "egs.0000.safetensors is missing or does not match its checksum" in lines[0]
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_passed_over_and_the_run_goes_on(tiny_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     newest = sorted((tiny_run / "checkpoints").iterdir())[-1]
     (newest / "model.safetensors").write_bytes(b"")
@@ -112,6 +114,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_the_run_goes_on(tiny_run: Path,
     assert f"{newest.name} is damaged" in said.out + said.err
 
 
+@pytest.mark.slow
 def test_a_damaged_configuration_of_a_run(tmp_path: Path, tiny_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run"
     shutil.copytree(tiny_run, run)

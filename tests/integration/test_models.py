@@ -9,6 +9,8 @@ import pytest
 from ngsgd.training.storage.audit import audit
 from tests.integration.service import WER_LINE, Service, final_hash
 
+pytestmark = pytest.mark.slow
+
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 GROWING = ["model=tdnn", "model.num_layers=3", "model.tdnn_offsets='-2,-1,0,1,2 -1,1 -2,2'", "model.input_transform=lda",
            "model.num_subclasses=90", "model.add_layers_period=2", "schedule.early_rules=kaldi"]
@@ -26,7 +28,6 @@ def test_a_model_that_is_not_there_is_told_before_any_data_is_made(service: Serv
     assert list(service.output_dir.iterdir()) == []
 
 
-@pytest.mark.slow
 def test_a_growing_model_that_was_stopped_ends_with_the_bits_of_one_that_was_not(service: Service) -> None:
     done = service.call("cluster=in_process", "name=whole", *GROWING)
     assert done.returncode == 0, done.stderr
@@ -40,7 +41,6 @@ def test_a_growing_model_that_was_stopped_ends_with_the_bits_of_one_that_was_not
     assert WER_LINE.findall(again.stdout) == wer
 
 
-@pytest.mark.slow
 def test_a_module_in_the_current_directory_trains_and_is_found_again_from_elsewhere(service: Service) -> None:
     (service.output_dir / "my_model.py").write_text((EXAMPLES / "small_cnn.py").read_text())
     done = service.call("cluster=local", "name=own", "model._target_=my_model:SmallCnn", "model.args={channels: 4}")

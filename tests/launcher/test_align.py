@@ -45,6 +45,7 @@ def wer(said: object) -> float:
     return float(str(said).split()[1])
 
 
+@pytest.mark.slow
 def test_recipe_yesno_trains_from_a_flat_start_and_recognises_words(yesno: Path, tmp_path: Path) -> None:
     assert main(["train", "recipe=yesno", *HERE, f"data.source={yesno}", f"output_dir={tmp_path}", "decode.oracle=true",
                  "decode.lattices=true"]) == 0
@@ -79,6 +80,7 @@ def test_a_model_labels_with_the_settings_of_its_run_or_is_refused(yesno: Path, 
     assert "recipe=digits splices its speech from labelled recordings" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_own_data_directories_become_a_model(tmp_path: Path) -> None:
     source = write_data(tmp_path / "mine", num_utterances=12)
     assert main(["train", "recipe=kaldi", *HERE, *QUICK, f"data.source={source}", f"output_dir={tmp_path}/runs"]) == 0
@@ -147,6 +149,7 @@ def test_a_flat_start_does_not_number_the_states_of_a_given_graph(tmp_path: Path
     assert "give data.alignment=FILE in the graph's numbers" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_alignment_is_the_same_file_twice_and_is_taken_by_train(yesno: Path, tmp_path: Path) -> None:
     said = ["recipe=yesno", *HERE, f"data.source={yesno}", "align.num_gaussian_passes=3"]
     for name in ("one", "two"):
@@ -158,6 +161,7 @@ def test_alignment_is_the_same_file_twice_and_is_taken_by_train(yesno: Path, tmp
     assert not list((tmp_path / "runs/data").glob("ali-*"))  # none was made
 
 
+@pytest.mark.slow
 def test_a_wrong_utterance_is_one_sentence_with_exit_code_3_and_nothing_half_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -172,6 +176,7 @@ def test_a_wrong_utterance_is_one_sentence_with_exit_code_3_and_nothing_half_wri
     assert not (tmp_path / "ali.npz").exists()
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_one_sentence_and_leaves_no_half_of_a_file(
     yesno: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -156,6 +156,7 @@ def test_train_hands_over_the_composed_configuration_and_writes_nothing(service:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_multirun_runs_every_combination_and_keeps_its_file_in_the_output_folder(
         service: Service, tmp_path: Path) -> None:
     assert cli.main(["train", "-m", "seed=1,2", "optimizer=ngsgd,sgd"]) == 0
@@ -194,12 +195,14 @@ def test_debug_shows_the_traceback(service: Service, capsys: pytest.CaptureFixtu
     assert "Traceback" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_interrupt_ends_a_sweep(service: Service) -> None:
     service.error = KeyboardInterrupt()
     assert cli.main(["train", "-m", "seed=1,2"]) == 130
     assert len(service.trained) == 1
 
 
+@pytest.mark.slow
 def test_a_sweep_goes_on_after_a_failed_run_and_reports_it(service: Service) -> None:
     service.error = DataError("x")
     assert cli.main(["train", "-m", "seed=1,2"]) == 3
@@ -233,6 +236,7 @@ def test_reader_that_goes_away_is_no_error() -> None:
     assert done.stderr == ""
 
 
+@pytest.mark.slow
 def test_continue_begins_a_run_once_and_then_goes_on_with_it(service: Service, tmp_path: Path,
                                                              capsys: pytest.CaptureFixture[str]) -> None:
     words = ["train", "--continue", "name=night", f"output_dir={tmp_path}", "cluster.address=auto", "cluster.num_workers=3"]
@@ -282,6 +286,7 @@ def test_words_after_two_dashes_belong_to_somebody_else(capsys: pytest.CaptureFi
     assert "unrecognized arguments: -- --debug" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_other_bits_are_allowed_by_a_flag(service: Service, tmp_path: Path) -> None:
     run = tmp_path / "night-20260101-000000"
     run.mkdir()

@@ -38,6 +38,7 @@ def test_recipe_sets_its_values_and_keeps_the_users_groups() -> None:
     assert (config.model.kind, config.optimizer.kind) == ("pnorm", "sgd")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("group", sorted(compose.groups()))
 def test_every_choice_of_every_group_is_printed_as_it_would_be_trained(group: str, tmp_path: Path,
                                                                        capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from ngsgd.launcher import cli
@@ -26,7 +27,10 @@ def test_a_sweep_is_told_apart_by_what_varies() -> None:
 
 
 class Training:
-    """In place of `launcher train`: a process that holds 60 MiB and leaves what a run leaves, or fails."""
+    """In place of `launcher train`: a process that leaves what a run leaves, or fails.
+
+    It holds 60 MiB until somebody has measured them.
+    """
 
     def __init__(self, root: Path, failing: str) -> None:
         self.root, self.failing = root, failing
@@ -38,22 +42,41 @@ class Training:
         fails = name == self.failing
         if not fails:
             make_run(self.root, name)
-        work = f"import time; x = b'1' * (60 << 20); time.sleep(0.4); raise SystemExit({int(fails)})"
-        return self.real([sys.executable, "-c", work], **kwargs)
+        if fails:
+            return self.real([sys.executable, "-c", "raise SystemExit(1)"], **kwargs)
+        self.measured = self.root / f"{name}.measured"
+        return self.real([sys.executable, "-c", _HOLDS_MEMORY, str(self.measured)], **kwargs)
+
+    def resident(self, process: psutil.Process) -> int:
+        size = int(process.memory_info().rss)
+        if size >= 60 * 2**20:
+            self.measured.touch()
+        return size
+
+
+_HOLDS_MEMORY = """
+import os, sys, time
+held = b"1" * (60 << 20)
+while not os.path.exists(sys.argv[1]):
+    time.sleep(0.02)
+"""
 
 
 def test_settings_are_trained_and_compared_with_runs_that_are_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                                                     capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     make_run(tmp_path, "old")
-    monkeypatch.setattr(subprocess, "Popen", Training(tmp_path, failing="shampoo"))
+    training = Training(tmp_path, failing="shampoo")
+    monkeypatch.setattr(subprocess, "Popen", training)
+    monkeypatch.setattr(sweep_runner, "_resident", training.resident)
     assert cli.main(["compare", "old", "preconditioner=none,kfac,shampoo", "--json"]) == 0
     said = capsys.readouterr()
     found = json.loads(said.out)["runs"]
     assert [run["run"].rpartition("-2026")[0] for run in found] == ["old", "none", "kfac"]
     assert "shampoo did not come to its end" in said.err and "run 2 of 3: kfac" in said.err
     assert found[0]["peak_resident_mib"] is None
-    assert all(60 <= run["peak_resident_mib"] <= 200 for run in found[1:])   # an interpreter takes some 10 of its own
+    # an interpreter takes about 10 MiB of its own, this process several hundred
+    assert all(60 <= run["peak_resident_mib"] <= 200 for run in found[1:])
     assert all(run["frames_per_s"] > 0 for run in found)
     assert json.loads(RunFolder.open(next((tmp_path / "runs").glob("kfac-*"))).measured.read_text())["whole_s"] > 0.0
 

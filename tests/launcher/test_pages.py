@@ -11,7 +11,7 @@ from ngsgd.launcher import cli
 from tests.launcher import browser
 from tests.launcher.test_report import make_run
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(browser.missing()), reason=browser.missing())]
+pytestmark = [pytest.mark.services, pytest.mark.skipif(bool(browser.missing()), reason=browser.missing())]
 
 
 @pytest.mark.parametrize(("width", "height", "is_phone"), [(1280, 900, False), (390, 844, True)])

@@ -7,8 +7,8 @@ import pytest
 from ngsgd.launcher.ray.cluster import gpu_share
 
 
-@pytest.mark.parametrize("num_gpus", range(1, 17))
-@pytest.mark.parametrize("num_workers", [1, 2, 3, 4, 6, 7, 8, 13, 16, 48, 100])
+@pytest.mark.parametrize("num_gpus", [1, 2, 3, 7, 8, 16])
+@pytest.mark.parametrize("num_workers", [1, 2, 7, 8, 16, 48, 100])
 def test_all_workers_find_room_and_no_gpu_has_more_than_its_part(num_gpus: int, num_workers: int) -> None:
     """As Ray counts: in ten-thousandths, and a share never spans two GPUs."""
     units = round(1e4 * gpu_share(num_gpus, num_workers))

@@ -77,7 +77,8 @@ def test_run_writes_settings_that_train_takes(on_toy: Any, tmp_path: Path, capsy
     assert capsys.readouterr().out.count("rates x") == 3
 
 
-@pytest.mark.ray
+@pytest.mark.services
+@pytest.mark.xdist_group("ray")
 def test_ray_workers_give_the_numbers_of_one_process(on_toy: Any, tmp_path: Path) -> None:
     results = []
     for kind in ("in_process", "ray"):

@@ -127,8 +127,7 @@ def test_origins_that_the_user_allowed_pass(monkeypatch: pytest.MonkeyPatch) -> 
     assert ui_app.is_foreign(scope(origin="https://c.example"))
 
 
-@pytest.mark.slow
-@pytest.mark.mlflow
+@pytest.mark.services
 def test_the_server_that_is_started_refuses_a_foreign_graphql_request(tmp_path: Path) -> None:
     import mlflow
 
@@ -154,7 +153,7 @@ def test_the_server_that_is_started_refuses_a_foreign_graphql_request(tmp_path: 
 
 
 def wait_until_gone(pids: list[int]) -> None:
-    deadline = time.monotonic() + 5.0
+    deadline = time.monotonic() + 60.0
     while any(is_alive(pid) for pid in pids):
         assert time.monotonic() < deadline, "a server process was left behind"
         time.sleep(0.05)

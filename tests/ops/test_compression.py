@@ -45,6 +45,7 @@ def test_bf16_is_the_nearest_number_of_8_bits(values: list[float]) -> None:
     assert decode(encode(vector, "bf16")).view(np.uint32).tolist() == expected.view(np.uint32).tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", ["int8", "e3m0"])
 @settings(max_examples=300)
 @given(rows_of_floats())
@@ -58,6 +59,7 @@ def test_int8_and_e3m0_come_as_near_as_the_slow_ones(codec: Codec, vector_and_ro
 
 
 # -------------------------------------------------------------------------------------------------------------- bounds
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(rows_of_floats())
 def test_every_error_keeps_the_documented_bound(vector_and_rows: tuple[Any, list[int]]) -> None:

@@ -133,6 +133,7 @@ def test_the_cache_is_private(source: Path, tmp_path: Path) -> None:
     assert not (kept.stat().st_mode | kept.parent.stat().st_mode) & 0o022
 
 
+@pytest.mark.slow
 def test_processes_that_start_together_each_have_it(source: Path, tmp_path: Path) -> None:
     script = f"from pathlib import Path; from ngsgd.ops import native; assert native.library(Path({str(source)!r})).answer(0) == 42"
     processes = [subprocess.Popen([sys.executable, "-c", script]) for _ in range(3)]

@@ -40,6 +40,7 @@ def affine_model() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 12), nn.ReLU(), Renormalize(), nn.Linear(12, 12, bias=False), nn.ReLU(), nn.Linear(12, 4))
 
 
+@pytest.mark.slow
 def test_affine_layers_compile_into_one_graph_and_keep_their_estimates() -> None:
     both(affine_model(), (32, 8), fullgraph=True, backend="aot_eager")
 
@@ -49,6 +50,7 @@ def test_the_default_compiler_gives_the_same() -> None:
     both(affine_model(), (32, 8), fullgraph=True, backend="inductor")
 
 
+@pytest.mark.slow
 def test_convolutions_and_norms_break_the_graph_and_nothing_else() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv1d(5, 8, 3, padding=1), nn.BatchNorm1d(8), nn.ReLU(), nn.Conv1d(8, 4, 3))

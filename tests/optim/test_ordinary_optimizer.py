@@ -268,6 +268,7 @@ def test_scripting_is_refused_with_the_way_out() -> None:
     train(model, optimizer, range(4, 5))
 
 
+@pytest.mark.slow
 @pytest.mark.entry("P7", "you save a whole model under NGSGD with torch.save", "right",
                    "the file holds torch's plain layers and loads without ngsgd")
 def test_a_saved_model_loads_without_ngsgd(tmp_path: Path) -> None:

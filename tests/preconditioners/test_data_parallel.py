@@ -115,6 +115,7 @@ def _found() -> list[dict[Any, Any]]:
         return [torch.load(Path(folder) / f"{rank}.pt") for rank in range(2)]
 
 
+@pytest.mark.slow
 @pytest.mark.entry("A1", "you use K-FAC and related methods under DistributedDataParallel", "right",
                    "KFAC, KFLR, DiagonalNG, UnitWiseNG, LayerWiseNG, Shampoo and SOAP average their curvature over the ranks: "
                    "replicas are bitwise equal, and equal to one process with all rows to 1e-7; methods whose curvature has no "

@@ -151,6 +151,7 @@ def _refreshed(model: Quadratic, form: str, rates: tuple[tuple[float, int], ...]
     return preconditioner
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("form", "size", "condition"), [("kronecker", 3, 100.0), ("full", 2, 10.0)])
 def test_psgd_whitens_a_quadratic(form: str, size: int, condition: float) -> None:
     """cond(P H) from condition^2, 1e4 for the Kronecker form, to 1.1, by a rate that falls, since the noise goes with it."""

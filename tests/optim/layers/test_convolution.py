@@ -70,9 +70,8 @@ def check_spliced(layer: nn.Conv1d, *, num_minibatches: int = 2, batch: int = 2,
 
 
 @pytest.mark.parametrize("padding_mode", ["zeros", "reflect", "circular"])
-@pytest.mark.parametrize(("stride", "padding"), [(1, 0), (1, 2), (1, "same"), (1, "valid"), (2, 0), (2, 2), (2, "valid")])
-@pytest.mark.parametrize("dilation", [1, 3])
-@pytest.mark.parametrize("taps", [1, 3, 5])
+@pytest.mark.parametrize(("stride", "padding"), [(1, 2), (1, "same"), (2, 0), (2, 2), (2, "valid")])
+@pytest.mark.parametrize(("taps", "dilation"), [(1, 1), (1, 3), (5, 1), (3, 3)])
 def test_conv1d_is_an_affine_layer_on_spliced_frames(taps: int, dilation: int, stride: int, padding: int | str,
                                                      padding_mode: Any) -> None:
     torch.manual_seed(0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -204,14 +203,16 @@ def collective(num_workers: int, outer: OuterConfig | None = None, *, timeout_s:
     cluster = ClusterConfig("local", num_workers=num_workers, threads_per_worker=1, exchange="collective",
                             exchange_timeout_s=timeout_s)
     return config(cluster=cluster, schedule=schedule, outer=outer or OuterConfig("average"),
-                  failure=FailureConfig(progress_timeout_s=5.0))
+                  failure=FailureConfig(progress_timeout_s=60.0))
 
 
 def pool_of(run: Run) -> ProcessPool:
     return ProcessPool(run.spec, run.config.cluster.num_workers, 1, run.store.layout.size, log_directory=run.folder / "workers")
 
 
-@pytest.mark.parametrize(("num_workers", "jobs"), [(2, 2), (3, 3), (5, 5), (2, 3)])
+@pytest.mark.parametrize(("num_workers", "jobs"), [
+    pytest.param(2, 2, marks=pytest.mark.slow), pytest.param(3, 3, marks=pytest.mark.slow),
+    pytest.param(5, 5, marks=pytest.mark.slow), (2, 3)])
 @pytest.mark.parametrize("outer", [OuterConfig("average"), OuterConfig("bmuf", gain=1.5)], ids=["average", "bmuf"])
 def test_collective_and_one_process_give_the_same_bits(tmp_path: Path, num_workers: int, jobs: int, outer: OuterConfig) -> None:
     settings = collective(num_workers, outer, jobs=jobs)
@@ -255,8 +256,9 @@ class PoolThatDisturbs(PoolThatCounts):
         return super()._ask(questions, timeout_s, when_lost)
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize(("number", "timeout_s"), [
-    (signal.SIGKILL, 60.0), pytest.param(signal.SIGSTOP, 10.0, marks=pytest.mark.slow)], ids=["SIGKILL", "SIGSTOP"])
+    (signal.SIGKILL, 60.0), (signal.SIGSTOP, 10.0)], ids=["SIGKILL", "SIGSTOP"])
 def test_a_worker_that_dies_or_hangs_in_the_reduction_costs_no_bit(
         tmp_path: Path, number: signal.Signals, timeout_s: float) -> None:
     settings = collective(3, timeout_s=timeout_s)
@@ -271,13 +273,13 @@ def test_a_worker_that_dies_or_hangs_in_the_reduction_costs_no_bit(
     assert pool.num_fetched == 0
 
 
+@pytest.mark.faults
 def test_nobody_waits_for_a_worker_that_dies_while_the_group_forms(tmp_path: Path) -> None:
-    settings = collective(3, timeout_s=120.0)
+    # members that waited for the group's own timeout would outlast the timeout of the test
+    settings = collective(3, timeout_s=10_000.0)
     whole = Run(tmp_path / "whole", settings).train()
     run = Run(tmp_path / "killed", settings)
-    began = time.monotonic()
     assert run.train(PoolThatDisturbs(run, signal.SIGKILL, 1)).model_sha256 == whole.model_sha256
-    assert time.monotonic() - began < 40.0   # the group itself would have waited for 60 s
     assert len(run.recorder.incidents) == 1
 
 
@@ -290,7 +292,7 @@ class PoolThatWakes(PoolThatDisturbs):
             os.kill(self.process_ids()[1], signal.SIGCONT)
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 def test_a_worker_that_is_slow_but_lives_costs_one_round_through_the_coordinator(tmp_path: Path) -> None:
     settings = collective(3, timeout_s=24.0)   # the group gives up after 12 s, the coordinator after 24 s: busy machines take some
     whole = Run(tmp_path / "whole", settings).train()
@@ -301,6 +303,7 @@ def test_a_worker_that_is_slow_but_lives_costs_one_round_through_the_coordinator
     assert pool.num_fetched == 3
 
 
+@pytest.mark.faults
 def test_a_worker_killed_between_two_reductions_is_replaced_in_the_group(tmp_path: Path) -> None:
     settings = collective(2)
     whole = Run(tmp_path / "whole", settings).train()
@@ -316,6 +319,7 @@ def test_a_worker_killed_between_two_reductions_is_replaced_in_the_group(tmp_pat
     assert len(run.recorder.incidents) == 1
 
 
+@pytest.mark.slow
 def test_two_runs_at_once_do_not_meet(tmp_path: Path) -> None:
     settings = [replace(collective(2), seed=seed) for seed in (0, 1)]
     wholes = [Run(tmp_path / f"whole{seed}", settings[seed]).train() for seed in (0, 1)]
@@ -325,6 +329,7 @@ def test_two_runs_at_once_do_not_meet(tmp_path: Path) -> None:
     assert [end.model_sha256 for end in ends] == [whole.model_sha256 for whole in wholes]
 
 
+@pytest.mark.slow
 def test_a_run_with_compressed_moves_learns_what_one_without_does(tmp_path: Path) -> None:
     settings = collective(2)
     objf = {}

@@ -71,6 +71,7 @@ def expected(swarm: Attacked) -> Any:
     return central(PLAIN, swarm.vectors(), [10.0 + job for job in range(len(swarm.members))])
 
 
+@pytest.mark.faults
 def test_a_process_without_the_secret_neither_enters_nor_changes_the_mean() -> None:
     answers: list[str] = []
 
@@ -84,8 +85,10 @@ def test_a_process_without_the_secret_neither_enters_nor_changes_the_mean() -> N
     assert answers == ["refused"]
 
 
+@pytest.mark.faults
 def test_a_flood_of_connections_delays_the_group_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous, "_PROOF_S", 0.3)
+    # long enough for an honest member on a busy machine
+    monkeypatch.setattr(rendezvous, "_PROOF_S", 1.5)
     with contextlib.ExitStack() as stack:
         def attack(port: int) -> None:
             for number in range(300):
@@ -174,7 +177,7 @@ def test_a_peer_that_cannot_prove_the_secret_gets_no_parameters() -> None:
             pass
     group = Impostor()
     with pytest.raises(RefusedError):
-        prove_members(group, new_secret(), 1, 0, 2, time.monotonic() + 5.0)
+        prove_members(group, new_secret(), 1, 0, 2, time.monotonic() + 60.0)
     assert max(group.sent) < 100
 
 
@@ -209,7 +212,7 @@ def test_the_rendezvous_serves_members_and_nobody_else() -> None:
         with pytest.raises(RuntimeError):
             MemberStore("127.0.0.1", server.port, new_secret(), 0.3)
         assert server.num_refused > 0
-        first, second = (MemberStore("127.0.0.1", server.port, secret, 20.0) for _ in range(2))
+        first, second = (MemberStore("127.0.0.1", server.port, secret, 60.0) for _ in range(2))
         threading.Timer(0.1, first.set, ("0/0", b"address")).start()
         second.wait(["0/0"])
         assert second.get("0/0") == b"address"
@@ -224,12 +227,11 @@ def test_the_rendezvous_serves_members_and_nobody_else() -> None:
 def test_members_that_wait_fail_at_once_when_the_rendezvous_closes() -> None:
     secret = new_secret()
     server = Rendezvous("127.0.0.1", secret)
-    store = MemberStore("127.0.0.1", server.port, secret, 60.0)
+    # a store that waited for its own timeout would outlast the timeout of the test
+    store = MemberStore("127.0.0.1", server.port, secret, 10_000.0)
     threading.Timer(0.1, server.close).start()
-    began = time.monotonic()
     with pytest.raises(RuntimeError):
         store.wait(["never"])
-    assert time.monotonic() - began < 30.0
 
 
 def channels(secret: bytes) -> tuple[Channel, Channel, socket.socket]:
@@ -237,10 +239,10 @@ def channels(secret: bytes) -> tuple[Channel, Channel, socket.socket]:
     ends: list[Channel] = []
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-        thread = threading.Thread(target=lambda: ends.append(opened("127.0.0.1", port, secret, time.monotonic() + 20.0)))
+        thread = threading.Thread(target=lambda: ends.append(opened("127.0.0.1", port, secret, time.monotonic() + 60.0)))
         thread.start()
         connection, _ = listener.accept()
-        server = accepted(connection, secret, time.monotonic() + 20.0)
+        server = accepted(connection, secret, time.monotonic() + 60.0)
         thread.join()
     return ends[0], server, connection
 
@@ -269,7 +271,7 @@ def test_a_server_without_the_secret_is_refused_by_its_clients() -> None:
                 connection.sendall(bytes(16))
         threading.Thread(target=pretend, daemon=True).start()
         with pytest.raises(RefusedError):
-            opened("127.0.0.1", listener.getsockname()[1], new_secret(), time.monotonic() + 20.0)
+            opened("127.0.0.1", listener.getsockname()[1], new_secret(), time.monotonic() + 60.0)
 
 
 def test_a_group_of_threads_proves_its_members() -> None:
@@ -279,9 +281,9 @@ def test_a_group_of_threads_proves_its_members() -> None:
 
     def join(rank: int, secret: bytes) -> None:
         try:
-            store = MemberStore("127.0.0.1", server.port, secrets[0], 10.0)
-            group = process_group._GlooGroup(store, rank, 2, timedelta(seconds=10), "127.0.0.1")
-            prove_members(group, secret, 1, rank, 2, time.monotonic() + 10.0)
+            store = MemberStore("127.0.0.1", server.port, secrets[0], 60.0)
+            group = process_group._GlooGroup(store, rank, 2, timedelta(seconds=60), "127.0.0.1")
+            prove_members(group, secret, 1, rank, 2, time.monotonic() + 60.0)
             answers[rank] = "joined"
         except RefusedError:
             answers[rank] = "refused"

@@ -76,7 +76,7 @@ def simulate(folder: Path, run_config: RunConfig, cluster: SimulatedCluster,
 # Numbers --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3))])
 def test_whatever_fails_the_model_is_that_of_one_process(tmp_path: Path, seed: int) -> None:
     (tmp_path / "whole").mkdir()
     whole = Run(tmp_path / "whole", jobs(3)).train()
@@ -86,6 +86,7 @@ def test_whatever_fails_the_model_is_that_of_one_process(tmp_path: Path, seed: i
     assert audit(run.ledger_path) == []
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_events_and_another_seed_others(tmp_path: Path) -> None:
     logs = []
     for name, seed in (("first", 7), ("second", 7), ("third", 8)):
@@ -95,6 +96,7 @@ def test_the_same_seed_gives_the_same_events_and_another_seed_others(tmp_path: P
     assert logs[0] != logs[2]
 
 
+@pytest.mark.slow
 def test_hangs_are_ended_by_the_coordinators_own_deadline(tmp_path: Path) -> None:
     cluster = replace(MISHAPS, failures_per_worker_hour=1800.0, hang_share=1.0)
     run, pool, _ = simulate(tmp_path, jobs(3), cluster)
@@ -127,7 +129,7 @@ def rounds(tmp_path: Path, cluster: SimulatedCluster, num_jobs: int, num_rounds:
     return pool, seconds, float(run.reader.num_frames(piece.shard))
 
 
-@pytest.mark.parametrize(("sigma", "num_jobs"), [(0.05, 8), (0.2, 8), (0.2, 32)])
+@pytest.mark.parametrize(("sigma", "num_jobs"), [(0.05, 8), (0.2, 8), pytest.param(0.2, 32, marks=pytest.mark.slow)])
 def test_rounds_take_the_planners_straggler_factor(tmp_path: Path, sigma: float, num_jobs: int) -> None:
     # seeded; 600 rounds: the standard error of the mean is below 0.6 %, and the formula is off by up to 0.7 %
     # step is the spread of one minibatch: over the five of a job it averages out to sigma
@@ -193,6 +195,7 @@ def test_a_worker_keeps_the_share_that_the_formula_says(tmp_path: Path) -> None:
     assert pool.books.shares()["failures"] == pytest.approx(1.0 - kept, abs=0.02)
 
 
+@pytest.mark.slow
 def test_waiting_for_jobs_that_run_again_takes_what_the_formula_says(tmp_path: Path) -> None:
     # seeded; N lam C = 0.4 over 96 outer iterations: some 38 failures, a standard error of some 15 % of the wait
     run_config = jobs(4, num_epochs=32.0)

@@ -18,6 +18,8 @@ from ngsgd.training.storage.audit import audit
 from ngsgd.training.worker import Worker
 from tests.toy import Run
 
+pytestmark = pytest.mark.faults
+
 
 class LosesItsSettings(Worker):
     """MKL runs other code in every process but the first `allowed` ones."""

