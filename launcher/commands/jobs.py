@@ -16,7 +16,7 @@ from ngsgd.files import parse_json_lines, read_log
 from ngsgd.launcher.commands.info import describe_run, is_elsewhere, may_be_alive, progress_line, state_of
 from ngsgd.launcher.console import Parser
 from ngsgd.launcher.ray import jobs
-from ngsgd.launcher.ray.jobs import ENDED, Door, told
+from ngsgd.launcher.ray.jobs import ENDED, JobServer, told
 from ngsgd.launcher.reports.progress import ProgressTracker, final_lines, iteration_line
 from ngsgd.launcher.text import masked, printable
 from ngsgd.pipeline.runs.run_folder import RunFolder, known_run
@@ -40,7 +40,7 @@ def status(arguments: Sequence[str]) -> int:
         found: Any = state_of(run)
         lines = describe_run(found)
     elif options.what or options.address:
-        found = _jobs(jobs.door_of(options), options.what)
+        found = _jobs(jobs.job_server_of(options), options.what)
         lines = [f"{job['job']:40} {job['state']:10} {job['entrypoint']}" for job in found] or ["the cluster has no jobs"]
     else:
         found = _runs(Path(options.output_dir))
@@ -59,9 +59,9 @@ def logs(arguments: Sequence[str]) -> int:
     run = known_run(options.what)
     if run:
         return _run_logs(RunFolder(run), follow=options.follow)
-    door = jobs.door_of(options)
-    client = jobs.connect(door)
-    with told(door, options.what):
+    server = jobs.job_server_of(options)
+    client = jobs.connect(server)
+    with told(server, options.what):
         if not options.follow:
             print(printable(client.get_job_logs(options.what)), end="")
             return EXIT_OK
@@ -79,9 +79,9 @@ def stop(arguments: Sequence[str]) -> int:
     run = known_run(options.what)
     if run:
         return _stop_run(run, options.timeout)
-    door = jobs.door_of(options)
-    client = jobs.connect(door)
-    with told(door, options.what):
+    server = jobs.job_server_of(options)
+    client = jobs.connect(server)
+    with told(server, options.what):
         if jobs.state_of(client, options.what) not in ENDED:
             client.stop_job(options.what)
         state = jobs.wait_until_ended(client, options.what, options.timeout)
@@ -96,9 +96,9 @@ def exit_code(state: str) -> int:
     return EXIT_OK if state == "SUCCEEDED" else EXIT_RUN_FAILED
 
 
-def _jobs(door: Door, job: str | None) -> list[dict[str, Any]]:
-    client = jobs.connect(door)
-    with told(door, job or ""):
+def _jobs(server: JobServer, job: str | None) -> list[dict[str, Any]]:
+    client = jobs.connect(server)
+    with told(server, job or ""):
         details = [client.get_job_info(job)] if job else client.list_jobs()
     return [{"job": one.submission_id or one.job_id, "state": str(one.status.value), "message": one.message,
              "entrypoint": one.entrypoint, "start_time_ms": one.start_time, "end_time_ms": one.end_time}

@@ -2,25 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from ngsgd.errors import EXIT_OK, CheckpointError, ConfigError, DataError
-from ngsgd.files import read_json, read_regular_bytes, write_text
+from ngsgd.errors import EXIT_OK, ConfigError, DataError
+from ngsgd.files import read_regular_bytes
 from ngsgd.launcher.console import TRUST, Parser
-from ngsgd.pipeline.runs.run_folder import RunFolder, find_run, require_unchanged
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from ngsgd.asr.lang.language import Language
-    from ngsgd.asr.speech_set import SpeechSet
-    from ngsgd.config import RunConfig
-    from ngsgd.data.nnet3_examples import Nnet3Example
-    from ngsgd.data.reader import EgsReader
-    from ngsgd.models.nnet3.text import Updates
+from ngsgd.pipeline.runs.run_folder import find_run
 
 _MAX_MODEL_BYTES = 1 << 34   # of a model; as text about a billion parameters
 
@@ -34,11 +22,16 @@ def export(arguments: Sequence[str]) -> int:
     parser.add_argument("--egs", type=int, default=0, metavar="N", help="also the first N archives of training examples")
     parser.add_argument("--trust", action="store_true", help=TRUST)
     options = parser.parse_args(list(arguments))
-    folder, output = RunFolder.open(find_run(options.run)), Path(options.output)
+    folder, output = find_run(options.run), Path(options.output)
+    from ngsgd.launcher.commands.train import open_run
+    from ngsgd.pipeline import kaldi_exchange
+
+    run = open_run(folder, quiet=False, is_unchanged=options.data)
     try:
         output.mkdir(parents=True, exist_ok=True)
-        written = [*_export_model(folder, output, trust=options.trust), *(_export_data(folder, output) if options.data else []),
-                   *(_export_egs(folder, output, options.egs) if options.egs else [])]
+        written = [*kaldi_exchange.export_model(run, output, trust=options.trust),
+                   *(kaldi_exchange.export_data(run, output) if options.data else []),
+                   *(kaldi_exchange.export_egs(run.folder, output, options.egs) if options.egs else [])]
     except OSError as error:
         raise DataError(f"{error.filename or output} could not be written ({error.strerror or error}); make room, or choose "
                         "another --output.") from error
@@ -56,7 +49,9 @@ def import_(arguments: Sequence[str]) -> int:
     output = Path(options.output)
     if (output / "final").exists():
         raise ConfigError(f"{output} holds a model already; choose a new folder.")
-    _import_model(_read(Path(options.model)), _read(Path(options.priors)) if options.priors else b"", output)
+    from ngsgd.pipeline import kaldi_exchange
+
+    kaldi_exchange.import_model(_read(Path(options.model)), _read(Path(options.priors)) if options.priors else b"", output)
     print(output / "final")
     return EXIT_OK
 
@@ -66,173 +61,3 @@ def _read(path: Path) -> bytes:
         return read_regular_bytes(path, _MAX_MODEL_BYTES)
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error.strerror or error}); check the path and its permissions.") from error
-
-
-# Models ---------------------------------------------------------------------------------------------------------------
-
-
-def _export_model(folder: RunFolder, output: Path, *, trust: bool) -> list[Path]:
-    from ngsgd.config import ModelConfig
-    from ngsgd.launcher.config import compose
-    from ngsgd.models.inputs import Window
-    from ngsgd.models.nnet3.network import describe
-    from ngsgd.models.nnet3.text import to_text, vector_to_text
-    from ngsgd.pipeline.runs.final_model import load_final
-
-    model, prior_P = load_final(folder, trust=trust)
-    about = read_json(folder.final / "model.json")
-    window = Window(about["left_context"], about["right_context"], about["feature_dim"], about.get("side_dim", 0))
-    network = describe(model, ModelConfig(**about["model"]), window, has_softmax=about.get("objective") != "lfmmi")
-    write_text(output / "final.raw", to_text(network, updates_of(model, compose.from_yaml(folder.config))))
-    write_text(output / "priors.vec", vector_to_text(prior_P))
-    return [output / "final.raw", output / "priors.vec"]
-
-
-def updates_of(model: nn.Module, config: RunConfig) -> dict[str, Updates]:
-    """The settings that a run's last jobs updated each layer with; the learning rate is the effective one, that of a single job."""
-    from ngsgd.config import OptimizerConfig
-    from ngsgd.models.nnet3.text import Updates
-    from ngsgd.optim.ngsgd import NGSGD
-    from ngsgd.training.worker import make_optimizer
-
-    optimizer = make_optimizer(model, config.optimizer, config.schedule.lr_final, 1.0)
-    is_natural = isinstance(optimizer, NGSGD)
-    if isinstance(optimizer, NGSGD):
-        optimizer.detach()
-    unused = asdict(OptimizerConfig())
-    return {group["name"]: Updates(
-        group["lr"] * group["lr_factor"], group["lr_factor"], group["max_change"], group["weight_decay"], is_natural,
-        *(group.get(key, unused[key]) for key in ("rank_in", "rank_out", "update_period", "num_samples_history", "alpha")))
-        for group in optimizer.param_groups}
-
-
-def _import_model(content: bytes, priors: bytes, output: Path) -> None:
-    import numpy as np
-
-    from ngsgd.models.nnet3.binary import model_from_bytes, vector_from_bytes
-    from ngsgd.models.nnet3.network import rebuild
-    from ngsgd.pipeline.runs.final_model import write_final
-
-    network = model_from_bytes(content)
-    made = rebuild(network)
-    prior_P = vector_from_bytes(priors).astype(np.float64) if priors else np.full(made.num_classes, 1.0 / made.num_classes)
-    if len(prior_P) != made.num_classes or prior_P.min() <= 0.0:
-        raise DataError(f"The priors are {len(prior_P)} numbers from {prior_P.min():g} on, and the model has {made.num_classes} "
-                        "classes; give one number above 0 for each.")
-    window = made.window
-    about = {"model": asdict(made.config), "num_inputs": window.num_inputs,
-             "num_classes": made.num_classes, **window._asdict(), "priors": prior_P.tolist(), "stage": None, "class_counts": [],
-             "objective": "ce" if network.has_softmax else "lfmmi"}
-    output.mkdir(parents=True, exist_ok=True)
-    write_final(output / "final", made.model, about, made.transform)
-
-
-# Data -----------------------------------------------------------------------------------------------------------------
-
-
-def _export_data(folder: RunFolder, output: Path) -> list[Path]:
-    """A data directory of each set."""
-    from ngsgd.launcher.commands import train as service
-    from ngsgd.launcher.config import compose
-
-    config = compose.from_yaml(folder.config)
-    require_unchanged(folder.config)
-    corpus = service.prepared_corpus(config, folder)
-    sets = {"train": corpus.train, "valid": corpus.valid, "test": corpus.test}
-    for name, speech in sets.items():
-        export_set(speech, output / name, ivector_period=config.ivectors.period)
-    return [*(output / name for name in sets),
-            *export_language(corpus.language, sets, output, of_graph=bool(config.data.graph))]
-
-
-def export_language(language: Language, sets: Mapping[str, SpeechSet], output: Path, *, of_graph: bool) -> list[Path]:
-    """The lexicon, and the alignment of all sets with the table of its pdfs, which is also put next to each set's alignment."""
-    from ngsgd.asr.corpora import alignments
-    from ngsgd.asr.kaldi_io import tables
-
-    topology = language.topology
-    write_text(output / "lexicon.txt", "".join(f"{word} {' '.join(phones)}\n" for word, spoken in topology.lexicon.items()
-                                               for phones in spoken))
-    table = alignments.pdf_table(language.pdf_names(of_graph=of_graph))
-    for folder in (output, *(output / name for name in sets)):
-        write_text(folder / alignments.PDF_TABLE, table)
-    tables.write_int_vectors(output / "ali.ark", (
-        aligned for speech in sets.values() if speech.is_aligned
-        for aligned in zip(speech.frames.utt_ids, speech.split_pdfs(), strict=True)))
-    return [output / name for name in ("lexicon.txt", alignments.PDF_TABLE, "ali.ark")]
-
-
-def export_set(speech: SpeechSet, place: Path, *, ivector_period: int) -> None:
-    """feats.ark and .scp before normalisation and what normalises them, ali.ark, text, utt2spk, i-vectors where there are any."""
-    import numpy as np
-
-    from ngsgd.asr.kaldi_io import tables
-
-    place.mkdir(exist_ok=True)
-    utt_ids, side = speech.frames.utt_ids, speech.frames.side
-    tables.write_matrices(place / "feats.ark", ((utt_id, speech.raw(u)) for u, utt_id in enumerate(utt_ids)))
-    _export_cmvn(speech, place)
-    if speech.is_aligned:
-        tables.write_int_vectors(place / "ali.ark", zip(utt_ids, speech.split_pdfs(), strict=True))
-    if side is not None:
-        rows_of = [side.rows_RS[row_T[0]:row_T[-1] + 1] for row_T in np.split(side.row_T, speech.frames.offsets[1:-1])]
-        tables.write_matrices(place / "ivector_online.ark", zip(utt_ids, rows_of, strict=True))
-        write_text(place / "ivector_period", f"{ivector_period}\n")
-    lines = {"text": [" ".join(words) for words in speech.texts], "utt2spk": list(speech.speakers)}
-    for table, values in lines.items():
-        write_text(place / table, "".join(f"{utt_id} {value}\n" for utt_id, value in sorted(zip(utt_ids, values, strict=True))))
-
-
-def _export_cmvn(speech: SpeechSet, place: Path) -> None:
-    """cmvn.ark and .scp, by utterance or speaker.
-
-    With causal means it is the statistics of all training speech for apply-cmvn-online, which takes means off alone, its spk2utt
-    in the order in which speakers talk, and the fixed scale as a matrix for transform-feats.
-    """
-    import numpy as np
-
-    from ngsgd.asr.features.cmvn import GLOBAL, mean_and_deviation
-    from ngsgd.asr.kaldi_io import tables
-
-    stats = speech.cmvn.stats if speech.cmvn else {}
-    if GLOBAL in stats:
-        tables.write_matrix(place / "global_cmvn.stats", stats[GLOBAL])
-        tables.write_matrix(place / "scale.mat", np.diag(1.0 / mean_and_deviation(stats[GLOBAL])[1]).astype(np.float32))
-        spoken: dict[str, list[str]] = {}
-        for utt_id, speaker in zip(speech.frames.utt_ids, speech.speakers, strict=True):
-            spoken.setdefault(speaker, []).append(utt_id)
-        write_text(place / "spk2utt", "".join(f"{speaker} {' '.join(utt_ids)}\n" for speaker, utt_ids in sorted(spoken.items())))
-    elif stats:
-        tables.write_matrices(place / "cmvn.ark", sorted(stats.items()))
-
-
-def _export_egs(folder: RunFolder, output: Path, num_archives: int) -> list[Path]:
-    from ngsgd.data.nnet3_examples import write_nnet3_examples
-    from ngsgd.data.reader import EgsReader
-
-    try:
-        directory = str(read_json(folder.data)["egs"])
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{folder.data} is damaged ({type(error).__name__}: {error}); restore it.") from error
-    reader = EgsReader(Path(directory))
-    written = []
-    for archive in range(min(num_archives, reader.info.num_archives)):
-        path = output / f"egs.{archive + 1}.ark"
-        write_nnet3_examples(path, _examples(reader, archive))
-        written.append(path)
-    return written
-
-
-def _examples(reader: EgsReader, archive: int) -> Iterator[Nnet3Example]:
-    from ngsgd.data.examples import NO_FRAME
-    from ngsgd.data.nnet3_examples import Nnet3Example
-
-    info = reader.info
-    for index in range(info.num_examples[archive]):
-        example = reader.example(archive, index)
-        num_frames = int((example.pdf_F != NO_FRAME).sum())  # an example at the end of an utterance is shorter
-        width = info.left_context + num_frames + info.right_context
-        yield Nnet3Example(f"{example.utt_id}-{archive}-{index}", example.features_WD[:width], info.left_context,
-                           example.pdf_F[:num_frames], example.weight_F[:num_frames], info.num_classes,
-                           # an example has one there, and the frame in its middle is as good as any
-                           None if example.side_FS is None else example.side_FS[num_frames // 2])

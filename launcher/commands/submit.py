@@ -87,29 +87,29 @@ def _name(options: argparse.Namespace) -> str:
 
 
 def _to_ray(options: argparse.Namespace, words: list[str]) -> int:
-    name, door = _name(options), jobs.door_of(options)
+    name, server = _name(options), jobs.job_server_of(options)
     joined = words if options.resume else [*words, "cluster.address=auto"]
     # a resumed run has the address of its first cluster in its own settings: auto, unless it was started by hand
     entrypoint = shlex.join([options.program, *joined])
     environment = {"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(_STOP_WAIT_S)}}
     runtime = {**environment, **({"working_dir": options.working_dir, "excludes": _EXCLUDES} if options.working_dir else {})}
-    same = shlex.join(["ray", "job", "submit", "--address", door.address, "--submission-id", name, "--no-wait",
+    same = shlex.join(["ray", "job", "submit", "--address", server.address, "--submission-id", name, "--no-wait",
                        "--runtime-env-json", json.dumps(runtime), "--", *shlex.split(entrypoint)])
     if options.dry_run:
         print(same)
         return EXIT_OK
-    client = jobs.connect(door)
-    with told(door):
+    client = jobs.connect(server)
+    with told(server):
         job = jobs.submit(client, entrypoint=entrypoint, submission_id=name, runtime_env=runtime)
     if options.json:
-        print(json.dumps({"job": job, "address": door.address, "command": same}, indent=1))
+        print(json.dumps({"job": job, "address": server.address, "command": same}, indent=1))
     else:
-        print(f"the same as: {same}\njob {job}\nfollow it with: ngsgd logs --follow --address {door.address} {job}")
+        print(f"the same as: {same}\njob {job}\nfollow it with: ngsgd logs --follow --address {server.address} {job}")
     if not options.follow:
         return EXIT_OK
     from ngsgd.launcher.commands.jobs import exit_code
 
-    with told(door, job):
+    with told(server, job):
         return exit_code(jobs.follow(client, job))
 
 

@@ -92,11 +92,12 @@ def evaluate(run_dir: Path, quiet: bool, outer_iter: int | None = None,
     return open_run(run_dir, quiet).evaluate(outer_iter, trust=trust)
 
 
-def open_run(run_dir: Path, quiet: bool) -> Run:
-    """A run with its own configuration, for commands that do not train."""
+def open_run(run_dir: Path, quiet: bool, *, is_unchanged: bool = True) -> Run:
+    """A run with its own configuration, for commands that do not train; `is_unchanged` rejects an edited config.yaml."""
     folder = RunFolder.open(run_dir)
     config = compose.from_yaml(folder.config)
-    require_unchanged(folder.config)
+    if is_unchanged:
+        require_unchanged(folder.config)
     progress = _progress(config, quiet)
     return Run(config, folder, Services(progress.report, progress.warn))
 

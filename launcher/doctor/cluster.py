@@ -17,7 +17,7 @@ _ANSWER_S = 60.0
 
 
 @dataclass(frozen=True)
-class Look:
+class NodeReport:
     """What a node says about itself."""
 
     sees: bool               # the file that was written here
@@ -64,8 +64,8 @@ def _node(node: Mapping[str, Any], mark: Path) -> Iterator[Finding]:
     num_cpus = int(node["Resources"].get("CPU", 0))
     sent = time.time()
     try:
-        asked = ray.remote(num_cpus=0, scheduling_strategy=place, max_retries=0)(look).remote(str(mark), num_cpus)
-        found: Look = ray.get(asked, timeout=_ANSWER_S)
+        asked = ray.remote(num_cpus=0, scheduling_strategy=place, max_retries=0)(report_node).remote(str(mark), num_cpus)
+        found: NodeReport = ray.get(asked, timeout=_ANSWER_S)
     except Exception as error:
         yield Finding("fail", "node", f"{where} runs nothing ({str(error).strip().partition(chr(10))[0][:120]})",
                       "is ngsgd installed there, in the Python that runs Ray?")
@@ -73,7 +73,7 @@ def _node(node: Mapping[str, Any], mark: Path) -> Iterator[Finding]:
     yield from judged(where, found, mark.parent, skew_s=found.now - (sent + time.time()) / 2)
 
 
-def look(mark: str, num_cpus: int) -> Look:
+def report_node(mark: str, num_cpus: int) -> NodeReport:
     """Runs on a node, which offers so many CPUs to Ray."""
     from ngsgd.cluster.fingerprint import version_digest
 
@@ -86,10 +86,11 @@ def look(mark: str, num_cpus: int) -> Look:
     found = [*machine.shadows(), *machine.memory(), *machine.gpus(), *machine.compiled(),
              *machine.storage(Path(mark).parent),
              *(machine.threads(num_cpus) if num_cpus else ())]   # a head without CPUs has no workers
-    return Look(Path(mark).is_file(), writes, version_digest(), time.time(), tuple(one for one in found if one.verdict != "ok"))
+    return NodeReport(Path(mark).is_file(), writes, version_digest(), time.time(),
+                      tuple(one for one in found if one.verdict != "ok"))
 
 
-def judged(where: str, found: Look, folder: Path, skew_s: float) -> Iterator[Finding]:
+def judged(where: str, found: NodeReport, folder: Path, skew_s: float) -> Iterator[Finding]:
     """A line about the node, one about its clock, and one for all that is wrong with it."""
     from ngsgd.cluster.fingerprint import version_digest
 

@@ -1,4 +1,4 @@
-"""Conversation with the job server of a Ray cluster: one door for `ngsgd submit`, `status`, `logs` and `stop`."""
+"""Client of the job server of a Ray cluster, for `ngsgd submit`, `status`, `logs` and `stop`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _AGENT_S = 90.0
 
 
 @dataclass(frozen=True)
-class Door:
+class JobServer:
     """Where the job server is, and the token that opens it."""
 
     address: str
@@ -41,24 +41,24 @@ def add_arguments(parser: Parser) -> None:
                         help="holds the cluster's token (default: $RAY_AUTH_TOKEN, $RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token)")
 
 
-def door_of(options: Any) -> Door:
+def job_server_of(options: Any) -> JobServer:
     address = options.address or os.environ.get(_ADDRESS) or _DEFAULT
-    return Door(address if "://" in address else f"http://{address}", options.token_file or "")
+    return JobServer(address if "://" in address else f"http://{address}", options.token_file or "")
 
 
-def connect(door: Door) -> Any:
+def connect(server: JobServer) -> Any:
     """A JobSubmissionClient; ClusterError in a sentence if the server is not there or refuses."""
     require_version()
-    require_dashboard(door.address)
-    _use_token(door)
-    with told(door):
+    require_dashboard(server.address)
+    _use_token(server)
+    with told(server):
         from ray.job_submission import JobSubmissionClient
 
-        return JobSubmissionClient(door.address)
+        return JobSubmissionClient(server.address)
 
 
 @contextmanager
-def told(door: Door, job: str = "") -> Iterator[None]:
+def told(server: JobServer, job: str = "") -> Iterator[None]:
     """Turns what Ray raises into one sentence."""
     try:
         yield
@@ -67,15 +67,15 @@ def told(door: Door, job: str = "") -> Iterator[None]:
     except Exception as error:  # Ray raises RuntimeError, ConnectionError, its own errors and requests' errors here
         said = str(error).strip().partition("\n")[0].partition(". ")[0].rstrip(".")
         if job and "does not exist" in str(error):
-            raise ConfigError(f"{job} is neither a run nor a job of the cluster at {door.address}; see them with: ngsgd status "
-                              f"--address {door.address}.") from error
+            raise ConfigError(f"{job} is neither a run nor a job of the cluster at {server.address}; see them with: ngsgd status "
+                              f"--address {server.address}.") from error
         if any(word in str(error).lower() for word in _TOKEN_ERRORS):
-            raise ClusterError(f"the cluster at {door.address} refuses this token, or none was given ({said}); give the one of its "
-                               "head with --token-file FILE or RAY_AUTH_TOKEN.") from error
+            raise ClusterError(f"the cluster at {server.address} refuses this token, or none was given ({said}); give the one of "
+                               "its head with --token-file FILE or RAY_AUTH_TOKEN.") from error
         if "No available agent" in str(error):
-            raise ClusterError(f"the head at {door.address} has no agent to run jobs; another Ray there may have its port: "
+            raise ClusterError(f"the head at {server.address} has no agent to run jobs; another Ray there may have its port: "
                                "start the head with --dashboard-agent-listen-port=PORT.") from error
-        raise ClusterError(f"no Ray job server answers at {door.address} ({said}); give the address of its dashboard with "
+        raise ClusterError(f"no Ray job server answers at {server.address} ({said}); give the address of its dashboard with "
                            "--address http://HEAD:8265.") from error
 
 
@@ -114,12 +114,12 @@ def state_of(client: Any, job: str) -> str:
     return str(client.get_job_status(job).value)
 
 
-def _use_token(door: Door) -> None:
+def _use_token(server: JobServer) -> None:
     """The file named on the command line goes before whatever the environment says."""
-    if door.token_file:
-        if not Path(door.token_file).is_file():
-            raise ConfigError(f"--token-file {door.token_file} is not there; copy it from the head's ~/.ray/auth_token.")
-        os.environ["RAY_AUTH_TOKEN_PATH"] = door.token_file
+    if server.token_file:
+        if not Path(server.token_file).is_file():
+            raise ConfigError(f"--token-file {server.token_file} is not there; copy it from the head's ~/.ray/auth_token.")
+        os.environ["RAY_AUTH_TOKEN_PATH"] = server.token_file
         os.environ.pop("RAY_AUTH_TOKEN", None)
     has_token = any(name in os.environ for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))
     if has_token or (Path.home() / ".ray" / "auth_token").is_file():

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ngsgd.asr.features import cmvn, filterbank
-from ngsgd.asr.features.cmvn import Units
+from ngsgd.asr.features.cmvn import CmvnStats
 from ngsgd.asr.utterance import UNALIGNED, FramedUtterance, PdfIds, Utterance, num_frames
 from ngsgd.config import FeatureConfig
 from ngsgd.data.frames import FrameSet, Side
@@ -25,7 +25,7 @@ class SpeechSet:
     frames: FrameSet                     # normalised, not spliced
     texts: tuple[tuple[str, ...], ...]   # words of each utterance
     speakers: tuple[str, ...]
-    cmvn: Units | None = None            # what features were normalised by; without statistics: not at all; None: not known
+    cmvn: CmvnStats | None = None            # what features were normalised by; without statistics: not at all; None: not known
     raw_TD: Features | None = None       # features before they were, where `cmvn` cannot give them back
 
     def __post_init__(self) -> None:
@@ -71,7 +71,7 @@ class SpeechSet:
         side = self.frames.side and Side(self.frames.side.rows_RS, self.frames.side.row_T[at_T])
         frames = FrameSet(np.concatenate([features[u] for u in keep]), np.concatenate(labels).astype(np.int32),
                           np.cumsum([0, *map(len, labels)], dtype=np.int64), utt_ids, side=side)
-        units = self.cmvn and Units(self.cmvn.stats, tuple(self.cmvn.unit_of[u] for u in keep if self.cmvn.unit_of))
+        units = self.cmvn and CmvnStats(self.cmvn.stats, tuple(self.cmvn.unit_of[u] for u in keep if self.cmvn.unit_of))
         return SpeechSet(frames, tuple(self.texts[u] for u in keep), tuple(self.speakers[u] for u in keep), units,
                          None if self.raw_TD is None else np.asarray(self.raw_TD[at_T]))
 
@@ -88,14 +88,14 @@ def frame(utterance: Utterance, config: FeatureConfig) -> FramedUtterance:
                            utterance.pdf_T)
 
 
-def assemble(utterances: Sequence[FramedUtterance], config: FeatureConfig, given: Units | None = None) -> SpeechSet:
+def assemble(utterances: Sequence[FramedUtterance], config: FeatureConfig, given: CmvnStats | None = None) -> SpeechSet:
     """The set of these utterances, normalised over the unit that `config` names, or by statistics that came with them.
 
     With `features.cmvn=online` they are not yet, as that takes statistics of the training set (`normalised_online`).
     """
     raw, speakers = [one.features_TD for one in utterances], [one.speaker for one in utterances]
     utt_ids = tuple(one.utt_id for one in utterances)
-    units = given or Units({}, ())
+    units = given or CmvnStats({}, ())
     if given is not None:
         normal = [cmvn.normalised(*one) for one in zip(raw, (given.stats[unit] for unit in given.unit_of), strict=True)]
     else:
@@ -113,14 +113,14 @@ def normalised_online(speech: SpeechSet, config: FeatureConfig, all_speech: cmvn
 
     Speakers talk in the order of the set.
     """
-    heard: dict[str, cmvn.Heard] = {}
+    heard: dict[str, cmvn.CmnState] = {}
     normal = []
     deviation_D = cmvn.mean_and_deviation(all_speech)[1]
     for raw_TD, speaker in zip(speech.split_features(), speech.speakers, strict=True):
         stream = cmvn.OnlineMean(config, all_speech, heard.get(speaker))
         normal.append(((raw_TD - stream.accept(raw_TD)) / deviation_D).astype(np.float32))
         heard[speaker] = stream.heard()
-    units = Units({cmvn.GLOBAL: all_speech}, (cmvn.GLOBAL,) * len(speech.texts))
+    units = CmvnStats({cmvn.GLOBAL: all_speech}, (cmvn.GLOBAL,) * len(speech.texts))
     return replace(speech, frames=replace(speech.frames, features_TD=np.concatenate(normal)), cmvn=units,
                    raw_TD=speech.frames.features_TD)
 

@@ -89,6 +89,8 @@ def _resolved(written: dict[str, Any], settings: Mapping[str, Any]) -> dict[str,
 
 def _with_jobs(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
     """One job per worker, unless the caller sets the number of jobs."""
-    given = settings.get("schedule", {})
-    jobs = {name: config.cluster.num_workers for name in ("num_jobs_initial", "num_jobs_final") if name not in given}
-    return replace(config, schedule=replace(config.schedule, **jobs))
+    given, schedule, num_workers = settings.get("schedule", {}), config.schedule, config.cluster.num_workers
+    return replace(config, schedule=replace(
+        schedule,
+        num_jobs_initial=schedule.num_jobs_initial if "num_jobs_initial" in given else num_workers,
+        num_jobs_final=schedule.num_jobs_final if "num_jobs_final" in given else num_workers))

@@ -14,10 +14,10 @@ from torch import nn
 
 from ngsgd.asr.decode import decoding, evaluation, scoring
 from ngsgd.asr.decode.streaming import Score, Search, StreamingDecoder
-from ngsgd.asr.features.cmvn import GLOBAL, Heard, OnlineMean, mean_and_deviation
+from ngsgd.asr.features.cmvn import GLOBAL, CmnState, OnlineMean, mean_and_deviation
 from ngsgd.asr.ivectors.model import read
-from ngsgd.asr.ivectors.online import IvectorStream, Remembered
-from ngsgd.asr.ivectors.training import Turns
+from ngsgd.asr.ivectors.online import IvectorStream, SpeakerState
+from ngsgd.asr.ivectors.training import SpeakerMemory
 from ngsgd.asr.lang import graphs
 from ngsgd.asr.speech_set import SpeechSet
 from ngsgd.config import RunConfig
@@ -115,8 +115,8 @@ class _Front:
 def _fronts(config: RunConfig, folder: RunFolder, speech: SpeechSet) -> Iterator[_Front]:
     """Of every utterance in turn; what is known of a speaker goes from one to the next."""
     extractor = read(folder.ivectors, config.ivectors, config.features) if config.ivectors.dim else None
-    means: Turns[Heard] = Turns(0)
-    known: Turns[Remembered] = Turns(config.ivectors.test_utterances)
+    means: SpeakerMemory[CmnState] = SpeakerMemory(0)
+    known: SpeakerMemory[SpeakerState] = SpeakerMemory(config.ivectors.test_utterances)
     normal = speech.split_features()
     for u, speaker in enumerate(speech.speakers):
         stream = IvectorStream(extractor, known.before(speaker)) if extractor else None

@@ -9,7 +9,7 @@ import pytest
 
 from ngsgd.asr import speech_set
 from ngsgd.asr.features import cmvn
-from ngsgd.asr.features.cmvn import Heard, OnlineMean
+from ngsgd.asr.features.cmvn import CmnState, OnlineMean
 from ngsgd.asr.utterance import FramedUtterance
 from ngsgd.config import FeatureConfig
 from ngsgd.errors import DataError
@@ -58,7 +58,7 @@ def test_the_mean_so_far_is_its_definition_to_a_bit_whatever_comes_at_once(step:
                                               global_mean_D=ALL.mean(axis=0, dtype=np.float64), most_global=6)
         np.testing.assert_allclose(found_TD, expected_TD, rtol=1e-12)
         heard = stream.heard()
-    assert isinstance(heard, Heard) and heard.count == len(ALL)
+    assert isinstance(heard, CmnState) and heard.count == len(ALL)
 
 
 def test_a_set_normalised_online_hears_each_speaker_in_turn_and_keeps_its_raw_features() -> None:
@@ -67,7 +67,7 @@ def test_a_set_normalised_online_hears_each_speaker_in_turn_and_keeps_its_raw_fe
     stats = cmvn.statistics(ALL)
     raw = speech_set.assemble(said, ONLINE)
     online = speech_set.normalised_online(raw, ONLINE, stats)
-    third = OnlineMean(ONLINE, stats, Heard(UTTERANCES[0].sum(axis=0, dtype=np.float64), 40.0))
+    third = OnlineMean(ONLINE, stats, CmnState(UTTERANCES[0].sum(axis=0, dtype=np.float64), 40.0))
     expected = (UTTERANCES[2] - third.accept(UTTERANCES[2])) / ALL.std(axis=0, dtype=np.float64)
     np.testing.assert_allclose(online.split_features()[2], expected, rtol=1e-5, atol=1e-6)  # float32
     np.testing.assert_array_equal(online.raw(2), UTTERANCES[2])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ngsgd.asr.corpora.digits import labels, synthesis, utterances
-from ngsgd.asr.corpora.digits.synthesis import Phoneme, Sentence, Spoken
+from ngsgd.asr.corpora.digits.synthesis import Phoneme, Sentence, SynthesizedUtterance
 from ngsgd.asr.corpora.digits.voices import VARIANTS
 from ngsgd.asr.features import filterbank
 from ngsgd.asr.lang.topology import SILENCE_PDF
@@ -88,7 +88,7 @@ def test_labels_walk_through_one_pronunciation_of_each_word() -> None:
 def test_thirds_of_a_phone_fall_on_the_frames_in_them() -> None:
     # at 8 kHz already: "two" with t from 800 to 1280 (6 frames) and u: from 1280 to 2000 (9 frames), 400 samples of lead
     phonemes = (Phoneme("_", 0, 0), Phoneme("t", 0, 800), Phoneme("'u:", 0, 1280), Phoneme("_:", 0, 2000))
-    spoken = Spoken(samples=np.zeros(2400, np.int16), sample_rate=8000, phonemes=phonemes)
+    spoken = SynthesizedUtterance(samples=np.zeros(2400, np.int16), sample_rate=8000, phonemes=phonemes)
     pdf_T = labels.label(spoken, ["two"], lead=400, num_samples=3200)
     t, u = labels.TOPOLOGY.pdfs_of_phone("t"), labels.TOPOLOGY.pdfs_of_phone("u:")
     expected = [0] * 15 + [pdf for pdf in t for _ in range(2)] + [pdf for pdf in u for _ in range(3)] + [0] * 10

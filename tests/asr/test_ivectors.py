@@ -17,7 +17,7 @@ from ngsgd.asr.ivectors import ubm
 from ngsgd.asr.ivectors.extractor import Extractor, Statistics
 from ngsgd.asr.ivectors.model import FrontEnd, IvectorModel
 from ngsgd.asr.ivectors.online import IvectorStream
-from ngsgd.asr.ivectors.training import Turns, extract, train
+from ngsgd.asr.ivectors.training import SpeakerMemory, extract, train
 from ngsgd.asr.ivectors.ubm import DiagonalMixture
 from ngsgd.asr.speech_set import SpeechSet
 from ngsgd.asr.utterance import FramedUtterance
@@ -243,13 +243,13 @@ def test_at_the_end_without_limits_it_is_the_posterior_of_the_whole_utterance() 
 
 
 def test_speakers_are_remembered_over_so_many_utterances() -> None:
-    turns: Turns[int] = Turns(2)
+    turns: SpeakerMemory[int] = SpeakerMemory(2)
     seen = []
     for number in range(5):
         seen.append(turns.before("a"))
         turns.after("a", number)
     assert seen == [None, 0, None, 2, None] and turns.before("b") is None
-    for_ever: Turns[int] = Turns(0)
+    for_ever: SpeakerMemory[int] = SpeakerMemory(0)
     for_ever.after("a", 1)
     assert for_ever.before("a") == 1
 

@@ -24,7 +24,7 @@ import numpy as np
 import pytest
 
 from ngsgd import files
-from ngsgd.asr.corpora import alignments, cache, custom
+from ngsgd.asr.corpora import alignments, cache, kaldi_dirs
 from ngsgd.asr.corpora.fsdd import source
 from ngsgd.asr.ivectors import model as extractor_file
 from ngsgd.asr.kaldi_io.tables import write_matrices
@@ -101,13 +101,13 @@ def config(folder: Path, **settings: Any) -> DataConfig:
 
 
 def read_audio(folder: Path) -> object:
-    custom.fingerprint(config(folder), FEATURES)
-    return custom.make(config(folder), FEATURES, AugmentConfig())
+    kaldi_dirs.fingerprint(config(folder), FEATURES)
+    return kaldi_dirs.make(config(folder), FEATURES, AugmentConfig())
 
 
 def read_features(folder: Path) -> object:
-    custom.fingerprint(config(folder), GIVEN)
-    return custom.make(config(folder), GIVEN, AugmentConfig())
+    kaldi_dirs.fingerprint(config(folder), GIVEN)
+    return kaldi_dirs.make(config(folder), GIVEN, AugmentConfig())
 
 
 def read_arpa(folder: Path) -> object:
@@ -195,7 +195,7 @@ def lhotse(kind: str) -> Callable[[Path, bytes], None]:
 
 
 def read_lhotse(folder: Path) -> object:
-    return custom.make(config(folder, corpus="lhotse"), FEATURES, AugmentConfig())
+    return kaldi_dirs.make(config(folder, corpus="lhotse"), FEATURES, AugmentConfig())
 
 
 def in_tar(folder: Path, payload: bytes) -> None:
@@ -226,7 +226,7 @@ def read_priors(folder: Path) -> object:
 
 
 def read_words(folder: Path) -> object:
-    return custom.make(config(folder, graph=str(folder / "graph")), FEATURES, AugmentConfig())
+    return kaldi_dirs.make(config(folder, graph=str(folder / "graph")), FEATURES, AugmentConfig())
 
 
 def load_corpus(folder: Path) -> object:
@@ -239,7 +239,7 @@ def load_corpus(folder: Path) -> object:
 def read_words_language(folder: Path) -> Language:
     (folder / "graph/words.txt").write_text("<eps> 0\nNO 1\nYES 2\n")
     (folder / "graph/tid2pdf").write_text("1 0\n2 1\n")
-    return custom.make(config(folder, graph=str(folder / "graph")), FEATURES, AugmentConfig())[1]
+    return kaldi_dirs.make(config(folder, graph=str(folder / "graph")), FEATURES, AugmentConfig())[1]
 
 
 FORMATS = {
@@ -292,7 +292,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Data directories with audio and features, a prepared corpus, and examples."""
     folder = tmp_path_factory.mktemp("data")
     write_data(folder / "mine", num_utterances=4)
-    sets, language = custom.make(config(folder), FEATURES, AugmentConfig())
+    sets, language = kaldi_dirs.make(config(folder), FEATURES, AugmentConfig())
     cache.store(folder / "corpus", sets, language, made_from={})
     for name, speech in sets.items():
         (folder / "mine" / name / "segments").write_text("".join(f"{one} {one} 0 0.5\n" for one in speech.frames.utt_ids))

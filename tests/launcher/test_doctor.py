@@ -127,7 +127,7 @@ def test_a_node_is_looked_at_from_within(tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / "left" / "ngsgd").mkdir(parents=True)
     monkeypatch.syspath_prepend(str(tmp_path / "left"))
     cores = len(os.sched_getaffinity(0))
-    found = cluster.look(str(mark), cores + 1)
+    found = cluster.report_node(str(mark), cores + 1)
     assert (found.sees, found.writes, found.code) == (True, True, version_digest())
     assert list(tmp_path.iterdir()) != [] and not list(tmp_path.glob(".doctor-*")), "it leaves nothing behind"
     lines = list(cluster.judged("n1 (10.0.0.1)", found, tmp_path, skew_s=90.0))
@@ -140,6 +140,6 @@ def test_a_node_is_looked_at_from_within(tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.parametrize(("sees", "writes", "code", "told"), [
     (False, True, "", "does not see"), (True, False, "", "does not write"), (True, True, "other", "another version")])
 def test_a_node_that_cannot_work_fails(sees: bool, writes: bool, code: str, told: str, tmp_path: Path) -> None:
-    found = cluster.Look(sees, writes, code or version_digest(), 0.0, ())
+    found = cluster.NodeReport(sees, writes, code or version_digest(), 0.0, ())
     first, _ = cluster.judged("n1", found, tmp_path, skew_s=0.0)
     assert first.verdict == "fail" and told in first.found and first.fix

@@ -15,7 +15,7 @@ from ngsgd.asr import speech_set
 from ngsgd.asr.corpora import alignments
 from ngsgd.asr.corpora.corpus import Corpus, prepare
 from ngsgd.asr.features import cmvn
-from ngsgd.asr.features.cmvn import Units
+from ngsgd.asr.features.cmvn import CmvnStats
 from ngsgd.asr.lang.language import GivenGraph, Language
 from ngsgd.asr.lang.topology import Topology
 from ngsgd.asr.speech_set import SpeechSet
@@ -23,12 +23,12 @@ from ngsgd.config import DataConfig, FeatureConfig, OptimizerConfig, RunConfig, 
 from ngsgd.data.frames import FrameSet, Side
 from ngsgd.errors import DataError
 from ngsgd.launcher.cli import main
-from ngsgd.launcher.commands.kaldi import export_language, export_set, updates_of
 from ngsgd.launcher.config import compose
 from ngsgd.models.inputs import Window
 from ngsgd.models.nnet3.network import describe
 from ngsgd.models.nnet3.text import to_text
 from ngsgd.optim.ngsgd import NGSGD
+from ngsgd.pipeline.kaldi_exchange import export_language, export_set, updates_of
 from ngsgd.pipeline.runs.final_model import write_final
 from ngsgd.training.worker import make_optimizer
 from tests.models.test_nnet3 import BESIDE, SHAPES, WINDOW, trained
@@ -167,7 +167,7 @@ def speech(prefix: str, side: Side | None = None) -> SpeechSet:
     rng = np.random.default_rng(sum(map(ord, prefix)))
     frames = FrameSet(rng.normal(3.0, 2.0, size=(36, 3)).astype(np.float32), rng.integers(8, size=36).astype(np.int32),
                       np.array([0, 12, 24, 36]), tuple(f"{prefix}-{number}" for number in range(3)), side=side)
-    return SpeechSet(frames, TEXTS, ("s0", "s1", "s0"), Units({}, ()))
+    return SpeechSet(frames, TEXTS, ("s0", "s1", "s0"), CmvnStats({}, ()))
 
 
 def export_all(output: Path, language: Language, *, of_graph: bool = False) -> dict[str, SpeechSet]:
@@ -190,7 +190,7 @@ def test_scripts_are_found_from_another_folder(tmp_path: Path, monkeypatch: pyte
     kaldiio = pytest.importorskip("kaldiio")
     monkeypatch.chdir(tmp_path)
     side = Side(np.ones((6, 2), np.float32), np.repeat(np.arange(6), 6).astype(np.int32))
-    one = replace(speech("train", side), cmvn=Units({"s0": np.ones((2, 4)), "s1": np.ones((2, 4))}, ("s0", "s1", "s0")))
+    one = replace(speech("train", side), cmvn=CmvnStats({"s0": np.ones((2, 4)), "s1": np.ones((2, 4))}, ("s0", "s1", "s0")))
     export_set(one, Path("relative"), ivector_period=6)
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")

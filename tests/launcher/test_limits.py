@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from ngsgd.asr.corpora import corpus
 from ngsgd.config import EgsConfig, ModelConfig, RunConfig, ScheduleConfig
 from ngsgd.errors import ConfigError
 from ngsgd.launcher import cli
@@ -20,7 +21,7 @@ def no_data(monkeypatch: pytest.MonkeyPatch) -> None:
     def prepared(*_: object, **__: object) -> Any:
         raise AssertionError("data was made")
 
-    monkeypatch.setattr(prepare.corpora, "prepare", prepared)
+    monkeypatch.setattr(corpus, "prepare", prepared)
     monkeypatch.setattr(prepare, "with_alignment", prepared)
 
 

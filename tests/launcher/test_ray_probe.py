@@ -193,4 +193,4 @@ def test_doctor_reports_a_cluster_that_does_not_answer(tmp_path: Path, closed_po
 def test_no_token_is_sent_before_somebody_answers(monkeypatch: pytest.MonkeyPatch, closed_port: int) -> None:
     monkeypatch.setattr(jobs, "_use_token", lambda door: pytest.fail("the token was read"))
     with pytest.raises(ClusterError):
-        jobs.connect(jobs.door_of(SimpleNamespace(address=f"127.0.0.1:{closed_port}", token_file="")))
+        jobs.connect(jobs.job_server_of(SimpleNamespace(address=f"127.0.0.1:{closed_port}", token_file="")))

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from ngsgd import masking
 from ngsgd.errors import ConfigError
-from ngsgd.launcher import cli, console, text
+from ngsgd.launcher import cli, console
 from ngsgd.launcher.commands import train as service
 from ngsgd.launcher.config import compose
 from ngsgd.launcher.mlflow import store
@@ -30,7 +31,7 @@ URI = f"http://anna:{SECRET}@127.0.0.1:9"
 
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text, "_known", set())
+    monkeypatch.setattr(masking, "_known", set())
     for name in ("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN"):
         monkeypatch.delenv(name, raising=False)
 

@@ -122,7 +122,7 @@ def test_a_token_file_wins_over_the_environment(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", "elsewhere")
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     (tmp_path / "token").write_text("x" * 32)
-    ray_jobs._use_token(ray_jobs.Door("http://head:8265", str(tmp_path / "token")))
+    ray_jobs._use_token(ray_jobs.JobServer("http://head:8265", str(tmp_path / "token")))
     assert "RAY_AUTH_TOKEN" not in os.environ and os.environ["RAY_AUTH_TOKEN_PATH"] == str(tmp_path / "token")
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ngsgd.asr.corpora import custom
+from ngsgd.asr.corpora import kaldi_dirs
 from ngsgd.config import FeatureConfig
 from ngsgd.launcher.config.compose import compose, conf_dir
 from tests.asr.made_up_speech import say
@@ -63,7 +63,7 @@ def test_prepared_mini_librispeech_is_read_by_its_recipe(tmp_path: Path) -> None
     done = prepare(tmp_path / "downloaded", tmp_path / "prepared")
     assert done.returncode == 0, done.stderr
     config = compose(["recipe=mini_librispeech", f"data.source={tmp_path / 'prepared'}"])
-    sets, language = custom.make(config.data, FeatureConfig(kind="mfcc", sample_rate_hz=16000), config.augment)
+    sets, language = kaldi_dirs.make(config.data, FeatureConfig(kind="mfcc", sample_rate_hz=16000), config.augment)
     assert {name: len(speech.texts) for name, speech in sets.items()} == {"train": 6, "valid": 2, "test": 8}
     assert language.topology.lexicon == {"NO": (("N", "OW"),), "YES": (("Y", "EH", "S"),), "<UNK>": (("SPN",),)}
     assert language.arpa == ARPA.replace("\n\n", "\n")

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from ngsgd import files
-from ngsgd.asr.features.cmvn import Units
+from ngsgd.asr.features.cmvn import CmvnStats
 from ngsgd.asr.lang.language import Language
 from ngsgd.asr.speech_set import SpeechSet
 from ngsgd.data.frames import FrameSet
@@ -102,14 +102,14 @@ def _load_set(folder: Path, name: str, listed: Mapping[str, str]) -> SpeechSet:
                      np.load(raw, mmap_mode="r") if raw.name in listed else None)
 
 
-def _arrays_of(units: Units) -> dict[str, Any]:
+def _arrays_of(units: CmvnStats) -> dict[str, Any]:
     names = list(units.stats)
     place = {name: at for at, name in enumerate(names)}
     return {"stats": np.array([units.stats[name] for name in names]), "names": np.array(names, dtype=np.str_),
             "unit_U": np.array([place[name] for name in units.unit_of], np.int64)}
 
 
-def _units_of(path: Path) -> Units:
+def _units_of(path: Path) -> CmvnStats:
     with np.load(path) as arrays:
         names = arrays["names"].tolist()
-        return Units(dict(zip(names, arrays["stats"], strict=True)), tuple(names[at] for at in arrays["unit_U"]))
+        return CmvnStats(dict(zip(names, arrays["stats"], strict=True)), tuple(names[at] for at in arrays["unit_U"]))

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from ngsgd.asr import speech_set
-from ngsgd.asr.corpora import alignments, an4, cache, custom, yesno
+from ngsgd.asr.corpora import alignments, an4, cache, kaldi_dirs, yesno
 from ngsgd.asr.corpora.digits import labels, synthesis, utterances
 from ngsgd.asr.corpora.fsdd import recordings, source
 from ngsgd.asr.corpora.fsdd.segments import load_catalogue, split
@@ -44,10 +44,10 @@ __all__ = ["Corpus", "SpeechSet", "check_source", "prepare"]
 
 _FSDD = ("corpus", "split", "held_out", "style")
 _AMOUNTS = ("train_minutes", "valid_minutes", "test_minutes", "snr_db_low", "snr_db_high", "seed")
-_OWN = ("corpus", "valid_share", "num_silence_states", "oov")
+_KALDI_DIRS = ("corpus", "valid_share", "num_silence_states", "oov")
 _DECIDES = {  # settings of `data` that change what is prepared; the content of files is looked at apart
     "digits": ("corpus", *_AMOUNTS), "fsdd": (*_FSDD, *_AMOUNTS), "an4": ("corpus", "valid_share"),
-    "yesno": _OWN, "kaldi": _OWN, "lhotse": _OWN,
+    "yesno": _KALDI_DIRS, "kaldi": _KALDI_DIRS, "lhotse": _KALDI_DIRS,
 }
 
 
@@ -77,7 +77,7 @@ def check_source(data: DataConfig) -> None:
     elif data.corpus == "yesno":
         yesno.locate(data.source)
     elif data.corpus in ("kaldi", "lhotse"):
-        custom.locate(data)
+        kaldi_dirs.locate(data)
     elif data.source:
         source.locate(data.source)
 
@@ -124,8 +124,8 @@ def _what_decides(data: DataConfig, feature_config: FeatureConfig) -> dict[str, 
     decides = _FSDD if data.corpus == "fsdd" and data.style == "isolated" else _DECIDES[data.corpus]
     settings = {name: value for name, value in asdict(data).items() if name in decides}
     made_with = ["numpy", "kaldi-native-fbank", *(["espeakng-loader", "soxr"] if data.corpus == "digits" else [])]
-    content = {"yesno": lambda: yesno.fingerprint(data), "kaldi": lambda: custom.fingerprint(data, feature_config),
-               "lhotse": lambda: custom.fingerprint(data, feature_config),
+    content = {"yesno": lambda: yesno.fingerprint(data), "kaldi": lambda: kaldi_dirs.fingerprint(data, feature_config),
+               "lhotse": lambda: kaldi_dirs.fingerprint(data, feature_config),
                "fsdd": lambda: _content_of_alignment(data)}.get(data.corpus, dict)()
     used = {name: value for name, value in asdict(feature_config).items()
             if feature_config.cmvn == "online" or not name.startswith("cmn_")}
@@ -203,13 +203,14 @@ def _make_yesno(data: DataConfig, feature_config: FeatureConfig, changes: Augmen
     return yesno.make(data, feature_config, changes)
 
 
-def _make_own(data: DataConfig, feature_config: FeatureConfig, changes: AugmentConfig, _cache_root: Path, _report: Report) -> Made:
-    return custom.make(data, feature_config, changes)
+def _make_kaldi_dirs(data: DataConfig, feature_config: FeatureConfig, changes: AugmentConfig, _cache_root: Path,
+                     _report: Report) -> Made:
+    return kaldi_dirs.make(data, feature_config, changes)
 
 
 _MAKERS: dict[str, Callable[[DataConfig, FeatureConfig, AugmentConfig, Path, Report], Made]] = {
     "digits": _make_digits, "fsdd": _make_fsdd, "an4": _make_an4,
-    "yesno": _make_yesno, "kaldi": _make_own, "lhotse": _make_own,
+    "yesno": _make_yesno, "kaldi": _make_kaldi_dirs, "lhotse": _make_kaldi_dirs,
 }
 
 

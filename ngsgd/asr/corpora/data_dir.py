@@ -21,7 +21,7 @@ import numpy as np
 
 from ngsgd.asr.features import audio
 from ngsgd.asr.features.audio import Piece
-from ngsgd.asr.features.cmvn import Units
+from ngsgd.asr.features.cmvn import CmvnStats
 from ngsgd.asr.kaldi_io import tables
 from ngsgd.asr.kaldi_io.tables import Entry
 from ngsgd.asr.utterance import FramedUtterance, Utterance, num_frames, unaligned
@@ -32,7 +32,7 @@ Table = Mapping[str, Entry]
 
 
 @dataclass(frozen=True)
-class Listed:
+class UtteranceEntry:
     """An utterance before its audio or its features are read."""
 
     utt_id: str
@@ -42,7 +42,7 @@ class Listed:
     where: str                  # of the transcript, file:line
 
 
-def read(folder: Path, *, given_features: bool) -> list[Listed]:
+def read(folder: Path, *, given_features: bool) -> list[UtteranceEntry]:
     """The utterances of a data directory in the order of its `text`; nothing but the tables is read."""
     if not folder.is_dir():
         raise DataError(f"{folder} is not a folder; make it, or point data.source at another place.")
@@ -55,11 +55,11 @@ def read(folder: Path, *, given_features: bool) -> list[Listed]:
     for utt_id, speaker in speakers.items():
         if len(speaker.value.split()) != 1:
             raise DataError(f"{speaker.where}: {utt_id} has no speaker, or a name with spaces; write one word.")
-    return [Listed(utt_id, speakers[utt_id].value, tuple(text.value.split()), contents[utt_id], text.where)
+    return [UtteranceEntry(utt_id, speakers[utt_id].value, tuple(text.value.split()), contents[utt_id], text.where)
             for utt_id, text in texts.items()]
 
 
-def check_words(utterances: Sequence[Listed], known: Mapping[str, object], lexicon: Path) -> None:
+def check_words(utterances: Sequence[UtteranceEntry], known: Mapping[str, object], lexicon: Path) -> None:
     """Raises DataError on a transcript that is empty or has a word that is not in the lexicon."""
     for one in utterances:
         if not one.words:
@@ -70,7 +70,7 @@ def check_words(utterances: Sequence[Listed], known: Mapping[str, object], lexic
                                 "give data.oov, the word that stands for unknown ones.")
 
 
-def given(utterances: Sequence[Listed], folder: Path) -> Iterator[FramedUtterance]:
+def given(utterances: Sequence[UtteranceEntry], folder: Path) -> Iterator[FramedUtterance]:
     """The utterances with the features that came with them, not aligned."""
     dim = None
     for one in utterances:
@@ -87,7 +87,7 @@ def given(utterances: Sequence[Listed], folder: Path) -> Iterator[FramedUtteranc
         yield FramedUtterance(one.utt_id, one.speaker, one.words, features_TD, unaligned(len(features_TD)))
 
 
-def given_cmvn(utterances: Sequence[Listed], folder: Path, dim: int) -> Units:
+def given_cmvn(utterances: Sequence[UtteranceEntry], folder: Path, dim: int) -> CmvnStats:
     """The statistics in the folder's cmvn.scp, by utterance or by speaker."""
     table = tables.read_table(folder / "cmvn.scp")
     unit_of = []
@@ -97,10 +97,10 @@ def given_cmvn(utterances: Sequence[Listed], folder: Path, dim: int) -> Units:
             raise DataError(f"{one.where}: {one.utt_id} has no statistics in {folder / 'cmvn.scp'}, by its own name or its "
                             f"speaker's, {one.speaker}; add them, or choose another features.cmvn.")
         unit_of.append(unit)
-    return Units({unit: tables.read_stats(table[unit], folder, dim) for unit in dict.fromkeys(unit_of)}, tuple(unit_of))
+    return CmvnStats({unit: tables.read_stats(table[unit], folder, dim) for unit in dict.fromkeys(unit_of)}, tuple(unit_of))
 
 
-def spoken(utterances: Sequence[Listed], config: FeatureConfig) -> Iterator[Utterance]:
+def spoken(utterances: Sequence[UtteranceEntry], config: FeatureConfig) -> Iterator[Utterance]:
     """The utterances with their audio, not aligned."""
     for one in utterances:
         assert isinstance(one.content, Piece)

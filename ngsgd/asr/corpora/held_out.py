@@ -11,7 +11,7 @@ from ngsgd.errors import DataError
 _FEWEST_SPEAKERS = 4  # below that, holding out a speaker takes too much away from training
 
 
-class Spoken(Protocol):
+class HasSpeaker(Protocol):
     """An utterance in whatever form: a name, and who says it."""
 
     @property
@@ -20,7 +20,7 @@ class Spoken(Protocol):
     def speaker(self) -> str: ...
 
 
-SomeUtterance = TypeVar("SomeUtterance", bound=Spoken)
+SomeUtterance = TypeVar("SomeUtterance", bound=HasSpeaker)
 
 
 def hold_out(train: Sequence[SomeUtterance], *, share: float) -> tuple[list[SomeUtterance], list[SomeUtterance]]:

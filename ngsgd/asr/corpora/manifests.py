@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ngsgd.asr import unpacking
-from ngsgd.asr.corpora.data_dir import Listed
+from ngsgd.asr.corpora.data_dir import UtteranceEntry
 from ngsgd.asr.features.audio import Piece
 from ngsgd.errors import DataError
 from ngsgd.files import parse_json, read_regular_bytes
@@ -23,7 +23,7 @@ _MAX_MANIFEST_BYTES = 1 << 32
 _SUFFIXES = (".jsonl.gz", ".jsonl")
 
 
-def read_sets(source: Path) -> dict[str, list[Listed]]:
+def read_sets(source: Path) -> dict[str, list[UtteranceEntry]]:
     """The utterances of train, test and, where there is one, valid."""
     sets = {}
     for name, folders in _NAMES.items():
@@ -51,9 +51,9 @@ def _find(source: Path, kind: str, names: tuple[str, ...]) -> Path | None:
     return None
 
 
-def _read_set(recordings: Path, supervisions: Path) -> list[Listed]:
+def _read_set(recordings: Path, supervisions: Path) -> list[UtteranceEntry]:
     files = {str(item["id"]): _file(item, where) for where, item in _lines(recordings)}
-    found: dict[str, Listed] = {}
+    found: dict[str, UtteranceEntry] = {}
     for where, item in _lines(supervisions):
         one = _utterance(item, where, files, recordings)
         if one.utt_id in found:
@@ -77,7 +77,7 @@ def _file(item: dict[str, Any], where: str) -> Path:
         raise DataError(f"{where}: this is not a recording of lhotse with one source; write the manifest again.") from error
 
 
-def _utterance(item: dict[str, Any], where: str, files: dict[str, Path], recordings: Path) -> Listed:
+def _utterance(item: dict[str, Any], where: str, files: dict[str, Path], recordings: Path) -> UtteranceEntry:
     try:
         utt_id, recording = str(item["id"]), str(item["recording_id"])
         start_s, end_s = float(item["start"]), float(item["start"]) + float(item["duration"])
@@ -89,7 +89,7 @@ def _utterance(item: dict[str, Any], where: str, files: dict[str, Path], recordi
         raise DataError(f"{where}: the recording {recording} of {utt_id} is not in {recordings}; add it there.")
     path = files[recording]
     path = path if path.exists() or path.is_absolute() else recordings.parent / path
-    return Listed(utt_id, str(item.get("speaker") or utt_id), tuple(str(item.get("text") or "").split()),
+    return UtteranceEntry(utt_id, str(item.get("speaker") or utt_id), tuple(str(item.get("text") or "").split()),
                   Piece(path, where, start_s, end_s), where)
 
 

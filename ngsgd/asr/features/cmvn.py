@@ -23,7 +23,7 @@ GLOBAL = "global"          # the unit of all training speech together
 
 
 @dataclass(frozen=True)
-class Units:
+class CmvnStats:
     """The statistics of a set of utterances, by speaker, by utterance or all together."""
 
     stats: Mapping[str, Stats]
@@ -69,20 +69,20 @@ def restored(frames_TD: Features, stats: Stats) -> Features:
     return (frames_TD * deviation_D + mean_D).astype(np.float32)
 
 
-def units(features: Sequence[Features], names: Sequence[str]) -> Units:
+def units(features: Sequence[Features], names: Sequence[str]) -> CmvnStats:
     """The statistics of these utterances, each of which belongs to the unit of that name."""
     stats: dict[str, Stats] = {}
     for frames_TD, name in zip(features, names, strict=True):
         found = statistics(frames_TD)
         stats[name] = stats[name] + found if name in stats else found
-    return Units(stats, tuple(names))
+    return CmvnStats(stats, tuple(names))
 
 
 # So far -----------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Heard:
+class CmnState:
     """What a speaker's utterances before add up to."""
 
     sum_D: Vector
@@ -96,10 +96,10 @@ class OnlineMean:
     up to `cmn_speaker_frames`, and all training speech for up to `cmn_global_frames`.
     """
 
-    def __init__(self, config: FeatureConfig, all_speech: Stats, before: Heard | None = None) -> None:
+    def __init__(self, config: FeatureConfig, all_speech: Stats, before: CmnState | None = None) -> None:
         self._window, self._most_before, self._most_global = config.cmn_window, config.cmn_speaker_frames, config.cmn_global_frames
         self._global_mean_D = mean_and_deviation(all_speech)[0]
-        self._before = before or Heard(np.zeros_like(self._global_mean_D))
+        self._before = before or CmnState(np.zeros_like(self._global_mean_D))
         self._sums_WD = np.zeros((1, len(self._global_mean_D)))  # over the utterance up to each of its last frames
         self._num_frames = 0
 
@@ -125,6 +125,6 @@ class OnlineMean:
         lent_T = np.minimum(self._window - count_T, self._most_global)
         return np.asarray((sum_TD + lent_T[:, None] * self._global_mean_D) / (count_T + lent_T)[:, None])
 
-    def heard(self) -> Heard:
+    def heard(self) -> CmnState:
         """For the speaker's next utterance."""
-        return Heard(self._before.sum_D + self._sums_WD[-1], self._before.count + self._num_frames)
+        return CmnState(self._before.sum_D + self._sums_WD[-1], self._before.count + self._num_frames)

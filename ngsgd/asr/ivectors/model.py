@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from ngsgd.asr.features.cmvn import Heard, OnlineMean, Stats
+from ngsgd.asr.features.cmvn import CmnState, OnlineMean, Stats
 from ngsgd.asr.ivectors.extractor import Extractor
 from ngsgd.asr.ivectors.ubm import DiagonalMixture
 from ngsgd.config import FeatureConfig, IvectorConfig
@@ -33,7 +33,7 @@ class FrontEnd:
     all_speech: Stats
     axes_CK: Tensor
 
-    def mean(self, before: Heard | None) -> OnlineMean:
+    def mean(self, before: CmnState | None) -> OnlineMean:
         return OnlineMean(self.features, self.all_speech, before)
 
     def project(self, frames_TD: npt.NDArray[np.floating], at_N: npt.NDArray[np.int64]) -> Tensor:

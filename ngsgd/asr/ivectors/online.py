@@ -15,17 +15,17 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ngsgd.asr.features.cmvn import Heard
+from ngsgd.asr.features.cmvn import CmnState
 from ngsgd.asr.ivectors.model import IvectorModel, scaled_posteriors
 
 _PERIODS_AT_ONCE = 64   # bounds memory: periods x Gaussians x features
 
 
 @dataclass(frozen=True)
-class Remembered:
+class SpeakerState:
     """What is known of a speaker after an utterance, the prior left out."""
 
-    heard: Heard
+    heard: CmnState
     count: float           # frames, scaled
     linear_S: Tensor
     quadratic_SS: Tensor
@@ -34,7 +34,7 @@ class Remembered:
 class IvectorStream:
     """One utterance.  `accept` as often as frames come, then `finish`; `at` any time in between."""
 
-    def __init__(self, model: IvectorModel, before: Remembered | None = None) -> None:
+    def __init__(self, model: IvectorModel, before: SpeakerState | None = None) -> None:
         self._model, self._config = model, model.front.config
         dim, float64 = model.extractor.dim, torch.float64
         device = model.extractor.M_IDS.device
@@ -65,13 +65,13 @@ class IvectorStream:
         if known > self._num_done:  # up to the last frame that an i-vector is estimated at
             self._advance((known - 1) // self._config.period * self._config.period + 1)
 
-    def finish(self) -> Remembered:
+    def finish(self) -> SpeakerState:
         """The utterance has ended; what its speaker's next one may begin with."""
         self._advance((self._num_frames - 1) // self._config.period * self._config.period + 1)
         self._advance(self._num_frames)
         most = self._config.max_remembered_frames * self._config.posterior_scale
         share = min(1.0, most / max(float(self._count), 1e-10))
-        return Remembered(self._mean.heard(), share * float(self._count), share * self._linear_S, share * self._quadratic_SS)
+        return SpeakerState(self._mean.heard(), share * float(self._count), share * self._linear_S, share * self._quadratic_SS)
 
     def rows(self) -> npt.NDArray[np.float32]:
         """The i-vectors so far, one a period."""

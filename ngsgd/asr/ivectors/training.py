@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from ngsgd.asr.features import cmvn
-from ngsgd.asr.features.cmvn import Features, Heard
+from ngsgd.asr.features.cmvn import CmnState, Features
 from ngsgd.asr.ivectors import extractor as extractors
 from ngsgd.asr.ivectors import ubm
 from ngsgd.asr.ivectors.extractor import Statistics
 from ngsgd.asr.ivectors.model import FrontEnd, IvectorModel, scaled_posteriors, spliced
-from ngsgd.asr.ivectors.online import IvectorStream, Remembered
+from ngsgd.asr.ivectors.online import IvectorStream, SpeakerState
 from ngsgd.asr.ivectors.ubm import DiagonalMixture
 from ngsgd.asr.speech_set import SpeechSet
 from ngsgd.config import FeatureConfig, IvectorConfig
@@ -30,7 +30,7 @@ _FRAMES_AT_ONCE = 16384  # whose second moments are summed in one go
 State = TypeVar("State")
 
 
-class Turns(Generic[State]):
+class SpeakerMemory(Generic[State]):
     """What is remembered of each speaker, over `most` utterances in a row; 0: over all."""
 
     def __init__(self, most: int) -> None:
@@ -105,7 +105,7 @@ def _chosen(speech: SpeechSet, front: FrontEnd,
 
 def _heard(speech: SpeechSet, front: FrontEnd) -> Iterator[tuple[int, tuple[npt.NDArray[np.floating], Features]]]:
     """(utterance, (frames without their mean so far, raw frames)), as they will be heard in training."""
-    turns: Turns[Heard] = Turns(front.config.train_utterances)
+    turns: SpeakerMemory[CmnState] = SpeakerMemory(front.config.train_utterances)
     for u, speaker in enumerate(speech.speakers):
         raw_TD, mean = speech.raw(u), front.mean(turns.before(speaker))
         yield u, (raw_TD - mean.accept(raw_TD), raw_TD)
@@ -143,7 +143,7 @@ def _add_second_moments(second_IDD: Tensor, post_TI: Tensor, raw_TK: Tensor) -> 
 
 def extract(speech: SpeechSet, model: IvectorModel, *, most_utterances: int) -> list[npt.NDArray[np.float32]]:
     """One row a period for each utterance; speakers are remembered over `most_utterances` in a row, in the order of the set."""
-    turns: Turns[Remembered] = Turns(most_utterances)
+    turns: SpeakerMemory[SpeakerState] = SpeakerMemory(most_utterances)
     found = []
     for u, speaker in enumerate(speech.speakers):
         stream = IvectorStream(model, turns.before(speaker))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ngsgd.asr.corpora.digits.synthesis import Phoneme, Spoken
+from ngsgd.asr.corpora.digits.synthesis import Phoneme, SynthesizedUtterance
 from ngsgd.asr.lang.topology import SILENCE_PDF, STATES_PER_PHONE, Pronunciation, Topology
 from ngsgd.asr.utterance import SAMPLE_RATE_HZ, PdfIds, frame_centres
 from ngsgd.errors import DataError
@@ -34,7 +34,7 @@ GLIDE = ";"                            # an offglide before a vowel; its time go
 PAUSE = "_"
 
 
-def label(spoken: Spoken, words: Sequence[str], *, lead: int, num_samples: int) -> PdfIds:
+def label(spoken: SynthesizedUtterance, words: Sequence[str], *, lead: int, num_samples: int) -> PdfIds:
     """The pdf of each frame of an utterance that is `num_samples` long at 8 kHz and starts with `lead` silent samples."""
     phonemes = [phoneme for phoneme in spoken.phonemes if phoneme.name != GLIDE]
     _check_pronunciations(phonemes, words)

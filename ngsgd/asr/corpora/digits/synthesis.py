@@ -40,7 +40,7 @@ class Phoneme:
 
 
 @dataclass(frozen=True)
-class Spoken:
+class SynthesizedUtterance:
     samples: Samples
     sample_rate: int
     phonemes: tuple[Phoneme, ...]
@@ -56,7 +56,7 @@ def version() -> str:
     return metadata.version("espeakng-loader")
 
 
-def speak(sentences: Sequence[Sentence], *, seed: int) -> list[Spoken]:
+def speak(sentences: Sequence[Sentence], *, seed: int) -> list[SynthesizedUtterance]:
     """The sentences, spoken in this order by a new process; the same call gives the same bits."""
     plan = {"seed": seed, "utterances": [asdict(sentence) for sentence in sentences]}
     # -P keeps this folder off the worker's import path, and the file name keeps `ngsgd` itself out of the process
@@ -73,14 +73,14 @@ def speak(sentences: Sequence[Sentence], *, seed: int) -> list[Spoken]:
     return _parse(done.stdout)
 
 
-def _parse(answer: bytes) -> list[Spoken]:
+def _parse(answer: bytes) -> list[SynthesizedUtterance]:
     first_line, _, pcm = answer.partition(b"\n")
     header = json.loads(first_line)
     samples = np.frombuffer(pcm, dtype="<i2")
     ends = np.cumsum([utterance["num_samples"] for utterance in header["utterances"]])
     assert ends[-1] == len(samples)
     pieces = np.split(samples, ends[:-1])
-    return [Spoken(samples=piece, sample_rate=header["sample_rate"], phonemes=_phonemes(utterance["events"]))
+    return [SynthesizedUtterance(samples=piece, sample_rate=header["sample_rate"], phonemes=_phonemes(utterance["events"]))
             for piece, utterance in zip(pieces, header["utterances"], strict=True)]
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from ngsgd.asr import extras
 from ngsgd.asr.corpora.digits import labels, synthesis
-from ngsgd.asr.corpora.digits.synthesis import Sentence, Spoken
+from ngsgd.asr.corpora.digits.synthesis import Sentence, SynthesizedUtterance
 from ngsgd.asr.corpora.digits.voices import ACCENTS, VARIANTS
 from ngsgd.asr.features import noise
 from ngsgd.asr.lang.topology import SILENCE_PDF
@@ -95,7 +95,7 @@ def _plan_one(rng: np.random.Generator, utt_id: str, variants: Sequence[str], da
     )
 
 
-def _make_utterance(planned: PlannedUtterance, spoken: Spoken) -> Utterance:
+def _make_utterance(planned: PlannedUtterance, spoken: SynthesizedUtterance) -> Utterance:
     soxr = extras.load("soxr", extra="asr", purpose="Resampling the synthesiser's audio")
     speech = soxr.resample(spoken.samples.astype(np.float64), spoken.sample_rate, SAMPLE_RATE_HZ)
     lead, tail = (ms * SAMPLE_RATE_HZ // 1000 for ms in (planned.lead_ms, planned.tail_ms))

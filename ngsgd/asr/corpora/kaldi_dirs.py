@@ -10,7 +10,7 @@ from typing import Any
 from ngsgd import files
 from ngsgd.asr import speech_set
 from ngsgd.asr.corpora import alignments, data_dir, manifests
-from ngsgd.asr.corpora.data_dir import Listed
+from ngsgd.asr.corpora.data_dir import UtteranceEntry
 from ngsgd.asr.corpora.held_out import hold_out
 from ngsgd.asr.features import augment
 from ngsgd.asr.features.audio import Piece
@@ -43,7 +43,7 @@ def _valid_folder(source: Path) -> str | None:
     return next((name for name in VALID_NAMES if (source / name).is_dir()), None)
 
 
-def _build(name: str, listed: Sequence[Listed], folder: Path, config: FeatureConfig, changes: AugmentConfig) -> SpeechSet:
+def _build(name: str, listed: Sequence[UtteranceEntry], folder: Path, config: FeatureConfig, changes: AugmentConfig) -> SpeechSet:
     if config.kind == "given":
         framed = list(data_dir.given(listed, folder))
         units = data_dir.given_cmvn(listed, folder, framed[0].features_TD.shape[1]) if config.cmvn == "given" else None
@@ -62,7 +62,7 @@ def locate(data: DataConfig) -> Path:
     return source
 
 
-def read_sets(data: DataConfig, feature_config: FeatureConfig) -> dict[str, list[Listed]]:
+def read_sets(data: DataConfig, feature_config: FeatureConfig) -> dict[str, list[UtteranceEntry]]:
     """What is in the folders or manifests of train, test and, where there is one, valid."""
     source = locate(data)
     if data.corpus == "lhotse":
@@ -87,7 +87,7 @@ def fingerprint(data: DataConfig, feature_config: FeatureConfig) -> dict[str, An
     return {"speech": seen.hexdigest(), "files": [files.sha256(path) for path in given if path.is_file()]}
 
 
-def _identity(one: Listed, folder: Path) -> str:
+def _identity(one: UtteranceEntry, folder: Path) -> str:
     if isinstance(one.content, Piece):
         path, part = one.content.path, f"{one.content.start_s} {one.content.end_s}"
     else:
@@ -100,7 +100,8 @@ def _identity(one: Listed, folder: Path) -> str:
     return f"{path} {status.st_size} {status.st_mtime_ns} {part}"
 
 
-def _with_known_words(utterances: Sequence[Listed], data: DataConfig, topology: Topology, source: Path) -> list[Listed]:
+def _with_known_words(utterances: Sequence[UtteranceEntry], data: DataConfig, topology: Topology,
+                      source: Path) -> list[UtteranceEntry]:
     path = lexicon.locate(data.lexicon, source)
     if data.oov and data.oov not in topology.lexicon:
         raise DataError(f"data.oov is {data.oov}, which is not in the lexicon {path}; add it there, said as some phone of noise.")
@@ -111,7 +112,7 @@ def _with_known_words(utterances: Sequence[Listed], data: DataConfig, topology: 
     return list(utterances)
 
 
-def _check_disjoint(listed: dict[str, list[Listed]]) -> None:
+def _check_disjoint(listed: dict[str, list[UtteranceEntry]]) -> None:
     seen: dict[str, str] = {}
     for utterances in listed.values():
         for one in utterances:

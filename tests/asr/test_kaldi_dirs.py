@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ngsgd.asr.corpora import alignments, custom
+from ngsgd.asr.corpora import alignments, kaldi_dirs
 from ngsgd.asr.corpora.corpus import prepare
 from ngsgd.asr.lang.topology import Topology
 from ngsgd.asr.utterance import UNALIGNED, num_frames
 from ngsgd.config import AugmentConfig, DataConfig, FeatureConfig
 from ngsgd.errors import DataError
-from ngsgd.launcher.commands.kaldi import export_set
+from ngsgd.pipeline.kaldi_exchange import export_set
 from tests.asr.fake_fsdd import write_wav
 from tests.asr.made_up_speech import LEXICON, write_data
 
@@ -240,10 +240,10 @@ def test_what_is_wrong_with_the_data_is_one_sentence_and_leaves_nothing(
 
 def test_unknown_words_are_allowed_where_a_word_stands_for_them(mine: Path) -> None:
     say_an_unknown_word(mine)
-    sets, _ = custom.make(config(mine, oov="NO"), FEATURES, AugmentConfig())
+    sets, _ = kaldi_dirs.make(config(mine, oov="NO"), FEATURES, AugmentConfig())
     assert sets["train"].texts[2] == ("YES", "MAYBE")
     with pytest.raises(DataError, match=r"data\.oov is HM, which is not in the lexicon"):
-        custom.make(config(mine, oov="HM"), FEATURES, AugmentConfig())
+        kaldi_dirs.make(config(mine, oov="HM"), FEATURES, AugmentConfig())
 
 
 def test_features_that_come_with_the_data_are_taken_and_a_nan_among_them_is_named(mine: Path, tmp_path: Path) -> None:
@@ -319,18 +319,18 @@ def test_a_damaged_graph_is_refused_before_the_audio_is_read(mine: Path, damage:
     (mine / "graph/words.txt").write_text("<eps> 0\nNO 1\n")
     (mine / "graph/tid2pdf").write_text("1 0\n")
     settings = config(mine, graph=str(mine / "graph"))
-    assert custom.make(settings, FEATURES, AugmentConfig())[1].num_pdfs == 1
+    assert kaldi_dirs.make(settings, FEATURES, AugmentConfig())[1].num_pdfs == 1
     path.write_bytes(damage(path.read_bytes()))
     shutil.rmtree(mine / "train")
     with pytest.raises(DataError, match=r"HCLG\.fst is damaged"):
-        custom.make(settings, FEATURES, AugmentConfig())
+        kaldi_dirs.make(settings, FEATURES, AugmentConfig())
 
 
 # alignments
 
 
 def lengths(folder: Path) -> dict[str, int]:
-    sets, _ = custom.make(config(folder), GIVEN, AugmentConfig())
+    sets, _ = kaldi_dirs.make(config(folder), GIVEN, AugmentConfig())
     return {utt_id: 40 for one in sets.values() for utt_id in one.frames.utt_ids}
 
 
