@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ngsgd.hypergrad import ExactMomentum, ModuleTask, Place, Plan, hypergradient
+from ngsgd.hypergrad import ExactMomentum, HyperparameterPlan, MinibatchIndex, ModuleTask, hypergradient
 from ngsgd.hypergrad.job_replay import PlainGradients
 from ngsgd.hypergrad.training_task import Flat
 
@@ -80,7 +80,7 @@ def network(num_steps: int) -> None:
     x_ND, y_N = torch.randn(4096, 440, generator=random), torch.randint(0, 64, (4096,), generator=random)
     losses: list[float] = []
 
-    def batch(place: Place) -> tuple[Tensor, ...]:
+    def batch(place: MinibatchIndex) -> tuple[Tensor, ...]:
         first = 64 * (place.step % 64)
         return x_ND[first:first + 64], y_N[first:first + 64]
 
@@ -98,12 +98,13 @@ def network(num_steps: int) -> None:
     digests, began = [], time.perf_counter()
     for t in range(num_steps):
         digests.append(state.digest())
-        state.step(plain.forward(state.weights(), Place(0, 0, t), None), rates(t), [0.9] * num_layers)
+        state.step(plain.forward(state.weights(), MinibatchIndex(0, 0, t), None), rates(t),
+                   [0.9] * num_layers)
     forward_s, stored, there = time.perf_counter() - began, state.spill_bytes, list(losses)
     losses.clear()
     for t in reversed(range(num_steps)):
         state.undo_x(rates(t))
-        state.undo_v(plain.reverse(state.weights(), Place(0, 0, t), None).direction_P)
+        state.undo_v(plain.reverse(state.weights(), MinibatchIndex(0, 0, t), None).direction_P)
         assert state.digest() == digests[t], t
     tell(what="network", steps=num_steps, parameters=flat.size, weights_equal=torch.equal(state.weights(), start),
          losses_equal=there == losses[::-1], first_loss=there[0], last_loss=statistics.fmean(there[-64:]),
@@ -121,7 +122,7 @@ def drawn_task(sizes: list[int], batch: int) -> ModuleTask:
     random = torch.Generator().manual_seed(1)
     x_ND, y_N = torch.randn(8 * batch, sizes[0], generator=random), torch.randint(0, sizes[-1], (8 * batch,), generator=random)
 
-    def rows(place: Place) -> tuple[Tensor, ...]:
+    def rows(place: MinibatchIndex) -> tuple[Tensor, ...]:
         first = batch * (place.step % 8)
         return x_ND[first:first + batch], y_N[first:first + batch]
 
@@ -135,7 +136,7 @@ def plain_run(task: ModuleTask, num_steps: int) -> None:
     model = copy.deepcopy(task.module)
     optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
     for step in range(num_steps):
-        x_ND, y_N = task.batch(Place(0, 0, step))
+        x_ND, y_N = task.batch(MinibatchIndex(0, 0, step))
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(x_ND), y_N).backward()
         optimizer.step()
@@ -154,15 +155,17 @@ def cost(rounds: int) -> None:
     flat = Flat.of(task)
     plain, start_P = PlainGradients(task, flat), flat.flatten(list(task.start.values()))
     states = {engine: ExactMomentum(start_P, flat.groups, engine=engine) for engine in ("fused", "eager")}
-    grad_P, num_layers = plain.forward(start_P, Place(0, 0, 0), None), len(flat.groups)
+    grad_P, num_layers = plain.forward(start_P, MinibatchIndex(0, 0, 0), None), len(flat.groups)
     found: dict[str, list[float]] = {"forward_backward": [], "fused": [], "eager": []}
     for index in range(rounds):
-        found["forward_backward"].append(seconds(functools.partial(plain.forward, start_P, Place(0, 0, index), None)))
+        found["forward_backward"].append(seconds(functools.partial(plain.forward, start_P,
+                                                                   MinibatchIndex(0, 0,
+                                                                                  index), None)))
         for engine, state in states.items():
             found[engine].append(seconds(functools.partial(state.step, grad_P, [0.01] * num_layers, [0.9] * num_layers)))
     shares = {engine: [step / both for step, both in zip(found[engine], found["forward_backward"], strict=True)]
               for engine in states}
-    plan, ratios = Plan.constant(_RUN_STEPS, num_layers, lr=0.1), []
+    plan, ratios = HyperparameterPlan.constant(_RUN_STEPS, num_layers, lr=0.1), []
     for _ in range(max(1, rounds // 10)):
         plain_s = seconds(lambda: plain_run(task, _RUN_STEPS))
         whole_s = seconds(lambda: hypergradient(task, plan, "reversible"))
@@ -189,7 +192,8 @@ def memory_of(method: str, num_steps: int) -> None:
     task = drawn_task([200, 256, 256, 128], 32)
 
     def ours(steps: int) -> float:
-        return float(hypergradient(task, Plan.constant(steps, 3, lr=0.1), "reversible").lr_TG.sum())
+        return float(hypergradient(task, HyperparameterPlan.constant(steps, 3, lr=0.1),
+                                   "reversible").lr_TG.sum())
 
     def theirs(steps: int) -> float:
         import torchopt
@@ -197,7 +201,7 @@ def memory_of(method: str, num_steps: int) -> None:
         model, lr = copy.deepcopy(task.module), torch.tensor(0.01, requires_grad=True)
         optimizer = torchopt.MetaSGD(model, lr=lr, momentum=0.9)
         for step in range(steps):
-            x_ND, y_N = task.batch(Place(0, 0, step))
+            x_ND, y_N = task.batch(MinibatchIndex(0, 0, step))
             optimizer.step(nn.functional.cross_entropy(model(x_ND), y_N))
         x_ND, y_N = task._validation[0]
         return float(torch.autograd.grad(nn.functional.cross_entropy(model(x_ND), y_N), lr)[0])

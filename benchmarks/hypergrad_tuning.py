@@ -26,7 +26,16 @@ import torch
 from torch import Tensor, nn
 
 from ngsgd.errors import DivergenceError
-from ngsgd.hypergrad import HyperSpace, ModuleTask, Plan, Search, Settings, evaluate, final_value, tune
+from ngsgd.hypergrad import (
+    BaseHyperparameters,
+    HyperparameterPlan,
+    HyperSpace,
+    ModuleTask,
+    SearchResult,
+    evaluate_hyperparameters,
+    final_value,
+    tune_hyperparameters,
+)
 from ngsgd.hypergrad.search import random_seeder
 from ngsgd.hypergrad.search import transfer as try_multiples
 from ngsgd.hypergrad.search_space import stretched
@@ -40,7 +49,8 @@ BOXES = {"narrow": (10.0, 4.0), "tool": (30.0, 10.0)}  # how far rates and the r
 BUDGETS = (10, 20, 40, 80, 120)
 METHODS = ("random", "tpe", "hypergradient", "hybrid")
 LAYERS = ("0", "2", "4")
-SETTINGS = Settings(lr_initial=1.5, lr_final=0.15, momentum=0.9, l2=1e-3, max_change=0.5, max_param_change=1.0)
+SETTINGS = BaseHyperparameters(lr_initial=1.5, lr_final=0.15, momentum=0.9, l2=1e-3,
+                               max_change=0.5, max_param_change=1.0)
 MULTIPLES = (1.0, 0.5, 0.25)
 GRID = [(1.5 * 2.0 ** power, ratio) for power in range(-4, 3) for ratio in (1.0, 0.1, 0.01)]  # initial rate, final over initial
 
@@ -54,7 +64,9 @@ class Data:
     test: tuple[Tensor, Tensor]
 
 
-def task_of(data: Data, sizes: tuple[int, ...], seed: int) -> tuple[ModuleTask, Callable[[Plan], float]]:
+def task_of(data: Data, sizes: tuple[int, ...], seed: int) -> tuple[ModuleTask,
+                                                                    Callable[[HyperparameterPlan],
+                                                                             float]]:
     """A ReLU network of two hidden layers on the data, and its test loss at the end of a plan."""
     torch.manual_seed(seed)
     a, b, c, d = sizes
@@ -104,23 +116,26 @@ def mixture_data(seed: int) -> Data:
     return Data(lambda step: (x_ND[50 * step:50 * step + 50], y_N[50 * step:50 * step + 50]), valid, test)
 
 
-def search(task: ModuleTask, space: HyperSpace, method: str, budget: float, seed: int) -> Search:
+def search(task: ModuleTask, space: HyperSpace, method: str, budget: float,
+           seed: int) -> SearchResult:
     """One of METHODS; what searches without gradients has the same box and begins at its middle too."""
     from ngsgd.launcher.tuning.tpe import tpe
 
     if method in ("hypergradient", "hybrid"):
-        return tune(lambda plan: evaluate(task, plan), space, budget=budget, seed_share=0.25 if method == "hybrid" else 0.0,
+        return tune_hyperparameters(lambda plan: evaluate_hyperparameters(task, plan), space,
+                                    budget=budget, seed_share=0.25 if method == "hybrid" else 0.0,
                     seeder=tpe, seed=seed)
-    found = Search(space)
+    found = SearchResult(space)
 
     def objective(theta_D: Tensor) -> float:
         return found.add("coarse", value_of(task, space.build(space.clamp(theta_D))), theta_D).value
     seeder = random_seeder if method == "random" else tpe
-    seeder(objective, space.centre() - space.reach(), space.centre() + space.reach(), int(budget), seed)
+    seeder(objective, space.center() - space.reach(), space.center() + space.reach(), int(budget),
+           seed)
     return found
 
 
-def value_of(task: ModuleTask, plan: Plan) -> float:
+def value_of(task: ModuleTask, plan: HyperparameterPlan) -> float:
     """The validation loss; infinite for a run that diverges."""
     try:
         value = final_value(task, plan)
@@ -170,7 +185,7 @@ def _transfer(key: Key) -> Record:
     found = search(task, _space(key, 100), key["method"], key["budget"], key["seed"])
     space = stretched(_space(key, 100), 1600)
     best = space.clamp(torch.tensor(found.best.theta, dtype=torch.float64))
-    long = try_multiples(lambda plan: evaluate(task, plan), space, best, MULTIPLES)
+    long = try_multiples(lambda plan: evaluate_hyperparameters(task, plan), space, best, MULTIPLES)
     return {"short": found.best.value, "long": [trial.value for trial in long.trials], "spent": found.spent,
             "theta": list(found.best.theta), "test": test(space.build(torch.tensor(long.best.theta, dtype=torch.float64)))}
 
@@ -178,7 +193,8 @@ def _transfer(key: Key) -> Record:
 def _grid(key: Key) -> Record:
     task, test = task_of(mixture_data(key["seed"]), (32, 64, 64, 10), key["seed"])
     space = HyperSpace(SETTINGS, LAYERS, num_steps=1600, **SPACES["S2"])
-    plans = [space.build(space.with_rates(space.centre(), rate, ratio * rate)) for rate, ratio in GRID]
+    plans = [space.build(space.with_rates(space.center(), rate, ratio * rate)) for rate,
+             ratio in GRID]
     values = [value_of(task, plan) for plan in plans]
     best = min(range(len(GRID)), key=lambda index: values[index])
     return {"values": values, "best": values[best], "at": GRID[best], "test": test(plans[best])}
@@ -189,7 +205,7 @@ def _space(key: Key, num_steps: int) -> HyperSpace:
     return HyperSpace(SETTINGS, LAYERS, num_steps=num_steps, rates=rates, others=others, **SPACES[key["space"]])
 
 
-def _plan_of(space: HyperSpace, found: Search) -> Plan:
+def _plan_of(space: HyperSpace, found: SearchResult) -> HyperparameterPlan:
     return space.build(space.clamp(torch.tensor(found.best.theta, dtype=torch.float64)))
 
 

@@ -84,7 +84,7 @@ MUTANTS = [
     Mutant("always_three_initial_passes", ONLINE, "3 if self.schedule == \"nnet2\" or float(num_rows) > rank else 1", "3",
            (f"{OWN_START}[first_small_n-float64]",
             f"{PROPERTIES}::test_the_start_passes_over_the_first_minibatch_three_times_or_once_if_it_has_no_more_rows_than_the_rank")),
-    Mutant("reorthogonalisation_left_out", OPS, "if step.must_reorthogonalise:", "if False:",
+    Mutant("reorthogonalization_left_out", OPS, "if step.must_reorthogonalize:", "if False:",
            (f"{PROPERTIES}::test_a_long_run_of_the_same_degenerate_minibatch_stays_sound[rank_1-float32]",)),
     Mutant("fourth_powers_overflow", OPS, "J64_RD = J_RD.double()", "J64_RD = J_RD",
            (f"{PROPERTIES}::test_huge_rows_in_float32_move_the_estimate_as_they_do_in_float64",)),
@@ -99,7 +99,8 @@ MUTANTS = [
            (f"{SCHEDULE}[nnet3-expected0-True]",)),
     Mutant("the_new_estimate_meets_its_own_minibatch", ONLINE, "self.finish(call)\n        return Xhat_ND",
            """self.finish(call)
-        Xhat_ND, _, scale = call._replace(W_RD=self.state.W_RD, met=rows.meet(X_ND, self.state.W_RD)).preconditioned()
+        Xhat_ND, _, scale = call._replace(
+            W_RD=self.state.W_RD, projection=fisher_projection.project(X_ND, self.state.W_RD)).preconditioned()
         return Xhat_ND""",
            (ONE_CALL,)),
     Mutant("gram_matrix_of_the_old_estimate", ONLINE, "step, self.smoothing)\n            self._gram_RR = None",
@@ -112,7 +113,7 @@ MUTANTS = [
            (f"{LIMIT}::test_a_loss_scale_that_changes_enters_neither_the_limit_nor_the_estimates",)),
     Mutant("masked_rows_counted", ONLINE, "float(len(X_ND)) if num_rows is None else num_rows", "float(len(X_ND))",
            (f"{LIMIT}::test_frames_that_do_not_count_neither_raise_the_limit_nor_enter_the_estimates",)),
-    Mutant("mask_ignored", KRONECKER, "if not self.shared.ignore_zero_rows:", "if True:",
+    Mutant("mask_ignored", KRONECKER, "if not self.context.ignore_zero_rows:", "if True:",
            (f"{LIMIT}::test_frames_that_do_not_count_neither_raise_the_limit_nor_enter_the_estimates",)),
     # -------------------------------------------------------------------------------------------------- the gradient
     Mutant("scale_applied_twice", KRONECKER, "scale = input_scale * output_scale", "scale = (input_scale * output_scale) ** 2",

@@ -23,7 +23,7 @@ from ngsgd.launcher.console import Parser
 from ngsgd.launcher.tuning.proxy import Proxy
 
 if TYPE_CHECKING:  # these bring torch, and --help shall answer at once
-    from ngsgd.hypergrad import HyperSpace, Search, Trial
+    from ngsgd.hypergrad import HyperSpace, SearchResult, SearchTrial
 
 COMMANDS = ("probe", "check", "run", "transfer")
 _PROBE_STEPS = 20   # minibatches between averagings of the slice that probe and check run on
@@ -165,7 +165,7 @@ def _check(config: RunConfig, options: argparse.Namespace, report: Report) -> No
 
 
 def _tune(config: RunConfig, options: argparse.Namespace, report: Report) -> None:
-    from ngsgd.hypergrad import tune
+    from ngsgd.hypergrad import tune_hyperparameters
     from ngsgd.launcher.tuning.tpe import seeder
     from ngsgd.launcher.tuning.tracker import TuneTracker
 
@@ -178,7 +178,8 @@ def _tune(config: RunConfig, options: argparse.Namespace, report: Report) -> Non
         tracker = TuneTracker(config, folder, report)
         began = time.monotonic()
         try:
-            search = tune(proxy.evaluate, proxy.space, budget=config.tune.budget, seed_share=config.tune.seed_share,
+            search = tune_hyperparameters(proxy.evaluate, proxy.space, budget=config.tune.budget,
+                                          seed_share=config.tune.seed_share,
                           seeder=search_coarsely, seed=config.seed, watch=tracker.trial)
             result = _write_result(config, proxy, search, folder)
             tracker.finished(search, result)
@@ -223,7 +224,8 @@ def _folder(config: RunConfig) -> Path:
     return folder
 
 
-def _write_result(config: RunConfig, proxy: Proxy, search: Search, folder: Path) -> dict[str, Any]:
+def _write_result(config: RunConfig, proxy: Proxy, search: SearchResult, folder: Path) -> dict[str,
+                                                                                               Any]:
     """tuned.yaml for training, tuned.json with all there is to know, the plot of the schedule; returns the second."""
     import torch
 
@@ -263,11 +265,12 @@ def _rate_before(space: HyperSpace, knot: int) -> float:
     return float(s.lr_initial * (s.lr_final / s.lr_initial) ** (knot / (space.knots - 1)))
 
 
-def _line(trial: Trial) -> dict[str, Any]:
+def _line(trial: SearchTrial) -> dict[str, Any]:
     return {**asdict(trial), "value": trial.value if math.isfinite(trial.value) else None}
 
 
-def _tell(proxy: Proxy, search: Search, result: dict[str, Any], folder: Path, seconds: float) -> None:
+def _tell(proxy: Proxy, search: SearchResult, result: dict[str, Any], folder: Path,
+          seconds: float) -> None:
     first = search.trials[0].value
     print(f"valid      {result['valid']:.4f} (first trial: {first:.4f}); held out {result['held_out']:.4f}; per frame, minus objf")
     for part, values in result["values"].items():

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ngsgd.config import RunConfig
 
 if TYPE_CHECKING:  # these bring torch, and --help shall answer at once
-    from ngsgd.hypergrad import Evaluation, HyperSpace, Plan
+    from ngsgd.hypergrad import HypergradientRun, HyperparameterPlan, HyperSpace
     from ngsgd.hypergrad.egs_task import EgsTask
 
 
@@ -27,7 +27,7 @@ class Proxy:
         import torch
 
         from ngsgd.data.reader import EgsReader
-        from ngsgd.hypergrad import HyperSpace, Settings
+        from ngsgd.hypergrad import BaseHyperparameters, HyperSpace
         from ngsgd.hypergrad.egs_task import EgsTask
 
         torch.set_num_threads(config.cluster.threads_per_worker or 1)  # fixed: other numbers give other bits
@@ -38,20 +38,22 @@ class Proxy:
         task = EgsTask(config, EgsReader(egs_directory), steps_per_iter=steps_per_iter, num_jobs=num_jobs,
                        num_outer_iters=outer_iters)
         l2 = 2.0 * config.schedule.minibatch_size * optimizer.weight_decay / num_jobs
-        settings = Settings(config.schedule.lr_initial * num_jobs, config.schedule.lr_final * num_jobs, optimizer.momentum, l2,
+        settings = BaseHyperparameters(config.schedule.lr_initial * num_jobs,
+                                       config.schedule.lr_final * num_jobs, optimizer.momentum, l2,
                             optimizer.max_change, optimizer.max_param_change)
         space = HyperSpace(settings, tuple(task.layers), steps_per_iter * outer_iters, num_jobs, outer_iters, tune.space,
                            tune.knots, tune.rates)
         return cls(config, task, space)
 
-    def evaluate(self, plan: Plan) -> Evaluation:
+    def evaluate(self, plan: HyperparameterPlan) -> HypergradientRun:
         """One run of the proxy."""
-        from ngsgd.hypergrad import evaluate
+        from ngsgd.hypergrad import evaluate_hyperparameters
 
         tune = self.config.tune
         jobs = self.cluster.jobs(plan) if self.cluster is not None else None
-        return evaluate(self.task, plan, self.cluster.engine if self.cluster is not None else tune.engine, jobs=jobs,
-                        gradients=self.gradients(), memory_bytes=1e9 * tune.memory_gb)
+        engine = self.cluster.engine if self.cluster is not None else tune.engine
+        return evaluate_hyperparameters(self.task, plan, engine, jobs=jobs, gradients=self.gradients(),
+                                        memory_bytes=1e9 * tune.memory_gb)
 
     def gradients(self) -> Any:
         """Those of the configured optimiser: plain, or preconditioned by the online natural gradient."""

@@ -22,7 +22,7 @@ from ngsgd.launcher.tuning.proxy import Proxy
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ngsgd.hypergrad import Plan
+    from ngsgd.hypergrad import HyperparameterPlan
     from ngsgd.hypergrad.job_replay import SegmentGrad
 
 
@@ -33,7 +33,7 @@ class _Worker:
         self._proxy = Proxy.of(config, Path(egs_directory), steps=steps)
         self._local: Any = None
 
-    def begin(self, plan: Plan, engine: str) -> None:
+    def begin(self, plan: HyperparameterPlan, engine: str) -> None:
         """A new run; what was kept of the last one is dropped."""
         from ngsgd.hypergrad.gradient import LocalJobs
         from ngsgd.hypergrad.job_replay import PlainGradients
@@ -72,7 +72,7 @@ class RayJobs:
         report(f"workers    {count} of Ray, {config.cluster.threads_per_worker or 1} threads each")
         return cls(actors, _engine(config, proxy), own_cluster=own_cluster)
 
-    def jobs(self, plan: Plan) -> _Jobs:
+    def jobs(self, plan: HyperparameterPlan) -> _Jobs:
         """For one run."""
         plan = plan.detached()
         _got([actor.begin.remote(plan, self.engine) for actor in self._actors])

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ngsgd.config import RunConfig
-from ngsgd.hypergrad import Search, Trial
+from ngsgd.hypergrad import SearchResult, SearchTrial
 from ngsgd.launcher.config import config_builder
 from ngsgd.launcher.mlflow.store import tracking_uri
 from ngsgd.launcher.text import masked
@@ -39,7 +39,7 @@ class TuneTracker:
         except Exception as error:  # tuning must go on; trials.jsonl has everything
             self._give_up(error)
 
-    def trial(self, trial: Trial) -> None:
+    def trial(self, trial: SearchTrial) -> None:
         """One run of the proxy has ended."""
         self._num_trials += 1
         mark = "*" if trial.value < self._best else " "
@@ -49,7 +49,7 @@ class TuneTracker:
         if trial.value < float("inf"):
             self._log({"tune/val": trial.value, "tune/best": self._best}, trial.cost)
 
-    def finished(self, search: Search, result: Mapping[str, Any]) -> None:
+    def finished(self, search: SearchResult, result: Mapping[str, Any]) -> None:
         """The result, the hypergradients' reports, and the files."""
         for one in search.trials:
             if one.report is not None:

@@ -11,7 +11,7 @@ from ngsgd.asr.lang import graphs
 from ngsgd.asr.lang.topology import STATES_PER_PHONE, Topology
 from ngsgd.config import DecodeConfig, ObjectiveConfig
 from ngsgd.errors import ConfigError
-from ngsgd.sequence.graph import NOTHING, Arc, StateGraph, from_arcs
+from ngsgd.sequence.graph import NOTHING, StateArc, StateGraph, from_arcs
 from ngsgd.sequence.ngram import state_ngram
 from ngsgd.sequence.objectives import Denominator
 
@@ -40,5 +40,6 @@ def phones(topology: Topology, num_pdfs: int) -> npt.NDArray[np.int64]:
 
 def of_decoding_graph(graph: graphs.Graph) -> StateGraph:
     """The sum over all words of a decoding graph; costs become log weights, unscaled."""
-    arcs = (Arc(arc.source, arc.target, arc.input - 1 if arc.input else NOTHING, -arc.cost) for arc in graphs.arcs(graph))
+    arcs = (StateArc(arc.source, arc.target, arc.input - 1 if arc.input else NOTHING,
+                     -arc.cost) for arc in graphs.arcs(graph))
     return from_arcs(arcs, start=graph.fst.start, log_final=graphs.log_finals(graph))

@@ -12,14 +12,14 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from ngsgd.curvature.capture import Call
-from ngsgd.curvature.forms.grad_forms import Lookup, Mixed, Outer, Sum, Written
+from ngsgd.curvature.capture import LayerCall
+from ngsgd.curvature.forms.grad_forms import DenseGrad, EmbeddingGrad, OuterProduct, RowSum, TiedGrad
 from ngsgd.curvature.forms.kronecker import output_rows
 from ngsgd.curvature.forms.layer_inputs import Inputs
-from ngsgd.curvature.quantities import SIGNALS, Fresh, Options, Sums
+from ngsgd.curvature.quantities import SIGNALS, Accumulators, CollectOptions, PassResults
 from ngsgd.errors import ConfigError
 
-Whole = Outer | Sum | Lookup | Mixed | Written
+Whole = OuterProduct | RowSum | EmbeddingGrad | TiedGrad | DenseGrad
 
 
 class Accumulation:
@@ -31,26 +31,28 @@ class Accumulation:
         options: of `collect`.
     """
 
-    def __init__(self, asked: Iterable[str], parameters: Mapping[str, Tensor], options: Options) -> None:
+    def __init__(self, asked: Iterable[str], parameters: Mapping[str, Tensor],
+                 options: CollectOptions) -> None:
         self.forms: dict[str, set[str]] = defaultdict(set)   # of each signal
         for signal, form in (SIGNALS[quantity] for quantity in asked if quantity in SIGNALS):
             self.forms[signal].add(form)
         if "moments" in self.forms["gradient"]:
             self.forms["gradient"].add("squares")
         self.has_factors = any("factors" in forms for forms in self.forms.values())
-        self.sums = {name: Sums(p.shape) for name, p in parameters.items()}
+        self.sums = {name: Accumulators(p.shape) for name, p in parameters.items()}
         self.weight_of: dict[str, str] = {}                  # of the bias
         self._weights: set[str] = set()
         self._options = options
 
-    def note(self, call: Call) -> None:
+    def note(self, call: LayerCall) -> None:
         """Which parameters belong together."""
         if call.weight is not None:
             self._weights.add(call.weight)
         if call.weight is not None and call.bias is not None:
             self.weight_of[call.bias] = call.weight
 
-    def take(self, name: str, signal: str, share: Whole, fresh: Fresh, *, without_sum: bool = False,
+    def accumulate(self, name: str, signal: str, share: Whole, fresh: PassResults, *,
+                   without_sum: bool = False,
              signs_VN: Tensor | None = None) -> None:
         """Adds what one block of vectors says of a parameter."""
         forms = self.forms[signal]
@@ -59,7 +61,8 @@ class Accumulation:
         if "individual" in forms:
             g_VNP = share.individual(0, share.num_samples)
             fresh.append(name, "individual", g_VNP)
-            share = share if isinstance(share, Outer) and share.is_rank_one else Written(g_VNP)
+            share = share if isinstance(share,
+                                        OuterProduct) and share.is_rank_one else DenseGrad(g_VNP)
         if "norms" in forms:
             fresh.append(name, "norms", share.squared_norms())
         if "by_sample" in forms:
@@ -72,9 +75,9 @@ class Accumulation:
             fresh.add(name, "squares", share.sum_of_squares(signs_VN))
 
     def _take_factors(self, name: str, signal: str, share: Whole) -> None:
-        if isinstance(share, Sum) and name in self.weight_of:
+        if isinstance(share, RowSum) and name in self.weight_of:
             return  # the weight's
-        if (isinstance(share, Sum) and name not in self._weights) or (isinstance(share, Outer) and share.groups == 1):
+        if (isinstance(share, RowSum) and name not in self._weights) or (isinstance(share, OuterProduct) and share.groups == 1):
             self.sums[name].B_OO[signal].add(output_rows(share.e_VNTO, self._options.sharing))
         else:
             raise ConfigError(f"parameter {name} has no Kronecker factors: they are defined for Linear, Conv1d, Conv2d and "
@@ -85,7 +88,7 @@ class Accumulation:
         """What the input factor A of a weight is made of, for all signals."""
         self.sums[name].take_inputs(inputs, self._options.sharing)
 
-    def keep(self, signal: str, fresh: Fresh) -> None:
+    def keep(self, signal: str, fresh: PassResults) -> None:
         """What a loss or a backward pass found joins what others did.
 
         Samples of several backward passes come end to end; several losses in one backward pass are of the same samples.

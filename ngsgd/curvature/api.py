@@ -11,7 +11,7 @@ from torch import nn
 from ngsgd.curvature import losses
 from ngsgd.curvature.collection import Collection
 from ngsgd.curvature.forms.kronecker import SHARINGS
-from ngsgd.curvature.quantities import NORMALIZATIONS, PRODUCTS, QUANTITIES, SIGNALS, Options
+from ngsgd.curvature.quantities import NORMALIZATIONS, PRODUCTS, QUANTITIES, SIGNALS, CollectOptions
 from ngsgd.errors import ConfigError
 
 
@@ -86,5 +86,5 @@ def collect(model: nn.Module, *quantities: str, loss_fn: Any = None, reduction: 
     if reduction is None and normalization == "paper" and {"second_moment", "variance", "kfac_emp"} & set(quantities):
         raise ConfigError("the variance, the second moment and the empirical K-FAC depend on whether the loss is a mean or a "
                           'sum over samples: give collect() loss_fn= or reduction="mean" or "sum".')
-    options = Options(sharing, normalization, reduction, mc_samples, generator, max_floats)
+    options = CollectOptions(sharing, normalization, reduction, mc_samples, generator, max_floats)
     return Collection(model, quantities, loss_fn, options, {"layers": layers, "num_samples": num_samples, "samples": samples})

@@ -22,16 +22,16 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from ngsgd.curvature.layer_decomposition import expansion_of
-from ngsgd.curvature.layers import Affine, Kind, kind_of, refuse_coupled, wide, without_autocast
+from ngsgd.curvature.layers import Affine, Kind, kind_of, refuse_coupled, upcast, without_autocast
 from ngsgd.curvature.products.vectors import vector_products
-from ngsgd.curvature.records import Call, Record
+from ngsgd.curvature.records import LayerCall, Record
 from ngsgd.curvature.samples import Tries, mixed_rows, next_calls, run_once
 from ngsgd.errors import ConfigError, DataError
 
-__all__ = ["Call", "Capture", "Record"]
+__all__ = ["Capture", "LayerCall", "Record"]
 
 CACHED = 1 << 21   # floats of derivatives at the layers: eight megabytes
-Arrival = Callable[[Call, Tensor], None]
+Arrival = Callable[[LayerCall, Tensor], None]
 # how a user leaves a layer out, by the argument that there is for it
 LEFT_OUT = {
     "layers": "leave it out by naming the others in layers=",
@@ -64,7 +64,7 @@ class Capture:
 
     def __init__(self, model: nn.Module, *, layers: Iterable[str] | None = None, num_samples: int | None = None,
                  samples: Sequence[int] | None = None, arrived: Arrival | None = None,
-                 called: Callable[[Call, Tensor], None] | None = None, separate: bool = False,
+                 called: Callable[[LayerCall, Tensor], None] | None = None, separate: bool = False,
                  left_out_by: str = "layers") -> None:
         self.model = model
         self.records: list[Record] = []
@@ -75,7 +75,7 @@ class Capture:
         self._arrived, self._called = arrived, called
         self._handles: list[RemovableHandle] = []
         self._numbers: Counter[str] = Counter()
-        self._open: dict[Call, GradientEdge] = {}
+        self._open: dict[LayerCall, GradientEdge] = {}
         self._outputs: dict[int, GradientEdge] = {}   # of the whole model, that no derivative has come to
         self._num_outputs = 0
         self._forward = -1
@@ -117,7 +117,7 @@ class Capture:
         self._arrived = self._called = None
 
     @property
-    def open_calls(self) -> dict[Call, GradientEdge]:
+    def open_calls(self) -> dict[LayerCall, GradientEdge]:
         """The calls whose derivatives are yet to come, and where in the autograd graph their outputs are."""
         return self._open
 
@@ -135,7 +135,8 @@ class Capture:
         """A derivative that is on its way now is not the one of the ordinary backward pass."""
         return self._paused
 
-    def sweep(self, output: Tensor | GradientEdge, vectors_V: Tensor) -> list[tuple[Call, Tensor]]:
+    def sweep(self, output: Tensor | GradientEdge,
+              vectors_V: Tensor) -> list[tuple[LayerCall, Tensor]]:
         """(call, V x derivatives) of the products of the vectors (V x shape of the output) with the Jacobian of the output.
 
         For the open calls that the output depends on; the graph is kept.
@@ -146,7 +147,7 @@ class Capture:
             found = vector_products(output, list(self._open.values()), vectors_V, at_once)
         return [(call, e_VM) for call, e_VM in zip(self._open, found, strict=True) if e_VM is not None]
 
-    def record(self, call: Call, derivatives_VM: Tensor) -> Record:
+    def record(self, call: LayerCall, derivatives_VM: Tensor) -> Record:
         """The call with derivatives of it, restricted to the samples that count, in at least float32."""
         x, e_VM = call.input, derivatives_VM
         if x._version != call.version:
@@ -162,9 +163,9 @@ class Capture:
             x = x.unflatten(0, (N, -1))[chosen].flatten(0, 1)
             e_VM = e_VM.unflatten(1, (N, -1))[:, chosen].flatten(1, 2)
             N = len(chosen)
-        return Record(call, N, wide(x), wide(e_VM))
+        return Record(call, N, upcast(x), upcast(e_VM))
 
-    def num_samples_of(self, call: Call) -> int:
+    def num_samples_of(self, call: LayerCall) -> int:
         """N, before the choice of those that count."""
         return self._num_samples or len(call.input)
 
@@ -201,7 +202,7 @@ class Capture:
             # where no layer's rows are those of the output, its leading dimension is not that of samples
             self._judge(found if False in found.values() else {}, "the model's output", N)
 
-    def _judge(self, found: dict[Call, bool | None], source: str, num_rows: int) -> None:
+    def _judge(self, found: dict[LayerCall, bool | None], source: str, num_rows: int) -> None:
         for call, is_mixed in found.items():
             if is_mixed:
                 raise ConfigError(f"rows of layer {call.layer} take part in several samples of {source}, so no sample has a "
@@ -236,7 +237,7 @@ class Capture:
             self.check_output(self._outputs[number], e_M)
             del self._outputs[number]
 
-    def _keep(self, call: Call, e_M: Tensor) -> None:
+    def _keep(self, call: LayerCall, e_M: Tensor) -> None:
         self.records.append(self.record(call, e_M[None]))
 
     def _chosen(self) -> set[str]:
@@ -306,7 +307,8 @@ class Capture:
         if x.ndim < 2 and x.is_floating_point():
             raise DataError(f"layer {layer} has an input of shape {tuple(x.shape)}, without a dimension of samples; pass a "
                             "minibatch.")
-        call = Call(layer, self._numbers[layer], kind, weight, bias, x.detach(), x._version, output.shape,
+        call = LayerCall(layer, self._numbers[layer], kind, weight, bias, x.detach(), x._version,
+                         output.shape,
                     self._forward)
         self._numbers[layer] += 1
         self._open[call] = get_gradient_edge(output)
@@ -315,7 +317,7 @@ class Capture:
         if self._called is not None:
             self._called(call, output)
 
-    def _arrive(self, call: Call | None, layer: str, e_M: Tensor) -> None:
+    def _arrive(self, call: LayerCall | None, layer: str, e_M: Tensor) -> None:
         if self._paused or not self._handles:  # the capture is closed
             return
         is_due = self._separate and self._is_due()

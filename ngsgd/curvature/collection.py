@@ -20,14 +20,14 @@ from torch.autograd.graph import get_gradient_edge
 
 from ngsgd.curvature import losses
 from ngsgd.curvature.accumulation import Accumulation
-from ngsgd.curvature.capture import Call, Capture, Record
+from ngsgd.curvature.capture import Capture, LayerCall, Record
 from ngsgd.curvature.forms.grad_forms import joined
 from ngsgd.curvature.forms.layer_inputs import Inputs, joined_inputs
 from ngsgd.curvature.layer_decomposition import expansion_of
 from ngsgd.curvature.layers import Affine, Convolution, kind_of, without_autocast
 from ngsgd.curvature.loss_interception import LossCalls
-from ngsgd.curvature.quantities import SIGNALS, Fresh, Options, Quantities, settle
-from ngsgd.curvature.second_order.backward import SecondOrder
+from ngsgd.curvature.quantities import SIGNALS, CollectOptions, PassResults, Quantities, finalize
+from ngsgd.curvature.second_order.backward import SecondOrderBackward
 from ngsgd.errors import ConfigError, DataError
 
 
@@ -58,7 +58,7 @@ def _has_factors(module: nn.Module) -> bool:
     return expansion_of(module) is not None or (isinstance(kind, (Affine, Convolution)) and getattr(kind, "groups", 1) == 1)
 
 
-def _is_plain_product(call: Call, node: Any) -> bool:
+def _is_plain_product(call: LayerCall, node: Any) -> bool:
     """The layer's output is x W^T (+ b) of single rows, in a precision whose gradient is as good as ours."""
     return (node.name() in ("AddmmBackward0", "MmBackward0") and isinstance(call.kind, Affine) and call.input.ndim == 2
             and call.input.dtype in (torch.float32, torch.float64))
@@ -67,7 +67,8 @@ def _is_plain_product(call: Call, node: Any) -> bool:
 class Collection(Mapping[str, Quantities]):
     """What `collect` gives: the quantities of each parameter, by the parameter's name."""
 
-    def __init__(self, model: nn.Module, asked: tuple[str, ...], loss_fn: Any, options: Options, capture: dict[str, Any]) -> None:
+    def __init__(self, model: nn.Module, asked: tuple[str, ...], loss_fn: Any,
+                 options: CollectOptions, capture: dict[str, Any]) -> None:
         self._asked, self._loss_fn, self._options = asked, loss_fn, options
         self._is_second_order = any(SIGNALS.get(name, ("", ""))[0] != "gradient" for name in asked)
         if self._is_second_order:
@@ -77,7 +78,7 @@ class Collection(Mapping[str, Quantities]):
         if factored:
             _require_factors(model, self._capture.layers, factored[0])
         self._accumulation = Accumulation(asked, self._capture.parameters, options)
-        self._second_order = SecondOrder(self._capture, self._accumulation, asked, options)
+        self._second_order = SecondOrderBackward(self._capture, self._accumulation, asked, options)
         self._of_gradient = self._accumulation.forms["gradient"]
         self._awaited: Counter[str] = Counter()
         self._uses: dict[str, list[Any]] = defaultdict(list)
@@ -86,8 +87,10 @@ class Collection(Mapping[str, Quantities]):
         self._pass_samples = 0
         self._pass_forward = -1
         self._seen: set[str] = set()
-        self._by_node: weakref.WeakSet[Call] = weakref.WeakSet()   # calls whose weight gradient autograd will hand over
-        self._expected: set[Call] = set()                          # those of them whose derivative has arrived
+        # calls whose weight gradient autograd will hand over
+        self._by_node: weakref.WeakSet[LayerCall] = weakref.WeakSet()
+        # those of them whose derivative has arrived
+        self._expected: set[LayerCall] = set()
         self._handles: list[Any] = []
         self._is_in_loss = False
         self._mode: LossCalls | None = None
@@ -116,7 +119,7 @@ class Collection(Mapping[str, Quantities]):
             with torch.no_grad():
                 self._finish_pass()
                 for sums in self._accumulation.sums.values():
-                    settle(sums, self._asked, self._options)
+                    finalize(sums, self._asked, self._options)
         self._uses.clear()
         self._inputs.clear()
 
@@ -139,7 +142,7 @@ class Collection(Mapping[str, Quantities]):
 
     # the ordinary backward pass
 
-    def _noted(self, call: Call, output: Tensor) -> None:
+    def _noted(self, call: LayerCall, output: Tensor) -> None:
         for name in (call.weight, call.bias):
             if name is not None:
                 self._awaited[name] += 1
@@ -150,7 +153,7 @@ class Collection(Mapping[str, Quantities]):
             seen = weakref.ref(call)   # the graph lives longer than a call, whose input is to go when it has been used
             node.register_hook(lambda grads, _: self._delivered(seen(), grads[-1]))
 
-    def _arrived(self, call: Call, e_M: Tensor) -> None:
+    def _arrived(self, call: LayerCall, e_M: Tensor) -> None:
         """Takes a derivative in; a parameter is done when all its uses in this pass are there."""
         number = torch._C._current_graph_task_id()
         if number != self._pass:
@@ -175,11 +178,11 @@ class Collection(Mapping[str, Quantities]):
                     self._finish(name, without_sum=call in self._expected and name == call.weight)
         self._by_node.discard(call)
 
-    def _delivered(self, call: Call | None, gradient_IO: Tensor | None) -> None:
+    def _delivered(self, call: LayerCall | None, gradient_IO: Tensor | None) -> None:
         """Autograd has just multiplied the gradient of a weight out: no need to do it again."""
         if call is not None and call in self._expected and call.weight is not None and gradient_IO is not None:
             self._expected.remove(call)
-            fresh = Fresh()
+            fresh = PassResults()
             # a copy: autograd adds later gradients to this memory
             fresh.add(call.weight, "sum", gradient_IO.detach().T.reshape(-1).clone())
             self._accumulation.keep("gradient", fresh)
@@ -202,8 +205,9 @@ class Collection(Mapping[str, Quantities]):
         if inputs:
             self._accumulation.take_inputs(name, joined_inputs(inputs))
         if uses:
-            fresh = Fresh()
-            self._accumulation.take(name, "gradient", joined(uses), fresh, without_sum=without_sum)
+            fresh = PassResults()
+            self._accumulation.accumulate(name, "gradient", joined(uses), fresh,
+                                          without_sum=without_sum)
             self._accumulation.keep("gradient", fresh)
 
     # the loss

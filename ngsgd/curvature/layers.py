@@ -14,13 +14,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ngsgd.curvature.forms.grad_forms import Lookup, Outer, Sum
-from ngsgd.curvature.forms.layer_inputs import Dense, Inputs, Patches
+from ngsgd.curvature.forms.grad_forms import EmbeddingGrad, OuterProduct, RowSum
+from ngsgd.curvature.forms.layer_inputs import DenseInputs, Inputs, Patches
 from ngsgd.errors import ConfigError
 
 _PADDING_MODES = {"zeros": "constant", "reflect": "reflect", "replicate": "replicate", "circular": "circular"}
 
-UseShare = Outer | Sum | Lookup
+UseShare = OuterProduct | RowSum | EmbeddingGrad
 
 
 class Kind(Protocol):
@@ -39,13 +39,13 @@ class Affine:
 
     def inputs(self, x_M: Tensor, num_samples: int) -> Inputs:
         """The input rows."""
-        return Dense(x_M.reshape(num_samples, -1, x_M.shape[-1]))
+        return DenseInputs(x_M.reshape(num_samples, -1, x_M.shape[-1]))
 
     def derivative_rows(self, e_VM: Tensor, num_samples: int) -> Tensor:
         return e_VM.reshape(len(e_VM), num_samples, -1, e_VM.shape[-1])
 
     def weight_share(self, x_M: Tensor, e_VNTO: Tensor) -> UseShare:
-        return Outer(self.inputs(x_M, e_VNTO.shape[1]), e_VNTO)
+        return OuterProduct(self.inputs(x_M, e_VNTO.shape[1]), e_VNTO)
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Convolution:
         return e_VMTO.reshape(len(e_VM), num_samples, -1, e_VM.shape[2])
 
     def weight_share(self, x_M: Tensor, e_VNTO: Tensor) -> UseShare:
-        return Outer(self.inputs(x_M, e_VNTO.shape[1]), e_VNTO, self.groups)
+        return OuterProduct(self.inputs(x_M, e_VNTO.shape[1]), e_VNTO, self.groups)
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class ScaleOffset:
 
     def weight_share(self, x_M: Tensor, e_VNTO: Tensor) -> UseShare:
         xhat_1NTO = self.derivative_rows(self.normalise(x_M)[None], e_VNTO.shape[1])
-        return Sum(e_VNTO * xhat_1NTO)
+        return RowSum(e_VNTO * xhat_1NTO)
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class Table:
         index_NT = x_M.reshape(e_VNTO.shape[1], -1)
         if self.padding_index is not None:
             e_VNTO = e_VNTO * (index_NT != self.padding_index)[..., None]
-        return Lookup(index_NT, e_VNTO, self.num_rows)
+        return EmbeddingGrad(index_NT, e_VNTO, self.num_rows)
 
 
 def kind_of(layer: nn.Module) -> Kind | None:
@@ -175,7 +175,7 @@ def refuse_coupled(layer: nn.Module, name: str, left_out_by: str = "layers") -> 
 
 
 @torch.no_grad()
-def wide(x: Tensor) -> Tensor:
+def upcast(x: Tensor) -> Tensor:
     """At least float32: half precision has neither the digits nor the range for squares."""
     return x if x.dtype in (torch.float32, torch.float64) or not x.is_floating_point() else x.float()
 

@@ -38,7 +38,8 @@ class ModelCalls:
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         self._output = Output(output) if isinstance(output, Tensor) else None
 
-    def taken(self, seen: Tensor, loss: Callable[[Tensor], Tensor], evaluation: Callable[[Tensor], losses.Evaluation],
+    def taken(self, seen: Tensor, loss: Callable[[Tensor], Tensor],
+              evaluation: Callable[[Tensor], losses.LossEvaluation],
               upstream: Tensor) -> Pass:
         """The pass that led to what a loss saw."""
         view = None if self._output is None else self._output.view_to(seen)

@@ -37,7 +37,7 @@ _SIGNATURES = {function: inspect.signature(function) for function in FUNCTIONS}
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class LossEvaluation:
     """One evaluation of a loss: what its second derivative is made of."""
 
     output: Tensor      # the network's, as the loss saw it, with its graph
@@ -187,7 +187,8 @@ def arguments(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
     return settings.pop("input"), settings.pop("target"), settings
 
 
-def evaluation(settings: dict[str, Any], kind: type[nn.Module], output: Tensor, target: Tensor, upstream: Tensor) -> Evaluation:
+def evaluation(settings: dict[str, Any], kind: type[nn.Module], output: Tensor, target: Tensor,
+               upstream: Tensor) -> LossEvaluation:
     """What the second derivative of one evaluation is made of.
 
     Args:
@@ -226,7 +227,7 @@ def evaluation(settings: dict[str, Any], kind: type[nn.Module], output: Tensor, 
     if bool((w_R < 0).any()):
         raise DataError("the loss has rows of negative weight, whose generalised Gauss-Newton matrix has no square root; minimise "
                         "a loss, not minus a loss.")
-    return Evaluation(output, issubclass(kind, nn.CrossEntropyLoss), w_R, curvature_R)
+    return LossEvaluation(output, issubclass(kind, nn.CrossEntropyLoss), w_R, curvature_R)
 
 
 def _class_weights(settings: dict[str, Any], f: Tensor, target: Tensor, dtype: torch.dtype) -> Tensor:

@@ -31,7 +31,7 @@ NORMALIZATIONS = ("paper", "backpack")
 
 
 @dataclass(frozen=True)
-class Options:
+class CollectOptions:
     """How quantities are defined; see `collect`."""
 
     sharing: str
@@ -43,7 +43,7 @@ class Options:
 
 
 @dataclass
-class Sums:
+class Accumulators:
     """What has been summed up for one parameter, by (signal, form)."""
 
     shape: torch.Size
@@ -77,7 +77,7 @@ class Sums:
             self.num_rows += add_inputs(self.moment_II, inputs, sharing)
 
 
-class Fresh:
+class PassResults:
     """What one backward pass has found, by (parameter, form); it arrives in blocks of vectors."""
 
     def __init__(self) -> None:
@@ -95,7 +95,8 @@ class Fresh:
 class Quantities:
     """The quantities of one parameter, as attributes: `q["fc.weight"].variance`."""
 
-    def __init__(self, name: str, asked: Sequence[str], sums: Sums, bias_of: Sums | None, options: Options,
+    def __init__(self, name: str, asked: Sequence[str], sums: Accumulators,
+                 bias_of: Accumulators | None, options: CollectOptions,
                  passes: list[Pass]) -> None:
         self._name, self._asked, self._sums, self._weight, self._options = name, asked, sums, bias_of, options
         self._passes = passes
@@ -117,7 +118,8 @@ class Quantities:
         return list(self._asked)
 
 
-def _value(quantity: str, sums: Sums, weight: Sums | None, options: Options) -> Any:
+def _value(quantity: str, sums: Accumulators, weight: Accumulators | None,
+           options: CollectOptions) -> Any:
     signal, form = SIGNALS[quantity]
     shape = sums.shape
     if form == "factors":
@@ -134,14 +136,15 @@ def _value(quantity: str, sums: Sums, weight: Sums | None, options: Options) -> 
     return x[0].view(-1, *shape) if signal == "gradient" else x.view(*x.shape[:2], *shape)
 
 
-def _moment(quantity: str, sums: Sums, options: Options) -> Tensor:
+def _moment(quantity: str, sums: Accumulators, options: CollectOptions) -> Tensor:
     """The paper: 1/N sum_n g_n^2, minus the square of 1/N sum_n g_n; BackPACK: the same of what is differentiated, g_n / N."""
     if quantity == "variance" and sums.variance is not None:
         return sums.variance.view(sums.shape)
     return _moment_of(quantity, sums.found["gradient", "squares"].clone(), sums, options).view(sums.shape)
 
 
-def _moment_of(quantity: str, squares: Tensor, sums: Sums, options: Options) -> Tensor:
+def _moment_of(quantity: str, squares: Tensor, sums: Accumulators,
+               options: CollectOptions) -> Tensor:
     """In the memory of the squares."""
     N = sums.num_samples
     # a mean over samples leaves g_n / N in the backward pass
@@ -153,7 +156,7 @@ def _moment_of(quantity: str, squares: Tensor, sums: Sums, options: Options) -> 
     return second.sub_(mean.square_()).clamp_(min=0.0)  # rounding would leave negative variances
 
 
-def settle(sums: Sums, asked: Sequence[str], options: Options) -> None:
+def finalize(sums: Accumulators, asked: Sequence[str], options: CollectOptions) -> None:
     """No backward pass will follow: sums become what was asked for in their own memory."""
     if ("gradient", "squares") in sums.found and not {"sum_grad_squared", "second_moment"} & set(asked) and "variance" in asked:
         sums.variance = _moment_of("variance", sums.found.pop(("gradient", "squares")), sums, options)
@@ -166,7 +169,8 @@ def settle(sums: Sums, asked: Sequence[str], options: Options) -> None:
         sums.A_II = sums.moment_II.total().div_(sums.num_rows)
 
 
-def _factors(signal: str, sums: Sums, weight: Sums | None, options: Options) -> Kronecker:
+def _factors(signal: str, sums: Accumulators, weight: Accumulators | None,
+             options: CollectOptions) -> Kronecker:
     sums.multiply(options.sharing)
     outputs = (sums if weight is None else weight).B_OO
     if signal not in outputs:

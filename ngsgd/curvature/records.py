@@ -10,14 +10,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ngsgd.curvature.forms.grad_forms import Outer, Sum
+from ngsgd.curvature.forms.grad_forms import OuterProduct, RowSum
 from ngsgd.curvature.forms.layer_inputs import Inputs
 from ngsgd.curvature.layers import Kind, UseShare
 from ngsgd.errors import ConfigError
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
+class LayerCall:
     """One call of one layer in a forward pass."""
 
     layer: str              # its name in the model; of an LSTM's products "lstm.ih_l0", "lstm.hh_l0" ..
@@ -35,7 +35,7 @@ class Call:
 class Record:
     """A call with the derivatives of one or more scalars with respect to its output."""
 
-    call: Call
+    call: LayerCall
     num_samples: int
     input: Tensor           # M x ..
     derivatives_VM: Tensor  # V x M x .., M the leading dimension of the output; V = 1 for the derivative of the loss
@@ -73,5 +73,6 @@ class Record:
             shares[self.call.weight] = self.call.kind.weight_share(self.input, e_VNTO)
         if self.call.bias is not None:
             weight = None if self.call.weight is None else shares[self.call.weight]
-            shares[self.call.bias] = Sum(e_VNTO, weight if isinstance(weight, Outer) else None)
+            shares[self.call.bias] = RowSum(e_VNTO,
+                                            weight if isinstance(weight, OuterProduct) else None)
         return shares

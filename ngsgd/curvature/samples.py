@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 
-from ngsgd.curvature.records import Call
+from ngsgd.curvature.records import LayerCall
 
 _TRIES = 3            # a layer whose derivatives are zero (an output layer of zeros) shows nothing; it is not asked for ever
 _ROUNDING = 1e-10     # of squares: a share below it is rounding, a layer that runs once has about 1
@@ -43,22 +43,23 @@ class Tries:
             self._tried = {}
         self._check = check
 
-    def are_due(self, calls: Iterable[Call], num_rows: int) -> bool:
+    def are_due(self, calls: Iterable[LayerCall], num_rows: int) -> bool:
         """Whether one of the calls has not been checked."""
         return any(self._tried.get(self._key(call, num_rows), 0) < _TRIES for call in calls)
 
-    def count(self, call: Call, num_rows: int, *, is_clear: bool) -> None:
+    def count(self, call: LayerCall, num_rows: int, *, is_clear: bool) -> None:
         """One more check of a call, which is the last one if it showed something."""
         key = self._key(call, num_rows)
         self._tried[key] = _TRIES if is_clear else self._tried.get(key, 0) + 1
 
-    def _key(self, call: Call, num_rows: int) -> tuple[Any, ...]:
+    def _key(self, call: LayerCall, num_rows: int) -> tuple[Any, ...]:
         # not the sizes themselves: they may be others in every minibatch
         M = len(call.input)
         return self._check, call.layer, call.input.ndim, (num_rows < M) - (num_rows > M)
 
 
-def run_once(outputs: Iterable[GradientEdge], calls: Mapping[Call, GradientEdge]) -> list[Call]:
+def run_once(outputs: Iterable[GradientEdge],
+             calls: Mapping[LayerCall, GradientEdge]) -> list[LayerCall]:
     """The calls that the outputs depend on only through a tensor that is repeated along the leading dimension."""
     roots = [edge.node for edge in outputs]
     by_any, by_rows = _reached(roots, with_repeats=True), _reached(roots, with_repeats=False)
@@ -94,12 +95,13 @@ def _shapes(node: Any) -> list[tuple[int, ...]]:
     return [tuple(metadata.shape) for metadata in getattr(node, "_input_metadata", ())]
 
 
-def next_calls(source: GradientEdge, calls: Mapping[Call, GradientEdge]) -> dict[Call, GradientEdge]:
+def next_calls(source: GradientEdge, calls: Mapping[LayerCall, GradientEdge]) -> dict[LayerCall,
+                                                                                      GradientEdge]:
     """The calls whose outputs the source depends on directly, without another call between; the source itself if it is one."""
-    call_at: dict[Node, list[Call]] = {}
+    call_at: dict[Node, list[LayerCall]] = {}
     for call, edge in calls.items():
         call_at.setdefault(edge.node, []).append(call)
-    found: dict[Call, GradientEdge] = {}
+    found: dict[LayerCall, GradientEdge] = {}
     seen, stack = {source.node}, [source.node]
     while stack:
         node = stack.pop()
@@ -112,8 +114,8 @@ def next_calls(source: GradientEdge, calls: Mapping[Call, GradientEdge]) -> dict
     return found
 
 
-def mixed_rows(source: GradientEdge, like: Tensor, before: Mapping[Call, GradientEdge],
-               num_samples: int | None) -> dict[Call, bool | None]:
+def mixed_rows(source: GradientEdge, like: Tensor, before: Mapping[LayerCall, GradientEdge],
+               num_samples: int | None) -> dict[LayerCall, bool | None]:
     """Whether the rows of the calls before a source belong to several of the source's rows; None where nothing is seen.
 
     Args:
@@ -122,7 +124,7 @@ def mixed_rows(source: GradientEdge, like: Tensor, before: Mapping[Call, Gradien
         before: calls that the source depends on.
         num_samples: N; None: a row of the source, or of a call that has fewer, is a sample.
     """
-    found: dict[Call, bool | None] = dict.fromkeys(before)
+    found: dict[LayerCall, bool | None] = dict.fromkeys(before)
     rows = {call: call.output_shape[0] for call in before}
     fitting = [call for call, M in rows.items() if min(M, len(like)) > 1 and (M % len(like) == 0 or len(like) % M == 0)]
     groups = num_samples or math.gcd(len(like), *(rows[call] for call in fitting))

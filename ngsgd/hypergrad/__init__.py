@@ -6,34 +6,52 @@ The names below are loaded on first use.
 from __future__ import annotations
 
 import importlib
+import warnings
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ngsgd.hypergrad.exact_momentum import Digest, ExactMomentum
-    from ngsgd.hypergrad.gradient import Evaluation, choose_engine, evaluate, final_value, hypergradient
-    from ngsgd.hypergrad.hyperparameters import HyperGrad, Plan, Report
+    from ngsgd.hypergrad.gradient import HypergradientRun, choose_engine, evaluate_hyperparameters, final_value, hypergradient
+    from ngsgd.hypergrad.hyperparameters import HyperGrad, HypergradientReport, HyperparameterPlan
     from ngsgd.hypergrad.reversible_sgd import ReversibleSGD
-    from ngsgd.hypergrad.search import Search, Trial, tune
-    from ngsgd.hypergrad.search_space import HyperSpace, Settings
-    from ngsgd.hypergrad.training_task import ModuleTask, Place, Task
+    from ngsgd.hypergrad.search import SearchResult, SearchTrial, tune_hyperparameters
+    from ngsgd.hypergrad.search_space import BaseHyperparameters, HyperSpace
+    from ngsgd.hypergrad.training_task import MinibatchIndex, ModuleTask, TrainingTask
 
 _NAMES = {
     "exact_momentum": ("Digest", "ExactMomentum"),
-    "gradient": ("Evaluation", "choose_engine", "evaluate", "final_value", "hypergradient"),
-    "hyperparameters": ("HyperGrad", "Plan", "Report"),
+    "gradient": ("HypergradientRun", "choose_engine", "evaluate_hyperparameters", "final_value",
+                 "hypergradient"),
+    "hyperparameters": ("HyperGrad", "HyperparameterPlan", "HypergradientReport"),
     "reversible_sgd": ("ReversibleSGD",),
-    "search": ("Search", "Trial", "tune"),
-    "search_space": ("HyperSpace", "Settings"),
-    "training_task": ("ModuleTask", "Place", "Task"),
+    "search": ("SearchResult", "SearchTrial", "tune_hyperparameters"),
+    "search_space": ("BaseHyperparameters", "HyperSpace"),
+    "training_task": ("MinibatchIndex", "ModuleTask", "TrainingTask"),
 }
 _HOME_OF = {name: module for module, names in _NAMES.items() for name in names}
 
-__all__ = ["Digest", "Evaluation", "ExactMomentum", "HyperGrad", "HyperSpace", "ModuleTask", "Place", "Plan", "Report",
-           "ReversibleSGD", "Search", "Settings", "Task", "Trial", "choose_engine", "evaluate", "final_value", "hypergradient",
-           "tune"]
+# names of before, which warn
+_RENAMED = {"Evaluation": "HypergradientRun", "Place": "MinibatchIndex",
+            "Plan": "HyperparameterPlan",
+            "Report": "HypergradientReport", "Search": "SearchResult",
+            "Settings": "BaseHyperparameters",
+            "Task": "TrainingTask", "Trial": "SearchTrial", "evaluate": "evaluate_hyperparameters",
+            "tune": "tune_hyperparameters"}
+
+__all__ = ["BaseHyperparameters", "Digest", "ExactMomentum", "HyperGrad", "HyperSpace",
+           "HypergradientReport",
+           "HypergradientRun", "HyperparameterPlan", "MinibatchIndex", "ModuleTask",
+           "ReversibleSGD", "SearchResult",
+           "SearchTrial", "TrainingTask", "choose_engine", "evaluate_hyperparameters",
+           "final_value", "hypergradient",
+           "tune_hyperparameters"]
 
 
 def __getattr__(name: str) -> Any:
+    if name in _RENAMED:
+        warnings.warn(f"ngsgd.hypergrad.{name} is now {_RENAMED[name]}; the old name will be removed.",
+                      DeprecationWarning, stacklevel=2)
+        name = _RENAMED[name]
     if name not in _HOME_OF:
         raise AttributeError(f"module 'ngsgd.hypergrad' has no attribute {name!r}")
     return getattr(importlib.import_module(f"ngsgd.hypergrad.{_HOME_OF[name]}"), name)

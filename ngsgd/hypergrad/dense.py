@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from ngsgd.hypergrad.exact_momentum import ExactMomentum
-from ngsgd.hypergrad.job_replay import Linearised
+from ngsgd.hypergrad.job_replay import Linearized
 from ngsgd.hypergrad.natural import captured, linear_layers
-from ngsgd.hypergrad.training_task import Flat, ModuleTask, Place
+from ngsgd.hypergrad.training_task import Flat, MinibatchIndex, ModuleTask
 from ngsgd.ops.second_derivatives import twice_differentiable
 
 
@@ -46,7 +46,7 @@ class DenseGradients:
         self._is_before = False  # the state is that from before the step to be differentiated, and not from after it
         self._d_factors_F = torch.zeros(0)
 
-    def probe(self, w_P: Tensor, place: Place, data_weights: Tensor | None) -> bool:
+    def probe(self, w_P: Tensor, place: MinibatchIndex, data_weights: Tensor | None) -> bool:
         """Digests find out."""
         return True
 
@@ -59,19 +59,20 @@ class DenseGradients:
     def restore(self, snapshot: Any) -> None:
         self._state, self._is_before = snapshot.copy(), True
 
-    def take(self) -> Any:
+    def get_state(self) -> Any:
         return self._state
 
-    def put(self, state: Any) -> None:
+    def set_state(self, state: Any) -> None:
         self._state, self._is_before = state, False
         self._d_factors_F = torch.zeros_like(state.u_P, dtype=torch.float64)
 
-    def forward(self, w_P: Tensor, place: Place, data_weights: Tensor | None) -> Tensor:
+    def forward(self, w_P: Tensor, place: MinibatchIndex, data_weights: Tensor | None) -> Tensor:
         grads, statistics, _ = self._minibatch(w_P, place, data_weights, create_graph=False)
         self._state.step_v(-_flat(statistics).detach(), [self.decay] * len(self._state.groups))
         return self._applied(self._state.velocity(), self._state.num_steps, grads).to(w_P.dtype)
 
-    def reverse(self, w_P: Tensor, place: Place, data_weights: Tensor | None) -> Linearised:
+    def reverse(self, w_P: Tensor, place: MinibatchIndex,
+                data_weights: Tensor | None) -> Linearized:
         weights = None if data_weights is None else data_weights.detach().requires_grad_()
         grads, statistics, leaves = self._minibatch(w_P.clone(), place, weights, create_graph=True)
         impulse_F, num_steps = -_flat(statistics).detach(), self._state.num_steps + self._is_before
@@ -88,7 +89,7 @@ class DenseGradients:
         graph_P = self._applied(used_F, num_steps, grads)
         return _Through(direction_P, graph_P, graph_F, before_F, leaves if weights is None else [*leaves, weights], self)
 
-    def _minibatch(self, w_P: Tensor, place: Place, data_weights: Tensor | None, *,
+    def _minibatch(self, w_P: Tensor, place: MinibatchIndex, data_weights: Tensor | None, *,
                    create_graph: bool) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         """(plain gradients, statistics A and S of every layer, leaves)."""
         leaves = [part.detach().requires_grad_() for part in self.flat.unflatten(w_P)]

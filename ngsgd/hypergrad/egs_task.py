@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ngsgd.config import RunConfig
 from ngsgd.data.reader import EgsReader, Minibatch
 from ngsgd.errors import ConfigError
-from ngsgd.hypergrad.training_task import Batch, ModuleTask, Place
+from ngsgd.hypergrad.training_task import Batch, MinibatchIndex, ModuleTask
 from ngsgd.models.statistics import model_for
 from ngsgd.schedules import DropoutSchedule, Shard
 
@@ -53,7 +53,8 @@ class EgsTask(ModuleTask):
         self._segment = lru_cache(maxsize=_SEGMENTS_KEPT)(
             lambda outer_iter, job: [_in_double(rows) for rows in load(outer_iter, job)])
 
-    def loss(self, parameters: Mapping[str, Tensor], place: Place, data_weights: Tensor | None) -> Tensor:
+    def loss(self, parameters: Mapping[str, Tensor], place: MinibatchIndex,
+             data_weights: Tensor | None) -> Tensor:
         if self._dropout is not None:
             progress = (place.outer_iter + place.step / self.steps_per_iter) / self.num_outer_iters
             for name, module in self.module.named_modules():
@@ -66,7 +67,7 @@ class EgsTask(ModuleTask):
         text = self.config.model.dropout_schedule
         return DropoutSchedule.parse(text) if text else None
 
-    def _batch(self, place: Place) -> Batch:
+    def _batch(self, place: MinibatchIndex) -> Batch:
         return self._segment(place.outer_iter, place.job)[place.step]
 
     def _load(self, outer_iter: int, job: int) -> Sequence[Batch]:

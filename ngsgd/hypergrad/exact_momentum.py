@@ -255,7 +255,8 @@ class ExactMomentum:
         total = 0
         for index, (group, rate, scale) in enumerate(zip(self.groups, rate_G, self.scale_G, strict=True)):
             factor = rate * scale * 2.0 ** POSITION_BITS
-            found = self._kernels.move(self.x_P[group], self.u_P[group], self._w_P[group], factor, sign)
+            found = self._kernels.apply_velocity(self.x_P[group], self.u_P[group],
+                                                 self._w_P[group], factor, sign)
             if found is None:
                 raise self._diverged(index, "a weight leaves its range")
             total += found
@@ -263,7 +264,7 @@ class ExactMomentum:
 
     def _read_weights(self) -> None:
         for group in self.groups:
-            self._kernels.move(self.x_P[group], self.u_P[group], self._w_P[group], 0.0, 1)
+            self._kernels.apply_velocity(self.x_P[group], self.u_P[group], self._w_P[group], 0.0, 1)
 
     def _chunks(self, vector_P: Tensor) -> Iterator[Tensor]:
         return iter(vector_P.split(fused.CHUNK))

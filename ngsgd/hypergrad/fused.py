@@ -28,7 +28,8 @@ class Kernels(Protocol):
     def add_scaled(self, u_P: Tensor, grad_P: Tensor, factor: float, sign: int) -> int | None:
         """u += sign rint(g factor)."""
 
-    def move(self, x_P: Tensor, u_P: Tensor, w_P: Tensor, factor: float, sign: int) -> int | None:
+    def apply_velocity(self, x_P: Tensor, u_P: Tensor, w_P: Tensor, factor: float,
+                       sign: int) -> int | None:
         """x += sign rint(u factor); w = x 2^-48."""
 
 
@@ -64,7 +65,8 @@ class Eager:
             ends += u_C.aminmax()
         return int(torch.stack(sums).sum()) if _in_range(torch.stack(ends)) else None
 
-    def move(self, x_P: Tensor, u_P: Tensor, w_P: Tensor, factor: float, sign: int) -> int | None:
+    def apply_velocity(self, x_P: Tensor, u_P: Tensor, w_P: Tensor, factor: float,
+                       sign: int) -> int | None:
         if not math.isfinite(factor):
             return None
         sums, squares = [], []
@@ -108,7 +110,8 @@ class Fused:
                                      ctypes.c_int64(len(u_P)), ctypes.c_double(factor), ctypes.c_int64(sign), ctypes.byref(total))
         return total.value if ok else None
 
-    def move(self, x_P: Tensor, u_P: Tensor, w_P: Tensor, factor: float, sign: int) -> int | None:
+    def apply_velocity(self, x_P: Tensor, u_P: Tensor, w_P: Tensor, factor: float,
+                       sign: int) -> int | None:
         total = ctypes.c_int64()
         ok = self._move[w_P.dtype](ctypes.c_void_p(x_P.data_ptr()), ctypes.c_void_p(u_P.data_ptr()),
                                    ctypes.c_void_p(w_P.data_ptr()), ctypes.c_int64(len(x_P)), ctypes.c_double(factor),

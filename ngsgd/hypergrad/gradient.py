@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from ngsgd.errors import ConfigError
-from ngsgd.hypergrad.hyperparameters import HyperGrad, Plan, Report
-from ngsgd.hypergrad.job_replay import ENGINES, Gradients, Numbers, PlainGradients, Segment, SegmentGrad
-from ngsgd.hypergrad.training_task import Flat, ModuleTask, Place, Task  # noqa: F401  (ModuleTask: for the doctest)
+from ngsgd.hypergrad.hyperparameters import HyperGrad, HypergradientReport, HyperparameterPlan
+from ngsgd.hypergrad.job_replay import ENGINES, Gradients, JobSegment, Numbers, PlainGradients, SegmentGrad
+from ngsgd.hypergrad.training_task import Flat, MinibatchIndex, ModuleTask, TrainingTask  # noqa: F401  (ModuleTask: for the doctest)
 from ngsgd.ops.averaging import mean_of_chunk, shares_of
 from ngsgd.ops.second_derivatives import naming_missing
 
@@ -39,17 +39,19 @@ class Jobs(Protocol):
 class LocalJobs:
     """One after the other, in this process."""
 
-    def __init__(self, task: Task, plan: Plan, engine: str, gradients: Gradients, kernels: str = "auto") -> None:
+    def __init__(self, task: TrainingTask, plan: HyperparameterPlan, engine: str,
+                 gradients: Gradients, kernels: str = "auto") -> None:
         self.task, self.plan, self.engine, self.gradients, self.kernels = task, plan, engine, gradients, kernels
         self.flat, self.dtype = Flat.of(task), next(iter(task.start.values())).dtype
-        self.segments: dict[tuple[int, int], Segment] = {}
+        self.segments: dict[tuple[int, int], JobSegment] = {}
 
     def forward(self, outer_iter: int, start_P: Tensor) -> list[Tensor]:
         return [self.run(outer_iter, job, start_P) for job in range(self.plan.num_jobs)]
 
     def run(self, outer_iter: int, job: int, start_P: Tensor) -> Tensor:
         """One job's steps."""
-        segment = Segment(self.gradients, self.flat, Numbers.of(self.plan, outer_iter), Place(outer_iter, job, 0), self.engine,
+        segment = JobSegment(self.gradients, self.flat, Numbers.of(self.plan, outer_iter),
+                             MinibatchIndex(outer_iter, job, 0), self.engine,
                           self.kernels)
         end_P = segment.forward(start_P, self.dtype)
         if self.engine != "none":
@@ -72,7 +74,8 @@ class Choice:
     why: str
 
 
-def choose_engine(plan: Plan, num_parameters: int, element_size: int, *, memory_bytes: float, can_reverse: bool = True) -> Choice:
+def choose_engine(plan: HyperparameterPlan, num_parameters: int, element_size: int, *,
+                  memory_bytes: float, can_reverse: bool = True) -> Choice:
     """Store if it fits, else reversible if there is momentum everywhere, else checkpoint."""
     needed = 2 * element_size * num_parameters * plan.num_steps * plan.num_jobs
     if needed <= memory_bytes:
@@ -84,7 +87,7 @@ def choose_engine(plan: Plan, num_parameters: int, element_size: int, *, memory_
     return Choice("checkpoint", f"storing every step would take {needed:,} bytes, and a momentum is 0")
 
 
-class Evaluation:
+class HypergradientRun:
     """A run that has been made once: its validation loss is known, and its derivatives are a way back away."""
 
     def __init__(self, run: _Run) -> None:
@@ -97,7 +100,8 @@ class Evaluation:
             return self._run.gradient()
 
 
-def hypergradient(task: Task, plan: Plan, engine: str = "auto", *, gradients: Gradients | None = None, jobs: Jobs | None = None,
+def hypergradient(task: TrainingTask, plan: HyperparameterPlan, engine: str = "auto", *,
+                  gradients: Gradients | None = None, jobs: Jobs | None = None,
                   memory_bytes: float = 1e9, kernels: str = "auto") -> HyperGrad:
     """Trains as `plan` says and returns the validation loss with its derivative by everything in the plan.
 
@@ -116,11 +120,13 @@ def hypergradient(task: Task, plan: Plan, engine: str = "auto", *, gradients: Gr
     >>> found.lr_TG.shape
     torch.Size([5, 1])
     """
-    return evaluate(task, plan, engine, gradients=gradients, jobs=jobs, memory_bytes=memory_bytes, kernels=kernels).gradient()
+    return evaluate_hyperparameters(task, plan, engine, gradients=gradients, jobs=jobs,
+                                    memory_bytes=memory_bytes, kernels=kernels).gradient()
 
 
-def evaluate(task: Task, plan: Plan, engine: str = "auto", *, gradients: Gradients | None = None, jobs: Jobs | None = None,
-             memory_bytes: float = 1e9, kernels: str = "auto") -> Evaluation:
+def evaluate_hyperparameters(task: TrainingTask, plan: HyperparameterPlan, engine: str = "auto", *,
+                             gradients: Gradients | None = None, jobs: Jobs | None = None,
+             memory_bytes: float = 1e9, kernels: str = "auto") -> HypergradientRun:
     """The way there of `hypergradient`, whose way back can be had afterwards or left out."""
     if engine not in ("auto", *ENGINES):
         raise ValueError(f"Invalid engine: {engine!r}; choose auto, {', '.join(ENGINES)}")
@@ -139,11 +145,13 @@ def evaluate(task: Task, plan: Plan, engine: str = "auto", *, gradients: Gradien
         if jobs is None:
             jobs = LocalJobs(task, plan, choice.engine, gradients, kernels)
             if choice.engine == "reversible":
-                gradients.probe(flat.flatten(list(task.start.values())), Place(0, 0, 0), plan.data_weights)
-        return Evaluation(_Run(task, plan, flat, gradients, jobs, choice))
+                gradients.probe(flat.flatten(list(task.start.values())), MinibatchIndex(0, 0, 0),
+                                plan.data_weights)
+        return HypergradientRun(_Run(task, plan, flat, gradients, jobs, choice))
 
 
-def final_value(task: Task, plan: Plan, *, gradients: Gradients | None = None, jobs: Jobs | None = None,
+def final_value(task: TrainingTask, plan: HyperparameterPlan, *,
+                gradients: Gradients | None = None, jobs: Jobs | None = None,
                 kernels: str = "auto") -> float:
     """The validation loss that `plan` leads to; the way there only, with the same numbers."""
     plan, flat = plan.detached(), Flat.of(task)
@@ -155,7 +163,8 @@ def final_value(task: Task, plan: Plan, *, gradients: Gradients | None = None, j
 class _Run:
     """The whole run, there and back."""
 
-    def __init__(self, task: Task, plan: Plan, flat: Flat, gradients: Gradients | None, jobs: Jobs, choice: Choice) -> None:
+    def __init__(self, task: TrainingTask, plan: HyperparameterPlan, flat: Flat,
+                 gradients: Gradients | None, jobs: Jobs, choice: Choice) -> None:
         self.task, self.plan, self.flat, self.gradients, self.jobs, self.choice = task, plan, flat, gradients, jobs, choice
         self.unscaled_P = flat.flatten([p.detach().double() for p in task.start.values()])
         self._ends: list[list[Tensor]] = []
@@ -227,10 +236,12 @@ class _Run:
         return Numbers(plan.lr_TG.tolist(), plan.momentum_TG.tolist(), plan.l2_G.tolist(), plan.max_change_G.tolist(),
                        float(plan.max_param_change), plan.data_weights)
 
-    def _report(self, whole: SegmentGrad, spill_bytes: int, state_bytes: int, reverse_s: float) -> Report:
+    def _report(self, whole: SegmentGrad, spill_bytes: int, state_bytes: int,
+                reverse_s: float) -> HypergradientReport:
         gradients = self.gradients
         assert gradients is not None
-        return Report(self.choice.engine, self.choice.why, gradients.label, gradients.is_exact, True,
+        return HypergradientReport(self.choice.engine, self.choice.why, gradients.label,
+                                   gradients.is_exact, True,
                       adjoint_growth(whole.lr_TG * self.plan.lr_TG), spill_bytes, state_bytes, self._forward_s, reverse_s)
 
 
@@ -241,7 +252,7 @@ def adjoint_growth(by_log_lr_TG: Tensor) -> float:
     return first / last if last > 0.0 else float("inf") if first > 0.0 else 1.0
 
 
-def _parameters(task: Task, flat: Flat, w_P: Tensor) -> dict[str, Tensor]:
+def _parameters(task: TrainingTask, flat: Flat, w_P: Tensor) -> dict[str, Tensor]:
     dtype = next(iter(task.start.values())).dtype
     return {name: part.to(dtype, copy=True) for name, part in zip(flat.names, flat.unflatten(w_P), strict=True)}
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Plan:
+class HyperparameterPlan:
     """A run of N jobs that are averaged every T/O steps.  All tensors float64, on the CPU.
 
     One step of a layer: v = momentum v - (1 - momentum) (g + l2 w), w += s lr v, where s shortens the change to `max_change` and
@@ -45,7 +45,8 @@ class Plan:
 
     @classmethod
     def constant(cls, num_steps: int, num_layers: int, *, lr: float, momentum: float = 0.9, l2: float = 0.0,
-                 max_change: float = 0.0, max_param_change: float = 0.0, num_jobs: int = 1, num_outer_iters: int = 1) -> Plan:
+                 max_change: float = 0.0, max_param_change: float = 0.0, num_jobs: int = 1,
+                 num_outer_iters: int = 1) -> HyperparameterPlan:
         """The same numbers in every step and layer."""
         def full(value: float, *shape: int) -> Tensor:
             return torch.full(shape, value, dtype=torch.float64)
@@ -77,12 +78,12 @@ class Plan:
         """The hyperparameters that are there, by name."""
         return {spec.name: value for spec in fields(self) if (value := getattr(self, spec.name)) is not None}
 
-    def detached(self) -> Plan:
+    def detached(self) -> HyperparameterPlan:
         return replace(self, **{name: value.detach() for name, value in self.tensors().items()})
 
 
 @dataclass(frozen=True)
-class Report:
+class HypergradientReport:
     """How a hypergradient was come by, and whether to believe it."""
 
     engine: str              # store, checkpoint or reversible
@@ -116,9 +117,9 @@ class HyperGrad:
     averaging_ON: Tensor
     data_weights: Tensor | None
     start: dict[str, Tensor]   # by the task's starting parameters
-    report: Report
+    report: HypergradientReport
 
-    def by(self, plan: Plan, inputs: Tensor) -> Tensor:
+    def by(self, plan: HyperparameterPlan, inputs: Tensor) -> Tensor:
         """The derivative by `inputs`, of which `plan` was made by differentiable operations."""
         outputs = {name: value for name, value in plan.tensors().items() if value.requires_grad}
         gradients = [getattr(self, name) for name in outputs]

@@ -15,9 +15,9 @@ from torch import Tensor
 from ngsgd.errors import ReversalError
 from ngsgd.hypergrad.adjoint import Adjoint
 from ngsgd.hypergrad.exact_momentum import ExactMomentum
-from ngsgd.hypergrad.hyperparameters import Plan
+from ngsgd.hypergrad.hyperparameters import HyperparameterPlan
 from ngsgd.hypergrad.step_limits import MoveAdjoint, Shortened, shorten
-from ngsgd.hypergrad.training_task import Flat, Place, Task
+from ngsgd.hypergrad.training_task import Flat, MinibatchIndex, TrainingTask
 from ngsgd.hypergrad.trajectory_storage import TAPES
 from ngsgd.ops.second_derivatives import twice_differentiable
 
@@ -35,7 +35,7 @@ class Numbers(NamedTuple):
     data_weights: Tensor | None
 
     @classmethod
-    def of(cls, plan: Plan, outer_iter: int) -> Numbers:
+    def of(cls, plan: HyperparameterPlan, outer_iter: int) -> Numbers:
         steps = slice(outer_iter * plan.steps_per_iter, (outer_iter + 1) * plan.steps_per_iter)
         weights = plan.data_weights
         return cls(plan.lr_TG[steps].tolist(), plan.momentum_TG[steps].tolist(), plan.l2_G.tolist(), plan.max_change_G.tolist(),
@@ -82,7 +82,7 @@ class Gradients(Protocol):
     is_exact: bool
     can_reverse: bool
 
-    def probe(self, w_P: Tensor, place: Place, data_weights: Tensor | None) -> bool:
+    def probe(self, w_P: Tensor, place: MinibatchIndex, data_weights: Tensor | None) -> bool:
         """Whether the direction has the same bits both ways; what is needed to make it so is done from then on."""
 
     def begin(self) -> None:
@@ -94,20 +94,21 @@ class Gradients(Protocol):
     def restore(self, snapshot: Any) -> None:
         """Goes on from there: `reverse` comes next, for the step that follows."""
 
-    def take(self) -> Any:
+    def get_state(self) -> Any:
         """What was carried to the end of a job, with all that undoing it needs."""
 
-    def put(self, state: Any) -> None:
+    def set_state(self, state: Any) -> None:
         """The way back of that job begins: `reverse` comes next, for its last step."""
 
-    def forward(self, w_P: Tensor, place: Place, data_weights: Tensor | None) -> Tensor:
+    def forward(self, w_P: Tensor, place: MinibatchIndex, data_weights: Tensor | None) -> Tensor:
         """The direction, P."""
 
-    def reverse(self, w_P: Tensor, place: Place, data_weights: Tensor | None) -> Linearised:
+    def reverse(self, w_P: Tensor, place: MinibatchIndex,
+                data_weights: Tensor | None) -> Linearized:
         """The same bits, and the derivative there."""
 
 
-class Linearised(Protocol):
+class Linearized(Protocol):
     """A direction d(w, data weights), and the products of its derivative with a vector."""
 
     direction_P: Tensor
@@ -117,7 +118,7 @@ class Linearised(Protocol):
 
 
 @dataclass
-class _AutogradLinearised:
+class _AutogradLinearized:
     direction_P: Tensor
     graphs: list[Tensor]   # of each parameter's gradient
     leaves: list[Tensor]
@@ -141,7 +142,7 @@ class PlainGradients:
     is_exact = True
     can_reverse = True
 
-    def __init__(self, task: Task, flat: Flat) -> None:
+    def __init__(self, task: TrainingTask, flat: Flat) -> None:
         self.task, self.flat, self.recomputes = task, flat, False
 
     def begin(self) -> None:
@@ -153,24 +154,25 @@ class PlainGradients:
     def restore(self, snapshot: Any) -> None:
         pass
 
-    def take(self) -> Any:
+    def get_state(self) -> Any:
         return None
 
-    def put(self, state: Any) -> None:
+    def set_state(self, state: Any) -> None:
         pass
 
-    def probe(self, w_P: Tensor, place: Place, data_weights: Tensor | None) -> bool:
+    def probe(self, w_P: Tensor, place: MinibatchIndex, data_weights: Tensor | None) -> bool:
         """Whether both ways give the same bits; if not, the reverse pass recomputes from now on."""
         self.recomputes = not torch.equal(self.forward(w_P, place, data_weights),
                                           self.reverse(w_P, place, data_weights).direction_P)
         return not self.recomputes
 
-    def forward(self, w_P: Tensor, place: Place, data_weights: Tensor | None) -> Tensor:
+    def forward(self, w_P: Tensor, place: MinibatchIndex, data_weights: Tensor | None) -> Tensor:
         leaves = [part.detach().requires_grad_() for part in self.flat.unflatten(w_P)]
         found = torch.autograd.grad(self._loss(leaves, place, data_weights), leaves, allow_unused=True)
         return self.flat.flatten([torch.zeros_like(p) if one is None else one for one, p in zip(found, leaves, strict=True)])
 
-    def reverse(self, w_P: Tensor, place: Place, data_weights: Tensor | None) -> Linearised:
+    def reverse(self, w_P: Tensor, place: MinibatchIndex,
+                data_weights: Tensor | None) -> Linearized:
         leaves = [part.detach().requires_grad_() for part in self.flat.unflatten(w_P)]
         weights = None if data_weights is None else data_weights.detach().requires_grad_()
         found = torch.autograd.grad(self._loss(leaves, place, weights), leaves, create_graph=True, allow_unused=True)
@@ -178,9 +180,11 @@ class PlainGradients:
         graphs = [p * 0.0 if one is None else one for one, p in zip(found, leaves, strict=True)]
         direction_P = (self.forward(w_P, place, data_weights) if self.recomputes
                        else self.flat.flatten([graph.detach() for graph in graphs]))
-        return _AutogradLinearised(direction_P, graphs, leaves if weights is None else [*leaves, weights], self.flat)
+        return _AutogradLinearized(direction_P, graphs,
+                                   leaves if weights is None else [*leaves, weights], self.flat)
 
-    def _loss(self, leaves: Sequence[Tensor], place: Place, data_weights: Tensor | None) -> Tensor:
+    def _loss(self, leaves: Sequence[Tensor], place: MinibatchIndex,
+              data_weights: Tensor | None) -> Tensor:
         seed = place.seed(self.task.seed)
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would also note a traceback for GPUs that are not in use
         if leaves[0].is_cuda:
@@ -189,14 +193,15 @@ class PlainGradients:
             return self.task.loss(dict(zip(self.flat.names, leaves, strict=True)), place, data_weights)
 
 
-class Segment:
+class JobSegment:
     """Runs a job's steps, keeps what its engine needs, and runs them back.
 
     reversible: undoes each step in whole numbers.  checkpoint: keeps the state every sqrt(T) steps and repeats the steps between.
     store: keeps weights and velocity of each step, in the parameters' own type.
     """
 
-    def __init__(self, gradients: Gradients, flat: Flat, numbers: Numbers, place: Place, engine: str,
+    def __init__(self, gradients: Gradients, flat: Flat, numbers: Numbers, place: MinibatchIndex,
+                 engine: str,
                  kernels: str = "auto") -> None:
         self.gradients, self.flat, self.numbers, self.place, self.engine = gradients, flat, numbers, place, engine
         self._kernels = kernels
@@ -226,7 +231,7 @@ class Segment:
             self._tape.before(self, self.state, t)
             self.done.append(self.step(self.state, t))
             self._tape.after(self.state)
-        self._carried = self.gradients.take()
+        self._carried = self.gradients.get_state()
         return self.state.position()
 
     def step(self, state: ExactMomentum, t: int) -> Shortened:
@@ -243,7 +248,7 @@ class Segment:
     def reverse(self, dw_P: Tensor) -> tuple[Tensor, SegmentGrad]:
         """From the derivative by the weights at the end to that by those at the start, and all on the way."""
         grad, adjoint = SegmentGrad.zero(self.numbers), Adjoint(dw_P, self.flat.groups, self.state.dtype)
-        self.gradients.put(self._carried)
+        self.gradients.set_state(self._carried)
         try:
             self._tape.begin(self)
             for t in reversed(range(self.num_steps)):
@@ -256,10 +261,10 @@ class Segment:
         numbers, flat, tape = self.numbers, self.flat, self._tape
         move = adjoint.over_move(tape.new_velocity(self, t), numbers.lr_TG[t], self.done[t])
         w_P = tape.old_weights(self, t)
-        linearised = self.gradients.reverse(w_P, self.place._replace(step=t), numbers.data_weights)
-        direction_P = _with_decay(linearised.direction_P, w_P, numbers.l2_G, flat.groups)
+        linearized = self.gradients.reverse(w_P, self.place._replace(step=t), numbers.data_weights)
+        direction_P = _with_decay(linearized.direction_P, w_P, numbers.l2_G, flat.groups)
         by_momentum_G = adjoint.over_decay(tape.old_velocity(self, t, direction_P), direction_P, numbers.momentum_TG[t])
-        by_w_P, by_weights = linearised.products(adjoint.z_P)
+        by_w_P, by_weights = linearized.products(adjoint.z_P)
         by_l2_G = adjoint.over_gradient(by_w_P, w_P, numbers.l2_G)
         grad.add(t, move, by_momentum_G, by_l2_G, by_weights)
 

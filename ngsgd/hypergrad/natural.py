@@ -21,10 +21,10 @@ from torch import Tensor, nn
 
 from ngsgd.config import OptimizerConfig
 from ngsgd.errors import ConfigError
-from ngsgd.hypergrad.job_replay import Linearised
-from ngsgd.hypergrad.training_task import Flat, ModuleTask, Place
+from ngsgd.hypergrad.job_replay import Linearized
+from ngsgd.hypergrad.training_task import Flat, MinibatchIndex, ModuleTask
 from ngsgd.ops.second_derivatives import twice_differentiable
-from ngsgd.preconditioners.online import Call, OnlineNaturalGradient
+from ngsgd.preconditioners.online import OnlineNaturalGradient, PreconditionContext
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class NaturalGradients:
         self._modules = linear_layers(task, flat)
         self._estimates: dict[str, tuple[OnlineNaturalGradient, OnlineNaturalGradient]] = {}
 
-    def probe(self, w_P: Tensor, place: Place, data_weights: Tensor | None) -> bool:
+    def probe(self, w_P: Tensor, place: MinibatchIndex, data_weights: Tensor | None) -> bool:
         """Nothing is undone, so nothing need have the same bits."""
         return True
 
@@ -78,16 +78,17 @@ class NaturalGradients:
             for one, state in zip(pair, snapshot[name], strict=True):
                 one.load_state_dict(state)
 
-    def take(self) -> Any:
+    def get_state(self) -> Any:
         return None
 
-    def put(self, state: Any) -> None:
+    def set_state(self, state: Any) -> None:
         pass
 
-    def forward(self, w_P: Tensor, place: Place, data_weights: Tensor | None) -> Tensor:
+    def forward(self, w_P: Tensor, place: MinibatchIndex, data_weights: Tensor | None) -> Tensor:
         return self._direction(w_P, place, data_weights, create_graph=False)[0]
 
-    def reverse(self, w_P: Tensor, place: Place, data_weights: Tensor | None) -> Linearised:
+    def reverse(self, w_P: Tensor, place: MinibatchIndex,
+                data_weights: Tensor | None) -> Linearized:
         weights = None if data_weights is None else data_weights.detach().requires_grad_()
         direction_P, factors, graph_P, leaves = self._direction(w_P.clone(), place, weights, create_graph=True)
         return _ConstantPreconditioner(direction_P, factors, graph_P, leaves if weights is None else [*leaves, weights], self)
@@ -99,7 +100,7 @@ class NaturalGradients:
             parts |= zip(names, factors[name].apply([parts[one] for one in names]), strict=True)
         return self.flat.flatten([parts[name] for name in self.flat.names])
 
-    def _direction(self, w_P: Tensor, place: Place, data_weights: Tensor | None, *,
+    def _direction(self, w_P: Tensor, place: MinibatchIndex, data_weights: Tensor | None, *,
                    create_graph: bool) -> tuple[Tensor, dict[str, Factors], Tensor, list[Tensor]]:
         """(direction, preconditioner, plain gradient, its leaves); moves the estimates."""
         leaves = [part.detach().requires_grad_() for part in self.flat.unflatten(w_P)]
@@ -154,7 +155,7 @@ def natural_gradients(task: ModuleTask, config: OptimizerConfig) -> NaturalGradi
 
 def _met(estimate: OnlineNaturalGradient, X_ND: Tensor, one_N: Tensor | None) -> tuple[Tensor | None, float]:
     """(W that the rows meet, scale); the estimate then moves."""
-    call: Call | None = estimate.begin(X_ND, one_N)
+    call: PreconditionContext | None = estimate.begin(X_ND, one_N)
     if call is None:
         return None, 1.0
     scale = call.preconditioned().scale

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ngsgd.errors import DivergenceError
-from ngsgd.hypergrad.hyperparameters import HyperGrad, Plan, Report
+from ngsgd.hypergrad.hyperparameters import HyperGrad, HypergradientReport, HyperparameterPlan
 from ngsgd.hypergrad.search_space import HyperSpace
 
 REVERSE_COST = 3.2   # measured: docs/tuning.md
@@ -28,7 +28,7 @@ _FLOOR = 0.1         # share of the steepest number's slope below which a slope 
 
 
 @dataclass(frozen=True)
-class Trial:
+class SearchTrial:
     """One run of the proxy."""
 
     kind: str            # coarse, descent or transfer
@@ -36,35 +36,35 @@ class Trial:
     value: float         # validation loss; inf where it diverged
     theta: tuple[float, ...]
     accepted: bool       # the best so far, from which the descent went on
-    report: Report | None = None
+    report: HypergradientReport | None = None
     norm: float = 0.0    # of the hypergradient, where it was computed
 
 
 @dataclass
-class Search:
+class SearchResult:
     """What a search has tried."""
 
     space: HyperSpace
-    trials: list[Trial] = field(default_factory=list)
+    trials: list[SearchTrial] = field(default_factory=list)
     spent: float = 0.0
 
     @property
-    def best(self) -> Trial:
+    def best(self) -> SearchTrial:
         return min(self.trials, key=lambda trial: trial.value)
 
     def best_within(self, cost: float) -> float:
         """The lowest loss that had been seen by that cost."""
         return min((trial.value for trial in self.trials if trial.cost <= cost), default=math.inf)
 
-    def add(self, kind: str, value: float, theta_D: Tensor, *, cost: float = 1.0) -> Trial:
+    def add(self, kind: str, value: float, theta_D: Tensor, *, cost: float = 1.0) -> SearchTrial:
         self.spent += cost
         accepted = value < (self.best.value if self.trials else math.inf)
-        self.trials.append(Trial(kind, self.spent, value, tuple(theta_D.tolist()), accepted))
+        self.trials.append(SearchTrial(kind, self.spent, value, tuple(theta_D.tolist()), accepted))
         return self.trials[-1]
 
 
-class Evaluated(Protocol):
-    """A run that has been made; see `ngsgd.hypergrad.Evaluation`."""
+class EvaluatedRun(Protocol):
+    """A run that has been made; see `ngsgd.hypergrad.HypergradientRun`."""
 
     value: float
 
@@ -72,8 +72,8 @@ class Evaluated(Protocol):
         """Its derivatives."""
 
 
-Evaluate = Callable[[Plan], Evaluated]
-Watch = Callable[[Trial], None]
+Evaluate = Callable[[HyperparameterPlan], EvaluatedRun]
+TrialCallback = Callable[[SearchTrial], None]
 Seeder = Callable[[Callable[[Tensor], float], Tensor, Tensor, int, int], None]
 
 
@@ -85,17 +85,18 @@ def random_seeder(objective: Callable[[Tensor], float], low_2: Tensor, high_2: T
         objective(low_2 + share * (high_2 - low_2))
 
 
-def tune(evaluate: Evaluate, space: HyperSpace, *, budget: float, seed_share: float = 0.25, seeder: Seeder = random_seeder,
-         seed: int = 0, watch: Watch | None = None) -> Search:
+def tune_hyperparameters(evaluate: Evaluate, space: HyperSpace, *, budget: float,
+                         seed_share: float = 0.25, seeder: Seeder = random_seeder,
+         seed: int = 0, watch: TrialCallback | None = None) -> SearchResult:
     """Searches `space` with `budget` plain runs; `best` of what is returned is the result.
 
     The first `seed_share` of the budget goes to `seeder`, over initial and final learning rate alone.  From half of its best
     rates on all numbers move at once along their hypergradient, in a step whose length grows when the loss falls and shrinks
     when it does not: only measured losses decide.
     """
-    search = Search(space)
+    search = SearchResult(space)
     watch = watch or (lambda trial: None)
-    theta_D = space.centre()
+    theta_D = space.center()
     num_coarse = int(seed_share * budget)
     if num_coarse and "schedule" in space.slices:
         theta_D = _coarse(search, evaluate, theta_D, num_coarse, seeder, seed, watch)
@@ -103,8 +104,9 @@ def tune(evaluate: Evaluate, space: HyperSpace, *, budget: float, seed_share: fl
     return search
 
 
-def _coarse(search: Search, evaluate: Evaluate, theta_D: Tensor, num_trials: int, seeder: Seeder, seed: int,
-            watch: Watch) -> Tensor:
+def _coarse(search: SearchResult, evaluate: Evaluate, theta_D: Tensor, num_trials: int,
+            seeder: Seeder, seed: int,
+            watch: TrialCallback) -> Tensor:
     """The best exponential schedule, backed off."""
     space = search.space
     reach = math.log(space.rates)
@@ -118,7 +120,8 @@ def _coarse(search: Search, evaluate: Evaluate, theta_D: Tensor, num_trials: int
     return space.clamp(space.scaled(torch.tensor(search.best.theta, dtype=torch.float64), _BACK_OFF))
 
 
-def _descend(search: Search, evaluate: Evaluate, theta_D: Tensor, budget: float, watch: Watch) -> None:
+def _descend(search: SearchResult, evaluate: Evaluate, theta_D: Tensor, budget: float,
+             watch: TrialCallback) -> None:
     """Trust-region descent: run first, and back only from a point that is better; where it ends, again from lower rates."""
     radius = _RADIUS
     while search.spent + 1.0 <= budget:
@@ -128,7 +131,8 @@ def _descend(search: Search, evaluate: Evaluate, theta_D: Tensor, budget: float,
         theta_D, radius = search.space.scaled(torch.tensor(search.best.theta, dtype=torch.float64), _BACK_OFF ** 0.5), radius / 2.0
 
 
-def _descend_once(search: Search, evaluate: Evaluate, theta_D: Tensor, budget: float, watch: Watch, radius: float) -> Tensor:
+def _descend_once(search: SearchResult, evaluate: Evaluate, theta_D: Tensor, budget: float,
+                  watch: TrialCallback, radius: float) -> Tensor:
     """Until the radius is small: a step stands if the loss is below the highest of the last few that stood.
 
     Losses of short runs are rough, and the lowest of them is lucky: to ask for a new lowest at every step would end there.
@@ -159,7 +163,8 @@ def _descend_once(search: Search, evaluate: Evaluate, theta_D: Tensor, budget: f
     return theta_D
 
 
-def _value(evaluate: Evaluate, space: HyperSpace, theta_D: Tensor) -> tuple[float, Evaluated | None]:
+def _value(evaluate: Evaluate, space: HyperSpace, theta_D: Tensor) -> tuple[float,
+                                                                            EvaluatedRun | None]:
     """(loss, the run); a run that diverges has an infinite loss."""
     try:
         evaluated = evaluate(space.build(theta_D))
@@ -173,7 +178,8 @@ def _slope(space: HyperSpace, theta_D: Tensor, found: HyperGrad) -> Tensor:
     return torch.nan_to_num(found.by(space.build(leaf_D), leaf_D), nan=0.0, posinf=0.0, neginf=0.0)
 
 
-def _direction(space: HyperSpace, mean_D: Tensor, squares_D: Tensor, report: Report) -> Tensor:
+def _direction(space: HyperSpace, mean_D: Tensor, squares_D: Tensor,
+               report: HypergradientReport) -> Tensor:
     """Downhill, each number by its mean slope over the root of its mean square; the largest move is 1."""
     if not report.trusted and "schedule" in space.slices:
         # chaos: the slope's sign means nothing, but lower rates do away with the cause
@@ -185,19 +191,21 @@ def _direction(space: HyperSpace, mean_D: Tensor, squares_D: Tensor, report: Rep
     return scaled_D / scaled_D.abs().max().clamp(min=1e-30)
 
 
-def _noted(search: Search, found: HyperGrad, slope_D: Tensor) -> None:
+def _noted(search: SearchResult, found: HyperGrad, slope_D: Tensor) -> None:
     """The report goes with the trial that it belongs to, the last that was accepted."""
     index = max(i for i, trial in enumerate(search.trials) if trial.kind == "descent" and trial.value == found.value)
     old = search.trials[index]
-    search.trials[index] = Trial(old.kind, old.cost, old.value, old.theta, old.accepted, found.report, float(slope_D.norm()))
+    search.trials[index] = SearchTrial(old.kind, old.cost, old.value, old.theta, old.accepted,
+                                       found.report, float(slope_D.norm()))
 
 
-def transfer(evaluate: Evaluate, space: HyperSpace, theta_D: Tensor, multipliers: Sequence[float] = (1.0, 0.5, 0.25)) -> Search:
+def transfer(evaluate: Evaluate, space: HyperSpace, theta_D: Tensor,
+             multipliers: Sequence[float] = (1.0, 0.5, 0.25)) -> SearchResult:
     """Tries the learned schedule on a run of another length with all rates multiplied; `space` is that run's.
 
     Rates that are best for a short run are too high for a long one.
     """
-    search = Search(space)
+    search = SearchResult(space)
     for factor in multipliers:
         point_D = space.scaled(theta_D, factor)
         search.add("transfer", _value(evaluate, space, point_D)[0], point_D)

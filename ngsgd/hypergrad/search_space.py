@@ -6,6 +6,7 @@ Letters: D tuned numbers (theta), K knots of the learning-rate schedule, T steps
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -14,14 +15,14 @@ import torch
 from torch import Tensor
 
 from ngsgd.errors import ConfigError
-from ngsgd.hypergrad.hyperparameters import Plan
+from ngsgd.hypergrad.hyperparameters import HyperparameterPlan
 
 PARTS = ("schedule", "layer_lr", "l2", "momentum", "max_change", "init_scale")
 _TINY_L2 = 1e-6  # where l2 is tuned from 0: a logarithm needs somewhere to begin
 
 
 @dataclass(frozen=True)
-class Settings:
+class BaseHyperparameters:
     """The hyperparameters before tuning; all of them stay so but for what a space tunes."""
 
     lr_initial: float            # of a job
@@ -43,7 +44,7 @@ class HyperSpace:
         rates: how far, as a factor, learning rates may move from `settings`; `others` likewise for the rest.
     """
 
-    settings: Settings
+    settings: BaseHyperparameters
     layers: tuple[str, ...]
     num_steps: int
     num_jobs: int = 1
@@ -85,13 +86,19 @@ class HyperSpace:
             return ["momentum"] if part == "momentum" else [f"{part} of {layer}" for layer in self.layers]
         return [name for part in self.slices for name in of(part)]
 
-    def centre(self) -> Tensor:
+    def center(self) -> Tensor:
         """Theta of `settings`."""
         s = self.settings
         starts = {"schedule": self._exponential(s.lr_initial, s.lr_final), "momentum": [math.log(1.0 - s.momentum)],
                   "layer_lr": [0.0] * len(self.layers), "l2": [math.log(s.l2 or _TINY_L2)] * len(self.layers),
                   "max_change": [math.log(s.max_change or 1.0)] * len(self.layers), "init_scale": [0.0] * len(self.layers)}
         return torch.tensor([value for part in self.slices for value in starts[part]], dtype=torch.float64)
+
+    def centre(self) -> Tensor:
+        """Deprecated name of `center`."""
+        warnings.warn("HyperSpace.centre is now center; the old name will be removed.",
+                      DeprecationWarning, stacklevel=2)
+        return self.center()
 
     def reach(self) -> Tensor:
         """How far each number may move from the centre, D."""
@@ -102,8 +109,8 @@ class HyperSpace:
 
     def clamp(self, theta_D: Tensor) -> Tensor:
         """The nearest point of the box."""
-        centre_D, reach_D = self.centre(), self.reach()
-        clamped_D = torch.minimum(torch.maximum(theta_D, centre_D - reach_D), centre_D + reach_D)
+        center_D, reach_D = self.center(), self.reach()
+        clamped_D = torch.minimum(torch.maximum(theta_D, center_D - reach_D), center_D + reach_D)
         if "momentum" in self.slices:
             clamped_D[self.slices["momentum"]] = clamped_D[self.slices["momentum"]].clamp(math.log(0.002), math.log(0.9))
         return clamped_D
@@ -120,7 +127,7 @@ class HyperSpace:
         changed_D[self.slices["schedule"]] += math.log(factor)
         return changed_D
 
-    def build(self, theta_D: Tensor) -> Plan:
+    def build(self, theta_D: Tensor) -> HyperparameterPlan:
         """The plan, differentiable by theta."""
         layers, s = len(self.layers), self.settings
 
@@ -130,7 +137,7 @@ class HyperSpace:
         lr_T = self._schedule(values).exp()
         factor_G = values["layer_lr"].exp() if "layer_lr" in values else full(1.0, layers)
         momentum = 1.0 - values["momentum"].exp() if "momentum" in values else full(s.momentum, 1)
-        return Plan(
+        return HyperparameterPlan(
             lr_T[:, None] * factor_G, momentum.expand(self.num_steps, layers),
             values["l2"].exp() if "l2" in values else full(s.l2, layers),
             values["init_scale"].exp() if "init_scale" in values else full(1.0, layers),

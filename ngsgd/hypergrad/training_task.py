@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 
-class Place(NamedTuple):
+class MinibatchIndex(NamedTuple):
     """One minibatch of a run; it decides the data and every random draw."""
 
     outer_iter: int
@@ -29,7 +29,7 @@ class Place(NamedTuple):
         return int(np.random.SeedSequence([run_seed, *self]).generate_state(1)[0])
 
 
-class Task(Protocol):
+class TrainingTask(Protocol):
     """What `hypergradient` differentiates.  Both losses must be pure: no state of a module may change what they give."""
 
     seed: int
@@ -42,7 +42,8 @@ class Task(Protocol):
     def layers(self) -> Mapping[str, Sequence[str]]:
         """Layer to its parameters; layers and parameters in the order of `start`."""
 
-    def loss(self, parameters: Mapping[str, Tensor], place: Place, data_weights: Tensor | None) -> Tensor:
+    def loss(self, parameters: Mapping[str, Tensor], place: MinibatchIndex,
+             data_weights: Tensor | None) -> Tensor:
         """Of the minibatch at `place`; torch's generator has been seeded for it."""
 
     def validation(self, parameters: Mapping[str, Tensor]) -> Tensor:
@@ -63,7 +64,8 @@ class ModuleTask:
         validation: minibatches on which the mean of `loss` is what the hyperparameters are judged by (module in eval mode).
     """
 
-    def __init__(self, module: nn.Module, batch: Callable[[Place], Batch], loss: LossOf, validation: Sequence[Batch],
+    def __init__(self, module: nn.Module, batch: Callable[[MinibatchIndex], Batch], loss: LossOf,
+                 validation: Sequence[Batch],
                  seed: int = 0) -> None:
         self.module, self.batch, self._loss, self._validation, self.seed = module, batch, loss, validation, seed
 
@@ -78,7 +80,8 @@ class ModuleTask:
             layers.setdefault(name.rpartition(".")[0] or type(self.module).__name__, []).append(name)
         return layers
 
-    def loss(self, parameters: Mapping[str, Tensor], place: Place, data_weights: Tensor | None) -> Tensor:
+    def loss(self, parameters: Mapping[str, Tensor], place: MinibatchIndex,
+             data_weights: Tensor | None) -> Tensor:
         batch = self.batch(place)
         return self._loss(self._call(parameters, batch[0]), batch, data_weights)
 
@@ -115,7 +118,7 @@ class Flat:
     groups: tuple[slice, ...]  # of the vector, by layer
 
     @classmethod
-    def of(cls, task: Task) -> Flat:
+    def of(cls, task: TrainingTask) -> Flat:
         start, layers = task.start, task.layers
         names = [name for layer in layers.values() for name in layer]
         if names != list(start) or len({p.dtype for p in start.values()}) != 1:

@@ -23,8 +23,8 @@ class Carrier(Protocol):
     def restore(self, snapshot: Any) -> None: ...
 
 
-class Segment(Protocol):
-    """The job whose steps are kept; see `ngsgd.hypergrad.job_replay.Segment`."""
+class ReplayableSegment(Protocol):
+    """The job whose steps are kept; see `ngsgd.hypergrad.job_replay.ReplayableSegment`."""
 
     state: ExactMomentum
     ones_G: tuple[float, ...]
@@ -44,17 +44,17 @@ class Tape(Protocol):
 
     def __init__(self, num_steps: int) -> None: ...
 
-    def before(self, segment: Segment, state: ExactMomentum, t: int) -> None: ...
+    def before(self, segment: ReplayableSegment, state: ExactMomentum, t: int) -> None: ...
 
     def after(self, state: ExactMomentum) -> None: ...
 
-    def begin(self, segment: Segment) -> None: ...
+    def begin(self, segment: ReplayableSegment) -> None: ...
 
-    def new_velocity(self, segment: Segment, t: int) -> Velocity: ...
+    def new_velocity(self, segment: ReplayableSegment, t: int) -> Velocity: ...
 
-    def old_weights(self, segment: Segment, t: int) -> Tensor: ...
+    def old_weights(self, segment: ReplayableSegment, t: int) -> Tensor: ...
 
-    def old_velocity(self, segment: Segment, t: int, direction_P: Tensor) -> Velocity: ...
+    def old_velocity(self, segment: ReplayableSegment, t: int, direction_P: Tensor) -> Velocity: ...
 
 
 class _Reversible:
@@ -63,23 +63,23 @@ class _Reversible:
     def __init__(self, num_steps: int) -> None:
         self.bytes = 0
 
-    def before(self, segment: Segment, state: ExactMomentum, t: int) -> None:
+    def before(self, segment: ReplayableSegment, state: ExactMomentum, t: int) -> None:
         pass
 
     def after(self, state: ExactMomentum) -> None:
         pass
 
-    def begin(self, segment: Segment) -> None:
+    def begin(self, segment: ReplayableSegment) -> None:
         segment.state.verify()
 
-    def new_velocity(self, segment: Segment, t: int) -> Velocity:
+    def new_velocity(self, segment: ReplayableSegment, t: int) -> Velocity:
         return Velocity(segment.state.u_P, segment.state.scale_G)
 
-    def old_weights(self, segment: Segment, t: int) -> Tensor:
+    def old_weights(self, segment: ReplayableSegment, t: int) -> Tensor:
         segment.state.undo_x(segment.rates(t))
         return segment.state.weights()
 
-    def old_velocity(self, segment: Segment, t: int, direction_P: Tensor) -> Velocity:
+    def old_velocity(self, segment: ReplayableSegment, t: int, direction_P: Tensor) -> Velocity:
         segment.state.undo_v(direction_P)
         return Velocity(segment.state.u_P, segment.state.scale_G)
 
@@ -93,7 +93,7 @@ class _Store:
         self._carried: list[Any] = []
         self.bytes = 0
 
-    def before(self, segment: Segment, state: ExactMomentum, t: int) -> None:
+    def before(self, segment: ReplayableSegment, state: ExactMomentum, t: int) -> None:
         self._weights.append(state.weights().clone())
         self._carried.append(segment.carrier.snapshot())
         if not self._velocities:
@@ -103,17 +103,17 @@ class _Store:
     def after(self, state: ExactMomentum) -> None:
         self._velocities.append(state.velocity().to(state.dtype))
 
-    def begin(self, segment: Segment) -> None:
+    def begin(self, segment: ReplayableSegment) -> None:
         pass
 
-    def new_velocity(self, segment: Segment, t: int) -> Velocity:
+    def new_velocity(self, segment: ReplayableSegment, t: int) -> Velocity:
         return Velocity(self._velocities.pop(), segment.ones_G)
 
-    def old_weights(self, segment: Segment, t: int) -> Tensor:
+    def old_weights(self, segment: ReplayableSegment, t: int) -> Tensor:
         segment.carrier.restore(self._carried.pop())
         return self._weights.pop()
 
-    def old_velocity(self, segment: Segment, t: int, direction_P: Tensor) -> Velocity:
+    def old_velocity(self, segment: ReplayableSegment, t: int, direction_P: Tensor) -> Velocity:
         return Velocity(self._velocities[-1], segment.ones_G)
 
 
@@ -127,7 +127,7 @@ class _Checkpoint:
         self._block = _Store(0)
         self.bytes = 0
 
-    def before(self, segment: Segment, state: ExactMomentum, t: int) -> None:
+    def before(self, segment: ReplayableSegment, state: ExactMomentum, t: int) -> None:
         if t % self._period == 0:
             self._states.append((t, state.copy(), segment.carrier.snapshot()))
             self.bytes += 16 * len(state.x_P)
@@ -135,10 +135,10 @@ class _Checkpoint:
     def after(self, state: ExactMomentum) -> None:
         pass
 
-    def begin(self, segment: Segment) -> None:
+    def begin(self, segment: ReplayableSegment) -> None:
         self._replay(segment, self._num_steps)
 
-    def _replay(self, segment: Segment, stop: int) -> None:
+    def _replay(self, segment: ReplayableSegment, stop: int) -> None:
         first, state, carried = self._states.pop()
         segment.carrier.restore(carried)
         self._block = _Store(0)
@@ -147,15 +147,15 @@ class _Checkpoint:
             segment.step(state, t)
             self._block.after(state)
 
-    def new_velocity(self, segment: Segment, t: int) -> Velocity:
+    def new_velocity(self, segment: ReplayableSegment, t: int) -> Velocity:
         if not self._block._weights:
             self._replay(segment, t + 1)
         return self._block.new_velocity(segment, t)
 
-    def old_weights(self, segment: Segment, t: int) -> Tensor:
+    def old_weights(self, segment: ReplayableSegment, t: int) -> Tensor:
         return self._block.old_weights(segment, t)
 
-    def old_velocity(self, segment: Segment, t: int, direction_P: Tensor) -> Velocity:
+    def old_velocity(self, segment: ReplayableSegment, t: int, direction_P: Tensor) -> Velocity:
         return self._block.old_velocity(segment, t, direction_P)
 
 

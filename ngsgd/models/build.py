@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ngsgd.config import ModelConfig
 from ngsgd.errors import ConfigError
 from ngsgd.models import custom
-from ngsgd.models.dnn import Layer, dnn_layers, initialise, zero
+from ngsgd.models.dnn import Layer, dnn_layers, initialize, zero
 from ngsgd.models.growing import Split, StagedModel
 from ngsgd.models.inputs import DataStatistics, Window
 from ngsgd.models.layers import FixedAffine, FixedScale
@@ -36,7 +36,7 @@ def build_model(config: ModelConfig, num_inputs: int, num_classes: int, seed: in
     output = _output("output", width, num_classes, _scales(config, statistics, [1] * num_classes))
     split = _split(config, width, num_classes, statistics)
     generator = torch.Generator().manual_seed(seed)
-    initialise((module for layer in layers for module in layer.values()), generator)
+    initialize((module for layer in layers for module in layer.values()), generator)
     make = partial(_network, window=window) if config.kind in ("tdnn", "tdnnf") else nn.Sequential
     if not config.add_layers_period and split is None:
         return make(OrderedDict((name, module) for part in (front, *layers, output) for name, module in part.items()))

@@ -32,7 +32,7 @@ def dnn_layers(config: ModelConfig, num_inputs: int) -> tuple[list[Layer], int]:
 
 
 @torch.no_grad()
-def initialise(layers: Iterable[nn.Module], generator: torch.Generator) -> None:
+def initialize(layers: Iterable[nn.Module], generator: torch.Generator) -> None:
     """Kaldi's start (C.7): weights of standard deviation 1/sqrt(inputs), biases of 1."""
     for layer in layers:
         for module in layer.modules():

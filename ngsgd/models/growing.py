@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ngsgd.models.dnn import Layer, initialise
+from ngsgd.models.dnn import Layer, initialize
 from ngsgd.models.growth_stages import Stage
 from ngsgd.models.subclasses import split_rows
 from ngsgd.models.tdnn import TimeDelayNetwork
@@ -110,7 +110,7 @@ def _seed_of(seed: int, stage: Stage) -> int:
 
 
 def _reset(module: nn.Module, generator: torch.Generator) -> None:
-    initialise([module], generator)
+    initialize([module], generator)
     for one in module.modules():
         if isinstance(one, nn.modules.batchnorm._BatchNorm):
             one.reset_running_stats()

@@ -20,54 +20,60 @@ from torch import Tensor
 
 from ngsgd.ops import gemm
 from ngsgd.ops.kernels import native
-from ngsgd.ops.packed_gemm import Panels
+from ngsgd.ops.packed_gemm import PackedMatrix
 
 PROCESSORS = ("AVX512", "AVX2")   # as torch names what they can do; the C++ is written for these
 SOURCE = Path(__file__).with_name("kernels") / "fisher_projection.cpp"
 _Squares = ctypes.c_double * 2
 
 
-class Met(NamedTuple):
+class Projection(NamedTuple):
     """What comes of it; the last three are None where Xhat was not asked for."""
 
     sum_sq: Tensor | float              # tr X X^T: a number on the host, 0-d on a device that must not be waited for
     H_NR: Tensor                        # X W^T
-    Xhat_ND: Tensor | Panels | None = None   # X - H W, not yet rescaled
+    Xhat_ND: Tensor | PackedMatrix | None = None   # X - H W, not yet rescaled
     one_hat_N: Tensor | None = None     # its last column, where a 1 was appended
     sum_sq_hat: Tensor | float | None = None
 
 
-def meet(X_ND: Tensor, W_RD: Tensor, one_N: Tensor | None = None, scratch: Tensor | Panels | None = None, *,
-         corrects: bool = True) -> Met:
+def project(X_ND: Tensor, W_RD: Tensor, one_N: Tensor | None = None,
+            scratch: Tensor | PackedMatrix | None = None, *,
+         corrects: bool = True) -> Projection:
     """Contiguous rows [X | one] and the estimate's W; Xhat, if wanted, in `scratch` where that is quicker, or is panels."""
     if not _is_native(X_ND, W_RD, one_N):
-        met = Met(sum_of_squares(X_ND, one_N), project(X_ND, W_RD, one_N))
-        return corrected(met, X_ND, W_RD, one_N, scratch) if corrects else met
+        projection = Projection(sum_of_squares(X_ND, one_N), coefficients(X_ND, W_RD, one_N))
+        return with_residual(projection, X_ND, W_RD, one_N, scratch) if corrects else projection
     library, (N, D), R = _library(), X_ND.shape, W_RD.shape[0]
     H_NR = X_ND.new_empty(N, R)
     Xhat_ND = one_hat_N = None
     if corrects:
         Xhat_ND = torch.empty_like(X_ND) if scratch is None else scratch
         one_hat_N = None if one_N is None else torch.empty_like(one_N)
-    to, rows_of_panel = (Xhat_ND.memory, Xhat_ND.memory.shape[1]) if isinstance(Xhat_ND, Panels) else (Xhat_ND, 0)
+    to, rows_of_panel = (Xhat_ND.memory, Xhat_ND.memory.shape[1]) if isinstance(Xhat_ND, PackedMatrix) else (Xhat_ND, 0)
     threads = torch.get_num_threads()
     work, squares = native.work_memory(_work_size(D + (one_N is not None), R, threads)), _Squares()
-    library.meet(X_ND.data_ptr(), N, D, native.address(one_N), W_RD.data_ptr(), W_RD.stride(0), R, H_NR.data_ptr(),
+    library.project(X_ND.data_ptr(), N, D, native.address(one_N), W_RD.data_ptr(), W_RD.stride(0),
+                    R, H_NR.data_ptr(),
              native.address(to), rows_of_panel, native.address(one_hat_N), work.data_ptr(), squares, threads)
-    return Met(squares[0], H_NR, Xhat_ND, one_hat_N, squares[1] if corrects else None)
+    return Projection(squares[0], H_NR, Xhat_ND, one_hat_N, squares[1] if corrects else None)
 
 
-def corrected(met: Met, X_ND: Tensor, W_RD: Tensor, one_N: Tensor | None = None, scratch: Tensor | Panels | None = None) -> Met:
+def with_residual(projection: Projection, X_ND: Tensor, W_RD: Tensor, one_N: Tensor | None = None,
+                  scratch: Tensor | PackedMatrix | None = None) -> Projection:
     """With Xhat and what belongs to it: rows multiplied by beta_t G_t^-1 (36, 80), not yet rescaled."""
-    if met.Xhat_ND is not None:
-        return met
-    Xhat_ND = gemm.less_mm(X_ND, met.H_NR, W_RD[:, :X_ND.shape[1]], None if isinstance(scratch, Panels) else scratch)
-    one_hat_N = None if one_N is None else torch.addmv(one_N, met.H_NR, W_RD[:, -1], alpha=-1)
-    met = met._replace(Xhat_ND=Xhat_ND, one_hat_N=one_hat_N, sum_sq_hat=sum_of_squares(Xhat_ND, one_hat_N))
-    if not isinstance(scratch, Panels):
-        return met
+    if projection.Xhat_ND is not None:
+        return projection
+    Xhat_ND = gemm.sub_matmul(X_ND, projection.H_NR, W_RD[:, :X_ND.shape[1]],
+                              None if isinstance(scratch, PackedMatrix) else scratch)
+    one_hat_N = None if one_N is None else torch.addmv(one_N, projection.H_NR, W_RD[:, -1],
+                                                       alpha=-1)
+    projection = projection._replace(Xhat_ND=Xhat_ND, one_hat_N=one_hat_N,
+                                     sum_sq_hat=sum_of_squares(Xhat_ND, one_hat_N))
+    if not isinstance(scratch, PackedMatrix):
+        return projection
     scratch.fill(Xhat_ND)
-    return met._replace(Xhat_ND=scratch)
+    return projection._replace(Xhat_ND=scratch)
 
 
 def sum_of_squares(X_ND: Tensor, one_N: Tensor | None = None) -> Tensor | float:
@@ -79,7 +85,7 @@ def sum_of_squares(X_ND: Tensor, one_N: Tensor | None = None) -> Tensor | float:
     return total.item() if X_ND.is_cpu else total
 
 
-def project(X_ND: Tensor, W_RD: Tensor, one_N: Tensor | None = None) -> Tensor:
+def coefficients(X_ND: Tensor, W_RD: Tensor, one_N: Tensor | None = None) -> Tensor:
     """H_t (79), made as its transpose: a few long rows are faster to form than many short ones."""
     if one_N is None:
         return gemm.mm(W_RD, X_ND.T).T
@@ -108,4 +114,5 @@ def _library() -> Any:
         return None
     a, n = native.ADDRESS, native.NUMBER
     return native.threaded(SOURCE, work_size=(n, n, n, native.THREADS),
-                           meet=(None, a, n, n, a, a, n, n, a, a, n, a, a, ctypes.POINTER(ctypes.c_double), native.THREADS))
+                           project=(None, a, n, n, a, a, n, n, a, a, n, a, a,
+                                    ctypes.POINTER(ctypes.c_double), native.THREADS))

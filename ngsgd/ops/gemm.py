@@ -56,7 +56,7 @@ def scaled_mv(a_MK: Tensor, b_K: Tensor, scale: Tensor | float) -> Tensor:
     return torch.addmv(_nothing(b_K.dtype), a_MK, b_K, beta=0.0, alpha=scale)
 
 
-def less_mm(c_MN: Tensor, a_MK: Tensor, b_KN: Tensor, scratch: Tensor | None = None) -> Tensor:
+def sub_matmul(c_MN: Tensor, a_MK: Tensor, b_KN: Tensor, scratch: Tensor | None = None) -> Tensor:
     """c - a b; in the memory of `scratch` where that is quicker than new memory; in that of c where `scratch` is c."""
     if not _is_for_onednn(a_MK, b_KN) or not c_MN.is_contiguous() or c_MN.dtype != a_MK.dtype:
         return torch.addmm(c_MN, a_MK, b_KN, alpha=-1, out=scratch)

@@ -124,7 +124,7 @@ def largest_eigenvalue(A_DD: Tensor, *, tolerance: float = 1e-7, max_steps: int 
 def woodbury_rows(U_ND: Tensor, root_NN: Tensor, damping: float, x_XD: Tensor) -> Tensor:
     """x (U^T U + damping I)^-1, given the Cholesky root of U U^T + damping I: cheap where N < D."""
     inner_NX = torch.cholesky_solve(gemm.mm(U_ND, x_XD.T).to(root_NN.dtype), root_NN).to(x_XD.dtype)
-    return gemm.less_mm(x_XD, inner_NX.T, U_ND) / damping
+    return gemm.sub_matmul(x_XD, inner_NX.T, U_ND) / damping
 
 
 def less_upper_product(Q_DD: Tensor, t_DD: Tensor) -> None:

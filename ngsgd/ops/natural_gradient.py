@@ -26,7 +26,8 @@ from ngsgd.ops import gemm
 
 Array = npt.NDArray[np.float64]
 
-_REORTHOGONALISE_RATIO = 1e6  # of largest to smallest eigenvalue of Z; beyond it float32 rows of R lose orthogonality
+# of largest to smallest eigenvalue of Z; beyond it float32 rows of R lose orthogonality
+_REORTHOGONALIZE_RATIO = 1e6
 _ORTHOGONALITY_ERROR = 1e-3   # largest |R R^T - I| that is left alone
 # smallest floor: rows of 1e-10, as those of a mean over 1e9 samples.  Squares of its square still fit into float64 and float32
 SMALLEST_EIGENVALUE = 1e-20
@@ -60,14 +61,14 @@ class Moments(NamedTuple):
     scale: float     # what the rows carry that the estimate must not: a loss scale
 
 
-class Move(NamedTuple):
+class FisherUpdate(NamedTuple):
     """Where the estimate goes: W' = A (J + diag(b) W), and the new eigenvalues."""
 
     A_RR: Array
     b_R: Array
     d_R: Array
     rho: float
-    must_reorthogonalise: bool
+    must_reorthogonalize: bool
 
 
 def initial_state(dim: int, rank: int, smoothing: Smoothing, like: Tensor) -> FisherState:
@@ -84,7 +85,7 @@ def initial_state(dim: int, rank: int, smoothing: Smoothing, like: Tensor) -> Fi
 
 
 def with_relative_start(state: FisherState, moments: Moments, dim: int, smoothing: Smoothing) -> tuple[FisherState, Smoothing]:
-    """What `move` takes with a relative floor: the first rows that are not all zero lower the start, where it outweighs them.
+    """Lower the start of an estimate with a relative floor, where it outweighs the first rows that are not all zero.
 
     The start is then delta times the mean eigenvalue of these rows.  It would outweigh rows as small as the derivatives of a mean
     over thousands of samples.  Before them the floor stays absolute, as in Kaldi: layers below one that starts at zero have zero
@@ -139,7 +140,8 @@ def wide_moments(J_RD: Tensor, moments: Moments) -> Moments:
     return moments._replace(K_RR=(J64_RD @ J64_RD.T).cpu().numpy())
 
 
-def move(state: FisherState, moments: Moments, dim: int, eta: float, smoothing: Smoothing) -> Move | None:
+def compute_update(state: FisherState, moments: Moments, dim: int, eta: float,
+                   smoothing: Smoothing) -> FisherUpdate | None:
     """From F_t to F_{t+1}; None where a product is not finite, so that nothing bad ever enters the estimate."""
     d_R, rho = state.d_R, state.rho
     share = eta / moments.num_rows / moments.scale**2
@@ -149,24 +151,25 @@ def move(state: FisherState, moments: Moments, dim: int, eta: float, smoothing: 
         return None
     c_R, U_RR = _descending_eigh(Z_RR)                                        # (58)
     c_floor = (rho * (1.0 - eta)) ** 2
-    must_reorthogonalise = bool(c_R[0] > _REORTHOGONALISE_RATIO * c_R[-1] or c_R[-1] < c_floor)
+    must_reorthogonalize = bool(c_R[0] > _REORTHOGONALIZE_RATIO * c_R[-1] or c_R[-1] < c_floor)
     c_R = np.maximum(c_R, c_floor)
     d_next_R, rho_next = _floored_eigenvalues(c_R, state, dim, share, eta, moments.sum_sq, smoothing)
     e_next_R = _e(d_next_R, rho_next, dim, smoothing.alpha)                   # (62, 63)
     A_RR = (share * np.sqrt(e_next_R / c_R))[:, None] * U_RR.T / np.sqrt(e_R)  # (69)
     b_R = (1.0 - eta) / share * (d_R + rho)                                   # (70)
-    return Move(A_RR, b_R, d_next_R, rho_next, must_reorthogonalise)
+    return FisherUpdate(A_RR, b_R, d_next_R, rho_next, must_reorthogonalize)
 
 
-def moved(state: FisherState, J_RD: Tensor, step: Move, smoothing: Smoothing) -> FisherState:
+def apply_update(state: FisherState, J_RD: Tensor, step: FisherUpdate,
+                 smoothing: Smoothing) -> FisherState:
     """F_{t+1}; overwrites J and the W of `state`, for memory's sake."""
     W_RD = state.W_RD
     b_R1 = torch.from_numpy(step.b_R).to(W_RD)[:, None]
     A_RR = torch.from_numpy(step.A_RR).to(W_RD)
     gemm.mm(A_RR, J_RD.addcmul_(b_R1, W_RD), out=W_RD)                        # (64)
-    if step.must_reorthogonalise:
+    if step.must_reorthogonalize:
         e_R = _e(step.d_R, step.rho, W_RD.shape[1], smoothing.alpha)
-        W_RD = reorthogonalised(W_RD, torch.from_numpy(e_R).to(W_RD.device))
+        W_RD = reorthogonalized(W_RD, torch.from_numpy(e_R).to(W_RD.device))
     return FisherState(W_RD, step.d_R, step.rho)
 
 
@@ -220,7 +223,7 @@ def _floored_eigenvalues(c_R: Array, state: FisherState, dim: int, share: float,
     return np.maximum(sqrt_c_R - rho, floor), max(rho, floor)                 # (60, 61)
 
 
-def reorthogonalised(W_RD: Tensor, e_R: Tensor) -> Tensor:
+def reorthogonalized(W_RD: Tensor, e_R: Tensor) -> Tensor:
     """W with the rows of R = E^(-1/2) W made orthonormal again (71, 72), where rounding has spoilt them."""
     W64_RD: Tensor = W_RD.double()
     O_RR = e_R.rsqrt()[:, None] * (W64_RD @ W64_RD.T) * e_R.rsqrt()

@@ -24,7 +24,7 @@ _MANY_ROWS, _MANY_OUTPUTS = 256, 4   # below so many rows, and times the inputs,
 SOURCE = Path(__file__).with_name("kernels") / "packed_gemm.cpp"
 
 
-class Panels(NamedTuple):
+class PackedMatrix(NamedTuple):
     """A matrix by 48 columns and then the next 48; after its rows there may be room for more."""
 
     memory: Tensor      # panels x (rows and room) x 48; numbers past the last column may be anything
@@ -32,7 +32,7 @@ class Panels(NamedTuple):
     num_columns: int
 
     @classmethod
-    def over(cls, memory: Tensor, num_rows: int, num_columns: int, room: int = 0) -> Panels:
+    def over(cls, memory: Tensor, num_rows: int, num_columns: int, room: int = 0) -> PackedMatrix:
         """In flat memory of `size(num_rows + room, num_columns)` numbers."""
         return cls(memory.view(-1, num_rows + room, WIDTH), num_rows, num_columns)
 
@@ -46,7 +46,7 @@ class Panels(NamedTuple):
                         self.memory.shape[1], first, torch.get_num_threads())
 
 
-class Correction(NamedTuple):
+class LowRankCorrection(NamedTuple):
     """What is still to be taken off the derivatives, dYhat = dY - H W, where R rows more cost less than that."""
 
     H_NR: Tensor
@@ -58,7 +58,7 @@ def size(num_rows: int, num_columns: int) -> int:
     return -(-num_columns // WIDTH) * WIDTH * num_rows
 
 
-def are_for(dY_NO: Tensor, X_NI: Tensor) -> bool:
+def should_use(dY_NO: Tensor, X_NI: Tensor) -> bool:
     """Whether `product` is the quicker way to dY^T X here; decided by processor, types and sizes alone, so bits repeat."""
     (N, O), I = dY_NO.shape, X_NI.shape[1]  # noqa: E741  the letters of above
     return (N * O * I >= _LEAST and (N >= _MANY_ROWS or O >= _MANY_OUTPUTS * I)
@@ -71,8 +71,8 @@ def is_native() -> bool:
     return _is_faster() and _library() is not None
 
 
-def product(dY: Tensor | Panels, X: Panels, scale: float, one_N: Tensor | None = None,
-            correction: Correction | None = None) -> tuple[Tensor, Tensor | None]:
+def product(dY: Tensor | PackedMatrix, X: PackedMatrix, scale: float, one_N: Tensor | None = None,
+            correction: LowRankCorrection | None = None) -> tuple[Tensor, Tensor | None]:
     """(scale dY^T X, scale dY^T one or None); with `correction`, of dY - H W in the place of dY.
 
     With a correction X must have room for R rows more, which are overwritten: dY^T X - W^T (H^T X) is then one product, of dY and
@@ -97,9 +97,9 @@ def product(dY: Tensor | Panels, X: Panels, scale: float, one_N: Tensor | None =
     return dW_OI, db_O
 
 
-def _place(dY: Tensor | Panels) -> tuple[int, int, int, int]:
+def _place(dY: Tensor | PackedMatrix) -> tuple[int, int, int, int]:
     """(address, numbers from row to row, rows of a panel or 0, columns)."""
-    if isinstance(dY, Panels):
+    if isinstance(dY, PackedMatrix):
         return dY.memory.data_ptr(), WIDTH, dY.memory.shape[1], dY.num_columns
     return dY.data_ptr(), dY.stride(0), 0, dY.shape[1]
 

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from ngsgd.errors import ConfigError, OptimizerStateError
 from ngsgd.ops.max_change import row_product_factor
-from ngsgd.optim.layers import NATURAL_GRADIENT_CLASSES, LayerPreconditioner, Settings, Shared, attach, detach_all
-from ngsgd.optim.sgd import SGD, _Moving, name_of, require_non_negative
+from ngsgd.optim.layers import NATURAL_GRADIENT_CLASSES, FisherSettings, LayerContext, LayerPreconditioner, attach, detach_all
+from ngsgd.optim.sgd import SGD, _StepInputs, name_of, require_non_negative
 from ngsgd.preconditioners.online import OnlineNaturalGradient
 
 _log = logging.getLogger(__name__)
-_SETTINGS = tuple(field.name for field in fields(Settings))
+_SETTINGS = tuple(field.name for field in fields(FisherSettings))
 _STATE = "natural_gradient"
 _MANY_FALLBACKS = 0.3  # of the parameters
 
@@ -81,12 +81,13 @@ class NGSGD(SGD):
         super().__init__(model, lr, momentum=momentum, max_change=max_change, max_param_change=max_param_change,
                          weight_decay=weight_decay, layer_options=layer_options, on_nonfinite=on_nonfinite)
         self.max_change_per_sample = max_change_per_sample
-        self._shared = Shared(ignore_zero_rows=ignore_zero_rows, sums_row_products=max_change_per_sample > 0.0,
+        self._context = LayerContext(ignore_zero_rows=ignore_zero_rows,
+                                     sums_row_products=max_change_per_sample > 0.0,
                               on_nonfinite=on_nonfinite, grad_scaler=grad_scaler)
         self.cosine_period = cosine_period
         self._layers: dict[str, nn.Module] = {}
         self._preconditioners: dict[str, LayerPreconditioner] = {}
-        self._detach = weakref.finalize(self, detach_all, self._layers, self._shared)
+        self._detach = weakref.finalize(self, detach_all, self._layers, self._context)
         self._detach.atexit = False
         self._attach(model)
         self._prepare_state()
@@ -115,7 +116,7 @@ class NGSGD(SGD):
             self.fallbacks = self._names_of_plain_parameters(self._model)
 
     def _attach(self, model: nn.Module) -> None:
-        settings = {group["name"]: Settings(**{key: group[key] for key in _SETTINGS}) for group in self.param_groups}
+        settings = {group["name"]: FisherSettings(**{key: group[key] for key in _SETTINGS}) for group in self.param_groups}
         owners = {id(p): group["name"] for group in self.param_groups for p in group["params"]}
         mixed = _weights_of_mixed_kinds(model)
         for name, layer in model.named_modules():
@@ -124,7 +125,7 @@ class NGSGD(SGD):
             if weight in owners and weight not in mixed and key not in self._layers:
                 # a weight that several layers share is in the group of the first of them
                 group = owners[weight] if _layer_of(owners[weight]) == key or key not in settings else key
-                preconditioner = attach(layer, settings[group], self._shared)
+                preconditioner = attach(layer, settings[group], self._context)
                 if preconditioner is not None:
                     self._layers[key], self._preconditioners[key] = layer, preconditioner
                     for side, estimate in preconditioner.sides.items():
@@ -153,41 +154,42 @@ class NGSGD(SGD):
     def detach(self) -> None:
         """Gives the model its plain layers back; `step` then raises ConfigError."""
         self._detach()
-        self._shared.retired = self._shared.retired or "detach() gave the model its plain layers back"
+        self._context.retired = self._context.retired or "detach() gave the model its plain layers back"
         self._layers.clear()
         self._preconditioners.clear()
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """Read by an enabled torch.amp.GradScaler in its `step`, and by nobody else."""
-        if self._shared.grad_scaler is None:
+        if self._context.grad_scaler is None:
             self._warn_once("grad_scaler", "a GradScaler is in use that it was not made with, and the estimates mix its loss "
                                            "scales; give NGSGD(..., grad_scaler=scaler).")
         return False
 
     @torch.no_grad()
     def _apply(self, scale: float, num_samples: int | None) -> None:
-        if self._shared.retired:
-            raise ConfigError(f"this NGSGD cannot step any more: {self._shared.retired}; use one optimizer for a model.")
+        if self._context.retired:
+            raise ConfigError(f"this NGSGD cannot step any more: {self._context.retired}; use one optimizer for a model.")
         super()._apply(scale, num_samples)
-        if not self._shared.num_passes and any(weight.grad is not None for _, weight, _ in self._estimates()):
+        if not self._context.num_passes and any(weight.grad is not None for _, weight,
+                                                _ in self._estimates()):
             self._warn_once("plain gradients", "no backward pass has added to the gradients of its layers since the last step, "
                                                "so they are plain or were used before; call loss.backward() (torch.autograd.grad "
                                                "returns plain gradients).")
-        self._shared.num_passes = 0
-        self._shared.num_steps += 1
-        self._shared.queue.flush()  # first: these updates belong to the settings so far
+        self._context.num_passes = 0
+        self._context.num_steps += 1
+        self._context.queue.flush()  # first: these updates belong to the settings so far
         self._follow_groups()
-        self._shared.measures_cosine = self.cosine_period > 0 and self._step_count % self.cosine_period == 0
+        self._context.measures_cosine = self.cosine_period > 0 and self._step_count % self.cosine_period == 0
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's; the sums for max_change_per_sample start again too."""
         super().zero_grad(set_to_none)
         self._follow_groups()
         for preconditioner in self._preconditioners.values():
-            preconditioner.take_row_products()
+            preconditioner.pop_row_products()
 
-    def _own_factors(self, moving: _Moving) -> Tensor | None:
+    def _own_factors(self, moving: _StepInputs) -> Tensor | None:
         """The limit of C.3 on each component; 1 where there is none."""
         if not self.max_change_per_sample:
             return None
@@ -197,7 +199,8 @@ class NGSGD(SGD):
 
     def _row_product_factor(self, group: dict[str, Any], one: Tensor) -> Tensor:
         preconditioner = self._preconditioners.get(_layer_of(group["name"]))
-        products, num_rows = (None, 0.0) if preconditioner is None else preconditioner.take_row_products()
+        products, num_rows = (None,
+                              0.0) if preconditioner is None else preconditioner.pop_row_products()
         if products is None:
             return one
         return row_product_factor(products.to(one), num_rows, group["lr"] * group["lr_factor"], self.max_change_per_sample)
@@ -207,7 +210,8 @@ class NGSGD(SGD):
         for group in self.param_groups:
             preconditioner = self._preconditioners.get(_layer_of(group["name"]))
             if preconditioner is not None:
-                preconditioner.follow(group["alpha"], group["update_period"], group["num_samples_history"])
+                preconditioner.sync_hyperparameters(group["alpha"], group["update_period"],
+                                                    group["num_samples_history"])
 
     def state_dict(self) -> dict[str, Any]:
         """torch's state plus "natural_gradient": the Fisher estimates, in their own dtype whatever the parameters'.

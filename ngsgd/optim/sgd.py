@@ -36,7 +36,7 @@ class StepActivity:
     model_share: float             # share of steps max_param_change shortened, 0 to 1
 
 
-class _Moving(NamedTuple):
+class _StepInputs(NamedTuple):
     """The components that have gradients in this step: C components, P parameters."""
 
     indices: list[int]             # of the param groups, C
@@ -46,7 +46,7 @@ class _Moving(NamedTuple):
     momentum: float                # of the first component; the rates of the others are relative to it
 
 
-class _Place(NamedTuple):
+class _ParameterSlot(NamedTuple):
     """Where a parameter was found in the model."""
 
     parameters: dict[str, Any]     # of its module
@@ -104,7 +104,7 @@ class SGD(torch.optim.Optimizer):
                             "of each layer, and parameters alone do not say which belong together")
         _require_whole_parameters(model, type(self).__name__)
         self._model = model
-        self._places: list[_Place] | None = None
+        self._places: list[_ParameterSlot] | None = None
         groups = components(model)
         if not groups:
             raise ValueError("the module has no parameter that requires a gradient")
@@ -202,7 +202,7 @@ class SGD(torch.optim.Optimizer):
         if scale > 0.0:  # once per minibatch, also with backstitch
             self._constrain(groups)
 
-    def _moving(self, scale: float, num_samples: int | None) -> _Moving:
+    def _moving(self, scale: float, num_samples: int | None) -> _StepInputs:
         """What to add, but for the limits; p.grad is left as it is."""
         indices, params, directions, rates = [], [], [], []
         common = float(self.param_groups[0]["momentum"])
@@ -220,7 +220,7 @@ class SGD(torch.optim.Optimizer):
                 else:
                     directions.append([_laid_out(p) for p in with_gradient])
                     rates.append(-lr * relative)
-        return _Moving(indices, params, directions, tuple(rates), common)
+        return _StepInputs(indices, params, directions, tuple(rates), common)
 
     def _decay(self, group: dict[str, Any], scale: float, num_samples: int | None) -> float:
         """The multiple of p that weight decay takes off, before `scale` is applied."""
@@ -244,7 +244,7 @@ class SGD(torch.optim.Optimizer):
         velocity.mul_(momentum).add_(p.grad, alpha=-lr)
         return velocity.add_(p, alpha=-decay) if decay else velocity
 
-    def _norms(self, moving: _Moving) -> Tensor:
+    def _norms(self, moving: _StepInputs) -> Tensor:
         """L2 norm of each component's change."""
         norms_P = torch.stack([norm for ds in moving.directions for norm in _norms(ds)])
         component_P = tuple(c for c, ds in enumerate(moving.directions) for _ in ds)
@@ -252,7 +252,7 @@ class SGD(torch.optim.Optimizer):
         sum_sq_C = norms_P.new_zeros(len(moving.indices)).index_add_(0, index_P, norms_P.square())
         return sum_sq_C.sqrt() * self._constant(norms_P, *moving.rates).abs()
 
-    def _own_factors(self, moving: _Moving) -> Tensor | None:
+    def _own_factors(self, moving: _StepInputs) -> Tensor | None:
         """Factors of a subclass on the change of each component, before the limits."""
         return None
 
@@ -296,10 +296,10 @@ class SGD(torch.optim.Optimizer):
             self._warn_once("unfrozen", f"{', '.join(names)} were unfrozen after the optimizer was made and are not trained; "
                             "call add_param_group with them.")
 
-    def _find_parameters(self, changed: str = "") -> list[_Place]:
+    def _find_parameters(self, changed: str = "") -> list[_ParameterSlot]:
         _require_whole_parameters(self._model, type(self).__name__)
         shapes = {id(place.p): place.shape for place in self._places or ()}
-        found = {id(p): _Place(module._parameters, name, p, shapes.get(id(p), p.shape))
+        found = {id(p): _ParameterSlot(module._parameters, name, p, shapes.get(id(p), p.shape))
                  for module in self._model.modules() for name, p in module._parameters.items() if p is not None}
         own = [p for group in self.param_groups if not group["name"].startswith(_OUTSIDE) for p in group["params"]]
         places = [found[id(p)] for p in own if id(p) in found]
@@ -414,7 +414,7 @@ def _stack_level() -> int:
     return level
 
 
-def _add(moving: _Moving, steps_C: Tensor, is_skipped: Tensor) -> None:
+def _add(moving: _StepInputs, steps_C: Tensor, is_skipped: Tensor) -> None:
     """p -= step * direction for each component in one kernel, nothing where `is_skipped`; no host sync."""
     found_inf = is_skipped.to(torch.float32)
     for params, directions, step in zip(moving.params, moving.directions, steps_C.unbind(), strict=True):
@@ -438,8 +438,8 @@ def _laid_out(p: Tensor) -> Tensor:
 
 def _norms(tensors: list[Tensor]) -> tuple[Tensor, ...]:
     # half precision would overflow in the sum of squares
-    wide = torch.promote_types(tensors[0].dtype, torch.float32)
-    return torch._foreach_norm(tensors, 2, dtype=wide)
+    upcast = torch.promote_types(tensors[0].dtype, torch.float32)
+    return torch._foreach_norm(tensors, 2, dtype=upcast)
 
 
 def components(model: nn.Module) -> list[dict[str, Any]]:

@@ -24,13 +24,13 @@ import torch
 import torch.distributed
 from torch import Tensor, nn
 
-from ngsgd.curvature.layers import wide, without_autocast
+from ngsgd.curvature.layers import upcast, without_autocast
 from ngsgd.errors import CheckpointError, ConfigError
 from ngsgd.ops import gemm
 from ngsgd.preconditioners import step_limits
-from ngsgd.preconditioners.distributed import Ranks
-from ngsgd.preconditioners.factored_grad import HeldRows, RowGradients, is_cheaper_by_rows, multiplied_right
-from ngsgd.preconditioners.fisher_recorder import Rows, Signal, Watch
+from ngsgd.preconditioners.distributed import ProcessGroupComm
+from ngsgd.preconditioners.factored_grad import FactoredGrad, RowGradients, is_cheaper_by_rows, multiplied_right
+from ngsgd.preconditioners.fisher_recorder import FisherRecorder, FisherSample, Rows
 from ngsgd.preconditioners.options import FisherOptions, Options, is_due, make_options
 from ngsgd.preconditioners.states import OWN, State, kept, mean_state, own
 
@@ -71,12 +71,13 @@ class Preconditioner:
         self.statistics: dict[str, State] = {}   # by weight: sums of the moving averages
         self.weights: dict[str, float] = {}      # their weights, for the bias correction
         self.inverses: dict[str, State] = {}     # what is applied
-        self._watched: Watch | None = None       # of this step's passes
-        self._signal: Signal | None = None
+        self._watched: FisherRecorder | None = None       # of this step's passes
+        self._signal: FisherSample | None = None
         self._holding: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-        self._ranks: Ranks | None = None
+        self._ranks: ProcessGroupComm | None = None
         self._overwrites = False                 # what a method is given (a gradient, statistics) may be written over
-        self._held: dict[str, HeldRows] = {}     # by weight: this step's gradients that are not multiplied out
+        # by weight: this step's gradients that are not multiplied out
+        self._held: dict[str, FactoredGrad] = {}
         self._skipped = self._skipped_parameters()
         self._bias_of = _biases(model) if type(self).joins_bias else {}
         device = next(model.parameters()).device
@@ -116,7 +117,7 @@ class Preconditioner:
         try:
             loss = self.evaluate(closure)
             if isinstance(self._holding, RowGradients):
-                self._held = self._holding.taken()
+                self._held = self._holding.collect()
         finally:
             self._holding = contextlib.nullcontext()
         self.step(lr)
@@ -168,7 +169,8 @@ class Preconditioner:
         if not isinstance(self.options, FisherOptions) or not self.is_due("curvature"):
             yield
             return
-        self._watched = self._watched or Watch(self.model, fisher=self.options.fisher, num_draws=self.options.num_draws,
+        self._watched = self._watched or FisherRecorder(self.model, fisher=self.options.fisher,
+                                                        num_draws=self.options.num_draws,
                                                generator=self.generator, layers=self._layers())
         with self._watched:   # several before a step see one minibatch
             yield
@@ -191,7 +193,8 @@ class Preconditioner:
     def _step(self, lr: float | None) -> None:
         parameters = dict(self.model.named_parameters())
         held = self._held_alone(parameters)
-        grads = {name: p.grad if p.grad.dtype is torch.float32 else wide(p.grad) for name, p in parameters.items()
+        grads = {name: p.grad if p.grad.dtype is torch.float32 else upcast(p.grad) for name,
+                 p in parameters.items()
                  if p.grad is not None and name not in self._skipped}
         if self._last["curvature"] is None:
             refuse_sharded(self.model, type(self).__name__)
@@ -217,7 +220,7 @@ class Preconditioner:
                 _give(p, found[name])
         self.num_steps += 1
 
-    def _held_alone(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, HeldRows]:
+    def _held_alone(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, FactoredGrad]:
         """Held gradients that are all that their layer has; the others are multiplied out and added to what is there."""
         held, self._held = self._held, {}
         for name, rows in list(held.items()):
@@ -235,7 +238,8 @@ class Preconditioner:
         bias = self._bias_of.get(name)
         return [name] if bias is None else [name, bias]
 
-    def apply_all(self, grads: Mapping[str, Tensor], held: dict[str, HeldRows]) -> dict[str, Tensor]:
+    def apply_all(self, grads: Mapping[str, Tensor], held: dict[str, FactoredGrad]) -> dict[str,
+                                                                                            Tensor]:
         """`apply`, and P g of the gradients that are held as rows."""
         found = self.apply(grads)
         for name in list(held):
@@ -300,13 +304,14 @@ class Preconditioner:
         if not type(self).splits_work:
             raise ConfigError(f"{type(self).__name__} cannot split its work over ranks; KFAC, KFLR, DiagonalNG, UnitWiseNG, "
                               "LayerWiseNG, Shampoo and SOAP can.")
-        self._ranks = Ranks(group, self.generator.device)
+        self._ranks = ProcessGroupComm(group, self.generator.device)
 
     # the parts of a step
 
-    def update_curvature(self, seen: Signal | Mapping[str, Tensor]) -> None:
+    def update_curvature(self, seen: FisherSample | Mapping[str, Tensor]) -> None:
         """Takes in the rows of a minibatch (methods of the Fisher matrix) or its gradients (the others)."""
-        if not isinstance(seen, Signal):   # with `split_work` the mean of all ranks' gradients already
+        # with `split_work` the mean of all ranks' gradients already
+        if not isinstance(seen, FisherSample):
             for name, g in self._joined(seen).items():
                 self._average(name, self.measure_gradient(name, g))
             return
@@ -316,7 +321,7 @@ class Preconditioner:
         if self._ranks is None:
             for name, rows in seen.layers():
                 self._bias_of[name] = rows.bias
-                self.take(name, rows)
+                self.update_statistics(name, rows)
             measured = squares
         else:
             own_rows = {}
@@ -327,7 +332,7 @@ class Preconditioner:
         for name, new in measured.items():
             self._average(name, new)
 
-    def take(self, name: str, rows: Rows) -> None:
+    def update_statistics(self, name: str, rows: Rows) -> None:
         """Takes in the rows of one layer."""
         new = self.measure(name, rows)
         if not self._is_passed_on(name):
@@ -442,7 +447,7 @@ class Preconditioner:
         """Whether `direction_of_rows` is there for the layer."""
         return self.factors(inverse) is not None
 
-    def direction_of_rows(self, name: str, inverse: State, rows: HeldRows) -> tuple[Tensor, Tensor | None]:
+    def direction_of_rows(self, name: str, inverse: State, rows: FactoredGrad) -> tuple[Tensor, Tensor | None]:
         """P g of a gradient held as rows, (of the weight, of the bias)."""
         factors = self.factors(inverse)
         assert factors is not None
@@ -492,7 +497,8 @@ class Preconditioner:
 
     # limits
 
-    def _limited(self, grads: Mapping[str, Tensor], held: Mapping[str, HeldRows], found: dict[str, Tensor],
+    def _limited(self, grads: Mapping[str, Tensor], held: Mapping[str, FactoredGrad],
+                 found: dict[str, Tensor],
                  lr: float | None) -> dict[str, Tensor]:
         if self.options.graft == "gradient":
             biases = {bias for weight, bias in self._bias_of.items() if weight in found}

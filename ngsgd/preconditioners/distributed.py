@@ -19,14 +19,14 @@ from ngsgd.preconditioners.states import State
 _c10d: Any = torch.distributed.distributed_c10d   # its type stubs leave out what is used here
 
 
-class Ranks:
+class ProcessGroupComm:
     """The processes of a group; `device` is where their numbers travel from and to."""
 
     def __init__(self, group: Any, device: torch.device) -> None:
         self._group, self._device = group, device
         self.rank, self.size = int(group.rank()), int(group.size())
 
-    def __deepcopy__(self, _: Any) -> Ranks:
+    def __deepcopy__(self, _: Any) -> ProcessGroupComm:
         return self   # the processes are the same
 
     def __reduce__(self) -> Any:

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ngsgd.curvature.forms.kronecker import Gram
-from ngsgd.curvature.layers import wide, without_autocast
+from ngsgd.curvature.layers import upcast, without_autocast
 from ngsgd.ops import gemm
 
 
-class HeldRows(NamedTuple):
+class FactoredGrad(NamedTuple):
     """The gradient of a layer's weight, e^T a, and of its bias, the sum of e over rows."""
 
     a_XI: Tensor        # without the 1
@@ -123,21 +123,21 @@ class RowGradients(TorchFunctionMode):
                 O, I = weight.shape  # noqa: E741
                 if self._wanted(name, x.numel() // I, O, I + (bias is not None and self._joined)):
                     token = torch.empty(0, device=x.device, requires_grad=True)
-                    return _Held.apply(x, weight, bias, token,  # type: ignore[no-untyped-call]
-                                       _Place(self._rows, name, token), self._joined)
+                    return _LinearWithRows.apply(x, weight, bias, token,  # type: ignore[no-untyped-call]
+                                       _RowsSlot(self._rows, name, token), self._joined)
         return func(*args, **(kwargs or {}))
 
-    def taken(self) -> dict[str, HeldRows]:
+    def collect(self) -> dict[str, FactoredGrad]:
         """The rows of all calls since the last time, by weight."""
         rows, self._rows = self._rows, {}   # the places of calls hold the old dict: a later pass through them is not read
         found = {}
         for name, calls in rows.items():
             a_XI, e_XO = (part[0] if len(part) == 1 else torch.cat(part) for part in zip(*calls, strict=True))
-            found[name] = HeldRows(a_XI, e_XO, self._joined and self._biases[name] is not None)
+            found[name] = FactoredGrad(a_XI, e_XO, self._joined and self._biases[name] is not None)
         return found
 
 
-class _Place:
+class _RowsSlot:
     """Where the rows of one call go once autograd has come to the call's parameters.
 
     A parameter's node runs only in passes that differentiate by the parameters.  The token, an empty tensor that is one more
@@ -155,11 +155,12 @@ class _Place:
             self.waiting = None
 
 
-class _Held(torch.autograd.Function):
+class _LinearWithRows(torch.autograd.Function):
     """`torch.nn.functional.linear` with rows in place of the weight's gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, token: Tensor, place: _Place, joined: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, token: Tensor,
+                place: _RowsSlot, joined: bool) -> Tensor:
         ctx.place, ctx.has_bias, ctx.joined = place, bias is not None, joined
         ctx.save_for_backward(x, weight)
         return gemm.linear(x, weight, bias)
@@ -170,7 +171,7 @@ class _Held(torch.autograd.Function):
         with without_autocast(e.device.type):
             dx = gemm.input_gradient(e, weight).to(x.dtype) if ctx.needs_input_grad[0] else None
             kept = torch.promote_types(weight.dtype, torch.float32)
-            a_XI, e_XO = (wide(each.reshape(-1, each.shape[-1])).to(kept) for each in (x, e))
+            a_XI, e_XO = (upcast(each.reshape(-1, each.shape[-1])).to(kept) for each in (x, e))
             if torch.is_grad_enabled():   # a pass that will be differentiated again: everything as torch has it
                 return dx, gemm.mm(e_XO.T, a_XI), e_XO.sum(dim=0) if ctx.has_bias else None, None, None, None
             bias = e_XO.sum(dim=0) if ctx.has_bias and not ctx.joined else None

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ngsgd.curvature import losses
-from ngsgd.curvature.capture import Call, Capture, Record
-from ngsgd.curvature.forms.grad_forms import Outer, joined
+from ngsgd.curvature.capture import Capture, LayerCall, Record
+from ngsgd.curvature.forms.grad_forms import OuterProduct, joined
 from ngsgd.curvature.layers import UseShare, without_autocast
 from ngsgd.curvature.loss_interception import LossCalls
 from ngsgd.curvature.samples import next_calls
@@ -56,7 +56,7 @@ class Rows:
 
 
 @dataclass(frozen=True, eq=False)
-class Signal:
+class FisherSample:
     """A minibatch's curvature, layer by layer."""
 
     rows: Mapping[str, Rows] = field(default_factory=dict)     # by the name of the weight; copies are made at each access
@@ -74,7 +74,7 @@ class Signal:
             yield name, rows
 
 
-class Watch:
+class FisherRecorder:
     """Catches the signal of the forward and backward passes inside; several passes count as one minibatch.
 
     Raises:
@@ -92,12 +92,13 @@ class Watch:
         self._num_noted = 0                                  # evaluations of a loss so far
         self._total_weight, self._num_rows = 0.0, 0
         self._groups: dict[tuple[int, int], int] = {}        # (backward pass, call of the model) -> group of samples
-        self._seen: dict[Call, Tensor] = {}                  # elements of calls' outputs that losses of this pass are of
+        # elements of calls' outputs that losses of this pass are of
+        self._seen: dict[LayerCall, Tensor] = {}
         self._task, self._several = -1, False                # the backward pass, and whether it is of several losses
         # by (backward pass, call of the model) and evaluation (0: empirical)
         self._records: dict[tuple[tuple[int, int], int], list[Record]] = defaultdict(list)
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> FisherRecorder:
         self._before = set(self._records), self._pass, self._total_weight, self._num_rows, self._num_noted, list(self._others)
         self._capture.__enter__()
         self._mode.__enter__()  # type: ignore[no-untyped-call]
@@ -118,7 +119,7 @@ class Watch:
         self._capture.forget_listeners()
 
     @torch.no_grad()
-    def signal(self) -> Signal:
+    def signal(self) -> FisherSample:
         """What has been caught, scaled."""
         if self._pass < 0:
             raise ConfigError("the preconditioner saw no loss whose curvature is known; inside of watch(), call cross-entropy, "
@@ -130,7 +131,7 @@ class Watch:
                               "(Shampoo, SOAP, PSGD, TONGA, MFAC, Muon).")
         R, W = self._num_rows, self._total_weight
         if not W > 0.0:  # every row is masked
-            return Signal()
+            return FisherSample()
         scale = R / W if self._fisher == "empirical" else (R / W) ** 0.5
         parts: dict[str, list[list[Record]]] = defaultdict(list)
         squares: dict[str, Tensor] = {}
@@ -145,7 +146,7 @@ class Watch:
                 parts[name].append(uses)
             for name, found in others.items():
                 squares[name] = squares[name] + found if name in squares else found
-        return Signal(_LayerByLayer(parts, scale, R), squares, R, scale)
+        return FisherSample(_LayerByLayer(parts, scale, R), squares, R, scale)
 
     def _noted(self, settings: dict[str, Any], kind: type[nn.Module], output: Tensor, target: Tensor, value: Tensor,
                again: Callable[[Tensor], Tensor]) -> None:
@@ -184,7 +185,7 @@ class Watch:
                 N = self._capture.num_samples_seen(view.output)
                 self._send(view, list(view.columns(N, _CHUNK)))
 
-    def _begin(self, view: losses.Evaluation, target: Tensor) -> None:
+    def _begin(self, view: losses.LossEvaluation, target: Tensor) -> None:
         """Checks the layers that a loss is of, and joins the samples of calls of the model that one loss compares."""
         outputs = [get_gradient_edge(part) for part in (view.output, target) if part.requires_grad]
         if not outputs:   # of a parameter alone
@@ -206,7 +207,7 @@ class Watch:
         """Of the samples of a call of the model: those of several calls are one after the other."""
         return self._groups.setdefault((task, forward), len(self._groups))
 
-    def _count_new(self, view: losses.Evaluation, num_rows: int) -> int:
+    def _count_new(self, view: losses.LossEvaluation, num_rows: int) -> int:
         """Rows that no other loss of this backward pass was of: of two losses of one output the weights add up, not the rows."""
         if not self._several or not num_rows or not view.output.requires_grad:
             return num_rows
@@ -232,8 +233,8 @@ class Watch:
                 self._seen[call] = here if seen is None else here | seen
         return round(num_rows * num_new / num_all) if num_all else num_rows
 
-    def _send(self, view: losses.Evaluation, blocks: list[Tensor]) -> None:
-        found: dict[Call, list[Tensor]] = defaultdict(list)
+    def _send(self, view: losses.LossEvaluation, blocks: list[Tensor]) -> None:
+        found: dict[LayerCall, list[Tensor]] = defaultdict(list)
         for vectors_V in blocks:
             with torch.enable_grad():
                 swept = self._capture.sweep(view.output, vectors_V)
@@ -244,14 +245,15 @@ class Watch:
             record = self._capture.record(call, es[0] if len(es) == 1 else torch.cat(es))
             self._records[(self._task, call.forward), self._pass].append(record)
 
-    def _arrived(self, call: Call, e_M: Tensor) -> None:
+    def _arrived(self, call: LayerCall, e_M: Tensor) -> None:
         if self._fisher == "empirical":
             task = torch._C._current_graph_task_id()
             self._group(task, call.forward)
             self._records[(task, call.forward), 0].append(self._capture.record(call, e_M[None]))
 
 
-def _reached(outputs: list[GradientEdge], calls: Mapping[Call, GradientEdge]) -> list[Call]:
+def _reached(outputs: list[GradientEdge],
+             calls: Mapping[LayerCall, GradientEdge]) -> list[LayerCall]:
     """The calls whose outputs the outputs depend on directly."""
     return [call for output in outputs for call in next_calls(output, calls)]
 
@@ -286,7 +288,9 @@ def _of_pass(records: list[Record], scale: float, num_rows: int) -> tuple[dict[s
         for name, share in record.shares().items():
             uses[name].append((record, share))
     affine = {name: [record for record, _ in each] for name, each in uses.items()
-              if all(record.call.weight == name and isinstance(share, Outer) and share.groups == 1 for record, share in each)}
+              if all(record.call.weight == name and isinstance(share,
+                                                               OuterProduct) and share.groups == 1
+                     for record, share in each)}
     covered = {*affine, *(records[0].call.bias for records in affine.values())}
     squares = {name: joined([share for _, share in each]).sum_of_squares() * (scale * scale / num_rows)
                for name, each in uses.items() if name not in covered}

@@ -12,7 +12,7 @@ from torch import Tensor
 from ngsgd.errors import DivergenceError
 from ngsgd.ops import fisher_projection
 from ngsgd.ops import natural_gradient as ops
-from ngsgd.ops.packed_gemm import Panels
+from ngsgd.ops.packed_gemm import PackedMatrix
 from ngsgd.preconditioners.update_queue import UpdateQueue
 
 _NNET3_FIRST_UPDATES = 11  # Kaldi's nnet3: calls 0 to 10 update, then 14, 18, .. for period 4
@@ -28,7 +28,7 @@ class Preconditioned(NamedTuple):
     scale: Tensor | float        # gamma of (38)
 
 
-class Call(NamedTuple):
+class PreconditionContext(NamedTuple):
     """One minibatch between `begin` and `finish`: rows [X | one] and the estimate that they meet."""
 
     X_ND: Tensor
@@ -36,7 +36,7 @@ class Call(NamedTuple):
     num_rows: Tensor | float     # rows that count
     loss_scale: Tensor | float   # factor that the rows carry and the estimate must not
     W_RD: Tensor
-    met: fisher_projection.Met
+    projection: fisher_projection.Projection
 
     def preconditioned(self, scratch: Tensor | None = None) -> Preconditioned:
         """The rows [Xhat | one_hat], and their scale; in the memory of `scratch` where that is quicker than new memory."""
@@ -44,15 +44,17 @@ class Call(NamedTuple):
         assert isinstance(Xhat_ND, Tensor)   # nobody gave panels to `begin`
         return Preconditioned(Xhat_ND, one_hat_N, scale)
 
-    def corrected(self, scratch: Tensor | None = None) -> tuple[Tensor | Panels, Tensor | None, Tensor | float]:
+    def corrected(self, scratch: Tensor | None = None) -> tuple[Tensor | PackedMatrix,
+                                                                Tensor | None, Tensor | float]:
         """The same, with Xhat in panels where `begin` was given those."""
-        met = fisher_projection.corrected(self.met, self.X_ND, self.W_RD, self.one_N, scratch)
-        assert met.Xhat_ND is not None and met.sum_sq_hat is not None
-        return met.Xhat_ND, met.one_hat_N, self.scale(met.sum_sq_hat)
+        projection = fisher_projection.with_residual(self.projection, self.X_ND, self.W_RD,
+                                                     self.one_N, scratch)
+        assert projection.Xhat_ND is not None and projection.sum_sq_hat is not None
+        return projection.Xhat_ND, projection.one_hat_N, self.scale(projection.sum_sq_hat)
 
     def scale(self, sum_sq_hat: Tensor | float) -> Tensor | float:
         """gamma of (38), given tr Xhat Xhat^T."""
-        return ops.rescaling(self.met.sum_sq, sum_sq_hat)
+        return ops.rescaling(self.projection.sum_sq, sum_sq_hat)
 
 
 class OnlineNaturalGradient:
@@ -112,7 +114,7 @@ class OnlineNaturalGradient:
     @property
     def state(self) -> ops.FisherState | None:
         """The estimate as it stands; None before the first call."""
-        self._queue.settle(self)
+        self._queue.wait(self)
         return self._state
 
     def precondition(self, X_ND: Tensor) -> tuple[Tensor, Tensor]:
@@ -129,7 +131,8 @@ class OnlineNaturalGradient:
         return Xhat_ND, torch.as_tensor(scale, dtype=X_ND.dtype, device=X_ND.device)
 
     def begin(self, X_ND: Tensor, one_N: Tensor | None = None, *, num_rows: Tensor | float | None = None,
-              loss_scale: Tensor | float = 1.0, scratch: Tensor | Panels | None = None, corrects: bool = True) -> Call | None:
+              loss_scale: Tensor | float = 1.0, scratch: Tensor | PackedMatrix | None = None,
+              corrects: bool = True) -> PreconditionContext | None:
         """First half of a call on rows [X | one]; `finish` must follow, after the last use of what this returns.
 
         None if the rows are to stay as they are: their dimension is 1, or there is no estimate yet and none is to start from
@@ -146,20 +149,21 @@ class OnlineNaturalGradient:
         num_rows = float(len(X_ND)) if num_rows is None else num_rows
         if is_new and float(num_rows) == 0.0:  # an estimate starts from rows that count
             return None
-        self._queue.settle(self)
+        self._queue.wait(self)
         if is_new:
             self._start(X_ND, one_N, num_rows, loss_scale)
         W_RD = self._matched(X_ND, dim).W_RD
-        met = fisher_projection.meet(X_ND, W_RD, one_N, scratch, corrects=corrects)
+        projected = fisher_projection.project(X_ND, W_RD, one_N, scratch, corrects=corrects)
         if self.on_nonfinite == "raise":
-            self._raise_unless_finite(met.sum_sq, X_ND, dim)
-        return Call(X_ND, one_N, num_rows, loss_scale, W_RD, met)
+            self._raise_unless_finite(projected.sum_sq, X_ND, dim)
+        return PreconditionContext(X_ND, one_N, num_rows, loss_scale, W_RD, projected)
 
-    def finish(self, call: Call) -> None:
+    def finish(self, call: PreconditionContext) -> None:
         """Moves the estimate if this call is one that does."""
         if self._updates_now():
-            J_RD = ops.project_back(call.X_ND, call.met.H_NR, call.one_N)
-            self._queue.add(self, J_RD, ops.moment_products(J_RD, call.met.H_NR), (call.met.sum_sq, call.num_rows, call.loss_scale))
+            J_RD = ops.project_back(call.X_ND, call.projection.H_NR, call.one_N)
+            self._queue.add(self, J_RD, ops.moment_products(J_RD, call.projection.H_NR),
+                            (call.projection.sum_sq, call.num_rows, call.loss_scale))
         if self._commit != self._queue.num_commits:
             self._commit, self._calls_since = self._queue.num_commits, 0
         self._calls_since += not self.frozen
@@ -172,7 +176,7 @@ class OnlineNaturalGradient:
             self.num_calls -= self._calls_since
             self._calls_since = 0
 
-    def move(self, J_RD: Tensor, moments: ops.Moments) -> None:
+    def update_fisher(self, J_RD: Tensor, moments: ops.Moments) -> None:
         """The update itself, for the queue; a minibatch whose products are not finite changes nothing."""
         assert self._state is not None
         if moments.num_rows == 0.0:  # everything was masked
@@ -184,17 +188,17 @@ class OnlineNaturalGradient:
             state, smoothing = ops.with_relative_start(state, moments, dim, smoothing)
             if 0.0 < moments.sum_sq < _SMALL_SUM_SQ:
                 moments = ops.wide_moments(J_RD, moments)
-        step = ops.move(state, moments, dim, eta, smoothing) or \
-            ops.move(state, ops.wide_moments(J_RD, moments), dim, eta, smoothing)
+        step = ops.compute_update(state, moments, dim, eta, smoothing) or \
+            ops.compute_update(state, ops.wide_moments(J_RD, moments), dim, eta, smoothing)
         if step is not None:
-            self._state = ops.moved(state, J_RD, step, self.smoothing)
+            self._state = ops.apply_update(state, J_RD, step, self.smoothing)
             self._gram_RR = None
             if self.smoothing.is_relative and step.d_R[0] <= ops.SMALLEST_EIGENVALUE and moments.sum_sq > 0.0:
                 self._warn_that_it_is_flat()
 
     def set_alpha(self, alpha: float) -> None:
         """Changes the smoothing; W = E^(1/2) R follows, since E depends on alpha."""
-        self._queue.settle(self)
+        self._queue.wait(self)
         old, self.smoothing = self.smoothing, self.smoothing._replace(alpha=alpha)
         if self._state is not None:
             self._state = ops.resmoothed(self._state, old, self.smoothing)
@@ -228,7 +232,7 @@ class OnlineNaturalGradient:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from `state`; an object that has loaded a state counts as initialised, also at t = 0."""
-        self._queue.settle(self)
+        self._queue.wait(self)
         self.num_calls = int(state["t"])
         self._gram_RR = None
         if "W" not in state:
@@ -288,6 +292,6 @@ class OnlineNaturalGradient:
         self._state = ops.initial_state(dim, rank, self.smoothing, X64_ND)
         passes = UpdateQueue()
         for _ in range(3 if self.schedule == "nnet2" or float(num_rows) > rank else 1):
-            H_NR = fisher_projection.project(X64_ND, self._state.W_RD, one64_N)
+            H_NR = fisher_projection.coefficients(X64_ND, self._state.W_RD, one64_N)
             J_RD = ops.project_back(X64_ND, H_NR, one64_N)
             passes.add(self, J_RD, ops.moment_products(J_RD, H_NR), (sum_sq, num_rows, loss_scale))

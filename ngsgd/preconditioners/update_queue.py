@@ -16,11 +16,11 @@ Number = Tensor | float
 class Estimate(Protocol):
     """Something whose update needs numbers on the host."""
 
-    def move(self, J_RD: Tensor, moments: Moments) -> None:
+    def update_fisher(self, J_RD: Tensor, moments: Moments) -> None:
         """Takes the step, given the products of the minibatch."""
 
 
-class _Waiting(NamedTuple):
+class _PendingUpdate(NamedTuple):
     estimate: Estimate
     J_RD: Tensor
     KL_2RR: Tensor                          # K and L
@@ -32,7 +32,7 @@ class UpdateQueue:
 
     The estimates of one optimiser share a queue, and their updates wait in it until the step is done or an estimate is needed
     again.  On a CPU that keeps the code and the data of the R x R algebra in the cache.  On a GPU `flush` sends all numbers to
-    the host on a stream of their own, beside the parameter step and the next forward pass, and `settle`, in the next backward
+    the host on a stream of their own, beside the parameter step and the next forward pass, and `wait`, in the next backward
     pass, waits for that one transfer.  The numbers are those of immediate updates, bit for bit.
     """
 
@@ -40,19 +40,19 @@ class UpdateQueue:
         self.deferred = deferred
         self.num_commits = 0      # steps of the optimizer
         self.has_warned = False   # of a flat estimate, once for all that share the queue
-        self._waiting: list[_Waiting] = []
+        self._waiting: list[_PendingUpdate] = []
         self._transfer: tuple[Tensor, Any] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        self.settle()  # neither events nor the rows of a minibatch belong into a copy
+        self.wait()  # neither events nor the rows of a minibatch belong into a copy
         return self.__dict__
 
     def add(self, estimate: Estimate, J_RD: Tensor, KL_2RR: Tensor, numbers: tuple[Number, Number, Number]) -> None:
         """Takes an update in; carries it out, unless updates are deferred."""
-        self._waiting.append(_Waiting(estimate, J_RD, KL_2RR, numbers))
+        self._waiting.append(_PendingUpdate(estimate, J_RD, KL_2RR, numbers))
         self._transfer = None
         if not self.deferred:
-            self.settle()
+            self.wait()
 
     def drop(self, estimate: Estimate) -> None:
         """Forgets what waits for this estimate."""
@@ -65,18 +65,18 @@ class UpdateQueue:
         self.num_commits += 1
         if self._waiting and self._transfer is None:
             if self._waiting[0].J_RD.is_cpu:
-                self.settle()
+                self.wait()
             else:
                 self._transfer = _to_host(torch.cat([_packed(update) for update in self._waiting]))
 
-    def settle(self, needed: Estimate | None = None) -> None:
+    def wait(self, needed: Estimate | None = None) -> None:
         """Carries the waiting updates out, in the order in which they came; only if `needed` waits, where it is given."""
         if not self._waiting or (needed is not None and all(update.estimate is not needed for update in self._waiting)):
             return
         waiting, self._waiting = self._waiting, []
         if waiting[0].J_RD.is_cpu:
             for update in waiting:
-                update.estimate.move(update.J_RD, _moments(update.KL_2RR, update.numbers))
+                update.estimate.update_fisher(update.J_RD, _moments(update.KL_2RR, update.numbers))
             return
         numbers, done = self._transfer or _to_host(torch.cat([_packed(update) for update in waiting]))
         self._transfer = None
@@ -85,7 +85,9 @@ class UpdateQueue:
         start = 0
         for update in waiting:
             end = start + update.KL_2RR.numel()
-            update.estimate.move(update.J_RD, _moments(numbers[start:end].view_as(update.KL_2RR), numbers[end:end + 3].tolist()))
+            update.estimate.update_fisher(update.J_RD,
+                                          _moments(numbers[start:end].view_as(update.KL_2RR),
+                                                   numbers[end:end + 3].tolist()))
             start = end + 3
 
 
@@ -94,7 +96,7 @@ def _moments(KL_2RR: Tensor, numbers: Any) -> Moments:
     return Moments(K_RR, L_RR, *map(float, numbers))
 
 
-def _packed(update: _Waiting) -> Tensor:
+def _packed(update: _PendingUpdate) -> Tensor:
     """All that the host must know of an update, as one vector on the device."""
     rest = update.KL_2RR.new_empty(3)
     for index, number in enumerate(update.numbers):

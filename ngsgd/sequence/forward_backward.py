@@ -173,7 +173,7 @@ def _forward_accuracy(batch: _Batch, score_TSB: Tensor, accuracy_TSB: Tensor, tr
     for t in range(T):
         alive = batch.alive[t]
         x_SB, _ = _exp(log_a_SB[:, :alive])
-        r_SB = _centred(r_SB[:, :alive], x_SB)
+        r_SB = _centered(r_SB[:, :alive], x_SB)
         y_SB, yr_SB = transitions.advance(torch.cat([x_SB, x_SB * r_SB], dim=1)).split(alive, dim=1)
         r_SB = torch.where(y_SB > 0.0, yr_SB / y_SB, 0.0) + accuracy_TSB[t, :, :alive]
         log_a_SB = log_a_TSB[t, :, :alive].add_(y_SB.log())
@@ -193,7 +193,7 @@ def _accuracy_posteriors(batch: _Batch, score_TSB: Tensor, accuracy_TSB: Tensor,
         going_on = batch.alive[t + 1] if t + 1 < T else 0
         if t + 1 < T:
             y_SB, _ = _exp(log_b_SB + score_TSB[t + 1, :, :going_on])
-            later_SB = _centred(s_SB + accuracy_TSB[t + 1, :, :going_on], y_SB)
+            later_SB = _centered(s_SB + accuracy_TSB[t + 1, :, :going_on], y_SB)
             z_SB, zs_SB = transitions.retreat(torch.cat([y_SB, y_SB * later_SB], dim=1)).split(going_on, dim=1)
             last_SB = transitions.log_final_S[:, None].expand(S, alive - going_on)
             s_SB = torch.cat([torch.where(z_SB > 0.0, zs_SB / z_SB, 0.0), torch.zeros_like(last_SB)], dim=1)
@@ -202,7 +202,7 @@ def _accuracy_posteriors(batch: _Batch, score_TSB: Tensor, accuracy_TSB: Tensor,
             log_b_SB, s_SB = log_b_SB[:, :alive], s_SB[:, :alive]
         p_SB = _softmax(log_a_TSB[t, :, :alive] + log_b_SB)
         posterior_TSB[t, :, :alive] = p_SB
-        derivative_TSB[t, :, :alive] = p_SB * _centred(r_TSB[t, :, :alive] + s_SB, p_SB)
+        derivative_TSB[t, :, :alive] = p_SB * _centered(r_TSB[t, :, :alive] + s_SB, p_SB)
     return posterior_TSB, derivative_TSB
 
 
@@ -219,7 +219,7 @@ def _softmax(log_x_SB: Tensor) -> Tensor:
     return x_SB / torch.where(total_B > 0.0, total_B, 1.0)
 
 
-def _centred(values_SB: Tensor, weight_SB: Tensor) -> Tensor:
+def _centered(values_SB: Tensor, weight_SB: Tensor) -> Tensor:
     """Less the weighted mean of each column: only differences between states matter, and sums over long sequences lose them."""
     total_B = weight_SB.sum(dim=0)
     return values_SB - (weight_SB * values_SB).sum(dim=0) / torch.where(total_B > 0.0, total_B, 1.0)

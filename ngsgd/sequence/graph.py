@@ -26,7 +26,7 @@ Floats = npt.NDArray[np.float64]
 NOTHING = -1  # in place of a class, on an arc that takes no frame
 
 
-class Arc(NamedTuple):
+class StateArc(NamedTuple):
     """Of a transducer: the class that it emits, or `NOTHING`."""
 
     source: int
@@ -125,13 +125,14 @@ class StateGraph:
         return {}
 
 
-def from_arcs(arcs: Iterable[Arc], *, start: int, log_final: Mapping[int, float]) -> StateGraph:
+def from_arcs(arcs: Iterable[StateArc], *, start: int,
+              log_final: Mapping[int, float]) -> StateGraph:
     """The graph of a transducer, whose sum over paths is the same for any scores of frames.
 
     States are split by the class that led into them; arcs that emit nothing are summed into those that follow.  Raises DataError
     for a circle of such arcs.
     """
-    leaving: dict[int, list[Arc]] = defaultdict(list)
+    leaving: dict[int, list[StateArc]] = defaultdict(list)
     for arc in arcs:
         leaving[arc.source].append(arc)
     reach = _Reach(leaving)
@@ -162,7 +163,7 @@ def from_arcs(arcs: Iterable[Arc], *, start: int, log_final: Mapping[int, float]
 class _Reach:
     """What can be reached from a state without a frame."""
 
-    def __init__(self, leaving: Mapping[int, Sequence[Arc]]) -> None:
+    def __init__(self, leaving: Mapping[int, Sequence[StateArc]]) -> None:
         self._leaving = leaving
         self._known: dict[int, dict[int, float]] = {}
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from ngsgd.curvature import collect
 from ngsgd.curvature.forms import grad_forms
-from ngsgd.curvature.forms.grad_forms import Outer
-from ngsgd.curvature.forms.layer_inputs import Dense
+from ngsgd.curvature.forms.grad_forms import OuterProduct
+from ngsgd.curvature.forms.layer_inputs import DenseInputs
 from ngsgd.curvature.products.vectors import vector_products
 from tests.curvature.support import close
 
@@ -28,7 +28,7 @@ def test_squares_of_many_vectors_do_not_depend_on_the_pieces(monkeypatch: pytest
     signs_VN = torch.randint(-1, 2, (7, 3), generator=generator).double() if signed else None
     weights_VN = torch.ones(7, 3).double() if signs_VN is None else signs_VN
     expected_NP = torch.einsum("vn,vnoi->noi", weights_VN, torch.einsum("vnto,nti->vnoi", e_VNTO, a_NTI).square()).flatten(1)
-    share = Outer(Dense(a_NTI), e_VNTO)
+    share = OuterProduct(DenseInputs(a_NTI), e_VNTO)
     close(share.squares_by_sample(signs_VN), expected_NP)
     close(share.sum_of_squares(signs_VN), expected_NP.sum(dim=0))
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ngsgd.hypergrad import ModuleTask, Place, Plan
+from ngsgd.hypergrad import HyperparameterPlan, MinibatchIndex, ModuleTask
 
 CLASSES, DIM, LAYERS = 4, 6, 3
 
@@ -34,13 +34,14 @@ def task(module: nn.Module | None = None, *, size: int = 20, seed: int = 3) -> M
     y_N = torch.randint(0, CLASSES, (300,), generator=generator)
     x_ND = (means[y_N] + 0.8 * torch.randn(300, DIM, generator=generator, dtype=torch.float64)).to(dtype)
 
-    def batch(place: Place) -> tuple[Tensor, Tensor]:
+    def batch(place: MinibatchIndex) -> tuple[Tensor, Tensor]:
         rows = torch.from_numpy(np.random.default_rng([seed, *place]).integers(0, 200, size))
         return x_ND[rows], y_N[rows]
     return ModuleTask(module, batch, weighted_loss, [(x_ND[200:], y_N[200:])], seed)
 
 
-def plan(num_steps: int = 12, *, jobs: int = 1, iters: int = 1, limits: bool = False, weights: bool = True, **changes: Any) -> Plan:
+def plan(num_steps: int = 12, *, jobs: int = 1, iters: int = 1, limits: bool = False,
+         weights: bool = True, **changes: Any) -> HyperparameterPlan:
     """Everything differs from step to step and from layer to layer."""
     generator = torch.Generator().manual_seed(7)
 
@@ -54,4 +55,4 @@ def plan(num_steps: int = 12, *, jobs: int = 1, iters: int = 1, limits: bool = F
         "max_param_change": torch.tensor(0.07 if limits else 0.0, dtype=torch.float64),
         "averaging_ON": drawn(0.5, 1.5, iters, jobs),
         "data_weights": drawn(0.5, 1.5, CLASSES) if weights else None, **changes}
-    return Plan(**settings)
+    return HyperparameterPlan(**settings)

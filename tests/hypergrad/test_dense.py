@@ -8,19 +8,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ngsgd.hypergrad import Place, Plan, hypergradient
+from ngsgd.hypergrad import HyperparameterPlan, MinibatchIndex, hypergradient
 from ngsgd.hypergrad.dense import DenseGradients
 from ngsgd.hypergrad.gradient import LocalJobs
 from ngsgd.hypergrad.training_task import Flat, ModuleTask
 from tests.hypergrad import tasks
 
 
-def plan(num_steps: int = 10, jobs: int = 1, iters: int = 1) -> Plan:
+def plan(num_steps: int = 10, jobs: int = 1, iters: int = 1) -> HyperparameterPlan:
     made = tasks.plan(num_steps, jobs=jobs, iters=iters, weights=False)
     return replace(made, lr_TG=made.lr_TG * 0.05, init_scale_G=torch.ones_like(made.init_scale_G))
 
 
-def unrolled(task: ModuleTask, made: Plan, decay: float, damping: float) -> dict[str, Tensor]:
+def unrolled(task: ModuleTask, made: HyperparameterPlan, decay: float, damping: float) -> dict[str, Tensor]:
     """One job, written out: everything is differentiated, the factors too."""
     hyper = {name: value.clone().requires_grad_() for name, value in made.tensors().items()}
     w = [p.clone().requires_grad_() for p in task.start.values()]
@@ -28,7 +28,7 @@ def unrolled(task: ModuleTask, made: Plan, decay: float, damping: float) -> dict
     linears = [module for module in task.module if isinstance(module, nn.Linear)]  # type: ignore[attr-defined]
     averages: list[list[Tensor | float]] = [[0.0, 0.0] for _ in linears]
     for step in range(made.num_steps):
-        place = Place(0, 0, step)
+        place = MinibatchIndex(0, 0, step)
         x_ND, y_N = task.batch(place)
         torch.manual_seed(place.seed(task.seed))
         inputs: list[Tensor] = []

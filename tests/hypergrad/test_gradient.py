@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ngsgd.errors import ConfigError, ReversalError
-from ngsgd.hypergrad import HyperGrad, Place, Plan, final_value, hypergradient
+from ngsgd.hypergrad import HyperGrad, HyperparameterPlan, MinibatchIndex, final_value, hypergradient
 from ngsgd.hypergrad.gradient import LocalJobs
 from ngsgd.hypergrad.job_replay import ENGINES, PlainGradients
 from ngsgd.hypergrad.training_task import Flat, ModuleTask
@@ -97,7 +97,7 @@ def test_every_segment_returns_to_the_broadcast_weights(kernels: str) -> None:
 def test_one_reverse_pass_serves_the_learned_numbers_behind_a_plan() -> None:
     task, base = tasks.task(), tasks.plan(20)
 
-    def made(log_lr: Tensor) -> Plan:
+    def made(log_lr: Tensor) -> HyperparameterPlan:
         rates = torch.exp(log_lr[0] + (log_lr[1] - log_lr[0]) * torch.linspace(0, 1, 20, dtype=torch.float64))
         return replace(base, lr_TG=rates[:, None].expand(-1, tasks.LAYERS))
     log_lr = torch.tensor([0.3, 0.05], dtype=torch.float64).log().requires_grad_()
@@ -113,13 +113,16 @@ def test_one_reverse_pass_serves_the_learned_numbers_behind_a_plan() -> None:
 def test_agrees_with_torchopt_on_the_learning_rate() -> None:
     torchopt = pytest.importorskip("torchopt", reason="a peer of the dev extra")
     task, num_steps = tasks.task(tasks.mlp(dropout=0.0)), 30
-    found = hypergradient(task, Plan.constant(num_steps, tasks.LAYERS, lr=0.4, momentum=0.9), "reversible")
+    found = hypergradient(task,
+                          HyperparameterPlan.constant(num_steps, tasks.LAYERS, lr=0.4,
+                                                      momentum=0.9), "reversible")
     lr = torch.tensor(0.04, dtype=torch.float64, requires_grad=True)  # its velocity takes the whole gradient, ours a tenth
     optimizer = torchopt.sgd(lr=lambda count: lr, momentum=0.9)
     parameters = tuple(p.clone().requires_grad_() for p in task.start.values())
     state = optimizer.init(parameters)
     for step in range(num_steps):
-        loss = task.loss(dict(zip(task.start, parameters, strict=True)), Place(0, 0, step), None)
+        loss = task.loss(dict(zip(task.start, parameters, strict=True)),
+                         MinibatchIndex(0, 0, step), None)
         grads = torch.autograd.grad(loss, parameters, create_graph=True)
         updates, state = optimizer.update(grads, state, inplace=False)
         parameters = torchopt.apply_updates(parameters, updates, inplace=False)
@@ -143,13 +146,13 @@ class _Mutable(ModuleTask):
         return super().validation(parameters)
 
 
-def _mutable(num_steps: int = 12) -> tuple[_Mutable, Plan, Any]:
+def _mutable(num_steps: int = 12) -> tuple[_Mutable, HyperparameterPlan, Any]:
     inner = tasks.task(tasks.mlp(dropout=0.0, width=64, dtype=torch.float32), size=64)
     task = _Mutable(inner.module, inner.batch, inner._loss, inner._validation, inner.seed)
     return task, tasks.plan(num_steps), LocalJobs(task, tasks.plan(num_steps), "reversible", PlainGradients(task, Flat.of(task)))
 
 
-def _failing_step(task: _Mutable, plan: Plan, jobs: Any) -> int:
+def _failing_step(task: _Mutable, plan: HyperparameterPlan, jobs: Any) -> int:
     with pytest.raises(ReversalError) as caught:
         hypergradient(task, plan, "reversible", jobs=jobs)
     assert str(caught.value).startswith(f"step {caught.value.step} could not be undone: in job 0 of outer iteration 0")
@@ -197,7 +200,7 @@ def test_a_dropped_byte_is_reported(dropped: int) -> None:
     assert 0 < caught.value.step <= 60 and caught.value.step == _last_spill(plan, layer=1)
 
 
-def _last_spill(plan: Plan, layer: int) -> int:
+def _last_spill(plan: HyperparameterPlan, layer: int) -> int:
     scale, last = 2.0 ** -44, 0
     for t, gamma in enumerate(plan.momentum_TG[:, layer].tolist()):
         scale *= gamma
@@ -212,7 +215,7 @@ def test_another_number_of_threads_is_reported() -> None:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(300, 700), nn.ReLU(), nn.Linear(700, 9))
     task = _Mutable(module, lambda place: (x_ND, y_N), tasks.weighted_loss, [(x_ND, y_N)])
-    plan = Plan.constant(3, 2, lr=0.1)
+    plan = HyperparameterPlan.constant(3, 2, lr=0.1)
     jobs = LocalJobs(task, plan, "reversible", PlainGradients(task, Flat.of(task)))
     before = torch.get_num_threads()
 
@@ -248,7 +251,7 @@ class _Attention(nn.Module):
 @pytest.mark.entry("B9")
 @pytest.mark.parametrize("engine", ENGINES)
 def test_fused_attention_equals_its_formula(engine: str) -> None:
-    plan = Plan.constant(num_steps=5, num_layers=2, lr=0.1, momentum=0.5)
+    plan = HyperparameterPlan.constant(num_steps=5, num_layers=2, lr=0.1, momentum=0.5)
     fused, formula = (hypergradient(tasks.task(_Attention(fused).double()), plan, engine) for fused in (True, False))
     # float64; softmax and products round in another order
     torch.testing.assert_close(fused.lr_TG, formula.lr_TG, rtol=1e-8, atol=1e-10)
@@ -261,6 +264,7 @@ def test_an_operation_without_a_second_derivative_is_named() -> None:
         return nn.functional.ctc_loss(output[:, None].log_softmax(dim=2), torch.tensor([[1, 2]]), *lengths)
 
     batch = tasks.task().batch
-    task = ModuleTask(tasks.mlp(dropout=0.0), batch, loss, [batch(Place(0, 0, 0))])
+    task = ModuleTask(tasks.mlp(dropout=0.0), batch, loss, [batch(MinibatchIndex(0, 0, 0))])
     with pytest.raises(ConfigError, match=r"needs second derivatives.*ctc_loss"):
-        hypergradient(task, Plan.constant(num_steps=2, num_layers=3, lr=0.1, momentum=0.5))
+        hypergradient(task,
+                      HyperparameterPlan.constant(num_steps=2, num_layers=3, lr=0.1, momentum=0.5))

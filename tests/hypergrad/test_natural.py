@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ngsgd.config import OptimizerConfig
 from ngsgd.errors import ConfigError
-from ngsgd.hypergrad import Place, Plan, hypergradient
+from ngsgd.hypergrad import HyperparameterPlan, MinibatchIndex, hypergradient
 from ngsgd.hypergrad.gradient import LocalJobs
 from ngsgd.hypergrad.natural import NaturalGradients, natural_gradients
 from ngsgd.hypergrad.training_task import Flat, ModuleTask
@@ -20,7 +20,7 @@ from tests.hypergrad import tasks
 CONFIG = OptimizerConfig(rank_in=3, rank_out=2)
 
 
-def plan(num_steps: int, momentum: float = 0.0) -> Plan:
+def plan(num_steps: int, momentum: float = 0.0) -> HyperparameterPlan:
     made = tasks.plan(num_steps, weights=False)
     return replace(made, momentum_TG=torch.full_like(made.momentum_TG, momentum), init_scale_G=torch.ones_like(made.init_scale_G),
                    l2_G=torch.zeros_like(made.l2_G), lr_TG=made.lr_TG * 0.2)
@@ -35,7 +35,7 @@ def test_trajectory_equals_the_optimizers() -> None:
     for step in range(30):
         for group, lr in zip(optimizer.param_groups, made.lr_TG[step].tolist(), strict=True):
             group["lr"] = lr
-        x_ND, y_N = task.batch(Place(0, 0, step))
+        x_ND, y_N = task.batch(MinibatchIndex(0, 0, step))
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(x_ND), y_N).backward()
         optimizer.step()
@@ -51,7 +51,7 @@ class _Recorded(NaturalGradients):
         super().__init__(task, own.flat, own._settings, own._ranks)
         self.factors: list[object] = []
 
-    def forward(self, w_P: Tensor, place: Place, data_weights: Tensor | None) -> Tensor:
+    def forward(self, w_P: Tensor, place: MinibatchIndex, data_weights: Tensor | None) -> Tensor:
         direction_P, factors, _, _ = self._direction(w_P, place, data_weights, create_graph=False)
         self.factors.append(factors)
         return direction_P
@@ -70,7 +70,7 @@ def test_is_exact_for_a_constant_preconditioner(engine: str, momentum: float) ->
     v = [torch.zeros_like(p) for p in w]
     flat = Flat.of(task)
     for step in range(16):
-        place = Place(0, 0, step)
+        place = MinibatchIndex(0, 0, step)
         torch.manual_seed(place.seed(task.seed))
         leaves = [p if p.requires_grad else p.clone().requires_grad_() for p in w]
         loss = task.loss(dict(zip(flat.names, leaves, strict=True)), place, None)

@@ -11,12 +11,20 @@ import torch
 from torch import Tensor
 
 from ngsgd.errors import ConfigError, DivergenceError
-from ngsgd.hypergrad import HyperSpace, Plan, Settings, evaluate, final_value, tune
+from ngsgd.hypergrad import (
+    BaseHyperparameters,
+    HyperparameterPlan,
+    HyperSpace,
+    evaluate_hyperparameters,
+    final_value,
+    tune_hyperparameters,
+)
 from ngsgd.hypergrad.search import random_seeder, transfer
 from ngsgd.hypergrad.search_space import PARTS, interpolation, stretched
 from tests.hypergrad import tasks
 
-SETTINGS = Settings(lr_initial=0.4, lr_final=0.1, momentum=0.8, l2=1e-3, max_change=0.1, max_param_change=0.2)
+SETTINGS = BaseHyperparameters(lr_initial=0.4, lr_final=0.1, momentum=0.8, l2=1e-3, max_change=0.1,
+                               max_param_change=0.2)
 
 
 def space(**changes: Any) -> HyperSpace:
@@ -25,7 +33,7 @@ def space(**changes: Any) -> HyperSpace:
 
 def test_the_centre_is_the_plan_of_the_settings() -> None:
     made = space()
-    plan, plain = made.build(made.centre()), space(parts=("schedule",)).build(space(parts=("schedule",)).centre())
+    plan, plain = made.build(made.center()), space(parts=("schedule",)).build(space(parts=("schedule",)).center())
     for name, value in plan.tensors().items():
         assert torch.allclose(value, plain.tensors()[name], rtol=1e-12), name
     assert plan.lr_TG[:, 0].tolist() == pytest.approx([0.4 * 0.25 ** (t / 15) for t in range(16)])
@@ -34,7 +42,7 @@ def test_the_centre_is_the_plan_of_the_settings() -> None:
 
 def test_every_tuned_number_moves_the_plan_and_has_a_derivative() -> None:
     made = space()
-    theta_D = made.centre().requires_grad_()
+    theta_D = made.center().requires_grad_()
     plan = made.build(theta_D)
     total = sum((value.log().sum() for value in plan.tensors().values() if value.requires_grad), torch.zeros(()))
     (slope_D,) = torch.autograd.grad(total, theta_D)
@@ -43,9 +51,9 @@ def test_every_tuned_number_moves_the_plan_and_has_a_derivative() -> None:
 
 def test_hypergradients_reach_theta() -> None:
     task, made = tasks.task(), space(parts=("schedule", "layer_lr", "l2", "momentum", "init_scale"))
-    theta_D = made.centre().requires_grad_()
+    theta_D = made.center().requires_grad_()
     plan = made.build(theta_D)
-    slope_D = evaluate(task, plan).gradient().by(plan, theta_D)
+    slope_D = evaluate_hyperparameters(task, plan).gradient().by(plan, theta_D)
     for index in range(made.size):
         step_D = torch.zeros(made.size, dtype=torch.float64)
         step_D[index] = 1e-5
@@ -62,19 +70,20 @@ def test_interpolation_meets_its_knots() -> None:
 def test_a_stretched_schedule_goes_with_the_share_of_the_run() -> None:
     made = space()
     long = stretched(made, 31)
-    short_T, long_T = made.build(made.centre()).lr_TG[:, 0], long.build(made.centre()).lr_TG[:, 0]
+    short_T, long_T = made.build(made.center()).lr_TG[:, 0], long.build(made.center()).lr_TG[:, 0]
     assert torch.allclose(short_T, long_T[::2])
 
 
 def test_the_box_holds() -> None:
     made = space()
-    far_D = made.clamp(made.centre() + 100.0)
+    far_D = made.clamp(made.center() + 100.0)
     assert float(made.build(far_D).momentum_TG.min()) >= 0.1 - 1e-12
     assert float(made.build(far_D).lr_TG.max()) <= 0.4 * 30.0 * 10.0 + 1e-9
 
 
 @pytest.mark.parametrize("wrong", [{"parts": ("schedule", "dropout")}, {"parts": ()}, {"knots": 1},
-                                   {"settings": Settings(0.1, 0.1), "parts": ("max_change",)}])
+                                   {"settings": BaseHyperparameters(0.1, 0.1),
+                                    "parts": ("max_change",)}])
 def test_spaces_that_cannot_be_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="tune"):
         space(**wrong)
@@ -85,7 +94,7 @@ def test_spaces_that_cannot_be_are_refused(wrong: dict[str, Any]) -> None:
 
 def bowl(made: HyperSpace, target_D: Tensor, calls: list[str]) -> Any:
     """A loss that is known: the squared distance of log rates and log l2 from a target, with its exact derivatives."""
-    def of(plan: Plan) -> Any:
+    def of(plan: HyperparameterPlan) -> Any:
         calls.append("forward")
         goal = made.build(target_D)
         ratio_TG, ratio_G = (plan.lr_TG / goal.lr_TG).log(), (plan.l2_G / goal.l2_G).log()
@@ -107,9 +116,11 @@ def bowl(made: HyperSpace, target_D: Tensor, calls: list[str]) -> Any:
 @pytest.mark.parametrize("seed_share", [0.0, 0.25])
 def test_descends_to_a_known_minimum_and_keeps_its_budget(seed_share: float) -> None:
     made = space(parts=("schedule", "l2"))
-    target_D = made.centre() + torch.tensor([1.5, -1.0, 0.5, 0.0, 2.0, -2.0, 1.0], dtype=torch.float64)
+    target_D = made.center() + torch.tensor([1.5, -1.0, 0.5, 0.0, 2.0, -2.0, 1.0],
+                                            dtype=torch.float64)
     calls: list[str] = []
-    search = tune(bowl(made, target_D, calls), made, budget=120, seed_share=seed_share)
+    search = tune_hyperparameters(bowl(made, target_D, calls), made, budget=120,
+                                  seed_share=seed_share)
     assert search.best.value < 0.02 * search.trials[0].value
     assert search.spent <= 120.0
     assert search.spent == pytest.approx(calls.count("forward") + 3.2 * calls.count("reverse"))
@@ -119,25 +130,26 @@ def test_descends_to_a_known_minimum_and_keeps_its_budget(seed_share: float) -> 
 def test_runs_that_diverge_are_never_accepted() -> None:
     made = space(parts=("schedule", "l2"))
 
-    def of(plan: Plan) -> Any:
+    def of(plan: HyperparameterPlan) -> Any:
         if float(plan.lr_TG.max()) > 1.0:
             raise DivergenceError("too fast")
-        return bowl(made, made.centre() + 5.0, [])(plan)
-    search = tune(of, made, budget=40, seed_share=0.3)
+        return bowl(made, made.center() + 5.0, [])(plan)
+    search = tune_hyperparameters(of, made, budget=40, seed_share=0.3)
     assert math.isfinite(search.best.value)
     assert any(math.isinf(trial.value) for trial in search.trials)
 
 
 def test_tuning_a_real_task_lowers_its_loss() -> None:
     task, made = tasks.task(tasks.mlp(dtype=torch.float32)), space(parts=("schedule", "layer_lr", "l2", "momentum"))
-    search = tune(lambda plan: evaluate(task, plan), made, budget=40, seed_share=0.25, seeder=random_seeder)
-    assert search.best.value < final_value(task, made.build(made.centre())) - 0.05
+    search = tune_hyperparameters(lambda plan: evaluate_hyperparameters(task, plan), made,
+                                  budget=40, seed_share=0.25, seeder=random_seeder)
+    assert search.best.value < final_value(task, made.build(made.center())) - 0.05
     assert final_value(task, made.build(made.clamp(torch.tensor(search.best.theta, dtype=torch.float64)))) == search.best.value
 
 
 def test_transfer_tries_every_multiple_and_keeps_the_best() -> None:
     made = space(parts=("schedule",))
-    target_D = made.scaled(made.centre(), 0.5)
-    found = transfer(bowl(made, target_D, []), made, made.centre(), (1.0, 0.5, 0.25))
+    target_D = made.scaled(made.center(), 0.5)
+    found = transfer(bowl(made, target_D, []), made, made.center(), (1.0, 0.5, 0.25))
     assert [trial.kind for trial in found.trials] == ["transfer"] * 3
     assert found.best.theta == found.trials[1].theta

@@ -13,7 +13,7 @@ import torch
 
 from ngsgd.config import OptimizerConfig, ProxyConfig, RunConfig, TrackingConfig, TuneConfig
 from ngsgd.errors import ConfigError
-from ngsgd.hypergrad import HyperSpace, Settings
+from ngsgd.hypergrad import BaseHyperparameters, HyperSpace
 from ngsgd.launcher import cli
 from ngsgd.launcher.commands import tune
 from ngsgd.launcher.config import compose, tuned_file
@@ -92,9 +92,10 @@ def test_ray_workers_give_the_numbers_of_one_process(on_toy: Any, tmp_path: Path
 
 
 def _tuned(folder: Path) -> tuple[HyperSpace, torch.Tensor, Path]:
-    space = HyperSpace(Settings(0.02, 0.002, 0.9, 1e-2, 0.5), ("affine1", "affine2", "output"), 8, 2, 2,
+    space = HyperSpace(BaseHyperparameters(0.02, 0.002, 0.9, 1e-2, 0.5),
+                       ("affine1", "affine2", "output"), 8, 2, 2,
                        ("schedule", "layer_lr", "l2", "momentum", "max_change", "init_scale"), 3)
-    theta_D = space.centre() + 0.1 * torch.arange(space.size, dtype=torch.float64)
+    theta_D = space.center() + 0.1 * torch.arange(space.size, dtype=torch.float64)
     path = folder / "tuned.yaml"
     made = toy.config(optimizer=OptimizerConfig(kind="sgd"))
     tuned_file.write(path, tuned_file.settings_of(made, space, space.values(theta_D), 2), ["from a test"])
@@ -136,7 +137,7 @@ def test_a_job_of_ngsgd_train_does_what_the_proxy_did(tmp_path: Path) -> None:
     from ngsgd.hypergrad.job_replay import PlainGradients
     from ngsgd.hypergrad.training_task import Flat
 
-    plan = proxy.space.build(proxy.space.centre())
+    plan = proxy.space.build(proxy.space.center())
     scale_P = 2.0 * 64
     plan = replace(plan, l2_G=torch.tensor([3e-4, 1e-4, 1e-4], dtype=torch.float64) * scale_P,
                    lr_TG=plan.lr_TG * torch.tensor([1.5, 1.0, 1.0], dtype=torch.float64))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ngsgd import NGSGD
 from ngsgd.ops import fisher_projection, packed_gemm
 from ngsgd.ops.kernels import native
-from ngsgd.ops.packed_gemm import Correction, Panels
+from ngsgd.ops.packed_gemm import LowRankCorrection, PackedMatrix
 from tests.optim import test_train_golden
 
 NAN = float("nan")
@@ -31,9 +31,9 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed_gemm, "_is_faster", lambda: True)
 
 
-def in_panels(rows_ND: Tensor, room: int = 0) -> Panels:
+def in_panels(rows_ND: Tensor, room: int = 0) -> PackedMatrix:
     memory = torch.full((packed_gemm.size(len(rows_ND) + room, rows_ND.shape[1]),), NAN)
-    made = Panels.over(memory, len(rows_ND), rows_ND.shape[1], room)
+    made = PackedMatrix.over(memory, len(rows_ND), rows_ND.shape[1], room)
     made.fill(rows_ND)
     return made
 
@@ -65,7 +65,7 @@ def test_product_equals_the_formula(shape: tuple[int, int, int], lie_in_panels: 
     assert torch.equal(same_OI, dW_OI)
     assert_close(db_O, 0.5 * Y64_NO.T @ one64_N)
 
-    dW_OI, db_O = packed_gemm.product(dY, X, 0.5, one_N, Correction(H_NR, W_RO))
+    dW_OI, db_O = packed_gemm.product(dY, X, 0.5, one_N, LowRankCorrection(H_NR, W_RO))
     Yhat64_NO = Y64_NO - H_NR.double() @ W_RO.double()
     assert_close(dW_OI, 0.5 * Yhat64_NO.T @ X64_NI)
     assert_close(db_O, 0.5 * Yhat64_NO.T @ one64_N)
@@ -100,21 +100,23 @@ def test_preconditioned_rows_in_panels_are_those_kept_by_rows(shape: tuple[int, 
     N, D, R = shape
     generator = torch.Generator().manual_seed(4)
     X_ND, W_RD, one_N = (torch.randn(size, generator=generator) for size in ((N, D), (R, D + 1), (N,)))
-    memory = Panels.over(torch.full((packed_gemm.size(N + 3, D),), NAN), N, D, 3)
+    memory = PackedMatrix.over(torch.full((packed_gemm.size(N + 3, D),), NAN), N, D, 3)
 
-    def both() -> tuple[fisher_projection.Met, fisher_projection.Met]:
-        return fisher_projection.meet(X_ND, W_RD, one_N), fisher_projection.meet(X_ND, W_RD, one_N, memory)
+    def both() -> tuple[fisher_projection.Projection, fisher_projection.Projection]:
+        return fisher_projection.project(X_ND, W_RD, one_N), fisher_projection.project(X_ND, W_RD, one_N, memory)
 
     if engine == "torch":
         with native.in_torch_operations():
-            by_rows, met = both()
+            by_rows, projection = both()
     else:
-        by_rows, met = both()
-    assert met.Xhat_ND is memory
-    assert isinstance(by_rows.Xhat_ND, Tensor) and by_rows.one_hat_N is not None and met.one_hat_N is not None
+        by_rows, projection = both()
+    assert projection.Xhat_ND is memory
+    assert isinstance(by_rows.Xhat_ND,
+                      Tensor) and by_rows.one_hat_N is not None and projection.one_hat_N is not None
     assert torch.equal(memory.rows(), by_rows.Xhat_ND)
-    assert torch.equal(met.H_NR, by_rows.H_NR) and torch.equal(met.one_hat_N, by_rows.one_hat_N)
-    assert (met.sum_sq, met.sum_sq_hat) == (by_rows.sum_sq, by_rows.sum_sq_hat)
+    assert torch.equal(projection.H_NR, by_rows.H_NR) and torch.equal(projection.one_hat_N,
+                                                                      by_rows.one_hat_N)
+    assert (projection.sum_sq, projection.sum_sq_hat) == (by_rows.sum_sq, by_rows.sum_sq_hat)
 
 
 def trained(num_steps: int, num_outputs: int, *, bias: bool, **options: float | bool) -> list[Tensor]:
@@ -171,18 +173,20 @@ def test_the_limit_per_sample_sees_rows(always: None, monkeypatch: pytest.Monkey
 def test_who_multiplies_is_decided_by_processor_types_and_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     large, small, few = torch.ones(256, 512), torch.ones(16, 16), torch.ones(100, 512)
     monkeypatch.setattr(packed_gemm, "_is_faster", lambda: True)
-    assert packed_gemm.are_for(large, large) and not packed_gemm.are_for(small, small)
-    assert not packed_gemm.are_for(few, few) and packed_gemm.are_for(torch.ones(100, 2048), few)
-    assert not packed_gemm.are_for(large.double(), large.double()) and not packed_gemm.are_for(large.bfloat16(), large.bfloat16())
+    assert packed_gemm.should_use(large, large) and not packed_gemm.should_use(small, small)
+    assert not packed_gemm.should_use(few, few) and packed_gemm.should_use(torch.ones(100, 2048),
+                                                                           few)
+    assert not packed_gemm.should_use(large.double(), large.double())
+    assert not packed_gemm.should_use(large.bfloat16(), large.bfloat16())
     with native.in_torch_operations():
-        assert not packed_gemm.are_for(large, large)
+        assert not packed_gemm.should_use(large, large)
     monkeypatch.setattr(packed_gemm, "_is_faster", lambda: False)
-    assert not packed_gemm.are_for(large, large)
+    assert not packed_gemm.should_use(large, large)
     monkeypatch.undo()
     packed_gemm._is_faster.cache_clear()
     monkeypatch.setattr(native, "is_made_by", lambda vendor: vendor == "AuthenticAMD")
     try:
-        assert not packed_gemm.are_for(large, large)   # ngsgd.ops.gemm has the quicker one there
+        assert not packed_gemm.should_use(large, large)   # ngsgd.ops.gemm has the quicker one there
     finally:
         packed_gemm._is_faster.cache_clear()
 

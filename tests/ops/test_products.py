@@ -69,11 +69,12 @@ def check_products(left: str, right: str) -> None:
     out = torch.zeros(40, 51)[:, :-1]
     assert gemm.mm(a, b, out=out) is out
     close(out.double(), exact)
-    close(gemm.less_mm(c, a, b, torch.empty(40, 50)).double(), c.double() - exact)
+    close(gemm.sub_matmul(c, a, b, torch.empty(40, 50)).double(), c.double() - exact)
     for factor in (a, 2.0 * torch.cat([a, a])):   # the sign goes to either side
         ones = torch.ones(len(factor), 50)   # in place
         exact_there = 1.0 - factor.double() @ b.double()
-        torch.testing.assert_close(gemm.less_mm(ones, factor, b, ones).double(), exact_there, rtol=0.0, atol=1e-4)
+        torch.testing.assert_close(gemm.sub_matmul(ones, factor, b, ones).double(), exact_there,
+                                   rtol=0.0, atol=1e-4)
         torch.testing.assert_close(ones.double(), exact_there, rtol=0.0, atol=1e-4)
     bias = torch.randn(50)
     wanted = exact + bias.double()
@@ -105,7 +106,8 @@ def test_what_onednn_cannot_do_is_left_to_torch(onednn: None) -> None:
         x = torch.randn(4, 3, dtype=dtype)
         with Calls() as calls:
             assert torch.equal(gemm.mm(x, x.T), x @ x.T)
-            assert torch.equal(gemm.less_mm(x @ x.T, x, x.T), torch.addmm(x @ x.T, x, x.T, alpha=-1))
+            assert torch.equal(gemm.sub_matmul(x @ x.T, x, x.T),
+                               torch.addmm(x @ x.T, x, x.T, alpha=-1))
             assert torch.equal(gemm.linear(x, x, None), nn.functional.linear(x, x))
         assert calls.num_onednn == 0
 

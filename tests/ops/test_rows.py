@@ -56,9 +56,10 @@ def expected(X_ND: Tensor, W_RD: Tensor, one_N: Tensor | None) -> dict[str, Tens
     return found if one_N is None else {**found, "one_hat": Xhat_ND[:, -1]}
 
 
-def got(met: fisher_projection.Met) -> dict[str, Tensor]:
-    named: dict[str, Any] = {"H": met.H_NR, "Xhat": met.Xhat_ND, "sum_sq": met.sum_sq, "sum_sq_hat": met.sum_sq_hat,
-                             "one_hat": met.one_hat_N}
+def got(projection: fisher_projection.Projection) -> dict[str, Tensor]:
+    named: dict[str, Any] = {"H": projection.H_NR, "Xhat": projection.Xhat_ND,
+                             "sum_sq": projection.sum_sq, "sum_sq_hat": projection.sum_sq_hat,
+                             "one_hat": projection.one_hat_N}
     return {name: torch.as_tensor(x).double() for name, x in named.items() if x is not None}
 
 
@@ -81,12 +82,12 @@ def test_every_part_equals_the_formula(shape: tuple[int, int, int], bias: bool, 
     X_ND, W_RD, one_N = drawn(*shape, bias=bias, seed=0)
     before = X_ND.clone(), W_RD.clone()
     wanted = expected(X_ND, W_RD, one_N)
-    assert_close(got(fisher_projection.meet(X_ND, W_RD, one_N)), wanted)
+    assert_close(got(fisher_projection.project(X_ND, W_RD, one_N)), wanted)
     scratch = torch.full_like(X_ND, torch.nan)
-    assert_close(got(fisher_projection.meet(X_ND, W_RD, one_N, scratch)), wanted)
-    without = fisher_projection.meet(X_ND, W_RD, one_N, corrects=False)
+    assert_close(got(fisher_projection.project(X_ND, W_RD, one_N, scratch)), wanted)
+    without = fisher_projection.project(X_ND, W_RD, one_N, corrects=False)
     assert_close(got(without), {name: wanted[name] for name in ("H", "sum_sq")})
-    assert_close(got(fisher_projection.corrected(without, X_ND, W_RD, one_N)), wanted)
+    assert_close(got(fisher_projection.with_residual(without, X_ND, W_RD, one_N)), wanted)
     assert torch.equal(X_ND, before[0]) and torch.equal(W_RD, before[1])
 
 
@@ -94,7 +95,7 @@ def test_every_part_equals_the_formula(shape: tuple[int, int, int], bias: bool, 
 @given(num=st.integers(1, 60), dim=st.integers(2, 70), rank=st.integers(1, 30), bias=st.booleans(), seed=st.integers(0, 1000))
 def test_any_shape_equals_the_formula(num: int, dim: int, rank: int, bias: bool, seed: int) -> None:
     X_ND, W_RD, one_N = drawn(num, dim, rank, bias=bias, seed=seed)
-    assert_close(got(fisher_projection.meet(X_ND, W_RD, one_N)), expected(X_ND, W_RD, one_N))
+    assert_close(got(fisher_projection.project(X_ND, W_RD, one_N)), expected(X_ND, W_RD, one_N))
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -102,7 +103,7 @@ def test_any_shape_equals_the_formula(num: int, dim: int, rank: int, bias: bool,
 def test_an_estimate_larger_than_the_cache_is_met_a_part_at_a_time(dim: int, bias: bool, engine: str) -> None:
     X_ND, W_RD, one_N = drawn(55, dim, 40, bias=bias, seed=1)
     assert len(W_RD) * X_ND.shape[1] > 3 << 16
-    assert_close(got(fisher_projection.meet(X_ND, W_RD, one_N)), expected(X_ND, W_RD, one_N))
+    assert_close(got(fisher_projection.project(X_ND, W_RD, one_N)), expected(X_ND, W_RD, one_N))
 
 
 def test_threads_change_no_bit(compiled: None) -> None:
@@ -113,7 +114,7 @@ def test_threads_change_no_bit(compiled: None) -> None:
         try:
             for threads in (1, 2, 3):
                 torch.set_num_threads(threads)
-                found.append(got(fisher_projection.meet(X_ND, W_RD, one_N)))
+                found.append(got(fisher_projection.project(X_ND, W_RD, one_N)))
         finally:
             torch.set_num_threads(before)
         assert all(torch.equal(found[0][name], other[name]) for other in found[1:] for name in found[0])
@@ -122,12 +123,12 @@ def test_threads_change_no_bit(compiled: None) -> None:
 @pytest.mark.parametrize("shape", [(48, 300, 20), (55, 512, 70), (31, 1040, 66), (55, 8192, 40)])
 def test_where_numbers_lie_in_memory_changes_no_bit(shape: tuple[int, int, int], engine: str) -> None:
     X_ND, W_RD, _ = drawn(*shape, bias=False, seed=6)
-    wanted = got(fisher_projection.meet(X_ND, W_RD))
+    wanted = got(fisher_projection.project(X_ND, W_RD))
     # our C++ takes any address; with several threads MKL's dot product divides its work at multiples of 16 bytes, the least that
     # the allocators of C, NumPy and torch return
     shift = 4 if engine == "torch" else 3
     shifted = [torch.empty(x.numel() + shift)[shift:].view(x.shape).copy_(x) for x in (X_ND, W_RD)]
-    found = got(fisher_projection.meet(*shifted))
+    found = got(fisher_projection.project(*shifted))
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
@@ -135,9 +136,10 @@ def test_rows_that_are_not_finite_show(engine: str) -> None:
     for bad in (float("nan"), float("inf"), 1e25):
         X_ND, W_RD, _ = drawn(30, 40, 6, bias=False, seed=3)
         X_ND[17, 39] = bad
-        met = fisher_projection.meet(X_ND, W_RD)
-        assert not torch.as_tensor(met.sum_sq).float().isfinite()
-        assert isinstance(met.Xhat_ND, Tensor) and met.Xhat_ND[:17].isfinite().all() and met.Xhat_ND[18:].isfinite().all()
+        projection = fisher_projection.project(X_ND, W_RD)
+        assert not torch.as_tensor(projection.sum_sq).float().isfinite()
+        assert isinstance(projection.Xhat_ND, Tensor)
+        assert projection.Xhat_ND[:17].isfinite().all() and projection.Xhat_ND[18:].isfinite().all()
 
 
 def test_other_types_layouts_and_gradients_are_left_to_torch(compiled: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,21 +150,21 @@ def test_other_types_layouts_and_gradients_are_left_to_torch(compiled: None, mon
             raise AssertionError(f"the C++ was called: {name}")
 
     monkeypatch.setattr(fisher_projection, "_library", Refusing)
-    assert fisher_projection.meet(X_ND.double(), W_RD.double()).H_NR.dtype == torch.float64
-    assert fisher_projection.meet(X_ND[:0], W_RD).H_NR.shape == (0, 6)
+    assert fisher_projection.project(X_ND.double(), W_RD.double()).H_NR.dtype == torch.float64
+    assert fisher_projection.project(X_ND[:0], W_RD).H_NR.shape == (0, 6)
     columns = W_RD.T.contiguous().T
-    torch.testing.assert_close(fisher_projection.meet(X_ND, columns).H_NR, X_ND @ W_RD.T)
+    torch.testing.assert_close(fisher_projection.project(X_ND, columns).H_NR, X_ND @ W_RD.T)
     leaf = X_ND.clone().requires_grad_()
-    Xhat = fisher_projection.meet(leaf, W_RD).Xhat_ND
+    Xhat = fisher_projection.project(leaf, W_RD).Xhat_ND
     assert isinstance(Xhat, Tensor) and Xhat.requires_grad
     with pytest.raises(AssertionError, match="was called"):
-        fisher_projection.meet(X_ND, W_RD)
+        fisher_projection.project(X_ND, W_RD)
 
 
 def test_an_estimate_between_others_in_memory_is_met_in_place(compiled: None) -> None:
     X_ND, W_RD, _ = drawn(30, 40, 6, bias=False, seed=5)
     wide = torch.cat([W_RD, torch.full((6, 3), torch.nan)], dim=1)
-    assert_close(got(fisher_projection.meet(X_ND, wide[:, :40])), expected(X_ND, W_RD, None))
+    assert_close(got(fisher_projection.project(X_ND, wide[:, :40])), expected(X_ND, W_RD, None))
 
 
 @pytest.mark.parametrize("compiler", ["no-such-compiler", "false"])

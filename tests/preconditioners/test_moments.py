@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ngsgd.errors import ConfigError
 from ngsgd.preconditioners import KFAC, KFLR, KFRA, METHODS, TNT, TONGA, OnlineNG, Preconditioner, SimpleNG
-from ngsgd.preconditioners.fisher_recorder import Signal
+from ngsgd.preconditioners.fisher_recorder import FisherSample
 from tests.preconditioners.problems import NAMES, SHARING, Problem, close, joint, problem
 from tests.reference import preconditioners as dense
 from tests.reference.curvature import loss_derivatives, recursion_of_averages
@@ -47,7 +47,7 @@ def test_tnt_equals_the_dense_tensor_normal_matrix(name: str) -> None:
     seen: dict[str, Any] = {}
     original = preconditioner.update_curvature
 
-    def update_curvature(signal: Signal) -> None:
+    def update_curvature(signal: FisherSample) -> None:
         seen.update(signal.rows)
         original(signal)
 

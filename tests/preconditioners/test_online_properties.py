@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ngsgd import OnlineNaturalGradient
 from ngsgd.errors import DivergenceError
-from ngsgd.ops.natural_gradient import reorthogonalised
+from ngsgd.ops.natural_gradient import reorthogonalized
 from ngsgd.preconditioners.update_queue import UpdateQueue
 from tests.reference.online_natural_gradient import DenseFisher
 
@@ -259,7 +259,7 @@ def spoilt_state(error: float) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("error", [0.01, 0.5, 0.9999, 1.0])
 def test_reorthogonalised_rows_are_orthonormal_and_keep_their_span(error: float, dtype: torch.dtype) -> None:
     W_RD, e_R = spoilt_state(error)
-    out_RD = reorthogonalised(W_RD.to(dtype), e_R)
+    out_RD = reorthogonalized(W_RD.to(dtype), e_R)
     R_RD = out_RD.double() / e_R.sqrt()[:, None]
     assert out_RD.dtype == dtype and out_RD.is_contiguous()
     # one rounding to the dtype; Cholesky factors whose inverse has elements up to 100 are used
@@ -275,7 +275,7 @@ def test_reorthogonalised_rows_are_orthonormal_and_keep_their_span(error: float,
 
 def test_rows_orthonormal_to_a_thousandth_are_left_alone() -> None:
     W_RD, e_R = spoilt_state(5e-4)
-    assert torch.equal(reorthogonalised(W_RD, e_R), W_RD)
+    assert torch.equal(reorthogonalized(W_RD, e_R), W_RD)
 
 
 # -------------------------------------------------------------------------------------- masks, loss scales, ones, queues

@@ -61,7 +61,7 @@ def test_lbfgs_equals_the_dense_inverse_of_its_pairs(name: str, kept: int) -> No
     case, damping = problem(name), 0.05
     preconditioner = LBFGS(case.model, damping=damping, num_pairs=kept)
     seen = _steps(preconditioner, case, 5)
-    preconditioner.settle()
+    preconditioner.run_second_pass()
     pairs: list[tuple[Tensor, Tensor]] = []
     after = {key: p.detach().clone() for key, p in case.model.named_parameters()}
     ends = [theta for theta, _ in seen[1:]] + [after]
@@ -104,7 +104,7 @@ def test_kbfgs_equals_dense_updates_of_both_factors(name: str) -> None:
     case, damping, decay = problem(name), 0.04, 0.7
     preconditioner = KBFGS(case.model, damping=damping, ema_decay=decay)
     seen = _steps(preconditioner, case, 3)
-    preconditioner.settle()
+    preconditioner.run_second_pass()
     looks = [theta for theta, _ in seen] + [{key: p.detach().clone() for key, p in case.model.named_parameters()}]
     root = damping**0.5
     factors: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
@@ -160,7 +160,7 @@ def test_kbfgs_factors_come_to_the_inverse_on_a_quadratic() -> None:
         preconditioner.step()
         with torch.no_grad():
             layer.bias.add_(torch.randn(4, dtype=torch.float64))
-    preconditioner.settle()
+    preconditioner.run_second_pass()
     H_g, H_a = (preconditioner.inverses["0.weight"][key] for key in ("H_g", "H_a"))
     # curvature is that of torch's mean, over rows and the 4 numbers of each
     wanted = torch.linalg.inv(2.0 / 4.0 * M.weight.T @ M.weight + damping**0.5 * torch.eye(4, dtype=torch.float64))
@@ -201,11 +201,11 @@ def test_the_second_look_repeats_the_first_and_leaves_no_trace(method: Callable[
     preconditioner.step()
     assert model.linear.weight.grad is not None
     grad = model.linear.weight.grad.clone()
-    preconditioner.settle()
+    preconditioner.run_second_pass()
     assert len(outputs) == 1   # the parameters have not moved
     _move(model, 0.1)
     state = torch.get_rng_state()
-    preconditioner.settle()
+    preconditioner.run_second_pass()
     assert len(outputs) == 2 and torch.equal(*outputs)
     assert torch.equal(torch.get_rng_state(), state)
     assert float(model.get_buffer("calls")) == 1.0
@@ -230,7 +230,7 @@ def test_every_optimiser_s_step_is_noticed(method: Callable[..., KBFGS | LBFGS],
     preconditioner.evaluate(loss)
     preconditioner.step()
     steps.step()
-    preconditioner.settle()
+    preconditioner.run_second_pass()
     assert len(calls) == 2
 
 

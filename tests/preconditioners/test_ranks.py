@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ngsgd.errors import ConfigError
 from ngsgd.preconditioners import EKFAC, KFAC, SENG, SOAP, DiagonalNG, LayerWiseNG, Preconditioner, Shampoo, UnitWiseNG
-from ngsgd.preconditioners.distributed import Ranks
+from ngsgd.preconditioners.distributed import ProcessGroupComm
 from ngsgd.preconditioners.methods.kronecker.kfra import KFLR
 from tests.preconditioners.problems import close
 
@@ -95,7 +95,9 @@ def test_two_ranks_take_the_steps_of_one_process(method: type[Preconditioner], o
 
 
 def test_layers_go_to_the_rank_with_the_least_to_do() -> None:
-    (owners, _) = _on_two_ranks(lambda group: Ranks(group, torch.device("cpu")).owners({"a": 5.0, "b": 4.0, "c": 3.0, "d": 1.0}))
+    costs = {"a": 5.0, "b": 4.0, "c": 3.0, "d": 1.0}
+    (owners, _) = _on_two_ranks(lambda group: ProcessGroupComm(group,
+                                                               torch.device("cpu")).owners(costs))
     assert owners == {"a": 0, "b": 1, "c": 1, "d": 0}
 
 
@@ -104,7 +106,8 @@ def test_states_arrive_bit_for_bit_whatever_their_types() -> None:
     mine = {"é": {"n": torch.tensor([7])}}
 
     def work(group: Any) -> Any:
-        return Ranks(group, torch.device("cpu")).exchanged(state if group.rank() == 0 else mine)
+        return ProcessGroupComm(group,
+                                torch.device("cpu")).exchanged(state if group.rank() == 0 else mine)
 
     for found in _on_two_ranks(work):
         assert found.keys() == {"weight", "é"}
@@ -119,7 +122,8 @@ def test_mistakes_are_told() -> None:
             method(_net()).split_work(None)
 
     def work(group: Any) -> None:
-        Ranks(group, torch.device("cpu")).mean({"a": {"A": torch.ones(2 + group.rank())}}, 1.0)
+        ProcessGroupComm(group,
+                         torch.device("cpu")).mean({"a": {"A": torch.ones(2 + group.rank())}}, 1.0)
 
     with pytest.raises(ConfigError, match="curvature of 2 to 3 numbers"):
         _on_two_ranks(work)

@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ngsgd.curvature.second_order.full_model import WholeModel
+from ngsgd.curvature.second_order.full_model import FullModelProducts
 from ngsgd.errors import ConfigError
 from ngsgd.preconditioners import PSGD, AdaHessian, HessianFree, Preconditioner
-from ngsgd.preconditioners.methods.hessian.second_derivatives import SecondOrder
+from ngsgd.preconditioners.methods.hessian.second_derivatives import SecondOrderMethod
 from tests.preconditioners.problems import NAMES, Problem, close, joint, problem
 from tests.reference import quasi_newton as dense
 
 
-def _draws(preconditioner: SecondOrder) -> list[dict[str, Tensor]]:
+def _draws(preconditioner: SecondOrderMethod) -> list[dict[str, Tensor]]:
     """The random vectors of all looks to come."""
     seen: list[dict[str, Tensor]] = []
     original = preconditioner.drawn
@@ -59,7 +59,7 @@ class Quadratic(nn.Module):
 def test_products_with_the_whole_model_equal_the_dense_matrices(name: str, scale: float) -> None:
     """Also of a loss in two parts, and whatever its scale is."""
     case = problem(name)
-    minibatch = WholeModel(case.model)
+    minibatch = FullModelProducts(case.model)
     with minibatch:
         minibatch.differentiate(case.loss(case.model(case.x)) * scale)
         minibatch.differentiate(case.loss(case.model(case.x)) * (3.0 * scale))
@@ -90,7 +90,7 @@ def test_products_pass_through_recurrent_layers() -> None:
         return nn.functional.cross_entropy(model(x), y)
 
     v = {name: torch.randn_like(p) for name, p in model.named_parameters()}
-    with WholeModel(model) as minibatch:
+    with FullModelProducts(model) as minibatch:
         minibatch.differentiate(loss())
     step, moved = 1e-5, []
     for sign in (1.0, -1.0):
@@ -225,7 +225,7 @@ def test_adahessian_finds_a_diagonal_hessian_at_the_first_look() -> None:
 
 
 @pytest.mark.parametrize("method", [PSGD, HessianFree, AdaHessian])
-def test_methods_without_a_graph_say_what_to_call(method: type[SecondOrder]) -> None:
+def test_methods_without_a_graph_say_what_to_call(method: type[SecondOrderMethod]) -> None:
     case = problem("linear")
     preconditioner = method(case.model)
     with preconditioner.watch():

@@ -11,12 +11,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ngsgd.hypergrad import Place, Plan, Task
+from ngsgd.hypergrad import HyperparameterPlan, MinibatchIndex, TrainingTask
 
 Layers = dict[str, list[Tensor]]
 
 
-def unrolled(task: Task, plan: Plan) -> tuple[Tensor, dict[str, Tensor]]:
+def unrolled(task: TrainingTask, plan: HyperparameterPlan) -> tuple[Tensor, dict[str, Tensor]]:
     """(validation loss, its derivative by each of the plan's tensors and by the start), by autograd through every step."""
     leaves = {name: value.clone().requires_grad_() for name, value in plan.tensors().items()}
     start = {name: p.double().clone().requires_grad_() for name, p in task.start.items()}
@@ -27,20 +27,23 @@ def unrolled(task: Task, plan: Plan) -> tuple[Tensor, dict[str, Tensor]]:
                             for name, leaf, grad in zip(names, inputs, found, strict=True)}
 
 
-def train(task: Task, hyper: Mapping[str, Tensor], start: Mapping[str, Tensor], num_jobs: int) -> dict[str, Tensor]:
+def train(task: TrainingTask, hyper: Mapping[str, Tensor], start: Mapping[str, Tensor],
+          num_jobs: int) -> dict[str, Tensor]:
     """The final parameters, as a function of the hyperparameters."""
     layer_of = {name: index for index, names in enumerate(task.layers.values()) for name in names}
     w = {name: hyper["init_scale_G"][layer_of[name]] * p for name, p in start.items()}
     num_iters = len(hyper["averaging_ON"])
     steps = len(hyper["lr_TG"]) // num_iters
     for outer_iter in range(num_iters):
-        ends = [_job(task, hyper, w, layer_of, Place(outer_iter, job, 0), steps) for job in range(num_jobs)]
+        ends = [_job(task, hyper, w, layer_of, MinibatchIndex(outer_iter, job, 0),
+                     steps) for job in range(num_jobs)]
         shares = hyper["averaging_ON"][outer_iter] / hyper["averaging_ON"][outer_iter].sum()
         w = {name: sum((share * end[name] for share, end in zip(shares, ends, strict=True)), torch.zeros(())) for name in w}
     return w
 
 
-def _job(task: Task, hyper: Mapping[str, Tensor], w: dict[str, Tensor], layer_of: Mapping[str, int], place: Place,
+def _job(task: TrainingTask, hyper: Mapping[str, Tensor], w: dict[str, Tensor],
+         layer_of: Mapping[str, int], place: MinibatchIndex,
          steps: int) -> dict[str, Tensor]:
     v = {name: torch.zeros_like(p) for name, p in w.items()}
     for step in range(steps):

@@ -9,7 +9,7 @@ import pytest
 from torch.testing import assert_close
 
 from ngsgd.errors import DataError
-from ngsgd.sequence.graph import NOTHING, Arc, StateGraph, from_arcs
+from ngsgd.sequence.graph import NOTHING, StateArc, StateGraph, from_arcs
 from ngsgd.sequence.ngram import state_ngram
 from tests.reference.path_sums import enumerated, paths
 from tests.sequence.graphs import random_graph
@@ -17,8 +17,10 @@ from tests.sequence.graphs import random_graph
 
 def test_a_transducer_with_empty_arcs_has_the_same_sum_over_paths() -> None:
     """Every way through the transducer, gone one arc at a time, against the graph."""
-    arcs = [Arc(0, 1, 0, -0.1), Arc(1, 1, 0, -0.7), Arc(1, 2, NOTHING, -0.2), Arc(1, 2, 1, -0.3), Arc(2, 0, NOTHING, -0.4),
-            Arc(2, 3, 2, -0.5), Arc(3, 3, 2, -0.6), Arc(3, 2, NOTHING, -0.8), Arc(0, 3, 2, -1.0)]
+    arcs = [StateArc(0, 1, 0, -0.1), StateArc(1, 1, 0, -0.7), StateArc(1, 2, NOTHING, -0.2),
+            StateArc(1, 2, 1, -0.3), StateArc(2, 0, NOTHING, -0.4),
+            StateArc(2, 3, 2, -0.5), StateArc(3, 3, 2, -0.6), StateArc(3, 2, NOTHING, -0.8),
+            StateArc(0, 3, 2, -1.0)]
     log_final = {2: -0.05, 3: -0.15}
     scores_TP = np.random.default_rng(0).normal(size=(5, 3))
 
@@ -36,7 +38,8 @@ def test_a_transducer_with_empty_arcs_has_the_same_sum_over_paths() -> None:
 
 def test_a_circle_of_empty_arcs_is_refused() -> None:
     with pytest.raises(DataError, match="circle"):
-        from_arcs([Arc(0, 1, NOTHING, 0.0), Arc(1, 0, NOTHING, 0.0)], start=0, log_final={1: 0.0})
+        from_arcs([StateArc(0, 1, NOTHING, 0.0), StateArc(1, 0, NOTHING, 0.0)], start=0,
+                  log_final={1: 0.0})
 
 
 def test_the_weight_of_labels_is_that_of_all_their_paths() -> None:

@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from ngsgd.asr import extras
 from ngsgd.asr.features import noise
-from ngsgd.asr.features.noise import FULL_SCALE, LOUDEST_MIX, Signal
+from ngsgd.asr.features.noise import FULL_SCALE, LOUDEST_MIX, FisherSample
 from ngsgd.asr.utterance import SAMPLE_RATE_HZ, Audio, PdfIds, Samples, Utterance, num_frames
 from ngsgd.config import AugmentConfig
 from ngsgd.errors import DataError
@@ -102,7 +102,7 @@ def _factors(config: AugmentConfig, random: np.random.Generator) -> Sequence[flo
 # Rooms, noise, volume -------------------------------------------------------------------------------------------------
 
 
-def reverberate(samples: Signal, response: Signal) -> Signal:
+def reverberate(samples: FisherSample, response: FisherSample) -> FisherSample:
     """The samples as heard in a room, as long and as strong as before.
 
     The direct sound, the greatest peak of the impulse response, arrives when it did before: labels stay where they are.
@@ -114,7 +114,8 @@ def reverberate(samples: Signal, response: Signal) -> Signal:
     return np.asarray(heard * _root_mean_square(samples) / max(_root_mean_square(heard), 1e-9))
 
 
-def simulated_room(rt60_ms: float, sample_rate_hz: int, random: np.random.Generator) -> Signal:
+def simulated_room(rt60_ms: float, sample_rate_hz: int,
+                   random: np.random.Generator) -> FisherSample:
     """An impulse response: the direct sound, then noise that decays by 60 dB in `rt60_ms` (Polack's model).
 
     The tail has the energy of the direct sound: a distance at which speech is clearly, but not badly, reverberant.
@@ -127,7 +128,8 @@ def simulated_room(rt60_ms: float, sample_rate_hz: int, random: np.random.Genera
     return response
 
 
-def add_noise(samples: Signal, background: Signal, snr_db: float, is_speech: npt.NDArray[np.bool_]) -> Signal:
+def add_noise(samples: FisherSample, background: FisherSample, snr_db: float,
+              is_speech: npt.NDArray[np.bool_]) -> FisherSample:
     """Samples plus noise; `snr_db` is the power where `is_speech` over that of the noise.  Silence stays as it is."""
     speech_power = float(np.mean(samples[is_speech] ** 2)) if is_speech.any() else 0.0
     noise_power = float(np.mean(background ** 2))
@@ -160,14 +162,14 @@ def _frame_shift(sample_rate_hz: int) -> int:
     return sample_rate_hz // 100   # 10 ms
 
 
-def _to_16_bits(samples: Signal) -> Samples:
+def _to_16_bits(samples: FisherSample) -> Samples:
     """Rounded; made softer as a whole where a part would be clipped."""
     peak = float(np.abs(samples).max(initial=0.0))
     scale = LOUDEST_MIX / peak if peak > FULL_SCALE else 1.0
     return np.asarray(np.round(samples * scale), dtype=np.int16)
 
 
-def _root_mean_square(samples: Signal) -> float:
+def _root_mean_square(samples: FisherSample) -> float:
     return float(np.sqrt(np.mean(samples ** 2)))
 
 
@@ -205,30 +207,31 @@ class _Sounds:
         _ = self.config.reverb and self._responses
         _ = self.config.noise and self._noises
 
-    def response(self, random: np.random.Generator) -> Signal:
+    def response(self, random: np.random.Generator) -> FisherSample:
         if self._responses:
             return self._responses[int(random.integers(len(self._responses)))]
         low, high = np.log(self.config.rt60_ms_low), np.log(self.config.rt60_ms_high)
         return simulated_room(float(np.exp(random.uniform(low, high))), self.sample_rate_hz, random)
 
-    def background(self, num_samples: int, random: np.random.Generator) -> Signal:
+    def background(self, num_samples: int, random: np.random.Generator) -> FisherSample:
         """So much noise, from a random place; a short recording is repeated."""
         if not self._noises:
-            make: Callable[[int, np.random.Generator], Signal] = noise.COLOURS[str(random.choice(list(noise.COLOURS)))]
+            make: Callable[[int, np.random.Generator],
+                           FisherSample] = noise.COLOURS[str(random.choice(list(noise.COLOURS)))]
             return make(num_samples, random)
         recorded = self._noises[int(random.integers(len(self._noises)))]
         return np.resize(np.roll(recorded, -int(random.integers(len(recorded)))), num_samples)
 
     @cached_property
-    def _responses(self) -> list[Signal]:
+    def _responses(self) -> list[FisherSample]:
         return _read_folder(self.config.rir_dir, "augment.rir_dir", self.sample_rate_hz)
 
     @cached_property
-    def _noises(self) -> list[Signal]:
+    def _noises(self) -> list[FisherSample]:
         return _read_folder(self.config.noise_dir, "augment.noise_dir", self.sample_rate_hz)
 
 
-def _read_folder(folder: str, knob: str, sample_rate_hz: int) -> list[Signal]:
+def _read_folder(folder: str, knob: str, sample_rate_hz: int) -> list[FisherSample]:
     """The wav files under a folder, in the order of their names; none for an empty name."""
     if not folder:
         return []
@@ -239,7 +242,7 @@ def _read_folder(folder: str, knob: str, sample_rate_hz: int) -> list[Signal]:
     return [read_wav(path, sample_rate_hz) for path in paths]
 
 
-def read_wav(path: Path, sample_rate_hz: int) -> Signal:
+def read_wav(path: Path, sample_rate_hz: int) -> FisherSample:
     """The samples of a mono, 16-bit file at the rate asked for.  Raises DataError that names the file."""
     try:
         with wave.open(str(path)) as wav:

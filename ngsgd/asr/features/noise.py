@@ -5,29 +5,30 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-Signal = npt.NDArray[np.float64]
+FisherSample = npt.NDArray[np.float64]
 
 FULL_SCALE = 32767.0
 LOUDEST_MIX = 0.9 * FULL_SCALE  # headroom: rounding to 16 bits must not clip
 
 
-def white(num_samples: int, rng: np.random.Generator) -> Signal:
+def white(num_samples: int, rng: np.random.Generator) -> FisherSample:
     return rng.standard_normal(num_samples)
 
 
-def pink(num_samples: int, rng: np.random.Generator) -> Signal:
+def pink(num_samples: int, rng: np.random.Generator) -> FisherSample:
     """Noise whose power falls as 1 / frequency, like that of rooms and machines."""
     spectrum = np.fft.rfft(rng.standard_normal(num_samples))
     bins = np.arange(len(spectrum))
     bins[0] = 1  # the mean has no frequency to divide by; it is removed below
-    noise: Signal = np.fft.irfft(spectrum / np.sqrt(bins), n=num_samples)
+    noise: FisherSample = np.fft.irfft(spectrum / np.sqrt(bins), n=num_samples)
     return np.asarray(noise - noise.mean())
 
 
 COLOURS = {"white": white, "pink": pink}
 
 
-def mix(speech: Signal, noise: Signal, *, snr_db: float, is_speech: npt.NDArray[np.bool_]) -> npt.NDArray[np.int16]:
+def mix(speech: FisherSample, noise: FisherSample, *, snr_db: float,
+        is_speech: npt.NDArray[np.bool_]) -> npt.NDArray[np.int16]:
     """Speech plus noise as 16-bit samples.
 
     `snr_db` is the power of the samples where `is_speech` over that of the noise: pauses do not count, or a slow

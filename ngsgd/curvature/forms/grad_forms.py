@@ -18,16 +18,17 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ngsgd.curvature.forms.layer_inputs import Dense, Inputs, joined_inputs
+from ngsgd.curvature.forms.layer_inputs import DenseInputs, Inputs, joined_inputs
 from ngsgd.curvature.forms.memory import empty
 from ngsgd.ops import gemm
 
-__all__ = ["Dense", "Lookup", "Mixed", "Outer", "Share", "Sum", "Written", "joined"]
+__all__ = ["DenseGrad", "DenseInputs", "EmbeddingGrad", "GradForm", "OuterProduct", "RowSum",
+           "TiedGrad", "joined"]
 
 _CHUNK = 1 << 19  # floats of gradients that are written down at a time: two megabytes stay in the cache
 
 
-class Share(Protocol):
+class GradForm(Protocol):
     """One form of gradient."""
 
     num_samples: int
@@ -132,7 +133,7 @@ def _add_squares(squares_NP: Tensor, g_VNP: Tensor, weights_VN: Tensor | None) -
         squares_NP.add_(added_NP)
 
 
-class Outer(_Chunked):
+class OuterProduct(_Chunked):
     """The weight of an affine layer: the sum over positions of e a^T; with groups, of each group its own."""
 
     def __init__(self, inputs: Inputs, e_VNTO: Tensor, groups: int = 1) -> None:
@@ -218,13 +219,13 @@ class Outer(_Chunked):
         return torch.cat(norms)[None]
 
 
-class Sum(_Chunked):
+class RowSum(_Chunked):
     """A bias, or a scale whose rows are already the derivative times the normalised input: the sum over positions.
 
     `weight`: the share of the weight of the same layer, whose squares of derivatives are the bias's.
     """
 
-    def __init__(self, e_VNTO: Tensor, weight: Outer | None = None) -> None:
+    def __init__(self, e_VNTO: Tensor, weight: OuterProduct | None = None) -> None:
         self.e_VNTO = e_VNTO
         self.num_vectors, self.num_samples, _, self.num_elements = e_VNTO.shape
         self._weight = weight if weight is not None and e_VNTO.shape[2] == 1 else None
@@ -244,7 +245,7 @@ class Sum(_Chunked):
         return super().squared_norms() if self._weight is None else self._weight.derivative_norms
 
 
-class Lookup(_Chunked):
+class EmbeddingGrad(_Chunked):
     """An embedding: derivative rows added to the rows of the table that were looked up."""
 
     def __init__(self, index_NT: Tensor, e_VNTO: Tensor, num_rows: int) -> None:
@@ -260,10 +261,10 @@ class Lookup(_Chunked):
         return table.index_add_(1, (index_NT + offset_N1).flatten(), e_VNTO.reshape(V, N * T, D)).view(V, N, -1)
 
 
-class Mixed(_Chunked):
+class TiedGrad(_Chunked):
     """A parameter that several layers use in different ways (a tied embedding): the sum of its forms."""
 
-    def __init__(self, shares: Sequence[Share]) -> None:
+    def __init__(self, shares: Sequence[GradForm]) -> None:
         self.shares = shares
         self.num_samples, self.num_elements = shares[0].num_samples, shares[0].num_elements
         self.num_vectors = shares[0].num_vectors  # type: ignore[attr-defined]
@@ -275,7 +276,7 @@ class Mixed(_Chunked):
         return total
 
 
-class Written(_Chunked):
+class DenseGrad(_Chunked):
     """Gradients that are already written down."""
 
     def __init__(self, g_VNP: Tensor) -> None:
@@ -289,16 +290,19 @@ class Written(_Chunked):
         return _weighted(self.g_VNP.square(), weights_VN)
 
 
-def joined(shares: Sequence[Outer | Sum | Lookup]) -> Outer | Sum | Lookup | Mixed:
+def joined(shares: Sequence[OuterProduct | RowSum | EmbeddingGrad]) -> OuterProduct | RowSum | EmbeddingGrad | TiedGrad:
     """The uses of one parameter in one pass as one: squares come after the sum over uses, so positions are put end to end."""
     first = shares[0]
     if len(shares) == 1:
         return first
     if len({type(share) for share in shares}) > 1 or len({getattr(share, "groups", 1) for share in shares}) > 1:
-        return Mixed(shares)
+        return TiedGrad(shares)
     e_VNTO = torch.cat([share.e_VNTO for share in shares], dim=2)
-    if isinstance(first, Outer):
-        return Outer(joined_inputs([share.inputs for share in shares if isinstance(share, Outer)]), e_VNTO, first.groups)
-    if isinstance(first, Lookup):
-        return Lookup(torch.cat([share.index_NT for share in shares if isinstance(share, Lookup)], dim=1), e_VNTO, first.num_rows)
-    return Sum(e_VNTO)
+    if isinstance(first, OuterProduct):
+        inputs = joined_inputs([share.inputs for share in shares if isinstance(share,
+                                                                               OuterProduct)])
+        return OuterProduct(inputs, e_VNTO, first.groups)
+    if isinstance(first, EmbeddingGrad):
+        index_NT = torch.cat([share.index_NT for share in shares if isinstance(share, EmbeddingGrad)], dim=1)
+        return EmbeddingGrad(index_NT, e_VNTO, first.num_rows)
+    return RowSum(e_VNTO)

@@ -40,7 +40,7 @@ class Inputs(Protocol):
         """The same in memory of its own."""
 
 
-class Dense(NamedTuple):
+class DenseInputs(NamedTuple):
     """Input rows that are there."""
 
     rows_NTI: Tensor
@@ -64,8 +64,8 @@ class Dense(NamedTuple):
     def rows(self, first: int, last: int) -> Tensor:
         return self.rows_NTI[first:last]
 
-    def copied(self) -> Dense:
-        return Dense(self.rows_NTI.clone())
+    def copied(self) -> DenseInputs:
+        return DenseInputs(self.rows_NTI.clone())
 
 
 class Patches:
@@ -141,4 +141,4 @@ class Patches:
 
 def joined_inputs(uses: Sequence[Inputs]) -> Inputs:
     """The input rows of several uses of one weight, their positions end to end."""
-    return uses[0] if len(uses) == 1 else Dense(torch.cat([inputs.rows(0, inputs.num_samples) for inputs in uses], dim=1))
+    return uses[0] if len(uses) == 1 else DenseInputs(torch.cat([inputs.rows(0, inputs.num_samples) for inputs in uses], dim=1))

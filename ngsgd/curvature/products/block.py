@@ -25,7 +25,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ngsgd.curvature.layer_decomposition import expansion_of
-from ngsgd.curvature.losses import Evaluation
+from ngsgd.curvature.losses import LossEvaluation
 from ngsgd.curvature.products.hessian import residuals
 from ngsgd.errors import ConfigError, DataError
 
@@ -40,7 +40,8 @@ class Pass:
     random_state: Tensor
     versions: tuple[int, ...]                            # of the parameters
     loss: Callable[[Tensor], Tensor]                     # value of the loss for an output
-    evaluation: Callable[[Tensor], Evaluation]           # what its second derivative is made of, for what the loss saw
+    # what its second derivative is made of, for what the loss saw
+    evaluation: Callable[[Tensor], LossEvaluation]
     upstream: Tensor
     view: Callable[[Tensor], Tensor]                     # what the loss saw of an output
     runs: dict[str, Any]                                 # what several losses of one forward pass share
@@ -91,7 +92,7 @@ class Pass:
         return found
 
     @functools.cached_property
-    def second_derivative(self) -> Evaluation:
+    def second_derivative(self) -> LossEvaluation:
         """What multiplies vectors by the loss's second derivative."""
         with torch.enable_grad():
             return self.evaluation(self.view(self._output))

@@ -20,14 +20,14 @@ from ngsgd.curvature.layers import Affine, Convolution
 from ngsgd.curvature.loss_interception import ModelCalls
 from ngsgd.curvature.products.block import Pass
 from ngsgd.curvature.products.hessian import columns, residuals
-from ngsgd.curvature.quantities import PRODUCTS, SIGNALS, Fresh, Options
+from ngsgd.curvature.quantities import PRODUCTS, SIGNALS, CollectOptions, PassResults
 from ngsgd.curvature.second_order.kfra import factor_of, output_moment, recursion
 from ngsgd.errors import ConfigError
 
 _Block = tuple[Tensor | GradientEdge, Tensor, Tensor | None]   # where vectors are sent from, V x .., their signs V x N
 
 
-class SecondOrder:
+class SecondOrderBackward:
     """Sends the vectors that the quantities asked for need; the sums take what arrives at the layers.
 
     Args:
@@ -37,7 +37,8 @@ class SecondOrder:
         options: of `collect`.
     """
 
-    def __init__(self, capture: Capture, accumulation: Accumulation, asked: Sequence[str], options: Options) -> None:
+    def __init__(self, capture: Capture, accumulation: Accumulation, asked: Sequence[str],
+                 options: CollectOptions) -> None:
         self._capture, self._accumulation, self._asked, self._options = capture, accumulation, asked, options
         self._forms = accumulation.forms
         self._calls: ModelCalls | None = None
@@ -97,7 +98,7 @@ class SecondOrder:
 
     def _send(self, signal: str, blocks: Iterable[_Block]) -> None:
         """Vectors through the network's Jacobian; every parameter takes what arrives."""
-        fresh = Fresh()
+        fresh = PassResults()
         with torch.no_grad():
             for source, vectors_V, signs_VN in blocks:
                 uses: dict[str, list[Any]] = defaultdict(list)
@@ -105,10 +106,11 @@ class SecondOrder:
                     for name, share in self._capture.record(call, e_VM).shares().items():
                         uses[name].append(share)
                 for name in list(uses):  # and let each go
-                    self._accumulation.take(name, signal, joined(uses.pop(name)), fresh, signs_VN=signs_VN)
+                    self._accumulation.accumulate(name, signal, joined(uses.pop(name)), fresh,
+                                                  signs_VN=signs_VN)
             self._accumulation.keep(signal, fresh)
 
-    def _send_averages(self, view: losses.Evaluation, num_samples: int) -> None:
+    def _send_averages(self, view: losses.LossEvaluation, num_samples: int) -> None:
         calls = dict(self._capture.open_calls)
         with torch.no_grad(), self._capture.paused():
             G_DD = output_moment(view, num_samples)

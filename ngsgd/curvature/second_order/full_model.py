@@ -30,7 +30,7 @@ class LossWeight:
     """The losses that are differentiated inside, and the weight of their rows; one that is none of torch's counts as a mean."""
 
     def __init__(self) -> None:
-        self.views: list[losses.Evaluation] = []
+        self.views: list[losses.LossEvaluation] = []
         self._mode = LossCalls(self._noted)
 
     def __enter__(self) -> LossWeight:
@@ -57,7 +57,7 @@ class LossWeight:
             self.views.append(losses.evaluation(settings, kind, output, target, upstream))
 
 
-class WholeModel(LossWeight):
+class FullModelProducts(LossWeight):
     """The passes of one minibatch; `differentiate` takes the place of `loss.backward()`.
 
     >>> model = nn.Linear(1, 1, bias=False)
@@ -74,7 +74,7 @@ class WholeModel(LossWeight):
         self._gradients: list[tuple[GradientEdge | None, ...]] = []   # of each pass, by parameter
         self._pushes: list[_Push] | None = None
 
-    def __enter__(self) -> WholeModel:
+    def __enter__(self) -> FullModelProducts:
         self._expanded = expanded(self._model)   # anew for each of several passes
         self._expanded.__enter__()
         super().__enter__()

@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from ngsgd.curvature.capture import Call
+from ngsgd.curvature.capture import LayerCall
 from ngsgd.curvature.layers import Affine
-from ngsgd.curvature.losses import Evaluation
+from ngsgd.curvature.losses import LossEvaluation
 from ngsgd.curvature.products.graph import describe, is_constant, is_elementwise, nodes_between, paths
 from ngsgd.errors import ConfigError
 
 
-def output_moment(view: Evaluation, num_samples: int) -> Tensor:
+def output_moment(view: LossEvaluation, num_samples: int) -> Tensor:
     """D x D: the sum over samples of the loss's second derivative by a sample's output."""
     f, K = view.rows(), view.rows_of(num_samples)
     if view.classes and K == 1:
@@ -39,8 +39,9 @@ def output_moment(view: Evaluation, num_samples: int) -> Tensor:
     return total
 
 
-def recursion(G_DD: Tensor, output: GradientEdge, calls: dict[Call, GradientEdge], num_samples: int, max_floats: int,
-              parameters: Mapping[str, Tensor]) -> dict[Call, Tensor]:
+def recursion(G_DD: Tensor, output: GradientEdge, calls: dict[LayerCall, GradientEdge],
+              num_samples: int, max_floats: int,
+              parameters: Mapping[str, Tensor]) -> dict[LayerCall, Tensor]:
     """(D x D of the output of each call), from that of the network's output; parameters by their names.
 
     Raises:
@@ -49,7 +50,7 @@ def recursion(G_DD: Tensor, output: GradientEdge, calls: dict[Call, GradientEdge
     order, _ = nodes_between(output, calls.values())
     between = set(order)
     call_at = {edge: call for call, edge in calls.items()}
-    found: dict[Call, Tensor] = {}
+    found: dict[LayerCall, Tensor] = {}
     edge = output
     while True:
         if edge in call_at:
@@ -76,7 +77,8 @@ def recursion(G_DD: Tensor, output: GradientEdge, calls: dict[Call, GradientEdge
     return found
 
 
-def _weight_of(call: Call | None, edge: GradientEdge, parameters: Mapping[str, Tensor]) -> Tensor | None:
+def _weight_of(call: LayerCall | None, edge: GradientEdge,
+               parameters: Mapping[str, Tensor]) -> Tensor | None:
     """The Jacobian of a plain product of rows; None for anything else, whose Jacobian autograd knows."""
     if call is None or call.weight is None or not isinstance(call.kind, Affine) or call.input.ndim > 2:
         return None
@@ -128,7 +130,7 @@ def _pulled(v_ND: Tensor, edge: GradientEdge, source: GradientEdge, num_samples:
     return pulled.reshape(num_samples, -1).to(v_ND.dtype)
 
 
-def factor_of(call: Call, G_DD: Tensor, sharing: str) -> Tensor:
+def factor_of(call: LayerCall, G_DD: Tensor, sharing: str) -> Tensor:
     """B (O x O) from the matrix at the output of an affine layer."""
     shape = (1, *call.output_shape[1:]) if len(G_DD) == call.output_shape[1:].numel() else None
     if shape is None:

@@ -23,7 +23,7 @@ Array = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True)
-class Affine:
+class AffineParameters:
     """y = W x + b over the frames at `offsets`, end to end."""
 
     weight: Array
@@ -35,7 +35,7 @@ class Affine:
 class Layer:
     """A hidden layer."""
 
-    affine: Affine
+    affine: AffineParameters
     nonlinearity: str                # relu or pnorm
     group: int                       # pnorm: inputs of each output; relu: 1
     normalize: str                   # renormalize or batchnorm
@@ -50,9 +50,9 @@ class Network:
 
     feature_dim: int
     layers: tuple[Layer, ...]
-    output: Affine
+    output: AffineParameters
     is_tdnn: bool
-    transform: Affine | None = None  # fixed, of the input
+    transform: AffineParameters | None = None  # fixed, of the input
     has_softmax: bool = True         # whether a log-softmax follows; outputs of lattice-free MMI go without
     side_dim: int = 0                # of the i-vector, which the first affine layer sees behind the frames
 
@@ -73,7 +73,7 @@ def describe(model: nn.Module, config: ModelConfig, window: Window, *, has_softm
     if transform:
         offsets[0] = (0,)
     layers = tuple(_layer(state, config, number, of_layer) for number, of_layer in enumerate(offsets, start=1))
-    output = Affine(state["output.weight"], state["output.bias"])
+    output = AffineParameters(state["output.weight"], state["output.bias"])
     return Network(window.feature_dim, layers, output, is_tdnn, transform, has_softmax, window.side_dim)
 
 
@@ -91,7 +91,8 @@ def _require_exportable(config: ModelConfig) -> None:
 
 def _layer(state: Mapping[str, Any], config: ModelConfig, number: int, offsets: tuple[int, ...]) -> Layer:
     names = _names(config.kind, number, config.normalize)
-    affine = Affine(state[f"{names.affine}.weight"], state[f"{names.affine}.bias"], offsets)
+    affine = AffineParameters(state[f"{names.affine}.weight"], state[f"{names.affine}.bias"],
+                              offsets)
     layer = Layer(affine, "pnorm" if config.kind == "pnorm" else "relu", config.pnorm_group if config.kind == "pnorm" else 1,
                   config.normalize)
     if config.normalize == "renormalize":
@@ -113,10 +114,11 @@ def _names(kind: str, number: int, normalize: str) -> _Names:
     return _Names(f"affine{number}", f"{normalize}{number}")
 
 
-def _fixed(model: nn.Module, offsets: tuple[int, ...]) -> Affine:
+def _fixed(model: nn.Module, offsets: tuple[int, ...]) -> AffineParameters:
     buffers = dict(model.named_buffers())
     [prefix] = {name.rpartition(".")[0] for name in buffers if name.startswith("input_transform")}
-    return Affine(buffers[f"{prefix}.weight"].cpu().numpy(), buffers[f"{prefix}.bias"].cpu().numpy(), offsets)
+    return AffineParameters(buffers[f"{prefix}.weight"].cpu().numpy(),
+                            buffers[f"{prefix}.bias"].cpu().numpy(), offsets)
 
 
 # Back -----------------------------------------------------------------------------------------------------------------

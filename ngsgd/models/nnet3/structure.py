@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ngsgd.errors import DataError
-from ngsgd.models.nnet3.network import Affine, Array, Layer, Network
+from ngsgd.models.nnet3.network import AffineParameters, Array, Layer, Network
 
 EPSILON = 1e-3   # of batch normalization, here as in Kaldi
 _AFFINE = ("NaturalGradientAffineComponent", "AffineComponent", "FixedAffineComponent")
@@ -218,7 +218,7 @@ def _assembled(feature_dim: int, side_dim: int, parts: list[_Part]) -> Network:
                    side_dim)
 
 
-def _transform(parts: list[_Part], side_dim: int) -> tuple[Affine | None, list[_Part]]:
+def _transform(parts: list[_Part], side_dim: int) -> tuple[AffineParameters | None, list[_Part]]:
     """The fixed transform of the input, and the parts behind it, of which the first takes one frame of it.
 
     A transform of single frames that are spliced behind it (idct-layer) becomes one of the spliced frames, so that W x + b of
@@ -234,11 +234,12 @@ def _transform(parts: list[_Part], side_dim: int) -> tuple[Affine | None, list[_
         return blocks, [replace(rest[0], offsets=(0,), has_ivector=False), *rest[1:]]
     second = _read_affine(rest[0])
     weight = second.weight.astype(np.float64)
-    return Affine((weight @ blocks.weight).astype(np.float32), (weight @ blocks.bias + second.bias).astype(np.float32),
+    return AffineParameters((weight @ blocks.weight).astype(np.float32),
+                            (weight @ blocks.bias + second.bias).astype(np.float32),
                   blocks.offsets), rest[1:]
 
 
-def _repeated(of_frame: Affine, splice: _Part, side_dim: int) -> Affine:
+def _repeated(of_frame: AffineParameters, splice: _Part, side_dim: int) -> AffineParameters:
     """The transform of each frame at the offsets of `splice`; an i-vector behind them stays as it is."""
     num, (rows, columns) = len(splice.offsets), of_frame.weight.shape
     inputs = _read_affine(splice).weight.shape[1]
@@ -253,14 +254,15 @@ def _repeated(of_frame: Affine, splice: _Part, side_dim: int) -> Affine:
         weight[at * rows:(at + 1) * rows, at * columns:(at + 1) * columns] = of_frame.weight
     weight[num * rows:, num * columns:] = np.eye(side_dim)
     bias = np.concatenate([*[of_frame.bias] * num, np.zeros(side_dim, np.float32)])
-    return Affine(weight, bias, splice.offsets)
+    return AffineParameters(weight, bias, splice.offsets)
 
 
-def _read_affine(part: _Part) -> Affine:
+def _read_affine(part: _Part) -> AffineParameters:
     component = part.component
     if component.kind not in _AFFINE:
         raise DataError(f"{component} is a {component.kind} where an affine one belongs.")
-    affine = Affine(component.array("LinearParams"), component.vector("BiasParams"), part.offsets)
+    affine = AffineParameters(component.array("LinearParams"), component.vector("BiasParams"),
+                              part.offsets)
     if affine.weight.ndim != 2 or not affine.weight.size or len(affine.weight) != len(affine.bias):
         raise DataError(f"{component} has {len(affine.weight)} rows of <LinearParams> and {len(affine.bias)} <BiasParams>; check "
                         "that the file is complete.")

@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from ngsgd.config import OptimizerConfig
 from ngsgd.errors import DataError
-from ngsgd.models.nnet3.network import Affine, Array, Layer, Network
+from ngsgd.models.nnet3.network import AffineParameters, Array, Layer, Network
 from ngsgd.models.nnet3.structure import EPSILON, Component, finite, network_of
 
 _IVECTOR = "ReplaceIndex(ivector, t, 0)"   # one for all frames of an example
@@ -108,7 +108,7 @@ def _components(network: Network, updates: Mapping[str, Updates]) -> Iterator[tu
         yield "output.log-softmax", (0,), _nonlinear("LogSoftmaxComponent", len(network.output.bias))
 
 
-def _affine(affine: Affine, updates: Updates | None) -> str:
+def _affine(affine: AffineParameters, updates: Updates | None) -> str:
     """Kaldi lowers ranks where it reads a configuration, not where it reads a model: they are lowered here, by the same rule."""
     u = updates or Updates.default()
     common = "".join(f"<{token}> {_number(value)} " for token, value, is_default in (
@@ -124,7 +124,7 @@ def _affine(affine: Affine, updates: Updates | None) -> str:
                    f"<NumSamplesHistory> {_number(u.num_samples_history)} <Alpha> {_number(u.alpha)} ")
 
 
-def _numbers(affine: Affine) -> str:
+def _numbers(affine: AffineParameters) -> str:
     rows = "\n  ".join(" ".join(map(_number, row)) for row in affine.weight)
     return f"<LinearParams>  [\n  {rows} ]\n<BiasParams> {vector_to_text(affine.bias)}"
 

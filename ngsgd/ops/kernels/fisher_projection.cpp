@@ -1,7 +1,7 @@
-// Rows of a minibatch meet a Fisher estimate, in one pass over them; see rows.py.
+// Project the rows of a minibatch onto a Fisher estimate in one pass over them; see fisher_projection.py.
 //
 // A group of rows at a time, which are in the cache from one product to the next: H = X W^T, X - H W, and the squares of both.
-// Letters: N rows, D columns, R the rank.  W, which all rows meet, is copied first, once so that H and once so that X - H W
+// Letters: N rows, D columns, R the rank.  W, onto which all rows are projected, is copied first, once so that H and once so that X - H W
 // is formed from short stretches of memory, a part of it at a time where it is large; it is left as it lies where that is quicker.
 #include <immintrin.h>
 
@@ -24,7 +24,7 @@ constexpr int kLanes = 8, kTall = 3, kRows = 4, kMost = 3;
 constexpr int kWide = 4, kFew = kLanes / 4, kCols = 3;
 constexpr int kPanel = kCols * kLanes;            // columns of a panel
 constexpr int kGroup = 24, kLarge = 40;           // rows that stay in the cache: of W as it lies, and of W copied
-constexpr int kNear = 16;                         // of those, rows that meet one panel of W after the other
+constexpr int kNear = 16;                         // of those, rows that are multiplied by one panel of W after the other
 constexpr int64_t kDeep = 192;                    // columns that stay in the first cache when H is formed by fours
 constexpr int64_t kSmall = 1 << 15, kCached = 3 << 16, kPart = 40000;   // floats of W: copied whole; else as it lies; else in parts
 constexpr int64_t kAhead = 3;                     // tiles of Y that are asked for before they are written
@@ -367,11 +367,11 @@ struct Part {
 
 }  // namespace
 
-// floats that `meet` works in, for rows of `columns` with an appended one
+// floats that `project` works in, for rows of `columns` with an appended one
 extern "C" int64_t work_size(int64_t columns, int64_t R, int threads) { return 2 * threads * copy_size(columns, R); }
 
 // panel > 0: y lies in panels of so many rows and kPanel columns; squares: two numbers
-extern "C" void meet(const float* x, int64_t N, int64_t D, const float* one, const float* w, int64_t pitch, int64_t R, float* h,
+extern "C" void project(const float* x, int64_t N, int64_t D, const float* one, const float* w, int64_t pitch, int64_t R, float* h,
                      float* y, int64_t panel, float* one_hat, float* work, double* squares, int threads) {
   const Problem p{x, one, w, N, D, pitch, R, h, y, one_hat, panel};
   const Plan plan(p);

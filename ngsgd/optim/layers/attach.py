@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from ngsgd.optim.layers.common import LayerPreconditioner, Settings, Shared
+from ngsgd.optim.layers.common import FisherSettings, LayerContext, LayerPreconditioner
 from ngsgd.optim.layers.convolution import (
     FilterPreconditioner,
     NaturalGradientConv1d,
@@ -41,7 +41,8 @@ NATURAL_GRADIENT_CLASSES: dict[type[nn.Module], type[nn.Module]] = {
 _PLAIN_CLASSES = {natural: plain for plain, natural in NATURAL_GRADIENT_CLASSES.items()}
 
 
-def attach(layer: nn.Module, settings: Settings, shared: Shared) -> LayerPreconditioner | None:
+def attach(layer: nn.Module, settings: FisherSettings,
+           context: LayerContext) -> LayerPreconditioner | None:
     """Changes the class of `layer` in place; None, and no change, if there is no natural gradient for it."""
     kind = type(layer)
     plain_class = _PLAIN_CLASSES.get(kind, kind)  # a layer that another optimiser had before gets a fresh start
@@ -49,19 +50,19 @@ def attach(layer: nn.Module, settings: Settings, shared: Shared) -> LayerPrecond
     if plain_class not in NATURAL_GRADIENT_CLASSES or weight is None or not weight.requires_grad:
         return None
     former = layer.__dict__.get("preconditioner")
-    if former is not None and former.shared is not shared:
-        former.shared.retired = "another NGSGD has taken over its layers"
-    preconditioner = _preconditioner(layer, plain_class, settings, shared)
+    if former is not None and former.context is not context:
+        former.context.retired = "another NGSGD has taken over its layers"
+    preconditioner = _preconditioner(layer, plain_class, settings, context)
     preconditioner.weight = weight
     layer.__class__ = NATURAL_GRADIENT_CLASSES[plain_class]
     layer.__dict__["preconditioner"] = preconditioner
     return preconditioner
 
 
-def detach(layer: nn.Module, shared: Shared) -> None:
+def detach(layer: nn.Module, context: LayerContext) -> None:
     """The plain layer again, unless another optimizer has it by now."""
     preconditioner = layer.__dict__.get("preconditioner")
-    if preconditioner is not None and preconditioner.shared is shared:
+    if preconditioner is not None and preconditioner.context is context:
         plain_class = _PLAIN_CLASSES.get(type(layer))
         if plain_class is None:  # something else has changed the class since, as parametrizations do
             preconditioner.weight = None
@@ -70,19 +71,20 @@ def detach(layer: nn.Module, shared: Shared) -> None:
         layer.__class__ = plain_class
 
 
-def detach_all(layers: Mapping[str, nn.Module], shared: Shared) -> None:
+def detach_all(layers: Mapping[str, nn.Module], context: LayerContext) -> None:
     """The same for all layers of an optimizer."""
     for layer in layers.values():
-        detach(layer, shared)
+        detach(layer, context)
 
 
-def _preconditioner(layer: Any, plain_class: type[nn.Module], settings: Settings, shared: Shared) -> LayerPreconditioner:
+def _preconditioner(layer: Any, plain_class: type[nn.Module], settings: FisherSettings,
+                    context: LayerContext) -> LayerPreconditioner:
     weight = layer.weight
     has_bias = getattr(layer, "bias", None) is not None
     if plain_class is nn.Linear:
-        return KroneckerPreconditioner(shared, weight.shape[1], len(weight), has_bias, settings)
+        return KroneckerPreconditioner(context, weight.shape[1], len(weight), has_bias, settings)
     if plain_class is nn.Conv1d and layer.groups == 1:
-        return SplicedPreconditioner(shared, weight[0].numel(), len(weight), has_bias, settings)
+        return SplicedPreconditioner(context, weight[0].numel(), len(weight), has_bias, settings)
     if issubclass(plain_class, nn.modules.conv._ConvNd):
-        return FilterPreconditioner(shared, weight[0].numel(), len(weight), has_bias, settings)
-    return ScaleOffsetPreconditioner(shared, weight.numel(), has_bias, settings)
+        return FilterPreconditioner(context, weight[0].numel(), len(weight), has_bias, settings)
+    return ScaleOffsetPreconditioner(context, weight.numel(), has_bias, settings)

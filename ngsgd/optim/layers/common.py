@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ngsgd.ops import packed_gemm
-from ngsgd.ops.packed_gemm import Panels
+from ngsgd.ops.packed_gemm import PackedMatrix
 from ngsgd.preconditioners.online import OnlineNaturalGradient
 from ngsgd.preconditioners.update_queue import UpdateQueue
 
@@ -21,7 +21,7 @@ _MANY_SHAPES = 200   # of a network's minibatches, before they are forgotten: ut
 
 
 @dataclass(frozen=True)
-class Settings:
+class FisherSettings:
     """How one layer's Fisher estimates are made; see `NGSGD`."""
 
     rank_in: int = 20
@@ -53,14 +53,14 @@ class Scratch:
             found = self._shaped[key] = self._memory(name, rows_ND.numel(), rows_ND).view(rows_ND.shape)
         return found
 
-    def panels(self, name: str, rows_ND: Tensor, room: int) -> Panels:
+    def panels(self, name: str, rows_ND: Tensor, room: int) -> PackedMatrix:
         """The same in panels, with room for as many rows more."""
         key = (name, room, rows_ND.shape, rows_ND.dtype, rows_ND.device)
-        found: Panels | None = self._shaped.get(key)
+        found: PackedMatrix | None = self._shaped.get(key)
         if found is None:
             num_rows, num_columns = rows_ND.shape
             flat = self._memory(name, packed_gemm.size(num_rows + room, num_columns), rows_ND)
-            found = self._shaped[key] = Panels.over(flat, num_rows, num_columns, room)
+            found = self._shaped[key] = PackedMatrix.over(flat, num_rows, num_columns, room)
         return found
 
     def _memory(self, name: str, size: int, like: Tensor) -> Tensor:
@@ -87,7 +87,7 @@ class Scratch:
 
 
 @dataclass
-class Shared:
+class LayerContext:
     """State and options that all layers of one optimiser share."""
 
     ignore_zero_rows: bool = False
@@ -109,7 +109,8 @@ class Shared:
         scale: Tensor | None = self.grad_scaler._get_scale_async()
         return 1.0 if scale is None else scale
 
-    def preconditioner(self, rank: int, dim: int, settings: Settings, *, num_minibatches_history: float = 0.0,
+    def preconditioner(self, rank: int, dim: int, settings: FisherSettings, *,
+                       num_minibatches_history: float = 0.0,
                        update_period: int | None = None) -> OnlineNaturalGradient:
         """A Fisher estimate for rows of dimension `dim`; the rank is lowered to (dim + 1) / 2, as in Kaldi."""
         estimate = OnlineNaturalGradient(min(rank, (dim + 1) // 2), update_period or settings.update_period,
@@ -132,10 +133,10 @@ def layer_of(number: int) -> LayerPreconditioner:
 class LayerPreconditioner:
     """The Fisher estimates of one layer; its `number` is what operators in a compiled graph know it by."""
 
-    def __init__(self, shared: Shared, sides: Mapping[str, OnlineNaturalGradient]) -> None:
-        self.shared = shared
+    def __init__(self, context: LayerContext, sides: Mapping[str, OnlineNaturalGradient]) -> None:
+        self.context = context
         self.sides = dict(sides)
-        self._take_number()
+        self._register()
         self.weight: Tensor | None = None        # the parameter whose gradients are preconditioned
         self._task: int | None = None            # of the last backward pass
         self.needs_node = False                  # a compiled graph asks for the node below
@@ -150,7 +151,7 @@ class LayerPreconditioner:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._take_number()  # a copy is another layer
+        self._register()  # a copy is another layer
 
     def begin_pass(self) -> None:
         """Called at the start of each preconditioned gradient.
@@ -158,18 +159,19 @@ class LayerPreconditioner:
         Passes since the last step whose gradients were cleared do not count, as those of a discriminator in the backward pass
         of its generator.  A use of the layer in the same backward pass has not reached `grad` yet, and counts.
         """
-        self.shared.num_passes += 1
+        self.context.num_passes += 1
         task = torch._C._current_graph_task_id()
-        if task != self._task and self.shared.num_steps and self.weight is not None and self.weight.grad is None:
+        if task != self._task and self.context.num_steps and self.weight is not None and self.weight.grad is None:
             for side in self.sides.values():
                 side.withdraw()
         self._task = task
 
-    def _take_number(self) -> None:
+    def _register(self) -> None:
         self.number = next(_numbers)
         _by_number[self.number] = self
 
-    def follow(self, alpha: float, update_period: int, num_samples_history: float) -> None:
+    def sync_hyperparameters(self, alpha: float, update_period: int,
+                             num_samples_history: float) -> None:
         """Takes over settings that may change while training."""
         if self.needs_node and self.weight is not None and self._node_is_for != (self.weight.dtype, self.weight.device):
             self._node_is_for = self.weight.dtype, self.weight.device
@@ -180,14 +182,14 @@ class LayerPreconditioner:
             if not side.num_minibatches_history:
                 side.update_period, side.num_samples_history = update_period, num_samples_history
 
-    def take_row_products(self) -> tuple[Tensor | None, Tensor | float]:
+    def pop_row_products(self) -> tuple[Tensor | None, Tensor | float]:
         """The sum for the limit of C.3 and its number of rows, and starts them again."""
         taken = self.row_products, self.num_rows
         self.row_products, self.num_rows = None, 0.0
         return taken
 
 
-def wide(rows: Tensor) -> Tensor:
+def upcast(rows: Tensor) -> Tensor:
     """Rows in at least float32: half precision has neither the digits for X - H W nor the range for squares."""
     return rows if rows.dtype in (torch.float32, torch.float64) else rows.float()
 

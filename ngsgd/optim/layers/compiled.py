@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ngsgd.ops import gemm
 from ngsgd.optim.layers.base import adds_to_grad
-from ngsgd.optim.layers.common import cast, layer_of, wide
+from ngsgd.optim.layers.common import cast, layer_of, upcast
 from ngsgd.optim.layers.kronecker import KroneckerPreconditioner
 
 
@@ -37,7 +37,7 @@ def linear_gradients(x: Tensor, dY: Tensor, number: int) -> tuple[Tensor, Tensor
         layer.begin_pass()
         dW, db = layer.gradient(X_NI, dY_NO)
     else:
-        X_NI, dY_NO = wide(X_NI), wide(dY_NO)
+        X_NI, dY_NO = upcast(X_NI), upcast(dY_NO)
         dW, db = dY_NO.T @ X_NI, dY_NO.sum(dim=0) if layer.has_bias else None
     return dW, dW.new_empty(0) if db is None else db
 

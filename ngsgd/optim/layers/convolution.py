@@ -17,7 +17,16 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ngsgd.optim.layers.base import NaturalGradientLayer, asked_for, is_plain_context
-from ngsgd.optim.layers.common import LayerPreconditioner, Settings, Shared, apply, cast, compute_dtype, wide, without_autocast
+from ngsgd.optim.layers.common import (
+    FisherSettings,
+    LayerContext,
+    LayerPreconditioner,
+    apply,
+    cast,
+    compute_dtype,
+    upcast,
+    without_autocast,
+)
 from ngsgd.optim.layers.kronecker import KroneckerPreconditioner
 
 _MAX_RANK = 80                # of both sides of a gradient's rows, as in Kaldi
@@ -50,21 +59,24 @@ class FilterPreconditioner(LayerPreconditioner):
 
     needs_plain_gradient = True
 
-    def __init__(self, shared: Shared, num_columns: int, num_filters: int, has_bias: bool, settings: Settings) -> None:
+    def __init__(self, context: LayerContext, num_columns: int, num_filters: int, has_bias: bool,
+                 settings: FisherSettings) -> None:
         def side(dim: int) -> Any:
-            return shared.preconditioner(_MAX_RANK, dim, settings, num_minibatches_history=_NUM_MINIBATCHES_HISTORY,
+            return context.preconditioner(_MAX_RANK, dim, settings,
+                                          num_minibatches_history=_NUM_MINIBATCHES_HISTORY,
                                          update_period=1)
-        super().__init__(shared, {"filters": side(num_columns + has_bias), "columns": side(num_filters)})
+        super().__init__(context, {"filters": side(num_columns + has_bias),
+                                   "columns": side(num_filters)})
         self.has_bias = has_bias
 
     def gradient(self, dW: Tensor, db: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """The plain gradients, preconditioned."""
-        P_OI = wide(dW).reshape(len(dW), -1)
+        P_OI = upcast(dW).reshape(len(dW), -1)
         if db is not None:
-            P_OI = torch.cat([P_OI, wide(db)[:, None]], dim=1)
+            P_OI = torch.cat([P_OI, upcast(db)[:, None]], dim=1)
         scale: Tensor | float = 1.0
         for name in ("filters", "columns"):
-            call = self.sides[name].begin(P_OI, loss_scale=self.shared.loss_scale())
+            call = self.sides[name].begin(P_OI, loss_scale=self.context.loss_scale())
             if call is not None:
                 P_OI, _, own_scale = call.preconditioned()
                 scale = scale * own_scale

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from ngsgd.ops import gemm, packed_gemm
-from ngsgd.ops.packed_gemm import Panels
-from ngsgd.optim.layers.common import LayerPreconditioner, Settings, Shared, wide
-from ngsgd.preconditioners.online import Call, OnlineNaturalGradient
+from ngsgd.ops.packed_gemm import PackedMatrix
+from ngsgd.optim.layers.common import FisherSettings, LayerContext, LayerPreconditioner, upcast
+from ngsgd.preconditioners.online import OnlineNaturalGradient, PreconditionContext
 
 _MIN_NORM_LEFT = 1e-2  # of tr Y Y^T, for five right digits of a difference in float32
 
@@ -20,23 +20,24 @@ _MIN_NORM_LEFT = 1e-2  # of tr Y Y^T, for five right digits of a difference in f
 class KroneckerPreconditioner(LayerPreconditioner):
     """Input rows with the 1 of the bias appended, and derivative rows."""
 
-    def __init__(self, shared: Shared, num_inputs: int, num_outputs: int, has_bias: bool, settings: Settings) -> None:
+    def __init__(self, context: LayerContext, num_inputs: int, num_outputs: int, has_bias: bool,
+                 settings: FisherSettings) -> None:
         rank_in = min(settings.rank_in, (num_inputs + 1) // 2)  # Kaldi does not count the appended 1
-        self.input_side = shared.preconditioner(rank_in, num_inputs + has_bias, settings)
-        self.output_side = shared.preconditioner(settings.rank_out, num_outputs, settings)
-        super().__init__(shared, {"input": self.input_side, "output": self.output_side})
+        self.input_side = context.preconditioner(rank_in, num_inputs + has_bias, settings)
+        self.output_side = context.preconditioner(settings.rank_out, num_outputs, settings)
+        super().__init__(context, {"input": self.input_side, "output": self.output_side})
         self.has_bias = has_bias
 
     def gradient(self, X_NI: Tensor, dY_NO: Tensor) -> tuple[Tensor, Tensor | None]:
         """(weight gradient O x I, bias gradient O or None), preconditioned on both sides."""
         dtype = X_NI.dtype
-        X_NI, dY_NO = wide(X_NI), wide(dY_NO).contiguous()
+        X_NI, dY_NO = upcast(X_NI), upcast(dY_NO).contiguous()
         X_NI, one_N, num_rows = self._counted(X_NI, dY_NO)
-        loss_scale = self.shared.loss_scale()
+        loss_scale = self.context.loss_scale()
         # the limit looks at rows; in half precision a correction after the product would come after its rounding
-        needs_rows = self.shared.sums_row_products or dtype != X_NI.dtype
+        needs_rows = self.context.sums_row_products or dtype != X_NI.dtype
         factors = not needs_rows and dY_NO.is_cpu and _is_cheaper_factored(dY_NO.shape[0], X_NI.shape[1], dY_NO.shape[1])
-        in_panels = not needs_rows and packed_gemm.are_for(dY_NO, X_NI)
+        in_panels = not needs_rows and packed_gemm.should_use(dY_NO, X_NI)
         # the derivatives first: they have been read just now, for the input derivative, and may be in the cache still
         outputs = self.output_side.begin(dY_NO, num_rows=num_rows, loss_scale=loss_scale, corrects=not factors,
                                          scratch=None if factors else self._memory("outputs", dY_NO, in_panels))
@@ -45,11 +46,11 @@ class KroneckerPreconditioner(LayerPreconditioner):
         inputs = self.input_side.begin(X_NI, one_N, num_rows=num_rows, scratch=memory)
         Xhat_NI, one_hat_N, input_scale = _input_rows(inputs, X_NI, one_N, memory)
         scale = input_scale * output_scale
-        if self.shared.sums_row_products:
+        if self.context.sums_row_products:
             assert isinstance(Xhat_NI, Tensor) and isinstance(dYhat_NO, Tensor)
             self._sum_row_products(Xhat_NI, one_hat_N, dYhat_NO, num_rows, scale, loss_scale)
         gradient = _product(dYhat_NO, Xhat_NI, one_hat_N, scale, correction, dtype)
-        if self.shared.measures_cosine:
+        if self.context.measures_cosine:
             plain_OI = dY_NO.T @ X_NI
             self.cosine = torch.nn.functional.cosine_similarity(gradient[0].view(-1), plain_OI.view(-1), dim=0)
         if inputs is not None:
@@ -58,27 +59,30 @@ class KroneckerPreconditioner(LayerPreconditioner):
             self.output_side.finish(correction)
         return gradient
 
-    def _output_rows(self, outputs: Call | None, dY_NO: Tensor,
-                     factors: bool) -> tuple[Tensor | Panels, Tensor | float, Call | None]:
+    def _output_rows(self, outputs: PreconditionContext | None, dY_NO: Tensor,
+                     factors: bool) -> tuple[Tensor | PackedMatrix, Tensor | float,
+                                             PreconditionContext | None]:
         """(dYhat, gamma, None), or (dY, gamma, the call) where the rest is cheaper to take off the product."""
         if outputs is None:
             return dY_NO, 1.0, None
         if factors:
             sum_sq_hat = _sum_sq_hat(outputs, self.output_side)
-            if sum_sq_hat > _MIN_NORM_LEFT * outputs.met.sum_sq:  # else it is a small difference of large numbers
+            # else it is a small difference of large numbers
+            if sum_sq_hat > _MIN_NORM_LEFT * outputs.projection.sum_sq:
                 return dY_NO, outputs.scale(sum_sq_hat), outputs
-        dYhat_NO, _, scale = outputs.corrected(self.shared.scratch.like("outputs", dY_NO))
+        dYhat_NO, _, scale = outputs.corrected(self.context.scratch.like("outputs", dY_NO))
         self.output_side.finish(outputs)
         return dYhat_NO, scale, None
 
-    def _memory(self, name: str, rows_ND: Tensor, in_panels: bool, room: int = 0) -> Tensor | Panels:
+    def _memory(self, name: str, rows_ND: Tensor, in_panels: bool,
+                room: int = 0) -> Tensor | PackedMatrix:
         """For preconditioned rows, and in panels for some more."""
-        return self.shared.scratch.panels(name, rows_ND, room) if in_panels else self.shared.scratch.like(name, rows_ND)
+        return self.context.scratch.panels(name, rows_ND, room) if in_panels else self.context.scratch.like(name, rows_ND)
 
     def _counted(self, X_NI: Tensor, dY_NO: Tensor) -> tuple[Tensor, Tensor | None, Tensor | float]:
         """(input rows, their appended column, number of rows that count); rows without derivative are taken out if asked."""
-        if not self.shared.ignore_zero_rows:
-            return X_NI, self.shared.scratch.ones(X_NI) if self.has_bias else None, float(X_NI.shape[0])
+        if not self.context.ignore_zero_rows:
+            return X_NI, self.context.scratch.ones(X_NI) if self.has_bias else None, float(X_NI.shape[0])
         counts_N = (dY_NO != 0).any(dim=1).to(X_NI.dtype)
         return X_NI * counts_N[:, None], counts_N if self.has_bias else None, counts_N.sum()
 
@@ -92,12 +96,13 @@ class KroneckerPreconditioner(LayerPreconditioner):
         self.num_rows = self.num_rows + num_rows
 
 
-def _input_rows(call: Call | None, X_NI: Tensor, one_N: Tensor | None,
-                memory: Tensor | Panels) -> tuple[Tensor | Panels, Tensor | None, Tensor | float]:
+def _input_rows(call: PreconditionContext | None, X_NI: Tensor, one_N: Tensor | None,
+                memory: Tensor | PackedMatrix) -> tuple[Tensor | PackedMatrix, Tensor | None,
+                                                        Tensor | float]:
     """(Xhat, its appended column, gamma); both may be overwritten."""
     if call is not None:
         return call.corrected()
-    if isinstance(memory, Panels):
+    if isinstance(memory, PackedMatrix):
         memory.fill(X_NI.contiguous())
     else:
         memory.copy_(X_NI)
@@ -109,32 +114,38 @@ def _is_cheaper_factored(num_rows: int, num_inputs: int, num_outputs: int) -> bo
     return num_inputs * (num_rows + num_outputs) < num_rows * num_outputs
 
 
-def _sum_sq_hat(outputs: Call, side: OnlineNaturalGradient) -> Tensor | float:
+def _sum_sq_hat(outputs: PreconditionContext, side: OnlineNaturalGradient) -> Tensor | float:
     """tr Yhat Yhat^T without Yhat: |Y - H W|^2 = tr Y Y^T - 2 |H|^2 + tr(H W W^T H^T), as Y W^T is H."""
-    h = outputs.met.H_NR.reshape(-1)
-    taken = 2.0 * torch.dot(h, h) - torch.dot(h, torch.mm(outputs.met.H_NR, side.gram()).view(-1))
-    return outputs.met.sum_sq - (taken.item() if taken.is_cpu else taken)
+    h = outputs.projection.H_NR.reshape(-1)
+    taken = 2.0 * torch.dot(h, h) - torch.dot(h,
+                                              torch.mm(outputs.projection.H_NR,
+                                                       side.gram()).view(-1))
+    return outputs.projection.sum_sq - (taken.item() if taken.is_cpu else taken)
 
 
-def _product(dYhat_NO: Tensor | Panels, Xhat_NI: Tensor | Panels, one_hat_N: Tensor | None, scale: Tensor | float,
-             correction: Call | None, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+def _product(dYhat_NO: Tensor | PackedMatrix, Xhat_NI: Tensor | PackedMatrix,
+             one_hat_N: Tensor | None, scale: Tensor | float,
+             correction: PreconditionContext | None,
+             dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     """(weight, bias) gradient; with `correction`, dYhat is still dY and the rest of it is taken off in R dimensions."""
-    if isinstance(Xhat_NI, Panels):
-        met_R = None if correction is None else packed_gemm.Correction(
-            correction.met.H_NR.contiguous(), correction.W_RD.contiguous())
+    if isinstance(Xhat_NI, PackedMatrix):
+        met_R = None if correction is None else packed_gemm.LowRankCorrection(
+            correction.projection.H_NR.contiguous(), correction.W_RD.contiguous())
         assert isinstance(scale, float)   # on a CPU
         return packed_gemm.product(dYhat_NO, Xhat_NI, scale, one_hat_N, met_R)
     assert isinstance(dYhat_NO, Tensor)
     if dtype != Xhat_NI.dtype:   # scaled before half precision, which then keeps its range
         dW_OI = gemm.mm(dYhat_NO.to(dtype).T, Xhat_NI.mul_(scale).to(dtype)).to(Xhat_NI.dtype)
     else:
-        taken_RI = None if correction is None else gemm.mm(correction.met.H_NR.T, Xhat_NI).mul_(scale)
+        taken_RI = None if correction is None else gemm.mm(correction.projection.H_NR.T,
+                                                           Xhat_NI).mul_(scale)
         dW_OI = gemm.scaled_mm(dYhat_NO.T, Xhat_NI, scale)
         if correction is not None and taken_RI is not None:
-            dW_OI = gemm.less_mm(dW_OI, correction.W_RD.T, taken_RI, dW_OI)
+            dW_OI = gemm.sub_matmul(dW_OI, correction.W_RD.T, taken_RI, dW_OI)
     if one_hat_N is None:
         return dW_OI, None
     if correction is None:
         return dW_OI, gemm.scaled_mv(dYhat_NO.T, one_hat_N, scale)
     db_O = torch.mv(dYhat_NO.T, one_hat_N.mul_(scale))
-    return dW_OI, db_O.addmv_(correction.W_RD.T, torch.mv(correction.met.H_NR.T, one_hat_N), alpha=-1)
+    return dW_OI, db_O.addmv_(correction.W_RD.T, torch.mv(correction.projection.H_NR.T, one_hat_N),
+                              alpha=-1)

@@ -14,24 +14,27 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ngsgd.optim.layers.base import NaturalGradientLayer, asked_for, is_plain_context
-from ngsgd.optim.layers.common import LayerPreconditioner, Settings, Shared, apply, wide, without_autocast
+from ngsgd.optim.layers.common import FisherSettings, LayerContext, LayerPreconditioner, apply, upcast, without_autocast
 from ngsgd.preconditioners.online import OnlineNaturalGradient
 
 
 class ScaleOffsetPreconditioner(LayerPreconditioner):
     """One estimate for the rows of the scale, one for those of the offset."""
 
-    def __init__(self, shared: Shared, dim: int, has_offset: bool, settings: Settings) -> None:
+    def __init__(self, context: LayerContext, dim: int, has_offset: bool,
+                 settings: FisherSettings) -> None:
         names = ("scale", "offset") if has_offset else ("scale",)
-        super().__init__(shared, {name: shared.preconditioner(settings.rank_in, dim, settings) for name in names})
+        super().__init__(context,
+                         {name: context.preconditioner(settings.rank_in, dim,
+                                                       settings) for name in names})
 
     def gradient(self, name: str, rows_ND: Tensor) -> Tensor:
         """The sum of the preconditioned rows, rescaled."""
         side: OnlineNaturalGradient = self.sides[name]
         num_rows: Tensor | float = float(len(rows_ND))
-        if self.shared.ignore_zero_rows:
+        if self.context.ignore_zero_rows:
             num_rows = (rows_ND != 0).any(dim=1).sum()
-        call = side.begin(rows_ND, num_rows=num_rows, loss_scale=self.shared.loss_scale())
+        call = side.begin(rows_ND, num_rows=num_rows, loss_scale=self.context.loss_scale())
         if call is None:
             return rows_ND.sum(dim=0)
         rows_hat_ND, _, scale = call.preconditioned()
@@ -63,10 +66,10 @@ class _ScaleOffset(torch.autograd.Function):
         with without_autocast(dY.device.type):
             dX = dY * _along(scale, x, ctx.first).to(dY.dtype) if needs_x else None
             if needs_scale:
-                rows_ND = _rows(wide(dY) * wide(x), scale, ctx.first)
+                rows_ND = _rows(upcast(dY) * upcast(x), scale, ctx.first)
                 d_scale = _sum(ctx.layer if scale_is_added else None, "scale", rows_ND).view_as(scale)
             if needs_offset:
-                rows_ND = _rows(wide(dY), scale, ctx.first)
+                rows_ND = _rows(upcast(dY), scale, ctx.first)
                 d_offset = _sum(ctx.layer if offset_is_added else None, "offset", rows_ND).view_as(scale)
         return dX, d_scale, d_offset, None, None
 

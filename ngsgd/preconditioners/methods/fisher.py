@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ngsgd.curvature.forms.grad_forms import Dense, Outer, Sum
+from ngsgd.curvature.forms.grad_forms import DenseInputs, OuterProduct, RowSum
 from ngsgd.curvature.forms.memory import empty
 from ngsgd.errors import ConfigError
 from ngsgd.ops import gemm
 from ngsgd.ops.linalg import damped_inverse
 from ngsgd.preconditioners.base import Preconditioner
-from ngsgd.preconditioners.fisher_recorder import Rows, Signal
+from ngsgd.preconditioners.fisher_recorder import FisherSample, Rows
 from ngsgd.preconditioners.options import FisherOptions
 from ngsgd.preconditioners.states import State
 
@@ -40,10 +40,10 @@ class DiagonalNG(Preconditioner):
     def measure(self, name: str, rows: Rows) -> State:
         return self._squares(rows, None)
 
-    def take(self, name: str, rows: Rows) -> None:
+    def update_statistics(self, name: str, rows: Rows) -> None:
         known = self.inverses.get(name, {}).get("weight")
         if known is None or rows.a_NTI.shape[1] > 1 or not self._is_passed_on(name):
-            super().take(name, rows)
+            super().update_statistics(name, rows)
         elif bool((rows.a_NTI.norm() * rows.e_VNTO.norm()).square().isfinite()):   # no element is larger
             self._pass_on(name, self._squares(rows, known))   # in the memory of the last: what is new is handed out page by page
         else:
@@ -57,9 +57,11 @@ class DiagonalNG(Preconditioner):
         """
         a_NTI = rows.a_NTI if rows.bias is None else rows.a_NTI[:, :, :-1]
         if a_NTI.shape[1] > 1:
-            weight = Outer(Dense(a_NTI), rows.e_VNTO / rows.num_rows**0.5)
+            weight = OuterProduct(DenseInputs(a_NTI), rows.e_VNTO / rows.num_rows**0.5)
             found = {"weight": weight.sum_of_squares().view(rows.e_VNTO.shape[3], -1)}
-            return found if rows.bias is None else {**found, "bias": Sum(weight.e_VNTO, weight).sum_of_squares()}
+            return found if rows.bias is None else {**found,
+                                                    "bias": RowSum(weight.e_VNTO,
+                                                                   weight).sum_of_squares()}
         e2_NO = rows.e_VNTO[:, :, 0].square().sum(dim=0).div_(rows.num_rows)
         memory_OI = empty(e2_NO, e2_NO.shape[1], a_NTI.shape[2]) if memory_OI is None else memory_OI
         found = {"weight": gemm.mm(e2_NO.T, a_NTI[:, 0].square(), out=memory_OI)}
@@ -131,9 +133,9 @@ class FullNG(Preconditioner):
         if "damping" in {key for own in (self.options.layer_options or {}).values() for key in own}:
             raise ConfigError("FullNG: a layer can have no damping of its own, since all layers are one block; set damping.")
 
-    def update_curvature(self, seen: Signal | Mapping[str, Tensor]) -> None:
-        assert isinstance(seen, Signal)
-        super().update_curvature(Signal({}, seen.squares))
+    def update_curvature(self, seen: FisherSample | Mapping[str, Tensor]) -> None:
+        assert isinstance(seen, FisherSample)
+        super().update_curvature(FisherSample({}, seen.squares))
         if not seen.rows:
             return
         rows = list(seen.rows.values())

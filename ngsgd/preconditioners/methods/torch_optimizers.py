@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ngsgd.curvature.layers import wide
+from ngsgd.curvature.layers import upcast
 from ngsgd.preconditioners.base import Preconditioner
 from ngsgd.preconditioners.options import EveryStepOptions
 
@@ -47,7 +47,8 @@ class Adam(Preconditioner):
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
         super().__init__(model, **options)
-        self._copies = {name: nn.Parameter(torch.zeros_like(wide(self.viewed(p)))) for name, p in model.named_parameters()
+        self._copies = {name: nn.Parameter(torch.zeros_like(upcast(self.viewed(p)))) for name,
+                        p in model.named_parameters()
                         if p.requires_grad and name not in self._skipped}
         self._optimizers = {name: self.optimizer(name, copy) for name, copy in self._copies.items()}
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from ngsgd.asr.corpora.fsdd.segments import Segment
 from ngsgd.asr.features import noise
-from ngsgd.asr.features.noise import Signal
+from ngsgd.asr.features.noise import FisherSample
 from ngsgd.asr.lang.topology import SILENCE_PDF
 from ngsgd.asr.utterance import (
     FRAME_SHIFT,
@@ -104,7 +104,8 @@ def _place_labels(pdf_T: PdfIds, own_T: PdfIds, start: int, num_samples: int) ->
     pdf_T[inside_T] = own_T[own_frame_T[inside_T]]
 
 
-def _background(colour: str, num_samples: int, pool: Pool, speaker: str, rng: np.random.Generator) -> Signal:
+def _background(colour: str, num_samples: int, pool: Pool, speaker: str,
+                rng: np.random.Generator) -> FisherSample:
     if colour != "babble":
         return noise.COLOURS[colour](num_samples, rng)
     others = [segment for segment in pool.babble if segment.speaker != speaker]
@@ -112,7 +113,7 @@ def _background(colour: str, num_samples: int, pool: Pool, speaker: str, rng: np
 
 
 def _running_speech(num_samples: int, segments: Sequence[Segment], recorded: Mapping[str, Samples],
-                    rng: np.random.Generator) -> Signal:
+                    rng: np.random.Generator) -> FisherSample:
     """One voice of the babble: recordings at equal loudness, one after the other."""
     pieces: list[npt.NDArray[np.float64]] = []
     length = 0

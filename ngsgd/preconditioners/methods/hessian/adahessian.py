@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ngsgd.preconditioners.methods.hessian.second_derivatives import SecondOrder
+from ngsgd.preconditioners.methods.hessian.second_derivatives import SecondOrderMethod
 from ngsgd.preconditioners.options import Options
 from ngsgd.preconditioners.states import State
 
@@ -31,7 +31,7 @@ class AdaHessianOptions(Options):
         return found
 
 
-class AdaHessian(SecondOrder):
+class AdaHessian(SecondOrderMethod):
     """AdaHessian; one product with the Hessian for each look at the curvature."""
 
     Options = AdaHessianOptions

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ngsgd.errors import ConfigError
 from ngsgd.ops.linalg import conjugate_gradients
-from ngsgd.preconditioners.methods.hessian.second_derivatives import SecondOrder
+from ngsgd.preconditioners.methods.hessian.second_derivatives import SecondOrderMethod
 from ngsgd.preconditioners.options import EveryStepOptions
 from ngsgd.preconditioners.states import State
 
@@ -44,7 +44,7 @@ class HessianFreeOptions(EveryStepOptions):
         return found
 
 
-class HessianFree(SecondOrder):
+class HessianFree(SecondOrderMethod):
     """Hessian-free; memory is that of the graph of one minibatch and a few gradients."""
 
     Options = HessianFreeOptions

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ngsgd.curvature.layers import wide
+from ngsgd.curvature.layers import upcast
 from ngsgd.curvature.second_order.full_model import LossWeight
 from ngsgd.ops.linalg import doubly_damped, lbfgs_product
-from ngsgd.preconditioners.methods.hessian.two_pass import Secant
+from ngsgd.preconditioners.methods.hessian.two_pass import TwoPassMethod
 from ngsgd.preconditioners.options import Options, history_problems
 from ngsgd.preconditioners.states import State
 
@@ -39,7 +39,7 @@ class LBFGSOptions(Options):
         return found
 
 
-class LBFGS(Secant):
+class LBFGS(TwoPassMethod):
     """L-BFGS; before the first pair the direction is the gradient.  A look costs one more forward and backward pass."""
 
     Options = LBFGSOptions
@@ -57,16 +57,18 @@ class LBFGS(Secant):
 
     def evaluate(self, closure: Callable[[], Tensor]) -> Tensor:
         """The loss that `closure()` returns for a minibatch; its gradient is added to `.grad`."""
-        self.settle()   # not among this minibatch's losses
+        self.run_second_pass()   # not among this minibatch's losses
         with self._weight:
             loss = super().evaluate(closure)
         if self.is_due("curvature"):
-            self._gradients = {name: wide(p.grad) / self._weight.total for name, p in self.model.named_parameters()
+            self._gradients = {name: upcast(p.grad) / self._weight.total for name,
+                               p in self.model.named_parameters()
                                if p.grad is not None}
         return loss
 
     def update_curvature(self, seen: Any) -> None:
-        theta = {name: wide(p.detach()).clone() for name, p in self.model.named_parameters() if name in seen}
+        theta = {name: upcast(p.detach()).clone() for name,
+                 p in self.model.named_parameters() if name in seen}
         self._before = theta, {name: self._gradients[name] for name in seen}
 
     def step(self, lr: float | None = None) -> None:
@@ -74,14 +76,14 @@ class LBFGS(Secant):
         super().step(lr)
         self._weight, self._gradients = LossWeight(), {}
 
-    def look_again(self, passes: list[Callable[[], Tensor]]) -> None:
+    def second_evaluation(self, passes: list[Callable[[], Tensor]]) -> None:
         if self._before is None:
             return
         (theta, g), self._before = self._before, None
         with LossWeight() as weight:
             g_after = self.gradients(passes)
         after = dict(self.model.named_parameters())
-        s_D = torch.cat([(wide(after[name].detach()) - theta[name]).flatten() for name in sorted(g)])
+        s_D = torch.cat([(upcast(after[name].detach()) - theta[name]).flatten() for name in sorted(g)])
         y_D = torch.cat([(g_after[name] / weight.total - g[name]).flatten() for name in sorted(g)])
         self._take(min(g), s_D, y_D)
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ngsgd.curvature.layers import wide
-from ngsgd.curvature.second_order.full_model import WholeModel
+from ngsgd.curvature.layers import upcast
+from ngsgd.curvature.second_order.full_model import FullModelProducts
 from ngsgd.errors import ConfigError
 from ngsgd.ops.second_derivatives import naming_missing, twice_differentiable
 from ngsgd.preconditioners.base import Preconditioner
@@ -21,7 +21,7 @@ from ngsgd.preconditioners.base import Preconditioner
 Gradients = Mapping[str, Tensor]
 
 
-class SecondOrder(Preconditioner):
+class SecondOrderMethod(Preconditioner):
     """Methods whose `update_curvature` asks `self.minibatch` for products; these are of the loss's mean per row, as curvature is
     with all methods.
 
@@ -30,7 +30,7 @@ class SecondOrder(Preconditioner):
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
         super().__init__(model, **options)
-        self.minibatch: WholeModel | None = None
+        self.minibatch: FullModelProducts | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "minibatch": None}
@@ -40,7 +40,8 @@ class SecondOrder(Preconditioner):
         if not self.is_due("curvature"):
             yield
             return
-        self.minibatch = self.minibatch or WholeModel(self.model)   # several passes before a step are one minibatch
+        # several passes before a step are one minibatch
+        self.minibatch = self.minibatch or FullModelProducts(self.model)
         with self.minibatch, twice_differentiable():
             yield
 
@@ -76,7 +77,7 @@ class SecondOrder(Preconditioner):
         assert self.minibatch is not None
         parameters = self.minibatch.parameters
         found = getattr(self.minibatch, kind)({name: v.to(parameters[name].dtype) for name, v in vectors.items()}, **options)
-        return {name: wide(value) for name, value in found.items()}
+        return {name: upcast(value) for name, value in found.items()}
 
     def drawn(self, grads: Gradients, *, signs: bool = False) -> dict[str, Tensor]:
         """A normal number, or a random sign, for every element of the gradients."""

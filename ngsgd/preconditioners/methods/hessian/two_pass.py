@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ngsgd.curvature.layers import wide
+from ngsgd.curvature.layers import upcast
 from ngsgd.errors import ConfigError
 from ngsgd.preconditioners.base import Preconditioner
 
@@ -29,8 +29,8 @@ class _Pending:
     norms: list[float] = field(default_factory=list)                            # of the parameters, when the step was made
 
 
-class Secant(Preconditioner):
-    """Methods that compare two looks at a minibatch: `look_again(passes)` takes the second, where the parameters have moved.
+class TwoPassMethod(Preconditioner):
+    """Methods that compare two looks at a minibatch: `second_evaluation(passes)` takes the second, where the parameters have moved.
 
     Needs `evaluate(closure)`; the closure is called twice.
     """
@@ -40,12 +40,12 @@ class Secant(Preconditioner):
         self._pending: _Pending | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        self.settle()   # as for `state_dict`
+        self.run_second_pass()   # as for `state_dict`
         return {**super().__getstate__(), "_pending": None}
 
     def evaluate(self, closure: _Closure) -> Tensor:
         """The loss that `closure()` returns for a minibatch; its gradient is added to `.grad`."""
-        self.settle()
+        self.run_second_pass()
         if self._pending is not None and self._pending.step != self.num_steps:
             self._pending = None   # the optimiser left the step out
         if self.is_due("curvature"):
@@ -62,7 +62,7 @@ class Secant(Preconditioner):
         if self._pending is not None:
             self._pending.norms = self._norms()
 
-    def settle(self) -> None:
+    def run_second_pass(self) -> None:
         """Takes the second look, if one is due: when the optimiser has moved the parameters."""
         pending = self._pending
         if pending is None or pending.step == self.num_steps or self._norms() == pending.norms:
@@ -71,19 +71,19 @@ class Secant(Preconditioner):
         buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         try:
             with torch.random.fork_rng(devices=[self.generator.device] if self.generator.device.type == "cuda" else []):
-                self.look_again([_replayed(closure, states, self.generator.device) for closure, states in pending.passes])
+                self.second_evaluation([_replayed(closure, states, self.generator.device) for closure, states in pending.passes])
         finally:
             with torch.no_grad():
                 for name, buffer in self.model.named_buffers():
                     buffer.copy_(buffers[name])
 
-    def look_again(self, passes: list[_Closure]) -> None:
+    def second_evaluation(self, passes: list[_Closure]) -> None:
         """Takes in the same minibatch with the parameters after the step."""
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """All that the next steps depend on; takes the second look first, so call it after the optimiser's step."""
-        self.settle()
+        self.run_second_pass()
         return super().state_dict()
 
     def load_state_dict(self, state: Any) -> None:
@@ -94,7 +94,7 @@ class Secant(Preconditioner):
     def gradients(self, passes: list[_Closure], names: Collection[str] | None = None) -> dict[str, Tensor]:
         """The sum of the passes' gradients by parameter name, of those named or all; `.grad` stays as it is."""
         parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad and (names is None or name in names)}
-        total = {name: torch.zeros_like(wide(p)) for name, p in parameters.items()}
+        total = {name: torch.zeros_like(upcast(p)) for name, p in parameters.items()}
         for closure in passes:
             with torch.enable_grad():
                 found = torch.autograd.grad(closure(), list(parameters.values()), allow_unused=True)

@@ -22,8 +22,8 @@ from torch import Tensor
 from ngsgd.curvature.forms.kronecker import add_gram
 from ngsgd.curvature.forms.memory import apart
 from ngsgd.ops.linalg import bfgs_inverse, damped_inverse, doubly_damped
-from ngsgd.preconditioners.fisher_recorder import Rows, Signal, Watch
-from ngsgd.preconditioners.methods.hessian.two_pass import Secant
+from ngsgd.preconditioners.fisher_recorder import FisherRecorder, FisherSample, Rows
+from ngsgd.preconditioners.methods.hessian.two_pass import TwoPassMethod
 from ngsgd.preconditioners.options import FisherOptions
 from ngsgd.preconditioners.states import State
 
@@ -43,7 +43,7 @@ class KBFGSOptions(FisherOptions):
         return found
 
 
-class KBFGS(Secant):
+class KBFGS(TwoPassMethod):
     """K-BFGS; a look costs one more forward and backward pass, and updates of O^2 + I^2 operations a layer."""
 
     Options = KBFGSOptions
@@ -56,9 +56,9 @@ class KBFGS(Secant):
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_first": {}}
 
-    def update_curvature(self, seen: Signal | Mapping[str, Tensor]) -> None:
-        assert isinstance(seen, Signal)
-        super().update_curvature(Signal({}, seen.squares))
+    def update_curvature(self, seen: FisherSample | Mapping[str, Tensor]) -> None:
+        assert isinstance(seen, FisherSample)
+        super().update_curvature(FisherSample({}, seen.squares))
         self._first = {}
         for name, rows in seen.layers():
             self._bias_of[name] = rows.bias
@@ -102,10 +102,11 @@ class KBFGS(Secant):
             mean_z_O = mean_z_O + parameters[rows.bias].detach().to(mean_z_O)
         return mean_z_O, rows.e_VNTO.sum(dim=(0, 1, 2)) / rows.num_rows
 
-    def look_again(self, passes: list[Callable[[], Tensor]]) -> None:
+    def second_evaluation(self, passes: list[Callable[[], Tensor]]) -> None:
         if not self._first:   # the first look was not finite: there is nothing to compare with
             return
-        with Watch(self.model, fisher="empirical", num_draws=1, generator=None, layers=self._layers()) as watch:
+        with FisherRecorder(self.model, fisher="empirical", num_draws=1, generator=None,
+                            layers=self._layers()) as watch:
             # the derivatives of outputs pass by on the way to the biases; gradients of weights would be made for nothing
             self.gradients(passes, {self._bias_of[name] or name for name in self._first})
         with torch.no_grad():

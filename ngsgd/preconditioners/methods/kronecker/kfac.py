@@ -21,7 +21,7 @@ from ngsgd.errors import ConfigError
 from ngsgd.ops import gemm
 from ngsgd.ops.linalg import damped_cholesky, damped_inverse, eigh, woodbury_rows
 from ngsgd.preconditioners.base import Preconditioner
-from ngsgd.preconditioners.factored_grad import HeldRows
+from ngsgd.preconditioners.factored_grad import FactoredGrad
 from ngsgd.preconditioners.fisher_recorder import Rows
 from ngsgd.preconditioners.options import FisherOptions
 from ngsgd.preconditioners.states import State
@@ -85,10 +85,10 @@ class KFAC(Preconditioner):
         chosen = torch.randperm(len(a_XI), generator=self.generator, device=a_XI.device)[:num_rows]
         return a_XI[chosen], e_VNTO.flatten(1, 2)[:, chosen].flatten(0, 1), len(a_XI) / num_rows / rows.num_rows
 
-    def take(self, name: str, rows: Rows) -> None:
+    def update_statistics(self, name: str, rows: Rows) -> None:
         known, is_passed_on = self.statistics.get(name), self._is_passed_on(name)
         if type(self).measure is not KFAC.measure or (known is None and not is_passed_on):
-            super().take(name, rows)
+            super().update_statistics(name, rows)
             return
         a_XI, e_XO, of_e = self._chosen(rows)
         if not all(bool(x_XD.square().sum().isfinite()) for x_XD in (a_XI, e_XO)):   # no product is larger than its trace
@@ -164,7 +164,7 @@ class SKFAC(KFAC):
     def can_hold(self, name: str, inverse: State) -> bool:
         return bool(inverse)
 
-    def direction_of_rows(self, name: str, inverse: State, rows: HeldRows) -> tuple[Tensor, Tensor | None]:
+    def direction_of_rows(self, name: str, inverse: State, rows: FactoredGrad) -> tuple[Tensor, Tensor | None]:
         a_XI = torch.cat([rows.a_XI, rows.a_XI.new_ones(len(rows.a_XI), 1)], dim=1) if rows.has_bias else rows.a_XI
         a_XI, e_XO = self.apply_rows(name, a_XI, rows.e_XO)
         weight = gemm.mm(e_XO.T, a_XI[:, :-1] if rows.has_bias else a_XI)

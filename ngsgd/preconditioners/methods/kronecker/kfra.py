@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from ngsgd.curvature import losses
-from ngsgd.curvature.capture import Call
+from ngsgd.curvature.capture import LayerCall
 from ngsgd.curvature.layers import Affine, Convolution, without_autocast
 from ngsgd.curvature.second_order.kfra import factor_of, output_moment, recursion
 from ngsgd.errors import ConfigError
-from ngsgd.preconditioners.fisher_recorder import Signal, Watch
+from ngsgd.preconditioners.fisher_recorder import FisherRecorder, FisherSample
 from ngsgd.preconditioners.methods.kronecker.kfac import KFAC, KroneckerOptions
 
 _MAX_FLOATS = 1 << 26   # of the matrix of one operation
@@ -76,13 +76,14 @@ class KFRA(KFAC):
         if not self.is_due("curvature"):
             yield
             return
-        self._watched = self._watched or _AveragesWatch(self.model, self.options.sharing, self._layers())
+        self._watched = self._watched or _AveragesRecorder(self.model, self.options.sharing,
+                                                           self._layers())
         with self._watched:
             yield
         self._signal = self._watched.signal()
 
-    def update_curvature(self, seen: Signal | Mapping[str, Tensor]) -> None:
-        assert isinstance(self._watched, _AveragesWatch)
+    def update_curvature(self, seen: FisherSample | Mapping[str, Tensor]) -> None:
+        assert isinstance(self._watched, _AveragesRecorder)
         passes, weight = self._watched.passes, self._watched.total_weight
         for name in dict.fromkeys(name for found in passes for name in found):
             each = [found[name] for found in passes if name in found]
@@ -92,7 +93,7 @@ class KFRA(KFAC):
             self._average(name, {"A": A_II, "B": torch.stack([one.B_OO for one in each]).sum(dim=0) / weight})
 
 
-class _AveragesWatch(Watch):
+class _AveragesRecorder(FisherRecorder):
     """Takes the factors of each pass where its loss is differentiated, in `passes`, by the name of the weight."""
 
     def __init__(self, model: Any, sharing: str, layers: tuple[str, ...] | None) -> None:
@@ -123,7 +124,7 @@ class _AveragesWatch(Watch):
             found = recursion(G_DD, get_gradient_edge(view.output), calls, N, _MAX_FLOATS, self._capture.parameters)
             self.passes.append(dict(self._factors(call, of_output_DD) for call, of_output_DD in found.items()))
 
-    def _factors(self, call: Call, of_output_DD: Tensor) -> tuple[str, _Factors]:
+    def _factors(self, call: LayerCall, of_output_DD: Tensor) -> tuple[str, _Factors]:
         if call.weight is None or not isinstance(call.kind, Affine | Convolution) or getattr(call.kind, "groups", 1) > 1:
             raise ConfigError(f"layer {call.layer} has no Kronecker factors for KFRA; name it in skip, or take KFAC.")
         a_NTI = self._capture.record(call, of_output_DD.new_zeros(1, len(call.input))).input_rows()

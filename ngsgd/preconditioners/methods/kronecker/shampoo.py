@@ -19,11 +19,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ngsgd.curvature.layers import wide
+from ngsgd.curvature.layers import upcast
 from ngsgd.ops import gemm
 from ngsgd.ops.linalg import eigh, inverse_root, inverse_root_newton
 from ngsgd.preconditioners.base import Preconditioner
-from ngsgd.preconditioners.factored_grad import HeldRows
+from ngsgd.preconditioners.factored_grad import FactoredGrad
 from ngsgd.preconditioners.options import Options
 from ngsgd.preconditioners.states import State
 
@@ -95,12 +95,12 @@ class Shampoo(Preconditioner):
     def can_hold(self, name: str, inverse: State) -> bool:
         return "0.1" in inverse   # a matrix, not merged into a vector
 
-    def direction_of_rows(self, name: str, inverse: State, rows: HeldRows) -> tuple[Tensor, Tensor | None]:
+    def direction_of_rows(self, name: str, inverse: State, rows: FactoredGrad) -> tuple[Tensor, Tensor | None]:
         shape = rows.e_XO.shape[1], rows.a_XI.shape[1]
         found = rows.e_XO.new_empty(shape)
         corners = list(_corners(shape, self.options.block_size))
         for index, ((outputs, inputs), out) in enumerate(zip(corners, self._views(found), strict=True)):
-            part = HeldRows(rows.a_XI[:, inputs], rows.e_XO[:, outputs], has_bias=False)
+            part = FactoredGrad(rows.a_XI[:, inputs], rows.e_XO[:, outputs], has_bias=False)
             out.copy_(part.preconditioned(inverse[f"{index}.0"], inverse[f"{index}.1"])[0])
         return found, None
 
@@ -178,7 +178,7 @@ class SOAP(Shampoo):
 
     def _begun(self, name: str, known: State) -> State:
         """The first basis, and moments of nothing."""
-        p = wide(dict(self.model.named_parameters())[name].detach())
+        p = upcast(dict(self.model.named_parameters())[name].detach())
         moments = {f"{index}.{key}": torch.zeros_like(block) for index, block in enumerate(self._blocks(p)) for key in ("m", "v")}
         return {**{key: _eigenvectors(L_DD, p.dtype) for key, L_DD in known.items()}, **moments,
                 "weight_m": p.new_zeros(()), "weight_v": p.new_zeros(())}

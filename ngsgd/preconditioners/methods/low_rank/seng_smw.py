@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from ngsgd.ops import gemm
 from ngsgd.ops.linalg import damped_cholesky
 from ngsgd.preconditioners.base import Preconditioner
-from ngsgd.preconditioners.factored_grad import HeldRows, products_of
-from ngsgd.preconditioners.fisher_recorder import Rows, Signal
+from ngsgd.preconditioners.factored_grad import FactoredGrad, products_of
+from ngsgd.preconditioners.fisher_recorder import FisherSample, Rows
 from ngsgd.preconditioners.options import FisherOptions
 from ngsgd.preconditioners.states import State
 
@@ -66,7 +66,7 @@ class _FromRows(Preconditioner):
     def __init__(self, model: nn.Module, **options: Any) -> None:
         super().__init__(model, **options)
         self._scale = 0.0    # s, at a look at the rows that g is made of, which are applied at once; 0 at other steps
-        self._gradients: dict[str, HeldRows] = {}   # this step's
+        self._gradients: dict[str, FactoredGrad] = {}   # this step's
 
     @contextlib.contextmanager
     def _watching(self) -> Iterator[None]:
@@ -79,15 +79,15 @@ class _FromRows(Preconditioner):
         with super()._watching():
             yield
 
-    def update_curvature(self, seen: Signal | Mapping[str, Tensor]) -> None:
-        assert isinstance(seen, Signal)
+    def update_curvature(self, seen: FisherSample | Mapping[str, Tensor]) -> None:
+        assert isinstance(seen, FisherSample)
         if self.options.fisher == "empirical" and self.is_due("inverse"):
             self._scale = seen.scale / max(seen.num_rows, 1) ** 0.5
         super().update_curvature(seen)
 
-    def take(self, name: str, rows: Rows) -> None:
+    def update_statistics(self, name: str, rows: Rows) -> None:
         last = self.statistics.pop(name, None)
-        super().take(name, rows)
+        super().update_statistics(name, rows)
         if name in self.statistics and self.is_due("inverse"):
             self.inverses.pop(name, None)   # rows of the last minibatch, in whose place these will be
         elif last is not None:
@@ -98,13 +98,14 @@ class _FromRows(Preconditioner):
         """Rows of the gradient that are those of U are held as such, once; unless their own norm will be asked for."""
         known, rows = self.statistics.get(name, {}), self._gradients.get(name)
         if rows is not None and self.options.graft == "none" and self.are_own(known, rows):
-            self._gradients[name] = HeldRows(known["a"][:, 0, :rows.a_XI.shape[1]], known["e"][0, :, 0], rows.has_bias)
+            self._gradients[name] = FactoredGrad(known["a"][:, 0, :rows.a_XI.shape[1]],
+                                                 known["e"][0, :, 0], rows.has_bias)
 
-    def _held_scale(self, inverse: State, rows: HeldRows) -> float:
+    def _held_scale(self, inverse: State, rows: FactoredGrad) -> float:
         """What is held over the gradient's rows: s where it is held once."""
         return self._scale if rows.e_XO.data_ptr() == inverse["e"].data_ptr() else 1.0
 
-    def _held_alone(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, HeldRows]:
+    def _held_alone(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, FactoredGrad]:
         self._gradients = super()._held_alone(parameters)
         return self._gradients
 
@@ -117,11 +118,11 @@ class _FromRows(Preconditioner):
     def can_hold(self, name: str, inverse: State) -> bool:
         return "e" in inverse and inverse["a"].shape[1] == 1 and len(inverse["e"]) == 1
 
-    def are_own(self, inverse: State, rows: HeldRows) -> bool:
+    def are_own(self, inverse: State, rows: FactoredGrad) -> bool:
         """Whether the rows are those that the curvature was just taken from."""
         return self._scale > 0.0 and self.can_hold("", inverse) and len(rows.a_XI) == len(inverse["a"])
 
-    def products_of_rows(self, inverse: State, rows: HeldRows) -> Tensor:
+    def products_of_rows(self, inverse: State, rows: FactoredGrad) -> Tensor:
         """U g, of rows with one position."""
         a_NI, e_NO = inverse["a"][:, 0], inverse["e"][0, :, 0]
         held_scale = self._held_scale(inverse, rows)
@@ -134,14 +135,15 @@ class _FromRows(Preconditioner):
         found: Tensor = (gemm.mm(a_NI[:, :weight.shape[1]], weight.T) * e_NO).sum(dim=1)
         return (found if bias is None else found + e_NO @ bias) / held_scale
 
-    def combined(self, inverse: State, rows: HeldRows, b_N: Tensor, damping: float) -> tuple[Tensor, Tensor | None]:
+    def combined(self, inverse: State, rows: FactoredGrad, b_N: Tensor,
+                 damping: float) -> tuple[Tensor, Tensor | None]:
         """(g - U^T b) / d, of the weight and of the bias."""
         if self.are_own(inverse, rows):
             factor_N = (1.0 - self._scale * b_N) / (damping * self._held_scale(inverse, rows))
             return rows._replace(e_XO=rows.e_XO * factor_N[:, None]).product()
         a_NI, e_NO = inverse["a"][:, 0], inverse["e"][0, :, 0] * (b_N / damping)[:, None]
         weight, bias = rows._replace(e_XO=rows.e_XO / damping).product()
-        weight = gemm.less_mm(weight, e_NO.T, a_NI[:, :weight.shape[1]], weight)
+        weight = gemm.sub_matmul(weight, e_NO.T, a_NI[:, :weight.shape[1]], weight)
         return weight, None if bias is None else bias - e_NO.sum(dim=0)
 
 
@@ -177,7 +179,7 @@ class SENG(_FromRows):
     def invert(self, name: str, known: State) -> State:
         return {"a": known["a"], "e": known["e"], "root": damped_cholesky(known["gram"], self.option(name, "damping"))}
 
-    def direction_of_rows(self, name: str, inverse: State, rows: HeldRows) -> tuple[Tensor, Tensor | None]:
+    def direction_of_rows(self, name: str, inverse: State, rows: FactoredGrad) -> tuple[Tensor, Tensor | None]:
         if self.are_own(inverse, rows):
             known = self.statistics[name]
             Ug_N = known["sums"] if "sums" in known else known["gram"].sum(dim=1)
@@ -204,7 +206,7 @@ class SMWNG(_FromRows):
     def measure(self, name: str, rows: Rows) -> State:
         return {"a": rows.a_NTI, "e": rows.e_VNTO / rows.num_rows**0.5}
 
-    def update_curvature(self, seen: Signal | Mapping[str, Tensor]) -> None:
+    def update_curvature(self, seen: FisherSample | Mapping[str, Tensor]) -> None:
         self.statistics.clear()   # the layers of one minibatch belong together
         super().update_curvature(seen)
 
@@ -226,7 +228,8 @@ class SMWNG(_FromRows):
     def apply(self, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return self.apply_all(grads, {})
 
-    def apply_all(self, grads: Mapping[str, Tensor], held: dict[str, HeldRows]) -> dict[str, Tensor]:
+    def apply_all(self, grads: Mapping[str, Tensor], held: dict[str, FactoredGrad]) -> dict[str,
+                                                                                            Tensor]:
         found = dict(grads)
         joined = self._joined(grads)
         affine = {name: inverse for name, inverse in sorted(self.inverses.items())
@@ -247,7 +250,8 @@ class SMWNG(_FromRows):
                 found |= self._parted(name, direction_OI, grads)
         return found
 
-    def _all_products(self, affine: Mapping[str, State], joined: Mapping[str, Tensor], held: Mapping[str, HeldRows]) -> Tensor:
+    def _all_products(self, affine: Mapping[str, State], joined: Mapping[str, Tensor],
+                      held: Mapping[str, FactoredGrad]) -> Tensor:
         """U g of all layers."""
         if self._sums is not None and all(name in held and self.are_own(inverse, held[name]) for name, inverse in affine.items()):
             return self._sums / self._scale
