@@ -1,4 +1,4 @@
-"""What each job starts from, under each way of averaging."""
+"""Initial parameters of each job, under each way of averaging."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ngsgd.training.vector_refcount import VectorRefcount
 
 @dataclass(frozen=True)
 class _Left:
-    """What a job left for the next job of its number."""
+    """The result of a job that the next job of its slot starts from."""
 
     outer_iter: int
     own: VectorRef
@@ -23,10 +23,10 @@ class _Left:
 
 
 class JobInitializer:
-    """Most rules start every job from the broadcast model; three also need what the job of that number did last.
+    """Jobs start from the broadcast model; overlap, EASGD and streaming also need the slot's previous result.
 
-    Overlapped averaging adds its own last move to a model that does not hold it yet; elastic averaging and streaming go on
-    from its own parameters.
+    Overlap adds the slot's last parameter delta to a model that does not contain it yet.  EASGD and
+    streaming continue from the slot's own parameters.
     """
 
     def __init__(self, config: OuterConfig, refcount: VectorRefcount, *,
@@ -51,7 +51,7 @@ class JobInitializer:
         return outer_iter % count, count
 
     def of(self, plan: Plan, job: int, model: VectorRef) -> JobInit:
-        """A job whose predecessor left nothing, or that has none, starts from the model."""
+        """The initial state of a job; without a previous result, the broadcast model."""
         fisher = self.fisher.get(job)
         if self.mean_fisher is not None and self.fisher:
             fisher = self.mean_fisher([left for _, left in sorted(self.fisher.items())])
@@ -69,7 +69,7 @@ class JobInitializer:
         return JobInit(model, left.own, mix=self.config.mixing, take=self.fragment(averaged) if averaged >= 0 else None)
 
     def remember(self, job: int, state: OuterIterationState) -> None:
-        """Keeps what a job of `state` left, in place of what its predecessor did."""
+        """Keep the result of a job of `state`; it replaces that of its predecessor."""
         result = state.results.get(job)
         if result is not None and result.fisher is not None and job not in state.rejection_reasons:
             self.fisher[job] = result.fisher
@@ -86,7 +86,7 @@ class JobInitializer:
         self._drop(old)
 
     def forget(self) -> None:
-        """All jobs start from the model again."""
+        """Drop all results, so that all jobs start from the model again."""
         for left in self._own.values():
             self._drop(left)
         self._own.clear()

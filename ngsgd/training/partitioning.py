@@ -1,4 +1,4 @@
-"""How the data of an outer iteration is dealt out to its jobs: alike, or by what each worker can do."""
+"""Partitioning of an outer iteration's data over its jobs: equal, or by the speed of the workers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _AMPLE = 1.3  # of what a worker is expected to do: what is left over comes back
 
 
 class EqualPartitioner:
-    """A whole shard for each job, as in Kaldi; what was put off comes as jobs of its own."""
+    """One complete shard for each job, as in Kaldi; deferred work items are separate jobs."""
 
     round_s = math.inf   # an outer iteration takes as long as it takes
 
@@ -29,13 +29,13 @@ class EqualPartitioner:
         return tuple((piece,) for piece in (*fresh, *pending))
 
     def observe(self, results: Sequence[JobResult]) -> None:
-        """What an outer iteration tells about the workers."""
+        """Update the estimated speed of the workers from an outer iteration."""
 
 
 class SpeedPartitioner(EqualPartitioner):
-    """As much data as ever, cut so that all jobs should end together: a slow worker's job is shorter.
+    """The same amount of data, cut so that all jobs should end together: a slow worker's job is shorter.
 
-    The cut depends on the clock, so a run of it is not repeatable; each job still is.
+    The cut depends on the clock, so runs are not reproducible; each job still is.
     """
 
     def __init__(self, num_minibatches: Callable[[Shard], int]) -> None:
@@ -63,7 +63,7 @@ class SpeedPartitioner(EqualPartitioner):
 
 
 class TimeBudgetPartitioner(SpeedPartitioner):
-    """Outer iterations of a fixed length: every job works until the time is over, and its weight is what it has done."""
+    """Outer iterations of fixed duration: each job works until the time is over and is weighted by its examples."""
 
     def __init__(self, num_minibatches: Callable[[Shard], int], round_s: float) -> None:
         super().__init__(num_minibatches)
@@ -83,7 +83,7 @@ class TimeBudgetPartitioner(SpeedPartitioner):
 
 
 def make_partitioner(config: ScheduleConfig, count: Callable[[Shard, int], int]) -> EqualPartitioner:
-    """The way that a run's configuration asks for; `count` tells the minibatches of a shard, given their size."""
+    """The configured partitioner; `count` returns the minibatches of a shard, given their size."""
     def num_minibatches(shard: Shard) -> int:
         return count(shard, config.minibatch_size)
     if config.shares == "equal":

@@ -1,4 +1,4 @@
-"""What the next outer iteration does: a pure function of the schedule and of how far the run has come."""
+"""The plan of the next outer iteration: a pure function of the schedule and the progress."""
 
 from __future__ import annotations
 

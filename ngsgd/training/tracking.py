@@ -1,4 +1,4 @@
-"""Who wants to hear about a run: the coordinator tells every tracker the same records."""
+"""Trackers receive the records of a run from the coordinator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which parameter vectors are still needed, and by whom."""
+"""Reference counts of parameter vectors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ngsgd.training.worker_pool import WorkerPool
 
 
 class VectorRefcount:
-    """Gives a vector back to the pool when the last of those who need it says so."""
+    """Releases a vector to the pool when its last user releases it."""
 
     def __init__(self, pool: WorkerPool) -> None:
         self.pool = pool
@@ -30,6 +30,6 @@ class VectorRefcount:
             self.pool.release(self._refs.pop(id(ref)))
 
     def release_if_unused(self, ref: VectorRef | None) -> None:
-        """Gives a vector back unless somebody needs it."""
+        """Release a vector to the pool unless it has users."""
         self.acquire(ref)
         self.release(ref)
