@@ -79,6 +79,7 @@ def test_held_constant_it_points_the_same_way_and_says_that_it_is_approximate() 
     assert 0.9 < float(cosine) < 1.0 - 1e-9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_weights_velocities_and_factors_are_undone_to_the_bit(dtype: torch.dtype) -> None:
     task, made = tasks.task(tasks.mlp(dtype=dtype)), plan(200)

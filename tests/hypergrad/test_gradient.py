@@ -55,6 +55,7 @@ def test_a_float32_network_agrees_with_float64(limits: bool) -> None:
     assert max(relative_errors(found, expected).values()) < 1e-5  # float32 rounds every gradient to 6e-8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [CASES[1], CASES[3]], ids=str)
 def test_equals_finite_differences(case: dict[str, Any]) -> None:
     task, plan = tasks.task(), tasks.plan(**case)

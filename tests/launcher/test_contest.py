@@ -62,6 +62,7 @@ while not os.path.exists(sys.argv[1]):
 """
 
 
+@pytest.mark.slow
 def test_settings_are_trained_and_compared_with_runs_that_are_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                                                     capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)

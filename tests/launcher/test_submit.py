@@ -163,8 +163,8 @@ _STAND_INS = {
                 '*) echo "$@" >> "$LOG";; esac',
     # a step runs here, without srun's own flags; a node's Ray sleeps until it is ended
     "srun": 'while [ "${1#--}" != "$1" ]; do shift; done; exec "$@"',
-    "ray": 'echo "ray $*" >> "$LOG.ray"; case $1 in status) echo " 1 node_a"; echo " 1 node_b";; *) exec sleep 60;; esac',
-    "ngsgd": 'trap "exit 130" TERM; echo "ngsgd $*" >> "$LOG"; for i in $(seq 100); do sleep 0.1; done',
+    "ray": 'echo "ray $*" >> "$LOG.ray"; case $1 in status) echo " 1 node_a"; echo " 1 node_b";; *) exec sleep 600;; esac',
+    "ngsgd": 'trap "exit 130" TERM; echo "ngsgd $*" >> "$LOG"; for i in $(seq 3000); do sleep 0.1; done',
     "hostname": 'case $1 in --ip-address) echo 127.0.1.1;; *) echo "fd00::2 10.0.0.1 192.168.0.1 ";; esac',
 }
 
@@ -185,7 +185,7 @@ def test_a_warned_slurm_job_saves_queues_again_and_resumes_but_a_cancelled_one_e
     try:
         _wait_for(log, "ngsgd")
         process.terminate()
-        assert process.wait(timeout=20) == (0 if state == "RUNNING" else 130)
+        assert process.wait(timeout=240) == (0 if state == "RUNNING" else 130)
     finally:
         subprocess.run(["bash", "-c", f"kill -- -{process.pid}"], capture_output=True, check=False)
     assert "--node-ip-address=10.0.0.1 --port=20077" in Path(f"{log}.ray").read_text(), "the others cannot reach a loopback address"

@@ -35,9 +35,8 @@ def page_faults(how: str) -> int:
 def test_memory_that_is_freed_stays_with_the_process() -> None:
     if not keep_freed_memory():
         pytest.skip("not glibc: nothing is promised")
-    # given back: at least a few of the blocks, again and again
-    assert page_faults("kept") < 2_000
-    assert page_faults("given back") > 5_000
+    # the number itself depends on the size of a page and on the allocator's thresholds
+    assert page_faults("kept") < page_faults("given back") / 2
 
 
 def test_settling_takes_the_threads() -> None:
