@@ -20,7 +20,7 @@ from ngsgd.config import RunConfig
 from ngsgd.errors import EXIT_OK, ConfigError, DataError
 from ngsgd.files import read_json, write_text
 from ngsgd.launcher.console import Parser
-from ngsgd.launcher.tuning.proxy import Proxy
+from ngsgd.pipeline.tuning_proxy import Proxy
 
 if TYPE_CHECKING:  # these bring torch, and --help shall answer at once
     from ngsgd.hypergrad import HyperSpace, SearchResult, SearchTrial

@@ -17,7 +17,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from ngsgd.config import RunConfig
 from ngsgd.errors import ClusterError, NgsgdError
 from ngsgd.launcher.ray.cluster import connect, shutdown
-from ngsgd.launcher.tuning.proxy import Proxy
+from ngsgd.pipeline.tuning_proxy import Proxy
 
 if TYPE_CHECKING:
     from torch import Tensor

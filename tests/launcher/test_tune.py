@@ -17,7 +17,7 @@ from ngsgd.hypergrad import BaseHyperparameters, HyperSpace
 from ngsgd.launcher import cli
 from ngsgd.launcher.commands import tune
 from ngsgd.launcher.config import compose, tuned_file
-from ngsgd.launcher.tuning.proxy import Proxy
+from ngsgd.pipeline.tuning_proxy import Proxy
 from ngsgd.training.worker import Worker
 from tests import toy
 
