@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from ngsgd.optim.layers.base import OWNER
 from ngsgd.optim.layers.common import FisherSettings, LayerContext, LayerPreconditioner
 from ngsgd.optim.layers.convolution import (
     FilterPreconditioner,
@@ -18,6 +19,7 @@ from ngsgd.optim.layers.convolution import (
     NaturalGradientConv3d,
     SplicedPreconditioner,
 )
+from ngsgd.optim.layers.fast_linear import FastLinear
 from ngsgd.optim.layers.kronecker import KroneckerPreconditioner
 from ngsgd.optim.layers.linear import NaturalGradientLinear
 from ngsgd.optim.layers.scale_offset import (
@@ -39,6 +41,7 @@ NATURAL_GRADIENT_CLASSES: dict[type[nn.Module], type[nn.Module]] = {
     nn.BatchNorm3d: NaturalGradientBatchNorm3d,
 }
 _PLAIN_CLASSES = {natural: plain for plain, natural in NATURAL_GRADIENT_CLASSES.items()}
+_PLAIN_CLASSES[FastLinear] = nn.Linear
 
 
 def attach(layer: nn.Module, settings: FisherSettings,
@@ -56,6 +59,7 @@ def attach(layer: nn.Module, settings: FisherSettings,
     preconditioner.weight = weight
     layer.__class__ = NATURAL_GRADIENT_CLASSES[plain_class]
     layer.__dict__["preconditioner"] = preconditioner
+    layer.__dict__.pop(OWNER, None)
     return preconditioner
 
 
