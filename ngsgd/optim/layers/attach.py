@@ -1,6 +1,15 @@
 """Which layers take natural-gradient steps, and how a plain layer becomes one: its class changes in place.
 
 `torch.nn.utils.parametrize` changes classes in the same way; parameters, their names and the forward pass stay.
+
+Four mechanisms read the rows of a layer, each for a case that the others cannot serve:
+
+* The class of the layer is changed (here): the gradient itself is replaced inside the backward pass.  A hook runs
+  after the plain gradient has been formed, and would pay for a second GEMM of the size of the layer.
+* An operator (`compiled`): the same under `torch.compile`, which cannot trace state that changes in backward.
+* Hooks (`ngsgd.curvature.capture`): rows are read and the gradient stays as it is, for any loss and several passes.
+* A function mode (`ngsgd.preconditioners.factored_grad`): the weight gradient is never formed, for one call of
+  `evaluate_and_step`; the layers keep their class, so hooks and the mode can work on the same pass.
 """
 
 from __future__ import annotations
