@@ -139,7 +139,7 @@ _CLASSES = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.LayerNorm, nn.RMSNorm
 
 def _plain_class(kind: type[nn.Module]) -> type[nn.Module] | None:
     for plain in _CLASSES:
-        if issubclass(kind, plain) and (kind.forward is plain.forward or kind.__name__ == f"NaturalGradient{plain.__name__}"):
+        if issubclass(kind, plain) and (kind.forward is plain.forward or getattr(kind, "plain_class", None) is plain):
             return plain
     return None
 

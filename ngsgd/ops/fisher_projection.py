@@ -1,4 +1,4 @@
-"""Rows of a minibatch meet a Fisher estimate: H = X W^T, X - H W and the squares of both, in one pass over memory on a CPU.
+"""Project minibatch rows onto the low-rank Fisher factor W: H = X W^T, X - H W and squared norms in one pass on a CPU.
 
 The products are thin (R is 20 to 80 where D is hundreds or thousands), so that in separate operations their time goes into
 reading X four times and writing it once.  `kernels/fisher_projection.cpp` takes about 40 rows at a time, which stay in

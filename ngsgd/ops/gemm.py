@@ -82,7 +82,7 @@ def rows_of(x: Tensor) -> Tensor:
 def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
     """x W^T + b, as torch.nn.functional.linear; without a backward pass."""
     x_NI = rows_of(x)
-    if not _is_faster() or not _is_for_onednn(x_NI, weight_OI.T):
+    if not is_faster() or not _is_for_onednn(x_NI, weight_OI.T):
         return torch.nn.functional.linear(x, weight_OI, bias_O)
     y_NO: Tensor = _operators()[0](_by_rows(x_NI), _plain(weight_OI), bias_O, "none", [], "")
     return y_NO.view(*x.shape[:-1], -1)
@@ -112,7 +112,7 @@ def forget_copies() -> None:
 def _is_for_onednn(a_MK: Tensor, b_KN: Tensor) -> bool:
     return (a_MK.numel() * b_KN.shape[1] >= _LEAST and a_MK.dtype == torch.float32 == b_KN.dtype and a_MK.is_cpu and b_KN.is_cpu
             and not (torch.is_grad_enabled() and (a_MK.requires_grad or b_KN.requires_grad))
-            and bool(torch.backends.mkldnn.enabled) and _is_faster())
+            and bool(torch.backends.mkldnn.enabled) and is_faster())
 
 
 def _plain(x: Tensor) -> Tensor:
@@ -164,6 +164,6 @@ def is_there() -> bool:
 
 
 @functools.cache
-def _is_faster() -> bool:
+def is_faster() -> bool:
     """Whether oneDNN takes instructions that MKL does not."""
     return native.is_made_by("AuthenticAMD") and native.capability() == "AVX512" and is_there()

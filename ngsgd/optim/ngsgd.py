@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ngsgd.errors import ConfigError, OptimizerStateError
 from ngsgd.ops.max_change import row_product_factor
 from ngsgd.optim.layers import NATURAL_GRADIENT_CLASSES, FisherSettings, LayerContext, LayerPreconditioner, attach, detach_all
+from ngsgd.optim.layers.fast_linear import FastLinear
 from ngsgd.optim.sgd import SGD, _StepInputs, name_of, require_non_negative
 from ngsgd.preconditioners.online import OnlineNaturalGradient
 
@@ -79,11 +80,12 @@ class NGSGD(SGD):
                           "num_samples_history": num_samples_history, "alpha": alpha, "schedule": schedule}
         require_non_negative(max_change_per_sample=max_change_per_sample, cosine_period=cosine_period)
         super().__init__(model, lr, momentum=momentum, max_change=max_change, max_param_change=max_param_change,
-                         weight_decay=weight_decay, layer_options=layer_options, on_nonfinite=on_nonfinite)
+                         weight_decay=weight_decay, layer_options=layer_options, on_nonfinite=on_nonfinite,
+                         fast_gemm=False)
         self.max_change_per_sample = max_change_per_sample
         self._context = LayerContext(ignore_zero_rows=ignore_zero_rows,
                                      sums_row_products=max_change_per_sample > 0.0,
-                              on_nonfinite=on_nonfinite, grad_scaler=grad_scaler)
+                                     on_nonfinite=on_nonfinite, grad_scaler=grad_scaler)
         self.cosine_period = cosine_period
         self._layers: dict[str, nn.Module] = {}
         self._preconditioners: dict[str, LayerPreconditioner] = {}
@@ -292,5 +294,5 @@ def _unpacked(states: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
 
 def _weights_of_mixed_kinds(model: nn.Module) -> set[int]:
     """Ids of parameters that also belong to a layer that gets its plain gradient: the two would not fit in size."""
-    natural = {*NATURAL_GRADIENT_CLASSES, *NATURAL_GRADIENT_CLASSES.values()}
+    natural = {*NATURAL_GRADIENT_CLASSES, *NATURAL_GRADIENT_CLASSES.values(), FastLinear}
     return {id(p) for module in model.modules() if type(module) not in natural for p in module.parameters(recurse=False)}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from ngsgd.errors import ConfigError, DivergenceError, OptimizerStateError
 from ngsgd.ops.max_change import Limits, max_change_limits
 from ngsgd.ops.orthonormal import constrain_orthonormal
+from ngsgd.optim.layers.fast_linear import attach_fast_linear, detach_fast_linear
 
 _OUTSIDE = "(outside of the model)"  # name of a group of such parameters
 _NOT_COPIED = ("step", "_places", "_constants")  # made again where they are needed; `step` is what a scheduler puts there
@@ -76,13 +78,16 @@ class SGD(torch.optim.Optimizer):
             rows of the weight are pulled to, < 0 a scale of their own; Kaldi's semi-orthogonal layers).
         on_nonfinite: what a gradient with NaN or Inf does: "skip" leaves the minibatch out and counts it, "raise" raises
             DivergenceError, for which every step waits for the device.
+        fast_gemm: on processors where `ngsgd.ops.gemm` is faster than torch's GEMM, change the class of each
+            `nn.Linear` in place so that it uses that GEMM, as under NG-SGD; the last bits of gradients differ.
     """
 
     _counts: Tensor
 
     def __init__(self, model: nn.Module, lr: float, *, momentum: float = 0.0, max_change: float = 0.75,
                  max_param_change: float = 2.0, weight_decay: float = 0.0,
-                 layer_options: Mapping[str, Mapping[str, Any]] | None = None, on_nonfinite: str = "skip") -> None:
+                 layer_options: Mapping[str, Mapping[str, Any]] | None = None,
+                 on_nonfinite: str = "skip", fast_gemm: bool = True) -> None:
         self._init_groups(model, {"lr": lr, "momentum": momentum, "lr_factor": 1.0, "max_change": max_change,
                                   "weight_decay": weight_decay, "orthonormal_constraint": 0.0}, layer_options)
         require_non_negative(max_param_change=max_param_change)
@@ -96,6 +101,11 @@ class SGD(torch.optim.Optimizer):
         self._constants: dict[Any, Tensor] = {}
         self._warned = set[str]()
         self.reset_activity()
+        if fast_gemm:
+            owner = object()
+            layers = attach_fast_linear(model.modules(), owner)
+            # not kept in the object, which can be copied
+            weakref.finalize(self, detach_fast_linear, layers, owner).atexit = False
 
     def _init_groups(self, model: nn.Module, defaults: dict[str, Any],
                      layer_options: Mapping[str, Mapping[str, Any]] | None) -> None:
@@ -455,7 +465,7 @@ def components(model: nn.Module) -> list[dict[str, Any]]:
 
 def name_of(model: nn.Module) -> str:
     """What a model that is a single layer is called: its class, also while that is changed."""
-    return type(model).__name__.removeprefix("NaturalGradient")
+    return getattr(model, "plain_class", type(model)).__name__
 
 
 def set_options(groups: list[dict[str, Any]], layer_options: Mapping[str, Mapping[str, Any]], known: set[str]) -> None:

@@ -469,7 +469,8 @@ class Preconditioner:
                 for p, _ in module.named_parameters()}
 
     def _is_skipped(self, name: str, module: nn.Module) -> bool:
-        return any(fnmatchcase(name, pattern) or type(module).__name__ == pattern for pattern in self.options.skip)
+        return any(fnmatchcase(name, pattern) or getattr(module, "plain_class", type(module)).__name__ == pattern
+                   for pattern in self.options.skip)
 
     def _layers(self) -> tuple[str, ...] | None:
         """Names of the layers to look at; None: all."""

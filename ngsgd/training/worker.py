@@ -98,9 +98,12 @@ class Worker:
         shrink(network, settings.proportional_shrink, job.lr)
         seed = int(np.random.SeedSequence([self.settings.seed, job.outer_iter, job.job]).generate_state(1)[0])
         self.task.prepare_job(self.model, progress=job.progress, seed=seed)
-        optimizer = make_optimizer(network, settings, job.lr, job.lr_factor, job.layer_rates)
+        has_preconditioner = self.settings.preconditioner.kind != "none"
+        # preconditioners read rows from torch's own layers
+        optimizer = make_optimizer(network, settings, job.lr, job.lr_factor, job.layer_rates,
+                                   fast_gemm=not has_preconditioner)
         preconditioner = None
-        if self.settings.preconditioner.kind != "none":
+        if has_preconditioner:
             preconditioner = make_preconditioner(network, self.settings.preconditioner, seed)
         load_fisher(optimizer, preconditioner, job.start.fisher)
         sums = _Sums(self.device)
@@ -245,8 +248,8 @@ def load_fisher(optimizer: SGD, preconditioner: Preconditioner | None, fisher: F
 
 
 def make_optimizer(model: nn.Module, config: OptimizerConfig, lr: float, lr_factor: float,
-                   layer_rates: Mapping[str, float] | None = None) -> SGD:
-    """The optimiser of one job."""
+                   layer_rates: Mapping[str, float] | None = None, *, fast_gemm: bool = True) -> SGD:
+    """The optimizer of one job."""
     # lr carries this factor and every job applies l2, so its share is divided by it, as in Kaldi
     options = {**layer_options(model), **_own_options(config, lr_factor)}
     for layer, factor in (layer_rates or {}).items():
@@ -254,7 +257,7 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig, lr: float, lr_fact
     common: dict[str, Any] = {"layer_options": options, "momentum": config.momentum, "max_change": config.max_change,
                               "max_param_change": config.max_param_change, "weight_decay": config.weight_decay / lr_factor}
     if config.kind == "sgd":
-        return SGD(model, lr, **common)
+        return SGD(model, lr, fast_gemm=fast_gemm, **common)
     return NGSGD(model, lr, rank_in=config.rank_in, rank_out=config.rank_out, update_period=config.update_period,
                  num_samples_history=config.num_samples_history, alpha=config.alpha, schedule=config.update_schedule,
                  max_change_per_sample=config.max_change_per_sample, cosine_period=config.cosine_period, **common)

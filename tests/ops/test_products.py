@@ -32,7 +32,7 @@ def onednn(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     if not gemm.is_there():
         pytest.skip("this torch has no oneDNN, so MKL or what stands for it makes all products")
     monkeypatch.setattr(gemm, "_LEAST", 0)
-    monkeypatch.setattr(gemm, "_is_faster", lambda: True)
+    monkeypatch.setattr(gemm, "is_faster", lambda: True)
     with native.in_torch_operations():
         yield
 
@@ -131,7 +131,7 @@ def test_memory_kept_for_copies_may_be_let_go(onednn: None, monkeypatch: pytest.
 
 
 def test_small_products_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gemm, "_is_faster", lambda: True)
+    monkeypatch.setattr(gemm, "is_faster", lambda: True)
     with Calls() as calls:
         gemm.mm(torch.ones(64, 64), torch.ones(64, 64))
     assert calls.num_onednn == 0

@@ -1,6 +1,15 @@
 """Which layers take natural-gradient steps, and how a plain layer becomes one: its class changes in place.
 
 `torch.nn.utils.parametrize` changes classes in the same way; parameters, their names and the forward pass stay.
+
+Four mechanisms read the rows of a layer, each for a case that the others cannot serve:
+
+* The class of the layer is changed (here): the gradient itself is replaced inside the backward pass.  A hook runs
+  after the plain gradient has been formed, and would pay for a second GEMM of the size of the layer.
+* An operator (`compiled`): the same under `torch.compile`, which cannot trace state that changes in backward.
+* Hooks (`ngsgd.curvature.capture`): rows are read and the gradient stays as it is, for any loss and several passes.
+* A function mode (`ngsgd.preconditioners.factored_grad`): the weight gradient is never formed, for one call of
+  `evaluate_and_step`; the layers keep their class, so hooks and the mode can work on the same pass.
 """
 
 from __future__ import annotations
@@ -10,6 +19,7 @@ from typing import Any
 
 from torch import nn
 
+from ngsgd.optim.layers.base import OWNER
 from ngsgd.optim.layers.common import FisherSettings, LayerContext, LayerPreconditioner
 from ngsgd.optim.layers.convolution import (
     FilterPreconditioner,
@@ -18,6 +28,7 @@ from ngsgd.optim.layers.convolution import (
     NaturalGradientConv3d,
     SplicedPreconditioner,
 )
+from ngsgd.optim.layers.fast_linear import FastLinear
 from ngsgd.optim.layers.kronecker import KroneckerPreconditioner
 from ngsgd.optim.layers.linear import NaturalGradientLinear
 from ngsgd.optim.layers.scale_offset import (
@@ -39,6 +50,7 @@ NATURAL_GRADIENT_CLASSES: dict[type[nn.Module], type[nn.Module]] = {
     nn.BatchNorm3d: NaturalGradientBatchNorm3d,
 }
 _PLAIN_CLASSES = {natural: plain for plain, natural in NATURAL_GRADIENT_CLASSES.items()}
+_PLAIN_CLASSES[FastLinear] = nn.Linear
 
 
 def attach(layer: nn.Module, settings: FisherSettings,
@@ -56,6 +68,7 @@ def attach(layer: nn.Module, settings: FisherSettings,
     preconditioner.weight = weight
     layer.__class__ = NATURAL_GRADIENT_CLASSES[plain_class]
     layer.__dict__["preconditioner"] = preconditioner
+    layer.__dict__.pop(OWNER, None)
     return preconditioner
 
 

@@ -16,6 +16,9 @@ from torch.autograd import forward_ad
 from ngsgd.errors import ConfigError
 from ngsgd.optim.layers.common import LayerPreconditioner
 
+# attribute of a layer whose products a plain SGD made faster
+OWNER = "_fast_linear_owner"
+
 
 class NaturalGradientLayer(nn.Module):
     """A layer whose class `NGSGD` changed in place; the last base of each class is torch's own."""
@@ -29,7 +32,7 @@ class NaturalGradientLayer(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copies and pickles as the plain layer: the estimates belong to the optimizer of this one."""
-        state = {key: value for key, value in self.__dict__.items() if key != "preconditioner"}
+        state = {key: value for key, value in self.__dict__.items() if key not in ("preconditioner", OWNER)}
         # not __newobj__, for which pickle wants the class of this very object
         return copyreg._reconstructor, (self.plain_class, object, None), state  # type: ignore[attr-defined]
 

@@ -1,7 +1,8 @@
 """The affine layer as opaque operators, so that `torch.compile` takes a whole model without a graph break.
 
-A Fisher estimate is state that changes in the backward pass, which a traced graph cannot hold.  The operators find it by a
-number.  Outside of `torch.compile` the autograd Function in linear.py does the same arithmetic at a lower price.
+A Fisher estimate is state that changes in the backward pass, which a traced graph cannot hold.  The operators
+find it by a number.  Outside of `torch.compile` the autograd Function in linear.py does the same arithmetic
+and costs less.  `ngsgd.optim.layers.attach` lists the other ways to read rows.
 """
 
 from __future__ import annotations
