@@ -11,8 +11,7 @@ export MLFLOW_DISABLE_TELEMETRY = true
 ARGS ?=
 # processes for the tests; each file's tests stay in one of them
 PROCESSES ?= 2
-PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest --doctest-modules ngsgd tests \
-	-n $(PROCESSES) --dist loadgroup --no-loadscope-reorder
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m tests.parallel --processes $(PROCESSES) --doctest-modules ngsgd tests
 
 .DEFAULT_GOAL := help
 .PHONY: help setup train check test test-all test-matrix mutants chaos soak fuzz nodes slurm reference docs image lint format clean

@@ -36,11 +36,6 @@ settings.load_profile("shared machine")
 atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
 
 
-def pytest_unconfigure() -> None:
-    # a process of pytest-xdist ends without the functions of atexit
-    shutil.rmtree(os.environ["XDG_STATE_HOME"], ignore_errors=True)
-
-
 GOLDEN = Path(__file__).parent / "golden"
 
 

@@ -22,6 +22,7 @@ import pytest
 LIMIT_S = 2.0
 # pyproject.toml and CONTRIBUTING.md describe them
 TIER_MARKERS = ("end_to_end", "slow", "faults", "services", "gpu")
+_SECONDS = {"end_to_end": 15.0, "slow": 5.0, "faults": 3.0, "services": 8.0, "gpu": 0.1}
 # The first test of a process that needs a large package imports it; another one would, were it absent
 _MANY_MODULES = 100
 # CPU seconds of `_reference_work_s` on an AMD EPYC (Zen 4)
@@ -32,6 +33,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("ngsgd")
     group.addoption("--cpu-limit", action="store_true", help=f"fail unmarked tests above {LIMIT_S:g} s of CPU time")
     group.addoption("--cpu-report", type=Path, metavar="FILE", help="append one JSON line per test: CPU and clock time")
+    group.addoption("--part", type=_part, metavar="K/N", help="run the K-th of N parts of the test files (tests/parallel.py)")
     group.addoption("--max-cases", type=int, metavar="N",
                     help="run at most N cases of each parametrized test: the first, the last and others between")
 
@@ -40,8 +42,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     max_cases: int | None = config.getoption("--max-cases")
     if max_cases is not None:
         _thin(config, items, max_cases)
-    if config.pluginmanager.hasplugin("xdist"):
-        _group_by_file(items)
+    part: tuple[int, int] | None = config.getoption("--part")
+    if part is not None:
+        _select_part(config, items, *part)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -73,19 +76,35 @@ def _thin(config: pytest.Config, items: list[pytest.Item], max_cases: int) -> No
     items[:] = [item for item in items if item in kept]
 
 
-def _group_by_file(items: list[pytest.Item]) -> None:
-    """Give each file to one process, since its tests share fixtures, and begin with files that have long tests."""
-    is_long = defaultdict[str, bool](bool)
+def _select_part(config: pytest.Config, items: list[pytest.Item], part: int, num_parts: int) -> None:
+    """Keep the groups of one part; each part gets about the same expected time."""
+    weights = defaultdict[str, float](float)
     for item in items:
-        if item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
-        is_long[_group(item)] |= _has_tier(item)
-    items.sort(key=lambda item: not is_long[_group(item)])
+        weights[_group(item)] += _weight(item)
+    loads = [0.0] * num_parts
+    part_of: dict[str, int] = {}
+    for group in sorted(weights, key=lambda name: (-weights[name], name)):
+        lightest = loads.index(min(loads))
+        loads[lightest] += weights[group]
+        part_of[group] = lightest + 1
+    config.hook.pytest_deselected(items=[item for item in items if part_of[_group(item)] != part])
+    items[:] = [item for item in items if part_of[_group(item)] == part]
 
 
 def _group(item: pytest.Item) -> str:
-    mark = item.get_closest_marker("xdist_group")
-    return str(mark.args[0]) if mark is not None else ""
+    """The file, because its tests share fixtures, or the name of the mark `same_process`."""
+    mark = item.get_closest_marker("same_process")
+    return str(mark.args[0]) if mark is not None else item.nodeid.partition("::")[0]
+
+
+def _weight(item: pytest.Item) -> float:
+    """Seconds that a test takes, roughly."""
+    return max((_SECONDS[name] for name in TIER_MARKERS if item.get_closest_marker(name) is not None), default=0.1)
+
+
+def _part(text: str) -> tuple[int, int]:
+    part, _, num_parts = text.partition("/")
+    return int(part), int(num_parts)
 
 
 def _has_tier(item: pytest.Item) -> bool:

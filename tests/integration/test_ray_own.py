@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.services, pytest.mark.xdist_group("ray")]
+pytestmark = [pytest.mark.services, pytest.mark.same_process("ray")]
 
 # a stranger has no token, and asks the head for its nodes as a driver does
 _CODE = """

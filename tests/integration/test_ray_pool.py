@@ -19,7 +19,7 @@ from ngsgd.training.parameter_vector import Mean, Vector
 from ngsgd.training.storage.audit import audit
 from tests.toy import Run, config
 
-pytestmark = [pytest.mark.services, pytest.mark.xdist_group("ray"), pytest.mark.usefixtures("ray_session")]
+pytestmark = [pytest.mark.services, pytest.mark.same_process("ray"), pytest.mark.usefixtures("ray_session")]
 
 
 class PoolThatLosesWorkers(RayPool):

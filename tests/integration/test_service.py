@@ -14,7 +14,7 @@ from ngsgd.training.storage.audit import audit
 from tests.integration.service import WER_LINE, Service, events, final_hash
 
 # one Ray at a time: this file starts one as a command does
-pytestmark = pytest.mark.xdist_group("ray")
+pytestmark = pytest.mark.same_process("ray")
 
 # a command that takes longer hangs, on a slow and busy machine, too
 _HANGS_S = 240.0

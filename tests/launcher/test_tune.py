@@ -78,7 +78,7 @@ def test_run_writes_settings_that_train_takes(on_toy: Any, tmp_path: Path, capsy
 
 
 @pytest.mark.services
-@pytest.mark.xdist_group("ray")
+@pytest.mark.same_process("ray")
 def test_ray_workers_give_the_numbers_of_one_process(on_toy: Any, tmp_path: Path) -> None:
     results = []
     for kind in ("in_process", "ray"):
