@@ -116,7 +116,7 @@ def hypergradient(task: TrainingTask, plan: HyperparameterPlan, engine: str = "a
     >>> def loss(output, batch, data_weights):
     ...     return torch.nn.functional.cross_entropy(output, batch[1])
     >>> task = ModuleTask(module, lambda place: (x, y), loss, [(x, y)])
-    >>> found = hypergradient(task, Plan.constant(num_steps=5, num_layers=1, lr=0.1))
+    >>> found = hypergradient(task, HyperparameterPlan.constant(num_steps=5, num_layers=1, lr=0.1))
     >>> found.lr_TG.shape
     torch.Size([5, 1])
     """

@@ -8,7 +8,7 @@ from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ngsgd.config import ClusterConfig, RunConfig, TrackingConfig, check
+from ngsgd.config import ClusterConfig, RunConfig, TrackingConfig, check, unused
 from ngsgd.errors import ConfigError
 
 _Section = TypeVar("_Section")
@@ -38,7 +38,8 @@ def recipe(name: str, **settings: Any) -> RunConfig:
     config = replace(RunConfig(), cluster=ClusterConfig(kind="local"), tracking=TrackingConfig(kind="none"))
     written = yaml.safe_load((folder / f"{name}.yaml").read_text(encoding="utf-8"))
     config = _with_jobs(_changed(_changed(config, _resolved(written, settings), ""), settings, ""), settings)
-    problems = check(config)
+    given = {f"{section}.{key}" for section, values in settings.items() if isinstance(values, Mapping) for key in values}
+    problems = [setting.sentence for setting in unused(config) if setting.path in given] + list(check(config))
     if problems:
         raise ConfigError(problems)
     return config

@@ -61,12 +61,14 @@ def test_the_real_yesno_trains_without_ray_hydra_and_mlflow(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("name", ["an4", "digits", "fsdd", "kaldi", "lhotse", "mini_librispeech", "yesno"])
 def test_a_recipe_is_that_of_the_command_line(name: str) -> None:
-    overrides = [f"recipe={name}", "data.source=/speech", "cluster=local", "tracking.kind=none", "seed=3", "model.hidden_dim=70"]
-    ours = recipe(name, data={"source": "/speech"}, seed=3, model={"hidden_dim": 70})
-    assert ours == compose.compose(overrides)
+    overrides = [f"recipe={name}", "cluster=local", "tracking.kind=none", "seed=3", "model.hidden_dim=70"]
+    data = {"source": "/speech"} if name != "digits" else {"train_minutes": 7.0}
+    overrides += [f"data.{key}={value}" for key, value in data.items()]
+    assert recipe(name, data=data, seed=3, model={"hidden_dim": 70}) == compose.compose(overrides)
 
 
-@pytest.mark.parametrize("settings", [{"sed": 1}, {"model": {"hidden": 2}}, {"model": 3}, {"seed": "x"}, {"seed": -1}], ids=str)
+@pytest.mark.parametrize("settings", [{"sed": 1}, {"model": {"hidden": 2}}, {"model": 3}, {"seed": "x"}, {"seed": -1},
+                                      {"data": {"source": "/speech"}}], ids=str)
 def test_wrong_settings_are_rejected(settings: dict[str, object]) -> None:
     with pytest.raises(ConfigError):
         recipe("digits", **settings)

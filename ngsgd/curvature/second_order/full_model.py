@@ -61,7 +61,7 @@ class FullModelProducts(LossWeight):
     """The passes of one minibatch; `differentiate` takes the place of `loss.backward()`.
 
     >>> model = nn.Linear(1, 1, bias=False)
-    >>> with WholeModel(model) as minibatch:
+    >>> with FullModelProducts(model) as minibatch:
     ...     minibatch.differentiate(nn.functional.mse_loss(model(torch.tensor([[3.0]])), torch.zeros(1, 1)))
     >>> minibatch.hessian({"weight": torch.ones(1, 1)})      # of (3 w)^2
     {'weight': tensor([[18.]])}
