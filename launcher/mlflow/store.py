@@ -177,5 +177,5 @@ def _save(final: Path, folder: Path) -> None:
     requirements = [f"{package}=={version(package)}" for package in _PACKAGES]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # it recommends an example of the input beside the signature
-        mlflow.pyfunc.save_model(str(folder), python_model=str(Path(__file__).with_name("mlflow_model.py")),
+        mlflow.pyfunc.save_model(str(folder), python_model=str(Path(__file__).with_name("model.py")),
                                  artifacts={"final": str(final)}, signature=signature, pip_requirements=requirements)
