@@ -80,7 +80,7 @@ def test_ending_it_leaves_no_process_behind(output_dir: Path) -> None:
               "answer = lambda self: (self.send_response(200), self.end_headers()); "
               "handler = type('H', (http.server.BaseHTTPRequestHandler,), {'do_GET': answer}); "
               f"http.server.HTTPServer(('127.0.0.1', {port}), handler).serve_forever()")
-    code = (f"import sys; from pathlib import Path; from launcher import ui; "
+    code = (f"import sys; from pathlib import Path; from ngsgd.launcher.commands import ui; "
             f"ui._server_command = lambda *_: [sys.executable, '-c', {server!r}]; "
             f"sys.exit(ui.serve(Path({str(output_dir)!r}), port={port}, say=lambda line: print(line, flush=True)))")
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True,

@@ -19,6 +19,8 @@ from ngsgd.training.job import Job
 from ngsgd.training.storage.audit import audit
 from tests.toy import Run, config
 
+pytestmark = pytest.mark.faults
+
 ROOT = Path(__file__).parents[3]
 
 # Preloaded by the fork server: stops each newborn, before or after the hook of ngsgd.
@@ -30,7 +32,6 @@ COORDINATOR = """
 import socket, sys, time
 from ngsgd.cluster import fork_server as module
 
-pytestmark = pytest.mark.faults
 ours, theirs = socket.socketpair()
 hooks = ["ngsgd.cluster.newborn", "stops_newborn"]
 module._PRELOAD[:] = hooks if sys.argv[1] == "after" else hooks[::-1]
