@@ -6,7 +6,7 @@
 
 `sweep` runs what RESULTS.jsonl does not hold yet: on seed 0 the grid of learning rates (and of dampings, on digits), one rate
 further wherever the best lies at an end, then the other seeds at the best of it.  A method is set as
-`conf/preconditioner/NAME.yaml` sets it for `ngsgd train`, but for the damping's factor.
+`conf/optimizer/NAME.yaml` sets it for `ngsgd train`, but for the damping's factor.
 
 digits: the 1797 images of 8 x 8 that scikit-learn has packed, 1437 of them to train on; two convolutions and an affine layer.
 fsdd: the first frame of every example of the recipe, one twentieth of what the recipe trains on; its network, four layers of 256.
@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from ngsgd import NGSGD
-from ngsgd.config import PreconditionerConfig
+from ngsgd.config import OptimizerConfig
 from ngsgd.data.reader import EgsReader
 from ngsgd.errors import NgsgdError
 from ngsgd.files import read_json_lines
@@ -40,7 +40,7 @@ from ngsgd.preconditioners import METHODS
 from ngsgd.preconditioners.build import make_preconditioner
 from ngsgd.schedules import Shard
 
-CONF = Path(__file__).parents[1] / "conf" / "preconditioner"
+CONF = Path(__file__).parents[1] / "conf" / "optimizer"
 SEEDS = (0, 1, 2)
 LADDER = (1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)   # of rates
 # four each, where the best is looked for first
@@ -131,9 +131,9 @@ def fsdd(egs: Path) -> Task:
     return Task(build, minibatches, sum(-(-reader.num_frames(shard) // 128) for shard in shards), (valid.x_ND, valid.pdf_N))
 
 
-def config_of(method: str, damping_factor: float) -> PreconditionerConfig:
+def config_of(method: str, damping_factor: float) -> OptimizerConfig:
     """The method's file over the defaults."""
-    settings = PreconditionerConfig(**yaml.safe_load((CONF / f"{method}.yaml").read_text())["preconditioner"])
+    settings = OptimizerConfig(**yaml.safe_load((CONF / f"{method}.yaml").read_text()))
     return replace(settings, damping=settings.damping * damping_factor)
 
 

@@ -5,7 +5,7 @@
     python benchmarks/policies.py table RESULTS.jsonl
 
 `sweep` trains what RESULTS.jsonl does not hold yet: a network of two layers of 64, 3 epochs, plain averaging, each method as
-`preconditioner=NAME` sets it but for what `CHANGES` says.  Figures are of the validation frames after the last outer iteration.
+`optimizer=NAME` sets it but for what `CHANGES` says.  Figures are of the validation frames after the last outer iteration.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from typing import Any
 import torch
 
 from ngsgd.cluster.in_process import InProcessPool
-from ngsgd.config import WITHOUT_MEAN, RunConfig
+from ngsgd.config import RunConfig
+from ngsgd.config.sections.optimizer import WITHOUT_MEAN
 from ngsgd.data.reader import EgsReader
 from ngsgd.errors import NgsgdError
 from ngsgd.files import read_json_lines
@@ -42,8 +43,8 @@ NUM_JOBS = 4
 SETTINGS = ["recipe=digits", "model.hidden_dim=64", "model.num_layers=2", "cluster=in_process", f"cluster.num_workers={NUM_JOBS}",
             "schedule.num_epochs=3", "outer=average", "tracking.kind=none"]
 # matrices of a whole layer or model are possible for the second layer alone, once in a job
-CHANGES = {name: ["preconditioner.skip='affine1,output'", "preconditioner.curvature_interval=100",
-                  "preconditioner.inverse_interval=100"] for name in ("full", "layer")}
+CHANGES = {name: ["optimizer.skip='affine1,output'", "optimizer.curvature_interval=100",
+                  "optimizer.inverse_interval=100"] for name in ("full", "layer")}
 
 
 class Listener:
@@ -87,8 +88,8 @@ def train(config: RunConfig, egs: Path, folder: Path) -> list[OuterIterationReco
 
 def run(cell: dict[str, Any], egs: Path) -> dict[str, Any]:
     """One cell with its figures; `failure` in their place where a method refuses or every job diverged."""
-    own = ["optimizer=sgd"] if cell["method"] == "sgd" else [f"preconditioner={cell['method']}",
-                                                             f"preconditioner.averaging={cell['policy']}"]
+    own = ["optimizer=sgd"] if cell["method"] == "sgd" else [f"optimizer={cell['method']}",
+                                                             f"optimizer.curvature_state={cell['policy']}"]
     config = compose([*SETTINGS, *own, *CHANGES.get(cell["method"], []), f"seed={cell['seed']}"])
     began = time.process_time()
     with tempfile.TemporaryDirectory() as folder:

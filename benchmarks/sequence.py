@@ -14,6 +14,7 @@ import statistics
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -54,7 +55,7 @@ def main() -> None:
         print(f"| {name} | {middle:.1f} | {low:.1f} to {high:.1f} | {middle / (1e3 * base):.2f} |")
 
 
-def criterion(kind: str, num_states: int, pdf_N: Tensor) -> Callable[[Tensor], Tensor]:
+def criterion(kind: Any, num_states: int, pdf_N: Tensor) -> Callable[[Tensor], Tensor]:
     """A loss against a graph with a loop and three ways out of every state."""
     random = np.random.default_rng(0)
     source = np.repeat(np.arange(num_states), 4)

@@ -19,11 +19,12 @@ _EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE, the shell's own convention
 
 # command -> "module" of ngsgd.launcher.commands whose `command(arguments)` it is, or "module:function"
 _COMMANDS = {
-    "resume": "run_commands:resume", "evaluate": "run_commands:evaluate", "decode": "run_commands:decode",
-    "align": "run_commands:align",
-    "report": "report", "compare": "compare", "plan": "plan", "simulate": "simulate", "submit": "submit", "tune": "tune",
-    "status": "jobs:status", "logs": "jobs:logs", "stop": "jobs:stop", "ui": "ui", "doctor": "doctor", "info": "info",
-    "export": "kaldi:export", "import": "kaldi:import_",
+    "resume": "run_commands:resume", "evaluate": "run_commands:evaluate",
+    "decode": "run_commands:decode", "align": "run_commands:align", "report": "report",
+    "compare": "compare", "plan": "plan", "simulate": "simulate", "submit": "submit", "tune": "tune",
+    "status": "jobs:status", "logs": "jobs:logs", "stop": "jobs:stop", "ui": "ui",
+    "settings": "settings", "doctor": "doctor", "info": "info", "export": "kaldi:export",
+    "import": "kaldi:import_",
 }
 
 
@@ -61,7 +62,8 @@ def _dispatch(arguments: list[str], debug: bool) -> int:
         return completion.complete(rest, lambda name: main([name, "--help"]))
     if command == "train":
         if "--help" in rest or "-h" in rest:
-            print(texts.train(), end="")
+            sections = [word for word in rest if not word.startswith("-") and "=" not in word]
+            print(texts.train(sections[0] if sections else ""), end="")
             return EXIT_OK
         from ngsgd.launcher.commands import hydra_app
 

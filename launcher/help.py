@@ -1,16 +1,13 @@
-"""The texts of `--help`, made from conf/ and ngsgd/config.py without importing Hydra."""
+"""The texts of `--help`, made from conf/ and the metadata of the options without importing Hydra."""
 
 from __future__ import annotations
 
-import inspect
 import re
 import shutil
 import textwrap
-from dataclasses import is_dataclass
 
-from ngsgd import config as knobs
 from ngsgd.config import RunConfig
-from ngsgd.launcher.config import compose, config_builder
+from ngsgd.launcher.config import compose, describe
 
 COMMANDS = {
     "train": "train an acoustic model, decode the test set, print the word error rate",
@@ -27,6 +24,7 @@ COMMANDS = {
     "status": "state of runs, or of the jobs of a Ray cluster",
     "logs": "what a run or a Ray job said, once or as it goes on",
     "stop": "end a run or a Ray job after its outer iteration; it can be resumed",
+    "settings": "list the options of ngsgd train: default, values, unit and meaning",
     "ui": "open the dashboard (MLflow) on the runs of an output folder",
     "doctor": "look at this machine and tell what would go wrong, with the fix of each",
     "export": "write a run's final model, its features, alignments and examples in Kaldi's formats",
@@ -57,7 +55,7 @@ examples:
 TRAIN = """\
 usage: ngsgd train [KEY=VALUE ...] [flags]
 
-Train an acoustic model and decode the test set. What a setting is not given for keeps its default.
+Train an acoustic model and decode the test set. Unset options keep their defaults.
 
 what to use (GROUP=CHOICE):
 {groups}
@@ -82,7 +80,8 @@ examples:
   ngsgd train -m seed=0,1,2                     three runs, one after another
   ngsgd train cluster=in_process                everything in one process: breakpoints work
 
-All settings with their values: ngsgd train --cfg job.  Units and ranges: {config_file}
+all options: ngsgd settings [PATTERN], such as ngsgd settings optimizer, or ngsgd train --help optimizer
+composed values: ngsgd train --cfg job
 """
 
 _MOST_USED = (
@@ -91,50 +90,23 @@ _MOST_USED = (
     "schedule.lr_final", "egs.samples_per_iter", "cluster.num_workers", "cluster.threads_per_worker", "cluster.address",
 )
 _WIDEST = 110   # columns
-_KNOB_LINE = re.compile(r"^    (\w+): .* = knob\((?:.*\)\s+# (.*)|.*)$")
-_COMMENT_LINE = re.compile(r"^    # (.*)$")
-_CLASS_LINE = re.compile(r"^class (\w+)")
-
 
 def top() -> str:
     return TOP.format(commands="\n".join(f"  {name:10}{what}" for name, what in COMMANDS.items()))
 
 
-def train() -> str:
-    defaults, comments = config_builder.flatten(RunConfig()), knob_comments()
+def train(group: str = "") -> str:
+    """Return the help of `ngsgd train`, or the options of one section."""
+    if group:
+        from ngsgd.launcher.commands import settings
+
+        return settings.text(settings.matching(group)) + "\n"
+    about = {one.path: one for one in describe.options()}
     default_choices = _default_choices()
     groups = [_row(f"  {group + '=':16}", f"{' | '.join(choices)}  (default {default_choices.get(group, '-')})")
               for group, choices in compose.groups().items()]
-    settings = [_row(f"  {path:28}{_shown(defaults[path]):9} ", comments.get(path, "")) for path in _MOST_USED]
-    return TRAIN.format(groups="\n".join(groups), settings="\n".join(settings), config_file=knobs.__file__)
-
-
-def knob_comments() -> dict[str, str]:
-    """Dotted key -> the comment beside and above it in ngsgd/config.py; empty when sources are not installed."""
-    try:
-        lines = inspect.getsource(knobs).splitlines()
-    except OSError:
-        return {}
-    prefixes = {"RunConfig": "", **_prefixes(RunConfig())}
-    found, prefix, above = {}, "", ""
-    for line in lines:
-        if owner := _CLASS_LINE.match(line):
-            prefix = prefixes.get(owner[1], "?.")
-        elif knob := _KNOB_LINE.match(line):
-            told = " ".join(part for part in (above, knob[2]) if part)
-            if told:
-                found[f"{prefix}{knob[1]}"] = told
-        above = f"{above} {comment[1]}".strip() if (comment := _COMMENT_LINE.match(line)) else ""
-    return found
-
-
-def _prefixes(section: object, above: str = "") -> dict[str, str]:
-    """Name of a section's class -> what its keys begin with; sections in sections, too."""
-    found: dict[str, str] = {}
-    for name, value in vars(section).items():
-        if is_dataclass(value):
-            found |= {type(value).__name__: f"{above}{name}.", **_prefixes(value, f"{above}{name}.")}
-    return found
+    rows = [_row(f"  {path:28}{about[path].default:9} ", about[path].about) for path in _MOST_USED]
+    return TRAIN.format(groups="\n".join(groups), settings="\n".join(rows))
 
 
 def _row(start: str, about: str) -> str:
@@ -150,7 +122,3 @@ def _default_choices() -> dict[str, str]:
     found = dict(re.findall(r"^  - (\w+): (\w+)", text, re.MULTILINE))
     kinds = {group: getattr(getattr(RunConfig(), group, None), "kind", "none") for group in found}
     return {group: kinds[group] if choice == "null" else choice for group, choice in found.items()}
-
-
-def _shown(value: object) -> str:
-    return "''" if value == "" else str(value)

@@ -8,22 +8,17 @@ from __future__ import annotations
 import contextlib
 import inspect
 import io
+import itertools
 import os
 import sys
-import typing
-from collections.abc import Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from ngsgd import config as knobs
 from ngsgd import errors
-from ngsgd.config import RunConfig
+from ngsgd.config import RENAMED
 from ngsgd.launcher import cli
 from ngsgd.launcher import help as texts
-from ngsgd.launcher.config import compose
-
-_TYPES = {"str": "text", "int": "whole number", "float": "number", "bool": "true, false"}
+from ngsgd.launcher.config import compose, describe
 
 
 def pages() -> dict[str, str]:
@@ -32,85 +27,30 @@ def pages() -> dict[str, str]:
 
 
 def settings() -> Iterator[str]:
-    """Every option with its default, its range and what the source says of it."""
+    """Every option with its default, its values and its help text."""
     yield "# Settings\n"
-    yield ("Made from `ngsgd/config.py` by `make reference`. On the command line: `ngsgd train KEY=VALUE`. Learning rates are per "
-           "frame, on the objective summed over the minibatch; section numbers are those of arXiv 1410.7455. A setting that is "
-           "given and not used, by the column `used with`, is an error.\n")
+    yield ("Made from `ngsgd/config` by `make reference`. On the command line: `ngsgd train KEY=VALUE`; "
+           "`ngsgd settings PATTERN` prints the same. Learning rates are per frame, on the objective function summed over "
+           "the minibatch; section numbers are those of arXiv 1410.7455. An option that is given and not used, by the "
+           "column `used with`, is an error.\n")
     yield "## Groups\n"
     yield "A group sets several of the options below: `ngsgd train GROUP=CHOICE`.\n"
     yield "| group | choices |\n|---|---|"
     for group, choices in compose.groups().items():
         yield f"| `{group}` | {', '.join(f'`{choice}`' for choice in choices)} |"
-    yield "\n## The run itself\n"
-    comments = texts.knob_comments()
-    yield from _table(RunConfig(), "", comments)
-    yield from _sections(RunConfig(), "", comments)
+    for section, found in itertools.groupby(describe.options(), key=lambda one: one.section):
+        title = f"{section}\n\n{_cell(describe.section_help(section))}" if section else "The run itself"
+        yield f"\n## {title}\n"
+        yield "| option | default | values | used with | |\n|---|---|---|---|---|"
+        for one in found:
+            yield (f"| `{one.path}` | `{one.default}` | {_cell(one.values)} | {_cell(one.used)} | "
+                   f"{_cell(one.about)} |")
+    yield "\n## Old names\n"
+    yield "Options of earlier versions; the old name still works and is reported.\n"
+    yield "| old | new |\n|---|---|"
+    for old, new in RENAMED.items():
+        yield f"| `{old}` | `{new}` |"
     yield ""
-
-
-def _sections(above: Any, prefix: str, comments: dict[str, str]) -> Iterator[str]:
-    for spec in fields(above):
-        section, name = getattr(above, spec.name), f"{prefix}{spec.name}"
-        if is_dataclass(section):
-            about = (inspect.getdoc(type(section)) or "").replace("\n", " ").replace("  ", " ")
-            yield f"\n## {name}\n\n{_cell(about)}\n"
-            yield from _table(section, f"{name}.", comments)
-            yield from _sections(section, f"{name}.", comments)
-
-
-def _table(section: Any, prefix: str, comments: dict[str, str]) -> Iterator[str]:
-    yield "| option | default | values | used with | |\n|---|---|---|---|---|"
-    hints = typing.get_type_hints(type(section))
-    for spec in fields(section):
-        if not is_dataclass(hints[spec.name]):
-            path, value = f"{prefix}{spec.name}", getattr(section, spec.name)
-            allowed = _allowed(hints[spec.name], spec.metadata)
-            default, used = _default(value, spec.metadata), _used(spec.metadata)
-            yield f"| `{path}` | {default} | {allowed} | {used} | {_cell(comments.get(path, ''))} |"
-
-
-def _default(value: Any, metadata: Mapping[str, Any]) -> str:
-    """The default, and those of single kinds."""
-    kinds: dict[str, list[str]] = {}
-    for kind, other in metadata["of_kind"].items():
-        if other != metadata["default"]:
-            kinds.setdefault(_shown(other), []).append(kind)
-    return "; ".join([f"`{_shown(value)}`", *(f"{', '.join(names)}: `{other}`" for other, names in kinds.items())])
-
-
-def _used(metadata: Mapping[str, Any]) -> str:
-    """The condition under which a run uses the setting, in words."""
-    told = []
-    for term in filter(None, metadata["used"].split(" & ")):
-        name, _, wanted = term.lstrip("!").partition("=")
-        kinds = wanted.split("|")
-        if len(kinds) > len(knobs.METHODS) // 2:
-            others = [kind for kind in knobs.METHODS if kind not in kinds]
-            told.append(f"any `{name}` but {', '.join(['none', *others])}")
-        elif wanted:
-            told.append(f"`{name}` {', '.join(kinds)}")
-        else:
-            told.append(f"{'no ' if term.startswith('!') else ''}`{name}`")
-    return " and ".join(told)
-
-
-def _shown(value: Any) -> str:
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    return "''" if value == "" else str(list(value) if isinstance(value, tuple) else value)
-
-
-def _allowed(kind: Any, allowed: Any) -> str:
-    if allowed.get("one_of"):
-        return ", ".join(f"`{value}`" for value in allowed["one_of"])
-    name = _TYPES.get(getattr(kind, "__name__", ""), "list of numbers" if "tuple" in str(kind) else "mapping")
-    low, high, above = allowed.get("low"), allowed.get("high"), allowed.get("above")
-    limits = [f"at least {low:g}"] if low is not None else [f"above {above:g}"] if above is not None else []
-    limits += [f"at most {high:g}"] if high is not None else []
-    return ", ".join([name, *limits])
 
 
 def _cell(text: str) -> str:
@@ -141,7 +81,7 @@ def help_of(command: str) -> str:
             del os.environ["COLUMNS"]
         else:
             os.environ["COLUMNS"] = before
-    return said.getvalue().replace(knobs.__file__ or "", "ngsgd/config.py")
+    return said.getvalue()
 
 
 def error_codes() -> Iterator[str]:

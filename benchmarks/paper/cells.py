@@ -19,12 +19,12 @@ _FINAL = 0.1
 
 METHODS = {
     "sgd": ["optimizer=sgd"],
-    "online-ng": ["optimizer=ngsgd", "optimizer.ng_state=keep"],   # a job here is too short to estimate a Fisher matrix anew
-    "simple-ng": ["optimizer=sgd", "preconditioner=simple"],
-    "adam": ["optimizer=sgd", "preconditioner=adam"],
-    "adamw": ["optimizer=sgd", "preconditioner=adamw"],
-    "muon": ["optimizer=sgd", "preconditioner=muon"],
-    "shampoo": ["optimizer=sgd", "preconditioner=shampoo"],
+    "online-ng": ["optimizer=ngsgd", "optimizer.curvature_state=keep"],   # a job here is too short to estimate a Fisher matrix anew
+    "simple-ng": ["optimizer=simple"],
+    "adam": ["optimizer=adam"],
+    "adamw": ["optimizer=adamw"],
+    "muon": ["optimizer=muon"],
+    "shampoo": ["optimizer=shampoo"],
 }
 MATRIX_METHODS = ("sgd", "online-ng", "simple-ng")
 # what others would run on as many machines, with synchronous gradients; Shampoo's moves have the gradient's norm, hence its rates
@@ -70,7 +70,7 @@ REMEDIES: dict[str, Variant] = {
     "gain 1.5 sqrt(N)": lambda task, num_jobs: ["outer=bmuf", f"outer.gain={1.5 * num_jobs ** 0.5:.3f}"],
     "half the frames per iteration": lambda task, num_jobs: [*OUTERS["sqrt-gain"], "egs.samples_per_iter=1024"],
     "ramp from a quarter": lambda task, num_jobs: [*OUTERS["sqrt-gain"], f"schedule.num_jobs_initial={max(1, num_jobs // 4)}"],
-    "Fisher state fresh in every job": lambda task, num_jobs: [*OUTERS["sqrt-gain"], "optimizer.ng_state=reset"],
+    "Fisher state fresh in every job": lambda task, num_jobs: [*OUTERS["sqrt-gain"], "optimizer.curvature_state=reset"],
 }
 
 

@@ -1,6 +1,6 @@
 """`ngsgd compare RUN RUN ...`: several runs on one page that reads like the paper's Figure 1.
 
-`ngsgd compare recipe=digits preconditioner=none,kfac` trains the runs first.
+`ngsgd compare recipe=digits optimizer=ngsgd,kfac` trains the runs first.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
 _DPI = 130
 # settings that say where a run lay, not what it was
-_NO_DIFFERENCE = ("name", "output_dir", "tracking.uri", "tracking.experiment", "data.cache_dir", "cluster.address")
+_NO_DIFFERENCE = ("name", "output_dir", "tracking.uri", "tracking.experiment_name", "data.cache_dir", "cluster.address")
 
 
 def command(arguments: Sequence[str]) -> int:
     """Prints a table and writes the page."""
     parser = Parser("compare")
     parser.add_argument("runs", metavar="RUN", nargs="+", help="run folders, or their names under runs/; words with = are settings "
-                        "of runs to train first, one for each value between commas: recipe=digits preconditioner=none,kfac,shampoo")
+                        "of runs to train first, one for each value between commas: recipe=digits optimizer=ngsgd,kfac,shampoo")
     parser.add_argument("--output", "-o", metavar="FILE", default="compare.html", help="the page (default: %(default)s)")
     parser.add_argument("--png", metavar="FILE", help="the curves as a picture, too")
     parser.add_argument("--json", action="store_true", help="print JSON in place of the table")
@@ -80,12 +80,6 @@ class Run:
         """The most of any outer iteration."""
         return max(int(event["num_jobs"]) for event in self.curve.iterations)
 
-    @property
-    def method(self) -> str:
-        """What turns gradients into steps: the preconditioner, where there is one, else the optimiser."""
-        kind = str(self.settings["preconditioner.kind"])
-        return str(self.settings["optimizer.kind"]) if kind == "none" else kind
-
     def seconds_to(self, objf: float) -> float:
         """Seconds of training until the held-out objf is reached, between two outer iterations by the straight line; or NaN."""
         before: Mapping[str, Any] | None = None
@@ -103,7 +97,6 @@ class Run:
         """For JSON and the table."""
         last, seconds = self.curve.iterations[-1], self.seconds_to(objf)
         return {"run": self.label, "num_jobs": self.num_jobs, "optimizer": self.settings["optimizer.kind"],
-                "preconditioner": self.settings["preconditioner.kind"], "method": self.method,
                 "frames_per_s": last["frames_processed"] / last["elapsed_s"] if last["elapsed_s"] else None,
                 "peak_resident_mib": self.peak_mib,
                 "outer": self.settings["outer.kind"], "seed": self.settings["seed"], "wer_percent": self.wer and self.wer[0],
@@ -114,8 +107,8 @@ class Run:
 
 def read(folder: RunFolder) -> Run:
     """Raises ConfigError for a run that has nothing to show."""
+    from ngsgd.config.build import flatten
     from ngsgd.launcher.config import compose
-    from ngsgd.launcher.config.config_builder import flatten
 
     events = read_events(folder.events)
     if not any(event.get("event") == "outer_iteration" for event in events):
@@ -222,8 +215,8 @@ def name_of(run: Run, runs: Sequence[Run]) -> str:
 
     def told(one: Run) -> str:
         of = one.settings
-        texts = {"schedule.num_jobs_final": f"{one.num_jobs} jobs", "optimizer.kind": one.method,
-                 "preconditioner.kind": "" if "optimizer.kind" in different else one.method,
+        texts = {"schedule.num_jobs_final": f"{one.num_jobs} jobs",
+                 "optimizer.kind": of["optimizer.kind"],
                  "outer.kind": of["outer.kind"], "seed": f"seed {of['seed']}", "model.kind": of["model.kind"]}
         return ", ".join(text for path, text in texts.items() if text and path in different)
 
@@ -244,7 +237,7 @@ def _rows(runs: Sequence[Run]) -> list[tuple[str, ...]]:
         one = run.figures(objf)
         wer, interval, seconds = one["wer_percent"], one["wer_interval_95"], one["seconds_to_common_objf"]
         speed, memory = one["frames_per_s"], one["peak_resident_mib"]
-        rows.append((run.label, str(one["num_jobs"]), one["method"], one["outer"], "-" if wer is None else f"{wer:.2f}",
+        rows.append((run.label, str(one["num_jobs"]), one["optimizer"], one["outer"], "-" if wer is None else f"{wer:.2f}",
                      f"{interval[0]:.2f} to {interval[1]:.2f}" if interval else "-", f"{one['valid_objf']:.4f}",
                      f"{100 * one['valid_accuracy']:.1f}%", f"{one['epochs']:.2f}", duration(one["seconds"]),
                      "-" if speed is None else f"{speed:,.0f}", "-" if memory is None else f"{memory:,} MiB",

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 def train(arguments: list[str], *, debug: bool) -> int:
     """Checks every setting first, then lets Hydra do what its flags ask for; the worst exit code of all runs."""
     options = _parser().parse_intermixed_args(arguments)
-    options.overrides = expanded(options.overrides)
+    options.overrides = compose.with_current_names(expanded(options.overrides))
     if not (options.shell_completion or options.hydra_help or options.info):
         sweep = options.multirun or any(text.upper() == "HYDRA.MODE=MULTIRUN" for text in options.overrides)
         validate = compose.check_sweep if sweep else compose.compose

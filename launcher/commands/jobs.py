@@ -73,7 +73,7 @@ def stop(arguments: Sequence[str]) -> int:
     parser = Parser("stop")
     parser.add_argument("what", metavar="RUN|JOB", help=_WHAT)
     parser.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS",
-                        help="to wait for its end (default: %(default)s); failure.grace_s limits what it still finishes")
+                        help="to wait for its end (default: %(default)s); failure.grace_period_s limits what it still finishes")
     jobs.add_arguments(parser)
     options = parser.parse_args(list(arguments))
     run = known_run(options.what)

@@ -110,7 +110,7 @@ def _assumptions(options: argparse.Namespace, config: RunConfig, machine: Machin
 def _momentum(config: RunConfig) -> float:
     """eta of the outer optimiser; bmuf chooses its own so that the outer iterations suffice."""
     outer = config.outer
-    momenta = {"diloco": outer.nesterov_momentum, "streaming": outer.nesterov_momentum, "slowmo": outer.slowmo_beta}
+    momenta = {"diloco": outer.momentum, "streaming": outer.momentum}
     return momenta.get(outer.kind, 0.0)
 
 

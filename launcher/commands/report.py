@@ -11,6 +11,7 @@ from ngsgd.files import read_json, write_text
 from ngsgd.launcher.console import Parser, version
 from ngsgd.launcher.reports.progress import duration
 from ngsgd.launcher.text import masked
+from ngsgd.pipeline.runs import config_file
 from ngsgd.pipeline.runs.run_folder import RunFolder, find_run
 from ngsgd.training.storage.event_log import read_events
 
@@ -131,7 +132,6 @@ def spectra(folder: RunFolder, config: RunConfig, say: Callable[[str], None]) ->
 
 def _page(folder: RunFolder, config: RunConfig, events: Sequence[Mapping[str, Any]], charts: Sequence[Any],
           state: Mapping[str, Any], pictures: Path) -> str:
-    from ngsgd.launcher.config import compose
     from ngsgd.launcher.reports import page as html
 
     last = [event for event in events if event.get("event") == "outer_iteration"][-1]
@@ -143,7 +143,7 @@ def _page(folder: RunFolder, config: RunConfig, events: Sequence[Mapping[str, An
     faults = [masked(f"outer iteration {event['outer_iter'] + 1}: {event['message']}") for event in incidents]
     body += [html.heading(f"Incidents ({len(faults)})"), html.incidents(faults[-100:]),
              html.heading("Settings"), html.table(("setting", "this run", "default"), _changed(config)),
-             html.folded("all settings", compose.to_yaml(config))]
+             html.folded("all settings", config_file.to_yaml(config))]
     lead = f"{state['state']} - {folder.path}"
     return html.page(folder.path.name, lead, body, f"ngsgd {version('ngsgd')}, torch {version('torch')}; the pictures are in "
                                                     f"{pictures}, every figure in {folder.events}.")
@@ -173,7 +173,7 @@ def _word_errors(folder: RunFolder) -> list[tuple[str, str, str]]:
 def _changed(config: RunConfig) -> list[tuple[str, str, str]]:
     """The settings that differ from their defaults."""
     from ngsgd.config import RunConfig
-    from ngsgd.launcher.config.config_builder import flatten
+    from ngsgd.config.build import flatten
 
     default = flatten(RunConfig())
     return [(path, masked(str(value)), str(default.get(path, "")))

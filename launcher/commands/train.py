@@ -105,7 +105,7 @@ def open_run(run_dir: Path, quiet: bool, *, is_unchanged: bool = True) -> Run:
 def services_of(config: RunConfig, quiet: bool) -> Services:
     """Progress lines on the terminal, MLflow, Ray, stop signals and plots."""
     progress = _progress(config, quiet)
-    stop = SignalStop(config.failure.grace_s, progress.report)
+    stop = SignalStop(config.failure.grace_period_s, progress.report)
 
     def trackers(config: RunConfig, folder: RunFolder, job_counts: Sequence[int]) -> list[Tracker]:
         mlflow = [] if config.tracking.kind == "none" else [MlflowTracker(config, folder.path, run_name(config), progress.warn)]

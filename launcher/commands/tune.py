@@ -173,13 +173,13 @@ def _tune(config: RunConfig, options: argparse.Namespace, report: Report) -> Non
         folder = _folder(config)
         report(f"folder     {folder}")
         name, search_coarsely = seeder()
-        if config.tune.seed_share:
+        if config.tune.coarse_fraction:
             report(f"coarse     {'Optuna TPE' if name == 'tpe' else 'at random: Optuna is not installed'}")
         tracker = TuneTracker(config, folder, report)
         began = time.monotonic()
         try:
             search = tune_hyperparameters(proxy.evaluate, proxy.space, budget=config.tune.budget,
-                                          seed_share=config.tune.seed_share,
+                                          seed_share=config.tune.coarse_fraction,
                           seeder=search_coarsely, seed=config.seed, watch=tracker.trial)
             result = _write_result(config, proxy, search, folder)
             tracker.finished(search, result)

@@ -8,27 +8,26 @@ from __future__ import annotations
 
 import difflib
 import itertools
+import sys
 import typing
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import Field, asdict, fields, is_dataclass, replace
+from dataclasses import Field, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ngsgd.config import RunConfig, default_of, without_unused
-from ngsgd.errors import ConfigError
-from ngsgd.launcher.config.config_builder import (
-    Given,
-    build,
-    build_checked,
+from ngsgd.config import RunConfig, default_of
+from ngsgd.config.build import (
+    OTHER_NAMES,
     defaults,
     did_you_mean,
     leaves,
     paths,
-    plain,
-    sections,
+    section_names,
     with_defaults,
-    without_secrets,
 )
+from ngsgd.config.renamed import Rename, with_new_names, with_new_names_in
+from ngsgd.errors import ConfigError
+from ngsgd.launcher.config.config_builder import Given, build, build_checked
 from ngsgd.launcher.config.yaml_text import read_yaml_text
 
 if TYPE_CHECKING:
@@ -41,7 +40,7 @@ _LONGEST_SHOWN = 200   # characters of an override in a message
 
 
 def conf_dir() -> Path:
-    """The folder of YAML groups: beside `launcher`, in a wheel and in a source tree."""
+    """Return the folder of YAML groups, next to `launcher` in a wheel and in a source tree."""
     return Path(__file__).resolve().parents[2] / "conf"
 
 
@@ -52,6 +51,19 @@ def groups(config_dir: Path | None = None) -> dict[str, list[str]]:
         for file in root.glob("*/*.yaml"):
             found.setdefault(file.parent.name, set()).add(file.stem)
     return {group: sorted(choices) for group, choices in sorted(found.items())}
+
+
+def with_current_names(overrides: Sequence[str]) -> list[str]:
+    """Return overrides with the names of this version; old names are reported once on stderr."""
+    lines, found = with_new_names_in(overrides)
+    for rename in found:
+        if rename not in _reported:
+            _reported.add(rename)
+            print(f"ngsgd: {rename.sentence}", file=sys.stderr)
+    return lines
+
+
+_reported = set[Rename]()
 
 
 def compose(overrides: Sequence[str], *, config_dir: Path | None = None) -> RunConfig:
@@ -77,20 +89,12 @@ def check_sweep(overrides: Sequence[str], *, config_dir: Path | None = None) -> 
 
 
 
-
 def each_of_sweep(overrides: Sequence[str]) -> list[tuple[list[str], list[str]]]:
     """(the settings of a run, those among them that the sweep varies) of every run that `--multirun` would start."""
     good, _ = _read_overrides(overrides, None)
     varied = [override.is_discrete_sweep() for override in good]
     return [(list(lines), [line for line, is_varied in zip(lines, varied, strict=True) if is_varied])
             for lines in itertools.product(*map(_lines, good))]
-
-
-def to_yaml(config: RunConfig) -> str:
-    import yaml
-
-    # the end mark tells a file that was cut off from one that was written before a setting came
-    return str(yaml.safe_dump(without_secrets(plain(asdict(config))), sort_keys=False, allow_unicode=True, explicit_end=True))
 
 
 def from_yaml(path: Path) -> RunConfig:
@@ -114,12 +118,10 @@ def from_yaml(path: Path) -> RunConfig:
         raise ConfigError(f"{path} cannot be read: {error}.") from None
     if not values or not isinstance(values, dict):
         raise ConfigError(f"{path} holds no settings; it is damaged, restore it or train again.")
-    settings = typing.cast("dict[str, Any]", values)
+    settings, _ = with_new_names(typing.cast("dict[str, Any]", values))
     *_, (last, _) = leaves(defaults(), "")
     try:
-        found = build(with_defaults(settings) if has_end_mark or last in dict(leaves(settings, "")) else settings)
-        # older versions kept options that the method did not have
-        return replace(found, preconditioner=without_unused(found.preconditioner))
+        return build(with_defaults(settings) if has_end_mark or last in dict(leaves(settings, "")) else settings)
     except ConfigError as error:
         raise ConfigError([f"{path}: {problem}" for problem in error.problems]) from None
 
@@ -137,7 +139,7 @@ def register_schema() -> None:
 
 
 def default_of_kind(path: str, kind: str) -> Any:
-    """The default of a setting, such as preconditioner.damping, in a section of that kind."""
+    """The default of a setting, such as optimizer.damping, in a section of that kind."""
     section, _, name = path.partition(".")
     return default_of(_of_kind()[section, name], kind)
 
@@ -146,7 +148,7 @@ def _of_kind() -> dict[tuple[str, str], Field[Any]]:
     """The settings whose default depends on the kind of their section, by section and name."""
     run = RunConfig()
     return {(section.name, spec.name): spec for section in fields(run) if is_dataclass(getattr(run, section.name))
-            for spec in fields(getattr(run, section.name)) if spec.metadata.get("of_kind")}
+            for spec in fields(getattr(run, section.name)) if spec.metadata.get("default_of_kind")}
 
 
 def given_by(overrides: Sequence[str]) -> Given:
@@ -158,7 +160,7 @@ def given_by(overrides: Sequence[str]) -> Given:
         key, value = override.key_or_group, None if override.is_sweep_override() else override.value()
         if key in chosen:
             names.add(key)
-        elif isinstance(value, dict) and key in sections():
+        elif isinstance(value, dict) and key in section_names():
             settings |= {path for path, _ in leaves(value, f"{key}.")}
         else:
             settings.add(key)
@@ -178,7 +180,7 @@ def _read_overrides(overrides: Sequence[str], config_dir: Path | None) -> tuple[
     parser, choices = OverridesParser.create(), groups(config_dir)
     good: list[Override] = []
     problems: list[str] = []
-    for text in overrides:
+    for text in with_current_names(overrides):
         if text.startswith("="):
             problems.append(_syntax_problem(text))
             continue
@@ -217,7 +219,7 @@ def _override_problems(override: Override, choices: dict[str, list[str]]) -> Ite
         for value in values:
             if not override.is_interval_sweep() and value not in choices[key]:
                 yield f"{key}={value} is not a choice; choose one of {', '.join(choices[key])}."
-    elif key not in paths() and key not in sections():
+    elif key not in paths() and key not in section_names():
         yield f"{key} is not a setting.{_unknown_hint(key, choices) or ' See them all with: ngsgd train --cfg job.'}"
 
 
@@ -227,7 +229,8 @@ def _unknown_hint(key: str, choices: Mapping[str, Any]) -> str:
         return ""
     section, _, last = key.rpartition(".")
     siblings = [path.rpartition(".")[2] for path in paths() if section and path.startswith(f"{section}.")]
-    if not siblings:  # the section is unknown too, or was left out
+    # a name of other trainers, an unknown section, or none
+    if last in OTHER_NAMES or not siblings:
         return did_you_mean(key, [*paths(), *choices], last)
     near = difflib.get_close_matches(last, siblings, n=1)
     return f" Did you mean {section}.{near[0]}?" if near else f" {section} has {', '.join(siblings)}."

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from ngsgd.config import RunConfig
+from ngsgd.config.build import flatten
 from ngsgd.files import write_text
-from ngsgd.launcher.config import config_builder
 from ngsgd.launcher.machine_load import load_of_machine
 from ngsgd.launcher.mlflow.metrics import run_metrics, storable, system_metrics, worker_metrics
 from ngsgd.launcher.mlflow.store import Artifacts, log_model, open_client, read_tracking, tracking_uri, without_login
@@ -138,7 +138,7 @@ class _MlflowRun:
         self.run_dir = run_dir
         self.run_id = ""
         self.experiment_id = ""
-        self.has_system = config.tracking.system
+        self.has_system = config.tracking.log_system_metrics
         self._config = config
         self._run_name = run_name
         self._make_client = make_client
@@ -188,7 +188,7 @@ class _MlflowRun:
         self._log(run_id, figures, at_ms)
         by_worker: dict[int, list[JobRecord]] = {}
         for job in record.jobs:
-            if self._config.tracking.worker_runs and job.accepted and 0 <= job.worker < _MAX_WORKER_RUNS:
+            if self._config.tracking.nested_runs and job.accepted and 0 <= job.worker < _MAX_WORKER_RUNS:
                 by_worker.setdefault(job.worker, []).append(job)
         for worker, jobs in sorted(by_worker.items()):
             self._log(self._worker_run(run_id, worker), worker_metrics(jobs), at_ms)
@@ -218,11 +218,12 @@ class _MlflowRun:
                 self._artifacts.log_folder(self.run_dir / folder, folder)
         # a registered model would name a place where no model is
         has_model = self._artifacts.refused is None and (self.run_dir / "final" / "model.json").is_file()
-        if status == "FINISHED" and self._config.tracking.model and has_model:
-            registered = log_model(self._client, self.run_id, self.run_dir / "final", self._config.tracking.register_as,
+        if status == "FINISHED" and self._config.tracking.log_model and has_model:
+            registered = log_model(self._client, self.run_id, self.run_dir / "final", self._config.tracking.registered_model_name,
                                    self._artifacts)
             if registered:
-                self._client.set_tag(self.run_id, "registered_as", f"{self._config.tracking.register_as} version {registered}")
+                version = f"{self._config.tracking.registered_model_name} version {registered}"
+                self._client.set_tag(self.run_id, "registered_as", version)
         for run_id in (*self._worker_runs.values(), self.run_id):
             self._client.set_terminated(run_id, status)
 
@@ -261,21 +262,21 @@ class _MlflowRun:
         tags = {**origin(num_runs), **versions(), **({"resumed_from": str(before["run_id"])} if before else {})}
         run_id = str(self._client.create_run(self.experiment_id, tags=tags, run_name=self._run_name).info.run_id)
         # only here: MLflow refuses to change a parameter, and a resumed run has the same ones anyway
-        params = [Param(name, masked(str(value)) or "''") for name, value in config_builder.flatten(self._config).items()]
+        params = [Param(name, masked(str(value)) or "''") for name, value in flatten(self._config).items()]
         for first in range(0, len(params), _PARAMS_PER_BATCH):
             self._client.log_batch(run_id, params=params[first:first + _PARAMS_PER_BATCH])
         self._remember(run_id)
         return run_id
 
     def _experiment(self) -> str:
-        name = self._config.tracking.experiment or f"{self._config.data.corpus}-{self._config.model.label}"
+        name = self._config.tracking.experiment_name or f"{self._config.data.corpus}-{self._config.model.label}"
         found = self._client.get_experiment_by_name(name)
         if found is None:
             artifacts = Path(self._config.output_dir).absolute() / "mlartifacts"
             local = self._uri.startswith("sqlite:")  # a server decides for itself where artifacts go
             return str(self._client.create_experiment(name, artifact_location=artifacts.as_uri() if local else None))
         if found.lifecycle_stage == "deleted":
-            raise ValueError(f"the experiment {name} was deleted there; restore it or set tracking.experiment")
+            raise ValueError(f"the experiment {name} was deleted there; restore it or set tracking.experiment_name")
         return str(found.experiment_id)
 
     def _worker_run(self, run_id: str, worker: int) -> str:

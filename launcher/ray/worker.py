@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +14,6 @@ from ngsgd.cluster.exchange.shared_memory import SharedRef
 from ngsgd.cluster.fingerprint import Fingerprint
 from ngsgd.errors import ClusterError
 from ngsgd.launcher.machine_load import load_of_machine
-from ngsgd.ops.compression import Codec
 from ngsgd.tasks.speech import SpeechTaskSpec
 from ngsgd.training.job import Job, JobResult, LocalRef
 from ngsgd.training.parameter_vector import Vector
@@ -52,7 +50,7 @@ class RayWorker:
         self._output_dir = Path(spec.config.output_dir)
         self._member = CollectiveWorker(index, self._worker.layout, self._worker.device)
         codec = spec.config.cluster.compression
-        self._encoder = None if codec == "none" else MoveEncoder(cast(Codec, codec))
+        self._encoder = None if codec == "none" else MoveEncoder(codec)
         fingerprint = Fingerprint.of_this_process(num_threads, self._worker.device)
         return Address(os.uname().nodename, os.getpid(), fingerprint, self._heartbeats is not None)
 

@@ -84,7 +84,7 @@ class Forecast:
         config = self._config
         num_workers = config.cluster.num_workers
         # a cluster is not this machine, and jobs of other lengths or that run ahead are not what was measured
-        fits = not config.cluster.address and config.schedule.shares == "equal" and not config.outer.overlap
+        fits = not config.cluster.address and config.schedule.load_balancing == "none" and not config.outer.overlap
         measured = saved(config) if fits else None
         if measured:
             machine, workload = measured

@@ -27,7 +27,7 @@ _LOOK_EVERY_S = 0.1   # a thousandth of a processor; what is larger for less is 
 
 
 def trained(settings: Sequence[str], report: Callable[[str], None]) -> list[RunFolder]:
-    """The folders of the runs that a sweep over the settings makes, such as preconditioner=none,kfac; one that fails is left out.
+    """The folders of the runs that a sweep over the settings makes, such as optimizer=ngsgd,kfac; one that fails is left out.
 
     Raises:
         ConfigError: a setting is wrong, or no run came to its end.

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from ngsgd.config import RunConfig
+from ngsgd.config.build import flatten
 from ngsgd.hypergrad import SearchResult, SearchTrial
-from ngsgd.launcher.config import config_builder
 from ngsgd.launcher.mlflow.store import tracking_uri
 from ngsgd.launcher.text import masked
 
@@ -28,11 +28,11 @@ class TuneTracker:
             from mlflow import MlflowClient
 
             client = MlflowClient(tracking_uri(config))
-            name = config.tracking.experiment or f"{config.data.corpus}-{config.model.label}-tune"
+            name = config.tracking.experiment_name or f"{config.data.corpus}-{config.model.label}-tune"
             found = client.get_experiment_by_name(name)
             experiment = found.experiment_id if found else client.create_experiment(name)
             self._run_id = client.create_run(experiment, run_name=self._folder.name).info.run_id
-            for key, value in config_builder.flatten(config).items():
+            for key, value in flatten(config).items():
                 if key.startswith(("tune.", "schedule.", "optimizer.")):
                     client.log_param(self._run_id, key, masked(str(value)) or "''")
             self._client = client

@@ -235,7 +235,7 @@ class ProcessPool:
 
     def _start_timeout_s(self) -> float:
         typical = statistics.median(self._start_s) if self._start_s else 0.0
-        return max(self.spec.settings.failure.progress_timeout_s, _PATIENCE * typical)
+        return max(self.spec.settings.failure.hang_timeout_s, _PATIENCE * typical)
 
     def _end_fork_server_that_hangs(self, timeout_s: float) -> None:
         """Kills a fork server that does not answer, with all its workers: only it can tell how they end or start others."""

@@ -29,7 +29,7 @@ def collect(model: nn.Module, *quantities: str, loss_fn: Any = None, reduction: 
         sum_grad_squared   p               sum_n (c g_n)^2
         second_moment      p               1/N sum_n g_n^2
         variance           p               1/N sum_n g_n^2 - (1/N sum_n g_n)^2
-        diag_ggn, diag_ggn_mc              p        diagonal of the generalised Gauss-Newton matrix (GGN), exact and by sampling
+        diag_ggn, diag_ggn_mc              p        diagonal of the generalized Gauss-Newton matrix (GGN), exact and by sampling
         batch_diag_ggn, batch_diag_ggn_mc  N x p    the same sample by sample
         sqrt_ggn, sqrt_ggn_mc              V x N x p  a root: the GGN is the sum over V and N of outer products
         diag_h, batch_diag_h               p, N x p  diagonal of the Hessian

@@ -225,7 +225,7 @@ def evaluation(settings: dict[str, Any], kind: type[nn.Module], output: Tensor, 
     up = upstream.detach().to(dtype)
     w_R = w_R * (up if up.ndim == 0 else up.reshape(-1))
     if bool((w_R < 0).any()):
-        raise DataError("the loss has rows of negative weight, whose generalised Gauss-Newton matrix has no square root; minimise "
+        raise DataError("the loss has rows of negative weight, whose generalized Gauss-Newton matrix has no square root; minimise "
                         "a loss, not minus a loss.")
     return LossEvaluation(output, issubclass(kind, nn.CrossEntropyLoss), w_R, curvature_R)
 

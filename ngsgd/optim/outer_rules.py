@@ -254,10 +254,7 @@ def make_rule(config: OuterConfig) -> OuterRule:
     makers: dict[str, Callable[[], OuterRule]] = {
         "average": Average,
         "bmuf": lambda: Bmuf(config.gain),
-        "diloco": lambda: DiLoCo(config.nesterov_lr, config.nesterov_momentum),
-        "streaming": lambda: DiLoCo(config.nesterov_lr, config.nesterov_momentum),
-        "slowmo": lambda: SlowMo(config.slowmo_beta, config.slowmo_alpha),
-        "easgd": lambda: Easgd(config.easgd_beta),
-        "fedopt": lambda: FedOpt(config.fedopt_lr, yogi=config.fedopt_kind == "yogi"),
+        "diloco": lambda: DiLoCo(config.lr, config.momentum),
+        "streaming": lambda: DiLoCo(config.lr, config.momentum),
     }
     return makers[config.kind]()

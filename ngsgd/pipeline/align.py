@@ -74,7 +74,7 @@ def make(config: RunConfig, cache_root: Path, report: Report) -> Path:
 
 
 def _align(speech: Corpus, settings: RunConfig, folder: Path, report: Report) -> States:
-    a, oov = settings.align, settings.data.oov
+    a, oov = settings.align, settings.data.oov_word
     states = _sorted_out(speech, settings, report)
     num_short = sum(len(one.texts) for one in (speech.train, speech.valid, speech.test)) - len(states)
     if num_short:
@@ -93,7 +93,7 @@ def _sorted_out(speech: Corpus, settings: RunConfig, report: Report) -> States:
     """Two flat starts, moved by Gaussians until they hardly change; the one that describes the speech better."""
     found = []
     for name, start in (("equal parts", forced_alignment.flat_start), ("equal parts of speech", forced_alignment.silence_start)):
-        moved = _moved_by_gaussians(speech, start(speech, settings.data.oov), settings)
+        moved = _moved_by_gaussians(speech, start(speech, settings.data.oov_word), settings)
         report(f"align: {name}, then Gaussians: log-likelihood {-moved.cost_per_frame:.3f} per frame")
         found.append(moved)
     return min(found, key=lambda moved: moved.cost_per_frame).states
@@ -102,7 +102,8 @@ def _sorted_out(speech: Corpus, settings: RunConfig, report: Report) -> States:
 def _moved_by_gaussians(speech: Corpus, states: States, settings: RunConfig) -> Realigned:
     a = settings.align
     for _ in range(a.num_gaussian_passes):
-        done = forced_alignment.realign(speech, states, forced_alignment.score_by_gaussians(speech, states), a, settings.data.oov)
+        logliks = forced_alignment.score_by_gaussians(speech, states)
+        done = forced_alignment.realign(speech, states, logliks, a, settings.data.oov_word)
         changed, states = forced_alignment.share_changed(states, done.states), done.states
         if changed < FEW_CHANGES:
             break
@@ -113,7 +114,7 @@ def _settings(config: RunConfig) -> RunConfig:
     """All that decides an alignment: the small network and its schedule, one job after another, nothing that is only for speed."""
     a = config.align
     return RunConfig(
-        seed=config.seed, align=a, features=config.features, data=DataConfig(oov=config.data.oov),
+        seed=config.seed, align=a, features=config.features, data=DataConfig(oov_word=config.data.oov_word),
         egs=replace(config.egs, samples_per_iter=a.samples_per_iter),
         model=ModelConfig(kind="relu", num_layers=a.num_layers, hidden_dim=a.hidden_dim),
         schedule=ScheduleConfig(num_epochs=a.num_epochs, minibatch_size=128, lr_initial=a.lr_initial, lr_final=a.lr_final,
@@ -167,7 +168,7 @@ def label(config: RunConfig, folder: RunFolder, cache_root: Path, report: Report
                       for utt_id, pdf_T in zip(one.frames.utt_ids, one.split_pdfs(), strict=True)}
     # the states of a graph that came with the data have its own numbers, which may be tied
     given = graphs.read(speech.language.given) if config.data.graph and speech.language.given else None
-    done = forced_alignment.realign(speech, before, logliks, config.align, config.data.oov, given)
+    done = forced_alignment.realign(speech, before, logliks, config.align, config.data.oov_word, given)
     states = {utt_id: pdf_T for utt_id, pdf_T in done.states.items() if utt_id not in done.lost}
     report(f"align: {len(states)} utterances, {len(done.lost)} without a path left out; "
            f"log-likelihood {-done.cost_per_frame:.3f} per frame")

@@ -12,7 +12,7 @@ from ngsgd.data.reader import EgsReader
 from ngsgd.models.growing import set_stage
 from ngsgd.models.growth_stages import Stages
 from ngsgd.models.statistics import model_for
-from ngsgd.pipeline.combination import Candidate, HeldOut, candidates, generalised, normalize_stddev, running_mean
+from ngsgd.pipeline.combination import Candidate, HeldOut, candidates, generalized, normalize_stddev, running_mean
 from ngsgd.pipeline.prepare import PreparedData
 from ngsgd.pipeline.runs.final_model import load_final, save_final
 from ngsgd.pipeline.runs.run_folder import RunFolder
@@ -67,8 +67,8 @@ def final_parameters(config: RunConfig, end: Checkpoint, store: CheckpointStore,
         return end.buffers.get("ema", end.parameters)
     models = [Candidate(outer_iter, partial(store.load_model, outer_iter)) for outer_iter in kept]
     held_out = HeldOut(scratch, reader.diagnostic("valid"))
-    combine = running_mean if config.combination.kind == "mean" else generalised
+    combine = running_mean if config.combination.kind == "mean" else generalized
     found = combine(models, held_out, max_evaluations=config.combination.max_evaluations)
     report(f"combined the newest {found.num_models} of {len(models)} models ({found.chosen}): valid objf {found.objf:.3f}, "
            f"the newest alone {found.objf_newest:.3f}")
-    return normalize_stddev(found.parameters, scratch) if config.combination.kind == "generalised" else found.parameters
+    return normalize_stddev(found.parameters, scratch) if config.combination.kind == "generalized" else found.parameters

@@ -32,7 +32,7 @@ class Proxy:
 
         torch.set_num_threads(config.cluster.threads_per_worker or 1)  # fixed: other numbers give other bits
         tune, optimizer = config.tune, config.optimizer
-        num_jobs = tune.workers or config.schedule.num_jobs_final
+        num_jobs = tune.num_jobs or config.schedule.num_jobs_final
         outer_iters = tune.proxy.outer_iters * max(1, steps // tune.proxy.steps)
         steps_per_iter = max(1, (steps or tune.proxy.steps) // outer_iters)
         task = EgsTask(config, EgsReader(egs_directory), steps_per_iter=steps_per_iter, num_jobs=num_jobs,
@@ -42,7 +42,7 @@ class Proxy:
                                        config.schedule.lr_final * num_jobs, optimizer.momentum, l2,
                             optimizer.max_change, optimizer.max_param_change)
         space = HyperSpace(settings, tuple(task.layers), steps_per_iter * outer_iters, num_jobs, outer_iters, tune.space,
-                           tune.knots, tune.rates)
+                           tune.knots, tune.max_lr_ratio)
         return cls(config, task, space)
 
     def evaluate(self, plan: HyperparameterPlan) -> HypergradientRun:
@@ -56,7 +56,7 @@ class Proxy:
                                         memory_bytes=1e9 * tune.memory_gb)
 
     def gradients(self) -> Any:
-        """Those of the configured optimiser: plain, or preconditioned by the online natural gradient."""
+        """Return those of the configured optimizer: None for plain SGD, or natural gradients."""
         if self.config.optimizer.kind == "sgd":
             return None
         from ngsgd.hypergrad.natural import natural_gradients

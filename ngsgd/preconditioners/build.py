@@ -3,36 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import fields
 from typing import Any
 
 from torch import nn
 
-from ngsgd.config import PreconditionerConfig, unused_in
-from ngsgd.errors import ConfigError
+from ngsgd.config import OptimizerConfig, unused_in
 from ngsgd.preconditioners import METHODS
 from ngsgd.preconditioners.base import Preconditioner
 from ngsgd.preconditioners.states import mean_state
 
+# option of a run -> that of the library's class, where the names differ
+LIBRARY_NAMES = {"curvature_state": "averaging", "mc_samples": "num_draws", "beta1": "momentum",
+                 "decoupled_weight_decay": "weight_decay"}
+# options of SGD, which the class of a method does not see
+_OF_SGD = ("kind", "momentum", "max_change", "max_param_change", "weight_decay",
+           "proportional_shrink", "layer_options", "equalize_layers", "last_layer_factor")
 
-def make_preconditioner(model: nn.Module, config: PreconditionerConfig, seed: int) -> Preconditioner:
-    """Of the configured kind, with those of the settings that the method has; `seed` decides its draws.
+
+def make_preconditioner(model: nn.Module, config: OptimizerConfig, seed: int) -> Preconditioner:
+    """Make the preconditioner of a run; `seed` decides its random numbers.
 
     Raises:
-        KeyError: the kind is "none".
-        ConfigError: a setting is not at its default, and the method does not use it.
+        KeyError: the kind is ngsgd or sgd, which precondition nothing here.
     """
-    method = METHODS[config.kind]
-    unused = {setting.path: setting for setting in unused_in(config)}
-    if problems := [setting.sentence for setting in unused.values() if setting.is_set]:
-        raise ConfigError(problems)
-    given = {name: value for name, value in asdict(config).items() if name not in ("kind", "skip", *unused)}
-    return method(model, **given, skip=tuple(filter(None, config.skip.replace(" ", "").split(","))), seed=seed)
+    given = {name: getattr(config, name) for name in options_of(config)}
+    skip = tuple(filter(None, given.pop("skip").replace(" ", "").split(",")))
+    return METHODS[config.kind](model, **{LIBRARY_NAMES.get(name, name): value for name, value in given.items()},
+                  skip=skip, seed=seed)
+
+
+def options_of(config: OptimizerConfig) -> list[str]:
+    """Return the options of a run that its preconditioner uses."""
+    unused = {setting.path for setting in unused_in(config)}
+    return [spec.name for spec in fields(config) if spec.name not in (*_OF_SGD, *unused)]
 
 
 State = Mapping[str, Mapping[str, Any]]
 
 
-def mean_of_states(config: PreconditionerConfig) -> Callable[[Sequence[State]], State] | None:
-    """What makes one state of all jobs' where the configuration asks for that."""
-    return mean_state if config.kind != "none" and config.averaging == "average" else None
+def mean_of_states(config: OptimizerConfig) -> Callable[[Sequence[State]], State] | None:
+    """Return the function that averages the jobs' states, if the configuration asks for it."""
+    averages = config.preconditions and config.curvature_state == "average"
+    return mean_state if averages else None

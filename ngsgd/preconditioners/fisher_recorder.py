@@ -5,7 +5,7 @@ masks and the scale of a GradScaler: F = 1/R sum_r g_r g_r^T over R rows.  `fish
 
     "empirical"  of the loss itself, from the ordinary backward pass
     "mc"         of targets drawn from the model's prediction, the mean of `num_draws`
-    "exact"      columns of the root of the loss's second derivative: F is the generalised Gauss-Newton matrix
+    "exact"      columns of the root of the loss's second derivative: F is the generalized Gauss-Newton matrix
 
 Letters: V vectors, N samples, T positions, R rows of the loss (frames), I inputs (and 1 for the bias), O outputs.
 """

@@ -83,9 +83,9 @@ class SequenceObjective:
         else:
             scores_NP = c.acoustic_scale * (log_softmax_NP - self.log_prior_P)
             objf = self._criterion(scores_NP, pdf_N, lengths, log_weight_B)
-            weight = 1.0 - c.cross_entropy
+            weight = 1.0 - c.ce_weight
         smooth = nn.functional.nll_loss(log_softmax_NP, pdf_N, reduction="sum")
-        return -weight * objf + c.cross_entropy * smooth
+        return -weight * objf + c.ce_weight * smooth
 
     def _criterion(self, scores_NP: Tensor, pdf_N: Tensor, lengths: Sequence[int], log_weight_B: Tensor) -> Tensor:
         kind = self.config.kind

@@ -2,7 +2,7 @@
 
     signal_to_noise/LAYER    |g|^2 / S, of a single frame: times the minibatch size, that of a minibatch's gradient
     noise_scale/model        S / |g|^2: the minibatch size from which averaging stops to help (McCandlish et al. 2018)
-    curvature_trace/LAYER    trace of the generalised Gauss-Newton matrix per frame, sampled once for each frame
+    curvature_trace/LAYER    trace of the generalized Gauss-Newton matrix per frame, sampled once for each frame
 
 S is the trace of the covariance of one frame's gradient, |g|^2 the squared norm of the true gradient.  Estimates of the latter may
 be negative; figures that are not finite are left out.

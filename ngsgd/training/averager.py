@@ -43,7 +43,7 @@ class Averager:
         self.job_init = job_init
         self.layout = averaged.layout
         self.failure = averaged.settings.failure
-        self.held_out = HeldOutCheck(task, model, self.layout, self.failure.objf_tolerance)
+        self.held_out = HeldOutCheck(task, model, self.layout, self.failure.max_objf_gap)
 
     def average(self, state: OuterIterationState, before: Checkpoint) -> tuple[Verdicts, NgsgdError | None]:
         """Make the next model of the plausible results; with an error the model stays `before`.
@@ -100,11 +100,11 @@ class Averager:
         """Validate the results and select those to average; jobs whose results were lost run again."""
         while True:
             verdicts, is_contested = judge(
-                state.in_order(), state.rejection_reasons, self.failure.objf_tolerance,
+                state.in_order(), state.rejection_reasons, self.failure.max_objf_gap,
                 self.task.chance_objf, self.layout)
             accepted = [result for result, reason in verdicts if not reason]
             weights: list[float] = [result.num_frames for result in accepted]
-            error = too_few(accepted, verdicts, state.plan, self.failure.min_accepted)
+            error = too_few(accepted, verdicts, state.plan, self.failure.min_accepted_fraction)
             if error:
                 return Gathered(verdicts, error, [], [])
             if state.plan.keeps_best:

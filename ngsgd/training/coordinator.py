@@ -127,7 +127,7 @@ class Coordinator:
         self._began = self.control.clock() - start.progress.elapsed_s
         self._averaged.begin(start)
         self._job_init.fisher.update(start.fisher)
-        self.storage.ledger.started(start.progress.outer_iter, self.settings.failure.min_accepted)
+        self.storage.ledger.started(start.progress.outer_iter, self.settings.failure.min_accepted_fraction)
         # a crash may have come between the checkpoint and its line in the ledger, or its event
         if start.commit:
             self.storage.ledger.committed(start.commit)
@@ -219,9 +219,9 @@ class Coordinator:
             progress, frames_processed=old.frames_processed + sum(r.num_frames for r in accepted),
             elapsed_s=self.control.clock() - self._began, quarantined=(*old.quarantined, *state.quarantined),
             pending=(*progress.pending, *state.deferred))
-        if self.settings.equalize_layers:
+        if self.settings.optimizer.equalize_layers:
             rates = equalized_rates(self._averaged.layout, state.model.read(), self._averaged.parameters(), old.layer_rates,
-                              last_layer_factor=self.settings.last_layer_factor)
+                              last_layer_factor=self.settings.optimizer.last_layer_factor)
             progress = replace(progress, layer_rates=rates)
         return progress
 

@@ -10,7 +10,7 @@ A worker hangs when it makes no progress until a deadline, and is then killed.  
     `_SHARED` deadlines.
 A worker that the coordinator killed is no evidence against its data, so that data is never quarantined for it.  It is tried
 `failure.max_attempts` times on whatever worker is free; when all these hang, the shard is dropped from this outer iteration by
-name, or with `failure.on_poison=stop` the run ends.
+name, or with `failure.on_repeated_crash=stop` the run ends.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class Dispatcher:
         self._failures: dict[WorkItem, int] = {}             # of work that was put off
         self._hangs: dict[WorkItem, int] = {}                # tries that ended because the coordinator killed the worker
         # where workers may be silent for less than some polls only, a shorter time is an absence
-        self._awake = AwakeClock(clock, min(_ABSENT_S, max(2 * _POLL_S, self.failure.progress_timeout_s / 2)))
+        self._awake = AwakeClock(clock, min(_ABSENT_S, max(2 * _POLL_S, self.failure.hang_timeout_s / 2)))
         self._seen: dict[int, tuple[object, float]] = {}  # by worker: its last progress, and since when
         self._minibatch_s: deque[float] = deque(maxlen=64)
 
@@ -203,7 +203,7 @@ class Dispatcher:
     def hang_timeout_s(self) -> float:
         """Seconds without a minibatch after which a worker hangs: derived from what was measured."""
         typical = statistics.median(self._minibatch_s) if self._minibatch_s else 0.0
-        return max(self.failure.progress_timeout_s, _HANG_FACTOR * typical)
+        return max(self.failure.hang_timeout_s, _HANG_FACTOR * typical)
 
     def _feed(self, state: OuterIterationState) -> None:
         if state.is_stopped:
@@ -324,9 +324,9 @@ class Dispatcher:
             self._give_up(state, job, "dropped", failure.reason)
             self.emit_incident("job_dropped", f"{who}; {where} is left out of this outer iteration after {tries} attempts"
                                f"{failure.last_words}.", job.outer_iter, job.job, failure.worker)
-        elif self.failure.on_poison == "stop":
-            raise ClusterError(f"{who}; {where} has ended {tries} workers, and failure.on_poison is stop: look at that archive, "
-                               f"then resume{failure.last_words}.")
+        elif self.failure.on_repeated_crash == "stop":
+            raise ClusterError(f"{who}; {where} has ended {tries} workers, and "
+                               f"failure.on_repeated_crash is stop: look at that archive, then resume{failure.last_words}.")
         else:
             state.quarantined += job.pieces
             self._give_up(state, job, "quarantined", failure.reason)
@@ -337,9 +337,9 @@ class Dispatcher:
         """Every worker hung: a deadlock that comes with the data, or a machine that does not work; not poison in any case."""
         job = failure.job
         where = f"archive {job.shard.archive}, frame {job.shard.frame}"
-        if self.failure.on_poison == "stop":
-            raise ClusterError(f"{who}; {where} was lost with {hangs} workers that had to be killed, and failure.on_poison is "
-                               f"stop: see why they hang, then resume{failure.last_words}.")
+        if self.failure.on_repeated_crash == "stop":
+            raise ClusterError(f"{who}; {where} was lost with {hangs} workers that had to be killed, and "
+                               f"failure.on_repeated_crash is stop: see why they hang, then resume{failure.last_words}.")
         self._give_up(state, job, "dropped", failure.reason)
         self.emit_incident("job_dropped", f"{who}; {where} is left out of this outer iteration after {hangs} workers that had "
                            f"to be killed{failure.last_words}.", job.outer_iter, job.job, failure.worker)

@@ -80,7 +80,7 @@ class Job:
     send: tuple[int, int] = (0, 1)   # (fragment, number of fragments) that is averaged
     keep_fisher: bool = False        # the Fisher estimates are needed for the job's next start
     keep_own: bool = False           # the whole of the result is needed for the job's next start
-    layer_rates: Mapping[str, float] = field(default_factory=dict)  # factors on the rates of layers (objective.equalise_layers)
+    layer_rates: Mapping[str, float] = field(default_factory=dict)  # factors on the rates of layers (optimizer.equalize_layers)
 
     @property
     def identity(self) -> tuple[int, int, int]:

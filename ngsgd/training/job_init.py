@@ -34,8 +34,8 @@ class JobInitializer:
         self.config = config
         self.mean_fisher = mean_fisher        # what makes one of all jobs', for every job to go on from; None: each its own
         self.fisher: dict[int, Fisher] = {}   # by job: the Fisher estimates that its last run ended with
-        self.need_own = config.overlap or config.kind in ("easgd", "streaming")
-        self.delay = config.delay if config.kind == "streaming" else int(config.overlap)
+        self.need_own = config.jobs_keep_state
+        self.delay = config.fragment_delay if config.kind == "streaming" else int(config.overlap)
         self.returns: Literal["parameters", "move"] = "move" if config.overlap else "parameters"
         self._refcount = refcount
         self._own: dict[int, _Left] = {}  # by job
@@ -63,10 +63,8 @@ class JobInitializer:
             return JobInit(model)
         if self.config.overlap:
             return JobInit(model, left.own, own_is_move=True)
-        if self.config.kind == "easgd":  # the pull is towards the centre as it was before it moved
-            return JobInit(left.model, left.own, mix=1.0 - self.config.easgd_beta / plan.num_jobs)
         averaged = plan.outer_iter - 1 - self.delay
-        return JobInit(model, left.own, mix=self.config.mixing, take=self.fragment(averaged) if averaged >= 0 else None)
+        return JobInit(model, left.own, mix=self.config.fragment_mixing, take=self.fragment(averaged) if averaged >= 0 else None)
 
     def remember(self, job: int, state: OuterIterationState) -> None:
         """Keep the result of a job of `state`; it replaces that of its predecessor."""

@@ -86,9 +86,11 @@ def make_partitioner(config: ScheduleConfig, count: Callable[[Shard, int], int])
     """The configured partitioner; `count` returns the minibatches of a shard, given their size."""
     def num_minibatches(shard: Shard) -> int:
         return count(shard, config.minibatch_size)
-    if config.shares == "equal":
+    if config.load_balancing == "none":
         return EqualPartitioner()
-    return SpeedPartitioner(num_minibatches) if config.shares == "speed" else TimeBudgetPartitioner(num_minibatches, config.round_s)
+    if config.load_balancing == "speed":
+        return SpeedPartitioner(num_minibatches)
+    return TimeBudgetPartitioner(num_minibatches, config.sync_interval_s)
 
 
 def cut(pieces: Sequence[WorkItem], targets: Sequence[int], size: Callable[[WorkItem], int]) -> Work:

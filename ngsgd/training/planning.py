@@ -23,7 +23,7 @@ class Progress:
     pending: tuple[WorkItem, ...] = ()      # put off to a later outer iteration
     quarantined: tuple[WorkItem, ...] = ()  # given up: whoever worked on them died
     lr_scale: float = 1.0        # below 1 after roll-backs
-    layer_rates: Mapping[str, float] = field(default_factory=dict)  # factors on layers' rates (objective.equalise_layers)
+    layer_rates: Mapping[str, float] = field(default_factory=dict)  # factors on layers' rates (optimizer.equalize_layers)
 
 
 @dataclass(frozen=True)

@@ -98,19 +98,19 @@ class Worker:
         shrink(network, settings.proportional_shrink, job.lr)
         seed = int(np.random.SeedSequence([self.settings.seed, job.outer_iter, job.job]).generate_state(1)[0])
         self.task.prepare_job(self.model, progress=job.progress, seed=seed)
-        has_preconditioner = self.settings.preconditioner.kind != "none"
+        has_preconditioner = settings.preconditions
         # preconditioners read rows from torch's own layers
         optimizer = make_optimizer(network, settings, job.lr, job.lr_factor, job.layer_rates,
                                    fast_gemm=not has_preconditioner)
         preconditioner = None
         if has_preconditioner:
-            preconditioner = make_preconditioner(network, self.settings.preconditioner, seed)
+            preconditioner = make_preconditioner(network, settings, seed)
         load_fisher(optimizer, preconditioner, job.start.fisher)
         sums = _Sums(self.device)
         began = time.perf_counter()
         remainder: tuple[WorkItem, ...] = ()
         for index, (batch, left) in enumerate(self._batches(job)):
-            steps_back = settings.backstitch_scale and (index + job.outer_iter) % settings.backstitch_interval == 0
+            steps_back = not has_preconditioner and (index + job.outer_iter) % settings.backstitch_interval == 0
             self._train(network, batch, optimizer, preconditioner, sums, settings.backstitch_scale if steps_back else 0.0)
             if should_stop() and left:
                 remainder = left
@@ -256,11 +256,11 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig, lr: float, lr_fact
         options[layer] = {**options.get(layer, {}), "lr_factor": factor * options.get(layer, {}).get("lr_factor", 1.0)}
     common: dict[str, Any] = {"layer_options": options, "momentum": config.momentum, "max_change": config.max_change,
                               "max_param_change": config.max_param_change, "weight_decay": config.weight_decay / lr_factor}
-    if config.kind == "sgd":
+    if config.kind != "ngsgd":
         return SGD(model, lr, fast_gemm=fast_gemm, **common)
     return NGSGD(model, lr, rank_in=config.rank_in, rank_out=config.rank_out, update_period=config.update_period,
                  num_samples_history=config.num_samples_history, alpha=config.alpha, schedule=config.update_schedule,
-                 max_change_per_sample=config.max_change_per_sample, cosine_period=config.cosine_period, **common)
+                 max_change_per_sample=config.max_change_per_sample, cosine_period=config.cosine_interval, **common)
 
 
 def _own_options(config: OptimizerConfig, lr_factor: float) -> dict[str, dict[str, Any]]:

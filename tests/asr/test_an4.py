@@ -74,7 +74,7 @@ def silent(_: str) -> None:
 
 
 def test_whole_speakers_of_train_are_held_out(source: Path, tmp_path: Path) -> None:
-    corpus = prepare(DataConfig(corpus="an4", source=str(source), valid_share=0.2), FEATURES, tmp_path / "cache", silent)
+    corpus = prepare(DataConfig(corpus="an4", source=str(source), valid_fraction=0.2), FEATURES, tmp_path / "cache", silent)
     assert len(corpus.valid.texts) == 6  # two speakers of eight: the first that reach a fifth
     assert not set(corpus.valid.speakers) & set(corpus.train.speakers)
     assert set(corpus.valid.speakers) | set(corpus.train.speakers) == set(SPEAKERS)

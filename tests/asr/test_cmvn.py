@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -74,7 +75,7 @@ def test_a_set_normalised_online_hears_each_speaker_in_turn_and_keeps_its_raw_fe
 
 
 @pytest.mark.parametrize("kind", ["none", "utterance", "speaker"])
-def test_raw_features_are_there_again_however_they_were_normalised(kind: str) -> None:
+def test_raw_features_are_there_again_however_they_were_normalised(kind: Any) -> None:
     said = [FramedUtterance(f"u{number}", speaker, ("A",), frames_TD, np.zeros(len(frames_TD), np.int32))
             for number, (speaker, frames_TD) in enumerate(zip("aba", UTTERANCES, strict=True))]
     speech = speech_set.assemble(said, FeatureConfig(cmvn=kind))

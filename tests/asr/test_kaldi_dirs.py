@@ -4,6 +4,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -91,8 +92,8 @@ def test_flac_segments_and_relative_paths_give_the_frames_of_the_wav(mine: Path,
 
 def test_without_a_valid_set_some_of_train_is_held_out_and_always_the_same(mine: Path, tmp_path: Path) -> None:
     shutil.rmtree(mine / "valid")
-    corpus = prepare(config(mine, valid_share=0.3), FEATURES, tmp_path / "cache", silent)
-    again = prepare(config(mine, valid_share=0.3), FEATURES, tmp_path / "other", silent)
+    corpus = prepare(config(mine, valid_fraction=0.3), FEATURES, tmp_path / "cache", silent)
+    again = prepare(config(mine, valid_fraction=0.3), FEATURES, tmp_path / "other", silent)
     assert len(corpus.valid.texts) == 2
     assert not set(corpus.valid.frames.utt_ids) & set(corpus.train.frames.utt_ids)
     assert corpus.valid.frames.utt_ids == again.valid.frames.utt_ids
@@ -259,7 +260,7 @@ def test_features_that_come_with_the_data_are_taken_and_a_nan_among_them_is_name
 
 
 @pytest.mark.parametrize("cmvn", ["speaker", "utterance"])
-def test_features_and_cmvn_come_back_from_a_data_directory_written_here(mine: Path, tmp_path: Path, cmvn: str) -> None:
+def test_features_and_cmvn_come_back_from_a_data_directory_written_here(mine: Path, tmp_path: Path, cmvn: Any) -> None:
     corpus = prepare(config(mine), replace(FEATURES, cmvn=cmvn), tmp_path / "cache", silent)
     other = tmp_path / "other"
     other.mkdir()

@@ -39,6 +39,7 @@ from ngsgd.errors import NgsgdError
 from ngsgd.launcher.config import compose, tuned_file
 from ngsgd.models.nnet3.binary import model_from_bytes, vector_from_bytes
 from ngsgd.models.nnet3.network import rebuild
+from ngsgd.pipeline.runs import config_file
 from ngsgd.schedules import Shard
 from tests.asr.made_up_speech import write_data
 from tests.models.test_nnet3 import SAMPLE
@@ -305,7 +306,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "graph/words.txt").write_text("<eps> 0\nNO 1\nYES 2\n")
     (folder / "graph/tid2pdf").write_text("1 0\n2 1\n")
     (folder / "graph/HCLG.fst").write_bytes(b"")
-    (folder / "config.yaml").write_text(compose.to_yaml(RunConfig()))
+    (folder / "config.yaml").write_text(config_file.to_yaml(RunConfig()))
     return folder
 
 

@@ -120,7 +120,7 @@ def problems(run: Run, *, pause_s: float | None = None, within: str = "") -> lis
     found = audit(run.ledger_path)                                                           # I1 to I3, I5 to I7, I10
     found += list(_models_that_cannot_be_recomputed(run))                                    # I4
     found += list(_too_many_lines(run))                                                      # I11
-    patience_s = run.config.failure.progress_timeout_s
+    patience_s = run.config.failure.hang_timeout_s
     if pause_s is not None and pause_s > patience_s + _NOISE_S:                              # I9
         found.append(f"nothing happened for {pause_s:.1f} s, and a worker may be silent for {patience_s:.1f} s")
     if within and final_hash(run) != within:                                                 # I12

@@ -39,7 +39,7 @@ _LOST = {"failed", "dropped", "quarantined", "deferred", "rejected"}
 def try_machine(case: Case, folder: Path) -> Seen:
     """Freezes of all processes, of the coordinator, or of its workers."""
     who = case.how.removeprefix("freeze of ")
-    run_config = _long(trials.settings(failure=FailureConfig(progress_timeout_s=_DEADLINE_S)))
+    run_config = _long(trials.settings(failure=FailureConfig(hang_timeout_s=_DEADLINE_S)))
     fault = Fault("final combine", "nothing", str(folder / "ended"))
     ordeal = Ordeal(folder, run_config, fault, uuid.uuid4().hex, Paced())
     run, around = trials.run_in(folder, run_config), Surroundings(tag=ordeal.tag)

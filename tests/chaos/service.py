@@ -32,7 +32,7 @@ def try_service(case: Case, folder: Path) -> Seen:
     tag, name = uuid.uuid4().hex, case.when.replace(" ", "_")
     around = Surroundings(tag=tag)
     words = [sys.executable, "-m", "tests.chaos.service", case.when, case.how, fault.mark, "train", "cluster=local",
-             f"name={name}", "failure.grace_s=30", f"output_dir={service.output_dir}", *TINY]
+             f"name={name}", "failure.grace_period_s=30", f"output_dir={service.output_dir}", *TINY]
     broken = subprocess.run(words, capture_output=True, text=True, timeout=240, check=False, cwd=folder,
                             env={**os.environ, TAG: tag, "PYTHONPATH": os.pathsep.join(sys.path)})
     assert fault.strikes(), f"the fault never struck: {broken.stderr}"

@@ -52,7 +52,7 @@ class Plan:
     quiet_s: float = 320.0          # without, in all
     job_s: float = 0.5              # a fault costs about half a job, whatever the job's length
     between_faults_s: tuple[float, float] = (20.0, 30.0)
-    progress_timeout_s: float = 3.0
+    hang_timeout_s: float = 3.0
     seed: int = 0
 
 
@@ -250,7 +250,7 @@ def _config(plan: Plan) -> RunConfig:
     schedule = replace(plain.schedule, num_jobs_initial=plan.num_workers, num_jobs_final=plan.num_workers,
                        num_epochs=num_passes / 12)   # tests.toy makes 12 passes an epoch
     return replace(plain, schedule=schedule, cluster=ClusterConfig(num_workers=plan.num_workers, threads_per_worker=1),
-                   failure=FailureConfig(progress_timeout_s=plan.progress_timeout_s))
+                   failure=FailureConfig(hang_timeout_s=plan.hang_timeout_s))
 
 
 def _hash_without_faults(plan: Plan, folder: Path, num_outer_iters: int) -> str:

@@ -76,7 +76,7 @@ def test_a_straggler_that_lives_is_never_dropped(tmp_path: Path, factor: float) 
 def test_a_killed_coordinator_takes_its_hanging_workers_with_it(tmp_path: Path) -> None:
     stopped = Fault("mid shard", "SIGSTOP", str(tmp_path / "worker-struck"), others_wait=True)
     coordinator = Fault("first result in", "SIGKILL", str(tmp_path / "struck"))
-    patient = settings(failure=FailureConfig(progress_timeout_s=60.0))   # nobody else would end the worker
+    patient = settings(failure=FailureConfig(hang_timeout_s=60.0))   # nobody else would end the worker
     ordeal = Ordeal(tmp_path, patient, coordinator, uuid.uuid4().hex, Breaks(stopped))
     around = Surroundings(tag=ordeal.tag)
     assert ordeal.run() == -signal.SIGKILL
@@ -306,10 +306,10 @@ def test_a_message_says_who_which_how_and_what_next(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("changes", "said"), [
     ({"max_worker_deaths": 0}, r"failure\.max_worker_deaths = 0"),
-    ({"on_poison": "stop", "max_attempts": 1}, r"failure\.on_poison is stop: look at that archive"),
+    ({"on_repeated_crash": "stop", "max_attempts": 1}, r"failure\.on_repeated_crash is stop: look at that archive"),
 ])
 def test_what_the_user_may_set_is_named_when_a_run_ends(tmp_path: Path, changes: dict[str, object], said: str) -> None:
-    run = run_in(tmp_path, settings(failure=FailureConfig(progress_timeout_s=0.5, **changes)))  # type: ignore[arg-type]
+    run = run_in(tmp_path, settings(failure=FailureConfig(hang_timeout_s=0.5, **changes)))  # type: ignore[arg-type]
     fault = Fault("mid shard", "SIGKILL", str(tmp_path / "struck"))
     with pytest.raises(ClusterError, match=said):
         run.train(WatchedPool(run, fault, Breaks(fault)))

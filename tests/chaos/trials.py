@@ -52,13 +52,13 @@ def settings(name: str = "", **changes: Any) -> RunConfig:
     """A run of a second; `name` is one of cases.OUTER or cases.POLICIES."""
     outer = {"overlap": OuterConfig("average", overlap=True), "bmuf": OuterConfig("bmuf", gain=1.5), "easgd": OuterConfig("easgd")}
     policy: Any = name if name in cases.POLICIES else "retry"
-    failure = FailureConfig(policy=policy, progress_timeout_s=PROGRESS_TIMEOUT_S)
+    failure = FailureConfig(policy=policy, hang_timeout_s=PROGRESS_TIMEOUT_S)
     return config(**{"outer": outer.get(name, OuterConfig("average")), "failure": failure, **changes})
 
 
 def patient(run_config: RunConfig) -> RunConfig:
     """The same for cases in which nobody hangs, and a busy machine must not make it look so."""
-    return replace(run_config, failure=replace(run_config.failure, progress_timeout_s=PATIENT_S))
+    return replace(run_config, failure=replace(run_config.failure, hang_timeout_s=PATIENT_S))
 
 
 def many_workers(num_workers: int = _MANY) -> RunConfig:

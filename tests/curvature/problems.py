@@ -95,7 +95,7 @@ class Tied(nn.Module):
         return y
 
 
-def _tdnn(kind: str, normalize: str) -> nn.Module:
+def _tdnn(kind: Any, normalize: Any) -> nn.Module:
     """A time-delay network of this project in test mode, for windows of 8 frames of 3 numbers."""
     offsets = {"tdnn": "-1,0,1 -2,1", "tdnnf": "-1,0,1 -2,0,1"}[kind]
     config = ModelConfig(kind=kind, num_layers=2, hidden_dim=5, bottleneck_dim=2, normalize=normalize, tdnn_offsets=offsets)

@@ -22,6 +22,7 @@ from ngsgd.launcher.config import compose
 from ngsgd.launcher.mlflow import tracker as mlflow_tracker
 from ngsgd.launcher.mlflow.store import read_tracking
 from ngsgd.launcher.mlflow.tracker import MlflowTracker
+from ngsgd.pipeline.runs import config_file
 from ngsgd.pipeline.runs.final_model import open_final, save_final
 from ngsgd.pipeline.runs.run_folder import RunFolder
 from ngsgd.training.storage.event_log import EventLog
@@ -70,8 +71,8 @@ def test_nothing_is_lost_when_the_server_is_killed_and_started_again(tmp_path: P
     (tmp_path / "toy").mkdir()
     small = toy.Run(tmp_path / "toy")
     save_final(RunFolder(run), small.config, small.model.eval(), small.reader)
-    config = compose.compose([f"output_dir={tmp_path}", f"tracking.uri={server.uri}", "tracking.register_as=toy"])
-    (run / "config.yaml").write_text(compose.to_yaml(config))
+    config = compose.compose([f"output_dir={tmp_path}", f"tracking.uri={server.uri}", "tracking.registered_model_name=toy"])
+    (run / "config.yaml").write_text(config_file.to_yaml(config))
     try:
         server.start()
         log, tracker = EventLog(run / "events.jsonl"), MlflowTracker(config, run, "killed", said.append)

@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -92,7 +93,7 @@ def test_all_workers_killed_at_once_are_replaced(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("exchange", ["collective", "object_store"])
-def test_the_ways_between_machines_give_the_bits_of_shared_memory(tmp_path: Path, exchange: str) -> None:
+def test_the_ways_between_machines_give_the_bits_of_shared_memory(tmp_path: Path, exchange: Any) -> None:
     whole = Run(tmp_path / "whole").train()
     cluster = ClusterConfig(num_workers=2, threads_per_worker=1, exchange=exchange)
     run = Run(tmp_path / exchange, config(cluster=cluster))
@@ -119,7 +120,7 @@ def test_a_worker_killed_while_it_keeps_its_result_costs_nothing(tmp_path: Path)
 
 
 @pytest.mark.parametrize("exchange", ["collective", "object_store"])
-def test_compressed_moves_arrive_whole(tmp_path: Path, exchange: str) -> None:
+def test_compressed_moves_arrive_whole(tmp_path: Path, exchange: Any) -> None:
     objf = {}
     for codec in ("none", "int8"):
         cluster = ClusterConfig(num_workers=2, threads_per_worker=1, exchange=exchange, compression=codec)

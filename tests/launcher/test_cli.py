@@ -15,8 +15,8 @@ import pytest
 from ngsgd.config import RunConfig
 from ngsgd.errors import ClusterError, ConfigError, DataError, NgsgdError
 from ngsgd.launcher import cli
-from ngsgd.launcher.config import compose
-from ngsgd.launcher.help import COMMANDS, knob_comments
+from ngsgd.launcher.config import compose, describe
+from ngsgd.launcher.help import COMMANDS
 from ngsgd.pipeline.runs.run_folder import RunFolder, find_run
 from ngsgd.training.records import FinalReport
 from tests.launcher.records import final_report
@@ -80,9 +80,10 @@ def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
 def test_train_help_lists_groups_settings_and_units(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["train", "--help"]) == 0
     text = capsys.readouterr().out
-    assert "ngsgd | sgd" in text
+    assert "adam | adamw" in text
     assert "schedule.lr_initial" in text
-    assert knob_comments()["schedule.lr_initial"] in " ".join(text.split())
+    [lr] = [one for one in describe.options() if one.path == "schedule.lr_initial"]
+    assert lr.about in " ".join(text.split())
     assert "--cfg job" in text
 
 
@@ -97,7 +98,7 @@ def test_columns_of_the_help_of_train_do_not_collide(columns: str, monkeypatch: 
     for group, choices in compose.groups().items():
         assert re.search(rf"^  {group}= +{choices[0]}( |$)", text, re.MULTILINE), group
     joined = " ".join(text.split())
-    for group, default in (("model", "relu"), ("outer", "bmuf"), ("preconditioner", "none"), ("recipe", "digits")):
+    for group, default in (("model", "relu"), ("outer", "bmuf"), ("optimizer", "ngsgd"), ("recipe", "digits")):
         assert f"{' | '.join(compose.groups()[group])} (default {default})" in joined
 
 
@@ -105,7 +106,7 @@ BAD_INPUTS = [
     (["trian"], "'trian' is not a command. Did you mean ngsgd train?"),
     ([], "No command was given."),
     (["train", "optimizer.max_chnage=1"], "Did you mean optimizer.max_change?"),
-    (["train", "optimizer=adam"], "choose one of ngsgd, sgd."),
+    (["train", "augment=rain"], "choose one of kaldi, none, rooms, spec."),
     (["train", "schedule.num_epochs=abc"], "it must be a number."),
     (["train", "cluster.num_workers=0"], "it must be at least 1."),
     (["train", "+foo=1"], "settings can be changed, not added or deleted"),
@@ -141,10 +142,10 @@ def test_bad_input_is_told_in_sentences_with_exit_code_2(
 def test_bad_input_as_a_real_command_shows_no_traceback_and_writes_nothing(tmp_path: Path) -> None:
     code = "import sys; from ngsgd.launcher.cli import main; sys.exit(main())"
     done = subprocess.run(
-        [sys.executable, "-c", code, "train", "optimizer=adam", "sed=1"],
+        [sys.executable, "-c", code, "train", "augment=rain", "sed=1"],
         cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert done.stderr.splitlines() == ["ngsgd: optimizer=adam is not a choice; choose one of ngsgd, sgd.",
+    assert done.stderr.splitlines() == ["ngsgd: augment=rain is not a choice; choose one of kaldi, none, rooms, spec.",
                                         "ngsgd: sed is not a setting. Did you mean seed?"]
     assert list(tmp_path.iterdir()) == []
 
@@ -260,9 +261,9 @@ def test_completion_offers_commands_then_settings(
     assert cli.main(["-sc", "query=bash"]) == 0
     assert capsys.readouterr().out.split() == ["resume", "report"]
     for command in ("train", "submit"):
-        monkeypatch.setenv("COMP_LINE", f"ngsgd {command} optimizer=")
+        monkeypatch.setenv("COMP_LINE", f"ngsgd {command} augment=")
         assert cli.main(["-sc", "query=bash"]) == 0
-        assert capsys.readouterr().out.split() == ["optimizer=ngsgd", "optimizer=sgd"]
+        assert capsys.readouterr().out.split() == ["augment=kaldi", "augment=none", "augment=rooms", "augment=spec"]
     monkeypatch.setenv("COMP_LINE", "ngsgd submit seed=1 --res")
     assert cli.main(["-sc", "query=bash"]) == 0
     assert capsys.readouterr().out.split() == ["--resume"]

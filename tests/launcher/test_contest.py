@@ -19,9 +19,9 @@ from tests.launcher.test_report import make_run
 
 
 def test_a_sweep_is_told_apart_by_what_varies() -> None:
-    runs = compose.each_of_sweep(["recipe=digits", "preconditioner=none,kfac", "seed=1,2"])
-    assert [sweep_runner._name(swept) for _, swept in runs] == ["none-s1", "none-s2", "kfac-s1", "kfac-s2"]
-    assert runs[2][0] == ["recipe=digits", "preconditioner=kfac", "seed=1"]
+    runs = compose.each_of_sweep(["recipe=digits", "optimizer=ngsgd,kfac", "seed=1,2"])
+    assert [sweep_runner._name(swept) for _, swept in runs] == ["ngsgd-s1", "ngsgd-s2", "kfac-s1", "kfac-s2"]
+    assert runs[2][0] == ["recipe=digits", "optimizer=kfac", "seed=1"]
     assert sweep_runner._name(["model.dropout_schedule='0.1,0.1'"]) == "_0.1_0.1_"
     assert sweep_runner._name([]) == "run"
 
@@ -70,10 +70,10 @@ def test_settings_are_trained_and_compared_with_runs_that_are_there(tmp_path: Pa
     training = Training(tmp_path, failing="shampoo")
     monkeypatch.setattr(subprocess, "Popen", training)
     monkeypatch.setattr(sweep_runner, "_resident", training.resident)
-    assert cli.main(["compare", "old", "preconditioner=none,kfac,shampoo", "--json"]) == 0
+    assert cli.main(["compare", "old", "optimizer=ngsgd,kfac,shampoo", "--json"]) == 0
     said = capsys.readouterr()
     found = json.loads(said.out)["runs"]
-    assert [run["run"].rpartition("-2026")[0] for run in found] == ["old", "none", "kfac"]
+    assert [run["run"].rpartition("-2026")[0] for run in found] == ["old", "ngsgd", "kfac"]
     assert "shampoo did not come to its end" in said.err and "run 2 of 3: kfac" in said.err
     assert found[0]["peak_resident_mib"] is None
     # an interpreter takes about 10 MiB of its own, this process several hundred
@@ -86,7 +86,7 @@ def test_wrong_settings_are_told_before_a_run_starts(tmp_path: Path, monkeypatch
                                                      capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(subprocess, "Popen", Training(tmp_path, failing="run"))
-    assert cli.main(["compare", "preconditioner=none,kfak"]) == 2
+    assert cli.main(["compare", "optimizer=ngsgd,kfak"]) == 2
     assert "kfak" in capsys.readouterr().err
-    assert cli.main(["compare", "preconditioner=none"]) == 2
+    assert cli.main(["compare", "optimizer=ngsgd"]) == 2
     assert "none of the runs came to its end" in capsys.readouterr().err

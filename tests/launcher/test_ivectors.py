@@ -16,8 +16,8 @@ from ngsgd.asr.speech_set import SpeechSet, assemble
 from ngsgd.asr.utterance import FramedUtterance
 from ngsgd.config import FeatureConfig, IvectorConfig, RunConfig
 from ngsgd.errors import DataError
-from ngsgd.launcher.config import compose
 from ngsgd.pipeline.ivectors import extractor_of, with_ivectors
+from ngsgd.pipeline.runs import config_file
 from ngsgd.pipeline.runs.run_folder import RunFolder
 
 CONFIG = RunConfig(ivectors=IvectorConfig(dim=2, num_gaussians=4, context=1, pca_dim=4, num_iters=2,
@@ -63,7 +63,7 @@ def test_the_extractor_is_the_runs_own_or_the_starting_runs_or_that_in_the_cache
     (start / "final" / "ivectors.safetensors").write_bytes(cached.read_bytes())
     from_start = RunConfig(ivectors=CONFIG.ivectors, init_model=str(start))
     assert extractor_of(from_start, corpus, tmp_path, pytest.fail, None) == start / "final" / "ivectors.safetensors"
-    folder = RunFolder.create(RunConfig(output_dir=str(tmp_path)), compose.to_yaml(CONFIG))
+    folder = RunFolder.create(RunConfig(output_dir=str(tmp_path)), config_file.to_yaml(CONFIG))
     assert extractor_of(CONFIG, corpus, tmp_path, pytest.fail, folder) == cached
     folder.remember_data("digest", tmp_path / "egs", cached)
     assert extractor_of(from_start, corpus, tmp_path, pytest.fail, folder) == folder.path / "ivectors.safetensors"

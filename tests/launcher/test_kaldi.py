@@ -29,6 +29,7 @@ from ngsgd.models.nnet3.network import describe
 from ngsgd.models.nnet3.text import to_text
 from ngsgd.optim.ngsgd import NGSGD
 from ngsgd.pipeline.kaldi_exchange import export_language, export_set, updates_of
+from ngsgd.pipeline.runs import config_file
 from ngsgd.pipeline.runs.final_model import write_final
 from ngsgd.training.worker import make_optimizer
 from tests.models.test_nnet3 import BESIDE, SHAPES, WINDOW, trained
@@ -118,7 +119,7 @@ def write_run(folder: Path, overrides: list[str], name: str = "relu", window: Wi
     """The folder of a run that has ended, as far as its model goes."""
     model, config = trained(name, window)
     folder.mkdir()
-    (folder / "config.yaml").write_text(compose.to_yaml(compose.compose(overrides)))
+    (folder / "config.yaml").write_text(config_file.to_yaml(compose.compose(overrides)))
     about: dict[str, Any] = {"model": asdict(config), "num_inputs": window.num_inputs, "num_classes": 3, **window._asdict(),
                              "priors": [0.5, 0.3, 0.2], "stage": None, "class_counts": [], "objective": "ce"}
     write_final(folder / "final", model, about, None)

@@ -22,6 +22,7 @@ from ngsgd.launcher.mlflow import store as mlflow_store
 from ngsgd.launcher.mlflow import tracker as mlflow_tracker
 from ngsgd.launcher.mlflow.store import read_tracking
 from ngsgd.launcher.mlflow.tracker import MlflowTracker
+from ngsgd.pipeline.runs import config_file
 from ngsgd.training.records import Incident
 from ngsgd.training.storage.event_log import EventLog
 from tests.launcher.records import final_report, job, outer_iteration
@@ -82,9 +83,9 @@ class Client:
 
 @pytest.fixture
 def config(tmp_path: Path) -> RunConfig:
-    config = compose.compose([f"output_dir={tmp_path}", "tracking.worker_runs=true", "tracking.system=false"])
+    config = compose.compose([f"output_dir={tmp_path}", "tracking.nested_runs=true", "tracking.log_system_metrics=false"])
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "config.yaml").write_text(compose.to_yaml(config))
+    (tmp_path / "run" / "config.yaml").write_text(config_file.to_yaml(config))
     (tmp_path / "run" / "events.jsonl").write_text("{}\n")
     return config
 
@@ -225,7 +226,7 @@ def test_a_store_that_was_emptied_gets_the_whole_run_again_tagged(config: RunCon
 
 def test_workers_have_runs_of_their_own_only_when_asked(config: RunConfig) -> None:
     client = Client()
-    quiet = replace(config, tracking=replace(config.tracking, worker_runs=False, system=True))
+    quiet = replace(config, tracking=replace(config.tracking, nested_runs=False, log_system_metrics=True))
     tracker, _ = start(quiet, lambda _: client)
     tracker.outer_iteration(outer_iteration(0))
     tracker.close("FINISHED")
@@ -235,7 +236,8 @@ def test_workers_have_runs_of_their_own_only_when_asked(config: RunConfig) -> No
 
 def test_every_machine_has_its_load_in_a_section_of_its_own_and_batches_stay_within_the_limit(config: RunConfig) -> None:
     client = Client()
-    tracker, _ = start(replace(config, tracking=replace(config.tracking, worker_runs=False, system=True)), lambda _: client)
+    tracking = replace(config.tracking, nested_runs=False, log_system_metrics=True)
+    tracker, _ = start(replace(config, tracking=tracking), lambda _: client)
     away = tuple(replace(job(number=number, worker=number), host=f"n{number % 40:02}",
                          machine={f"figure{index}": 100.0 * number + index for index in range(50)}) for number in range(41))
     tracker.outer_iteration(outer_iteration(0, jobs=(job(), *away)))
@@ -358,7 +360,7 @@ def test_a_server_cannot_have_files_written_on_this_machine(config: RunConfig, t
     victim.mkdir()
     (tmp_path / "run" / "final").mkdir()
     (tmp_path / "run" / "final" / "model.json").write_text("{}")
-    config = replace(config, tracking=replace(config.tracking, uri="http://127.0.0.1:1", register_as="m"))
+    config = replace(config, tracking=replace(config.tracking, uri="http://127.0.0.1:1", registered_model_name="m"))
     client = LyingClient(form.format(victim))
     tracker, said = start(config, lambda _: client)
     tracker.outer_iteration(outer_iteration(0))

@@ -260,7 +260,7 @@ def test_a_run_ends_with_what_the_probe_foretold_where_there_is_one(tmp_path: Pa
 
 
 @pytest.mark.parametrize("changes", [{"address": "auto"}, {"outer": OuterConfig(overlap=True)},
-                                     {"schedule": ScheduleConfig(shares="time")}])
+                                     {"schedule": ScheduleConfig(load_balancing="time")}])
 def test_the_probe_says_nothing_about_a_cluster_or_jobs_of_another_kind(tmp_path: Path, changes: dict[str, Any]) -> None:
     forecast, lines = _forecast(tmp_path, **changes)
     _keep(RunConfig(output_dir=str(tmp_path)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ray.exceptions import RayTaskError
@@ -17,7 +18,7 @@ from ngsgd.launcher.ray.worker import Address
 from tests.toy import Run, config
 
 
-def pool_of(tmp_path: Path, exchange: str, *, far: bool, gpus: float = 0.0, size: int = 50_000_000) -> RayPool:
+def pool_of(tmp_path: Path, exchange: Any, *, far: bool, gpus: float = 0.0, size: int = 50_000_000) -> RayPool:
     run = Run(tmp_path)
     spec = replace(run.spec, config=replace(run.config, cluster=ClusterConfig(exchange=exchange)))
     pool = RayPool(spec, 1, size)

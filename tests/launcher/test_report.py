@@ -21,6 +21,7 @@ from ngsgd.launcher.commands.report import spectra
 from ngsgd.launcher.config import compose
 from ngsgd.launcher.mlflow import store
 from ngsgd.launcher.reports.charts import charts_of
+from ngsgd.pipeline.runs import config_file
 from ngsgd.pipeline.runs.run_folder import RunFolder
 from ngsgd.training.records import Incident
 from ngsgd.training.storage.event_log import EventLog
@@ -31,7 +32,7 @@ def make_run(root: Path, name: str, *settings: str, speed: float = 1.0, wer: flo
     """A run of ten outer iterations whose objf rises from -2 to -1; `speed` is that of its clock."""
     run = root / "runs" / f"{name}-20260101-000000"
     run.mkdir(parents=True)
-    (run / "config.yaml").write_text(compose.to_yaml(compose.compose([f"name={name}", *settings])))
+    (run / "config.yaml").write_text(config_file.to_yaml(compose.compose([f"name={name}", *settings])))
     log = EventLog(run / "events.jsonl")
     for number in range(10):
         ends = 3.0 * (number + 1) / speed

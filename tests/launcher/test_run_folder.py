@@ -7,16 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from ngsgd.config import OptimizerConfig, OuterConfig, PreconditionerConfig, RunConfig
+from ngsgd.config import OptimizerConfig, OuterConfig, RunConfig
 from ngsgd.errors import CheckpointError, RunLockedError
 from ngsgd.launcher.config import compose
+from ngsgd.pipeline.runs import config_file
 from ngsgd.pipeline.runs.run_folder import RunFolder, require_unchanged, run_name
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> RunFolder:
     config = RunConfig(output_dir=str(tmp_path / "deep" / "runs"), name="one")
-    return RunFolder.create(config, compose.to_yaml(config))
+    return RunFolder.create(config, config_file.to_yaml(config))
 
 
 def test_an_unchanged_configuration_comes_back(folder: RunFolder) -> None:
@@ -26,10 +27,10 @@ def test_an_unchanged_configuration_comes_back(folder: RunFolder) -> None:
 
 @pytest.mark.parametrize(("config", "name"), [
     (RunConfig(), "digits-relu-ngsgd-j2-s0"),
-    (RunConfig(optimizer=OptimizerConfig("sgd"), preconditioner=PreconditionerConfig("kfac")), "digits-relu-sgd-kfac-j2-s0"),
+    (RunConfig(optimizer=OptimizerConfig("kfac")), "digits-relu-kfac-j2-s0"),
     (RunConfig(outer=OuterConfig("average")), "digits-relu-ngsgd-average-j2-s0"),
     (RunConfig(name="mine", outer=OuterConfig("average")), "mine")])
-def test_the_name_of_a_run_tells_preconditioner_and_outer_rule_where_they_are_not_the_default(config: RunConfig, name: str) -> None:
+def test_the_name_of_a_run_has_the_optimizer_and_an_outer_rule_that_is_not_the_default(config: RunConfig, name: str) -> None:
     assert run_name(config) == name
 
 
@@ -44,7 +45,7 @@ def test_a_changed_configuration_is_refused_until_it_is_accepted(folder: RunFold
 
 
 def test_a_configuration_of_before_the_checksums_is_accepted(folder: RunFolder) -> None:
-    folder.config.write_text(compose.to_yaml(RunConfig(name="old")))
+    folder.config.write_text(config_file.to_yaml(RunConfig(name="old")))
     # without its last line a configuration of this version is changed
     with pytest.raises(CheckpointError, match="accept-changed-config"):
         require_unchanged(folder.config)
@@ -84,7 +85,7 @@ def test_what_a_resume_needs_is_synced_with_its_folder_entries(tmp_path: Path, m
         fsync(descriptor)
     monkeypatch.setattr(os, "fsync", noted)
     config = RunConfig(output_dir=str(tmp_path / "deep" / "runs"), name="one")
-    folder = RunFolder.create(config, compose.to_yaml(config))
+    folder = RunFolder.create(config, config_file.to_yaml(config))
     folder.remember_data("d1", Path("egs"), None)
     names = [Path(path).name for path in synced]
     assert any(name.startswith(".config.yaml.") for name in names) and any(name.startswith(".data.json.") for name in names)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,7 +31,7 @@ def _resumed(run_config: RunConfig, folder: RunFolder, *, allow: bool = False) -
     return FingerprintCheck.of_resumed_run(run_config, folder, told.append, allow_other_bits=allow), told
 
 
-def _with_workers(num_workers: int, kind: str = "local") -> RunConfig:
+def _with_workers(num_workers: int, kind: Any = "local") -> RunConfig:
     return config(cluster=ClusterConfig(kind, num_workers=num_workers))
 
 
@@ -44,7 +45,7 @@ def test_threads_stay_those_of_the_beginning(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("kind", ["local", "in_process", "ray"])
-def test_a_resume_under_the_same_conditions_keeps_one_entry(kind: str, tmp_path: Path) -> None:
+def test_a_resume_under_the_same_conditions_keeps_one_entry(kind: Any, tmp_path: Path) -> None:
     folder = _begun(tmp_path, _with_workers(2, kind))
     bits, _ = _resumed(_with_workers(2, kind), folder)
     assert bits.agreement.refusal(bits.agreement.wanted) == ""

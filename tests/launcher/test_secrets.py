@@ -20,6 +20,7 @@ from ngsgd.launcher.mlflow.tracker import MlflowTracker
 from ngsgd.launcher.reports.progress import ProgressTracker
 from ngsgd.launcher.text import is_masked, masked, printable
 from ngsgd.pipeline.run import Run
+from ngsgd.pipeline.runs import config_file
 from ngsgd.training.records import Incident
 from ngsgd.training.storage.event_log import EventLog
 from tests.launcher.records import final_report, outer_iteration
@@ -56,7 +57,7 @@ def test_what_is_left_as_it_is(text: str) -> None:
 def make_run(root: Path, config: Any) -> Path:
     run = root / "runs" / "first-20260101-000000"
     run.mkdir(parents=True)
-    (run / "config.yaml").write_text(compose.to_yaml(config))
+    (run / "config.yaml").write_text(config_file.to_yaml(config))
     log = EventLog(run / "events.jsonl")
     for number in range(2):
         log.outer_iteration(outer_iteration(number, num_outer_iters=2))
@@ -99,7 +100,7 @@ def test_no_file_and_no_line_of_a_run_has_the_password(tmp_path: Path, monkeypat
 def test_a_known_password_is_masked_in_lines_and_settings_stay_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "speech")
     assert "speech" not in masked("nonnumeric port: 'speech@host'")
-    assert "/data/speech" in compose.to_yaml(compose.compose(["data.cache_dir=/data/speech"]))
+    assert "/data/speech" in config_file.to_yaml(compose.compose(["data.cache_dir=/data/speech"]))
 
 
 def test_a_sweep_leaves_no_password(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

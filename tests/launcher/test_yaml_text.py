@@ -11,6 +11,7 @@ import pytest
 from ngsgd.config import RunConfig
 from ngsgd.errors import ConfigError
 from ngsgd.launcher.config import compose, tuned_file
+from ngsgd.pipeline.runs import config_file
 
 
 def expand_aliases(path: Path) -> None:
@@ -56,7 +57,7 @@ def test_hostile_yaml_is_refused_by_name(tmp_path: Path, damage: Callable[[Path]
 
 
 def test_a_configuration_comes_back_and_a_few_aliases_are_read(tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text(compose.to_yaml(RunConfig()))
+    (tmp_path / "config.yaml").write_text(config_file.to_yaml(RunConfig()))
     assert compose.from_yaml(tmp_path / "config.yaml") == RunConfig()
     text = (tmp_path / "config.yaml").read_text().replace("seed: 0", "seed: &seed 0", 1)
     assert "&seed" in text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -109,7 +110,7 @@ def test_only_the_first_rows_are_kept_and_no_more_than_there_are(tmp_path: Path)
 
 
 @pytest.mark.parametrize("kind", ["relu", "tdnn"])
-def test_training_leaves_the_transform_alone_and_learns_behind_it(tmp_path: Path, kind: str) -> None:
+def test_training_leaves_the_transform_alone_and_learns_behind_it(tmp_path: Path, kind: Any) -> None:
     model = ModelConfig(kind=kind, num_layers=2, hidden_dim=16, input_transform="lda", tdnn_offsets="-1,0 -1,0,1")
     run = toy.Run(tmp_path, toy.config(model=model))
     before = {name: value.clone() for name, value in run.model.named_buffers() if "transform" in name}

@@ -1,6 +1,7 @@
 """P-norm and renormalise, forward and backward, against Kaldi (golden/blocks.npz)."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -93,7 +94,7 @@ def test_batchnorm_of_a_single_row_uses_the_statistics_so_far() -> None:
 
 
 @pytest.mark.parametrize("kind", ["relu", "pnorm", "tdnn", "tdnnf"])
-def test_batchnorm_trains_and_its_statistics_are_the_datas(tmp_path: Path, kind: str) -> None:
+def test_batchnorm_trains_and_its_statistics_are_the_datas(tmp_path: Path, kind: Any) -> None:
     model = ModelConfig(kind=kind, num_layers=2, hidden_dim=20, normalize="batchnorm", tdnn_offsets="-1,0,1 -1,0")
     run = Run(tmp_path, toy_config(model=model))
     end = run.train()

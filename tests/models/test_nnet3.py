@@ -227,7 +227,7 @@ def test_seven_digits_change_parameters_by_their_rounding_alone() -> None:
 @pytest.mark.entry("K5")
 @pytest.mark.parametrize("kind", ["FloatVector", "DoubleVector"])
 @pytest.mark.parametrize("is_binary", [True, False])
-def test_priors_that_kaldis_code_wrote_are_read(tmp_path: Path, kind: str, is_binary: bool) -> None:
+def test_priors_that_kaldis_code_wrote_are_read(tmp_path: Path, kind: Any, is_binary: bool) -> None:
     kaldi_native_io = pytest.importorskip("kaldi_native_io")
     values = np.random.default_rng(0).dirichlet(np.ones(7))
     path = str(tmp_path / "priors.vec")
@@ -336,7 +336,7 @@ DROPOUTS = {
                    "dropout components are passed over, as Kaldi passes over them outside of training; set "
                    "`model.dropout_schedule` to train on with dropout.")
 @pytest.mark.parametrize("kind", DROPOUTS)
-def test_dropout_between_layers_is_passed_over(kind: str) -> None:
+def test_dropout_between_layers_is_passed_over(kind: Any) -> None:
     model, config = trained("relu-batchnorm")
     text = to_text(describe(model, config, WINDOW))
     component = f"<{kind}> {DROPOUTS[kind]}</{kind}> "

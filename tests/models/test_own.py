@@ -16,6 +16,7 @@ from ngsgd.config import ModelConfig, RunConfig, check
 from ngsgd.errors import ConfigError
 from ngsgd.launcher.config import compose
 from ngsgd.models import Window, build_model
+from ngsgd.pipeline.runs import config_file
 from ngsgd.training.worker import make_optimizer
 from tests import toy
 
@@ -124,7 +125,7 @@ def test_settings_of_our_own_models_do_not_go_with_it() -> None:
 def test_the_command_line_gives_arguments(overrides: list[str], tmp_path: Path) -> None:
     config = compose.compose(["model._target_=a.b:C", *overrides])
     assert (config.model._target_, config.model.args) == ("a.b:C", {"width": 64, "name": "x"})
-    (tmp_path / "config.yaml").write_text(compose.to_yaml(config))
+    (tmp_path / "config.yaml").write_text(config_file.to_yaml(config))
     assert compose.from_yaml(tmp_path / "config.yaml") == config
 
 

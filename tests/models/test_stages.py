@@ -17,7 +17,7 @@ from tests.reference import models as reference
 COUNTS = DataStatistics((500.0, 40.0, 3000.0))
 
 
-def stages(num_outer_iters: int = 40, early_rules: str = "none", **model: Any) -> Stages:
+def stages(num_outer_iters: int = 40, early_rules: Any = "none", **model: Any) -> Stages:
     return Stages.of(ModelConfig(**model), ScheduleConfig(minibatch_size=129, early_rules=early_rules), num_outer_iters)
 
 
@@ -51,7 +51,7 @@ def test_a_run_that_is_too_short_is_told_so(num_outer_iters: int, model: dict[st
     stages(num_outer_iters + 3, **model)
 
 
-def staged(kind: str = "relu", **changes: Any) -> StagedModel:
+def staged(kind: Any = "relu", **changes: Any) -> StagedModel:
     config = ModelConfig(kind=kind, num_layers=3, hidden_dim=20, tdnn_offsets="-1,0,1 -1,0 0,1", num_subclasses=9,
                          add_layers_period=1, **changes)
     model = build_model(config, 5 * 4, 3, 0, window=Window(2, 2, 4), statistics=COUNTS)
@@ -60,7 +60,7 @@ def staged(kind: str = "relu", **changes: Any) -> StagedModel:
 
 
 @pytest.mark.parametrize("kind", ["relu", "pnorm", "tdnn", "tdnnf"])
-def test_every_stage_is_a_network_of_its_own_layers(kind: str) -> None:
+def test_every_stage_is_a_network_of_its_own_layers(kind: Any) -> None:
     model, x_NI = staged(kind), torch.randn(6, 20)
     for num_layers in (1, 2, 3):
         for is_split in (False, True):

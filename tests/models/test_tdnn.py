@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ WINDOW = Window(LEFT, RIGHT, DIM)
 OFFSETS = {"tdnn": "-1,0,1 -2,2 -2,1", "tdnnf": "-1,0,1 -2,0,2 -2,0,1"}
 
 
-def network(kind: str, normalize: str = "renormalize", *, transform: Tensor | None = None) -> TimeDelayNetwork:
+def network(kind: Any, normalize: Any = "renormalize", *, transform: Tensor | None = None) -> TimeDelayNetwork:
     """A network in test mode whose statistics and output layer are not those it starts with."""
     config = ModelConfig(kind=kind, num_layers=3, hidden_dim=8, bottleneck_dim=4, normalize=normalize, tdnn_offsets=OFFSETS[kind])
     model = build_model(config, (LEFT + 1 + RIGHT) * DIM, CLASSES, 1, window=WINDOW, statistics=DataStatistics((), transform))
@@ -46,7 +47,7 @@ def utterance(num_frames: int) -> tuple[np.ndarray, Tensor]:
 @pytest.mark.parametrize("num_frames", [1, 2, 17])
 @pytest.mark.parametrize("normalize", ["renormalize", "batchnorm"])
 @pytest.mark.parametrize("kind", ["tdnn", "tdnnf"])
-def test_windows_and_whole_utterances_give_the_reference_frame_by_frame(kind: str, normalize: str, num_frames: int) -> None:
+def test_windows_and_whole_utterances_give_the_reference_frame_by_frame(kind: Any, normalize: Any, num_frames: int) -> None:
     model = network(kind, normalize)
     frames, x_TI = utterance(num_frames)
     expected = np.stack([reference.frame_by_frame(model, frames, t) for t in range(num_frames)])
@@ -56,7 +57,7 @@ def test_windows_and_whole_utterances_give_the_reference_frame_by_frame(kind: st
 
 @pytest.mark.parametrize("has_transform", [False, True])
 @pytest.mark.parametrize("kind", ["tdnn", "tdnnf"])
-def test_what_goes_beside_a_frame_reaches_its_output_alone(kind: str, has_transform: bool) -> None:
+def test_what_goes_beside_a_frame_reaches_its_output_alone(kind: Any, has_transform: bool) -> None:
     """Windows and whole utterances give the same; a bias of the first layer does what a constant beside all frames does."""
     side_dim = 2
     config = ModelConfig(kind=kind, num_layers=3, hidden_dim=8, bottleneck_dim=4, tdnn_offsets=OFFSETS[kind],
@@ -107,7 +108,7 @@ def test_only_frames_that_the_output_depends_on_are_computed() -> None:
 
 
 @pytest.mark.parametrize("kind", ["tdnn", "tdnnf"])
-def test_the_derivative_is_that_of_finite_differences(kind: str) -> None:
+def test_the_derivative_is_that_of_finite_differences(kind: Any) -> None:
     model = network(kind).double()
     x = utterance(2)[1].double().requires_grad_()
     assert torch.autograd.gradcheck(model, (x,))
@@ -115,7 +116,7 @@ def test_the_derivative_is_that_of_finite_differences(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["tdnn", "tdnnf"])
-def test_every_affine_layer_takes_natural_gradient_steps(kind: str) -> None:
+def test_every_affine_layer_takes_natural_gradient_steps(kind: Any) -> None:
     optimizer = NGSGD(network(kind), 1e-3)
     assert optimizer.fallbacks == []
     assert f"{kind}2.affine" in optimizer.preconditioned
@@ -169,5 +170,5 @@ def test_offsets_that_cannot_be_are_told_in_a_sentence(changes: dict[str, object
 
 
 @pytest.mark.parametrize("kind", ["tdnn", "tdnnf"])
-def test_no_rows_give_no_logits(kind: str) -> None:
+def test_no_rows_give_no_logits(kind: Any) -> None:
     assert network(kind)(utterance(3)[1][:0]).shape == (0, CLASSES)

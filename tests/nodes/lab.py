@@ -22,7 +22,7 @@ _STORE_BYTES = 100 * 2**20
 _START_S = 120.0
 _RUN_S = 300.0
 SETTINGS = [*(setting for setting in TINY if "num_epochs" not in setting), "schedule.num_epochs=6", "cluster.num_workers=3",
-            "cluster.threads_per_worker=1", "failure.progress_timeout_s=5", "failure.max_attempts=10"]
+            "cluster.threads_per_worker=1", "failure.hang_timeout_s=5", "failure.max_attempts=10"]
 
 
 @dataclass

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ngsgd.config import EVERY_MINIBATCH, FISHER_OF
+from ngsgd.config.sections.optimizer import EVERY_MINIBATCH, FISHER_OF
 from ngsgd.errors import CheckpointError, ConfigError
 from ngsgd.preconditioners import KFAC, KFRA, METHODS, GradientMaker, Preconditioner
 from ngsgd.preconditioners.options import FisherOptions

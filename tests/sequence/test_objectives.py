@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -60,14 +61,14 @@ def by_enumeration(config: ObjectiveConfig, y_NP: np.ndarray, pdf_N: list[int], 
         begin += length
     smooth = log_softmax[np.arange(len(pdf_N)), pdf_N].sum()
     if config.kind == "lfmmi":
-        return float(total + config.cross_entropy * smooth - 0.5 * config.output_l2 * np.square(y_NP).sum())
-    return float((1.0 - config.cross_entropy) * total + config.cross_entropy * smooth)
+        return float(total + config.ce_weight * smooth - 0.5 * config.output_l2 * np.square(y_NP).sum())
+    return float((1.0 - config.ce_weight) * total + config.ce_weight * smooth)
 
 
 @pytest.mark.parametrize("one_silence_class", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
-def test_objective_equals_an_enumeration_and_its_gradient_finite_differences(kind: str, one_silence_class: bool) -> None:
-    config = ObjectiveConfig(kind=kind, acoustic_scale=0.7, boost=0.5, cross_entropy=0.2, output_l2=0.01,
+def test_objective_equals_an_enumeration_and_its_gradient_finite_differences(kind: Any, one_silence_class: bool) -> None:
+    config = ObjectiveConfig(kind=kind, acoustic_scale=0.7, boost=0.5, ce_weight=0.2, output_l2=0.01,
                              one_silence_class=one_silence_class)
     objective = SequenceObjective(config, denominator(), dtype=torch.float64)
     y_NP, pdf_N, log_weight_B = problem()
@@ -92,7 +93,7 @@ def test_gradients_are_differences_of_posteriors() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_sequence_without_a_path_counts_and_moves_nothing(kind: str) -> None:
+def test_a_sequence_without_a_path_counts_and_moves_nothing(kind: Any) -> None:
     """The other sequence has the derivative that it has alone."""
     one = denominator()
     initial = np.array([0.0, -np.inf, -np.inf, -np.inf])
@@ -110,7 +111,7 @@ def test_a_sequence_without_a_path_counts_and_moves_nothing(kind: str) -> None:
 
 
 def test_float32_is_close_to_float64() -> None:
-    config = ObjectiveConfig(kind="smbr", cross_entropy=0.1)
+    config = ObjectiveConfig(kind="smbr", ce_weight=0.1)
     y_NP, pdf_N, log_weight_B = problem()
     values = [SequenceObjective(config, denominator(), dtype=dtype)(y_NP.to(dtype), pdf_N, LENGTHS, log_weight_B).double()
               for dtype in (torch.float32, torch.float64)]

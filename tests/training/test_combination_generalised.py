@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +15,7 @@ from torch import nn
 from ngsgd.config import ModelConfig
 from ngsgd.data.reader import Minibatch
 from ngsgd.models import PNorm, Renormalize, build_model
-from ngsgd.pipeline.combination import Candidate, HeldOut, generalised, lbfgs, normalize_stddev
+from ngsgd.pipeline.combination import Candidate, HeldOut, generalized, lbfgs, normalize_stddev
 from ngsgd.pipeline.combination.layer_weights import WeightedLayers, preconditioner, updatable_layers
 from ngsgd.pipeline.combination.stddev import scale_invariant_layers
 from ngsgd.training.parameter_vector import FlatLayout, Vector
@@ -137,8 +138,8 @@ def test_a_layer_is_a_module_with_trainable_parameters_of_its_own() -> None:
 
 def test_the_parameters_are_the_weighted_models() -> None:
     problem = Problem(seed=2)
-    combined = generalised(given(problem.vectors), problem.held_out)
-    assert combined.chosen == "generalised" and combined.num_models == NUM_MODELS
+    combined = generalized(given(problem.vectors), problem.held_out)
+    assert combined.chosen == "generalized" and combined.num_models == NUM_MODELS
     weights_KL = np.array(list(combined.weights.values())).T
     assert list(combined.weights) == ["0", "2"]
     wanted_P = reference.combined([v.astype(np.float64) for v in problem.vectors], problem.layer_of, weights_KL)
@@ -156,7 +157,7 @@ def test_the_optimum_of_a_concave_problem_is_found() -> None:
     vectors = [random.normal(size=held_out.layout.size).astype(np.float32) for _ in range(4)]
     matrices = [v.reshape(NUM_CLASSES, DIM).astype(np.float64) for v in vectors]
     wanted_K, wanted_objf = reference.newton_maximum(x_ND.double().numpy(), pdf_N.numpy(), matrices)
-    combined = generalised(given(vectors), held_out)
+    combined = generalized(given(vectors), held_out)
     assert combined.mean_objf[4] < wanted_objf - 0.1  # there is something to find
     assert abs(combined.objf - wanted_objf) < 1e-6    # a maximum is flat: errors of the weights enter squared
     np.testing.assert_allclose(combined.weights[""], wanted_K, atol=1e-3)
@@ -169,17 +170,17 @@ def test_never_worse_than_the_mean_or_the_newest_model(max_evaluations: int) -> 
         problem = Problem(seed)
         vectors = problem.vectors
         if seed % 3 == 0:  # the newest is good, the others are far off
-            vectors = [generalised(given(vectors), problem.held_out).parameters, *(v * np.float32(9) for v in vectors[1:])]
+            vectors = [generalized(given(vectors), problem.held_out).parameters, *(v * np.float32(9) for v in vectors[1:])]
         if seed % 3 == 1:  # their noise cancels in the mean, which nothing but scales can better
             vectors = [vectors[0] + vectors[1], vectors[0] - vectors[1]]
-        combined = generalised(given(vectors), problem.held_out, max_evaluations=max_evaluations)
+        combined = generalized(given(vectors), problem.held_out, max_evaluations=max_evaluations)
         newest, mean = (problem.held_out(v)[0] for v in (vectors[0], mean_of(vectors).astype(np.float32)))
         assert combined.objf == problem.held_out(combined.parameters)[0] >= max(newest, mean)
         assert (combined.objf_newest, combined.mean_objf[len(vectors)]) == (newest, mean)
-        if combined.chosen != "generalised":
+        if combined.chosen != "generalized":
             assert combined.objf == {"newest": newest, "mean": mean}[combined.chosen]
         chosen.add(combined.chosen)
-    assert chosen >= {"newest", "mean" if max_evaluations == 1 else "generalised"}
+    assert chosen >= {"newest", "mean" if max_evaluations == 1 else "generalized"}
 
 
 def test_of_equals_the_simplest_is_chosen() -> None:
@@ -188,14 +189,14 @@ def test_of_equals_the_simplest_is_chosen() -> None:
     assert problem.held_out(newest_P * np.float32(0.25))[0] > problem.held_out(newest_P)[0]  # random models shout
     for others, chosen in (([], "newest"), ([newest_P * np.float32(-0.5)], "mean")):
         # with one evaluation the search stays at the mean of all
-        assert generalised(given([newest_P, *others]), problem.held_out, max_evaluations=1).chosen == chosen
+        assert generalized(given([newest_P, *others]), problem.held_out, max_evaluations=1).chosen == chosen
 
 
 def test_a_mean_that_is_not_finite_leaves_the_newest_model() -> None:
     problem = Problem()
     model = problem.held_out.model.float()  # float64 would not overflow
     held_out = HeldOut(model, frames(NUM_FRAMES, 0))
-    combined = generalised(given([problem.vectors[0], problem.vectors[1] * np.float32(1e38)]), held_out)
+    combined = generalized(given([problem.vectors[0], problem.vectors[1] * np.float32(1e38)]), held_out)
     assert combined.chosen == "newest"
     assert np.array_equal(combined.parameters, problem.vectors[0])
     assert combined.mean_objf[2] == -np.inf
@@ -215,7 +216,7 @@ def test_a_layer_without_effect_is_no_obstacle() -> None:
     model.forward = problem.held_out.model.forward  # type: ignore[method-assign]
     with_unused = HeldOut(model.double(), problem.held_out.minibatch)
     vectors = [np.append(v, np.arange(6, dtype=np.float32)) for v in problem.vectors]
-    combined, without = generalised(given(vectors), with_unused), generalised(given(problem.vectors), problem.held_out)
+    combined, without = generalized(given(vectors), with_unused), generalized(given(problem.vectors), problem.held_out)
     np.testing.assert_allclose(combined.weights["unused"], 1.0 / 3.0, rtol=1e-9)  # nothing moves them; one solve's rounding
     assert combined.objf > without.mean_objf[3] + 0.1
 
@@ -224,9 +225,9 @@ def test_the_order_of_the_models_permutes_their_weights() -> None:
     problem = Problem(seed=3)
     order = [2, 0, 1]
     # few evaluations: rounding errors grow from step to step
-    first, second = (generalised(given([problem.vectors[k] for k in ks]), problem.held_out, max_evaluations=8)
+    first, second = (generalized(given([problem.vectors[k] for k in ks]), problem.held_out, max_evaluations=8)
                      for ks in ([0, 1, 2], order))
-    assert first.chosen == second.chosen == "generalised"
+    assert first.chosen == second.chosen == "generalized"
     assert first.objf > first.mean_objf[3] + 0.1
     for layer, weights_K in first.weights.items():
         np.testing.assert_allclose(second.weights[layer], [weights_K[k] for k in order], rtol=1e-6, atol=1e-9)
@@ -241,8 +242,8 @@ def test_frozen_parameters_and_buffers_get_the_plain_mean() -> None:
     vectors = [np.random.default_rng(k).normal(size=layout.size).astype(np.float32) for k in range(3)]
     for vector in vectors:
         vector[layout.part("0.weight")] = vectors[0][layout.part("0.weight")]  # frozen: the same in all models
-    combined = generalised(given(vectors), held_out)
-    assert combined.chosen == "generalised" and list(combined.weights) == ["2"]
+    combined = generalized(given(vectors), held_out)
+    assert combined.chosen == "generalized" and list(combined.weights) == ["2"]
     assert np.array_equal(combined.parameters[layout.part("0.weight")], vectors[0][layout.part("0.weight")])
     mean_P = mean_of(vectors)
     for name in ("0.bias", "seen"):
@@ -257,8 +258,8 @@ def test_a_shared_parameter_stays_shared() -> None:
     vectors = [np.random.default_rng(k).normal(size=layout.size).astype(np.float32) for k in range(3)]
     for vector in vectors:
         vector[layout.part("2.weight")] = vector[layout.part("0.weight")]
-    combined = generalised(given(vectors), held_out)
-    assert combined.chosen == "generalised"
+    combined = generalized(given(vectors), held_out)
+    assert combined.chosen == "generalized"
     assert np.array_equal(combined.parameters[layout.part("2.weight")], combined.parameters[layout.part("0.weight")])
 
 
@@ -383,7 +384,7 @@ def stddev_of(vector: Vector, layout: FlatLayout, layer: str) -> float:
 
 
 @pytest.mark.parametrize("kind", ["relu", "pnorm"])
-def test_normalising_changes_scales_and_no_output(kind: str) -> None:
+def test_normalising_changes_scales_and_no_output(kind: Any) -> None:
     model = build_model(ModelConfig(kind=kind, num_layers=3, hidden_dim=20, dropout_schedule="0,0.2,0"), DIM, NUM_CLASSES, 0).eval()
     layout, x_ND = FlatLayout.of(model), frames(500, 0).x_ND
     before = layout.flatten(model.state_dict())

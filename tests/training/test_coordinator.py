@@ -309,7 +309,7 @@ def test_a_job_leaves_nothing_behind_in_its_worker(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("questions", [1, 3])
 def test_kept_fisher_estimates_survive_a_resume_and_change_the_run(tmp_path: Path, questions: int) -> None:
-    kept = config(optimizer=OptimizerConfig(rank_in=4, rank_out=4, ng_state="keep"))
+    kept = config(optimizer=OptimizerConfig(rank_in=4, rank_out=4, curvature_state="keep"))
     whole = Run(tmp_path / "whole", kept).train()
     run = Run(tmp_path / "stopped", kept)
     with pytest.raises(RunInterrupted):
@@ -383,7 +383,7 @@ def test_with_half_of_the_workers_there_are_half_as_many_jobs(tmp_path: Path) ->
 
 
 def test_shares_by_speed_lose_nothing(tmp_path: Path) -> None:
-    run = Run(tmp_path, config(schedule=dataclasses.replace(config().schedule, shares="speed")))
+    run = Run(tmp_path, config(schedule=dataclasses.replace(config().schedule, load_balancing="speed")))
     end = run.train()
     assert end.progress.frames_processed == 3600
     assert audit(run.ledger_path) == []

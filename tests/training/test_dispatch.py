@@ -86,7 +86,7 @@ class Trial:
     """One outer iteration of two jobs under a script."""
 
     def __init__(self, folder: Path, script: list[tuple[float, Mapping[int, str]]], **failure: Any) -> None:
-        settings = FailureConfig(progress_timeout_s=DEADLINE_S, **failure)
+        settings = FailureConfig(hang_timeout_s=DEADLINE_S, **failure)
         run = Run(folder, config(failure=settings))
         self.pool = ScriptedPool(run, iter(script))
         self.incidents: list[str] = []
@@ -168,8 +168,8 @@ def test_a_shard_whose_workers_we_killed_is_dropped_by_name_and_never_quarantine
 
 
 def test_a_shard_whose_workers_we_killed_ends_the_run_where_poison_would(tmp_path: Path) -> None:
-    with pytest.raises(ClusterError, match="on_poison"):
-        Trial(tmp_path, _hangs(3), on_poison="stop")
+    with pytest.raises(ClusterError, match="on_repeated_crash"):
+        Trial(tmp_path, _hangs(3), on_repeated_crash="stop")
 
 
 def test_kills_of_ours_do_not_bring_a_shard_nearer_to_quarantine(tmp_path: Path) -> None:

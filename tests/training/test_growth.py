@@ -25,7 +25,7 @@ from tests.toy import Run, config
 GROWING = ModelConfig(num_layers=3, hidden_dim=16, add_layers_period=1, num_subclasses=20)
 
 
-def growing(early_rules: str = "none", model: ModelConfig = GROWING, **changes: Any) -> RunConfig:
+def growing(early_rules: Any = "none", model: ModelConfig = GROWING, **changes: Any) -> RunConfig:
     schedule = replace(config().schedule, early_rules=early_rules)
     return config(**{"model": model, "schedule": schedule, **changes})
 
@@ -68,7 +68,7 @@ KINDS = {
     "with momentum, a moving average, kept Fisher estimates and early rules": growing(
         "kaldi", outer=OuterConfig("bmuf", gain=1.5, ema_decay=0.5),
         optimizer=OptimizerConfig(rank_in=4, rank_out=4, momentum=0.5, weight_decay=1e-4, proportional_shrink=0.1,
-                                  ng_state="keep")),
+                                  curvature_state="keep")),
     "tdnn-f with batch norm, an input transform and prior scales": growing(model=replace(
         GROWING, kind="tdnnf", normalize="batchnorm", bottleneck_dim=8, tdnn_offsets="-1,0,1 -1,0 0", input_transform="lda",
         prior_scale_power=-0.25, dropout_schedule="0,0.1,0")),
@@ -203,8 +203,8 @@ def test_what_an_early_outer_iteration_put_off_is_cut_as_it_was_there(tmp_path: 
 @pytest.mark.parametrize(("changes", "said"), [
     ({"outer": OuterConfig("bmuf", overlap=True)}, r"model.add_layers_period changes the model .* with outer.overlap"),
     ({"outer": OuterConfig("easgd")}, r"with outer.kind easgd jobs go on"),
-    ({"schedule": replace(config().schedule, early_rules="kaldi", shares="speed"), "model": ModelConfig()},
-     r"schedule.early_rules is kaldi with schedule.shares speed"),
+    ({"schedule": replace(config().schedule, early_rules="kaldi", load_balancing="speed"), "model": ModelConfig()},
+     r"schedule.early_rules is kaldi with schedule.load_balancing speed"),
     ({"outer": OuterConfig("easgd"), "schedule": replace(config().schedule, early_rules="kaldi"), "model": ModelConfig()},
      r"schedule.early_rules is kaldi with outer.kind easgd"),
 ])

@@ -281,7 +281,7 @@ HEALTHY = {
             max_param_change=0.1,
         )
     },
-    "minibatches of very different number": {"schedule": {"shares": "time", "round_s": 0.02}},
+    "minibatches of very different number": {"schedule": {"load_balancing": "time", "sync_interval_s": 0.02}},
     "orthonormal constraint and batch normalization": {
         "model": ModelConfig(
             kind="tdnnf",
@@ -295,7 +295,7 @@ HEALTHY = {
     },
     "overlap": {"outer": OuterConfig("bmuf", overlap=True)},
     "elastic averaging": {"outer": OuterConfig("easgd")},
-    "streaming": {"outer": OuterConfig("streaming", num_fragments=2, delay=1, mixing=0.5)},
+    "streaming": {"outer": OuterConfig("streaming", num_fragments=2, fragment_delay=1, fragment_mixing=0.5)},
 }
 
 

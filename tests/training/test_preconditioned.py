@@ -10,17 +10,16 @@ import pytest
 from torch import nn
 
 from ngsgd.config import (
-    EVERY_MINIBATCH,
-    WITHOUT_MEAN,
     ClusterConfig,
     OptimizerConfig,
-    PreconditionerConfig,
     RunConfig,
     ScheduleConfig,
     check,
+    choices_of,
     unused,
     unused_in,
 )
+from ngsgd.config.sections.optimizer import EVERY_MINIBATCH, WITHOUT_MEAN
 from ngsgd.errors import RunInterrupted
 from ngsgd.preconditioners import METHODS
 from ngsgd.preconditioners.build import make_preconditioner
@@ -29,25 +28,25 @@ from tests.toy import Run, config
 from tests.training.test_coordinator import StopAfter
 
 
-def used_by(kind: str) -> set[str]:
+def used_by(kind: Any) -> set[str]:
     """The settings that a method uses."""
-    section = PreconditionerConfig(kind)
+    section = OptimizerConfig(kind)
     return {spec.name for spec in fields(section)} - {setting.path for setting in unused_in(section)}
 
 
-def preconditioned(kind: str, num_jobs: int = 4, **options: Any) -> RunConfig:
+def preconditioned(kind: Any, num_jobs: int = 4, **options: Any) -> RunConfig:
     """The configuration of a run of a second or two."""
     used = used_by(kind)
     options = {**{name: 2 for name in ("curvature_interval", "inverse_interval") if name in used}, **options}
-    return config(preconditioner=PreconditionerConfig(kind, **options), optimizer=OptimizerConfig("sgd"),
+    return config(optimizer=OptimizerConfig(kind, **options),
                   cluster=ClusterConfig(num_workers=num_jobs, threads_per_worker=1),
                   schedule=ScheduleConfig(num_epochs=1.0, minibatch_size=64, lr_initial=0.01, lr_final=0.001,
                                           num_jobs_initial=num_jobs, num_jobs_final=num_jobs))
 
 
 @pytest.mark.parametrize("kind", METHODS)
-def test_four_jobs_learn_with_every_method_and_hand_its_curvature_on(kind: str, tmp_path: Path) -> None:
-    run = Run(tmp_path, preconditioned(kind, averaging="keep" if kind in WITHOUT_MEAN else "average"))
+def test_four_jobs_learn_with_every_method_and_hand_its_curvature_on(kind: Any, tmp_path: Path) -> None:
+    run = Run(tmp_path, preconditioned(kind, curvature_state="keep" if kind in WITHOUT_MEAN else "average"))
     run.train()
     records = run.recorder.records
     assert all(record.num_accepted == record.num_jobs for record in records)
@@ -56,24 +55,25 @@ def test_four_jobs_learn_with_every_method_and_hand_its_curvature_on(kind: str, 
 
 @pytest.mark.parametrize("kind", ["ekfac", "kbfgs", "soap"])
 @pytest.mark.parametrize("averaging", ["keep", "average"])
-def test_kept_and_averaged_curvature_survive_a_resume_and_change_the_run(kind: str, averaging: str, tmp_path: Path) -> None:
+def test_kept_and_averaged_curvature_survive_a_resume_and_change_the_run(kind: Any, averaging: str, tmp_path: Path) -> None:
     draws = {"fisher": "mc"} if "fisher" in used_by(kind) else {}
-    settings = preconditioned(kind, 2, averaging=averaging, **draws)
+    settings = preconditioned(kind, 2, curvature_state=averaging, **draws)
     whole = Run(tmp_path / "whole", settings).train()
     run = Run(tmp_path / "stopped", settings)
     with pytest.raises(RunInterrupted):
         run.train(stop=StopAfter(1, at_once=False))
     assert run.train().model_sha256 == whole.model_sha256
-    assert Run(tmp_path / "afresh", preconditioned(kind, 2, averaging="reset", **draws)).train().model_sha256 != whole.model_sha256
+    fresh = Run(tmp_path / "reset", preconditioned(kind, 2, curvature_state="reset", **draws)).train()
+    assert fresh.model_sha256 != whole.model_sha256
 
 
 def test_the_configuration_knows_all_methods_and_what_does_not_go_together() -> None:
-    kinds = PreconditionerConfig.__dataclass_fields__["kind"].metadata["one_of"]
-    assert kinds == ("none", *METHODS)
+    assert choices_of(OptimizerConfig, "kind") == ("ngsgd", "sgd", *METHODS)
     assert {kind for kind in METHODS if not METHODS[kind].has_mean} == set(WITHOUT_MEAN)
     assert {kind for kind in METHODS if issubclass(METHODS[kind].Options, EveryStepOptions)} == set(EVERY_MINIBATCH)
     for kind in METHODS:
-        make_preconditioner(nn.Linear(2, 2), preconditioned(kind).preconditioner, seed=0)
+        make_preconditioner(nn.Linear(2, 2), preconditioned(kind).optimizer, seed=0)
         assert not check(preconditioned(kind)) and not [setting for setting in unused(preconditioned(kind)) if setting.is_set]
-    assert any("preconditions too" in problem for problem in check(RunConfig(preconditioner=PreconditionerConfig("kfac"))))
-    assert any("have no mean" in problem for problem in check(preconditioned("seng", averaging="average")))
+    for kind in WITHOUT_MEAN:
+        [problem] = check(preconditioned(kind, curvature_state="average"))
+        assert problem.startswith("optimizer.curvature_state is average")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ from tests import toy
 SCHEDULE: dict[str, Any] = {"num_epochs": 2.0, "minibatch_size": 150, "lr_initial": 0.003, "lr_final": 0.001}
 
 
-def run(folder: Path, kind: str, *, num_jobs: int = 2, lr: float = 0.003, **objective: Any) -> toy.Run:
+def run(folder: Path, kind: Any, *, num_jobs: int = 2, lr: float = 0.003,
+        equalize_layers: bool = False, **objective: Any) -> toy.Run:
     train = toy.frame_set(3600, 1)
     labels = [train.pdf_T[begin:end] for begin, end in zip(train.offsets[:-1], train.offsets[1:], strict=True)]
     graph = state_ngram(labels, order=2).with_leak(0.1 if kind == "lfmmi" else 0.0)
@@ -33,11 +35,12 @@ def run(folder: Path, kind: str, *, num_jobs: int = 2, lr: float = 0.003, **obje
     schedule = ScheduleConfig(**SCHEDULE | {"lr_initial": lr, "num_jobs_initial": num_jobs, "num_jobs_final": num_jobs})
     config = toy.config(objective=ObjectiveConfig(kind=kind, acoustic_scale=1.0, **objective), schedule=schedule,
                         combination=CombinationConfig("none"))
+    config = replace(config, optimizer=replace(config.optimizer, equalize_layers=equalize_layers))
     return toy.Run(folder, config, SequenceData(str(directory), denominator))
 
 
 @pytest.mark.parametrize("kind", ["mmi", "bmmi", "mpe", "smbr", "lfmmi"])
-def test_each_objective_rises_with_two_jobs(tmp_path: Path, kind: str) -> None:
+def test_each_objective_rises_with_two_jobs(tmp_path: Path, kind: Any) -> None:
     training = run(tmp_path, kind)
     training.train()
     records = training.recorder.records
@@ -51,8 +54,8 @@ def test_resuming_gives_the_bits_of_the_whole_run(tmp_path: Path) -> None:
     """Rates of layers are part of what is taken up."""
     (tmp_path / "whole").mkdir()
     (tmp_path / "stopped").mkdir()
-    whole = run(tmp_path / "whole", "lfmmi", equalise_layers=True).train()
-    stopped = run(tmp_path / "stopped", "lfmmi", equalise_layers=True)
+    whole = run(tmp_path / "whole", "lfmmi", equalize_layers=True).train()
+    stopped = run(tmp_path / "stopped", "lfmmi", equalize_layers=True)
 
     class StopAfterThree(NeverStop):
         def requested(self) -> bool:

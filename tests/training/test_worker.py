@@ -64,7 +64,7 @@ def test_dropout_follows_the_schedule_and_repeats_with_the_job(tmp_path: Path) -
 
 
 def test_the_result_tells_the_health_of_every_estimate(tmp_path: Path) -> None:
-    health = run(tmp_path, optimizer(cosine_period=2)).health
+    health = run(tmp_path, optimizer(cosine_interval=2)).health
     assert {name.split("/")[0] for name in health} == {"affine1", "affine2", "output"}
     assert 0.0 < health["affine1/input_last_e"] < 1.0
     assert 1.0 <= health["affine2/output_effective_rank"] <= 16.0

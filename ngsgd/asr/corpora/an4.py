@@ -51,7 +51,7 @@ def make(data: DataConfig, feature_config: FeatureConfig) -> tuple[dict[str, Spe
     folder = locate(data.source)
     _check_content(folder)
     train, test = (_read_set(folder, name) for name in ("train", "test"))
-    train, valid = hold_out(train, share=data.valid_share)
+    train, valid = hold_out(train, share=data.valid_fraction)
     sets = {"train": train, "valid": valid, "test": test}
     return {name: speech_set.assemble(utterances, feature_config) for name, utterances in sets.items()}, _language(folder)
 

@@ -44,11 +44,15 @@ __all__ = ["Corpus", "SpeechSet", "check_source", "prepare"]
 
 _FSDD = ("corpus", "split", "held_out", "style")
 _AMOUNTS = ("train_minutes", "valid_minutes", "test_minutes", "snr_db_low", "snr_db_high", "seed")
-_KALDI_DIRS = ("corpus", "valid_share", "num_silence_states", "oov")
+_KALDI_DIRS = ("corpus", "valid_fraction", "num_silence_states", "oov_word")
 _DECIDES = {  # settings of `data` that change what is prepared; the content of files is looked at apart
-    "digits": ("corpus", *_AMOUNTS), "fsdd": (*_FSDD, *_AMOUNTS), "an4": ("corpus", "valid_share"),
+    "digits": ("corpus", *_AMOUNTS), "fsdd": (*_FSDD, *_AMOUNTS), "an4": ("corpus", "valid_fraction"),
     "yesno": _KALDI_DIRS, "kaldi": _KALDI_DIRS, "lhotse": _KALDI_DIRS,
 }
+
+
+# names of options when data was first prepared; others would prepare the data of old runs again
+_KEY_OF = {"valid_fraction": "valid_share", "oov_word": "oov"}
 
 
 @dataclass(frozen=True)
@@ -122,7 +126,7 @@ def prepare_unaligned(data: DataConfig, feature_config: FeatureConfig, cache_roo
 def _what_decides(data: DataConfig, feature_config: FeatureConfig) -> dict[str, Any]:
     """All that the content of the prepared files depends on."""
     decides = _FSDD if data.corpus == "fsdd" and data.style == "isolated" else _DECIDES[data.corpus]
-    settings = {name: value for name, value in asdict(data).items() if name in decides}
+    settings = {_KEY_OF.get(name, name): value for name, value in asdict(data).items() if name in decides}
     made_with = ["numpy", "kaldi-native-fbank", *(["espeakng-loader", "soxr"] if data.corpus == "digits" else [])]
     content = {"yesno": lambda: yesno.fingerprint(data), "kaldi": lambda: kaldi_dirs.fingerprint(data, feature_config),
                "lhotse": lambda: kaldi_dirs.fingerprint(data, feature_config),

@@ -67,7 +67,7 @@ def check_words(utterances: Sequence[UtteranceEntry], known: Mapping[str, object
         for word in one.words:
             if word not in known:
                 raise DataError(f"{one.where}: the word {word} of {one.utt_id} is not in the lexicon {lexicon}; add it there, or "
-                                "give data.oov, the word that stands for unknown ones.")
+                                "give data.oov_word, the word that stands for unknown ones.")
 
 
 def given(utterances: Sequence[UtteranceEntry], folder: Path) -> Iterator[FramedUtterance]:

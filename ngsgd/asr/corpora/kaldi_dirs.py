@@ -35,7 +35,7 @@ def make(data: DataConfig, feature_config: FeatureConfig, changes: AugmentConfig
     _check_disjoint(listed)
     folders = {"train": source / "train", "valid": source / (_valid_folder(source) or "train"), "test": source / "test"}
     if "valid" not in listed:
-        listed["train"], listed["valid"] = hold_out(listed["train"], share=data.valid_share)
+        listed["train"], listed["valid"] = hold_out(listed["train"], share=data.valid_fraction)
     return {name: _build(name, listed[name], folder, feature_config, changes) for name, folder in folders.items()}, language
 
 
@@ -80,7 +80,7 @@ def fingerprint(data: DataConfig, feature_config: FeatureConfig) -> dict[str, An
     for name, utterances in sorted(read_sets(data, feature_config).items()):
         for one in utterances:
             seen.update(f"{name} {one.utt_id} {one.speaker} {' '.join(one.words)} {_identity(one, source / name)}\n".encode())
-    given = [lexicon.locate(data.lexicon, source), *([Path(data.arpa)] if data.arpa else [])]
+    given = [lexicon.locate(data.lexicon, source), *([Path(data.lm)] if data.lm else [])]
     if feature_config.cmvn == "given":
         given += sorted(source.glob("*/cmvn.scp"))
     given += [Path(data.graph) / name for name in ("HCLG.fst", "words.txt", "tid2pdf")] if data.graph else []
@@ -103,9 +103,10 @@ def _identity(one: UtteranceEntry, folder: Path) -> str:
 def _with_known_words(utterances: Sequence[UtteranceEntry], data: DataConfig, topology: Topology,
                       source: Path) -> list[UtteranceEntry]:
     path = lexicon.locate(data.lexicon, source)
-    if data.oov and data.oov not in topology.lexicon:
-        raise DataError(f"data.oov is {data.oov}, which is not in the lexicon {path}; add it there, said as some phone of noise.")
-    if not data.oov:
+    if data.oov_word and data.oov_word not in topology.lexicon:
+        raise DataError(f"data.oov_word is {data.oov_word}, which is not in the lexicon {path}; add it "
+                        "there, with a phone of noise.")
+    if not data.oov_word:
         data_dir.check_words(utterances, topology.lexicon, path)
     else:
         data_dir.check_words(utterances, dict.fromkeys(word for one in utterances for word in one.words), path)
@@ -124,7 +125,7 @@ def _check_disjoint(listed: dict[str, list[UtteranceEntry]]) -> None:
 
 def _language(data: DataConfig, source: Path) -> Language:
     topology = lexicon.read(lexicon.locate(data.lexicon, source), data.num_silence_states)
-    arpa = "\n".join(line for _, line in tables.read_lines(Path(data.arpa).expanduser())) + "\n" if data.arpa else ""
+    arpa = "\n".join(line for _, line in tables.read_lines(Path(data.lm).expanduser())) + "\n" if data.lm else ""
     return Language(topology, arpa=arpa, given=_given_graph(Path(data.graph).expanduser()) if data.graph else None)
 
 

@@ -52,7 +52,7 @@ def make(data: DataConfig, feature_config: FeatureConfig, changes: AugmentConfig
         raise DataError(f"{data.source} holds {len(recordings)} recordings named as 0_1_0_1_1_0_0_1.wav; {WHERE}.")
     utterances = [_utterance(name, samples) for name, samples in recordings]
     half = len(utterances) // 2
-    train, valid = hold_out(utterances[:half], share=data.valid_share)
+    train, valid = hold_out(utterances[:half], share=data.valid_fraction)
     sets = {"train": train, "valid": valid, "test": utterances[half:]}
     topology = Topology(("N", "Y"), dict(LEXICON), data.num_silence_states)
     return {name: speech_set.build(augment.for_set(name, said, changes), feature_config) for name, said in sets.items()

@@ -148,7 +148,7 @@ def within(graph: Graph, words: Sequence[str]) -> Graph:
     labels = {word: label for label, word in enumerate(graph.words, start=1)}
     if missing := [word for word in words if word not in labels]:
         raise DataError(f"The decoding graph HCLG.fst has no word {missing[0]} in its words.txt, which a transcript has; give "
-                        "data.oov a word of the graph, or correct the transcript.")
+                        "data.oov_word a word of the graph, or correct the transcript.")
     kaldifst = _kaldifst()
     transcript = kaldifst.make_linear_acceptor([labels[word] for word in words])
     kaldifst.arcsort(transcript, "ilabel")

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import cast
 
 import numpy as np
 
@@ -165,7 +164,7 @@ class Exchange:
 
 def exchange_of(config: ClusterConfig, host: str, backend: Backend = "gloo") -> Exchange:
     """As the configuration has it, for workers that reach this machine as `host`."""
-    codec: Codec | None = None if config.compression == "none" else cast(Codec, config.compression)
+    codec: Codec | None = None if config.compression == "none" else config.compression
     return Exchange(host, config.exchange_timeout_s, backend=backend, codec=codec)
 
 

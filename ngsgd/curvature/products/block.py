@@ -1,4 +1,4 @@
-"""Products with one parameter's block of the Hessian, of the generalised Gauss-Newton matrix (GGN) and of the positive-curvature
+"""Products with one parameter's block of the Hessian, of the generalized Gauss-Newton matrix (GGN) and of the positive-curvature
 Hessian (Chen and Hsieh 2018), without the block itself.
 
 The forward passes that were collected run again, with the same random numbers, when a product is asked for first; their graphs

@@ -1,4 +1,4 @@
-"""The Hessian's diagonal: the generalised Gauss-Newton matrix plus a residual for every curved operation on the way.
+"""The Hessian's diagonal: the generalized Gauss-Newton matrix plus a residual for every curved operation on the way.
 
 For a parameter theta whose layer's output goes through operations y = s(x) to the loss,
 

@@ -176,7 +176,7 @@ def _config_of(network: Network) -> ModelConfig:
                 first.nonlinearity, first.group, first.normalize, first.affine.weight.shape[0]):
             raise DataError("The hidden layers of this nnet3 model differ in width or kind, and models here have one for all.")
     splices = network.offsets()
-    kind = "tdnn" if network.is_tdnn else first.nonlinearity
+    kind: Any = "tdnn" if network.is_tdnn else first.nonlinearity
     if kind != "tdnn" and (any(offsets != (0,) for offsets in splices[1:]) or not _is_whole_window(splices[0])):
         raise DataError("This nnet3 model splices hidden layers, or its input with gaps, which here is for ReLU TDNNs alone; name "
                         "its components tdnn1.affine and so on if it is one.")
@@ -185,7 +185,7 @@ def _config_of(network: Network) -> ModelConfig:
     layers = splices if network.transform is None else [splices[0], *splices[2:]]
     text = " ".join(",".join(map(str, offsets)) for offsets in layers)
     return ModelConfig(kind=kind, num_layers=len(network.layers), hidden_dim=first.affine.weight.shape[0],
-                       pnorm_group=first.group if kind == "pnorm" else ModelConfig.pnorm_group, normalize=first.normalize,
+                       pnorm_group=first.group if kind == "pnorm" else ModelConfig.pnorm_group, normalize=first.normalize,  # type: ignore[arg-type]
                        tdnn_offsets=text if kind == "tdnn" else ModelConfig.tdnn_offsets,
                        input_transform="none" if network.transform is None else "lda")
 

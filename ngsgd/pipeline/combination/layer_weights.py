@@ -1,4 +1,4 @@
-"""The paper's generalised model averaging (C.4 of arXiv 1410.7455): a weight for each model and layer, by L-BFGS.
+"""The paper's generalized model averaging (C.4 of arXiv 1410.7455): a weight for each model and layer, by L-BFGS.
 
 Kaldi: nnet2/combine-nnet-fast.cc.  A layer is a module with trainable parameters of its own.
 Letters: K models, L layers, P entries of a parameter vector, N rows (frames), M = K L weights; C Cholesky factor.
@@ -29,7 +29,7 @@ _FLOOR = 1e-20        # of the diagonal of the scatter whose trace is its dimens
 _SMOOTHING = 0.01     # of the diagonal: fewer minibatches than weights leave the scatter singular
 
 
-def generalised(models: Sequence[Candidate], held_out: HeldOut, *, max_evaluations: int = 40, memory: int = 10,
+def generalized(models: Sequence[Candidate], held_out: HeldOut, *, max_evaluations: int = 40, memory: int = 10,
                 first_improvement: float = 0.01, scatter_frames: int = 64) -> Combined:
     """The combination of `models` (newest first) with the weights of highest held-out objf, from the mean of all.
 
@@ -48,7 +48,7 @@ def generalised(models: Sequence[Candidate], held_out: HeldOut, *, max_evaluatio
     newest = weighted.combined("newest", newest_KL, models_KP[0].copy())
     mean = weighted.combined("mean", mean_KL, weighted.mean())  # leaves the statistics in the model
     optimum_KL = _optimum(weighted, mean_KL, scatter_frames, max_evaluations, memory, first_improvement)
-    optimum = weighted.combined("generalised", optimum_KL, weighted.flat(optimum_KL))
+    optimum = weighted.combined("generalized", optimum_KL, weighted.flat(optimum_KL))
     tried = (newest, mean, optimum)  # the simplest of equals
     return replace(best(tried), mean_objf={len(models): mean.objf, 1: newest.objf})
 

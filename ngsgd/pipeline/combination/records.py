@@ -44,11 +44,11 @@ class Combined:
     """A combination, chosen by its objf on the held-out frames."""
 
     parameters: Vector                # flat float32; batch-norm statistics are those of the held-out frames
-    chosen: str                       # newest | mean | generalised
+    chosen: str                       # newest | mean | generalized
     num_models: int                   # how many of the newest models are in it
     objf: float                       # nats per frame, on the held-out frames it was chosen on: optimistic by the choice
     mean_objf: dict[int, float]       # n -> objf of the mean of the newest n models; 1 is the newest alone
-    weights: dict[str, tuple[float, ...]] = field(default_factory=dict)  # generalised: layer -> weight of each model, newest first
+    weights: dict[str, tuple[float, ...]] = field(default_factory=dict)  # generalized: layer -> weight of each model, newest first
 
     @property
     def objf_newest(self) -> float:

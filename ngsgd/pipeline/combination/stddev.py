@@ -14,7 +14,7 @@ from ngsgd.training.parameter_vector import FlatLayout, Vector
 def normalize_stddev(parameters: Vector, model: nn.Module, stddev: float = 1.0) -> Vector:
     """The same function with each scale-invariant layer scaled so that its parameters have this standard deviation.
 
-    Weights of a generalised combination need not sum to one, so such a layer comes out at any scale; what a learning rate or
+    Weights of a generalized combination need not sum to one, so such a layer comes out at any scale; what a learning rate or
     a limit on change means in further training depends on it.  Over weights and bias together, about their mean, as in Kaldi.
     `model` tells which layers (`scale_invariant_layers`); its own parameters are not looked at.
     """

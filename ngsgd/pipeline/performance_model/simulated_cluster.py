@@ -82,11 +82,11 @@ def expected(cluster: SimulatedCluster, config: RunConfig, *, num_jobs: int, sam
     schedule, work_s = config.schedule, samples / cluster.rate
     num_minibatches = samples / schedule.minibatch_size
     # with shares by speed a slow machine has less to do, and only chance makes its job late
-    spread = cluster.spread if schedule.shares == "equal" else Spread(0.0, cluster.spread.step)
-    job_s = schedule.round_s if schedule.shares == "time" else (
+    spread = cluster.spread if schedule.load_balancing == "none" else Spread(0.0, cluster.spread.step)
+    job_s = schedule.sync_interval_s if schedule.load_balancing == "time" else (
         cluster.overhead_s + work_s * straggler_factor(spread.of_job(num_minibatches), num_jobs))
     fragments = config.outer.num_fragments if config.outer.kind == "streaming" else 1
-    is_ahead = config.outer.overlap or (config.outer.kind == "streaming" and config.outer.delay > 0)
+    is_ahead = config.outer.overlap or (config.outer.kind == "streaming" and config.outer.fragment_delay > 0)
     average_s = exposed_s(cluster.average_s(num_jobs, model_bytes / fragments),
                           overlap_steps=num_minibatches if is_ahead else 0.0, step_s=schedule.minibatch_size / cluster.rate)
     waits = config.failure.policy == "retry"

@@ -258,9 +258,7 @@ def check_output_dir(config: RunConfig) -> None:
 
 def run_name(config: RunConfig) -> str:
     """What tells runs of one corpus apart, unless the user named the run."""
-    usual = RunConfig()
-    others = [ours.kind for ours, default in ((config.preconditioner, usual.preconditioner), (config.outer, usual.outer))
-              if ours.kind != default.kind]
+    others = [config.outer.kind] if config.outer.kind != RunConfig().outer.kind else []
     return config.name or "-".join([config.data.corpus, config.model.label, config.optimizer.kind, *others,
                                     f"j{config.schedule.num_jobs_final}", f"s{config.seed}"])
 

@@ -31,7 +31,7 @@ _ALL = "all"              # the statistic of the whole model, kept under its fir
 
 
 class DiagonalNG(Preconditioner):
-    """The diagonal of F; with `fisher="exact"`, of the generalised Gauss-Newton matrix."""
+    """The diagonal of F; with `fisher="exact"`, of the generalized Gauss-Newton matrix."""
 
     Options = FisherOptions
     splits_work = True

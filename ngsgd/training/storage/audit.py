@@ -33,7 +33,7 @@ class OuterIterationLines:
     """What a ledger says of one outer iteration, from its last plan on."""
 
     outer_iter: int
-    min_accepted: float
+    min_accepted_fraction: float
     planned: dict[int, dict[str, Any]] = field(default_factory=dict)
     submitted: set[tuple[int, int]] = field(default_factory=set)      # (job, attempt)
     settled: list[dict[str, Any]] = field(default_factory=list)
@@ -74,7 +74,7 @@ _NUMBER = (int, float)
 _JOB: dict[str, tuple[type, ...]] = {"outer_iter": (int,), "job": (int,), "attempt": (int,)}
 # by event: the fields that the audit reads, and their types
 _FIELDS: dict[str, dict[str, tuple[type, ...]]] = {
-    "started": {"after": (int,), "min_accepted": _NUMBER},
+    "started": {"after": (int,), "min_accepted_fraction": _NUMBER},
     "planned": {"outer_iter": (int,), "job": (int,), "pieces": (list,), "lr": _NUMBER},
     "submitted": _JOB,
     "failed": _JOB,
@@ -120,16 +120,16 @@ def _is_piece(piece: object) -> bool:
 def _committed(lines: list[dict[str, Any]]) -> list[OuterIterationLines]:
     under_way: dict[int, OuterIterationLines] = {}
     done: list[OuterIterationLines] = []
-    min_accepted = 0.0
+    min_accepted_fraction = 0.0
 
     def of(outer_iter: int) -> OuterIterationLines:
-        return under_way.setdefault(outer_iter, OuterIterationLines(outer_iter, min_accepted))
+        return under_way.setdefault(outer_iter, OuterIterationLines(outer_iter, min_accepted_fraction))
     for line in lines:
         outer_iter = line.get("outer_iter", -1)
         match line["event"]:
             case "started":
                 # a new process goes on after a certain commit: what is later, or was under way, is done again
-                min_accepted = line["min_accepted"]
+                min_accepted_fraction = line["min_accepted_fraction"]
                 done = [one for one in done if one.outer_iter <= line["after"]]
                 under_way = {o: one for o, one in under_way.items() if o <= line["after"]}
             case "planned":
@@ -142,7 +142,7 @@ def _committed(lines: list[dict[str, Any]]) -> list[OuterIterationLines]:
                 under_way.pop(outer_iter, None)
             case "committed":
                 if outer_iter not in [one.outer_iter for one in done]:  # said again after a crash between commit and ledger
-                    done.append(under_way.pop(outer_iter, OuterIterationLines(outer_iter, min_accepted)))
+                    done.append(under_way.pop(outer_iter, OuterIterationLines(outer_iter, min_accepted_fraction)))
                     done[-1].commit = line
             case event if event in _SETTLED:
                 of(outer_iter).settled.append(line)
@@ -201,7 +201,7 @@ def _problems_of(one: OuterIterationLines) -> Iterator[str]:
             yield f"{where}: job {entry['job']} counted another piece"
     num_accepted, num_jobs = len(one.accepted), len(one.planned)
     keeps_best = any(entry.get("keeps") == "best" for entry in one.planned.values())
-    fewest = 1.0 if keeps_best else max(1.0, one.min_accepted * num_jobs)
+    fewest = 1.0 if keeps_best else max(1.0, one.min_accepted_fraction * num_jobs)
     if num_accepted != one.commit["num_accepted"] or num_accepted < fewest or (keeps_best and num_accepted > 1):
         yield f"{where}: {num_accepted} results of {num_jobs} accepted, {one.commit['num_accepted']} committed"
     yield from _numbers_that_differ(one, where)

@@ -26,10 +26,10 @@ class Ledger:
         self._lines = JsonLines(path)
         self._fence = fence
 
-    def started(self, after: int, min_accepted: float) -> None:
+    def started(self, after: int, min_accepted_fraction: float) -> None:
         """A process begins the run, or resumes it after the commit of an outer iteration."""
         fields = {"fence": self._fence} if self._fence else {}
-        self._write("started", after=after, min_accepted=min_accepted, **fields)
+        self._write("started", after=after, min_accepted_fraction=min_accepted_fraction, **fields)
 
     def planned(self, plan: Plan) -> None:
         for job, pieces in enumerate(plan.work):

@@ -24,12 +24,12 @@ class Judged(NamedTuple):
     is_contested: bool   # parameter deltas disagree without a majority: held-out data must decide
 
 
-def judge(results: Sequence[JobResult], troubles: Mapping[int, str], objf_tolerance: float,
+def judge(results: Sequence[JobResult], troubles: Mapping[int, str], max_objf_gap: float,
           chance_objf: float, layout: FlatLayout) -> Judged:
     """Rejects what is broken, what training cannot have made, and what is far behind.
 
     `troubles` says, by job, what is wrong with a result's parameters.  A result whose objf per frame is not finite or
-    more than `objf_tolerance` below the best (Kaldi: 1.0), or more than twice `chance_objf`, is rejected too: if all
+    more than `max_objf_gap` below the best (Kaldi: 1.0), or more than twice `chance_objf`, is rejected too: if all
     jobs diverge, none is accepted.  Plain SGD's first steps may well end below guessing, which is no divergence yet.
     """
     reasons = [troubles.get(result.job.job) or ("" if math.isfinite(result.objf) else f"its objf is {result.objf}")
@@ -40,7 +40,7 @@ def judge(results: Sequence[JobResult], troubles: Mapping[int, str], objf_tolera
                for result, reason in zip(results, reasons, strict=True)]
     sound = [result.objf for result, reason in zip(results, reasons, strict=True) if not reason]
     best = max(sound, default=-math.inf)
-    verdicts = [(result, reason or _too_low(result.objf, best, chance_objf, objf_tolerance))
+    verdicts = [(result, reason or _too_low(result.objf, best, chance_objf, max_objf_gap))
                 for result, reason in zip(results, reasons, strict=True)]
     return Judged(verdicts, bool(compared.contested))
 
@@ -52,9 +52,9 @@ def best_alone(verdicts: Verdicts) -> Verdicts:
     return [(result, reason or ("" if result.job.job == kept else NOT_THE_BEST)) for result, reason in verdicts]
 
 
-def too_few(accepted: Sequence[JobResult], verdicts: Verdicts, plan: Plan, min_accepted: float) -> NgsgdError | None:
+def too_few(accepted: Sequence[JobResult], verdicts: Verdicts, plan: Plan, min_accepted_fraction: float) -> NgsgdError | None:
     """The error of an outer iteration that would average too little; None when there is enough."""
-    if accepted and len(accepted) >= min_accepted * plan.num_jobs:
+    if accepted and len(accepted) >= min_accepted_fraction * plan.num_jobs:
         return None
     reasons = "; ".join(f"job {result.job.job}: {reason}" for result, reason in verdicts if reason)
     counted = f"only {len(accepted)} of {plan.num_jobs} jobs of outer iteration {plan.outer_iter + 1} could be averaged"

@@ -203,7 +203,7 @@ def collective(num_workers: int, outer: OuterConfig | None = None, *, timeout_s:
     cluster = ClusterConfig("local", num_workers=num_workers, threads_per_worker=1, exchange="collective",
                             exchange_timeout_s=timeout_s)
     return config(cluster=cluster, schedule=schedule, outer=outer or OuterConfig("average"),
-                  failure=FailureConfig(progress_timeout_s=60.0))
+                  failure=FailureConfig(hang_timeout_s=60.0))
 
 
 def pool_of(run: Run) -> ProcessPool:

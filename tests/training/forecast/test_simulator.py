@@ -227,7 +227,7 @@ def test_with_shares_by_speed_a_slow_worker_has_less_to_do_and_the_round_is_shor
     assert max(paces) > 1.3 * min(paces)
     size = {"minibatch_size": 16, "num_epochs": 2.0}
     equal, _, _ = simulate(tmp_path / "equal", jobs(3, **size), cluster)
-    speed, _, _ = simulate(tmp_path / "speed", jobs(3, **size, shares="speed"), cluster)
+    speed, _, _ = simulate(tmp_path / "speed", jobs(3, **size, load_balancing="speed"), cluster)
     first, *later = speed.recorder.records[:-1]
     assert first.compute_s == pytest.approx(equal.recorder.records[0].compute_s, rel=0.1)  # nobody is known yet
     for record in later:
@@ -239,7 +239,7 @@ def test_with_shares_by_speed_a_slow_worker_has_less_to_do_and_the_round_is_shor
 
 def test_with_shares_by_time_outer_iterations_are_as_long_as_set(tmp_path: Path) -> None:
     cluster = SimulatedCluster(rate=300.0, spread=Spread(0.5, 0.1), seed=2)
-    run, _, _ = simulate(tmp_path, jobs(3, minibatch_size=16, shares="time", round_s=0.8), cluster)
+    run, _, _ = simulate(tmp_path, jobs(3, minibatch_size=16, load_balancing="time", sync_interval_s=0.8), cluster)
     full = [record.compute_s for record in run.recorder.records[1:-2]]
     # the wish to end is looked at every 0.2 s, and a minibatch takes some 0.05 s
     assert len(full) >= 2 and all(0.8 <= seconds < 1.2 for seconds in full)

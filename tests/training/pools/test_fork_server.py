@@ -103,7 +103,7 @@ class StopsTheForkServer(ProcessPool):
 
 def test_a_stopped_fork_server_is_replaced_and_costs_nothing(tmp_path: Path) -> None:
     whole = Run(tmp_path / "whole").train()
-    run = Run(tmp_path / "stopped", config(failure=FailureConfig(progress_timeout_s=1.5)))
+    run = Run(tmp_path / "stopped", config(failure=FailureConfig(hang_timeout_s=1.5)))
     pool = StopsTheForkServer(run)
     end = run.train(pool)
     assert end.model_sha256 == whole.model_sha256

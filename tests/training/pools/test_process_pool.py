@@ -47,8 +47,9 @@ class PoolThatSignals(ProcessPool):
 @pytest.mark.parametrize("outer", [
     OuterConfig("average"), OuterConfig("bmuf", gain=1.5), OuterConfig("bmuf", gain=1.5, overlap=True),
     OuterConfig("average", overlap=True),
-    OuterConfig("easgd"), OuterConfig("streaming", num_fragments=2, mixing=0.3),
-    OuterConfig("streaming", num_fragments=2, mixing=0.5, delay=1)], ids=lambda o: f"{o.kind}-{o.overlap}-{o.delay}")
+    OuterConfig("easgd"), OuterConfig("streaming", num_fragments=2, fragment_mixing=0.3),
+    OuterConfig("streaming", num_fragments=2, fragment_mixing=0.5, fragment_delay=1)],
+    ids=lambda o: f"{o.kind}-{o.overlap}-{o.fragment_delay}")
 def test_processes_and_one_process_give_the_same_bits_and_leave_no_process(tmp_path: Path, outer: OuterConfig) -> None:
     in_process = Run(tmp_path / "in_process", config(outer=outer)).train()
     run = Run(tmp_path / "processes", config(outer=outer))
@@ -74,7 +75,7 @@ def test_processes_and_one_process_give_the_same_bits_and_leave_no_process(tmp_p
     signal.SIGKILL, *(pytest.param(number, marks=pytest.mark.faults)
                       for number in (signal.SIGTERM, signal.SIGSTOP, signal.SIGSEGV))], ids=lambda n: n.name)
 def test_a_signal_to_a_worker_costs_nothing(tmp_path: Path, number: signal.Signals, outer: OuterConfig) -> None:
-    impatient = FailureConfig(progress_timeout_s=0.5)
+    impatient = FailureConfig(hang_timeout_s=0.5)
     whole = Run(tmp_path / "whole", config(outer=outer)).train()
     run = Run(tmp_path / "signalled", config(failure=impatient, outer=outer))
     end = run.train(PoolThatSignals(run, number, lambda job: job.identity in {(1, 0, 1), (3, 1, 1)}))
@@ -84,7 +85,7 @@ def test_a_signal_to_a_worker_costs_nothing(tmp_path: Path, number: signal.Signa
 
 @pytest.mark.faults
 def test_a_killed_worker_costs_nothing_where_fisher_estimates_are_kept(tmp_path: Path) -> None:
-    kept = config(optimizer=OptimizerConfig(rank_in=4, rank_out=4, ng_state="keep"))
+    kept = config(optimizer=OptimizerConfig(rank_in=4, rank_out=4, curvature_state="keep"))
     whole = Run(tmp_path / "whole", kept).train()
     run = Run(tmp_path / "killed", kept)
     end = run.train(PoolThatSignals(run, signal.SIGKILL, lambda job: job.identity in {(1, 0, 1), (3, 1, 1)}))
@@ -134,7 +135,7 @@ def test_a_worker_that_cannot_read_its_data_says_so(tmp_path: Path) -> None:
 @pytest.mark.faults
 def test_rounds_of_fixed_length_lose_nothing(tmp_path: Path) -> None:
     """Their length is tested in simulated time (tests/training/forecast/test_simulator.py)."""
-    timed = replace(config().schedule, shares="time", round_s=0.3, num_epochs=4.0)
+    timed = replace(config().schedule, load_balancing="time", sync_interval_s=0.3, num_epochs=4.0)
     run = Run(tmp_path, config(schedule=timed))
     pool = ProcessPool(run.spec, 2, 1, run.store.layout.size, make_worker=Slow)
     end = run.train(pool)

@@ -1,0 +1,107 @@
+"""Descriptions of options for `--help`, `ngsgd settings` and the reference, from their metadata."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+from ngsgd.config import METHODS, RunConfig, choices_of, types_of
+
+_TYPES = {"str": "text", "int": "whole number", "float": "number", "bool": "true or false",
+          "tuple[float, ...]": "list of numbers", "tuple[str, ...]": "list of names"}
+
+
+@dataclass(frozen=True)
+class Described:
+    """What people read about an option."""
+
+    path: str
+    help: str
+    default: str
+    # the choices, or the type with its range
+    values: str
+    unit: str
+    # the condition under which a run uses the option; empty: always
+    used: str
+
+    @property
+    def section(self) -> str:
+        return self.path.rpartition(".")[0]
+
+    @property
+    def about(self) -> str:
+        """The help text with the unit."""
+        return f"{self.help} [{self.unit}]" if self.unit else self.help
+
+
+def options() -> list[Described]:
+    """Return all options in the order of the sections."""
+    return list(_of_section(RunConfig(), ""))
+
+
+def section_help(name: str) -> str:
+    """Return the first sentence about a section, such as tune.proxy."""
+    section: Any = RunConfig()
+    for part in name.split("."):
+        section = getattr(section, part)
+    return " ".join((type(section).__doc__ or "").split())
+
+
+def _of_section(section: Any, prefix: str) -> Iterator[Described]:
+    for spec in fields(section):
+        value, path, data = getattr(section, spec.name), f"{prefix}{spec.name}", spec.metadata
+        if is_dataclass(value):
+            yield from _of_section(value, f"{path}.")
+        else:
+            yield Described(path, data["help"], _default(data), _values(type(section), spec.name, data),
+                            data["unit"], _used(data["used"]))
+
+
+def _default(metadata: Any) -> str:
+    """The default, and those of single kinds that differ."""
+    kinds: dict[str, list[str]] = {}
+    for kind, other in metadata["default_of_kind"].items():
+        if other != metadata["default"]:
+            kinds.setdefault(shown(other), []).append(kind)
+    others = [f"{', '.join(names)}: {other}" for other, names in kinds.items()]
+    return "; ".join([shown(metadata["default"]), *others])
+
+
+def _values(section: type[Any], name: str, metadata: Any) -> str:
+    if choices := choices_of(section, name):
+        return ", ".join(choices)
+    kind = types_of(section)[name]
+    told = _TYPES.get(getattr(kind, "__name__", ""), _TYPES.get(str(kind), "mapping"))
+    low, high, above = metadata["low"], metadata["high"], metadata["above"]
+    limits = [f"at least {low:g}"] if low is not None else []
+    limits += [f"above {above:g}"] if above is not None else []
+    limits += [f"at most {high:g}"] if high is not None else []
+    return ", ".join([told, *limits])
+
+
+def _used(condition: str) -> str:
+    """The condition under which a run uses the option, in words."""
+    found = []
+    for term in filter(None, condition.split(" & ")):
+        name, _, wanted = term.lstrip("!").partition("=")
+        kinds = wanted.split("|")
+        if len([kind for kind in kinds if kind in METHODS]) > len(METHODS) // 2:
+            others = [kind for kind in ("ngsgd", "sgd", *METHODS) if kind not in kinds]
+            found.append(f"any {name} except {', '.join(others)}")
+        elif wanted:
+            found.append(f"{name} {', '.join(kinds)}")
+        else:
+            found.append(f"{'no ' if term.startswith('!') else ''}{name}")
+    return " and ".join(found)
+
+
+def shown(value: Any) -> str:
+    """Return a value as it is written on the command line."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        return f"[{','.join(map(str, value))}]"
+    return "''" if value == "" else str(value)

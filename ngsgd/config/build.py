@@ -1,0 +1,209 @@
+"""Nested plain values to `RunConfig` and back, with every mistake reported at once."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from typing import Any
+
+from ngsgd.config.option import types_of
+from ngsgd.config.run import RunConfig
+
+# characters of a value in a message
+_LONGEST_SHOWN = 200
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A value that does not fit its option."""
+
+    path: str
+    message: str
+
+
+def build(values: Mapping[str, Any]) -> tuple[RunConfig, list[Problem]]:
+    """Build a configuration from nested mappings that hold every option.
+
+    Returns:
+        The configuration, with defaults in the place of wrong values, and everything wrong.
+    """
+    problems: list[Problem] = []
+    return _build_section(RunConfig, values, "", problems), problems
+
+
+def defaults() -> dict[str, Any]:
+    """Return the default of every option; None where it is that of the section's kind."""
+    def of(section: Any) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for spec in fields(section):
+            value = getattr(section, spec.name)
+            if is_dataclass(value):
+                found[spec.name] = of(value)
+            else:
+                found[spec.name] = None if spec.metadata["default_of_kind"] else plain(value)
+        return found
+    return of(RunConfig())
+
+
+def with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return nested values completed by the defaults of all other options."""
+    return _over(defaults(), values)
+
+
+def _over(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:
+    both = {name: _over(lower[name], value)
+            if isinstance(lower.get(name), dict) and isinstance(value, Mapping) else value
+            for name, value in upper.items()}
+    return {**lower, **both}
+
+
+def flatten(config: RunConfig) -> dict[str, Any]:
+    """Return path -> value, in the order of the sections."""
+    return dict(leaves(asdict(config), ""))
+
+
+def leaves(node: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    """Yield path and value of each leaf of nested dicts."""
+    for name, value in node.items():
+        if isinstance(value, dict):
+            yield from leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def plain(node: Any) -> Any:
+    """Return nested values with lists instead of tuples, which YAML does not have."""
+    if isinstance(node, dict):
+        return {name: plain(value) for name, value in node.items()}
+    return list(node) if isinstance(node, tuple) else node
+
+
+def paths() -> list[str]:
+    """Return the paths of all options, such as schedule.lr_initial."""
+    return list(flatten(RunConfig()))
+
+
+def section_names() -> list[str]:
+    """Return the names of all sections."""
+    return [spec.name for spec in fields(RunConfig) if is_dataclass(types_of(RunConfig)[spec.name])]
+
+
+# What people who know other trainers type -> the option
+OTHER_NAMES = {
+    "lr": "schedule.lr_initial", "learning_rate": "schedule.lr_initial",
+    "epochs": "schedule.num_epochs", "max_epochs": "schedule.num_epochs",
+    "batch_size": "schedule.minibatch_size", "batch": "schedule.minibatch_size",
+    "workers": "cluster.num_workers", "num_workers": "cluster.num_workers",
+    "jobs": "schedule.num_jobs_final", "num_jobs": "schedule.num_jobs_final",
+    "threads": "cluster.threads_per_worker", "device": "cluster.device",
+    "layers": "model.num_layers", "hidden_size": "model.hidden_dim",
+    "dropout": "model.dropout_schedule", "output": "output_dir", "out_dir": "output_dir",
+    "corpus": "data.corpus", "dataset": "data.corpus", "data_dir": "data.source",
+    "l2": "optimizer.weight_decay", "sync_every": "egs.samples_per_iter",
+}
+
+
+def did_you_mean(word: str, known: Sequence[str], last: str) -> str:
+    """Return a question with the nearest known word; the last part of a path is enough."""
+    near = [OTHER_NAMES[last]] if OTHER_NAMES.get(last) in known else []
+    near = near or difflib.get_close_matches(word, known, n=1, cutoff=0.7)
+    by_last = {path.rpartition(".")[2]: path for path in reversed(known)}
+    near = near or [by_last[name] for name in difflib.get_close_matches(last, by_last, 1, 0.75)]
+    return f" Did you mean {near[0]}?" if near else ""
+
+
+# Types --------------------------------------------------------------------------------------------
+
+
+def _build_section(kind: type[Any], values: Any, prefix: str, problems: list[Problem]) -> Any:
+    if not isinstance(values, Mapping):
+        problems.append(Problem(
+            prefix, f"{prefix[:-1]} is {values!r}; it must be a section of settings."))
+        return kind()
+    known = [spec.name for spec in fields(kind)]
+    problems += [_unknown(f"{prefix}{name}", str(name), prefix, known)
+                 for name in values if name not in known]
+    # cannot come from the command line, where the schema has every option
+    if missing := [f"{prefix}{name}" for name in known if name not in values]:
+        problems.append(Problem(missing[0], f"no value for {', '.join(missing)}; the file is "
+                                            "damaged or of another version of ngsgd."))
+    built = {}
+    for spec in fields(kind):
+        path, of = f"{prefix}{spec.name}", types_of(kind)[spec.name]
+        if spec.name not in values:
+            continue
+        value = values[spec.name]
+        if is_dataclass(of) and isinstance(of, type):
+            built[spec.name] = _build_section(of, value, f"{path}.", problems)
+        elif value is None and spec.metadata["default_of_kind"]:
+            built[spec.name] = None
+        else:
+            try:
+                built[spec.name] = _convert(value, of)
+            except ValueError as error:
+                problems.append(Problem(path, f"{path} is {_shown(value)}; it must be {error}."))
+    return kind(**built)
+
+
+def _unknown(path: str, name: str, prefix: str, known: Sequence[str]) -> Problem:
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f" Did you mean {prefix}{near[0]}?" if near else did_you_mean(name, paths(), name)
+    return Problem(path, f"{path} is not a setting.{hint}")
+
+
+def _convert(value: Any, kind: Any) -> Any:
+    """Return the value as `kind`; raises ValueError with the expected type."""
+    origin = typing.get_origin(kind)
+    if origin is tuple:
+        of = typing.get_args(kind)[0]
+        try:
+            if isinstance(value, (list, tuple)) and value:
+                return tuple(_convert(item, of) for item in value)
+        except ValueError:
+            pass
+        raise ValueError("a list of names, such as [one,two]" if of is str
+                         else "a list of finite numbers, such as [0.1,0.2]")
+    if origin is types.UnionType:
+        # a mapping of names that the user chooses, or None
+        if value is None or isinstance(value, Mapping):
+            return dict(value) if value else None
+        raise ValueError("a mapping, such as {width: 64}")
+    if kind is bool:
+        if not isinstance(value, bool):
+            raise ValueError("true or false")
+        return value
+    if kind is str or origin is typing.Literal:
+        if value is None or isinstance(value, (bool, list, dict)):
+            raise ValueError("a text")
+        return str(value)
+    return _number(value, kind)
+
+
+def _number(value: Any, kind: Any) -> Any:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError("a whole number" if kind is int else "a number")
+    try:
+        if not math.isfinite(value):
+            raise ValueError("a finite number")
+        if kind is int and value != int(value):
+            raise ValueError("a whole number")
+        return kind(value)
+    except OverflowError:
+        raise ValueError("a number of at most 300 digits") from None
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):
+        # Python writes no integer of more than 4300 digits
+        return "too long to be shown"
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."

@@ -1,0 +1,150 @@
+"""Old names of options, for command lines, recipes and run folders of earlier versions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ngsgd.config.sections.optimizer import METHODS
+
+_OF_PRECONDITIONERS = (
+    "damping", "curvature_interval", "inverse_interval", "ema_decay", "fisher", "sharing", "graft",
+    "kl_clip", "max_grad_norm", "skip", "block_size", "sketch", "form", "factor_lr", "products",
+    "max_cg_steps", "alpha")
+# old name -> name; the group `preconditioner` is now part of `optimizer`
+RENAMED = {
+    "preconditioner.kind": "optimizer.kind",
+    **{f"preconditioner.{name}": f"optimizer.{name}" for name in _OF_PRECONDITIONERS},
+    "preconditioner.averaging": "optimizer.curvature_state",
+    "preconditioner.num_draws": "optimizer.mc_samples",
+    "preconditioner.momentum": "optimizer.beta1",
+    "preconditioner.weight_decay": "optimizer.decoupled_weight_decay",
+    "optimizer.ng_state": "optimizer.curvature_state",
+    "optimizer.cosine_period": "optimizer.cosine_interval",
+    "objective.equalise_layers": "optimizer.equalize_layers",
+    "objective.last_layer_factor": "optimizer.last_layer_factor",
+    "objective.cross_entropy": "objective.ce_weight",
+    "schedule.shares": "schedule.load_balancing",
+    "schedule.round_s": "schedule.sync_interval_s",
+    "outer.nesterov_lr": "outer.lr",
+    "outer.nesterov_momentum": "outer.momentum",
+    "outer.delay": "outer.fragment_delay",
+    "outer.mixing": "outer.fragment_mixing",
+    "failure.on_poison": "failure.on_repeated_crash",
+    "failure.min_accepted": "failure.min_accepted_fraction",
+    "failure.objf_tolerance": "failure.max_objf_gap",
+    "failure.progress_timeout_s": "failure.hang_timeout_s",
+    "failure.grace_s": "failure.grace_period_s",
+    "data.oov": "data.oov_word",
+    "data.arpa": "data.lm",
+    "data.valid_share": "data.valid_fraction",
+    "tracking.experiment": "tracking.experiment_name",
+    "tracking.worker_runs": "tracking.nested_runs",
+    "tracking.model": "tracking.log_model",
+    "tracking.register_as": "tracking.registered_model_name",
+    "tracking.system": "tracking.log_system_metrics",
+    "tune.seed_share": "tune.coarse_fraction",
+    "tune.workers": "tune.num_jobs",
+    "tune.rates": "tune.max_lr_ratio",
+}
+# option -> old value -> value
+RENAMED_VALUES: dict[str, dict[Any, Any]] = {
+    "combination.kind": {"generalised": "generalized"},
+    "schedule.load_balancing": {"equal": "none"},
+}
+# options of methods that are gone; files of earlier versions hold them without using them
+REMOVED = ("outer.slowmo_beta", "outer.slowmo_alpha", "outer.easgd_beta", "outer.fedopt_kind",
+           "outer.fedopt_lr", "preconditioner.num_gradients", "preconditioner.rank",
+           "preconditioner.hessian_power", "preconditioner.num_pairs")
+
+
+@dataclass(frozen=True)
+class Rename:
+    """An old name, or an old value, that a configuration uses."""
+
+    old: str
+    new: str
+
+    @property
+    def sentence(self) -> str:
+        return f"{self.old} is now {self.new}; the old name will be removed."
+
+
+def with_new_names(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Rename]]:
+    """Return nested settings with the names of this version, and the old names found in them.
+
+    A run folder of an earlier version holds all options of the section `preconditioner`. With
+    preconditioner.kind=none they had no effect, and optimizer.kind decided.
+    """
+    flat = {path: value for path, value in _leaves(values, "") if path not in REMOVED}
+    method = flat.get("preconditioner.kind")
+    if method == "none":
+        flat = {path: value for path, value in flat.items()
+                if not path.startswith("preconditioner.")}
+    elif method in METHODS:
+        # two names become one; that of the natural gradient had no effect here
+        flat.pop("optimizer.ng_state", None)
+        if method not in ("simple", "online"):
+            flat.pop("preconditioner.alpha", None)
+    found = [Rename(path, RENAMED[path]) for path in flat if path in RENAMED]
+    renamed = {RENAMED.get(path, path): value for path, value in flat.items()}
+    for path, new_values in RENAMED_VALUES.items():
+        if isinstance(old := renamed.get(path), str) and old in new_values:
+            found.append(Rename(f"{path}={old}", f"{path}={new_values[old]}"))
+            renamed[path] = new_values[old]
+    return _nested(renamed), found
+
+
+def with_new_names_in(overrides: Sequence[str]) -> tuple[list[str], list[Rename]]:
+    """Return command-line words with the names of this version, and the old names found in them.
+
+    The group `preconditioner` chose a method besides optimizer=sgd; now it is a choice of
+    `optimizer`, and preconditioner=none is the choice of the other word.
+    """
+    pairs = [override.partition("=")[::2] for override in overrides]
+    others = [value for key, value in pairs if key in ("optimizer", "optimizer.kind")]
+    plain = others[-1] if others else "ngsgd"
+    chooses = any(key in _CHOICES and value != "none" for key, value in pairs)
+    lines, found = [], []
+    for override, (key, value) in zip(overrides, pairs, strict=True):
+        if key in _CHOICES:
+            new_key = _CHOICES[key]
+            methods = ",".join(plain if one == "none" else one for one in value.split(","))
+            found.append(Rename(override, f"{new_key}={methods}"))
+            if chooses or not others:
+                lines.append(f"{new_key}={methods}")
+        elif not (chooses and key in ("optimizer", "optimizer.kind")):
+            new_key = RENAMED.get(key, key)
+            new_values = RENAMED_VALUES.get(new_key, {})
+            new_value = ",".join(new_values.get(one, one) for one in value.split(","))
+            line = f"{new_key}={new_value}" if "=" in override else override
+            if line != override:
+                found.append(Rename(override, line))
+            lines.append(line)
+    return lines, found
+
+
+# old choice of a method -> choice
+_CHOICES = {"preconditioner": "optimizer", "preconditioner.kind": "optimizer.kind"}
+
+
+def _leaves(node: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for name, value in node.items():
+        path = f"{prefix}{name}"
+        # mappings below an option, such as optimizer.layer_options, are values
+        if isinstance(value, Mapping) and (not prefix or path == "tune.proxy"):
+            yield from _leaves(value, f"{path}.")
+        else:
+            yield path, value
+
+
+def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for path, value in flat.items():
+        *sections, name = path.split(".")
+        node = found
+        for section in sections:
+            node = node.setdefault(section, {})
+        node[name] = value
+    return found

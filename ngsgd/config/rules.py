@@ -1,0 +1,296 @@
+"""Checks of a configuration: each value against its range, and rules between options."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import Field, fields, is_dataclass
+from typing import Any
+
+from ngsgd.config.option import choices_of
+from ngsgd.config.run import RunConfig
+from ngsgd.config.sections.optimizer import WITHOUT_MEAN
+from ngsgd.errors import ConfigError
+from ngsgd.schedules import DropoutSchedule
+
+# NumPy, torch and files store no larger integer
+_LARGEST_INT = 2**63 - 1
+# A folder's name has at most 255 bytes; that of a run also holds its time and a number
+_MAX_NAME_BYTES = 200
+# the only sampling rate of these corpora
+_RATE_HZ = 8000
+
+
+def check(config: RunConfig) -> list[str]:
+    """Return one message per wrong value; an empty list if the configuration can run."""
+    problems = [message for section, path, spec in _options(config, "")
+                for message in _check_value(section, path, spec)]
+    return problems or [message for rule in _RULES for message in rule(config)]
+
+
+def _options(section: Any, prefix: str) -> Iterator[tuple[Any, str, Field[Any]]]:
+    for spec in fields(section):
+        value = getattr(section, spec.name)
+        if is_dataclass(value):
+            yield from _options(value, f"{prefix}{spec.name}.")
+        else:
+            yield section, f"{prefix}{spec.name}", spec
+
+
+def _check_value(section: Any, path: str, spec: Field[Any]) -> Iterator[str]:
+    value, choices = getattr(section, spec.name), choices_of(type(section), spec.name)
+    low, high, above = (spec.metadata[name] for name in ("low", "high", "above"))
+    if choices and value not in choices:
+        yield f"{path} is {value!r}; choose one of {', '.join(choices)}."
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return
+    # NaN passes every comparison below
+    if math.isnan(value):
+        yield f"{path} is not a number; give a finite value."
+    elif low is not None and value < low:
+        yield f"{path} is {value}; it must be at least {low:g}."
+    elif above is not None and value <= above:
+        yield f"{path} is {value}; it must be greater than {above:g}."
+    elif high is None and isinstance(value, int) and value > _LARGEST_INT:
+        yield f"{path} is {value}; it must be at most {_LARGEST_INT}."
+    elif high is not None and value > high:
+        yield f"{path} is {value}; it must be at most {high:g}."
+
+
+# Rules between options ----------------------------------------------------------------------------
+
+
+def _name(c: RunConfig) -> Iterator[str]:
+    """The name is part of a folder's name, by which --continue and other commands find the run."""
+    if not c.name:
+        return
+    has_separator = any(letter in c.name for letter in "/\\")
+    if not c.name.isprintable() or has_separator or c.name[0] in ".- " or c.name[-1] == " ":
+        yield (f"name is {c.name!r} and becomes part of a folder's name; remove / and \\, "
+               "characters that cannot be printed, and . - or a space at its beginning. "
+               "output_dir=PATH sets another folder.")
+    elif len(c.name.encode()) > _MAX_NAME_BYTES:
+        yield f"name has {len(c.name.encode())} bytes; give at most {_MAX_NAME_BYTES}."
+
+
+def _ranges(c: RunConfig) -> Iterator[str]:
+    for path in ("data.snr_db", "augment.noise_snr_db", "augment.rt60_ms", "augment.volume"):
+        section, _, name = path.partition(".")
+        low, high = (getattr(getattr(c, section), f"{name}_{end}") for end in ("low", "high"))
+        if low > high:
+            yield f"{path}_low is {low} and above {path}_high, {high}; swap them."
+    for section in ("schedule", "align"):
+        initial, final = (getattr(getattr(c, section), f"lr_{end}") for end in ("initial", "final"))
+        if final > initial:
+            yield (f"{section}.lr_final is {final} and above {section}.lr_initial, {initial}; "
+                   "the rate can only fall.")
+    if c.schedule.num_jobs_final < c.schedule.num_jobs_initial:
+        yield (f"schedule.num_jobs_final is {c.schedule.num_jobs_final}; it must be at least "
+               f"schedule.num_jobs_initial, {c.schedule.num_jobs_initial}.")
+    if c.cluster.min_workers > c.cluster.num_workers:
+        yield (f"cluster.min_workers is {c.cluster.min_workers}, more than cluster.num_workers, "
+               f"{c.cluster.num_workers}; lower it.")
+
+
+def _augmentation(c: RunConfig) -> Iterator[str]:
+    factors = c.augment.speed_factors
+    if not factors or any(not 0.5 <= factor <= 2.0 for factor in factors):
+        yield f"augment.speed_factors is {list(factors)}; give one or more factors from 0.5 to 2."
+    elif len(set(factors)) < len(factors):
+        yield f"augment.speed_factors is {list(factors)}; name each factor once."
+    if c.augment.changes_audio and c.features.kind == "given":
+        yield (f"augment changes audio, and data.corpus={c.data.corpus} comes as features; use "
+               "only SpecAugment (augment=spec).")
+
+
+def _curvature_frames(c: RunConfig) -> Iterator[str]:
+    for name, value in (("tracking.curvature_frames", c.tracking.curvature_frames),
+                        ("egs.num_diagnostic_frames", c.egs.num_diagnostic_frames)):
+        if c.tracking.curvature_frames and value < 2:
+            yield (f"{name} is {value}, and the noise of a gradient needs at least 2 frames; "
+                   "raise it, or set tracking.curvature_frames=0.")
+
+
+def _features(c: RunConfig) -> Iterator[str]:
+    features, corpus = c.features, c.data.corpus
+    if corpus in ("digits", "fsdd", "yesno") and features.sample_rate_hz != _RATE_HZ:
+        yield (f"features.sample_rate_hz is {features.sample_rate_hz}, and {corpus} is sampled at "
+               f"{_RATE_HZ} Hz; set {_RATE_HZ}.")
+    if corpus == "an4" and features.kind != "given":
+        yield (f"features.kind is {features.kind}, and data.corpus=an4 comes as cepstra, without "
+               "audio; set features.kind=given.")
+    if features.kind == "given" and corpus not in ("an4", "kaldi"):
+        yield (f"features.kind is given, and data.corpus={corpus} comes as audio; set "
+               "features.kind=fbank or mfcc.")
+    if features.cmvn == "given" and (features.kind != "given" or corpus != "kaldi"):
+        yield (f"features.cmvn is given with features.kind {features.kind} and data.corpus "
+               f"{corpus}; cmvn.scp is a file of Kaldi data directories with feats.scp "
+               "(recipe=kaldi features.kind=given).")
+    if features.kind == "mfcc" and features.num_ceps > features.num_mel_bins:
+        yield (f"features.num_ceps is {features.num_ceps}; it can be at most "
+               f"features.num_mel_bins, {features.num_mel_bins}.")
+
+
+def _held_out(c: RunConfig) -> Iterator[str]:
+    if (c.data.split == "loo") != bool(c.data.held_out):
+        yield (f"data.split is {c.data.split} with data.held_out {c.data.held_out!r}; split=loo, "
+               "and only that, needs the speaker of the test set: data.split=loo "
+               "data.held_out=theo.")
+
+
+def _architecture(c: RunConfig) -> Iterator[str]:
+    model = c.model
+    if model._target_:
+        for name in ("num_subclasses", "add_layers_period", "prior_scale_power"):
+            if getattr(model, name):
+                yield (f"model.{name} is {getattr(model, name)} with model._target_, a custom "
+                       "network, whose layers stay as they are; leave it 0.")
+        if model.input_transform != "none":
+            yield (f"model.input_transform is {model.input_transform} with model._target_, whose "
+                   "network receives the features unchanged; leave it none.")
+    elif model.kind == "pnorm" and model.hidden_dim % model.pnorm_group:
+        yield (f"model.hidden_dim is {model.hidden_dim}; with model=pnorm it must be a multiple of "
+               f"model.pnorm_group, {model.pnorm_group}.")
+    elif model.kind in ("tdnn", "tdnnf"):
+        yield from _tdnn(c)
+
+
+def _tdnn(c: RunConfig) -> Iterator[str]:
+    try:
+        layers = c.model.layer_offsets()
+    except ValueError:
+        yield (f"model.tdnn_offsets is {c.model.tdnn_offsets!r}; write rising frame offsets with "
+               "commas between them, and a space between two layers, such as "
+               "'-2,-1,0,1,2 -1,1'.")
+        return
+    left = -sum(min(0, layer[0]) for layer in layers)
+    right = sum(max(0, layer[-1]) for layer in layers)
+    if len(layers) != c.model.num_layers:
+        yield (f"model.tdnn_offsets is for {len(layers)} layers, and model.num_layers is "
+               f"{c.model.num_layers}; make them equal.")
+    elif left > c.egs.left_context or right > c.egs.right_context:
+        yield (f"model.tdnn_offsets reaches {left} frames back and {right} ahead, but examples "
+               f"have egs.left_context {c.egs.left_context} and egs.right_context "
+               f"{c.egs.right_context}; raise these or narrow the offsets.")
+
+
+def _growth(c: RunConfig) -> Iterator[str]:
+    changes = [name for name in ("add_layers_period", "num_subclasses") if getattr(c.model, name)]
+    why = "outer.overlap" if c.outer.overlap else f"outer.kind {c.outer.kind}"
+    if changes and c.outer.jobs_keep_state:
+        yield (f"model.{changes[0]} changes the model between outer iterations, but with {why} "
+               "jobs continue from their previous results; choose another outer optimizer, or "
+               "leave it 0.")
+    if changes and c.init_model:
+        value = getattr(c.model, changes[-1])
+        yield (f"init_model is {c.init_model} with model.{changes[-1]} {value}, which starts from "
+               "a small model; leave it 0.")
+    balancing = c.schedule.load_balancing
+    if c.schedule.early_rules == "kaldi" and (c.outer.jobs_keep_state or balancing != "none"):
+        if balancing != "none" and not c.outer.overlap:
+            why = f"schedule.load_balancing {balancing}"
+        yield (f"schedule.early_rules is kaldi with {why}, which needs every job's result; leave "
+               "it none.")
+
+
+def _optimizer(c: RunConfig) -> Iterator[str]:
+    optimizer = c.optimizer
+    if optimizer.backstitch_scale and optimizer.momentum:
+        yield (f"optimizer.backstitch_scale is {optimizer.backstitch_scale} with "
+               f"optimizer.momentum {optimizer.momentum}; backstitch needs momentum 0.")
+    if optimizer.curvature_state == "average" and optimizer.kind in ("ngsgd", *WITHOUT_MEAN):
+        yield (f"optimizer.curvature_state is average, but the curvature of {optimizer.kind} in "
+               "different jobs has no mean; choose reset or keep.")
+    lr = c.schedule.lr_initial * c.schedule.num_jobs_final
+    if optimizer.proportional_shrink * lr >= 0.5:
+        yield (f"optimizer.proportional_shrink is {optimizer.proportional_shrink}; at a job's "
+               f"learning rate of {lr} it would remove half of the model or more, so lower it.")
+
+
+def _dropout(c: RunConfig) -> Iterator[str]:
+    if c.model.dropout_schedule:
+        try:
+            DropoutSchedule.parse(c.model.dropout_schedule)
+        except ConfigError as error:
+            yield f"model.dropout_schedule: {error}"
+
+
+def _outer(c: RunConfig) -> Iterator[str]:
+    if c.outer.overlap and c.outer.kind == "streaming":
+        yield ("outer.overlap is true with outer.kind streaming, whose jobs continue from their "
+               "own models; leave it false and set outer.fragment_delay=1 to overlap.")
+    if c.schedule.load_balancing == "time" and c.cluster.kind == "in_process":
+        yield ("schedule.load_balancing is time with cluster.kind in_process, where jobs run one "
+               "after another; choose local or ray.")
+    if c.outer.gain and not 1.0 <= c.outer.gain <= c.schedule.num_jobs_final:
+        yield (f"outer.gain is {c.outer.gain}; it can be 1 (averaging) to "
+               f"schedule.num_jobs_final, {c.schedule.num_jobs_final}, or 0 for a good value in "
+               "between.")
+
+
+def _exchange(c: RunConfig) -> Iterator[str]:
+    cluster = c.cluster
+    possible = {"in_process": ("auto",),
+                "local": ("auto", "shared_memory", "collective")}.get(cluster.kind)
+    if possible and cluster.exchange not in possible:
+        yield (f"cluster.exchange is {cluster.exchange}; with cluster.kind {cluster.kind} it can "
+               f"be {' or '.join(possible)}.")
+    if cluster.exchange in ("collective", "nccl") and c.outer.jobs_keep_state:
+        why = "outer.overlap" if c.outer.overlap else f"outer.kind {c.outer.kind}"
+        yield (f"cluster.exchange is {cluster.exchange} with {why}, whose jobs continue from their "
+               "own results; leave it auto.")
+    stays_here = cluster.exchange == "shared_memory" or (possible and cluster.exchange == "auto")
+    if cluster.compression != "none" and stays_here:
+        yield (f"cluster.compression is {cluster.compression}, but no parameters leave this "
+               "machine; leave it none, or choose cluster.exchange=collective.")
+
+
+def _layers(c: RunConfig) -> Iterator[str]:
+    known = ("lr_factor", "max_change", "weight_decay")
+    for layer, options in (c.optimizer.layer_options or {}).items():
+        is_right = isinstance(options, Mapping) and all(
+            key in known and _is_number(value) and value >= 0.0 for key, value in options.items())
+        if not is_right:
+            yield (f"optimizer.layer_options[{layer}] is {options!r}; give {', '.join(known)}, at "
+                   "least 0 each, such as {lr_factor: 1.3}.")
+    for layer, scale in (c.model.init_scales or {}).items():
+        if not _is_number(scale) or scale <= 0.0:
+            yield f"model.init_scales[{layer}] is {scale!r}; give a number above 0."
+    if wrong := [factor for factor in c.schedule.lr_factors if factor <= 0.0]:
+        yield f"schedule.lr_factors has {wrong[0]}; each must be above 0."
+
+
+def _is_number(value: Any) -> bool:
+    is_real = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_real and math.isfinite(value)
+
+
+def _objective(c: RunConfig) -> Iterator[str]:
+    kind = c.objective.kind
+    if kind == "ce":
+        return
+    if c.combination.kind != "none":
+        yield (f"combination.kind is {c.combination.kind}, which compares the cross-entropy of "
+               f"held-out frames, and objective.kind is {kind}; set combination.kind=none "
+               f"(objective={kind} does).")
+    if c.optimizer.preconditions:
+        yield (f"optimizer.kind is {c.optimizer.kind}, which needs the loss of single frames, and "
+               f"objective.kind is {kind}; set optimizer=ngsgd or optimizer=sgd.")
+    if c.augment.spec:
+        yield (f"augment.spec masks windows of single frames, and objective.kind is {kind}; set "
+               "augment.spec=false.")
+    if c.model.num_subclasses or c.model.add_layers_period:
+        yield (f"objective.kind is {kind}, and the model changes during training; set "
+               "model.num_subclasses and model.add_layers_period to 0.")
+
+
+def _tune(c: RunConfig) -> Iterator[str]:
+    proxy = c.tune.proxy
+    if proxy.steps % proxy.outer_iters:
+        yield (f"tune.proxy.steps is {proxy.steps}, no multiple of tune.proxy.outer_iters, "
+               f"{proxy.outer_iters}; all averaging steps follow the same number of minibatches.")
+
+
+_RULES: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
+    _name, _ranges, _augmentation, _curvature_frames, _features, _held_out, _architecture, _growth,
+    _optimizer, _dropout, _outer, _exchange, _layers, _objective, _tune)

@@ -1,0 +1,53 @@
+"""The complete configuration of a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ngsgd.config.option import option
+from ngsgd.config.sections.alignment import AlignConfig
+from ngsgd.config.sections.augmentation import AugmentConfig
+from ngsgd.config.sections.cluster import ClusterConfig
+from ngsgd.config.sections.data import DataConfig, EgsConfig
+from ngsgd.config.sections.decoding import CombinationConfig, DecodeConfig
+from ngsgd.config.sections.failure import CheckpointConfig, FailureConfig
+from ngsgd.config.sections.features import FeatureConfig, IvectorConfig
+from ngsgd.config.sections.model import ModelConfig
+from ngsgd.config.sections.objective import ObjectiveConfig
+from ngsgd.config.sections.optimizer import OptimizerConfig
+from ngsgd.config.sections.outer import OuterConfig
+from ngsgd.config.sections.schedule import ScheduleConfig
+from ngsgd.config.sections.tracking import TrackingConfig
+from ngsgd.config.sections.tuning import TuneConfig
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """All options of a run."""
+
+    output_dir: str = option(
+        "runs", "folder of run folders, prepared data and the tracking database")
+    name: str = option("", "name of the run; empty: made from its options")
+    seed: int = option(
+        0, "seed of training; with the outer iteration and the job it decides every random number",
+        low=0)
+    init_model: str = option(
+        "", "run whose final model and priors training starts from; empty: random parameters")
+    data: DataConfig = field(default_factory=DataConfig)
+    features: FeatureConfig = field(default_factory=FeatureConfig)
+    ivectors: IvectorConfig = field(default_factory=IvectorConfig)
+    align: AlignConfig = field(default_factory=AlignConfig)
+    egs: EgsConfig = field(default_factory=EgsConfig)
+    augment: AugmentConfig = field(default_factory=AugmentConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    outer: OuterConfig = field(default_factory=OuterConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    failure: FailureConfig = field(default_factory=FailureConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    combination: CombinationConfig = field(default_factory=CombinationConfig)
+    decode: DecodeConfig = field(default_factory=DecodeConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    tune: TuneConfig = field(default_factory=TuneConfig)

@@ -1,0 +1,39 @@
+"""Options of the workers and of the exchange of parameters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ngsgd.config.option import option
+
+
+@dataclass(frozen=True)
+class ClusterConfig:
+    """The workers, their devices and the exchange of parameters."""
+
+    kind: Literal["in_process", "local", "ray", "slurm", "kubernetes"] = option(
+        "ray", "type of workers; slurm and kubernetes: for ngsgd submit")
+    num_workers: int = option(2, "number of workers", low=1, high=10000)
+    threads_per_worker: int = option(
+        0, "compute threads of a worker; 0: cores divided by workers, at least 1", low=0)
+    device: Literal["auto", "cpu", "cuda"] = option(
+        "auto", "device of the workers; auto: a GPU where Ray offers one, else the CPU")
+    address: str = option(
+        "", "Ray cluster to join, host:port or auto; empty: start one on this machine",
+        used="kind=ray")
+    start_timeout_s: float = option(120.0, "time for a worker to report that it is ready",
+                                    unit="s", above=0.0)
+    min_workers: int = option(
+        1, "number of workers; with fewer for longer than start_timeout_s the run stops", low=1)
+    exchange: Literal["auto", "shared_memory", "object_store", "collective", "nccl"] = option(
+        "auto", "transport of parameters; auto: shared memory on the coordinator's machine, Ray's "
+                "object store elsewhere; collective: averaged by the workers over gloo; nccl: "
+                "averaged between GPUs (untested)")
+    exchange_timeout_s: float = option(
+        60.0, "time for a worker to send its part of an average before it counts as hanging",
+        unit="s", above=0.0, used="exchange=collective|nccl")
+    compression: Literal["none", "bf16", "int8", "e3m0"] = option(
+        "none", "lossy number format of parameter deltas sent to other machines")
+    elastic: bool = option(
+        False, "fewer jobs per outer iteration while workers are missing, instead of a queue")

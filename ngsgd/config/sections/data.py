@@ -1,0 +1,90 @@
+"""Options of the corpus and of the archives of training examples."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ngsgd.config.option import option
+
+_GIVEN = "corpus=kaldi|lhotse"
+_MADE = "corpus=digits|fsdd & style=connected"
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """The corpus, its source and its size."""
+
+    corpus: Literal["digits", "fsdd", "yesno", "an4", "kaldi", "lhotse"] = option(
+        "digits", "corpus to train and test on")
+    source: str = option(
+        "", "folder or archive of the corpus; fsdd downloads a pinned, checked archive if empty",
+        used="corpus=fsdd|yesno|an4|kaldi|lhotse")
+    cache_dir: str = option("", "folder for prepared data; empty: OUTPUT_DIR/data")
+    split: Literal["speaker", "official", "loo"] = option(
+        "speaker", "test set: two unseen speakers, the official one, or one held-out speaker",
+        used="corpus=fsdd")
+    held_out: str = option("", "speaker of the test set with split=loo", used="corpus=fsdd")
+    style: Literal["connected", "isolated"] = option(
+        "connected", "digit strings in noise, or the recordings as they are", used="corpus=fsdd")
+    lexicon: str = option(
+        "", 'file of lines "word phone phone ..."; empty: data.source/lexicon.txt', used=_GIVEN)
+    lm: str = option(
+        "", "ARPA n-gram language model; empty: all words are equally likely", used=_GIVEN)
+    oov_word: str = option(
+        "", "word of the lexicon that replaces unknown words; empty: unknown words are errors",
+        used=_GIVEN)
+    graph: str = option(
+        "", "folder with HCLG.fst, words.txt and tid2pdf that replaces the generated graph",
+        used=_GIVEN)
+    alignment: str = option(
+        "", "HMM state of every frame: a file of `ngsgd align`, a text file of lines "
+            '"utterance pdf pdf ...", a folder of Kaldi ali archives with tid2pdf, or flat for a '
+            "flat start; empty: the corpus's own alignment, else flat")
+    num_silence_states: int = option(1, "number of HMM states of silence", low=1, high=10,
+                                     used="corpus=yesno|kaldi|lhotse")
+    valid_fraction: float = option(
+        0.1, "fraction of the training utterances for validation where the corpus has no such set",
+        above=0.0, high=0.5, used="corpus=an4|yesno|kaldi|lhotse")
+    train_minutes: float = option(80.0, "duration of the generated training set", unit="min",
+                                  above=0.0, high=6000.0, used=_MADE)
+    valid_minutes: float = option(5.0, "duration of the generated validation set", unit="min",
+                                  above=0.0, high=600.0, used=_MADE)
+    test_minutes: float = option(10.0, "duration of the generated test set", unit="min",
+                                 above=0.0, high=600.0, used=_MADE)
+    snr_db_low: float = option(0.0, "lowest signal-to-noise ratio of an utterance", unit="dB",
+                               low=-20.0, high=60.0, used=_MADE)
+    snr_db_high: float = option(15.0, "highest signal-to-noise ratio of an utterance", unit="dB",
+                                low=-20.0, high=60.0, used=_MADE)
+    seed: int = option(
+        0, "seed of the generated corpus; independent of the seed of training", low=0,
+        used="corpus=digits|fsdd")
+
+
+@dataclass(frozen=True)
+class EgsConfig:
+    """Archives of training examples (C.2), shuffled on disk and again at every reading."""
+
+    left_context: int = option(5, "frames of context before each frame", unit="frames", low=0,
+                               high=100)
+    right_context: int = option(5, "frames of context after each frame", unit="frames", low=0,
+                                high=100)
+    frames_per_eg: int = option(
+        8, "labeled frames of an example; a pass over the data uses one of them (Kaldi: 8)",
+        low=1, high=256)
+    samples_per_iter: int = option(
+        16000, "frames that a job processes between two averaging steps, K in the paper (Kaldi: 400000)",
+        unit="frames", low=1)
+    num_diagnostic_frames: int = option(
+        4000, "size of the two subsets on which the objective function is measured", unit="frames",
+        low=1)
+    silence_weight: float = option(
+        1.0, "weight of silence frames in the objective function; 0 removes them from training",
+        low=0.0, high=1.0)
+    num_writers: int = option(
+        0, "processes that write archives; 0: one per core where that is faster", low=0, high=1000)
+    prefetch: int = option(
+        -1, "minibatches that a thread prepares in advance; -1: 4 for a GPU, 0 for a CPU", low=-1,
+        high=1000)
+    on_corrupt: Literal["stop", "quarantine"] = option(
+        "stop", "reaction to a damaged archive: end the run, or continue without the archive")

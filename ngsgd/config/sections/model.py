@@ -1,0 +1,89 @@
+"""Options of the network."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ngsgd.config.option import option
+
+_OURS = "!_target_"
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The acoustic model: affine layers with nonlinearity and normalization, or a custom module."""
+
+    kind: Literal["relu", "pnorm", "tdnn", "tdnnf"] = option("relu", "architecture", used=_OURS)
+    num_layers: int = option(4, "number of hidden layers", low=1, high=64, used=_OURS)
+    hidden_dim: int = option(256, "output dimension of each hidden affine layer", low=2,
+                             used=_OURS)
+    pnorm_group: int = option(
+        5, "inputs of each p-norm unit; must divide hidden_dim", low=2,
+        used=f"{_OURS} & kind=pnorm")
+    normalize: Literal["renormalize", "batchnorm"] = option(
+        "renormalize", "normalization after each nonlinearity; batchnorm: Kaldi's, without scale and offset",
+        used=_OURS)
+    dropout_schedule: str = option(
+        "", "dropout over the fraction of data processed in Kaldi's notation, such as "
+            "0,0@0.2,0.3@0.5,0; empty: no dropout")
+    tdnn_offsets: str = option(
+        "-2,-1,0,1,2 -1,1 -2,2 0", "frame offsets of the input of each layer, one group per layer; "
+                                   "their sums must fit into the context of the examples",
+        used=f"{_OURS} & kind=tdnn|tdnnf")
+    bottleneck_dim: int = option(64, "rows of the semi-orthogonal factors", low=1,
+                                 used=f"{_OURS} & kind=tdnnf")
+    bypass_scale: float = option(
+        0.66, "factor of a layer's input that is added to its output (Kaldi: 0.66)", low=0.0,
+        high=1.0, used=f"{_OURS} & kind=tdnnf")
+    input_transform: Literal["none", "lda"] = option(
+        "none", "fixed first layer, estimated from the training examples (C.6)")
+    lda_within_class_factor: float = option(
+        0.001, "smallest factor on a dimension of LDA (Kaldi: 0.001)", low=0.0, high=1.0,
+        used="input_transform=lda")
+    lda_max_singular_value: float = option(
+        5.0, "maximum singular value of the transform; 0: no limit (Kaldi: 5)", low=0.0,
+        used="input_transform=lda")
+    lda_dim: int = option(0, "rows of the transform; 0: all (Kaldi)", low=0,
+                          used="input_transform=lda")
+    prior_scale_power: float = option(
+        0.0, "exponent of the priors that scale the outputs before the softmax (nnet2: -0.25)",
+        low=-1.0, high=0.0)
+    num_subclasses: int = option(
+        0, "number of sub-classes of all classes after the split (C.5); 0: no split", low=0)
+    subclass_power: float = option(
+        0.25, "exponent of the class counts that allocate sub-classes (paper: 1/3)", above=0.0,
+        high=1.0, used="num_subclasses")
+    subclass_min_count: float = option(
+        10.0, "minimum number of frames of a sub-class (Kaldi's scripts: 10)", unit="frames",
+        low=0.0, used="num_subclasses")
+    add_layers_period: int = option(
+        0, "outer iterations between two new layers (C.7; nnet2: 2); 0: all layers at the start",
+        low=0)
+    _target_: str = option(
+        "", "package.module:Name of a custom network that replaces the architectures above")
+    args: Mapping[str, Any] | None = option(
+        None, "keyword arguments of the custom network, such as {width: 64}", used="_target_")
+    search_path: str = option(
+        "", "folder to import the custom network from; empty: the current folder",
+        used="_target_")
+    init_scales: Mapping[str, Any] | None = option(
+        None, "factors on the initial parameters of layers, such as {affine1: 0.8}")
+
+    @property
+    def label(self) -> str:
+        """The name of the model in run names."""
+        return self._target_.replace(":", ".").rpartition(".")[2] or self.kind
+
+    def layer_offsets(self) -> tuple[tuple[int, ...], ...]:
+        """Return `tdnn_offsets` by layer.
+
+        Raises:
+            ValueError: a layer's offsets are not rising whole numbers.
+        """
+        layers = tuple(tuple(int(offset) for offset in layer.split(","))
+                       for layer in self.tdnn_offsets.split())
+        if not layers or any(list(layer) != sorted(set(layer)) for layer in layers):
+            raise ValueError(self.tdnn_offsets)
+        return layers

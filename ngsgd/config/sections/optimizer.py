@@ -1,0 +1,175 @@
+"""Options of the optimizer of a worker.
+
+The traits of the methods are repeated here, because the configuration imports nothing of the
+library; tests/test_defaults.py compares both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from ngsgd.config.option import default_of, option
+
+# Kinds that `ngsgd.preconditioners` implements: SGD on a preconditioned gradient
+METHODS = ("kfac", "skfac", "ekfac", "diagonal", "unit", "layer", "full", "seng", "smw", "shampoo",
+           "soap", "psgd", "kbfgs", "hessian_free", "simple", "online", "adam", "adamw", "muon")
+WITHOUT_DECAY = ("skfac", "seng", "smw", "simple", "online")
+# Rows and random projections of different jobs have no mean
+WITHOUT_MEAN = WITHOUT_DECAY
+EVERY_MINIBATCH = ("hessian_free", "simple", "online", "adam", "adamw", "muon")
+FISHER_OF = {"kbfgs": "empirical", "simple": "empirical", "online": "empirical"}
+# Options whose default in a run differs from that of the library's classes, which apply the plain
+# method at every step. In a run, steps have the norm of the gradient, so that learning rates keep
+# their meaning, the curvature is updated every 10 minibatches, and jobs hand it on.
+OF_A_RUN = ("graft", "curvature_interval", "inverse_interval", "curvature_state")
+
+_ADAM = ("adam", "adamw", "muon")
+# any type of Fisher matrix
+_OF_FISHER = ("kfac", "skfac", "ekfac", "diagonal", "unit", "layer", "full", "seng", "smw")
+
+
+def _kinds(kinds: Iterable[str]) -> str:
+    return f"kind={'|'.join(kinds)}"
+
+
+def _all_but(*kinds: str) -> str:
+    return _kinds(kind for kind in METHODS if kind not in kinds)
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """The optimizer of a worker: from the gradient of a minibatch to the step of the model."""
+
+    kind: Literal[
+        "ngsgd", "sgd", "kfac", "skfac", "ekfac", "diagonal", "unit", "layer", "full", "seng",
+        "smw", "shampoo", "soap", "psgd", "kbfgs", "hessian_free", "simple", "online", "adam",
+        "adamw", "muon"] = option(
+        "ngsgd", "optimizer; ngsgd: online natural gradient, sgd: plain gradient, others: SGD on a "
+                 "preconditioned gradient")
+    momentum: float = option(0.0, "momentum of the steps; the step is multiplied by 1 - momentum",
+                             low=0.0, high=0.999)
+    max_change: float = option(
+        0.75, "maximum L2 norm of one layer's update per minibatch; 0: no limit (C.3)", low=0.0)
+    max_param_change: float = option(
+        2.0, "maximum L2 norm of the complete model's update per minibatch; 0: no limit (C.3)",
+        low=0.0)
+    weight_decay: float = option(
+        0.0, "Kaldi's l2-regularize: adds -weight_decay |W|^2 per frame to the objective function",
+        low=0.0)
+    backstitch_scale: float = option(
+        0.0, "scale of backstitch: a step of -scale, then one of 1 + scale (Kaldi: 0.3 to 1); "
+             "0: off", low=0.0, used="kind=ngsgd|sgd")
+    backstitch_interval: int = option(
+        1, "minibatches between two with backstitch", low=1,
+        used="kind=ngsgd|sgd & backstitch_scale")
+    proportional_shrink: float = option(
+        0.0, "shrinkage: a job starts from the model times 1 - this value times its learning rate",
+        low=0.0)
+    layer_options: Mapping[str, Any] | None = option(
+        None, "lr_factor, max_change and weight_decay of layers by name or pattern, such as "
+              "{affine1: {lr_factor: 1.3}}")
+    equalize_layers: bool = option(
+        False, "adapt the learning rates of layers so that all change by the same ratio (nnet2)")
+    last_layer_factor: float = option(
+        1.0, "relative change of the output layer with equalize_layers", above=0.0, high=100.0,
+        used="equalize_layers")
+    curvature_state: Literal["reset", "keep", "average"] = option(
+        "reset", "curvature at the start of a job: reset, that of the previous job of its slot, or "
+                 "the average of all jobs", used=_kinds(("ngsgd", *METHODS)),
+        default_of_kind={**dict.fromkeys(("diagonal", "adam", "adamw"), "average"),
+                         "soap": "keep"})
+    alpha: float = option(4.0, "smoothing of the Fisher matrix towards the identity (eq. 19)",
+                          low=0.0, used="kind=ngsgd|simple|online")
+    rank_in: int = option(
+        20, "rank of the Fisher factor of a layer's inputs; at most (dim + 1) / 2", low=1,
+        used="kind=ngsgd")
+    rank_out: int = option(
+        80, "rank of the Fisher factor of the gradients of a layer's outputs; at most (dim + 1) / 2",
+        low=1, used="kind=ngsgd")
+    update_period: int = option(4, "minibatches between two updates of the Fisher factors", low=1,
+                                used="kind=ngsgd")
+    num_samples_history: float = option(
+        2000.0, "time constant of the exponential moving average of the Fisher factors (eq. 78)",
+        unit="frames", above=0.0, high=1e6, used="kind=ngsgd")
+    update_schedule: Literal["nnet3", "nnet2"] = option(
+        "nnet3", "rule for updates of the Fisher factors; nnet2: that of the paper's code",
+        used="kind=ngsgd")
+    max_change_per_sample: float = option(
+        0.0, "the paper's limit on the update per frame (C.3; nnet2's scripts: 0.075); 0: no limit",
+        low=0.0, used="kind=ngsgd")
+    cosine_interval: int = option(
+        100, "minibatches between two measurements of the cosine between natural and plain "
+             "gradient; 0: never", low=0, used="kind=ngsgd")
+    damping: float = option(
+        1e-2, "damping of the curvature of the mean loss; shampoo: relative to the largest "
+              "eigenvalue; soap, adam, adamw, muon: eps",
+        above=0.0, used=_all_but(),
+        default_of_kind={"shampoo": 1e-6, **dict.fromkeys(("soap", *_ADAM), 1e-8)})
+    curvature_interval: int = option(
+        10, "minibatches between two updates of the curvature", low=1,
+        used=_all_but(*EVERY_MINIBATCH), default_of_kind=dict.fromkeys(EVERY_MINIBATCH, 1))
+    inverse_interval: int = option(
+        10, "minibatches between two inverses of the curvature", low=1,
+        used=_all_but(*EVERY_MINIBATCH), default_of_kind=dict.fromkeys(EVERY_MINIBATCH, 1))
+    ema_decay: float = option(
+        0.95, "weight of the past in the moving average of the curvature; soap, adam, adamw, muon: "
+              "beta 2", low=0.0, high=0.9999, used=_all_but("psgd", *WITHOUT_DECAY),
+        default_of_kind={**dict.fromkeys(WITHOUT_DECAY, 0.0), **dict.fromkeys(_ADAM, 0.999)})
+    fisher: Literal["empirical", "mc", "exact"] = option(
+        "empirical", "gradients of the Fisher matrix: those of the targets, of sampled targets, or "
+                     "the exact Gauss-Newton matrix", used=_kinds(_OF_FISHER),
+        default_of_kind=FISHER_OF)  # type: ignore[arg-type]
+    mc_samples: int = option(1, "Monte Carlo samples per frame", low=1,
+                             used=f"{_kinds(_OF_FISHER)} & fisher=mc")
+    sharing: Literal["expand", "reduce"] = option(
+        "expand", "treatment of the positions of a sample: as separate rows, or summed",
+        used="kind=kfac|skfac|ekfac")
+    graft: Literal["none", "gradient"] = option(
+        "gradient", "grafting; gradient: each layer's direction gets the norm of its gradient",
+        used=_all_but())
+    kl_clip: float = option(
+        0.0, "limit on lr^2 <P g, g> per minibatch; 0: no limit", low=0.0, used=_all_but())
+    max_grad_norm: float = option(
+        0.0, "limit on the L2 norm of the preconditioned gradient; 0: no limit", low=0.0,
+        used=_all_but())
+    skip: str = option(
+        "", "layers without preconditioning: names, patterns or classes, separated by commas",
+        used=_all_but())
+    block_size: int = option(1024, "largest dimension of a factor", low=1,
+                             used="kind=shampoo|soap")
+    sketch: int = option(0, "coordinates that estimate the Gram matrix; 0: all", low=0,
+                         used="kind=seng")
+    form: Literal["kronecker", "full"] = option(
+        "kronecker", "preconditioner of each layer: Kronecker factors, or one matrix for a small "
+                     "model", used="kind=psgd")
+    factor_lr: float = option(0.1, "relative step of a factor", above=0.0, high=0.99,
+                              used="kind=psgd")
+    products: Literal["ggn", "hessian"] = option(
+        "ggn", "matrix of the linear system: Gauss-Newton or Hessian", used="kind=hessian_free")
+    max_cg_steps: int = option(
+        10, "matrix-vector products per minibatch; each costs about two backward passes", low=1,
+        used="kind=hessian_free")
+    beta1: float = option(
+        0.9, "weight of the past in the first moment", low=0.0, high=0.9999,
+        used=_kinds(("soap", *_ADAM)), default_of_kind={"muon": 0.95, "soap": 0.95})
+    decoupled_weight_decay: float = option(
+        0.0, "fraction of the parameters that a step of learning rate 1 subtracts", low=0.0,
+        used=_kinds(_ADAM), default_of_kind={"adamw": 0.01})
+
+    def __post_init__(self) -> None:
+        for spec in fields(self):
+            # an option with a default by kind that was not given
+            if spec.metadata["default_of_kind"] and getattr(self, spec.name) is None:
+                object.__setattr__(self, spec.name, default_of(spec, self.kind))
+
+    @property
+    def preconditions(self) -> bool:
+        """Whether a method of `ngsgd.preconditioners` turns gradients into steps."""
+        return self.kind in METHODS
+
+    @property
+    def keeps_curvature(self) -> bool:
+        """Whether a job continues from the curvature that a previous job left."""
+        return self.kind != "sgd" and self.curvature_state != "reset"

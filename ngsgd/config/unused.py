@@ -1,0 +1,84 @@
+"""Options that have no effect with the other options of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+from ngsgd.config.option import default_of
+from ngsgd.config.run import RunConfig
+
+
+@dataclass(frozen=True)
+class Unused:
+    """An option that has no effect with the other options of a run."""
+
+    # such as outer.lr
+    path: str
+    value: Any
+    # to another value than its default
+    is_set: bool
+    # the options that decide whether it is used
+    switches: tuple[str, ...]
+    # the one of them that decides against it, its value, and the values that would use the option
+    switch: str
+    is_now: Any
+    wanted: str
+    # options of the same section that have an effect
+    options: tuple[str, ...]
+
+    @property
+    def sentence(self) -> str:
+        """The error message for the person who set it."""
+        given = f"{self.path} is {_text(self.value)}, but"
+        now = f"{self.switch}={_text(self.is_now)}"
+        if self.switch.rpartition(".")[2] in ("kind", "corpus") and self.wanted:
+            options = (f"Options of {self.is_now}: {', '.join(self.options)}." if self.options
+                       else f"{self.is_now} has no options.")
+            return f"{given} {now} does not use it; leave it out. {options}"
+        if self.wanted == "!":
+            return f"{given} {now} does not use it; leave it out."
+        needed = self.wanted.replace("|", " or ") or ("true" if self.is_now is False else "VALUE")
+        return f"{given} it has no effect with {now}; leave it out, or set {self.switch}={needed}."
+
+
+def unused(config: RunConfig) -> Iterator[Unused]:
+    """Yield all options of a run that have no effect in it, whatever their value."""
+    for spec in fields(config):
+        section = getattr(config, spec.name)
+        if is_dataclass(section):
+            yield from unused_in(section, f"{spec.name}.")
+
+
+def unused_in(section: Any, prefix: str = "") -> Iterator[Unused]:
+    """Yield those of one section; paths begin with `prefix`."""
+    terms = {spec.name: [term for term in spec.metadata.get("used", "").split(" & ") if term]
+             for spec in fields(section)}
+    broken = {name: next((term for term in of_it if not _holds(term, section)), "")
+              for name, of_it in terms.items()}
+    for spec in fields(section):
+        if term := broken[spec.name]:
+            name, _, wanted = term.lstrip("!").partition("=")
+            value = getattr(section, spec.name)
+            options = tuple(other for other in broken if not broken[other] and other != name
+                            and not is_dataclass(getattr(section, other)))
+            yield Unused(
+                path=f"{prefix}{spec.name}", value=value,
+                is_set=value != default_of(spec, getattr(section, "kind", "")),
+                switches=tuple(prefix + other.lstrip("!").partition("=")[0]
+                               for other in terms[spec.name]),
+                switch=prefix + name, is_now=getattr(section, name),
+                wanted="!" if term.startswith("!") else wanted, options=options)
+
+
+def _holds(term: str, section: Any) -> bool:
+    name, _, wanted = term.lstrip("!").partition("=")
+    value = getattr(section, name)
+    return (value in wanted.split("|") if wanted else bool(value)) != term.startswith("!")
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return repr(value) if value == "" else f"{value}"
