@@ -6,7 +6,7 @@
 
 `sweep` runs what RESULTS.jsonl does not hold yet: on seed 0 the grid of learning rates (and of dampings, on digits), one rate
 further wherever the best lies at an end, then the other seeds at the best of it.  A method is set as
-`conf/optimizer/NAME.yaml` sets it for `ngsgd train`, but for the damping's factor.
+`ngsgd train optimizer=NAME` has it, but for the damping's factor.
 
 digits: the 1797 images of 8 x 8 that scikit-learn has packed, 1437 of them to train on; two convolutions and an affine layer.
 fsdd: the first frame of every example of the recipe, one twentieth of what the recipe trains on; its network, four layers of 256.
@@ -26,7 +26,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import yaml
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -40,7 +39,6 @@ from ngsgd.preconditioners import METHODS
 from ngsgd.preconditioners.build import make_preconditioner
 from ngsgd.schedules import Shard
 
-CONF = Path(__file__).parents[1] / "conf" / "optimizer"
 SEEDS = (0, 1, 2)
 LADDER = (1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)   # of rates
 # four each, where the best is looked for first
@@ -133,7 +131,7 @@ def fsdd(egs: Path) -> Task:
 
 def config_of(method: str, damping_factor: float) -> OptimizerConfig:
     """The method's file over the defaults."""
-    settings = OptimizerConfig(**yaml.safe_load((CONF / f"{method}.yaml").read_text()))
+    settings = OptimizerConfig(method)  # type: ignore[arg-type]
     return replace(settings, damping=settings.damping * damping_factor)
 
 

@@ -64,7 +64,7 @@ PEERS: dict[str, tuple[str, dict[str, Any], bool]] = {
 }
 PEER_ALWAYS_LOOKS = ("smw",)   # ASDL's has no steps between looks
 METHODS_TIMED = ("ngsgd", "kfac", "kfac-mc", "skfac", "ekfac", "diagonal", "seng", "seng-256", "smw", "kbfgs", "psgd", "shampoo",
-                 "soap", "mfac", "tonga", "tnt")
+                 "soap")
 
 
 class Work:

@@ -98,9 +98,7 @@ def top() -> str:
 def train(group: str = "") -> str:
     """Return the help of `ngsgd train`, or the options of one section."""
     if group:
-        from ngsgd.launcher.commands import settings
-
-        return settings.text(settings.matching(group)) + "\n"
+        return describe.text(describe.matching(group)) + "\n"
     about = {one.path: one for one in describe.options()}
     default_choices = _default_choices()
     groups = [_row(f"  {group + '=':16}", f"{' | '.join(choices)}  (default {default_choices.get(group, '-')})")

@@ -15,7 +15,7 @@ from dataclasses import Field, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ngsgd.config import RunConfig, default_of
+from ngsgd.config import RunConfig, choices_of, default_of, types_of
 from ngsgd.config.build import (
     OTHER_NAMES,
     defaults,
@@ -45,8 +45,8 @@ def conf_dir() -> Path:
 
 
 def groups(config_dir: Path | None = None) -> dict[str, list[str]]:
-    """Config groups and their choices: the folders and files of conf/, and of the user's own folder if given."""
-    found: dict[str, set[str]] = {}
+    """Return the groups and their choices: kinds of sections, and files of conf/ and of the user's folder."""
+    found = {group: set(kinds) for group, kinds in _kinds().items()}
     for root in [conf_dir(), *([config_dir] if config_dir else [])]:
         for file in root.glob("*/*.yaml"):
             found.setdefault(file.parent.name, set()).add(file.stem)
@@ -135,7 +135,17 @@ def register_schema() -> None:
     schema = defaults()
     for section, name in _of_kind():
         schema[section][name] = f"${{default_of_kind:{section}.{name},${{{section}.kind}}}}"
-    ConfigStore.instance().store(name="schema", node=schema, provider="ngsgd")
+    store = ConfigStore.instance()
+    store.store(name="schema", node=schema, provider="ngsgd")
+    for group, kinds in _kinds().items():
+        for kind in kinds:
+            if not (conf_dir() / group / f"{kind}.yaml").exists():
+                store.store(group=group, name=kind, node={"kind": kind}, provider="ngsgd")
+
+
+def _kinds() -> dict[str, tuple[str, ...]]:
+    """The groups whose choices are the kinds of a section; a file of conf/ may set more for a kind."""
+    return {group: choices_of(types_of(RunConfig)[group], "kind") for group in ("model", "optimizer", "outer", "cluster")}
 
 
 def default_of_kind(path: str, kind: str) -> Any:

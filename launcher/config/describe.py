@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import fnmatch
+import shutil
+import textwrap
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
@@ -10,6 +13,8 @@ from ngsgd.config import METHODS, RunConfig, choices_of, types_of
 
 _TYPES = {"str": "text", "int": "whole number", "float": "number", "bool": "true or false",
           "tuple[float, ...]": "list of numbers", "tuple[str, ...]": "list of names"}
+# columns of a text
+_WIDEST = 110
 
 
 @dataclass(frozen=True)
@@ -105,3 +110,35 @@ def shown(value: Any) -> str:
     if isinstance(value, tuple):
         return f"[{','.join(map(str, value))}]"
     return "''" if value == "" else str(value)
+
+
+def matching(pattern: str) -> list[Described]:
+    """Return the options of a section, those whose name matches, or those whose help text does."""
+    every = options()
+    if pattern in {one.section for one in every if one.section}:
+        return [one for one in every if one.section == pattern or one.section.startswith(f"{pattern}.")]
+    wanted = pattern.lower()
+    if any(sign in wanted for sign in "*?["):
+        return [one for one in every if fnmatch.fnmatchcase(one.path, wanted)]
+    by_name = [one for one in every if wanted in one.path]
+    return by_name or [one for one in every if wanted in one.help.lower()]
+
+
+def text(found: Sequence[Described]) -> str:
+    """Return a paragraph per option, as wide as the terminal."""
+    width = min(_WIDEST, shutil.get_terminal_size((80, 24)).columns)
+    lines: list[str] = []
+    section: str | None = None
+    for one in found:
+        if one.section != section:
+            section = one.section
+            title = f"{section}: {section_help(section)}" if section else "the run"
+            lines += ["", *textwrap.wrap(title, width)]
+        lines.append(f"  {one.path}={one.default}" if len(one.default) < 40 else f"  {one.path}")
+        about = [one.about, f"values: {one.values}"]
+        about += [f"default: {one.default}"] if len(one.default) >= 40 else []
+        about += [f"used with {one.used}"] if one.used else []
+        for part in about:
+            lines += textwrap.wrap(part, width, initial_indent="      ", subsequent_indent="      ",
+                                   break_long_words=False, break_on_hyphens=False)
+    return "\n".join(lines).lstrip("\n")

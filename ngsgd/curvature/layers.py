@@ -170,7 +170,7 @@ def refuse_coupled(layer: nn.Module, name: str, left_out_by: str = "layers") -> 
                               "call its eval() before the forward pass, which collects with its running statistics."
                               if left_out_by == "layers" else
                               "keep its running statistics fixed by its eval() after model.train(), build the model with GroupNorm "
-                              "or LayerNorm, or take a method that looks at gradients alone (Shampoo, SOAP, PSGD, TONGA, MFAC, "
+                              "or LayerNorm, or take a method that looks at gradients alone (Shampoo, SOAP, PSGD, "
                               "Muon) or ngsgd.NGSGD."))
 
 

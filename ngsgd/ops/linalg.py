@@ -48,12 +48,6 @@ def damped_cholesky(factor_DD: Tensor, damping: float) -> Tensor:
                           "definite; the loss may have left the finite numbers: lower the learning rate or raise the damping.")
 
 
-def damped_solve(factor_DD: Tensor, damping: float, right_DX: Tensor) -> Tensor:
-    """(factor + damping I)^-1 right."""
-    root_DD = damped_cholesky(factor_DD, damping)
-    return torch.cholesky_solve(right_DX.to(root_DD.dtype), root_DD).to(right_DX.dtype)
-
-
 def eigh(factor_DD: Tensor) -> tuple[Tensor, Tensor]:
     """(eigenvalues in rising order, eigenvectors as columns); in float64 where float32 does not converge."""
     for dtype in (factor_DD.dtype, torch.float64):
@@ -221,14 +215,3 @@ def bfgs_inverse(H_DD: Tensor, s_D: Tensor, y_D: Tensor) -> bool:
     return True
 
 
-def lbfgs_product(s_MD: Tensor, y_MD: Tensor, v_D: Tensor) -> Tensor:
-    """H v for the BFGS inverse of M pairs (oldest first) from H_0 = (s^T y / y^T y) I of the newest (Nocedal 1980, two loops)."""
-    sy_M = (s_MD * y_MD).sum(dim=1)
-    q_D, a_M = v_D.clone(), torch.zeros_like(sy_M)
-    for m in reversed(range(len(s_MD))):
-        a_M[m] = s_MD[m] @ q_D / sy_M[m]
-        q_D -= a_M[m] * y_MD[m]
-    q_D *= sy_M[-1] / y_MD[-1].square().sum()
-    for m in range(len(s_MD)):
-        q_D += (a_M[m] - y_MD[m] @ q_D / sy_M[m]) * s_MD[m]
-    return q_D

@@ -24,17 +24,13 @@ from ngsgd.optim.outer_rules import (
     BlockMomentum,
     Bmuf,
     DiLoCo,
-    Easgd,
-    FedOpt,
     OuterInfo,
     OuterRule,
-    SlowMo,
     TakeMean,
     make_rule,
 )
 
-__all__ = ["Average", "BlockMomentum", "Bmuf", "DiLoCo", "Easgd", "FedOpt", "OuterInfo", "OuterOptimizer", "OuterRule", "SlowMo",
-           "make_rule"]
+__all__ = ["Average", "BlockMomentum", "Bmuf", "DiLoCo", "OuterInfo", "OuterOptimizer", "OuterRule", "make_rule"]
 
 Pieces = Sequence[tuple[slice, slice]]  # (part of the model, where the jobs' vectors hold it)
 _T = TypeVar("_T")

@@ -4,8 +4,7 @@ B broadcast model (jobs start from it), W the model that is evaluated and saved,
 D block momentum.  With constant G a rule moves the model by gain * G per outer iteration in the end, and a job's learning
 rate is the effective one times num_jobs / gain: averaging divides, gain multiplies.
 
-Sources: Kaldi's nnet3-average; BMUF, Chen and Huo, ICASSP 2016; DiLoCo, arXiv 2311.08105; SlowMo, arXiv 1910.00643;
-EASGD, arXiv 1412.6651; adaptive federated optimisation, arXiv 2003.00295.
+Sources: Kaldi's nnet3-average; BMUF, Chen and Huo, ICASSP 2016; DiLoCo, arXiv 2311.08105.
 """
 
 from __future__ import annotations
@@ -165,78 +164,6 @@ class DiLoCo(_Rule):
         move = mean - start
         momentum = self.momentum * arrays["nesterov_momentum"] + move
         return {"model": arrays["model"] + self.lr * (move + self.momentum * momentum), "nesterov_momentum": momentum}
-
-
-@dataclass(frozen=True)
-class SlowMo(_Rule):
-    """Momentum in units of the jobs' learning rate gamma: u = beta u + G / gamma; W += alpha gamma u.
-
-    Under a falling rate old moves shrink with it; with a constant one it is BMUF's classical form.
-    """
-
-    beta: float = 0.5
-    alpha: float = 1.0
-
-    @property
-    def buffers(self) -> Mapping[str, float]:
-        return {"slow_momentum": 0.0}
-
-    def gain(self, num_jobs: int, num_outer_iters: int) -> float:
-        return self.alpha / (1.0 - self.beta)
-
-    def coefficients(self, info: OuterInfo, last: Numbers) -> dict[str, float]:
-        return {"lr": info.lr}
-
-    def update(self, arrays: Arrays, start: Array, mean: Array, now: Numbers) -> dict[str, Array]:
-        momentum = self.beta * arrays["slow_momentum"] + (mean - start) / now["lr"]
-        return {"model": arrays["model"] + self.alpha * now["lr"] * momentum, "slow_momentum": momentum}
-
-
-@dataclass(frozen=True)
-class Easgd(_Rule):
-    """The centre of elastic averaging: W += beta (mean - W).  Jobs go on from their own models, pulled towards it.
-
-    beta = num_jobs * alpha; a job's next start is x - alpha (x - W), with W before the step (`Start.mix`).
-    """
-
-    beta: float = 0.9
-
-    def gain(self, num_jobs: int, num_outer_iters: int) -> float:
-        # the pull conserves the sum of all models, and the centre, which does not learn, is dragged along
-        return num_jobs / (num_jobs + 1.0)
-
-    def update(self, arrays: Arrays, start: Array, mean: Array, now: Numbers) -> dict[str, Array]:
-        return {"model": arrays["model"] + self.beta * (mean - start)}
-
-
-@dataclass(frozen=True)
-class FedOpt(_Rule):
-    """Adam or Yogi on -G (arXiv 2003.00295, Algorithm 2): no bias correction; v starts at tau squared.
-
-    Its step does not grow with G: a constant G moves the model by lr G / (abs(G) + tau).  A gain of 1 says only that the
-    jobs keep averaging's learning rate.
-    """
-
-    lr: float = 0.01
-    beta1: float = 0.9
-    beta2: float = 0.99
-    tau: float = 1e-3
-    yogi: bool = False
-
-    @property
-    def buffers(self) -> Mapping[str, float]:
-        return {"first_moment": 0.0, "second_moment": self.tau ** 2}
-
-    def update(self, arrays: Arrays, start: Array, mean: Array, now: Numbers) -> dict[str, Array]:
-        move = mean - start
-        first = self.beta1 * arrays["first_moment"] + (1.0 - self.beta1) * move
-        second = self._second(arrays["second_moment"], move * move)
-        model = arrays["model"] + self.lr * first / (np.sqrt(second) + self.tau)
-        return {"model": model, "first_moment": first, "second_moment": second}
-
-    def _second(self, moment: Array, square: Array) -> Array:
-        excess = moment - square
-        return moment - (1.0 - self.beta2) * (square * np.sign(excess) if self.yogi else excess)
 
 
 @dataclass(frozen=True)

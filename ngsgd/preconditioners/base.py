@@ -160,7 +160,7 @@ class Preconditioner:
             self.split_work(group)
         elif not method.splits_work and not method.agrees_over_ranks:
             raise ConfigError(f"{method.__name__} does not work under DistributedDataParallel: each rank would use the curvature "
-                              "of its own rows, and the replicas would drift apart; choose KFAC, KFLR, DiagonalNG, UnitWiseNG, "
+                              "of its own rows, and the replicas would drift apart; choose KFAC, DiagonalNG, UnitWiseNG, "
                               "LayerWiseNG, Shampoo or SOAP, which average it over the ranks.")
         self._is_replicated = True
 
@@ -302,7 +302,7 @@ class Preconditioner:
             ConfigError: the method's curvature has no mean over ranks, or is no work that can be split.
         """
         if not type(self).splits_work:
-            raise ConfigError(f"{type(self).__name__} cannot split its work over ranks; KFAC, KFLR, DiagonalNG, UnitWiseNG, "
+            raise ConfigError(f"{type(self).__name__} cannot split its work over ranks; KFAC, DiagonalNG, UnitWiseNG, "
                               "LayerWiseNG, Shampoo and SOAP can.")
         self._ranks = ProcessGroupComm(group, self.generator.device)
 

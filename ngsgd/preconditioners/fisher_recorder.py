@@ -128,7 +128,7 @@ class FisherRecorder:
             raise ConfigError(f"the loss has a part from {self._others[0]}, whose curvature and weight of rows are not known; "
                               "write distillation as cross-entropy with soft targets, which has the gradient of kl_div, call "
                               "backward() for the other part outside of watch(), or take a method that looks at gradients alone "
-                              "(Shampoo, SOAP, PSGD, TONGA, MFAC, Muon).")
+                              "(Shampoo, SOAP, PSGD, Muon).")
         R, W = self._num_rows, self._total_weight
         if not W > 0.0:  # every row is masked
             return FisherSample()

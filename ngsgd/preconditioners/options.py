@@ -78,16 +78,6 @@ class EveryStepOptions(Options):
         return found
 
 
-def history_problems(options: Options, size: str, so: str) -> list[str]:
-    """Of methods that keep the last few of something, whose number is the setting `size`: they have no moving averages."""
-    found = []
-    if getattr(options, size) < 1:
-        found.append(f"{size} is {getattr(options, size)}; it must be at least 1.")
-    if options.ema_decay or options.layer_options:
-        found.append(f"ema_decay and layer_options have no meaning here: the last {size} {so}; leave them out.")
-    return found
-
-
 AnyOptions = TypeVar("AnyOptions", bound=Options)
 
 

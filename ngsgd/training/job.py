@@ -51,7 +51,7 @@ Fisher = Mapping[str, Mapping[str, Any]]  # name of an estimate to its state, as
 class JobInit:
     """What a job's parameters are before its first minibatch.
 
-    Plain: the broadcast model.  With the job's own last result x (elastic averaging, streaming): mix x + (1 - mix) model
+    Plain: the broadcast model.  With the job's own last result x (streaming): mix x + (1 - mix) model
     in the fragment that is taken in, x elsewhere.  With its own last move m (overlapped averaging): model + m, since the
     model is one outer iteration old and does not hold that move yet.
     """

@@ -19,14 +19,13 @@ class _Left:
 
     outer_iter: int
     own: VectorRef
-    model: VectorRef   # what it started from itself, for the rule that pulls towards it
 
 
 class JobInitializer:
-    """Jobs start from the broadcast model; overlap, EASGD and streaming also need the slot's previous result.
+    """Jobs start from the broadcast model; overlap and streaming also need the slot's previous result.
 
-    Overlap adds the slot's last parameter delta to a model that does not contain it yet.  EASGD and
-    streaming continue from the slot's own parameters.
+    Overlap adds the slot's last parameter delta to a model that does not contain it yet.  Streaming
+    continues from the slot's own parameters.
     """
 
     def __init__(self, config: OuterConfig, refcount: VectorRefcount, *,
@@ -78,9 +77,8 @@ class JobInitializer:
             return
         self._own.pop(job, None)
         if result is not None and result.own is not None and job not in state.rejection_reasons:
-            self._own[job] = left = _Left(state.plan.outer_iter, result.own, state.model)
+            self._own[job] = left = _Left(state.plan.outer_iter, result.own)
             self._refcount.acquire(left.own)
-            self._refcount.acquire(left.model)
         self._drop(old)
 
     def forget(self) -> None:
@@ -93,4 +91,3 @@ class JobInitializer:
     def _drop(self, left: _Left | None) -> None:
         if left:
             self._refcount.release(left.own)
-            self._refcount.release(left.model)

@@ -26,7 +26,7 @@ COMBINED_HOW = ("all workers", "all workers but one", "killed again in each retr
                 "worker and coordinator", "churn")
 
 # Ways to average, and what to do with a failed job, that a handful of worker faults are repeated with.
-OUTER = ("overlap", "bmuf", "easgd")
+OUTER = ("overlap", "bmuf", "streaming")
 POLICIES = ("defer", "drop")
 _REPEATED = (("mid shard", "SIGKILL"), ("mid upload", "SIGSTOP"), ("result built", "exception"), ("idle", "SIGTERM"))
 

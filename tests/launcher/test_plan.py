@@ -127,8 +127,8 @@ def test_a_damaged_measurement_counts_as_none(content: str, tmp_path: Path) -> N
 
 
 def test_the_momentum_of_the_outer_optimiser_is_that_of_the_settings() -> None:
-    momenta = {kind: plan._momentum(RunConfig(outer=OuterConfig(kind=kind))) for kind in ("average", "bmuf", "diloco", "slowmo")}
-    assert momenta == {"average": 0.0, "bmuf": 0.0, "diloco": 0.9, "slowmo": 0.5}
+    momenta = {kind: plan._momentum(RunConfig(outer=OuterConfig(kind=kind))) for kind in ("average", "bmuf", "diloco")}
+    assert momenta == {"average": 0.0, "bmuf": 0.0, "diloco": 0.9}
 
 
 # The table ------------------------------------------------------------------------------------------------------------

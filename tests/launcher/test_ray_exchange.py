@@ -50,7 +50,7 @@ def test_nccl_needs_a_whole_gpu_for_each_worker(tmp_path: Path, gpus: float) -> 
 
 @pytest.mark.parametrize("changes", [
     {"cluster": ClusterConfig("local", exchange="nccl")},
-    {"cluster": ClusterConfig("ray", exchange="nccl"), "outer": OuterConfig("easgd")}])
+    {"cluster": ClusterConfig("ray", exchange="nccl"), "outer": OuterConfig("streaming")}])
 def test_nccl_where_it_cannot_be_is_named(changes: dict[str, object]) -> None:
     (problem,) = check(config(**changes))
     assert "nccl" in problem

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -32,8 +32,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 def trained(name: str, window: Window = WINDOW) -> tuple[nn.Module, ModelConfig]:
     """A model with numbers in every place, as after training."""
-    settings = SHAPES[name]
-    config = ModelConfig(kind=name.partition("-")[0], num_layers=2, hidden_dim=8, **settings)
+    settings, kind = SHAPES[name], cast(Any, name.partition("-")[0])
+    config = ModelConfig(kind=kind, num_layers=2, hidden_dim=8, **settings)
     seen = 3 if config.kind == "tdnn" else 4
     drawn = torch.randn(6, 5 * seen + window.side_dim + 1, generator=torch.Generator().manual_seed(1))
     transform = drawn if config.input_transform == "lda" else None

@@ -11,13 +11,11 @@ from ngsgd.ops.linalg import (
     bfgs_inverse,
     conjugate_gradients,
     damped_inverse,
-    damped_solve,
     doubly_damped,
     eigh,
     inverse_root,
     inverse_root_newton,
     largest_eigenvalue,
-    lbfgs_product,
     less_upper_product,
     upper_gram,
     woodbury_rows,
@@ -32,11 +30,10 @@ def _spd(condition: float, dimension: int = 12) -> Tensor:
     return spd
 
 
-def test_damped_inverse_and_solve() -> None:
-    A, right = _spd(1e4), torch.randn(12, 3, dtype=torch.float64)
+def test_the_damped_inverse_is_that_of_the_damped_matrix() -> None:
+    A = _spd(1e4)
     damped = A + 1e-3 * torch.eye(12, dtype=torch.float64)
     torch.testing.assert_close(damped_inverse(A, 1e-3) @ damped, torch.eye(12, dtype=torch.float64), rtol=0.0, atol=1e-11)
-    torch.testing.assert_close(damped_solve(A, 1e-3, right), torch.linalg.solve(damped, right), rtol=1e-9, atol=1e-9)
 
 
 def test_what_float32_cannot_factorise_is_done_in_float64() -> None:
@@ -121,14 +118,6 @@ def test_triangular_products_equal_whole_ones(size: int) -> None:
     out = torch.full((size, size), torch.nan, dtype=torch.float64)
     torch.testing.assert_close(upper_gram(Q, out), wanted.T @ wanted, rtol=1e-12, atol=1e-12 * size**2)
     assert torch.equal(out, out.T)
-
-
-def test_two_loops_equal_dense_updates() -> None:
-    B = _random_spd(7)
-    s = _drawn(4, 7)
-    y = s @ B
-    v = _drawn(7)
-    close(lbfgs_product(s, y, v), dense.lbfgs(list(zip(s, y, strict=True))) @ v)
 
 
 def test_conjugate_gradients_solve_and_stop_at_negative_curvature() -> None:

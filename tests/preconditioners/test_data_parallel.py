@@ -23,8 +23,8 @@ DDP = nn.parallel.DistributedDataParallel
 F = nn.functional
 ROWS = 6   # of each rank
 STEPS = 3
-SPLIT = ("kfac", "kflr", "diagonal", "unit", "layer", "shampoo", "soap")
-AGREE = ("mfac", "tonga", "adam", "adamw", "muon")   # they see the averaged gradients alone
+SPLIT = ("kfac", "diagonal", "unit", "layer", "shampoo", "soap")
+AGREE = ("adam", "adamw", "muon")   # they see the averaged gradients alone
 REFUSED = tuple(kind for kind in METHODS if kind not in SPLIT + AGREE)
 
 
@@ -117,7 +117,7 @@ def _found() -> list[dict[Any, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.entry("A1", "you use K-FAC and related methods under DistributedDataParallel", "right",
-                   "KFAC, KFLR, DiagonalNG, UnitWiseNG, LayerWiseNG, Shampoo and SOAP average their curvature over the ranks: "
+                   "KFAC, DiagonalNG, UnitWiseNG, LayerWiseNG, Shampoo and SOAP average their curvature over the ranks: "
                    "replicas are bitwise equal, and equal to one process with all rows to 1e-7; methods whose curvature has no "
                    "mean over ranks raise ConfigError before the first step; a loop that averages gradients itself gets a "
                    "warning if split_work was not called")

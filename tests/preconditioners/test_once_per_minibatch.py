@@ -12,7 +12,7 @@ from ngsgd.preconditioners.options import FisherOptions
 from tests.preconditioners.problems import close
 
 N, T = 4, 5
-SEES_ROWS = [kind for kind in METHODS if issubclass(METHODS[kind].Options, FisherOptions) and kind != "kfra"]   # chains alone
+SEES_ROWS = [kind for kind in METHODS if issubclass(METHODS[kind].Options, FisherOptions)]    # chains alone
 
 
 class _Net(nn.Module):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ngsgd.config.sections.optimizer import EVERY_MINIBATCH, FISHER_OF
 from ngsgd.errors import CheckpointError, ConfigError
-from ngsgd.preconditioners import KFAC, KFRA, METHODS, GradientMaker, Preconditioner
+from ngsgd.preconditioners import KFAC, METHODS, GradientMaker, Preconditioner
 from ngsgd.preconditioners.options import FisherOptions
 from tests.preconditioners.problems import close, problem
 
@@ -43,8 +43,7 @@ def _loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 def _make(method: str, model: nn.Module, **options: Any) -> Preconditioner:
     if method not in EVERY_MINIBATCH:
-        inverse = {} if method == "lbfgs" else {"inverse_interval": 4}   # it applies its pairs as they are
-        options = {"curvature_interval": 2, **inverse, **options}
+        options = {"curvature_interval": 2, "inverse_interval": 4, **options}
     if issubclass(METHODS[method].Options, FisherOptions) and method not in FISHER_OF:
         options = {"fisher": "mc", **options}
     return METHODS[method](model, damping=0.1, **options)
@@ -170,13 +169,12 @@ def test_the_scale_of_the_loss_scales_the_direction_and_not_the_curvature(loss: 
         close(found[name], value * scale)
 
 
-@pytest.mark.parametrize("method", ["kfac", "kfra", "unit", "smw", "hessian_free"])
+@pytest.mark.parametrize("method", ["kfac", "unit", "smw", "hessian_free"])
 def test_evaluations_before_a_step_are_one_minibatch(method: str) -> None:
     found = []
     for parts in ((slice(0, 6),), (slice(0, 4), slice(4, 6))):
         case = problem("linear")
-        # one layer for KFRA, whose recursion averages over the samples of a pass
-        model, x = (nn.Sequential(case.model.get_submodule("2")), case.x[:, :4]) if method == "kfra" else (case.model, case.x)
+        model, x = case.model, case.x
         preconditioner = METHODS[method](model, damping=0.1)
         model.zero_grad()
         for part in parts:
@@ -327,8 +325,7 @@ def test_statistics_that_have_no_past_are_not_kept_beside_what_is_applied(method
 
 
 @pytest.mark.entry("B8", "you use a preconditioner on a model with bfloat16 or float16 parameters", "right",
-                   "estimates are float32, and the direction is rounded to the parameter's type at the end; KFRA raises "
-                   "ConfigError")
+                   "estimates are float32, and the direction is rounded to the parameter's type at the end")
 @pytest.mark.parametrize(("half", "at_once"), [(torch.bfloat16, False), (torch.bfloat16, True), (torch.float16, False)])
 @pytest.mark.parametrize("method", METHODS)
 def test_parameters_of_half_precision_have_estimates_in_float32(method: str, half: torch.dtype, at_once: bool) -> None:
@@ -336,10 +333,6 @@ def test_parameters_of_half_precision_have_estimates_in_float32(method: str, hal
     found = []
     torch.manual_seed(1)
     narrow = nn.Sequential(nn.Linear(5, 24), nn.Tanh(), nn.Linear(24, 3)).to(half)
-    if method == "kfra":
-        with pytest.raises(ConfigError, match="take KFLR"):
-            KFRA(narrow)
-        return
     for model in (narrow, copy.deepcopy(narrow).float()):
         dtype = next(model.parameters()).dtype
         preconditioner = METHODS[method](model, damping=0.1)
@@ -361,7 +354,7 @@ def test_parameters_of_half_precision_have_estimates_in_float32(method: str, hal
         kept = (*preconditioner.statistics.values(), *preconditioner.inverses.values())
         assert all(value.dtype != half for entry in kept for value in entry.values())
     # gradients have 8 bits, and quasi-Newton methods take differences of them
-    assert float(torch.cosine_similarity(found[0], found[1], dim=0)) > (0.9 if method in ("kbfgs", "lbfgs") else 0.97)
+    assert float(torch.cosine_similarity(found[0], found[1], dim=0)) > (0.9 if method == "kbfgs" else 0.97)
 
 
 @pytest.mark.parametrize("method", METHODS)

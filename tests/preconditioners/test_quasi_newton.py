@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import ngsgd.optim
 from ngsgd.errors import ConfigError
-from ngsgd.preconditioners import KBFGS, LBFGS, Preconditioner
+from ngsgd.preconditioners import KBFGS, Preconditioner
 from tests.preconditioners.problems import NAMES, Problem, close, joint, problem
 from tests.reference import quasi_newton as dense
 
@@ -53,50 +53,6 @@ def _set(model: nn.Module, values: dict[str, Tensor]) -> None:
     with torch.no_grad():
         for name, p in model.named_parameters():
             p.copy_(values[name])
-
-
-@pytest.mark.parametrize("kept", [2, 10])
-@pytest.mark.parametrize("name", NAMES)
-def test_lbfgs_equals_the_dense_inverse_of_its_pairs(name: str, kept: int) -> None:
-    case, damping = problem(name), 0.05
-    preconditioner = LBFGS(case.model, damping=damping, num_pairs=kept)
-    seen = _steps(preconditioner, case, 5)
-    preconditioner.run_second_pass()
-    pairs: list[tuple[Tensor, Tensor]] = []
-    after = {key: p.detach().clone() for key, p in case.model.named_parameters()}
-    ends = [theta for theta, _ in seen[1:]] + [after]
-    for (theta, g), end in zip(seen, ends, strict=True):
-        _set(case.model, end)
-        s = dense.flat(end) - dense.flat(theta)
-        y = dense.flat(case.gradients()) - dense.flat(g)
-        if pairs:
-            s, y = dense.double_damping(dense.lbfgs(pairs), s, y, 0.2, damping)
-        else:
-            y = y + damping * s
-        pairs = [*pairs, (s, y)][-kept:]
-    v = {key: _drawn(*p.shape) for key, p in case.model.named_parameters()}
-    close(dense.flat(preconditioner.apply(v)), dense.lbfgs(pairs) @ dense.flat(v))
-
-
-def test_lbfgs_minimises_a_quadratic() -> None:
-    """Twelve parameters at condition 100, full steps: plain gradient descent would need hundreds."""
-    torch.manual_seed(1)
-    model = nn.Linear(12, 1, bias=False).double()
-    H = dense.quadratic_factor(12, 100.0, seed=3)
-    preconditioner = LBFGS(model, damping=1e-9, num_pairs=20)
-
-    def loss() -> Tensor:
-        value: Tensor = 0.5 * (model.weight @ H @ model.weight.T).sum()
-        return value
-
-    first = float(loss().detach())
-    for _ in range(40):
-        model.zero_grad()
-        preconditioner.evaluate(loss)
-        preconditioner.step()
-        _move(model, 1.0)
-    assert float(loss().detach()) < 1e-12 * first
-    assert preconditioner.num_skipped <= 1
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -185,8 +141,7 @@ class _Noisy(nn.Module):
         return found
 
 
-@pytest.mark.parametrize("method", [KBFGS, LBFGS])
-def test_the_second_look_repeats_the_first_and_leaves_no_trace(method: Callable[..., KBFGS | LBFGS]) -> None:
+def test_the_second_look_repeats_the_first_and_leaves_no_trace() -> None:
     torch.manual_seed(3)
     model = _Noisy()
     case = problem("linear")
@@ -196,7 +151,7 @@ def test_the_second_look_repeats_the_first_and_leaves_no_trace(method: Callable[
         outputs.append(model.drop(torch.ones(50)))
         return nn.functional.cross_entropy(model(x), case.y)
 
-    preconditioner = method(model, damping=0.1)
+    preconditioner = KBFGS(model, damping=0.1)
     preconditioner.evaluate(loss)
     preconditioner.step()
     assert model.linear.weight.grad is not None
@@ -212,12 +167,11 @@ def test_the_second_look_repeats_the_first_and_leaves_no_trace(method: Callable[
     assert torch.equal(model.linear.weight.grad, grad)
 
 
-@pytest.mark.parametrize("method", [KBFGS, LBFGS])
 @pytest.mark.parametrize("optimizer", [lambda model: ngsgd.optim.SGD(model, lr=LR),
                                        lambda model: torch.optim.SGD(model.parameters(), lr=LR),
                                        lambda model: torch.optim.SGD(model.parameters(), lr=LR, fused=True)],
                          ids=["ngsgd", "torch", "fused"])
-def test_every_optimiser_s_step_is_noticed(method: Callable[..., KBFGS | LBFGS], optimizer: Callable[..., Any]) -> None:
+def test_every_optimiser_s_step_is_noticed(optimizer: Callable[..., Any]) -> None:
     """Fused kernels do not raise a parameter's version counter."""
     case = problem("linear")
     steps, calls = optimizer(case.model), []
@@ -226,7 +180,7 @@ def test_every_optimiser_s_step_is_noticed(method: Callable[..., KBFGS | LBFGS],
         calls.append(1)
         return case.loss(case.model(case.x))
 
-    preconditioner = method(case.model, damping=0.1)
+    preconditioner = KBFGS(case.model, damping=0.1)
     preconditioner.evaluate(loss)
     preconditioner.step()
     steps.step()
@@ -238,12 +192,11 @@ def _part_of_loss(case: Problem, part: slice) -> Tensor:
     return nn.functional.cross_entropy(case.model(case.x[part]), case.y[part], reduction="sum") / 6.0
 
 
-@pytest.mark.parametrize("method", [KBFGS, LBFGS])
-def test_parts_of_a_minibatch_make_the_pair_of_the_whole(method: Callable[..., KBFGS | LBFGS]) -> None:
+def test_parts_of_a_minibatch_make_the_pair_of_the_whole() -> None:
     found = []
     for parts in ((slice(0, 6),), (slice(0, 4), slice(4, 6))):
         case = problem("linear")
-        preconditioner = method(case.model, damping=0.1)
+        preconditioner = KBFGS(case.model, damping=0.1)
         for _ in range(3):
             case.model.zero_grad()
             for part in parts:
@@ -254,10 +207,9 @@ def test_parts_of_a_minibatch_make_the_pair_of_the_whole(method: Callable[..., K
     close(found[0], found[1])
 
 
-@pytest.mark.parametrize("method", [KBFGS, LBFGS])
-def test_a_loop_without_a_closure_is_told_so(method: Callable[..., KBFGS | LBFGS]) -> None:
+def test_a_loop_without_a_closure_is_told_so() -> None:
     case = problem("linear")
-    preconditioner = method(case.model)
+    preconditioner = KBFGS(case.model)
     with preconditioner.watch():
         preconditioner.backward(case.loss(case.model(case.x)))
     with pytest.raises(ConfigError, match=r"evaluate\(closure\)"):
@@ -272,13 +224,12 @@ def test_rows_of_the_reference_are_those_of_the_problem() -> None:
         close(e_VNTO.sum(dim=(0, 1, 2)) / case.num_rows, g[f"{layer}.bias"])
 
 
-@pytest.mark.parametrize("method", [KBFGS, LBFGS])
-def test_a_scaler_that_changes_its_scale_changes_no_direction(method: Callable[..., KBFGS | LBFGS]) -> None:
+def test_a_scaler_that_changes_its_scale_changes_no_direction() -> None:
     """Gradients are unscaled between the look and the step, as torch.amp.GradScaler does it, and the scale falls by half."""
     found = []
     for scales in ((1.0, 1.0, 1.0), (64.0, 32.0, 16.0)):
         case = problem("linear")
-        preconditioner, scale = method(case.model, damping=0.1), [1.0]
+        preconditioner, scale = KBFGS(case.model, damping=0.1), [1.0]
         for scale[0] in scales:
             case.model.zero_grad()
             preconditioner.evaluate(partial(_scaled_loss, case, scale))

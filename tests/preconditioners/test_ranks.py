@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from ngsgd.errors import ConfigError
 from ngsgd.preconditioners import EKFAC, KFAC, SENG, SOAP, DiagonalNG, LayerWiseNG, Preconditioner, Shampoo, UnitWiseNG
 from ngsgd.preconditioners.distributed import ProcessGroupComm
-from ngsgd.preconditioners.methods.kronecker.kfra import KFLR
 from tests.preconditioners.problems import close
 
 c10d: Any = torch.distributed
@@ -81,7 +80,8 @@ def _trained(method: type[Preconditioner], options: dict[str, Any], group: Any =
 
 
 @pytest.mark.parametrize(("method", "options"), [
-    (KFAC, {}), (KFAC, {"ema_decay": 0.0, "graft": "gradient"}), (KFLR, {}), (DiagonalNG, {}), (UnitWiseNG, {}), (LayerWiseNG, {}),
+    (KFAC, {}), (KFAC, {"ema_decay": 0.0, "graft": "gradient"}), (KFAC, {"fisher": "exact"}),
+    (DiagonalNG, {}), (UnitWiseNG, {}), (LayerWiseNG, {}),
     (Shampoo, {}), (SOAP, {})])
 def test_two_ranks_take_the_steps_of_one_process(method: type[Preconditioner], options: dict[str, Any]) -> None:
     wanted, alone = _trained(method, options)

@@ -1,4 +1,4 @@
-"""PSGD, Hessian-free and AdaHessian against dense Hessians; where their iterations end on quadratics."""
+"""PSGD and Hessian-free against dense Hessians; where their iterations end on quadratics."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from ngsgd.curvature.second_order.full_model import FullModelProducts
 from ngsgd.errors import ConfigError
-from ngsgd.preconditioners import PSGD, AdaHessian, HessianFree, Preconditioner
-from ngsgd.preconditioners.methods.hessian.second_derivatives import SecondOrderMethod
+from ngsgd.preconditioners import PSGD, HessianFree, Preconditioner
+from ngsgd.preconditioners.methods.second_derivatives import SecondOrderMethod
 from tests.preconditioners.problems import NAMES, Problem, close, joint, problem
 from tests.reference import quasi_newton as dense
 
@@ -197,34 +197,7 @@ def test_hessian_free_reaches_a_quadratic_s_minimum_in_one_step_and_starts_where
     assert preconditioner.num_skipped == 0
 
 
-@pytest.mark.parametrize("power", [1.0, 0.5])
-@pytest.mark.parametrize("name", NAMES)
-def test_adahessian_equals_its_formula_with_the_dense_hessian(name: str, power: float) -> None:
-    case, damping, decay = problem(name), 0.1, 0.8
-    preconditioner = AdaHessian(case.model, damping=damping, ema_decay=decay, hessian_power=power)
-    draws = _draws(preconditioner)
-    plain, found = case.gradients(), case.preconditioned(preconditioner, steps=3)
-    weights = [(1.0 - decay) * decay**age for age in (2, 1, 0)]
-    for key, g in plain.items():
-        v = torch.zeros_like(g)
-        for weight, z, Hz in zip(weights, draws, _hessian_products(case, draws, 0.0), strict=True):
-            D = z[key] * Hz[key]
-            if D.ndim == 3:
-                D = torch.stack([D.mean(dim=2)] * D.shape[2], dim=2)
-            v += weight / sum(weights) * D**2
-        close(found[key], g / (v ** (power / 2.0) + damping))
-
-
-def test_adahessian_finds_a_diagonal_hessian_at_the_first_look() -> None:
-    model = Quadratic(torch.diag(torch.tensor([3.0, 0.5], dtype=torch.float64)), torch.eye(2, dtype=torch.float64))
-    preconditioner = AdaHessian(model, damping=1e-12)
-    preconditioner.evaluate(model)
-    preconditioner.step()
-    assert model.layer.weight.grad is not None
-    close(model.layer.weight.grad, model.layer.weight.detach())   # H^-1 H w
-
-
-@pytest.mark.parametrize("method", [PSGD, HessianFree, AdaHessian])
+@pytest.mark.parametrize("method", [PSGD, HessianFree])
 def test_methods_without_a_graph_say_what_to_call(method: type[SecondOrderMethod]) -> None:
     case = problem("linear")
     preconditioner = method(case.model)
@@ -249,11 +222,11 @@ class _Attention(nn.Module):
         return outer
 
 
-@pytest.mark.entry("B9", "you use PSGD, AdaHessian, HessianFree or hypergradient with scaled_dot_product_attention", "right",
+@pytest.mark.entry("B9", "you use PSGD, HessianFree or hypergradient with scaled_dot_product_attention", "right",
                    "their passes run in torch's MATH kernel, which can be differentiated twice; an operation without a second "
                    "derivative raises ConfigError with its name")
 @pytest.mark.parametrize(("method", "options"), [
-    (PSGD, {}), (AdaHessian, {}), (HessianFree, {}), (HessianFree, {"products": "hessian"})])
+    (PSGD, {}), (HessianFree, {}), (HessianFree, {"products": "hessian"})])
 def test_fused_attention_is_differentiated_twice(method: type[Preconditioner], options: dict[str, Any]) -> None:
     found = []
     for fused in (True, False):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ngsgd.preconditioners import MFAC, SOAP, Preconditioner, Shampoo
+from ngsgd.preconditioners import SOAP, Preconditioner, Shampoo
 from tests.preconditioners.problems import close, problem
 from tests.reference import preconditioners as dense
 
@@ -159,17 +159,6 @@ def test_soap_begins_anew_parameters_that_come_later_and_after_an_average() -> N
     assert stepped(model[1]) == [False, False] and stepped(model[1]) == [True, True]
     preconditioner.average([preconditioner.state_dict()] * 2)
     assert stepped(model[0]) == [True, False]   # a basis from the averaged second moments; a vector has none
-
-
-@pytest.mark.parametrize("name", ["linear", "conv frames"])
-@pytest.mark.parametrize("kept", [3, 100])
-def test_mfac_equals_the_dense_solve_with_the_last_gradients(name: str, kept: int) -> None:
-    model = problem(name).model
-    seen, found = _run(MFAC(model, damping=0.05, num_gradients=kept), _shapes(model))
-    U = torch.cat([torch.stack(gradients).flatten(1) for gradients in seen.values()], dim=1)
-    last = U[-min(kept, STEPS):]
-    wanted = dense.natural_gradient(last.T @ last / len(last), U[-1], 0.05)
-    close(torch.cat([found[key].flatten() for key in seen]), wanted)
 
 
 @pytest.mark.entry("A2")

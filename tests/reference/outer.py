@@ -48,49 +48,6 @@ def diloco(model: Array, moves: Sequence[Array], lr: float, momentum: float) -> 
     return path
 
 
-def slowmo(model: Array, moves: Sequence[Array], lrs: Sequence[float], beta: float, alpha: float) -> Path:
-    """arXiv 1910.00643, Algorithm 1: u = beta u + (x_0 - x_tau) / gamma; x_0 = x_0 - alpha gamma u."""
-    x, u, path = model.copy(), np.zeros_like(model), []
-    for G, gamma in zip(moves, lrs, strict=True):
-        for element in range(len(model)):
-            u[element] = beta * u[element] + (-G[element]) / gamma
-            x[element] -= alpha * gamma * u[element]
-        path.append((x.copy(), x.copy()))
-    return path
-
-
-def fedopt(model: Array, moves: Sequence[Array], lr: float, beta1: float, beta2: float, tau: float, *, yogi: bool) -> Path:
-    """arXiv 2003.00295, Algorithm 2."""
-    x, m, v, path = model.copy(), np.zeros_like(model), np.full_like(model, tau**2), []
-    for Delta in moves:
-        for element in range(len(model)):
-            square = Delta[element] ** 2
-            m[element] = beta1 * m[element] + (1.0 - beta1) * Delta[element]
-            if yogi:
-                v[element] = v[element] - (1.0 - beta2) * square * float(np.sign(v[element] - square))
-            else:
-                v[element] = beta2 * v[element] + (1.0 - beta2) * square
-            x[element] += lr * m[element] / (math.sqrt(v[element]) + tau)
-        path.append((x.copy(), x.copy()))
-    return path
-
-
-def elastic(centre: Array, moves: Sequence[Sequence[Array]], beta: float) -> list[Array]:
-    """arXiv 1412.6651, Algorithm 1, synchronous: the centre after each exchange; `moves` are of each job from its own model."""
-    num_jobs = len(moves[0])
-    alpha = beta / num_jobs
-    c, x, path = centre.copy(), [centre.copy() for _ in range(num_jobs)], []
-    for one_exchange in moves:
-        for job in range(num_jobs):
-            x[job] = x[job] + one_exchange[job]
-        differences = [x[job] - c for job in range(num_jobs)]
-        for job in range(num_jobs):
-            x[job] = x[job] - alpha * differences[job]
-        c = c + alpha * sum(differences)
-        path.append(c.copy())
-    return path
-
-
 def moving_average(models: Sequence[Array], decay: float) -> Array:
     """E = a_t E + (1 - a_t) W with a_t = min(decay, 1 - 1/t), t = 1, 2, ..: the mean of the models until that is long enough."""
     E = np.zeros_like(models[0])

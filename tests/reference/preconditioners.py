@@ -180,36 +180,6 @@ def _gram_schmidt(columns: Tensor) -> Tensor:
     return torch.stack(found, dim=1)
 
 
-def tonga(gradients: list[Tensor], damping: float, decay: float, *, rank: int, num_fresh: int) -> Tensor:
-    """(C / w + d I)^-1 g of the last gradient; C loses all but its largest eigenvalues when there are rank + num_fresh rows."""
-    D = gradients[0].numel()
-    C = torch.zeros(D, D, dtype=gradients[0].dtype)
-    w, rows = 0.0, 0
-    for G in gradients:
-        C = decay * C + (1.0 - decay) * torch.outer(G.flatten(), G.flatten())
-        w, rows = decay * w + 1.0 - decay, rows + 1
-        if rows == rank + num_fresh:
-            values, U = torch.linalg.eigh(C)
-            C, rows = U[:, -rank:] @ values[-rank:].diag() @ U[:, -rank:].T, rank
-    return natural_gradient(C / w, gradients[-1], damping)
-
-
-def tensor_normal(a_NTI: Tensor, e_VNTO: Tensor, G_OI: Tensor, damping: float, *, num_rows: int) -> Tensor:
-    """Omega_1 (x) Omega_2 with E[G G^T] = Omega_1 tr Omega_2 and E[G^T G] = Omega_2 tr Omega_1, damped as K-FAC's factors are."""
-    O, I = e_VNTO.shape[3], a_NTI.shape[2]  # noqa: E741
-    U_1, U_2 = a_NTI.new_zeros(O, O), a_NTI.new_zeros(I, I)
-    for e_NTO in e_VNTO:
-        G = sum((torch.outer(e, a) for e, a in zip(e_NTO.flatten(0, 1), a_NTI.flatten(0, 1), strict=True)), a_NTI.new_zeros(O, I))
-        U_1, U_2 = U_1 + G @ G.T / num_rows, U_2 + G.T @ G / num_rows
-    c = float(U_1.trace())
-    Omega_1, Omega_2 = U_1 / c**0.5, U_2 / c**0.5   # tr Omega_1 = tr Omega_2 = sqrt c
-    pi = float((Omega_2.trace() / I) / (Omega_1.trace() / O)) ** 0.5
-    F = torch.kron((Omega_1 + damping**0.5 / pi * torch.eye(O, dtype=U_1.dtype)).contiguous(),
-                   (Omega_2 + pi * damping**0.5 * torch.eye(I, dtype=U_1.dtype)).contiguous())
-    direction: Tensor = torch.linalg.solve(F, G_OI.flatten()).view_as(G_OI)
-    return direction
-
-
 def adam(gradients: list[Tensor], *, beta_1: float, beta_2: float, eps: float) -> Tensor:
     """The last step's direction (Kingma and Ba 2015, algorithm 1)."""
     m = v = torch.zeros_like(gradients[0])

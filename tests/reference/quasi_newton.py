@@ -7,7 +7,7 @@ Letters: D parameters of a model, O outputs, I inputs of a layer (with the 1 of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -80,15 +80,6 @@ def double_damping(H: Tensor, s: Tensor, y: Tensor, mu_1: float, mu_2: float) ->
         theta = (1.0 - mu_1) * yHy / (yHy - float(s @ y))
     s = theta * s + (1.0 - theta) * H @ y
     return s, y + mu_2 * s
-
-
-def lbfgs(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """The dense inverse from pairs, oldest first, that starts at the newest's scale times I."""
-    s, y = pairs[-1]
-    H = float(s @ y) / float(y @ y) * torch.eye(len(s), dtype=s.dtype)
-    for s, y in pairs:
-        H = bfgs(H, s, y)
-    return H
 
 
 def quadratic_factor(size: int, condition: float, seed: int) -> Tensor:

@@ -202,11 +202,11 @@ def test_what_an_early_outer_iteration_put_off_is_cut_as_it_was_there(tmp_path: 
 
 @pytest.mark.parametrize(("changes", "said"), [
     ({"outer": OuterConfig("bmuf", overlap=True)}, r"model.add_layers_period changes the model .* with outer.overlap"),
-    ({"outer": OuterConfig("easgd")}, r"with outer.kind easgd jobs go on"),
+    ({"outer": OuterConfig("streaming")}, r"with outer.kind streaming jobs continue"),
     ({"schedule": replace(config().schedule, early_rules="kaldi", load_balancing="speed"), "model": ModelConfig()},
      r"schedule.early_rules is kaldi with schedule.load_balancing speed"),
-    ({"outer": OuterConfig("easgd"), "schedule": replace(config().schedule, early_rules="kaldi"), "model": ModelConfig()},
-     r"schedule.early_rules is kaldi with outer.kind easgd"),
+    ({"outer": OuterConfig("streaming"), "schedule": replace(config().schedule, early_rules="kaldi"), "model": ModelConfig()},
+     r"schedule.early_rules is kaldi with outer.kind streaming"),
 ])
 def test_what_does_not_go_together_is_told_in_a_sentence(changes: dict[str, Any], said: str) -> None:
     (problem,) = check(growing(**changes))

@@ -240,7 +240,7 @@ def test_an_outer_iteration_that_is_rolled_back_after_its_step_begins_with_the_m
 
 
 def test_an_average_that_is_bad_though_each_result_is_good_is_divergence(tmp_path: Path) -> None:
-    run = Run(tmp_path, with_jobs(2, 3, outer=OuterConfig("fedopt", fedopt_lr=100.0)))
+    run = Run(tmp_path, with_jobs(2, 3, outer=OuterConfig("diloco", lr=100.0)))
     with pytest.raises(DivergenceError, match=r"no single result explains it"):
         run.train()
     assert run.recorder.incidents == []
@@ -294,7 +294,6 @@ HEALTHY = {
         "optimizer": OptimizerConfig(rank_in=4, rank_out=4, max_param_change=0.02),
     },
     "overlap": {"outer": OuterConfig("bmuf", overlap=True)},
-    "elastic averaging": {"outer": OuterConfig("easgd")},
     "streaming": {"outer": OuterConfig("streaming", num_fragments=2, fragment_delay=1, fragment_mixing=0.5)},
 }
 

@@ -272,11 +272,6 @@ def compare(records: Sequence[OuterIterationRecord], predicted: RunPrediction) -
             f"{len(pairs)} of them: predicted {_short(told_s)}, took {_short(took_s)}; predicted from {predicted.source}"]
 
 
-def mean_seconds(records: Sequence[OuterIterationRecord]) -> float:
-    """What an outer iteration took, all parts together."""
-    return statistics.fmean(map(_seconds, records))
-
-
 def _seconds(record: OuterIterationRecord) -> float:
     return record.compute_s + record.average_s + record.checkpoint_s + record.diagnostics_s
 

@@ -47,7 +47,7 @@ class PoolThatSignals(ProcessPool):
 @pytest.mark.parametrize("outer", [
     OuterConfig("average"), OuterConfig("bmuf", gain=1.5), OuterConfig("bmuf", gain=1.5, overlap=True),
     OuterConfig("average", overlap=True),
-    OuterConfig("easgd"), OuterConfig("streaming", num_fragments=2, fragment_mixing=0.3),
+    OuterConfig("streaming", num_fragments=2, fragment_mixing=0.3),
     OuterConfig("streaming", num_fragments=2, fragment_mixing=0.5, fragment_delay=1)],
     ids=lambda o: f"{o.kind}-{o.overlap}-{o.fragment_delay}")
 def test_processes_and_one_process_give_the_same_bits_and_leave_no_process(tmp_path: Path, outer: OuterConfig) -> None:
@@ -69,7 +69,8 @@ def test_processes_and_one_process_give_the_same_bits_and_leave_no_process(tmp_p
     assert len(os.listdir("/proc/self/fd")) <= descriptors + 2  # the fork server's own, at its first start
 
 
-@pytest.mark.parametrize("outer", [OuterConfig("average"), OuterConfig("bmuf", gain=1.5, overlap=True), OuterConfig("easgd")],
+@pytest.mark.parametrize("outer", [OuterConfig("average"), OuterConfig("bmuf", gain=1.5, overlap=True),
+                                   OuterConfig("streaming", num_fragments=2)],
                          ids=lambda o: f"{o.kind}-{o.overlap}")
 @pytest.mark.parametrize("number", [
     signal.SIGKILL, *(pytest.param(number, marks=pytest.mark.faults)

@@ -23,7 +23,7 @@ from ngsgd.curvature.forms.kronecker import add_gram
 from ngsgd.curvature.forms.memory import apart
 from ngsgd.ops.linalg import bfgs_inverse, damped_inverse, doubly_damped
 from ngsgd.preconditioners.fisher_recorder import FisherRecorder, FisherSample, Rows
-from ngsgd.preconditioners.methods.hessian.two_pass import TwoPassMethod
+from ngsgd.preconditioners.methods.two_pass import TwoPassMethod
 from ngsgd.preconditioners.options import FisherOptions
 from ngsgd.preconditioners.states import State
 

@@ -24,7 +24,7 @@ from ngsgd.curvature.forms.memory import apart, empty, give_back
 from ngsgd.ops import gemm
 from ngsgd.ops.linalg import less_upper_product, upper_gram
 from ngsgd.preconditioners.methods.fisher import require_small
-from ngsgd.preconditioners.methods.hessian.second_derivatives import SecondOrderMethod
+from ngsgd.preconditioners.methods.second_derivatives import SecondOrderMethod
 from ngsgd.preconditioners.options import Options
 from ngsgd.preconditioners.states import State
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ngsgd.errors import ConfigError
 from ngsgd.ops.linalg import conjugate_gradients
-from ngsgd.preconditioners.methods.hessian.second_derivatives import SecondOrderMethod
+from ngsgd.preconditioners.methods.second_derivatives import SecondOrderMethod
 from ngsgd.preconditioners.options import EveryStepOptions
 from ngsgd.preconditioners.states import State
 

@@ -1,1 +1,0 @@
-"""Methods that use products with second derivatives or differences of gradients."""
