@@ -31,8 +31,8 @@ $(STAMP): pyproject.toml constraints.txt Makefile
 train: $(STAMP)  ## train on synthetic digits and print a word error rate; make train ARGS="optimizer=sgd"
 	$(BIN)/ngsgd train $(ARGS)
 
-check: lint  ## a minute: lint, doctests and two cases of each test that needs no other process or service
-	$(PYTEST) -m "not (end_to_end or slow or faults or services)" --max-cases 2 --cpu-limit $(ARGS)
+check: lint  ## a minute: lint, doctests and one case of each quick test
+	$(PYTEST) -m "not (end_to_end or slow or faults or services)" --quick $(ARGS)
 
 test: lint  ## 5 minutes: lint, doctests, all tests in this process and a few complete runs
 	$(PYTEST) -m "end_to_end or not (slow or faults or services)" --cpu-limit $(ARGS)
@@ -40,7 +40,7 @@ test: lint  ## 5 minutes: lint, doctests, all tests in this process and a few co
 test-all: lint  ## 20 minutes: everything that CI runs, with faults, services, browsers and slow tests
 	$(PYTEST) $(ARGS)
 
-test-matrix: $(STAMP)  ## the numerical tests with AVX2 only, without a compiler, with 1 and 2 threads, with other MKL paths (12 min)
+test-matrix: $(STAMP)  ## the numerical tests with AVX2 only, without a compiler, with 1 and 2 threads, with other MKL paths (25 min)
 	$(BIN)/python tests/matrix.py $(ARGS)
 
 mutants: $(STAMP)  ## break the numbers in some forty ways, one at a time, and see that a test notices each (4 min)

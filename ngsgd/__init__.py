@@ -40,20 +40,18 @@ _HOME_OF = {
     "precondition_simple": "ngsgd.ops.simple_natural_gradient",
 }
 
-_MODULES = ("asr", "cluster", "curvature", "data", "hypergrad", "models", "ops", "optim", "pipeline", "preconditioners", "sequence",
-            "tasks", "training")
+_MODULES = ("asr", "cluster", "config", "curvature", "data", "hypergrad", "models", "ops", "optim",
+            "pipeline", "preconditioners", "sequence", "tasks", "training")
 
 moved.install()
 
-__all__ = ["NGSGD", "OnlineNaturalGradient", "asr", "average_parameters", "cluster", "curvature", "data", "hypergrad", "models",
-           "ops", "optim", "pipeline", "precondition_simple", "preconditioners", "sequence", "tasks", "training"]
+__all__ = ["NGSGD", "OnlineNaturalGradient", "asr", "average_parameters", "cluster", "config",
+           "curvature", "data", "hypergrad", "models", "ops", "optim", "pipeline",
+           "precondition_simple", "preconditioners", "sequence", "tasks", "training"]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "egs":
-        # the name that ngsgd.data had before
-        return importlib.import_module("ngsgd.egs")
-    if name in _MODULES:
+    if name in _MODULES or f"ngsgd.{name}" in moved.MOVED:
         return importlib.import_module(f"ngsgd.{name}")
     if name not in _HOME_OF:
         raise AttributeError(f"module 'ngsgd' has no attribute {name!r}")

@@ -41,13 +41,13 @@ class _MovedModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         new = MOVED[spec.name]
         warnings.warn(f"{spec.name} is now {new}; the old name will be removed.", DeprecationWarning, stacklevel=6)
         module = importlib.import_module(new)
-        self._spec = module.__spec__
+        spec.loader_state = module.__spec__
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        # importing sets __spec__ to that of the old name
-        module.__spec__ = self._spec
-        sys.modules[module.__name__] = module
+        # importing has set __spec__ to that of the old name
+        if module.__spec__ is not None:
+            module.__spec__ = module.__spec__.loader_state
 
 
 def install() -> None:

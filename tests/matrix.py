@@ -116,7 +116,7 @@ def _environment(cell: Cell, folder: Path) -> dict[str, str]:
 
 
 def _command(paths: list[str]) -> list[str]:
-    selection = "not (end_to_end or slow or faults or services)"
+    selection = "not (end_to_end or faults or services)"
     return [sys.executable, "-m", "pytest", "-m", selection, "-p", "no:cacheprovider", *paths]
 
 

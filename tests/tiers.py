@@ -19,7 +19,11 @@ from pathlib import Path
 
 import pytest
 
+from tests import durations
+
 LIMIT_S = 2.0
+# `make check` leaves out the tests of slower files
+_QUICK_S = 0.1
 # pyproject.toml and CONTRIBUTING.md describe them
 TIER_MARKERS = ("end_to_end", "slow", "faults", "services", "gpu")
 _SECONDS = {"end_to_end": 15.0, "slow": 5.0, "faults": 3.0, "services": 8.0, "gpu": 0.1}
@@ -34,14 +38,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--cpu-limit", action="store_true", help=f"fail unmarked tests above {LIMIT_S:g} s of CPU time")
     group.addoption("--cpu-report", type=Path, metavar="FILE", help="append one JSON line per test: CPU and clock time")
     group.addoption("--part", type=_part, metavar="K/N", help="run the K-th of N parts of the test files (tests/parallel.py)")
-    group.addoption("--max-cases", type=int, metavar="N",
-                    help="run at most N cases of each parametrized test: the first, the last and others between")
+    group.addoption("--quick", action="store_true",
+                    help=f"one case of each test of the files whose tests take less than {_QUICK_S:g} s on average")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    max_cases: int | None = config.getoption("--max-cases")
-    if max_cases is not None:
-        _thin(config, items, max_cases)
+    if config.getoption("--quick"):
+        _keep_quick(config, items)
     part: tuple[int, int] | None = config.getoption("--part")
     if part is not None:
         _select_part(config, items, *part)
@@ -63,15 +66,13 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
                         "Make it shorter, or mark it slow.", pytrace=False)
 
 
-def _thin(config: pytest.Config, items: list[pytest.Item], max_cases: int) -> None:
-    """Keep `max_cases` evenly spaced cases of each test function, the first and the last among them."""
-    cases = defaultdict[str, list[pytest.Item]](list)
+def _keep_quick(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep the first case of each test function that is quick by the measured durations."""
+    seconds, first = durations.known(), dict[str, pytest.Item]()
     for item in items:
-        cases[item.nodeid.partition("[")[0]].append(item)
-    kept = set[pytest.Item]()
-    for found in cases.values():
-        last, steps = len(found) - 1, max(1, min(max_cases, len(found)) - 1)
-        kept |= {found[last * step // steps] for step in range(min(max_cases, len(found)))}
+        if _weight(item, seconds) <= _QUICK_S:
+            first.setdefault(item.nodeid.partition("[")[0], item)
+    kept = set(first.values())
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]
 
@@ -79,8 +80,9 @@ def _thin(config: pytest.Config, items: list[pytest.Item], max_cases: int) -> No
 def _select_part(config: pytest.Config, items: list[pytest.Item], part: int, num_parts: int) -> None:
     """Keep the groups of one part; each part gets about the same expected time."""
     weights = defaultdict[str, float](float)
+    known = durations.known()
     for item in items:
-        weights[_group(item)] += _weight(item)
+        weights[_group(item)] += _weight(item, known)
     loads = [0.0] * num_parts
     part_of: dict[str, int] = {}
     for group in sorted(weights, key=lambda name: (-weights[name], name)):
@@ -97,9 +99,11 @@ def _group(item: pytest.Item) -> str:
     return str(mark.args[0]) if mark is not None else item.nodeid.partition("::")[0]
 
 
-def _weight(item: pytest.Item) -> float:
-    """Seconds that a test takes, roughly."""
-    return max((_SECONDS[name] for name in TIER_MARKERS if item.get_closest_marker(name) is not None), default=0.1)
+def _weight(item: pytest.Item, known: dict[str, dict[str, float]]) -> float:
+    """Return about how many seconds a test takes: the measured mean of its file, or the usual one of its tier."""
+    measured = known.get(item.nodeid.partition("::")[0], {}).get("marked" if _has_tier(item) else "unmarked")
+    usual = max((_SECONDS[name] for name in TIER_MARKERS if item.get_closest_marker(name) is not None), default=0.1)
+    return usual if measured is None else measured
 
 
 def _part(text: str) -> tuple[int, int]:

@@ -95,6 +95,7 @@ def test_thirds_of_a_phone_fall_on_the_frames_in_them() -> None:
     assert pdf_T.tolist() == expected
 
 
+@pytest.mark.slow
 def test_labels_fit_the_audio_best_where_they_are() -> None:
     """Frames of one state are most alike when the labels are not shifted; spec: one frame off is clearly worse."""
     data = DataConfig(snr_db_low=30.0, snr_db_high=30.0)

@@ -209,6 +209,7 @@ def test_archives_are_the_same_whatever_the_number_of_writers(tmp_path: Path, in
         [(path.name, sha256(path)) for path in sorted(three.iterdir())]
 
 
+@pytest.mark.slow
 def test_features_pass_through_memory_a_piece_at_a_time(tmp_path: Path) -> None:
     """2 x PIECE_BYTES of examples are written while Python's own memory never holds more than a few pieces' worth."""
     features_TD = np.lib.format.open_memmap(tmp_path / "big.npy", "w+", np.float32, (30_000, 128))

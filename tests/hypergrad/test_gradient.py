@@ -34,6 +34,7 @@ CASES: list[dict[str, Any]] = [{"num_steps": 30}, {"num_steps": 30, "limits": Tr
                                {"num_steps": 24, "jobs": 4, "iters": 3, "limits": True}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_equals_autograd_through_every_step(case: dict[str, Any], engine: str) -> None:
@@ -79,6 +80,7 @@ def test_all_engines_give_the_same_numbers_in_float32() -> None:
         assert max(relative_errors(other, expected).values()) < 1e-6  # velocities are kept in float32 by the others
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernels", ["eager", "auto"])
 def test_every_segment_returns_to_the_broadcast_weights(kernels: str) -> None:
     task, plan = tasks.task(tasks.mlp(dtype=torch.float32)), tasks.plan(40, jobs=4, iters=4, limits=True)

@@ -83,6 +83,7 @@ def test_is_exact_for_a_constant_preconditioner(engine: str, momentum: float) ->
     assert float((found.lr_TG - lr_TG.grad).norm() / lr_TG.grad.norm()) < 1e-9
 
 
+@pytest.mark.slow
 def test_engines_agree_through_averaging() -> None:
     task = tasks.task()
     made = replace(plan(12), averaging_ON=torch.ones(3, 2, dtype=torch.float64))

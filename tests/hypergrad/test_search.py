@@ -49,6 +49,7 @@ def test_every_tuned_number_moves_the_plan_and_has_a_derivative() -> None:
     assert bool((slope_D != 0.0).all())
 
 
+@pytest.mark.slow
 def test_hypergradients_reach_theta() -> None:
     task, made = tasks.task(), space(parts=("schedule", "layer_lr", "l2", "momentum", "init_scale"))
     theta_D = made.center().requires_grad_()

@@ -76,6 +76,7 @@ def test_an_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert "train" in " ".join(lines)
 
 
+@pytest.mark.slow
 def test_an_output_directory_that_cannot_be_written(capsys: pytest.CaptureFixture[str]) -> None:
     code, lines = call(capsys, "train", *TINY, "output_dir=/proc/ngsgd-runs")
     assert code == 2 and len(lines) == 1

@@ -173,6 +173,7 @@ def test_cfg_job_prints_and_trains_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("error", "code", "told"), [
     (ConfigError(["one.", "two."]), 2, "ngsgd: one.\nngsgd: two.\n"),
     (DataError("x.wav is cut short."), 3, "ngsgd: x.wav is cut short.\n"),

@@ -146,6 +146,7 @@ def test_missing_config_dir_is_one_sentence(tmp_path: Path) -> None:
     assert "is not a folder" in problem
 
 
+@pytest.mark.slow
 def test_sweep_is_checked_value_by_value() -> None:
     compose.check_sweep(["optimizer=ngsgd,sgd", "seed=range(0,3)"])
     with pytest.raises(ConfigError) as caught:
@@ -225,6 +226,7 @@ def test_numbers_that_nothing_can_hold_are_rejected(key: str, digits: int) -> No
     assert len(problems) == 1 and len(problems[0]) < 400
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["[" * 5000, "a: " + "[" * 5000 + "]" * 5000, "a: ${b", "a: {1: {[2]: 3}}", "? [a]\n: b", "\x00"])
 def test_a_stored_configuration_that_no_parser_takes_is_one_error(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.yaml").write_text(text)

@@ -6,6 +6,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from ngsgd.launcher.reports.plots import compare, draw
 from tests.launcher.records import outer_iteration
 
@@ -15,6 +17,7 @@ def events(count: int) -> list[dict[str, Any]]:
             for record in map(outer_iteration, range(count))]
 
 
+@pytest.mark.slow
 def test_draw_writes_a_picture_and_leaves_no_draft(tmp_path: Path) -> None:
     draw([*events(5), events(3)[2], {"event": "finished"}], tmp_path / "curve.png")
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")

@@ -210,6 +210,7 @@ def test_a_sweep_over_old_methods_trains_the_new_ones() -> None:
 # Kinds and their defaults ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.entry("P3", "you choose a method by `optimizer.kind=soap` instead of `optimizer=soap`", "right",
                    "both compose the same settings for all methods; the defaults of each kind are in `ngsgd/config`")
 @pytest.mark.parametrize("kind", METHODS)

@@ -76,6 +76,7 @@ class Page(HTMLParser):
         assert self.open.pop() == tag
 
 
+@pytest.mark.slow
 def test_a_report_is_one_whole_file_without_scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                                      capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
@@ -95,6 +96,7 @@ def test_a_report_is_one_whole_file_without_scripts(tmp_path: Path, monkeypatch:
         "objf", "accuracy", "lr", "max_change", "time", "timeline", "fisher_rank"}
 
 
+@pytest.mark.slow
 def test_a_report_goes_into_mlflow_when_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                               capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
@@ -146,6 +148,7 @@ def test_a_run_whose_examples_are_gone_says_why_it_has_no_spectra(tmp_path: Path
     assert len(said) == 1 and said[0].startswith("without Fisher spectra: ")
 
 
+@pytest.mark.slow
 def test_runs_are_compared_at_an_objf_that_all_reached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                                        capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
@@ -178,6 +181,7 @@ def test_runs_are_named_by_what_tells_them_apart(tmp_path: Path) -> None:
     assert compare.differences(runs) == {"seed": [1, 2, 2], "optimizer.alpha": [4.0, 4.0, 2.0]}
 
 
+@pytest.mark.slow
 def test_a_page_elsewhere_leaves_the_run_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As for a run on a read-only disk."""
     monkeypatch.chdir(tmp_path)
@@ -188,6 +192,7 @@ def test_a_page_elsewhere_leaves_the_run_as_it_was(tmp_path: Path, monkeypatch: 
     assert list((tmp_path / "page").glob("*.png"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["[]", "{", "null", "[" * 5000, '{"test_interval_95": 3}', '{"valid": 1}'])
 def test_damaged_results_do_not_end_a_report_or_a_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.chdir(tmp_path)

@@ -66,6 +66,7 @@ def make_run(root: Path, config: Any) -> Path:
     return run
 
 
+@pytest.mark.slow
 def test_no_file_and_no_line_of_a_run_has_the_password(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                                        capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
@@ -103,6 +104,7 @@ def test_a_known_password_is_masked_in_lines_and_settings_stay_whole(monkeypatch
     assert "/data/speech" in config_file.to_yaml(compose.compose(["data.cache_dir=/data/speech"]))
 
 
+@pytest.mark.slow
 def test_a_sweep_leaves_no_password(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service, "train", lambda *_, **__: final_report())
     assert cli.main(["train", "-m", "seed=0,1", f"tracking.uri={URI}", f"output_dir={tmp_path}"]) == 0
@@ -140,6 +142,7 @@ def test_resume_says_at_once_that_the_login_is_missing_and_continue_takes_it(
     assert store.tracking_uri(ran[1]) == "http://127.0.0.1:9"
 
 
+@pytest.mark.slow
 def test_the_same_store_is_recognized_however_one_logs_in(tmp_path: Path) -> None:
     config = compose.compose([f"tracking.uri={URI}", f"output_dir={tmp_path}/runs"])
     run, client = make_run(tmp_path, config), Client()
@@ -194,6 +197,7 @@ def test_no_escape_in_an_error_reaches_the_terminal(capsys: pytest.CaptureFixtur
     assert said.err and is_harmless(said.err)
 
 
+@pytest.mark.slow
 def test_report_escapes_what_a_page_would_obey(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     run = make_run(tmp_path, compose.compose(["name=first"]))

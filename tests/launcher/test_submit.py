@@ -145,6 +145,7 @@ def test_the_slurm_script_is_sound_shell(capsys: pytest.CaptureFixture[str], tmp
         assert done.returncode == 0, done.stdout
 
 
+@pytest.mark.slow
 def test_the_cluster_group_says_where_to_submit_to(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--dry-run", "--name", "night", "output_dir=/shared/runs", "seed=1"]
     for place, more in (("slurm", []), ("kubernetes", ["--claim", "runs"]), ("ray", [])):

@@ -126,6 +126,7 @@ def test_a_received_run_executes_nothing(attacker: Path, tmp_path: Path, words: 
     assert "helper_mod" not in sys.modules and sys.path == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gadget", GADGETS)
 @pytest.mark.parametrize("words", READERS, ids=" ".join)
 def test_what_only_reads_never_executes(attacker: Path, tmp_path: Path, words: list[str], gadget: str) -> None:
@@ -184,6 +185,7 @@ def begin(attacker: Path, monkeypatch: pytest.MonkeyPatch, *more: str) -> Path:
     return run
 
 
+@pytest.mark.slow
 def test_ones_own_run_resumes_without_the_flag_but_not_with_other_settings(
         attacker: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran = without_data(monkeypatch)
@@ -240,6 +242,7 @@ def test_a_home_that_cannot_be_written_is_told_and_training_goes_on(
     assert "--trust" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_continue_takes_the_module_from_the_command_line(attacker: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a job that was queued again on a machine with another home."""
     ran = without_data(monkeypatch)
@@ -254,6 +257,7 @@ def test_continue_takes_the_module_from_the_command_line(attacker: Path, tmp_pat
     assert len(ran) == 3
 
 
+@pytest.mark.slow
 def test_a_model_to_start_from_takes_the_module_from_the_command_line(
         attacker: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran = without_data(monkeypatch)

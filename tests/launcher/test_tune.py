@@ -55,6 +55,7 @@ def test_probe_tells_what_the_proxy_can_do(on_toy: Any, tmp_path: Path, capsys: 
     assert "not possible with the online natural gradient" in told and "constant (approximate)" in told
 
 
+@pytest.mark.slow
 def test_check_agrees_with_finite_differences(on_toy: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert on_toy("check", config(tmp_path)) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
@@ -62,6 +63,7 @@ def test_check_agrees_with_finite_differences(on_toy: Any, tmp_path: Path, capsy
     assert len(errors) == 4 and max(errors.values()) < 1e-4
 
 
+@pytest.mark.slow
 def test_run_writes_settings_that_train_takes(on_toy: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert on_toy("run", config(tmp_path)) == 0
     folder = tmp_path / "runs" / "tune" / "toy"

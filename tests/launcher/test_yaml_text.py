@@ -45,6 +45,7 @@ def write_a_tag(path: Path) -> None:
     path.write_text("a: !!python/object/apply:os.mkdir [canary]\n...\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", [expand_aliases, loop, nest, nest_mappings, make_fifo, fill, write_a_tag])
 def test_hostile_yaml_is_refused_by_name(tmp_path: Path, damage: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -146,12 +146,14 @@ def example(name: str, **args: Any) -> RunConfig:
     return toy.config(model=model, schedule=replace(toy.config().schedule, num_epochs=2.0))
 
 
+@pytest.mark.slow
 def test_the_convolutional_example_trains(tmp_path: Path) -> None:
     run = toy.Run(tmp_path, example("small_cnn:SmallCnn", channels=8, hidden_dim=32))
     run.train()
     assert run.recorder.records[-1].valid.accuracy > 0.8  # six classes; chance is 0.17
 
 
+@pytest.mark.slow
 def test_the_conformer_example_trains_with_a_natural_gradient_for_all_but_its_positions(tmp_path: Path) -> None:
     run = toy.Run(tmp_path, example("small_conformer:SmallConformer", dim=16, num_blocks=1, num_heads=2, kernel_size=3))
     run.train()

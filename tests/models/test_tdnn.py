@@ -138,6 +138,7 @@ def departure(M: Tensor) -> float:
     return float((P / scale - torch.eye(len(P))).norm() / len(P) ** 0.5)
 
 
+@pytest.mark.slow
 def test_training_keeps_the_factors_semi_orthogonal_and_the_seed_decides_the_bits(tmp_path: Path) -> None:
     model = ModelConfig(kind="tdnnf", num_layers=3, hidden_dim=16, bottleneck_dim=6, tdnn_offsets="-1,0 -1,0,1 0")
     config = toy.config(model=model, schedule=replace(toy.config().schedule, num_epochs=4.0))

@@ -37,6 +37,7 @@ def a_move(size: int = 5000, seed: int = 0) -> Any:
 
 
 # ------------------------------------------------------------------------------------------------------ the slow codecs
+@pytest.mark.slow
 @given(st.lists(FLOATS))
 @example([3.3961775e38, -3.3961775e38, 3.3895314e38, 1.00390625, 1.01171875])  # about the largest number; two ties
 def test_bf16_is_the_nearest_number_of_8_bits(values: list[float]) -> None:

@@ -90,6 +90,7 @@ def messages(caught: list[warnings.WarningMessage], word: str) -> int:
 
 # --- the model belongs to everybody ---
 
+@pytest.mark.slow
 @pytest.mark.entry("A7", "you copy a model under NGSGD, or drop the optimizer", "right",
                    "copies (`copy.deepcopy`, `AveragedModel`) are plain, and the model is plain once the optimizer is garbage "
                    "collected; a second NGSGD takes the layers over, and the first raises ConfigError at its next step")
@@ -117,6 +118,7 @@ def test_the_gradients_of_everybody_else_are_plain(way: str) -> None:
     assert [type(layer) for layer in other.children()] == [type(layer) for layer in network()]
 
 
+@pytest.mark.slow
 @pytest.mark.entry("A7")
 def test_a_second_optimizer_takes_over_and_the_first_refuses_to_step() -> None:
     model, first = trained()

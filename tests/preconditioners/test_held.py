@@ -198,6 +198,7 @@ def test_layers_that_are_computed_again_in_the_backward_pass_have_the_same_gradi
         close(other, one)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fisher", ["empirical", "mc"])
 def test_a_step_leaves_no_rows_to_the_garbage_collector(fisher: str) -> None:
     """Rows in a circle of references stay for several steps, in memory as large as the model."""

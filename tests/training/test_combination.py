@@ -318,6 +318,7 @@ def noisy_run(kind: Any, seed: int) -> tuple[nn.Module, list[Vector]]:
 MARGIN = 0.01
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("kind", ["relu", "pnorm"])
 @pytest.mark.parametrize("seed", range(3))

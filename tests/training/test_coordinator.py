@@ -307,6 +307,7 @@ def test_a_job_leaves_nothing_behind_in_its_worker(tmp_path: Path) -> None:
     assert np.array_equal(first.sent.read(), again.sent.read())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("questions", [1, 3])
 def test_kept_fisher_estimates_survive_a_resume_and_change_the_run(tmp_path: Path, questions: int) -> None:
     kept = config(optimizer=OptimizerConfig(rank_in=4, rank_out=4, curvature_state="keep"))

@@ -113,6 +113,7 @@ class Crash(Exception):
     pass
 
 
+@pytest.mark.slow
 def test_a_resumed_run_tells_what_a_crash_left_untold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = Run(tmp_path / "whole")
     whole.train()

@@ -73,6 +73,7 @@ def test_a_model_whose_layers_are_not_known_is_refused_before_training(tmp_path:
         BackgroundDiagnostics(Scale(), run.spec.task())
 
 
+@pytest.mark.slow
 def test_training_ends_with_the_same_model_and_every_record_has_the_figures(tmp_path: Path) -> None:
     plain = Run(tmp_path / "plain")
     watched = Run(tmp_path / "watched", config(tracking=TrackingConfig(kind="none", curvature_frames=50)))

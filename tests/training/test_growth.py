@@ -76,6 +76,7 @@ KINDS = {
 kinds = pytest.mark.parametrize("run_config", KINDS.values(), ids=KINDS)
 
 
+@pytest.mark.slow
 @kinds
 @pytest.mark.parametrize("questions", [1, 2, 3, 5])
 def test_resuming_between_any_two_stages_gives_the_bits_of_the_run_that_was_not_stopped(
@@ -92,6 +93,7 @@ def test_resuming_between_any_two_stages_gives_the_bits_of_the_run_that_was_not_
     assert audit(run.ledger_path) == []
 
 
+@pytest.mark.slow
 @kinds
 def test_jobs_that_run_again_and_other_processes_give_the_same_bits(tmp_path: Path, run_config: RunConfig) -> None:
     whole = Run(tmp_path / "whole", run_config).train()
@@ -174,6 +176,7 @@ def test_the_model_after_an_early_outer_iteration_is_that_of_its_best_job(tmp_pa
     assert end is not None and np.array_equal(end.parameters, best.sent.read())
 
 
+@pytest.mark.slow
 def test_early_jobs_take_half_minibatches_and_smaller_steps(tmp_path: Path) -> None:
     results = {}
     for rules in ("none", "kaldi"):

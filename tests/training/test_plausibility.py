@@ -162,6 +162,7 @@ def without_the_job(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, 
     return trained
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_jobs", "outer_iter"), [(2, 0), (2, 1), (4, 1), (8, 1), (24, 0), (24, 1)]
 )
@@ -298,6 +299,7 @@ HEALTHY = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", HEALTHY.values(), ids=HEALTHY)
 def test_no_healthy_result_is_rejected(tmp_path: Path, changes: dict[str, Any]) -> None:
     run = Run(tmp_path, with_jobs(4, 6, **changes))

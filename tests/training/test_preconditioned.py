@@ -44,6 +44,7 @@ def preconditioned(kind: Any, num_jobs: int = 4, **options: Any) -> RunConfig:
                                           num_jobs_initial=num_jobs, num_jobs_final=num_jobs))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", METHODS)
 def test_four_jobs_learn_with_every_method_and_hand_its_curvature_on(kind: Any, tmp_path: Path) -> None:
     run = Run(tmp_path, preconditioned(kind, curvature_state="keep" if kind in WITHOUT_MEAN else "average"))
@@ -53,6 +54,7 @@ def test_four_jobs_learn_with_every_method_and_hand_its_curvature_on(kind: Any, 
     assert records[-1].objf > records[0].objf > -3.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ekfac", "kbfgs", "soap"])
 @pytest.mark.parametrize("averaging", ["keep", "average"])
 def test_kept_and_averaged_curvature_survive_a_resume_and_change_the_run(kind: Any, averaging: str, tmp_path: Path) -> None:

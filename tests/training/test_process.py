@@ -32,6 +32,7 @@ def page_faults(how: str) -> int:
     return int(subprocess.run([sys.executable, "-c", COUNT, how], check=True, capture_output=True, text=True).stdout)
 
 
+@pytest.mark.slow
 def test_memory_that_is_freed_stays_with_the_process() -> None:
     if not keep_freed_memory():
         pytest.skip("not glibc: nothing is promised")

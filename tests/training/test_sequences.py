@@ -39,6 +39,7 @@ def run(folder: Path, kind: Any, *, num_jobs: int = 2, lr: float = 0.003,
     return toy.Run(folder, config, SequenceData(str(directory), denominator))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["mmi", "bmmi", "mpe", "smbr", "lfmmi"])
 def test_each_objective_rises_with_two_jobs(tmp_path: Path, kind: Any) -> None:
     training = run(tmp_path, kind)
@@ -50,6 +51,7 @@ def test_each_objective_rises_with_two_jobs(tmp_path: Path, kind: Any) -> None:
     assert records[-1].accuracy > records[0].accuracy  # of single frames
 
 
+@pytest.mark.slow
 def test_resuming_gives_the_bits_of_the_whole_run(tmp_path: Path) -> None:
     """Rates of layers are part of what is taken up."""
     (tmp_path / "whole").mkdir()
@@ -68,6 +70,7 @@ def test_resuming_gives_the_bits_of_the_whole_run(tmp_path: Path) -> None:
     assert np.array_equal(end.parameters, whole.parameters)
 
 
+@pytest.mark.slow
 def test_a_rate_far_too_high_is_stopped_by_the_guards(tmp_path: Path) -> None:
     """Limits on change keep even this one from overflowing; without them no job's result is accepted."""
     limited = run(tmp_path, "lfmmi", lr=1e4)

@@ -106,6 +106,7 @@ def _train(folder: Path, pool: WorkerPool, recorder: Recorder, settings: EngineS
         pool.close()
 
 
+@pytest.mark.slow
 def test_a_regression_task_is_learned_in_one_process_and_in_two_with_the_same_model(tmp_path: Path) -> None:
     size = FlatLayout.of(Regression().model()).size
     here, there = Recorder(), Recorder()
@@ -118,6 +119,7 @@ def test_a_regression_task_is_learned_in_one_process_and_in_two_with_the_same_mo
     assert audit(tmp_path / "two" / "ledger.jsonl") == []
 
 
+@pytest.mark.slow
 def test_the_random_numbers_of_a_job_depend_on_the_seed_of_the_run(tmp_path: Path) -> None:
     """Dropout and the order of examples."""
     same, again, other = (

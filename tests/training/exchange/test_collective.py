@@ -76,6 +76,7 @@ def central(layout: FlatLayout, vectors: Sequence[Vector], weights: Sequence[flo
     return mean
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "num_workers", "num_jobs"), [(5003, 2, 2), (5003, 3, 3), (5003, 2, 5), (100_001, 5, 5), (3, 5, 5),
                                                                (1, 2, 3), (35_000, 34, 34)])
 def test_the_mean_has_the_coordinators_bits_for_any_number_of_workers_jobs_and_elements(

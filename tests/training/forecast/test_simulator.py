@@ -174,6 +174,7 @@ def test_overlap_hides_the_average(tmp_path: Path) -> None:
 # Failures -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_worker_keeps_the_share_that_the_formula_says(tmp_path: Path) -> None:
     # seeded; a job takes T = 0.3 s, lam T = 0.1, R = T / 2.  4000 jobs have about 420 failures: the lost share of 0.091 has a
     # standard error of 0.005, and second order adds 0.004
@@ -220,6 +221,7 @@ def test_every_worker_second_is_accounted_for(tmp_path: Path) -> None:
 # What the coordinator does about the clock ----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_with_shares_by_speed_a_slow_worker_has_less_to_do_and_the_round_is_shorter(tmp_path: Path) -> None:
     cluster = SimulatedCluster(rate=300.0, spread=Spread(0.5, 0.0), seed=2)
     paces = [cluster.pace(worker) for worker in range(3)]
@@ -237,6 +239,7 @@ def test_with_shares_by_speed_a_slow_worker_has_less_to_do_and_the_round_is_shor
         assert frames[slow] == min(frames.values())
 
 
+@pytest.mark.slow
 def test_with_shares_by_time_outer_iterations_are_as_long_as_set(tmp_path: Path) -> None:
     cluster = SimulatedCluster(rate=300.0, spread=Spread(0.5, 0.1), seed=2)
     run, _, _ = simulate(tmp_path, jobs(3, minibatch_size=16, load_balancing="time", sync_interval_s=0.8), cluster)

@@ -44,6 +44,7 @@ class PoolThatSignals(ProcessPool):
             os.kill(slot.process.pid, self.number)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("outer", [
     OuterConfig("average"), OuterConfig("bmuf", gain=1.5), OuterConfig("bmuf", gain=1.5, overlap=True),
     OuterConfig("average", overlap=True),
