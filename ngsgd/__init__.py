@@ -50,10 +50,7 @@ __all__ = ["NGSGD", "OnlineNaturalGradient", "asr", "average_parameters", "clust
 
 
 def __getattr__(name: str) -> Any:
-    if name == "egs":
-        # the name that ngsgd.data had before
-        return importlib.import_module("ngsgd.egs")
-    if name in _MODULES:
+    if name in _MODULES or f"ngsgd.{name}" in moved.MOVED:
         return importlib.import_module(f"ngsgd.{name}")
     if name not in _HOME_OF:
         raise AttributeError(f"module 'ngsgd' has no attribute {name!r}")
