@@ -39,15 +39,18 @@ class _MovedModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
         new = MOVED[spec.name]
-        warnings.warn(f"{spec.name} is now {new}; the old name will be removed.", DeprecationWarning, stacklevel=6)
+        # frames of the import system are not counted
+        warnings.warn(f"{spec.name} is now {new}; the old name will be removed.",
+                      DeprecationWarning, stacklevel=2)
         module = importlib.import_module(new)
         spec.loader_state = module.__spec__
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        # importing has set __spec__ to that of the old name
-        if module.__spec__ is not None:
-            module.__spec__ = module.__spec__.loader_state
+        # importing has set __spec__ to the spec of the old name
+        old = module.__spec__
+        assert old is not None
+        module.__spec__ = old.loader_state
 
 
 def install() -> None:

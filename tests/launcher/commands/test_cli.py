@@ -21,7 +21,7 @@ from ngsgd.pipeline.runs.run_folder import RunFolder, find_run
 from ngsgd.training.records import FinalReport
 from tests.launcher.records import final_report
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 class Service(ModuleType):

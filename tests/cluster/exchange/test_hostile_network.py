@@ -22,7 +22,7 @@ from ngsgd.cluster.exchange.collective import GroupFailure, MeanRequest
 from ngsgd.cluster.exchange.process_group import Bytes, prove_members
 from ngsgd.cluster.exchange.rendezvous import MemberStore, Rendezvous
 from ngsgd.training.job import JobResult
-from tests.training.exchange.test_collective import PLAIN, Swarm, central, some
+from tests.cluster.exchange.test_collective import PLAIN, Swarm, central, some
 
 # as an outsider would: lists all keys, then writes an address of zeros under every name that a
 # generation may use

@@ -17,7 +17,7 @@ from ngsgd.config import DataConfig
 from ngsgd.errors import DataError
 from tests.asr.fake_fsdd import FakeFsdd, write_wav
 
-REAL = Path(__file__).parents[2].parent / "shared" / "data" / "fsdd"
+REAL = Path(__file__).parents[3].parent / "shared" / "data" / "fsdd"
 
 NOISELESS = DataConfig(corpus="fsdd", snr_db_low=60.0, snr_db_high=60.0)
 

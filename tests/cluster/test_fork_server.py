@@ -21,7 +21,7 @@ from tests.toy import Run, config
 
 pytestmark = pytest.mark.faults
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 
 # Preloaded by the fork server: stops each newborn, before or after the hook of ngsgd.
 STOPS_NEWBORN = """

@@ -23,8 +23,8 @@ from ngsgd.pipeline.run import Run
 from ngsgd.pipeline.runs import config_file
 from ngsgd.training.records import Incident
 from ngsgd.training.storage.event_log import EventLog
+from tests.launcher.mlflow.test_mlflow_tracker import Client
 from tests.launcher.records import final_report, outer_iteration
-from tests.launcher.test_mlflow_tracker import Client
 
 SECRET = "hunter2-S3cret"
 URI = f"http://anna:{SECRET}@127.0.0.1:9"

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from ngsgd.launcher import cli
-from tests.launcher import browser
-from tests.launcher.test_report import make_run
+from tests.launcher.reports import browser
+from tests.launcher.reports.test_report import make_run
 
 pytestmark = [pytest.mark.services, pytest.mark.skipif(bool(browser.missing()), reason=browser.missing())]
 

@@ -298,5 +298,5 @@ def test_chunks_of_the_period_take_the_ivector_of_each_frame() -> None:
         assert error(equal) < 1e-3      # float32
     for other in (50, 20, 7):
         assert error(other) > 0.1
-    page = (Path(__file__).parents[2] / "docs" / "kaldi.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "kaldi.md").read_text()
     assert "--frames-per-chunk" in page and "ivector_period" in page

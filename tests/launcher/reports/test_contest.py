@@ -15,7 +15,7 @@ from ngsgd.launcher import cli
 from ngsgd.launcher.config import compose
 from ngsgd.launcher.reports import sweep_runner
 from ngsgd.pipeline.runs.run_folder import RunFolder
-from tests.launcher.test_report import make_run
+from tests.launcher.reports.test_report import make_run
 
 
 def test_a_sweep_is_told_apart_by_what_varies() -> None:

@@ -18,7 +18,7 @@ import yaml
 from ngsgd.launcher import cli
 from ngsgd.launcher.ray import jobs as ray_jobs
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 class Jobs:

@@ -12,7 +12,7 @@ from ngsgd.asr.speech_set import SpeechSet
 from ngsgd.config import DecodeConfig
 from ngsgd.data.frames import FrameSet
 from ngsgd.errors import DataError
-from tests.asr.test_decoding import SMALL, spell
+from tests.asr.decode.test_decoding import SMALL, spell
 
 pytest.importorskip("kaldialign")
 

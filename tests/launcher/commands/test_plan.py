@@ -24,7 +24,7 @@ from ngsgd.pipeline.performance_model.formulas import Link, Spread
 from ngsgd.pipeline.performance_model.planner import Machine, Speed, Workload
 from tests.launcher.records import final_report, outer_iteration
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 MACHINE = Machine(
     num_cores=2, num_gpus=0,
     parallel=(Speed(1, 2, 30000.0, 0.05, 0.06), Speed(2, 1, 20000.0, 0.05, 0.06), Speed(4, 1, 18000.0, 0.06, 0.06)),
