@@ -51,11 +51,12 @@ def defaults() -> dict[str, Any]:
 
 def with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return nested values completed by the defaults of all other options."""
-    return _over(defaults(), values)
+    return merged(defaults(), values)
 
 
-def _over(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:
-    both = {name: _over(lower[name], value)
+def merged(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:
+    """Return nested values; those of `upper` replace those of `lower`."""
+    both = {name: merged(lower[name], value)
             if isinstance(lower.get(name), dict) and isinstance(value, Mapping) else value
             for name, value in upper.items()}
     return {**lower, **both}

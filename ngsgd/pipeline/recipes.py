@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import typing
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from ngsgd.config import ClusterConfig, RunConfig, TrackingConfig, check, unused
+from ngsgd.config import RunConfig, build, check, unused, with_new_names
+from ngsgd.config.build import defaults, leaves, merged
 from ngsgd.errors import ConfigError
-
-_Section = TypeVar("_Section")
 
 
 def recipe(name: str, **settings: Any) -> RunConfig:
@@ -35,47 +33,26 @@ def recipe(name: str, **settings: Any) -> RunConfig:
     known = sorted(file.stem for file in folder.glob("*.yaml"))
     if name not in known:
         raise ConfigError(f"{name} is not a recipe; choose one of {', '.join(known)}.")
-    config = replace(RunConfig(), cluster=ClusterConfig(kind="local"), tracking=TrackingConfig(kind="none"))
+    values = defaults()
+    values["cluster"]["kind"], values["tracking"]["kind"] = "local", "none"
     written = yaml.safe_load((folder / f"{name}.yaml").read_text(encoding="utf-8"))
-    config = _with_jobs(_changed(_changed(config, _resolved(written, settings), ""), settings, ""), settings)
-    given = {f"{section}.{key}" for section, values in settings.items() if isinstance(values, Mapping) for key in values}
-    problems = [setting.sentence for setting in unused(config) if setting.path in given] + list(check(config))
+    given, _ = with_new_names(_plain(settings))
+    for layer in (_resolved(written, settings), given):
+        values = merged(values, layer)
+    config, wrong = build(values)
+    config = _with_jobs(config, given)
+    paths = set(dict(leaves(given, "")))
+    problems = [one.message for one in wrong] or list(check(config))
+    problems += [setting.sentence for setting in unused(config) if setting.path in paths]
     if problems:
         raise ConfigError(problems)
     return config
 
 
-def _changed(section: _Section, values: Mapping[str, Any], prefix: str) -> _Section:
-    """The section with these values instead of its own."""
-    hints = typing.get_type_hints(type(section))
-    known = {spec.name for spec in fields(section)}  # type: ignore[arg-type]
-    unknown = [f"{prefix}{name} is not a setting." for name in values if name not in known]
-    if unknown:
-        raise ConfigError(unknown)
-    changes: dict[str, Any] = {}
-    for name, value in values.items():
-        old = getattr(section, name)
-        if is_dataclass(old):
-            if not isinstance(value, Mapping):
-                raise ConfigError(f"{prefix}{name} is {value!r}; it must be a mapping of settings.")
-            changes[name] = _changed(old, value, f"{prefix}{name}.")
-        else:
-            changes[name] = _converted(f"{prefix}{name}", value, hints[name])
-    return replace(section, **changes)  # type: ignore[type-var]
-
-
-def _converted(path: str, value: Any, kind: Any) -> Any:
-    """The value with the type of its setting: YAML has neither tuples nor paths, and writes 1 for 1.0."""
-    if typing.get_origin(kind) is tuple and isinstance(value, (list, tuple)):
-        of = typing.get_args(kind)[0]
-        return tuple(_converted(path, item, of) for item in value)
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if kind is str and isinstance(value, Path):
-        return str(value)
-    if isinstance(kind, type) and type(value) is not kind:
-        raise ConfigError(f"{path} is {value!r}; it must be of type {kind.__name__}.")
-    return value
+def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings with texts instead of paths."""
+    return {name: _plain(value) if isinstance(value, Mapping) else str(value) if isinstance(value, Path) else value
+            for name, value in settings.items()}
 
 
 def _resolved(written: dict[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
