@@ -29,6 +29,7 @@ def names_in(text: str) -> set[str]:
     return {found for found in _NAME.findall(text) if not _FILE.search(found)}
 
 
+@pytest.mark.slow
 @pytest.mark.entry("R3", "you write `import ngsgd` and then `ngsgd.hypergrad`, `ngsgd.optim` or another package", "right",
                    "all packages are attributes, loaded on first use, and every name that README and docs write resolves")
 def test_every_package_is_reachable_from_a_bare_import() -> None:
@@ -52,6 +53,7 @@ def test_every_name_in_the_pages_is_there() -> None:
     assert missing == []
 
 
+@pytest.mark.slow
 @pytest.mark.entry("R3")
 def test_names_in_examples_are_attributes_after_a_bare_import() -> None:
     """What `import ngsgd` in an example promises; modules that an example imports itself need not be attributes."""
@@ -70,6 +72,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         ngsgd.no_such_thing  # noqa: B018
 
 
+@pytest.mark.slow
 def test_the_library_part_needs_torch_and_numpy_only() -> None:
     code = textwrap.dedent("""
         import sys

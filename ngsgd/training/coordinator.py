@@ -18,14 +18,14 @@ from torch import nn
 
 from ngsgd.errors import DivergenceError, NgsgdError, RunInterrupted
 from ngsgd.schedules import Schedule
-from ngsgd.training.averaged_model import AveragedModel
-from ngsgd.training.averager import Averager
+from ngsgd.training.averaging.averaged_model import AveragedModel
+from ngsgd.training.averaging.averager import Averager
+from ngsgd.training.averaging.layer_rates import equalized_rates
 from ngsgd.training.diagnostics.background import BackgroundDiagnostics
 from ngsgd.training.diagnostics.deferred import DeferredDiagnostics
 from ngsgd.training.dispatcher import Dispatcher, NeverStop, OuterIterationState, StopSignal
 from ngsgd.training.job import Job, JobResult
 from ngsgd.training.job_init import JobInitializer
-from ngsgd.training.layer_rates import equalized_rates
 from ngsgd.training.partitioning import EqualPartitioner, make_partitioner
 from ngsgd.training.planning import Plan, Progress, next_plan
 from ngsgd.training.records import Incident, JobRecord, OuterIterationRecord, SubsetScore
@@ -35,8 +35,7 @@ from ngsgd.training.storage.ledger import Ledger
 from ngsgd.training.task import Task
 from ngsgd.training.tracking import Tracker
 from ngsgd.training.validation.acceptance import NOT_THE_BEST, Verdicts
-from ngsgd.training.vector_refcount import VectorRefcount
-from ngsgd.training.worker_pool import WorkerPool
+from ngsgd.training.worker_pool import VectorRefcount, WorkerPool
 
 # until the evaluation has ended
 _UNKNOWN = SubsetScore(math.nan, math.nan)

@@ -10,7 +10,7 @@ from ngsgd.config import OuterConfig
 from ngsgd.training.dispatcher import OuterIterationState
 from ngsgd.training.job import Fisher, JobInit, VectorRef
 from ngsgd.training.planning import Plan
-from ngsgd.training.vector_refcount import VectorRefcount
+from ngsgd.training.worker_pool import VectorRefcount
 
 
 @dataclass(frozen=True)

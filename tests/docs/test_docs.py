@@ -37,6 +37,7 @@ def test_every_option_is_in_the_reference_with_a_help_text() -> None:
     assert [one.path for one in describe.options() if len(one.help) < 10] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_commands_in_the_pages_can_be_given(page: Path) -> None:
     """Commands and flags exist, settings compose; whether the run folders exist is not looked at."""

@@ -23,6 +23,9 @@ DDP = nn.parallel.DistributedDataParallel
 F = nn.functional
 ROWS = 6   # of each rank
 STEPS = 3
+# all need two processes that train
+pytestmark = pytest.mark.slow
+
 SPLIT = ("kfac", "diagonal", "unit", "layer", "shampoo", "soap")
 AGREE = ("adam", "adamw", "muon")   # they see the averaged gradients alone
 REFUSED = tuple(kind for kind in METHODS if kind not in SPLIT + AGREE)

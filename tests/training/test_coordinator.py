@@ -95,7 +95,7 @@ class MeanPool(FaultyPool):
 def test_a_rule_that_is_no_function_of_the_mean_is_given_every_vector(is_median: bool, tmp_path: Path,
                                                                       monkeypatch: pytest.MonkeyPatch) -> None:
     rule = Median() if is_median else Average()
-    monkeypatch.setattr("ngsgd.training.averaged_model.make_rule", lambda config: rule)
+    monkeypatch.setattr("ngsgd.training.averaging.averaged_model.make_rule", lambda config: rule)
     run = Run(tmp_path, config(schedule=ScheduleConfig(num_epochs=0.25, num_jobs_initial=3, num_jobs_final=3)))
     pool = MeanPool(run, lambda result: result)
     checkpoint = run.train(pool)

@@ -241,10 +241,10 @@ def test_what_is_wrong_with_the_data_is_one_sentence_and_leaves_nothing(
 
 def test_unknown_words_are_allowed_where_a_word_stands_for_them(mine: Path) -> None:
     say_an_unknown_word(mine)
-    sets, _ = kaldi_dirs.make(config(mine, oov="NO"), FEATURES, AugmentConfig())
+    sets, _ = kaldi_dirs.make(config(mine, oov_word="NO"), FEATURES, AugmentConfig())
     assert sets["train"].texts[2] == ("YES", "MAYBE")
-    with pytest.raises(DataError, match=r"data\.oov is HM, which is not in the lexicon"):
-        kaldi_dirs.make(config(mine, oov="HM"), FEATURES, AugmentConfig())
+    with pytest.raises(DataError, match=r"data\.oov_word is HM, which is not in the lexicon"):
+        kaldi_dirs.make(config(mine, oov_word="HM"), FEATURES, AugmentConfig())
 
 
 def test_features_that_come_with_the_data_are_taken_and_a_nan_among_them_is_named(mine: Path, tmp_path: Path) -> None:

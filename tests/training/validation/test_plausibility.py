@@ -23,6 +23,8 @@ from ngsgd.config import (
 )
 from ngsgd.errors import DivergenceError
 from ngsgd.files import read_json_lines
+from ngsgd.optim.outer_rules import Array, Arrays, Average, Numbers
+from ngsgd.training.averaging import averaged_model
 from ngsgd.training.job import Job, JobResult, Outcome
 from ngsgd.training.parameter_vector import Vector
 from ngsgd.training.records import Incident
@@ -240,8 +242,17 @@ def test_an_outer_iteration_that_is_rolled_back_after_its_step_begins_with_the_m
     assert ends[0] == ends[1]
 
 
-def test_an_average_that_is_bad_though_each_result_is_good_is_divergence(tmp_path: Path) -> None:
-    run = Run(tmp_path, with_jobs(2, 3, outer=OuterConfig("diloco", lr=100.0)))
+class Overshoots(Average):
+    """Takes a hundred times the step of averaging."""
+
+    def update(self, arrays: Arrays, start: Array, mean: Array, now: Numbers) -> dict[str, Array]:
+        return {"model": mean + 100.0 * (mean - start)}
+
+
+def test_an_average_that_is_bad_though_each_result_is_good_is_divergence(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(averaged_model, "make_rule", lambda _: Overshoots())
+    run = Run(tmp_path, with_jobs(2, 3))
     with pytest.raises(DivergenceError, match=r"no single result explains it"):
         run.train()
     assert run.recorder.incidents == []

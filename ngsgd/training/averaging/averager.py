@@ -9,7 +9,7 @@ from typing import NamedTuple
 from torch import nn
 
 from ngsgd.errors import DivergenceError, NgsgdError
-from ngsgd.training.averaged_model import AveragedModel
+from ngsgd.training.averaging.averaged_model import AveragedModel
 from ngsgd.training.dispatcher import Dispatcher, OuterIterationState
 from ngsgd.training.job import JobResult, ResultsLost
 from ngsgd.training.job_init import JobInitializer

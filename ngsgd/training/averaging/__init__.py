@@ -1,0 +1,1 @@
+"""From the results of the jobs to the next model."""
