@@ -40,7 +40,7 @@ test: lint  ## 5 minutes: lint, doctests, all tests in this process and a few co
 test-all: lint  ## 20 minutes: everything that CI runs, with faults, services, browsers and slow tests
 	$(PYTEST) $(ARGS)
 
-test-matrix: $(STAMP)  ## the numerical tests with AVX2 only, without a compiler, with 1 and 2 threads, with other MKL paths (12 min)
+test-matrix: $(STAMP)  ## the numerical tests with AVX2 only, without a compiler, with 1 and 2 threads, with other MKL paths (15 min)
 	$(BIN)/python tests/matrix.py $(ARGS)
 
 mutants: $(STAMP)  ## break the numbers in some forty ways, one at a time, and see that a test notices each (4 min)
