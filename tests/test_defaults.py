@@ -78,7 +78,7 @@ def test_a_setting_of_another_method_is_refused_by_the_library(kind: str) -> Non
             continue
         other: dict[str, Any] = {setting.path: 0.5 if isinstance(setting.value, float) else 7}
         wrong = replace(PreconditionerConfig(kind), **other)
-        with pytest.raises(ConfigError, match=rf"^{setting.path} is .*Options of {kind}: |^num_draws is "):
+        with pytest.raises(ConfigError, match=rf"^{setting.path} .*\b{kind}\b|^num_draws "):
             make_preconditioner(nn.Linear(2, 2), wrong, seed=0)
 
 
@@ -119,7 +119,7 @@ def loss_of(model: nn.Module, x_ND: Tensor, y_N: Tensor) -> Tensor:
 @pytest.mark.parametrize(("kind", "options"), [("psgd", {"ema_decay": 0.5}), ("lbfgs", {"inverse_interval": 2}),
                                                ("simple", {"ema_decay": 0.5}), ("mfac", {"ema_decay": 0.5})])
 def test_a_method_refuses_an_option_of_all_that_it_does_not_use(kind: str, options: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="no meaning here"):
+    with pytest.raises(ConfigError, match="meaning"):
         METHODS[kind](nn.Linear(2, 2), **options)
 
 

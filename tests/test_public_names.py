@@ -31,6 +31,7 @@ def names_in(text: str) -> set[str]:
 
 @pytest.mark.entry("R3", "you write `import ngsgd` and then `ngsgd.hypergrad`, `ngsgd.optim` or another package", "right",
                    "all packages are attributes, loaded on first use, and every name that README and docs write resolves")
+@pytest.mark.end_to_end
 def test_every_package_is_reachable_from_a_bare_import() -> None:
     packages = sorted({module.name for module in pkgutil.iter_modules(ngsgd.__path__) if module.ispkg} - {"conf", "launcher"})
     assert len(packages) >= 10
@@ -53,6 +54,7 @@ def test_every_name_in_the_pages_is_there() -> None:
 
 
 @pytest.mark.entry("R3")
+@pytest.mark.end_to_end
 def test_names_in_examples_are_attributes_after_a_bare_import() -> None:
     """What `import ngsgd` in an example promises; modules that an example imports itself need not be attributes."""
     blocks = [block for page in PAGES
@@ -70,6 +72,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         ngsgd.no_such_thing  # noqa: B018
 
 
+@pytest.mark.end_to_end
 def test_the_library_part_needs_torch_and_numpy_only() -> None:
     code = textwrap.dedent("""
         import sys

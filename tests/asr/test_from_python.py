@@ -47,6 +47,7 @@ def test_the_script_fits_on_one_screen() -> None:
     assert len(SCRIPT.read_text().splitlines()) <= 30
 
 
+@pytest.mark.end_to_end
 def test_yesno_trains_decodes_and_scores_without_ray_hydra_and_mlflow(tmp_path: Path) -> None:
     # noiseless chords, so nearly every word is right; a model that has not learned is far above 30 %
     assert train(write_yesno(tmp_path / "waves_yesno", num_recordings=24), tmp_path) <= 15.0

@@ -126,7 +126,7 @@ def test_kfra_does_not_depend_on_the_scale_of_the_loss_and_names_what_it_cannot_
         close(p.grad, wanted[name] * 64.0)
     grouped = nn.Sequential(nn.Conv1d(2, 2, 1, groups=2), nn.Flatten(), nn.Linear(14, 3)).double()
     x = torch.randn(6, 2, 7, dtype=torch.float64)
-    with pytest.raises(ConfigError, match="layer 0 has no Kronecker factors"):
+    with pytest.raises(ConfigError, match="layer 0"):
         KFRA(grouped).evaluate(lambda: nn.functional.cross_entropy(grouped(x), case.y))
     KFRA(grouped, skip=("0",)).evaluate(lambda: nn.functional.cross_entropy(grouped(x), case.y))
 

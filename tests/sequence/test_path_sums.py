@@ -74,6 +74,7 @@ def test_log_sums_equal_a_dense_recursion_in_the_log_domain(num_states: int) -> 
     assert_exact(scores_NP.grad, torch.from_numpy(posterior_TP))
 
 
+@pytest.mark.slow
 def test_float32_stays_finite_and_right_on_ten_thousand_frames() -> None:
     """Scores with a spread of 20 nats, so that products of probabilities would underflow within a few frames."""
     graph = digit_like_graph(0, 40, 30).with_leak(1e-5)

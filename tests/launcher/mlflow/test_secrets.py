@@ -65,6 +65,7 @@ def make_run(root: Path, config: Any) -> Path:
     return run
 
 
+@pytest.mark.slow
 def test_no_file_and_no_line_of_a_run_has_the_password(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                                        capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
@@ -102,6 +103,7 @@ def test_a_known_password_is_masked_in_lines_and_settings_stay_whole(monkeypatch
     assert "/data/speech" in compose.to_yaml(compose.compose(["data.cache_dir=/data/speech"]))
 
 
+@pytest.mark.slow
 def test_a_sweep_leaves_no_password(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service, "train", lambda *_, **__: final_report())
     assert cli.main(["train", "-m", "seed=0,1", f"tracking.uri={URI}", f"output_dir={tmp_path}"]) == 0

@@ -45,7 +45,7 @@ def attacker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder with modules that leave a file when they are imported or called."""
     finished()  # before the record moves to a folder of this test
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    monkeypatch.setattr(trust, "_allowed", set())
+    monkeypatch.setattr(trust, "allowed_modules", set())
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "attacker"
@@ -147,7 +147,7 @@ def test_with_trust_the_module_is_imported(attacker: Path, tmp_path: Path, words
 def without_data(monkeypatch: pytest.MonkeyPatch) -> list[RunConfig]:
     """Runs that would be trained, after their module was imported; no data is made."""
     ran: list[RunConfig] = []
-    monkeypatch.setattr(composition, "_require_model", lambda config, *_: config.model._target_ and custom.find(config.model))
+    monkeypatch.setattr(composition, "require_model", lambda config, *_: config.model._target_ and custom.find(config.model))
     monkeypatch.setattr(composition, "EgsReader", lambda *_: None)
 
     def train(run: composition.Run) -> Any:
@@ -180,7 +180,7 @@ def begin(attacker: Path, monkeypatch: pytest.MonkeyPatch, *more: str) -> Path:
     monkeypatch.chdir(attacker)
     assert cli.main([*WORDS, *more]) == 0
     (run,) = (attacker / "runs").glob("mine-*")
-    monkeypatch.setattr(trust, "_allowed", set())  # as in a new process
+    monkeypatch.setattr(trust, "allowed_modules", set())  # as in a new process
     return run
 
 
@@ -197,7 +197,7 @@ def test_ones_own_run_resumes_without_the_flag_but_not_with_other_settings(
         (Path(moved) / "config.yaml").write_text(compose.to_yaml(replace(changed, model=replace(changed.model, **change))))
         assert cli.main(["resume", "--accept-changed-config", str(moved)]) == 2
         (Path(moved) / "config.yaml").write_text(compose.to_yaml(changed))
-        monkeypatch.setattr(trust, "_allowed", set())
+        monkeypatch.setattr(trust, "allowed_modules", set())
     assert len(ran) == 2
 
 
@@ -240,6 +240,7 @@ def test_a_home_that_cannot_be_written_is_told_and_training_goes_on(
     assert "--trust" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_continue_takes_the_module_from_the_command_line(attacker: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a job that was queued again on a machine with another home."""
     ran = without_data(monkeypatch)
@@ -247,13 +248,14 @@ def test_continue_takes_the_module_from_the_command_line(attacker: Path, tmp_pat
     shutil.rmtree(tmp_path / "state")
     assert cli.main([*WORDS, "--continue"]) == 0
     assert len(ran) == 2
-    monkeypatch.setattr(trust, "_allowed", set())
+    monkeypatch.setattr(trust, "allowed_modules", set())
     assert cli.main([word for word in WORDS if "_target_" not in word] + ["--continue"]) == 2
     assert cli.main([*WORDS, "--continue", "model.args={hidden: 3}"]) == 2
     assert cli.main([*WORDS, "--continue", "model.args={hidden: 3}", "--trust"]) == 0
     assert len(ran) == 3
 
 
+@pytest.mark.slow
 def test_a_model_to_start_from_takes_the_module_from_the_command_line(
         attacker: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran = without_data(monkeypatch)

@@ -220,6 +220,7 @@ def test_every_worker_second_is_accounted_for(tmp_path: Path) -> None:
 # What the coordinator does about the clock ----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_with_shares_by_speed_a_slow_worker_has_less_to_do_and_the_round_is_shorter(tmp_path: Path) -> None:
     cluster = SimulatedCluster(rate=300.0, spread=Spread(0.5, 0.0), seed=2)
     paces = [cluster.pace(worker) for worker in range(3)]
