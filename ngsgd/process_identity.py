@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-_PROC = Path("/proc")
+PROC = Path("/proc")
 _FIELDS = ("host", "boot_id", "pid_namespace", "user", "process_id", "start_time")
 _DEAD = ("Z", "X")  # a zombie keeps its id and start time until its parent asks for its exit status
 
@@ -22,7 +22,7 @@ _DEAD = ("Z", "X")  # a zombie keeps its id and start time until its parent asks
 def current() -> dict[str, Any]:
     """The identity of this process, as a file can store it; values that the system does not tell are None."""
     process_id = os.getpid()
-    _, start_time = _state_and_start(process_id)
+    _, start_time = state_and_start_time(process_id)
     return {"host": socket.gethostname(), "boot_id": _boot_id(), "pid_namespace": _pid_namespace(),
             "user": os.getuid(), "process_id": process_id, "start_time": start_time}
 
@@ -45,7 +45,7 @@ def is_alive(identity: Mapping[str, Any]) -> bool:
     if not is_here(identity):
         return False
     process_id = identity["process_id"]
-    state, start_time = _state_and_start(process_id)
+    state, start_time = state_and_start_time(process_id)
     return (start_time is not None and state not in _DEAD and start_time == identity["start_time"]
             and _user_of(process_id) == identity["user"])
 
@@ -75,8 +75,8 @@ def send_signal(identity: Mapping[str, Any], signal: int) -> bool:
 
 def exists(process_id: int) -> bool:
     """Whether any process has this id now; no signal is sent."""
-    if (_PROC / "self").exists():
-        state, _ = _state_and_start(process_id)
+    if (PROC / "self").exists():
+        state, _ = state_and_start_time(process_id)
         return state not in ("", *_DEAD)
     try:
         os.kill(process_id, 0)
@@ -103,10 +103,10 @@ def _kill(process_id: int, signal: int) -> bool:
     return True
 
 
-def _state_and_start(process_id: int) -> tuple[str, int | None]:
+def state_and_start_time(process_id: int) -> tuple[str, int | None]:
     """State letter and start time in clock ticks since boot; ("", None) if there is no such process, or no /proc."""
     try:
-        text = (_PROC / str(process_id) / "stat").read_text(encoding="utf-8", errors="replace")
+        text = (PROC / str(process_id) / "stat").read_text(encoding="utf-8", errors="replace")
         # the second field is the command's name in parentheses, which may itself hold spaces and parentheses
         fields = text.rpartition(")")[2].split()
         return fields[0], int(fields[19])
@@ -117,7 +117,7 @@ def _state_and_start(process_id: int) -> tuple[str, int | None]:
 def _user_of(process_id: int) -> int | None:
     """The real user id of a process."""
     try:
-        lines = (_PROC / str(process_id) / "status").read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = (PROC / str(process_id) / "status").read_text(encoding="utf-8", errors="replace").splitlines()
         return next(int(line.split()[1]) for line in lines if line.startswith("Uid:"))
     except (OSError, ValueError, IndexError, StopIteration):
         return None
@@ -125,7 +125,7 @@ def _user_of(process_id: int) -> int | None:
 
 def _boot_id() -> str | None:
     try:
-        return (_PROC / "sys/kernel/random/boot_id").read_text(encoding="ascii").strip() or None
+        return (PROC / "sys/kernel/random/boot_id").read_text(encoding="ascii").strip() or None
     except (OSError, ValueError):
         return None
 
@@ -133,6 +133,6 @@ def _boot_id() -> str | None:
 def _pid_namespace() -> str | None:
     """Containers number their processes on their own: the same id names another process in each."""
     try:
-        return os.readlink(_PROC / "self/ns/pid")
+        return os.readlink(PROC / "self/ns/pid")
     except OSError:
         return None

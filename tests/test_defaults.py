@@ -121,7 +121,7 @@ def loss_of(model: nn.Module, x_ND: Tensor, y_N: Tensor) -> Tensor:
 @pytest.mark.entry("P1")
 @pytest.mark.parametrize(("kind", "options"), [("psgd", {"ema_decay": 0.5}), ("simple", {"ema_decay": 0.5})])
 def test_a_method_refuses_an_option_of_all_that_it_does_not_use(kind: Any, options: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="no meaning here"):
+    with pytest.raises(ConfigError, match="meaning"):
         METHODS[kind](nn.Linear(2, 2), **options)
 
 

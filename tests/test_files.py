@@ -94,7 +94,7 @@ def make_folder(path: Path) -> None:
 def test_fifos_devices_and_folders_are_refused_without_blocking(tmp_path: Path, make: object) -> None:
     assert callable(make)
     make(tmp_path / "data.json")
-    with pytest.raises(OSError, match="not a regular file"):
+    with pytest.raises(OSError, match="regular"):
         files.read_regular_text(tmp_path / "data.json")
 
 

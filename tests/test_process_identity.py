@@ -23,7 +23,7 @@ def sleeper() -> Iterator[tuple[subprocess.Popen[bytes], dict[str, Any]]]:
                                stdout=subprocess.PIPE)
     assert process.stdout
     process.stdout.readline()
-    start_time = process_identity._state_and_start(process.pid)[1]
+    start_time = process_identity.state_and_start_time(process.pid)[1]
     yield process, {**process_identity.current(), "process_id": process.pid, "start_time": start_time}
     process.kill()
     process.wait()
@@ -74,7 +74,7 @@ def test_the_group_of_a_process_is_not_signalled(sleeper: tuple[subprocess.Popen
 
 def test_a_zombie_is_not_alive() -> None:
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    start_time = process_identity._state_and_start(process.pid)[1]
+    start_time = process_identity.state_and_start_time(process.pid)[1]
     identity = {**process_identity.current(), "process_id": process.pid, "start_time": start_time}
     assert process_identity.is_alive(identity)
     process.kill()
@@ -85,7 +85,7 @@ def test_a_zombie_is_not_alive() -> None:
 
 def test_without_proc_no_process_is_recognized(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     whole = process_identity.current()
-    monkeypatch.setattr(process_identity, "_PROC", tmp_path)
+    monkeypatch.setattr(process_identity, "PROC", tmp_path)
     assert process_identity.current()["start_time"] is None
     assert not process_identity.is_complete(process_identity.current())
     assert not process_identity.is_alive(process_identity.current())

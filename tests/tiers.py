@@ -9,24 +9,28 @@ grows by the factor by which that is slower than on the machine that the limit w
 
 from __future__ import annotations
 
+import csv
+import functools
 import json
 import os
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
-
-from tests import durations
 
 LIMIT_S = 2.0
 # `make check` leaves out the tests of slower files
 _QUICK_S = 0.1
 # pyproject.toml and CONTRIBUTING.md describe them
 TIER_MARKERS = ("end_to_end", "slow", "faults", "services", "gpu")
-_SECONDS = {"end_to_end": 15.0, "slow": 5.0, "faults": 3.0, "services": 8.0, "gpu": 0.1}
+# Seconds of a test that is not in the table of measured times
+_DEFAULT_S = {"end_to_end": 15.0, "slow": 5.0, "faults": 3.0, "services": 8.0, "gpu": 0.1, "": 0.05}
+_DURATIONS = Path(__file__).with_name("durations.csv")
+# Files whose tests of one tier need less than this in total are not in the table
+_SHORTEST_S = 1.0
 # The first test of a process that needs a large package imports it; another one would, were it absent
 _MANY_MODULES = 100
 # CPU seconds of `_reference_work_s` on an AMD EPYC (Zen 4)
@@ -42,6 +46,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
                     help=f"one case of each test of the files whose tests take less than {_QUICK_S:g} s on average")
 
 
+# last: tests that `-m` deselects have no weight
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--quick"):
         _keep_quick(config, items)
@@ -68,9 +74,9 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 
 def _keep_quick(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keep the first case of each test function that is quick by the measured durations."""
-    seconds, first = durations.known(), dict[str, pytest.Item]()
+    first = dict[str, pytest.Item]()
     for item in items:
-        if _weight(item, seconds) <= _QUICK_S:
+        if _weight(item) <= _QUICK_S:
             first.setdefault(item.nodeid.partition("[")[0], item)
     kept = set(first.values())
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
@@ -80,9 +86,8 @@ def _keep_quick(config: pytest.Config, items: list[pytest.Item]) -> None:
 def _select_part(config: pytest.Config, items: list[pytest.Item], part: int, num_parts: int) -> None:
     """Keep the groups of one part; each part gets about the same expected time."""
     weights = defaultdict[str, float](float)
-    known = durations.known()
     for item in items:
-        weights[_group(item)] += _weight(item, known)
+        weights[_group(item)] += _weight(item)
     loads = [0.0] * num_parts
     part_of: dict[str, int] = {}
     for group in sorted(weights, key=lambda name: (-weights[name], name)):
@@ -99,11 +104,33 @@ def _group(item: pytest.Item) -> str:
     return str(mark.args[0]) if mark is not None else item.nodeid.partition("::")[0]
 
 
-def _weight(item: pytest.Item, known: dict[str, dict[str, float]]) -> float:
-    """Return about how many seconds a test takes: the measured mean of its file, or the usual one of its tier."""
-    measured = known.get(item.nodeid.partition("::")[0], {}).get("marked" if _has_tier(item) else "unmarked")
-    usual = max((_SECONDS[name] for name in TIER_MARKERS if item.get_closest_marker(name) is not None), default=0.1)
-    return usual if measured is None else measured
+def _weight(item: pytest.Item) -> float:
+    """Return the expected seconds of a test: the measured mean of its file and tier, or a default."""
+    tier = _longest_tier(name for name in TIER_MARKERS if item.get_closest_marker(name) is not None)
+    return _durations().get((item.nodeid.partition("::")[0], tier), _DEFAULT_S[tier])
+
+
+def _longest_tier(marks: Iterable[str]) -> str:
+    return max(marks, key=lambda name: _DEFAULT_S[name], default="")
+
+
+@functools.cache
+def _durations() -> dict[tuple[str, str], float]:
+    with _DURATIONS.open(newline="") as file:
+        return {(row["file"], row["tier"]): float(row["mean_s"]) for row in csv.DictReader(file)}
+
+
+def write_durations(report: Path) -> None:
+    """Write the table of mean times from the lines that `--cpu-report` wrote."""
+    last = {line["test"]: line for line in map(json.loads, report.read_text().splitlines())}
+    times = defaultdict[tuple[str, str], list[float]](list)
+    for name, line in last.items():
+        times[name.partition("::")[0], _longest_tier(line["marks"])].append(line["clock_s"])
+    with _DURATIONS.open("w", newline="") as file:
+        table = csv.writer(file, lineterminator="\n")
+        table.writerow(("file", "tier", "mean_s"))
+        table.writerows((name, tier, f"{sum(found) / len(found):.3g}")
+                        for (name, tier), found in sorted(times.items()) if sum(found) > _SHORTEST_S)
 
 
 def _part(text: str) -> tuple[int, int]:
@@ -138,3 +165,7 @@ def _reference_work_s() -> float:
         sum(number * number % 7 for number in range(1_000_000))
         found.append(time.process_time() - began_s)
     return min(found)
+
+
+if __name__ == "__main__":
+    write_durations(Path(sys.argv[1]))

@@ -41,7 +41,7 @@ def command(arguments: Sequence[str]) -> int:
     from ngsgd.launcher.config import compose
 
     config = compose.compose(options.overrides, config_dir=Path(options.config_dir) if options.config_dir else None)
-    machine, workload = _saved(config) if options.saved else _measured(config, options.seconds, to_stderr=options.json)
+    machine, workload = _saved(config) if options.saved else measure_machine(config, options.seconds, to_stderr=options.json)
     assumed = _assumptions(options, config, machine)
     table = rows(machine, workload, config, workers, assumed)
     if options.json:
@@ -102,12 +102,12 @@ def _checked(options: argparse.Namespace) -> list[int]:
 
 
 def _assumptions(options: argparse.Namespace, config: RunConfig, machine: Machine) -> Assumptions:
-    momentum = _momentum(config) if options.outer_momentum is None else options.outer_momentum
+    momentum = momentum_of(config) if options.outer_momentum is None else options.outer_momentum
     return Assumptions(options.cores_per_node or machine.slots(1), options.bandwidth, options.latency,
                        options.failures_per_worker_hour, options.replace_s, options.sigma, options.gamma, momentum)
 
 
-def _momentum(config: RunConfig) -> float:
+def momentum_of(config: RunConfig) -> float:
     """eta of the outer optimiser; bmuf chooses its own so that the outer iterations suffice."""
     outer = config.outer
     momenta = {"diloco": outer.momentum, "streaming": outer.momentum}
@@ -117,7 +117,7 @@ def _momentum(config: RunConfig) -> float:
 # Measuring, and keeping what was measured -----------------------------------------------------------------------------
 
 
-def _measured(config: RunConfig, seconds: float, *, to_stderr: bool) -> tuple[Machine, Workload]:
+def measure_machine(config: RunConfig, seconds: float, *, to_stderr: bool) -> tuple[Machine, Workload]:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch comes in; the service's own workers wait so too
     import tempfile
 

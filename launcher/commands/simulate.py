@@ -37,7 +37,7 @@ _ADD_SPEED = 8e9   # bytes of parameters added into a mean per second: a typical
 
 def command(arguments: Sequence[str]) -> int:
     """Simulates, prints, and keeps the event log and the summary in a run folder."""
-    options = _parser().parse_intermixed_args(list(arguments))
+    options = argument_parser().parse_intermixed_args(list(arguments))
     _check(options)
     from ngsgd.launcher.config import compose
 
@@ -53,7 +53,7 @@ def command(arguments: Sequence[str]) -> int:
 # Arguments ------------------------------------------------------------------------------------------------------------
 
 
-def _parser() -> Parser:
+def argument_parser() -> Parser:
     parser = Parser("simulate", epilog=(
         "Settings (KEY=VALUE) are those of ngsgd train; schedule.num_jobs_final is the number of workers. The same settings and "
         "the same seed give the same events. docs/simulate.md explains what is real and what is not."))

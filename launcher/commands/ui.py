@@ -46,7 +46,7 @@ def serve(output_dir: Path, *, host: str = "127.0.0.1", port: int = 5000, say: C
     say(f"starting MLflow on {output_dir.absolute() / 'mlflow.db'} ...")
     with tempfile.TemporaryFile() as log, tempfile.TemporaryDirectory(prefix="ngsgd-ui-") as plugin, _terminate_like_interrupt():
         _write_plugin(Path(plugin))
-        server = _start(_server_command(output_dir, host, port), log, plugin)
+        server = _start(server_command(output_dir, host, port), log, plugin)
         try:
             _wait_until_healthy(server, f"http://{_reachable(host)}:{port}", log)
             for line in page_links(output_dir, f"http://{_reachable(host)}:{port}"):
@@ -87,7 +87,7 @@ def _check(output_dir: Path, host: str, port: int) -> None:
             raise ConfigError(f"{host}:{port} cannot be used ({reason}); choose another port with --port.") from None
 
 
-def _server_command(output_dir: Path, host: str, port: int) -> list[str]:
+def server_command(output_dir: Path, host: str, port: int) -> list[str]:
     return [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", sqlite_uri(output_dir),
             "--artifacts-destination", str(output_dir.absolute() / "mlartifacts"),
             "--app-name", _APP, "--host", host, "--port", str(port), "--workers", "1"]

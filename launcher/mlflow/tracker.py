@@ -28,7 +28,7 @@ from ngsgd.training.records import FinalReport, Incident, JobRecord, OuterIterat
 from ngsgd.training.storage.event_log import read_events
 
 CLOSE_TIMEOUT_S = 30.0             # saving the final model takes some 5 of them
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 20.0   # between two tries while the store is down
+FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 20.0   # between two tries while the store is down
 _LOOK_S = 0.1                      # how soon a pause notices that the run ends
 _MAX_WORKER_RUNS = 32            # each costs one request per outer iteration; more lines in a chart nobody can read
 _LONGEST_REASON = 160            # characters of what MLflow says is wrong
@@ -309,7 +309,7 @@ def _records(run_dir: Path) -> list[tuple[int, OuterIterationRecord]]:
 
 def _pauses() -> Iterator[float]:
     """Seconds before the second try, the third ..."""
-    pause_s = _FIRST_PAUSE_S
+    pause_s = FIRST_PAUSE_S
     while True:
         yield pause_s
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)

@@ -28,14 +28,14 @@ class HeadWatch:
         self.is_lost = False
         self._clock = clock
         self._patience_s = float(os.environ.get(_RAY_PATIENCE, "60")) / 2   # Ray's own default is 60 s
-        self._seen = self._looked = clock()
+        self._seen = self.last_check_s = clock()
 
     def check(self) -> None:
         """Raises ClusterError once the head has not been there for too long."""
         now = self._clock()
-        if now - self._looked < self._patience_s / 5:
+        if now - self.last_check_s < self._patience_s / 5:
             return
-        self._looked = now
+        self.last_check_s = now
         if _answers(self.address):
             self._seen = self._clock()
         elif self._clock() - self._seen > self._patience_s:

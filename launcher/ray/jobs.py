@@ -22,7 +22,7 @@ ENDED = ("STOPPED", "SUCCEEDED", "FAILED")   # Ray's words for a job that is ove
 _DEFAULT = "http://127.0.0.1:8265"
 _ADDRESS = "RAY_API_SERVER_ADDRESS"           # what `ray job` reads, too
 _TOKEN_ERRORS = ("401", "unauthorized", "authentication", "token")
-_POLL_S = 0.5
+POLL_INTERVAL_S = 0.5
 _AGENT_S = 90.0
 
 
@@ -50,7 +50,7 @@ def connect(server: JobServer) -> Any:
     """A JobSubmissionClient; ClusterError in a sentence if the server is not there or refuses."""
     require_version()
     require_dashboard(server.address)
-    _use_token(server)
+    use_token(server)
     with told(server):
         from ray.job_submission import JobSubmissionClient
 
@@ -88,7 +88,7 @@ def submit(client: Any, **what: Any) -> str:
         except RuntimeError as error:
             if "No available agent" not in str(error) or time.monotonic() > deadline:
                 raise
-            time.sleep(2 * _POLL_S)
+            time.sleep(2 * POLL_INTERVAL_S)
 
 
 def follow(client: Any, job: str) -> str:
@@ -105,7 +105,7 @@ def wait_until_ended(client: Any, job: str, timeout_s: float) -> str:
     """Its state once it is over, or after so long."""
     deadline = time.monotonic() + timeout_s
     while (state := state_of(client, job)) not in ENDED and time.monotonic() < deadline:
-        time.sleep(_POLL_S)
+        time.sleep(POLL_INTERVAL_S)
     return state
 
 
@@ -114,7 +114,7 @@ def state_of(client: Any, job: str) -> str:
     return str(client.get_job_status(job).value)
 
 
-def _use_token(server: JobServer) -> None:
+def use_token(server: JobServer) -> None:
     """The file named on the command line goes before whatever the environment says."""
     if server.token_file:
         if not Path(server.token_file).is_file():

@@ -57,7 +57,7 @@ class StoreRef:
 
 
 @dataclass
-class _Slot:
+class WorkerSlot:
     """One worker: its actor, and what it is doing."""
 
     index: int
@@ -101,7 +101,7 @@ class RayPool:
         self._vectors = SharedVectors(size)
         self._cells = SharedVectors(2 * self.config.num_workers)
         self._in_store: dict[SharedRef, StoreRef] = {}  # copies of shared vectors for workers on other machines
-        self._slots: list[_Slot] = []
+        self._slots: list[WorkerSlot] = []
         self._owns_ray = False
         self._is_starting = True
         self._restarts = Restarts(spec.config.failure.max_restarts_per_hour)
@@ -115,7 +115,7 @@ class RayPool:
         self._heartbeats = self._cells.allocate()
         self._spec_ref = ray.put(self.spec)
         options: dict[str, Any] = {"num_cpus": 0 if self._owns_ray else self.num_threads, "max_restarts": 0,
-                                   "num_gpus": self._gpus_per_worker(), "concurrency_groups": {"control": 1}}
+                                   "num_gpus": self.gpus_per_worker(), "concurrency_groups": {"control": 1}}
         self._actor_class = ray.remote(**options)(RayWorker)
         self._slots = [self._new_slot(index) for index in range(self.config.num_workers)]
         clock = AwakeClock()
@@ -128,7 +128,7 @@ class RayPool:
                     f"{up} of {len(self._slots)} workers were ready after cluster.start_timeout_s = "
                     f"{self.config.start_timeout_s:g}; ask for fewer with cluster.num_workers, or give them more time.")
         self._is_starting = False
-        self._way = self._chosen_way()
+        self._way = self.chosen_exchange()
         if self._way in ("collective", "nccl"):
             backend: Backend = "nccl" if self._way == "nccl" else "gloo"
             self._exchange = exchange_of(self.config, ray.util.get_node_ip_address(), backend)
@@ -229,7 +229,7 @@ class RayPool:
             self._in_store[ref] = StoreRef(ray.put(ref.read()))
         return self._in_store[ref]
 
-    def _chosen_way(self) -> str:
+    def chosen_exchange(self) -> str:
         """The way of results to the average; "shared_memory" for those workers that can, the object store for the others.
 
         It stays when a worker's replacement comes up on another machine.
@@ -239,7 +239,7 @@ class RayPool:
         if way == "shared_memory" and far:
             raise ClusterError(f"cluster.exchange is shared_memory, but worker {far[0].index} is on another machine; "
                                "leave it auto.")
-        if way == "nccl" and self._gpus_per_worker() != 1.0:
+        if way == "nccl" and self.gpus_per_worker() != 1.0:
             raise ClusterError("cluster.exchange is nccl, which takes one whole GPU per worker, and Ray offers fewer; set "
                                "cluster.exchange=auto.")
         # the averages among the workers were never measured between machines, and NCCL was never run: only by name
@@ -296,7 +296,7 @@ class RayPool:
         lives = slot.process and f"{slot.process.host}/{slot.process.process_id}" == kept.process
         return "" if lives else f"process {kept.process} {slot.predecessor or 'is gone'}, and its result with it"
 
-    def _asked(self, slot: _Slot) -> int:
+    def _asked(self, slot: WorkerSlot) -> int:
         """The minibatches that a worker on another machine last said it has done; a worker that hangs says nothing new."""
         if slot.asked is not None and ray.wait([slot.asked], timeout=0.0)[0]:
             with contextlib.suppress(RayError):  # its death is told by the job
@@ -306,7 +306,7 @@ class RayPool:
             slot.asked = slot.actor.minibatches.options(concurrency_group="control").remote()
         return slot.answered
 
-    def _kill(self, slot: _Slot) -> None:
+    def _kill(self, slot: WorkerSlot) -> None:
         if slot.process and slot.process.shares_memory:  # at once, where Ray first asks a stopped process for seconds
             with contextlib.suppress(ProcessLookupError):
                 os.kill(slot.process.process_id, signal.SIGKILL)
@@ -325,7 +325,7 @@ class RayPool:
             return None
         return self._finish_job(slot)
 
-    def _finish_start(self, slot: _Slot) -> None:
+    def _finish_start(self, slot: WorkerSlot) -> None:
         try:
             address: Address = ray.get(slot.ready, timeout=_FETCH_S)
         except RayTaskError as error:
@@ -343,7 +343,7 @@ class RayPool:
         else:
             self._admit(slot, address)
 
-    def _admit(self, slot: _Slot, address: Address) -> None:
+    def _admit(self, slot: WorkerSlot, address: Address) -> None:
         """Take jobs to a worker that is ready, unless it would compute other bits than the run."""
         differences = check_fingerprint(slot.index, address.fingerprint, self.agreement, self._restarts,
                                         is_starting=self._is_starting, where=f" on {address.host}")
@@ -356,7 +356,7 @@ class RayPool:
         ray.kill(slot.actor)
         self._replace(slot, slot.deaths[-1])
 
-    def _finish_job(self, slot: _Slot) -> Outcome:
+    def _finish_job(self, slot: WorkerSlot) -> Outcome:
         job, slot.job = slot.job, None
         assert job is not None
         own, slot.own = slot.own, None
@@ -386,11 +386,11 @@ class RayPool:
             return replace(result, own=result.sent if job.send == (0, 1) else StoreRef(own))
         return result
 
-    def _new_slot(self, index: int) -> _Slot:
+    def _new_slot(self, index: int) -> WorkerSlot:
         actor = self._actor_class.remote()
-        return _Slot(index, actor, actor.prepare.remote(self._spec_ref, index, self.num_threads, self._heartbeats))
+        return WorkerSlot(index, actor, actor.prepare.remote(self._spec_ref, index, self.num_threads, self._heartbeats))
 
-    def _replace(self, slot: _Slot, reason: str) -> None:
+    def _replace(self, slot: WorkerSlot, reason: str) -> None:
         slot.predecessor, slot.process, slot.ready = reason, None, None
         if self._restarts.allow(slot.index, reason):
             fresh = self._new_slot(slot.index)
@@ -401,7 +401,7 @@ class RayPool:
                 raise self._restarts.none_left(reason)
         slot.killed_because, slot.asked, slot.answered = "", None, 0
 
-    def _gpus_per_worker(self) -> float:
+    def gpus_per_worker(self) -> float:
         num_gpus = 0.0 if self.config.device == "cpu" else float(ray.cluster_resources().get("GPU", 0.0))
         if self.config.device == "cuda" and not num_gpus:
             raise ClusterError("cluster.device is cuda, but Ray sees no GPU; set cluster.device=auto or cpu.")

@@ -24,9 +24,9 @@ from ngsgd.launcher.console import version
 
 OLDEST_RAY = (2, 54)   # up to 2.53 the dashboard takes DELETE from strangers: CVE-2026-27482
 # of a complete check, name server included: with the imports of a command it ends within 10 s
-_LIMIT_S = 5.0
-_CONNECT_S = 3.0
-_ANSWER_S = 2.0
+CHECK_TIMEOUT_S = 5.0
+CONNECT_TIMEOUT_S = 3.0
+ANSWER_TIMEOUT_S = 2.0
 _MAX_ANSWER = 1 << 16
 _FRAME = struct.Struct("!HBBBI")   # length (3 bytes), type, flags, stream
 _DATA, _HEADERS, _SETTINGS = 0, 1, 4
@@ -65,7 +65,7 @@ def require_head(address: str) -> None:
     where = found if found == address else f"{found} (cluster.address={address})"
     fix = "start the head with: ray start --head, and check cluster.address"
     try:
-        _limited(lambda: _speak(host, port, is_client_server=address.startswith("ray://")))
+        _limited(lambda: ask_server(host, port, is_client_server=address.startswith("ray://")))
     except OSError as error:
         raise ClusterError(f"no Ray head answers at {where} ({_why(error)}); {fix}.") from error
 
@@ -105,17 +105,17 @@ def _split(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def _speak(host: str, port: int, *, is_client_server: bool) -> None:
+def ask_server(host: str, port: int, *, is_client_server: bool) -> None:
     """Raises OSError unless a GCS is there and serves, or the server for Ray clients.
 
     A GCS tells its health by the standard gRPC service, to everybody.  The request is written by hand:
     a gRPC library in this process would not get on with Ray's own, nor with processes that it forks.
     """
-    with socket.create_connection((host, port), timeout=_CONNECT_S) as connection:
+    with socket.create_connection((host, port), timeout=CONNECT_TIMEOUT_S) as connection:
         if os.environ.get("RAY_USE_TLS", "0").lower() not in ("", "0", "false"):
             return
         connection.sendall(_health_request(f"{host}:{port}"))
-        deadline = time.monotonic() + _ANSWER_S
+        deadline = time.monotonic() + ANSWER_TIMEOUT_S
         found = b""
         while not (_SERVING in found or (is_client_server and found[3:4] == bytes([_SETTINGS]))):
             connection.settimeout(max(0.001, deadline - time.monotonic()))
@@ -142,7 +142,7 @@ def _frame(kind: int, flags: int, stream: int, content: bytes) -> bytes:
 
 def _get(url: str) -> None:
     try:
-        urllib.request.urlopen(url, timeout=_CONNECT_S).close()
+        urllib.request.urlopen(url, timeout=CONNECT_TIMEOUT_S).close()
     except urllib.error.HTTPError as error:
         # an answer all the same: what it refuses is told by the request itself
         error.close()
@@ -164,7 +164,7 @@ def _limited(action: Callable[[], None]) -> None:
     thread = threading.Thread(target=run, name="probe", daemon=True)
     began = time.monotonic()
     thread.start()
-    thread.join(_LIMIT_S)
+    thread.join(CHECK_TIMEOUT_S)
     if thread.is_alive():
         raise TimeoutError(f"no answer within {time.monotonic() - began:.0f} s")
     if errors:

@@ -25,7 +25,7 @@ class PrivateFolder:
     """Made at once; removed by `close`, at the end of the process, or by a later run if it was killed."""
 
     def __init__(self) -> None:
-        base = _base()
+        base = scratch_folder()
         _remove_stale(base)
         # mkdtemp makes it 0700; Ray opens its own folder below for everybody
         self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
@@ -58,7 +58,7 @@ class PrivateFolder:
             self.close()
 
 
-def _base() -> str:
+def scratch_folder() -> str:
     """Where Ray would have its folder, unless paths of sockets would become too long there."""
     found = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
     # eight random characters follow the prefix

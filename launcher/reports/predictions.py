@@ -20,7 +20,7 @@ _FORMAT = 1
 
 def keep(config: RunConfig, machine: Machine, workload: Workload) -> None:
     """Writes down a measurement of these settings."""
-    kept = {"format": _FORMAT, "settings": _key(config), "machine": machine.to_json(), "workload": asdict(workload)}
+    kept = {"format": _FORMAT, "settings": settings_key(config), "machine": machine.to_json(), "workload": asdict(workload)}
     write_text(kept_in(config), json.dumps(kept, indent=1))
 
 
@@ -28,7 +28,7 @@ def saved(config: RunConfig) -> tuple[Machine, Workload] | None:
     """The last measurement in this output directory, if it was of these settings on a machine with as many cores."""
     try:
         kept = read_json(kept_in(config))
-        if (kept["format"], kept["settings"]) != (_FORMAT, _key(config)):
+        if (kept["format"], kept["settings"]) != (_FORMAT, settings_key(config)):
             return None
         return Machine.from_json(kept["machine"]), Workload(**kept["workload"])
     except (OSError, ValueError, KeyError, TypeError):  # none, or of another version: both mean to measure again
@@ -40,7 +40,7 @@ def kept_in(config: RunConfig) -> Path:
     return Path(config.output_dir) / "plan.json"
 
 
-def _key(config: RunConfig) -> str:
+def settings_key(config: RunConfig) -> str:
     """A digest of everything that the measurement depends on."""
     cluster = config.cluster
     parts = [asdict(part) for part in (config.data, config.features, config.egs, config.model, config.optimizer)]

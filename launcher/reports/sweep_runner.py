@@ -36,7 +36,7 @@ def trained(settings: Sequence[str], report: Callable[[str], None]) -> list[RunF
     runs = compose.each_of_sweep(settings)
     folders = []
     for number, (lines, swept) in enumerate(runs, start=1):
-        name = _name(swept)
+        name = run_name(swept)
         report(f"run {number} of {len(runs)}: {name}")
         folder = _train(lines if any(line.startswith("name=") for line in lines) else [*lines, f"name={name}"])
         if folder is None:
@@ -48,7 +48,7 @@ def trained(settings: Sequence[str], report: Callable[[str], None]) -> list[RunF
     return folders
 
 
-def _name(swept: Sequence[str]) -> str:
+def run_name(swept: Sequence[str]) -> str:
     """What a run is called: the values in which it differs."""
     words = [line.partition("=")[2] if not line.startswith("seed=") else f"s{line.partition('=')[2]}" for line in swept]
     return re.sub(r"[^A-Za-z0-9_.-]+", "_", "-".join(words)) or "run"

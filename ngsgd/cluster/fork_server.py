@@ -119,11 +119,11 @@ class ForkServer:
     @property
     def is_warm(self) -> bool:
         """Whether the fork server that runs now has started a process before, so that it has imported torch."""
-        return self._served != 0 and self._served == _process_id()
+        return self._served != 0 and self._served == read_process_id()
 
     def end(self) -> None:
         """Kills the fork server, and with it all its workers; the next start has a new one."""
-        _kill(_process_id())
+        _kill(read_process_id())
 
     def _serve(self) -> None:
         while True:
@@ -134,9 +134,9 @@ class ForkServer:
             finally:
                 self._num_done += 1
             if one.pid is not None:
-                self._served = _process_id()
+                self._served = read_process_id()
             elif one.failure:  # else the next start may ask a fork server that is about to end
-                _wait_until_gone(_process_id())
+                _wait_until_gone(read_process_id())
             del one  # with its descriptors, once nobody else needs it
 
 
@@ -150,7 +150,7 @@ def fork_server() -> ForkServer:
     return _of_process(os.getpid())
 
 
-def _process_id() -> int:
+def read_process_id() -> int:
     """Of multiprocessing's fork server; 0 when there is none."""
     return int(getattr(forkserver._forkserver, "_forkserver_pid", None) or 0)
 

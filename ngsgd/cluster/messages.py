@@ -32,13 +32,13 @@ class Messages:
     def send(self, message: Any) -> None:
         """Waits until all of it is on its way; raises Disconnected when nobody reads any more."""
         try:
-            self.connection.sendall(_framed(message))
+            self.connection.sendall(framed(message))
         except OSError as error:
             raise Disconnected(str(error)) from error
 
     def post(self, message: Any) -> None:
         """Sends what the peer can take now and keeps the rest for `flush`: a peer that does not read stops nobody."""
-        self._unsent += _framed(message)
+        self._unsent += framed(message)
         self.flush()
 
     def flush(self) -> None:
@@ -113,6 +113,6 @@ class Messages:
         return (pickle.loads(content),)
 
 
-def _framed(message: Any) -> bytes:
+def framed(message: Any) -> bytes:
     content = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
     return _HEADER.pack(len(content)) + content

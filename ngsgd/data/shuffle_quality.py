@@ -83,12 +83,12 @@ def mixing(reader: EgsReader) -> list[Mixing]:
 
 def _of(what: str, count_PAK: Floats) -> Mixing:
     """Figures for each of P partitions of the same archives, averaged over them."""
-    parts = [_one(count_AK[:, count_AK.any(axis=0)]) for count_AK in count_PAK if count_AK.any()]
+    parts = [measure_one(count_AK[:, count_AK.any(axis=0)]) for count_AK in count_PAK if count_AK.any()]
     entropy_A, expected_A, deviation_A, divergence_A = (np.mean(values, axis=0) for values in zip(*parts, strict=True))
     return Mixing(what, int(count_PAK.any(axis=(0, 1)).sum()), entropy_A, expected_A, deviation_A, divergence_A)
 
 
-def _one(count_AK: Floats) -> tuple[Floats, Floats, Floats, Floats]:
+def measure_one(count_AK: Floats) -> tuple[Floats, Floats, Floats, Floats]:
     count_K, num_A = count_AK.sum(axis=0), np.maximum(count_AK.sum(axis=1), 1.0)
     p_K, num_free = count_K / count_K.sum(), max(count_AK.shape[1] - 1, 1)
     left_A = np.maximum(1.0 - num_A / num_A.sum(), 1e-12)   # drawn without replacement

@@ -41,7 +41,7 @@ def kernels_for(device: torch.device, dtype: torch.dtype, engine: str) -> Kernel
         raise ValueError(f"Invalid weights: {dtype}; they must be float32 or float64")
     if engine == "eager" or device.type != "cpu":
         return Eager(device)
-    library = _library()
+    library = load_library()
     if library is None and engine == "fused":
         raise RuntimeError(f"{_SOURCE.name} could not be compiled; a C++ compiler is needed")
     return Eager(device) if library is None else Fused(library)
@@ -119,6 +119,6 @@ class Fused:
         return total.value if ok else None
 
 
-def _library() -> ctypes.CDLL | None:
+def load_library() -> ctypes.CDLL | None:
     # no contraction into fused multiply-adds: the bits must be those of the torch operations
     return native.library(_SOURCE, "-ffp-contract=off")

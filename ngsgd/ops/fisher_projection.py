@@ -44,7 +44,7 @@ def project(X_ND: Tensor, W_RD: Tensor, one_N: Tensor | None = None,
     if not _is_native(X_ND, W_RD, one_N):
         projection = Projection(sum_of_squares(X_ND, one_N), coefficients(X_ND, W_RD, one_N))
         return with_residual(projection, X_ND, W_RD, one_N, scratch) if corrects else projection
-    library, (N, D), R = _library(), X_ND.shape, W_RD.shape[0]
+    library, (N, D), R = load_library(), X_ND.shape, W_RD.shape[0]
     H_NR = X_ND.new_empty(N, R)
     Xhat_ND = one_hat_N = None
     if corrects:
@@ -52,7 +52,7 @@ def project(X_ND: Tensor, W_RD: Tensor, one_N: Tensor | None = None,
         one_hat_N = None if one_N is None else torch.empty_like(one_N)
     to, rows_of_panel = (Xhat_ND.memory, Xhat_ND.memory.shape[1]) if isinstance(Xhat_ND, PackedMatrix) else (Xhat_ND, 0)
     threads = torch.get_num_threads()
-    work, squares = native.work_memory(_work_size(D + (one_N is not None), R, threads)), _Squares()
+    work, squares = native.work_memory(workspace_size(D + (one_N is not None), R, threads)), _Squares()
     library.project(X_ND.data_ptr(), N, D, native.address(one_N), W_RD.data_ptr(), W_RD.stride(0),
                     R, H_NR.data_ptr(),
              native.address(to), rows_of_panel, native.address(one_hat_N), work.data_ptr(), squares, threads)
@@ -94,22 +94,22 @@ def coefficients(X_ND: Tensor, W_RD: Tensor, one_N: Tensor | None = None) -> Ten
 
 def is_native() -> bool:
     """Whether there is compiled code for this processor; compiles it if need be."""
-    return _library() is not None
+    return load_library() is not None
 
 
 def _is_native(X_ND: Tensor, W_RD: Tensor, one_N: Tensor | None) -> bool:
     return (X_ND.dtype == torch.float32 == W_RD.dtype and X_ND.is_cpu and W_RD.is_cpu and W_RD.stride(1) == 1 and X_ND.numel() > 0
             and (one_N is None or (one_N.dtype == torch.float32 and one_N.is_contiguous()))
-            and not (torch.is_grad_enabled() and X_ND.requires_grad) and native.is_allowed() and _library() is not None)
+            and not (torch.is_grad_enabled() and X_ND.requires_grad) and native.is_allowed() and load_library() is not None)
 
 
 @functools.cache
-def _work_size(num_columns: int, rank: int, threads: int) -> int:
-    return int(_library().work_size(num_columns, rank, threads))
+def workspace_size(num_columns: int, rank: int, threads: int) -> int:
+    return int(load_library().work_size(num_columns, rank, threads))
 
 
 @functools.cache
-def _library() -> Any:
+def load_library() -> Any:
     if native.capability() not in PROCESSORS:
         return None
     a, n = native.ADDRESS, native.NUMBER

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from ngsgd.ops.kernels import native
 
-_LEAST = 1 << 21   # multiplications; below, a call of oneDNN costs as much as it saves
-_BLOCK = 256       # rows
-_own = threading.local()
+MIN_PRODUCTS = 1 << 21   # multiplications; below, a call of oneDNN costs as much as it saves
+BLOCK_ROWS = 256       # rows
+thread_buffers = threading.local()
 
 
 def mm(a_MK: Tensor, b_KN: Tensor, out: Tensor | None = None) -> Tensor:
@@ -36,8 +36,8 @@ def mm(a_MK: Tensor, b_KN: Tensor, out: Tensor | None = None) -> Tensor:
     if out is None:
         y_MN: Tensor = _operators()[0](_by_rows(a_MK), b_KN.T, None, "none", [], "")
         return y_MN
-    for first in range(0, len(a_MK), _BLOCK):
-        rows = slice(first, first + _BLOCK)
+    for first in range(0, len(a_MK), BLOCK_ROWS):
+        rows = slice(first, first + BLOCK_ROWS)
         out[rows] = _operators()[0](_by_rows(a_MK[rows]), b_KN.T, None, "none", [], "")
     return out
 
@@ -68,8 +68,8 @@ def sub_matmul(c_MN: Tensor, a_MK: Tensor, b_KN: Tensor, scratch: Tensor | None 
     if scratch is not c_MN:
         y_MN: Tensor = _operators()[1](_by_rows(a_MK), c_MN, b_KN.T, None, "add")
         return y_MN
-    for first in range(0, len(c_MN), _BLOCK):
-        rows = slice(first, first + _BLOCK)
+    for first in range(0, len(c_MN), BLOCK_ROWS):
+        rows = slice(first, first + BLOCK_ROWS)
         c_MN[rows] = _operators()[1](_by_rows(a_MK[rows]), c_MN[rows], b_KN.T, None, "add")
     return c_MN
 
@@ -106,11 +106,12 @@ def add_mm(total_MN: Tensor, a_MK: Tensor, b_KN: Tensor, *, keep: float, scale: 
 
 def forget_copies() -> None:
     """Lets go of the memory that this thread keeps for copies; the next that is needed takes it anew."""
-    vars(_own).clear()
+    vars(thread_buffers).clear()
 
 
 def _is_for_onednn(a_MK: Tensor, b_KN: Tensor) -> bool:
-    return (a_MK.numel() * b_KN.shape[1] >= _LEAST and a_MK.dtype == torch.float32 == b_KN.dtype and a_MK.is_cpu and b_KN.is_cpu
+    return (a_MK.numel() * b_KN.shape[1] >= MIN_PRODUCTS
+            and a_MK.dtype == torch.float32 == b_KN.dtype and a_MK.is_cpu and b_KN.is_cpu
             and not (torch.is_grad_enabled() and (a_MK.requires_grad or b_KN.requires_grad))
             and bool(torch.backends.mkldnn.enabled) and is_faster())
 
@@ -127,11 +128,11 @@ def _by_rows(x: Tensor) -> Tensor:
 
 def _copied(x: Tensor, which: str) -> Tensor:
     """In memory that is kept: new copies at every step leave holes in the heap."""
-    kept: Tensor | None = getattr(_own, which, None)
+    kept: Tensor | None = getattr(thread_buffers, which, None)
     if kept is None or kept.numel() < x.numel():
         with torch.inference_mode(False):   # else it could be written to in that mode alone
             kept = x.new_empty(x.numel())
-        setattr(_own, which, kept)
+        setattr(thread_buffers, which, kept)
     return kept[:x.numel()].view(x.shape).copy_(x)
 
 

@@ -29,7 +29,7 @@ def p_norm(x: Tensor, group: int) -> Tensor:
         y: Tensor = torch.linalg.vector_norm(groups, dim=-1)
         return y
     y = x.new_empty(groups.shape[:-1])
-    _library().p_norm(x.data_ptr(), y.numel(), group, y.data_ptr(), torch.get_num_threads())
+    load_library().p_norm(x.data_ptr(), y.numel(), group, y.data_ptr(), torch.get_num_threads())
     return y
 
 
@@ -40,7 +40,8 @@ def p_norm_gradient(x: Tensor, y: Tensor, dY: Tensor, group: int) -> Tensor:
         dX: Tensor = (x.unflatten(-1, (-1, group)) * share.unsqueeze(-1)).flatten(-2)
         return dX
     dX = torch.empty_like(x)
-    _library().p_norm_gradient(x.data_ptr(), y.data_ptr(), dY.data_ptr(), y.numel(), group, dX.data_ptr(), torch.get_num_threads())
+    load_library().p_norm_gradient(x.data_ptr(), y.data_ptr(), dY.data_ptr(), y.numel(), group,
+                                   dX.data_ptr(), torch.get_num_threads())
     return dX
 
 
@@ -49,7 +50,8 @@ def renormalize(x: Tensor, target_rms: float) -> Tensor:
     if not _is_native(x):
         return (x * inverse_rms(x, target_rms)[0]).to(x.dtype)
     y = torch.empty_like(x)
-    _library().renormalize(x.data_ptr(), *_shape(x), _size(x, target_rms), _MIN_MEAN_SQUARE, y.data_ptr(), torch.get_num_threads())
+    load_library().renormalize(x.data_ptr(), *_shape(x), _size(x, target_rms), _MIN_MEAN_SQUARE,
+                               y.data_ptr(), torch.get_num_threads())
     return y
 
 
@@ -60,8 +62,8 @@ def renormalize_gradient(x: Tensor, dY: Tensor, target_rms: float) -> Tensor:
         along = c * torch.linalg.vecdot(x, dY).unsqueeze(-1)
         return torch.addcmul(dY * r, x.to(r.dtype), along, value=-1).to(x.dtype)
     dX = torch.empty_like(x)
-    _library().renormalize_gradient(x.data_ptr(), dY.data_ptr(), *_shape(x), _size(x, target_rms), _MIN_MEAN_SQUARE, dX.data_ptr(),
-                                    torch.get_num_threads())
+    load_library().renormalize_gradient(x.data_ptr(), dY.data_ptr(), *_shape(x), _size(x, target_rms),
+                                        _MIN_MEAN_SQUARE, dX.data_ptr(), torch.get_num_threads())
     return dX
 
 
@@ -78,7 +80,7 @@ def inverse_rms(x: Tensor, target_rms: float) -> tuple[Tensor, Tensor]:
 
 def is_native() -> bool:
     """Whether there is compiled code for this processor; compiles it if need be."""
-    return _library() is not None
+    return load_library() is not None
 
 
 def _size(x: Tensor, target_rms: float) -> float:
@@ -97,11 +99,11 @@ def _is_native(*tensors: Tensor) -> bool:
     for x in tensors:
         if type(x) is not Tensor or x.dtype != torch.float32 or not x.is_cpu or not x.is_contiguous() or not x.numel():
             return False
-    return native.is_allowed() and _library() is not None
+    return native.is_allowed() and load_library() is not None
 
 
 @functools.cache
-def _library() -> Any:
+def load_library() -> Any:
     a, n, real, threads = native.ADDRESS, native.NUMBER, native.REAL, native.THREADS
     return native.threaded(SOURCE, p_norm=(None, a, n, n, a, threads), p_norm_gradient=(None, a, a, a, n, n, a, threads),
                            renormalize=(None, a, n, n, real, real, a, threads),

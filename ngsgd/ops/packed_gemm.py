@@ -19,8 +19,8 @@ from torch import Tensor
 from ngsgd.ops.kernels import native
 
 WIDTH = 48   # columns of a panel, as in the sources in kernels/
-_LEAST = 1 << 21   # multiplications
-_MANY_ROWS, _MANY_OUTPUTS = 256, 4   # below so many rows, and times the inputs, writing dW takes the time, and MKL is level
+MIN_PRODUCTS = 1 << 21   # multiplications
+MANY_ROWS, _MANY_OUTPUTS = 256, 4   # below so many rows, and times the inputs, writing dW takes the time, and MKL is level
 SOURCE = Path(__file__).with_name("kernels") / "packed_gemm.cpp"
 
 
@@ -42,7 +42,7 @@ class PackedMatrix(NamedTuple):
 
     def fill(self, rows_NI: Tensor, first: int = 0, *, factor: float = 1.0) -> None:
         """Copies contiguous rows, times `factor`, to those from `first` on."""
-        _library().fill(rows_NI.data_ptr(), rows_NI.stride(0), len(rows_NI), self.num_columns, factor, self.memory.data_ptr(),
+        load_library().fill(rows_NI.data_ptr(), rows_NI.stride(0), len(rows_NI), self.num_columns, factor, self.memory.data_ptr(),
                         self.memory.shape[1], first, torch.get_num_threads())
 
 
@@ -61,14 +61,14 @@ def size(num_rows: int, num_columns: int) -> int:
 def should_use(dY_NO: Tensor, X_NI: Tensor) -> bool:
     """Whether `product` is the quicker way to dY^T X here; decided by processor, types and sizes alone, so bits repeat."""
     (N, O), I = dY_NO.shape, X_NI.shape[1]  # noqa: E741  the letters of above
-    return (N * O * I >= _LEAST and (N >= _MANY_ROWS or O >= _MANY_OUTPUTS * I)
+    return (N * O * I >= MIN_PRODUCTS and (N >= MANY_ROWS or O >= _MANY_OUTPUTS * I)
             and dY_NO.dtype == torch.float32 == X_NI.dtype and dY_NO.is_cpu and X_NI.is_cpu
-            and _is_faster() and native.is_allowed() and _library() is not None)
+            and is_faster() and native.is_allowed() and load_library() is not None)
 
 
 def is_native() -> bool:
     """Whether `product` is used on this processor; compiles it if need be."""
-    return _is_faster() and _library() is not None
+    return is_faster() and load_library() is not None
 
 
 def product(dY: Tensor | PackedMatrix, X: PackedMatrix, scale: float, one_N: Tensor | None = None,
@@ -89,7 +89,7 @@ def product(dY: Tensor | PackedMatrix, X: PackedMatrix, scale: float, one_N: Ten
     db_O = None if one_N is None else X.memory.new_empty(num_outputs)
     threads = torch.get_num_threads()
     num_more = 0 if more_RO is None else len(more_RO)
-    library = _library()
+    library = load_library()
     work = native.work_memory(library.work_size(X.num_rows + num_more, threads))
     library.product(at, pitch, panel, X.num_rows, native.address(more_RO), 0 if more_RO is None else more_RO.stride(0), num_more,
                     X.memory.data_ptr(), X.memory.shape[1], num_outputs, X.num_columns, scale, dW_OI.data_ptr(),
@@ -105,13 +105,13 @@ def _place(dY: Tensor | PackedMatrix) -> tuple[int, int, int, int]:
 
 
 @functools.cache
-def _is_faster() -> bool:
+def is_faster() -> bool:
     """Whether the processor is one on which this has been measured to be."""
     return native.capability() == "AVX512" and native.is_made_by("GenuineIntel")
 
 
 @functools.cache
-def _library() -> Any:
+def load_library() -> Any:
     if native.capability() != "AVX512":
         return None
     a, n, real, threads = native.ADDRESS, native.NUMBER, native.REAL, native.THREADS

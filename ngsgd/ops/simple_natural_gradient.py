@@ -33,14 +33,14 @@ def precondition_simple(X_ND: Tensor, alpha: float = 4.0) -> Tensor:
     if N == 1 or sum_sq == 0.0:
         return X_ND.clone()
     lam = alpha / (N * D) * sum_sq.clamp(min=_MIN_TRACE)  # (8)
-    Q_ND = _column_space(X_ND, lam) if N >= D else _row_space(X_ND, lam)
+    Q_ND = column_space(X_ND, lam) if N >= D else row_space(X_ND, lam)
     Xhat_ND = _held_out(X_ND, Q_ND)
     gamma = (sum_sq / Xhat_ND.square().sum()).sqrt()  # (12)
     Xbar_ND: Tensor = (gamma * Xhat_ND).to(X_ND.dtype)      # (11)
     return Xbar_ND
 
 
-def _column_space(X_ND: Tensor, lam: Tensor) -> Tensor:
+def column_space(X_ND: Tensor, lam: Tensor) -> Tensor:
     """Q = X G^-1 (14), G = X^T X / (N - 1) + lambda I (13)."""
     X_ND = X_ND.double()
     G_DD = X_ND.T @ X_ND / (len(X_ND) - 1)
@@ -48,7 +48,7 @@ def _column_space(X_ND: Tensor, lam: Tensor) -> Tensor:
     return torch.cholesky_solve(X_ND.T, _cholesky(G_DD)).T
 
 
-def _row_space(X_ND: Tensor, lam: Tensor) -> Tensor:
+def row_space(X_ND: Tensor, lam: Tensor) -> Tensor:
     """The same Q by an N x N inverse, for fewer rows than columns."""
     X_ND = X_ND.double()
     G_NN = X_ND @ X_ND.T / (len(X_ND) - 1)

@@ -82,7 +82,7 @@ def build_run(config: RunConfig, services: Services | None = None, *, folder: Ru
         check_final(folder_of_model(config.init_model) / "final")
         permission.require_final(folder_of_model(config.init_model) / "final", config.model, trust=trust)
     data = prepare(config, services.report)
-    _require_model(config, EgsReader(data.egs_directory), services.report)
+    require_model(config, EgsReader(data.egs_directory), services.report)
     folder = RunFolder.create(config, to_yaml(config))
     services.report(f"run folder {folder.path}")
     fingerprint = FingerprintCheck.of_new_run(config, folder, allow_other_bits=allow_other_bits)
@@ -261,7 +261,7 @@ def _with_search_path(config: RunConfig) -> RunConfig:
     return config
 
 
-def _require_model(config: RunConfig, reader: EgsReader, report: Report) -> None:
+def require_model(config: RunConfig, reader: EgsReader, report: Report) -> None:
     """Raise what is wrong with the model for these data; statistics that it needs are kept next to the archives."""
     if needs_statistics(config.model):
         report("statistics of the training examples, for the model")

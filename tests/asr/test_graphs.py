@@ -114,12 +114,12 @@ def test_given_graph_is_read_at_the_level_of_pdfs(tmp_path: object) -> None:
         given = GivenGraph(file.read(), words=("no", "yes"), tid2pdf=(4, 4, 7))
     graph = graphs.read(given)
     assert Counter(arc.ilabel for state in range(3) for arc in kaldifst.ArcIterator(graph.fst, state)) == {5: 2, 8: 1}
-    with pytest.raises(DataError, match=r"HCLG\.fst has the labels 3:0, beyond its 2 transitions"):
+    with pytest.raises(DataError, match=r"HCLG\.fst.*3:0.* 2 "):
         graphs.read(GivenGraph(given.hclg, words=("no", "yes"), tid2pdf=(4, 4)))
 
 
 def test_given_graph_that_is_none_is_named() -> None:
-    with pytest.raises(DataError, match=r"HCLG\.fst is damaged or not an OpenFst file"):
+    with pytest.raises(DataError, match=r"HCLG\.fst.*OpenFst"):
         graphs.read(GivenGraph(b"nothing", ("a",), (0,)))
 
 
@@ -164,7 +164,7 @@ def test_a_damaged_graph_is_a_data_error_and_never_a_crash(tmp_path: Path, form:
         return graphs.check(GivenGraph(damaged, words=("no", "yes"), tid2pdf=(4, 4, 7)))
     assert check(content).num_states == 3
     for end in range(len(content)):
-        with pytest.raises(DataError, match=r"HCLG\.fst is damaged or not an OpenFst file"):
+        with pytest.raises(DataError, match=r"HCLG\.fst.*OpenFst"):
             check(content[:end])
     for at, value in [(0, -1), (0, 3), (1, 1 << 40), (1, -7), *([(2, 1 << 61), (2, 1), (2, -2)] if form else [])]:
         with pytest.raises(DataError):
@@ -202,5 +202,5 @@ def test_a_vector_graph_from_a_pipe_is_read_to_its_end(tmp_path: Path) -> None:
 
 def test_other_types_of_transducers_are_named(tmp_path: Path) -> None:
     content = as_files(kaldifst.compile("0 1 1 2 0.5\n1 0.25\n"), tmp_path)[0]
-    with pytest.raises(DataError, match=r"its type is compa.* vector and const"):
+    with pytest.raises(DataError, match=r"compa.* const"):
         openfst.parse(content.replace(b"vector", b"compac"), "it")

@@ -295,14 +295,14 @@ def test_gaussians_with_few_frames_tell_nothing_and_too_many_gaussians_are_told(
     direction_IDS = extractor.M_IDS - extractor.M_IDS.mean(dim=2, keepdim=True)
     assert np.linalg.matrix_rank(extractor.M_IDS[2].numpy()) == 1  # its mean, along what has become of the offset
     assert np.linalg.matrix_rank(direction_IDS[0].numpy()) > 1
-    with pytest.raises(DataError, match=r"num_gaussians is 4, and none of them has 1000000 frames"):
+    with pytest.raises(DataError, match=r"num_gaussians.*4.*1000000 frames"):
         train(speech_of_two(), replace(SMALL, posterior_scale=1e-4), FeatureConfig(), lambda _: None)
 
 
 def test_a_file_that_is_none_or_of_another_dimension_is_told(tmp_path: Path) -> None:
     files.write(online_model(), tmp_path / "good")
-    with pytest.raises(DataError, match=r"3 dimensions, and ivectors.dim is 5"):
+    with pytest.raises(DataError, match=r"3 dimensions.*ivectors.dim.*5"):
         files.read(tmp_path / "good", replace(CONFIG, dim=5), FEATURES)
     (tmp_path / "bad").write_bytes((tmp_path / "good").read_bytes()[:100])
-    with pytest.raises(DataError, match="cannot be read as an i-vector extractor"):
+    with pytest.raises(DataError, match="i-vector"):
         files.read(tmp_path / "bad", CONFIG, FEATURES)

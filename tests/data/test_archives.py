@@ -99,12 +99,12 @@ def test_a_damaged_archive_is_named(tmp_path: Path) -> None:
     content = bytearray(archive.read_bytes())
     content[-1] ^= 1
     archive.write_bytes(content)
-    with pytest.raises(DataError, match=r"egs\.0000\.safetensors is missing or does not match its checksum; remove"):
+    with pytest.raises(DataError, match=r"egs\.0000\.safetensors"):
         list(EgsReader(directory).minibatches(Schedule(1, 4, 1, 1, 1, 1, 1).shard(0), 8, seed=0, outer_iter=0, job=0))
 
 
 def test_a_folder_that_holds_no_examples_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="is not a directory of examples"):
+    with pytest.raises(DataError, match="directory"):
         EgsReader(tmp_path)
 
 
@@ -112,7 +112,7 @@ def test_a_folder_that_holds_no_examples_is_named(tmp_path: Path) -> None:
 def test_a_feature_that_is_not_finite_is_named_by_utterance(tmp_path: Path, bad: float) -> None:
     train = frame_set(1000, 1)
     train.features_TD[130, 2] = bad
-    with pytest.raises(DataError, match="utterance utt2 has a feature that is not finite"):
+    with pytest.raises(DataError, match="utt2"):
         prepare(tmp_path, train)
     assert list(tmp_path.iterdir()) == []  # nothing half-written
 
@@ -120,13 +120,13 @@ def test_a_feature_that_is_not_finite_is_named_by_utterance(tmp_path: Path, bad:
 def test_a_class_beyond_the_last_is_refused(tmp_path: Path) -> None:
     train = frame_set(100, 1)
     train.pdf_T[3] = NUM_CLASSES
-    with pytest.raises(DataError, match=f"run from 0 to {NUM_CLASSES}"):
+    with pytest.raises(DataError, match=rf"\b{NUM_CLASSES}\b"):
         prepare(tmp_path, train)
 
 
 def test_labels_that_do_not_fit_the_frames_are_refused() -> None:
     train = frame_set(100, 1)
-    with pytest.raises(DataError, match="do not fit together"):
+    with pytest.raises(DataError, match="together"):
         dataclasses.replace(train, pdf_T=train.pdf_T[:-1])
 
 
@@ -169,7 +169,7 @@ def test_archives_hold_the_examples_of_the_reference_once_each(tmp_path: Path) -
 
 
 def test_an_example_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="has no example 0 in archive 9: it holds 3 archives"):
+    with pytest.raises(DataError, match=r"example 0.*archive 9.*3"):
         EgsReader(prepare(tmp_path)).example(9, 0)
 
 
@@ -256,14 +256,14 @@ def test_a_disk_that_cannot_take_the_archives_is_told_in_a_sentence_and_nothing_
 
 def test_a_writer_that_dies_is_told_and_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ngsgd.data.write_process.sys.executable", "/bin/false")
-    with pytest.raises(DataError, match="a process that wrote archives of examples ended with 1"):
+    with pytest.raises(DataError, match="ended with 1"):
         prepare(tmp_path, config=dataclasses.replace(CONFIG, num_writers=2))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_too_little_room_is_told_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
-    with pytest.raises(DataError, match=r"has 0\.0 GB free, and the archives of examples take 0\.0 GB; make room"):
+    with pytest.raises(DataError, match=r"0\.0 GB.*0\.0 GB"):
         prepare(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
@@ -304,7 +304,7 @@ def test_silence_weighs_what_the_configuration_says(tmp_path: Path, silence_weig
 @pytest.mark.parametrize("bad", [np.nan, -1.0, 0.0])
 def test_weights_that_make_no_sense_are_refused(tmp_path: Path, bad: float) -> None:
     train = dataclasses.replace(frame_set(1000, 1), weight_T=np.full(1000, bad, np.float32))
-    with pytest.raises(DataError, match="the weights of frames run from"):
+    with pytest.raises(DataError, match="weights"):
         prepare(tmp_path, train)
 
 
@@ -326,7 +326,7 @@ def damaged(folder: Path, how: str) -> EgsReader:
 @pytest.mark.parametrize("how", ["missing", "truncated", "altered"])
 def test_a_damaged_archive_says_its_number_and_the_others_can_be_read(tmp_path: Path, how: str) -> None:
     reader = damaged(tmp_path, how)
-    with pytest.raises(DamagedArchiveError, match=r"egs\.0001\.safetensors is missing or does not match") as caught:
+    with pytest.raises(DamagedArchiveError, match=r"egs\.0001\.safetensors") as caught:
         list(reader.minibatches(Shard(1, 0), 8, seed=0, outer_iter=0, job=0))
     again = pickle.loads(pickle.dumps(caught.value))
     assert (again.archive, str(again), again.exit_code) == (1, str(caught.value), 3)
@@ -356,7 +356,7 @@ def test_examples_of_another_format_are_refused(tmp_path: Path) -> None:
     directory = prepare(tmp_path)
     index = json.loads((directory / "info.json").read_text())
     (directory / "info.json").write_text(json.dumps({**index, "format_version": 1}))
-    with pytest.raises(DataError, match="holds examples of format 1 and this is 2"):
+    with pytest.raises(DataError, match=r"format 1.*2"):
         EgsReader(directory)
 
 
@@ -384,7 +384,7 @@ def test_what_ends_the_items_early_is_raised_where_it_happened() -> None:
         raise DataError("the third one is broken")
     found = ahead(items(), 5)
     assert (next(found), next(found)) == (1, 2)
-    with pytest.raises(DataError, match="the third one"):
+    with pytest.raises(DataError, match="third"):
         next(found)
 
 
@@ -453,5 +453,5 @@ def test_masks_leave_alone_what_goes_beside_the_frames(tmp_path: Path) -> None:
 def test_rows_beside_frames_that_do_not_fit_are_refused() -> None:
     frames = beside(frame_set(100, 1))
     assert frames.side is not None
-    with pytest.raises(DataError, match="100 frames have 99 rows beside them"):
+    with pytest.raises(DataError, match=r"100 frames.*99 rows"):
         dataclasses.replace(frames, side=Side(frames.side.rows_RS, frames.side.row_T[1:]))

@@ -229,7 +229,7 @@ def test_another_number_of_threads_is_reported() -> None:
     try:
         torch.set_num_threads(1)
         task.change = change  # type: ignore[method-assign]
-        with pytest.raises(ReversalError, match="threads then: 1, now: 2") as caught:
+        with pytest.raises(ReversalError, match="then: 1, now: 2") as caught:
             hypergradient(task, plan, "reversible", jobs=jobs)
         assert caught.value.step == 3
     finally:
@@ -268,6 +268,6 @@ def test_an_operation_without_a_second_derivative_is_named() -> None:
 
     batch = tasks.task().batch
     task = ModuleTask(tasks.mlp(dropout=0.0), batch, loss, [batch(MinibatchIndex(0, 0, 0))])
-    with pytest.raises(ConfigError, match=r"needs second derivatives.*ctc_loss"):
+    with pytest.raises(ConfigError, match="ctc_loss"):
         hypergradient(task,
                       HyperparameterPlan.constant(num_steps=2, num_layers=3, lr=0.1, momentum=0.5))

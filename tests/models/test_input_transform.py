@@ -64,7 +64,7 @@ def test_a_feature_that_never_varies_is_told_in_a_sentence() -> None:
     rows_ND, pdf_N = rows(50, 3)
     rows_ND[:, 1] = 0.0
     found = class_statistics([Minibatch(torch.from_numpy(rows_ND), torch.from_numpy(pdf_N))], 8, np.arange(3))
-    with pytest.raises(DataError, match=r"never varies within a class.*model\.input_transform=none"):
+    with pytest.raises(DataError, match=r"model\.input_transform=none"):
         lda_transform(found.total_DD, found.between_DD, found.mean_D)
 
 
@@ -105,7 +105,7 @@ def test_only_the_first_rows_are_kept_and_no_more_than_there_are(tmp_path: Path)
     assert whole.input_transform.shape == (20, 21)
     # the limit on singular values, which mixes rows, is not active here
     assert same_but_for_signs(five.input_transform.numpy(), whole.input_transform.numpy()[:5], 1e-6)
-    with pytest.raises(ConfigError, match=r"model\.lda_dim is 21, but only 20 inputs are transformed"):
+    with pytest.raises(ConfigError, match=r"model\.lda_dim is 21.* 20 "):
         statistics_for(replace(LDA, lda_dim=21), reader)
 
 

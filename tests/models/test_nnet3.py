@@ -133,7 +133,7 @@ def test_what_nnet3_has_no_component_for_is_refused_with_the_reason(settings: di
 
 
 @pytest.mark.parametrize(("old", "new", "reason"), [
-    ("Append(Offset(input, -1), input)", "Append(input, ReplaceIndex(ivector, t, 0))", "takes an i-vector at tdnn1"),
+    ("Append(Offset(input, -1), input)", "Append(input, ReplaceIndex(ivector, t, 0))", "i-vector.*tdnn1"),
     ("Append(Offset(input, -1), input)", "Append(ReplaceIndex(ivector, t, 0), input)", "ReplaceIndex"),
     ("RectifiedLinearComponent", "SigmoidComponent", "SigmoidComponent"), ("<TargetRms> 1", "<TargetRms> 0.5", "target-rms"),
     ("<Nnet3>", "<Nnet>", "raw model"), ("  0.5 3 ]", "  0.5 ]", "LinearParams"),
@@ -268,7 +268,7 @@ def test_a_damaged_binary_model_is_a_data_error_or_finite() -> None:
     (b"\0B<TransitionModel> <Topology> ", r"has transitions.*nnet3-am-copy --raw=true"), (b"\0B<Nnet2> \n", "begins with"),
     (b"\0B<Nnet3> \ninput-node name=input dim=2\n\n<NumComponents> \4\1\0\0\0"
      b"<ComponentName> a <SomeComponent> <Map> \4\2\0\0\0\7\7\7",
-     "in the component a, a SomeComponent"), (b"\x80\4\x95", "not an nnet3 raw model")])
+     "SomeComponent"), (b"\x80\4\x95", "nnet3")])
 def test_binary_files_of_other_kinds_are_named(content: bytes, reason: str) -> None:
     with pytest.raises(DataError, match=reason):
         model_from_bytes(content)
@@ -318,11 +318,11 @@ def test_an_idct_layer_is_read_with_the_same_outputs(name: str, window: Window) 
     assert torch.equal(again.model(x_NI), made.model(x_NI))
 
 
-@pytest.mark.parametrize(("dim", "num_outputs", "reason"), [(4, 5, "16 come from before"), (7, 5, "28 come from before"),
-                                                            (6, 4, r"affine1 .* 20 inputs, and 16 come")])
+@pytest.mark.parametrize(("dim", "num_outputs", "reason"), [(4, 5, "16 come"), (7, 5, "28 come"),
+                                                            (6, 4, "affine1.*20 inputs.*16 come")])
 def test_an_idct_layer_that_does_not_fit_is_named(dim: int, num_outputs: int, reason: str) -> None:
     text = to_text(describe(*trained("relu"), WINDOW)).replace("name=input dim=5", f"name=input dim={dim}")
-    with pytest.raises(DataError, match=f"do not fit together.*{reason}"):
+    with pytest.raises(DataError, match=reason):
         rebuild(from_text(with_layer(text, "idct", idct(num_outputs))))
 
 

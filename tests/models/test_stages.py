@@ -42,8 +42,8 @@ def test_early_are_the_first_iteration_and_those_with_a_new_layer() -> None:
 
 
 @pytest.mark.parametrize(("num_outer_iters", "model", "said"), [
-    (5, {"num_layers": 4, "add_layers_period": 2}, "adds the last of 4 layers after 5 outer iterations, but the run has 5"),
-    (9, {"num_layers": 4, "add_layers_period": 2, "num_subclasses": 9}, "would split its output layer after 9"),
+    (5, {"num_layers": 4, "add_layers_period": 2}, "4 layers after 5.*5"),
+    (9, {"num_layers": 4, "add_layers_period": 2, "num_subclasses": 9}, "after 9"),
 ])
 def test_a_run_that_is_too_short_is_told_so(num_outer_iters: int, model: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
@@ -73,7 +73,7 @@ def test_every_stage_is_a_network_of_its_own_layers(kind: Any) -> None:
 
 
 def test_fewer_subclasses_than_classes_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"model\.num_subclasses is 3, but there are 3 classes"):
+    with pytest.raises(ConfigError, match=r"model\.num_subclasses is 3.* 3 "):
         build_model(ModelConfig(num_subclasses=3), 20, 3, 0, statistics=COUNTS)
 
 

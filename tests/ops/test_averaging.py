@@ -94,7 +94,7 @@ def test_variances_are_pooled_in_float64_from_the_definition() -> None:
 
 @pytest.mark.entry("A11")
 @pytest.mark.parametrize(("second", "told"), [
-    (torch.zeros(1), r"w of state dict 1.*\[1\].*\[3\]"), (torch.zeros(3, dtype=torch.float64), "float64"),
+    (torch.zeros(1), r"dict 1.*\[1\].*\[3\]"), (torch.zeros(3, dtype=torch.float64), "float64"),
     (torch.zeros(3, dtype=torch.int64), "int64"), (torch.tensor([0.0, float("nan"), 0.0]), "not finite"),
     (torch.tensor([0.0, float("inf"), 0.0]), "not finite"), ("text", "no tensor")])
 def test_models_that_have_no_mean_are_refused(second: Tensor, told: str) -> None:
@@ -119,9 +119,9 @@ def test_modules_are_taken_for_their_state_dicts() -> None:
     assert torch.equal(mean["weight"], average_parameters([model.state_dict() for model in models])["weight"])
     wrong: Any
     for wrong in (nn.Linear(2, 2).state_dict(), [torch.zeros(2)], [None]):
-        with pytest.raises(NgsgdError, match="sequence of state dicts"):
+        with pytest.raises(NgsgdError, match="sequence"):
             average_parameters(wrong)
-    with pytest.raises(NgsgdError, match="at least one"):
+    with pytest.raises(NgsgdError, match="at least"):
         average_parameters([])
 
 
@@ -133,10 +133,10 @@ def test_an_outer_optimizer_of_anything_but_a_flat_array_is_refused() -> None:
             OuterOptimizer(Bmuf(2.0), wrong)
     rule: Any
     for rule in (Bmuf, "bmuf", np.zeros(4)):
-        with pytest.raises(ConfigError, match="give it a rule"):
+        with pytest.raises(ConfigError, match="rule"):
             OuterOptimizer(rule, np.zeros(4, np.float32))
     outer = OuterOptimizer(Average(), np.zeros(4, np.float32))
     vectors: list[Any] = [np.ones(4, np.float32), torch.ones(4)]
-    with pytest.raises(ConfigError, match="vector 1 is a Tensor"):
+    with pytest.raises(ConfigError, match="vector 1"):
         outer.step(vectors, [1, 1], OuterInfo(0, 10, 2, 0.1))
     assert not outer.eval_model().any()

@@ -95,13 +95,13 @@ def test_huge_and_subnormal_numbers_stay_finite_and_near(codec: Codec, value: fl
 def test_numbers_that_are_not_finite_are_refused_by_their_place(codec: Codec, bad: float, index: int) -> None:
     vector = a_move(70_000)
     vector[index] = bad
-    with pytest.raises(ValueError, match=f"element {index} of 70000 is {bad}"):
+    with pytest.raises(ValueError, match=rf"\b{index} of 70000 .*{bad}"):
         encode(vector, codec)
 
 
 def test_what_is_no_flat_float32_vector_is_refused() -> None:
     for wrong in (np.zeros(3), np.zeros((2, 2), np.float32), np.zeros(3, np.float16)):
-        with pytest.raises(ValueError, match="give a flat float32 vector"):
+        with pytest.raises(ValueError, match="float32"):
             encode(wrong, "int8")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="'int4'"):
         encode(a_move(), "int4")  # type: ignore[arg-type]
@@ -176,7 +176,7 @@ def test_encoded_vectors_travel_as_json_and_raw_bytes(codec: Codec, rows: Any) -
 def test_truncated_bytes_are_refused(codec: Codec) -> None:
     whole = encode(a_move(), codec)
     for codes, peaks in ((whole.codes[:-1], whole.peaks), (whole.codes, np.append(whole.peaks, np.float32(1.0)))):
-        with pytest.raises(ValueError, match="are not 5000 elements"):
+        with pytest.raises(ValueError, match="not 5000"):
             decode(Encoded(codec, whole.size, whole.rows, codes, peaks))
 
 
@@ -249,6 +249,6 @@ def test_a_refused_move_changes_nothing() -> None:
     owed = feedback.error.copy()
     with pytest.raises(ValueError, match="element 0"):
         feedback.encode(np.full(5000, np.nan, np.float32))
-    with pytest.raises(ValueError, match="a move of 10 elements follows moves of 5000"):
+    with pytest.raises(ValueError, match=r"10 elements.*5000"):
         feedback.encode(a_move(10))
     assert np.array_equal(feedback.error, owed)

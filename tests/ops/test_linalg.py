@@ -47,11 +47,11 @@ def test_what_float32_cannot_factorise_is_done_in_float64() -> None:
 
 def test_what_is_not_finite_is_told() -> None:
     bad = torch.full((3, 3), float("nan"))
-    with pytest.raises(DivergenceError, match="not positive definite"):
+    with pytest.raises(DivergenceError, match="positive"):
         damped_inverse(bad, 1.0)
     with pytest.raises(DivergenceError, match="eigenvalues"):
         eigh(bad)
-    with pytest.raises(DivergenceError, match="does not converge"):
+    with pytest.raises(DivergenceError, match="converge"):
         inverse_root_newton(bad, 4, 1e-6)
 
 

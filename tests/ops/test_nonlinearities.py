@@ -21,13 +21,13 @@ LEADING = st.lists(st.integers(1, 5), max_size=2)
 
 def _forget() -> None:
     native.library.cache_clear()
-    nonlinearities._library.cache_clear()
+    nonlinearities.load_library.cache_clear()
 
 
 @pytest.fixture(params=["torch", "AVX512", "AVX2", "none"])
 def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """What the numbers come from."""
-    yield from running(request.param, monkeypatch, _forget, lambda: nonlinearities._library() is not None)
+    yield from running(request.param, monkeypatch, _forget, lambda: nonlinearities.load_library() is not None)
 
 
 def assert_close(found: Tensor, wanted: Tensor, atol: float = 1e-6) -> None:

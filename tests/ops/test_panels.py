@@ -19,16 +19,16 @@ NAN = float("nan")
 
 @pytest.fixture(autouse=True)
 def compiled() -> None:
-    if packed_gemm._library() is None:
+    if packed_gemm.load_library() is None:
         pytest.skip("no C++ compiler here, or a processor without AVX-512: a library makes all products")
 
 
 @pytest.fixture
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the sizes and the maker of the processor."""
-    monkeypatch.setattr(packed_gemm, "_LEAST", 0)
-    monkeypatch.setattr(packed_gemm, "_MANY_ROWS", 0)
-    monkeypatch.setattr(packed_gemm, "_is_faster", lambda: True)
+    monkeypatch.setattr(packed_gemm, "MIN_PRODUCTS", 0)
+    monkeypatch.setattr(packed_gemm, "MANY_ROWS", 0)
+    monkeypatch.setattr(packed_gemm, "is_faster", lambda: True)
 
 
 def in_panels(rows_ND: Tensor, room: int = 0) -> PackedMatrix:
@@ -172,7 +172,7 @@ def test_the_limit_per_sample_sees_rows(always: None, monkeypatch: pytest.Monkey
 
 def test_who_multiplies_is_decided_by_processor_types_and_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     large, small, few = torch.ones(256, 512), torch.ones(16, 16), torch.ones(100, 512)
-    monkeypatch.setattr(packed_gemm, "_is_faster", lambda: True)
+    monkeypatch.setattr(packed_gemm, "is_faster", lambda: True)
     assert packed_gemm.should_use(large, large) and not packed_gemm.should_use(small, small)
     assert not packed_gemm.should_use(few, few) and packed_gemm.should_use(torch.ones(100, 2048),
                                                                            few)
@@ -180,15 +180,15 @@ def test_who_multiplies_is_decided_by_processor_types_and_sizes(monkeypatch: pyt
     assert not packed_gemm.should_use(large.bfloat16(), large.bfloat16())
     with native.in_torch_operations():
         assert not packed_gemm.should_use(large, large)
-    monkeypatch.setattr(packed_gemm, "_is_faster", lambda: False)
+    monkeypatch.setattr(packed_gemm, "is_faster", lambda: False)
     assert not packed_gemm.should_use(large, large)
     monkeypatch.undo()
-    packed_gemm._is_faster.cache_clear()
+    packed_gemm.is_faster.cache_clear()
     monkeypatch.setattr(native, "is_made_by", lambda vendor: vendor == "AuthenticAMD")
     try:
         assert not packed_gemm.should_use(large, large)   # ngsgd.ops.gemm has the quicker one there
     finally:
-        packed_gemm._is_faster.cache_clear()
+        packed_gemm.is_faster.cache_clear()
 
 
 @pytest.mark.parametrize("case", test_train_golden.GOLDEN.cases())

@@ -31,7 +31,7 @@ def onednn(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Products of any size by oneDNN, as large ones are on some processors."""
     if not gemm.is_there():
         pytest.skip("this torch has no oneDNN, so MKL or what stands for it makes all products")
-    monkeypatch.setattr(gemm, "_LEAST", 0)
+    monkeypatch.setattr(gemm, "MIN_PRODUCTS", 0)
     monkeypatch.setattr(gemm, "is_faster", lambda: True)
     with native.in_torch_operations():
         yield
@@ -40,7 +40,7 @@ def onednn(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several in a product of 40 rows."""
-    monkeypatch.setattr(gemm, "_BLOCK", 16)
+    monkeypatch.setattr(gemm, "BLOCK_ROWS", 16)
 
 
 class Calls(TorchDispatchMode):
@@ -113,7 +113,7 @@ def test_what_onednn_cannot_do_is_left_to_torch(onednn: None) -> None:
 
 
 def test_memory_first_kept_in_inference_mode_serves_training_too(onednn: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gemm, "_own", threading.local())
+    monkeypatch.setattr(gemm, "thread_buffers", threading.local())
     a, b = torch.randn(30, 40).T, torch.cat([torch.randn(30, 50)] * 2, dim=1)[:, :50]
     with torch.inference_mode():
         gemm.mm(a, b)
@@ -121,12 +121,12 @@ def test_memory_first_kept_in_inference_mode_serves_training_too(onednn: None, m
 
 
 def test_memory_kept_for_copies_may_be_let_go(onednn: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gemm, "_own", threading.local())
+    monkeypatch.setattr(gemm, "thread_buffers", threading.local())
     a, b = torch.randn(30, 40).T, torch.cat([torch.randn(30, 50)] * 2, dim=1)[:, :50]
     gemm.mm(a, b)
-    assert len(vars(gemm._own)) == 2
+    assert len(vars(gemm.thread_buffers)) == 2
     gemm.forget_copies()
-    assert not vars(gemm._own)
+    assert not vars(gemm.thread_buffers)
     torch.testing.assert_close(gemm.mm(a, b), a @ b)
 
 

@@ -22,10 +22,10 @@ from tests.preconditioners import test_online_golden
 
 def _forget() -> None:
     native.library.cache_clear()
-    fisher_projection._library.cache_clear()
-    fisher_projection._work_size.cache_clear()
-    packed_gemm._library.cache_clear()
-    packed_gemm._is_faster.cache_clear()
+    fisher_projection.load_library.cache_clear()
+    fisher_projection.workspace_size.cache_clear()
+    packed_gemm.load_library.cache_clear()
+    packed_gemm.is_faster.cache_clear()
 
 
 @pytest.fixture(params=["torch", "AVX512", "AVX2"])
@@ -149,7 +149,7 @@ def test_other_types_layouts_and_gradients_are_left_to_torch(compiled: None, mon
         def __getattr__(self, name: str) -> Any:
             raise AssertionError(f"the C++ was called: {name}")
 
-    monkeypatch.setattr(fisher_projection, "_library", Refusing)
+    monkeypatch.setattr(fisher_projection, "load_library", Refusing)
     assert fisher_projection.project(X_ND.double(), W_RD.double()).H_NR.dtype == torch.float64
     assert fisher_projection.project(X_ND[:0], W_RD).H_NR.shape == (0, 6)
     columns = W_RD.T.contiguous().T

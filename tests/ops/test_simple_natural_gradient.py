@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ngsgd.errors import DivergenceError
-from ngsgd.ops.simple_natural_gradient import _column_space, _row_space, precondition_simple
+from ngsgd.ops.simple_natural_gradient import column_space, precondition_simple, row_space
 from tests.conftest import Golden
 from tests.reference.simple_natural_gradient import precondition_by_definition
 
@@ -63,7 +63,7 @@ def test_the_inverse_over_rows_equals_the_inverse_over_columns(num: int, dim: in
     X = rows(num, dim, 0)
     lam = 4.0 / (num * dim) * X.square().sum()
     # the same matrix by two inverses in float64; condition number at most 1 + 84 / 4
-    torch.testing.assert_close(_row_space(X, lam), _column_space(X, lam), rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(row_space(X, lam), column_space(X, lam), rtol=1e-11, atol=1e-12)
 
 
 @DTYPES

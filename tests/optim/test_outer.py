@@ -347,7 +347,7 @@ def test_an_empty_fragment_changes_nothing() -> None:
 def test_vectors_of_another_length_are_refused(lengths: tuple[int, int]) -> None:
     outer = after_a_few_steps(DiLoCo(), 10)
     before = outer.eval_model().copy()
-    with pytest.raises(ValueError, match="elements, the model 10"):
+    with pytest.raises(ValueError, match="model 10"):
         outer.step([np.zeros(length, np.float32) for length in lengths], [1, 1], info())
     assert bits(outer.eval_model()) == bits(before)
 
@@ -359,7 +359,7 @@ def test_vectors_of_another_length_are_refused(lengths: tuple[int, int]) -> None
 def test_pieces_that_do_not_fit_are_refused(pieces: list[tuple[slice, slice]]) -> None:
     outer = after_a_few_steps(DiLoCo(), 10)
     before = outer.eval_model().copy()
-    with pytest.raises(ValueError, match="of a model of 10 cannot come from"):
+    with pytest.raises(ValueError, match="model of 10"):
         outer.step([np.zeros(4, np.float32)], [1.0], info(), pieces=pieces)
     assert bits(outer.eval_model()) == bits(before)
 
@@ -413,7 +413,7 @@ def test_resume_from_a_saved_state_is_bitwise_equal(rule: OuterRule) -> None:
 def test_the_state_of_another_optimiser_is_refused(other: OuterOptimizer) -> None:
     outer = after_a_few_steps(DiLoCo(), 30)
     before = outer.eval_model().copy()
-    with pytest.raises(ValueError, match="another outer optimiser's state"):
+    with pytest.raises(ValueError, match="optimiser's"):
         outer.load_state_dict(other.state_dict())
     assert bits(outer.eval_model()) == bits(before)
 

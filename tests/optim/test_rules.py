@@ -263,7 +263,7 @@ def test_the_default_scale_of_batchnorm_statistics_is_kaldis() -> None:
 
 @pytest.mark.parametrize("scale", [1.0, -0.1, 1.5, float("nan")])
 def test_a_scale_of_batchnorm_statistics_out_of_range_is_refused(scale: float) -> None:
-    with pytest.raises(ConfigError, match="at least 0 and below 1"):
+    with pytest.raises(ConfigError, match=r"0.*below 1"):
         scale_batchnorm_statistics(nn.Sequential(nn.BatchNorm1d(3)), scale)
 
 

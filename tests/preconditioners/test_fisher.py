@@ -62,5 +62,5 @@ def test_a_layer_that_is_too_wide_for_a_dense_matrix_is_refused() -> None:
     preconditioner = LayerWiseNG(model)
     with preconditioner.watch():
         torch.nn.functional.cross_entropy(model(torch.zeros(1, 200)), torch.tensor([0])).backward()
-    with pytest.raises(ConfigError, match=r"weight has 20301 parameters"):
+    with pytest.raises(ConfigError, match="20301 parameters"):
         preconditioner.step()

@@ -89,9 +89,9 @@ def test_the_mean_of_workers_states_is_taken_and_used(method: str) -> None:
         _trained(worker, "linear", model, range(10 * index, 10 * index + 3))
     states = [worker.state_dict() for worker in workers]
     if not METHODS[method].has_mean:
-        with pytest.raises(ConfigError, match="have no mean"):
+        with pytest.raises(ConfigError, match="mean"):
             workers[0].average(states)
-        with pytest.raises(ConfigError, match="have no mean"):
+        with pytest.raises(ConfigError, match="mean"):
             METHODS[method](models[0], averaging="average")
         return
     workers[0].average(states)
@@ -298,16 +298,16 @@ def test_normalisations_embeddings_and_groups_get_the_diagonal() -> None:
 
 def test_mistakes_are_told() -> None:
     case = problem("linear")
-    with pytest.raises(ConfigError, match="KFAC has no option dampin"):
+    with pytest.raises(ConfigError, match=r"KFAC.*dampin"):
         KFAC(case.model, dampin=1.0)
     with pytest.raises(ConfigError, match="damping is -1"):
         KFAC(case.model, damping=-1.0)
-    with pytest.raises(ConfigError, match="has not seen a minibatch"):
+    with pytest.raises(ConfigError, match="minibatch"):
         KFAC(case.model).step()
     with pytest.raises(CheckpointError, match="nobody"):
         KFAC(case.model).load_state_dict({"nobody.weight": {}})
     preconditioner = KFAC(case.model)
-    with pytest.raises(ConfigError, match="saw no loss"), preconditioner.watch():
+    with pytest.raises(ConfigError, match="loss"), preconditioner.watch():
         case.model(case.x).sum().backward()
 
 

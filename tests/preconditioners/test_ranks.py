@@ -118,12 +118,12 @@ def test_states_arrive_bit_for_bit_whatever_their_types() -> None:
 
 def test_mistakes_are_told() -> None:
     for method in (EKFAC, SENG):
-        with pytest.raises(ConfigError, match="cannot split its work"):
+        with pytest.raises(ConfigError, match="split"):
             method(_net()).split_work(None)
 
     def work(group: Any) -> None:
         ProcessGroupComm(group,
                          torch.device("cpu")).mean({"a": {"A": torch.ones(2 + group.rank())}}, 1.0)
 
-    with pytest.raises(ConfigError, match="curvature of 2 to 3 numbers"):
+    with pytest.raises(ConfigError, match=r"2.*3 numbers"):
         _on_two_ranks(work)

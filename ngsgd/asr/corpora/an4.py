@@ -40,7 +40,7 @@ def locate(source: str) -> Path:
     folder = Path(source).expanduser()
     if not folder.is_dir():
         raise DataError(f"data.source is {source}, which is not a folder; {WHERE}.")
-    missing = [name for name in _checksums() if not (folder / name).is_file()]
+    missing = [name for name in released_checksums() if not (folder / name).is_file()]
     if missing:
         raise DataError(f"{folder} lacks {', '.join(missing)}; {WHERE}.")
     return folder
@@ -56,13 +56,13 @@ def make(data: DataConfig, feature_config: FeatureConfig) -> tuple[dict[str, Spe
     return {name: speech_set.assemble(utterances, feature_config) for name, utterances in sets.items()}, _language(folder)
 
 
-def _checksums() -> Mapping[str, str]:
+def released_checksums() -> Mapping[str, str]:
     lines = resources.files("ngsgd.asr").joinpath(SHIPPED).read_text(encoding="utf-8").splitlines()
     return {name: digest for digest, name in (line.split() for line in lines)}
 
 
 def _check_content(folder: Path) -> None:
-    for name, expected in _checksums().items():
+    for name, expected in released_checksums().items():
         if (found := files.sha256(folder / name)) != expected:
             raise DataError(f"{folder / name} has the SHA-256 {found[:16]}..., and the release that ngsgd knows "
                             f"{expected[:16]}...; {WHERE}.")

@@ -59,7 +59,7 @@ def join(backend: Backend, host: str, port: int, *, secret: bytes, generation: i
     if backend == "nccl":
         group = _NcclGroup(store, rank, world_size, timeout, device)
     else:
-        group = _GlooGroup(store, rank, world_size, timeout, _address_towards(host, port))
+        group = GlooGroup(store, rank, world_size, timeout, _address_towards(host, port))
     try:
         prove_members(group, secret, generation, rank, world_size, deadline)
     except BaseException:
@@ -91,7 +91,7 @@ def _cut(content: Bytes) -> list[bytes]:
     return [whole[first:first + TAG_BYTES] for first in range(0, len(whole), TAG_BYTES)]
 
 
-class _GlooGroup:
+class GlooGroup:
     def __init__(self, store: MemberStore, rank: int, world_size: int, timeout: timedelta, address: str) -> None:
         options = c10d.ProcessGroupGloo._Options()
         options._timeout = timeout

@@ -36,12 +36,12 @@ class KroneckerPreconditioner(LayerPreconditioner):
         loss_scale = self.context.loss_scale()
         # the limit looks at rows; in half precision a correction after the product would come after its rounding
         needs_rows = self.context.sums_row_products or dtype != X_NI.dtype
-        factors = not needs_rows and dY_NO.is_cpu and _is_cheaper_factored(dY_NO.shape[0], X_NI.shape[1], dY_NO.shape[1])
+        factors = not needs_rows and dY_NO.is_cpu and is_cheaper_factored(dY_NO.shape[0], X_NI.shape[1], dY_NO.shape[1])
         in_panels = not needs_rows and packed_gemm.should_use(dY_NO, X_NI)
         # the derivatives first: they have been read just now, for the input derivative, and may be in the cache still
         outputs = self.output_side.begin(dY_NO, num_rows=num_rows, loss_scale=loss_scale, corrects=not factors,
                                          scratch=None if factors else self._memory("outputs", dY_NO, in_panels))
-        dYhat_NO, output_scale, correction = self._output_rows(outputs, dY_NO, factors)
+        dYhat_NO, output_scale, correction = self.find_output_rows(outputs, dY_NO, factors)
         memory = self._memory("inputs", X_NI, in_panels, 0 if correction is None else len(correction.W_RD))
         inputs = self.input_side.begin(X_NI, one_N, num_rows=num_rows, scratch=memory)
         Xhat_NI, one_hat_N, input_scale = _input_rows(inputs, X_NI, one_N, memory)
@@ -59,7 +59,7 @@ class KroneckerPreconditioner(LayerPreconditioner):
             self.output_side.finish(correction)
         return gradient
 
-    def _output_rows(self, outputs: PreconditionContext | None, dY_NO: Tensor,
+    def find_output_rows(self, outputs: PreconditionContext | None, dY_NO: Tensor,
                      factors: bool) -> tuple[Tensor | PackedMatrix, Tensor | float,
                                              PreconditionContext | None]:
         """(dYhat, gamma, None), or (dY, gamma, the call) where the rest is cheaper to take off the product."""
@@ -109,7 +109,7 @@ def _input_rows(call: PreconditionContext | None, X_NI: Tensor, one_N: Tensor | 
     return memory, None if one_N is None else one_N.clone(), 1.0
 
 
-def _is_cheaper_factored(num_rows: int, num_inputs: int, num_outputs: int) -> bool:
+def is_cheaper_factored(num_rows: int, num_inputs: int, num_outputs: int) -> bool:
     """Whether, on a CPU, dY^T Xhat - W^T (H^T Xhat) costs less than forming dYhat = dY - H W first (factor 2 R left out)."""
     return num_inputs * (num_rows + num_outputs) < num_rows * num_outputs
 

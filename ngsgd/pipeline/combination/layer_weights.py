@@ -23,8 +23,8 @@ from ngsgd.training.parameter_vector import Vector
 
 Array = npt.NDArray[np.float64]
 
-_CHUNK = 1 << 16      # elements; the float64 copies of K models stay in the cache
-_ROWS_AT_ONCE = 2048  # of the backward pass, which keeps every layer's activations
+CHUNK_ELEMENTS = 1 << 16      # elements; the float64 copies of K models stay in the cache
+ROWS_AT_ONCE = 2048  # of the backward pass, which keeps every layer's activations
 _FLOOR = 1e-20        # of the diagonal of the scatter whose trace is its dimension: weights that change nothing
 _SMOOTHING = 0.01     # of the diagonal: fewer minibatches than weights leave the scatter singular
 
@@ -109,7 +109,7 @@ class WeightedLayers:
         self._apply(weights_KL)
         gradients = [[torch.zeros_like(p) for p in layer] for layer in self._parameters]
         objf = 0.0
-        for part_of_frames in self.held_out.parts(_ROWS_AT_ONCE):
+        for part_of_frames in self.held_out.parts(ROWS_AT_ONCE):
             part_objf, part_gradients = self._backward(part_of_frames)
             objf += part_objf
             for total, part in zip(gradients, part_gradients, strict=True):
@@ -185,4 +185,4 @@ def _times(models_KP: npt.NDArray[np.float32], vector_P: Array) -> Array:
 
 
 def _chunks(size: int) -> Iterator[slice]:
-    return (slice(first, first + _CHUNK) for first in range(0, size, _CHUNK))
+    return (slice(first, first + CHUNK_ELEMENTS) for first in range(0, size, CHUNK_ELEMENTS))

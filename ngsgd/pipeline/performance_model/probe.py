@@ -64,7 +64,7 @@ def measure(spec: SpeechTaskSpec, *, num_cores: int, num_gpus: int, seconds: flo
     """
     deadline = time.monotonic() + seconds
     reader = EgsReader(Path(spec.egs_directory))
-    coordinator = _Coordinator(spec.config, reader, scratch, num_cores)
+    coordinator = ProbeCoordinator(spec.config, reader, scratch, num_cores)
     settings = settings_to_measure(spec.config, num_cores=num_cores, num_gpus=num_gpus)
     most = settings[-1]
     with workers(spec, most.num_processes, num_gpus) as processes:
@@ -109,7 +109,7 @@ def workload_of(config: RunConfig, reader: EgsReader, layout: FlatLayout) -> Wor
 # The coordinator's side -----------------------------------------------------------------------------------------------
 
 
-class _Coordinator:
+class ProbeCoordinator:
     """Gives out jobs and does with their results what the coordinator of a run does."""
 
     def __init__(self, config: RunConfig, reader: EgsReader, scratch: Path, num_cores: int) -> None:
@@ -127,7 +127,7 @@ class _Coordinator:
     def round(self, processes: Sequence[Process], setting: Setting, limit_s: float) -> _Round:
         active = processes[:setting.num_processes]
         for index, worker in enumerate(active):
-            worker.send(Task(self._job(index, len(active)), setting.num_threads, limit_s))
+            worker.send(Task(self.make_job(index, len(active)), setting.num_threads, limit_s))
         jobs: tuple[JobTiming, ...] = tuple(worker.receive() for worker in active)
         torch.set_num_threads(setting.num_threads)
         clock = _Clock()
@@ -143,7 +143,7 @@ class _Coordinator:
         self.num_rounds += 1
         return _Round(jobs, average_s, checkpoint_s, clock.lap())
 
-    def _job(self, index: int, num_jobs: int) -> Job:
+    def make_job(self, index: int, num_jobs: int) -> Job:
         """The next shard, trained from the first model: what is learned does not matter here."""
         info = self.reader.info
         passes = self.num_rounds * num_jobs + index

@@ -10,7 +10,7 @@ from ngsgd.errors import ConfigError
 
 _MAX_PASSES = 5_000_000     # archive passes of a run; a plan lists them all, which takes some seconds
 _BYTES = 4                  # of a float32 parameter
-_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 def require_memory(model: ModelConfig, num_inputs: int = 1, num_classes: int = 1) -> None:
@@ -52,6 +52,6 @@ def _memory_bytes() -> float:
 
     total = float(psutil.virtual_memory().total)
     try:
-        return min(total, float(_CGROUP_LIMIT.read_text()))
+        return min(total, float(CGROUP_LIMIT.read_text()))
     except (OSError, ValueError):  # no such limit: "max"
         return total

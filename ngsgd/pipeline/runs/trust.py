@@ -32,12 +32,12 @@ _YES = ("1", "true", "yes")
 _LOCK_TIMEOUT_S, _POLL_S = 5.0, 0.05
 
 # digests of the model settings that this process may import
-_allowed: set[str] = set()
+allowed_modules: set[str] = set()
 
 
 def allow(model: ModelConfig | Mapping[str, Any]) -> None:
     """Allows these settings for the rest of this process: the user gave them, or said that they are trusted."""
-    _allowed.add(_digest(_settings(model)))
+    allowed_modules.add(_digest(_settings(model)))
 
 
 def remember(model: ModelConfig, run_id: str) -> None:
@@ -65,8 +65,8 @@ def require(model: ModelConfig | Mapping[str, Any], source: Path, run_id: str = 
         return
     digest = _digest(settings)
     is_told = trust or os.environ.get(VARIABLE, "").lower() in _YES
-    if is_told or digest in _allowed or (run_id and _records().get(run_id) == digest):
-        _allowed.add(digest)
+    if is_told or digest in allowed_modules or (run_id and _records().get(run_id) == digest):
+        allowed_modules.add(digest)
         return
     where = settings.get("search_path") or "the current folder"
     raise ConfigError(

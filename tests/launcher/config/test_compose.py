@@ -161,8 +161,8 @@ def test_yaml_round_trip_is_exact(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("text", "told"), [
-    ("seed: [1\n", "not valid YAML"), ("", "holds no settings"), ("- 1\n", "holds no settings"),
-    ("seed: 1\n", "no value for output_dir"),
+    ("seed: [1\n", "YAML"), ("", "settings"), ("- 1\n", "settings"),
+    ("seed: 1\n", "output_dir"),
 ])
 def test_damaged_stored_configuration_is_told(tmp_path: Path, text: str, told: str) -> None:
     (tmp_path / "config.yaml").write_text(text)
@@ -173,7 +173,7 @@ def test_damaged_stored_configuration_is_told(tmp_path: Path, text: str, told: s
 def test_truncated_stored_configuration_is_not_filled_with_defaults(tmp_path: Path) -> None:
     text = config_file.to_yaml(RunConfig())
     (tmp_path / "config.yaml").write_text(text[:text.index("tracking:")])
-    with pytest.raises(ConfigError, match="no value for tracking"):
+    with pytest.raises(ConfigError, match="tracking"):
         compose.from_yaml(tmp_path / "config.yaml")
 
 
@@ -188,7 +188,7 @@ def test_a_run_of_an_older_version_has_the_defaults_of_later_settings(tmp_path: 
     assert compose.from_yaml(tmp_path / "config.yaml") == config
     old["features"]["colour"] = "red"
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(old, sort_keys=False, explicit_end=has_end_mark))
-    with pytest.raises(ConfigError, match=r"features\.colour is not a setting"):
+    with pytest.raises(ConfigError, match=r"features\.colour"):
         compose.from_yaml(tmp_path / "config.yaml")
 
 

@@ -26,11 +26,11 @@ def loop(path: Path) -> None:
 
 
 def nest(path: Path) -> None:
-    path.write_text("a: " + "[" * 20_000)
+    path.write_text("a: " + "[" * 5_000)
 
 
 def nest_mappings(path: Path) -> None:
-    path.write_text("{a: " * 20_000)
+    path.write_text("{a: " * 5_000)
 
 
 def make_fifo(path: Path) -> None:

@@ -13,7 +13,7 @@ from ngsgd.cluster.fingerprint import Fingerprint
 from ngsgd.config import ClusterConfig, OuterConfig, check
 from ngsgd.errors import ClusterError, DataError
 from ngsgd.launcher.ray.cluster import exchange_error
-from ngsgd.launcher.ray.pool import RayPool, _Slot
+from ngsgd.launcher.ray.pool import RayPool, WorkerSlot
 from ngsgd.launcher.ray.worker import Address
 from tests.toy import Run, config
 
@@ -23,8 +23,8 @@ def pool_of(tmp_path: Path, exchange: Any, *, far: bool, gpus: float = 0.0, size
     spec = replace(run.spec, config=replace(run.config, cluster=ClusterConfig(exchange=exchange)))
     pool = RayPool(spec, 1, size)
     addresses = [Address(f"host{index}", 1 + index, Fingerprint(), index == 0 or not far) for index in range(2)]
-    pool._slots = [_Slot(index, None, None, address) for index, address in enumerate(addresses)]
-    pool._gpus_per_worker = lambda: gpus  # type: ignore[method-assign]
+    pool._slots = [WorkerSlot(index, None, None, address) for index, address in enumerate(addresses)]
+    pool.gpus_per_worker = lambda: gpus  # type: ignore[method-assign]
     return pool
 
 
@@ -33,19 +33,19 @@ def pool_of(tmp_path: Path, exchange: Any, *, far: bool, gpus: float = 0.0, size
 @pytest.mark.parametrize("size", [1000, 50_000_000])
 def test_auto_never_averages_among_the_workers(tmp_path: Path, far: bool, gpus: float, size: int) -> None:
     """That is the slowest way on one machine, was never measured between machines, and NCCL was never run."""
-    assert pool_of(tmp_path, "auto", far=far, gpus=gpus, size=size)._chosen_way() == "shared_memory"
+    assert pool_of(tmp_path, "auto", far=far, gpus=gpus, size=size).chosen_exchange() == "shared_memory"
 
 
 def test_the_others_are_taken_when_they_are_named(tmp_path: Path) -> None:
-    assert pool_of(tmp_path / "a", "collective", far=True, gpus=1.0)._chosen_way() == "collective"
-    assert pool_of(tmp_path / "b", "nccl", far=True, gpus=1.0)._chosen_way() == "nccl"
-    assert pool_of(tmp_path / "c", "object_store", far=True)._chosen_way() == "object_store"
+    assert pool_of(tmp_path / "a", "collective", far=True, gpus=1.0).chosen_exchange() == "collective"
+    assert pool_of(tmp_path / "b", "nccl", far=True, gpus=1.0).chosen_exchange() == "nccl"
+    assert pool_of(tmp_path / "c", "object_store", far=True).chosen_exchange() == "object_store"
 
 
 @pytest.mark.parametrize("gpus", [0.0, 0.5])
 def test_nccl_needs_a_whole_gpu_for_each_worker(tmp_path: Path, gpus: float) -> None:
     with pytest.raises(ClusterError, match="nccl"):
-        pool_of(tmp_path, "nccl", far=True, gpus=gpus)._chosen_way()
+        pool_of(tmp_path, "nccl", far=True, gpus=gpus).chosen_exchange()
 
 
 @pytest.mark.parametrize("changes", [

@@ -32,7 +32,7 @@ def test_a_head_that_is_gone_for_half_of_rays_patience_ends_the_run(monkeypatch:
     watch.check()  # gone, but it may come back
     assert at_exit == []
     clock.now = 111.0
-    with pytest.raises(ClusterError, match=rf"cluster at {address} has been gone for 11 s; start a new cluster"):
+    with pytest.raises(ClusterError, match=rf"{address}.* 11 s"):
         watch.check()
     assert watch.is_lost
     assert len(at_exit) == 1  # Ray's clean-up must not come first: it would change the exit code
@@ -43,7 +43,7 @@ def test_it_is_looked_for_now_and_then_not_at_every_question() -> None:
     watch = HeadWatch("127.0.0.1:1", clock=clock)  # nobody listens there
     for clock.now in (1.0, 2.0, 5.9):
         watch.check()
-    assert watch._looked == 0.0
+    assert watch.last_check_s == 0.0
     clock.now = 6.1
     watch.check()
-    assert watch._looked == 6.1
+    assert watch.last_check_s == 6.1

@@ -14,7 +14,7 @@ from ngsgd.launcher.ray.session import PrivateFolder
 
 @pytest.fixture
 def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(session, "_base", lambda: str(tmp_path))
+    monkeypatch.setattr(session, "scratch_folder", lambda: str(tmp_path))
     return tmp_path
 
 

@@ -58,7 +58,7 @@ def test_the_bound_is_never_above_the_size(model: ModelConfig) -> None:
 
 def test_a_containers_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "memory.max").write_text("100000\n")
-    monkeypatch.setattr(limits, "_CGROUP_LIMIT", tmp_path / "memory.max")
+    monkeypatch.setattr(limits, "CGROUP_LIMIT", tmp_path / "memory.max")
     with pytest.raises(ConfigError):
         limits.require_memory(ModelConfig())
     (tmp_path / "memory.max").write_text("max\n")

@@ -45,7 +45,7 @@ def attacker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder with modules that leave a file when they are imported or called."""
     finished()  # before the record moves to a folder of this test
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    monkeypatch.setattr(trust, "_allowed", set())
+    monkeypatch.setattr(trust, "allowed_modules", set())
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "attacker"
@@ -148,7 +148,7 @@ def test_with_trust_the_module_is_imported(attacker: Path, tmp_path: Path, words
 def without_data(monkeypatch: pytest.MonkeyPatch) -> list[RunConfig]:
     """Runs that would be trained, after their module was imported; no data is made."""
     ran: list[RunConfig] = []
-    monkeypatch.setattr(composition, "_require_model", lambda config, *_: config.model._target_ and custom.find(config.model))
+    monkeypatch.setattr(composition, "require_model", lambda config, *_: config.model._target_ and custom.find(config.model))
     monkeypatch.setattr(composition, "EgsReader", lambda *_: None)
 
     def train(run: composition.Run) -> Any:
@@ -181,7 +181,7 @@ def begin(attacker: Path, monkeypatch: pytest.MonkeyPatch, *more: str) -> Path:
     monkeypatch.chdir(attacker)
     assert cli.main([*WORDS, *more]) == 0
     (run,) = (attacker / "runs").glob("mine-*")
-    monkeypatch.setattr(trust, "_allowed", set())  # as in a new process
+    monkeypatch.setattr(trust, "allowed_modules", set())  # as in a new process
     return run
 
 
@@ -250,7 +250,7 @@ def test_continue_takes_the_module_from_the_command_line(attacker: Path, tmp_pat
     shutil.rmtree(tmp_path / "state")
     assert cli.main([*WORDS, "--continue"]) == 0
     assert len(ran) == 2
-    monkeypatch.setattr(trust, "_allowed", set())
+    monkeypatch.setattr(trust, "allowed_modules", set())
     assert cli.main([word for word in WORDS if "_target_" not in word] + ["--continue"]) == 2
     assert cli.main([*WORDS, "--continue", "model.args={hidden: 3}"]) == 2
     assert cli.main([*WORDS, "--continue", "model.args={hidden: 3}", "--trust"]) == 0

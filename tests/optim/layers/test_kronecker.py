@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ngsgd import NGSGD
-from ngsgd.optim.layers.kronecker import KroneckerPreconditioner, _is_cheaper_factored
+from ngsgd.optim.layers.kronecker import KroneckerPreconditioner, is_cheaper_factored
 from tests.reference.kronecker import KroneckerReference
 
 # float64 on both sides; the two differ in the order of sums, and an update squares the condition number of the Fisher
@@ -57,15 +57,15 @@ def backward(layer: nn.Module, X: Tensor, dY: Tensor) -> None:
 
 def test_the_two_shapes_take_the_two_forms(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the tests of this file: each form has to be met."""
-    assert not _is_cheaper_factored(*ROW_FORM)
-    assert _is_cheaper_factored(*FACTORED_FORM)
+    assert not is_cheaper_factored(*ROW_FORM)
+    assert is_cheaper_factored(*FACTORED_FORM)
     taken = []
-    output_rows = KroneckerPreconditioner._output_rows
+    output_rows = KroneckerPreconditioner.find_output_rows
 
     def spy(*args: Any) -> Any:
         taken.append(output_rows(*args)[2] is not None)
         return output_rows(*args)
-    monkeypatch.setattr(KroneckerPreconditioner, "_output_rows", spy)
+    monkeypatch.setattr(KroneckerPreconditioner, "find_output_rows", spy)
     for shape in (ROW_FORM, FACTORED_FORM):
         layer, optimizer = layer_of(*shape[1:])
         optimizer.freeze()  # the spy computes twice
@@ -285,7 +285,7 @@ def test_factored_form_in_float32_keeps_the_norm_where_derivatives_lie_along_one
                                                                                            noise: float) -> None:
     """|Y - H W|^2 must not come from a subtraction: nearly all of Y is projected out, and with it all digits of float32."""
     num_rows, num_inputs = 256, 16
-    assert _is_cheaper_factored(num_rows, num_inputs, num_outputs)
+    assert is_cheaper_factored(num_rows, num_inputs, num_outputs)
     torch.manual_seed(0)
     exact, rounded = nn.Linear(num_inputs, num_outputs, dtype=torch.float64), nn.Linear(num_inputs, num_outputs)
     optimizers = [NGSGD(layer, lr=0.1, alpha=alpha) for layer in (exact, rounded)]

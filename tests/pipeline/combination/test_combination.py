@@ -199,20 +199,20 @@ def small() -> HeldOut:
 def test_a_model_that_is_not_finite_is_named(method: Method, bad: float, small: HeldOut) -> None:
     vectors = random_vectors(3, small.layout.size, seed=0)
     vectors[1][[2, 5]] = bad
-    with pytest.raises(DivergenceError, match=r"the model of outer iteration 29 .* 2 of its parameters are not finite"):
+    with pytest.raises(DivergenceError, match=r"iteration 29.*2"):
         method(given(vectors), small)
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_model_of_another_size_is_named(method: Method, small: HeldOut) -> None:
     vectors = random_vectors(2, small.layout.size, seed=0)
-    with pytest.raises(CheckpointError, match=r"outer iteration 28 has 3 parameters and not 54"):
+    with pytest.raises(CheckpointError, match=r"iteration 28.*3 parameters.*54"):
         method(given([*vectors, np.zeros(3, np.float32)]), small)
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_no_model_at_all_is_told(method: Method, small: HeldOut) -> None:
-    with pytest.raises(CheckpointError, match="no model to combine"):
+    with pytest.raises(CheckpointError, match="combine"):
         method([], small)
 
 
@@ -220,7 +220,7 @@ def test_no_model_at_all_is_told(method: Method, small: HeldOut) -> None:
 def test_a_model_without_a_finite_objf_is_passed_over(method: Method, small: HeldOut) -> None:
     vectors = random_vectors(2, small.layout.size, seed=0)
     vectors[0] *= np.float32(1e38)  # finite, but its logits are not; nor is the mean with it
-    with pytest.raises(DivergenceError, match="neither the newest model nor a combination has a finite objf"):
+    with pytest.raises(DivergenceError, match="combination"):
         method(given(vectors), small)
     # the largest rows cancel in the mean
     combined = running_mean(given([vectors[0], vectors[1] - vectors[0]]), small)

@@ -91,8 +91,8 @@ def test_objective_and_gradient_equal_finite_differences_of_the_definition() -> 
 def test_gradients_do_not_depend_on_how_many_rows_go_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = Problem()
     whole = problem.weighted.objf_and_gradient(problem.weights_KL)
-    monkeypatch.setattr("ngsgd.pipeline.combination.layer_weights._ROWS_AT_ONCE", 7)
-    monkeypatch.setattr("ngsgd.pipeline.combination.layer_weights._CHUNK", 5)
+    monkeypatch.setattr("ngsgd.pipeline.combination.layer_weights.ROWS_AT_ONCE", 7)
+    monkeypatch.setattr("ngsgd.pipeline.combination.layer_weights.CHUNK_ELEMENTS", 5)
     parts = problem.weighted.objf_and_gradient(problem.weights_KL)
     np.testing.assert_allclose(parts[0], whole[0], rtol=1e-12)   # the order of float64 sums
     np.testing.assert_allclose(parts[1], whole[1], rtol=1e-10)

@@ -100,24 +100,24 @@ def test_a_job_of_a_few_minibatches_has_a_mean_step(clock: FakeClock) -> None:
 
 def test_a_real_job_is_taken_apart_without_rest(tmp_path: Path) -> None:
     run = Run(tmp_path, config(schedule=MANY_MINIBATCHES))
-    coordinator = probe._Coordinator(run.config, run.reader, tmp_path / "scratch", 1)
+    coordinator = probe.ProbeCoordinator(run.config, run.reader, tmp_path / "scratch", 1)
     worker = Worker(run.spec, 0)
-    job = coordinator._job(0, 2)
+    job = coordinator.make_job(0, 2)
     whole = timed(worker, Task(job, 1, limit_s=60.0))
     assert whole.num_minibatches == math.ceil(run.reader.num_frames(job.shard) / 4)
     assert whole.step_s > 0.0
     assert whole.seconds == pytest.approx(whole.num_minibatches * whole.step_s + whole.fixed_s) or whole.fixed_s == 0.0
-    cut = timed(worker, Task(coordinator._job(1, 2), 1, limit_s=0.0))
+    cut = timed(worker, Task(coordinator.make_job(1, 2), 1, limit_s=0.0))
     assert cut.num_minibatches == 19
     assert not np.array_equal(whole.parameters, coordinator.start)  # it did train
 
 
 def test_jobs_read_one_shard_after_another(tmp_path: Path) -> None:
     run = Run(tmp_path)
-    coordinator = probe._Coordinator(run.config, run.reader, tmp_path / "scratch", 1)
+    coordinator = probe.ProbeCoordinator(run.config, run.reader, tmp_path / "scratch", 1)
     shards = []
     for _ in range(6):
-        shards += [coordinator._job(index, 2).shard for index in range(2)]
+        shards += [coordinator.make_job(index, 2).shard for index in range(2)]
         coordinator.num_rounds += 1
     assert len(set(shards)) == 12  # 3 archives of 4 frames: every shard once
     assert all(a != b for a, b in pairwise(shards))

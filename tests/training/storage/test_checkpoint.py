@@ -97,7 +97,7 @@ def test_a_full_or_failing_disk_is_told_and_leaves_nothing_half_written(
     def fails(path: Path) -> None:
         raise OSError(code, "No space left on device")
     monkeypatch.setattr(files, "fsync", fails)
-    with pytest.raises(CheckpointError, match=r"outer iteration 2 could not be saved .*No space left on device"):
+    with pytest.raises(CheckpointError, match="iteration 2"):
         store.save(at(1), state(1))
     assert [path.name for path in store.directory.iterdir()] == ["iter-000000"]
     latest, _ = store.latest()

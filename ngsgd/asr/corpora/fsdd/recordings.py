@@ -49,12 +49,12 @@ class Pool:
 def utterances(set_name: str, data: DataConfig, pool: Pool, *, minutes: float) -> Iterator[Utterance]:
     """Strings until they last `minutes`."""
     rng = np.random.default_rng([data.seed, SETS.index(set_name)])
-    decks = {speaker: _deck(pool, speaker, rng) for speaker in sorted({segment.speaker for segment in pool.segments})}
+    decks = {speaker: draw_recordings(pool, speaker, rng) for speaker in sorted({segment.speaker for segment in pool.segments})}
     index, made_s = 0, 0.0
     while made_s < 60 * minutes:
         speaker = str(rng.choice(list(decks)))
         segments = [next(decks[speaker]) for _ in range(int(rng.integers(*NUM_WORDS, endpoint=True)))]
-        utterance = _splice(f"{speaker}-{set_name}-{index:06d}", segments, pool, data, rng)
+        utterance = splice_string(f"{speaker}-{set_name}-{index:06d}", segments, pool, data, rng)
         yield utterance
         index, made_s = index + 1, made_s + len(utterance.samples) / SAMPLE_RATE_HZ
 
@@ -65,29 +65,29 @@ def recordings(pool: Pool) -> Iterator[Utterance]:
         yield Utterance(segment.utt_id, segment.speaker, (segment.word,), pool.samples[segment.utt_id], pool.pdf_T[segment.utt_id])
 
 
-def _deck(pool: Pool, speaker: str, rng: np.random.Generator) -> Iterator[Segment]:
+def draw_recordings(pool: Pool, speaker: str, rng: np.random.Generator) -> Iterator[Segment]:
     """The speaker's recordings in random order for ever; each is used once before any is used again."""
     own = [segment for segment in pool.segments if segment.speaker == speaker]
     while True:
         yield from (own[i] for i in rng.permutation(len(own)))
 
 
-def _splice(utt_id: str, segments: Sequence[Segment], pool: Pool, data: DataConfig, rng: np.random.Generator) -> Utterance:
-    starts, num_samples = _lay_out(segments, rng)
+def splice_string(utt_id: str, segments: Sequence[Segment], pool: Pool, data: DataConfig, rng: np.random.Generator) -> Utterance:
+    starts, num_samples = lay_out_segments(segments, rng)
     speech = np.zeros(num_samples)
     pdf_T = np.full(len(frame_centres(num_samples)), SILENCE_PDF, dtype=np.int32)
     for start, segment in zip(starts, segments, strict=True):
         gain = 10 ** (rng.uniform(-LEVEL_DB, LEVEL_DB) / 20)
         speech[start:start + segment.num_samples] = gain * pool.samples[segment.utt_id]
         _place_labels(pdf_T, pool.pdf_T[segment.utt_id], start, num_samples)
-    background = _background(str(rng.choice(NOISES)), num_samples, pool, segments[0].speaker, rng)
+    background = background_noise(str(rng.choice(NOISES)), num_samples, pool, segments[0].speaker, rng)
     samples = noise.mix(speech, background, snr_db=float(rng.uniform(data.snr_db_low, data.snr_db_high)),
                         is_speech=spread_to_samples(pdf_T != SILENCE_PDF, num_samples))
     return Utterance(utt_id=utt_id, speaker=segments[0].speaker, words=tuple(segment.word for segment in segments),
                      samples=samples, pdf_T=pdf_T)
 
 
-def _lay_out(segments: Sequence[Segment], rng: np.random.Generator) -> tuple[list[int], int]:
+def lay_out_segments(segments: Sequence[Segment], rng: np.random.Generator) -> tuple[list[int], int]:
     """The first sample of each recording, and the length of the string."""
     position = _draw_samples(rng, EDGE_SILENCE_MS)
     starts = []
@@ -104,7 +104,7 @@ def _place_labels(pdf_T: PdfIds, own_T: PdfIds, start: int, num_samples: int) ->
     pdf_T[inside_T] = own_T[own_frame_T[inside_T]]
 
 
-def _background(colour: str, num_samples: int, pool: Pool, speaker: str,
+def background_noise(colour: str, num_samples: int, pool: Pool, speaker: str,
                 rng: np.random.Generator) -> FisherSample:
     if colour != "babble":
         return noise.COLOURS[colour](num_samples, rng)
