@@ -15,9 +15,11 @@ from collections.abc import Sequence
 from ngsgd.errors import EXIT_OK, ConfigError
 from ngsgd.launcher.console import run_guarded, version
 
-_EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE, the shell's own convention
+# 128 + SIGPIPE, the shell's own convention
+_EXIT_BROKEN_PIPE = 141
 
-# command -> "module" of ngsgd.launcher.commands whose `command(arguments)` it is, or "module:function"
+# command -> "module" of ngsgd.launcher.commands whose `command(arguments)` it is, or
+# "module:function"
 _COMMANDS = {
     "resume": "run_commands:resume", "evaluate": "run_commands:evaluate",
     "decode": "run_commands:decode", "align": "run_commands:align", "report": "report",
@@ -30,16 +32,19 @@ _COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
-    own = arguments[:arguments.index("--")] if "--" in arguments else arguments  # what follows is for another command
+    # what follows is for another command
+    own = arguments[:arguments.index("--")] if "--" in arguments else arguments
     debug = "--debug" in own
-    with contextlib.suppress(ValueError, AttributeError):  # a captured stream cannot be reconfigured, and need not be
+    # a captured stream cannot be reconfigured, and need not be
+    with contextlib.suppress(ValueError, AttributeError):
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     try:
         rest = [word for word in own if word != "--debug"] + arguments[len(own):]
         code = run_guarded(lambda: _dispatch(rest, debug), debug=debug)
         sys.stdout.flush()
     except BrokenPipeError:
-        # the reader has gone (`| head`); what is still buffered must not raise again when the interpreter ends
+        # the reader has gone (`| head`); what is still buffered must not raise again when the
+        # interpreter ends
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _EXIT_BROKEN_PIPE

@@ -27,7 +27,8 @@ def complete(arguments: list[str], print_help: Callable[[str], object]) -> int:
         words = words_after(command, rest, print_help) if space else [name for name in texts.COMMANDS if name.startswith(command)]
         print("\n".join(words) if "fish" in query or "zsh" in query else " ".join(words))
         return EXIT_OK
-    os.environ["COMP_LINE"] = f"{program} {rest}"  # Hydra knows nothing of our subcommand
+    # Hydra knows nothing of our subcommand
+    os.environ["COMP_LINE"] = f"{program} {rest}"
     from ngsgd.launcher.commands import hydra_app
 
     return hydra_app.complete(arguments)

@@ -37,14 +37,15 @@ _EXTRAS = {
 
 TRUST = "import the module that the run names (model._target_) although another user or machine began it; it runs as you"
 
-# Errors ---------------------------------------------------------------------------------------------------------------
+# Errors -------------------------------------------------------------------------------------------
 
 
 def run_guarded(action: Callable[[], int], *, debug: bool = False) -> int:
     """The action's exit code; every error becomes sentences on stderr and the exit code of its kind."""
     try:
         return action()
-    except SystemExit as end:  # argparse's --help, or Hydra's own way of ending
+    except SystemExit as end:
+        # argparse's --help, or Hydra's own way of ending
         return end.code if isinstance(end.code, int) else EXIT_OK if end.code is None else EXIT_RUN_FAILED
     except KeyboardInterrupt:
         _say(["interrupted."])

@@ -18,7 +18,8 @@ def load_of_machine(folder: Path) -> dict[str, float]:
         memory, network = psutil.virtual_memory(), psutil.net_io_counters()
         found = {"cpu_percent": psutil.cpu_percent(), "memory_used_gb": (memory.total - memory.available) / 1e9,
                  "network_sent_mb": network.bytes_sent / 1e6, "network_received_mb": network.bytes_recv / 1e6}
-        found["disk_free_gb"] = psutil.disk_usage(str(folder)).free / 1e9   # last: a worker need not have that folder
+        # last: a worker need not have that folder
+        found["disk_free_gb"] = psutil.disk_usage(str(folder)).free / 1e9
     return found | _gpu_memory()
 
 

@@ -9,7 +9,8 @@ from ngsgd.masking import MASK, conceal, is_masked, masked
 __all__ = ["MASK", "conceal", "is_masked", "masked", "printable"]
 
 _COLORS = re.compile(r"\x1b\[[0-9;]*m")
-# what a terminal obeys: C0 but for newline and tab, DEL, C1, marks that reorder text, line separators, half characters
+# what a terminal obeys: C0 but for newline and tab, DEL, C1, marks that reorder text, line
+# separators, half characters
 _OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 

@@ -10,7 +10,8 @@ from collections.abc import Iterable
 
 EXIT_OK = 0
 EXIT_RUN_FAILED = 1
-EXIT_INTERRUPTED = 130  # 128 + SIGINT, the shell's own convention
+# 128 + SIGINT, the shell's own convention
+EXIT_INTERRUPTED = 130
 
 
 class NgsgdError(Exception):

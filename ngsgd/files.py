@@ -18,7 +18,8 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
-_OS_ERROR = re.compile(r"\(os error (\d+)\)")  # in the message of safetensors' own error
+# in the message of safetensors' own error
+_OS_ERROR = re.compile(r"\(os error (\d+)\)")
 
 
 def sha256(path: Path) -> str:
@@ -94,7 +95,8 @@ def _filled(final: Path, place: Callable[[Path, Path], None]) -> Iterator[Path]:
         fsync(temporary)
         place(temporary, final)
         fsync(final.parent)
-    except BaseException as error:  # Ctrl-C too must leave nothing behind
+    except BaseException as error:
+        # Ctrl-C too must leave nothing behind
         shutil.rmtree(temporary, ignore_errors=True)
         code = _OS_ERROR.search(str(error)) if type(error).__name__ == "SafetensorError" else None
         if code:
@@ -237,10 +239,12 @@ def fsync(path: Path) -> None:
         os.close(handle)
 
 
-# Files from others: bounded, regular, and checked -----------------------------------------------------
+# Files from others: bounded, regular, and checked -------------------------------------------------
 
-MAX_TEXT_BYTES = 256 << 20   # default limit of a file that is read into memory at once
-DIGEST = "sha256_of_index"   # key of an index file's own digest
+# default limit of a file that is read into memory at once
+MAX_TEXT_BYTES = 256 << 20
+# key of an index file's own digest
+DIGEST = "sha256_of_index"
 
 
 def open_regular(path: Path) -> BufferedReader:

@@ -7,7 +7,8 @@ import re
 
 MASK = "***"
 _SECRETS = (
-    # http://user:password@host; the second form is for a password with a slash, which the first takes for a path
+    # http://user:password@host; the second form is for a password with a slash, which the first
+    # takes for a path
     (re.compile(r"([a-zA-Z][a-zA-Z0-9+.\-]*://)[^/?#\s\"'<>]*@"), rf"\g<1>{MASK}@"),
     (re.compile(r"([a-zA-Z][a-zA-Z0-9+.\-]*://)[^/?#\s:@\"'<>]*:(?!\d+(?:[/?#\s]|$))[^\s\"'<>]*@"), rf"\g<1>{MASK}@"),
     (re.compile(r"([?&;][^=&;\s\"'<>]*(?:passw|pwd|secret|token|key|sig|auth|credential)[^=&;\s\"'<>]*=)[^&;\s\"'<>#]+",
@@ -16,7 +17,8 @@ _SECRETS = (
     (re.compile(r"\b(Bearer|Basic)\s+[A-Za-z0-9._~+/=\-]{8,}"), rf"\g<1> {MASK}"),
 )
 _VARIABLES = ("MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN", "RAY_AUTH_TOKEN")
-_SHORTEST = 6   # a shorter password is a part of too many words
+# a shorter password is a part of too many words
+_SHORTEST = 6
 _known: set[str] = set()
 
 

@@ -16,7 +16,8 @@ from typing import Any
 
 PROC = Path("/proc")
 _FIELDS = ("host", "boot_id", "pid_namespace", "user", "process_id", "start_time")
-_DEAD = ("Z", "X")  # a zombie keeps its id and start time until its parent asks for its exit status
+# a zombie keeps its id and start time until its parent asks for its exit status
+_DEAD = ("Z", "X")
 
 
 def current() -> dict[str, Any]:
@@ -59,7 +60,8 @@ def send_signal(identity: Mapping[str, Any], signal: int) -> bool:
         return False
     handle = _open_handle(identity["process_id"])
     if handle is None:
-        # a kernel or sandbox without pidfd_open: microseconds lie between the comparison above and the signal
+        # a kernel or sandbox without pidfd_open: microseconds lie between the comparison above and
+        # the signal
         return _kill(identity["process_id"], signal)
     try:
         # compared again: only from here on can the id not pass to another process unnoticed
@@ -107,7 +109,8 @@ def state_and_start_time(process_id: int) -> tuple[str, int | None]:
     """State letter and start time in clock ticks since boot; ("", None) if there is no such process, or no /proc."""
     try:
         text = (PROC / str(process_id) / "stat").read_text(encoding="utf-8", errors="replace")
-        # the second field is the command's name in parentheses, which may itself hold spaces and parentheses
+        # the second field is the command's name in parentheses, which may itself hold spaces and
+        # parentheses
         fields = text.rpartition(")")[2].split()
         return fields[0], int(fields[19])
     except (OSError, ValueError, IndexError):

@@ -22,7 +22,8 @@ class Shard:
     """What one job reads: one frame of every example in one archive."""
 
     archive: int  # 0-based
-    frame: int    # 0-based, within each example
+    # 0-based, within each example
+    frame: int
 
 
 @dataclass(frozen=True)
@@ -31,9 +32,12 @@ class OuterIteration:
 
     outer_iter: int
     shards: tuple[Shard, ...]
-    passes_done: int         # before this outer iteration
-    effective_lr: float      # per frame; what the averaged model moves by
-    gain: float = 1.0        # of the outer optimiser: how much of the dilution by averaging it makes good itself
+    # before this outer iteration
+    passes_done: int
+    # per frame; what the averaged model moves by
+    effective_lr: float
+    # of the outer optimiser: how much of the dilution by averaging it makes good itself
+    gain: float = 1.0
 
     @property
     def num_jobs(self) -> int:
@@ -62,7 +66,8 @@ class Schedule:
     num_jobs_initial: int
     num_jobs_final: int
     num_jobs_step: int = 1
-    lr_factors: tuple[float, ...] = (1.0,)  # on these rates, at even distances over the data, geometric between
+    # on these rates, at even distances over the data, geometric between
+    lr_factors: tuple[float, ...] = (1.0,)
 
     @property
     def num_passes(self) -> int:
@@ -104,7 +109,8 @@ class Schedule:
     def shard(self, pass_index: int) -> Shard:
         """The shard of the run's pass number `pass_index`; `frames_per_eg` epochs of archives meet every frame once."""
         archive = pass_index % self.num_archives
-        # Kaldi adds the 1-based archive number: neighbouring archives then show different frames in one outer iteration
+        # Kaldi adds the 1-based archive number: neighbouring archives then show different frames in
+        # one outer iteration
         return Shard(archive, (pass_index // self.num_archives + archive + 1) % self.frames_per_eg)
 
     def outer_iterations(self, first: int = 0) -> Iterator[OuterIteration]:
@@ -132,7 +138,8 @@ class DropoutSchedule:
     [0.0, 0.25, 0.5, 0.25, 0.0]
     """
 
-    points: tuple[tuple[str, tuple[tuple[float, float], ...]], ...]  # (pattern, (fraction, proportion) rising in fraction)
+    # (pattern, (fraction, proportion) rising in fraction)
+    points: tuple[tuple[str, tuple[tuple[float, float], ...]], ...]
 
     @classmethod
     def parse(cls, text: str) -> DropoutSchedule:
@@ -144,7 +151,8 @@ class DropoutSchedule:
 
     def proportion(self, fraction: float, component: str = "") -> float:
         """The proportion of `component` when `fraction` (0 to 1) of the data has been processed; 0 if no pattern fits."""
-        for pattern, points in reversed(self.points):  # Kaldi carries all out in order, so the last one stands
+        # Kaldi carries all out in order, so the last one stands
+        for pattern, points in reversed(self.points):
             if fnmatchcase(component, pattern):
                 return _interpolated(min(max(fraction, 0.0), 1.0), points)
         return 0.0

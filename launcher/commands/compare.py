@@ -66,8 +66,10 @@ class Run:
     label: str
     events: list[dict[str, Any]]
     settings: dict[str, Any]
-    wer: tuple[float, float, float] | None   # per cent, and its 95% interval
-    peak_mib: int | None = None              # largest resident memory of the processes of the run
+    # per cent, and its 95% interval
+    wer: tuple[float, float, float] | None
+    # largest resident memory of the processes of the run
+    peak_mib: int | None = None
 
     @property
     def curve(self) -> Curve:
@@ -117,11 +119,13 @@ def read(folder: RunFolder) -> Run:
         about = read_json(folder.decode / "wer.json")
         wer = next(event["wer_percent"] for event in reversed(events) if event.get("event") == "finished")
         found = (float(wer), float(about["test_interval_95"]["low"]), float(about["test_interval_95"]["high"]))
-    except (OSError, ValueError, KeyError, TypeError, RecursionError, StopIteration):  # not decoded, or not yet
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, StopIteration):
+        # not decoded, or not yet
         found = None
     try:
         peak = int(read_json(folder.measured)["peak_resident_mib"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):  # not measured, or damaged
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        # not measured, or damaged
         peak = None
     settings = flatten(compose.from_yaml(folder.config))
     shown = {name: masked(value) if isinstance(value, str) else value for name, value in settings.items()}
@@ -140,7 +144,7 @@ def differences(runs: Sequence[Run]) -> dict[str, list[Any]]:
     return {path: values for path, values in found.items() if any(value != values[0] for value in values)}
 
 
-# Pictures -------------------------------------------------------------------------------------------------------------
+# Pictures -----------------------------------------------------------------------------------------
 
 
 def charts(runs: Sequence[Run]) -> list[Chart]:
@@ -224,7 +228,7 @@ def name_of(run: Run, runs: Sequence[Run]) -> str:
     return name if name and [told(one) for one in runs].count(name) == 1 else run.label
 
 
-# The page and the table -----------------------------------------------------------------------------------------------
+# The page and the table ---------------------------------------------------------------------------
 
 
 _HEADER = ("run", "jobs", "optimizer", "outer", "%WER", "95% interval", "valid objf", "frames right", "epochs", "training",

@@ -76,7 +76,8 @@ def _run(arguments: list[str], *, quiet: bool, debug: bool, goes_on: bool = Fals
     import hydra
 
     with tempfile.TemporaryDirectory(prefix="ngsgd-sweep-") as scratch:
-        codes = Path(scratch) / "exit-codes"  # a file, since joblib and submitit run a sweep's jobs in other processes
+        # a file, since joblib and submitit run a sweep's jobs in other processes
+        codes = Path(scratch) / "exit-codes"
         codes.touch()
 
         def task(composed: Any) -> float | None:
@@ -112,10 +113,12 @@ def _train_one(composed: Any, codes: Path, *, quiet: bool, debug: bool, goes_on:
         return EXIT_OK
 
     code = run_guarded(run, debug=debug)
-    with contextlib.suppress(OSError), codes.open("a") as file:  # another machine does not have it, and does not need it
+    # another machine does not have it, and does not need it
+    with contextlib.suppress(OSError), codes.open("a") as file:
         file.write(f"{code}\n")
     if code == EXIT_INTERRUPTED:
-        sys.exit(EXIT_INTERRUPTED)  # no further run of a sweep
+        # no further run of a sweep
+        sys.exit(EXIT_INTERRUPTED)
     return to_minimise(reports[0]) if reports else None
 
 

@@ -24,7 +24,8 @@ from ngsgd.training.storage.lock import holder_of
 _STATES = {"FINISHED": "SUCCEEDED", "FAILED": "FAILED", "KILLED": "STOPPED"}
 _PACKAGES = ("ngsgd", "torch", "numpy", "ray", "hydra-core", "mlflow", "kaldi-native-fbank", "kaldi-decoder",
              "espeakng-loader")
-_ALIVE_S = 600.0   # a run of another machine whose last event is older than this is called lost
+# a run of another machine whose last event is older than this is called lost
+_ALIVE_S = 600.0
 
 
 def command(arguments: Sequence[str]) -> int:
@@ -155,7 +156,8 @@ def _silent_s(folder: RunFolder) -> float:
 def _examples_of(folder: RunFolder) -> str | None:
     try:
         return str(read_json(folder.data)["egs"])
-    except (OSError, ValueError, KeyError, TypeError):  # a run that has not begun
+    except (OSError, ValueError, KeyError, TypeError):
+        # a run that has not begun
         return None
 
 
@@ -163,7 +165,8 @@ def _fingerprint(folder: RunFolder) -> dict[str, Any] | None:
     """What decides the run's bits, as stored: the module that compares it would import torch."""
     try:
         return dict(unsealed(read_json(folder.fingerprint))[0]["history"][-1]["fingerprint"])
-    except (OSError, ValueError, KeyError, TypeError, IndexError):  # a run that has not begun, or of a version before
+    except (OSError, ValueError, KeyError, TypeError, IndexError):
+        # a run that has not begun, or of a version before
         return None
 
 

@@ -120,7 +120,8 @@ def _run_logs(folder: RunFolder, *, follow: bool) -> int:
     """The lines that a terminal would have had, from the event log."""
     progress, read = ProgressTracker(), 0
     while True:
-        is_over = state_of(folder.path)["state"] in (*ENDED, "LOST")  # before reading: what comes later is read next time
+        # before reading: what comes later is read next time
+        is_over = state_of(folder.path)["state"] in (*ENDED, "LOST")
         text = read_log(folder.events)[read:] if folder.events.is_file() else ""
         whole = text[:text.rfind("\n") + 1]
         read += len(whole)

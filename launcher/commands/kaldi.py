@@ -10,7 +10,8 @@ from ngsgd.files import read_regular_bytes
 from ngsgd.launcher.console import TRUST, Parser
 from ngsgd.pipeline.runs.run_folder import find_run
 
-_MAX_MODEL_BYTES = 1 << 34   # of a model; as text about a billion parameters
+# of a model; as text about a billion parameters
+_MAX_MODEL_BYTES = 1 << 34
 
 
 def export(arguments: Sequence[str]) -> int:

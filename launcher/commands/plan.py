@@ -31,7 +31,8 @@ from ngsgd.pipeline.performance_model.planner import Machine, Prediction, Site, 
 
 _WORKERS = "1,2,4,8,16,32,64,256,1000"
 _MAX_WORKERS = 100_000
-_SHARED_CORES = 16     # more workers than this on each core are not worth a number
+# more workers than this on each core are not worth a number
+_SHARED_CORES = 16
 
 
 def command(arguments: Sequence[str]) -> int:
@@ -51,7 +52,7 @@ def command(arguments: Sequence[str]) -> int:
     return EXIT_OK
 
 
-# Arguments ------------------------------------------------------------------------------------------------------------
+# Arguments ----------------------------------------------------------------------------------------
 
 
 def _parser() -> Parser:
@@ -114,11 +115,12 @@ def momentum_of(config: RunConfig) -> float:
     return momenta.get(outer.kind, 0.0)
 
 
-# Measuring, and keeping what was measured -----------------------------------------------------------------------------
+# Measuring, and keeping what was measured ---------------------------------------------------------
 
 
 def measure_machine(config: RunConfig, seconds: float, *, to_stderr: bool) -> tuple[Machine, Workload]:
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch comes in; the service's own workers wait so too
+    # before torch comes in; the service's own workers wait so too
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     import tempfile
 
     import torch
@@ -135,7 +137,8 @@ def measure_machine(config: RunConfig, seconds: float, *, to_stderr: bool) -> tu
     data = prepare(config, report)
     report(f"measuring for about {seconds:g} s")
     num_gpus = torch.cuda.device_count() if config.cluster.device != "cpu" else 0
-    with tempfile.TemporaryDirectory(dir=config.output_dir, prefix=".plan-") as scratch:  # the run's own disk
+    # the run's own disk
+    with tempfile.TemporaryDirectory(dir=config.output_dir, prefix=".plan-") as scratch:
         machine, workload = probe.measure(SpeechTaskSpec(config, str(data.egs_directory)), num_cores=os.cpu_count() or 1,
                                           num_gpus=num_gpus, seconds=seconds, scratch=Path(scratch))
     keep(config, machine, workload)
@@ -149,7 +152,7 @@ def _saved(config: RunConfig) -> tuple[Machine, Workload]:
     return found
 
 
-# Computing ------------------------------------------------------------------------------------------------------------
+# Computing ----------------------------------------------------------------------------------------
 
 
 def rows(machine: Machine, workload: Workload, config: RunConfig, workers: Sequence[int], assumed: Assumptions) -> list[Row]:
@@ -170,7 +173,8 @@ def rows(machine: Machine, workload: Workload, config: RunConfig, workers: Seque
                                  outer_momentum=assumed.outer_momentum)
         advice = recommend_samples(now=workload.samples, rate=there.effective_rate, overhead_s=there.overhead_s, bounds=bounds,
                                    gamma=assumed.gamma, max_overhead=MAX_OVERHEAD)
-        if advice.samples == round(workload.samples):  # archives hold about as many samples as are asked for
+        # archives hold about as many samples as are asked for
+        if advice.samples == round(workload.samples):
             advice = replace(advice, samples=config.egs.samples_per_iter)
         found.append(Row(
             count, here, there, site.num_machines, there.frames_per_s / base.frames_per_s,

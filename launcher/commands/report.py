@@ -127,7 +127,7 @@ def spectra(folder: RunFolder, config: RunConfig, say: Callable[[str], None]) ->
     return found
 
 
-# The page -------------------------------------------------------------------------------------------------------------
+# The page -----------------------------------------------------------------------------------------
 
 
 def _page(folder: RunFolder, config: RunConfig, events: Sequence[Mapping[str, Any]], charts: Sequence[Any],

@@ -26,13 +26,15 @@ from ngsgd.pipeline.performance_model.formulas import Link, Spread
 from ngsgd.pipeline.performance_model.simulated_cluster import TOPOLOGIES, Expected, SimulatedCluster, expected
 from ngsgd.training.records import FinalReport, Incident, OuterIterationRecord, SubsetScore
 
-if TYPE_CHECKING:  # these bring torch, and --help shall answer at once
+# these bring torch, and --help shall answer at once
+if TYPE_CHECKING:
     from ngsgd.data.reader import EgsReader
     from ngsgd.pipeline.performance_model.simulator import SimulatedPool
     from ngsgd.pipeline.runs.run_folder import RunFolder
     from ngsgd.pipeline.services import PoolRequest
 
-_ADD_SPEED = 8e9   # bytes of parameters added into a mean per second: a typical memory
+# bytes of parameters added into a mean per second: a typical memory
+_ADD_SPEED = 8e9
 
 
 def command(arguments: Sequence[str]) -> int:
@@ -50,7 +52,7 @@ def command(arguments: Sequence[str]) -> int:
     return EXIT_OK
 
 
-# Arguments ------------------------------------------------------------------------------------------------------------
+# Arguments ----------------------------------------------------------------------------------------
 
 
 def argument_parser() -> Parser:
@@ -102,7 +104,7 @@ def cluster_of(options: argparse.Namespace, *, num_minibatches: float, seed: int
                             options.replace_s, Link(options.bandwidth, options.latency, _ADD_SPEED), options.topology, seed)
 
 
-# The simulation -------------------------------------------------------------------------------------------------------
+# The simulation -----------------------------------------------------------------------------------
 
 
 class VirtualProgress(ProgressTracker):
@@ -138,9 +140,11 @@ class Summary:
     num_workers: int
     num_outer_iters: int
     virtual_s: float
-    predicted_s: float            # by the planner's formulas
+    # by the planner's formulas
+    predicted_s: float
     predicted_efficiency: float
-    shares: dict[str, float]      # efficiency, and what was lost to failures, stragglers, averaging and overhead
+    # efficiency, and what was lost to failures, stragglers, averaging and overhead
+    shares: dict[str, float]
     num_deaths: int
     num_hangs: int
     frames_processed: int
@@ -208,7 +212,7 @@ def mean_frames(reader: EgsReader) -> float:
     return statistics.fmean(reader.num_frames(Shard(archive, frame)) for archive, frame in shards)
 
 
-# The summary ----------------------------------------------------------------------------------------------------------
+# The summary --------------------------------------------------------------------------------------
 
 
 def _summary(pool: SimulatedPool, records: Sequence[OuterIterationRecord], times: Sequence[tuple[int, Expected]],

@@ -18,7 +18,8 @@ from ngsgd.launcher.ray import jobs
 from ngsgd.launcher.ray.jobs import told
 from ngsgd.launcher.schedulers import kubernetes, slurm
 
-_STOP_WAIT_S = 60   # Ray's own 3 s are too few for an outer iteration to end in; it is ended after this long
+# Ray's own 3 s are too few for an outer iteration to end in; it is ended after this long
+_STOP_WAIT_S = 60
 _PLACES = ("ray", "slurm", "kubernetes")
 _EXCLUDES = [".git", ".venv", "runs", "mlartifacts", "mlflow.db", "__pycache__", ".mypy_cache", ".pytest_cache"]
 
@@ -83,13 +84,14 @@ def _name(options: argparse.Namespace) -> str:
     return options.name or f"ngsgd-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
-# Ray ------------------------------------------------------------------------------------------------------------------
+# Ray ----------------------------------------------------------------------------------------------
 
 
 def _to_ray(options: argparse.Namespace, words: list[str]) -> int:
     name, server = _name(options), jobs.job_server_of(options)
     joined = words if options.resume else [*words, "cluster.address=auto"]
-    # a resumed run has the address of its first cluster in its own settings: auto, unless it was started by hand
+    # a resumed run has the address of its first cluster in its own settings: auto, unless it was
+    # started by hand
     entrypoint = shlex.join([options.program, *joined])
     environment = {"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(_STOP_WAIT_S)}}
     runtime = {**environment, **({"working_dir": options.working_dir, "excludes": _EXCLUDES} if options.working_dir else {})}
@@ -113,7 +115,7 @@ def _to_ray(options: argparse.Namespace, words: list[str]) -> int:
         return exit_code(jobs.follow(client, job))
 
 
-# Slurm and Kubernetes -------------------------------------------------------------------------------------------------
+# Slurm and Kubernetes -----------------------------------------------------------------------------
 
 
 def _to_slurm(options: argparse.Namespace, words: list[str]) -> int:

@@ -22,12 +22,15 @@ from ngsgd.files import read_json, write_text
 from ngsgd.launcher.console import Parser
 from ngsgd.pipeline.tuning_proxy import Proxy
 
-if TYPE_CHECKING:  # these bring torch, and --help shall answer at once
+# these bring torch, and --help shall answer at once
+if TYPE_CHECKING:
     from ngsgd.hypergrad import HyperSpace, SearchResult, SearchTrial
 
 COMMANDS = ("probe", "check", "run", "transfer")
-_PROBE_STEPS = 20   # minibatches between averagings of the slice that probe and check run on
-# of logarithms, in float64; the nearest counts: a unit or a limit that switches in between spoils wide ones, rounding narrow ones
+# minibatches between averagings of the slice that probe and check run on
+_PROBE_STEPS = 20
+# of logarithms, in float64; the nearest counts: a unit or a limit that switches in between spoils
+# wide ones, rounding narrow ones
 _CHECK_STEPS = (1e-6, 1e-4, 1e-2)
 Report = Callable[[str], None]
 
@@ -59,7 +62,7 @@ def _parser() -> Parser:
     return parser
 
 
-# The proxy --------------------------------------------------------------------------------------------------------------
+# The proxy ----------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -83,7 +86,7 @@ def _proxy(config: RunConfig, report: Report, *, steps: int = 0) -> Iterator[Pro
         proxy.cluster.close()
 
 
-# probe and check --------------------------------------------------------------------------------------------------------
+# probe and check ----------------------------------------------------------------------------------
 
 
 def _slice(config: RunConfig) -> RunConfig:
@@ -161,7 +164,7 @@ def _check(config: RunConfig, options: argparse.Namespace, report: Report) -> No
             print(f"{part:11} {ours:+.6e}   {measured:+.6e}       {abs(ours - measured) / max(abs(measured), 1e-12):.1e}")
 
 
-# run and transfer -------------------------------------------------------------------------------------------------------
+# run and transfer ---------------------------------------------------------------------------------
 
 
 def _tune(config: RunConfig, options: argparse.Namespace, report: Report) -> None:

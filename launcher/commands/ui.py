@@ -20,10 +20,13 @@ from ngsgd.errors import EXIT_OK, ConfigError, MissingExtraError, NgsgdError
 from ngsgd.launcher.console import Parser
 from ngsgd.launcher.mlflow.store import read_tracking, sqlite_uri
 
-_APP = "ngsgd-ui"         # MLflow with our check of origins around it
-_START_TIMEOUT_S = 120.0  # 20 s on two busy cores; a cold disk takes longer
+# MLflow with our check of origins around it
+_APP = "ngsgd-ui"
+# 20 s on two busy cores; a cold disk takes longer
+_START_TIMEOUT_S = 120.0
 _STOP_TIMEOUT_S = 5.0
-_PAGES = "?workflowType=machine_learning"  # MLflow opens in its page for language models otherwise
+# MLflow opens in its page for language models otherwise
+_PAGES = "?workflowType=machine_learning"
 
 
 class DashboardError(NgsgdError):
@@ -102,10 +105,12 @@ def _write_plugin(folder: Path) -> None:
 
 
 def _start(command: list[str], log: IO[bytes], plugin: str) -> subprocess.Popen[bytes]:
-    settings = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",  # saves a process of 236 MB
+    # saves a process of 236 MB
+    settings = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
                 "MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "1",
                 "PYTHONPATH": os.pathsep.join(filter(None, [plugin, str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH")]))}
-    # a session of its own, so that Ctrl-C reaches only us and we end the server with all its children
+    # a session of its own, so that Ctrl-C reaches only us and we end the server with all its
+    # children
     return subprocess.Popen(command, env={**os.environ, **settings}, stdout=log, stderr=log, stdin=subprocess.DEVNULL,
                             start_new_session=True)
 
@@ -124,7 +129,8 @@ def _wait_until_healthy(server: subprocess.Popen[bytes], address: str, log: IO[b
 def _end(server: subprocess.Popen[bytes]) -> None:
     for sign in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(server.pid, sign)  # the whole group: MLflow starts workers of its own
+            # the whole group: MLflow starts workers of its own
+            os.killpg(server.pid, sign)
         with contextlib.suppress(subprocess.TimeoutExpired):
             server.wait(_STOP_TIMEOUT_S)
 

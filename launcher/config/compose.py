@@ -33,10 +33,13 @@ from ngsgd.launcher.config.yaml_text import read_yaml_text
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
 
-_MAX_SWEEP_JOBS_CHECKED = 64  # composing takes about 0.1 s each; the jobs beyond are checked when their turn comes
-_FREE = "model.args"  # what is in it is for a model of the user's own, and no setting of ours
+# composing takes about 0.1 s each; the jobs beyond are checked when their turn comes
+_MAX_SWEEP_JOBS_CHECKED = 64
+# what is in it is for a model of the user's own, and no setting of ours
+_FREE = "model.args"
 _CONFIG_NAME = "config"
-_LONGEST_SHOWN = 200   # characters of an override in a message
+# characters of an override in a message
+_LONGEST_SHOWN = 200
 
 
 def conf_dir() -> Path:
@@ -77,7 +80,8 @@ def compose(overrides: Sequence[str], *, config_dir: Path | None = None) -> RunC
 def check_sweep(overrides: Sequence[str], *, config_dir: Path | None = None) -> None:
     """Raises one ConfigError that lists everything wrong in any of the runs that `--multirun` would start."""
     good, problems = _read_overrides(overrides, config_dir)
-    found = dict.fromkeys(problems)  # a dict keeps the order and drops repetitions
+    # a dict keeps the order and drops repetitions
+    found = dict.fromkeys(problems)
     countable = [override for override in good if not override.is_sweep_override() or override.is_discrete_sweep()]
     for lines in itertools.islice(itertools.product(*map(_lines, countable)), _MAX_SWEEP_JOBS_CHECKED):
         try:
@@ -177,7 +181,7 @@ def given_by(overrides: Sequence[str]) -> Given:
     return Given(frozenset(settings), frozenset(names))
 
 
-# Overrides ------------------------------------------------------------------------------------------------------------
+# Overrides ----------------------------------------------------------------------------------------
 
 
 def _read_overrides(overrides: Sequence[str], config_dir: Path | None) -> tuple[list[Override], list[str]]:
@@ -196,7 +200,8 @@ def _read_overrides(overrides: Sequence[str], config_dir: Path | None) -> tuple[
             continue
         try:
             [override] = parser.parse_overrides([text])
-        except (OverrideParseException, ValueError, RecursionError):  # the last two: thousands of digits or brackets
+        except (OverrideParseException, ValueError, RecursionError):
+            # the last two: thousands of digits or brackets
             problems.append(_syntax_problem(text))
             continue
         wrong = list(_override_problems(override, choices))
@@ -259,7 +264,7 @@ def _lines(override: Override) -> list[str]:
     return [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()]
 
 
-# Composition ----------------------------------------------------------------------------------------------------------
+# Composition --------------------------------------------------------------------------------------
 
 
 def _compose(lines: list[str], problems: list[str], config_dir: Path | None) -> RunConfig:

@@ -27,7 +27,8 @@ def settings_of(config: RunConfig, space: HyperSpace, values: Mapping[str, Seque
         found["schedule"] = {"lr_initial": middle, "lr_final": middle, "lr_factors": [rate / middle for rate in rates]}
     if "momentum" in values:
         found["optimizer"]["momentum"] = min(values["momentum"][0], 0.999)
-    # half of l2 |w|^2 on the loss summed over a minibatch, against weight_decay |w|^2 per frame, divided among the jobs
+    # half of l2 |w|^2 on the loss summed over a minibatch, against weight_decay |w|^2 per frame,
+    # divided among the jobs
     per_frame = num_jobs / (2.0 * config.schedule.minibatch_size)
     keys = {"layer_lr": ("lr_factor", 1.0), "l2": ("weight_decay", per_frame), "max_change": ("max_change", 1.0)}
     options = {layer: {key: values[part][index] * unit for part, (key, unit) in keys.items() if part in values}

@@ -9,7 +9,8 @@ from typing import Any
 from ngsgd.files import read_regular_text
 
 _MAX_BYTES = 1 << 20
-_MAX_NODES = 200_000    # after expansion; the largest config.yaml has about 600
+# after expansion; the largest config.yaml has about 600
+_MAX_NODES = 200_000
 
 
 class NamedText(io.StringIO):
@@ -45,7 +46,8 @@ def _expanded(node: Any, sizes: dict[int, int]) -> int:
     if node is None or isinstance(node.value, str):
         return 1
     if id(node) not in sizes:
-        sizes[id(node)] = _MAX_NODES + 1    # while its parts are counted
+        # while its parts are counted
+        sizes[id(node)] = _MAX_NODES + 1
         parts = [part for value in node.value for part in (value if isinstance(value, tuple) else (value,))]
         sizes[id(node)] = 1 + sum(_expanded(part, sizes) for part in parts)
     return sizes[id(node)]

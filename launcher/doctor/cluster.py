@@ -20,9 +20,11 @@ _ANSWER_S = 60.0
 class NodeReport:
     """What a node says about itself."""
 
-    sees: bool               # the file that was written here
+    # the file that was written here
+    sees: bool
     writes: bool             # beside it
-    code: str                # fingerprint of its ngsgd and torch
+    # fingerprint of its ngsgd and torch
+    code: str
     now: float               # its clock
     troubles: tuple[Finding, ...]
 
@@ -85,7 +87,8 @@ def report_node(mark: str, num_cpus: int) -> NodeReport:
         writes = False
     found = [*machine.shadows(), *machine.memory(), *machine.gpus(), *machine.compiled(),
              *machine.storage(Path(mark).parent),
-             *(machine.threads(num_cpus) if num_cpus else ())]   # a head without CPUs has no workers
+             # a head without CPUs has no workers
+             *(machine.threads(num_cpus) if num_cpus else ())]
     return NodeReport(Path(mark).is_file(), writes, version_digest(), time.time(),
                       tuple(one for one in found if one.verdict != "ok"))
 

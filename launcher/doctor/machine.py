@@ -20,10 +20,14 @@ from ngsgd.launcher.console import version
 from ngsgd.launcher.mlflow.store import without_login
 from ngsgd.launcher.text import conceal
 
-_FREE_BYTES = 2 * 2**30       # prepared digits, checkpoints and a tracking store take less than 1 GiB
-_SHM_BYTES = 600 * 2**20      # Ray's object store on one machine, and the shared parameters
-_MAX_SKEW_S = 5.0             # file times and log lines of several machines should be in order
-_NEEDS = {  # package -> the extra that brings it; empty: nothing works without
+# prepared digits, checkpoints and a tracking store take less than 1 GiB
+_FREE_BYTES = 2 * 2**30
+# Ray's object store on one machine, and the shared parameters
+_SHM_BYTES = 600 * 2**20
+# file times and log lines of several machines should be in order
+_MAX_SKEW_S = 5.0
+# package -> the extra that brings it; empty: nothing works without
+_NEEDS = {
     "torch": "", "numpy": "", "ray": "service", "hydra-core": "service", "mlflow": "service", "safetensors": "service",
     "matplotlib": "service", "kaldi-native-fbank": "asr", "kaldi-decoder": "asr", "kaldifst": "asr", "espeakng-loader": "synth"}
 
@@ -60,7 +64,8 @@ def packages() -> Iterator[Finding]:
 
 def shadows() -> Iterator[Finding]:
     """Another package of our name that is found first, such as an empty site-packages/ngsgd."""
-    above = Path(__file__).resolve().parents[2]   # the package in a wheel, the folder beside it in a source tree
+    # the package in a wheel, the folder beside it in a source tree
+    above = Path(__file__).resolve().parents[2]
     ours = above if above.name == "ngsgd" and (above / "launcher").is_dir() and (above / "errors.py").exists() else above / "ngsgd"
     spec = importlib.util.find_spec("ngsgd")
     places = [Path(place).resolve() for place in (spec.submodule_search_locations or [])] if spec else []

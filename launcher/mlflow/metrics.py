@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping
 
 from ngsgd.training.records import JobRecord, OuterIterationRecord
 
-_MAX_MACHINES = 32   # more sections of charts nobody looks at
+# more sections of charts nobody looks at
+_MAX_MACHINES = 32
 
 
 def run_metrics(record: OuterIterationRecord) -> dict[str, float]:
@@ -49,7 +50,8 @@ def worker_metrics(jobs: list[JobRecord]) -> dict[str, float]:
 
 def system_metrics(own: Mapping[str, float], jobs: Iterable[JobRecord]) -> dict[str, float]:
     """The load of the coordinator's machine and of each that has workers, up to 32, in a section of its own."""
-    machines = {job.host: job.machine for job in jobs if job.host}   # the last job of a machine tells
+    # the last job of a machine tells
+    machines = {job.host: job.machine for job in jobs if job.host}
     figures = {f"system/{name}": value for name, value in own.items()}
     for host, machine in sorted(machines.items())[:_MAX_MACHINES]:
         figures |= {f"system/{host}/{name}": value for name, value in machine.items()}

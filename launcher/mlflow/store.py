@@ -15,7 +15,8 @@ from ngsgd.errors import ConfigError
 from ngsgd.files import read_json
 from ngsgd.launcher.text import MASK, conceal, is_masked, masked
 
-_MAX_ANSWER = 64 * 2**20   # bytes; what a run asks for is far smaller
+# bytes; what a run asks for is far smaller
+_MAX_ANSWER = 64 * 2**20
 # where a server may have artifacts put; all else would be a place on this machine, or leads to one
 _REMOTE_SCHEMES = ("mlflow-artifacts", "http", "https", "s3", "gs", "wasb", "wasbs", "abfs", "abfss", "r2", "b2", "hdfs", "viewfs",
                    "ftp", "sftp", "oss", "cos", "swift", "dbfs")
@@ -43,7 +44,8 @@ def with_login(uri: str) -> str:
     scheme, _, rest = uri.partition(f"://{MASK}@")
     if rest and not is_masked(rest):
         if scheme in ("http", "https") and ((user and password) or os.environ.get(_TOKEN)):
-            return f"{scheme}://{rest}"  # MLflow reads the environment itself
+            # MLflow reads the environment itself
+            return f"{scheme}://{rest}"
         if user and password:
             return f"{scheme}://{quote(user, safe='')}:{quote(password, safe='')}@{rest}"
     raise ConfigError(f"tracking.uri is stored as {uri}, without what logs in to it; set {_USER} and {_PASSWORD}, or go on with "
@@ -62,16 +64,19 @@ def sqlite_uri(output_dir: Path) -> str:
 def open_client(uri: str) -> Any:
     """Imports MLflow (1 to 2 s) without its greetings."""
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-    os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")  # stdout is for scripts
+    # stdout is for scripts
+    os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
     os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
-    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")  # a server that is down must not hold up the end
+    # a server that is down must not hold up the end
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
     if uri.startswith("sqlite:///"):
         Path(uri.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)
     from mlflow import MlflowClient
 
     if "MLFLOW_LOGGING_LEVEL" not in os.environ:
-        logging.getLogger("mlflow").setLevel(logging.WARNING)  # it tells how it makes its tables otherwise
+        # it tells how it makes its tables otherwise
+        logging.getLogger("mlflow").setLevel(logging.WARNING)
     if is_server(uri):
         _bound_answers()
     return MlflowClient(tracking_uri=uri)
@@ -88,7 +93,8 @@ class Artifacts:
     def __init__(self, client: Any, run_id: str, uri: str) -> None:
         self._client, self.run_id = client, run_id
         self._repository: Any = None
-        self.refused: str | None = None   # a place on this machine that the server named
+        # a place on this machine that the server named
+        self.refused: str | None = None
         if is_server(uri):
             place = str(client.get_run(run_id).info.artifact_uri)
             if urlsplit(place).scheme.lower() not in _REMOTE_SCHEMES:
@@ -176,6 +182,7 @@ def _save(final: Path, folder: Path) -> None:
     # what the package brings is named, since MLflow would import everything to find out
     requirements = [f"{package}=={version(package)}" for package in _PACKAGES]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # it recommends an example of the input beside the signature
+        # it recommends an example of the input beside the signature
+        warnings.simplefilter("ignore", UserWarning)
         mlflow.pyfunc.save_model(str(folder), python_model=str(Path(__file__).with_name("model.py")),
                                  artifacts={"final": str(final)}, signature=signature, pip_requirements=requirements)

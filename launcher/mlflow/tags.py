@@ -36,7 +36,8 @@ def origin(index: int) -> dict[str, str]:
 
     try:
         user = getpass.getuser()
-    except (KeyError, OSError):  # a container without a name for its user
+    except (KeyError, OSError):
+        # a container without a name for its user
         user = "unknown"
     return {"mlflow.source.name": "ngsgd train", "mlflow.source.type": "LOCAL", "mlflow.user": user,
             "mlflow.runColor": _COLOURS[index % len(_COLOURS)]}

@@ -27,14 +27,20 @@ from ngsgd.launcher.text import masked
 from ngsgd.training.records import FinalReport, Incident, JobRecord, OuterIterationRecord
 from ngsgd.training.storage.event_log import read_events
 
-CLOSE_TIMEOUT_S = 30.0             # saving the final model takes some 5 of them
-FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 20.0   # between two tries while the store is down
-_LOOK_S = 0.1                      # how soon a pause notices that the run ends
-_MAX_WORKER_RUNS = 32            # each costs one request per outer iteration; more lines in a chart nobody can read
-_LONGEST_REASON = 160            # characters of what MLflow says is wrong
+# saving the final model takes some 5 of them
+CLOSE_TIMEOUT_S = 30.0
+# between two tries while the store is down
+FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 20.0
+# how soon a pause notices that the run ends
+_LOOK_S = 0.1
+# each costs one request per outer iteration; more lines in a chart nobody can read
+_MAX_WORKER_RUNS = 32
+# characters of what MLflow says is wrong
+_LONGEST_REASON = 160
 _PARAMS_PER_BATCH = 100          # MLflow's limits
 _METRICS_PER_BATCH = 1000
-_BAD_IN_NAMES = re.compile(r"[^A-Za-z0-9_\-. /]")  # colons are allowed too, but not in file names
+# colons are allowed too, but not in file names
+_BAD_IN_NAMES = re.compile(r"[^A-Za-z0-9_\-. /]")
 
 Warn = Callable[[str], None]
 
@@ -55,7 +61,8 @@ class MlflowTracker:
         self._is_down = False
         self._deadline = math.inf
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._work.put(lambda: None)  # opens the run at once, while data and workers get ready
+        # opens the run at once, while data and workers get ready
+        self._work.put(lambda: None)
         # a daemon, so that a store that never answers cannot keep the process alive
         self._thread = threading.Thread(target=self._serve, name="mlflow", daemon=True)
         self._thread.start()
@@ -70,7 +77,8 @@ class MlflowTracker:
         return self._run.experiment_id
 
     def outer_iteration(self, record: OuterIterationRecord) -> None:
-        at_ms = _now_ms()  # now, and not when it is sent: a metric that is sent twice is then stored once
+        # now, and not when it is sent: a metric that is sent twice is then stored once
+        at_ms = _now_ms()
         load = load_of_machine(self._run.run_dir) if self._run.has_system else {}
         self._work.put(lambda: self._run.log_outer_iteration(record, at_ms, load))
 
@@ -105,12 +113,14 @@ class MlflowTracker:
             try:
                 self._run.open()
                 action()
-            except Exception as error:  # whatever it is, training must go on
+            except Exception as error:
+                # whatever it is, training must go on
                 if not self._is_down:
                     self._warn(f"MLflow cannot be written ({_first_line(error)}); training goes on, what it misses is sent later, "
                                f"and events.jsonl in {self._run.run_dir} has everything.")
                 self._is_down = True
-                if _is_refusal(error):  # the store is there, and will never take this one
+                # the store is there, and will never take this one
+                if _is_refusal(error):
                     self._num_refused += 1
                     return
                 if not self._rest(pause_s):
@@ -149,8 +159,10 @@ class _MlflowRun:
         self._worker_runs: dict[int, str] = {}
         self._num_incidents = 0
         self._frames_processed = 0
-        self._sent = -1                       # the newest outer iteration that the store has
-        self._past = _records(run_dir)        # of the processes that trained before this one
+        # the newest outer iteration that the store has
+        self._sent = -1
+        # of the processes that trained before this one
+        self._past = _records(run_dir)
 
     def open(self) -> None:
         """Finds or makes the run; does nothing when that is done."""
@@ -160,10 +172,12 @@ class _MlflowRun:
         run_id = self._continued() or self._created()
         self._artifacts = self._artifacts_of(run_id)
         self._artifacts.log_file(self.run_dir / "config.yaml")
-        for at_ms, record in self._past:  # what a process before this one could not send
+        # what a process before this one could not send
+        for at_ms, record in self._past:
             if record.outer_iter > self._sent:
                 self._log_outer_iteration(run_id, record, at_ms, {})
-        self.run_id = run_id  # last: had anything above failed, the next try does it again
+        # last: had anything above failed, the next try does it again
+        self.run_id = run_id
 
     def _artifacts_of(self, run_id: str) -> Artifacts:
         if self._artifacts is not None and self._artifacts.run_id == run_id:
@@ -180,7 +194,8 @@ class _MlflowRun:
 
     def _log_outer_iteration(self, run_id: str, record: OuterIterationRecord, at_ms: int, load: Mapping[str, float]) -> None:
         self._frames_processed = record.frames_processed
-        # the workers' charts show the mean over the jobs until the workers are unfolded; they would be empty otherwise
+        # the workers' charts show the mean over the jobs until the workers are unfolded; they would
+        # be empty otherwise
         jobs = [job for job in record.jobs if job.accepted]
         figures = run_metrics(record) | worker_metrics(jobs) | {"cluster/incidents": self._num_incidents}
         if self.has_system:
@@ -201,7 +216,8 @@ class _MlflowRun:
 
     def log_result(self, report: FinalReport, at_ms: int) -> None:
         self._frames_processed = report.frames_processed
-        result = {"time/total_s": report.seconds}  # the scores on fixed frames came with the last outer iteration
+        # the scores on fixed frames came with the last outer iteration
+        result = {"time/total_s": report.seconds}
         if report.wer:
             result |= {"test/wer": report.wer_percent, "valid/wer": _percent(report.valid_wer)}
             self._client.set_tag(self.run_id, "mlflow.note.content", f"test: {report.wer}\n\nvalid: {report.valid_wer}")
@@ -248,7 +264,8 @@ class _MlflowRun:
         except Exception as error:
             if getattr(error, "error_code", "") != "RESOURCE_DOES_NOT_EXIST":
                 raise
-            return ""  # the store was emptied meanwhile: the rest of the run goes to a new one
+            # the store was emptied meanwhile: the rest of the run goes to a new one
+            return ""
         self.experiment_id, self._worker_runs = str(stored["experiment_id"]), worker_runs
         self._sent = int(stored.get("sent", -1))
         return str(stored["run_id"])
@@ -258,10 +275,12 @@ class _MlflowRun:
 
         self.experiment_id = self._experiment()
         num_runs = len(list(self.run_dir.parent.glob("*/tracking.json")))
-        before = read_tracking(self.run_dir)  # in another store, or in one that was emptied
+        # in another store, or in one that was emptied
+        before = read_tracking(self.run_dir)
         tags = {**origin(num_runs), **versions(), **({"resumed_from": str(before["run_id"])} if before else {})}
         run_id = str(self._client.create_run(self.experiment_id, tags=tags, run_name=self._run_name).info.run_id)
-        # only here: MLflow refuses to change a parameter, and a resumed run has the same ones anyway
+        # only here: MLflow refuses to change a parameter, and a resumed run has the same ones
+        # anyway
         params = [Param(name, masked(str(value)) or "''") for name, value in flatten(self._config).items()]
         for first in range(0, len(params), _PARAMS_PER_BATCH):
             self._client.log_batch(run_id, params=params[first:first + _PARAMS_PER_BATCH])
@@ -273,7 +292,8 @@ class _MlflowRun:
         found = self._client.get_experiment_by_name(name)
         if found is None:
             artifacts = Path(self._config.output_dir).absolute() / "mlartifacts"
-            local = self._uri.startswith("sqlite:")  # a server decides for itself where artifacts go
+            # a server decides for itself where artifacts go
+            local = self._uri.startswith("sqlite:")
             return str(self._client.create_experiment(name, artifact_location=artifacts.as_uri() if local else None))
         if found.lifecycle_stage == "deleted":
             raise ValueError(f"the experiment {name} was deleted there; restore it or set tracking.experiment_name")
@@ -302,7 +322,8 @@ def _records(run_dir: Path) -> list[tuple[int, OuterIterationRecord]]:
         return []
     events = [event for event in read_events(log) if event.get("event") == "outer_iteration"]
     latest = {record.outer_iter: record for record in map(OuterIterationRecord.from_json, events)}
-    # the log has no clock: the file's time, and before it a millisecond an outer iteration, which keeps them in order
+    # the log has no clock: the file's time, and before it a millisecond an outer iteration, which
+    # keeps them in order
     last_ms = int(log.stat().st_mtime * 1000)
     return [(last_ms - len(latest) + place, latest[outer_iter]) for place, outer_iter in enumerate(sorted(latest))]
 

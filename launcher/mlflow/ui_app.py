@@ -13,7 +13,8 @@ from urllib.parse import urlsplit
 
 _Send = Callable[[Mapping[str, Any]], Awaitable[None]]
 _READING = ("GET", "HEAD", "OPTIONS")
-_ALLOWED = "MLFLOW_SERVER_CORS_ALLOWED_ORIGINS"   # MLflow's own setting: a list, or * for everybody
+# MLflow's own setting: a list, or * for everybody
+_ALLOWED = "MLFLOW_SERVER_CORS_ALLOWED_ORIGINS"
 _REFUSAL = b"ngsgd ui: this request comes from a page of another site.\n"
 
 

@@ -20,21 +20,25 @@ from ngsgd.errors import ClusterError, NgsgdError
 from ngsgd.launcher.ray.probe import require_head, require_version
 from ngsgd.launcher.ray.session import PrivateFolder
 
-_STORE_BYTES = 512 * 2**20  # plasma on one machine; parameters and results of some tens of workers
+# plasma on one machine; parameters and results of some tens of workers
+_STORE_BYTES = 512 * 2**20
 _JOIN_TRIES = 5             # a second apart
-_folder: PrivateFolder | None = None   # of the Ray that this process started
+# of the Ray that this process started
+_folder: PrivateFolder | None = None
 
 
 def connect(config: ClusterConfig) -> bool:
     """Joins the Ray cluster of `config.address`, or starts one on this machine; True if it was started here."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    if ray.is_initialized():  # a test session, or a user's own program
+    # a test session, or a user's own program
+    if ray.is_initialized():
         return False
     require_version()
     if config.address:
         require_head(config.address)
     worker_env = {name: value for name, value in os.environ.items() if name.startswith(("NCCL_", "GLOO_"))}
-    worker_env["OMP_WAIT_POLICY"] = "PASSIVE"  # spinning threads of one worker would starve another
+    # spinning threads of one worker would starve another
+    worker_env["OMP_WAIT_POLICY"] = "PASSIVE"
     common: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR,
                               "runtime_env": {"env_vars": worker_env}}
     try:

@@ -17,7 +17,8 @@ from collections.abc import Callable
 from ngsgd.errors import ClusterError
 
 _RAY_PATIENCE = "RAY_gcs_rpc_server_reconnect_timeout_s"
-_CONNECT_S = 2.0   # the coordinator waits for no longer; a head in the same network answers in milliseconds
+# the coordinator waits for no longer; a head in the same network answers in milliseconds
+_CONNECT_S = 2.0
 
 
 class HeadWatch:
@@ -27,7 +28,8 @@ class HeadWatch:
         self.address = address   # host:port
         self.is_lost = False
         self._clock = clock
-        self._patience_s = float(os.environ.get(_RAY_PATIENCE, "60")) / 2   # Ray's own default is 60 s
+        # Ray's own default is 60 s
+        self._patience_s = float(os.environ.get(_RAY_PATIENCE, "60")) / 2
         self._seen = self.last_check_s = clock()
 
     def check(self) -> None:

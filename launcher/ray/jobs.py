@@ -18,9 +18,11 @@ from ngsgd.launcher.text import printable
 if TYPE_CHECKING:
     from ngsgd.launcher.console import Parser
 
-ENDED = ("STOPPED", "SUCCEEDED", "FAILED")   # Ray's words for a job that is over
+# Ray's words for a job that is over
+ENDED = ("STOPPED", "SUCCEEDED", "FAILED")
 _DEFAULT = "http://127.0.0.1:8265"
-_ADDRESS = "RAY_API_SERVER_ADDRESS"           # what `ray job` reads, too
+# what `ray job` reads, too
+_ADDRESS = "RAY_API_SERVER_ADDRESS"
 _TOKEN_ERRORS = ("401", "unauthorized", "authentication", "token")
 POLL_INTERVAL_S = 0.5
 _AGENT_S = 90.0
@@ -64,7 +66,8 @@ def told(server: JobServer, job: str = "") -> Iterator[None]:
         yield
     except ModuleNotFoundError:
         raise
-    except Exception as error:  # Ray raises RuntimeError, ConnectionError, its own errors and requests' errors here
+    except Exception as error:
+        # Ray raises RuntimeError, ConnectionError, its own errors and requests' errors here
         said = str(error).strip().partition("\n")[0].partition(". ")[0].rstrip(".")
         if job and "does not exist" in str(error):
             raise ConfigError(f"{job} is neither a run nor a job of the cluster at {server.address}; see them with: ngsgd status "

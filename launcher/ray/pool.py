@@ -37,7 +37,8 @@ from ngsgd.training.worker_pool import Retired
 
 _PING_S = 5.0
 _POLL_S = 0.2
-_FETCH_S = 300.0  # for an object to arrive that Ray says is there; the largest model takes seconds
+# for an object to arrive that Ray says is there; the largest model takes seconds
+_FETCH_S = 300.0
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,8 @@ class StoreRef:
     """A vector in Ray's object store."""
 
     ref: Any
-    is_here = True  # what a worker returns is fetched when it arrives: it would die with the worker's node
+    # what a worker returns is fetched when it arrives: it would die with the worker's node
+    is_here = True
 
     def read(self) -> Vector:
         try:
@@ -62,18 +64,24 @@ class WorkerSlot:
 
     index: int
     actor: Any
-    ready: Any                       # ref that resolves when the actor can take jobs
+    # ref that resolves when the actor can take jobs
+    ready: Any
     process: Address | None = None  # once ready
-    predecessor: str = ""            # how the process before this one ended
+    # how the process before this one ended
+    predecessor: str = ""
     job: Job | None = None
-    running: Any = None              # ref of the job's result
-    own: Any = None                  # ref of what only the job's next start needs
+    # ref of the job's result
+    running: Any = None
+    # ref of what only the job's next start needs
+    own: Any = None
     places: tuple[SharedRef, ...] = ()
-    asked: Any = None                # ref of the answer to how many minibatches are done
+    # ref of the answer to how many minibatches are done
+    asked: Any = None
     answered: int = 0
     killed_because: str = ""
     deaths: list[str] = field(default_factory=list)
-    retired: bool = False            # it died too often: nothing comes after it
+    # it died too often: nothing comes after it
+    retired: bool = False
 
     @property
     def is_idle(self) -> bool:
@@ -94,20 +102,24 @@ class RayPool:
 
     def __init__(self, spec: SpeechTaskSpec, num_threads: int, size: int, agreement: Agreement | None = None) -> None:
         self.spec = spec
-        # the head of a cluster may be another kind of machine, but its code and libraries are the workers'
+        # the head of a cluster may be another kind of machine, but its code and libraries are the
+        # workers'
         self.agreement = agreement or Agreement(Fingerprint.of_this_process(num_threads).without_machine())
         self.config: ClusterConfig = spec.config.cluster
         self.num_threads = num_threads
         self._vectors = SharedVectors(size)
         self._cells = SharedVectors(2 * self.config.num_workers)
-        self._in_store: dict[SharedRef, StoreRef] = {}  # copies of shared vectors for workers on other machines
+        # copies of shared vectors for workers on other machines
+        self._in_store: dict[SharedRef, StoreRef] = {}
         self._slots: list[WorkerSlot] = []
         self._owns_ray = False
         self._is_starting = True
         self._restarts = Restarts(spec.config.failure.max_restarts_per_hour)
         self._head: HeadWatch | None = None
-        self._keeps_logs = False  # a message refers to them
-        self._exchange: Exchange | None = None   # where the workers make the mean
+        # a message refers to them
+        self._keeps_logs = False
+        # where the workers make the mean
+        self._exchange: Exchange | None = None
 
     def start(self) -> None:
         self._owns_ray = connect(self.config)
@@ -146,10 +158,12 @@ class RayPool:
 
     def mean(self, results: Sequence[JobResult], weights: Sequence[float]) -> Mean | None:
         if self._exchange is None:
-            return None  # the vectors are here already, and memory is faster than any message
+            # the vectors are here already, and memory is faster than any message
+            return None
         idle = {slot.index: slot.actor.minibatches.options(concurrency_group="control").remote()
                 for slot in self._slots if slot.is_idle}
-        self._answers(idle, _PING_S)  # those that died since their job are found before anybody waits for them
+        # those that died since their job are found before anybody waits for them
+        self._answers(idle, _PING_S)
         return self._exchange.mean(results, weights, self._ask, self._why_lost)
 
     def num_idle(self) -> int:
@@ -206,7 +220,8 @@ class RayPool:
                 ray.kill(slot.actor)
 
     def close(self) -> None:
-        head_is_there = self._head is not None and not self._head.is_lost  # asking a lost one would end this process
+        # asking a lost one would end this process
+        head_is_there = self._head is not None and not self._head.is_lost
         for slot in self._slots if head_is_there else ():
             ray.kill(slot.actor)
         self._slots = []
@@ -242,7 +257,8 @@ class RayPool:
         if way == "nccl" and self.gpus_per_worker() != 1.0:
             raise ClusterError("cluster.exchange is nccl, which takes one whole GPU per worker, and Ray offers fewer; set "
                                "cluster.exchange=auto.")
-        # the averages among the workers were never measured between machines, and NCCL was never run: only by name
+        # the averages among the workers were never measured between machines, and NCCL was never
+        # run: only by name
         return "shared_memory" if way == "auto" else way
 
     def _ask(self, questions: Mapping[int, MeanRequest | FetchRequest], timeout_s: float,
@@ -252,7 +268,8 @@ class RayPool:
         answers = self._answers(refs, timeout_s, when_lost)
         for worker in refs.keys() - answers.keys():
             slot = self._slots[worker]
-            if slot.process is not None:  # else it died, and was replaced
+            # else it died, and was replaced
+            if slot.process is not None:
                 self._kill(slot)
                 self._replace(slot, f"gave no answer for {timeout_s:g} s and was killed")
         return answers
@@ -262,7 +279,8 @@ class RayPool:
         """The answers that come in time; workers that died are replaced."""
         answers: dict[int, object] = {}
         waiting = {ref: worker for worker, ref in refs.items()}
-        clock = AwakeClock()  # a worker that was stopped together with this process still has its time
+        # a worker that was stopped together with this process still has its time
+        clock = AwakeClock()
         while waiting:
             done, _ = ray.wait(list(waiting), num_returns=1, timeout=min(_POLL_S, max(0.0, timeout_s - clock.now)))
             clock.tick()
@@ -299,7 +317,8 @@ class RayPool:
     def _asked(self, slot: WorkerSlot) -> int:
         """The minibatches that a worker on another machine last said it has done; a worker that hangs says nothing new."""
         if slot.asked is not None and ray.wait([slot.asked], timeout=0.0)[0]:
-            with contextlib.suppress(RayError):  # its death is told by the job
+            # its death is told by the job
+            with contextlib.suppress(RayError):
                 slot.answered = ray.get(slot.asked, timeout=_PING_S)
             slot.asked = None
         if slot.asked is None:
@@ -307,7 +326,8 @@ class RayPool:
         return slot.answered
 
     def _kill(self, slot: WorkerSlot) -> None:
-        if slot.process and slot.process.shares_memory:  # at once, where Ray first asks a stopped process for seconds
+        # at once, where Ray first asks a stopped process for seconds
+        if slot.process and slot.process.shares_memory:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(slot.process.process_id, signal.SIGKILL)
         else:
@@ -331,7 +351,8 @@ class RayPool:
         except RayTaskError as error:
             raise cause_of(error) from error
         except RayError as error:
-            # one death while starting may be bad luck, and one that cannot start is no reason to end a run that has others
+            # one death while starting may be bad luck, and one that cannot start is no reason to
+            # end a run that has others
             slot.deaths.append(how_it_ended(error))
             is_alone = self._is_starting or not self.num_workers_alive()
             if len(slot.deaths) >= self.spec.config.failure.max_attempts and is_alone:
@@ -368,11 +389,13 @@ class RayPool:
             for place in places:
                 self._vectors.release(place)
             return JobFailure(job, slot.index, f"{type(cause or error).__name__}: {cause or error}", False, cause)
-        except RayError as error:  # the out-of-memory killer's error is no RayActorError
+        except RayError as error:
+            # the out-of-memory killer's error is no RayActorError
             is_killed = bool(slot.killed_because)
             reason = slot.killed_because or how_it_ended(error)
             process = slot.process
-            for place in places:  # whether its process is really gone is not known on every machine
+            # whether its process is really gone is not known on every machine
+            for place in places:
                 self._vectors.discard(place)
             self._replace(slot, reason)
             where = f"process {process.process_id} on {process.host}: " if process else ""

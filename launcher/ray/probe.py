@@ -22,13 +22,15 @@ from ngsgd.config import ClusterConfig
 from ngsgd.errors import ClusterError, ConfigError
 from ngsgd.launcher.console import version
 
-OLDEST_RAY = (2, 54)   # up to 2.53 the dashboard takes DELETE from strangers: CVE-2026-27482
+# up to 2.53 the dashboard takes DELETE from strangers: CVE-2026-27482
+OLDEST_RAY = (2, 54)
 # of a complete check, name server included: with the imports of a command it ends within 10 s
 CHECK_TIMEOUT_S = 5.0
 CONNECT_TIMEOUT_S = 3.0
 ANSWER_TIMEOUT_S = 2.0
 _MAX_ANSWER = 1 << 16
-_FRAME = struct.Struct("!HBBBI")   # length (3 bytes), type, flags, stream
+# length (3 bytes), type, flags, stream
+_FRAME = struct.Struct("!HBBBI")
 _DATA, _HEADERS, _SETTINGS = 0, 1, 4
 _END_STREAM, _END_HEADERS = 1, 4
 # the answer SERVING of grpc.health.v1.Health/Check, as a gRPC message

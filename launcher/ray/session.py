@@ -18,7 +18,8 @@ from pathlib import Path
 _PREFIX = "ngsgd-ray-"
 # sun_path holds 107 bytes; this long is /r/session_DATE_TIME_MICROSECONDS_PID/sockets/plasma_store
 _LONGEST_SOCKET, _SESSION_BYTES = 107, 68
-_STALE_S = 600.0   # Ray's processes need about a minute to end when their coordinator was killed
+# Ray's processes need about a minute to end when their coordinator was killed
+_STALE_S = 600.0
 
 
 class PrivateFolder:

@@ -73,7 +73,8 @@ class RayWorker:
             refs[id(vector)] = ref
             return vector
         result = self._worker.run(job, place, self._heartbeat)
-        if self._heartbeats is None:   # the coordinator sees its own machine
+        # the coordinator sees its own machine
+        if self._heartbeats is None:
             result = replace(result, host=os.uname().nodename, machine=load_of_machine(self._output_dir))
         assert isinstance(result.sent, LocalRef)
         own = result.own.vector if isinstance(result.own, LocalRef) else None

@@ -11,7 +11,8 @@ from typing import Any
 
 from ngsgd.launcher.reports.plots import BLUE, GREEN, ORANGE, RED, Curve, label, lines, new_figure
 
-_NARROW = (4.4, 3.2)      # inches; 9 pt text is still 10 px high on a screen of 390 px
+# inches; 9 pt text is still 10 px high on a screen of 390 px
+_NARROW = (4.4, 3.2)
 _GREY = "#8a8f98"
 _TIMES = {"compute_s": ("jobs", BLUE), "average_s": ("averaging", ORANGE), "checkpoint_s": ("checkpoint", GREEN),
           "diagnostics_s": ("diagnostics", "#7d4fb0")}
@@ -24,7 +25,8 @@ _SIDES = {"input": "-", "output": "--"}
 class Chart:
     """A figure, and what it shows, for those who do not see it."""
 
-    name: str            # of its PNG file
+    # of its PNG file
+    name: str
     title: str
     alt: str
     figure: Any
@@ -83,7 +85,8 @@ def _time_split(curve: Curve) -> Chart:
         base = [below + more for below, more in zip(base, seconds, strict=True)]
     label(axes, "Where the time went", "seconds")
     axes.legend(ncols=2, fontsize=8, frameon=False, loc="upper left")
-    axes.set_ylim(top=1.3 * max(base))   # room for the legend above the bars
+    # room for the legend above the bars
+    axes.set_ylim(top=1.3 * max(base))
     axes.set_xlabel("outer iteration")
     told = ", ".join(f"{name} {sum(curve.values(key)):.1f} s" for key, (name, _) in _TIMES.items())
     return Chart("time", "Where the time went", f"Seconds of each outer iteration: {told}.", figure)
@@ -99,7 +102,8 @@ def _timeline(curve: Curve, incidents: Sequence[Mapping[str, Any]]) -> Chart:
         axes.axvline(event["elapsed_s"], color="#d5d8dd", linewidth=0.6, zorder=0)
         for job in event["jobs"]:
             colour = _GREY if not job["accepted"] else ORANGE if job["attempt"] > 1 else BLUE
-            shade = 1.0 if event["outer_iter"] % 2 else 0.72   # so that one job can be told from the next
+            # so that one job can be told from the next
+            shade = 1.0 if event["outer_iter"] % 2 else 0.72
             axes.broken_barh([(job["ended_s"] - job["seconds"], job["seconds"])], (lanes[job["worker"]] - 0.38, 0.76),
                              facecolors=colour, alpha=shade, linewidth=0)
     faults = [one for one in incidents if one.get("elapsed_s") and one["what"] in _FAULTS and one["worker"] in lanes]

@@ -9,21 +9,28 @@ from typing import Any
 from ngsgd.pipeline.performance_model.formulas import SampleAdvice
 from ngsgd.pipeline.performance_model.planner import Machine, Prediction, Workload
 
-MAX_OVERHEAD = 0.1    # share of an outer iteration that is not training, above which something is worth changing
-_WORTH_IT = 0.5       # efficiency below which more workers are a waste
+# share of an outer iteration that is not training, above which something is worth changing
+MAX_OVERHEAD = 0.1
+# efficiency below which more workers are a waste
+_WORTH_IT = 0.5
 
 
 @dataclass(frozen=True)
 class Assumptions:
     """What cannot be measured on one machine."""
 
-    slots_per_machine: int       # cores (or GPUs) of a machine of the cluster
-    bandwidth: float             # bytes per second of a machine's link, each way
+    # cores (or GPUs) of a machine of the cluster
+    slots_per_machine: int
+    # bytes per second of a machine's link, each way
+    bandwidth: float
     latency_s: float
     failures_per_worker_hour: float
-    replace_s: float             # until a lost worker is replaced
-    sigma: float | None          # spread of a job's time over the machines; None: as measured here
-    gamma: float | None          # growth of the data needed with samples_per_iter; None: not known
+    # until a lost worker is replaced
+    replace_s: float
+    # spread of a job's time over the machines; None: as measured here
+    sigma: float | None
+    # growth of the data needed with samples_per_iter; None: not known
+    gamma: float | None
     outer_momentum: float        # eta; 0 = plain averaging
 
 
@@ -32,14 +39,20 @@ class Row:
     """What is told about one number of workers."""
 
     workers: int
-    here: Prediction | None      # all workers on this machine; None where that makes no sense
-    there: Prediction            # a core or GPU for each worker
+    # all workers on this machine; None where that makes no sense
+    here: Prediction | None
+    # a core or GPU for each worker
+    there: Prediction
     num_machines: int
-    speed_up: float              # of `there`, over one worker on this machine
+    # of `there`, over one worker on this machine
+    speed_up: float
     speed_up_here: float | None
-    lost: float                  # share of the time lost to failures, as the coordinator deals with them
-    lost_restarting: float       # if any failure made all workers begin the outer iteration again
-    averaging: str               # quickest way to average
+    # share of the time lost to failures, as the coordinator deals with them
+    lost: float
+    # if any failure made all workers begin the outer iteration again
+    lost_restarting: float
+    # quickest way to average
+    averaging: str
     averaging_s: float
     samples: SampleAdvice
 

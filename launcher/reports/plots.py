@@ -58,7 +58,8 @@ def compare(runs: Sequence[tuple[str, Events]], path: Path) -> None:
     for axes in panels[1]:
         label(axes, "Word errors of final models" if decoded else "Held-out frames right", "% of words" if decoded else "%")
     if decoded:
-        panels[1][0].set_ylim(bottom=0.0)   # a difference is seen against the whole
+        # a difference is seen against the whole
+        panels[1][0].set_ylim(bottom=0.0)
     panels[1][1].set_ylabel("")
     panels[1][0].set_xlabel("frames processed (millions)")
     panels[1][1].set_xlabel("seconds of training")
@@ -88,7 +89,8 @@ class Curve:
     """The outer iterations of one run, in order."""
 
     def __init__(self, events: Events) -> None:
-        # a resumed run may have told an outer iteration twice; the later word is the one that was committed
+        # a resumed run may have told an outer iteration twice; the later word is the one that was
+        # committed
         latest = {event["outer_iter"]: event for event in events if event.get("event") == "outer_iteration"}
         self.iterations = [latest[outer_iter] for outer_iter in sorted(latest)]
         self.millions = [event["frames_processed"] / 1e6 for event in self.iterations]
@@ -100,7 +102,8 @@ class Curve:
 
 
 def lines(axes: Any, curve: Curve, what: Mapping[str, tuple[str, str]], scale: float = 1.0) -> None:
-    marker = "o" if len(curve.millions) <= 40 else ""  # a short run is points; dots on a long one are a smear
+    # a short run is points; dots on a long one are a smear
+    marker = "o" if len(curve.millions) <= 40 else ""
     for name, (key, colour) in what.items():
         axes.plot(curve.millions, curve.values(key, scale), color=colour, label=name,
                   linewidth=1.8, marker=marker, markersize=3.5)
@@ -128,7 +131,8 @@ def new_figure(width: float, height: float) -> Any:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width, height), layout="constrained")  # no pyplot: it keeps every figure alive
+    # no pyplot: it keeps every figure alive
+    figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure
 

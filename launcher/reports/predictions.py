@@ -31,7 +31,8 @@ def saved(config: RunConfig) -> tuple[Machine, Workload] | None:
         if (kept["format"], kept["settings"]) != (_FORMAT, settings_key(config)):
             return None
         return Machine.from_json(kept["machine"]), Workload(**kept["workload"])
-    except (OSError, ValueError, KeyError, TypeError):  # none, or of another version: both mean to measure again
+    except (OSError, ValueError, KeyError, TypeError):
+        # none, or of another version: both mean to measure again
         return None
 
 
@@ -83,7 +84,8 @@ class Forecast:
         """None while there is nothing to predict from."""
         config = self._config
         num_workers = config.cluster.num_workers
-        # a cluster is not this machine, and jobs of other lengths or that run ahead are not what was measured
+        # a cluster is not this machine, and jobs of other lengths or that run ahead are not what
+        # was measured
         fits = not config.cluster.address and config.schedule.load_balancing == "none" and not config.outer.overlap
         measured = saved(config) if fits else None
         if measured:

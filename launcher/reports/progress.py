@@ -23,10 +23,13 @@ class ProgressTracker:
                  output_dir: Path | str | None = None) -> None:
         self._quiet = quiet
         self._stream = stream or sys.stdout
-        self._output_dir = output_dir     # where the dashboard's database is; None: there is none
-        self._bar: Any = None             # rich.progress.Progress, on a terminal only
+        # where the dashboard's database is; None: there is none
+        self._output_dir = output_dir
+        # rich.progress.Progress, on a terminal only
+        self._bar: Any = None
         self._legend_told = False
-        self._lock = threading.Lock()     # MLflow's thread reports its troubles here too
+        # MLflow's thread reports its troubles here too
+        self._lock = threading.Lock()
 
     def report(self, message: str) -> None:
         """A stage of the preparation, or anything else worth a line."""
@@ -73,7 +76,8 @@ class ProgressTracker:
                 else:
                     print(text, file=self._stream, flush=True)
             except (OSError, ValueError):
-                self._quiet = True  # the reader has gone (`| head`); training goes on without being watched
+                # the reader has gone (`| head`); training goes on without being watched
+                self._quiet = True
 
     def _advance(self, record: OuterIterationRecord) -> None:
         """Moves the bar; made at the first outer iteration, because only then is the number of them known."""

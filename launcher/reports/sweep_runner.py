@@ -23,7 +23,8 @@ from ngsgd.pipeline.runs.run_folder import RunFolder
 if TYPE_CHECKING:
     import psutil
 
-_LOOK_EVERY_S = 0.1   # a thousandth of a processor; what is larger for less is not seen
+# a thousandth of a processor; what is larger for less is not seen
+_LOOK_EVERY_S = 0.1
 
 
 def trained(settings: Sequence[str], report: Callable[[str], None]) -> list[RunFolder]:
@@ -76,7 +77,8 @@ def _watched(process: subprocess.Popen[bytes]) -> int:
 
     peak = 0
     while process.poll() is None:
-        with contextlib.suppress(psutil.NoSuchProcess):   # it ends while it is looked at
+        # it ends while it is looked at
+        with contextlib.suppress(psutil.NoSuchProcess):
             root = psutil.Process(process.pid)
             peak = max(peak, sum(_resident(one) for one in (root, *root.children(recursive=True))))
         time.sleep(_LOOK_EVERY_S)

@@ -13,9 +13,12 @@ from typing import Any
 from ngsgd.errors import ConfigError
 from ngsgd.launcher.console import version
 
-_NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,45}[a-z0-9])?")  # a DNS label, short enough for what KubeRay appends
-_HEAD = {"cpu": "1", "memory": "4Gi"}      # the coordinator averages; workers train
-_GRACE_S = 60                              # for the outer iteration at hand, when a pod is evicted
+# a DNS label, short enough for what KubeRay appends
+_NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,45}[a-z0-9])?")
+# the coordinator averages; workers train
+_HEAD = {"cpu": "1", "memory": "4Gi"}
+# for the outer iteration at hand, when a pod is evicted
+_GRACE_S = 60
 
 
 @dataclass(frozen=True)
@@ -25,13 +28,16 @@ class Request:
     name: str
     namespace: str
     image: str
-    claim: str          # of a volume that all pods share, mounted at `mount`
+    # of a volume that all pods share, mounted at `mount`
+    claim: str
     mount: str
     num_nodes: int      # worker pods
     cpus_per_node: int
     gpus_per_node: int
-    memory: str         # of a worker pod, as Kubernetes writes it
-    num_retries: int    # when the run or its cluster fails
+    # of a worker pod, as Kubernetes writes it
+    memory: str
+    # when the run or its cluster fails
+    num_retries: int
 
     @classmethod
     def of(cls, options: argparse.Namespace, name: str) -> Request:
@@ -76,7 +82,8 @@ def ray_job(request: Request, words: Sequence[str]) -> dict[str, Any]:
             "entrypoint": shlex.join(_entrypoint(request, words)),
             "shutdownAfterJobFinishes": True,
             "ttlSecondsAfterFinished": 600,
-            "backoffLimit": request.num_retries,   # each with a cluster of its own
+            # each with a cluster of its own
+            "backoffLimit": request.num_retries,
             "runtimeEnvYAML": "env_vars:\n  RAY_JOB_STOP_WAIT_TIME_S: \"60\"\n  OMP_WAIT_POLICY: PASSIVE\n",
             "rayClusterSpec": {
                 "rayVersion": version("ray"),
@@ -113,5 +120,6 @@ def _pod(request: Request, name: str, resources: dict[str, str]) -> dict[str, An
             "securityContext": {"allowPrivilegeEscalation": False},
             "volumeMounts": [{"name": "shared", "mountPath": request.mount}, {"name": "shm", "mountPath": "/dev/shm"}]}],
         "volumes": [{"name": "shared", "persistentVolumeClaim": {"claimName": request.claim}},
-                    # a container's own /dev/shm has 64 MB; parameters and Ray's object store need more
+                    # a container's own /dev/shm has 64 MB; parameters and Ray's object store need
+                    # more
                     {"name": "shm", "emptyDir": {"medium": "Memory"}}]}}

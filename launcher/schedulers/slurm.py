@@ -102,11 +102,14 @@ class Request:
     num_nodes: int
     cpus_per_node: int
     gpus_per_node: int
-    time_limit: str     # as sbatch reads it: minutes, hours:minutes:seconds, days-hours
-    warn_s: int         # before the limit, Slurm asks the run to end
+    # as sbatch reads it: minutes, hours:minutes:seconds, days-hours
+    time_limit: str
+    # before the limit, Slurm asks the run to end
+    warn_s: int
     partition: str
     account: str
-    others: tuple[str, ...] = ()   # further options of sbatch
+    # further options of sbatch
+    others: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, options: argparse.Namespace, name: str) -> Request:

@@ -25,11 +25,13 @@ def tpe(objective: Callable[[Tensor], float], low_D: Tensor, high_D: Tensor, num
     names = [str(index) for index in range(len(low_D))]
     study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=seed, multivariate=False))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)  # of Optuna 2, for what has stayed since
+        # of Optuna 2, for what has stayed since
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
         study.enqueue_trial({name: float((low + high) / 2.0) for name, low, high in zip(names, low_D, high_D, strict=True)})
 
     def one(trial: optuna.Trial) -> float:
         point = [trial.suggest_float(name, float(low), float(high)) for name, low, high in zip(names, low_D, high_D, strict=True)]
         value = objective(torch.tensor(point, dtype=torch.float64))
-        return value if value < float("inf") else 1e9  # a run that diverged is a bad one, and no failure of the study
+        # a run that diverged is a bad one, and no failure of the study
+        return value if value < float("inf") else 1e9
     study.optimize(one, n_trials=num_trials)

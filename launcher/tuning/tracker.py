@@ -36,7 +36,8 @@ class TuneTracker:
                 if key.startswith(("tune.", "schedule.", "optimizer.")):
                     client.log_param(self._run_id, key, masked(str(value)) or "''")
             self._client = client
-        except Exception as error:  # tuning must go on; trials.jsonl has everything
+        except Exception as error:
+            # tuning must go on; trials.jsonl has everything
             self._give_up(error)
 
     def trial(self, trial: SearchTrial) -> None:

@@ -23,10 +23,13 @@ class SpeechSet:
     """Labelled frames of U utterances, with what is said in each and by whom."""
 
     frames: FrameSet                     # normalised, not spliced
-    texts: tuple[tuple[str, ...], ...]   # words of each utterance
+    # words of each utterance
+    texts: tuple[tuple[str, ...], ...]
     speakers: tuple[str, ...]
-    cmvn: CmvnStats | None = None            # what features were normalised by; without statistics: not at all; None: not known
-    raw_TD: Features | None = None       # features before they were, where `cmvn` cannot give them back
+    # what features were normalised by; without statistics: not at all; None: not known
+    cmvn: CmvnStats | None = None
+    # features before they were, where `cmvn` cannot give them back
+    raw_TD: Features | None = None
 
     def __post_init__(self) -> None:
         num_utterances = len(self.frames.utt_ids)

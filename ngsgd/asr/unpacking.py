@@ -18,9 +18,12 @@ import numpy.typing as npt
 
 from ngsgd.files import open_regular
 
-ALWAYS_BYTES = 256 << 20    # unpacked content that is accepted however small the file is
-MAX_RATIO = 64              # beyond that: unpacked bytes per byte of the file; alignments and JSON have 5 to 25
-MAX_MEMBER_BYTES = 64 << 20   # of one recording in an archive; those of FSDD and yesno have 0.1 MB
+# unpacked content that is accepted however small the file is
+ALWAYS_BYTES = 256 << 20
+# beyond that: unpacked bytes per byte of the file; alignments and JSON have 5 to 25
+MAX_RATIO = 64
+# of one recording in an archive; those of FSDD and yesno have 0.1 MB
+MAX_MEMBER_BYTES = 64 << 20
 _CHUNK_BYTES = 1 << 20
 # what tarfile, zipfile and the decompressors raise on damaged or hostile content
 _DAMAGE = (tarfile.TarError, zipfile.BadZipFile, lzma.LZMAError, zlib.error, EOFError, ValueError, KeyError, IndexError,
@@ -67,7 +70,7 @@ def _unpacked(file: BinaryIO, most: int) -> bytes:
     return content.getvalue()
 
 
-# Archives ---------------------------------------------------------------------------------------------
+# Archives -----------------------------------------------------------------------------------------
 
 
 def members(path: Path, suffix: str) -> Iterator[tuple[str, bytes]]:

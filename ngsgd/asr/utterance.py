@@ -7,12 +7,16 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-SAMPLE_RATE_HZ = 8000  # of the corpora that are made here; others have their own (features.sample_rate_hz)
-FRAME_SHIFT = 80       # samples at that rate: 10 ms
-UNALIGNED = -1         # in place of a pdf id, where it is not known
+# of the corpora that are made here; others have their own (features.sample_rate_hz)
+SAMPLE_RATE_HZ = 8000
+# samples at that rate: 10 ms
+FRAME_SHIFT = 80
+# in place of a pdf id, where it is not known
+UNALIGNED = -1
 
 Samples = npt.NDArray[np.int16]
-Audio = Samples | npt.NDArray[np.float32]  # in the range of 16-bit numbers
+# in the range of 16-bit numbers
+Audio = Samples | npt.NDArray[np.float32]
 PdfIds = npt.NDArray[np.int32]
 
 

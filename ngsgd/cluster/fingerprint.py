@@ -26,7 +26,8 @@ from ngsgd.files import read_json, sealed, unsealed, write_text
 from ngsgd.ops import fisher_projection, nonlinearities, packed_gemm
 from ngsgd.ops.kernels import native
 
-_Device = torch.device   # in `Fingerprint` the module's name is a field's
+# in `Fingerprint` the module's name is a field's
+_Device = torch.device
 NO_KERNEL = "none: torch operations"
 OVERRIDE = "--allow-other-bits"
 # environment variables that make MKL, oneDNN, ATen or CUDA run other code
@@ -53,14 +54,20 @@ _SHOWN = 12   # characters of a digest
 class Fingerprint:
     """What decides the bits; an empty field is unknown and equals any."""
 
-    code: str = ""        # SHA-256 of this package's *.py and *.cpp
+    # SHA-256 of this package's *.py and *.cpp
+    code: str = ""
     torch: str = ""       # version
     numpy: str = ""       # version
-    processor: str = ""   # maker, family and model
-    capability: str = ""  # vector instructions that ATen uses: AVX512, AVX2, DEFAULT, ...
-    settings: Mapping[str, str] | None = None       # those of `_SETTINGS` that are set, and torch's own
-    kernels: Mapping[str, str] = field(default_factory=dict)   # C++ file -> source, flags and compiler, or NO_KERNEL
-    device: str = ""      # cpu, or the GPU's name and the version of CUDA
+    # maker, family and model
+    processor: str = ""
+    # vector instructions that ATen uses: AVX512, AVX2, DEFAULT, ...
+    capability: str = ""
+    # those of `_SETTINGS` that are set, and torch's own
+    settings: Mapping[str, str] | None = None
+    # C++ file -> source, flags and compiler, or NO_KERNEL
+    kernels: Mapping[str, str] = field(default_factory=dict)
+    # cpu, or the GPU's name and the version of CUDA
+    device: str = ""
     threads: int = 0      # of one worker
 
     @classmethod

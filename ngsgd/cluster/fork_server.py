@@ -31,7 +31,8 @@ from typing import Any
 
 _PRELOAD = ["ngsgd.cluster.newborn", "__main__", "ngsgd.cluster.worker_process",
             "ngsgd.cluster.preloaded"]
-_GONE_S = 0.5   # in which a fork server that was killed has ended
+# in which a fork server that was killed has ended
+_GONE_S = 0.5
 
 
 class ForkedProcess:
@@ -39,14 +40,18 @@ class ForkedProcess:
 
     def __init__(self, process: ForkServerProcess, theirs: socket.socket) -> None:
         self.pid: int | None = None
-        self.failure = ""           # why it could not be started
-        self.is_orphan = False      # its fork server ended before it could report how this process ended
+        # why it could not be started
+        self.failure = ""
+        # its fork server ended before it could report how this process ended
+        self.is_orphan = False
         self._process = process
-        self._theirs = theirs       # its end of the connection; closed here once it has it
+        # its end of the connection; closed here once it has it
+        self._theirs = theirs
         self._popen: Popen | None = None
         self._code: int | None = None
         self._is_unwanted = False
-        self._is_settled = threading.Event()   # started, or failed to
+        # started, or failed to
+        self._is_settled = threading.Event()
 
     def begin(self) -> None:
         """Asks the fork server, and waits for its answer."""
@@ -55,12 +60,14 @@ class ForkedProcess:
                 with _own_process_groups():
                     self._popen = Popen(self._process)
                 self.pid = self._popen.pid
-        except Exception as error:  # whatever it is, this thread serves the next one
+        except Exception as error:
+            # whatever it is, this thread serves the next one
             self.failure = f"could not be started ({type(error).__name__}: {error})"
         finally:
             self._is_settled.set()
             self._theirs.close()
-        if self._is_unwanted:  # since it was asked for
+        # since it was asked for
+        if self._is_unwanted:
             _kill(self.pid)
 
     def kill(self) -> None:
@@ -96,7 +103,8 @@ class ForkServer:
         self._thread: threading.Thread | None = None
         self._num_begun = 0
         self._num_done = 0
-        self._served = 0     # process id of the fork server that answered last
+        # process id of the fork server that answered last
+        self._served = 0
         self._lock = threading.Lock()
         self._context = get_context("forkserver")
 
@@ -135,9 +143,11 @@ class ForkServer:
                 self._num_done += 1
             if one.pid is not None:
                 self._served = read_process_id()
-            elif one.failure:  # else the next start may ask a fork server that is about to end
+            elif one.failure:
+                # else the next start may ask a fork server that is about to end
                 _wait_until_gone(read_process_id())
-            del one  # with its descriptors, once nobody else needs it
+            # with its descriptors, once nobody else needs it
+            del one
 
 
 @functools.cache
@@ -184,12 +194,14 @@ def _own_process_groups() -> Iterator[None]:
 def _spawn_guarded(path: Any, arguments: Sequence[Any], descriptors: Sequence[int]) -> int:
     """multiprocessing.util.spawnv_passfds, but for a program that ends with this process."""
     *words, program = [os.fsdecode(word) for word in arguments]
-    # the resource tracker ends by itself once all its clients have, and cleans up first: it only must not be stopped
+    # the resource tracker ends by itself once all its clients have, and cleans up first: it only
+    # must not be stopped
     is_tracker = "resource_tracker" in program
     guard = (f"import ctypes, os, signal; ctypes.CDLL(None).prctl(1, {int(signal.SIGCONT if is_tracker else signal.SIGKILL)}); "
              f"os.getppid() == {os.getpid()} or os._exit(1); ")
     guard += "signal.signal(signal.SIGHUP, signal.SIG_IGN); " if is_tracker else ""
     process = subprocess.Popen([*words, guard + program], executable=path, pass_fds=[int(one) for one in descriptors],
                                restore_signals=False, process_group=0)
-    process.returncode = 0  # multiprocessing waits for it; Popen must neither warn nor wait
+    # multiprocessing waits for it; Popen must neither warn nor wait
+    process.returncode = 0
     return process.pid

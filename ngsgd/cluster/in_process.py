@@ -65,7 +65,8 @@ class InProcessPool:
         self._worker.index = job.job % self.num_workers
         try:
             result: JobResult = self._worker.run(job, np_empty, self.should_stop)
-        except DamagedArchiveError as error:  # whether to go on without it is not the pool's business
+        except DamagedArchiveError as error:
+            # whether to go on without it is not the pool's business
             return JobFailure(job, self._worker.index, str(error), False, error)
         return result
 

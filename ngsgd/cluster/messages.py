@@ -80,7 +80,8 @@ class Messages:
         self.connection.close()
 
     def _is_readable(self) -> bool:
-        poll = select.poll()  # select() knows only the first 1024 descriptors
+        # select() knows only the first 1024 descriptors
+        poll = select.poll()
         poll.register(self.connection, select.POLLIN)
         return bool(poll.poll(0))
 

@@ -8,8 +8,10 @@ import functools
 import torch
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3   # of glibc's malloc.h
-_LARGEST_FROM_HEAP = 32 << 20                   # bytes; glibc refuses more
-_KEPT = 1 << 30                                 # bytes of freed memory at the end of the heap
+# bytes; glibc refuses more
+_LARGEST_FROM_HEAP = 32 << 20
+# bytes of freed memory at the end of the heap
+_KEPT = 1 << 30
 
 
 def configure_process(num_threads: int) -> None:
@@ -27,6 +29,7 @@ def keep_freed_memory() -> bool:
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
-    except (AttributeError, OSError, TypeError):   # another C library, another system
+    except (AttributeError, OSError, TypeError):
+        # another C library, another system
         return False
     return bool(mallopt(_M_MMAP_THRESHOLD, _LARGEST_FROM_HEAP) and mallopt(_M_TRIM_THRESHOLD, _KEPT))

@@ -37,13 +37,20 @@ from ngsgd.training.worker import Worker
 from ngsgd.training.worker_pool import Retired
 
 _READ, _WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
-_POLL_S = 0.2     # how often starts that hang are looked for while nothing else goes on
-_PATIENCE = 5.0   # medians of a start's time without being ready: the worker hangs
-_FIRST_DELAY_S, _LONGEST_DELAY_S = 0.05, 60.0  # before another try at a start
-_LAST_LINES = 50  # of a dead worker's log that a failure quotes
-_STATUS_S = 1.0   # for the fork server to report how a process ended that is gone
-_END_S = 5.0      # for a process to end that was killed
-_CLOSE_S = 2.0    # for all of them to end with the pool
+# how often starts that hang are looked for while nothing else goes on
+_POLL_S = 0.2
+# medians of a start's time without being ready: the worker hangs
+_PATIENCE = 5.0
+# before another try at a start
+_FIRST_DELAY_S, _LONGEST_DELAY_S = 0.05, 60.0
+# of a dead worker's log that a failure quotes
+_LAST_LINES = 50
+# for the fork server to report how a process ended that is gone
+_STATUS_S = 1.0
+# for a process to end that was killed
+_END_S = 5.0
+# for all of them to end with the pool
+_CLOSE_S = 2.0
 
 
 def _nothing() -> None:
@@ -57,20 +64,30 @@ class _Slot:
     index: int
     process: ForkedProcess
     messages: Messages
-    delay_s: float = 0.0     # that the process waits before it does anything
-    born: float | None = None  # seconds on the pool's clock; None until the fork server has forked it
+    # that the process waits before it does anything
+    delay_s: float = 0.0
+    # seconds on the pool's clock; None until the fork server has forked it
+    born: float | None = None
     ready: bool = False
-    leaving: bool = False    # its process was told to end, and takes no more jobs
+    # its process was told to end, and takes no more jobs
+    leaving: bool = False
     told_to_stop: bool = False  # the job was
     job: Job | None = None
     places: tuple[SharedRef, ...] = ()
-    ended_because: str = ""  # where that is known
-    killed: float | None = None  # when this pool killed it because it hung, on the pool's clock
-    is_collateral: bool = False  # killed with its fork server, which hung: no failed start of its own
-    predecessor: str = ""    # how the process before this one ended
-    retired: bool = False    # it died too often: nothing comes after it
-    refused: str = ""        # how its fingerprint differs from the run's
-    deaths: list[str] = field(default_factory=list)  # in a row, while starting
+    # where that is known
+    ended_because: str = ""
+    # when this pool killed it because it hung, on the pool's clock
+    killed: float | None = None
+    # killed with its fork server, which hung: no failed start of its own
+    is_collateral: bool = False
+    # how the process before this one ended
+    predecessor: str = ""
+    # it died too often: nothing comes after it
+    retired: bool = False
+    # how its fingerprint differs from the run's
+    refused: str = ""
+    # in a row, while starting
+    deaths: list[str] = field(default_factory=list)
 
     @property
     def is_idle(self) -> bool:
@@ -88,16 +105,19 @@ class ProcessPool:
         self.log_directory = log_directory
         self.make_worker = make_worker
         self.agreement = agreement or Agreement()
-        self.num_discarded = 0       # results that nobody waited for
+        # results that nobody waited for
+        self.num_discarded = 0
         self._vectors = SharedVectors(size)
         self._cells = SharedVectors(2 * num_workers)
         self._slots: list[_Slot] = []
         self._outcomes: list[Outcome] = []
         self._start_s: deque[float] = deque(maxlen=64)
-        self._answers: dict[int, object] = {}       # by worker, to the question that it was asked
+        # by worker, to the question that it was asked
+        self._answers: dict[int, object] = {}
         self._clock = AwakeClock()
         self._fork_server = fork_server()
-        self._under_way: tuple[int | None, float] = (None, 0.0)  # a start, and since when
+        # a start, and since when
+        self._under_way: tuple[int | None, float] = (None, 0.0)
         self._is_starting = True
         self._restarts = Restarts(spec.settings.failure.max_restarts_per_hour)
         self._exchange = exchange_of(spec.settings.cluster, "127.0.0.1") if spec.settings.cluster.exchange == "collective" else None
@@ -128,7 +148,8 @@ class ProcessPool:
 
     def mean(self, results: Sequence[JobResult], weights: Sequence[float]) -> Mean | None:
         if self._exchange is None:
-            return None  # the vectors are here already, and memory is faster than any message
+            # the vectors are here already, and memory is faster than any message
+            return None
         self._poll(0.0)
         return self._exchange.mean(results, weights, self._ask, self._why_lost)
 
@@ -148,7 +169,8 @@ class ProcessPool:
         slot.job, slot.told_to_stop = job, False
         num_places = 1 if job.send == (0, 1) else 1 + job.keep_own
         slot.places = () if self._exchange else tuple(self._vectors.allocate() for _ in range(num_places))
-        with contextlib.suppress(Disconnected):  # it died a moment ago; the next look at it says so
+        # it died a moment ago; the next look at it says so
+        with contextlib.suppress(Disconnected):
             slot.messages.post(JobAssignment(job, slot.places))
 
     def wait(self, timeout_s: float) -> Outcome | None:
@@ -185,7 +207,8 @@ class ProcessPool:
         for slot in self._slots:
             code = slot.process.exit_code(max(0.0, deadline - time.monotonic()))
             if code is None and not slot.process.is_orphan and not slot.process.failure:
-                self._fork_server.end()  # it hangs, and would stay
+                # it hangs, and would stay
+                self._fork_server.end()
             slot.messages.close()
         self._slots = []
         self._vectors.close()
@@ -217,7 +240,8 @@ class ProcessPool:
                 selector.register(slot.messages, _READ | _WRITE if slot.messages.has_unsent else _READ, slot)
             happened = [key.data for key, _ in selector.select(timeout_s)]
         for slot in happened:
-            if self._slots[slot.index] is slot:  # else the death of another one ended it
+            # else the death of another one ended it
+            if self._slots[slot.index] is slot:
                 self._look_at(slot)
 
     def _end_starts_that_hang(self) -> None:
@@ -228,7 +252,8 @@ class ProcessPool:
                 slot.born = self._clock.now + slot.delay_s
             if slot.born is None or slot.ready or slot.ended_because or not self._start_s:
                 continue
-            slack_s = timeout_s * 2 ** len(slot.deaths)  # what was too slow once may be slow rather than dead
+            # what was too slow once may be slow rather than dead
+            slack_s = timeout_s * 2 ** len(slot.deaths)
             if self._clock.now - slot.born > slack_s:
                 self.kill(slot.index, f"was not ready after {slack_s:.1f} s and was killed")
         self._end_fork_server_that_hangs(timeout_s)
@@ -260,7 +285,8 @@ class ProcessPool:
 
     def _look_at(self, slot: _Slot) -> None:
         try:
-            with contextlib.suppress(Disconnected):  # what it said before it died comes first
+            # what it said before it died comes first
+            with contextlib.suppress(Disconnected):
                 slot.messages.flush()
             for message in slot.messages.arrived():
                 self._take(slot, message)
@@ -287,18 +313,22 @@ class ProcessPool:
             self._outcomes.append(message if isinstance(message, JobFailure) else remote(message, self._fetch))
             if isinstance(message, JobFailure):
                 self._release_places(slot)
-            else:  # a job that ended early without being told to: its worker was, by a signal
+            else:
+                # a job that ended early without being told to: its worker was, by a signal
                 slot.leaving = bool(message.remainder) and not slot.told_to_stop
-                if slot.leaving:  # what it had is here, and its machine is wanted back
+                # what it had is here, and its machine is wanted back
+                if slot.leaving:
                     slot.process.kill()
             slot.job, slot.places = None, ()
         elif isinstance(message, NgsgdError):
             raise message
-        elif isinstance(message, Exception):  # it ends now; another try may have more luck, or more memory
+        elif isinstance(message, Exception):
+            # it ends now; another try may have more luck, or more memory
             slot.ended_because = f"could not start ({type(message).__name__}: {message})"
 
     def _died(self, slot: _Slot) -> None:
-        slot.process.kill()  # its connection is closed: if it is still there, it is of no use
+        # its connection is closed: if it is still there, it is of no use
+        slot.process.kill()
         is_known = slot.process.exit_code(_STATUS_S) is not None
         slot.messages.close()
         reason = f"process {slot.process.pid} {slot.ended_because or _how_it_ended(slot.process)}"
@@ -338,7 +368,8 @@ class ProcessPool:
         def silent() -> list[int]:
             return [worker for worker, slot in asked.items() if worker not in self._answers and self._slots[worker] is slot]
         for worker, question in questions.items():
-            with contextlib.suppress(Disconnected):  # the next look at it says so
+            # the next look at it says so
+            with contextlib.suppress(Disconnected):
                 asked[worker].messages.post(question)
         self._clock.catch_up()
         deadline = self._clock.now + timeout_s
@@ -371,7 +402,8 @@ class ProcessPool:
         for ref in slot.places:
             if is_gone:
                 self._vectors.release(ref)
-            else:  # it may still write there
+            else:
+                # it may still write there
                 self._vectors.discard(ref)
         slot.places = ()
 

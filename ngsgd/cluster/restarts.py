@@ -20,7 +20,8 @@ class Restarts:
     def __init__(self, per_hour: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.per_hour = per_hour
         self._clock = clock
-        self._times: dict[int, deque[float]] = defaultdict(deque)  # of the restarts, by worker
+        # of the restarts, by worker
+        self._times: dict[int, deque[float]] = defaultdict(deque)
         self._retired: list[Retired] = []
         self._reported: list[Retired] = []
 

@@ -36,10 +36,13 @@ class WorkerSetup:
     spec: TaskSpec
     index: int
     num_threads: int
-    heartbeats: SharedRef           # a counter per worker, 8 bytes each
-    log: str                   # file that takes its output; empty: where the coordinator writes
+    # a counter per worker, 8 bytes each
+    heartbeats: SharedRef
+    # file that takes its output; empty: where the coordinator writes
+    log: str
     make_worker: MakeWorker = Worker
-    delay_s: float = 0.0       # before it does anything: for one whose predecessors died while they started
+    # before it does anything: for one whose predecessors died while they started
+    delay_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -58,19 +61,23 @@ class JobAssignment:
     places: tuple[SharedRef, ...]
 
 
-STOP = "stop"  # end the job after the minibatch at hand
+# end the job after the minibatch at hand
+STOP = "stop"
 
 
 def serve(connection: socket.socket) -> None:
     """Receives its setup and then jobs from the connection, until the coordinator closes it."""
-    # no worker outlives the coordinator: its parent, the fork server, ends with it.  A fork server that was started by
+    # no worker outlives the coordinator: its parent, the fork server, ends with it.  A fork server
+    # that was started by
     # somebody else has not loaded `newborn`, so this is said again
     _let_fork_server_go()
     die_with_parent(os.getppid())
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the coordinator decides
+    # Ctrl-C reaches the whole terminal; the coordinator decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     messages = Messages(connection)
     try:
-        # not an argument: what a process is started with passes through a pipe, and a large one would block the starter
+        # not an argument: what a process is started with passes through a pipe, and a large one
+        # would block the starter
         setup = messages.receive()
         assert isinstance(setup, WorkerSetup)
         _redirect(setup.log)
@@ -90,13 +97,16 @@ class WorkerProcess:
         self.messages = messages
         self.setup = setup
         self._heartbeats = setup.heartbeats.map().view(np.uint64)
-        self._should_end = False    # SIGTERM: the machine is wanted back
+        # SIGTERM: the machine is wanted back
+        self._should_end = False
         self._is_idle = False
-        self._should_stop = False   # the coordinator wants what there is
+        # the coordinator wants what there is
+        self._should_stop = False
 
     def terminate(self, signum: int, frame: FrameType | None) -> None:
         self._should_end = True
-        if self._is_idle:  # there is nothing to finish, and waiting for a message would go on behind this handler
+        # there is nothing to finish, and waiting for a message would go on behind this handler
+        if self._is_idle:
             sys.exit(0)
 
     def run(self) -> None:
@@ -141,7 +151,8 @@ class WorkerProcess:
             return refs[id(held.vector)]
         try:
             result = worker.run(assignment.job, place if assignment.places else np_empty, self._heartbeat)
-            if not assignment.places:  # who leaves takes nothing along
+            # who leaves takes nothing along
+            if not assignment.places:
                 return result if self._should_end else self._member.keep(result)
             return replace(result, sent=shared(result.sent), own=shared(result.own) if result.own else None)
         except Exception as error:

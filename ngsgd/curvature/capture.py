@@ -30,7 +30,8 @@ from ngsgd.errors import ConfigError, DataError
 
 __all__ = ["Capture", "LayerCall", "Record"]
 
-CACHED = 1 << 21   # floats of derivatives at the layers: eight megabytes
+# floats of derivatives at the layers: eight megabytes
+CACHED = 1 << 21
 Arrival = Callable[[LayerCall, Tensor], None]
 # how a user leaves a layer out, by the argument that there is for it
 LEFT_OUT = {
@@ -76,7 +77,8 @@ class Capture:
         self._handles: list[RemovableHandle] = []
         self._numbers: Counter[str] = Counter()
         self._open: dict[LayerCall, GradientEdge] = {}
-        self._outputs: dict[int, GradientEdge] = {}   # of the whole model, that no derivative has come to
+        # of the whole model, that no derivative has come to
+        self._outputs: dict[int, GradientEdge] = {}
         self._num_outputs = 0
         self._forward = -1
         self._paused = False
@@ -84,7 +86,8 @@ class Capture:
         # vectors through layers of NGSGD would be taken for minibatches
         self._separate = separate and not any("preconditioner" in vars(module) for module in model.modules())
         self._tries = Tries(model, "separate" if self._separate else "once")
-        self._checked: tuple[int, bool] = (-1, False)   # a backward pass, and whether its calls are to be checked
+        # a backward pass, and whether its calls are to be checked
+        self._checked: tuple[int, bool] = (-1, False)
         self.layers = self._chosen()
 
     def __enter__(self) -> Capture:
@@ -199,7 +202,8 @@ class Capture:
         elif before and like.ndim:
             with self.paused():
                 found = mixed_rows(edge, like, before, self._num_samples)
-            # where no layer's rows are those of the output, its leading dimension is not that of samples
+            # where no layer's rows are those of the output, its leading dimension is not that of
+            # samples
             self._judge(found if False in found.values() else {}, "the model's output", N)
 
     def _judge(self, found: dict[LayerCall, bool | None], source: str, num_rows: int) -> None:
@@ -312,13 +316,15 @@ class Capture:
                     self._forward)
         self._numbers[layer] += 1
         self._open[call] = get_gradient_edge(output)
-        seen = weakref.ref(call)   # the graph lives longer than a call, whose input is to go when it has been used
+        # the graph lives longer than a call, whose input is to go when it has been used
+        seen = weakref.ref(call)
         output.register_hook(lambda e_M: self._arrive(seen(), layer, e_M))
         if self._called is not None:
             self._called(call, output)
 
     def _arrive(self, call: LayerCall | None, layer: str, e_M: Tensor) -> None:
-        if self._paused or not self._handles:  # the capture is closed
+        # the capture is closed
+        if self._paused or not self._handles:
             return
         is_due = self._separate and self._is_due()
         edge = None if call is None else self._open.pop(call, None)
@@ -332,6 +338,7 @@ class Capture:
                 found = mixed_rows(edge, e_M, before, self._num_samples)
             N = self.num_samples_of(call)
             self._judge(found, f"layer {layer}", N)
-            self._tries.count(call, N, is_clear=False)   # nobody may ask for the rows of the last layer
+            # nobody may ask for the rows of the last layer
+            self._tries.count(call, N, is_clear=False)
         with torch.no_grad(), without_autocast(e_M.device.type):
             (self._arrived or self._keep)(call, e_M.detach())

@@ -102,7 +102,8 @@ class Collection(Mapping[str, Quantities]):
             if isinstance(self._loss_fn, nn.Module):
                 self._handles = [self._loss_fn.register_forward_pre_hook(self._before_loss),
                                  self._loss_fn.register_forward_hook(self._loss_hook, with_kwargs=True)]
-            self._mode = LossCalls(self._watch_function)   # of a module: the losses that are called besides it
+            # of a module: the losses that are called besides it
+            self._mode = LossCalls(self._watch_function)
             self._mode.__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -150,7 +151,8 @@ class Collection(Mapping[str, Quantities]):
         node = output.grad_fn
         if "moments" in self._of_gradient and node is not None and _is_plain_product(call, node):
             self._by_node.add(call)
-            seen = weakref.ref(call)   # the graph lives longer than a call, whose input is to go when it has been used
+            # the graph lives longer than a call, whose input is to go when it has been used
+            seen = weakref.ref(call)
             node.register_hook(lambda grads, _: self._delivered(seen(), grads[-1]))
 
     def _arrived(self, call: LayerCall, e_M: Tensor) -> None:
@@ -216,7 +218,8 @@ class Collection(Mapping[str, Quantities]):
         self._is_in_loss = True
 
     def _watch_function(self, *args: Any) -> None:
-        if not self._is_in_loss:   # that one comes as a module
+        # that one comes as a module
+        if not self._is_in_loss:
             self._watch(*args)
 
     def _loss_hook(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], value: Tensor) -> None:
@@ -229,7 +232,8 @@ class Collection(Mapping[str, Quantities]):
         if not value.requires_grad or self._capture.is_paused:
             return
         losses.require_fixed(target)
-        outputs = [output]   # let go when it has been used: the hook lives as long as the graph
+        # let go when it has been used: the hook lives as long as the graph
+        outputs = [output]
 
         def before_the_backward_pass(upstream: Tensor) -> None:
             if not self._capture.is_paused and self._capture.open_calls and outputs:

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from ngsgd.errors import ConfigError, DataError
 
-Product = Callable[..., Tensor]   # (name of the product, x, weight, bias) -> y
+# (name of the product, x, weight, bias) -> y
+Product = Callable[..., Tensor]
 Expansion = Callable[[Any, tuple[Any, ...], dict[str, Any], Any, Product], Any]
 
 

@@ -55,7 +55,8 @@ class Convolution:
     kernel: tuple[int, ...]
     stride: tuple[int, ...]
     dilation: tuple[int, ...]
-    padding: tuple[tuple[int, int], ...]  # before and after, of each dimension
+    # before and after, of each dimension
+    padding: tuple[tuple[int, int], ...]
     mode: str
     groups: int
 
@@ -77,8 +78,10 @@ class Convolution:
 class ScaleOffset:
     """The scale and offset behind a normalisation, along dimension 1 or along the last ones."""
 
-    normalise: Callable[[Tensor], Tensor]  # without scale and offset
-    num_last: int                          # how many last dimensions the parameters lie along; 0: dimension 1
+    # without scale and offset
+    normalise: Callable[[Tensor], Tensor]
+    # how many last dimensions the parameters lie along; 0: dimension 1
+    num_last: int
 
     def derivative_rows(self, e_VM: Tensor, num_samples: int) -> Tensor:
         if self.num_last == 0:
@@ -96,7 +99,8 @@ class Table:
     """An embedding."""
 
     num_rows: int
-    padding_index: int | None  # this row gets no gradient
+    # this row gets no gradient
+    padding_index: int | None
 
     def derivative_rows(self, e_VM: Tensor, num_samples: int) -> Tensor:
         return e_VM.reshape(len(e_VM), num_samples, -1, e_VM.shape[-1])
@@ -164,7 +168,8 @@ def refuse_coupled(layer: nn.Module, name: str, left_out_by: str = "layers") -> 
     over_minibatch = isinstance(layer, nn.modules.batchnorm._BatchNorm) and (layer.training or layer.running_mean is None)
     instance = isinstance(layer, nn.modules.instancenorm._InstanceNorm) and layer.track_running_stats and layer.training
     if over_minibatch or instance:
-        # with layers= a layer that is left out would still mix the samples of the others, and so with skip=
+        # with layers= a layer that is left out would still mix the samples of the others, and so
+        # with skip=
         raise ConfigError(f"layer {name or type(layer).__name__} ({type(layer).__name__}) normalises over the minibatch, so no "
                           "sample has a gradient of its own; " + (
                               "call its eval() before the forward pass, which collects with its running statistics."

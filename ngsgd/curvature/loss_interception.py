@@ -62,7 +62,8 @@ class Output:
     def view_to(self, part: Tensor) -> Callable[[Tensor], Tensor] | None:
         """What makes the part of another output of the same layout; None where the part is no view of the output."""
         node = part.grad_fn
-        while node is not None and node is not self._node:   # through views alone: an operation in place has their memory, too
+        # through views alone: an operation in place has their memory, too
+        while node is not None and node is not self._node:
             node = node.next_functions[0][0] if node.name().startswith(_VIEWS) else None
         if node is None or part.untyped_storage().data_ptr() != self._memory:
             return None

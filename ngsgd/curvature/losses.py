@@ -32,7 +32,8 @@ OTHERS = frozenset({
     nn.functional.cosine_embedding_loss, nn.functional.margin_ranking_loss, nn.functional.triplet_margin_loss,
     nn.functional.multi_margin_loss, nn.functional.multilabel_margin_loss, nn.functional.multilabel_soft_margin_loss,
     nn.functional.soft_margin_loss, nn.functional.hinge_embedding_loss,
-})   # second derivative or weight of rows not known
+# second derivative or weight of rows not known
+})
 _SIGNATURES = {function: inspect.signature(function) for function in FUNCTIONS}
 
 
@@ -40,9 +41,13 @@ _SIGNATURES = {function: inspect.signature(function) for function in FUNCTIONS}
 class LossEvaluation:
     """One evaluation of a loss: what its second derivative is made of."""
 
-    output: Tensor      # the network's, as the loss saw it, with its graph
-    classes: bool       # cross-entropy: dimension 1 of the output (the last of a single row per sample) holds the classes
-    weight_R: Tensor    # w_r, also of frames that are masked or ignored (0)
+    # the network's, as the loss saw it, with its graph
+    output: Tensor
+    # cross-entropy: dimension 1 of the output (the last of a single row per sample) holds the
+    # classes
+    classes: bool
+    # w_r, also of frames that are masked or ignored (0)
+    weight_R: Tensor
 
     @property
     def num_samples(self) -> int:
@@ -85,7 +90,8 @@ class LossEvaluation:
     def _second(self) -> Tensor | float:
         return self._curvature_R if self._curvature_R is not None else 2.0
 
-    _curvature_R: Tensor | None = None  # s (1 - s) of binary cross-entropy; None: 2 of the squared error
+    # s (1 - s) of binary cross-entropy; None: 2 of the squared error
+    _curvature_R: Tensor | None = None
 
     def columns(self, num_samples: int, chunk: int) -> Iterator[Tensor]:
         """Blocks of at most `chunk` columns of sqrt(w) S, V x shape of the output; S S^T = H for each sample.
@@ -127,7 +133,8 @@ class LossEvaluation:
             return self.like_output(noise_MR * (2.0**0.5 * scale_R))  # 2 (f - y), y of variance 1/2
         s_R = f.sigmoid()
         y_MR = torch.bernoulli(s_R.expand(M, -1), generator=generator)
-        extra_R = torch.where(self._curvature_R > 0, self._curvature_R / (s_R * (1 - s_R)).clamp(min=1e-30), 0.0)  # pos_weight
+        # pos_weight
+        extra_R = torch.where(self._curvature_R > 0, self._curvature_R / (s_R * (1 - s_R)).clamp(min=1e-30), 0.0)
         return self.like_output((s_R - y_MR) * (scale_R * extra_R.sqrt()))
 
 
@@ -138,7 +145,8 @@ def _drawn(p_RC: Tensor, num_draws: int, generator: torch.Generator | None) -> T
     """
     total_RC = p_RC.cumsum(dim=1, dtype=torch.float64)
     u_RM = torch.rand(len(p_RC), num_draws, dtype=torch.float64, device=p_RC.device, generator=generator)
-    # the first class whose sum is larger, so never one of probability 0; a product may round up to the whole sum
+    # the first class whose sum is larger, so never one of probability 0; a product may round up to
+    # the whole sum
     return torch.searchsorted(total_RC, u_RM * total_RC[:, -1:], right=True).clamp_(max=p_RC.shape[1] - 1)
 
 
@@ -149,7 +157,8 @@ def _class_column(p_NC: Tensor, c: int) -> Tensor:
     """
     after_NJ = p_NC[:, c + 1:]
     r_N = after_NJ.sum(dim=1)
-    tiny = torch.finfo(p_NC.dtype).tiny   # where all that is left has underflowed, the column is 0
+    # where all that is left has underflowed, the column is 0
+    tiny = torch.finfo(p_NC.dtype).tiny
     share_N = (p_NC[:, c] / (p_NC[:, c] + r_N).clamp(min=tiny)).sqrt()
     column_NC = torch.zeros_like(p_NC)
     column_NC[:, c] = share_N * r_N.sqrt()

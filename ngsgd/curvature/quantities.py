@@ -51,13 +51,18 @@ class Accumulators:
     # (backward pass, sample) from which on the last one lies in `found`
     last: dict[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
     num_samples: int = 0
-    B_OO: defaultdict[str, Gram] = field(default_factory=lambda: defaultdict(Gram))   # output factors by signal
-    moment_II: Gram = field(default_factory=Gram)   # of input rows, for all signals
+    # output factors by signal
+    B_OO: defaultdict[str, Gram] = field(default_factory=lambda: defaultdict(Gram))
+    # of input rows, for all signals
+    moment_II: Gram = field(default_factory=Gram)
     num_rows: int = 0                               # of them
-    waiting: Inputs | None = None                   # inputs that are still to be multiplied out
-    A_II: Tensor | None = None                      # their mean, once settled
+    # inputs that are still to be multiplied out
+    waiting: Inputs | None = None
+    # their mean, once settled
+    A_II: Tensor | None = None
     variance: Tensor | None = None
-    is_settled: bool = False                        # no backward pass will follow
+    # no backward pass will follow
+    is_settled: bool = False
 
     def take_inputs(self, inputs: Inputs, sharing: str) -> None:
         """Input rows for the factor A.
@@ -153,7 +158,8 @@ def _moment_of(quantity: str, squares: Tensor, sums: Accumulators,
     if quantity == "second_moment":
         return second
     mean = sums.found["gradient", "sum"] * (scale / N)
-    return second.sub_(mean.square_()).clamp_(min=0.0)  # rounding would leave negative variances
+    # rounding would leave negative variances
+    return second.sub_(mean.square_()).clamp_(min=0.0)
 
 
 def finalize(sums: Accumulators, asked: Sequence[str], options: CollectOptions) -> None:
@@ -177,7 +183,8 @@ def _factors(signal: str, sums: Accumulators, weight: Accumulators | None,
         raise KeyError(signal)
     B_OO = outputs[signal].total() if sums.is_settled else outputs[signal].total().clone()
     if signal == "gradient" and options.reduction == "mean":
-        B_OO = B_OO * sums.num_samples  # e e^T of the empirical Fisher matrix, with one 1/N and not its square
+        # e e^T of the empirical Fisher matrix, with one 1/N and not its square
+        B_OO = B_OO * sums.num_samples
     if weight is not None or not sums.num_rows:
         return Kronecker(B_OO, None)
     return Kronecker(B_OO, sums.moment_II.total() / sums.num_rows if sums.A_II is None else sums.A_II)

@@ -20,15 +20,21 @@ from ngsgd.errors import ConfigError
 class LayerCall:
     """One call of one layer in a forward pass."""
 
-    layer: str              # its name in the model; of an LSTM's products "lstm.ih_l0", "lstm.hh_l0" ..
-    number: int             # of the call of this layer since the capture began, from 0
+    # its name in the model; of an LSTM's products "lstm.ih_l0", "lstm.hh_l0" ..
+    layer: str
+    # of the call of this layer since the capture began, from 0
+    number: int
     kind: Kind
-    weight: str | None      # names of the parameters; None: there is none, or it takes no gradient
+    # names of the parameters; None: there is none, or it takes no gradient
+    weight: str | None
     bias: str | None
-    input: Tensor           # as the layer got it, detached; samples first
-    version: int            # of the input's storage, so that later changes in place are seen
+    # as the layer got it, detached; samples first
+    input: Tensor
+    # of the input's storage, so that later changes in place are seen
+    version: int
     output_shape: torch.Size
-    forward: int = -1       # which call of the whole model it belongs to, from 0; -1: its layers were called one by one
+    # which call of the whole model it belongs to, from 0; -1: its layers were called one by one
+    forward: int = -1
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +44,8 @@ class Record:
     call: LayerCall
     num_samples: int
     input: Tensor           # M x ..
-    derivatives_VM: Tensor  # V x M x .., M the leading dimension of the output; V = 1 for the derivative of the loss
+    # V x M x .., M the leading dimension of the output; V = 1 for the derivative of the loss
+    derivatives_VM: Tensor
 
     @property
     def layer(self) -> str:

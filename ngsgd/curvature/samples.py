@@ -23,13 +23,17 @@ from torch.autograd.graph import GradientEdge, Node
 
 from ngsgd.curvature.records import LayerCall
 
-_TRIES = 3            # a layer whose derivatives are zero (an output layer of zeros) shows nothing; it is not asked for ever
-_ROUNDING = 1e-10     # of squares: a share below it is rounding, a layer that runs once has about 1
+# a layer whose derivatives are zero (an output layer of zeros) shows nothing; it is not asked for
+# ever
+_TRIES = 3
+# of squares: a share below it is rounding, a layer that runs once has about 1
+_ROUNDING = 1e-10
 
 # operations that repeat a smaller input; others, such as stack, may have these shapes by chance
 _BROADCASTING = ("Add", "Sub", "Rsub", "Mul", "Div", "Pow", "Where", "Expand", "Lerp", "Maximum", "Minimum", "MaskedFill", "Atan2")
 
-# by model: how often each (kind of check, layer, dimensions of its input, its rows against those of the first layer) was tried
+# by model: how often each (kind of check, layer, dimensions of its input, its rows against those of
+# the first layer) was tried
 _TRIED: weakref.WeakKeyDictionary[nn.Module, dict[tuple[Any, ...], int]] = weakref.WeakKeyDictionary()
 
 
@@ -39,7 +43,8 @@ class Tries:
     def __init__(self, model: nn.Module, check: str) -> None:
         try:
             self._tried = _TRIED.setdefault(model, {})
-        except TypeError:   # a module with an equality and no hash
+        except TypeError:
+            # a module with an equality and no hash
             self._tried = {}
         self._check = check
 

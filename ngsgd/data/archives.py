@@ -31,10 +31,13 @@ from ngsgd.files import read_json, sealed, sha256, shared_directory, unsealed, w
 __all__ = ["NO_FRAME", "EgsInfo", "archive_name", "diagnostic_name", "prepare_archives", "read_index",
            "spliced_utterances", "write_archives"]
 
-FORMAT_VERSION = 2           # of the files; raise it when they change, so that old ones are not taken for new
+# of the files; raise it when they change, so that old ones are not taken for new
+FORMAT_VERSION = 2
 UTTERANCES = "utterances.json"
-_WORTH_A_PROCESS = 1 << 26   # bytes to write; a process takes about 0.3 s to start
-_ROWS_AT_ONCE = 1 << 20      # of features, when they are looked through
+# bytes to write; a process takes about 0.3 s to start
+_WORTH_A_PROCESS = 1 << 26
+# of features, when they are looked through
+_ROWS_AT_ONCE = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -48,13 +51,18 @@ class EgsInfo:
     right_context: int
     feature_dim: int
     num_classes: int
-    num_frames: int              # all frames with a class and a weight, each once
+    # all frames with a class and a weight, each once
+    num_frames: int
     num_examples: list[int]      # of each archive
-    num_rows: list[list[int]]    # of each archive: frames that a pass over it meets, for each place of an example
+    # of each archive: frames that a pass over it meets, for each place of an example
+    num_rows: list[list[int]]
     has_weights: bool
-    silence_classes: list[int]   # for the shares of silence in diagnostics; may be empty
-    sha256: dict[str, str]       # of every other file in the directory
-    side_dim: int = 0            # of what goes beside a spliced frame
+    # for the shares of silence in diagnostics; may be empty
+    silence_classes: list[int]
+    # of every other file in the directory
+    sha256: dict[str, str]
+    # of what goes beside a spliced frame
+    side_dim: int = 0
 
     @property
     def num_inputs(self) -> int:
@@ -108,7 +116,8 @@ def _check_shapes(info: EgsInfo, directory: Path) -> None:
             beside = file["side"].shape[1] if file.get("side") is not None else 0
             has_weights = file.get("weight") is not None
         except (OSError, FormatError, KeyError):
-            continue   # a damaged archive is reported when it is read, by its number
+            # a damaged archive is reported when it is read, by its number
+            continue
         if (*shapes, beside, has_weights) != ((num_examples, width, info.feature_dim), (num_examples, info.frames_per_eg),
                                               info.side_dim, info.has_weights):
             raise ValueError(f"it does not fit {archive_name(number)}")
@@ -161,7 +170,8 @@ def write_archives(train: FrameSet, valid: FrameSet, config: EgsConfig, *, num_c
                    groups: Sequence[str] = (), silence_classes: Sequence[int] = ()) -> None:
     """Fills `directory` with archives, the two fixed diagnostic subsets and the index; a function of its inputs alone."""
     train, valid = (_weighted(_checked(frames, num_classes), config.silence_weight, silence_classes) for frames in (train, valid))
-    random = np.random.default_rng(0)  # the order on disk; every reading shuffles again with the run's seed
+    # the order on disk; every reading shuffles again with the run's seed
+    random = np.random.default_rng(0)
     source = shuffled(train, random, left_context=config.left_context, right_context=config.right_context,
                       frames_per_eg=config.frames_per_eg)
     _require_room(directory, len(source.first_E) * source.example_bytes)

@@ -20,8 +20,10 @@ import numpy.typing as npt
 from ngsgd.data.frames import FrameSet
 from ngsgd.data.storage import write_arrays
 
-NO_FRAME = -1            # class of the places of an example that lie beyond the end of its utterance
-PIECE_BYTES = 1 << 25    # of features in memory at once; large enough for few seeks, small beside any machine's memory
+# class of the places of an example that lie beyond the end of its utterance
+NO_FRAME = -1
+# of features in memory at once; large enough for few seeks, small beside any machine's memory
+PIECE_BYTES = 1 << 25
 
 Ints = npt.NDArray[np.int64]
 
@@ -32,7 +34,8 @@ class ArchiveEntry:
 
     sha256: str
     num_examples: int
-    num_rows: list[int]   # frames with a class and a weight, for each place of an example
+    # frames with a class and a weight, for each place of an example
+    num_rows: list[int]
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,8 @@ class ExampleSource:
     left_context: int
     right_context: int
     frames_per_eg: int
-    side_RS: npt.NDArray[np.float32] | None = None   # as `Side` has them
+    # as `Side` has them
+    side_RS: npt.NDArray[np.float32] | None = None
     side_T: npt.NDArray[np.int32] | None = None
 
     @property
@@ -59,7 +63,8 @@ class ExampleSource:
     def example_bytes(self) -> int:
         """Of one example in an archive."""
         per_frame = 4 if self.weight_T is None else 8
-        if self.side_RS is not None:  # the worst case: a row for each frame
+        # the worst case: a row for each frame
+        if self.side_RS is not None:
             per_frame += 4 + 4 * int(self.side_RS.shape[1])
         return 4 * self.window * int(self.features_TD.shape[1]) + per_frame * self.frames_per_eg + 4
 

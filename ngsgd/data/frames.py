@@ -18,7 +18,8 @@ class Side:
     """What a model gets beside the features of a frame and its context, such as an i-vector; many frames share a row of it."""
 
     rows_RS: npt.NDArray[np.float32]
-    row_T: npt.NDArray[np.int32]         # the row of each frame
+    # the row of each frame
+    row_T: npt.NDArray[np.int32]
 
     @property
     def dim(self) -> int:
@@ -29,11 +30,15 @@ class Side:
 class FrameSet:
     """Frames of U utterances laid end to end, each frame with the class it should be recognised as."""
 
-    features_TD: npt.NDArray[np.float32]  # not spliced; may be memory-mapped; context is added at reading time
-    pdf_T: npt.NDArray[np.int32]          # class (HMM state) of each frame
-    offsets: npt.NDArray[np.int64]        # U + 1 entries; utterance u is rows offsets[u]:offsets[u + 1]
+    # not spliced; may be memory-mapped; context is added at reading time
+    features_TD: npt.NDArray[np.float32]
+    # class (HMM state) of each frame
+    pdf_T: npt.NDArray[np.int32]
+    # U + 1 entries; utterance u is rows offsets[u]:offsets[u + 1]
+    offsets: npt.NDArray[np.int64]
     utt_ids: tuple[str, ...]
-    weight_T: npt.NDArray[np.float32] | None = None  # of each frame in the objf; 0 masks a frame; None: all weigh 1
+    # of each frame in the objf; 0 masks a frame; None: all weigh 1
+    weight_T: npt.NDArray[np.float32] | None = None
     side: Side | None = None
 
     def __post_init__(self) -> None:

@@ -26,15 +26,18 @@ from ngsgd.files import open_regular
 
 Array = npt.NDArray[Any]
 
-# how content of other kinds begins; kaldiio reads the first five of these, by unpickling in the first case
+# how content of other kinds begins; kaldiio reads the first five of these, by unpickling in the
+# first case
 _FOREIGN = {
     b"PKL": "a Python pickle", b"NPY": "a NumPy array of kaldiio", b"AUDIO": "audio of kaldiio", b"RIFF": "wav audio",
     b"fLaC": "flac audio", b"\x93NUMPY": "a NumPy file", b"PK\x03\x04": "a zip archive", b"\x1f\x8b": "gzip data",
     b"\x80": "a Python pickle",
 }
 _LONGEST_KEY = 4096
-_MAX_BEYOND = 3                     # Kaldi lets a row range end up to this many rows after the last one
-_PER_LEVEL_16 = np.float32(1.52590218966964e-05)   # 1/65535, with the digits of Kaldi's source
+# Kaldi lets a row range end up to this many rows after the last one
+_MAX_BEYOND = 3
+# 1/65535, with the digits of Kaldi's source
+_PER_LEVEL_16 = np.float32(1.52590218966964e-05)
 _INT_VECTOR = np.dtype([("size", "u1"), ("value", "<i4")])
 
 
@@ -42,7 +45,7 @@ class KaldiFormatError(ValueError):
     """The content is not an object of Kaldi's that is read here; the message is the reason."""
 
 
-# Sources ----------------------------------------------------------------------------------------------
+# Sources ------------------------------------------------------------------------------------------
 
 
 class Source:
@@ -122,7 +125,7 @@ class Source:
             raise KaldiFormatError(f"its header asks for {size} bytes, and {self.left} follow")
 
 
-# Places -----------------------------------------------------------------------------------------------
+# Places -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -131,7 +134,8 @@ class Place:
 
     file: str
     offset: int = 0
-    rows: tuple[int, int] | None = None     # first and last, counted from 0
+    # first and last, counted from 0
+    rows: tuple[int, int] | None = None
     columns: tuple[int, int] | None = None
 
     def resolve(self, folder: Path) -> Path:
@@ -208,7 +212,7 @@ def open_source(path: Path, offset: int = 0) -> Iterator[Source]:
         yield source
 
 
-# Objects ----------------------------------------------------------------------------------------------
+# Objects ------------------------------------------------------------------------------------------
 
 
 def read_object(source: Source) -> Array:
@@ -273,7 +277,8 @@ def _read_compressed(source: Source, kind: bytes) -> Array:
         raise KaldiFormatError(f"its header has the size {num_rows} x {num_columns}")
     if kind != b"CM":
         dtype, top = ("<u2", 65535.0) if kind == b"CM2" else ("u1", 255.0)
-        step = np.float32(span * (1.0 / top))   # in double, as in Kaldi
+        # in double, as in Kaldi
+        step = np.float32(span * (1.0 / top))
         return np.float32(low) + source.array(dtype, num_rows, num_columns).astype(np.float32) * step
     if not num_rows:
         return np.empty((0, 0), np.float32)
@@ -321,7 +326,8 @@ def _read_text(source: Source) -> Array:
 def _numbers(line: bytes, dtype: type[np.float32] | type[np.int32]) -> Array:
     try:
         fields = line.decode("ascii").split()
-        if "_" in line.decode("ascii"):    # Python's digit separator is no number of Kaldi's
+        # Python's digit separator is no number of Kaldi's
+        if "_" in line.decode("ascii"):
             raise ValueError("_ in a number")
         wide = np.array(fields, np.float64 if dtype is np.float32 else np.int64)
     except (ValueError, OverflowError) as error:

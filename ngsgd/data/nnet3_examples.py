@@ -20,8 +20,10 @@ from ngsgd.data.kaldi_objects import Source, open_source, read_float_object
 from ngsgd.errors import DataError
 from ngsgd.files import new_file
 
-_ESCAPE = 127       # in place of a time difference: n, t and x follow in full
-_MAX_STEP = 124     # of times, in one byte
+# in place of a time difference: n, t and x follow in full
+_ESCAPE = 127
+# of times, in one byte
+_MAX_STEP = 124
 
 
 @dataclass(frozen=True)
@@ -29,12 +31,14 @@ class Nnet3Example:
     """Consecutive labelled frames with their context."""
 
     key: str
-    features_WD: npt.NDArray[np.float32]   # from frame -left_context on
+    # from frame -left_context on
+    features_WD: npt.NDArray[np.float32]
     left_context: int
     pdf_F: npt.NDArray[np.int32]           # of frames 0 to F - 1
     weight_F: npt.NDArray[np.float32]
     num_classes: int
-    ivector_S: npt.NDArray[np.float32] | None = None   # one for all frames
+    # one for all frames
+    ivector_S: npt.NDArray[np.float32] | None = None
 
 
 def write_nnet3_examples(path: Path, examples: Iterable[Nnet3Example]) -> int:
@@ -64,7 +68,7 @@ def read_nnet3_examples(path: Path) -> Iterator[Nnet3Example]:
                         "again.") from error
 
 
-# Writing --------------------------------------------------------------------------------------------------------------
+# Writing ------------------------------------------------------------------------------------------
 
 
 def _encoded(example: Nnet3Example) -> bytes:
@@ -94,7 +98,7 @@ def _int(value: int) -> bytes:
     return b"\4" + struct.pack("<i", value)
 
 
-# Reading --------------------------------------------------------------------------------------------------------------
+# Reading ------------------------------------------------------------------------------------------
 
 
 def _decoded(key: str, source: Source) -> Nnet3Example:

@@ -9,7 +9,8 @@ from typing import TypeVar
 
 Item = TypeVar("Item")
 
-_LOOK_S = 0.1  # how often the thread looks whether anybody still reads
+# how often the thread looks whether anybody still reads
+_LOOK_S = 0.1
 
 
 class _End:
@@ -47,7 +48,8 @@ def _make(items: Iterator[Item], ready: queue.Queue[Item | _End], unwanted: thre
         for item in items:
             if not _put(ready, item, unwanted):
                 return
-    except BaseException as error:  # whatever it is, it belongs to whoever reads
+    except BaseException as error:
+        # whatever it is, it belongs to whoever reads
         end = _End(error)
     _put(ready, end, unwanted)
 

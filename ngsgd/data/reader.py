@@ -30,7 +30,8 @@ from ngsgd.errors import DamagedArchiveError, DataError
 from ngsgd.files import read_json, sha256
 from ngsgd.schedules import Shard
 
-_MASKS = 1  # tells the numbers drawn for masks from those drawn for the order
+# tells the numbers drawn for masks from those drawn for the order
+_MASKS = 1
 
 
 class Minibatch(NamedTuple):
@@ -38,19 +39,24 @@ class Minibatch(NamedTuple):
 
     x_ND: Tensor                    # float32
     pdf_N: Tensor                   # int64
-    weight_N: Tensor | None = None  # float32, above 0: of each frame in the objf; None: all weigh 1
+    # float32, above 0: of each frame in the objf; None: all weigh 1
+    weight_N: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class Example:
     """Consecutive frames of one utterance with their context, as an archive holds them."""
 
-    features_WD: npt.NDArray[np.float32]     # W = left context + F + right context
-    pdf_F: npt.NDArray[np.int32]             # NO_FRAME beyond the end of the utterance
+    # W = left context + F + right context
+    features_WD: npt.NDArray[np.float32]
+    # NO_FRAME beyond the end of the utterance
+    pdf_F: npt.NDArray[np.int32]
     weight_F: npt.NDArray[np.float32]
     utt_id: str
-    group: str                               # such as its speaker; empty if none was given
-    side_FS: npt.NDArray[np.float32] | None = None   # what goes beside each frame
+    # such as its speaker; empty if none was given
+    group: str
+    # what goes beside each frame
+    side_FS: npt.NDArray[np.float32] | None = None
 
 
 class EgsReader:
@@ -83,7 +89,8 @@ class EgsReader:
                 minibatch = rows.minibatch(order_N[begin:begin + size], pin_memory)
                 if masks is not None:
                     drawn = np.random.default_rng((seed, outer_iter, job, number, _MASKS))
-                    windows_ND = minibatch.x_ND[:, :self.info.num_spliced]   # what goes beside them has no frames
+                    # what goes beside them has no frames
+                    windows_ND = minibatch.x_ND[:, :self.info.num_spliced]
                     mask_windows(windows_ND, rows.width, masks, drawn, out=windows_ND)
                 yield minibatch
         return ahead(made(), prefetch)
@@ -160,7 +167,8 @@ class EgsReader:
         return path
 
 
-# Files of this process whose checksum was right: path, inode, size and time of change.  Whatever replaces or edits a file
+# Files of this process whose checksum was right: path, inode, size and time of change.  Whatever
+# replaces or edits a file
 # in the usual ways changes one of these.
 _VERIFIED: set[tuple[str, int, int, int]] = set()
 

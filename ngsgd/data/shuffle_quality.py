@@ -24,7 +24,8 @@ from ngsgd.data.reader import EgsReader
 
 Floats = npt.NDArray[np.float64]
 
-_BOUND = 5.0   # standard deviations; a well-mixed directory is called ill-mixed once in a million
+# standard deviations; a well-mixed directory is called ill-mixed once in a million
+_BOUND = 5.0
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,8 @@ class Mixing:
     num_values: int        # K
     entropy_A: Floats      # nats
     expected_A: Floats     # of a random order
-    deviation_A: Floats    # standard deviation of a random order's
+    # standard deviation of a random order's
+    deviation_A: Floats
     divergence_A: Floats   # 1 = a random order
 
     @property

@@ -23,7 +23,8 @@ Array = npt.NDArray[Any]
 
 _DTYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F64": np.dtype("<f8"), "I32": np.dtype("<i4"), "I64": np.dtype("<i8")}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-_ALIGNMENT = 8  # of the data: the header is filled up with spaces
+# of the data: the header is filled up with spaces
+_ALIGNMENT = 8
 
 
 class FormatError(Exception):

@@ -37,8 +37,10 @@ class Target:
 class Assignment:
     """What one process writes."""
 
-    arrays: dict[str, dict[str, Any]]   # name in `ExampleSource` to file, dtype, shape and offset
-    numbers: dict[str, int]             # the other fields of `ExampleSource`
+    # name in `ExampleSource` to file, dtype, shape and offset
+    arrays: dict[str, dict[str, Any]]
+    # the other fields of `ExampleSource`
+    numbers: dict[str, int]
     targets: list[Target]
 
 
@@ -57,7 +59,8 @@ def write_in_processes(source: ExampleSource, targets: Sequence[Target], num_wri
             processes.append(_start(Assignment(arrays, numbers, share)))
         return [entry for process in processes for entry in _answer(process)]
     finally:
-        for process in processes:  # whoever still writes when one has failed writes for nobody
+        # whoever still writes when one has failed writes for nobody
+        for process in processes:
             process.kill()
             process.communicate()
 
@@ -65,7 +68,8 @@ def write_in_processes(source: ExampleSource, targets: Sequence[Target], num_wri
 def _start(assignment: Assignment) -> subprocess.Popen[bytes]:
     process = subprocess.Popen([sys.executable, "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError):  # it has died already; `_answer` says so
+    # it has died already; `_answer` says so
+    with contextlib.suppress(BrokenPipeError):
         process.stdin.write(json.dumps(asdict(assignment)).encode() + b"\n")
         process.stdin.flush()
     return process

@@ -28,7 +28,8 @@ class Adjoint:
 
     def __init__(self, dw_P: Tensor, groups: Sequence[slice], dtype: torch.dtype) -> None:
         self.dw_P, self.dv_P, self._groups = dw_P.clone(), torch.zeros_like(dw_P), groups
-        self.z_P = dw_P.new_empty(len(dw_P), dtype=dtype)   # what the derivative of the direction is multiplied by
+        # what the derivative of the direction is multiplied by
+        self.z_P = dw_P.new_empty(len(dw_P), dtype=dtype)
         size = CHUNK if dw_P.device.type == "cpu" else 512 * CHUNK
         self._chunks_G = [[slice(first, min(first + size, group.stop)) for first in range(group.start, group.stop, size)]
                           for group in groups]

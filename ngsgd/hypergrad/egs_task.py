@@ -19,7 +19,8 @@ from ngsgd.hypergrad.training_task import Batch, MinibatchIndex, ModuleTask
 from ngsgd.models.statistics import model_for
 from ngsgd.schedules import DropoutSchedule, Shard
 
-_SEGMENTS_KEPT = 2  # jobs whose minibatches stay in memory: the one that is run, and its successor
+# jobs whose minibatches stay in memory: the one that is run, and its successor
+_SEGMENTS_KEPT = 2
 
 
 class EgsTask(ModuleTask):

@@ -22,10 +22,14 @@ from torch import Tensor
 from ngsgd.errors import DivergenceError, ReversalError
 from ngsgd.hypergrad import fused
 
-POSITION_BITS = 48    # of the fraction: resolution 4e-15
-VELOCITY_BITS = 44    # c stays in (2^-52, 2^-44], so the velocity's resolution is 6e-14 or finer
+# of the fraction: resolution 4e-15
+POSITION_BITS = 48
+# c stays in (2^-52, 2^-44], so the velocity's resolution is 6e-14 or finer
+VELOCITY_BITS = 44
 SPILL_BITS = 8
-_LIMIT = 1 << 62      # of x and u: |w| below 2^14, |v| below 2^10 at the least; wrapped numbers would be undone exactly too
+# of x and u: |w| below 2^14, |v| below 2^10 at the least; wrapped numbers would be undone exactly
+# too
+_LIMIT = 1 << 62
 _START = 2.0 ** -VELOCITY_BITS
 _FLOOR = 2.0 ** -(VELOCITY_BITS + SPILL_BITS)
 _WORD = 1 << 64
@@ -46,7 +50,8 @@ class _Step:
     before: Digest
     scale_G: tuple[float, ...]    # c before the step
     gamma_G: tuple[float, ...]
-    shift_G: tuple[int, ...]      # bytes that u lost (above 0) or gained (below)
+    # bytes that u lost (above 0) or gained (below)
+    shift_G: tuple[int, ...]
 
 
 class ExactMomentum:
@@ -195,7 +200,7 @@ class ExactMomentum:
         """What was put aside, in bytes."""
         return sum(part.numel() * part.element_size() for parts in self._spills for part in parts)
 
-    # Layers of the velocity -------------------------------------------------------------------------------------------
+    # Layers of the velocity -----------------------------------------------------------------------
 
     def _decay(self, index: int, gamma: float) -> tuple[float, int]:
         """(the new c, bytes that u lost): the multiplication by gamma."""
@@ -209,7 +214,8 @@ class ExactMomentum:
             self._put_aside(index, (u_P & 255).to(torch.uint8))
             u_P >>= SPILL_BITS
             scale, shift = scale * 256.0, shift + 1
-        while scale > _START:  # gamma above 1: the digits that come in are zeros, and nothing need be kept
+        # gamma above 1: the digits that come in are zeros, and nothing need be kept
+        while scale > _START:
             self._require_room(index, u_P)
             u_P <<= SPILL_BITS
             scale, shift = scale / 256.0, shift - 1
@@ -237,7 +243,7 @@ class ExactMomentum:
         except IndexError:
             raise ReversalError(self.num_steps, "what was put aside there is missing") from None
 
-    # Arithmetic over the vector ---------------------------------------------------------------------------------------
+    # Arithmetic over the vector -------------------------------------------------------------------
 
     def _add_gradient(self, grad_P: Tensor, gamma_G: Sequence[float], sign: int) -> int:
         """u += sign rint(g (1 - gamma) / c); returns the sum of u."""

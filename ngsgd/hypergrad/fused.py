@@ -15,7 +15,9 @@ from torch import Tensor
 
 from ngsgd.ops.kernels import native
 
-CHUNK = 1 << 17     # elements; a quarter of it was slower (9.7 ms a step against 7.4 for 2 M parameters); scratch of 2 MB
+# elements; a quarter of it was slower (9.7 ms a step against 7.4 for 2 M parameters); scratch of 2
+# MB
+CHUNK = 1 << 17
 _LIMIT = float(1 << 62)
 _UNIT = 2.0 ** -48  # of a position
 _SOURCE = Path(native.__file__).with_name("reversible_momentum.cpp")
@@ -51,12 +53,14 @@ class Eager:
     """In torch operations, a chunk at a time, with scratch memory that is kept."""
 
     def __init__(self, device: torch.device) -> None:
-        self._size = CHUNK if device.type == "cpu" else 512 * CHUNK  # on a GPU a call costs more than memory does
+        # on a GPU a call costs more than memory does
+        self._size = CHUNK if device.type == "cpu" else 512 * CHUNK
         self._real = torch.empty(0, dtype=torch.float64, device=device)
         self._whole = torch.empty(0, dtype=torch.int64, device=device)
 
     def add_scaled(self, u_P: Tensor, grad_P: Tensor, factor: float, sign: int) -> int | None:
-        if not math.isfinite(float(grad_P.sum())):  # on some processors NaN becomes 0, which looks like any other number
+        # on some processors NaN becomes 0, which looks like any other number
+        if not math.isfinite(float(grad_P.sum())):
             return None
         sums, ends = [], []
         for u_C, grad_C in zip(u_P.split(self._size), grad_P.split(self._size), strict=True):
@@ -75,7 +79,8 @@ class Eager:
             sums.append(x_C.sum())
             w_C.copy_(x_C).mul_(_UNIT)
             squares.append(torch.dot(w_C, w_C))
-        # a norm within the range is that of weights within it, and quicker to have than the largest of them
+        # a norm within the range is that of weights within it, and quicker to have than the largest
+        # of them
         fits = float(torch.stack(squares).sum()) < (_LIMIT * _UNIT) ** 2 or _in_range(x_P)
         return int(torch.stack(sums).sum()) if fits else None
 

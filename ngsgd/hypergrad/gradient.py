@@ -223,7 +223,8 @@ class _Run:
 
     def _mean(self, outer_iter: int, ends_NP: Sequence[Tensor]) -> Tensor:
         if len(ends_NP) == 1:
-            return ends_NP[0]  # bit for bit, also where a share times a weight would round
+            # bit for bit, also where a share times a weight would round
+            return ends_NP[0]
         return torch.from_numpy(mean_of_chunk([end_P.numpy() for end_P in ends_NP], self._shares(outer_iter), np.s_[:]))
 
     def _by_weights(self, outer_iter: int, dw_P: Tensor) -> Tensor:

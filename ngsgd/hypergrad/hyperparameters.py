@@ -19,14 +19,20 @@ class HyperparameterPlan:
     then, over all layers, to `max_param_change` (L2 norms; 0 = none).  Each job starts with velocity 0.
     """
 
-    lr_TG: Tensor                 # of a job, on the task's loss; at least 0
-    momentum_TG: Tensor           # at least 0; with 0 anywhere there is no cheap way back
-    l2_G: Tensor                  # adds l2 / 2 |w|^2 to the task's loss
-    init_scale_G: Tensor          # multiplies the task's starting parameters
+    # of a job, on the task's loss; at least 0
+    lr_TG: Tensor
+    # at least 0; with 0 anywhere there is no cheap way back
+    momentum_TG: Tensor
+    # adds l2 / 2 |w|^2 to the task's loss
+    l2_G: Tensor
+    # multiplies the task's starting parameters
+    init_scale_G: Tensor
     max_change_G: Tensor
     max_param_change: Tensor      # 0-d
-    averaging_ON: Tensor          # weights of the jobs in each average; normalised to sum to one
-    data_weights: Tensor | None = None  # handed to the task's loss
+    # weights of the jobs in each average; normalised to sum to one
+    averaging_ON: Tensor
+    # handed to the task's loss
+    data_weights: Tensor | None = None
 
     def __post_init__(self) -> None:
         (num_steps, num_layers), num_iters = self.lr_TG.shape, len(self.averaging_ON)
@@ -86,14 +92,20 @@ class HyperparameterPlan:
 class HypergradientReport:
     """How a hypergradient was come by, and whether to believe it."""
 
-    engine: str              # store, checkpoint or reversible
+    # store, checkpoint or reversible
+    engine: str
     why: str                 # this engine
-    preconditioner: str      # none; exact; constant: what it owes to the weights is left out, so the gradient is approximate
-    exact: bool              # the derivative of what was computed, up to rounding
-    digest_ok: bool          # every step was undone to the bits of the forward pass; true too where nothing had to be undone
-    adjoint_growth: float    # |d loss / d log lr| over the first tenth of the steps to that over the last tenth
+    # none; exact; constant: what it owes to the weights is left out, so the gradient is approximate
+    preconditioner: str
+    # the derivative of what was computed, up to rounding
+    exact: bool
+    # every step was undone to the bits of the forward pass; true too where nothing had to be undone
+    digest_ok: bool
+    # |d loss / d log lr| over the first tenth of the steps to that over the last tenth
+    adjoint_growth: float
     spill_bytes: int
-    state_bytes: int         # all that was kept for the way back, spills included
+    # all that was kept for the way back, spills included
+    state_bytes: int
     seconds_forward: float
     seconds_reverse: float
 
@@ -116,7 +128,8 @@ class HyperGrad:
     max_param_change: Tensor
     averaging_ON: Tensor
     data_weights: Tensor | None
-    start: dict[str, Tensor]   # by the task's starting parameters
+    # by the task's starting parameters
+    start: dict[str, Tensor]
     report: HypergradientReport
 
     def by(self, plan: HyperparameterPlan, inputs: Tensor) -> Tensor:

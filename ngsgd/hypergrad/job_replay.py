@@ -120,7 +120,8 @@ class Linearized(Protocol):
 @dataclass
 class _AutogradLinearized:
     direction_P: Tensor
-    graphs: list[Tensor]   # of each parameter's gradient
+    # of each parameter's gradient
+    graphs: list[Tensor]
     leaves: list[Tensor]
     flat: Flat
 
@@ -176,7 +177,8 @@ class PlainGradients:
         leaves = [part.detach().requires_grad_() for part in self.flat.unflatten(w_P)]
         weights = None if data_weights is None else data_weights.detach().requires_grad_()
         found = torch.autograd.grad(self._loss(leaves, place, weights), leaves, create_graph=True, allow_unused=True)
-        # a parameter without effect on the gradients would leave no graph: adding 0 w keeps every one in it
+        # a parameter without effect on the gradients would leave no graph: adding 0 w keeps every
+        # one in it
         graphs = [p * 0.0 if one is None else one for one, p in zip(found, leaves, strict=True)]
         direction_P = (self.forward(w_P, place, data_weights) if self.recomputes
                        else self.flat.flatten([graph.detach() for graph in graphs]))
@@ -186,10 +188,12 @@ class PlainGradients:
     def _loss(self, leaves: Sequence[Tensor], place: MinibatchIndex,
               data_weights: Tensor | None) -> Tensor:
         seed = place.seed(self.task.seed)
-        torch.default_generator.manual_seed(seed)  # torch.manual_seed would also note a traceback for GPUs that are not in use
+        # torch.manual_seed would also note a traceback for GPUs that are not in use
+        torch.default_generator.manual_seed(seed)
         if leaves[0].is_cuda:
             torch.cuda.manual_seed(seed)
-        with twice_differentiable():   # on both ways, whose gradients must have the same bits
+        # on both ways, whose gradients must have the same bits
+        with twice_differentiable():
             return self.task.loss(dict(zip(self.flat.names, leaves, strict=True)), place, data_weights)
 
 

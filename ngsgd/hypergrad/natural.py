@@ -31,7 +31,8 @@ from ngsgd.preconditioners.online import OnlineNaturalGradient, PreconditionCont
 class Factors:
     """One layer's preconditioner at one minibatch."""
 
-    in_RI: Tensor | None   # None: rows stay as they are
+    # None: rows stay as they are
+    in_RI: Tensor | None
     out_RO: Tensor | None
     scale: float
     has_bias: bool

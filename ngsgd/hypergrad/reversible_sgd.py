@@ -17,7 +17,8 @@ from ngsgd.hypergrad.exact_momentum import ExactMomentum
 from ngsgd.hypergrad.step_limits import Shortened, shorten
 from ngsgd.optim.sgd import components, require_non_negative, set_options
 
-_NUM_LOOKED_AT = 256  # elements of one parameter in each step; a look at all would cost a tenth of the step
+# elements of one parameter in each step; a look at all would cost a tenth of the step
+_NUM_LOOKED_AT = 256
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,8 @@ class ReversibleSGD(torch.optim.Optimizer):
         self._engine = engine
         self.exact = self._exact()
         self._taken: list[_Taken] = []
-        self._versions: list[int] = []  # of the parameters as the last step wrote them
+        # of the parameters as the last step wrote them
+        self._versions: list[int] = []
 
     def _exact(self) -> ExactMomentum:
         """Position and velocity 0 at the parameters as they are."""
@@ -99,7 +101,8 @@ class ReversibleSGD(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         if not self.exact.num_steps:
-            self.exact = self._exact()  # the weights may have been loaded or initialized since
+            # the weights may have been loaded or initialized since
+            self.exact = self._exact()
         elif changed := self._changed():
             raise ConfigError(f"{changed} was changed by others since the last step, and ReversibleSGD would undo that; load "
                               "the state of this optimizer, too, or make a new one after setting the weights.")
@@ -156,7 +159,8 @@ class ReversibleSGD(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__({key: value for key, value in state.items() if key != "_state_dict"})
-        if "_state_dict" in state:  # else torch's load_state_dict calls this
+        # else torch's load_state_dict calls this
+        if "_state_dict" in state:
             self.exact = self._exact()
             self.load_state_dict(state["_state_dict"])
 
@@ -195,7 +199,8 @@ class ReversibleSGD(torch.optim.Optimizer):
             p.copy_(part.view_as(p))
         self._versions = [p._version for p in self._params]
 
-    # Nesterov: the parameters are the point that momentum leads to, so a step moves them by lr (momentum v - (1 - momentum) g)
+    # Nesterov: the parameters are the point that momentum leads to, so a step moves them by lr
+    # (momentum v - (1 - momentum) g)
 
     def _move(self, taken: _Taken, grad_P: Tensor) -> None:
         rate_G = taken.shortened.rates(taken.lr_G)
@@ -219,7 +224,8 @@ def _packed(taken: _Taken) -> tuple[Any, ...]:
 
 
 def _unpacked(taken: Any) -> _Taken:
-    if isinstance(taken, _Taken):  # of an earlier version
+    # of an earlier version
+    if isinstance(taken, _Taken):
         return taken
     lr_G, momentum_G, decay_G, shortened, grad_P = taken
     return _Taken(lr_G, momentum_G, decay_G, Shortened(*shortened), grad_P)

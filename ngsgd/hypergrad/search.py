@@ -18,26 +18,37 @@ from ngsgd.errors import DivergenceError
 from ngsgd.hypergrad.hyperparameters import HyperGrad, HypergradientReport, HyperparameterPlan
 from ngsgd.hypergrad.search_space import HyperSpace
 
-REVERSE_COST = 3.2   # measured: docs/tuning.md
-_BACK_OFF = 0.5      # of the coarse search's best rate: gradients near the edge of stability say little
+# measured: docs/tuning.md
+REVERSE_COST = 3.2
+# of the coarse search's best rate: gradients near the edge of stability say little
+_BACK_OFF = 0.5
 _GROW, _SHRINK = 1.2, 0.7
-_WINDOW = 4          # steps that stood, the highest of which the next must be below
-_RADIUS = 0.5        # of the first step, in logarithms: the number whose slope is steepest moves by a factor of 1.6
-_MEMORY = 0.5        # of the means of slopes and of their squares
-_FLOOR = 0.1         # share of the steepest number's slope below which a slope counts as small
+# steps that stood, the highest of which the next must be below
+_WINDOW = 4
+# of the first step, in logarithms: the number whose slope is steepest moves by a factor of 1.6
+_RADIUS = 0.5
+# of the means of slopes and of their squares
+_MEMORY = 0.5
+# share of the steepest number's slope below which a slope counts as small
+_FLOOR = 0.1
 
 
 @dataclass(frozen=True)
 class SearchTrial:
     """One run of the proxy."""
 
-    kind: str            # coarse, descent or transfer
-    cost: float          # plain runs so far, this one included
-    value: float         # validation loss; inf where it diverged
+    # coarse, descent or transfer
+    kind: str
+    # plain runs so far, this one included
+    cost: float
+    # validation loss; inf where it diverged
+    value: float
     theta: tuple[float, ...]
-    accepted: bool       # the best so far, from which the descent went on
+    # the best so far, from which the descent went on
+    accepted: bool
     report: HypergradientReport | None = None
-    norm: float = 0.0    # of the hypergradient, where it was computed
+    # of the hypergradient, where it was computed
+    norm: float = 0.0
 
 
 @dataclass
@@ -146,7 +157,8 @@ def _descend_once(search: SearchResult, evaluate: Evaluate, theta_D: Tensor, bud
         found = evaluated.gradient()
         search.spent += REVERSE_COST
         slope_D = _slope(space, theta_D, found)
-        unit_D = slope_D / slope_D.norm().clamp(min=1e-30)  # sizes grow near the edge of stability, and mean nothing there
+        # sizes grow near the edge of stability, and mean nothing there
+        unit_D = slope_D / slope_D.norm().clamp(min=1e-30)
         mean_D = _MEMORY * mean_D + (1.0 - _MEMORY) * unit_D
         squares_D = _MEMORY * squares_D + (1.0 - _MEMORY) * unit_D.square()
         direction_D = _direction(space, mean_D, squares_D, found.report)

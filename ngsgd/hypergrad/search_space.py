@@ -18,7 +18,8 @@ from ngsgd.errors import ConfigError
 from ngsgd.hypergrad.hyperparameters import HyperparameterPlan
 
 PARTS = ("schedule", "layer_lr", "l2", "momentum", "max_change", "init_scale")
-_TINY_L2 = 1e-6  # where l2 is tuned from 0: a logarithm needs somewhere to begin
+# where l2 is tuned from 0: a logarithm needs somewhere to begin
+_TINY_L2 = 1e-6
 
 
 @dataclass(frozen=True)

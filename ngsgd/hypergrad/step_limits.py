@@ -12,7 +12,8 @@ class Shortened(NamedTuple):
 
     layer_G: tuple[float, ...]  # 1: not limited
     model: float
-    norm_G: tuple[float, ...]   # of the velocities, where there are limits
+    # of the velocities, where there are limits
+    norm_G: tuple[float, ...]
 
     def rates(self, lr_G: Sequence[float]) -> list[float]:
         """What each layer's velocity is multiplied by."""
@@ -30,7 +31,8 @@ def shorten(norms_G: Sequence[float], lr_G: Sequence[float], max_change_G: Seque
 class MoveAdjoint(NamedTuple):
     """The derivative by w + S s_l lr_l v_l, dw, brought to what it is made of."""
 
-    by_change_G: tuple[float, ...]    # lr_l v_l has the derivative by_change_l dw_l - by_velocity_l v_l
+    # lr_l v_l has the derivative by_change_l dw_l - by_velocity_l v_l
+    by_change_G: tuple[float, ...]
     by_velocity_G: tuple[float, ...]
     lr_G: list[float]
     max_change_G: list[float]
@@ -40,14 +42,16 @@ class MoveAdjoint(NamedTuple):
 def move_adjoint(products_G: Sequence[float], lr_G: Sequence[float], shortened: Shortened) -> MoveAdjoint:
     """`products_G`: <dw_l, v_l>.  Where a layer's limit holds, its change has a fixed length and its learning rate no effect."""
     S, s_G, n_G = shortened.model, shortened.layer_G, shortened.norm_G
-    # S < 1: unit vector e = s lr v / total of all layers, d_limit = <e, dw>, and what is handed on is dw' = S (dw - d_limit e)
+    # S < 1: unit vector e = s lr v / total of all layers, d_limit = <e, dw>, and what is handed on
+    # is dw' = S (dw - d_limit e)
     total = math.sqrt(sum((s * lr * n) ** 2 for s, lr, n in zip(s_G, lr_G, n_G, strict=True))) if S < 1.0 else 1.0
     d_model = sum(s * lr * p for s, lr, p in zip(s_G, lr_G, products_G, strict=True)) / total if S < 1.0 else 0.0
     change_G, velocity_G, d_lr_G, d_limit_G = [], [], [], []
     for product, lr, s, n in zip(products_G, lr_G, s_G, n_G, strict=True):
         along = S * d_model * s * lr / total        # of v in dw'
         inner = S * product - along * n * n         # <dw', v>
-        d_limit = inner / n if s < 1.0 else 0.0     # <v / n, dw'>, and then s (dw' - d_limit v / n)
+        # <v / n, dw'>, and then s (dw' - d_limit v / n)
+        d_limit = inner / n if s < 1.0 else 0.0
         change_G.append(s * S)
         velocity_G.append(s * (along + d_limit / n) if s < 1.0 else along)
         d_lr_G.append(inner if s == 1.0 else 0.0)

@@ -22,7 +22,8 @@ class MinibatchIndex(NamedTuple):
 
     outer_iter: int
     job: int
-    step: int  # within the outer iteration
+    # within the outer iteration
+    step: int
 
     def seed(self, run_seed: int) -> int:
         """For torch's generator."""
@@ -91,7 +92,8 @@ class ModuleTask:
         return torch.stack(losses).sum() / len(losses)
 
     def _call(self, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
-        # copies, so that running statistics are the same at every minibatch, on the way there and back
+        # copies, so that running statistics are the same at every minibatch, on the way there and
+        # back
         buffers = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
         output: Tensor = torch.func.functional_call(self.module, {**parameters, **buffers}, (x,))
         return output
@@ -115,7 +117,8 @@ class Flat:
     names: tuple[str, ...]
     shapes: tuple[torch.Size, ...]
     layer_names: tuple[str, ...]
-    groups: tuple[slice, ...]  # of the vector, by layer
+    # of the vector, by layer
+    groups: tuple[slice, ...]
 
     @classmethod
     def of(cls, task: TrainingTask) -> Flat:

@@ -28,7 +28,8 @@ def build(config: ModelConfig, *, num_inputs: int, num_classes: int, window: Win
     factory = find(config)
     sizes = {"num_inputs": num_inputs, "num_classes": num_classes, "left_context": window.left_context,
              "right_context": window.right_context, "feature_dim": window.feature_dim, "seed": seed}
-    if window.side_dim:  # most modules have never heard of it
+    # most modules have never heard of it
+    if window.side_dim:
         sizes["side_dim"] = window.side_dim
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -76,7 +77,8 @@ def _found_first(folder: str) -> Iterator[None]:
     try:
         yield
     finally:
-        with suppress(ValueError):  # the module may have changed the list
+        # the module may have changed the list
+        with suppress(ValueError):
             sys.path.remove(folder)
         if not was_there:
             sys.path.append(folder)

@@ -12,7 +12,8 @@ from torch import nn
 from ngsgd.config import ModelConfig
 from ngsgd.models.layers import PNorm, normalization
 
-Layer = OrderedDict[str, nn.Module]   # the modules of one hidden layer, by their names in the model
+# the modules of one hidden layer, by their names in the model
+Layer = OrderedDict[str, nn.Module]
 
 
 def dnn_layers(config: ModelConfig, num_inputs: int) -> tuple[list[Layer], int]:
@@ -26,7 +27,8 @@ def dnn_layers(config: ModelConfig, num_inputs: int) -> tuple[list[Layer], int]:
         width = config.hidden_dim if config.kind == "relu" else config.hidden_dim // config.pnorm_group
         layer[f"{config.normalize}{number}"] = normalization(config, width)
         if config.dropout_schedule:
-            layer[f"dropout{number}"] = nn.Dropout(0.0)  # the proportion follows the schedule, in each job
+            # the proportion follows the schedule, in each job
+            layer[f"dropout{number}"] = nn.Dropout(0.0)
         layers.append(layer)
     return layers, width
 

@@ -17,7 +17,8 @@ from ngsgd.models.growth_stages import Stage
 from ngsgd.models.subclasses import split_rows
 from ngsgd.models.tdnn import TimeDelayNetwork
 
-_REMADE_STDDEV = 0.1  # of the output layer after a layer was put before it, over sqrt(inputs); Kaldi's nnet-insert
+# of the output layer after a layer was put before it, over sqrt(inputs); Kaldi's nnet-insert
+_REMADE_STDDEV = 0.1
 
 Make = Callable[[Layer], nn.Module]
 
@@ -28,7 +29,8 @@ class Split:
 
     modules: Layer
     targets: tuple[int, ...]
-    scales: tuple[float, ...] = ()   # of each class, that follow the layer; none if empty
+    # of each class, that follow the layer; none if empty
+    scales: tuple[float, ...] = ()
 
 
 class StagedModel(nn.Module):
@@ -48,7 +50,8 @@ class StagedModel(nn.Module):
             for name, module in part.items():
                 self.add_module(name, module)
         self.stage = Stage(len(layers), split is not None)
-        self._networks: dict[Stage, nn.Module] = {}  # of the same modules, so they need no place in the state dict
+        # of the same modules, so they need no place in the state dict
+        self._networks: dict[Stage, nn.Module] = {}
 
     def at(self, stage: Stage) -> nn.Module:
         """The network of a stage; its modules are this model's own, under their own names."""

@@ -17,8 +17,10 @@ from ngsgd.errors import ConfigError
 class Stage:
     """What of a model is in use."""
 
-    num_layers: int         # hidden ones, from the input on
-    is_split: bool = False  # the output layer has sub-classes
+    # hidden ones, from the input on
+    num_layers: int
+    # the output layer has sub-classes
+    is_split: bool = False
 
 
 @dataclass(frozen=True)
@@ -26,10 +28,13 @@ class Stages:
     """The stage of every outer iteration, and which of them are early ones."""
 
     num_layers: int = 1
-    add_layers_period: int = 0         # outer iterations between two additions; 0: all layers from the start
-    first_split: int | None = None     # the first outer iteration with sub-classes
+    # outer iterations between two additions; 0: all layers from the start
+    add_layers_period: int = 0
+    # the first outer iteration with sub-classes
+    first_split: int | None = None
     minibatch_size: int = 0
-    halves_early: bool = False         # A6's rules for early outer iterations
+    # A6's rules for early outer iterations
+    halves_early: bool = False
 
     @classmethod
     def of(cls, model: ModelConfig, schedule: ScheduleConfig, num_outer_iters: int) -> Stages:
@@ -51,7 +56,8 @@ class Stages:
     def at(self, outer_iter: int) -> Stage:
         """The stage in which an outer iteration trains; before the first it is that of the first."""
         num_layers = self.num_layers
-        if self.add_layers_period:  # the second layer comes with outer iteration 1, as in Kaldi
+        # the second layer comes with outer iteration 1, as in Kaldi
+        if self.add_layers_period:
             num_layers = min(num_layers, 2 + (outer_iter - 1) // self.add_layers_period if outer_iter > 0 else 1)
         return Stage(num_layers, self.first_split is not None and outer_iter >= self.first_split)
 

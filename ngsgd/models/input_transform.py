@@ -23,8 +23,10 @@ class ClassStatistics:
     """Of rows that have classes; float64."""
 
     count_P: Array
-    total_DD: Array     # covariance of all rows
-    between_DD: Array   # covariance of the class means, weighted by their counts
+    # covariance of all rows
+    total_DD: Array
+    # covariance of the class means, weighted by their counts
+    between_DD: Array
     mean_D: Array
 
 

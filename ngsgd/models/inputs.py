@@ -14,7 +14,8 @@ class Window(NamedTuple):
     left_context: int     # frames
     right_context: int    # frames
     feature_dim: int      # of one frame
-    side_dim: int = 0     # of what is not spliced, such as an i-vector; at the end of the row
+    # of what is not spliced, such as an i-vector; at the end of the row
+    side_dim: int = 0
 
     @property
     def num_inputs(self) -> int:
@@ -25,5 +26,6 @@ class Window(NamedTuple):
 class DataStatistics:
     """What a model takes from the training examples before the first minibatch (`ngsgd.models.statistics`)."""
 
-    class_counts: tuple[float, ...] = ()        # frames of each class
+    # frames of each class
+    class_counts: tuple[float, ...] = ()
     input_transform: Tensor | None = None       # outputs x inputs + 1

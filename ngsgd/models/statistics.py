@@ -26,7 +26,8 @@ from ngsgd.models.inputs import DataStatistics, Window
 from ngsgd.schedules import Shard
 
 _ROWS_AT_ONCE = 8192
-_FORMAT = 1  # raise it when the same settings would give other numbers
+# raise it when the same settings would give other numbers
+_FORMAT = 1
 
 
 def model_for(config: RunConfig, reader: EgsReader) -> nn.Module:
@@ -113,7 +114,8 @@ def _read(path: Path, num_classes: int) -> DataStatistics | None:
         arrays = load_file(path)
         with safe_open(path, framework="np") as file:
             expected = (file.metadata() or {}).get(DIGEST)
-    except (OSError, SafetensorError):  # not there, or damaged: made again either way
+    except (OSError, SafetensorError):
+        # not there, or damaged: made again either way
         return None
     if expected is not None and expected != _digest(arrays):
         return None

@@ -13,8 +13,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-_MIN_POSTERIOR = 1e-20  # Kaldi's floor on what the logarithm is taken of
-_PERTURBATION = 0.01    # standard deviation of what tells two halves of a row apart
+# Kaldi's floor on what the logarithm is taken of
+_MIN_POSTERIOR = 1e-20
+# standard deviation of what tells two halves of a row apart
+_PERTURBATION = 0.01
 
 
 def split_targets(counts: Sequence[float], num_subclasses: int, power: float = 0.25, min_count: float = 10.0) -> list[int]:

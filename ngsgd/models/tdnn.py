@@ -42,8 +42,10 @@ class Splice(NamedTuple):
 class FramePlan(NamedTuple):
     """How a network computes certain output frames, on one device."""
 
-    needed: Tensor                        # which frames of a row's window, or of an utterance, it needs
-    splices: list[tuple[Splice, ...]]     # of each time layer
+    # which frames of a row's window, or of an utterance, it needs
+    needed: Tensor
+    # of each time layer
+    splices: list[tuple[Splice, ...]]
 
 
 class TimeLayer(nn.Module):
@@ -197,7 +199,8 @@ class TimeDelayNetwork(nn.Sequential):
 def _rest(config: ModelConfig) -> nn.Sequential:
     modules: OrderedDict[str, nn.Module] = OrderedDict(nonlinearity=nn.ReLU(), normalize=normalization(config, config.hidden_dim))
     if config.dropout_schedule:
-        modules["dropout"] = nn.Dropout(0.0)  # the proportion follows the schedule, in each job
+        # the proportion follows the schedule, in each job
+        modules["dropout"] = nn.Dropout(0.0)
     return nn.Sequential(modules)
 
 

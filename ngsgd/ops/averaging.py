@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from ngsgd.errors import DataError
 
-CHUNK = 1 << 15  # elements; the float64 copies stay in the cache
+# elements; the float64 copies stay in the cache
+CHUNK = 1 << 15
 
 
 class AveragingError(DataError, ValueError):
@@ -107,7 +108,8 @@ def pool_variances(model: npt.NDArray[Any], vectors: Sequence[npt.NDArray[Any]],
 
 def mean_of_chunk(vectors: Sequence[npt.NDArray[Any]], shares: Sequence[float], part: slice) -> npt.NDArray[np.float64]:
     """The mean of one part of the vectors in float64; `shares` sum to one."""
-    # converted first: a Python float times float32 stays float32, and NumPy is slow at converting as it multiplies
+    # converted first: a Python float times float32 stays float32, and NumPy is slow at converting
+    # as it multiplies
     total: npt.NDArray[np.float64] = vectors[0][part].astype(np.float64)
     total *= shares[0]
     for share, vector in zip(shares[1:], vectors[1:], strict=True):

@@ -34,12 +34,16 @@ import numpy.typing as npt
 Vector = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
 Codec = Literal["bf16", "int8", "e3m0"]
-ROW_LENGTH = 1024   # elements that share a peak: 4 bytes for 1024 elements
-_CHUNK = 1 << 15    # elements worked on at a time, whole rows; the temporary copies stay in the cache
+# elements that share a peak: 4 bytes for 1024 elements
+ROW_LENGTH = 1024
+# elements worked on at a time, whole rows; the temporary copies stay in the cache
+_CHUNK = 1 << 15
 
-# what the 4 bits mean, in peaks: a sign bit and 0, 2^-6 .. 2^0; two to a byte, the first element in the low bits
+# what the 4 bits mean, in peaks: a sign bit and 0, 2^-6 .. 2^0; two to a byte, the first element in
+# the low bits
 _E3M0 = np.array([sign * level for sign in (1.0, -1.0) for level in (0.0, *(2.0 ** (e - 7) for e in range(1, 8)))], np.float32)
-_E3M0_PAIRS = np.stack([np.tile(_E3M0, 16), np.repeat(_E3M0, 16)], axis=1).view(np.uint64)[:, 0]  # looked up as one number
+# looked up as one number
+_E3M0_PAIRS = np.stack([np.tile(_E3M0, 16), np.repeat(_E3M0, 16)], axis=1).view(np.uint64)[:, 0]
 _INT8 = (np.arange(256, dtype=np.uint8).view(np.int8) / 127.0).astype(np.float32)
 
 
@@ -49,9 +53,11 @@ class Encoded:
 
     codec: Codec
     size: int                    # elements
-    rows: int | tuple[int, ...]  # length of every row but the last, or of each
+    # length of every row but the last, or of each
+    rows: int | tuple[int, ...]
     codes: Bytes
-    peaks: Vector                # one per row; none for bf16
+    # one per row; none for bf16
+    peaks: Vector
 
     @property
     def nbytes(self) -> int:
@@ -118,7 +124,8 @@ class ErrorFeedback:
     def __init__(self, codec: Codec, *, rows: int | Sequence[int] = ROW_LENGTH) -> None:
         self.codec: Codec = codec
         self.rows = rows
-        self.error: Vector | None = None   # move minus decoded, over all moves so far; None before the first
+        # move minus decoded, over all moves so far; None before the first
+        self.error: Vector | None = None
 
     def encode(self, move: Vector) -> Encoded:
         """The move and what is owed, encoded; what that loses is owed next.  A refused move changes nothing."""
@@ -138,7 +145,8 @@ def _to_bf16(vector: Vector) -> Bytes:
     for first in range(0, len(vector), _CHUNK):
         part = slice(first, first + _CHUNK)
         bits = vector[part].view(np.uint32)
-        # the upper half, and one more if the lower half is more than its half; ties go to the even number
+        # the upper half, and one more if the lower half is more than its half; ties go to the even
+        # number
         rounded = (bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)) >> 16
         # what rounds up to infinity is the largest number instead: it was finite
         codes[part] = rounded - ((rounded & 0x7FFF) == 0x7F80)
@@ -153,9 +161,11 @@ def _int8_codes(in_peaks: Vector) -> Bytes:
 def _e3m0_codes(in_peaks: Vector) -> Bytes:
     bits = in_peaks.view(np.uint32)
     magnitude = bits & np.uint32(0x7FFFFFFF)
-    # adding half a mantissa carries into the exponent from 1.5 on, where the next power of two is the nearer one
+    # adding half a mantissa carries into the exponent from 1.5 on, where the next power of two is
+    # the nearer one
     exponent = (magnitude + np.uint32(1 << 22)) >> 23
-    level = np.maximum(exponent, np.uint32(120)) - np.uint32(120)   # 2^-6, with biased exponent 121, is level 1
+    # 2^-6, with biased exponent 121, is level 1
+    level = np.maximum(exponent, np.uint32(120)) - np.uint32(120)
     # below that the neighbour is zero, and nearer only below 2^-7
     level += (level == 0) & (magnitude >= np.uint32(120 << 23))
     codes: Bytes = (level | ((bits >> 31) << 3)).astype(np.uint8)
@@ -164,13 +174,15 @@ def _e3m0_codes(in_peaks: Vector) -> Bytes:
 
 def _two_to_a_byte(codes: Bytes) -> Bytes:
     pairs = codes.view("<u2")
-    packed: Bytes = (pairs | (pairs >> 4)).astype(np.uint8)  # the upper byte goes
+    # the upper byte goes
+    packed: Bytes = (pairs | (pairs >> 4)).astype(np.uint8)
     return packed
 
 
 def _peaks(vector: Vector, lengths: npt.NDArray[np.int64]) -> Vector:
     peaks = np.zeros(len(lengths), np.float32)
-    filled = lengths > 0   # reduceat would give an empty row the first element of the next
+    # reduceat would give an empty row the first element of the next
+    filled = lengths > 0
     starts = (np.cumsum(lengths) - lengths)[filled]
     if len(starts):
         peaks[filled] = np.maximum.reduceat(np.abs(vector), starts)

@@ -22,7 +22,8 @@ from ngsgd.ops import gemm
 from ngsgd.ops.kernels import native
 from ngsgd.ops.packed_gemm import PackedMatrix
 
-PROCESSORS = ("AVX512", "AVX2")   # as torch names what they can do; the C++ is written for these
+# as torch names what they can do; the C++ is written for these
+PROCESSORS = ("AVX512", "AVX2")
 SOURCE = Path(__file__).with_name("kernels") / "fisher_projection.cpp"
 _Squares = ctypes.c_double * 2
 
@@ -30,10 +31,12 @@ _Squares = ctypes.c_double * 2
 class Projection(NamedTuple):
     """What comes of it; the last three are None where Xhat was not asked for."""
 
-    sum_sq: Tensor | float              # tr X X^T: a number on the host, 0-d on a device that must not be waited for
+    # tr X X^T: a number on the host, 0-d on a device that must not be waited for
+    sum_sq: Tensor | float
     H_NR: Tensor                        # X W^T
     Xhat_ND: Tensor | PackedMatrix | None = None   # X - H W, not yet rescaled
-    one_hat_N: Tensor | None = None     # its last column, where a 1 was appended
+    # its last column, where a 1 was appended
+    one_hat_N: Tensor | None = None
     sum_sq_hat: Tensor | float | None = None
 
 

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from ngsgd.ops.kernels import native
 
-MIN_PRODUCTS = 1 << 21   # multiplications; below, a call of oneDNN costs as much as it saves
+# multiplications; below, a call of oneDNN costs as much as it saves
+MIN_PRODUCTS = 1 << 21
 BLOCK_ROWS = 256       # rows
 thread_buffers = threading.local()
 
@@ -61,8 +62,10 @@ def sub_matmul(c_MN: Tensor, a_MK: Tensor, b_KN: Tensor, scratch: Tensor | None 
     if not _is_for_onednn(a_MK, b_KN) or not c_MN.is_contiguous() or c_MN.dtype != a_MK.dtype:
         return torch.addmm(c_MN, a_MK, b_KN, alpha=-1, out=scratch)
     b_KN = _plain(b_KN)
-    if a_MK.numel() < b_KN.numel():   # the sign goes to the smaller
-        a_MK = torch.neg(a_MK, out=a_MK.new_empty(a_MK.shape))   # by rows, which is quicker
+    # the sign goes to the smaller
+    if a_MK.numel() < b_KN.numel():
+        # by rows, which is quicker
+        a_MK = torch.neg(a_MK, out=a_MK.new_empty(a_MK.shape))
     else:
         b_KN = -b_KN
     if scratch is not c_MN:
@@ -98,7 +101,8 @@ def add_mm(total_MN: Tensor, a_MK: Tensor, b_KN: Tensor, *, keep: float, scale: 
     """total <- keep total + scale a b."""
     if not _is_for_onednn(a_MK, b_KN):
         torch.addmm(total_MN, a_MK, b_KN, beta=keep, alpha=scale, out=total_MN)
-    elif keep == 0.0:   # total may hold anything
+    elif keep == 0.0:
+        # total may hold anything
         torch.mul(mm(a_MK, b_KN), scale, out=total_MN)
     else:
         total_MN.mul_(keep).add_(mm(a_MK, b_KN), alpha=scale)
@@ -130,7 +134,8 @@ def _copied(x: Tensor, which: str) -> Tensor:
     """In memory that is kept: new copies at every step leave holes in the heap."""
     kept: Tensor | None = getattr(thread_buffers, which, None)
     if kept is None or kept.numel() < x.numel():
-        with torch.inference_mode(False):   # else it could be written to in that mode alone
+        # else it could be written to in that mode alone
+        with torch.inference_mode(False):
             kept = x.new_empty(x.numel())
         setattr(thread_buffers, which, kept)
     return kept[:x.numel()].view(x.shape).copy_(x)

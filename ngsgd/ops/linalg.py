@@ -15,7 +15,8 @@ from torch import Tensor
 from ngsgd.errors import DivergenceError
 from ngsgd.ops import gemm
 
-_BLOCK = 256   # rows of a triangular matrix that are multiplied at a time
+# rows of a triangular matrix that are multiplied at a time
+_BLOCK = 256
 
 
 def damped_inverse(factor_DD: Tensor, damping: float, *, overwrite: bool = False) -> Tensor:
@@ -28,9 +29,11 @@ def damped_inverse(factor_DD: Tensor, damping: float, *, overwrite: bool = False
         factor_DD.diagonal().add_(damping)
         root_DD, failure = torch.linalg.cholesky_ex(factor_DD)
         if not bool(failure):
-            torch.cholesky_inverse(root_DD, out=factor_DD.mT)   # by columns, as LAPACK writes
+            # by columns, as LAPACK writes
+            torch.cholesky_inverse(root_DD, out=factor_DD.mT)
             return factor_DD
-        damping = 0.0   # it is in the factor
+        # it is in the factor
+        damping = 0.0
     # the transpose of what is symmetric lies row by row, and so need not be copied to
     return torch.cholesky_inverse(damped_cholesky(factor_DD, damping)).to(factor_DD.dtype).mT
 
@@ -126,7 +129,8 @@ def less_upper_product(Q_DD: Tensor, t_DD: Tensor) -> None:
 
     By torch's products, which take a part of a matrix where it lies; oneDNN's would copy it.
     """
-    for first in range(0, len(Q_DD), _BLOCK):   # from above: of Q the rows of the block and those below, which are old still
+    # from above: of Q the rows of the block and those below, which are old still
+    for first in range(0, len(Q_DD), _BLOCK):
         rows = slice(first, first + _BLOCK)
         Q_DD[rows, first:].sub_(t_DD[rows, first:] @ Q_DD[first:, first:])
 

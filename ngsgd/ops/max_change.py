@@ -14,10 +14,14 @@ from torch import Tensor
 class Limits(NamedTuple):
     """What may be applied of a proposed change, and which limits were met; all tensors, so no device sync is needed."""
 
-    factors_C: Tensor     # multiply component c's proposed change by this; includes `scale` and the whole-model limit
-    is_finite: Tensor     # 0-d bool; False: some norm is Inf or NaN, and nothing may be applied
-    layer_hits_C: Tensor  # bool, the component's own limit was active
-    model_hit: Tensor     # 0-d bool, the whole-model limit was active
+    # multiply component c's proposed change by this; includes `scale` and the whole-model limit
+    factors_C: Tensor
+    # 0-d bool; False: some norm is Inf or NaN, and nothing may be applied
+    is_finite: Tensor
+    # bool, the component's own limit was active
+    layer_hits_C: Tensor
+    # 0-d bool, the whole-model limit was active
+    model_hit: Tensor
 
 
 def max_change_limits(norms_C: Tensor, max_changes_C: Tensor, max_param_change: float, *, scale: float = 1.0,
@@ -35,7 +39,8 @@ def max_change_limits(norms_C: Tensor, max_changes_C: Tensor, max_param_change: 
     allowed = max_param_change * max_change_scale
     model_hit = (total > allowed) & (max_param_change > 0.0)
     model_factor = torch.where(model_hit, allowed / total, 1.0)
-    # an Inf norm gives factor 0 and 0 * Inf = NaN, which would pass the comparison above: look at the norms themselves
+    # an Inf norm gives factor 0 and 0 * Inf = NaN, which would pass the comparison above: look at
+    # the norms themselves
     return Limits(factors_C * model_factor * scale, torch.isfinite(norms_C).all(), layer_hits_C, model_hit)
 
 
@@ -46,5 +51,6 @@ def row_product_factor(products: Tensor, num_rows: Tensor | float, lr: float, ma
     change.  The limit is `max_change_per_sample` times the number of rows.
     """
     factor = num_rows * max_change_per_sample / (lr * products)
-    # 0: every row was masked, and there is nothing to limit; NaN stays NaN, so that nothing is applied
+    # 0: every row was masked, and there is nothing to limit; NaN stays NaN, so that nothing is
+    # applied
     return torch.where(products == 0.0, 1.0, factor).clamp(max=1.0)

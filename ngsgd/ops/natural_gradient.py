@@ -28,27 +28,36 @@ Array = npt.NDArray[np.float64]
 
 # of largest to smallest eigenvalue of Z; beyond it float32 rows of R lose orthogonality
 _REORTHOGONALIZE_RATIO = 1e6
-_ORTHOGONALITY_ERROR = 1e-3   # largest |R R^T - I| that is left alone
-# smallest floor: rows of 1e-10, as those of a mean over 1e9 samples.  Squares of its square still fit into float64 and float32
+# largest |R R^T - I| that is left alone
+_ORTHOGONALITY_ERROR = 1e-3
+# smallest floor: rows of 1e-10, as those of a mean over 1e9 samples.  Squares of its square still
+# fit into float64 and float32
 SMALLEST_EIGENVALUE = 1e-20
-_CHOLESKY_LIMIT = 100.0       # larger elements of the inverse factor mean that O is too near singular to be used
+# larger elements of the inverse factor mean that O is too near singular to be used
+_CHOLESKY_LIMIT = 100.0
 
 
 class FisherState(NamedTuple):
     """The low-rank Fisher estimate F_t."""
 
-    W_RD: Tensor   # E^(1/2) R_t, where and in the dtype of the rows it meets
-    d_R: Array     # on the host, as is rho
+    # E^(1/2) R_t, where and in the dtype of the rows it meets
+    W_RD: Tensor
+    # on the host, as is rho
+    d_R: Array
     rho: float
 
 
 class Smoothing(NamedTuple):
     """Constants of the estimate."""
 
-    alpha: float    # weight of the identity in G_t, in units of the mean eigenvalue (19)
-    epsilon: float  # absolute floor of d and rho (30), and their value at the start
-    delta: float    # floor of d and rho relative to the largest eigenvalue; Kaldi's, not in the paper
-    is_relative: bool = False  # small rows lower the absolute floor and the start
+    # weight of the identity in G_t, in units of the mean eigenvalue (19)
+    alpha: float
+    # absolute floor of d and rho (30), and their value at the start
+    epsilon: float
+    # floor of d and rho relative to the largest eigenvalue; Kaldi's, not in the paper
+    delta: float
+    # small rows lower the absolute floor and the start
+    is_relative: bool = False
 
 
 class Moments(NamedTuple):
@@ -58,7 +67,8 @@ class Moments(NamedTuple):
     L_RR: Array
     sum_sq: float    # tr X X^T
     num_rows: float  # N, without masked rows
-    scale: float     # what the rows carry that the estimate must not: a loss scale
+    # what the rows carry that the estimate must not: a loss scale
+    scale: float
 
 
 class FisherUpdate(NamedTuple):
@@ -205,9 +215,11 @@ def _z(K_RR: Array, L_RR: Array, e_R: Array, d_rho_R: Array, share: float, eta: 
 
 
 def _descending_eigh(Z_RR: Array) -> tuple[Array, Array]:
-    # Kaldi divides by the trace before the decomposition: keeps huge inputs away from the overflow of LAPACK
+    # Kaldi divides by the trace before the decomposition: keeps huge inputs away from the overflow
+    # of LAPACK
     size = max(1.0, float(np.trace(Z_RR)))
-    c_R, U_RR = torch.linalg.eigh(torch.from_numpy(Z_RR / size))  # torch's LAPACK keeps to the threads torch was given
+    # torch's LAPACK keeps to the threads torch was given
+    c_R, U_RR = torch.linalg.eigh(torch.from_numpy(Z_RR / size))
     return c_R.numpy()[::-1] * size, U_RR.numpy()[:, ::-1]
 
 
@@ -217,7 +229,8 @@ def _floored_eigenvalues(c_R: Array, state: FisherState, dim: int, share: float,
     sqrt_c_R = np.sqrt(c_R)
     trace_T = share * sum_sq + (1.0 - eta) * (dim * state.rho + float(state.d_R.sum()))
     rho = (trace_T - float(sqrt_c_R.sum())) / (dim - len(c_R))                # (59)
-    # epsilon is the larger one where all eigenvalues are below 2e-7, and flattens the estimate there
+    # epsilon is the larger one where all eigenvalues are below 2e-7, and flattens the estimate
+    # there
     floor = max(SMALLEST_EIGENVALUE if smoothing.is_relative else smoothing.epsilon, smoothing.delta * float(sqrt_c_R.max()))
     # d comes from rho as it was before flooring, as in Kaldi; (60) read literally would differ
     return np.maximum(sqrt_c_R - rho, floor), max(rho, floor)                 # (60, 61)
@@ -236,7 +249,8 @@ def reorthogonalized(W_RD: Tensor, e_R: Tensor) -> Tensor:
         if C_inverse_RR.abs().max() < _CHOLESKY_LIMIT:
             W64_RD = (e_R.sqrt()[:, None] * C_inverse_RR * e_R.rsqrt()) @ W64_RD
             return W64_RD.to(W_RD)
-    # Householder QR in place of Kaldi's Gram-Schmidt: the same rows up to rounding, and zero rows get a direction too
+    # Householder QR in place of Kaldi's Gram-Schmidt: the same rows up to rounding, and zero rows
+    # get a direction too
     Q_DR, T_RR = torch.linalg.qr(W64_RD.T)
     sign_R = torch.where(T_RR.diagonal() < 0.0, -1.0, 1.0)
     orthonormal_RD: Tensor = (Q_DR * sign_R).T

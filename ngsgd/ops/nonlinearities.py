@@ -18,7 +18,8 @@ from torch import Tensor
 
 from ngsgd.ops.kernels import native
 
-_MIN_MEAN_SQUARE = 2.0**-66  # of the input relative to target_rms^2; Kaldi's floor
+# of the input relative to target_rms^2; Kaldi's floor
+_MIN_MEAN_SQUARE = 2.0**-66
 SOURCE = Path(__file__).with_name("kernels") / "nonlinearities.cpp"
 
 

@@ -9,9 +9,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_UPDATE_SPEED = 0.125  # 1/8: converges quadratically near the constraint
-# a floating scale is only good where the singular values are close together: go slower where they are not
-_WIDE, _VERY_WIDE = 1.02, 1.1  # ratio tr(P P^T) rows / tr(P)^2, 1 for equal singular values
+# 1/8: converges quadratically near the constraint
+_UPDATE_SPEED = 0.125
+# a floating scale is only good where the singular values are close together: go slower where they
+# are not
+# ratio tr(P P^T) rows / tr(P)^2, 1 for equal singular values
+_WIDE, _VERY_WIDE = 1.02, 1.1
 
 
 def constrain_orthonormal(weight: Tensor, scale: float) -> None:

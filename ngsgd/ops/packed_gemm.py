@@ -18,16 +18,19 @@ from torch import Tensor
 
 from ngsgd.ops.kernels import native
 
-WIDTH = 48   # columns of a panel, as in the sources in kernels/
+# columns of a panel, as in the sources in kernels/
+WIDTH = 48
 MIN_PRODUCTS = 1 << 21   # multiplications
-MANY_ROWS, _MANY_OUTPUTS = 256, 4   # below so many rows, and times the inputs, writing dW takes the time, and MKL is level
+# below so many rows, and times the inputs, writing dW takes the time, and MKL is level
+MANY_ROWS, _MANY_OUTPUTS = 256, 4
 SOURCE = Path(__file__).with_name("kernels") / "packed_gemm.cpp"
 
 
 class PackedMatrix(NamedTuple):
     """A matrix by 48 columns and then the next 48; after its rows there may be room for more."""
 
-    memory: Tensor      # panels x (rows and room) x 48; numbers past the last column may be anything
+    # panels x (rows and room) x 48; numbers past the last column may be anything
+    memory: Tensor
     num_rows: int
     num_columns: int
 

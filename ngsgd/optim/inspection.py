@@ -10,7 +10,8 @@ from ngsgd.ops.natural_gradient import spectrum
 from ngsgd.optim.ngsgd import NGSGD
 from ngsgd.preconditioners.online import OnlineNaturalGradient
 
-_HEALTHY = (0.05, 0.2)  # of the smallest e_i: below, directions are kept that matter little; above, some are missing
+# of the smallest e_i: below, directions are kept that matter little; above, some are missing
+_HEALTHY = (0.05, 0.2)
 _RANK_OF = {"input": "rank_in", "output": "rank_out"}
 
 
@@ -20,9 +21,12 @@ class EstimateHealth:
 
     dim: int                      # D
     rank: int                     # R
-    e: tuple[float, ...]          # e_i (43), descending: 0 leaves a direction as it is, 1 takes it out
-    effective_rank: float         # (sum of eigenvalues)^2 / sum of their squares, 1 to D: how many directions carry the Fisher
-    captured: float               # share of the trace in the R directions kept, 0 to 1
+    # e_i (43), descending: 0 leaves a direction as it is, 1 takes it out
+    e: tuple[float, ...]
+    # (sum of eigenvalues)^2 / sum of their squares, 1 to D: how many directions carry the Fisher
+    effective_rank: float
+    # share of the trace in the R directions kept, 0 to 1
+    captured: float
 
     @property
     def suggested_rank(self) -> int:
@@ -37,10 +41,13 @@ class EstimateHealth:
 class LayerHealth:
     """One preconditioned layer."""
 
-    estimates: dict[str, EstimateHealth]  # "input", "output" of a Linear
-    limited: float                        # share of steps that max_change shortened since `reset_activity`, 0 to 1; NaN: the
-                                          # layer has only parameters that another one counts for
-    cosine: float                         # between the preconditioned and the plain gradient when last measured; NaN: never
+    # "input", "output" of a Linear
+    estimates: dict[str, EstimateHealth]
+    # share of steps that max_change shortened since `reset_activity`, 0 to 1; NaN: the layer has
+    # only parameters that another one counts for
+    limited: float
+    # between the preconditioned and the plain gradient when last measured; NaN: never
+    cosine: float
 
 
 def inspect(optimizer: NGSGD) -> dict[str, LayerHealth]:

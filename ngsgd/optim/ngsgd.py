@@ -180,7 +180,8 @@ class NGSGD(SGD):
                                                "returns plain gradients).")
         self._context.num_passes = 0
         self._context.num_steps += 1
-        self._context.queue.flush()  # first: these updates belong to the settings so far
+        # first: these updates belong to the settings so far
+        self._context.queue.flush()
         self._follow_groups()
         self._context.measures_cosine = self.cosine_period > 0 and self._step_count % self.cosine_period == 0
 
@@ -232,7 +233,8 @@ class NGSGD(SGD):
 
     def _prepare_state(self) -> None:
         super()._prepare_state()
-        if "_detach" not in self.__dict__:  # no layer is attached yet
+        # no layer is attached yet
+        if "_detach" not in self.__dict__:
             return
         for name, weight, _ in self._estimates():
             self.state[weight].update({f"{_path(name)}/{key}": None for key in ("W", "d", "rho", "t")})

@@ -32,7 +32,8 @@ from ngsgd.optim.outer_rules import (
 
 __all__ = ["Average", "BlockMomentum", "Bmuf", "DiLoCo", "OuterInfo", "OuterOptimizer", "OuterRule", "make_rule"]
 
-Pieces = Sequence[tuple[slice, slice]]  # (part of the model, where the jobs' vectors hold it)
+# (part of the model, where the jobs' vectors hold it)
+Pieces = Sequence[tuple[slice, slice]]
 _T = TypeVar("_T")
 
 
@@ -49,16 +50,19 @@ class OuterOptimizer:
             raise ConfigError(f"the rule of OuterOptimizer is {rule!r}; give it a rule with its settings, such as Bmuf(2.0), and "
                               "then the model.")
         self.rule = rule
-        self.ema_decay = ema_decay    # E = decay E + (1 - decay) W, never broadcast; 0 = none
+        # E = decay E + (1 - decay) W, never broadcast; 0 = none
+        self.ema_decay = ema_decay
         self.num_threads = num_threads
-        self.chunk_size = _chunk_size(len(model))  # elements; changes the speed, never a bit
+        # elements; changes the speed, never a bit
+        self.chunk_size = _chunk_size(len(model))
         self.numbers: dict[str, float] = {}
         self.arrays: dict[str, Array] = {"model": model.copy()}
         for name, value in rule.buffers.items():
             self.arrays[name] = np.full_like(model, value)
         if ema_decay:
             self.arrays["ema"] = model.copy()
-        # glibc hands freed memory back, to be taken again page by page for every chunk, until it has seen a block as large as
+        # glibc hands freed memory back, to be taken again page by page for every chunk, until it
+        # has seen a block as large as
         # a chunk's temporaries go: ten times slower
         np.empty(12 * self.chunk_size)
 
@@ -72,7 +76,8 @@ class OuterOptimizer:
         def write(part: slice) -> None:
             found[part] = self.rule.broadcast(self._read(part), self.numbers)
         nothing = self._read(slice(0, 0))
-        if self.rule.broadcast(nothing, self.numbers) is nothing["model"]:  # jobs start from W, which is float32 already
+        # jobs start from W, which is float32 already
+        if self.rule.broadcast(nothing, self.numbers) is nothing["model"]:
             np.copyto(found, model)
         else:
             self._share(write, self._chunks(slice(0, len(model))))
@@ -143,7 +148,8 @@ class OuterOptimizer:
         self.numbers = dict(state["numbers"])
 
     def _move_average(self, outer_iter: int) -> None:
-        # the plain mean of the models until there are enough of them, so that the first one, which is random, has no part
+        # the plain mean of the models until there are enough of them, so that the first one, which
+        # is random, has no part
         decay = min(self.ema_decay, 1.0 - 1.0 / (outer_iter + 1))
         model, average = self.arrays["model"], self.arrays["ema"]
 
@@ -189,7 +195,8 @@ def _pieces_that_fit(pieces: Pieces | None, size: int, vectors: Sequence[Array])
     lengths = {len(vector) for vector in vectors}
     if len(lengths) > 1 or (pieces is None and lengths != {size}):
         raise ValueError(f"the jobs' vectors have {sorted(lengths)} elements, the model {size}")
-    if pieces is None:  # while no pieces at all are an empty fragment
+    # while no pieces at all are an empty fragment
+    if pieces is None:
         return [(slice(0, size), slice(0, size))]
     (length,), filled = lengths, 0
     ordered = sorted(pieces, key=lambda pair: (pair[0].start, pair[0].stop))

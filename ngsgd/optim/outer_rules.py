@@ -22,7 +22,8 @@ from ngsgd.config import OuterConfig
 Array = npt.NDArray[Any]
 Arrays = Mapping[str, Array]
 Numbers = Mapping[str, float]
-_FILL = 5  # momentum needs this many times its time constant of outer iterations, or it never pays back
+# momentum needs this many times its time constant of outer iterations, or it never pays back
+_FILL = 5
 
 
 @dataclass(frozen=True)
@@ -31,8 +32,10 @@ class OuterInfo:
 
     outer_iter: int
     num_outer_iters: int
-    num_jobs: int     # whose results are in the mean
-    lr: float         # of the jobs, per frame
+    # whose results are in the mean
+    num_jobs: int
+    # of the jobs, per frame
+    lr: float
 
 
 class OuterRule(Protocol):
@@ -113,7 +116,8 @@ class BlockMomentum(_BlockMomentum):
     torch's plain momentum.
     """
 
-    eta: float = 0.9         # 0 up to, not including, 1; the paper takes 1 - 1/num_jobs
+    # 0 up to, not including, 1; the paper takes 1 - 1/num_jobs
+    eta: float = 0.9
     zeta: float = 1.0        # block learning rate
     nesterov: bool = True
 
@@ -141,7 +145,8 @@ class Bmuf(_BlockMomentum):
     def coefficients(self, info: OuterInfo, last: Numbers) -> dict[str, float]:
         gain = self.gain(info.num_jobs, info.num_outer_iters)
         if gain > max(1.0, info.num_outer_iters / _FILL):
-            # the user wants more than the run has time to fill: momentum grows with what there is to remember
+            # the user wants more than the run has time to fill: momentum grows with what there is
+            # to remember
             gain = min(gain, float(info.outer_iter + 1))
         return {"eta": 1.0 - 1.0 / gain}
 

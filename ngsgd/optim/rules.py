@@ -11,7 +11,8 @@ from ngsgd.errors import ConfigError
 from ngsgd.optim.ngsgd import NGSGD
 from ngsgd.optim.sgd import SGD
 
-_MIN_SHRINKAGE = 0.5  # Kaldi refuses to shrink a model further at once
+# Kaldi refuses to shrink a model further at once
+_MIN_SHRINKAGE = 0.5
 
 
 def backstitch_step(optimizer: SGD, closure: Callable[[], Tensor], scale: float, *, num_samples: int | None = None) -> Tensor:

@@ -23,9 +23,12 @@ from ngsgd.ops.max_change import Limits, max_change_limits
 from ngsgd.ops.orthonormal import constrain_orthonormal
 from ngsgd.optim.layers.fast_linear import attach_fast_linear, detach_fast_linear
 
-_OUTSIDE = "(outside of the model)"  # name of a group of such parameters
-_NOT_COPIED = ("step", "_places", "_constants")  # made again where they are needed; `step` is what a scheduler puts there
-_ORTHONORMAL_PERIOD = 4  # a layer is pulled back every fourth step; Kaldi draws lots with probability 1/4
+# name of a group of such parameters
+_OUTSIDE = "(outside of the model)"
+# made again where they are needed; `step` is what a scheduler puts there
+_NOT_COPIED = ("step", "_places", "_constants")
+# a layer is pulled back every fourth step; Kaldi draws lots with probability 1/4
+_ORTHONORMAL_PERIOD = 4
 
 
 @dataclass(frozen=True)
@@ -33,19 +36,25 @@ class StepActivity:
     """How often the limits were active since the last `reset_activity`."""
 
     num_steps: int
-    num_skipped: int               # steps left out because a gradient was not finite
-    layer_share: dict[str, float]  # component -> share of steps its max_change shortened, 0 to 1
-    model_share: float             # share of steps max_param_change shortened, 0 to 1
+    # steps left out because a gradient was not finite
+    num_skipped: int
+    # component -> share of steps its max_change shortened, 0 to 1
+    layer_share: dict[str, float]
+    # share of steps max_param_change shortened, 0 to 1
+    model_share: float
 
 
 class _StepInputs(NamedTuple):
     """The components that have gradients in this step: C components, P parameters."""
 
-    indices: list[int]             # of the param groups, C
+    # of the param groups, C
+    indices: list[int]
     params: list[list[Tensor]]     # C x its parameters
-    directions: list[list[Tensor]]  # the change, but for the rate below
+    # the change, but for the rate below
+    directions: list[list[Tensor]]
     rates: tuple[float, ...]       # C: change = rate * direction
-    momentum: float                # of the first component; the rates of the others are relative to it
+    # of the first component; the rates of the others are relative to it
+    momentum: float
 
 
 class _ParameterSlot(NamedTuple):
@@ -209,7 +218,8 @@ class SGD(torch.optim.Optimizer):
         # the fused step subtracts, hence the sign
         _add(moving, -factors_C * self._constant(norms_C, *moving.rates), ~limits.is_finite)
         self._count(limits, moving.indices)
-        if scale > 0.0:  # once per minibatch, also with backstitch
+        # once per minibatch, also with backstitch
+        if scale > 0.0:
             self._constrain(groups)
 
     def _moving(self, scale: float, num_samples: int | None) -> _StepInputs:
@@ -270,7 +280,8 @@ class SGD(torch.optim.Optimizer):
         """Numbers on the device, sent there only when they change."""
         key = (values, dtype or like.dtype, like.device)
         if key not in self._constants:
-            if len(self._constants) > 1000:  # rates of a scheduler that are past
+            # rates of a scheduler that are past
+            if len(self._constants) > 1000:
                 self._constants.clear()
             self._constants[key] = torch.tensor(values, dtype=dtype or like.dtype, device=like.device)
         return self._constants[key]
@@ -278,10 +289,12 @@ class SGD(torch.optim.Optimizer):
     def _count(self, limits: Limits, indices: list[int]) -> None:
         self._num_steps += 1
         hits = torch.cat([(~limits.is_finite)[None], torch.cat([limits.model_hit[None], limits.layer_hits_C]) & limits.is_finite])
-        counts = self._counts.to(hits.device)  # stays on the device: no sync per step
+        # stays on the device: no sync per step
+        counts = self._counts.to(hits.device)
         self._counts = counts.index_add_(0, self._constant(hits, 0, 1, *(i + 2 for i in indices), dtype=torch.int64),
                                          hits.to(counts.dtype))
-        if self._num_steps & (self._num_steps - 1) == 0 and "skipped" not in self._warned:  # rarely, as it waits for the device
+        # rarely, as it waits for the device
+        if self._num_steps & (self._num_steps - 1) == 0 and "skipped" not in self._warned:
             num_skipped = int(self._counts[0])
             if num_skipped:
                 self._warn_once("skipped", f"{num_skipped} of {self._num_steps} steps were skipped, since a gradient was not "
@@ -430,8 +443,10 @@ def _add(moving: _StepInputs, steps_C: Tensor, is_skipped: Tensor) -> None:
     for params, directions, step in zip(moving.params, moving.directions, steps_C.unbind(), strict=True):
         torch._fused_sgd_(params, directions, [], weight_decay=0.0, momentum=0.0, lr=step, dampening=0.0, nesterov=False,
                           maximize=False, is_first_step=False, grad_scale=None, found_inf=found_inf)
-        torch.autograd.graph.increment_version(params)  # fused kernels leave that out, and autograd would not see stale tensors
-        if directions[0] is not params[0].grad:  # a velocity, or a copy that nobody sees again
+        # fused kernels leave that out, and autograd would not see stale tensors
+        torch.autograd.graph.increment_version(params)
+        # a velocity, or a copy that nobody sees again
+        if directions[0] is not params[0].grad:
             # after a skipped minibatch the velocity starts again from zero, as in Kaldi
             for direction in directions:
                 direction.masked_fill_(is_skipped, 0.0)

@@ -39,11 +39,14 @@ from ngsgd.training.parameter_vector import FlatLayout
 from ngsgd.training.storage.checkpoint import CheckpointStore, first_checkpoint
 from ngsgd.training.worker import never
 
-FEW_CHANGES = 0.005  # of all frames; another pass would move as few
-RECIPE_VERSION = 1  # raise it when the same settings would give another alignment
+# of all frames; another pass would move as few
+FEW_CHANGES = 0.005
+# raise it when the same settings would give another alignment
+RECIPE_VERSION = 1
 
 Report = Callable[[str], None]
-Logliks = dict[str, npt.NDArray[np.float32]]    # T x P of each utterance, by utt_id
+# T x P of each utterance, by utt_id
+Logliks = dict[str, npt.NDArray[np.float32]]
 
 
 def with_alignment(config: RunConfig, cache_root: Path, report: Report) -> DataConfig:

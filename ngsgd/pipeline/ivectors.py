@@ -23,7 +23,8 @@ from ngsgd.config import RunConfig
 from ngsgd.data.frames import Side
 from ngsgd.pipeline.runs.run_folder import RunFolder, folder_of_model
 
-RECIPE_VERSION = 1   # raise it when the same settings would give other i-vectors
+# raise it when the same settings would give other i-vectors
+RECIPE_VERSION = 1
 _SETS = ("train", "valid", "test")
 _INDEX = "index.json"
 _OF_TRAINING = ("dim", "num_gaussians", "context", "pca_dim", "ubm_frames", "max_utterances", "num_iters", "num_gselect",

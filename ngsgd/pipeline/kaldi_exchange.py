@@ -30,7 +30,7 @@ from ngsgd.pipeline.runs.final_model import load_final, write_final
 from ngsgd.pipeline.runs.run_folder import RunFolder
 from ngsgd.training.worker import make_optimizer
 
-# Models ---------------------------------------------------------------------------------------------------------------
+# Models -------------------------------------------------------------------------------------------
 
 
 def export_model(run: Run, output: Path, *, trust: bool) -> list[Path]:
@@ -74,7 +74,7 @@ def import_model(content: bytes, priors: bytes, output: Path) -> None:
     write_final(output / "final", made.model, about, made.transform)
 
 
-# Data -----------------------------------------------------------------------------------------------------------------
+# Data ---------------------------------------------------------------------------------------------
 
 
 def export_data(run: Run, output: Path) -> list[Path]:
@@ -158,7 +158,8 @@ def _examples(reader: EgsReader, archive: int) -> Iterator[Nnet3Example]:
     info = reader.info
     for index in range(info.num_examples[archive]):
         example = reader.example(archive, index)
-        num_frames = int((example.pdf_F != NO_FRAME).sum())  # an example at the end of an utterance is shorter
+        # an example at the end of an utterance is shorter
+        num_frames = int((example.pdf_F != NO_FRAME).sum())
         width = info.left_context + num_frames + info.right_context
         yield Nnet3Example(f"{example.utt_id}-{archive}-{index}", example.features_WD[:width], info.left_context,
                            example.pdf_F[:num_frames], example.weight_F[:num_frames], info.num_classes,

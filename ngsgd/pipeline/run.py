@@ -163,7 +163,7 @@ class Run:
         found: dict[str, Any] = read_json(self.folder.decode / "wer.json")
         return found
 
-    # Steps of train ---------------------------------------------------------------------------------------------------
+    # Steps of train -------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def _training(self) -> Iterator[_Training]:

@@ -30,8 +30,10 @@ class PoolRequest:
     spec: SpeechTaskSpec
     num_threads: int                       # per worker
     num_parameters: int
-    log_directory: Path                    # for the output of worker processes
-    agreement: Agreement                   # the numeric fingerprint that every worker must have
+    # for the output of worker processes
+    log_directory: Path
+    # the numeric fingerprint that every worker must have
+    agreement: Agreement
     should_stop: Callable[[], bool]
 
 
@@ -64,7 +66,8 @@ def _no_plot(_events: Path, _picture: Path) -> None:
 class Services:
     """What is injected into a run; with the defaults a run is silent and stays on this machine."""
 
-    report: Report = _silent               # progress of the preparation, line by line
+    # progress of the preparation, line by line
+    report: Report = _silent
     warn: Report = _silent
     make_pool: Callable[[PoolRequest], WorkerPool] = local_pool
     # gets the numbers of jobs of all outer iterations
@@ -72,5 +75,6 @@ class Services:
     stop: StopSignal = field(default_factory=NeverStop)
     # active while outer iterations run; Ctrl-C raises KeyboardInterrupt outside of it
     catch_signals: Callable[[], AbstractContextManager[None]] = nullcontext
-    plot: Callable[[Path, Path], None] = _no_plot   # from events.jsonl to the learning curve
+    # from events.jsonl to the learning curve
+    plot: Callable[[Path, Path], None] = _no_plot
     clock: Callable[[], float] = time.monotonic

@@ -29,7 +29,8 @@ from ngsgd.pipeline.runs.run_folder import RunFolder
 from ngsgd.pipeline.score import log_likelihoods
 
 FRAME_S = 0.01
-WINDOW_S = 0.0125  # half a frame's window: audio after its centre that a frame waits for
+# half a frame's window: audio after its centre that a frame waits for
+WINDOW_S = 0.0125
 
 
 @dataclass(frozen=True)
@@ -38,11 +39,16 @@ class Streamed:
 
     wer: str
     num_utterances: int
-    num_same: int            # utterances with the words that decoding them whole gives
-    real_time_factor: float  # seconds of computing, features apart, per second of speech; with causal means and i-vectors
-    latency_ms: float        # from a frame to the search having passed it, at most: what is waited for
-    compute_ms: float        # and beside it what the slowest of a hundred chunks takes
-    what: str                # that computing was for
+    # utterances with the words that decoding them whole gives
+    num_same: int
+    # seconds of computing, features apart, per second of speech; with causal means and i-vectors
+    real_time_factor: float
+    # from a frame to the search having passed it, at most: what is waited for
+    latency_ms: float
+    # and beside it what the slowest of a hundred chunks takes
+    compute_ms: float
+    # that computing was for
+    what: str
 
     def __str__(self) -> str:
         return (f"streaming  {self.wer}\n"
@@ -95,8 +101,10 @@ class _Front:
     """An utterance's frames as they come, and what is made of them on the way to the network."""
 
     raw_TD: npt.NDArray[np.float32]
-    normal_TD: npt.NDArray[np.float32] | None   # where features were normalised beforehand
-    mean: OnlineMean | None                      # else: taken away on the way
+    # where features were normalised beforehand
+    normal_TD: npt.NDArray[np.float32] | None
+    # else: taken away on the way
+    mean: OnlineMean | None
     deviation_D: npt.NDArray[np.float64] | None
     ivectors: IvectorStream | None
 
@@ -143,7 +151,8 @@ def _streamed(decoder: StreamingDecoder, front: _Front) -> tuple[tuple[str, ...]
         if decoder.num_decoded > before or not seconds:
             seconds.append(elapsed)
         else:
-            seconds[-1] += elapsed  # a frame that only waits
+            # a frame that only waits
+            seconds[-1] += elapsed
     began = time.perf_counter()
     if front.ivectors is not None:
         front.ivectors.finish()

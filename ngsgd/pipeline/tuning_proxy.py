@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from ngsgd.config import RunConfig
 
-if TYPE_CHECKING:  # these bring torch, and --help shall answer at once
+# these bring torch, and --help shall answer at once
+if TYPE_CHECKING:
     from ngsgd.hypergrad import HypergradientRun, HyperparameterPlan, HyperSpace
     from ngsgd.hypergrad.egs_task import EgsTask
 
@@ -20,7 +21,8 @@ class Proxy:
     config: RunConfig
     task: EgsTask
     space: HyperSpace
-    cluster: Any = None  # of Ray workers, if there are any
+    # of Ray workers, if there are any
+    cluster: Any = None
 
     @classmethod
     def of(cls, config: RunConfig, egs_directory: Path, *, steps: int = 0) -> Proxy:
@@ -30,7 +32,8 @@ class Proxy:
         from ngsgd.hypergrad import BaseHyperparameters, HyperSpace
         from ngsgd.hypergrad.egs_task import EgsTask
 
-        torch.set_num_threads(config.cluster.threads_per_worker or 1)  # fixed: other numbers give other bits
+        # fixed: other numbers give other bits
+        torch.set_num_threads(config.cluster.threads_per_worker or 1)
         tune, optimizer = config.tune, config.optimizer
         num_jobs = tune.num_jobs or config.schedule.num_jobs_final
         outer_iters = tune.proxy.outer_iters * max(1, steps // tune.proxy.steps)

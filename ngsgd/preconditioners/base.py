@@ -34,7 +34,8 @@ from ngsgd.preconditioners.fisher_recorder import FisherRecorder, FisherSample, 
 from ngsgd.preconditioners.options import FisherOptions, Options, is_due, make_options
 from ngsgd.preconditioners.states import OWN, State, kept, mean_state, own
 
-_MUCH = 0.3   # share of the parameters whose plain gradient is worth a warning
+# share of the parameters whose plain gradient is worth a warning
+_MUCH = 0.3
 
 
 class Preconditioner:
@@ -52,13 +53,20 @@ class Preconditioner:
     """
 
     Options: ClassVar[type[Options]] = Options
-    has_mean: ClassVar[bool] = True   # the statistics of several workers have a mean that means something
-    joins_bias: ClassVar[bool] = True       # weight and bias of an affine layer are one block
-    splits_work: ClassVar[bool] = False     # has statistics with a mean over ranks, and inverses layer by layer
-    agrees_over_ranks: ClassVar[bool] = False   # is the same on all ranks that average their gradients, without exchanging anything
-    passes_on: ClassVar[bool] = False       # inverts one layer after the other, from the statistics alone
-    looks_at_held: ClassVar[bool] = False   # looks at the curvature need no gradient multiplied out
-    applies_first: ClassVar[bool] = False   # the direction comes from the curvature of the steps before
+    # the statistics of several workers have a mean that means something
+    has_mean: ClassVar[bool] = True
+    # weight and bias of an affine layer are one block
+    joins_bias: ClassVar[bool] = True
+    # has statistics with a mean over ranks, and inverses layer by layer
+    splits_work: ClassVar[bool] = False
+    # is the same on all ranks that average their gradients, without exchanging anything
+    agrees_over_ranks: ClassVar[bool] = False
+    # inverts one layer after the other, from the statistics alone
+    passes_on: ClassVar[bool] = False
+    # looks at the curvature need no gradient multiplied out
+    looks_at_held: ClassVar[bool] = False
+    # the direction comes from the curvature of the steps before
+    applies_first: ClassVar[bool] = False
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
         self.model = model
@@ -66,23 +74,29 @@ class Preconditioner:
         if self.options.averaging == "average":
             self._require_mean()
         self.num_steps = 0
-        self.num_skipped = 0        # looks at the curvature that were left out because they were not finite
+        # looks at the curvature that were left out because they were not finite
+        self.num_skipped = 0
         self._last: dict[str, int | None] = {"curvature": None, "inverse": None}
-        self.statistics: dict[str, State] = {}   # by weight: sums of the moving averages
-        self.weights: dict[str, float] = {}      # their weights, for the bias correction
+        # by weight: sums of the moving averages
+        self.statistics: dict[str, State] = {}
+        # their weights, for the bias correction
+        self.weights: dict[str, float] = {}
         self.inverses: dict[str, State] = {}     # what is applied
-        self._watched: FisherRecorder | None = None       # of this step's passes
+        # of this step's passes
+        self._watched: FisherRecorder | None = None
         self._signal: FisherSample | None = None
         self._holding: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         self._ranks: ProcessGroupComm | None = None
-        self._overwrites = False                 # what a method is given (a gradient, statistics) may be written over
+        # what a method is given (a gradient, statistics) may be written over
+        self._overwrites = False
         # by weight: this step's gradients that are not multiplied out
         self._held: dict[str, FactoredGrad] = {}
         self._skipped = self._skipped_parameters()
         self._bias_of = _biases(model) if type(self).joins_bias else {}
         device = next(model.parameters()).device
         self.generator = torch.Generator(device).manual_seed(self.options.seed)
-        self._is_replicated = False              # DistributedDataParallel averages the gradients
+        # DistributedDataParallel averages the gradients
+        self._is_replicated = False
         refuse_sharded(model, type(self).__name__)
         for module in model.modules():
             if isinstance(module, nn.parallel.DistributedDataParallel):
@@ -129,7 +143,8 @@ class Preconditioner:
             and (type(self).looks_at_held or not self.is_due("curvature"))
 
     def _is_held(self, name: str, num_rows: int, num_outputs: int, num_inputs: int) -> bool:
-        if name in self._skipped or self._is_replicated:   # the first forward pass may have found replicas
+        # the first forward pass may have found replicas
+        if name in self._skipped or self._is_replicated:
             return False
         return any(is_cheaper_by_rows(num_rows, num_outputs, num_inputs)) \
             and (self.is_due("curvature") or self.can_hold(name, self.inverses.get(name, {})))
@@ -137,7 +152,8 @@ class Preconditioner:
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
         """Forward and backward passes inside are looked at, where a look is due."""
-        if self._last["curvature"] is None:   # made before the model was sharded
+        # made before the model was sharded
+        if self._last["curvature"] is None:
             refuse_sharded(self.model, type(self).__name__)
         noticed = None if self._is_replicated else self.model.register_forward_pre_hook(self._notice_replicas)
         try:
@@ -172,7 +188,8 @@ class Preconditioner:
         self._watched = self._watched or FisherRecorder(self.model, fisher=self.options.fisher,
                                                         num_draws=self.options.num_draws,
                                                generator=self.generator, layers=self._layers())
-        with self._watched:   # several before a step see one minibatch
+        # several before a step see one minibatch
+        with self._watched:
             yield
         self._signal = self._watched.signal()
 
@@ -208,7 +225,8 @@ class Preconditioner:
         self._signal = self._watched = None
         for name in [name for name in held if not self.can_hold(name, self.inverses.get(name, {}))]:
             grads |= self.named(name, held.pop(name).product())
-        # nobody asks for the gradient again, so it may be written over: a new one is a pass over memory more
+        # nobody asks for the gradient again, so it may be written over: a new one is a pass over
+        # memory more
         self._overwrites = self.options.graft == "none" and not self.options.kl_clip
         try:
             directions = self.apply_all(grads, held) if directions is None else directions
@@ -243,7 +261,8 @@ class Preconditioner:
         """`apply`, and P g of the gradients that are held as rows."""
         found = self.apply(grads)
         for name in list(held):
-            rows = held.pop(name) if self._overwrites else held[name]   # layer by layer their memory becomes that of P g
+            # layer by layer their memory becomes that of P g
+            rows = held.pop(name) if self._overwrites else held[name]
             found |= self.named(name, self.direction_of_rows(name, self.inverses[name], rows))
         return found
 
@@ -316,7 +335,8 @@ class Preconditioner:
                 self._average(name, self.measure_gradient(name, g))
             return
         for name in seen.squares:
-            self._bias_of.pop(name, None)   # its own block, also in an affine layer, such as one tied to an embedding
+            # its own block, also in an affine layer, such as one tied to an embedding
+            self._bias_of.pop(name, None)
         squares: dict[str, State] = {name: {"squares": value} for name, value in seen.squares.items()}
         if self._ranks is None:
             for name, rows in seen.layers():
@@ -345,7 +365,8 @@ class Preconditioner:
     def _pass_on(self, name: str, new: State) -> None:
         """Inverts statistics, in their own memory where the method can."""
         for kept_so_far in (self.inverses, self.statistics, self.weights):
-            kept_so_far.pop(name, None)   # its memory is needed again
+            # its memory is needed again
+            kept_so_far.pop(name, None)
         self._overwrites = True
         try:
             self.inverses[name] = self._inverted(name, new)
@@ -358,13 +379,15 @@ class Preconditioner:
             and self.is_due("inverse")
 
     def _average(self, name: str, new: State) -> None:
-        if not all(bool(value.sum().isfinite()) for value in new.values()):   # one pass; isfinite() of each element takes four
+        # one pass; isfinite() of each element takes four
+        if not all(bool(value.sum().isfinite()) for value in new.values()):
             self.num_skipped += 1
             return
         decay = self.option(name, "ema_decay")
         if name not in self.statistics or decay == 0.0:
             self.statistics[name], self.weights[name] = {key: kept(value) for key, value in new.items()}, 1.0
-            if decay:  # the first minibatch is worth as much as any other
+            # the first minibatch is worth as much as any other
+            if decay:
                 self.weights[name] = 1.0 - decay
                 torch._foreach_mul_(list(self.statistics[name].values()), 1.0 - decay)
             return
@@ -393,7 +416,8 @@ class Preconditioner:
 
     def _inverted(self, name: str, known: State) -> State:
         inverse = known if "squares" in known else self.invert(name, known)
-        return {key: value.contiguous() for key, value in inverse.items()}   # as it is after a restart
+        # as it is after a restart
+        return {key: value.contiguous() for key, value in inverse.items()}
 
     def apply(self, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """P g by parameter name; parameters without curvature come back as they are."""

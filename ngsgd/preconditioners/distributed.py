@@ -16,7 +16,8 @@ from torch import Tensor
 from ngsgd.errors import ConfigError
 from ngsgd.preconditioners.states import State
 
-_c10d: Any = torch.distributed.distributed_c10d   # its type stubs leave out what is used here
+# its type stubs leave out what is used here
+_c10d: Any = torch.distributed.distributed_c10d
 
 
 class ProcessGroupComm:
@@ -27,7 +28,8 @@ class ProcessGroupComm:
         self.rank, self.size = int(group.rank()), int(group.size())
 
     def __deepcopy__(self, _: Any) -> ProcessGroupComm:
-        return self   # the processes are the same
+        # the processes are the same
+        return self
 
     def __reduce__(self) -> Any:
         raise ConfigError("a preconditioner that splits its work over processes cannot be pickled; save its state_dict().")
@@ -90,7 +92,8 @@ def _packed(states: Mapping[str, State], device: torch.device) -> Tensor:
     """Bytes: the length of the description, the description, the numbers."""
     values = [(name, key, value.contiguous()) for name, state in states.items() for key, value in state.items()]
     told = json.dumps([(name, key, str(value.dtype).removeprefix("torch."), list(value.shape)) for name, key, value in values])
-    head = len(told).to_bytes(8, "little") + told.encode()   # names are escaped, so characters are bytes
+    # names are escaped, so characters are bytes
+    head = len(told).to_bytes(8, "little") + told.encode()
     return torch.cat([torch.frombuffer(bytearray(head), dtype=torch.uint8).to(device),
                       *(value.reshape(-1).view(torch.uint8).to(device) for _, _, value in values)])
 

@@ -129,7 +129,8 @@ class RowGradients(TorchFunctionMode):
 
     def collect(self) -> dict[str, FactoredGrad]:
         """The rows of all calls since the last time, by weight."""
-        rows, self._rows = self._rows, {}   # the places of calls hold the old dict: a later pass through them is not read
+        # the places of calls hold the old dict: a later pass through them is not read
+        rows, self._rows = self._rows, {}
         found = {}
         for name, calls in rows.items():
             a_XI, e_XO = (part[0] if len(part) == 1 else torch.cat(part) for part in zip(*calls, strict=True))
@@ -172,7 +173,8 @@ class _LinearWithRows(torch.autograd.Function):
             dx = gemm.input_gradient(e, weight).to(x.dtype) if ctx.needs_input_grad[0] else None
             kept = torch.promote_types(weight.dtype, torch.float32)
             a_XI, e_XO = (upcast(each.reshape(-1, each.shape[-1])).to(kept) for each in (x, e))
-            if torch.is_grad_enabled():   # a pass that will be differentiated again: everything as torch has it
+            # a pass that will be differentiated again: everything as torch has it
+            if torch.is_grad_enabled():
                 return dx, gemm.mm(e_XO.T, a_XI), e_XO.sum(dim=0) if ctx.has_bias else None, None, None, None
             bias = e_XO.sum(dim=0) if ctx.has_bias and not ctx.joined else None
         ctx.place.waiting = a_XI.detach(), e_XO.detach()

@@ -31,7 +31,8 @@ from ngsgd.curvature.samples import next_calls
 from ngsgd.errors import ConfigError
 
 FISHERS = ("empirical", "mc", "exact")
-_CHUNK = 64  # columns of the loss's root that are sent through the graph at a time
+# columns of the loss's root that are sent through the graph at a time
+_CHUNK = 64
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,7 +41,8 @@ class Rows:
 
     weight: str
     bias: str | None
-    a_NTI: Tensor       # with a last column of ones where the layer has a bias
+    # with a last column of ones where the layer has a bias
+    a_NTI: Tensor
     e_VNTO: Tensor
     num_rows: int       # R
 
@@ -59,11 +61,15 @@ class Rows:
 class FisherSample:
     """A minibatch's curvature, layer by layer."""
 
-    rows: Mapping[str, Rows] = field(default_factory=dict)     # by the name of the weight; copies are made at each access
-    squares: dict[str, Tensor] = field(default_factory=dict)   # diagonals of F for parameters that are in no affine layer
+    # by the name of the weight; copies are made at each access
+    rows: Mapping[str, Rows] = field(default_factory=dict)
+    # diagonals of F for parameters that are in no affine layer
+    squares: dict[str, Tensor] = field(default_factory=dict)
     num_rows: int = 0                                          # R
-    scale: float = 1.0                                         # empirical: of e over the derivatives of the loss itself
-    is_last: bool = False                                      # nobody looks at it again
+    # empirical: of e over the derivatives of the loss itself
+    scale: float = 1.0
+    # nobody looks at it again
+    is_last: bool = False
 
     def layers(self) -> Iterator[tuple[str, Rows]]:
         """(weight, rows) of each layer; what they are made of is let go if this is the last time."""
@@ -87,14 +93,19 @@ class FisherRecorder:
         self._fisher, self._num_draws, self._generator = fisher, num_draws, generator
         self._capture = Capture(model, layers=layers, arrived=self._arrived, left_out_by="skip")
         self._mode = LossCalls(self._noted, self._noted_other)
-        self._others: list[str] = []                         # losses that were differentiated and whose rows have no known weight
-        self._pass = -1                                      # evaluations of a loss that have been differentiated, less one
-        self._num_noted = 0                                  # evaluations of a loss so far
+        # losses that were differentiated and whose rows have no known weight
+        self._others: list[str] = []
+        # evaluations of a loss that have been differentiated, less one
+        self._pass = -1
+        # evaluations of a loss so far
+        self._num_noted = 0
         self._total_weight, self._num_rows = 0.0, 0
-        self._groups: dict[tuple[int, int], int] = {}        # (backward pass, call of the model) -> group of samples
+        # (backward pass, call of the model) -> group of samples
+        self._groups: dict[tuple[int, int], int] = {}
         # elements of calls' outputs that losses of this pass are of
         self._seen: dict[LayerCall, Tensor] = {}
-        self._task, self._several = -1, False                # the backward pass, and whether it is of several losses
+        # the backward pass, and whether it is of several losses
+        self._task, self._several = -1, False
         # by (backward pass, call of the model) and evaluation (0: empirical)
         self._records: dict[tuple[tuple[int, int], int], list[Record]] = defaultdict(list)
 
@@ -107,7 +118,8 @@ class FisherRecorder:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._capture.close()
         self._mode.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
-        if error is not None:   # a pass that failed has no share in the minibatch of one that is run after it
+        # a pass that failed has no share in the minibatch of one that is run after it
+        if error is not None:
             known, self._pass, self._total_weight, self._num_rows, self._num_noted, self._others = self._before
             for key in self._records.keys() - known:
                 del self._records[key]
@@ -130,7 +142,8 @@ class FisherRecorder:
                               "backward() for the other part outside of watch(), or take a method that looks at gradients alone "
                               "(Shampoo, SOAP, PSGD, Muon).")
         R, W = self._num_rows, self._total_weight
-        if not W > 0.0:  # every row is masked
+        # every row is masked
+        if not W > 0.0:
             return FisherSample()
         scale = R / W if self._fisher == "empirical" else (R / W) ** 0.5
         parts: dict[str, list[list[Record]]] = defaultdict(list)
@@ -315,7 +328,8 @@ def _affine(name: str, records: list[Record], scale: float, num_rows: int) -> Ro
 
 
 def _side_by_side(parts: list[Tensor], dim: int) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)   # cat copies a single one, too
+    # cat copies a single one, too
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
 
 
 def _end_to_end(parts: list[Rows]) -> Rows:
@@ -326,7 +340,8 @@ def _end_to_end(parts: list[Rows]) -> Rows:
         lengths = sorted({rows.a_NTI.shape[1] for rows in parts})
         raise ConfigError(f"the minibatches of one step have samples of {lengths} positions at {parts[0].weight}; pad them to one "
                           "length, or call step() after each.")
-    V = max(len(rows.e_VNTO) for rows in parts)   # a loss of fewer classes has fewer vectors: the others are zero
+    # a loss of fewer classes has fewer vectors: the others are zero
+    V = max(len(rows.e_VNTO) for rows in parts)
     e_VNTO = [nn.functional.pad(rows.e_VNTO, (0, 0, 0, 0, 0, 0, 0, V - len(rows.e_VNTO))) for rows in parts]
     a_NTI = torch.cat([rows.a_NTI for rows in parts])
     return Rows(parts[0].weight, parts[0].bias, a_NTI, torch.cat(e_VNTO, dim=1), parts[0].num_rows)

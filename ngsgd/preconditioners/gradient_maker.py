@@ -25,7 +25,8 @@ class DummyObject:
         self._resolve, self._told = resolve, told
 
     def __getattr__(self, name: str) -> DummyObject:
-        if name.startswith("__"):  # asked by copy and the like; a model's output has no such names to note
+        # asked by copy and the like; a model's output has no such names to note
+        if name.startswith("__"):
             raise AttributeError(name)
         return self._noted(lambda value: getattr(value, name), f"{self._told}.{name}")
 
@@ -107,7 +108,8 @@ class GradientMaker:
         self._loss_call: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]] | None = None
         self._loss_repr: Any = None
         self._logits_repr: Any = None
-        self.logits: Any = None   # of the last call, if setup_logits_repr said which they are
+        # of the last call, if setup_logits_repr said which they are
+        self.logits: Any = None
 
     def setup_model_call(self, model: Callable[..., Any], *args: Any, **kwargs: Any) -> DummyObject:
         """Says how the model is called; returns what stands for its output."""
@@ -148,7 +150,8 @@ class GradientMaker:
             outputs[:] = [output]
             return loss
 
-        if isinstance(self._called, nn.parallel.DistributedDataParallel):   # averages gradients before they are preconditioned
+        # averages gradients before they are preconditioned
+        if isinstance(self._called, nn.parallel.DistributedDataParallel):
             loss = self.preconditioner.evaluate(closure)
             self.preconditioner.step(lr)
         else:

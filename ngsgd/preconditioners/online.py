@@ -15,9 +15,12 @@ from ngsgd.ops import natural_gradient as ops
 from ngsgd.ops.packed_gemm import PackedMatrix
 from ngsgd.preconditioners.update_queue import UpdateQueue
 
-_NNET3_FIRST_UPDATES = 11  # Kaldi's nnet3: calls 0 to 10 update, then 14, 18, .. for period 4
-_NNET2_FIRST_UPDATES = 10  # Kaldi's nnet2, the paper's code: calls 0 to 9, then 13, 17, ..
-_SMALL_SUM_SQ = 1e-13      # below, fourth powers of the rows come near the end of float32's range
+# Kaldi's nnet3: calls 0 to 10 update, then 14, 18, .. for period 4
+_NNET3_FIRST_UPDATES = 11
+# Kaldi's nnet2, the paper's code: calls 0 to 9, then 13, 17, ..
+_NNET2_FIRST_UPDATES = 10
+# below, fourth powers of the rows come near the end of float32's range
+_SMALL_SUM_SQ = 1e-13
 
 
 class Preconditioned(NamedTuple):
@@ -32,16 +35,19 @@ class PreconditionContext(NamedTuple):
     """One minibatch between `begin` and `finish`: rows [X | one] and the estimate that they meet."""
 
     X_ND: Tensor
-    one_N: Tensor | None         # appended column, 1 or, for a row that does not count, 0; None: there is none
+    # appended column, 1 or, for a row that does not count, 0; None: there is none
+    one_N: Tensor | None
     num_rows: Tensor | float     # rows that count
-    loss_scale: Tensor | float   # factor that the rows carry and the estimate must not
+    # factor that the rows carry and the estimate must not
+    loss_scale: Tensor | float
     W_RD: Tensor
     projection: fisher_projection.Projection
 
     def preconditioned(self, scratch: Tensor | None = None) -> Preconditioned:
         """The rows [Xhat | one_hat], and their scale; in the memory of `scratch` where that is quicker than new memory."""
         Xhat_ND, one_hat_N, scale = self.corrected(scratch)
-        assert isinstance(Xhat_ND, Tensor)   # nobody gave panels to `begin`
+        # nobody gave panels to `begin`
+        assert isinstance(Xhat_ND, Tensor)
         return Preconditioned(Xhat_ND, one_hat_N, scale)
 
     def corrected(self, scratch: Tensor | None = None) -> tuple[Tensor | PackedMatrix,
@@ -103,13 +109,17 @@ class OnlineNaturalGradient:
         self.schedule = schedule
         self.on_nonfinite = on_nonfinite
         self.name = "OnlineNaturalGradient"  # for messages
-        self.num_calls = 0       # unfrozen ones; Kaldi also counts frozen calls, after which it may never update again
+        # unfrozen ones; Kaldi also counts frozen calls, after which it may never update again
+        self.num_calls = 0
         self.frozen = False
-        self.dim: int | None = None  # of the rows, where it is known before the first
-        self._commit, self._calls_since = 0, 0  # of the queue, and calls since
+        # of the rows, where it is known before the first
+        self.dim: int | None = None
+        # of the queue, and calls since
+        self._commit, self._calls_since = 0, 0
         self._queue = UpdateQueue() if queue is None else queue
         self._state: ops.FisherState | None = None
-        self._gram_RR: Tensor | None = None  # W W^T of the current state, made when it is asked for
+        # W W^T of the current state, made when it is asked for
+        self._gram_RR: Tensor | None = None
 
     @property
     def state(self) -> ops.FisherState | None:
@@ -147,7 +157,8 @@ class OnlineNaturalGradient:
         if (dim == 1 or is_new) and not self._may_use(X_ND, one_N, dim):
             return None
         num_rows = float(len(X_ND)) if num_rows is None else num_rows
-        if is_new and float(num_rows) == 0.0:  # an estimate starts from rows that count
+        # an estimate starts from rows that count
+        if is_new and float(num_rows) == 0.0:
             return None
         self._queue.wait(self)
         if is_new:
@@ -245,7 +256,8 @@ class OnlineNaturalGradient:
         self._state = ops.FisherState(W_RD, d_R.cpu().double().numpy().copy(), float(rho))
 
     def _warn_that_it_is_flat(self) -> None:
-        if not self._queue.has_warned:  # once for all estimates of an optimizer
+        # once for all estimates of an optimizer
+        if not self._queue.has_warned:
             self._queue.has_warned = True
             warnings.warn(f"the rows given to {self.name} are below 1e-10: its Fisher estimate is flat and leaves them as they "
                           "are; multiply the loss by a constant and divide lr by it.", stacklevel=2)
@@ -284,7 +296,8 @@ class OnlineNaturalGradient:
 
     def _start(self, X_ND: Tensor, one_N: Tensor | None, num_rows: Tensor | float, loss_scale: Tensor | float) -> None:
         """Kaldi's fixed start, then passes over the first minibatch itself; that minibatch then updates once more."""
-        # in float64, once: directions at the level of rounding then come from the data and not from the machine
+        # in float64, once: directions at the level of rounding then come from the data and not from
+        # the machine
         X64_ND, one64_N = X_ND.double(), None if one_N is None else one_N.double()
         dim = X_ND.shape[1] + (one_N is not None)
         rank = min(self.rank, dim - 1)

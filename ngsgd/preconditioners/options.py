@@ -18,17 +18,27 @@ GRAFTS = ("none", "gradient")
 class Options:
     """Of every method."""
 
-    damping: float = 1e-2                # > 0; added to the curvature of the loss's mean per row; typically 1e-4 to 1
-    curvature_interval: Interval = 1     # steps between two looks at the curvature
-    inverse_interval: Interval = 1       # steps between two inverses (roots, bases) of it; they are taken where it is looked at
-    ema_decay: float = 0.95              # 0 to below 1: share of the past in the curvature; 0: the last minibatch alone
-    kl_clip: float = 0.0                 # > 0: limit on lr^2 <P g, g> (kfac-pytorch: 1e-3), for which step() needs lr; 0 = none
-    max_grad_norm: float = 0.0           # > 0: limit on the L2 norm of the preconditioned gradient; 0 = none
-    graft: str = "none"                  # "gradient": each layer's direction gets the norm of its plain gradient
-    skip: tuple[str, ...] = ()           # layers left alone: names, patterns, or classes such as "Conv1d"
-    # settings of single layers by name or pattern, such as {"output*": {"damping": 0.1}}: damping, ema_decay; later ones win
+    # > 0; added to the curvature of the loss's mean per row; typically 1e-4 to 1
+    damping: float = 1e-2
+    # steps between two looks at the curvature
+    curvature_interval: Interval = 1
+    # steps between two inverses (roots, bases) of it; they are taken where it is looked at
+    inverse_interval: Interval = 1
+    # 0 to below 1: share of the past in the curvature; 0: the last minibatch alone
+    ema_decay: float = 0.95
+    # > 0: limit on lr^2 <P g, g> (kfac-pytorch: 1e-3), for which step() needs lr; 0 = none
+    kl_clip: float = 0.0
+    # > 0: limit on the L2 norm of the preconditioned gradient; 0 = none
+    max_grad_norm: float = 0.0
+    # "gradient": each layer's direction gets the norm of its plain gradient
+    graft: str = "none"
+    # layers left alone: names, patterns, or classes such as "Conv1d"
+    skip: tuple[str, ...] = ()
+    # settings of single layers by name or pattern, such as {"output*": {"damping": 0.1}}: damping,
+    # ema_decay; later ones win
     layer_options: Mapping[str, Mapping[str, float]] | None = None
-    averaging: str = "reset"             # what becomes of the curvature where parameters are averaged: reset, keep or average
+    # what becomes of the curvature where parameters are averaged: reset, keep or average
+    averaging: str = "reset"
     seed: int = 0                        # of random draws
 
     def problems(self) -> list[str]:
@@ -55,8 +65,10 @@ class Options:
 class FisherOptions(Options):
     """Of methods that see the rows of layers."""
 
-    fisher: str = "empirical"            # whose derivatives: "empirical", "mc" (drawn targets), "exact" (Gauss-Newton)
-    num_draws: int = 1                   # mc: draws per row
+    # whose derivatives: "empirical", "mc" (drawn targets), "exact" (Gauss-Newton)
+    fisher: str = "empirical"
+    # mc: draws per row
+    num_draws: int = 1
 
     def problems(self) -> list[str]:
         found = super().problems()

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 State = dict[str, Tensor]
-OWN = ""   # the entry of a state dict that belongs to no layer
+# the entry of a state dict that belongs to no layer
+OWN = ""
 
 
 def kept(value: Tensor) -> Tensor:

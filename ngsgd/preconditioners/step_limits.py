@@ -9,7 +9,8 @@ from torch import Tensor
 
 from ngsgd.errors import ConfigError
 
-_TINY = 1e-30   # below any norm that means something
+# below any norm that means something
+_TINY = 1e-30
 
 
 def grafted(found: Mapping[str, Tensor], blocks: Mapping[str, Sequence[str]], norms: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -24,7 +24,8 @@ class _PendingUpdate(NamedTuple):
     estimate: Estimate
     J_RD: Tensor
     KL_2RR: Tensor                          # K and L
-    numbers: tuple[Number, Number, Number]  # tr X X^T, the number of rows, the scale that they carry
+    # tr X X^T, the number of rows, the scale that they carry
+    numbers: tuple[Number, Number, Number]
 
 
 class UpdateQueue:
@@ -38,13 +39,16 @@ class UpdateQueue:
 
     def __init__(self, *, deferred: bool = False) -> None:
         self.deferred = deferred
-        self.num_commits = 0      # steps of the optimizer
-        self.has_warned = False   # of a flat estimate, once for all that share the queue
+        # steps of the optimizer
+        self.num_commits = 0
+        # of a flat estimate, once for all that share the queue
+        self.has_warned = False
         self._waiting: list[_PendingUpdate] = []
         self._transfer: tuple[Tensor, Any] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        self.wait()  # neither events nor the rows of a minibatch belong into a copy
+        # neither events nor the rows of a minibatch belong into a copy
+        self.wait()
         return self.__dict__
 
     def add(self, estimate: Estimate, J_RD: Tensor, KL_2RR: Tensor, numbers: tuple[Number, Number, Number]) -> None:

@@ -36,7 +36,8 @@ from ngsgd.schedules import Shard
 from ngsgd.sequence.graph import StateGraph
 
 FORMAT_VERSION = 1
-_MARGIN = 100   # frames around a chunk that are stored with it: the widest context there can be (egs.left_context)
+# frames around a chunk that are stored with it: the widest context there can be (egs.left_context)
+_MARGIN = 100
 
 
 class SequenceMinibatch(NamedTuple):
@@ -44,9 +45,12 @@ class SequenceMinibatch(NamedTuple):
 
     x_ND: Tensor
     pdf_N: Tensor
-    weight_N: Tensor | None            # always None: all frames weigh 1
-    lengths: tuple[int, ...]           # frames of each sequence
-    log_weight_B: Tensor               # float64: what the graph gives to the labels of each
+    # always None: all frames weigh 1
+    weight_N: Tensor | None
+    # frames of each sequence
+    lengths: tuple[int, ...]
+    # float64: what the graph gives to the labels of each
+    log_weight_B: Tensor
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,8 @@ class SequenceIndex:
     format_version: int
     num_frames: list[int]       # of each archive
     num_sequences: list[int]    # likewise
-    num_left_out: int           # their labels have no path through the graph
+    # their labels have no path through the graph
+    num_left_out: int
     sha256: list[str]           # of each archive
 
 
@@ -114,7 +119,8 @@ class _Span(NamedTuple):
 
     first: int
     end: int
-    low: int        # with its context, inside its utterance
+    # with its context, inside its utterance
+    low: int
     high: int
     log_weight: float
 
@@ -125,7 +131,8 @@ def _write(train: FrameSet, graph: StateGraph, samples_per_iter: int, chunk_fram
     if not usable:
         raise DataError(f"the labels of all {len(spans)} training sequences have no path through the denominator graph; check that "
                         "graph and alignment belong together.")
-    order = np.random.default_rng(0).permutation(len(usable))  # on disk; every reading shuffles again with the run's seed
+    # on disk; every reading shuffles again with the run's seed
+    order = np.random.default_rng(0).permutation(len(usable))
     num_archives = max(1, round(sum(span.end - span.first for span in usable) / samples_per_iter))
     entries = [_write_archive(train, [usable[at] for at in part], directory / _name(number))
                for number, part in enumerate(np.array_split(order, min(num_archives, len(usable))))]

@@ -78,16 +78,19 @@ class _ExpectedAccuracy(torch.autograd.Function):
         return derivative_NP * ctx.batch.per_row(dE_B).to(derivative_NP.dtype), None, None, None
 
 
-# Batches --------------------------------------------------------------------------------------------------------------
+# Batches ------------------------------------------------------------------------------------------
 
 
 class _Batch(NamedTuple):
     """Sequences side by side, the longest first: those that still go on at a frame are the first columns."""
 
-    order_B: Tensor          # which sequence a column is
+    # which sequence a column is
+    order_B: Tensor
     lengths_B: Tensor        # of the columns
-    alive: list[int]         # columns that have a frame t
-    row_TB: Tensor           # row of each frame; beyond the end of a sequence any row of it
+    # columns that have a frame t
+    alive: list[int]
+    # row of each frame; beyond the end of a sequence any row of it
+    row_TB: Tensor
 
     @classmethod
     def of(cls, scores_NP: Tensor, lengths: Sequence[int]) -> _Batch:
@@ -124,13 +127,14 @@ class _Batch(NamedTuple):
         return values_B.repeat_interleave(lengths_B)[:, None]
 
 
-# Recursions -----------------------------------------------------------------------------------------------------------
+# Recursions ---------------------------------------------------------------------------------------
 
 
 def _forward(batch: _Batch, score_TSB: Tensor, transitions: Transitions) -> tuple[Tensor, Tensor]:
     """(Z of the columns, log a up to a constant for each frame and column)."""
     T, S, B = score_TSB.shape
-    log_a_TSB = score_TSB  # in place: a frame's scores are needed once
+    # in place: a frame's scores are needed once
+    log_a_TSB = score_TSB
     log_a_SB = transitions.log_initial_S[:, None].expand(S, B)
     taken_out_B = score_TSB.new_zeros(B, dtype=torch.float64)
     log_z_B = torch.empty_like(taken_out_B)

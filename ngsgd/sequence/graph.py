@@ -23,7 +23,8 @@ from ngsgd.errors import DataError
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
-NOTHING = -1  # in place of a class, on an arc that takes no frame
+# in place of a class, on an arc that takes no frame
+NOTHING = -1
 
 
 class StateArc(NamedTuple):
@@ -39,13 +40,18 @@ class StateArc(NamedTuple):
 class StateGraph:
     """States, and the log weights of going from one to another."""
 
-    pdf_S: Ints              # class that a state emits
+    # class that a state emits
+    pdf_S: Ints
     source_A: Ints
     target_A: Ints
     log_weight_A: Floats
-    log_initial_S: Floats    # where a path is before its first frame
-    log_final_S: Floats      # added where it ends
-    leak: float = 0.0        # leaky HMM: before every frame, a path may jump to a state drawn from `restart_S`, with this weight
+    # where a path is before its first frame
+    log_initial_S: Floats
+    # added where it ends
+    log_final_S: Floats
+    # leaky HMM: before every frame, a path may jump to a state drawn from `restart_S`, with this
+    # weight
+    leak: float = 0.0
     restart_S: Floats = field(default_factory=lambda: np.zeros(0))
 
     @property
@@ -140,7 +146,8 @@ def from_arcs(arcs: Iterable[StateArc], *, start: int,
     todo = [(start, NOTHING)]
     found: dict[tuple[int, int], float] = {}
     log_finals: list[float] = []
-    for key in todo:  # grows while it is gone through
+    # grows while it is gone through
+    for key in todo:
         final = -math.inf
         for state, log_weight in reach.of(key[0]).items():
             final = float(np.logaddexp(final, log_weight + log_final.get(state, -math.inf)))
@@ -156,7 +163,8 @@ def from_arcs(arcs: Iterable[StateArc], *, start: int,
     ends_A = np.array(list(found), np.int64).reshape(-1, 2)
     log_initial_S = np.full(len(todo), -math.inf)
     log_initial_S[0] = 0.0
-    pdf_S = np.array([max(pdf, 0) for _, pdf in todo], np.int64)  # nothing leads into the start, so what it would emit is no matter
+    # nothing leads into the start, so what it would emit is no matter
+    pdf_S = np.array([max(pdf, 0) for _, pdf in todo], np.int64)
     return StateGraph(pdf_S, ends_A[:, 0], ends_A[:, 1], np.array(list(found.values())), log_initial_S, np.array(log_finals))
 
 

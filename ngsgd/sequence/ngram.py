@@ -58,7 +58,8 @@ def _graph(moves: Counter[tuple[tuple[int, ...], tuple[int, ...]]], num_frames: 
     ends, log_weights = [], []
     log_final_S = np.full(len(states), -math.inf)
     for (history, following), count in sorted(moves.items()):
-        leaves = left[history] / num_frames[history] if history else 1.0  # stays for frames / visits on average
+        # stays for frames / visits on average
+        leaves = left[history] / num_frames[history] if history else 1.0
         log_weight = math.log(leaves * count / left[history])
         if following == _END:
             log_final_S[states[history]] = log_weight

@@ -30,8 +30,10 @@ from ngsgd.sequence.forward_backward import expected_accuracy, log_path_sum
 from ngsgd.sequence.graph import StateGraph
 from ngsgd.sequence.transitions import Transitions
 
-_NO_PATH = -10.0        # objf per frame of a sequence that no path has the length of, as in Kaldi; it has no derivative
-_SILENCE_ERROR = 0.1    # bmmi: a wrong frame of silence counts as so much of one (Kaldi's max-silence-error)
+# objf per frame of a sequence that no path has the length of, as in Kaldi; it has no derivative
+_NO_PATH = -10.0
+# bmmi: a wrong frame of silence counts as so much of one (Kaldi's max-silence-error)
+_SILENCE_ERROR = 0.1
 
 
 @dataclass(frozen=True)
@@ -39,8 +41,10 @@ class Denominator:
     """What labels are told apart from, and what counts as right."""
 
     graph: StateGraph
-    log_prior_P: npt.NDArray[np.float64]   # of the model that training starts from
-    phone_P: npt.NDArray[np.int64]         # classes of one phone have the same number
+    # of the model that training starts from
+    log_prior_P: npt.NDArray[np.float64]
+    # classes of one phone have the same number
+    phone_P: npt.NDArray[np.int64]
     is_silence_P: npt.NDArray[np.bool_]
 
     def arrays(self) -> dict[str, npt.NDArray[np.generic]]:

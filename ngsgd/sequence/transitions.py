@@ -12,7 +12,8 @@ from torch import Tensor
 
 from ngsgd.sequence.graph import StateGraph
 
-_MAX_DENSE_STATES = 64  # beyond, on a CPU core, sparse rows are faster: few states follow any one
+# beyond, on a CPU core, sparse rows are faster: few states follow any one
+_MAX_DENSE_STATES = 64
 
 
 class Transitions:
@@ -49,6 +50,7 @@ class Transitions:
 def _matrix(weights: Tensor) -> Tensor:
     if weights.shape[0] <= _MAX_DENSE_STATES:
         return weights.to_dense()
-    with warnings.catch_warnings():  # torch calls compressed rows a beta
+    # torch calls compressed rows a beta
+    with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Sparse", category=UserWarning)
         return weights.to_sparse_csr()

@@ -18,7 +18,8 @@ from ngsgd.training.records import SubsetScore
 from ngsgd.training.task import Evaluation
 
 _ROWS_AT_ONCE = 8192
-_MIN_PRIOR = 1e-15  # Kaldi's floor of nnet3-am-adjust-priors
+# Kaldi's floor of nnet3-am-adjust-priors
+_MIN_PRIOR = 1e-15
 
 
 def summed_loss(logits_NP: Tensor, pdf_N: Tensor, weight_N: Tensor | None) -> Tensor:
@@ -70,7 +71,8 @@ def average_posterior(model: nn.Module, reader: EgsReader, num_frames: int, *,
         try:
             for minibatch in reader.minibatches(Shard(archive, 0), _ROWS_AT_ONCE, seed=0, outer_iter=0, job=0):
                 wanted_ND = minibatch.x_ND[:num_frames - seen]
-                if not len(wanted_ND):  # a module of the user's own need not know what to do with no rows
+                # a module of the user's own need not know what to do with no rows
+                if not len(wanted_ND):
                     break
                 total_P += model(wanted_ND).softmax(dim=1).sum(dim=0, dtype=torch.float64)
                 seen += len(wanted_ND)

@@ -21,7 +21,8 @@ from ngsgd.training.settings import EngineSettings
 class SequenceData:
     """The data of sequence objectives, in addition to the examples."""
 
-    directory: str             # of the archives of sequences
+    # of the archives of sequences
+    directory: str
     denominator: Denominator
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-LONGEST_STEP_S = 1.0   # between two looks of a loop that polls several times a second
+# between two looks of a loop that polls several times a second
+LONGEST_STEP_S = 1.0
 
 
 class AwakeClock:

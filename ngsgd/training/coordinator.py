@@ -63,7 +63,8 @@ class Coordinator:
     """Runs the outer iterations of a schedule on a pool of workers."""
 
     task: Task
-    model: nn.Module   # the task's; gives the layout, and is a workspace for evaluation
+    # the task's; gives the layout, and is a workspace for evaluation
+    model: nn.Module
     schedule: Schedule
     pool: WorkerPool
     storage: RunStorage
@@ -187,7 +188,8 @@ class Coordinator:
         for job in range(state.plan.num_jobs):
             self._job_init.remember(job, state)
         average_s = clock.lap()
-        # the previous commit's event is written before its checkpoint, which could restore it, may be removed
+        # the previous commit's event is written before its checkpoint, which could restore it, may
+        # be removed
         self._deferred.wait()
         diagnostics_s = clock.lap()
         progress = self._progress(state, before.progress, accepted)
@@ -270,7 +272,8 @@ class Coordinator:
         passes = progress.passes_done
         per_epoch = self.schedule.num_archives * self.schedule.frames_per_eg
         elapsed_s = progress.elapsed_s
-        # jobs have equal weight, so the remaining time goes with the passes, not with the outer iterations
+        # jobs have equal weight, so the remaining time goes with the passes, not with the outer
+        # iterations
         share = passes / max(self.schedule.num_passes, passes)
         return OuterIterationRecord(
             outer_iter=plan.outer_iter, num_outer_iters=max(self.schedule.num_outer_iters, plan.outer_iter + 1),

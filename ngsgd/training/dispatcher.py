@@ -33,12 +33,19 @@ from ngsgd.training.storage.ledger import Ledger
 from ngsgd.training.validation.checksums import is_damaged
 from ngsgd.training.worker_pool import WorkerPool
 
-_POLL_S = 0.2      # how often a wish to stop, and who makes no progress, is looked at while jobs run
-_ABSENT_S = 1.0    # a poll that took longer: the coordinator itself was stopped
-_NOTABLE = 0.25    # share of a deadline; after a longer absence the deadlines begin again, a shorter one is only not counted
-_SHARED = 4.0      # deadlines for workers that all fell silent together
-_HANG_FACTOR = 5.0    # medians of a minibatch's time without a minibatch: the worker hangs
-_WORTH_KEEPING = 0.5  # share of a job that a partial result must have done
+# how often a wish to stop, and who makes no progress, is looked at while jobs run
+_POLL_S = 0.2
+# a poll that took longer: the coordinator itself was stopped
+_ABSENT_S = 1.0
+# share of a deadline; after a longer absence the deadlines begin again, a shorter one is only not
+# counted
+_NOTABLE = 0.25
+# deadlines for workers that all fell silent together
+_SHARED = 4.0
+# medians of a minibatch's time without a minibatch: the worker hangs
+_HANG_FACTOR = 5.0
+# share of a job that a partial result must have done
+_WORTH_KEEPING = 0.5
 
 
 class StopSignal(Protocol):
@@ -61,7 +68,8 @@ class NeverStop:
         return False
 
 
-EmitIncident = Callable[[str, str, int, int, int], None]  # what, message, outer iteration, job, worker
+# what, message, outer iteration, job, worker
+EmitIncident = Callable[[str, str, int, int, int], None]
 
 
 @dataclass
@@ -69,17 +77,24 @@ class OuterIterationState:
     """An outer iteration under way."""
 
     plan: Plan
-    model: VectorRef                       # what the jobs start from
+    # what the jobs start from
+    model: VectorRef
     avoided: frozenset[Shard]              # in quarantine
-    round_s: float                         # jobs end with what they have after so many seconds
-    ends_at: float = math.inf              # seconds on the dispatcher's clock, once the first job runs
-    is_stopped: bool = False               # the jobs were told to end with what they have
-    to_come: set[int] = field(default_factory=set)    # jobs that cannot be made yet
+    # jobs end with what they have after so many seconds
+    round_s: float
+    # seconds on the dispatcher's clock, once the first job runs
+    ends_at: float = math.inf
+    # the jobs were told to end with what they have
+    is_stopped: bool = False
+    # jobs that cannot be made yet
+    to_come: set[int] = field(default_factory=set)
     running: set[int] = field(default_factory=set)
     waiting: deque[Job] = field(default_factory=deque)
     results: dict[int, JobResult] = field(default_factory=dict)
-    arrived_s: dict[int, float] = field(default_factory=dict)  # by job, on the clock
-    rejection_reasons: dict[int, str] = field(default_factory=dict)     # by job: what is wrong with its result
+    # by job, on the clock
+    arrived_s: dict[int, float] = field(default_factory=dict)
+    # by job: what is wrong with its result
+    rejection_reasons: dict[int, str] = field(default_factory=dict)
     unsettled: set[int] = field(default_factory=set)
     deferred: list[WorkItem] = field(default_factory=list)
     quarantined: list[WorkItem] = field(default_factory=list)
@@ -105,13 +120,17 @@ class Dispatcher:
         self.on_corrupt = settings.on_corrupt
         self._damaged: set[int] = set()                   # archives
         self.num_deaths = 0
-        self._enough_at: float | None = None              # when there last were enough workers
+        # when there last were enough workers
+        self._enough_at: float | None = None
         self.num_discarded = 0
-        self._failures: dict[WorkItem, int] = {}             # of work that was put off
-        self._hangs: dict[WorkItem, int] = {}                # tries that ended because the coordinator killed the worker
+        # of work that was put off
+        self._failures: dict[WorkItem, int] = {}
+        # tries that ended because the coordinator killed the worker
+        self._hangs: dict[WorkItem, int] = {}
         # where workers may be silent for less than some polls only, a shorter time is an absence
         self._awake = AwakeClock(clock, min(_ABSENT_S, max(2 * _POLL_S, self.failure.hang_timeout_s / 2)))
-        self._seen: dict[int, tuple[object, float]] = {}  # by worker: its last progress, and since when
+        # by worker: its last progress, and since when
+        self._seen: dict[int, tuple[object, float]] = {}
         self._minibatch_s: deque[float] = deque(maxlen=64)
 
     def open(self, plan: Plan, model: VectorRef, quarantined: tuple[WorkItem, ...], round_s: float) -> OuterIterationState:
@@ -168,7 +187,8 @@ class Dispatcher:
             self.pool.abandon()
             raise RunInterrupted(f"outer iteration {states[0].plan.outer_iter + 1} was given up")
         if self._awake.tick() > self.hang_timeout_s() * _NOTABLE:
-            self._seen = {}  # who was stopped with this process has a full deadline from now on
+            # who was stopped with this process has a full deadline from now on
+            self._seen = {}
         self._stop_in_time(states[0])
         self._watch()
         for one in self.pool.retired():
@@ -224,7 +244,8 @@ class Dispatcher:
         for worker, progress in self.pool.progress().items():
             before, since = self._seen.get(worker, (None, now))
             seen[worker] = (progress, since if progress == before else now)
-        # one that hangs leaves the others working: where all are silent, they wait for something that they share
+        # one that hangs leaves the others working: where all are silent, they wait for something
+        # that they share
         if len(seen) > 1 and all(now - since > deadline_s / 2 for _, since in seen.values()):
             deadline_s *= _SHARED
         for worker, (last, since) in seen.items():
@@ -277,7 +298,8 @@ class Dispatcher:
         if isinstance(failure.error, DamagedArchiveError) and self.on_corrupt == "quarantine":
             self._after_damage(state, failure, failure.error)
             return
-        if isinstance(failure.error, NgsgdError):  # wrong data stay wrong however often they are read
+        # wrong data stay wrong however often they are read
+        if isinstance(failure.error, NgsgdError):
             raise failure.error
         self.num_deaths += failure.worker_died
         what = f"worker {failure.worker} {'died' if failure.worker_died else 'failed'} ({failure.reason})"

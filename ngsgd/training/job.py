@@ -38,13 +38,17 @@ class WorkItem:
     """A run of minibatches of one pass over an archive, in the order that the pass's first plan gave it."""
 
     shard: Shard
-    outer_iter: int     # where the pass was first planned: with the seed, this and `job` decide the order of its examples
+    # where the pass was first planned: with the seed, this and `job` decide the order of its
+    # examples
+    outer_iter: int
     job: int
     first: int = 0      # minibatches
-    stop: int | None = None  # None: to the end of the pass
+    # None: to the end of the pass
+    stop: int | None = None
 
 
-Fisher = Mapping[str, Mapping[str, Any]]  # name of an estimate to its state, as NumPy arrays and numbers
+# name of an estimate to its state, as NumPy arrays and numbers
+Fisher = Mapping[str, Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -60,8 +64,10 @@ class JobInit:
     own: VectorRef | None = None
     own_is_move: bool = False
     mix: float = 0.0
-    take: tuple[int, int] | None = (0, 1)   # (fragment, number of fragments) taken in from the model; None: nothing
-    fisher: Fisher | None = None            # the Fisher estimates to go on from; None: afresh
+    # (fragment, number of fragments) taken in from the model; None: nothing
+    take: tuple[int, int] | None = (0, 1)
+    # the Fisher estimates to go on from; None: afresh
+    fisher: Fisher | None = None
 
 
 @dataclass(frozen=True)
@@ -70,17 +76,25 @@ class Job:
 
     outer_iter: int
     job: int
-    attempt: int       # 1 for the first try
+    # 1 for the first try
+    attempt: int
     pieces: tuple[WorkItem, ...]
     start: JobInit
     lr: float          # per frame
-    lr_factor: float   # lr over the effective learning rate; what is not diluted by averaging, such as l2, is divided by it
-    progress: float = 0.0  # share of the data processed before this outer iteration, 0 to 1
+    # lr over the effective learning rate; what is not diluted by averaging, such as l2, is divided
+    # by it
+    lr_factor: float
+    # share of the data processed before this outer iteration, 0 to 1
+    progress: float = 0.0
     returns: Literal["parameters", "move"] = "parameters"
-    send: tuple[int, int] = (0, 1)   # (fragment, number of fragments) that is averaged
-    keep_fisher: bool = False        # the Fisher estimates are needed for the job's next start
-    keep_own: bool = False           # the whole of the result is needed for the job's next start
-    layer_rates: Mapping[str, float] = field(default_factory=dict)  # factors on the rates of layers (optimizer.equalize_layers)
+    # (fragment, number of fragments) that is averaged
+    send: tuple[int, int] = (0, 1)
+    # the Fisher estimates are needed for the job's next start
+    keep_fisher: bool = False
+    # the whole of the result is needed for the job's next start
+    keep_own: bool = False
+    # factors on the rates of layers (optimizer.equalize_layers)
+    layer_rates: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def identity(self) -> tuple[int, int, int]:
@@ -99,24 +113,35 @@ class JobResult:
 
     job: Job
     worker: int
-    sent: VectorRef                # what is averaged: parameters or move, of the fragment that the job was told to send
-    digest: int                    # of `sent`, made by the worker (`ngsgd.training.validation.checksums`)
+    # what is averaged: parameters or move, of the fragment that the job was told to send
+    sent: VectorRef
+    # of `sent`, made by the worker (`ngsgd.training.validation.checksums`)
+    digest: int
     num_frames: int
     num_minibatches: int
-    objf: float                    # mean per frame while training
+    # mean per frame while training
+    objf: float
     accuracy: float                # 0 to 1
     seconds: float
-    max_change_share: float        # of layer updates, 0 to 1
+    # of layer updates, 0 to 1
+    max_change_share: float
     max_param_change_share: float  # of minibatches, 0 to 1
     num_skipped: int               # minibatches
-    own: VectorRef | None = None   # with `keep_own`: what the job's next start is made of
+    # with `keep_own`: what the job's next start is made of
+    own: VectorRef | None = None
     fisher: Fisher | None = None   # with `keep_fisher`
-    rejection_reason: str = ""              # what the worker itself found wrong with `sent`; empty if nothing is
-    remainder: tuple[WorkItem, ...] = ()  # what was not processed, because the worker was asked to stop
-    health: dict[str, float] = field(default_factory=dict)  # of the Fisher estimates at the end (ngsgd.optim.inspection.figures)
-    host: str = ""                 # of a worker on another machine than the coordinator's
-    machine: dict[str, float] = field(default_factory=dict)  # the load of that machine at the job's end
-    deltas: Deltas | None = None   # norms of the parameter delta, made by the worker from `sent`
+    # what the worker itself found wrong with `sent`; empty if nothing is
+    rejection_reason: str = ""
+    # what was not processed, because the worker was asked to stop
+    remainder: tuple[WorkItem, ...] = ()
+    # of the Fisher estimates at the end (ngsgd.optim.inspection.figures)
+    health: dict[str, float] = field(default_factory=dict)
+    # of a worker on another machine than the coordinator's
+    host: str = ""
+    # the load of that machine at the job's end
+    machine: dict[str, float] = field(default_factory=dict)
+    # norms of the parameter delta, made by the worker from `sent`
+    deltas: Deltas | None = None
 
 
 @dataclass(frozen=True)
@@ -125,11 +150,15 @@ class JobFailure:
 
     job: Job
     worker: int
-    reason: str                    # how it ended: signal, exit, exception
+    # how it ended: signal, exit, exception
+    reason: str
     worker_died: bool
-    error: Exception | None = None  # what the job raised, where the worker lived on
-    last_words: str = ""           # the end of what a dead worker wrote to its log
-    from_outside: bool = False     # the coordinator killed the worker, or its fork server ended: no evidence against the data
+    # what the job raised, where the worker lived on
+    error: Exception | None = None
+    # the end of what a dead worker wrote to its log
+    last_words: str = ""
+    # the coordinator killed the worker, or its fork server ended: no evidence against the data
+    from_outside: bool = False
 
 
 Outcome = JobResult | JobFailure

@@ -31,8 +31,10 @@ class JobInitializer:
     def __init__(self, config: OuterConfig, refcount: VectorRefcount, *,
                  mean_fisher: Callable[[Sequence[Fisher]], Fisher] | None = None) -> None:
         self.config = config
-        self.mean_fisher = mean_fisher        # what makes one of all jobs', for every job to go on from; None: each its own
-        self.fisher: dict[int, Fisher] = {}   # by job: the Fisher estimates that its last run ended with
+        # what makes one of all jobs', for every job to go on from; None: each its own
+        self.mean_fisher = mean_fisher
+        # by job: the Fisher estimates that its last run ended with
+        self.fisher: dict[int, Fisher] = {}
         self.need_own = config.jobs_keep_state
         self.delay = config.fragment_delay if config.kind == "streaming" else int(config.overlap)
         self.returns: Literal["parameters", "move"] = "move" if config.overlap else "parameters"

@@ -21,9 +21,12 @@ from ngsgd.config import OptimizerConfig
 from ngsgd.optim import SGD
 from ngsgd.training.parameter_vector import FlatLayout, Pieces, Vector
 
-_CHUNK = 1 << 16  # elements: three float32 chunks fit into the cache of a core
-_ROUNDING = 2.0**-23  # of one step, relative to the parameters: half an ulp, doubled
-_NORM_ERROR = 1e-3  # relative error of the norms that the optimizer computes in float32
+# elements: three float32 chunks fit into the cache of a core
+_CHUNK = 1 << 16
+# of one step, relative to the parameters: half an ulp, doubled
+_ROUNDING = 2.0**-23
+# relative error of the norms that the optimizer computes in float32
+_NORM_ERROR = 1e-3
 
 PartOfStart = Callable[[slice], Vector]
 
@@ -31,10 +34,14 @@ PartOfStart = Callable[[slice], Vector]
 class ChangeLimits(NamedTuple):
     """The longest delta that update-norm clipping allows; Inf: no limit is known."""
 
-    entries: Mapping[str, float]  # by name of the entry; entries without a limit are missing
-    model: float  # of the entries in `entries` together
-    shrinkage: float  # share of the start that the job may take off before its first minibatch
-    rounding: float  # share of the parameters by which float32 rounding may add to a delta
+    # by name of the entry; entries without a limit are missing
+    entries: Mapping[str, float]
+    # of the entries in `entries` together
+    model: float
+    # share of the start that the job may take off before its first minibatch
+    shrinkage: float
+    # share of the parameters by which float32 rounding may add to a delta
+    rounding: float
 
 
 NO_LIMITS = ChangeLimits({}, math.inf, 0.0, 0.0)
@@ -45,10 +52,13 @@ class Deltas:
     """Norms of one result; all L2, float64."""
 
     norms_E: npt.NDArray[np.float64]  # of end - start
-    along_E: npt.NDArray[np.float64]  # component of end - start in the direction of the start
+    # component of end - start in the direction of the start
+    along_E: npt.NDArray[np.float64]
     starts_E: npt.NDArray[np.float64]  # of the start
-    limits_E: npt.NDArray[np.float64]  # the longest delta possible; Inf: not known
-    limit: float  # the same for all entries with a limit together
+    # the longest delta possible; Inf: not known
+    limits_E: npt.NDArray[np.float64]
+    # the same for all entries with a limit together
+    limit: float
 
 
 def change_limits(

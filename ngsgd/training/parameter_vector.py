@@ -15,8 +15,10 @@ import torch
 from torch import Tensor, nn
 
 Vector = npt.NDArray[np.float32]
-Mean = npt.NDArray[np.float64]  # of such vectors: rounded only where the outer step ends
-Pieces = tuple[tuple[slice, slice], ...]  # (part of the model, where a shorter vector holds it)
+# of such vectors: rounded only where the outer step ends
+Mean = npt.NDArray[np.float64]
+# (part of the model, where a shorter vector holds it)
+Pieces = tuple[tuple[slice, slice], ...]
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,8 @@ class FlatLayout:
 
     def load(self, model: nn.Module, vector: Vector) -> None:
         """Sets the model's floating-point entries, with one copy; counters and the like stay as they are."""
-        with warnings.catch_warnings():  # torch knows no read-only tensors and warns of memory that is; nobody writes here
+        # torch knows no read-only tensors and warns of memory that is; nobody writes here
+        with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*not writable", category=UserWarning)
             whole = torch.from_numpy(vector)
         parts = {name: whole[first:stop].view(shape) for name, shape, first, stop

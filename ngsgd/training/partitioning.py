@@ -12,13 +12,15 @@ from ngsgd.schedules import Shard
 from ngsgd.training.job import JobResult, WorkItem
 
 Work = tuple[tuple[WorkItem, ...], ...]
-_AMPLE = 1.3  # of what a worker is expected to do: what is left over comes back
+# of what a worker is expected to do: what is left over comes back
+_AMPLE = 1.3
 
 
 class EqualPartitioner:
     """One complete shard for each job, as in Kaldi; deferred work items are separate jobs."""
 
-    round_s = math.inf   # an outer iteration takes as long as it takes
+    # an outer iteration takes as long as it takes
+    round_s = math.inf
 
     def num_passes(self, num_jobs: int, pending: Sequence[WorkItem]) -> int:
         """Fresh passes that an outer iteration of so many jobs begins."""
@@ -40,7 +42,8 @@ class SpeedPartitioner(EqualPartitioner):
 
     def __init__(self, num_minibatches: Callable[[Shard], int]) -> None:
         self.num_minibatches = num_minibatches
-        self._speed: dict[int, float] = {}   # by job, minibatches per second; a job keeps to its worker where it can
+        # by job, minibatches per second; a job keeps to its worker where it can
+        self._speed: dict[int, float] = {}
 
     def work(self, fresh: Sequence[WorkItem], pending: Sequence[WorkItem], num_jobs: int) -> Work:
         pieces = (*pending, *fresh)

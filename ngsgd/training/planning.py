@@ -16,14 +16,21 @@ from ngsgd.training.partitioning import EqualPartitioner, Work
 class Progress:
     """Where a run stands after a committed outer iteration."""
 
-    outer_iter: int = -1         # the last one committed; -1 before the first
-    passes_done: int = 0         # passes over archives that were planned up to there
+    # the last one committed; -1 before the first
+    outer_iter: int = -1
+    # passes over archives that were planned up to there
+    passes_done: int = 0
     frames_processed: int = 0
-    elapsed_s: float = 0.0       # of training, over all processes that worked on the run
-    pending: tuple[WorkItem, ...] = ()      # put off to a later outer iteration
-    quarantined: tuple[WorkItem, ...] = ()  # given up: whoever worked on them died
-    lr_scale: float = 1.0        # below 1 after roll-backs
-    layer_rates: Mapping[str, float] = field(default_factory=dict)  # factors on layers' rates (optimizer.equalize_layers)
+    # of training, over all processes that worked on the run
+    elapsed_s: float = 0.0
+    # put off to a later outer iteration
+    pending: tuple[WorkItem, ...] = ()
+    # given up: whoever worked on them died
+    quarantined: tuple[WorkItem, ...] = ()
+    # below 1 after roll-backs
+    lr_scale: float = 1.0
+    # factors on layers' rates (optimizer.equalize_layers)
+    layer_rates: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -32,10 +39,14 @@ class Plan:
 
     iteration: OuterIteration
     work: Work
-    num_fresh: int                          # passes that begin in it
-    taken_up: tuple[WorkItem, ...] = ()        # of what had been put off
-    keeps_best: bool = False                # and nothing of the other jobs (Kaldi's early outer iterations)
-    layer_rates: Mapping[str, float] = field(default_factory=dict)  # factors on layers' rates
+    # passes that begin in it
+    num_fresh: int
+    # of what had been put off
+    taken_up: tuple[WorkItem, ...] = ()
+    # and nothing of the other jobs (Kaldi's early outer iterations)
+    keeps_best: bool = False
+    # factors on layers' rates
+    layer_rates: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def outer_iter(self) -> int:

@@ -15,23 +15,37 @@ from typing import Any, TypeVar
 class JobRecord:
     """One job of one outer iteration, as it ended."""
 
-    job: int                   # 0-based within the outer iteration
-    worker: int                # slot that ran it; stable when a worker process is replaced
-    attempt: int               # 1 for the first try
+    # 0-based within the outer iteration
+    job: int
+    # slot that ran it; stable when a worker process is replaced
+    worker: int
+    # 1 for the first try
+    attempt: int
     num_frames: int
     num_minibatches: int
-    objf: float                # mean over the job while it trained, nats per frame
-    accuracy: float            # share of frames, 0 to 1
-    seconds: float             # from the first minibatch to the last
-    max_change_share: float    # share of layer updates shortened by max_change, 0 to 1
-    max_param_change_share: float  # share of minibatches shortened by max_param_change, 0 to 1
-    num_skipped: int           # minibatches skipped because a gradient was not finite
+    # mean over the job while it trained, nats per frame
+    objf: float
+    # share of frames, 0 to 1
+    accuracy: float
+    # from the first minibatch to the last
+    seconds: float
+    # share of layer updates shortened by max_change, 0 to 1
+    max_change_share: float
+    # share of minibatches shortened by max_param_change, 0 to 1
+    max_param_change_share: float
+    # minibatches skipped because a gradient was not finite
+    num_skipped: int
     accepted: bool
-    reason: str                # why it was rejected; empty when accepted
-    health: dict[str, float] = field(default_factory=dict)  # of the Fisher estimates at the end, by layer and side
-    ended_s: float = 0.0       # when its result arrived, on the clock of OuterIterationRecord.elapsed_s
-    host: str = ""             # of a worker on another machine than the coordinator's
-    machine: dict[str, float] = field(default_factory=dict)  # the load of that machine at the job's end
+    # why it was rejected; empty when accepted
+    reason: str
+    # of the Fisher estimates at the end, by layer and side
+    health: dict[str, float] = field(default_factory=dict)
+    # when its result arrived, on the clock of OuterIterationRecord.elapsed_s
+    ended_s: float = 0.0
+    # of a worker on another machine than the coordinator's
+    host: str = ""
+    # the load of that machine at the job's end
+    machine: dict[str, float] = field(default_factory=dict)
 
     @property
     def frames_per_second(self) -> float:
@@ -43,7 +57,8 @@ class SubsetScore:
     """The model on a fixed subset of frames."""
 
     objf: float                # nats per frame
-    accuracy: float            # share of frames, 0 to 1
+    # share of frames, 0 to 1
+    accuracy: float
 
 
 @dataclass(frozen=True)
@@ -54,28 +69,44 @@ class OuterIterationRecord:
     num_outer_iters: int
     num_jobs: int              # planned
     num_accepted: int
-    epoch: float               # data passes done after this outer iteration, in epochs
+    # data passes done after this outer iteration, in epochs
+    epoch: float
     num_epochs: float
-    frames_processed: int      # since the start of the run, over all accepted jobs; the x axis of every chart
+    # since the start of the run, over all accepted jobs; the x axis of every chart
+    frames_processed: int
     effective_lr: float        # per frame
-    lr: float                  # per frame, of each job
-    gain: float                # of the outer optimiser: lr is effective_lr * num_jobs / gain
-    train: SubsetScore         # the averaged model on the fixed training subset
-    valid: SubsetScore         # the averaged model on the fixed held-out subset
+    # per frame, of each job
+    lr: float
+    # of the outer optimiser: lr is effective_lr * num_jobs / gain
+    gain: float
+    # the averaged model on the fixed training subset
+    train: SubsetScore
+    # the averaged model on the fixed held-out subset
+    valid: SubsetScore
     jobs: tuple[JobRecord, ...]
-    relative_change: dict[str, float]  # per layer: norm of this outer iteration's change over norm of the parameters
+    # per layer: norm of this outer iteration's change over norm of the parameters
+    relative_change: dict[str, float]
     compute_s: float           # waiting for jobs
     average_s: float
     checkpoint_s: float
-    diagnostics_s: float       # that training waited for diagnostics; they run beside the next outer iteration
-    elapsed_s: float           # since this process began training
-    left_s: float              # estimate for the outer iterations to come
-    patience_s: float = 0.0    # without a minibatch after which a worker is replaced; derived from what was measured
-    workers_alive: int = 0     # at the end of the outer iteration
-    num_deaths: int = 0        # of workers, since this process began training
-    num_discarded: int = 0     # results that nobody waited for, likewise
-    diagnostics: dict[str, float] = field(default_factory=dict)  # of training.diagnostics: dead units, silence, gradients
-    num_deferred: int = 0      # pieces of work put off to a later outer iteration
+    # that training waited for diagnostics; they run beside the next outer iteration
+    diagnostics_s: float
+    # since this process began training
+    elapsed_s: float
+    # estimate for the outer iterations to come
+    left_s: float
+    # without a minibatch after which a worker is replaced; derived from what was measured
+    patience_s: float = 0.0
+    # at the end of the outer iteration
+    workers_alive: int = 0
+    # of workers, since this process began training
+    num_deaths: int = 0
+    # results that nobody waited for, likewise
+    num_discarded: int = 0
+    # of training.diagnostics: dead units, silence, gradients
+    diagnostics: dict[str, float] = field(default_factory=dict)
+    # pieces of work put off to a later outer iteration
+    num_deferred: int = 0
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> OuterIterationRecord:
@@ -130,14 +161,16 @@ class OuterIterationRecord:
 class FinalReport:
     """What the run came to."""
 
-    wer: str                   # on the test set: "%WER 3.10 [ 31 / 1000, 4 ins, 7 del, 20 sub ]"
+    # on the test set: "%WER 3.10 [ 31 / 1000, 4 ins, 7 del, 20 sub ]"
+    wer: str
     wer_percent: float
     valid_wer: str
     train: SubsetScore
     valid: SubsetScore
     frames_processed: int
     seconds: float
-    files: dict[str, str] = field(default_factory=dict)  # what was written: label -> path
+    # what was written: label -> path
+    files: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> FinalReport:
@@ -150,12 +183,15 @@ class FinalReport:
 class Incident:
     """Something that was not planned, and what was done about it: one line in every log."""
 
-    what: str                  # worker_died | job_failed | job_rejected | worker_replaced | interrupted | ...
-    message: str               # one sentence: who, what, what was done
+    # worker_died | job_failed | job_rejected | worker_replaced | interrupted | ...
+    what: str
+    # one sentence: who, what, what was done
+    message: str
     outer_iter: int
     job: int = -1              # -1: not about a job
     worker: int = -1
-    elapsed_s: float = 0.0     # when it was noticed, on the clock of OuterIterationRecord.elapsed_s
+    # when it was noticed, on the clock of OuterIterationRecord.elapsed_s
+    elapsed_s: float = 0.0
 
 
 _Record = TypeVar("_Record")

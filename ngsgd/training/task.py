@@ -25,22 +25,28 @@ class ShardGrid:
     """The units of data that jobs are given: `Shard(archive, frame)` for all of both ranges."""
 
     num_archives: int
-    shards_per_archive: int = 1  # Kaldi: frames per example, one of which a pass reads
+    # Kaldi: frames per example, one of which a pass reads
+    shards_per_archive: int = 1
 
 
 class Batch(NamedTuple):
     """One minibatch, in host memory."""
 
-    data: Any          # tensors, or tuples and dictionaries of them: moved to the worker's device
-    num_examples: int  # counted as processed, and as rows for the natural gradient
+    # tensors, or tuples and dictionaries of them: moved to the worker's device
+    data: Any
+    # counted as processed, and as rows for the natural gradient
+    num_examples: int
 
 
 class BatchLoss(NamedTuple):
     """The objective of one minibatch and the sums that the engine reports."""
 
-    total: Tensor               # minus the objf, summed over the examples; differentiable
-    weight: Tensor | float      # total weight of the examples, by which the sums are divided
-    num_correct: Tensor | float = 0.0  # weighted, for the accuracy
+    # minus the objf, summed over the examples; differentiable
+    total: Tensor
+    # total weight of the examples, by which the sums are divided
+    weight: Tensor | float
+    # weighted, for the accuracy
+    num_correct: Tensor | float = 0.0
 
 
 @dataclass(frozen=True)
@@ -49,7 +55,8 @@ class Evaluation:
 
     train: SubsetScore
     valid: SubsetScore
-    figures: dict[str, float] = field(default_factory=dict)  # further numbers, by name of a chart
+    # further numbers, by name of a chart
+    figures: dict[str, float] = field(default_factory=dict)
 
 
 class Growth:
@@ -84,11 +91,13 @@ class Task(ABC):
     """What is trained.  Every method is deterministic in its arguments and the task's settings."""
 
     growth: Growth = Growth()
-    # objf of a model that knows only the number of classes; results below twice this value are rejected
+    # objf of a model that knows only the number of classes; results below twice this value are
+    # rejected
     chance_objf: float = -math.inf
     # False: a drop of the held-out objf is no divergence, because another objective is trained
     optimizes_held_out_objf: bool = True
-    # whether only the optimizer changes parameters, so that update-norm clipping bounds a job's delta
+    # whether only the optimizer changes parameters, so that update-norm clipping bounds a job's
+    # delta
     has_bounded_updates: bool = False
 
     @abstractmethod

@@ -31,7 +31,8 @@ from ngsgd.training.task import Batch, BatchLoss, TaskSpec, to_device
 from ngsgd.training.validation.checksums import digest, not_finite
 from ngsgd.training.validation.plausibility import impossible
 
-Place = Callable[[int], Vector]  # memory for so many elements
+# memory for so many elements
+Place = Callable[[int], Vector]
 
 
 def never() -> bool:
@@ -199,7 +200,8 @@ class Worker:
             fisher=fisher_of(optimizer, preconditioner) if job.keep_fisher else None,
             rejection_reason=not_finite(sent, self.layout, pieces), remainder=remainder,
             health=figures(optimizer) if isinstance(optimizer, NGSGD) else {}, deltas=deltas)
-        # checked here, and not when all jobs have ended, because a successor may start from this result before
+        # checked here, and not when all jobs have ended, because a successor may start from this
+        # result before
         return replace(result, rejection_reason=result.rejection_reason or impossible(result, self.layout))
 
 
@@ -281,7 +283,8 @@ def choose_device(wanted: str, index: int = 0) -> torch.device:
     device = torch.device("cuda", index % torch.cuda.device_count())
     try:
         torch.empty(1, device=device)
-    except RuntimeError as error:  # in exclusive mode it is taken by another worker, or by somebody else
+    except RuntimeError as error:
+        # in exclusive mode it is taken by another worker, or by somebody else
         raise ConfigError(f"{device} takes no further process ({str(error).partition(chr(10))[0].rstrip('.')}); in exclusive mode "
                           "ask for no more cluster.num_workers than there are free GPUs.") from error
     return device

@@ -16,7 +16,8 @@ class Retired:
     """A worker that died too often to be replaced once more, or another incident that only the pool sees."""
 
     worker: int     # -1: not about one
-    message: str    # one sentence: what was seen, and what to do
+    # one sentence: what was seen, and what to do
+    message: str
     what: str = "worker_retired"   # kind of incident
 
 
@@ -79,7 +80,8 @@ class VectorRefcount:
 
     def acquire(self, ref: VectorRef | None) -> None:
         if ref is not None:
-            self._refs[id(ref)] = ref  # keeps the object, and so its id, alive
+            # keeps the object, and so its id, alive
+            self._refs[id(ref)] = ref
             self._needed[id(ref)] += 1
 
     def release(self, ref: VectorRef | None) -> None:

@@ -20,13 +20,18 @@ from ngsgd.asr.utterance import PdfIds
 from ngsgd.config import AlignConfig
 from ngsgd.errors import DataError
 
-EDGE_FRAMES = 10        # at either end of an utterance, taken for silence at first; at most a tenth of it
+# at either end of an utterance, taken for silence at first; at most a tenth of it
+EDGE_FRAMES = 10
 NUM_SILENCE_PASSES = 5
-SMOOTHING = 5           # frames on either side that speech and silence are told apart over
-NO_LIMIT = 1_000_000     # of active states: a transcript has few
-WIDER = 8.0  # times the beam, for an utterance whose path it lost
+# frames on either side that speech and silence are told apart over
+SMOOTHING = 5
+# of active states: a transcript has few
+NO_LIMIT = 1_000_000
+# times the beam, for an utterance whose path it lost
+WIDER = 8.0
 
-States = Mapping[str, PdfIds]   # of an utterance's frames, by utt_id
+# of an utterance's frames, by utt_id
+States = Mapping[str, PdfIds]
 
 
 def flat_start(corpus: Corpus, oov: str) -> dict[str, PdfIds]:
@@ -113,8 +118,10 @@ def score_by_gaussians(corpus: Corpus, states: States) -> dict[str, npt.NDArray[
 class Realigned:
     """Best paths, and how good they are."""
 
-    states: dict[str, PdfIds]   # of an utterance's frames, by utt_id
-    lost: tuple[str, ...]       # utterances without a path, which keep the states they had
+    # of an utterance's frames, by utt_id
+    states: dict[str, PdfIds]
+    # utterances without a path, which keep the states they had
+    lost: tuple[str, ...]
     cost_per_frame: float
 
 

@@ -17,10 +17,14 @@ import numpy.typing as npt
 
 Matrix = npt.NDArray[np.float64]
 
-MOST_AXES = 13          # as many as cepstra are usually kept
-VARIANCE_FLOOR = 0.05   # of a state, relative to that of all frames
-FEWEST_FRAMES = 5       # a state with fewer takes the mean and variance of all frames
-_DELTAS = np.array([-2, -1, 0, 1, 2]) / 10.0  # regression over two frames either side, as Kaldi's add-deltas
+# as many as cepstra are usually kept
+MOST_AXES = 13
+# of a state, relative to that of all frames
+VARIANCE_FLOOR = 0.05
+# a state with fewer takes the mean and variance of all frames
+FEWEST_FRAMES = 5
+# regression over two frames either side, as Kaldi's add-deltas
+_DELTAS = np.array([-2, -1, 0, 1, 2]) / 10.0
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,8 @@ class Axes:
         centred_TD = features_TD - mean_D
         variance_D, axes_DD = np.linalg.eigh(centred_TD.T @ centred_TD / len(features_TD))
         order = np.argsort(-variance_D)[:MOST_AXES]
-        order = order[variance_D[order] > 1e-9 * variance_D.max()]  # a constant feature has no direction
+        # a constant feature has no direction
+        order = order[variance_D[order] > 1e-9 * variance_D.max()]
         return cls(mean_D, axes_DD[:, order] / np.sqrt(variance_D[order]))
 
     def apply(self, features_TD: npt.NDArray[np.float32]) -> Matrix:

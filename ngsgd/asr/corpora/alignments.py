@@ -18,11 +18,14 @@ from ngsgd.asr.utterance import PdfIds
 from ngsgd.errors import DataError
 from ngsgd.files import new_file
 
-MOST_MISSING = 0.5  # of a set's utterances; with fewer aligned it is more likely that the file belongs to other data
+# of a set's utterances; with fewer aligned it is more likely that the file belongs to other data
+MOST_MISSING = 0.5
 
 
-PDF_TABLE = "pdfs.txt"  # next to an alignment: lines "pdf phone state"
-_MAX_PDFS = 1_000_000   # Kaldi's largest trees have about 20 000 leaves
+# next to an alignment: lines "pdf phone state"
+PDF_TABLE = "pdfs.txt"
+# Kaldi's largest trees have about 20 000 leaves
+_MAX_PDFS = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -30,8 +33,10 @@ class Alignment:
     """The states of the frames of every utterance."""
 
     pdf_T: Mapping[str, PdfIds]     # by utt_id
-    path: Path                      # where it came from, for messages
-    pdf_names: tuple[str, ...] = ()     # of the states that it numbers, where a table next to it gives them
+    # where it came from, for messages
+    path: Path
+    # of the states that it numbers, where a table next to it gives them
+    pdf_names: tuple[str, ...] = ()
 
     def numbered_as(self, pdf_names: tuple[str, ...]) -> Alignment:
         """The alignment with the numbers that its states have in `pdf_names`; without a table of names it stays as it is.

@@ -27,7 +27,8 @@ from ngsgd.config import DataConfig, FeatureConfig
 from ngsgd.errors import DataError
 
 SHIPPED = "corpora/an4.sha256"
-NOT_IN_KALDIS_LM = {"HALL", "LANE", "MEMORY", "TWELVTH", "WEAN"}  # egs/an4 takes these out of the unigrams
+# egs/an4 takes these out of the unigrams
+NOT_IN_KALDIS_LM = {"HALL", "LANE", "MEMORY", "TWELVTH", "WEAN"}
 UNKNOWN = "<UNK>"
 WHERE = ("get CMU's feature distribution of AN4 (the folder an4/ of github.com/cphazen/Machine-Learning-Project-ASR, packed as "
          "recipes/an4/README.md says) and give its folder as data.source=PATH")

@@ -35,7 +35,8 @@ from ngsgd.asr.speech_set import SpeechSet
 from ngsgd.asr.utterance import Utterance
 from ngsgd.config import AugmentConfig, DataConfig, FeatureConfig
 
-RECIPE_VERSION = 3  # raise it when the same settings would give other data, so that old caches are not taken for new
+# raise it when the same settings would give other data, so that old caches are not taken for new
+RECIPE_VERSION = 3
 
 Report = Callable[[str], None]
 Made = tuple[Mapping[str, SpeechSet], Language]
@@ -45,7 +46,8 @@ __all__ = ["Corpus", "SpeechSet", "check_source", "prepare"]
 _FSDD = ("corpus", "split", "held_out", "style")
 _AMOUNTS = ("train_minutes", "valid_minutes", "test_minutes", "snr_db_low", "snr_db_high", "seed")
 _KALDI_DIRS = ("corpus", "valid_fraction", "num_silence_states", "oov_word")
-_DECIDES = {  # settings of `data` that change what is prepared; the content of files is looked at apart
+# settings of `data` that change what is prepared; the content of files is looked at apart
+_DECIDES = {
     "digits": ("corpus", *_AMOUNTS), "fsdd": (*_FSDD, *_AMOUNTS), "an4": ("corpus", "valid_fraction"),
     "yesno": _KALDI_DIRS, "kaldi": _KALDI_DIRS, "lhotse": _KALDI_DIRS,
 }
@@ -64,7 +66,8 @@ class Corpus:
     valid: SpeechSet
     test: SpeechSet
     language: Language
-    digest: str  # SHA-256 over all prepared files
+    # SHA-256 over all prepared files
+    digest: str
 
     @property
     def num_pdfs(self) -> int:
@@ -118,7 +121,8 @@ def prepare(data: DataConfig, feature_config: FeatureConfig, cache_root: Path, r
 
 def prepare_unaligned(data: DataConfig, feature_config: FeatureConfig, cache_root: Path, report: Report) -> Corpus:
     """What `ngsgd align` labels: the corpus, or the recordings that it is spliced from; its labels, if any, mean nothing."""
-    if data.corpus == "fsdd":  # a single word has too few frames to be normalised over
+    # a single word has too few frames to be normalised over
+    if data.corpus == "fsdd":
         data, feature_config = replace(data, style="isolated"), replace(feature_config, cmvn="speaker")
     return prepare(replace(data, alignment=""), feature_config, cache_root, report)
 
@@ -149,7 +153,8 @@ def _content_of_alignment(data: DataConfig) -> dict[str, Any]:
 def _load(name: str, folder: Path) -> Corpus:
     sets, language, digest = cache.load(folder)
     if language.given:
-        graphs.check(language.given)   # before the training, not at its end
+        # before the training, not at its end
+        graphs.check(language.given)
     return Corpus(name=name, language=language, digest=digest, **sets)
 
 

@@ -38,8 +38,10 @@ class UtteranceEntry:
     utt_id: str
     speaker: str
     words: tuple[str, ...]
-    content: Piece | Entry      # audio, or an entry of a feats.scp
-    where: str                  # of the transcript, file:line
+    # audio, or an entry of a feats.scp
+    content: Piece | Entry
+    # of the transcript, file:line
+    where: str
 
 
 def read(folder: Path, *, given_features: bool) -> list[UtteranceEntry]:

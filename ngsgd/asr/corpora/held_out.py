@@ -8,7 +8,8 @@ from typing import Protocol, TypeVar
 
 from ngsgd.errors import DataError
 
-_FEWEST_SPEAKERS = 4  # below that, holding out a speaker takes too much away from training
+# below that, holding out a speaker takes too much away from training
+_FEWEST_SPEAKERS = 4
 
 
 class HasSpeaker(Protocol):

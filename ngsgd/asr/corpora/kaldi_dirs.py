@@ -22,7 +22,8 @@ from ngsgd.asr.speech_set import SpeechSet
 from ngsgd.config import AugmentConfig, DataConfig, FeatureConfig
 from ngsgd.errors import DataError
 
-_MAX_GAP = 100      # of the numbers in words.txt to how many there are
+# of the numbers in words.txt to how many there are
+_MAX_GAP = 100
 VALID_NAMES = ("valid", "dev")
 
 
@@ -145,5 +146,6 @@ def _given_graph(folder: Path) -> GivenGraph:
         raise DataError(f"{folder / 'words.txt'} does not number {len(numbers)} words from 0; give Kaldi's words.txt.")
     words = tuple(numbers.get(number, f"#{number}") for number in range(1, max(numbers) + 1))
     given = GivenGraph((folder / "HCLG.fst").read_bytes(), words, alignments.read_tid2pdf(folder / "tid2pdf"))
-    graphs.check(given)   # now, not after the training
+    # now, not after the training
+    graphs.check(given)
     return given

@@ -25,7 +25,8 @@ from ngsgd.asr.utterance import Samples, Utterance, num_frames, unaligned
 from ngsgd.config import AugmentConfig, DataConfig, FeatureConfig
 from ngsgd.errors import DataError
 
-WORDS = ("NO", "YES")                                   # by the digit in the file name
+# by the digit in the file name
+WORDS = ("NO", "YES")
 LEXICON = {"NO": (("N",),), "YES": (("Y",),)}
 SPEAKER = "yesno"
 _NAME = re.compile(r"[01](_[01]){7}\.wav")

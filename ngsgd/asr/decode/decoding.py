@@ -27,12 +27,14 @@ class Path:
     words: tuple[str, ...]
     pdf_T: PdfIds
     cost: float
-    is_complete: bool   # it ends where an utterance may end, not in the middle of a word
+    # it ends where an utterance may end, not in the middle of a word
+    is_complete: bool
 
 
 def best_path(graph: Graph, loglik_TP: npt.NDArray[np.float32], *, acoustic_scale: float, beam: float, max_active: int) -> Path:
     """The best path through `graph`.  `loglik_TP` is log posterior minus log prior of each pdf."""
-    extras.load("kaldifst", extra="asr", purpose="Decoding")  # first: kaldi_decoder takes its graphs
+    # first: kaldi_decoder takes its graphs
+    extras.load("kaldifst", extra="asr", purpose="Decoding")
     kaldi_decoder = extras.load("kaldi_decoder", extra="asr", purpose="Decoding")
     decoder = kaldi_decoder.FasterDecoder(graph.fst, kaldi_decoder.FasterDecoderOptions(beam=beam, max_active=max_active))
     decoder.decode(kaldi_decoder.DecodableCtc(_scaled(loglik_TP, acoustic_scale)))

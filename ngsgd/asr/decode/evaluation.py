@@ -20,7 +20,8 @@ from ngsgd.asr.speech_set import SpeechSet
 from ngsgd.config import DecodeConfig
 from ngsgd.errors import DataError
 
-LogLikelihoods = Sequence[npt.NDArray[np.float32]]  # T x P of each utterance: log posterior minus log prior
+# T x P of each utterance: log posterior minus log prior
+LogLikelihoods = Sequence[npt.NDArray[np.float32]]
 
 
 @dataclass(frozen=True)
@@ -39,14 +40,20 @@ class Evaluation:
     """The result of a test, with what it was tuned on."""
 
     setting: Setting
-    valid: WordErrors                               # at the chosen setting
-    sweep: Sweep                                    # every setting that was tried on valid
+    # at the chosen setting
+    valid: WordErrors
+    # every setting that was tried on valid
+    sweep: Sweep
     test: WordErrors
     test_interval: Interval
-    hypotheses: tuple[tuple[str, ...], ...]         # of the test utterances
-    per_utterance: tuple[UtteranceErrors, ...]      # of the test utterances
-    graph: Graph                                    # that the test set was decoded with
-    oracle: tuple[Setting, WordErrors] | None       # the setting that is best on test: not a result, only beside Kaldi's own
+    # of the test utterances
+    hypotheses: tuple[tuple[str, ...], ...]
+    # of the test utterances
+    per_utterance: tuple[UtteranceErrors, ...]
+    # that the test set was decoded with
+    graph: Graph
+    # the setting that is best on test: not a result, only beside Kaldi's own
+    oracle: tuple[Setting, WordErrors] | None
 
 
 def tune_and_decode(

@@ -12,7 +12,8 @@ from ngsgd.asr import extras
 from ngsgd.errors import DataError
 
 Words = Sequence[str]
-NOTHING = "***"  # stands opposite an inserted or deleted word
+# stands opposite an inserted or deleted word
+NOTHING = "***"
 
 
 @dataclass(frozen=True)

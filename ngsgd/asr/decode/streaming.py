@@ -23,7 +23,8 @@ from ngsgd.asr.decode.decoding import Path, path_of
 from ngsgd.asr.lang.graphs import Graph
 
 Features = npt.NDArray[np.float32]
-Score = Callable[[Features], Features]  # spliced frames, with what goes beside them, to log posterior minus log prior, T x P
+# spliced frames, with what goes beside them, to log posterior minus log prior, T x P
+Score = Callable[[Features], Features]
 
 
 class Beside(Protocol):
@@ -55,7 +56,8 @@ class StreamingDecoder:
 
         `beside` must have been given the same frames before this is, and been told of the end before `finish`.
         """
-        extras.load("kaldifst", extra="asr", purpose="Decoding")  # first: kaldi_decoder takes its graphs
+        # first: kaldi_decoder takes its graphs
+        extras.load("kaldifst", extra="asr", purpose="Decoding")
         self._kaldi_decoder: Any = extras.load("kaldi_decoder", extra="asr", purpose="Decoding")
         options = self._kaldi_decoder.FasterDecoderOptions(beam=search.beam, max_active=search.max_active)
         self._decoder: Any = self._kaldi_decoder.FasterDecoder(graph.fst, options)
@@ -63,8 +65,10 @@ class StreamingDecoder:
         self._graph, self._score, self._search = graph, score, search
         self._left, self._right, self._chunk, self._beside = left_context, right_context, chunk_frames, beside
         self._ahead = max(right_context, beside.right_context if beside else 0)
-        self._frames = np.zeros((0, 0), np.float32)   # those that are still needed, context included
-        self._first = 0                               # the frame of the utterance that they begin with
+        # those that are still needed, context included
+        self._frames = np.zeros((0, 0), np.float32)
+        # the frame of the utterance that they begin with
+        self._first = 0
         self.num_decoded = 0
 
     @property

@@ -21,7 +21,8 @@ class UtteranceScore:
     utt_id: str
     num_frames: int    # that have a class
     objf: float        # nats per frame
-    accuracy: float    # share of frames, 0 to 1
+    # share of frames, 0 to 1
+    accuracy: float
 
 
 def utterance_scores(frames: FrameSet, logliks: Sequence[npt.NDArray[np.float32]],

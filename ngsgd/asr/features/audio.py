@@ -13,8 +13,10 @@ import numpy.typing as npt
 from ngsgd.asr import extras, unpacking
 from ngsgd.errors import DataError
 
-FULL_SCALE = 32768.0  # Kaldi's features expect the numbers of 16-bit samples
-_END_TOLERANCE_S = 0.05  # by which a segment may reach beyond its recording: times are rounded when they are written down
+# Kaldi's features expect the numbers of 16-bit samples
+FULL_SCALE = 32768.0
+# by which a segment may reach beyond its recording: times are rounded when they are written down
+_END_TOLERANCE_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -22,9 +24,11 @@ class Piece:
     """A file, or the part of it between two times."""
 
     path: Path
-    where: str                      # the file:line that names it, for messages
+    # the file:line that names it, for messages
+    where: str
     start_s: float = 0.0
-    end_s: float | None = None      # None: to the end
+    # None: to the end
+    end_s: float | None = None
 
 
 def read(piece: Piece, sample_rate_hz: int) -> npt.NDArray[np.float32]:
@@ -50,7 +54,8 @@ def _read_file(piece: Piece) -> tuple[npt.NDArray[np.float32], int]:
         _check_is_whole(piece)
         _check_size(piece, soundfile.info(str(piece.path)).frames)
         samples, rate_hz = soundfile.read(str(piece.path), dtype="float64")
-    except (OSError, RuntimeError) as error:  # soundfile.LibsndfileError is a RuntimeError
+    except (OSError, RuntimeError) as error:
+        # soundfile.LibsndfileError is a RuntimeError
         reason = str(error).rpartition(": ")[2].strip().rstrip(".")
         raise DataError(f"{piece.where}: {piece.path} cannot be read as audio ({reason}); make it again.") from error
     if samples.ndim != 1:
@@ -73,6 +78,7 @@ def _check_is_whole(piece: Piece) -> None:
             promised = wav.getnframes()
             found = len(wav.readframes(promised)) // (wav.getsampwidth() * wav.getnchannels())
     except (wave.Error, EOFError):
-        return  # no PCM wav: flac, or floating point
+        # no PCM wav: flac, or floating point
+        return
     if found < promised:
         raise DataError(f"{piece.where}: {piece.path} is truncated, {found} of the {promised} samples it promises; make it again.")

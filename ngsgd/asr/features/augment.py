@@ -31,7 +31,8 @@ from ngsgd.config import AugmentConfig
 from ngsgd.errors import DataError
 
 _COPY = re.compile(r"(?:cp\d+-)?(?:sp(?P<factor>\d+(?:\.\d+)?)-)?(?P<utt_id>.*)", re.DOTALL)
-_DIRECT_PATH_MS = 1.0   # of a simulated room: nothing of its tail arrives sooner after the direct sound
+# of a simulated room: nothing of its tail arrives sooner after the direct sound
+_DIRECT_PATH_MS = 1.0
 
 
 def for_set(set_name: str, utterances: Iterable[Utterance], config: AugmentConfig, *, sample_rate_hz: int = SAMPLE_RATE_HZ,
@@ -71,7 +72,7 @@ def what_decides(config: AugmentConfig) -> dict[str, Any]:
     return {"augment": {**settings, "files": files, "soxr": metadata.version("soxr") if config.speed != "none" else ""}}
 
 
-# Speed ----------------------------------------------------------------------------------------------------------------
+# Speed --------------------------------------------------------------------------------------------
 
 
 def change_speed(samples: Audio, factor: float) -> Audio:
@@ -99,7 +100,7 @@ def _factors(config: AugmentConfig, random: np.random.Generator) -> Sequence[flo
     return (float(random.choice(config.speed_factors)),)
 
 
-# Rooms, noise, volume -------------------------------------------------------------------------------------------------
+# Rooms, noise, volume -----------------------------------------------------------------------------
 
 
 def reverberate(samples: FisherSample, response: FisherSample) -> FisherSample:
@@ -124,7 +125,8 @@ def simulated_room(rt60_ms: float, sample_rate_hz: int,
     tail = random.standard_normal(len(time_s)) * 10.0 ** (-3.0 * time_s / (rt60_ms / 1000))
     tail[time_s * 1000 < _DIRECT_PATH_MS] = 0.0
     response = tail / max(float(np.sqrt((tail ** 2).sum())), 1e-9)
-    response[0] = max(1.0, 1.001 * float(np.abs(response).max()))  # the direct sound is the greatest peak
+    # the direct sound is the greatest peak
+    response[0] = max(1.0, 1.001 * float(np.abs(response).max()))
     return response
 
 
@@ -192,7 +194,7 @@ def _random(seed: int, utt_id: str, copy: int) -> np.random.Generator:
     return np.random.default_rng([seed, name, copy])
 
 
-# Where sounds come from -----------------------------------------------------------------------------------------------
+# Where sounds come from ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

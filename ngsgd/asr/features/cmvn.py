@@ -16,10 +16,13 @@ from ngsgd.errors import DataError
 
 Features = npt.NDArray[np.float32]
 Vector = npt.NDArray[np.float64]
-Stats = npt.NDArray[np.float64]   # 2 x (D + 1), as Kaldi's cmvn.ark: sums and the number of frames; sums of squares and 0
+# 2 x (D + 1), as Kaldi's cmvn.ark: sums and the number of frames; sums of squares and 0
+Stats = npt.NDArray[np.float64]
 
-SMALLEST_DEVIATION = 1e-5  # a mel bin that holds no FFT point is constant; it becomes 0, not NaN
-GLOBAL = "global"          # the unit of all training speech together
+# a mel bin that holds no FFT point is constant; it becomes 0, not NaN
+SMALLEST_DEVIATION = 1e-5
+# the unit of all training speech together
+GLOBAL = "global"
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,7 @@ def units(features: Sequence[Features], names: Sequence[str]) -> CmvnStats:
     return CmvnStats(stats, tuple(names))
 
 
-# So far -----------------------------------------------------------------------------------------------------------------
+# So far -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -100,17 +103,21 @@ class OnlineMean:
         self._window, self._most_before, self._most_global = config.cmn_window, config.cmn_speaker_frames, config.cmn_global_frames
         self._global_mean_D = mean_and_deviation(all_speech)[0]
         self._before = before or CmnState(np.zeros_like(self._global_mean_D))
-        self._sums_WD = np.zeros((1, len(self._global_mean_D)))  # over the utterance up to each of its last frames
+        # over the utterance up to each of its last frames
+        self._sums_WD = np.zeros((1, len(self._global_mean_D)))
         self._num_frames = 0
 
     def accept(self, frames_TD: npt.NDArray[np.floating]) -> Vector:
         """T x D: the mean at each of the frames that follow."""
-        # summed one after another, so that it makes no difference to a bit how many frames come at once
+        # summed one after another, so that it makes no difference to a bit how many frames come at
+        # once
         sums_TD = np.cumsum(np.concatenate([self._sums_WD[-1:], frames_TD]), axis=0)[1:]
         history = np.concatenate([self._sums_WD, sums_TD])
-        first = self._num_frames + 1 - len(self._sums_WD)           # how many frames the oldest sum is over
+        # how many frames the oldest sum is over
+        first = self._num_frames + 1 - len(self._sums_WD)
         heard_T = np.arange(self._num_frames + 1, self._num_frames + 1 + len(frames_TD))
-        gone_T = np.maximum(heard_T - self._window, 0)              # frames that have left the window
+        # frames that have left the window
+        gone_T = np.maximum(heard_T - self._window, 0)
         sum_TD = sums_TD - history[np.maximum(gone_T - first, 0)] * (gone_T > 0)[:, None]
         self._num_frames += len(frames_TD)
         self._sums_WD = history[-self._window - 1:]

@@ -28,7 +28,8 @@ def extract(samples: Audio, config: FeatureConfig) -> Features:
     knf = toolkit()
     options = knf.MfccOptions() if config.kind == "mfcc" else knf.FbankOptions()
     options.frame_opts.samp_freq = config.sample_rate_hz
-    options.frame_opts.dither = 0.0  # dither draws unseeded numbers: two runs would differ
+    # dither draws unseeded numbers: two runs would differ
+    options.frame_opts.dither = 0.0
     options.frame_opts.snip_edges = False
     options.mel_opts.num_bins = config.num_mel_bins
     if config.kind == "mfcc":

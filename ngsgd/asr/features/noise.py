@@ -8,7 +8,8 @@ import numpy.typing as npt
 FisherSample = npt.NDArray[np.float64]
 
 FULL_SCALE = 32767.0
-LOUDEST_MIX = 0.9 * FULL_SCALE  # headroom: rounding to 16 bits must not clip
+# headroom: rounding to 16 bits must not clip
+LOUDEST_MIX = 0.9 * FULL_SCALE
 
 
 def white(num_samples: int, rng: np.random.Generator) -> FisherSample:
@@ -19,7 +20,8 @@ def pink(num_samples: int, rng: np.random.Generator) -> FisherSample:
     """Noise whose power falls as 1 / frequency, like that of rooms and machines."""
     spectrum = np.fft.rfft(rng.standard_normal(num_samples))
     bins = np.arange(len(spectrum))
-    bins[0] = 1  # the mean has no frequency to divide by; it is removed below
+    # the mean has no frequency to divide by; it is removed below
+    bins[0] = 1
     noise: FisherSample = np.fft.irfft(spectrum / np.sqrt(bins), n=num_samples)
     return np.asarray(noise - noise.mean())
 

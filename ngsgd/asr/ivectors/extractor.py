@@ -20,10 +20,14 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-PRIOR_OFFSET = 100.0        # to begin with, as in Kaldi
-VARIANCE_FLOOR = 0.1        # of every covariance, relative to their weighted mean (Kaldi: 0.1)
-FEWEST_FRAMES = 100.0       # scaled; a Gaussian with fewer keeps its mean and tells nothing of x (Kaldi's gaussian-min-count)
-START = 0.1                 # of the columns of M, in standard deviations
+# to begin with, as in Kaldi
+PRIOR_OFFSET = 100.0
+# of every covariance, relative to their weighted mean (Kaldi: 0.1)
+VARIANCE_FLOOR = 0.1
+# scaled; a Gaussian with fewer keeps its mean and tells nothing of x (Kaldi's gaussian-min-count)
+FEWEST_FRAMES = 100.0
+# of the columns of M, in standard deviations
+START = 0.1
 _UTTERANCES_AT_ONCE = 256   # bounds memory: utterances x S x S
 
 
@@ -33,7 +37,8 @@ class Statistics:
 
     count_UI: Tensor
     first_UID: Tensor
-    second_IDD: Tensor      # of all utterances together
+    # of all utterances together
+    second_IDD: Tensor
 
     @property
     def total_count(self) -> Tensor:
@@ -157,10 +162,12 @@ def floored(raw_IDD: Tensor, count_I: Tensor, factor: float) -> Tensor:
     if factor == 0.0:
         return raw_IDD
     mean_DD = (count_I[:, None, None] * raw_IDD).sum(dim=0) / count_I.sum()
-    tiny = 1e-10 * mean_DD.diagonal().max()  # a feature that never changes has a variance of 0
+    # a feature that never changes has a variance of 0
+    tiny = 1e-10 * mean_DD.diagonal().max()
     L_DD = torch.linalg.cholesky(factor * mean_DD + tiny * torch.eye(len(mean_DD), dtype=mean_DD.dtype, device=mean_DD.device))
     half_IDD = torch.linalg.solve_triangular(L_DD, raw_IDD, upper=False)
-    relative_IDD = torch.linalg.solve_triangular(L_DD, half_IDD.mT, upper=False)  # L^-1 raw L^-T, symmetric
+    # L^-1 raw L^-T, symmetric
+    relative_IDD = torch.linalg.solve_triangular(L_DD, half_IDD.mT, upper=False)
     value_ID, vector_IDD = torch.linalg.eigh(0.5 * (relative_IDD + relative_IDD.mT))
     root_IDD: Tensor = L_DD @ vector_IDD * value_ID.clamp(min=1.0).sqrt()[:, None, :]
     return root_IDD @ root_IDD.mT
@@ -172,7 +179,8 @@ def with_standard_prior(extractor: Extractor, mean_S: Tensor, covariance_SS: Ten
     mean_S = torch.linalg.solve_triangular(L_SS, mean_S[:, None], upper=False)[:, 0]
     offset = mean_S.norm()
     axis_S = mean_S / offset
-    axis_S[0] += 1.0 if axis_S[0] >= 0.0 else -1.0   # Householder: the sign that cancels no digits
+    # Householder: the sign that cancels no digits
+    axis_S[0] += 1.0 if axis_S[0] >= 0.0 else -1.0
     eye_SS = torch.eye(len(mean_S), dtype=mean_S.dtype, device=mean_S.device)
     reflection_SS = eye_SS - 2.0 * axis_S[:, None] * axis_S / axis_S.square().sum()
     sign = 1.0 if (reflection_SS[0] @ mean_S) >= 0.0 else -1.0

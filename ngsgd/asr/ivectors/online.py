@@ -18,7 +18,8 @@ from torch import Tensor
 from ngsgd.asr.features.cmvn import CmnState
 from ngsgd.asr.ivectors.model import IvectorModel, scaled_posteriors
 
-_PERIODS_AT_ONCE = 64   # bounds memory: periods x Gaussians x features
+# bounds memory: periods x Gaussians x features
+_PERIODS_AT_ONCE = 64
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,8 @@ class IvectorStream:
             self._linear_S += before.linear_S
             self._quadratic_SS += before.quadratic_SS
         self._mean = model.front.mean(before.heard if before else None)
-        self._raw: list[npt.NDArray[np.floating]] = []      # what is still needed, from frame `_first` on
+        # what is still needed, from frame `_first` on
+        self._raw: list[npt.NDArray[np.floating]] = []
         self._normal: list[npt.NDArray[np.floating]] = []
         self._first = self._num_frames = self._num_done = 0
         self._rows: list[npt.NDArray[np.float32]] = []
@@ -62,7 +64,8 @@ class IvectorStream:
         self._normal.append(raw_TD - self._mean.accept(raw_TD))
         self._num_frames += len(raw_TD)
         known = self._num_frames - self._config.context
-        if known > self._num_done:  # up to the last frame that an i-vector is estimated at
+        # up to the last frame that an i-vector is estimated at
+        if known > self._num_done:
             self._advance((known - 1) // self._config.period * self._config.period + 1)
 
     def finish(self) -> SpeakerState:
@@ -85,7 +88,8 @@ class IvectorStream:
         """Takes frames up to `end` into account; those that begin a period get an i-vector."""
         period = self._config.period
         while self._num_done < end:
-            # a period ends with the frame that an i-vector is estimated at, so the first one has a single frame
+            # a period ends with the frame that an i-vector is estimated at, so the first one has a
+            # single frame
             whole = (self._num_done + period - 1) // period * period + 1 if self._num_done else 1
             self._step(min(end, whole + (_PERIODS_AT_ONCE - 1) * period))
 
@@ -96,7 +100,8 @@ class IvectorStream:
         z_TK = [self._model.front.project(frames, at_T) for frames in self._pieces()]
         normal_PTK, raw_PTK = (_by_period(z, self._config.period) for z in z_TK)
         post_PTI = scaled_posteriors(self._model.ubm, normal_PTK.flatten(0, 1), self._config).unflatten(0, normal_PTK.shape[:2])
-        post_PTI[0, :-(end - begin) % self._config.period] = 0.0   # there are no frames
+        # there are no frames
+        post_PTI[0, :-(end - begin) % self._config.period] = 0.0
         count_PI, first_PIK = post_PTI.sum(dim=1), post_PTI.mT @ raw_PTK
         linear_PS, quadratic_PSS = self._model.extractor.terms(count_PI, first_PIK)
         count_P = self._count + count_PI.sum(dim=1).cumsum(dim=0)

@@ -25,7 +25,8 @@ from ngsgd.asr.speech_set import SpeechSet
 from ngsgd.config import FeatureConfig, IvectorConfig
 from ngsgd.errors import DataError
 
-_FRAMES_AT_ONCE = 16384  # whose second moments are summed in one go
+# whose second moments are summed in one go
+_FRAMES_AT_ONCE = 16384
 
 State = TypeVar("State")
 
@@ -89,7 +90,8 @@ def _axes(speech: SpeechSet, config: IvectorConfig, features: FeatureConfig, all
 def principal_axes(covariance_CC: Tensor, dim: int) -> Tensor:
     """C x K: the directions in which rows vary most, not scaled (Kaldi's est-pca)."""
     axes_CK: Tensor = torch.linalg.eigh(covariance_CC)[1].flip(1)[:, :dim]
-    largest_K = axes_CK.abs().argmax(dim=0)  # the sign of an axis is arbitrary, and should not depend on the machine
+    # the sign of an axis is arbitrary, and should not depend on the machine
+    largest_K = axes_CK.abs().argmax(dim=0)
     return (axes_CK * axes_CK[largest_K, torch.arange(axes_CK.shape[1])].sign()).contiguous()
 
 
@@ -136,7 +138,8 @@ def collect(speech: SpeechSet, front: FrontEnd, mixture: DiagonalMixture) -> Sta
 
 def _add_second_moments(second_IDD: Tensor, post_TI: Tensor, raw_TK: Tensor) -> None:
     for i, post_T in enumerate(post_TI.T):
-        mine = post_T.nonzero().squeeze(1)  # few: a frame has only some Gaussians
+        # few: a frame has only some Gaussians
+        mine = post_T.nonzero().squeeze(1)
         rows = raw_TK[mine]
         second_IDD[i] += (post_T[mine, None] * rows).T @ rows
 

@@ -12,12 +12,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-VARIANCE_FLOOR = 0.01       # of a Gaussian, relative to the variance of all frames
-FEWEST_FRAMES = 10.0        # a Gaussian with fewer is taken out; the heaviest is split in its place
-PERTURBATION = 0.1          # of the means of the two halves of a Gaussian, in its standard deviations
-ITERS_PER_SIZE = 3          # passes of EM between two doublings of the mixture
-ITERS_AT_END = 8            # passes at the final size
-_FRAMES_AT_ONCE = 8192      # bounds memory: frames x Gaussians
+# of a Gaussian, relative to the variance of all frames
+VARIANCE_FLOOR = 0.01
+# a Gaussian with fewer is taken out; the heaviest is split in its place
+FEWEST_FRAMES = 10.0
+# of the means of the two halves of a Gaussian, in its standard deviations
+PERTURBATION = 0.1
+# passes of EM between two doublings of the mixture
+ITERS_PER_SIZE = 3
+# passes at the final size
+ITERS_AT_END = 8
+# bounds memory: frames x Gaussians
+_FRAMES_AT_ONCE = 8192
 
 
 @dataclass(frozen=True)
@@ -43,7 +49,8 @@ class DiagonalMixture:
         """N x G, rows that sum to 1: only the `num_gselect` likeliest Gaussians, and of those none below `min_post`."""
         best_NK, index_NK = self.log_joint(x_ND).topk(min(num_gselect, self.num_gaussians), dim=1)
         post_NK = best_NK.softmax(dim=1)
-        post_NK = torch.where(post_NK < min_post, 0.0, post_NK)  # the likeliest stays: it has 1 / num_gselect or more
+        # the likeliest stays: it has 1 / num_gselect or more
+        post_NK = torch.where(post_NK < min_post, 0.0, post_NK)
         post_NK = post_NK / post_NK.sum(dim=1, keepdim=True)
         return torch.zeros(len(x_ND), self.num_gaussians, dtype=x_ND.dtype, device=x_ND.device).scatter_(1, index_NK, post_NK)
 

@@ -28,8 +28,10 @@ from ngsgd.asr.lang.topology import SILENCE_PHONE, Pronunciation, Topology
 from ngsgd.errors import DataError
 
 EPSILON = 0
-_PRECISION = 1e-5  # of costs that count as equal; the tools' own, 1/1024, adds up over the words of an utterance
-_BACKOFF = "#0"  # on the input side of G's back-off arcs, so that HCLG can be determinised
+# of costs that count as equal; the tools' own, 1/1024, adds up over the words of an utterance
+_PRECISION = 1e-5
+# on the input side of G's back-off arcs, so that HCLG can be determinised
+_BACKOFF = "#0"
 
 
 @dataclass(frozen=True)
@@ -156,7 +158,7 @@ def within(graph: Graph, words: Sequence[str]) -> Graph:
     return Graph(kaldifst.compose(graph.fst, transcript, match_side="right"), graph.words)
 
 
-# Lexicon --------------------------------------------------------------------------------------------------------------
+# Lexicon ------------------------------------------------------------------------------------------
 
 
 class _Lexicon:
@@ -169,7 +171,8 @@ class _Lexicon:
         num_disambig = 1 + max((number for _, _, number in self.entries), default=0)
         first = len(self.phones) + 1
         self.backoff = first                             # #0
-        self.disambig = range(first, first + num_disambig + 1)   # the last one ends an optional silence
+        # the last one ends an optional silence
+        self.disambig = range(first, first + num_disambig + 1)
 
     def transducer(self, silence_prob: float) -> Any:
         """L: phones to words, closed under repetition."""
@@ -230,7 +233,7 @@ def _disambiguated(topology: Topology) -> Iterator[tuple[str, Pronunciation, int
         yield word, phones, number
 
 
-# Grammar --------------------------------------------------------------------------------------------------------------
+# Grammar ------------------------------------------------------------------------------------------
 
 
 def _loop(topology: Topology, is_one_word: bool) -> Any:
@@ -279,10 +282,11 @@ def _reason(said: str) -> str:
 
 
 def _backoff_label(words: Sequence[str]) -> int:
-    return len(words) + 1  # where `_arpa_grammar` numbers #0
+    # where `_arpa_grammar` numbers #0
+    return len(words) + 1
 
 
-# Transducers ----------------------------------------------------------------------------------------------------------
+# Transducers --------------------------------------------------------------------------------------
 
 
 def _with_self_loops(fst: Any) -> Any:

@@ -13,7 +13,8 @@ from ngsgd.asr.lang.topology import SILENCE_PHONE, Topology
 class GivenGraph:
     """A decoding graph that came with the data, in Kaldi's labels."""
 
-    hclg: bytes                 # an OpenFst file; input labels are transition ids, output labels word numbers
+    # an OpenFst file; input labels are transition ids, output labels word numbers
+    hclg: bytes
     words: tuple[str, ...]      # word number - 1 -> word
     tid2pdf: tuple[int, ...]    # transition id - 1 -> pdf
 
@@ -23,8 +24,10 @@ class Language:
     """Words and grammar.  Without an ARPA text any word may follow any other, each as likely."""
 
     topology: Topology
-    arpa: str = ""              # an n-gram model in ARPA's format
-    is_one_word: bool = False   # an utterance is a single word (without `arpa`)
+    # an n-gram model in ARPA's format
+    arpa: str = ""
+    # an utterance is a single word (without `arpa`)
+    is_one_word: bool = False
     given: GivenGraph | None = None
 
     @property

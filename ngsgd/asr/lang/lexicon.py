@@ -9,8 +9,10 @@ from ngsgd.asr.kaldi_io import tables
 from ngsgd.asr.lang.topology import SILENCE_PHONE, Pronunciation, Topology
 from ngsgd.errors import DataError
 
-_VARIANT = re.compile(r"(?<=.)\(\d+\)$")  # CMU's mark of a word's further pronunciations: A(2)
-PLACES = ("lexicon.txt", "dict/lexicon.txt", "local/dict/lexicon.txt", "data/local/dict/lexicon.txt")  # in data.source
+# CMU's mark of a word's further pronunciations: A(2)
+_VARIANT = re.compile(r"(?<=.)\(\d+\)$")
+# in data.source
+PLACES = ("lexicon.txt", "dict/lexicon.txt", "local/dict/lexicon.txt", "data/local/dict/lexicon.txt")
 
 
 def locate(given: str, source: Path) -> Path:

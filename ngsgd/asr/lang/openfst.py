@@ -19,8 +19,10 @@ from ngsgd.data.kaldi_objects import KaldiFormatError, Source
 from ngsgd.errors import DataError
 
 _MAGIC, _SYMBOLS_MAGIC = 2125659606, 2125658996
-_HAS_SYMBOLS = (1, 2)      # flags: a table of input symbols, of output symbols
-_IS_ALIGNED = 4            # flag: the arrays of a const file begin at multiples of _ALIGNMENT
+# flags: a table of input symbols, of output symbols
+_HAS_SYMBOLS = (1, 2)
+# flag: the arrays of a const file begin at multiples of _ALIGNMENT
+_IS_ALIGNED = 4
 _ALIGNMENT = 16
 _ALIGNED_VERSION = 1
 _LONGEST_STRING = 1 << 16
@@ -33,10 +35,12 @@ class Fst:
     """States and arcs; the arcs of state s are `arc_A[first_S[s]:first_S[s] + num_arcs_S[s]]`."""
 
     start: int
-    final_S: npt.NDArray[np.float32]      # cost of ending; infinite where a path may not end
+    # cost of ending; infinite where a path may not end
+    final_S: npt.NDArray[np.float32]
     first_S: npt.NDArray[np.int64]
     num_arcs_S: npt.NDArray[np.int64]
-    arc_A: npt.NDArray[Any]               # ilabel, olabel, weight, target
+    # ilabel, olabel, weight, target
+    arc_A: npt.NDArray[Any]
 
     @property
     def num_states(self) -> int:
@@ -132,6 +136,7 @@ def _checked(fst: Fst) -> Fst:
     if min(fst.arc_A["ilabel"].min(initial=0), fst.arc_A["olabel"].min(initial=0)) < 0:
         raise KaldiFormatError("an arc has a negative label")
     weights = np.concatenate([fst.final_S, fst.arc_A["weight"]])
-    if not (weights > -np.inf).all():   # false for NaN, too
+    # false for NaN, too
+    if not (weights > -np.inf).all():
         raise KaldiFormatError("a weight is not a cost")
     return fst

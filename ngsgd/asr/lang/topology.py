@@ -12,8 +12,10 @@ from functools import cached_property
 from typing import Any
 
 STATES_PER_PHONE = 3
-SILENCE_PDF = 0         # the first state of silence
-SILENCE_PHONE = "SIL"   # may stand in a pronunciation, as in Kaldi's `<UNK> SIL`
+# the first state of silence
+SILENCE_PDF = 0
+# may stand in a pronunciation, as in Kaldi's `<UNK> SIL`
+SILENCE_PHONE = "SIL"
 
 Pronunciation = tuple[str, ...]
 
@@ -22,8 +24,10 @@ Pronunciation = tuple[str, ...]
 class Topology:
     """All the decoder needs to know about the sounds of a corpus."""
 
-    phones: tuple[str, ...]                          # without silence; their order decides the pdf ids
-    lexicon: dict[str, tuple[Pronunciation, ...]]    # word -> one or more pronunciations
+    # without silence; their order decides the pdf ids
+    phones: tuple[str, ...]
+    # word -> one or more pronunciations
+    lexicon: dict[str, tuple[Pronunciation, ...]]
     num_silence_states: int = 1
 
     @property

@@ -33,8 +33,10 @@ from ngsgd.ops.compression import Codec, Encoded, ErrorFeedback
 from ngsgd.training.job import Job, JobResult
 from ngsgd.training.parameter_vector import FlatLayout, Mean, Vector
 
-Identity = tuple[int, int, int]   # of a job: outer iteration, number, attempt
-Parts = tuple[tuple[slice, slice], ...]   # (mean, variance) of each normalisation layer
+# of a job: outer iteration, number, attempt
+Identity = tuple[int, int, int]
+# (mean, variance) of each normalisation layer
+Parts = tuple[tuple[slice, slice], ...]
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,8 @@ class RemoteResultRef:
     """A result that lies in the worker that made it."""
 
     worker: int
-    process: str         # another process in the same slot does not have it
+    # another process in the same slot does not have it
+    process: str
     identity: Identity
     is_here = False
 
@@ -61,17 +64,23 @@ class FetchRequest:
 class MeanRequest:
     """Asks a worker for its shard of the mean."""
 
-    host: str                      # of the rendezvous of the group
+    # of the rendezvous of the group
+    host: str
     port: int
     generation: int
     rank: int
     world_size: int
     backend: Backend
-    timeout_s: float               # for all of it, joining included
-    results: tuple[tuple[int, Identity], ...]   # (rank of the holder, which), in the order of the sum
-    shares: tuple[float, ...]      # weights that sum to one
-    codec: Codec | None            # None: parameters travel as they are
-    secret: bytes = field(repr=False)   # of this generation; travels with the order alone
+    # for all of it, joining included
+    timeout_s: float
+    # (rank of the holder, which), in the order of the sum
+    results: tuple[tuple[int, Identity], ...]
+    # weights that sum to one
+    shares: tuple[float, ...]
+    # None: parameters travel as they are
+    codec: Codec | None
+    # of this generation; travels with the order alone
+    secret: bytes = field(repr=False)
 
     def key(self, sender: int, receiver: int, identity: Identity) -> bytes:
         """For the part of a result that one rank sends to another; none for what stays in its process."""
@@ -87,7 +96,8 @@ class MeanShard:
     generation: int
     mean: Mean
     layers: Parts
-    statistics: dict[Identity, Vector]   # of each result held here: the elements of `layers`, end to end
+    # of each result held here: the elements of `layers`, end to end
+    statistics: dict[Identity, Vector]
 
 
 @dataclass(frozen=True)
@@ -110,9 +120,11 @@ class CollectiveWorker:
     worker: int
     layout: FlatLayout
     device: torch.device
-    _kept: dict[Identity, tuple[Vector, Vector]] = field(default_factory=dict)   # result, and the model it started from
+    # result, and the model it started from
+    _kept: dict[Identity, tuple[Vector, Vector]] = field(default_factory=dict)
     _lanes: dict[int, ErrorFeedback] = field(default_factory=dict)               # by job number
-    _owed: dict[Identity, Vector | None] = field(default_factory=dict)           # by a lane before it sent a result
+    # by a lane before it sent a result
+    _owed: dict[Identity, Vector | None] = field(default_factory=dict)
     _group: Group | None = None
     _generation: int = 0
 
@@ -131,7 +143,8 @@ class CollectiveWorker:
 
     def fetch(self, identity: Identity) -> Vector:
         """A whole result, as it was made."""
-        self._lane(identity)  # the coordinator averages that: what may have been sent of it did not count
+        # the coordinator averages that: what may have been sent of it did not count
+        self._lane(identity)
         return self._kept[identity][0]
 
     def average(self, order: MeanRequest) -> MeanShard | GroupFailure:
@@ -139,7 +152,8 @@ class CollectiveWorker:
         deadline = time.monotonic() + order.timeout_s
         try:
             return self._shard(order, self._joined(order), deadline)
-        # RuntimeError is what torch.distributed raises; the others come from content that a peer forged
+        # RuntimeError is what torch.distributed raises; the others come from content that a peer
+        # forged
         except (RuntimeError, ValueError, OSError, MemoryError) as error:
             self.leave()
             # gloo begins with the line of its source in brackets
@@ -173,7 +187,8 @@ class CollectiveWorker:
                    for first, (holder, identity) in zip(_places(order.results, size), order.results, strict=True)]
         mean = _mean(vectors, order.shares, own.stop - own.start)
         if order.codec is not None:
-            mean += self._kept[held[0]][1][own]  # what arrived were moves from there
+            # what arrived were moves from there
+            mean += self._kept[held[0]][1][own]
         layers = self.layout.mean_and_variance()
         return MeanShard(order.generation, mean, layers,
                      {identity: _gathered(self._kept[identity][0], layers) for identity in held})

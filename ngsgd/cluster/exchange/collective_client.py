@@ -28,11 +28,14 @@ from ngsgd.training.job import Job, JobFailure, JobResult, ResultsLost
 from ngsgd.training.parameter_vector import Mean, Vector
 from ngsgd.training.validation.checksums import digest
 
-# given orders by worker, seconds, and what to call when one of them is found dead: the answers of those that gave one in time;
+# given orders by worker, seconds, and what to call when one of them is found dead: the answers of
+# those that gave one in time;
 # the others are killed
 Ask = Callable[[Mapping[int, MeanRequest], float, Callable[[], None]], dict[int, object]]
-_MAX_FAILURES = 3   # in a row: each may cost half of the timeout, and what disturbs the group is likely to stay
-WhyLost = Callable[[RemoteResultRef], str]   # how the process ended that keeps a result; empty while it lives
+# in a row: each may cost half of the timeout, and what disturbs the group is likely to stay
+_MAX_FAILURES = 3
+# how the process ended that keeps a result; empty while it lives
+WhyLost = Callable[[RemoteResultRef], str]
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,8 @@ class RemoteRef:
     kept: RemoteResultRef
     job: Job
     digest: int
-    fetch: Callable[[RemoteResultRef], Vector]   # raises ClusterError where the worker is gone
+    # raises ClusterError where the worker is gone
+    fetch: Callable[[RemoteResultRef], Vector]
     is_here = False
 
     def read(self) -> Vector:
@@ -67,8 +71,10 @@ class Exchange:
     """Gives the workers their orders, and puts their shards together."""
 
     def __init__(self, host: str, timeout_s: float, *, backend: Backend = "gloo", codec: Codec | None = None) -> None:
-        self.host = host            # of this machine, as the workers reach it
-        self.timeout_s = timeout_s  # after which a worker that has not answered is killed
+        # of this machine, as the workers reach it
+        self.host = host
+        # after which a worker that has not answered is killed
+        self.timeout_s = timeout_s
         self.backend: Backend = backend
         self.codec: Codec | None = codec
         self._rendezvous: Rendezvous | None = None
@@ -76,7 +82,8 @@ class Exchange:
         self._members: tuple[tuple[int, str], ...] = ()
         self._generation = 0
         self._num_failures = 0      # in a row
-        self._reason = ""           # of the last one
+        # of the last one
+        self._reason = ""
         self._news: list[str] = []
 
     def mean(self, results: Sequence[JobResult], weights: Sequence[float], ask: Ask, why_lost: WhyLost) -> Mean | None:
@@ -104,7 +111,8 @@ class Exchange:
     def close(self) -> None:
         """Closes the rendezvous, so that members that wait there for one that does not come fail at once."""
         self._close_rendezvous()
-        self._members = ()  # the next group is another one, whoever is in it
+        # the next group is another one, whoever is in it
+        self._members = ()
 
     def _close_rendezvous(self) -> None:
         if self._rendezvous is not None:
@@ -140,7 +148,8 @@ class Exchange:
         mean = np.empty(sum(len(shard.mean) for shard in shards))
         answers.clear()
         filled = len(mean)
-        while shards:  # each is let go of as it is copied: in all, the mean needs its memory once
+        # each is let go of as it is copied: in all, the mean needs its memory once
+        while shards:
             shard = shards.pop()
             mean[filled - len(shard.mean):filled] = shard.mean
             filled -= len(shard.mean)
@@ -156,7 +165,8 @@ class Exchange:
             self._members = members
             self._generation += 1
         placed: list[tuple[int, Identity]] = [(workers.index(ref.worker), ref.identity) for ref in refs]
-        # half of the time is the group's own: whoever waits for a silent member answers well before it would be killed
+        # half of the time is the group's own: whoever waits for a silent member answers well before
+        # it would be killed
         return {worker: MeanRequest(self.host, self._rendezvous.port, self._generation, rank, len(workers), self.backend,
                               self.timeout_s / 2, tuple(placed), tuple(shares), self.codec, self._secret)
                 for rank, worker in enumerate(workers)}

@@ -29,7 +29,8 @@ from ngsgd.cluster.exchange.rendezvous import MemberStore
 
 Bytes = npt.NDArray[np.uint8]
 Backend = Literal["gloo", "nccl"]
-c10d: Any = torch.distributed   # its type stubs leave out what is used here
+# its type stubs leave out what is used here
+c10d: Any = torch.distributed
 _POLL_S = 0.001
 
 
@@ -95,7 +96,8 @@ class GlooGroup:
     def __init__(self, store: MemberStore, rank: int, world_size: int, timeout: timedelta, address: str) -> None:
         options = c10d.ProcessGroupGloo._Options()
         options._timeout = timeout
-        # gloo would take the address that this machine's own name stands for, often one that others cannot reach
+        # gloo would take the address that this machine's own name stands for, often one that others
+        # cannot reach
         options._devices = [c10d.ProcessGroupGloo.create_device(hostname=address)]
         self._group: Any = c10d.ProcessGroupGloo(store, rank, world_size, options)
         # the connections are there: gloo asks for no more addresses
@@ -113,21 +115,24 @@ class GlooGroup:
     def close(self) -> None:
         with contextlib.suppress(RuntimeError):
             self._group.abort()
-        del self._group  # its sockets close with it
+        # its sockets close with it
+        del self._group
 
 
 class _NcclGroup:
     """Not run anywhere yet, so only `cluster.exchange=nccl` chooses it.  NCCL's own connections are not authenticated by NCCL."""
 
     def __init__(self, store: MemberStore, rank: int, world_size: int, timeout: timedelta, device: torch.device) -> None:
-        # by default NCCL's watchdog ends the whole process, and the results in it, when a peer is gone
+        # by default NCCL's watchdog ends the whole process, and the results in it, when a peer is
+        # gone
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
         options = c10d.ProcessGroupNCCL.Options()
         options._timeout = timeout
         torch.cuda.set_device(device)
         self._device = device
         self._stream = torch.cuda.Stream(device)
-        self._store = store   # see above; NCCL asks it when the group is first used
+        # see above; NCCL asks it when the group is first used
+        self._store = store
         self._group: Any = c10d.ProcessGroupNCCL(store, rank, world_size, options)
 
     def all_to_all(self, outgoing: Bytes, out_sizes: Sequence[int], in_sizes: Sequence[int], deadline: float) -> Bytes:
@@ -135,12 +140,14 @@ class _NcclGroup:
             sent = torch.from_numpy(outgoing).pin_memory().to(self._device, non_blocking=True)
             received = torch.empty(sum(in_sizes), dtype=torch.uint8, device=self._device)
             work = self._group.alltoall_base(received, sent, list(in_sizes), list(out_sizes), c10d.AllToAllOptions())
-            # the host must not wait on the stream before it is known to end: nothing would wake it if a peer were gone
+            # the host must not wait on the stream before it is known to end: nothing would wake it
+            # if a peer were gone
             while not work.is_completed():
                 if time.monotonic() > deadline:
                     raise RuntimeError("the exchange on the GPUs did not end in time")
                 time.sleep(_POLL_S)
-            work.wait()  # the stream waits for NCCL's own, and errors are raised
+            # the stream waits for NCCL's own, and errors are raised
+            work.wait()
             incoming: Tensor = torch.empty(len(received), dtype=torch.uint8, pin_memory=True)
             incoming.copy_(received, non_blocking=True)
         self._stream.synchronize()
@@ -156,6 +163,7 @@ def _address_towards(host: str, port: int) -> str:
     """The address of this machine on the way to another one."""
     family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
-        probe.connect(target)  # sends nothing: datagrams have no connection
+        # sends nothing: datagrams have no connection
+        probe.connect(target)
         address: str = probe.getsockname()[0]
     return address

@@ -20,12 +20,17 @@ import torch.distributed
 from ngsgd.cluster.exchange.authentication import Channel, RefusedError, accepted, opened
 from ngsgd.errors import ClusterError
 
-_REQUEST = struct.Struct("!cdH")   # operation, seconds to wait, bytes of the key
+# operation, seconds to wait, bytes of the key
+_REQUEST = struct.Struct("!cdH")
 _NUMBER = struct.Struct("!q")
-_PROOF_S = 5.0        # for a connection to prove the secret
-_MAX_UNPROVEN = 128   # connections at once, a thread each
-_PAUSE_S = 0.05       # between two tries to connect
-_SLACK_S = 5.0        # for the answer that a key did not come in time
+# for a connection to prove the secret
+_PROOF_S = 5.0
+# connections at once, a thread each
+_MAX_UNPROVEN = 128
+# between two tries to connect
+_PAUSE_S = 0.05
+# for the answer that a key did not come in time
+_SLACK_S = 5.0
 _FOUND, _MISSING = b"+", b"-"
 # its type stubs leave out what is used here
 _c10d: Any = torch.distributed
@@ -44,7 +49,8 @@ class Rendezvous:
                 "workers need to average among themselves; set cluster.exchange=object_store.") from error
         self.host, self.secret = host, secret
         self.port: int = self._listener.getsockname()[1]
-        self.num_refused = 0   # connections that did not prove the secret
+        # connections that did not prove the secret
+        self.num_refused = 0
         self._values: dict[bytes, bytes] = {}
         self._changed = threading.Condition()
         self._unproven: set[socket.socket] = set()

@@ -13,7 +13,8 @@ from ngsgd.ops.compression import ROW_LENGTH, Codec, Encoded, decode
 from ngsgd.training.parameter_vector import Vector
 
 Bytes = npt.NDArray[np.uint8]
-_WORD = 8   # parcels are whole words
+# parcels are whole words
+_WORD = 8
 
 
 def shard_edges(size: int, count: int) -> list[int]:

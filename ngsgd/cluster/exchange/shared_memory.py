@@ -16,7 +16,8 @@ import numpy as np
 from ngsgd.errors import ClusterError
 from ngsgd.training.parameter_vector import Vector
 
-_MAX_MAPPED = 256  # vectors that a process keeps mapped: a fresh mapping costs a page fault per 4 kB
+# vectors that a process keeps mapped: a fresh mapping costs a page fault per 4 kB
+_MAX_MAPPED = 256
 _mapped: OrderedDict[tuple[str, int], Vector] = OrderedDict()
 
 
@@ -25,7 +26,8 @@ class SharedRef:
     """A shared vector, by the path under which every process of this user can open it."""
 
     path: str
-    inode: int      # descriptors are used again: the path alone might lead to another vector
+    # descriptors are used again: the path alone might lead to another vector
+    inode: int
     size: int       # elements
     is_here = True
 

@@ -25,7 +25,8 @@ from ngsgd.ops import gemm
 __all__ = ["DenseGrad", "DenseInputs", "EmbeddingGrad", "GradForm", "OuterProduct", "RowSum",
            "TiedGrad", "joined"]
 
-_CHUNK = 1 << 19  # floats of gradients that are written down at a time: two megabytes stay in the cache
+# floats of gradients that are written down at a time: two megabytes stay in the cache
+_CHUNK = 1 << 19
 
 
 class GradForm(Protocol):
@@ -121,7 +122,8 @@ def _squared_norms(x: Tensor) -> Tensor:
 
 def _add_squares(squares_NP: Tensor, g_VNP: Tensor, weights_VN: Tensor | None) -> None:
     """Adds the squares of all vectors to each sample's; samples may share one memory (stride 0)."""
-    if weights_VN is None and g_VNP.shape[2] >= 4096:  # long rows: a pass over each, which stays in the cache
+    # long rows: a pass over each, which stays in the cache
+    if weights_VN is None and g_VNP.shape[2] >= 4096:
         for g_NP in g_VNP:
             for squares_P, g_P in zip(squares_NP, g_NP, strict=True):
                 squares_P.addcmul_(g_P, g_P)
@@ -175,7 +177,8 @@ class OuterProduct(_Chunked):
             return
         size = max(1, _CHUNK // self.num_elements)
         for n in range(self.num_samples):
-            a_TI, e_VOT = self.inputs.rows(n, n + 1)[0], self.e_VNTO[:, n].transpose(1, 2)   # its patches are made once
+            # its patches are made once
+            a_TI, e_VOT = self.inputs.rows(n, n + 1)[0], self.e_VNTO[:, n].transpose(1, 2)
             for first in range(0, V, size):
                 e_XT = e_VOT[first:first + size].flatten(0, 1)
                 yield slice(first, first + size), slice(n, n + 1), torch.mm(e_XT, a_TI).view(-1, 1, self.num_elements)

@@ -23,8 +23,10 @@ from ngsgd.curvature.forms.memory import empty
 from ngsgd.ops import gemm
 
 SHARINGS = ("expand", "reduce", "backpack")
-_WAITING = 1 << 18  # floats of rows that wait to be multiplied out together
-_SLICED = 1 << 20   # floats of a convolution's inputs that are laid out anew at a time
+# floats of rows that wait to be multiplied out together
+_WAITING = 1 << 18
+# floats of a convolution's inputs that are laid out anew at a time
+_SLICED = 1 << 20
 
 
 class Kronecker(NamedTuple):
@@ -54,7 +56,8 @@ class Gram:
         """Takes rows in."""
         self._num_waiting += x_XD.shape[0]
         is_many = self._num_waiting >= min(x_XD.shape[1], _WAITING // x_XD.shape[1])
-        self._waiting.append(x_XD if is_many else x_XD.clone())   # for they may be of memory that is written again
+        # for they may be of memory that is written again
+        self._waiting.append(x_XD if is_many else x_XD.clone())
         if is_many:
             self._multiply()
 
@@ -84,7 +87,8 @@ def output_rows(e_VNTO: Tensor, sharing: str) -> Tensor:
         e_VNTO = e_VNTO.sum(dim=2, keepdim=True)
     if e_VNTO.is_contiguous() or e_VNTO.shape[2] == 1:
         return e_VNTO.flatten(0, 2)
-    return e_VNTO.permute(3, 0, 1, 2).flatten(1).T  # the positions of a convolution are in the last dimension of the memory
+    # the positions of a convolution are in the last dimension of the memory
+    return e_VNTO.permute(3, 0, 1, 2).flatten(1).T
 
 
 def add_gram(x_XD: Tensor, total_DD: Tensor, keep: float = 1.0, scale: float = 1.0) -> None:

@@ -111,7 +111,8 @@ class Patches:
 
     def rows(self, first: int, last: int) -> Tensor:
         view = self._view(first, last, len(self.kernel))
-        # patches of all samples side by side in memory, so that rows of samples are rows of one matrix without a copy
+        # patches of all samples side by side in memory, so that rows of samples are rows of one
+        # matrix without a copy
         rows_INT = view.movedim(0, 1 + len(self.kernel)).reshape(self.width, view.shape[0], -1)
         rows_NTI = rows_INT.permute(1, 2, 0)
         return rows_NTI if self._per_sample == 1 else rows_NTI.reshape(-1, self.num_positions, self.width)
@@ -121,7 +122,8 @@ class Patches:
 
         W is a channel and the other kernel positions, M a sample and the other output positions.
         """
-        view = self._view(first, last, len(self.kernel) - 1)   # n x C x S x other kernel positions x other output positions
+        # n x C x S x other kernel positions x other output positions
+        view = self._view(first, last, len(self.kernel) - 1)
         others = range(3, 3 + len(self.kernel) - 1)
         ordered = view.permute(1, *others, 2, 0, *(i + len(others) for i in others))
         return ordered.reshape(self.width // self.kernel[0], view.shape[2], -1).contiguous()

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from ngsgd.ops import gemm
 
-_LEAST_BYTES = 1 << 22     # smaller blocks are often used again, and then are not new
+# smaller blocks are often used again, and then are not new
+_LEAST_BYTES = 1 << 22
 _HUGE_PAGE = 1 << 21
 
 
@@ -55,7 +56,8 @@ def empty(like: Tensor, *shape: int) -> Tensor:
     call = _madvise() if like.device.type == "cpu" and num * width >= _LEAST_BYTES else None
     if call is None:
         return like.new_empty(shape)
-    x = like.new_empty(num + _HUGE_PAGE // width)   # so that it can begin with a page; what is not written takes no memory
+    # so that it can begin with a page; what is not written takes no memory
+    x = like.new_empty(num + _HUGE_PAGE // width)
     start = -x.data_ptr() % _HUGE_PAGE
     # advice: where the kernel does not take it, the memory is what it would have been
     call(ctypes.c_void_p(x.data_ptr() + start), ctypes.c_size_t(num * width // _HUGE_PAGE * _HUGE_PAGE), mmap.MADV_HUGEPAGE)

@@ -39,12 +39,15 @@ class Pass:
     kwargs: dict[str, Any]
     random_state: Tensor
     versions: tuple[int, ...]                            # of the parameters
-    loss: Callable[[Tensor], Tensor]                     # value of the loss for an output
+    # value of the loss for an output
+    loss: Callable[[Tensor], Tensor]
     # what its second derivative is made of, for what the loss saw
     evaluation: Callable[[Tensor], LossEvaluation]
     upstream: Tensor
-    view: Callable[[Tensor], Tensor]                     # what the loss saw of an output
-    runs: dict[str, Any]                                 # what several losses of one forward pass share
+    # what the loss saw of an output
+    view: Callable[[Tensor], Tensor]
+    # what several losses of one forward pass share
+    runs: dict[str, Any]
 
     def output(self) -> Tensor:
         """The network's output again, with a graph of its own.

@@ -70,7 +70,8 @@ def nodes_between(output: GradientEdge, layers: Iterable[GradientEdge]) -> tuple
     leads: dict[Node, bool] = {}
     order: list[Node] = []
     stack: list[tuple[Node, bool]] = [(output.node, False)]
-    while stack:  # depth first, children before parents
+    # depth first, children before parents
+    while stack:
         node, is_done = stack.pop()
         if is_done:
             leads[node] = node in ends or any(leads.get(child, False) for child, _ in node.next_functions if child is not None)

@@ -23,7 +23,8 @@ def vector_products(output: Tensor | GradientEdge, edges: Sequence[GradientEdge]
     if at_once > 1 and len(vectors_V) > 1:
         try:
             blocks = [_batched(output, edges, block) for block in vectors_V.split(at_once)]
-        except RuntimeError:   # a custom function without a rule; an error of another kind comes again below
+        except RuntimeError:
+            # a custom function without a rule; an error of another kind comes again below
             pass
         else:
             if len(blocks) == 1:
@@ -40,7 +41,8 @@ def _batched(output: Tensor | GradientEdge, edges: Sequence[GradientEdge], vecto
         is_reached[:] = [e_M is not None for e_M in found]
         return [e_M for e_M in found if e_M is not None]
 
-    # not grad(.., is_grads_batched=True): that knows fewer operations, and takes a convolution's vectors one by one
+    # not grad(.., is_grads_batched=True): that knows fewer operations, and takes a convolution's
+    # vectors one by one
     found = iter(torch.func.vmap(products)(vectors_V))
     return [next(found) if is_there else None for is_there in is_reached]
 

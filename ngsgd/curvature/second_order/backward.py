@@ -24,7 +24,8 @@ from ngsgd.curvature.quantities import PRODUCTS, SIGNALS, CollectOptions, PassRe
 from ngsgd.curvature.second_order.kfra import factor_of, output_moment, recursion
 from ngsgd.errors import ConfigError
 
-_Block = tuple[Tensor | GradientEdge, Tensor, Tensor | None]   # where vectors are sent from, V x .., their signs V x N
+# where vectors are sent from, V x .., their signs V x N
+_Block = tuple[Tensor | GradientEdge, Tensor, Tensor | None]
 
 
 class SecondOrderBackward:
@@ -105,7 +106,8 @@ class SecondOrderBackward:
                 for call, e_VM in self._capture.sweep(source, vectors_V):
                     for name, share in self._capture.record(call, e_VM).shares().items():
                         uses[name].append(share)
-                for name in list(uses):  # and let each go
+                # and let each go
+                for name in list(uses):
                     self._accumulation.accumulate(name, signal, joined(uses.pop(name)), fresh,
                                                   signs_VN=signs_VN)
             self._accumulation.keep(signal, fresh)

@@ -17,7 +17,8 @@ from torch import Tensor
 from ngsgd.curvature.forms.kronecker import Kronecker
 from ngsgd.errors import DivergenceError
 
-_MIN_TRACE = 1e-20   # per dimension; below, a factor is zero and says nothing of how to share the damping
+# per dimension; below, a factor is zero and says nothing of how to share the damping
+_MIN_TRACE = 1e-20
 
 
 def damped_direction(gradient: Tensor, parameter: Tensor, curvature: Tensor | Kronecker, *, damping: float,

@@ -22,7 +22,8 @@ from ngsgd.curvature.loss_interception import LossCalls
 from ngsgd.curvature.products.block import expanded
 from ngsgd.errors import ConfigError
 
-Vectors = dict[str, Tensor]   # by parameter name, of the parameters' shapes
+# by parameter name, of the parameters' shapes
+Vectors = dict[str, Tensor]
 _Push = Callable[[tuple[Tensor, ...]], Tensor]
 
 
@@ -71,11 +72,13 @@ class FullModelProducts(LossWeight):
         super().__init__()
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._model = model
-        self._gradients: list[tuple[GradientEdge | None, ...]] = []   # of each pass, by parameter
+        # of each pass, by parameter
+        self._gradients: list[tuple[GradientEdge | None, ...]] = []
         self._pushes: list[_Push] | None = None
 
     def __enter__(self) -> FullModelProducts:
-        self._expanded = expanded(self._model)   # anew for each of several passes
+        # anew for each of several passes
+        self._expanded = expanded(self._model)
         self._expanded.__enter__()
         super().__enter__()
         return self
@@ -96,7 +99,8 @@ class FullModelProducts(LossWeight):
         for p, g in zip(parameters, gradients, strict=True):
             if g is not None:
                 p.grad = g.detach().clone() if p.grad is None else p.grad + g.detach()
-        # where the gradients come from is enough to differentiate them again; they themselves are as large as the model
+        # where the gradients come from is enough to differentiate them again; they themselves are
+        # as large as the model
         self._gradients.append(tuple(get_gradient_edge(g) if g is not None and g.requires_grad else None for g in gradients))
 
     def forget(self) -> None:

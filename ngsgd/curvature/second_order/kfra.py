@@ -86,7 +86,8 @@ def _weight_of(call: LayerCall | None, edge: GradientEdge,
 
 
 def _shape(edge: GradientEdge) -> torch.Size:
-    metadata: Any = edge.node._input_metadata[edge.output_nr]  # of its output: what the node's backward gets in
+    # of its output: what the node's backward gets in
+    metadata: Any = edge.node._input_metadata[edge.output_nr]
     return torch.Size(metadata.shape)
 
 
@@ -108,7 +109,8 @@ def _through(G_DD: Tensor, edge: GradientEdge, source: GradientEdge, num_samples
         half_DE = _all_rows(G_DD, edge, source, N)
         return _all_rows(half_DE.T, edge, source, N).T
     values_D, vectors_DD = torch.linalg.eigh(G_DD)
-    roots_RD = (vectors_DD * values_D.clamp(min=0.0).sqrt()).T  # a sum of outer products has no negative eigenvalue but by rounding
+    # a sum of outer products has no negative eigenvalue but by rounding
+    roots_RD = (vectors_DD * values_D.clamp(min=0.0).sqrt()).T
     E = _size(source, N)
     total_EE = G_DD.new_zeros(E, E)
     for root_D in roots_RD[values_D > values_D[-1] * 1e-15]:
@@ -137,8 +139,10 @@ def factor_of(call: LayerCall, G_DD: Tensor, sharing: str) -> Tensor:
         raise ConfigError(f"kfra needs one row per sample and position in layer {call.layer}; ask for kfac or kflr.")
     if isinstance(call.kind, Affine) and len(shape) == 2:
         return G_DD  # a single position
-    once = call.kind.derivative_rows(G_DD.view(-1, *shape), 1)[:, 0]                        # D x T x O
+    # D x T x O
+    once = call.kind.derivative_rows(G_DD.view(-1, *shape), 1)[:, 0]
     T, O_ = once.shape[1:]
-    twice = call.kind.derivative_rows(once.reshape(-1, T * O_).T.reshape(-1, *shape), 1)    # (T O) x 1 x T x O
+    # (T O) x 1 x T x O
+    twice = call.kind.derivative_rows(once.reshape(-1, T * O_).T.reshape(-1, *shape), 1)
     G_TOTO = twice.reshape(T, O_, T, O_)
     return torch.einsum("topt->op", G_TOTO.transpose(2, 3)) if sharing == "expand" else G_TOTO.sum(dim=(0, 2))

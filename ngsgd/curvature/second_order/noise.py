@@ -19,7 +19,8 @@ class GradientNoise:
     """Of one parameter or a whole model."""
 
     trace: float           # S
-    squared_norm: float    # of the true gradient; an estimate, so it may be negative on a small minibatch
+    # of the true gradient; an estimate, so it may be negative on a small minibatch
+    squared_norm: float
 
     @property
     def noise_scale(self) -> float:

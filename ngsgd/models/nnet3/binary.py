@@ -25,7 +25,8 @@ from ngsgd.models.nnet3.structure import Component, finite, network_of
 from ngsgd.models.nnet3.text import from_text, vector_from_text
 
 _INTEGERS = ("Dim", "InputDim", "OutputDim", "BlockDim", "RankIn", "RankOut", "UpdatePeriod", "TimePeriod")
-_MOST_TOKENS = 100     # of a component; the largest of Kaldi's has about 20
+# of a component; the largest of Kaldi's has about 20
+_MOST_TOKENS = 100
 
 
 def model_from_bytes(content: bytes) -> Network:
@@ -74,7 +75,8 @@ def _head(source: Source) -> str:
     lines = []
     while (line := source.line()).strip():
         lines.append(line.decode(errors="replace"))
-    return "\n" + "".join(lines)     # as in text, where the first line holds <Nnet3> alone
+    # as in text, where the first line holds <Nnet3> alone
+    return "\n" + "".join(lines)
 
 
 def _components(source: Source) -> Iterator[Component]:
@@ -106,13 +108,15 @@ def _values(source: Source, kind: str) -> dict[str, str | npt.NDArray[np.floatin
 
 def _value(source: Source, token: str) -> str | npt.NDArray[np.floating]:
     head = source.peek(2)
-    if head[:1] == b"<":      # a token alone, as <TestMode> of dropout
+    # a token alone, as <TestMode> of dropout
+    if head[:1] == b"<":
         return "T"
     if head[:1] in (b"T", b"F") and head[1:] == b"<":
         return source.take(1).decode()
     if head[:1] == b"\4":
         [value] = struct.unpack("<i" if token in _INTEGERS else "<f", source.take(5)[1:])
-        return str(value if token in _INTEGERS else np.float32(value))   # the shortest text of a float, as 0.001
+        # the shortest text of a float, as 0.001
+        return str(value if token in _INTEGERS else np.float32(value))
     if head[:1] == b"\10":
         return str(struct.unpack("<d", source.take(9)[1:])[0])
     return read_float_object(source, source.word(16))

@@ -37,11 +37,13 @@ class Layer:
 
     affine: AffineParameters
     nonlinearity: str                # relu or pnorm
-    group: int                       # pnorm: inputs of each output; relu: 1
+    # pnorm: inputs of each output; relu: 1
+    group: int
     normalize: str                   # renormalize or batchnorm
     mean: Array = field(default_factory=lambda: np.zeros(0, np.float32))   # batchnorm
     variance: Array = field(default_factory=lambda: np.zeros(0, np.float32))
-    count: int = 0                   # batchnorm: minibatches that entered the statistics
+    # batchnorm: minibatches that entered the statistics
+    count: int = 0
 
 
 @dataclass(frozen=True)
@@ -52,9 +54,12 @@ class Network:
     layers: tuple[Layer, ...]
     output: AffineParameters
     is_tdnn: bool
-    transform: AffineParameters | None = None  # fixed, of the input
-    has_softmax: bool = True         # whether a log-softmax follows; outputs of lattice-free MMI go without
-    side_dim: int = 0                # of the i-vector, which the first affine layer sees behind the frames
+    # fixed, of the input
+    transform: AffineParameters | None = None
+    # whether a log-softmax follows; outputs of lattice-free MMI go without
+    has_softmax: bool = True
+    # of the i-vector, which the first affine layer sees behind the frames
+    side_dim: int = 0
 
     def offsets(self) -> list[tuple[int, ...]]:
         """The frames of its input that each layer sees, the input transform's first."""
@@ -121,7 +126,7 @@ def _fixed(model: nn.Module, offsets: tuple[int, ...]) -> AffineParameters:
                             buffers[f"{prefix}.bias"].cpu().numpy(), offsets)
 
 
-# Back -----------------------------------------------------------------------------------------------------------------
+# Back ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,13 @@ import numpy.typing as npt
 from ngsgd.errors import DataError
 from ngsgd.models.nnet3.network import AffineParameters, Array, Layer, Network
 
-EPSILON = 1e-3   # of batch normalization, here as in Kaldi
+# of batch normalization, here as in Kaldi
+EPSILON = 1e-3
 _AFFINE = ("NaturalGradientAffineComponent", "AffineComponent", "FixedAffineComponent")
-_DROPOUT = ("DropoutComponent", "GeneralDropoutComponent")   # the identity outside of training
-_MOST_NUMBERS = 1 << 27   # of a fixed transform that is repeated for each frame
+# the identity outside of training
+_DROPOUT = ("DropoutComponent", "GeneralDropoutComponent")
+# of a fixed transform that is repeated for each frame
+_MOST_NUMBERS = 1 << 27
 
 
 def network_of(head: str, components: Iterable[Component]) -> Network:
@@ -41,8 +44,10 @@ class Component:
 
     name: str
     kind: str
-    values: Mapping[str, str | npt.NDArray[np.floating]]     # by token: an array, its text between brackets, or a single word
-    where: str = ""            # in the file, such as "line 12"
+    # by token: an array, its text between brackets, or a single word
+    values: Mapping[str, str | npt.NDArray[np.floating]]
+    # in the file, such as "line 12"
+    where: str = ""
 
     def __str__(self) -> str:
         return f"The component {self.name} of the nnet3 model ({self.where})"
@@ -85,7 +90,7 @@ def finite(rows: list[list[str]] | npt.NDArray[np.floating]) -> Array:
     return found
 
 
-# Nodes ----------------------------------------------------------------------------------------------------------------
+# Nodes --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -165,7 +170,7 @@ def _spliced(descriptor: str) -> tuple[str, tuple[int, ...]]:
     return names.pop(), offsets
 
 
-# Components -----------------------------------------------------------------------------------------------------------
+# Components ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -29,22 +29,26 @@ from ngsgd.errors import DataError
 from ngsgd.models.nnet3.network import AffineParameters, Array, Layer, Network
 from ngsgd.models.nnet3.structure import EPSILON, Component, finite, network_of
 
-_IVECTOR = "ReplaceIndex(ivector, t, 0)"   # one for all frames of an example
+# one for all frames of an example
+_IVECTOR = "ReplaceIndex(ivector, t, 0)"
 
 
-# Writing --------------------------------------------------------------------------------------------------------------
+# Writing ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Updates:
     """Settings that nnet3-train updates an affine component with."""
 
-    learning_rate: float                # per frame, of one job, with the factor in it
+    # per frame, of one job, with the factor in it
+    learning_rate: float
     learning_rate_factor: float
     max_change: float
     l2_regularize: float
-    is_natural: bool                    # natural gradient; else the settings below have no effect
-    rank_in: int                        # before it is lowered to the layer
+    # natural gradient; else the settings below have no effect
+    is_natural: bool
+    # before it is lowered to the layer
+    rank_in: int
     rank_out: int
     update_period: int
     num_samples_history: float
@@ -156,7 +160,7 @@ def _number(value: np.floating | float) -> str:
     return f"{float(value):.9g}"
 
 
-# Reading --------------------------------------------------------------------------------------------------------------
+# Reading ------------------------------------------------------------------------------------------
 
 
 def from_text(text: str) -> Network:

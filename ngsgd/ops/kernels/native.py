@@ -35,8 +35,10 @@ _DIGEST_BYTES = hashlib.sha256().digest_size
 _WRITABLE_BY_OTHERS = 0o022
 # as compilers sign what they make, in the section .comment
 _COMPILER = re.compile(rb"(?:GCC: \([^)\0]*\) [\w.]+|[\w ]*clang version [\w.]+)")
-_compilers: dict[str, str] = {}   # of the libraries that this process has loaded, by name
-ADDRESS, NUMBER, REAL, THREADS = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int   # of arguments
+# of the libraries that this process has loaded, by name
+_compilers: dict[str, str] = {}
+# of arguments
+ADDRESS, NUMBER, REAL, THREADS = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
 _forbidden = threading.Event()
 _own = threading.local()
 
@@ -167,7 +169,8 @@ def _compiled(source: Path, flags: tuple[str, ...], name: str, kept: Path | None
     compiler = os.environ.get("CXX", "c++")
     with tempfile.TemporaryDirectory(prefix="ngsgd-kernels-") as folder:
         made, linked = f"{folder}/made.o", Path(folder, name)
-        # linked without -fopenmp, which would bring a second set of threads; -z now: what is missing shows at once
+        # linked without -fopenmp, which would bring a second set of threads; -z now: what is
+        # missing shows at once
         for command in ([compiler, *flags, "-c", str(source), "-o", made],
                         [compiler, "-shared", "-Wl,-z,now", made, "-o", str(linked)]):
             subprocess.run(command, check=True, capture_output=True, timeout=_TIMEOUT_S)

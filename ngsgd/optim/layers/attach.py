@@ -57,7 +57,8 @@ def attach(layer: nn.Module, settings: FisherSettings,
            context: LayerContext) -> LayerPreconditioner | None:
     """Changes the class of `layer` in place; None, and no change, if there is no natural gradient for it."""
     kind = type(layer)
-    plain_class = _PLAIN_CLASSES.get(kind, kind)  # a layer that another optimiser had before gets a fresh start
+    # a layer that another optimiser had before gets a fresh start
+    plain_class = _PLAIN_CLASSES.get(kind, kind)
     weight = getattr(layer, "weight", None)
     if plain_class not in NATURAL_GRADIENT_CLASSES or weight is None or not weight.requires_grad:
         return None
@@ -77,7 +78,8 @@ def detach(layer: nn.Module, context: LayerContext) -> None:
     preconditioner = layer.__dict__.get("preconditioner")
     if preconditioner is not None and preconditioner.context is context:
         plain_class = _PLAIN_CLASSES.get(type(layer))
-        if plain_class is None:  # something else has changed the class since, as parametrizations do
+        # something else has changed the class since, as parametrizations do
+        if plain_class is None:
             preconditioner.weight = None
             return
         del layer.__dict__["preconditioner"]

@@ -42,7 +42,8 @@ class NaturalGradientLayer(nn.Module):
 
     def plain_forward(self, input: Any) -> Any:  # noqa: A002  the name is torch's
         """The forward pass of torch's class."""
-        if isinstance(input, torch.fx.Proxy):  # a leaf of the graph, as torch's own layers are
+        # a leaf of the graph, as torch's own layers are
+        if isinstance(input, torch.fx.Proxy):
             tracer: Any = input.tracer
             return tracer.create_proxy("call_module", tracer.path_of_module(self), (input,), {})
         return self.plain_class.forward(self, input)
@@ -67,7 +68,8 @@ def asked_for(ctx: Any, index: int) -> tuple[bool, bool]:
         return False, False
     try:
         is_needed = torch._C._will_engine_execute_node(ctx.next_functions[index][0])
-    except RuntimeError:  # torch refuses to say for a leaf that torch.autograd.grad returns the gradient of
+    except RuntimeError:
+        # torch refuses to say for a leaf that torch.autograd.grad returns the gradient of
         return True, False
     return is_needed, is_needed
 

@@ -17,7 +17,8 @@ from ngsgd.ops.packed_gemm import PackedMatrix
 from ngsgd.preconditioners.online import OnlineNaturalGradient
 from ngsgd.preconditioners.update_queue import UpdateQueue
 
-_MANY_SHAPES = 200   # of a network's minibatches, before they are forgotten: utterances have many lengths
+# of a network's minibatches, before they are forgotten: utterances have many lengths
+_MANY_SHAPES = 200
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,8 @@ class Scratch:
 
     def __init__(self) -> None:
         self._flat: dict[Any, Tensor] = {}
-        self._shaped: dict[Any, Any] = {}   # views of that, which cost as much to make as a small product
+        # views of that, which cost as much to make as a small product
+        self._shaped: dict[Any, Any] = {}
         self._ones: dict[Any, Tensor] = {}
 
     def like(self, name: str, rows_ND: Tensor) -> Tensor:
@@ -68,7 +70,8 @@ class Scratch:
         flat = self._flat.get(key)
         if flat is None or flat.numel() < size:
             flat = self._flat[key] = like.new_empty(size)
-            self._shaped.clear()   # they would keep what they are views of
+            # they would keep what they are views of
+            self._shaped.clear()
         if len(self._shaped) >= _MANY_SHAPES:
             self._shaped.clear()
         return flat[:size]
@@ -78,12 +81,14 @@ class Scratch:
         num_rows = rows_ND.shape[0]
         key = (num_rows, rows_ND.dtype, rows_ND.device)
         if key not in self._ones:
-            self._ones.clear()  # minibatches are of one size, but for the last of a shard
+            # minibatches are of one size, but for the last of a shard
+            self._ones.clear()
             self._ones[key] = rows_ND.new_ones(num_rows)
         return self._ones[key]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_flat": {}, "_shaped": {}, "_ones": {}}  # what the last minibatch left there is nobody's business
+        # what the last minibatch left there is nobody's business
+        return {"_flat": {}, "_shaped": {}, "_ones": {}}
 
 
 @dataclass
@@ -91,12 +96,16 @@ class LayerContext:
     """State and options that all layers of one optimiser share."""
 
     ignore_zero_rows: bool = False
-    sums_row_products: bool = False   # for the limit of C.3
+    # for the limit of C.3
+    sums_row_products: bool = False
     on_nonfinite: str = "skip"
     grad_scaler: Any = None           # torch.amp.GradScaler
-    measures_cosine: bool = False     # in the next backward pass, at the price of a plain gradient
-    retired: str = ""                 # why the optimizer may not step any more
-    num_passes: int = 0               # backward passes of layers that were preconditioned, since the last step
+    # in the next backward pass, at the price of a plain gradient
+    measures_cosine: bool = False
+    # why the optimizer may not step any more
+    retired: str = ""
+    # backward passes of layers that were preconditioned, since the last step
+    num_passes: int = 0
     num_steps: int = 0
     scratch: Scratch = field(default_factory=Scratch)
     queue: UpdateQueue = field(default_factory=lambda: UpdateQueue(deferred=True))
@@ -137,21 +146,30 @@ class LayerPreconditioner:
         self.context = context
         self.sides = dict(sides)
         self._register()
-        self.weight: Tensor | None = None        # the parameter whose gradients are preconditioned
-        self._task: int | None = None            # of the last backward pass
-        self.needs_node = False                  # a compiled graph asks for the node below
-        self.node: Any = None                    # of autograd, which adds to `weight.grad`; it is another for another dtype
+        # the parameter whose gradients are preconditioned
+        self.weight: Tensor | None = None
+        # of the last backward pass
+        self._task: int | None = None
+        # a compiled graph asks for the node below
+        self.needs_node = False
+        # of autograd, which adds to `weight.grad`; it is another for another dtype
+        self.node: Any = None
         self._node_is_for: Any = None
-        self.row_products: Tensor | None = None  # sum over rows of |xhat| |yhat|, scaled; since the last step (C.3)
-        self.num_rows: Tensor | float = 0.0      # rows in that sum
-        self.cosine: Tensor | None = None        # between preconditioned and plain gradient, when last measured
+        # sum over rows of |xhat| |yhat|, scaled; since the last step (C.3)
+        self.row_products: Tensor | None = None
+        # rows in that sum
+        self.num_rows: Tensor | float = 0.0
+        # between preconditioned and plain gradient, when last measured
+        self.cosine: Tensor | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "weight": None, "node": None}  # a copy is of no layer
+        # a copy is of no layer
+        return {**self.__dict__, "weight": None, "node": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._register()  # a copy is another layer
+        # a copy is another layer
+        self._register()
 
     def begin_pass(self) -> None:
         """Called at the start of each preconditioned gradient.

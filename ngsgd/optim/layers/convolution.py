@@ -29,8 +29,10 @@ from ngsgd.optim.layers.common import (
 )
 from ngsgd.optim.layers.kronecker import KroneckerPreconditioner
 
-_MAX_RANK = 80                # of both sides of a gradient's rows, as in Kaldi
-_NUM_MINIBATCHES_HISTORY = 4.0  # one gradient is one sample each: forget by minibatches, as in Kaldi
+# of both sides of a gradient's rows, as in Kaldi
+_MAX_RANK = 80
+# one gradient is one sample each: forget by minibatches, as in Kaldi
+_NUM_MINIBATCHES_HISTORY = 4.0
 
 
 class Geometry(NamedTuple):
@@ -90,7 +92,8 @@ def splice(x: Tensor, taps: int, geometry: Geometry) -> Tensor:
     """Rows (B T) x (C K) of what the kernel sees at each output frame, in the order of the weight's columns."""
     (stride,), (padding,), (dilation,) = geometry.stride, geometry.padding, geometry.dilation
     padded = nn.functional.pad(x, (padding, padding)) if padding else x
-    windows = padded.unfold(2, (taps - 1) * dilation + 1, stride)[..., ::dilation]  # B x C x T x K, a view
+    # B x C x T x K, a view
+    windows = padded.unfold(2, (taps - 1) * dilation + 1, stride)[..., ::dilation]
     return windows.transpose(1, 2).reshape(-1, x.shape[1] * taps)
 
 
@@ -115,7 +118,8 @@ class _Convolution(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         needs_x, _, needs_bias = ctx.needs_input_grad[:3]
         needs_weight, is_added = asked_for(ctx, 1)
-        layer = ctx.layer if is_added else None  # a bias alone gets its plain gradient
+        # a bias alone gets its plain gradient
+        layer = ctx.layer if is_added else None
         plain = layer is None or layer.needs_plain_gradient
         with without_autocast(dY.device.type):
             dX, dW, db = _plain_gradients(x, weight.to(dY.dtype), dY, ctx.geometry, (

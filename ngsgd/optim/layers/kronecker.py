@@ -14,7 +14,8 @@ from ngsgd.ops.packed_gemm import PackedMatrix
 from ngsgd.optim.layers.common import FisherSettings, LayerContext, LayerPreconditioner, upcast
 from ngsgd.preconditioners.online import OnlineNaturalGradient, PreconditionContext
 
-_MIN_NORM_LEFT = 1e-2  # of tr Y Y^T, for five right digits of a difference in float32
+# of tr Y Y^T, for five right digits of a difference in float32
+_MIN_NORM_LEFT = 1e-2
 
 
 class KroneckerPreconditioner(LayerPreconditioner):
@@ -22,7 +23,8 @@ class KroneckerPreconditioner(LayerPreconditioner):
 
     def __init__(self, context: LayerContext, num_inputs: int, num_outputs: int, has_bias: bool,
                  settings: FisherSettings) -> None:
-        rank_in = min(settings.rank_in, (num_inputs + 1) // 2)  # Kaldi does not count the appended 1
+        # Kaldi does not count the appended 1
+        rank_in = min(settings.rank_in, (num_inputs + 1) // 2)
         self.input_side = context.preconditioner(rank_in, num_inputs + has_bias, settings)
         self.output_side = context.preconditioner(settings.rank_out, num_outputs, settings)
         super().__init__(context, {"input": self.input_side, "output": self.output_side})
@@ -34,11 +36,13 @@ class KroneckerPreconditioner(LayerPreconditioner):
         X_NI, dY_NO = upcast(X_NI), upcast(dY_NO).contiguous()
         X_NI, one_N, num_rows = self._counted(X_NI, dY_NO)
         loss_scale = self.context.loss_scale()
-        # the limit looks at rows; in half precision a correction after the product would come after its rounding
+        # the limit looks at rows; in half precision a correction after the product would come after
+        # its rounding
         needs_rows = self.context.sums_row_products or dtype != X_NI.dtype
         factors = not needs_rows and dY_NO.is_cpu and is_cheaper_factored(dY_NO.shape[0], X_NI.shape[1], dY_NO.shape[1])
         in_panels = not needs_rows and packed_gemm.should_use(dY_NO, X_NI)
-        # the derivatives first: they have been read just now, for the input derivative, and may be in the cache still
+        # the derivatives first: they have been read just now, for the input derivative, and may be
+        # in the cache still
         outputs = self.output_side.begin(dY_NO, num_rows=num_rows, loss_scale=loss_scale, corrects=not factors,
                                          scratch=None if factors else self._memory("outputs", dY_NO, in_panels))
         dYhat_NO, output_scale, correction = self.find_output_rows(outputs, dY_NO, factors)
@@ -134,7 +138,8 @@ def _product(dYhat_NO: Tensor | PackedMatrix, Xhat_NI: Tensor | PackedMatrix,
         assert isinstance(scale, float)   # on a CPU
         return packed_gemm.product(dYhat_NO, Xhat_NI, scale, one_hat_N, met_R)
     assert isinstance(dYhat_NO, Tensor)
-    if dtype != Xhat_NI.dtype:   # scaled before half precision, which then keeps its range
+    # scaled before half precision, which then keeps its range
+    if dtype != Xhat_NI.dtype:
         dW_OI = gemm.mm(dYhat_NO.to(dtype).T, Xhat_NI.mul_(scale).to(dtype)).to(Xhat_NI.dtype)
     else:
         taken_RI = None if correction is None else gemm.mm(correction.projection.H_NR.T,

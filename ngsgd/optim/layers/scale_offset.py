@@ -88,7 +88,8 @@ def _rows(x: Tensor, parameter: Tensor, first: int) -> Tensor:
     """x as N x D, D the elements of the parameter."""
     behind = x.ndim - first - parameter.ndim
     if behind:
-        x = x.movedim(first, -1)  # channels of a batch normalisation
+        # channels of a batch normalisation
+        x = x.movedim(first, -1)
     return x.reshape(-1, parameter.numel())
 
 
@@ -98,7 +99,8 @@ class NaturalGradientNorm(NaturalGradientLayer):
     def forward(self: Any, input: Tensor) -> Tensor:  # noqa: A002  the name is torch's
         if is_plain_context(input):
             return self.plain_forward(input)  # type: ignore[no-any-return]
-        # a twin for the normalisation: it shares buffers and settings as they are now, but has no affine part and no hooks
+        # a twin for the normalisation: it shares buffers and settings as they are now, but has no
+        # affine part and no hooks
         twin = object.__new__(self.plain_class)
         twin.__dict__ = {**self.__dict__, "_parameters": dict.fromkeys(self._parameters)}
         normalised = self.plain_class.forward(twin, input)

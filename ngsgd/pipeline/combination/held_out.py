@@ -70,7 +70,8 @@ def recompute_batchnorm(model: nn.Module, x_ND: Tensor) -> int:
     for layer in layers:
         layer.train()
         layer.reset_running_stats()
-        layer.momentum = None  # a cumulative average, here of one minibatch
+        # a cumulative average, here of one minibatch
+        layer.momentum = None
     try:
         model(x_ND)
     finally:

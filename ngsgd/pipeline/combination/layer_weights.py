@@ -23,10 +23,14 @@ from ngsgd.training.parameter_vector import Vector
 
 Array = npt.NDArray[np.float64]
 
-CHUNK_ELEMENTS = 1 << 16      # elements; the float64 copies of K models stay in the cache
-ROWS_AT_ONCE = 2048  # of the backward pass, which keeps every layer's activations
-_FLOOR = 1e-20        # of the diagonal of the scatter whose trace is its dimension: weights that change nothing
-_SMOOTHING = 0.01     # of the diagonal: fewer minibatches than weights leave the scatter singular
+# elements; the float64 copies of K models stay in the cache
+CHUNK_ELEMENTS = 1 << 16
+# of the backward pass, which keeps every layer's activations
+ROWS_AT_ONCE = 2048
+# of the diagonal of the scatter whose trace is its dimension: weights that change nothing
+_FLOOR = 1e-20
+# of the diagonal: fewer minibatches than weights leave the scatter singular
+_SMOOTHING = 0.01
 
 
 def generalized(models: Sequence[Candidate], held_out: HeldOut, *, max_evaluations: int = 40, memory: int = 10,
@@ -46,10 +50,12 @@ def generalized(models: Sequence[Candidate], held_out: HeldOut, *, max_evaluatio
     newest_KL = np.zeros_like(mean_KL)
     newest_KL[0] = 1.0
     newest = weighted.combined("newest", newest_KL, models_KP[0].copy())
-    mean = weighted.combined("mean", mean_KL, weighted.mean())  # leaves the statistics in the model
+    # leaves the statistics in the model
+    mean = weighted.combined("mean", mean_KL, weighted.mean())
     optimum_KL = _optimum(weighted, mean_KL, scatter_frames, max_evaluations, memory, first_improvement)
     optimum = weighted.combined("generalized", optimum_KL, weighted.flat(optimum_KL))
-    tried = (newest, mean, optimum)  # the simplest of equals
+    # the simplest of equals
+    tried = (newest, mean, optimum)
     return replace(best(tried), mean_objf={len(models): mean.objf, 1: newest.objf})
 
 
@@ -123,7 +129,8 @@ class WeightedLayers:
         for part_of_frames in self.held_out.parts(num_frames):
             _, gradients = self._backward(part_of_frames)
             g_M = self._dots(gradients).reshape(-1)
-            if np.isfinite(g_M).all():  # the search does without; one overflow would leave no factor at all
+            # the search does without; one overflow would leave no factor at all
+            if np.isfinite(g_M).all():
                 scatter_MM += np.outer(g_M, g_M)
         return scatter_MM
 

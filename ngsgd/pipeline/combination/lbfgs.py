@@ -20,14 +20,16 @@ Array = npt.NDArray[np.float64]
 Function = Callable[[Array], tuple[float, Array]]  # x -> (value, gradient)
 
 _C1, _C2 = 1e-4, 0.9
-_PRECISION = 1e-10  # of the value: a gain below it is lost in rounding
+# of the value: a gain below it is lost in rounding
+_PRECISION = 1e-10
 
 
 class Point(NamedTuple):
     """Where the function has been evaluated."""
 
     x_D: Array
-    value: float     # minus infinity where value or gradient is not finite
+    # minus infinity where value or gradient is not finite
+    value: float
     g_D: Array
 
 
@@ -44,10 +46,12 @@ def maximise(function: Function, start_D: Array, *, max_evaluations: int = 40, m
     scale = first_improvement / slope if slope > 0.0 else 0.0
     while math.isfinite(here.value):
         there = _climb(budget, here, direction(here.g_D, pairs, scale))
-        if there is None:  # the budget is spent, or all that is left to gain is lost in rounding
+        # the budget is spent, or all that is left to gain is lost in rounding
+        if there is None:
             break
         s_D, y_D = there.x_D - here.x_D, here.g_D - there.g_D
-        pairs.append((s_D, y_D))  # s^T y > 0 by the second Wolfe condition
+        # s^T y > 0 by the second Wolfe condition
+        pairs.append((s_D, y_D))
         scale = float(s_D @ y_D / (y_D @ y_D))  # (7.20)
         here = there
     return budget.best

@@ -14,7 +14,8 @@ from ngsgd.pipeline.combination.records import Candidate, Combined, best, requir
 from ngsgd.training.parameter_vector import Vector
 
 Array = npt.NDArray[np.float64]
-Objective = Callable[[Vector], tuple[float, Vector]]  # parameters -> (objf, the parameters as scored); see HeldOut
+# parameters -> (objf, the parameters as scored); see HeldOut
+Objective = Callable[[Vector], tuple[float, Vector]]
 
 
 def running_mean(models: Sequence[Candidate], objective: Objective, max_evaluations: int = 30) -> Combined:

@@ -20,7 +20,8 @@ class Candidate:
     """A model that may enter the combination, read when its turn comes."""
 
     outer_iter: int               # 0-based
-    load: Callable[[], Vector]    # its flat float32 parameters
+    # its flat float32 parameters
+    load: Callable[[], Vector]
 
     def parameters(self, size: int | None = None) -> Vector:
         """The parameters.
@@ -43,12 +44,17 @@ class Candidate:
 class Combined:
     """A combination, chosen by its objf on the held-out frames."""
 
-    parameters: Vector                # flat float32; batch-norm statistics are those of the held-out frames
+    # flat float32; batch-norm statistics are those of the held-out frames
+    parameters: Vector
     chosen: str                       # newest | mean | generalized
-    num_models: int                   # how many of the newest models are in it
-    objf: float                       # nats per frame, on the held-out frames it was chosen on: optimistic by the choice
-    mean_objf: dict[int, float]       # n -> objf of the mean of the newest n models; 1 is the newest alone
-    weights: dict[str, tuple[float, ...]] = field(default_factory=dict)  # generalized: layer -> weight of each model, newest first
+    # how many of the newest models are in it
+    num_models: int
+    # nats per frame, on the held-out frames it was chosen on: optimistic by the choice
+    objf: float
+    # n -> objf of the mean of the newest n models; 1 is the newest alone
+    mean_objf: dict[int, float]
+    # generalized: layer -> weight of each model, newest first
+    weights: dict[str, tuple[float, ...]] = field(default_factory=dict)
 
     @property
     def objf_newest(self) -> float:

@@ -17,21 +17,25 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-MIN_MINIBATCHES = 10   # of a job: the Fisher estimates are updated at each of the first ten, and settle in them
-FILL = 5.0             # outer iterations, in units of the outer momentum's time constant 1 / (1 - eta)
+# of a job: the Fisher estimates are updated at each of the first ten, and settle in them
+MIN_MINIBATCHES = 10
+# outer iterations, in units of the outer momentum's time constant 1 / (1 - eta)
+FILL = 5.0
 
 _NORMAL = statistics.NormalDist()
 
 
-# Computing ------------------------------------------------------------------------------------------------------------
+# Computing ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Spread:
     """Standard deviation of the logarithm of a job's time, in two parts."""
 
-    host: float   # between workers, for good: another processor, a busy neighbour
-    step: float   # of one minibatch; over a job it averages out
+    # between workers, for good: another processor, a busy neighbour
+    host: float
+    # of one minibatch; over a job it averages out
+    step: float
 
     def of_job(self, num_minibatches: float) -> float:
         """sigma of a job of that many minibatches."""
@@ -76,16 +80,18 @@ def split_spread(seconds: Sequence[Sequence[float]], num_minibatches: float) -> 
     return Spread(math.sqrt(max(0.0, between - residual / num_rounds)), math.sqrt(residual * num_minibatches))
 
 
-# Averaging ------------------------------------------------------------------------------------------------------------
+# Averaging ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Link:
     """What lies between two workers, or a worker and the coordinator."""
 
-    bandwidth: float   # B, bytes per second, each way
+    # B, bytes per second, each way
+    bandwidth: float
     latency_s: float   # L
-    add_speed: float   # M, bytes of parameters added into a mean per second; 8e9 is a typical memory
+    # M, bytes of parameters added into a mean per second; 8e9 is a typical memory
+    add_speed: float
 
 
 def central_s(num_jobs: int, num_bytes: float, link: Link) -> float:
@@ -95,7 +101,8 @@ def central_s(num_jobs: int, num_bytes: float, link: Link) -> float:
 
 def tree_s(num_jobs: int, num_bytes: float, link: Link, *, radix: int) -> float:
     """Up and down a tree whose nodes have `radix` children."""
-    depth = math.ceil(round(math.log(max(num_jobs, 1), radix), 9))  # log(1000, 10) must not be 2.9999999999999996
+    # log(1000, 10) must not be 2.9999999999999996
+    depth = math.ceil(round(math.log(max(num_jobs, 1), radix), 9))
     return depth * (2 * (link.latency_s + radix * num_bytes / link.bandwidth) + radix * num_bytes / link.add_speed)
 
 
@@ -128,7 +135,7 @@ def exposed_s(average_s: float, *, overlap_steps: float, step_s: float) -> float
     return max(0.0, average_s - overlap_steps * step_s)
 
 
-# An outer iteration ---------------------------------------------------------------------------------------------------
+# An outer iteration -------------------------------------------------------------------------------
 
 
 def efficiency(work_s: float, outer_iter_s: float) -> float:
@@ -141,7 +148,7 @@ def frames_per_s(num_jobs: int, samples: float, outer_iter_s: float, kept: float
     return num_jobs * samples * kept / outer_iter_s
 
 
-# Failures -------------------------------------------------------------------------------------------------------------
+# Failures -----------------------------------------------------------------------------------------
 
 
 def kept_when_dropped(rate: float, outer_iter_s: float, replace_s: float) -> float:
@@ -182,7 +189,7 @@ def lost_per_failure_s(kept: float, num_workers: int, duration_s: float, num_fai
     return (1.0 - kept) * num_workers * duration_s / num_failures
 
 
-# Statistics -----------------------------------------------------------------------------------------------------------
+# Statistics ---------------------------------------------------------------------------------------
 
 
 def data_factor(samples: float, gamma: float) -> float:
@@ -213,7 +220,8 @@ class SampleBounds:
     """Between which K a run makes sense."""
 
     low: float    # ten minibatches
-    high: float   # enough outer iterations for the outer momentum to fill
+    # enough outer iterations for the outer momentum to fill
+    high: float
 
     @classmethod
     def of(cls, *, minibatch_size: int, total_samples: float, num_jobs: int, outer_momentum: float) -> SampleBounds:
@@ -228,7 +236,8 @@ class SampleAdvice:
 
     samples: int
     reason: str
-    enough_data: bool = True   # False: no value would do
+    # False: no value would do
+    enough_data: bool = True
 
 
 def recommend_samples(*, now: float, rate: float, overhead_s: float, bounds: SampleBounds, gamma: float | None = None,

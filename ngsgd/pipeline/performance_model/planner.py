@@ -15,20 +15,23 @@ from typing import Any
 from ngsgd.pipeline.performance_model.formulas import Link, Spread, central_s, straggler_factor
 from ngsgd.training.records import OuterIterationRecord
 
-_WATCHED = 3  # outer iterations at the start of a run from which `extrapolate` tells the rest
+# outer iterations at the start of a run from which `extrapolate` tells the rest
+_WATCHED = 3
 
 
-# What is known --------------------------------------------------------------------------------------------------------
+# What is known ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Workload:
     """What a run asks of a machine."""
 
-    samples: float           # K, frames of a job; mean over the shards
+    # K, frames of a job; mean over the shards
+    samples: float
     minibatch_size: int
     model_bytes: int         # P
-    total_samples: float     # of the whole run, over all jobs
+    # of the whole run, over all jobs
+    total_samples: float
 
 
 @dataclass(frozen=True)
@@ -40,9 +43,12 @@ class Speed:
 
     num_processes: int
     num_threads: int         # of each
-    rate: float              # r, samples per second, after the first minibatches
-    fixed_s: float           # f: loading parameters, opening data, the dearer first minibatches, returning the result
-    diagnostics_s: float     # of the coordinator with as many threads, while the workers rest
+    # r, samples per second, after the first minibatches
+    rate: float
+    # f: loading parameters, opening data, the dearer first minibatches, returning the result
+    fixed_s: float
+    # of the coordinator with as many threads, while the workers rest
+    diagnostics_s: float
 
 
 @dataclass(frozen=True)
@@ -50,13 +56,19 @@ class Machine:
     """What a probe found out about one machine."""
 
     num_cores: int
-    num_gpus: int                  # that the workers use; 0: they compute on the cores
-    parallel: tuple[Speed, ...]    # workers in processes of their own; rising number of processes
-    serial: tuple[Speed, ...]      # one worker; rising number of threads
-    spread: Spread                 # of a job's time, as far as one machine can tell
-    link: Link                     # between the coordinator and a worker on the same machine
+    # that the workers use; 0: they compute on the cores
+    num_gpus: int
+    # workers in processes of their own; rising number of processes
+    parallel: tuple[Speed, ...]
+    # one worker; rising number of threads
+    serial: tuple[Speed, ...]
+    # of a job's time, as far as one machine can tell
+    spread: Spread
+    # between the coordinator and a worker on the same machine
+    link: Link
     checkpoint_s: float
-    warm_up_s: float               # once per run: how much longer each worker's first job takes
+    # once per run: how much longer each worker's first job takes
+    warm_up_s: float
 
     def slots(self, num_threads: int) -> int:
         """Workers of so many threads that can compute at full speed at the same time."""
@@ -78,9 +90,12 @@ class Site:
     """Where a run's workers are: one machine, or several like the one that was measured."""
 
     num_machines: int
-    slots_per_machine: int   # workers that a machine runs at full speed at the same time
-    link: Link               # between the coordinator and a worker
-    one_by_one: bool = False  # cluster.kind=in_process: one worker does all jobs, one after another
+    # workers that a machine runs at full speed at the same time
+    slots_per_machine: int
+    # between the coordinator and a worker
+    link: Link
+    # cluster.kind=in_process: one worker does all jobs, one after another
+    one_by_one: bool = False
 
     @property
     def num_slots(self) -> int:
@@ -108,7 +123,7 @@ def slots_of(num_threads: int, *, num_cores: int, num_gpus: int) -> int:
     return num_gpus or max(1, num_cores // num_threads)
 
 
-# Predictions ----------------------------------------------------------------------------------------------------------
+# Predictions --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -117,14 +132,20 @@ class Prediction:
 
     num_jobs: int
     samples: float           # of one job
-    work_s: float            # K / r: what a job would take if nothing but training took time
-    compute_s: float         # from broadcasting the model to the last job's result
+    # K / r: what a job would take if nothing but training took time
+    work_s: float
+    # from broadcasting the model to the last job's result
+    compute_s: float
     average_s: float
     checkpoint_s: float
-    diagnostics_s: float     # waited for: they run beside the next outer iteration
-    slots_used: int          # jobs that run at the same time
-    stretch: float = 1.0     # how many times K / r the slowest job takes: stragglers, or fewer cores than jobs
-    travel_s: float = 0.0    # part of compute_s: sending the model out and the results back
+    # waited for: they run beside the next outer iteration
+    diagnostics_s: float
+    # jobs that run at the same time
+    slots_used: int
+    # how many times K / r the slowest job takes: stragglers, or fewer cores than jobs
+    stretch: float = 1.0
+    # part of compute_s: sending the model out and the results back
+    travel_s: float = 0.0
 
     @property
     def outer_iter_s(self) -> float:
@@ -157,14 +178,16 @@ def predict(machine: Machine, workload: Workload, site: Site, *, num_jobs: int, 
     speed = _speed(machine, site, num_workers, busy)
     slots = min(busy, site.num_slots)
     work_s = workload.samples / speed.rate
-    # the operating system shares the cores evenly, so all jobs of a round end together, and none waits for another
+    # the operating system shares the cores evenly, so all jobs of a round end together, and none
+    # waits for another
     sharing = busy / slots
     sigma = machine.spread.of_job(workload.samples / workload.minibatch_size)
     stretch = rounds * max(sharing, straggler_factor(sigma, busy))
     travel_s = central_s(num_jobs, workload.model_bytes, replace(site.link, add_speed=math.inf))
     compute_s = work_s * stretch + rounds * sharing * speed.fixed_s + travel_s
     average_s = num_jobs * workload.model_bytes / site.link.add_speed
-    # a thread of low priority: it has cores that no worker uses, and all of them while the coordinator averages and saves
+    # a thread of low priority: it has cores that no worker uses, and all of them while the
+    # coordinator averages and saves
     used = 0 if machine.num_gpus else speed.num_threads * (1 if site.one_by_one else math.ceil(busy / site.num_machines))
     hidden_s = average_s + machine.checkpoint_s + (compute_s if used < machine.num_cores else 0.0)
     return Prediction(
@@ -177,7 +200,8 @@ def _speed(machine: Machine, site: Site, num_workers: int, busy: int) -> Speed:
     if site.one_by_one:
         return _between(machine.serial, threads_of(machine.num_cores, num_workers), "num_threads")
     count = math.ceil(busy / site.num_machines)
-    if count <= site.slots_per_machine:  # nobody takes turns, so a measurement of workers that did says nothing
+    # nobody takes turns, so a measurement of workers that did says nothing
+    if count <= site.slots_per_machine:
         count = min(count, machine.slots(machine.parallel[-1].num_threads))
     return _between(machine.parallel, count, "num_processes")
 
@@ -202,8 +226,10 @@ class RunPrediction:
     """All outer iterations of a run."""
 
     iterations: tuple[Prediction, ...]
-    warm_up_s: float         # in the first one
-    source: str              # in words: what it was made from
+    # in the first one
+    warm_up_s: float
+    # in words: what it was made from
+    source: str
 
     @property
     def total_s(self) -> float:
@@ -246,7 +272,7 @@ def _turns(num_jobs: int, num_slots: int) -> float:
     return max(1.0, num_jobs / num_slots)
 
 
-# Beside the actual ----------------------------------------------------------------------------------------------------
+# Beside the actual --------------------------------------------------------------------------------
 
 
 def compare(records: Sequence[OuterIterationRecord], predicted: RunPrediction) -> list[str]:

@@ -31,11 +31,15 @@ from ngsgd.training.parameter_vector import FlatLayout, Vector
 from ngsgd.training.planning import Progress
 from ngsgd.training.storage.checkpoint import CheckpointStore
 
-_MAX_PROCESSES = 64       # of the probe; a machine with more cores is taken to go on as it did there
-_MAX_SHARED = 16          # with up to half as many cores, two workers per core are tried as well
+# of the probe; a machine with more cores is taken to go on as it did there
+_MAX_PROCESSES = 64
+# with up to half as many cores, two workers per core are tried as well
+_MAX_SHARED = 16
 _MIN_LIMIT_S = 0.5
-_MIN_CYCLES = 3           # times that every setting is measured at least, whatever the time
-_CYCLES = 4               # times that it should be
+# times that every setting is measured at least, whatever the time
+_MIN_CYCLES = 3
+# times that it should be
+_CYCLES = 4
 _ECHOES = 5
 
 
@@ -71,7 +75,8 @@ def measure(spec: SpeechTaskSpec, *, num_cores: int, num_gpus: int, seconds: flo
         limit_s = max(_MIN_LIMIT_S, (deadline - time.monotonic()) / (len(settings) * (_CYCLES + 1)))
         full = fullest(settings, num_cores=num_cores, num_gpus=num_gpus)
         cold = coordinator.round(processes, full, limit_s)
-        coordinator.round(processes, most, limit_s)  # the other workers' first jobs, which would not be like the rest
+        # the other workers' first jobs, which would not be like the rest
+        coordinator.round(processes, most, limit_s)
         link = _link(processes[0], coordinator.start)
         rounds: dict[Setting, list[_Round]] = defaultdict(list)
         while time.monotonic() < deadline or len(rounds[most]) < _MIN_CYCLES:
@@ -106,7 +111,7 @@ def workload_of(config: RunConfig, reader: EgsReader, layout: FlatLayout) -> Wor
     return Workload(samples, config.schedule.minibatch_size, 4 * layout.size, info.num_frames * config.schedule.num_epochs)
 
 
-# The coordinator's side -----------------------------------------------------------------------------------------------
+# The coordinator's side ---------------------------------------------------------------------------
 
 
 class ProbeCoordinator:
@@ -122,7 +127,8 @@ class ProbeCoordinator:
         self.store = CheckpointStore(scratch, self.layout, config.checkpoint.num_to_keep)
         self.subsets = [reader.diagnostic(name) for name in ("train", "valid")]
         self.num_rounds = 0
-        self.first_outer_iter = schedule_of(config, reader).num_outer_iters  # a model that grows is whole by then
+        # a model that grows is whole by then
+        self.first_outer_iter = schedule_of(config, reader).num_outer_iters
 
     def round(self, processes: Sequence[Process], setting: Setting, limit_s: float) -> _Round:
         active = processes[:setting.num_processes]
@@ -184,7 +190,8 @@ def _summary(num_cores: int, num_gpus: int, rounds: dict[Setting, list[_Round]],
               for setting, found in rounds.items()}
     full = fullest(list(speeds), num_cores=num_cores, num_gpus=num_gpus)
     fewest = min(setting.num_threads for setting in speeds)
-    # the setting "one worker alone" counts as parallel only where a run of one worker would have those threads
+    # the setting "one worker alone" counts as parallel only where a run of one worker would have
+    # those threads
     alone = max((s for s in speeds if s.num_processes == 1), key=lambda setting: setting.num_threads)
     parallel = [s for s in speeds if s.num_processes > 1 or s == alone]
     serial = [s for s in speeds if s == alone or (s.num_processes == 1 and s.num_threads == fewest)]

@@ -20,9 +20,12 @@ from ngsgd.training.job import Job
 from ngsgd.training.parameter_vector import Vector
 from ngsgd.training.worker import Worker
 
-_WARM = 11                # minibatches at the start of a job with a Fisher update each
-_END_S = 5.0              # for a killed process to end
-_MARK = 8                 # minibatches between two looks at the clock: a multiple of the usual update period, 4
+# minibatches at the start of a job with a Fisher update each
+_WARM = 11
+# for a killed process to end
+_END_S = 5.0
+# minibatches between two looks at the clock: a multiple of the usual update period, 4
+_MARK = 8
 
 
 @dataclass(frozen=True)
@@ -37,8 +40,10 @@ class JobTiming:
     """Where the time of a job went."""
 
     seconds: float           # all of it
-    step_s: float            # of a minibatch after the first eleven
-    fixed_s: float           # what a job of any length takes besides its steps
+    # of a minibatch after the first eleven
+    step_s: float
+    # what a job of any length takes besides its steps
+    fixed_s: float
     num_minibatches: int
     parameters: Vector
 
@@ -50,7 +55,8 @@ class Process:
         self.process, self.connection, self.timeout_s = process, connection, timeout_s
 
     def send(self, message: object) -> None:
-        with contextlib.suppress(OSError):  # it is gone; `receive` says so
+        # it is gone; `receive` says so
+        with contextlib.suppress(OSError):
             self.connection.send(message)
 
     def receive(self) -> Any:
@@ -75,7 +81,8 @@ class Process:
 @contextlib.contextmanager
 def workers(spec: SpeechTaskSpec, count: int, num_gpus: int) -> Iterator[list[Process]]:
     """`count` processes, each ready to take jobs; ended when the block is left."""
-    # forked from a process that has imported torch and done nothing else: one import for all, no lock of our threads
+    # forked from a process that has imported torch and done nothing else: one import for all, no
+    # lock of our threads
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     started = []
@@ -137,7 +144,8 @@ class Watch:
         if self.num_asked < _WARM or (self.num_asked - _WARM) % _MARK:
             return False
         if self.uses_gpu:
-            torch.cuda.synchronize()  # its queue runs ahead of what is done
+            # its queue runs ahead of what is done
+            torch.cuda.synchronize()
         self.marks.append((self.num_asked, time.perf_counter()))
         return self.marks[-1][1] > self.deadline and len(self.marks) > 1
 

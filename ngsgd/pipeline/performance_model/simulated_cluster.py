@@ -17,21 +17,29 @@ TOPOLOGIES = {"central": "central", "tree": "tree of 8", "ring": "ring", "halvin
               "shards": "8 shards"}
 _EVEN = Spread(0.0, 0.0)
 _GIGABIT = Link(bandwidth=1.25e8, latency_s=2e-4, add_speed=8e9)
-_HOSTS, _FAILURES, _JOBS = range(3)  # streams of random numbers
+# streams of random numbers
+_HOSTS, _FAILURES, _JOBS = range(3)
 
 
 @dataclass(frozen=True)
 class SimulatedCluster:
     """Workers that are alike but for chance; with `seed` every draw is decided."""
 
-    rate: float = 20000.0            # frames per second of an average worker; > 0
-    spread: Spread = _EVEN            # of a job's time, log-normal with mean 1
-    overhead_s: float = 0.0          # of a job before its first minibatch
-    failures_per_worker_hour: float = 0.0  # of a worker that is there, busy or not
-    hang_share: float = 0.0          # of the failures: the worker makes no progress any more, where others die; 0 to 1
-    replace_s: float = 20.0          # from a worker's end until another is ready in its place
+    # frames per second of an average worker; > 0
+    rate: float = 20000.0
+    # of a job's time, log-normal with mean 1
+    spread: Spread = _EVEN
+    # of a job before its first minibatch
+    overhead_s: float = 0.0
+    # of a worker that is there, busy or not
+    failures_per_worker_hour: float = 0.0
+    # of the failures: the worker makes no progress any more, where others die; 0 to 1
+    hang_share: float = 0.0
+    # from a worker's end until another is ready in its place
+    replace_s: float = 20.0
     link: Link = _GIGABIT
-    topology: str = "central"        # how parameters are averaged: one of TOPOLOGIES
+    # how parameters are averaged: one of TOPOLOGIES
+    topology: str = "central"
     seed: int = 0
 
     def pace(self, worker: int) -> float:
@@ -68,9 +76,12 @@ class Expected:
     """One outer iteration as the formulas have it, in seconds."""
 
     work_s: float      # K / r
-    compute_s: float   # until the slowest job has ended
-    average_s: float   # as far as the jobs wait for it
-    failures_s: float  # waiting for jobs that run again
+    # until the slowest job has ended
+    compute_s: float
+    # as far as the jobs wait for it
+    average_s: float
+    # waiting for jobs that run again
+    failures_s: float
 
     @property
     def outer_iter_s(self) -> float:
@@ -99,14 +110,21 @@ class Books:
     """Where the workers' time went, in worker-seconds; the parts add up to `total_s`."""
 
     total_s: float = 0.0
-    trained_s: float = 0.0     # minibatches of jobs that returned a result
+    # minibatches of jobs that returned a result
+    trained_s: float = 0.0
     overhead_s: float = 0.0    # of those jobs
-    broken_s: float = 0.0      # of jobs that returned none: training, overhead, hanging
-    replaced_s: float = 0.0    # workers that were gone
-    repeats_s: float = 0.0     # waiting while nothing but repeated jobs was under way
-    stragglers_s: float = 0.0  # waiting while first tries were
-    average_s: float = 0.0     # waiting for the average
-    num_deaths: int = 0        # hanging workers that were killed included
+    # of jobs that returned none: training, overhead, hanging
+    broken_s: float = 0.0
+    # workers that were gone
+    replaced_s: float = 0.0
+    # waiting while nothing but repeated jobs was under way
+    repeats_s: float = 0.0
+    # waiting while first tries were
+    stragglers_s: float = 0.0
+    # waiting for the average
+    average_s: float = 0.0
+    # hanging workers that were killed included
+    num_deaths: int = 0
     num_hangs: int = 0
 
     def shares(self) -> dict[str, float]:

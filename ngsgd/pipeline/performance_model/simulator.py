@@ -31,7 +31,8 @@ class _Task:
     began: float
     overhead_s: float
     minibatch_s: float
-    num_minibatches: int     # after which it ends: all of them, or fewer once it was told to stop
+    # after which it ends: all of them, or fewer once it was told to stop
+    num_minibatches: int
     was_told: bool = False
 
     @property
@@ -51,8 +52,10 @@ class _Slot:
     index: int
     chance: np.random.Generator
     fails_at: float
-    back_at: float | None = None     # while it is gone
-    hung_at: float = math.inf        # from then on it makes no progress
+    # while it is gone
+    back_at: float | None = None
+    # from then on it makes no progress
+    hung_at: float = math.inf
     task: _Task | None = None
 
     @property
@@ -85,7 +88,8 @@ class SimulatedPool:
         self.books = Books()
         self._now = 0.0
         self._outcomes: deque[Outcome] = deque()
-        self._num_wanted = 0   # workers that had something to do so far: a schedule may begin with few jobs
+        # workers that had something to do so far: a schedule may begin with few jobs
+        self._num_wanted = 0
         self._slots = [self._new_slot(index) for index in range(num_workers)]
 
     def clock(self) -> float:
@@ -119,7 +123,8 @@ class SimulatedPool:
         return []
 
     def submit(self, job: Job) -> None:
-        # the same job goes to the same worker where it can, as in the other pools: a slow machine's job can then be shorter
+        # the same job goes to the same worker where it can, as in the other pools: a slow machine's
+        # job can then be shorter
         slot = min((slot for slot in self._slots if slot.is_idle),
                    key=lambda s: (s.index != job.job % self.num_workers, s.index))
         sizes = [self._size(piece) for piece in job.pieces]
@@ -153,7 +158,7 @@ class SimulatedPool:
     def close(self) -> None:
         self.abandon()
 
-    # What happens ------------------------------------------------------------------------------------------------------
+    # What happens ---------------------------------------------------------------------------------
 
     def _new_slot(self, index: int) -> _Slot:
         chance = self.cluster.failures_of(index)

@@ -30,7 +30,8 @@ from ngsgd.pipeline.runs.run_folder import RunFolder
 from ngsgd.tasks.frame_scores import average_posterior
 
 _TRANSFORM = "input_transform.safetensors"
-DIGESTS = "digests.json"   # SHA-256 of every other file of a final model
+# SHA-256 of every other file of a final model
+DIGESTS = "digests.json"
 _AGAIN = "restore it from a copy, or make it again from the run's checkpoints with ngsgd resume."
 
 

@@ -17,10 +17,12 @@ from ngsgd.training.worker import resolve_threads
 class FingerprintCheck:
     """What all processes that compute for a run must have in common."""
 
-    num_threads: int                 # of a worker, for as long as the run lasts
+    # of a worker, for as long as the run lasts
+    num_threads: int
     agreement: Agreement
     file: FingerprintFile
-    differences: list[str] = field(default_factory=list)   # to the run's fingerprint of before, accepted by the user
+    # to the run's fingerprint of before, accepted by the user
+    differences: list[str] = field(default_factory=list)
 
     @classmethod
     def of_new_run(cls, config: RunConfig, folder: RunFolder, *, allow_other_bits: bool) -> FingerprintCheck:

@@ -8,7 +8,8 @@ from pathlib import Path
 from ngsgd.config import ModelConfig, RunConfig
 from ngsgd.errors import ConfigError
 
-_MAX_PASSES = 5_000_000     # archive passes of a run; a plan lists them all, which takes some seconds
+# archive passes of a run; a plan lists them all, which takes some seconds
+_MAX_PASSES = 5_000_000
 _BYTES = 4                  # of a float32 parameter
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
@@ -53,5 +54,6 @@ def _memory_bytes() -> float:
     total = float(psutil.virtual_memory().total)
     try:
         return min(total, float(CGROUP_LIMIT.read_text()))
-    except (OSError, ValueError):  # no such limit: "max"
+    except (OSError, ValueError):
+        # no such limit: "max"
         return total

@@ -35,7 +35,8 @@ from ngsgd.files import (
 )
 from ngsgd.training.storage.lock import RunLock
 
-_DIGEST = "# sha256 of the lines above: "   # begins the last line of config.yaml
+# begins the last line of config.yaml
+_DIGEST = "# sha256 of the lines above: "
 
 
 @dataclass(frozen=True)
@@ -45,14 +46,16 @@ class RunFolder:
     path: Path
 
     RUN_ID: ClassVar[str] = "run_id"
-    IVECTORS: ClassVar[str] = "ivectors.safetensors"   # the extractor; beside the final model, too
+    # the extractor; beside the final model, too
+    IVECTORS: ClassVar[str] = "ivectors.safetensors"
 
     @classmethod
     def create(cls, config: RunConfig, config_yaml: str) -> RunFolder:
         """A new folder under the output directory, holding the composed configuration."""
         root = Path(config.output_dir)
         name = f"{run_name(config)}-{time.strftime('%Y%m%d-%H%M%S')}"
-        for suffix in ("", *(f"-{number}" for number in range(2, 100))):  # two runs started in one second
+        # two runs started in one second
+        for suffix in ("", *(f"-{number}" for number in range(2, 100))):
             folder = cls(root / (name + suffix))
             try:
                 make_directories(root)

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from ngsgd.pipeline.runs.run_folder import RunFolder
 
 VARIABLE = "NGSGD_TRUST"
-_EXECUTED = ("_target_", "search_path", "args")  # the settings that decide what is imported and how it is called
+# the settings that decide what is imported and how it is called
+_EXECUTED = ("_target_", "search_path", "args")
 _MAX_RECORDS = 5000
 _YES = ("1", "true", "yes")
 _LOCK_TIMEOUT_S, _POLL_S = 5.0, 0.05
@@ -111,7 +112,7 @@ def read_about(final: Path) -> dict[str, Any]:
     return {**about, "run_id": str(about.get("run_id", ""))}
 
 
-# The record -----------------------------------------------------------------------------------------------------------
+# The record ---------------------------------------------------------------------------------------
 
 
 def _record_path() -> Path:
@@ -142,7 +143,8 @@ def _locked(path: Path) -> Iterator[None]:
     try:
         deadline = time.monotonic() + _LOCK_TIMEOUT_S
         while time.monotonic() < deadline:
-            # without the lock, as on a file system that has none, at worst the record of one of two runs is lost
+            # without the lock, as on a file system that has none, at worst the record of one of two
+            # runs is lost
             with contextlib.suppress(OSError):
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break

@@ -26,8 +26,10 @@ from ngsgd.preconditioners.fisher_recorder import FisherSample, Rows
 from ngsgd.preconditioners.options import FisherOptions
 from ngsgd.preconditioners.states import State
 
-_MAX_DIMENSION = 20_000   # of a dense matrix: 1.6 GB in float32
-_ALL = "all"              # the statistic of the whole model, kept under its first weight
+# of a dense matrix: 1.6 GB in float32
+_MAX_DIMENSION = 20_000
+# the statistic of the whole model, kept under its first weight
+_ALL = "all"
 
 
 class DiagonalNG(Preconditioner):
@@ -44,8 +46,10 @@ class DiagonalNG(Preconditioner):
         known = self.inverses.get(name, {}).get("weight")
         if known is None or rows.a_NTI.shape[1] > 1 or not self._is_passed_on(name):
             super().update_statistics(name, rows)
-        elif bool((rows.a_NTI.norm() * rows.e_VNTO.norm()).square().isfinite()):   # no element is larger
-            self._pass_on(name, self._squares(rows, known))   # in the memory of the last: what is new is handed out page by page
+        elif bool((rows.a_NTI.norm() * rows.e_VNTO.norm()).square().isfinite()):
+            # no element is larger
+            # in the memory of the last: what is new is handed out page by page
+            self._pass_on(name, self._squares(rows, known))
         else:
             self.num_skipped += 1
 

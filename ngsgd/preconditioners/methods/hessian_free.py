@@ -25,11 +25,16 @@ PRODUCTS = ("ggn", "hessian")
 class HessianFreeOptions(EveryStepOptions):
     """Of Hessian-free."""
 
-    damping: float = 1e-2        # the model of the loss is not to be trusted far away: more than other methods take
-    ema_decay: float = 0.95      # of the last direction, where the iteration starts; 0: at zero
-    products: str = "ggn"        # "ggn", never negative, or "hessian", where negative curvature ends the iteration
-    max_cg_steps: int = 10       # products for each minibatch; each costs about two backward passes
-    cg_tolerance: float = 1e-3   # norm of the residual by that of the gradient
+    # the model of the loss is not to be trusted far away: more than other methods take
+    damping: float = 1e-2
+    # of the last direction, where the iteration starts; 0: at zero
+    ema_decay: float = 0.95
+    # "ggn", never negative, or "hessian", where negative curvature ends the iteration
+    products: str = "ggn"
+    # products for each minibatch; each costs about two backward passes
+    max_cg_steps: int = 10
+    # norm of the residual by that of the gradient
+    cg_tolerance: float = 1e-3
 
     def problems(self) -> list[str]:
         found = super().problems()
@@ -48,7 +53,8 @@ class HessianFree(SecondOrderMethod):
     """Hessian-free; memory is that of the graph of one minibatch and a few gradients."""
 
     Options = HessianFreeOptions
-    joins_bias = False   # all layers are one system
+    # all layers are one system
+    joins_bias = False
 
     def __init__(self, model: Any, **options: Any) -> None:
         super().__init__(model, **options)

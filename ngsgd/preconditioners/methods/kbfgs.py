@@ -32,7 +32,8 @@ from ngsgd.preconditioners.states import State
 class KBFGSOptions(FisherOptions):
     """Of K-BFGS."""
 
-    min_curvature: float = 0.2   # mu_1: s^T y is brought to at least this share of y^T H y; above 0, below 1
+    # mu_1: s^T y is brought to at least this share of y^T H y; above 0, below 1
+    min_curvature: float = 0.2
 
     def problems(self) -> list[str]:
         found = super().problems()
@@ -51,7 +52,8 @@ class KBFGS(TwoPassMethod):
 
     def __init__(self, model: Any, **options: Any) -> None:
         super().__init__(model, **options)
-        self._first: dict[str, tuple[Tensor, Tensor]] = {}   # by weight: mean z and mean e at the first look
+        # by weight: mean z and mean e at the first look
+        self._first: dict[str, tuple[Tensor, Tensor]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_first": {}}
@@ -62,7 +64,8 @@ class KBFGS(TwoPassMethod):
         self._first = {}
         for name, rows in seen.layers():
             self._bias_of[name] = rows.bias
-            if not all(bool(x.square().sum().isfinite()) for x in (rows.a_NTI, rows.e_VNTO)):   # products are no larger
+            # products are no larger
+            if not all(bool(x.square().sum().isfinite()) for x in (rows.a_NTI, rows.e_VNTO)):
                 self.num_skipped += 1
                 continue
             if not self.is_due("inverse"):
@@ -103,11 +106,13 @@ class KBFGS(TwoPassMethod):
         return mean_z_O, rows.e_VNTO.sum(dim=(0, 1, 2)) / rows.num_rows
 
     def second_evaluation(self, passes: list[Callable[[], Tensor]]) -> None:
-        if not self._first:   # the first look was not finite: there is nothing to compare with
+        # the first look was not finite: there is nothing to compare with
+        if not self._first:
             return
         with FisherRecorder(self.model, fisher="empirical", num_draws=1, generator=None,
                             layers=self._layers()) as watch:
-            # the derivatives of outputs pass by on the way to the biases; gradients of weights would be made for nothing
+            # the derivatives of outputs pass by on the way to the biases; gradients of weights
+            # would be made for nothing
             self.gradients(passes, {self._bias_of[name] or name for name in self._first})
         with torch.no_grad():
             for name, rows in watch.signal().rows.items():

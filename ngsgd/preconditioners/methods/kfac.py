@@ -26,16 +26,21 @@ from ngsgd.preconditioners.fisher_recorder import Rows
 from ngsgd.preconditioners.options import FisherOptions
 from ngsgd.preconditioners.states import State
 
-_FACTOR = {"a": "A", "e": "B"}   # of the rows of a side
-_MIN_TRACE = 1e-20   # per dimension; below, a factor is zero and says nothing of how to share the damping
+# of the rows of a side
+_FACTOR = {"a": "A", "e": "B"}
+# per dimension; below, a factor is zero and says nothing of how to share the damping
+_MIN_TRACE = 1e-20
 
 
 @dataclass(frozen=True)
 class KroneckerOptions(FisherOptions):
     """Of the methods with Kronecker factors."""
 
-    max_rows: int = 0          # rows of a minibatch that K-FAC's factors are estimated from, drawn at each look; 0: all
-    sharing: str = "expand"    # positions of a sample: "expand", frames with targets of their own; "reduce", one target for all
+    # rows of a minibatch that K-FAC's factors are estimated from, drawn at each look; 0: all
+    max_rows: int = 0
+    # positions of a sample: "expand", frames with targets of their own; "reduce", one target for
+    # all
+    sharing: str = "expand"
 
     def problems(self) -> list[str]:
         found = super().problems()
@@ -58,10 +63,12 @@ class KFAC(Preconditioner):
     passes_on = True
 
     def update_curvature(self, seen: Any) -> None:
-        give_back()   # what the backward pass has left free would stay beside the factors
+        # what the backward pass has left free would stay beside the factors
+        give_back()
         super().update_curvature(seen)
         if self.options.fisher != "empirical":
-            give_back()   # rows of derivatives that are not the gradient's own
+            # rows of derivatives that are not the gradient's own
+            give_back()
 
     def measure(self, name: str, rows: Rows) -> State:
         return self._products(*self._chosen(rows), {})
@@ -91,7 +98,8 @@ class KFAC(Preconditioner):
             super().update_statistics(name, rows)
             return
         a_XI, e_XO, of_e = self._chosen(rows)
-        if not all(bool(x_XD.square().sum().isfinite()) for x_XD in (a_XI, e_XO)):   # no product is larger than its trace
+        # no product is larger than its trace
+        if not all(bool(x_XD.square().sum().isfinite()) for x_XD in (a_XI, e_XO)):
             self.num_skipped += 1
             return
         if is_passed_on:
@@ -190,12 +198,15 @@ class EKFAC(KFAC):
     Moments restart with the basis, from the minibatch that the basis was renewed with.
     """
 
-    splits_work = False   # each rank would have the moments of its own rows
-    passes_on = False     # nor from its factors alone
+    # each rank would have the moments of its own rows
+    splits_work = False
+    # nor from its factors alone
+    passes_on = False
 
     def __init__(self, model: Any, **options: Any) -> None:
         super().__init__(model, **options)
-        self._rows: dict[str, Rows] = {}   # of this step's minibatch, for moments in a basis that is not there yet
+        # of this step's minibatch, for moments in a basis that is not there yet
+        self._rows: dict[str, Rows] = {}
 
     def measure(self, name: str, rows: Rows) -> State:
         self._rows[name] = rows
@@ -223,7 +234,8 @@ class EKFAC(KFAC):
     def invert(self, name: str, known: State) -> State:
         values_A, U_A = eigh(known["A"])
         values_B, U_B = eigh(known["B"])
-        if name not in self._rows:  # after averaging: the products of eigenvalues, until rows come
+        # after averaging: the products of eigenvalues, until rows come
+        if name not in self._rows:
             return {"U_A": U_A, "U_B": U_B, "S": torch.outer(values_B, values_A).clamp(min=0.0), "weight": torch.ones(())}
         found = {"U_A": U_A, "U_B": U_B}
         keep = 1.0 - self.option(name, "ema_decay")

@@ -35,7 +35,8 @@ class SimpleOptions(EveryStepOptions, FisherOptions):
     """Of the simple method."""
 
     ema_decay: float = 0.0
-    alpha: float = 4.0       # smoothing towards the identity, in units of the mean eigenvalue; Kaldi uses 4
+    # smoothing towards the identity, in units of the mean eigenvalue; Kaldi uses 4
+    alpha: float = 4.0
 
     def problems(self) -> list[str]:
         found = super().problems()
@@ -64,7 +65,8 @@ class SimpleNG(Preconditioner):
     def preconditioned(self, name: str, side: str, rows_XD: Tensor) -> Tensor:
         """The rows of one side of a layer, with the norm that they had."""
         if not bool(rows_XD.isfinite().all()):
-            return rows_XD   # the statistics that follow are not finite, and counted
+            # the statistics that follow are not finite, and counted
+            return rows_XD
         return precondition_simple(rows_XD, self.options.alpha)
 
     def invert(self, name: str, known: State) -> State:
@@ -79,10 +81,13 @@ class SimpleNG(Preconditioner):
 class OnlineOptions(SimpleOptions):
     """Of the online method; see `ngsgd.NGSGD`."""
 
-    rank_in: int = 20                    # of the estimate for input rows
+    # of the estimate for input rows
+    rank_in: int = 20
     rank_out: int = 80                   # for derivative rows
-    update_period: int = 4               # minibatches between updates of the estimates
-    num_samples_history: float = 2000.0  # rows after which the past counts 1/e
+    # minibatches between updates of the estimates
+    update_period: int = 4
+    # rows after which the past counts 1/e
+    num_samples_history: float = 2000.0
 
 
 class OnlineNG(SimpleNG):
@@ -92,7 +97,8 @@ class OnlineNG(SimpleNG):
 
     def __init__(self, model: Any, **options: Any) -> None:
         super().__init__(model, **options)
-        self._estimates: dict[tuple[str, str], OnlineNaturalGradient] = {}   # by weight and side
+        # by weight and side
+        self._estimates: dict[tuple[str, str], OnlineNaturalGradient] = {}
 
     def preconditioned(self, name: str, side: str, rows_XD: Tensor) -> Tensor:
         """The rows of one side of a layer, with the norm that they had."""

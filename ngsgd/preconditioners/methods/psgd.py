@@ -29,16 +29,20 @@ from ngsgd.preconditioners.options import Options
 from ngsgd.preconditioners.states import State
 
 FORMS = ("kronecker", "full")
-_ALL = "all"   # the factor of the whole model, kept under its first parameter
+# the factor of the whole model, kept under its first parameter
+_ALL = "all"
 
 
 @dataclass(frozen=True)
 class PSGDOptions(Options):
     """Of PSGD."""
 
-    form: str = "kronecker"    # of Q: "kronecker" for each layer, or "full", one matrix for models of up to 20 000 parameters
-    factor_lr: float = 0.1     # mu, above 0 to below 1: relative step of Q; less is less noisy
-    ema_decay: float = 0.0     # Q is updated by steps of factor_lr and has no moving average
+    # of Q: "kronecker" for each layer, or "full", one matrix for models of up to 20 000 parameters
+    form: str = "kronecker"
+    # mu, above 0 to below 1: relative step of Q; less is less noisy
+    factor_lr: float = 0.1
+    # Q is updated by steps of factor_lr and has no moving average
+    ema_decay: float = 0.0
 
     def problems(self) -> list[str]:
         found = super().problems()
@@ -57,7 +61,8 @@ class PSGD(SecondOrderMethod):
     Options = PSGDOptions
 
     def update_curvature(self, seen: Any) -> None:
-        give_back()   # before and after what takes most
+        # before and after what takes most
+        give_back()
         v = self.drawn(seen)
         h = self.product("hessian", v, is_last=True)
         self._forget_minibatch()
@@ -100,7 +105,8 @@ class PSGD(SecondOrderMethod):
             scale = _first_scale(dX_OI, dG_OI) ** 0.25
             Ql_OO, Qr_II = (_identity(dX_OI, size, scale) for size in dX_OI.shape)
         else:
-            # the scale that one factor can take from the other is shared, so that both stay well within their numbers
+            # the scale that one factor can take from the other is shared, so that both stay well
+            # within their numbers
             share = (known["Ql"].diagonal().max() / known["Qr"].diagonal().max()).sqrt()
             Ql_OO, Qr_II = known["Ql"].div_(share), known["Qr"].mul_(share)
         a_OI = gemm.mm(gemm.mm(Ql_OO, dG_OI), Qr_II.T)

@@ -82,7 +82,8 @@ class SecondOrderMethod(Preconditioner):
     def drawn(self, grads: Gradients, *, signs: bool = False) -> dict[str, Tensor]:
         """A normal number, or a random sign, for every element of the gradients."""
         found = {}
-        for name, g in sorted(grads.items()):   # in the order of names, which a restart does not change
+        # in the order of names, which a restart does not change
+        for name, g in sorted(grads.items()):
             v = torch.randn(g.shape, generator=self.generator, dtype=g.dtype, device=g.device)
             found[name] = torch.where(v < 0.0, -1.0, 1.0).to(g.dtype) if signs else v
         return found

@@ -46,7 +46,8 @@ class GramOptions(FisherOptions):
 class SENGOptions(GramOptions):
     """Of SENG."""
 
-    sketch: int = 0    # coordinates of inputs and of outputs that the Gram matrix is estimated from; 0: all
+    # coordinates of inputs and of outputs that the Gram matrix is estimated from; 0: all
+    sketch: int = 0
 
     def problems(self) -> list[str]:
         found = super().problems()
@@ -65,12 +66,14 @@ class _FromRows(Preconditioner):
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
         super().__init__(model, **options)
-        self._scale = 0.0    # s, at a look at the rows that g is made of, which are applied at once; 0 at other steps
+        # s, at a look at the rows that g is made of, which are applied at once; 0 at other steps
+        self._scale = 0.0
         self._gradients: dict[str, FactoredGrad] = {}   # this step's
 
     @contextlib.contextmanager
     def _watching(self) -> Iterator[None]:
-        # where every step looks and renews, the rows of the last minibatch need not lie beside the passes of this one; elsewhere
+        # where every step looks and renews, the rows of the last minibatch need not lie beside the
+        # passes of this one; elsewhere
         # they are kept for the case that this one is not finite
         if all(self.is_due(what) and self._last[what] == self.num_steps - 1 for what in ("curvature", "inverse")):
             for kept_so_far in (self.statistics, self.inverses):
@@ -89,7 +92,8 @@ class _FromRows(Preconditioner):
         last = self.statistics.pop(name, None)
         super().update_statistics(name, rows)
         if name in self.statistics and self.is_due("inverse"):
-            self.inverses.pop(name, None)   # rows of the last minibatch, in whose place these will be
+            # rows of the last minibatch, in whose place these will be
+            self.inverses.pop(name, None)
         elif last is not None:
             self.statistics.setdefault(name, last)
         self._hold_once(name)
@@ -160,7 +164,8 @@ class SENG(_FromRows):
         a_NTI, e_VNTO = rows.a_NTI, rows.e_VNTO / rows.num_rows**0.5
         gram_XX = gram(self._sketched(a_NTI), self._sketched(e_VNTO))
         found = {"a": a_NTI, "e": e_VNTO, "gram": gram_XX}
-        if self._scale and self._is_sketched(rows) and self.can_hold(name, found):   # U g from the matrix without a sketch
+        # U g from the matrix without a sketch
+        if self._scale and self._is_sketched(rows) and self.can_hold(name, found):
             found["sums"] = gram(a_NTI, e_VNTO).sum(dim=1)
         return found
 
@@ -201,13 +206,15 @@ class SMWNG(_FromRows):
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
         super().__init__(model, **options)
-        self._sums: Tensor | None = None   # K 1 of the last look
+        # K 1 of the last look
+        self._sums: Tensor | None = None
 
     def measure(self, name: str, rows: Rows) -> State:
         return {"a": rows.a_NTI, "e": rows.e_VNTO / rows.num_rows**0.5}
 
     def update_curvature(self, seen: FisherSample | Mapping[str, Tensor]) -> None:
-        self.statistics.clear()   # the layers of one minibatch belong together
+        # the layers of one minibatch belong together
+        self.statistics.clear()
         super().update_curvature(seen)
 
     def refresh(self) -> None:
@@ -266,7 +273,8 @@ def gram(a_NTI: Tensor, e_VNTO: Tensor) -> Tensor:
     if T == 1:
         a_NI, e_XO = a_NTI[:, 0], e_VNTO.reshape(V * N, O)
         return products_of(e_XO).mul_(products_of(a_NI).repeat(V, V))
-    if T * (O + a_NTI.shape[2]) > O * a_NTI.shape[2]:   # gradients are smaller than the products of positions
+    # gradients are smaller than the products of positions
+    if T * (O + a_NTI.shape[2]) > O * a_NTI.shape[2]:
         g_XD = torch.einsum("vnto,nti->vnoi", e_VNTO, a_NTI).reshape(V * N, -1)
         return gemm.mm(g_XD, g_XD.T)
     a_XI, e_XO = a_NTI.expand(V, -1, -1, -1).reshape(V * N * T, -1), e_VNTO.reshape(V * N * T, O)

@@ -32,7 +32,8 @@ from ngsgd.preconditioners.states import State
 class BlockOptions(Options):
     """Of both."""
 
-    block_size: int = 1024           # largest dimension of a factor
+    # largest dimension of a factor
+    block_size: int = 1024
 
     def problems(self) -> list[str]:
         found = super().problems()
@@ -43,9 +44,12 @@ class BlockOptions(Options):
 class ShampooOptions(BlockOptions):
     """Of Shampoo."""
 
-    damping: float = 1e-6            # times the largest eigenvalue of a factor
-    history: str = "average"         # of G G^T: "average" with ema_decay, or "sum" of all steps, as in the paper
-    root_method: str = "eigen"       # "eigen", or "newton": products only, quicker on GPUs
+    # times the largest eigenvalue of a factor
+    damping: float = 1e-6
+    # of G G^T: "average" with ema_decay, or "sum" of all steps, as in the paper
+    history: str = "average"
+    # "eigen", or "newton": products only, quicker on GPUs
+    root_method: str = "eigen"
 
     def problems(self) -> list[str]:
         found = super().problems()
@@ -93,7 +97,8 @@ class Shampoo(Preconditioner):
         return found.view_as(g)
 
     def can_hold(self, name: str, inverse: State) -> bool:
-        return "0.1" in inverse   # a matrix, not merged into a vector
+        # a matrix, not merged into a vector
+        return "0.1" in inverse
 
     def direction_of_rows(self, name: str, inverse: State, rows: FactoredGrad) -> tuple[Tensor, Tensor | None]:
         shape = rows.e_XO.shape[1], rows.a_XI.shape[1]
@@ -122,16 +127,20 @@ class Shampoo(Preconditioner):
             yield merged[corner]
 
 
-_ROUNDING = 8.0   # units of the last place of a norm: what is below is noise
+# units of the last place of a norm: what is below is noise
+_ROUNDING = 8.0
 
 
 @dataclass(frozen=True)
 class SOAPOptions(BlockOptions):
     """Of SOAP."""
 
-    damping: float = 1e-8    # eps: added to sqrt(v), as in Adam
-    ema_decay: float = 0.95  # beta 2: of v and of the L_i
-    momentum: float = 0.95   # beta 1: of the gradient; 0 to below 1
+    # eps: added to sqrt(v), as in Adam
+    damping: float = 1e-8
+    # beta 2: of v and of the L_i
+    ema_decay: float = 0.95
+    # beta 1: of the gradient; 0 to below 1
+    momentum: float = 0.95
 
     def problems(self) -> list[str]:
         found = super().problems()
@@ -153,16 +162,19 @@ class SOAP(Shampoo):
     applies_first = True
 
     def can_hold(self, name: str, inverse: State) -> bool:
-        return False   # the moments lie between the bases
+        # the moments lie between the bases
+        return False
 
     def measure_gradient(self, name: str, g: Tensor) -> State:
-        # the square of the first gradient in float64, which keeps the digits that decide the first basis
+        # the square of the first gradient in float64, which keeps the digits that decide the first
+        # basis
         return super().measure_gradient(name, g if name in self.inverses else g.double()) if g.ndim > 1 else {}
 
     def _average(self, name: str, new: State) -> None:
         if new:
             Preconditioner._average(self, name, new)
-        else:   # a vector has no factors
+        else:
+            # a vector has no factors
             self.statistics[name], self.weights[name] = {}, 1.0
 
     def refresh(self) -> None:
@@ -191,7 +203,8 @@ class SOAP(Shampoo):
             index, _, k = key.partition(".")
             Q_DD = old[key]
             LQ_DD = gemm.mm(L_DD, Q_DD)
-            # the shift keeps columns that L sends to 0, whose image is rounding noise, where they were
+            # the shift keeps columns that L sends to 0, whose image is rounding noise, where they
+            # were
             LQ_DD.add_(Q_DD * _noise(L_DD.norm()))
             order_D = (Q_DD * LQ_DD).sum(dim=0).argsort(descending=True, stable=True)
             found[key] = torch.linalg.qr(LQ_DD[:, order_D])[0]
@@ -203,18 +216,22 @@ class SOAP(Shampoo):
     def apply(self, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
         found = {}
         for name, g in grads.items():
-            if name not in self.inverses and self.statistics.get(name):   # averaged over workers, whose bases have no mean
+            # averaged over workers, whose bases have no mean
+            if name not in self.inverses and self.statistics.get(name):
                 self.inverses[name] = self._inverted(name, self.curvature(name))
             if name in self.inverses:
                 found[name] = self._adam(self.inverses[name], g, self.option(name, "ema_decay"), self.option(name, "damping"))
             else:
-                found[name] = g * 0.0   # and not zeros: a gradient that is not finite stays so
-                self._last = dict.fromkeys(self._last)   # this step looks at the curvature, whatever the interval
+                # and not zeros: a gradient that is not finite stays so
+                found[name] = g * 0.0
+                # this step looks at the curvature, whatever the interval
+                self._last = dict.fromkeys(self._last)
         return found
 
     def _adam(self, inverse: State, g: Tensor, beta_2: float, damping: float) -> Tensor:
         """The direction; moments stay as they are where the gradient is not finite, which the host is not asked for."""
-        is_finite = torch.linalg.vector_norm(g).isfinite()   # and so the squares of all coordinates
+        # and so the squares of all coordinates
+        is_finite = torch.linalg.vector_norm(g).isfinite()
         share_m, share_v = is_finite * g.new_full((), 1.0 - self.options.momentum), is_finite * g.new_full((), 1.0 - beta_2)
         for key, share in (("weight_m", share_m), ("weight_v", share_v)):
             inverse[key].lerp_(torch.ones_like(share), share)
@@ -224,7 +241,8 @@ class SOAP(Shampoo):
             m.lerp_(own, share_m)
             v.lerp_(own.square(), share_v)
             root = (v / inverse["weight_v"]).sqrt_()
-            root.add_(damping + _noise(root.norm()))   # a rotation's rounding is no gradient
+            # a rotation's rounding is no gradient
+            root.add_(damping + _noise(root.norm()))
             out.copy_(self._rotated(m / inverse["weight_m"] / root, index, inverse, transpose=False))
         return torch.where(is_finite, found.view_as(g), g)
 

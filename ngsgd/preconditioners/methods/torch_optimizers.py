@@ -22,10 +22,14 @@ from ngsgd.preconditioners.options import EveryStepOptions
 class AdamOptions(EveryStepOptions):
     """Of Adam."""
 
-    damping: float = 1e-8        # eps: added to the root of second moments
-    ema_decay: float = 0.999     # beta 2: of second moments
-    momentum: float = 0.9        # beta 1: of the gradient; 0 to below 1
-    weight_decay: float = 0.0    # share of the parameter in the direction; Adam: of the gradient
+    # eps: added to the root of second moments
+    damping: float = 1e-8
+    # beta 2: of second moments
+    ema_decay: float = 0.999
+    # beta 1: of the gradient; 0 to below 1
+    momentum: float = 0.9
+    # share of the parameter in the direction; Adam: of the gradient
+    weight_decay: float = 0.0
 
     def problems(self) -> list[str]:
         found = super().problems()
@@ -111,8 +115,10 @@ class AdamW(Adam):
 class MuonOptions(AdamOptions):
     """Of Muon."""
 
-    momentum: float = 0.95       # of Muon; of AdamW, for vectors, too
-    orthogonal_steps: int = 5    # of the Newton-Schulz iteration
+    # of Muon; of AdamW, for vectors, too
+    momentum: float = 0.95
+    # of the Newton-Schulz iteration
+    orthogonal_steps: int = 5
 
     def problems(self) -> list[str]:
         found = super().problems()

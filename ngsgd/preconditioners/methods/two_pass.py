@@ -25,8 +25,10 @@ class _Pending:
     """The passes of the last minibatch that was looked at."""
 
     step: int
-    passes: list[tuple[_Closure, list[Tensor]]] = field(default_factory=list)   # and the states of the random numbers before
-    norms: list[float] = field(default_factory=list)                            # of the parameters, when the step was made
+    # and the states of the random numbers before
+    passes: list[tuple[_Closure, list[Tensor]]] = field(default_factory=list)
+    # of the parameters, when the step was made
+    norms: list[float] = field(default_factory=list)
 
 
 class TwoPassMethod(Preconditioner):
@@ -40,14 +42,16 @@ class TwoPassMethod(Preconditioner):
         self._pending: _Pending | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        self.run_second_pass()   # as for `state_dict`
+        # as for `state_dict`
+        self.run_second_pass()
         return {**super().__getstate__(), "_pending": None}
 
     def evaluate(self, closure: _Closure) -> Tensor:
         """The loss that `closure()` returns for a minibatch; its gradient is added to `.grad`."""
         self.run_second_pass()
         if self._pending is not None and self._pending.step != self.num_steps:
-            self._pending = None   # the optimiser left the step out
+            # the optimiser left the step out
+            self._pending = None
         if self.is_due("curvature"):
             self._pending = self._pending or _Pending(self.num_steps)
             self._pending.passes.append((closure, _random_states(self.generator.device)))
@@ -104,7 +108,8 @@ class TwoPassMethod(Preconditioner):
         return total
 
     def _norms(self) -> list[float]:
-        # tells whether the optimiser has made its step; fused optimisers do not raise the tensors' version counters
+        # tells whether the optimiser has made its step; fused optimisers do not raise the tensors'
+        # version counters
         parameters = [p.detach() for p in self.model.parameters()]
         found: list[float] = torch.stack(torch._foreach_norm(parameters, 2, torch.float64)).tolist()
         return found

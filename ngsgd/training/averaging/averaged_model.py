@@ -22,7 +22,8 @@ class AveragedModel:
     def __init__(self, task: Task, model: nn.Module, settings: EngineSettings, checkpoints: CheckpointStore,
                  num_outer_iters: int) -> None:
         self.task = task
-        self.model = model           # a workspace; the parameters are the outer optimizer's
+        # a workspace; the parameters are the outer optimizer's
+        self.model = model
         self.layout = FlatLayout.of(model)
         self.settings = settings
         self.checkpoints = checkpoints

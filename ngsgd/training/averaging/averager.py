@@ -27,8 +27,10 @@ class Gathered(NamedTuple):
     """The accepted results of an outer iteration."""
 
     verdicts: Verdicts
-    error: NgsgdError | None                 # too few results were accepted, and nothing is averaged
-    vectors: Sequence[Vector | Mean]         # the vectors that the accepted jobs sent, or their mean alone
+    # too few results were accepted, and nothing is averaged
+    error: NgsgdError | None
+    # the vectors that the accepted jobs sent, or their mean alone
+    vectors: Sequence[Vector | Mean]
     weights: Sequence[float]
 
 
@@ -115,7 +117,8 @@ class Averager:
                 if is_contested and (bad := self._bad_results(state, accepted)):
                     state.rejection_reasons |= bad
                     continue
-                # a rule that needs every vector, such as a median, must not be given the workers' mean instead
+                # a rule that needs every vector, such as a median, must not be given the workers'
+                # mean instead
                 mean = None
                 if self.averaged.optimizer.takes_mean:
                     mean = self.dispatcher.pool.mean(accepted, weights)

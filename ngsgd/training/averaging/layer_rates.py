@@ -12,7 +12,8 @@ import numpy as np
 
 from ngsgd.training.parameter_vector import FlatLayout, Vector
 
-_MAX_STEP = 4.0  # that a factor changes by in one outer iteration; a layer that hardly moved once must not run away
+# that a factor changes by in one outer iteration; a layer that hardly moved once must not run away
+_MAX_STEP = 4.0
 
 
 def equalized_rates(layout: FlatLayout, before: Vector, after: Vector, rates: Mapping[str, float], *,

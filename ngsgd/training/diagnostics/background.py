@@ -14,7 +14,8 @@ from torch import nn
 
 from ngsgd.training.task import Evaluation, Task
 
-_NICENESS = 19  # of the thread: workers on the same cores have priority
+# of the thread: workers on the same cores have priority
+_NICENESS = 19
 
 
 class BackgroundDiagnostics:

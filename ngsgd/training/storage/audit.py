@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 from ngsgd.files import parse_json_lines, read_log
 
 _SETTLED = ("accepted", "rejected", "dropped", "deferred", "quarantined")
-_Span = tuple[float, float]   # minibatches of a pass, from the first to before the second
+# minibatches of a pass, from the first to before the second
+_Span = tuple[float, float]
 
 
 class _Pass(NamedTuple):
@@ -69,7 +70,8 @@ def _checked_lines(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
     return lines, problems
 
 
-_PIECE_LENGTH = 6   # archive, frame, outer iteration, job, first minibatch, last
+# archive, frame, outer iteration, job, first minibatch, last
+_PIECE_LENGTH = 6
 _NUMBER = (int, float)
 _JOB: dict[str, tuple[type, ...]] = {"outer_iter": (int,), "job": (int,), "attempt": (int,)}
 # by event: the fields that the audit reads, and their types
@@ -128,7 +130,8 @@ def _committed(lines: list[dict[str, Any]]) -> list[OuterIterationLines]:
         outer_iter = line.get("outer_iter", -1)
         match line["event"]:
             case "started":
-                # a new process goes on after a certain commit: what is later, or was under way, is done again
+                # a new process goes on after a certain commit: what is later, or was under way, is
+                # done again
                 min_accepted_fraction = line["min_accepted_fraction"]
                 done = [one for one in done if one.outer_iter <= line["after"]]
                 under_way = {o: one for o, one in under_way.items() if o <= line["after"]}
@@ -141,7 +144,8 @@ def _committed(lines: list[dict[str, Any]]) -> list[OuterIterationLines]:
             case "rolled_back":
                 under_way.pop(outer_iter, None)
             case "committed":
-                if outer_iter not in [one.outer_iter for one in done]:  # said again after a crash between commit and ledger
+                # said again after a crash between commit and ledger
+                if outer_iter not in [one.outer_iter for one in done]:
                     done.append(under_way.pop(outer_iter, OuterIterationLines(outer_iter, min_accepted_fraction)))
                     done[-1].commit = line
             case event if event in _SETTLED:

@@ -44,10 +44,12 @@ from ngsgd.training.storage.ledger import piece_fields, pieces_of
 from ngsgd.training.storage.lock import RunLock
 
 _FORMAT = 3
-_WITHOUT_DIGEST = 2   # the format before, whose manifests have no digest of their own
+# the format before, whose manifests have no digest of their own
+_WITHOUT_DIGEST = 2
 _MODEL, _OUTER, _FISHER = "model.safetensors", "outer.safetensors", "fisher.safetensors"
 _RECORD = "record.json"
-_NUM_THAT_MUST_FIT = 3   # the newest, the one being written, and one that was damaged
+# the newest, the one being written, and one that was damaged
+_NUM_THAT_MUST_FIT = 3
 _NAME = re.compile(r"iter-(\d{6,})")
 
 
@@ -56,13 +58,19 @@ class Checkpoint:
     """A committed outer iteration."""
 
     progress: Progress
-    parameters: Vector                 # the model that is evaluated
-    model_sha256: str                  # of its file; empty before the first
-    buffers: Mapping[str, Vector] = field(default_factory=dict)    # the outer optimiser's arrays beside the model
+    # the model that is evaluated
+    parameters: Vector
+    # of its file; empty before the first
+    model_sha256: str
+    # the outer optimiser's arrays beside the model
+    buffers: Mapping[str, Vector] = field(default_factory=dict)
     numbers: Mapping[str, float] = field(default_factory=dict)     # and its numbers
-    commit: Mapping[str, Any] = field(default_factory=dict)        # the line of the ledger that goes with it
-    fisher: Mapping[int, Fisher] = field(default_factory=dict)     # by job: the Fisher estimates that the next one goes on from
-    record: OuterIterationRecord | None = None   # of the event log, without diagnostics; None once it is written there
+    # the line of the ledger that goes with it
+    commit: Mapping[str, Any] = field(default_factory=dict)
+    # by job: the Fisher estimates that the next one goes on from
+    fisher: Mapping[int, Fisher] = field(default_factory=dict)
+    # of the event log, without diagnostics; None once it is written there
+    record: OuterIterationRecord | None = None
 
     def outer_state(self) -> dict[str, Any]:
         """As `OuterOptimizer.load_state_dict` takes it."""
@@ -82,10 +90,12 @@ class CheckpointStore:
         self.directory = directory
         self.layout = layout
         self.num_to_keep = num_to_keep
-        self.candidates = candidates  # outer iterations whose models the final combination wants, however old they are
+        # outer iterations whose models the final combination wants, however old they are
+        self.candidates = candidates
         self.models = directory.parent / "models"
         self._undiagnosed = directory / "undiagnosed.json"
-        self.lock = lock              # of the run; without one nothing guards against a second coordinator
+        # of the run; without one nothing guards against a second coordinator
+        self.lock = lock
 
     def save(self, progress: Progress, outer_state: Mapping[str, Any], commit: Mapping[str, Any] = MappingProxyType({}),
              fisher: Mapping[int, Fisher] = MappingProxyType({}), record: OuterIterationRecord | None = None) -> Checkpoint:
@@ -116,7 +126,8 @@ class CheckpointStore:
     def latest(self) -> tuple[Checkpoint | None, list[str]]:
         """(the newest whole checkpoint or None, one sentence for each damaged one that was passed over)."""
         remove_abandoned(self.directory)
-        self._keep_candidates()  # a crash may have come between a checkpoint and this
+        # a crash may have come between a checkpoint and this
+        self._keep_candidates()
         problems: list[str] = []
         for path in reversed(self._found()):
             try:
@@ -167,7 +178,8 @@ class CheckpointStore:
         for path in self._found():
             target = self._candidate(_outer_iter(path))
             wanted = _outer_iter(path) in self.candidates and (path / _MODEL).is_file()
-            # an outer iteration that was done again, because its checkpoint was damaged, has a new file
+            # an outer iteration that was done again, because its checkpoint was damaged, has a new
+            # file
             if wanted and not (target.exists() and target.samefile(path / _MODEL)):
                 try:
                     digest = self.load(path).model_sha256
@@ -181,7 +193,8 @@ class CheckpointStore:
         keep_digest(target, digest)
         try:
             os.link(model, target)
-        except OSError:  # not every file system has links
+        except OSError:
+            # not every file system has links
             shutil.copyfile(model, target)
             fsync(target)
         fsync(self.models)

@@ -23,9 +23,11 @@ from ngsgd import process_identity
 from ngsgd.errors import CheckpointError, RunLockedError
 from ngsgd.files import fsync
 
-_TRIES, _PAUSE_S = 5, 0.1    # a reader that tests the lock holds it for an instant
+# a reader that tests the lock holds it for an instant
+_TRIES, _PAUSE_S = 5, 0.1
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
-_SIZE = 2048   # bytes of the file: one write within a page, so that a killed process leaves no mixture
+# bytes of the file: one write within a page, so that a killed process leaves no mixture
+_SIZE = 2048
 
 
 class RunLock:
@@ -74,7 +76,8 @@ class RunLock:
 
     def release(self) -> None:
         """Give the lock back; the fencing number stays in the file."""
-        with contextlib.suppress(OSError):  # a full disk must not keep the lock
+        # a full disk must not keep the lock
+        with contextlib.suppress(OSError):
             self._write({"fence": self.fence})
         os.close(self._descriptor)
 
@@ -131,7 +134,8 @@ def holder_of(path: Path) -> dict[str, Any] | None:
         return None
     except BlockingIOError:
         return _read(descriptor)
-    except OSError:  # no locks here: the identity alone decides
+    except OSError:
+        # no locks here: the identity alone decides
         content = _read(descriptor)
         return content if process_identity.is_alive(_holder_of(content)) else None
     finally:

@@ -14,14 +14,16 @@ from ngsgd.training.validation.plausibility import compare, impossible
 
 NOT_THE_BEST = "only the best job of an early outer iteration is kept (schedule.early_rules)"
 
-Verdicts = list[tuple[JobResult, str]]  # each result with the reason why it is rejected, empty when it is accepted
+# each result with the reason why it is rejected, empty when it is accepted
+Verdicts = list[tuple[JobResult, str]]
 
 
 class Judged(NamedTuple):
     """What the results and what is known of them say."""
 
     verdicts: Verdicts
-    is_contested: bool   # parameter deltas disagree without a majority: held-out data must decide
+    # parameter deltas disagree without a majority: held-out data must decide
+    is_contested: bool
 
 
 def judge(results: Sequence[JobResult], troubles: Mapping[int, str], max_objf_gap: float,

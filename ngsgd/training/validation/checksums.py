@@ -10,9 +10,11 @@ import numpy.typing as npt
 from ngsgd.training.job import JobResult
 from ngsgd.training.parameter_vector import FlatLayout, Pieces, Vector
 
-_CHUNK = 1 << 16  # elements; together with the weights they fit into the cache of a core
+# elements; together with the weights they fit into the cache of a core
+_CHUNK = 1 << 16
 _PRIME = (1 << 61) - 1
-_BASE = 0x1B873593CC9E2D51 % _PRIME  # of the polynomial over the chunks
+# of the polynomial over the chunks
+_BASE = 0x1B873593CC9E2D51 % _PRIME
 _SEED = 1         # of the weights
 _LOW_BITS = (1 << 33) - 1
 
@@ -58,14 +60,16 @@ def _weights() -> npt.NDArray[np.uint64]:
 
 def is_finite(vector: Vector) -> bool:
     """Whether all elements are numbers."""
-    # a sum of squares is NaN or Inf if any element is, and BLAS makes it at the speed of memory; it may also overflow
+    # a sum of squares is NaN or Inf if any element is, and BLAS makes it at the speed of memory; it
+    # may also overflow
     with np.errstate(over="ignore"):
         return bool(np.isfinite(np.dot(vector, vector)) or np.isfinite(vector).all())
 
 
 def is_damaged(result: JobResult, size: int) -> str:
     """Why the vector of a result, of which `size` elements are expected, is not what its worker sent; empty if it is."""
-    if not result.sent.is_here:  # nothing was moved yet that could have been damaged
+    # nothing was moved yet that could have been damaged
+    if not result.sent.is_here:
         return ""
     vector = result.sent.read()
     if vector.dtype != np.float32 or vector.shape != (size,):

@@ -12,7 +12,8 @@ from ngsgd.training.parameter_vector import FlatLayout, Vector
 from ngsgd.training.task import Task
 
 _UNKNOWN = object()
-_LOOK_CLOSER = 0.25  # of the tolerance: after such a drop each result is scored, which costs little
+# of the tolerance: after such a drop each result is scored, which costs little
+_LOOK_CLOSER = 0.25
 
 
 class HeldOutCheck:
@@ -85,6 +86,7 @@ class HeldOutCheck:
             for job, objf in scores.items()
             if best - objf > self.tolerance
         }
-        if len(low) * 2 > len(scores):  # most are: then the best is the exception
+        # most are: then the best is the exception
+        if len(low) * 2 > len(scores):
             low = {}
         return low | {job: reason for job, objf in scores.items() if (reason := self.failure(objf))}

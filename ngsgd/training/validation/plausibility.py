@@ -36,8 +36,10 @@ _MODEL_FACTOR = 6.0
 _LAYER_FACTOR = 12.0
 _ALONG_FACTOR = 2.5
 _LEAST_KEPT = 0.1
-_SMALL_LAYER = 0.1  # of the delta of the model: layers that hardly move are compared with this
-_MUCH_SHORTER = 4  # jobs with fewer minibatches than this part say nothing about a longer one
+# of the delta of the model: layers that hardly move are compared with this
+_SMALL_LAYER = 0.1
+# jobs with fewer minibatches than this part say nothing about a longer one
+_MUCH_SHORTER = 4
 _TINY = 1e-30
 
 _Array = npt.NDArray[np.float64]
@@ -47,8 +49,10 @@ _STATISTICS = "statistics of "
 class Compared(NamedTuple):
     """The comparison of the jobs of an outer iteration with each other."""
 
-    outliers: dict[int, str]   # by job: why it is rejected
-    contested: dict[int, str]  # the same where those that disagree are no minority: undecided
+    # by job: why it is rejected
+    outliers: dict[int, str]
+    # the same where those that disagree are no minority: undecided
+    contested: dict[int, str]
 
 
 def impossible(result: JobResult, layout: FlatLayout) -> str:

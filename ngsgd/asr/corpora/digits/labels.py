@@ -29,8 +29,10 @@ TOPOLOGY = Topology(
 )
 
 STRESS_MARKS = "',%="
-SAME_PHONE = {"aI2": "aI", "r-": "r"}  # a shorter diphthong, and the r that links to a following vowel
-GLIDE = ";"                            # an offglide before a vowel; its time goes to the phone before it
+# a shorter diphthong, and the r that links to a following vowel
+SAME_PHONE = {"aI2": "aI", "r-": "r"}
+# an offglide before a vowel; its time goes to the phone before it
+GLIDE = ";"
 PAUSE = "_"
 
 

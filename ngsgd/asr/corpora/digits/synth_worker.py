@@ -54,7 +54,8 @@ class Synthesiser:
             raise RuntimeError(f"espeak-ng did not initialise with the data in {data_path.decode()}")
         self.samples = bytearray()
         self.events: list[tuple[str, int, str]] = []
-        self._callback = SynthCallback(self._receive)  # kept: ctypes would free it while the library still holds it
+        # kept: ctypes would free it while the library still holds it
+        self._callback = SynthCallback(self._receive)
         self.espeak.espeak_SetSynthCallback(self._callback)
         self._seed(seed)
 
@@ -71,7 +72,8 @@ class Synthesiser:
 
     def _seed(self, seed: int) -> None:
         self.espeak.espeak_ng_SetRandSeed(ctypes.c_long(seed))
-        ctypes.CDLL(None).srand(ctypes.c_uint(seed))  # parts of the library draw from libc's rand() instead
+        # parts of the library draw from libc's rand() instead
+        ctypes.CDLL(None).srand(ctypes.c_uint(seed))
 
     def _check(self, status: int, what: str) -> None:
         if status != 0:

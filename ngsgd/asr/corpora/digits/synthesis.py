@@ -17,7 +17,8 @@ from ngsgd.asr.utterance import Samples
 from ngsgd.errors import DataError
 
 WORKER = Path(__file__).with_name("synth_worker.py")
-SHARD_TIMEOUT_S = 300.0  # a shard takes under a second; the library has been seen to hang
+# a shard takes under a second; the library has been seen to hang
+SHARD_TIMEOUT_S = 300.0
 
 
 @dataclass(frozen=True)
@@ -25,18 +26,25 @@ class Sentence:
     """What to say, and how.  Units are espeak-ng's."""
 
     text: str
-    voice: str       # a voice file, + and a variant of its timbre: gmw/en-US+Alex
-    rate: int        # words per minute, 80 to 450
-    pitch: int       # 0 to 100, 50 is the voice's own
-    range: int       # of pitch, 0 (monotone) to 100
-    word_gap: int    # pause between words, in units of 10 ms
+    # a voice file, + and a variant of its timbre: gmw/en-US+Alex
+    voice: str
+    # words per minute, 80 to 450
+    rate: int
+    # 0 to 100, 50 is the voice's own
+    pitch: int
+    # of pitch, 0 (monotone) to 100
+    range: int
+    # pause between words, in units of 10 ms
+    word_gap: int
 
 
 @dataclass(frozen=True)
 class Phoneme:
     name: str
-    word: int        # which word of the sentence it belongs to, from 0
-    start: int       # sample at which it starts
+    # which word of the sentence it belongs to, from 0
+    word: int
+    # sample at which it starts
+    start: int
 
 
 @dataclass(frozen=True)
@@ -59,7 +67,8 @@ def version() -> str:
 def speak(sentences: Sequence[Sentence], *, seed: int) -> list[SynthesizedUtterance]:
     """The sentences, spoken in this order by a new process; the same call gives the same bits."""
     plan = {"seed": seed, "utterances": [asdict(sentence) for sentence in sentences]}
-    # -P keeps this folder off the worker's import path, and the file name keeps `ngsgd` itself out of the process
+    # -P keeps this folder off the worker's import path, and the file name keeps `ngsgd` itself out
+    # of the process
     command = [sys.executable, "-P", str(WORKER)]
     try:
         done = subprocess.run(command, input=json.dumps(plan).encode(), capture_output=True, check=False,

@@ -26,7 +26,8 @@ WORDS_PER_MINUTE = (110, 240)
 PITCH, PITCH_RANGE = (25, 75), (30, 70)
 WORD_GAP = (0, 15)           # units of 10 ms
 EDGE_SILENCE_MS = (100, 300)
-RELATIVE_LENGTH = 0.97       # of a digit to the nominal 60 / rate seconds: mean over the voices, accents and rates here
+# of a digit to the nominal 60 / rate seconds: mean over the voices, accents and rates here
+RELATIVE_LENGTH = 0.97
 
 SETS = ("train", "valid", "test")
 
@@ -60,7 +61,8 @@ def utterances(set_name: str, data: DataConfig, *, minutes: float, num_at_once: 
     try:
         for made in pool.map(make_shard, shards, seeds):
             yield from made
-    finally:  # after Ctrl-C the shards still waiting must not be spoken first
+    finally:
+        # after Ctrl-C the shards still waiting must not be spoken first
         pool.shutdown(cancel_futures=True)
 
 

@@ -30,7 +30,8 @@ from ngsgd.config import DataConfig
 NUM_WORDS = (3, 7)
 PAUSE_MS = (0, 150)
 EDGE_SILENCE_MS = (50, 250)
-LEVEL_DB = 3.0               # each recording is made louder or softer by up to this much
+# each recording is made louder or softer by up to this much
+LEVEL_DB = 3.0
 BABBLE_VOICES = 5
 NOISES = (*noise.COLOURS, "babble")
 SETS = ("train", "valid", "test")
@@ -41,7 +42,8 @@ class Pool:
     """The recordings that one set is made of."""
 
     segments: tuple[Segment, ...]
-    babble: tuple[Segment, ...]     # background voices, of the training set; never the speaker of the string
+    # background voices, of the training set; never the speaker of the string
+    babble: tuple[Segment, ...]
     samples: Mapping[str, Samples]  # by utt_id
     pdf_T: Mapping[str, PdfIds]     # by utt_id
 

@@ -20,8 +20,10 @@ from ngsgd.asr.utterance import PdfIds, num_frames
 from ngsgd.errors import DataError
 
 SHIPPED = "corpora/fsdd"
-NUM_HELD_OUT = 5  # recordings 0 to 4 of each speaker and digit are never trained on, by the data set's own rule
-TEST_SPEAKERS = ("george", "nicolas")  # the two that a model of the others finds hardest
+# recordings 0 to 4 of each speaker and digit are never trained on, by the data set's own rule
+NUM_HELD_OUT = 5
+# the two that a model of the others finds hardest
+TEST_SPEAKERS = ("george", "nicolas")
 
 
 @dataclass(frozen=True)
@@ -29,12 +31,15 @@ class Segment:
     """One recording: a speaker says one digit."""
 
     utt_id: str
-    file: str           # its name in the data set
+    # its name in the data set
+    file: str
     word: str
     speaker: str
-    index: int          # 0 to 49, counted per speaker and digit
+    # 0 to 49, counted per speaker and digit
+    index: int
     num_samples: int
-    sha256_pcm: str     # first 16 hex digits, of the samples as little-endian int16
+    # first 16 hex digits, of the samples as little-endian int16
+    sha256_pcm: str
 
 
 @dataclass(frozen=True)
@@ -117,7 +122,8 @@ def _load_alignment(path: Traversable) -> dict[str, PdfIds]:
 
 
 def _merge_silence(pdf_T: np.ndarray) -> PdfIds:
-    # The GMM's silence has three states in a row; spliced strings cut silences anywhere, so here it is one state
+    # The GMM's silence has three states in a row; spliced strings cut silences anywhere, so here it
+    # is one state
     merged: PdfIds = np.where(pdf_T < STATES_PER_PHONE, SILENCE_PDF, pdf_T.astype(np.int32) - STATES_PER_PHONE + 1)
     return merged.astype(np.int32)
 

@@ -26,7 +26,8 @@ from ngsgd.files import read_regular_bytes
 COMMIT = "26eb9aaf76e81b692f806f9140c2d2777410d7a1"
 URL = f"https://github.com/Jakobovski/free-spoken-digit-dataset/archive/{COMMIT}.tar.gz"
 DOWNLOAD_TIMEOUT_S = 60.0  # without a byte
-MAX_DOWNLOAD_BYTES = 1 << 30   # the archive has 16 MB
+# the archive has 16 MB
+MAX_DOWNLOAD_BYTES = 1 << 30
 
 ARCHIVES_IN_FOLDER = ("recordings.tar.xz", "recordings.tar.gz", "recordings.zip")
 
