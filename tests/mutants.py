@@ -154,11 +154,12 @@ MUTANTS = [
     Mutant("momentum_of_what_was_there_before", "ngsgd/optim/outer.py", "self.rule.buffers.get(name, values)",
            "array[part] if name in self.rule.buffers else values",
            (f"{GROWTH}::test_what_is_put_into_a_model_has_no_momentum_and_no_past",)),
-    Mutant("nothing_made_for_a_stage_after_a_resume", "ngsgd/training/coordinator.py",
-           "self._stage = self.stages.at(start.progress.outer_iter)", "self._stage = self.stages.at(start.progress.outer_iter + 1)",
+    Mutant("nothing_made_for_a_stage_after_a_resume", "ngsgd/training/averaging/averaged_model.py",
+           "self.stage = self.task.growth.stage(start.progress.outer_iter)",
+           "self.stage = self.task.growth.stage(start.progress.outer_iter + 1)",
            (f"{GROWTH}::test_resuming_between_any_two_stages_gives_the_bits_of_the_run_that_was_not_stopped",)),
     Mutant("a_piece_cut_as_in_the_outer_iteration_that_runs_it", "ngsgd/training/worker.py",
-           "self.stages.minibatch_size_of(piece.outer_iter)", "self.stages.minibatch_size_of(job.outer_iter)",
+           "if self.task.growth.is_early(piece.outer_iter):", "if self.task.growth.is_early(job.outer_iter):",
            (f"{GROWTH}::test_what_an_early_outer_iteration_put_off_is_cut_as_it_was_there",)),
 ]
 
