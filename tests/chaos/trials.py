@@ -51,7 +51,7 @@ def try_case(case: Case, folder: Path) -> Seen:
 def settings(name: str = "", **changes: Any) -> RunConfig:
     """A run of a second; `name` is one of cases.OUTER or cases.POLICIES."""
     outer = {"overlap": OuterConfig("average", overlap=True), "bmuf": OuterConfig("bmuf", gain=1.5),
-             "streaming": OuterConfig("streaming", num_fragments=2)}
+             "streaming": OuterConfig("streaming", fragment_mixing=0.5)}
     policy: Any = name if name in cases.POLICIES else "retry"
     failure = FailureConfig(policy=policy, hang_timeout_s=PROGRESS_TIMEOUT_S)
     return config(**{"outer": outer.get(name, OuterConfig("average")), "failure": failure, **changes})
