@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from ngsgd.config.option import default_of, option
 
+Kind = Literal[
+    "ngsgd", "sgd", "kfac", "skfac", "ekfac", "diagonal", "unit", "layer", "full", "seng", "smw",
+    "shampoo", "soap", "psgd", "kbfgs", "hessian_free", "simple", "online", "adam", "adamw",
+    "muon"]
 # Kinds that `ngsgd.preconditioners` implements: SGD on a preconditioned gradient
-METHODS = ("kfac", "skfac", "ekfac", "diagonal", "unit", "layer", "full", "seng", "smw", "shampoo",
-           "soap", "psgd", "kbfgs", "hessian_free", "simple", "online", "adam", "adamw", "muon")
+METHODS = tuple(kind for kind in get_args(Kind) if kind not in ("ngsgd", "sgd"))
 WITHOUT_DECAY = ("skfac", "seng", "smw", "simple", "online")
 # Rows and random projections of different jobs have no mean
 WITHOUT_MEAN = WITHOUT_DECAY
@@ -42,10 +45,7 @@ def _all_but(*kinds: str) -> str:
 class OptimizerConfig:
     """The optimizer of a worker: from the gradient of a minibatch to the step of the model."""
 
-    kind: Literal[
-        "ngsgd", "sgd", "kfac", "skfac", "ekfac", "diagonal", "unit", "layer", "full", "seng",
-        "smw", "shampoo", "soap", "psgd", "kbfgs", "hessian_free", "simple", "online", "adam",
-        "adamw", "muon"] = option(
+    kind: Kind = option(  # noqa: RUF009
         "ngsgd", "optimizer; ngsgd: online natural gradient, sgd: plain gradient, others: SGD on a "
                  "preconditioned gradient")
     momentum: float = option(0.0, "momentum of the steps; the step is multiplied by 1 - momentum",
