@@ -41,9 +41,11 @@ class OuterInfo:
 class OuterRule(Protocol):
     """One way to take the outer step.  `broadcast` and `update` are pure functions of arrays of the same shape.
 
-    A rule that needs more than the jobs' mean, such as a median, has a method `center(vectors, shares, part)`, too: it returns
-    for the slice `part` of the jobs' vectors what `update` gets as `mean`.  Such a rule is given the vectors of all jobs under
-    every exchange; the mean that workers may make among themselves is not taken.
+    A rule that needs more than the jobs' mean, such as a median, also has a method
+    `center(vectors: Sequence[Array], shares: Sequence[float], part: slice) -> Array`. For the slice
+    `part` of the jobs' vectors it returns, in float64, what `update` gets as `mean`; `shares` are
+    the weights of the jobs and sum to 1. Such a rule gets the vectors of all jobs under every
+    exchange, and workers never average among themselves.
     """
 
     @property

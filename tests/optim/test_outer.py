@@ -6,7 +6,7 @@ import itertools
 import math
 import tracemalloc
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ngsgd.config import OuterConfig
+from ngsgd.config import OuterConfig, types_of
 from ngsgd.ops.averaging import weighted_mean
 from ngsgd.optim.outer import (
     Average,
@@ -32,6 +32,8 @@ DIM = 7
 RULES: dict[str, OuterRule] = {
     "average": Average(), "gain_1": Bmuf(1.0), "gain_sqrt": Bmuf(), "gain_4": Bmuf(4.0), "nbm": BlockMomentum(0.9, 0.7),
     "cbm": BlockMomentum(0.8, nesterov=False), "diloco": DiLoCo(),
+    # every kind that a run can choose, with its defaults
+    **{f"outer={kind}": make_rule(OuterConfig(kind)) for kind in get_args(types_of(OuterConfig)["kind"])},
 }
 EVERY_RULE = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 # both float64: 40 outer iterations of a few roundings each, numbers of size 10
