@@ -10,6 +10,7 @@ from tests import style
 from tests.style import ALLOWED_PRIVATE, CLOCK, PRIVATE, PROSE, TESTS
 
 
+@pytest.mark.slow
 def test_no_unmarked_test_depends_on_wording_private_names_or_the_clock() -> None:
     assert [str(finding) for finding in style.findings()] == []
 

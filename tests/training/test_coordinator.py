@@ -114,6 +114,7 @@ def test_training_learns(tmp_path: Path) -> None:
     assert last.valid.accuracy > 0.8  # six classes; chance is 0.17
 
 
+@pytest.mark.slow
 @pytest.mark.entry("R6", "you rely on the guarantees of docs/fault-tolerance.md with the default settings (`outer.kind=bmuf`)",
                    "right",
                    "they are stated for the default rule and tested with it: after the death of a worker, and after a stop and a "

@@ -129,6 +129,7 @@ def rounds(tmp_path: Path, cluster: SimulatedCluster, num_jobs: int, num_rounds:
     return pool, seconds, float(run.reader.num_frames(piece.shard))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("sigma", "num_jobs"), [(0.05, 8), (0.2, 8), pytest.param(0.2, 32, marks=pytest.mark.slow)])
 def test_rounds_take_the_planners_straggler_factor(tmp_path: Path, sigma: float, num_jobs: int) -> None:
     # seeded; 600 rounds: the standard error of the mean is below 0.6 %, and the formula is off by up to 0.7 %

@@ -73,6 +73,7 @@ class Crash(Exception):
     """The process ends here."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", ["before the commit", "after the commit", "before the event", "after the event"])
 @pytest.mark.parametrize("outer_iter", [0, 1, 2])
 def test_a_crash_at_any_moment_leaves_one_line_per_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str,
