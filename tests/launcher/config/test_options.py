@@ -177,6 +177,16 @@ def test_the_run_folder_of_an_older_natural_gradient_loads(tmp_path: Path) -> No
     assert compose.from_yaml(file).optimizer == OptimizerConfig("ngsgd", curvature_state="keep")
 
 
+@pytest.mark.parametrize(("content", "old", "new"), [
+    ({"outer": {"kind": "diloco", "nesterov_lr": 0.5}}, "outer.nesterov_lr", "outer.lr"),
+    ({"preconditioner": {"kind": "kfac"}}, "preconditioner", "optimizer"),
+])
+def test_an_old_name_in_a_recipe_of_ones_own_is_answered_with_the_new_one(
+        content: dict[str, Any], old: str, new: str, tmp_path: Path) -> None:
+    [problem] = problems_of("recipe=mine", config_dir=recipe_file(tmp_path, content))
+    assert problem.startswith(old) and new in problem
+
+
 def test_every_new_name_is_an_option() -> None:
     known = flatten(RunConfig())
     assert set(RENAMED.values()) <= set(known)
