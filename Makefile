@@ -34,10 +34,10 @@ train: $(STAMP)  ## train on synthetic digits and print a word error rate; make 
 check: lint  ## a minute: lint, doctests and one case of each quick test
 	$(PYTEST) -m "not (end_to_end or slow or faults or services)" --quick $(ARGS)
 
-test: lint  ## 5 minutes: lint, doctests, all tests in this process and a few complete runs
+test: lint  ## 5 to 6 minutes: lint, doctests, all tests in this process and a few complete runs
 	$(PYTEST) -m "end_to_end or not (slow or faults or services)" --cpu-limit $(ARGS)
 
-test-all: lint  ## 20 minutes: everything that CI runs, with faults, services, browsers and slow tests
+test-all: lint  ## 25 minutes: everything that CI runs, with faults, services, browsers and slow tests
 	$(PYTEST) $(ARGS)
 
 test-matrix: $(STAMP)  ## the numerical tests with AVX2 only, without a compiler, with 1 and 2 threads, with other MKL paths (25 min)
