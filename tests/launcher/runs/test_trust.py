@@ -199,7 +199,7 @@ def test_ones_own_run_resumes_without_the_flag_but_not_with_other_settings(
         (Path(moved) / "config.yaml").write_text(config_file.to_yaml(replace(changed, model=replace(changed.model, **change))))
         assert cli.main(["resume", "--accept-changed-config", str(moved)]) == 2
         (Path(moved) / "config.yaml").write_text(config_file.to_yaml(changed))
-        monkeypatch.setattr(trust, "_allowed", set())
+        monkeypatch.setattr(trust, "allowed_modules", set())
     assert len(ran) == 2
 
 
