@@ -119,7 +119,7 @@ def mixture_data(seed: int) -> Data:
 def search(task: ModuleTask, space: HyperSpace, method: str, budget: float,
            seed: int) -> SearchResult:
     """One of METHODS; what searches without gradients has the same box and begins at its middle too."""
-    from ngsgd.launcher.tuning.tpe import tpe
+    from ngsgd.pipeline.tuning.coarse_search import tpe
 
     if method in ("hypergradient", "hybrid"):
         return tune_hyperparameters(lambda plan: evaluate_hyperparameters(task, plan), space,

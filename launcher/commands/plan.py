@@ -9,30 +9,18 @@ import math
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from ngsgd.config import RunConfig
 from ngsgd.errors import EXIT_OK, ConfigError
 from ngsgd.launcher.console import Parser
-from ngsgd.launcher.reports.plan_text import MAX_OVERHEAD, Assumptions, Row, as_json, text
-from ngsgd.launcher.reports.predictions import keep, kept_in, saved, site_of
-from ngsgd.pipeline.performance_model import planner
-from ngsgd.pipeline.performance_model.formulas import (
-    Link,
-    SampleBounds,
-    Spread,
-    averaging_times,
-    recommend_samples,
-    restart_all_s,
-    retry_wait_s,
-)
-from ngsgd.pipeline.performance_model.planner import Machine, Prediction, Site, Workload
+from ngsgd.launcher.reports.plan_text import as_json, text
+from ngsgd.launcher.reports.predictions import keep, kept_in, saved
+from ngsgd.pipeline.performance_model.planner import Machine, Workload
+from ngsgd.pipeline.performance_model.scaling import Assumptions, momentum_of, rows
 
 _WORKERS = "1,2,4,8,16,32,64,256,1000"
 _MAX_WORKERS = 100_000
-# more workers than this on each core are not worth a number
-_SHARED_CORES = 16
 
 
 def command(arguments: Sequence[str]) -> int:
@@ -108,13 +96,6 @@ def _assumptions(options: argparse.Namespace, config: RunConfig, machine: Machin
                        options.failures_per_worker_hour, options.replace_s, options.sigma, options.gamma, momentum)
 
 
-def momentum_of(config: RunConfig) -> float:
-    """eta of the outer optimiser; bmuf chooses its own so that the outer iterations suffice."""
-    outer = config.outer
-    momenta = {"diloco": outer.momentum, "streaming": outer.momentum}
-    return momenta.get(outer.kind, 0.0)
-
-
 # Measuring, and keeping what was measured ---------------------------------------------------------
 
 
@@ -122,8 +103,6 @@ def measure_machine(config: RunConfig, seconds: float, *, to_stderr: bool) -> tu
     # before torch comes in; the service's own workers wait so too
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     import tempfile
-
-    import torch
 
     from ngsgd.pipeline.performance_model import probe
     from ngsgd.pipeline.prepare import prepare
@@ -136,11 +115,10 @@ def measure_machine(config: RunConfig, seconds: float, *, to_stderr: bool) -> tu
     check_output_dir(config)
     data = prepare(config, report)
     report(f"measuring for about {seconds:g} s")
-    num_gpus = torch.cuda.device_count() if config.cluster.device != "cpu" else 0
     # the run's own disk
     with tempfile.TemporaryDirectory(dir=config.output_dir, prefix=".plan-") as scratch:
         machine, workload = probe.measure(SpeechTaskSpec(config, str(data.egs_directory)), num_cores=os.cpu_count() or 1,
-                                          num_gpus=num_gpus, seconds=seconds, scratch=Path(scratch))
+                                          seconds=seconds, scratch=Path(scratch))
     keep(config, machine, workload)
     return machine, workload
 
@@ -150,54 +128,3 @@ def _saved(config: RunConfig) -> tuple[Machine, Workload]:
     if found is None:
         raise ConfigError(f"{kept_in(config)} has no measurement of these settings; leave out --saved to measure.")
     return found
-
-
-# Computing ----------------------------------------------------------------------------------------
-
-
-def rows(machine: Machine, workload: Workload, config: RunConfig, workers: Sequence[int], assumed: Assumptions) -> list[Row]:
-    """One row per number of workers, each with as many jobs."""
-    base = _here(machine, workload, config, 1)
-    over_machines = machine if assumed.sigma is None else replace(machine, spread=Spread(assumed.sigma, 0.0))
-    found = []
-    for count in workers:
-        link = Link(assumed.bandwidth, assumed.latency_s, machine.link.add_speed)
-        site = _site(machine, config, count, assumed, link)
-        there = planner.predict(over_machines, workload, site, num_jobs=count, num_workers=count)
-        here = _here(machine, workload, config, count) if count <= _SHARED_CORES * machine.slots(1) else None
-        average, average_s = _best_average(count, workload, site.link, there.outer_iter_s)
-        rate = assumed.failures_per_worker_hour / 3600
-        wait_s = retry_wait_s(rate, count, there.compute_s, assumed.replace_s)
-        restarting_s = restart_all_s(rate, count, there.outer_iter_s, assumed.replace_s)
-        bounds = SampleBounds.of(minibatch_size=workload.minibatch_size, total_samples=workload.total_samples, num_jobs=count,
-                                 outer_momentum=assumed.outer_momentum)
-        advice = recommend_samples(now=workload.samples, rate=there.effective_rate, overhead_s=there.overhead_s, bounds=bounds,
-                                   gamma=assumed.gamma, max_overhead=MAX_OVERHEAD)
-        # archives hold about as many samples as are asked for
-        if advice.samples == round(workload.samples):
-            advice = replace(advice, samples=config.egs.samples_per_iter)
-        found.append(Row(
-            count, here, there, site.num_machines, there.frames_per_s / base.frames_per_s,
-            here.frames_per_s / base.frames_per_s if here else None, wait_s / (there.outer_iter_s + wait_s),
-            1.0 - there.outer_iter_s / restarting_s, average, average_s, advice))
-    return found
-
-
-def _best_average(num_workers: int, workload: Workload, link: Link, outer_iter_s: float) -> tuple[str, float]:
-    """The quickest way and its seconds; in one place where nothing else gains a hundredth of the outer iteration."""
-    times = averaging_times(num_workers, workload.model_bytes, link)
-    quickest = min(times, key=lambda name: times[name])
-    best = quickest if times["central"] - times[quickest] > 0.01 * outer_iter_s else "central"
-    return best, times[best]
-
-
-def _here(machine: Machine, workload: Workload, config: RunConfig, num_workers: int) -> Prediction:
-    return planner.predict(machine, workload, site_of(machine, config, num_workers), num_jobs=num_workers, num_workers=num_workers)
-
-
-def _site(machine: Machine, config: RunConfig, num_workers: int, assumed: Assumptions, link: Link) -> Site:
-    """A cluster; workers that fit on one machine have no network between them."""
-    if num_workers <= assumed.slots_per_machine:
-        return replace(site_of(machine, config, num_workers), one_by_one=False,
-                       slots_per_machine=max(num_workers, machine.slots(config.cluster.threads_per_worker or 1)))
-    return planner.machines_like(num_workers, slots_per_machine=assumed.slots_per_machine, link=link)

@@ -68,63 +68,20 @@ def write(folder: RunFolder, target: Path, say: Callable[[str], None], *, with_s
     events = read_events(folder.events)
     if not any(event.get("event") == "outer_iteration" for event in events):
         raise ConfigError(f"{folder.path} has no outer iteration yet, so there is nothing to draw; wait for the first.")
-    found = spectra(folder, config, say) if with_spectra and config.optimizer.kind == "ngsgd" else {}
-    charts = list(charts_of(events, found))
+    spectra: dict[str, list[float]] = {}
+    if with_spectra and config.optimizer.kind == "ngsgd":
+        from ngsgd.pipeline.runs.fisher_spectra import fisher_spectra
+
+        try:
+            spectra = fisher_spectra(folder, config)
+        except NgsgdError as error:
+            say(f"without Fisher spectra: {str(error).partition(chr(10))[0]}")
+    charts = list(charts_of(events, spectra))
     pictures = pictures_of(target)
     pictures.mkdir(exist_ok=True)
     for chart in charts:
         chart.figure.savefig(pictures / f"{chart.name}.png", dpi=_DPI, format="png")
     write_text(target, _page(folder, config, events, charts, state_of(folder.path), pictures))
-
-
-def spectra(folder: RunFolder, config: RunConfig, say: Callable[[str], None]) -> dict[str, list[float]]:
-    """Eigenvalues of every Fisher factor over their mean, largest first, by "layer/side".
-
-    Measured by one job of one pass over an archive that starts from the run's newest model and changes nothing; empty, with a
-    word to `say`, where the examples or the model are not there any more.
-    """
-    import numpy as np
-
-    from ngsgd.data.reader import EgsReader
-    from ngsgd.models.statistics import model_for
-    from ngsgd.schedules import Shard
-    from ngsgd.tasks.speech import SpeechTaskSpec
-    from ngsgd.training.job import Job, JobInit, LocalRef, WorkItem
-    from ngsgd.training.parameter_vector import FlatLayout
-    from ngsgd.training.storage.checkpoint import CheckpointStore
-    from ngsgd.training.worker import Worker
-
-    if config.model._target_:
-        say("without Fisher spectra: the model is a module of the user's own (model._target_), which ngsgd report never imports")
-        return {}
-    if config.objective.kind != "ce":
-        say(f"without Fisher spectra: objective.kind is {config.objective.kind}, and they are of single frames")
-        return {}
-    try:
-        egs = read_json(folder.data)["egs"]
-        reader = EgsReader(Path(egs))
-        layout = FlatLayout.of(model_for(config, reader))
-        checkpoint, _ = CheckpointStore(folder.checkpoints, layout, config.checkpoint.num_to_keep).latest()
-    except (NgsgdError, OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        say(f"without Fisher spectra: {str(error).partition(chr(10))[0]}")
-        return {}
-    if checkpoint is None:
-        say("without Fisher spectra: the run has no checkpoint")
-        return {}
-    outer_iter = checkpoint.progress.outer_iter
-    piece = WorkItem(Shard(0, 0), outer_iter, 0)
-    lr = config.schedule.lr_final
-    job = Job(outer_iter, 0, 1, (piece,), JobInit(LocalRef(checkpoint.parameters)), lr, 1.0, 1.0, keep_fisher=True)
-    states = Worker(SpeechTaskSpec(config, egs), 0).run(job).fisher or {}
-    found = {}
-    for name, state in states.items():
-        if "d" not in state:
-            continue
-        d_R, rho, D = np.asarray(state["d"], dtype=np.float64), float(state["rho"]), np.asarray(state["W"]).shape[1]
-        mean = (d_R.sum() + D * rho) / D
-        layer, _, side = name.rpartition(".")
-        found[f"{layer}/{side}"] = [*sorted(((d_R + rho) / mean).tolist(), reverse=True), rho / mean]
-    return found
 
 
 # The page -----------------------------------------------------------------------------------------

@@ -20,18 +20,16 @@ from ngsgd.config import RunConfig
 from ngsgd.errors import EXIT_OK, ConfigError, DataError
 from ngsgd.files import read_json, write_text
 from ngsgd.launcher.console import Parser
-from ngsgd.pipeline.tuning_proxy import Proxy
+from ngsgd.pipeline.tuning.proxy import Proxy
 
-# these bring torch, and --help shall answer at once
+# these import torch, and --help must answer at once
 if TYPE_CHECKING:
-    from ngsgd.hypergrad import HyperSpace, SearchResult, SearchTrial
+    from ngsgd.hypergrad import SearchResult, SearchTrial
+    from ngsgd.pipeline.tuning.tuned import Tuned
 
 COMMANDS = ("probe", "check", "run", "transfer")
 # minibatches between averagings of the slice that probe and check run on
 _PROBE_STEPS = 20
-# of logarithms, in float64; the nearest counts: a unit or a limit that switches in between spoils
-# wide ones, rounding narrow ones
-_CHECK_STEPS = (1e-6, 1e-4, 1e-2)
 Report = Callable[[str], None]
 
 
@@ -97,104 +95,68 @@ def _slice(config: RunConfig) -> RunConfig:
 
 
 def _probe(config: RunConfig, options: argparse.Namespace, report: Report) -> None:
-    import torch
-
-    from ngsgd.hypergrad import choose_engine
-    from ngsgd.hypergrad.gradient import hypergradient
-    from ngsgd.hypergrad.training_task import Flat
+    from ngsgd.pipeline.tuning.measurements import measure_cost
 
     with _proxy(_slice(config), report) as proxy:
-        space = replace(proxy.space, num_steps=_PROBE_STEPS, num_jobs=1, num_outer_iters=1)
-        plan, gradients = space.build(space.centre()), proxy.gradients()
-        whole_space = replace(proxy.space, num_steps=config.tune.proxy.steps)
-        flat, num_steps = Flat.of(proxy.task), whole_space.num_steps * whole_space.num_jobs
-        if gradients is None and bool((plan.momentum_TG > 0).all()):
-            found = hypergradient(proxy.task, plan, "reversible").report
-            bits = 8 * found.spill_bytes / flat.size / _PROBE_STEPS
-            print(f"reversal   {_PROBE_STEPS} steps there and back: every digest equal; {bits:.3f} bits per parameter and step "
-                  "were put aside")
-        else:
-            found = hypergradient(proxy.task, plan, "checkpoint", gradients=gradients).report
-            print(f"reversal   not possible with {'momentum 0' if gradients is None else 'the online natural gradient'}")
-        whole = whole_space.build(whole_space.centre())
-        element = next(iter(proxy.task.start.values())).element_size()
-        choice = choose_engine(whole, flat.size, element, memory_bytes=1e9 * config.tune.memory_gb,
-                               can_reverse=gradients is None)
-        ratio = 1.0 + found.seconds_reverse / found.seconds_forward
-        run_s = found.seconds_forward * num_steps / _PROBE_STEPS
-        bits = -float(whole.momentum_TG.clamp(min=2.0 ** -64).log2().mean())
-        print(f"derivative second derivatives are there; preconditioner: {found.preconditioner}"
-              f"{'' if found.exact else ' (approximate)'}")
-        print(f"cost       a hypergradient takes {ratio:.1f} plain runs ({run_s:.0f} s each); tune.budget={config.tune.budget:g}: "
-              f"{config.tune.budget * run_s / 60:.1f} minutes")
-        reversible = flat.size * proxy.space.num_jobs * (16 * proxy.space.num_outer_iters + bits * whole_space.num_steps / 8)
-        print(f"memory     {flat.size:,} parameters; store {2 * element * flat.size * num_steps / 1e9:.2f} GB, reversible "
-              f"{reversible / 1e9:.2f} GB")
-        print(f"engine     {choice.engine}: {choice.why}")
-        print(f"threads    {torch.get_num_threads()}")
+        cost = measure_cost(proxy, config, _PROBE_STEPS)
+    measured = cost.report
+    if cost.is_reversed:
+        print(f"reversal   {_PROBE_STEPS} steps there and back: every digest equal; {cost.reversal_bits:.3f} bits per "
+              "parameter and step were put aside")
+    else:
+        reason = "momentum 0" if config.optimizer.kind == "sgd" else "the online natural gradient"
+        print(f"reversal   not possible with {reason}")
+    print(f"derivative second derivatives are there; preconditioner: {measured.preconditioner}"
+          f"{'' if measured.exact else ' (approximate)'}")
+    minutes = config.tune.budget * cost.run_s / 60
+    print(f"cost       a hypergradient takes {cost.ratio:.1f} plain runs ({cost.run_s:.0f} s each); "
+          f"tune.budget={config.tune.budget:g}: {minutes:.1f} minutes")
+    print(f"memory     {cost.num_parameters:,} parameters; store {cost.store_bytes / 1e9:.2f} GB, reversible "
+          f"{cost.reversible_bytes / 1e9:.2f} GB")
+    print(f"engine     {cost.engine}: {cost.reason}")
+    print(f"threads    {cost.num_threads}")
 
 
 def _check(config: RunConfig, options: argparse.Namespace, report: Report) -> None:
-    """On a slice: the slope along each part of the space, beside that of measured losses."""
-    import torch
-
-    from ngsgd.hypergrad import final_value
-    from ngsgd.hypergrad.gradient import hypergradient
+    from ngsgd.pipeline.tuning.measurements import check_gradient
 
     with _proxy(_slice(config), report) as proxy:
-        proxy.task.double()
-        space = proxy.space
-        theta_D = space.centre().requires_grad_()
-        plan, gradients = space.build(theta_D), proxy.gradients()
-        found = hypergradient(proxy.task, plan, "store" if gradients is None else "checkpoint", gradients=gradients)
-        slope_D = found.by(plan, theta_D)
-        print(f"float64, {space.num_steps} steps, preconditioner: {found.report.preconditioner}"
-              f"{'' if found.report.exact else ' (approximate)'}")
-        print("part        hypergradient   finite differences  relative difference")
-        for part, where in space.slices.items():
-            ours = float(slope_D[where].sum())
-
-            def secant(step: float, where: slice = where) -> float:
-                step_D = torch.zeros_like(slope_D)
-                step_D[where] = step
-                ends = [final_value(proxy.task, space.build((theta_D + sign * step_D).detach()), gradients=gradients)
-                        for sign in (1, -1)]
-                return (ends[0] - ends[1]) / (2.0 * step)
-            measured = min(map(secant, _CHECK_STEPS), key=lambda value: abs(value - ours))
-            print(f"{part:11} {ours:+.6e}   {measured:+.6e}       {abs(ours - measured) / max(abs(measured), 1e-12):.1e}")
+        found, slopes = check_gradient(proxy)
+        print(f"float64, {proxy.space.num_steps} steps, preconditioner: {found.preconditioner}"
+              f"{'' if found.exact else ' (approximate)'}")
+    print("part        hypergradient   finite differences  relative difference")
+    for slope in slopes:
+        print(f"{slope.part:11} {slope.hypergradient:+.6e}   {slope.finite_differences:+.6e}       "
+              f"{slope.relative_difference:.1e}")
 
 
 # run and transfer ---------------------------------------------------------------------------------
 
 
 def _tune(config: RunConfig, options: argparse.Namespace, report: Report) -> None:
-    from ngsgd.hypergrad import tune_hyperparameters
-    from ngsgd.launcher.tuning.tpe import seeder
     from ngsgd.launcher.tuning.tracker import TuneTracker
+    from ngsgd.pipeline.tuning.coarse_search import seeder
+    from ngsgd.pipeline.tuning.tuned import search, tuned
 
     with _proxy(config, report) as proxy:
         folder = _folder(config)
         report(f"folder     {folder}")
-        name, search_coarsely = seeder()
         if config.tune.coarse_fraction:
-            report(f"coarse     {'Optuna TPE' if name == 'tpe' else 'at random: Optuna is not installed'}")
+            report(f"coarse     {'Optuna TPE' if seeder()[0] == 'tpe' else 'at random: Optuna is not installed'}")
         tracker = TuneTracker(config, folder, report)
         began = time.monotonic()
         try:
-            search = tune_hyperparameters(proxy.evaluate, proxy.space, budget=config.tune.budget,
-                                          seed_share=config.tune.coarse_fraction,
-                          seeder=search_coarsely, seed=config.seed, watch=tracker.trial)
-            result = _write_result(config, proxy, search, folder)
-            tracker.finished(search, result)
+            found = search(proxy, tracker.trial)
+            result = tuned(proxy, found)
+            _write(proxy, found, result, folder)
+            tracker.finished(found, result)
         finally:
             tracker.close()
-        _tell(proxy, search, result, folder, time.monotonic() - began)
+        _print_result(found, result, folder, time.monotonic() - began)
 
 
 def _transfer(config: RunConfig, options: argparse.Namespace, report: Report) -> None:
-    import torch
-
-    from ngsgd.hypergrad.search import transfer
+    from ngsgd.pipeline.tuning.tuned import try_multiples, tuned
 
     if not options.source:
         raise ConfigError("ngsgd tune transfer needs --from FOLDER, the folder that ngsgd tune run wrote.")
@@ -205,15 +167,13 @@ def _transfer(config: RunConfig, options: argparse.Namespace, report: Report) ->
         raise DataError(f"{source / 'tuned.json'} cannot be read ({error}); give the folder that ngsgd tune run wrote.") from None
     steps = config.tune.transfer_steps or 4 * config.tune.proxy.steps
     with _proxy(config, report, steps=steps) as proxy:
-        if len(theta) != proxy.space.size:
-            raise ConfigError(f"{source} was tuned over {len(theta)} numbers and tune.space has {proxy.space.size}; give the "
-                              "settings of ngsgd tune run again.")
-        began, theta_D = time.monotonic(), torch.tensor(theta, dtype=torch.float64)
-        search = transfer(proxy.evaluate, proxy.space, theta_D, config.tune.multipliers)
-        for factor, trial in zip(config.tune.multipliers, search.trials, strict=True):
+        began = time.monotonic()
+        found = try_multiples(proxy, theta)
+        for factor, trial in zip(config.tune.multipliers, found.trials, strict=True):
             print(f"rates x {factor:<6g} valid {trial.value:.4f}")
-        result = _write_result(config, proxy, search, source)
-        _tell(proxy, search, result, source, time.monotonic() - began)
+        result = tuned(proxy, found)
+        _write(proxy, found, result, source)
+        _print_result(found, result, source, time.monotonic() - began)
 
 
 def _folder(config: RunConfig) -> Path:
@@ -227,57 +187,34 @@ def _folder(config: RunConfig) -> Path:
     return folder
 
 
-def _write_result(config: RunConfig, proxy: Proxy, search: SearchResult, folder: Path) -> dict[str,
-                                                                                               Any]:
-    """tuned.yaml for training, tuned.json with all there is to know, the plot of the schedule; returns the second."""
-    import torch
-
-    from ngsgd.hypergrad import final_value
+def _write(proxy: Proxy, found: SearchResult, result: Tuned, folder: Path) -> None:
+    """Write tuned.yaml for training, tuned.json and trials.jsonl with all figures, and the plot of the schedule."""
     from ngsgd.launcher.config import tuned_file
     from ngsgd.launcher.reports.plots import draw_schedule
+    from ngsgd.pipeline.tuning.tuned import rates_before, settings_of
 
-    best = search.best
-    if not math.isfinite(best.value):
-        raise DataError("no run of the proxy ended in finite numbers; lower schedule.lr_initial, or set limits on change.")
-    theta_D = torch.tensor(best.theta, dtype=torch.float64)
     space = proxy.space
-    values = space.values(space.clamp(theta_D) if best.kind != "transfer" else theta_D)
-    held_out = final_value(proxy.task.held_out, space.build(theta_D), gradients=proxy.gradients())
-    settings = tuned_file.settings_of(config, space, values, space.num_jobs)
-    reports = [trial.report for trial in search.trials if trial.report is not None]
-    proxy_facts = {"steps": space.num_steps, "jobs": space.num_jobs, "outer_iters": space.num_outer_iters,
-                   "frames": proxy.task.num_frames}
-    result = {"valid": best.value, "held_out": held_out, "theta": list(best.theta), "names": space.names(), "values": values,
-              "cost": search.spent, "preconditioner": reports[-1].preconditioner if reports else "none",
-              "exact": all(report.exact for report in reports), "proxy": proxy_facts}
-    approximate = [] if result["exact"] else ["its hypergradients were approximate: constant preconditioner"]
-    tuned_file.write(folder / "tuned.yaml", settings, [
+    approximate = [] if result.exact else ["its hypergradients were approximate: constant preconditioner"]
+    tuned_file.write(folder / "tuned.yaml", settings_of(proxy.config, space, result.values, space.num_jobs), [
         "made by ngsgd tune; train with: ngsgd train +tuned=THIS_FILE",
-        f"on {proxy.task.num_frames:,} frames in {space.num_jobs} jobs: objf {-best.value:.4f}, held out {-held_out:.4f}",
+        f"on {proxy.task.num_frames:,} frames in {space.num_jobs} jobs: objf {-result.valid:.4f}, "
+        f"held out {-result.held_out:.4f}",
         *approximate])
-    write_text(folder / "tuned.json", json.dumps(result, indent=1))
-    write_text(folder / "trials.jsonl", "".join(json.dumps(_line(trial)) + "\n" for trial in search.trials))
-    if "schedule" in values:
-        draw_schedule(values["schedule"], [_rate_before(space, knot) for knot in range(space.knots)], folder / "schedule.png")
-    return result
-
-
-def _rate_before(space: HyperSpace, knot: int) -> float:
-    """A job's rate of the schedule before tuning."""
-    s = space.settings
-    return float(s.lr_initial * (s.lr_final / s.lr_initial) ** (knot / (space.knots - 1)))
+    write_text(folder / "tuned.json", json.dumps(asdict(result), indent=1))
+    write_text(folder / "trials.jsonl", "".join(json.dumps(_line(trial)) + "\n" for trial in found.trials))
+    if "schedule" in result.values:
+        draw_schedule(result.values["schedule"], rates_before(space), folder / "schedule.png")
 
 
 def _line(trial: SearchTrial) -> dict[str, Any]:
     return {**asdict(trial), "value": trial.value if math.isfinite(trial.value) else None}
 
 
-def _tell(proxy: Proxy, search: SearchResult, result: dict[str, Any], folder: Path,
-          seconds: float) -> None:
-    first = search.trials[0].value
-    print(f"valid      {result['valid']:.4f} (first trial: {first:.4f}); held out {result['held_out']:.4f}; per frame, minus objf")
-    for part, values in result["values"].items():
+def _print_result(found: SearchResult, result: Tuned, folder: Path, seconds: float) -> None:
+    first = found.trials[0].value
+    print(f"valid      {result.valid:.4f} (first trial: {first:.4f}); held out {result.held_out:.4f}; per frame, minus objf")
+    for part, values in result.values.items():
         print(f"{part:11}{' '.join(f'{value:.4g}' for value in values)}")
-    print(f"cost       {search.spent:.1f} plain runs of the proxy, {seconds:.0f} s; preconditioner: {result['preconditioner']}"
-          f"{'' if result['exact'] else ' (approximate)'}")
+    print(f"cost       {result.cost:.1f} plain runs of the proxy, {seconds:.0f} s; preconditioner: {result.preconditioner}"
+          f"{'' if result.exact else ' (approximate)'}")
     print(f"use        ngsgd train +tuned={folder / 'tuned.yaml'}")

@@ -2,42 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ngsgd.config import RunConfig
 from ngsgd.errors import ConfigError
 from ngsgd.files import write_text
 from ngsgd.launcher.config.yaml_text import read_yaml_text
 
-if TYPE_CHECKING:  # brings torch
-    from ngsgd.hypergrad.search_space import HyperSpace
-
 _WORDS = ("+tuned=", "tuned=")
-
-
-def settings_of(config: RunConfig, space: HyperSpace, values: Mapping[str, Sequence[float]], num_jobs: int) -> dict[str, Any]:
-    """Nested settings that train as the proxy was trained: rates are effective ones there, and l2 is per frame."""
-    found: dict[str, Any] = {"schedule": {}, "optimizer": {"kind": config.optimizer.kind}}
-    if "schedule" in values:
-        rates = [rate / num_jobs for rate in values["schedule"]]
-        middle = math.exp(sum(map(math.log, rates)) / len(rates))
-        found["schedule"] = {"lr_initial": middle, "lr_final": middle, "lr_factors": [rate / middle for rate in rates]}
-    if "momentum" in values:
-        found["optimizer"]["momentum"] = min(values["momentum"][0], 0.999)
-    # half of l2 |w|^2 on the loss summed over a minibatch, against weight_decay |w|^2 per frame,
-    # divided among the jobs
-    per_frame = num_jobs / (2.0 * config.schedule.minibatch_size)
-    keys = {"layer_lr": ("lr_factor", 1.0), "l2": ("weight_decay", per_frame), "max_change": ("max_change", 1.0)}
-    options = {layer: {key: values[part][index] * unit for part, (key, unit) in keys.items() if part in values}
-               for index, layer in enumerate(space.layers)}
-    if any(options.values()):
-        found["optimizer"]["layer_options"] = options
-    if "init_scale" in values:
-        found["model"] = {"init_scales": dict(zip(space.layers, values["init_scale"], strict=True))}
-    return {section: content for section, content in found.items() if content}
 
 
 def write(path: Path, settings: Mapping[str, Any], comments: Sequence[str]) -> None:

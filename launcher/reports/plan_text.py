@@ -3,58 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
-from ngsgd.pipeline.performance_model.formulas import SampleAdvice
 from ngsgd.pipeline.performance_model.planner import Machine, Prediction, Workload
+from ngsgd.pipeline.performance_model.scaling import MAX_OVERHEAD, Assumptions, Row
 
-# share of an outer iteration that is not training, above which something is worth changing
-MAX_OVERHEAD = 0.1
 # efficiency below which more workers are a waste
 _WORTH_IT = 0.5
-
-
-@dataclass(frozen=True)
-class Assumptions:
-    """What cannot be measured on one machine."""
-
-    # cores (or GPUs) of a machine of the cluster
-    slots_per_machine: int
-    # bytes per second of a machine's link, each way
-    bandwidth: float
-    latency_s: float
-    failures_per_worker_hour: float
-    # until a lost worker is replaced
-    replace_s: float
-    # spread of a job's time over the machines; None: as measured here
-    sigma: float | None
-    # growth of the data needed with samples_per_iter; None: not known
-    gamma: float | None
-    outer_momentum: float        # eta; 0 = plain averaging
-
-
-@dataclass(frozen=True)
-class Row:
-    """What is told about one number of workers."""
-
-    workers: int
-    # all workers on this machine; None where that makes no sense
-    here: Prediction | None
-    # a core or GPU for each worker
-    there: Prediction
-    num_machines: int
-    # of `there`, over one worker on this machine
-    speed_up: float
-    speed_up_here: float | None
-    # share of the time lost to failures, as the coordinator deals with them
-    lost: float
-    # if any failure made all workers begin the outer iteration again
-    lost_restarting: float
-    # quickest way to average
-    averaging: str
-    averaging_s: float
-    samples: SampleAdvice
 
 
 def text(machine: Machine, workload: Workload, assumed: Assumptions, table: Sequence[Row]) -> list[str]:

@@ -12,7 +12,8 @@ from pathlib import Path
 from ngsgd.config import RunConfig
 from ngsgd.files import read_json, write_text
 from ngsgd.pipeline.performance_model import planner
-from ngsgd.pipeline.performance_model.planner import Machine, RunPrediction, Site, Workload
+from ngsgd.pipeline.performance_model.planner import Machine, RunPrediction, Workload
+from ngsgd.pipeline.performance_model.scaling import site_of
 from ngsgd.training.records import FinalReport, Incident, OuterIterationRecord
 
 _FORMAT = 1
@@ -47,12 +48,6 @@ def settings_key(config: RunConfig) -> str:
     parts = [asdict(part) for part in (config.data, config.features, config.egs, config.model, config.optimizer)]
     rest = [config.schedule.minibatch_size, config.schedule.num_epochs, cluster.threads_per_worker, cluster.device, os.cpu_count()]
     return hashlib.sha256(json.dumps([*parts, *rest]).encode()).hexdigest()[:16]
-
-
-def site_of(machine: Machine, config: RunConfig, num_workers: int) -> Site:
-    """Where the workers of a run with this configuration are, if they are all on the measured machine."""
-    return planner.this_machine(machine, num_workers, threads_per_worker=config.cluster.threads_per_worker,
-                                one_by_one=config.cluster.kind == "in_process")
 
 
 class Forecast:

@@ -17,7 +17,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from ngsgd.config import RunConfig
 from ngsgd.errors import ClusterError, NgsgdError
 from ngsgd.launcher.ray.cluster import connect, shutdown
-from ngsgd.pipeline.tuning_proxy import Proxy
+from ngsgd.pipeline.tuning.proxy import Proxy
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -116,7 +116,7 @@ def _engine(config: RunConfig, proxy: Proxy) -> str:
     if config.tune.engine != "auto":
         return config.tune.engine
     parameters = sum(p.numel() for p in proxy.task.start.values())
-    plan = proxy.space.build(proxy.space.centre())
+    plan = proxy.space.build(proxy.space.center())
     return choose_engine(plan, parameters, 4, memory_bytes=1e9 * config.tune.memory_gb,
                          can_reverse=config.optimizer.kind == "sgd").engine
 

@@ -11,6 +11,7 @@ from ngsgd.config.build import flatten
 from ngsgd.hypergrad import SearchResult, SearchTrial
 from ngsgd.launcher.mlflow.store import tracking_uri
 from ngsgd.launcher.text import masked
+from ngsgd.pipeline.tuning.tuned import Tuned
 
 
 class TuneTracker:
@@ -50,13 +51,13 @@ class TuneTracker:
         if trial.value < float("inf"):
             self._log({"tune/val": trial.value, "tune/best": self._best}, trial.cost)
 
-    def finished(self, search: SearchResult, result: Mapping[str, Any]) -> None:
+    def finished(self, search: SearchResult, result: Tuned) -> None:
         """The result, the hypergradients' reports, and the files."""
         for one in search.trials:
             if one.report is not None:
                 self._log({"tune/hypergrad_norm": one.norm, "tune/adjoint_growth": min(one.report.adjoint_growth, 1e30),
                            "tune/exact": float(one.report.exact), "tune/spill_bytes": float(one.report.spill_bytes)}, one.cost)
-        self._log({"tune/val": result["valid"], "tune/test": result["held_out"]}, search.spent)
+        self._log({"tune/val": result.valid, "tune/test": result.held_out}, search.spent)
         if self._client is not None:
             try:
                 self._client.log_artifacts(self._run_id, str(self._folder))

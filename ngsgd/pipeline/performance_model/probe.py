@@ -61,7 +61,7 @@ class _Round:
     diagnostics_s: float
 
 
-def measure(spec: SpeechTaskSpec, *, num_cores: int, num_gpus: int, seconds: float, scratch: Path) -> tuple[Machine, Workload]:
+def measure(spec: SpeechTaskSpec, *, num_cores: int, seconds: float, scratch: Path) -> tuple[Machine, Workload]:
     """Takes about `seconds`, start of the processes included; checkpoints are tried out under `scratch`.
 
     Raises what a worker raised, and ClusterError when one died or did not start.
@@ -69,6 +69,7 @@ def measure(spec: SpeechTaskSpec, *, num_cores: int, num_gpus: int, seconds: flo
     deadline = time.monotonic() + seconds
     reader = EgsReader(Path(spec.egs_directory))
     coordinator = ProbeCoordinator(spec.config, reader, scratch, num_cores)
+    num_gpus = torch.cuda.device_count() if spec.config.cluster.device != "cpu" else 0
     settings = settings_to_measure(spec.config, num_cores=num_cores, num_gpus=num_gpus)
     most = settings[-1]
     with workers(spec, most.num_processes, num_gpus) as processes:

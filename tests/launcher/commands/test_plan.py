@@ -18,10 +18,11 @@ from ngsgd.errors import ConfigError
 from ngsgd.launcher import cli
 from ngsgd.launcher.commands import plan
 from ngsgd.launcher.reports import plan_text
-from ngsgd.launcher.reports.plan_text import Assumptions
 from ngsgd.launcher.reports.predictions import Forecast, keep, kept_in, saved, settings_key
+from ngsgd.pipeline.performance_model import scaling
 from ngsgd.pipeline.performance_model.formulas import Link, Spread
 from ngsgd.pipeline.performance_model.planner import Machine, Speed, Workload
+from ngsgd.pipeline.performance_model.scaling import Assumptions
 from tests.launcher.records import final_report, outer_iteration
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -127,7 +128,7 @@ def test_a_damaged_measurement_counts_as_none(content: str, tmp_path: Path) -> N
 
 
 def test_the_momentum_of_the_outer_optimiser_is_that_of_the_settings() -> None:
-    momenta = {kind: plan.momentum_of(RunConfig(outer=OuterConfig(kind=kind))) for kind in ("average", "bmuf", "diloco")}
+    momenta = {kind: scaling.momentum_of(RunConfig(outer=OuterConfig(kind=kind))) for kind in ("average", "bmuf", "diloco")}
     assert momenta == {"average": 0.0, "bmuf": 0.0, "diloco": 0.9}
 
 
@@ -135,9 +136,9 @@ def test_the_momentum_of_the_outer_optimiser_is_that_of_the_settings() -> None:
 
 
 def _rows(*workers: int, machine: Machine = MACHINE, workload: Workload = WORKLOAD, assumed: Assumptions = ASSUMED,
-          cluster: ClusterConfig | None = None) -> list[plan_text.Row]:
+          cluster: ClusterConfig | None = None) -> list[scaling.Row]:
     config = RunConfig(cluster=cluster or ClusterConfig(kind="ray"))
-    return plan.rows(machine, workload, config, workers, assumed)
+    return scaling.rows(machine, workload, config, workers, assumed)
 
 
 def test_workers_share_cores_here_and_have_their_own_there() -> None:

@@ -14,14 +14,16 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
+from ngsgd.errors import NgsgdError
 from ngsgd.files import read_json_lines
 from ngsgd.launcher import cli
 from ngsgd.launcher.commands import compare
-from ngsgd.launcher.commands.report import spectra
+from ngsgd.launcher.commands.report import write
 from ngsgd.launcher.config import compose
 from ngsgd.launcher.mlflow import store
 from ngsgd.launcher.reports.charts import charts_of
 from ngsgd.pipeline.runs import config_file
+from ngsgd.pipeline.runs.fisher_spectra import fisher_spectra
 from ngsgd.pipeline.runs.run_folder import RunFolder
 from ngsgd.training.records import Incident
 from ngsgd.training.storage.event_log import EventLog
@@ -143,8 +145,10 @@ def test_old_logs_without_times_of_jobs_have_no_timeline(tmp_path: Path) -> None
 
 def test_a_run_whose_examples_are_gone_says_why_it_has_no_spectra(tmp_path: Path) -> None:
     run = make_run(tmp_path, "first")
+    with pytest.raises(NgsgdError):
+        fisher_spectra(RunFolder(run), compose.from_yaml(run / "config.yaml"))
     said: list[str] = []
-    assert spectra(RunFolder(run), compose.from_yaml(run / "config.yaml"), said.append) == {}
+    write(RunFolder(run), tmp_path / "page.html", said.append)
     assert len(said) == 1 and said[0].startswith("without Fisher spectra: ")
 
 

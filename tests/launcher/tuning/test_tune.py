@@ -17,7 +17,8 @@ from ngsgd.hypergrad import BaseHyperparameters, HyperSpace
 from ngsgd.launcher import cli
 from ngsgd.launcher.commands import tune
 from ngsgd.launcher.config import compose, tuned_file
-from ngsgd.pipeline.tuning_proxy import Proxy
+from ngsgd.pipeline.tuning.proxy import Proxy
+from ngsgd.pipeline.tuning.tuned import settings_of
 from ngsgd.training.worker import Worker
 from tests import toy
 
@@ -100,7 +101,7 @@ def _tuned(folder: Path) -> tuple[HyperSpace, torch.Tensor, Path]:
     theta_D = space.center() + 0.1 * torch.arange(space.size, dtype=torch.float64)
     path = folder / "tuned.yaml"
     made = toy.config(optimizer=OptimizerConfig(kind="sgd"))
-    tuned_file.write(path, tuned_file.settings_of(made, space, space.values(theta_D), 2), ["from a test"])
+    tuned_file.write(path, settings_of(made, space, space.values(theta_D), 2), ["from a test"])
     return space, theta_D, path
 
 

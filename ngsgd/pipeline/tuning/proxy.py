@@ -1,4 +1,4 @@
-"""The short run that `ngsgd tune` tunes on: the configuration's own model, examples and optimiser."""
+"""The short run that hyperparameters are tuned on: the model, examples and optimizer of the configuration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The coarse search of `ngsgd tune`: Optuna's TPE, where it is installed."""
+"""The coarse search over learning rates: Optuna's TPE, or a random search without Optuna."""
 
 from __future__ import annotations
 

@@ -1,0 +1,128 @@
+"""The table of `ngsgd plan`: time and efficiency of an outer iteration on 1 to 1000 workers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ngsgd.config import RunConfig
+from ngsgd.pipeline.performance_model import planner
+from ngsgd.pipeline.performance_model.formulas import (
+    Link,
+    SampleAdvice,
+    SampleBounds,
+    Spread,
+    averaging_times,
+    recommend_samples,
+    restart_all_s,
+    retry_wait_s,
+)
+from ngsgd.pipeline.performance_model.planner import Machine, Prediction, Site, Workload
+
+# share of an outer iteration that is not training, above which something is worth changing
+MAX_OVERHEAD = 0.1
+# more workers than this on each core are not worth a number
+_SHARED_CORES = 16
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """What cannot be measured on one machine."""
+
+    # cores (or GPUs) of a machine of the cluster
+    slots_per_machine: int
+    # bytes per second of a machine's link, each way
+    bandwidth: float
+    latency_s: float
+    failures_per_worker_hour: float
+    # until a lost worker is replaced
+    replace_s: float
+    # spread of a job's time over the machines; None: as measured here
+    sigma: float | None
+    # growth of the data needed with samples_per_iter; None: not known
+    gamma: float | None
+    outer_momentum: float        # eta; 0 = plain averaging
+
+
+@dataclass(frozen=True)
+class Row:
+    """What is told about one number of workers."""
+
+    workers: int
+    # all workers on this machine; None where that makes no sense
+    here: Prediction | None
+    # a core or GPU for each worker
+    there: Prediction
+    num_machines: int
+    # of `there`, over one worker on this machine
+    speed_up: float
+    speed_up_here: float | None
+    # share of the time lost to failures, as the coordinator deals with them
+    lost: float
+    # if any failure made all workers begin the outer iteration again
+    lost_restarting: float
+    # quickest way to average
+    averaging: str
+    averaging_s: float
+    samples: SampleAdvice
+
+
+def momentum_of(config: RunConfig) -> float:
+    """eta of the outer optimiser; bmuf chooses its own so that the outer iterations suffice."""
+    outer = config.outer
+    momenta = {"diloco": outer.momentum, "streaming": outer.momentum}
+    return momenta.get(outer.kind, 0.0)
+
+
+def site_of(machine: Machine, config: RunConfig, num_workers: int) -> Site:
+    """Where the workers of a run with this configuration are, if they are all on the measured machine."""
+    return planner.this_machine(machine, num_workers, threads_per_worker=config.cluster.threads_per_worker,
+                                one_by_one=config.cluster.kind == "in_process")
+
+
+def rows(machine: Machine, workload: Workload, config: RunConfig, workers: Sequence[int], assumed: Assumptions) -> list[Row]:
+    """One row per number of workers, each with as many jobs."""
+    base = _here(machine, workload, config, 1)
+    over_machines = machine if assumed.sigma is None else replace(machine, spread=Spread(assumed.sigma, 0.0))
+    found = []
+    for count in workers:
+        link = Link(assumed.bandwidth, assumed.latency_s, machine.link.add_speed)
+        site = _site(machine, config, count, assumed, link)
+        there = planner.predict(over_machines, workload, site, num_jobs=count, num_workers=count)
+        here = _here(machine, workload, config, count) if count <= _SHARED_CORES * machine.slots(1) else None
+        average, average_s = _best_average(count, workload, site.link, there.outer_iter_s)
+        rate = assumed.failures_per_worker_hour / 3600
+        wait_s = retry_wait_s(rate, count, there.compute_s, assumed.replace_s)
+        restarting_s = restart_all_s(rate, count, there.outer_iter_s, assumed.replace_s)
+        bounds = SampleBounds.of(minibatch_size=workload.minibatch_size, total_samples=workload.total_samples, num_jobs=count,
+                                 outer_momentum=assumed.outer_momentum)
+        advice = recommend_samples(now=workload.samples, rate=there.effective_rate, overhead_s=there.overhead_s, bounds=bounds,
+                                   gamma=assumed.gamma, max_overhead=MAX_OVERHEAD)
+        # archives hold about as many samples as are asked for
+        if advice.samples == round(workload.samples):
+            advice = replace(advice, samples=config.egs.samples_per_iter)
+        found.append(Row(
+            count, here, there, site.num_machines, there.frames_per_s / base.frames_per_s,
+            here.frames_per_s / base.frames_per_s if here else None, wait_s / (there.outer_iter_s + wait_s),
+            1.0 - there.outer_iter_s / restarting_s, average, average_s, advice))
+    return found
+
+
+def _best_average(num_workers: int, workload: Workload, link: Link, outer_iter_s: float) -> tuple[str, float]:
+    """The quickest way and its seconds; in one place where nothing else gains a hundredth of the outer iteration."""
+    times = averaging_times(num_workers, workload.model_bytes, link)
+    quickest = min(times, key=lambda name: times[name])
+    best = quickest if times["central"] - times[quickest] > 0.01 * outer_iter_s else "central"
+    return best, times[best]
+
+
+def _here(machine: Machine, workload: Workload, config: RunConfig, num_workers: int) -> Prediction:
+    return planner.predict(machine, workload, site_of(machine, config, num_workers), num_jobs=num_workers, num_workers=num_workers)
+
+
+def _site(machine: Machine, config: RunConfig, num_workers: int, assumed: Assumptions, link: Link) -> Site:
+    """A cluster; workers that fit on one machine have no network between them."""
+    if num_workers <= assumed.slots_per_machine:
+        return replace(site_of(machine, config, num_workers), one_by_one=False,
+                       slots_per_machine=max(num_workers, machine.slots(config.cluster.threads_per_worker or 1)))
+    return planner.machines_like(num_workers, slots_per_machine=assumed.slots_per_machine, link=link)
