@@ -8,16 +8,18 @@ STAMP   = $(VENV)/.installed
 export OMP_WAIT_POLICY = PASSIVE
 export RAY_USAGE_STATS_ENABLED = 0
 export MLFLOW_DISABLE_TELEMETRY = true
+# without bytecode files every process that a test starts compiles all modules again
+export PYTHONDONTWRITEBYTECODE =
 ARGS ?=
 # processes for the tests; each file's tests stay in one of them
-PROCESSES ?= 2
-PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m tests.parallel --processes $(PROCESSES) --doctest-modules ngsgd tests
+PROCESSES ?=
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m tests.parallel --doctest-modules --processes
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train check test test-all test-matrix mutants chaos soak fuzz nodes slurm reference docs image lint format clean
+.PHONY: help setup train check test test-all run-check run-test run-test-all test-matrix mutants chaos soak fuzz nodes slurm reference docs image lint format clean
 
 help:  ## this list
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 20
+	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 20
 
 setup: $(STAMP)  ## create .venv and install the project with everything it needs
 
@@ -31,14 +33,23 @@ $(STAMP): pyproject.toml constraints.txt Makefile
 train: $(STAMP)  ## train on synthetic digits and print a word error rate; make train ARGS="optimizer=sgd"
 	$(BIN)/ngsgd train $(ARGS)
 
-check: lint  ## a minute: lint, doctests and one case of each quick test
-	$(PYTEST) -m "not (end_to_end or slow or faults or services)" --quick $(ARGS)
+# lint runs beside the tests
+check test test-all: $(STAMP)
+	@$(MAKE) --no-print-directory -j2 lint run-$@
 
-test: lint  ## 5 to 6 minutes: lint, doctests, all tests in this process and a few complete runs
-	$(PYTEST) -m "end_to_end or not (slow or faults or services)" --cpu-limit $(ARGS)
+check:     ## a minute: lint, doctests and one case of each quick test
+test:      ## 5 minutes: lint, doctests, all tests in this process and a few complete runs
+test-all:  ## 20 minutes: everything that CI runs, with faults, services, browsers and slow tests
 
-test-all: lint  ## 25 minutes: everything that CI runs, with faults, services, browsers and slow tests
-	$(PYTEST) $(ARGS)
+run-check: $(STAMP)
+	$(PYTEST) $(or $(PROCESSES),2) ngsgd tests -m "not (end_to_end or slow or faults or services)" --quick $(ARGS)
+
+run-test: $(STAMP)
+	$(PYTEST) $(or $(PROCESSES),2) ngsgd tests -m "end_to_end or not (slow or faults or services)" --cpu-limit $(ARGS)
+
+# half of its time is waiting for other processes
+run-test-all: $(STAMP)
+	$(PYTEST) $(or $(PROCESSES),3) ngsgd tests $(ARGS)
 
 test-matrix: $(STAMP)  ## the numerical tests with AVX2 only, without a compiler, with 1 and 2 threads, with other MKL paths (25 min)
 	$(BIN)/python tests/matrix.py $(ARGS)

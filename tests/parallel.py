@@ -8,6 +8,7 @@ without a plugin between them, because tests fork, send signals and use their st
 
 from __future__ import annotations
 
+import argparse
 import re
 import signal
 import subprocess
@@ -68,10 +69,10 @@ def _percent(log: Path) -> str:
 
 
 def main() -> int:
-    arguments, processes = sys.argv[1:], 2
-    if arguments[:1] == ["--processes"]:
-        processes, arguments = int(arguments[1]), arguments[2:]
-    return run(processes, arguments)
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--processes", type=int, default=2)
+    options, arguments = parser.parse_known_args()
+    return run(options.processes, arguments)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ it returns is built back into dataclasses, so that unknown keys and wrong types 
 from __future__ import annotations
 
 import difflib
+import functools
 import itertools
 import sys
 import typing
@@ -130,6 +131,7 @@ def from_yaml(path: Path) -> RunConfig:
         raise ConfigError([f"{path}: {problem}" for problem in error.problems]) from None
 
 
+@functools.cache
 def register_schema() -> None:
     """Gives Hydra all keys and their defaults; a plain mapping, so that the groups may fill in any part of it."""
     from hydra.core.config_store import ConfigStore

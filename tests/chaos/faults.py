@@ -52,6 +52,12 @@ class Fault:
             return True
         return False
 
+    def wait(self) -> None:
+        """Returns when it has happened, or after a while."""
+        deadline = time.monotonic() + _WAIT_S
+        while not self.strikes() and time.monotonic() < deadline:
+            time.sleep(0.01)
+
     def strikes(self) -> list[tuple[int, float]]:
         """(process, seconds since the epoch) of each time that it has happened."""
         found = []
@@ -95,7 +101,7 @@ class Breaks:
 
     fault: Fault
 
-    def __call__(self, spec: TaskSpec, index: int) -> Worker:
+    def __call__(self, spec: TaskSpec, index: int) -> BreakingWorker:
         if self.fault.when == "start" and index == self.fault.at[1]:
             self.fault.strike()
         worker = BreakingWorker(spec, index, self.fault)
@@ -109,6 +115,8 @@ class BreakingWorker(Worker):
     def __init__(self, spec: TaskSpec, index: int, fault: Fault) -> None:
         super().__init__(spec, index)
         self.fault = fault
+        # jobs of later outer iterations start only after this fault has struck
+        self.next_fault: Fault | None = None
         self.is_chosen = False
         self._is_slow = False
 
@@ -122,9 +130,9 @@ class BreakingWorker(Worker):
         if self.fault.when == "idle" and (job.outer_iter, job.job) == (self.fault.at[0], 0):
             time.sleep(8 * _PAUSE_S)  # so that the other worker is idle meanwhile
         if self.fault.others_wait and (job.outer_iter, job.job) == (self.fault.at[0], 0):
-            deadline = time.monotonic() + _WAIT_S
-            while not self.fault.strikes() and time.monotonic() < deadline:
-                time.sleep(0.01)
+            self.fault.wait()
+        if self.next_fault is not None and job.outer_iter > self.fault.at[0]:
+            self.next_fault.wait()
         start = super()._load(job)
         self._break("model received")
         return start

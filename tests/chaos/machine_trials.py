@@ -103,7 +103,10 @@ class StopsAtBirth:
         return _read, (self.first, self.second)
 
     def __call__(self, spec: TaskSpec, index: int) -> Worker:
-        return Breaks(self.first)(spec, index)
+        worker = Breaks(self.first)(spec, index)
+        # without this wait the other worker may end the run before a replacement is born
+        worker.next_fault = self.second
+        return worker
 
 
 def _read(first: Fault, second: Fault) -> StopsAtBirth:
