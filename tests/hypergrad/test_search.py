@@ -140,6 +140,7 @@ def test_runs_that_diverge_are_never_accepted() -> None:
     assert any(math.isinf(trial.value) for trial in search.trials)
 
 
+@pytest.mark.slow
 def test_tuning_a_real_task_lowers_its_loss() -> None:
     task, made = tasks.task(tasks.mlp(dtype=torch.float32)), space(parts=("schedule", "layer_lr", "l2", "momentum"))
     search = tune_hyperparameters(lambda plan: evaluate_hyperparameters(task, plan), made,

@@ -93,6 +93,7 @@ def test_batchnorm_of_a_single_row_uses_the_statistics_so_far() -> None:
     assert layer.running_mean is not None and layer.running_mean.tolist() == [0.0, 0.0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["relu", "pnorm", "tdnn", "tdnnf"])
 def test_batchnorm_trains_and_its_statistics_are_the_datas(tmp_path: Path, kind: Any) -> None:
     model = ModelConfig(kind=kind, num_layers=2, hidden_dim=20, normalize="batchnorm", tdnn_offsets="-1,0,1 -1,0")

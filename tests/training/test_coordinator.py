@@ -251,6 +251,7 @@ class StopAfter:
         return self.at_once and self.requested()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at_once", [False, True], ids=["finishing the outer iteration", "at once"])
 @pytest.mark.parametrize("questions", [0, 1, 5])
 def test_resuming_after_a_stop_gives_the_bits_of_the_run_that_was_not_stopped(tmp_path: Path, questions: int,

@@ -265,6 +265,7 @@ def test_failed_download_leaves_nothing_and_says_what_to_do(
     assert list((tmp_path / "downloads").iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not REAL.exists(), reason="needs the public recordings in ../shared/data/fsdd")
 def test_public_recordings_all_have_the_content_in_the_shipped_list() -> None:
     segments: tuple[Segment, ...] = load_catalogue().segments

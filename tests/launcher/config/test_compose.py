@@ -50,6 +50,7 @@ def test_every_choice_of_every_group_is_printed_as_it_would_be_trained(group: st
         assert compose.from_yaml(tmp_path / "printed.yaml") == compose.compose([f"{group}={choice}"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", compose.groups()["recipe"])
 def test_a_model_and_an_optimizer_on_the_command_line_win_over_a_recipe(recipe: str) -> None:
     for model, optimizer in zip(compose.groups()["model"], ("sgd", "kfac", "adam", "ngsgd"), strict=True):

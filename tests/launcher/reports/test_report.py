@@ -143,10 +143,15 @@ def test_old_logs_without_times_of_jobs_have_no_timeline(tmp_path: Path) -> None
     assert "timeline" not in [chart.name for chart in charts_of(events, {})]
 
 
-def test_a_run_whose_examples_are_gone_says_why_it_has_no_spectra(tmp_path: Path) -> None:
+def test_spectra_of_a_run_whose_examples_are_gone_are_refused(tmp_path: Path) -> None:
     run = make_run(tmp_path, "first")
     with pytest.raises(NgsgdError):
         fisher_spectra(RunFolder(run), compose.from_yaml(run / "config.yaml"))
+
+
+@pytest.mark.slow
+def test_a_page_without_spectra_says_why(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "first")
     said: list[str] = []
     write(RunFolder(run), tmp_path / "page.html", said.append)
     assert len(said) == 1 and said[0].startswith("without Fisher spectra: ")
@@ -177,6 +182,7 @@ def test_time_to_an_objf_lies_on_the_line_between_two_outer_iterations(tmp_path:
     assert np.isnan(run.seconds_to(0.0))
 
 
+@pytest.mark.slow
 def test_runs_are_named_by_what_tells_them_apart(tmp_path: Path) -> None:
     runs = [compare.read(RunFolder(make_run(tmp_path, name, *settings)))
             for name, settings in (("a", ["seed=1"]), ("b", ["seed=2"]), ("c", ["seed=2", "optimizer.alpha=2"]))]
