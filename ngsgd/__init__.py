@@ -31,13 +31,16 @@ if TYPE_CHECKING:
     from ngsgd.ops.averaging import average_parameters
     from ngsgd.ops.simple_natural_gradient import precondition_simple
     from ngsgd.optim.ngsgd import NGSGD
+    from ngsgd.pipeline.api import load, train
     from ngsgd.preconditioners.online import OnlineNaturalGradient
 
 _HOME_OF = {
     "NGSGD": "ngsgd.optim.ngsgd",
     "OnlineNaturalGradient": "ngsgd.preconditioners.online",
     "average_parameters": "ngsgd.ops.averaging",
+    "load": "ngsgd.pipeline.api",
     "precondition_simple": "ngsgd.ops.simple_natural_gradient",
+    "train": "ngsgd.pipeline.api",
 }
 
 _MODULES = ("asr", "cluster", "config", "curvature", "data", "hypergrad", "models", "ops", "optim",
@@ -46,8 +49,8 @@ _MODULES = ("asr", "cluster", "config", "curvature", "data", "hypergrad", "model
 moved.install()
 
 __all__ = ["NGSGD", "OnlineNaturalGradient", "asr", "average_parameters", "cluster", "config",
-           "curvature", "data", "hypergrad", "models", "ops", "optim", "pipeline",
-           "precondition_simple", "preconditioners", "sequence", "tasks", "training"]
+           "curvature", "data", "hypergrad", "load", "models", "ops", "optim", "pipeline",
+           "precondition_simple", "preconditioners", "sequence", "tasks", "train", "training"]
 
 
 def __getattr__(name: str) -> Any:

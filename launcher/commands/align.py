@@ -12,6 +12,7 @@ from ngsgd.errors import DataError
 from ngsgd.launcher.config import compose
 from ngsgd.pipeline import align
 from ngsgd.pipeline.runs.run_folder import RunFolder, check_output_dir, require_unchanged
+from ngsgd.pipeline.runs.saved_config import read_config
 
 
 def to_file(overrides: Sequence[str], output: Path) -> None:
@@ -25,7 +26,7 @@ def to_file(overrides: Sequence[str], output: Path) -> None:
 def with_model(run: Path, output: Path, *, trust: bool = False) -> None:
     """Align the corpus of a run by its final model."""
     folder = RunFolder.open(run)
-    config = compose.from_yaml(folder.config)
+    config = read_config(folder.config)
     require_unchanged(folder.config)
     with _written(output):
         alignments.write(output, align.label(config, folder, _cache_root(config), print, trust=trust))

@@ -19,6 +19,7 @@ from ngsgd.launcher.console import Parser, version
 from ngsgd.launcher.reports.progress import duration
 from ngsgd.launcher.text import masked, printable
 from ngsgd.pipeline.runs.run_folder import RunFolder, find_run
+from ngsgd.pipeline.runs.saved_config import read_config
 from ngsgd.training.storage.event_log import read_events
 
 if TYPE_CHECKING:
@@ -110,7 +111,6 @@ class Run:
 def read(folder: RunFolder) -> Run:
     """Raises ConfigError for a run that has nothing to show."""
     from ngsgd.config.build import flatten
-    from ngsgd.launcher.config import compose
 
     events = read_events(folder.events)
     if not any(event.get("event") == "outer_iteration" for event in events):
@@ -127,7 +127,7 @@ def read(folder: RunFolder) -> Run:
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         # not measured, or damaged
         peak = None
-    settings = flatten(compose.from_yaml(folder.config))
+    settings = flatten(read_config(folder.config))
     shown = {name: masked(value) if isinstance(value, str) else value for name, value in settings.items()}
     return Run(folder.path.name, events, shown, found, peak)
 

@@ -13,6 +13,7 @@ from ngsgd.launcher.reports.progress import duration
 from ngsgd.launcher.text import masked
 from ngsgd.pipeline.runs import config_file
 from ngsgd.pipeline.runs.run_folder import RunFolder, find_run
+from ngsgd.pipeline.runs.saved_config import read_config
 from ngsgd.training.storage.event_log import read_events
 
 if TYPE_CHECKING:
@@ -61,10 +62,9 @@ def pictures_of(page: Path) -> Path:
 def write(folder: RunFolder, target: Path, say: Callable[[str], None], *, with_spectra: bool = True) -> None:
     """Makes the page at `target`, and the pictures in a folder beside it."""
     from ngsgd.launcher.commands.info import state_of
-    from ngsgd.launcher.config import compose
     from ngsgd.launcher.reports.charts import charts_of
 
-    config = compose.from_yaml(folder.config)
+    config = read_config(folder.config)
     events = read_events(folder.events)
     if not any(event.get("event") == "outer_iteration" for event in events):
         raise ConfigError(f"{folder.path} has no outer iteration yet, so there is nothing to draw; wait for the first.")

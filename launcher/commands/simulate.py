@@ -164,7 +164,10 @@ class _VirtualCluster:
 
     def make_pool(self, request: PoolRequest) -> SimulatedPool:
         from ngsgd.pipeline.performance_model.simulator import SimulatedPool
+        from ngsgd.tasks.speech import SpeechTaskSpec
 
+        if not isinstance(request.spec, SpeechTaskSpec):
+            raise ConfigError("ngsgd simulate needs a speech recipe; it cannot simulate a task of your own.")
         reader = request.spec.frames()
         self.cluster = cluster_of(self._options, num_minibatches=mean_frames(reader) / self._config.schedule.minibatch_size,
                                   seed=self._config.seed)
@@ -181,7 +184,7 @@ class _VirtualCluster:
 def _simulate(config: RunConfig, options: argparse.Namespace, progress: ProgressTracker) -> Summary:
     from ngsgd.data.reader import EgsReader
     from ngsgd.launcher.commands.train import services_of
-    from ngsgd.pipeline.run import build_run
+    from ngsgd.pipeline.run import Run, build_run
     from ngsgd.pipeline.runs.run_folder import run_name
     from ngsgd.tasks.frames import schedule_of
 
@@ -190,6 +193,7 @@ def _simulate(config: RunConfig, options: argparse.Namespace, progress: Progress
     services = replace(services_of(config, options.quiet), report=progress.report, warn=progress.warn, clock=virtual.clock,
                        make_pool=virtual.make_pool, make_trackers=lambda *_: [progress, scores])
     run = build_run(config, services)
+    assert isinstance(run, Run)
     began = time.monotonic()
     run.train_only()
     assert virtual.pool is not None

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from ngsgd.config import RunConfig
 from ngsgd.errors import EXIT_OK, ConfigError
-from ngsgd.launcher.config import compose
 from ngsgd.launcher.mlflow.store import tracking_uri
 from ngsgd.launcher.mlflow.tracker import MlflowTracker
 from ngsgd.launcher.ray.probe import require_cluster
@@ -23,6 +22,7 @@ from ngsgd.pipeline.run import Run, build_run
 from ngsgd.pipeline.runs import trust as permission
 from ngsgd.pipeline.runs.fingerprint_check import FingerprintCheck
 from ngsgd.pipeline.runs.run_folder import RunFolder, require_unchanged, run_name
+from ngsgd.pipeline.runs.saved_config import read_config
 from ngsgd.pipeline.services import PoolRequest, Services, local_pool
 from ngsgd.training.records import FinalReport
 from ngsgd.training.storage.event_log import read_events
@@ -59,7 +59,7 @@ def resume(run_dir: Path, quiet: bool, address: str | None = None, num_workers: 
         allow_other_bits: accept another processor, version or kernel.
     """
     folder = RunFolder.open(run_dir)
-    config = compose.from_yaml(folder.config)
+    config = read_config(folder.config)
     require_unchanged(folder.config, accept=accept_changed_config)
     fingerprint = FingerprintCheck.of_resumed_run(config, folder, _progress(config, quiet).report,
                                                   allow_other_bits=allow_other_bits)
@@ -71,7 +71,7 @@ def resume(run_dir: Path, quiet: bool, address: str | None = None, num_workers: 
         # before any work: a password that only the first command line had
         tracking_uri(config)
     # before a connection to the cluster, which takes seconds
-    permission.require_run(folder, config.model, trust=trust)
+    permission.require_run(folder, config.task if config.task._target_ else config.model, trust=trust)
     require_cluster(config.cluster)
     build_run(config, services_of(config, quiet), folder=folder, fingerprint=fingerprint, trust=trust).train()
     return EXIT_OK
@@ -95,10 +95,13 @@ def evaluate(run_dir: Path, quiet: bool, outer_iter: int | None = None,
 def open_run(run_dir: Path, quiet: bool, *, is_unchanged: bool = True) -> Run:
     """A run with its own configuration, for commands that do not train; `is_unchanged` rejects an edited config.yaml."""
     folder = RunFolder.open(run_dir)
-    config = compose.from_yaml(folder.config)
+    config = read_config(folder.config)
     if is_unchanged:
         require_unchanged(folder.config)
     progress = _progress(config, quiet)
+    if config.task._target_:
+        raise ConfigError(f"{run_dir} trains {config.task._target_}, and this command is for speech; read the scores in "
+                          f"{folder.metrics}, or use ngsgd.load({str(run_dir)!r}, task) in Python.")
     return Run(config, folder, Services(progress.report, progress.warn))
 
 
@@ -118,11 +121,12 @@ def services_of(config: RunConfig, quiet: bool) -> Services:
 
 def _progress(config: RunConfig, quiet: bool) -> ProgressTracker:
     has_dashboard = config.tracking.kind == "mlflow" and not config.tracking.uri
-    return ProgressTracker(quiet=quiet, output_dir=config.output_dir if has_dashboard else None)
+    return ProgressTracker(quiet=quiet, output_dir=config.output_dir if has_dashboard else None,
+                           is_speech=not config.task._target_)
 
 
 def _pool(request: PoolRequest) -> WorkerPool:
-    if request.spec.config.cluster.kind != "ray":
+    if request.spec.settings.cluster.kind != "ray":
         return local_pool(request)
     from ngsgd.launcher.ray.pool import RayPool
 
@@ -136,6 +140,11 @@ def _as_given(config: RunConfig, given: RunConfig | None) -> RunConfig:
     """
     if given is not None and masked(given.tracking.uri, known=False) == config.tracking.uri:
         config = replace(config, tracking=replace(config.tracking, uri=given.tracking.uri))
+    if given is not None and given.task._target_ and given.task.args == config.task.args \
+            and given.task._target_ == config.task._target_:
+        found = os.path.abspath(given.task.search_path or os.getcwd())
+        config = replace(config, task=replace(config.task, search_path=found))
+        permission.allow(config.task)
     if given is None or not given.model._target_:
         return config
     if (given.model._target_, given.model.args) != (config.model._target_, config.model.args):

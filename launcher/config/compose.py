@@ -24,12 +24,11 @@ from ngsgd.config.build import (
     leaves,
     paths,
     section_names,
-    with_defaults,
 )
-from ngsgd.config.renamed import Rename, with_new_names, with_new_names_in
+from ngsgd.config.renamed import Rename, with_new_names_in
 from ngsgd.errors import ConfigError
-from ngsgd.launcher.config.config_builder import Given, build, build_checked
-from ngsgd.launcher.config.yaml_text import read_yaml_text
+from ngsgd.launcher.config.config_builder import Given, build_checked
+from ngsgd.pipeline.runs.saved_config import yaml_problem
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
@@ -59,6 +58,8 @@ def groups(config_dir: Path | None = None) -> dict[str, list[str]]:
 
 def with_current_names(overrides: Sequence[str]) -> list[str]:
     """Return overrides with the names of this version; old names are reported once on stderr."""
+    # a section with one value that matters is chosen like a group
+    overrides = [f"task._target_{line.removeprefix('task')}" if line.startswith("task=") else line for line in overrides]
     lines, found = with_new_names_in(overrides)
     for rename in found:
         if rename not in _reported:
@@ -100,35 +101,6 @@ def each_of_sweep(overrides: Sequence[str]) -> list[tuple[list[str], list[str]]]
     varied = [override.is_discrete_sweep() for override in good]
     return [(list(lines), [line for line, is_varied in zip(lines, varied, strict=True) if is_varied])
             for lines in itertools.product(*map(_lines, good))]
-
-
-def from_yaml(path: Path) -> RunConfig:
-    """The configuration that `to_yaml` wrote to a run folder; settings that came later have their defaults."""
-    import yaml
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    try:
-        text = read_yaml_text(path)
-        has_end_mark = "..." in text.getvalue().splitlines()
-        values = OmegaConf.to_container(OmegaConf.load(text))
-    except OmegaConfBaseException as error:
-        reason = str(error).partition("\n")[0].rstrip(".")
-        raise ConfigError(f"{path}: {reason}; correct the value, or restore the file.") from None
-    except FileNotFoundError:
-        raise ConfigError(f"{path} does not exist; is this a run folder of ngsgd train?") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(_yaml_problem(error, path)) from None
-    except (OSError, UnicodeError, RecursionError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}.") from None
-    if not values or not isinstance(values, dict):
-        raise ConfigError(f"{path} holds no settings; it is damaged, restore it or train again.")
-    settings, _ = with_new_names(typing.cast("dict[str, Any]", values))
-    *_, (last, _) = leaves(defaults(), "")
-    try:
-        return build(with_defaults(settings) if has_end_mark or last in dict(leaves(settings, "")) else settings)
-    except ConfigError as error:
-        raise ConfigError([f"{path}: {problem}" for problem in error.problems]) from None
 
 
 @functools.cache
@@ -296,7 +268,7 @@ def _resolved(lines: list[str], problems: list[str], config_dir: Path | None) ->
         with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
             composed = hydra_compose(_CONFIG_NAME, overrides=[*extra, *lines])
     except yaml.YAMLError as error:
-        raise ConfigError(_yaml_problem(error, conf_dir())) from None
+        raise ConfigError(yaml_problem(error, conf_dir())) from None
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(_composition_problem(error)) from None
     default = dict(leaves(defaults(), ""))
@@ -320,14 +292,7 @@ def _composition_problem(error: Exception) -> str:
         causes.append(causes[-1].__cause__)
     for cause in reversed(causes):
         if isinstance(cause, yaml.YAMLError):
-            return _yaml_problem(cause, conf_dir())
+            return yaml_problem(cause, conf_dir())
     lines = [line.strip() for cause in causes for line in str(cause).splitlines() if line.strip()]
     told = dict.fromkeys(line.rstrip(".") for line in lines[:1] + str(causes[-1]).splitlines()[:1])
     return f"The settings cannot be put together: {': '.join(told)}; see ngsgd train --info searchpath."
-
-
-def _yaml_problem(error: Any, path: Path) -> str:
-    mark = getattr(error, "problem_mark", None)
-    where = f"{mark.name}:{mark.line + 1}" if mark else str(path)
-    said = getattr(error, "problem", None) or str(error).partition("\n")[0]
-    return f"{where.strip()}: this is not valid YAML: {said}."

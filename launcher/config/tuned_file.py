@@ -8,7 +8,7 @@ from typing import Any
 
 from ngsgd.errors import ConfigError
 from ngsgd.files import write_text
-from ngsgd.launcher.config.yaml_text import read_yaml_text
+from ngsgd.pipeline.runs.yaml_text import read_yaml_text
 
 _WORDS = ("+tuned=", "tuned=")
 

@@ -24,6 +24,7 @@ from ngsgd.launcher.mlflow.metrics import run_metrics, storable, system_metrics,
 from ngsgd.launcher.mlflow.store import Artifacts, log_model, open_client, read_tracking, tracking_uri, without_login
 from ngsgd.launcher.mlflow.tags import origin, versions
 from ngsgd.launcher.text import masked
+from ngsgd.pipeline.runs.run_folder import what_is_trained
 from ngsgd.training.records import FinalReport, Incident, JobRecord, OuterIterationRecord
 from ngsgd.training.storage.event_log import read_events
 
@@ -150,6 +151,7 @@ class _MlflowRun:
         self.experiment_id = ""
         self.has_system = config.tracking.log_system_metrics
         self._config = config
+        self._is_speech = not self._config.task._target_
         self._run_name = run_name
         self._make_client = make_client
         self._warn = warn
@@ -197,7 +199,8 @@ class _MlflowRun:
         # the workers' charts show the mean over the jobs until the workers are unfolded; they would
         # be empty otherwise
         jobs = [job for job in record.jobs if job.accepted]
-        figures = run_metrics(record) | worker_metrics(jobs) | {"cluster/incidents": self._num_incidents}
+        figures = run_metrics(record, is_speech=self._is_speech) | worker_metrics(jobs, is_speech=self._is_speech)
+        figures["cluster/incidents"] = self._num_incidents
         if self.has_system:
             figures |= system_metrics(load, record.jobs)
         self._log(run_id, figures, at_ms)
@@ -206,7 +209,7 @@ class _MlflowRun:
             if self._config.tracking.nested_runs and job.accepted and 0 <= job.worker < _MAX_WORKER_RUNS:
                 by_worker.setdefault(job.worker, []).append(job)
         for worker, jobs in sorted(by_worker.items()):
-            self._log(self._worker_run(run_id, worker), worker_metrics(jobs), at_ms)
+            self._log(self._worker_run(run_id, worker), worker_metrics(jobs, is_speech=self._is_speech), at_ms)
         self._sent = record.outer_iter
         self._remember(run_id)
 
@@ -221,6 +224,7 @@ class _MlflowRun:
         if report.wer:
             result |= {"test/wer": report.wer_percent, "valid/wer": _percent(report.valid_wer)}
             self._client.set_tag(self.run_id, "mlflow.note.content", f"test: {report.wer}\n\nvalid: {report.valid_wer}")
+        result |= {f"final/{name.replace('/', '_')}": value for name, value in report.metrics.items()}
         self._log(self.run_id, result, at_ms)
 
     def end(self, status: str) -> None:
@@ -233,7 +237,7 @@ class _MlflowRun:
             if (self.run_dir / folder).is_dir():
                 self._artifacts.log_folder(self.run_dir / folder, folder)
         # a registered model would name a place where no model is
-        has_model = self._artifacts.refused is None and (self.run_dir / "final" / "model.json").is_file()
+        has_model = self._is_speech and self._artifacts.refused is None and (self.run_dir / "final" / "model.json").is_file()
         if status == "FINISHED" and self._config.tracking.log_model and has_model:
             registered = log_model(self._client, self.run_id, self.run_dir / "final", self._config.tracking.registered_model_name,
                                    self._artifacts)
@@ -288,7 +292,7 @@ class _MlflowRun:
         return run_id
 
     def _experiment(self) -> str:
-        name = self._config.tracking.experiment_name or f"{self._config.data.corpus}-{self._config.model.label}"
+        name = self._config.tracking.experiment_name or what_is_trained(self._config)
         found = self._client.get_experiment_by_name(name)
         if found is None:
             artifacts = Path(self._config.output_dir).absolute() / "mlartifacts"

@@ -29,10 +29,10 @@ from ngsgd.errors import ClusterError
 from ngsgd.launcher.ray.cluster import cause_of, connect, exchange_error, gpu_share, how_it_ended, log_folder, shutdown
 from ngsgd.launcher.ray.head import HeadWatch
 from ngsgd.launcher.ray.worker import Address, RayWorker
-from ngsgd.tasks.speech import SpeechTaskSpec
 from ngsgd.training.awake_clock import AwakeClock
 from ngsgd.training.job import Job, JobFailure, JobResult, Outcome, VectorRef
 from ngsgd.training.parameter_vector import Mean, Vector
+from ngsgd.training.task import TaskSpec
 from ngsgd.training.worker_pool import Retired
 
 _PING_S = 5.0
@@ -100,12 +100,12 @@ class RayPool:
     store to and from all others; or, to the coordinator, as the mean alone, which the workers make among themselves.
     """
 
-    def __init__(self, spec: SpeechTaskSpec, num_threads: int, size: int, agreement: Agreement | None = None) -> None:
+    def __init__(self, spec: TaskSpec, num_threads: int, size: int, agreement: Agreement | None = None) -> None:
         self.spec = spec
         # the head of a cluster may be another kind of machine, but its code and libraries are the
         # workers'
         self.agreement = agreement or Agreement(Fingerprint.of_this_process(num_threads).without_machine())
-        self.config: ClusterConfig = spec.config.cluster
+        self.config: ClusterConfig = spec.settings.cluster
         self.num_threads = num_threads
         self._vectors = SharedVectors(size)
         self._cells = SharedVectors(2 * self.config.num_workers)
@@ -114,7 +114,7 @@ class RayPool:
         self._slots: list[WorkerSlot] = []
         self._owns_ray = False
         self._is_starting = True
-        self._restarts = Restarts(spec.config.failure.max_restarts_per_hour)
+        self._restarts = Restarts(spec.settings.failure.max_restarts_per_hour)
         self._head: HeadWatch | None = None
         # a message refers to them
         self._keeps_logs = False
@@ -355,7 +355,7 @@ class RayPool:
             # end a run that has others
             slot.deaths.append(how_it_ended(error))
             is_alone = self._is_starting or not self.num_workers_alive()
-            if len(slot.deaths) >= self.spec.config.failure.max_attempts and is_alone:
+            if len(slot.deaths) >= self.spec.settings.failure.max_attempts and is_alone:
                 self._keeps_logs = True
                 where = f" in {log_folder()}" if log_folder() else ""
                 raise ClusterError(f"worker {slot.index} died {len(slot.deaths)} times while starting "
@@ -372,7 +372,7 @@ class RayPool:
             slot.process = address
             return
         slot.deaths.append(f"was refused ({differences})")
-        if len(slot.deaths) >= self.spec.config.failure.max_attempts and not self.num_workers_alive():
+        if len(slot.deaths) >= self.spec.settings.failure.max_attempts and not self.num_workers_alive():
             raise none_agrees(differences)
         ray.kill(slot.actor)
         self._replace(slot, slot.deaths[-1])

@@ -14,9 +14,9 @@ from ngsgd.cluster.exchange.shared_memory import SharedRef
 from ngsgd.cluster.fingerprint import Fingerprint
 from ngsgd.errors import ClusterError
 from ngsgd.launcher.machine_load import load_of_machine
-from ngsgd.tasks.speech import SpeechTaskSpec
 from ngsgd.training.job import Job, JobResult, LocalRef
 from ngsgd.training.parameter_vector import Vector
+from ngsgd.training.task import TaskSpec
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Address:
 class RayWorker:
     """The actor: a `Worker` in a process of its own."""
 
-    def prepare(self, spec: SpeechTaskSpec, index: int, num_threads: int, heartbeats: SharedRef) -> Address:
+    def prepare(self, spec: TaskSpec, index: int, num_threads: int, heartbeats: SharedRef) -> Address:
         """Where the worker is, once it can take jobs.
 
         Not the constructor: Ray reports what a constructor raises as the actor's death, and loses its type.
@@ -47,9 +47,9 @@ class RayWorker:
         self._should_stop = False
         self._heartbeats = _reached(heartbeats)
         self._worker = Worker(spec, index)
-        self._output_dir = Path(spec.config.output_dir)
+        self._output_dir = Path(spec.settings.output_dir)
         self._member = CollectiveWorker(index, self._worker.layout, self._worker.device)
-        codec = spec.config.cluster.compression
+        codec = spec.settings.cluster.compression
         self._encoder = None if codec == "none" else MoveEncoder(codec)
         fingerprint = Fingerprint.of_this_process(num_threads, self._worker.device)
         return Address(os.uname().nodename, os.getpid(), fingerprint, self._heartbeats is not None)

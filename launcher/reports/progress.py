@@ -15,13 +15,18 @@ _WIDTH = 120
 LEGEND = ("objf, valid: nats per frame on fixed training and held-out frames; acc: held-out; lr: effective;\n"
           "skew: slowest job over the median; max-change: share of layer / whole-model steps that a limit shortened")
 
+TASK_LEGEND = ("loss, valid: mean loss of fixed training and validation examples; lr: effective;\n"
+               "skew: slowest job over the median; max-change: share of layer / whole-model steps that a limit shortened")
+
 
 class ProgressTracker:
     """Tells a run on a text stream; `quiet` leaves only incidents and the result."""
 
     def __init__(self, *, quiet: bool = False, stream: TextIO | None = None,
-                 output_dir: Path | str | None = None) -> None:
+                 output_dir: Path | str | None = None, is_speech: bool = True) -> None:
         self._quiet = quiet
+        # a task of the user's own has losses and examples, not objf and frames
+        self._is_speech = is_speech
         self._stream = stream or sys.stdout
         # where the dashboard's database is; None: there is none
         self._output_dir = output_dir
@@ -43,7 +48,7 @@ class ProgressTracker:
         if self._quiet:
             return
         if not self._legend_told:
-            self._line(LEGEND)
+            self._line(LEGEND if self._is_speech else TASK_LEGEND)
             if record.patience_s:
                 self._line(f"a worker that makes no progress for {record.patience_s:.0f} s is replaced")
             self._legend_told = True
@@ -52,7 +57,7 @@ class ProgressTracker:
 
     def iteration_line(self, record: OuterIterationRecord) -> str:
         """What is told of an outer iteration."""
-        return iteration_line(record)
+        return iteration_line(record, scores=scores_of(record) if self._is_speech else task_scores_of(record))
 
     def incident(self, incident: Incident) -> None:
         self.warn(f"iter {incident.outer_iter + 1}: {incident.message}")
@@ -98,7 +103,19 @@ class ProgressTracker:
                 self._bar = None
 
 
-def iteration_line(record: OuterIterationRecord, *, ending: str = "") -> str:
+def scores_of(record: OuterIterationRecord) -> str:
+    """Objf and accuracy of a speech model."""
+    return f"objf {record.train.objf:.3f} valid {record.valid.objf:.3f} acc {100 * record.valid.accuracy:.1f}%"
+
+
+def task_scores_of(record: OuterIterationRecord) -> str:
+    """Losses of a task of the user's own, and its validation metrics by their names."""
+    metrics = [f" {name.removeprefix('valid/')} {value:.4g}" for name, value in record.diagnostics.items()
+               if name.startswith("valid/")]
+    return f"loss {-record.train.objf:.4g} valid {-record.valid.objf:.4g}{''.join(metrics)}"
+
+
+def iteration_line(record: OuterIterationRecord, *, ending: str = "", scores: str = "") -> str:
     """One outer iteration in at most 120 columns; it ends with the time that is left, or with `ending` if that is given."""
     jobs = f"{record.num_accepted}/{record.num_jobs}"
     width = len(str(record.num_outer_iters))
@@ -106,7 +123,7 @@ def iteration_line(record: OuterIterationRecord, *, ending: str = "") -> str:
         f"iter {record.outer_iter + 1:{width}}/{record.num_outer_iters} jobs {jobs}"
         f" epoch {record.epoch:.2f}/{record.num_epochs:g}",
         f"lr {record.effective_lr:#.2g}",
-        f"objf {record.train.objf:.3f} valid {record.valid.objf:.3f} acc {100 * record.valid.accuracy:.1f}%",
+        scores or scores_of(record),
         f"skew {100 * record.skew:.0f}% max-change {100 * record.max_change_share:.0f}%"
         f"/{100 * record.max_param_change_share:.0f}%",
         ending or f"left {duration(record.left_s)}",
@@ -115,8 +132,12 @@ def iteration_line(record: OuterIterationRecord, *, ending: str = "") -> str:
 
 
 def final_lines(report: FinalReport) -> list[str]:
-    lines = [f"trained on {report.frames_processed:,} frames in {duration(report.seconds)}: "
-             f"objf {report.train.objf:.3f} valid {report.valid.objf:.3f} acc {100 * report.valid.accuracy:.1f}%"]
+    if report.metrics:
+        scores = ", ".join(f"{name} {value:.4g}" for name, value in report.metrics.items())
+        lines = [f"trained on {report.frames_processed:,} examples in {duration(report.seconds)}: {scores}"]
+    else:
+        lines = [f"trained on {report.frames_processed:,} frames in {duration(report.seconds)}: "
+                 f"objf {report.train.objf:.3f} valid {report.valid.objf:.3f} acc {100 * report.valid.accuracy:.1f}%"]
     lines += [f"valid  {report.valid_wer}"] if report.valid_wer else []
     lines += [f"test   {report.wer}"] if report.wer else []
     width = max(map(len, report.files), default=0)

@@ -26,6 +26,7 @@ from ngsgd.config.sections.objective import ObjectiveConfig
 from ngsgd.config.sections.optimizer import METHODS, OptimizerConfig
 from ngsgd.config.sections.outer import OuterConfig
 from ngsgd.config.sections.schedule import ScheduleConfig
+from ngsgd.config.sections.task import TaskConfig
 from ngsgd.config.sections.tracking import TrackingConfig
 from ngsgd.config.sections.tuning import ProxyConfig, TuneConfig
 from ngsgd.config.unused import Unused, unused, unused_in
@@ -34,7 +35,7 @@ __all__ = [
     "METHODS", "RENAMED", "AlignConfig", "AugmentConfig", "CheckpointConfig", "ClusterConfig",
     "CombinationConfig", "DataConfig", "DecodeConfig", "EgsConfig", "FailureConfig",
     "FeatureConfig", "IvectorConfig", "ModelConfig", "ObjectiveConfig", "OptimizerConfig",
-    "OuterConfig", "ProxyConfig", "Rename", "RunConfig", "ScheduleConfig", "TrackingConfig",
-    "TuneConfig", "Unused", "build", "check", "choices_of", "default_of", "option",
+    "OuterConfig", "ProxyConfig", "Rename", "RunConfig", "ScheduleConfig", "TaskConfig",
+    "TrackingConfig", "TuneConfig", "Unused", "build", "check", "choices_of", "default_of", "option",
     "types_of", "unused", "unused_in", "with_new_names",
 ]

@@ -17,6 +17,7 @@ from ngsgd.config.sections.objective import ObjectiveConfig
 from ngsgd.config.sections.optimizer import OptimizerConfig
 from ngsgd.config.sections.outer import OuterConfig
 from ngsgd.config.sections.schedule import ScheduleConfig
+from ngsgd.config.sections.task import TaskConfig
 from ngsgd.config.sections.tracking import TrackingConfig
 from ngsgd.config.sections.tuning import TuneConfig
 
@@ -33,6 +34,7 @@ class RunConfig:
         low=0)
     init_model: str = option(
         "", "run whose final model and priors training starts from; empty: random parameters")
+    task: TaskConfig = field(default_factory=TaskConfig)
     data: DataConfig = field(default_factory=DataConfig)
     features: FeatureConfig = field(default_factory=FeatureConfig)
     ivectors: IvectorConfig = field(default_factory=IvectorConfig)

@@ -9,6 +9,10 @@ from typing import Any
 from ngsgd.config.option import default_of
 from ngsgd.config.run import RunConfig
 
+# sections and options of speech recognition, which a task of the user's own does not have
+OF_SPEECH = ("init_model", "data", "features", "ivectors", "align", "egs", "augment", "model", "objective",
+             "decode", "tune")
+
 
 @dataclass(frozen=True)
 class Unused:
@@ -45,10 +49,25 @@ class Unused:
 
 def unused(config: RunConfig) -> Iterator[Unused]:
     """Yield all options of a run that have no effect in it, whatever their value."""
+    of_task = bool(config.task._target_)
     for spec in fields(config):
         section = getattr(config, spec.name)
-        if is_dataclass(section):
+        if of_task and spec.name in OF_SPEECH:
+            yield from _unused_by_task(config, section, spec.name)
+        elif is_dataclass(section):
             yield from unused_in(section, f"{spec.name}.")
+
+
+def _unused_by_task(config: RunConfig, value: Any, path: str) -> Iterator[Unused]:
+    if is_dataclass(value):
+        for spec in fields(value):
+            yield from _unused_by_task(config, getattr(value, spec.name), f"{path}.{spec.name}")
+        return
+    default: Any = RunConfig()
+    for name in path.split("."):
+        default = getattr(default, name)
+    yield Unused(path=path, value=value, is_set=value != default, switches=("task._target_",),
+                 switch="task._target_", is_now=config.task._target_, wanted="!", options=())
 
 
 def unused_in(section: Any, prefix: str = "") -> Iterator[Unused]:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
-import os
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
+from ngsgd import imports
 from ngsgd.config import ModelConfig
 from ngsgd.errors import ConfigError
+from ngsgd.imports import first_line
 from ngsgd.models.inputs import Window
 from ngsgd.optim import SGD
 from ngsgd.optim.layer_options import layer_options
@@ -37,51 +35,14 @@ def build(config: ModelConfig, *, num_inputs: int, num_classes: int, window: Win
             model = factory(**sizes, **(config.args or {}))
         except Exception as error:
             raise ConfigError(f"model._target_ {config._target_} failed when it was called with {', '.join(sizes)} and model.args "
-                              f"{dict(config.args or {})} ({_said(error)}); mend it, or the arguments.") from error
+                              f"{dict(config.args or {})} ({first_line(error)}); mend it, or the arguments.") from error
     check(model, config._target_, num_inputs, num_classes)
     return model  # type: ignore[no-any-return]
 
 
 def find(config: ModelConfig) -> Callable[..., Any]:
     """The factory; raises ConfigError, in a sentence, when it is not there."""
-    target = config._target_
-    module_name, _, name = target.rpartition(":" if ":" in target else ".")
-    if not module_name or not name:
-        raise ConfigError(f"model._target_ is {target!r}; write package.module:Name, such as my_model:Net.")
-    folder = os.path.abspath(config.search_path or os.getcwd())
-    try:
-        with _found_first(folder):
-            module = importlib.import_module(module_name)
-    except Exception as error:
-        is_missing = isinstance(error, ModuleNotFoundError) and error.name and module_name.startswith(error.name)
-        why = f"there is no module {error.name}" if is_missing else _said(error)  # type: ignore[attr-defined]
-        raise ConfigError(f"model._target_ {target} cannot be imported from {folder} ({why}); set model.search_path to the folder "
-                          "that holds it, or mend the module.") from error
-    factory = getattr(module, name, None)
-    if not callable(factory):
-        what = f"has no {name}" if factory is None else f"has a {name} that cannot be called"
-        raise ConfigError(f"model._target_ is {target}, but {module_name} ({module.__file__}) {what}; give the name of a class or "
-                          "function that returns a torch.nn.Module.")
-    return factory  # type: ignore[no-any-return]
-
-
-@contextmanager
-def _found_first(folder: str) -> Iterator[None]:
-    """Puts the folder in front of the others while the block runs, and at the end of the list from then on.
-
-    Neither an installed command nor a worker looks into the current directory.  A file there that is called like an
-    installed package must not be imported in its place by anything but the user's own module.
-    """
-    was_there = folder in sys.path
-    sys.path.insert(0, folder)
-    try:
-        yield
-    finally:
-        # the module may have changed the list
-        with suppress(ValueError):
-            sys.path.remove(folder)
-        if not was_there:
-            sys.path.append(folder)
+    return imports.find(config._target_, config.search_path, "model", "a torch.nn.Module")
 
 
 def check(model: Any, target: str, num_inputs: int, num_classes: int) -> None:
@@ -98,8 +59,8 @@ def check(model: Any, target: str, num_inputs: int, num_classes: int) -> None:
     try:
         SGD(model, 1.0, layer_options=layer_options(model), fast_gemm=False)
     except (ValueError, TypeError, AttributeError) as error:
-        raise ConfigError(f"model._target_ {target} has layer_options that do not fit ({_said(error)}); see ngsgd.optim.SGD.") \
-            from error
+        raise ConfigError(f"model._target_ {target} has layer_options that do not fit ({first_line(error)}); see "
+                          "ngsgd.optim.SGD.") from error
     _check_a_pass(model, target, num_inputs, num_classes)
 
 
@@ -115,7 +76,7 @@ def _check_a_pass(model: nn.Module, target: str, num_inputs: int, num_classes: i
                 nn.functional.cross_entropy(logits, torch.zeros(3, dtype=torch.int64), reduction="sum").backward()
         except Exception as error:
             raise ConfigError(f"model._target_ {target} failed on three frames of {num_inputs} spliced features "
-                              f"({_said(error)}); mend its forward.") from error
+                              f"({first_line(error)}); mend its forward.") from error
     if shape != (3, num_classes):
         raise ConfigError(f"model._target_ {target} turns three rows of {num_inputs} inputs into a tensor of shape {shape}; it "
                           f"must be (3, {num_classes}), a logit for each class.")
@@ -123,7 +84,3 @@ def _check_a_pass(model: nn.Module, target: str, num_inputs: int, num_classes: i
         raise ConfigError(f"model._target_ {target} gives logits that are not finite for normal input; see its initialisation.")
     model.load_state_dict(kept)
     model.zero_grad(set_to_none=True)
-
-
-def _said(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

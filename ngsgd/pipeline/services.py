@@ -15,8 +15,8 @@ from ngsgd.cluster.process_pool import ProcessPool
 from ngsgd.config import RunConfig
 from ngsgd.errors import ConfigError
 from ngsgd.pipeline.runs.run_folder import RunFolder
-from ngsgd.tasks.speech import SpeechTaskSpec
 from ngsgd.training.dispatcher import NeverStop, StopSignal
+from ngsgd.training.task import TaskSpec
 from ngsgd.training.tracking import Tracker
 from ngsgd.training.worker_pool import WorkerPool
 
@@ -27,7 +27,7 @@ Report = Callable[[str], None]
 class PoolRequest:
     """The workers that a run needs."""
 
-    spec: SpeechTaskSpec
+    spec: TaskSpec
     num_threads: int                       # per worker
     num_parameters: int
     # for the output of worker processes
@@ -39,7 +39,7 @@ class PoolRequest:
 
 def local_pool(request: PoolRequest) -> WorkerPool:
     """Workers on this machine, in this process (cluster.kind=in_process) or one process each (local)."""
-    spec, cluster = request.spec, request.spec.config.cluster
+    spec, cluster = request.spec, request.spec.settings.cluster
     if cluster.kind == "in_process":
         return InProcessPool(spec, cluster.num_workers, request.num_threads, request.should_stop, request.agreement)
     if cluster.kind == "local":

@@ -6,28 +6,28 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 
-from ngsgd.models.statistics import model_for
-from ngsgd.tasks.frames import schedule_of
-from ngsgd.tasks.speech import SpeechTaskSpec
+import torch
+
 from ngsgd.training.coordinator import Coordinator, RunControl, RunStorage
 from ngsgd.training.dispatcher import NeverStop, StopSignal
-from ngsgd.training.settings import EngineSettings
 from ngsgd.training.storage.checkpoint import Checkpoint, CheckpointStore
 from ngsgd.training.storage.ledger import Ledger
+from ngsgd.training.task import TaskSpec, seeded_model
 from ngsgd.training.tracking import Tracker, Trackers
 from ngsgd.training.worker_pool import WorkerPool
 
 
-def train(spec: SpeechTaskSpec, pool: WorkerPool, checkpoints: CheckpointStore, start: Checkpoint, ledger: Path, *,
+def train(spec: TaskSpec, pool: WorkerPool, checkpoints: CheckpointStore, start: Checkpoint, ledger: Path, *,
           tracker: Tracker | None = None, stop: StopSignal | None = None, clock: Callable[[], float] = time.monotonic,
           on_start: Callable[[], None] = lambda: None,
           catch_signals: Callable[[], AbstractContextManager[None]] = nullcontext) -> Checkpoint:
     """Run the remaining outer iterations and return the last checkpoint.
 
     Args:
-        spec: configuration and examples.
+        spec: settings and task.
         pool: workers; started here and closed at the end.
         checkpoints: store for the model of every outer iteration.
         start: the checkpoint to continue from.
@@ -38,15 +38,15 @@ def train(spec: SpeechTaskSpec, pool: WorkerPool, checkpoints: CheckpointStore, 
         on_start: called when the workers are ready.
         catch_signals: context that is active while outer iterations run.
     """
-    config = spec.config
+    settings = replace(spec.settings, num_averaging_threads=os.cpu_count() or 1)
+    task = spec.task(torch.device("cpu"))
     written = Ledger(ledger, checkpoints.lock.fence if checkpoints.lock else 0)
     try:
         pool.start()
         on_start()
         coordinator = Coordinator(
-            spec.task(), model_for(config, spec.frames()), schedule_of(config, spec.shards()), pool,
-            RunStorage(checkpoints, written, tracker or Trackers([])),
-            EngineSettings.of(config, num_averaging_threads=os.cpu_count() or 1),
+            task, seeded_model(task, settings.seed), task.shards().schedule(settings.schedule), pool,
+            RunStorage(checkpoints, written, tracker or Trackers([])), settings,
             RunControl(stop or NeverStop(), clock))
         with catch_signals():
             return coordinator.train(start)

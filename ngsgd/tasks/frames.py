@@ -31,9 +31,7 @@ _GPU_PREFETCH = 4  # minibatches
 
 def schedule_of(config: RunConfig, reader: EgsReader | SequenceReader) -> Schedule:
     """The outer iterations of a run over the archives of a reader."""
-    s = config.schedule
-    return Schedule(reader.info.num_archives, reader.info.frames_per_eg, s.num_epochs, s.lr_initial, s.lr_final,
-                    s.num_jobs_initial, s.num_jobs_final, s.num_jobs_step, s.lr_factors)
+    return ShardGrid(reader.info.num_archives, reader.info.frames_per_eg).schedule(config.schedule)
 
 
 def stages_of(config: RunConfig, reader: EgsReader | SequenceReader) -> Stages:

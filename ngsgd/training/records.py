@@ -171,6 +171,8 @@ class FinalReport:
     seconds: float
     # what was written: label -> path
     files: dict[str, str] = field(default_factory=dict)
+    # of a task of the user's own, by name, such as valid/loss
+    metrics: dict[str, float] = field(default_factory=dict)
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> FinalReport:

@@ -31,13 +31,16 @@ class EngineSettings:
     # on a damaged archive
     on_corrupt: Literal["stop", "quarantine"] = "stop"
     num_averaging_threads: int = 1
+    # whose disk's free space is reported
+    output_dir: str = "runs"
 
     @classmethod
     def of(cls, config: RunConfig, *, num_averaging_threads: int = 1) -> EngineSettings:
         """Return the engine's part of a complete configuration."""
         return cls(schedule=config.schedule, optimizer=config.optimizer, outer=config.outer,
                    cluster=config.cluster, failure=config.failure, seed=config.seed,
-                   on_corrupt=config.egs.on_corrupt, num_averaging_threads=num_averaging_threads)
+                   on_corrupt=config.egs.on_corrupt, num_averaging_threads=num_averaging_threads,
+                   output_dir=config.output_dir)
 
     @property
     def keeps_fisher(self) -> bool:

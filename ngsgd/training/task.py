@@ -15,7 +15,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from ngsgd.schedules import Shard
+from ngsgd.config import ScheduleConfig
+from ngsgd.errors import ConfigError
+from ngsgd.schedules import Schedule, Shard
 from ngsgd.training.records import SubsetScore
 from ngsgd.training.settings import EngineSettings
 
@@ -27,6 +29,11 @@ class ShardGrid:
     num_archives: int
     # Kaldi: frames per example, one of which a pass reads
     shards_per_archive: int = 1
+
+    def schedule(self, s: ScheduleConfig) -> Schedule:
+        """The outer iterations of a run over these units."""
+        return Schedule(self.num_archives, self.shards_per_archive, s.num_epochs, s.lr_initial, s.lr_final,
+                        s.num_jobs_initial, s.num_jobs_final, s.num_jobs_step, s.lr_factors)
 
 
 class Batch(NamedTuple):
@@ -102,7 +109,7 @@ class Task(ABC):
 
     @abstractmethod
     def model(self) -> nn.Module:
-        """A new model with its initial parameters."""
+        """A new model with its initial parameters; torch's random numbers are seeded (`seeded_model`)."""
 
     @abstractmethod
     def shards(self) -> ShardGrid:
@@ -149,6 +156,27 @@ class TaskSpec(Protocol):
 
     def task(self, device: torch.device) -> Task:
         """The task of a worker that computes on `device`."""
+
+
+def seeded_model(task: Task, seed: int) -> nn.Module:
+    """A new model of the task; the random numbers of this process are as before.
+
+    Raises:
+        ConfigError: it cannot be averaged, or has nothing to train.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = task.model()
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"the task's model is a {type(model).__name__}; it must be a torch.nn.Module.")
+    wrong = [f"{name} ({str(value.dtype).removeprefix('torch.')})" for name, value in model.state_dict().items()
+             if (value.is_floating_point() or value.is_complex()) and value.dtype != torch.float32]
+    if wrong:
+        raise ConfigError(f"the model has {', '.join(wrong[:3])}; parameters and buffers must be float32, in which they are "
+                          "averaged.")
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ConfigError("the model has no parameter that requires a gradient; there is nothing to train.")
+    return model
 
 
 def to_device(data: Any, device: torch.device) -> Any:

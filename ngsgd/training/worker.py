@@ -27,7 +27,7 @@ from ngsgd.preconditioners.build import make_preconditioner
 from ngsgd.training.job import Fisher, Job, JobInit, JobResult, LocalRef, WorkItem
 from ngsgd.training.parameter_deltas import NO_LIMITS, PartOfStart, change_limits, measure
 from ngsgd.training.parameter_vector import FlatLayout, Vector
-from ngsgd.training.task import Batch, BatchLoss, TaskSpec, to_device
+from ngsgd.training.task import Batch, BatchLoss, TaskSpec, seeded_model, to_device
 from ngsgd.training.validation.checksums import digest, not_finite
 from ngsgd.training.validation.plausibility import impossible
 
@@ -82,7 +82,7 @@ class Worker:
         self.index = index
         self.device = choose_device(self.settings.cluster.device, index)
         self.task = spec.task(self.device)
-        self.model = self.task.model().to(self.device)
+        self.model = seeded_model(self.task, self.settings.seed).to(self.device)
         self.layout = FlatLayout.of(self.model)
 
     def run(self, job: Job, place: Place = np_empty, should_stop: Callable[[], bool] = never) -> JobResult:

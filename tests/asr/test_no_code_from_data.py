@@ -36,10 +36,11 @@ from ngsgd.data.archives import prepare_archives
 from ngsgd.data.nnet3_examples import read_nnet3_examples
 from ngsgd.data.reader import EgsReader
 from ngsgd.errors import NgsgdError
-from ngsgd.launcher.config import compose, tuned_file
+from ngsgd.launcher.config import tuned_file
 from ngsgd.models.nnet3.binary import model_from_bytes, vector_from_bytes
 from ngsgd.models.nnet3.network import rebuild
 from ngsgd.pipeline.runs import config_file
+from ngsgd.pipeline.runs.saved_config import read_config
 from ngsgd.schedules import Shard
 from tests.asr.made_up_speech import write_data
 from tests.models.test_nnet3 import SAMPLE
@@ -282,8 +283,8 @@ FORMATS = {
     "lhotse manifest": Format(content("mine/train/recordings.jsonl"), read_lhotse),
     "tar of recordings": Format(in_tar, lambda folder: dict(source.wav_files(folder / "a.tar.gz"))),
     "zip of recordings": Format(in_zip, lambda folder: dict(source.wav_files(folder / "a.zip"))),
-    "config.yaml": Format(content("config.yaml"), lambda folder: compose.from_yaml(folder / "config.yaml")),
-    "config.yaml, a setting": Format(content("config.yaml", b"name: "), lambda folder: compose.from_yaml(folder / "config.yaml")),
+    "config.yaml": Format(content("config.yaml"), lambda folder: read_config(folder / "config.yaml")),
+    "config.yaml, a setting": Format(content("config.yaml", b"name: "), lambda folder: read_config(folder / "config.yaml")),
     "tuned.yaml": Format(content("tuned.yaml"), lambda folder: tuned_file.expanded([f"tuned={folder / 'tuned.yaml'}"])),
 }
 

@@ -17,6 +17,7 @@ from ngsgd.errors import ConfigError
 from ngsgd.launcher.config import compose
 from ngsgd.models import Window, build_model
 from ngsgd.pipeline.runs import config_file
+from ngsgd.pipeline.runs.saved_config import read_config
 from ngsgd.training.worker import make_optimizer
 from tests import toy
 
@@ -126,7 +127,7 @@ def test_the_command_line_gives_arguments(overrides: list[str], tmp_path: Path) 
     config = compose.compose(["model._target_=a.b:C", *overrides])
     assert (config.model._target_, config.model.args) == ("a.b:C", {"width": 64, "name": "x"})
     (tmp_path / "config.yaml").write_text(config_file.to_yaml(config))
-    assert compose.from_yaml(tmp_path / "config.yaml") == config
+    assert read_config(tmp_path / "config.yaml") == config
 
 
 def test_arguments_that_are_no_mapping_are_told() -> None:

@@ -57,7 +57,9 @@ def write_final(path: Path, model: nn.Module, about: Mapping[str, Any], transfor
                 extractor: Path | None = None) -> None:
     """A folder that `open_final` reads; `extractor` is the file that makes the i-vectors of the model's input."""
     with new_directory(path) as temporary:
-        save_file({name: t.contiguous() for name, t in model.state_dict().items()}, temporary / "model.safetensors")
+        # a copy each: tied weights share memory, which safetensors refuses
+        state = {name: t.detach().clone().contiguous() for name, t in model.state_dict().items()}
+        save_file(state, temporary / "model.safetensors")
         if transform is not None:
             save_file({"input_transform": transform.contiguous()}, temporary / _TRANSFORM)
         if extractor is not None:

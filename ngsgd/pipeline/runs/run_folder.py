@@ -150,6 +150,11 @@ class RunFolder:
         return self.path / "decode"
 
     @property
+    def metrics(self) -> Path:
+        """Scores of the final model of a task of the user's own."""
+        return self.path / "metrics.json"
+
+    @property
     def learning_curve(self) -> Path:
         return self.path / "learning_curve.png"
 
@@ -259,10 +264,15 @@ def check_output_dir(config: RunConfig) -> None:
                           "choose another with output_dir=PATH.") from error
 
 
+def what_is_trained(config: RunConfig) -> str:
+    """The name of the task, or corpus and model of a speech recipe."""
+    return config.task.label if config.task._target_ else f"{config.data.corpus}-{config.model.label}"
+
+
 def run_name(config: RunConfig) -> str:
     """What tells runs of one corpus apart, unless the user named the run."""
     others = [config.outer.kind] if config.outer.kind != RunConfig().outer.kind else []
-    return config.name or "-".join([config.data.corpus, config.model.label, config.optimizer.kind, *others,
+    return config.name or "-".join([what_is_trained(config), config.optimizer.kind, *others,
                                     f"j{config.schedule.num_jobs_final}", f"s{config.seed}"])
 
 

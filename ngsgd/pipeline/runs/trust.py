@@ -13,12 +13,12 @@ import json
 import os
 import stat
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ngsgd.config import ModelConfig
+from ngsgd.config import ModelConfig, TaskConfig
 from ngsgd.errors import CheckpointError, ConfigError
 from ngsgd.files import digest_of_json, new_file, read_json
 
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from ngsgd.pipeline.runs.run_folder import RunFolder
 
 VARIABLE = "NGSGD_TRUST"
+# settings that name a module, or what a file holds of them
+Module = ModelConfig | TaskConfig | Mapping[str, Any]
 # the settings that decide what is imported and how it is called
 _EXECUTED = ("_target_", "search_path", "args")
 _MAX_RECORDS = 5000
@@ -36,12 +38,12 @@ _LOCK_TIMEOUT_S, _POLL_S = 5.0, 0.05
 allowed_modules: set[str] = set()
 
 
-def allow(model: ModelConfig | Mapping[str, Any]) -> None:
+def allow(model: Module) -> None:
     """Allows these settings for the rest of this process: the user gave them, or said that they are trusted."""
     allowed_modules.add(_digest(_settings(model)))
 
 
-def remember(model: ModelConfig, run_id: str) -> None:
+def remember(model: ModelConfig | TaskConfig, run_id: str) -> None:
     """Records that this user began the run, so that it resumes without --trust; raises OSError if there is no room."""
     path = _record_path()
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -52,7 +54,15 @@ def remember(model: ModelConfig, run_id: str) -> None:
             temporary.write_text(json.dumps(newest, indent=0), encoding="utf-8")
 
 
-def require(model: ModelConfig | Mapping[str, Any], source: Path, run_id: str = "", *, trust: bool = False) -> None:
+def remember_or_warn(model: ModelConfig | TaskConfig, run_id: str, warn: Callable[[str], None]) -> None:
+    """As `remember`; without a home directory, or with a full one, the run begins with a warning."""
+    try:
+        remember(model, run_id)
+    except (OSError, RuntimeError) as error:
+        warn(f"that you began this run could not be recorded ({error}); to resume or decode it, add --trust.")
+
+
+def require(model: Module, source: Path, run_id: str = "", *, trust: bool = False) -> None:
     """Raises ConfigError unless what these settings name may be imported here.
 
     Args:
@@ -76,10 +86,10 @@ def require(model: ModelConfig | Mapping[str, Any], source: Path, run_id: str = 
         f"--trust (in Python: {VARIABLE}=1 in the environment).")
 
 
-def require_run(folder: RunFolder, model: ModelConfig, *, trust: bool = False) -> None:
+def require_run(folder: RunFolder, model: ModelConfig | TaskConfig, *, trust: bool = False) -> None:
     """As `require`, for what training imports: the run's own model, and the one that it starts from."""
     require(model, folder.config, folder.run_id, trust=trust)
-    if (folder.init_model / "model.json").is_file():
+    if isinstance(model, ModelConfig) and (folder.init_model / "model.json").is_file():
         require_final(folder.init_model, model, trust=trust)
 
 
@@ -154,8 +164,8 @@ def _locked(path: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def _settings(model: ModelConfig | Mapping[str, Any]) -> Mapping[str, Any]:
-    return asdict(model) if isinstance(model, ModelConfig) else model
+def _settings(model: Module) -> Mapping[str, Any]:
+    return model if isinstance(model, Mapping) else asdict(model)
 
 
 def _digest(settings: Mapping[str, Any]) -> str:

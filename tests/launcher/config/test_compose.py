@@ -14,6 +14,7 @@ from ngsgd.errors import ConfigError
 from ngsgd.launcher import cli
 from ngsgd.launcher.config import compose
 from ngsgd.pipeline.runs import config_file
+from ngsgd.pipeline.runs.saved_config import read_config
 
 
 def problems_of(*overrides: str, config_dir: Path | None = None) -> list[str]:
@@ -47,7 +48,7 @@ def test_every_choice_of_every_group_is_printed_as_it_would_be_trained(group: st
     for choice in compose.groups()[group]:
         assert cli.main(["train", "--cfg", "job", "--resolve", f"{group}={choice}"]) == 0
         (tmp_path / "printed.yaml").write_text(capsys.readouterr().out)
-        assert compose.from_yaml(tmp_path / "printed.yaml") == compose.compose([f"{group}={choice}"])
+        assert read_config(tmp_path / "printed.yaml") == compose.compose([f"{group}={choice}"])
 
 
 @pytest.mark.slow
@@ -158,7 +159,7 @@ def test_sweep_is_checked_value_by_value() -> None:
 def test_yaml_round_trip_is_exact(tmp_path: Path) -> None:
     config = compose.compose(["schedule.lr_initial=0.1234567890123", "schedule.lr_final=1e-7", "name='a: b #c'"])
     (tmp_path / "config.yaml").write_text(config_file.to_yaml(config))
-    assert compose.from_yaml(tmp_path / "config.yaml") == config
+    assert read_config(tmp_path / "config.yaml") == config
 
 
 @pytest.mark.parametrize(("text", "told"), [
@@ -168,14 +169,14 @@ def test_yaml_round_trip_is_exact(tmp_path: Path) -> None:
 def test_damaged_stored_configuration_is_told(tmp_path: Path, text: str, told: str) -> None:
     (tmp_path / "config.yaml").write_text(text)
     with pytest.raises(ConfigError, match=told):
-        compose.from_yaml(tmp_path / "config.yaml")
+        read_config(tmp_path / "config.yaml")
 
 
 def test_truncated_stored_configuration_is_not_filled_with_defaults(tmp_path: Path) -> None:
     text = config_file.to_yaml(RunConfig())
     (tmp_path / "config.yaml").write_text(text[:text.index("tracking:")])
     with pytest.raises(ConfigError, match="tracking"):
-        compose.from_yaml(tmp_path / "config.yaml")
+        read_config(tmp_path / "config.yaml")
 
 
 @pytest.mark.parametrize("has_end_mark", [True, False])
@@ -186,11 +187,11 @@ def test_a_run_of_an_older_version_has_the_defaults_of_later_settings(tmp_path: 
     del old["features"]["cmn_window"]
     text = yaml.safe_dump(old, sort_keys=False, explicit_end=has_end_mark)
     (tmp_path / "config.yaml").write_text(text)
-    assert compose.from_yaml(tmp_path / "config.yaml") == config
+    assert read_config(tmp_path / "config.yaml") == config
     old["features"]["colour"] = "red"
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(old, sort_keys=False, explicit_end=has_end_mark))
     with pytest.raises(ConfigError, match=r"features\.colour"):
-        compose.from_yaml(tmp_path / "config.yaml")
+        read_config(tmp_path / "config.yaml")
 
 
 def test_flatten_has_every_leaf_once() -> None:
@@ -231,5 +232,5 @@ def test_numbers_that_nothing_can_hold_are_rejected(key: str, digits: int) -> No
 def test_a_stored_configuration_that_no_parser_takes_is_one_error(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.yaml").write_text(text)
     with pytest.raises(ConfigError) as caught:
-        compose.from_yaml(tmp_path / "config.yaml")
+        read_config(tmp_path / "config.yaml")
     assert len(caught.value.problems) == 1 and "config.yaml" in str(caught.value)

@@ -16,6 +16,7 @@ from ngsgd.config.renamed import RENAMED
 from ngsgd.errors import ConfigError
 from ngsgd.launcher import cli
 from ngsgd.launcher.config import compose, config_builder
+from ngsgd.pipeline.runs.saved_config import read_config
 
 
 def problems_of(*overrides: str, config_dir: Path | None = None) -> list[str]:
@@ -162,7 +163,7 @@ def test_the_run_folder_of_an_older_version_loads(tmp_path: Path) -> None:
            "schedule": {"shares": "equal", "round_s": 3.0}, "combination": {"kind": "generalised"},
            "objective": {"equalise_layers": True}, "outer": {"kind": "diloco", "nesterov_lr": 0.5, "easgd_beta": 0.9}}
     file.write_text(yaml.safe_dump(old, explicit_end=True) + "...\n")
-    loaded = compose.from_yaml(file)
+    loaded = read_config(file)
     assert loaded.optimizer == OptimizerConfig("kfac", rank_in=7, alpha=3.0, damping=0.5, mc_samples=2,
                                                curvature_state="average", equalize_layers=True)
     assert (loaded.schedule.load_balancing, loaded.combination.kind) == ("none", "generalized")
@@ -174,7 +175,7 @@ def test_the_run_folder_of_an_older_natural_gradient_loads(tmp_path: Path) -> No
     old = {"optimizer": {"kind": "ngsgd", "ng_state": "keep"},
            "preconditioner": {"kind": "none", "damping": 0.3, "averaging": "reset"}}
     file.write_text(yaml.safe_dump(old, explicit_end=True) + "...\n")
-    assert compose.from_yaml(file).optimizer == OptimizerConfig("ngsgd", curvature_state="keep")
+    assert read_config(file).optimizer == OptimizerConfig("ngsgd", curvature_state="keep")
 
 
 @pytest.mark.parametrize(("content", "old", "new"), [

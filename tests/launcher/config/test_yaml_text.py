@@ -10,8 +10,9 @@ import pytest
 
 from ngsgd.config import RunConfig
 from ngsgd.errors import ConfigError
-from ngsgd.launcher.config import compose, tuned_file
+from ngsgd.launcher.config import tuned_file
 from ngsgd.pipeline.runs import config_file
+from ngsgd.pipeline.runs.saved_config import read_config
 
 
 def expand_aliases(path: Path) -> None:
@@ -51,7 +52,7 @@ def test_hostile_yaml_is_refused_by_name(tmp_path: Path, damage: Callable[[Path]
     monkeypatch.chdir(tmp_path)
     damage(tmp_path / "config.yaml")
     with pytest.raises(ConfigError, match=r"config\.yaml"):
-        compose.from_yaml(tmp_path / "config.yaml")
+        read_config(tmp_path / "config.yaml")
     with pytest.raises(ConfigError, match=r"config\.yaml"):
         tuned_file.expanded([f"tuned={tmp_path / 'config.yaml'}"])
     assert not (tmp_path / "canary").exists()
@@ -59,8 +60,8 @@ def test_hostile_yaml_is_refused_by_name(tmp_path: Path, damage: Callable[[Path]
 
 def test_a_configuration_comes_back_and_a_few_aliases_are_read(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(config_file.to_yaml(RunConfig()))
-    assert compose.from_yaml(tmp_path / "config.yaml") == RunConfig()
+    assert read_config(tmp_path / "config.yaml") == RunConfig()
     text = (tmp_path / "config.yaml").read_text().replace("seed: 0", "seed: &seed 0", 1)
     assert "&seed" in text
     (tmp_path / "config.yaml").write_text(text)
-    assert compose.from_yaml(tmp_path / "config.yaml") == RunConfig()
+    assert read_config(tmp_path / "config.yaml") == RunConfig()

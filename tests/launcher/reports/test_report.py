@@ -25,6 +25,7 @@ from ngsgd.launcher.reports.charts import charts_of
 from ngsgd.pipeline.runs import config_file
 from ngsgd.pipeline.runs.fisher_spectra import fisher_spectra
 from ngsgd.pipeline.runs.run_folder import RunFolder
+from ngsgd.pipeline.runs.saved_config import read_config
 from ngsgd.training.records import Incident
 from ngsgd.training.storage.event_log import EventLog
 from tests.launcher.records import final_report, job, outer_iteration
@@ -146,7 +147,7 @@ def test_old_logs_without_times_of_jobs_have_no_timeline(tmp_path: Path) -> None
 def test_spectra_of_a_run_whose_examples_are_gone_are_refused(tmp_path: Path) -> None:
     run = make_run(tmp_path, "first")
     with pytest.raises(NgsgdError):
-        fisher_spectra(RunFolder(run), compose.from_yaml(run / "config.yaml"))
+        fisher_spectra(RunFolder(run), read_config(run / "config.yaml"))
 
 
 @pytest.mark.slow

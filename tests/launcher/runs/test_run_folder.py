@@ -9,9 +9,9 @@ import pytest
 
 from ngsgd.config import OptimizerConfig, OuterConfig, RunConfig
 from ngsgd.errors import CheckpointError, RunLockedError
-from ngsgd.launcher.config import compose
 from ngsgd.pipeline.runs import config_file
 from ngsgd.pipeline.runs.run_folder import RunFolder, require_unchanged, run_name
+from ngsgd.pipeline.runs.saved_config import read_config
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def folder(tmp_path: Path) -> RunFolder:
 
 def test_an_unchanged_configuration_comes_back(folder: RunFolder) -> None:
     assert not require_unchanged(folder.config)
-    assert compose.from_yaml(folder.config).name == "one"
+    assert read_config(folder.config).name == "one"
 
 
 @pytest.mark.parametrize(("config", "name"), [
@@ -50,7 +50,7 @@ def test_a_configuration_of_before_the_checksums_is_accepted(folder: RunFolder) 
     with pytest.raises(CheckpointError, match="accept-changed-config"):
         require_unchanged(folder.config)
     (folder.path / folder.RUN_ID).unlink()
-    assert not require_unchanged(folder.config) and compose.from_yaml(folder.config).name == "old"
+    assert not require_unchanged(folder.config) and read_config(folder.config).name == "old"
 
 
 @pytest.mark.parametrize("content", ["", "{", "5", "null", "[]", "{}", '{"digest": 3}',

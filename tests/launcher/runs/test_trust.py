@@ -20,12 +20,12 @@ from ngsgd.errors import ConfigError
 from ngsgd.files import sha256
 from ngsgd.launcher import cli
 from ngsgd.launcher.commands import info
-from ngsgd.launcher.config import compose
 from ngsgd.models import custom
 from ngsgd.pipeline import run as composition
 from ngsgd.pipeline.runs import config_file, trust
 from ngsgd.pipeline.runs.final_model import DIGESTS, open_final, save_final
 from ngsgd.pipeline.runs.run_folder import RunFolder
+from ngsgd.pipeline.runs.saved_config import read_config
 from ngsgd.training.storage.event_log import EventLog
 from tests import toy
 from tests.launcher.records import final_report, outer_iteration
@@ -195,7 +195,7 @@ def test_ones_own_run_resumes_without_the_flag_but_not_with_other_settings(
     assert cli.main(["resume", str(moved)]) == 0
     assert len(ran) == 2
     for change in ({"_target_": "os:system"}, {"search_path": str(tmp_path)}, {"args": {"x": 1}}):
-        changed = compose.from_yaml(Path(moved) / "config.yaml")
+        changed = read_config(Path(moved) / "config.yaml")
         (Path(moved) / "config.yaml").write_text(config_file.to_yaml(replace(changed, model=replace(changed.model, **change))))
         assert cli.main(["resume", "--accept-changed-config", str(moved)]) == 2
         (Path(moved) / "config.yaml").write_text(config_file.to_yaml(changed))

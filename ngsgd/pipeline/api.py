@@ -1,0 +1,156 @@
+"""`ngsgd.train` and `ngsgd.load`: the service from Python."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ngsgd.config import RunConfig, build, check, unused, with_new_names
+from ngsgd.config.build import OTHER_NAMES, defaults, did_you_mean, leaves, merged, paths
+from ngsgd.config.unused import OF_SPEECH
+from ngsgd.errors import ConfigError
+from ngsgd.pipeline.base_run import BaseRun
+from ngsgd.pipeline.run import build_run
+from ngsgd.pipeline.runs.run_folder import RunFolder, find_run
+from ngsgd.pipeline.runs.saved_config import read_config
+from ngsgd.pipeline.services import Services
+from ngsgd.pipeline.task_run import TaskOrFunction, TaskRun, new_task_run, task_spec
+from ngsgd.tasks.spec import FROM_PYTHON, name_of
+
+# names of ngsgd.train that set several options
+_LR = ("lr", "learning_rate")
+
+
+def train(task: TaskOrFunction, *, num_workers: int = 2, cluster: str = "local", resume: str | Path | None = None,
+          quiet: bool = False, services: Services | None = None, **settings: Any) -> TaskRun:
+    """Train a model on several workers whose parameters are averaged every outer iteration.
+
+    A worker that dies is replaced and its job repeated, with the same bits. A run that was stopped, or
+    whose process was killed, is continued with `resume`.
+
+    Scripts need the line `if __name__ == "__main__":` before the call, as for `multiprocessing`.
+
+    Args:
+        task: `ngsgd.tasks.DatasetTask` or another `ngsgd.training.task.Task`, or a function that returns one. Worker
+            processes get a copy.
+        num_workers: Workers, and jobs of an outer iteration.
+        cluster: "local" (processes of this machine), "in_process", or "ray" (needs `pip install ngsgd[service]`).
+        resume: Folder or name of a run of this task to continue; settings are then those of the run.
+        quiet: Print incidents and the result only.
+        services: Replaces progress lines, trackers and the worker pool.
+        **settings: Options of `ngsgd train`. Sections are mappings, such as schedule={"num_epochs": 3}; a section with a
+            kind also takes its name, such as optimizer="kfac" or outer="diloco". Single options: lr, num_epochs,
+            batch_size, seed, name, output_dir. `lr` is the initial and final learning rate per example of the summed
+            loss: torch's rate for a mean loss, divided by the batch size.
+
+    Returns:
+        The run: `model`, `metrics`, `folder`.
+
+    Raises:
+        ConfigError: The task or a setting is wrong; nothing was started.
+        RunInterrupted: Ctrl-C; the message says how to continue.
+
+    Example:
+        run = ngsgd.train(make_task, num_workers=4, num_epochs=3)
+        print(run.metrics["valid/loss"])
+        torch.save(run.model.state_dict(), "model.pt")
+    """
+    if resume is not None:
+        if settings:
+            raise ConfigError(f"resume= continues a run with its own settings; leave out {', '.join(settings)}.")
+        run = _open(resume, task, services, num_workers, quiet)
+    else:
+        config = _config(settings, num_workers, cluster, name_of(task))
+        services = services or _services(config, quiet)
+        run = new_task_run(config, services, task)
+    run.train()
+    return run
+
+
+def load(run: str | Path, task: TaskOrFunction | None = None) -> BaseRun:
+    """Open a finished or stopped run, without Hydra, Ray or MLflow.
+
+    Args:
+        run: The run folder, or its name under runs/.
+        task: The task of a run that `ngsgd.train` made; not needed to read `metrics` and `folder`.
+
+    Raises:
+        ConfigError: There is no such run.
+        CheckpointError: Its configuration is damaged.
+    """
+    folder = RunFolder.open(find_run(str(run)))
+    config = read_config(folder.config)
+    if config.task._target_:
+        return TaskRun(config, folder, given=task)
+    return build_run(config, folder=folder)
+
+
+def _open(run: str | Path, task: TaskOrFunction, services: Services | None, num_workers: int, quiet: bool) -> TaskRun:
+    folder = RunFolder.open(find_run(str(run)))
+    config = read_config(folder.config)
+    if not config.task._target_:
+        raise ConfigError(f"{folder.path} trained a speech model; continue it with ngsgd resume {folder.path}.")
+    task_spec(config, task)
+    return TaskRun(config, folder, services or _services(config, quiet), given=task)
+
+
+def _services(config: RunConfig, quiet: bool) -> Services:
+    """Progress lines and, if asked for, Ray and MLflow, which only the service has."""
+    try:
+        launcher = importlib.import_module("ngsgd.launcher.commands.train")
+    except ImportError as error:
+        if config.cluster.kind == "ray" or config.tracking.kind != "none":
+            raise ConfigError(f"{error.name} is not installed, which cluster=ray and tracking need; install "
+                              "ngsgd[service].") from None
+        return Services(report=_ignore if quiet else print, warn=print)
+    return launcher.services_of(config, quiet)  # type: ignore[no-any-return]
+
+
+def _ignore(_line: str) -> None:
+    pass
+
+
+def _config(settings: Mapping[str, Any], num_workers: int, cluster: str, name: str) -> RunConfig:
+    """A complete configuration; raises one ConfigError for everything wrong."""
+    given, problems = _nested(settings)
+    schedule = given.get("schedule", {})
+    own = {"cluster": {"kind": cluster, "num_workers": num_workers}, "tracking": {"kind": "none"},
+           "schedule": {name: num_workers for name in ("num_jobs_initial", "num_jobs_final") if name not in schedule}}
+    given, _ = with_new_names(given)
+    config, wrong = build(merged(merged(defaults(), own), given))
+    config = replace(config, task=replace(config.task, _target_=FROM_PYTHON + name))
+    named = set(dict(leaves(given, "")))
+    problems += [one.message for one in wrong] or list(check(config))
+    problems += [one.sentence for one in unused(config) if one.path in named]
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def _nested(settings: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Settings by section, from those of `ngsgd.train`."""
+    sections = {spec.name: getattr(RunConfig(), spec.name) for spec in fields(RunConfig)}
+    by_name = {path.rpartition(".")[2]: path for path in reversed(paths())
+               if path.partition(".")[0] not in OF_SPEECH}
+    found: dict[str, Any] = {}
+    problems: list[str] = []
+    for name, value in settings.items():
+        section = sections.get(name)
+        if name in _LR:
+            layer: dict[str, Any] = {"schedule": {"lr_initial": value, "lr_final": value}}
+        elif is_dataclass(section):
+            layer = {name: dict(value) if isinstance(value, Mapping) else {"kind": value}}
+        elif section is not None:
+            layer = {name: str(value) if isinstance(value, Path) else value}
+        elif path := OTHER_NAMES.get(name, by_name.get(name, "")):
+            first, _, last = path.partition(".")
+            layer = {first: {last: value}}
+        else:
+            near = did_you_mean(name, [*sections, *by_name], name)
+            problems.append(f"ngsgd.train has no setting {name}.{near} See them all with: ngsgd settings.")
+            continue
+        found = merged(found, layer)
+    return found, problems

@@ -1,0 +1,166 @@
+"""What every run has: a folder, a lock, checkpoints, trackers, and outer iterations on injected workers."""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ngsgd.config import RunConfig
+from ngsgd.errors import CheckpointError, RunInterrupted
+from ngsgd.optim.outer import make_rule
+from ngsgd.pipeline.runs.fingerprint_check import FingerprintCheck
+from ngsgd.pipeline.runs.run_folder import RunFolder
+from ngsgd.pipeline.services import PoolRequest, Services
+from ngsgd.pipeline.train import train
+from ngsgd.schedules import Schedule
+from ngsgd.training.parameter_vector import FlatLayout, Vector
+from ngsgd.training.records import FinalReport, Incident
+from ngsgd.training.storage.checkpoint import Checkpoint, CheckpointStore, first_checkpoint, require_room
+from ngsgd.training.storage.event_log import EventLog
+from ngsgd.training.storage.lock import RunLock
+from ngsgd.training.task import Task, TaskSpec, seeded_model
+from ngsgd.training.tracking import Trackers
+
+
+@dataclass(frozen=True)
+class Training:
+    """A run that holds its lock and is ready to train."""
+
+    spec: TaskSpec
+    task: Task
+    checkpoints: CheckpointStore
+    latest: Checkpoint | None
+    trackers: Trackers
+
+
+class BaseRun(ABC):
+    """A run of the engine; subclasses say what is trained and what the last model becomes."""
+
+    def __init__(self, config: RunConfig, folder: RunFolder, services: Services | None = None,
+                 fingerprint: FingerprintCheck | None = None, *, is_new: bool = False) -> None:
+        self.config = config
+        self.folder = folder
+        self.services = services or Services()
+        self._fingerprint = fingerprint
+        self._purpose = "train" if is_new else "resume"
+
+    def train(self) -> FinalReport:
+        """Train from the last checkpoint to the end, and make the final model."""
+        with self._training() as training:
+            end = self._iterate(training)
+            report = self._finish(training, end)
+            training.trackers.finished(report)
+        return report
+
+    def train_only(self) -> Checkpoint:
+        """Run the remaining outer iterations; without final model and decoding."""
+        with self._training() as training:
+            return self._iterate(training)
+
+    @property
+    @abstractmethod
+    def model(self) -> nn.Module:
+        """The final model in evaluation mode."""
+
+    @property
+    @abstractmethod
+    def metrics(self) -> dict[str, Any]:
+        """Scores of the final model, by name."""
+
+    # What differs between runs --------------------------------------------------------------------
+
+    @abstractmethod
+    def _spec(self) -> TaskSpec:
+        """Prepare the data, and describe the task to the workers."""
+
+    @abstractmethod
+    def _kept_models(self, task: Task, schedule: Schedule) -> Sequence[int]:
+        """The outer iterations whose models the final combination needs."""
+
+    @abstractmethod
+    def _finish(self, training: Training, end: Checkpoint) -> FinalReport:
+        """Make the final model from the last checkpoint, and score it."""
+
+    def _initial_parameters(self, task: Task) -> Vector:
+        model = seeded_model(task, self.config.seed)
+        return FlatLayout.of(model).flatten(model.state_dict())
+
+    # Steps of train -------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _training(self) -> Iterator[Training]:
+        """Lock the folder, open checkpoints and trackers, and report how the run ended."""
+        with self.folder.locked(self._purpose, self.services.warn) as lock, self._disk_errors():
+            training = self._open(lock)
+            status = "FAILED"
+            try:
+                with self.folder.marked_as_running():
+                    yield training
+                status = "FINISHED"
+            except (RunInterrupted, KeyboardInterrupt) as interrupt:
+                status = "KILLED"
+                raise RunInterrupted(f"{interrupt or 'interrupted'}; go on with: ngsgd resume {self.folder.path}") from interrupt
+            finally:
+                training.trackers.close(status)
+
+    @contextlib.contextmanager
+    def _disk_errors(self) -> Iterator[None]:
+        """Turn a full or failing disk into one message."""
+        try:
+            yield
+        except OSError as error:
+            raise CheckpointError(f"{error.filename or self.folder.path} could not be written ({error.strerror}); make room or fix "
+                                  f"the permissions, then go on with: ngsgd resume {self.folder.path}") from error
+
+    def _open(self, lock: RunLock) -> Training:
+        config, folder = self.config, self.folder
+        spec = self._spec()
+        task = spec.task(torch.device("cpu"))
+        schedule = task.shards().schedule(config.schedule)
+        layout = FlatLayout.of(seeded_model(task, config.seed))
+        checkpoints = CheckpointStore(folder.checkpoints, layout, config.checkpoint.num_to_keep,
+                                      self._kept_models(task, schedule), lock)
+        latest, problems = checkpoints.latest()
+        for problem in problems:
+            self.services.report(problem)
+        events = EventLog(folder.events, latest.progress.outer_iter if latest else -1)
+        if latest and events.has(latest.progress.outer_iter):
+            latest = replace(latest, record=None)
+        job_counts = [one.num_jobs for one in schedule.outer_iterations()]
+        trackers = Trackers([events, *self.services.make_trackers(config, folder, job_counts)])
+        return Training(spec, task, checkpoints, latest, trackers)
+
+    def _iterate(self, training: Training) -> Checkpoint:
+        """Run the remaining outer iterations on the workers that the services provide."""
+        config, folder, services, spec = self.config, self.folder, self.services, training.spec
+        fingerprint = self._fingerprint or FingerprintCheck.of_resumed_run(config, folder, services.report, allow_other_bits=False)
+        torch.set_num_threads(fingerprint.num_threads)
+        size = training.checkpoints.layout.size
+        # the model, and next to it at most two buffers of the outer optimizer and a moving average
+        require_room(folder.path, 4 * size * (1 + len(make_rule(config.outer).buffers) + (config.outer.ema_decay > 0)))
+        start = self._start(training)
+        pool = services.make_pool(PoolRequest(spec, fingerprint.num_threads, size, folder.workers, fingerprint.agreement,
+                                              services.stop.expired))
+        services.report(f"starting {config.cluster.num_workers} workers ({config.cluster.kind}, {fingerprint.num_threads} threads "
+                        "each)")
+
+        def on_start() -> None:
+            fingerprint.keep(start.progress.outer_iter + 1)
+            for line in fingerprint.differences:
+                training.trackers.incident(Incident("other_bits", f"other bits from here on, as was allowed: {line}",
+                                                    start.progress.outer_iter + 1, elapsed_s=start.progress.elapsed_s))
+
+        return train(spec, pool, training.checkpoints, start, folder.ledger, tracker=training.trackers, stop=services.stop,
+                     clock=services.clock, on_start=on_start, catch_signals=services.catch_signals)
+
+    def _start(self, training: Training) -> Checkpoint:
+        if training.latest is None:
+            return first_checkpoint(self._initial_parameters(training.task))
+        self.services.report(f"going on after outer iteration {training.latest.progress.outer_iter + 1}")
+        return training.latest

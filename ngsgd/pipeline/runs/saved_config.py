@@ -1,0 +1,71 @@
+"""The configuration of a run, read from its folder."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, cast
+
+from ngsgd.config import RunConfig, build, check, with_new_names
+from ngsgd.config.build import defaults, leaves, with_defaults
+from ngsgd.errors import ConfigError
+from ngsgd.pipeline.runs.yaml_text import read_yaml_text
+
+# PyYAML reads numbers such as 1e-3, which people write, as texts
+_FLOAT = re.compile(r"^[-+]?(\d[\d_]*)(\.[\d_]*)?([eE][-+]?\d+)$")
+
+
+def read_config(path: Path) -> RunConfig:
+    """Read config.yaml of a run folder; options of later versions have their defaults.
+
+    Raises:
+        ConfigError: it does not exist, is damaged, or holds wrong values.
+    """
+    import yaml
+
+    try:
+        text = read_yaml_text(path)
+        has_end_mark = "..." in text.getvalue().splitlines()
+        # a subclass of SafeLoader
+        values = yaml.load(text, _loader())
+    except FileNotFoundError:
+        raise ConfigError(f"{path} does not exist; is this a run folder of ngsgd train?") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(yaml_problem(error, path)) from None
+    except (OSError, UnicodeError, RecursionError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}.") from None
+    if not values or not isinstance(values, dict):
+        raise ConfigError(f"{path} holds no settings; it is damaged, restore it or train again.")
+    settings, _ = with_new_names(cast("dict[str, Any]", values))
+    *_, (last, _) = leaves(defaults(), "")
+    is_complete = has_end_mark or last in dict(leaves(settings, ""))
+    config, wrong = build(with_defaults(settings) if is_complete else settings)
+    problems = [one.message for one in wrong]
+    problems += [message for message in check(config) if not any(one.path in message for one in wrong)]
+    if problems:
+        raise ConfigError([f"{path}: {problem}" for problem in problems])
+    return config
+
+
+def yaml_problem(error: Any, path: Path) -> str:
+    """What is wrong with a YAML file, and in which line."""
+    mark = getattr(error, "problem_mark", None)
+    where = f"{mark.name}:{mark.line + 1}" if mark else str(path)
+    said = getattr(error, "problem", None) or str(error).partition("\n")[0]
+    return f"{where.strip()}: this is not valid YAML: {said}."
+
+
+def _loader() -> Any:
+    """PyYAML's safe loader; a key that stands twice is an error."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            keys = [key.value for key, _ in node.value if isinstance(key.value, str)]
+            twice = next((key for key in keys if keys.count(key) > 1), None)
+            if twice is not None:
+                raise yaml.constructor.ConstructorError(None, None, f"found duplicate key {twice}", node.start_mark)
+            return super().construct_mapping(node, deep=deep)
+
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789"))
+    return Loader

@@ -1,0 +1,186 @@
+"""Runs of a task of the user's own: any model, data and loss, with the engine's fault tolerance."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import nn
+
+from ngsgd import imports
+from ngsgd.config import RunConfig
+from ngsgd.errors import CheckpointError, ConfigError
+from ngsgd.files import read_json, write_text
+from ngsgd.pipeline.base_run import BaseRun, Training
+from ngsgd.pipeline.combination import Candidate, running_mean
+from ngsgd.pipeline.combination.selection import candidates
+from ngsgd.pipeline.runs import trust as permission
+from ngsgd.pipeline.runs.config_file import to_yaml
+from ngsgd.pipeline.runs.final_model import check_final, write_final
+from ngsgd.pipeline.runs.fingerprint_check import FingerprintCheck
+from ngsgd.pipeline.runs.run_folder import RunFolder, check_output_dir
+from ngsgd.pipeline.services import Services
+from ngsgd.schedules import Schedule
+from ngsgd.tasks.spec import FROM_PYTHON, GivenTask, ImportedTask
+from ngsgd.training.parameter_vector import FlatLayout, Vector
+from ngsgd.training.records import FinalReport
+from ngsgd.training.settings import EngineSettings
+from ngsgd.training.storage.checkpoint import Checkpoint
+from ngsgd.training.task import Evaluation, Task, TaskSpec, seeded_model
+
+TaskOrFunction = Task | Callable[[], Task]
+
+
+def new_task_run(config: RunConfig, services: Services, given: TaskOrFunction | None = None, *,
+                 allow_other_bits: bool = False) -> TaskRun:
+    """Check the task, and make the folder of a run.
+
+    Args:
+        config: complete configuration; `task._target_` names the task.
+        services: trackers, worker pool and so on.
+        given: a task, or a function that makes one, from a Python program.
+        allow_other_bits: accept workers whose results agree to rounding only.
+
+    Raises:
+        ConfigError: the task or the settings cannot be used.
+    """
+    check_output_dir(config)
+    if given is None:
+        config = replace(config, task=replace(config.task, search_path=os.path.abspath(config.task.search_path or os.getcwd())))
+        permission.allow(config.task)
+    if config.combination.kind == "generalized":
+        raise ConfigError("combination.kind is generalized, which needs a speech model; choose none or mean.")
+    spec = task_spec(config, given)
+    _check(spec, config)
+    folder = RunFolder.create(config, to_yaml(config))
+    services.report(f"run folder {folder.path}")
+    fingerprint = FingerprintCheck.of_new_run(config, folder, allow_other_bits=allow_other_bits)
+    if given is None:
+        permission.remember_or_warn(config.task, folder.run_id, services.warn)
+    return TaskRun(config, folder, services, fingerprint, given=given, is_new=True)
+
+
+def task_spec(config: RunConfig, given: TaskOrFunction | None) -> TaskSpec:
+    """Describe the task to the workers; raises ConfigError for a task of Python that was not given again."""
+    settings = EngineSettings.of(config)
+    if given is None:
+        if config.task._target_.startswith(FROM_PYTHON):
+            name = config.task._target_.removeprefix(FROM_PYTHON)
+            raise ConfigError(f"the task of this run, {name}, came from a Python program; continue the run there, with "
+                              "ngsgd.train(task, resume=RUN).")
+        return ImportedTask(settings, config.task)
+    spec = GivenTask(settings, given)
+    if config.cluster.kind != "in_process":
+        spec.require_picklable()
+    return spec
+
+
+class TaskRun(BaseRun):
+    """A run of a task of the user's own."""
+
+    def __init__(self, config: RunConfig, folder: RunFolder, services: Services | None = None,
+                 fingerprint: FingerprintCheck | None = None, *, given: TaskOrFunction | None = None,
+                 is_new: bool = False) -> None:
+        super().__init__(config, folder, services, fingerprint, is_new=is_new)
+        self._given = given
+
+    @property
+    def model(self) -> nn.Module:
+        """The final model in evaluation mode."""
+        path = self.folder.final
+        check_final(path)
+        model = seeded_model(self._task(), self.config.seed)
+        try:
+            model.load_state_dict(load_file(path / "model.safetensors"))
+        except OSError as error:
+            raise CheckpointError(f"{self.folder.path} has no final model that can be read ({error}); finish it with "
+                                  f"ngsgd resume {self.folder.path}.") from error
+        except (SafetensorError, RuntimeError) as error:
+            raise CheckpointError(f"the final model in {path} does not fit the task ({imports.first_line(error)}).") from error
+        return model.eval()
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Scores of the final model by name, such as "valid/loss"; the content of metrics.json."""
+        found: dict[str, float] = read_json(self.folder.metrics)
+        return found
+
+    def evaluate(self) -> dict[str, float]:
+        """Score the final model on the task's held-out examples."""
+        with torch.no_grad():
+            return metrics_of(self._task().evaluate(self.model))
+
+    def _task(self) -> Task:
+        permission.require(self.config.task, self.folder.config, self.folder.run_id, trust=self._given is not None)
+        return task_spec(self.config, self._given).task(torch.device("cpu"))
+
+    def _spec(self) -> TaskSpec:
+        return task_spec(self.config, self._given)
+
+    def _kept_models(self, task: Task, schedule: Schedule) -> Sequence[int]:
+        if self.config.combination.kind == "none" or self.config.outer.ema_decay > 0:
+            return ()
+        return candidates(schedule, self.config.combination.max_models)
+
+    def _finish(self, training: Training, end: Checkpoint) -> FinalReport:
+        task, folder = training.task, self.folder
+        model = seeded_model(task, self.config.seed).eval()
+        layout = training.checkpoints.layout
+        layout.load(model, self._final_parameters(training, end, model, layout))
+        with torch.no_grad():
+            scores = task.evaluate(model)
+        metrics = metrics_of(scores)
+        about = {"model": {}, "task": asdict(self.config.task), "metrics": metrics, "run_id": folder.run_id}
+        write_final(folder.final, model, about, None)
+        write_text(folder.metrics, json.dumps(metrics, indent=1))
+        self.services.plot(folder.events, folder.learning_curve)
+        files = {"run folder": folder.path, "final model": folder.final, "metrics": folder.metrics,
+                 "learning curve": folder.learning_curve, "events": folder.events}
+        return FinalReport("", 0.0, "", scores.train, scores.valid, end.progress.frames_processed, end.progress.elapsed_s,
+                           {label: str(path) for label, path in files.items() if path.exists()}, metrics)
+
+    def _final_parameters(self, training: Training, end: Checkpoint, model: nn.Module, layout: FlatLayout) -> Vector:
+        """The moving average where there is one, else the mean of the last models that is best on held-out examples."""
+        store, kept = training.checkpoints, training.checkpoints.kept()
+        if "ema" in end.buffers or self.config.combination.kind == "none" or not kept:
+            return end.buffers.get("ema", end.parameters)
+
+        def held_out(parameters: Vector) -> tuple[float, Vector]:
+            layout.load(model, parameters)
+            with torch.no_grad():
+                return training.task.evaluate(model).valid.objf, parameters
+
+        models = [Candidate(outer_iter, partial(store.load_model, outer_iter)) for outer_iter in kept]
+        found = running_mean(models, held_out, self.config.combination.max_evaluations)
+        self.services.report(f"combined the newest {found.num_models} of {len(models)} models: valid loss {-found.objf:.4f}, the "
+                             f"newest alone {-found.objf_newest:.4f}")
+        return found.parameters
+
+
+def metrics_of(scores: Evaluation) -> dict[str, float]:
+    """The scores of a model by name; losses are means over the examples."""
+    return {"train/loss": -scores.train.objf, "valid/loss": -scores.valid.objf, **scores.figures}
+
+
+def _check(spec: TaskSpec, config: RunConfig) -> None:
+    """Train and score one small minibatch, so that errors appear before a worker starts."""
+    task = spec.task(torch.device("cpu"))
+    model = seeded_model(task, config.seed)
+    shard = task.shards().schedule(config.schedule).shard(0)
+    batch = next(iter(task.batches(shard, config.schedule.minibatch_size, seed=(config.seed, 0, 0), first=0, stop=1)), None)
+    if batch is None:
+        raise ConfigError("the first shard of the task has no minibatch.")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        loss = task.loss(model.train(), batch.data).total
+    if not loss.requires_grad:
+        raise ConfigError("the task's loss does not depend on the model's parameters.")
+    if not bool(torch.isfinite(loss)):
+        raise ConfigError(f"the loss of the first minibatch is {float(loss)}; check the data and the initial model.")
+    task.prepare_evaluation(model.eval())

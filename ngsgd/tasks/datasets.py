@@ -1,0 +1,244 @@
+"""Tasks of the user's own: a dataset, a model and a loss function, as every PyTorch loop has them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset, TensorDataset, default_collate
+
+from ngsgd.data.permutation import Indices, Permutation
+from ngsgd.errors import ConfigError
+from ngsgd.schedules import Shard
+from ngsgd.training.records import SubsetScore
+from ngsgd.training.task import Batch, BatchLoss, Evaluation, ShardGrid, Task
+
+ModelFunction = Callable[[], nn.Module]
+LossFunction = Callable[[nn.Module, Any], Tensor]
+MetricsFunction = Callable[[nn.Module, Any], Mapping[str, Any]]
+WeightFunction = Callable[[Any], Any]
+
+# a job must not be so long that a lost worker costs much, nor so short that averaging dominates
+_MAX_SHARD = 16384
+_MIN_SHARDS = 8
+# the check before each commit
+_NUM_CHECK_EXAMPLES = 128
+# of the permutation that divides a dataset into training and validation examples; not the run's
+# seed, so that all runs of one dataset are scored on the same examples
+_SPLIT_SEED = (0x6E67, 0x7364)
+
+
+class DatasetTask(Task):
+    """Trains a model on a map-style dataset.
+
+    The dataset is divided into shards of random examples; each job of an outer iteration trains on
+    one shard. Which examples a shard has depends on the run's seed; their order depends on the
+    seed, the outer iteration and the job. No index is stored, so the memory does not depend on the
+    number of examples, and a pass can start anywhere in constant time.
+
+    A worker process makes its own copy of the task, so functions must be importable: defined with
+    `def` at the top of a module or of the script.
+
+    Args:
+        dataset: `torch.utils.data.Dataset` with `__len__` and `__getitem__`, such as a
+            `TensorDataset` or a Hugging Face dataset.
+        model_fn: Returns a new model. torch's random numbers are seeded with the run's seed.
+        loss_fn: `loss_fn(model, batch)` returns the loss of a minibatch, a scalar.
+        valid: Validation dataset, or the share of `dataset` that is held out for validation.
+        collate_fn: Makes a minibatch of a list of examples, as for a `DataLoader`.
+        metrics_fn: `metrics_fn(model, batch)` returns means over a minibatch by name, such as
+            {"accuracy": ...}; computed on held-out examples, not during training.
+        loss_reduction: Whether `loss_fn` returns the "mean" over the minibatch or the "sum".
+        weight_fn: `weight_fn(batch)` returns what the loss is a mean over, such as the number of
+            tokens of a language model, or the sum of example weights. Default: the examples.
+        shard_size: Examples of a job. Default: 16384, or an eighth of a smaller dataset.
+        num_eval_examples: Examples of each of the training and validation sets that are scored
+            after each outer iteration.
+
+    Raises:
+        ConfigError: There is no example to train on or to validate with.
+
+    Example:
+        def make_task():
+            return DatasetTask(TensorDataset(images, labels), make_model, loss_fn)
+
+        run = ngsgd.train(make_task, num_workers=4)
+    """
+
+    def __init__(self, dataset: Dataset[Any], model_fn: ModelFunction, loss_fn: LossFunction, *,
+                 valid: Dataset[Any] | float = 0.05,
+                 collate_fn: Callable[[list[Any]], Any] = default_collate,
+                 metrics_fn: MetricsFunction | None = None,
+                 loss_reduction: Literal["mean", "sum"] = "mean",
+                 weight_fn: WeightFunction | None = None,
+                 shard_size: int | None = None, num_eval_examples: int = 2000) -> None:
+        if loss_reduction not in ("mean", "sum"):
+            raise ConfigError(f"loss_reduction is {loss_reduction!r}; choose mean or sum.")
+        self.dataset = dataset
+        self.model_fn = model_fn
+        self.loss_fn = loss_fn
+        self.collate_fn = collate_fn
+        self.metrics_fn = metrics_fn
+        self.loss_reduction = loss_reduction
+        self.weight_fn = weight_fn
+        self.num_eval_examples = num_eval_examples
+        size = _length(dataset)
+        self._split: Permutation | None = None
+        self.num_valid = 0
+        self.valid = valid
+        if isinstance(valid, (int, float)):
+            if not 0.0 < valid < 1.0:
+                raise ConfigError(f"valid is {valid}; give a share between 0 and 1, or a dataset.")
+            self.num_valid = max(1, round(valid * size))
+            self._split = Permutation(max(size, 1), _SPLIT_SEED)
+        elif not _length(valid):
+            raise ConfigError("the validation dataset is empty; give at least one example.")
+        self.num_examples = size - self.num_valid
+        if self.num_examples < 1:
+            raise ConfigError(f"the dataset has {size} examples, of which {self.num_valid} are held out; "
+                              "there is nothing to train on.")
+        if shard_size is not None and shard_size < 1:
+            raise ConfigError(f"shard_size is {shard_size}; it must be at least 1.")
+        self.shard_size = min(self.num_examples, shard_size or min(
+            _MAX_SHARD, math.ceil(self.num_examples / _MIN_SHARDS)))
+
+    def model(self) -> nn.Module:
+        return self.model_fn()
+
+    def shards(self) -> ShardGrid:
+        return ShardGrid(max(1, round(self.num_examples / self.shard_size)))
+
+    def num_batches(self, shard: Shard, size: int) -> int:
+        first, stop = self._range(shard)
+        return max(1, round((stop - first) / size))
+
+    def batches(self, shard: Shard, size: int, *, seed: tuple[int, int, int], first: int = 0,
+                stop: int | None = None) -> Iterator[Batch]:
+        begin, end = self._range(shard)
+        length, count = end - begin, self.num_batches(shard, size)
+        division = Permutation(self.num_examples, (seed[0],))
+        order = Permutation(length, (*seed, shard.archive))
+        for number in range(first, count if stop is None else stop):
+            # sizes differ by at most one: a last minibatch of one example would break batch norms
+            rows = order.at(number * length // count, (number + 1) * length // count)
+            yield Batch(self._train_batch(division.of(begin + rows)), len(rows))
+
+    def loss(self, model: nn.Module, data: Any) -> BatchLoss:
+        return self._loss(model, data, self._num_examples_of(data))
+
+    @torch.no_grad()
+    def evaluate(self, model: nn.Module) -> Evaluation:
+        figures: dict[str, float] = {}
+        scores = {}
+        for name, examples in (("train", self._train_subset), ("valid", self._valid_subset)):
+            objf, means = self._score(model, examples)
+            scores[name] = SubsetScore(objf, means.get("accuracy", 0.0))
+            figures |= {f"{name}/{metric}": value for metric, value in means.items()}
+        return Evaluation(scores["train"], scores["valid"], figures)
+
+    def prepare_evaluation(self, model: nn.Module) -> None:
+        """Load the held-out examples, and check loss and metrics on a few of them."""
+        few = self._check_subset[:1]
+        with torch.no_grad():
+            model.eval()
+            self._score(model, few)
+
+    @torch.no_grad()
+    def held_out_objf(self, model: nn.Module) -> float:
+        return self._score(model, self._check_subset, with_metrics=False)[0]
+
+    def _range(self, shard: Shard) -> tuple[int, int]:
+        count = self.shards().num_archives
+        return (shard.archive * self.num_examples // count,
+                (shard.archive + 1) * self.num_examples // count)
+
+    def _train_batch(self, examples: Indices) -> Any:
+        if self._split is not None:
+            examples = self._split.of(examples + self.num_valid)
+        return _fetch(self.dataset, examples, self.collate_fn)
+
+    def _valid_batch(self, examples: Indices) -> Any:
+        if self._split is not None:
+            return _fetch(self.dataset, self._split.of(examples), self.collate_fn)
+        assert isinstance(self.valid, Dataset)
+        return _fetch(self.valid, examples, self.collate_fn)
+
+    def _loss(self, model: nn.Module, batch: Any, num_examples: int) -> BatchLoss:
+        loss = self.loss_fn(model, batch)
+        if not isinstance(loss, Tensor) or loss.dim():
+            shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            raise ConfigError(f"loss_fn returned {shape}; it must return a tensor of one number.")
+        weight = num_examples if self.weight_fn is None else self.weight_fn(batch)
+        return BatchLoss(loss * weight if self.loss_reduction == "mean" else loss, weight)
+
+    def _num_examples_of(self, batch: Any) -> int:
+        if self.weight_fn is not None:
+            # `_loss` does not use it
+            return 0
+        first = batch
+        while not isinstance(first, Tensor):
+            try:
+                first = next(iter(first.values() if isinstance(first, Mapping) else first))
+            except (TypeError, StopIteration):
+                raise ConfigError("a minibatch must hold a tensor whose first dimension is the number of "
+                                  "examples; give weight_fn otherwise.") from None
+        return len(first)
+
+    def _score(self, model: nn.Module, batches: Sequence[tuple[Any, int]], *,
+               with_metrics: bool = True) -> tuple[float, dict[str, float]]:
+        """Return minus the mean loss, and the means of the metrics."""
+        total = weight = 0.0
+        sums: dict[str, float] = {}
+        for batch, num_examples in batches:
+            found = self._loss(model, batch, num_examples)
+            total += float(found.total)
+            weight += float(found.weight)
+            if self.metrics_fn is not None and with_metrics:
+                for name, value in self.metrics_fn(model, batch).items():
+                    sums[name] = sums.get(name, 0.0) + float(value) * float(found.weight)
+        return -total / weight, {name: value / weight for name, value in sums.items()}
+
+    @cached_property
+    def _train_subset(self) -> list[tuple[Any, int]]:
+        return self._subset(self._train_batch, self.num_examples, self.num_eval_examples)
+
+    @cached_property
+    def _valid_subset(self) -> list[tuple[Any, int]]:
+        return self._subset(self._valid_batch, self._num_valid, self.num_eval_examples)
+
+    @cached_property
+    def _check_subset(self) -> list[tuple[Any, int]]:
+        return self._subset(self._valid_batch, self._num_valid, _NUM_CHECK_EXAMPLES)
+
+    @property
+    def _num_valid(self) -> int:
+        return self.num_valid if self._split is not None else _length(self.valid)
+
+    def _subset(self, fetch: Callable[[Indices], Any], size: int, wanted: int) -> list[tuple[Any, int]]:
+        """The same random examples in every process, as minibatches."""
+        chosen = Permutation(size, _SPLIT_SEED).at(0, min(size, wanted))
+        parts = [chosen[first:first + _NUM_CHECK_EXAMPLES]
+                 for first in range(0, len(chosen), _NUM_CHECK_EXAMPLES)]
+        return [(fetch(part), len(part)) for part in parts]
+
+
+def _length(dataset: Any) -> int:
+    try:
+        return len(dataset)
+    except TypeError:
+        raise ConfigError(f"{type(dataset).__name__} has no length; DatasetTask needs a map-style dataset "
+                          "with __len__ and __getitem__.") from None
+
+
+def _fetch(dataset: Any, examples: Indices, collate_fn: Callable[[list[Any]], Any]) -> Any:
+    if type(dataset) is TensorDataset and collate_fn is default_collate:
+        # the same values as example by example, in one copy
+        rows = torch.from_numpy(examples)
+        return [tensor[rows] for tensor in dataset.tensors]
+    at_once = getattr(dataset, "__getitems__", None)
+    found = at_once(examples.tolist()) if at_once is not None else [dataset[index] for index in examples.tolist()]
+    return collate_fn(found)

@@ -1,0 +1,188 @@
+"""Runs of a task of the user's own: from Python and from the command line, stopped, killed and continued."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ngsgd
+from ngsgd.cluster.process_pool import ProcessPool
+from ngsgd.config import RunConfig
+from ngsgd.errors import ConfigError, RunInterrupted
+from ngsgd.files import read_json_lines
+from ngsgd.launcher import cli
+from ngsgd.pipeline.runs import trust
+from ngsgd.pipeline.runs.run_folder import RunFolder
+from ngsgd.pipeline.services import PoolRequest, Services, local_pool
+from ngsgd.training.records import FinalReport, Incident, OuterIterationRecord
+from tests.tasks import blobs
+
+SETTINGS: dict[str, Any] = {"num_epochs": 4, "batch_size": 16, "cluster": "in_process"}
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def digest(run: Any) -> str:
+    return hashlib.sha256((run.folder.final / "model.safetensors").read_bytes()).hexdigest()
+
+
+def test_a_run_lowers_the_loss_and_can_be_loaded(tmp_path: Path) -> None:
+    run = ngsgd.train(blobs.make_task, output_dir=tmp_path, services=Services(), **SETTINGS)
+    events = read_json_lines(run.folder.events)
+    first, last = [event for event in events if event["event"] == "outer_iteration"][::len(events) - 2][:2]
+    assert run.metrics["valid/loss"] < -first["valid"]["objf"] and run.metrics["valid/accuracy"] > 0.7
+    assert last["diagnostics"].keys() >= {"valid/accuracy", "train/accuracy"}
+    loaded = ngsgd.load(run.folder.path, blobs.make_task)
+    assert loaded.metrics == run.metrics
+    state = loaded.model.state_dict()
+    assert all(torch.equal(value, state[name]) for name, value in run.model.state_dict().items())
+    assert run.evaluate() == run.metrics
+
+
+class StopAfter:
+    """Stops the run after the second outer iteration."""
+
+    def __init__(self) -> None:
+        self.num_done = 0
+
+    def trackers(self, _config: RunConfig, _folder: RunFolder, _job_counts: Sequence[int]) -> Sequence[Any]:
+        return [self]
+
+    def outer_iteration(self, record: OuterIterationRecord) -> None:
+        self.num_done += 1
+
+    def incident(self, incident: Incident) -> None:
+        pass
+
+    def finished(self, report: FinalReport) -> None:
+        pass
+
+    def close(self, status: str) -> None:
+        pass
+
+    def requested(self) -> bool:
+        return self.num_done >= 2
+
+    def expired(self) -> bool:
+        return False
+
+
+def test_a_stopped_run_is_continued_with_the_same_bits(tmp_path: Path) -> None:
+    whole = ngsgd.train(blobs.make_task, output_dir=tmp_path / "whole", services=Services(), **SETTINGS)
+    stop = StopAfter()
+    with pytest.raises(RunInterrupted):
+        ngsgd.train(blobs.make_task, output_dir=tmp_path / "part", **SETTINGS,
+                    services=Services(stop=stop, make_trackers=stop.trackers))
+    [folder] = (tmp_path / "part").iterdir()
+    assert not (folder / "final").exists()
+    run = ngsgd.train(blobs.make_task, resume=folder, services=Services())
+    assert digest(run) == digest(whole)
+
+
+@pytest.mark.faults
+def test_a_worker_that_is_killed_changes_no_bit(tmp_path: Path) -> None:
+    settings = {**SETTINGS, "cluster": "local"}
+    whole = ngsgd.train(blobs.make_task, output_dir=tmp_path / "whole", services=Services(), **settings)
+    pools: list[ProcessPool] = []
+
+    def make_pool(request: PoolRequest) -> Any:
+        pools.append(local_pool(request))  # type: ignore[arg-type]
+        return pools[0]
+
+    class Killer(StopAfter):
+        def outer_iteration(self, record: OuterIterationRecord) -> None:
+            if record.outer_iter == 1:
+                os.kill(pools[0].worker_process_ids()[0], signal.SIGKILL)
+
+        def requested(self) -> bool:
+            return False
+
+    killer = Killer()
+    run = ngsgd.train(blobs.make_task, output_dir=tmp_path / "killed", **settings,
+                      services=Services(make_pool=make_pool, make_trackers=killer.trackers))
+    deaths = [event for event in read_json_lines(run.folder.events) if event.get("what") == "worker_died"]
+    assert len(deaths) == 1 and digest(run) == digest(whole)
+
+
+# The command line -------------------------------------------------------------------------------------------------------
+
+TRAIN = ["train", "task=tests.tasks.blobs:make_task", f"task.search_path={ROOT}", "name=blobs", "cluster=in_process",
+         "tracking.kind=none", "schedule.num_epochs=2", "schedule.minibatch_size=16", "--quiet"]
+
+
+@pytest.mark.slow
+def test_the_command_line_trains_and_resumes_a_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                    capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setattr(trust, "allowed_modules", set())
+    assert cli.main([*TRAIN, "task.args={shard_size: 80}"]) == 0
+    said = capsys.readouterr().out
+    assert "valid/loss" in said and "WER" not in said and "frames" not in said
+    [run] = Path("runs").iterdir()
+    # this user began the run, so no flag is needed
+    trust.allowed_modules.clear()
+    assert cli.main(["resume", "blobs", "--quiet"]) == 0
+    # for another user the run is a file that names code
+    trust.allowed_modules.clear()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "other"))
+    assert cli.main(["resume", "blobs", "--quiet"]) == 2
+    assert "--trust" in capsys.readouterr().err
+    assert cli.main(["decode", str(run)]) == 2
+
+
+@pytest.mark.parametrize(("words", "told"), [
+    (["task=tests.tasks.blobs:nothing"], "has no nothing"),
+    (["task=tests.tasks.absent:make"], "no module"),
+    (["task=tests.tasks.blobs:no_task"], "must return a task"),
+    (["task.args={depth: 3}"], "depth"),
+    (["data.corpus=an4"], "data.corpus"),
+    (["model.hidden_dim=7"], "model.hidden_dim"),
+])
+def test_mistakes_are_told_before_a_run_folder_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str],
+                                                       told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main([*TRAIN, *words]) == 2
+    assert told in capsys.readouterr().err
+    assert not list(tmp_path.glob("runs/*/config.yaml"))
+
+
+# Python -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("settings", [
+    {"model": "tdnn"}, {"data": {"corpus": "an4"}}, {"depth": 3}, {"optimizer": "adamm"}, {"num_epochs": -1.0},
+    {"combination": {"kind": "generalized"}}])
+def test_wrong_settings_are_refused(tmp_path: Path, settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        ngsgd.train(blobs.make_task, output_dir=tmp_path, cluster="in_process", services=Services(), **settings)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_task_that_no_process_can_be_sent_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError):
+        ngsgd.train(lambda: blobs.make_task(), output_dir=tmp_path, services=Services())
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_from_python_is_not_resumed_without_its_task(tmp_path: Path) -> None:
+    run = ngsgd.train(blobs.make_task, output_dir=tmp_path, services=Services(), **{**SETTINGS, "num_epochs": 1})
+    with pytest.raises(ConfigError):
+        ngsgd.load(run.folder.path).train()
+    with pytest.raises(ConfigError):
+        ngsgd.train(blobs.make_task, resume=run.folder.path, seed=3)
+
+
+def test_options_have_the_names_that_pytorch_people_know(tmp_path: Path) -> None:
+    run = ngsgd.train(blobs.make_task(), output_dir=tmp_path, services=Services(), num_workers=3, cluster="in_process", lr=0.01,
+                      batch_size=32, num_epochs=1, optimizer="adamw", outer={"kind": "diloco", "lr": 0.5}, seed=3, name="mine")
+    config = run.config
+    assert (config.schedule.lr_initial, config.schedule.lr_final, config.schedule.minibatch_size) == (0.01, 0.01, 32)
+    assert (config.optimizer.kind, config.outer.kind, config.outer.lr) == ("adamw", "diloco", 0.5)
+    assert config.cluster.num_workers == config.schedule.num_jobs_final == 3 and run.folder.path.name.startswith("mine-")
