@@ -29,7 +29,7 @@ def start(service: Service) -> Path:
 
 def test_smbr_goes_on_from_a_run_and_stopped_or_not_ends_with_the_same_bits(service: Service, start: Path) -> None:
     settings = ["objective=smbr", f"init_model={start}", "cluster.num_workers=2", "optimizer.equalize_layers=true",
-                "schedule.minibatch_size=400", "schedule.num_epochs=3"]
+                "schedule.minibatch_size=400", "schedule.num_epochs=2"]
     done = service.call("cluster=in_process", "name=whole", *settings)
     assert done.returncode == 0, done.stderr
     assert len(WER_LINE.findall(done.stdout)) == 2, done.stdout
