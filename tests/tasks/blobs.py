@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
@@ -61,6 +62,16 @@ def accuracy(model: nn.Module, batch: Any) -> dict[str, Tensor]:
 
 def make_task(shard_size: int = 60) -> DatasetTask:
     return DatasetTask(dataset(), make_model, mean_loss, metrics_fn=accuracy, shard_size=shard_size)
+
+
+def slow_loss(model: nn.Module, batch: Any) -> Tensor:
+    """Jobs last long enough for a worker to be killed in one."""
+    time.sleep(0.02)
+    return mean_loss(model, batch)
+
+
+def make_slow_task() -> DatasetTask:
+    return DatasetTask(dataset(), make_model, slow_loss, shard_size=120)
 
 
 def no_task() -> str:
