@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         tasks,
         training,
     )
+    from ngsgd.cluster.local_sgd import LocalSGD
     from ngsgd.ops.averaging import average_parameters
     from ngsgd.ops.simple_natural_gradient import precondition_simple
     from ngsgd.optim.ngsgd import NGSGD
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 _HOME_OF = {
     "NGSGD": "ngsgd.optim.ngsgd",
     "OnlineNaturalGradient": "ngsgd.preconditioners.online",
+    "LocalSGD": "ngsgd.cluster.local_sgd",
     "average_parameters": "ngsgd.ops.averaging",
     "load": "ngsgd.pipeline.api",
     "precondition_simple": "ngsgd.ops.simple_natural_gradient",
@@ -48,7 +50,7 @@ _MODULES = ("asr", "cluster", "config", "curvature", "data", "hypergrad", "model
 
 moved.install()
 
-__all__ = ["NGSGD", "OnlineNaturalGradient", "asr", "average_parameters", "cluster", "config",
+__all__ = ["NGSGD", "LocalSGD", "OnlineNaturalGradient", "asr", "average_parameters", "cluster", "config",
            "curvature", "data", "hypergrad", "load", "models", "ops", "optim", "pipeline",
            "precondition_simple", "preconditioners", "sequence", "tasks", "train", "training"]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import socket
 import time
 from collections.abc import Mapping, Sequence
@@ -12,7 +13,7 @@ from typing import Any
 
 from ngsgd import process_identity
 from ngsgd.errors import EXIT_OK
-from ngsgd.files import read_json, unsealed
+from ngsgd.files import read_json, read_regular_text, unsealed
 from ngsgd.launcher.console import Parser, version
 from ngsgd.launcher.reports.progress import duration
 from ngsgd.launcher.text import masked, printable
@@ -59,6 +60,7 @@ def state_of(run_dir: Path) -> dict[str, Any]:
         "run": str(run_dir), "state": _state(folder, events), "process": _process(folder), "silent_s": _silent_s(folder),
         "outer_iter": last["outer_iter"] + 1 if last else 0, "num_outer_iters": last.get("num_outer_iters"),
         "epoch": last.get("epoch", 0.0), "num_epochs": last.get("num_epochs"), "frames_processed": last.get("frames_processed", 0),
+        "metrics": end.get("metrics") or None, "is_speech": _is_speech(folder),
         "valid_objf": valid.get("objf"), "valid_accuracy": valid.get("accuracy"), "left_s": last.get("left_s"),
         "wer": end.get("wer") or None, "wer_percent": end.get("wer_percent") if end.get("wer") else None,
         "fingerprint": _fingerprint(folder),
@@ -71,7 +73,7 @@ def describe_run(state: Mapping[str, Any]) -> list[str]:
     if state["num_outer_iters"]:
         lines.append(f"progress   {progress_line(state)}")
     if state["is_finished"]:
-        lines.append(f"result     {state['wer'] or 'nothing was decoded'}")
+        lines.append(f"result     {_result(state)}")
     if state["examples"]:
         lines.append(f"examples   {state['examples']}")
     if state["fingerprint"]:
@@ -83,8 +85,25 @@ def describe_run(state: Mapping[str, Any]) -> list[str]:
 def progress_line(state: Mapping[str, Any]) -> str:
     """Where training is, in one line."""
     objf, accuracy = (math.nan if state[name] is None else state[name] for name in ("valid_objf", "valid_accuracy"))
-    return (f"iter {state['outer_iter']}/{state['num_outer_iters']}, epoch {state['epoch']:.2f}/{state['num_epochs']:g}, "
-            f"{state['frames_processed']} frames, valid objf {objf:.3f}, accuracy {100 * accuracy:.1f}%")
+    where = f"iter {state['outer_iter']}/{state['num_outer_iters']}, epoch {state['epoch']:.2f}/{state['num_epochs']:g}, "
+    if not state["is_speech"]:
+        return f"{where}{state['frames_processed']} examples, valid loss {-objf:.4g}"
+    return (f"{where}{state['frames_processed']} frames, valid objf {objf:.3f}, accuracy {100 * accuracy:.1f}%")
+
+
+def _result(state: Mapping[str, Any]) -> str:
+    if state["is_speech"]:
+        return state["wer"] or "nothing was decoded"
+    return ", ".join(f"{name} {value:.4g}" for name, value in (state["metrics"] or {}).items())
+
+
+def _is_speech(folder: RunFolder) -> bool:
+    """Whether no task of the user's own is named near the top of config.yaml; reading all options takes too long for a list."""
+    try:
+        text = read_regular_text(folder.config)
+    except (OSError, ValueError):
+        return True
+    return re.search(r"^task:\n  _target_: (?!''$)", text, re.MULTILINE) is None
 
 
 def _state(folder: RunFolder, events: Sequence[Mapping[str, Any]]) -> str:

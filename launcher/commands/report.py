@@ -76,7 +76,7 @@ def write(folder: RunFolder, target: Path, say: Callable[[str], None], *, with_s
             spectra = fisher_spectra(folder, config)
         except NgsgdError as error:
             say(f"without Fisher spectra: {str(error).partition(chr(10))[0]}")
-    charts = list(charts_of(events, spectra))
+    charts = list(charts_of(events, spectra, is_speech=not config.task._target_))
     pictures = pictures_of(target)
     pictures.mkdir(exist_ok=True)
     for chart in charts:
@@ -109,11 +109,18 @@ def _page(folder: RunFolder, config: RunConfig, events: Sequence[Mapping[str, An
 def _tiles(state: Mapping[str, Any], last: Mapping[str, Any]) -> list[tuple[str, str]]:
     share = last["compute_s"] and sum(job["seconds"] for job in last["jobs"]) / (last["compute_s"] * max(last["num_jobs"], 1))
     found = [("outer iterations", f"{state['outer_iter']} / {state['num_outer_iters']}"), ("epochs", f"{state['epoch']:.2f}"),
-             ("frames processed", f"{state['frames_processed']:,}"), ("training", duration(last["elapsed_s"])),
-             ("objf, held-out frames", f"{state['valid_objf']:.3f}"),
-             ("held-out frames right", f"{100 * state['valid_accuracy']:.1f}%"),
+             ("frames processed" if state["is_speech"] else "examples processed", f"{state['frames_processed']:,}"),
+             ("training", duration(last["elapsed_s"])), *_scores(state, last),
              ("jobs at the end", str(last["num_jobs"])), ("of the last wait: jobs at work", f"{100 * min(share, 1.0):.0f}%")]
     return ([("word errors, test", f"{state['wer_percent']:.2f}%")] if state["wer_percent"] is not None else []) + found
+
+
+def _scores(state: Mapping[str, Any], last: Mapping[str, Any]) -> list[tuple[str, str]]:
+    if state["is_speech"]:
+        return [("objf, held-out frames", f"{state['valid_objf']:.3f}"),
+                ("held-out frames right", f"{100 * state['valid_accuracy']:.1f}%")]
+    return [("valid/loss", f"{-state['valid_objf']:.4g}"),
+            *((name, f"{value:.4g}") for name, value in last["diagnostics"].items() if name.startswith("valid/"))]
 
 
 def _word_errors(folder: RunFolder) -> list[tuple[str, str, str]]:

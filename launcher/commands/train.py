@@ -116,7 +116,7 @@ def services_of(config: RunConfig, quiet: bool) -> Services:
 
     return Services(progress.report, progress.warn, make_pool=_pool, make_trackers=trackers, stop=stop,
                     catch_signals=partial(signals_to, stop),
-                    plot=lambda events, picture: draw(read_events(events), picture))
+                    plot=lambda events, picture: draw(read_events(events), picture, is_speech=not config.task._target_))
 
 
 def _progress(config: RunConfig, quiet: bool) -> ProgressTracker:

@@ -33,9 +33,10 @@ class Chart:
     is_wide: bool = False
 
 
-def charts_of(events: Sequence[Mapping[str, Any]], spectra: Mapping[str, Sequence[float]]) -> Iterator[Chart]:
+def charts_of(events: Sequence[Mapping[str, Any]], spectra: Mapping[str, Sequence[float]], *, is_speech: bool = True
+              ) -> Iterator[Chart]:
     """All that there is to draw; nothing for a run without an outer iteration."""
-    curve = Curve(events)
+    curve = Curve(events, is_speech=is_speech)
     if not curve.iterations:
         return
     yield from _learning(curve)
@@ -50,27 +51,26 @@ def charts_of(events: Sequence[Mapping[str, Any]], spectra: Mapping[str, Sequenc
 
 def _learning(curve: Curve) -> Iterator[Chart]:
     last = curve.iterations[-1]
-    for quantity, title, unit, scale, digits in (("objf", "Objective function", "nats per frame", 1.0, 3),
-                                                 ("accuracy", "Frames right", "%", 100.0, 1)):
+    for score in curve.scores:
         figure, axes = narrow_axes()
-        lines(axes, curve, {"train": (f"train.{quantity}", BLUE), "valid": (f"valid.{quantity}", ORANGE)}, scale=scale)
-        label(axes, title, unit, legend="lower right")
-        axes.set_xlabel("frames processed (millions)")
-        train, valid = (f"{scale * last[subset][quantity]:.{digits}f}" for subset in ("train", "valid"))
-        told = f"{train} and {valid}{unit if unit == '%' else f' {unit}'}"
-        yield Chart(quantity, title, f"{title} of training and held-out frames; at the end {told}.", figure)
+        lines(axes, curve, {"train": (score.train, BLUE), "valid": (score.valid, ORANGE)}, scale=score.scale)
+        label(axes, score.title, score.unit, legend="best")
+        axes.set_xlabel(curve.x_label)
+        train, valid = (f"{curve.values(key, score.scale)[-1]:.{score.digits}f}" for key in (score.train, score.valid))
+        told = f"{train} and {valid}{score.unit if score.unit == '%' else f' {score.unit}'.rstrip()}"
+        yield Chart(score.name, score.title, f"{score.title} of training and held-out {curve.example}s; at the end {told}.", figure)
     figure, axes = narrow_axes()
     lines(axes, curve, {"effective": ("effective_lr", GREEN), "each job": ("lr", "#8fc6a0")})
     axes.set_yscale("log")
-    label(axes, "Learning rate", "per frame", legend="best")
-    axes.set_xlabel("frames processed (millions)")
+    label(axes, "Learning rate", f"per {curve.example}", legend="best")
+    axes.set_xlabel(curve.x_label)
     told = f"It falls from {curve.iterations[0]['effective_lr']:.2g} to {last['effective_lr']:.2g}."
     yield Chart("lr", "Learning rate", told, figure)
     figure, axes = narrow_axes()
     lines(axes, curve, {"layers": ("max_change_share", RED), "whole model": ("max_param_change_share", "#e3a59e")}, scale=100.0)
     axes.set_ylim(bottom=0)
     label(axes, "Steps shortened by max-change", "%", legend="best")
-    axes.set_xlabel("frames processed (millions)")
+    axes.set_xlabel(curve.x_label)
     told = f"{100 * last['max_change_share']:.0f}% of layer steps at the end."
     yield Chart("max_change", "Steps shortened by max-change", told, figure)
 
@@ -144,7 +144,7 @@ def _ranks(curve: Curve) -> Chart:
                   label=layer if style == "-" else None)
     label(axes, "Effective rank of the Fisher factors", "directions")
     axes.legend(fontsize=7, frameon=False, ncols=2)
-    axes.set_xlabel("frames processed (millions)")
+    axes.set_xlabel(curve.x_label)
     return Chart("fisher_rank", "Effective rank of the Fisher factors",
                  "Solid: input side of each layer; dashed: output derivatives.", figure)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,26 +14,25 @@ RUN_COLOURS = (BLUE, ORANGE, GREEN, RED, "#7d4fb0", "#7a7a7a")
 _DPI = 130
 
 
-def draw(events: Events, path: Path) -> None:
+def draw(events: Events, path: Path, *, is_speech: bool = True) -> None:
     """The curves of one run, from the lines of its events.jsonl; writes nothing when there was no outer iteration."""
-    curve = Curve(events)
+    curve = Curve(events, is_speech=is_speech)
     if not curve.millions:
         return
     figure = new_figure(10.0, 7.4)
     top, bottom = figure.subplots(2, 2, sharex=True, height_ratios=(3, 2))
-    lines(top[0], curve, {"train": ("train.objf", BLUE), "valid": ("valid.objf", ORANGE)})
-    label(top[0], "Objective function", "nats per frame", legend="lower right")
-    lines(top[1], curve, {"train": ("train.accuracy", BLUE), "valid": ("valid.accuracy", ORANGE)}, scale=100.0)
-    label(top[1], "Frames right", "%", legend="lower right")
+    for axes, score in zip(top, curve.scores, strict=False):
+        lines(axes, curve, {"train": (score.train, BLUE), "valid": (score.valid, ORANGE)}, scale=score.scale)
+        label(axes, score.title, score.unit, legend="best")
     lines(bottom[0], curve, {"effective": ("effective_lr", GREEN), "each job": ("lr", "#8fc6a0")})
     bottom[0].set_yscale("log")
-    label(bottom[0], "Learning rate", "per frame", legend="best")
+    label(bottom[0], "Learning rate", f"per {curve.example}", legend="best")
     shares = {"layers": ("max_change_share", RED), "whole model": ("max_param_change_share", "#e3a59e")}
     lines(bottom[1], curve, shares, scale=100.0)
     bottom[1].set_ylim(bottom=0)
     label(bottom[1], "Steps shortened by max-change", "%", legend="best")
     for axes in bottom:
-        axes.set_xlabel("frames processed (millions)")
+        axes.set_xlabel(curve.x_label)
     figure.suptitle(_title(curve), fontsize=12)
     save(figure, path)
 
@@ -85,19 +85,45 @@ def draw_schedule(learned: Sequence[float], before: Sequence[float], path: Path)
     save(figure, path)
 
 
-class Curve:
-    """The outer iterations of one run, in order."""
+@dataclass(frozen=True)
+class Score:
+    """A score of the training and validation examples, and where the events have it."""
 
-    def __init__(self, events: Events) -> None:
+    name: str
+    title: str
+    unit: str
+    train: str
+    valid: str
+    scale: float = 1.0
+    digits: int = 3
+
+
+class Curve:
+    """The outer iterations of one run, in order; a task of the user's own has losses, metrics and examples."""
+
+    def __init__(self, events: Events, *, is_speech: bool = True) -> None:
+        self.is_speech = is_speech
+        self.example = "frame" if is_speech else "example"
+        self.x_label = f"{self.example}s processed (millions)"
         # a resumed run may have told an outer iteration twice; the later word is the one that was
         # committed
         latest = {event["outer_iter"]: event for event in events if event.get("event") == "outer_iteration"}
         self.iterations = [latest[outer_iter] for outer_iter in sorted(latest)]
         self.millions = [event["frames_processed"] / 1e6 for event in self.iterations]
 
+    @property
+    def scores(self) -> list[Score]:
+        """What is charted of the model's quality."""
+        if self.is_speech:
+            return [Score("objf", "Objective function", "nats per frame", "train.objf", "valid.objf"),
+                    Score("accuracy", "Frames right", "%", "train.accuracy", "valid.accuracy", 100.0, 1)]
+        metrics = [name.removeprefix("valid/") for name in self.iterations[-1].get("diagnostics", {}) if name.startswith("valid/")]
+        return [Score("loss", "Loss", "mean", "train.objf", "valid.objf", -1.0, 4),
+                *(Score(name, name, "", f"diagnostics.train/{name}", f"diagnostics.valid/{name}", 1.0, 4) for name in metrics)]
+
     def values(self, key: str, scale: float = 1.0) -> list[float]:
         first, _, second = key.partition(".")
-        found = (event[first][second] if second else event.get(first, float("nan")) for event in self.iterations)
+        found = (event[first].get(second, float("nan")) if second else event.get(first, float("nan")) for event in self.iterations)
         return [scale * value for value in found]
 
 
@@ -123,8 +149,10 @@ def label(axes: Any, title: str, unit: str, *, legend: str = "") -> None:
 def _title(curve: Curve) -> str:
     last = curve.iterations[-1]
     num_jobs = max(event["num_jobs"] for event in curve.iterations)
-    return (f"{len(curve.iterations)} outer iterations, {last['epoch']:.1f} epochs, up to {num_jobs} jobs: "
-            f"valid objf {last['valid']['objf']:.3f}, {100 * last['valid']['accuracy']:.1f}% of frames right")
+    start = f"{len(curve.iterations)} outer iterations, {last['epoch']:.1f} epochs, up to {num_jobs} jobs: "
+    if not curve.is_speech:
+        return f"{start}valid loss {-last['valid']['objf']:.4g}"
+    return f"{start}valid objf {last['valid']['objf']:.3f}, {100 * last['valid']['accuracy']:.1f}% of frames right"
 
 
 def new_figure(width: float, height: float) -> Any:

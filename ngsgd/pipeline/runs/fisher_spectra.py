@@ -32,6 +32,8 @@ def fisher_spectra(folder: RunFolder, config: RunConfig) -> dict[str, list[float
         ConfigError: The model or the objective of the run excludes the measurement.
         DataError: The examples or the checkpoint are gone.
     """
+    if config.task._target_:
+        raise ConfigError("the run trains a task of the user's own, and they are of speech models")
     if config.model._target_:
         raise ConfigError("the model is a module of the user's own (model._target_), which is not "
                           "imported for a report")

@@ -1,0 +1,273 @@
+"""Local SGD in a training loop of the user's own: ranks of torch.distributed that average their parameters at intervals.
+
+B is the model that ranks start a round from, W the model that is evaluated; see `ngsgd.optim.outer_rules`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.distributed_c10d import _get_default_store
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Optimizer
+
+from ngsgd.errors import ClusterError, ConfigError
+from ngsgd.optim.outer_rules import Array, Average, Bmuf, DiLoCo, OuterInfo, OuterRule
+
+_RULES = {"average": Average, "bmuf": Bmuf, "diloco": DiLoCo}
+# seconds between two signs of life, and without one after which a rank counts as dead
+_BEAT_S, _SILENT_S = 0.5, 4.0
+_POLL_S = 0.05
+# a rule that fills its momentum over a part of the run does so from the start
+_LONG_RUN = 1_000_000_000
+
+
+class LocalSGD:
+    """Averages the parameters of all ranks every `sync_every` optimizer steps.
+
+    Between two averages every rank trains alone. Ranks count by the samples that they trained on. Running means and
+    variances of batch norms are pooled over the ranks; integer buffers, such as counters, stay those of the rank.
+
+    A rank that dies costs the samples of its round: the other ranks form a group of their own and continue. This needs
+    the process of the rendezvous store (rank 0, or the agent of torchrun) to live. A rank that starts later loads
+    `state_dict()` of a rank; all ranks then form a new process group, as after an elastic restart of torchrun.
+
+    Args:
+        model: The module that the optimizer trains. Its parameters are set to those of the lowest rank.
+        optimizer: Any optimizer of the model.
+        sync_every: Optimizer steps between two averages, at least 1.
+        outer: "average", "bmuf", "diloco", or a rule of `ngsgd.optim.outer`, such as DiLoCo(lr=0.5).
+        process_group: Ranks that train together; None for all ranks.
+        reset_optimizer: Start each round with a new optimizer state (momentum, Fisher estimates), as `ngsgd train` does.
+        timeout_s: Longest time that a rank waits for the others at an average, in seconds.
+
+    Raises:
+        ConfigError: torch.distributed is not initialized, or an argument is wrong.
+
+    Example:
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+        local = ngsgd.LocalSGD(model, optimizer, sync_every=100, outer="diloco")
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss_fn(model(x), y).backward()
+            optimizer.step()
+            local.step(num_samples=len(x))
+        local.finish()
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, *, sync_every: int, outer: str | OuterRule = "bmuf",
+                 process_group: dist.ProcessGroup | None = None, reset_optimizer: bool = False, timeout_s: float = 60.0) -> None:
+        if not dist.is_available() or not dist.is_initialized():
+            raise ConfigError("LocalSGD needs torch.distributed; call torch.distributed.init_process_group first.")
+        if sync_every < 1:
+            raise ConfigError(f"sync_every is {sync_every}; it must be at least 1.")
+        if isinstance(outer, str) and outer not in _RULES:
+            raise ConfigError(f"outer is {outer!r}; choose {', '.join(_RULES)}, or give a rule of ngsgd.optim.outer.")
+        if not isinstance(outer, str) and hasattr(outer, "center"):
+            raise ConfigError(f"{type(outer).__name__} needs the parameters of every rank, and ranks exchange their mean only.")
+        self.model, self.optimizer, self.sync_every = model, optimizer, sync_every
+        self.rule = _RULES[outer]() if isinstance(outer, str) else outer
+        self._initial_state = copy.deepcopy(optimizer.state_dict()) if reset_optimizer else None
+        self._timeout_s = timeout_s
+        self._ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
+        self._backend = dist.get_backend(process_group)
+        # a group of its own can be left when a rank dies
+        self._group = dist.new_group(self._ranks, timedelta(seconds=timeout_s), self._backend)
+        self._num_regroups = 0
+        self.num_steps = 0
+        self.num_rounds = 0
+        self._num_samples = 0
+        self._numbers: dict[str, float] = {}
+        self._closed = threading.Event()
+        threading.Thread(target=self._beat, name="ngsgd-local-sgd", daemon=True).start()
+        start = self._flat()
+        dist.broadcast(start, self._ranks[0], self._group)
+        self._size = sum(p.numel() for p in self._parameters())
+        self._load(start)
+        self._start = start[:self._size].clone()
+        self._arrays = {"model": self._start.clone(), **{name: torch.full_like(self._start, value)
+                                                         for name, value in self.rule.buffers.items()}}
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that live."""
+        return len(self._ranks)
+
+    @property
+    def gain(self) -> float:
+        """Total step of the model on a constant mean move; the learning rate of a rank may be num_ranks / gain times as high."""
+        return self.rule.gain(self.num_ranks, _LONG_RUN)
+
+    def step(self, num_samples: int = 1) -> bool:
+        """Count an optimizer step on `num_samples` samples; returns whether parameters were averaged after it."""
+        self.num_steps += 1
+        self._num_samples += num_samples
+        if self.num_steps % self.sync_every:
+            return False
+        self.sync()
+        return True
+
+    @torch.no_grad()
+    def sync(self) -> None:
+        """Average now, and take the outer step.
+
+        Raises:
+            ClusterError: No other rank answers, or too few do.
+        """
+        total = self._reduced()
+        weight = total[-1]
+        if not float(weight):
+            return
+        mean = total[:-1] / weight
+        info = OuterInfo(self.num_rounds, _LONG_RUN, self.num_ranks, 0.0)
+        now = self.rule.coefficients(info, self._numbers)
+        # the rules use arithmetic that tensors have, too
+        arrays, start = cast("Mapping[str, Array]", self._arrays), cast("Array", self._start)
+        updated = self.rule.update(arrays, start, cast("Array", mean[:self._size]), now)
+        self._arrays = cast("dict[str, Tensor]", updated)
+        self._numbers = now
+        self.num_rounds += 1
+        self._num_samples = 0
+        broadcast = cast("Tensor", self.rule.broadcast(cast("Mapping[str, Array]", self._arrays), now))
+        self._start = broadcast.clone() if broadcast is self._arrays["model"] else broadcast
+        self._load(torch.cat([self._start, mean[self._size:]]))
+        if self._initial_state is not None:
+            self.optimizer.load_state_dict(copy.deepcopy(self._initial_state))
+
+    def finish(self) -> None:
+        """End training: average the steps since the last average, and leave the model to evaluate and save (W) in the module."""
+        self.sync()
+        self._closed.set()
+        with torch.no_grad():
+            self._load(torch.cat([self._arrays["model"], self._flat()[self._size:]]))
+
+    def state_dict(self) -> dict[str, Any]:
+        """State of the last average; together with the states of model and optimizer it continues bit for bit."""
+        return {"arrays": {name: tensor.clone() for name, tensor in self._arrays.items()}, "start": self._start.clone(),
+                "numbers": dict(self._numbers), "num_steps": self.num_steps, "num_rounds": self.num_rounds,
+                "num_samples": self._num_samples}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from the state of a rank.
+
+        Raises:
+            ConfigError: it belongs to another rule or another model.
+        """
+        shapes = {name: tuple(tensor.shape) for name, tensor in state["arrays"].items()}
+        wanted = {name: tuple(tensor.shape) for name, tensor in self._arrays.items()}
+        if shapes != wanted:
+            raise ConfigError(f"the state holds {shapes}, and this rule and model need {wanted}.")
+        self._arrays = {name: tensor.to(self._start) for name, tensor in state["arrays"].items()}
+        self._start = state["start"].to(self._start)
+        self._numbers = dict(state["numbers"])
+        self.num_steps, self.num_rounds = state["num_steps"], state["num_rounds"]
+        self._num_samples = state["num_samples"]
+
+    # Vectors --------------------------------------------------------------------------------------
+
+    def _parameters(self) -> list[nn.Parameter]:
+        return [p for p in self.model.parameters() if p.requires_grad]
+
+    def _statistics(self) -> list[Tensor]:
+        return [buffer for buffer in self.model.buffers() if buffer.is_floating_point()]
+
+    def _flat(self) -> Tensor:
+        """Parameters, and buffers with second moments in the place of variances, which have a mean that pools."""
+        with self._second_moments():
+            return torch.cat([t.detach().reshape(-1).float() for t in (*self._parameters(), *self._statistics())])
+
+    def _load(self, flat: Tensor) -> None:
+        tensors = [*self._parameters(), *self._statistics()]
+        with torch.no_grad():
+            for tensor, values in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+                tensor.copy_(values.view_as(tensor))
+            for norm in self._batch_norms():
+                norm.running_var.sub_(norm.running_mean.square()).clamp_(min=0.0)  # type: ignore[union-attr]
+
+    @contextlib.contextmanager
+    def _second_moments(self) -> Iterator[None]:
+        kept = [(norm, norm.running_var.clone()) for norm in self._batch_norms()]  # type: ignore[union-attr]
+        with torch.no_grad():
+            for norm, _ in kept:
+                norm.running_var.add_(norm.running_mean.square())  # type: ignore[union-attr]
+            yield
+            for norm, variance in kept:
+                norm.running_var.copy_(variance)  # type: ignore[union-attr]
+
+    def _batch_norms(self) -> list[_BatchNorm]:
+        return [m for m in self.model.modules() if isinstance(m, _BatchNorm) and m.running_var is not None]
+
+    # Ranks ----------------------------------------------------------------------------------------
+
+    def _reduced(self) -> Tensor:
+        """Sum over the ranks of samples times parameters, and of samples; without the ranks that died."""
+        while True:
+            flat = self._flat() * float(self._num_samples)
+            total = torch.cat([flat, flat.new_tensor([float(self._num_samples)])])
+            try:
+                dist.all_reduce(total, group=self._group)
+                return total
+            except (RuntimeError, dist.DistBackendError) as error:
+                self._regroup(error)
+
+    def _regroup(self, error: Exception) -> None:
+        """Form a group of the ranks that announce themselves in the store."""
+        with contextlib.suppress(Exception):
+            # its connections close, so that the neighbors notice at once
+            dist.destroy_process_group(self._group)
+        self._num_regroups += 1
+        rank, prefix = dist.get_rank(), f"ngsgd/local_sgd/{self._num_regroups}"
+        try:
+            store = _get_default_store()
+            store.set(f"{prefix}/{rank}", "1")
+            present = self._announced(store, prefix)
+            # the first rank to decide decides for all
+            members: list[int] = json.loads(store.compare_set(f"{prefix}/members", "", json.dumps(present)))
+        except (RuntimeError, ValueError) as lost:
+            raise ClusterError(f"the process of the rendezvous store ended ({str(lost).splitlines()[0]}), so the ranks that live "
+                               "cannot find each other; restart from the last state_dict().") from error
+        if rank not in members:
+            raise ClusterError(f"rank {rank} answered too late and was left out; restart it from the state_dict() of another rank.")
+        self._ranks = members
+        self._group = dist.new_group(members, timedelta(seconds=self._timeout_s), self._backend, use_local_synchronization=True)
+
+    def _announced(self, store: Any, prefix: str) -> list[int]:
+        """The ranks that have come; waits for those that live and are still in their round."""
+        deadline = time.monotonic() + self._timeout_s
+        beats = {one: (b"", time.monotonic()) for one in self._ranks}
+        while True:
+            now = time.monotonic()
+            present = [one for one in self._ranks if store.check([f"{prefix}/{one}"])]
+            for one in self._ranks:
+                beat = store.get(_alive(one)) if store.check([_alive(one)]) else b""
+                if beat != beats[one][0]:
+                    beats[one] = (beat, now)
+            awaited = [one for one in self._ranks if one not in present and now - beats[one][1] < _SILENT_S]
+            if not awaited or now > deadline:
+                return present
+            time.sleep(_POLL_S)
+
+    def _beat(self) -> None:
+        """In a thread: shows the other ranks that this process lives."""
+        count, rank = 0, dist.get_rank()
+        with contextlib.suppress(Exception):
+            # a connection of its own, because another thread may wait on the first one
+            store = _get_default_store()
+            store = store.clone() if hasattr(store, "clone") else store
+            while not self._closed.wait(_BEAT_S):
+                count += 1
+                store.set(_alive(rank), str(count))
+
+
+def _alive(rank: int) -> str:
+    return f"ngsgd/local_sgd/alive/{rank}"

@@ -1,0 +1,181 @@
+"""Local SGD over torch.distributed: the trajectory of the engine's outer optimizers, ranks that die, states that continue."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import multiprocessing, nn
+
+import ngsgd
+from ngsgd.errors import ConfigError
+from ngsgd.optim.outer import Average, Bmuf, DiLoCo, OuterInfo, OuterOptimizer
+
+NUM_RANKS, NUM_STEPS, EVERY, DIM = 4, 12, 3, 5
+RULES: dict[str, Callable[[], Any]] = {"average": Average, "bmuf": Bmuf, "diloco": DiLoCo}
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(DIM, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def samples(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rank r has r + 2 samples a step."""
+    random = torch.Generator().manual_seed(100 * rank + step)
+    return torch.randn(rank + 2, DIM, generator=random), torch.randn(rank + 2, 2, generator=random)
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, step: int) -> int:
+    x_ND, y_NK = samples(rank, step)
+    optimizer.zero_grad()
+    (model(x_ND) - y_NK).square().mean().backward()
+    optimizer.step()
+    return len(x_ND)
+
+
+def expected(outer: str) -> torch.Tensor:
+    """The same rounds one rank after another, with the engine's outer optimizer in float64."""
+    model = make_model()
+    start = nn.utils.parameters_to_vector(model.parameters()).detach().numpy().copy()
+    optimizer = OuterOptimizer(RULES[outer](), start)
+    for number in range(NUM_STEPS // EVERY):
+        vectors, weights = [], []
+        begin = torch.from_numpy(optimizer.broadcast())
+        for rank in range(NUM_RANKS):
+            nn.utils.vector_to_parameters(begin.clone(), model.parameters())
+            sgd = torch.optim.SGD(model.parameters(), 0.1)
+            weights.append(float(sum(train_step(model, sgd, rank, number * EVERY + step) for step in range(EVERY))))
+            vectors.append(nn.utils.parameters_to_vector(model.parameters()).detach().numpy().copy())
+        optimizer.step(vectors, weights, OuterInfo(number, 10**9, NUM_RANKS, 0.0))
+    return torch.from_numpy(np.array(optimizer.eval_model()))
+
+
+def _init(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=NUM_RANKS)
+
+
+def _train(rank: int, folder: str, outers: tuple[str, ...], dies_at: int) -> None:
+    _init(rank, folder)
+    found = {outer: _trained(rank, outer, dies_at) for outer in outers}
+    torch.save(found, Path(folder) / f"rank{rank}.pt")
+    os._exit(0)
+
+
+def _trained(rank: int, outer: str, dies_at: int) -> tuple[torch.Tensor, int]:
+    """The final parameters, and how many ranks were left."""
+    model = make_model()
+    with torch.no_grad():
+        for p in model.parameters():
+            # ranks that begin apart get the model of the first
+            p.add_(0.1 * rank)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    local = ngsgd.LocalSGD(model, optimizer, sync_every=EVERY, outer=outer, timeout_s=30.0)
+    for step in range(NUM_STEPS):
+        if rank == 2 and step == dies_at:
+            os._exit(9)
+        local.step(num_samples=train_step(model, optimizer, rank, step))
+    local.finish()
+    return nn.utils.parameters_to_vector(model.parameters()).detach(), local.num_ranks
+
+
+def _run(folder: Path, *outers: str, dies_at: int = -1) -> list[dict[str, tuple[torch.Tensor, int]]]:
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=_train, args=(rank, str(folder), outers, dies_at)) for rank in range(NUM_RANKS)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(300)
+    return [torch.load(path) for path in sorted(folder.glob("rank*.pt"))]
+
+
+@pytest.mark.slow
+def test_ranks_follow_the_engines_outer_optimizer(tmp_path: Path) -> None:
+    found = _run(tmp_path, *RULES)
+    assert len(found) == NUM_RANKS
+    for outer in RULES:
+        vectors = [one[outer][0] for one in found]
+        assert all(torch.equal(vector, vectors[0]) for vector in vectors)
+        # float32 sums here, float64 there, over four rounds
+        torch.testing.assert_close(vectors[0], expected(outer), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.faults
+def test_ranks_continue_without_one_that_dies(tmp_path: Path) -> None:
+    found = _run(tmp_path, "bmuf", dies_at=7)
+    assert [one["bmuf"][1] for one in found] == [3, 3, 3]
+    vectors = [one["bmuf"][0] for one in found]
+    assert all(torch.equal(vector, vectors[0]) for vector in vectors) and bool(vectors[0].isfinite().all())
+
+
+@pytest.fixture
+def one_rank() -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+        yield
+        dist.destroy_process_group()
+
+
+def test_batch_norm_statistics_are_those_of_the_rank(one_rank: None) -> None:
+    model = nn.Sequential(nn.Linear(DIM, 4), nn.BatchNorm1d(4))
+    local = ngsgd.LocalSGD(model, torch.optim.SGD(model.parameters(), 0.1), sync_every=2, outer="average")
+    model(torch.randn(16, DIM))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    assert not local.step(16)
+    assert local.step(16)
+    for name, value in model.state_dict().items():
+        # var + mean^2 - mean^2 in float32
+        torch.testing.assert_close(value, before[name], rtol=1e-6, atol=1e-6)
+
+
+def test_a_state_continues_bit_for_bit(one_rank: None) -> None:
+    def trained(steps: range, state: dict[str, Any] | None = None) -> tuple[torch.Tensor, dict[str, Any]]:
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+        local = ngsgd.LocalSGD(model, optimizer, sync_every=EVERY, outer=DiLoCo(0.5, 0.8))
+        if state is not None:
+            model.load_state_dict(state["model"])
+            optimizer.load_state_dict(state["optimizer"])
+            local.load_state_dict(state["local"])
+        for step in steps:
+            local.step(train_step(model, optimizer, 0, step))
+        return nn.utils.parameters_to_vector(model.parameters()).detach(), {
+            "model": model.state_dict(), "optimizer": optimizer.state_dict(), "local": local.state_dict()}
+    whole, _ = trained(range(10))
+    _, state = trained(range(4))
+    assert torch.equal(trained(range(4, 10), state)[0], whole)
+
+
+def test_a_round_may_reset_the_optimizer(one_rank: None) -> None:
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    local = ngsgd.LocalSGD(model, optimizer, sync_every=2, reset_optimizer=True)
+    for step in range(2):
+        assert optimizer.state or not step
+        local.step(train_step(model, optimizer, 0, step))
+    assert not optimizer.state
+
+
+def test_wrong_arguments_are_refused(one_rank: None) -> None:
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for options in ({"sync_every": 0}, {"sync_every": 5, "outer": "median"}):
+        with pytest.raises(ConfigError):
+            ngsgd.LocalSGD(model, optimizer, **options)
+    local = ngsgd.LocalSGD(model, optimizer, sync_every=5, outer="diloco")
+    with pytest.raises(ConfigError):
+        local.load_state_dict(ngsgd.LocalSGD(model, optimizer, sync_every=5, outer="average").state_dict())
+
+
+def test_it_needs_torch_distributed() -> None:
+    model = make_model()
+    with pytest.raises(ConfigError):
+        ngsgd.LocalSGD(model, torch.optim.SGD(model.parameters(), 0.1), sync_every=2)
