@@ -57,7 +57,7 @@ class DatasetTask(Task):
             tokens of a language model, or the sum of example weights. Default: the examples.
         shard_size: Examples of a job. Default: 16384, or an eighth of a smaller dataset.
         num_eval_examples: Examples of each of the training and validation sets that are scored
-            after each outer iteration.
+            after each outer iteration. Default: a quarter of a job, between 256 and 2000.
 
     Raises:
         ConfigError: There is no example to train on or to validate with.
@@ -75,7 +75,7 @@ class DatasetTask(Task):
                  metrics_fn: MetricsFunction | None = None,
                  loss_reduction: Literal["mean", "sum"] = "mean",
                  weight_fn: WeightFunction | None = None,
-                 shard_size: int | None = None, num_eval_examples: int = 2000) -> None:
+                 shard_size: int | None = None, num_eval_examples: int | None = None) -> None:
         if loss_reduction not in ("mean", "sum"):
             raise ConfigError(f"loss_reduction is {loss_reduction!r}; choose mean or sum.")
         self.dataset = dataset
@@ -85,7 +85,6 @@ class DatasetTask(Task):
         self.metrics_fn = metrics_fn
         self.loss_reduction = loss_reduction
         self.weight_fn = weight_fn
-        self.num_eval_examples = num_eval_examples
         size = _length(dataset)
         self._split: Permutation | None = None
         self.num_valid = 0
@@ -105,6 +104,7 @@ class DatasetTask(Task):
             raise ConfigError(f"shard_size is {shard_size}; it must be at least 1.")
         self.shard_size = min(self.num_examples, shard_size or min(
             _MAX_SHARD, math.ceil(self.num_examples / _MIN_SHARDS)))
+        self.num_eval_examples = num_eval_examples or min(max(self.shard_size // 4, 256), 2000)
 
     def model(self) -> nn.Module:
         return self.model_fn()

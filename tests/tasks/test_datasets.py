@@ -97,7 +97,8 @@ def test_a_weight_replaces_the_number_of_examples() -> None:
 def test_scores_are_means_over_all_held_out_examples() -> None:
     data = blobs.dataset()
     valid = TensorDataset(*(tensor[:300] for tensor in data.tensors))
-    task = DatasetTask(data, blobs.make_model, blobs.mean_loss, valid=valid, metrics_fn=blobs.accuracy)
+    task = DatasetTask(data, blobs.make_model, blobs.mean_loss, valid=valid, metrics_fn=blobs.accuracy,
+                       num_eval_examples=1000)
     model = seeded_model(task, 0).eval()
     found = task.evaluate(model)
     x_ND, y_N = valid.tensors
