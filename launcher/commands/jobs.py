@@ -30,21 +30,23 @@ _WHAT = "a run folder, its name under runs/, or the id of a Ray job"
 def status(arguments: Sequence[str]) -> int:
     """`ngsgd status`."""
     parser = Parser("status")
-    parser.add_argument("what", nargs="?", metavar="RUN|JOB", help=f"{_WHAT}; nothing: all of them")
+    parser.add_argument("what", nargs="?", metavar="RUN|JOB", help=f"{_WHAT}, or a folder of runs; nothing: all of them")
     parser.add_argument("--output-dir", default="runs", help="whose runs to list (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     jobs.add_arguments(parser)
     options = parser.parse_args(list(arguments))
     run = known_run(options.what) if options.what else None
+    is_folder = not run and bool(options.what) and Path(options.what).is_dir()
+    folder = Path(options.what if is_folder else options.output_dir)
     if run:
         found: Any = state_of(run)
         lines = describe_run(found)
-    elif options.what or options.address:
+    elif (options.what and not is_folder) or options.address:
         found = _jobs(jobs.job_server_of(options), options.what)
         lines = [f"{job['job']:40} {job['state']:10} {job['entrypoint']}" for job in found] or ["the cluster has no jobs"]
     else:
-        found = _runs(Path(options.output_dir))
-        lines = [_run_line(state) for state in found] or [f"{options.output_dir} holds no runs"]
+        found = _runs(folder)
+        lines = [_run_line(state) for state in found] or [f"{folder} holds no runs"]
     print(masked(json.dumps(found, indent=1) if options.json else printable("\n".join(lines))))
     return EXIT_OK
 

@@ -103,7 +103,7 @@ class OuterIterationRecord:
     num_deaths: int = 0
     # results that nobody waited for, likewise
     num_discarded: int = 0
-    # of training.diagnostics: dead units, silence, gradients
+    # further numbers of the task's evaluation (`Evaluation.figures`)
     diagnostics: dict[str, float] = field(default_factory=dict)
     # pieces of work put off to a later outer iteration
     num_deferred: int = 0
