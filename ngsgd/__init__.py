@@ -60,7 +60,10 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"ngsgd.{name}")
     if name not in _HOME_OF:
         raise AttributeError(f"module 'ngsgd' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME_OF[name]), name)
+    try:
+        return getattr(importlib.import_module(_HOME_OF[name]), name)
+    except ModuleNotFoundError as error:
+        raise ImportError(f"ngsgd.{name} needs the package {error.name}, which is not installed; install ngsgd[service].") from error
 
 
 def __dir__() -> list[str]:

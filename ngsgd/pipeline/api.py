@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
@@ -13,13 +14,14 @@ from ngsgd.config.build import OTHER_NAMES, defaults, did_you_mean, leaves, merg
 from ngsgd.config.unused import OF_SPEECH
 from ngsgd.errors import ConfigError
 from ngsgd.pipeline.base_run import BaseRun
-from ngsgd.pipeline.run import build_run
 from ngsgd.pipeline.runs.run_folder import RunFolder, find_run
 from ngsgd.pipeline.runs.saved_config import read_config
 from ngsgd.pipeline.services import Services
 from ngsgd.pipeline.task_run import TaskOrFunction, TaskRun, new_task_run, task_spec
 from ngsgd.tasks.spec import FROM_PYTHON, name_of
 
+# packages that progress lines, Ray, MLflow and plots need
+_OF_SERVICE = ("hydra", "ray", "mlflow", "rich", "matplotlib", "psutil")
 # names of ngsgd.train that set several options
 _LR = ("lr", "learning_rate")
 
@@ -85,6 +87,9 @@ def load(run: str | Path, task: TaskOrFunction | None = None) -> BaseRun:
     config = read_config(folder.config)
     if config.task._target_:
         return TaskRun(config, folder, given=task)
+    # brings speech recognition
+    from ngsgd.pipeline.run import build_run
+
     return build_run(config, folder=folder)
 
 
@@ -99,13 +104,12 @@ def _open(run: str | Path, task: TaskOrFunction, services: Services | None, num_
 
 def _services(config: RunConfig, quiet: bool) -> Services:
     """Progress lines and, if asked for, Ray and MLflow, which only the service has."""
-    try:
-        launcher = importlib.import_module("ngsgd.launcher.commands.train")
-    except ImportError as error:
-        if config.cluster.kind == "ray" or config.tracking.kind != "none":
-            raise ConfigError(f"{error.name} is not installed, which cluster=ray and tracking need; install "
-                              "ngsgd[service].") from None
+    missing = [name for name in _OF_SERVICE if importlib.util.find_spec(name) is None]
+    if missing and (config.cluster.kind == "ray" or config.tracking.kind != "none"):
+        raise ConfigError(f"{missing[0]} is not installed, which cluster=ray and tracking need; install ngsgd[service].")
+    if missing:
         return Services(report=_ignore if quiet else print, warn=print)
+    launcher = importlib.import_module("ngsgd.launcher.commands.train")
     return launcher.services_of(config, quiet)  # type: ignore[no-any-return]
 
 

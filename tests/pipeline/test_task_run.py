@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -178,6 +180,18 @@ def test_a_run_from_python_is_not_resumed_without_its_task(tmp_path: Path) -> No
         ngsgd.load(run.folder.path).train()
     with pytest.raises(ConfigError):
         ngsgd.train(blobs.make_task, resume=run.folder.path, seed=3)
+
+
+@pytest.mark.slow
+def test_a_task_trains_without_speech_and_without_the_packages_of_the_service(tmp_path: Path) -> None:
+    absent = ["ngsgd.asr", "ray", "hydra", "omegaconf", "mlflow", "rich", "matplotlib", "kaldifst", "soundfile"]
+    code = (f"import sys; sys.modules.update(dict.fromkeys({absent}))\n"
+            "import ngsgd\nfrom tests.tasks import blobs\n"
+            "run = ngsgd.train(blobs.make_task, cluster='in_process', num_epochs=1, batch_size=32)\n"
+            "assert run.metrics['valid/loss'] < 1.4")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_options_have_the_names_that_pytorch_people_know(tmp_path: Path) -> None:
