@@ -63,7 +63,8 @@ def __getattr__(name: str) -> Any:
     try:
         return getattr(importlib.import_module(_HOME_OF[name]), name)
     except ModuleNotFoundError as error:
-        raise ImportError(f"ngsgd.{name} needs the package {error.name}, which is not installed; install ngsgd[service].") from error
+        raise ImportError(f"ngsgd.{name} needs the package {error.name}, which is not installed; install "
+                          "ngsgd[service].") from error
 
 
 def __dir__() -> list[str]:
