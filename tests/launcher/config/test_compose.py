@@ -228,7 +228,7 @@ def test_numbers_that_nothing_can_hold_are_rejected(key: str, digits: int) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("text", ["[" * 5000, "a: " + "[" * 5000 + "]" * 5000, "a: ${b", "a: {1: {[2]: 3}}", "? [a]\n: b", "\x00"])
+@pytest.mark.parametrize("text", ["[" * 5000, "a: " + "[" * 5000 + "]" * 5000, "a: {1: {[2]: 3}}", "? [a]\n: b", "\x00"])
 def test_a_stored_configuration_that_no_parser_takes_is_one_error(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.yaml").write_text(text)
     with pytest.raises(ConfigError) as caught:
