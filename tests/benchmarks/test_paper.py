@@ -12,8 +12,8 @@ from benchmarks.paper.cells import CONTROLS, REMEDIES, TASKS, Cell
 from benchmarks.paper.runs import known, run
 
 ROOT = Path(__file__).parents[2]
-_SMALL = ("data.train_minutes=2", "data.valid_minutes=0.5", "data.test_minutes=0.5", "schedule.num_epochs=1",
-          "egs.samples_per_iter=1024")
+_SMALL = ("data.train_minutes=1", "data.valid_minutes=0.3", "data.test_minutes=0.3", "schedule.num_epochs=1",
+          "egs.samples_per_iter=512")
 
 
 @pytest.mark.parametrize("task", list(TASKS))

@@ -54,22 +54,32 @@ def test_a_run_leaves_everything_that_it_says(whole_run: Path) -> None:
 
 @pytest.mark.slow
 def test_plain_sgd_runs_too(service: Service) -> None:
-    done = service.call("cluster=in_process", "optimizer=sgd", "model=pnorm", "model.hidden_dim=60", "name=sgd")
+    done = service.call("cluster=in_process", "optimizer=sgd", "model=pnorm", "model.hidden_dim=60", "name=sgd",
+                        "schedule.num_epochs=1")
     assert done.returncode == 0, done.stderr
     assert WER_LINE.search(done.stdout)
 
 
-@pytest.mark.parametrize("number", [
-    pytest.param(signal.SIGINT, marks=pytest.mark.end_to_end), pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
-def test_ctrl_c_stops_a_run_and_resuming_gives_the_bits_of_the_whole_run(service: Service, whole_run: Path,
-                                                                        number: signal.Signals) -> None:
+def _stopped(service: Service, number: signal.Signals, outer_iter: int) -> Path:
+    """The folder of a run that got that signal after that outer iteration."""
     process = service.start("cluster=in_process", f"name={number.name}")
-    run = service.wait_for_outer_iteration(3, number.name, process)
+    run = service.wait_for_outer_iteration(outer_iter, number.name, process)
     process.send_signal(number)
     _, err = process.communicate(timeout=_HANGS_S)
     assert process.returncode == 130
     assert f"ngsgd resume {run}" in err
     assert "Traceback" not in err
+    return run
+
+
+@pytest.mark.slow
+def test_sigterm_stops_a_run_that_can_be_resumed(service: Service) -> None:
+    _stopped(service, signal.SIGTERM, 1)
+
+
+@pytest.mark.end_to_end
+def test_ctrl_c_stops_a_run_and_resuming_gives_the_bits_of_the_whole_run(service: Service, whole_run: Path) -> None:
+    run = _stopped(service, signal.SIGINT, 3)
     done = service.call(str(run), command="resume")
     assert done.returncode == 0, done.stderr
     assert WER_LINE.search(done.stdout)

@@ -14,8 +14,7 @@ pytestmark = pytest.mark.slow
 
 _COMMON = ["cluster=in_process", "schedule.num_epochs=1", "cluster.num_workers=1"]
 _LAUNCHERS = {
-    "basic": [],
-    # joblib is that of the sweep with a run that fails, below
+    # joblib is that of the sweep with a run that fails, basic that of Optuna, below
     "submitit_local": ["hydra.launcher.timeout_min=5"],
 }
 
