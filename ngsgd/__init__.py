@@ -31,12 +31,14 @@ if TYPE_CHECKING:
     from ngsgd.cluster.local_sgd import LocalSGD
     from ngsgd.ops.averaging import average_parameters
     from ngsgd.ops.simple_natural_gradient import precondition_simple
+    from ngsgd.optim.natural_muon import NaturalMuon
     from ngsgd.optim.ngsgd import NGSGD
     from ngsgd.pipeline.api import load, train
     from ngsgd.preconditioners.online import OnlineNaturalGradient
 
 _HOME_OF = {
     "NGSGD": "ngsgd.optim.ngsgd",
+    "NaturalMuon": "ngsgd.optim.natural_muon",
     "OnlineNaturalGradient": "ngsgd.preconditioners.online",
     "LocalSGD": "ngsgd.cluster.local_sgd",
     "average_parameters": "ngsgd.ops.averaging",
@@ -50,7 +52,7 @@ _MODULES = ("asr", "cluster", "config", "curvature", "data", "hypergrad", "model
 
 moved.install()
 
-__all__ = ["NGSGD", "LocalSGD", "OnlineNaturalGradient", "asr", "average_parameters", "cluster", "config",
+__all__ = ["NGSGD", "LocalSGD", "NaturalMuon", "OnlineNaturalGradient", "asr", "average_parameters", "cluster", "config",
            "curvature", "data", "hypergrad", "load", "models", "ops", "optim", "pipeline",
            "precondition_simple", "preconditioners", "sequence", "tasks", "train", "training"]
 

@@ -17,7 +17,7 @@ def feed_forward(dim: int) -> nn.Sequential:
 
 class Attention(nn.Module):
     """Self-attention of nn.Linear layers: nn.MultiheadAttention keeps its weights in one parameter without a layer, which
-    would take plain SGD steps."""
+    has no natural gradient."""
 
     def __init__(self, dim: int, num_heads: int) -> None:
         super().__init__()

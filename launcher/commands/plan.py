@@ -112,6 +112,8 @@ def measure_machine(config: RunConfig, seconds: float, *, to_stderr: bool) -> tu
     def report(line: str) -> None:
         print(line, file=sys.stderr if to_stderr else sys.stdout, flush=True)
 
+    if config.cluster.ranks_per_worker > 1:
+        raise ConfigError("ngsgd plan measures workers of one process; leave out cluster.ranks_per_worker.")
     check_output_dir(config)
     data = prepare(config, report)
     report(f"measuring for about {seconds:g} s")

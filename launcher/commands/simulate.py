@@ -168,6 +168,8 @@ class _VirtualCluster:
 
         if not isinstance(request.spec, SpeechTaskSpec):
             raise ConfigError("ngsgd simulate needs a speech recipe; it cannot simulate a task of your own.")
+        if self._config.cluster.ranks_per_worker > 1:
+            raise ConfigError("ngsgd simulate has workers of one process; leave out cluster.ranks_per_worker.")
         reader = request.spec.frames()
         self.cluster = cluster_of(self._options, num_minibatches=mean_frames(reader) / self._config.schedule.minibatch_size,
                                   seed=self._config.seed)

@@ -126,7 +126,8 @@ class RayPool:
         self._head = HeadWatch(ray.get_runtime_context().gcs_address)
         self._heartbeats = self._cells.allocate()
         self._spec_ref = ray.put(self.spec)
-        options: dict[str, Any] = {"num_cpus": 0 if self._owns_ray else self.num_threads, "max_restarts": 0,
+        num_cpus = 0 if self._owns_ray else self.num_threads * self.config.ranks_per_worker
+        options: dict[str, Any] = {"num_cpus": num_cpus, "max_restarts": 0,
                                    "num_gpus": self.gpus_per_worker(), "concurrency_groups": {"control": 1}}
         self._actor_class = ray.remote(**options)(RayWorker)
         self._slots = [self._new_slot(index) for index in range(self.config.num_workers)]
@@ -428,4 +429,10 @@ class RayPool:
         num_gpus = 0.0 if self.config.device == "cpu" else float(ray.cluster_resources().get("GPU", 0.0))
         if self.config.device == "cuda" and not num_gpus:
             raise ClusterError("cluster.device is cuda, but Ray sees no GPU; set cluster.device=auto or cpu.")
-        return gpu_share(num_gpus, self.config.num_workers)
+        size = self.config.ranks_per_worker
+        if size == 1 or not num_gpus:
+            return gpu_share(num_gpus, self.config.num_workers)
+        if num_gpus < size * self.config.num_workers:
+            raise ClusterError(f"{self.config.num_workers} workers of {size} ranks need a GPU for each rank, and Ray has "
+                               f"{num_gpus:g}; ask for fewer with cluster.num_workers or cluster.ranks_per_worker.")
+        return float(size)

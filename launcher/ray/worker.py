@@ -39,14 +39,14 @@ class RayWorker:
         """
         from ngsgd.cluster.exchange.collective import CollectiveWorker
         from ngsgd.cluster.exchange.compressed import MoveEncoder
+        from ngsgd.cluster.groups import make_worker
         from ngsgd.cluster.process import configure_process
-        from ngsgd.training.worker import Worker
         configure_process(num_threads)
         self._index = index
         self._minibatches = 0
         self._should_stop = False
         self._heartbeats = _reached(heartbeats)
-        self._worker = Worker(spec, index)
+        self._worker = make_worker(spec, index)
         self._output_dir = Path(spec.settings.output_dir)
         self._member = CollectiveWorker(index, self._worker.layout, self._worker.device)
         codec = spec.settings.cluster.compression

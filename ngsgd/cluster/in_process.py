@@ -6,13 +6,14 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 from ngsgd.cluster.fingerprint import Agreement, Fingerprint
+from ngsgd.cluster.groups import make_worker
 from ngsgd.cluster.process import configure_process
 from ngsgd.cluster.restarts import none_agrees
 from ngsgd.errors import DamagedArchiveError
 from ngsgd.training.job import Job, JobFailure, JobResult, LocalRef, Outcome, VectorRef
 from ngsgd.training.parameter_vector import Mean, Vector
 from ngsgd.training.task import TaskSpec
-from ngsgd.training.worker import Worker, never, np_empty
+from ngsgd.training.worker import never, np_empty
 from ngsgd.training.worker_pool import Retired
 
 
@@ -30,7 +31,7 @@ class InProcessPool:
 
     def start(self) -> None:
         configure_process(self.num_threads)
-        self._worker = Worker(self.spec, 0)
+        self._worker = make_worker(self.spec, 0)
         if self.agreement is not None and (differences := self.agreement.refusal(
                 Fingerprint.of_this_process(self.num_threads, self._worker.device))):
             raise none_agrees(differences)

@@ -25,6 +25,7 @@ from ngsgd.cluster.exchange.collective_client import exchange_of, remote
 from ngsgd.cluster.exchange.shared_memory import SharedRef, SharedVectors
 from ngsgd.cluster.fingerprint import Agreement
 from ngsgd.cluster.fork_server import ForkedProcess, fork_server
+from ngsgd.cluster.groups import make_worker
 from ngsgd.cluster.messages import Disconnected, Messages
 from ngsgd.cluster.restarts import Restarts, check_fingerprint, incidents_of, none_agrees
 from ngsgd.cluster.worker_process import STOP, JobAssignment, MakeWorker, Ready, WorkerSetup, serve
@@ -33,7 +34,6 @@ from ngsgd.training.awake_clock import AwakeClock
 from ngsgd.training.job import Job, JobFailure, JobResult, Outcome, VectorRef
 from ngsgd.training.parameter_vector import Mean, Vector
 from ngsgd.training.task import TaskSpec
-from ngsgd.training.worker import Worker
 from ngsgd.training.worker_pool import Retired
 
 _READ, _WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
@@ -98,7 +98,7 @@ class ProcessPool:
     """Long-lived worker processes, one job at a time each."""
 
     def __init__(self, spec: TaskSpec, num_workers: int, num_threads: int, size: int, *, log_directory: Path | None = None,
-                 make_worker: MakeWorker = Worker, agreement: Agreement | None = None) -> None:
+                 make_worker: MakeWorker = make_worker, agreement: Agreement | None = None) -> None:
         self.spec = spec
         self.num_workers = num_workers
         self.num_threads = num_threads

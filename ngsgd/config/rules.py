@@ -9,7 +9,7 @@ from typing import Any
 
 from ngsgd.config.option import choices_of
 from ngsgd.config.run import RunConfig
-from ngsgd.config.sections.optimizer import WITHOUT_MEAN
+from ngsgd.config.sections.optimizer import OF_SUMMED_GRADIENTS, WITHOUT_MEAN
 from ngsgd.errors import ConfigError
 from ngsgd.schedules import DropoutSchedule
 
@@ -207,6 +207,19 @@ def _optimizer(c: RunConfig) -> Iterator[str]:
                f"learning rate of {lr} it would remove half of the model or more, so lower it.")
 
 
+def _groups(c: RunConfig) -> Iterator[str]:
+    size, optimizer = c.cluster.ranks_per_worker, c.optimizer
+    if size == 1:
+        return
+    if optimizer.kind not in OF_SUMMED_GRADIENTS:
+        yield (f"cluster.ranks_per_worker is {size}, but optimizer={optimizer.kind} preconditions by "
+               f"the minibatch of one rank; choose {', '.join(OF_SUMMED_GRADIENTS)}, or 1 rank.")
+    for name in ("backstitch_scale", "max_change_per_sample"):
+        if getattr(optimizer, name):
+            yield (f"cluster.ranks_per_worker is {size}, and optimizer.{name} depends on the minibatch "
+                   "of one rank; set it to 0, or take 1 rank.")
+
+
 def _dropout(c: RunConfig) -> Iterator[str]:
     if c.model.dropout_schedule:
         try:
@@ -293,4 +306,4 @@ def _tune(c: RunConfig) -> Iterator[str]:
 
 _RULES: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     _name, _ranges, _augmentation, _curvature_frames, _features, _held_out, _architecture, _growth,
-    _optimizer, _dropout, _outer, _exchange, _layers, _objective, _tune)
+    _optimizer, _groups, _dropout, _outer, _exchange, _layers, _objective, _tune)

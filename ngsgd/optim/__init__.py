@@ -1,6 +1,7 @@
 """Optimisers for one machine and anybody's training loop."""
 
+from ngsgd.optim.natural_muon import NaturalMuon
 from ngsgd.optim.ngsgd import NGSGD
 from ngsgd.optim.sgd import SGD, StepActivity
 
-__all__ = ["NGSGD", "SGD", "StepActivity"]
+__all__ = ["NGSGD", "SGD", "NaturalMuon", "StepActivity"]

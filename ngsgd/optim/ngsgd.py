@@ -22,20 +22,22 @@ _log = logging.getLogger(__name__)
 _SETTINGS = tuple(field.name for field in fields(FisherSettings))
 _STATE = "natural_gradient"
 _MANY_FALLBACKS = 0.3  # of the parameters
+_DEFAULT_LR = 0.016
 
 
 class NGSGD(SGD):
     """Natural-gradient SGD of Povey, Zhang and Khudanpur (arXiv 1410.7455), as Kaldi's nnet3 runs it.
 
-    `lr` is per sample, on a loss *summed* over the minibatch (`reduction="sum"`); with a mean-reduced loss multiply it
-    by the minibatch size.  After `backward`, `p.grad` holds the preconditioned gradient, so anything that acts on
-    gradients (clipping, accumulation) acts on that.
+    `lr` is per sample.  With `loss_reduction="mean"`, gradients are multiplied by the number of samples, so that the same rate
+    serves losses that are summed and losses that are averaged over the minibatch.  `NGSGD(model)` takes torch's losses as they
+    are by default: a mean, and a rate that suits many models.  After `backward`, `p.grad` holds the preconditioned gradient,
+    so anything that acts on gradients (clipping, accumulation) acts on that.
 
     Preconditioned are, by exact class: nn.Linear (input rows with the 1 of the bias appended, output-derivative rows);
     nn.Conv1d with one group likewise, on spliced frames (TDNN); nn.Conv2d, nn.Conv3d and grouped convolutions (rows of the
     gradient, then of its transpose); LayerNorm, RMSNorm, GroupNorm and BatchNorm (per-frame rows of scale and offset).
     `preconditioned` names them.  All other parameters (Embedding, LSTM, attention projections, tied weights of layers of
-    different kinds) take plain SGD steps: `fallbacks` names them, and a log line says so.
+    different kinds) are trained as `fallback` says: `fallbacks` names them, and a log line says so.
 
     Every backward pass that adds to the gradients of a layer is one minibatch to its estimates: a module used twice counts twice,
     and gradients that are accumulated over several passes are sums of preconditioned gradients.  `torch.autograd.grad` and
@@ -47,12 +49,19 @@ class NGSGD(SGD):
 
     Args:
         model: the module to train.  Its layers change class in place; `detach` undoes it.
+        lr: learning rate per sample; 0.016 with a loss that is a mean if not given.
+        loss_reduction: "sum" or "mean" over the samples of the minibatch; "sum" if only `lr` is given.  The number of samples
+            is `num_samples` of `step`, or the number of rows (positions of sequences included) of the layer next to the loss,
+            since the last step.
+        fallback: "adamw" or "sgd" for parameters without natural gradient.
+        adamw_lr_factor: learning rate of AdamW relative to `lr`.
         rank_in, rank_out: Fisher ranks; lowered to (dim + 1) / 2.
         update_period: minibatches between updates of the Fisher estimates, after the first 11.
         num_samples_history: rows after which the past counts 1/e.
         alpha: smoothing of the Fisher estimates towards the identity.
         momentum, max_change, max_param_change, weight_decay, on_nonfinite: see `SGD`.
-        layer_options: as for `SGD`, with rank_in, rank_out, update_period, num_samples_history and alpha besides.
+        layer_options: as for `SGD`, with rank_in, rank_out, update_period, num_samples_history and alpha besides; rule is
+            "natural", "sgd" or "adamw".
         max_change_per_sample: the paper's limit (C.3; nnet2), on a layer's sum of row-norm products; 0 = none, Kaldi's scripts
             use 0.075.  A layer's limit is this times the rows of the minibatch.
         schedule: "nnet3", or "nnet2" for the paper's update schedule.
@@ -70,33 +79,43 @@ class NGSGD(SGD):
     >>> optimizer.step()
     """
 
-    def __init__(self, model: nn.Module, lr: float, *, momentum: float = 0.0, max_change: float = 0.75,
-                 max_param_change: float = 2.0, rank_in: int = 20, rank_out: int = 80, update_period: int = 4,
-                 num_samples_history: float = 2000.0, alpha: float = 4.0, weight_decay: float = 0.0,
-                 layer_options: Mapping[str, Mapping[str, Any]] | None = None, max_change_per_sample: float = 0.0,
+    _rules: tuple[str, ...] = ("natural", "sgd", "adamw")
+
+    def __init__(self, model: nn.Module, lr: float | None = None, *, loss_reduction: str | None = None,
+                 momentum: float = 0.0, max_change: float = 0.75, max_param_change: float = 2.0, rank_in: int = 20,
+                 rank_out: int = 80, update_period: int = 4, num_samples_history: float = 2000.0, alpha: float = 4.0,
+                 weight_decay: float = 0.0, layer_options: Mapping[str, Mapping[str, Any]] | None = None,
+                 fallback: str = "adamw", adamw_lr_factor: float = 0.125, max_change_per_sample: float = 0.0,
                  schedule: str = "nnet3", ignore_zero_rows: bool = False, grad_scaler: Any = None,
                  cosine_period: int = 0, on_nonfinite: str = "skip") -> None:
+        if fallback not in ("adamw", "sgd") or loss_reduction not in (None, "sum", "mean"):
+            raise ValueError(f"Invalid fallback or loss_reduction: {fallback!r} (adamw or sgd), {loss_reduction!r} (sum or mean)")
+        self.fallback = fallback
+        self.loss_reduction = loss_reduction or ("mean" if lr is None else "sum")
         self._settings = {"rank_in": rank_in, "rank_out": rank_out, "update_period": update_period,
                           "num_samples_history": num_samples_history, "alpha": alpha, "schedule": schedule}
         require_non_negative(max_change_per_sample=max_change_per_sample, cosine_period=cosine_period)
-        super().__init__(model, lr, momentum=momentum, max_change=max_change, max_param_change=max_param_change,
-                         weight_decay=weight_decay, layer_options=layer_options, on_nonfinite=on_nonfinite,
-                         fast_gemm=False)
+        super().__init__(model, _DEFAULT_LR if lr is None else lr, momentum=momentum, max_change=max_change,
+                         max_param_change=max_param_change, weight_decay=weight_decay, layer_options=layer_options,
+                         on_nonfinite=on_nonfinite, fast_gemm=False, adamw_lr_factor=adamw_lr_factor)
         self.max_change_per_sample = max_change_per_sample
         self._context = LayerContext(ignore_zero_rows=ignore_zero_rows,
                                      sums_row_products=max_change_per_sample > 0.0,
-                                     on_nonfinite=on_nonfinite, grad_scaler=grad_scaler)
+                                     on_nonfinite=on_nonfinite, grad_scaler=grad_scaler,
+                                     asks_reduction=lr is not None and loss_reduction is None)
         self.cosine_period = cosine_period
         self._layers: dict[str, nn.Module] = {}
         self._preconditioners: dict[str, LayerPreconditioner] = {}
         self._detach = weakref.finalize(self, detach_all, self._layers, self._context)
         self._detach.atexit = False
         self._attach(model)
+        self.fallbacks = self._set_fallback_rule()
         self._prepare_state()
-        self.fallbacks = self._names_of_plain_parameters(model)
         if self.fallbacks:
-            _log.info("plain SGD, without natural gradient, for: %s", ", ".join(self.fallbacks))
-            self._warn_of_many_fallbacks(model)
+            _log.info("%s, without natural gradient, for: %s", {"adamw": "AdamW", "sgd": "plain SGD"}[fallback],
+                      ", ".join(self.fallbacks))
+            if fallback == "sgd":
+                self._warn_of_many_fallbacks(model)
 
     def _warn_of_many_fallbacks(self, model: nn.Module) -> None:
         sizes = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
@@ -114,19 +133,22 @@ class NGSGD(SGD):
         super().add_param_group(param_group)
         if "_detach" in self.__dict__:
             self._attach(self._model)
+            self.fallbacks = self._set_fallback_rule()
             self._prepare_state()
-            self.fallbacks = self._names_of_plain_parameters(self._model)
 
     def _attach(self, model: nn.Module) -> None:
         settings = {group["name"]: FisherSettings(**{key: group[key] for key in _SETTINGS}) for group in self.param_groups}
         owners = {id(p): group["name"] for group in self.param_groups for p in group["params"]}
         mixed = _weights_of_mixed_kinds(model)
+        others = {group["name"] for group in self.param_groups if group["rule"] != "natural"}
         for name, layer in model.named_modules():
             key = name or name_of(model)
             weight = id(getattr(layer, "weight", None))
             if weight in owners and weight not in mixed and key not in self._layers:
                 # a weight that several layers share is in the group of the first of them
                 group = owners[weight] if _layer_of(owners[weight]) == key or key not in settings else key
+                if group in others:
+                    continue
                 preconditioner = attach(layer, settings[group], self._context)
                 if preconditioner is not None:
                     self._layers[key], self._preconditioners[key] = layer, preconditioner
@@ -172,13 +194,21 @@ class NGSGD(SGD):
     def _apply(self, scale: float, num_samples: int | None) -> None:
         if self._context.retired:
             raise ConfigError(f"this NGSGD cannot step any more: {self._context.retired}; use one optimizer for a model.")
+        if self.loss_reduction == "mean":
+            num_samples = num_samples or max(1, self._context.num_loss_rows)
+            self._gradient_scale = float(num_samples)
+        elif self._context.looks_like_mean is not None and bool(self._context.looks_like_mean):
+            self._warn_once("mean loss", f"the loss looks like a mean over {self._context.num_loss_rows} samples, and lr is taken "
+                            "for that of a sum; give loss_reduction=\"mean\" if lr is per sample, \"sum\" if this is intended.")
+        self._context.looks_like_mean = None
         super()._apply(scale, num_samples)
         if not self._context.num_passes and any(weight.grad is not None for _, weight,
                                                 _ in self._estimates()):
             self._warn_once("plain gradients", "no backward pass has added to the gradients of its layers since the last step, "
                                                "so they are plain or were used before; call loss.backward() (torch.autograd.grad "
                                                "returns plain gradients).")
-        self._context.num_passes = 0
+        self._context.num_passes = self._context.num_loss_rows = 0
+        self._context.loss_layer = self._context.loss_task = None
         self._context.num_steps += 1
         # first: these updates belong to the settings so far
         self._context.queue.flush()
@@ -206,7 +236,8 @@ class NGSGD(SGD):
                               0.0) if preconditioner is None else preconditioner.pop_row_products()
         if products is None:
             return one
-        return row_product_factor(products.to(one), num_rows, group["lr"] * group["lr_factor"], self.max_change_per_sample)
+        return row_product_factor(products.to(one), num_rows, group["lr"] * group["lr_factor"] * self._gradient_scale,
+                                  self.max_change_per_sample)
 
     def _follow_groups(self) -> None:
         """Settings changed in `param_groups` hold from the next `zero_grad` or `step` on; the ranks stay."""
@@ -267,9 +298,13 @@ class NGSGD(SGD):
         raise ConfigError("an NGSGD cannot be copied or pickled, as it belongs to the layers of its model; make a new one on a "
                           "copy of the model, and give it the state_dict() of this one.")
 
-    def _names_of_plain_parameters(self, model: nn.Module) -> list[str]:
+    def _set_fallback_rule(self) -> list[str]:
+        """Give the layers that have no natural gradient their rule; returns the names of their parameters."""
         covered = {id(p) for layer in self._layers.values() for p in layer.parameters(recurse=False)}
-        return [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in covered]
+        for group in self.param_groups:
+            if group["rule"] == "natural" and not any(id(p) in covered for p in group["params"]):
+                group["rule"] = self.fallback
+        return [name for name, p in self._model.named_parameters() if p.requires_grad and id(p) not in covered]
 
 
 def _layer_of(group: str) -> str:

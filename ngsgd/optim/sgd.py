@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from ngsgd.errors import ConfigError, DivergenceError, OptimizerStateError
 from ngsgd.ops.max_change import Limits, max_change_limits
 from ngsgd.ops.orthonormal import constrain_orthonormal
+from ngsgd.optim import adamw
 from ngsgd.optim.layers.fast_linear import attach_fast_linear, detach_fast_linear
 
 # name of a group of such parameters
@@ -84,7 +85,10 @@ class SGD(torch.optim.Optimizer):
             loss; without, the loss is taken for a mean, and a warning says so once.
         layer_options: settings of single components by name or pattern, as {"output": {"max_change": 1.5}}; later entries win.
             Keys: lr_factor (multiplies lr), max_change, weight_decay, orthonormal_constraint (0 none, > 0 the scale that the
-            rows of the weight are pulled to, < 0 a scale of their own; Kaldi's semi-orthogonal layers).
+            rows of the weight are pulled to, < 0 a scale of their own; Kaldi's semi-orthogonal layers), and rule: "adamw" trains
+            the layer with AdamW at lr * lr_factor * adamw_lr_factor, without limits on its change, with betas, eps and
+            weight_decay as in torch.
+        adamw_lr_factor: learning rate of these layers relative to `lr`.
         on_nonfinite: what a gradient with NaN or Inf does: "skip" leaves the minibatch out and counts it, "raise" raises
             DivergenceError, for which every step waits for the device.
         fast_gemm: on processors where `ngsgd.ops.gemm` is faster than torch's GEMM, change the class of each
@@ -92,13 +96,18 @@ class SGD(torch.optim.Optimizer):
     """
 
     _counts: Tensor
+    # of a component; the first is the default
+    _rules: tuple[str, ...] = ("sgd", "adamw")
+    # number of samples of the minibatch where the loss is their mean
+    _gradient_scale = 1.0
 
     def __init__(self, model: nn.Module, lr: float, *, momentum: float = 0.0, max_change: float = 0.75,
                  max_param_change: float = 2.0, weight_decay: float = 0.0,
                  layer_options: Mapping[str, Mapping[str, Any]] | None = None,
-                 on_nonfinite: str = "skip", fast_gemm: bool = True) -> None:
+                 on_nonfinite: str = "skip", fast_gemm: bool = True, adamw_lr_factor: float = 0.125) -> None:
         self._init_groups(model, {"lr": lr, "momentum": momentum, "lr_factor": 1.0, "max_change": max_change,
-                                  "weight_decay": weight_decay, "orthonormal_constraint": 0.0}, layer_options)
+                                  "weight_decay": weight_decay, "orthonormal_constraint": 0.0, "rule": self._rules[0],
+                                  "adamw_lr_factor": adamw_lr_factor}, layer_options)
         require_non_negative(max_param_change=max_param_change)
         if not 0.0 <= momentum < 1.0:
             raise ValueError(f"Invalid momentum: {momentum}")
@@ -127,10 +136,12 @@ class SGD(torch.optim.Optimizer):
         groups = components(model)
         if not groups:
             raise ValueError("the module has no parameter that requires a gradient")
-        set_options(groups, layer_options or {}, set(defaults) - {"lr", "momentum"})
+        set_options(groups, layer_options or {}, {*defaults, "betas", "eps"} - {"lr", "momentum"})
         for group in groups:
             require_non_negative(**{key: group.get(key, default) for key, default in defaults.items()
                                     if key != "orthonormal_constraint" and isinstance(default, (int, float))})
+            if group.get("rule", self._rules[0]) not in self._rules:
+                raise ValueError(f"Invalid rule: {group['rule']!r}; choose {' or '.join(self._rules)}")
         super().__init__(groups, defaults)
         self._places = self._find_parameters()
         self._frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
@@ -163,6 +174,9 @@ class SGD(torch.optim.Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 self.state[p].setdefault("step", None)
+        for group in self._adamw_groups():
+            for p in group["params"]:
+                adamw.prepare_state(p, self.state[p])
 
     def _by_layer(self, param_group: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         params = param_group["params"]
@@ -200,8 +214,27 @@ class SGD(torch.optim.Optimizer):
     def _apply(self, scale: float, num_samples: int | None) -> None:
         self._require_own_parameters()
         moving = self._moving(scale, num_samples)
-        if not moving.indices:
+        adamw_groups = self._adamw_groups()
+        is_finite = adamw.gradients_are_finite(adamw_groups)
+        if moving.indices:
+            is_finite = self._step_with_limits(moving, scale, is_finite)
+        if is_finite is None:
             return
+        if self.on_nonfinite == "raise" and not bool(is_finite):
+            bad = [group["name"] for group in self.param_groups
+                   if any(p.grad is not None and not _norms([p.grad])[0].isfinite() for p in group["params"])]
+            raise DivergenceError(f"the gradient of {', '.join(bad)} is not finite; lower the learning rate or skip such "
+                                  "minibatches with on_nonfinite=\"skip\".")
+        # once per minibatch, also with backstitch
+        if scale > 0.0:
+            adamw.step(adamw_groups, self.state, ~is_finite)
+            self._constrain(self.param_groups[index] for index in moving.indices)
+
+    def _adamw_groups(self) -> list[dict[str, Any]]:
+        return [group for group in self.param_groups if group["rule"] == "adamw"]
+
+    def _step_with_limits(self, moving: _StepInputs, scale: float, others_finite: Tensor | None) -> Tensor:
+        """Move what AdamW does not move; returns whether all gradients are finite, without which nothing moves."""
         norms_C = self._norms(moving)
         factors_C = self._own_factors(moving)
         if factors_C is not None:
@@ -210,17 +243,13 @@ class SGD(torch.optim.Optimizer):
         max_changes_C = self._constant(norms_C, *(float(group["max_change"]) for group in groups))
         limits = max_change_limits(norms_C, max_changes_C, self.max_param_change, scale=scale * (1.0 - moving.momentum),
                                    max_change_scale=abs(scale))
-        if self.on_nonfinite == "raise" and not bool(limits.is_finite):
-            bad = [group["name"] for group, norm in zip(groups, norms_C.tolist(), strict=True) if not norm < float("inf")]
-            raise DivergenceError(f"the gradient of {', '.join(bad)} is not finite; lower the learning rate or skip such "
-                                  "minibatches with on_nonfinite=\"skip\".")
+        if others_finite is not None:
+            limits = limits._replace(is_finite=limits.is_finite & others_finite.to(norms_C.device))
         factors_C = limits.factors_C if factors_C is None else limits.factors_C * factors_C
         # the fused step subtracts, hence the sign
         _add(moving, -factors_C * self._constant(norms_C, *moving.rates), ~limits.is_finite)
         self._count(limits, moving.indices)
-        # once per minibatch, also with backstitch
-        if scale > 0.0:
-            self._constrain(groups)
+        return limits.is_finite
 
     def _moving(self, scale: float, num_samples: int | None) -> _StepInputs:
         """What to add, but for the limits; p.grad is left as it is."""
@@ -228,8 +257,8 @@ class SGD(torch.optim.Optimizer):
         common = float(self.param_groups[0]["momentum"])
         for index, group in enumerate(self.param_groups):
             with_gradient = [p for p in group["params"] if p.grad is not None]
-            if with_gradient:
-                lr, momentum = group["lr"] * group["lr_factor"], float(group["momentum"])
+            if with_gradient and group["rule"] != "adamw":
+                lr, momentum = group["lr"] * group["lr_factor"] * self._gradient_scale, float(group["momentum"])
                 relative = 1.0 if momentum == common else (1.0 - momentum) / (1.0 - common)
                 decay = self._decay(group, scale, num_samples)
                 indices.append(index)
@@ -357,23 +386,30 @@ class SGD(torch.optim.Optimizer):
         torch.distributed.checkpoint, which keeps and fills what it finds in `state`.
         """
         for group in self.param_groups:
-            if group["momentum"]:
-                for p in group["params"]:
+            for p in group["params"]:
+                if self._has_velocity(group, p):
                     self.state[p].setdefault("velocity", torch.zeros_like(p))
         state = super().state_dict()
         state["state"] = {index: {**values, "step": self._step_count} for index, values in state["state"].items()}
         return {**state, "step_count": self._step_count, "max_param_change": self.max_param_change,
                 "on_nonfinite": self.on_nonfinite}
 
+    def _has_velocity(self, group: Mapping[str, Any], p: Tensor) -> bool:
+        return bool(group["momentum"]) and group["rule"] != "adamw"
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continues where the state was taken, with its settings; raises OptimizerStateError for that of another model."""
         saved = self._state_by_parameter(state_dict)
         names = [group["name"] for group in self.param_groups]
         step_count = state_dict.get("step_count", saved[0][1].get("step", 0))
-        state = {index: {key: value for key, value in values.items() if key == "velocity"}
+        state = {index: {key: value for key, value in values.items() if key in ("velocity", *adamw.STATE)}
                  for index, values in state_dict["state"].items()}
         super().load_state_dict({"state": state, "param_groups": state_dict["param_groups"]})
         self._step_count = int(step_count or 0)
+        for p, values in saved:
+            # torch has cast it to the dtype of the parameter
+            if "num_adamw_steps" in values:
+                self.state[p]["num_adamw_steps"] = torch.as_tensor(values["num_adamw_steps"]).to(p.device, torch.float32)
         self.max_param_change = state_dict.get("max_param_change", self.max_param_change)
         self.on_nonfinite = state_dict.get("on_nonfinite", self.on_nonfinite)
         for group, name in zip(self.param_groups, names, strict=True):

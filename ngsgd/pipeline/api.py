@@ -26,8 +26,8 @@ _OF_SERVICE = ("hydra", "ray", "mlflow", "rich", "matplotlib", "psutil")
 _LR = ("lr", "learning_rate")
 
 
-def train(task: TaskOrFunction, *, num_workers: int = 2, cluster: str = "local", resume: str | Path | None = None,
-          quiet: bool = False, services: Services | None = None, **settings: Any) -> TaskRun:
+def train(task: TaskOrFunction, *, num_workers: int = 2, cluster: str | Mapping[str, Any] = "local",
+          resume: str | Path | None = None, quiet: bool = False, services: Services | None = None, **settings: Any) -> TaskRun:
     """Train a model on several workers whose parameters are averaged every outer iteration.
 
     A worker that dies is replaced and its job repeated, with the same bits. A run that was stopped, or
@@ -39,7 +39,8 @@ def train(task: TaskOrFunction, *, num_workers: int = 2, cluster: str = "local",
         task: `ngsgd.tasks.DatasetTask` or another `ngsgd.training.task.Task`, or a function that returns one. Worker
             processes get a copy.
         num_workers: Workers, and jobs of an outer iteration.
-        cluster: "local" (processes of this machine), "in_process", or "ray" (needs `pip install ngsgd[service]`).
+        cluster: "local" (processes of this machine), "in_process", or "ray" (needs `pip install ngsgd[service]`); or the
+            options of the cluster, such as {"kind": "local", "ranks_per_worker": 2}.
         resume: Folder or name of a run of this task to continue; settings are then those of the run.
         quiet: Print incidents and the result only.
         services: Replaces progress lines, trackers and the worker pool.
@@ -117,11 +118,12 @@ def _ignore(_line: str) -> None:
     pass
 
 
-def _config(settings: Mapping[str, Any], num_workers: int, cluster: str, name: str) -> RunConfig:
+def _config(settings: Mapping[str, Any], num_workers: int, cluster: str | Mapping[str, Any], name: str) -> RunConfig:
     """A complete configuration; raises one ConfigError for everything wrong."""
     given, problems = _nested(settings)
     schedule = given.get("schedule", {})
-    own = {"cluster": {"kind": cluster, "num_workers": num_workers}, "tracking": {"kind": "none"},
+    of_cluster = {"kind": cluster} if isinstance(cluster, str) else {"kind": "local", **cluster}
+    own = {"cluster": {"num_workers": num_workers, **of_cluster}, "tracking": {"kind": "none"},
            "schedule": {name: num_workers for name in ("num_jobs_initial", "num_jobs_final") if name not in schedule}}
     given, _ = with_new_names(given)
     config, wrong = build(merged(merged(defaults(), own), given))

@@ -175,10 +175,22 @@ class OnlineNaturalGradient:
             J_RD = ops.project_back(call.X_ND, call.projection.H_NR, call.one_N)
             self._queue.add(self, J_RD, ops.moment_products(J_RD, call.projection.H_NR),
                             (call.projection.sum_sq, call.num_rows, call.loss_scale))
+        self._count_call()
+
+    def _count_call(self) -> None:
         if self._commit != self._queue.num_commits:
             self._commit, self._calls_since = self._queue.num_commits, 0
         self._calls_since += not self.frozen
         self.num_calls += not self.frozen
+
+    def observe(self, X_ND: Tensor, *, num_rows: Tensor | float | None = None, loss_scale: Tensor | float = 1.0) -> None:
+        """Move the estimate as `precondition` would, without preconditioned rows; costs nothing in a call that does not move it."""
+        if self._state is not None and not self._updates_now():
+            self._count_call()
+            return
+        call = self.begin(X_ND, num_rows=num_rows, loss_scale=loss_scale, corrects=False)
+        if call is not None:
+            self.finish(call)
 
     def withdraw(self) -> None:
         """Takes back the calls since the last step: their gradients were thrown away.  An update carried out already stays."""

@@ -69,6 +69,8 @@ class DatasetTask(Task):
         run = ngsgd.train(make_task, num_workers=4)
     """
 
+    starts_anywhere = True
+
     def __init__(self, dataset: Dataset[Any], model_fn: ModelFunction, loss_fn: LossFunction, *,
                  valid: Dataset[Any] | float = 0.05,
                  collate_fn: Callable[[list[Any]], Any] = default_collate,

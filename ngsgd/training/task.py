@@ -101,6 +101,8 @@ class Task(ABC):
     # objf of a model that knows only the number of classes; results below twice this value are
     # rejected
     chance_objf: float = -math.inf
+    # whether `batches` begins at any minibatch without making those before it
+    starts_anywhere: bool = False
     # False: a drop of the held-out objf is no divergence, because another objective is trained
     optimizes_held_out_objf: bool = True
     # whether only the optimizer changes parameters, so that update-norm clipping bounds a job's

@@ -6,11 +6,12 @@ retry of a job gives a bitwise identical result.
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,6 +28,7 @@ from ngsgd.preconditioners.build import make_preconditioner
 from ngsgd.training.job import Fisher, Job, JobInit, JobResult, LocalRef, WorkItem
 from ngsgd.training.parameter_deltas import NO_LIMITS, PartOfStart, change_limits, measure
 from ngsgd.training.parameter_vector import FlatLayout, Vector
+from ngsgd.training.ranks import ALONE, Ranks
 from ngsgd.training.task import Batch, BatchLoss, TaskSpec, seeded_model, to_device
 from ngsgd.training.validation.checksums import digest, not_finite
 from ngsgd.training.validation.plausibility import impossible
@@ -77,10 +79,11 @@ def part_of_initial_parameters(start: JobInit, layout: FlatLayout) -> PartOfStar
 class Worker:
     """Lives for the complete run: holds the model and the task, and runs one job after another."""
 
-    def __init__(self, spec: TaskSpec, index: int) -> None:
+    def __init__(self, spec: TaskSpec, index: int, ranks: Ranks = ALONE) -> None:
         self.settings = spec.settings
         self.index = index
-        self.device = choose_device(self.settings.cluster.device, index)
+        self.ranks = ranks
+        self.device = choose_device(self.settings.cluster.device, index * ranks.size + ranks.rank)
         self.task = spec.task(self.device)
         self.model = seeded_model(self.task, self.settings.seed).to(self.device)
         self.layout = FlatLayout.of(self.model)
@@ -93,11 +96,17 @@ class Worker:
             should_stop: called after every minibatch; once it returns True the job ends and reports
                 the rest of its work as remainder.
         """
+        return self._result(job, self.train(job, should_stop), place)
+
+    def train(self, job: Job, should_stop: Callable[[], bool] = never) -> _Trained:
+        """The part of `run` that every rank of a group takes part in."""
         settings = self._settings(job)
         start = self._load(job)
         network = self.task.growth.network(self.model, self.task.growth.stage(job.outer_iter))
         shrink(network, settings.proportional_shrink, job.lr)
-        seed = int(np.random.SeedSequence([self.settings.seed, job.outer_iter, job.job]).generate_state(1)[0])
+        # random numbers of the model, such as those of dropout, differ between ranks
+        own = [self.ranks.rank] if self.ranks.rank else []
+        seed = int(np.random.SeedSequence([self.settings.seed, job.outer_iter, job.job, *own]).generate_state(1)[0])
         self.task.prepare_job(self.model, progress=job.progress, seed=seed)
         has_preconditioner = settings.preconditions
         # preconditioners read rows from torch's own layers
@@ -113,11 +122,11 @@ class Worker:
         for index, (batch, left) in enumerate(self._batches(job)):
             steps_back = not has_preconditioner and (index + job.outer_iter) % settings.backstitch_interval == 0
             self._train(network, batch, optimizer, preconditioner, sums, settings.backstitch_scale if steps_back else 0.0)
-            if should_stop() and left:
+            if self.ranks.any(should_stop()) and left:
                 remainder = left
                 break
-        seconds = time.perf_counter() - began
-        return self._result(job, start, place, sums, optimizer, preconditioner, seconds, remainder)
+        sums.reduce(self.ranks)
+        return _Trained(start, sums, optimizer, preconditioner, time.perf_counter() - began, remainder)
 
     def _settings(self, job: Job) -> OptimizerConfig:
         """The optimizer's settings; early outer iterations have a lower max_param_change (Kaldi: by sqrt 2)."""
@@ -126,14 +135,17 @@ class Worker:
             return settings
         return replace(settings, max_param_change=settings.max_param_change / math.sqrt(2.0))
 
-    def _load(self, job: Job) -> Vector | None:
-        """Set the job's initial parameters, and return them if the job returns a parameter delta."""
-        vector = initial_parameters(job.start, self.layout)
+    def _load(self, job: Job) -> Vector:
+        """Set the job's initial parameters, and return them."""
+        vector = self.ranks.start_vector(lambda: initial_parameters(job.start, self.layout), self.layout.size)
         self.layout.load(self.model, vector)
-        return vector if job.returns == "move" else None
+        return vector
 
-    def _batches(self, job: Job) -> Iterator[tuple[Batch, tuple[WorkItem, ...]]]:
-        """Each minibatch of the job's pieces in order, and the work that is left after it."""
+    def _batches(self, job: Job) -> Iterator[tuple[Batch | None, tuple[WorkItem, ...]]]:
+        """Each minibatch of the job's pieces in order, and the work that is left after it.
+
+        In a group, those of this rank; None in the last step of a piece that has no minibatch for every rank.
+        """
         for index, piece in enumerate(job.pieces):
             later = job.pieces[index + 1:]
             size = self.settings.schedule.minibatch_size
@@ -141,15 +153,28 @@ class Worker:
                 size = max(1, size // 2)
             last = self.task.num_batches(piece.shard, size) if piece.stop is None else piece.stop
             seed = (self.settings.seed, piece.outer_iter, piece.job)
-            batches = self.task.batches(piece.shard, size, seed=seed, first=piece.first, stop=last)
-            for number, batch in enumerate(batches, start=piece.first + 1):
-                yield batch, ((replace(piece, first=number),) if number < last else ()) + later
+            batches = self._batches_of_rank(piece, size, seed, last)
+            for number in range(piece.first, last, self.ranks.size):
+                done = min(number + self.ranks.size, last)
+                yield next(batches, None), ((replace(piece, first=done),) if done < last else ()) + later
 
-    def _train(self, network: nn.Module, batch: Batch, optimizer: SGD, preconditioner: Preconditioner | None,
+    def _batches_of_rank(self, piece: WorkItem, size: int, seed: tuple[int, int, int], last: int) -> Iterator[Batch]:
+        def batches(first: int, stop: int) -> Iterator[Batch]:
+            return self.task.batches(piece.shard, size, seed=seed, first=first, stop=stop)
+
+        if self.ranks.size == 1:
+            return batches(piece.first, last)
+        if self.task.starts_anywhere:
+            return itertools.chain.from_iterable(batches(number, number + 1) for number in self.ranks.of_rank(piece.first, last))
+        return itertools.islice(batches(piece.first, last), self.ranks.rank, None, self.ranks.size)
+
+    def _train(self, network: nn.Module, batch: Batch | None, optimizer: SGD, preconditioner: Preconditioner | None,
                sums: _Sums, backstitch_scale: float) -> None:
         """One minibatch: forward, backward and the update of the parameters."""
-        data = to_device(batch.data, self.device)
-        found: BatchLoss | None = None
+        data = None if batch is None else to_device(batch.data, self.device)
+        num_examples = 0 if batch is None else batch.num_examples
+        num_samples = num_examples
+        found = BatchLoss(torch.zeros((), device=self.device), 0.0)
 
         def forward() -> Tensor:
             nonlocal found
@@ -157,27 +182,33 @@ class Worker:
             return found.total
 
         def gradients() -> Tensor:
+            nonlocal num_samples
             optimizer.zero_grad(set_to_none=True)
-            if preconditioner is None:
-                loss = forward()
-                loss.backward()
-                return loss.detach()
-            return preconditioner.evaluate_and_step(forward, optimizer.param_groups[0]["lr"])
+            lr = optimizer.param_groups[0]["lr"]
+            if preconditioner is not None and self.ranks.size == 1:
+                return preconditioner.evaluate_and_step(forward, lr)
+            if preconditioner is not None and data is not None:
+                preconditioner.evaluate(forward)
+            elif data is not None:
+                forward().backward()
+            num_samples = self.ranks.sum_gradients(network, num_examples)
+            if preconditioner is not None:
+                preconditioner.step(lr)
+            return found.total.detach()
 
         if backstitch_scale:
-            loss = backstitch_step(optimizer, gradients, backstitch_scale, num_samples=batch.num_examples)
+            loss = backstitch_step(optimizer, gradients, backstitch_scale, num_samples=num_examples)
         else:
             loss = gradients()
-            optimizer.step(num_samples=batch.num_examples)
-        assert found is not None
-        sums.add(batch.num_examples, found, loss)
+            optimizer.step(num_samples=num_samples)
+        sums.add(num_examples, found, loss)
 
-    def _result(self, job: Job, start: Vector | None, place: Place, sums: _Sums, optimizer: SGD,
-                preconditioner: Preconditioner | None, seconds: float, remainder: tuple[WorkItem, ...]) -> JobResult:
+    def _result(self, job: Job, trained: _Trained, place: Place) -> JobResult:
+        sums, optimizer = trained.sums, trained.optimizer
         is_complete = job.send == (0, 1)
         end = self.layout.flatten(self.model.state_dict(), place(self.layout.size) if is_complete or job.keep_own else None)
-        if start is not None:
-            np.subtract(end, start, out=end)
+        if job.returns == "move":
+            np.subtract(end, trained.start, out=end)
         pieces = self.layout.fragment(*job.send)
         sent = end
         if not is_complete:
@@ -194,15 +225,27 @@ class Worker:
         start_of = part_of_initial_parameters(job.start, self.layout)
         deltas = measure(sent, job.returns == "move", start_of, self.layout, pieces, limits)
         result = JobResult(
-            job, self.index, LocalRef(sent), digest(sent), sums.num_examples, sums.num_batches, objf, accuracy, seconds,
+            job, self.index, LocalRef(sent), digest(sent), sums.num_examples, sums.num_batches, objf, accuracy, trained.seconds,
             sum(layer_shares) / len(layer_shares), activity.model_share, activity.num_skipped,
             own=LocalRef(end) if job.keep_own else None,
-            fisher=fisher_of(optimizer, preconditioner) if job.keep_fisher else None,
-            rejection_reason=not_finite(sent, self.layout, pieces), remainder=remainder,
+            fisher=fisher_of(optimizer, trained.preconditioner) if job.keep_fisher else None,
+            rejection_reason=not_finite(sent, self.layout, pieces), remainder=trained.remainder,
             health=figures(optimizer) if isinstance(optimizer, NGSGD) else {}, deltas=deltas)
         # checked here, and not when all jobs have ended, because a successor may start from this
         # result before
         return replace(result, rejection_reason=result.rejection_reason or impossible(result, self.layout))
+
+
+class _Trained(NamedTuple):
+    """What a job has come to."""
+
+    # its initial parameters
+    start: Vector
+    sums: _Sums
+    optimizer: SGD
+    preconditioner: Preconditioner | None
+    seconds: float
+    remainder: tuple[WorkItem, ...]
 
 
 class _Sums:
@@ -219,6 +262,12 @@ class _Sums:
         self._objf -= loss
         self._correct += batch.num_correct
         self._weight += batch.weight
+
+    def reduce(self, ranks: Ranks) -> None:
+        """Add those of the other ranks; the number of minibatches stays that of steps of this rank."""
+        num_examples = torch.tensor(float(self.num_examples), dtype=torch.float64, device=self._objf.device)
+        ranks.sum_([self._objf, self._correct, self._weight, num_examples])
+        self.num_examples = int(num_examples)
 
     def means(self) -> tuple[float, float]:
         """(objf, accuracy) per unit of weight, as in Kaldi; NaN for a shard without examples."""
@@ -260,8 +309,9 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig, lr: float, lr_fact
                               "max_param_change": config.max_param_change, "weight_decay": config.weight_decay / lr_factor}
     if config.kind != "ngsgd":
         return SGD(model, lr, fast_gemm=fast_gemm, **common)
-    return NGSGD(model, lr, rank_in=config.rank_in, rank_out=config.rank_out, update_period=config.update_period,
-                 num_samples_history=config.num_samples_history, alpha=config.alpha, schedule=config.update_schedule,
+    return NGSGD(model, lr, loss_reduction="sum", fallback=config.fallback, rank_in=config.rank_in,
+                 rank_out=config.rank_out, update_period=config.update_period, alpha=config.alpha,
+                 num_samples_history=config.num_samples_history, schedule=config.update_schedule,
                  max_change_per_sample=config.max_change_per_sample, cosine_period=config.cosine_interval, **common)
 
 
@@ -292,4 +342,4 @@ def choose_device(wanted: str, index: int = 0) -> torch.device:
 
 def resolve_threads(config: ClusterConfig, num_cores: int) -> int:
     """Compute threads of one worker; together at most the cores, since spinning threads of one worker starve another."""
-    return config.threads_per_worker or max(1, num_cores // config.num_workers)
+    return config.threads_per_worker or max(1, num_cores // (config.num_workers * config.ranks_per_worker))

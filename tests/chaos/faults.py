@@ -126,7 +126,7 @@ class BreakingWorker(Worker):
         self._last = sum(1 for _ in self._batches(job)) - 1
         return super().run(job, place, should_stop)
 
-    def _load(self, job: Job) -> Vector | None:
+    def _load(self, job: Job) -> Vector:
         if self.fault.when == "idle" and (job.outer_iter, job.job) == (self.fault.at[0], 0):
             time.sleep(8 * _PAUSE_S)  # so that the other worker is idle meanwhile
         if self.fault.others_wait and (job.outer_iter, job.job) == (self.fault.at[0], 0):

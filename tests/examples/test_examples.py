@@ -19,13 +19,51 @@ def test_an_example_has_at_most_80_lines(script: Path) -> None:
     assert len(script.read_text(encoding="utf-8").splitlines()) <= 80
 
 
-@pytest.mark.slow
-def test_the_language_model_trains_on_two_workers(tmp_path: Path) -> None:
+# arguments at small size -> the largest loss of each line that ends with one; uniform guesses have ln(classes)
+_SMALL = {
+    # 128 characters: 4.85
+    "language_model.py": (["2", "1"], 3.0),
+    # 10 classes: 2.30
+    "image_classification.py": (["2", "2"], 2.0),
+    "kfac.py": (["1", "kfac"], 1.5),
+    "local_sgd.py": (["2"], 1.5),
+    # 6 tags: 1.79
+    "lstm_tagger.py": (["40"], 1.2),
+}
+
+
+def run(folder: Path, script: str, *arguments: str) -> str:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(EXAMPLES.parent)}
-    done = subprocess.run([sys.executable, str(EXAMPLES / "language_model.py"), "2", "1"], cwd=tmp_path, env=environment,
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if script == "local_sgd.py" else []
+    done = subprocess.run([sys.executable, *launcher, str(EXAMPLES / script), *arguments], cwd=folder, env=environment,
                           capture_output=True, text=True, timeout=_HANGS_S, check=False)
     assert done.returncode == 0, done.stderr
-    ours, plain = (float(found) for found in re.findall(r"valid/loss (\d+\.\d+)$", done.stdout, re.MULTILINE))
-    # uniform guesses among 128 characters have 4.85
-    assert ours < 2.5
-    assert plain < 2.5
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", _SMALL)
+def test_it_trains_and_prints_the_loss_of_plain_torch_beside_it(script: str, tmp_path: Path) -> None:
+    arguments, largest = _SMALL[script]
+    losses = [float(found) for found in re.findall(r"valid.loss (\d+\.\d+)$", run(tmp_path, script, *arguments), re.MULTILINE)]
+    # a run of its own ends with a table of its metrics, before the lines of the script
+    assert len(losses) >= 2
+    assert all(loss < largest for loss in losses), losses
+
+
+@pytest.mark.slow
+def test_variances_are_those_of_torch(tmp_path: Path) -> None:
+    lines = re.findall(r"variance (\S+), torch.func (\S+)", run(tmp_path, "gradient_variance.py"))
+    assert len(lines) == 4
+    for ours, theirs in lines:
+        assert float(ours) == pytest.approx(float(theirs), rel=1e-3)   # four printed digits
+
+
+@pytest.mark.slow
+def test_a_hypergradient_is_the_finite_difference_of_torch(tmp_path: Path) -> None:
+    ours, theirs = re.findall(r": (-?\d\.\d{6})$", run(tmp_path, "hypergradient.py"), re.MULTILINE)
+    assert float(ours) == pytest.approx(float(theirs), rel=1e-4)   # central difference with a step of 1e-5 in float64
+
+
+def test_every_example_is_run() -> None:
+    assert {path.name for path in EXAMPLES.glob("*.py")} == {*_SMALL, "gradient_variance.py", "hypergradient.py"}

@@ -31,7 +31,7 @@ def minibatch(seed: int, num: int) -> tuple[Tensor, Tensor]:
 def trained(kind: str, num: int, divisor: float) -> tuple[Tensor, dict[str, Tensor]]:
     """(the move of all parameters, the spectrum of each estimate) after six minibatches."""
     model = network(kind)
-    optimizer = NGSGD(model, lr=1e-4 * divisor, max_change=0.0, max_param_change=0.0)
+    optimizer = NGSGD(model, lr=1e-4 * divisor, loss_reduction="sum", max_change=0.0, max_param_change=0.0)
     start = torch.cat([p.detach().flatten() for p in model.parameters()])
     for seed in range(6):
         x, y = minibatch(seed, num)
@@ -85,7 +85,7 @@ def test_an_estimate_that_is_flat_warns_once_for_the_optimizer() -> None:
         for _ in range(3):
             (nn.functional.cross_entropy(model(x), y) * 1e-14).backward()
             optimizer.step()
-    assert [str(warning.message).count("flat") for warning in caught] == [1]
+    assert sum("flat" in str(warning.message) for warning in caught) == 1
 
 
 @pytest.mark.parametrize("num_zero", [1, 3])
@@ -101,3 +101,60 @@ def test_rows_of_zeros_leave_the_start_to_the_first_other_rows(num_zero: int) ->
     # rows of ordinary size: Kaldi's own numbers, bit for bit in one process
     assert torch.equal(outputs[1.0, True], outputs[1.0, False])
     assert float((outputs[1e-6, True] - outputs[1.0, True]).norm() / outputs[1.0, True].norm()) < 5e-3  # as above
+
+
+@pytest.mark.parametrize("kind", ["affine", "convolution"])
+def test_a_mean_loss_trains_as_its_sum_does(kind: str) -> None:
+    """With loss_reduction="mean", which is the default where no rate is given."""
+    models = network(kind), network(kind), network(kind)
+    optimizers = (NGSGD(models[0]), NGSGD(models[1], 0.016, loss_reduction="mean"), NGSGD(models[2], 0.016))
+    for seed in range(6):
+        x, y = minibatch(seed, 64)
+        for model, optimizer, reduction in zip(models, optimizers, ("mean", "mean", "sum"), strict=True):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), y, reduction=reduction).backward()
+            optimizer.step()
+    for p, q, r in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.equal(p, q)
+        # the floor of eigenvalues, as above, on steps of at most 0.75
+        torch.testing.assert_close(p, r, rtol=0.0, atol=5e-3)
+
+
+def test_rows_of_accumulated_and_of_given_minibatches_are_counted() -> None:
+    whole, parts, given = (network("affine").double() for _ in range(3))
+    start = torch.cat([p.detach().flatten() for p in whole.parameters()])
+    optimizers = [NGSGD(model, 1e-4, loss_reduction="mean") for model in (whole, parts, given)]
+    x, y = minibatch(0, 64)
+    x = x.double()
+    for _ in range(2):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        nn.functional.cross_entropy(whole(x), y).backward()
+        for half in (slice(0, 32), slice(32, 64)):
+            (nn.functional.cross_entropy(parts(x[half]), y[half]) / 2).backward()
+        (nn.functional.cross_entropy(given(x), y) / 10).backward()
+        for optimizer, num_samples in zip(optimizers, (None, None, 640), strict=True):
+            optimizer.step(num_samples=num_samples)
+    moves = [float((torch.cat([p.detach().flatten() for p in model.parameters()]) - start).norm())
+             for model in (whole, parts, given)]
+    # the estimates of half minibatches differ; a wrong number of rows would be a factor of 2
+    assert moves[1] == pytest.approx(moves[0], rel=0.2)
+    # floors of eigenvalues, as above
+    assert moves[2] == pytest.approx(moves[0], rel=5e-3)
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+@pytest.mark.parametrize("num", [8, 256])
+def test_a_mean_without_loss_reduction_is_warned_of(reduction: str, num: int) -> None:
+    model = network("affine")
+    optimizer = NGSGD(model, lr=0.01)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for seed in range(3):
+            x, y = minibatch(seed, num)
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), y, reduction=reduction).backward()
+            optimizer.step()
+    found = [str(one.message) for one in caught if "looks like a mean" in str(one.message)]
+    assert len(found) == (reduction == "mean")
+    assert all(f"over {num} samples" in one and "loss_reduction" in one for one in found)

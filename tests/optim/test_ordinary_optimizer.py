@@ -561,7 +561,7 @@ def test_a_large_share_of_fallbacks_is_warned_of(num_embeddings: int) -> None:
     model = nn.Sequential(nn.Embedding(num_embeddings, 8), nn.Linear(8, 20))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        NGSGD(model, lr=0.001)
+        NGSGD(model, lr=0.001, fallback="sgd")
     assert messages(caught, "90% of the parameters") == (num_embeddings == 200)
     assert messages(caught, "plain SGD") == (num_embeddings == 200)
 

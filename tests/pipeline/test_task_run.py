@@ -26,7 +26,7 @@ from ngsgd.pipeline.services import PoolRequest, Services, local_pool
 from ngsgd.training.records import FinalReport, Incident, OuterIterationRecord
 from tests.tasks import blobs
 
-SETTINGS: dict[str, Any] = {"num_epochs": 4, "batch_size": 16, "cluster": "in_process"}
+SETTINGS: dict[str, Any] = {"num_epochs": 2, "batch_size": 16, "cluster": "in_process"}
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -76,6 +76,7 @@ class StopAfter:
         return False
 
 
+@pytest.mark.slow
 def test_a_stopped_run_is_continued_with_the_same_bits(tmp_path: Path) -> None:
     whole = ngsgd.train(blobs.make_task, output_dir=tmp_path / "whole", services=Services(), **SETTINGS)
     stop = StopAfter()

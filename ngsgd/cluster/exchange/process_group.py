@@ -43,6 +43,9 @@ class Group(Protocol):
         `deadline` is in seconds of time.monotonic().  `outgoing` is not changed.
         """
 
+    def all_reduce(self, tensor: Tensor, deadline: float) -> None:
+        """Replaces a tensor by the sum of those of all members, with the same bits everywhere."""
+
     def close(self) -> None:
         """Cuts the connections, so that the others fail at once and not at their deadline."""
 
@@ -112,6 +115,11 @@ class GlooGroup:
         self._group.alltoall_base(incoming, torch.from_numpy(outgoing), list(in_sizes), list(out_sizes), settings).wait()
         return incoming.numpy()
 
+    def all_reduce(self, tensor: Tensor, deadline: float) -> None:
+        settings = c10d.AllreduceOptions()
+        settings.timeout = timedelta(seconds=max(0.001, deadline - time.monotonic()))
+        self._group.allreduce([tensor], settings).wait()
+
     def close(self) -> None:
         with contextlib.suppress(RuntimeError):
             self._group.abort()
@@ -152,6 +160,13 @@ class _NcclGroup:
             incoming.copy_(received, non_blocking=True)
         self._stream.synchronize()
         return incoming.numpy()
+
+    def all_reduce(self, tensor: Tensor, deadline: float) -> None:
+        work = self._group.allreduce([tensor], c10d.AllreduceOptions())
+        while not work.is_completed():
+            if time.monotonic() > deadline:
+                raise RuntimeError("the sum over the GPUs did not end in time")
+        work.wait()
 
     def close(self) -> None:
         with contextlib.suppress(RuntimeError):

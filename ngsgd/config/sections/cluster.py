@@ -15,6 +15,9 @@ class ClusterConfig:
     kind: Literal["in_process", "local", "ray", "slurm", "kubernetes"] = option(
         "ray", "type of workers; slurm and kubernetes: for ngsgd submit")
     num_workers: int = option(2, "number of workers", low=1, high=10000)
+    ranks_per_worker: int = option(
+        1, "processes of a worker, on one machine, that sum their gradients in every minibatch",
+        low=1, high=64)
     threads_per_worker: int = option(
         0, "compute threads of a worker; 0: cores divided by workers, at least 1", low=0)
     device: Literal["auto", "cpu", "cuda"] = option(

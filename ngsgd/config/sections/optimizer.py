@@ -21,6 +21,8 @@ METHODS = tuple(kind for kind in get_args(Kind) if kind not in ("ngsgd", "sgd"))
 WITHOUT_DECAY = ("skfac", "seng", "smw", "simple", "online")
 # Rows and random projections of different jobs have no mean
 WITHOUT_MEAN = WITHOUT_DECAY
+# What ranks of a group compute alike, because it depends on the sum of their gradients alone
+OF_SUMMED_GRADIENTS = ("ngsgd", "sgd", "adam", "adamw", "muon")
 EVERY_MINIBATCH = ("hessian_free", "simple", "online", "adam", "adamw", "muon")
 FISHER_OF = {"kbfgs": "empirical", "simple": "empirical", "online": "empirical"}
 # Options whose default in a run differs from that of the library's classes, which apply the plain
@@ -102,6 +104,9 @@ class OptimizerConfig:
     cosine_interval: int = option(
         100, "minibatches between two measurements of the cosine between natural and plain "
              "gradient; 0: never", low=0, used="kind=ngsgd")
+    fallback: Literal["adamw", "sgd"] = option(
+        "adamw", "rule for layers without natural gradient, such as embeddings and recurrent layers; "
+                 "adamw: AdamW with 1/8 of the learning rate and no max_change", used="kind=ngsgd")
     damping: float = option(
         1e-2, "damping of the curvature of the mean loss; shampoo: relative to the largest "
               "eigenvalue; soap, adam, adamw, muon: eps",

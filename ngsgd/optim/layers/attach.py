@@ -31,6 +31,7 @@ from ngsgd.optim.layers.convolution import (
 from ngsgd.optim.layers.fast_linear import FastLinear
 from ngsgd.optim.layers.kronecker import KroneckerPreconditioner
 from ngsgd.optim.layers.linear import NaturalGradientLinear
+from ngsgd.optim.layers.observed import ObservedLinear, ObservedTdnn
 from ngsgd.optim.layers.scale_offset import (
     NaturalGradientBatchNorm1d,
     NaturalGradientBatchNorm2d,
@@ -61,6 +62,8 @@ def attach(layer: nn.Module, settings: FisherSettings,
     plain_class = _PLAIN_CLASSES.get(kind, kind)
     weight = getattr(layer, "weight", None)
     if plain_class not in NATURAL_GRADIENT_CLASSES or weight is None or not weight.requires_grad:
+        return None
+    if context.observes and not (plain_class is nn.Linear or (isinstance(layer, nn.Conv1d) and layer.groups == 1)):
         return None
     former = layer.__dict__.get("preconditioner")
     if former is not None and former.context is not context:
@@ -96,6 +99,9 @@ def _preconditioner(layer: Any, plain_class: type[nn.Module], settings: FisherSe
                     context: LayerContext) -> LayerPreconditioner:
     weight = layer.weight
     has_bias = getattr(layer, "bias", None) is not None
+    if context.observes:
+        kind = ObservedLinear if plain_class is nn.Linear else ObservedTdnn
+        return kind(context, weight[0].numel(), len(weight), has_bias, settings)
     if plain_class is nn.Linear:
         return KroneckerPreconditioner(context, weight.shape[1], len(weight), has_bias, settings)
     if plain_class is nn.Conv1d and layer.groups == 1:

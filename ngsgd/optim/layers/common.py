@@ -17,6 +17,10 @@ from ngsgd.ops.packed_gemm import PackedMatrix
 from ngsgd.preconditioners.online import OnlineNaturalGradient
 from ngsgd.preconditioners.update_queue import UpdateQueue
 
+# of the derivatives of a sum of cross-entropies that were computed from N rows; those of their mean are N times smaller
+_MAX_ROW_NORM = 2.0
+# fewer rows do not tell a sum from a mean
+_MIN_ROWS = 8
 # of a network's minibatches, before they are forgotten: utterances have many lengths
 _MANY_SHAPES = 200
 
@@ -98,6 +102,8 @@ class LayerContext:
     ignore_zero_rows: bool = False
     # for the limit of C.3
     sums_row_products: bool = False
+    # gradients stay plain, and the estimates see the rows
+    observes: bool = False
     on_nonfinite: str = "skip"
     grad_scaler: Any = None           # torch.amp.GradScaler
     # in the next backward pass, at the price of a plain gradient
@@ -107,6 +113,14 @@ class LayerContext:
     # backward passes of layers that were preconditioned, since the last step
     num_passes: int = 0
     num_steps: int = 0
+    # of the layer next to the loss since the last step, which are the terms of the loss
+    num_loss_rows: int = 0
+    # whether the first derivatives are those of a mean, where nobody said what the loss is
+    asks_reduction: bool = False
+    looks_like_mean: Tensor | None = None
+    # that layer, and the last backward pass of it
+    loss_layer: int | None = None
+    loss_task: int | None = None
     scratch: Scratch = field(default_factory=Scratch)
     queue: UpdateQueue = field(default_factory=lambda: UpdateQueue(deferred=True))
 
@@ -171,14 +185,23 @@ class LayerPreconditioner:
         # a copy is another layer
         self._register()
 
-    def begin_pass(self) -> None:
-        """Called at the start of each preconditioned gradient.
+    def begin_pass(self, dY: Tensor, num_rows: int) -> None:
+        """Called at the start of each preconditioned gradient, with the output derivatives of the layer, `num_rows` rows.
 
         Passes since the last step whose gradients were cleared do not count, as those of a discriminator in the backward pass
         of its generator.  A use of the layer in the same backward pass has not reached `grad` yet, and counts.
         """
-        self.context.num_passes += 1
+        context = self.context
+        context.num_passes += 1
         task = torch._C._current_graph_task_id()
+        if context.loss_layer in (None, self.number) and context.loss_task != task:
+            # gradients that were cleared since do not count
+            is_new = context.loss_layer is None or self.weight is None or self.weight.grad is None
+            context.num_loss_rows = num_rows + (0 if is_new else context.num_loss_rows)
+            context.loss_layer, context.loss_task = self.number, task
+            if context.asks_reduction and num_rows >= _MIN_ROWS:
+                context.asks_reduction = False
+                context.looks_like_mean = num_rows * dY.square().sum() < (_MAX_ROW_NORM * context.loss_scale()) ** 2
         if task != self._task and self.context.num_steps and self.weight is not None and self.weight.grad is None:
             for side in self.sides.values():
                 side.withdraw()

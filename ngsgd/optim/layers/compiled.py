@@ -35,7 +35,7 @@ def linear_gradients(x: Tensor, dY: Tensor, number: int) -> tuple[Tensor, Tensor
     """(weight gradient, bias gradient), preconditioned where they are added to `grad`; the second is empty without a bias."""
     layer, X_NI, dY_NO = _layer(number), gemm.rows_of(x), gemm.rows_of(dY)
     if adds_to_grad(layer):
-        layer.begin_pass()
+        layer.begin_pass(dY_NO, len(dY_NO))
         dW, db = layer.gradient(X_NI, dY_NO)
     else:
         X_NI, dY_NO = upcast(X_NI), upcast(dY_NO)

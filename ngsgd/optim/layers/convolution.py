@@ -125,7 +125,7 @@ class _Convolution(torch.autograd.Function):
             dX, dW, db = _plain_gradients(x, weight.to(dY.dtype), dY, ctx.geometry, (
                 needs_x, needs_weight and plain, ctx.has_bias and plain))
             if layer is not None:
-                layer.begin_pass()
+                layer.begin_pass(dY, dY.numel() // dY.shape[1])
                 dW, db = layer.gradient(dW, db) if plain else layer.gradient_of(x, dY, weight, ctx.geometry)
         return None if dX is None else dX.to(ctx.input_dtype), dW, db if needs_bias else None, None, None, None
 

@@ -48,7 +48,7 @@ def gradients(layer: KroneckerPreconditioner | None, x: Tensor, dY: Tensor, need
     if layer is None or not needs_weight:
         (X_NI,) = cast(dY.dtype, gemm.rows_of(x))
         return gemm.mm(dY_NO.T, X_NI) if needs_weight else None, dY_NO.sum(dim=0) if needs_bias else None
-    layer.begin_pass()
+    layer.begin_pass(dY_NO, len(dY_NO))
     dW, db = layer.gradient(gemm.rows_of(x), dY_NO)
     return dW, db if needs_bias else None
 

@@ -61,7 +61,7 @@ class _ScaleOffset(torch.autograd.Function):
         needs_x = ctx.needs_input_grad[0]
         (needs_scale, scale_is_added), (needs_offset, offset_is_added) = asked_for(ctx, 1), asked_for(ctx, 2)
         if ctx.layer is not None and (scale_is_added or offset_is_added):
-            ctx.layer.begin_pass()
+            ctx.layer.begin_pass(dY, dY.numel() // scale.numel())
         d_scale = d_offset = None
         with without_autocast(dY.device.type):
             dX = dY * _along(scale, x, ctx.first).to(dY.dtype) if needs_x else None

@@ -173,6 +173,9 @@ def test_a_peer_that_cannot_prove_the_secret_gets_no_parameters() -> None:
             self.sent.append(len(outgoing))
             return outgoing
 
+        def all_reduce(self, tensor: Any, deadline: float) -> None:
+            raise AssertionError
+
         def close(self) -> None:
             pass
     group = Impostor()

@@ -124,7 +124,7 @@ def test_a_loss_scale_changes_nothing() -> None:
     plain, scaled = network(), network()
     train(plain, NGSGD(plain, lr=0.5), minibatches())
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)  # powers of 2 change no digit
-    optimizer = NGSGD(scaled, lr=0.5, grad_scaler=scaler)
+    optimizer = NGSGD(scaled, lr=0.5, loss_reduction="sum", grad_scaler=scaler)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for x, y in minibatches():

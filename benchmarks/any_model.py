@@ -1,0 +1,271 @@
+"""How optimisers learn on models that are not speech: a character transformer, an MLP and a CNN, in an ordinary training loop.
+
+    python benchmarks/any_model.py run RESULTS.jsonl --task transformer --optimizer ngsgd --lr 0.016 --seed 0
+    python benchmarks/any_model.py sweep RESULTS.jsonl --tasks mlp cnn --optimizers ngsgd adamw
+    python benchmarks/any_model.py table RESULTS.jsonl
+
+`run` trains once and appends one line to RESULTS.jsonl.  `sweep` finds the rate of the lowest validation cross-entropy of
+seed 0, in factors of 2 until a rate on either side is worse, and runs the other seeds there; it leaves out what
+RESULTS.jsonl holds.  `table` prints Markdown.
+
+All optimisers share the network, its initial values, the minibatches, 5 % of warm-up and a cosine decay to 0, and a loss that
+is a mean over the minibatch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import argparse as text_of_a_module
+import inspect
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+
+from ngsgd import NGSGD, NaturalMuon
+from ngsgd.files import read_json_lines
+
+SEEDS = (0, 1, 2)
+CONTEXT, WIDTH = 64, 128
+WARM_UP = 0.05              # of the steps
+MUON_BIAS_LR = 0.002        # of AdamW, which moves what is not a hidden matrix
+
+
+class Block(nn.Module):
+    """Attention and a feed-forward network, each with a residual connection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (one.unflatten(-1, (4, -1)).transpose(1, 2) for one in self.qkv(self.norm1(x)).chunk(3, dim=-1))
+        x = x + self.out(scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.mlp(self.norm2(x))  # type: ignore[no-any-return]
+
+
+class Transformer(nn.Module):
+    """Two layers over characters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(128, WIDTH), nn.Embedding(CONTEXT, WIDTH)
+        self.blocks = nn.Sequential(Block(), Block(), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 128))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(self.tokens(x) + self.positions.weight).transpose(1, 2)  # type: ignore[no-any-return]
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
+
+
+def cnn() -> nn.Module:
+    return nn.Sequential(nn.Unflatten(1, (1, 8, 8)), nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(),
+                         nn.Conv2d(16, 32, 3, padding=1, stride=2), nn.BatchNorm2d(32), nn.ReLU(),
+                         nn.Conv2d(32, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(),
+                         nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10))
+
+
+class Task(NamedTuple):
+    """Data, network and length of training."""
+
+    model: Callable[[], nn.Module]
+    train: tuple[Tensor, Tensor]
+    valid: tuple[Tensor, Tensor]
+    batch_size: int
+    num_steps: int
+
+
+def characters() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Windows of the source of Python's own modules and the characters that follow; the last tenth is validation."""
+    text = "".join(map(inspect.getsource, (text_of_a_module, inspect, statistics)))
+    data = torch.tensor([ord(c) for c in text if ord(c) < 128])
+    num = (len(data) - 1) // CONTEXT
+    x, y = data[:num * CONTEXT].view(num, CONTEXT), data[1:num * CONTEXT + 1].view(num, CONTEXT)
+    # the modules are of different styles: every tenth window is held out
+    held_out = torch.arange(num) % 10 == 0
+    return (x[~held_out], y[~held_out]), (x[held_out], y[held_out])
+
+
+def digits() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """The 1,797 images of 8 x 8 of scikit-learn, in its order; the last 360 are validation."""
+    from sklearn.datasets import load_digits
+
+    images, labels = load_digits(return_X_y=True)
+    x, y = torch.from_numpy(images).float() / 16.0, torch.from_numpy(labels)
+    return (x[:-360], y[:-360]), (x[-360:], y[-360:])
+
+
+TASKS: dict[str, Callable[[], Task]] = {
+    "transformer": lambda: Task(Transformer, *characters(), 16, 200),
+    "mlp": lambda: Task(mlp, *digits(), 64, 440),
+    "cnn": lambda: Task(cnn, *digits(), 64, 220)}
+
+
+def newton_schulz(grad: Tensor, ns_coefficients: tuple[float, float, float], ns_steps: int, eps: float) -> Tensor:
+    """That of torch.optim.Muon in float32: without bfloat16 instructions, as here, torch's takes 50 times as long."""
+    a, b, c = ns_coefficients
+    x = grad.T if grad.size(0) > grad.size(1) else grad
+    x = x / x.norm().clamp(min=eps)
+    for _ in range(ns_steps):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if grad.size(0) > grad.size(1) else x
+
+
+def muon(model: nn.Module, lr: float) -> list[torch.optim.Optimizer]:
+    hidden = [p for name, p in model.named_parameters() if p.ndim == 2 and "tokens" not in name and "positions" not in name]
+    # the output layer is AdamW's, as its authors advise
+    hidden = hidden[:-1]
+    matrices = {id(p) for p in hidden}
+    rest = [p for p in model.parameters() if id(p) not in matrices]
+    return [torch.optim.Muon(hidden, lr, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW(rest, lr, weight_decay=0.01, fused=True)]
+
+
+# name -> (optimisers of a model, where the search of a rate starts)
+OPTIMIZERS: dict[str, tuple[Callable[[nn.Module, float], list[torch.optim.Optimizer]], float]] = {
+    "adamw": (lambda model, lr: [torch.optim.AdamW(model.parameters(), lr, weight_decay=0.01, fused=True)], 0.002),
+    "sgd": (lambda model, lr: [torch.optim.SGD(model.parameters(), lr, momentum=0.9, fused=True)], 0.1),
+    "muon": (muon, 0.004),
+    "ngsgd": (lambda model, lr: [NGSGD(model, lr, loss_reduction="mean")], 0.016),
+    "natural-muon": (lambda model, lr: [NaturalMuon(model, lr)], 0.008),
+    "ngsgd-plain": (lambda model, lr: [NGSGD(model, lr, loss_reduction="mean", fallback="sgd")], 0.016),
+}
+
+
+class Setting(NamedTuple):
+    """What identifies a run."""
+
+    task: str
+    optimizer: str
+    lr: float
+    seed: int
+
+
+def measure(setting: Setting) -> dict[str, Any]:
+    """Train once; validation cross-entropy in nats and CPU seconds of training."""
+    task = TASKS[setting.task]()
+    torch.manual_seed(setting.seed)
+    model = task.model()
+    optimizers = OPTIMIZERS[setting.optimizer][0](model, setting.lr)
+    schedulers = [torch.optim.lr_scheduler.LambdaLR(one, lambda step: _rate(step / task.num_steps)) for one in optimizers]
+    start_s = time.process_time()
+    for step in range(task.num_steps):
+        rows = _minibatch(len(task.train[0]), task.batch_size, step, setting.seed)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        cross_entropy(model(task.train[0][rows]), task.train[1][rows]).backward()
+        for optimizer, scheduler in zip(optimizers, schedulers, strict=True):
+            optimizer.step()
+            scheduler.step()
+    cpu_s = time.process_time() - start_s
+    with torch.no_grad():
+        logits = model.eval()(task.valid[0])
+        loss = float(cross_entropy(logits, task.valid[1]))
+        accuracy = float((logits.argmax(1) == task.valid[1]).float().mean())
+    limited = optimizers[0].activity() if isinstance(optimizers[0], NGSGD) else None
+    return {**setting._asdict(), "valid_ce": loss if math.isfinite(loss) else None, "accuracy": accuracy, "cpu_s": cpu_s,
+            "limited_layers": limited and statistics.mean(limited.layer_share.values())}
+
+
+def _rate(done: float) -> float:
+    return max(done, 1e-3) / WARM_UP if done < WARM_UP else 0.5 * (1.0 + math.cos(math.pi * (done - WARM_UP) / (1.0 - WARM_UP)))
+
+
+def _minibatch(num: int, size: int, step: int, seed: int) -> Tensor:
+    """Indices of one minibatch: the whole set in a new order in each epoch."""
+    per_epoch = num // size
+    epoch, index = divmod(step, per_epoch)
+    order = torch.randperm(num, generator=torch.Generator().manual_seed(1000 * seed + epoch))
+    return order[index * size:][:size]
+
+
+class Results:
+    """The lines of a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        lines = read_json_lines(path) if path.exists() else []
+        self.of = {Setting(*(line[key] for key in Setting._fields)): line for line in lines}
+
+    def get(self, setting: Setting) -> dict[str, Any]:
+        if setting not in self.of:
+            self.of[setting] = measure(setting)
+            with self.path.open("a") as file:
+                file.write(json.dumps(self.of[setting]) + "\n")
+            print(json.dumps(self.of[setting]), flush=True)
+        return self.of[setting]
+
+    def loss(self, setting: Setting) -> float:
+        found = self.get(setting)["valid_ce"]
+        return math.inf if found is None else float(found)
+
+
+def best_rate(results: Results, task: str, optimizer: str) -> float:
+    """The rate of the lowest loss of seed 0, in factors of 2, with a worse one on either side."""
+    lr = OPTIMIZERS[optimizer][1]
+    for factor in (2.0, 0.5):
+        while results.loss(Setting(task, optimizer, lr * factor, 0)) < results.loss(Setting(task, optimizer, lr, 0)):
+            lr *= factor
+    return lr
+
+
+def sweep(results: Results, tasks: Sequence[str], optimizers: Sequence[str]) -> None:
+    for task in tasks:
+        for optimizer in optimizers:
+            lr = best_rate(results, task, optimizer)
+            for seed in SEEDS:
+                results.get(Setting(task, optimizer, lr, seed))
+
+
+def table(results: Results) -> str:
+    """For each task and optimiser the best rate, the loss of each seed and the time of a step."""
+    rows = ["| task | optimizer | rate | valid CE, seeds 0, 1, 2 | mean | ms a step |", "|---|---|---|---|---|---|"]
+    for task, make in TASKS.items():
+        for optimizer in OPTIMIZERS:
+            done = [one for key, one in results.of.items() if key[:2] == (task, optimizer) and key.seed == 0]
+            if done:
+                lr = min(done, key=lambda one: one["valid_ce"] or math.inf)["lr"]
+                runs = [results.of[key] for seed in SEEDS if (key := Setting(task, optimizer, lr, seed)) in results.of]
+                losses = [one["valid_ce"] or math.nan for one in runs]
+                ms = 1e3 * statistics.median(one["cpu_s"] for one in runs) / make().num_steps
+                rows.append(f"| {task} | {optimizer} | {lr:g} | {' '.join(f'{one:.3f}' for one in losses)} | "
+                            f"{statistics.mean(losses):.3f} | {ms:.1f} |")
+    return "\n".join(rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=["run", "sweep", "table"])
+    parser.add_argument("results", type=Path)
+    parser.add_argument("--task", choices=TASKS)
+    parser.add_argument("--optimizer", choices=OPTIMIZERS)
+    parser.add_argument("--lr", type=float)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
+    parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=list(OPTIMIZERS))
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.optim._muon._zeropower_via_newtonschulz = newton_schulz
+    results = Results(options.results)
+    if options.command == "run":
+        results.get(Setting(options.task, options.optimizer, options.lr, options.seed))
+    elif options.command == "sweep":
+        sweep(results, options.tasks, options.optimizers)
+    else:
+        print(table(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,230 @@
+"""Workers that are groups of processes: each rank trains on minibatches of its own, and gradients are summed in every step.
+
+Inside a group parameters are equal at all times, as under DistributedDataParallel; among groups they are averaged, as among
+ordinary workers.  Rank 0 is the worker that the coordinator knows.  It starts the other ranks on its machine and gives them its
+jobs.  A rank that dies fails the job, which is repeated; the next job has new ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ngsgd.cluster.exchange.process_group import Group, join
+from ngsgd.cluster.exchange.rendezvous import Rendezvous
+from ngsgd.cluster.fork_server import ForkedProcess, fork_server
+from ngsgd.cluster.messages import Disconnected, Messages
+from ngsgd.cluster.newborn import die_with_parent
+from ngsgd.cluster.process import configure_process
+from ngsgd.errors import ClusterError, NgsgdError
+from ngsgd.training.job import Job, JobResult, LocalRef
+from ngsgd.training.parameter_vector import Vector
+from ngsgd.training.ranks import Ranks
+from ngsgd.training.task import TaskSpec
+from ngsgd.training.worker import Place, Worker, never, np_empty
+
+_LOCALHOST = "127.0.0.1"
+# A member that hangs longer ends the job; the coordinator's deadline for a minibatch comes first
+_HANGS_S = 1800.0
+# For the reason why a rank ended to arrive after its connections broke
+_REASON_S = 2.0
+# In place of parameters that come another way
+_NOTHING = LocalRef(np.empty(0, dtype=np.float32))
+
+
+@dataclass(frozen=True)
+class _RankSetup:
+    """The first message to a rank."""
+
+    spec: TaskSpec
+    index: int
+    rank: int
+    num_threads: int
+    port: int
+    secret: bytes
+
+
+class GroupRanks(Ranks):
+    """One rank of a connected group."""
+
+    def __init__(self, rank: int, size: int, group: Group, device: torch.device) -> None:
+        self.rank, self.size = rank, size
+        self._group, self._device = group, device
+
+    def start_vector(self, read: Callable[[], Vector], size: int) -> Vector:
+        vector = torch.zeros(size)
+        if self.rank == 0:
+            vector.copy_(torch.from_numpy(read()))
+        # the others add zeros, which keeps every bit but the sign of zeros
+        return self._sum(vector.to(self._device)).cpu().numpy()
+
+    def sum_gradients(self, model: nn.Module, num_examples: int) -> int:
+        params = [p for p in model.parameters() if p.requires_grad]
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad.to_dense() for p in params]
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        self._sum(flat)
+        for p, part in zip(params, flat.split([p.numel() for p in params]), strict=True):
+            p.grad = part.view(p.shape)
+        counts = torch.tensor([num_examples], dtype=torch.int64, device=self._device)
+        return int(self._sum(counts))
+
+    def sum_(self, values: Sequence[Tensor]) -> None:
+        total = self._sum(torch.stack(list(values)))
+        for value, found in zip(values, total, strict=True):
+            value.copy_(found)
+
+    def any(self, flag: bool) -> bool:
+        return bool(self._sum(torch.tensor([int(flag)], device=self._device)))
+
+    def require_equal(self, model: nn.Module) -> None:
+        """Raise ClusterError where the parameters of the ranks differ."""
+        own = torch.stack([p.detach().double().sum() for p in model.parameters() if p.requires_grad]).sum()[None]
+        total = self._sum(own.clone())
+        # rounding of the sum over the ranks
+        if bool((total - self.size * own).abs() > 1e-12 * total.abs()):
+            raise ClusterError("the parameters of the ranks of a group differ; an optimizer setting uses the minibatch of one "
+                               "rank.")
+
+    def _sum(self, tensor: Tensor) -> Tensor:
+        self._group.all_reduce(tensor, time.monotonic() + _HANGS_S)
+        return tensor
+
+
+class GroupWorker(Worker):
+    """Rank 0, in the process that the coordinator knows."""
+
+    def __init__(self, spec: TaskSpec, index: int) -> None:
+        self._spec = spec
+        self._others: list[_OtherRank] = []
+        super().__init__(spec, index, _not_connected(spec))
+        # errors of other ranks should appear before the first job
+        self._start()
+
+    def run(self, job: Job, place: Place = np_empty, should_stop: Callable[[], bool] = never) -> JobResult:
+        if not self._others:
+            self._start()
+        # `Ranks.start_vector` brings the parameters
+        message = replace(job, start=replace(job.start, model=_NOTHING, own=None))
+        try:
+            for other in self._others:
+                other.messages.send(message)
+            return super().run(job, place, should_stop)
+        except Exception as error:
+            raise self._end(error) from error
+
+    def _start(self) -> None:
+        secret = secrets.token_bytes(32)
+        rendezvous = Rendezvous(_LOCALHOST, secret)
+        size = self.ranks.size
+        try:
+            self._others = [_OtherRank(_RankSetup(self._spec, self.index, rank, torch.get_num_threads(), rendezvous.port, secret))
+                            for rank in range(1, size)]
+            group = _joined(self._spec, 0, rendezvous.port, secret, self.device)
+        except Exception as error:
+            raise self._end(error) from error
+        finally:
+            rendezvous.close()
+        self.ranks = GroupRanks(0, size, group, self.device)
+
+    def _end(self, error: Exception) -> Exception:
+        """End all ranks; returns the error of the rank that failed first, where that is known."""
+        reasons = [other.end() for other in self._others]
+        self._others = []
+        self.ranks = _not_connected(self._spec)
+        if isinstance(error, NgsgdError):
+            return error
+        return next((reason for reason in reasons if reason is not None), error)
+
+
+class _OtherRank:
+    """A process of rank 1 or higher."""
+
+    def __init__(self, setup: _RankSetup) -> None:
+        ours, theirs = socket.socketpair()
+        self.rank = setup.rank
+        self.messages = Messages(ours)
+        name = f"ngsgd-worker-{setup.index}-rank-{setup.rank}"
+        self._process: ForkedProcess = fork_server().launch(serve_rank, (theirs,), theirs, name)
+        self.messages.send(setup)
+
+    def end(self) -> Exception | None:
+        """Kill it; returns what it sent before, or how it had ended before, if anything."""
+        code = self._process.exit_code(0.0)
+        found: Exception | None = None
+        deadline = time.monotonic() + _REASON_S
+        while found is None and time.monotonic() < deadline:
+            try:
+                found = next((one for one in self.messages.arrived() if isinstance(one, Exception)), None)
+            except Disconnected:
+                code = self._process.exit_code(_REASON_S)
+                break
+            time.sleep(0.01)
+        self._process.kill()
+        self.messages.close()
+        if found is None and code is not None:
+            how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+            # no NgsgdError, which would end the run: the job is repeated
+            return RuntimeError(f"rank {self.rank} of the group ended ({how})")
+        return found
+
+
+def serve_rank(connection: socket.socket) -> None:
+    """Receive a setup and then jobs from rank 0, until it closes the connection."""
+    die_with_parent(os.getppid())
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    messages = Messages(connection)
+    try:
+        setup = messages.receive()
+        assert isinstance(setup, _RankSetup)
+        configure_process(setup.num_threads)
+        _serve_jobs(messages, setup)
+    except Disconnected:
+        sys.exit(0)
+    except Exception as error:
+        with contextlib.suppress(Disconnected):
+            messages.send(error)
+        sys.exit(1)
+
+
+def _serve_jobs(messages: Messages, setup: _RankSetup) -> None:
+    size = setup.spec.settings.cluster.ranks_per_worker
+    ranks = _not_connected(setup.spec, setup.rank)
+    worker = Worker(setup.spec, setup.index, ranks)
+    group = _joined(setup.spec, setup.rank, setup.port, setup.secret, worker.device)
+    worker.ranks = GroupRanks(setup.rank, size, group, worker.device)
+    while True:
+        job = messages.receive()
+        assert isinstance(job, Job)
+        worker.train(job)
+
+
+def make_worker(spec: TaskSpec, index: int) -> Worker:
+    """The worker that the configuration asks for."""
+    return Worker(spec, index) if spec.settings.cluster.ranks_per_worker == 1 else GroupWorker(spec, index)
+
+
+def _not_connected(spec: TaskSpec, rank: int = 0) -> Ranks:
+    ranks = Ranks()
+    ranks.rank, ranks.size = rank, spec.settings.cluster.ranks_per_worker
+    return ranks
+
+
+def _joined(spec: TaskSpec, rank: int, port: int, secret: bytes, device: torch.device) -> Group:
+    cluster = spec.settings.cluster
+    try:
+        return join("nccl" if device.type == "cuda" else "gloo", _LOCALHOST, port, secret=secret, generation=0, rank=rank,
+                    world_size=cluster.ranks_per_worker, timeout_s=cluster.start_timeout_s, device=device)
+    except RuntimeError as error:
+        raise ClusterError(f"the {cluster.ranks_per_worker} ranks of a group did not connect within cluster.start_timeout_s = "
+                           f"{cluster.start_timeout_s:g}: {error}") from error

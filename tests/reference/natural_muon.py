@@ -1,0 +1,31 @@
+"""Orthogonalized momentum of natural gradients, in float64 and with dense matrices.  Nothing here is shared with the package."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[np.float64]
+
+
+def newton_schulz(u: Array, num_steps: int) -> Array:
+    """Muon's polynomial, applied to the singular values of u divided by its Frobenius norm."""
+    left, s, right = np.linalg.svd(u / np.linalg.norm(u), full_matrices=False)
+    for _ in range(num_steps):
+        s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+    return np.asarray(left * s @ right)
+
+
+class NaturalMuon:
+    """The weight of one linear layer.  W_in and W_out are the W of (44) of both estimates, R x I and R x O."""
+
+    def __init__(self, weight_OI: Array, momentum: float) -> None:
+        self.weight, self.momentum, self.m = weight_OI.copy(), momentum, np.zeros_like(weight_OI)
+
+    def step(self, gradient_OI: Array, W_in: Array, W_out: Array, lr: float, weight_decay: float, num_steps: int = 5) -> None:
+        num_outputs, num_inputs = self.weight.shape
+        self.m = self.momentum * self.m + gradient_OI
+        u = gradient_OI + self.momentum * self.m
+        u = (np.eye(num_outputs) - W_out.T @ W_out) @ u @ (np.eye(num_inputs) - W_in.T @ W_in)
+        direction = newton_schulz(u, num_steps)
+        self.weight = (1 - lr * weight_decay) * self.weight - lr * 0.2 * np.sqrt(max(num_outputs, num_inputs)) * direction
