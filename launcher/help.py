@@ -21,7 +21,7 @@ COMMANDS = {
     "simulate": "run on many logical workers of this machine, with a virtual clock, stragglers and failures",
     "tune": "learn schedule, layer rates, l2, momentum by gradient on a short proxy: probe, check, run, transfer",
     "submit": "train on a cluster: as a Ray job, a Slurm batch job or a KubeRay RayJob",
-    "status": "state of runs, or of the jobs of a Ray cluster",
+    "status": "list of runs with state and WER, or of the jobs of a Ray cluster",
     "logs": "what a run or a Ray job said, once or as it goes on",
     "stop": "end a run or a Ray job after its outer iteration; it can be resumed",
     "settings": "list the options of ngsgd train: default, values, unit and meaning",

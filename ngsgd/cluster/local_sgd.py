@@ -46,7 +46,8 @@ class LocalSGD:
         model: The module that the optimizer trains. Its parameters are set to those of the lowest rank.
         optimizer: Any optimizer of the model.
         sync_every: Optimizer steps between two averages, at least 1.
-        outer: "average", "bmuf", "diloco", or a rule of `ngsgd.optim.outer`, such as DiLoCo(lr=0.5).
+        outer: "average", "bmuf", "diloco", or a rule of `ngsgd.optim.outer_rules` without `center`, such as
+            DiLoCo(lr=0.5).
         process_group: Ranks that train together; None for all ranks.
         reset_optimizer: Start each round with a new optimizer state (momentum, Fisher estimates), as `ngsgd train` does.
         timeout_s: Longest time that a rank waits for the others at an average, in seconds.

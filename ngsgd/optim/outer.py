@@ -41,7 +41,8 @@ class OuterOptimizer:
     """A rule and its state: the model, the rule's buffers, and, on the side, a moving average of the model.
 
     The state has the dtype of `model`, in a run float32.  A step needs memory for at most a dozen chunks in float64 for
-    each thread: on one thread less than a tenth of a model of a million elements.
+    each thread: on one thread less than a tenth of a model of a million elements.  A rule with `center` also needs the
+    chunks of all jobs.
     """
 
     def __init__(self, rule: OuterRule, model: Array, *, ema_decay: float = 0.0, num_threads: int = 1) -> None:

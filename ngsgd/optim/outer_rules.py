@@ -44,8 +44,9 @@ class OuterRule(Protocol):
     A rule that needs more than the jobs' mean, such as a median, also has a method
     `center(vectors: Sequence[Array], shares: Sequence[float], part: slice) -> Array`. For the slice
     `part` of the jobs' vectors it returns, in float64, what `update` gets as `mean`; `shares` are
-    the weights of the jobs and sum to 1. Such a rule gets the vectors of all jobs under every
-    exchange, and workers never average among themselves.
+    the weights of the jobs and sum to 1. The result must be memory of its own, because it is
+    changed. Under `ngsgd train` such a rule gets the vectors of all jobs with every exchange;
+    `ngsgd.LocalSGD` refuses it.
     """
 
     @property

@@ -6,7 +6,8 @@
     optimizer.step()
 
 A method is two or three functions of one layer: `measure` (rows or gradients to statistics that can be averaged), `invert`
-(statistics to what is applied), `direction`.  The rest is here: intervals, moving averages with bias correction, limits, state.
+(statistics to what is applied), `direction`.  A method without statistics of layers, such as Adam, overrides
+`update_curvature` and `apply` instead.  The rest is here: intervals, moving averages with bias correction, limits, state.
 
 Letters: O outputs, I inputs (with the 1 of the bias).
 """

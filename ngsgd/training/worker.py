@@ -1,7 +1,7 @@
 """One job of one outer iteration: local SGD or NG-SGD over the job's shards.
 
-Nothing survives from one job to the next: Fisher estimates and momentum are reset, as in Kaldi, so a
-retry of a job gives a bitwise identical result.
+Momentum is reset in each job, as in Kaldi, and so are Fisher estimates unless `optimizer.curvature_state` hands them
+on with the job.  Everything that a job depends on is in it, so a retry gives a bitwise identical result.
 """
 
 from __future__ import annotations
