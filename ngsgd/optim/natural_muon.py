@@ -39,7 +39,7 @@ class NaturalMuon(NGSGD):
 
     Args:
         model: the module to train.  Its layers change class in place; `detach` undoes it.
-        lr: learning rate of the matrices; see above.
+        lr: learning rate of the matrices; 0.004 to 0.032 were best in three tasks.
         momentum: of the gradients, as in torch.optim.Muon with nesterov.
         weight_decay: share of a matrix that a step with learning rate 1 takes off, as in torch.optim.AdamW.
         alpha, rank_in, rank_out, update_period, num_samples_history: see `NGSGD`.
@@ -59,7 +59,7 @@ class NaturalMuon(NGSGD):
 
     _rules: tuple[str, ...] = ("natural", "adamw")
 
-    def __init__(self, model: nn.Module, lr: float = 0.008, *, momentum: float = 0.8, weight_decay: float = 0.01,
+    def __init__(self, model: nn.Module, lr: float = 0.016, *, momentum: float = 0.8, weight_decay: float = 0.01,
                  alpha: float = 1.0, rank_in: int = 20, rank_out: int = 80, update_period: int = 4,
                  num_samples_history: float = 2000.0, ns_steps: int = 5, adamw_lr_factor: float = 1.0,
                  layer_options: Mapping[str, Mapping[str, Any]] | None = None, grad_scaler: Any = None,

@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 _SETTINGS = tuple(field.name for field in fields(FisherSettings))
 _STATE = "natural_gradient"
 _MANY_FALLBACKS = 0.3  # of the parameters
-_DEFAULT_LR = 0.016
+_DEFAULT_LR = 0.024
 
 
 class NGSGD(SGD):
@@ -49,7 +49,7 @@ class NGSGD(SGD):
 
     Args:
         model: the module to train.  Its layers change class in place; `detach` undoes it.
-        lr: learning rate per sample; 0.016 with a loss that is a mean if not given.
+        lr: learning rate per sample; 0.024 with a loss that is a mean if not given.
         loss_reduction: "sum" or "mean" over the samples of the minibatch; "sum" if only `lr` is given.  The number of samples
             is `num_samples` of `step`, or the number of rows (positions of sequences included) of the layer next to the loss,
             since the last step.

@@ -107,7 +107,7 @@ def test_rows_of_zeros_leave_the_start_to_the_first_other_rows(num_zero: int) ->
 def test_a_mean_loss_trains_as_its_sum_does(kind: str) -> None:
     """With loss_reduction="mean", which is the default where no rate is given."""
     models = network(kind), network(kind), network(kind)
-    optimizers = (NGSGD(models[0]), NGSGD(models[1], 0.016, loss_reduction="mean"), NGSGD(models[2], 0.016))
+    optimizers = (NGSGD(models[0]), NGSGD(models[1], 0.024, loss_reduction="mean"), NGSGD(models[2], 0.024))
     for seed in range(6):
         x, y = minibatch(seed, 64)
         for model, optimizer, reduction in zip(models, optimizers, ("mean", "mean", "sum"), strict=True):
