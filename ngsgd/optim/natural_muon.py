@@ -34,7 +34,7 @@ class NaturalMuon(NGSGD):
     are trained by AdamW.  `p.grad` holds the plain gradient.  The scale of the loss has no influence, so that `lr` serves sums and
     means alike; it has the size of AdamW's.  Use warm-up and a decay of the rate.
 
-    On small character transformers it is ahead of Muon, NGSGD and AdamW at equal steps and equal time; on speech frames NGSGD
+    On small character transformers it is ahead of Muon, NGSGD and AdamW at equal steps; on speech frames NGSGD
     is level with it at a third of the time (`docs/natural-gradient.md`).
 
     Args:

@@ -80,8 +80,8 @@ def test_gradients_stay_plain() -> None:
 @pytest.mark.parametrize("scale", [64.0, 2.0**-10])
 def test_the_size_of_the_loss_changes_nothing(scale: float) -> None:
     model, other = network().double(), network().double()
-    train(model, NaturalMuon(model), range(20))
-    train(other, NaturalMuon(other), range(20), scale)
+    train(model, NaturalMuon(model, 0.008), range(20))
+    train(other, NaturalMuon(other, 0.008), range(20), scale)
     for p, q in zip(model.parameters(), other.parameters(), strict=True):
         # eps of AdamW and the floors of eigenvalues are relative to gradients of about 0.1
         torch.testing.assert_close(p, q, rtol=0.0, atol=2e-3)
