@@ -1,5 +1,6 @@
 """Implementations of `ngsgd.training.task.Task`: what the engine can train."""
 
 from ngsgd.tasks.datasets import DatasetTask
+from ngsgd.tasks.streams import StreamTask
 
-__all__ = ["DatasetTask"]
+__all__ = ["DatasetTask", "StreamTask"]

@@ -3,36 +3,37 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
 from ngsgd.data.permutation import Indices, Permutation
 from ngsgd.errors import ConfigError
 from ngsgd.schedules import Shard
-from ngsgd.training.records import SubsetScore
-from ngsgd.training.task import Batch, BatchLoss, Evaluation, ShardGrid, Task
-
-ModelFunction = Callable[[], nn.Module]
-LossFunction = Callable[[nn.Module, Any], Tensor]
-MetricsFunction = Callable[[nn.Module, Any], Mapping[str, Any]]
-WeightFunction = Callable[[Any], Any]
+from ngsgd.tasks.functions import (
+    NUM_CHECK_EXAMPLES,
+    CollateFunction,
+    FunctionTask,
+    LossFunction,
+    LossReduction,
+    MetricsFunction,
+    ModelFunction,
+    WeightFunction,
+)
+from ngsgd.training.task import Batch, ShardGrid
 
 # a job must not be so long that a lost worker costs much, nor so short that averaging dominates
 _MAX_SHARD = 16384
 _MIN_SHARDS = 8
-# the check before each commit
-_NUM_CHECK_EXAMPLES = 128
 # of the permutation that divides a dataset into training and validation examples; not the run's
 # seed, so that all runs of one dataset are scored on the same examples
 _SPLIT_SEED = (0x6E67, 0x7364)
 
 
-class DatasetTask(Task):
+class DatasetTask(FunctionTask):
     """Trains a model on a map-style dataset.
 
     The dataset is divided into shards of random examples; each job of an outer iteration trains on
@@ -73,20 +74,14 @@ class DatasetTask(Task):
 
     def __init__(self, dataset: Dataset[Any], model_fn: ModelFunction, loss_fn: LossFunction, *,
                  valid: Dataset[Any] | float = 0.05,
-                 collate_fn: Callable[[list[Any]], Any] = default_collate,
+                 collate_fn: CollateFunction = default_collate,
                  metrics_fn: MetricsFunction | None = None,
-                 loss_reduction: Literal["mean", "sum"] = "mean",
+                 loss_reduction: LossReduction = "mean",
                  weight_fn: WeightFunction | None = None,
                  shard_size: int | None = None, num_eval_examples: int | None = None) -> None:
-        if loss_reduction not in ("mean", "sum"):
-            raise ConfigError(f"loss_reduction is {loss_reduction!r}; choose mean or sum.")
+        super().__init__(model_fn, loss_fn, metrics_fn=metrics_fn, loss_reduction=loss_reduction, weight_fn=weight_fn)
         self.dataset = dataset
-        self.model_fn = model_fn
-        self.loss_fn = loss_fn
         self.collate_fn = collate_fn
-        self.metrics_fn = metrics_fn
-        self.loss_reduction = loss_reduction
-        self.weight_fn = weight_fn
         size = _length(dataset)
         self._split: Permutation | None = None
         self.num_valid = 0
@@ -108,9 +103,6 @@ class DatasetTask(Task):
             _MAX_SHARD, math.ceil(self.num_examples / _MIN_SHARDS)))
         self.num_eval_examples = num_eval_examples or min(max(self.shard_size // 4, 256), 2000)
 
-    def model(self) -> nn.Module:
-        return self.model_fn()
-
     def shards(self) -> ShardGrid:
         return ShardGrid(max(1, round(self.num_examples / self.shard_size)))
 
@@ -129,30 +121,6 @@ class DatasetTask(Task):
             rows = order.at(number * length // count, (number + 1) * length // count)
             yield Batch(self._train_batch(division.of(begin + rows)), len(rows))
 
-    def loss(self, model: nn.Module, data: Any) -> BatchLoss:
-        return self._loss(model, data, self._num_examples_of(data))
-
-    @torch.no_grad()
-    def evaluate(self, model: nn.Module) -> Evaluation:
-        figures: dict[str, float] = {}
-        scores = {}
-        for name, examples in (("train", self._train_subset), ("valid", self._valid_subset)):
-            objf, means = self._score(model, examples)
-            scores[name] = SubsetScore(objf, means.get("accuracy", 0.0))
-            figures |= {f"{name}/{metric}": value for metric, value in means.items()}
-        return Evaluation(scores["train"], scores["valid"], figures)
-
-    def prepare_evaluation(self, model: nn.Module) -> None:
-        """Load the held-out examples, and check loss and metrics on a few of them."""
-        few = self._check_subset[:1]
-        with torch.no_grad():
-            model.eval()
-            self._score(model, few)
-
-    @torch.no_grad()
-    def held_out_objf(self, model: nn.Module) -> float:
-        return self._score(model, self._check_subset, with_metrics=False)[0]
-
     def _range(self, shard: Shard) -> tuple[int, int]:
         count = self.shards().num_archives
         return (shard.archive * self.num_examples // count,
@@ -169,52 +137,17 @@ class DatasetTask(Task):
         assert isinstance(self.valid, Dataset)
         return _fetch(self.valid, examples, self.collate_fn)
 
-    def _loss(self, model: nn.Module, batch: Any, num_examples: int) -> BatchLoss:
-        loss = self.loss_fn(model, batch)
-        if not isinstance(loss, Tensor) or loss.dim():
-            shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-            raise ConfigError(f"loss_fn returned {shape}; it must return a tensor of one number.")
-        weight = num_examples if self.weight_fn is None else self.weight_fn(batch)
-        return BatchLoss(loss * weight if self.loss_reduction == "mean" else loss, weight)
-
-    def _num_examples_of(self, batch: Any) -> int:
-        if self.weight_fn is not None:
-            # `_loss` does not use it
-            return 0
-        first = batch
-        while not isinstance(first, Tensor):
-            try:
-                first = next(iter(first.values() if isinstance(first, Mapping) else first))
-            except (TypeError, StopIteration):
-                raise ConfigError("a minibatch must hold a tensor whose first dimension is the number of "
-                                  "examples; give weight_fn otherwise.") from None
-        return len(first)
-
-    def _score(self, model: nn.Module, batches: Sequence[tuple[Any, int]], *,
-               with_metrics: bool = True) -> tuple[float, dict[str, float]]:
-        """Return minus the mean loss, and the means of the metrics."""
-        total = weight = 0.0
-        sums: dict[str, float] = {}
-        for batch, num_examples in batches:
-            found = self._loss(model, batch, num_examples)
-            total += float(found.total)
-            weight += float(found.weight)
-            if self.metrics_fn is not None and with_metrics:
-                for name, value in self.metrics_fn(model, batch).items():
-                    sums[name] = sums.get(name, 0.0) + float(value) * float(found.weight)
-        return -total / weight, {name: value / weight for name, value in sums.items()}
-
     @cached_property
-    def _train_subset(self) -> list[tuple[Any, int]]:
+    def train_subset(self) -> list[tuple[Any, int]]:
         return self._subset(self._train_batch, self.num_examples, self.num_eval_examples)
 
     @cached_property
-    def _valid_subset(self) -> list[tuple[Any, int]]:
+    def valid_subset(self) -> list[tuple[Any, int]]:
         return self._subset(self._valid_batch, self._num_valid, self.num_eval_examples)
 
     @cached_property
-    def _check_subset(self) -> list[tuple[Any, int]]:
-        return self._subset(self._valid_batch, self._num_valid, _NUM_CHECK_EXAMPLES)
+    def check_subset(self) -> list[tuple[Any, int]]:
+        return self._subset(self._valid_batch, self._num_valid, NUM_CHECK_EXAMPLES)
 
     @property
     def _num_valid(self) -> int:
@@ -223,8 +156,8 @@ class DatasetTask(Task):
     def _subset(self, fetch: Callable[[Indices], Any], size: int, wanted: int) -> list[tuple[Any, int]]:
         """The same random examples in every process, as minibatches."""
         chosen = Permutation(size, _SPLIT_SEED).at(0, min(size, wanted))
-        parts = [chosen[first:first + _NUM_CHECK_EXAMPLES]
-                 for first in range(0, len(chosen), _NUM_CHECK_EXAMPLES)]
+        parts = [chosen[first:first + NUM_CHECK_EXAMPLES]
+                 for first in range(0, len(chosen), NUM_CHECK_EXAMPLES)]
         return [(fetch(part), len(part)) for part in parts]
 
 
@@ -233,10 +166,10 @@ def _length(dataset: Any) -> int:
         return len(dataset)
     except TypeError:
         raise ConfigError(f"{type(dataset).__name__} has no length; DatasetTask needs a map-style dataset "
-                          "with __len__ and __getitem__.") from None
+                          "with __len__ and __getitem__, and StreamTask reads streams.") from None
 
 
-def _fetch(dataset: Any, examples: Indices, collate_fn: Callable[[list[Any]], Any]) -> Any:
+def _fetch(dataset: Any, examples: Indices, collate_fn: CollateFunction) -> Any:
     if type(dataset) is TensorDataset and collate_fn is default_collate:
         # the same values as example by example, in one copy
         rows = torch.from_numpy(examples)

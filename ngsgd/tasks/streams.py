@@ -1,0 +1,150 @@
+"""A task whose examples come as streams: files that are read from beginning to end, such as tar archives or JSON lines."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from torch.utils.data import default_collate
+
+from ngsgd.errors import ConfigError, DataError
+from ngsgd.schedules import Shard
+from ngsgd.tasks.functions import (
+    NUM_CHECK_EXAMPLES,
+    CollateFunction,
+    FunctionTask,
+    LossFunction,
+    LossReduction,
+    MetricsFunction,
+    ModelFunction,
+    WeightFunction,
+)
+from ngsgd.training.task import Batch, ShardGrid
+
+OpenFunction = Callable[[Any], Iterable[Any]]
+
+
+class StreamTask(FunctionTask):
+    """Trains a model on sources that can only be read from beginning to end.
+
+    Each job of an outer iteration trains on one source, so there should be several times as many
+    sources as workers, of about equal length. A run reads each source once per epoch. Examples are
+    shuffled within a buffer. A job that is retried reads its source again from the beginning, and so
+    does a job that continues in the middle of a source; the examples before that are read and dropped.
+
+    Args:
+        sources: What `open_fn` opens, such as file names; one shard each.
+        open_fn: `open_fn(source)` returns an iterable of examples, the same at every call, such as an
+            `IterableDataset` or a generator.
+        model_fn: Returns a new model. torch's random numbers are seeded with the run's seed.
+        loss_fn: `loss_fn(model, batch)` returns the loss of a minibatch, a scalar.
+        examples_per_source: Number of examples that are read of each source, or one number for each
+            source. A stream may hold more, which are not read; a shorter one raises DataError.
+        valid: Iterable of validation examples; the first `num_eval_examples` of it are scored.
+        collate_fn: Makes a minibatch of a list of examples, as for a `DataLoader`.
+        metrics_fn: As for `DatasetTask`.
+        loss_reduction: Whether `loss_fn` returns the "mean" over the minibatch or the "sum".
+        weight_fn: As for `DatasetTask`.
+        shuffle_buffer: Examples held in memory, of which the next is drawn at random; 1 keeps the
+            order of the stream.
+        num_eval_examples: Examples of the first source and of `valid` that are scored after each outer
+            iteration.
+
+    Raises:
+        ConfigError: There is no source, or a number is out of range.
+
+    Example:
+        def read(path):
+            with open(path) as lines:
+                yield from map(json.loads, lines)
+
+        def make_task():
+            return StreamTask(sorted(glob("train-*.jsonl")), read, make_model, loss_fn,
+                              examples_per_source=10_000, valid=list(read("valid.jsonl")))
+    """
+
+    def __init__(self, sources: Sequence[Any], open_fn: OpenFunction, model_fn: ModelFunction,
+                 loss_fn: LossFunction, *, examples_per_source: int | Sequence[int], valid: Iterable[Any],
+                 collate_fn: CollateFunction = default_collate,
+                 metrics_fn: MetricsFunction | None = None, loss_reduction: LossReduction = "mean",
+                 weight_fn: WeightFunction | None = None,
+                 shuffle_buffer: int = 1000, num_eval_examples: int = 1000) -> None:
+        super().__init__(model_fn, loss_fn, metrics_fn=metrics_fn, loss_reduction=loss_reduction,
+                         weight_fn=weight_fn)
+        self.sources = list(sources)
+        if not self.sources:
+            raise ConfigError("StreamTask has no sources; give at least one.")
+        given = examples_per_source
+        self.lengths = [given] * len(self.sources) if isinstance(given, int) else list(given)
+        if len(self.lengths) != len(self.sources):
+            raise ConfigError(f"examples_per_source has {len(self.lengths)} numbers for {len(self.sources)} sources; "
+                              "give one for each.")
+        if min(*self.lengths, shuffle_buffer, num_eval_examples) < 1:
+            raise ConfigError("examples_per_source, shuffle_buffer and num_eval_examples must be at least 1.")
+        self.open_fn = open_fn
+        self.valid = valid
+        self.collate_fn = collate_fn
+        self.shuffle_buffer = shuffle_buffer
+        self.num_eval_examples = num_eval_examples
+
+    def shards(self) -> ShardGrid:
+        return ShardGrid(len(self.sources))
+
+    def num_batches(self, shard: Shard, size: int) -> int:
+        return max(1, round(self.lengths[shard.archive] / size))
+
+    def batches(self, shard: Shard, size: int, *, seed: tuple[int, int, int], first: int = 0,
+                stop: int | None = None) -> Iterator[Batch]:
+        length, count = self.lengths[shard.archive], self.num_batches(shard, size)
+        examples = self._shuffled(shard.archive, seed)
+        for number in range(count if stop is None else stop):
+            # sizes differ by at most one: a last minibatch of one example would break batch norms
+            num_examples = (number + 1) * length // count - number * length // count
+            read = list(itertools.islice(examples, num_examples))
+            if number >= first:
+                yield Batch(self.collate_fn(read), num_examples)
+
+    @cached_property
+    def train_subset(self) -> list[tuple[Any, int]]:
+        return self._minibatches(self._read(0))
+
+    @cached_property
+    def valid_subset(self) -> list[tuple[Any, int]]:
+        subset = self._minibatches(self.valid)
+        if not subset:
+            raise ConfigError("valid has no example; give at least one.")
+        return subset
+
+    @property
+    def check_subset(self) -> list[tuple[Any, int]]:
+        return self.valid_subset[:1]
+
+    def _shuffled(self, number: int, seed: tuple[int, int, int]) -> Iterator[Any]:
+        """The examples of a source, each drawn from a buffer that the stream fills."""
+        random = np.random.default_rng([*seed, number])
+        stream = self._read(number)
+        buffer = list(itertools.islice(stream, self.shuffle_buffer))
+        for example in stream:
+            place = int(random.integers(len(buffer)))
+            yield buffer[place]
+            buffer[place] = example
+        random.shuffle(buffer)
+        yield from buffer
+
+    def _read(self, number: int) -> Iterator[Any]:
+        """As many examples of a source as were announced."""
+        count = 0
+        for example in itertools.islice(self.open_fn(self.sources[number]), self.lengths[number]):
+            count += 1
+            yield example
+        if count < self.lengths[number]:
+            raise DataError(f"source {self.sources[number]!r} ended after {count} of {self.lengths[number]} examples; "
+                            "correct examples_per_source.")
+
+    def _minibatches(self, examples: Iterable[Any]) -> list[tuple[Any, int]]:
+        some = list(itertools.islice(examples, self.num_eval_examples))
+        parts = [some[first:first + NUM_CHECK_EXAMPLES] for first in range(0, len(some), NUM_CHECK_EXAMPLES)]
+        return [(self.collate_fn(part), len(part)) for part in parts]
