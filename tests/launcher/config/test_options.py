@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 
 from ngsgd.config import METHODS, OptimizerConfig, RunConfig, choices_of, unused
 from ngsgd.config.build import flatten, leaves, plain
-from ngsgd.config.renamed import RENAMED
+from ngsgd.config.renamed import REMOVED, RENAMED
 from ngsgd.errors import ConfigError
 from ngsgd.launcher import cli
 from ngsgd.launcher.config import compose, config_builder
@@ -191,7 +191,33 @@ def test_an_old_name_in_a_recipe_of_ones_own_is_answered_with_the_new_one(
 def test_every_new_name_is_an_option() -> None:
     known = flatten(RunConfig())
     assert set(RENAMED.values()) <= set(known)
-    assert not set(RENAMED) & set(known)
+    assert not (set(RENAMED) | set(REMOVED)) & set(known)
+
+
+def test_the_run_folder_of_a_version_with_removed_options_loads(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    old: dict[str, Any] = {}
+    for path, removed in REMOVED.items():
+        section, _, name = path.rpartition(".")
+        values = old
+        for part in section.split("."):
+            values = values.setdefault(part, {})
+        values[name] = removed.value
+    file.write_text(yaml.safe_dump(old, explicit_end=True) + "...\n")
+    assert read_config(file) == RunConfig()
+
+
+@pytest.mark.parametrize("path", REMOVED)
+def test_a_removed_option_is_accepted_with_the_constant_alone(path: str) -> None:
+    constant = str(REMOVED[path].value)
+    assert compose.with_current_names([f"{path}={constant}"]) == []
+    [problem] = problems_of(f"{path}=other")
+    assert problem.startswith(f"{path} was removed")
+
+
+def test_a_removed_option_with_another_value_in_a_recipe_of_ones_own_is_an_error(tmp_path: Path) -> None:
+    [problem] = problems_of("recipe=mine", config_dir=recipe_file(tmp_path, {"augment": {"volume_low": 0.5}}))
+    assert problem.startswith("augment.volume_low was removed")
 
 
 @pytest.mark.parametrize(("old", "new"), [
