@@ -12,7 +12,8 @@ from ngsgd.data.spec_augment import mask_windows
 WIDTH, DIM = 11, 20
 
 
-def masked(config: AugmentConfig, num_rows: int = 500, seed: int = 0, probability: float = 0.5) -> tuple[torch.Tensor, torch.Tensor]:
+def masked(config: AugmentConfig, num_rows: int = 500, seed: int = 0,
+           probability: float = 0.5) -> tuple[torch.Tensor, torch.Tensor]:
     """(rows, masked rows) as N x W x D; all values differ, so what is hidden can be told."""
     x_ND = torch.randn(num_rows, WIDTH * DIM, generator=torch.Generator().manual_seed(1))
     found = mask_windows(x_ND, WIDTH, config, np.random.default_rng(seed), probability=probability)
