@@ -66,6 +66,21 @@ class Removed:
 # An option is removed where no recipe and no measurement of this project needs another value.
 # Files of earlier versions hold these constants, and names of cached files are made of them.
 REMOVED = {
+    "features.cmn_window": Removed(600),
+    "features.cmn_speaker_frames": Removed(600),
+    "features.cmn_global_frames": Removed(200),
+    "ivectors.context": Removed(3),
+    "ivectors.pca_dim": Removed(40),
+    "ivectors.ubm_frames": Removed(200000),
+    "ivectors.max_utterances": Removed(5000),
+    "ivectors.num_gselect": Removed(5),
+    "ivectors.min_post": Removed(0.025),
+    "ivectors.max_remembered_frames": Removed(1000.0),
+    "ivectors.train_utterances": Removed(2),
+    "ivectors.test_utterances": Removed(0),
+    "align.lr_initial": Removed(0.005),
+    "align.lr_final": Removed(0.0005),
+    "align.beam": Removed(200.0),
     "augment.seed": Removed(0),
     "augment.speed_factors": Removed([0.9, 1.0, 1.1]),
     "augment.speed_probability": Removed(1.0),

@@ -79,11 +79,9 @@ def _ranges(c: RunConfig) -> Iterator[str]:
         low, high = (getattr(getattr(c, section), f"{name}_{end}") for end in ("low", "high"))
         if low > high:
             yield f"{path}_low is {low} and above {path}_high, {high}; swap them."
-    for section in ("schedule", "align"):
-        initial, final = (getattr(getattr(c, section), f"lr_{end}") for end in ("initial", "final"))
-        if final > initial:
-            yield (f"{section}.lr_final is {final} and above {section}.lr_initial, {initial}; "
-                   "the rate can only fall.")
+    if c.schedule.lr_final > c.schedule.lr_initial:
+        yield (f"schedule.lr_final is {c.schedule.lr_final} and above schedule.lr_initial, "
+               f"{c.schedule.lr_initial}; the rate can only fall.")
     if c.schedule.num_jobs_final < c.schedule.num_jobs_initial:
         yield (f"schedule.num_jobs_final is {c.schedule.num_jobs_final}; it must be at least "
                f"schedule.num_jobs_initial, {c.schedule.num_jobs_initial}.")

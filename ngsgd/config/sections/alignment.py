@@ -19,11 +19,5 @@ class AlignConfig:
                                used="num_passes")
     num_layers: int = option(2, "hidden layers of the network", low=1, high=64, used="num_passes")
     hidden_dim: int = option(128, "dimension of the hidden layers", low=2, used="num_passes")
-    lr_initial: float = option(0.005, "initial learning rate per frame", above=0.0,
-                               used="num_passes")
-    lr_final: float = option(0.0005, "final learning rate per frame", above=0.0,
-                             used="num_passes")
     samples_per_iter: int = option(16000, "frames of a job between two averaging steps",
                                    unit="frames", low=1, used="num_passes")
-    beam: float = option(200.0, "beam of the search through the graph of a transcript",
-                         unit="nats", above=0.0)
