@@ -63,6 +63,7 @@ class Removed:
     instead: str = ""
 
 
+_OF_LIBRARY = "The classes of ngsgd.preconditioners have it as an argument."
 # An option is removed where no recipe and no measurement of this project needs another value.
 # Files of earlier versions hold these constants, and names of cached files are made of them.
 REMOVED = {
@@ -81,6 +82,17 @@ REMOVED = {
     "align.lr_initial": Removed(0.005),
     "align.lr_final": Removed(0.0005),
     "align.beam": Removed(200.0),
+    "optimizer.last_layer_factor": Removed(1.0),
+    "optimizer.cosine_interval": Removed(100),
+    "optimizer.mc_samples": Removed(1, _OF_LIBRARY),
+    "optimizer.sharing": Removed("expand", _OF_LIBRARY),
+    "optimizer.max_grad_norm": Removed(0.0, "optimizer.max_param_change limits the update."),
+    "optimizer.block_size": Removed(1024, _OF_LIBRARY),
+    "optimizer.sketch": Removed(0, _OF_LIBRARY),
+    "optimizer.form": Removed("kronecker", _OF_LIBRARY),
+    "optimizer.factor_lr": Removed(0.1, _OF_LIBRARY),
+    "optimizer.products": Removed("ggn", _OF_LIBRARY),
+    "optimizer.max_cg_steps": Removed(10, _OF_LIBRARY),
     "augment.seed": Removed(0),
     "augment.speed_factors": Removed([0.9, 1.0, 1.1]),
     "augment.speed_probability": Removed(1.0),

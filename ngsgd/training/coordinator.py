@@ -221,8 +221,7 @@ class Coordinator:
             elapsed_s=self.control.clock() - self._began, quarantined=(*old.quarantined, *state.quarantined),
             pending=(*progress.pending, *state.deferred))
         if self.settings.optimizer.equalize_layers:
-            rates = equalized_rates(self._averaged.layout, state.model.read(), self._averaged.parameters(), old.layer_rates,
-                              last_layer_factor=self.settings.optimizer.last_layer_factor)
+            rates = equalized_rates(self._averaged.layout, state.model.read(), self._averaged.parameters(), old.layer_rates)
             progress = replace(progress, layer_rates=rates)
         return progress
 
