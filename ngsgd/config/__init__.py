@@ -11,7 +11,7 @@ objective function summed over the minibatch (Kaldi's convention).
 
 from ngsgd.config.build import build
 from ngsgd.config.option import choices_of, default_of, option, types_of
-from ngsgd.config.renamed import REMOVED, RENAMED, Rename, with_new_names, with_removed
+from ngsgd.config.renamed import REMOVED, RENAMED, Rename, with_new_names, with_removed, without_removed
 from ngsgd.config.rules import check
 from ngsgd.config.run import RunConfig
 from ngsgd.config.sections.alignment import AlignConfig
@@ -37,5 +37,5 @@ __all__ = [
     "FeatureConfig", "IvectorConfig", "ModelConfig", "ObjectiveConfig", "OptimizerConfig",
     "OuterConfig", "ProxyConfig", "Rename", "RunConfig", "ScheduleConfig", "TaskConfig",
     "TrackingConfig", "TuneConfig", "Unused", "build", "check", "choices_of", "default_of", "option",
-    "types_of", "unused", "unused_in", "with_new_names", "with_removed",
+    "types_of", "unused", "unused_in", "with_new_names", "with_removed", "without_removed",
 ]

@@ -82,6 +82,19 @@ REMOVED = {
     "align.lr_initial": Removed(0.005),
     "align.lr_final": Removed(0.0005),
     "align.beam": Removed(200.0),
+    "data.seed": Removed(0),
+    "model.lda_within_class_factor": Removed(0.001),
+    "model.lda_max_singular_value": Removed(5.0),
+    "model.lda_dim": Removed(0),
+    "model.subclass_min_count": Removed(10.0),
+    "failure.max_worker_deaths": Removed(-1, "failure.max_restarts_per_hour limits restarts."),
+    "failure.max_rollbacks": Removed(3),
+    "combination.max_evaluations": Removed(30),
+    "decode.num_prior_frames": Removed(20000),
+    "tune.memory_gb": Removed(1.0, "tune.engine chooses another source of the trajectory."),
+    "tune.max_lr_ratio": Removed(30.0),
+    "tune.multipliers": Removed([1.0, 0.5, 0.25]),
+    "tune.transfer_steps": Removed(0, "ngsgd tune transfer takes four times tune.proxy.steps."),
     "optimizer.last_layer_factor": Removed(1.0),
     "optimizer.cosine_interval": Removed(100),
     "optimizer.mc_samples": Removed(1, _OF_LIBRARY),
@@ -118,6 +131,11 @@ def with_removed(section: str, values: Mapping[str, Any]) -> dict[str, Any]:
     removed = {path.partition(".")[2]: one.value for path, one in REMOVED.items()
                if path.startswith(f"{section}.")}
     return {**values, **removed}
+
+
+def without_removed(section: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a section, as a file of an earlier version holds it, without removed options."""
+    return {name: value for name, value in values.items() if f"{section}.{name}" not in REMOVED}
 
 
 def removed_sentence(path: str) -> str:

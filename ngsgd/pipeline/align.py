@@ -136,7 +136,7 @@ def _learn(speech: Corpus, states: States, settings: RunConfig, folder: Path) ->
     layout = FlatLayout.of(model)
     layout.load(model, _train(model, reader, settings, folder))
     model.eval()
-    prior_P = average_posterior(model, reader, settings.decode.num_prior_frames)
+    prior_P = average_posterior(model, reader)
     logliks: Logliks = {}
     for one in (speech.train, speech.valid, speech.test):
         logliks |= dict(zip(one.frames.utt_ids, log_likelihoods(one, settings.egs, model, prior_P), strict=True))

@@ -157,7 +157,7 @@ class TaskRun(BaseRun):
                 return training.task.evaluate(model).valid.objf, parameters
 
         models = [Candidate(outer_iter, partial(store.load_model, outer_iter)) for outer_iter in kept]
-        found = running_mean(models, held_out, self.config.combination.max_evaluations)
+        found = running_mean(models, held_out)
         self.services.report(f"combined the newest {found.num_models} of {len(models)} models: valid loss {-found.objf:.4f}, the "
                              f"newest alone {-found.objf_newest:.4f}")
         return found.parameters

@@ -130,7 +130,7 @@ def prepare_unaligned(data: DataConfig, feature_config: FeatureConfig, cache_roo
 def _what_decides(data: DataConfig, feature_config: FeatureConfig) -> dict[str, Any]:
     """All that the content of the prepared files depends on."""
     decides = _FSDD if data.corpus == "fsdd" and data.style == "isolated" else _DECIDES[data.corpus]
-    settings = {_KEY_OF.get(name, name): value for name, value in asdict(data).items() if name in decides}
+    settings = {_KEY_OF.get(name, name): value for name, value in with_removed("data", asdict(data)).items() if name in decides}
     made_with = ["numpy", "kaldi-native-fbank", *(["espeakng-loader", "soxr"] if data.corpus == "digits" else [])]
     content = {"yesno": lambda: yesno.fingerprint(data), "kaldi": lambda: kaldi_dirs.fingerprint(data, feature_config),
                "lhotse": lambda: kaldi_dirs.fingerprint(data, feature_config),

@@ -16,9 +16,6 @@ class CombinationConfig:
         "mean", "final model: the last one, the mean of the last n, or weights by layer")
     max_models: int = option(20, "maximum number of models (Kaldi: 20)", low=1, high=1000,
                              used="kind=mean|generalized")
-    max_evaluations: int = option(
-        30, "maximum number of evaluations of the held-out objective function", low=1,
-        used="kind=mean|generalized")
 
 
 @dataclass(frozen=True)
@@ -32,9 +29,6 @@ class DecodeConfig:
         (0.0, 2.0, 4.0, 6.0, 8.0), "costs per word that are tried on the validation set")
     beam: float = option(16.0, "beam of the search", unit="nats", above=0.0)
     max_active: int = option(7000, "maximum number of active states", low=2)
-    num_prior_frames: int = option(
-        20000, "training frames whose average posterior is the prior (Kaldi: 20000)",
-        unit="frames", low=1)
     graph: Literal["auto", "made", "given"] = option(
         "auto", "graph of words; auto: the corpus's graph if it has one, else a generated graph")
     silence_prob: float = option(

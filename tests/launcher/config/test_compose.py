@@ -221,7 +221,7 @@ def test_names_that_are_taken(name: str) -> None:
 
 
 @pytest.mark.parametrize("digits", [25, 400, 5000])
-@pytest.mark.parametrize("key", ["seed", "data.seed", "model.hidden_dim", "egs.samples_per_iter", "schedule.num_epochs"])
+@pytest.mark.parametrize("key", ["seed", "decode.max_active", "model.hidden_dim", "egs.samples_per_iter", "schedule.num_epochs"])
 def test_numbers_that_nothing_can_hold_are_rejected(key: str, digits: int) -> None:
     problems = problems_of(f"{key}={'1' * digits}")
     assert len(problems) == 1 and len(problems[0]) < 400
