@@ -18,8 +18,7 @@ from ngsgd.config import RunConfig
 from ngsgd.errors import CheckpointError, ConfigError
 from ngsgd.files import read_json, write_text
 from ngsgd.pipeline.base_run import BaseRun, Training
-from ngsgd.pipeline.combination import Candidate, running_mean
-from ngsgd.pipeline.combination.selection import candidates
+from ngsgd.pipeline.combination import Candidate, candidates, running_mean
 from ngsgd.pipeline.runs import trust as permission
 from ngsgd.pipeline.runs.config_file import to_yaml
 from ngsgd.pipeline.runs.final_model import check_final, write_final

@@ -1,4 +1,4 @@
-"""Options of the network."""
+"""Options of the network, or of a task that is trained in the place of a speech model."""
 
 from __future__ import annotations
 
@@ -76,3 +76,21 @@ class ModelConfig:
         if not layers or any(list(layer) != sorted(set(layer)) for layer in layers):
             raise ValueError(self.tdnn_offsets)
         return layers
+
+
+@dataclass(frozen=True)
+class TaskConfig:
+    """What is trained in the place of a speech model: a model, data and a loss of the user's own."""
+
+    _target_: str = option(
+        "", "module:function that returns a task (ngsgd.tasks.DatasetTask or any subclass of Task); "
+            "empty: speech recognition")
+    args: Mapping[str, Any] | None = option(
+        None, "keyword arguments of the function, such as {width: 64}", used="_target_")
+    search_path: str = option(
+        "", "folder to import the module from; empty: the current folder", used="_target_")
+
+    @property
+    def label(self) -> str:
+        """The name of the task in run names."""
+        return self._target_.replace(":", ".").rpartition(".")[2]
