@@ -91,6 +91,7 @@ REMOVED = {
     "failure.max_rollbacks": Removed(3),
     "combination.max_evaluations": Removed(30),
     "decode.num_prior_frames": Removed(20000),
+    "tune.num_jobs": Removed(0, "schedule.num_jobs_final decides."),
     "tune.memory_gb": Removed(1.0, "tune.engine chooses another source of the trajectory."),
     "tune.max_lr_ratio": Removed(30.0),
     "tune.multipliers": Removed([1.0, 0.5, 0.25]),

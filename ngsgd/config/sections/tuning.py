@@ -30,7 +30,5 @@ class TuneConfig:
     coarse_fraction: float = option(
         0.25, "fraction of the budget for the coarse search of initial and final learning rate",
         low=0.0, high=1.0)
-    num_jobs: int = option(0, "jobs that are averaged; 0: schedule.num_jobs_final", low=0,
-                           high=1000)
     engine: Literal["auto", "store", "reversible", "checkpoint"] = option(
         "auto", "source of the trajectory in the reverse pass; auto: store if it takes at most 1 GB")

@@ -35,7 +35,7 @@ class Proxy:
         # fixed: other numbers give other bits
         torch.set_num_threads(config.cluster.threads_per_worker or 1)
         tune, optimizer = config.tune, config.optimizer
-        num_jobs = tune.num_jobs or config.schedule.num_jobs_final
+        num_jobs = config.schedule.num_jobs_final
         outer_iters = tune.proxy.outer_iters * max(1, steps // tune.proxy.steps)
         steps_per_iter = max(1, (steps or tune.proxy.steps) // outer_iters)
         task = EgsTask(config, EgsReader(egs_directory), steps_per_iter=steps_per_iter, num_jobs=num_jobs,
