@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ngsgd import errors
-from ngsgd.config import RENAMED
+from ngsgd.config import REMOVED, RENAMED
 from ngsgd.launcher import cli
 from ngsgd.launcher import help as texts
 from ngsgd.launcher.config import compose, describe
@@ -50,6 +50,11 @@ def settings() -> Iterator[str]:
     yield "| old | new |\n|---|---|"
     for old, new in RENAMED.items():
         yield f"| `{old}` | `{new}` |"
+    yield "\n## Removed options\n"
+    yield "These are constants now. Files that set the constant still load; another value is an error.\n"
+    yield "| option | constant |\n|---|---|"
+    for path, one in REMOVED.items():
+        yield f"| `{path}` | `{str(one.value).lower()}` |"
     yield ""
 
 

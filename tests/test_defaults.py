@@ -19,14 +19,11 @@ from ngsgd.optim.sgd import SGD
 from ngsgd.preconditioners import METHODS
 from ngsgd.preconditioners.build import LIBRARY_NAMES, make_preconditioner, options_of
 
-# the library has no log to write the cosine to; schedule is called update_schedule, since a section schedule is there, too
-_ONLY_NAMES = {"cosine_interval": "ngsgd train measures it for its log"}
-
 
 @pytest.mark.entry("R5", "you use a method or an optimizer in your own loop and in `ngsgd train`", "right",
                    "the defaults of `ngsgd.preconditioners` and of `OptimizerConfig` are equal for every kind, and those of "
-                   "`NGSGD` and `SGD` equal `OptimizerConfig`'s; stated exceptions: `graft`, the two intervals, "
-                   "`curvature_state` and `cosine_interval`")
+                   "`NGSGD` and `SGD` equal `OptimizerConfig`'s; stated exceptions: `graft`, the two intervals "
+                   "and `curvature_state`")
 @pytest.mark.entry("P2", "you compare the defaults of a method in the library with those of the command line", "right",
                    "they are equal, damping 1e-2 included; stated exceptions, which docs/preconditioners.md lists: in a run "
                    "`graft` is `gradient`, the intervals are 10 and `curvature_state` (`averaging`) depends on the kind")
@@ -48,7 +45,7 @@ def test_defaults_of_a_method_are_equal_in_the_library_and_in_a_run(kind: Any) -
 def test_defaults_of_the_optimizers_are_equal_in_the_library_and_in_a_run(kind: type[SGD]) -> None:
     config = OptimizerConfig()
     parameters = inspect.signature(kind).parameters
-    shared = [spec.name for spec in fields(config) if spec.name in parameters and spec.name not in _ONLY_NAMES]
+    shared = [spec.name for spec in fields(config) if spec.name in parameters]
     assert {"momentum", "max_change", "max_param_change", "weight_decay"} <= set(shared)
     assert {name: parameters[name].default for name in shared} == {name: getattr(config, name) for name in shared}
     if kind is NGSGD:

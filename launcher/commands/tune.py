@@ -156,6 +156,7 @@ def _tune(config: RunConfig, options: argparse.Namespace, report: Report) -> Non
 
 
 def _transfer(config: RunConfig, options: argparse.Namespace, report: Report) -> None:
+    from ngsgd.hypergrad.search import RATE_MULTIPLIERS
     from ngsgd.pipeline.tuning.tuned import try_multiples, tuned
 
     if not options.source:
@@ -165,11 +166,11 @@ def _transfer(config: RunConfig, options: argparse.Namespace, report: Report) ->
         theta = read_json(source / "tuned.json")["theta"]
     except (OSError, ValueError, KeyError) as error:
         raise DataError(f"{source / 'tuned.json'} cannot be read ({error}); give the folder that ngsgd tune run wrote.") from None
-    steps = config.tune.transfer_steps or 4 * config.tune.proxy.steps
+    steps = 4 * config.tune.proxy.steps
     with _proxy(config, report, steps=steps) as proxy:
         began = time.monotonic()
         found = try_multiples(proxy, theta)
-        for factor, trial in zip(config.tune.multipliers, found.trials, strict=True):
+        for factor, trial in zip(RATE_MULTIPLIERS, found.trials, strict=True):
             print(f"rates x {factor:<6g} valid {trial.value:.4f}")
         result = tuned(proxy, found)
         _write(proxy, found, result, source)

@@ -25,7 +25,7 @@ from ngsgd.config.build import (
     paths,
     section_names,
 )
-from ngsgd.config.renamed import Rename, with_new_names_in
+from ngsgd.config.renamed import REMOVED, Rename, removed_sentence, with_new_names_in
 from ngsgd.errors import ConfigError
 from ngsgd.launcher.config.config_builder import Given, build_checked
 from ngsgd.pipeline.runs.saved_config import yaml_problem
@@ -208,6 +208,8 @@ def _override_problems(override: Override, choices: dict[str, list[str]]) -> Ite
         for value in values:
             if not override.is_interval_sweep() and value not in choices[key]:
                 yield f"{key}={value} is not a choice; choose one of {', '.join(choices[key])}."
+    elif key in REMOVED:
+        yield removed_sentence(key)
     elif key not in paths() and key not in section_names():
         yield f"{key} is not a setting.{_unknown_hint(key, choices) or ' See them all with: ngsgd train --cfg job.'}"
 

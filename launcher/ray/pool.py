@@ -42,7 +42,7 @@ _FETCH_S = 300.0
 
 
 @dataclass(frozen=True)
-class StoreRef:
+class _StoreRef:
     """A vector in Ray's object store."""
 
     ref: Any
@@ -110,7 +110,7 @@ class RayPool:
         self._vectors = SharedVectors(size)
         self._cells = SharedVectors(2 * self.config.num_workers)
         # copies of shared vectors for workers on other machines
-        self._in_store: dict[SharedRef, StoreRef] = {}
+        self._in_store: dict[SharedRef, _StoreRef] = {}
         self._slots: list[WorkerSlot] = []
         self._owns_ray = False
         self._is_starting = True
@@ -242,7 +242,7 @@ class RayPool:
         if not isinstance(ref, SharedRef):
             return ref
         if ref not in self._in_store:
-            self._in_store[ref] = StoreRef(ray.put(ref.read()))
+            self._in_store[ref] = _StoreRef(ray.put(ref.read()))
         return self._in_store[ref]
 
     def chosen_exchange(self) -> str:
@@ -407,7 +407,7 @@ class RayPool:
         # the job as it was submitted: its references may have been made portable
         result = unpacked(remote(replace(result, job=job), self._fetch))
         if job.keep_own and result.own is None:
-            return replace(result, own=result.sent if job.send == (0, 1) else StoreRef(own))
+            return replace(result, own=result.sent if job.send == (0, 1) else _StoreRef(own))
         return result
 
     def _new_slot(self, index: int) -> WorkerSlot:

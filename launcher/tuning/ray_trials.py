@@ -117,8 +117,7 @@ def _engine(config: RunConfig, proxy: Proxy) -> str:
         return config.tune.engine
     parameters = sum(p.numel() for p in proxy.task.start.values())
     plan = proxy.space.build(proxy.space.center())
-    return choose_engine(plan, parameters, 4, memory_bytes=1e9 * config.tune.memory_gb,
-                         can_reverse=config.optimizer.kind == "sgd").engine
+    return choose_engine(plan, parameters, 4, can_reverse=config.optimizer.kind == "sgd").engine
 
 
 def _got(refs: Sequence[Any]) -> Any:

@@ -111,7 +111,7 @@ def assemble(utterances: Sequence[FramedUtterance], config: FeatureConfig, given
     return SpeechSet(frames, tuple(one.words for one in utterances), tuple(speakers), units)
 
 
-def normalised_online(speech: SpeechSet, config: FeatureConfig, all_speech: cmvn.Stats) -> SpeechSet:
+def normalised_online(speech: SpeechSet, all_speech: cmvn.Stats) -> SpeechSet:
     """The set with the mean of what its speakers have said so far taken away, divided by the deviation of `all_speech`.
 
     Speakers talk in the order of the set.
@@ -120,7 +120,7 @@ def normalised_online(speech: SpeechSet, config: FeatureConfig, all_speech: cmvn
     normal = []
     deviation_D = cmvn.mean_and_deviation(all_speech)[1]
     for raw_TD, speaker in zip(speech.split_features(), speech.speakers, strict=True):
-        stream = cmvn.OnlineMean(config, all_speech, heard.get(speaker))
+        stream = cmvn.OnlineMean(all_speech, heard.get(speaker))
         normal.append(((raw_TD - stream.accept(raw_TD)) / deviation_D).astype(np.float32))
         heard[speaker] = stream.heard()
     units = CmvnStats({cmvn.GLOBAL: all_speech}, (cmvn.GLOBAL,) * len(speech.texts))

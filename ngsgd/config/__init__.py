@@ -11,31 +11,29 @@ objective function summed over the minibatch (Kaldi's convention).
 
 from ngsgd.config.build import build
 from ngsgd.config.option import choices_of, default_of, option, types_of
-from ngsgd.config.renamed import RENAMED, Rename, with_new_names
+from ngsgd.config.renamed import REMOVED, RENAMED, Rename, with_new_names, with_removed, without_removed
 from ngsgd.config.rules import check
 from ngsgd.config.run import RunConfig
-from ngsgd.config.sections.alignment import AlignConfig
 from ngsgd.config.sections.augmentation import AugmentConfig
 from ngsgd.config.sections.cluster import ClusterConfig
 from ngsgd.config.sections.data import DataConfig, EgsConfig
-from ngsgd.config.sections.decoding import CombinationConfig, DecodeConfig
+from ngsgd.config.sections.decoding import AlignConfig, CombinationConfig, DecodeConfig
 from ngsgd.config.sections.failure import CheckpointConfig, FailureConfig
 from ngsgd.config.sections.features import FeatureConfig, IvectorConfig
-from ngsgd.config.sections.model import ModelConfig
+from ngsgd.config.sections.model import ModelConfig, TaskConfig
 from ngsgd.config.sections.objective import ObjectiveConfig
 from ngsgd.config.sections.optimizer import METHODS, OptimizerConfig
 from ngsgd.config.sections.outer import OuterConfig
 from ngsgd.config.sections.schedule import ScheduleConfig
-from ngsgd.config.sections.task import TaskConfig
 from ngsgd.config.sections.tracking import TrackingConfig
 from ngsgd.config.sections.tuning import ProxyConfig, TuneConfig
 from ngsgd.config.unused import Unused, unused, unused_in
 
 __all__ = [
-    "METHODS", "RENAMED", "AlignConfig", "AugmentConfig", "CheckpointConfig", "ClusterConfig",
+    "METHODS", "REMOVED", "RENAMED", "AlignConfig", "AugmentConfig", "CheckpointConfig", "ClusterConfig",
     "CombinationConfig", "DataConfig", "DecodeConfig", "EgsConfig", "FailureConfig",
     "FeatureConfig", "IvectorConfig", "ModelConfig", "ObjectiveConfig", "OptimizerConfig",
     "OuterConfig", "ProxyConfig", "Rename", "RunConfig", "ScheduleConfig", "TaskConfig",
     "TrackingConfig", "TuneConfig", "Unused", "build", "check", "choices_of", "default_of", "option",
-    "types_of", "unused", "unused_in", "with_new_names",
+    "types_of", "unused", "unused_in", "with_new_names", "with_removed", "without_removed",
 ]

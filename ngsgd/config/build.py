@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import Any
 
 from ngsgd.config.option import types_of
-from ngsgd.config.renamed import RENAMED
+from ngsgd.config.renamed import REMOVED, RENAMED, removed_sentence
 from ngsgd.config.run import RunConfig
 
 # characters of a value in a message
@@ -154,6 +154,8 @@ def _build_section(kind: type[Any], values: Any, prefix: str, problems: list[Pro
 def _unknown(path: str, name: str, prefix: str, known: Sequence[str]) -> Problem:
     if path in RENAMED:
         return Problem(path, f"{path} is now called {RENAMED[path]}; rename it in the file.")
+    if path in REMOVED:
+        return Problem(path, removed_sentence(path))
     if path == "preconditioner":
         return Problem(path, "preconditioner is now part of the section optimizer, such as "
                              "optimizer.kind=kfac; move its options there in the file.")

@@ -53,10 +53,111 @@ RENAMED_VALUES: dict[str, dict[Any, Any]] = {
     "combination.kind": {"generalised": "generalized"},
     "schedule.load_balancing": {"equal": "none"},
 }
+@dataclass(frozen=True)
+class Removed:
+    """An option that is a constant now."""
+
+    # the constant
+    value: Any
+    # what to do for another value
+    instead: str = ""
+
+
+_OF_LIBRARY = "The classes of ngsgd.preconditioners have it as an argument."
+# An option is removed where no recipe and no measurement of this project needs another value.
+# Files of earlier versions hold these constants, and names of cached files are made of them.
+REMOVED = {
+    "features.cmn_window": Removed(600),
+    "features.cmn_speaker_frames": Removed(600),
+    "features.cmn_global_frames": Removed(200),
+    "ivectors.context": Removed(3),
+    "ivectors.pca_dim": Removed(40),
+    "ivectors.ubm_frames": Removed(200000),
+    "ivectors.max_utterances": Removed(5000),
+    "ivectors.num_gselect": Removed(5),
+    "ivectors.min_post": Removed(0.025),
+    "ivectors.max_remembered_frames": Removed(1000.0),
+    "ivectors.train_utterances": Removed(2),
+    "ivectors.test_utterances": Removed(0),
+    "align.lr_initial": Removed(0.005),
+    "align.lr_final": Removed(0.0005),
+    "align.beam": Removed(200.0),
+    "data.seed": Removed(0),
+    "model.lda_within_class_factor": Removed(0.001),
+    "model.lda_max_singular_value": Removed(5.0),
+    "model.lda_dim": Removed(0),
+    "model.subclass_min_count": Removed(10.0),
+    "failure.max_worker_deaths": Removed(-1, "failure.max_restarts_per_hour limits restarts."),
+    "failure.max_rollbacks": Removed(3),
+    "combination.max_evaluations": Removed(30),
+    "decode.num_prior_frames": Removed(20000),
+    "tune.num_jobs": Removed(0, "schedule.num_jobs_final decides."),
+    "tune.memory_gb": Removed(1.0, "tune.engine chooses another source of the trajectory."),
+    "tune.max_lr_ratio": Removed(30.0),
+    "tune.multipliers": Removed([1.0, 0.5, 0.25]),
+    "tune.transfer_steps": Removed(0, "ngsgd tune transfer takes four times tune.proxy.steps."),
+    "optimizer.last_layer_factor": Removed(1.0),
+    "optimizer.cosine_interval": Removed(100),
+    "optimizer.mc_samples": Removed(1, _OF_LIBRARY),
+    "optimizer.sharing": Removed("expand", _OF_LIBRARY),
+    "optimizer.max_grad_norm": Removed(0.0, "optimizer.max_param_change limits the update."),
+    "optimizer.block_size": Removed(1024, _OF_LIBRARY),
+    "optimizer.sketch": Removed(0, _OF_LIBRARY),
+    "optimizer.form": Removed("kronecker", _OF_LIBRARY),
+    "optimizer.factor_lr": Removed(0.1, _OF_LIBRARY),
+    "optimizer.products": Removed("ggn", _OF_LIBRARY),
+    "optimizer.max_cg_steps": Removed(10, _OF_LIBRARY),
+    "augment.seed": Removed(0),
+    "augment.speed_factors": Removed([0.9, 1.0, 1.1]),
+    "augment.speed_probability": Removed(1.0),
+    "augment.reverb_probability": Removed(0.5),
+    "augment.rt60_ms_low": Removed(100.0, "Give impulse responses as augment.rir_dir."),
+    "augment.rt60_ms_high": Removed(600.0, "Give impulse responses as augment.rir_dir."),
+    "augment.noise_probability": Removed(0.5),
+    "augment.volume_probability": Removed(1.0),
+    "augment.volume_low": Removed(0.125),
+    "augment.volume_high": Removed(2.0),
+    "augment.spec_probability": Removed(0.5),
+    "augment.spec_num_time_masks": Removed(1),
+    "augment.spec_num_freq_masks": Removed(1),
+}
 # options of methods that are gone; files of earlier versions hold them without using them
-REMOVED = ("outer.slowmo_beta", "outer.slowmo_alpha", "outer.easgd_beta", "outer.fedopt_kind",
+_OF_REMOVED_METHODS = ("outer.slowmo_beta", "outer.slowmo_alpha", "outer.easgd_beta", "outer.fedopt_kind",
            "outer.fedopt_lr", "preconditioner.num_gradients", "preconditioner.rank",
            "preconditioner.hessian_power", "preconditioner.num_pairs")
+
+
+def with_removed(section: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a section with those of its removed options, as earlier versions had."""
+    removed = {path.partition(".")[2]: one.value for path, one in REMOVED.items()
+               if path.startswith(f"{section}.")}
+    return {**values, **removed}
+
+
+def without_removed(section: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a section, as a file of an earlier version holds it, without removed options."""
+    return {name: value for name, value in values.items() if f"{section}.{name}" not in REMOVED}
+
+
+def removed_sentence(path: str) -> str:
+    """Return the error message for an option that was removed and has another value."""
+    one = REMOVED[path]
+    return (f"{path} was removed; its value is always {one.value}. Leave it out."
+            f"{one.instead and f' {one.instead}'}")
+
+
+def _is_removed(path: str, value: Any) -> bool:
+    """Whether the option was removed and the value is that of all runs."""
+    if path not in REMOVED:
+        return False
+    constant = REMOVED[path].value
+    if isinstance(value, str) and not isinstance(constant, str):
+        text = value.replace(" ", "").lower()
+        try:
+            return float(text) == float(constant)
+        except (TypeError, ValueError):
+            return text == str(constant).replace(" ", "").lower()
+    return (list(value) if isinstance(value, tuple) else value) == constant
 
 
 @dataclass(frozen=True)
@@ -75,9 +176,11 @@ def with_new_names(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Rena
     """Return nested settings with the names of this version, and the old names found in them.
 
     A run folder of an earlier version holds all options of the section `preconditioner`. With
-    preconditioner.kind=none they had no effect, and optimizer.kind decided.
+    preconditioner.kind=none they had no effect, and optimizer.kind decided. Removed options with
+    the value of their constant are left out.
     """
-    flat = {path: value for path, value in _leaves(values, "") if path not in REMOVED}
+    flat = {path: value for path, value in _leaves(values, "")
+            if path not in _OF_REMOVED_METHODS}
     method = flat.get("preconditioner.kind")
     if method == "none":
         flat = {path: value for path, value in flat.items()
@@ -88,7 +191,8 @@ def with_new_names(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Rena
         if method not in ("simple", "online"):
             flat.pop("preconditioner.alpha", None)
     found = [Rename(path, RENAMED[path]) for path in flat if path in RENAMED]
-    renamed = {RENAMED.get(path, path): value for path, value in flat.items()}
+    renamed = {RENAMED.get(path, path): value for path, value in flat.items()
+               if not _is_removed(RENAMED.get(path, path), value)}
     for path, new_values in RENAMED_VALUES.items():
         if isinstance(old := renamed.get(path), str) and old in new_values:
             found.append(Rename(f"{path}={old}", f"{path}={new_values[old]}"))
@@ -116,6 +220,8 @@ def with_new_names_in(overrides: Sequence[str]) -> tuple[list[str], list[Rename]
                 lines.append(f"{new_key}={methods}")
         elif not (chooses and key in ("optimizer", "optimizer.kind")):
             new_key = RENAMED.get(key, key)
+            if _is_removed(new_key, value):
+                continue
             new_values = RENAMED_VALUES.get(new_key, {})
             new_value = ",".join(new_values.get(one, one) for one in value.split(","))
             line = f"{new_key}={new_value}" if "=" in override else override

@@ -5,19 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ngsgd.config.option import option
-from ngsgd.config.sections.alignment import AlignConfig
 from ngsgd.config.sections.augmentation import AugmentConfig
 from ngsgd.config.sections.cluster import ClusterConfig
 from ngsgd.config.sections.data import DataConfig, EgsConfig
-from ngsgd.config.sections.decoding import CombinationConfig, DecodeConfig
+from ngsgd.config.sections.decoding import AlignConfig, CombinationConfig, DecodeConfig
 from ngsgd.config.sections.failure import CheckpointConfig, FailureConfig
 from ngsgd.config.sections.features import FeatureConfig, IvectorConfig
-from ngsgd.config.sections.model import ModelConfig
+from ngsgd.config.sections.model import ModelConfig, TaskConfig
 from ngsgd.config.sections.objective import ObjectiveConfig
 from ngsgd.config.sections.optimizer import OptimizerConfig
 from ngsgd.config.sections.outer import OuterConfig
 from ngsgd.config.sections.schedule import ScheduleConfig
-from ngsgd.config.sections.task import TaskConfig
 from ngsgd.config.sections.tracking import TrackingConfig
 from ngsgd.config.sections.tuning import TuneConfig
 

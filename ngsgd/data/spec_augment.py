@@ -4,7 +4,7 @@ Each row of a minibatch is a small spectrogram of its own, W frames by D feature
 features of it are replaced by its mean, which stands for "no information" whatever the normalisation.  Warping in time is
 left out: a window of some ten frames has no room for it.
 
-Letters: N rows, W frames of a window, D feature dimension, M masks.
+Letters: N rows, W frames of a window, D feature dimension.
 """
 
 from __future__ import annotations
@@ -18,25 +18,24 @@ from ngsgd.config import AugmentConfig
 
 
 def mask_windows(x_ND: Tensor, window: int, config: AugmentConfig, random: np.random.Generator,
-                 out: Tensor | None = None) -> Tensor:
-    """The rows, each with masks of its own with probability `spec_probability`; in memory of their own, or in `out`, which may be
+                 out: Tensor | None = None, probability: float = 0.5) -> Tensor:
+    """The rows, each with masks of its own with this probability; in memory of their own, or in `out`, which may be
     the argument.
 
     A mask is 0 to `spec_time_frames` frames (or `spec_freq_bins` features) wide and begins anywhere it fits, uniformly.
     """
     num_rows = len(x_ND)
     dim = x_ND.shape[1] // window
-    is_chosen_N = random.random(num_rows) < config.spec_probability
-    time_NW = _covered(random, num_rows, window, config.spec_num_time_masks, config.spec_time_frames)
-    freq_ND = _covered(random, num_rows, dim, config.spec_num_freq_masks, config.spec_freq_bins)
+    is_chosen_N = random.random(num_rows) < probability
+    time_NW = _covered(random, num_rows, window, config.spec_time_frames)
+    freq_ND = _covered(random, num_rows, dim, config.spec_freq_bins)
     hidden_NWD = is_chosen_N[:, None, None] & (time_NW[:, :, None] | freq_ND[:, None, :])
     return torch.where(torch.from_numpy(hidden_NWD).flatten(1), x_ND.mean(dim=1, keepdim=True), x_ND, out=out)
 
 
-def _covered(random: np.random.Generator, num_rows: int, size: int, num_masks: int, max_width: int) -> npt.NDArray[np.bool_]:
-    """Rows x size: what the masks cover.."""
-    width_NM = random.integers(0, min(max_width, size), size=(num_rows, num_masks), endpoint=True)
-    begin_NM = np.floor(random.random((num_rows, num_masks)) * (size - width_NM + 1)).astype(np.int64)
+def _covered(random: np.random.Generator, num_rows: int, size: int, max_width: int) -> npt.NDArray[np.bool_]:
+    """Rows x size: what a mask of each row covers."""
+    width_N = random.integers(0, min(max_width, size), size=num_rows, endpoint=True)
+    begin_N = np.floor(random.random(num_rows) * (size - width_N + 1)).astype(np.int64)
     place_S = np.arange(size)
-    inside = (place_S >= begin_NM[:, :, None]) & (place_S < (begin_NM + width_NM)[:, :, None])
-    return np.asarray(inside.any(axis=1))
+    return np.asarray((place_S >= begin_N[:, None]) & (place_S < (begin_N + width_N)[:, None]))

@@ -1,6 +1,6 @@
 """A process that writes some of the archives: `python -m ngsgd.data.write_process`, driven by `ngsgd.data.archives`.
 
-It reads one line of JSON (an `Assignment`), maps the arrays it names, and answers with one line: the index entries, or what
+It reads one line of JSON (an `_Assignment`), maps the arrays it names, and answers with one line: the index entries, or what
 the system said.  A process of its own, and not a fork: the caller may run threads.
 """
 
@@ -34,7 +34,7 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Assignment:
+class _Assignment:
     """What one process writes."""
 
     # name in `ExampleSource` to file, dtype, shape and offset
@@ -56,7 +56,7 @@ def write_in_processes(source: ExampleSource, targets: Sequence[Target], num_wri
     processes: list[subprocess.Popen[bytes]] = []
     try:
         for share in shares:
-            processes.append(_start(Assignment(arrays, numbers, share)))
+            processes.append(_start(_Assignment(arrays, numbers, share)))
         return [entry for process in processes for entry in _answer(process)]
     finally:
         # whoever still writes when one has failed writes for nobody
@@ -65,7 +65,7 @@ def write_in_processes(source: ExampleSource, targets: Sequence[Target], num_wri
             process.communicate()
 
 
-def _start(assignment: Assignment) -> subprocess.Popen[bytes]:
+def _start(assignment: _Assignment) -> subprocess.Popen[bytes]:
     process = subprocess.Popen([sys.executable, "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdin is not None
     # it has died already; `_answer` says so

@@ -42,14 +42,14 @@ def kernels_for(device: torch.device, dtype: torch.dtype, engine: str) -> Kernel
     if dtype not in _TYPES:
         raise ValueError(f"Invalid weights: {dtype}; they must be float32 or float64")
     if engine == "eager" or device.type != "cpu":
-        return Eager(device)
+        return _Eager(device)
     library = load_library()
     if library is None and engine == "fused":
         raise RuntimeError(f"{_SOURCE.name} could not be compiled; a C++ compiler is needed")
-    return Eager(device) if library is None else Fused(library)
+    return _Eager(device) if library is None else Fused(library)
 
 
-class Eager:
+class _Eager:
     """In torch operations, a chunk at a time, with scratch memory that is kept."""
 
     def __init__(self, device: torch.device) -> None:

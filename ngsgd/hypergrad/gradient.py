@@ -75,7 +75,7 @@ class Choice:
 
 
 def choose_engine(plan: HyperparameterPlan, num_parameters: int, element_size: int, *,
-                  memory_bytes: float, can_reverse: bool = True) -> Choice:
+                  memory_bytes: float = 1e9, can_reverse: bool = True) -> Choice:
     """Store if it fits, else reversible if there is momentum everywhere, else checkpoint."""
     needed = 2 * element_size * num_parameters * plan.num_steps * plan.num_jobs
     if needed <= memory_bytes:

@@ -20,6 +20,8 @@ from ngsgd.hypergrad.search_space import HyperSpace
 
 # measured: docs/tuning.md
 REVERSE_COST = 3.2
+# of all learning rates, for a longer run
+RATE_MULTIPLIERS = (1.0, 0.5, 0.25)
 # of the coarse search's best rate: gradients near the edge of stability say little
 _BACK_OFF = 0.5
 _GROW, _SHRINK = 1.2, 0.7
@@ -212,7 +214,7 @@ def _noted(search: SearchResult, found: HyperGrad, slope_D: Tensor) -> None:
 
 
 def transfer(evaluate: Evaluate, space: HyperSpace, theta_D: Tensor,
-             multipliers: Sequence[float] = (1.0, 0.5, 0.25)) -> SearchResult:
+             multipliers: Sequence[float] = RATE_MULTIPLIERS) -> SearchResult:
     """Tries the learned schedule on a run of another length with all rates multiplied; `space` is that run's.
 
     Rates that are best for a short run are too high for a long one.

@@ -37,7 +37,7 @@ class ReplayableSegment(Protocol):
     def step(self, state: ExactMomentum, t: int) -> Shortened: ...
 
 
-class Tape(Protocol):
+class _Tape(Protocol):
     """What a step back needs, by engine; asked in this order: new_velocity, old_weights, old_velocity."""
 
     bytes: int
@@ -163,4 +163,4 @@ class _Nothing(_Reversible):
     """For the way there alone."""
 
 
-TAPES: dict[str, type[Tape]] = {"reversible": _Reversible, "store": _Store, "checkpoint": _Checkpoint, "none": _Nothing}
+TAPES: dict[str, type[_Tape]] = {"reversible": _Reversible, "store": _Store, "checkpoint": _Checkpoint, "none": _Nothing}

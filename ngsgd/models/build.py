@@ -81,7 +81,7 @@ def _split(config: ModelConfig, width: int, num_classes: int, statistics: DataSt
     if config.num_subclasses <= num_classes:
         raise ConfigError(f"model.num_subclasses is {config.num_subclasses}, but there are {num_classes} classes; it counts the "
                           "sub-classes of all of them together, so give more, or 0 for none.")
-    targets = split_targets(statistics.class_counts, config.num_subclasses, config.subclass_power, config.subclass_min_count)
+    targets = split_targets(statistics.class_counts, config.num_subclasses, config.subclass_power)
     modules = _output("subclass_output", width, sum(targets), _scales(config, statistics, targets))
     modules["sum"] = SumSubclasses(targets)
     scale_P = _scales(config, statistics, [1] * num_classes)

@@ -32,7 +32,6 @@ class Stages:
     add_layers_period: int = 0
     # the first outer iteration with sub-classes
     first_split: int | None = None
-    minibatch_size: int = 0
     # A6's rules for early outer iterations
     halves_early: bool = False
 
@@ -50,8 +49,7 @@ class Stages:
             raise ConfigError(f"model.num_subclasses is {model.num_subclasses}, but the run has {num_outer_iters} outer iterations "
                               f"and would split its output layer after {first_split}; lower egs.samples_per_iter or "
                               "model.add_layers_period, or raise schedule.num_epochs.")
-        return cls(model.num_layers, model.add_layers_period, first_split, schedule.minibatch_size,
-                   schedule.early_rules == "kaldi")
+        return cls(model.num_layers, model.add_layers_period, first_split, schedule.early_rules == "kaldi")
 
     def at(self, outer_iter: int) -> Stage:
         """The stage in which an outer iteration trains; before the first it is that of the first."""
@@ -64,7 +62,3 @@ class Stages:
     def is_early(self, outer_iter: int) -> bool:
         """Only the best job is kept: averaging makes worse what changes too fast."""
         return self.halves_early and (outer_iter == 0 or self.at(outer_iter).num_layers > self.at(outer_iter - 1).num_layers)
-
-    def minibatch_size_of(self, outer_iter: int) -> int:
-        """Frames in a minibatch of a pass that was first planned in this outer iteration."""
-        return max(1, self.minibatch_size // 2) if self.is_early(outer_iter) else self.minibatch_size

@@ -28,6 +28,8 @@ from ngsgd.schedules import Shard
 _ROWS_AT_ONCE = 8192
 # raise it when the same settings would give other numbers
 _FORMAT = 1
+# defaults of lda_transform and "all rows": file names of earlier versions hold them
+_OF_LDA = [0.001, 5.0, 0]
 
 
 def model_for(config: RunConfig, reader: EgsReader) -> nn.Module:
@@ -75,7 +77,7 @@ def _key(config: ModelConfig, reader: EgsReader) -> str:
     """Of all that the numbers depend on, but for the examples: those belong to the directory."""
     wanted: list[object] = [_FORMAT, config.input_transform]
     if config.input_transform == "lda":
-        wanted += [config.lda_within_class_factor, config.lda_max_singular_value, config.lda_dim]
+        wanted += _OF_LDA
         wanted += _columns(config, reader).tolist()
     return hashlib.sha256(json.dumps(wanted).encode()).hexdigest()[:12]
 
@@ -91,14 +93,10 @@ def _columns(config: ModelConfig, reader: EgsReader) -> np.ndarray[tuple[int], n
 
 def _compute(config: ModelConfig, reader: EgsReader) -> DataStatistics:
     columns = _columns(config, reader) if config.input_transform == "lda" else np.empty(0, np.int64)
-    if config.lda_dim > len(columns) > 0:
-        raise ConfigError(f"model.lda_dim is {config.lda_dim}, but only {len(columns)} inputs are transformed; lower it.")
     found = class_statistics(_all_rows(reader), reader.info.num_classes, columns)
     transform = None
     if config.input_transform == "lda":
-        transform_KD = lda_transform(found.total_DD, found.between_DD, found.mean_D, dim=config.lda_dim,
-                                     within_class_factor=config.lda_within_class_factor,
-                                     max_singular_value=config.lda_max_singular_value)
+        transform_KD = lda_transform(found.total_DD, found.between_DD, found.mean_D)
         transform = torch.from_numpy(transform_KD).float()
     return DataStatistics(tuple(found.count_P.tolist()), transform)
 

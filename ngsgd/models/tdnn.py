@@ -39,7 +39,7 @@ class Splice(NamedTuple):
         return spliced
 
 
-class FramePlan(NamedTuple):
+class _FramePlan(NamedTuple):
     """How a network computes certain output frames, on one device."""
 
     # which frames of a row's window, or of an utterance, it needs
@@ -138,7 +138,7 @@ class TimeDelayNetwork(nn.Sequential):
     def __init__(self, children: OrderedDict[str, nn.Module], window: Window) -> None:
         super().__init__(children)
         self.window = window
-        self._plan_of_one: FramePlan | None = None
+        self._plan_of_one: _FramePlan | None = None
 
     def forward(self, x_NI: Tensor) -> Tensor:
         x_NWD, side_NS = self._parts(x_NI)
@@ -175,16 +175,16 @@ class TimeDelayNetwork(nn.Sequential):
     def _time_layers(self) -> list[TimeLayer]:
         return [layer for layer in self.children() if isinstance(layer, TimeLayer)]
 
-    def _plan(self, times: Times, device: torch.device) -> FramePlan:
+    def _plan(self, times: Times, device: torch.device) -> _FramePlan:
         """What the outputs at `times` need."""
         splices = []
         for layer in reversed(self._time_layers()):
             times, of_layer = layer.plan(times)
             splices.append(tuple(Splice(splice.index_TK.to(device)) for splice in of_layer))
-        return FramePlan(torch.from_numpy(times + self.window.left_context).to(device),
+        return _FramePlan(torch.from_numpy(times + self.window.left_context).to(device),
                          splices[::-1])
 
-    def _run(self, x_NTD: Tensor, plan: FramePlan, side_NS: Tensor | None) -> Tensor:
+    def _run(self, x_NTD: Tensor, plan: _FramePlan, side_NS: Tensor | None) -> Tensor:
         y = x_NTD.index_select(1, plan.needed)
         for number, (layer, of_layer) in enumerate(zip(self._time_layers(), plan.splices, strict=True)):
             y = layer(y, of_layer, side_NS) if number == 0 and side_NS is not None else layer(y, of_layer)

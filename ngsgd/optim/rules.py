@@ -55,16 +55,3 @@ def shrink(model: nn.Module, proportional_shrink: float, lr: float) -> float:
     if factor < 1.0:
         torch._foreach_mul_([p for p in model.parameters() if p.requires_grad], factor)
     return factor
-
-
-def scale_batchnorm_statistics(model: nn.Module, scale: float = 0.8) -> int:
-    """Makes batch normalisations forget: each minibatch their statistics so far are multiplied by `scale` (Kaldi: 0.8).
-
-    In torch's words their momentum becomes 1 - scale.  Returns the number of layers.
-    """
-    if not 0.0 <= scale < 1.0:
-        raise ConfigError(f"the scale of the batch-norm statistics is {scale}; it must be at least 0 and below 1.")
-    layers = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
-    for layer in layers:
-        layer.momentum = 1.0 - scale
-    return len(layers)

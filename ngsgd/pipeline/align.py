@@ -39,6 +39,8 @@ from ngsgd.training.parameter_vector import FlatLayout
 from ngsgd.training.storage.checkpoint import CheckpointStore, first_checkpoint
 from ngsgd.training.worker import never
 
+# of the small networks, per frame
+LR_INITIAL, LR_FINAL = 0.005, 0.0005
 # of all frames; another pass would move as few
 FEW_CHANGES = 0.005
 # raise it when the same settings would give another alignment
@@ -85,7 +87,7 @@ def _align(speech: Corpus, settings: RunConfig, folder: Path, report: Report) ->
     lost: tuple[str, ...] = ()
     for number in range(1, a.num_passes + 1):
         (folder / str(number)).mkdir()
-        done = forced_alignment.realign(speech, states, _learn(speech, states, settings, folder / str(number)), a, oov)
+        done = forced_alignment.realign(speech, states, _learn(speech, states, settings, folder / str(number)), oov)
         report(f"align: network {number}/{a.num_passes}: {forced_alignment.share_changed(states, done.states):.1%} of the frames "
                f"have changed their state{f', {len(done.lost)} utterances have no path' if done.lost else ''}")
         states, lost = done.states, done.lost
@@ -106,7 +108,7 @@ def _moved_by_gaussians(speech: Corpus, states: States, settings: RunConfig) -> 
     a = settings.align
     for _ in range(a.num_gaussian_passes):
         logliks = forced_alignment.score_by_gaussians(speech, states)
-        done = forced_alignment.realign(speech, states, logliks, a, settings.data.oov_word)
+        done = forced_alignment.realign(speech, states, logliks, settings.data.oov_word)
         changed, states = forced_alignment.share_changed(states, done.states), done.states
         if changed < FEW_CHANGES:
             break
@@ -120,7 +122,7 @@ def _settings(config: RunConfig) -> RunConfig:
         seed=config.seed, align=a, features=config.features, data=DataConfig(oov_word=config.data.oov_word),
         egs=replace(config.egs, samples_per_iter=a.samples_per_iter),
         model=ModelConfig(kind="relu", num_layers=a.num_layers, hidden_dim=a.hidden_dim),
-        schedule=ScheduleConfig(num_epochs=a.num_epochs, minibatch_size=128, lr_initial=a.lr_initial, lr_final=a.lr_final,
+        schedule=ScheduleConfig(num_epochs=a.num_epochs, minibatch_size=128, lr_initial=LR_INITIAL, lr_final=LR_FINAL,
                                 num_jobs_initial=1, num_jobs_final=1),
         outer=OuterConfig(kind="average"), cluster=ClusterConfig(kind="in_process", num_workers=1, threads_per_worker=1))
 
@@ -134,7 +136,7 @@ def _learn(speech: Corpus, states: States, settings: RunConfig, folder: Path) ->
     layout = FlatLayout.of(model)
     layout.load(model, _train(model, reader, settings, folder))
     model.eval()
-    prior_P = average_posterior(model, reader, settings.decode.num_prior_frames)
+    prior_P = average_posterior(model, reader)
     logliks: Logliks = {}
     for one in (speech.train, speech.valid, speech.test):
         logliks |= dict(zip(one.frames.utt_ids, log_likelihoods(one, settings.egs, model, prior_P), strict=True))
@@ -171,7 +173,7 @@ def label(config: RunConfig, folder: RunFolder, cache_root: Path, report: Report
                       for utt_id, pdf_T in zip(one.frames.utt_ids, one.split_pdfs(), strict=True)}
     # the states of a graph that came with the data have its own numbers, which may be tied
     given = graphs.read(speech.language.given) if config.data.graph and speech.language.given else None
-    done = forced_alignment.realign(speech, before, logliks, config.align, config.data.oov_word, given)
+    done = forced_alignment.realign(speech, before, logliks, config.data.oov_word, given)
     states = {utt_id: pdf_T for utt_id, pdf_T in done.states.items() if utt_id not in done.lost}
     report(f"align: {len(states)} utterances, {len(done.lost)} without a path left out; "
            f"log-likelihood {-done.cost_per_frame:.3f} per frame")

@@ -68,7 +68,7 @@ def final_parameters(config: RunConfig, end: Checkpoint, store: CheckpointStore,
     models = [Candidate(outer_iter, partial(store.load_model, outer_iter)) for outer_iter in kept]
     held_out = HeldOut(scratch, reader.diagnostic("valid"))
     combine = running_mean if config.combination.kind == "mean" else generalized
-    found = combine(models, held_out, max_evaluations=config.combination.max_evaluations)
+    found = combine(models, held_out)
     report(f"combined the newest {found.num_models} of {len(models)} models ({found.chosen}): valid objf {found.objf:.3f}, "
            f"the newest alone {found.objf_newest:.3f}")
     return normalize_stddev(found.parameters, scratch) if config.combination.kind == "generalized" else found.parameters

@@ -17,9 +17,9 @@ from ngsgd.asr.corpora import cache
 from ngsgd.asr.corpora.corpus import Corpus
 from ngsgd.asr.ivectors import model as extractor_file
 from ngsgd.asr.ivectors.model import IvectorModel
-from ngsgd.asr.ivectors.training import extract, train
+from ngsgd.asr.ivectors.training import TRAIN_UTTERANCES, extract, train
 from ngsgd.asr.speech_set import SpeechSet
-from ngsgd.config import RunConfig
+from ngsgd.config import RunConfig, with_removed
 from ngsgd.data.frames import Side
 from ngsgd.pipeline.runs.run_folder import RunFolder, folder_of_model
 
@@ -29,6 +29,8 @@ _SETS = ("train", "valid", "test")
 _INDEX = "index.json"
 _OF_TRAINING = ("dim", "num_gaussians", "context", "pca_dim", "ubm_frames", "max_utterances", "num_iters", "num_gselect",
                 "min_post", "posterior_scale", "train_utterances")
+# consecutive utterances that share the state of a speaker, as nnet3's recipes do; 0: all
+_UTTERANCES = {"train": TRAIN_UTTERANCES, "valid": 0, "test": 0}
 
 Report = Callable[[str], None]
 
@@ -39,41 +41,42 @@ def extractor_of(config: RunConfig, corpus: Corpus, cache_root: Path, report: Re
         return folder.ivectors
     if config.init_model and (given := folder_of_model(config.init_model) / "final" / RunFolder.IVECTORS).exists():
         return given
-    key = {"version": RECIPE_VERSION, "digest": corpus.digest, **_cmn(config),
-           "ivectors": {name: getattr(config.ivectors, name) for name in _OF_TRAINING}}
+    key = {"version": RECIPE_VERSION, "digest": corpus.digest, **with_removed("features", {}),
+           "ivectors": {name: value for name, value in _all_settings(config).items() if name in _OF_TRAINING}}
     path = cache_root / f"ivectors-{cache.short_hash(key)}.safetensors"
     if path.exists() and not extractor_file.is_sound(path):
         report(f"{path} is damaged; training it again.")
         path.unlink()
     if not path.exists():
-        extractor_file.write(train(corpus.train, config.ivectors, config.features, report), path)
+        extractor_file.write(train(corpus.train, config.ivectors, report), path)
     return path
 
 
-def _cmn(config: RunConfig) -> dict[str, object]:
-    return {name: value for name, value in asdict(config.features).items() if name.startswith("cmn_")}
+def _all_settings(config: RunConfig) -> dict[str, Any]:
+    """Those of earlier versions included, so that what they prepared is found."""
+    return with_removed("ivectors", asdict(config.ivectors))
 
 
 def with_ivectors(config: RunConfig, corpus: Corpus, extractor: Path, cache_root: Path, report: Report = print) -> Corpus:
     """The corpus with an i-vector beside every frame; its digest tells which extractor made them."""
-    key = {"version": RECIPE_VERSION, "digest": corpus.digest, "extractor": extractor_file.digest(extractor), **_cmn(config),
-           "ivectors": asdict(config.ivectors)}
+    key = {"version": RECIPE_VERSION, "digest": corpus.digest, "extractor": extractor_file.digest(extractor),
+           **with_removed("features", {}), "ivectors": _all_settings(config)}
     folder = cache_root / f"ivectors-{cache.short_hash(key)}"
     if not _is_there(folder, corpus, config, report):
         # shared_directory keeps a directory that has an index
         (folder / _INDEX).unlink(missing_ok=True)
-        _store(folder, corpus, extractor_file.read(extractor, config.ivectors, config.features), config)
+        _store(folder, corpus, extractor_file.read(extractor, config.ivectors))
     sets: dict[str, Any] = {
         name: _with_rows(getattr(corpus, name), np.load(folder / f"{name}.npy", mmap_mode="r"), config.ivectors.period)
         for name in _SETS}
     return replace(corpus, **sets, digest=hashlib.sha256((corpus.digest + folder.name).encode()).hexdigest())
 
 
-def _store(folder: Path, corpus: Corpus, model: IvectorModel, config: RunConfig) -> None:
+def _store(folder: Path, corpus: Corpus, model: IvectorModel) -> None:
     with files.shared_directory(folder, _INDEX) as new:
         for name in _SETS:
-            most = config.ivectors.train_utterances if name == "train" else config.ivectors.test_utterances
-            np.save(new / f"{name}.npy", np.concatenate(extract(getattr(corpus, name), model, most_utterances=most)))
+            rows = extract(getattr(corpus, name), model, most_utterances=_UTTERANCES[name])
+            np.save(new / f"{name}.npy", np.concatenate(rows))
         index = files.sealed({"sha256": {name: files.sha256(new / f"{name}.npy") for name in _SETS}})
         (new / _INDEX).write_text(json.dumps(index, indent=1), encoding="utf-8")
 

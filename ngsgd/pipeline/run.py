@@ -166,7 +166,7 @@ class Run(BaseRun):
         layout = FlatLayout.of(model)
         store = CheckpointStore(self.folder.checkpoints, layout, config.checkpoint.num_to_keep)
         layout.load(model, store.model_after(outer_iter - 1))
-        return model, average_posterior(model.eval(), reader, config.decode.num_prior_frames)
+        return model, average_posterior(model.eval(), reader)
 
 
 def _with_search_path(config: RunConfig) -> RunConfig:

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from ngsgd.asr.corpora.corpus import Corpus, SpeechSet
+from ngsgd.asr.decode.decoding import write_lattices
 from ngsgd.asr.decode.evaluation import Evaluation, tune_and_decode
-from ngsgd.asr.decode.lattices import write_lattices
 from ngsgd.asr.decode.scoring import write_operations, write_per_speaker, write_per_utterance, write_recogs
 from ngsgd.asr.decode.worst_utterances import as_text, utterance_scores
 from ngsgd.config import EgsConfig, RunConfig

@@ -122,9 +122,9 @@ class _Front:
 
 def _fronts(config: RunConfig, folder: RunFolder, speech: SpeechSet) -> Iterator[_Front]:
     """Of every utterance in turn; what is known of a speaker goes from one to the next."""
-    extractor = read(folder.ivectors, config.ivectors, config.features) if config.ivectors.dim else None
+    extractor = read(folder.ivectors, config.ivectors) if config.ivectors.dim else None
     means: SpeakerMemory[CmnState] = SpeakerMemory(0)
-    known: SpeakerMemory[SpeakerState] = SpeakerMemory(config.ivectors.test_utterances)
+    known: SpeakerMemory[SpeakerState] = SpeakerMemory(0)
     normal = speech.split_features()
     for u, speaker in enumerate(speech.speakers):
         stream = IvectorStream(extractor, known.before(speaker)) if extractor else None
@@ -132,7 +132,7 @@ def _fronts(config: RunConfig, folder: RunFolder, speech: SpeechSet) -> Iterator
         if config.features.cmvn == "online":
             assert speech.cmvn is not None
             all_speech = speech.cmvn.stats[GLOBAL]
-            mean = OnlineMean(config.features, all_speech, means.before(speaker))
+            mean = OnlineMean(all_speech, means.before(speaker))
             yield _Front(raw_TD, None, mean, mean_and_deviation(all_speech)[1], stream)
             means.after(speaker, mean.heard())
         else:

@@ -18,8 +18,7 @@ from ngsgd.config import RunConfig
 from ngsgd.errors import CheckpointError, ConfigError
 from ngsgd.files import read_json, write_text
 from ngsgd.pipeline.base_run import BaseRun, Training
-from ngsgd.pipeline.combination import Candidate, running_mean
-from ngsgd.pipeline.combination.selection import candidates
+from ngsgd.pipeline.combination import Candidate, candidates, running_mean
 from ngsgd.pipeline.runs import trust as permission
 from ngsgd.pipeline.runs.config_file import to_yaml
 from ngsgd.pipeline.runs.final_model import check_final, write_final
@@ -157,7 +156,7 @@ class TaskRun(BaseRun):
                 return training.task.evaluate(model).valid.objf, parameters
 
         models = [Candidate(outer_iter, partial(store.load_model, outer_iter)) for outer_iter in kept]
-        found = running_mean(models, held_out, self.config.combination.max_evaluations)
+        found = running_mean(models, held_out)
         self.services.report(f"combined the newest {found.num_models} of {len(models)} models: valid loss {-found.objf:.4f}, the "
                              f"newest alone {-found.objf_newest:.4f}")
         return found.parameters

@@ -14,11 +14,11 @@ from ngsgd.preconditioners.base import Preconditioner
 from ngsgd.preconditioners.states import mean_state
 
 # option of a run -> that of the library's class, where the names differ
-LIBRARY_NAMES = {"curvature_state": "averaging", "mc_samples": "num_draws", "beta1": "momentum",
+LIBRARY_NAMES = {"curvature_state": "averaging", "beta1": "momentum",
                  "decoupled_weight_decay": "weight_decay"}
 # options of SGD, which the class of a method does not see
 _OF_SGD = ("kind", "momentum", "max_change", "max_param_change", "weight_decay",
-           "proportional_shrink", "layer_options", "equalize_layers", "last_layer_factor")
+           "proportional_shrink", "layer_options", "equalize_layers")
 
 
 def make_preconditioner(model: nn.Module, config: OptimizerConfig, seed: int) -> Preconditioner:

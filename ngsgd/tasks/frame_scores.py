@@ -58,9 +58,9 @@ def diagnose(model: nn.Module, train: Minibatch, valid: Minibatch, silence_class
 
 
 @torch.no_grad()
-def average_posterior(model: nn.Module, reader: EgsReader, num_frames: int, *,
+def average_posterior(model: nn.Module, reader: EgsReader, num_frames: int = 20_000, *,
                       skip_damaged: bool = False) -> npt.NDArray[np.float64]:
-    """Mean posterior of each class over about `num_frames` training frames, floored and normalised (Kaldi's priors).
+    """Mean posterior of each class over about `num_frames` training frames, floored and normalised (Kaldi's priors and number).
 
     With `skip_damaged`, archives that are damaged are left out; the last one's error is raised when there is no other.
     """

@@ -38,6 +38,8 @@ from ngsgd.training.validation.acceptance import NOT_THE_BEST, Verdicts
 from ngsgd.training.worker_pool import VectorRefcount, WorkerPool
 
 # until the evaluation has ended
+# of an outer iteration, one after another; three halve the learning rate eightfold
+MAX_ROLLBACKS = 3
 _UNKNOWN = SubsetScore(math.nan, math.nan)
 
 
@@ -221,8 +223,7 @@ class Coordinator:
             elapsed_s=self.control.clock() - self._began, quarantined=(*old.quarantined, *state.quarantined),
             pending=(*progress.pending, *state.deferred))
         if self.settings.optimizer.equalize_layers:
-            rates = equalized_rates(self._averaged.layout, state.model.read(), self._averaged.parameters(), old.layer_rates,
-                              last_layer_factor=self.settings.optimizer.last_layer_factor)
+            rates = equalized_rates(self._averaged.layout, state.model.read(), self._averaged.parameters(), old.layer_rates)
             progress = replace(progress, layer_rates=rates)
         return progress
 
@@ -240,12 +241,11 @@ class Coordinator:
         return after
 
     def _rolled_back(self, plan: Plan, before: Checkpoint, error: NgsgdError) -> Checkpoint:
-        failure = self.settings.failure
-        if failure.on_divergence == "stop" or not isinstance(error, DivergenceError):
+        if self.settings.failure.on_divergence == "stop" or not isinstance(error, DivergenceError):
             raise error
         self._num_rollbacks += 1
-        if self._num_rollbacks > failure.max_rollbacks:
-            raise DivergenceError(f"outer iteration {plan.outer_iter + 1} failed again after {failure.max_rollbacks} "
+        if self._num_rollbacks > MAX_ROLLBACKS:
+            raise DivergenceError(f"outer iteration {plan.outer_iter + 1} failed again after {MAX_ROLLBACKS} "
                                   "roll-backs; lower schedule.lr_initial and resume, or start again.") from error
         lr_scale = before.progress.lr_scale / 2
         self.storage.ledger.rolled_back(plan.outer_iter, str(error), lr_scale)

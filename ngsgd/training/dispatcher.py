@@ -304,9 +304,6 @@ class Dispatcher:
         self.num_deaths += failure.worker_died
         what = f"worker {failure.worker} {'died' if failure.worker_died else 'failed'} ({failure.reason})"
         who = f"{what} during job {job.job} of outer iteration {job.outer_iter + 1}, attempt {job.attempt}"
-        if 0 <= self.failure.max_worker_deaths < self.num_deaths:
-            raise ClusterError(f"{who}, which is more deaths than failure.max_worker_deaths = {self.failure.max_worker_deaths} "
-                               f"allows; the last checkpoint is whole{failure.last_words}.")
         tries = job.attempt + self._failures.get(job.pieces[0], 0)
         self._hangs[job.pieces[0]] = hangs = self._hangs.get(job.pieces[0], 0) + failure.from_outside
         if hangs >= self.failure.max_attempts:

@@ -46,6 +46,10 @@ def np_empty(size: int) -> Vector:
     """Memory of this process."""
     return np.empty(size, dtype=np.float32)
 
+# minibatches between two measurements of the cosine between natural and plain gradient, for the log;
+# one in a hundred costs less than 1 % of a job (benchmarks/RESULTS.md)
+COSINE_PERIOD = 100
+
 
 def initial_parameters(start: JobInit, layout: FlatLayout) -> Vector:
     """The parameters before a job's first minibatch; see `JobInit`."""
@@ -312,7 +316,7 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig, lr: float, lr_fact
     return NGSGD(model, lr, loss_reduction="sum", fallback=config.fallback, rank_in=config.rank_in,
                  rank_out=config.rank_out, update_period=config.update_period, alpha=config.alpha,
                  num_samples_history=config.num_samples_history, schedule=config.update_schedule,
-                 max_change_per_sample=config.max_change_per_sample, cosine_period=config.cosine_interval, **common)
+                 max_change_per_sample=config.max_change_per_sample, cosine_period=COSINE_PERIOD, **common)
 
 
 def _own_options(config: OptimizerConfig, lr_factor: float) -> dict[str, dict[str, Any]]:

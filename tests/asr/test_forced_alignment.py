@@ -15,7 +15,6 @@ from ngsgd.asr.lang.language import GivenGraph, Language
 from ngsgd.asr.lang.topology import Topology
 from ngsgd.asr.speech_set import SpeechSet
 from ngsgd.asr.utterance import unaligned
-from ngsgd.config import AlignConfig
 from ngsgd.data.frames import FrameSet
 from ngsgd.errors import DataError
 from tests.reference import gaussians as reference
@@ -87,7 +86,7 @@ def test_gaussians_find_the_states_that_speech_was_made_from(start: Callable[[Co
     states = start(corpus, "")
     for _ in range(12):
         logliks = forced_alignment.score_by_gaussians(corpus, states)
-        states = forced_alignment.realign(corpus, states, logliks, AlignConfig(), "").states
+        states = forced_alignment.realign(corpus, states, logliks, "").states
     found_T = np.concatenate([states[utt_id] for utt_id in train.frames.utt_ids])
     assert (found_T == truth_T).mean() > share
 
@@ -122,11 +121,11 @@ def test_a_graph_with_tied_states_gives_its_own_states(seed: int) -> None:
                for utt_id, features_TD in zip(one.frames.utt_ids, one.split_features(), strict=True)}
     before = {utt_id: np.zeros(len(loglik_TP), np.int32) for utt_id, loglik_TP in logliks.items()}
     untied = forced_alignment.realign(corpus, before, {utt_id: loglik_TP[:, TIED_P] for utt_id, loglik_TP in logliks.items()},
-                                      AlignConfig(), "")
+                                      "")
     made = graphs.build(corpus.language, silence_prob=0.0)
     content = as_file(made)
     given = graphs.read(GivenGraph(content, made.words, tuple(TIED_P.tolist())))
-    found = forced_alignment.realign(corpus, before, logliks, AlignConfig(), "", given)
+    found = forced_alignment.realign(corpus, before, logliks, "", given)
     assert not found.lost and not untied.lost
     for utt_id, loglik_TP in logliks.items():
         expected = TIED_P[untied.states[utt_id]]

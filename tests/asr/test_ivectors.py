@@ -13,7 +13,7 @@ from ngsgd.asr import speech_set
 from ngsgd.asr.features import cmvn
 from ngsgd.asr.ivectors import extractor as extractors
 from ngsgd.asr.ivectors import model as files
-from ngsgd.asr.ivectors import ubm
+from ngsgd.asr.ivectors import online, training, ubm
 from ngsgd.asr.ivectors.extractor import Extractor, Statistics
 from ngsgd.asr.ivectors.model import FrontEnd, IvectorModel
 from ngsgd.asr.ivectors.online import IvectorStream
@@ -153,19 +153,27 @@ def test_the_floor_lifts_what_is_below_it_and_nothing_else() -> None:
 
 # Online -----------------------------------------------------------------------------------------------------------------
 
-CONFIG = IvectorConfig(dim=IVECTOR_DIM, context=1, period=4, num_gselect=2, min_post=0.05, max_count=1.5,
-                       max_remembered_frames=30.0)
-FEATURES = FeatureConfig(cmn_window=9, cmn_speaker_frames=5, cmn_global_frames=3)
+CONFIG = IvectorConfig(dim=IVECTOR_DIM, period=4, max_count=1.5)
 RAW_DIM = 2
 ALL_SPEECH = cmvn.statistics(RANDOM.normal(1.0, 2.0, size=(50, RAW_DIM)))
 
 
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Limits that matter in utterances of 26 frames."""
+    for module, names in ((cmvn, {"WINDOW": 9, "SPEAKER_FRAMES": 5, "GLOBAL_FRAMES": 3}),
+                          (files, {"CONTEXT": 1, "NUM_GSELECT": 2, "MIN_POST": 0.05}),
+                          (online, {"MAX_REMEMBERED_FRAMES": 30.0}), (training, {"PCA_DIM": 4})):
+        for name, value in names.items():
+            monkeypatch.setattr(module, name, value)
+
+
 def online_model(config: IvectorConfig = CONFIG) -> IvectorModel:
     random = np.random.default_rng(3)
-    axes = torch.from_numpy(random.normal(size=(RAW_DIM * (2 * config.context + 1), DIM)))
+    axes = torch.from_numpy(random.normal(size=(RAW_DIM * (2 * files.CONTEXT + 1), DIM)))
     mixture = DiagonalMixture(torch.tensor([0.3, 0.3, 0.4]).double(), torch.from_numpy(random.normal(size=(NUM_GAUSSIANS, DIM))),
                               torch.from_numpy(random.uniform(5.0, 9.0, size=(NUM_GAUSSIANS, DIM))))
-    return IvectorModel(FrontEnd(config, FEATURES, ALL_SPEECH, axes), mixture, random_extractor())
+    return IvectorModel(FrontEnd(config, ALL_SPEECH, axes), mixture, random_extractor())
 
 
 def by_loops(model: IvectorModel, said: list[np.ndarray]) -> list[np.ndarray]:
@@ -178,15 +186,15 @@ def by_loops(model: IvectorModel, said: list[np.ndarray]) -> list[np.ndarray]:
                                         global_mean_D=ALL_SPEECH[0, :-1] / ALL_SPEECH[0, -1], most_global=3)
         rows = []
         for t in range(len(frames_TD)):
-            normal_D, raw_D = (reference.spliced(one, t, config.context) @ model.front.axes_CK.numpy()
+            normal_D, raw_D = (reference.spliced(one, t, files.CONTEXT) @ model.front.axes_CK.numpy()
                                for one in (frames_TD - means, frames_TD))
             log_I = reference.log_density(normal_D, mixture.weight_G.numpy(), mixture.mean_GD.numpy(), mixture.variance_GD.numpy())
-            post_I = config.posterior_scale * reference.pruned_posterior(log_I, config.num_gselect, config.min_post)
+            post_I = config.posterior_scale * reference.pruned_posterior(log_I, files.NUM_GSELECT, files.MIN_POST)
             count_I, first_ID = count_I + post_I, first_ID + np.outer(post_I, raw_D)
             if t % config.period == 0:
                 rows.append(reference.estimate(extractor.M_IDS.numpy(), extractor.covariance_IDD.numpy(), OFFSET, count_I, first_ID,
                                                config.max_count))
-        share = min(1.0, config.max_remembered_frames * config.posterior_scale / count_I.sum())
+        share = min(1.0, online.MAX_REMEMBERED_FRAMES * config.posterior_scale / count_I.sum())
         count_I, first_ID = share * count_I, share * first_ID
         found.append(np.array(rows))
     return found
@@ -195,6 +203,7 @@ def by_loops(model: IvectorModel, said: list[np.ndarray]) -> list[np.ndarray]:
 SAID = [RANDOM.normal(size=(length, RAW_DIM)) for length in (26, 9, 1, 33)]
 
 
+@pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("step", [1, 3, 100])
 def test_online_extraction_is_that_of_loops_over_frames(step: int) -> None:
     model, before = online_model(), None
@@ -208,6 +217,7 @@ def test_online_extraction_is_that_of_loops_over_frames(step: int) -> None:
         np.testing.assert_array_equal(stream.at(time_T), stream.rows()[time_T // CONFIG.period])
 
 
+@pytest.mark.usefixtures("small")
 def test_an_ivector_looks_ahead_no_further_than_the_context() -> None:
     model, changed = online_model(), SAID[3].copy()
     changed[18:] += 1.0
@@ -221,6 +231,7 @@ def test_an_ivector_looks_ahead_no_further_than_the_context() -> None:
     assert not np.allclose(rows[0][5:], rows[1][5:], atol=1e-3)
 
 
+@pytest.mark.usefixtures("small")
 def test_an_ivector_is_known_as_soon_as_its_context_is() -> None:
     stream = IvectorStream(online_model())
     known = []
@@ -230,6 +241,7 @@ def test_an_ivector_is_known_as_soon_as_its_context_is() -> None:
     assert known == [0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3]
 
 
+@pytest.mark.usefixtures("small")
 def test_at_the_end_without_limits_it_is_the_posterior_of_the_whole_utterance() -> None:
     model = online_model(replace(CONFIG, period=1, max_count=0.0))
     stream = IvectorStream(model)
@@ -256,7 +268,7 @@ def test_speakers_are_remembered_over_so_many_utterances() -> None:
 
 # All of it ----------------------------------------------------------------------------------------------------------------
 
-SMALL = IvectorConfig(dim=2, num_gaussians=4, context=1, pca_dim=4, num_iters=5, max_count=0.0, posterior_scale=1.0)
+SMALL = IvectorConfig(dim=2, num_gaussians=4, num_iters=5, max_count=0.0, posterior_scale=1.0)
 
 
 def speech_of_two() -> SpeechSet:
@@ -270,20 +282,21 @@ def speech_of_two() -> SpeechSet:
     return speech_set.assemble(said, FeatureConfig(cmvn="none"))
 
 
+@pytest.mark.usefixtures("small")
 def test_a_trained_extractor_tells_speakers_apart_whose_means_were_taken_away(tmp_path: Path) -> None:
     speech = speech_of_two()
-    model = train(speech, SMALL, FeatureConfig(), lambda _: None)
+    model = train(speech, SMALL, lambda _: None)
     rows = extract(speech, model, most_utterances=1)
     assert [len(one) for one in rows] == [15] * 16
     last_US = np.array([one[-1] for one in rows])
     a, b = last_US[::2], last_US[1::2]
     spread_S = np.maximum(a.std(axis=0), b.std(axis=0))
     assert (np.abs(a.mean(axis=0) - b.mean(axis=0)) / spread_S).max() > 8.0  # one dimension is the speaker, another may not be
-    again = train(speech, SMALL, FeatureConfig(), lambda _: None)
+    again = train(speech, SMALL, lambda _: None)
     files.write(model, tmp_path / "one")
     files.write(again, tmp_path / "other")
     assert files.digest(tmp_path / "one") == files.digest(tmp_path / "other")
-    kept = files.read(tmp_path / "one", SMALL, FeatureConfig())
+    kept = files.read(tmp_path / "one", SMALL)
     np.testing.assert_array_equal(extract(speech, kept, most_utterances=1)[3], rows[3])
 
 
@@ -296,13 +309,13 @@ def test_gaussians_with_few_frames_tell_nothing_and_too_many_gaussians_are_told(
     assert np.linalg.matrix_rank(extractor.M_IDS[2].numpy()) == 1  # its mean, along what has become of the offset
     assert np.linalg.matrix_rank(direction_IDS[0].numpy()) > 1
     with pytest.raises(DataError, match=r"num_gaussians.*4.*1000000 frames"):
-        train(speech_of_two(), replace(SMALL, posterior_scale=1e-4), FeatureConfig(), lambda _: None)
+        train(speech_of_two(), replace(SMALL, posterior_scale=1e-4), lambda _: None)
 
 
 def test_a_file_that_is_none_or_of_another_dimension_is_told(tmp_path: Path) -> None:
     files.write(online_model(), tmp_path / "good")
     with pytest.raises(DataError, match=r"3 dimensions.*ivectors.dim.*5"):
-        files.read(tmp_path / "good", replace(CONFIG, dim=5), FEATURES)
+        files.read(tmp_path / "good", replace(CONFIG, dim=5))
     (tmp_path / "bad").write_bytes((tmp_path / "good").read_bytes()[:100])
     with pytest.raises(DataError, match="i-vector"):
-        files.read(tmp_path / "bad", CONFIG, FEATURES)
+        files.read(tmp_path / "bad", CONFIG)

@@ -277,7 +277,7 @@ FORMATS = {
     "utterances.json": Format(in_egs("utterances.json"), read_examples),
     "example archive": Format(in_egs("egs.0000.safetensors"), read_examples),
     "i-vector extractor": Format(content("x.safetensors"), lambda folder: extractor_file.read(
-        folder / "x.safetensors", IvectorConfig(), FeatureConfig())),
+        folder / "x.safetensors", IvectorConfig())),
     "lhotse file": Format(lhotse("file"), read_lhotse),
     "lhotse command": Format(lhotse("command"), read_lhotse),
     "lhotse manifest": Format(content("mine/train/recordings.jsonl"), read_lhotse),

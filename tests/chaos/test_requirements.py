@@ -305,7 +305,6 @@ def test_a_message_says_who_which_how_and_what_next(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("changes", "said"), [
-    ({"max_worker_deaths": 0}, r"failure\.max_worker_deaths = 0"),
     ({"on_repeated_crash": "stop", "max_attempts": 1}, r"failure\.on_repeated_crash is stop: look at that archive"),
 ])
 def test_what_the_user_may_set_is_named_when_a_run_ends(tmp_path: Path, changes: dict[str, object], said: str) -> None:

@@ -12,16 +12,17 @@ from ngsgd.data.spec_augment import mask_windows
 WIDTH, DIM = 11, 20
 
 
-def masked(config: AugmentConfig, num_rows: int = 500, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+def masked(config: AugmentConfig, num_rows: int = 500, seed: int = 0,
+           probability: float = 0.5) -> tuple[torch.Tensor, torch.Tensor]:
     """(rows, masked rows) as N x W x D; all values differ, so what is hidden can be told."""
     x_ND = torch.randn(num_rows, WIDTH * DIM, generator=torch.Generator().manual_seed(1))
-    found = mask_windows(x_ND, WIDTH, config, np.random.default_rng(seed))
+    found = mask_windows(x_ND, WIDTH, config, np.random.default_rng(seed), probability=probability)
     return x_ND.view(-1, WIDTH, DIM), found.view(-1, WIDTH, DIM)
 
 
 def test_what_is_hidden_are_whole_runs_of_frames_and_of_features() -> None:
-    config = AugmentConfig(spec=True, spec_probability=1.0)
-    x_NWD, found_NWD = masked(config)
+    config = AugmentConfig(spec=True)
+    x_NWD, found_NWD = masked(config, probability=1.0)
     for x_WD, found_WD in zip(x_NWD, found_NWD, strict=True):
         hidden_WD = found_WD != x_WD
         frames, features = hidden_WD.all(dim=1), hidden_WD.all(dim=0)
@@ -35,7 +36,7 @@ def test_what_is_hidden_are_whole_runs_of_frames_and_of_features() -> None:
 
 def test_widths_and_places_are_uniform_and_rows_are_chosen_with_their_probability() -> None:
     """6000 rows, seed 0; each bound is 5 standard deviations of a binomial count, so one run in a million would fail."""
-    config = AugmentConfig(spec=True, spec_probability=0.5, spec_num_freq_masks=0, spec_time_frames=2)
+    config = AugmentConfig(spec=True, spec_freq_bins=0, spec_time_frames=2)
     x_NWD, found_NWD = masked(config, 6000)
     hidden_NW = (found_NWD != x_NWD).all(dim=2)
     widths = hidden_NW.sum(dim=1)
@@ -57,15 +58,14 @@ def test_masks_repeat_with_their_draws_and_leave_the_argument_alone() -> None:
     assert torch.equal(x_NWD.reshape(500, -1), torch.randn(500, WIDTH * DIM, generator=torch.Generator().manual_seed(1)))
 
 
-@pytest.mark.parametrize("config", [
-    AugmentConfig(spec_probability=0.0), AugmentConfig(spec_num_time_masks=0, spec_num_freq_masks=0),
-    AugmentConfig(spec_time_frames=0, spec_freq_bins=0)])
-def test_no_masks_are_no_change(config: AugmentConfig) -> None:
-    x_NWD, found_NWD = masked(config)
+@pytest.mark.parametrize(("config", "probability"), [
+    (AugmentConfig(), 0.0), (AugmentConfig(spec_time_frames=0, spec_freq_bins=0), 0.5)])
+def test_no_masks_are_no_change(config: AugmentConfig, probability: float) -> None:
+    x_NWD, found_NWD = masked(config, probability=probability)
     assert torch.equal(x_NWD, found_NWD)
 
 
 def test_a_mask_as_wide_as_the_window_fits() -> None:
-    config = AugmentConfig(spec_probability=1.0, spec_time_frames=1000, spec_freq_bins=1000)
-    x_NWD, found_NWD = masked(config)
+    config = AugmentConfig(spec_time_frames=1000, spec_freq_bins=1000)
+    x_NWD, found_NWD = masked(config, probability=1.0)
     assert ((found_NWD == x_NWD).flatten(1).all(dim=1)).any() and ((found_NWD != x_NWD).flatten(1).all(dim=1)).any()

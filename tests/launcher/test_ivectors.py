@@ -20,8 +20,7 @@ from ngsgd.pipeline.ivectors import extractor_of, with_ivectors
 from ngsgd.pipeline.runs import config_file
 from ngsgd.pipeline.runs.run_folder import RunFolder
 
-CONFIG = RunConfig(ivectors=IvectorConfig(dim=2, num_gaussians=4, context=1, pca_dim=4, num_iters=2,
-                                           posterior_scale=1.0))
+CONFIG = RunConfig(ivectors=IvectorConfig(dim=2, num_gaussians=4, num_iters=2, posterior_scale=1.0))
 
 
 def silent(_: str) -> None:
@@ -43,7 +42,7 @@ def corpus() -> Corpus:
 def test_every_frame_has_the_ivector_of_its_period(corpus: Corpus, tmp_path: Path) -> None:
     extractor = extractor_of(CONFIG, corpus, tmp_path, silent, None)
     found = with_ivectors(CONFIG, corpus, extractor, tmp_path)
-    model = read(extractor, CONFIG.ivectors, CONFIG.features)
+    model = read(extractor, CONFIG.ivectors)
     for name, most in (("train", 2), ("valid", 0), ("test", 0)):
         side, lengths = getattr(found, name).frames.side, np.diff(getattr(corpus, name).frames.offsets)
         rows_U = extract(getattr(corpus, name), model, most_utterances=most)
@@ -103,7 +102,7 @@ def test_a_damaged_extractor_in_the_cache_is_trained_again_with_one_line(corpus:
     before = path.read_bytes()
     flip_a_bit(path, -3)
     with pytest.raises(DataError, match="digest"):
-        read(path, CONFIG.ivectors, CONFIG.features)
+        read(path, CONFIG.ivectors)
     reports: list[str] = []
     assert extractor_of(CONFIG, corpus, tmp_path, reports.append, None) == path
     assert "damaged" in reports[0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 
 from ngsgd.config import ModelConfig
 from ngsgd.data.reader import Minibatch
-from ngsgd.errors import ConfigError, DataError
+from ngsgd.errors import DataError
 from ngsgd.models.input_transform import class_statistics, lda_transform
 from ngsgd.models.layers import FixedAffine
 from ngsgd.models.statistics import model_for, statistics_for
@@ -96,17 +95,6 @@ def test_the_transform_is_of_the_training_examples_and_leaves_them_decorrelated(
     correlation = torch.corrcoef(centred.T) - torch.eye(y_ND.shape[1])
     assert float(correlation.abs().max()) < 0.35  # 200 rows: 5 standard deviations of a correlation of 0
     assert float(y_ND.mean(dim=0).abs().max()) < 0.5
-
-
-def test_only_the_first_rows_are_kept_and_no_more_than_there_are(tmp_path: Path) -> None:
-    reader = toy.Run(tmp_path).reader
-    whole, five = (statistics_for(replace(LDA, lda_dim=dim), reader) for dim in (0, 5))
-    assert whole is not None and whole.input_transform is not None and five is not None and five.input_transform is not None
-    assert whole.input_transform.shape == (20, 21)
-    # the limit on singular values, which mixes rows, is not active here
-    assert same_but_for_signs(five.input_transform.numpy(), whole.input_transform.numpy()[:5], 1e-6)
-    with pytest.raises(ConfigError, match=r"model\.lda_dim is 21.* 20 "):
-        statistics_for(replace(LDA, lda_dim=21), reader)
 
 
 @pytest.mark.parametrize("kind", ["relu", "tdnn"])

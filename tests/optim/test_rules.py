@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ngsgd import NGSGD
 from ngsgd.errors import ConfigError
 from ngsgd.optim import SGD
-from ngsgd.optim.rules import backstitch_step, scale_batchnorm_statistics, shrink
+from ngsgd.optim.rules import backstitch_step, shrink
 
 KINDS = pytest.mark.parametrize("kind", [SGD, NGSGD])
 NO_LIMITS: dict[str, Any] = {"max_change": 0.0, "max_param_change": 0.0}
@@ -233,38 +233,6 @@ def test_shrinking_to_half_or_less_or_growing_is_refused(proportional_shrink: fl
         shrink(model, proportional_shrink, 0.01)
     assert torch.equal(parameters_of(model), before)
     assert shrink(model, 49.9, 0.01) == pytest.approx(0.501)
-
-
-# --- batch-norm statistics ---
-
-@pytest.mark.parametrize("optimise", [False, True], ids=["plain", "NGSGD"])
-def test_scaled_batchnorm_statistics_forget_by_the_scale(optimise: bool) -> None:
-    """After n minibatches the running mean holds (1 - s) s^(n-1-i) of minibatch i's."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 4), nn.BatchNorm2d(4), nn.LayerNorm(4))
-    if optimise:
-        _optimizer = NGSGD(model, 0.1)
-    assert scale_batchnorm_statistics(model, 0.7) == 2
-    layer = model[0]
-    mean = torch.zeros(3)
-    for _ in range(5):
-        x = torch.randn(20, 3) + 2.0
-        layer(x)
-        mean = 0.7 * mean + 0.3 * x.mean(dim=0)
-    torch.testing.assert_close(layer.get_buffer("running_mean"), mean)  # float32, a mean of 20
-
-
-def test_the_default_scale_of_batchnorm_statistics_is_kaldis() -> None:
-    model = nn.Sequential(nn.BatchNorm1d(3))
-    assert scale_batchnorm_statistics(model) == 1
-    assert model[0].momentum == pytest.approx(0.2)
-    assert scale_batchnorm_statistics(nn.Linear(2, 2)) == 0
-
-
-@pytest.mark.parametrize("scale", [1.0, -0.1, 1.5, float("nan")])
-def test_a_scale_of_batchnorm_statistics_out_of_range_is_refused(scale: float) -> None:
-    with pytest.raises(ConfigError, match=r"0.*below 1"):
-        scale_batchnorm_statistics(nn.Sequential(nn.BatchNorm1d(3)), scale)
 
 
 # --- semi-orthogonal layers ---

@@ -15,6 +15,7 @@ from ngsgd.data.archives import prepare_archives
 from ngsgd.errors import ConfigError
 from ngsgd.schedules import Shard
 from ngsgd.tasks.speech import SpeechTaskSpec
+from ngsgd.training import worker as worker_module
 from ngsgd.training.job import Job, JobInit, JobResult, LocalRef, WorkItem
 from ngsgd.training.worker import Worker, choose_device
 from tests import toy
@@ -63,8 +64,9 @@ def test_dropout_follows_the_schedule_and_repeats_with_the_job(tmp_path: Path) -
     assert not np.array_equal(on.sent.read(), other.sent.read())
 
 
-def test_the_result_tells_the_health_of_every_estimate(tmp_path: Path) -> None:
-    health = run(tmp_path, optimizer(cosine_interval=2)).health
+def test_the_result_tells_the_health_of_every_estimate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_module, "COSINE_PERIOD", 2)
+    health = run(tmp_path, optimizer()).health
     assert {name.split("/")[0] for name in health} == {"affine1", "affine2", "output"}
     assert 0.0 < health["affine1/input_last_e"] < 1.0
     assert 1.0 <= health["affine2/output_effective_rank"] <= 16.0

@@ -17,7 +17,6 @@ from ngsgd.asr.decode import decoding
 from ngsgd.asr.lang import graphs
 from ngsgd.asr.lang.topology import SILENCE_PDF, STATES_PER_PHONE, Topology
 from ngsgd.asr.utterance import PdfIds
-from ngsgd.config import AlignConfig
 from ngsgd.errors import DataError
 
 # at either end of an utterance, taken for silence at first; at most a tenth of it
@@ -27,6 +26,8 @@ NUM_SILENCE_PASSES = 5
 SMOOTHING = 5
 # of active states: a transcript has few
 NO_LIMIT = 1_000_000
+# of the search through the graph of a transcript [nats]
+BEAM = 200.0
 # times the beam, for an utterance whose path it lost
 WIDER = 8.0
 
@@ -125,15 +126,14 @@ class Realigned:
     cost_per_frame: float
 
 
-def realign(corpus: Corpus, states: States, logliks: Mapping[str, npt.NDArray[np.float32]], config: AlignConfig,
-            oov: str, given: graphs.Graph | None = None) -> Realigned:
+def realign(corpus: Corpus, states: States, logliks: Mapping[str, npt.NDArray[np.float32]], oov: str,
+            given: graphs.Graph | None = None) -> Realigned:
     """The best path of each utterance in `states` through its transcript's graph.
 
     Args:
         corpus: the speech.
         states: the utterances to align, and the states of those that have no path.
         logliks: for each utterance, T x P: log densities, or log posteriors minus log priors.
-        config: the beam.
         oov: the word that stands for words which the lexicon lacks.
         given: a decoding graph with its own numbers of states; the states are then those of its paths with these words.
             Without it they are those of the lexicon's phones.
@@ -142,7 +142,7 @@ def realign(corpus: Corpus, states: States, logliks: Mapping[str, npt.NDArray[np
     for utt_id, words, length in _utterances(corpus, oov):
         if utt_id in states:
             graph = graphs.within(given, words) if given else graphs.of_transcript(corpus.language.topology, words)
-            path = _best_path(graph, logliks[utt_id], config.beam)
+            path = _best_path(graph, logliks[utt_id])
             realigned[utt_id] = path.pdf_T if path.is_complete else states[utt_id]
             if path.is_complete:
                 cost, num_frames = cost + path.cost, num_frames + length
@@ -157,8 +157,8 @@ def share_changed(before: States, after: States) -> float:
     return changed / sum(map(len, after.values()))
 
 
-def _best_path(graph: graphs.Graph, loglik_TP: npt.NDArray[np.float32], beam: float) -> decoding.Path:
-    for width in (beam, WIDER * beam):
+def _best_path(graph: graphs.Graph, loglik_TP: npt.NDArray[np.float32]) -> decoding.Path:
+    for width in (BEAM, WIDER * BEAM):
         path = decoding.best_path(graph, loglik_TP, acoustic_scale=1.0, beam=width, max_active=NO_LIMIT)
         if path.is_complete:
             break

@@ -33,7 +33,7 @@ from ngsgd.asr.lang.language import Language
 from ngsgd.asr.lang.topology import SILENCE_PDF
 from ngsgd.asr.speech_set import SpeechSet
 from ngsgd.asr.utterance import Utterance
-from ngsgd.config import AugmentConfig, DataConfig, FeatureConfig
+from ngsgd.config import AugmentConfig, DataConfig, FeatureConfig, with_removed
 
 # raise it when the same settings would give other data, so that old caches are not taken for new
 RECIPE_VERSION = 3
@@ -112,7 +112,7 @@ def prepare(data: DataConfig, feature_config: FeatureConfig, cache_root: Path, r
     sets, language = _MAKERS[data.corpus](data, feature_config, changes, cache_root, report)
     if feature_config.cmvn == "online":
         all_speech = cmvn.statistics(sets["train"].frames.features_TD)
-        sets = {name: speech_set.normalised_online(speech, feature_config, all_speech) for name, speech in sets.items()}
+        sets = {name: speech_set.normalised_online(speech, all_speech) for name, speech in sets.items()}
     for name, speech in sets.items():
         report(_describe(name, speech))
     cache.store(folder, sets, language, made_from=key)
@@ -130,13 +130,14 @@ def prepare_unaligned(data: DataConfig, feature_config: FeatureConfig, cache_roo
 def _what_decides(data: DataConfig, feature_config: FeatureConfig) -> dict[str, Any]:
     """All that the content of the prepared files depends on."""
     decides = _FSDD if data.corpus == "fsdd" and data.style == "isolated" else _DECIDES[data.corpus]
-    settings = {_KEY_OF.get(name, name): value for name, value in asdict(data).items() if name in decides}
+    settings = {_KEY_OF.get(name, name): value for name, value in with_removed("data", asdict(data)).items() if name in decides}
     made_with = ["numpy", "kaldi-native-fbank", *(["espeakng-loader", "soxr"] if data.corpus == "digits" else [])]
     content = {"yesno": lambda: yesno.fingerprint(data), "kaldi": lambda: kaldi_dirs.fingerprint(data, feature_config),
                "lhotse": lambda: kaldi_dirs.fingerprint(data, feature_config),
                "fsdd": lambda: _content_of_alignment(data)}.get(data.corpus, dict)()
-    used = {name: value for name, value in asdict(feature_config).items()
-            if feature_config.cmvn == "online" or not name.startswith("cmn_")}
+    used = asdict(feature_config)
+    if feature_config.cmvn == "online":
+        used = with_removed("features", used)
     return {"recipe_version": RECIPE_VERSION, "data": settings, "features": used, "content": content,
             "packages": {package: metadata.version(package) for package in made_with}}
 

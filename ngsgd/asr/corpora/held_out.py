@@ -12,7 +12,7 @@ from ngsgd.errors import DataError
 _FEWEST_SPEAKERS = 4
 
 
-class HasSpeaker(Protocol):
+class _HasSpeaker(Protocol):
     """An utterance in whatever form: a name, and who says it."""
 
     @property
@@ -21,7 +21,7 @@ class HasSpeaker(Protocol):
     def speaker(self) -> str: ...
 
 
-SomeUtterance = TypeVar("SomeUtterance", bound=HasSpeaker)
+SomeUtterance = TypeVar("SomeUtterance", bound=_HasSpeaker)
 
 
 def hold_out(train: Sequence[SomeUtterance], *, share: float) -> tuple[list[SomeUtterance], list[SomeUtterance]]:

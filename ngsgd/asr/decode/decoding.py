@@ -9,15 +9,19 @@ Letters: T frames, P pdfs.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path as FilePath
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from ngsgd import files
 from ngsgd.asr import extras
 from ngsgd.asr.lang.graphs import Graph
 from ngsgd.asr.utterance import PdfIds
+from ngsgd.config import DecodeConfig
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,20 @@ def lattice(graph: Graph, loglik_TP: npt.NDArray[np.float32], *, acoustic_scale:
     decoder = kaldi_decoder.LatticeSimpleDecoder(graph.fst, config)
     decoder.decode(kaldi_decoder.DecodableCtc(_scaled(loglik_TP, acoustic_scale)))
     return decoder.get_raw_lattice()[1]
+
+
+def write_lattices(folder: FilePath, graph: Graph, utt_ids: Sequence[str], logliks: Sequence[npt.NDArray[np.float32]],
+                   config: DecodeConfig, *, acoustic_scale: float) -> None:
+    """`folder`/words.txt and one `folder`/UTTERANCE.lat.txt for each utterance; slashes in names become underscores.
+
+    OpenFst's text form: a line is "state state pdf+1 word graph-cost,acoustic-cost", the acoustic cost with its scale.
+    """
+    folder.mkdir()
+    files.write_text(folder / "words.txt", "".join(f"{word} {number}\n" for number, word in enumerate(("<eps>", *graph.words))))
+    for utt_id, loglik_TP in zip(utt_ids, logliks, strict=True):
+        paths = lattice(graph, loglik_TP, acoustic_scale=acoustic_scale, beam=config.beam,
+                        lattice_beam=config.lattice_beam)
+        files.write_text(folder / f"{utt_id.replace('/', '_')}.lat.txt", paths.to_str(show_weight_one=True))
 
 
 def _scaled(loglik_TP: npt.NDArray[np.float32], acoustic_scale: float) -> npt.NDArray[np.float32]:

@@ -2,7 +2,7 @@
 
     for utterance in augmented(utterances, config.augment, sample_rate_hz=8000, silence_pdfs=(0,)): ...
 
-Every draw is a function of (augment.seed, utterance id, copy) alone, so neither order nor number of processes changes anything.
+Every draw is a function of (utterance id, copy) alone, so neither order nor number of processes changes anything.
 Only training sets are to be passed through here; corpora call `for_set`, which leaves the others alone.
 
 Letters: T frames.
@@ -27,10 +27,17 @@ from ngsgd.asr import extras
 from ngsgd.asr.features import noise
 from ngsgd.asr.features.noise import FULL_SCALE, LOUDEST_MIX, FisherSample
 from ngsgd.asr.utterance import SAMPLE_RATE_HZ, Audio, PdfIds, Samples, Utterance, num_frames
-from ngsgd.config import AugmentConfig
+from ngsgd.config import AugmentConfig, with_removed
 from ngsgd.errors import DataError
 
 _COPY = re.compile(r"(?:cp\d+-)?(?:sp(?P<factor>\d+(?:\.\d+)?)-)?(?P<utt_id>.*)", re.DOTALL)
+# Kaldi's recipes have these values: three speeds (utils/data/perturb_data_dir_speed_3way.sh), half
+# of the utterances in rooms and noise, and the factors of utils/data/perturb_data_dir_volume.sh
+SPEEDS = (0.9, 1.0, 1.1)
+REVERB_PROBABILITY = NOISE_PROBABILITY = 0.5
+VOLUMES = (0.125, 2.0)
+# from a small room with carpet to a lecture hall
+RT60_MS = (100.0, 600.0)
 # of a simulated room: nothing of its tail arrives sooner after the direct sound
 _DIRECT_PATH_MS = 1.0
 
@@ -55,8 +62,8 @@ def augmented(utterances: Iterable[Utterance], config: AugmentConfig, *, sample_
     sounds.check()
     for utterance in utterances:
         for copy in range(config.num_copies):
-            random = _random(config.seed, utterance.utt_id, copy)
-            for factor in _factors(config, random):
+            random = _random(utterance.utt_id, copy)
+            for factor in SPEEDS if config.speed == "all" else (1.0,):
                 yield _changed(_renamed(utterance, copy, factor), factor, sounds, config, random, silence_pdfs)
 
 
@@ -64,7 +71,8 @@ def what_decides(config: AugmentConfig) -> dict[str, Any]:
     """All that changed audio depends on, for the name of what is prepared from it; empty when nothing is changed."""
     if not config.changes_audio:
         return {}
-    settings = {name: value for name, value in asdict(config).items() if not name.startswith("spec")}
+    settings = {name: value for name, value in with_removed("augment", asdict(config)).items() if not name.startswith("spec_")}
+    settings.pop("spec")
     folders = [folder for folder in (config.rir_dir, config.noise_dir) if folder]
     # names and sizes: collections of noises are too large to be read for a name
     files = [[str(path.relative_to(folder)), path.stat().st_size] for folder in folders
@@ -90,14 +98,6 @@ def retime(pdf_T: PdfIds, num_frames_now: int, factor: float) -> PdfIds:
     """
     before_T = ((np.arange(num_frames_now) + 0.5) * factor).astype(np.int64)
     return pdf_T[np.minimum(before_T, len(pdf_T) - 1)]
-
-
-def _factors(config: AugmentConfig, random: np.random.Generator) -> Sequence[float]:
-    if config.speed == "all":
-        return config.speed_factors
-    if config.speed == "none" or random.random() >= config.speed_probability:
-        return (1.0,)
-    return (float(random.choice(config.speed_factors)),)
 
 
 # Rooms, noise, volume -----------------------------------------------------------------------------
@@ -148,15 +148,17 @@ def _changed(utterance: Utterance, factor: float, sounds: _Sounds, config: Augme
     samples = fast.astype(np.float64)
     # all numbers are drawn whatever is on, so that switching one thing on changes no other
     rooms, noises, volumes = (np.random.default_rng(seed) for seed in random.integers(2**63, size=3))
-    if config.reverb and rooms.random() < config.reverb_probability:
+    if config.reverb and rooms.random() < REVERB_PROBABILITY:
         samples = reverberate(samples, sounds.response(rooms))
-    if config.noise and noises.random() < config.noise_probability:
+    if config.noise and noises.random() < NOISE_PROBABILITY:
         frame_of_sample = np.minimum(np.arange(len(samples)) // _frame_shift(rate_hz), len(pdf_T) - 1)
         is_speech = ~np.isin(pdf_T, silence_pdfs)[frame_of_sample]
         snr_db = float(noises.uniform(config.noise_snr_db_low, config.noise_snr_db_high))
         samples = add_noise(samples, sounds.background(len(samples), noises), snr_db, is_speech)
-    if config.volume and volumes.random() < config.volume_probability:
-        samples = samples * volumes.uniform(config.volume_low, config.volume_high)
+    if config.volume:
+        # a number that decided whether; the draws of earlier versions are kept
+        volumes.random()
+        samples = samples * volumes.uniform(*VOLUMES)
     return replace(utterance, samples=_to_16_bits(samples), pdf_T=pdf_T)
 
 
@@ -189,9 +191,9 @@ def original(utt_id: str) -> tuple[str, float]:
     return match["utt_id"], float(match["factor"] or 1.0)
 
 
-def _random(seed: int, utt_id: str, copy: int) -> np.random.Generator:
+def _random(utt_id: str, copy: int) -> np.random.Generator:
     name = int.from_bytes(hashlib.sha256(utt_id.encode()).digest()[:8], "little")
-    return np.random.default_rng([seed, name, copy])
+    return np.random.default_rng([0, name, copy])
 
 
 # Where sounds come from ---------------------------------------------------------------------------
@@ -212,8 +214,8 @@ class _Sounds:
     def response(self, random: np.random.Generator) -> FisherSample:
         if self._responses:
             return self._responses[int(random.integers(len(self._responses)))]
-        low, high = np.log(self.config.rt60_ms_low), np.log(self.config.rt60_ms_high)
-        return simulated_room(float(np.exp(random.uniform(low, high))), self.sample_rate_hz, random)
+        rt60_ms = float(np.exp(random.uniform(*np.log(RT60_MS))))
+        return simulated_room(rt60_ms, self.sample_rate_hz, random)
 
     def background(self, num_samples: int, random: np.random.Generator) -> FisherSample:
         """So much noise, from a random place; a short recording is repeated."""

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ngsgd.config import FeatureConfig
 from ngsgd.errors import DataError
 
 Features = npt.NDArray[np.float32]
@@ -19,6 +18,9 @@ Vector = npt.NDArray[np.float64]
 # 2 x (D + 1), as Kaldi's cmvn.ark: sums and the number of frames; sums of squares and 0
 Stats = npt.NDArray[np.float64]
 
+# of the online mean, as Kaldi's online-cmvn: its window, and the most frames of the speaker's earlier
+# utterances and of all training speech that stand in for missing ones
+WINDOW, SPEAKER_FRAMES, GLOBAL_FRAMES = 600, 600, 200
 # a mel bin that holds no FFT point is constant; it becomes 0, not NaN
 SMALLEST_DEVIATION = 1e-5
 # the unit of all training speech together
@@ -95,12 +97,12 @@ class CmnState:
 class OnlineMean:
     """The mean at every frame of an utterance of what has been heard till then: Kaldi's OnlineCmvn, without variances.
 
-    It is taken over `cmn_window` frames up to this one; while there are fewer, the speaker's earlier utterances stand in for
-    up to `cmn_speaker_frames`, and all training speech for up to `cmn_global_frames`.
+    It is taken over `WINDOW` frames up to this one; while there are fewer, the speaker's earlier utterances stand in for
+    up to `SPEAKER_FRAMES`, and all training speech for up to `GLOBAL_FRAMES`.
     """
 
-    def __init__(self, config: FeatureConfig, all_speech: Stats, before: CmnState | None = None) -> None:
-        self._window, self._most_before, self._most_global = config.cmn_window, config.cmn_speaker_frames, config.cmn_global_frames
+    def __init__(self, all_speech: Stats, before: CmnState | None = None) -> None:
+        self._window, self._most_before, self._most_global = WINDOW, SPEAKER_FRAMES, GLOBAL_FRAMES
         self._global_mean_D = mean_and_deviation(all_speech)[0]
         self._before = before or CmnState(np.zeros_like(self._global_mean_D))
         # over the utterance up to each of its last frames

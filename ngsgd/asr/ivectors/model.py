@@ -19,9 +19,12 @@ from torch import Tensor
 from ngsgd.asr.features.cmvn import CmnState, OnlineMean, Stats
 from ngsgd.asr.ivectors.extractor import Extractor
 from ngsgd.asr.ivectors.ubm import DiagonalMixture
-from ngsgd.config import FeatureConfig, IvectorConfig
+from ngsgd.config import IvectorConfig
 from ngsgd.errors import DataError
 from ngsgd.files import DIGEST, digest_of_arrays, new_file, open_regular
+
+# Kaldi's: frames spliced on each side, Gaussians of a frame, and the least posterior
+CONTEXT, NUM_GSELECT, MIN_POST = 3, 5, 0.025
 
 
 @dataclass(frozen=True)
@@ -29,21 +32,20 @@ class FrontEnd:
     """Frames as the Gaussians see them: their mean so far taken away, with their neighbours, along principal axes."""
 
     config: IvectorConfig
-    features: FeatureConfig
     all_speech: Stats
     axes_CK: Tensor
 
     def mean(self, before: CmnState | None) -> OnlineMean:
-        return OnlineMean(self.features, self.all_speech, before)
+        return OnlineMean(self.all_speech, before)
 
     def project(self, frames_TD: npt.NDArray[np.floating], at_N: npt.NDArray[np.int64]) -> Tensor:
         """N x K: these frames, as `spliced` gives them."""
-        return spliced(frames_TD, at_N, self.config.context).to(self.axes_CK.device) @ self.axes_CK
+        return spliced(frames_TD, at_N).to(self.axes_CK.device) @ self.axes_CK
 
 
-def spliced(frames_TD: npt.NDArray[np.floating], at_N: npt.NDArray[np.int64], context: int) -> Tensor:
+def spliced(frames_TD: npt.NDArray[np.floating], at_N: npt.NDArray[np.int64]) -> Tensor:
     """N x C: these frames with their neighbours; beyond the edges the first and the last stand for those that lack."""
-    row_NW = np.clip(at_N[:, None] + np.arange(-context, context + 1), 0, len(frames_TD) - 1)
+    row_NW = np.clip(at_N[:, None] + np.arange(-CONTEXT, CONTEXT + 1), 0, len(frames_TD) - 1)
     return torch.from_numpy(np.asarray(frames_TD, dtype=np.float64)[row_NW]).flatten(1)
 
 
@@ -58,7 +60,7 @@ class IvectorModel:
 
 def scaled_posteriors(mixture: DiagonalMixture, z_TK: Tensor, config: IvectorConfig) -> Tensor:
     """T x I: how much of a frame each Gaussian is given."""
-    return config.posterior_scale * mixture.posteriors(z_TK, num_gselect=config.num_gselect, min_post=config.min_post)
+    return config.posterior_scale * mixture.posteriors(z_TK, num_gselect=NUM_GSELECT, min_post=MIN_POST)
 
 
 def write(model: IvectorModel, path: Path) -> None:
@@ -72,11 +74,11 @@ def write(model: IvectorModel, path: Path) -> None:
         temporary.write_bytes(save(whole, metadata))
 
 
-def read(path: Path, config: IvectorConfig, features: FeatureConfig) -> IvectorModel:
+def read(path: Path, config: IvectorConfig) -> IvectorModel:
     """The model in a file that `write` wrote; the settings say how it is used."""
     try:
         a = _checked_arrays(path)
-        found = IvectorModel(FrontEnd(config, features, a["all_speech"].numpy(), a["axes"]),
+        found = IvectorModel(FrontEnd(config, a["all_speech"].numpy(), a["axes"]),
                              DiagonalMixture(a["weight"], a["mean"], a["variance"]),
                              Extractor(a["M"], a["covariance"], float(a["prior_offset"])))
     except (OSError, SafetensorError, KeyError, ValueError) as error:

@@ -16,8 +16,11 @@ import torch
 from torch import Tensor
 
 from ngsgd.asr.features.cmvn import CmnState
+from ngsgd.asr.ivectors import model as ivector_model
 from ngsgd.asr.ivectors.model import IvectorModel, scaled_posteriors
 
+# scaled frames kept from earlier utterances of a speaker (Kaldi: 1000)
+MAX_REMEMBERED_FRAMES = 1000.0
 # bounds memory: periods x Gaussians x features
 _PERIODS_AT_ONCE = 64
 
@@ -56,14 +59,14 @@ class IvectorStream:
     @property
     def right_context(self) -> int:
         """Frames that must follow a frame before its i-vector is known, unless it is the last."""
-        return self._config.context
+        return ivector_model.CONTEXT
 
     def accept(self, raw_TD: npt.NDArray[np.floating]) -> None:
         """Takes the frames that follow, not normalised."""
         self._raw.append(raw_TD)
         self._normal.append(raw_TD - self._mean.accept(raw_TD))
         self._num_frames += len(raw_TD)
-        known = self._num_frames - self._config.context
+        known = self._num_frames - ivector_model.CONTEXT
         # up to the last frame that an i-vector is estimated at
         if known > self._num_done:
             self._advance((known - 1) // self._config.period * self._config.period + 1)
@@ -72,7 +75,7 @@ class IvectorStream:
         """The utterance has ended; what its speaker's next one may begin with."""
         self._advance((self._num_frames - 1) // self._config.period * self._config.period + 1)
         self._advance(self._num_frames)
-        most = self._config.max_remembered_frames * self._config.posterior_scale
+        most = MAX_REMEMBERED_FRAMES * self._config.posterior_scale
         share = min(1.0, most / max(float(self._count), 1e-10))
         return SpeakerState(self._mean.heard(), share * float(self._count), share * self._linear_S, share * self._quadratic_SS)
 
@@ -117,7 +120,7 @@ class IvectorStream:
         return self._normal[0], self._raw[0]
 
     def _forget(self, end: int) -> None:
-        gone = max(0, end - self._config.context - self._first)
+        gone = max(0, end - ivector_model.CONTEXT - self._first)
         self._raw, self._normal = [self._raw[0][gone:]], [self._normal[0][gone:]]
         self._first += gone
 

@@ -16,15 +16,20 @@ from torch import Tensor
 from ngsgd.asr.features import cmvn
 from ngsgd.asr.features.cmvn import CmnState, Features
 from ngsgd.asr.ivectors import extractor as extractors
-from ngsgd.asr.ivectors import ubm
+from ngsgd.asr.ivectors import model, ubm
 from ngsgd.asr.ivectors.extractor import Statistics
 from ngsgd.asr.ivectors.model import FrontEnd, IvectorModel, scaled_posteriors, spliced
 from ngsgd.asr.ivectors.online import IvectorStream, SpeakerState
 from ngsgd.asr.ivectors.ubm import DiagonalMixture
 from ngsgd.asr.speech_set import SpeechSet
-from ngsgd.config import FeatureConfig, IvectorConfig
+from ngsgd.config import IvectorConfig
 from ngsgd.errors import DataError
 
+# the most: dimensions of the spliced frames that are kept, frames that train the background model
+# (Kaldi: 500,000), utterances that train the extractor
+PCA_DIM, UBM_FRAMES, MAX_UTTERANCES = 40, 200_000, 5000
+# consecutive utterances of training that share the state of a speaker (Kaldi's nnet3 recipes: 2)
+TRAIN_UTTERANCES = 2
 # whose second moments are summed in one go
 _FRAMES_AT_ONCE = 16384
 
@@ -46,11 +51,11 @@ class SpeakerMemory(Generic[State]):
         self._known[speaker] = state, self._known.get(speaker, (None, 0))[1] + 1
 
 
-def train(speech: SpeechSet, config: IvectorConfig, features: FeatureConfig, report: Callable[[str], None]) -> IvectorModel:
+def train(speech: SpeechSet, config: IvectorConfig, report: Callable[[str], None]) -> IvectorModel:
     """The model of a training set; a function of its arguments alone."""
     all_speech = np.sum([cmvn.statistics(speech.raw(u)) for u in range(len(speech.texts))], axis=0)
-    chosen_T = _spread(speech.frames.num_frames, config.ubm_frames)
-    front = FrontEnd(config, features, all_speech, _axes(speech, config, features, all_speech, chosen_T))
+    chosen_T = _spread(speech.frames.num_frames, UBM_FRAMES)
+    front = FrontEnd(config, all_speech, _axes(speech, config, all_speech, chosen_T))
     z_NK = torch.cat([front.project(frames_TD, at_N) for frames_TD, at_N in _chosen(speech, front, chosen_T)])
     mixture = ubm.train(z_NK, config.num_gaussians)
     report(f"i-vectors: background model of {mixture.num_gaussians} Gaussians from {len(z_NK):,} frames")
@@ -73,18 +78,18 @@ def _spread(num_frames: int, most: int) -> npt.NDArray[np.int64]:
     return np.unique(np.linspace(0, num_frames - 1, min(most, num_frames)).round().astype(np.int64))
 
 
-def _axes(speech: SpeechSet, config: IvectorConfig, features: FeatureConfig, all_speech: cmvn.Stats,
+def _axes(speech: SpeechSet, config: IvectorConfig, all_speech: cmvn.Stats,
           chosen_T: npt.NDArray[np.int64]) -> Tensor:
     """The principal axes of the chosen frames with their neighbours."""
-    dim = (2 * config.context + 1) * speech.frames.dim
-    plain = FrontEnd(config, features, all_speech, torch.eye(dim, dtype=torch.float64))
+    dim = (2 * model.CONTEXT + 1) * speech.frames.dim
+    plain = FrontEnd(config, all_speech, torch.eye(dim, dtype=torch.float64))
     sum_C, square_CC = torch.zeros(dim, dtype=torch.float64), torch.zeros(dim, dim, dtype=torch.float64)
     for frames_TD, at_N in _chosen(speech, plain, chosen_T):
-        x_NC = spliced(frames_TD, at_N, config.context)
+        x_NC = spliced(frames_TD, at_N)
         sum_C += x_NC.sum(dim=0)
         square_CC += x_NC.T @ x_NC
     mean_C = sum_C / len(chosen_T)
-    return principal_axes(square_CC / len(chosen_T) - mean_C[:, None] * mean_C, config.pca_dim)
+    return principal_axes(square_CC / len(chosen_T) - mean_C[:, None] * mean_C, PCA_DIM)
 
 
 def principal_axes(covariance_CC: Tensor, dim: int) -> Tensor:
@@ -107,7 +112,7 @@ def _chosen(speech: SpeechSet, front: FrontEnd,
 
 def _heard(speech: SpeechSet, front: FrontEnd) -> Iterator[tuple[int, tuple[npt.NDArray[np.floating], Features]]]:
     """(utterance, (frames without their mean so far, raw frames)), as they will be heard in training."""
-    turns: SpeakerMemory[CmnState] = SpeakerMemory(front.config.train_utterances)
+    turns: SpeakerMemory[CmnState] = SpeakerMemory(TRAIN_UTTERANCES)
     for u, speaker in enumerate(speech.speakers):
         raw_TD, mean = speech.raw(u), front.mean(turns.before(speaker))
         yield u, (raw_TD - mean.accept(raw_TD), raw_TD)
@@ -115,11 +120,11 @@ def _heard(speech: SpeechSet, front: FrontEnd) -> Iterator[tuple[int, tuple[npt.
 
 
 def collect(speech: SpeechSet, front: FrontEnd, mixture: DiagonalMixture) -> Statistics:
-    """Of up to `max_utterances`: which Gaussian by the frames without their mean, sums of the raw ones."""
+    """Of up to `MAX_UTTERANCES`: which Gaussian by the frames without their mean, sums of the raw ones."""
     config = front.config
     num_utterances = len(speech.texts)
     is_chosen_U = np.zeros(num_utterances, bool)
-    is_chosen_U[np.random.default_rng(0).permutation(num_utterances)[:config.max_utterances]] = True
+    is_chosen_U[np.random.default_rng(0).permutation(num_utterances)[:MAX_UTTERANCES]] = True
     counts, firsts, pieces = [], [], []
     dim = front.axes_CK.shape[1]
     second_IDD = torch.zeros(mixture.num_gaussians, dim, dim, dtype=torch.float64)

@@ -17,7 +17,7 @@ from ngsgd.training.validation.checksums import digest
 
 
 @dataclass(frozen=True)
-class EncodedRef:
+class _EncodedRef:
     """What a worker sends in place of its vector."""
 
     encoded: Encoded
@@ -42,12 +42,12 @@ class MoveEncoder:
         lane = self._lanes.setdefault(job.job, ErrorFeedback(self._codec))
         sent = result.sent.read()
         encoded = lane.encode(sent if job.returns == "move" else sent - job.start.model.read())
-        return replace(result, sent=EncodedRef(encoded), digest=digest(_vector(job, encoded)))
+        return replace(result, sent=_EncodedRef(encoded), digest=digest(_vector(job, encoded)))
 
 
 def unpacked(result: JobResult) -> JobResult:
     """In the coordinator: the result with the vector that its move leads to, if it was encoded."""
-    if not isinstance(result.sent, EncodedRef):
+    if not isinstance(result.sent, _EncodedRef):
         return result
     sent = LocalRef(_vector(result.job, result.sent.encoded))
     return replace(result, sent=sent, own=sent if result.job.keep_own else None)

@@ -56,9 +56,6 @@ class DataConfig:
                                low=-20.0, high=60.0, used=_MADE)
     snr_db_high: float = option(15.0, "highest signal-to-noise ratio of an utterance", unit="dB",
                                 low=-20.0, high=60.0, used=_MADE)
-    seed: int = option(
-        0, "seed of the generated corpus; independent of the seed of training", low=0,
-        used="corpus=digits|fsdd")
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Options of the final model and of decoding."""
+"""Options of alignment, of the final model and of decoding."""
 
 from __future__ import annotations
 
@@ -9,6 +9,22 @@ from ngsgd.config.option import option
 
 
 @dataclass(frozen=True)
+class AlignConfig:
+    """Alignment from transcripts alone (`ngsgd align`): flat start, then training and realignment."""
+
+    num_gaussian_passes: int = option(
+        20, "realignments with one Gaussian per state after the flat start", low=1, high=100)
+    num_passes: int = option(
+        2, "realignments with a small network, trained before each", low=0, high=100)
+    num_epochs: float = option(2.0, "epochs of each training", above=0.0, high=100.0,
+                               used="num_passes")
+    num_layers: int = option(2, "hidden layers of the network", low=1, high=64, used="num_passes")
+    hidden_dim: int = option(128, "dimension of the hidden layers", low=2, used="num_passes")
+    samples_per_iter: int = option(16000, "frames of a job between two averaging steps",
+                                   unit="frames", low=1, used="num_passes")
+
+
+@dataclass(frozen=True)
 class CombinationConfig:
     """The combination of the last models into the final model, on held-out frames (C.4)."""
 
@@ -16,9 +32,6 @@ class CombinationConfig:
         "mean", "final model: the last one, the mean of the last n, or weights by layer")
     max_models: int = option(20, "maximum number of models (Kaldi: 20)", low=1, high=1000,
                              used="kind=mean|generalized")
-    max_evaluations: int = option(
-        30, "maximum number of evaluations of the held-out objective function", low=1,
-        used="kind=mean|generalized")
 
 
 @dataclass(frozen=True)
@@ -32,9 +45,6 @@ class DecodeConfig:
         (0.0, 2.0, 4.0, 6.0, 8.0), "costs per word that are tried on the validation set")
     beam: float = option(16.0, "beam of the search", unit="nats", above=0.0)
     max_active: int = option(7000, "maximum number of active states", low=2)
-    num_prior_frames: int = option(
-        20000, "training frames whose average posterior is the prior (Kaldi: 20000)",
-        unit="frames", low=1)
     graph: Literal["auto", "made", "given"] = option(
         "auto", "graph of words; auto: the corpus's graph if it has one, else a generated graph")
     silence_prob: float = option(

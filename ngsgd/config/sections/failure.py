@@ -20,8 +20,6 @@ class FailureConfig:
     hang_timeout_s: float = option(
         30.0, "time without a minibatch after which a worker counts as hanging; at least five "
               "times the median time of a minibatch", unit="s", above=0.0)
-    max_worker_deaths: int = option(
-        -1, "maximum number of worker deaths in a run; -1: no limit", low=-1)
     max_restarts_per_hour: int = option(
         60, "maximum number of restarts of one worker per hour, after which the run continues "
             "without it; -1: no limit", low=-1)
@@ -32,9 +30,7 @@ class FailureConfig:
         0.5, "minimum fraction of accepted jobs of an outer iteration", above=0.0, high=1.0)
     on_divergence: Literal["stop", "halve"] = option(
         "stop", "reaction to too few accepted jobs: stop, or restore the last model and halve the "
-                "learning rate")
-    max_rollbacks: int = option(3, "maximum number of consecutive rollbacks of an outer iteration",
-                                low=1, used="on_divergence=halve")
+                "learning rate, three times in a row at most")
     grace_period_s: float = option(
         5.0, "time for the current outer iteration to finish after Ctrl-C or SIGTERM", unit="s",
         low=0.0)

@@ -23,14 +23,6 @@ class FeatureConfig:
     cmvn: Literal["none", "utterance", "speaker", "online", "given"] = option(
         "utterance", "unit of mean and variance normalization; online: mean of the frames so far; "
                      "given: statistics of the corpus (cmvn.scp)")
-    cmn_window: int = option(600, "frames of the moving average of online CMN (Kaldi: 600)",
-                             unit="frames", low=1, used="cmvn=online")
-    cmn_speaker_frames: int = option(
-        600, "maximum number of these frames from earlier utterances of the speaker (Kaldi: 600)",
-        unit="frames", low=0, used="cmvn=online")
-    cmn_global_frames: int = option(
-        200, "maximum weight of the mean of all training speech (Kaldi: 200)", unit="frames",
-        low=0, used="cmvn=online")
 
 
 @dataclass(frozen=True)
@@ -42,20 +34,8 @@ class IvectorConfig:
     num_gaussians: int = option(
         128, "Gaussians of the universal background model, UBM (paper: 512)", low=1, high=8192,
         used="dim")
-    context: int = option(3, "frames spliced on each side (Kaldi: 3)", unit="frames", low=0,
-                          high=50, used="dim")
-    pca_dim: int = option(40, "maximum dimension of the spliced frames after PCA (Kaldi: 40)",
-                          low=1, used="dim")
-    ubm_frames: int = option(200000, "frames that train the UBM (Kaldi: 500000)", unit="frames",
-                             low=1, used="dim")
-    max_utterances: int = option(5000, "maximum number of utterances that train the extractor",
-                                 low=1, used="dim")
     num_iters: int = option(10, "passes of training of the extractor (Kaldi: 10)", low=1, high=100,
                             used="dim")
-    num_gselect: int = option(5, "maximum number of Gaussians of a frame (Kaldi: 5)", low=1,
-                              used="dim")
-    min_post: float = option(0.025, "posteriors below this value become 0 (Kaldi: 0.025)",
-                             low=0.0, high=0.5, used="dim")
     posterior_scale: float = option(
         0.1, "factor on the posteriors, because frames are correlated (Kaldi: 0.1)", above=0.0,
         high=1.0, used="dim")
@@ -64,12 +44,3 @@ class IvectorConfig:
         low=0.0, used="dim")
     period: int = option(10, "frames between two estimates (Kaldi: 10)", unit="frames", low=1,
                          high=1000, used="dim")
-    max_remembered_frames: float = option(
-        1000.0, "maximum scaled frame count kept from earlier utterances of a speaker (Kaldi: 1000)",
-        low=0.0, used="dim")
-    train_utterances: int = option(
-        2, "consecutive training utterances that share the state of a speaker; 0: all (Kaldi: 2)",
-        low=0, used="dim")
-    test_utterances: int = option(
-        0, "consecutive validation and test utterances that share the state of a speaker; 0: all",
-        low=0, used="dim")

@@ -1,4 +1,4 @@
-"""Options of the network."""
+"""Options of the network, or of a task that is trained in the place of a speech model."""
 
 from __future__ import annotations
 
@@ -39,14 +39,6 @@ class ModelConfig:
         high=1.0, used=f"{_OURS} & kind=tdnnf")
     input_transform: Literal["none", "lda"] = option(
         "none", "fixed first layer, estimated from the training examples (C.6)")
-    lda_within_class_factor: float = option(
-        0.001, "smallest factor on a dimension of LDA (Kaldi: 0.001)", low=0.0, high=1.0,
-        used="input_transform=lda")
-    lda_max_singular_value: float = option(
-        5.0, "maximum singular value of the transform; 0: no limit (Kaldi: 5)", low=0.0,
-        used="input_transform=lda")
-    lda_dim: int = option(0, "rows of the transform; 0: all (Kaldi)", low=0,
-                          used="input_transform=lda")
     prior_scale_power: float = option(
         0.0, "exponent of the priors that scale the outputs before the softmax (nnet2: -0.25)",
         low=-1.0, high=0.0)
@@ -55,9 +47,6 @@ class ModelConfig:
     subclass_power: float = option(
         0.25, "exponent of the class counts that allocate sub-classes (paper: 1/3)", above=0.0,
         high=1.0, used="num_subclasses")
-    subclass_min_count: float = option(
-        10.0, "minimum number of frames of a sub-class (Kaldi's scripts: 10)", unit="frames",
-        low=0.0, used="num_subclasses")
     add_layers_period: int = option(
         0, "outer iterations between two new layers (C.7; nnet2: 2); 0: all layers at the start",
         low=0)
@@ -87,3 +76,21 @@ class ModelConfig:
         if not layers or any(list(layer) != sorted(set(layer)) for layer in layers):
             raise ValueError(self.tdnn_offsets)
         return layers
+
+
+@dataclass(frozen=True)
+class TaskConfig:
+    """What is trained in the place of a speech model: a model, data and a loss of the user's own."""
+
+    _target_: str = option(
+        "", "module:function that returns a task (ngsgd.tasks.DatasetTask or any subclass of Task); "
+            "empty: speech recognition")
+    args: Mapping[str, Any] | None = option(
+        None, "keyword arguments of the function, such as {width: 64}", used="_target_")
+    search_path: str = option(
+        "", "folder to import the module from; empty: the current folder", used="_target_")
+
+    @property
+    def label(self) -> str:
+        """The name of the task in run names."""
+        return self._target_.replace(":", ".").rpartition(".")[2]

@@ -74,9 +74,6 @@ class OptimizerConfig:
               "{affine1: {lr_factor: 1.3}}")
     equalize_layers: bool = option(
         False, "adapt the learning rates of layers so that all change by the same ratio (nnet2)")
-    last_layer_factor: float = option(
-        1.0, "relative change of the output layer with equalize_layers", above=0.0, high=100.0,
-        used="equalize_layers")
     curvature_state: Literal["reset", "keep", "average"] = option(
         "reset", "curvature at the start of a job: reset, that of the previous job of its slot, or "
                  "the average of all jobs", used=_kinds(("ngsgd", *METHODS)),
@@ -101,9 +98,6 @@ class OptimizerConfig:
     max_change_per_sample: float = option(
         0.0, "the paper's limit on the update per frame (C.3; nnet2's scripts: 0.075); 0: no limit",
         low=0.0, used="kind=ngsgd")
-    cosine_interval: int = option(
-        100, "minibatches between two measurements of the cosine between natural and plain "
-             "gradient; 0: never", low=0, used="kind=ngsgd")
     fallback: Literal["adamw", "sgd"] = option(
         "adamw", "rule for layers without natural gradient, such as embeddings and recurrent layers; "
                  "adamw: AdamW with 1/8 of the learning rate and no max_change", used="kind=ngsgd")
@@ -126,36 +120,14 @@ class OptimizerConfig:
         "empirical", "gradients of the Fisher matrix: those of the targets, of sampled targets, or "
                      "the exact Gauss-Newton matrix", used=_kinds(_OF_FISHER),
         default_of_kind=FISHER_OF)  # type: ignore[arg-type]
-    mc_samples: int = option(1, "Monte Carlo samples per frame", low=1,
-                             used=f"{_kinds(_OF_FISHER)} & fisher=mc")
-    sharing: Literal["expand", "reduce"] = option(
-        "expand", "treatment of the positions of a sample: as separate rows, or summed",
-        used="kind=kfac|skfac|ekfac")
     graft: Literal["none", "gradient"] = option(
         "gradient", "grafting; gradient: each layer's direction gets the norm of its gradient",
         used=_all_but())
     kl_clip: float = option(
         0.0, "limit on lr^2 <P g, g> per minibatch; 0: no limit", low=0.0, used=_all_but())
-    max_grad_norm: float = option(
-        0.0, "limit on the L2 norm of the preconditioned gradient; 0: no limit", low=0.0,
-        used=_all_but())
     skip: str = option(
         "", "layers without preconditioning: names, patterns or classes, separated by commas",
         used=_all_but())
-    block_size: int = option(1024, "largest dimension of a factor", low=1,
-                             used="kind=shampoo|soap")
-    sketch: int = option(0, "coordinates that estimate the Gram matrix; 0: all", low=0,
-                         used="kind=seng")
-    form: Literal["kronecker", "full"] = option(
-        "kronecker", "preconditioner of each layer: Kronecker factors, or one matrix for a small "
-                     "model", used="kind=psgd")
-    factor_lr: float = option(0.1, "relative step of a factor", above=0.0, high=0.99,
-                              used="kind=psgd")
-    products: Literal["ggn", "hessian"] = option(
-        "ggn", "matrix of the linear system: Gauss-Newton or Hessian", used="kind=hessian_free")
-    max_cg_steps: int = option(
-        10, "matrix-vector products per minibatch; each costs about two backward passes", low=1,
-        used="kind=hessian_free")
     beta1: float = option(
         0.9, "weight of the past in the first moment", low=0.0, high=0.9999,
         used=_kinds(("soap", *_ADAM)), default_of_kind={"muon": 0.95, "soap": 0.95})

@@ -30,15 +30,5 @@ class TuneConfig:
     coarse_fraction: float = option(
         0.25, "fraction of the budget for the coarse search of initial and final learning rate",
         low=0.0, high=1.0)
-    num_jobs: int = option(0, "jobs that are averaged; 0: schedule.num_jobs_final", low=0,
-                           high=1000)
     engine: Literal["auto", "store", "reversible", "checkpoint"] = option(
-        "auto", "source of the trajectory in the reverse pass; auto: store if memory_gb suffices")
-    memory_gb: float = option(1.0, "memory limit of a stored trajectory", unit="GB", above=0.0,
-                              used="engine=auto")
-    max_lr_ratio: float = option(
-        30.0, "largest factor between a tuned learning rate and the recipe's", above=1.0)
-    multipliers: tuple[float, ...] = option(
-        (1.0, 0.5, 0.25), "factors on all learning rates that ngsgd tune transfer tries")
-    transfer_steps: int = option(
-        0, "minibatches of each job of ngsgd tune transfer; 0: four times the proxy's", low=0)
+        "auto", "source of the trajectory in the reverse pass; auto: store if it takes at most 1 GB")

@@ -8,8 +8,7 @@ with `HeldOut`, which recomputes batch-norm statistics; `candidates` says which 
 from ngsgd.pipeline.combination.held_out import HeldOut, recompute_batchnorm
 from ngsgd.pipeline.combination.layer_weights import generalized
 from ngsgd.pipeline.combination.plain import running_mean
-from ngsgd.pipeline.combination.records import Candidate, Combined
-from ngsgd.pipeline.combination.selection import candidates
+from ngsgd.pipeline.combination.records import Candidate, Combined, candidates
 from ngsgd.pipeline.combination.stddev import normalize_stddev
 
 __all__ = ["Candidate", "Combined", "HeldOut", "candidates", "generalized", "normalize_stddev", "recompute_batchnorm",

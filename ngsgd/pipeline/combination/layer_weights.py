@@ -33,7 +33,7 @@ _FLOOR = 1e-20
 _SMOOTHING = 0.01
 
 
-def generalized(models: Sequence[Candidate], held_out: HeldOut, *, max_evaluations: int = 40, memory: int = 10,
+def generalized(models: Sequence[Candidate], held_out: HeldOut, *, max_evaluations: int = 30, memory: int = 10,
                 first_improvement: float = 0.01, scatter_frames: int = 64) -> Combined:
     """The combination of `models` (newest first) with the weights of highest held-out objf, from the mean of all.
 

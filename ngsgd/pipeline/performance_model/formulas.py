@@ -184,11 +184,6 @@ def restart_all_s(rate: float, num_jobs: int, outer_iter_s: float, replace_s: fl
         return math.inf
 
 
-def lost_per_failure_s(kept: float, num_workers: int, duration_s: float, num_failures: int) -> float:
-    """Worker-seconds that one failure cost in a run that reached the share `kept` of its fault-free throughput."""
-    return (1.0 - kept) * num_workers * duration_s / num_failures
-
-
 # Statistics ---------------------------------------------------------------------------------------
 
 

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file as load_arrays
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from ngsgd.config import ModelConfig, RunConfig
+from ngsgd.config import ModelConfig, RunConfig, without_removed
 from ngsgd.data.reader import EgsReader
 from ngsgd.errors import CheckpointError
 from ngsgd.files import new_directory, read_json, sha256, write_text
@@ -90,7 +90,7 @@ def _priors(folder: RunFolder, config: RunConfig, model: nn.Module, reader: EgsR
     """What decoding divides by: the average posterior, or what a sequence objective was trained with."""
     if config.objective.kind != "ce":
         return np.asarray(np.exp(load_arrays(folder.denominator)["log_prior"]))
-    return average_posterior(model, reader, config.decode.num_prior_frames, skip_damaged=config.egs.on_corrupt == "quarantine")
+    return average_posterior(model, reader, skip_damaged=config.egs.on_corrupt == "quarantine")
 
 
 def load_final(folder: RunFolder, *, trust: bool = False) -> tuple[nn.Module, npt.NDArray[np.float64]]:
@@ -133,7 +133,7 @@ def _opened(path: Path, about: Mapping[str, Any], settings: Mapping[str, Any]) -
     state = load_file(path / "model.safetensors")
     transform = load_file(path / _TRANSFORM)["input_transform"] if (path / _TRANSFORM).exists() else None
     _require_finite(path, {**state, **({} if transform is None else {_TRANSFORM: transform})})
-    config = ModelConfig(**settings)
+    config = ModelConfig(**without_removed("model", settings))
     require_memory(config, about["num_inputs"], about["num_classes"])
     window = Window(about["left_context"], about["right_context"], about["feature_dim"], about.get("side_dim", 0))
     model = build_model(config, about["num_inputs"], about["num_classes"], seed=0, window=window,

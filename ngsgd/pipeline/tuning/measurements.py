@@ -67,8 +67,7 @@ def measure_cost(proxy: Proxy, config: RunConfig, num_steps: int) -> ProxyCost:
     all_steps = whole_space.num_steps * whole_space.num_jobs
     size = Flat.of(proxy.task).size
     element = next(iter(proxy.task.start.values())).element_size()
-    choice = choose_engine(whole, size, element, memory_bytes=1e9 * tune.memory_gb,
-                           can_reverse=gradients is None)
+    choice = choose_engine(whole, size, element, can_reverse=gradients is None)
     # bits that a division by the momentum loses
     bits = -float(whole.momentum_TG.clamp(min=2.0 ** -64).log2().mean())
     per_parameter = 16 * proxy.space.num_outer_iters + bits * whole_space.num_steps / 8

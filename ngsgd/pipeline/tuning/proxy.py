@@ -35,7 +35,7 @@ class Proxy:
         # fixed: other numbers give other bits
         torch.set_num_threads(config.cluster.threads_per_worker or 1)
         tune, optimizer = config.tune, config.optimizer
-        num_jobs = tune.num_jobs or config.schedule.num_jobs_final
+        num_jobs = config.schedule.num_jobs_final
         outer_iters = tune.proxy.outer_iters * max(1, steps // tune.proxy.steps)
         steps_per_iter = max(1, (steps or tune.proxy.steps) // outer_iters)
         task = EgsTask(config, EgsReader(egs_directory), steps_per_iter=steps_per_iter, num_jobs=num_jobs,
@@ -45,7 +45,7 @@ class Proxy:
                                        config.schedule.lr_final * num_jobs, optimizer.momentum, l2,
                             optimizer.max_change, optimizer.max_param_change)
         space = HyperSpace(settings, tuple(task.layers), steps_per_iter * outer_iters, num_jobs, outer_iters, tune.space,
-                           tune.knots, tune.max_lr_ratio)
+                           tune.knots)
         return cls(config, task, space)
 
     def evaluate(self, plan: HyperparameterPlan) -> HypergradientRun:
@@ -55,8 +55,7 @@ class Proxy:
         tune = self.config.tune
         jobs = self.cluster.jobs(plan) if self.cluster is not None else None
         engine = self.cluster.engine if self.cluster is not None else tune.engine
-        return evaluate_hyperparameters(self.task, plan, engine, jobs=jobs, gradients=self.gradients(),
-                                        memory_bytes=1e9 * tune.memory_gb)
+        return evaluate_hyperparameters(self.task, plan, engine, jobs=jobs, gradients=self.gradients())
 
     def gradients(self) -> Any:
         """Return those of the configured optimizer: None for plain SGD, or natural gradients."""

@@ -69,7 +69,7 @@ def try_multiples(proxy: Proxy, theta: Sequence[float]) -> SearchResult:
         raise ConfigError(f"{len(theta)} numbers were tuned and tune.space has {proxy.space.size}; "
                           "give the settings of ngsgd tune run again.")
     theta_D = torch.tensor(theta, dtype=torch.float64)
-    return transfer(proxy.evaluate, proxy.space, theta_D, proxy.config.tune.multipliers)
+    return transfer(proxy.evaluate, proxy.space, theta_D)
 
 
 def tuned(proxy: Proxy, found: SearchResult) -> Tuned:

@@ -23,7 +23,7 @@ from ngsgd.training.validation.plausibility import disagrees
 from ngsgd.training.worker import initial_parameters
 
 
-class Gathered(NamedTuple):
+class _Gathered(NamedTuple):
     """The accepted results of an outer iteration."""
 
     verdicts: Verdicts
@@ -98,7 +98,7 @@ class Averager:
         self.held_out.commit(objf)
         return {}, None
 
-    def _gather(self, state: OuterIterationState) -> Gathered:
+    def _gather(self, state: OuterIterationState) -> _Gathered:
         """Validate the results and select those to average; jobs whose results were lost run again."""
         while True:
             verdicts, is_contested = judge(
@@ -108,7 +108,7 @@ class Averager:
             weights: list[float] = [result.num_frames for result in accepted]
             error = too_few(accepted, verdicts, state.plan, self.failure.min_accepted_fraction)
             if error:
-                return Gathered(verdicts, error, [], [])
+                return _Gathered(verdicts, error, [], [])
             if state.plan.keeps_best:
                 verdicts = best_alone(verdicts)
                 accepted = [result for result, reason in verdicts if not reason]
@@ -123,8 +123,8 @@ class Averager:
                 if self.averaged.optimizer.takes_mean:
                     mean = self.dispatcher.pool.mean(accepted, weights)
                 if mean is not None:
-                    return Gathered(verdicts, None, [mean], [1.0])
-                return Gathered(verdicts, None, [result.sent.read() for result in accepted], weights)
+                    return _Gathered(verdicts, None, [mean], [1.0])
+                return _Gathered(verdicts, None, [result.sent.read() for result in accepted], weights)
             except ResultsLost as lost:
                 # nothing of this outer iteration has been counted yet
                 self._run_again(state, lost)

@@ -16,19 +16,15 @@ from ngsgd.training.parameter_vector import FlatLayout, Vector
 _MAX_STEP = 4.0
 
 
-def equalized_rates(layout: FlatLayout, before: Vector, after: Vector, rates: Mapping[str, float], *,
-              last_layer_factor: float = 1.0) -> dict[str, float]:
+def equalized_rates(layout: FlatLayout, before: Vector, after: Vector, rates: Mapping[str, float]) -> dict[str, float]:
     """The factors on the layers' rates for the next outer iteration; their geometric mean is 1.
 
     Each is multiplied by the geometric mean of the layers' relative changes over its own, so that a layer that changed twice as
-    much as the others is slowed down two-fold.  The last layer is to change `last_layer_factor` times as much as the others.
-    Layers that did not change keep what they have.
+    much as the others is slowed down two-fold.  Layers that did not change keep what they have.
     """
     change = {layer: value for layer, value in _relative_changes(layout, before, after).items() if value > 0.0}
     if not change:
         return dict(rates)
-    last = list(change)[-1]
-    change[last] /= last_layer_factor
     mean = _geometric_mean(change)
     found = {layer: rates.get(layer, 1.0) * min(_MAX_STEP, max(1.0 / _MAX_STEP, mean / value)) for layer, value in change.items()}
     norm = _geometric_mean(found)

@@ -66,7 +66,7 @@ def test_features_are_normalised_over_each_utterance(data: DataConfig, tmp_path:
         np.testing.assert_allclose(frames.features_TD[start:end].mean(axis=0), 0, atol=1e-4)
 
 
-@pytest.mark.parametrize("change", [{"seed": 1}, {"snr_db_low": -3.0}, {"train_minutes": 0.4}, {"split": "official"}])
+@pytest.mark.parametrize("change", [{"snr_db_low": -3.0}, {"train_minutes": 0.4}, {"split": "official"}])
 def test_every_setting_that_changes_the_data_has_its_own_folder(data: DataConfig, tmp_path: Path, change: dict[str, Any]) -> None:
     one = prepare(data, FEATURES, tmp_path / "cache", silent)
     other = prepare(replace(data, **change), FEATURES, tmp_path / "cache", silent)

@@ -19,7 +19,14 @@ from tests.reference import ivectors as reference
 RANDOM = np.random.default_rng(0)
 UTTERANCES = [RANDOM.normal(5.0, 2.0, size=(length, 3)).astype(np.float32) for length in (40, 7, 25)]
 ALL = np.concatenate(UTTERANCES)
-ONLINE = FeatureConfig(cmvn="online", cmn_window=20, cmn_speaker_frames=15, cmn_global_frames=6)
+ONLINE = FeatureConfig(cmvn="online")
+
+
+@pytest.fixture
+def short_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A window that utterances of 40 frames leave."""
+    for name, value in {"WINDOW": 20, "SPEAKER_FRAMES": 15, "GLOBAL_FRAMES": 6}.items():
+        monkeypatch.setattr(cmvn, name, value)
 
 
 def test_statistics_are_sums_and_give_mean_and_deviation() -> None:
@@ -46,12 +53,13 @@ def test_what_is_no_statistics_is_told(stats: np.ndarray, told: str) -> None:
         cmvn.check(stats, "cmvn.scp:1", 3)
 
 
+@pytest.mark.usefixtures("short_window")
 @pytest.mark.parametrize("step", [1, 4, 40])
 def test_the_mean_so_far_is_its_definition_to_a_bit_whatever_comes_at_once(step: int) -> None:
     stats, heard = cmvn.statistics(ALL), None
     for number, frames_TD in enumerate(UTTERANCES):
-        whole_TD = OnlineMean(ONLINE, stats, heard).accept(frames_TD)
-        stream = OnlineMean(ONLINE, stats, heard)
+        whole_TD = OnlineMean(stats, heard).accept(frames_TD)
+        stream = OnlineMean(stats, heard)
         found_TD = np.concatenate([stream.accept(frames_TD[at:at + step]) for at in range(0, len(frames_TD), step)])
         np.testing.assert_array_equal(found_TD, whole_TD)
         before = [one.astype(np.float64) for one in UTTERANCES[:number]]
@@ -62,13 +70,14 @@ def test_the_mean_so_far_is_its_definition_to_a_bit_whatever_comes_at_once(step:
     assert isinstance(heard, CmnState) and heard.count == len(ALL)
 
 
+@pytest.mark.usefixtures("short_window")
 def test_a_set_normalised_online_hears_each_speaker_in_turn_and_keeps_its_raw_features() -> None:
     said = [FramedUtterance(f"u{number}", speaker, ("A",), frames_TD, np.zeros(len(frames_TD), np.int32))
             for number, (speaker, frames_TD) in enumerate(zip("aba", UTTERANCES, strict=True))]
     stats = cmvn.statistics(ALL)
     raw = speech_set.assemble(said, ONLINE)
-    online = speech_set.normalised_online(raw, ONLINE, stats)
-    third = OnlineMean(ONLINE, stats, CmnState(UTTERANCES[0].sum(axis=0, dtype=np.float64), 40.0))
+    online = speech_set.normalised_online(raw, stats)
+    third = OnlineMean(stats, CmnState(UTTERANCES[0].sum(axis=0, dtype=np.float64), 40.0))
     expected = (UTTERANCES[2] - third.accept(UTTERANCES[2])) / ALL.std(axis=0, dtype=np.float64)
     np.testing.assert_allclose(online.split_features()[2], expected, rtol=1e-5, atol=1e-6)  # float32
     np.testing.assert_array_equal(online.raw(2), UTTERANCES[2])

@@ -248,12 +248,14 @@ def test_a_damaged_table_of_pdfs_is_named(tmp_path: Path, damage: str) -> None:
 @pytest.mark.entry("K12", "you export a run with `features.cmvn=online`", "right",
                    "besides `global_cmvn.stats` there are `spk2utt` and `scale.mat`: `apply-cmvn-online`, then "
                    "`transform-feats scale.mat`, gives the network's input.")
-def test_online_means_and_the_scale_give_what_the_network_takes(tmp_path: Path) -> None:
+def test_online_means_and_the_scale_give_what_the_network_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kaldi_native_io = pytest.importorskip("kaldi_native_io")
-    config = FeatureConfig(cmvn="online", cmn_window=10, cmn_speaker_frames=8, cmn_global_frames=5)
+    # smaller than the utterances are
+    for name, value in {"WINDOW": 10, "SPEAKER_FRAMES": 8, "GLOBAL_FRAMES": 5}.items():
+        monkeypatch.setattr(cmvn, name, value)
     raw = speech("train")
     all_speech = cmvn.statistics(raw.frames.features_TD)
-    one = speech_set.normalised_online(raw, config, all_speech)
+    one = speech_set.normalised_online(raw, all_speech)
     export_set(one, tmp_path / "train", ivector_period=10)
     scale_DD = kaldi_native_io.FloatMatrix.read(str(tmp_path / "train/scale.mat")).numpy().astype(np.float64)
     stats = kaldi_native_io.DoubleMatrix.read(str(tmp_path / "train/global_cmvn.stats")).numpy()

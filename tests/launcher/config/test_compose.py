@@ -184,7 +184,7 @@ def test_a_run_of_an_older_version_has_the_defaults_of_later_settings(tmp_path: 
     """Before the end mark came, a file is whole if its last setting is there."""
     config = compose.compose(["seed=3"])
     old = {name: value for name, value in plain(asdict(config)).items() if name != "ivectors"}
-    del old["features"]["cmn_window"]
+    del old["features"]["num_ceps"]
     text = yaml.safe_dump(old, sort_keys=False, explicit_end=has_end_mark)
     (tmp_path / "config.yaml").write_text(text)
     assert read_config(tmp_path / "config.yaml") == config
@@ -221,7 +221,7 @@ def test_names_that_are_taken(name: str) -> None:
 
 
 @pytest.mark.parametrize("digits", [25, 400, 5000])
-@pytest.mark.parametrize("key", ["seed", "data.seed", "model.hidden_dim", "egs.samples_per_iter", "schedule.num_epochs"])
+@pytest.mark.parametrize("key", ["seed", "decode.max_active", "model.hidden_dim", "egs.samples_per_iter", "schedule.num_epochs"])
 def test_numbers_that_nothing_can_hold_are_rejected(key: str, digits: int) -> None:
     problems = problems_of(f"{key}={'1' * digits}")
     assert len(problems) == 1 and len(problems[0]) < 400

@@ -134,7 +134,7 @@ def test_a_job_of_ngsgd_train_does_what_the_proxy_did(tmp_path: Path) -> None:
         made.schedule, lr_initial=0.004, lr_final=0.004, num_jobs_initial=1, num_jobs_final=1))
     run = toy.Run(tmp_path, made)
     num_steps = -(-run.reader.num_frames(run.schedule.shard(0)) // 64) - 1  # the last minibatch is a smaller one
-    proxied = replace(made, tune=TuneConfig(proxy=ProxyConfig(num_steps, 1), num_jobs=1))
+    proxied = replace(made, tune=TuneConfig(proxy=ProxyConfig(num_steps, 1)))
     proxy = Proxy.of(proxied, run.egs)
     from ngsgd.hypergrad.gradient import LocalJobs
     from ngsgd.hypergrad.job_replay import PlainGradients

@@ -25,7 +25,6 @@ from ngsgd.pipeline.performance_model.formulas import (
     frames_per_s,
     halving_doubling_s,
     kept_when_dropped,
-    lost_per_failure_s,
     normal_score,
     recommend_samples,
     restart_all_s,
@@ -70,11 +69,6 @@ def test_a_replica_that_is_slower_for_good_sets_the_pace() -> None:
     assert spread.step == pytest.approx(0.0, abs=1e-9)
     mean = (1.0 + 1.0 + 1.3) / 3
     assert mean * straggler_factor(spread.host, 3) == pytest.approx(1.3, rel=0.1)
-
-
-def test_a_chaos_run_on_one_box_lost_49_worker_seconds_a_kill() -> None:
-    """nicholi.ai: 32 replicas, 30 min, 27 kills, 97.7 % of the fault-free throughput."""
-    assert lost_per_failure_s(0.977, num_workers=32, duration_s=1800, num_failures=27) == pytest.approx(49, abs=0.1)
 
 
 # The efficiency of averaging: 10.4M parameters, K = 400k, f = 2 s, sigma = 0.05 -----------------------------------------------

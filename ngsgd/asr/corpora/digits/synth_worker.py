@@ -25,7 +25,7 @@ PARAMETERS = {"rate": 1, "pitch": 3, "range": 4, "word_gap": 7}
 POS_CHARACTER, CHARS_UTF8 = 1, 1
 
 
-class EventId(ctypes.Union):
+class _EventId(ctypes.Union):
     _fields_ = (("number", ctypes.c_int), ("name", ctypes.c_char_p), ("string", ctypes.c_char * 8))
 
 
@@ -33,14 +33,14 @@ class Event(ctypes.Structure):
     _fields_ = (
         ("type", ctypes.c_int), ("unique_identifier", ctypes.c_uint), ("text_position", ctypes.c_int),
         ("length", ctypes.c_int), ("audio_position", ctypes.c_int), ("sample", ctypes.c_int),
-        ("user_data", ctypes.c_void_p), ("id", EventId),
+        ("user_data", ctypes.c_void_p), ("id", _EventId),
     )
 
 
 SynthCallback = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.POINTER(Event))
 
 
-class Synthesiser:
+class _Synthesiser:
     """The library, initialised once for the life of the process."""
 
     def __init__(self, seed: int) -> None:
@@ -101,7 +101,7 @@ def _name(event: Event) -> str:
 
 def main() -> None:
     plan = json.load(sys.stdin)
-    synthesiser = Synthesiser(plan["seed"])
+    synthesiser = _Synthesiser(plan["seed"])
     spoken = [synthesiser.speak(utterance) for utterance in plan["utterances"]]
     described = [{"num_samples": len(samples) // 2, "events": events} for samples, events in spoken]
     header = {"sample_rate": synthesiser.sample_rate, "utterances": described}
