@@ -61,7 +61,7 @@ def command(arguments: Sequence[str]) -> int:
 
 
 @dataclass(frozen=True)
-class Run:
+class ComparedRun:
     """What is compared of a run."""
 
     label: str
@@ -108,7 +108,7 @@ class Run:
                 "seconds": last["elapsed_s"], "seconds_to_common_objf": None if math.isnan(seconds) else seconds}
 
 
-def read(folder: RunFolder) -> Run:
+def read(folder: RunFolder) -> ComparedRun:
     """Raises ConfigError for a run that has nothing to show."""
     from ngsgd.config.build import flatten
 
@@ -129,15 +129,15 @@ def read(folder: RunFolder) -> Run:
         peak = None
     settings = flatten(read_config(folder.config))
     shown = {name: masked(value) if isinstance(value, str) else value for name, value in settings.items()}
-    return Run(folder.path.name, events, shown, found, peak)
+    return ComparedRun(folder.path.name, events, shown, found, peak)
 
 
-def common_objf(runs: Sequence[Run]) -> float:
+def common_objf(runs: Sequence[ComparedRun]) -> float:
     """The held-out objf that every run reached: the lowest of their best."""
     return min(max(float(event["valid"]["objf"]) for event in run.curve.iterations) for run in runs)
 
 
-def differences(runs: Sequence[Run]) -> dict[str, list[Any]]:
+def differences(runs: Sequence[ComparedRun]) -> dict[str, list[Any]]:
     """Setting -> its value in each run, where they are not all equal."""
     paths = dict.fromkeys(path for run in runs for path in run.settings)
     found = {path: [run.settings.get(path) for run in runs] for path in paths if path not in _NO_DIFFERENCE}
@@ -147,7 +147,7 @@ def differences(runs: Sequence[Run]) -> dict[str, list[Any]]:
 # Pictures -----------------------------------------------------------------------------------------
 
 
-def charts(runs: Sequence[Run]) -> list[Chart]:
+def charts(runs: Sequence[ComparedRun]) -> list[Chart]:
     """Objf against epochs and against time, as in Figure 1; word errors and time against the number of jobs."""
     from ngsgd.launcher.reports.charts import Chart, narrow_axes
     from ngsgd.launcher.reports.plots import RUN_COLOURS, label
@@ -206,18 +206,18 @@ def _reach(wer: tuple[float, float, float]) -> list[list[float]]:
     return [[max(0.0, value - low)], [max(0.0, high - value)]]
 
 
-def _whole_numbers(axes: Any, runs: Sequence[Run]) -> None:
+def _whole_numbers(axes: Any, runs: Sequence[ComparedRun]) -> None:
     counts = sorted({run.num_jobs for run in runs})
     axes.set_xticks(counts)
     axes.set_xlim(counts[0] - 0.6, counts[-1] + 0.6)
     axes.set_xlabel("jobs")
 
 
-def name_of(run: Run, runs: Sequence[Run]) -> str:
+def name_of(run: ComparedRun, runs: Sequence[ComparedRun]) -> str:
     """What tells this run from the others, if that is short; else its folder."""
     different = differences(runs)
 
-    def told(one: Run) -> str:
+    def told(one: ComparedRun) -> str:
         of = one.settings
         texts = {"schedule.num_jobs_final": f"{one.num_jobs} jobs",
                  "optimizer.kind": of["optimizer.kind"],
@@ -235,7 +235,7 @@ _HEADER = ("run", "jobs", "optimizer", "outer", "%WER", "95% interval", "valid o
            "frames/s", "memory", "to common objf")
 
 
-def _rows(runs: Sequence[Run]) -> list[tuple[str, ...]]:
+def _rows(runs: Sequence[ComparedRun]) -> list[tuple[str, ...]]:
     objf, rows = common_objf(runs), list[tuple[str, ...]]()
     for run in runs:
         one = run.figures(objf)
@@ -249,13 +249,13 @@ def _rows(runs: Sequence[Run]) -> list[tuple[str, ...]]:
     return rows
 
 
-def _text_table(runs: Sequence[Run]) -> list[str]:
+def _text_table(runs: Sequence[ComparedRun]) -> list[str]:
     rows = [_HEADER, *_rows(runs)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADER))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
-def _page(runs: Sequence[Run]) -> str:
+def _page(runs: Sequence[ComparedRun]) -> str:
     from ngsgd.launcher.reports import page as html
 
     different = [(path, *map(str, values)) for path, values in differences(runs).items()]

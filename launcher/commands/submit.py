@@ -119,7 +119,7 @@ def _to_ray(options: argparse.Namespace, words: list[str]) -> int:
 
 
 def _to_slurm(options: argparse.Namespace, words: list[str]) -> int:
-    text = slurm.script(slurm.Request.of(options, _name(options)), [options.program, *words])
+    text = slurm.script(slurm.SlurmJob.of(options, _name(options)), [options.program, *words])
     if options.dry_run:
         print(text, end="")
         return EXIT_OK
@@ -131,7 +131,7 @@ def _to_slurm(options: argparse.Namespace, words: list[str]) -> int:
 
 
 def _to_kubernetes(options: argparse.Namespace, words: list[str]) -> int:
-    text = kubernetes.manifest(kubernetes.Request.of(options, _name(options)), [options.program, *words])
+    text = kubernetes.manifest(kubernetes.KubernetesJob.of(options, _name(options)), [options.program, *words])
     if options.dry_run:
         print(text, end="")
         return EXIT_OK

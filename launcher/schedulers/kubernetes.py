@@ -22,8 +22,8 @@ _GRACE_S = 60
 
 
 @dataclass(frozen=True)
-class Request:
-    """What is asked of Kubernetes."""
+class KubernetesJob:
+    """Resources and name of a Ray job on Kubernetes."""
 
     name: str
     namespace: str
@@ -40,7 +40,7 @@ class Request:
     num_retries: int
 
     @classmethod
-    def of(cls, options: argparse.Namespace, name: str) -> Request:
+    def of(cls, options: argparse.Namespace, name: str) -> KubernetesJob:
         """From the command line; raises one ConfigError that lists everything wrong."""
         least = {"nodes": 1, "cpus_per_node": 1, "gpus_per_node": 0, "retries": 0}
         problems = [f"--{what.replace('_', '-')} is {getattr(options, what)}; it must be at least {low}."
@@ -66,14 +66,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--memory", default="8Gi", help="kubernetes: of a worker pod (default: %(default)s)")
 
 
-def manifest(request: Request, words: Sequence[str]) -> str:
+def manifest(request: KubernetesJob, words: Sequence[str]) -> str:
     """YAML for kubectl; `words` are the command that trains or resumes, without the cluster's address."""
     import yaml
 
     return str(yaml.safe_dump(ray_job(request, words), sort_keys=False, width=120))
 
 
-def ray_job(request: Request, words: Sequence[str]) -> dict[str, Any]:
+def ray_job(request: KubernetesJob, words: Sequence[str]) -> dict[str, Any]:
     """The RayJob, as nested mappings."""
     return {
         "apiVersion": "ray.io/v1", "kind": "RayJob",
@@ -95,7 +95,7 @@ def ray_job(request: Request, words: Sequence[str]) -> dict[str, Any]:
                     "template": _pod(request, "ray-worker", _worker_resources(request))}]}}}
 
 
-def _entrypoint(request: Request, words: Sequence[str]) -> list[str]:
+def _entrypoint(request: KubernetesJob, words: Sequence[str]) -> list[str]:
     """The same words at every retry, whose run has a name of its own: the first begins it, the others go on with it."""
     if "train" not in words[:2]:
         return list(words)
@@ -104,12 +104,12 @@ def _entrypoint(request: Request, words: Sequence[str]) -> list[str]:
     return [*others, "--continue", f"name={given}-{time.strftime('%Y%m%d%H%M%S')}", "cluster.address=auto"]
 
 
-def _worker_resources(request: Request) -> dict[str, str]:
+def _worker_resources(request: KubernetesJob) -> dict[str, str]:
     gpus = {"nvidia.com/gpu": str(request.gpus_per_node)} if request.gpus_per_node else {}
     return {"cpu": str(request.cpus_per_node), "memory": request.memory, **gpus}
 
 
-def _pod(request: Request, name: str, resources: dict[str, str]) -> dict[str, Any]:
+def _pod(request: KubernetesJob, name: str, resources: dict[str, str]) -> dict[str, Any]:
     return {"spec": {
         "terminationGracePeriodSeconds": _GRACE_S,
         "securityContext": {"runAsNonRoot": True, "runAsUser": 1000, "fsGroup": 1000},

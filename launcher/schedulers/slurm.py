@@ -95,8 +95,8 @@ run=$!
 
 
 @dataclass(frozen=True)
-class Request:
-    """What is asked of Slurm."""
+class SlurmJob:
+    """Resources and name of a Slurm job."""
 
     name: str
     num_nodes: int
@@ -112,7 +112,7 @@ class Request:
     others: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, options: argparse.Namespace, name: str) -> Request:
+    def of(cls, options: argparse.Namespace, name: str) -> SlurmJob:
         """From the command line; raises one ConfigError that lists everything wrong."""
         problems = [f"--{what.replace('_', '-')} is {getattr(options, what)}; it must be at least {low}."
                     for what, low in (("nodes", 1), ("cpus_per_node", 1), ("gpus_per_node", 0)) if getattr(options, what) < low]
@@ -138,7 +138,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="slurm: one more option of sbatch, such as --sbatch=--mem=32G; may be given several times")
 
 
-def script(request: Request, words: Sequence[str]) -> str:
+def script(request: SlurmJob, words: Sequence[str]) -> str:
     """The file for sbatch; `words` are the command that trains or resumes, without the cluster's address."""
     more = [f"#SBATCH --partition={request.partition}"] if request.partition else []
     more += [f"#SBATCH --account={request.account}"] if request.account else []
@@ -149,7 +149,7 @@ def script(request: Request, words: Sequence[str]) -> str:
                           more="".join(f"{line}\n" for line in more), start=_start(request, words))
 
 
-def _start(request: Request, words: Sequence[str]) -> str:
+def _start(request: SlurmJob, words: Sequence[str]) -> str:
     """The lines that start the run, or go on with that of a job that was requeued."""
     if "train" not in words[:2]:
         return _RESUME.format(words=shlex.join(words))

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import nn
 
-from ngsgd.asr.decode.evaluation import Evaluation
+from ngsgd.asr.decode.evaluation import DecodingResult
 from ngsgd.config import RunConfig
 from ngsgd.data.reader import EgsReader
 from ngsgd.files import read_json
@@ -102,7 +102,7 @@ class Run(BaseRun):
         super().__init__(config, folder, services, fingerprint, is_new=data is not None)
         self._data = data
 
-    def decode(self, *, trust: bool = False) -> Evaluation:
+    def decode(self, *, trust: bool = False) -> DecodingResult:
         """Decode valid and test with the final model."""
         with self.folder.locked("decode", self.services.warn):
             model, prior_P = load_final(self.folder, trust=trust)

@@ -13,7 +13,7 @@ from torch import nn
 
 from ngsgd.asr.corpora.corpus import Corpus, SpeechSet
 from ngsgd.asr.decode.decoding import write_lattices
-from ngsgd.asr.decode.evaluation import Evaluation, tune_and_decode
+from ngsgd.asr.decode.evaluation import DecodingResult, tune_and_decode
 from ngsgd.asr.decode.scoring import write_operations, write_per_speaker, write_per_utterance, write_recogs
 from ngsgd.asr.decode.worst_utterances import as_text, utterance_scores
 from ngsgd.config import EgsConfig, RunConfig
@@ -25,7 +25,7 @@ from ngsgd.training.records import SubsetScore
 
 
 def decode_and_score(folder: RunFolder, config: RunConfig, corpus: Corpus, model: nn.Module,
-                     prior_P: npt.NDArray[np.float64]) -> Evaluation:
+                     prior_P: npt.NDArray[np.float64]) -> DecodingResult:
     """Decodes valid and test; scale and penalty are chosen on valid and used on test.  Leaves decode/ in the folder."""
     logliks = {name: log_likelihoods(speech, config.egs, model, prior_P) for name, speech in _held_out(corpus).items()}
     result = tune_and_decode(corpus.language, config.decode, valid=corpus.valid, valid_logliks=logliks["valid"], test=corpus.test,
@@ -60,7 +60,7 @@ def _held_out(corpus: Corpus) -> dict[str, SpeechSet]:
     return {"valid": corpus.valid, "test": corpus.test}
 
 
-def _oracle(result: Evaluation) -> dict[str, object]:
+def _oracle(result: DecodingResult) -> dict[str, object]:
     """What Kaldi's RESULTS report: the setting is chosen on the test set itself, so it is no result of ours."""
     if result.oracle is None:
         return {}

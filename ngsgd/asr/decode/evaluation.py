@@ -25,21 +25,21 @@ LogLikelihoods = Sequence[npt.NDArray[np.float32]]
 
 
 @dataclass(frozen=True)
-class Setting:
-    """What is tuned."""
+class DecodingWeights:
+    """The two weights of decoding that are tuned on validation speech."""
 
     acoustic_scale: float
     word_penalty: float
 
 
-Sweep = tuple[tuple[Setting, WordErrors], ...]
+Sweep = tuple[tuple[DecodingWeights, WordErrors], ...]
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class DecodingResult:
     """The result of a test, with what it was tuned on."""
 
-    setting: Setting
+    setting: DecodingWeights
     # at the chosen setting
     valid: WordErrors
     # every setting that was tried on valid
@@ -53,13 +53,13 @@ class Evaluation:
     # that the test set was decoded with
     graph: Graph
     # the setting that is best on test: not a result, only beside Kaldi's own
-    oracle: tuple[Setting, WordErrors] | None
+    oracle: tuple[DecodingWeights, WordErrors] | None
 
 
 def tune_and_decode(
     language: Language, config: DecodeConfig, *, valid: SpeechSet, valid_logliks: LogLikelihoods, test: SpeechSet,
     test_logliks: LogLikelihoods,
-) -> Evaluation:
+) -> DecodingResult:
     """Tries every acoustic scale and word penalty on `valid`, and decodes `test` with the best of them.
 
     Among equals the setting named first wins.
@@ -72,7 +72,7 @@ def tune_and_decode(
     total, rows = scoring.score(test.texts, hypotheses, test.frames.utt_ids)
     on_test = _sweep(graph, config, test, test_logliks, language.num_pdfs) if config.oracle else ()
     oracle = min(on_test, key=lambda tried: tried[1].num_errors, default=None)
-    return Evaluation(
+    return DecodingResult(
         setting=setting, valid=valid_errors, sweep=sweep, test=total,
         test_interval=scoring.confidence_interval(test.texts, hypotheses), hypotheses=hypotheses, per_utterance=tuple(rows),
         graph=penalised, oracle=oracle,
@@ -107,7 +107,7 @@ def _sweep(graph: Graph, config: DecodeConfig, speech: SpeechSet, logliks: LogLi
         for penalty in config.word_penalties:
             hypotheses = decode_set(penalised[penalty], config, scale, logliks, num_pdfs)
             errors = scoring.score(speech.texts, hypotheses, speech.frames.utt_ids)[0]
-            tried.append((Setting(acoustic_scale=scale, word_penalty=penalty), errors))
+            tried.append((DecodingWeights(acoustic_scale=scale, word_penalty=penalty), errors))
     return tuple(tried)
 
 

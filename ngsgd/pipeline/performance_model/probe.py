@@ -21,7 +21,7 @@ from ngsgd.models.statistics import model_for
 from ngsgd.optim.outer import OuterInfo, OuterOptimizer, make_rule
 from ngsgd.pipeline.performance_model.formulas import Link, Spread, split_spread
 from ngsgd.pipeline.performance_model.planner import Machine, Speed, Workload, slots_of, threads_of
-from ngsgd.pipeline.performance_model.probe_worker import JobTiming, Process, Task, workers
+from ngsgd.pipeline.performance_model.probe_worker import JobTiming, Process, TimedJob, workers
 from ngsgd.schedules import Shard
 from ngsgd.tasks.frame_scores import score_subset
 from ngsgd.tasks.frames import schedule_of
@@ -44,8 +44,8 @@ _ECHOES = 5
 
 
 @dataclass(frozen=True)
-class Setting:
-    """So many workers at the same time, of so many threads each."""
+class ProcessLayout:
+    """Worker processes that run at the same time, and the threads of each."""
 
     num_processes: int
     num_threads: int
@@ -79,7 +79,7 @@ def measure(spec: SpeechTaskSpec, *, num_cores: int, seconds: float, scratch: Pa
         # the other workers' first jobs, which would not be like the rest
         coordinator.round(processes, most, limit_s)
         link = _link(processes[0], coordinator.start)
-        rounds: dict[Setting, list[_Round]] = defaultdict(list)
+        rounds: dict[ProcessLayout, list[_Round]] = defaultdict(list)
         while time.monotonic() < deadline or len(rounds[most]) < _MIN_CYCLES:
             for setting in settings:
                 rounds[setting].append(coordinator.round(processes, setting, limit_s))
@@ -87,7 +87,7 @@ def measure(spec: SpeechTaskSpec, *, num_cores: int, seconds: float, scratch: Pa
     return _summary(num_cores, num_gpus, rounds, cold, link, workload), workload
 
 
-def settings_to_measure(config: RunConfig, *, num_cores: int, num_gpus: int) -> list[Setting]:
+def settings_to_measure(config: RunConfig, *, num_cores: int, num_gpus: int) -> list[ProcessLayout]:
     """1, 2, 4 ... workers up to one per core (or GPU), with the threads that a run would give them, and one worker alone.
 
     Where cores are few, also two workers per core: what they lose by taking turns cannot be told from fewer.
@@ -95,11 +95,11 @@ def settings_to_measure(config: RunConfig, *, num_cores: int, num_gpus: int) -> 
     fixed = config.cluster.threads_per_worker
     most = min(slots_of(fixed or 1, num_cores=num_cores, num_gpus=num_gpus), _MAX_PROCESSES)
     counts = sorted({*(2 ** power for power in range(most.bit_length())), most, *([2 * most] if 2 * most <= _MAX_SHARED else [])})
-    settings = [Setting(count, fixed or threads_of(num_cores, count)) for count in counts]
-    return list(dict.fromkeys([Setting(1, fixed or 1), *settings]))
+    settings = [ProcessLayout(count, fixed or threads_of(num_cores, count)) for count in counts]
+    return list(dict.fromkeys([ProcessLayout(1, fixed or 1), *settings]))
 
 
-def fullest(settings: Sequence[Setting], *, num_cores: int, num_gpus: int) -> Setting:
+def fullest(settings: Sequence[ProcessLayout], *, num_cores: int, num_gpus: int) -> ProcessLayout:
     """The most workers that do not have to take turns."""
     return max((s for s in settings if s.num_processes <= slots_of(s.num_threads, num_cores=num_cores, num_gpus=num_gpus)),
                key=lambda s: s.num_processes)
@@ -131,13 +131,13 @@ class ProbeCoordinator:
         # a model that grows is whole by then
         self.first_outer_iter = schedule_of(config, reader).num_outer_iters
 
-    def round(self, processes: Sequence[Process], setting: Setting, limit_s: float) -> _Round:
+    def round(self, processes: Sequence[Process], setting: ProcessLayout, limit_s: float) -> _Round:
         active = processes[:setting.num_processes]
         for index, worker in enumerate(active):
-            worker.send(Task(self.make_job(index, len(active)), setting.num_threads, limit_s))
+            worker.send(TimedJob(self.make_job(index, len(active)), setting.num_threads, limit_s))
         jobs: tuple[JobTiming, ...] = tuple(worker.receive() for worker in active)
         torch.set_num_threads(setting.num_threads)
-        clock = _Clock()
+        clock = _LapTimer()
         self.outer.step([job.parameters for job in jobs], [1.0] * len(jobs),
                         OuterInfo(self.num_rounds, self.num_rounds + 1, len(jobs), self.config.schedule.lr_initial))
         average_s = clock.lap()
@@ -160,7 +160,7 @@ class ProbeCoordinator:
                    start=JobInit(LocalRef(self.start)), lr=self.config.schedule.lr_initial, lr_factor=1.0)
 
 
-class _Clock:
+class _LapTimer:
     """Seconds between two laps."""
 
     def __init__(self) -> None:
@@ -176,7 +176,7 @@ def _link(worker: Process, vector: Vector) -> Link:
     def echo_s(what: Vector) -> float:
         times = []
         for _ in range(_ECHOES):
-            clock = _Clock()
+            clock = _LapTimer()
             worker.send(what)
             worker.receive()
             times.append(clock.lap())
@@ -185,7 +185,7 @@ def _link(worker: Process, vector: Vector) -> Link:
     return Link(bandwidth=vector.nbytes / max(echo_s(vector) / 2 - latency_s, 1e-9), latency_s=latency_s, add_speed=1.0)
 
 
-def _summary(num_cores: int, num_gpus: int, rounds: dict[Setting, list[_Round]], cold: _Round, link: Link,
+def _summary(num_cores: int, num_gpus: int, rounds: dict[ProcessLayout, list[_Round]], cold: _Round, link: Link,
              workload: Workload) -> Machine:
     speeds = {setting: _speed(setting, found, workload, slots_of(setting.num_threads, num_cores=num_cores, num_gpus=num_gpus))
               for setting, found in rounds.items()}
@@ -208,7 +208,7 @@ def _summary(num_cores: int, num_gpus: int, rounds: dict[Setting, list[_Round]],
         warm_up_s=max(0.0, max(job.seconds for job in cold.jobs) - warm_s))
 
 
-def _speed(setting: Setting, rounds: Sequence[_Round], workload: Workload, num_slots: int) -> Speed:
+def _speed(setting: ProcessLayout, rounds: Sequence[_Round], workload: Workload, num_slots: int) -> Speed:
     """Medians over rounds of means over workers: a round in which something else ran does not count for much.
 
     Workers that share cores end one after another, and the last of them tells how long the cores were busy.

@@ -29,7 +29,7 @@ _MARK = 8
 
 
 @dataclass(frozen=True)
-class Task:
+class TimedJob:
     job: Job
     num_threads: int
     limit_s: float
@@ -113,14 +113,14 @@ def serve(connection: Connection, spec: SpeechTaskSpec, index: int, num_gpus: in
         connection.send("ready")
         while True:
             message = connection.recv()
-            connection.send(timed(worker, message) if isinstance(message, Task) else message)
+            connection.send(timed(worker, message) if isinstance(message, TimedJob) else message)
     except (EOFError, BrokenPipeError):
         return
     except Exception as error:
         connection.send(error)
 
 
-def timed(worker: Worker, task: Task) -> JobTiming:
+def timed(worker: Worker, task: TimedJob) -> JobTiming:
     configure_process(task.num_threads)
     watch = Watch(time.perf_counter() + task.limit_s, uses_gpu=worker.device.type == "cuda")
     began = time.perf_counter()

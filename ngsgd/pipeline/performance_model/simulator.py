@@ -46,7 +46,7 @@ class _Task:
 
 
 @dataclass
-class _Slot:
+class _SimulatedWorker:
     """One worker, or the one that will replace it."""
 
     index: int
@@ -160,9 +160,9 @@ class SimulatedPool:
 
     # What happens ---------------------------------------------------------------------------------
 
-    def _new_slot(self, index: int) -> _Slot:
+    def _new_slot(self, index: int) -> _SimulatedWorker:
         chance = self.cluster.failures_of(index)
-        return _Slot(index, chance, self.cluster.time_to_failure(chance))
+        return _SimulatedWorker(index, chance, self.cluster.time_to_failure(chance))
 
     def _advance(self, until: float, *, is_averaging: bool = False) -> None:
         """Moves the clock, and on its way lets everything happen at its own moment."""
@@ -171,7 +171,7 @@ class SimulatedPool:
             self._happen(slot)
         self._pass(until, is_averaging)
 
-    def _happen(self, slot: _Slot) -> None:
+    def _happen(self, slot: _SimulatedWorker) -> None:
         if slot.back_at is not None:
             slot.back_at = None
             slot.fails_at = self._now + self.cluster.time_to_failure(slot.chance)
@@ -183,7 +183,7 @@ class SimulatedPool:
         else:
             self._end(slot, f"simulated failure at {self._now:.1f} s")
 
-    def _end(self, slot: _Slot, reason: str) -> None:
+    def _end(self, slot: _SimulatedWorker, reason: str) -> None:
         """A worker is gone, and its job with it."""
         task, slot.task = slot.task, None
         slot.back_at, slot.hung_at = self._now + self.cluster.replace_s, math.inf
@@ -192,7 +192,7 @@ class SimulatedPool:
             self.books.broken_s += self._now - task.began
             self._outcomes.append(JobFailure(task.job, slot.index, reason, True))
 
-    def _result(self, slot: _Slot, task: _Task) -> JobResult:
+    def _result(self, slot: _SimulatedWorker, task: _Task) -> JobResult:
         """Trains the job, now that it is known how far it came."""
         slot.task = None
         num_done = 0

@@ -19,8 +19,8 @@ from ngsgd.data.archives import archive_name
 from ngsgd.errors import ClusterError, DataError
 from ngsgd.pipeline.performance_model import probe
 from ngsgd.pipeline.performance_model.planner import Machine, Workload
-from ngsgd.pipeline.performance_model.probe import Setting, fullest, settings_to_measure
-from ngsgd.pipeline.performance_model.probe_worker import Task, Watch, timed, workers
+from ngsgd.pipeline.performance_model.probe import ProcessLayout, fullest, settings_to_measure
+from ngsgd.pipeline.performance_model.probe_worker import TimedJob, Watch, timed, workers
 from ngsgd.training.worker import Worker
 from tests.toy import Run, config
 
@@ -41,13 +41,13 @@ def test_settings_go_from_one_worker_to_all_cores_and_beyond(
         num_cores: int, num_gpus: int, threads: int, expected: list[tuple[int, int]]) -> None:
     run_config = config(cluster=ClusterConfig(threads_per_worker=threads))
     settings = settings_to_measure(run_config, num_cores=num_cores, num_gpus=num_gpus)
-    assert settings == [Setting(*one) for one in expected]
+    assert settings == [ProcessLayout(*one) for one in expected]
 
 
 def test_the_fullest_setting_has_no_worker_waiting_for_a_core() -> None:
     settings = settings_to_measure(config(cluster=ClusterConfig()), num_cores=6, num_gpus=0)
-    assert fullest(settings, num_cores=6, num_gpus=0) == Setting(6, 1)
-    assert fullest([Setting(1, 4), Setting(2, 4), Setting(4, 4)], num_cores=8, num_gpus=0) == Setting(2, 4)
+    assert fullest(settings, num_cores=6, num_gpus=0) == ProcessLayout(6, 1)
+    assert fullest([ProcessLayout(1, 4), ProcessLayout(2, 4), ProcessLayout(4, 4)], num_cores=8, num_gpus=0) == ProcessLayout(2, 4)
 
 
 class FakeClock:
@@ -103,11 +103,11 @@ def test_a_real_job_is_taken_apart_without_rest(tmp_path: Path) -> None:
     coordinator = probe.ProbeCoordinator(run.config, run.reader, tmp_path / "scratch", 1)
     worker = Worker(run.spec, 0)
     job = coordinator.make_job(0, 2)
-    whole = timed(worker, Task(job, 1, limit_s=60.0))
+    whole = timed(worker, TimedJob(job, 1, limit_s=60.0))
     assert whole.num_minibatches == math.ceil(run.reader.num_frames(job.shard) / 4)
     assert whole.step_s > 0.0
     assert whole.seconds == pytest.approx(whole.num_minibatches * whole.step_s + whole.fixed_s) or whole.fixed_s == 0.0
-    cut = timed(worker, Task(coordinator.make_job(1, 2), 1, limit_s=0.0))
+    cut = timed(worker, TimedJob(coordinator.make_job(1, 2), 1, limit_s=0.0))
     assert cut.num_minibatches == 19
     assert not np.array_equal(whole.parameters, coordinator.start)  # it did train
 
