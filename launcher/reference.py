@@ -49,7 +49,8 @@ def settings() -> Iterator[str]:
     yield "Options of earlier versions; the old name still works and is reported.\n"
     yield "| old | new |\n|---|---|"
     for old, new in RENAMED.items():
-        yield f"| `{old}` | `{new}` |"
+        if new not in REMOVED:
+            yield f"| `{old}` | `{new}` |"
     yield "\n## Removed options\n"
     yield "These are constants now. Files that set the constant still load; another value is an error.\n"
     yield "| option | constant |\n|---|---|"

@@ -122,9 +122,10 @@ REMOVED = {
     "augment.spec_num_freq_masks": Removed(1),
 }
 # options of methods that are gone; files of earlier versions hold them without using them
-_OF_REMOVED_METHODS = ("outer.slowmo_beta", "outer.slowmo_alpha", "outer.easgd_beta", "outer.fedopt_kind",
-           "outer.fedopt_lr", "preconditioner.num_gradients", "preconditioner.rank",
-           "preconditioner.hessian_power", "preconditioner.num_pairs")
+_OF_REMOVED_METHODS = (
+    "outer.slowmo_beta", "outer.slowmo_alpha", "outer.easgd_beta", "outer.fedopt_kind",
+    "outer.fedopt_lr", "preconditioner.num_gradients", "preconditioner.rank",
+    "preconditioner.hessian_power", "preconditioner.num_pairs")
 
 
 def with_removed(section: str, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -190,7 +191,8 @@ def with_new_names(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Rena
         flat.pop("optimizer.ng_state", None)
         if method not in ("simple", "online"):
             flat.pop("preconditioner.alpha", None)
-    found = [Rename(path, RENAMED[path]) for path in flat if path in RENAMED]
+    found = [Rename(path, RENAMED[path]) for path in flat
+             if path in RENAMED and RENAMED[path] not in REMOVED]
     renamed = {RENAMED.get(path, path): value for path, value in flat.items()
                if not _is_removed(RENAMED.get(path, path), value)}
     for path, new_values in RENAMED_VALUES.items():

@@ -50,12 +50,12 @@ def class_statistics(minibatches: Iterable[Minibatch], num_classes: int, columns
 
 
 def lda_transform(total_DD: Array, between_DD: Array, mean_D: Array, *, within_class_factor: float = 0.001,
-                  max_singular_value: float = 5.0) -> Array:
+                  max_singular_value: float = 5.0, dim: int = 0) -> Array:
     """The transform, K x (D + 1) with the offset last; the sign of each row is arbitrary.
 
     With W = T - B = L L^T and the eigenvalues l of L^-1 B L^-T = U diag(l) U^T, descending, row i of U^T L^-1 is scaled by
     sqrt((f + l_i) / (1 + l_i)), f the `within_class_factor`.  Singular values above `max_singular_value` are lowered to it
-    (0: none are).  Raises DataError where W is singular.
+    (0: none are).  `dim` rows are kept, 0 for all.  Raises DataError where W is singular.
     """
     try:
         L_DD = np.linalg.cholesky(total_DD - between_DD)
@@ -64,8 +64,8 @@ def lda_transform(total_DD: Array, between_DD: Array, mean_D: Array, *, within_c
                         "class; use more data, or set model.input_transform=none.") from None
     half_DD = np.linalg.solve(L_DD, between_DD)
     l_D, U_DD = np.linalg.eigh(np.linalg.solve(L_DD, half_DD.T))
-    # eigh's are ascending
-    l_K, M_KD = np.maximum(l_D[::-1], 0.0), np.linalg.solve(L_DD.T, U_DD[:, ::-1]).T  # U^T L^-1
+    kept = slice(None, None, -1) if dim == 0 else slice(None, -dim - 1, -1)  # eigh's are ascending
+    l_K, M_KD = np.maximum(l_D[kept], 0.0), np.linalg.solve(L_DD.T, U_DD[:, kept]).T  # U^T L^-1
     M_KD *= np.sqrt((within_class_factor + l_K) / (1.0 + l_K))[:, None]
     if max_singular_value > 0.0:
         left, singular, right = np.linalg.svd(M_KD, full_matrices=False)

@@ -163,7 +163,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Limits that matter in utterances of 26 frames."""
     for module, names in ((cmvn, {"WINDOW": 9, "SPEAKER_FRAMES": 5, "GLOBAL_FRAMES": 3}),
                           (files, {"CONTEXT": 1, "NUM_GSELECT": 2, "MIN_POST": 0.05}),
-                          (online, {"MAX_REMEMBERED_FRAMES": 30.0}), (training, {"PCA_DIM": 4})):
+                          (online, {"MAX_REMEMBERED_FRAMES": 30.0})):
         for name, value in names.items():
             monkeypatch.setattr(module, name, value)
 
@@ -282,8 +282,11 @@ def speech_of_two() -> SpeechSet:
     return speech_set.assemble(said, FeatureConfig(cmvn="none"))
 
 
-@pytest.mark.usefixtures("small")
-def test_a_trained_extractor_tells_speakers_apart_whose_means_were_taken_away(tmp_path: Path) -> None:
+def test_a_trained_extractor_tells_speakers_apart_whose_means_were_taken_away(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # few numbers, for speed
+    monkeypatch.setattr(files, "CONTEXT", 1)
+    monkeypatch.setattr(training, "PCA_DIM", 4)
     speech = speech_of_two()
     model = train(speech, SMALL, lambda _: None)
     rows = extract(speech, model, most_utterances=1)

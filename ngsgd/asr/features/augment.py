@@ -71,8 +71,7 @@ def what_decides(config: AugmentConfig) -> dict[str, Any]:
     """All that changed audio depends on, for the name of what is prepared from it; empty when nothing is changed."""
     if not config.changes_audio:
         return {}
-    settings = {name: value for name, value in with_removed("augment", asdict(config)).items() if not name.startswith("spec_")}
-    settings.pop("spec")
+    settings = {name: value for name, value in with_removed("augment", asdict(config)).items() if not name.startswith("spec")}
     folders = [folder for folder in (config.rir_dir, config.noise_dir) if folder]
     # names and sizes: collections of noises are too large to be read for a name
     files = [[str(path.relative_to(folder)), path.stat().st_size] for folder in folders
@@ -156,7 +155,7 @@ def _changed(utterance: Utterance, factor: float, sounds: _Sounds, config: Augme
         snr_db = float(noises.uniform(config.noise_snr_db_low, config.noise_snr_db_high))
         samples = add_noise(samples, sounds.background(len(samples), noises), snr_db, is_speech)
     if config.volume:
-        # a number that decided whether; the draws of earlier versions are kept
+        # a number that earlier versions drew, whose augmented speech stays the same
         volumes.random()
         samples = samples * volumes.uniform(*VOLUMES)
     return replace(utterance, samples=_to_16_bits(samples), pdf_T=pdf_T)
