@@ -54,8 +54,8 @@ def settings() -> Iterator[str]:
     yield "\n## Removed options\n"
     yield "These are constants now. Files that set the constant still load; another value is an error.\n"
     yield "| option | constant |\n|---|---|"
-    for path, one in REMOVED.items():
-        yield f"| `{path}` | `{str(one.value).lower()}` |"
+    for path, removed in REMOVED.items():
+        yield f"| `{path}` | `{str(removed.value).lower()}` |"
     yield ""
 
 

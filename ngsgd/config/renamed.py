@@ -158,7 +158,7 @@ def _is_removed(path: str, value: Any) -> bool:
             return float(text) == float(constant)
         except (TypeError, ValueError):
             return text == str(constant).replace(" ", "").lower()
-    return (list(value) if isinstance(value, tuple) else value) == constant
+    return bool((list(value) if isinstance(value, tuple) else value) == constant)
 
 
 @dataclass(frozen=True)

@@ -136,9 +136,9 @@ def test_labels_stand_where_their_recordings_stand(fake: FakeFsdd) -> None:
     assert not loud[~inside].any()
 
 
-def test_strings_are_the_same_in_every_run_and_differ_with_the_seed(fake: FakeFsdd) -> None:
+def test_strings_are_the_same_in_every_run_and_differ_between_sets(fake: FakeFsdd) -> None:
     pool = pool_of(fake, "train")
-    runs = [list(recordings.utterances("train", replace(NOISELESS, seed=seed), pool, minutes=0.3)) for seed in (0, 0, 1)]
+    runs = [list(recordings.utterances(name, NOISELESS, pool, minutes=0.3)) for name in ("train", "train", "valid")]
     audio = [hashlib.sha256(b"".join(u.samples.tobytes() for u in run)).hexdigest() for run in runs]
     assert audio[0] == audio[1] != audio[2]
 
