@@ -53,13 +53,13 @@ class Capture:
         samples: indices of the samples that count; None: all.
         arrived: called with every derivative in place of keeping a record.
         called: called after every call with the layer's output.
-        separate: refuse layers whose rows take part in several samples, also where an operation after them mixes samples;
-            layers that run once for the whole minibatch are always refused.
+        separate: refuse layers whose rows take part in several samples, also where an operation after them mixes samples,
+            such as a BatchNorm in training mode; layers that run once for the whole minibatch are always refused.
         left_out_by: the argument by which the user leaves a layer out, for messages: "layers" or "skip".
 
     Raises:
-        ConfigError: a layer with trainable parameters is of no known kind, is compiled, normalises over the minibatch, runs once
-            for the whole minibatch, or is differentiated a second time.
+        ConfigError: a layer with trainable parameters is of no known kind, is compiled, runs once for the whole minibatch, or
+            is differentiated a second time; with `separate` also a BatchNorm in training mode.
         DataError: the leading dimensions of the inputs differ.
     """
 
@@ -83,6 +83,7 @@ class Capture:
         self._forward = -1
         self._paused = False
         self._left_out_by = left_out_by
+        self._refuses_coupled = separate
         # vectors through layers of NGSGD would be taken for minibatches
         self._separate = separate and not any("preconditioner" in vars(module) for module in model.modules())
         self._tries = Tries(model, "separate" if self._separate else "once")
@@ -94,8 +95,9 @@ class Capture:
         try:
             self._handles.append(self.model.register_forward_pre_hook(self._before_model))
             for name, module in self.model.named_modules():
-                self._handles.append(module.register_forward_pre_hook(
-                    lambda module, _, name=name: refuse_coupled(module, name, self._left_out_by)))
+                if self._refuses_coupled:
+                    self._handles.append(module.register_forward_pre_hook(
+                        lambda module, _, name=name: refuse_coupled(module, name)))
                 if name in self.layers:
                     self._handles.append(module.register_forward_hook(self._hook(name), with_kwargs=True))
             self._handles.append(self.model.register_forward_hook(self._after_model))

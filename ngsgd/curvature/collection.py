@@ -24,11 +24,14 @@ from ngsgd.curvature.capture import Capture, LayerCall, Record
 from ngsgd.curvature.forms.grad_forms import joined
 from ngsgd.curvature.forms.layer_inputs import Inputs, joined_inputs
 from ngsgd.curvature.layer_decomposition import expansion_of
-from ngsgd.curvature.layers import Affine, Convolution, kind_of, without_autocast
+from ngsgd.curvature.layers import Affine, Convolution, kind_of, normalizes_over_minibatch, without_autocast
 from ngsgd.curvature.loss_interception import LossCalls
 from ngsgd.curvature.quantities import SIGNALS, CollectOptions, PassResults, Quantities, finalize
 from ngsgd.curvature.second_order.backward import SecondOrderBackward
 from ngsgd.errors import ConfigError, DataError
+
+# defined by rows at the outputs of layers, whether or not a sample has a gradient of its own
+_OF_ROWS = {"kfac", "kflr", "kfac_emp"}
 
 
 def _refuse_natural_gradient(model: nn.Module) -> None:
@@ -73,7 +76,9 @@ class Collection(Mapping[str, Quantities]):
         self._is_second_order = any(SIGNALS.get(name, ("", ""))[0] != "gradient" for name in asked)
         if self._is_second_order:
             _refuse_natural_gradient(model)
-        self._capture = Capture(model, arrived=self._arrived, called=self._noted, separate=True, **capture)
+        # factors are of rows, which a BatchNorm in training mode has like any other operation
+        separate = not set(asked) <= _OF_ROWS or not any(normalizes_over_minibatch(module) for module in model.modules())
+        self._capture = Capture(model, arrived=self._arrived, called=self._noted, separate=separate, **capture)
         factored = [name for name in asked if SIGNALS.get(name, ("", ""))[1] == "factors"]
         if factored:
             _require_factors(model, self._capture.layers, factored[0])
