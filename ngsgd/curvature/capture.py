@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -55,6 +55,7 @@ class Capture:
         called: called after every call with the layer's output.
         separate: refuse layers whose rows take part in several samples, also where an operation after them mixes samples,
             such as a BatchNorm in training mode; layers that run once for the whole minibatch are always refused.
+        without: names of parameters whose curvature is not wanted.
         left_out_by: the argument by which the user leaves a layer out, for messages: "layers" or "skip".
 
     Raises:
@@ -66,10 +67,10 @@ class Capture:
     def __init__(self, model: nn.Module, *, layers: Iterable[str] | None = None, num_samples: int | None = None,
                  samples: Sequence[int] | None = None, arrived: Arrival | None = None,
                  called: Callable[[LayerCall, Tensor], None] | None = None, separate: bool = False,
-                 left_out_by: str = "layers") -> None:
+                 without: Collection[str] = (), left_out_by: str = "layers") -> None:
         self.model = model
         self.records: list[Record] = []
-        self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad and name not in without}
         self._name_of = {id(p): name for name, p in self.parameters.items()}
         self._within = None if layers is None else tuple(layers)
         self._num_samples, self._samples = num_samples, samples
@@ -250,7 +251,7 @@ class Capture:
         chosen, unknown = set(), []
         inside: tuple[str, ...] = ()
         for name, module in self.model.named_modules():
-            own = [p for p in module.parameters(recurse=False) if p.requires_grad]
+            own = [p for p, tensor in module.named_parameters(recurse=False) if id(tensor) in self._name_of]
             if getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod"):
                 raise ConfigError(f"{name or 'the model'} is compiled, and hooks do not run in compiled code; pass and call "
                                   "the module "
@@ -259,12 +260,11 @@ class Capture:
                 continue
             if expansion_of(module) is not None:
                 inside = (*inside, f"{name}." if name else "")
-                own = [p for p in module.parameters() if p.requires_grad]
+                own = [p for p, tensor in module.named_parameters() if id(tensor) in self._name_of]
             if not own or not self._is_within(name):
                 continue
             if kind_of(module) is None and expansion_of(module) is None:
-                unknown.append(f"layer {name or 'the model'} ({type(module).__name__}) has parameters of its own, and how they "
-                               f"make its output is not known; {LEFT_OUT[self._left_out_by]}, or build it from torch's layers.")
+                unknown.append(self._unknown(name, module, own))
             chosen.add(name)
         if unknown:
             raise ConfigError(unknown)
@@ -273,6 +273,14 @@ class Capture:
                               f"{self._within or 'all layers'}; "
                               "name some of model.named_modules().")
         return chosen
+
+    def _unknown(self, name: str, module: nn.Module, own: list[str]) -> str:
+        remedy = LEFT_OUT["layers"]
+        if self._left_out_by == "skip":
+            names = ", ".join(f'"{name}.{each}"' if name else f'"{each}"' for each in own)
+            remedy = f"name them in skip=({names},), which leaves them their gradient"
+        return (f"layer {name or 'the model'} ({type(module).__name__}) has parameters of its own ({', '.join(own)}), and how "
+                f"they make its output is not known; {remedy}, or build it from torch's layers.")
 
     def _is_within(self, name: str) -> bool:
         return self._within is None or any(name == outer or name.startswith(f"{outer}.") for outer in self._within)

@@ -18,6 +18,7 @@ import contextlib
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar
 
@@ -92,8 +93,8 @@ class Preconditioner:
         self._overwrites = False
         # by weight: this step's gradients that are not multiplied out
         self._held: dict[str, FactoredGrad] = {}
-        self._skipped = self._skipped_parameters()
-        self._bias_of = _biases(model) if type(self).joins_bias else {}
+        self._skipped = skipped_parameters(model, self.options.skip)
+        self._bias_of = _biases(model, self._skipped) if type(self).joins_bias else {}
         device = next(model.parameters()).device
         self.generator = torch.Generator(device).manual_seed(self.options.seed)
         # DistributedDataParallel averages the gradients
@@ -128,7 +129,8 @@ class Preconditioner:
         not under DistributedDataParallel, which averages gradients.
         """
         if self._may_hold():
-            self._holding = RowGradients(self.model, _biases(self.model), joined=type(self).joins_bias, wanted=self._is_held)
+            self._holding = RowGradients(self.model, _biases(self.model, self._skipped), joined=type(self).joins_bias,
+                                         wanted=self._is_held)
         try:
             loss = self.evaluate(closure)
             if isinstance(self._holding, RowGradients):
@@ -145,7 +147,7 @@ class Preconditioner:
 
     def _is_held(self, name: str, num_rows: int, num_outputs: int, num_inputs: int) -> bool:
         # the first forward pass may have found replicas
-        if name in self._skipped or self._is_replicated:
+        if self._is_replicated:
             return False
         return any(is_cheaper_by_rows(num_rows, num_outputs, num_inputs)) \
             and (self.is_due("curvature") or self.can_hold(name, self.inverses.get(name, {})))
@@ -188,7 +190,7 @@ class Preconditioner:
             return
         self._watched = self._watched or FisherRecorder(self.model, fisher=self.options.fisher,
                                                         num_draws=self.options.num_draws,
-                                               generator=self.generator, layers=self._layers())
+                                                        generator=self.generator, skipped=self._skipped)
         # several before a step see one minibatch
         with self._watched:
             yield
@@ -489,21 +491,6 @@ class Preconditioner:
                 value = settings[key]
         return value
 
-    def _skipped_parameters(self) -> set[str]:
-        return {f"{name}.{p}".lstrip(".") for name, module in self.model.named_modules() if self._is_skipped(name, module)
-                for p, _ in module.named_parameters()}
-
-    def _is_skipped(self, name: str, module: nn.Module) -> bool:
-        return any(fnmatchcase(name, pattern) or getattr(module, "plain_class", type(module)).__name__ == pattern
-                   for pattern in self.options.skip)
-
-    def _layers(self) -> tuple[str, ...] | None:
-        """Names of the layers to look at; None: all."""
-        if not self._skipped:
-            return None
-        return tuple(name for name, module in self.model.named_modules()
-                     if any(f"{name}.{p}".lstrip(".") not in self._skipped for p, _ in module.named_parameters(recurse=False)))
-
     def _joined(self, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Gradients by weight: O x I with the bias as last column where they are one block; others as they are."""
         biases = {bias for weight, bias in self._bias_of.items() if weight in grads}
@@ -589,6 +576,35 @@ class Preconditioner:
                               "\"reset\" or \"keep\".")
 
 
+def skipped_parameters(model: nn.Module, skip: Sequence[str]) -> set[str]:
+    """Names of the parameters that `skip` leaves alone.
+
+    An entry is the name of a module, a pattern of such names or a class name, which mean all parameters inside of the module; or
+    the name of a parameter or a pattern of such names.
+
+    Raises:
+        ConfigError: an entry matches nothing.
+    """
+    modules = [(name, getattr(module, "plain_class", type(module)).__name__, {id(p) for p in module.parameters()})
+               for name, module in model.named_modules(remove_duplicate=False)]
+    # a tied parameter has several names
+    parameters = [(name, id(p)) for name, p in model.named_parameters(remove_duplicate=False)]
+    skipped: set[int] = set()
+    problems = []
+    for entry in skip:
+        found = [inside for name, kind, inside in modules if fnmatchcase(name, entry) or kind == entry]
+        found += [{key} for name, key in parameters if fnmatchcase(name, entry)]
+        if not found:
+            known = {*(name for name, *_ in modules), *(kind for _, kind, _ in modules), *(name for name, _ in parameters)}
+            near = get_close_matches(entry, sorted(known), n=3, cutoff=0.5)
+            problems.append(f"skip has {entry!r}, which is no name of a module, a parameter or a class of the model; "
+                            + (f"did you mean {' or '.join(near)}?" if near else "see model.named_parameters()."))
+        skipped.update(*found)
+    if problems:
+        raise ConfigError(problems)
+    return {name for name, p in model.named_parameters() if id(p) in skipped}
+
+
 def refuse_sharded(model: nn.Module, method: str) -> None:
     """Raises ConfigError for parameters of which a rank has a part alone (FSDP, tensor parallelism)."""
     wrapped = [type(module).__name__ for module in model.modules() if type(module).__name__ == "FullyShardedDataParallel"]
@@ -605,14 +621,15 @@ def _give(p: nn.Parameter, direction: Tensor) -> None:
         p.grad.copy_(direction)
 
 
-def _biases(model: nn.Module) -> dict[str, str | None]:
-    """Weight to bias of the affine layers and of the affine products in recurrent and attention layers."""
+def _biases(model: nn.Module, skipped: Collection[str]) -> dict[str, str | None]:
+    """Weight to bias of the affine layers and of the affine products in recurrent and attention layers, without those skipped."""
     found: dict[str, str | None] = {}
     affine = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.RNNBase | nn.MultiheadAttention
     for name, module in model.named_modules():
         if not isinstance(module, affine) or getattr(module, "groups", 1) > 1:
             continue
-        own = {key for key, p in module.named_parameters(recurse=False) if p.requires_grad}
+        own = {key for key, p in module.named_parameters(recurse=False)
+               if p.requires_grad and f"{name}.{key}".lstrip(".") not in skipped}
         for key in own:
             if "weight" in key:
                 bias = key.replace("weight", "bias")

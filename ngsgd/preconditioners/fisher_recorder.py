@@ -13,7 +13,7 @@ Letters: V vectors, N samples, T positions, R rows of the loss (frames), I input
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -89,9 +89,9 @@ class FisherRecorder:
     """
 
     def __init__(self, model: nn.Module, *, fisher: str, num_draws: int, generator: torch.Generator | None,
-                 layers: tuple[str, ...] | None) -> None:
+                 skipped: Collection[str] = ()) -> None:
         self._fisher, self._num_draws, self._generator = fisher, num_draws, generator
-        self._capture = Capture(model, layers=layers, arrived=self._arrived, left_out_by="skip")
+        self._capture = Capture(model, without=skipped, arrived=self._arrived, left_out_by="skip")
         self._mode = LossCalls(self._noted, self._noted_other)
         # losses that were differentiated and whose rows have no known weight
         self._others: list[str] = []

@@ -140,7 +140,8 @@ class OptimizerConfig:
         0.0, "limit on the L2 norm of the preconditioned gradient; 0: no limit", low=0.0,
         used=_all_but())
     skip: str = option(
-        "", "layers without preconditioning: names, patterns or classes, separated by commas",
+        "", "layers and parameters without preconditioning: names, patterns or classes, separated "
+            "by commas",
         used=_all_but())
     block_size: int = option(1024, "largest dimension of a factor", low=1,
                              used="kind=shampoo|soap")

@@ -110,7 +110,7 @@ class KBFGS(TwoPassMethod):
         if not self._first:
             return
         with FisherRecorder(self.model, fisher="empirical", num_draws=1, generator=None,
-                            layers=self._layers()) as watch:
+                            skipped=self._skipped) as watch:
             # the derivatives of outputs pass by on the way to the biases; gradients of weights
             # would be made for nothing
             self.gradients(passes, {self._bias_of[name] or name for name in self._first})
