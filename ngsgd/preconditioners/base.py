@@ -110,19 +110,24 @@ class Preconditioner:
 
     # one step
 
-    def evaluate(self, closure: Callable[[], Tensor]) -> Tensor:
+    def evaluate(self, closure: Callable[[], Tensor], *, num_rows: int | None = None) -> Tensor:
         """The loss that `closure()` returns for a minibatch; its gradient is added to `.grad`.
 
         Methods that look at a minibatch again after the optimiser's step keep the closure till then and call it once more: for the
         same parameters it must return the same loss.  Autocast belongs inside of it.
+
+        Args:
+            closure: runs the model and returns the loss.
+            num_rows: how many rows (frames, samples) the loss is a mean over, for losses that are not recognized; see `watch`.
         """
-        with self.watch(), torch.enable_grad():
+        with self.watch(num_rows), torch.enable_grad():
             with self._holding:
                 loss = closure()
             self.backward(loss)
         return loss.detach()
 
-    def evaluate_and_step(self, closure: Callable[[], Tensor], lr: float | None = None) -> Tensor:
+    def evaluate_and_step(self, closure: Callable[[], Tensor], lr: float | None = None, *,
+                          num_rows: int | None = None) -> Tensor:
         """`evaluate` and `step` in one, for loops that do nothing to gradients in between: quicker, with the same result.
 
         Rows of layers that are wider than the minibatch are preconditioned before they become a gradient, which is then made once;
@@ -132,7 +137,7 @@ class Preconditioner:
             self._holding = RowGradients(self.model, _biases(self.model, self._skipped), joined=type(self).joins_bias,
                                          wanted=self._is_held)
         try:
-            loss = self.evaluate(closure)
+            loss = self.evaluate(closure, num_rows=num_rows)
             if isinstance(self._holding, RowGradients):
                 self._held = self._holding.collect()
         finally:
@@ -153,14 +158,19 @@ class Preconditioner:
             and (self.is_due("curvature") or self.can_hold(name, self.inverses.get(name, {})))
 
     @contextlib.contextmanager
-    def watch(self) -> Iterator[None]:
-        """Forward and backward passes inside are looked at, where a look is due."""
+    def watch(self, num_rows: int | None = None) -> Iterator[None]:
+        """Record the forward and backward passes inside, where a curvature update is due.
+
+        With `num_rows` and `fisher="empirical"` the loss may be any function of the model's output.
+        It counts as a mean over so many rows (frames, samples), and several passes before a step as
+        one mean over the sum of their `num_rows`.  Divide a sum by its rows; do not scale the loss.
+        """
         # made before the model was sharded
         if self._last["curvature"] is None:
             refuse_sharded(self.model, type(self).__name__)
         noticed = None if self._is_replicated else self.model.register_forward_pre_hook(self._notice_replicas)
         try:
-            with self._watching():
+            with self._watching(num_rows):
                 yield
         finally:
             if noticed is not None:
@@ -184,7 +194,7 @@ class Preconditioner:
         self._is_replicated = True
 
     @contextlib.contextmanager
-    def _watching(self) -> Iterator[None]:
+    def _watching(self, num_rows: int | None) -> Iterator[None]:
         if not isinstance(self.options, FisherOptions) or not self.is_due("curvature"):
             yield
             return
@@ -192,6 +202,7 @@ class Preconditioner:
                                                         num_draws=self.options.num_draws,
                                                         generator=self.generator, skipped=self._skipped)
         # several before a step see one minibatch
+        self._watched.give_rows(num_rows)
         with self._watched:
             yield
         self._signal = self._watched.signal()

@@ -36,7 +36,7 @@ class SecondOrderMethod(Preconditioner):
         return {**super().__getstate__(), "minibatch": None}
 
     @contextlib.contextmanager
-    def _watching(self) -> Iterator[None]:
+    def _watching(self, num_rows: int | None) -> Iterator[None]:
         if not self.is_due("curvature"):
             yield
             return
