@@ -39,6 +39,9 @@ LEFT_OUT = {
     "skip": "name it in skip= (its parameters, and those of layers inside of it, then keep their gradient)",
 }
 
+_REENTRANT = ("curvature cannot be recorded under reentrant activation checkpointing, where layers are "
+              "computed for the first time during the backward pass; use checkpoint(.., use_reentrant=False).")
+
 
 class Capture:
     """Catches calls of layers while it is open, and the derivative at the output of each when a backward pass reaches it.
@@ -133,6 +136,10 @@ class Capture:
         self._paused = True
         try:
             yield
+        except RuntimeError as error:
+            if "use_reentrant=True" in str(error):
+                raise ConfigError(_REENTRANT) from error
+            raise
         finally:
             self._paused = False
 
@@ -226,11 +233,12 @@ class Capture:
         return bool(self._open) and self._checked == (number, True)
 
     def _before_model(self, module: nn.Module, args: Any) -> None:
-        if torch.is_grad_enabled() and not self._paused:
+        if torch.is_grad_enabled() and not self._paused and not _is_recomputation():
             self._forward += 1
 
     def _after_model(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not torch.is_grad_enabled() or self._paused or torch._C._functorch.maybe_current_level() is not None:
+        if not torch.is_grad_enabled() or self._paused or _is_recomputation() \
+                or torch._C._functorch.maybe_current_level() is not None:
             return
         for part in tree_leaves(output):
             if isinstance(part, Tensor) and part.requires_grad and part.ndim:
@@ -288,6 +296,9 @@ class Capture:
     def _hook(self, name: str) -> Callable[..., Any]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
             expand = expansion_of(module)
+            if _is_recomputation():
+                # autograd wants the tensors of the first forward pass again
+                return None if expand is None else expand(module, args, kwargs, output, _linear)
             if not torch.is_grad_enabled() or self._paused:
                 return None
             if torch._C._functorch.maybe_current_level() is not None:
@@ -295,8 +306,7 @@ class Capture:
                                   "collect its "
                                   "curvature in a plain forward and backward pass.")
             if torch._C._current_graph_task_id() != -1:
-                raise ConfigError(f"layer {name} is computed again during the backward pass (activation checkpointing), where its "
-                                  "samples would count twice; switch checkpointing off while curvature is collected.")
+                raise ConfigError(_REENTRANT)
             if expand is not None:
                 return expand(module, args, kwargs, output, self._product(name, module))
             x = args[0] if args else next(iter(kwargs.values()))
@@ -352,3 +362,14 @@ class Capture:
             self._tries.count(call, N, is_clear=False)
         with torch.no_grad(), without_autocast(e_M.device.type):
             (self._arrived or self._keep)(call, e_M.detach())
+
+
+def _is_recomputation() -> bool:
+    """Whether `checkpoint(use_reentrant=False)` runs a forward pass again for its saved tensors."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks is not None and "_recomputation_hook" in hooks[0].__qualname__
+
+
+def _linear(part: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """A product inside of a layer that nobody catches."""
+    return nn.functional.linear(x, weight, bias)

@@ -121,7 +121,7 @@ def kind_of(layer: nn.Module) -> Kind | None:
     """
     module: Any = layer
     plain = _plain_class(type(layer))
-    if plain is nn.Linear:
+    if plain is nn.Linear or has_transposed_weight(layer):
         return Affine()
     if plain in (nn.Conv1d, nn.Conv2d, nn.Conv3d):
         return _convolution(module)
@@ -137,6 +137,11 @@ def kind_of(layer: nn.Module) -> Kind | None:
     if plain is nn.Embedding and module.max_norm is None and not module.scale_grad_by_freq and not module.sparse:
         return Table(module.num_embeddings, module.padding_idx)
     return None
+
+
+def has_transposed_weight(layer: nn.Module) -> bool:
+    """Whether the layer is Hugging Face's Conv1D (GPT-2): affine, with a weight of inputs x outputs."""
+    return (type(layer).__name__, type(layer).__module__) == ("Conv1D", "transformers.pytorch_utils")
 
 
 _CLASSES = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.BatchNorm1d, nn.BatchNorm2d,

@@ -22,6 +22,9 @@ def naming_missing(who: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
+        if "use_reentrant=True" in str(error):
+            raise ConfigError(f"{who} needs second derivatives, which reentrant activation checkpointing "
+                              "does not have; use checkpoint(.., use_reentrant=False).") from error
         missing = re.search(r"derivative for (\S+) is not implemented", str(error))
         if missing is None:
             raise

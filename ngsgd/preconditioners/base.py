@@ -26,7 +26,7 @@ import torch
 import torch.distributed
 from torch import Tensor, nn
 
-from ngsgd.curvature.layers import upcast, without_autocast
+from ngsgd.curvature.layers import has_transposed_weight, upcast, without_autocast
 from ngsgd.errors import CheckpointError, ConfigError
 from ngsgd.ops import gemm
 from ngsgd.preconditioners import step_limits
@@ -95,6 +95,9 @@ class Preconditioner:
         self._held: dict[str, FactoredGrad] = {}
         self._skipped = skipped_parameters(model, self.options.skip)
         self._bias_of = _biases(model, self._skipped) if type(self).joins_bias else {}
+        # weights of inputs x outputs
+        self._transposed = {f"{name}.weight".lstrip(".") for name, module in model.named_modules()
+                            if has_transposed_weight(module)}
         device = next(model.parameters()).device
         self.generator = torch.Generator(device).manual_seed(self.options.seed)
         # DistributedDataParallel averages the gradients
@@ -224,9 +227,8 @@ class Preconditioner:
     def _step(self, lr: float | None) -> None:
         parameters = dict(self.model.named_parameters())
         held = self._held_alone(parameters)
-        grads = {name: p.grad if p.grad.dtype is torch.float32 else upcast(p.grad) for name,
-                 p in parameters.items()
-                 if p.grad is not None and name not in self._skipped}
+        grads = {name: self.oriented(name, p.grad if p.grad.dtype is torch.float32 else upcast(p.grad))
+                 for name, p in parameters.items() if p.grad is not None and name not in self._skipped}
         if self._last["curvature"] is None:
             refuse_sharded(self.model, type(self).__name__)
             self._warn_of_ranks()
@@ -249,7 +251,7 @@ class Preconditioner:
         found = self._limited(grads, held, directions, lr)
         for name, p in parameters.items():
             if name in found:
-                _give(p, found[name])
+                _give(p, self.oriented(name, found[name]))
         self.num_steps += 1
 
     def _held_alone(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, FactoredGrad]:
@@ -493,6 +495,10 @@ class Preconditioner:
 
     # parameters and layers
 
+    def oriented(self, name: str, x: Tensor) -> Tensor:
+        """Of a parameter's shape to outputs first, as methods see it, or back; the same for all but Conv1D of Hugging Face."""
+        return x.T.contiguous() if name in self._transposed else x
+
     def option(self, name: str, key: str) -> float:
         """A setting of the layer that owns the parameter."""
         value: float = getattr(self.options, key)
@@ -637,7 +643,7 @@ def _biases(model: nn.Module, skipped: Collection[str]) -> dict[str, str | None]
     found: dict[str, str | None] = {}
     affine = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.RNNBase | nn.MultiheadAttention
     for name, module in model.named_modules():
-        if not isinstance(module, affine) or getattr(module, "groups", 1) > 1:
+        if not (isinstance(module, affine) or has_transposed_weight(module)) or getattr(module, "groups", 1) > 1:
             continue
         own = {key for key, p in module.named_parameters(recurse=False)
                if p.requires_grad and f"{name}.{key}".lstrip(".") not in skipped}

@@ -94,11 +94,36 @@ def test_gradients_of_gradients_are_refused() -> None:
         penalised().backward()
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_activation_checkpointing_is_refused(reentrant: bool) -> None:
+@pytest.mark.entry("B17")
+@pytest.mark.parametrize("quantity", ["batch_grad", "variance", "diag_ggn", "batch_diag_ggn_mc", "diag_h", "kflr", "kfra", "hmp"])
+def test_activation_checkpointing_changes_nothing(quantity: str) -> None:
+    found = []
+    for is_checkpointed in (False, True):
+        model, x, y = _net()
+        with collect(model, quantity, loss_fn=CE, generator=torch.Generator().manual_seed(0)) as q:
+            output = torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False) if is_checkpointed else model(x)
+            CE(output, y).backward()
+        value = getattr(q["0.weight"], quantity)
+        found.append(value(torch.ones_like(model[0].weight)) if quantity == "hmp" else value)
+    if quantity in ("kflr", "kfra"):
+        close(found[1].A_II, found[0].A_II)
+        found = [each.B_OO for each in found]
+    close(found[1], found[0])
+
+
+@pytest.mark.entry("B17")
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("quantity", ["variance", "diag_ggn"])
+def test_reentrant_activation_checkpointing_is_refused(quantity: str, first: int) -> None:
+    """Of the complete model, and of the layers after the first."""
     model, x, y = _net()
-    with pytest.raises(ConfigError, match="checkpointing"), collect(model, "variance", loss_fn=CE):
-        CE(torch.utils.checkpoint.checkpoint(model, x.requires_grad_(), use_reentrant=reentrant), y).backward()
+
+    def differentiate() -> None:
+        hidden = model[:first](x.requires_grad_())
+        CE(torch.utils.checkpoint.checkpoint(model[first:], hidden, use_reentrant=True), y).backward()
+
+    with pytest.raises(ConfigError, match="use_reentrant=False"), collect(model, quantity, loss_fn=CE):
+        differentiate()
 
 
 @pytest.mark.entry("B11")

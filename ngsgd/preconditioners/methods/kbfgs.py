@@ -98,7 +98,7 @@ class KBFGS(TwoPassMethod):
 
     def _means(self, name: str, rows: Rows) -> tuple[Tensor, Tensor]:
         parameters = dict(self.model.named_parameters())
-        W_OI = parameters[name].detach().flatten(1).to(rows.a_NTI)
+        W_OI = self.oriented(name, parameters[name].detach()).flatten(1).to(rows.a_NTI)
         mean_a_I = rows.a_NTI.mean(dim=(0, 1))
         mean_z_O = W_OI @ mean_a_I[:W_OI.shape[1]]
         if rows.bias is not None:
