@@ -39,8 +39,9 @@ LEFT_OUT = {
     "skip": "name it in skip= (its parameters, and those of layers inside of it, then keep their gradient)",
 }
 
-_REENTRANT = ("curvature cannot be recorded under reentrant activation checkpointing, where layers are "
-              "computed for the first time during the backward pass; use checkpoint(.., use_reentrant=False).")
+_REENTRANT = ("curvature cannot be recorded under reentrant activation checkpointing, where layers "
+              "are computed for the first time during the backward pass; use "
+              "checkpoint(.., use_reentrant=False).")
 
 
 class Capture:
@@ -56,14 +57,16 @@ class Capture:
         samples: indices of the samples that count; None: all.
         arrived: called with every derivative in place of keeping a record.
         called: called after every call with the layer's output.
-        separate: refuse layers whose rows take part in several samples, also where an operation after them mixes samples,
-            such as a BatchNorm in training mode; layers that run once for the whole minibatch are always refused.
+        separate: refuse layers whose rows take part in several samples, also where an operation
+            after them mixes samples, such as a BatchNorm in training mode; layers that run once for
+            the whole minibatch are always refused.
         without: names of parameters whose curvature is not wanted.
         left_out_by: the argument by which the user leaves a layer out, for messages: "layers" or "skip".
 
     Raises:
-        ConfigError: a layer with trainable parameters is of no known kind, is compiled, runs once for the whole minibatch, or
-            is differentiated a second time; with `separate` also a BatchNorm in training mode.
+        ConfigError: a layer with trainable parameters is of no known kind, is compiled, runs once
+            for the whole minibatch, or is differentiated a second time; with `separate` also a
+            BatchNorm in training mode.
         DataError: the leading dimensions of the inputs differ.
     """
 
@@ -73,7 +76,8 @@ class Capture:
                  without: Collection[str] = (), left_out_by: str = "layers") -> None:
         self.model = model
         self.records: list[Record] = []
-        self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad and name not in without}
+        self.parameters = {name: p for name, p in model.named_parameters()
+                           if p.requires_grad and name not in without}
         self._name_of = {id(p): name for name, p in self.parameters.items()}
         self._within = None if layers is None else tuple(layers)
         self._num_samples, self._samples = num_samples, samples
@@ -259,7 +263,8 @@ class Capture:
         chosen, unknown = set(), []
         inside: tuple[str, ...] = ()
         for name, module in self.model.named_modules():
-            own = [p for p, tensor in module.named_parameters(recurse=False) if id(tensor) in self._name_of]
+            own = [key for key, p in module.named_parameters(recurse=False)
+                   if id(p) in self._name_of]
             if getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod"):
                 raise ConfigError(f"{name or 'the model'} is compiled, and hooks do not run in compiled code; pass and call "
                                   "the module "
@@ -268,7 +273,7 @@ class Capture:
                 continue
             if expansion_of(module) is not None:
                 inside = (*inside, f"{name}." if name else "")
-                own = [p for p, tensor in module.named_parameters() if id(tensor) in self._name_of]
+                own = [key for key, p in module.named_parameters() if id(p) in self._name_of]
             if not own or not self._is_within(name):
                 continue
             if kind_of(module) is None and expansion_of(module) is None:
@@ -287,8 +292,9 @@ class Capture:
         if self._left_out_by == "skip":
             names = ", ".join(f'"{name}.{each}"' if name else f'"{each}"' for each in own)
             remedy = f"name them in skip=({names},), which leaves them their gradient"
-        return (f"layer {name or 'the model'} ({type(module).__name__}) has parameters of its own ({', '.join(own)}), and how "
-                f"they make its output is not known; {remedy}, or build it from torch's layers.")
+        return (f"layer {name or 'the model'} ({type(module).__name__}) has parameters of its own "
+                f"({', '.join(own)}), and how they make its output is not known; {remedy}, or build "
+                "it from torch's layers.")
 
     def _is_within(self, name: str) -> bool:
         return self._within is None or any(name == outer or name.startswith(f"{outer}.") for outer in self._within)

@@ -84,13 +84,16 @@ class Collection(Mapping[str, Quantities]):
         if self._is_second_order:
             _refuse_natural_gradient(model)
         # factors are of rows, which a BatchNorm in training mode has like any other operation
-        separate = not set(asked) <= _OF_ROWS or not any(normalizes_over_minibatch(module) for module in model.modules())
-        self._capture = Capture(model, arrived=self._arrived, called=self._noted, separate=separate, **capture)
+        separate = not (set(asked) <= _OF_ROWS
+                        and any(normalizes_over_minibatch(module) for module in model.modules()))
+        self._capture = Capture(model, arrived=self._arrived, called=self._noted, separate=separate,
+                                **capture)
         for name, module in model.named_modules():
             if name in self._capture.layers and has_transposed_weight(module):
-                raise ConfigError(f"layer {name} (Conv1D of Hugging Face) has a weight of inputs x outputs, "
-                                  "whose quantities would be in another order; put an nn.Linear with the "
-                                  "transposed weight in its place, or leave it out by naming the others in layers=.")
+                raise ConfigError(f"layer {name} (Conv1D of Hugging Face) has a weight of inputs x "
+                                  "outputs, whose quantities would be in another order; put an "
+                                  "nn.Linear with the transposed weight in its place, or leave it "
+                                  "out by naming the others in layers=.")
         factored = [name for name in asked if SIGNALS.get(name, ("", ""))[1] == "factors"]
         if factored:
             _require_factors(model, self._capture.layers, factored[0])

@@ -133,15 +133,18 @@ def kind_of(layer: nn.Module) -> Kind | None:
         return ScaleOffset(lambda x: nn.functional.group_norm(x, module.num_groups, eps=module.eps), 0)
     if plain in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
         # asked now: the mode may be another one when the derivative arrives
-        return ScaleOffset(functools.partial(_batch_normalized, module, of_minibatch=normalizes_over_minibatch(module)), 0)
+        of_minibatch = normalizes_over_minibatch(module)
+        normalize = functools.partial(_batch_normalized, module, of_minibatch=of_minibatch)
+        return ScaleOffset(normalize, 0)
     if plain is nn.Embedding and module.max_norm is None and not module.scale_grad_by_freq and not module.sparse:
         return Table(module.num_embeddings, module.padding_idx)
     return None
 
 
 def has_transposed_weight(layer: nn.Module) -> bool:
-    """Whether the layer is Hugging Face's Conv1D (GPT-2): affine, with a weight of inputs x outputs."""
-    return (type(layer).__name__, type(layer).__module__) == ("Conv1D", "transformers.pytorch_utils")
+    """Whether the layer is Hugging Face's Conv1D (GPT-2): affine, its weight inputs x outputs."""
+    kind = type(layer)
+    return (kind.__name__, kind.__module__) == ("Conv1D", "transformers.pytorch_utils")
 
 
 _CLASSES = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.BatchNorm1d, nn.BatchNorm2d,
@@ -167,8 +170,9 @@ def _convolution(layer: Any) -> Convolution:
 
 
 def normalizes_over_minibatch(layer: nn.Module) -> bool:
-    """Whether the layer is a BatchNorm whose next forward pass takes its statistics from the minibatch."""
-    return isinstance(layer, nn.modules.batchnorm._BatchNorm) and (layer.training or layer.running_mean is None)
+    """Whether the layer is a BatchNorm whose next forward pass has statistics of the minibatch."""
+    return (isinstance(layer, nn.modules.batchnorm._BatchNorm)
+            and (layer.training or layer.running_mean is None))
 
 
 def _batch_normalized(layer: Any, x: Tensor, *, of_minibatch: bool) -> Tensor:
@@ -179,13 +183,15 @@ def _batch_normalized(layer: Any, x: Tensor, *, of_minibatch: bool) -> Tensor:
 
 
 def refuse_coupled(layer: nn.Module, name: str) -> None:
-    """Raises ConfigError for a normalization over the minibatch, through which no sample has a gradient of its own."""
+    """Raises ConfigError for a normalization over the minibatch, which mixes its samples."""
     instance = isinstance(layer, nn.modules.instancenorm._InstanceNorm) and layer.track_running_stats and layer.training
     if normalizes_over_minibatch(layer) or instance:
         # with layers= a layer that is left out would still mix the samples of the others
-        raise ConfigError(f"layer {name or type(layer).__name__} ({type(layer).__name__}) normalizes over the minibatch, so no "
-                          "sample has a gradient of its own; call its eval() before the forward pass, which collects with its "
-                          "running statistics, or collect Kronecker factors alone (kfac, kflr, kfac_emp).")
+        kind = type(layer).__name__
+        raise ConfigError(f"layer {name or kind} ({kind}) normalizes over the minibatch, so no sample "
+                          "has a gradient of its own; call its eval() before the forward pass, which "
+                          "collects with its running statistics, or collect Kronecker factors alone "
+                          "(kfac, kflr, kfac_emp).")
 
 
 @torch.no_grad()

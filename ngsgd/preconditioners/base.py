@@ -121,7 +121,8 @@ class Preconditioner:
 
         Args:
             closure: runs the model and returns the loss.
-            num_rows: how many rows (frames, samples) the loss is a mean over, for losses that are not recognized; see `watch`.
+            num_rows: how many rows (frames, samples) the loss is a mean over, for losses that are
+                not recognized; see `watch`.
         """
         with self.watch(num_rows), torch.enable_grad():
             with self._holding:
@@ -137,8 +138,8 @@ class Preconditioner:
         not under DistributedDataParallel, which averages gradients.
         """
         if self._may_hold():
-            self._holding = RowGradients(self.model, _biases(self.model, self._skipped), joined=type(self).joins_bias,
-                                         wanted=self._is_held)
+            self._holding = RowGradients(self.model, _biases(self.model, self._skipped),
+                                         joined=type(self).joins_bias, wanted=self._is_held)
         try:
             loss = self.evaluate(closure, num_rows=num_rows)
             if isinstance(self._holding, RowGradients):
@@ -201,9 +202,9 @@ class Preconditioner:
         if not isinstance(self.options, FisherOptions) or not self.is_due("curvature"):
             yield
             return
-        self._watched = self._watched or FisherRecorder(self.model, fisher=self.options.fisher,
-                                                        num_draws=self.options.num_draws,
-                                                        generator=self.generator, skipped=self._skipped)
+        self._watched = self._watched or FisherRecorder(
+            self.model, fisher=self.options.fisher, num_draws=self.options.num_draws,
+            generator=self.generator, skipped=self._skipped)
         # several before a step see one minibatch
         self._watched.give_rows(num_rows)
         with self._watched:
@@ -227,8 +228,8 @@ class Preconditioner:
     def _step(self, lr: float | None) -> None:
         parameters = dict(self.model.named_parameters())
         held = self._held_alone(parameters)
-        grads = {name: self.oriented(name, p.grad if p.grad.dtype is torch.float32 else upcast(p.grad))
-                 for name, p in parameters.items() if p.grad is not None and name not in self._skipped}
+        grads = {name: self.oriented(name, upcast(p.grad)) for name, p in parameters.items()
+                 if p.grad is not None and name not in self._skipped}
         if self._last["curvature"] is None:
             refuse_sharded(self.model, type(self).__name__)
             self._warn_of_ranks()
@@ -496,7 +497,7 @@ class Preconditioner:
     # parameters and layers
 
     def oriented(self, name: str, x: Tensor) -> Tensor:
-        """Of a parameter's shape to outputs first, as methods see it, or back; the same for all but Conv1D of Hugging Face."""
+        """Outputs first, as methods see a parameter, or back; transposes Hugging Face's Conv1D."""
         return x.T.contiguous() if name in self._transposed else x
 
     def option(self, name: str, key: str) -> float:
@@ -596,26 +597,30 @@ class Preconditioner:
 def skipped_parameters(model: nn.Module, skip: Sequence[str]) -> set[str]:
     """Names of the parameters that `skip` leaves alone.
 
-    An entry is the name of a module, a pattern of such names or a class name, which mean all parameters inside of the module; or
-    the name of a parameter or a pattern of such names.
+    An entry is the name of a module, a pattern of such names or a class name, which mean all
+    parameters inside of the module; or the name of a parameter or a pattern of such names.
 
     Raises:
         ConfigError: an entry matches nothing.
     """
-    modules = [(name, getattr(module, "plain_class", type(module)).__name__, {id(p) for p in module.parameters()})
+    modules = [(name, getattr(module, "plain_class", type(module)).__name__,
+                {id(p) for p in module.parameters()})
                for name, module in model.named_modules(remove_duplicate=False)]
     # a tied parameter has several names
     parameters = [(name, id(p)) for name, p in model.named_parameters(remove_duplicate=False)]
     skipped: set[int] = set()
     problems = []
     for entry in skip:
-        found = [inside for name, kind, inside in modules if fnmatchcase(name, entry) or kind == entry]
+        found = [inside for name, kind, inside in modules
+                 if fnmatchcase(name, entry) or kind == entry]
         found += [{key} for name, key in parameters if fnmatchcase(name, entry)]
         if not found:
-            known = {*(name for name, *_ in modules), *(kind for _, kind, _ in modules), *(name for name, _ in parameters)}
+            known = {name for name, _ in parameters}
+            known.update(*({name, kind} for name, kind, _ in modules))
             near = get_close_matches(entry, sorted(known), n=3, cutoff=0.5)
-            problems.append(f"skip has {entry!r}, which is no name of a module, a parameter or a class of the model; "
-                            + (f"did you mean {' or '.join(near)}?" if near else "see model.named_parameters()."))
+            remedy = f"did you mean {' or '.join(near)}?" if near else "see named_parameters()."
+            problems.append(f"skip has {entry!r}, which is no name of a module, a parameter or a "
+                            f"class of the model; {remedy}")
         skipped.update(*found)
     if problems:
         raise ConfigError(problems)
@@ -639,11 +644,12 @@ def _give(p: nn.Parameter, direction: Tensor) -> None:
 
 
 def _biases(model: nn.Module, skipped: Collection[str]) -> dict[str, str | None]:
-    """Weight to bias of the affine layers and of the affine products in recurrent and attention layers, without those skipped."""
+    """Weight to bias of affine layers and of the products in recurrent and attention layers."""
     found: dict[str, str | None] = {}
     affine = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.RNNBase | nn.MultiheadAttention
     for name, module in model.named_modules():
-        if not (isinstance(module, affine) or has_transposed_weight(module)) or getattr(module, "groups", 1) > 1:
+        is_affine = isinstance(module, affine) or has_transposed_weight(module)
+        if not is_affine or getattr(module, "groups", 1) > 1:
             continue
         own = {key for key, p in module.named_parameters(recurse=False)
                if p.requires_grad and f"{name}.{key}".lstrip(".") not in skipped}

@@ -115,8 +115,8 @@ class FisherRecorder:
         """Declare the losses of the next passes a mean over so many rows; None: recognize them."""
         if num_rows is not None and self._fisher != "empirical":
             raise ConfigError(f"num_rows is for fisher=\"empirical\"; fisher is {self._fisher!r}, "
-                              "which needs the second derivative of the loss: call cross-entropy, mean "
-                              "squared error or binary cross-entropy with logits of torch.")
+                              "which needs the second derivative of the loss: call cross-entropy, "
+                              "mean squared error or binary cross-entropy with logits of torch.")
         if num_rows is not None and num_rows < 1:
             raise ConfigError(f"num_rows is {num_rows}; give the number of rows that the loss is a "
                               "mean over, at least 1.")
@@ -150,12 +150,13 @@ class FisherRecorder:
         """What has been caught, scaled."""
         if self._pass < 0 and not self._given_rows:
             raise ConfigError("the preconditioner saw no loss whose curvature is known; inside of watch(), call cross-entropy, "
-                              "mean squared error or binary cross-entropy with logits from torch, and "
-                              "backward(), or say over how many rows the loss is a mean: "
-                              "evaluate(closure, num_rows=) or watch(num_rows=), with fisher=\"empirical\".")
+                              "mean squared error or binary cross-entropy with logits from torch, "
+                              "and backward(), or say over how many rows the loss is a mean: "
+                              "evaluate(closure, num_rows=) or watch(num_rows=), with "
+                              "fisher=\"empirical\".")
         if self._pass >= 0 and self._given_rows:
-            raise ConfigError("num_rows was given for a part of the passes before this step; give it "
-                              "for all of them or for none.")
+            raise ConfigError("num_rows was given for a part of the passes before this step; give "
+                              "it for all of them or for none.")
         if self._others:
             raise ConfigError(f"the loss has a part from {self._others[0]}, whose curvature and weight of rows are not known; "
                               "say over how many rows the loss is a mean (num_rows= of evaluate or "

@@ -129,10 +129,12 @@ class GradientMaker:
         """Says where in the output the logits are; `logits` holds them after each call."""
         self._logits_repr = logits
 
-    def forward_and_backward(self, lr: float | None = None, *, num_rows: int | None = None) -> tuple[Any, Tensor]:
+    def forward_and_backward(self, lr: float | None = None, *,
+                             num_rows: int | None = None) -> tuple[Any, Tensor]:
         """(the model's output, the loss) of one pass; ConfigError where the calls were not set up or give no number.
 
-        `lr` is the optimiser's, for preconditioners with kl_clip; `num_rows` is that of `Preconditioner.watch`.
+        `lr` is the optimizer's, for preconditioners with kl_clip; `num_rows` is that of
+        `Preconditioner.watch`.
         """
         before = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
         forward = self._forward()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
-import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import ngsgd
 from ngsgd.curvature import collect
@@ -95,14 +97,15 @@ def test_gradients_of_gradients_are_refused() -> None:
 
 
 @pytest.mark.entry("B17")
-@pytest.mark.parametrize("quantity", ["batch_grad", "variance", "diag_ggn", "batch_diag_ggn_mc", "diag_h", "kflr", "kfra", "hmp"])
+@pytest.mark.parametrize("quantity", ["batch_grad", "variance", "diag_ggn", "batch_diag_ggn_mc", "diag_h",
+                                      "kflr", "kfra", "hmp"])
 def test_activation_checkpointing_changes_nothing(quantity: str) -> None:
     found = []
     for is_checkpointed in (False, True):
         model, x, y = _net()
         with collect(model, quantity, loss_fn=CE, generator=torch.Generator().manual_seed(0)) as q:
-            output = torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False) if is_checkpointed else model(x)
-            CE(output, y).backward()
+            run = partial(checkpoint, model, use_reentrant=False) if is_checkpointed else model
+            CE(run(x), y).backward()
         value = getattr(q["0.weight"], quantity)
         found.append(value(torch.ones_like(model[0].weight)) if quantity == "hmp" else value)
     if quantity in ("kflr", "kfra"):
@@ -120,9 +123,10 @@ def test_reentrant_activation_checkpointing_is_refused(quantity: str, first: int
 
     def differentiate() -> None:
         hidden = model[:first](x.requires_grad_())
-        CE(torch.utils.checkpoint.checkpoint(model[first:], hidden, use_reentrant=True), y).backward()
+        CE(checkpoint(model[first:], hidden, use_reentrant=True), y).backward()
 
-    with pytest.raises(ConfigError, match="use_reentrant=False"), collect(model, quantity, loss_fn=CE):
+    with pytest.raises(ConfigError, match="use_reentrant=False"), \
+            collect(model, quantity, loss_fn=CE):
         differentiate()
 
 
@@ -131,7 +135,8 @@ def test_reentrant_activation_checkpointing_is_refused(quantity: str, first: int
 def test_batch_normalization_over_the_minibatch_is_refused(quantity: str) -> None:
     """Also together with factors, which do not need samples."""
     model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4))
-    with pytest.raises(ConfigError, match=r"layer 1 .*eval\(\)"), collect(model, quantity, "kfac", loss_fn=CE, layers=["0"]):
+    with pytest.raises(ConfigError, match=r"layer 1 .*eval\(\)"), \
+            collect(model, quantity, "kfac", loss_fn=CE, layers=["0"]):
         model(torch.randn(4, 5))
 
 
@@ -219,10 +224,11 @@ class _Scaled(nn.Module):
         return y
 
 
-@pytest.mark.entry("B11", "a model has a layer whose curvature is not known, or you collect the curvature of samples beside a "
-                          "BatchNorm in training mode", "refused",
-                   "`ConfigError` names the argument that leaves the layer out: `layers=` of `collect`, `skip=` of "
-                   "preconditioners. For BatchNorm it says what to do instead: `eval()`, or Kronecker factors alone.")
+@pytest.mark.entry("B11", "a model has a layer whose curvature is not known, or you collect the "
+                   "curvature of samples beside a BatchNorm in training mode", "refused",
+                   "`ConfigError` names the argument that leaves the layer out: `layers=` of "
+                   "`collect`, `skip=` of preconditioners. For BatchNorm it says what to do: `eval()`, or "
+                   "Kronecker factors alone.")
 def test_an_unknown_layer_is_refused_with_the_argument_that_leaves_it_out() -> None:
     model = nn.Sequential(_Scaled(), nn.Linear(3, 3))
     with pytest.raises(ConfigError, match="layers=") as error:

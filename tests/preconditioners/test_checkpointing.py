@@ -1,4 +1,4 @@
-"""Activation checkpointing: the same directions with `use_reentrant=False`, one error or the same directions with True."""
+"""Activation checkpointing changes no direction, or is refused (`use_reentrant=True`)."""
 
 from __future__ import annotations
 
@@ -25,8 +25,11 @@ class _Block(nn.Module):
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.norm, self.linear, self.drop = nn.LayerNorm(D), nn.Linear(D, D), nn.Dropout(0.2)
-        self.inner: nn.Module = (nn.LSTM(D, D, batch_first=True) if kind == "lstm"
-                                 else nn.MultiheadAttention(D, 2, batch_first=True))
+        self.inner: nn.Module = (
+            nn.LSTM(D, D, batch_first=True)
+            if kind == "lstm"
+            else nn.MultiheadAttention(D, 2, batch_first=True)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.norm(x)
@@ -46,12 +49,18 @@ class _Net(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = self.inp(x)
         for block in (*self.blocks, self.blocks[1]):
-            h = block(h) if self.reentrant is None else checkpoint(block, h, use_reentrant=self.reentrant)
+            h = (
+                block(h)
+                if self.reentrant is None
+                else checkpoint(block, h, use_reentrant=self.reentrant)
+            )
         f: Tensor = self.out(h).mean(dim=1)
         return f
 
 
-def _directions(kind: str, block: str, reentrant: bool | None, *, at_once: bool = False, **options: Any) -> list[Tensor]:
+def _directions(
+    kind: str, block: str, reentrant: bool | None, *, at_once: bool = False, **options: Any
+) -> list[Tensor]:
     """Of two steps."""
     model = _Net(block, reentrant).double()
     preconditioner = METHODS[kind](model, damping=0.1, **options)
@@ -61,31 +70,47 @@ def _directions(kind: str, block: str, reentrant: bool | None, *, at_once: bool 
         x, y = torch.randn(4, 2, 3, generator=generator, dtype=torch.float64), torch.arange(4) % 3
         model.zero_grad()
         if at_once:
-            preconditioner.evaluate_and_step(lambda x=x, y=y: CE(model(x), y))   # type: ignore[misc]
+            preconditioner.evaluate_and_step(lambda x=x, y=y: CE(model(x), y))  # type: ignore[misc]
         else:
-            preconditioner.evaluate(lambda x=x, y=y: CE(model(x), y))   # type: ignore[misc]
+            preconditioner.evaluate(lambda x=x, y=y: CE(model(x), y))  # type: ignore[misc]
             preconditioner.step()
         found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
         torch.optim.SGD(model.parameters(), lr=0.01).step()
     return found
 
 
-@pytest.mark.entry("B17", "you use activation checkpointing with a preconditioner or with `collect`", "right",
-                   "with `use_reentrant=False` directions and quantities are those without checkpointing; with "
-                   "`use_reentrant=True` methods that look at gradients alone work, and the others raise ConfigError")
+@pytest.mark.entry(
+    "B17",
+    "you use activation checkpointing with a preconditioner or with `collect`",
+    "right",
+    "with `use_reentrant=False` directions and quantities are those without checkpointing; with "
+    "`use_reentrant=True` methods that see gradients alone work, and the others raise ConfigError",
+)
 @pytest.mark.parametrize("block", ["attention", "lstm"])
 @pytest.mark.parametrize("kind", METHODS)
 def test_the_direction_is_that_without_checkpointing(kind: str, block: str) -> None:
-    for one, other in zip(_directions(kind, block, None), _directions(kind, block, False), strict=True):
+    for one, other in zip(
+        _directions(kind, block, None), _directions(kind, block, False), strict=True
+    ):
         close(other, one)
 
 
 @pytest.mark.entry("B17")
-@pytest.mark.parametrize("options", [{"fisher": "exact"}, {"fisher": "mc", "num_draws": 2}, {"at_once": True},
-                                     {"at_once": True, "curvature_interval": 2}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"fisher": "exact"},
+        {"fisher": "mc", "num_draws": 2},
+        {"at_once": True},
+        {"at_once": True, "curvature_interval": 2},
+    ],
+)
 def test_so_is_it_with_other_fishers_and_in_one_call(options: dict[str, Any]) -> None:
-    for one, other in zip(_directions("kfac", "attention", None, **options),
-                          _directions("kfac", "attention", False, **options), strict=True):
+    for one, other in zip(
+        _directions("kfac", "attention", None, **options),
+        _directions("kfac", "attention", False, **options),
+        strict=True,
+    ):
         close(other, one)
 
 
@@ -96,7 +121,9 @@ def test_reentrant_checkpointing_works_or_is_refused(kind: str) -> None:
         with pytest.raises(ConfigError, match="use_reentrant=False"):
             _directions(kind, "attention", True)
     else:
-        for one, other in zip(_directions(kind, "attention", None), _directions(kind, "attention", True), strict=True):
+        for one, other in zip(
+            _directions(kind, "attention", None), _directions(kind, "attention", True), strict=True
+        ):
             close(other, one)
 
 

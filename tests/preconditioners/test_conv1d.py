@@ -1,4 +1,4 @@
-"""Conv1D of Hugging Face, whose weight is inputs x outputs: the direction of a Linear with the transposed weight."""
+"""Conv1D of Hugging Face has the direction of a Linear with the transposed weight."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _nets() -> tuple[nn.Sequential, nn.Sequential]:
 
 
 def _trained(kind: str, model: nn.Module, *, half_way: bool = False) -> list[Tensor]:
-    """The parameters after some steps, outputs first; half-way the state goes to a new preconditioner."""
+    """The parameters after some steps, outputs first; half-way the state moves on."""
     generator = torch.Generator().manual_seed(1)
     preconditioner: Preconditioner = METHODS[kind](model, damping=0.1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -36,19 +36,28 @@ def _trained(kind: str, model: nn.Module, *, half_way: bool = False) -> list[Ten
             preconditioner = METHODS[kind](model, damping=0.1)
             preconditioner.load_state_dict(state)
         optimizer.zero_grad()
-        preconditioner.evaluate(lambda x=x, y=y: CE(model(x).mean(dim=1), y))   # type: ignore[misc]
+        preconditioner.evaluate(lambda x=x, y=y: CE(model(x).mean(dim=1), y))  # type: ignore[misc]
         preconditioner.step()
         optimizer.step()
-    return [p.detach().mT if p.ndim > 1 and isinstance(model[0], Conv1D) else p.detach()   # type: ignore[index]
-            for p in model.parameters()]
+    is_transposed = any(isinstance(module, Conv1D) for module in model.modules())
+    return [
+        p.detach().mT if p.ndim > 1 and is_transposed else p.detach() for p in model.parameters()
+    ]
 
 
-@pytest.mark.entry("B16", "your model has layers of Hugging Face's Conv1D (GPT-2)", "right",
-                   "preconditioners give it the direction of a Linear with the transposed weight; `collect` raises ConfigError")
+@pytest.mark.entry(
+    "B16",
+    "your model has layers of Hugging Face's Conv1D (GPT-2)",
+    "right",
+    "preconditioners give it the direction of a Linear with the transposed weight; `collect` raises "
+    "ConfigError",
+)
 @pytest.mark.parametrize("kind", METHODS)
 def test_the_steps_are_those_of_a_linear_layer(kind: str) -> None:
     linear, conv = _nets()
-    for wanted, found in zip(_trained(kind, linear), _trained(kind, conv, half_way=True), strict=True):
+    for wanted, found in zip(
+        _trained(kind, linear), _trained(kind, conv, half_way=True), strict=True
+    ):
         close(found, wanted)
 
 

@@ -109,7 +109,8 @@ class KBFGS(TwoPassMethod):
         # the first look was not finite: there is nothing to compare with
         if not self._first:
             return
-        watch = FisherRecorder(self.model, fisher="empirical", num_draws=1, generator=None, skipped=self._skipped)
+        watch = FisherRecorder(self.model, fisher="empirical", num_draws=1, generator=None,
+                               skipped=self._skipped)
         watch.give_rows(num_rows)
         with watch:
             # the derivatives of outputs pass by on the way to the biases; gradients of weights

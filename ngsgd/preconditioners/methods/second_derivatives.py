@@ -56,7 +56,7 @@ class SecondOrderMethod(Preconditioner):
     def step(self, lr: float | None = None) -> None:
         """Replaces `.grad` of every parameter by the preconditioned one; `lr` is needed for kl_clip alone."""
         try:
-            # layers that are computed again (activation checkpointing) save the same tensors as before
+            # layers that are computed again (checkpointing) have to save the same tensors
             with naming_missing(type(self).__name__), expanded(self.model), twice_differentiable():
                 super().step(lr)
         finally:
@@ -79,7 +79,8 @@ class SecondOrderMethod(Preconditioner):
         """The "hessian" or "ggn" of the minibatch times vectors, in at least float32."""
         assert self.minibatch is not None
         parameters = self.minibatch.parameters
-        own = {name: self.oriented(name, v.to(parameters[name].dtype)) for name, v in vectors.items()}
+        own = {name: self.oriented(name, v.to(parameters[name].dtype))
+               for name, v in vectors.items()}
         found = getattr(self.minibatch, kind)(own, **options)
         return {name: self.oriented(name, upcast(value)) for name, value in found.items()}
 

@@ -51,8 +51,10 @@ class Adam(Preconditioner):
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
         super().__init__(model, **options)
-        self._copies = {name: nn.Parameter(torch.zeros_like(upcast(self.viewed(self.oriented(name, p)))))
-                        for name, p in model.named_parameters() if p.requires_grad and name not in self._skipped}
+        shown = {name: self.viewed(self.oriented(name, p)) for name, p in model.named_parameters()
+                 if p.requires_grad and name not in self._skipped}
+        self._copies = {name: nn.Parameter(torch.zeros_like(upcast(x)))
+                        for name, x in shown.items()}
         self._optimizers = {name: self.optimizer(name, copy) for name, copy in self._copies.items()}
 
     def optimizer(self, name: str, copy: Tensor) -> torch.optim.Optimizer:

@@ -34,7 +34,7 @@ class _Pending:
 
 
 class TwoPassMethod(Preconditioner):
-    """Methods that compare two looks at a minibatch: `second_evaluation` takes the second, where the parameters have moved.
+    """Methods that compare two looks at a minibatch: `second_evaluation` takes the second one.
 
     Needs `evaluate(closure)`; the closure is called twice.
     """
@@ -79,8 +79,9 @@ class TwoPassMethod(Preconditioner):
         buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         try:
             with torch.random.fork_rng(devices=[self.generator.device] if self.generator.device.type == "cuda" else []):
-                self.second_evaluation([_replayed(closure, states, self.generator.device) for closure, states in pending.passes],
-                                       pending.num_rows)
+                passes = [_replayed(closure, states, self.generator.device)
+                          for closure, states in pending.passes]
+                self.second_evaluation(passes, pending.num_rows)
         finally:
             with torch.no_grad():
                 for name, buffer in self.model.named_buffers():
