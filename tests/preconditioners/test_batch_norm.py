@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -261,3 +262,34 @@ def test_collect_has_kronecker_factors_beside_batch_norm(quantity: str) -> None:
         num_inputs = len(factors.A_II)  # without the 1 of the bias
         close(factors.A_II, A[:num_inputs, :num_inputs])
         close(factors.B_OO, B if quantity == "kfac_emp" else exact[layer])
+
+
+@pytest.mark.entry("B14")
+# a hook of ASDL's
+@pytest.mark.filterwarnings("ignore:Using a non-full backward hook")
+def test_kfac_has_the_directions_of_asdl() -> None:
+    """Its factors and damping are the same for layers without bias; it has 2 x 2 blocks for norms."""
+    asdl = pytest.importorskip("asdl")
+    torch.manual_seed(0)
+    ours = nn.Sequential(
+        nn.Conv2d(1, 5, 3, bias=False),
+        nn.BatchNorm2d(5),
+        nn.ReLU(),
+        nn.Conv2d(5, 4, 3, bias=False),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(36, 3, bias=False),
+    ).double()
+    theirs = copy.deepcopy(ours)
+    x, y = torch.randn(8, 1, 7, 7, dtype=torch.float64), torch.arange(8) % 3
+    preconditioner = METHODS["kfac"](ours, damping=DAMPING)
+    preconditioner.evaluate(lambda: CE(ours(x), y))
+    preconditioner.step()
+    config = asdl.PreconditioningConfig(data_size=8, damping=DAMPING)
+    maker = asdl.KfacGradientMaker(theirs, config, fisher_type="fisher_emp")
+    maker.setup_loss_call(CE, maker.setup_model_call(theirs, x), y)
+    maker.forward_and_backward()
+    wanted = _gradients(theirs)
+    for layer in ("0", "3", "7"):
+        close(_gradients(ours)[f"{layer}.weight"], wanted[f"{layer}.weight"])
