@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ngsgd.config import OptimizerConfig
 from ngsgd.errors import ConfigError
 from ngsgd.preconditioners import KFAC, METHODS, Shampoo
+from ngsgd.preconditioners.build import make_preconditioner
 from tests.preconditioners.problems import close, joint, problem
 from tests.reference import preconditioners as dense
 
@@ -155,3 +157,16 @@ def test_the_bias_of_a_skipped_weight_is_a_block_of_its_own_for_shampoo() -> Non
     wanted = alone.preconditioned(Shampoo(alone.model, damping=0.1))
     close(found["0.bias"], wanted["0.bias"])  # Shampoo does not join them
     close(joint(found, "2"), joint(wanted, "2"))
+
+
+@pytest.mark.parametrize("skip", ["later", "later.weight,now", "Bilinear"])
+def test_a_run_may_skip_layers_that_are_still_to_be_added(skip: str) -> None:
+    complete = nn.ModuleDict({"now": nn.Linear(2, 2), "later": nn.Bilinear(2, 2, 2)})
+    network = nn.ModuleDict({"now": complete["now"]})
+    config = OptimizerConfig("kfac", skip=skip)
+    preconditioner = make_preconditioner(network, config, seed=0, complete=complete)
+    assert preconditioner.options.skip == (("now.weight", "now.bias") if "now" in skip else ())
+    with pytest.raises(ConfigError, match="skip has"):
+        make_preconditioner(network, config, seed=0)
+    with pytest.raises(ConfigError, match="nowhere"):
+        make_preconditioner(network, OptimizerConfig("kfac", skip="nowhere"), 0, complete)
