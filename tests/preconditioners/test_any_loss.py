@@ -195,5 +195,5 @@ def test_without_the_number_of_rows_the_error_names_it(name: str, fisher: str) -
         preconditioner.evaluate(loss, num_rows=0)
     mixed = KFAC(case.model)
     mixed.evaluate(lambda: F.cross_entropy(case.model(case.x), case.y))
-    with pytest.raises(ConfigError, match="part of the passes"):
+    with pytest.raises(ConfigError, match="num_rows"):
         mixed.evaluate(loss, num_rows=6)
