@@ -17,7 +17,8 @@ ROOT = Path(__file__).resolve().parent.parent
 OUTCOMES = ("right", "refused", "warned", "stated")
 # heading of a table -> page, and the entries it must list
 TABLES: dict[str, tuple[str, tuple[str, ...]]] = {
-    "pytorch": ("docs/pytorch.md", (*(f"A{n}" for n in range(1, 14)), *(f"B{n}" for n in range(1, 18)),
+    "pytorch": ("docs/pytorch.md", (*(f"A{n}" for n in range(1, 14)),
+                                    *(f"B{n}" for n in range(1, 18)),
                                     *(f"P{n}" for n in range(1, 13)))),
     "loops": ("docs/pytorch.md", tuple(f"L{n}" for n in range(1, 12))),
     "kaldi": ("docs/kaldi.md", tuple(f"K{n}" for n in range(1, 16))),

@@ -293,8 +293,8 @@ class Capture:
             names = ", ".join(f'"{name}.{each}"' if name else f'"{each}"' for each in own)
             remedy = f"name them in skip=({names},), which leaves them their gradient"
         return (f"layer {name or 'the model'} ({type(module).__name__}) has parameters of its own "
-                f"({', '.join(own)}), and how they make its output is not known; {remedy}, or build "
-                "it from torch's layers.")
+                f"({', '.join(own)}), and how they make its output is not known; {remedy}, or "
+                "build it from torch's layers.")
 
     def _is_within(self, name: str) -> bool:
         return self._within is None or any(name == outer or name.startswith(f"{outer}.") for outer in self._within)

@@ -188,10 +188,10 @@ def refuse_coupled(layer: nn.Module, name: str) -> None:
     if normalizes_over_minibatch(layer) or instance:
         # with layers= a layer that is left out would still mix the samples of the others
         kind = type(layer).__name__
-        raise ConfigError(f"layer {name or kind} ({kind}) normalizes over the minibatch, so no sample "
-                          "has a gradient of its own; call its eval() before the forward pass, which "
-                          "collects with its running statistics, or collect Kronecker factors alone "
-                          "(kfac, kflr, kfac_emp).")
+        raise ConfigError(f"layer {name or kind} ({kind}) normalizes over the minibatch, so no "
+                          "sample has a gradient of its own; call its eval() before the forward "
+                          "pass, which collects with its running statistics, or collect Kronecker "
+                          "factors alone (kfac, kflr, kfac_emp).")
 
 
 @torch.no_grad()

@@ -97,8 +97,8 @@ def test_gradients_of_gradients_are_refused() -> None:
 
 
 @pytest.mark.entry("B17")
-@pytest.mark.parametrize("quantity", ["batch_grad", "variance", "diag_ggn", "batch_diag_ggn_mc", "diag_h",
-                                      "kflr", "kfra", "hmp"])
+@pytest.mark.parametrize("quantity", ["batch_grad", "variance", "diag_ggn", "batch_diag_ggn_mc",
+                                      "diag_h", "kflr", "kfra", "hmp"])
 def test_activation_checkpointing_changes_nothing(quantity: str) -> None:
     found = []
     for is_checkpointed in (False, True):
@@ -227,8 +227,8 @@ class _Scaled(nn.Module):
 @pytest.mark.entry("B11", "a model has a layer whose curvature is not known, or you collect the "
                    "curvature of samples beside a BatchNorm in training mode", "refused",
                    "`ConfigError` names the argument that leaves the layer out: `layers=` of "
-                   "`collect`, `skip=` of preconditioners. For BatchNorm it says what to do: `eval()`, or "
-                   "Kronecker factors alone.")
+                   "`collect`, `skip=` of preconditioners. For BatchNorm it says what to do: "
+                   "`eval()`, or Kronecker factors alone.")
 def test_an_unknown_layer_is_refused_with_the_argument_that_leaves_it_out() -> None:
     model = nn.Sequential(_Scaled(), nn.Linear(3, 3))
     with pytest.raises(ConfigError, match="layers=") as error:

@@ -63,8 +63,8 @@ def _directions(
     'you use a preconditioner with `fisher="empirical"` and a loss other than cross-entropy, mean '
     "squared error or binary cross-entropy: nll_loss, kl_div, smooth_l1, CTC, one of your own",
     "right",
-    "with `evaluate(closure, num_rows=)`, `watch(num_rows=)` or `forward_and_backward(num_rows=)` the "
-    "loss counts as a mean over so many rows; without it ConfigError names `num_rows=`",
+    "with `evaluate(closure, num_rows=)`, `watch(num_rows=)` or `forward_and_backward(num_rows=)` "
+    "the loss counts as a mean over so many rows; without it ConfigError names `num_rows=`",
 )
 @pytest.mark.parametrize("at_once", [False, True])
 # the Gauss-Newton matrix of Hessian-free needs a loss that is recognized

@@ -143,8 +143,8 @@ REFERENCES: dict[str, Callable[..., Tensor]] = {
     "B14",
     "a model has a BatchNorm in training mode and you use a preconditioner that looks at rows",
     "right",
-    "Rows of linear and convolutional layers are the derivatives at their outputs, as autograd sends "
-    "them through the BatchNorm, and sum up to the gradient; a row depends on all samples of the "
+    "Rows of linear and convolutional layers are the derivatives at their outputs, as autograd "
+    "sends them through the BatchNorm, and sum up to the gradient; a row depends on all samples of the "
     "minibatch. Scale and offset have the diagonal of their Fisher matrix.",
 )
 @pytest.mark.parametrize("kind", [kind for kind in SEES_ROWS if kind not in ("full", "smw")])
@@ -268,7 +268,7 @@ def test_collect_has_kronecker_factors_beside_batch_norm(quantity: str) -> None:
 # a hook of ASDL's
 @pytest.mark.filterwarnings("ignore:Using a non-full backward hook")
 def test_kfac_has_the_directions_of_asdl() -> None:
-    """Its factors and damping are the same for layers without bias; it has 2 x 2 blocks for norms."""
+    """For layers without bias it has the same factors and damping; for norms, 2 x 2 blocks."""
     asdl = pytest.importorskip("asdl")
     torch.manual_seed(0)
     ours = nn.Sequential(

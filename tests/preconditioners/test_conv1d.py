@@ -49,8 +49,8 @@ def _trained(kind: str, model: nn.Module, *, half_way: bool = False) -> list[Ten
     "B16",
     "your model has layers of Hugging Face's Conv1D (GPT-2)",
     "right",
-    "preconditioners give it the direction of a Linear with the transposed weight; `collect` raises "
-    "ConfigError",
+    "preconditioners give it the direction of a Linear with the transposed weight; `collect` "
+    "raises ConfigError",
 )
 @pytest.mark.parametrize("kind", METHODS)
 def test_the_steps_are_those_of_a_linear_layer(kind: str) -> None:

@@ -60,9 +60,9 @@ def _gradients(model: nn.Module) -> dict[str, Tensor]:
     "you skip single parameters: the class token and positions at the root of a ViT, LayerScale, "
     "`attn.in_proj_weight`",
     "right",
-    '`skip=("cls_token", "*.gamma", "attn.in_proj_weight")` leaves them their plain gradient; a name '
-    "of a module or of a class means all parameters inside of it; an entry that matches nothing is a "
-    "ConfigError with similar names",
+    '`skip=("cls_token", "*.gamma", "attn.in_proj_weight")` leaves them their plain gradient; a '
+    "name of a module or of a class means all parameters inside of it; an entry that matches "
+    "nothing is a ConfigError with similar names",
 )
 @pytest.mark.parametrize("kind", METHODS)
 def test_single_parameters_keep_their_gradient(kind: str) -> None:
