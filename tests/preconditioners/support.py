@@ -8,13 +8,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers.pytorch_utils import Conv1D
 
 from ngsgd.preconditioners import METHODS
 from ngsgd.preconditioners.options import FisherOptions
@@ -23,6 +23,11 @@ PAGE = Path(__file__).parents[2] / "docs" / "preconditioners.md"
 N, T, D = 6, 3, 4
 SEES_ROWS = tuple(kind for kind in METHODS if issubclass(METHODS[kind].Options, FisherOptions))
 CE = nn.functional.cross_entropy
+
+
+def _conv1d() -> nn.Module:
+    layer: nn.Module = import_module("transformers.pytorch_utils").Conv1D(D, D)
+    return layer
 
 
 @dataclass(frozen=True)
@@ -189,7 +194,7 @@ FEATURES = (
         ),
     ),
     Feature(
-        "Conv1D of Hugging Face", lambda: _linear(conv=Conv1D(D, D)), ("conv.weight", "conv.bias")
+        "Conv1D of Hugging Face", lambda: _linear(conv=_conv1d()), ("conv.weight", "conv.bias")
     ),
     Feature(
         "parameter of your own module",

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
 
 from ngsgd.curvature import collect
 from ngsgd.errors import ConfigError
 from ngsgd.preconditioners import METHODS, Preconditioner
 from tests.preconditioners.problems import close
 
+Conv1D: Any = pytest.importorskip("transformers.pytorch_utils").Conv1D
 CE = nn.functional.cross_entropy
 
 
