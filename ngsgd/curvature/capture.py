@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -39,6 +39,10 @@ LEFT_OUT = {
     "skip": "name it in skip= (its parameters, and those of layers inside of it, then keep their gradient)",
 }
 
+_REENTRANT = ("curvature cannot be recorded under reentrant activation checkpointing, where layers "
+              "are computed for the first time during the backward pass; use "
+              "checkpoint(.., use_reentrant=False).")
+
 
 class Capture:
     """Catches calls of layers while it is open, and the derivative at the output of each when a backward pass reaches it.
@@ -53,23 +57,27 @@ class Capture:
         samples: indices of the samples that count; None: all.
         arrived: called with every derivative in place of keeping a record.
         called: called after every call with the layer's output.
-        separate: refuse layers whose rows take part in several samples, also where an operation after them mixes samples;
-            layers that run once for the whole minibatch are always refused.
+        separate: refuse layers whose rows take part in several samples, also where an operation
+            after them mixes samples, such as a BatchNorm in training mode; layers that run once for
+            the whole minibatch are always refused.
+        without: names of parameters whose curvature is not wanted.
         left_out_by: the argument by which the user leaves a layer out, for messages: "layers" or "skip".
 
     Raises:
-        ConfigError: a layer with trainable parameters is of no known kind, is compiled, normalises over the minibatch, runs once
-            for the whole minibatch, or is differentiated a second time.
+        ConfigError: a layer with trainable parameters is of no known kind, is compiled, runs once
+            for the whole minibatch, or is differentiated a second time; with `separate` also a
+            BatchNorm in training mode.
         DataError: the leading dimensions of the inputs differ.
     """
 
     def __init__(self, model: nn.Module, *, layers: Iterable[str] | None = None, num_samples: int | None = None,
                  samples: Sequence[int] | None = None, arrived: Arrival | None = None,
                  called: Callable[[LayerCall, Tensor], None] | None = None, separate: bool = False,
-                 left_out_by: str = "layers") -> None:
+                 without: Collection[str] = (), left_out_by: str = "layers") -> None:
         self.model = model
         self.records: list[Record] = []
-        self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.parameters = {name: p for name, p in model.named_parameters()
+                           if p.requires_grad and name not in without}
         self._name_of = {id(p): name for name, p in self.parameters.items()}
         self._within = None if layers is None else tuple(layers)
         self._num_samples, self._samples = num_samples, samples
@@ -83,6 +91,7 @@ class Capture:
         self._forward = -1
         self._paused = False
         self._left_out_by = left_out_by
+        self._refuses_coupled = separate
         # vectors through layers of NGSGD would be taken for minibatches
         self._separate = separate and not any("preconditioner" in vars(module) for module in model.modules())
         self._tries = Tries(model, "separate" if self._separate else "once")
@@ -94,8 +103,9 @@ class Capture:
         try:
             self._handles.append(self.model.register_forward_pre_hook(self._before_model))
             for name, module in self.model.named_modules():
-                self._handles.append(module.register_forward_pre_hook(
-                    lambda module, _, name=name: refuse_coupled(module, name, self._left_out_by)))
+                if self._refuses_coupled:
+                    self._handles.append(module.register_forward_pre_hook(
+                        lambda module, _, name=name: refuse_coupled(module, name)))
                 if name in self.layers:
                     self._handles.append(module.register_forward_hook(self._hook(name), with_kwargs=True))
             self._handles.append(self.model.register_forward_hook(self._after_model))
@@ -130,6 +140,10 @@ class Capture:
         self._paused = True
         try:
             yield
+        except RuntimeError as error:
+            if "use_reentrant=True" in str(error):
+                raise ConfigError(_REENTRANT) from error
+            raise
         finally:
             self._paused = False
 
@@ -223,11 +237,12 @@ class Capture:
         return bool(self._open) and self._checked == (number, True)
 
     def _before_model(self, module: nn.Module, args: Any) -> None:
-        if torch.is_grad_enabled() and not self._paused:
+        if torch.is_grad_enabled() and not self._paused and not _is_recomputation():
             self._forward += 1
 
     def _after_model(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not torch.is_grad_enabled() or self._paused or torch._C._functorch.maybe_current_level() is not None:
+        if not torch.is_grad_enabled() or self._paused or _is_recomputation() \
+                or torch._C._functorch.maybe_current_level() is not None:
             return
         for part in tree_leaves(output):
             if isinstance(part, Tensor) and part.requires_grad and part.ndim:
@@ -248,7 +263,8 @@ class Capture:
         chosen, unknown = set(), []
         inside: tuple[str, ...] = ()
         for name, module in self.model.named_modules():
-            own = [p for p in module.parameters(recurse=False) if p.requires_grad]
+            own = [key for key, p in module.named_parameters(recurse=False)
+                   if id(p) in self._name_of]
             if getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod"):
                 raise ConfigError(f"{name or 'the model'} is compiled, and hooks do not run in compiled code; pass and call "
                                   "the module "
@@ -257,12 +273,11 @@ class Capture:
                 continue
             if expansion_of(module) is not None:
                 inside = (*inside, f"{name}." if name else "")
-                own = [p for p in module.parameters() if p.requires_grad]
+                own = [key for key, p in module.named_parameters() if id(p) in self._name_of]
             if not own or not self._is_within(name):
                 continue
             if kind_of(module) is None and expansion_of(module) is None:
-                unknown.append(f"layer {name or 'the model'} ({type(module).__name__}) has parameters of its own, and how they "
-                               f"make its output is not known; {LEFT_OUT[self._left_out_by]}, or build it from torch's layers.")
+                unknown.append(self._unknown(name, module, own))
             chosen.add(name)
         if unknown:
             raise ConfigError(unknown)
@@ -272,12 +287,24 @@ class Capture:
                               "name some of model.named_modules().")
         return chosen
 
+    def _unknown(self, name: str, module: nn.Module, own: list[str]) -> str:
+        remedy = LEFT_OUT["layers"]
+        if self._left_out_by == "skip":
+            names = ", ".join(f'"{name}.{each}"' if name else f'"{each}"' for each in own)
+            remedy = f"name them in skip=({names},), which leaves them their gradient"
+        return (f"layer {name or 'the model'} ({type(module).__name__}) has parameters of its own "
+                f"({', '.join(own)}), and how they make its output is not known; {remedy}, or "
+                "build it from torch's layers.")
+
     def _is_within(self, name: str) -> bool:
         return self._within is None or any(name == outer or name.startswith(f"{outer}.") for outer in self._within)
 
     def _hook(self, name: str) -> Callable[..., Any]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
             expand = expansion_of(module)
+            if _is_recomputation():
+                # autograd wants the tensors of the first forward pass again
+                return None if expand is None else expand(module, args, kwargs, output, _linear)
             if not torch.is_grad_enabled() or self._paused:
                 return None
             if torch._C._functorch.maybe_current_level() is not None:
@@ -285,8 +312,7 @@ class Capture:
                                   "collect its "
                                   "curvature in a plain forward and backward pass.")
             if torch._C._current_graph_task_id() != -1:
-                raise ConfigError(f"layer {name} is computed again during the backward pass (activation checkpointing), where its "
-                                  "samples would count twice; switch checkpointing off while curvature is collected.")
+                raise ConfigError(_REENTRANT)
             if expand is not None:
                 return expand(module, args, kwargs, output, self._product(name, module))
             x = args[0] if args else next(iter(kwargs.values()))
@@ -342,3 +368,14 @@ class Capture:
             self._tries.count(call, N, is_clear=False)
         with torch.no_grad(), without_autocast(e_M.device.type):
             (self._arrived or self._keep)(call, e_M.detach())
+
+
+def _is_recomputation() -> bool:
+    """Whether `checkpoint(use_reentrant=False)` runs a forward pass again for its saved tensors."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks is not None and "_recomputation_hook" in hooks[0].__qualname__
+
+
+def _linear(part: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """A product inside of a layer that nobody catches."""
+    return nn.functional.linear(x, weight, bias)

@@ -24,11 +24,21 @@ from ngsgd.curvature.capture import Capture, LayerCall, Record
 from ngsgd.curvature.forms.grad_forms import joined
 from ngsgd.curvature.forms.layer_inputs import Inputs, joined_inputs
 from ngsgd.curvature.layer_decomposition import expansion_of
-from ngsgd.curvature.layers import Affine, Convolution, kind_of, without_autocast
+from ngsgd.curvature.layers import (
+    Affine,
+    Convolution,
+    has_transposed_weight,
+    kind_of,
+    normalizes_over_minibatch,
+    without_autocast,
+)
 from ngsgd.curvature.loss_interception import LossCalls
 from ngsgd.curvature.quantities import SIGNALS, CollectOptions, PassResults, Quantities, finalize
 from ngsgd.curvature.second_order.backward import SecondOrderBackward
 from ngsgd.errors import ConfigError, DataError
+
+# defined by rows at the outputs of layers, whether or not a sample has a gradient of its own
+_OF_ROWS = {"kfac", "kflr", "kfac_emp"}
 
 
 def _refuse_natural_gradient(model: nn.Module) -> None:
@@ -73,7 +83,17 @@ class Collection(Mapping[str, Quantities]):
         self._is_second_order = any(SIGNALS.get(name, ("", ""))[0] != "gradient" for name in asked)
         if self._is_second_order:
             _refuse_natural_gradient(model)
-        self._capture = Capture(model, arrived=self._arrived, called=self._noted, separate=True, **capture)
+        # factors are of rows, which a BatchNorm in training mode has like any other operation
+        separate = not (set(asked) <= _OF_ROWS
+                        and any(normalizes_over_minibatch(module) for module in model.modules()))
+        self._capture = Capture(model, arrived=self._arrived, called=self._noted, separate=separate,
+                                **capture)
+        for name, module in model.named_modules():
+            if name in self._capture.layers and has_transposed_weight(module):
+                raise ConfigError(f"layer {name} (Conv1D of Hugging Face) has a weight of inputs x "
+                                  "outputs, whose quantities would be in another order; put an "
+                                  "nn.Linear with the transposed weight in its place, or leave it "
+                                  "out by naming the others in layers=.")
         factored = [name for name in asked if SIGNALS.get(name, ("", ""))[1] == "factors"]
         if factored:
             _require_factors(model, self._capture.layers, factored[0])

@@ -7,6 +7,7 @@ positions of a sample, I inputs, O outputs.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -120,7 +121,7 @@ def kind_of(layer: nn.Module) -> Kind | None:
     """
     module: Any = layer
     plain = _plain_class(type(layer))
-    if plain is nn.Linear:
+    if plain is nn.Linear or has_transposed_weight(layer):
         return Affine()
     if plain in (nn.Conv1d, nn.Conv2d, nn.Conv3d):
         return _convolution(module)
@@ -131,10 +132,19 @@ def kind_of(layer: nn.Module) -> Kind | None:
     if plain is nn.GroupNorm:
         return ScaleOffset(lambda x: nn.functional.group_norm(x, module.num_groups, eps=module.eps), 0)
     if plain in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
-        return ScaleOffset(lambda x: _by_running_statistics(module, x), 0)
+        # asked now: the mode may be another one when the derivative arrives
+        of_minibatch = normalizes_over_minibatch(module)
+        normalize = functools.partial(_batch_normalized, module, of_minibatch=of_minibatch)
+        return ScaleOffset(normalize, 0)
     if plain is nn.Embedding and module.max_norm is None and not module.scale_grad_by_freq and not module.sparse:
         return Table(module.num_embeddings, module.padding_idx)
     return None
+
+
+def has_transposed_weight(layer: nn.Module) -> bool:
+    """Whether the layer is Hugging Face's Conv1D (GPT-2): affine, its weight inputs x outputs."""
+    kind = type(layer)
+    return (kind.__name__, kind.__module__) == ("Conv1D", "transformers.pytorch_utils")
 
 
 _CLASSES = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.BatchNorm1d, nn.BatchNorm2d,
@@ -159,24 +169,29 @@ def _convolution(layer: Any) -> Convolution:
     return Convolution(layer.kernel_size, layer.stride, layer.dilation, padding, _PADDING_MODES[layer.padding_mode], layer.groups)
 
 
-def _by_running_statistics(layer: Any, x: Tensor) -> Tensor:
+def normalizes_over_minibatch(layer: nn.Module) -> bool:
+    """Whether the layer is a BatchNorm whose next forward pass has statistics of the minibatch."""
+    return (isinstance(layer, nn.modules.batchnorm._BatchNorm)
+            and (layer.training or layer.running_mean is None))
+
+
+def _batch_normalized(layer: Any, x: Tensor, *, of_minibatch: bool) -> Tensor:
+    """x without scale and offset."""
+    if of_minibatch:
+        return nn.functional.batch_norm(x, None, None, training=True, eps=layer.eps)
     return nn.functional.batch_norm(x, layer.running_mean, layer.running_var, eps=layer.eps)
 
 
-def refuse_coupled(layer: nn.Module, name: str, left_out_by: str = "layers") -> None:
-    """Raises ConfigError for a normalisation over the minibatch, through which no sample has a gradient of its own."""
-    over_minibatch = isinstance(layer, nn.modules.batchnorm._BatchNorm) and (layer.training or layer.running_mean is None)
+def refuse_coupled(layer: nn.Module, name: str) -> None:
+    """Raises ConfigError for a normalization over the minibatch, which mixes its samples."""
     instance = isinstance(layer, nn.modules.instancenorm._InstanceNorm) and layer.track_running_stats and layer.training
-    if over_minibatch or instance:
-        # with layers= a layer that is left out would still mix the samples of the others, and so
-        # with skip=
-        raise ConfigError(f"layer {name or type(layer).__name__} ({type(layer).__name__}) normalises over the minibatch, so no "
-                          "sample has a gradient of its own; " + (
-                              "call its eval() before the forward pass, which collects with its running statistics."
-                              if left_out_by == "layers" else
-                              "keep its running statistics fixed by its eval() after model.train(), build the model with GroupNorm "
-                              "or LayerNorm, or take a method that looks at gradients alone (Shampoo, SOAP, PSGD, "
-                              "Muon) or ngsgd.NGSGD."))
+    if normalizes_over_minibatch(layer) or instance:
+        # with layers= a layer that is left out would still mix the samples of the others
+        kind = type(layer).__name__
+        raise ConfigError(f"layer {name or kind} ({kind}) normalizes over the minibatch, so no "
+                          "sample has a gradient of its own; call its eval() before the forward "
+                          "pass, which collects with its running statistics, or collect Kronecker "
+                          "factors alone (kfac, kflr, kfac_emp).")
 
 
 @torch.no_grad()

@@ -71,6 +71,12 @@ def run_once(outputs: Iterable[GradientEdge],
     return [call for call, edge in calls.items() if edge.node in by_any and edge.node not in by_rows]
 
 
+def has_reentrant_checkpoint(output: Tensor) -> bool:
+    """Whether the output's graph has a `checkpoint(use_reentrant=True)`."""
+    nodes = set() if output.grad_fn is None else _reached([output.grad_fn], with_repeats=True)
+    return any(node.name() == "CheckpointFunctionBackward" for node in nodes)
+
+
 def _reached(roots: list[Node], *, with_repeats: bool) -> set[Node]:
     found, stack = set(roots), list(roots)
     while stack:

@@ -10,6 +10,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ngsgd.errors import ConfigError
 
+REENTRANT = ("needs gradients of gradients, which reentrant activation checkpointing does not "
+             "have; use checkpoint(.., use_reentrant=False).")
+
 
 def twice_differentiable() -> contextlib.AbstractContextManager[None]:
     """For forward passes: `scaled_dot_product_attention` runs its MATH kernel, the only one with a second derivative."""
@@ -22,6 +25,8 @@ def naming_missing(who: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
+        if "use_reentrant=True" in str(error):
+            raise ConfigError(f"{who} {REENTRANT}") from error
         missing = re.search(r"derivative for (\S+) is not implemented", str(error))
         if missing is None:
             raise

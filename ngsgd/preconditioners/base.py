@@ -18,6 +18,7 @@ import contextlib
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar
 
@@ -25,7 +26,7 @@ import torch
 import torch.distributed
 from torch import Tensor, nn
 
-from ngsgd.curvature.layers import upcast, without_autocast
+from ngsgd.curvature.layers import has_transposed_weight, upcast, without_autocast
 from ngsgd.errors import CheckpointError, ConfigError
 from ngsgd.ops import gemm
 from ngsgd.preconditioners import step_limits
@@ -92,8 +93,11 @@ class Preconditioner:
         self._overwrites = False
         # by weight: this step's gradients that are not multiplied out
         self._held: dict[str, FactoredGrad] = {}
-        self._skipped = self._skipped_parameters()
-        self._bias_of = _biases(model) if type(self).joins_bias else {}
+        self._skipped = skipped_parameters(model, self.options.skip)
+        self._bias_of = _biases(model, self._skipped) if type(self).joins_bias else {}
+        # weights of inputs x outputs
+        self._transposed = {f"{name}.weight".lstrip(".") for name, module in model.named_modules()
+                            if has_transposed_weight(module)}
         device = next(model.parameters()).device
         self.generator = torch.Generator(device).manual_seed(self.options.seed)
         # DistributedDataParallel averages the gradients
@@ -109,28 +113,35 @@ class Preconditioner:
 
     # one step
 
-    def evaluate(self, closure: Callable[[], Tensor]) -> Tensor:
+    def evaluate(self, closure: Callable[[], Tensor], *, num_rows: int | None = None) -> Tensor:
         """The loss that `closure()` returns for a minibatch; its gradient is added to `.grad`.
 
         Methods that look at a minibatch again after the optimiser's step keep the closure till then and call it once more: for the
         same parameters it must return the same loss.  Autocast belongs inside of it.
+
+        Args:
+            closure: runs the model and returns the loss.
+            num_rows: how many rows (frames, samples) the loss is a mean over, for losses that are
+                not recognized; see `watch`.
         """
-        with self.watch(), torch.enable_grad():
+        with self.watch(num_rows), torch.enable_grad():
             with self._holding:
                 loss = closure()
             self.backward(loss)
         return loss.detach()
 
-    def evaluate_and_step(self, closure: Callable[[], Tensor], lr: float | None = None) -> Tensor:
+    def evaluate_and_step(self, closure: Callable[[], Tensor], lr: float | None = None, *,
+                          num_rows: int | None = None) -> Tensor:
         """`evaluate` and `step` in one, for loops that do nothing to gradients in between: quicker, with the same result.
 
         Rows of layers that are wider than the minibatch are preconditioned before they become a gradient, which is then made once;
         not under DistributedDataParallel, which averages gradients.
         """
         if self._may_hold():
-            self._holding = RowGradients(self.model, _biases(self.model), joined=type(self).joins_bias, wanted=self._is_held)
+            self._holding = RowGradients(self.model, _biases(self.model, self._skipped),
+                                         joined=type(self).joins_bias, wanted=self._is_held)
         try:
-            loss = self.evaluate(closure)
+            loss = self.evaluate(closure, num_rows=num_rows)
             if isinstance(self._holding, RowGradients):
                 self._held = self._holding.collect()
         finally:
@@ -145,20 +156,25 @@ class Preconditioner:
 
     def _is_held(self, name: str, num_rows: int, num_outputs: int, num_inputs: int) -> bool:
         # the first forward pass may have found replicas
-        if name in self._skipped or self._is_replicated:
+        if self._is_replicated:
             return False
         return any(is_cheaper_by_rows(num_rows, num_outputs, num_inputs)) \
             and (self.is_due("curvature") or self.can_hold(name, self.inverses.get(name, {})))
 
     @contextlib.contextmanager
-    def watch(self) -> Iterator[None]:
-        """Forward and backward passes inside are looked at, where a look is due."""
+    def watch(self, num_rows: int | None = None) -> Iterator[None]:
+        """Record the forward and backward passes inside, where a curvature update is due.
+
+        With `num_rows` and `fisher="empirical"` the loss may be any function of the model's output.
+        It counts as a mean over so many rows (frames, samples), and several passes before a step as
+        one mean over the sum of their `num_rows`.  Divide a sum by its rows; do not scale the loss.
+        """
         # made before the model was sharded
         if self._last["curvature"] is None:
             refuse_sharded(self.model, type(self).__name__)
         noticed = None if self._is_replicated else self.model.register_forward_pre_hook(self._notice_replicas)
         try:
-            with self._watching():
+            with self._watching(num_rows):
                 yield
         finally:
             if noticed is not None:
@@ -182,14 +198,15 @@ class Preconditioner:
         self._is_replicated = True
 
     @contextlib.contextmanager
-    def _watching(self) -> Iterator[None]:
+    def _watching(self, num_rows: int | None) -> Iterator[None]:
         if not isinstance(self.options, FisherOptions) or not self.is_due("curvature"):
             yield
             return
-        self._watched = self._watched or FisherRecorder(self.model, fisher=self.options.fisher,
-                                                        num_draws=self.options.num_draws,
-                                               generator=self.generator, layers=self._layers())
+        self._watched = self._watched or FisherRecorder(
+            self.model, fisher=self.options.fisher, num_draws=self.options.num_draws,
+            generator=self.generator, skipped=self._skipped)
         # several before a step see one minibatch
+        self._watched.give_rows(num_rows)
         with self._watched:
             yield
         self._signal = self._watched.signal()
@@ -211,8 +228,7 @@ class Preconditioner:
     def _step(self, lr: float | None) -> None:
         parameters = dict(self.model.named_parameters())
         held = self._held_alone(parameters)
-        grads = {name: p.grad if p.grad.dtype is torch.float32 else upcast(p.grad) for name,
-                 p in parameters.items()
+        grads = {name: self.oriented(name, upcast(p.grad)) for name, p in parameters.items()
                  if p.grad is not None and name not in self._skipped}
         if self._last["curvature"] is None:
             refuse_sharded(self.model, type(self).__name__)
@@ -236,7 +252,7 @@ class Preconditioner:
         found = self._limited(grads, held, directions, lr)
         for name, p in parameters.items():
             if name in found:
-                _give(p, found[name])
+                _give(p, self.oriented(name, found[name]))
         self.num_steps += 1
 
     def _held_alone(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, FactoredGrad]:
@@ -480,6 +496,10 @@ class Preconditioner:
 
     # parameters and layers
 
+    def oriented(self, name: str, x: Tensor) -> Tensor:
+        """Outputs first, as methods see a parameter, or back; transposes Hugging Face's Conv1D."""
+        return x.T.contiguous() if name in self._transposed else x
+
     def option(self, name: str, key: str) -> float:
         """A setting of the layer that owns the parameter."""
         value: float = getattr(self.options, key)
@@ -488,21 +508,6 @@ class Preconditioner:
             if key in settings and fnmatchcase(layer, pattern):
                 value = settings[key]
         return value
-
-    def _skipped_parameters(self) -> set[str]:
-        return {f"{name}.{p}".lstrip(".") for name, module in self.model.named_modules() if self._is_skipped(name, module)
-                for p, _ in module.named_parameters()}
-
-    def _is_skipped(self, name: str, module: nn.Module) -> bool:
-        return any(fnmatchcase(name, pattern) or getattr(module, "plain_class", type(module)).__name__ == pattern
-                   for pattern in self.options.skip)
-
-    def _layers(self) -> tuple[str, ...] | None:
-        """Names of the layers to look at; None: all."""
-        if not self._skipped:
-            return None
-        return tuple(name for name, module in self.model.named_modules()
-                     if any(f"{name}.{p}".lstrip(".") not in self._skipped for p, _ in module.named_parameters(recurse=False)))
 
     def _joined(self, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Gradients by weight: O x I with the bias as last column where they are one block; others as they are."""
@@ -589,6 +594,39 @@ class Preconditioner:
                               "\"reset\" or \"keep\".")
 
 
+def skipped_parameters(model: nn.Module, skip: Sequence[str]) -> set[str]:
+    """Names of the parameters that `skip` leaves alone.
+
+    An entry is the name of a module, a pattern of such names or a class name, which mean all
+    parameters inside of the module; or the name of a parameter or a pattern of such names.
+
+    Raises:
+        ConfigError: an entry matches nothing.
+    """
+    modules = [(name, getattr(module, "plain_class", type(module)).__name__,
+                {id(p) for p in module.parameters()})
+               for name, module in model.named_modules(remove_duplicate=False)]
+    # a tied parameter has several names
+    parameters = [(name, id(p)) for name, p in model.named_parameters(remove_duplicate=False)]
+    skipped: set[int] = set()
+    problems = []
+    for entry in skip:
+        found = [inside for name, kind, inside in modules
+                 if fnmatchcase(name, entry) or kind == entry]
+        found += [{key} for name, key in parameters if fnmatchcase(name, entry)]
+        if not found:
+            known = {name for name, _ in parameters}
+            known.update(*({name, kind} for name, kind, _ in modules))
+            near = get_close_matches(entry, sorted(known), n=3, cutoff=0.5)
+            remedy = f"did you mean {' or '.join(near)}?" if near else "see named_parameters()."
+            problems.append(f"skip has {entry!r}, which is no name of a module, a parameter or a "
+                            f"class of the model; {remedy}")
+        skipped.update(*found)
+    if problems:
+        raise ConfigError(problems)
+    return {name for name, p in model.named_parameters() if id(p) in skipped}
+
+
 def refuse_sharded(model: nn.Module, method: str) -> None:
     """Raises ConfigError for parameters of which a rank has a part alone (FSDP, tensor parallelism)."""
     wrapped = [type(module).__name__ for module in model.modules() if type(module).__name__ == "FullyShardedDataParallel"]
@@ -605,14 +643,16 @@ def _give(p: nn.Parameter, direction: Tensor) -> None:
         p.grad.copy_(direction)
 
 
-def _biases(model: nn.Module) -> dict[str, str | None]:
-    """Weight to bias of the affine layers and of the affine products in recurrent and attention layers."""
+def _biases(model: nn.Module, skipped: Collection[str]) -> dict[str, str | None]:
+    """Weight to bias of affine layers and of the products in recurrent and attention layers."""
     found: dict[str, str | None] = {}
     affine = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.RNNBase | nn.MultiheadAttention
     for name, module in model.named_modules():
-        if not isinstance(module, affine) or getattr(module, "groups", 1) > 1:
+        is_affine = isinstance(module, affine) or has_transposed_weight(module)
+        if not is_affine or getattr(module, "groups", 1) > 1:
             continue
-        own = {key for key, p in module.named_parameters(recurse=False) if p.requires_grad}
+        own = {key for key, p in module.named_parameters(recurse=False)
+               if p.requires_grad and f"{name}.{key}".lstrip(".") not in skipped}
         for key in own:
             if "weight" in key:
                 bias = key.replace("weight", "bias")

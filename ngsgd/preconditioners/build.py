@@ -10,7 +10,7 @@ from torch import nn
 
 from ngsgd.config import OptimizerConfig, unused_in
 from ngsgd.preconditioners import METHODS
-from ngsgd.preconditioners.base import Preconditioner
+from ngsgd.preconditioners.base import Preconditioner, skipped_parameters
 from ngsgd.preconditioners.states import mean_state
 
 # option of a run -> that of the library's class, where the names differ
@@ -21,14 +21,25 @@ _OF_SGD = ("kind", "momentum", "max_change", "max_param_change", "weight_decay",
            "proportional_shrink", "layer_options", "equalize_layers")
 
 
-def make_preconditioner(model: nn.Module, config: OptimizerConfig, seed: int) -> Preconditioner:
+def make_preconditioner(model: nn.Module, config: OptimizerConfig, seed: int,
+                        complete: nn.Module | None = None) -> Preconditioner:
     """Make the preconditioner of a run; `seed` decides its random numbers.
 
+    Args:
+        model: the network to train.
+        config: its section.
+        seed: of the run and the job.
+        complete: a growing model, of which `model` is the network so far; `skip` may name any part.
+
     Raises:
+        ConfigError: `skip` matches nothing.
         KeyError: the kind is ngsgd or sgd, which precondition nothing here.
     """
     given = {name: getattr(config, name) for name in options_of(config)}
     skip = tuple(filter(None, given.pop("skip").replace(" ", "").split(",")))
+    if complete is not None:
+        skipped = skipped_parameters(complete, skip)
+        skip = tuple(name for name, _ in model.named_parameters() if name in skipped)
     return METHODS[config.kind](model, **{LIBRARY_NAMES.get(name, name): value for name, value in given.items()},
                   skip=skip, seed=seed)
 

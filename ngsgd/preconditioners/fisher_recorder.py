@@ -13,7 +13,7 @@ Letters: V vectors, N samples, T positions, R rows of the loss (frames), I input
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -89,9 +89,9 @@ class FisherRecorder:
     """
 
     def __init__(self, model: nn.Module, *, fisher: str, num_draws: int, generator: torch.Generator | None,
-                 layers: tuple[str, ...] | None) -> None:
+                 skipped: Collection[str] = ()) -> None:
         self._fisher, self._num_draws, self._generator = fisher, num_draws, generator
-        self._capture = Capture(model, layers=layers, arrived=self._arrived, left_out_by="skip")
+        self._capture = Capture(model, without=skipped, arrived=self._arrived, left_out_by="skip")
         self._mode = LossCalls(self._noted, self._noted_other)
         # losses that were differentiated and whose rows have no known weight
         self._others: list[str] = []
@@ -100,6 +100,8 @@ class FisherRecorder:
         # evaluations of a loss so far
         self._num_noted = 0
         self._total_weight, self._num_rows = 0.0, 0
+        # rows that the user says losses are a mean over: of all passes, and of those inside now
+        self._given_rows, self._given_now = 0, 0
         # (backward pass, call of the model) -> group of samples
         self._groups: dict[tuple[int, int], int] = {}
         # elements of calls' outputs that losses of this pass are of
@@ -108,6 +110,18 @@ class FisherRecorder:
         self._task, self._several = -1, False
         # by (backward pass, call of the model) and evaluation (0: empirical)
         self._records: dict[tuple[tuple[int, int], int], list[Record]] = defaultdict(list)
+
+    def give_rows(self, num_rows: int | None) -> None:
+        """Declare the losses of the next passes a mean over so many rows; None: recognize them."""
+        if num_rows is not None and self._fisher != "empirical":
+            raise ConfigError(f"num_rows is for fisher=\"empirical\"; fisher is {self._fisher!r}, "
+                              "which needs the second derivative of the loss: call cross-entropy, "
+                              "mean squared error or binary cross-entropy with logits of torch.")
+        if num_rows is not None and num_rows < 1:
+            raise ConfigError(f"num_rows is {num_rows}; give the number of rows that the loss is a "
+                              "mean over, at least 1.")
+        self._given_now = num_rows or 0
+        self._given_rows += self._given_now
 
     def __enter__(self) -> FisherRecorder:
         self._before = set(self._records), self._pass, self._total_weight, self._num_rows, self._num_noted, list(self._others)
@@ -123,6 +137,7 @@ class FisherRecorder:
             known, self._pass, self._total_weight, self._num_rows, self._num_noted, self._others = self._before
             for key in self._records.keys() - known:
                 del self._records[key]
+            self._given_rows -= self._given_now
 
     def forget(self) -> None:
         """For good.  The hooks' owners refer to each other, and rows should go now, not when the garbage collector comes by."""
@@ -133,15 +148,23 @@ class FisherRecorder:
     @torch.no_grad()
     def signal(self) -> FisherSample:
         """What has been caught, scaled."""
-        if self._pass < 0:
+        if self._pass < 0 and not self._given_rows:
             raise ConfigError("the preconditioner saw no loss whose curvature is known; inside of watch(), call cross-entropy, "
-                              "mean squared error or binary cross-entropy with logits from torch, and backward().")
+                              "mean squared error or binary cross-entropy with logits from torch, "
+                              "and backward(), or say over how many rows the loss is a mean: "
+                              "evaluate(closure, num_rows=) or watch(num_rows=), with "
+                              "fisher=\"empirical\".")
+        if self._pass >= 0 and self._given_rows:
+            raise ConfigError("num_rows was given for a part of the passes before this step; give "
+                              "it for all of them or for none.")
         if self._others:
             raise ConfigError(f"the loss has a part from {self._others[0]}, whose curvature and weight of rows are not known; "
+                              "say over how many rows the loss is a mean (num_rows= of evaluate or "
+                              "watch, with fisher=\"empirical\"), "
                               "write distillation as cross-entropy with soft targets, which has the gradient of kl_div, call "
                               "backward() for the other part outside of watch(), or take a method that looks at gradients alone "
                               "(Shampoo, SOAP, PSGD, Muon).")
-        R, W = self._num_rows, self._total_weight
+        R, W = (self._given_rows, 1.0) if self._given_rows else (self._num_rows, self._total_weight)
         # every row is masked
         if not W > 0.0:
             return FisherSample()
@@ -177,7 +200,7 @@ class FisherRecorder:
             # not of a parameter alone, such as a penalty
             if not self._capture.is_paused and calls and next_calls(edge, calls):
                 self._others.append(name)
-        if not self._capture.is_paused:
+        if not self._capture.is_paused and not self._given_now:
             value.register_hook(differentiated)
 
     def _differentiated(self, settings: dict[str, Any], kind: type[nn.Module], output: Tensor, target: Tensor,
@@ -185,9 +208,11 @@ class FisherRecorder:
         if self._capture.is_paused or not self._capture.open_calls:
             return
         with torch.no_grad(), without_autocast(output.device.type):
+            self._begin(output, target)
+            if self._given_now:
+                return
             view = losses.evaluation(settings, kind, output, target, upstream)
             self._pass += 1
-            self._begin(view, target)
             self._total_weight += float(view.weight_R.sum())
             # a row of a loss over single numbers is one vector of them
             counts = view.weight_R if view.classes else view.weight_R.view(-1, output.shape[-1] if output.ndim > 1 else 1)[:, 0]
@@ -198,15 +223,15 @@ class FisherRecorder:
                 N = self._capture.num_samples_seen(view.output)
                 self._send(view, list(view.columns(N, _CHUNK)))
 
-    def _begin(self, view: losses.LossEvaluation, target: Tensor) -> None:
+    def _begin(self, output: Tensor, target: Tensor) -> None:
         """Checks the layers that a loss is of, and joins the samples of calls of the model that one loss compares."""
-        outputs = [get_gradient_edge(part) for part in (view.output, target) if part.requires_grad]
+        outputs = [get_gradient_edge(part) for part in (output, target) if part.requires_grad]
         if not outputs:   # of a parameter alone
             return
-        self._capture.check_output(outputs[0], view.output)
+        self._capture.check_output(outputs[0], output)
         task = torch._C._current_graph_task_id()
         if task != self._task:
-            self._task, self._several = task, self._num_noted - self._pass > 1
+            self._task, self._several = task, self._num_noted - self._pass > 2
             self._seen.clear()
         calls = self._capture.open_calls
         if len({call.forward for call in calls}) > 1:

@@ -129,10 +129,12 @@ class GradientMaker:
         """Says where in the output the logits are; `logits` holds them after each call."""
         self._logits_repr = logits
 
-    def forward_and_backward(self, lr: float | None = None) -> tuple[Any, Tensor]:
+    def forward_and_backward(self, lr: float | None = None, *,
+                             num_rows: int | None = None) -> tuple[Any, Tensor]:
         """(the model's output, the loss) of one pass; ConfigError where the calls were not set up or give no number.
 
-        `lr` is the optimiser's, for preconditioners with kl_clip.
+        `lr` is the optimizer's, for preconditioners with kl_clip; `num_rows` is that of
+        `Preconditioner.watch`.
         """
         before = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
         forward = self._forward()
@@ -152,10 +154,10 @@ class GradientMaker:
 
         # averages gradients before they are preconditioned
         if isinstance(self._called, nn.parallel.DistributedDataParallel):
-            loss = self.preconditioner.evaluate(closure)
+            loss = self.preconditioner.evaluate(closure, num_rows=num_rows)
             self.preconditioner.step(lr)
         else:
-            loss = self.preconditioner.evaluate_and_step(closure, lr)
+            loss = self.preconditioner.evaluate_and_step(closure, lr, num_rows=num_rows)
         (output,) = outputs
         self._note_logits(output)
         with torch.no_grad():

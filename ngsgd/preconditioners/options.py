@@ -32,7 +32,7 @@ class Options:
     max_grad_norm: float = 0.0
     # "gradient": each layer's direction gets the norm of its plain gradient
     graft: str = "none"
-    # layers left alone: names, patterns, or classes such as "Conv1d"
+    # left alone: modules by name, pattern or class such as "Conv1d"; parameters by name or pattern
     skip: tuple[str, ...] = ()
     # settings of single layers by name or pattern, such as {"output*": {"damping": 0.1}}: damping,
     # ema_decay; later ones win

@@ -118,7 +118,7 @@ class Worker:
                                    fast_gemm=not has_preconditioner)
         preconditioner = None
         if has_preconditioner:
-            preconditioner = make_preconditioner(network, settings, seed)
+            preconditioner = make_preconditioner(network, settings, seed, self.model)
         load_fisher(optimizer, preconditioner, job.start.fisher)
         sums = _Sums(self.device)
         began = time.perf_counter()

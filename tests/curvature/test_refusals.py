@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
-import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import ngsgd
 from ngsgd.curvature import collect
 from ngsgd.errors import ConfigError, DataError
-from ngsgd.preconditioners import KFAC, Shampoo
+from ngsgd.preconditioners import KFAC
 from tests.curvature.support import close
 from tests.curvature.test_collect import CE, _net
 
@@ -94,16 +96,47 @@ def test_gradients_of_gradients_are_refused() -> None:
         penalised().backward()
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_activation_checkpointing_is_refused(reentrant: bool) -> None:
+@pytest.mark.entry("B17")
+@pytest.mark.parametrize("quantity", ["batch_grad", "variance", "diag_ggn", "batch_diag_ggn_mc",
+                                      "diag_h", "kflr", "kfra", "hmp"])
+def test_activation_checkpointing_changes_nothing(quantity: str) -> None:
+    found = []
+    for is_checkpointed in (False, True):
+        model, x, y = _net()
+        with collect(model, quantity, loss_fn=CE, generator=torch.Generator().manual_seed(0)) as q:
+            run = partial(checkpoint, model, use_reentrant=False) if is_checkpointed else model
+            CE(run(x), y).backward()
+        value = getattr(q["0.weight"], quantity)
+        found.append(value(torch.ones_like(model[0].weight)) if quantity == "hmp" else value)
+    if quantity in ("kflr", "kfra"):
+        close(found[1].A_II, found[0].A_II)
+        found = [each.B_OO for each in found]
+    close(found[1], found[0])
+
+
+@pytest.mark.entry("B17")
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("quantity", ["variance", "diag_ggn"])
+def test_reentrant_activation_checkpointing_is_refused(quantity: str, first: int) -> None:
+    """Of the complete model, and of the layers after the first."""
     model, x, y = _net()
-    with pytest.raises(ConfigError, match="checkpointing"), collect(model, "variance", loss_fn=CE):
-        CE(torch.utils.checkpoint.checkpoint(model, x.requires_grad_(), use_reentrant=reentrant), y).backward()
+
+    def differentiate() -> None:
+        hidden = model[:first](x.requires_grad_())
+        CE(checkpoint(model[first:], hidden, use_reentrant=True), y).backward()
+
+    with pytest.raises(ConfigError, match="use_reentrant=False"), \
+            collect(model, quantity, loss_fn=CE):
+        differentiate()
 
 
-def test_batch_normalisation_over_the_minibatch_is_refused() -> None:
+@pytest.mark.entry("B11")
+@pytest.mark.parametrize("quantity", ["batch_grad", "variance", "batch_l2", "diag_ggn"])
+def test_batch_normalization_over_the_minibatch_is_refused(quantity: str) -> None:
+    """Also together with factors, which do not need samples."""
     model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4))
-    with pytest.raises(ConfigError, match="layer 1"), collect(model, "variance", loss_fn=CE):
+    with pytest.raises(ConfigError, match=r"layer 1 .*eval\(\)"), \
+            collect(model, quantity, "kfac", loss_fn=CE, layers=["0"]):
         model(torch.randn(4, 5))
 
 
@@ -191,10 +224,11 @@ class _Scaled(nn.Module):
         return y
 
 
-@pytest.mark.entry("B11", "a model has a layer whose curvature is not known, or a BatchNorm in training mode", "refused",
-                   "`ConfigError` names the argument that leaves the layer out: `layers=` of `collect`, `skip=` of "
-                   "preconditioners. For BatchNorm it says what to do instead: `eval()`, GroupNorm, or a method that uses "
-                   "gradients alone.")
+@pytest.mark.entry("B11", "a model has a layer whose curvature is not known, or you collect the "
+                   "curvature of samples beside a BatchNorm in training mode", "refused",
+                   "`ConfigError` names the argument that leaves the layer out: `layers=` of "
+                   "`collect`, `skip=` of preconditioners. For BatchNorm it says what to do: "
+                   "`eval()`, or Kronecker factors alone.")
 def test_an_unknown_layer_is_refused_with_the_argument_that_leaves_it_out() -> None:
     model = nn.Sequential(_Scaled(), nn.Linear(3, 3))
     with pytest.raises(ConfigError, match="layers=") as error:
@@ -209,17 +243,3 @@ def test_an_unknown_layer_is_refused_with_the_argument_that_leaves_it_out() -> N
         skipping = KFAC(model, skip=skip)
         skipping.evaluate(lambda: CE(model(x), y))
         skipping.step()
-
-
-@pytest.mark.entry("B11")
-def test_batch_normalisation_is_refused_with_what_can_be_done() -> None:
-    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
-    x, y = torch.randn(4, 5), torch.arange(4) % 3
-    preconditioner = KFAC(model)
-    with pytest.raises(ConfigError, match=r"eval\(\).*model.train\(\).*GroupNorm.*Shampoo"):
-        preconditioner.evaluate(lambda: CE(model(x), y))
-    for working in (KFAC(model.train()), Shampoo(model.train())):
-        if isinstance(working, KFAC):
-            model[1].eval()
-        working.evaluate(lambda: CE(model(x), y))
-        working.step()

@@ -126,7 +126,8 @@ class OptimizerConfig:
     kl_clip: float = option(
         0.0, "limit on lr^2 <P g, g> per minibatch; 0: no limit", low=0.0, used=_all_but())
     skip: str = option(
-        "", "layers without preconditioning: names, patterns or classes, separated by commas",
+        "", "layers and parameters without preconditioning: names, patterns or classes, separated "
+            "by commas",
         used=_all_but())
     beta1: float = option(
         0.9, "weight of the past in the first moment", low=0.0, high=0.9999,

@@ -20,7 +20,9 @@ from ngsgd.curvature import losses
 from ngsgd.curvature.layers import without_autocast
 from ngsgd.curvature.loss_interception import LossCalls
 from ngsgd.curvature.products.block import expanded
+from ngsgd.curvature.samples import has_reentrant_checkpoint
 from ngsgd.errors import ConfigError
+from ngsgd.ops.second_derivatives import REENTRANT
 
 # by parameter name, of the parameters' shapes
 Vectors = dict[str, Tensor]
@@ -96,6 +98,9 @@ class FullModelProducts(LossWeight):
         """Adds the gradient to `.grad`, as `backward()` does, and keeps its graph."""
         parameters = tuple(self.parameters.values())
         gradients = torch.autograd.grad(loss, parameters, create_graph=True, allow_unused=True)
+        # where nothing before such a checkpoint has parameters, torch returns None for those inside
+        if any(g is None for g in gradients) and has_reentrant_checkpoint(loss):
+            raise ConfigError(f"this method {REENTRANT}")
         for p, g in zip(parameters, gradients, strict=True):
             if g is not None:
                 p.grad = g.detach().clone() if p.grad is None else p.grad + g.detach()
@@ -126,7 +131,8 @@ class FullModelProducts(LossWeight):
         """G v, G = J^T H J of the loss with respect to the output; ConfigError if no loss is one that is known."""
         if not self.views:
             raise ConfigError("the Gauss-Newton matrix needs a loss that is known; call cross-entropy, mean squared error or "
-                              "binary cross-entropy with logits from torch, or take products of the Hessian.")
+                              "binary cross-entropy with logits from torch, or take products of "
+                              "the Hessian (HessianFree: products=\"hessian\").")
         if self._pushes is None:
             self._pushes = [_pushing(view.output, tuple(self.parameters.values())) for view in self.views]
         v = tuple(vectors[name] if name in vectors else torch.zeros_like(p) for name, p in self.parameters.items())

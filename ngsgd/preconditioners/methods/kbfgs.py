@@ -98,19 +98,21 @@ class KBFGS(TwoPassMethod):
 
     def _means(self, name: str, rows: Rows) -> tuple[Tensor, Tensor]:
         parameters = dict(self.model.named_parameters())
-        W_OI = parameters[name].detach().flatten(1).to(rows.a_NTI)
+        W_OI = self.oriented(name, parameters[name].detach()).flatten(1).to(rows.a_NTI)
         mean_a_I = rows.a_NTI.mean(dim=(0, 1))
         mean_z_O = W_OI @ mean_a_I[:W_OI.shape[1]]
         if rows.bias is not None:
             mean_z_O = mean_z_O + parameters[rows.bias].detach().to(mean_z_O)
         return mean_z_O, rows.e_VNTO.sum(dim=(0, 1, 2)) / rows.num_rows
 
-    def second_evaluation(self, passes: list[Callable[[], Tensor]]) -> None:
+    def second_evaluation(self, passes: list[Callable[[], Tensor]], num_rows: int | None) -> None:
         # the first look was not finite: there is nothing to compare with
         if not self._first:
             return
-        with FisherRecorder(self.model, fisher="empirical", num_draws=1, generator=None,
-                            layers=self._layers()) as watch:
+        watch = FisherRecorder(self.model, fisher="empirical", num_draws=1, generator=None,
+                               skipped=self._skipped)
+        watch.give_rows(num_rows)
+        with watch:
             # the derivatives of outputs pass by on the way to the biases; gradients of weights
             # would be made for nothing
             self.gradients(passes, {self._bias_of[name] or name for name in self._first})

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ngsgd.curvature.layers import upcast
+from ngsgd.curvature.products.block import expanded
 from ngsgd.curvature.second_order.full_model import FullModelProducts
 from ngsgd.errors import ConfigError
 from ngsgd.ops.second_derivatives import naming_missing, twice_differentiable
@@ -36,7 +37,7 @@ class SecondOrderMethod(Preconditioner):
         return {**super().__getstate__(), "minibatch": None}
 
     @contextlib.contextmanager
-    def _watching(self) -> Iterator[None]:
+    def _watching(self, num_rows: int | None) -> Iterator[None]:
         if not self.is_due("curvature"):
             yield
             return
@@ -49,12 +50,14 @@ class SecondOrderMethod(Preconditioner):
         if self.minibatch is None:
             loss.backward()
         else:
-            self.minibatch.differentiate(loss)
+            with naming_missing(type(self).__name__):
+                self.minibatch.differentiate(loss)
 
     def step(self, lr: float | None = None) -> None:
         """Replaces `.grad` of every parameter by the preconditioned one; `lr` is needed for kl_clip alone."""
         try:
-            with naming_missing(type(self).__name__):
+            # layers that are computed again (checkpointing) have to save the same tensors
+            with naming_missing(type(self).__name__), expanded(self.model), twice_differentiable():
                 super().step(lr)
         finally:
             self._forget_minibatch()
@@ -76,8 +79,10 @@ class SecondOrderMethod(Preconditioner):
         """The "hessian" or "ggn" of the minibatch times vectors, in at least float32."""
         assert self.minibatch is not None
         parameters = self.minibatch.parameters
-        found = getattr(self.minibatch, kind)({name: v.to(parameters[name].dtype) for name, v in vectors.items()}, **options)
-        return {name: upcast(value) for name, value in found.items()}
+        own = {name: self.oriented(name, v.to(parameters[name].dtype))
+               for name, v in vectors.items()}
+        found = getattr(self.minibatch, kind)(own, **options)
+        return {name: self.oriented(name, upcast(value)) for name, value in found.items()}
 
     def drawn(self, grads: Gradients, *, signs: bool = False) -> dict[str, Tensor]:
         """A normal number, or a random sign, for every element of the gradients."""

@@ -71,7 +71,7 @@ class _FromRows(Preconditioner):
         self._gradients: dict[str, FactoredGrad] = {}   # this step's
 
     @contextlib.contextmanager
-    def _watching(self) -> Iterator[None]:
+    def _watching(self, num_rows: int | None) -> Iterator[None]:
         # where every step looks and renews, the rows of the last minibatch need not lie beside the
         # passes of this one; elsewhere
         # they are kept for the case that this one is not finite
@@ -79,7 +79,7 @@ class _FromRows(Preconditioner):
             for kept_so_far in (self.statistics, self.inverses):
                 for name in [name for name, known in kept_so_far.items() if "e" in known]:
                     del kept_so_far[name]
-        with super()._watching():
+        with super()._watching(num_rows):
             yield
 
     def update_curvature(self, seen: FisherSample | Mapping[str, Tensor]) -> None:

@@ -190,7 +190,7 @@ class SOAP(Shampoo):
 
     def _begun(self, name: str, known: State) -> State:
         """The first basis, and moments of nothing."""
-        p = upcast(dict(self.model.named_parameters())[name].detach())
+        p = self.oriented(name, upcast(dict(self.model.named_parameters())[name].detach()))
         moments = {f"{index}.{key}": torch.zeros_like(block) for index, block in enumerate(self._blocks(p)) for key in ("m", "v")}
         return {**{key: _eigenvectors(L_DD, p.dtype) for key, L_DD in known.items()}, **moments,
                 "weight_m": p.new_zeros(()), "weight_v": p.new_zeros(())}

@@ -51,9 +51,10 @@ class Adam(Preconditioner):
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
         super().__init__(model, **options)
-        self._copies = {name: nn.Parameter(torch.zeros_like(upcast(self.viewed(p)))) for name,
-                        p in model.named_parameters()
-                        if p.requires_grad and name not in self._skipped}
+        shown = {name: self.viewed(self.oriented(name, p)) for name, p in model.named_parameters()
+                 if p.requires_grad and name not in self._skipped}
+        self._copies = {name: nn.Parameter(torch.zeros_like(upcast(x)))
+                        for name, x in shown.items()}
         self._optimizers = {name: self.optimizer(name, copy) for name, copy in self._copies.items()}
 
     def optimizer(self, name: str, copy: Tensor) -> torch.optim.Optimizer:
@@ -78,7 +79,9 @@ class Adam(Preconditioner):
                 continue
             copy = self._copies[name]
             # the parameter itself where it has a share in the direction: decay is relative to it
-            before = self.viewed(parameters[name]).to(copy) if self.options.weight_decay else torch.zeros_like(copy)
+            before = torch.zeros_like(copy)
+            if self.options.weight_decay:
+                before = self.viewed(self.oriented(name, parameters[name])).to(copy)
             copy.copy_(before)
             copy.grad = self.viewed(g).to(copy)
             self._optimizers[name].state[copy] = self.statistics.setdefault(name, {})

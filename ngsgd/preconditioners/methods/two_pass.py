@@ -27,12 +27,14 @@ class _Pending:
     step: int
     # and the states of the random numbers before
     passes: list[tuple[_Closure, list[Tensor]]] = field(default_factory=list)
+    # that the losses of the passes are a mean over, where the user says so
+    num_rows: int | None = None
     # of the parameters, when the step was made
     norms: list[float] = field(default_factory=list)
 
 
 class TwoPassMethod(Preconditioner):
-    """Methods that compare two looks at a minibatch: `second_evaluation(passes)` takes the second, where the parameters have moved.
+    """Methods that compare two looks at a minibatch: `second_evaluation` takes the second one.
 
     Needs `evaluate(closure)`; the closure is called twice.
     """
@@ -46,7 +48,7 @@ class TwoPassMethod(Preconditioner):
         self.run_second_pass()
         return {**super().__getstate__(), "_pending": None}
 
-    def evaluate(self, closure: _Closure) -> Tensor:
+    def evaluate(self, closure: _Closure, *, num_rows: int | None = None) -> Tensor:
         """The loss that `closure()` returns for a minibatch; its gradient is added to `.grad`."""
         self.run_second_pass()
         if self._pending is not None and self._pending.step != self.num_steps:
@@ -55,7 +57,9 @@ class TwoPassMethod(Preconditioner):
         if self.is_due("curvature"):
             self._pending = self._pending or _Pending(self.num_steps)
             self._pending.passes.append((closure, _random_states(self.generator.device)))
-        return super().evaluate(closure)
+            if num_rows is not None:
+                self._pending.num_rows = (self._pending.num_rows or 0) + num_rows
+        return super().evaluate(closure, num_rows=num_rows)
 
     def step(self, lr: float | None = None) -> None:
         """Replaces `.grad` of every parameter by the preconditioned one; `lr` is needed for kl_clip alone."""
@@ -75,13 +79,15 @@ class TwoPassMethod(Preconditioner):
         buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         try:
             with torch.random.fork_rng(devices=[self.generator.device] if self.generator.device.type == "cuda" else []):
-                self.second_evaluation([_replayed(closure, states, self.generator.device) for closure, states in pending.passes])
+                passes = [_replayed(closure, states, self.generator.device)
+                          for closure, states in pending.passes]
+                self.second_evaluation(passes, pending.num_rows)
         finally:
             with torch.no_grad():
                 for name, buffer in self.model.named_buffers():
                     buffer.copy_(buffers[name])
 
-    def second_evaluation(self, passes: list[_Closure]) -> None:
+    def second_evaluation(self, passes: list[_Closure], num_rows: int | None) -> None:
         """Takes in the same minibatch with the parameters after the step."""
         raise NotImplementedError
 
