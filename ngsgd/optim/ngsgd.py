@@ -13,7 +13,17 @@ from torch import Tensor, nn
 
 from ngsgd.errors import ConfigError, OptimizerStateError
 from ngsgd.ops.max_change import row_product_factor
-from ngsgd.optim.layers import NATURAL_GRADIENT_CLASSES, FisherSettings, LayerContext, LayerPreconditioner, attach, detach_all
+from ngsgd.optim.layers import (
+    FisherSettings,
+    LayerContext,
+    LayerPreconditioner,
+    attach,
+    detach_all,
+    natural_class,
+    weight_of,
+)
+from ngsgd.optim.layers.attention import NaturalGradientMultiheadAttention
+from ngsgd.optim.layers.base import NaturalGradientLayer
 from ngsgd.optim.layers.fast_linear import FastLinear
 from ngsgd.optim.sgd import SGD, _StepInputs, name_of, require_non_negative
 from ngsgd.preconditioners.online import OnlineNaturalGradient
@@ -33,10 +43,11 @@ class NGSGD(SGD):
     are by default: a mean, and a rate that suits many models.  After `backward`, `p.grad` holds the preconditioned gradient,
     so anything that acts on gradients (clipping, accumulation) acts on that.
 
-    Preconditioned are, by exact class: nn.Linear (input rows with the 1 of the bias appended, output-derivative rows);
+    Preconditioned are, by exact class: nn.Linear (input rows with the 1 of the bias appended, output-derivative rows), the
+    projections of nn.MultiheadAttention and the Conv1D of Hugging Face likewise;
     nn.Conv1d with one group likewise, on spliced frames (TDNN); nn.Conv2d, nn.Conv3d and grouped convolutions (rows of the
     gradient, then of its transpose); LayerNorm, RMSNorm, GroupNorm and BatchNorm (per-frame rows of scale and offset).
-    `preconditioned` names them.  All other parameters (Embedding, LSTM, attention projections, tied weights of layers of
+    `preconditioned` names them.  All other parameters (Embedding, LSTM, tied weights of layers of
     different kinds) are trained as `fallback` says: `fallbacks` names them, and a log line says so.
 
     Every backward pass that adds to the gradients of a layer is one minibatch to its estimates: a module used twice counts twice,
@@ -141,10 +152,12 @@ class NGSGD(SGD):
         owners = {id(p): group["name"] for group in self.param_groups for p in group["params"]}
         mixed = _weights_of_mixed_kinds(model)
         others = {group["name"] for group in self.param_groups if group["rule"] != "natural"}
+        # of attention layers; torch's own do not call theirs
+        uncalled = {id(layer.out_proj) for layer in model.modules() if isinstance(layer, nn.MultiheadAttention)}
         for name, layer in model.named_modules():
             key = name or name_of(model)
-            weight = id(getattr(layer, "weight", None))
-            if weight in owners and weight not in mixed and key not in self._layers:
+            weight = id(weight_of(layer))
+            if weight in owners and weight not in mixed and key not in self._layers and id(layer) not in uncalled:
                 # a weight that several layers share is in the group of the first of them
                 group = owners[weight] if _layer_of(owners[weight]) == key or key not in settings else key
                 if group in others:
@@ -154,6 +167,9 @@ class NGSGD(SGD):
                     self._layers[key], self._preconditioners[key] = layer, preconditioner
                     for side, estimate in preconditioner.sides.items():
                         estimate.name = f"{key}.{side}"
+            # modules come before their parts
+            if isinstance(layer, NaturalGradientMultiheadAttention):
+                uncalled.discard(id(layer.out_proj))
 
     @property
     def preconditioned(self) -> list[str]:
@@ -331,5 +347,5 @@ def _unpacked(states: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
 
 def _weights_of_mixed_kinds(model: nn.Module) -> set[int]:
     """Ids of parameters that also belong to a layer that gets its plain gradient: the two would not fit in size."""
-    natural = {*NATURAL_GRADIENT_CLASSES, *NATURAL_GRADIENT_CLASSES.values(), FastLinear}
-    return {id(p) for module in model.modules() if type(module) not in natural for p in module.parameters(recurse=False)}
+    return {id(p) for module in model.modules() for p in module.parameters(recurse=False)
+            if not (isinstance(module, (NaturalGradientLayer, FastLinear)) or natural_class(type(module)))}

@@ -6,6 +6,7 @@ the minibatch size.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import sys
 import warnings
@@ -295,7 +296,7 @@ class SGD(torch.optim.Optimizer):
 
     def _norms(self, moving: _StepInputs) -> Tensor:
         """L2 norm of each component's change."""
-        norms_P = torch.stack([norm for ds in moving.directions for norm in _norms(ds)])
+        norms_P = torch.stack(_norms([d for ds in moving.directions for d in ds]))
         component_P = tuple(c for c, ds in enumerate(moving.directions) for _ in ds)
         index_P = self._constant(norms_P, *component_P, dtype=torch.int64)
         sum_sq_C = norms_P.new_zeros(len(moving.indices)).index_add_(0, index_P, norms_P.square())
@@ -499,7 +500,7 @@ def _laid_out(p: Tensor) -> Tensor:
 
 def _norms(tensors: list[Tensor]) -> tuple[Tensor, ...]:
     # half precision would overflow in the sum of squares
-    upcast = torch.promote_types(tensors[0].dtype, torch.float32)
+    upcast = functools.reduce(torch.promote_types, {tensor.dtype for tensor in tensors}, torch.float32)
     return torch._foreach_norm(tensors, 2, dtype=upcast)
 
 
