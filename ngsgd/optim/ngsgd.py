@@ -25,7 +25,7 @@ from ngsgd.optim.layers import (
 from ngsgd.optim.layers.attention import NaturalGradientMultiheadAttention
 from ngsgd.optim.layers.base import NaturalGradientLayer
 from ngsgd.optim.layers.fast_linear import FastLinear
-from ngsgd.optim.sgd import SGD, _StepInputs, name_of, require_non_negative
+from ngsgd.optim.sgd import SGD, _ParameterSlot, _StepInputs, name_of, require_non_negative
 from ngsgd.preconditioners.online import OnlineNaturalGradient
 
 _log = logging.getLogger(__name__)
@@ -64,7 +64,8 @@ class NGSGD(SGD):
         loss_reduction: "sum" or "mean" over the samples of the minibatch; "sum" if only `lr` is given.  The number of samples
             is `num_samples` of `step`, or the number of rows (positions of sequences included) of the layer next to the loss,
             since the last step.
-        fallback: "adamw" or "sgd" for parameters without natural gradient.
+        fallback: "adamw" or "sgd" for parameters without natural gradient; AdamW if not given, with a warning where they are
+            more than 30 % of all.
         adamw_lr_factor: learning rate of AdamW relative to `lr`.
         rank_in, rank_out: Fisher ranks; lowered to (dim + 1) / 2.
         update_period: minibatches between updates of the Fisher estimates, after the first 11.
@@ -96,12 +97,12 @@ class NGSGD(SGD):
                  momentum: float = 0.0, max_change: float = 0.75, max_param_change: float = 2.0, rank_in: int = 20,
                  rank_out: int = 80, update_period: int = 4, num_samples_history: float = 2000.0, alpha: float = 4.0,
                  weight_decay: float = 0.0, layer_options: Mapping[str, Mapping[str, Any]] | None = None,
-                 fallback: str = "adamw", adamw_lr_factor: float = 0.125, max_change_per_sample: float = 0.0,
+                 fallback: str | None = None, adamw_lr_factor: float = 0.125, max_change_per_sample: float = 0.0,
                  schedule: str = "nnet3", ignore_zero_rows: bool = False, grad_scaler: Any = None,
                  cosine_period: int = 0, on_nonfinite: str = "skip") -> None:
-        if fallback not in ("adamw", "sgd") or loss_reduction not in (None, "sum", "mean"):
+        if fallback not in (None, "adamw", "sgd") or loss_reduction not in (None, "sum", "mean"):
             raise ValueError(f"Invalid fallback or loss_reduction: {fallback!r} (adamw or sgd), {loss_reduction!r} (sum or mean)")
-        self.fallback = fallback
+        self.fallback = fallback or "adamw"
         self.loss_reduction = loss_reduction or ("mean" if lr is None else "sum")
         self._settings = {"rank_in": rank_in, "rank_out": rank_out, "update_period": update_period,
                           "num_samples_history": num_samples_history, "alpha": alpha, "schedule": schedule}
@@ -120,20 +121,17 @@ class NGSGD(SGD):
         self._detach = weakref.finalize(self, detach_all, self._layers, self._context)
         self._detach.atexit = False
         self._attach(model)
+        asked = {id(p) for group in self.param_groups if group["rule"] != "natural" for p in group["params"]}
         self.fallbacks = self._set_fallback_rule()
         self._prepare_state()
         if self.fallbacks:
-            _log.info("%s, without natural gradient, for: %s", {"adamw": "AdamW", "sgd": "plain SGD"}[fallback],
-                      ", ".join(self.fallbacks))
-            if fallback == "sgd":
-                self._warn_of_many_fallbacks(model)
-
-    def _warn_of_many_fallbacks(self, model: nn.Module) -> None:
-        sizes = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
-        share = sum(sizes[name] for name in self.fallbacks) / sum(sizes.values())
-        if share > _MANY_FALLBACKS:
-            self._warn_once("fallbacks", f"{share:.0%} of the parameters take plain SGD steps, without natural gradient; "
-                            "optimizer.fallbacks names them.")
+            rule = {"adamw": "AdamW", "sgd": "plain SGD"}[self.fallback]
+            _log.info("%s, without natural gradient, for: %s", rule, ", ".join(self.fallbacks))
+            sizes = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
+            share = sum(sizes[name] for name in self.fallbacks if id(model.get_parameter(name)) not in asked) / sum(sizes.values())
+            if share > _MANY_FALLBACKS and fallback != "adamw":
+                self._warn_once("fallbacks", f"{share:.0%} of the parameters take {rule} steps, without natural gradient; "
+                                "optimizer.fallbacks names them, and fallback=\"adamw\" says that this is intended.")
 
     def _init_groups(self, model: nn.Module, defaults: dict[str, Any],
                      layer_options: Mapping[str, Mapping[str, Any]] | None) -> None:
@@ -190,6 +188,14 @@ class NGSGD(SGD):
         """Stops the Fisher estimates from moving, or lets them go on; backstitch freezes them in its first step."""
         for _, preconditioner in self.preconditioners():
             preconditioner.freeze(frozen)
+
+    def reset_estimates(self) -> None:
+        """Starts all Fisher estimates again from the next minibatch, as where a model is replaced by an average or gets a new task.
+
+        Velocities and moments of AdamW stay.
+        """
+        for _, estimate in self.preconditioners():
+            estimate.reset()
 
     def detach(self) -> None:
         """Gives the model its plain layers back; `step` then raises ConfigError."""
@@ -285,6 +291,15 @@ class NGSGD(SGD):
             return
         for name, weight, _ in self._estimates():
             self.state[weight].update({f"{_path(name)}/{key}": None for key in ("W", "d", "rho", "t")})
+
+    def _find_parameters(self, changed: str = "") -> list[_ParameterSlot]:
+        places = super()._find_parameters(changed)
+        # none while the optimizer is made
+        for name, layer in self.__dict__.get("_layers", {}).items():
+            if all(p is not self._preconditioners[name].weight for p in layer.parameters(recurse=False)):
+                raise ConfigError(f"the weight of {name} is no longer its parameter, as after a parametrization or pruning; make "
+                                  "the optimizer after that.")
+        return places
 
     def _estimates(self) -> Iterator[tuple[str, Tensor, OnlineNaturalGradient]]:
         """(name, weight of the layer, estimate)."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import statistics
 import sys
 import warnings
 import weakref
@@ -31,6 +32,9 @@ _OUTSIDE = "(outside of the model)"
 _NOT_COPIED = ("step", "_places", "_constants")
 # a layer is pulled back every fourth step; Kaldi draws lots with probability 1/4
 _ORTHONORMAL_PERIOD = 4
+# a warning comes after so many steps, if limits shortened more than these shares of them
+_MANY_STEPS = 64
+_MOST_LAYER_STEPS, _MOST_MODEL_STEPS = 0.5, 0.9
 
 
 @dataclass(frozen=True)
@@ -324,11 +328,19 @@ class SGD(torch.optim.Optimizer):
         self._counts = counts.index_add_(0, self._constant(hits, 0, 1, *(i + 2 for i in indices), dtype=torch.int64),
                                          hits.to(counts.dtype))
         # rarely, as it waits for the device
-        if self._num_steps & (self._num_steps - 1) == 0 and "skipped" not in self._warned:
-            num_skipped = int(self._counts[0])
-            if num_skipped:
-                self._warn_once("skipped", f"{num_skipped} of {self._num_steps} steps were skipped, since a gradient was not "
-                                           "finite; activity().num_skipped counts them.")
+        if self._num_steps & (self._num_steps - 1) == 0 and not {"skipped", "limits"} <= self._warned:
+            self._warn_of_activity([self.param_groups[index]["name"] for index in indices])
+
+    def _warn_of_activity(self, limited: list[str]) -> None:
+        done = self.activity()
+        if done.num_skipped:
+            self._warn_once("skipped", f"{done.num_skipped} of {done.num_steps} steps were skipped, since a gradient was not "
+                                       "finite; activity().num_skipped counts them.")
+        layers, model = statistics.mean(done.layer_share[name] for name in limited), done.model_share
+        if done.num_steps >= _MANY_STEPS and (layers > _MOST_LAYER_STEPS or model > _MOST_MODEL_STEPS):
+            self._warn_once("limits", f"max_change shortened {layers:.0%} of the steps of layers and max_param_change "
+                            f"{model:.0%} of those of the model: these limits set the length of a step, and lr hardly does; "
+                            "lower lr, or raise the limits (0: none).")
 
     def _warn_once(self, subject: str, message: str) -> None:
         if subject not in self._warned:

@@ -278,6 +278,12 @@ class OnlineNaturalGradient:
         """While frozen the estimate is used but not updated, and calls are not counted."""
         self.frozen = frozen
 
+    def reset(self) -> None:
+        """Forgets the estimate and the calls; the next rows start it again."""
+        self._queue.drop(self)
+        self._state = self._gram_RR = None
+        self.num_calls = self._calls_since = 0
+
     def state_dict(self) -> dict[str, Any]:
         """"W" (R x D), "d" (R), "rho" (0-d) and "t", the number of unfrozen calls; only "t" before the first call."""
         state = self.state

@@ -130,6 +130,8 @@ def check(name: str, num_minibatches: int, *, training: bool = True) -> None:
     assert float((layer.weight.grad - plain.weight.grad).norm()) > 0.01 * float(plain.weight.grad.norm())
 
 
+@pytest.mark.entry("N6", "the model has a LayerNorm, RMSNorm, GroupNorm or BatchNorm with scale and offset", "right",
+                   "natural gradient of both; outputs and running statistics are torch's")
 @ALL
 def test_forward_input_gradient_and_statistics_are_torchs_and_parameters_get_sums_of_preconditioned_rows(name: str) -> None:
     check(name, num_minibatches=17)  # updates in calls 0 to 10 and 14
@@ -170,6 +172,8 @@ def test_frozen_parameters_get_no_gradient_and_leave_the_other_alone(name: str) 
                 assert torch.equal(p.grad, layer.get_parameter(key).grad)
 
 
+@pytest.mark.entry("N10", "the weight of a layer is frozen and its bias is not", "stated",
+                   "the bias has its plain gradient, and AdamW trains it")
 def test_an_offset_alone_gets_its_plain_gradient() -> None:
     plain, layer, optimizer = twins(CASES["layer_norm"])
     optimizer.detach()
