@@ -296,7 +296,7 @@ class NGSGD(SGD):
         places = super()._find_parameters(changed)
         # none while the optimizer is made
         for name, layer in self.__dict__.get("_layers", {}).items():
-            if all(p is not self._preconditioners[name].weight for p in layer.parameters(recurse=False)):
+            if weight_of(layer) is not self._preconditioners[name].weight:
                 raise ConfigError(f"the weight of {name} is no longer its parameter, as after a parametrization or pruning; make "
                                   "the optimizer after that.")
         return places

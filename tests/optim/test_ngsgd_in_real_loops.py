@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 from ngsgd import NGSGD
@@ -686,10 +687,11 @@ def test_activation_checkpointing_gives_the_same_gradients_and_counts_once(use_r
     assert {preconditioner.num_calls for _, preconditioner in optimizers[1].preconditioners()} == {13}
 
 
-@pytest.mark.entry("N11", "a layer is parametrized (`parametrizations.weight_norm`, `spectral_norm`)", "stated",
+@pytest.mark.entry("N11", "a layer is parametrized (`parametrizations.weight_norm`, `spectral_norm`) or pruned (`prune`)", "stated",
                    "AdamW trains what the parametrization made of the weight; to parametrize a layer that has natural gradient "
                    "raises ConfigError at the next step, so make NGSGD after that")
-@pytest.mark.parametrize("parametrize", [nn.utils.parametrizations.weight_norm, nn.utils.parametrizations.spectral_norm])
+@pytest.mark.parametrize("parametrize", [nn.utils.parametrizations.weight_norm, nn.utils.parametrizations.spectral_norm,
+                                         lambda layer: prune.l1_unstructured(layer, "weight", 0.5)])
 def test_parametrized_layers_are_trained_by_adamw(parametrize: Callable[[nn.Module], nn.Module]) -> None:
     model = network()
     parametrize(model.get_submodule("hidden"))

@@ -96,7 +96,7 @@ def attach(layer: nn.Module, settings: FisherSettings,
 
 def weight_of(layer: nn.Module) -> Any:
     """The parameter whose gradient decides about the estimates; None if there is none."""
-    return getattr(layer, "in_proj_weight" if isinstance(layer, nn.MultiheadAttention) else "weight", None)
+    return layer._parameters.get("in_proj_weight" if isinstance(layer, nn.MultiheadAttention) else "weight")
 
 
 def detach(layer: nn.Module, context: LayerContext) -> None:

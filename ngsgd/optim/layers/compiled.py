@@ -76,8 +76,9 @@ def _register(name: str, forward: Callable[..., Tensor],
         with without_autocast(dY.device.type):
             dW, db = gradients(layer if not is_frozen and adds_to_grad(layer) else None, x, dY, weight, geometry, has_bias)
         assert dW is not None
-        # no bias: empty, since an operator returns tensors
-        return dW.to(weight.dtype), weight.new_empty(0) if db is None else db.to(weight.dtype)
+        # no bias: empty, since an operator returns tensors; strides are those of `fake`
+        return (dW.to(weight.dtype).contiguous(),
+                weight.new_empty(0) if db is None else db.to(weight.dtype).contiguous())
 
     def fake(x: Tensor, dY: Tensor, weight: Tensor, number: Tensor, geometry: Sequence[int],
              has_bias: bool, is_frozen: bool) -> tuple[Tensor, Tensor]:
