@@ -250,9 +250,10 @@ def _descending_eigh(Z_BRR: Array) -> tuple[Array, Array]:
     # Kaldi divides by the trace before the decomposition: keeps huge inputs away from the overflow
     # of LAPACK
     size_B = np.maximum(1.0, np.trace(Z_BRR, axis1=1, axis2=2))
-    # torch's LAPACK keeps to the threads torch was given
-    c_BR, U_BRR = torch.linalg.eigh(torch.from_numpy(Z_BRR / size_B[:, None, None]))
-    return c_BR.numpy()[:, ::-1] * size_B[:, None], U_BRR.numpy()[:, :, ::-1]
+    # torch's LAPACK keeps to the threads torch was given; one by one, since the bits depend on where in memory a matrix begins
+    found = [torch.linalg.eigh(Z_RR) for Z_RR in torch.from_numpy(Z_BRR / size_B[:, None, None])]
+    c_BR, U_BRR = (np.stack([pair[i].numpy() for pair in found]) for i in range(2))
+    return c_BR[:, ::-1] * size_B[:, None], U_BRR[:, :, ::-1]
 
 
 def reorthogonalized(W_RD: Tensor, e_R: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ class Case(NamedTuple):
 
 CASES = {
     "layer_norm": Case(lambda: nn.LayerNorm(7), (5, 6, 7), channels_second=False),
+    "layer_norm_wide": Case(lambda: nn.LayerNorm(40), (30, 40), channels_second=False),
     "layer_norm_2_dims": Case(lambda: nn.LayerNorm((3, 4)), (9, 3, 4), channels_second=False),
     "layer_norm_no_bias": Case(lambda: nn.LayerNorm(7, bias=False), (12, 7), channels_second=False),
     "layer_norm_2_dims_no_bias": Case(lambda: nn.LayerNorm((3, 4), bias=False), (2, 5, 3, 4), channels_second=False),
