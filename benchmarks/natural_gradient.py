@@ -1,6 +1,7 @@
 """What the natural gradient costs: whole training steps and the preconditioner alone, paired with plain SGD.
 
     python benchmarks/natural_gradient.py steps [--threads 1] [--rounds 15] [--mkl] [--optimizers "SGD (limits on)" NG-SGD ..]
+    python benchmarks/natural_gradient.py narrow [--rounds 15] [--net GPT]
     python benchmarks/natural_gradient.py preconditioner
     python benchmarks/natural_gradient.py inspection
     python benchmarks/natural_gradient.py memory
@@ -31,6 +32,11 @@ from ngsgd.models import PNorm, Renormalize
 from ngsgd.ops.kernels import native
 from ngsgd.optim import SGD
 from ngsgd.optim.inspection import figures
+
+try:
+    from benchmarks.nets import NARROW_NETS, NarrowNet
+except ImportError:    # run as a file of its own
+    from nets import NARROW_NETS, NarrowNet
 
 KALDI_SGEMM = 108e9           # FLOP/s of the core on which Kaldi's figures were taken
 KALDI_PRODUCT_S = 8.2e-3      # seconds of the 512 x 3000 x 301 product beside the figures for the preconditioner alone
@@ -185,6 +191,37 @@ def _report(net: Net, num_rows: int, times: dict[str, list[float]], core_speeds:
         print(line, flush=True)
 
 
+class NarrowTraining:
+    """A narrow network under NGSGD or under torch's SGD with momentum."""
+
+    def __init__(self, net: NarrowNet, name: str) -> None:
+        torch.manual_seed(0)
+        self.model = net.build()
+        self.optimizer = NGSGD(self.model, 1e-3, loss_reduction="mean") if name == "NG-SGD" else \
+            torch.optim.SGD(self.model.parameters(), 1e-3, momentum=0.9, foreach=True)
+        self.x, self.y_N = net.inputs(), torch.randint(net.num_classes, (net.num_targets,))
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        nn.functional.cross_entropy(self.model(self.x), self.y_N).backward()
+        self.optimizer.step()
+
+
+def narrow(rounds: int, names: list[str]) -> None:
+    """Complete steps of narrow networks: those of NG-SGD relative to torch's SGD with momentum, foreach."""
+    torch.set_num_threads(1)
+    for name in names:
+        ours, theirs = (NarrowTraining(NARROW_NETS[name], which) for which in ("NG-SGD", "SGD"))
+        for _ in range(WARM_UP):
+            ours.step()
+            theirs.step()
+        pairs = [(seconds(ours.step, 2 * PERIOD), seconds(theirs.step, 2 * PERIOD)) for _ in range(rounds)]
+        ratios = sorted(a / b for a, b in pairs)
+        ours_s, theirs_s = (statistics.median(column) for column in zip(*pairs, strict=True))
+        print(f"{name:14s} NG-SGD {1e3 * ours_s:6.2f} ms, SGD {1e3 * theirs_s:6.2f} ms, ratio {statistics.median(ratios):.2f} "
+              f"({ratios[len(ratios) // 4]:.2f} to {ratios[-1 - len(ratios) // 4]:.2f})", flush=True)
+
+
 def preconditioner(rounds: int) -> None:
     torch.set_num_threads(1)
     a, b, out = torch.randn(512, 3000), torch.randn(3000, 301), torch.empty(512, 301)
@@ -243,7 +280,7 @@ def peak(net: Net, name: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("steps", "preconditioner", "inspection", "memory", "peak"))
+    parser.add_argument("what", choices=("steps", "narrow", "preconditioner", "inspection", "memory", "peak"))
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--optimizers", nargs="+", default=list(MAKERS), choices=list(MAKERS))
@@ -257,6 +294,8 @@ def main() -> None:
     nets = tuple(net for net in NETS if net.name.startswith(args.net))
     if args.what == "steps":
         steps(args.threads, args.rounds, args.optimizers, nets, tuple(args.minibatches))
+    elif args.what == "narrow":
+        narrow(args.rounds, [name for name in NARROW_NETS if name.startswith(args.net)])
     elif args.what == "preconditioner":
         preconditioner(args.rounds)
     elif args.what == "inspection":

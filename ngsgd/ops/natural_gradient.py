@@ -15,6 +15,7 @@ it; W has its entries in the last column.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -69,6 +70,16 @@ class Moments(NamedTuple):
     num_rows: float  # N, without masked rows
     # what the rows carry that the estimate must not: a loss scale
     scale: float
+
+
+class UpdateProblem(NamedTuple):
+    """One estimate, what an update needs of its minibatch, and its constants."""
+
+    state: FisherState
+    moments: Moments
+    dim: int
+    eta: float
+    smoothing: Smoothing
 
 
 class FisherUpdate(NamedTuple):
@@ -138,7 +149,8 @@ def project_back(X_ND: Tensor, H_NR: Tensor, one_N: Tensor | None = None) -> Ten
 
 def moment_products(J_RD: Tensor, H_NR: Tensor) -> Tensor:
     """K = J J^T and L = H^T H (84), stacked."""
-    KL_2RR = J_RD.new_empty(2, len(J_RD), len(J_RD))
+    rank = J_RD.shape[0]
+    KL_2RR = J_RD.new_empty(2, rank, rank)
     gemm.mm(J_RD, J_RD.T, out=KL_2RR[0])
     gemm.mm(H_NR.T, H_NR, out=KL_2RR[1])
     return KL_2RR
@@ -150,24 +162,41 @@ def wide_moments(J_RD: Tensor, moments: Moments) -> Moments:
     return moments._replace(K_RR=(J64_RD @ J64_RD.T).cpu().numpy())
 
 
-def compute_update(state: FisherState, moments: Moments, dim: int, eta: float,
-                   smoothing: Smoothing) -> FisherUpdate | None:
-    """From F_t to F_{t+1}; None where a product is not finite, so that nothing bad ever enters the estimate."""
-    d_R, rho = state.d_R, state.rho
-    share = eta / moments.num_rows / moments.scale**2
-    e_R = _e(d_R, rho, dim, smoothing.alpha)
-    Z_RR = _z(moments.K_RR, moments.L_RR, e_R, d_R + rho, share, eta)
-    if not (math.isfinite(moments.sum_sq) and np.isfinite(Z_RR).all()):
-        return None
-    c_R, U_RR = _descending_eigh(Z_RR)                                        # (58)
-    c_floor = (rho * (1.0 - eta)) ** 2
-    must_reorthogonalize = bool(c_R[0] > _REORTHOGONALIZE_RATIO * c_R[-1] or c_R[-1] < c_floor)
-    c_R = np.maximum(c_R, c_floor)
-    d_next_R, rho_next = _floored_eigenvalues(c_R, state, dim, share, eta, moments.sum_sq, smoothing)
-    e_next_R = _e(d_next_R, rho_next, dim, smoothing.alpha)                   # (62, 63)
-    A_RR = (share * np.sqrt(e_next_R / c_R))[:, None] * U_RR.T / np.sqrt(e_R)  # (69)
-    b_R = (1.0 - eta) / share * (d_R + rho)                                   # (70)
-    return FisherUpdate(A_RR, b_R, d_next_R, rho_next, must_reorthogonalize)
+def compute_updates(problems: Sequence[UpdateProblem]) -> list[FisherUpdate | None]:
+    """From F_t to F_{t+1} for B estimates of one rank; None where a product is not finite: nothing bad ever enters an estimate.
+
+    The numbers are those of B single updates, bit for bit; narrow layers would spend their time on the calls.
+    """
+    states, moments, dims, etas, smoothings = zip(*problems, strict=True)
+    d_BR = np.stack([state.d_R for state in states])
+    rho_B, dim_B, eta_B, sum_sq_B = (np.array(numbers, dtype=np.float64) for numbers in (
+        [state.rho for state in states], dims, etas, [one.sum_sq for one in moments]))
+    alpha_B, delta_B, epsilon_B = (np.array(numbers) for numbers in (
+        [one.alpha for one in smoothings], [one.delta for one in smoothings],
+        [SMALLEST_EIGENVALUE if one.is_relative else one.epsilon for one in smoothings]))
+    share_B = np.array([eta / one.num_rows / one.scale**2 for eta, one in zip(etas, moments, strict=True)])
+    e_BR = _e(d_BR, rho_B, dim_B, alpha_B)
+    Z_BRR = _z(np.stack([one.K_RR for one in moments]), np.stack([one.L_RR for one in moments]), e_BR,
+               d_BR + rho_B[:, None], share_B, eta_B)
+    is_finite_B = np.isfinite(sum_sq_B) & np.isfinite(Z_BRR).all(axis=(1, 2))
+    Z_BRR[~is_finite_B] = 0.0
+    c_BR, U_BRR = _descending_eigh(Z_BRR)                                     # (58)
+    c_floor_B = np.array([(state.rho * (1.0 - eta)) ** 2 for state, eta in zip(states, etas, strict=True)])
+    must_reorthogonalize_B = (c_BR[:, 0] > _REORTHOGONALIZE_RATIO * c_BR[:, -1]) | (c_BR[:, -1] < c_floor_B)
+    c_BR = np.maximum(c_BR, c_floor_B[:, None])
+    sqrt_c_BR = np.sqrt(c_BR)
+    trace_T_B = share_B * sum_sq_B + (1.0 - eta_B) * (dim_B * rho_B + d_BR.sum(axis=1))
+    rho_next_B = (trace_T_B - sqrt_c_BR.sum(axis=1)) / (dim_B - d_BR.shape[1])  # (59)
+    # epsilon is the larger one where all eigenvalues are below 2e-7, and flattens the estimate there
+    floor_B = np.maximum(epsilon_B, delta_B * sqrt_c_BR.max(axis=1))
+    # d comes from rho as it was before flooring, as in Kaldi; (60) read literally would differ
+    d_next_BR = np.maximum(sqrt_c_BR - rho_next_B[:, None], floor_B[:, None])  # (60)
+    rho_next_B = np.maximum(rho_next_B, floor_B)                              # (61)
+    e_next_BR = _e(d_next_BR, rho_next_B, dim_B, alpha_B)                     # (62, 63)
+    A_BRR = (share_B[:, None] * np.sqrt(e_next_BR / c_BR))[:, :, None] * U_BRR.swapaxes(1, 2) / np.sqrt(e_BR)[:, None]  # (69)
+    b_BR = ((1.0 - eta_B) / share_B)[:, None] * (d_BR + rho_B[:, None])       # (70)
+    return [FisherUpdate(A_BRR[i], b_BR[i], d_next_BR[i], float(rho_next_B[i]), bool(must_reorthogonalize_B[i]))
+            if is_finite_B[i] else None for i in range(len(states))]
 
 
 def apply_update(state: FisherState, J_RD: Tensor, step: FisherUpdate,
@@ -178,7 +207,7 @@ def apply_update(state: FisherState, J_RD: Tensor, step: FisherUpdate,
     A_RR = torch.from_numpy(step.A_RR).to(W_RD)
     gemm.mm(A_RR, J_RD.addcmul_(b_R1, W_RD), out=W_RD)                        # (64)
     if step.must_reorthogonalize:
-        e_R = _e(step.d_R, step.rho, W_RD.shape[1], smoothing.alpha)
+        e_R = spectrum(FisherState(W_RD, step.d_R, step.rho), smoothing)
         W_RD = reorthogonalized(W_RD, torch.from_numpy(e_R).to(W_RD.device))
     return FisherState(W_RD, step.d_R, step.rho)
 
@@ -186,54 +215,45 @@ def apply_update(state: FisherState, J_RD: Tensor, step: FisherUpdate,
 def resmoothed(state: FisherState, old: Smoothing, new: Smoothing) -> FisherState:
     """The same estimate for another alpha."""
     W_RD = state.W_RD
-    ratio_R = np.sqrt(_e(state.d_R, state.rho, W_RD.shape[1], new.alpha) / _e(state.d_R, state.rho, W_RD.shape[1], old.alpha))
+    ratio_R = np.sqrt(spectrum(state, new) / spectrum(state, old))
     return state._replace(W_RD=torch.from_numpy(ratio_R).to(W_RD)[:, None] * W_RD)
 
 
 def spectrum(state: FisherState, smoothing: Smoothing) -> Array:
     """e_i (43), descending: how far each of the R directions is shortened, 0 not at all, 1 to nothing."""
-    return _e(state.d_R, state.rho, state.W_RD.shape[1], smoothing.alpha)
+    rho_1, dim_1, alpha_1 = (np.array([number], dtype=np.float64) for number in (state.rho, state.W_RD.shape[1], smoothing.alpha))
+    e_R: Array = _e(state.d_R[None], rho_1, dim_1, alpha_1)[0]
+    return e_R
 
 
-def _e(d_R: Array, rho: float, dim: int, alpha: float) -> Array:
-    beta = rho * (1.0 + alpha) + alpha / dim * d_R.sum()                      # (35)
-    return np.asarray(d_R / (beta + d_R))                                     # (43)
+def _e(d_BR: Array, rho_B: Array, dim_B: Array, alpha_B: Array) -> Array:
+    beta_B = rho_B * (1.0 + alpha_B) + alpha_B / dim_B * d_BR.sum(axis=1)     # (35)
+    return np.asarray(d_BR / (beta_B[:, None] + d_BR))                        # (43)
 
 
-def _z(K_RR: Array, L_RR: Array, e_R: Array, d_rho_R: Array, share: float, eta: float) -> Array:
+def _z(K_BRR: Array, L_BRR: Array, e_BR: Array, d_rho_BR: Array, share_B: Array, eta_B: Array) -> Array:
     """Z_t = Y_t Y_t^T by (56, 57), from R x R products alone."""
-    sqrt_e_R = np.sqrt(e_R)
-    whiten_R = share / sqrt_e_R
-    keep_R = (1.0 - eta) * d_rho_R
-    Z_RR = keep_R[:, None] + keep_R
-    Z_RR /= sqrt_e_R
-    Z_RR *= L_RR
-    Z_RR += K_RR * whiten_R
-    Z_RR *= whiten_R[:, None]
-    Z_RR.flat[::len(Z_RR) + 1] += keep_R**2
-    return Z_RR
+    sqrt_e_BR = np.sqrt(e_BR)
+    whiten_BR = share_B[:, None] / sqrt_e_BR
+    keep_BR = (1.0 - eta_B)[:, None] * d_rho_BR
+    Z_BRR = keep_BR[:, :, None] + keep_BR[:, None]
+    Z_BRR /= sqrt_e_BR[:, None]
+    Z_BRR *= L_BRR
+    Z_BRR += K_BRR * whiten_BR[:, None]
+    Z_BRR *= whiten_BR[:, :, None]
+    diagonal = np.arange(Z_BRR.shape[1])
+    Z_BRR[:, diagonal, diagonal] += keep_BR**2
+    return Z_BRR
 
 
-def _descending_eigh(Z_RR: Array) -> tuple[Array, Array]:
+def _descending_eigh(Z_BRR: Array) -> tuple[Array, Array]:
     # Kaldi divides by the trace before the decomposition: keeps huge inputs away from the overflow
     # of LAPACK
-    size = max(1.0, float(np.trace(Z_RR)))
-    # torch's LAPACK keeps to the threads torch was given
-    c_R, U_RR = torch.linalg.eigh(torch.from_numpy(Z_RR / size))
-    return c_R.numpy()[::-1] * size, U_RR.numpy()[:, ::-1]
-
-
-def _floored_eigenvalues(c_R: Array, state: FisherState, dim: int, share: float, eta: float, sum_sq: float,
-                         smoothing: Smoothing) -> tuple[Array, float]:
-    """(d, rho) of F_{t+1}: trace-preserving, then floored."""
-    sqrt_c_R = np.sqrt(c_R)
-    trace_T = share * sum_sq + (1.0 - eta) * (dim * state.rho + float(state.d_R.sum()))
-    rho = (trace_T - float(sqrt_c_R.sum())) / (dim - len(c_R))                # (59)
-    # epsilon is the larger one where all eigenvalues are below 2e-7, and flattens the estimate
-    # there
-    floor = max(SMALLEST_EIGENVALUE if smoothing.is_relative else smoothing.epsilon, smoothing.delta * float(sqrt_c_R.max()))
-    # d comes from rho as it was before flooring, as in Kaldi; (60) read literally would differ
-    return np.maximum(sqrt_c_R - rho, floor), max(rho, floor)                 # (60, 61)
+    size_B = np.maximum(1.0, np.trace(Z_BRR, axis1=1, axis2=2))
+    # torch's LAPACK keeps to the threads torch was given; one by one, since the bits depend on where in memory a matrix begins
+    found = [torch.linalg.eigh(Z_RR) for Z_RR in torch.from_numpy(Z_BRR / size_B[:, None, None])]
+    c_BR, U_BRR = (np.stack([pair[i].numpy() for pair in found]) for i in range(2))
+    return c_BR[:, ::-1] * size_B[:, None], U_BRR[:, :, ::-1]
 
 
 def reorthogonalized(W_RD: Tensor, e_R: Tensor) -> Tensor:

@@ -72,7 +72,7 @@ class NaturalMuon(NGSGD):
         super().__init__(model, lr, loss_reduction="sum", momentum=momentum, max_change=0.0, max_param_change=0.0,
                          weight_decay=weight_decay, alpha=alpha, rank_in=rank_in, rank_out=rank_out,
                          update_period=update_period, num_samples_history=num_samples_history, layer_options=layer_options,
-                         adamw_lr_factor=adamw_lr_factor, grad_scaler=grad_scaler, on_nonfinite=on_nonfinite)
+                         fallback="adamw", adamw_lr_factor=adamw_lr_factor, grad_scaler=grad_scaler, on_nonfinite=on_nonfinite)
 
     def _attach(self, model: nn.Module) -> None:
         self._context.observes = True

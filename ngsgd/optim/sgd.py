@@ -6,7 +6,9 @@ the minibatch size.
 
 from __future__ import annotations
 
+import functools
 import itertools
+import statistics
 import sys
 import warnings
 import weakref
@@ -30,6 +32,9 @@ _OUTSIDE = "(outside of the model)"
 _NOT_COPIED = ("step", "_places", "_constants")
 # a layer is pulled back every fourth step; Kaldi draws lots with probability 1/4
 _ORTHONORMAL_PERIOD = 4
+# a warning comes after so many steps, if limits shortened more than these shares of them
+_MANY_STEPS = 64
+_MOST_LAYER_STEPS, _MOST_MODEL_STEPS = 0.5, 0.9
 
 
 @dataclass(frozen=True)
@@ -295,7 +300,7 @@ class SGD(torch.optim.Optimizer):
 
     def _norms(self, moving: _StepInputs) -> Tensor:
         """L2 norm of each component's change."""
-        norms_P = torch.stack([norm for ds in moving.directions for norm in _norms(ds)])
+        norms_P = torch.stack(_norms([d for ds in moving.directions for d in ds]))
         component_P = tuple(c for c, ds in enumerate(moving.directions) for _ in ds)
         index_P = self._constant(norms_P, *component_P, dtype=torch.int64)
         sum_sq_C = norms_P.new_zeros(len(moving.indices)).index_add_(0, index_P, norms_P.square())
@@ -323,11 +328,19 @@ class SGD(torch.optim.Optimizer):
         self._counts = counts.index_add_(0, self._constant(hits, 0, 1, *(i + 2 for i in indices), dtype=torch.int64),
                                          hits.to(counts.dtype))
         # rarely, as it waits for the device
-        if self._num_steps & (self._num_steps - 1) == 0 and "skipped" not in self._warned:
-            num_skipped = int(self._counts[0])
-            if num_skipped:
-                self._warn_once("skipped", f"{num_skipped} of {self._num_steps} steps were skipped, since a gradient was not "
-                                           "finite; activity().num_skipped counts them.")
+        if self._num_steps & (self._num_steps - 1) == 0 and not {"skipped", "limits"} <= self._warned:
+            self._warn_of_activity([self.param_groups[index]["name"] for index in indices])
+
+    def _warn_of_activity(self, limited: list[str]) -> None:
+        done = self.activity()
+        if done.num_skipped:
+            self._warn_once("skipped", f"{done.num_skipped} of {done.num_steps} steps were skipped, since a gradient was not "
+                                       "finite; activity().num_skipped counts them.")
+        layers, model = statistics.mean(done.layer_share[name] for name in limited), done.model_share
+        if done.num_steps >= _MANY_STEPS and (layers > _MOST_LAYER_STEPS or model > _MOST_MODEL_STEPS):
+            self._warn_once("limits", f"max_change shortened {layers:.0%} of the steps of layers and max_param_change "
+                            f"{model:.0%} of those of the model: these limits set the length of a step, and lr hardly does; "
+                            "lower lr, or raise the limits (0: none).")
 
     def _warn_once(self, subject: str, message: str) -> None:
         if subject not in self._warned:
@@ -499,7 +512,7 @@ def _laid_out(p: Tensor) -> Tensor:
 
 def _norms(tensors: list[Tensor]) -> tuple[Tensor, ...]:
     # half precision would overflow in the sum of squares
-    upcast = torch.promote_types(tensors[0].dtype, torch.float32)
+    upcast = functools.reduce(torch.promote_types, {tensor.dtype for tensor in tensors}, torch.float32)
     return torch._foreach_norm(tensors, 2, dtype=upcast)
 
 

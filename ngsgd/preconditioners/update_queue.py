@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -16,8 +17,9 @@ Number = Tensor | float
 class Estimate(Protocol):
     """Something whose update needs numbers on the host."""
 
-    def update_fisher(self, J_RD: Tensor, moments: Moments) -> None:
-        """Takes the step, given the products of the minibatch."""
+    @staticmethod
+    def update_together(updates: Sequence[tuple[Any, Tensor, Moments]]) -> None:
+        """Takes the steps of (estimate, J, products of the minibatch), in their order."""
 
 
 class _PendingUpdate(NamedTuple):
@@ -44,6 +46,8 @@ class UpdateQueue:
         # of a flat estimate, once for all that share the queue
         self.has_warned = False
         self._waiting: list[_PendingUpdate] = []
+        # of the estimates of these
+        self._ids = set[int]()
         self._transfer: tuple[Tensor, Any] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -54,6 +58,7 @@ class UpdateQueue:
     def add(self, estimate: Estimate, J_RD: Tensor, KL_2RR: Tensor, numbers: tuple[Number, Number, Number]) -> None:
         """Takes an update in; carries it out, unless updates are deferred."""
         self._waiting.append(_PendingUpdate(estimate, J_RD, KL_2RR, numbers))
+        self._ids.add(id(estimate))
         self._transfer = None
         if not self.deferred:
             self.wait()
@@ -63,6 +68,7 @@ class UpdateQueue:
         kept = [update for update in self._waiting if update.estimate is not estimate]
         if len(kept) < len(self._waiting):
             self._waiting, self._transfer = kept, None
+            self._ids.remove(id(estimate))
 
     def flush(self) -> None:
         """The step is done: on a CPU carries out what waits, else starts the transfer and returns."""
@@ -75,24 +81,28 @@ class UpdateQueue:
 
     def wait(self, needed: Estimate | None = None) -> None:
         """Carries the waiting updates out, in the order in which they came; only if `needed` waits, where it is given."""
-        if not self._waiting or (needed is not None and all(update.estimate is not needed for update in self._waiting)):
+        if not self._waiting or (needed is not None and id(needed) not in self._ids):
             return
-        waiting, self._waiting = self._waiting, []
+        waiting, self._waiting, self._ids = self._waiting, [], set()
         if waiting[0].J_RD.is_cpu:
-            for update in waiting:
-                update.estimate.update_fisher(update.J_RD, _moments(update.KL_2RR, update.numbers))
-            return
+            moments = [_moments(update.KL_2RR, update.numbers) for update in waiting]
+        else:
+            moments = self._received(waiting)
+        waiting[0].estimate.update_together([(update.estimate, update.J_RD, one)
+                                             for update, one in zip(waiting, moments, strict=True)])
+
+    def _received(self, waiting: Sequence[_PendingUpdate]) -> list[Moments]:
+        """From the device, once all are there."""
         numbers, done = self._transfer or _to_host(torch.cat([_packed(update) for update in waiting]))
         self._transfer = None
         if done is not None:
             done.synchronize()
-        start = 0
+        moments, start = [], 0
         for update in waiting:
             end = start + update.KL_2RR.numel()
-            update.estimate.update_fisher(update.J_RD,
-                                          _moments(numbers[start:end].view_as(update.KL_2RR),
-                                                   numbers[end:end + 3].tolist()))
+            moments.append(_moments(numbers[start:end].view_as(update.KL_2RR), numbers[end:end + 3].tolist()))
             start = end + 3
+        return moments
 
 
 def _moments(KL_2RR: Tensor, numbers: Any) -> Moments:

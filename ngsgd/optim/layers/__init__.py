@@ -5,11 +5,11 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-from ngsgd.optim.layers.attach import NATURAL_GRADIENT_CLASSES, attach, detach_all
+from ngsgd.optim.layers.attach import NATURAL_GRADIENT_CLASSES, attach, detach_all, natural_class, weight_of
 from ngsgd.optim.layers.common import FisherSettings, LayerContext, LayerPreconditioner
 
 __all__ = ["NATURAL_GRADIENT_CLASSES", "FisherSettings", "LayerContext", "LayerPreconditioner",
-           "attach", "detach_all"]
+           "attach", "detach_all", "natural_class", "weight_of"]
 
 # names of before, which warn
 _RENAMED = {"Settings": FisherSettings, "Shared": LayerContext}

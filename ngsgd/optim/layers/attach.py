@@ -19,6 +19,9 @@ from typing import Any
 
 from torch import nn
 
+# registers the operators that layers call in a compiled graph
+from ngsgd.optim.layers import compiled  # noqa: F401
+from ngsgd.optim.layers.attention import NaturalGradientMultiheadAttention, NaturalGradientOutProjection
 from ngsgd.optim.layers.base import OWNER
 from ngsgd.optim.layers.common import FisherSettings, LayerContext, LayerPreconditioner
 from ngsgd.optim.layers.convolution import (
@@ -30,7 +33,7 @@ from ngsgd.optim.layers.convolution import (
 )
 from ngsgd.optim.layers.fast_linear import FastLinear
 from ngsgd.optim.layers.kronecker import KroneckerPreconditioner
-from ngsgd.optim.layers.linear import NaturalGradientLinear
+from ngsgd.optim.layers.linear import NaturalGradientLinear, NaturalGradientTransposedLinear
 from ngsgd.optim.layers.observed import ObservedLinear, ObservedTdnn
 from ngsgd.optim.layers.scale_offset import (
     NaturalGradientBatchNorm1d,
@@ -49,9 +52,20 @@ NATURAL_GRADIENT_CLASSES: dict[type[nn.Module], type[nn.Module]] = {
     nn.LayerNorm: NaturalGradientLayerNorm, nn.RMSNorm: NaturalGradientRMSNorm, nn.GroupNorm: NaturalGradientGroupNorm,
     nn.BatchNorm1d: NaturalGradientBatchNorm1d, nn.BatchNorm2d: NaturalGradientBatchNorm2d,
     nn.BatchNorm3d: NaturalGradientBatchNorm3d,
+    nn.MultiheadAttention: NaturalGradientMultiheadAttention,
+    nn.modules.linear.NonDynamicallyQuantizableLinear: NaturalGradientOutProjection,
 }
 _PLAIN_CLASSES = {natural: plain for plain, natural in NATURAL_GRADIENT_CLASSES.items()}
 _PLAIN_CLASSES[FastLinear] = nn.Linear
+
+
+def natural_class(kind: type[nn.Module]) -> type[nn.Module] | None:
+    """What a layer of exactly this class becomes; None if there is no natural gradient for it."""
+    # of GPT-2; transformers is not imported for its sake
+    if kind not in NATURAL_GRADIENT_CLASSES and (kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D"):
+        NATURAL_GRADIENT_CLASSES[kind] = type("NaturalGradientConv1D", (NaturalGradientTransposedLinear, kind), {})
+        _PLAIN_CLASSES[NATURAL_GRADIENT_CLASSES[kind]] = kind
+    return NATURAL_GRADIENT_CLASSES.get(kind)
 
 
 def attach(layer: nn.Module, settings: FisherSettings,
@@ -60,8 +74,12 @@ def attach(layer: nn.Module, settings: FisherSettings,
     kind = type(layer)
     # a layer that another optimiser had before gets a fresh start
     plain_class = _PLAIN_CLASSES.get(kind, kind)
-    weight = getattr(layer, "weight", None)
-    if plain_class not in NATURAL_GRADIENT_CLASSES or weight is None or not weight.requires_grad:
+    weight = weight_of(layer)
+    new_class = natural_class(plain_class)
+    if new_class is None or weight is None or not weight.requires_grad:
+        return None
+    # keys and values of another width, or of parameters
+    if isinstance(layer, nn.MultiheadAttention) and (layer.bias_k is not None or layer.add_zero_attn):
         return None
     if context.observes and not (plain_class is nn.Linear or (isinstance(layer, nn.Conv1d) and layer.groups == 1)):
         return None
@@ -70,10 +88,15 @@ def attach(layer: nn.Module, settings: FisherSettings,
         former.context.retired = "another NGSGD has taken over its layers"
     preconditioner = _preconditioner(layer, plain_class, settings, context)
     preconditioner.weight = weight
-    layer.__class__ = NATURAL_GRADIENT_CLASSES[plain_class]
+    layer.__class__ = new_class
     layer.__dict__["preconditioner"] = preconditioner
     layer.__dict__.pop(OWNER, None)
     return preconditioner
+
+
+def weight_of(layer: nn.Module) -> Any:
+    """The parameter whose gradient decides about the estimates; None if there is none."""
+    return layer._parameters.get("in_proj_weight" if isinstance(layer, nn.MultiheadAttention) else "weight")
 
 
 def detach(layer: nn.Module, context: LayerContext) -> None:
@@ -97,15 +120,17 @@ def detach_all(layers: Mapping[str, nn.Module], context: LayerContext) -> None:
 
 def _preconditioner(layer: Any, plain_class: type[nn.Module], settings: FisherSettings,
                     context: LayerContext) -> LayerPreconditioner:
-    weight = layer.weight
-    has_bias = getattr(layer, "bias", None) is not None
+    weight = weight_of(layer)
+    has_bias = getattr(layer, "in_proj_bias" if plain_class is nn.MultiheadAttention else "bias", None) is not None
     if context.observes:
         kind = ObservedLinear if plain_class is nn.Linear else ObservedTdnn
         return kind(context, weight[0].numel(), len(weight), has_bias, settings)
-    if plain_class is nn.Linear:
+    if issubclass(plain_class, (nn.Linear, nn.MultiheadAttention)):
         return KroneckerPreconditioner(context, weight.shape[1], len(weight), has_bias, settings)
     if plain_class is nn.Conv1d and layer.groups == 1:
         return SplicedPreconditioner(context, weight[0].numel(), len(weight), has_bias, settings)
     if issubclass(plain_class, nn.modules.conv._ConvNd):
         return FilterPreconditioner(context, weight[0].numel(), len(weight), has_bias, settings)
+    if issubclass(NATURAL_GRADIENT_CLASSES[plain_class], NaturalGradientTransposedLinear):
+        return KroneckerPreconditioner(context, len(weight), weight.shape[1], has_bias, settings)
     return ScaleOffsetPreconditioner(context, weight.numel(), has_bias, settings)

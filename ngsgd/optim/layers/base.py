@@ -40,18 +40,18 @@ class NaturalGradientLayer(nn.Module):
         raise ConfigError(f"torch.jit.script cannot compile a {self.plain_class.__name__} under NGSGD; script a copy, which is "
                           "plain: torch.jit.script(copy.deepcopy(model)).")
 
-    def plain_forward(self, input: Any) -> Any:  # noqa: A002  the name is torch's
+    def plain_forward(self, *inputs: Any) -> Any:
         """The forward pass of torch's class."""
         # a leaf of the graph, as torch's own layers are
-        if isinstance(input, torch.fx.Proxy):
-            tracer: Any = input.tracer
-            return tracer.create_proxy("call_module", tracer.path_of_module(self), (input,), {})
-        return self.plain_class.forward(self, input)
+        if isinstance(inputs[0], torch.fx.Proxy):
+            tracer: Any = inputs[0].tracer
+            return tracer.create_proxy("call_module", tracer.path_of_module(self), inputs, {})
+        return self.plain_class.forward(self, *inputs)
 
     def estimates_of(self, weight: Tensor) -> Any:
         """The preconditioner if `weight` is the one it was made for; None for another, as under `torch.func.functional_call`."""
         preconditioner = self.preconditioner
-        return preconditioner if torch.compiler.is_compiling() or preconditioner.weight is weight else None
+        return preconditioner if preconditioner.weight is weight else None
 
 
 def is_plain_context(input: Any) -> bool:  # noqa: A002

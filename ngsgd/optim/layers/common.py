@@ -209,6 +209,8 @@ class LayerPreconditioner:
 
     def _register(self) -> None:
         self.number = next(_numbers)
+        # for operators in a compiled graph
+        self.number_tensor = torch.tensor(self.number)
         _by_number[self.number] = self
 
     def sync_hyperparameters(self, alpha: float, update_period: int,
@@ -246,17 +248,6 @@ def compute_dtype(input: Tensor) -> torch.dtype | None:  # noqa: A002  the name 
 def cast(dtype: torch.dtype | None, *tensors: Tensor | None) -> list[Any]:
     """The tensors in `dtype`, as they are if it is None."""
     return [tensor if tensor is None or dtype in (None, tensor.dtype) else tensor.to(dtype) for tensor in tensors]
-
-
-def apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
-    """`function.apply`; under torch.compile a graph break, since estimates change in backward, which no traced graph can hold."""
-    y: Tensor = _uncompiled(function, *args) if torch.compiler.is_compiling() else function.apply(*args)
-    return y
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _uncompiled(function: type[torch.autograd.Function], *args: Any) -> Any:
-    return function.apply(*args)
 
 
 def without_autocast(device: str) -> contextlib.AbstractContextManager[Any]:

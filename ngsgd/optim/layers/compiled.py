@@ -1,75 +1,111 @@
-"""The affine layer as opaque operators, so that `torch.compile` takes a whole model without a graph break.
+"""The layers as opaque operators, so that `torch.compile` takes a complete model without a graph break.
 
 A Fisher estimate is state that changes in the backward pass, which a traced graph cannot hold.  The operators
-find it by a number.  Outside of `torch.compile` the autograd Function in linear.py does the same arithmetic
-and costs less.  `ngsgd.optim.layers.attach` lists the other ways to read rows.
+find it by a number; the number is a tensor, since a graph is compiled again for each new value of a Python number.
+Outside of `torch.compile` the autograd Functions beside the layers do the same arithmetic and cost less.
+`ngsgd.optim.layers.attach` lists the other ways to read rows.  Layers call these as `torch.ops.ngsgd`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ngsgd.ops import gemm
+from ngsgd.optim.layers import convolution, linear, scale_offset
 from ngsgd.optim.layers.base import adds_to_grad
-from ngsgd.optim.layers.common import cast, layer_of, upcast
-from ngsgd.optim.layers.kronecker import KroneckerPreconditioner
+from ngsgd.optim.layers.common import cast, layer_of, without_autocast
 
 
-def _layer(number: int) -> KroneckerPreconditioner:
-    layer = layer_of(number)
-    assert isinstance(layer, KroneckerPreconditioner)
-    return layer
-
-
-@torch.library.custom_op("ngsgd::linear", mutates_args=())
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, number: int, dtype: torch.dtype | None) -> Tensor:
-    """`torch.nn.functional.linear` in `dtype`, if given."""
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, number: Tensor, geometry: Sequence[int],
+            dtype: torch.dtype | None) -> Tensor:
     return gemm.linear(*cast(dtype, x, weight, bias))
 
 
-@torch.library.custom_op("ngsgd::linear_gradients", mutates_args=())
-def linear_gradients(x: Tensor, dY: Tensor, number: int) -> tuple[Tensor, Tensor]:
-    """(weight gradient, bias gradient), preconditioned where they are added to `grad`; the second is empty without a bias."""
-    layer, X_NI, dY_NO = _layer(number), gemm.rows_of(x), gemm.rows_of(dY)
-    if adds_to_grad(layer):
-        layer.begin_pass(dY_NO, len(dY_NO))
-        dW, db = layer.gradient(X_NI, dY_NO)
-    else:
-        X_NI, dY_NO = upcast(X_NI), upcast(dY_NO)
-        dW, db = dY_NO.T @ X_NI, dY_NO.sum(dim=0) if layer.has_bias else None
-    return dW, dW.new_empty(0) if db is None else db
+def _linear_gradients(layer: Any, x: Tensor, dY: Tensor, weight: Tensor, geometry: Sequence[int],
+                      has_bias: bool) -> tuple[Tensor | None, Tensor | None]:
+    return linear.gradients(layer, x, dY, True, has_bias)
 
 
-@linear.register_fake
-def _(x: Tensor, weight: Tensor, bias: Tensor | None, number: int, dtype: torch.dtype | None) -> Tensor:
-    return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=dtype or x.dtype)
+def _convolution(x: Tensor, weight: Tensor, bias: Tensor | None, number: Tensor, geometry: Sequence[int],
+                 dtype: torch.dtype | None) -> Tensor:
+    return convolution.convolve(*cast(dtype, x, weight, bias), convolution.Geometry.of(geometry))
 
 
-@linear_gradients.register_fake
-def _(x: Tensor, dY: Tensor, number: int) -> tuple[Tensor, Tensor]:
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    has_bias = _layer(number).has_bias
-    return (x.new_empty((dY.shape[-1], x.shape[-1]), dtype=dtype),
-            x.new_empty(dY.shape[-1] if has_bias else 0, dtype=dtype))
+def _convolution_gradients(layer: Any, x: Tensor, dY: Tensor, weight: Tensor, geometry: Sequence[int],
+                           has_bias: bool) -> tuple[Tensor | None, Tensor | None]:
+    return convolution.gradients(layer, x, weight, dY, convolution.Geometry.of(geometry), (False, True, has_bias))[1:]
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, bias, ctx.number, _ = inputs
-    ctx.save_for_backward(x, weight)
-    ctx.has_bias, ctx.compute_dtype = bias is not None, output.dtype
+def _scale_offset(x: Tensor, weight: Tensor, bias: Tensor | None, number: Tensor, geometry: Sequence[int],
+                  dtype: torch.dtype | None) -> Tensor:
+    return scale_offset.scaled(x, weight, bias, geometry[0])
 
 
-def _backward(ctx: Any, dY: Tensor) -> tuple[Tensor | None, ...]:
-    x, weight = ctx.saved_tensors
-    dX = (dY @ weight.to(dY.dtype)).to(x.dtype) if ctx.needs_input_grad[0] else None
-    if not ctx.needs_input_grad[1]:
-        db = gemm.rows_of(dY).sum(dim=0) if ctx.has_bias else None
-        return dX, None, db, None, None
-    dW, db = linear_gradients(x.to(ctx.compute_dtype), dY, ctx.number)
-    return dX, dW.to(weight.dtype), db.to(weight.dtype) if ctx.has_bias else None, None, None
+def _scale_offset_gradients(layer: Any, x: Tensor, dY: Tensor, weight: Tensor, geometry: Sequence[int],
+                            has_bias: bool) -> tuple[Tensor | None, Tensor | None]:
+    return scale_offset.gradients(layer, x, weight, dY, geometry[0], (True, has_bias), (True, has_bias))
 
 
-linear.register_autograd(_backward, setup_context=_setup_context)
+def _linear_input_gradient(x: Tensor, dY: Tensor, weight: Tensor, geometry: Sequence[int]) -> Tensor:
+    return dY @ weight.to(dY.dtype)
+
+
+def _convolution_input_gradient(x: Tensor, dY: Tensor, weight: Tensor, geometry: Sequence[int]) -> Tensor:
+    dX = convolution.gradients(None, x.to(dY.dtype), weight, dY, convolution.Geometry.of(geometry), (True, False, False))[0]
+    assert dX is not None
+    return dX
+
+
+def _scale_offset_input_gradient(x: Tensor, dY: Tensor, weight: Tensor, geometry: Sequence[int]) -> Tensor:
+    return scale_offset.input_gradient(x, weight, dY, geometry[0])
+
+
+def _register(name: str, forward: Callable[..., Tensor],
+              gradients: Callable[..., tuple[Tensor | None, Tensor | None]], input_gradient: Callable[..., Tensor]) -> None:
+    """Make `torch.ops.ngsgd.<name>`; its weight and bias gradients are preconditioned where they are added to `grad`."""
+    operator = torch.library.custom_op(f"ngsgd::{name}", forward, mutates_args=())
+    operator.register_fake(forward)
+
+    def of_parameters(x: Tensor, dY: Tensor, weight: Tensor, number: Tensor, geometry: Sequence[int],
+                      has_bias: bool, is_frozen: bool) -> tuple[Tensor, Tensor]:
+        layer = layer_of(int(number))
+        with without_autocast(dY.device.type):
+            dW, db = gradients(layer if not is_frozen and adds_to_grad(layer) else None, x, dY, weight, geometry, has_bias)
+        assert dW is not None
+        # no bias: empty, since an operator returns tensors; strides are those of `fake`
+        return (dW.to(weight.dtype).contiguous(),
+                weight.new_empty(0) if db is None else db.to(weight.dtype).contiguous())
+
+    def fake(x: Tensor, dY: Tensor, weight: Tensor, number: Tensor, geometry: Sequence[int],
+             has_bias: bool, is_frozen: bool) -> tuple[Tensor, Tensor]:
+        is_gain = input_gradient is _scale_offset_input_gradient
+        return (torch.empty_like(weight, memory_format=torch.contiguous_format),
+                weight.new_empty((weight.shape if is_gain else weight.shape[:1]) if has_bias else 0))
+
+    gradients_operator = torch.library.custom_op(f"ngsgd::{name}_gradients", of_parameters, mutates_args=())
+    gradients_operator.register_fake(fake)
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, weight, bias, number, ctx.geometry, _ = inputs
+        ctx.save_for_backward(x, weight, number)
+        ctx.has_bias, ctx.compute_dtype = bias is not None, output.dtype
+
+    def backward(ctx: Any, dY: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, number = ctx.saved_tensors
+        dX = input_gradient(x, dY, weight, ctx.geometry).to(x.dtype) if ctx.needs_input_grad[0] else None
+        dW = db = None
+        if any(ctx.needs_input_grad[1:3]):
+            dW, db = gradients_operator(x.to(ctx.compute_dtype), dY, weight, number, ctx.geometry, ctx.has_bias,
+                                         not ctx.needs_input_grad[1])
+        return dX, dW if ctx.needs_input_grad[1] else None, db if ctx.has_bias else None, None, None, None
+
+    operator.register_autograd(backward, setup_context=setup_context)
+
+
+_register("linear", _linear, _linear_gradients, _linear_input_gradient)
+_register("convolution", _convolution, _convolution_gradients, _convolution_input_gradient)
+_register("scale_offset", _scale_offset, _scale_offset_gradients, _scale_offset_input_gradient)

@@ -10,6 +10,7 @@ Letters: B sequences, T frames, C channels in, O out, K taps; N = B T rows, I = 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +22,6 @@ from ngsgd.optim.layers.common import (
     FisherSettings,
     LayerContext,
     LayerPreconditioner,
-    apply,
     cast,
     compute_dtype,
     upcast,
@@ -42,6 +42,17 @@ class Geometry(NamedTuple):
     padding: tuple[int, ...]
     dilation: tuple[int, ...]
     groups: int
+
+    @classmethod
+    def of(cls, numbers: Sequence[int]) -> Geometry:
+        """From one flat list, as operators take it."""
+        *slides, groups = numbers
+        n = len(slides) // 3
+        return cls(tuple(slides[:n]), tuple(slides[n:2 * n]), tuple(slides[2 * n:]), groups)
+
+    def flat(self) -> list[int]:
+        """As one list."""
+        return [*self.stride, *self.padding, *self.dilation, self.groups]
 
 
 class SplicedPreconditioner(KroneckerPreconditioner):
@@ -73,7 +84,7 @@ class FilterPreconditioner(LayerPreconditioner):
 
     def gradient(self, dW: Tensor, db: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """The plain gradients, preconditioned."""
-        P_OI = upcast(dW).reshape(len(dW), -1)
+        P_OI = upcast(dW).reshape(dW.shape[0], -1)
         if db is not None:
             P_OI = torch.cat([P_OI, upcast(db)[:, None]], dim=1)
         scale: Tensor | float = 1.0
@@ -109,8 +120,7 @@ class _Convolution(torch.autograd.Function):
         saved = weight
         x, weight, bias = cast(dtype, x, weight, bias)
         ctx.save_for_backward(x, saved)
-        convolve = (nn.functional.conv1d, nn.functional.conv2d, nn.functional.conv3d)[x.ndim - 3]
-        return convolve(x, weight, bias, *geometry)
+        return convolve(x, weight, bias, geometry)
 
     @staticmethod
     @once_differentiable
@@ -118,16 +128,29 @@ class _Convolution(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         needs_x, _, needs_bias = ctx.needs_input_grad[:3]
         needs_weight, is_added = asked_for(ctx, 1)
-        # a bias alone gets its plain gradient
-        layer = ctx.layer if is_added else None
-        plain = layer is None or layer.needs_plain_gradient
         with without_autocast(dY.device.type):
-            dX, dW, db = _plain_gradients(x, weight.to(dY.dtype), dY, ctx.geometry, (
-                needs_x, needs_weight and plain, ctx.has_bias and plain))
-            if layer is not None:
-                layer.begin_pass(dY, dY.numel() // dY.shape[1])
-                dW, db = layer.gradient(dW, db) if plain else layer.gradient_of(x, dY, weight, ctx.geometry)
+            # a bias alone gets its plain gradient
+            dX, dW, db = gradients(ctx.layer if is_added else None, x, weight, dY, ctx.geometry,
+                                   (needs_x, needs_weight, ctx.has_bias))
         return None if dX is None else dX.to(ctx.input_dtype), dW, db if needs_bias else None, None, None, None
+
+
+def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor:
+    """That of torch with 1 to 3 spatial dimensions."""
+    y: Tensor = (nn.functional.conv1d, nn.functional.conv2d, nn.functional.conv3d)[x.ndim - 3](x, weight, bias, *geometry)
+    return y
+
+
+def gradients(layer: SplicedPreconditioner | FilterPreconditioner | None, x: Tensor, weight: Tensor, dY: Tensor,
+              geometry: Geometry, wanted: tuple[bool, bool, bool]) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """(dX, dW, db), as far as they are wanted; plain ones without a layer."""
+    plain = layer is None or layer.needs_plain_gradient
+    needs_x, needs_weight, has_bias = wanted
+    dX, dW, db = _plain_gradients(x, weight.to(dY.dtype), dY, geometry, (needs_x, needs_weight and plain, has_bias and plain))
+    if layer is not None:
+        layer.begin_pass(dY, dY.numel() // dY.shape[1])
+        dW, db = layer.gradient(dW, db) if plain else layer.gradient_of(x, dY, weight, geometry)
+    return dX, dW, db
 
 
 def _plain_gradients(x: Tensor, weight: Tensor, dY: Tensor, geometry: Geometry,
@@ -136,7 +159,7 @@ def _plain_gradients(x: Tensor, weight: Tensor, dY: Tensor, geometry: Geometry,
     if not any(wanted):
         return None, None, None
     none = [0] * len(geometry.stride)
-    dX, dW, db = torch.ops.aten.convolution_backward(dY, x, weight, [len(weight)], geometry.stride, geometry.padding,
+    dX, dW, db = torch.ops.aten.convolution_backward(dY, x, weight, [weight.shape[0]], geometry.stride, geometry.padding,
                                                      geometry.dilation, False, none, geometry.groups, list(wanted))
     return dX, dW, db
 
@@ -159,7 +182,11 @@ class _NaturalGradientConv(NaturalGradientLayer, nn.modules.conv._ConvNd):
             padding = (0,) * num_spatial
         geometry = Geometry(self.stride, padding, self.dilation, self.groups)
         weight = self.weight
-        y = apply(_Convolution, x, weight, self.bias, self.estimates_of(weight), geometry, compute_dtype(input))
+        if torch.compiler.is_compiling():
+            y = torch.ops.ngsgd.convolution(x, weight, self.bias, self.preconditioner.number_tensor, geometry.flat(),
+                                            compute_dtype(input))
+        else:
+            y = _Convolution.apply(x, weight, self.bias, self.estimates_of(weight), geometry, compute_dtype(input))
         return y if x.ndim == input.ndim else y.squeeze(0)
 
 

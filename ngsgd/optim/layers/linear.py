@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ngsgd.ops import gemm
-from ngsgd.optim.layers import compiled
 from ngsgd.optim.layers.base import NaturalGradientLayer, asked_for, is_plain_context
 from ngsgd.optim.layers.common import cast, compute_dtype, without_autocast
 from ngsgd.optim.layers.kronecker import KroneckerPreconditioner
@@ -21,24 +20,25 @@ class _Affine(torch.autograd.Function):
     @staticmethod
     # not setup_context: that costs 0.1 ms a call
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None,
-                layer: KroneckerPreconditioner | None, dtype: torch.dtype | None) -> Tensor:
-        ctx.layer = layer
+                layer: KroneckerPreconditioner | None, dtype: torch.dtype | None, is_transposed: bool) -> Tensor:
+        ctx.layer, ctx.is_transposed = layer, is_transposed
         ctx.input_dtype = x.dtype
         saved = weight
         x, weight, bias = cast(dtype, x, weight, bias)
         ctx.save_for_backward(x, saved)
-        return gemm.linear(x, weight, bias)
+        return gemm.linear(x, weight.T if is_transposed else weight, bias)
 
     @staticmethod
     # the gradient of a natural gradient is not what a second backward would return: make it raise
     @once_differentiable
     def backward(ctx: Any, dY: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
+        weight = weight.T if ctx.is_transposed else weight
         with without_autocast(dY.device.type):
             (dX,) = cast(ctx.input_dtype, gemm.input_gradient(dY, weight) if ctx.needs_input_grad[0] else None)
             is_needed, is_added = asked_for(ctx, 1)
             dW, db = gradients(ctx.layer if is_added else None, x, dY, is_needed, ctx.needs_input_grad[2])
-        return dX, dW, db, None, None
+        return dX, dW.T if dW is not None and ctx.is_transposed else dW, db, None, None, None
 
 
 def gradients(layer: KroneckerPreconditioner | None, x: Tensor, dY: Tensor, needs_weight: bool,
@@ -48,9 +48,22 @@ def gradients(layer: KroneckerPreconditioner | None, x: Tensor, dY: Tensor, need
     if layer is None or not needs_weight:
         (X_NI,) = cast(dY.dtype, gemm.rows_of(x))
         return gemm.mm(dY_NO.T, X_NI) if needs_weight else None, dY_NO.sum(dim=0) if needs_bias else None
-    layer.begin_pass(dY_NO, len(dY_NO))
+    layer.begin_pass(dY_NO, dY_NO.shape[0])
     dW, db = layer.gradient(gemm.rows_of(x), dY_NO)
     return dW, db if needs_bias else None
+
+
+def affine(layer: NaturalGradientLayer, x: Tensor, weight: Tensor, bias: Tensor | None, *,
+           is_transposed: bool = False) -> Tensor:
+    """x W^T + b, with the natural gradient of `layer`, whose leaf W is; or x W + b."""
+    y: Tensor
+    if torch.compiler.is_compiling():
+        y = torch.ops.ngsgd.linear(x, weight.T if is_transposed else weight, bias, layer.preconditioner.number_tensor, [],
+                                   compute_dtype(x))
+    else:
+        y = _Affine.apply(x, weight, bias, layer.estimates_of(weight), compute_dtype(x),  # type: ignore[no-untyped-call]
+                          is_transposed)
+    return y
 
 
 class NaturalGradientLinear(NaturalGradientLayer, nn.Linear):
@@ -61,9 +74,13 @@ class NaturalGradientLinear(NaturalGradientLayer, nn.Linear):
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name is torch's
         if not torch.is_grad_enabled() or is_plain_context(input):
             return self.plain_forward(input)  # type: ignore[no-any-return]
-        if torch.compiler.is_compiling():
-            y: Tensor = compiled.linear(input, self.weight, self.bias, self.preconditioner.number, compute_dtype(input))
-            return y
-        weight = self.weight
-        return _Affine.apply(input, weight, self.bias, self.estimates_of(weight),  # type: ignore[no-any-return,no-untyped-call]
-                             compute_dtype(input))
+        return affine(self, input, self.weight, self.bias)
+
+
+class NaturalGradientTransposedLinear(NaturalGradientLayer):
+    """Base of what `NGSGD` turns a Conv1D of Hugging Face into: an affine layer with a weight of inputs x outputs."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        if not torch.is_grad_enabled() or is_plain_context(x):
+            return self.plain_forward(x)  # type: ignore[no-any-return]
+        return affine(self, x, self.weight, self.bias, is_transposed=True)

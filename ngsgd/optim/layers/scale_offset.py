@@ -14,8 +14,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ngsgd.optim.layers.base import NaturalGradientLayer, asked_for, is_plain_context
-from ngsgd.optim.layers.common import FisherSettings, LayerContext, LayerPreconditioner, apply, upcast, without_autocast
+from ngsgd.optim.layers.common import FisherSettings, LayerContext, LayerPreconditioner, upcast, without_autocast
 from ngsgd.preconditioners.online import OnlineNaturalGradient
+
+# up to so many, X^T X costs no more than the projections of all rows
+_FEW_ELEMENTS = 32
 
 
 class ScaleOffsetPreconditioner(LayerPreconditioner):
@@ -28,19 +31,36 @@ class ScaleOffsetPreconditioner(LayerPreconditioner):
                          {name: context.preconditioner(settings.rank_in, dim,
                                                        settings) for name in names})
 
-    def gradient(self, name: str, rows_ND: Tensor) -> Tensor:
-        """The sum of the preconditioned rows, rescaled."""
+    def gradient(self, name: str, x: Tensor, first: int, ndim: int) -> Tensor:
+        """The sum of the preconditioned rows, rescaled; the elements of a row lie along the dimensions of x from `first` on."""
         side: OnlineNaturalGradient = self.sides[name]
-        num_rows: Tensor | float = float(len(rows_ND))
-        if self.context.ignore_zero_rows:
-            num_rows = (rows_ND != 0).any(dim=1).sum()
-        call = side.begin(rows_ND, num_rows=num_rows, loss_scale=self.context.loss_scale())
+        dim = x.shape[first:first + ndim].numel()
+        if x.is_cpu and 1 < dim <= _FEW_ELEMENTS:
+            S_DD, sum_D, num_rows = self._moments(x, first, ndim, dim)
+            total_D = side.precondition_sum(S_DD, sum_D, num_rows=num_rows, loss_scale=self.context.loss_scale())
+            if total_D is not None:
+                return total_D
+        rows_ND = _rows(x, first, ndim)
+        call = side.begin(rows_ND, num_rows=self._num_rows(rows_ND, 1), loss_scale=self.context.loss_scale())
         if call is None:
             return rows_ND.sum(dim=0)
         rows_hat_ND, _, scale = call.preconditioned()
-        total_D: Tensor = rows_hat_ND.sum(dim=0) * scale
+        total_D = rows_hat_ND.sum(dim=0) * scale
         side.finish(call)
         return total_D
+
+    def _moments(self, x: Tensor, first: int, ndim: int, dim: int) -> tuple[Tensor, Tensor, Tensor | float]:
+        """(X^T X, sum of the rows, their number), without a copy of x as rows."""
+        if x.ndim == first + ndim:
+            rows_ND = x.reshape(-1, dim)
+            return rows_ND.T @ rows_ND, rows_ND.sum(dim=0), self._num_rows(rows_ND, 1)
+        # channels of a batch normalisation
+        x_BDT = x.flatten(2)
+        return torch.bmm(x_BDT, x_BDT.transpose(1, 2)).sum(dim=0), x_BDT.sum(dim=(0, 2)), self._num_rows(x_BDT, 1)
+
+    def _num_rows(self, x: Tensor, dim: int) -> Tensor | float:
+        """Those that count."""
+        return (x != 0).any(dim=dim).sum() if self.context.ignore_zero_rows else float(x.numel() // x.shape[dim])
 
 
 class _ScaleOffset(torch.autograd.Function):
@@ -51,31 +71,48 @@ class _ScaleOffset(torch.autograd.Function):
                 first: int) -> Tensor:
         ctx.layer, ctx.first = layer, first
         ctx.save_for_backward(x, scale)
-        scale_b = _along(scale, x, first).to(x.dtype)
-        return x * scale_b if offset is None else torch.addcmul(_along(offset, x, first).to(x.dtype), x, scale_b)
+        return scaled(x, scale, offset, first)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dY: Tensor) -> tuple[Tensor | None, ...]:
         x, scale = ctx.saved_tensors
-        needs_x = ctx.needs_input_grad[0]
         (needs_scale, scale_is_added), (needs_offset, offset_is_added) = asked_for(ctx, 1), asked_for(ctx, 2)
-        if ctx.layer is not None and (scale_is_added or offset_is_added):
-            ctx.layer.begin_pass(dY, dY.numel() // scale.numel())
-        d_scale = d_offset = None
         with without_autocast(dY.device.type):
-            dX = dY * _along(scale, x, ctx.first).to(dY.dtype) if needs_x else None
-            if needs_scale:
-                rows_ND = _rows(upcast(dY) * upcast(x), scale, ctx.first)
-                d_scale = _sum(ctx.layer if scale_is_added else None, "scale", rows_ND).view_as(scale)
-            if needs_offset:
-                rows_ND = _rows(upcast(dY), scale, ctx.first)
-                d_offset = _sum(ctx.layer if offset_is_added else None, "offset", rows_ND).view_as(scale)
+            dX = input_gradient(x, scale, dY, ctx.first) if ctx.needs_input_grad[0] else None
+            d_scale, d_offset = gradients(ctx.layer, x, scale, dY, ctx.first, (needs_scale, needs_offset),
+                                          (scale_is_added, offset_is_added))
         return dX, d_scale, d_offset, None, None
 
 
-def _sum(layer: ScaleOffsetPreconditioner | None, name: str, rows_ND: Tensor) -> Tensor:
-    return rows_ND.sum(dim=0) if layer is None else layer.gradient(name, rows_ND)
+def scaled(x: Tensor, scale: Tensor, offset: Tensor | None, first: int) -> Tensor:
+    """x * scale + offset."""
+    scale_b = _along(scale, x, first).to(x.dtype)
+    return x * scale_b if offset is None else torch.addcmul(_along(offset, x, first).to(x.dtype), x, scale_b)
+
+
+def input_gradient(x: Tensor, scale: Tensor, dY: Tensor, first: int) -> Tensor:
+    """dX."""
+    return dY * _along(scale, x, first).to(dY.dtype)
+
+
+def gradients(layer: ScaleOffsetPreconditioner | None, x: Tensor, scale: Tensor, dY: Tensor, first: int,
+              needed: tuple[bool, bool], added: tuple[bool, bool]) -> tuple[Tensor | None, Tensor | None]:
+    """(of the scale, of the offset), as far as they are needed; preconditioned where they are added to `grad`."""
+    if layer is not None and any(added):
+        layer.begin_pass(dY, dY.numel() // scale.numel())
+    d_scale = d_offset = None
+    if needed[0]:
+        d_scale = _sum(layer if added[0] else None, "scale", upcast(dY) * upcast(x), scale, first)
+    if needed[1]:
+        d_offset = _sum(layer if added[1] else None, "offset", upcast(dY), scale, first)
+    return d_scale, d_offset
+
+
+def _sum(layer: ScaleOffsetPreconditioner | None, name: str, x: Tensor, parameter: Tensor, first: int) -> Tensor:
+    ndim = parameter.ndim
+    total_D = _rows(x, first, ndim).sum(dim=0) if layer is None else layer.gradient(name, x, first, ndim)
+    return total_D.view_as(parameter)
 
 
 def _along(parameter: Tensor, x: Tensor, first: int) -> Tensor:
@@ -84,13 +121,13 @@ def _along(parameter: Tensor, x: Tensor, first: int) -> Tensor:
     return parameter.reshape(*parameter.shape, *[1] * behind)
 
 
-def _rows(x: Tensor, parameter: Tensor, first: int) -> Tensor:
-    """x as N x D, D the elements of the parameter."""
-    behind = x.ndim - first - parameter.ndim
-    if behind:
+def _rows(x: Tensor, first: int, ndim: int) -> Tensor:
+    """x as N x D, D the elements of `ndim` dimensions from `first` on."""
+    dim = x.shape[first:first + ndim].numel()
+    if x.ndim > first + ndim:
         # channels of a batch normalisation
         x = x.movedim(first, -1)
-    return x.reshape(-1, parameter.numel())
+    return x.reshape(-1, dim)
 
 
 class NaturalGradientNorm(NaturalGradientLayer):
@@ -99,35 +136,66 @@ class NaturalGradientNorm(NaturalGradientLayer):
     def forward(self: Any, input: Tensor) -> Tensor:  # noqa: A002  the name is torch's
         if is_plain_context(input):
             return self.plain_forward(input)  # type: ignore[no-any-return]
-        # a twin for the normalisation: it shares buffers and settings as they are now, but has no
-        # affine part and no hooks
-        twin = object.__new__(self.plain_class)
-        twin.__dict__ = {**self.__dict__, "_parameters": dict.fromkeys(self._parameters)}
-        normalised = self.plain_class.forward(twin, input)
+        normalised = self.normalised(input)
         first = input.ndim - self.weight.ndim if isinstance(self, (nn.LayerNorm, nn.RMSNorm)) else 1
-        weight = self.weight
-        return apply(_ScaleOffset, normalised, weight, getattr(self, "bias", None), self.estimates_of(weight), first)
+        weight, bias = self.weight, getattr(self, "bias", None)
+        if torch.compiler.is_compiling():
+            y = torch.ops.ngsgd.scale_offset(normalised, weight, bias, self.preconditioner.number_tensor, [first], None)
+        else:
+            y = _ScaleOffset.apply(normalised, weight, bias, self.estimates_of(weight), first)
+        return y  # type: ignore[no-any-return]
 
 
 class NaturalGradientLayerNorm(NaturalGradientNorm, nn.LayerNorm):
     """What `NGSGD` turns an `nn.LayerNorm` into."""
 
+    def normalised(self, x: Tensor) -> Tensor:
+        """The layer without its affine part."""
+        return nn.functional.layer_norm(x, self.normalized_shape, None, None, self.eps)
+
 
 class NaturalGradientRMSNorm(NaturalGradientNorm, nn.RMSNorm):
     """What `NGSGD` turns an `nn.RMSNorm` into."""
+
+    def normalised(self, x: Tensor) -> Tensor:
+        """The layer without its affine part."""
+        return nn.functional.rms_norm(x, self.normalized_shape, None, self.eps)
 
 
 class NaturalGradientGroupNorm(NaturalGradientNorm, nn.GroupNorm):
     """What `NGSGD` turns an `nn.GroupNorm` into."""
 
+    def normalised(self, x: Tensor) -> Tensor:
+        """The layer without its affine part."""
+        return nn.functional.group_norm(x, self.num_groups, None, None, self.eps)
 
-class NaturalGradientBatchNorm1d(NaturalGradientNorm, nn.BatchNorm1d):
+
+class _NaturalGradientBatchNorm(NaturalGradientNorm):
+    """What the three have in common."""
+
+    def normalised(self: Any, x: Tensor) -> Tensor:
+        """The layer without its affine part; moves the running statistics as torch's layer does."""
+        self._check_input_dim(x)
+        tracks = self.training and self.track_running_stats
+        momentum = 0.0 if self.momentum is None else self.momentum
+        if tracks and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            # None: the mean of all minibatches
+            if self.momentum is None:
+                momentum = 1.0 / float(self.num_batches_tracked)
+        is_used = not self.training or self.track_running_stats
+        of_batch = self.training or (self.running_mean is None and self.running_var is None)
+        return nn.functional.batch_norm(x, self.running_mean if is_used else None, self.running_var if is_used else None, None,
+                                        None, of_batch, momentum, self.eps)
+
+
+class NaturalGradientBatchNorm1d(_NaturalGradientBatchNorm, nn.BatchNorm1d):
     """What `NGSGD` turns an `nn.BatchNorm1d` into."""
 
 
-class NaturalGradientBatchNorm2d(NaturalGradientNorm, nn.BatchNorm2d):
+class NaturalGradientBatchNorm2d(_NaturalGradientBatchNorm, nn.BatchNorm2d):
     """What `NGSGD` turns an `nn.BatchNorm2d` into."""
 
 
-class NaturalGradientBatchNorm3d(NaturalGradientNorm, nn.BatchNorm3d):
+class NaturalGradientBatchNorm3d(_NaturalGradientBatchNorm, nn.BatchNorm3d):
     """What `NGSGD` turns an `nn.BatchNorm3d` into."""

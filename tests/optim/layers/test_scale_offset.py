@@ -29,6 +29,7 @@ class Case(NamedTuple):
 
 CASES = {
     "layer_norm": Case(lambda: nn.LayerNorm(7), (5, 6, 7), channels_second=False),
+    "layer_norm_wide": Case(lambda: nn.LayerNorm(40), (30, 40), channels_second=False),
     "layer_norm_2_dims": Case(lambda: nn.LayerNorm((3, 4)), (9, 3, 4), channels_second=False),
     "layer_norm_no_bias": Case(lambda: nn.LayerNorm(7, bias=False), (12, 7), channels_second=False),
     "layer_norm_2_dims_no_bias": Case(lambda: nn.LayerNorm((3, 4), bias=False), (2, 5, 3, 4), channels_second=False),
@@ -129,6 +130,8 @@ def check(name: str, num_minibatches: int, *, training: bool = True) -> None:
     assert float((layer.weight.grad - plain.weight.grad).norm()) > 0.01 * float(plain.weight.grad.norm())
 
 
+@pytest.mark.entry("N6", "the model has a LayerNorm, RMSNorm, GroupNorm or BatchNorm with scale and offset", "right",
+                   "natural gradient of both; outputs and running statistics are torch's")
 @ALL
 def test_forward_input_gradient_and_statistics_are_torchs_and_parameters_get_sums_of_preconditioned_rows(name: str) -> None:
     check(name, num_minibatches=17)  # updates in calls 0 to 10 and 14
@@ -169,6 +172,8 @@ def test_frozen_parameters_get_no_gradient_and_leave_the_other_alone(name: str) 
                 assert torch.equal(p.grad, layer.get_parameter(key).grad)
 
 
+@pytest.mark.entry("N10", "the weight of a layer is frozen and its bias is not", "stated",
+                   "the bias has its plain gradient, and AdamW trains it")
 def test_an_offset_alone_gets_its_plain_gradient() -> None:
     plain, layer, optimizer = twins(CASES["layer_norm"])
     optimizer.detach()
