@@ -49,7 +49,7 @@ run-test: $(STAMP)
 
 # half of its time is waiting for other processes
 run-test-all: $(STAMP)
-	$(PYTEST) $(or $(PROCESSES),3) ngsgd tests $(ARGS)
+	$(PYTEST) $(or $(PROCESSES),4) ngsgd tests $(ARGS)
 
 test-matrix: $(STAMP)  ## the numerical tests with AVX2 only, without a compiler, with 1 and 2 threads, with other MKL paths (25 min)
 	$(BIN)/python tests/matrix.py $(ARGS)
