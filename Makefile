@@ -13,7 +13,7 @@ export PYTHONDONTWRITEBYTECODE =
 ARGS ?=
 # processes for the tests; each file's tests stay in one of them
 PROCESSES ?=
-PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m tests.parallel --doctest-modules --processes
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m tests.parallel --processes
 
 .DEFAULT_GOAL := help
 .PHONY: help setup train check test test-all run-check run-test run-test-all test-matrix mutants chaos soak fuzz nodes slurm reference docs image lint format clean
@@ -42,14 +42,14 @@ test:      ## 5 minutes: lint, doctests, all tests in this process and a few com
 test-all:  ## 20 minutes: everything that CI runs, with faults, services, browsers and slow tests
 
 run-check: $(STAMP)
-	$(PYTEST) $(or $(PROCESSES),2) ngsgd tests -m "not (end_to_end or slow or faults or services)" --quick $(ARGS)
+	$(PYTEST) $(or $(PROCESSES),2) tests -m "not (end_to_end or slow or faults or services)" --quick $(ARGS)
 
 run-test: $(STAMP)
-	$(PYTEST) $(or $(PROCESSES),2) ngsgd tests -m "end_to_end or not (slow or faults or services)" --cpu-limit $(ARGS)
+	$(PYTEST) $(or $(PROCESSES),2) tests -m "end_to_end or not (slow or faults or services)" --cpu-limit $(ARGS)
 
 # half of its time is waiting for other processes
 run-test-all: $(STAMP)
-	$(PYTEST) $(or $(PROCESSES),3) ngsgd tests $(ARGS)
+	$(PYTEST) $(or $(PROCESSES),4) tests $(ARGS)
 
 test-matrix: $(STAMP)  ## the numerical tests with AVX2 only, without a compiler, with 1 and 2 threads, with other MKL paths (25 min)
 	$(BIN)/python tests/matrix.py $(ARGS)

@@ -26,9 +26,9 @@ import numpy as np
 import pytest
 from hypothesis import settings
 
-from tests.tiers import pytest_addoption, pytest_collection_modifyitems, pytest_runtest_call
+from tests.tiers import pytest_addoption, pytest_collection_modifyitems, pytest_runtest_call, pytest_runtestloop
 
-__all__ = ["pytest_addoption", "pytest_collection_modifyitems", "pytest_runtest_call"]
+__all__ = ["pytest_addoption", "pytest_collection_modifyitems", "pytest_runtest_call", "pytest_runtestloop"]
 
 settings.register_profile("shared machine", deadline=None)  # a slow example is no fault where other jobs run
 settings.load_profile("shared machine")

@@ -41,19 +41,30 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("ngsgd")
     group.addoption("--cpu-limit", action="store_true", help=f"fail unmarked tests above {LIMIT_S:g} s of CPU time")
     group.addoption("--cpu-report", type=Path, metavar="FILE", help="append one JSON line per test: CPU and clock time")
-    group.addoption("--part", type=_part, metavar="K/N", help="run the K-th of N parts of the test files (tests/parallel.py)")
+    group.addoption("--share", type=Path, metavar="FOLDER",
+                    help="run test files that no other process with the same FOLDER has begun (tests/parallel.py)")
     group.addoption("--quick", action="store_true",
                     help=f"one case of each test of the files whose tests take less than {_QUICK_S:g} s on average")
 
 
-# last: tests that `-m` deselects have no weight
+# last: after `-m` has deselected tests
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--quick"):
         _keep_quick(config, items)
-    part: tuple[int, int] | None = config.getoption("--part")
-    if part is not None:
-        _select_part(config, items, *part)
+
+
+def pytest_runtestloop(session: pytest.Session) -> bool | None:
+    """With `--share` run one group of tests after the other that is still free, those that take longest first."""
+    folder: Path | None = session.config.getoption("--share")
+    if folder is None:
+        return None
+    if session.testsfailed:
+        raise session.Interrupted("errors during collection")
+    for number, items in enumerate(_groups(session.items)):
+        if _is_mine(folder / str(number)):
+            _run(session, items)
+    return True
 
 
 @pytest.hookimpl(wrapper=True)
@@ -83,19 +94,31 @@ def _keep_quick(config: pytest.Config, items: list[pytest.Item]) -> None:
     items[:] = [item for item in items if item in kept]
 
 
-def _select_part(config: pytest.Config, items: list[pytest.Item], part: int, num_parts: int) -> None:
-    """Keep the groups of one part; each part gets about the same expected time."""
-    weights = defaultdict[str, float](float)
+def _groups(items: list[pytest.Item]) -> list[list[pytest.Item]]:
+    """The tests by group, in the same order in every process."""
+    groups = defaultdict[str, list[pytest.Item]](list)
     for item in items:
-        weights[_group(item)] += _weight(item)
-    loads = [0.0] * num_parts
-    part_of: dict[str, int] = {}
-    for group in sorted(weights, key=lambda name: (-weights[name], name)):
-        lightest = loads.index(min(loads))
-        loads[lightest] += weights[group]
-        part_of[group] = lightest + 1
-    config.hook.pytest_deselected(items=[item for item in items if part_of[_group(item)] != part])
-    items[:] = [item for item in items if part_of[_group(item)] == part]
+        groups[_group(item)].append(item)
+    return sorted(groups.values(), key=lambda group: -sum(map(_weight, group)))
+
+
+def _is_mine(mark: Path) -> bool:
+    """Whether no other process was first to make this file."""
+    try:
+        mark.touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
+def _run(session: pytest.Session, items: list[pytest.Item]) -> None:
+    # no next test at the end: which one it is, is not known yet
+    for item, following in zip(items, [*items[1:], None], strict=True):
+        item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+        if session.shouldfail:
+            raise session.Failed(session.shouldfail)
+        if session.shouldstop:
+            raise session.Interrupted(session.shouldstop)
 
 
 def _group(item: pytest.Item) -> str:
@@ -131,11 +154,6 @@ def write_durations(report: Path) -> None:
         table.writerow(("file", "tier", "mean_s"))
         table.writerows((name, tier, f"{sum(found) / len(found):.3g}")
                         for (name, tier), found in sorted(times.items()) if sum(found) > _SHORTEST_S)
-
-
-def _part(text: str) -> tuple[int, int]:
-    part, _, num_parts = text.partition("/")
-    return int(part), int(num_parts)
 
 
 def _has_tier(item: pytest.Item) -> bool:

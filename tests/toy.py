@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -120,3 +122,10 @@ class Run:
         finally:
             ledger.close()
             pool.close()
+
+
+@functools.cache
+def undisturbed(run_config: RunConfig) -> Checkpoint:
+    """What a run in one process without faults ends with."""
+    with tempfile.TemporaryDirectory() as folder:
+        return Run(Path(folder), run_config).train()

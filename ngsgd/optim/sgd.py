@@ -7,6 +7,7 @@ the minibatch size.
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import statistics
 import sys
@@ -61,6 +62,11 @@ class _StepInputs(NamedTuple):
     rates: tuple[float, ...]       # C: change = rate * direction
     # of the first component; the rates of the others are relative to it
     momentum: float
+
+
+# torch decorates them with an import of torch._dynamo, which takes longer than that of torch
+_add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
+_zero_grad = inspect.unwrap(torch.optim.Optimizer.zero_grad)
 
 
 class _ParameterSlot(NamedTuple):
@@ -163,13 +169,17 @@ class SGD(torch.optim.Optimizer):
         "<layer>#2".  Raises ConfigError for frozen parameters.
         """
         for group in [param_group] if "name" in param_group else self._by_layer(param_group):
-            super().add_param_group(group)
+            _add_param_group(self, group)
         self._prepare_state()
         if "_counts" in self.__dict__:
             self._places = self._find_parameters()
             added = len(self.param_groups) + 2 - len(self._counts)
             self._counts = torch.cat([self._counts, self._counts.new_zeros(added)])
             self._frozen = [(name, p) for name, p in self._frozen if not p.requires_grad]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's."""
+        _zero_grad(self, set_to_none)
 
     def _prepare_state(self) -> None:
         """Gives `state` of each parameter the keys that `state_dict` fills.

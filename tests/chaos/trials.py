@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import signal
-import tempfile
 import time
 import uuid
 from collections.abc import Callable
@@ -28,7 +26,7 @@ from tests.chaos.ray_trials import try_ray
 from tests.chaos.service import try_service
 from tests.chaos.storage import PowerCut, Trouble, cut_short
 from tests.chaos.watch import WatchedPool
-from tests.toy import Run, config
+from tests.toy import Run, config, undisturbed
 
 PROGRESS_TIMEOUT_S = 1.0
 PATIENT_S = 10.0
@@ -69,11 +67,9 @@ def many_workers(num_workers: int = _MANY) -> RunConfig:
     return settings(cluster=ClusterConfig(num_workers=num_workers, threads_per_worker=1), schedule=schedule)
 
 
-@functools.cache
 def reference(run_config: RunConfig) -> str:
     """The hash of the final model without faults, made in one process."""
-    with tempfile.TemporaryDirectory() as folder:
-        return Run(Path(folder), run_config).train().model_sha256
+    return undisturbed(run_config).model_sha256
 
 
 def run_in(folder: Path, run_config: RunConfig) -> Run:

@@ -16,7 +16,7 @@ from ngsgd.tasks.speech import SpeechTaskSpec
 from ngsgd.training.job import Job
 from ngsgd.training.storage.audit import audit
 from ngsgd.training.worker import Worker
-from tests.toy import Run
+from tests.toy import Run, config, undisturbed
 
 pytestmark = pytest.mark.faults
 
@@ -93,14 +93,14 @@ def test_a_replacement_that_differs_is_not_used(tmp_path: Path) -> None:
 
 
 def test_the_run_continues_with_a_replacement_that_does_not_differ(tmp_path: Path) -> None:
-    whole = Run(tmp_path / "whole").train()
+    whole = undisturbed(config())
     run = Run(tmp_path / "replaced")
     end = run.train(_pool(run, LosesItOnce))
     assert end.model_sha256 == whole.model_sha256 and audit(run.ledger_path) == []
 
 
 def test_workers_keep_the_kernels_of_the_beginning(tmp_path: Path) -> None:
-    whole = Run(tmp_path / "whole").train()
+    whole = undisturbed(config())
     run = Run(tmp_path / "kernels")
     end = run.train(_pool(run, WithoutCompilerAndCache, Agreement(Fingerprint.of_this_process(1))))
     assert end.model_sha256 == whole.model_sha256

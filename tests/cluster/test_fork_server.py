@@ -17,7 +17,7 @@ from ngsgd.cluster.process_pool import ProcessPool
 from ngsgd.config import FailureConfig
 from ngsgd.training.job import Job
 from ngsgd.training.storage.audit import audit
-from tests.toy import Run, config
+from tests.toy import Run, config, undisturbed
 
 pytestmark = pytest.mark.faults
 
@@ -102,7 +102,7 @@ class StopsTheForkServer(ProcessPool):
 
 
 def test_a_stopped_fork_server_is_replaced_and_costs_nothing(tmp_path: Path) -> None:
-    whole = Run(tmp_path / "whole").train()
+    whole = undisturbed(config())
     run = Run(tmp_path / "stopped", config(failure=FailureConfig(hang_timeout_s=1.5)))
     pool = StopsTheForkServer(run)
     end = run.train(pool)

@@ -90,18 +90,25 @@ def _depth(process: psutil.Process, ancestor: int) -> int:
     return [parent.pid for parent in process.parents()].index(ancestor) + 1
 
 
+LONG: dict[str, Any] = {"num_epochs": 15, "optimizer": "sgd", "failure": {"hang_timeout_s": 2.0}}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The digest of a run that nobody disturbed."""
+    return digest(train(tmp_path_factory.mktemp("whole"), 2, 8, **LONG))
+
+
 @pytest.mark.faults
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=lambda n: n.name)
-def test_a_rank_that_dies_costs_its_job_only(tmp_path: Path, number: signal.Signals) -> None:
-    settings: dict[str, Any] = {"num_epochs": 15, "optimizer": "sgd", "failure": {"hang_timeout_s": 2.0}}
-    whole = train(tmp_path / "whole", 2, 8, **settings)
+def test_a_rank_that_dies_costs_its_job_only(tmp_path: Path, whole: str, number: signal.Signals) -> None:
     found: list[int] = []
     thread = threading.Thread(target=_kill_a_rank, args=(number, found), daemon=True)
     thread.start()
-    run = train(tmp_path / "killed", 2, 8, **settings)
+    run = train(tmp_path / "killed", 2, 8, **LONG)
     thread.join(1.0)
     assert found and not psutil.pid_exists(found[0])
-    assert digest(run) == digest(whole)
+    assert digest(run) == whole
     incidents = [line for line in read_json_lines(run.folder.events) if line["event"] == "incident"]
     assert incidents
 

@@ -78,7 +78,7 @@ def _trained(rank: int, outer: str, dies_at: int) -> tuple[torch.Tensor, int]:
             # ranks that begin apart get the model of the first
             p.add_(0.1 * rank)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    local = ngsgd.LocalSGD(model, optimizer, sync_every=EVERY, outer=outer, timeout_s=30.0)
+    local = ngsgd.LocalSGD(model, optimizer, sync_every=EVERY, outer=outer, timeout_s=8.0)
     for step in range(NUM_STEPS):
         if rank == 2 and step == dies_at:
             os._exit(9)

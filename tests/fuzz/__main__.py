@@ -88,12 +88,12 @@ def _reports(options: argparse.Namespace, stage: Stage) -> Iterator[Report]:
     name, is_slice = options.campaign, options.campaign == "slice"
     if name in ("crash", "all", "slice"):
         for how in (options.how,) if name == "crash" else ("kill",) if is_slice else crash.HOW:
-            yield crash.campaign(stage, how, 12 if is_slice else options.cases, options.only)
+            yield crash.campaign(stage, how, 8 if is_slice else options.cases, options.only)
     if name in ("damage", "all", "slice"):
-        cases = 40 if is_slice else options.cases or 600
+        cases = 20 if is_slice else options.cases or 600
         yield damage.campaign(stage, cases, options.only, options.seed, options.hang_s)
     if name in ("power", "all", "slice"):
-        yield power.campaign(stage, 6 if is_slice else options.cases, options.only)
+        yield power.campaign(stage, 4 if is_slice else options.cases, options.only)
     if name in ("two-resumes", "all", "slice"):
         yield two_resumes.campaign(stage, 2 if is_slice else options.tries)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 TINY = ["data.train_minutes=1.5", "data.valid_minutes=0.3", "data.test_minutes=0.3", "data.snr_db_low=30",
         "data.snr_db_high=30", "egs.samples_per_iter=400", "egs.num_diagnostic_frames=300", "model.num_layers=2",
-        "model.hidden_dim=64", "schedule.num_epochs=2", "schedule.minibatch_size=64", "tracking.kind=none"]
+        "model.hidden_dim=64", "schedule.num_epochs=1", "schedule.minibatch_size=64", "tracking.kind=none"]
 
 
 class Service:

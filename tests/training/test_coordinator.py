@@ -21,7 +21,7 @@ from ngsgd.training.job import Job, JobFailure, JobInit, JobResult, LocalRef, Ou
 from ngsgd.training.parameter_vector import Mean, Vector
 from ngsgd.training.storage.audit import audit
 from ngsgd.training.validation.checksums import digest
-from tests.toy import Run, config
+from tests.toy import Run, config, undisturbed
 
 Spoil = Callable[[JobResult], Outcome]
 
@@ -125,7 +125,7 @@ def test_training_learns(tmp_path: Path) -> None:
 def test_a_death_and_a_resume_change_no_bit_under_the_default_rule(outer: OuterConfig, tmp_path: Path) -> None:
     assert OuterConfig() == RunConfig().outer and OuterConfig().kind == "bmuf"
     settings = config(outer=outer, optimizer=OptimizerConfig(), failure=FailureConfig())
-    whole = Run(tmp_path / "whole", settings).train()
+    whole = undisturbed(settings)
     if outer.kind == "bmuf":   # the momentum is at work, or the test would show averaging
         assert np.abs(whole.outer_state()["arrays"]["block_momentum"]).max() > 0.0
     broken = Run(tmp_path / "broken", settings)
@@ -250,7 +250,7 @@ class StopAfter:
 @pytest.mark.parametrize("questions", [0, 1, 5])
 def test_resuming_after_a_stop_gives_the_bits_of_the_run_that_was_not_stopped(tmp_path: Path, questions: int,
                                                                               at_once: bool) -> None:
-    whole = Run(tmp_path / "whole").train()
+    whole = undisturbed(config())
     run = Run(tmp_path / "stopped")
     with pytest.raises(RunInterrupted):
         run.train(stop=StopAfter(questions, at_once))
@@ -307,7 +307,7 @@ def test_a_job_leaves_nothing_behind_in_its_worker(tmp_path: Path) -> None:
 @pytest.mark.parametrize("questions", [1, 3])
 def test_kept_fisher_estimates_survive_a_resume_and_change_the_run(tmp_path: Path, questions: int) -> None:
     kept = config(optimizer=OptimizerConfig(rank_in=4, rank_out=4, curvature_state="keep"))
-    whole = Run(tmp_path / "whole", kept).train()
+    whole = undisturbed(kept)
     run = Run(tmp_path / "stopped", kept)
     with pytest.raises(RunInterrupted):
         run.train(stop=StopAfter(questions, at_once=False))

@@ -19,7 +19,7 @@ from ngsgd.schedules import Shard
 from ngsgd.training.job import Job, JobFailure, JobInit, JobResult, LocalRef, Outcome, WorkItem
 from ngsgd.training.storage.audit import audit
 from ngsgd.training.worker import Worker
-from tests.toy import Run, config
+from tests.toy import Run, config, undisturbed
 
 # 6 outer iterations: one layer in the first, two in the second, three from the third on, sub-classes in the last
 GROWING = ModelConfig(num_layers=3, hidden_dim=16, add_layers_period=1, num_subclasses=20)
@@ -82,7 +82,7 @@ kinds = pytest.mark.parametrize("run_config", KINDS.values(), ids=KINDS)
 def test_resuming_between_any_two_stages_gives_the_bits_of_the_run_that_was_not_stopped(
         tmp_path: Path, run_config: RunConfig, questions: int) -> None:
     assert check(run_config) == []
-    whole = Run(tmp_path / "whole", run_config).train()
+    whole = undisturbed(run_config)
     run = Run(tmp_path / "stopped", run_config)
     with pytest.raises(RunInterrupted):
         run.train(stop=StopAfter(questions))
@@ -96,7 +96,7 @@ def test_resuming_between_any_two_stages_gives_the_bits_of_the_run_that_was_not_
 @pytest.mark.slow
 @kinds
 def test_jobs_that_run_again_and_other_processes_give_the_same_bits(tmp_path: Path, run_config: RunConfig) -> None:
-    whole = Run(tmp_path / "whole", run_config).train()
+    whole = undisturbed(run_config)
     run = Run(tmp_path / "faulty", run_config)
     assert run.train(Watched(run, {(0, 1), (1, 0), (2, 1), (5, 0)})).model_sha256 == whole.model_sha256
     run = Run(tmp_path / "processes", run_config)

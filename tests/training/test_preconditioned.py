@@ -24,7 +24,7 @@ from ngsgd.errors import RunInterrupted
 from ngsgd.preconditioners import METHODS
 from ngsgd.preconditioners.build import make_preconditioner
 from ngsgd.preconditioners.options import EveryStepOptions
-from tests.toy import Run, config
+from tests.toy import Run, config, undisturbed
 from tests.training.test_coordinator import StopAfter
 
 
@@ -60,7 +60,7 @@ def test_four_jobs_learn_with_every_method_and_hand_its_curvature_on(kind: Any, 
 def test_kept_and_averaged_curvature_survive_a_resume_and_change_the_run(kind: Any, averaging: str, tmp_path: Path) -> None:
     draws = {"fisher": "mc"} if "fisher" in used_by(kind) else {}
     settings = preconditioned(kind, 2, curvature_state=averaging, **draws)
-    whole = Run(tmp_path / "whole", settings).train()
+    whole = undisturbed(settings)
     run = Run(tmp_path / "stopped", settings)
     with pytest.raises(RunInterrupted):
         run.train(stop=StopAfter(1, at_once=False))

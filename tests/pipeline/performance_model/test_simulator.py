@@ -34,7 +34,7 @@ from ngsgd.training.storage.ledger import Ledger
 from ngsgd.training.tracking import Trackers
 from ngsgd.training.validation.checksums import digest
 from ngsgd.training.worker import Place, Worker, never, np_empty
-from tests.toy import Run, config
+from tests.toy import Run, config, undisturbed
 
 UNTIRING = FailureConfig(max_attempts=1000)  # no shard is ever given up
 MISHAPS = SimulatedCluster(rate=300.0, spread=Spread(0.3, 0.2), overhead_s=0.1, failures_per_worker_hour=900.0, hang_share=0.3,
@@ -76,10 +76,9 @@ def simulate(folder: Path, run_config: RunConfig, cluster: SimulatedCluster,
 # Numbers --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_whatever_fails_the_model_is_that_of_one_process(tmp_path: Path, seed: int) -> None:
-    (tmp_path / "whole").mkdir()
-    whole = Run(tmp_path / "whole", jobs(3)).train()
+    whole = undisturbed(jobs(3))
     run, pool, end = simulate(tmp_path / "simulated", jobs(3), replace(MISHAPS, seed=seed))
     assert pool.books.num_deaths > 3
     assert end.model_sha256 == whole.model_sha256
@@ -130,12 +129,12 @@ def rounds(tmp_path: Path, cluster: SimulatedCluster, num_jobs: int, num_rounds:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("sigma", "num_jobs"), [(0.05, 8), (0.2, 8), pytest.param(0.2, 32, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("sigma", "num_jobs"), [(0.05, 8), (0.2, 32)])
 def test_rounds_take_the_planners_straggler_factor(tmp_path: Path, sigma: float, num_jobs: int) -> None:
-    # seeded; 600 rounds: the standard error of the mean is below 0.6 %, and the formula is off by up to 0.7 %
+    # seeded; 300 rounds: the standard error of the mean is below 0.9 %, and the formula is off by up to 0.7 %
     # step is the spread of one minibatch: over the five of a job it averages out to sigma
     cluster = SimulatedCluster(rate=1000.0, spread=Spread(0.0, sigma * 5 ** 0.5), overhead_s=0.05)
-    _, seconds, frames = rounds(tmp_path, cluster, num_jobs, 600)
+    _, seconds, frames = rounds(tmp_path, cluster, num_jobs, 300)
     told = 0.05 + frames / 1000.0 * straggler_factor(sigma, num_jobs)
     assert statistics.fmean(seconds) == pytest.approx(told, rel=0.02)
 
@@ -177,8 +176,8 @@ def test_overlap_hides_the_average(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_worker_keeps_the_share_that_the_formula_says(tmp_path: Path) -> None:
-    # seeded; a job takes T = 0.3 s, lam T = 0.1, R = T / 2.  4000 jobs have about 420 failures: the lost share of 0.091 has a
-    # standard error of 0.005, and second order adds 0.004
+    # seeded; a job takes T = 0.3 s, lam T = 0.1, R = T / 2.  2000 jobs have about 210 failures: the lost share of 0.091 has a
+    # standard error of 0.006, and second order adds 0.004
     run = Run(tmp_path, jobs(1))
     piece = WorkItem(Shard(0, 0), 0, 0)
     job_s = run.reader.num_frames(piece.shard) / 1000.0
@@ -187,7 +186,7 @@ def test_a_worker_keeps_the_share_that_the_formula_says(tmp_path: Path) -> None:
     pool.start()
     job = Job(0, 0, 1, (piece,), JobInit(pool.publish(lambda vector: vector.fill(0.0))), 0.01, 1.0)
     num_done = 0
-    while num_done < 4000:
+    while num_done < 2000:
         if pool.num_idle():
             pool.submit(job)
         num_done += isinstance(pool.wait(1e9), JobResult)
