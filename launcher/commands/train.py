@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -38,7 +39,8 @@ def train(config: RunConfig, quiet: bool, trust: bool = False, *, allow_other_bi
     if config.cluster.kind in ("slurm", "kubernetes"):
         raise ConfigError(f"cluster={config.cluster.kind} is a place to submit to: ngsgd submit cluster={config.cluster.kind} ...")
     require_cluster(config.cluster)
-    return build_run(config, services_of(config, quiet), trust=trust, allow_other_bits=allow_other_bits).train()
+    with _ray_ended(config):
+        return build_run(config, services_of(config, quiet), trust=trust, allow_other_bits=allow_other_bits).train()
 
 
 def resume(run_dir: Path, quiet: bool, address: str | None = None, num_workers: int | None = None, *,
@@ -73,7 +75,8 @@ def resume(run_dir: Path, quiet: bool, address: str | None = None, num_workers: 
     # before a connection to the cluster, which takes seconds
     permission.require_run(folder, config.task if config.task._target_ else config.model, trust=trust)
     require_cluster(config.cluster)
-    build_run(config, services_of(config, quiet), folder=folder, fingerprint=fingerprint, trust=trust).train()
+    with _ray_ended(config):
+        build_run(config, services_of(config, quiet), folder=folder, fingerprint=fingerprint, trust=trust).train()
     return EXIT_OK
 
 
@@ -114,7 +117,7 @@ def services_of(config: RunConfig, quiet: bool) -> Services:
         mlflow = [] if config.tracking.kind == "none" else [MlflowTracker(config, folder.path, run_name(config), progress.warn)]
         return [progress, Forecast(config, job_counts, progress.report), *mlflow]
 
-    return Services(progress.report, progress.warn, make_pool=_pool, make_trackers=trackers, stop=stop,
+    return Services(progress.report, progress.warn, begin=_begin_ray, make_pool=_pool, make_trackers=trackers, stop=stop,
                     catch_signals=partial(signals_to, stop),
                     plot=lambda events, picture: draw(read_events(events), picture, is_speech=not config.task._target_))
 
@@ -123,6 +126,26 @@ def _progress(config: RunConfig, quiet: bool) -> ProgressTracker:
     has_dashboard = config.tracking.kind == "mlflow" and not config.tracking.uri
     return ProgressTracker(quiet=quiet, output_dir=config.output_dir if has_dashboard else None,
                            is_speech=not config.task._target_)
+
+
+def _begin_ray(config: RunConfig) -> None:
+    """Ray starts while data are prepared."""
+    if config.cluster.kind == "ray":
+        from ngsgd.launcher.ray import cluster
+
+        cluster.begin(config.cluster)
+
+
+@contextlib.contextmanager
+def _ray_ended(config: RunConfig) -> Iterator[None]:
+    """Ends a Ray that was started for data that turned out to be bad."""
+    try:
+        yield
+    finally:
+        if config.cluster.kind == "ray":
+            from ngsgd.launcher.ray import cluster
+
+            cluster.end_unused()
 
 
 def _pool(request: PoolRequest) -> WorkerPool:

@@ -158,13 +158,17 @@ class SGD(torch.optim.Optimizer):
         "<layer>#2".  Raises ConfigError for frozen parameters.
         """
         for group in [param_group] if "name" in param_group else self._by_layer(param_group):
-            super().add_param_group(group)
+            _without_dynamo(torch.optim.Optimizer.add_param_group)(self, group)
         self._prepare_state()
         if "_counts" in self.__dict__:
             self._places = self._find_parameters()
             added = len(self.param_groups) + 2 - len(self._counts)
             self._counts = torch.cat([self._counts, self._counts.new_zeros(added)])
             self._frozen = [(name, p) for name, p in self._frozen if not p.requires_grad]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As of every torch optimizer."""
+        _without_dynamo(torch.optim.Optimizer.zero_grad)(self, set_to_none)
 
     def _prepare_state(self) -> None:
         """Gives `state` of each parameter the keys that `state_dict` fills.
@@ -537,3 +541,8 @@ def require_non_negative(**values: float) -> None:
     for name, value in values.items():
         if not value >= 0.0:
             raise ValueError(f"Invalid {name}: {value}")
+
+
+def _without_dynamo(method: Callable[..., None]) -> Callable[..., None]:
+    """The method of torch without its decorator, which imports torch._dynamo at the first call: seconds in every worker."""
+    return method if torch.compiler.is_compiling() else getattr(method, "__wrapped__", method)

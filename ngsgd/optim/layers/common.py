@@ -254,7 +254,7 @@ def apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
     return y
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@torch._disable_dynamo
 def _uncompiled(function: type[torch.autograd.Function], *args: Any) -> Any:
     return function.apply(*args)
 
