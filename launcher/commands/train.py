@@ -39,8 +39,8 @@ def train(config: RunConfig, quiet: bool, trust: bool = False, *, allow_other_bi
     if config.cluster.kind in ("slurm", "kubernetes"):
         raise ConfigError(f"cluster={config.cluster.kind} is a place to submit to: ngsgd submit cluster={config.cluster.kind} ...")
     require_cluster(config.cluster)
-    with _ray_ended(config):
-        return build_run(config, services_of(config, quiet), trust=trust, allow_other_bits=allow_other_bits).train()
+    with _services_with_ray(config, quiet) as services:
+        return build_run(config, services, trust=trust, allow_other_bits=allow_other_bits).train()
 
 
 def resume(run_dir: Path, quiet: bool, address: str | None = None, num_workers: int | None = None, *,
@@ -75,8 +75,8 @@ def resume(run_dir: Path, quiet: bool, address: str | None = None, num_workers: 
     # before a connection to the cluster, which takes seconds
     permission.require_run(folder, config.task if config.task._target_ else config.model, trust=trust)
     require_cluster(config.cluster)
-    with _ray_ended(config):
-        build_run(config, services_of(config, quiet), folder=folder, fingerprint=fingerprint, trust=trust).train()
+    with _services_with_ray(config, quiet) as services:
+        build_run(config, services, folder=folder, fingerprint=fingerprint, trust=trust).train()
     return EXIT_OK
 
 
@@ -117,7 +117,7 @@ def services_of(config: RunConfig, quiet: bool) -> Services:
         mlflow = [] if config.tracking.kind == "none" else [MlflowTracker(config, folder.path, run_name(config), progress.warn)]
         return [progress, Forecast(config, job_counts, progress.report), *mlflow]
 
-    return Services(progress.report, progress.warn, begin=_begin_ray, make_pool=_pool, make_trackers=trackers, stop=stop,
+    return Services(progress.report, progress.warn, make_pool=_pool, make_trackers=trackers, stop=stop,
                     catch_signals=partial(signals_to, stop),
                     plot=lambda events, picture: draw(read_events(events), picture, is_speech=not config.task._target_))
 
@@ -128,21 +128,23 @@ def _progress(config: RunConfig, quiet: bool) -> ProgressTracker:
                            is_speech=not config.task._target_)
 
 
-def _begin_ray(config: RunConfig) -> None:
-    """Ray starts while data are prepared."""
-    if config.cluster.kind == "ray":
-        from ngsgd.launcher.ray import cluster
-
-        cluster.begin(config.cluster)
-
-
 @contextlib.contextmanager
-def _ray_ended(config: RunConfig) -> Iterator[None]:
-    """Ends a Ray that was started for data that turned out to be bad."""
-    try:
-        yield
-    finally:
+def _services_with_ray(config: RunConfig, quiet: bool) -> Iterator[Services]:
+    """Services with a Ray that starts while data are prepared, and ends where the data turn out to be bad."""
+    begun = False
+
+    def begin(config: RunConfig) -> None:
+        nonlocal begun
         if config.cluster.kind == "ray":
+            from ngsgd.launcher.ray import cluster
+
+            begun = True
+            cluster.begin(config.cluster)
+
+    try:
+        yield replace(services_of(config, quiet), begin=begin)
+    finally:
+        if begun:
             from ngsgd.launcher.ray import cluster
 
             cluster.end_unused()

@@ -191,7 +191,7 @@ class LocalSGD:
         """Write samples times parameters, and buffers with second moments in the place of variances, whose means pool."""
         tensors = [*self._parameters(), *self._statistics()]
         with torch.no_grad(), self._second_moments():
-            for tensor, values in zip(tensors, self._sums.split([*(one.numel() for one in tensors), 1]), strict=False):
+            for tensor, values in zip(tensors, self._sums[:-1].split([one.numel() for one in tensors]), strict=True):
                 # while they are in the processor's cache
                 values.view_as(tensor).copy_(tensor).mul_(num_samples)
             self._sums[-1] = num_samples
