@@ -1,6 +1,7 @@
-"""What averaging costs on one machine, beside gloo, torchft and Ray's object store; and what overlap leaves of it.
+"""What averaging costs on one machine, beside gloo, torchft, torch and Ray's object store; and what overlap leaves of it.
 
     python benchmarks/averaging.py planes [--millions 10 50] [--workers 2 4 8] [--rounds 15]
+    python benchmarks/averaging.py local [--millions 10 50] [--ranks 2 4] [--rounds 15]
     python benchmarks/averaging.py overlap [--rounds 3] [--frames 30000]
 
 `planes`: a round goes from "every worker has its result in its model" to "every worker has the new model in its model".
@@ -10,6 +11,9 @@ with the same checks.  gloo: parameters into a buffer, all_reduce, loading.  tor
 all_reduce per parameter tensor, a vote, and loading.  gloo and torchft check nothing and take no outer step.  All planes run
 in the same Ray actors, one thread each, in turns; the coordinator averages with a thread per core.
 
+`local`: `ngsgd.LocalSGD` beside torchft's LocalSGD and DiLoCo and torch's PostLocalSGD in processes over gloo, one thread each, in
+turns; a round goes from one barrier to the next.  Rules of one kind share processes: averages, then DiLoCo.
+
 `overlap`: two worker processes, a network of 10 M parameters; the share of the wall time between the end of the first outer
 iteration and the end of the last but one that a worker spends outside its minibatches, with `outer.overlap` and without.
 """
@@ -17,7 +21,9 @@ iteration and the end of the last but one that a worker spends outside its minib
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
+import socket
 import statistics
 import tempfile
 import threading
@@ -35,11 +41,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch.distributed.algorithms.model_averaging.utils import average_parameters
 
 from ngsgd.cluster.exchange import collective
 from ngsgd.cluster.exchange.collective import GroupFailure, MeanRequest, MeanShard
 from ngsgd.cluster.exchange.collective_client import Exchange, remote
 from ngsgd.cluster.exchange.shared_memory import SharedRef, SharedVectors
+from ngsgd.cluster.local_sgd import LocalSGD
 from ngsgd.cluster.process_pool import ProcessPool
 from ngsgd.config import ClusterConfig, EgsConfig, ModelConfig, OuterConfig, RunConfig
 from ngsgd.data.archives import prepare_archives
@@ -321,6 +329,110 @@ def measure_planes(options: argparse.Namespace) -> None:
             measure(num_workers, millions, options.rounds)
 
 
+# In a loop of one's own ---------------------------------------------------------------------------------------------------
+
+
+class LocalRank:
+    """A process of `local`: a model, and a round by each method."""
+
+    def __init__(self, rank: int, num_ranks: int, millions: int, port: int, lighthouse: str) -> None:
+        torch.set_num_threads(1)
+        torch.manual_seed(rank)
+        self.rank, self.num_ranks, self.lighthouse = rank, num_ranks, lighthouse
+        dist.init_process_group("gloo", init_method=f"tcp://{_HOST}:{port}", rank=rank, world_size=num_ranks)
+        self.model = square_layers(millions)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), 0.0)
+
+    def method(self, name: str) -> Callable[[], object]:
+        whose, _, outer = name.partition(", ")
+        return self.ours(outer) if whose == "LocalSGD" else self.torchft(outer) if whose == "torchft" else self.torch_average
+
+    def ours(self, outer: str) -> Callable[[], object]:
+        local = LocalSGD(self.model, self.optimizer, sync_every=1, outer=outer)
+        return local.step
+
+    def torch_average(self) -> None:
+        """What PostLocalSGDOptimizer does after the step of its optimizer."""
+        average_parameters(iter(list(self.model.parameters())), dist.group.WORLD)
+
+    def torchft(self, outer: str) -> Callable[[], object]:
+        from torchft.local_sgd import DiLoCo as TorchftDiLoCo
+        from torchft.local_sgd import LocalSGD as TorchftLocalSGD
+        from torchft.manager import Manager
+        from torchft.process_group import ProcessGroupGloo
+
+        self.store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
+        self.manager = Manager(ProcessGroupGloo(timeout=timedelta(seconds=60)), None, None, self.num_ranks, use_async_quorum=False,
+                               rank=0, world_size=1, store_addr=_HOST, store_port=self.store.port, lighthouse_addr=self.lighthouse,
+                               replica_id=f"rank{self.rank}", hostname=_HOST, init_sync=False)
+        if outer == "average":
+            return torch.no_grad()(TorchftLocalSGD(self.manager, self.model, self.optimizer, 1).sync)
+        theirs = torch.optim.SGD(self.model.parameters(), 0.7, momentum=0.9, nesterov=True)
+        # a step without gradients: the hook behind it averages
+        TorchftDiLoCo(self.manager, [self.model], self.optimizer, theirs, sync_every=1).__enter__()
+        return self.optimizer.step
+
+
+def local_rank(rank: int, num_ranks: int, millions: int, rounds: int, names: Sequence[str], port: int, lighthouse: str,
+               answers: Any) -> None:
+    """Answers milliseconds of each round by method, and how far the memory rose over a model's, in models."""
+    one = LocalRank(rank, num_ranks, millions, port, lighthouse)
+    with PeakMemory() as memory:
+        methods = {name: one.method(name) for name in names}
+        for method in methods.values():
+            # pages are mapped and connections open
+            method()
+            method()
+        dist.barrier()
+    milliseconds: dict[str, list[float]] = {name: [] for name in names}
+    for number in range(rounds):
+        for name in [*names[number % len(names):], *names[:number % len(names)]]:
+            dist.barrier()
+            began = time.perf_counter()
+            methods[name]()
+            dist.barrier()
+            milliseconds[name].append(1e3 * (time.perf_counter() - began))
+    if rank == 0:
+        answers.put((milliseconds, memory.rise_mb / (4 * millions)))
+    dist.barrier()
+    os._exit(0)
+
+
+def local_ranks(num_ranks: int, millions: int, rounds: int, names: Sequence[str]) -> tuple[dict[str, list[float]], float]:
+    """Processes that do nothing but these methods."""
+    from torchft.coordination import LighthouseServer
+
+    lighthouse = LighthouseServer(bind=f"{_HOST}:0", min_replicas=num_ranks, join_timeout_ms=60000)
+    with socket.create_server((_HOST, 0)) as free:
+        port = free.getsockname()[1]
+    address = f"http://{_HOST}:{lighthouse.address().rpartition(':')[2]}"
+    context = torch.multiprocessing.get_context("spawn")
+    answers = context.SimpleQueue()
+    ranks = [context.Process(target=local_rank, args=(rank, num_ranks, millions, rounds, names, port, address, answers))
+             for rank in range(num_ranks)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+    lighthouse.shutdown()
+    found: tuple[dict[str, list[float]], float] = answers.get()
+    return found
+
+
+def measure_local(options: argparse.Namespace) -> None:
+    os.environ.setdefault("RUST_LOG", "error")
+    os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+    print("| parameters | ranks | method | ms, median (least) | LocalSGD to it | memory, models |\n" + "|---" * 6 + "|")
+    groups = [["LocalSGD, average", "torchft, average", "torch PostLocalSGD"], ["LocalSGD, diloco", "torchft, diloco"]]
+    for millions, num_ranks, names in itertools.product(options.millions, options.ranks, groups):
+        milliseconds, _ = local_ranks(num_ranks, millions, options.rounds, names)
+        for name, times in milliseconds.items():
+            _, memory = local_ranks(num_ranks, millions, 0, [name])
+            ratios = [ours / theirs for ours, theirs in zip(milliseconds[names[0]], times, strict=True)]
+            print(f"| {millions} M | {num_ranks} | {name} | {statistics.median(times):.0f} ({min(times):.0f}) | "
+                  f"{statistics.median(ratios):.2f} | {memory:.1f} |", flush=True)
+
+
 # Overlap --------------------------------------------------------------------------------------------------------------
 
 
@@ -398,6 +510,11 @@ def main() -> None:
     planes.add_argument("--workers", type=int, nargs="+", default=[2, 4, 8])
     planes.add_argument("--rounds", type=int, default=15)
     planes.set_defaults(measure=measure_planes)
+    local = commands.add_parser("local")
+    local.add_argument("--millions", type=int, nargs="+", default=[10, 50])
+    local.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    local.add_argument("--rounds", type=int, default=15)
+    local.set_defaults(measure=measure_local)
     overlap = commands.add_parser("overlap")
     overlap.add_argument("--rounds", type=int, default=3)
     overlap.add_argument("--frames", type=int, default=30000, help="per job; as many as take 20 s")

@@ -8,8 +8,9 @@ import json
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ngsgd.config import RunConfig
 from ngsgd.errors import EXIT_OK, ConfigError
@@ -18,6 +19,9 @@ from ngsgd.launcher.reports.plan_text import as_json, text
 from ngsgd.launcher.reports.predictions import keep, kept_in, saved
 from ngsgd.pipeline.performance_model.planner import Machine, Workload
 from ngsgd.pipeline.performance_model.scaling import Assumptions, momentum_of, rows
+
+if TYPE_CHECKING:
+    from ngsgd.training.task import TaskSpec
 
 _WORKERS = "1,2,4,8,16,32,64,256,1000"
 _MAX_WORKERS = 100_000
@@ -33,10 +37,11 @@ def command(arguments: Sequence[str]) -> int:
     machine, workload = _saved(config) if options.saved else measure_machine(config, options.seconds, to_stderr=options.json)
     assumed = _assumptions(options, config, machine)
     table = rows(machine, workload, config, workers, assumed)
+    is_speech = not config.task._target_
     if options.json:
-        print(json.dumps(as_json(machine, workload, assumed, table), indent=1))
+        print(json.dumps(as_json(machine, workload, assumed, table, is_speech=is_speech), indent=1))
     else:
-        print("\n".join(text(machine, workload, assumed, table)))
+        print("\n".join(text(machine, workload, assumed, table, is_speech=is_speech)))
     return EXIT_OK
 
 
@@ -105,9 +110,7 @@ def measure_machine(config: RunConfig, seconds: float, *, to_stderr: bool) -> tu
     import tempfile
 
     from ngsgd.pipeline.performance_model import probe
-    from ngsgd.pipeline.prepare import prepare
     from ngsgd.pipeline.runs.run_folder import check_output_dir
-    from ngsgd.tasks.speech import SpeechTaskSpec
 
     def report(line: str) -> None:
         print(line, file=sys.stderr if to_stderr else sys.stdout, flush=True)
@@ -115,14 +118,25 @@ def measure_machine(config: RunConfig, seconds: float, *, to_stderr: bool) -> tu
     if config.cluster.ranks_per_worker > 1:
         raise ConfigError("ngsgd plan measures workers of one process; leave out cluster.ranks_per_worker.")
     check_output_dir(config)
-    data = prepare(config, report)
+    spec = _spec(config, report)
     report(f"measuring for about {seconds:g} s")
     # the run's own disk
     with tempfile.TemporaryDirectory(dir=config.output_dir, prefix=".plan-") as scratch:
-        machine, workload = probe.measure(SpeechTaskSpec(config, str(data.egs_directory)), num_cores=os.cpu_count() or 1,
-                                          seconds=seconds, scratch=Path(scratch))
+        machine, workload = probe.measure(spec, config, num_cores=os.cpu_count() or 1, seconds=seconds, scratch=Path(scratch))
     keep(config, machine, workload)
     return machine, workload
+
+
+def _spec(config: RunConfig, report: Callable[[str], None]) -> TaskSpec:
+    """What is trained; the data of a speech recipe are prepared."""
+    if config.task._target_:
+        from ngsgd.pipeline.task_run import task_spec, with_module
+
+        return task_spec(with_module(config), None)
+    from ngsgd.pipeline.prepare import prepare
+    from ngsgd.tasks.speech import SpeechTaskSpec
+
+    return SpeechTaskSpec(config, str(prepare(config, report).egs_directory))
 
 
 def _saved(config: RunConfig) -> tuple[Machine, Workload]:

@@ -69,7 +69,7 @@ def write(folder: RunFolder, target: Path, say: Callable[[str], None], *, with_s
     if not any(event.get("event") == "outer_iteration" for event in events):
         raise ConfigError(f"{folder.path} has no outer iteration yet, so there is nothing to draw; wait for the first.")
     spectra: dict[str, list[float]] = {}
-    if with_spectra and config.optimizer.kind == "ngsgd":
+    if with_spectra and config.optimizer.kind == "ngsgd" and not config.task._target_:
         from ngsgd.pipeline.runs.fisher_spectra import fisher_spectra
 
         try:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -38,7 +39,8 @@ def train(config: RunConfig, quiet: bool, trust: bool = False, *, allow_other_bi
     if config.cluster.kind in ("slurm", "kubernetes"):
         raise ConfigError(f"cluster={config.cluster.kind} is a place to submit to: ngsgd submit cluster={config.cluster.kind} ...")
     require_cluster(config.cluster)
-    return build_run(config, services_of(config, quiet), trust=trust, allow_other_bits=allow_other_bits).train()
+    with _services_with_ray(config, quiet) as services:
+        return build_run(config, services, trust=trust, allow_other_bits=allow_other_bits).train()
 
 
 def resume(run_dir: Path, quiet: bool, address: str | None = None, num_workers: int | None = None, *,
@@ -73,7 +75,8 @@ def resume(run_dir: Path, quiet: bool, address: str | None = None, num_workers: 
     # before a connection to the cluster, which takes seconds
     permission.require_run(folder, config.task if config.task._target_ else config.model, trust=trust)
     require_cluster(config.cluster)
-    build_run(config, services_of(config, quiet), folder=folder, fingerprint=fingerprint, trust=trust).train()
+    with _services_with_ray(config, quiet) as services:
+        build_run(config, services, folder=folder, fingerprint=fingerprint, trust=trust).train()
     return EXIT_OK
 
 
@@ -123,6 +126,28 @@ def _progress(config: RunConfig, quiet: bool) -> ProgressTracker:
     has_dashboard = config.tracking.kind == "mlflow" and not config.tracking.uri
     return ProgressTracker(quiet=quiet, output_dir=config.output_dir if has_dashboard else None,
                            is_speech=not config.task._target_)
+
+
+@contextlib.contextmanager
+def _services_with_ray(config: RunConfig, quiet: bool) -> Iterator[Services]:
+    """Services with a Ray that starts while data are prepared, and ends where the data turn out to be bad."""
+    begun = False
+
+    def begin(config: RunConfig) -> None:
+        nonlocal begun
+        if config.cluster.kind == "ray":
+            from ngsgd.launcher.ray import cluster
+
+            begun = True
+            cluster.begin(config.cluster)
+
+    try:
+        yield replace(services_of(config, quiet), begin=begin)
+    finally:
+        if begun:
+            from ngsgd.launcher.ray import cluster
+
+            cluster.end_unused()
 
 
 def _pool(request: PoolRequest) -> WorkerPool:

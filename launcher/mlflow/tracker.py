@@ -18,7 +18,7 @@ from typing import Any
 
 from ngsgd.config import RunConfig
 from ngsgd.config.build import flatten
-from ngsgd.config.unused import OF_SPEECH
+from ngsgd.config.unused import of_speech
 from ngsgd.files import write_text
 from ngsgd.launcher.machine_load import load_of_machine
 from ngsgd.launcher.mlflow.metrics import run_metrics, storable, system_metrics, worker_metrics
@@ -287,7 +287,7 @@ class _MlflowRun:
         # only here: MLflow refuses to change a parameter, and a resumed run has the same ones
         # anyway
         params = [Param(name, masked(str(value)) or "''") for name, value in flatten(self._config).items()
-                  if self._is_speech or name.partition(".")[0] not in OF_SPEECH]
+                  if self._is_speech or not of_speech(name)]
         for first in range(0, len(params), _PARAMS_PER_BATCH):
             self._client.log_batch(run_id, params=params[first:first + _PARAMS_PER_BATCH])
         self._remember(run_id)

@@ -8,6 +8,7 @@ import math
 import os
 import secrets
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,29 +24,68 @@ from ngsgd.launcher.ray.session import PrivateFolder
 # plasma on one machine; parameters and results of some tens of workers
 _STORE_BYTES = 512 * 2**20
 _JOIN_TRIES = 5             # a second apart
+# spinning threads of one worker would starve another
+_WORKER_ENV = {"OMP_WAIT_POLICY": "PASSIVE"}
+_QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
 # of the Ray that this process started
 _folder: PrivateFolder | None = None
+# the start that `begin` made and `connect` did not take yet
+_begun: _Start | None = None
+
+
+class _Start(threading.Thread):
+    """Starts a Ray on this machine.
+
+    The thread lives as long as the process: the kernel ends Ray's processes when the thread that started them ends.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(name="ray-start", daemon=True)
+        self.error: BaseException | None = None
+        self.done = threading.Event()
+        self.start()
+
+    def run(self) -> None:
+        try:
+            _start()
+        except BaseException as error:
+            self.error = error
+        self.done.set()
+        threading.Event().wait()
+
+
+def begin(config: ClusterConfig) -> None:
+    """Start a Ray for the run in the background, for `connect`; `end_unused` ends it where that is never called."""
+    global _begun  # noqa: PLW0603
+    if config.kind == "ray" and not config.address and not ray.is_initialized():
+        _begun = _Start()
+
+
+def end_unused() -> None:
+    """End a Ray that was begun and never connected to, because the run failed before."""
+    global _begun  # noqa: PLW0603
+    if _begun is not None:
+        _begun.done.wait()
+        shutdown()
+    _begun = None
 
 
 def connect(config: ClusterConfig) -> bool:
     """Joins the Ray cluster of `config.address`, or starts one on this machine; True if it was started here."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # a test session, or a user's own program
-    if ray.is_initialized():
+    if _begun is None and ray.is_initialized():
         return False
     require_version()
     if config.address:
         require_head(config.address)
-    worker_env = {name: value for name, value in os.environ.items() if name.startswith(("NCCL_", "GLOO_"))}
-    # spinning threads of one worker would starve another
-    worker_env["OMP_WAIT_POLICY"] = "PASSIVE"
-    common: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR,
-                              "runtime_env": {"env_vars": worker_env}}
     try:
+        if _take_begun():
+            return True
         if config.address:
-            _join(config.address, common)
+            _join(config.address)
             return False
-        _start(common)
+        _start()
         return True
     except (RayError, OSError, ValueError, RuntimeError, ConnectionError) as error:
         if config.address:
@@ -82,14 +122,27 @@ def log_folder() -> str:
     return _folder.logs if _folder else ""
 
 
-def _join(address: str, common: dict[str, Any]) -> None:
+def _take_begun() -> bool:
+    """Wait for the start of `begin`, if there is one, and raise its error."""
+    global _begun
+    begun, _begun = _begun, None
+    if begun is None:
+        return False
+    begun.done.wait()
+    if begun.error is not None:
+        raise begun.error
+    return True
+
+
+def _join(address: str) -> None:
     """The head answers; what is left to go wrong is the token, for which Ray would try 20 times."""
     from ray._private import ray_constants
 
     if hasattr(ray_constants, "NUM_REDIS_GET_RETRIES"):
         ray_constants.NUM_REDIS_GET_RETRIES = _JOIN_TRIES
+    worker_env = {name: value for name, value in os.environ.items() if name.startswith(("NCCL_", "GLOO_"))}
     with _without_stderr():
-        ray.init(address=address, **common)
+        ray.init(address=address, runtime_env={"env_vars": {**worker_env, **_WORKER_ENV}}, **_QUIET)
 
 
 @contextlib.contextmanager
@@ -107,14 +160,17 @@ def _without_stderr() -> Iterator[None]:
         os.close(terminal)
 
 
-def _start(common: dict[str, Any]) -> None:
+def _start() -> None:
     global _folder  # noqa: PLW0603
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # workers inherit it; a runtime_env would make them wait for one of Ray's agents
+    os.environ.update(_WORKER_ENV)
     _use_token()
     _folder = PrivateFolder()
     try:
         with _on_loopback():
             ray.init(address="local", include_dashboard=False, object_store_memory=_STORE_BYTES, _temp_dir=_folder.temp_dir,
-                     **common)
+                     **_QUIET)
     except BaseException:
         _folder.close()
         _folder = None

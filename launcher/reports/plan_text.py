@@ -13,11 +13,12 @@ from ngsgd.pipeline.performance_model.scaling import MAX_OVERHEAD, Assumptions, 
 _WORTH_IT = 0.5
 
 
-def text(machine: Machine, workload: Workload, assumed: Assumptions, table: Sequence[Row]) -> list[str]:
-    """What a person reads: what was measured, the table, why these samples_per_iter, one line of advice."""
-    lines = _heading(machine, workload, assumed)
+def text(machine: Machine, workload: Workload, assumed: Assumptions, table: Sequence[Row], *, is_speech: bool = True) -> list[str]:
+    """What a person reads: what was measured, the table, why these lengths of a job, one line of advice."""
+    length = "samples_per_iter" if is_speech else "shard_size"
+    lines = _heading(machine, workload, assumed, "frames" if is_speech else "examples")
     lines += ["", "               here                a core or GPU for each worker",
-              "workers  s/iter  speed-up   machines  s/iter  efficient  speed-up    lost  best average            samples_per_iter"]
+              "workers  s/iter  speed-up   machines  s/iter  efficient  speed-up    lost  best average          " + f"{length:>18}"]
     for row in table:
         here = f"{_seconds(row.here.outer_iter_s):>6}  {row.speed_up_here:>8.3g}" if row.here else f"{'-':>6}  {'-':>8}"
         samples = f"{row.samples.samples}" if row.samples.enough_data else "-"
@@ -25,17 +26,17 @@ def text(machine: Machine, workload: Workload, assumed: Assumptions, table: Sequ
         lines.append(f"{row.workers:>7}  {here}   {row.num_machines:>8}  {_seconds(row.there.outer_iter_s):>6}  "
                      f"{_percent(row.there.efficiency):>9}  {row.speed_up:>8.3g}  {_percent(row.lost):>6}  {best:<22}  "
                      f"{samples:>16}")
-    return [*lines, "", *_reasons(table), f"advice: {advice(machine, table)}"]
+    return [*lines, "", *_reasons(table, length), f"advice: {advice(machine, table, is_speech=is_speech)}"]
 
 
-def _heading(machine: Machine, workload: Workload, assumed: Assumptions) -> list[str]:
+def _heading(machine: Machine, workload: Workload, assumed: Assumptions, examples: str) -> list[str]:
     alone, full = machine.serial[0], machine.parallel[-1]
     units = f"{machine.num_gpus} GPUs" if machine.num_gpus else f"{machine.num_cores} cores"
     sigma = machine.spread.of_job(workload.samples / workload.minibatch_size) if assumed.sigma is None else assumed.sigma
     return [
-        f"the run    {workload.model_bytes / 4e6:.2f} million parameters; a job has {workload.samples:.0f} frames, "
+        f"the run    {workload.model_bytes / 4e6:.2f} million parameters; a job has {workload.samples:.0f} {examples}, "
         f"minibatches of {workload.minibatch_size}",
-        f"measured   {units}; frames per second of a worker: {alone.rate:.0f} alone, {full.rate:.0f} beside "
+        f"measured   {units}; {examples} per second of a worker: {alone.rate:.0f} alone, {full.rate:.0f} beside "
         f"{full.num_processes - 1} others",
         f"           seconds of a job besides its steps {full.fixed_s:.2g}, checkpoint {machine.checkpoint_s:.2g}, "
         f"diagnostics {full.diagnostics_s:.2g}",
@@ -45,19 +46,19 @@ def _heading(machine: Machine, workload: Workload, assumed: Assumptions) -> list
         f"{assumed.replace_s:g} s to replace a worker"]
 
 
-def _reasons(table: Sequence[Row]) -> list[str]:
-    """Why these samples_per_iter, each reason once."""
+def _reasons(table: Sequence[Row], length: str) -> list[str]:
+    """Why these lengths of a job, each reason once."""
     workers_of: dict[str, list[int]] = {}
     for row in table:
         workers_of.setdefault(row.samples.reason, []).append(row.workers)
-    return [f"samples_per_iter for {_range(counts)} workers: {reason}" for reason, counts in workers_of.items()]
+    return [f"{length} for {_range(counts)} workers: {reason}" for reason, counts in workers_of.items()]
 
 
 def _range(counts: Sequence[int]) -> str:
     return str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
 
 
-def advice(machine: Machine, table: Sequence[Row]) -> str:
+def advice(machine: Machine, table: Sequence[Row], *, is_speech: bool = True) -> str:
     """Up to how many workers it pays, what is in the way of more, and the one change that helps most."""
     few, many = machine.serial[0], machine.serial[-1]
     if many.rate < few.rate:
@@ -68,7 +69,7 @@ def advice(machine: Machine, table: Sequence[Row]) -> str:
     beyond = [row for row in table if row.workers > best.workers]
     said = f"{_workers(best.workers)} at {_percent(best.there.efficiency)} efficiency"
     if best.there.overhead_s > MAX_OVERHEAD * best.there.outer_iter_s and best.samples.enough_data:
-        said += f", better with egs.samples_per_iter={best.samples.samples}"
+        said += f", better with {'egs.samples_per_iter' if is_speech else 'shard_size'}={best.samples.samples}"
     return f"{said}; {_what_stops(beyond[0])}." if beyond else f"{said}; the table ends there."
 
 
@@ -90,13 +91,14 @@ def _threads(count: int) -> str:
     return f"{count} thread" if count == 1 else f"{count} threads"
 
 
-def as_json(machine: Machine, workload: Workload, assumed: Assumptions, table: Sequence[Row]) -> dict[str, Any]:
+def as_json(machine: Machine, workload: Workload, assumed: Assumptions, table: Sequence[Row], *, is_speech: bool = True
+            ) -> dict[str, Any]:
     def told(one: Prediction | None) -> dict[str, Any] | None:
         derived = ("outer_iter_s", "efficiency", "frames_per_s", "overhead_s")
         return None if one is None else {**asdict(one), **{name: getattr(one, name) for name in derived}}
     return {"machine": machine.to_json(), "workload": asdict(workload), "assumptions": asdict(assumed),
             "rows": [{**asdict(row), "here": told(row.here), "there": told(row.there)} for row in table],
-            "advice": advice(machine, table)}
+            "advice": advice(machine, table, is_speech=is_speech)}
 
 
 def _seconds(value: float) -> str:

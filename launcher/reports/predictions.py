@@ -46,7 +46,9 @@ def settings_key(config: RunConfig) -> str:
     """A digest of everything that the measurement depends on."""
     cluster = config.cluster
     parts = [asdict(part) for part in (config.data, config.features, config.egs, config.model, config.optimizer)]
-    rest = [config.schedule.minibatch_size, config.schedule.num_epochs, cluster.threads_per_worker, cluster.device, os.cpu_count()]
+    rest = [config.schedule.minibatch_size, config.schedule.num_epochs, cluster.threads_per_worker, cluster.device, os.cpu_count(),
+            # without task.search_path, which a run makes absolute
+            config.task._target_, dict(config.task.args or {})]
     return hashlib.sha256(json.dumps([*parts, *rest]).encode()).hexdigest()[:16]
 
 

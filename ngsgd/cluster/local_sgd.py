@@ -10,9 +10,10 @@ import copy
 import json
 import threading
 import time
-from collections.abc import Iterator, Mapping
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,12 +23,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from ngsgd.errors import ClusterError, ConfigError
-from ngsgd.optim.outer_rules import Array, Average, Bmuf, DiLoCo, OuterInfo, OuterRule
+from ngsgd.optim.outer_rules import Average, Bmuf, DiLoCo, OuterInfo, OuterRule
 
 _RULES = {"average": Average, "bmuf": Bmuf, "diloco": DiLoCo}
 # seconds between two signs of life, and without one after which a rank counts as dead
 _BEAT_S, _SILENT_S = 0.5, 4.0
 _POLL_S = 0.05
+# parameters of an outer step at a time: its temporaries are reused, and stay in the cache
+_PART = 2**16
 # a rule that fills its momentum over a part of the run does so from the start
 _LONG_RUN = 1_000_000_000
 
@@ -84,20 +87,24 @@ class LocalSGD:
         self._backend = dist.get_backend(process_group)
         # a group of its own can be left when a rank dies
         self._group = dist.new_group(self._ranks, timedelta(seconds=timeout_s), self._backend)
-        self._num_regroups = 0
+        self._num_regroups, self._is_new = 0, False
         self.num_steps = 0
         self.num_rounds = 0
         self._num_samples = 0
         self._numbers: dict[str, float] = {}
         self._closed = threading.Event()
         threading.Thread(target=self._beat, name="ngsgd-local-sgd", daemon=True).start()
-        start = self._flat()
-        dist.broadcast(start, self._ranks[0], self._group)
+        tensors = [*self._parameters(), *self._statistics()]
         self._size = sum(p.numel() for p in self._parameters())
-        self._load(start)
-        self._start = start[:self._size].clone()
-        self._arrays = {"model": self._start.clone(), **{name: torch.full_like(self._start, value)
-                                                         for name, value in self.rule.buffers.items()}}
+        # of all ranks: samples times parameters and statistics, then samples
+        self._sums = torch.empty(1 + sum(tensor.numel() for tensor in tensors), device=tensors[0].device)
+        self._fill(1)
+        dist.broadcast(self._sums, self._ranks[0], self._group)
+        model = self._sums[:self._size].clone()
+        self._arrays = {"model": model, **{name: torch.full_like(model, value) for name, value in self.rule.buffers.items()}}
+        # B; often W itself
+        self._start = model
+        self._load()
 
     @property
     def num_ranks(self) -> int:
@@ -125,32 +132,28 @@ class LocalSGD:
         Raises:
             ClusterError: No other rank answers, or too few do.
         """
-        total = self._reduced()
-        weight = total[-1]
-        if not float(weight):
-            return
-        mean = total[:-1] / weight
-        info = OuterInfo(self.num_rounds, _LONG_RUN, self.num_ranks, 0.0)
-        now = self.rule.coefficients(info, self._numbers)
-        # the rules use arithmetic that tensors have, too
-        arrays, start = cast("Mapping[str, Array]", self._arrays), cast("Array", self._start)
-        updated = self.rule.update(arrays, start, cast("Array", mean[:self._size]), now)
-        self._arrays = cast("dict[str, Tensor]", updated)
-        self._numbers = now
-        self.num_rounds += 1
+        if self._reduce():
+            weight = float(self._sums[-1])
+            if not weight:
+                return
+            info = OuterInfo(self.num_rounds, _LONG_RUN, self.num_ranks, 0.0)
+            now = self.rule.coefficients(info, self._numbers)
+            self._step(now, weight)
+            self._numbers = now
+            self.num_rounds += 1
+            self._load()
         self._num_samples = 0
-        broadcast = cast("Tensor", self.rule.broadcast(cast("Mapping[str, Array]", self._arrays), now))
-        self._start = broadcast.clone() if broadcast is self._arrays["model"] else broadcast
-        self._load(torch.cat([self._start, mean[self._size:]]))
         if self._initial_state is not None:
             self.optimizer.load_state_dict(copy.deepcopy(self._initial_state))
 
     def finish(self) -> None:
         """End training: average the steps since the last average, and leave the model to evaluate and save (W) in the module."""
         self.sync()
+        with contextlib.suppress(RuntimeError):
+            # a process that ends closes connections that the average of others may still need
+            dist.barrier(self._group)
         self._closed.set()
-        with torch.no_grad():
-            self._load(torch.cat([self._arrays["model"], self._flat()[self._size:]]))
+        _read(self._arrays["model"], self._parameters())
 
     def state_dict(self) -> dict[str, Any]:
         """State of the last average; together with the states of model and optimizer it continues bit for bit."""
@@ -168,8 +171,10 @@ class LocalSGD:
         wanted = {name: tuple(tensor.shape) for name, tensor in self._arrays.items()}
         if shapes != wanted:
             raise ConfigError(f"the state holds {shapes}, and this rule and model need {wanted}.")
-        self._arrays = {name: tensor.to(self._start) for name, tensor in state["arrays"].items()}
-        self._start = state["start"].to(self._start)
+        self._arrays = {name: tensor.to(self._start, copy=True) for name, tensor in state["arrays"].items()}
+        self._start = state["start"].to(self._start, copy=True)
+        if torch.equal(self._start, self._arrays["model"]):
+            self._start = self._arrays["model"]
         self._numbers = dict(state["numbers"])
         self.num_steps, self.num_rounds = state["num_steps"], state["num_rounds"]
         self._num_samples = state["num_samples"]
@@ -182,18 +187,40 @@ class LocalSGD:
     def _statistics(self) -> list[Tensor]:
         return [buffer for buffer in self.model.buffers() if buffer.is_floating_point()]
 
-    def _flat(self) -> Tensor:
-        """Parameters, and buffers with second moments in the place of variances, which have a mean that pools."""
-        with self._second_moments():
-            return torch.cat([t.detach().reshape(-1).float() for t in (*self._parameters(), *self._statistics())])
-
-    def _load(self, flat: Tensor) -> None:
+    def _fill(self, num_samples: int) -> None:
+        """Write samples times parameters, and buffers with second moments in the place of variances, whose means pool."""
         tensors = [*self._parameters(), *self._statistics()]
-        with torch.no_grad():
-            for tensor, values in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
-                tensor.copy_(values.view_as(tensor))
-            for norm in self._batch_norms():
-                norm.running_var.sub_(norm.running_mean.square()).clamp_(min=0.0)  # type: ignore[union-attr]
+        with torch.no_grad(), self._second_moments():
+            for tensor, values in zip(tensors, self._sums[:-1].split([one.numel() for one in tensors]), strict=True):
+                # while they are in the processor's cache
+                values.view_as(tensor).copy_(tensor).mul_(num_samples)
+            self._sums[-1] = num_samples
+
+    def _step(self, now: dict[str, float], weight: float) -> None:
+        """Take the outer step, and leave B where the sums were; by parts that stay in the processor's cache."""
+        self._sums[self._size:-1].div_(weight)
+        model, start = self._arrays["model"], self._start
+        # the rules use arithmetic that tensors have, too
+        rule: Any = self.rule
+        for first in range(0, self._size, _PART):
+            part = slice(first, min(first + _PART, self._size))
+            mean, arrays = self._sums[part].div_(weight), {name: array[part] for name, array in self._arrays.items()}
+            updated = rule.update(arrays, arrays["model"] if start is model else start[part], mean, now)
+            broadcast = rule.broadcast(updated, now)
+            if broadcast is updated["model"]:
+                self._start = model
+            else:
+                self._start = torch.empty_like(model) if self._start is model else self._start
+                self._start[part] = broadcast
+            self._sums[part] = broadcast
+            for name, array in arrays.items():
+                array.copy_(updated[name])
+
+    def _load(self) -> None:
+        """Read parameters and statistics from where `_fill` writes them."""
+        _read(self._sums[:-1], [*self._parameters(), *self._statistics()])
+        for norm in self._batch_norms():
+            norm.running_var.sub_(norm.running_mean.square()).clamp_(min=0.0)  # type: ignore[union-attr]
 
     @contextlib.contextmanager
     def _second_moments(self) -> Iterator[None]:
@@ -210,22 +237,25 @@ class LocalSGD:
 
     # Ranks ----------------------------------------------------------------------------------------
 
-    def _reduced(self) -> Tensor:
-        """Sum over the ranks of samples times parameters, and of samples; without the ranks that died."""
+    def _reduce(self) -> bool:
+        """Sum over the ranks, without those that died; False where the other ranks have done so already."""
         while True:
-            flat = self._flat() * float(self._num_samples)
-            total = torch.cat([flat, flat.new_tensor([float(self._num_samples)])])
             try:
-                dist.all_reduce(total, group=self._group)
-                return total
+                if self._is_new and self._caught_up():
+                    return False
+                self._fill(self._num_samples)
+                dist.all_reduce(self._sums, group=self._group)
+                return True
             except (RuntimeError, dist.DistBackendError) as error:
                 self._regroup(error)
 
     def _regroup(self, error: Exception) -> None:
         """Form a group of the ranks that announce themselves in the store."""
         with contextlib.suppress(Exception):
-            # its connections close, so that the neighbors notice at once
             dist.destroy_process_group(self._group)
+        # its connections close when nothing refers to it, so that the neighbors notice at once
+        traceback.clear_frames(error.__traceback__)
+        del self._group
         self._num_regroups += 1
         rank, prefix = dist.get_rank(), f"ngsgd/local_sgd/{self._num_regroups}"
         try:
@@ -241,6 +271,28 @@ class LocalSGD:
             raise ClusterError(f"rank {rank} answered too late and was left out; restart it from the state_dict() of another rank.")
         self._ranks = members
         self._group = dist.new_group(members, timedelta(seconds=self._timeout_s), self._backend, use_local_synchronization=True)
+        self._is_new = True
+
+    def _caught_up(self) -> bool:
+        """Where the last average reached some ranks only, give its state to the others; True on those, whose samples are in it."""
+        own = torch.tensor([self.num_rounds], device=self._sums.device)
+        gathered = [torch.empty_like(own) for _ in self._ranks]
+        dist.all_gather(gathered, own, group=self._group)
+        rounds = [int(one) for one in gathered]
+        newest = max(rounds)
+        is_behind = self.num_rounds < newest
+        if min(rounds) < newest:
+            source, start = self._ranks[rounds.index(newest)], self._start.clone()
+            for tensor in (*self._arrays.values(), start):
+                dist.broadcast(tensor, source, group=self._group)
+            store, key = _get_default_store(), f"ngsgd/local_sgd/{self._num_regroups}/numbers"
+            if dist.get_rank() == source:
+                store.set(key, json.dumps(self._numbers))
+            if is_behind:
+                self.num_rounds, self._numbers, self._start = newest, json.loads(store.get(key)), start
+                _read(start, self._parameters())
+        self._is_new = False
+        return is_behind
 
     def _announced(self, store: Any, prefix: str) -> list[int]:
         """The ranks that have come; waits for those that live and are still in their round."""
@@ -268,6 +320,13 @@ class LocalSGD:
             while not self._closed.wait(_BEAT_S):
                 count += 1
                 store.set(_alive(rank), str(count))
+
+
+@torch.no_grad()
+def _read(vector: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Set tensors from their values one after another."""
+    for tensor, values in zip(tensors, vector.split([tensor.numel() for tensor in tensors]), strict=True):
+        tensor.copy_(values.view_as(tensor))
 
 
 def _alive(rank: int) -> str:

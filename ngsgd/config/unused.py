@@ -6,12 +6,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
+from ngsgd.config.build import flatten
 from ngsgd.config.option import default_of
 from ngsgd.config.run import RunConfig
 
 # sections and options of speech recognition, which a task of the user's own does not have
-OF_SPEECH = ("init_model", "data", "features", "ivectors", "align", "egs", "augment", "model", "objective",
-             "decode", "tune")
+_OF_SPEECH = ("init_model", "data", "features", "ivectors", "align", "egs", "augment", "model", "objective",
+              "decode", "tune", "tracking.curvature_frames", "tracking.log_model",
+              "tracking.registered_model_name")
 
 
 @dataclass(frozen=True)
@@ -50,24 +52,26 @@ class Unused:
 def unused(config: RunConfig) -> Iterator[Unused]:
     """Yield all options of a run that have no effect in it, whatever their value."""
     of_task = bool(config.task._target_)
+    if of_task:
+        yield from _unused_by_task(config)
     for spec in fields(config):
         section = getattr(config, spec.name)
-        if of_task and spec.name in OF_SPEECH:
-            yield from _unused_by_task(config, section, spec.name)
-        elif is_dataclass(section):
-            yield from unused_in(section, f"{spec.name}.")
+        if is_dataclass(section):
+            yield from (one for one in unused_in(section, f"{spec.name}.")
+                        if not (of_task and of_speech(one.path)))
 
 
-def _unused_by_task(config: RunConfig, value: Any, path: str) -> Iterator[Unused]:
-    if is_dataclass(value):
-        for spec in fields(value):
-            yield from _unused_by_task(config, getattr(value, spec.name), f"{path}.{spec.name}")
-        return
-    default: Any = RunConfig()
-    for name in path.split("."):
-        default = getattr(default, name)
-    yield Unused(path=path, value=value, is_set=value != default, switches=("task._target_",),
-                 switch="task._target_", is_now=config.task._target_, wanted="!", options=())
+def of_speech(path: str) -> bool:
+    """Whether a section or an option is of speech recognition."""
+    return any(f"{path}.".startswith(f"{one}.") for one in _OF_SPEECH)
+
+
+def _unused_by_task(config: RunConfig) -> Iterator[Unused]:
+    default = flatten(RunConfig())
+    for path, value in flatten(config).items():
+        if of_speech(path):
+            yield Unused(path=path, value=value, is_set=value != default.get(path), switches=("task._target_",),
+                         switch="task._target_", is_now=config.task._target_, wanted="!", options=())
 
 
 def unused_in(section: Any, prefix: str = "") -> Iterator[Unused]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from ngsgd.config import RunConfig, build, check, unused, with_new_names
 from ngsgd.config.build import OTHER_NAMES, defaults, did_you_mean, leaves, merged, paths
-from ngsgd.config.unused import OF_SPEECH
+from ngsgd.config.unused import of_speech
 from ngsgd.errors import ConfigError
 from ngsgd.pipeline.base_run import BaseRun
 from ngsgd.pipeline.runs.run_folder import RunFolder, find_run
@@ -139,8 +139,7 @@ def _config(settings: Mapping[str, Any], num_workers: int, cluster: str | Mappin
 def _nested(settings: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Settings by section, from those of `ngsgd.train`."""
     sections = {spec.name: getattr(RunConfig(), spec.name) for spec in fields(RunConfig)}
-    by_name = {path.rpartition(".")[2]: path for path in reversed(paths())
-               if path.partition(".")[0] not in OF_SPEECH}
+    by_name = {path.rpartition(".")[2]: path for path in reversed(paths()) if not of_speech(path)}
     found: dict[str, Any] = {}
     problems: list[str] = []
     for name, value in settings.items():

@@ -129,7 +129,7 @@ class BaseRun(ABC):
         latest, problems = checkpoints.latest()
         for problem in problems:
             self.services.report(problem)
-        events = EventLog(folder.events, latest.progress.outer_iter if latest else -1)
+        events = EventLog(folder.events, latest.progress.outer_iter if latest else -1, is_speech=not config.task._target_)
         if latest and events.has(latest.progress.outer_iter):
             latest = replace(latest, record=None)
         job_counts = [one.num_jobs for one in schedule.outer_iterations()]

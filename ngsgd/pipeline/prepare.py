@@ -28,10 +28,15 @@ class PreparedData:
     extractor: Path | None = None    # of i-vectors
 
 
-def prepare(config: RunConfig, report: Callable[[str], None], folder: RunFolder | None = None) -> PreparedData:
-    """Prepare the data of a run; the i-vector extractor is that of `folder` where the run has begun."""
+def check_data(config: RunConfig) -> None:
+    """Raise what is wrong with the settings of data and model, without reading data."""
     limits.require_memory(config.model)
     corpora.check_source(config.data)
+
+
+def prepare(config: RunConfig, report: Callable[[str], None], folder: RunFolder | None = None) -> PreparedData:
+    """Prepare the data of a run; the i-vector extractor is that of `folder` where the run has begun."""
+    check_data(config)
     cache_root = Path(config.data.cache_dir or Path(config.output_dir) / "data").absolute()
     remove_abandoned(cache_root)
     try:

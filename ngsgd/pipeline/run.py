@@ -27,7 +27,7 @@ from ngsgd.models.statistics import model_for, needs_statistics
 from ngsgd.pipeline import sequences
 from ngsgd.pipeline.base_run import BaseRun, Training
 from ngsgd.pipeline.finish import finish, wanted_for_combination
-from ngsgd.pipeline.prepare import PreparedData, prepare
+from ngsgd.pipeline.prepare import PreparedData, check_data, prepare
 from ngsgd.pipeline.runs import trust as permission
 from ngsgd.pipeline.runs.config_file import to_yaml
 from ngsgd.pipeline.runs.final_model import check_final, load_final
@@ -83,7 +83,7 @@ def build_run(config: RunConfig, services: Services | None = None, *, folder: Ru
     if config.init_model:
         check_final(folder_of_model(config.init_model) / "final")
         permission.require_final(folder_of_model(config.init_model) / "final", config.model, trust=trust)
-    data = prepare(config, services.report)
+    data = _prepared(config, services)
     require_model(config, EgsReader(data.egs_directory), services.report)
     folder = RunFolder.create(config, to_yaml(config))
     services.report(f"run folder {folder.path}")
@@ -126,7 +126,7 @@ class Run(BaseRun):
     @cached_property
     def data(self) -> PreparedData:
         """Prepared data, from the cache if it is complete there."""
-        return self._data or prepare(self.config, self.services.report, self.folder)
+        return self._data or _prepared(self.config, self.services, self.folder)
 
     @property
     def model(self) -> nn.Module:
@@ -167,6 +167,12 @@ class Run(BaseRun):
         store = CheckpointStore(self.folder.checkpoints, layout, config.checkpoint.num_to_keep)
         layout.load(model, store.model_after(outer_iter - 1))
         return model, average_posterior(model.eval(), reader)
+
+
+def _prepared(config: RunConfig, services: Services, folder: RunFolder | None = None) -> PreparedData:
+    check_data(config)
+    services.begin(config)
+    return prepare(config, services.report, folder)
 
 
 def _with_search_path(config: RunConfig) -> RunConfig:

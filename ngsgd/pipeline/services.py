@@ -54,6 +54,10 @@ def _silent(_line: str) -> None:
     pass
 
 
+def _no_start(_config: RunConfig) -> None:
+    pass
+
+
 def _no_trackers(_config: RunConfig, _folder: RunFolder, _job_counts: Sequence[int]) -> Sequence[Tracker]:
     return ()
 
@@ -69,6 +73,8 @@ class Services:
     # progress of the preparation, line by line
     report: Report = _silent
     warn: Report = _silent
+    # called when the settings are checked and data are about to be prepared: workers may get ready meanwhile
+    begin: Callable[[RunConfig], None] = _no_start
     make_pool: Callable[[PoolRequest], WorkerPool] = local_pool
     # gets the numbers of jobs of all outer iterations
     make_trackers: Callable[[RunConfig, RunFolder, Sequence[int]], Sequence[Tracker]] = _no_trackers

@@ -51,8 +51,7 @@ def new_task_run(config: RunConfig, services: Services, given: TaskOrFunction | 
     """
     check_output_dir(config)
     if given is None:
-        config = replace(config, task=replace(config.task, search_path=os.path.abspath(config.task.search_path or os.getcwd())))
-        permission.allow(config.task)
+        config = with_module(config)
     if config.combination.kind == "generalized":
         raise ConfigError("combination.kind is generalized, which needs a speech model; choose none or mean.")
     spec = task_spec(config, given)
@@ -63,6 +62,13 @@ def new_task_run(config: RunConfig, services: Services, given: TaskOrFunction | 
     if given is None:
         permission.remember_or_warn(config.task, folder.run_id, services.warn)
     return TaskRun(config, folder, services, fingerprint, given=given, is_new=True)
+
+
+def with_module(config: RunConfig) -> RunConfig:
+    """The configuration with the folder of the module that a command line names, which may be imported from now on."""
+    config = replace(config, task=replace(config.task, search_path=os.path.abspath(config.task.search_path or os.getcwd())))
+    permission.allow(config.task)
+    return config
 
 
 def task_spec(config: RunConfig, given: TaskOrFunction | None) -> TaskSpec:

@@ -7,13 +7,16 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ngsgd.config import RunConfig
-from ngsgd.errors import ConfigError
+from ngsgd.errors import ConfigError, NgsgdError
 from ngsgd.launcher.config import compose
 from ngsgd.pipeline import recipe
+from ngsgd.pipeline.run import build_run
+from ngsgd.pipeline.services import Services
 from tests.asr.made_up_speech import write_yesno
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,6 +44,14 @@ def train(source: Path, folder: Path) -> float:
     assert wer == again
     assert len(list((folder / "runs").glob("*/final/model.safetensors"))) == 1
     return float(wer)
+
+
+@pytest.mark.parametrize("settings", [{"data": {"source": "absent"}}, {"model": {"hidden_dim": 10**7}}])
+def test_nothing_starts_in_the_background_before_the_settings_are_checked(tmp_path: Path, settings: dict[str, Any]) -> None:
+    begun: list[RunConfig] = []
+    with pytest.raises(NgsgdError):
+        build_run(recipe("yesno", output_dir=str(tmp_path), **settings), Services(begin=begun.append))
+    assert not begun
 
 
 def test_the_script_fits_on_one_screen() -> None:

@@ -59,7 +59,7 @@ def test_two_ranks_equal_one_process_with_twice_the_minibatch(tmp_path: Path, op
         # sums of two halves in float32, over 3 x 32 steps
         torch.testing.assert_close(group.model.state_dict()[name], value, rtol=1e-4, atol=1e-5)
     assert group.metrics["valid/loss"] < 1.0
-    jobs = [[(job["num_frames"], job["num_minibatches"]) for line in read_json_lines(run.folder.events)
+    jobs = [[(job["num_examples"], job["num_minibatches"]) for line in read_json_lines(run.folder.events)
              if line["event"] == "outer_iteration" for job in line["jobs"]] for run in (group, alone)]
     assert jobs[0] == jobs[1]
 

@@ -88,8 +88,12 @@ def _trained(rank: int, outer: str, dies_at: int) -> tuple[torch.Tensor, int]:
 
 
 def _run(folder: Path, *outers: str, dies_at: int = -1) -> list[dict[str, tuple[torch.Tensor, int]]]:
+    return _spawn(_train, folder, outers, dies_at)
+
+
+def _spawn(function: Callable[..., None], folder: Path, *arguments: Any) -> list[dict[str, tuple[torch.Tensor, int]]]:
     context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=_train, args=(rank, str(folder), outers, dies_at)) for rank in range(NUM_RANKS)]
+    processes = [context.Process(target=function, args=(rank, str(folder), *arguments)) for rank in range(NUM_RANKS)]
     for process in processes:
         process.start()
     for process in processes:
@@ -114,6 +118,32 @@ def test_ranks_continue_without_one_that_dies(tmp_path: Path) -> None:
     assert [one["bmuf"][1] for one in found] == [3, 3, 3]
     vectors = [one["bmuf"][0] for one in found]
     assert all(torch.equal(vector, vectors[0]) for vector in vectors) and bool(vectors[0].isfinite().all())
+
+
+def _train_with_a_lost_answer(rank: int, folder: str) -> None:
+    """On rank 1 the second average fails after the others have it, as when a rank dies at the end of an all_reduce."""
+    _init(rank, folder)
+    all_reduce, num_calls = dist.all_reduce, 0
+
+    def lossy(*arguments: Any, **settings: Any) -> Any:
+        nonlocal num_calls
+        found = all_reduce(*arguments, **settings)
+        num_calls += 1
+        if rank == 1 and num_calls == 2:
+            raise RuntimeError("connection closed by peer")
+        return found
+    dist.all_reduce = lossy
+    found = {"diloco": _trained(rank, "diloco", -1)}
+    torch.save(found, Path(folder) / f"rank{rank}.pt")
+    os._exit(0)
+
+
+@pytest.mark.faults
+def test_a_rank_that_misses_an_average_takes_the_state_of_the_others(tmp_path: Path) -> None:
+    found = _spawn(_train_with_a_lost_answer, tmp_path)
+    assert [one["diloco"][1] for one in found] == [NUM_RANKS] * NUM_RANKS
+    # W, which only ranks with one outer momentum have in common
+    assert all(torch.equal(one["diloco"][0], found[0]["diloco"][0]) for one in found)
 
 
 @pytest.fixture

@@ -17,9 +17,10 @@ pytestmark = [pytest.mark.services, pytest.mark.same_process("ray")]
 _CODE = """
 import json, os, pathlib, stat, subprocess, sys
 os.environ.pop("RAY_AUTH_TOKEN", None)
-from ngsgd.launcher.ray.cluster import connect, log_folder, shutdown
+from ngsgd.launcher.ray.cluster import begin, connect, end_unused, log_folder, shutdown
 from ngsgd.config import ClusterConfig
 import psutil, ray
+begin(ClusterConfig())
 assert connect(ClusterConfig())
 @ray.remote(num_cpus=0)
 def host():
@@ -42,6 +43,10 @@ asked = subprocess.run([sys.executable, "-c", stranger, found["gcs"]], env={**en
                        capture_output=True, text=True)
 found["stranger"] = asked.returncode
 shutdown()
+begin(ClusterConfig())
+end_unused()   # the data were bad
+children = [p.name() for p in me.children(recursive=True) if p.status() != "zombie"]
+found["after"] = ray.is_initialized() or children
 print(json.dumps(found))
 """
 
@@ -69,3 +74,7 @@ def test_its_sockets_are_in_a_folder_of_the_user_alone_which_is_removed(found: d
     assert found["logs"] and found["mode"] == 0o700
     assert found["sockets"] and max(found["sockets"]) <= 107
     assert not Path(found["folder"]).exists()
+
+
+def test_nothing_is_left_of_a_ray_that_was_begun_for_a_run_that_failed(found: dict[str, Any]) -> None:
+    assert found["after"] == []

@@ -6,6 +6,7 @@ done between them as in a run.  Settings take turns, so that a machine that is b
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections import defaultdict
@@ -16,20 +17,16 @@ from pathlib import Path
 import torch
 
 from ngsgd.config import RunConfig
-from ngsgd.data.reader import EgsReader
-from ngsgd.models.statistics import model_for
 from ngsgd.optim.outer import OuterInfo, OuterOptimizer, make_rule
 from ngsgd.pipeline.performance_model.formulas import Link, Spread, split_spread
 from ngsgd.pipeline.performance_model.planner import Machine, Speed, Workload, slots_of, threads_of
 from ngsgd.pipeline.performance_model.probe_worker import JobTiming, Process, TimedJob, workers
 from ngsgd.schedules import Shard
-from ngsgd.tasks.frame_scores import score_subset
-from ngsgd.tasks.frames import schedule_of
-from ngsgd.tasks.speech import SpeechTaskSpec
 from ngsgd.training.job import Job, JobInit, LocalRef, WorkItem
 from ngsgd.training.parameter_vector import FlatLayout, Vector
 from ngsgd.training.planning import Progress
 from ngsgd.training.storage.checkpoint import CheckpointStore
+from ngsgd.training.task import Task, TaskSpec, seeded_model
 
 # of the probe; a machine with more cores is taken to go on as it did there
 _MAX_PROCESSES = 64
@@ -41,6 +38,8 @@ _MIN_CYCLES = 3
 # times that it should be
 _CYCLES = 4
 _ECHOES = 5
+# whose mean length stands for all
+_MAX_SHARDS = 1000
 
 
 @dataclass(frozen=True)
@@ -61,16 +60,15 @@ class _Round:
     diagnostics_s: float
 
 
-def measure(spec: SpeechTaskSpec, *, num_cores: int, seconds: float, scratch: Path) -> tuple[Machine, Workload]:
+def measure(spec: TaskSpec, config: RunConfig, *, num_cores: int, seconds: float, scratch: Path) -> tuple[Machine, Workload]:
     """Takes about `seconds`, start of the processes included; checkpoints are tried out under `scratch`.
 
     Raises what a worker raised, and ClusterError when one died or did not start.
     """
     deadline = time.monotonic() + seconds
-    reader = EgsReader(Path(spec.egs_directory))
-    coordinator = ProbeCoordinator(spec.config, reader, scratch, num_cores)
-    num_gpus = torch.cuda.device_count() if spec.config.cluster.device != "cpu" else 0
-    settings = settings_to_measure(spec.config, num_cores=num_cores, num_gpus=num_gpus)
+    coordinator = ProbeCoordinator(config, spec.task(torch.device("cpu")), scratch, num_cores)
+    num_gpus = torch.cuda.device_count() if config.cluster.device != "cpu" else 0
+    settings = settings_to_measure(config, num_cores=num_cores, num_gpus=num_gpus)
     most = settings[-1]
     with workers(spec, most.num_processes, num_gpus) as processes:
         limit_s = max(_MIN_LIMIT_S, (deadline - time.monotonic()) / (len(settings) * (_CYCLES + 1)))
@@ -83,7 +81,7 @@ def measure(spec: SpeechTaskSpec, *, num_cores: int, seconds: float, scratch: Pa
         while time.monotonic() < deadline or len(rounds[most]) < _MIN_CYCLES:
             for setting in settings:
                 rounds[setting].append(coordinator.round(processes, setting, limit_s))
-    workload = workload_of(spec.config, reader, coordinator.layout)
+    workload = workload_of(config, coordinator.task, coordinator.layout)
     return _summary(num_cores, num_gpus, rounds, cold, link, workload), workload
 
 
@@ -105,11 +103,14 @@ def fullest(settings: Sequence[ProcessLayout], *, num_cores: int, num_gpus: int)
                key=lambda s: s.num_processes)
 
 
-def workload_of(config: RunConfig, reader: EgsReader, layout: FlatLayout) -> Workload:
+def workload_of(config: RunConfig, task: Task, layout: FlatLayout) -> Workload:
     """What a run with this configuration asks of a machine."""
-    info = reader.info
-    samples = info.num_frames / (info.num_archives * info.frames_per_eg)
-    return Workload(samples, config.schedule.minibatch_size, 4 * layout.size, info.num_frames * config.schedule.num_epochs)
+    grid = task.shards()
+    shards = itertools.product(range(grid.num_archives), range(grid.shards_per_archive))
+    # minibatches of one example are examples
+    samples = statistics.fmean(task.num_batches(Shard(*one), 1) for one in itertools.islice(shards, _MAX_SHARDS))
+    total = samples * grid.num_archives * grid.shards_per_archive * config.schedule.num_epochs
+    return Workload(samples, config.schedule.minibatch_size, 4 * layout.size, total)
 
 
 # The coordinator's side ---------------------------------------------------------------------------
@@ -118,18 +119,17 @@ def workload_of(config: RunConfig, reader: EgsReader, layout: FlatLayout) -> Wor
 class ProbeCoordinator:
     """Gives out jobs and does with their results what the coordinator of a run does."""
 
-    def __init__(self, config: RunConfig, reader: EgsReader, scratch: Path, num_cores: int) -> None:
-        self.config, self.reader = config, reader
-        self.model = model_for(config, reader).eval()
+    def __init__(self, config: RunConfig, task: Task, scratch: Path, num_cores: int) -> None:
+        self.config, self.task = config, task
+        self.model = seeded_model(task, config.seed).eval()
         self.layout = FlatLayout.of(self.model)
         self.start = self.layout.flatten(self.model.state_dict())
         self.outer = OuterOptimizer(make_rule(config.outer), self.start, ema_decay=config.outer.ema_decay,
                                     num_threads=num_cores)
         self.store = CheckpointStore(scratch, self.layout, config.checkpoint.num_to_keep)
-        self.subsets = [reader.diagnostic(name) for name in ("train", "valid")]
         self.num_rounds = 0
         # a model that grows is whole by then
-        self.first_outer_iter = schedule_of(config, reader).num_outer_iters
+        self.first_outer_iter = task.shards().schedule(config.schedule).num_outer_iters
 
     def round(self, processes: Sequence[Process], setting: ProcessLayout, limit_s: float) -> _Round:
         active = processes[:setting.num_processes]
@@ -144,17 +144,17 @@ class ProbeCoordinator:
         self.store.save(Progress(self.num_rounds), self.outer.state_dict())
         checkpoint_s = clock.lap()
         self.layout.load(self.model, self.outer.eval_model())
-        for subset in self.subsets:
-            score_subset(self.model, subset)
+        with torch.no_grad():
+            self.task.evaluate(self.model)
         self.layout.relative_change(self.start, self.outer.eval_model())
         self.num_rounds += 1
         return _Round(jobs, average_s, checkpoint_s, clock.lap())
 
     def make_job(self, index: int, num_jobs: int) -> Job:
         """The next shard, trained from the first model: what is learned does not matter here."""
-        info = self.reader.info
+        grid = self.task.shards()
         passes = self.num_rounds * num_jobs + index
-        shard = Shard(passes % info.num_archives, passes % info.frames_per_eg)
+        shard = Shard(passes % grid.num_archives, passes % grid.shards_per_archive)
         outer_iter = self.first_outer_iter + self.num_rounds
         return Job(outer_iter=outer_iter, job=index, attempt=1, pieces=(WorkItem(shard, outer_iter, index),),
                    start=JobInit(LocalRef(self.start)), lr=self.config.schedule.lr_initial, lr_factor=1.0)

@@ -15,9 +15,9 @@ import torch
 
 from ngsgd.cluster.process import configure_process
 from ngsgd.errors import ClusterError, NgsgdError
-from ngsgd.tasks.speech import SpeechTaskSpec
 from ngsgd.training.job import Job
 from ngsgd.training.parameter_vector import Vector
+from ngsgd.training.task import TaskSpec
 from ngsgd.training.worker import Worker
 
 # minibatches at the start of a job with a Fisher update each
@@ -79,7 +79,7 @@ class Process:
 
 
 @contextlib.contextmanager
-def workers(spec: SpeechTaskSpec, count: int, num_gpus: int) -> Iterator[list[Process]]:
+def workers(spec: TaskSpec, count: int, num_gpus: int) -> Iterator[list[Process]]:
     """`count` processes, each ready to take jobs; ended when the block is left."""
     # forked from a process that has imported torch and done nothing else: one import for all, no
     # lock of our threads
@@ -92,7 +92,7 @@ def workers(spec: SpeechTaskSpec, count: int, num_gpus: int) -> Iterator[list[Pr
             process = context.Process(target=serve, args=(theirs, spec, index, num_gpus), daemon=True)
             process.start()
             theirs.close()
-            started.append(Process(process, ours, spec.config.cluster.start_timeout_s))
+            started.append(Process(process, ours, spec.settings.cluster.start_timeout_s))
         for worker in started:
             worker.receive()
         yield started
@@ -104,7 +104,7 @@ def workers(spec: SpeechTaskSpec, count: int, num_gpus: int) -> Iterator[list[Pr
             worker.connection.close()
 
 
-def serve(connection: Connection, spec: SpeechTaskSpec, index: int, num_gpus: int) -> None:
+def serve(connection: Connection, spec: TaskSpec, index: int, num_gpus: int) -> None:
     """The worker process: answers tasks with timings and vectors with themselves, until the other side hangs up."""
     try:
         if num_gpus:

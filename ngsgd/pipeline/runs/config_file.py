@@ -1,4 +1,4 @@
-"""config.yaml of a run folder: every setting of the run, written with passwords masked."""
+"""config.yaml of a run folder: the settings of the run, written with passwords masked."""
 
 from __future__ import annotations
 
@@ -6,14 +6,23 @@ from dataclasses import asdict
 from typing import Any
 
 from ngsgd.config import RunConfig
+from ngsgd.config.unused import of_speech
 from ngsgd.masking import masked
 
 
 def to_yaml(config: RunConfig) -> str:
-    """The settings as YAML, with an end mark that shows whether a file is complete."""
+    """The settings as YAML, with an end mark that shows whether a file is complete; a task has no settings of speech."""
     import yaml
 
-    return str(yaml.safe_dump(_plain(asdict(config)), sort_keys=False, allow_unicode=True, explicit_end=True))
+    settings = _plain(asdict(config))
+    if config.task._target_:
+        settings = _without_speech(settings, "")
+    return str(yaml.safe_dump(settings, sort_keys=False, allow_unicode=True, explicit_end=True))
+
+
+def _without_speech(settings: dict[str, Any], prefix: str) -> dict[str, Any]:
+    return {name: _without_speech(value, f"{prefix}{name}.") if isinstance(value, dict) else value
+            for name, value in settings.items() if not of_speech(f"{prefix}{name}")}
 
 
 def _plain(node: Any) -> Any:

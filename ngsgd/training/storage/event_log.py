@@ -1,13 +1,14 @@
 """The event log: every record of a run, one JSON line each, in the run's own folder.
 
-It has exactly one "outer_iteration" line for each committed outer iteration, after any crash.
+It has exactly one "outer_iteration" line for each committed outer iteration, after any crash.  Runs of a task of the user's own
+have losses and examples in it where runs of speech have objf and frames; `read_events` returns the latter for both.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,13 @@ from ngsgd.training.records import FinalReport, Incident, OuterIterationRecord
 
 _DERIVED = ("objf", "accuracy", "skew", "max_change_share", "max_param_change_share")
 _SUPERSEDED = "superseded_outer_iteration"
+# names of speech -> names in the log of a task
+_OF_TASK = {"frames_processed": "examples_processed", "num_frames": "num_examples", "objf": "loss"}
+_OF_SPEECH = {name: own for own, name in _OF_TASK.items()}
+# fields that a task does not have, with the values that its records hold
+_WITHOUT: dict[str, dict[str, Any]] = {
+    "outer_iteration": {"accuracy": 0.0}, "job": {"accuracy": 0.0}, "subset": {"accuracy": 0.0},
+    "finished": {"wer": "", "wer_percent": 0.0, "valid_wer": ""}}
 
 
 class EventLog:
@@ -27,9 +35,10 @@ class EventLog:
     all lines.
     """
 
-    def __init__(self, path: Path, after: int | None = None) -> None:
+    def __init__(self, path: Path, after: int | None = None, *, is_speech: bool = True) -> None:
+        self._is_speech = is_speech
         self._lines = JsonLines(path)
-        events = [event for event in read_json_lines(path) if is_valid(event)]
+        events = read_events(path)
         reported = {event["outer_iter"] for event in events if event["event"] == "outer_iteration"}
         if after is not None and any(outer_iter > after for outer_iter in reported):
             self._lines.close()
@@ -64,7 +73,7 @@ class EventLog:
         self._lines.close()
 
     def _write(self, event: str, fields: dict[str, Any]) -> None:
-        self._lines.append({"event": event, **fields})
+        self._lines.append({"event": event, **(fields if self._is_speech else _in_words_of_task(event, fields))})
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
@@ -76,7 +85,7 @@ def read_events(path: Path) -> list[dict[str, Any]]:
 
 def valid_events(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """The events among the lines of a log that have all fields of their kind, with values of the right types."""
-    return [line for line in lines if is_valid(line)]
+    return [event for event in map(_in_words_of_speech, lines) if is_valid(event)]
 
 
 def is_valid(event: dict[str, Any]) -> bool:
@@ -101,9 +110,39 @@ def is_valid(event: dict[str, Any]) -> bool:
 def _supersede(path: Path, after: int) -> None:
     """Rename the lines of outer iterations later than `after`."""
     def renamed(line: str) -> str:
-        events = valid_events(parse_json_lines(line))
-        if any(event["event"] == "outer_iteration" and event["outer_iter"] > after for event in events):
-            return json.dumps({**events[0], "event": _SUPERSEDED}) + "\n"
+        parsed = list(parse_json_lines(line))
+        if any(event["event"] == "outer_iteration" and event["outer_iter"] > after for event in valid_events(parsed)):
+            return json.dumps({**parsed[0], "event": _SUPERSEDED}) + "\n"
         return line
     lines = read_log(path).splitlines(keepends=True)
     write_text(path, "".join(map(renamed, lines)))
+
+
+def _in_words_of_task(kind: str, fields: dict[str, Any]) -> dict[str, Any]:
+    """A record without the fields of speech, and with losses and examples in the place of objf and frames."""
+    return {_OF_TASK.get(name, name): 0.0 - value if name == "objf" else _parts(name, value, _in_words_of_task)
+            for name, value in fields.items() if name not in _WITHOUT.get(kind, ())}
+
+
+def _in_words_of_speech(event: dict[str, Any]) -> dict[str, Any]:
+    """The inverse of `_in_words_of_task` for a line of its own; other lines as they are."""
+    if event.get("event") not in ("outer_iteration", "finished") or "examples_processed" not in event:
+        return event
+    try:
+        return _restored(event["event"], event)
+    except (AttributeError, TypeError):
+        # damaged
+        return {}
+
+
+def _restored(kind: str, fields: dict[str, Any]) -> dict[str, Any]:
+    found = {_OF_SPEECH.get(name, name): 0.0 - value if name == "loss" else _parts(name, value, _restored)
+             for name, value in fields.items()}
+    return {**found, **_WITHOUT.get(kind, {})}
+
+
+def _parts(name: str, value: Any, change: Callable[[str, dict[str, Any]], dict[str, Any]]) -> Any:
+    """Applies a change to the records inside a record; dictionaries of metrics keep the user's names."""
+    if name == "jobs":
+        return [change("job", job) for job in value]
+    return change("subset", value) if name in ("train", "valid") else value

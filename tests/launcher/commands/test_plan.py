@@ -17,12 +17,14 @@ from ngsgd.config import ClusterConfig, OuterConfig, RunConfig, ScheduleConfig
 from ngsgd.errors import ConfigError
 from ngsgd.launcher import cli
 from ngsgd.launcher.commands import plan
+from ngsgd.launcher.config import compose
 from ngsgd.launcher.reports import plan_text
 from ngsgd.launcher.reports.predictions import Forecast, keep, kept_in, saved, settings_key
 from ngsgd.pipeline.performance_model import scaling
 from ngsgd.pipeline.performance_model.formulas import Link, Spread
 from ngsgd.pipeline.performance_model.planner import Machine, Speed, Workload
 from ngsgd.pipeline.performance_model.scaling import Assumptions
+from ngsgd.pipeline.runs import trust
 from tests.launcher.records import final_report, outer_iteration
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -72,6 +74,20 @@ def test_settings_are_composed_as_for_training(measured: list[RunConfig], capsys
     assert (config.model.kind, config.schedule.minibatch_size) == ("pnorm", 256)
     rows = [line for line in capsys.readouterr().out.splitlines() if re.match(r" +\d+  ", line)]
     assert [int(row.split()[0]) for row in rows] == [1, 8]
+
+
+@pytest.mark.slow
+def test_a_task_is_measured_as_it_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+                                             ) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(trust, "allowed_modules", set())
+    assert cli.main(["plan", "task=tests.tasks.blobs:make_task", f"task.search_path={ROOT}", "task.args={shard_size: 80}",
+                     "schedule.minibatch_size=16", "--seconds", "1", "--workers", "1,4"]) == 0
+    said = capsys.readouterr().out
+    # 950 training examples in 12 shards
+    assert "79 examples" in said and not re.search("frame|iter=|samples_per_iter", said)
+    config = compose.compose(["task=tests.tasks.blobs:make_task", "schedule.minibatch_size=16"])
+    assert settings_key(config) != settings_key(compose.compose(["schedule.minibatch_size=16"]))
 
 
 def test_json_is_all_that_stdout_gets(measured: list[RunConfig], capsys: pytest.CaptureFixture[str]) -> None:

@@ -100,7 +100,7 @@ def test_a_job_of_a_few_minibatches_has_a_mean_step(clock: FakeClock) -> None:
 
 def test_a_real_job_is_taken_apart_without_rest(tmp_path: Path) -> None:
     run = Run(tmp_path, config(schedule=MANY_MINIBATCHES))
-    coordinator = probe.ProbeCoordinator(run.config, run.reader, tmp_path / "scratch", 1)
+    coordinator = probe.ProbeCoordinator(run.config, run.spec.task(), tmp_path / "scratch", 1)
     worker = Worker(run.spec, 0)
     job = coordinator.make_job(0, 2)
     whole = timed(worker, TimedJob(job, 1, limit_s=60.0))
@@ -114,7 +114,7 @@ def test_a_real_job_is_taken_apart_without_rest(tmp_path: Path) -> None:
 
 def test_jobs_read_one_shard_after_another(tmp_path: Path) -> None:
     run = Run(tmp_path)
-    coordinator = probe.ProbeCoordinator(run.config, run.reader, tmp_path / "scratch", 1)
+    coordinator = probe.ProbeCoordinator(run.config, run.spec.task(), tmp_path / "scratch", 1)
     shards = []
     for _ in range(6):
         shards += [coordinator.make_job(index, 2).shard for index in range(2)]
@@ -136,7 +136,7 @@ def no_process_left() -> Iterator[None]:
 def test_a_probe_finds_speeds_and_leaves_no_process(tmp_path: Path, no_process_left: None) -> None:
     run = Run(tmp_path, config(schedule=MANY_MINIBATCHES, cluster=ClusterConfig()))
     (tmp_path / "scratch").mkdir()
-    machine, workload = probe.measure(run.spec, num_cores=2, seconds=1.0, scratch=tmp_path / "scratch")
+    machine, workload = probe.measure(run.spec, run.config, num_cores=2, seconds=1.0, scratch=tmp_path / "scratch")
     assert workload == Workload(3600 / (3 * 4), 4, 4 * run.store.layout.size, 3600.0)
     assert [(s.num_processes, s.num_threads) for s in machine.parallel] == [(1, 2), (2, 1), (4, 1)]
     assert [(s.num_processes, s.num_threads) for s in machine.serial] == [(1, 1), (1, 2)]
@@ -153,7 +153,7 @@ def test_what_a_worker_raises_ends_the_probe_with_its_own_words(tmp_path: Path, 
     for archive in range(run.reader.info.num_archives):
         (run.egs / archive_name(archive)).write_bytes(b"")
     with pytest.raises(DataError, match="does not match its checksum"):
-        probe.measure(run.spec, num_cores=1, seconds=1.0, scratch=tmp_path / "scratch")
+        probe.measure(run.spec, run.config, num_cores=1, seconds=1.0, scratch=tmp_path / "scratch")
 
 
 @pytest.mark.slow

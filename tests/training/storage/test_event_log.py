@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ngsgd.files import read_json_lines
 from ngsgd.training.coordinator import Coordinator
 from ngsgd.training.diagnostics.deferred import DeferredDiagnostics
-from ngsgd.training.records import OuterIterationRecord
+from ngsgd.training.records import FinalReport, OuterIterationRecord, SubsetScore
 from ngsgd.training.storage.event_log import EventLog, is_valid, read_events
 from tests.toy import Run
 
@@ -52,6 +53,28 @@ def test_lines_after_the_checkpoint_that_is_resumed_are_superseded(tmp_path: Pat
     found = lines(tmp_path / "events.jsonl")
     assert [found["outer_iteration", number] for number in range(3)] == [1, 1, 1]
     assert found["superseded_outer_iteration", 2] == 1
+
+
+def test_the_log_of_a_task_has_losses_and_examples_and_is_read_as_any_other(tmp_path: Path,
+                                                                           records: list[OuterIterationRecord]) -> None:
+    report = FinalReport("", 0.0, "", SubsetScore(-1.5, 0.0), SubsetScore(-2.5, 0.0), 640, 3.0, {}, {"valid/objf": 2.5})
+    silent = [replace(one, train=replace(one.train, accuracy=0.0), valid=replace(one.valid, accuracy=0.0),
+                      jobs=tuple(replace(job, accuracy=0.0) for job in one.jobs)) for one in records[:3]]
+    log = EventLog(tmp_path / "events.jsonl", is_speech=False)
+    for record in silent:
+        log.outer_iteration(record)
+    log.finished(report)
+    log.close("FINISHED")
+    first = read_json_lines(tmp_path / "events.jsonl")[0]
+    assert first["valid"] == {"loss": -silent[0].valid.objf} and first["examples_processed"] == silent[0].frames_processed
+    assert first["jobs"][0].keys() >= {"loss", "num_examples"} and not first["jobs"][0].keys() & {"objf", "accuracy", "num_frames"}
+    *events, finished, _ = read_events(tmp_path / "events.jsonl")
+    assert [OuterIterationRecord.from_json(event) for event in events] == silent
+    assert FinalReport.from_json(finished) == report
+    # the lines of a commit that was lost keep their words, too
+    EventLog(tmp_path / "events.jsonl", after=1, is_speech=False).close("FINISHED")
+    assert lines(tmp_path / "events.jsonl")["superseded_outer_iteration", 2] == 1
+    assert "frames" not in (tmp_path / "events.jsonl").read_text()
 
 
 @pytest.mark.parametrize("damage", [

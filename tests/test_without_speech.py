@@ -1,0 +1,17 @@
+"""Engine, optimizers and examples without speech recognition: `python -m tests.without_speech` runs all of their tests."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests import without_speech
+
+
+@pytest.mark.slow
+def test_no_test_of_engine_optimizers_and_examples_imports_speech_recognition() -> None:
+    assert without_speech.run(["--collect-only", "-q", *without_speech.FOLDERS]) == 0
+
+
+@pytest.mark.slow
+def test_a_worker_trains_without_speech_recognition() -> None:
+    assert without_speech.run(["tests/training/test_worker.py", "tests/training/test_task.py"]) == 0
