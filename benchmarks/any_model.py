@@ -1,12 +1,14 @@
 """How optimisers learn on models that are not speech: a character transformer, an MLP and a CNN, in an ordinary training loop.
 
-    python benchmarks/any_model.py run RESULTS.jsonl --task transformer --optimizer ngsgd --lr 0.016 --seed 0
-    python benchmarks/any_model.py sweep RESULTS.jsonl --tasks mlp cnn --optimizers ngsgd adamw
-    python benchmarks/any_model.py table RESULTS.jsonl
+    python -m benchmarks.any_model run RESULTS.jsonl --task transformer --optimizer ngsgd --lr 0.016 --seed 0
+    python -m benchmarks.any_model sweep RESULTS.jsonl --tasks mlp cnn --optimizers ngsgd adamw
+    python -m benchmarks.any_model sweep RESULTS.jsonl --tasks mlp --optimizers adamw --length 3.3
+    python -m benchmarks.any_model sweep RESULTS.jsonl --tasks speech --an4 AN4_FOLDER
+    python -m benchmarks.any_model table RESULTS.jsonl
 
 `run` trains once and appends one line to RESULTS.jsonl.  `sweep` finds the rate of the lowest validation cross-entropy of
 seed 0, in factors of 2 until a rate on either side is worse, and runs the other seeds there; it leaves out what
-RESULTS.jsonl holds.  `table` prints Markdown.
+RESULTS.jsonl holds.  `table` prints Markdown.  `--length` multiplies the number of steps, to compare at equal CPU time.
 
 All optimisers share the network, its initial values, the minibatches, 5 % of warm-up and a cosine decay to 0, and a loss that
 is a mean over the minibatch.
@@ -16,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import argparse as text_of_a_module
+import functools
 import inspect
 import json
 import math
@@ -29,6 +32,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
+from benchmarks.learning import Frames, read_frames
 from ngsgd import NGSGD, NaturalMuon
 from ngsgd.files import read_json_lines
 
@@ -41,11 +45,11 @@ MUON_BIAS_LR = 0.002        # of AdamW, which moves what is not a hidden matrix
 class Block(nn.Module):
     """Attention and a feed-forward network, each with a residual connection."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (one.unflatten(-1, (4, -1)).transpose(1, 2) for one in self.qkv(self.norm1(x)).chunk(3, dim=-1))
@@ -54,12 +58,13 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Two layers over characters."""
+    """Layers over characters."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH, num_blocks: int = 2) -> None:
         super().__init__()
-        self.tokens, self.positions = nn.Embedding(128, WIDTH), nn.Embedding(CONTEXT, WIDTH)
-        self.blocks = nn.Sequential(Block(), Block(), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 128))
+        self.tokens, self.positions = nn.Embedding(128, width), nn.Embedding(CONTEXT, width)
+        blocks = [Block(width) for _ in range(num_blocks)]
+        self.blocks = nn.Sequential(*blocks, nn.LayerNorm(width), nn.Linear(width, 128))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.blocks(self.tokens(x) + self.positions.weight).transpose(1, 2)  # type: ignore[no-any-return]
@@ -74,6 +79,11 @@ def cnn() -> nn.Module:
                          nn.Conv2d(16, 32, 3, padding=1, stride=2), nn.BatchNorm2d(32), nn.ReLU(),
                          nn.Conv2d(32, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(),
                          nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10))
+
+
+def acoustic_model() -> nn.Module:
+    return nn.Sequential(nn.Linear(195, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(),
+                         nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 102))
 
 
 class Task(NamedTuple):
@@ -106,6 +116,16 @@ def digits() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     return (x[:-360], y[:-360]), (x[-360:], y[-360:])
 
 
+@functools.cache
+def speech(folder: Path) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """The frames of CMU's AN4 with seven on either side, and their HMM states; its test set."""
+    def whole(frames: Frames) -> tuple[Tensor, Tensor]:
+        return frames.minibatch(torch.arange(len(frames)))
+
+    return whole(read_frames(folder, "train")), whole(read_frames(folder, "test"))
+
+
+# "speech" needs --an4
 TASKS: dict[str, Callable[[], Task]] = {
     "transformer": lambda: Task(Transformer, *characters(), 16, 200),
     "mlp": lambda: Task(mlp, *digits(), 64, 440),
@@ -151,17 +171,20 @@ class Setting(NamedTuple):
     optimizer: str
     lr: float
     seed: int
+    # multiple of the task's number of steps
+    length: float = 1.0
 
 
 def measure(setting: Setting) -> dict[str, Any]:
     """Train once; validation cross-entropy in nats and CPU seconds of training."""
     task = TASKS[setting.task]()
+    num_steps = round(setting.length * task.num_steps)
     torch.manual_seed(setting.seed)
     model = task.model()
     optimizers = OPTIMIZERS[setting.optimizer][0](model, setting.lr)
-    schedulers = [torch.optim.lr_scheduler.LambdaLR(one, lambda step: _rate(step / task.num_steps)) for one in optimizers]
+    schedulers = [torch.optim.lr_scheduler.LambdaLR(one, lambda step: _rate(step / num_steps)) for one in optimizers]
     start_s = time.process_time()
-    for step in range(task.num_steps):
+    for step in range(num_steps):
         rows = _minibatch(len(task.train[0]), task.batch_size, step, setting.seed)
         for optimizer in optimizers:
             optimizer.zero_grad()
@@ -176,7 +199,7 @@ def measure(setting: Setting) -> dict[str, Any]:
         accuracy = float((logits.argmax(1) == task.valid[1]).float().mean())
     limited = optimizers[0].activity() if isinstance(optimizers[0], NGSGD) else None
     return {**setting._asdict(), "valid_ce": loss if math.isfinite(loss) else None, "accuracy": accuracy, "cpu_s": cpu_s,
-            "limited_layers": limited and statistics.mean(limited.layer_share.values())}
+            "num_steps": num_steps, "limited_layers": limited and statistics.mean(limited.layer_share.values())}
 
 
 def _rate(done: float) -> float:
@@ -197,7 +220,7 @@ class Results:
     def __init__(self, path: Path) -> None:
         self.path = path
         lines = read_json_lines(path) if path.exists() else []
-        self.of = {Setting(*(line[key] for key in Setting._fields)): line for line in lines}
+        self.of = {Setting(**{key: line[key] for key in Setting._fields if key in line}): line for line in lines}
 
     def get(self, setting: Setting) -> dict[str, Any]:
         if setting not in self.of:
@@ -212,36 +235,37 @@ class Results:
         return math.inf if found is None else float(found)
 
 
-def best_rate(results: Results, task: str, optimizer: str) -> float:
+def best_rate(results: Results, task: str, optimizer: str, length: float) -> float:
     """The rate of the lowest loss of seed 0, in factors of 2, with a worse one on either side."""
     lr = OPTIMIZERS[optimizer][1]
     for factor in (2.0, 0.5):
-        while results.loss(Setting(task, optimizer, lr * factor, 0)) < results.loss(Setting(task, optimizer, lr, 0)):
+        while (results.loss(Setting(task, optimizer, lr * factor, 0, length))
+               < results.loss(Setting(task, optimizer, lr, 0, length))):
             lr *= factor
     return lr
 
 
-def sweep(results: Results, tasks: Sequence[str], optimizers: Sequence[str]) -> None:
+def sweep(results: Results, tasks: Sequence[str], optimizers: Sequence[str], length: float) -> None:
     for task in tasks:
         for optimizer in optimizers:
-            lr = best_rate(results, task, optimizer)
+            lr = best_rate(results, task, optimizer, length)
             for seed in SEEDS:
-                results.get(Setting(task, optimizer, lr, seed))
+                results.get(Setting(task, optimizer, lr, seed, length))
 
 
 def table(results: Results) -> str:
-    """For each task and optimiser the best rate, the loss of each seed and the time of a step."""
-    rows = ["| task | optimizer | rate | valid CE, seeds 0, 1, 2 | mean | ms a step |", "|---|---|---|---|---|---|"]
-    for task, make in TASKS.items():
-        for optimizer in OPTIMIZERS:
-            done = [one for key, one in results.of.items() if key[:2] == (task, optimizer) and key.seed == 0]
-            if done:
-                lr = min(done, key=lambda one: one["valid_ce"] or math.inf)["lr"]
-                runs = [results.of[key] for seed in SEEDS if (key := Setting(task, optimizer, lr, seed)) in results.of]
-                losses = [one["valid_ce"] or math.nan for one in runs]
-                ms = 1e3 * statistics.median(one["cpu_s"] for one in runs) / make().num_steps
-                rows.append(f"| {task} | {optimizer} | {lr:g} | {' '.join(f'{one:.3f}' for one in losses)} | "
-                            f"{statistics.mean(losses):.3f} | {ms:.1f} |")
+    """For each task, optimiser and length the best rate, the loss of each seed, and times."""
+    rows = ["| task | optimizer | length | rate | valid CE, seeds 0, 1, 2 | mean | CPU s | ms a step |",
+            "|---|---|---|---|---|---|---|---|"]
+    for task, optimizer, length in sorted({(key.task, key.optimizer, key.length) for key in results.of}):
+        searched = [key for key in results.of if (key.task, key.optimizer, key.length, key.seed) == (task, optimizer, length, 0)]
+        if searched:
+            lr = min(searched, key=results.loss).lr
+            runs = [results.of[key] for seed in SEEDS if (key := Setting(task, optimizer, lr, seed, length)) in results.of]
+            losses = [one["valid_ce"] or math.nan for one in runs]
+            cpu_s = statistics.median(one["cpu_s"] for one in runs)
+            rows.append(f"| {task} | {optimizer} | {length:g} | {lr:g} | {' '.join(f'{one:.3f}' for one in losses)} | "
+                        f"{statistics.mean(losses):.3f} | {cpu_s:.1f} | {1e3 * cpu_s / runs[0]['num_steps']:.1f} |")
     return "\n".join(rows)
 
 
@@ -249,20 +273,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=["run", "sweep", "table"])
     parser.add_argument("results", type=Path)
-    parser.add_argument("--task", choices=TASKS)
+    parser.add_argument("--task", choices=[*TASKS, "speech"])
     parser.add_argument("--optimizer", choices=OPTIMIZERS)
     parser.add_argument("--lr", type=float)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
+    parser.add_argument("--length", type=float, default=1.0)
+    parser.add_argument("--an4", type=Path, help="folder with feats_*.ark and ali_*.npz, for the task speech")
+    parser.add_argument("--tasks", nargs="+", choices=[*TASKS, "speech"], default=list(TASKS))
     parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=list(OPTIMIZERS))
     options = parser.parse_args()
+    if options.an4:
+        TASKS["speech"] = lambda: Task(acoustic_model, *speech(options.an4), 256, 991)
     torch.set_num_threads(1)
     torch.optim._muon._zeropower_via_newtonschulz = newton_schulz
     results = Results(options.results)
     if options.command == "run":
-        results.get(Setting(options.task, options.optimizer, options.lr, options.seed))
+        results.get(Setting(options.task, options.optimizer, options.lr, options.seed, options.length))
     elif options.command == "sweep":
-        sweep(results, options.tasks, options.optimizers)
+        sweep(results, options.tasks, options.optimizers, options.length)
     else:
         print(table(results))
 

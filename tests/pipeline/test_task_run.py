@@ -9,11 +9,15 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+from torch.utils.data import TensorDataset
 
 import ngsgd
 from ngsgd.cluster.process_pool import ProcessPool
@@ -24,6 +28,7 @@ from ngsgd.launcher import cli
 from ngsgd.pipeline.runs import trust
 from ngsgd.pipeline.runs.run_folder import RunFolder
 from ngsgd.pipeline.services import PoolRequest, Services, local_pool
+from ngsgd.tasks import DatasetTask
 from ngsgd.training.records import FinalReport, Incident, OuterIterationRecord
 from tests.tasks import blobs
 
@@ -49,6 +54,20 @@ def test_a_run_lowers_the_loss_and_can_be_loaded(tmp_path: Path) -> None:
     assert run.evaluate() == run.metrics
     for path in (run.folder.config, run.folder.events):
         assert not re.findall(r"frame|\bwer|word|speech|utterance|corpus|ivector|accuracy\": 0.0", path.read_text())
+
+
+def test_a_loss_of_any_scale_is_trained(tmp_path: Path) -> None:
+    """Targets of pure noise with variance 10^4: the loss changes by far more than 1 in each outer iteration."""
+    x, noise = torch.randn(2, 200, 3, generator=torch.Generator().manual_seed(0))
+
+    def mean_squared_error(model: nn.Module, batch: Any) -> Tensor:
+        return mse_loss(model(batch[0]), batch[1])
+
+    task = DatasetTask(TensorDataset(x, 100.0 * noise), lambda: nn.Linear(3, 3), mean_squared_error)
+    run = ngsgd.train(task, output_dir=tmp_path, services=Services(), optimizer="sgd", lr=0.05, **SETTINGS)
+    records = [event for event in read_json_lines(run.folder.events) if event["event"] == "outer_iteration"]
+    losses = [-record["valid"]["objf"] for record in records]
+    assert max(after - before for before, after in pairwise(losses)) > 1.0
 
 
 class StopAfter:

@@ -24,7 +24,8 @@ class FailureConfig:
         60, "maximum number of restarts of one worker per hour, after which the run continues "
             "without it; -1: no limit", low=-1)
     max_objf_gap: float = option(
-        1.0, "distance below the best job's objective function at which a job is rejected (Kaldi: 1.0)",
+        1.0, "distance below the best job's objective function at which a job is rejected (Kaldi: 1.0); "
+             "in a run of task: times the loss of the initial model if that is above 1",
         unit="nats per frame", above=0.0)
     min_accepted_fraction: float = option(
         0.5, "minimum fraction of accepted jobs of an outer iteration", above=0.0, high=1.0)

@@ -18,7 +18,7 @@ from ngsgd.training.storage.checkpoint import Checkpoint
 from ngsgd.training.task import Task
 from ngsgd.training.validation.acceptance import Verdicts, best_alone, judge, too_few
 from ngsgd.training.validation.checksums import is_finite
-from ngsgd.training.validation.held_out_check import HeldOutCheck
+from ngsgd.training.validation.held_out_check import HeldOutCheck, max_objf_gap
 from ngsgd.training.validation.plausibility import disagrees
 from ngsgd.training.worker import initial_parameters
 
@@ -45,7 +45,8 @@ class Averager:
         self.job_init = job_init
         self.layout = averaged.layout
         self.failure = averaged.settings.failure
-        self.held_out = HeldOutCheck(task, model, self.layout, self.failure.max_objf_gap)
+        gap = max_objf_gap(task, self.failure.max_objf_gap, averaged.settings.seed)
+        self.held_out = HeldOutCheck(task, model, self.layout, gap)
 
     def average(self, state: OuterIterationState, before: Checkpoint) -> tuple[Verdicts, NgsgdError | None]:
         """Make the next model of the plausible results; with an error the model stays `before`.
@@ -102,7 +103,7 @@ class Averager:
         """Validate the results and select those to average; jobs whose results were lost run again."""
         while True:
             verdicts, is_contested = judge(
-                state.in_order(), state.rejection_reasons, self.failure.max_objf_gap,
+                state.in_order(), state.rejection_reasons, self.held_out.tolerance,
                 self.task.chance_objf, self.layout)
             accepted = [result for result, reason in verdicts if not reason]
             weights: list[float] = [result.num_frames for result in accepted]

@@ -9,11 +9,24 @@ import torch
 from torch import nn
 
 from ngsgd.training.parameter_vector import FlatLayout, Vector
-from ngsgd.training.task import Task
+from ngsgd.training.task import Task, seeded_model
 
 _UNKNOWN = object()
 # of the tolerance: after such a drop each result is scored, which costs little
 _LOOK_CLOSER = 0.25
+
+
+def max_objf_gap(task: Task, factor: float, seed: int) -> float:
+    """The tolerance of objf: `factor` nats, or that multiple of the initial model's loss if that is above 1.
+
+    The loss of a user's task has any scale, and its score may jump, as under batch normalization;
+    where the objf of guessing is known it is in nats per frame.
+    """
+    if math.isfinite(task.chance_objf):
+        return factor
+    with torch.no_grad():
+        objf = task.held_out_objf(seeded_model(task, seed).eval())
+    return factor * max(1.0, abs(objf)) if math.isfinite(objf) else factor
 
 
 class HeldOutCheck:
@@ -25,7 +38,7 @@ class HeldOutCheck:
     """
 
     def __init__(self, task: Task, model: nn.Module, layout: FlatLayout, tolerance: float) -> None:
-        # in nats per example
+        # in the unit of the objf
         self.tolerance = tolerance
         self._task, self._model, self._layout = task, model, layout
         self._stage: Hashable = _UNKNOWN
