@@ -151,17 +151,14 @@ def _changed(utterance: Utterance, factor: float, sounds: _Sounds, config: Augme
     if config.reverb and rooms.random() < config.reverb_probability:
         samples = reverberate(samples, sounds.response(rooms))
     if config.noise and noises.random() < config.noise_probability:
-        frame_of_sample = np.minimum(np.arange(len(samples)) // _frame_shift(rate_hz), len(pdf_T) - 1)
+        # frames are 10 ms apart
+        frame_of_sample = np.minimum(np.arange(len(samples)) // (rate_hz // 100), len(pdf_T) - 1)
         is_speech = ~np.isin(pdf_T, silence_pdfs)[frame_of_sample]
         snr_db = float(noises.uniform(config.noise_snr_db_low, config.noise_snr_db_high))
         samples = add_noise(samples, sounds.background(len(samples), noises), snr_db, is_speech)
     if config.volume and volumes.random() < config.volume_probability:
         samples = samples * volumes.uniform(config.volume_low, config.volume_high)
     return replace(utterance, samples=_to_16_bits(samples), pdf_T=pdf_T)
-
-
-def _frame_shift(sample_rate_hz: int) -> int:
-    return sample_rate_hz // 100   # 10 ms
 
 
 def _to_16_bits(samples: FisherSample) -> Samples:
