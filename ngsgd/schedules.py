@@ -154,14 +154,11 @@ class DropoutSchedule:
         # Kaldi carries all out in order, so the last one stands
         for pattern, points in reversed(self.points):
             if fnmatchcase(component, pattern):
-                return _interpolated(min(max(fraction, 0.0), 1.0), points)
+                at = min(max(fraction, 0.0), 1.0)
+                left, right = next((a, b) for a, b in pairwise(points) if at <= b[0])
+                share = (at - left[0]) / (right[0] - left[0])
+                return left[1] + share * (right[1] - left[1])
         return 0.0
-
-
-def _interpolated(at: float, points: tuple[tuple[float, float], ...]) -> float:
-    left, right = next((a, b) for a, b in pairwise(points) if at <= b[0])
-    share = (at - left[0]) / (right[0] - left[0])
-    return left[1] + share * (right[1] - left[1])
 
 
 def _dropout_points(text: str) -> tuple[tuple[float, float], ...]:

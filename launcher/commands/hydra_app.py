@@ -31,13 +31,29 @@ def train(arguments: list[str], *, debug: bool) -> int:
         sweep = options.multirun or any(text.upper() == "HYDRA.MODE=MULTIRUN" for text in options.overrides)
         validate = compose.check_sweep if sweep else compose.compose
         validate(options.overrides, config_dir=Path(options.config_dir) if options.config_dir else None)
-    return _run(_hydra_arguments(options), quiet=options.quiet, debug=debug, goes_on=options.goes_on,
-                trust=options.trust, allow_other_bits=options.allow_other_bits)
+    arguments = _hydra_arguments(options)
+    import hydra
+
+    with tempfile.TemporaryDirectory(prefix="ngsgd-sweep-") as scratch:
+        # a file, since joblib and submitit run a sweep's jobs in other processes
+        codes = Path(scratch) / "exit-codes"
+        codes.touch()
+
+        def task(composed: Any) -> float | None:
+            return _train_one(composed, codes, quiet=options.quiet, debug=debug,
+                              goes_on=options.goes_on, trust=options.trust,
+                              allow_other_bits=options.allow_other_bits)
+
+        compose.register_schema()
+        decorate = hydra.main(version_base="1.3", config_path=str(compose.conf_dir()), config_name="config")
+        with _command_line(arguments):
+            decorate(task)()
+        return max(map(int, codes.read_text().split()), default=EXIT_OK)
 
 
 def complete(arguments: list[str]) -> int:
     """Hydra's completion of settings; COMP_LINE has what was typed."""
-    return _run(["--shell-completion", *arguments], quiet=True, debug=False)
+    return train(["--quiet", "--shell-completion", *arguments], debug=False)
 
 
 def _parser() -> Parser:
@@ -69,26 +85,6 @@ def _hydra_arguments(options: argparse.Namespace) -> list[str]:
     plain = [f"--{flag}" for flag in ("multirun", "resolve", "hydra-help", "shell-completion")
              if getattr(options, flag.replace("-", "_"))]
     return [*valued, *plain, *options.overrides]
-
-
-def _run(arguments: list[str], *, quiet: bool, debug: bool, goes_on: bool = False, trust: bool = False,
-         allow_other_bits: bool = False) -> int:
-    import hydra
-
-    with tempfile.TemporaryDirectory(prefix="ngsgd-sweep-") as scratch:
-        # a file, since joblib and submitit run a sweep's jobs in other processes
-        codes = Path(scratch) / "exit-codes"
-        codes.touch()
-
-        def task(composed: Any) -> float | None:
-            return _train_one(composed, codes, quiet=quiet, debug=debug, goes_on=goes_on, trust=trust,
-                              allow_other_bits=allow_other_bits)
-
-        compose.register_schema()
-        decorate = hydra.main(version_base="1.3", config_path=str(compose.conf_dir()), config_name="config")
-        with _command_line(arguments):
-            decorate(task)()
-        return max(map(int, codes.read_text().split()), default=EXIT_OK)
 
 
 def _train_one(composed: Any, codes: Path, *, quiet: bool, debug: bool, goes_on: bool, trust: bool = False,

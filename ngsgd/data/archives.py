@@ -174,7 +174,12 @@ def write_archives(train: FrameSet, valid: FrameSet, config: EgsConfig, *, num_c
     random = np.random.default_rng(0)
     source = shuffled(train, random, left_context=config.left_context, right_context=config.right_context,
                       frames_per_eg=config.frames_per_eg)
-    _require_room(directory, len(source.first_E) * source.example_bytes)
+    num_bytes = len(source.first_E) * source.example_bytes
+    free = shutil.disk_usage(directory).free
+    if free < num_bytes:
+        raise DataError(f"{directory.parent} has {free / 1e9:.1f} GB free, and the archives of "
+                        f"examples take {num_bytes / 1e9:.1f} GB; make room, or choose another place "
+                        "with data.cache_dir=PATH.")
     entries = _write(source, config, directory)
     files = {archive_name(index): entry.sha256 for index, entry in enumerate(entries)}
     for name, frames in (("train", train), ("valid", valid)):
@@ -235,13 +240,6 @@ def _weighted(frames: FrameSet, silence_weight: float, silence_classes: Sequence
         raise DataError(f"the weights of frames run from {weight_T.min()} to {weight_T.max()}; they must be finite, none below 0 "
                         "and some above: check egs.silence_weight and the data.")
     return replace(frames, weight_T=weight_T)
-
-
-def _require_room(directory: Path, num_bytes: int) -> None:
-    free = shutil.disk_usage(directory).free
-    if free < num_bytes:
-        raise DataError(f"{directory.parent} has {free / 1e9:.1f} GB free, and the archives of examples take {num_bytes / 1e9:.1f} "
-                        "GB; make room, or choose another place with data.cache_dir=PATH.")
 
 
 def _write(source: ExampleSource, config: EgsConfig, directory: Path) -> list[ArchiveEntry]:

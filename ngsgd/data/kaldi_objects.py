@@ -87,7 +87,8 @@ class Source:
         size = kind.itemsize
         for length in shape:
             size *= length
-        self._require(size)
+        if not 0 <= size <= self.left:
+            raise KaldiFormatError(f"its header asks for {size} bytes, and {self.left} follow")
         found = np.empty(shape, kind)
         if size and self._file.readinto(found.reshape(-1).view(np.uint8)) != size:  # type: ignore[attr-defined]
             raise KaldiFormatError("it ends too early")
@@ -119,10 +120,6 @@ class Source:
     def expect(self, expected: bytes) -> None:
         if (found := self._file.read(len(expected))) != expected:
             raise KaldiFormatError(f"{expected!r} was expected, and {found!r} is there")
-
-    def _require(self, size: int) -> None:
-        if not 0 <= size <= self.left:
-            raise KaldiFormatError(f"its header asks for {size} bytes, and {self.left} follow")
 
 
 # Places -------------------------------------------------------------------------------------------

@@ -90,15 +90,13 @@ def _answer(process: subprocess.Popen[bytes]) -> list[ArchiveEntry]:
 def _on_disk(array: np.ndarray[Any, Any], path: Path) -> dict[str, Any]:
     """Where another process finds the array: in the file that it is mapped from, or in a new one at `path`."""
     place = {"filename": str(path), "dtype": array.dtype.str, "shape": list(array.shape), "offset": 0}
-    if isinstance(array, np.memmap) and array.filename is not None and array.flags.c_contiguous and not _is_part(array):
+    # a slice of a map keeps the offset of the complete array
+    is_part = isinstance(array.base, np.ndarray)
+    if (isinstance(array, np.memmap) and array.filename is not None and array.flags.c_contiguous
+            and not is_part):
         return {**place, "filename": str(array.filename), "offset": array.offset}
     path.write_bytes(np.ascontiguousarray(array).data.cast("B"))
     return place
-
-
-def _is_part(array: np.memmap[Any, Any]) -> bool:
-    """A slice of a map keeps the offset of the whole."""
-    return isinstance(array.base, np.ndarray)
 
 
 def main() -> None:

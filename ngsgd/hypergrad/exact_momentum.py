@@ -11,7 +11,7 @@ Letters: P parameters, G layers (groups), t step; x position and u velocity as i
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import astuple, dataclass
 from typing import Any
@@ -159,8 +159,10 @@ class ExactMomentum:
 
     def velocity_norms(self) -> list[float]:
         """L2 norm of each layer's velocity, G; the same bits in both engines."""
-        return [scale * math.sqrt(sum(float(torch.dot(part, part)) for part in map(Tensor.double, self._chunks(self.u_P[group]))))
-                for group, scale in zip(self.groups, self.scale_G, strict=True)]
+        return [scale * math.sqrt(sum(
+            float(torch.dot(part, part))
+            for part in map(Tensor.double, self.u_P[group].split(fused.CHUNK))))
+            for group, scale in zip(self.groups, self.scale_G, strict=True)]
 
     def digest(self) -> Digest:
         """Of the state as it lies in memory now."""
@@ -216,7 +218,8 @@ class ExactMomentum:
             scale, shift = scale * 256.0, shift + 1
         # gamma above 1: the digits that come in are zeros, and nothing need be kept
         while scale > _START:
-            self._require_room(index, u_P)
+            if int(u_P.abs().max()) >= _LIMIT >> SPILL_BITS:
+                raise self._diverged(index, "the velocity leaves its range")
             u_P <<= SPILL_BITS
             scale, shift = scale / 256.0, shift - 1
         return scale, shift
@@ -224,10 +227,6 @@ class ExactMomentum:
     def _put_aside(self, index: int, part: Tensor) -> None:
         if self.keeps:
             self._spills[index].append(part)
-
-    def _require_room(self, index: int, u_P: Tensor) -> None:
-        if int(u_P.abs().max()) >= _LIMIT >> SPILL_BITS:
-            raise self._diverged(index, "the velocity leaves its range")
 
     def _unshift(self, index: int, shift: int, gamma: float) -> None:
         u_P = self.u_P[self.groups[index]]
@@ -271,9 +270,6 @@ class ExactMomentum:
     def _read_weights(self) -> None:
         for group in self.groups:
             self._kernels.apply_velocity(self.x_P[group], self.u_P[group], self._w_P[group], 0.0, 1)
-
-    def _chunks(self, vector_P: Tensor) -> Iterator[Tensor]:
-        return iter(vector_P.split(fused.CHUNK))
 
     def _diverged(self, index: int, what: str) -> DivergenceError:
         return DivergenceError(f"{self.names[index]}: {what} in step {self.num_steps}; lower the learning rate, or limit the "

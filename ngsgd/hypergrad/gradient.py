@@ -195,7 +195,11 @@ class _Run:
         state_bytes += sum(8 * len(end) for ends in self._ends for end in ends)
         began = time.perf_counter()
         value, dw_P = self._validation(self._end_P)
-        whole, averaging_ON = SegmentGrad.zero(self._all_numbers()), torch.zeros_like(self.plan.averaging_ON)
+        plan = self.plan
+        numbers = Numbers(plan.lr_TG.tolist(), plan.momentum_TG.tolist(), plan.l2_G.tolist(),
+                          plan.max_change_G.tolist(), float(plan.max_param_change),
+                          plan.data_weights)
+        whole, averaging_ON = SegmentGrad.zero(numbers), torch.zeros_like(plan.averaging_ON)
         for outer_iter in reversed(range(self.plan.num_outer_iters)):
             shares_N = self._shares(outer_iter)
             if self.plan.num_jobs > 1:
@@ -231,11 +235,6 @@ class _Run:
         """mean = sum a_n w_n / sum a: by a_n that is (w_n - mean) / sum a."""
         ends_NP, mean_P = self._ends.pop(), self._means.pop()
         return torch.stack([torch.dot(dw_P, end_P - mean_P) for end_P in ends_NP]) / self.plan.averaging_ON[outer_iter].sum()
-
-    def _all_numbers(self) -> Numbers:
-        plan = self.plan
-        return Numbers(plan.lr_TG.tolist(), plan.momentum_TG.tolist(), plan.l2_G.tolist(), plan.max_change_G.tolist(),
-                       float(plan.max_param_change), plan.data_weights)
 
     def _report(self, whole: SegmentGrad, spill_bytes: int, state_bytes: int,
                 reverse_s: float) -> HypergradientReport:

@@ -106,7 +106,9 @@ class ReversibleSGD(torch.optim.Optimizer):
         elif changed := self._changed():
             raise ConfigError(f"{changed} was changed by others since the last step, and ReversibleSGD would undo that; load "
                               "the state of this optimizer, too, or make a new one after setting the weights.")
-        lr_G, momentum_G, decay_G, limit_G = (self._settings(key) for key in ("lr", "momentum", "weight_decay", "max_change"))
+        lr_G, momentum_G, decay_G, limit_G = (
+            [float(group[key]) for group in self.param_groups]
+            for key in ("lr", "momentum", "weight_decay", "max_change"))
         grad_P = self._direction(decay_G)
         self.exact.step_v(grad_P, momentum_G)
         norms_G = self._norms(grad_P, momentum_G) if self.max_param_change or any(limit_G) else [0.0] * len(lr_G)
@@ -135,13 +137,19 @@ class ReversibleSGD(torch.optim.Optimizer):
             rate_G = [gamma * rate for gamma, rate in zip(taken.momentum_G, rate_G, strict=True)]
         self.exact.undo_x(rate_G)
         self._write()
-        grad_P = self._gradient(taken, closure) if taken.grad_P is None else taken.grad_P
+        grad_P = taken.grad_P
+        if grad_P is None:
+            with torch.enable_grad():
+                closure()
+            grad_P = self._direction(taken.decay_G)
         self.exact.undo_v(grad_P)
         self._taken.pop()
 
     def state_dict(self) -> dict[str, Any]:
         """With all that going back needs, in tensors, numbers and tuples, which torch.load takes with weights_only."""
-        return {**super().state_dict(), "exact": self.exact.state_dict(), "taken": [_packed(taken) for taken in self._taken]}
+        packed = [(taken.lr_G, taken.momentum_G, taken.decay_G, tuple(taken.shortened), taken.grad_P)
+                  for taken in self._taken]
+        return {**super().state_dict(), "exact": self.exact.state_dict(), "taken": packed}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Also sets the parameters: they are part of the state."""
@@ -177,9 +185,6 @@ class ReversibleSGD(torch.optim.Optimizer):
         self._versions = [p._version for p in self._params]
         return ""
 
-    def _settings(self, key: str) -> list[float]:
-        return [float(group[key]) for group in self.param_groups]
-
     def _direction(self, decay_G: list[float]) -> Tensor:
         """g + weight_decay w, P; the same operations both ways."""
         grad_P = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in self._params])
@@ -188,11 +193,6 @@ class ReversibleSGD(torch.optim.Optimizer):
             if decay:
                 grad_P[group].add_(w_P[group], alpha=decay)
         return grad_P
-
-    def _gradient(self, taken: _Taken, closure: Callable[[], Any]) -> Tensor:
-        with torch.enable_grad():
-            closure()
-        return self._direction(taken.decay_G)
 
     def _write(self) -> None:
         for p, part in zip(self._params, self.exact.weights().split([p.numel() for p in self._params]), strict=True):
@@ -217,10 +217,6 @@ class ReversibleSGD(torch.optim.Optimizer):
         v_P = self.exact.velocity()
         return [float((gamma * v_P[group] - (1.0 - gamma) * grad_P[group].double()).norm())
                 for group, gamma in zip(self.exact.groups, momentum_G, strict=True)]
-
-
-def _packed(taken: _Taken) -> tuple[Any, ...]:
-    return taken.lr_G, taken.momentum_G, taken.decay_G, tuple(taken.shortened), taken.grad_P
 
 
 def _unpacked(taken: Any) -> _Taken:

@@ -72,11 +72,15 @@ class StagedModel(nn.Module):
         New layers get their start, and the output layer behind them random values of standard deviation 0.1/sqrt(inputs)
         (C.7); the rows of the output layer become those of its sub-classes (C.5).  `seed` and the stages decide every draw.
         """
-        generator = torch.Generator().manual_seed(_seed_of(seed, after))
+        entropy = np.random.SeedSequence([seed, after.num_layers, after.is_split])
+        generator = torch.Generator().manual_seed(int(entropy.generate_state(1)[0]))
         made: dict[str, Tensor] = {}
         for name in (name for layer in self._hidden[before.num_layers:after.num_layers] for name in layer):
             module = copy.deepcopy(self.get_submodule(name)).cpu()
-            _reset(module, generator)
+            initialize([module], generator)
+            for one in module.modules():
+                if isinstance(one, nn.modules.batchnorm._BatchNorm):
+                    one.reset_running_stats()
             made |= {f"{name}.{key}": value for key, value in module.state_dict().items() if value.is_floating_point()}
         if after.num_layers > before.num_layers:
             weight_PH = state["output.weight"]
@@ -106,14 +110,3 @@ def utterance_logits(model: nn.Module, x_TI: Tensor) -> Tensor:
     network = network_at(model, model.stage) if isinstance(model, StagedModel) else model
     logits: Tensor = network.utterance(x_TI) if isinstance(network, TimeDelayNetwork) else network(x_TI)
     return logits
-
-
-def _seed_of(seed: int, stage: Stage) -> int:
-    return int(np.random.SeedSequence([seed, stage.num_layers, stage.is_split]).generate_state(1)[0])
-
-
-def _reset(module: nn.Module, generator: torch.Generator) -> None:
-    initialize([module], generator)
-    for one in module.modules():
-        if isinstance(one, nn.modules.batchnorm._BatchNorm):
-            one.reset_running_stats()

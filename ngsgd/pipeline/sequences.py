@@ -23,7 +23,7 @@ from ngsgd.errors import CheckpointError, ConfigError
 from ngsgd.files import keep_digest, matches_digest, new_directory, new_file
 from ngsgd.pipeline.runs.final_model import open_final
 from ngsgd.pipeline.runs.run_folder import RunFolder, folder_of_model
-from ngsgd.sequence.archives import SequenceIndex, SequenceReader, prepare_sequences
+from ngsgd.sequence.archives import SequenceReader, prepare_sequences
 from ngsgd.sequence.objectives import Denominator
 from ngsgd.tasks.speech import SequenceData, SpeechTaskSpec
 from ngsgd.training.parameter_vector import FlatLayout, Vector
@@ -77,7 +77,11 @@ def sequence_data(config: RunConfig, folder: RunFolder, corpus: Corpus, cache_ro
     if folder.denominator.exists():
         denominator = _kept_denominator(folder.denominator)
     else:
-        denominator = denominators.of_corpus(corpus, config.objective, config.decode, _priors(config, folder, corpus.num_pdfs))
+        if config.objective.kind == "lfmmi":
+            prior_P = uniform_priors(corpus.num_pdfs)
+        else:
+            prior_P = open_final(folder.init_model, own=config.model)[1]
+        denominator = denominators.of_corpus(corpus, config.objective, config.decode, prior_P)
         with new_file(folder.denominator) as temporary:
             save_file({name: np.ascontiguousarray(array) for name, array in denominator.arrays().items()}, temporary)
         keep_digest(folder.denominator)
@@ -103,18 +107,9 @@ def report_skipped(spec: SpeechTaskSpec, report: Report) -> None:
     """Says how many training sequences cannot be used, if any."""
     shards = spec.shards()
     if isinstance(shards, SequenceReader) and shards.index.num_left_out:
-        report(f"{shards.index.num_left_out} of {_total(shards.index)} training sequences are left out, as their labels have no "
-               "path through the denominator graph")
-
-
-def _total(index: SequenceIndex) -> int:
-    return sum(index.num_sequences) + index.num_left_out
-
-
-def _priors(config: RunConfig, folder: RunFolder, num_pdfs: int) -> npt.NDArray[np.float64]:
-    if config.objective.kind == "lfmmi":
-        return uniform_priors(num_pdfs)
-    return open_final(folder.init_model, own=config.model)[1]
+        total = sum(shards.index.num_sequences) + shards.index.num_left_out
+        report(f"{shards.index.num_left_out} of {total} training sequences are left out, as their "
+               "labels have no path through the denominator graph")
 
 
 def uniform_priors(num_pdfs: int) -> npt.NDArray[np.float64]:

@@ -82,18 +82,15 @@ def measure(run: Run, *, chunk_frames: int, trust: bool = False) -> Streamed:
         words.append(found)
         seconds += times
     errors, _ = scoring.score(corpus.test.texts, words, corpus.test.frames.utt_ids)
+    stages = [*(["means"] if config.features.cmvn == "online" else []),
+              *(["i-vectors"] if config.ivectors.dim else []), "network"]
     streamed = Streamed(
         wer=str(errors), num_utterances=len(words), num_same=sum(a == b for a, b in zip(words, whole, strict=True)),
         real_time_factor=sum(seconds) / (FRAME_S * corpus.test.frames.num_frames),
         latency_ms=1e3 * (FRAME_S * decoder.max_delay_frames + WINDOW_S), compute_ms=1e3 * float(np.quantile(seconds, 0.99)),
-        what=_what(config))
+        what=f"{', '.join(stages)} and search")
     write_text(folder.decode / "streaming.json", json.dumps({**asdict(streamed), "chunk_frames": chunk_frames}, indent=1))
     return streamed
-
-
-def _what(config: RunConfig) -> str:
-    parts = [*(["means"] if config.features.cmvn == "online" else []), *(["i-vectors"] if config.ivectors.dim else []), "network"]
-    return f"{', '.join(parts)} and search"
 
 
 @dataclass(frozen=True)

@@ -95,7 +95,10 @@ class SequenceObjective:
         kind = self.config.kind
         if kind in ("mpe", "smbr"):
             return expected_accuracy(scores_NP, self.is_right_PP[pdf_N], lengths, self.transitions).sum()
-        against_NP = scores_NP + self.config.boost * self._error(pdf_N) if kind == "bmmi" else scores_NP
+        against_NP = scores_NP
+        if kind == "bmmi":
+            cost_P = torch.where(self.is_silence_P, _SILENCE_ERROR, 1.0).to(self.log_prior_P.dtype)
+            against_NP = scores_NP + self.config.boost * ((1.0 - self.is_right_PP[pdf_N]) * cost_P)
         return self._mutual_information(scores_NP, against_NP, pdf_N, lengths, log_weight_B)
 
     def _mutual_information(self, scores_NP: Tensor, against_NP: Tensor, pdf_N: Tensor, lengths: Sequence[int],
@@ -116,7 +119,3 @@ class SequenceObjective:
         else:
             is_right_PP = is_right_PP & ~self.is_silence_P  # silence earns nothing
         return is_right_PP.to(self.log_prior_P.dtype)
-
-    def _error(self, pdf_N: Tensor) -> Tensor:
-        cost_P = torch.where(self.is_silence_P, _SILENCE_ERROR, 1.0).to(self.log_prior_P.dtype)
-        return (1.0 - self.is_right_PP[pdf_N]) * cost_P

@@ -276,7 +276,10 @@ class Dispatcher:
             self._release(result)
             self._after_failure(state, JobFailure(job, result.worker, f"its result arrived damaged: {damage}", False))
             return
-        if result.remainder and not state.is_stopped and not self._keeps_partial(result):
+        left = sum((piece.stop or 0) - piece.first for piece in result.remainder)
+        is_worth_keeping = (self.failure.policy != "retry"
+                            and result.num_minibatches >= _WORTH_KEEPING * (result.num_minibatches + left))
+        if result.remainder and not state.is_stopped and not is_worth_keeping:
             self._release(result)
             self._after_failure(state, JobFailure(job, result.worker, "was asked to end before its job was done", False))
             return
@@ -287,10 +290,6 @@ class Dispatcher:
             state.rejection_reasons[job.job] = result.rejection_reason
         state.results[job.job], state.arrived_s[job.job] = result, self.clock()
         state.unsettled.discard(job.job)
-
-    def _keeps_partial(self, result: JobResult) -> bool:
-        left = sum((piece.stop or 0) - piece.first for piece in result.remainder)
-        return self.failure.policy != "retry" and result.num_minibatches >= _WORTH_KEEPING * (result.num_minibatches + left)
 
     def _after_failure(self, state: OuterIterationState, failure: JobFailure) -> None:
         job = failure.job

@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -156,21 +157,20 @@ class Worker:
             if self.task.growth.is_early(piece.outer_iter):
                 size = max(1, size // 2)
             last = self.task.num_batches(piece.shard, size) if piece.stop is None else piece.stop
-            seed = (self.settings.seed, piece.outer_iter, piece.job)
-            batches = self._batches_of_rank(piece, size, seed, last)
+            read = partial(self.task.batches, piece.shard, size,
+                           seed=(self.settings.seed, piece.outer_iter, piece.job))
+            if self.ranks.size == 1:
+                batches = read(first=piece.first, stop=last)
+            elif self.task.starts_anywhere:
+                batches = itertools.chain.from_iterable(
+                    read(first=number, stop=number + 1)
+                    for number in self.ranks.of_rank(piece.first, last))
+            else:
+                batches = itertools.islice(read(first=piece.first, stop=last), self.ranks.rank, None,
+                                           self.ranks.size)
             for number in range(piece.first, last, self.ranks.size):
                 done = min(number + self.ranks.size, last)
                 yield next(batches, None), ((replace(piece, first=done),) if done < last else ()) + later
-
-    def _batches_of_rank(self, piece: WorkItem, size: int, seed: tuple[int, int, int], last: int) -> Iterator[Batch]:
-        def batches(first: int, stop: int) -> Iterator[Batch]:
-            return self.task.batches(piece.shard, size, seed=seed, first=first, stop=stop)
-
-        if self.ranks.size == 1:
-            return batches(piece.first, last)
-        if self.task.starts_anywhere:
-            return itertools.chain.from_iterable(batches(number, number + 1) for number in self.ranks.of_rank(piece.first, last))
-        return itertools.islice(batches(piece.first, last), self.ranks.rank, None, self.ranks.size)
 
     def _train(self, network: nn.Module, batch: Batch | None, optimizer: SGD, preconditioner: Preconditioner | None,
                sums: _Sums, backstitch_scale: float) -> None:
@@ -306,7 +306,10 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig, lr: float, lr_fact
                    layer_rates: Mapping[str, float] | None = None, *, fast_gemm: bool = True) -> SGD:
     """The optimizer of one job."""
     # lr carries this factor and every job applies l2, so its share is divided by it, as in Kaldi
-    options = {**layer_options(model), **_own_options(config, lr_factor)}
+    own = {layer: {key: value / lr_factor if key == "weight_decay" else value
+                   for key, value in options.items()}
+           for layer, options in (config.layer_options or {}).items()}
+    options = {**layer_options(model), **own}
     for layer, factor in (layer_rates or {}).items():
         options[layer] = {**options.get(layer, {}), "lr_factor": factor * options.get(layer, {}).get("lr_factor", 1.0)}
     common: dict[str, Any] = {"layer_options": options, "momentum": config.momentum, "max_change": config.max_change,
@@ -317,12 +320,6 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig, lr: float, lr_fact
                  rank_out=config.rank_out, update_period=config.update_period, alpha=config.alpha,
                  num_samples_history=config.num_samples_history, schedule=config.update_schedule,
                  max_change_per_sample=config.max_change_per_sample, cosine_period=COSINE_PERIOD, **common)
-
-
-def _own_options(config: OptimizerConfig, lr_factor: float) -> dict[str, dict[str, Any]]:
-    """The user's settings of single layers, l2 with its share of the rate."""
-    return {layer: {key: value / lr_factor if key == "weight_decay" else value for key, value in options.items()}
-            for layer, options in (config.layer_options or {}).items()}
 
 
 def choose_device(wanted: str, index: int = 0) -> torch.device:

@@ -69,9 +69,11 @@ def silence_start(corpus: Corpus, oov: str) -> dict[str, PdfIds]:
             better_T = np.convolve(loglik_T2[:, SILENCE_PDF] - loglik_T2[:, 1], np.ones(2 * SMOOTHING + 1), mode="same")
             is_silence[utt_id] = better_T[:len(loglik_T2)] > 0 if len(loglik_T2) > 2 * SMOOTHING else is_silence[utt_id]
     for utt_id, words, _ in _utterances(corpus, oov):
-        spoken = _first_spelling(corpus.language.topology, words)
+        topology = corpus.language.topology
+        # the first pronunciation of each word
+        spoken = [pdf for word in words for pdf in topology.pdfs_of(topology.lexicon[word][0])]
         if utt_id in starts and (~is_silence[utt_id]).sum() >= len(spoken):
-            starts[utt_id] = _spread(is_silence[utt_id], spoken, corpus.language.topology.silence_pdfs)
+            starts[utt_id] = _spread(is_silence[utt_id], spoken, topology.silence_pdfs)
     return starts
 
 
@@ -87,10 +89,6 @@ def _spread(is_silence_T: npt.NDArray[np.bool_], spoken: Sequence[int], silence:
     for mask_T, states in ((is_silence_T, silence), (~is_silence_T, spoken)):
         pdf_T[mask_T] = np.array(states, dtype=np.int32)[np.arange(mask_T.sum()) * len(states) // max(1, mask_T.sum())]
     return pdf_T
-
-
-def _first_spelling(topology: Topology, words: Sequence[str]) -> list[int]:
-    return [pdf for word in words for pdf in topology.pdfs_of(topology.lexicon[word][0])]
 
 
 def equal_parts(topology: Topology, words: Sequence[str], num_frames: int) -> PdfIds | None:

@@ -50,7 +50,10 @@ def locate(source: str) -> Path:
 def make(data: DataConfig, feature_config: FeatureConfig) -> tuple[dict[str, SpeechSet], Language]:
     """Train, valid and test, and the language with Kaldi's decoding graph."""
     folder = locate(data.source)
-    _check_content(folder)
+    for name, expected in released_checksums().items():
+        if (found := files.sha256(folder / name)) != expected:
+            raise DataError(f"{folder / name} has the SHA-256 {found[:16]}..., and the release that "
+                            f"ngsgd knows {expected[:16]}...; {WHERE}.")
     train, test = (_read_set(folder, name) for name in ("train", "test"))
     train, valid = hold_out(train, share=data.valid_fraction)
     sets = {"train": train, "valid": valid, "test": test}
@@ -60,13 +63,6 @@ def make(data: DataConfig, feature_config: FeatureConfig) -> tuple[dict[str, Spe
 def released_checksums() -> Mapping[str, str]:
     lines = resources.files("ngsgd.asr").joinpath(SHIPPED).read_text(encoding="utf-8").splitlines()
     return {name: digest for digest, name in (line.split() for line in lines)}
-
-
-def _check_content(folder: Path) -> None:
-    for name, expected in released_checksums().items():
-        if (found := files.sha256(folder / name)) != expected:
-            raise DataError(f"{folder / name} has the SHA-256 {found[:16]}..., and the release that ngsgd knows "
-                            f"{expected[:16]}...; {WHERE}.")
 
 
 def _read_set(folder: Path, name: str) -> list[FramedUtterance]:

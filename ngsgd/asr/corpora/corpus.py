@@ -114,7 +114,8 @@ def prepare(data: DataConfig, feature_config: FeatureConfig, cache_root: Path, r
         all_speech = cmvn.statistics(sets["train"].frames.features_TD)
         sets = {name: speech_set.normalised_online(speech, all_speech) for name, speech in sets.items()}
     for name, speech in sets.items():
-        report(_describe(name, speech))
+        report(f"{name}: {speech.frames.num_frames / 6000:.1f} minutes, {len(speech.texts)} utterances, "
+               f"{speech.num_words} words, {len(np.unique(speech.speakers))} voices")
     cache.store(folder, sets, language, made_from=key)
     return _labelled(_load(data.corpus, folder), data, report)
 
@@ -181,7 +182,8 @@ def _make_digits(data: DataConfig, feature_config: FeatureConfig, changes: Augme
                  _report: Report) -> Made:
     sets = {}
     for name, minutes in _minutes_of_sets(data).items():
-        made: Iterable[Utterance] = utterances.utterances(name, data, minutes=minutes, num_at_once=_num_cores())
+        made: Iterable[Utterance] = utterances.utterances(name, data, minutes=minutes,
+                                                          num_at_once=os.cpu_count() or 1)
         made = augment.for_set(name, made, changes, silence_pdfs=[SILENCE_PDF])
         sets[name] = speech_set.build(made, feature_config)
     return sets, Language(labels.TOPOLOGY)
@@ -228,10 +230,3 @@ def _minutes_of_sets(data: DataConfig) -> dict[str, float]:
     return {"train": data.train_minutes, "valid": data.valid_minutes, "test": data.test_minutes}
 
 
-def _describe(name: str, speech: SpeechSet) -> str:
-    return (f"{name}: {speech.frames.num_frames / 6000:.1f} minutes, {len(speech.texts)} utterances, {speech.num_words} words, "
-            f"{len(np.unique(speech.speakers))} voices")
-
-
-def _num_cores() -> int:
-    return os.cpu_count() or 1

@@ -30,7 +30,12 @@ VALID_NAMES = ("valid", "dev")
 def make(data: DataConfig, feature_config: FeatureConfig, changes: AugmentConfig) -> tuple[dict[str, SpeechSet], Language]:
     """Train, valid and test, not aligned, and the language.  Everything is checked before the first audio is read."""
     source = locate(data)
-    language = _language(data, source)
+    topology = lexicon.read(lexicon.locate(data.lexicon, source), data.num_silence_states)
+    arpa = ""
+    if data.lm:
+        arpa = "\n".join(line for _, line in tables.read_lines(Path(data.lm).expanduser())) + "\n"
+    graph = _given_graph(Path(data.graph).expanduser()) if data.graph else None
+    language = Language(topology, arpa=arpa, given=graph)
     listed = read_sets(data, feature_config)
     listed = {name: _with_known_words(utterances, data, language.topology, source) for name, utterances in listed.items()}
     _check_disjoint(listed)
@@ -122,12 +127,6 @@ def _check_disjoint(listed: dict[str, list[UtteranceEntry]]) -> None:
                 raise DataError(f"{one.where}: {one.utt_id} is also in another set ({seen[one.utt_id]}); give every utterance its "
                                 "own name, or remove it from one of them.")
             seen[one.utt_id] = one.where
-
-
-def _language(data: DataConfig, source: Path) -> Language:
-    topology = lexicon.read(lexicon.locate(data.lexicon, source), data.num_silence_states)
-    arpa = "\n".join(line for _, line in tables.read_lines(Path(data.lm).expanduser())) + "\n" if data.lm else ""
-    return Language(topology, arpa=arpa, given=_given_graph(Path(data.graph).expanduser()) if data.graph else None)
 
 
 def _given_graph(folder: Path) -> GivenGraph:

@@ -150,7 +150,8 @@ def _changed(utterance: Utterance, factor: float, sounds: _Sounds, config: Augme
     if config.reverb and rooms.random() < REVERB_PROBABILITY:
         samples = reverberate(samples, sounds.response(rooms))
     if config.noise and noises.random() < NOISE_PROBABILITY:
-        frame_of_sample = np.minimum(np.arange(len(samples)) // _frame_shift(rate_hz), len(pdf_T) - 1)
+        # frames are 10 ms apart
+        frame_of_sample = np.minimum(np.arange(len(samples)) // (rate_hz // 100), len(pdf_T) - 1)
         is_speech = ~np.isin(pdf_T, silence_pdfs)[frame_of_sample]
         snr_db = float(noises.uniform(config.noise_snr_db_low, config.noise_snr_db_high))
         samples = add_noise(samples, sounds.background(len(samples), noises), snr_db, is_speech)
@@ -159,10 +160,6 @@ def _changed(utterance: Utterance, factor: float, sounds: _Sounds, config: Augme
         volumes.random()
         samples = samples * volumes.uniform(*VOLUMES)
     return replace(utterance, samples=_to_16_bits(samples), pdf_T=pdf_T)
-
-
-def _frame_shift(sample_rate_hz: int) -> int:
-    return sample_rate_hz // 100   # 10 ms
 
 
 def _to_16_bits(samples: FisherSample) -> Samples:

@@ -51,13 +51,10 @@ def normalise(features: Sequence[Features], speakers: Sequence[str], config: Fea
         members.setdefault(unit, []).append(index)
     normalised = list(features)
     for indices in members.values():
-        mean_D, deviation_D = _mean_and_deviation(np.concatenate([features[i] for i in indices]))
+        frames_TD = np.concatenate([features[i] for i in indices])
+        mean_D = frames_TD.mean(axis=0, dtype=np.float64).astype(np.float32)
+        deviation_D = np.maximum(frames_TD.std(axis=0, dtype=np.float64), SMALLEST_DEVIATION)
+        deviation_D = deviation_D.astype(np.float32)
         for i in indices:
             normalised[i] = (features[i] - mean_D) / deviation_D
     return normalised
-
-
-def _mean_and_deviation(frames_TD: Features) -> tuple[Features, Features]:
-    mean_D = frames_TD.mean(axis=0, dtype=np.float64)
-    deviation_D = np.maximum(frames_TD.std(axis=0, dtype=np.float64), SMALLEST_DEVIATION)
-    return mean_D.astype(np.float32), deviation_D.astype(np.float32)

@@ -100,7 +100,8 @@ class IvectorStream:
         """Frames up to `end`, the last of a period or of the utterance, in one go."""
         begin, self._num_done = self._num_done, end
         at_T = np.arange(begin, end) - self._first
-        z_TK = [self._model.front.project(frames, at_T) for frames in self._pieces()]
+        self._raw, self._normal = [np.concatenate(self._raw)], [np.concatenate(self._normal)]
+        z_TK = [self._model.front.project(frames, at_T) for frames in (self._normal[0], self._raw[0])]
         normal_PTK, raw_PTK = (_by_period(z, self._config.period) for z in z_TK)
         post_PTI = scaled_posteriors(self._model.ubm, normal_PTK.flatten(0, 1), self._config).unflatten(0, normal_PTK.shape[:2])
         # there are no frames
@@ -112,14 +113,7 @@ class IvectorStream:
         self._count, self._linear_S, self._quadratic_SS = count_P[-1], linear_PS[-1], quadratic_PSS[-1]
         if (end - 1) % self._config.period == 0:
             self._rows += list(self._estimates(count_P, linear_PS, quadratic_PSS).float().cpu().numpy())
-        self._forget(end)
-
-    def _pieces(self) -> tuple[npt.NDArray[np.floating], npt.NDArray[np.floating]]:
-        """(normalised, raw) frames that are still needed."""
-        self._raw, self._normal = [np.concatenate(self._raw)], [np.concatenate(self._normal)]
-        return self._normal[0], self._raw[0]
-
-    def _forget(self, end: int) -> None:
+        # frames that no later projection needs
         gone = max(0, end - ivector_model.CONTEXT - self._first)
         self._raw, self._normal = [self._raw[0][gone:]], [self._normal[0][gone:]]
         self._first += gone

@@ -54,28 +54,23 @@ class SpeakerMemory(Generic[State]):
 def train(speech: SpeechSet, config: IvectorConfig, report: Callable[[str], None]) -> IvectorModel:
     """The model of a training set; a function of its arguments alone."""
     all_speech = np.sum([cmvn.statistics(speech.raw(u)) for u in range(len(speech.texts))], axis=0)
-    chosen_T = _spread(speech.frames.num_frames, UBM_FRAMES)
+    num_frames = speech.frames.num_frames
+    spread_T = np.linspace(0, num_frames - 1, min(UBM_FRAMES, num_frames))
+    chosen_T = np.unique(spread_T.round().astype(np.int64))
     front = FrontEnd(config, all_speech, _axes(speech, config, all_speech, chosen_T))
     z_NK = torch.cat([front.project(frames_TD, at_N) for frames_TD, at_N in _chosen(speech, front, chosen_T)])
     mixture = ubm.train(z_NK, config.num_gaussians)
     report(f"i-vectors: background model of {mixture.num_gaussians} Gaussians from {len(z_NK):,} frames")
     statistics = collect(speech, front, mixture)
-    _require_frames(statistics, config)
+    if (statistics.total_count < extractors.FEWEST_FRAMES).all():
+        fewest = extractors.FEWEST_FRAMES / config.posterior_scale
+        raise DataError(f"ivectors.num_gaussians is {config.num_gaussians}, and none of them has "
+                        f"{fewest:.0f} frames of the training set; lower it.")
     extractor = extractors.start(statistics, config.dim)
     for number in range(1, config.num_iters + 1):
         extractor, log_likelihood = extractors.em_pass(extractor, statistics)
         report(f"i-vectors: pass {number}/{config.num_iters} of the extractor: {log_likelihood:.4f} per frame before it")
     return IvectorModel(front, mixture, extractor)
-
-
-def _require_frames(statistics: Statistics, config: IvectorConfig) -> None:
-    if (statistics.total_count < extractors.FEWEST_FRAMES).all():
-        raise DataError(f"ivectors.num_gaussians is {config.num_gaussians}, and none of them has "
-                        f"{extractors.FEWEST_FRAMES / config.posterior_scale:.0f} frames of the training set; lower it.")
-
-
-def _spread(num_frames: int, most: int) -> npt.NDArray[np.int64]:
-    return np.unique(np.linspace(0, num_frames - 1, min(most, num_frames)).round().astype(np.int64))
 
 
 def _axes(speech: SpeechSet, config: IvectorConfig, all_speech: cmvn.Stats,

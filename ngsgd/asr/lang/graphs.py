@@ -192,7 +192,9 @@ class _Lexicon:
                 state, output = following, EPSILON
             _add(fst, Arc(state, loop, symbols[-1], output, no_silence_cost))
             _add(fst, Arc(state, silence, symbols[-1], output, silence_cost))
-        _add(fst, Arc(loop, loop, self.backoff, _backoff_label(self.topology.words), 0.0))
+        # the label that `_arpa_grammar` gives #0
+        backoff_label = len(self.topology.words) + 1
+        _add(fst, Arc(loop, loop, self.backoff, backoff_label, 0.0))
         fst.set_final(loop, 0.0)
         return fst
 
@@ -279,11 +281,6 @@ def _reason(said: str) -> str:
     lines = [line.strip() for line in said.splitlines() if line.strip()] or ["kaldilm could not read it"]
     marked = next((line for line in lines if line.startswith("[E]")), lines[-1])
     return "".join(char if char.isprintable() else "?" for char in marked)[:200]
-
-
-def _backoff_label(words: Sequence[str]) -> int:
-    # where `_arpa_grammar` numbers #0
-    return len(words) + 1
 
 
 # Transducers --------------------------------------------------------------------------------------

@@ -182,7 +182,10 @@ def _config_of(network: Network) -> ModelConfig:
             raise DataError("The hidden layers of this nnet3 model differ in width or kind, and models here have one for all.")
     splices = network.offsets()
     kind: Any = "tdnn" if network.is_tdnn else first.nonlinearity
-    if kind != "tdnn" and (any(offsets != (0,) for offsets in splices[1:]) or not _is_whole_window(splices[0])):
+    first_splice = splices[0]
+    has_gaps = first_splice != tuple(range(first_splice[0], first_splice[-1] + 1))
+    has_center = first_splice[0] <= 0 <= first_splice[-1]
+    if kind != "tdnn" and (any(offsets != (0,) for offsets in splices[1:]) or has_gaps or not has_center):
         raise DataError("This nnet3 model splices hidden layers, or its input with gaps, which here is for ReLU TDNNs alone; name "
                         "its components tdnn1.affine and so on if it is one.")
     if kind == "tdnn" and first.nonlinearity != "relu":
@@ -193,10 +196,6 @@ def _config_of(network: Network) -> ModelConfig:
                        pnorm_group=first.group if kind == "pnorm" else ModelConfig.pnorm_group, normalize=first.normalize,  # type: ignore[arg-type]
                        tdnn_offsets=text if kind == "tdnn" else ModelConfig.tdnn_offsets,
                        input_transform="none" if network.transform is None else "lda")
-
-
-def _is_whole_window(offsets: tuple[int, ...]) -> bool:
-    return offsets == tuple(range(offsets[0], offsets[-1] + 1)) and offsets[0] <= 0 <= offsets[-1]
 
 
 def _state_of(network: Network, config: ModelConfig) -> dict[str, Tensor]:

@@ -26,13 +26,20 @@ def running_mean(models: Sequence[Candidate], objective: Objective, max_evaluati
     """
     require_some(models)
     counts = evaluated_counts(len(models), max_evaluations)
-    total_P: Array | None = None
+    # in float64
+    total_P: Array = np.zeros(0)
     mean_objf: dict[int, float] = {}
     winner: Combined | None = None
     for n, model in enumerate(models, start=1):
-        total_P = _add(total_P, model)
+        if n == 1:
+            total_P = model.parameters().astype(np.float64)
+        else:
+            total_P += model.parameters(len(total_P))
         if n in counts:
-            objf, parameters_P = objective(_over(total_P, n))
+            # rounded once, so that n equal models give back the same bits
+            mean_P = np.divide(total_P, n, out=np.empty(len(total_P), np.float32), dtype=np.float64,
+                               casting="same_kind")
+            objf, parameters_P = objective(mean_P)
             mean_objf[n] = objf
             if winner is None or objf > winner.objf:
                 winner = Combined(parameters_P, "newest" if n == 1 else "mean", n, objf, mean_objf)
@@ -52,14 +59,3 @@ def evaluated_counts(num_models: int, max_evaluations: int) -> frozenset[int]:
     return frozenset({*range(1, num_models + 1, step), num_models})
 
 
-def _add(total_P: Array | None, model: Candidate) -> Array:
-    if total_P is None:
-        return model.parameters().astype(np.float64)
-    total_P += model.parameters(len(total_P))
-    return total_P
-
-
-def _over(total_P: Array, n: int) -> Vector:
-    mean_P = np.empty(len(total_P), np.float32)
-    # rounded once, so that n equal models give back the same bits
-    return np.divide(total_P, n, out=mean_P, dtype=np.float64, casting="same_kind")

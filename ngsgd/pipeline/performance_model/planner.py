@@ -293,17 +293,15 @@ def compare(records: Sequence[OuterIterationRecord], predicted: RunPrediction) -
         extra = warm_up_s if name == "compute_s" else 0.0
         told, took = (statistics.fmean(getattr(pair[side], name) for pair in pairs) for side in (1, 0))
         parts.append(f"{label} {_short(told + extra / len(pairs))}/{_short(took)}")
-    each = f"predicted {_short(told_s / len(pairs))}, took {_short(took_s / len(pairs))} ({_off(told_s, took_s)})"
+    error = took_s / max(told_s, 1e-9) - 1
+    each = (f"predicted {_short(told_s / len(pairs))}, took {_short(took_s / len(pairs))} "
+            f"({100 * error:+.0f}%)")
     return [f"an outer iteration: {each}: {', '.join(parts)}",
             f"{len(pairs)} of them: predicted {_short(told_s)}, took {_short(took_s)}; predicted from {predicted.source}"]
 
 
 def _seconds(record: OuterIterationRecord) -> float:
     return record.compute_s + record.average_s + record.checkpoint_s + record.diagnostics_s
-
-
-def _off(told: float, took: float) -> str:
-    return f"{100 * (took / max(told, 1e-9) - 1):+.0f}%"
 
 
 def _short(seconds: float) -> str:

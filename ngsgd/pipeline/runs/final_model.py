@@ -37,7 +37,11 @@ _AGAIN = "restore it from a copy, or make it again from the run's checkpoints wi
 
 def save_final(folder: RunFolder, config: RunConfig, model: nn.Module, reader: EgsReader) -> None:
     """Parameters, and beside them what is needed to use them: shapes, features, class priors."""
-    prior_P = _priors(folder, config, model, reader)
+    # the divisor of decoding: the priors of a sequence objective, or the average posterior
+    if config.objective.kind != "ce":
+        prior_P = np.asarray(np.exp(load_arrays(folder.denominator)["log_prior"]))
+    else:
+        prior_P = average_posterior(model, reader, skip_damaged=config.egs.on_corrupt == "quarantine")
     about = {"model": asdict(config.model), "features": asdict(config.features), "num_inputs": reader.info.num_inputs,
              "num_classes": reader.info.num_classes, "left_context": reader.info.left_context,
              "right_context": reader.info.right_context, "feature_dim": reader.info.feature_dim,
@@ -86,13 +90,6 @@ def check_final(path: Path) -> None:
         raise CheckpointError(f"{path / wrong[0]} is not what was written (its SHA-256 differs from {DIGESTS}); {_AGAIN}")
 
 
-def _priors(folder: RunFolder, config: RunConfig, model: nn.Module, reader: EgsReader) -> npt.NDArray[np.float64]:
-    """What decoding divides by: the average posterior, or what a sequence objective was trained with."""
-    if config.objective.kind != "ce":
-        return np.asarray(np.exp(load_arrays(folder.denominator)["log_prior"]))
-    return average_posterior(model, reader, skip_damaged=config.egs.on_corrupt == "quarantine")
-
-
 def load_final(folder: RunFolder, *, trust: bool = False) -> tuple[nn.Module, npt.NDArray[np.float64]]:
     """(model, priors) of a run that has ended; `trust` allows the import of a module that the run names (see `trust`)."""
     try:
@@ -132,7 +129,12 @@ def open_final(path: Path, *, trust: bool = False,
 def _opened(path: Path, about: Mapping[str, Any], settings: Mapping[str, Any]) -> tuple[nn.Module, npt.NDArray[np.float64]]:
     state = load_file(path / "model.safetensors")
     transform = load_file(path / _TRANSFORM)["input_transform"] if (path / _TRANSFORM).exists() else None
-    _require_finite(path, {**state, **({} if transform is None else {_TRANSFORM: transform})})
+    # parameters that are not finite would decode without an error
+    wrong = [name for name, values in {**state, _TRANSFORM: transform}.items()
+             if values is not None and values.is_floating_point() and not bool(values.isfinite().all())]
+    if wrong:
+        raise CheckpointError(f"{path / 'model.safetensors'} has values in {wrong[0]} that are not "
+                              f"finite; {_AGAIN}")
     config = ModelConfig(**without_removed("model", settings))
     require_memory(config, about["num_inputs"], about["num_classes"])
     window = Window(about["left_context"], about["right_context"], about["feature_dim"], about.get("side_dim", 0))
@@ -146,10 +148,3 @@ def _opened(path: Path, about: Mapping[str, Any], settings: Mapping[str, Any]) -
     if prior_P.shape != (about["num_classes"],) or not np.isfinite(prior_P).all():
         raise ValueError(f"its priors are not {about['num_classes']} finite numbers")
     return model, prior_P
-
-
-def _require_finite(path: Path, state: Mapping[str, Tensor]) -> None:
-    """Parameters that are not finite decode into nothing, without a word."""
-    wrong = [name for name, values in state.items() if values.is_floating_point() and not bool(values.isfinite().all())]
-    if wrong:
-        raise CheckpointError(f"{path / 'model.safetensors'} has values in {wrong[0]} that are not finite; {_AGAIN}")

@@ -184,7 +184,9 @@ class RunFolder:
 
         Removes temporary files of a killed process.
         """
-        last_fence = max((line["fence"] for line in _lines(self.ledger) if type(line.get("fence")) is int), default=0)
+        lines = read_json_lines(self.ledger) if self.ledger.is_file() else []
+        fences = [line["fence"] for line in lines if type(line.get("fence")) is int]
+        last_fence = max(fences, default=0)
         with RunLock(self.lock, purpose, last_fence, warn) as lock:
             for directory in (self.path, self.checkpoints, self.models):
                 remove_abandoned(directory)
@@ -247,10 +249,6 @@ def require_unchanged(config: Path, *, accept: bool = False) -> bool:
                               "other settings than it began with.")
     write_text(config, with_digest(body))
     return True
-
-
-def _lines(log: Path) -> list[dict[str, Any]]:
-    return read_json_lines(log) if log.is_file() else []
 
 
 def check_output_dir(config: RunConfig) -> None:

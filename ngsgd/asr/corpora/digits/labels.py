@@ -43,7 +43,10 @@ def label(spoken: SynthesizedUtterance, words: Sequence[str], *, lead: int, num_
     starts, pdfs = [0.0], [SILENCE_PDF]
     ends = [phoneme.start for phoneme in phonemes[1:]] + [len(spoken.samples)]
     for phoneme, end in zip(phonemes, ends, strict=True):
-        for third, pdf in enumerate(_pdfs(phoneme.name)):
+        states = (SILENCE_PDF,) * STATES_PER_PHONE
+        if not phoneme.name.startswith(PAUSE):
+            states = TOPOLOGY.pdfs_of_phone(phone(phoneme.name))
+        for third, pdf in enumerate(states):
             starts.append(phoneme.start + (end - phoneme.start) * third / STATES_PER_PHONE)
             pdfs.append(pdf)
     starts.append(len(spoken.samples))
@@ -57,12 +60,6 @@ def phone(name: str) -> str:
     """The phone of the topology that an espeak-ng phoneme name stands for."""
     plain = name.strip(STRESS_MARKS)
     return SAME_PHONE.get(plain, plain)
-
-
-def _pdfs(name: str) -> tuple[int, ...]:
-    if name.startswith(PAUSE):
-        return (SILENCE_PDF,) * STATES_PER_PHONE
-    return TOPOLOGY.pdfs_of_phone(phone(name))
 
 
 def _check_pronunciations(phonemes: Sequence[Phoneme], words: Sequence[str]) -> None:

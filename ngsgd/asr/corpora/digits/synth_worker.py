@@ -57,7 +57,9 @@ class _Synthesiser:
         # kept: ctypes would free it while the library still holds it
         self._callback = SynthCallback(self._receive)
         self.espeak.espeak_SetSynthCallback(self._callback)
-        self._seed(seed)
+        self.espeak.espeak_ng_SetRandSeed(ctypes.c_long(seed))
+        # parts of the library draw from libc's rand() instead
+        ctypes.CDLL(None).srand(ctypes.c_uint(seed))
 
     def speak(self, utterance: dict[str, Any]) -> tuple[bytes, list[tuple[str, int, str]]]:
         self.samples.clear()
@@ -69,11 +71,6 @@ class _Synthesiser:
         self._check(self.espeak.espeak_Synth(text, len(text) + 1, 0, POS_CHARACTER, 0, CHARS_UTF8, None, None), "the text")
         self._check(self.espeak.espeak_Synchronize(), "synchronising")
         return bytes(self.samples), list(self.events)
-
-    def _seed(self, seed: int) -> None:
-        self.espeak.espeak_ng_SetRandSeed(ctypes.c_long(seed))
-        # parts of the library draw from libc's rand() instead
-        ctypes.CDLL(None).srand(ctypes.c_uint(seed))
 
     def _check(self, status: int, what: str) -> None:
         if status != 0:
@@ -88,15 +85,12 @@ class _Synthesiser:
             if event.type == EVENT_WORD:
                 self.events.append(("word", event.sample, ""))
             elif event.type == EVENT_PHONEME:
-                self.events.append(("phoneme", event.sample, _name(event)))
+                # eight bytes without a guaranteed terminator
+                raw = ctypes.string_at(ctypes.addressof(event.id), 8).split(b"\0")[0]
+                name = raw.decode("utf-8", errors="replace")
+                self.events.append(("phoneme", event.sample, name))
             index += 1
         return 0  # go on speaking
-
-
-def _name(event: Event) -> str:
-    # eight bytes without a guaranteed terminator
-    raw = ctypes.string_at(ctypes.addressof(event.id), 8)
-    return raw.split(b"\0")[0].decode("utf-8", errors="replace")
 
 
 def main() -> None:

@@ -68,7 +68,11 @@ def load_catalogue(folder: Traversable | None = None) -> Catalogue:
     """The catalogue in `folder`; without one, the catalogue of the 3000 public recordings."""
     folder = folder or resources.files("ngsgd.asr").joinpath(SHIPPED)
     with folder.joinpath("segments.csv").open(encoding="utf-8") as file:
-        segments = tuple(_segment(row) for row in csv.DictReader(file))
+        segments = tuple(
+            Segment(utt_id=row["utt_id"], file=row["file"], word=row["word"], speaker=row["speaker"],
+                    index=int(row["index"]), num_samples=int(row["num_samples"]),
+                    sha256_pcm=row["sha256_pcm"])
+            for row in csv.DictReader(file))
     description = json.loads(folder.joinpath("ali.json").read_text(encoding="utf-8"))
     lexicon = {word: tuple(tuple(phones) for phones in all_) for word, all_ in description["lexicon"].items()}
     pdf_T = _load_alignment(folder.joinpath("ali.npz"))
@@ -107,11 +111,6 @@ def _set_by_index(segment: Segment) -> str:
     if segment.index < NUM_HELD_OUT:
         return "test"
     return "valid" if segment.index < 2 * NUM_HELD_OUT else "train"
-
-
-def _segment(row: dict[str, str]) -> Segment:
-    return Segment(utt_id=row["utt_id"], file=row["file"], word=row["word"], speaker=row["speaker"], index=int(row["index"]),
-                   num_samples=int(row["num_samples"]), sha256_pcm=row["sha256_pcm"])
 
 
 def _load_alignment(path: Traversable) -> dict[str, PdfIds]:
