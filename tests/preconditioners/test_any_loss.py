@@ -87,7 +87,7 @@ def test_log_likelihoods_written_out_have_the_direction_of_cross_entropy(
 @pytest.mark.parametrize("name", LOSSES)
 def test_rows_are_the_gradients_with_respect_to_the_output(name: str) -> None:
     case = problem("linear")
-    first, tanh, last = case.model.children()  # type: ignore[misc]
+    first, tanh, last = case.model.children()
     preconditioner = KFAC(case.model, damping=0.1)
     preconditioner.evaluate(
         lambda: LOSSES[name](case.model(case.x), case.y), num_rows=case.num_rows

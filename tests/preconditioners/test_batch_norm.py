@@ -114,7 +114,8 @@ def _two_sides(kind: str) -> Callable[..., Tensor]:
             e, a = (
                 torch.from_numpy(precondition_by_definition(rows.numpy(), 4.0)) for rows in sides
             )
-        return e.T @ a * G_OI.norm() / (sides[0].T @ sides[1]).norm()
+        found: Tensor = e.T @ a * G_OI.norm() / (sides[0].T @ sides[1]).norm()
+        return found
 
     return direction
 
@@ -216,7 +217,7 @@ def test_a_network_with_batch_norm_trains(kind: str) -> None:
     assert losses[-1] < 0.85 * losses[0]
     assert preconditioner.num_skipped == 0
     # a second look at the minibatch (kbfgs) leaves the running statistics alone
-    assert int(model[1].num_batches_tracked) == 25
+    assert int(model.get_buffer("1.num_batches_tracked")) == 25
 
 
 def _exact_output_factors(model: nn.Sequential) -> dict[str, Tensor]:

@@ -34,7 +34,8 @@ class _Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = self.norm(x)
         h = self.inner(h)[0] if isinstance(self.inner, nn.LSTM) else self.inner(h, h, h)[0]
-        return x + self.drop(self.linear(h).tanh())
+        y: Tensor = x + self.drop(self.linear(h).tanh())
+        return y
 
 
 class _Net(nn.Module):

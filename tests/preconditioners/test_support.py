@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+import torch.distributed
 from torch import Tensor, nn
 
 from ngsgd.errors import ConfigError
 from ngsgd.preconditioners import METHODS
 from tests.preconditioners.support import CE, FEATURES, PAGE, Feature, made, with_table
 
+# some of its names are not exported to type checkers
+c10d: Any = torch.distributed
 CELLS = [
     pytest.param(kind, feature, id=f"{kind}-{feature.label}")
     for feature in FEATURES
@@ -24,9 +26,9 @@ CELLS = [
 @pytest.fixture(scope="module", autouse=True)
 def _one_process() -> Iterator[None]:
     """A group of one process, for DistributedDataParallel."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    c10d.init_process_group("gloo", store=c10d.HashStore(), rank=0, world_size=1)
     yield
-    dist.destroy_process_group()
+    c10d.destroy_process_group()
 
 
 def _nll(f: Tensor, y: Tensor) -> Tensor:
