@@ -102,7 +102,7 @@ class Residual(nn.Sequential):
     """x plus what the layers make of it."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + super().forward(x)  # type: ignore[no-any-return]
+        return x + super().forward(x)  # type: ignore[no-any-return,no-untyped-call]
 
 
 class Gpt(nn.Module):

@@ -576,7 +576,7 @@ def test_a_large_share_of_fallbacks_is_warned_of(num_embeddings: int, options: d
                    "`max_param_change` nine tenths of those of the model; `activity()` has the shares")
 @pytest.mark.parametrize(("options", "is_warned"), [({"max_change": 1e-6}, True), ({"max_param_change": 1e-6}, True),
                                                     ({"max_change": 0.0, "max_param_change": 0.0}, False)])
-def test_limits_that_set_the_step_are_warned_of_once(kind: type[SGD], options: dict[str, float], is_warned: bool) -> None:
+def test_limits_that_set_the_step_are_warned_of_once(kind: type[SGD], options: dict[str, Any], is_warned: bool) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 2))
     optimizer = kind(model, 0.001, **options)

@@ -32,7 +32,8 @@ def _linear_gradients(layer: Any, x: Tensor, dY: Tensor, weight: Tensor, geometr
 
 def _convolution(x: Tensor, weight: Tensor, bias: Tensor | None, number: Tensor, geometry: Sequence[int],
                  dtype: torch.dtype | None) -> Tensor:
-    return convolution.convolve(*cast(dtype, x, weight, bias), convolution.Geometry.of(geometry))
+    x, weight, bias = cast(dtype, x, weight, bias)
+    return convolution.convolve(x, weight, bias, convolution.Geometry.of(geometry))
 
 
 def _convolution_gradients(layer: Any, x: Tensor, dY: Tensor, weight: Tensor, geometry: Sequence[int],

@@ -141,9 +141,9 @@ def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry)
     return y
 
 
-def gradients(layer: SplicedPreconditioner | FilterPreconditioner | None, x: Tensor, weight: Tensor, dY: Tensor,
+def gradients(layer: Any, x: Tensor, weight: Tensor, dY: Tensor,
               geometry: Geometry, wanted: tuple[bool, bool, bool]) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """(dX, dW, db), as far as they are wanted; plain ones without a layer."""
+    """(dX, dW, db), as far as they are wanted; plain ones where the layer, a preconditioner of this module, is None."""
     plain = layer is None or layer.needs_plain_gradient
     needs_x, needs_weight, has_bias = wanted
     dX, dW, db = _plain_gradients(x, weight.to(dY.dtype), dY, geometry, (needs_x, needs_weight and plain, has_bias and plain))
@@ -183,10 +183,11 @@ class _NaturalGradientConv(NaturalGradientLayer, nn.modules.conv._ConvNd):
         geometry = Geometry(self.stride, padding, self.dilation, self.groups)
         weight = self.weight
         if torch.compiler.is_compiling():
-            y = torch.ops.ngsgd.convolution(x, weight, self.bias, self.preconditioner.number_tensor, geometry.flat(),
+            y: Tensor = torch.ops.ngsgd.convolution(x, weight, self.bias, self.preconditioner.number_tensor, geometry.flat(),
                                             compute_dtype(input))
         else:
-            y = _Convolution.apply(x, weight, self.bias, self.estimates_of(weight), geometry, compute_dtype(input))
+            y = _Convolution.apply(x, weight, self.bias, self.estimates_of(weight),  # type: ignore[no-untyped-call]
+                                   geometry, compute_dtype(input))
         return y if x.ndim == input.ndim else y.squeeze(0)
 
 

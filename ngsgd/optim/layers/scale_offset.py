@@ -142,7 +142,7 @@ class NaturalGradientNorm(NaturalGradientLayer):
         if torch.compiler.is_compiling():
             y = torch.ops.ngsgd.scale_offset(normalised, weight, bias, self.preconditioner.number_tensor, [first], None)
         else:
-            y = _ScaleOffset.apply(normalised, weight, bias, self.estimates_of(weight), first)
+            y = _ScaleOffset.apply(normalised, weight, bias, self.estimates_of(weight), first)  # type: ignore[no-untyped-call]
         return y  # type: ignore[no-any-return]
 
 

@@ -144,5 +144,5 @@ def test_the_conv1d_of_hugging_face_takes_the_steps_of_a_linear_layer() -> None:
     torch.testing.assert_close(model[0].weight.T, oracle[0].weight, **EQUAL)
     assert ours.fallbacks == [] and type(copy.deepcopy(model)[0]) is conv1d
     # a gradient that is returned is plain
-    (found,), (expected,) = (torch.autograd.grad(one(x).square().sum(), one[0].weight) for one in (model, oracle))
+    (found,), (expected,) = (torch.autograd.grad(one(x).square().sum(), one.get_parameter("0.weight")) for one in (model, oracle))
     torch.testing.assert_close(found.T, expected, **EQUAL)
