@@ -209,7 +209,7 @@ class NarrowTraining:
 
 
 def narrow(rounds: int, names: list[str]) -> None:
-    """Complete steps of narrow networks: CPU time with NG-SGD relative to torch's SGD with momentum, foreach."""
+    """Complete steps of narrow networks: CPU time relative to torch's SGD with momentum, foreach."""
     torch.set_num_threads(1)
 
     def cpu_seconds(training: NarrowTraining) -> float:
@@ -226,8 +226,11 @@ def narrow(rounds: int, names: list[str]) -> None:
         pairs = [(cpu_seconds(ours), cpu_seconds(theirs)) for _ in range(rounds)]
         ratios = sorted(a / b for a, b in pairs)
         ours_s, theirs_s = (statistics.median(column) for column in zip(*pairs, strict=True))
-        print(f"{name:14s} NG-SGD {1e3 * ours_s:6.2f} ms, SGD {1e3 * theirs_s:6.2f} ms, ratio {statistics.median(ratios):.2f} "
-              f"({ratios[len(ratios) // 4]:.2f} to {ratios[-1 - len(ratios) // 4]:.2f})", flush=True)
+        print(
+            f"{name:14s} NG-SGD {1e3 * ours_s:6.2f} ms, SGD {1e3 * theirs_s:6.2f} ms, ratio {statistics.median(ratios):.2f} "
+            f"({ratios[len(ratios) // 4]:.2f} to {ratios[-1 - len(ratios) // 4]:.2f})",
+            flush=True,
+        )
 
 
 def preconditioner(rounds: int) -> None:
@@ -288,7 +291,9 @@ def peak(net: Net, name: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("steps", "narrow", "preconditioner", "inspection", "memory", "peak"))
+    parser.add_argument(
+        "what", choices=("steps", "narrow", "preconditioner", "inspection", "memory", "peak")
+    )
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--optimizers", nargs="+", default=list(MAKERS), choices=list(MAKERS))
