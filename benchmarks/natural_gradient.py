@@ -22,9 +22,15 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+
+if TYPE_CHECKING:
+    from benchmarks.nets import NARROW_NETS, NarrowNet
+else:   # a script finds the files beside it
+    from nets import NARROW_NETS, NarrowNet
 
 from ngsgd import NGSGD, OnlineNaturalGradient
 from ngsgd.cluster.process import keep_freed_memory
@@ -32,11 +38,6 @@ from ngsgd.models import PNorm, Renormalize
 from ngsgd.ops.kernels import native
 from ngsgd.optim import SGD
 from ngsgd.optim.inspection import figures
-
-try:
-    from benchmarks.nets import NARROW_NETS, NarrowNet
-except ImportError:    # run as a file of its own
-    from nets import NARROW_NETS, NarrowNet
 
 KALDI_SGEMM = 108e9           # FLOP/s of the core on which Kaldi's figures were taken
 KALDI_PRODUCT_S = 8.2e-3      # seconds of the 512 x 3000 x 301 product beside the figures for the preconditioner alone
@@ -208,18 +209,28 @@ class NarrowTraining:
 
 
 def narrow(rounds: int, names: list[str]) -> None:
-    """Complete steps of narrow networks: those of NG-SGD relative to torch's SGD with momentum, foreach."""
+    """Complete steps of narrow networks: CPU time relative to torch's SGD with momentum, foreach."""
     torch.set_num_threads(1)
+
+    def cpu_seconds(training: NarrowTraining) -> float:
+        start = time.process_time()
+        for _ in range(PERIOD):
+            training.step()
+        return (time.process_time() - start) / PERIOD
+
     for name in names:
         ours, theirs = (NarrowTraining(NARROW_NETS[name], which) for which in ("NG-SGD", "SGD"))
         for _ in range(WARM_UP):
             ours.step()
             theirs.step()
-        pairs = [(seconds(ours.step, 2 * PERIOD), seconds(theirs.step, 2 * PERIOD)) for _ in range(rounds)]
+        pairs = [(cpu_seconds(ours), cpu_seconds(theirs)) for _ in range(rounds)]
         ratios = sorted(a / b for a, b in pairs)
         ours_s, theirs_s = (statistics.median(column) for column in zip(*pairs, strict=True))
-        print(f"{name:14s} NG-SGD {1e3 * ours_s:6.2f} ms, SGD {1e3 * theirs_s:6.2f} ms, ratio {statistics.median(ratios):.2f} "
-              f"({ratios[len(ratios) // 4]:.2f} to {ratios[-1 - len(ratios) // 4]:.2f})", flush=True)
+        print(
+            f"{name:14s} NG-SGD {1e3 * ours_s:6.2f} ms, SGD {1e3 * theirs_s:6.2f} ms, ratio {statistics.median(ratios):.2f} "
+            f"({ratios[len(ratios) // 4]:.2f} to {ratios[-1 - len(ratios) // 4]:.2f})",
+            flush=True,
+        )
 
 
 def preconditioner(rounds: int) -> None:
@@ -280,7 +291,9 @@ def peak(net: Net, name: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("steps", "narrow", "preconditioner", "inspection", "memory", "peak"))
+    parser.add_argument(
+        "what", choices=("steps", "narrow", "preconditioner", "inspection", "memory", "peak")
+    )
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--optimizers", nargs="+", default=list(MAKERS), choices=list(MAKERS))

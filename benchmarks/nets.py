@@ -1,4 +1,7 @@
-"""The networks of the benchmarks: BackPACK's two and two acoustic models for curvature, four narrow ones for the cost of a step."""
+"""The networks of the benchmarks.
+
+Curvature: BackPACK's two and two acoustic models.  Cost of a step: four narrow ones.
+"""
 
 from __future__ import annotations
 
@@ -82,8 +85,13 @@ class SelfAttention(nn.Module):
         self.qkv, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (one.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for one in self.qkv(x).chunk(3, dim=-1))
-        return self.out(scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+        q, k, v = (
+            one.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+            for one in self.qkv(x).chunk(3, dim=-1)
+        )
+        return self.out(  # type: ignore[no-any-return]
+            scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        )
 
 
 class TorchAttention(nn.Module):
@@ -95,29 +103,40 @@ class TorchAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
-        return self.attention(x, x, x, need_weights=False, attn_mask=mask, is_causal=True)[0]  # type: ignore[no-any-return]
+        y: Tensor = self.attention(x, x, x, need_weights=False, attn_mask=mask, is_causal=True)[0]
+        return y
 
 
 class Residual(nn.Sequential):
     """x plus what the layers make of it."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + super().forward(x)  # type: ignore[no-any-return]
+        return x + super().forward(x)  # type: ignore[no-any-return,no-untyped-call]
 
 
 class Gpt(nn.Module):
     """Two blocks of width 64, 4 heads, over 100 characters."""
 
-    def __init__(self, attention: Callable[[int, int], nn.Module], context: int = 64, dim: int = 64) -> None:
+    def __init__(
+        self, attention: Callable[[int, int], nn.Module], context: int = 64, dim: int = 64
+    ) -> None:
         super().__init__()
         self.tokens, self.positions = nn.Embedding(100, dim), nn.Embedding(context, dim)
-        blocks = [part for _ in range(2) for part in (
-            Residual(nn.LayerNorm(dim), attention(dim, 4)),
-            Residual(nn.LayerNorm(dim), nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim)))]
+        blocks = [
+            part
+            for _ in range(2)
+            for part in (
+                Residual(nn.LayerNorm(dim), attention(dim, 4)),
+                Residual(
+                    nn.LayerNorm(dim), nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim)
+                ),
+            )
+        ]
         self.blocks = nn.Sequential(*blocks, nn.LayerNorm(dim), nn.Linear(dim, 100))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.blocks(self.tokens(x) + self.positions.weight).flatten(0, 1)  # type: ignore[no-any-return]
+        logits: Tensor = self.blocks(self.tokens(x) + self.positions.weight)
+        return logits.flatten(0, 1)
 
 
 class ResidualConvolutions(nn.Module):
@@ -125,8 +144,13 @@ class ResidualConvolutions(nn.Module):
 
     def __init__(self, num_in: int, num_out: int, stride: int) -> None:
         super().__init__()
-        self.body = nn.Sequential(nn.Conv2d(num_in, num_out, 3, stride, 1, bias=False), nn.BatchNorm2d(num_out), nn.ReLU(),
-                                  nn.Conv2d(num_out, num_out, 3, 1, 1, bias=False), nn.BatchNorm2d(num_out))
+        self.body = nn.Sequential(
+            nn.Conv2d(num_in, num_out, 3, stride, 1, bias=False),
+            nn.BatchNorm2d(num_out),
+            nn.ReLU(),
+            nn.Conv2d(num_out, num_out, 3, 1, 1, bias=False),
+            nn.BatchNorm2d(num_out),
+        )
         self.shortcut = nn.Identity() if num_in == num_out else nn.Sequential(
             nn.Conv2d(num_in, num_out, 1, stride, bias=False), nn.BatchNorm2d(num_out))
 
@@ -139,8 +163,15 @@ def resnet14(width: int = 8) -> nn.Sequential:
     blocks = [ResidualConvolutions(num_in, num_out, stride) for num_in, num_out, stride in (
         (width, width, 1), (width, width, 1), (width, 2 * width, 2), (2 * width, 2 * width, 1),
         (2 * width, 4 * width, 2), (4 * width, 4 * width, 1))]
-    return nn.Sequential(nn.Conv2d(3, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU(), *blocks,
-                         nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4 * width, 10))
+    return nn.Sequential(
+        nn.Conv2d(3, width, 3, 1, 1, bias=False),
+        nn.BatchNorm2d(width),
+        nn.ReLU(),
+        *blocks,
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(4 * width, 10),
+    )
 
 
 class ConformerConvolution(nn.Module):
@@ -149,21 +180,36 @@ class ConformerConvolution(nn.Module):
     def __init__(self, dim: int) -> None:
         super().__init__()
         self.norm, self.widen = nn.LayerNorm(dim), nn.Conv1d(dim, 2 * dim, 1)
-        self.rest = nn.Sequential(nn.Conv1d(dim, dim, 15, padding=7, groups=dim), nn.BatchNorm1d(dim), nn.SiLU(),
-                                  nn.Conv1d(dim, dim, 1))
+        self.rest = nn.Sequential(
+            nn.Conv1d(dim, dim, 15, padding=7, groups=dim),
+            nn.BatchNorm1d(dim),
+            nn.SiLU(),
+            nn.Conv1d(dim, dim, 1),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.rest(glu(self.widen(self.norm(x).transpose(1, 2)), dim=1)).transpose(1, 2)  # type: ignore[no-any-return]
+        y: Tensor = self.rest(glu(self.widen(self.norm(x).transpose(1, 2)), dim=1))
+        return x + y.transpose(1, 2)
 
 
 def conformer(dim: int = 24) -> nn.Sequential:
     """Two Conformer blocks over 40 features, 30 classes per frame."""
     def feed_forward() -> nn.Module:
-        return Residual(nn.LayerNorm(dim), nn.Linear(dim, 4 * dim), nn.SiLU(), nn.Linear(4 * dim, dim))
+        return Residual(
+            nn.LayerNorm(dim), nn.Linear(dim, 4 * dim), nn.SiLU(), nn.Linear(4 * dim, dim)
+        )
 
-    blocks = [part for _ in range(2) for part in (
-        feed_forward(), Residual(nn.LayerNorm(dim), SelfAttention(dim, 4)), ConformerConvolution(dim), feed_forward(),
-        nn.LayerNorm(dim))]
+    blocks = [
+        part
+        for _ in range(2)
+        for part in (
+            feed_forward(),
+            Residual(nn.LayerNorm(dim), SelfAttention(dim, 4)),
+            ConformerConvolution(dim),
+            feed_forward(),
+            nn.LayerNorm(dim),
+        )
+    ]
     return nn.Sequential(nn.Linear(40, dim), *blocks, nn.Linear(dim, 30), nn.Flatten(0, 1))
 
 
@@ -178,8 +224,12 @@ class NarrowNet:
 
 
 NARROW_NETS = {
-    "GPT d=64": NarrowNet(lambda: Gpt(SelfAttention), lambda: torch.randint(100, (16, 64)), 16 * 64, 100),
-    "MHA-GPT d=64": NarrowNet(lambda: Gpt(TorchAttention), lambda: torch.randint(100, (16, 64)), 16 * 64, 100),
+    "GPT d=64": NarrowNet(
+        lambda: Gpt(SelfAttention), lambda: torch.randint(100, (16, 64)), 16 * 64, 100
+    ),
+    "MHA-GPT d=64": NarrowNet(
+        lambda: Gpt(TorchAttention), lambda: torch.randint(100, (16, 64)), 16 * 64, 100
+    ),
     "ResNet w=8": NarrowNet(resnet14, lambda: torch.randn(16, 3, 32, 32), 16, 10),
     "Conformer d=24": NarrowNet(conformer, lambda: torch.randn(8, 100, 40), 800, 30),
 }

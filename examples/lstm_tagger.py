@@ -62,5 +62,5 @@ def train(make_optimizer, num_steps):
 
 if __name__ == "__main__":
     steps = int(sys.argv[1]) if sys.argv[1:] else 300
-    print(f"NGSGD: valid loss {train(ngsgd.NGSGD, steps):.3f}")
+    print(f"NGSGD: valid loss {train(lambda model: ngsgd.NGSGD(model, fallback='adamw'), steps):.3f}")
     print(f"AdamW: valid loss {train(lambda model: torch.optim.AdamW(model.parameters(), 2e-3), steps):.3f}")

@@ -163,9 +163,10 @@ def wide_moments(J_RD: Tensor, moments: Moments) -> Moments:
 
 
 def compute_updates(problems: Sequence[UpdateProblem]) -> list[FisherUpdate | None]:
-    """From F_t to F_{t+1} for B estimates of one rank; None where a product is not finite: nothing bad ever enters an estimate.
+    """From F_t to F_{t+1} for B estimates of one rank.
 
-    The numbers are those of B single updates, bit for bit; narrow layers would spend their time on the calls.
+    None where a product is not finite, so that nothing bad ever enters an estimate.  The numbers are
+    those of B single updates, bit for bit; narrow layers would spend their time on the calls.
     """
     states, moments, dims, etas, smoothings = zip(*problems, strict=True)
     d_BR = np.stack([state.d_R for state in states])
@@ -174,29 +175,51 @@ def compute_updates(problems: Sequence[UpdateProblem]) -> list[FisherUpdate | No
     alpha_B, delta_B, epsilon_B = (np.array(numbers) for numbers in (
         [one.alpha for one in smoothings], [one.delta for one in smoothings],
         [SMALLEST_EIGENVALUE if one.is_relative else one.epsilon for one in smoothings]))
-    share_B = np.array([eta / one.num_rows / one.scale**2 for eta, one in zip(etas, moments, strict=True)])
+    share_B = np.array(
+        [eta / one.num_rows / one.scale**2 for eta, one in zip(etas, moments, strict=True)]
+    )
     e_BR = _e(d_BR, rho_B, dim_B, alpha_B)
-    Z_BRR = _z(np.stack([one.K_RR for one in moments]), np.stack([one.L_RR for one in moments]), e_BR,
-               d_BR + rho_B[:, None], share_B, eta_B)
+    Z_BRR = _z(
+        np.stack([one.K_RR for one in moments]),
+        np.stack([one.L_RR for one in moments]),
+        e_BR,
+        d_BR + rho_B[:, None],
+        share_B,
+        eta_B,
+    )
     is_finite_B = np.isfinite(sum_sq_B) & np.isfinite(Z_BRR).all(axis=(1, 2))
     Z_BRR[~is_finite_B] = 0.0
-    c_BR, U_BRR = _descending_eigh(Z_BRR)                                     # (58)
-    c_floor_B = np.array([(state.rho * (1.0 - eta)) ** 2 for state, eta in zip(states, etas, strict=True)])
-    must_reorthogonalize_B = (c_BR[:, 0] > _REORTHOGONALIZE_RATIO * c_BR[:, -1]) | (c_BR[:, -1] < c_floor_B)
+    c_BR, U_BRR = _descending_eigh(Z_BRR)  # (58)
+    c_floor_B = np.array(
+        [(state.rho * (1.0 - eta)) ** 2 for state, eta in zip(states, etas, strict=True)]
+    )
+    must_reorthogonalize_B = (c_BR[:, 0] > _REORTHOGONALIZE_RATIO * c_BR[:, -1]) | (
+        c_BR[:, -1] < c_floor_B
+    )
     c_BR = np.maximum(c_BR, c_floor_B[:, None])
     sqrt_c_BR = np.sqrt(c_BR)
     trace_T_B = share_B * sum_sq_B + (1.0 - eta_B) * (dim_B * rho_B + d_BR.sum(axis=1))
     rho_next_B = (trace_T_B - sqrt_c_BR.sum(axis=1)) / (dim_B - d_BR.shape[1])  # (59)
-    # epsilon is the larger one where all eigenvalues are below 2e-7, and flattens the estimate there
+    # epsilon is the larger one where all eigenvalues are below 2e-7, and flattens the estimate
     floor_B = np.maximum(epsilon_B, delta_B * sqrt_c_BR.max(axis=1))
     # d comes from rho as it was before flooring, as in Kaldi; (60) read literally would differ
     d_next_BR = np.maximum(sqrt_c_BR - rho_next_B[:, None], floor_B[:, None])  # (60)
     rho_next_B = np.maximum(rho_next_B, floor_B)                              # (61)
-    e_next_BR = _e(d_next_BR, rho_next_B, dim_B, alpha_B)                     # (62, 63)
-    A_BRR = (share_B[:, None] * np.sqrt(e_next_BR / c_BR))[:, :, None] * U_BRR.swapaxes(1, 2) / np.sqrt(e_BR)[:, None]  # (69)
-    b_BR = ((1.0 - eta_B) / share_B)[:, None] * (d_BR + rho_B[:, None])       # (70)
-    return [FisherUpdate(A_BRR[i], b_BR[i], d_next_BR[i], float(rho_next_B[i]), bool(must_reorthogonalize_B[i]))
-            if is_finite_B[i] else None for i in range(len(states))]
+    e_next_BR = _e(d_next_BR, rho_next_B, dim_B, alpha_B)  # (62, 63)
+    A_BRR = (
+        (share_B[:, None] * np.sqrt(e_next_BR / c_BR))[:, :, None]
+        * U_BRR.swapaxes(1, 2)
+        / np.sqrt(e_BR)[:, None]
+    )  # (69)
+    b_BR = ((1.0 - eta_B) / share_B)[:, None] * (d_BR + rho_B[:, None])  # (70)
+    return [
+        FisherUpdate(
+            A_BRR[i], b_BR[i], d_next_BR[i], float(rho_next_B[i]), bool(must_reorthogonalize_B[i])
+        )
+        if is_finite_B[i]
+        else None
+        for i in range(len(states))
+    ]
 
 
 def apply_update(state: FisherState, J_RD: Tensor, step: FisherUpdate,
@@ -221,7 +244,10 @@ def resmoothed(state: FisherState, old: Smoothing, new: Smoothing) -> FisherStat
 
 def spectrum(state: FisherState, smoothing: Smoothing) -> Array:
     """e_i (43), descending: how far each of the R directions is shortened, 0 not at all, 1 to nothing."""
-    rho_1, dim_1, alpha_1 = (np.array([number], dtype=np.float64) for number in (state.rho, state.W_RD.shape[1], smoothing.alpha))
+    rho_1, dim_1, alpha_1 = (
+        np.array([number], dtype=np.float64)
+        for number in (state.rho, state.W_RD.shape[1], smoothing.alpha)
+    )
     e_R: Array = _e(state.d_R[None], rho_1, dim_1, alpha_1)[0]
     return e_R
 
@@ -231,7 +257,9 @@ def _e(d_BR: Array, rho_B: Array, dim_B: Array, alpha_B: Array) -> Array:
     return np.asarray(d_BR / (beta_B[:, None] + d_BR))                        # (43)
 
 
-def _z(K_BRR: Array, L_BRR: Array, e_BR: Array, d_rho_BR: Array, share_B: Array, eta_B: Array) -> Array:
+def _z(
+    K_BRR: Array, L_BRR: Array, e_BR: Array, d_rho_BR: Array, share_B: Array, eta_B: Array
+) -> Array:
     """Z_t = Y_t Y_t^T by (56, 57), from R x R products alone."""
     sqrt_e_BR = np.sqrt(e_BR)
     whiten_BR = share_B[:, None] / sqrt_e_BR
@@ -250,7 +278,8 @@ def _descending_eigh(Z_BRR: Array) -> tuple[Array, Array]:
     # Kaldi divides by the trace before the decomposition: keeps huge inputs away from the overflow
     # of LAPACK
     size_B = np.maximum(1.0, np.trace(Z_BRR, axis1=1, axis2=2))
-    # torch's LAPACK keeps to the threads torch was given; one by one, since the bits depend on where in memory a matrix begins
+    # torch's LAPACK keeps to the threads torch was given; one by one, since the bits depend on
+    # where in memory a matrix begins
     found = [torch.linalg.eigh(Z_RR) for Z_RR in torch.from_numpy(Z_BRR / size_B[:, None, None])]
     c_BR, U_BRR = (np.stack([pair[i].numpy() for pair in found]) for i in range(2))
     return c_BR[:, ::-1] * size_B[:, None], U_BRR[:, :, ::-1]

@@ -69,10 +69,25 @@ class NaturalMuon(NGSGD):
             raise ConfigError(f"layer_options of {', '.join(limited)} set a limit on change, which NaturalMuon does not have; its "
                               "steps have a fixed length, so set lr_factor.")
         self.ns_steps = ns_steps
-        super().__init__(model, lr, loss_reduction="sum", momentum=momentum, max_change=0.0, max_param_change=0.0,
-                         weight_decay=weight_decay, alpha=alpha, rank_in=rank_in, rank_out=rank_out,
-                         update_period=update_period, num_samples_history=num_samples_history, layer_options=layer_options,
-                         fallback="adamw", adamw_lr_factor=adamw_lr_factor, grad_scaler=grad_scaler, on_nonfinite=on_nonfinite)
+        super().__init__(
+            model,
+            lr,
+            loss_reduction="sum",
+            momentum=momentum,
+            max_change=0.0,
+            max_param_change=0.0,
+            weight_decay=weight_decay,
+            alpha=alpha,
+            rank_in=rank_in,
+            rank_out=rank_out,
+            update_period=update_period,
+            num_samples_history=num_samples_history,
+            layer_options=layer_options,
+            fallback="adamw",
+            adamw_lr_factor=adamw_lr_factor,
+            grad_scaler=grad_scaler,
+            on_nonfinite=on_nonfinite,
+        )
 
     def _attach(self, model: nn.Module) -> None:
         self._context.observes = True

@@ -43,8 +43,8 @@ class NGSGD(SGD):
     are by default: a mean, and a rate that suits many models.  After `backward`, `p.grad` holds the preconditioned gradient,
     so anything that acts on gradients (clipping, accumulation) acts on that.
 
-    Preconditioned are, by exact class: nn.Linear (input rows with the 1 of the bias appended, output-derivative rows), the
-    projections of nn.MultiheadAttention and the Conv1D of Hugging Face likewise;
+    Preconditioned are, by exact class: nn.Linear (input rows with the 1 of the bias appended,
+    output-derivative rows); the projections of nn.MultiheadAttention and the Conv1D of Hugging Face, as Linear;
     nn.Conv1d with one group likewise, on spliced frames (TDNN); nn.Conv2d, nn.Conv3d and grouped convolutions (rows of the
     gradient, then of its transpose); LayerNorm, RMSNorm, GroupNorm and BatchNorm (per-frame rows of scale and offset).
     `preconditioned` names them.  All other parameters (Embedding, LSTM, tied weights of layers of
@@ -64,8 +64,8 @@ class NGSGD(SGD):
         loss_reduction: "sum" or "mean" over the samples of the minibatch; "sum" if only `lr` is given.  The number of samples
             is `num_samples` of `step`, or the number of rows (positions of sequences included) of the layer next to the loss,
             since the last step.
-        fallback: "adamw" or "sgd" for parameters without natural gradient; AdamW if not given, with a warning where they are
-            more than 30 % of all.
+        fallback: "adamw" or "sgd" for parameters without natural gradient; AdamW if not given, with a
+            warning where they are more than 30 % of all.
         adamw_lr_factor: learning rate of AdamW relative to `lr`.
         rank_in, rank_out: Fisher ranks; lowered to (dim + 1) / 2.
         update_period: minibatches between updates of the Fisher estimates, after the first 11.
@@ -93,13 +93,31 @@ class NGSGD(SGD):
 
     _rules: tuple[str, ...] = ("natural", "sgd", "adamw")
 
-    def __init__(self, model: nn.Module, lr: float | None = None, *, loss_reduction: str | None = None,
-                 momentum: float = 0.0, max_change: float = 0.75, max_param_change: float = 2.0, rank_in: int = 20,
-                 rank_out: int = 80, update_period: int = 4, num_samples_history: float = 2000.0, alpha: float = 4.0,
-                 weight_decay: float = 0.0, layer_options: Mapping[str, Mapping[str, Any]] | None = None,
-                 fallback: str | None = None, adamw_lr_factor: float = 0.125, max_change_per_sample: float = 0.0,
-                 schedule: str = "nnet3", ignore_zero_rows: bool = False, grad_scaler: Any = None,
-                 cosine_period: int = 0, on_nonfinite: str = "skip") -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        lr: float | None = None,
+        *,
+        loss_reduction: str | None = None,
+        momentum: float = 0.0,
+        max_change: float = 0.75,
+        max_param_change: float = 2.0,
+        rank_in: int = 20,
+        rank_out: int = 80,
+        update_period: int = 4,
+        num_samples_history: float = 2000.0,
+        alpha: float = 4.0,
+        weight_decay: float = 0.0,
+        layer_options: Mapping[str, Mapping[str, Any]] | None = None,
+        fallback: str | None = None,
+        adamw_lr_factor: float = 0.125,
+        max_change_per_sample: float = 0.0,
+        schedule: str = "nnet3",
+        ignore_zero_rows: bool = False,
+        grad_scaler: Any = None,
+        cosine_period: int = 0,
+        on_nonfinite: str = "skip",
+    ) -> None:
         if fallback not in (None, "adamw", "sgd") or loss_reduction not in (None, "sum", "mean"):
             raise ValueError(f"Invalid fallback or loss_reduction: {fallback!r} (adamw or sgd), {loss_reduction!r} (sum or mean)")
         self.fallback = fallback or "adamw"
@@ -121,17 +139,27 @@ class NGSGD(SGD):
         self._detach = weakref.finalize(self, detach_all, self._layers, self._context)
         self._detach.atexit = False
         self._attach(model)
-        asked = {id(p) for group in self.param_groups if group["rule"] != "natural" for p in group["params"]}
+        asked = {
+            id(p)
+            for group in self.param_groups
+            if group["rule"] != "natural"
+            for p in group["params"]
+        }
         self.fallbacks = self._set_fallback_rule()
         self._prepare_state()
         if self.fallbacks:
             rule = {"adamw": "AdamW", "sgd": "plain SGD"}[self.fallback]
             _log.info("%s, without natural gradient, for: %s", rule, ", ".join(self.fallbacks))
             sizes = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
-            share = sum(sizes[name] for name in self.fallbacks if id(model.get_parameter(name)) not in asked) / sum(sizes.values())
+            share = sum(
+                sizes[name] for name in self.fallbacks if id(model.get_parameter(name)) not in asked
+            ) / sum(sizes.values())
             if share > _MANY_FALLBACKS and fallback != "adamw":
-                self._warn_once("fallbacks", f"{share:.0%} of the parameters take {rule} steps, without natural gradient; "
-                                "optimizer.fallbacks names them, and fallback=\"adamw\" says that this is intended.")
+                self._warn_once(
+                    "fallbacks",
+                    f"{share:.0%} of the parameters take {rule} steps, without natural gradient; "
+                    'optimizer.fallbacks names them, and fallback="adamw" says that this is intended.',
+                )
 
     def _init_groups(self, model: nn.Module, defaults: dict[str, Any],
                      layer_options: Mapping[str, Mapping[str, Any]] | None) -> None:
@@ -151,11 +179,20 @@ class NGSGD(SGD):
         mixed = _weights_of_mixed_kinds(model)
         others = {group["name"] for group in self.param_groups if group["rule"] != "natural"}
         # of attention layers; torch's own do not call theirs
-        uncalled = {id(layer.out_proj) for layer in model.modules() if isinstance(layer, nn.MultiheadAttention)}
+        uncalled = {
+            id(layer.out_proj)
+            for layer in model.modules()
+            if isinstance(layer, nn.MultiheadAttention)
+        }
         for name, layer in model.named_modules():
             key = name or name_of(model)
             weight = id(weight_of(layer))
-            if weight in owners and weight not in mixed and key not in self._layers and id(layer) not in uncalled:
+            if (
+                weight in owners
+                and weight not in mixed
+                and key not in self._layers
+                and id(layer) not in uncalled
+            ):
                 # a weight that several layers share is in the group of the first of them
                 group = owners[weight] if _layer_of(owners[weight]) == key or key not in settings else key
                 if group in others:
@@ -190,9 +227,10 @@ class NGSGD(SGD):
             preconditioner.freeze(frozen)
 
     def reset_estimates(self) -> None:
-        """Starts all Fisher estimates again from the next minibatch, as where a model is replaced by an average or gets a new task.
+        """Starts all Fisher estimates again from the next minibatch.
 
-        Velocities and moments of AdamW stay.
+        For a model that is replaced by an average, or gets a new task.  Velocities and moments of AdamW
+        stay.
         """
         for _, estimate in self.preconditioners():
             estimate.reset()
@@ -297,8 +335,10 @@ class NGSGD(SGD):
         # none while the optimizer is made
         for name, layer in self.__dict__.get("_layers", {}).items():
             if weight_of(layer) is not self._preconditioners[name].weight:
-                raise ConfigError(f"the weight of {name} is no longer its parameter, as after a parametrization or pruning; make "
-                                  "the optimizer after that.")
+                raise ConfigError(
+                    f"the weight of {name} is no longer its parameter, as after a parametrization or pruning; make "
+                    "the optimizer after that."
+                )
         return places
 
     def _estimates(self) -> Iterator[tuple[str, Tensor, OnlineNaturalGradient]]:
@@ -362,5 +402,11 @@ def _unpacked(states: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
 
 def _weights_of_mixed_kinds(model: nn.Module) -> set[int]:
     """Ids of parameters that also belong to a layer that gets its plain gradient: the two would not fit in size."""
-    return {id(p) for module in model.modules() for p in module.parameters(recurse=False)
-            if not (isinstance(module, (NaturalGradientLayer, FastLinear)) or natural_class(type(module)))}
+    return {
+        id(p)
+        for module in model.modules()
+        for p in module.parameters(recurse=False)
+        if not (
+            isinstance(module, (NaturalGradientLayer, FastLinear)) or natural_class(type(module))
+        )
+    }

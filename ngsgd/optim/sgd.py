@@ -338,19 +338,33 @@ class SGD(torch.optim.Optimizer):
         self._counts = counts.index_add_(0, self._constant(hits, 0, 1, *(i + 2 for i in indices), dtype=torch.int64),
                                          hits.to(counts.dtype))
         # rarely, as it waits for the device
-        if self._num_steps & (self._num_steps - 1) == 0 and not {"skipped", "limits"} <= self._warned:
+        if (
+            self._num_steps & (self._num_steps - 1) == 0
+            and not {"skipped", "limits"} <= self._warned
+        ):
             self._warn_of_activity([self.param_groups[index]["name"] for index in indices])
 
     def _warn_of_activity(self, limited: list[str]) -> None:
         done = self.activity()
         if done.num_skipped:
-            self._warn_once("skipped", f"{done.num_skipped} of {done.num_steps} steps were skipped, since a gradient was not "
-                                       "finite; activity().num_skipped counts them.")
-        layers, model = statistics.mean(done.layer_share[name] for name in limited), done.model_share
-        if done.num_steps >= _MANY_STEPS and (layers > _MOST_LAYER_STEPS or model > _MOST_MODEL_STEPS):
-            self._warn_once("limits", f"max_change shortened {layers:.0%} of the steps of layers and max_param_change "
-                            f"{model:.0%} of those of the model: these limits set the length of a step, and lr hardly does; "
-                            "lower lr, or raise the limits (0: none).")
+            self._warn_once(
+                "skipped",
+                f"{done.num_skipped} of {done.num_steps} steps were skipped, since a gradient was not "
+                "finite; activity().num_skipped counts them.",
+            )
+        layers, model = (
+            statistics.mean(done.layer_share[name] for name in limited),
+            done.model_share,
+        )
+        if done.num_steps >= _MANY_STEPS and (
+            layers > _MOST_LAYER_STEPS or model > _MOST_MODEL_STEPS
+        ):
+            self._warn_once(
+                "limits",
+                f"max_change shortened {layers:.0%} of the steps of layers and max_param_change "
+                f"{model:.0%} of those of the model: these limits set the length of a step, and lr hardly does; "
+                "lower lr, or raise the limits (0: none).",
+            )
 
     def _warn_once(self, subject: str, message: str) -> None:
         if subject not in self._warned:
@@ -522,7 +536,9 @@ def _laid_out(p: Tensor) -> Tensor:
 
 def _norms(tensors: list[Tensor]) -> tuple[Tensor, ...]:
     # half precision would overflow in the sum of squares
-    upcast = functools.reduce(torch.promote_types, {tensor.dtype for tensor in tensors}, torch.float32)
+    upcast = functools.reduce(
+        torch.promote_types, {tensor.dtype for tensor in tensors}, torch.float32
+    )
     return torch._foreach_norm(tensors, 2, dtype=upcast)
 
 

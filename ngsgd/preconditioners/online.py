@@ -22,7 +22,8 @@ _NNET3_FIRST_UPDATES = 11
 _NNET2_FIRST_UPDATES = 10
 # below, fourth powers of the rows come near the end of float32's range
 _SMALL_SUM_SQ = 1e-13
-# of tr X X^T, for three right digits of a difference in float32; with alpha 4 and 32 dimensions at least 1e-2 are left
+# of tr X X^T, for three right digits of a difference in float32; with alpha 4 and 32 dimensions at
+# least 1e-2 are left
 _MIN_NORM_LEFT = 1e-3
 
 
@@ -182,10 +183,11 @@ class OnlineNaturalGradient:
 
     def precondition_sum(self, S_DD: Tensor, sum_D: Tensor, *, num_rows: Tensor | float,
                          loss_scale: Tensor | float = 1.0) -> Tensor | None:
-        """The sum of the preconditioned rows, times the scale, from S = X^T X and the sum of the rows; moves the estimate, too.
+        """The sum of the preconditioned rows, times the scale, from S = X^T X and the sum of the rows.
 
-        On a CPU that is cheaper than preconditioning each row where D is small.  None, and nothing has happened, where there is
-        no estimate yet, and where float32 does not hold the norm of the preconditioned rows.
+        Moves the estimate, too.  On a CPU that is cheaper than preconditioning each row where D is
+        small.  None, and nothing has happened, where there is no estimate yet, and where float32 does
+        not hold the norm of the preconditioned rows.
         """
         if self._state is None:
             return None
@@ -195,14 +197,22 @@ class OnlineNaturalGradient:
         L_RR = J_RD @ W_RD.T
         sum_sq = S_DD.trace().item()
         # |X - H W|^2
-        sum_sq_hat = sum_sq - 2.0 * L_RR.trace().item() + torch.dot(L_RR.view(-1), self.gram().view(-1)).item()
+        sum_sq_hat = (
+            sum_sq
+            - 2.0 * L_RR.trace().item()
+            + torch.dot(L_RR.view(-1), self.gram().view(-1)).item()
+        )
         if sum_sq_hat < _MIN_NORM_LEFT * sum_sq:
             return None
         if self.on_nonfinite == "raise":
             self._raise_unless_finite(sum_sq, S_DD, len(S_DD))
-        total_D = torch.addmv(sum_D, W_RD.T, W_RD @ sum_D, alpha=-1).mul_(ops.rescaling(sum_sq, sum_sq_hat))
+        total_D = torch.addmv(sum_D, W_RD.T, W_RD @ sum_D, alpha=-1).mul_(
+            ops.rescaling(sum_sq, sum_sq_hat)
+        )
         if self._updates_now():
-            self._queue.add(self, J_RD, torch.stack([J_RD @ J_RD.T, L_RR]), (sum_sq, num_rows, loss_scale))
+            self._queue.add(
+                self, J_RD, torch.stack([J_RD @ J_RD.T, L_RR]), (sum_sq, num_rows, loss_scale)
+            )
         self._count_call()
         return total_D
 
@@ -229,14 +239,18 @@ class OnlineNaturalGradient:
             self._calls_since = 0
 
     @staticmethod
-    def update_together(updates: Sequence[tuple[OnlineNaturalGradient, Tensor, ops.Moments]]) -> None:
-        """The updates themselves, for the queue; a minibatch whose products are not finite changes nothing.
+    def update_together(
+        updates: Sequence[tuple[OnlineNaturalGradient, Tensor, ops.Moments]],
+    ) -> None:
+        """The updates, for the queue; a minibatch whose products are not finite changes nothing.
 
         Estimates of one rank go through the R x R algebra together.
         """
         for turn in _in_turns(updates):
             problems = [estimate._problem(J_RD, moments) for estimate, J_RD, moments in turn]
-            for (estimate, J_RD, _), problem, step in zip(turn, problems, ops.compute_updates(problems), strict=True):
+            for (estimate, J_RD, _), problem, step in zip(
+                turn, problems, ops.compute_updates(problems), strict=True
+            ):
                 estimate._apply(J_RD, problem, step)
 
     def _problem(self, J_RD: Tensor, moments: ops.Moments) -> ops.UpdateProblem:
@@ -249,14 +263,22 @@ class OnlineNaturalGradient:
                 moments = ops.wide_moments(J_RD, moments)
         return ops.UpdateProblem(state, moments, dim, eta, smoothing)
 
-    def _apply(self, J_RD: Tensor, problem: ops.UpdateProblem, step: ops.FisherUpdate | None) -> None:
+    def _apply(
+        self, J_RD: Tensor, problem: ops.UpdateProblem, step: ops.FisherUpdate | None
+    ) -> None:
         if step is None:
             # K may have passed the range of its type
-            (step,) = ops.compute_updates([problem._replace(moments=ops.wide_moments(J_RD, problem.moments))])
+            (step,) = ops.compute_updates(
+                [problem._replace(moments=ops.wide_moments(J_RD, problem.moments))]
+            )
         if step is not None:
             self._state = ops.apply_update(problem.state, J_RD, step, self.smoothing)
             self._gram_RR = None
-            if self.smoothing.is_relative and step.d_R[0] <= ops.SMALLEST_EIGENVALUE and problem.moments.sum_sq > 0.0:
+            if (
+                self.smoothing.is_relative
+                and step.d_R[0] <= ops.SMALLEST_EIGENVALUE
+                and problem.moments.sum_sq > 0.0
+            ):
                 self._warn_that_it_is_flat()
 
     def set_alpha(self, alpha: float) -> None:
@@ -370,7 +392,10 @@ class OnlineNaturalGradient:
 
 def _in_turns(updates: Sequence[tuple[OnlineNaturalGradient, Tensor, ops.Moments]]) -> Iterator[
         list[tuple[OnlineNaturalGradient, Tensor, ops.Moments]]]:
-    """Lists of one rank, no estimate twice in a list and its updates in order; all rows of the minibatch masked: nothing."""
+    """Lists of one rank, no estimate twice in a list and its updates in order.
+
+    Without updates of minibatches whose rows were all masked.
+    """
     rest = [update for update in updates if update[2].num_rows > 0.0]
     while rest:
         turns: dict[int, list[tuple[OnlineNaturalGradient, Tensor, ops.Moments]]] = {}

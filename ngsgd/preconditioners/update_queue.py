@@ -100,7 +100,9 @@ class UpdateQueue:
         moments, start = [], 0
         for update in waiting:
             end = start + update.KL_2RR.numel()
-            moments.append(_moments(numbers[start:end].view_as(update.KL_2RR), numbers[end:end + 3].tolist()))
+            moments.append(
+                _moments(numbers[start:end].view_as(update.KL_2RR), numbers[end : end + 3].tolist())
+            )
             start = end + 3
         return moments
 

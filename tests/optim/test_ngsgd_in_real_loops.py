@@ -97,9 +97,13 @@ def bfloat16_gradients(backward_inside: bool, num: int = 14) -> tuple[Tensor, di
     return gradients_of(model), states(optimizer)
 
 
-@pytest.mark.entry("L18", "you train under `torch.autocast` in bfloat16", "right",
-                   "rows are preconditioned and estimates kept in float32; `backward` inside or outside of autocast "
-                   "is the same")
+@pytest.mark.entry(
+    "L18",
+    "you train under `torch.autocast` in bfloat16",
+    "right",
+    "rows are preconditioned and estimates kept in float32; `backward` inside or outside of autocast "
+    "is the same",
+)
 @pytest.mark.parametrize("backward_inside", [False, True], ids=["outside", "inside"])
 def test_autocast_gives_float32_gradients_and_estimates_within_bfloat16_rounding(backward_inside: bool) -> None:
     exact_model = network()
@@ -485,8 +489,12 @@ def test_weights_tied_between_embedding_and_output_fall_back_by_name_to_their_pl
     assert model.output.weight is model.embedding.weight
 
 
-@pytest.mark.entry("N9", "two Linear layers share a weight", "right",
-                   "each has estimates of its own, and the gradient is the sum of two natural gradients")
+@pytest.mark.entry(
+    "N9",
+    "two Linear layers share a weight",
+    "right",
+    "each has estimates of its own, and the gradient is the sum of two natural gradients",
+)
 @pytest.mark.parametrize("bias", [True, False])
 def test_weights_tied_between_two_linear_layers_get_the_sum_of_two_natural_gradients(bias: bool) -> None:
     torch.manual_seed(0)
@@ -522,9 +530,13 @@ class Mixed(nn.Module):
         return logits
 
 
-@pytest.mark.entry("N7", "the model has an Embedding, LSTM, GRU, transposed convolution or parameters of its own", "stated",
-                   "AdamW trains them at 1/8 of lr; `optimizer.fallbacks` names them, and a warning gives their "
-                   "share above 30 %")
+@pytest.mark.entry(
+    "N7",
+    "the model has an Embedding, LSTM, GRU, transposed convolution or parameters of its own",
+    "stated",
+    "AdamW trains them at 1/8 of lr; `optimizer.fallbacks` names them, and a warning gives their "
+    "share above 30 %",
+)
 def test_other_parameters_are_named_as_fallbacks_and_still_train(caplog: pytest.LogCaptureFixture,
                                                                  monkeypatch: pytest.MonkeyPatch) -> None:
     # making MLflow's tables, in another test of this session, switches off every logger that exists
@@ -533,7 +545,9 @@ def test_other_parameters_are_named_as_fallbacks_and_still_train(caplog: pytest.
     with caplog.at_level("INFO", logger="ngsgd"):
         optimizer = NGSGD(model, lr=0.005)
     assert optimizer.preconditioned == ["attention", "attention.out_proj", "output"]
-    expected = [name for name, _ in model.named_parameters() if not name.startswith(("output", "attention"))]
+    expected = [
+        name for name, _ in model.named_parameters() if not name.startswith(("output", "attention"))
+    ]
     assert sorted(optimizer.fallbacks) == sorted(expected)
     assert "lstm.weight_ih_l0" in caplog.text and "scale" in caplog.text
     before = copy.deepcopy(model.state_dict())
@@ -554,7 +568,14 @@ def test_a_transformer_layer_trains_and_its_fast_path_still_works() -> None:
     model = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
     plain = copy.deepcopy(model)
     optimizer = NGSGD(model, lr=0.001)
-    assert optimizer.preconditioned == ["self_attn", "self_attn.out_proj", "linear1", "linear2", "norm1", "norm2"]
+    assert optimizer.preconditioned == [
+        "self_attn",
+        "self_attn.out_proj",
+        "linear1",
+        "linear2",
+        "norm1",
+        "norm2",
+    ]
     x = torch.randn(4, 5, 8)
     for each in (model, plain):
         each.eval()
@@ -666,8 +687,12 @@ def test_a_model_that_is_one_layer_keeps_the_name_of_its_estimates_with_a_second
     assert second.preconditioned == first.preconditioned == ["Linear"]
 
 
-@pytest.mark.entry("L17", "you use activation checkpointing", "right",
-                   "gradients are bit for bit those without it, and a minibatch counts once, reentrant or not")
+@pytest.mark.entry(
+    "L17",
+    "you use activation checkpointing",
+    "right",
+    "gradients are bit for bit those without it, and a minibatch counts once, reentrant or not",
+)
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_activation_checkpointing_gives_the_same_gradients_and_counts_once(use_reentrant: bool) -> None:
     plain, checkpointed = network(), network()
@@ -687,12 +712,24 @@ def test_activation_checkpointing_gives_the_same_gradients_and_counts_once(use_r
     assert {preconditioner.num_calls for _, preconditioner in optimizers[1].preconditioners()} == {13}
 
 
-@pytest.mark.entry("N11", "a layer is parametrized (`parametrizations.weight_norm`, `spectral_norm`) or pruned (`prune`)", "stated",
-                   "AdamW trains what the parametrization made of the weight; to parametrize a layer that has natural gradient "
-                   "raises ConfigError at the next step, so make NGSGD after that")
-@pytest.mark.parametrize("parametrize", [nn.utils.parametrizations.weight_norm, nn.utils.parametrizations.spectral_norm,
-                                         lambda layer: prune.l1_unstructured(layer, "weight", 0.5)])
-def test_parametrized_layers_are_trained_by_adamw(parametrize: Callable[[nn.Module], nn.Module]) -> None:
+@pytest.mark.entry(
+    "N11",
+    "a layer is parametrized (`parametrizations.weight_norm`, `spectral_norm`) or pruned (`prune`)",
+    "stated",
+    "AdamW trains what the parametrization made of the weight; to parametrize a layer that has natural gradient "
+    "raises ConfigError at the next step, so make NGSGD after that",
+)
+@pytest.mark.parametrize(
+    "parametrize",
+    [
+        nn.utils.parametrizations.weight_norm,
+        nn.utils.parametrizations.spectral_norm,
+        lambda layer: prune.l1_unstructured(layer, "weight", 0.5),
+    ],
+)
+def test_parametrized_layers_are_trained_by_adamw(
+    parametrize: Callable[[nn.Module], nn.Module],
+) -> None:
     model = network()
     parametrize(model.get_submodule("hidden"))
     optimizer = NGSGD(model, lr=0.01, fallback="adamw")
@@ -705,8 +742,12 @@ def test_parametrized_layers_are_trained_by_adamw(parametrize: Callable[[nn.Modu
         optimizer.step()
 
 
-@pytest.mark.entry("N12", "a layer is lazy (`nn.LazyLinear`)", "refused",
-                   "ConfigError at construction until the model has run once, which makes its parameters")
+@pytest.mark.entry(
+    "N12",
+    "a layer is lazy (`nn.LazyLinear`)",
+    "refused",
+    "ConfigError at construction until the model has run once, which makes its parameters",
+)
 def test_lazy_layers_are_refused_until_they_are_made() -> None:
     model = nn.Sequential(nn.LazyLinear(3))
     with pytest.raises(ConfigError):

@@ -556,27 +556,54 @@ def test_skipped_steps_are_warned_of_once(kind: type[SGD]) -> None:
     assert optimizer.activity().num_skipped == 7
 
 
-@pytest.mark.entry("L13", "more than 30 % of the parameters have no natural gradient", "warned",
-                   "AdamW trains them, and a warning says so once, with their share; `fallback=\"adamw\"`, or a `rule` in "
-                   "`layer_options`, says that this is intended")
-@pytest.mark.parametrize(("num_embeddings", "options", "rule"), [
-    (2, {}, None), (200, {}, "AdamW"), (200, {"fallback": "adamw"}, None), (200, {"fallback": "sgd"}, "plain SGD"),
-    (200, {"layer_options": {"0": {"rule": "adamw"}}}, None)])
-def test_a_large_share_of_fallbacks_is_warned_of(num_embeddings: int, options: dict[str, Any], rule: str | None) -> None:
+@pytest.mark.entry(
+    "L13",
+    "more than 30 % of the parameters have no natural gradient",
+    "warned",
+    'AdamW trains them, and a warning says so once, with their share; `fallback="adamw"`, or a `rule` in '
+    "`layer_options`, says that this is intended",
+)
+@pytest.mark.parametrize(
+    ("num_embeddings", "options", "rule"),
+    [
+        (2, {}, None),
+        (200, {}, "AdamW"),
+        (200, {"fallback": "adamw"}, None),
+        (200, {"fallback": "sgd"}, "plain SGD"),
+        (200, {"layer_options": {"0": {"rule": "adamw"}}}, None),
+    ],
+)
+def test_a_large_share_of_fallbacks_is_warned_of(
+    num_embeddings: int, options: dict[str, Any], rule: str | None
+) -> None:
     model = nn.Sequential(nn.Embedding(num_embeddings, 8), nn.Linear(8, 20))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         NGSGD(model, lr=0.001, **options)
-    assert messages(caught, f"90% of the parameters take {rule}") == len(caught) == (rule is not None)
+    assert (
+        messages(caught, f"90% of the parameters take {rule}") == len(caught) == (rule is not None)
+    )
 
 
 @KINDS
-@pytest.mark.entry("L14", "limits on change shorten most steps", "warned",
-                   "once, after 64 steps or more, where `max_change` shortened more than half of the steps of layers, or "
-                   "`max_param_change` nine tenths of those of the model; `activity()` has the shares")
-@pytest.mark.parametrize(("options", "is_warned"), [({"max_change": 1e-6}, True), ({"max_param_change": 1e-6}, True),
-                                                    ({"max_change": 0.0, "max_param_change": 0.0}, False)])
-def test_limits_that_set_the_step_are_warned_of_once(kind: type[SGD], options: dict[str, float], is_warned: bool) -> None:
+@pytest.mark.entry(
+    "L14",
+    "limits on change shorten most steps",
+    "warned",
+    "once, after 64 steps or more, where `max_change` shortened more than half of the steps of layers, or "
+    "`max_param_change` nine tenths of those of the model; `activity()` has the shares",
+)
+@pytest.mark.parametrize(
+    ("options", "is_warned"),
+    [
+        ({"max_change": 1e-6}, True),
+        ({"max_param_change": 1e-6}, True),
+        ({"max_change": 0.0, "max_param_change": 0.0}, False),
+    ],
+)
+def test_limits_that_set_the_step_are_warned_of_once(
+    kind: type[SGD], options: dict[str, Any], is_warned: bool
+) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 2))
     optimizer = kind(model, 0.001, **options)
@@ -589,13 +616,20 @@ def test_limits_that_set_the_step_are_warned_of_once(kind: type[SGD], options: d
     assert messages(caught, "max_change") == is_warned
 
 
-@pytest.mark.entry("L15", "you want Fisher estimates to start again, as after averaging or for a new task", "right",
-                   "`optimizer.reset_estimates()`; the next minibatch starts them as those of a new NGSGD, and momentum stays")
+@pytest.mark.entry(
+    "L15",
+    "you want Fisher estimates to start again, as after averaging or for a new task",
+    "right",
+    "`optimizer.reset_estimates()`; the next minibatch starts them as those of a new NGSGD, and momentum stays",
+)
 def test_estimates_that_are_reset_are_those_of_a_new_optimizer() -> None:
     model, optimizer = trained()
     twin = copy.deepcopy(model)
     optimizer.reset_estimates()
-    assert all(estimate.state is None and estimate.num_calls == 0 for _, estimate in optimizer.preconditioners())
+    assert all(
+        estimate.state is None and estimate.num_calls == 0
+        for _, estimate in optimizer.preconditioners()
+    )
     new = NGSGD(twin, lr=optimizer.param_groups[0]["lr"])
     for each, of in ((optimizer, model), (new, twin)):
         each.zero_grad()

@@ -372,7 +372,9 @@ def test_updates_that_wait_in_a_queue_are_bit_equal_to_immediate_ones(dtype: tor
     queue = UpdateQueue(deferred=True)
     # those of one rank are updated together
     waiting = [OnlineNaturalGradient(rank, period, queue=queue) for rank in (2, 5, 5)]
-    immediate = [OnlineNaturalGradient(rank, period, queue=UpdateQueue(deferred=False)) for rank in (2, 5, 5)]
+    immediate = [
+        OnlineNaturalGradient(rank, period, queue=UpdateQueue(deferred=False)) for rank in (2, 5, 5)
+    ]
     for t, num in enumerate(nums):
         for k, (a, b) in enumerate(zip(waiting, immediate, strict=True)):
             X = rows(num, 6 + k, seed + t, dtype)
@@ -407,7 +409,10 @@ def test_second_moments_are_refused_where_next_to_nothing_is_left_of_the_rows() 
     for _ in range(12):
         ng.precondition(X)
     num_calls = ng.num_calls
-    assert ng.precondition_sum(X.T @ X, X.sum(dim=0), num_rows=50.0) is None and ng.num_calls == num_calls
+    assert (
+        ng.precondition_sum(X.T @ X, X.sum(dim=0), num_rows=50.0) is None
+        and ng.num_calls == num_calls
+    )
 
 
 def test_an_update_waits_until_its_own_estimate_is_needed_or_the_step_is_done() -> None:

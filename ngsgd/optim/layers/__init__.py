@@ -5,7 +5,13 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-from ngsgd.optim.layers.attach import NATURAL_GRADIENT_CLASSES, attach, detach_all, natural_class, weight_of
+from ngsgd.optim.layers.attach import (
+    NATURAL_GRADIENT_CLASSES,
+    attach,
+    detach_all,
+    natural_class,
+    weight_of,
+)
 from ngsgd.optim.layers.common import FisherSettings, LayerContext, LayerPreconditioner
 
 __all__ = ["NATURAL_GRADIENT_CLASSES", "FisherSettings", "LayerContext", "LayerPreconditioner",

@@ -21,7 +21,10 @@ from torch import nn
 
 # registers the operators that layers call in a compiled graph
 from ngsgd.optim.layers import compiled  # noqa: F401
-from ngsgd.optim.layers.attention import NaturalGradientMultiheadAttention, NaturalGradientOutProjection
+from ngsgd.optim.layers.attention import (
+    NaturalGradientMultiheadAttention,
+    NaturalGradientOutProjection,
+)
 from ngsgd.optim.layers.base import OWNER
 from ngsgd.optim.layers.common import FisherSettings, LayerContext, LayerPreconditioner
 from ngsgd.optim.layers.convolution import (
@@ -62,8 +65,13 @@ _PLAIN_CLASSES[FastLinear] = nn.Linear
 def natural_class(kind: type[nn.Module]) -> type[nn.Module] | None:
     """What a layer of exactly this class becomes; None if there is no natural gradient for it."""
     # of GPT-2; transformers is not imported for its sake
-    if kind not in NATURAL_GRADIENT_CLASSES and (kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D"):
-        NATURAL_GRADIENT_CLASSES[kind] = type("NaturalGradientConv1D", (NaturalGradientTransposedLinear, kind), {})
+    if kind not in NATURAL_GRADIENT_CLASSES and (kind.__module__, kind.__name__) == (
+        "transformers.pytorch_utils",
+        "Conv1D",
+    ):
+        NATURAL_GRADIENT_CLASSES[kind] = type(
+            "NaturalGradientConv1D", (NaturalGradientTransposedLinear, kind), {}
+        )
         _PLAIN_CLASSES[NATURAL_GRADIENT_CLASSES[kind]] = kind
     return NATURAL_GRADIENT_CLASSES.get(kind)
 
@@ -79,7 +87,9 @@ def attach(layer: nn.Module, settings: FisherSettings,
     if new_class is None or weight is None or not weight.requires_grad:
         return None
     # keys and values of another width, or of parameters
-    if isinstance(layer, nn.MultiheadAttention) and (layer.bias_k is not None or layer.add_zero_attn):
+    if isinstance(layer, nn.MultiheadAttention) and (
+        layer.bias_k is not None or layer.add_zero_attn
+    ):
         return None
     if context.observes and not (plain_class is nn.Linear or (isinstance(layer, nn.Conv1d) and layer.groups == 1)):
         return None
@@ -96,7 +106,9 @@ def attach(layer: nn.Module, settings: FisherSettings,
 
 def weight_of(layer: nn.Module) -> Any:
     """The parameter whose gradient decides about the estimates; None if there is none."""
-    return layer._parameters.get("in_proj_weight" if isinstance(layer, nn.MultiheadAttention) else "weight")
+    return layer._parameters.get(
+        "in_proj_weight" if isinstance(layer, nn.MultiheadAttention) else "weight"
+    )
 
 
 def detach(layer: nn.Module, context: LayerContext) -> None:
@@ -121,7 +133,10 @@ def detach_all(layers: Mapping[str, nn.Module], context: LayerContext) -> None:
 def _preconditioner(layer: Any, plain_class: type[nn.Module], settings: FisherSettings,
                     context: LayerContext) -> LayerPreconditioner:
     weight = weight_of(layer)
-    has_bias = getattr(layer, "in_proj_bias" if plain_class is nn.MultiheadAttention else "bias", None) is not None
+    has_bias = (
+        getattr(layer, "in_proj_bias" if plain_class is nn.MultiheadAttention else "bias", None)
+        is not None
+    )
     if context.observes:
         kind = ObservedLinear if plain_class is nn.Linear else ObservedTdnn
         return kind(context, weight[0].numel(), len(weight), has_bias, settings)

@@ -1,9 +1,10 @@
-"""The layers as opaque operators, so that `torch.compile` takes a complete model without a graph break.
+"""The layers as opaque operators, so that `torch.compile` takes a model without a graph break.
 
-A Fisher estimate is state that changes in the backward pass, which a traced graph cannot hold.  The operators
-find it by a number; the number is a tensor, since a graph is compiled again for each new value of a Python number.
-Outside of `torch.compile` the autograd Functions beside the layers do the same arithmetic and cost less.
-`ngsgd.optim.layers.attach` lists the other ways to read rows.  Layers call these as `torch.ops.ngsgd`.
+A Fisher estimate is state that changes in the backward pass, which a traced graph cannot hold.  The
+operators find it by a number; the number is a tensor, since a graph is compiled again for each new
+value of a Python number.  Outside of `torch.compile` the autograd Functions of the layers do the
+same arithmetic and cost less.  `ngsgd.optim.layers.attach` lists the other ways to read rows.
+Layers call these as `torch.ops.ngsgd`.
 """
 
 from __future__ import annotations
@@ -30,51 +31,96 @@ def _linear_gradients(layer: Any, x: Tensor, dY: Tensor, weight: Tensor, geometr
     return linear.gradients(layer, x, dY, True, has_bias)
 
 
-def _convolution(x: Tensor, weight: Tensor, bias: Tensor | None, number: Tensor, geometry: Sequence[int],
-                 dtype: torch.dtype | None) -> Tensor:
-    return convolution.convolve(*cast(dtype, x, weight, bias), convolution.Geometry.of(geometry))
+def _convolution(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    number: Tensor,
+    geometry: Sequence[int],
+    dtype: torch.dtype | None,
+) -> Tensor:
+    x, weight, bias = cast(dtype, x, weight, bias)
+    return convolution.convolve(x, weight, bias, convolution.Geometry.of(geometry))
 
 
-def _convolution_gradients(layer: Any, x: Tensor, dY: Tensor, weight: Tensor, geometry: Sequence[int],
-                           has_bias: bool) -> tuple[Tensor | None, Tensor | None]:
-    return convolution.gradients(layer, x, weight, dY, convolution.Geometry.of(geometry), (False, True, has_bias))[1:]
+def _convolution_gradients(
+    layer: Any, x: Tensor, dY: Tensor, weight: Tensor, geometry: Sequence[int], has_bias: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    return convolution.gradients(
+        layer, x, weight, dY, convolution.Geometry.of(geometry), (False, True, has_bias)
+    )[1:]
 
 
-def _scale_offset(x: Tensor, weight: Tensor, bias: Tensor | None, number: Tensor, geometry: Sequence[int],
-                  dtype: torch.dtype | None) -> Tensor:
+def _scale_offset(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    number: Tensor,
+    geometry: Sequence[int],
+    dtype: torch.dtype | None,
+) -> Tensor:
     return scale_offset.scaled(x, weight, bias, geometry[0])
 
 
-def _scale_offset_gradients(layer: Any, x: Tensor, dY: Tensor, weight: Tensor, geometry: Sequence[int],
-                            has_bias: bool) -> tuple[Tensor | None, Tensor | None]:
-    return scale_offset.gradients(layer, x, weight, dY, geometry[0], (True, has_bias), (True, has_bias))
+def _scale_offset_gradients(
+    layer: Any, x: Tensor, dY: Tensor, weight: Tensor, geometry: Sequence[int], has_bias: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    return scale_offset.gradients(
+        layer, x, weight, dY, geometry[0], (True, has_bias), (True, has_bias)
+    )
 
 
-def _linear_input_gradient(x: Tensor, dY: Tensor, weight: Tensor, geometry: Sequence[int]) -> Tensor:
+def _linear_input_gradient(
+    x: Tensor, dY: Tensor, weight: Tensor, geometry: Sequence[int]
+) -> Tensor:
     return dY @ weight.to(dY.dtype)
 
 
-def _convolution_input_gradient(x: Tensor, dY: Tensor, weight: Tensor, geometry: Sequence[int]) -> Tensor:
-    dX = convolution.gradients(None, x.to(dY.dtype), weight, dY, convolution.Geometry.of(geometry), (True, False, False))[0]
+def _convolution_input_gradient(
+    x: Tensor, dY: Tensor, weight: Tensor, geometry: Sequence[int]
+) -> Tensor:
+    dX = convolution.gradients(
+        None, x.to(dY.dtype), weight, dY, convolution.Geometry.of(geometry), (True, False, False)
+    )[0]
     assert dX is not None
     return dX
 
 
-def _scale_offset_input_gradient(x: Tensor, dY: Tensor, weight: Tensor, geometry: Sequence[int]) -> Tensor:
+def _scale_offset_input_gradient(
+    x: Tensor, dY: Tensor, weight: Tensor, geometry: Sequence[int]
+) -> Tensor:
     return scale_offset.input_gradient(x, weight, dY, geometry[0])
 
 
-def _register(name: str, forward: Callable[..., Tensor],
-              gradients: Callable[..., tuple[Tensor | None, Tensor | None]], input_gradient: Callable[..., Tensor]) -> None:
-    """Make `torch.ops.ngsgd.<name>`; its weight and bias gradients are preconditioned where they are added to `grad`."""
+def _register(
+    name: str,
+    forward: Callable[..., Tensor],
+    gradients: Callable[..., tuple[Tensor | None, Tensor | None]],
+    input_gradient: Callable[..., Tensor],
+) -> None:
+    """Make `torch.ops.ngsgd.<name>`; gradients that are added to `grad` are preconditioned."""
     operator = torch.library.custom_op(f"ngsgd::{name}", forward, mutates_args=())
     operator.register_fake(forward)
 
-    def of_parameters(x: Tensor, dY: Tensor, weight: Tensor, number: Tensor, geometry: Sequence[int],
-                      has_bias: bool, is_frozen: bool) -> tuple[Tensor, Tensor]:
+    def of_parameters(
+        x: Tensor,
+        dY: Tensor,
+        weight: Tensor,
+        number: Tensor,
+        geometry: Sequence[int],
+        has_bias: bool,
+        is_frozen: bool,
+    ) -> tuple[Tensor, Tensor]:
         layer = layer_of(int(number))
         with without_autocast(dY.device.type):
-            dW, db = gradients(layer if not is_frozen and adds_to_grad(layer) else None, x, dY, weight, geometry, has_bias)
+            dW, db = gradients(
+                layer if not is_frozen and adds_to_grad(layer) else None,
+                x,
+                dY,
+                weight,
+                geometry,
+                has_bias,
+            )
         assert dW is not None
         # no bias: empty, since an operator returns tensors; strides are those of `fake`
         return (dW.to(weight.dtype).contiguous(),
@@ -83,10 +129,14 @@ def _register(name: str, forward: Callable[..., Tensor],
     def fake(x: Tensor, dY: Tensor, weight: Tensor, number: Tensor, geometry: Sequence[int],
              has_bias: bool, is_frozen: bool) -> tuple[Tensor, Tensor]:
         is_gain = input_gradient is _scale_offset_input_gradient
-        return (torch.empty_like(weight, memory_format=torch.contiguous_format),
-                weight.new_empty((weight.shape if is_gain else weight.shape[:1]) if has_bias else 0))
+        return (
+            torch.empty_like(weight, memory_format=torch.contiguous_format),
+            weight.new_empty((weight.shape if is_gain else weight.shape[:1]) if has_bias else 0),
+        )
 
-    gradients_operator = torch.library.custom_op(f"ngsgd::{name}_gradients", of_parameters, mutates_args=())
+    gradients_operator = torch.library.custom_op(
+        f"ngsgd::{name}_gradients", of_parameters, mutates_args=()
+    )
     gradients_operator.register_fake(fake)
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -96,12 +146,30 @@ def _register(name: str, forward: Callable[..., Tensor],
 
     def backward(ctx: Any, dY: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, number = ctx.saved_tensors
-        dX = input_gradient(x, dY, weight, ctx.geometry).to(x.dtype) if ctx.needs_input_grad[0] else None
+        dX = (
+            input_gradient(x, dY, weight, ctx.geometry).to(x.dtype)
+            if ctx.needs_input_grad[0]
+            else None
+        )
         dW = db = None
         if any(ctx.needs_input_grad[1:3]):
-            dW, db = gradients_operator(x.to(ctx.compute_dtype), dY, weight, number, ctx.geometry, ctx.has_bias,
-                                         not ctx.needs_input_grad[1])
-        return dX, dW if ctx.needs_input_grad[1] else None, db if ctx.has_bias else None, None, None, None
+            dW, db = gradients_operator(
+                x.to(ctx.compute_dtype),
+                dY,
+                weight,
+                number,
+                ctx.geometry,
+                ctx.has_bias,
+                not ctx.needs_input_grad[1],
+            )
+        return (
+            dX,
+            dW if ctx.needs_input_grad[1] else None,
+            db if ctx.has_bias else None,
+            None,
+            None,
+            None,
+        )
 
     operator.register_autograd(backward, setup_context=setup_context)
 

@@ -137,16 +137,26 @@ class _Convolution(torch.autograd.Function):
 
 def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor:
     """That of torch with 1 to 3 spatial dimensions."""
-    y: Tensor = (nn.functional.conv1d, nn.functional.conv2d, nn.functional.conv3d)[x.ndim - 3](x, weight, bias, *geometry)
+    y: Tensor = (nn.functional.conv1d, nn.functional.conv2d, nn.functional.conv3d)[x.ndim - 3](
+        x, weight, bias, *geometry
+    )
     return y
 
 
-def gradients(layer: SplicedPreconditioner | FilterPreconditioner | None, x: Tensor, weight: Tensor, dY: Tensor,
-              geometry: Geometry, wanted: tuple[bool, bool, bool]) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """(dX, dW, db), as far as they are wanted; plain ones without a layer."""
+def gradients(
+    layer: Any,
+    x: Tensor,
+    weight: Tensor,
+    dY: Tensor,
+    geometry: Geometry,
+    wanted: tuple[bool, bool, bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """(dX, dW, db), as far as they are wanted; plain ones where `layer`, a preconditioner, is None."""
     plain = layer is None or layer.needs_plain_gradient
     needs_x, needs_weight, has_bias = wanted
-    dX, dW, db = _plain_gradients(x, weight.to(dY.dtype), dY, geometry, (needs_x, needs_weight and plain, has_bias and plain))
+    dX, dW, db = _plain_gradients(
+        x, weight.to(dY.dtype), dY, geometry, (needs_x, needs_weight and plain, has_bias and plain)
+    )
     if layer is not None:
         layer.begin_pass(dY, dY.numel() // dY.shape[1])
         dW, db = layer.gradient(dW, db) if plain else layer.gradient_of(x, dY, weight, geometry)
@@ -159,8 +169,19 @@ def _plain_gradients(x: Tensor, weight: Tensor, dY: Tensor, geometry: Geometry,
     if not any(wanted):
         return None, None, None
     none = [0] * len(geometry.stride)
-    dX, dW, db = torch.ops.aten.convolution_backward(dY, x, weight, [weight.shape[0]], geometry.stride, geometry.padding,
-                                                     geometry.dilation, False, none, geometry.groups, list(wanted))
+    dX, dW, db = torch.ops.aten.convolution_backward(
+        dY,
+        x,
+        weight,
+        [weight.shape[0]],
+        geometry.stride,
+        geometry.padding,
+        geometry.dilation,
+        False,
+        none,
+        geometry.groups,
+        list(wanted),
+    )
     return dX, dW, db
 
 
@@ -183,10 +204,23 @@ class _NaturalGradientConv(NaturalGradientLayer, nn.modules.conv._ConvNd):
         geometry = Geometry(self.stride, padding, self.dilation, self.groups)
         weight = self.weight
         if torch.compiler.is_compiling():
-            y = torch.ops.ngsgd.convolution(x, weight, self.bias, self.preconditioner.number_tensor, geometry.flat(),
-                                            compute_dtype(input))
+            y: Tensor = torch.ops.ngsgd.convolution(
+                x,
+                weight,
+                self.bias,
+                self.preconditioner.number_tensor,
+                geometry.flat(),
+                compute_dtype(input),
+            )
         else:
-            y = _Convolution.apply(x, weight, self.bias, self.estimates_of(weight), geometry, compute_dtype(input))
+            y = _Convolution.apply(
+                x,
+                weight,
+                self.bias,
+                self.estimates_of(weight),  # type: ignore[no-untyped-call]
+                geometry,
+                compute_dtype(input),
+            )
         return y if x.ndim == input.ndim else y.squeeze(0)
 
 

@@ -19,8 +19,15 @@ class _Affine(torch.autograd.Function):
 
     @staticmethod
     # not setup_context: that costs 0.1 ms a call
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None,
-                layer: KroneckerPreconditioner | None, dtype: torch.dtype | None, is_transposed: bool) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        layer: KroneckerPreconditioner | None,
+        dtype: torch.dtype | None,
+        is_transposed: bool,
+    ) -> Tensor:
         ctx.layer, ctx.is_transposed = layer, is_transposed
         ctx.input_dtype = x.dtype
         saved = weight
@@ -58,11 +65,23 @@ def affine(layer: NaturalGradientLayer, x: Tensor, weight: Tensor, bias: Tensor 
     """x W^T + b, with the natural gradient of `layer`, whose leaf W is; or x W + b."""
     y: Tensor
     if torch.compiler.is_compiling():
-        y = torch.ops.ngsgd.linear(x, weight.T if is_transposed else weight, bias, layer.preconditioner.number_tensor, [],
-                                   compute_dtype(x))
+        y = torch.ops.ngsgd.linear(
+            x,
+            weight.T if is_transposed else weight,
+            bias,
+            layer.preconditioner.number_tensor,
+            [],
+            compute_dtype(x),
+        )
     else:
-        y = _Affine.apply(x, weight, bias, layer.estimates_of(weight), compute_dtype(x),  # type: ignore[no-untyped-call]
-                          is_transposed)
+        y = _Affine.apply(
+            x,
+            weight,
+            bias,
+            layer.estimates_of(weight),
+            compute_dtype(x),  # type: ignore[no-untyped-call]
+            is_transposed,
+        )
     return y
 
 
@@ -78,7 +97,7 @@ class NaturalGradientLinear(NaturalGradientLayer, nn.Linear):
 
 
 class NaturalGradientTransposedLinear(NaturalGradientLayer):
-    """Base of what `NGSGD` turns a Conv1D of Hugging Face into: an affine layer with a weight of inputs x outputs."""
+    """Base of what `NGSGD` turns a Conv1D of Hugging Face into: its weight is inputs x outputs."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
         if not torch.is_grad_enabled() or is_plain_context(x):

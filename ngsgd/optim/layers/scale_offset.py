@@ -1,7 +1,8 @@
 """Normalisation layers with the natural gradient of their scale and offset in the backward pass.
 
 Per-element scales and offsets have one gradient row per frame: the output derivative for the offset, the derivative times
-the normalised input for the scale.  These rows are preconditioned, then summed (Kaldi's ScaleAndOffsetComponent).
+the normalized input for the scale.  These rows are preconditioned, then summed (Kaldi's
+ScaleAndOffsetComponent).
 Letters: N rows, D elements.
 """
 
@@ -14,7 +15,13 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ngsgd.optim.layers.base import NaturalGradientLayer, asked_for, is_plain_context
-from ngsgd.optim.layers.common import FisherSettings, LayerContext, LayerPreconditioner, upcast, without_autocast
+from ngsgd.optim.layers.common import (
+    FisherSettings,
+    LayerContext,
+    LayerPreconditioner,
+    upcast,
+    without_autocast,
+)
 from ngsgd.preconditioners.online import OnlineNaturalGradient
 
 # up to so many, X^T X costs no more than the projections of all rows
@@ -32,16 +39,23 @@ class ScaleOffsetPreconditioner(LayerPreconditioner):
                                                        settings) for name in names})
 
     def gradient(self, name: str, x: Tensor, first: int, ndim: int) -> Tensor:
-        """The sum of the preconditioned rows, rescaled; the elements of a row lie along the dimensions of x from `first` on."""
+        """The sum of the preconditioned rows, rescaled.
+
+        The elements of a row lie along `ndim` dimensions of x from `first` on.
+        """
         side: OnlineNaturalGradient = self.sides[name]
         dim = x.shape[first:first + ndim].numel()
         if x.is_cpu and 1 < dim <= _FEW_ELEMENTS:
             S_DD, sum_D, num_rows = self._moments(x, first, ndim, dim)
-            total_D = side.precondition_sum(S_DD, sum_D, num_rows=num_rows, loss_scale=self.context.loss_scale())
+            total_D = side.precondition_sum(
+                S_DD, sum_D, num_rows=num_rows, loss_scale=self.context.loss_scale()
+            )
             if total_D is not None:
                 return total_D
         rows_ND = _rows(x, first, ndim)
-        call = side.begin(rows_ND, num_rows=self._num_rows(rows_ND, 1), loss_scale=self.context.loss_scale())
+        call = side.begin(
+            rows_ND, num_rows=self._num_rows(rows_ND, 1), loss_scale=self.context.loss_scale()
+        )
         if call is None:
             return rows_ND.sum(dim=0)
         rows_hat_ND, _, scale = call.preconditioned()
@@ -49,18 +63,28 @@ class ScaleOffsetPreconditioner(LayerPreconditioner):
         side.finish(call)
         return total_D
 
-    def _moments(self, x: Tensor, first: int, ndim: int, dim: int) -> tuple[Tensor, Tensor, Tensor | float]:
+    def _moments(
+        self, x: Tensor, first: int, ndim: int, dim: int
+    ) -> tuple[Tensor, Tensor, Tensor | float]:
         """(X^T X, sum of the rows, their number), without a copy of x as rows."""
         if x.ndim == first + ndim:
             rows_ND = x.reshape(-1, dim)
             return rows_ND.T @ rows_ND, rows_ND.sum(dim=0), self._num_rows(rows_ND, 1)
         # channels of a batch normalisation
         x_BDT = x.flatten(2)
-        return torch.bmm(x_BDT, x_BDT.transpose(1, 2)).sum(dim=0), x_BDT.sum(dim=(0, 2)), self._num_rows(x_BDT, 1)
+        return (
+            torch.bmm(x_BDT, x_BDT.transpose(1, 2)).sum(dim=0),
+            x_BDT.sum(dim=(0, 2)),
+            self._num_rows(x_BDT, 1),
+        )
 
     def _num_rows(self, x: Tensor, dim: int) -> Tensor | float:
         """Those that count."""
-        return (x != 0).any(dim=dim).sum() if self.context.ignore_zero_rows else float(x.numel() // x.shape[dim])
+        return (
+            (x != 0).any(dim=dim).sum()
+            if self.context.ignore_zero_rows
+            else float(x.numel() // x.shape[dim])
+        )
 
 
 class _ScaleOffset(torch.autograd.Function):
@@ -80,15 +104,26 @@ class _ScaleOffset(torch.autograd.Function):
         (needs_scale, scale_is_added), (needs_offset, offset_is_added) = asked_for(ctx, 1), asked_for(ctx, 2)
         with without_autocast(dY.device.type):
             dX = input_gradient(x, scale, dY, ctx.first) if ctx.needs_input_grad[0] else None
-            d_scale, d_offset = gradients(ctx.layer, x, scale, dY, ctx.first, (needs_scale, needs_offset),
-                                          (scale_is_added, offset_is_added))
+            d_scale, d_offset = gradients(
+                ctx.layer,
+                x,
+                scale,
+                dY,
+                ctx.first,
+                (needs_scale, needs_offset),
+                (scale_is_added, offset_is_added),
+            )
         return dX, d_scale, d_offset, None, None
 
 
 def scaled(x: Tensor, scale: Tensor, offset: Tensor | None, first: int) -> Tensor:
     """x * scale + offset."""
     scale_b = _along(scale, x, first).to(x.dtype)
-    return x * scale_b if offset is None else torch.addcmul(_along(offset, x, first).to(x.dtype), x, scale_b)
+    return (
+        x * scale_b
+        if offset is None
+        else torch.addcmul(_along(offset, x, first).to(x.dtype), x, scale_b)
+    )
 
 
 def input_gradient(x: Tensor, scale: Tensor, dY: Tensor, first: int) -> Tensor:
@@ -96,9 +131,16 @@ def input_gradient(x: Tensor, scale: Tensor, dY: Tensor, first: int) -> Tensor:
     return dY * _along(scale, x, first).to(dY.dtype)
 
 
-def gradients(layer: ScaleOffsetPreconditioner | None, x: Tensor, scale: Tensor, dY: Tensor, first: int,
-              needed: tuple[bool, bool], added: tuple[bool, bool]) -> tuple[Tensor | None, Tensor | None]:
-    """(of the scale, of the offset), as far as they are needed; preconditioned where they are added to `grad`."""
+def gradients(
+    layer: ScaleOffsetPreconditioner | None,
+    x: Tensor,
+    scale: Tensor,
+    dY: Tensor,
+    first: int,
+    needed: tuple[bool, bool],
+    added: tuple[bool, bool],
+) -> tuple[Tensor | None, Tensor | None]:
+    """(of the scale, of the offset), as far as they are needed; preconditioned if `added` to `grad`."""
     if layer is not None and any(added):
         layer.begin_pass(dY, dY.numel() // scale.numel())
     d_scale = d_offset = None
@@ -109,9 +151,13 @@ def gradients(layer: ScaleOffsetPreconditioner | None, x: Tensor, scale: Tensor,
     return d_scale, d_offset
 
 
-def _sum(layer: ScaleOffsetPreconditioner | None, name: str, x: Tensor, parameter: Tensor, first: int) -> Tensor:
+def _sum(
+    layer: ScaleOffsetPreconditioner | None, name: str, x: Tensor, parameter: Tensor, first: int
+) -> Tensor:
     ndim = parameter.ndim
-    total_D = _rows(x, first, ndim).sum(dim=0) if layer is None else layer.gradient(name, x, first, ndim)
+    total_D = (
+        _rows(x, first, ndim).sum(dim=0) if layer is None else layer.gradient(name, x, first, ndim)
+    )
     return total_D.view_as(parameter)
 
 
@@ -136,20 +182,25 @@ class NaturalGradientNorm(NaturalGradientLayer):
     def forward(self: Any, input: Tensor) -> Tensor:  # noqa: A002  the name is torch's
         if is_plain_context(input):
             return self.plain_forward(input)  # type: ignore[no-any-return]
-        normalised = self.normalised(input)
+        normalized = self.normalized(input)
         first = input.ndim - self.weight.ndim if isinstance(self, (nn.LayerNorm, nn.RMSNorm)) else 1
         weight, bias = self.weight, getattr(self, "bias", None)
         if torch.compiler.is_compiling():
-            y = torch.ops.ngsgd.scale_offset(normalised, weight, bias, self.preconditioner.number_tensor, [first], None)
+            y = torch.ops.ngsgd.scale_offset(
+                normalized, weight, bias, self.preconditioner.number_tensor, [first], None
+            )
         else:
-            y = _ScaleOffset.apply(normalised, weight, bias, self.estimates_of(weight), first)
+            estimates = self.estimates_of(weight)
+            y = _ScaleOffset.apply(  # type: ignore[no-untyped-call]
+                normalized, weight, bias, estimates, first
+            )
         return y  # type: ignore[no-any-return]
 
 
 class NaturalGradientLayerNorm(NaturalGradientNorm, nn.LayerNorm):
     """What `NGSGD` turns an `nn.LayerNorm` into."""
 
-    def normalised(self, x: Tensor) -> Tensor:
+    def normalized(self, x: Tensor) -> Tensor:
         """The layer without its affine part."""
         return nn.functional.layer_norm(x, self.normalized_shape, None, None, self.eps)
 
@@ -157,7 +208,7 @@ class NaturalGradientLayerNorm(NaturalGradientNorm, nn.LayerNorm):
 class NaturalGradientRMSNorm(NaturalGradientNorm, nn.RMSNorm):
     """What `NGSGD` turns an `nn.RMSNorm` into."""
 
-    def normalised(self, x: Tensor) -> Tensor:
+    def normalized(self, x: Tensor) -> Tensor:
         """The layer without its affine part."""
         return nn.functional.rms_norm(x, self.normalized_shape, None, self.eps)
 
@@ -165,7 +216,7 @@ class NaturalGradientRMSNorm(NaturalGradientNorm, nn.RMSNorm):
 class NaturalGradientGroupNorm(NaturalGradientNorm, nn.GroupNorm):
     """What `NGSGD` turns an `nn.GroupNorm` into."""
 
-    def normalised(self, x: Tensor) -> Tensor:
+    def normalized(self, x: Tensor) -> Tensor:
         """The layer without its affine part."""
         return nn.functional.group_norm(x, self.num_groups, None, None, self.eps)
 
@@ -173,7 +224,7 @@ class NaturalGradientGroupNorm(NaturalGradientNorm, nn.GroupNorm):
 class _NaturalGradientBatchNorm(NaturalGradientNorm):
     """What the three have in common."""
 
-    def normalised(self: Any, x: Tensor) -> Tensor:
+    def normalized(self: Any, x: Tensor) -> Tensor:
         """The layer without its affine part; moves the running statistics as torch's layer does."""
         self._check_input_dim(x)
         tracks = self.training and self.track_running_stats
@@ -185,8 +236,16 @@ class _NaturalGradientBatchNorm(NaturalGradientNorm):
                 momentum = 1.0 / float(self.num_batches_tracked)
         is_used = not self.training or self.track_running_stats
         of_batch = self.training or (self.running_mean is None and self.running_var is None)
-        return nn.functional.batch_norm(x, self.running_mean if is_used else None, self.running_var if is_used else None, None,
-                                        None, of_batch, momentum, self.eps)
+        return nn.functional.batch_norm(
+            x,
+            self.running_mean if is_used else None,
+            self.running_var if is_used else None,
+            None,
+            None,
+            of_batch,
+            momentum,
+            self.eps,
+        )
 
 
 class NaturalGradientBatchNorm1d(_NaturalGradientBatchNorm, nn.BatchNorm1d):

@@ -69,9 +69,13 @@ def check_spliced(layer: nn.Conv1d, *, num_minibatches: int = 2, batch: int = 2,
         expect(layer_ng, *reference.gradient(X, derivative_rows(dY)))
 
 
-@pytest.mark.entry("N4", "the model has an `nn.Conv1d` with one group", "right",
-                   "natural gradient, as of a Linear layer on spliced frames, for all strides, dilations, paddings "
-                   "and padding modes")
+@pytest.mark.entry(
+    "N4",
+    "the model has an `nn.Conv1d` with one group",
+    "right",
+    "natural gradient, as of a Linear layer on spliced frames, for all strides, dilations, paddings "
+    "and padding modes",
+)
 @pytest.mark.parametrize("padding_mode", ["zeros", "reflect", "circular"])
 @pytest.mark.parametrize(("stride", "padding"), [(1, 2), (1, "same"), (2, 0), (2, 2), (2, "valid")])
 @pytest.mark.parametrize(("taps", "dilation"), [(1, 1), (1, 3), (5, 1), (3, 3)])
@@ -138,8 +142,12 @@ FILTERED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 }
 
 
-@pytest.mark.entry("N5", "the model has an `nn.Conv2d`, `nn.Conv3d` or a grouped convolution", "right",
-                   "natural gradient of the rows of the gradient, then of its transpose")
+@pytest.mark.entry(
+    "N5",
+    "the model has an `nn.Conv2d`, `nn.Conv3d` or a grouped convolution",
+    "right",
+    "natural gradient of the rows of the gradient, then of its transpose",
+)
 @pytest.mark.parametrize("case", FILTERED)
 def test_other_convolutions_precondition_rows_of_the_gradient_then_of_its_transpose(case: str) -> None:
     torch.manual_seed(0)

@@ -74,9 +74,13 @@ def test_the_two_shapes_take_the_two_forms(monkeypatch: pytest.MonkeyPatch) -> N
     assert taken == [False] * 3 + [True] * 3
 
 
-@pytest.mark.entry("N1", "the model has an `nn.Linear`", "right",
-                   "natural gradient of rows of inputs and of derivatives; exact classes only, since a subclass may "
-                   "compute something else")
+@pytest.mark.entry(
+    "N1",
+    "the model has an `nn.Linear`",
+    "right",
+    "natural gradient of rows of inputs and of derivatives; exact classes only, since a subclass may "
+    "compute something else",
+)
 @SHAPES
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no_bias"])
 def test_gradient_is_the_product_of_standalone_preconditioned_rows(num_rows: int, num_inputs: int, num_outputs: int,
@@ -155,9 +159,13 @@ def test_a_module_used_twice_counts_twice_in_backward_order(num_rows: int, num_i
     assert dict(optimizer.preconditioners())["Linear.input"].num_calls == 16
 
 
-@pytest.mark.entry("L16", "you accumulate gradients over several backward passes", "right",
-                   "the gradient is the sum of those of the passes, each preconditioned with the estimates of its "
-                   "pass")
+@pytest.mark.entry(
+    "L16",
+    "you accumulate gradients over several backward passes",
+    "right",
+    "the gradient is the sum of those of the passes, each preconditioned with the estimates of its "
+    "pass",
+)
 @SHAPES
 def test_accumulated_gradients_are_sums_of_two_calls(num_rows: int, num_inputs: int, num_outputs: int) -> None:
     layer, optimizer = layer_of(num_inputs, num_outputs)

@@ -130,8 +130,12 @@ def check(name: str, num_minibatches: int, *, training: bool = True) -> None:
     assert float((layer.weight.grad - plain.weight.grad).norm()) > 0.01 * float(plain.weight.grad.norm())
 
 
-@pytest.mark.entry("N6", "the model has a LayerNorm, RMSNorm, GroupNorm or BatchNorm with scale and offset", "right",
-                   "natural gradient of both; outputs and running statistics are torch's")
+@pytest.mark.entry(
+    "N6",
+    "the model has a LayerNorm, RMSNorm, GroupNorm or BatchNorm with scale and offset",
+    "right",
+    "natural gradient of both; outputs and running statistics are torch's",
+)
 @ALL
 def test_forward_input_gradient_and_statistics_are_torchs_and_parameters_get_sums_of_preconditioned_rows(name: str) -> None:
     check(name, num_minibatches=17)  # updates in calls 0 to 10 and 14
