@@ -216,7 +216,9 @@ def entry(results: Results, cell: Cell) -> str:
     losses = [one["test_ce"] for one in runs if one["test_ce"] is not None]
     if not losses:
         return "diverged"
-    spread = f"{min(losses):.3f} to {max(losses):.3f}" if len(losses) > 1 else "1 seed"
+    spread = f"{min(losses):.3f} to {max(losses):.3f}"
+    if len(losses) < len(SEEDS):
+        spread += f", {len(losses)} of {len(runs)} seeds"
     return f"{statistics.fmean(losses):.3f} ({spread}), {lr:.2g}"
 
 
