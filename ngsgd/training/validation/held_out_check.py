@@ -17,7 +17,7 @@ _LOOK_CLOSER = 0.25
 
 
 def max_objf_gap(task: Task, factor: float, seed: int) -> float:
-    """The tolerance of objf: `factor` nats, or that multiple of the initial model's loss if that is above 1.
+    """The tolerance of objf: `factor` nats, or that multiple of a larger loss of the initial model.
 
     The loss of a user's task has any scale, and its score may jump, as under batch normalization;
     where the objf of guessing is known it is in nats per frame.
