@@ -14,4 +14,5 @@ def test_no_test_of_engine_optimizers_and_examples_imports_speech_recognition() 
 
 @pytest.mark.slow
 def test_workers_and_an_example_train_without_speech_recognition() -> None:
-    assert without_speech.run(["tests/training/test_worker.py", "tests/examples/test_examples.py", "-k", "test_worker or kfac"]) == 0
+    files = ["tests/training/test_worker.py", "tests/examples/test_examples.py"]
+    assert without_speech.run([*files, "-k", "test_worker or kfac"]) == 0
