@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from ngsgd.ops import packed_gemm
 from ngsgd.ops.packed_gemm import PackedMatrix
@@ -254,7 +255,7 @@ def apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
     return y
 
 
-@torch._disable_dynamo
+@_disable_dynamo
 def _uncompiled(function: type[torch.autograd.Function], *args: Any) -> Any:
     return function.apply(*args)
 
