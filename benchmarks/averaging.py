@@ -367,7 +367,8 @@ class LocalRank:
                                replica_id=f"rank{self.rank}", hostname=_HOST, init_sync=False)
         if outer == "average":
             local = TorchftLocalSGD(self.manager, self.model, self.optimizer, 1)
-            return lambda: torch.no_grad()(local.sync)()
+            synced: Callable[[], object] = torch.no_grad()(local.sync)
+            return synced
         theirs = torch.optim.SGD(self.model.parameters(), 0.7, momentum=0.9, nesterov=True)
         # a step without gradients: the hook behind it averages
         TorchftDiLoCo(self.manager, [self.model], self.optimizer, theirs, sync_every=1).__enter__()

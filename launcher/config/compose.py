@@ -58,13 +58,9 @@ def groups(config_dir: Path | None = None) -> dict[str, list[str]]:
 
 def with_current_names(overrides: Sequence[str]) -> list[str]:
     """Return overrides with the names of this version; old names are reported once on stderr."""
-    is_task = any(line.startswith("task=") for line in overrides)
     # a section with one value that matters is chosen like a group
     overrides = [f"task._target_{line.removeprefix('task')}" if line.startswith("task=") else line for line in overrides]
     lines, found = with_new_names_in(overrides)
-    if is_task and not any(line.startswith(("schedule.minibatch_size=", "recipe=")) for line in lines):
-        # that of the default recipe is for its frames
-        lines = [f"schedule.minibatch_size={RunConfig().schedule.minibatch_size}", *lines]
     for rename in found:
         if rename not in _reported:
             _reported.add(rename)

@@ -128,7 +128,7 @@ def test_all_wrong_arguments_are_told_at_once() -> None:
 
 def test_a_saved_measurement_is_used_for_its_own_settings_only(
         measured: list[RunConfig], capsys: pytest.CaptureFixture[str]) -> None:
-    _keep(compose.compose([]))
+    _keep(RunConfig())
     assert cli.main(["plan", "--saved", "output_dir=runs", "cluster=in_process", "name=other"]) == 0  # where jobs run may differ
     assert measured == []
     assert cli.main(["plan", "--saved", "output_dir=runs", "model.hidden_dim=512"]) == 2

@@ -23,17 +23,10 @@ def problems_of(*overrides: str, config_dir: Path | None = None) -> list[str]:
     return caught.value.problems
 
 
-def test_a_task_has_the_minibatch_of_the_library_and_not_of_the_default_recipe() -> None:
-    default = RunConfig().schedule.minibatch_size
-    assert compose.compose([]).schedule.minibatch_size != default
-    assert compose.compose(["task=module:function"]).schedule.minibatch_size == default
-    assert compose.compose(["task=module:function", "schedule.minibatch_size=7"]).schedule.minibatch_size == 7
-
-
-def test_without_overrides_only_jobs_and_minibatch_differ_from_the_dataclass_defaults() -> None:
+def test_without_overrides_only_the_jobs_differ_from_the_dataclass_defaults() -> None:
     composed, default = flatten(compose.compose([])), flatten(RunConfig())
     changed = {key for key in default if composed[key] != default[key]}
-    assert changed <= {"schedule.num_jobs_initial", "schedule.minibatch_size"}
+    assert changed <= {"schedule.num_jobs_initial"}
     assert composed["schedule.num_jobs_initial"] == composed["cluster.num_workers"]
 
 
