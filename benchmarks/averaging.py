@@ -353,7 +353,7 @@ class LocalRank:
 
     def torch_average(self) -> None:
         """What PostLocalSGDOptimizer does after the step of its optimizer."""
-        average_parameters(iter(list(self.model.parameters())), dist.group.WORLD)
+        average_parameters(iter(list(self.model.parameters())), dist.distributed_c10d._get_default_group())
 
     def torchft(self, outer: str) -> Callable[[], object]:
         from torchft.local_sgd import DiLoCo as TorchftDiLoCo
@@ -366,7 +366,9 @@ class LocalRank:
                                rank=0, world_size=1, store_addr=_HOST, store_port=self.store.port, lighthouse_addr=self.lighthouse,
                                replica_id=f"rank{self.rank}", hostname=_HOST, init_sync=False)
         if outer == "average":
-            return torch.no_grad()(TorchftLocalSGD(self.manager, self.model, self.optimizer, 1).sync)
+            local = TorchftLocalSGD(self.manager, self.model, self.optimizer, 1)
+            synced: Callable[[], object] = torch.no_grad()(local.sync)
+            return synced
         theirs = torch.optim.SGD(self.model.parameters(), 0.7, momentum=0.9, nesterov=True)
         # a step without gradients: the hook behind it averages
         TorchftDiLoCo(self.manager, [self.model], self.optimizer, theirs, sync_every=1).__enter__()

@@ -13,5 +13,6 @@ def test_no_test_of_engine_optimizers_and_examples_imports_speech_recognition() 
 
 
 @pytest.mark.slow
-def test_a_worker_trains_without_speech_recognition() -> None:
-    assert without_speech.run(["tests/training/test_worker.py", "tests/training/test_task.py"]) == 0
+def test_workers_and_an_example_train_without_speech_recognition() -> None:
+    files = ["tests/training/test_worker.py", "tests/examples/test_examples.py"]
+    assert without_speech.run([*files, "-k", "test_worker or kfac"]) == 0

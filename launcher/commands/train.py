@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ngsgd.config import RunConfig
 from ngsgd.errors import EXIT_OK, ConfigError
@@ -19,7 +20,6 @@ from ngsgd.launcher.reports.predictions import Forecast
 from ngsgd.launcher.reports.progress import ProgressTracker
 from ngsgd.launcher.signals import SignalStop, signals_to
 from ngsgd.launcher.text import masked
-from ngsgd.pipeline.run import Run, build_run
 from ngsgd.pipeline.runs import trust as permission
 from ngsgd.pipeline.runs.fingerprint_check import FingerprintCheck
 from ngsgd.pipeline.runs.run_folder import RunFolder, require_unchanged, run_name
@@ -30,6 +30,9 @@ from ngsgd.training.storage.event_log import read_events
 from ngsgd.training.tracking import Tracker
 from ngsgd.training.worker_pool import WorkerPool
 
+if TYPE_CHECKING:
+    from ngsgd.pipeline.run import Run
+
 
 def train(config: RunConfig, quiet: bool, trust: bool = False, *, allow_other_bits: bool = False) -> FinalReport:
     """Train a new run, from data to WER.
@@ -39,6 +42,9 @@ def train(config: RunConfig, quiet: bool, trust: bool = False, *, allow_other_bi
     if config.cluster.kind in ("slurm", "kubernetes"):
         raise ConfigError(f"cluster={config.cluster.kind} is a place to submit to: ngsgd submit cluster={config.cluster.kind} ...")
     require_cluster(config.cluster)
+    # brings speech recognition, which the services of a task do without
+    from ngsgd.pipeline.run import build_run
+
     with _services_with_ray(config, quiet) as services:
         return build_run(config, services, trust=trust, allow_other_bits=allow_other_bits).train()
 
@@ -75,6 +81,8 @@ def resume(run_dir: Path, quiet: bool, address: str | None = None, num_workers: 
     # before a connection to the cluster, which takes seconds
     permission.require_run(folder, config.task if config.task._target_ else config.model, trust=trust)
     require_cluster(config.cluster)
+    from ngsgd.pipeline.run import build_run
+
     with _services_with_ray(config, quiet) as services:
         build_run(config, services, folder=folder, fingerprint=fingerprint, trust=trust).train()
     return EXIT_OK
@@ -101,6 +109,8 @@ def open_run(run_dir: Path, quiet: bool, *, is_unchanged: bool = True) -> Run:
     config = read_config(folder.config)
     if is_unchanged:
         require_unchanged(folder.config)
+    from ngsgd.pipeline.run import Run
+
     progress = _progress(config, quiet)
     if config.task._target_:
         raise ConfigError(f"{run_dir} trains {config.task._target_}, and this command is for speech; read the scores in "

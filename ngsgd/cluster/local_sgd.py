@@ -100,10 +100,10 @@ class LocalSGD:
         self._sums = torch.empty(1 + sum(tensor.numel() for tensor in tensors), device=tensors[0].device)
         self._fill(1)
         dist.broadcast(self._sums, self._ranks[0], self._group)
-        model = self._sums[:self._size].clone()
-        self._arrays = {"model": model, **{name: torch.full_like(model, value) for name, value in self.rule.buffers.items()}}
         # B; often W itself
-        self._start = model
+        self._start = self._sums[:self._size].clone()
+        self._arrays = {"model": self._start, **{name: torch.full_like(self._start, value)
+                                                 for name, value in self.rule.buffers.items()}}
         self._load()
 
     @property

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 import ray
@@ -19,7 +18,7 @@ SECRET = "b" * 64
 @pytest.fixture
 def head_that_refuses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """As Ray 2.54 and later behave with another token than the head's: the health service answers, ray.init does not connect."""
-    def refuse(address: str, common: dict[str, Any]) -> None:
+    def refuse(address: str) -> None:
         raise ConnectionError(f"Failed to connect to Ray cluster at {address}")
     monkeypatch.setattr(ray, "is_initialized", lambda: False)   # other tests share one Ray session
     monkeypatch.setattr(cluster, "require_head", lambda address: None)
