@@ -222,10 +222,9 @@ class CheckpointStore:
             state = load_file(path / _MODEL)
             buffers = load_arrays(path / _OUTER) if _OUTER in manifest["files"] else {}
             fisher = _nested_fisher(load_arrays(path / _FISHER)) if _FISHER in manifest["files"] else {}
+            record = self._record_of_before(progress)
             if _RECORD in manifest["files"]:
                 record = OuterIterationRecord.from_json(read_json(path / _RECORD))
-            else:
-                record = self._record_of_before(progress)
         # whatever a damaged file makes a parser raise, the checkpoint before is tried
         except Exception as error:
             raise CheckpointError(f"checkpoint {path} is damaged ({error}) and is skipped.") from error
