@@ -1,4 +1,5 @@
-"""`ngsgd plan`: how long an outer iteration takes on 1 to 1000 workers, measured here and computed from there.
+"""`ngsgd plan`: how long an outer iteration takes on 1 to 1000 workers, measured here and computed
+from there.
 """
 
 from __future__ import annotations
@@ -29,9 +30,19 @@ def command(arguments: Sequence[str]) -> int:
     workers = _checked(options)
     from ngsgd.launcher.config import compose
 
-    config = compose.compose(options.overrides, config_dir=Path(options.config_dir) if options.config_dir else None)
-    machine, workload = _saved(config) if options.saved else measure_machine(config, options.seconds, to_stderr=options.json)
-    assumed = _assumptions(options, config, machine)
+    config = compose.compose(options.overrides,
+                             config_dir=Path(options.config_dir) if options.config_dir else None)
+    if not options.saved:
+        machine, workload = measure_machine(config, options.seconds, to_stderr=options.json)
+    elif found := saved(config):
+        machine, workload = found
+    else:
+        raise ConfigError(f"{kept_in(config)} has no measurement of these settings; leave out "
+                          "--saved to measure.")
+    momentum = momentum_of(config) if options.outer_momentum is None else options.outer_momentum
+    assumed = Assumptions(options.cores_per_node or machine.slots(1), options.bandwidth,
+                          options.latency, options.failures_per_worker_hour, options.replace_s,
+                          options.sigma, options.gamma, momentum)
     table = rows(machine, workload, config, workers, assumed)
     if options.json:
         print(json.dumps(as_json(machine, workload, assumed, table), indent=1))
@@ -45,23 +56,37 @@ def command(arguments: Sequence[str]) -> int:
 
 def _parser() -> Parser:
     parser = Parser("plan", epilog=(
-        "Settings (KEY=VALUE) are those of ngsgd train. 'here' is all workers on this machine; the other columns give each "
-        "worker a core, or a GPU, on machines like this one. docs/planner.md explains every column."))
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings of the run, as for ngsgd train")
-    parser.add_argument("--workers", default=_WORKERS, help="numbers of workers (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, default=30.0, help="of measuring (default: %(default)s)")
-    parser.add_argument("--saved", action="store_true", help="use the last measurement of these settings, measure nothing")
+        "Settings (KEY=VALUE) are those of ngsgd train. 'here' is all workers on this machine; the "
+        "other columns give each worker a core, or a GPU, on machines like this one. "
+        "docs/planner.md explains every column."))
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE",
+                        help="settings of the run, as for ngsgd train")
+    parser.add_argument("--workers", default=_WORKERS,
+                        help="numbers of workers (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=30.0,
+                        help="of measuring (default: %(default)s)")
+    parser.add_argument("--saved", action="store_true",
+                        help="use the last measurement of these settings, measure nothing")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--config-dir", "-cd", metavar="DIR", help="a folder of your own YAML files")
-    parser.add_argument("--cores-per-node", type=int, metavar="N", help="cores (or GPUs) of a machine (default: as this one)")
-    parser.add_argument("--bandwidth", type=float, default=1.25e8, help="of a machine's link, bytes/s (default: 1.25e8, 1 Gb/s)")
-    parser.add_argument("--latency", type=float, default=2e-4, help="of a link, in seconds (default: %(default)s)")
+    parser.add_argument("--config-dir", "-cd", metavar="DIR",
+                        help="a folder of your own YAML files")
+    parser.add_argument("--cores-per-node", type=int, metavar="N",
+                        help="cores (or GPUs) of a machine (default: as this one)")
+    parser.add_argument("--bandwidth", type=float, default=1.25e8,
+                        help="of a machine's link, bytes/s (default: 1.25e8, 1 Gb/s)")
+    parser.add_argument("--latency", type=float, default=2e-4,
+                        help="of a link, in seconds (default: %(default)s)")
     parser.add_argument("--failures-per-worker-hour", type=float, default=1.2e-4,
-                        help="default: %(default)s, one in 8 hours on 1000 GPUs; spot machines: 0.05 and more")
-    parser.add_argument("--replace-s", type=float, default=20.0, help="to replace a lost worker (default: %(default)s)")
-    parser.add_argument("--sigma", type=float, help="spread of a job's time over the machines (default: as measured here)")
-    parser.add_argument("--gamma", type=float, help="growth of the data needed per sample of a job (default: not known)")
-    parser.add_argument("--outer-momentum", type=float, help="eta of the outer optimiser (default: that of the settings)")
+                        help="default: %(default)s, one in 8 hours on 1000 GPUs; spot machines: "
+                             "0.05 and more")
+    parser.add_argument("--replace-s", type=float, default=20.0,
+                        help="to replace a lost worker (default: %(default)s)")
+    parser.add_argument("--sigma", type=float,
+                        help="spread of a job's time over the machines (default: as measured here)")
+    parser.add_argument("--gamma", type=float,
+                        help="growth of the data needed per sample of a job (default: not known)")
+    parser.add_argument("--outer-momentum", type=float,
+                        help="eta of the outer optimiser (default: that of the settings)")
     return parser
 
 
@@ -69,10 +94,11 @@ def _checked(options: argparse.Namespace) -> list[int]:
     """The numbers of workers; raises one ConfigError that lists everything wrong."""
     problems = []
     words = options.workers.split(",")
-    workers = [int(word) for word in words if word.strip().isdecimal() and 1 <= int(word) <= _MAX_WORKERS]
+    workers = [int(word) for word in words if word.strip().isdecimal()
+               and 1 <= int(word) <= _MAX_WORKERS]
     if len(workers) != len(words):
-        problems.append(f"--workers is {options.workers!r}; give whole numbers from 1 to {_MAX_WORKERS} with commas between them, "
-                        "such as 1,2,8.")
+        problems.append(f"--workers is {options.workers!r}; give whole numbers from 1 to "
+                        f"{_MAX_WORKERS} with commas between them, such as 1,2,8.")
     for name in ("seconds", "bandwidth", "gamma"):
         value = getattr(options, name)
         if value is not None and not (math.isfinite(value) and value > 0.0):
@@ -82,7 +108,8 @@ def _checked(options: argparse.Namespace) -> list[int]:
         if value is not None and not (math.isfinite(value) and value >= 0.0):
             problems.append(f"--{name.replace('_', '-')} is {value}; it must be at least 0.")
     if options.outer_momentum is not None and not 0.0 <= options.outer_momentum < 1.0:
-        problems.append(f"--outer-momentum is {options.outer_momentum}; it must be at least 0 and less than 1.")
+        problems.append(f"--outer-momentum is {options.outer_momentum}; it must be at least 0 and "
+                        "less than 1.")
     if options.cores_per_node is not None and options.cores_per_node < 1:
         problems.append(f"--cores-per-node is {options.cores_per_node}; it must be at least 1.")
     if problems:
@@ -90,16 +117,11 @@ def _checked(options: argparse.Namespace) -> list[int]:
     return sorted(set(workers))
 
 
-def _assumptions(options: argparse.Namespace, config: RunConfig, machine: Machine) -> Assumptions:
-    momentum = momentum_of(config) if options.outer_momentum is None else options.outer_momentum
-    return Assumptions(options.cores_per_node or machine.slots(1), options.bandwidth, options.latency,
-                       options.failures_per_worker_hour, options.replace_s, options.sigma, options.gamma, momentum)
-
-
 # Measuring, and keeping what was measured ---------------------------------------------------------
 
 
-def measure_machine(config: RunConfig, seconds: float, *, to_stderr: bool) -> tuple[Machine, Workload]:
+def measure_machine(config: RunConfig, seconds: float, *,
+                    to_stderr: bool) -> tuple[Machine, Workload]:
     # before torch comes in; the service's own workers wait so too
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     import tempfile
@@ -113,20 +135,15 @@ def measure_machine(config: RunConfig, seconds: float, *, to_stderr: bool) -> tu
         print(line, file=sys.stderr if to_stderr else sys.stdout, flush=True)
 
     if config.cluster.ranks_per_worker > 1:
-        raise ConfigError("ngsgd plan measures workers of one process; leave out cluster.ranks_per_worker.")
+        raise ConfigError("ngsgd plan measures workers of one process; leave out "
+                          "cluster.ranks_per_worker.")
     check_output_dir(config)
     data = prepare(config, report)
     report(f"measuring for about {seconds:g} s")
     # the run's own disk
     with tempfile.TemporaryDirectory(dir=config.output_dir, prefix=".plan-") as scratch:
-        machine, workload = probe.measure(SpeechTaskSpec(config, str(data.egs_directory)), num_cores=os.cpu_count() or 1,
+        machine, workload = probe.measure(SpeechTaskSpec(config, str(data.egs_directory)),
+                                          num_cores=os.cpu_count() or 1,
                                           seconds=seconds, scratch=Path(scratch))
     keep(config, machine, workload)
     return machine, workload
-
-
-def _saved(config: RunConfig) -> tuple[Machine, Workload]:
-    found = saved(config)
-    if found is None:
-        raise ConfigError(f"{kept_in(config)} has no measurement of these settings; leave out --saved to measure.")
-    return found

@@ -1,4 +1,6 @@
-"""`ngsgd train`, `resume`, `decode` and `evaluate`: injects progress lines, MLflow, Ray and signals into a run of the library."""
+"""`ngsgd train`, `resume`, `decode` and `evaluate`: injects progress lines, MLflow, Ray and signals
+into a run of the library.
+"""
 
 from __future__ import annotations
 
@@ -30,23 +32,28 @@ from ngsgd.training.tracking import Tracker
 from ngsgd.training.worker_pool import WorkerPool
 
 
-def train(config: RunConfig, quiet: bool, trust: bool = False, *, allow_other_bits: bool = False) -> FinalReport:
+def train(config: RunConfig, quiet: bool, trust: bool = False, *,
+          allow_other_bits: bool = False) -> FinalReport:
     """Train a new run, from data to WER.
 
     `trust` allows the import of a module that only the model to start from names.
     """
     if config.cluster.kind in ("slurm", "kubernetes"):
-        raise ConfigError(f"cluster={config.cluster.kind} is a place to submit to: ngsgd submit cluster={config.cluster.kind} ...")
+        raise ConfigError(f"cluster={config.cluster.kind} is a place to submit to: ngsgd submit "
+                          f"cluster={config.cluster.kind} ...")
     require_cluster(config.cluster)
-    return build_run(config, services_of(config, quiet), trust=trust, allow_other_bits=allow_other_bits).train()
+    return build_run(config, services_of(config, quiet), trust=trust,
+                     allow_other_bits=allow_other_bits).train()
 
 
-def resume(run_dir: Path, quiet: bool, address: str | None = None, num_workers: int | None = None, *,
+def resume(run_dir: Path, quiet: bool, address: str | None = None, num_workers: int | None = None,
+           *,
            accept_changed_config: bool = False, trust: bool = False, given: RunConfig | None = None,
            allow_other_bits: bool = False) -> int:
     """Continue a run after its last outer iteration, with its own configuration.
 
-    The place and the number of workers change no result and may differ; the threads of each worker stay.
+    The place and the number of workers change no result and may differ; the threads of each worker
+    stay.
 
     Args:
         run_dir: the run folder.
@@ -55,7 +62,8 @@ def resume(run_dir: Path, quiet: bool, address: str | None = None, num_workers: 
         num_workers: number of workers, where it is another one than before.
         accept_changed_config: accept a config.yaml that was edited.
         trust: import the module that the run names.
-        given: settings of a command line that began the run or might have; a module that it names too needs no `trust`.
+        given: settings of a command line that began the run or might have; a module that it names
+            too needs no `trust`.
         allow_other_bits: accept another processor, version or kernel.
     """
     folder = RunFolder.open(run_dir)
@@ -64,16 +72,19 @@ def resume(run_dir: Path, quiet: bool, address: str | None = None, num_workers: 
     fingerprint = FingerprintCheck.of_resumed_run(config, folder, _progress(config, quiet).report,
                                                   allow_other_bits=allow_other_bits)
     cluster = config.cluster
-    config = replace(config, cluster=replace(cluster, address=cluster.address if address is None else address,
-                                             num_workers=num_workers or cluster.num_workers))
+    address = cluster.address if address is None else address
+    num_workers = num_workers or cluster.num_workers
+    config = replace(config, cluster=replace(cluster, address=address, num_workers=num_workers))
     config = _as_given(config, given)
     if config.tracking.kind == "mlflow":
         # before any work: a password that only the first command line had
         tracking_uri(config)
     # before a connection to the cluster, which takes seconds
-    permission.require_run(folder, config.task if config.task._target_ else config.model, trust=trust)
+    permission.require_run(folder, config.task if config.task._target_ else config.model,
+                           trust=trust)
     require_cluster(config.cluster)
-    build_run(config, services_of(config, quiet), folder=folder, fingerprint=fingerprint, trust=trust).train()
+    build_run(config, services_of(config, quiet), folder=folder, fingerprint=fingerprint,
+              trust=trust).train()
     return EXIT_OK
 
 
@@ -93,15 +104,18 @@ def evaluate(run_dir: Path, quiet: bool, outer_iter: int | None = None,
 
 
 def open_run(run_dir: Path, quiet: bool, *, is_unchanged: bool = True) -> Run:
-    """A run with its own configuration, for commands that do not train; `is_unchanged` rejects an edited config.yaml."""
+    """A run with its own configuration, for commands that do not train; `is_unchanged` rejects an
+    edited config.yaml.
+    """
     folder = RunFolder.open(run_dir)
     config = read_config(folder.config)
     if is_unchanged:
         require_unchanged(folder.config)
     progress = _progress(config, quiet)
     if config.task._target_:
-        raise ConfigError(f"{run_dir} trains {config.task._target_}, and this command is for speech; read the scores in "
-                          f"{folder.metrics}, or use ngsgd.load({str(run_dir)!r}, task) in Python.")
+        raise ConfigError(f"{run_dir} trains {config.task._target_}, and this command is for "
+                          f"speech; read the scores in {folder.metrics}, or use "
+                          f"ngsgd.load({str(run_dir)!r}, task) in Python.")
     return Run(config, folder, Services(progress.report, progress.warn))
 
 
@@ -111,12 +125,15 @@ def services_of(config: RunConfig, quiet: bool) -> Services:
     stop = SignalStop(config.failure.grace_period_s, progress.report)
 
     def trackers(config: RunConfig, folder: RunFolder, job_counts: Sequence[int]) -> list[Tracker]:
-        mlflow = [] if config.tracking.kind == "none" else [MlflowTracker(config, folder.path, run_name(config), progress.warn)]
-        return [progress, Forecast(config, job_counts, progress.report), *mlflow]
+        found: list[Tracker] = [progress, Forecast(config, job_counts, progress.report)]
+        if config.tracking.kind != "none":
+            found.append(MlflowTracker(config, folder.path, run_name(config), progress.warn))
+        return found
 
-    return Services(progress.report, progress.warn, make_pool=_pool, make_trackers=trackers, stop=stop,
-                    catch_signals=partial(signals_to, stop),
-                    plot=lambda events, picture: draw(read_events(events), picture, is_speech=not config.task._target_))
+    return Services(progress.report, progress.warn, make_pool=_pool, make_trackers=trackers,
+                    stop=stop, catch_signals=partial(signals_to, stop),
+                    plot=lambda events, picture: draw(read_events(events), picture,
+                                                      is_speech=not config.task._target_))
 
 
 def _progress(config: RunConfig, quiet: bool) -> ProgressTracker:
@@ -134,9 +151,11 @@ def _pool(request: PoolRequest) -> WorkerPool:
 
 
 def _as_given(config: RunConfig, given: RunConfig | None) -> RunConfig:
-    """Add what config.yaml does not hold: the login of tracking.uri, and permission to import the module that both name.
+    """Add what config.yaml does not hold: the login of tracking.uri, and permission to import the
+    module that both name.
 
-    That module is found in the folder that the command line names, and its arguments must be the same.
+    That module is found in the folder that the command line names, and its arguments must be the
+    same.
     """
     if given is not None and masked(given.tracking.uri, known=False) == config.tracking.uri:
         config = replace(config, tracking=replace(config.tracking, uri=given.tracking.uri))

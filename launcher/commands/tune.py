@@ -1,7 +1,9 @@
-"""`ngsgd tune`: hyperparameters by gradient on a short proxy of a run; docs/tuning.md explains when that pays.
+"""`ngsgd tune`: hyperparameters by gradient on a short proxy of a run; docs/tuning.md explains when
+that pays.
 
-probe says what the proxy can do and costs, check compares its hypergradient with finite differences, run searches and writes
-tuned.yaml, transfer tries multiples of the learned rates on a longer run and writes the best.
+probe says what the proxy can do and costs, check compares its hypergradient with finite
+differences, run searches and writes tuned.yaml, transfer tries multiples of the learned rates on a
+longer run and writes the best.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ngsgd.config import RunConfig
 from ngsgd.errors import EXIT_OK, ConfigError, DataError
@@ -24,7 +26,7 @@ from ngsgd.pipeline.tuning.proxy import Proxy
 
 # these import torch, and --help must answer at once
 if TYPE_CHECKING:
-    from ngsgd.hypergrad import SearchResult, SearchTrial
+    from ngsgd.hypergrad import SearchResult
     from ngsgd.pipeline.tuning.tuned import Tuned
 
 COMMANDS = ("probe", "check", "run", "transfer")
@@ -37,26 +39,31 @@ def command(arguments: Sequence[str]) -> int:
     """Reads the arguments and calls one of COMMANDS."""
     options = _parser().parse_intermixed_args(list(arguments))
     if options.what not in COMMANDS:
-        raise ConfigError(f"ngsgd tune {options.what}: choose {', '.join(COMMANDS)}; see ngsgd tune --help.")
+        raise ConfigError(f"ngsgd tune {options.what}: choose {', '.join(COMMANDS)}; see ngsgd "
+                          "tune --help.")
     from ngsgd.launcher.config import compose, tuned_file
 
     config = compose.compose(tuned_file.expanded(options.overrides),
                              config_dir=Path(options.config_dir) if options.config_dir else None)
     if config.objective.kind != "ce":
-        raise ConfigError(f"objective.kind is {config.objective.kind}, and ngsgd tune knows the loss of single frames alone; tune "
-                          "with objective=ce.")
+        raise ConfigError(f"objective.kind is {config.objective.kind}, and ngsgd tune knows the "
+                          "loss of single frames alone; tune with objective=ce.")
     report: Report = (lambda line: None) if options.quiet else (lambda line: print(line, flush=True))
     {"probe": _probe, "check": _check, "run": _tune, "transfer": _transfer}[options.what](config, options, report)
     return EXIT_OK
 
 
 def _parser() -> Parser:
-    parser = Parser("tune", epilog="Settings (KEY=VALUE) are those of ngsgd train, and tune.*: ngsgd train --cfg job -p tune.")
+    parser = Parser("tune", epilog="Settings (KEY=VALUE) are those of ngsgd train, and tune.*: "
+                                   "ngsgd train --cfg job -p tune.")
     parser.add_argument("what", metavar="probe|check|run|transfer")
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings of the run, as for ngsgd train")
-    parser.add_argument("--from", dest="source", metavar="FOLDER", help="transfer: the folder that ngsgd tune run wrote")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE",
+                        help="settings of the run, as for ngsgd train")
+    parser.add_argument("--from", dest="source", metavar="FOLDER",
+                        help="transfer: the folder that ngsgd tune run wrote")
     parser.add_argument("--quiet", "-q", action="store_true", help="only the result")
-    parser.add_argument("--config-dir", "-cd", metavar="DIR", help="a folder of your own YAML files")
+    parser.add_argument("--config-dir", "-cd", metavar="DIR",
+                        help="a folder of your own YAML files")
     return parser
 
 
@@ -70,8 +77,8 @@ def _proxy(config: RunConfig, report: Report, *, steps: int = 0) -> Iterator[Pro
 
     check_output_dir(config)
     proxy = Proxy.of(config, prepare.prepare(config, report).egs_directory, steps=steps)
-    report(f"proxy      {proxy.space.num_jobs} jobs x {proxy.space.num_steps} minibatches, averaged {proxy.space.num_outer_iters} "
-           f"times: {proxy.task.num_frames:,} frames")
+    report(f"proxy      {proxy.space.num_jobs} jobs x {proxy.space.num_steps} minibatches, "
+           f"averaged {proxy.space.num_outer_iters} times: {proxy.task.num_frames:,} frames")
     if config.cluster.kind != "ray":
         yield proxy
         return
@@ -101,18 +108,18 @@ def _probe(config: RunConfig, options: argparse.Namespace, report: Report) -> No
         cost = measure_cost(proxy, config, _PROBE_STEPS)
     measured = cost.report
     if cost.is_reversed:
-        print(f"reversal   {_PROBE_STEPS} steps there and back: every digest equal; {cost.reversal_bits:.3f} bits per "
-              "parameter and step were put aside")
+        print(f"reversal   {_PROBE_STEPS} steps there and back: every digest equal; "
+              f"{cost.reversal_bits:.3f} bits per parameter and step were put aside")
     else:
         reason = "momentum 0" if config.optimizer.kind == "sgd" else "the online natural gradient"
         print(f"reversal   not possible with {reason}")
     print(f"derivative second derivatives are there; preconditioner: {measured.preconditioner}"
           f"{'' if measured.exact else ' (approximate)'}")
     minutes = config.tune.budget * cost.run_s / 60
-    print(f"cost       a hypergradient takes {cost.ratio:.1f} plain runs ({cost.run_s:.0f} s each); "
-          f"tune.budget={config.tune.budget:g}: {minutes:.1f} minutes")
-    print(f"memory     {cost.num_parameters:,} parameters; store {cost.store_bytes / 1e9:.2f} GB, reversible "
-          f"{cost.reversible_bytes / 1e9:.2f} GB")
+    print(f"cost       a hypergradient takes {cost.ratio:.1f} plain runs ({cost.run_s:.0f} s "
+          f"each); tune.budget={config.tune.budget:g}: {minutes:.1f} minutes")
+    print(f"memory     {cost.num_parameters:,} parameters; store {cost.store_bytes / 1e9:.2f} GB, "
+          f"reversible {cost.reversible_bytes / 1e9:.2f} GB")
     print(f"engine     {cost.engine}: {cost.reason}")
     print(f"threads    {cost.num_threads}")
 
@@ -159,12 +166,14 @@ def _transfer(config: RunConfig, options: argparse.Namespace, report: Report) ->
     from ngsgd.pipeline.tuning.tuned import try_multiples, tuned
 
     if not options.source:
-        raise ConfigError("ngsgd tune transfer needs --from FOLDER, the folder that ngsgd tune run wrote.")
+        raise ConfigError("ngsgd tune transfer needs --from FOLDER, the folder that ngsgd tune run "
+                          "wrote.")
     source = Path(options.source)
     try:
         theta = read_json(source / "tuned.json")["theta"]
     except (OSError, ValueError, KeyError) as error:
-        raise DataError(f"{source / 'tuned.json'} cannot be read ({error}); give the folder that ngsgd tune run wrote.") from None
+        raise DataError(f"{source / 'tuned.json'} cannot be read ({error}); give the folder that "
+                        "ngsgd tune run wrote.") from None
     steps = config.tune.transfer_steps or 4 * config.tune.proxy.steps
     with _proxy(config, report, steps=steps) as proxy:
         began = time.monotonic()
@@ -188,33 +197,36 @@ def _folder(config: RunConfig) -> Path:
 
 
 def _write(proxy: Proxy, found: SearchResult, result: Tuned, folder: Path) -> None:
-    """Write tuned.yaml for training, tuned.json and trials.jsonl with all figures, and the plot of the schedule."""
+    """Write tuned.yaml for training, tuned.json and trials.jsonl with all figures, and the plot of
+    the schedule.
+    """
     from ngsgd.launcher.config import tuned_file
     from ngsgd.launcher.reports.plots import draw_schedule
     from ngsgd.pipeline.tuning.tuned import rates_before, settings_of
 
     space = proxy.space
-    approximate = [] if result.exact else ["its hypergradients were approximate: constant preconditioner"]
-    tuned_file.write(folder / "tuned.yaml", settings_of(proxy.config, space, result.values, space.num_jobs), [
+    approximate = [] if result.exact else ["its hypergradients were approximate: constant "
+                                           "preconditioner"]
+    settings = settings_of(proxy.config, space, result.values, space.num_jobs)
+    tuned_file.write(folder / "tuned.yaml", settings, [
         "made by ngsgd tune; train with: ngsgd train +tuned=THIS_FILE",
         f"on {proxy.task.num_frames:,} frames in {space.num_jobs} jobs: objf {-result.valid:.4f}, "
         f"held out {-result.held_out:.4f}",
         *approximate])
     write_text(folder / "tuned.json", json.dumps(asdict(result), indent=1))
-    write_text(folder / "trials.jsonl", "".join(json.dumps(_line(trial)) + "\n" for trial in found.trials))
+    lines = [{**asdict(trial), "value": trial.value if math.isfinite(trial.value) else None}
+             for trial in found.trials]
+    write_text(folder / "trials.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
     if "schedule" in result.values:
         draw_schedule(result.values["schedule"], rates_before(space), folder / "schedule.png")
 
 
-def _line(trial: SearchTrial) -> dict[str, Any]:
-    return {**asdict(trial), "value": trial.value if math.isfinite(trial.value) else None}
-
-
 def _print_result(found: SearchResult, result: Tuned, folder: Path, seconds: float) -> None:
     first = found.trials[0].value
-    print(f"valid      {result.valid:.4f} (first trial: {first:.4f}); held out {result.held_out:.4f}; per frame, minus objf")
+    print(f"valid      {result.valid:.4f} (first trial: {first:.4f}); held out "
+          f"{result.held_out:.4f}; per frame, minus objf")
     for part, values in result.values.items():
         print(f"{part:11}{' '.join(f'{value:.4g}' for value in values)}")
-    print(f"cost       {result.cost:.1f} plain runs of the proxy, {seconds:.0f} s; preconditioner: {result.preconditioner}"
-          f"{'' if result.exact else ' (approximate)'}")
+    print(f"cost       {result.cost:.1f} plain runs of the proxy, {seconds:.0f} s; preconditioner: "
+          f"{result.preconditioner}{'' if result.exact else ' (approximate)'}")
     print(f"use        ngsgd train +tuned={folder / 'tuned.yaml'}")

@@ -1,7 +1,9 @@
-"""A run in MLflow: settings, curves over frames processed, a child run per worker if asked for, pictures and the final model.
+"""A run in MLflow: settings, curves over frames processed, a child run per worker if asked for,
+pictures and the final model.
 
-MLflow may be slow (a fresh SQLite schema takes 8 s) or down.  Everything here happens in one background thread, and no
-error of it reaches training: what fails is tried again, and the event log in the run folder has it all.
+MLflow may be slow (a fresh SQLite schema takes 8 s) or down.  Everything here happens in one
+background thread, and no error of it reaches training: what fails is tried again, and the event log
+in the run folder has it all.
 """
 
 from __future__ import annotations
@@ -48,15 +50,17 @@ Warn = Callable[[str], None]
 
 
 class MlflowTracker:
-    """Sends a run's records to MLflow; a run folder that already has a tracking.json continues the run named there.
+    """Sends a run's records to MLflow; a run folder that already has a tracking.json continues the
+    run named there.
 
-    What cannot be sent waits and is tried again, with growing pauses, until the run ends; what is left then is sent when the run
-    is resumed, since the run folder has it all.
+    What cannot be sent waits and is tried again, with growing pauses, until the run ends; what is
+    left then is sent when the run is resumed, since the run folder has it all.
     """
 
     def __init__(self, config: RunConfig, run_dir: Path, run_name: str, warn: Warn, *,
                  make_client: Callable[[str], Any] | None = None) -> None:
-        self._run = _MlflowRun(config, run_dir.absolute(), run_name, make_client or open_client, warn)
+        self._run = _MlflowRun(config, run_dir.absolute(), run_name, make_client or open_client,
+                               warn)
         self._warn = warn
         self._num_refused = 0
         self._num_unsent = 0
@@ -99,11 +103,12 @@ class MlflowTracker:
         self._thread.join(CLOSE_TIMEOUT_S)
         folder = self._run.run_dir
         if self._thread.is_alive():
-            self._warn(f"MLflow did not answer within {CLOSE_TIMEOUT_S:.0f} s; the run may be incomplete there, events.jsonl in "
-                       f"{folder} has everything, and ngsgd resume {folder} sends it.")
+            self._warn(f"MLflow did not answer within {CLOSE_TIMEOUT_S:.0f} s; the run may be "
+                       f"incomplete there, events.jsonl in {folder} has everything, and ngsgd "
+                       f"resume {folder} sends it.")
         elif self._num_refused + self._num_unsent:
-            self._warn(f"{self._num_refused + self._num_unsent} updates did not reach MLflow; events.jsonl in {folder} has them, "
-                       f"and ngsgd resume {folder} sends them.")
+            self._warn(f"{self._num_refused + self._num_unsent} updates did not reach MLflow; "
+                       f"events.jsonl in {folder} has them, and ngsgd resume {folder} sends them.")
 
     def _serve(self) -> None:
         while (action := self._work.get()) is not None:
@@ -118,8 +123,9 @@ class MlflowTracker:
             except Exception as error:
                 # whatever it is, training must go on
                 if not self._is_down:
-                    self._warn(f"MLflow cannot be written ({_first_line(error)}); training goes on, what it misses is sent later, "
-                               f"and events.jsonl in {self._run.run_dir} has everything.")
+                    self._warn(f"MLflow cannot be written ({_first_line(error)}); training goes "
+                               "on, what it misses is sent later, and events.jsonl in "
+                               f"{self._run.run_dir} has everything.")
                 self._is_down = True
                 # the store is there, and will never take this one
                 if _is_refusal(error):
@@ -145,7 +151,8 @@ class MlflowTracker:
 class _MlflowRun:
     """The conversation with MLflow; lives in the background thread."""
 
-    def __init__(self, config: RunConfig, run_dir: Path, run_name: str, make_client: Callable[[str], Any], warn: Warn
+    def __init__(self, config: RunConfig, run_dir: Path, run_name: str,
+                 make_client: Callable[[str], Any], warn: Warn
                  ) -> None:
         self.run_dir = run_dir
         self.run_id = ""
@@ -187,15 +194,18 @@ class _MlflowRun:
             return self._artifacts
         artifacts = Artifacts(self._client, run_id, self._uri)
         if artifacts.refused is not None and self._artifacts is None:
-            self._warn(f"the MLflow server names {artifacts.refused[:_LONGEST_REASON]!r} for this run's files, which is no remote "
-                       "store, so no file is written there; metrics are sent all the same. Start the server with "
+            self._warn(f"the MLflow server names {artifacts.refused[:_LONGEST_REASON]!r} for this "
+                       "run's files, which is no remote store, so no file is written there; "
+                       "metrics are sent all the same. Start the server with "
                        "--artifacts-destination, without --no-serve-artifacts.")
         return artifacts
 
-    def log_outer_iteration(self, record: OuterIterationRecord, at_ms: int, load: Mapping[str, float]) -> None:
+    def log_outer_iteration(self, record: OuterIterationRecord, at_ms: int,
+                            load: Mapping[str, float]) -> None:
         self._log_outer_iteration(self.run_id, record, at_ms, load)
 
-    def _log_outer_iteration(self, run_id: str, record: OuterIterationRecord, at_ms: int, load: Mapping[str, float]) -> None:
+    def _log_outer_iteration(self, run_id: str, record: OuterIterationRecord, at_ms: int,
+                             load: Mapping[str, float]) -> None:
         self._frames_processed = record.frames_processed
         # the workers' charts show the mean over the jobs until the workers are unfolded; they would
         # be empty otherwise
@@ -210,7 +220,8 @@ class _MlflowRun:
             if self._config.tracking.nested_runs and job.accepted and 0 <= job.worker < _MAX_WORKER_RUNS:
                 by_worker.setdefault(job.worker, []).append(job)
         for worker, jobs in sorted(by_worker.items()):
-            self._log(self._worker_run(run_id, worker), worker_metrics(jobs, is_speech=self._is_speech), at_ms)
+            self._log(self._worker_run(run_id, worker),
+                      worker_metrics(jobs, is_speech=self._is_speech), at_ms)
         self._sent = record.outer_iter
         self._remember(run_id)
 
@@ -223,9 +234,14 @@ class _MlflowRun:
         # the scores on fixed frames came with the last outer iteration
         result = {"time/total_s": report.seconds}
         if report.wer:
-            result |= {"test/wer": report.wer_percent, "valid/wer": _percent(report.valid_wer)}
-            self._client.set_tag(self.run_id, "mlflow.note.content", f"test: {report.wer}\n\nvalid: {report.valid_wer}")
-        result |= {f"final/{name.replace('/', '_')}": value for name, value in report.metrics.items()}
+            # the figure in `%WER 3.10 [ ... ]`
+            valid = re.search(r"%WER\s+([0-9.]+)", report.valid_wer)
+            result |= {"test/wer": report.wer_percent,
+                       "valid/wer": float(valid[1]) if valid else math.nan}
+            self._client.set_tag(self.run_id, "mlflow.note.content",
+                                 f"test: {report.wer}\n\nvalid: {report.valid_wer}")
+        result |= {f"final/{name.replace('/', '_')}": value
+                   for name, value in report.metrics.items()}
         self._log(self.run_id, result, at_ms)
 
     def end(self, status: str) -> None:
@@ -240,8 +256,8 @@ class _MlflowRun:
         # a registered model would name a place where no model is
         has_model = self._is_speech and self._artifacts.refused is None and (self.run_dir / "final" / "model.json").is_file()
         if status == "FINISHED" and self._config.tracking.log_model and has_model:
-            registered = log_model(self._client, self.run_id, self.run_dir / "final", self._config.tracking.registered_model_name,
-                                   self._artifacts)
+            registered = log_model(self._client, self.run_id, self.run_dir / "final",
+                                   self._config.tracking.registered_model_name, self._artifacts)
             if registered:
                 version = f"{self._config.tracking.registered_model_name} version {registered}"
                 self._client.set_tag(self.run_id, "registered_as", version)
@@ -252,13 +268,16 @@ class _MlflowRun:
         """One request for all figures (a thousand at most), at the current number of frames."""
         from mlflow.entities import Metric
 
-        metrics = [Metric(_BAD_IN_NAMES.sub("_", name), storable(value), at_ms, self._frames_processed)
+        metrics = [Metric(_BAD_IN_NAMES.sub("_", name), storable(value), at_ms,
+                          self._frames_processed)
                    for name, value in figures.items()]
         for first in range(0, len(metrics), _METRICS_PER_BATCH):
             self._client.log_batch(run_id, metrics=metrics[first:first + _METRICS_PER_BATCH])
 
     def _continued(self) -> str:
-        """The run that the folder belongs to, set running again; empty when there is none in this store."""
+        """The run that the folder belongs to, set running again; empty when there is none in this
+        store.
+        """
         stored = read_tracking(self.run_dir)
         if without_login(str(stored.get("tracking_uri"))) != without_login(self._uri):
             return ""
@@ -282,11 +301,13 @@ class _MlflowRun:
         num_runs = len(list(self.run_dir.parent.glob("*/tracking.json")))
         # in another store, or in one that was emptied
         before = read_tracking(self.run_dir)
-        tags = {**origin(num_runs), **versions(), **({"resumed_from": str(before["run_id"])} if before else {})}
+        tags = {**origin(num_runs), **versions(),
+                **({"resumed_from": str(before["run_id"])} if before else {})}
         run_id = str(self._client.create_run(self.experiment_id, tags=tags, run_name=self._run_name).info.run_id)
         # only here: MLflow refuses to change a parameter, and a resumed run has the same ones
         # anyway
-        params = [Param(name, masked(str(value)) or "''") for name, value in flatten(self._config).items()
+        params = [Param(name, masked(str(value)) or "''")
+                  for name, value in flatten(self._config).items()
                   if self._is_speech or name.partition(".")[0] not in OF_SPEECH]
         for first in range(0, len(params), _PARAMS_PER_BATCH):
             self._client.log_batch(run_id, params=params[first:first + _PARAMS_PER_BATCH])
@@ -300,29 +321,35 @@ class _MlflowRun:
             artifacts = Path(self._config.output_dir).absolute() / "mlartifacts"
             # a server decides for itself where artifacts go
             local = self._uri.startswith("sqlite:")
-            return str(self._client.create_experiment(name, artifact_location=artifacts.as_uri() if local else None))
+            return str(self._client.create_experiment(name, artifact_location=artifacts.as_uri()
+                                                      if local else None))
         if found.lifecycle_stage == "deleted":
-            raise ValueError(f"the experiment {name} was deleted there; restore it or set tracking.experiment_name")
+            raise ValueError(f"the experiment {name} was deleted there; restore it or set "
+                             "tracking.experiment_name")
         return str(found.experiment_id)
 
     def _worker_run(self, run_id: str, worker: int) -> str:
         """The child run of a worker slot; a replaced worker process goes on in the same one."""
         if worker not in self._worker_runs:
             tags = {"mlflow.parentRunId": run_id, **origin(worker)}
-            run = self._client.create_run(self.experiment_id, tags=tags, run_name=f"worker {worker}")
+            run = self._client.create_run(self.experiment_id, tags=tags,
+                                          run_name=f"worker {worker}")
             self._worker_runs[worker] = str(run.info.run_id)
             self._remember(run_id)
         return self._worker_runs[worker]
 
     def _remember(self, run_id: str) -> None:
         """Whole or not at all: a resumed run reads it."""
-        stored = {"tracking_uri": masked(self._uri, known=False), "experiment_id": self.experiment_id, "run_id": run_id,
+        stored = {"tracking_uri": masked(self._uri, known=False),
+                  "experiment_id": self.experiment_id, "run_id": run_id,
                   "worker_runs": self._worker_runs, "sent": self._sent}
         write_text(self.run_dir / "tracking.json", json.dumps(stored, indent=1))
 
 
 def _records(run_dir: Path) -> list[tuple[int, OuterIterationRecord]]:
-    """The outer iterations in a run's event log, each once, with the time that stands for when it was told."""
+    """The outer iterations in a run's event log, each once, with the time that stands for when it
+    was told.
+    """
     log = run_dir / "events.jsonl"
     if not log.is_file():
         return []
@@ -331,7 +358,8 @@ def _records(run_dir: Path) -> list[tuple[int, OuterIterationRecord]]:
     # the log has no clock: the file's time, and before it a millisecond an outer iteration, which
     # keeps them in order
     last_ms = int(log.stat().st_mtime * 1000)
-    return [(last_ms - len(latest) + place, latest[outer_iter]) for place, outer_iter in enumerate(sorted(latest))]
+    return [(last_ms - len(latest) + place, latest[outer_iter])
+            for place, outer_iter in enumerate(sorted(latest))]
 
 
 def _pauses() -> Iterator[float]:
@@ -344,20 +372,16 @@ def _pauses() -> Iterator[float]:
 
 def _is_refusal(error: Exception) -> bool:
     """Whether the store took the message and said no, so that it would say no again."""
-    return getattr(error, "error_code", "") in ("INVALID_PARAMETER_VALUE", "BAD_REQUEST", "PERMISSION_DENIED", "INVALID_STATE")
+    return getattr(error, "error_code", "") in ("INVALID_PARAMETER_VALUE", "BAD_REQUEST",
+                                                "PERMISSION_DENIED", "INVALID_STATE")
 
 
 def _now_ms() -> int:
     return int(time.time() * 1000)
 
 
-def _percent(wer: str) -> float:
-    """The figure in `%WER 3.10 [ ... ]`."""
-    found = re.search(r"%WER\s+([0-9.]+)", wer)
-    return float(found[1]) if found else math.nan
-
-
 def _first_line(error: Exception) -> str:
-    line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    line = next((line.strip() for line in str(error).splitlines() if line.strip()),
+                type(error).__name__)
     line = masked(line)
     return line if len(line) <= _LONGEST_REASON else f"{line[:_LONGEST_REASON]} ..."

@@ -1,4 +1,6 @@
-"""The manifest of a run on Kubernetes: a RayJob of the KubeRay operator (1.5.1 or newer), with token authentication."""
+"""The manifest of a run on Kubernetes: a RayJob of the KubeRay operator (1.5.1 or newer), with
+token authentication.
+"""
 
 from __future__ import annotations
 
@@ -43,31 +45,42 @@ class Request:
     def of(cls, options: argparse.Namespace, name: str) -> Request:
         """From the command line; raises one ConfigError that lists everything wrong."""
         least = {"nodes": 1, "cpus_per_node": 1, "gpus_per_node": 0, "retries": 0}
-        problems = [f"--{what.replace('_', '-')} is {getattr(options, what)}; it must be at least {low}."
+        problems = [f"--{what.replace('_', '-')} is {getattr(options, what)}; it must be at least "
+                    f"{low}."
                     for what, low in least.items() if getattr(options, what) < low]
         if not _NAME.fullmatch(name):
-            problems.append(f"--name is {name!r}; Kubernetes takes up to 47 small letters, digits and '-'.")
+            problems.append(f"--name is {name!r}; Kubernetes takes up to 47 small letters, digits "
+                            "and '-'.")
         if not options.claim:
-            problems.append("--claim is missing; name a PersistentVolumeClaim that all pods can write (ReadWriteMany).")
+            problems.append("--claim is missing; name a PersistentVolumeClaim that all pods can "
+                            "write (ReadWriteMany).")
         if problems:
             raise ConfigError(problems)
-        return cls(name, options.namespace, options.image, options.claim, options.mount, options.nodes, options.cpus_per_node,
+        return cls(name, options.namespace, options.image, options.claim, options.mount,
+                   options.nodes, options.cpus_per_node,
                    options.gpus_per_node, options.memory, options.retries)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What Kubernetes alone is asked for."""
-    parser.add_argument("--image", default=f"ngsgd:{version('ngsgd')}", help="kubernetes (default: %(default)s; see docker/)")
+    parser.add_argument("--image", default=f"ngsgd:{version('ngsgd')}",
+                        help="kubernetes (default: %(default)s; see docker/)")
     parser.add_argument("--namespace", default="default", help="kubernetes (default: %(default)s)")
-    parser.add_argument("--claim", default="", help="kubernetes: PersistentVolumeClaim for output_dir, ReadWriteMany")
-    parser.add_argument("--mount", default="/shared", help="kubernetes: where it is in the pods (default: %(default)s)")
+    parser.add_argument("--claim", default="",
+                        help="kubernetes: PersistentVolumeClaim for output_dir, ReadWriteMany")
+    parser.add_argument("--mount", default="/shared",
+                        help="kubernetes: where it is in the pods (default: %(default)s)")
     parser.add_argument("--retries", type=int, default=3,
-                        help="kubernetes: new clusters for a run that fails; it goes on from its checkpoint (default: %(default)s)")
-    parser.add_argument("--memory", default="8Gi", help="kubernetes: of a worker pod (default: %(default)s)")
+                        help="kubernetes: new clusters for a run that fails; it goes on from its "
+                             "checkpoint (default: %(default)s)")
+    parser.add_argument("--memory", default="8Gi",
+                        help="kubernetes: of a worker pod (default: %(default)s)")
 
 
 def manifest(request: Request, words: Sequence[str]) -> str:
-    """YAML for kubectl; `words` are the command that trains or resumes, without the cluster's address."""
+    """YAML for kubectl; `words` are the command that trains or resumes, without the cluster's
+    address.
+    """
     import yaml
 
     return str(yaml.safe_dump(ray_job(request, words), sort_keys=False, width=120))
@@ -75,38 +88,43 @@ def manifest(request: Request, words: Sequence[str]) -> str:
 
 def ray_job(request: Request, words: Sequence[str]) -> dict[str, Any]:
     """The RayJob, as nested mappings."""
+    gpus = {"nvidia.com/gpu": str(request.gpus_per_node)} if request.gpus_per_node else {}
+    worker = {"cpu": str(request.cpus_per_node), "memory": request.memory, **gpus}
     return {
         "apiVersion": "ray.io/v1", "kind": "RayJob",
-        "metadata": {"name": request.name, "namespace": request.namespace, "labels": {"app.kubernetes.io/name": "ngsgd"}},
+        "metadata": {"name": request.name, "namespace": request.namespace,
+                     "labels": {"app.kubernetes.io/name": "ngsgd"}},
         "spec": {
             "entrypoint": shlex.join(_entrypoint(request, words)),
             "shutdownAfterJobFinishes": True,
             "ttlSecondsAfterFinished": 600,
             # each with a cluster of its own
             "backoffLimit": request.num_retries,
-            "runtimeEnvYAML": "env_vars:\n  RAY_JOB_STOP_WAIT_TIME_S: \"60\"\n  OMP_WAIT_POLICY: PASSIVE\n",
+            "runtimeEnvYAML": "env_vars:\n  RAY_JOB_STOP_WAIT_TIME_S: \"60\"\n  OMP_WAIT_POLICY: "
+                              "PASSIVE\n",
             "rayClusterSpec": {
                 "rayVersion": version("ray"),
                 "authOptions": {"mode": "token"},
-                "headGroupSpec": {"rayStartParams": {"num-cpus": "0"}, "template": _pod(request, "ray-head", _HEAD)},
+                "headGroupSpec": {"rayStartParams": {"num-cpus": "0"},
+                                  "template": _pod(request, "ray-head", _HEAD)},
                 "workerGroupSpecs": [{
-                    "groupName": "workers", "replicas": request.num_nodes, "minReplicas": request.num_nodes,
+                    "groupName": "workers", "replicas": request.num_nodes,
+                    "minReplicas": request.num_nodes,
                     "maxReplicas": request.num_nodes, "rayStartParams": {},
-                    "template": _pod(request, "ray-worker", _worker_resources(request))}]}}}
+                    "template": _pod(request, "ray-worker", worker)}]}}}
 
 
 def _entrypoint(request: Request, words: Sequence[str]) -> list[str]:
-    """The same words at every retry, whose run has a name of its own: the first begins it, the others go on with it."""
+    """The same words at every retry, whose run has a name of its own: the first begins it, the
+    others go on with it.
+    """
     if "train" not in words[:2]:
         return list(words)
-    given = next((word.partition("=")[2] for word in words if word.startswith("name=")), request.name)
+    given = next((word.partition("=")[2] for word in words if word.startswith("name=")),
+                 request.name)
     others = [word for word in words if not word.startswith("name=")]
-    return [*others, "--continue", f"name={given}-{time.strftime('%Y%m%d%H%M%S')}", "cluster.address=auto"]
-
-
-def _worker_resources(request: Request) -> dict[str, str]:
-    gpus = {"nvidia.com/gpu": str(request.gpus_per_node)} if request.gpus_per_node else {}
-    return {"cpu": str(request.cpus_per_node), "memory": request.memory, **gpus}
+    return [*others, "--continue", f"name={given}-{time.strftime('%Y%m%d%H%M%S')}",
+            "cluster.address=auto"]
 
 
 def _pod(request: Request, name: str, resources: dict[str, str]) -> dict[str, Any]:
@@ -115,10 +133,12 @@ def _pod(request: Request, name: str, resources: dict[str, str]) -> dict[str, An
         "securityContext": {"runAsNonRoot": True, "runAsUser": 1000, "fsGroup": 1000},
         "containers": [{
             "name": name, "image": request.image,
-            "env": [{"name": "RAY_USAGE_STATS_ENABLED", "value": "0"}, {"name": "OMP_WAIT_POLICY", "value": "PASSIVE"}],
+            "env": [{"name": "RAY_USAGE_STATS_ENABLED", "value": "0"},
+                    {"name": "OMP_WAIT_POLICY", "value": "PASSIVE"}],
             "resources": {"requests": dict(resources), "limits": dict(resources)},
             "securityContext": {"allowPrivilegeEscalation": False},
-            "volumeMounts": [{"name": "shared", "mountPath": request.mount}, {"name": "shm", "mountPath": "/dev/shm"}]}],
+            "volumeMounts": [{"name": "shared", "mountPath": request.mount},
+                             {"name": "shm", "mountPath": "/dev/shm"}]}],
         "volumes": [{"name": "shared", "persistentVolumeClaim": {"claimName": request.claim}},
                     # a container's own /dev/shm has 64 MB; parameters and Ray's object store need
                     # more
