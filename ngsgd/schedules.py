@@ -1,9 +1,10 @@
 """Which jobs each outer iteration runs, on which data, at which learning rate.  Numbers only.
 
-The formulas are those of Kaldi's `steps/nnet3/train_dnn.py` (libs/nnet3/train/common.py, frame_level_objf/common.py);
-the learning-rate and job rules are section 3 and C.1 of arXiv 1410.7455.  An archive of examples that hold
-`frames_per_eg` frames each is read `frames_per_eg` times in an epoch, one frame of every example at a time; one such
-reading is called a *pass*.  Dropout schedules are written as in Kaldi.
+The formulas are those of Kaldi's `steps/nnet3/train_dnn.py` (libs/nnet3/train/common.py,
+frame_level_objf/common.py);
+the learning-rate and job rules are section 3 and C.1 of arXiv 1410.7455.  An archive of examples
+that hold `frames_per_eg` frames each is read `frames_per_eg` times in an epoch, one frame of every
+example at a time; one such reading is called a *pass*.  Dropout schedules are written as in Kaldi.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ class OuterIteration:
 
     @property
     def lr_factor(self) -> float:
-        """A job's learning rate over the effective one: averaging dilutes its step num_jobs-fold, gain makes good a part."""
+        """A job's learning rate over the effective one: averaging dilutes its step num_jobs-fold,
+        gain makes good a part.
+        """
         return self.num_jobs / self.gain
 
     @property
@@ -80,14 +83,18 @@ class Schedule:
         return max(1, int(2 * self.num_passes / (self.num_jobs_initial + self.num_jobs_final)))
 
     def num_jobs(self, outer_iter: int) -> int:
-        """Jobs grow linearly from initial to final over the run, rounded to multiples of `num_jobs_step`."""
+        """Jobs grow linearly from initial to final over the run, rounded to multiples of
+        `num_jobs_step`.
+        """
         ideal = self.num_jobs_initial + (self.num_jobs_final - self.num_jobs_initial) * outer_iter / self.num_outer_iters
         if ideal <= self.num_jobs_step:
             return int(0.5 + ideal)
         return int(0.5 + ideal / self.num_jobs_step) * self.num_jobs_step
 
     def effective_lr(self, outer_iter: int, passes_done: int) -> float:
-        """Exponential decay in the amount of data processed, times `lr_factors`; the last outer iteration has the end of both."""
+        """Exponential decay in the amount of data processed, times `lr_factors`; the last outer
+        iteration has the end of both.
+        """
         if outer_iter + 1 >= self.num_outer_iters:
             return self.last_lr
         decay = math.log(self.lr_final / self.lr_initial) / self.num_passes
@@ -107,7 +114,9 @@ class Schedule:
         return self.lr_factors[left] * math.exp((at - left) * math.log(ratio))
 
     def shard(self, pass_index: int) -> Shard:
-        """The shard of the run's pass number `pass_index`; `frames_per_eg` epochs of archives meet every frame once."""
+        """The shard of the run's pass number `pass_index`; `frames_per_eg` epochs of archives meet
+        every frame once.
+        """
         archive = pass_index % self.num_archives
         # Kaldi adds the 1-based archive number: neighbouring archives then show different frames in
         # one outer iteration
@@ -120,7 +129,8 @@ class Schedule:
             num_jobs = self.num_jobs(outer_iter)
             if outer_iter >= first:
                 shards = tuple(self.shard(passes_done + job) for job in range(num_jobs))
-                yield OuterIteration(outer_iter, shards, passes_done, self.effective_lr(outer_iter, passes_done))
+                yield OuterIteration(outer_iter, shards, passes_done,
+                                     self.effective_lr(outer_iter, passes_done))
             passes_done += num_jobs
 
 
@@ -128,10 +138,11 @@ class Schedule:
 class DropoutSchedule:
     """Dropout proportions over a training run, from Kaldi's schedule strings.
 
-    "0,0@0.2,0.5@0.5,0" is piecewise linear in the fraction of the data that has been processed: 0 until 0.2, up to 0.5 at
-    0.5, down to 0 at the end.  The first and the last value stand at 0 and 1; a single value between them without @ stands
-    at 0.5.  "0,0.1,0 lstm*=0,0.3,0" gives the components whose name fits a pattern a schedule of their own; the last pattern
-    that fits is used, as in Kaldi, and a schedule without a pattern fits all.
+    "0,0@0.2,0.5@0.5,0" is piecewise linear in the fraction of the data that has been processed: 0
+    until 0.2, up to 0.5 at 0.5, down to 0 at the end.  The first and the last value stand at 0 and
+    1; a single value between them without @ stands at 0.5.  "0,0.1,0 lstm*=0,0.3,0" gives the
+    components whose name fits a pattern a schedule of their own; the last pattern that fits is
+    used, as in Kaldi, and a schedule without a pattern fits all.
 
     >>> schedule = DropoutSchedule.parse("0,0@0.2,0.5@0.5,0")
     >>> [round(schedule.proportion(fraction), 6) for fraction in (0.1, 0.35, 0.5, 0.75, 1.0)]
@@ -147,10 +158,13 @@ class DropoutSchedule:
         named = [part.rpartition("=") for part in text.split()]
         if not named:
             raise ConfigError("the dropout schedule is empty; write one such as 0,0@0.2,0.3@0.5,0.")
-        return cls(tuple((pattern if sign else "*", _dropout_points(values)) for pattern, sign, values in named))
+        return cls(tuple((pattern if sign else "*", _dropout_points(values))
+                         for pattern, sign, values in named))
 
     def proportion(self, fraction: float, component: str = "") -> float:
-        """The proportion of `component` when `fraction` (0 to 1) of the data has been processed; 0 if no pattern fits."""
+        """The proportion of `component` when `fraction` (0 to 1) of the data has been processed; 0
+        if no pattern fits.
+        """
         # Kaldi carries all out in order, so the last one stands
         for pattern, points in reversed(self.points):
             if fnmatchcase(component, pattern):
@@ -171,10 +185,11 @@ def _dropout_points(text: str) -> tuple[tuple[float, float], ...]:
         try:
             points.append((float(place) if at else default, float(proportion)))
         except ValueError:
-            raise ConfigError(f"the dropout schedule {text!r} has {value!r}; write a proportion or proportion@fraction.") from None
+            raise ConfigError(f"the dropout schedule {text!r} has {value!r}; write a proportion or "
+                              "proportion@fraction.") from None
     fractions = [fraction for fraction, _ in points]
     rises = all(a < b for a, b in pairwise(fractions))
     if len(points) < 2 or fractions[0] != 0.0 or fractions[-1] != 1.0 or not rises or any(not 0.0 <= p < 1.0 for _, p in points):
-        raise ConfigError(f"the dropout schedule {text!r} must begin at 0 and end at 1, with at least two proportions from 0 to "
-                          "below 1 at rising fractions.")
+        raise ConfigError(f"the dropout schedule {text!r} must begin at 0 and end at 1, with at "
+                          "least two proportions from 0 to below 1 at rising fractions.")
     return tuple(points)

@@ -1,4 +1,6 @@
-"""`ngsgd train` as a Hydra application: --cfg, --multirun, --info and shell completion work as in any other."""
+"""`ngsgd train` as a Hydra application: --cfg, --multirun, --info and shell completion work as in
+any other.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +26,17 @@ if TYPE_CHECKING:
 
 
 def train(arguments: list[str], *, debug: bool) -> int:
-    """Checks every setting first, then lets Hydra do what its flags ask for; the worst exit code of all runs."""
+    """Checks every setting first, then lets Hydra do what its flags ask for; the worst exit code of
+    all runs.
+    """
     options = _parser().parse_intermixed_args(arguments)
     options.overrides = compose.with_current_names(expanded(options.overrides))
     if not (options.shell_completion or options.hydra_help or options.info):
-        sweep = options.multirun or any(text.upper() == "HYDRA.MODE=MULTIRUN" for text in options.overrides)
+        sweep = options.multirun or any(text.upper() == "HYDRA.MODE=MULTIRUN"
+                                        for text in options.overrides)
         validate = compose.check_sweep if sweep else compose.compose
-        validate(options.overrides, config_dir=Path(options.config_dir) if options.config_dir else None)
+        validate(options.overrides,
+                 config_dir=Path(options.config_dir) if options.config_dir else None)
     arguments = _hydra_arguments(options)
     import hydra
 
@@ -45,7 +51,8 @@ def train(arguments: list[str], *, debug: bool) -> int:
                               allow_other_bits=options.allow_other_bits)
 
         compose.register_schema()
-        decorate = hydra.main(version_base="1.3", config_path=str(compose.conf_dir()), config_name="config")
+        decorate = hydra.main(version_base="1.3", config_path=str(compose.conf_dir()),
+                              config_name="config")
         with _command_line(arguments):
             decorate(task)()
         return max(map(int, codes.read_text().split()), default=EXIT_OK)
@@ -68,8 +75,10 @@ def _parser() -> Parser:
     parser.add_argument("--package", "-p")
     parser.add_argument("--config-dir", "-cd")
     parser.add_argument("--info", "-i", nargs="?", const="all",
-                        choices=["all", "config", "defaults", "defaults-tree", "plugins", "searchpath"])
-    for flags in (["--multirun", "-m"], ["--resolve"], ["--hydra-help"], ["--shell-completion", "-sc"]):
+                        choices=["all", "config", "defaults", "defaults-tree", "plugins",
+                                 "searchpath"])
+    for flags in (["--multirun", "-m"], ["--resolve"], ["--hydra-help"],
+                  ["--shell-completion", "-sc"]):
         parser.add_argument(*flags, action="store_true")
     return parser
 
@@ -78,7 +87,8 @@ def _hydra_arguments(options: argparse.Namespace) -> list[str]:
     """Flags first: Hydra's own parser does not take settings on both sides of a flag."""
     if options.resolve and not options.cfg:
         raise ConfigError("--resolve goes with --cfg: ngsgd train --cfg job --resolve.")
-    if sum([options.multirun, options.cfg is not None, options.info is not None, options.shell_completion]) > 1:
+    if sum([options.multirun, options.cfg is not None, options.info is not None,
+            options.shell_completion]) > 1:
         raise ConfigError("Give only one of --multirun, --cfg, --info and --shell-completion.")
     valued = [f"--{flag}={value}" for flag in ("cfg", "package", "config-dir", "info")
               if (value := getattr(options, flag.replace("-", "_"))) is not None]
@@ -87,9 +97,11 @@ def _hydra_arguments(options: argparse.Namespace) -> list[str]:
     return [*valued, *plain, *options.overrides]
 
 
-def _train_one(composed: Any, codes: Path, *, quiet: bool, debug: bool, goes_on: bool, trust: bool = False,
-               allow_other_bits: bool = False) -> float | None:
-    """A run of its own, or with `goes_on` the rest of one; what a sweeper minimises, or None where there is nothing to say."""
+def _train_one(composed: Any, codes: Path, *, quiet: bool, debug: bool, goes_on: bool,
+               trust: bool = False, allow_other_bits: bool = False) -> float | None:
+    """A run of its own, or with `goes_on` the rest of one; what a sweeper minimises, or None where
+    there is nothing to say.
+    """
     from hydra.core.hydra_config import HydraConfig
     from omegaconf import OmegaConf
 
@@ -103,9 +115,11 @@ def _train_one(composed: Any, codes: Path, *, quiet: bool, debug: bool, goes_on:
         config = config_builder.build(OmegaConf.to_container(composed, resolve=True), given)  # type: ignore[arg-type]
         begun = run_to_continue(config) if goes_on else None
         if begun:
-            return service.resume(begun, quiet=quiet, address=config.cluster.address, num_workers=config.cluster.num_workers,
+            return service.resume(begun, quiet=quiet, address=config.cluster.address,
+                                  num_workers=config.cluster.num_workers,
                                   trust=trust, given=config, allow_other_bits=allow_other_bits)
-        reports.append(service.train(config, quiet=quiet, trust=trust, allow_other_bits=allow_other_bits))
+        reports.append(service.train(config, quiet=quiet, trust=trust,
+                                     allow_other_bits=allow_other_bits))
         return EXIT_OK
 
     code = run_guarded(run, debug=debug)
@@ -119,7 +133,9 @@ def _train_one(composed: Any, codes: Path, *, quiet: bool, debug: bool, goes_on:
 
 
 def _mask_file_of_sweep() -> None:
-    """Hydra writes all overrides to a sweep's multirun.yaml before the first run begins, passwords as well."""
+    """Hydra writes all overrides to a sweep's multirun.yaml before the first run begins, passwords
+    as well.
+    """
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
 
@@ -133,7 +149,9 @@ def _mask_file_of_sweep() -> None:
 
 
 def to_minimise(report: FinalReport) -> float:
-    """Word errors of valid in per cent, never of test; without decoding, the held-out objf with its sign changed."""
+    """Word errors of valid in per cent, never of test; without decoding, the held-out objf with its
+    sign changed.
+    """
     found = re.search(r"%WER\s+([0-9.]+)", report.valid_wer)
     return float(found[1]) if found else -report.valid.objf
 

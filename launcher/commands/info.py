@@ -1,4 +1,6 @@
-"""`ngsgd info`: the state of a run, what a folder of examples holds, or the versions of what is installed."""
+"""`ngsgd info`: the state of a run, what a folder of examples holds, or the versions of what is
+installed.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,8 @@ from ngsgd.training.storage.lock import holder_of
 
 # MLflow's word for how a run ended -> Ray's, which `ray job` users know
 _STATES = {"FINISHED": "SUCCEEDED", "FAILED": "FAILED", "KILLED": "STOPPED"}
-_PACKAGES = ("ngsgd", "torch", "numpy", "ray", "hydra-core", "mlflow", "kaldi-native-fbank", "kaldi-decoder",
-             "espeakng-loader")
+_PACKAGES = ("ngsgd", "torch", "numpy", "ray", "hydra-core", "mlflow", "kaldi-native-fbank",
+             "kaldi-decoder", "espeakng-loader")
 # a run of another machine whose last event is older than this is called lost
 _ALIVE_S = 600.0
 
@@ -32,7 +34,8 @@ _ALIVE_S = 600.0
 def command(arguments: Sequence[str]) -> int:
     """`ngsgd info`."""
     parser = Parser("info")
-    parser.add_argument("run", nargs="?", help="a run folder, or its name under runs/; or a folder of examples, runs/data/egs-...")
+    parser.add_argument("run", nargs="?", help="a run folder, or its name under runs/; or a folder "
+                                               "of examples, runs/data/egs-...")
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args(list(arguments))
     if options.run and (Path(options.run) / "info.json").is_file():
@@ -52,19 +55,26 @@ def state_of(run_dir: Path) -> dict[str, Any]:
     folder = RunFolder(run_dir)
     events = read_events(folder.events)
     nothing: dict[str, Any] = {}
-    last = next((event for event in reversed(events) if event.get("event") == "outer_iteration"), nothing)
+    last = next((event for event in reversed(events) if event.get("event") == "outer_iteration"),
+                nothing)
     end = next((event for event in reversed(events) if event.get("event") == "finished"), nothing)
     incidents = [str(event.get("message")) for event in events if event.get("event") == "incident"]
     valid = last.get("valid", {})
     return {
-        "run": str(run_dir), "state": _state(folder, events), "process": _process(folder), "silent_s": _silent_s(folder),
-        "outer_iter": last["outer_iter"] + 1 if last else 0, "num_outer_iters": last.get("num_outer_iters"),
-        "epoch": last.get("epoch", 0.0), "num_epochs": last.get("num_epochs"), "frames_processed": last.get("frames_processed", 0),
+        "run": str(run_dir), "state": _state(folder, events), "process": _process(folder),
+        "silent_s": _silent_s(folder),
+        "outer_iter": last["outer_iter"] + 1 if last else 0,
+        "num_outer_iters": last.get("num_outer_iters"),
+        "epoch": last.get("epoch", 0.0), "num_epochs": last.get("num_epochs"),
+        "frames_processed": last.get("frames_processed", 0),
         "metrics": end.get("metrics") or None, "is_speech": _is_speech(folder),
-        "valid_objf": valid.get("objf"), "valid_accuracy": valid.get("accuracy"), "left_s": last.get("left_s"),
-        "wer": end.get("wer") or None, "wer_percent": end.get("wer_percent") if end.get("wer") else None,
+        "valid_objf": valid.get("objf"), "valid_accuracy": valid.get("accuracy"),
+        "left_s": last.get("left_s"),
+        "wer": end.get("wer") or None,
+        "wer_percent": end.get("wer_percent") if end.get("wer") else None,
         "fingerprint": _fingerprint(folder),
-        "is_finished": bool(end), "examples": _examples_of(folder), "num_incidents": len(incidents), "incidents": incidents[-5:]}
+        "is_finished": bool(end), "examples": _examples_of(folder),
+        "num_incidents": len(incidents), "incidents": incidents[-5:]}
 
 
 def describe_run(state: Mapping[str, Any]) -> list[str]:
@@ -73,32 +83,36 @@ def describe_run(state: Mapping[str, Any]) -> list[str]:
     if state["num_outer_iters"]:
         lines.append(f"progress   {progress_line(state)}")
     if state["is_finished"]:
-        lines.append(f"result     {_result(state)}")
+        if state["is_speech"]:
+            result = state["wer"] or "nothing was decoded"
+        else:
+            metrics = state["metrics"] or {}
+            result = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+        lines.append(f"result     {result}")
     if state["examples"]:
         lines.append(f"examples   {state['examples']}")
     if state["fingerprint"]:
         lines += _fingerprint_lines(state["fingerprint"])
-    lines += [f"incidents  {state['num_incidents']}"] + [f"  ! {message}" for message in state["incidents"]]
+    lines += [f"incidents  {state['num_incidents']}"] + [f"  ! {message}"
+                                                         for message in state["incidents"]]
     return lines
 
 
 def progress_line(state: Mapping[str, Any]) -> str:
     """Where training is, in one line."""
-    objf, accuracy = (math.nan if state[name] is None else state[name] for name in ("valid_objf", "valid_accuracy"))
+    objf, accuracy = (math.nan if state[name] is None else state[name]
+                      for name in ("valid_objf", "valid_accuracy"))
     where = f"iter {state['outer_iter']}/{state['num_outer_iters']}, epoch {state['epoch']:.2f}/{state['num_epochs']:g}, "
     if not state["is_speech"]:
         return f"{where}{state['frames_processed']} examples, valid loss {-objf:.4g}"
-    return (f"{where}{state['frames_processed']} frames, valid objf {objf:.3f}, accuracy {100 * accuracy:.1f}%")
-
-
-def _result(state: Mapping[str, Any]) -> str:
-    if state["is_speech"]:
-        return state["wer"] or "nothing was decoded"
-    return ", ".join(f"{name} {value:.4g}" for name, value in (state["metrics"] or {}).items())
+    return (f"{where}{state['frames_processed']} frames, valid objf {objf:.3f}, accuracy "
+            f"{100 * accuracy:.1f}%")
 
 
 def _is_speech(folder: RunFolder) -> bool:
-    """Whether no task of the user's own is named near the top of config.yaml; reading all options takes too long for a list."""
+    """Whether no task of the user's own is named near the top of config.yaml; reading all options
+    takes too long for a list.
+    """
     try:
         text = read_regular_text(folder.config)
     except (OSError, ValueError):
@@ -107,12 +121,15 @@ def _is_speech(folder: RunFolder) -> bool:
 
 
 def _state(folder: RunFolder, events: Sequence[Mapping[str, Any]]) -> str:
-    """Ray's words for a job; LOST for a run whose process is gone without a word, UNKNOWN where that cannot be told."""
+    """Ray's words for a job; LOST for a run whose process is gone without a word, UNKNOWN where
+    that cannot be told.
+    """
     process = _process(folder)
     if process_identity.is_alive(process):
         return "RUNNING" if events else "PENDING"
     if not events:
-        return ("UNKNOWN" if may_be_alive(process) else "LOST") if folder.process.exists() else "PENDING"
+        return ("UNKNOWN"
+                if may_be_alive(process) else "LOST") if folder.process.exists() else "PENDING"
     status = events[-1].get("status")
     if status in _STATES:
         return _STATES[status]
@@ -126,11 +143,12 @@ def _state(folder: RunFolder, events: Sequence[Mapping[str, Any]]) -> str:
 
 def _state_line(state: Mapping[str, Any]) -> str:
     if state["state"] == "LOST":
-        return (f"LOST: its process is gone, the last event came {duration(state['silent_s'])} ago; "
-                f"it goes on with: ngsgd resume {state['run']}")
+        return (f"LOST: its process is gone, the last event came {duration(state['silent_s'])} "
+                f"ago; it goes on with: ngsgd resume {state['run']}")
     if state["state"] == "UNKNOWN":
-        return (f"UNKNOWN: process.json names process {state['process']['process_id']} without its start time, so that id may "
-                f"belong to another program by now; the last event came {duration(state['silent_s'])} ago")
+        return (f"UNKNOWN: process.json names process {state['process']['process_id']} without its "
+                "start time, so that id may belong to another program by now; the last event came "
+                f"{duration(state['silent_s'])} ago")
     return f"{state['state']}{' (no event yet)' if state['state'] == 'PENDING' else ''}"
 
 
@@ -150,18 +168,23 @@ def _as_identity(stored: object) -> dict[str, Any]:
 
 
 def is_elsewhere(process: Mapping[str, Any]) -> bool:
-    """Whether it is a process of another machine, or of another container, whose end cannot be seen from here."""
+    """Whether it is a process of another machine, or of another container, whose end cannot be seen
+    from here.
+    """
     if not process:
         return False
     if process["host"] != socket.gethostname():
         return True
     # a container on this machine; a process of another boot is simply gone
-    return (process_identity.is_complete(process) and process["boot_id"] == process_identity.current()["boot_id"]
+    return (process_identity.is_complete(process)
+            and process["boot_id"] == process_identity.current()["boot_id"]
             and not process_identity.is_here(process))
 
 
 def may_be_alive(process: Mapping[str, Any]) -> bool:
-    """Whether some process of this machine has the id of an incomplete record, which does not prove that it is the same one."""
+    """Whether some process of this machine has the id of an incomplete record, which does not prove
+    that it is the same one.
+    """
     process_id = process.get("process_id")
     if not process or is_elsewhere(process) or process_identity.is_complete(process) or type(process_id) is not int:
         return False
@@ -190,11 +213,14 @@ def _fingerprint(folder: RunFolder) -> dict[str, Any] | None:
 
 
 def _fingerprint_lines(found: Mapping[str, Any]) -> list[str]:
-    compiled = [name for name, origin in (found.get("kernels") or {}).items() if not str(origin).startswith("none")]
+    compiled = [name for name, origin in (found.get("kernels") or {}).items()
+                if not str(origin).startswith("none")]
     settings = "".join(f", {name}={value}" for name, value in (found.get("settings") or {}).items())
-    return [f"computed   torch {found.get('torch')}, numpy {found.get('numpy')}, code {str(found.get('code'))[:12]}, "
-            f"threads per worker {found.get('threads')}, on {found.get('device')}",
-            f"processor  {found.get('processor')} ({found.get('capability')}), kernels {', '.join(compiled) or 'none'}{settings}"]
+    return [f"computed   torch {found.get('torch')}, numpy {found.get('numpy')}, code "
+            f"{str(found.get('code'))[:12]}, threads per worker {found.get('threads')}, on "
+            f"{found.get('device')}",
+            f"processor  {found.get('processor')} ({found.get('capability')}), kernels "
+            f"{', '.join(compiled) or 'none'}{settings}"]
 
 
 def examples(directory: Path) -> tuple[dict[str, Any], list[str]]:
@@ -210,15 +236,19 @@ def examples(directory: Path) -> tuple[dict[str, Any], list[str]]:
     sizes = f"{few:,}" if few == many else f"{few:,} to {many:,}"
     lines = [f"examples   {directory}",
              f"archives   {info.num_archives}, of {sizes} examples; {info.num_frames:,} frames "
-             f"of {info.feature_dim} features{f' and {info.side_dim} values beside them' if info.side_dim else ''}, "
+             f"of {info.feature_dim} "
+             f"features{f' and {info.side_dim} values beside them' if info.side_dim else ''}, "
              f"{info.num_classes} classes{', with weights' if info.has_weights else ''}",
-             f"an example {info.frames_per_eg} frames, context -{info.left_context} +{info.right_context}"]
+             f"an example {info.frames_per_eg} frames, context -{info.left_context} "
+             f"+{info.right_context}"]
     found = mixing(reader)
     for one in found:
         low, high = one.entropy_A.min(), one.entropy_A.max()
-        lines.append(f"{one.what:10} entropy {low:.4f} to {high:.4f} nats; random order: {one.expected_A.mean():.4f} +- "
-                     f"{one.deviation_A.mean():.4f}, farthest {one.farthest:.1f} deviations; divergence {one.divergence:.2f} "
-                     f"(random order: 1): {'well mixed' if one.is_well_mixed else 'NOT well mixed'}")
-    about = {**asdict(info), "mixing": {one.what: {"is_well_mixed": bool(one.is_well_mixed), "divergence": float(one.divergence)}
+        lines.append(f"{one.what:10} entropy {low:.4f} to {high:.4f} nats; random order: "
+                     f"{one.expected_A.mean():.4f} +- {one.deviation_A.mean():.4f}, farthest "
+                     f"{one.farthest:.1f} deviations; divergence {one.divergence:.2f} (random "
+                     f"order: 1): {'well mixed' if one.is_well_mixed else 'NOT well mixed'}")
+    about = {**asdict(info), "mixing": {one.what: {"is_well_mixed": bool(one.is_well_mixed),
+                                                   "divergence": float(one.divergence)}
                                         for one in found}}
     return about, lines if found else [*lines, "mixing     a single archive holds everything"]

@@ -1,4 +1,6 @@
-"""`ngsgd status`, `logs` and `stop`: of runs on this machine by their folder, of Ray jobs by their id."""
+"""`ngsgd status`, `logs` and `stop`: of runs on this machine by their folder, of Ray jobs by their
+id.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,10 @@ _WHAT = "a run folder, its name under runs/, or the id of a Ray job"
 def status(arguments: Sequence[str]) -> int:
     """`ngsgd status`."""
     parser = Parser("status")
-    parser.add_argument("what", nargs="?", metavar="RUN|JOB", help=f"{_WHAT}, or a folder of runs; nothing: all of them")
-    parser.add_argument("--output-dir", default="runs", help="whose runs to list (default: %(default)s)")
+    parser.add_argument("what", nargs="?", metavar="RUN|JOB",
+                        help=f"{_WHAT}, or a folder of runs; nothing: all of them")
+    parser.add_argument("--output-dir", default="runs",
+                        help="whose runs to list (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     jobs.add_arguments(parser)
     options = parser.parse_args(list(arguments))
@@ -43,9 +47,13 @@ def status(arguments: Sequence[str]) -> int:
         lines = describe_run(found)
     elif (options.what and not is_folder) or options.address:
         found = _jobs(jobs.job_server_of(options), options.what)
-        lines = [f"{job['job']:40} {job['state']:10} {job['entrypoint']}" for job in found] or ["the cluster has no jobs"]
+        lines = [f"{job['job']:40} {job['state']:10} {job['entrypoint']}"
+                 for job in found] or ["the cluster has no jobs"]
     else:
-        found = _runs(folder)
+        # newest first
+        runs = sorted(folder.glob("*/config.yaml"), key=lambda file: file.stat().st_mtime,
+                      reverse=True)
+        found = [state_of(file.parent) for file in runs]
         lines = [_run_line(state) for state in found] or [f"{folder} holds no runs"]
     print(masked(json.dumps(found, indent=1) if options.json else printable("\n".join(lines))))
     return EXIT_OK
@@ -55,7 +63,8 @@ def logs(arguments: Sequence[str]) -> int:
     """`ngsgd logs`."""
     parser = Parser("logs")
     parser.add_argument("what", metavar="RUN|JOB", help=_WHAT)
-    parser.add_argument("--follow", "-f", action="store_true", help="go on until it ends; the exit code is then its own: 0 or 1")
+    parser.add_argument("--follow", "-f", action="store_true",
+                        help="go on until it ends; the exit code is then its own: 0 or 1")
     jobs.add_arguments(parser)
     options = parser.parse_args(list(arguments))
     run = known_run(options.what)
@@ -75,7 +84,8 @@ def stop(arguments: Sequence[str]) -> int:
     parser = Parser("stop")
     parser.add_argument("what", metavar="RUN|JOB", help=_WHAT)
     parser.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS",
-                        help="to wait for its end (default: %(default)s); failure.grace_period_s limits what it still finishes")
+                        help="to wait for its end (default: %(default)s); failure.grace_period_s "
+                             "limits what it still finishes")
     jobs.add_arguments(parser)
     options = parser.parse_args(list(arguments))
     run = known_run(options.what)
@@ -89,7 +99,8 @@ def stop(arguments: Sequence[str]) -> int:
         state = jobs.wait_until_ended(client, options.what, options.timeout)
     print(f"{options.what} {state}")
     if state not in ENDED:
-        raise ClusterError(f"{options.what} did not end within {options.timeout:g} s; wait longer with --timeout.")
+        raise ClusterError(f"{options.what} did not end within {options.timeout:g} s; wait longer "
+                           "with --timeout.")
     return EXIT_OK
 
 
@@ -102,15 +113,11 @@ def _jobs(server: JobServer, job: str | None) -> list[dict[str, Any]]:
     client = jobs.connect(server)
     with told(server, job or ""):
         details = [client.get_job_info(job)] if job else client.list_jobs()
-    return [{"job": one.submission_id or one.job_id, "state": str(one.status.value), "message": one.message,
-             "entrypoint": one.entrypoint, "start_time_ms": one.start_time, "end_time_ms": one.end_time}
+    return [{"job": one.submission_id or one.job_id, "state": str(one.status.value),
+             "message": one.message,
+             "entrypoint": one.entrypoint, "start_time_ms": one.start_time,
+             "end_time_ms": one.end_time}
             for one in details if one.submission_id or job]
-
-
-def _runs(output_dir: Path) -> list[dict[str, Any]]:
-    """Newest first."""
-    folders = sorted(output_dir.glob("*/config.yaml"), key=lambda file: file.stat().st_mtime, reverse=True)
-    return [state_of(folder.parent) for folder in folders]
 
 
 def _run_line(state: dict[str, Any]) -> str:
@@ -162,10 +169,11 @@ def _stop_run(run: Path, timeout_s: float) -> int:
     while process_identity.is_alive(process) and time.monotonic() < deadline:
         time.sleep(_POLL_S)
     if process_identity.is_alive(process):
-        raise ClusterError(f"process {process['process_id']} of {run} did not end within {timeout_s:g} s; "
-                           "wait longer with --timeout.")
+        raise ClusterError(f"process {process['process_id']} of {run} did not end within "
+                           f"{timeout_s:g} s; wait longer with --timeout.")
     ended = state_of(run)["state"]
-    print(f"{run} {ended}" if ended == "SUCCEEDED" else f"{run} {ended}; go on with: ngsgd resume {run}")
+    print(f"{run} {ended}" if ended == "SUCCEEDED"
+          else f"{run} {ended}; go on with: ngsgd resume {run}")
     return EXIT_OK
 
 
@@ -174,12 +182,14 @@ def _ask_to_end(run: Path, process: dict[str, Any]) -> None:
     held = holder_of(lock)
     # runs begun by an earlier version have no lock
     if lock.exists() and (held is None or held.get("holder") != process):
-        raise ConfigError(f"process {process['process_id']}, which process.json of {run} names, does not hold the run's lock; "
-                          "nothing was signalled. If nothing trains the run, remove process.json.")
+        raise ConfigError(f"process {process['process_id']}, which process.json of {run} names, "
+                          "does not hold the run's lock; nothing was signalled. If nothing trains "
+                          "the run, remove process.json.")
     try:
         process_identity.send_signal(process, signal.SIGTERM)
     except PermissionError as error:
-        raise ConfigError(f"{run} is trained by process {process['process_id']} of another user; ask them to stop it.") from error
+        raise ConfigError(f"{run} is trained by process {process['process_id']} of another user; "
+                          "ask them to stop it.") from error
 
 
 def _refuse_unproved(run: Path, state: dict[str, Any]) -> None:
@@ -191,6 +201,7 @@ def _refuse_unproved(run: Path, state: dict[str, Any]) -> None:
         where = "in another container" if process["host"] == socket.gethostname() else f"on {process['host']}"
         raise ConfigError(f"{run} is trained {where}; stop it there, or stop its Ray job by its id.")
     if may_be_alive(process):
-        raise ConfigError(f"{run / 'process.json'} names process {process['process_id']} without its start time, which does not "
-                          "prove that it trains this run; nothing was signalled. Look at it with "
-                          f"`ps -fp {process['process_id']}`, and if it is the run: kill -TERM {process['process_id']}")
+        raise ConfigError(f"{run / 'process.json'} names process {process['process_id']} without "
+                          "its start time, which does not prove that it trains this run; nothing "
+                          f"was signalled. Look at it with `ps -fp {process['process_id']}`, and "
+                          f"if it is the run: kill -TERM {process['process_id']}")

@@ -28,8 +28,10 @@ _SHM_BYTES = 600 * 2**20
 _MAX_SKEW_S = 5.0
 # package -> the extra that brings it; empty: nothing works without
 _NEEDS = {
-    "torch": "", "numpy": "", "ray": "service", "hydra-core": "service", "mlflow": "service", "safetensors": "service",
-    "matplotlib": "service", "kaldi-native-fbank": "asr", "kaldi-decoder": "asr", "kaldifst": "asr", "espeakng-loader": "synth"}
+    "torch": "", "numpy": "", "ray": "service", "hydra-core": "service", "mlflow": "service",
+    "safetensors": "service",
+    "matplotlib": "service", "kaldi-native-fbank": "asr", "kaldi-decoder": "asr",
+    "kaldifst": "asr", "espeakng-loader": "synth"}
 
 Verdict = Literal["ok", "warn", "fail"]
 
@@ -47,7 +49,8 @@ class Finding:
 def python() -> Iterator[Finding]:
     found = f"{sys.version.split()[0]} in {sys.prefix}"
     if sys.prefix == sys.base_prefix:
-        yield Finding("warn", "python", f"{found}, no virtual environment", "python3 -m venv .venv && . .venv/bin/activate")
+        yield Finding("warn", "python", f"{found}, no virtual environment",
+                      "python3 -m venv .venv && . .venv/bin/activate")
     else:
         yield Finding("ok", "python", found)
 
@@ -68,15 +71,19 @@ def shadows() -> Iterator[Finding]:
     above = Path(__file__).resolve().parents[2]
     ours = above if above.name == "ngsgd" and (above / "launcher").is_dir() and (above / "errors.py").exists() else above / "ngsgd"
     spec = importlib.util.find_spec("ngsgd")
-    places = [Path(place).resolve() for place in (spec.submodule_search_locations or [])] if spec else []
+    places = [Path(place).resolve()
+              for place in (spec.submodule_search_locations or [])] if spec else []
     strange = [place for place in places if place != ours]
     if strange or not places:
-        yield Finding("fail", "shadowed", f"ngsgd is imported from {strange[0] if strange else 'nowhere'}",
+        yield Finding("fail", "shadowed", "ngsgd is imported from "
+                                          f"{strange[0] if strange else 'nowhere'}",
                       f"remove that folder, or rename it; ours is {ours}")
-    others = [Path(place) / "ngsgd" for place in sys.path if place and (Path(place) / "ngsgd").is_dir()]
+    others = [Path(place) / "ngsgd" for place in sys.path if place
+              and (Path(place) / "ngsgd").is_dir()]
     for place in others:
         if place.resolve() != ours and not (place / "__init__.py").exists():
-            yield Finding("warn", "shadowed", f"{place} is an empty left-over of an older installation", f"rm -r {place}")
+            yield Finding("warn", "shadowed", f"{place} is an empty left-over of an older "
+                                              "installation", f"rm -r {place}")
 
 
 def threads(num_workers: int) -> Iterator[Finding]:
@@ -86,16 +93,19 @@ def threads(num_workers: int) -> Iterator[Finding]:
     asked = os.environ.get("OMP_NUM_THREADS", "")
     num_asked = int(asked) * num_workers if asked.isdigit() else 0
     if num_workers > num_cores:
-        yield Finding("warn", "threads", f"{found}: workers share cores", f"cluster.num_workers={num_cores} trains as fast here")
+        yield Finding("warn", "threads", f"{found}: workers share cores",
+                      f"cluster.num_workers={num_cores} trains as fast here")
     elif num_asked > num_cores and os.environ.get("OMP_WAIT_POLICY", "").upper() != "PASSIVE":
-        yield Finding("warn", "threads", f"{found}; OMP_NUM_THREADS={asked} asks for {num_asked} that spin while they wait",
+        yield Finding("warn", "threads", f"{found}; OMP_NUM_THREADS={asked} asks for {num_asked} "
+                                         "that spin while they wait",
                       "unset OMP_NUM_THREADS, or export OMP_WAIT_POLICY=PASSIVE")
     else:
         yield Finding("ok", "threads", found)
     load = os.getloadavg()[0]
     if load > num_cores:
         yield Finding("warn", "load", f"{load:.1f} on {num_cores} cores: others compute here",
-                      "training will be slower for it, and more so with Ray, whose workers are nice (RAY_worker_niceness=0)")
+                      "training will be slower for it, and more so with Ray, whose workers are "
+                      "nice (RAY_worker_niceness=0)")
 
 
 def memory() -> Iterator[Finding]:
@@ -111,7 +121,8 @@ def memory() -> Iterator[Finding]:
     if shm.is_dir():
         free = shutil.disk_usage(shm).free
         small = free < _SHM_BYTES
-        yield Finding("warn" if small else "ok", "shared memory", f"{free / 2**20:,.0f} MiB free in /dev/shm",
+        yield Finding("warn" if small else "ok", "shared memory",
+                      f"{free / 2**20:,.0f} MiB free in /dev/shm",
                       "in a container: docker run --shm-size=2g" if small else "")
 
 
@@ -122,7 +133,8 @@ def gpus() -> Iterator[Finding]:
 
     if not torch.cuda.is_available():
         has_driver = shutil.which("nvidia-smi") is not None
-        yield (Finding("warn", "GPU", f"nvidia-smi is here, but torch {torch.__version__} sees no GPU",
+        yield (Finding("warn", "GPU", f"nvidia-smi is here, but torch {torch.__version__} sees no "
+                                      "GPU",
                        "install a torch built for your driver: https://pytorch.org/get-started")
                if has_driver else Finding("ok", "GPU", "none: training runs on the CPU"))
         return
@@ -130,7 +142,8 @@ def gpus() -> Iterator[Finding]:
     yield Finding("ok", "GPU", ", ".join(names))
     if "Exclusive" in _compute_modes():
         yield Finding("warn", "GPU mode", "exclusive: a GPU takes one process",
-                      "at most one worker per GPU (cluster.num_workers), or nvidia-smi -c DEFAULT as root")
+                      "at most one worker per GPU (cluster.num_workers), or nvidia-smi -c DEFAULT "
+                      "as root")
 
 
 def _compute_modes() -> str:
@@ -152,10 +165,12 @@ def compiled() -> Iterator[Finding]:
     if fisher_projection.is_native():
         yield Finding("ok", "compiled code", f"built for {native.capability()}")
     elif native.capability() not in fisher_projection.PROCESSORS:
-        yield Finding("ok", "compiled code", f"none for this processor ({native.capability()}): torch operations stand in")
+        yield Finding("ok", "compiled code", f"none for this processor ({native.capability()}): "
+                                             "torch operations stand in")
     else:
         yield Finding("warn", "compiled code", "cannot be built here: torch operations stand in",
-                      "apt install g++, or name a compiler in CXX: natural-gradient steps on the CPU then take some 5 % less")
+                      "apt install g++, or name a compiler in CXX: natural-gradient steps on the "
+                      "CPU then take some 5 % less")
 
 
 def storage(output_dir: Path) -> Iterator[Finding]:
@@ -165,11 +180,14 @@ def storage(output_dir: Path) -> Iterator[Finding]:
         with tempfile.TemporaryFile(dir=existing):
             pass
     except OSError as error:
-        yield Finding("fail", "storage", f"nothing can be written in {existing} ({error.strerror})", "output_dir=PATH, or chmod")
+        yield Finding("fail", "storage",
+                      f"nothing can be written in {existing} ({error.strerror})",
+                      "output_dir=PATH, or chmod")
         return
     free = shutil.disk_usage(existing).free
     low = free < _FREE_BYTES
-    yield Finding("warn" if low else "ok", "storage", f"{folder} can be written, {free / 2**30:.1f} GiB free",
+    yield Finding("warn" if low else "ok", "storage",
+                  f"{folder} can be written, {free / 2**30:.1f} GiB free",
                   "make room, or output_dir=PATH on another disk" if low else "")
 
 
@@ -181,7 +199,8 @@ def tracking(output_dir: Path, uri: str) -> Iterator[Finding]:
         elif os.access(store, os.W_OK):
             yield Finding("ok", "tracking", f"{store}, {store.stat().st_size / 2**20:.1f} MiB")
         else:
-            yield Finding("fail", "tracking", f"{store} cannot be written", f"chmod u+w {store}, or tracking.kind=none")
+            yield Finding("fail", "tracking", f"{store} cannot be written",
+                          f"chmod u+w {store}, or tracking.kind=none")
         return
     conceal(uri)
     uri = without_login(uri)
@@ -193,16 +212,14 @@ def tracking(output_dir: Path, uri: str) -> Iterator[Finding]:
     try:
         with urllib.request.urlopen(f"{uri.rstrip('/')}/health", timeout=10) as answer:
             yield Finding("ok", "tracking", f"{uri} answers")
-            yield from _clock_of(answer.headers.get("Date", ""))
+            # of an HTTP answer, which is right to a second
+            with contextlib.suppress(ValueError, TypeError):
+                date = parsedate_to_datetime(answer.headers.get("Date", ""))
+                yield clock("tracking server", date.timestamp() - time.time())
     except (OSError, ValueError) as error:
         yield Finding("fail", "tracking", f"{uri} does not answer ({error})",
-                      "start it (docs/mlflow.md); training goes on without it, and sends what it missed later")
-
-
-def _clock_of(date: str) -> Iterator[Finding]:
-    """Of a server, from its HTTP answer, which is right to a second."""
-    with contextlib.suppress(ValueError, TypeError):
-        yield clock("tracking server", parsedate_to_datetime(date).timestamp() - time.time())
+                      "start it (docs/mlflow.md); training goes on without it, and sends what it "
+                      "missed later")
 
 
 def clock(whose: str, skew_s: float) -> Finding:
@@ -227,11 +244,15 @@ def ports() -> Iterator[Finding]:
 def ray_traps() -> Iterator[Finding]:
     token = Path.home() / ".ray" / "auth_token"
     if token.is_file() and token.stat().st_mode & 0o077:
-        yield Finding("warn", "Ray token", f"others on this machine can read {token}", f"chmod 600 {token}")
+        yield Finding("warn", "Ray token", f"others on this machine can read {token}",
+                      f"chmod 600 {token}")
     if os.environ.get("RAY_AUTH_MODE") == "disabled":
-        yield Finding("warn", "Ray token", "RAY_AUTH_MODE=disabled: whoever reaches this machine can run code here",
+        yield Finding("warn", "Ray token", "RAY_AUTH_MODE=disabled: whoever reaches this machine "
+                                           "can run code here",
                       "unset RAY_AUTH_MODE")
     if os.environ.get("RAY_ADDRESS"):
-        yield Finding("ok", "Ray address", f"RAY_ADDRESS={os.environ['RAY_ADDRESS']} is used by cluster.address=auto only")
+        yield Finding("ok", "Ray address", f"RAY_ADDRESS={os.environ['RAY_ADDRESS']} is used by "
+                                           "cluster.address=auto only")
     if len(tempfile.gettempdir()) > 60:
-        yield Finding("warn", "temp folder", f"{tempfile.gettempdir()} is too long for Ray's sockets", "export TMPDIR=/tmp")
+        yield Finding("warn", "temp folder", f"{tempfile.gettempdir()} is too long for Ray's "
+                                             "sockets", "export TMPDIR=/tmp")

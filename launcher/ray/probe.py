@@ -44,9 +44,9 @@ def require_version() -> None:
     # without Ray there are no numbers, and its import says so
     if found and found < OLDEST_RAY:
         oldest = ".".join(map(str, OLDEST_RAY))
-        raise ConfigError(f"Ray {installed} is installed, in which others on the network can delete jobs "
-                          f"without a token (CVE-2026-27482); pip install 'ray[default]>={oldest}' on every "
-                          "machine of the cluster.")
+        raise ConfigError(f"Ray {installed} is installed, in which others on the network can "
+                          "delete jobs without a token (CVE-2026-27482); pip install "
+                          f"'ray[default]>={oldest}' on every machine of the cluster.")
 
 
 def require_cluster(config: ClusterConfig) -> None:
@@ -63,11 +63,15 @@ def require_head(address: str) -> None:
     if found is None:
         # Ray says at once that there is no cluster here
         return
-    host, port = _split(found)
+    host, _, port = found.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ConfigError(f"cluster.address is {found}; it must be host:port, ray://host:port or "
+                          "auto.")
     where = found if found == address else f"{found} (cluster.address={address})"
     fix = "start the head with: ray start --head, and check cluster.address"
     try:
-        _limited(lambda: ask_server(host, port, is_client_server=address.startswith("ray://")))
+        _limited(lambda: ask_server(host.strip("[]"), int(port),
+                                    is_client_server=address.startswith("ray://")))
     except OSError as error:
         raise ClusterError(f"no Ray head answers at {where} ({_why(error)}); {fix}.") from error
 
@@ -80,7 +84,8 @@ def require_dashboard(address: str) -> None:
     try:
         _limited(lambda: _get(f"{address.rstrip('/')}/api/version"))
     except (OSError, ValueError) as error:
-        raise ClusterError(f"no Ray job server answers at {address} ({_why(error)}); give the address of its "
+        raise ClusterError(f"no Ray job server answers at {address} ({_why(error)}); give the "
+                           "address of its "
                            "dashboard with --address http://HEAD:8265.") from error
 
 
@@ -100,18 +105,13 @@ def _resolved(address: str) -> str | None:
     return None
 
 
-def _split(address: str) -> tuple[str, int]:
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise ConfigError(f"cluster.address is {address}; it must be host:port, ray://host:port or auto.")
-    return host.strip("[]"), int(port)
-
-
 def ask_server(host: str, port: int, *, is_client_server: bool) -> None:
     """Raises OSError unless a GCS is there and serves, or the server for Ray clients.
 
-    A GCS tells its health by the standard gRPC service, to everybody.  The request is written by hand:
-    a gRPC library in this process would not get on with Ray's own, nor with processes that it forks.
+    A GCS tells its health by the standard gRPC service, to everybody.  The request is written by
+    hand:
+    a gRPC library in this process would not get on with Ray's own, nor with processes that it
+    forks.
     """
     with socket.create_connection((host, port), timeout=CONNECT_TIMEOUT_S) as connection:
         if os.environ.get("RAY_USE_TLS", "0").lower() not in ("", "0", "false"):
@@ -129,13 +129,14 @@ def ask_server(host: str, port: int, *, is_client_server: bool) -> None:
 
 def _health_request(authority: str) -> bytes:
     """HTTP/2 (RFC 9113): the preface, empty settings, and one request with an empty message."""
-    headers = {":method": "POST", ":scheme": "http", ":path": "/grpc.health.v1.Health/Check", ":authority": authority[:100],
-               "te": "trailers", "content-type": "application/grpc"}
+    headers = {":method": "POST", ":scheme": "http", ":path": "/grpc.health.v1.Health/Check",
+               ":authority": authority[:100], "te": "trailers", "content-type": "application/grpc"}
     # literal fields without indexing (RFC 7541, 6.2.2): no tables, no compression
     block = b"".join(bytes([0, len(name)]) + name.encode() + bytes([len(value)]) + value.encode()
                      for name, value in headers.items())
     return b"".join([b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", _frame(_SETTINGS, 0, 0, b""),
-                     _frame(_HEADERS, _END_HEADERS, 1, block), _frame(_DATA, _END_STREAM, 1, bytes(5))])
+                     _frame(_HEADERS, _END_HEADERS, 1, block),
+                     _frame(_DATA, _END_STREAM, 1, bytes(5))])
 
 
 def _frame(kind: int, flags: int, stream: int, content: bytes) -> bytes:

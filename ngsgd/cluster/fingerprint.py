@@ -1,7 +1,9 @@
-"""The numeric fingerprint of a process: everything that decides the bits of its results, apart from the run's settings and data.
+"""The numeric fingerprint of a process: everything that decides the bits of its results, apart from
+the run's settings and data.
 
-Two processes with equal fingerprints compute bitwise identical results from equal inputs.  Where fingerprints differ, results agree
-to rounding only, or are those of other code; `Fingerprint.differences` says which.
+Two processes with equal fingerprints compute bitwise identical results from equal inputs.  Where
+fingerprints differ, results agree to rounding only, or are those of other code;
+`Fingerprint.differences` says which.
 """
 
 from __future__ import annotations
@@ -33,11 +35,14 @@ OVERRIDE = "--allow-other-bits"
 # environment variables that make MKL, oneDNN, ATen or CUDA run other code
 _SETTINGS = (
     "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR", "MKL_DEBUG_CPU_TYPE", "MKL_DYNAMIC", "OMP_DYNAMIC",
-    "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ONEDNN_CPU_ISA_HINTS", "ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE",
-    "ATEN_CPU_CAPABILITY", "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG")
+    "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ONEDNN_CPU_ISA_HINTS", "ONEDNN_DEFAULT_FPMATH_MODE",
+    "DNNL_DEFAULT_FPMATH_MODE",
+    "ATEN_CPU_CAPABILITY", "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+    "CUBLAS_WORKSPACE_CONFIG")
 # what `kernels` loads: whether this process uses it, and its source
 _KERNELS: Mapping[str, tuple[Callable[[], bool], Path]] = {
-    module.SOURCE.name: (module.is_native, module.SOURCE) for module in (fisher_projection, nonlinearities, packed_gemm)}
+    module.SOURCE.name: (module.is_native, module.SOURCE)
+    for module in (fisher_projection, nonlinearities, packed_gemm)}
 _ROUNDING = "results agree to rounding only"
 _MEANINGS = {
     "code": "the same settings may train another model",
@@ -73,12 +78,14 @@ class Fingerprint:
     @classmethod
     def of_this_process(cls, num_threads: int, device: _Device | None = None) -> Fingerprint:
         """Loads the kernels, so that none is resolved later, in the middle of a job."""
-        return cls(code_digest(), torch.__version__, np.__version__, processor(), native.capability(), _settings(), kernels(),
+        return cls(code_digest(), torch.__version__, np.__version__, processor(),
+                   native.capability(), _settings(), kernels(),
                    "" if device is None else _name_of(device), num_threads)
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Fingerprint:
-        """Of `to_json`; fields that another version wrote are ignored, and those that it did not write are unknown.
+        """Of `to_json`; fields that another version wrote are ignored, and those that it did not
+        write are unknown.
 
         Raises TypeError where a value has another type.
         """
@@ -100,11 +107,17 @@ class Fingerprint:
 
     def completed_by(self, other: Fingerprint) -> Fingerprint:
         """With the other's values where ours are unknown."""
-        return replace(other, **{spec.name: mine for spec in fields(self) if (mine := getattr(self, spec.name))})
+        return replace(other,
+                       **{spec.name: mine for spec in fields(self)
+                          if (mine := getattr(self, spec.name))})
 
-    def differences(self, other: Fingerprint, there: str = "in the run", here: str = "here") -> list[str]:
-        """One line for each difference: both values, and what it means.  `there` names this one, `here` the other."""
-        return [f"{what}: {mine} {there}, {theirs} {here}: {meaning}" for what, mine, theirs, meaning in self._compared(other)]
+    def differences(self, other: Fingerprint, there: str = "in the run",
+                    here: str = "here") -> list[str]:
+        """One line for each difference: both values, and what it means.  `there` names this one,
+        `here` the other.
+        """
+        return [f"{what}: {mine} {there}, {theirs} {here}: {meaning}"
+                for what, mine, theirs, meaning in self._compared(other)]
 
     def _compared(self, other: Fingerprint) -> Iterator[tuple[str, str, str, str]]:
         for name, meaning in _MEANINGS.items():
@@ -123,16 +136,21 @@ class Fingerprint:
 
 
 class Agreement:
-    """The fingerprint that all workers of a run must have; the first worker decides where nothing is known."""
+    """The fingerprint that all workers of a run must have; the first worker decides where nothing
+    is known.
+    """
 
-    def __init__(self, wanted: Fingerprint | None = None, *, allow_other_bits: bool = False) -> None:
+    def __init__(self, wanted: Fingerprint | None = None, *,
+                 allow_other_bits: bool = False) -> None:
         self.wanted = wanted or Fingerprint()
         self.found: Fingerprint | None = None   # the first worker's
         self._allow_other_bits = allow_other_bits
         self._accepted: list[str] = []
 
     def refusal(self, worker: Fingerprint, here: str = "here") -> str:
-        """Why a worker with this fingerprint must not compute for the run; empty if it may.  `here` names the worker."""
+        """Why a worker with this fingerprint must not compute for the run; empty if it may.  `here`
+        names the worker.
+        """
         self.found = self.found or worker
         differences = self.wanted.differences(worker, here=here)
         if differences and not self._allow_other_bits:
@@ -150,7 +168,9 @@ class Agreement:
 
 
 class FingerprintFile:
-    """fingerprint.json of a run: the fingerprints that its results were computed with, the newest last."""
+    """fingerprint.json of a run: the fingerprints that its results were computed with, the newest
+    last.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -160,11 +180,13 @@ class FingerprintFile:
         history = self._history()
         return Fingerprint.from_json(history[-1]["fingerprint"]) if history else None
 
-    def append(self, fingerprint: Fingerprint, outer_iter: int, differences: Sequence[str] = ()) -> None:
+    def append(self, fingerprint: Fingerprint, outer_iter: int,
+               differences: Sequence[str] = ()) -> None:
         """From the outer iteration of this number on; keeps those before."""
-        entry = {"since": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "outer_iter": outer_iter, "differences": list(differences),
-                 "fingerprint": fingerprint.to_json()}
-        write_text(self.path, json.dumps(sealed({"history": [*self._history(), entry]}), indent=1) + "\n")
+        entry = {"since": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "outer_iter": outer_iter,
+                 "differences": list(differences), "fingerprint": fingerprint.to_json()}
+        write_text(self.path, json.dumps(sealed({"history": [*self._history(), entry]}),
+                                         indent=1) + "\n")
 
     def _history(self) -> list[dict[str, Any]]:
         try:
@@ -174,7 +196,8 @@ class FingerprintFile:
         except FileNotFoundError:
             return []
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-            raise CheckpointError(f"{self.path} is damaged; remove it to resume without a comparison of machine and versions "
+            raise CheckpointError(f"{self.path} is damaged; remove it to resume without a "
+                                  "comparison of machine and versions "
                                   "with those that the run began on.") from error
         return list(history)
 
@@ -194,7 +217,9 @@ def code_digest() -> str:
 
 
 def version_digest() -> str:
-    """SHA-256 of torch's version and this package's sources: whether two machines have the same ones installed."""
+    """SHA-256 of torch's version and this package's sources: whether two machines have the same
+    ones installed.
+    """
     return hashlib.sha256(f"{torch.__version__}{code_digest()}".encode()).hexdigest()
 
 
@@ -237,12 +262,8 @@ def _name_of(device: _Device) -> str:
 
 def _shown(name: str, value: object) -> str:
     if name == "threads":
-        return _threads(int(str(value)))
+        return f"{value} thread{'' if int(str(value)) == 1 else 's'}"
     return str(value)[:_SHOWN] if name == "code" else str(value)
-
-
-def _threads(number: int) -> str:
-    return f"{number} thread{'' if number == 1 else 's'}"
 
 
 def _compilation(origin: str) -> str:

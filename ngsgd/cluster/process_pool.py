@@ -1,8 +1,10 @@
 """A WorkerPool of processes on this machine: parameters in shared memory, deaths noticed at once.
 
-Processes come from a fork server that has imported torch already, so one that replaces a dead one is there in tens of
-milliseconds.  Nothing here waits without a deadline, whatever hangs: a worker, one that is being started, or the fork server.
-Time during which this process itself was stopped counts for no deadline (`ngsgd.training.awake_clock`).
+Processes come from a fork server that has imported torch already, so one that replaces a dead one
+is there in tens of milliseconds.  Nothing here waits without a deadline, whatever hangs: a worker,
+one that is being started, or the fork server.
+Time during which this process itself was stopped counts for no deadline
+(`ngsgd.training.awake_clock`).
 """
 
 from __future__ import annotations
@@ -97,7 +99,8 @@ class _Slot:
 class ProcessPool:
     """Long-lived worker processes, one job at a time each."""
 
-    def __init__(self, spec: TaskSpec, num_workers: int, num_threads: int, size: int, *, log_directory: Path | None = None,
+    def __init__(self, spec: TaskSpec, num_workers: int, num_threads: int, size: int, *,
+                 log_directory: Path | None = None,
                  make_worker: MakeWorker = make_worker, agreement: Agreement | None = None) -> None:
         self.spec = spec
         self.num_workers = num_workers
@@ -132,8 +135,9 @@ class ProcessPool:
         deadline = self._clock.now + timeout_s
         while (up := self.num_workers_alive()) < self.num_workers:
             if self._clock.now >= deadline:
-                raise ClusterError(f"{up} of {self.num_workers} workers were ready after cluster.start_timeout_s = {timeout_s:g}; "
-                                   "ask for fewer with cluster.num_workers, or give them more time.")
+                raise ClusterError(f"{up} of {self.num_workers} workers were ready after "
+                                   f"cluster.start_timeout_s = {timeout_s:g}; ask for fewer with "
+                                   "cluster.num_workers, or give them more time.")
             self._poll(min(_POLL_S, max(0.0, deadline - self._clock.now)))
         self._is_starting = False
 
@@ -168,7 +172,8 @@ class ProcessPool:
         slot = min(idle, key=lambda s: (s.index != job.job % len(self._slots), s.index))
         slot.job, slot.told_to_stop = job, False
         num_places = 1 if job.send == (0, 1) else 1 + job.keep_own
-        slot.places = () if self._exchange else tuple(self._vectors.allocate() for _ in range(num_places))
+        slot.places = () if self._exchange else tuple(self._vectors.allocate()
+                                                      for _ in range(num_places))
         # it died a moment ago; the next look at it says so
         with contextlib.suppress(Disconnected):
             slot.messages.post(JobAssignment(job, slot.places))
@@ -180,7 +185,8 @@ class ProcessPool:
 
     def progress(self) -> Mapping[int, tuple[tuple[int, int, int], int]]:
         heartbeats = self._heartbeats.map().view(np.uint64)
-        return {slot.index: (slot.job.identity, int(heartbeats[slot.index])) for slot in self._slots if slot.job is not None}
+        return {slot.index: (slot.job.identity, int(heartbeats[slot.index]))
+                for slot in self._slots if slot.job is not None}
 
     def kill(self, worker: int, reason: str) -> None:
         slot = self._slots[worker]
@@ -221,12 +227,15 @@ class ProcessPool:
         return [slot.process.pid or 0 for slot in self._slots]
 
     def _new_slot(self, index: int, deaths: Sequence[str] = ()) -> _Slot:
-        """A worker in the place of those that died while they started, if any: each waits longer than the one before."""
+        """A worker in the place of those that died while they started, if any: each waits longer
+        than the one before.
+        """
         delay_s = min(_LONGEST_DELAY_S, _FIRST_DELAY_S * 2 ** (len(deaths) - 1)) if deaths else 0.0
         ours, theirs = socket.socketpair()
         log = str(self.log_directory / f"worker-{index}.log") if self.log_directory else ""
         messages = Messages(ours)
-        messages.post(WorkerSetup(self.spec, index, self.num_threads, self._heartbeats, log, self.make_worker, delay_s))
+        messages.post(WorkerSetup(self.spec, index, self.num_threads, self._heartbeats, log,
+                                  self.make_worker, delay_s))
         process = self._fork_server.launch(serve, (theirs,), theirs, f"ngsgd worker {index}")
         return _Slot(index, process, messages, delay_s, deaths=list(deaths))
 
@@ -234,10 +243,14 @@ class ProcessPool:
         """Waits until something happens, and takes in all that has."""
         self._clock.tick()
         self._end_starts_that_hang()
-        self._give_up_the_killed()
+        # the fork server or the kernel hangs, and does not report the end of a killed worker
+        for slot in filter(_is_there, self._slots):
+            if slot.killed is not None and self._clock.now - slot.killed > _END_S:
+                self._died(slot)
         with selectors.PollSelector() as selector:
             for slot in filter(_is_there, self._slots):
-                selector.register(slot.messages, _READ | _WRITE if slot.messages.has_unsent else _READ, slot)
+                selector.register(slot.messages,
+                                  _READ | _WRITE if slot.messages.has_unsent else _READ, slot)
             happened = [key.data for key, _ in selector.select(timeout_s)]
         for slot in happened:
             # else the death of another one ended it
@@ -245,8 +258,11 @@ class ProcessPool:
                 self._look_at(slot)
 
     def _end_starts_that_hang(self) -> None:
-        """Kills workers that take far longer to start than others did, and a fork server that does not answer."""
-        timeout_s = self._start_timeout_s()
+        """Kills workers that take far longer to start than others did, and a fork server that does
+        not answer.
+        """
+        typical = statistics.median(self._start_s) if self._start_s else 0.0
+        timeout_s = max(self.spec.settings.failure.hang_timeout_s, _PATIENCE * typical)
         for slot in filter(_is_there, self._slots):
             if slot.born is None and slot.process.pid is not None:
                 slot.born = self._clock.now + slot.delay_s
@@ -258,12 +274,10 @@ class ProcessPool:
                 self.kill(slot.index, f"was not ready after {slack_s:.1f} s and was killed")
         self._end_fork_server_that_hangs(timeout_s)
 
-    def _start_timeout_s(self) -> float:
-        typical = statistics.median(self._start_s) if self._start_s else 0.0
-        return max(self.spec.settings.failure.hang_timeout_s, _PATIENCE * typical)
-
     def _end_fork_server_that_hangs(self, timeout_s: float) -> None:
-        """Kills a fork server that does not answer, with all its workers: only it can tell how they end or start others."""
+        """Kills a fork server that does not answer, with all its workers: only it can tell how they
+        end or start others.
+        """
         under_way = self._fork_server.under_way
         if under_way != self._under_way[0]:
             self._under_way = under_way, self._clock.now
@@ -273,15 +287,10 @@ class ProcessPool:
             return
         for slot in filter(_is_there, self._slots):
             slot.is_collateral = True
-            self.kill(slot.index, f"was killed with its fork server, which did not answer for {deadline_s:.1f} s")
+            self.kill(slot.index, "was killed with its fork server, which did not answer for "
+                                  f"{deadline_s:.1f} s")
         self._fork_server.end()
         self._under_way = None, 0.0
-
-    def _give_up_the_killed(self) -> None:
-        """Takes workers for dead that were killed and whose end nobody reports: the fork server hangs, or the kernel does."""
-        for slot in filter(_is_there, self._slots):
-            if slot.killed is not None and self._clock.now - slot.killed > _END_S:
-                self._died(slot)
 
     def _look_at(self, slot: _Slot) -> None:
         try:
@@ -295,8 +304,8 @@ class ProcessPool:
 
     def _take(self, slot: _Slot, message: object) -> None:
         if isinstance(message, Ready):
-            slot.refused = check_fingerprint(slot.index, message.fingerprint, self.agreement, self._restarts,
-                                             is_starting=self._is_starting)
+            slot.refused = check_fingerprint(slot.index, message.fingerprint, self.agreement,
+                                             self._restarts, is_starting=self._is_starting)
             if slot.refused:
                 slot.ended_because = f"was refused ({slot.refused})"
                 slot.process.kill()
@@ -310,7 +319,8 @@ class ProcessPool:
             if slot.job is None or message.job.identity != slot.job.identity:
                 self.num_discarded += 1
                 return
-            self._outcomes.append(message if isinstance(message, JobFailure) else remote(message, self._fetch))
+            self._outcomes.append(message if isinstance(message, JobFailure)
+                                  else remote(message, self._fetch))
             if isinstance(message, JobFailure):
                 self._release_places(slot)
             else:
@@ -340,16 +350,19 @@ class ProcessPool:
             if len(deaths) >= self.spec.settings.failure.max_attempts and (self._is_starting or not self.num_workers_alive()):
                 if slot.refused:
                     raise none_agrees(slot.refused)
-                raise ClusterError(f"worker {slot.index} died {len(deaths)} times while starting ({reason})"
-                                   f"{self._tail(slot.index)}.")
+                raise ClusterError(f"worker {slot.index} died {len(deaths)} times while starting "
+                                   f"({reason}){self._tail(slot.index)}.")
         self._slots[slot.index] = self._successor(slot, deaths, reason)
         if job is not None:
             from_outside = slot.killed is not None or slot.process.is_orphan
-            self._outcomes.append(JobFailure(job, slot.index, reason, True, last_words=self._tail(slot.index),
+            self._outcomes.append(JobFailure(job, slot.index, reason, True,
+                                             last_words=self._tail(slot.index),
                                              from_outside=from_outside))
 
     def _successor(self, slot: _Slot, deaths: Sequence[str], reason: str) -> _Slot:
-        """A new worker in the place of one that died; an empty place where that has happened too often."""
+        """A new worker in the place of one that died; an empty place where that has happened too
+        often.
+        """
         if self._restarts.allow(slot.index, reason):
             fresh = self._new_slot(slot.index, deaths)
         elif any(_is_there(other) for other in self._slots if other is not slot):
@@ -359,14 +372,18 @@ class ProcessPool:
         fresh.predecessor = reason
         return fresh
 
-    def _ask(self, questions: Mapping[int, object], timeout_s: float, when_lost: Callable[[], None] = _nothing
+    def _ask(self, questions: Mapping[int, object], timeout_s: float,
+             when_lost: Callable[[], None] = _nothing
              ) -> dict[int, object]:
-        """What idle workers answer; those that are silent for too long are killed, and replaced like any that die."""
+        """What idle workers answer; those that are silent for too long are killed, and replaced
+        like any that die.
+        """
         self._answers = {}
         asked = {worker: self._slots[worker] for worker in questions}
 
         def silent() -> list[int]:
-            return [worker for worker, slot in asked.items() if worker not in self._answers and self._slots[worker] is slot]
+            return [worker for worker, slot in asked.items() if worker not in self._answers
+                    and self._slots[worker] is slot]
         for worker, question in questions.items():
             # the next look at it says so
             with contextlib.suppress(Disconnected):

@@ -1,7 +1,8 @@
 """Archives of training examples: what `EgsReader` reads, written once per corpus.
 
-An example holds `frames_per_eg` consecutive frames with their context; it gives one frame per pass, so all of them
-after `frames_per_eg` passes (C.2 of arXiv 1410.7455, Kaldi's nnet3 egs).  Examples are shuffled over all archives.
+An example holds `frames_per_eg` consecutive frames with their context; it gives one frame per pass,
+so all of them after `frames_per_eg` passes (C.2 of arXiv 1410.7455, Kaldi's nnet3 egs).  Examples
+are shuffled over all archives.
 Writing takes several processes where that pays; what is written is the same whatever their number.
 
 Letters: T frames, D feature dimension, N rows.
@@ -28,8 +29,8 @@ from ngsgd.data.write_process import Target, write_in_processes
 from ngsgd.errors import DataError
 from ngsgd.files import read_json, sealed, sha256, shared_directory, unsealed, write_text
 
-__all__ = ["NO_FRAME", "EgsInfo", "archive_name", "diagnostic_name", "prepare_archives", "read_index",
-           "spliced_utterances", "write_archives"]
+__all__ = ["NO_FRAME", "EgsInfo", "archive_name", "diagnostic_name", "prepare_archives",
+           "read_index", "spliced_utterances", "write_archives"]
 
 # of the files; raise it when they change, so that old ones are not taken for new
 FORMAT_VERSION = 2
@@ -42,7 +43,9 @@ _ROWS_AT_ONCE = 1 << 20
 
 @dataclass(frozen=True)
 class EgsInfo:
-    """The index: what the archives of one directory hold; kept in its info.json with a digest of its own."""
+    """The index: what the archives of one directory hold; kept in its info.json with a digest of
+    its own.
+    """
 
     format_version: int
     num_archives: int
@@ -78,7 +81,8 @@ class EgsInfo:
 def read_index(directory: Path) -> EgsInfo:
     """The index of a directory of archives, checked against its own digest and for consistency.
 
-    Directories written before indexes had a digest are accepted if their counts and shapes fit together.
+    Directories written before indexes had a digest are accepted if their counts and shapes fit
+    together.
 
     Raises:
         FormatError: it is missing, damaged or of another format; the message is the reason.
@@ -86,7 +90,8 @@ def read_index(directory: Path) -> EgsInfo:
     try:
         tree = read_json(directory / "info.json")
         if isinstance(tree, dict) and tree.get("format_version") != FORMAT_VERSION:
-            raise FormatError(f"it holds examples of format {tree.get('format_version')} and this is {FORMAT_VERSION}")
+            raise FormatError(f"it holds examples of format {tree.get('format_version')} and this "
+                              f"is {FORMAT_VERSION}")
         content, has_digest = unsealed(tree)
         info = EgsInfo(**content)
         if not has_digest:
@@ -98,8 +103,10 @@ def read_index(directory: Path) -> EgsInfo:
 
 
 def _check_counts(info: EgsInfo) -> None:
-    names = {*map(archive_name, range(info.num_archives)), *map(diagnostic_name, ("train", "valid")), UTTERANCES}
-    fits = (info.num_archives == len(info.num_examples) == len(info.num_rows) and names == set(info.sha256)
+    names = {*map(archive_name, range(info.num_archives)),
+             *map(diagnostic_name, ("train", "valid")), UTTERANCES}
+    fits = (info.num_archives == len(info.num_examples) == len(info.num_rows)
+            and names == set(info.sha256)
             and all(len(rows) == info.frames_per_eg and 0 <= max(rows) <= number
                     for rows, number in zip(info.num_rows, info.num_examples, strict=True))
             and info.num_frames == sum(map(sum, info.num_rows)))
@@ -118,36 +125,43 @@ def _check_shapes(info: EgsInfo, directory: Path) -> None:
         except (OSError, FormatError, KeyError):
             # a damaged archive is reported when it is read, by its number
             continue
-        if (*shapes, beside, has_weights) != ((num_examples, width, info.feature_dim), (num_examples, info.frames_per_eg),
+        if (*shapes, beside, has_weights) != ((num_examples, width, info.feature_dim),
+                                              (num_examples, info.frames_per_eg),
                                               info.side_dim, info.has_weights):
             raise ValueError(f"it does not fit {archive_name(number)}")
 
 
-def prepare_archives(train: FrameSet, valid: FrameSet, config: EgsConfig, *, num_classes: int, digest: str,
-                     cache_root: Path, groups: Sequence[str] = (), silence_classes: Sequence[int] = (),
+def prepare_archives(train: FrameSet, valid: FrameSet, config: EgsConfig, *, num_classes: int,
+                     digest: str,
+                     cache_root: Path, groups: Sequence[str] = (),
+                     silence_classes: Sequence[int] = (),
                      report: Callable[[str], None] = print) -> Path:
-    """The directory of the archives for this data and these settings, written if it is not there yet.
+    """The directory of the archives for this data and these settings, written if it is not there
+    yet.
 
-    `digest` stands for the content of the frame sets.  `groups` names what should be mixed well, such as the speaker of each
-    training utterance; it is only counted.  Frames of `silence_classes` weigh `egs.silence_weight`.  A directory whose index
-    is damaged is written again, which `report` is given as a line.  Raises DataError for frames that cannot be learned from
-    and for a full disk; nothing half-written is left.
+    `digest` stands for the content of the frame sets.  `groups` names what should be mixed well,
+    such as the speaker of each training utterance; it is only counted.  Frames of `silence_classes`
+    weigh `egs.silence_weight`.  A directory whose index is damaged is written again, which `report`
+    is given as a line.  Raises DataError for frames that cannot be learned from and for a full
+    disk; nothing half-written is left.
     """
     # knobs that change how, but not what, is written and read stay out of the name
-    content = {name: getattr(config, name) for name in ("left_context", "right_context", "frames_per_eg", "samples_per_iter",
+    content = {name: getattr(config, name) for name in ("left_context", "right_context",
+                                                        "frames_per_eg", "samples_per_iter",
                                                         "num_diagnostic_frames", "silence_weight")}
     key = [FORMAT_VERSION, content, num_classes, digest, list(silence_classes)]
     directory = cache_root / f"egs-{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:12]}"
-    if not _is_there(directory, (config.left_context, config.right_context, config.frames_per_eg, num_classes,
-                                 list(silence_classes)), report):
+    if not _is_there(directory, (config.left_context, config.right_context, config.frames_per_eg,
+                                 num_classes, list(silence_classes)), report):
         try:
             # shared_directory keeps a directory that has an index
             (directory / "info.json").unlink(missing_ok=True)
             with shared_directory(directory, "info.json") as temporary:
-                write_archives(train, valid, config, num_classes=num_classes, directory=temporary, groups=groups,
-                               silence_classes=silence_classes)
+                write_archives(train, valid, config, num_classes=num_classes, directory=temporary,
+                               groups=groups, silence_classes=silence_classes)
         except OSError as error:
-            raise DataError(f"archives of examples could not be written under {cache_root} ({error.strerror or error}); make "
+            raise DataError(f"archives of examples could not be written under {cache_root} "
+                            f"({error.strerror or error}); make "
                             "room, or choose another place with data.cache_dir=PATH.") from error
     return directory
 
@@ -166,29 +180,36 @@ def _is_there(directory: Path, expected: tuple[object, ...], report: Callable[[s
     return True
 
 
-def write_archives(train: FrameSet, valid: FrameSet, config: EgsConfig, *, num_classes: int, directory: Path,
+def write_archives(train: FrameSet, valid: FrameSet, config: EgsConfig, *, num_classes: int,
+                   directory: Path,
                    groups: Sequence[str] = (), silence_classes: Sequence[int] = ()) -> None:
-    """Fills `directory` with archives, the two fixed diagnostic subsets and the index; a function of its inputs alone."""
+    """Fills `directory` with archives, the two fixed diagnostic subsets and the index; a function
+    of its inputs alone.
+    """
     train, valid = (_weighted(_checked(frames, num_classes), config.silence_weight, silence_classes) for frames in (train, valid))
     # the order on disk; every reading shuffles again with the run's seed
     random = np.random.default_rng(0)
-    source = shuffled(train, random, left_context=config.left_context, right_context=config.right_context,
-                      frames_per_eg=config.frames_per_eg)
+    source = shuffled(train, random, left_context=config.left_context,
+                      right_context=config.right_context, frames_per_eg=config.frames_per_eg)
     num_bytes = len(source.first_E) * source.example_bytes
     free = shutil.disk_usage(directory).free
     if free < num_bytes:
         raise DataError(f"{directory.parent} has {free / 1e9:.1f} GB free, and the archives of "
-                        f"examples take {num_bytes / 1e9:.1f} GB; make room, or choose another place "
-                        "with data.cache_dir=PATH.")
+                        f"examples take {num_bytes / 1e9:.1f} GB; make room, or choose another "
+                        "place with data.cache_dir=PATH.")
     entries = _write(source, config, directory)
     files = {archive_name(index): entry.sha256 for index, entry in enumerate(entries)}
     for name, frames in (("train", train), ("valid", valid)):
-        files[diagnostic_name(name)] = _write_diagnostic(frames, config, random, directory / diagnostic_name(name))
-    write_text(directory / UTTERANCES, json.dumps({"utt_ids": train.utt_ids, "groups": list(groups)}))
+        files[diagnostic_name(name)] = _write_diagnostic(frames, config, random,
+                                                         directory / diagnostic_name(name))
+    write_text(directory / UTTERANCES,
+               json.dumps({"utt_ids": train.utt_ids, "groups": list(groups)}))
     files[UTTERANCES] = sha256(directory / UTTERANCES)
     num_rows = [entry.num_rows for entry in entries]
-    info = EgsInfo(FORMAT_VERSION, len(entries), config.frames_per_eg, config.left_context, config.right_context, train.dim,
-                   num_classes, sum(map(sum, num_rows)), [entry.num_examples for entry in entries], num_rows,
+    info = EgsInfo(FORMAT_VERSION, len(entries), config.frames_per_eg, config.left_context,
+                   config.right_context, train.dim,
+                   num_classes, sum(map(sum, num_rows)), [entry.num_examples for entry in entries],
+                   num_rows,
                    train.weight_T is not None, list(silence_classes), files, train.side_dim)
     write_text(directory / "info.json", json.dumps(sealed(asdict(info)), indent=1))
 
@@ -201,30 +222,37 @@ def diagnostic_name(subset: str) -> str:
     return f"{subset}_diagnostic.safetensors"
 
 
-def spliced_utterances(frames: FrameSet, left_context: int, right_context: int) -> Iterator[npt.NDArray[np.float32]]:
-    """Each utterance as a matrix of spliced frames with what goes beside them, for decoding; edges repeat the outermost frames."""
+def spliced_utterances(frames: FrameSet, left_context: int,
+                       right_context: int) -> Iterator[npt.NDArray[np.float32]]:
+    """Each utterance as a matrix of spliced frames with what goes beside them, for decoding; edges
+    repeat the outermost frames.
+    """
     for first, end in zip(frames.offsets[:-1], frames.offsets[1:], strict=True):
         row_TW = np.arange(first, end)[:, None] + np.arange(-left_context, right_context + 1)
         spliced_TI = frames.features_TD[np.clip(row_TW, first, end - 1)].reshape(end - first, -1)
         yield _with_side(spliced_TI, frames, np.arange(first, end))
 
 
-def _with_side(spliced_NI: npt.NDArray[np.float32], frames: FrameSet, at_N: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
-    return spliced_NI if frames.side is None else np.hstack([spliced_NI, frames.side.rows_RS[frames.side.row_T[at_N]]])
+def _with_side(spliced_NI: npt.NDArray[np.float32], frames: FrameSet,
+               at_N: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+    return spliced_NI if frames.side is None else np.hstack([spliced_NI,
+                                                             frames.side.rows_RS[frames.side.row_T[at_N]]])
 
 
 def _checked(frames: FrameSet, num_classes: int) -> FrameSet:
     if frames.num_frames == 0:
-        raise DataError("there is not a single frame to learn from; check the split and data.train_minutes.")
+        raise DataError("there is not a single frame to learn from; check the split and "
+                        "data.train_minutes.")
     if frames.pdf_T.min() < 0 or frames.pdf_T.max() >= num_classes:
-        raise DataError(f"frame classes run from {frames.pdf_T.min()} to {frames.pdf_T.max()}, but the alignment has "
-                        f"{num_classes} classes; prepare the data again.")
+        raise DataError(f"frame classes run from {frames.pdf_T.min()} to {frames.pdf_T.max()}, but "
+                        f"the alignment has {num_classes} classes; prepare the data again.")
     for begin in range(0, frames.num_frames, _ROWS_AT_ONCE):
         is_finite_TD = np.isfinite(frames.features_TD[begin:begin + _ROWS_AT_ONCE])
         if not is_finite_TD.all():
             row = begin + int(np.argwhere(~is_finite_TD)[0, 0])
             utterance = int(np.searchsorted(frames.offsets, row, "right")) - 1
-            raise DataError(f"utterance {frames.utt_ids[utterance]} has a feature that is not finite; check its audio.")
+            raise DataError(f"utterance {frames.utt_ids[utterance]} has a feature that is not "
+                            "finite; check its audio.")
     return frames
 
 
@@ -237,8 +265,9 @@ def _weighted(frames: FrameSet, silence_weight: float, silence_classes: Sequence
     if weight_T is None:
         return frames
     if not np.isfinite(weight_T).all() or weight_T.min() < 0.0 or weight_T.max() == 0.0:
-        raise DataError(f"the weights of frames run from {weight_T.min()} to {weight_T.max()}; they must be finite, none below 0 "
-                        "and some above: check egs.silence_weight and the data.")
+        raise DataError(f"the weights of frames run from {weight_T.min()} to {weight_T.max()}; "
+                        "they must be finite, none below 0 and some above: check "
+                        "egs.silence_weight and the data.")
     return replace(frames, weight_T=weight_T)
 
 
@@ -246,10 +275,12 @@ def _write(source: ExampleSource, config: EgsConfig, directory: Path) -> list[Ar
     num_examples = len(source.first_E)
     num_archives = max(1, round(num_examples / config.samples_per_iter))
     parts = np.array_split(np.arange(num_examples), num_archives)
-    targets = [Target(str(directory / archive_name(index)), int(part[0]), int(part[-1]) + 1) for index, part in enumerate(parts)]
+    targets = [Target(str(directory / archive_name(index)), int(part[0]), int(part[-1]) + 1)
+               for index, part in enumerate(parts)]
     num_writers = min(_num_writers(source, config.num_writers), num_archives)
     if num_writers == 1:
-        return [write_archive(source, target.begin, target.end, Path(target.path)) for target in targets]
+        return [write_archive(source, target.begin, target.end, Path(target.path))
+                for target in targets]
     scratch = directory / "scratch"
     scratch.mkdir()
     try:
@@ -259,20 +290,28 @@ def _write(source: ExampleSource, config: EgsConfig, directory: Path) -> list[Ar
 
 
 def _num_writers(source: ExampleSource, wanted: int) -> int:
-    """As many as the user says; else one per core, if there is enough to do and the features are in a file already."""
+    """As many as the user says; else one per core, if there is enough to do and the features are in
+    a file already.
+    """
     if wanted or not isinstance(source.features_TD, np.memmap):
         return wanted or 1
-    return max(1, min(os.cpu_count() or 1, len(source.first_E) * source.example_bytes // _WORTH_A_PROCESS))
+    return max(1, min(os.cpu_count() or 1,
+                      len(source.first_E) * source.example_bytes // _WORTH_A_PROCESS))
 
 
-def _write_diagnostic(frames: FrameSet, config: EgsConfig, random: np.random.Generator, path: Path) -> str:
+def _write_diagnostic(frames: FrameSet, config: EgsConfig, random: np.random.Generator,
+                      path: Path) -> str:
     """A fixed sample of spliced frames; returns the file's SHA-256."""
     usable: int | npt.NDArray[np.int64] = frames.num_frames if frames.weight_T is None else np.flatnonzero(frames.weight_T)
     num_usable = usable if isinstance(usable, int) else len(usable)
-    chosen_N = np.sort(random.choice(usable, min(config.num_diagnostic_frames, num_usable), replace=False))
+    chosen_N = np.sort(random.choice(usable, min(config.num_diagnostic_frames, num_usable),
+                                     replace=False))
     utterance_N = np.searchsorted(frames.offsets, chosen_N, "right") - 1
     begin_N1, end_N1 = frames.offsets[utterance_N][:, None], frames.offsets[utterance_N + 1][:, None]
-    row_NW = np.clip(chosen_N[:, None] + np.arange(-config.left_context, config.right_context + 1), begin_N1, end_N1 - 1)
-    features_ND = _with_side(windows(frames.features_TD, row_NW).reshape(len(chosen_N), -1), frames, chosen_N)
+    row_NW = np.clip(chosen_N[:, None] + np.arange(-config.left_context, config.right_context + 1),
+                     begin_N1, end_N1 - 1)
+    features_ND = _with_side(windows(frames.features_TD, row_NW).reshape(len(chosen_N), -1),
+                             frames, chosen_N)
     rest = {} if frames.weight_T is None else {"weight": frames.weight_T[chosen_N]}
-    return write_arrays(path, "features", features_ND.shape, [features_ND], {**rest, "pdf": frames.pdf_T[chosen_N]})
+    return write_arrays(path, "features", features_ND.shape, [features_ND],
+                        {**rest, "pdf": frames.pdf_T[chosen_N]})

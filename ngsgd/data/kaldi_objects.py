@@ -1,7 +1,9 @@
-"""Kaldi's objects in binary and text form: matrices, compressed matrices, vectors, vectors of int32.
+"""Kaldi's objects in binary and text form: matrices, compressed matrices, vectors, vectors of
+int32.
 
-Only these forms are read.  No file content is executed: pipes and pickles, which other readers of these files accept, are
-refused by name.  Each size in a header is compared with the bytes that follow before memory is allocated.
+Only these forms are read.  No file content is executed: pipes and pickles, which other readers of
+these files accept, are refused by name.  Each size in a header is compared with the bytes that
+follow before memory is allocated.
 
     place = parse_place("feats.ark:12[0:19,3:5]")   # file, offset, rows and columns
     with open_object(path, place) as source:
@@ -29,9 +31,10 @@ Array = npt.NDArray[Any]
 # how content of other kinds begins; kaldiio reads the first five of these, by unpickling in the
 # first case
 _FOREIGN = {
-    b"PKL": "a Python pickle", b"NPY": "a NumPy array of kaldiio", b"AUDIO": "audio of kaldiio", b"RIFF": "wav audio",
-    b"fLaC": "flac audio", b"\x93NUMPY": "a NumPy file", b"PK\x03\x04": "a zip archive", b"\x1f\x8b": "gzip data",
-    b"\x80": "a Python pickle",
+    b"PKL": "a Python pickle", b"NPY": "a NumPy array of kaldiio", b"AUDIO": "audio of kaldiio",
+    b"RIFF": "wav audio",
+    b"fLaC": "flac audio", b"\x93NUMPY": "a NumPy file", b"PK\x03\x04": "a zip archive",
+    b"\x1f\x8b": "gzip data", b"\x80": "a Python pickle",
 }
 _LONGEST_KEY = 4096
 # Kaldi lets a row range end up to this many rows after the last one
@@ -98,7 +101,8 @@ class Source:
         """Read an integer with the byte before it that gives its size."""
         content = self.take(5)
         if content[0] != 4:
-            raise KaldiFormatError(f"an integer of 4 bytes was expected, and the size byte is {content[0]}")
+            raise KaldiFormatError("an integer of 4 bytes was expected, and the size byte is "
+                                   f"{content[0]}")
         return int.from_bytes(content[1:], "little", signed=True)
 
     def word(self, longest: int = _LONGEST_KEY) -> bytes:
@@ -146,7 +150,8 @@ class Place:
             return matrix
         if matrix.ndim != 2:
             raise KaldiFormatError("a range was given for something that is not a matrix")
-        return matrix[_slice(self.rows, len(matrix), "rows", _MAX_BEYOND), _slice(self.columns, matrix.shape[1], "columns", 1)]
+        return matrix[_slice(self.rows, len(matrix), "rows", _MAX_BEYOND),
+                      _slice(self.columns, matrix.shape[1], "columns", 1)]
 
 
 def parse_place(value: str) -> Place:
@@ -186,7 +191,8 @@ def _range(text: str) -> tuple[int, int] | None:
         return None
     match = re.fullmatch("([0-9]{1,10}):([0-9]{1,10})", text)
     if not match or int(match[1]) > int(match[2]):
-        raise KaldiFormatError(f"has the range [{text}], which is not first:last, both counted from 0")
+        raise KaldiFormatError(f"has the range [{text}], which is not first:last, both counted "
+                               "from 0")
     return int(match[1]), int(match[2])
 
 
@@ -282,7 +288,8 @@ def _read_compressed(source: Source, kind: bytes) -> Array:
     levels_D4 = source.array("<u2", num_columns, 4).astype(np.float32)
     quantile_D4 = np.float32(low) + np.float32(span) * _PER_LEVEL_16 * levels_D4
     level_DT = source.array("u1", num_columns, num_rows)
-    return np.ascontiguousarray(np.take_along_axis(_value_of_level(quantile_D4), level_DT, axis=1).T)
+    return np.ascontiguousarray(np.take_along_axis(_value_of_level(quantile_D4), level_DT,
+                                                   axis=1).T)
 
 
 def _value_of_level(quantile_D4: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:

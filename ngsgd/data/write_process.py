@@ -1,4 +1,5 @@
-"""A process that writes some of the archives: `python -m ngsgd.data.write_process`, driven by `ngsgd.data.archives`.
+"""A process that writes some of the archives: `python -m ngsgd.data.write_process`, driven by
+`ngsgd.data.archives`.
 
 It reads one line of JSON (an `_Assignment`), maps the arrays it names, and answers with one line: the index entries, or what
 the system said.  A process of its own, and not a fork: the caller may run threads.
@@ -21,7 +22,8 @@ import numpy as np
 from ngsgd.data.examples import ArchiveEntry, ExampleSource, write_archive
 from ngsgd.errors import DataError
 
-_ARRAYS = ("features_TD", "pdf_T", "weight_T", "offsets", "first_E", "utterance_E", "side_RS", "side_T")
+_ARRAYS = ("features_TD", "pdf_T", "weight_T", "offsets", "first_E", "utterance_E", "side_RS",
+           "side_T")
 
 
 @dataclass(frozen=True)
@@ -44,15 +46,19 @@ class _Assignment:
     targets: list[Target]
 
 
-def write_in_processes(source: ExampleSource, targets: Sequence[Target], num_writers: int, scratch: Path) -> list[ArchiveEntry]:
-    """The index entries of all targets, in order; `scratch` takes what is not in files already, and is the caller's to remove.
+def write_in_processes(source: ExampleSource, targets: Sequence[Target], num_writers: int,
+                       scratch: Path) -> list[ArchiveEntry]:
+    """The index entries of all targets, in order; `scratch` takes what is not in files already, and
+    is the caller's to remove.
 
     Raises OSError when the disk is full, as one process would.
     """
     arrays = {name: _on_disk(getattr(source, name), scratch / name) for name in _ARRAYS
               if getattr(source, name) is not None}
-    numbers = {name: getattr(source, name) for name in ("left_context", "right_context", "frames_per_eg")}
-    shares = [[targets[i] for i in part] for part in np.array_split(np.arange(len(targets)), num_writers)]
+    numbers = {name: getattr(source, name) for name in ("left_context", "right_context",
+                                                        "frames_per_eg")}
+    shares = [[targets[i] for i in part]
+              for part in np.array_split(np.arange(len(targets)), num_writers)]
     processes: list[subprocess.Popen[bytes]] = []
     try:
         for share in shares:
@@ -79,8 +85,8 @@ def _answer(process: subprocess.Popen[bytes]) -> list[ArchiveEntry]:
     assert process.stdout is not None
     line = process.stdout.readline()
     if not line:
-        raise DataError(f"a process that wrote archives of examples ended with {process.wait()}; run again with "
-                        "egs.num_writers=1 to see why.")
+        raise DataError(f"a process that wrote archives of examples ended with {process.wait()}; "
+                        "run again with egs.num_writers=1 to see why.")
     answer = json.loads(line)
     if "errno" in answer:
         raise OSError(answer["errno"], os.strerror(answer["errno"]), answer["filename"])
@@ -88,8 +94,11 @@ def _answer(process: subprocess.Popen[bytes]) -> list[ArchiveEntry]:
 
 
 def _on_disk(array: np.ndarray[Any, Any], path: Path) -> dict[str, Any]:
-    """Where another process finds the array: in the file that it is mapped from, or in a new one at `path`."""
-    place = {"filename": str(path), "dtype": array.dtype.str, "shape": list(array.shape), "offset": 0}
+    """Where another process finds the array: in the file that it is mapped from, or in a new one at
+    `path`.
+    """
+    place = {"filename": str(path), "dtype": array.dtype.str, "shape": list(array.shape),
+             "offset": 0}
     # a slice of a map keeps the offset of the complete array
     is_part = isinstance(array.base, np.ndarray)
     if (isinstance(array, np.memmap) and array.filename is not None and array.flags.c_contiguous
@@ -102,11 +111,13 @@ def _on_disk(array: np.ndarray[Any, Any], path: Path) -> dict[str, Any]:
 def main() -> None:
     """Answers one assignment on standard input."""
     given = json.loads(sys.stdin.readline())
-    arrays: dict[str, Any] = {name: np.memmap(place["filename"], place["dtype"], "r", place["offset"], tuple(place["shape"]))
+    arrays: dict[str, Any] = {name: np.memmap(place["filename"], place["dtype"], "r",
+                                              place["offset"], tuple(place["shape"]))
                               for name, place in given["arrays"].items()}
     source = ExampleSource(**{"weight_T": None, **arrays}, **given["numbers"])
     try:
-        entries = [write_archive(source, target["begin"], target["end"], Path(target["path"])) for target in given["targets"]]
+        entries = [write_archive(source, target["begin"], target["end"], Path(target["path"]))
+                   for target in given["targets"]]
         answer: dict[str, Any] = {"entries": [asdict(entry) for entry in entries]}
     except OSError as error:
         answer = {"errno": error.errno, "filename": error.filename}

@@ -1,11 +1,14 @@
-"""Momentum in whole numbers, so that every step can be undone bit for bit in memory that does not grow with the parameters.
+"""Momentum in whole numbers, so that every step can be undone bit for bit in memory that does not
+grow with the parameters.
 
-Maclaurin, Duvenaud and Adams (arXiv 1502.03492) undo v = gamma v by keeping the digits that the product drops.  Here the
-velocity of a layer is v = u c, u whole numbers and c one float64 for all of them: to multiply by gamma is to multiply c, and
-no digit is touched.  u then grows by 1/gamma a step, and whenever c has fallen by 256 the lowest 8 bits of u are put aside,
-which is log2(1/gamma) bits per parameter and step, the least that can be.  Neither gamma nor a learning rate is rounded.
+Maclaurin, Duvenaud and Adams (arXiv 1502.03492) undo v = gamma v by keeping the digits that the
+product drops.  Here the velocity of a layer is v = u c, u whole numbers and c one float64 for all
+of them: to multiply by gamma is to multiply c, and no digit is touched.  u then grows by 1/gamma a
+step, and whenever c has fallen by 256 the lowest 8 bits of u are put aside, which is log2(1/gamma)
+bits per parameter and step, the least that can be.  Neither gamma nor a learning rate is rounded.
 
-Letters: P parameters, G layers (groups), t step; x position and u velocity as int64, w = x 2^-48, v = u c.
+Letters: P parameters, G layers (groups), t step; x position and u velocity as int64, w = x 2^-48, v
+    = u c.
 """
 
 from __future__ import annotations
@@ -55,32 +58,41 @@ class _Step:
 
 
 class ExactMomentum:
-    """Position and velocity of a flat parameter vector; `step` and, in reverse order, `undo_x` and `undo_v`.
+    """Position and velocity of a flat parameter vector; `step` and, in reverse order, `undo_x` and
+    `undo_v`.
 
-    A step is v = gamma v - (1 - gamma) g, then w += rate v, per layer; `undo_v` must be given the very bits of g.
+    A step is v = gamma v - (1 - gamma) g, then w += rate v, per layer; `undo_v` must be given the
+    very bits of g.
 
     Args:
         weights: P numbers, float32 or float64.
         dtype: of what `weights()` returns and of gradients; that of `weights` if not given.
         groups: one slice per layer, which together cover the vector in order.
-        keeps: whether steps are to be undone; without, nothing is put aside, and a momentum of 0 costs nothing.
-        engine: "auto" takes the compiled kernels where they can be built, "eager" never; equal bits.
+        keeps: whether steps are to be undone; without, nothing is put aside, and a momentum of 0
+            costs nothing.
+        engine: "auto" takes the compiled kernels where they can be built, "eager" never; equal
+            bits.
 
-    Raises DivergenceError when a gradient is not finite or a number leaves its range, naming step and layer, and
-    ReversalError when an undone step does not lead back to the digest that the forward pass had there.
+    Raises DivergenceError when a gradient is not finite or a number leaves its range, naming step
+    and layer, and ReversalError when an undone step does not lead back to the digest that the
+    forward pass had there.
     """
 
-    def __init__(self, weights: Tensor, groups: Sequence[slice], *, dtype: torch.dtype | None = None, keeps: bool = True,
+    def __init__(self, weights: Tensor, groups: Sequence[slice], *,
+                 dtype: torch.dtype | None = None, keeps: bool = True,
                  engine: str = "auto", names: Sequence[str] | None = None) -> None:
         covered = [group.stop for group in groups[:-1]] == [group.start for group in groups[1:]]
         if not groups or groups[0].start != 0 or groups[-1].stop != weights.numel() or not covered:
-            raise ValueError(f"Invalid groups: they must cover the {weights.numel()} parameters in order, without gaps")
+            raise ValueError(f"Invalid groups: they must cover the {weights.numel()} parameters in "
+                             "order, without gaps")
         self.groups = tuple(groups)
-        self.names = tuple(names) if names is not None else tuple(f"layer {index}" for index in range(len(groups)))
+        self.names = tuple(names) if names is not None else tuple(f"layer {index}"
+                                                                  for index in range(len(groups)))
         self.dtype = dtype or weights.dtype
         self.keeps = keeps
         self._kernels = fused.kernels_for(weights.device, self.dtype, engine)
-        self.x_P = _rounded(weights.detach().reshape(-1).double() * 2.0 ** POSITION_BITS, "a starting weight")
+        self.x_P = _rounded(weights.detach().reshape(-1).double() * 2.0 ** POSITION_BITS,
+                            "a starting weight")
         self.u_P = torch.zeros_like(self.x_P)
         self._w_P = torch.empty_like(self.x_P, dtype=self.dtype)
         self._read_weights()
@@ -117,7 +129,8 @@ class ExactMomentum:
     def shift_x(self, grad_P: Tensor, factor_G: Sequence[float], sign: int) -> None:
         """w += sign factor g: for steps that also move along the gradient itself."""
         for index, (group, factor) in enumerate(zip(self.groups, factor_G, strict=True)):
-            if self._kernels.add_scaled(self.x_P[group], grad_P[group], factor * 2.0 ** POSITION_BITS, sign) is None:
+            if self._kernels.add_scaled(self.x_P[group], grad_P[group],
+                                        factor * 2.0 ** POSITION_BITS, sign) is None:
                 raise self._diverged(index, "a weight leaves its range")
         self._read_weights()
         self._digest = Digest(_sum(self.x_P), self._digest.velocity)
@@ -135,9 +148,11 @@ class ExactMomentum:
         for index, shift in enumerate(last.shift_G):
             if shift:
                 self._unshift(index, shift, last.gamma_G[index])
-        self._digest = Digest(self._digest.position, _sum(self.u_P) if any(last.shift_G) else velocity)
+        self._digest = Digest(self._digest.position,
+                              _sum(self.u_P) if any(last.shift_G) else velocity)
         if self._digest != last.before:
-            raise ReversalError(self.num_steps, "its gradient, or what was put aside, is not that of the forward pass")
+            raise ReversalError(self.num_steps, "its gradient, or what was put aside, is not that "
+                                                "of the forward pass")
         self.scale_G = last.scale_G
         self._steps.pop()
         self.num_steps -= 1
@@ -182,9 +197,12 @@ class ExactMomentum:
 
     def state_dict(self) -> dict[str, Any]:
         """All that going on and going back need, as tensors and numbers."""
-        steps = [(astuple(step.before), step.scale_G, step.gamma_G, step.shift_G) for step in self._steps]
-        return {"x": self.x_P.clone(), "u": self.u_P.clone(), "scale": self.scale_G, "digest": astuple(self._digest),
-                "steps": steps, "spills": [list(parts) for parts in self._spills], "num_steps": self.num_steps}
+        steps = [(astuple(step.before), step.scale_G, step.gamma_G, step.shift_G)
+                 for step in self._steps]
+        return {"x": self.x_P.clone(), "u": self.u_P.clone(), "scale": self.scale_G,
+                "digest": astuple(self._digest),
+                "steps": steps, "spills": [list(parts) for parts in self._spills],
+                "num_steps": self.num_steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes up a state of the same groups; raises ReversalError if its digest is not its own."""
@@ -247,18 +265,21 @@ class ExactMomentum:
     def _add_gradient(self, grad_P: Tensor, gamma_G: Sequence[float], sign: int) -> int:
         """u += sign rint(g (1 - gamma) / c); returns the sum of u."""
         total = 0
-        for index, (group, gamma, scale) in enumerate(zip(self.groups, gamma_G, self.scale_G, strict=True)):
+        for index, (group, gamma, scale) in enumerate(zip(self.groups, gamma_G, self.scale_G,
+                                                          strict=True)):
             factor = (1.0 - gamma) / scale
             found = self._kernels.add_scaled(self.u_P[group], grad_P[group], factor, sign)
             if found is None:
-                raise self._diverged(index, "a gradient is not finite or the velocity leaves its range")
+                raise self._diverged(index, "a gradient is not finite or the velocity leaves its "
+                                            "range")
             total += found
         return total % _WORD
 
     def _add_velocity(self, rate_G: Sequence[float], sign: int) -> int:
         """x += sign rint(u rate c 2^48), then the weights; returns the sum of x."""
         total = 0
-        for index, (group, rate, scale) in enumerate(zip(self.groups, rate_G, self.scale_G, strict=True)):
+        for index, (group, rate, scale) in enumerate(zip(self.groups, rate_G, self.scale_G,
+                                                         strict=True)):
             factor = rate * scale * 2.0 ** POSITION_BITS
             found = self._kernels.apply_velocity(self.x_P[group], self.u_P[group],
                                                  self._w_P[group], factor, sign)
@@ -272,14 +293,15 @@ class ExactMomentum:
             self._kernels.apply_velocity(self.x_P[group], self.u_P[group], self._w_P[group], 0.0, 1)
 
     def _diverged(self, index: int, what: str) -> DivergenceError:
-        return DivergenceError(f"{self.names[index]}: {what} in step {self.num_steps}; lower the learning rate, or limit the "
-                               "change with max_change.")
+        return DivergenceError(f"{self.names[index]}: {what} in step {self.num_steps}; lower the "
+                               "learning rate, or limit the change with max_change.")
 
 
 def _rounded(values_P: Tensor, what: str) -> Tensor:
     """float64 to int64, to the nearest even; raises for what does not fit, which a cast would wrap."""
     if not bool((values_P.abs() < _LIMIT).all()):
-        raise DivergenceError(f"{what} is not finite or at least 2^{62 - POSITION_BITS} in size; scale the model down.")
+        raise DivergenceError(f"{what} is not finite or at least 2^{62 - POSITION_BITS} in size; "
+                              "scale the model down.")
     return values_P.round().to(torch.int64)
 
 

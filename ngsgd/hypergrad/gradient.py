@@ -1,7 +1,7 @@
 """The derivative of the validation loss by every hyperparameter at once, through N averaged jobs.
 
-Averaging is linear, so each job is run back on its own from its share of the derivative; sums over jobs are made in their
-order.  Letters: P parameters, T steps, O outer iterations, N jobs, G layers.
+Averaging is linear, so each job is run back on its own from its share of the derivative; sums over
+jobs are made in their order.  Letters: P parameters, T steps, O outer iterations, N jobs, G layers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from ngsgd.ops.second_derivatives import naming_missing
 
 
 class Jobs(Protocol):
-    """Who runs the jobs of an outer iteration there and back; each job is taken back by whoever ran it."""
+    """Who runs the jobs of an outer iteration there and back; each job is taken back by whoever ran
+    it.
+    """
 
     def forward(self, outer_iter: int, start_P: Tensor) -> list[Tensor]:
         """Where each job ends, in their order."""
@@ -59,11 +61,13 @@ class LocalJobs:
         return end_P
 
     def reverse(self, outer_iter: int, dw_NP: Sequence[Tensor]) -> list[tuple[Tensor, SegmentGrad]]:
-        return [self.segments.pop((outer_iter, job)).reverse(dw_P) for job, dw_P in enumerate(dw_NP)]
+        return [self.segments.pop((outer_iter, job)).reverse(dw_P)
+                for job, dw_P in enumerate(dw_NP)]
 
     def kept(self) -> tuple[int, int]:
         segments = self.segments.values()
-        return sum(segment.spill_bytes for segment in segments), sum(segment.state_bytes for segment in segments)
+        return sum(segment.spill_bytes
+                   for segment in segments), sum(segment.state_bytes for segment in segments)
 
 
 @dataclass(frozen=True)
@@ -79,16 +83,21 @@ def choose_engine(plan: HyperparameterPlan, num_parameters: int, element_size: i
     """Store if it fits, else reversible if there is momentum everywhere, else checkpoint."""
     needed = 2 * element_size * num_parameters * plan.num_steps * plan.num_jobs
     if needed <= memory_bytes:
-        return Choice("store", f"weights and velocities of all steps take {needed:,} bytes, which fits")
+        return Choice("store", f"weights and velocities of all steps take {needed:,} bytes, which "
+                               "fits")
     if not can_reverse:
         return Choice("checkpoint", "the preconditioner cannot be run backwards")
     if bool((plan.momentum_TG > 0.0).all()):
-        return Choice("reversible", f"storing every step would take {needed:,} bytes, and momentum is above 0 everywhere")
-    return Choice("checkpoint", f"storing every step would take {needed:,} bytes, and a momentum is 0")
+        return Choice("reversible", f"storing every step would take {needed:,} bytes, and momentum "
+                                    "is above 0 everywhere")
+    return Choice("checkpoint", f"storing every step would take {needed:,} bytes, and a momentum "
+                                "is 0")
 
 
 class HypergradientRun:
-    """A run that has been made once: its validation loss is known, and its derivatives are a way back away."""
+    """A run that has been made once: its validation loss is known, and its derivatives are a way
+    back away.
+    """
 
     def __init__(self, run: _Run) -> None:
         self._run = run
@@ -103,12 +112,15 @@ class HypergradientRun:
 def hypergradient(task: TrainingTask, plan: HyperparameterPlan, engine: str = "auto", *,
                   gradients: Gradients | None = None, jobs: Jobs | None = None,
                   memory_bytes: float = 1e9, kernels: str = "auto") -> HyperGrad:
-    """Trains as `plan` says and returns the validation loss with its derivative by everything in the plan.
+    """Trains as `plan` says and returns the validation loss with its derivative by everything in
+    the plan.
 
-    All engines give the same numbers: "store", "reversible" (needs memory for two whole numbers per parameter and
-    log2(1/momentum) bits per parameter and step, and a loss whose gradient has the same bits twice), "checkpoint"; "auto" is the
-    rule of `choose_engine`.  Costs about four plain runs.  Needs a loss with second derivatives; torch's random state is left as
-    it was.  Raises ReversalError, with the step, when the way back does not meet the way there, and DivergenceError.
+    All engines give the same numbers: "store", "reversible" (needs memory for two whole numbers per
+    parameter and log2(1/momentum) bits per parameter and step, and a loss whose gradient has the
+    same bits twice), "checkpoint"; "auto" is the rule of `choose_engine`.  Costs about four plain
+    runs.  Needs a loss with second derivatives; torch's random state is left as it was.  Raises
+    ReversalError, with the step, when the way back does not meet the way there, and
+    DivergenceError.
 
     >>> import torch
     >>> module = torch.nn.Linear(3, 2).double()
@@ -132,15 +144,16 @@ def evaluate_hyperparameters(task: TrainingTask, plan: HyperparameterPlan, engin
         raise ValueError(f"Invalid engine: {engine!r}; choose auto, {', '.join(ENGINES)}")
     plan, flat = plan.detached(), Flat.of(task)
     if plan.num_layers != len(flat.groups):
-        raise ValueError(f"Invalid plan: it has {plan.num_layers} layers, and the task {len(flat.groups)}: "
-                         f"{', '.join(flat.layer_names)}")
+        raise ValueError(f"Invalid plan: it has {plan.num_layers} layers, and the task "
+                         f"{len(flat.groups)}: {', '.join(flat.layer_names)}")
     first = next(iter(task.start.values()))
     gradients = gradients or PlainGradients(task, flat)
     if engine == "reversible" and not gradients.can_reverse:
-        raise ConfigError("this preconditioner cannot be run backwards, since its estimates lose what they forget; choose "
-                          "engine=checkpoint or store.")
+        raise ConfigError("this preconditioner cannot be run backwards, since its estimates lose "
+                          "what they forget; choose engine=checkpoint or store.")
     choice = Choice(engine, "asked for") if engine != "auto" else choose_engine(
-        plan, flat.size, first.element_size(), memory_bytes=memory_bytes, can_reverse=gradients.can_reverse)
+        plan, flat.size, first.element_size(), memory_bytes=memory_bytes,
+        can_reverse=gradients.can_reverse)
     with torch.random.fork_rng(devices=[]):
         if jobs is None:
             jobs = LocalJobs(task, plan, choice.engine, gradients, kernels)
@@ -156,7 +169,8 @@ def final_value(task: TrainingTask, plan: HyperparameterPlan, *,
     """The validation loss that `plan` leads to; the way there only, with the same numbers."""
     plan, flat = plan.detached(), Flat.of(task)
     with torch.random.fork_rng(devices=[]):
-        jobs = jobs or LocalJobs(task, plan, "none", gradients or PlainGradients(task, flat), kernels)
+        jobs = jobs or LocalJobs(task, plan, "none", gradients or PlainGradients(task, flat),
+                                 kernels)
         return _Run(task, plan, flat, gradients, jobs, Choice("none", "")).forward_value()
 
 
@@ -211,15 +225,20 @@ class _Run:
                 _add(whole, grad, outer_iter * self.plan.steps_per_iter)
         report = self._report(whole, spill_bytes, state_bytes, time.perf_counter() - began)
         start_P = dw_P * self.flat.spread(self.plan.init_scale_G)
-        return HyperGrad(value, whole.lr_TG, whole.momentum_TG, whole.l2_G, self.flat.products(dw_P, self.unscaled_P),
-                         whole.max_change_G, whole.max_param_change, averaging_ON, whole.data_weights,
-                         dict(zip(self.flat.names, self.flat.unflatten(start_P), strict=True)), report)
+        return HyperGrad(value, whole.lr_TG, whole.momentum_TG, whole.l2_G,
+                         self.flat.products(dw_P, self.unscaled_P),
+                         whole.max_change_G, whole.max_param_change, averaging_ON,
+                         whole.data_weights,
+                         dict(zip(self.flat.names, self.flat.unflatten(start_P), strict=True)),
+                         report)
 
     def _validation(self, end_P: Tensor) -> tuple[float, Tensor]:
-        parameters = {name: p.requires_grad_() for name, p in _parameters(self.task, self.flat, end_P).items()}
+        parameters = {name: p.requires_grad_()
+                      for name, p in _parameters(self.task, self.flat, end_P).items()}
         loss = self.task.validation(parameters)
         found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
-        whole = [torch.zeros_like(p) if one is None else one for one, p in zip(found, parameters.values(), strict=True)]
+        whole = [torch.zeros_like(p) if one is None else one
+                 for one, p in zip(found, parameters.values(), strict=True)]
         return float(loss.detach()), self.flat.flatten(whole).double()
 
     def _shares(self, outer_iter: int) -> list[float]:
@@ -229,12 +248,14 @@ class _Run:
         if len(ends_NP) == 1:
             # bit for bit, also where a share times a weight would round
             return ends_NP[0]
-        return torch.from_numpy(mean_of_chunk([end_P.numpy() for end_P in ends_NP], self._shares(outer_iter), np.s_[:]))
+        return torch.from_numpy(mean_of_chunk([end_P.numpy() for end_P in ends_NP],
+                                              self._shares(outer_iter), np.s_[:]))
 
     def _by_weights(self, outer_iter: int, dw_P: Tensor) -> Tensor:
         """mean = sum a_n w_n / sum a: by a_n that is (w_n - mean) / sum a."""
         ends_NP, mean_P = self._ends.pop(), self._means.pop()
-        return torch.stack([torch.dot(dw_P, end_P - mean_P) for end_P in ends_NP]) / self.plan.averaging_ON[outer_iter].sum()
+        return torch.stack([torch.dot(dw_P, end_P - mean_P)
+                            for end_P in ends_NP]) / self.plan.averaging_ON[outer_iter].sum()
 
     def _report(self, whole: SegmentGrad, spill_bytes: int, state_bytes: int,
                 reverse_s: float) -> HypergradientReport:
@@ -242,7 +263,8 @@ class _Run:
         assert gradients is not None
         return HypergradientReport(self.choice.engine, self.choice.why, gradients.label,
                                    gradients.is_exact, True,
-                      adjoint_growth(whole.lr_TG * self.plan.lr_TG), spill_bytes, state_bytes, self._forward_s, reverse_s)
+                      adjoint_growth(whole.lr_TG * self.plan.lr_TG), spill_bytes, state_bytes,
+                                   self._forward_s, reverse_s)
 
 
 def adjoint_growth(by_log_lr_TG: Tensor) -> float:
@@ -254,7 +276,8 @@ def adjoint_growth(by_log_lr_TG: Tensor) -> float:
 
 def _parameters(task: TrainingTask, flat: Flat, w_P: Tensor) -> dict[str, Tensor]:
     dtype = next(iter(task.start.values())).dtype
-    return {name: part.to(dtype, copy=True) for name, part in zip(flat.names, flat.unflatten(w_P), strict=True)}
+    return {name: part.to(dtype, copy=True)
+            for name, part in zip(flat.names, flat.unflatten(w_P), strict=True)}
 
 
 def _add(whole: SegmentGrad, part: SegmentGrad, first: int) -> None:

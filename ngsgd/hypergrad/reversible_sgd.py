@@ -33,34 +33,44 @@ class _Taken:
 
 
 class ReversibleSGD(torch.optim.Optimizer):
-    """SGD with momentum on the parameters of `model`; `undo` takes the last step back, with memory for a few bits a step.
+    """SGD with momentum on the parameters of `model`; `undo` takes the last step back, with memory
+    for a few bits a step.
 
-    One step of a component: v = momentum v - (1 - momentum) (g + weight_decay w); w += lr v, so lr keeps its meaning whatever the
-    momentum.  A component is a module that owns parameters; each is one param group, whose `lr`, `momentum`, `weight_decay`
-    and `max_change` may differ and may change from step to step, as schedulers do.
+    One step of a component: v = momentum v - (1 - momentum) (g + weight_decay w); w += lr v, so lr
+    keeps its meaning whatever the momentum.  A component is a module that owns parameters; each is
+    one param group, whose `lr`, `momentum`, `weight_decay` and `max_change` may differ and may
+    change from step to step, as schedulers do.
 
     Args:
-        model: the module to train; its parameters are all float32 or all float64, and frozen ones are left alone.
+        model: the module to train; its parameters are all float32 or all float64, and frozen ones
+            are left alone.
         lr: of the loss as it is, summed or averaged.
-        momentum: at least 0; a step puts log2(1/momentum) bits per parameter aside, and all 64 with momentum 0.
-        nesterov: the gradient is that at the point momentum leads to.  Such a step moves along its own gradient, which cannot be
-            had again without knowing where it came from; so the gradient is put aside, 4 bytes per parameter and step.
+        momentum: at least 0; a step puts log2(1/momentum) bits per parameter aside, and all 64 with
+            momentum 0.
+        nesterov: the gradient is that at the point momentum leads to.  Such a step moves along its
+            own gradient, which cannot be had again without knowing where it came from; so the
+            gradient is put aside, 4 bytes per parameter and step.
         max_change: limit on the L2 norm of one component's change in a step; 0 = none.
         max_param_change: limit on the L2 norm of the whole model's change in a step; 0 = none.
         weight_decay: as torch's: adds weight_decay w to the gradient.
         layer_options: settings of single components by name or pattern, as for `ngsgd.NGSGD`.
-        engine: "auto" takes compiled kernels where a C++ compiler is at hand, "eager" never; equal bits.
+        engine: "auto" takes compiled kernels where a C++ compiler is at hand, "eager" never; equal
+            bits.
 
-    The parameters may be changed by others before the first step only.  Later `step` raises ConfigError and `undo` ReversalError:
-    at once for changes that torch counts, as by `load_state_dict`, and within as many steps as there are parameters for those
-    through `p.data`.  Raises DivergenceError for a gradient that is not finite and for numbers out of range, and ReversalError
-    where a step cannot be undone.
+    The parameters may be changed by others before the first step only.  Later `step` raises
+    ConfigError and `undo` ReversalError:
+    at once for changes that torch counts, as by `load_state_dict`, and within as many steps as
+    there are parameters for those through `p.data`.  Raises DivergenceError for a gradient that is
+    not finite and for numbers out of range, and ReversalError where a step cannot be undone.
     """
 
-    def __init__(self, model: nn.Module, lr: float, *, momentum: float = 0.9, nesterov: bool = False, max_change: float = 0.0,
+    def __init__(self, model: nn.Module, lr: float, *, momentum: float = 0.9,
+                 nesterov: bool = False, max_change: float = 0.0,
                  max_param_change: float = 0.0, weight_decay: float = 0.0,
-                 layer_options: Mapping[str, Mapping[str, Any]] | None = None, engine: str = "auto") -> None:
-        defaults = {"lr": lr, "momentum": momentum, "max_change": max_change, "weight_decay": weight_decay}
+                 layer_options: Mapping[str, Mapping[str, Any]] | None = None,
+                 engine: str = "auto") -> None:
+        defaults = {"lr": lr, "momentum": momentum, "max_change": max_change,
+                    "weight_decay": weight_decay}
         require_non_negative(max_param_change=max_param_change, **defaults)
         groups = components(model)
         if not groups:
@@ -89,8 +99,8 @@ class ReversibleSGD(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused after construction: earlier steps could not be undone."""
         if "exact" in self.__dict__:
-            raise ConfigError("ReversibleSGD takes no further param groups, since its steps are undone together; make a new one "
-                              "when layers are unfrozen.")
+            raise ConfigError("ReversibleSGD takes no further param groups, since its steps are "
+                              "undone together; make a new one when layers are unfrozen.")
         super().add_param_group(param_group)
 
     @torch.no_grad()
@@ -104,15 +114,17 @@ class ReversibleSGD(torch.optim.Optimizer):
             # the weights may have been loaded or initialized since
             self.exact = self._exact()
         elif changed := self._changed():
-            raise ConfigError(f"{changed} was changed by others since the last step, and ReversibleSGD would undo that; load "
-                              "the state of this optimizer, too, or make a new one after setting the weights.")
+            raise ConfigError(f"{changed} was changed by others since the last step, and "
+                              "ReversibleSGD would undo that; load the state of this optimizer, "
+                              "too, or make a new one after setting the weights.")
         lr_G, momentum_G, decay_G, limit_G = (
             [float(group[key]) for group in self.param_groups]
             for key in ("lr", "momentum", "weight_decay", "max_change"))
         grad_P = self._direction(decay_G)
         self.exact.step_v(grad_P, momentum_G)
         norms_G = self._norms(grad_P, momentum_G) if self.max_param_change or any(limit_G) else [0.0] * len(lr_G)
-        taken = _Taken(lr_G, momentum_G, decay_G, shorten(norms_G, lr_G, limit_G, self.max_param_change),
+        taken = _Taken(lr_G, momentum_G, decay_G,
+                       shorten(norms_G, lr_G, limit_G, self.max_param_change),
                        grad_P if self.nesterov else None)
         self._move(taken, grad_P)
         self._taken.append(taken)
@@ -123,8 +135,10 @@ class ReversibleSGD(torch.optim.Optimizer):
     def undo(self, closure: Callable[[], Any]) -> None:
         """Takes the last step back.
 
-        `closure` clears the gradients and computes those of that step's minibatch, as it did then, with the same random numbers;
-        it is called with the model as it was before the step; with Nesterov's momentum it is not needed.
+        `closure` clears the gradients and computes those of that step's minibatch, as it did then,
+        with the same random numbers;
+        it is called with the model as it was before the step; with Nesterov's momentum it is not
+        needed.
         """
         if not self._taken:
             raise ReversalError(0, "no step has been taken that is not undone yet")
@@ -146,8 +160,11 @@ class ReversibleSGD(torch.optim.Optimizer):
         self._taken.pop()
 
     def state_dict(self) -> dict[str, Any]:
-        """With all that going back needs, in tensors, numbers and tuples, which torch.load takes with weights_only."""
-        packed = [(taken.lr_G, taken.momentum_G, taken.decay_G, tuple(taken.shortened), taken.grad_P)
+        """With all that going back needs, in tensors, numbers and tuples, which torch.load takes
+        with weights_only.
+        """
+        packed = [(taken.lr_G, taken.momentum_G, taken.decay_G, tuple(taken.shortened),
+                   taken.grad_P)
                   for taken in self._taken]
         return {**super().state_dict(), "exact": self.exact.state_dict(), "taken": packed}
 
@@ -177,17 +194,21 @@ class ReversibleSGD(torch.optim.Optimizer):
         parts = self.exact.weights().split([p.numel() for p in self._params])
         index = self.exact.num_steps % len(parts)
         sample = self._params[index].detach().reshape(-1)[:_NUM_LOOKED_AT]
-        if self._versions == [p._version for p in self._params] and torch.equal(sample, parts[index][:_NUM_LOOKED_AT]):
+        if self._versions == [p._version
+                              for p in self._params] and torch.equal(sample,
+                                                                     parts[index][:_NUM_LOOKED_AT]):
             return ""
         for p, part in zip(self._params, parts, strict=True):
             if not torch.equal(p.detach().reshape(-1), part):
-                return str(next(group["name"] for group in self.param_groups if any(p is own for own in group["params"])))
+                return str(next(group["name"] for group in self.param_groups
+                                if any(p is own for own in group["params"])))
         self._versions = [p._version for p in self._params]
         return ""
 
     def _direction(self, decay_G: list[float]) -> Tensor:
         """g + weight_decay w, P; the same operations both ways."""
-        grad_P = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in self._params])
+        grad_P = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1)
+                            for p in self._params])
         w_P = self.exact.weights()
         for group, decay in zip(self.exact.groups, decay_G, strict=True):
             if decay:
@@ -195,7 +216,9 @@ class ReversibleSGD(torch.optim.Optimizer):
         return grad_P
 
     def _write(self) -> None:
-        for p, part in zip(self._params, self.exact.weights().split([p.numel() for p in self._params]), strict=True):
+        for p, part in zip(self._params,
+                           self.exact.weights().split([p.numel() for p in self._params]),
+                           strict=True):
             p.copy_(part.view_as(p))
         self._versions = [p._version for p in self._params]
 
@@ -207,7 +230,8 @@ class ReversibleSGD(torch.optim.Optimizer):
         if not self.nesterov:
             self.exact.step_x(rate_G)
             return
-        self.exact.step_x([gamma * rate for gamma, rate in zip(taken.momentum_G, rate_G, strict=True)])
+        self.exact.step_x([gamma * rate
+                           for gamma, rate in zip(taken.momentum_G, rate_G, strict=True)])
         self.exact.shift_x(grad_P, _impulses(taken), -1)
 
     def _norms(self, grad_P: Tensor, momentum_G: list[float]) -> list[float]:

@@ -1,4 +1,6 @@
-"""A model that grows while it is trained: every part is there from the start, and a stage says which are in use."""
+"""A model that grows while it is trained: every part is there from the start, and a stage says
+which are in use.
+"""
 
 from __future__ import annotations
 
@@ -36,10 +38,12 @@ class Split:
 class StagedModel(nn.Module):
     """The modules of a whole model by their names; `at` is the network that a stage makes of them.
 
-    Before the split the output layer is "output", after it "subclass_output"; the other one then idles.
+    Before the split the output layer is "output", after it "subclass_output"; the other one then
+    idles.
     """
 
-    def __init__(self, front: Layer, layers: Sequence[Layer], output: Layer, split: Split | None, make: Make) -> None:
+    def __init__(self, front: Layer, layers: Sequence[Layer], output: Layer, split: Split | None,
+                 make: Make) -> None:
         super().__init__()
         self._front, self._output = list(front), list(output)
         self._hidden = [list(layer) for layer in layers]
@@ -58,7 +62,8 @@ class StagedModel(nn.Module):
         if stage not in self._networks:
             hidden = [name for layer in self._hidden[:stage.num_layers] for name in layer]
             names = [*self._front, *hidden, *(self._split if stage.is_split else self._output)]
-            self._networks[stage] = self._make(OrderedDict((name, self.get_submodule(name)) for name in names))
+            self._networks[stage] = self._make(OrderedDict((name, self.get_submodule(name))
+                                                           for name in names))
         return self._networks[stage]
 
     def forward(self, x_NI: Tensor) -> Tensor:
@@ -66,22 +71,27 @@ class StagedModel(nn.Module):
         return y
 
     @torch.no_grad()
-    def remade(self, state: Mapping[str, Tensor], before: Stage, after: Stage, seed: int) -> dict[str, Tensor]:
-        """The entries that change when a model with this state passes from one stage to another; `state` is not modified.
+    def remade(self, state: Mapping[str, Tensor], before: Stage, after: Stage,
+               seed: int) -> dict[str, Tensor]:
+        """The entries that change when a model with this state passes from one stage to another;
+        `state` is not modified.
 
-        New layers get their start, and the output layer behind them random values of standard deviation 0.1/sqrt(inputs)
-        (C.7); the rows of the output layer become those of its sub-classes (C.5).  `seed` and the stages decide every draw.
+        New layers get their start, and the output layer behind them random values of standard
+        deviation 0.1/sqrt(inputs) (C.7); the rows of the output layer become those of its
+        sub-classes (C.5).  `seed` and the stages decide every draw.
         """
         entropy = np.random.SeedSequence([seed, after.num_layers, after.is_split])
         generator = torch.Generator().manual_seed(int(entropy.generate_state(1)[0]))
         made: dict[str, Tensor] = {}
-        for name in (name for layer in self._hidden[before.num_layers:after.num_layers] for name in layer):
+        for name in (name for layer in self._hidden[before.num_layers:after.num_layers]
+                     for name in layer):
             module = copy.deepcopy(self.get_submodule(name)).cpu()
             initialize([module], generator)
             for one in module.modules():
                 if isinstance(one, nn.modules.batchnorm._BatchNorm):
                     one.reset_running_stats()
-            made |= {f"{name}.{key}": value for key, value in module.state_dict().items() if value.is_floating_point()}
+            made |= {f"{name}.{key}": value for key, value in module.state_dict().items()
+                     if value.is_floating_point()}
         if after.num_layers > before.num_layers:
             weight_PH = state["output.weight"]
             stddev = _REMADE_STDDEV / math.sqrt(weight_PH.shape[1])
@@ -90,7 +100,8 @@ class StagedModel(nn.Module):
         if after.is_split and not before.is_split:
             now = {**state, **made}
             made["subclass_output.weight"], made["subclass_output.bias"] = split_rows(
-                now["output.weight"], now["output.bias"], self.targets, generator, scales=self._scales)
+                now["output.weight"], now["output.bias"], self.targets, generator,
+                scales=self._scales)
         return made
 
 
@@ -106,7 +117,9 @@ def set_stage(model: nn.Module, stage: Stage) -> None:
 
 
 def utterance_logits(model: nn.Module, x_TI: Tensor) -> Tensor:
-    """T x P for the spliced frames of one utterance, in order and without gaps; a TDNN computes each of its frames once."""
+    """T x P for the spliced frames of one utterance, in order and without gaps; a TDNN computes
+    each of its frames once.
+    """
     network = network_at(model, model.stage) if isinstance(model, StagedModel) else model
     logits: Tensor = network.utterance(x_TI) if isinstance(network, TimeDelayNetwork) else network(x_TI)
     return logits

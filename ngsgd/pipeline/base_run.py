@@ -1,4 +1,6 @@
-"""What every run has: a folder, a lock, checkpoints, trackers, and outer iterations on injected workers."""
+"""What every run has: a folder, a lock, checkpoints, trackers, and outer iterations on injected
+workers.
+"""
 
 from __future__ import annotations
 
@@ -105,7 +107,8 @@ class BaseRun(ABC):
                 status = "FINISHED"
             except (RunInterrupted, KeyboardInterrupt) as interrupt:
                 status = "KILLED"
-                raise RunInterrupted(f"{interrupt or 'interrupted'}; go on with: ngsgd resume {self.folder.path}") from interrupt
+                raise RunInterrupted(f"{interrupt or 'interrupted'}; go on with: ngsgd resume "
+                                     f"{self.folder.path}") from interrupt
             finally:
                 training.trackers.close(status)
 
@@ -115,8 +118,10 @@ class BaseRun(ABC):
         try:
             yield
         except OSError as error:
-            raise CheckpointError(f"{error.filename or self.folder.path} could not be written ({error.strerror}); make room or fix "
-                                  f"the permissions, then go on with: ngsgd resume {self.folder.path}") from error
+            raise CheckpointError(f"{error.filename or self.folder.path} could not be written "
+                                  f"({error.strerror}); make room or fix "
+                                  "the permissions, then go on with: ngsgd resume "
+                                  f"{self.folder.path}") from error
 
     def _open(self, lock: RunLock) -> Training:
         config, folder = self.config, self.folder
@@ -143,24 +148,30 @@ class BaseRun(ABC):
         torch.set_num_threads(fingerprint.num_threads)
         size = training.checkpoints.layout.size
         # the model, and next to it at most two buffers of the outer optimizer and a moving average
-        require_room(folder.path, 4 * size * (1 + len(make_rule(config.outer).buffers) + (config.outer.ema_decay > 0)))
+        require_room(folder.path,
+                     4 * size
+                     * (1 + len(make_rule(config.outer).buffers) + (config.outer.ema_decay > 0)))
         start = self._start(training)
-        pool = services.make_pool(PoolRequest(spec, fingerprint.num_threads, size, folder.workers, fingerprint.agreement,
-                                              services.stop.expired))
-        services.report(f"starting {config.cluster.num_workers} workers ({config.cluster.kind}, {fingerprint.num_threads} threads "
-                        "each)")
+        pool = services.make_pool(PoolRequest(spec, fingerprint.num_threads, size, folder.workers,
+                                              fingerprint.agreement, services.stop.expired))
+        services.report(f"starting {config.cluster.num_workers} workers ({config.cluster.kind}, "
+                        f"{fingerprint.num_threads} threads each)")
 
         def on_start() -> None:
             fingerprint.keep(start.progress.outer_iter + 1)
             for line in fingerprint.differences:
-                training.trackers.incident(Incident("other_bits", f"other bits from here on, as was allowed: {line}",
-                                                    start.progress.outer_iter + 1, elapsed_s=start.progress.elapsed_s))
+                training.trackers.incident(Incident("other_bits", "other bits from here on, as "
+                                                                  f"was allowed: {line}",
+                                                    start.progress.outer_iter + 1,
+                                                    elapsed_s=start.progress.elapsed_s))
 
-        return train(spec, pool, training.checkpoints, start, folder.ledger, tracker=training.trackers, stop=services.stop,
+        return train(spec, pool, training.checkpoints, start, folder.ledger,
+                     tracker=training.trackers, stop=services.stop,
                      clock=services.clock, on_start=on_start, catch_signals=services.catch_signals)
 
     def _start(self, training: Training) -> Checkpoint:
         if training.latest is None:
             return first_checkpoint(self._initial_parameters(training.task))
-        self.services.report(f"going on after outer iteration {training.latest.progress.outer_iter + 1}")
+        self.services.report("going on after outer iteration "
+                             f"{training.latest.progress.outer_iter + 1}")
         return training.latest

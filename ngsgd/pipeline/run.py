@@ -1,4 +1,5 @@
-"""The composition root: `build_run` makes a run of a configuration, for every command, test and Python script.
+"""The composition root: `build_run` makes a run of a configuration, for every command, test and
+Python script.
 
     run = build_run(recipe("yesno", data={"source": "waves_yesno.tar.gz"}))
     run.train()              # outer iterations, final model, decoding
@@ -46,16 +47,19 @@ from ngsgd.training.storage.checkpoint import Checkpoint, CheckpointStore
 from ngsgd.training.task import Task
 
 
-def build_run(config: RunConfig, services: Services | None = None, *, folder: RunFolder | None = None,
+def build_run(config: RunConfig, services: Services | None = None, *,
+              folder: RunFolder | None = None,
               fingerprint: FingerprintCheck | None = None, trust: bool = False,
               allow_other_bits: bool = False) -> BaseRun:
     """Make a new run, or continue the one in `folder`.
 
-    A new run prepares its data and builds its model before it makes a folder, so that an error leaves no folder behind.
+    A new run prepares its data and builds its model before it makes a folder, so that an error
+    leaves no folder behind.
 
     Args:
         config: complete configuration of the run.
-        services: trackers, worker pool and so on; by default the run is silent and stays on this machine.
+        services: trackers, worker pool and so on; by default the run is silent and stays on this
+            machine.
         folder: folder of a run that has begun; None makes a new one under config.output_dir.
         fingerprint: numeric fingerprint of the run that has begun; None takes it from its folder.
         trust: import a module that only `folder` or the model to start from names.
@@ -69,7 +73,8 @@ def build_run(config: RunConfig, services: Services | None = None, *, folder: Ru
     if folder is not None:
         module = config.task if config.task._target_ else config.model
         permission.require_run(folder, module, trust=trust)
-        fingerprint = fingerprint or FingerprintCheck.of_resumed_run(config, folder, services.report,
+        fingerprint = fingerprint or FingerprintCheck.of_resumed_run(config, folder,
+                                                                     services.report,
                                                                      allow_other_bits=allow_other_bits)
         if config.task._target_:
             return TaskRun(config, folder, services, fingerprint)
@@ -98,7 +103,8 @@ class Run(BaseRun):
     """A run of speech recognition: the steps from data to WER."""
 
     def __init__(self, config: RunConfig, folder: RunFolder, services: Services | None = None,
-                 fingerprint: FingerprintCheck | None = None, data: PreparedData | None = None) -> None:
+                 fingerprint: FingerprintCheck | None = None,
+                 data: PreparedData | None = None) -> None:
         super().__init__(config, folder, services, fingerprint, is_new=data is not None)
         self._data = data
 
@@ -108,11 +114,13 @@ class Run(BaseRun):
             model, prior_P = load_final(self.folder, trust=trust)
             return decode_and_score(self.folder, self.config, self.data.corpus, model, prior_P)
 
-    def evaluate(self, outer_iter: int | None = None, *, trust: bool = False) -> dict[str, dict[str, float] | None]:
+    def evaluate(self, outer_iter: int | None = None, *,
+                 trust: bool = False) -> dict[str, dict[str, float] | None]:
         """Objective per frame and frame accuracy of valid and test.
 
         Args:
-            outer_iter: evaluate the checkpoint after this outer iteration, counted from 1; None evaluates the final model.
+            outer_iter: evaluate the checkpoint after this outer iteration, counted from 1; None
+                evaluates the final model.
             trust: import the module that the run names.
         """
         if outer_iter is None:
@@ -135,7 +143,9 @@ class Run(BaseRun):
 
     @property
     def metrics(self) -> dict[str, Any]:
-        """Content of decode/wer.json: WER of valid and test, frame scores, the setting chosen on valid."""
+        """Content of decode/wer.json: WER of valid and test, frame scores, the setting chosen on
+        valid.
+        """
         found: dict[str, Any] = read_json(self.folder.decode / "wer.json")
         return found
 
@@ -143,7 +153,8 @@ class Run(BaseRun):
         config, folder, data, report = self.config, self.folder, self.data, self.services.report
         folder.remember_data(data.corpus.digest, data.egs_directory, data.extractor)
         spec = SpeechTaskSpec(config, str(data.egs_directory),
-                              sequences.sequence_data(config, folder, data.corpus, data.cache_root, report))
+                              sequences.sequence_data(config, folder, data.corpus, data.cache_root,
+                                                      report))
         sequences.report_skipped(spec, report)
         return spec
 
@@ -156,7 +167,8 @@ class Run(BaseRun):
 
     def _finish(self, training: Training, end: Checkpoint) -> FinalReport:
         assert isinstance(training.spec, SpeechTaskSpec)
-        return finish(self.folder, self.data, training.spec, training.checkpoints, end, self.services)
+        return finish(self.folder, self.data, training.spec, training.checkpoints, end,
+                      self.services)
 
     def _model_after(self, outer_iter: int) -> tuple[nn.Module, npt.NDArray[np.float64]]:
         """Model and priors of a checkpoint; outer iterations are counted from 1."""
@@ -176,7 +188,9 @@ def _prepared(config: RunConfig, services: Services, folder: RunFolder | None = 
 
 
 def _with_search_path(config: RunConfig) -> RunConfig:
-    """Find a custom module before any data is made, and record its folder for the other processes of the run."""
+    """Find a custom module before any data is made, and record its folder for the other processes
+    of the run.
+    """
     if not config.model._target_:
         return config
     search_path = os.path.abspath(config.model.search_path or os.getcwd())
@@ -186,7 +200,9 @@ def _with_search_path(config: RunConfig) -> RunConfig:
 
 
 def require_model(config: RunConfig, reader: EgsReader, report: Report) -> None:
-    """Raise what is wrong with the model for these data; statistics that it needs are kept next to the archives."""
+    """Raise what is wrong with the model for these data; statistics that it needs are kept next to
+    the archives.
+    """
     if needs_statistics(config.model):
         report("statistics of the training examples, for the model")
     model_for(config, reader)

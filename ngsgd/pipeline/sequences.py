@@ -1,6 +1,8 @@
-"""What sequence objectives need of a run: the model to start from, the denominator, archives of whole utterances.
+"""What sequence objectives need of a run: the model to start from, the denominator, archives of
+whole utterances.
 
-All of it is kept in the run folder or the cache, so that a run resumes though the one it started from is gone.
+All of it is kept in the run folder or the cache, so that a run resumes though the one it started
+from is gone.
 """
 
 from __future__ import annotations
@@ -34,18 +36,19 @@ Report = Callable[[str], None]
 def require_init_model(config: RunConfig) -> None:
     """Raises unless the run to start from is there and has ended, where one is needed."""
     if config.objective.kind not in ("ce", "lfmmi") and not config.init_model:
-        raise ConfigError(f"objective.kind is {config.objective.kind}, which starts from a model trained with cross-entropy; "
-                          "name its run with init_model=RUN.")
+        raise ConfigError(f"objective.kind is {config.objective.kind}, which starts from a model "
+                          "trained with cross-entropy; name its run with init_model=RUN.")
     if config.init_model and not (folder_of_model(config.init_model) / "final" / "model.json").is_file():
-        raise ConfigError(f"init_model is {config.init_model}, which has no final model yet; finish it with: "
-                          f"ngsgd resume {config.init_model}")
+        raise ConfigError(f"init_model is {config.init_model}, which has no final model yet; "
+                          f"finish it with: ngsgd resume {config.init_model}")
 
 
 def keep_init_model(config: RunConfig, folder: RunFolder) -> None:
     """Copies the model to start from into a new run's folder."""
     if config.init_model:
         with new_directory(folder.init_model) as temporary:
-            shutil.copytree(folder_of_model(config.init_model) / "final", temporary, dirs_exist_ok=True)
+            shutil.copytree(folder_of_model(config.init_model) / "final", temporary,
+                            dirs_exist_ok=True)
 
 
 def starting_parameters(config: RunConfig, folder: RunFolder, model: nn.Module) -> Vector:
@@ -55,14 +58,16 @@ def starting_parameters(config: RunConfig, folder: RunFolder, model: nn.Module) 
         return layout.flatten(model.state_dict())
     start, _ = open_final(folder.init_model, own=config.model)
     if FlatLayout.of(start) != layout or not _same_buffers(start, model):
-        raise ConfigError(f"init_model is {config.init_model}, whose model has other layers or another input transform than this "
-                          "run's; train with the same recipe, model=, features. and egs. settings.")
+        raise ConfigError(f"init_model is {config.init_model}, whose model has other layers or "
+                          "another input transform than this run's; train with the same recipe, "
+                          "model=, features. and egs. settings.")
     return layout.flatten(start.state_dict())
 
 
 def _same_buffers(one: nn.Module, other: nn.Module) -> bool:
     """What is no parameter, such as the input transform."""
-    return all(torch.equal(a, b) for (_, a), (_, b) in zip(one.named_buffers(), other.named_buffers(), strict=True)
+    return all(torch.equal(a, b) for (_, a),
+               (_, b) in zip(one.named_buffers(), other.named_buffers(), strict=True)
                if a.is_floating_point() and not _is_statistic(a, one))
 
 
@@ -70,7 +75,8 @@ def _is_statistic(buffer: torch.Tensor, model: nn.Module) -> bool:
     return any(buffer is value for value in model.state_dict(keep_vars=True).values())
 
 
-def sequence_data(config: RunConfig, folder: RunFolder, corpus: Corpus, cache_root: Path, report: Report) -> SequenceData | None:
+def sequence_data(config: RunConfig, folder: RunFolder, corpus: Corpus, cache_root: Path,
+                  report: Report) -> SequenceData | None:
     """None for objectives of single frames."""
     if config.objective.kind == "ce":
         return None
@@ -83,13 +89,16 @@ def sequence_data(config: RunConfig, folder: RunFolder, corpus: Corpus, cache_ro
             prior_P = open_final(folder.init_model, own=config.model)[1]
         denominator = denominators.of_corpus(corpus, config.objective, config.decode, prior_P)
         with new_file(folder.denominator) as temporary:
-            save_file({name: np.ascontiguousarray(array) for name, array in denominator.arrays().items()}, temporary)
+            save_file({name: np.ascontiguousarray(array)
+                       for name, array in denominator.arrays().items()}, temporary)
         keep_digest(folder.denominator)
     graph = denominator.graph
-    directory = prepare_sequences(corpus.train.frames, graph, samples_per_iter=config.egs.samples_per_iter,
-                                  chunk_frames=config.objective.chunk_frames, digest=corpus.digest, cache_root=cache_root,
-                                  report=report)
-    report(f"objective {config.objective.kind}: denominator of {graph.num_states} states and {len(graph.source_A)} arcs")
+    directory = prepare_sequences(corpus.train.frames, graph,
+                                  samples_per_iter=config.egs.samples_per_iter,
+                                  chunk_frames=config.objective.chunk_frames, digest=corpus.digest,
+                                  cache_root=cache_root, report=report)
+    report(f"objective {config.objective.kind}: denominator of {graph.num_states} states and "
+           f"{len(graph.source_A)} arcs")
     return SequenceData(str(directory), denominator)
 
 
@@ -99,7 +108,8 @@ def _kept_denominator(path: Path) -> Denominator:
             raise ValueError("its checksum does not match")
         return Denominator.from_arrays(load_file(path))
     except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise CheckpointError(f"{path} is damaged ({error}); remove it and {path.with_suffix('.sha256').name}, and the resumed run "
+        raise CheckpointError(f"{path} is damaged ({error}); remove it and "
+                              f"{path.with_suffix('.sha256').name}, and the resumed run "
                               "makes it again from its data.") from error
 
 

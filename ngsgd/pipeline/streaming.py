@@ -1,4 +1,6 @@
-"""Streaming decoding: the test set frame by frame, compared with the decoding of complete utterances."""
+"""Streaming decoding: the test set frame by frame, compared with the decoding of complete
+utterances.
+"""
 
 from __future__ import annotations
 
@@ -53,31 +55,39 @@ class Streamed:
     def __str__(self) -> str:
         return (f"streaming  {self.wer}\n"
                 f"the same words as whole utterances: {self.num_same} of {self.num_utterances}\n"
-                f"real-time factor {self.real_time_factor:.3f} on one thread ({self.what}, features apart)\n"
-                f"latency at most {self.latency_ms:.0f} ms of waiting and {self.compute_ms:.1f} ms of computing (99 % of chunks)")
+                f"real-time factor {self.real_time_factor:.3f} on one thread ({self.what}, "
+                f"features apart)\nlatency at most {self.latency_ms:.0f} ms of waiting and "
+                f"{self.compute_ms:.1f} ms of computing (99 % of chunks)")
 
 
 def measure(run: Run, *, chunk_frames: int, trust: bool = False) -> Streamed:
-    """Decode the test set both ways with the setting chosen on valid, and write decode/streaming.json."""
+    """Decode the test set both ways with the setting chosen on valid, and write
+    decode/streaming.json.
+    """
     config, folder = run.config, run.folder
     try:
         setting = read_json(folder.decode / "wer.json")
-        if not isinstance(setting, dict) or not setting.keys() >= {"word_penalty", "acoustic_scale"}:
+        if not isinstance(setting, dict) or not setting.keys() >= {"word_penalty",
+                                                                   "acoustic_scale"}:
             raise ValueError("wer.json has no setting")
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{folder.path} has not been decoded yet ({error}); finish it with: ngsgd resume "
+        raise CheckpointError(f"{folder.path} has not been decoded yet ({error}); finish it with: "
+                              "ngsgd resume "
                               f"{folder.path}") from error
     model, prior_P = load_final(folder, trust=trust)
     corpus = run.data.corpus
     torch.set_num_threads(1)
-    graph = graphs.with_word_penalty(evaluation.build_graph(corpus.language, config.decode), setting["word_penalty"])
+    graph = graphs.with_word_penalty(evaluation.build_graph(corpus.language, config.decode),
+                                     setting["word_penalty"])
     search = Search(setting["acoustic_scale"], config.decode.beam, config.decode.max_active)
     whole = [decoding.best_path(graph, loglik_TP, **asdict(search)).words
              for loglik_TP in log_likelihoods(corpus.test, config.egs, model, prior_P)]
     words, seconds = [], []
     for front in _fronts(config, folder, corpus.test):
-        decoder = StreamingDecoder(graph, _score(model, prior_P), search, left_context=config.egs.left_context,
-                                   right_context=config.egs.right_context, chunk_frames=chunk_frames, beside=front.ivectors)
+        decoder = StreamingDecoder(graph, _score(model, prior_P), search,
+                                   left_context=config.egs.left_context,
+                                   right_context=config.egs.right_context,
+                                   chunk_frames=chunk_frames, beside=front.ivectors)
         found, times = _streamed(decoder, front)
         words.append(found)
         seconds += times
@@ -85,11 +95,13 @@ def measure(run: Run, *, chunk_frames: int, trust: bool = False) -> Streamed:
     stages = [*(["means"] if config.features.cmvn == "online" else []),
               *(["i-vectors"] if config.ivectors.dim else []), "network"]
     streamed = Streamed(
-        wer=str(errors), num_utterances=len(words), num_same=sum(a == b for a, b in zip(words, whole, strict=True)),
+        wer=str(errors), num_utterances=len(words),
+        num_same=sum(a == b for a, b in zip(words, whole, strict=True)),
         real_time_factor=sum(seconds) / (FRAME_S * corpus.test.frames.num_frames),
-        latency_ms=1e3 * (FRAME_S * decoder.max_delay_frames + WINDOW_S), compute_ms=1e3 * float(np.quantile(seconds, 0.99)),
-        what=f"{', '.join(stages)} and search")
-    write_text(folder.decode / "streaming.json", json.dumps({**asdict(streamed), "chunk_frames": chunk_frames}, indent=1))
+        latency_ms=1e3 * (FRAME_S * decoder.max_delay_frames + WINDOW_S),
+        compute_ms=1e3 * float(np.quantile(seconds, 0.99)), what=f"{', '.join(stages)} and search")
+    write_text(folder.decode / "streaming.json",
+               json.dumps({**asdict(streamed), "chunk_frames": chunk_frames}, indent=1))
     return streamed
 
 

@@ -20,9 +20,10 @@ from ngsgd.training.tracking import Tracker, Trackers
 from ngsgd.training.worker_pool import WorkerPool
 
 
-def train(spec: TaskSpec, pool: WorkerPool, checkpoints: CheckpointStore, start: Checkpoint, ledger: Path, *,
-          tracker: Tracker | None = None, stop: StopSignal | None = None, clock: Callable[[], float] = time.monotonic,
-          on_start: Callable[[], None] = lambda: None,
+def train(spec: TaskSpec, pool: WorkerPool, checkpoints: CheckpointStore, start: Checkpoint,
+          ledger: Path, *,
+          tracker: Tracker | None = None, stop: StopSignal | None = None,
+          clock: Callable[[], float] = time.monotonic, on_start: Callable[[], None] = lambda: None,
           catch_signals: Callable[[], AbstractContextManager[None]] = nullcontext) -> Checkpoint:
     """Run the remaining outer iterations and return the last checkpoint.
 
@@ -45,8 +46,8 @@ def train(spec: TaskSpec, pool: WorkerPool, checkpoints: CheckpointStore, start:
         pool.start()
         on_start()
         coordinator = Coordinator(
-            task, seeded_model(task, settings.seed), task.shards().schedule(settings.schedule), pool,
-            RunStorage(checkpoints, written, tracker or Trackers([])), settings,
+            task, seeded_model(task, settings.seed), task.shards().schedule(settings.schedule),
+            pool, RunStorage(checkpoints, written, tracker or Trackers([])), settings,
             RunControl(stop or NeverStop(), clock))
         with catch_signals():
             return coordinator.train(start)

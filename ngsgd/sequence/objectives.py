@@ -1,16 +1,19 @@
-"""Sequence objectives (C.8 of arXiv 1410.7455): what a network's outputs are worth beside everything else that could be said.
+"""Sequence objectives (C.8 of arXiv 1410.7455): what a network's outputs are worth beside
+everything else that could be said.
 
-With Z(s) the log sum over all paths of the denominator graph for scores s, n the path of the labels, k the acoustic scale, and
-s_t(p) = k (log softmax(y_t)_p - log prior_p), an objective is summed over sequences and goes up:
+With Z(s) the log sum over all paths of the denominator graph for scores s, n the path of the
+labels, k the acoustic scale, and s_t(p) = k (log softmax(y_t)_p - log prior_p), an objective is
+summed over sequences and goes up:
 
     mmi     score(n) - Z(s)                            maximum mutual information (Bahl et al. 1986)
     bmmi    score(n) - Z(s + boost * [p is wrong])     boosted MMI (Povey et al. 2008)
-    mpe     expected number of frames whose phone is right    (Povey and Woodland 2002; Kaldi's mpfe)
-    smbr    expected number of frames whose state is right    (Gibson and Hain 2006)
-    lfmmi   score(n) - Z(s), s = y: outputs are scores, without softmax, prior or scale (Povey et al. 2016)
+    mpe     expected number of frames whose phone is right    (Povey and Woodland 2002; Kaldi's
+    mpfe) smbr    expected number of frames whose state is right    (Gibson and Hain 2006)
+    lfmmi   score(n) - Z(s), s = y: outputs are scores, without softmax, prior or scale (Povey et
+    al. 2016)
 
-score(n) has the log weight that the graph gives to the labels, so that score(n) - Z is a log probability.  Derivatives are the
-objective's own: k is in them, where Kaldi leaves it out.
+score(n) has the log weight that the graph gives to the labels, so that score(n) - Z is a log
+probability.  Derivatives are the objective's own: k is in them, where Kaldi leaves it out.
 
 Letters: N rows (frames of all sequences), P classes, B sequences.
 """
@@ -50,21 +53,23 @@ class Denominator:
     def arrays(self) -> dict[str, npt.NDArray[np.generic]]:
         """All of it, to be written to a file."""
         graph = {f"graph.{name}": array for name, array in self.graph.arrays().items()}
-        return {**graph, "log_prior": self.log_prior_P, "phone": self.phone_P, "is_silence": self.is_silence_P.astype(np.int64)}
+        return {**graph, "log_prior": self.log_prior_P, "phone": self.phone_P,
+                "is_silence": self.is_silence_P.astype(np.int64)}
 
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, npt.NDArray[np.generic]]) -> Denominator:
         """What `arrays` gave."""
-        graph = StateGraph.from_arrays({name.removeprefix("graph."): array for name, array in arrays.items()})
-        return cls(graph, np.asarray(arrays["log_prior"], np.float64), np.asarray(arrays["phone"], np.int64),
-                   np.asarray(arrays["is_silence"]) != 0)
+        graph = StateGraph.from_arrays({name.removeprefix("graph."): array
+                                        for name, array in arrays.items()})
+        return cls(graph, np.asarray(arrays["log_prior"], np.float64),
+                   np.asarray(arrays["phone"], np.int64), np.asarray(arrays["is_silence"]) != 0)
 
 
 class SequenceObjective:
     """Minus the objective of a batch of sequences, ready for `backward`."""
 
-    def __init__(self, config: ObjectiveConfig, denominator: Denominator, *, device: torch.device | str = "cpu",
-                 dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, config: ObjectiveConfig, denominator: Denominator, *,
+                 device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> None:
         self.config = config
         self.transitions = Transitions(denominator.graph, device=device, dtype=dtype)
         self.log_prior_P = torch.from_numpy(denominator.log_prior_P).to(device, dtype)
@@ -73,11 +78,12 @@ class SequenceObjective:
         unit_P = torch.from_numpy(classes).to(device)
         self.is_right_PP = self._right(unit_P)
 
-    def __call__(self, y_NP: Tensor, pdf_N: Tensor, lengths: Sequence[int], log_weight_B: Tensor) -> Tensor:
+    def __call__(self, y_NP: Tensor, pdf_N: Tensor, lengths: Sequence[int],
+                 log_weight_B: Tensor) -> Tensor:
         """The loss, summed over frames.
 
-        `pdf_N` are the labels, `lengths` the frames of each sequence in the order of the rows, and `log_weight_B` (float64) what
-        the graph gives to the labels of each.
+        `pdf_N` are the labels, `lengths` the frames of each sequence in the order of the rows, and
+        `log_weight_B` (float64) what the graph gives to the labels of each.
         """
         c = self.config
         log_softmax_NP = y_NP.log_softmax(dim=1)
@@ -91,25 +97,28 @@ class SequenceObjective:
         smooth = nn.functional.nll_loss(log_softmax_NP, pdf_N, reduction="sum")
         return -weight * objf + c.ce_weight * smooth
 
-    def _criterion(self, scores_NP: Tensor, pdf_N: Tensor, lengths: Sequence[int], log_weight_B: Tensor) -> Tensor:
+    def _criterion(self, scores_NP: Tensor, pdf_N: Tensor, lengths: Sequence[int],
+                   log_weight_B: Tensor) -> Tensor:
         kind = self.config.kind
         if kind in ("mpe", "smbr"):
-            return expected_accuracy(scores_NP, self.is_right_PP[pdf_N], lengths, self.transitions).sum()
+            return expected_accuracy(scores_NP, self.is_right_PP[pdf_N], lengths,
+                                     self.transitions).sum()
         against_NP = scores_NP
         if kind == "bmmi":
             cost_P = torch.where(self.is_silence_P, _SILENCE_ERROR, 1.0).to(self.log_prior_P.dtype)
             against_NP = scores_NP + self.config.boost * ((1.0 - self.is_right_PP[pdf_N]) * cost_P)
         return self._mutual_information(scores_NP, against_NP, pdf_N, lengths, log_weight_B)
 
-    def _mutual_information(self, scores_NP: Tensor, against_NP: Tensor, pdf_N: Tensor, lengths: Sequence[int],
-                            log_weight_B: Tensor) -> Tensor:
+    def _mutual_information(self, scores_NP: Tensor, against_NP: Tensor, pdf_N: Tensor,
+                            lengths: Sequence[int], log_weight_B: Tensor) -> Tensor:
         said_N = scores_NP.gather(1, pdf_N[:, None]).squeeze(1).double()
         said_B = torch.stack([part.sum() for part in said_N.split(list(lengths))]) + log_weight_B
         z_B = log_path_sum(against_NP, lengths, self.transitions)
         nothing_B = _NO_PATH * torch.tensor(lengths, dtype=z_B.dtype, device=z_B.device)
         # not by `where` alone: minus infinity would leave its mark on the derivative
         has_path_B = z_B.isfinite() & log_weight_B.isfinite()
-        return torch.where(has_path_B, said_B.masked_fill(~has_path_B, 0.0) - z_B.masked_fill(~has_path_B, 0.0), nothing_B).sum()
+        return torch.where(has_path_B,
+                           said_B.masked_fill(~has_path_B, 0.0) - z_B.masked_fill(~has_path_B, 0.0), nothing_B).sum()
 
     def _right(self, unit_P: Tensor) -> Tensor:
         """P x P: what class p counts for where the label is q (row q)."""

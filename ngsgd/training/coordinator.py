@@ -1,9 +1,9 @@
 """The outer loop: plan, run the jobs, average, checkpoint, report; plain Python over a WorkerPool.
 
-The same code serves one worker and a thousand.  Objective functions are per example and go up.  With
-`outer.overlap` the jobs of the next outer iteration start, each as soon as its predecessor has ended,
-before the average is made: they start from the previous model plus their own parameter delta, so they
-train on a model that is one outer iteration old.
+The same code serves one worker and a thousand.  Objective functions are per example and go up.
+With `outer.overlap` the jobs of the next outer iteration start, each as soon as its predecessor has
+ended, before the average is made: they start from the previous model plus their own parameter
+delta, so they train on a model that is one outer iteration old.
 """
 
 from __future__ import annotations
@@ -75,15 +75,19 @@ class Coordinator:
 
     def __post_init__(self) -> None:
         settings, ledger, tracker = self.settings, self.storage.ledger, self.storage.tracker
-        self._partitioner: EqualPartitioner = make_partitioner(settings.schedule, self.task.num_batches)
+        self._partitioner: EqualPartitioner = make_partitioner(settings.schedule,
+                                                               self.task.num_batches)
         self._averaged = AveragedModel(self.task, self.model, settings, self.storage.checkpoints,
                                        self.schedule.num_outer_iters)
-        self._deferred = DeferredDiagnostics(BackgroundDiagnostics(self.model, self.task), tracker.outer_iteration)
-        self._dispatch = Dispatcher(self.pool, ledger, self._averaged.layout, settings, self.control.stop, self._emit_incident,
-                                    self.control.clock)
+        self._deferred = DeferredDiagnostics(BackgroundDiagnostics(self.model, self.task),
+                                             tracker.outer_iteration)
+        self._dispatch = Dispatcher(self.pool, ledger, self._averaged.layout, settings,
+                                    self.control.stop, self._emit_incident, self.control.clock)
         self._refcount = VectorRefcount(self.pool)
-        self._job_init = JobInitializer(settings.outer, self._refcount, mean_fisher=settings.mean_fisher)
-        self._averager = Averager(self.task, self.model, self._averaged, self._dispatch, self._job_init)
+        self._job_init = JobInitializer(settings.outer, self._refcount,
+                                        mean_fisher=settings.mean_fisher)
+        self._averager = Averager(self.task, self.model, self._averaged, self._dispatch,
+                                  self._job_init)
         self._num_rollbacks = 0    # in a row
 
     def train(self, start: Checkpoint) -> Checkpoint:
@@ -111,7 +115,9 @@ class Coordinator:
         while state:
             if self.control.stop.requested():
                 raise RunInterrupted(f"stopped before outer iteration {state.plan.outer_iter + 1}")
-            ahead = self._open(_after(state.plan, here.progress)) if self._job_init.are_ahead else None
+            ahead = None
+            if self._job_init.are_ahead:
+                ahead = self._open(_after(state.plan, here.progress))
             clock = _Clock(self.control.clock)
             self._dispatch.finish(state, ahead, partial(self._while_jobs_run, ahead, state))
             after = self._close(state, here, clock)
@@ -129,7 +135,8 @@ class Coordinator:
         self._began = self.control.clock() - start.progress.elapsed_s
         self._averaged.begin(start)
         self._job_init.fisher.update(start.fisher)
-        self.storage.ledger.started(start.progress.outer_iter, self.settings.failure.min_accepted_fraction)
+        self.storage.ledger.started(start.progress.outer_iter,
+                                    self.settings.failure.min_accepted_fraction)
         # a crash may have come between the checkpoint and its line in the ledger, or its event
         if start.commit:
             self.storage.ledger.committed(start.commit)
@@ -154,11 +161,13 @@ class Coordinator:
         self._refcount.acquire(model)
         return self._dispatch.open(plan, model, progress.quarantined, self._partitioner.round_s)
 
-    def _while_jobs_run(self, ahead: OuterIterationState | None, state: OuterIterationState) -> None:
+    def _while_jobs_run(self, ahead: OuterIterationState | None,
+                        state: OuterIterationState) -> None:
         self._deferred.report_finished()
         self._enqueue_jobs(ahead, state)
 
-    def _enqueue_jobs(self, state: OuterIterationState | None, predecessor: OuterIterationState | None) -> None:
+    def _enqueue_jobs(self, state: OuterIterationState | None,
+                      predecessor: OuterIterationState | None) -> None:
         """Create the jobs of an outer iteration, except those whose predecessors still run."""
         for job in sorted(state.to_come) if state else ():
             if predecessor is None or job not in predecessor.unsettled:
@@ -170,15 +179,20 @@ class Coordinator:
     def _job(self, state: OuterIterationState, job: int) -> Job:
         plan, iteration = state.plan, state.plan.iteration
         return Job(
-            plan.outer_iter, job, 1, plan.work[job], self._job_init.of(plan, job, state.model), iteration.lr,
-            iteration.lr_factor, progress=min(1.0, iteration.passes_done / self.schedule.num_passes),
-            returns=self._job_init.returns, send=self._job_init.fragment(plan.outer_iter), keep_own=self._job_init.need_own,
+            plan.outer_iter, job, 1, plan.work[job], self._job_init.of(plan, job, state.model),
+            iteration.lr,
+            iteration.lr_factor,
+            progress=min(1.0, iteration.passes_done / self.schedule.num_passes),
+            returns=self._job_init.returns, send=self._job_init.fragment(plan.outer_iter),
+            keep_own=self._job_init.need_own,
             keep_fisher=self.settings.keeps_fisher, layer_rates=plan.layer_rates)
 
     # End of an outer iteration ------------------------------------------------------------------
 
     def _close(self, state: OuterIterationState, before: Checkpoint, clock: _Clock) -> Checkpoint:
-        """Average and commit an outer iteration whose jobs have ended; returns `before` after a roll-back."""
+        """Average and commit an outer iteration whose jobs have ended; returns `before` after a
+        roll-back.
+        """
         compute_s = clock.lap()
         verdicts, error = self._averager.average(state, before)
         self._record_verdicts(state, verdicts)
@@ -195,11 +209,12 @@ class Coordinator:
         self._deferred.wait()
         diagnostics_s = clock.lap()
         progress = self._progress(state, before.progress, accepted)
-        record = replace(self._record(state, progress, verdicts), compute_s=compute_s, average_s=average_s,
-                         diagnostics_s=diagnostics_s)
+        record = replace(self._record(state, progress, verdicts), compute_s=compute_s,
+                         average_s=average_s, diagnostics_s=diagnostics_s)
         after = self._commit(state, before, progress, record)
         self._release(state)
-        self._deferred.add(replace(record, checkpoint_s=clock.lap()), partial(self._averaged.load, after))
+        self._deferred.add(replace(record, checkpoint_s=clock.lap()),
+                           partial(self._averaged.load, after))
         return after
 
     def _record_verdicts(self, state: OuterIterationState, verdicts: Verdicts) -> None:
@@ -210,17 +225,20 @@ class Coordinator:
             # no later job starts from a rejected result
             state.rejection_reasons[result.job.job] = reason
             if reason != NOT_THE_BEST:
-                outer_iter = state.plan.outer_iter
-                self._emit_incident("job_rejected", f"job {result.job.job} of outer iteration {outer_iter + 1}, on worker "
-                           f"{result.worker}, was left out of the average: {reason}.", outer_iter, result.job.job,
-                           result.worker)
+                outer_iter, job = state.plan.outer_iter, result.job.job
+                self._emit_incident("job_rejected",
+                                    f"job {job} of outer iteration {outer_iter + 1}, on worker "
+                                    f"{result.worker}, was left out of the average: {reason}.",
+                                    outer_iter, job, result.worker)
 
-    def _progress(self, state: OuterIterationState, old: Progress, accepted: list[JobResult]) -> Progress:
+    def _progress(self, state: OuterIterationState, old: Progress,
+                  accepted: list[JobResult]) -> Progress:
         """The state of the run once this outer iteration is committed."""
         progress = _after(state.plan, old)
         progress = replace(
             progress, frames_processed=old.frames_processed + sum(r.num_frames for r in accepted),
-            elapsed_s=self.control.clock() - self._began, quarantined=(*old.quarantined, *state.quarantined),
+            elapsed_s=self.control.clock() - self._began,
+            quarantined=(*old.quarantined, *state.quarantined),
             pending=(*progress.pending, *state.deferred))
         if self.settings.optimizer.equalize_layers:
             rates = equalized_rates(self._averaged.layout, state.model.read(), self._averaged.parameters(), old.layer_rates)
@@ -234,8 +252,10 @@ class Coordinator:
         self._num_rollbacks = 0
         outer_state = self._averaged.optimizer.state_dict()
         after = self.storage.checkpoints.save(progress, outer_state, {
-            "outer_iter": progress.outer_iter, "frames_processed": progress.frames_processed, "parent": before.model_sha256,
-            "num_accepted": record.num_accepted, "numbers": {"lr": state.plan.iteration.lr, **outer_state["numbers"]}},
+            "outer_iter": progress.outer_iter, "frames_processed": progress.frames_processed,
+            "parent": before.model_sha256,
+            "num_accepted": record.num_accepted,
+            "numbers": {"lr": state.plan.iteration.lr, **outer_state["numbers"]}},
             fisher=self._job_init.fisher, record=record)
         self.storage.ledger.committed(after.commit)
         return after
@@ -249,8 +269,10 @@ class Coordinator:
                                   "roll-backs; lower schedule.lr_initial and resume, or start again.") from error
         lr_scale = before.progress.lr_scale / 2
         self.storage.ledger.rolled_back(plan.outer_iter, str(error), lr_scale)
-        self._emit_incident("rolled_back", f"outer iteration {plan.outer_iter + 1} runs again from the last model at {lr_scale:g} "
-                   f"times the learning rate: {error}", plan.outer_iter, -1, -1)
+        self._emit_incident("rolled_back",
+                            f"outer iteration {plan.outer_iter + 1} runs again from the last model "
+                            f"at {lr_scale:g} times the learning rate: {error}",
+                            plan.outer_iter, -1, -1)
         return replace(before, progress=replace(before.progress, lr_scale=lr_scale))
 
     def _discard(self, ahead: OuterIterationState | None) -> None:
@@ -267,7 +289,8 @@ class Coordinator:
             self._refcount.release_if_unused(result.own)
         self._refcount.release(state.model)
 
-    def _record(self, state: OuterIterationState, progress: Progress, verdicts: Verdicts) -> OuterIterationRecord:
+    def _record(self, state: OuterIterationState, progress: Progress,
+                verdicts: Verdicts) -> OuterIterationRecord:
         plan, iteration = state.plan, state.plan.iteration
         passes = progress.passes_done
         per_epoch = self.schedule.num_archives * self.schedule.frames_per_eg
@@ -276,20 +299,25 @@ class Coordinator:
         # iterations
         share = passes / max(self.schedule.num_passes, passes)
         return OuterIterationRecord(
-            outer_iter=plan.outer_iter, num_outer_iters=max(self.schedule.num_outer_iters, plan.outer_iter + 1),
-            num_jobs=plan.num_jobs, num_accepted=sum(not reason for _, reason in verdicts), epoch=passes / per_epoch,
+            outer_iter=plan.outer_iter, num_outer_iters=max(self.schedule.num_outer_iters,
+                                                            plan.outer_iter + 1),
+            num_jobs=plan.num_jobs, num_accepted=sum(not reason for _, reason in verdicts),
+            epoch=passes / per_epoch,
             num_epochs=self.schedule.num_epochs, frames_processed=progress.frames_processed,
             effective_lr=iteration.effective_lr, lr=iteration.lr, gain=iteration.gain,
             train=_UNKNOWN, valid=_UNKNOWN,
-            jobs=tuple(_job_record(result, reason, state.arrived_s.get(result.job.job, 0.0) - self._began)
+            jobs=tuple(_job_record(result, reason,
+                                   state.arrived_s.get(result.job.job, 0.0) - self._began)
                        for result, reason in verdicts),
-            relative_change=self._averaged.layout.relative_change(state.model.read(), self._averaged.parameters()),
+            relative_change=self._averaged.layout.relative_change(state.model.read(),
+                                                                  self._averaged.parameters()),
             compute_s=0.0, average_s=0.0, checkpoint_s=0.0, diagnostics_s=0.0, elapsed_s=elapsed_s,
             left_s=elapsed_s * (1.0 - share) / share, patience_s=self._dispatch.hang_timeout_s(),
             workers_alive=self.pool.num_workers_alive(), num_deaths=self._dispatch.num_deaths,
             num_discarded=self._dispatch.num_discarded, num_deferred=len(state.deferred))
 
-    def _emit_incident(self, what: str, message: str, outer_iter: int, job: int, worker: int) -> None:
+    def _emit_incident(self, what: str, message: str, outer_iter: int, job: int,
+                       worker: int) -> None:
         elapsed_s = self.control.clock() - self._began
         self.storage.tracker.incident(Incident(what, message, outer_iter, job, worker, elapsed_s))
 
@@ -309,12 +337,14 @@ class _Clock:
 def _after(plan: Plan, before: Progress) -> Progress:
     """The progress after `plan`, as far as the next plan depends on it."""
     # a plan consumes work deferred before it was made; later deferrals go to the next plan
-    return replace(before, outer_iter=plan.outer_iter, passes_done=plan.iteration.passes_done + plan.num_fresh,
+    return replace(before, outer_iter=plan.outer_iter,
+                   passes_done=plan.iteration.passes_done + plan.num_fresh,
                    pending=tuple(piece for piece in before.pending if piece not in plan.taken_up))
 
 
 def _job_record(result: JobResult, reason: str, ended_s: float) -> JobRecord:
-    return JobRecord(result.job.job, result.worker, result.job.attempt, result.num_frames, result.num_minibatches,
+    return JobRecord(result.job.job, result.worker, result.job.attempt, result.num_frames,
+                     result.num_minibatches,
                      result.objf, result.accuracy, result.seconds, result.max_change_share,
-                     result.max_param_change_share, result.num_skipped, not reason, reason, result.health, ended_s,
-                     result.host, result.machine)
+                     result.max_param_change_share, result.num_skipped, not reason, reason,
+                     result.health, ended_s, result.host, result.machine)

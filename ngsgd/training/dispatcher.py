@@ -1,16 +1,21 @@
-"""From the jobs of an outer iteration to their results: who runs what, what is tried again, and what is given up.
+"""From the jobs of an outer iteration to their results: who runs what, what is tried again, and
+what is given up.
 
-Nothing here averages.  A job whose worker dies or hangs is tried again, put off or dropped, as `failure.policy` says; a
-result that was damaged on its way is asked for again; a piece of data that kills every worker it meets is quarantined.
+Nothing here averages.  A job whose worker dies or hangs is tried again, put off or dropped, as
+`failure.policy` says; a result that was damaged on its way is asked for again; a piece of data that
+kills every worker it meets is quarantined.
 
-A worker hangs when it makes no progress until a deadline, and is then killed.  Two cases look the same and are none:
-    The coordinator was stopped, and its workers with it (a paused machine, a suspended job): that time is not counted, and after
-    an absence that is long for the deadline each worker has a full one.
-    All busy workers, at least two, fall silent at about the same time: something that they share stopped them, and they have
-    `_SHARED` deadlines.
-A worker that the coordinator killed is no evidence against its data, so that data is never quarantined for it.  It is tried
-`failure.max_attempts` times on whatever worker is free; when all these hang, the shard is dropped from this outer iteration by
-name, or with `failure.on_repeated_crash=stop` the run ends.
+A worker hangs when it makes no progress until a deadline, and is then killed.  Two cases look the
+same and are none:
+    The coordinator was stopped, and its workers with it (a paused machine, a suspended job): that
+    time is not counted, and after an absence that is long for the deadline each worker has a full
+    one.
+    All busy workers, at least two, fall silent at about the same time: something that they share
+    stopped them, and they have `_SHARED` deadlines.
+A worker that the coordinator killed is no evidence against its data, so that data is never
+quarantined for it.  It is tried `failure.max_attempts` times on whatever worker is free; when all
+these hang, the shard is dropped from this outer iteration by name, or with
+`failure.on_repeated_crash=stop` the run ends.
 """
 
 from __future__ import annotations
@@ -107,7 +112,8 @@ class OuterIterationState:
 class Dispatcher:
     """Feeds a pool with jobs and settles what comes back."""
 
-    def __init__(self, pool: WorkerPool, ledger: Ledger, layout: FlatLayout, settings: EngineSettings, stop: StopSignal,
+    def __init__(self, pool: WorkerPool, ledger: Ledger, layout: FlatLayout,
+                 settings: EngineSettings, stop: StopSignal,
                  emit_incident: EmitIncident, clock: Callable[[], float]) -> None:
         self.pool = pool
         self.ledger = ledger
@@ -128,17 +134,20 @@ class Dispatcher:
         # tries that ended because the coordinator killed the worker
         self._hangs: dict[WorkItem, int] = {}
         # where workers may be silent for less than some polls only, a shorter time is an absence
-        self._awake = AwakeClock(clock, min(_ABSENT_S, max(2 * _POLL_S, self.failure.hang_timeout_s / 2)))
+        self._awake = AwakeClock(clock,
+                                 min(_ABSENT_S, max(2 * _POLL_S, self.failure.hang_timeout_s / 2)))
         # by worker: its last progress, and since when
         self._seen: dict[int, tuple[object, float]] = {}
         self._minibatch_s: deque[float] = deque(maxlen=64)
 
-    def open(self, plan: Plan, model: VectorRef, quarantined: tuple[WorkItem, ...], round_s: float) -> OuterIterationState:
+    def open(self, plan: Plan, model: VectorRef, quarantined: tuple[WorkItem, ...],
+             round_s: float) -> OuterIterationState:
         """Begins an outer iteration whose jobs are to come."""
         self.ledger.planned(plan)
         shards = frozenset(piece.shard for piece in quarantined)
         jobs = range(plan.num_jobs)
-        return OuterIterationState(plan, model, shards, round_s, to_come=set(jobs), unsettled=set(jobs))
+        return OuterIterationState(plan, model, shards, round_s, to_come=set(jobs),
+                                   unsettled=set(jobs))
 
     def enqueue(self, state: OuterIterationState, job: Job) -> None:
         """Takes a job that can run; work on a quarantined shard is given up at once."""
@@ -150,8 +159,11 @@ class Dispatcher:
         else:
             state.waiting.append(job)
 
-    def finish(self, state: OuterIterationState, ahead: OuterIterationState | None, make_jobs: Callable[[], None]) -> None:
-        """Returns when every job of `state` is settled; `make_jobs` adds those of `ahead` that can run by now."""
+    def finish(self, state: OuterIterationState, ahead: OuterIterationState | None,
+               make_jobs: Callable[[], None]) -> None:
+        """Returns when every job of `state` is settled; `make_jobs` adds those of `ahead` that can
+        run by now.
+        """
         states = [state, ahead] if ahead else [state]
         self._begin_to_watch()
         while state.unsettled:
@@ -164,7 +176,9 @@ class Dispatcher:
             self._feed(ahead)
 
     def take_back(self, state: OuterIterationState, failures: Sequence[JobFailure]) -> None:
-        """Undoes results that can no longer be read; `finish` sees to their jobs, as to all that failed."""
+        """Undoes results that can no longer be read; `finish` sees to their jobs, as to all that
+        failed.
+        """
         for failure in failures:
             result = state.results.pop(failure.job.job)
             state.rejection_reasons.pop(failure.job.job, None)
@@ -174,7 +188,9 @@ class Dispatcher:
             self._after_failure(state, failure)
 
     def drain(self, state: OuterIterationState) -> None:
-        """Waits for the jobs of an outer iteration that is given up, and throws away what they return."""
+        """Waits for the jobs of an outer iteration that is given up, and throws away what they
+        return.
+        """
         state.waiting.clear()
         self._begin_to_watch()
         while state.running:
@@ -199,12 +215,16 @@ class Dispatcher:
             self._settle(outcome, states)
 
     def _begin_to_watch(self) -> None:
-        """After other work, which may have taken any time; jobs of the outer iteration ahead run meanwhile."""
+        """After other work, which may have taken any time; jobs of the outer iteration ahead run
+        meanwhile.
+        """
         self._awake.catch_up()
         self._seen = {}
 
     def _stop_in_time(self, state: OuterIterationState) -> None:
-        """Ends the jobs of a round whose time is over, or of a run that shall end and may put work off."""
+        """Ends the jobs of a round whose time is over, or of a run that shall end and may put work
+        off.
+        """
         leave_it = self.failure.policy == "defer" and self.stop.requested()
         if not state.is_stopped and (leave_it or self._awake.now >= state.ends_at):
             state.is_stopped = True
@@ -216,9 +236,10 @@ class Dispatcher:
         if alive >= self.cluster.min_workers or self._enough_at is None:
             self._enough_at = now
         elif now - self._enough_at > self.cluster.start_timeout_s:
-            raise ClusterError(f"only {alive} of {self.cluster.num_workers} workers are left, and no others came within "
-                               f"cluster.start_timeout_s = {self.cluster.start_timeout_s:g}; see whether the cluster still has "
-                               "their CPUs or GPUs, or lower cluster.min_workers and resume.")
+            raise ClusterError(f"only {alive} of {self.cluster.num_workers} workers are left, and "
+                               "no others came within cluster.start_timeout_s = "
+                               f"{self.cluster.start_timeout_s:g}; see whether the cluster still "
+                               "has their CPUs or GPUs, or lower cluster.min_workers and resume.")
 
     def hang_timeout_s(self) -> float:
         """Seconds without a minibatch after which a worker hangs: derived from what was measured."""
@@ -274,14 +295,18 @@ class Dispatcher:
         if damage:
             self.ledger.discarded(result, damage)
             self._release(result)
-            self._after_failure(state, JobFailure(job, result.worker, f"its result arrived damaged: {damage}", False))
+            self._after_failure(state, JobFailure(job, result.worker,
+                                                  f"its result arrived damaged: {damage}", False))
             return
         left = sum((piece.stop or 0) - piece.first for piece in result.remainder)
         is_worth_keeping = (self.failure.policy != "retry"
-                            and result.num_minibatches >= _WORTH_KEEPING * (result.num_minibatches + left))
+                            and result.num_minibatches >= _WORTH_KEEPING
+                            * (result.num_minibatches + left))
         if result.remainder and not state.is_stopped and not is_worth_keeping:
             self._release(result)
-            self._after_failure(state, JobFailure(job, result.worker, "was asked to end before its job was done", False))
+            self._after_failure(state,
+                                JobFailure(job, result.worker,
+                                           "was asked to end before its job was done", False))
             return
         if state.is_stopped or self.failure.policy == "defer":
             state.deferred += result.remainder
@@ -304,7 +329,8 @@ class Dispatcher:
         what = f"worker {failure.worker} {'died' if failure.worker_died else 'failed'} ({failure.reason})"
         who = f"{what} during job {job.job} of outer iteration {job.outer_iter + 1}, attempt {job.attempt}"
         tries = job.attempt + self._failures.get(job.pieces[0], 0)
-        self._hangs[job.pieces[0]] = hangs = self._hangs.get(job.pieces[0], 0) + failure.from_outside
+        hangs = self._hangs.get(job.pieces[0], 0) + failure.from_outside
+        self._hangs[job.pieces[0]] = hangs
         if hangs >= self.failure.max_attempts:
             self._give_up_after_hangs(state, failure, who, hangs)
         elif tries - hangs >= self.failure.max_attempts:
@@ -316,17 +342,21 @@ class Dispatcher:
             self._failures[job.pieces[0]] = tries
             state.deferred += job.pieces
             self._give_up(state, job, "deferred", failure.reason)
-            self._emit_failure(failure, f"{who}; its shard is put off to the next outer iteration{failure.last_words}.")
+            self._emit_failure(failure, f"{who}; its shard is put off to the next outer "
+                                        f"iteration{failure.last_words}.")
         else:
             self._give_up(state, job, "dropped", failure.reason)
-            self._emit_failure(failure, f"{who}; its shard is left out, since failure.policy is drop{failure.last_words}.")
+            self._emit_failure(failure, f"{who}; its shard is left out, since failure.policy is "
+                                        f"drop{failure.last_words}.")
 
-    def _after_damage(self, state: OuterIterationState, failure: JobFailure, error: DamagedArchiveError) -> None:
+    def _after_damage(self, state: OuterIterationState, failure: JobFailure,
+                      error: DamagedArchiveError) -> None:
         if error.archive not in self._damaged:
             self._damaged.add(error.archive)
-            self.emit_incident("archive_quarantined", f"archive {error.archive} is damaged and is not read again in this "
-                               f"run, since egs.on_corrupt is quarantine: {error}", failure.job.outer_iter, failure.job.job,
-                               failure.worker)
+            self.emit_incident("archive_quarantined",
+                               f"archive {error.archive} is damaged and is not read again in this "
+                               f"run, since egs.on_corrupt is quarantine: {error}",
+                               failure.job.outer_iter, failure.job.job, failure.worker)
         self._quarantine_damaged(state, failure.job)
 
     def _quarantine_damaged(self, state: OuterIterationState, job: Job) -> None:
@@ -334,33 +364,44 @@ class Dispatcher:
         state.quarantined += [piece for piece in job.pieces if piece.shard.archive in self._damaged]
         self._give_up(state, job, "quarantined", "its archive is damaged")
 
-    def _give_up_after(self, state: OuterIterationState, failure: JobFailure, who: str, tries: int) -> None:
+    def _give_up_after(self, state: OuterIterationState, failure: JobFailure, who: str,
+                       tries: int) -> None:
         """All attempts failed: poison if workers died of it, bad luck otherwise."""
         job = failure.job
         where = f"archive {job.shard.archive}, frame {job.shard.frame}"
         if not failure.worker_died:
             self._give_up(state, job, "dropped", failure.reason)
-            self.emit_incident("job_dropped", f"{who}; {where} is left out of this outer iteration after {tries} attempts"
+            self.emit_incident("job_dropped", f"{who}; {where} is left out of this outer iteration "
+                                              f"after {tries} attempts"
                                f"{failure.last_words}.", job.outer_iter, job.job, failure.worker)
         elif self.failure.on_repeated_crash == "stop":
             raise ClusterError(f"{who}; {where} has ended {tries} workers, and "
-                               f"failure.on_repeated_crash is stop: look at that archive, then resume{failure.last_words}.")
+                               "failure.on_repeated_crash is stop: look at that archive, then "
+                               f"resume{failure.last_words}.")
         else:
             state.quarantined += job.pieces
             self._give_up(state, job, "quarantined", failure.reason)
-            self.emit_incident("shard_quarantined", f"{who}; {where} has ended {tries} workers and is not tried again in this run"
+            self.emit_incident("shard_quarantined",
+                               f"{who}; {where} has ended {tries} workers and is not tried again "
+                               "in this run"
                                f"{failure.last_words}.", job.outer_iter, job.job, failure.worker)
 
-    def _give_up_after_hangs(self, state: OuterIterationState, failure: JobFailure, who: str, hangs: int) -> None:
-        """Every worker hung: a deadlock that comes with the data, or a machine that does not work; not poison in any case."""
+    def _give_up_after_hangs(self, state: OuterIterationState, failure: JobFailure, who: str,
+                             hangs: int) -> None:
+        """Every worker hung: a deadlock that comes with the data, or a machine that does not work;
+        not poison in any case.
+        """
         job = failure.job
         where = f"archive {job.shard.archive}, frame {job.shard.frame}"
         if self.failure.on_repeated_crash == "stop":
-            raise ClusterError(f"{who}; {where} was lost with {hangs} workers that had to be killed, and "
-                               f"failure.on_repeated_crash is stop: see why they hang, then resume{failure.last_words}.")
+            raise ClusterError(f"{who}; {where} was lost with {hangs} workers that had to be "
+                               "killed, and failure.on_repeated_crash is stop: see why they hang, "
+                               f"then resume{failure.last_words}.")
         self._give_up(state, job, "dropped", failure.reason)
-        self.emit_incident("job_dropped", f"{who}; {where} is left out of this outer iteration after {hangs} workers that had "
-                           f"to be killed{failure.last_words}.", job.outer_iter, job.job, failure.worker)
+        self.emit_incident("job_dropped", f"{who}; {where} is left out of this outer iteration "
+                                          f"after {hangs} workers that had "
+                           f"to be killed{failure.last_words}.", job.outer_iter, job.job,
+                           failure.worker)
 
     def _give_up(self, state: OuterIterationState, job: Job, event: str, reason: str) -> None:
         self.ledger.settled_without(event, job, reason)

@@ -1,7 +1,8 @@
 """One job of one outer iteration: local SGD or NG-SGD over the job's shards.
 
-Momentum is reset in each job, as in Kaldi, and so are Fisher estimates unless `optimizer.curvature_state` hands them
-on with the job.  Everything that a job depends on is in it, so a retry gives a bitwise identical result.
+Momentum is reset in each job, as in Kaldi, and so are Fisher estimates unless
+`optimizer.curvature_state` hands them on with the job.  Everything that a job depends on is in it,
+so a retry gives a bitwise identical result.
 """
 
 from __future__ import annotations
@@ -93,7 +94,8 @@ class Worker:
         self.model = seeded_model(self.task, self.settings.seed).to(self.device)
         self.layout = FlatLayout.of(self.model)
 
-    def run(self, job: Job, place: Place = np_empty, should_stop: Callable[[], bool] = never) -> JobResult:
+    def run(self, job: Job, place: Place = np_empty,
+            should_stop: Callable[[], bool] = never) -> JobResult:
         """Train on the job's pieces.
 
         Args:
@@ -111,7 +113,8 @@ class Worker:
         shrink(network, settings.proportional_shrink, job.lr)
         # random numbers of the model, such as those of dropout, differ between ranks
         own = [self.ranks.rank] if self.ranks.rank else []
-        seed = int(np.random.SeedSequence([self.settings.seed, job.outer_iter, job.job, *own]).generate_state(1)[0])
+        entropy = np.random.SeedSequence([self.settings.seed, job.outer_iter, job.job, *own])
+        seed = int(entropy.generate_state(1)[0])
         self.task.prepare_job(self.model, progress=job.progress, seed=seed)
         has_preconditioner = settings.preconditions
         # preconditioners read rows from torch's own layers
@@ -125,16 +128,21 @@ class Worker:
         began = time.perf_counter()
         remainder: tuple[WorkItem, ...] = ()
         for index, (batch, left) in enumerate(self._batches(job)):
-            steps_back = not has_preconditioner and (index + job.outer_iter) % settings.backstitch_interval == 0
-            self._train(network, batch, optimizer, preconditioner, sums, settings.backstitch_scale if steps_back else 0.0)
+            is_turn = (index + job.outer_iter) % settings.backstitch_interval == 0
+            steps_back = not has_preconditioner and is_turn
+            self._train(network, batch, optimizer, preconditioner, sums,
+                        settings.backstitch_scale if steps_back else 0.0)
             if self.ranks.any(should_stop()) and left:
                 remainder = left
                 break
         sums.reduce(self.ranks)
-        return _Trained(start, sums, optimizer, preconditioner, time.perf_counter() - began, remainder)
+        return _Trained(start, sums, optimizer, preconditioner, time.perf_counter() - began,
+                        remainder)
 
     def _settings(self, job: Job) -> OptimizerConfig:
-        """The optimizer's settings; early outer iterations have a lower max_param_change (Kaldi: by sqrt 2)."""
+        """The optimizer's settings; early outer iterations have a lower max_param_change (Kaldi: by
+        sqrt 2).
+        """
         settings = self.settings.optimizer
         if not self.task.growth.is_early(job.outer_iter):
             return settings
@@ -142,14 +150,16 @@ class Worker:
 
     def _load(self, job: Job) -> Vector:
         """Set the job's initial parameters, and return them."""
-        vector = self.ranks.start_vector(lambda: initial_parameters(job.start, self.layout), self.layout.size)
+        vector = self.ranks.start_vector(lambda: initial_parameters(job.start, self.layout),
+                                         self.layout.size)
         self.layout.load(self.model, vector)
         return vector
 
     def _batches(self, job: Job) -> Iterator[tuple[Batch | None, tuple[WorkItem, ...]]]:
         """Each minibatch of the job's pieces in order, and the work that is left after it.
 
-        In a group, those of this rank; None in the last step of a piece that has no minibatch for every rank.
+        In a group, those of this rank; None in the last step of a piece that has no minibatch for
+        every rank.
         """
         for index, piece in enumerate(job.pieces):
             later = job.pieces[index + 1:]
@@ -166,14 +176,15 @@ class Worker:
                     read(first=number, stop=number + 1)
                     for number in self.ranks.of_rank(piece.first, last))
             else:
-                batches = itertools.islice(read(first=piece.first, stop=last), self.ranks.rank, None,
-                                           self.ranks.size)
+                batches = itertools.islice(read(first=piece.first, stop=last), self.ranks.rank,
+                                           None, self.ranks.size)
             for number in range(piece.first, last, self.ranks.size):
                 done = min(number + self.ranks.size, last)
-                yield next(batches, None), ((replace(piece, first=done),) if done < last else ()) + later
+                yield next(batches, None), ((replace(piece, first=done),)
+                                            if done < last else ()) + later
 
-    def _train(self, network: nn.Module, batch: Batch | None, optimizer: SGD, preconditioner: Preconditioner | None,
-               sums: _Sums, backstitch_scale: float) -> None:
+    def _train(self, network: nn.Module, batch: Batch | None, optimizer: SGD,
+               preconditioner: Preconditioner | None, sums: _Sums, backstitch_scale: float) -> None:
         """One minibatch: forward, backward and the update of the parameters."""
         data = None if batch is None else to_device(batch.data, self.device)
         num_examples = 0 if batch is None else batch.num_examples
@@ -210,7 +221,8 @@ class Worker:
     def _result(self, job: Job, trained: _Trained, place: Place) -> JobResult:
         sums, optimizer = trained.sums, trained.optimizer
         is_complete = job.send == (0, 1)
-        end = self.layout.flatten(self.model.state_dict(), place(self.layout.size) if is_complete or job.keep_own else None)
+        end = self.layout.flatten(self.model.state_dict(),
+                                  place(self.layout.size) if is_complete or job.keep_own else None)
         if job.returns == "move":
             np.subtract(end, trained.start, out=end)
         pieces = self.layout.fragment(*job.send)
@@ -225,11 +237,13 @@ class Worker:
         # the forward pass of some models changes parameters by itself
         limits = NO_LIMITS
         if self.task.has_bounded_updates:
-            limits = change_limits(self.model, optimizer, self._settings(job), sums.num_batches, job.lr)
+            limits = change_limits(self.model, optimizer, self._settings(job), sums.num_batches,
+                                   job.lr)
         start_of = part_of_initial_parameters(job.start, self.layout)
         deltas = measure(sent, job.returns == "move", start_of, self.layout, pieces, limits)
         result = JobResult(
-            job, self.index, LocalRef(sent), digest(sent), sums.num_examples, sums.num_batches, objf, accuracy, trained.seconds,
+            job, self.index, LocalRef(sent), digest(sent), sums.num_examples, sums.num_batches,
+            objf, accuracy, trained.seconds,
             sum(layer_shares) / len(layer_shares), activity.model_share, activity.num_skipped,
             own=LocalRef(end) if job.keep_own else None,
             fisher=fisher_of(optimizer, trained.preconditioner) if job.keep_fisher else None,
@@ -237,7 +251,8 @@ class Worker:
             health=figures(optimizer) if isinstance(optimizer, NGSGD) else {}, deltas=deltas)
         # checked here, and not when all jobs have ended, because a successor may start from this
         # result before
-        return replace(result, rejection_reason=result.rejection_reason or impossible(result, self.layout))
+        return replace(result,
+                       rejection_reason=result.rejection_reason or impossible(result, self.layout))
 
 
 class _Trained(NamedTuple):
@@ -269,7 +284,8 @@ class _Sums:
 
     def reduce(self, ranks: Ranks) -> None:
         """Add those of the other ranks; the number of minibatches stays that of steps of this rank."""
-        num_examples = torch.tensor(float(self.num_examples), dtype=torch.float64, device=self._objf.device)
+        num_examples = torch.tensor(float(self.num_examples), dtype=torch.float64,
+                                    device=self._objf.device)
         ranks.sum_([self._objf, self._correct, self._weight, num_examples])
         self.num_examples = int(num_examples)
 
@@ -287,23 +303,27 @@ def fisher_of(optimizer: SGD, preconditioner: Preconditioner | None = None) -> F
         states = [(name, estimate.state_dict()) for name, estimate in optimizer.preconditioners()]
     else:
         return None
-    return {name: {key: value.cpu().numpy() if isinstance(value, Tensor) else value for key, value in state.items()}
+    return {name: {key: value.cpu().numpy() if isinstance(value, Tensor) else value
+                   for key, value in state.items()}
             for name, state in states}
 
 
-def load_fisher(optimizer: SGD, preconditioner: Preconditioner | None, fisher: Fisher | None) -> None:
+def load_fisher(optimizer: SGD, preconditioner: Preconditioner | None,
+                fisher: Fisher | None) -> None:
     """Continue from the states that a job of the same layers ended with, if there are any."""
     if not fisher:
         return
     if isinstance(optimizer, NGSGD):
         for name, estimate in optimizer.preconditioners():
-            estimate.load_state_dict({key: torch.as_tensor(value) for key, value in fisher[name].items()})
+            estimate.load_state_dict({key: torch.as_tensor(value)
+                                      for key, value in fisher[name].items()})
     if preconditioner is not None:
         preconditioner.load_state_dict(fisher)
 
 
 def make_optimizer(model: nn.Module, config: OptimizerConfig, lr: float, lr_factor: float,
-                   layer_rates: Mapping[str, float] | None = None, *, fast_gemm: bool = True) -> SGD:
+                   layer_rates: Mapping[str, float] | None = None, *,
+                   fast_gemm: bool = True) -> SGD:
     """The optimizer of one job."""
     # lr carries this factor and every job applies l2, so its share is divided by it, as in Kaldi
     own = {layer: {key: value / lr_factor if key == "weight_decay" else value
@@ -311,9 +331,12 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig, lr: float, lr_fact
            for layer, options in (config.layer_options or {}).items()}
     options = {**layer_options(model), **own}
     for layer, factor in (layer_rates or {}).items():
-        options[layer] = {**options.get(layer, {}), "lr_factor": factor * options.get(layer, {}).get("lr_factor", 1.0)}
-    common: dict[str, Any] = {"layer_options": options, "momentum": config.momentum, "max_change": config.max_change,
-                              "max_param_change": config.max_param_change, "weight_decay": config.weight_decay / lr_factor}
+        options[layer] = {**options.get(layer, {}),
+                          "lr_factor": factor * options.get(layer, {}).get("lr_factor", 1.0)}
+    common: dict[str, Any] = {"layer_options": options, "momentum": config.momentum,
+                              "max_change": config.max_change,
+                              "max_param_change": config.max_param_change,
+                              "weight_decay": config.weight_decay / lr_factor}
     if config.kind != "ngsgd":
         return SGD(model, lr, fast_gemm=fast_gemm, **common)
     return NGSGD(model, lr, loss_reduction="sum", fallback=config.fallback, rank_in=config.rank_in,
@@ -323,12 +346,14 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig, lr: float, lr_fact
 
 
 def choose_device(wanted: str, index: int = 0) -> torch.device:
-    """The device of worker `index`: Ray shows a worker only the GPU it was given, other workers of a machine take turns.
+    """The device of worker `index`: Ray shows a worker only the GPU it was given, other workers of
+    a machine take turns.
 
     Raises ConfigError for a GPU that takes no further process.
     """
     if wanted == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("cluster.device is cuda, but this worker sees no GPU; set cluster.device=auto or cpu.")
+        raise ConfigError("cluster.device is cuda, but this worker sees no GPU; set "
+                          "cluster.device=auto or cpu.")
     if wanted == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     device = torch.device("cuda", index % torch.cuda.device_count())
@@ -336,11 +361,15 @@ def choose_device(wanted: str, index: int = 0) -> torch.device:
         torch.empty(1, device=device)
     except RuntimeError as error:
         # in exclusive mode it is taken by another worker, or by somebody else
-        raise ConfigError(f"{device} takes no further process ({str(error).partition(chr(10))[0].rstrip('.')}); in exclusive mode "
+        raise ConfigError(f"{device} takes no further process "
+                          f"({str(error).partition(chr(10))[0].rstrip('.')}); in exclusive mode "
                           "ask for no more cluster.num_workers than there are free GPUs.") from error
     return device
 
 
 def resolve_threads(config: ClusterConfig, num_cores: int) -> int:
-    """Compute threads of one worker; together at most the cores, since spinning threads of one worker starve another."""
-    return config.threads_per_worker or max(1, num_cores // (config.num_workers * config.ranks_per_worker))
+    """Compute threads of one worker; together at most the cores, since spinning threads of one
+    worker starve another.
+    """
+    num_processes = config.num_workers * config.ranks_per_worker
+    return config.threads_per_worker or max(1, num_cores // num_processes)

@@ -1,4 +1,5 @@
-"""The HMM state of every frame, given what is said: cut into equal parts at first, then along the best path.  Knows no model.
+"""The HMM state of every frame, given what is said: cut into equal parts at first, then along the
+best path.  Knows no model.
 
 Letters: T frames, P pdfs.
 """
@@ -36,8 +37,10 @@ States = Mapping[str, PdfIds]
 
 
 def flat_start(corpus: Corpus, oov: str) -> dict[str, PdfIds]:
-    """Every utterance cut into equal parts: one for each state of its words in their first pronunciation, and of the silence
-    before, between and after them, which is as long as a phone.  Utterances with fewer frames than states are left out.
+    """Every utterance cut into equal parts: one for each state of its words in their first
+    pronunciation, and of the silence
+    before, between and after them, which is as long as a phone.  Utterances with fewer frames than
+    states are left out.
     """
     states = {}
     for utt_id, words, num_frames in _utterances(corpus, oov):
@@ -45,17 +48,18 @@ def flat_start(corpus: Corpus, oov: str) -> dict[str, PdfIds]:
         if path is not None:
             states[utt_id] = path
     if not states:
-        raise DataError("No utterance has as many frames as its words have states; check the lexicon and that the transcripts "
-                        "belong to this audio.")
+        raise DataError("No utterance has as many frames as its words have states; check the "
+                        "lexicon and that the transcripts belong to this audio.")
     return states
 
 
 def silence_start(corpus: Corpus, oov: str) -> dict[str, PdfIds]:
-    """As `flat_start`, but only the frames that sound unlike the ends of utterances are cut into the states of the words.
+    """As `flat_start`, but only the frames that sound unlike the ends of utterances are cut into
+    the states of the words.
 
-    Two Gaussians tell the two apart: one of the first and last frames of all utterances, one of the others, moved a few times
-    to the frames that each explains better, over the frames around them.  Where speech is too short for its states, the whole
-    utterance is cut.
+    Two Gaussians tell the two apart: one of the first and last frames of all utterances, one of the
+    others, moved a few times to the frames that each explains better, over the frames around them.
+    Where speech is too short for its states, the whole utterance is cut.
     """
     starts = flat_start(corpus, oov)
     x_TK = _decorrelated(corpus)
@@ -63,10 +67,12 @@ def silence_start(corpus: Corpus, oov: str) -> dict[str, PdfIds]:
     train = [utt_id for utt_id in corpus.train.frames.utt_ids if utt_id in starts]
     for _ in range(NUM_SILENCE_PASSES):
         is_speech_T = np.concatenate([~is_silence[utt_id] for utt_id in train])
-        fitted = Gaussians.fit(np.concatenate([x_TK[utt_id] for utt_id in train]), is_speech_T.astype(np.int32), 2)
+        fitted = Gaussians.fit(np.concatenate([x_TK[utt_id] for utt_id in train]),
+                               is_speech_T.astype(np.int32), 2)
         for utt_id in starts:
             loglik_T2 = fitted.log_likelihood(x_TK[utt_id])
-            better_T = np.convolve(loglik_T2[:, SILENCE_PDF] - loglik_T2[:, 1], np.ones(2 * SMOOTHING + 1), mode="same")
+            better_T = np.convolve(loglik_T2[:, SILENCE_PDF] - loglik_T2[:, 1],
+                                   np.ones(2 * SMOOTHING + 1), mode="same")
             is_silence[utt_id] = better_T[:len(loglik_T2)] > 0 if len(loglik_T2) > 2 * SMOOTHING else is_silence[utt_id]
     for utt_id, words, _ in _utterances(corpus, oov):
         topology = corpus.language.topology
@@ -83,7 +89,8 @@ def _edges(num_frames: int) -> npt.NDArray[np.bool_]:
     return (frame_T < width) | (frame_T >= num_frames - width)
 
 
-def _spread(is_silence_T: npt.NDArray[np.bool_], spoken: Sequence[int], silence: Sequence[int]) -> PdfIds:
+def _spread(is_silence_T: npt.NDArray[np.bool_], spoken: Sequence[int],
+            silence: Sequence[int]) -> PdfIds:
     """Equal parts for each state among the frames of its kind."""
     pdf_T = np.empty(len(is_silence_T), dtype=np.int32)
     for mask_T, states in ((is_silence_T, silence), (~is_silence_T, spoken)):
@@ -92,7 +99,9 @@ def _spread(is_silence_T: npt.NDArray[np.bool_], spoken: Sequence[int], silence:
 
 
 def equal_parts(topology: Topology, words: Sequence[str], num_frames: int) -> PdfIds | None:
-    """The states of `num_frames` frames that are shared out equally; None when there are fewer frames than states."""
+    """The states of `num_frames` frames that are shared out equally; None when there are fewer
+    frames than states.
+    """
     repeats = max(1, STATES_PER_PHONE // topology.num_silence_states)
     silence = [pdf for pdf in topology.silence_pdfs for _ in range(repeats)]
     spoken = [topology.pdfs_of(topology.lexicon[word][0]) for word in words]
@@ -108,8 +117,8 @@ def score_by_gaussians(corpus: Corpus, states: States) -> dict[str, npt.NDArray[
     """T x P of every utterance, by Gaussians of the training set's states."""
     x_TK = _decorrelated(corpus)
     train = [utt_id for utt_id in corpus.train.frames.utt_ids if utt_id in states]
-    fitted = Gaussians.fit(np.concatenate([x_TK[utt_id] for utt_id in train]), np.concatenate([states[utt_id] for utt_id in train]),
-                           corpus.num_pdfs)
+    fitted = Gaussians.fit(np.concatenate([x_TK[utt_id] for utt_id in train]),
+                           np.concatenate([states[utt_id] for utt_id in train]), corpus.num_pdfs)
     return {utt_id: fitted.log_likelihood(x) for utt_id, x in x_TK.items()}
 
 
@@ -133,7 +142,8 @@ def realign(corpus: Corpus, states: States, logliks: Mapping[str, npt.NDArray[np
         states: the utterances to align, and the states of those that have no path.
         logliks: for each utterance, T x P: log densities, or log posteriors minus log priors.
         oov: the word that stands for words which the lexicon lacks.
-        given: a decoding graph with its own numbers of states; the states are then those of its paths with these words.
+        given: a decoding graph with its own numbers of states; the states are then those of its
+            paths with these words.
             Without it they are those of the lexicon's phones.
     """
     realigned, lost, cost, num_frames = {}, [], 0.0, 0
@@ -167,7 +177,8 @@ def _decorrelated(corpus: Corpus) -> dict[str, Matrix]:
     """T x K of every utterance."""
     axes = Axes.of(corpus.train.frames.features_TD)
     return {utt_id: axes.apply(features_TD) for speech in (corpus.train, corpus.valid, corpus.test)
-            for utt_id, features_TD in zip(speech.frames.utt_ids, speech.split_features(), strict=True)}
+            for utt_id, features_TD in zip(speech.frames.utt_ids, speech.split_features(),
+                                           strict=True)}
 
 
 def _utterances(corpus: Corpus, oov: str) -> Iterator[tuple[str, tuple[str, ...], int]]:
@@ -175,5 +186,6 @@ def _utterances(corpus: Corpus, oov: str) -> Iterator[tuple[str, tuple[str, ...]
     lexicon = corpus.language.topology.lexicon
     for speech in (corpus.train, corpus.valid, corpus.test):
         lengths = np.diff(speech.frames.offsets).tolist()
-        for utt_id, words, num_frames in zip(speech.frames.utt_ids, speech.texts, lengths, strict=True):
+        for utt_id, words, num_frames in zip(speech.frames.utt_ids, speech.texts, lengths,
+                                             strict=True):
             yield utt_id, tuple(word if word in lexicon else oov for word in words), num_frames

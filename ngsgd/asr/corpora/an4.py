@@ -1,7 +1,9 @@
-"""AN4 (CMU's Census corpus) from its public cepstra: Kaldi archives, transcripts, dictionary, language model, alignment.
+"""AN4 (CMU's Census corpus) from its public cepstra: Kaldi archives, transcripts, dictionary,
+language model, alignment.
 
-The data are not part of the package.  What each file must be is: the SHA-256 of all are in corpora/an4/SHA256SUMS.  There is
-no set for tuning, so whole speakers of train are held out as valid.
+The data are not part of the package.  What each file must be is: the SHA-256 of all are in
+corpora/an4/SHA256SUMS.  There is no set for tuning, so whole speakers of train are held out as
+valid.
 """
 
 from __future__ import annotations
@@ -30,8 +32,9 @@ SHIPPED = "corpora/an4.sha256"
 # egs/an4 takes these out of the unigrams
 NOT_IN_KALDIS_LM = {"HALL", "LANE", "MEMORY", "TWELVTH", "WEAN"}
 UNKNOWN = "<UNK>"
-WHERE = ("get CMU's feature distribution of AN4 (the folder an4/ of github.com/cphazen/Machine-Learning-Project-ASR, packed as "
-         "recipes/an4/README.md says) and give its folder as data.source=PATH")
+WHERE = ("get CMU's feature distribution of AN4 (the folder an4/ of "
+         "github.com/cphazen/Machine-Learning-Project-ASR, packed as recipes/an4/README.md says) "
+         "and give its folder as data.source=PATH")
 
 
 def locate(source: str) -> Path:
@@ -52,12 +55,13 @@ def make(data: DataConfig, feature_config: FeatureConfig) -> tuple[dict[str, Spe
     folder = locate(data.source)
     for name, expected in released_checksums().items():
         if (found := files.sha256(folder / name)) != expected:
-            raise DataError(f"{folder / name} has the SHA-256 {found[:16]}..., and the release that "
-                            f"ngsgd knows {expected[:16]}...; {WHERE}.")
+            raise DataError(f"{folder / name} has the SHA-256 {found[:16]}..., and the release "
+                            f"that ngsgd knows {expected[:16]}...; {WHERE}.")
     train, test = (_read_set(folder, name) for name in ("train", "test"))
     train, valid = hold_out(train, share=data.valid_fraction)
     sets = {"train": train, "valid": valid, "test": test}
-    return {name: speech_set.assemble(utterances, feature_config) for name, utterances in sets.items()}, _language(folder)
+    return {name: speech_set.assemble(utterances, feature_config)
+            for name, utterances in sets.items()}, _language(folder)
 
 
 def released_checksums() -> Mapping[str, str]:
@@ -70,24 +74,31 @@ def _read_set(folder: Path, name: str) -> list[FramedUtterance]:
     texts = tables.read_table(folder / f"text_{name}")
     speakers = tables.read_table(folder / f"utt2spk_{name}")
     pdfs = alignments.read(folder / f"ali_{name}.npz").pdf_T
-    return [FramedUtterance(utt_id, speakers[utt_id].value, tuple(text.value.split()), features[utt_id], pdfs[utt_id])
+    return [FramedUtterance(utt_id, speakers[utt_id].value, tuple(text.value.split()),
+                            features[utt_id], pdfs[utt_id])
             for utt_id, text in texts.items()]
 
 
 def _language(folder: Path) -> Language:
     about = json.loads((folder / "ali.json").read_text(encoding="utf-8"))
     lexicon = _lexicon((folder / "an4.dic").read_text(encoding="utf-8"))
-    topology = Topology(tuple(about["phones"][1:]), lexicon, num_silence_states=about["states_per_phone"])
+    topology = Topology(tuple(about["phones"][1:]), lexicon,
+                        num_silence_states=about["states_per_phone"])
     numbered = sorted((number, word) for word, number in about["words"].items() if number)
     words = dict(numbered)
     with np.load(folder / "ali_train.npz") as arrays:
         tid2pdf = tuple(arrays["tid2pdf"].tolist())
-    given = GivenGraph((folder / "HCLG.fst").read_bytes(), tuple(words.get(n, f"#{n}") for n in range(1, max(words) + 1)), tid2pdf)
-    return Language(topology, arpa=_kaldis_unigrams((folder / "an4.ug.lm").read_text(encoding="utf-8")), given=given)
+    given = GivenGraph((folder / "HCLG.fst").read_bytes(),
+                       tuple(words.get(n, f"#{n}") for n in range(1, max(words) + 1)), tid2pdf)
+    return Language(topology,
+                    arpa=_kaldis_unigrams((folder / "an4.ug.lm").read_text(encoding="utf-8")),
+                    given=given)
 
 
 def _lexicon(text: str) -> dict[str, tuple[Pronunciation, ...]]:
-    """CMU's dictionary, "WORD(2) PH PH" for second pronunciations, with Kaldi's word for everything else, said as silence."""
+    """CMU's dictionary, "WORD(2) PH PH" for second pronunciations, with Kaldi's word for everything
+    else, said as silence.
+    """
     lexicon: dict[str, tuple[Pronunciation, ...]] = {UNKNOWN: (("SIL",),)}
     for line in text.splitlines():
         if fields := line.split():
@@ -102,4 +113,5 @@ def _kaldis_unigrams(text: str) -> str:
     """The unigrams of an4.ug.lm without the words that egs/an4 leaves out, as an ARPA text."""
     unigrams = re.findall(r"^(-\d+\.\d+)\s+(\S+)\s+-?\d+\.\d+$", text, re.MULTILINE)
     lines = [f"{cost}\t{word}" for cost, word in unigrams if word not in NOT_IN_KALDIS_LM]
-    return "\n".join(["\\data\\", f"ngram 1={len(lines)}", "", "\\1-grams:", *lines, "", "\\end\\", ""])
+    return "\n".join(["\\data\\", f"ngram 1={len(lines)}", "", "\\1-grams:", *lines, "", "\\end\\",
+                      ""])

@@ -1,13 +1,15 @@
-"""Speech made ready for training: features, the HMM state of every frame, words, and what can be said.
+"""Speech made ready for training: features, the HMM state of every frame, words, and what can be
+said.
 
     corpus = prepare(config.data, config.features, cache_root, print)
     corpus.train.frames      # features (normalised, not spliced) and pdf ids
     corpus.test.texts[0]     # the words of the first test utterance
 
-Who is heard where.  digits: train, valid and test have different voices.  fsdd, data.split=speaker: test is two
-speakers never trained on, valid the training speakers' held-out recordings; data.split=official: all speakers are in
-all sets, with different recordings; data.split=loo: test is data.held_out.  an4: its own test speakers; valid is whole
-speakers of its training set.  yesno: one speaker.  kaldi, lhotse: as the user's folders say.
+Who is heard where.  digits: train, valid and test have different voices.  fsdd, data.split=speaker:
+test is two speakers never trained on, valid the training speakers' held-out recordings;
+data.split=official: all speakers are in all sets, with different recordings; data.split=loo: test
+is data.held_out.  an4: its own test speakers; valid is whole speakers of its training set.  yesno:
+one speaker.  kaldi, lhotse: as the user's folders say.
 """
 
 from __future__ import annotations
@@ -48,7 +50,8 @@ _AMOUNTS = ("train_minutes", "valid_minutes", "test_minutes", "snr_db_low", "snr
 _KALDI_DIRS = ("corpus", "valid_fraction", "num_silence_states", "oov_word")
 # settings of `data` that change what is prepared; the content of files is looked at apart
 _DECIDES = {
-    "digits": ("corpus", *_AMOUNTS), "fsdd": (*_FSDD, *_AMOUNTS), "an4": ("corpus", "valid_fraction"),
+    "digits": ("corpus", *_AMOUNTS), "fsdd": (*_FSDD, *_AMOUNTS),
+    "an4": ("corpus", "valid_fraction"),
     "yesno": _KALDI_DIRS, "kaldi": _KALDI_DIRS, "lhotse": _KALDI_DIRS,
 }
 
@@ -91,12 +94,14 @@ def check_source(data: DataConfig) -> None:
 
 def needs_alignment(data: DataConfig) -> bool:
     """Whether labels have to be made before the corpus can be learnt from."""
-    return data.alignment == "flat" or (not data.alignment and data.corpus in ("yesno", "kaldi", "lhotse"))
+    return data.alignment == "flat" or (not data.alignment
+                                        and data.corpus in ("yesno", "kaldi", "lhotse"))
 
 
 def prepare(data: DataConfig, feature_config: FeatureConfig, cache_root: Path, report: Report, *,
             augment_config: AugmentConfig | None = None) -> Corpus:
-    """The corpus, from the cache when it was prepared before with the same settings; damaged files are prepared again.
+    """The corpus, from the cache when it was prepared before with the same settings; damaged files
+    are prepared again.
 
     `augment_config` changes the training set alone.
     """
@@ -114,17 +119,21 @@ def prepare(data: DataConfig, feature_config: FeatureConfig, cache_root: Path, r
         all_speech = cmvn.statistics(sets["train"].frames.features_TD)
         sets = {name: speech_set.normalised_online(speech, all_speech) for name, speech in sets.items()}
     for name, speech in sets.items():
-        report(f"{name}: {speech.frames.num_frames / 6000:.1f} minutes, {len(speech.texts)} utterances, "
-               f"{speech.num_words} words, {len(np.unique(speech.speakers))} voices")
+        report(f"{name}: {speech.frames.num_frames / 6000:.1f} minutes, {len(speech.texts)} "
+               f"utterances, {speech.num_words} words, {len(np.unique(speech.speakers))} voices")
     cache.store(folder, sets, language, made_from=key)
     return _labelled(_load(data.corpus, folder), data, report)
 
 
-def prepare_unaligned(data: DataConfig, feature_config: FeatureConfig, cache_root: Path, report: Report) -> Corpus:
-    """What `ngsgd align` labels: the corpus, or the recordings that it is spliced from; its labels, if any, mean nothing."""
+def prepare_unaligned(data: DataConfig, feature_config: FeatureConfig, cache_root: Path,
+                      report: Report) -> Corpus:
+    """What `ngsgd align` labels: the corpus, or the recordings that it is spliced from; its labels,
+    if any, mean nothing.
+    """
     # a single word has too few frames to be normalised over
     if data.corpus == "fsdd":
-        data, feature_config = replace(data, style="isolated"), replace(feature_config, cmvn="speaker")
+        data, feature_config = replace(data, style="isolated"), replace(feature_config,
+                                                                        cmvn="speaker")
     return prepare(replace(data, alignment=""), feature_config, cache_root, report)
 
 
@@ -167,19 +176,22 @@ def _labelled(corpus: Corpus, data: DataConfig, report: Report) -> Corpus:
     given = alignments.read(Path(data.alignment))
     alignment = given.numbered_as(corpus.language.pdf_names(of_graph=bool(data.graph)))
     if alignment is not given:
-        report(f"{given.path}: the states are numbered by its {alignments.PDF_TABLE}, and have been renumbered for this lexicon")
+        report(f"{given.path}: the states are numbered by its {alignments.PDF_TABLE}, and have "
+               "been renumbered for this lexicon")
     sets: dict[str, Any] = {}
     for name in ("train", "valid", "test"):
-        sets[name], missing = alignments.attach(alignment, name, getattr(corpus, name), corpus.num_pdfs)
+        sets[name], missing = alignments.attach(alignment, name, getattr(corpus, name),
+                                                corpus.num_pdfs)
         if missing:
-            report(f"{name}: {len(missing)} utterances are left out, as {alignment.path} has no states for them: "
-                   f"{', '.join(missing[:5])}{' ...' if len(missing) > 5 else ''}")
+            report(f"{name}: {len(missing)} utterances are left out, as {alignment.path} has no "
+                   f"states for them: {', '.join(missing[:5])}{' ...' if len(missing) > 5 else ''}")
     labels = b"".join(speech.frames.pdf_T.tobytes() for speech in sets.values())
-    return replace(corpus, **sets, digest=hashlib.sha256(corpus.digest.encode() + labels).hexdigest())
+    return replace(corpus, **sets,
+                   digest=hashlib.sha256(corpus.digest.encode() + labels).hexdigest())
 
 
-def _make_digits(data: DataConfig, feature_config: FeatureConfig, changes: AugmentConfig, _cache_root: Path,
-                 _report: Report) -> Made:
+def _make_digits(data: DataConfig, feature_config: FeatureConfig, changes: AugmentConfig,
+                 _cache_root: Path, _report: Report) -> Made:
     sets = {}
     for name, minutes in _minutes_of_sets(data).items():
         made: Iterable[Utterance] = utterances.utterances(name, data, minutes=minutes,
@@ -189,7 +201,8 @@ def _make_digits(data: DataConfig, feature_config: FeatureConfig, changes: Augme
     return sets, Language(labels.TOPOLOGY)
 
 
-def _make_fsdd(data: DataConfig, feature_config: FeatureConfig, changes: AugmentConfig, cache_root: Path, report: Report) -> Made:
+def _make_fsdd(data: DataConfig, feature_config: FeatureConfig, changes: AugmentConfig,
+               cache_root: Path, report: Report) -> Made:
     catalogue = load_catalogue()
     if data.alignment not in ("", "flat"):
         catalogue = catalogue.realigned(alignments.read(Path(data.alignment)))
@@ -198,7 +211,8 @@ def _make_fsdd(data: DataConfig, feature_config: FeatureConfig, changes: Augment
     samples = source.read_recordings(place, catalogue.segments)
     sets = {}
     for name, minutes in _minutes_of_sets(data).items():
-        pool = recordings.Pool(segments=pools[name], babble=pools["train"], samples=samples, pdf_T=catalogue.pdf_T)
+        pool = recordings.Pool(segments=pools[name], babble=pools["train"], samples=samples,
+                               pdf_T=catalogue.pdf_T)
         said: Iterable[Utterance] = (recordings.recordings(pool) if data.style == "isolated" else
                                      recordings.utterances(name, data, pool, minutes=minutes))
         said = augment.for_set(name, said, changes, silence_pdfs=[SILENCE_PDF])
@@ -206,17 +220,18 @@ def _make_fsdd(data: DataConfig, feature_config: FeatureConfig, changes: Augment
     return sets, Language(catalogue.topology, is_one_word=data.style == "isolated")
 
 
-def _make_an4(data: DataConfig, feature_config: FeatureConfig, _changes: AugmentConfig, _cache_root: Path, _report: Report) -> Made:
+def _make_an4(data: DataConfig, feature_config: FeatureConfig, _changes: AugmentConfig,
+              _cache_root: Path, _report: Report) -> Made:
     return an4.make(data, feature_config)
 
 
-def _make_yesno(data: DataConfig, feature_config: FeatureConfig, changes: AugmentConfig, _cache_root: Path,
-                _report: Report) -> Made:
+def _make_yesno(data: DataConfig, feature_config: FeatureConfig, changes: AugmentConfig,
+                _cache_root: Path, _report: Report) -> Made:
     return yesno.make(data, feature_config, changes)
 
 
-def _make_kaldi_dirs(data: DataConfig, feature_config: FeatureConfig, changes: AugmentConfig, _cache_root: Path,
-                     _report: Report) -> Made:
+def _make_kaldi_dirs(data: DataConfig, feature_config: FeatureConfig, changes: AugmentConfig,
+                     _cache_root: Path, _report: Report) -> Made:
     return kaldi_dirs.make(data, feature_config, changes)
 
 

@@ -1,4 +1,6 @@
-"""A corpus of the user's own: Kaldi data directories or lhotse manifests, a lexicon, and perhaps a language model or a graph."""
+"""A corpus of the user's own: Kaldi data directories or lhotse manifests, a lexicon, and perhaps a
+language model or a graph.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,12 @@ _MAX_GAP = 100
 VALID_NAMES = ("valid", "dev")
 
 
-def make(data: DataConfig, feature_config: FeatureConfig, changes: AugmentConfig) -> tuple[dict[str, SpeechSet], Language]:
-    """Train, valid and test, not aligned, and the language.  Everything is checked before the first audio is read."""
+def make(data: DataConfig, feature_config: FeatureConfig,
+         changes: AugmentConfig) -> tuple[dict[str, SpeechSet], Language]:
+    """Train, valid and test, not aligned, and the language.
+
+    Everything is checked before the first audio is read.
+    """
     source = locate(data)
     topology = lexicon.read(lexicon.locate(data.lexicon, source), data.num_silence_states)
     arpa = ""
@@ -37,34 +43,41 @@ def make(data: DataConfig, feature_config: FeatureConfig, changes: AugmentConfig
     graph = _given_graph(Path(data.graph).expanduser()) if data.graph else None
     language = Language(topology, arpa=arpa, given=graph)
     listed = read_sets(data, feature_config)
-    listed = {name: _with_known_words(utterances, data, language.topology, source) for name, utterances in listed.items()}
+    listed = {name: _with_known_words(utterances, data, language.topology, source)
+              for name, utterances in listed.items()}
     _check_disjoint(listed)
-    folders = {"train": source / "train", "valid": source / (_valid_folder(source) or "train"), "test": source / "test"}
+    folders = {"train": source / "train", "valid": source / (_valid_folder(source) or "train"),
+               "test": source / "test"}
     if "valid" not in listed:
         listed["train"], listed["valid"] = hold_out(listed["train"], share=data.valid_fraction)
-    return {name: _build(name, listed[name], folder, feature_config, changes) for name, folder in folders.items()}, language
+    return {name: _build(name, listed[name], folder, feature_config, changes)
+            for name, folder in folders.items()}, language
 
 
 def _valid_folder(source: Path) -> str | None:
     return next((name for name in VALID_NAMES if (source / name).is_dir()), None)
 
 
-def _build(name: str, listed: Sequence[UtteranceEntry], folder: Path, config: FeatureConfig, changes: AugmentConfig) -> SpeechSet:
+def _build(name: str, listed: Sequence[UtteranceEntry], folder: Path, config: FeatureConfig,
+           changes: AugmentConfig) -> SpeechSet:
     if config.kind == "given":
         framed = list(data_dir.given(listed, folder))
         units = data_dir.given_cmvn(listed, folder, framed[0].features_TD.shape[1]) if config.cmvn == "given" else None
         return speech_set.assemble(framed, config, units)
-    said = augment.for_set(name, data_dir.spoken(listed, config), changes, sample_rate_hz=config.sample_rate_hz)
+    said = augment.for_set(name, data_dir.spoken(listed, config), changes,
+                           sample_rate_hz=config.sample_rate_hz)
     return speech_set.build(said, config)
 
 
 def locate(data: DataConfig) -> Path:
     """The folder that data.source names."""
     if not data.source:
-        raise DataError("data.source is empty; give the folder that holds train and test as data.source=PATH.")
+        raise DataError("data.source is empty; give the folder that holds train and test as "
+                        "data.source=PATH.")
     source = Path(data.source).expanduser()
     if not source.is_dir():
-        raise DataError(f"data.source is {data.source}, which is not a folder; give the folder that holds train and test.")
+        raise DataError(f"data.source is {data.source}, which is not a folder; give the folder "
+                        "that holds train and test.")
     return source
 
 
@@ -76,21 +89,27 @@ def read_sets(data: DataConfig, feature_config: FeatureConfig) -> dict[str, list
     given = feature_config.kind == "given"
     valid = _valid_folder(source)
     names = {"train": "train", "test": "test"} | ({"valid": valid} if valid else {})
-    return {name: data_dir.read(source / folder, given_features=given) for name, folder in names.items()}
+    return {name: data_dir.read(source / folder, given_features=given)
+            for name, folder in names.items()}
 
 
 def fingerprint(data: DataConfig, feature_config: FeatureConfig) -> dict[str, Any]:
-    """What tells other data at the same place: the tables' content; of audio and archives, name, size and time."""
+    """What tells other data at the same place: the tables' content; of audio and archives, name,
+    size and time.
+    """
     source = locate(data)
     seen = hashlib.sha256()
     for name, utterances in sorted(read_sets(data, feature_config).items()):
         for one in utterances:
-            seen.update(f"{name} {one.utt_id} {one.speaker} {' '.join(one.words)} {_identity(one, source / name)}\n".encode())
+            seen.update(f"{name} {one.utt_id} {one.speaker} {' '.join(one.words)} "
+                        f"{_identity(one, source / name)}\n".encode())
     given = [lexicon.locate(data.lexicon, source), *([Path(data.lm)] if data.lm else [])]
     if feature_config.cmvn == "given":
         given += sorted(source.glob("*/cmvn.scp"))
-    given += [Path(data.graph) / name for name in ("HCLG.fst", "words.txt", "tid2pdf")] if data.graph else []
-    return {"speech": seen.hexdigest(), "files": [files.sha256(path) for path in given if path.is_file()]}
+    given += [Path(data.graph) / name
+              for name in ("HCLG.fst", "words.txt", "tid2pdf")] if data.graph else []
+    return {"speech": seen.hexdigest(),
+            "files": [files.sha256(path) for path in given if path.is_file()]}
 
 
 def _identity(one: UtteranceEntry, folder: Path) -> str:
@@ -102,7 +121,8 @@ def _identity(one: UtteranceEntry, folder: Path) -> str:
     try:
         status = path.stat()
     except OSError as error:
-        raise DataError(f"{one.content.where}: {path} cannot be read ({error.strerror}); mend the path.") from error
+        raise DataError(f"{one.content.where}: {path} cannot be read ({error.strerror}); mend the "
+                        "path.") from error
     return f"{path} {status.st_size} {status.st_mtime_ns} {part}"
 
 
@@ -110,12 +130,13 @@ def _with_known_words(utterances: Sequence[UtteranceEntry], data: DataConfig, to
                       source: Path) -> list[UtteranceEntry]:
     path = lexicon.locate(data.lexicon, source)
     if data.oov_word and data.oov_word not in topology.lexicon:
-        raise DataError(f"data.oov_word is {data.oov_word}, which is not in the lexicon {path}; add it "
-                        "there, with a phone of noise.")
+        raise DataError(f"data.oov_word is {data.oov_word}, which is not in the lexicon {path}; "
+                        "add it there, with a phone of noise.")
     if not data.oov_word:
         data_dir.check_words(utterances, topology.lexicon, path)
     else:
-        data_dir.check_words(utterances, dict.fromkeys(word for one in utterances for word in one.words), path)
+        data_dir.check_words(utterances,
+                             dict.fromkeys(word for one in utterances for word in one.words), path)
     return list(utterances)
 
 
@@ -124,27 +145,32 @@ def _check_disjoint(listed: dict[str, list[UtteranceEntry]]) -> None:
     for utterances in listed.values():
         for one in utterances:
             if one.utt_id in seen:
-                raise DataError(f"{one.where}: {one.utt_id} is also in another set ({seen[one.utt_id]}); give every utterance its "
-                                "own name, or remove it from one of them.")
+                raise DataError(f"{one.where}: {one.utt_id} is also in another set "
+                                f"({seen[one.utt_id]}); give every utterance its own name, or "
+                                "remove it from one of them.")
             seen[one.utt_id] = one.where
 
 
 def _given_graph(folder: Path) -> GivenGraph:
-    missing = [name for name in ("HCLG.fst", "words.txt", "tid2pdf") if not (folder / name).is_file()]
+    missing = [name for name in ("HCLG.fst", "words.txt", "tid2pdf")
+               if not (folder / name).is_file()]
     if missing:
-        raise DataError(f"data.graph is {folder}, which lacks {', '.join(missing)}; give a folder with HCLG.fst, words.txt and "
-                        "tid2pdf (lines \"transition-id pdf\").")
+        raise DataError(f"data.graph is {folder}, which lacks {', '.join(missing)}; give a folder "
+                        "with HCLG.fst, words.txt and tid2pdf (lines \"transition-id pdf\").")
     numbers = {}
     for where, line in tables.read_lines(folder / "words.txt"):
         try:
             word, number = line.split()
             numbers[int(number)] = word
         except ValueError as error:
-            raise DataError(f"{where}: {line[:40]!r} is not a word and a number; give Kaldi's words.txt.") from error
+            raise DataError(f"{where}: {line[:40]!r} is not a word and a number; give Kaldi's "
+                            "words.txt.") from error
     if not numbers or min(numbers) < 0 or max(numbers) > _MAX_GAP * len(numbers):
-        raise DataError(f"{folder / 'words.txt'} does not number {len(numbers)} words from 0; give Kaldi's words.txt.")
+        raise DataError(f"{folder / 'words.txt'} does not number {len(numbers)} words from 0; give "
+                        "Kaldi's words.txt.")
     words = tuple(numbers.get(number, f"#{number}") for number in range(1, max(numbers) + 1))
-    given = GivenGraph((folder / "HCLG.fst").read_bytes(), words, alignments.read_tid2pdf(folder / "tid2pdf"))
+    given = GivenGraph((folder / "HCLG.fst").read_bytes(), words,
+                       alignments.read_tid2pdf(folder / "tid2pdf"))
     # now, not after the training
     graphs.check(given)
     return given

@@ -1,6 +1,8 @@
-"""More training speech from what there is: other speeds, rooms, noises and volumes.  Labels follow the audio.
+"""More training speech from what there is: other speeds, rooms, noises and volumes.  Labels follow
+the audio.
 
-    for utterance in augmented(utterances, config.augment, sample_rate_hz=8000, silence_pdfs=(0,)): ...
+    for utterance in augmented(utterances, config.augment, sample_rate_hz=8000, silence_pdfs=(0,)):
+    ...
 
 Every draw is a function of (utterance id, copy) alone, so neither order nor number of processes changes anything.
 Only training sets are to be passed through here; corpora call `for_set`, which leaves the others alone.
@@ -42,21 +44,27 @@ RT60_MS = (100.0, 600.0)
 _DIRECT_PATH_MS = 1.0
 
 
-def for_set(set_name: str, utterances: Iterable[Utterance], config: AugmentConfig, *, sample_rate_hz: int = SAMPLE_RATE_HZ,
+def for_set(set_name: str, utterances: Iterable[Utterance], config: AugmentConfig, *,
+            sample_rate_hz: int = SAMPLE_RATE_HZ,
             silence_pdfs: Sequence[int] = ()) -> Iterable[Utterance]:
-    """The utterances of a set as they are to be prepared: changed if it is "train", and never otherwise."""
+    """The utterances of a set as they are to be prepared: changed if it is "train", and never
+    otherwise.
+    """
     if set_name != "train" or not config.changes_audio:
         return utterances
     return augmented(utterances, config, sample_rate_hz=sample_rate_hz, silence_pdfs=silence_pdfs)
 
 
-def augmented(utterances: Iterable[Utterance], config: AugmentConfig, *, sample_rate_hz: int = SAMPLE_RATE_HZ,
+def augmented(utterances: Iterable[Utterance], config: AugmentConfig, *,
+              sample_rate_hz: int = SAMPLE_RATE_HZ,
               silence_pdfs: Sequence[int] = ()) -> Iterator[Utterance]:
-    """`augment.num_copies` of each utterance at each speed, each with a room, noise and volume of its own.
+    """`augment.num_copies` of each utterance at each speed, each with a room, noise and volume of
+    its own.
 
-    As in Kaldi, a speed other than 1 makes another speaker (sp0.9-NAME), since it changes pitch and formants; copies after
-    the first are named cp1-NAME and so on.  Frames of `silence_pdfs` do not count when noise is set in proportion to
-    speech.  Raises DataError for folders and files that cannot be used, before the first utterance is made.
+    As in Kaldi, a speed other than 1 makes another speaker (sp0.9-NAME), since it changes pitch and
+    formants; copies after the first are named cp1-NAME and so on.  Frames of `silence_pdfs` do not
+    count when noise is set in proportion to speech.  Raises DataError for folders and files that
+    cannot be used, before the first utterance is made.
     """
     sounds = _Sounds(config, sample_rate_hz)
     sounds.check()
@@ -68,7 +76,9 @@ def augmented(utterances: Iterable[Utterance], config: AugmentConfig, *, sample_
 
 
 def what_decides(config: AugmentConfig) -> dict[str, Any]:
-    """All that changed audio depends on, for the name of what is prepared from it; empty when nothing is changed."""
+    """All that changed audio depends on, for the name of what is prepared from it; empty when
+    nothing is changed.
+    """
     if not config.changes_audio:
         return {}
     settings = {name: value for name, value in with_removed("augment", asdict(config)).items() if not name.startswith("spec")}
@@ -76,14 +86,17 @@ def what_decides(config: AugmentConfig) -> dict[str, Any]:
     # names and sizes: collections of noises are too large to be read for a name
     files = [[str(path.relative_to(folder)), path.stat().st_size] for folder in folders
              for path in sorted(Path(folder).rglob("*.wav"))]
-    return {"augment": {**settings, "files": files, "soxr": metadata.version("soxr") if config.speed != "none" else ""}}
+    return {"augment": {**settings, "files": files,
+                        "soxr": metadata.version("soxr") if config.speed != "none" else ""}}
 
 
 # Speed --------------------------------------------------------------------------------------------
 
 
 def change_speed(samples: Audio, factor: float) -> Audio:
-    """Audio played `factor` times as fast, pitch and all, as sox's `speed`; it has 1 / factor times as many samples."""
+    """Audio played `factor` times as fast, pitch and all, as sox's `speed`; it has 1 / factor times
+    as many samples.
+    """
     if factor == 1.0:
         return samples
     soxr = extras.load("soxr", extra="asr", purpose="Speed perturbation")
@@ -93,7 +106,8 @@ def change_speed(samples: Audio, factor: float) -> Audio:
 def retime(pdf_T: PdfIds, num_frames_now: int, factor: float) -> PdfIds:
     """The labels of audio that was made `factor` times as fast and has `num_frames_now` frames now.
 
-    The middle of a new frame was at `factor` times its time before; the frame has the label of what was said there.
+    The middle of a new frame was at `factor` times its time before; the frame has the label of what
+    was said there.
     """
     before_T = ((np.arange(num_frames_now) + 0.5) * factor).astype(np.int64)
     return pdf_T[np.minimum(before_T, len(pdf_T) - 1)]
@@ -105,7 +119,8 @@ def retime(pdf_T: PdfIds, num_frames_now: int, factor: float) -> PdfIds:
 def reverberate(samples: FisherSample, response: FisherSample) -> FisherSample:
     """The samples as heard in a room, as long and as strong as before.
 
-    The direct sound, the greatest peak of the impulse response, arrives when it did before: labels stay where they are.
+    The direct sound, the greatest peak of the impulse response, arrives when it did before: labels
+    stay where they are.
     """
     size = len(samples) + len(response) - 1
     spectrum = np.fft.rfft(samples, size) * np.fft.rfft(response, size)
@@ -116,9 +131,11 @@ def reverberate(samples: FisherSample, response: FisherSample) -> FisherSample:
 
 def simulated_room(rt60_ms: float, sample_rate_hz: int,
                    random: np.random.Generator) -> FisherSample:
-    """An impulse response: the direct sound, then noise that decays by 60 dB in `rt60_ms` (Polack's model).
+    """An impulse response: the direct sound, then noise that decays by 60 dB in `rt60_ms` (Polack's
+    model).
 
-    The tail has the energy of the direct sound: a distance at which speech is clearly, but not badly, reverberant.
+    The tail has the energy of the direct sound: a distance at which speech is clearly, but not
+    badly, reverberant.
     """
     time_s = np.arange(max(2, round(rt60_ms * sample_rate_hz / 1000))) / sample_rate_hz
     tail = random.standard_normal(len(time_s)) * 10.0 ** (-3.0 * time_s / (rt60_ms / 1000))
@@ -131,19 +148,24 @@ def simulated_room(rt60_ms: float, sample_rate_hz: int,
 
 def add_noise(samples: FisherSample, background: FisherSample, snr_db: float,
               is_speech: npt.NDArray[np.bool_]) -> FisherSample:
-    """Samples plus noise; `snr_db` is the power where `is_speech` over that of the noise.  Silence stays as it is."""
+    """Samples plus noise; `snr_db` is the power where `is_speech` over that of the noise.
+
+    Silence stays as it is.
+    """
     speech_power = float(np.mean(samples[is_speech] ** 2)) if is_speech.any() else 0.0
     noise_power = float(np.mean(background ** 2))
     if not speech_power or not noise_power:
         return samples
-    return np.asarray(samples + np.sqrt(speech_power / noise_power) * 10 ** (-snr_db / 20) * background)
+    return np.asarray(samples
+                      + np.sqrt(speech_power / noise_power) * 10 ** (-snr_db / 20) * background)
 
 
-def _changed(utterance: Utterance, factor: float, sounds: _Sounds, config: AugmentConfig, random: np.random.Generator,
-             silence_pdfs: Sequence[int]) -> Utterance:
+def _changed(utterance: Utterance, factor: float, sounds: _Sounds, config: AugmentConfig,
+             random: np.random.Generator, silence_pdfs: Sequence[int]) -> Utterance:
     fast = change_speed(utterance.samples, factor)
     rate_hz = sounds.sample_rate_hz
-    pdf_T = utterance.pdf_T if factor == 1.0 else retime(utterance.pdf_T, num_frames(len(fast), rate_hz), factor)
+    pdf_T = utterance.pdf_T if factor == 1.0 else retime(utterance.pdf_T,
+                                                         num_frames(len(fast), rate_hz), factor)
     samples = fast.astype(np.float64)
     # all numbers are drawn whatever is on, so that switching one thing on changes no other
     rooms, noises, volumes = (np.random.default_rng(seed) for seed in random.integers(2**63, size=3))
@@ -176,7 +198,8 @@ def _root_mean_square(samples: FisherSample) -> float:
 def _renamed(utterance: Utterance, copy: int, factor: float) -> Utterance:
     if factor != 1.0:
         prefix = f"sp{factor:g}-"
-        utterance = replace(utterance, utt_id=prefix + utterance.utt_id, speaker=prefix + utterance.speaker)
+        utterance = replace(utterance, utt_id=prefix + utterance.utt_id,
+                            speaker=prefix + utterance.speaker)
     return replace(utterance, utt_id=f"cp{copy}-{utterance.utt_id}") if copy else utterance
 
 
@@ -237,22 +260,28 @@ def _read_folder(folder: str, knob: str, sample_rate_hz: int) -> list[FisherSamp
         return []
     paths = sorted(path for path in Path(folder).rglob("*.wav") if path.is_file())
     if not paths:
-        raise DataError(f"{knob} is {folder}, which {'holds no wav file' if Path(folder).is_dir() else 'is no folder'}; give a "
-                        "folder of mono 16-bit wav files, or leave it empty.")
+        raise DataError(f"{knob} is {folder}, which "
+                        f"{'holds no wav file' if Path(folder).is_dir() else 'is no folder'}; give "
+                        "a folder of mono 16-bit wav files, or leave it empty.")
     return [read_wav(path, sample_rate_hz) for path in paths]
 
 
 def read_wav(path: Path, sample_rate_hz: int) -> FisherSample:
-    """The samples of a mono, 16-bit file at the rate asked for.  Raises DataError that names the file."""
+    """The samples of a mono, 16-bit file at the rate asked for.
+
+    Raises DataError that names the file.
+    """
     try:
         with wave.open(str(path)) as wav:
             shape, rate_hz = (wav.getnchannels(), 8 * wav.getsampwidth()), wav.getframerate()
             content = wav.readframes(wav.getnframes())
     except (OSError, wave.Error, EOFError) as error:
-        raise DataError(f"{path} cannot be read as a PCM wav file ({error or 'its header is cut off'}); replace or remove "
+        raise DataError(f"{path} cannot be read as a PCM wav file "
+                        f"({error or 'its header is cut off'}); replace or remove "
                         "it.") from error
     if shape != (1, 16):
-        raise DataError(f"{path} has {shape[0]} channel(s) of {shape[1]} bits; make it mono, 16 bits.")
+        raise DataError(f"{path} has {shape[0]} channel(s) of {shape[1]} bits; make it mono, 16 "
+                        "bits.")
     samples = np.frombuffer(content[:len(content) // 2 * 2], "<i2").astype(np.float64)
     if not samples.any():
         raise DataError(f"{path} holds no sound; remove it.")

@@ -24,7 +24,10 @@ def toolkit() -> Any:
 
 
 def extract(samples: Audio, config: FeatureConfig) -> Features:
-    """T x D features of one utterance, not normalised.  T is `utterance.num_frames(len(samples), config.sample_rate_hz)`."""
+    """T x D features of one utterance, not normalised.
+
+    T is `utterance.num_frames(len(samples), config.sample_rate_hz)`.
+    """
     knf = toolkit()
     options = knf.MfccOptions() if config.kind == "mfcc" else knf.FbankOptions()
     options.frame_opts.samp_freq = config.sample_rate_hz
@@ -41,8 +44,11 @@ def extract(samples: Audio, config: FeatureConfig) -> Features:
     return np.stack([stream.get_frame(t) for t in range(stream.num_frames_ready)])
 
 
-def normalise(features: Sequence[Features], speakers: Sequence[str], config: FeatureConfig) -> list[Features]:
-    """The features with zero mean and unit variance per utterance or per speaker; as they are for what needs to know more."""
+def normalise(features: Sequence[Features], speakers: Sequence[str],
+              config: FeatureConfig) -> list[Features]:
+    """The features with zero mean and unit variance per utterance or per speaker; as they are for
+    what needs to know more.
+    """
     if config.cmvn not in ("utterance", "speaker"):
         return list(features)
     units = speakers if config.cmvn == "speaker" else range(len(features))

@@ -1,7 +1,8 @@
 """i-vectors of an utterance while it is spoken: Kaldi's OnlineIvectorFeature.
 
-Number k is estimated from frames 0 to k * period and goes with the frames from k * period on, so no frame has one that looks
-ahead further than the frames spliced to it.  The equations are solved exactly, where Kaldi takes 15 steps of conjugate gradients.
+Number k is estimated from frames 0 to k * period and goes with the frames from k * period on, so no
+frame has one that looks ahead further than the frames spliced to it.  The equations are solved
+exactly, where Kaldi takes 15 steps of conjugate gradients.
 
 Letters: T frames, D features, K projected ones, P periods, I Gaussians, S dimension of an i-vector.
 """
@@ -77,7 +78,8 @@ class IvectorStream:
         self._advance(self._num_frames)
         most = MAX_REMEMBERED_FRAMES * self._config.posterior_scale
         share = min(1.0, most / max(float(self._count), 1e-10))
-        return SpeakerState(self._mean.heard(), share * float(self._count), share * self._linear_S, share * self._quadratic_SS)
+        return SpeakerState(self._mean.heard(), share * float(self._count), share * self._linear_S,
+                            share * self._quadratic_SS)
 
     def rows(self) -> npt.NDArray[np.float32]:
         """The i-vectors so far, one a period."""
@@ -101,7 +103,8 @@ class IvectorStream:
         begin, self._num_done = self._num_done, end
         at_T = np.arange(begin, end) - self._first
         self._raw, self._normal = [np.concatenate(self._raw)], [np.concatenate(self._normal)]
-        z_TK = [self._model.front.project(frames, at_T) for frames in (self._normal[0], self._raw[0])]
+        z_TK = [self._model.front.project(frames, at_T)
+                for frames in (self._normal[0], self._raw[0])]
         normal_PTK, raw_PTK = (_by_period(z, self._config.period) for z in z_TK)
         post_PTI = scaled_posteriors(self._model.ubm, normal_PTK.flatten(0, 1), self._config).unflatten(0, normal_PTK.shape[:2])
         # there are no frames
@@ -119,7 +122,9 @@ class IvectorStream:
         self._first += gone
 
     def _estimates(self, count_P: Tensor, linear_PS: Tensor, quadratic_PSS: Tensor) -> Tensor:
-        """The mean of x, its prior mean taken away; from `max_count` frames on the prior keeps its share."""
+        """The mean of x, its prior mean taken away; from `max_count` frames on the prior keeps its
+        share.
+        """
         most = self._config.max_count
         scale_P = count_P.clamp(min=most) / most if most else torch.ones_like(count_P)
         prior_PS, prior_PSS = self._model.extractor.prior(scale_P)

@@ -1,4 +1,5 @@
-"""Background model and extractor from the training set, and i-vectors for all sets, as they will be had while somebody speaks.
+"""Background model and extractor from the training set, and i-vectors for all sets, as they will be
+had while somebody speaks.
 
 Letters: T frames, D features, C spliced ones, K of them that are kept, I Gaussians, U utterances.
 """
@@ -60,7 +61,8 @@ def train(speech: SpeechSet, config: IvectorConfig, report: Callable[[str], None
     front = FrontEnd(config, all_speech, _axes(speech, config, all_speech, chosen_T))
     z_NK = torch.cat([front.project(frames_TD, at_N) for frames_TD, at_N in _chosen(speech, front, chosen_T)])
     mixture = ubm.train(z_NK, config.num_gaussians)
-    report(f"i-vectors: background model of {mixture.num_gaussians} Gaussians from {len(z_NK):,} frames")
+    report(f"i-vectors: background model of {mixture.num_gaussians} Gaussians from {len(z_NK):,} "
+           "frames")
     statistics = collect(speech, front, mixture)
     if (statistics.total_count < extractors.FEWEST_FRAMES).all():
         fewest = extractors.FEWEST_FRAMES / config.posterior_scale
@@ -69,7 +71,8 @@ def train(speech: SpeechSet, config: IvectorConfig, report: Callable[[str], None
     extractor = extractors.start(statistics, config.dim)
     for number in range(1, config.num_iters + 1):
         extractor, log_likelihood = extractors.em_pass(extractor, statistics)
-        report(f"i-vectors: pass {number}/{config.num_iters} of the extractor: {log_likelihood:.4f} per frame before it")
+        report(f"i-vectors: pass {number}/{config.num_iters} of the extractor: "
+               f"{log_likelihood:.4f} per frame before it")
     return IvectorModel(front, mixture, extractor)
 
 
@@ -96,7 +99,8 @@ def principal_axes(covariance_CC: Tensor, dim: int) -> Tensor:
 
 
 def _chosen(speech: SpeechSet, front: FrontEnd,
-            chosen_T: npt.NDArray[np.int64]) -> Iterator[tuple[npt.NDArray[np.floating], npt.NDArray[np.int64]]]:
+            chosen_T: npt.NDArray[np.int64]) -> Iterator[tuple[npt.NDArray[np.floating],
+                                                               npt.NDArray[np.int64]]]:
     """(frames without their mean so far, which of them are chosen) of each utterance that has such."""
     for u, (normal_TD, _) in _heard(speech, front):
         begin, end = speech.frames.offsets[u:u + 2]
@@ -130,8 +134,10 @@ def collect(speech: SpeechSet, front: FrontEnd, mixture: DiagonalMixture) -> Sta
             counts.append(post_TI.sum(dim=0).float())
             firsts.append((post_TI.T @ raw_TK).float())
             pieces.append((post_TI, raw_TK))
-        if pieces and (u == num_utterances - 1 or sum(len(raw) for _, raw in pieces) >= _FRAMES_AT_ONCE):
-            _add_second_moments(second_IDD, *(torch.cat(column) for column in zip(*pieces, strict=True)))
+        if pieces and (u == num_utterances - 1
+                       or sum(len(raw) for _, raw in pieces) >= _FRAMES_AT_ONCE):
+            _add_second_moments(second_IDD,
+                                *(torch.cat(column) for column in zip(*pieces, strict=True)))
             pieces = []
     return Statistics(torch.stack(counts), torch.stack(firsts), second_IDD)
 
@@ -144,8 +150,11 @@ def _add_second_moments(second_IDD: Tensor, post_TI: Tensor, raw_TK: Tensor) -> 
         second_IDD[i] += (post_T[mine, None] * rows).T @ rows
 
 
-def extract(speech: SpeechSet, model: IvectorModel, *, most_utterances: int) -> list[npt.NDArray[np.float32]]:
-    """One row a period for each utterance; speakers are remembered over `most_utterances` in a row, in the order of the set."""
+def extract(speech: SpeechSet, model: IvectorModel, *,
+            most_utterances: int) -> list[npt.NDArray[np.float32]]:
+    """One row a period for each utterance; speakers are remembered over `most_utterances` in a row,
+    in the order of the set.
+    """
     turns: SpeakerMemory[SpeakerState] = SpeakerMemory(most_utterances)
     found = []
     for u, speaker in enumerate(speech.speakers):

@@ -1,8 +1,11 @@
-"""Decoding graphs as weighted transducers: HCLG at the level of pdfs, and the graph of one transcript.
+"""Decoding graphs as weighted transducers: HCLG at the level of pdfs, and the graph of one
+transcript.
 
-Input labels are pdf ids + 1 (0 is epsilon), output labels are word numbers + 1.  Costs are negative log probabilities.
-HCLG is made as Kaldi makes it (lexicon with disambiguation symbols, composed with the grammar, determinised, minimised),
-with two differences: phones have no context, so there is no C; and staying in a state or leaving it costs nothing.
+Input labels are pdf ids + 1 (0 is epsilon), output labels are word numbers + 1.  Costs are negative
+log probabilities.
+HCLG is made as Kaldi makes it (lexicon with disambiguation symbols, composed with the grammar,
+determinised, minimised), with two differences: phones have no context, so there is no C; and
+staying in a state or leaving it costs nothing.
 
 L lexicon (phones to words), G grammar (words), H states (pdfs to phones).
 """
@@ -51,7 +54,8 @@ class Arc(NamedTuple):
 
 
 def build(language: Language, *, silence_prob: float) -> Graph:
-    """HCLG of a language.  Silence may stand before, between and after words, with probability `silence_prob`; at 0 it costs
+    """HCLG of a language.  Silence may stand before, between and after words, with probability
+    `silence_prob`; at 0 it costs
     as much as no silence: nothing.
     """
     topology = language.topology
@@ -69,21 +73,25 @@ def build(language: Language, *, silence_prob: float) -> Graph:
     kaldifst.arcsort(states, "olabel")
     fst = kaldifst.compose(states, fst)
     _determinise(fst)
-    fst = _rewritten(fst, lambda arc: arc if arc.input <= topology.num_pdfs else arc._replace(input=EPSILON))
+    fst = _rewritten(fst, lambda arc: arc if arc.input <= topology.num_pdfs
+                     else arc._replace(input=EPSILON))
     kaldifst.minimize_encoded(fst, delta=_PRECISION)
     return Graph(_with_self_loops(fst), topology.words)
 
 
 def read(given: GivenGraph) -> Graph:
-    """A graph that came with the data, its transition ids replaced by pdfs; raises DataError where the file is damaged."""
+    """A graph that came with the data, its transition ids replaced by pdfs; raises DataError where
+    the file is damaged.
+    """
     read = check(given)
     fst = _kaldifst().StdVectorFst()
     for _ in range(read.num_states):
         fst.add_state()
     fst.start = read.start
     arcs = read.arc_A.tolist()
-    for state, (final, first, num_arcs) in enumerate(zip(read.final_S.tolist(), read.first_S.tolist(), read.num_arcs_S.tolist(),
-                                                         strict=True)):
+    for state, (final, first, num_arcs) in enumerate(zip(read.final_S.tolist(),
+                                                         read.first_S.tolist(),
+                                                         read.num_arcs_S.tolist(), strict=True)):
         fst.set_final(state, final)
         for ilabel, olabel, weight, target in arcs[first:first + num_arcs]:
             _add(fst, Arc(state, target, ilabel, olabel, weight))
@@ -101,8 +109,9 @@ def check(given: GivenGraph) -> openfst.Fst:
     is_beyond_A = (ilabel_A > len(given.tid2pdf)) | (olabel_A > len(given.words))
     if is_beyond_A.any():
         at = int(is_beyond_A.argmax())
-        raise DataError(f"The decoding graph HCLG.fst has the labels {ilabel_A[at]}:{olabel_A[at]}, beyond its "
-                        f"{len(given.tid2pdf)} transitions or {len(given.words)} words; take the files of one release.")
+        raise DataError("The decoding graph HCLG.fst has the labels "
+                        f"{ilabel_A[at]}:{olabel_A[at]}, beyond its {len(given.tid2pdf)} "
+                        f"transitions or {len(given.words)} words; take the files of one release.")
     arc_A = fst.arc_A.copy()
     arc_A["ilabel"] = np.array([EPSILON - 1, *given.tid2pdf], np.int32)[ilabel_A] + 1
     return replace(fst, arc_A=arc_A)
@@ -110,7 +119,8 @@ def check(given: GivenGraph) -> openfst.Fst:
 
 def with_word_penalty(graph: Graph, word_penalty: float) -> Graph:
     """The same graph with `word_penalty` added to the cost of every word."""
-    return Graph(_rewritten(graph.fst, lambda arc: arc._replace(cost=arc.cost + word_penalty) if arc.output else arc), graph.words)
+    return Graph(_rewritten(graph.fst, lambda arc: arc._replace(cost=arc.cost + word_penalty)
+                            if arc.output else arc), graph.words)
 
 
 def arcs(graph: Graph) -> Iterator[Arc]:
@@ -125,7 +135,8 @@ def log_finals(graph: Graph) -> dict[int, float]:
 
 
 def of_transcript(topology: Topology, words: Sequence[str]) -> Graph:
-    """The graph of these words in this order, in any of their pronunciations, with silence allowed around each; all for nothing.
+    """The graph of these words in this order, in any of their pronunciations, with silence allowed
+    around each; all for nothing.
 
     Words come out as they go in, numbered in the topology.
     """
@@ -149,8 +160,9 @@ def within(graph: Graph, words: Sequence[str]) -> Graph:
     """
     labels = {word: label for label, word in enumerate(graph.words, start=1)}
     if missing := [word for word in words if word not in labels]:
-        raise DataError(f"The decoding graph HCLG.fst has no word {missing[0]} in its words.txt, which a transcript has; give "
-                        "data.oov_word a word of the graph, or correct the transcript.")
+        raise DataError(f"The decoding graph HCLG.fst has no word {missing[0]} in its words.txt, "
+                        "which a transcript has; give data.oov_word a word of the graph, or "
+                        "correct the transcript.")
     kaldifst = _kaldifst()
     transcript = kaldifst.make_linear_acceptor([labels[word] for word in words])
     kaldifst.arcsort(transcript, "ilabel")
@@ -162,7 +174,9 @@ def within(graph: Graph, words: Sequence[str]) -> Graph:
 
 
 class _Lexicon:
-    """L and H of a topology, with their symbols: phones are numbered from 1, disambiguation symbols after them."""
+    """L and H of a topology, with their symbols: phones are numbered from 1, disambiguation symbols
+    after them.
+    """
 
     def __init__(self, topology: Topology) -> None:
         self.topology = topology
@@ -199,7 +213,9 @@ class _Lexicon:
         return fst
 
     def states(self) -> Any:
-        """H: pdfs to phones, closed under repetition, without self-loops; lets disambiguation symbols pass."""
+        """H: pdfs to phones, closed under repetition, without self-loops; lets disambiguation
+        symbols pass.
+        """
         fst = _new()
         fst.set_final(fst.start, 0.0)
         for phone in self.phones:
@@ -219,11 +235,13 @@ class _Lexicon:
 
 
 def _disambiguated(topology: Topology) -> Iterator[tuple[str, Pronunciation, int]]:
-    """(word, pronunciation, number of its disambiguation symbol, 0 for none), as Kaldi's add_lex_disambig.
+    """(word, pronunciation, number of its disambiguation symbol, 0 for none), as Kaldi's
+    add_lex_disambig.
 
     A symbol ends every pronunciation that several words share, and every one that begins another.
     """
-    all_ = [(word, phones) for word, pronunciations in topology.lexicon.items() for phones in pronunciations]
+    all_ = [(word, phones) for word, pronunciations in topology.lexicon.items()
+            for phones in pronunciations]
     count = Counter(phones for _, phones in all_)
     prefixes = {phones[:length] for _, phones in all_ for length in range(1, len(phones))}
     used: Counter[Pronunciation] = Counter()
@@ -255,16 +273,20 @@ def _arpa_grammar(arpa: str, words: Sequence[str]) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         model, table = Path(folder) / "lm.arpa", Path(folder) / "words.txt"
         model.write_text(arpa, encoding="utf-8")
-        table.write_text("".join(f"{symbol} {number}\n" for number, symbol in enumerate(symbols)), encoding="utf-8")
+        table.write_text("".join(f"{symbol} {number}\n" for number, symbol in enumerate(symbols)),
+                         encoding="utf-8")
         # kaldilm ends the process on some files that are no ARPA files
-        done = subprocess.run([sys.executable, "-P", "-c", _ARPA_TO_FST, str(model), str(table), _BACKOFF, f"{folder}/G.txt"],
+        done = subprocess.run([sys.executable, "-P", "-c", _ARPA_TO_FST, str(model), str(table),
+                               _BACKOFF, f"{folder}/G.txt"],
                               capture_output=True, text=True, errors="replace", check=False)
         if done.returncode:
-            raise DataError(f"The language model is not in ARPA's format ({_reason(done.stderr)}); check the file.")
+            raise DataError(f"The language model is not in ARPA's format ({_reason(done.stderr)}); "
+                            "check the file.")
         text = (Path(folder) / "G.txt").read_text(encoding="utf-8")
     fst = _kaldifst().compile(text)
     if fst.num_states == 0:
-        raise DataError("The language model holds none of the words of the lexicon; give the model and the lexicon of one task.")
+        raise DataError("The language model holds none of the words of the lexicon; give the model "
+                        "and the lexicon of one task.")
     return fst
 
 
@@ -278,7 +300,8 @@ open(output, "w", encoding="utf-8").write(text)
 
 def _reason(said: str) -> str:
     """The line of the message that kaldilm marks as an error, else the last one."""
-    lines = [line.strip() for line in said.splitlines() if line.strip()] or ["kaldilm could not read it"]
+    lines = [line.strip() for line in said.splitlines()
+             if line.strip()] or ["kaldilm could not read it"]
     marked = next((line for line in lines if line.startswith("[E]")), lines[-1])
     return "".join(char if char.isprintable() else "?" for char in marked)[:200]
 
@@ -323,7 +346,8 @@ def _rewritten(fst: Any, change: Callable[[Arc], Arc]) -> Any:
 
 def _arcs_by_source(fst: Any) -> dict[int, list[Arc]]:
     kaldifst = _kaldifst()
-    return {state: [Arc(state, arc.nextstate, arc.ilabel, arc.olabel, arc.weight.value) for arc in kaldifst.ArcIterator(fst, state)]
+    return {state: [Arc(state, arc.nextstate, arc.ilabel, arc.olabel, arc.weight.value)
+                    for arc in kaldifst.ArcIterator(fst, state)]
             for state in range(fst.num_states)}
 
 
@@ -347,7 +371,8 @@ def _after_optional_silence(fst: Any, source: int, topology: Topology) -> int:
 
 def _determinise(fst: Any) -> None:
     if _kaldifst().determinize_star(fst, delta=_PRECISION):
-        raise DataError("The decoding graph cannot be determinised; look for a word with two equal pronunciations in the lexicon.")
+        raise DataError("The decoding graph cannot be determinised; look for a word with two equal "
+                        "pronunciations in the lexicon.")
 
 
 def _new() -> Any:

@@ -1,4 +1,5 @@
-"""What our models and Kaldi's nnet3 have in common: affine layers over spliced frames, nonlinearity, normalisation, log-softmax.
+"""What our models and Kaldi's nnet3 have in common: affine layers over spliced frames,
+nonlinearity, normalisation, log-softmax.
 
 `describe` takes a model apart into this form, `rebuild` makes a model of it; both copy every bit.
 """
@@ -67,42 +68,54 @@ class Network:
         return [*first, *(layer.affine.offsets for layer in self.layers)]
 
 
-def describe(model: nn.Module, config: ModelConfig, window: Window, *, has_softmax: bool = True) -> Network:
-    """The network of a trained model; raises ConfigError for what nnet3 has no component for, with the reason."""
+def describe(model: nn.Module, config: ModelConfig, window: Window, *,
+             has_softmax: bool = True) -> Network:
+    """The network of a trained model; raises ConfigError for what nnet3 has no component for, with
+    the reason.
+    """
     _require_exportable(config)
     state = {name: tensor.detach().cpu().numpy() for name, tensor in model.state_dict().items()}
     is_tdnn = config.kind == "tdnn"
     whole = tuple(range(-window.left_context, window.right_context + 1))
-    offsets = list(config.layer_offsets()) if is_tdnn else [whole, *[(0,)] * (config.num_layers - 1)]
+    offsets = list(config.layer_offsets()) if is_tdnn else [whole,
+                                                            *[(0,)] * (config.num_layers - 1)]
     transform = _fixed(model, offsets[0]) if config.input_transform != "none" else None
     if transform:
         offsets[0] = (0,)
-    layers = tuple(_layer(state, config, number, of_layer) for number, of_layer in enumerate(offsets, start=1))
+    layers = tuple(_layer(state, config, number, of_layer)
+                   for number, of_layer in enumerate(offsets, start=1))
     output = AffineParameters(state["output.weight"], state["output.bias"])
-    return Network(window.feature_dim, layers, output, is_tdnn, transform, has_softmax, window.side_dim)
+    return Network(window.feature_dim, layers, output, is_tdnn, transform, has_softmax,
+                   window.side_dim)
 
 
 def _require_exportable(config: ModelConfig) -> None:
     reasons = {
-        "model._target_": (bool(config._target_), "a module of your own has layers that nnet3 does not know"),
-        "model.num_subclasses": (config.num_subclasses > 0, "nnet3 has no component that sums sub-classes inside the logarithm"),
-        "model.kind tdnnf": (config.kind == "tdnnf", "bypass and factors of TDNN-F are not written yet"),
-        "model.prior_scale_power": (config.prior_scale_power != 0.0, "fixed scales before the softmax are not written yet"),
+        "model._target_": (bool(config._target_), "a module of your own has layers that nnet3 does "
+                                                  "not know"),
+        "model.num_subclasses": (config.num_subclasses > 0, "nnet3 has no component that sums "
+                                                            "sub-classes inside the logarithm"),
+        "model.kind tdnnf": (config.kind == "tdnnf",
+                             "bypass and factors of TDNN-F are not written yet"),
+        "model.prior_scale_power": (config.prior_scale_power != 0.0,
+                                    "fixed scales before the softmax are not written yet"),
     }
     for what, (is_used, reason) in reasons.items():
         if is_used:
             raise ConfigError(f"{what} cannot be exported: {reason}; train without it.")
 
 
-def _layer(state: Mapping[str, Any], config: ModelConfig, number: int, offsets: tuple[int, ...]) -> Layer:
+def _layer(state: Mapping[str, Any], config: ModelConfig, number: int,
+           offsets: tuple[int, ...]) -> Layer:
     names = _names(config.kind, number, config.normalize)
     affine = AffineParameters(state[f"{names.affine}.weight"], state[f"{names.affine}.bias"],
                               offsets)
-    layer = Layer(affine, "pnorm" if config.kind == "pnorm" else "relu", config.pnorm_group if config.kind == "pnorm" else 1,
-                  config.normalize)
+    layer = Layer(affine, "pnorm" if config.kind == "pnorm" else "relu",
+                  config.pnorm_group if config.kind == "pnorm" else 1, config.normalize)
     if config.normalize == "renormalize":
         return layer
-    return replace(layer, mean=state[f"{names.norm}.running_mean"], variance=state[f"{names.norm}.running_var"],
+    return replace(layer, mean=state[f"{names.norm}.running_mean"],
+                   variance=state[f"{names.norm}.running_var"],
                    count=int(state[f"{names.norm}.num_batches_tracked"]))
 
 
@@ -145,33 +158,41 @@ def rebuild(network: Network) -> Rebuilt:
     config = _config_of(network)
     _check_fits(network)
     offsets = network.offsets()
-    window = Window(-sum(min(0, layer[0]) for layer in offsets), sum(max(0, layer[-1]) for layer in offsets), network.feature_dim,
+    window = Window(-sum(min(0, layer[0]) for layer in offsets),
+                    sum(max(0, layer[-1]) for layer in offsets), network.feature_dim,
                     network.side_dim)
     num_classes = len(network.output.bias)
     num_inputs = window.num_inputs
     fixed = network.transform
     transform = None if fixed is None else torch.from_numpy(np.column_stack([fixed.weight, fixed.bias]))
     statistics = DataStatistics(input_transform=transform)
-    model = build_model(config, num_inputs, num_classes, seed=0, window=window, statistics=statistics)
+    model = build_model(config, num_inputs, num_classes, seed=0, window=window,
+                        statistics=statistics)
     state = _state_of(network, config)
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     if expected != {name: tuple(tensor.shape) for name, tensor in state.items()}:
-        raise DataError("The layers of this nnet3 model do not fit together; check that it is whole.")
+        raise DataError("The layers of this nnet3 model do not fit together; check that it is "
+                        "whole.")
     model.load_state_dict(state)
     return Rebuilt(model.eval(), config, window, num_classes, transform)
 
 
 def _check_fits(network: Network) -> None:
-    """Each layer takes as many inputs as the one before gives: checked before a model of these sizes is allocated."""
+    """Each layer takes as many inputs as the one before gives: checked before a model of these
+    sizes is allocated.
+    """
     size = network.feature_dim
     affines = [layer.affine for layer in network.layers]
-    for number, affine in enumerate([*([network.transform] if network.transform else []), *affines, network.output]):
+    for number, affine in enumerate([*([network.transform] if network.transform else []), *affines,
+                                     network.output]):
         inputs = size * len(affine.offsets) + (0 if number else network.side_dim)
         if affine.weight.shape != (len(affine.bias), inputs):
-            raise DataError(f"The layers of this nnet3 model do not fit together: affine component {number + 1} of the chain has "
-                            f"{affine.weight.shape[1]} inputs, and {inputs} come from before; check that it is complete.")
+            raise DataError("The layers of this nnet3 model do not fit together: affine component "
+                            f"{number + 1} of the chain has {affine.weight.shape[1]} inputs, and "
+                            f"{inputs} come from before; check that it is complete.")
         at = number - (1 if network.transform else 0)
-        size = len(affine.bias) // (network.layers[at].group if 0 <= at < len(network.layers) else 1)
+        size = len(affine.bias) // (network.layers[at].group if 0 <= at < len(network.layers)
+                                    else 1)
 
 
 def _config_of(network: Network) -> ModelConfig:
@@ -179,20 +200,24 @@ def _config_of(network: Network) -> ModelConfig:
     for layer in network.layers:
         if (layer.nonlinearity, layer.group, layer.normalize, layer.affine.weight.shape[0]) != (
                 first.nonlinearity, first.group, first.normalize, first.affine.weight.shape[0]):
-            raise DataError("The hidden layers of this nnet3 model differ in width or kind, and models here have one for all.")
+            raise DataError("The hidden layers of this nnet3 model differ in width or kind, and "
+                            "models here have one for all.")
     splices = network.offsets()
     kind: Any = "tdnn" if network.is_tdnn else first.nonlinearity
     first_splice = splices[0]
     has_gaps = first_splice != tuple(range(first_splice[0], first_splice[-1] + 1))
     has_center = first_splice[0] <= 0 <= first_splice[-1]
-    if kind != "tdnn" and (any(offsets != (0,) for offsets in splices[1:]) or has_gaps or not has_center):
-        raise DataError("This nnet3 model splices hidden layers, or its input with gaps, which here is for ReLU TDNNs alone; name "
-                        "its components tdnn1.affine and so on if it is one.")
+    if kind != "tdnn" and (any(offsets != (0,) for offsets in splices[1:]) or has_gaps
+                           or not has_center):
+        raise DataError("This nnet3 model splices hidden layers, or its input with gaps, which "
+                        "here is for ReLU TDNNs alone; name its components tdnn1.affine and so on "
+                        "if it is one.")
     if kind == "tdnn" and first.nonlinearity != "relu":
         raise DataError("This nnet3 model is a TDNN of p-norm layers, and TDNNs here have ReLUs.")
     layers = splices if network.transform is None else [splices[0], *splices[2:]]
     text = " ".join(",".join(map(str, offsets)) for offsets in layers)
-    return ModelConfig(kind=kind, num_layers=len(network.layers), hidden_dim=first.affine.weight.shape[0],
+    return ModelConfig(kind=kind, num_layers=len(network.layers),
+                       hidden_dim=first.affine.weight.shape[0],
                        pnorm_group=first.group if kind == "pnorm" else ModelConfig.pnorm_group, normalize=first.normalize,  # type: ignore[arg-type]
                        tdnn_offsets=text if kind == "tdnn" else ModelConfig.tdnn_offsets,
                        input_transform="none" if network.transform is None else "lda")

@@ -18,11 +18,13 @@ Array = npt.NDArray[np.float64]
 Objective = Callable[[Vector], tuple[float, Vector]]
 
 
-def running_mean(models: Sequence[Candidate], objective: Objective, max_evaluations: int = 30) -> Combined:
+def running_mean(models: Sequence[Candidate], objective: Objective,
+                 max_evaluations: int = 30) -> Combined:
     """The best mean of the newest n of `models` (given newest first), n among `evaluated_counts`.
 
-    At equal objf the smaller n stays.  One model is in memory at a time, beside the sum in float64, the mean under test and
-    the best so far: about five times a model in float32, however many there are, and what `objective` needs.
+    At equal objf the smaller n stays.  One model is in memory at a time, beside the sum in float64,
+    the mean under test and the best so far: about five times a model in float32, however many there
+    are, and what `objective` needs.
     """
     require_some(models)
     counts = evaluated_counts(len(models), max_evaluations)

@@ -38,7 +38,8 @@ class Workload:
 class Speed:
     """One worker while `num_processes` of them compute at the same time on one machine.
 
-    More processes than cores take turns; `rate` and `fixed_s` are then those of a worker in its turns.
+    More processes than cores take turns; `rate` and `fixed_s` are then those of a worker in its
+    turns.
     """
 
     num_processes: int
@@ -80,9 +81,10 @@ class Machine:
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Machine:
         """What `to_json` gave; raises KeyError or TypeError for anything else."""
-        parallel, serial = (tuple(Speed(**speed) for speed in values[name]) for name in ("parallel", "serial"))
-        return cls(**{**values, "parallel": parallel, "serial": serial, "spread": Spread(**values["spread"]),
-                      "link": Link(**values["link"])})
+        parallel, serial = (tuple(Speed(**speed) for speed in values[name])
+                            for name in ("parallel", "serial"))
+        return cls(**{**values, "parallel": parallel, "serial": serial,
+                      "spread": Spread(**values["spread"]), "link": Link(**values["link"])})
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,8 @@ class Site:
         return 1 if self.one_by_one else self.num_machines * self.slots_per_machine
 
 
-def this_machine(machine: Machine, num_workers: int, *, threads_per_worker: int = 0, one_by_one: bool = False) -> Site:
+def this_machine(machine: Machine, num_workers: int, *, threads_per_worker: int = 0,
+                 one_by_one: bool = False) -> Site:
     """The measured machine alone; workers with several threads take as many slots each."""
     threads = threads_per_worker or threads_of(machine.num_cores, num_workers)
     return Site(1, machine.slots(threads), machine.link, one_by_one)
@@ -114,7 +117,9 @@ def machines_like(num_workers: int, *, slots_per_machine: int, link: Link) -> Si
 
 
 def threads_of(num_cores: int, num_workers: int) -> int:
-    """Compute threads of a worker where the configuration leaves it open (`ngsgd.training.worker.resolve_threads`)."""
+    """Compute threads of a worker where the configuration leaves it open
+    (`ngsgd.training.worker.resolve_threads`).
+    """
     return max(1, num_cores // num_workers)
 
 
@@ -171,7 +176,8 @@ class Prediction:
         return self.samples / (self.work_s * self.stretch)
 
 
-def predict(machine: Machine, workload: Workload, site: Site, *, num_jobs: int, num_workers: int) -> Prediction:
+def predict(machine: Machine, workload: Workload, site: Site, *, num_jobs: int,
+            num_workers: int) -> Prediction:
     """One outer iteration of `num_jobs` jobs; with fewer workers than jobs they take turns."""
     busy = min(num_jobs, num_workers)
     rounds = math.ceil(num_jobs / busy)
@@ -188,10 +194,12 @@ def predict(machine: Machine, workload: Workload, site: Site, *, num_jobs: int, 
     average_s = num_jobs * workload.model_bytes / site.link.add_speed
     # a thread of low priority: it has cores that no worker uses, and all of them while the
     # coordinator averages and saves
-    used = 0 if machine.num_gpus else speed.num_threads * (1 if site.one_by_one else math.ceil(busy / site.num_machines))
+    used = 0 if machine.num_gpus else speed.num_threads * (1 if site.one_by_one
+                                                           else math.ceil(busy / site.num_machines))
     hidden_s = average_s + machine.checkpoint_s + (compute_s if used < machine.num_cores else 0.0)
     return Prediction(
-        num_jobs=num_jobs, samples=workload.samples, work_s=work_s, slots_used=slots, stretch=stretch, travel_s=travel_s,
+        num_jobs=num_jobs, samples=workload.samples, work_s=work_s, slots_used=slots,
+        stretch=stretch, travel_s=travel_s,
         compute_s=compute_s, average_s=average_s, checkpoint_s=machine.checkpoint_s,
         diagnostics_s=max(0.0, speed.diagnostics_s - hidden_s))
 
@@ -207,9 +215,13 @@ def _speed(machine: Machine, site: Site, num_workers: int, busy: int) -> Speed:
 
 
 def _between(measured: Sequence[Speed], wanted: int, axis: str) -> Speed:
-    """Straight lines between measured points, both axes logarithmic; beyond the ends the nearest point."""
-    low = max((s for s in measured if getattr(s, axis) <= wanted), key=lambda s: float(getattr(s, axis)), default=measured[0])
-    high = min((s for s in measured if getattr(s, axis) >= wanted), key=lambda s: float(getattr(s, axis)), default=measured[-1])
+    """Straight lines between measured points, both axes logarithmic; beyond the ends the nearest
+    point.
+    """
+    low = max((s for s in measured if getattr(s, axis) <= wanted),
+              key=lambda s: float(getattr(s, axis)), default=measured[0])
+    high = min((s for s in measured if getattr(s, axis) >= wanted),
+               key=lambda s: float(getattr(s, axis)), default=measured[-1])
     start, end = getattr(low, axis), getattr(high, axis)
     if start == end or wanted <= start:
         return low
@@ -217,8 +229,10 @@ def _between(measured: Sequence[Speed], wanted: int, axis: str) -> Speed:
 
     def mix(name: str) -> float:
         first, second = float(getattr(low, name)), float(getattr(high, name))
-        return math.exp((1.0 - share) * math.log(max(first, 1e-9)) + share * math.log(max(second, 1e-9)))
-    return replace(low, rate=mix("rate"), fixed_s=mix("fixed_s"), diagnostics_s=mix("diagnostics_s"))
+        return math.exp((1.0 - share) * math.log(max(first, 1e-9)) + share
+                        * math.log(max(second, 1e-9)))
+    return replace(low, rate=mix("rate"), fixed_s=mix("fixed_s"),
+                   diagnostics_s=mix("diagnostics_s"))
 
 
 @dataclass(frozen=True)
@@ -236,19 +250,25 @@ class RunPrediction:
         return self.warm_up_s + sum(one.outer_iter_s for one in self.iterations)
 
 
-def predict_run(machine: Machine, workload: Workload, site: Site, job_counts: Sequence[int], *, num_workers: int) -> RunPrediction:
+def predict_run(machine: Machine, workload: Workload, site: Site, job_counts: Sequence[int], *,
+                num_workers: int) -> RunPrediction:
     """`job_counts` has the number of jobs of each outer iteration."""
-    by_count = {count: predict(machine, workload, site, num_jobs=count, num_workers=num_workers) for count in set(job_counts)}
+    by_count = {count: predict(machine, workload, site, num_jobs=count, num_workers=num_workers)
+                for count in set(job_counts)}
     first = by_count[job_counts[0]]
     turns = min(job_counts[0], num_workers) / first.slots_used
-    return RunPrediction(tuple(by_count[count] for count in job_counts), machine.warm_up_s * turns, "a probe of this machine")
+    return RunPrediction(tuple(by_count[count] for count in job_counts), machine.warm_up_s * turns,
+                         "a probe of this machine")
 
 
-def extrapolate(records: Sequence[OuterIterationRecord], job_counts: Sequence[int], *, num_slots: int) -> RunPrediction | None:
-    """A prediction from a run's own first outer iterations; None when there are fewer than two of them.
+def extrapolate(records: Sequence[OuterIterationRecord], job_counts: Sequence[int], *,
+                num_slots: int) -> RunPrediction | None:
+    """A prediction from a run's own first outer iterations; None when there are fewer than two of
+    them.
 
-    The first one is left out and gives the warm-up.  Where the number of jobs grows, their time does once there are more
-    of them than `num_slots` (cores, GPUs or workers, whichever are fewest).
+    The first one is left out and gives the warm-up.  Where the number of jobs grows, their time
+    does once there are more of them than `num_slots` (cores, GPUs or workers, whichever are
+    fewest).
     """
     seen = list(records[:_WATCHED])
     if len(seen) < 2:
@@ -261,8 +281,10 @@ def extrapolate(records: Sequence[OuterIterationRecord], job_counts: Sequence[in
     jobs = [job for record in steady for job in record.jobs if job.accepted]
     samples = statistics.fmean(job.num_frames for job in jobs)
     iterations = tuple(Prediction(
-        num_jobs=count, samples=samples, work_s=statistics.fmean(job.seconds for job in jobs), slots_used=min(count, num_slots),
-        compute_s=compute_s * _turns(count, num_slots) / base, average_s=average_s * count / steady[-1].num_jobs,
+        num_jobs=count, samples=samples, work_s=statistics.fmean(job.seconds for job in jobs),
+        slots_used=min(count, num_slots),
+        compute_s=compute_s * _turns(count, num_slots) / base,
+        average_s=average_s * count / steady[-1].num_jobs,
         checkpoint_s=checkpoint_s, diagnostics_s=diagnostics_s) for count in job_counts)
     warm_up_s = max(0.0, _seconds(seen[0]) - iterations[0].outer_iter_s)
     return RunPrediction(iterations, warm_up_s, f"its first {len(seen)} outer iterations")
@@ -288,16 +310,18 @@ def compare(records: Sequence[OuterIterationRecord], predicted: RunPrediction) -
     told_s = warm_up_s + sum(one.outer_iter_s for _, one in pairs)
     took_s = sum(_seconds(record) for record, _ in pairs)
     parts = []
-    for label, name in (("jobs", "compute_s"), ("average", "average_s"), ("checkpoint", "checkpoint_s"),
-                        ("diagnostics", "diagnostics_s")):
+    for label, name in (("jobs", "compute_s"), ("average", "average_s"),
+                        ("checkpoint", "checkpoint_s"), ("diagnostics", "diagnostics_s")):
         extra = warm_up_s if name == "compute_s" else 0.0
-        told, took = (statistics.fmean(getattr(pair[side], name) for pair in pairs) for side in (1, 0))
+        told, took = (statistics.fmean(getattr(pair[side], name) for pair in pairs)
+                      for side in (1, 0))
         parts.append(f"{label} {_short(told + extra / len(pairs))}/{_short(took)}")
     error = took_s / max(told_s, 1e-9) - 1
     each = (f"predicted {_short(told_s / len(pairs))}, took {_short(took_s / len(pairs))} "
             f"({100 * error:+.0f}%)")
     return [f"an outer iteration: {each}: {', '.join(parts)}",
-            f"{len(pairs)} of them: predicted {_short(told_s)}, took {_short(took_s)}; predicted from {predicted.source}"]
+            f"{len(pairs)} of them: predicted {_short(told_s)}, took {_short(took_s)}; predicted "
+            f"from {predicted.source}"]
 
 
 def _seconds(record: OuterIterationRecord) -> float:

@@ -54,12 +54,15 @@ def save_final(folder: RunFolder, config: RunConfig, model: nn.Module, reader: E
         about["run_id"] = folder.run_id
     if config.ivectors.dim:
         about["ivectors"] = asdict(config.ivectors)
-    write_final(folder.final, model, about, statistics.input_transform, extractor=folder.ivectors if config.ivectors.dim else None)
+    write_final(folder.final, model, about, statistics.input_transform,
+                extractor=folder.ivectors if config.ivectors.dim else None)
 
 
 def write_final(path: Path, model: nn.Module, about: Mapping[str, Any], transform: Tensor | None,
                 extractor: Path | None = None) -> None:
-    """A folder that `open_final` reads; `extractor` is the file that makes the i-vectors of the model's input."""
+    """A folder that `open_final` reads; `extractor` is the file that makes the i-vectors of the
+    model's input.
+    """
     with new_directory(path) as temporary:
         # a copy each: tied weights share memory, which safetensors refuses
         state = {name: t.detach().clone().contiguous() for name, t in model.state_dict().items()}
@@ -74,24 +77,32 @@ def write_final(path: Path, model: nn.Module, about: Mapping[str, Any], transfor
 
 
 def check_final(path: Path) -> None:
-    """Raises CheckpointError unless every file of a final model is as it was written; those of earlier versions have no digests."""
+    """Raises CheckpointError unless every file of a final model is as it was written; those of
+    earlier versions have no digests.
+    """
     if not (path / DIGESTS).exists():
         return
     try:
         digests = read_json(path / DIGESTS)
         # a plain name only: a received file must not make this one read a device
-        wrong = [name for name, digest in digests.items() if Path(name).name != name or sha256(path / name) != digest]
+        wrong = [name for name, digest in digests.items() if Path(name).name != name
+                 or sha256(path / name) != digest]
         wrong += [name for name in ("model.json", "model.safetensors") if name not in digests]
     except FileNotFoundError:
         raise
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{path / DIGESTS} cannot be read ({type(error).__name__}: {error}); {_AGAIN}") from error
+        raise CheckpointError(f"{path / DIGESTS} cannot be read ({type(error).__name__}: {error}); "
+                              f"{_AGAIN}") from error
     if wrong:
-        raise CheckpointError(f"{path / wrong[0]} is not what was written (its SHA-256 differs from {DIGESTS}); {_AGAIN}")
+        raise CheckpointError(f"{path / wrong[0]} is not what was written (its SHA-256 differs "
+                              f"from {DIGESTS}); {_AGAIN}")
 
 
-def load_final(folder: RunFolder, *, trust: bool = False) -> tuple[nn.Module, npt.NDArray[np.float64]]:
-    """(model, priors) of a run that has ended; `trust` allows the import of a module that the run names (see `trust`)."""
+def load_final(folder: RunFolder, *, trust: bool = False) -> tuple[nn.Module,
+                                                                   npt.NDArray[np.float64]]:
+    """(model, priors) of a run that has ended; `trust` allows the import of a module that the run
+    names (see `trust`).
+    """
     try:
         return open_final(folder.final, trust=trust)
     except OSError as error:
@@ -105,8 +116,10 @@ def open_final(path: Path, *, trust: bool = False,
 
     Args:
         path: the folder.
-        trust: import the module that it names (`model._target_`), whoever began its run; see docs/own-model.md.
-        own: the model of the run that starts from it, whose module is imported if both name the same.
+        trust: import the module that it names (`model._target_`), whoever began its run; see
+            docs/own-model.md.
+        own: the model of the run that starts from it, whose module is imported if both name the
+            same.
 
     Raises:
         OSError: a file is not there.
@@ -121,23 +134,27 @@ def open_final(path: Path, *, trust: bool = False,
         return _opened(path, about, settings)
     except OSError:
         raise
-    except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError, AttributeError) as error:
+    except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError,
+            AttributeError) as error:
         raise CheckpointError(f"the final model in {path} cannot be used ({type(error).__name__}: "
                               f"{str(error).partition(chr(10))[0]}); {_AGAIN}") from error
 
 
-def _opened(path: Path, about: Mapping[str, Any], settings: Mapping[str, Any]) -> tuple[nn.Module, npt.NDArray[np.float64]]:
+def _opened(path: Path, about: Mapping[str, Any],
+            settings: Mapping[str, Any]) -> tuple[nn.Module, npt.NDArray[np.float64]]:
     state = load_file(path / "model.safetensors")
     transform = load_file(path / _TRANSFORM)["input_transform"] if (path / _TRANSFORM).exists() else None
     # parameters that are not finite would decode without an error
     wrong = [name for name, values in {**state, _TRANSFORM: transform}.items()
-             if values is not None and values.is_floating_point() and not bool(values.isfinite().all())]
+             if values is not None and values.is_floating_point()
+             and not bool(values.isfinite().all())]
     if wrong:
         raise CheckpointError(f"{path / 'model.safetensors'} has values in {wrong[0]} that are not "
                               f"finite; {_AGAIN}")
     config = ModelConfig(**without_removed("model", settings))
     require_memory(config, about["num_inputs"], about["num_classes"])
-    window = Window(about["left_context"], about["right_context"], about["feature_dim"], about.get("side_dim", 0))
+    window = Window(about["left_context"], about["right_context"], about["feature_dim"],
+                    about.get("side_dim", 0))
     model = build_model(config, about["num_inputs"], about["num_classes"], seed=0, window=window,
                         statistics=DataStatistics(tuple(about["class_counts"]), transform))
     model.load_state_dict(state)

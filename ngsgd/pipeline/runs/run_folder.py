@@ -63,7 +63,8 @@ class RunFolder:
             except FileExistsError:
                 continue
             except OSError as error:
-                raise ConfigError(f"the run folder {folder.path} cannot be made ({error.strerror}); choose another place with "
+                raise ConfigError(f"the run folder {folder.path} cannot be made "
+                                  f"({error.strerror}); choose another place with "
                                   "output_dir=PATH, or a shorter name=.") from error
             folder.checkpoints.mkdir()
             # before the first job: a run without its configuration cannot be resumed
@@ -78,8 +79,8 @@ class RunFolder:
         """The folder of an existing run."""
         folder = cls(path)
         if not folder.config.is_file():
-            raise CheckpointError(f"{path} is not the folder of a run: it has no config.yaml; see the folders in "
-                                  f"{path.parent}.")
+            raise CheckpointError(f"{path} is not the folder of a run: it has no config.yaml; see "
+                                  f"the folders in {path.parent}.")
         return folder
 
     @property
@@ -88,7 +89,9 @@ class RunFolder:
 
     @property
     def run_id(self) -> str:
-        """Random, so that no received folder can be taken for a run of this user; empty for runs of earlier versions."""
+        """Random, so that no received folder can be taken for a run of this user; empty for runs of
+        earlier versions.
+        """
         try:
             return read_regular_text(self.path / self.RUN_ID, max_bytes=1024).strip()
         except (OSError, ValueError):
@@ -194,7 +197,9 @@ class RunFolder:
 
     @contextlib.contextmanager
     def marked_as_running(self) -> Iterator[None]:
-        """Says which process it is that trains, for `ngsgd status` and `ngsgd stop`; a killed one leaves its mark behind."""
+        """Says which process it is that trains, for `ngsgd status` and `ngsgd stop`; a killed one
+        leaves its mark behind.
+        """
         write_text(self.process, json.dumps(process_identity.current()))
         try:
             yield
@@ -202,7 +207,9 @@ class RunFolder:
             self.process.unlink(missing_ok=True)
 
     def remember_data(self, digest: str, egs_directory: Path, extractor: Path | None) -> None:
-        """Notes the data at the first start and keeps the i-vector extractor; a resumed run on other data would be another run."""
+        """Notes the data at the first start and keeps the i-vector extractor; a resumed run on
+        other data would be another run.
+        """
         if extractor is not None and not self.ivectors.exists():
             with new_file(self.ivectors) as temporary:
                 shutil.copyfile(extractor, temporary)
@@ -210,7 +217,8 @@ class RunFolder:
             about = {"digest": digest, "egs": str(egs_directory)}
             write_text(self.data, json.dumps(sealed(about), indent=1))
         elif self._known_data()["digest"] != digest:
-            raise CheckpointError(f"the data of {self.path} has changed since the run began; start a new run.")
+            raise CheckpointError(f"the data of {self.path} has changed since the run began; start "
+                                  "a new run.")
 
     def _known_data(self) -> dict[str, Any]:
         try:
@@ -219,7 +227,8 @@ class RunFolder:
             if not isinstance(about.get("digest"), str):
                 raise ValueError("it names no data")
         except (OSError, ValueError) as error:
-            raise CheckpointError(f"{self.data} is damaged ({error}); remove it, and the run is resumed without the comparison "
+            raise CheckpointError(f"{self.data} is damaged ({error}); remove it, and the run is "
+                                  "resumed without the comparison "
                                   "of its data with those it began with.") from error
         return about
 
@@ -230,7 +239,8 @@ def with_digest(config_yaml: str) -> str:
 
 
 def require_unchanged(config: Path, *, accept: bool = False) -> bool:
-    """Whether config.yaml was changed since the run began; raises CheckpointError if so, unless that is accepted.
+    """Whether config.yaml was changed since the run began; raises CheckpointError if so, unless
+    that is accepted.
 
     An accepted change is kept: the checksum becomes that of the present content.
     """
@@ -244,9 +254,10 @@ def require_unchanged(config: Path, *, accept: bool = False) -> bool:
     elif digest.strip() == hashlib.sha256(body.encode()).hexdigest():
         return False
     if not accept:
-        raise CheckpointError(f"{config} was changed since the run began: its checksum does not match. If you changed it, "
-                              "resume with --accept-changed-config; otherwise it is damaged, and the run may be trained with "
-                              "other settings than it began with.")
+        raise CheckpointError(f"{config} was changed since the run began: its checksum does not "
+                              "match. If you changed it, resume with --accept-changed-config; "
+                              "otherwise it is damaged, and the run may be trained with other "
+                              "settings than it began with.")
     write_text(config, with_digest(body))
     return True
 
@@ -258,7 +269,8 @@ def check_output_dir(config: RunConfig) -> None:
         with tempfile.TemporaryFile(dir=config.output_dir):
             pass
     except OSError as error:
-        raise ConfigError(f"output_dir is {config.output_dir}, where nothing can be written ({error.strerror}); "
+        raise ConfigError(f"output_dir is {config.output_dir}, where nothing can be written "
+                          f"({error.strerror}); "
                           "choose another with output_dir=PATH.") from error
 
 
@@ -279,18 +291,21 @@ def run_to_continue(config: RunConfig) -> Path | None:
     if not config.name:
         raise ConfigError("--continue finds a run by its name, and none is given; add name=NAME.")
     stamped = re.compile(rf"{re.escape(config.name)}-\d{{8}}-\d{{6}}(-\d+)?")
-    found = [file.parent for file in Path(config.output_dir).glob("*/config.yaml") if stamped.fullmatch(file.parent.name)]
+    found = [file.parent for file in Path(config.output_dir).glob("*/config.yaml")
+             if stamped.fullmatch(file.parent.name)]
     return max(found, default=None, key=lambda folder: folder.name)
 
 
 def known_run(run: str) -> Path | None:
-    """The folder of a run given as a path, by its folder under runs/, or by its name= there, the newest of several.
+    """The folder of a run given as a path, by its folder under runs/, or by its name= there, the
+    newest of several.
 
     None where the word names something else.
     """
     named = sorted(Path("runs").glob(f"{glob.escape(run)}-[0-9]*/config.yaml"), reverse=True) if run and "/" not in run else []
     folders = (Path(run), Path("runs") / run, *(config.parent for config in named))
-    return next((folder.resolve() for folder in folders if (folder / "config.yaml").is_file()), None)
+    return next((folder.resolve() for folder in folders if (folder / "config.yaml").is_file()),
+                None)
 
 
 def folder_of_model(init_model: str) -> Path:

@@ -1,4 +1,5 @@
-"""Is a run's ledger in order?  A program of its own: it reads files, and knows nothing of the coordinator.
+"""Is a run's ledger in order?  A program of its own: it reads files, and knows nothing of the
+coordinator.
 
     python -m ngsgd.training.storage.audit RUN_FOLDER
 """
@@ -46,7 +47,9 @@ class OuterIterationLines:
 
 
 def read(path: Path) -> list[OuterIterationLines]:
-    """The committed outer iterations in the order of their commits; what was begun and never committed does not count."""
+    """The committed outer iterations in the order of their commits; what was begun and never
+    committed does not count.
+    """
     return _committed(_checked_lines(path)[0])
 
 
@@ -87,8 +90,8 @@ _FIELDS: dict[str, dict[str, tuple[type, ...]]] = {
     "quarantined": {**_JOB, "pieces": (list,)},
     "discarded": _JOB,
     "rolled_back": {"outer_iter": (int,)},
-    "committed": {"outer_iter": (int,), "frames_processed": (int,), "parent": (str,), "model": (str,),
-                  "num_accepted": (int,), "numbers": (dict,)},
+    "committed": {"outer_iter": (int,), "frames_processed": (int,), "parent": (str,),
+                  "model": (str,), "num_accepted": (int,), "numbers": (dict,)},
 }
 
 
@@ -125,7 +128,8 @@ def _committed(lines: list[dict[str, Any]]) -> list[OuterIterationLines]:
     min_accepted_fraction = 0.0
 
     def of(outer_iter: int) -> OuterIterationLines:
-        return under_way.setdefault(outer_iter, OuterIterationLines(outer_iter, min_accepted_fraction))
+        return under_way.setdefault(outer_iter,
+                                    OuterIterationLines(outer_iter, min_accepted_fraction))
     for line in lines:
         outer_iter = line.get("outer_iter", -1)
         match line["event"]:
@@ -146,7 +150,9 @@ def _committed(lines: list[dict[str, Any]]) -> list[OuterIterationLines]:
             case "committed":
                 # said again after a crash between commit and ledger
                 if outer_iter not in [one.outer_iter for one in done]:
-                    done.append(under_way.pop(outer_iter, OuterIterationLines(outer_iter, min_accepted_fraction)))
+                    done.append(under_way.pop(outer_iter,
+                                              OuterIterationLines(outer_iter,
+                                                                  min_accepted_fraction)))
                     done[-1].commit = line
             case event if event in _SETTLED:
                 of(outer_iter).settled.append(line)
@@ -154,7 +160,9 @@ def _committed(lines: list[dict[str, Any]]) -> list[OuterIterationLines]:
 
 
 def audit(path: Path) -> list[str]:
-    """The findings on a ledger; an empty list when all that was planned was counted exactly once, or given up by name."""
+    """The findings on a ledger; an empty list when all that was planned was counted exactly once,
+    or given up by name.
+    """
     try:
         lines, problems = _checked_lines(path)
     except OSError as error:
@@ -169,15 +177,19 @@ def audit(path: Path) -> list[str]:
         where = f"outer iteration {one.outer_iter}"
         frames += sum(entry["num_frames"] for entry in one.accepted)
         if frames != one.commit["frames_processed"]:
-            problems.append(f"{where}: {frames} frames accepted, {one.commit['frames_processed']} committed")
+            problems.append(f"{where}: {frames} frames accepted, {one.commit['frames_processed']} "
+                            "committed")
         if one.commit["parent"] != model:
-            problems.append(f"{where}: its parent is {one.commit['parent']!r}, the model before was {model!r}")
+            problems.append(f"{where}: its parent is {one.commit['parent']!r}, the model before "
+                            f"was {model!r}")
         model = one.commit["model"]
     return problems + list(_pieces_counted_wrongly(done))
 
 
 def _fences_out_of_order(lines: list[dict[str, Any]]) -> Iterator[str]:
-    """Each process that writes has a larger fencing number than the one before, and no earlier one writes after it."""
+    """Each process that writes has a larger fencing number than the one before, and no earlier one
+    writes after it.
+    """
     holder, resumed_after = 0, -1
     for line in lines:
         fence = line.get("fence", 0)
@@ -193,7 +205,8 @@ def _fences_out_of_order(lines: list[dict[str, Any]]) -> Iterator[str]:
 def _problems_of(one: OuterIterationLines) -> Iterator[str]:
     where = f"outer iteration {one.outer_iter}"
     counts = Counter(entry["job"] for entry in one.settled)
-    yield from (f"{where}: job {job} was settled {counts[job]} times" for job in one.planned if counts[job] != 1)
+    yield from (f"{where}: job {job} was settled {counts[job]} times" for job in one.planned
+                if counts[job] != 1)
     yield from (f"{where}: job {job} was not planned" for job in counts if job not in one.planned)
     for entry in one.settled:
         if entry["event"] in ("accepted", "rejected") and (entry["job"], entry["attempt"]) not in one.submitted:
@@ -208,25 +221,24 @@ def _problems_of(one: OuterIterationLines) -> Iterator[str]:
     fewest = 1.0 if keeps_best else max(1.0, one.min_accepted_fraction * num_jobs)
     if num_accepted != one.commit["num_accepted"] or num_accepted < fewest or (keeps_best and num_accepted > 1):
         yield f"{where}: {num_accepted} results of {num_jobs} accepted, {one.commit['num_accepted']} committed"
-    yield from _numbers_that_differ(one, where)
+    # all jobs have one learning rate, and it is the one that was committed
+    rates, committed = {entry["lr"] for entry in one.planned.values()}, one.commit["numbers"]["lr"]
+    if one.planned and rates != {committed}:
+        yield f"{where}: learning rates {sorted(rates)} were planned, {committed} committed"
     if not all(math.isfinite(value) for value in one.commit["numbers"].values()):
         yield f"{where}: {one.commit['numbers']} are not all finite"
 
 
-def _numbers_that_differ(one: OuterIterationLines, where: str) -> Iterator[str]:
-    """All jobs have one learning rate, and it is the one that was committed."""
-    rates = {entry["lr"] for entry in one.planned.values()}
-    if one.planned and rates != {one.commit["numbers"]["lr"]}:
-        yield f"{where}: learning rates {sorted(rates)} were planned, {one.commit['numbers']['lr']} committed"
-
-
 def _pieces_counted_wrongly(done: list[OuterIterationLines]) -> Iterator[str]:
-    """Every minibatch of a pass is settled once; what was put off comes back in a later plan, or the run is not at its end."""
+    """Every minibatch of a pass is settled once; what was put off comes back in a later plan, or
+    the run is not at its end.
+    """
     counted: dict[_Pass, list[_Span]] = {}
     owed: dict[_Pass, list[_Span]] = {}
     for one in done:
         where = f"outer iteration {one.outer_iter}"
-        for name, span in (_pass_and_span(piece) for entry in one.planned.values() for piece in entry["pieces"]):
+        for name, span in (_pass_and_span(piece) for entry in one.planned.values()
+                           for piece in entry["pieces"]):
             if name.outer_iter != one.outer_iter and not _covers(owed.get(name, []), span):
                 yield f"{where}: {_named(name, span)} comes back and was never put off"
             owed[name] = _without(owed.get(name, []), span)
@@ -242,19 +254,22 @@ def _pieces_counted_wrongly(done: list[OuterIterationLines]) -> Iterator[str]:
                 for other, put_off in left:
                     rest = _without(rest, put_off) if other == name else rest
                 before = counted.setdefault(name, [])
-                if any(first < stop2 and first2 < stop for first, stop in rest for first2, stop2 in before):
+                if any(first < stop2 and first2 < stop for first, stop in rest
+                       for first2, stop2 in before):
                     yield f"{where}: {_named(name, span)} was counted 2 times"
                 before += rest
 
 
 def _pass_and_span(piece: list[Any]) -> tuple[_Pass, _Span]:
     archive, frame, outer_iter, job, first, stop = piece
-    return _Pass(archive, frame, outer_iter, job), (float(first), math.inf if stop is None else float(stop))
+    return _Pass(archive, frame, outer_iter, job), (float(first),
+                                                    math.inf if stop is None else float(stop))
 
 
 def _without(spans: list[_Span], gone: _Span) -> list[_Span]:
     """What is left of the spans."""
-    return [(low, high) for first, stop in spans for low, high in ((first, min(stop, gone[0])), (max(first, gone[1]), stop))
+    return [(low, high) for first, stop in spans
+            for low, high in ((first, min(stop, gone[0])), (max(first, gone[1]), stop))
             if low < high]
 
 

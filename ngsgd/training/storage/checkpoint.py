@@ -1,8 +1,9 @@
 """Checkpoints: a directory per outer iteration, whole or absent; no pickle.
 
-`iter-000012/model.safetensors` holds the model, `outer.safetensors` what the outer optimiser keeps beside it,
-`fisher.safetensors` the jobs' Fisher estimates where they are kept, `record.json` the line of the event log, and
-`manifest.json` everything else, with the checksums of all files and its own.
+`iter-000012/model.safetensors` holds the model, `outer.safetensors` what the outer optimiser keeps
+beside it, `fisher.safetensors` the jobs' Fisher estimates where they are kept, `record.json` the
+line of the event log, and `manifest.json` everything else, with the checksums of all files and its
+own.
 """
 
 from __future__ import annotations
@@ -85,8 +86,8 @@ def first_checkpoint(parameters: Vector) -> Checkpoint:
 class CheckpointStore:
     """The checkpoints of one run."""
 
-    def __init__(self, directory: Path, layout: FlatLayout, num_to_keep: int, candidates: Collection[int] = (),
-                 lock: RunLock | None = None) -> None:
+    def __init__(self, directory: Path, layout: FlatLayout, num_to_keep: int,
+                 candidates: Collection[int] = (), lock: RunLock | None = None) -> None:
         self.directory = directory
         self.layout = layout
         self.num_to_keep = num_to_keep
@@ -97,25 +98,29 @@ class CheckpointStore:
         # of the run; without one nothing guards against a second coordinator
         self.lock = lock
 
-    def save(self, progress: Progress, outer_state: Mapping[str, Any], commit: Mapping[str, Any] = MappingProxyType({}),
-             fisher: Mapping[int, Fisher] = MappingProxyType({}), record: OuterIterationRecord | None = None) -> Checkpoint:
+    def save(self, progress: Progress, outer_state: Mapping[str, Any],
+             commit: Mapping[str, Any] = MappingProxyType({}),
+             fisher: Mapping[int, Fisher] = MappingProxyType({}),
+             record: OuterIterationRecord | None = None) -> Checkpoint:
         """Commits an outer iteration, then removes the oldest checkpoints beyond `num_to_keep`.
 
-        `commit` is kept with it, and completed by the model's checksum as "model".  The arrays of the
-        checkpoint returned are those of `outer_state`, not copies.
+        `commit` is kept with it, and completed by the model's checksum as "model".  The arrays of
+        the checkpoint returned are those of `outer_state`, not copies.
         """
         arrays = dict(outer_state["arrays"])
         parameters = arrays.pop("model")
         if self.lock:
             self.lock.require_held()
             commit = {**commit, "fence": self.lock.fence}
-        checkpoint = Checkpoint(progress, parameters, "", arrays, outer_state["numbers"], commit, dict(fisher), record)
+        checkpoint = Checkpoint(progress, parameters, "", arrays, outer_state["numbers"], commit,
+                                dict(fisher), record)
         try:
             with new_directory(self.directory / f"iter-{progress.outer_iter:06d}") as temporary:
                 whole = self._write(temporary, checkpoint)
         except OSError as error:
             raise CheckpointError(
-                f"outer iteration {progress.outer_iter + 1} could not be saved under {self.directory} ({error.strerror}); "
+                f"outer iteration {progress.outer_iter + 1} could not be saved under "
+                f"{self.directory} ({error.strerror}); "
                 f"make room or fix the permissions, then `ngsgd resume {self.directory.parent}`.") from error
         self._keep_candidates()
         self._undiagnosed.unlink(missing_ok=True)
@@ -124,7 +129,9 @@ class CheckpointStore:
         return whole
 
     def latest(self) -> tuple[Checkpoint | None, list[str]]:
-        """(the newest whole checkpoint or None, one sentence for each damaged one that was passed over)."""
+        """(the newest whole checkpoint or None, one sentence for each damaged one that was passed
+        over).
+        """
         remove_abandoned(self.directory)
         # a crash may have come between a checkpoint and this
         self._keep_candidates()
@@ -147,23 +154,27 @@ class CheckpointStore:
                 raise ValueError("it is of a model with other layers")
             return self.layout.flatten(state)
         except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-            raise CheckpointError(f"{path} is damaged ({error}); remove it and resume: the final model is then combined "
+            raise CheckpointError(f"{path} is damaged ({error}); remove it and resume: the final "
+                                  "model is then combined "
                                   "from the other models.") from error
 
     def model_after(self, outer_iter: int) -> Vector:
-        """The model of an outer iteration whose checkpoint is still there, or that is a candidate for the final combination."""
+        """The model of an outer iteration whose checkpoint is still there, or that is a candidate
+        for the final combination.
+        """
         path = next((path for path in self._found() if _outer_iter(path) == outer_iter), None)
         if path is not None:
             return self.load(path).parameters
         if outer_iter in self.kept():
             return self.load_model(outer_iter)
         there = sorted({*self.kept(), *map(_outer_iter, self._found())})
-        raise CheckpointError(f"the model of outer iteration {outer_iter + 1} was not kept; those that were are "
-                              f"{', '.join(str(one + 1) for one in there) or 'none'}.")
+        raise CheckpointError(f"the model of outer iteration {outer_iter + 1} was not kept; those "
+                              f"that were are {', '.join(str(one + 1) for one in there) or 'none'}.")
 
     def kept(self) -> list[int]:
         """The candidates that are there, newest first."""
-        return sorted((_outer_iter(path) for path in self.models.glob("iter-*.safetensors") if _NAME.fullmatch(path.stem)),
+        return sorted((_outer_iter(path) for path in self.models.glob("iter-*.safetensors")
+                       if _NAME.fullmatch(path.stem)),
                       reverse=True)
 
     def missing_candidates(self, last: int) -> list[int]:
@@ -203,20 +214,25 @@ class CheckpointStore:
         """The checkpoint in `path`, verified against its checksums and the model's shape."""
         try:
             manifest = _verified_manifest(path)
-            progress = _progress(manifest["progress"])
+            fields = manifest["progress"]
+            progress = Progress(**{**fields, "pending": pieces_of(fields["pending"]),
+                                   "quarantined": pieces_of(fields["quarantined"])})
             if progress.outer_iter != _outer_iter(path):
                 raise ValueError(f"it is of outer iteration {progress.outer_iter + 1}")
             state = load_file(path / _MODEL)
             buffers = load_arrays(path / _OUTER) if _OUTER in manifest["files"] else {}
             fisher = _nested_fisher(load_arrays(path / _FISHER)) if _FISHER in manifest["files"] else {}
-            record = _record(path) if _RECORD in manifest["files"] else self._record_of_before(progress)
+            record = self._record_of_before(progress)
+            if _RECORD in manifest["files"]:
+                record = OuterIterationRecord.from_json(read_json(path / _RECORD))
         # whatever a damaged file makes a parser raise, the checkpoint before is tried
         except Exception as error:
             raise CheckpointError(f"checkpoint {path} is damaged ({error}) and is skipped.") from error
         if {name: tuple(t.shape) for name, t in state.items()} != self.layout.by_name():
-            raise CheckpointError(f"checkpoint {path} is of a model with other layers; resume with its own configuration.")
-        return Checkpoint(progress, self.layout.flatten(state), manifest["files"][_MODEL], buffers, manifest["numbers"],
-                          manifest["commit"], fisher, record)
+            raise CheckpointError(f"checkpoint {path} is of a model with other layers; resume with "
+                                  "its own configuration.")
+        return Checkpoint(progress, self.layout.flatten(state), manifest["files"][_MODEL], buffers,
+                          manifest["numbers"], manifest["commit"], fisher, record)
 
     def _write(self, folder: Path, checkpoint: Checkpoint) -> Checkpoint:
         """Fills a checkpoint's folder; returns it with its checksum."""
@@ -232,12 +248,16 @@ class CheckpointStore:
         progress = checkpoint.progress
         fields = {**asdict(progress), "pending": list(map(piece_fields, progress.pending)),
                   "quarantined": list(map(piece_fields, progress.quarantined))}
-        manifest = {"format": _FORMAT, "files": digests, "numbers": dict(checkpoint.numbers), "progress": fields, "commit": commit}
-        (folder / "manifest.json").write_text(json.dumps(sealed(manifest), indent=1), encoding="utf-8")
+        manifest = {"format": _FORMAT, "files": digests, "numbers": dict(checkpoint.numbers),
+                    "progress": fields, "commit": commit}
+        (folder / "manifest.json").write_text(json.dumps(sealed(manifest), indent=1),
+                                              encoding="utf-8")
         return replace(checkpoint, model_sha256=digests[_MODEL], commit=commit)
 
     def _record_of_before(self, progress: Progress) -> OuterIterationRecord | None:
-        """Of runs begun before format 3, which kept a waiting record in a file next to the checkpoints."""
+        """Of runs begun before format 3, which kept a waiting record in a file next to the
+        checkpoints.
+        """
         try:
             record = OuterIterationRecord.from_json(read_json(self._undiagnosed))
         except (OSError, ValueError, KeyError, TypeError):
@@ -245,7 +265,8 @@ class CheckpointStore:
         return record if record.outer_iter == progress.outer_iter else None
 
     def _found(self) -> list[Path]:
-        return sorted((path for path in self.directory.glob("iter-*") if _NAME.fullmatch(path.name)), key=_outer_iter)
+        return sorted((path for path in self.directory.glob("iter-*")
+                       if _NAME.fullmatch(path.name)), key=_outer_iter)
 
 
 def _outer_iter(path: Path) -> int:
@@ -254,7 +275,9 @@ def _outer_iter(path: Path) -> int:
 
 
 def _verified_manifest(path: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint, whose files and own values match their checksums; raises ValueError otherwise."""
+    """The manifest of a checkpoint, whose files and own values match their checksums; raises
+    ValueError otherwise.
+    """
     manifest, has_digest = unsealed(read_json(path / "manifest.json"))
     if manifest["format"] not in (_FORMAT, _WITHOUT_DIGEST):
         raise ValueError(f"format {manifest['format']} is not supported by this version")
@@ -266,14 +289,6 @@ def _verified_manifest(path: Path) -> dict[str, Any]:
         if sha256(path / name) != expected:
             raise ValueError(f"the checksum of {name} does not match")
     return manifest
-
-
-def _record(path: Path) -> OuterIterationRecord:
-    return OuterIterationRecord.from_json(read_json(path / _RECORD))
-
-
-def _progress(fields: Mapping[str, Any]) -> Progress:
-    return Progress(**{**fields, "pending": pieces_of(fields["pending"]), "quarantined": pieces_of(fields["quarantined"])})
 
 
 def _flat_fisher(fisher: Mapping[int, Fisher]) -> dict[str, Any]:
@@ -295,5 +310,5 @@ def require_room(directory: Path, num_bytes: int) -> None:
     free = shutil.disk_usage(directory).free
     if free < _NUM_THAT_MUST_FIT * num_bytes:
         raise CheckpointError(f"{directory} has {free / 1e6:.0f} MB free, and three checkpoints "
-                              f"take {_NUM_THAT_MUST_FIT * num_bytes / 1e6:.0f} MB; make room, or choose another place "
-                              "with output_dir=PATH.")
+                              f"take {_NUM_THAT_MUST_FIT * num_bytes / 1e6:.0f} MB; make room, or "
+                              "choose another place with output_dir=PATH.")

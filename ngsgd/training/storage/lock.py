@@ -1,8 +1,10 @@
 """One coordinator per run folder: a lock with a fencing number.
 
-The lock is a kernel lock (flock) on RUN/lock. It ends with its process, however that dies, so a run that was killed can
-be resumed at once, also after a restart of the machine. Every holder has a larger fencing number than the one before;
-checkpoints and ledger carry it. On a file system without locks the fencing number alone stops a coordinator that was
+The lock is a kernel lock (flock) on RUN/lock. It ends with its process, however that dies, so a run
+that was killed can be resumed at once, also after a restart of the machine. Every holder has a
+larger fencing number than the one before;
+checkpoints and ledger carry it. On a file system without locks the fencing number alone stops a
+coordinator that was
 superseded: it is compared before each commit.
 """
 
@@ -35,8 +37,10 @@ class RunLock:
 
     Args:
         path: the file of the lock.
-        purpose: of the holder, for the message that refuses the next one ("train", "resume", "decode").
-        last_fence: the largest fencing number known from elsewhere, for a lock file that was removed or damaged.
+        purpose: of the holder, for the message that refuses the next one ("train", "resume",
+            "decode").
+        last_fence: the largest fencing number known from elsewhere, for a lock file that was
+            removed or damaged.
         warn: receives one message where the file system has no locks.
     """
 
@@ -52,14 +56,17 @@ class RunLock:
         self.acquire()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
         self.release()
 
     def acquire(self) -> None:
         """Take the lock, or raise RunLockedError at once where a living process holds it."""
         is_new = not self.path.exists()
         try:
-            self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
+            self._descriptor = os.open(self.path,
+                                       os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+                                       | os.O_NONBLOCK, 0o644)
             try:
                 self._take()
                 self.fence = 1 + max(self.fence, _fence_in(_read(self._descriptor)))
@@ -71,7 +78,8 @@ class RunLock:
             if is_new:
                 fsync(self.path.parent)
         except OSError as error:
-            raise CheckpointError(f"{self.path} could not be locked ({error.strerror}), so nothing is written to the run; make "
+            raise CheckpointError(f"{self.path} could not be locked ({error.strerror}), so nothing "
+                                  "is written to the run; make "
                                   f"room, or fix the permissions of {self.path.parent}.") from error
 
     def release(self) -> None:
@@ -87,11 +95,12 @@ class RunLock:
             now = _fence_in(read_lock(self.path))
             if now <= self.fence:
                 return
-            raise RunLockedError(f"{self.path.parent} was taken over by another process (fencing number {now}, this process "
-                                 f"has {self.fence}); nothing more is written here. Follow the run with: ngsgd status "
+            raise RunLockedError(f"{self.path.parent} was taken over by another process (fencing "
+                                 f"number {now}, this process has {self.fence}); nothing more is "
+                                 "written here. Follow the run with: ngsgd status "
                                  f"{self.path.parent}")
-        raise RunLockedError(f"{self.path} was removed while this process held it; nothing more is written to the run. Resume "
-                             f"it with: ngsgd resume {self.path.parent}")
+        raise RunLockedError(f"{self.path} was removed while this process held it; nothing more is "
+                             f"written to the run. Resume it with: ngsgd resume {self.path.parent}")
 
     def _take(self) -> None:
         for last in (*(False,) * (_TRIES - 1), True):
@@ -105,14 +114,12 @@ class RunLock:
             except OSError as error:
                 if error.errno not in _NO_LOCKS:
                     raise
-                self._take_without_locks()
+                holder = _read(self._descriptor)
+                if process_identity.is_alive(_holder_of(holder)):
+                    raise RunLockedError(_refusal(self.path, holder)) from None
+                self._warn(f"the file system of {self.path.parent} has no locks; do not start a "
+                           "second process on this run")
                 return
-
-    def _take_without_locks(self) -> None:
-        holder = _read(self._descriptor)
-        if process_identity.is_alive(_holder_of(holder)):
-            raise RunLockedError(_refusal(self.path, holder))
-        self._warn(f"the file system of {self.path.parent} has no locks; do not start a second process on this run")
 
     def _write(self, content: Mapping[str, Any]) -> None:
         # in place: the kernel lock belongs to this very file
@@ -143,7 +150,10 @@ def holder_of(path: Path) -> dict[str, Any] | None:
 
 
 def read_lock(path: Path) -> dict[str, Any]:
-    """The content of a lock file; empty where it is damaged. Raises FileNotFoundError where there is none."""
+    """The content of a lock file; empty where it is damaged.
+
+    Raises FileNotFoundError where there is none.
+    """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         return _read(descriptor)
@@ -172,5 +182,5 @@ def _holder_of(content: Mapping[str, Any]) -> Mapping[str, Any]:
 def _refusal(path: Path, content: Mapping[str, Any]) -> str:
     holder = _holder_of(content)
     who = f"process {holder.get('process_id')} on {holder.get('host')}" if holder else "another process"
-    return (f"{path.parent} is in use by {who} (ngsgd {content.get('purpose', 'train')}); wait for its end, or end it with: "
-            f"ngsgd stop {path.parent}")
+    return (f"{path.parent} is in use by {who} (ngsgd {content.get('purpose', 'train')}); wait for "
+            f"its end, or end it with: ngsgd stop {path.parent}")

@@ -30,11 +30,13 @@ def judge(results: Sequence[JobResult], troubles: Mapping[int, str], max_objf_ga
           chance_objf: float, layout: FlatLayout) -> Judged:
     """Rejects what is broken, what training cannot have made, and what is far behind.
 
-    `troubles` says, by job, what is wrong with a result's parameters.  A result whose objf per frame is not finite or
-    more than `max_objf_gap` below the best (Kaldi: 1.0), or more than twice `chance_objf`, is rejected too: if all
-    jobs diverge, none is accepted.  Plain SGD's first steps may well end below guessing, which is no divergence yet.
+    `troubles` says, by job, what is wrong with a result's parameters.  A result whose objf per
+    frame is not finite or more than `max_objf_gap` below the best (Kaldi: 1.0), or more than twice
+    `chance_objf`, is rejected too: if all jobs diverge, none is accepted.  Plain SGD's first steps
+    may well end below guessing, which is no divergence yet.
     """
-    reasons = [troubles.get(result.job.job) or ("" if math.isfinite(result.objf) else f"its objf is {result.objf}")
+    reasons = [troubles.get(result.job.job)
+               or ("" if math.isfinite(result.objf) else f"its objf is {result.objf}")
                or impossible(result, layout) for result in results]
     whole = [result for result, reason in zip(results, reasons, strict=True) if not reason]
     compared = compare(whole, layout)
@@ -48,21 +50,28 @@ def judge(results: Sequence[JobResult], troubles: Mapping[int, str], max_objf_ga
 
 
 def best_alone(verdicts: Verdicts) -> Verdicts:
-    """The same with only the accepted result of highest objf, the first of equals; Kaldi's early outer iterations."""
+    """The same with only the accepted result of highest objf, the first of equals; Kaldi's early
+    outer iterations.
+    """
     best = max((result.objf for result, reason in verdicts if not reason), default=-math.inf)
-    kept = next((result.job.job for result, reason in verdicts if not reason and result.objf == best), None)
-    return [(result, reason or ("" if result.job.job == kept else NOT_THE_BEST)) for result, reason in verdicts]
+    kept = next((result.job.job for result, reason in verdicts if not reason
+                 and result.objf == best), None)
+    return [(result, reason or ("" if result.job.job == kept else NOT_THE_BEST))
+            for result, reason in verdicts]
 
 
-def too_few(accepted: Sequence[JobResult], verdicts: Verdicts, plan: Plan, min_accepted_fraction: float) -> NgsgdError | None:
+def too_few(accepted: Sequence[JobResult], verdicts: Verdicts, plan: Plan,
+            min_accepted_fraction: float) -> NgsgdError | None:
     """The error of an outer iteration that would average too little; None when there is enough."""
     if accepted and len(accepted) >= min_accepted_fraction * plan.num_jobs:
         return None
     reasons = "; ".join(f"job {result.job.job}: {reason}" for result, reason in verdicts if reason)
     counted = f"only {len(accepted)} of {plan.num_jobs} jobs of outer iteration {plan.outer_iter + 1} could be averaged"
     if reasons:
-        return DivergenceError(f"{counted} ({reasons}); lower schedule.lr_initial and resume, or start again.")
-    return ClusterError(f"{counted}, because workers kept dying or data is quarantined; look at the log above and resume.")
+        return DivergenceError(f"{counted} ({reasons}); lower schedule.lr_initial and resume, or "
+                               "start again.")
+    return ClusterError(f"{counted}, because workers kept dying or data is quarantined; look at "
+                        "the log above and resume.")
 
 
 def _too_low(objf: float, best: float, guessing: float, tolerance: float) -> str:

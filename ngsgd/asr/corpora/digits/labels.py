@@ -12,8 +12,8 @@ from ngsgd.asr.utterance import SAMPLE_RATE_HZ, PdfIds, frame_centres
 from ngsgd.errors import DataError
 
 TOPOLOGY = Topology(
-    phones=("z", "i@", "r", "oU", "w", "V", "0", "n", "t", "u:", "T", "t[", "i:", "f", "o@", "O@", "aI", "v", "s", "I", "k",
-            "E", "@", "eI"),
+    phones=("z", "i@", "r", "oU", "w", "V", "0", "n", "t", "u:", "T", "t[", "i:", "f", "o@", "O@",
+            "aI", "v", "s", "I", "k", "E", "@", "eI"),
     lexicon={
         "zero": (("z", "i@", "r", "oU"),),
         "one": (("w", "V", "n"), ("w", "0", "n")),
@@ -36,8 +36,11 @@ GLIDE = ";"
 PAUSE = "_"
 
 
-def label(spoken: SynthesizedUtterance, words: Sequence[str], *, lead: int, num_samples: int) -> PdfIds:
-    """The pdf of each frame of an utterance that is `num_samples` long at 8 kHz and starts with `lead` silent samples."""
+def label(spoken: SynthesizedUtterance, words: Sequence[str], *, lead: int,
+          num_samples: int) -> PdfIds:
+    """The pdf of each frame of an utterance that is `num_samples` long at 8 kHz and starts with
+    `lead` silent samples.
+    """
     phonemes = [phoneme for phoneme in spoken.phonemes if phoneme.name != GLIDE]
     _check_pronunciations(phonemes, words)
     starts, pdfs = [0.0], [SILENCE_PDF]
@@ -69,5 +72,7 @@ def _check_pronunciations(phonemes: Sequence[Phoneme], words: Sequence[str]) -> 
             said[phoneme.word] = (*said[phoneme.word], phone(phoneme.name))
     for word, phones in zip(words, said, strict=True):
         if phones not in TOPOLOGY.lexicon[word]:
-            raise DataError(f"The synthesiser spoke the word {word} as {' '.join(phones) or 'nothing'}, which the digits lexicon "
-                            "does not hold; install the version that ngsgd was made with: pip install 'ngsgd[synth]'")
+            raise DataError(f"The synthesiser spoke the word {word} as "
+                            f"{' '.join(phones) or 'nothing'}, which the digits lexicon does not "
+                            "hold; install the version that ngsgd was made with: pip install "
+                            "'ngsgd[synth]'")

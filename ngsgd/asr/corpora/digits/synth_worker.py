@@ -1,12 +1,17 @@
-"""Speaks one shard with espeak-ng.  Run as a process of its own, never imported by the rest of the package.
+"""Speaks one shard with espeak-ng.  Run as a process of its own, never imported by the rest of the
+package.
 
-stdin: {"seed": int, "utterances": [{"text", "voice", "rate", "pitch", "range", "word_gap"}]} as JSON.
-stdout: one line of JSON {"sample_rate", "utterances": [{"num_samples", "events"}]}, then all samples as int16.
-An event is [kind, sample, name]: kind "word" starts a word, kind "phoneme" a phoneme (names starting with _ are pauses).
+stdin: {"seed": int, "utterances": [{"text", "voice", "rate", "pitch", "range", "word_gap"}]} as
+    JSON.
+stdout: one line of JSON {"sample_rate", "utterances": [{"num_samples", "events"}]}, then all
+    samples as int16.
+An event is [kind, sample, name]: kind "word" starts a word, kind "phoneme" a phoneme (names
+starting with _ are pauses).
 
-A process for each shard, because espeak-ng's state carries over from call to call, even over re-initialisation: what an
-utterance sounds like depends on those spoken before it.  A fresh process that makes the same calls with the same seeds
-is bit-identical.  The GPL-3 library is loaded here and nowhere else.
+A process for each shard, because espeak-ng's state carries over from call to call, even over
+re-initialisation: what an utterance sounds like depends on those spoken before it.  A fresh process
+that makes the same calls with the same seeds is bit-identical.  The GPL-3 library is loaded here
+and nowhere else.
 """
 
 from __future__ import annotations
@@ -31,7 +36,8 @@ class _EventId(ctypes.Union):
 
 class Event(ctypes.Structure):
     _fields_ = (
-        ("type", ctypes.c_int), ("unique_identifier", ctypes.c_uint), ("text_position", ctypes.c_int),
+        ("type", ctypes.c_int), ("unique_identifier", ctypes.c_uint),
+        ("text_position", ctypes.c_int),
         ("length", ctypes.c_int), ("audio_position", ctypes.c_int), ("sample", ctypes.c_int),
         ("user_data", ctypes.c_void_p), ("id", _EventId),
     )
@@ -49,7 +55,8 @@ class _Synthesiser:
         self.espeak = ctypes.CDLL(str(espeakng_loader.get_library_path()))
         data_path = str(espeakng_loader.get_data_path()).encode()
         flags = INITIALIZE_PHONEME_EVENTS | INITIALIZE_DONT_EXIT
-        self.sample_rate = self.espeak.espeak_Initialize(AUDIO_OUTPUT_RETRIEVAL, 0, data_path, flags)
+        self.sample_rate = self.espeak.espeak_Initialize(AUDIO_OUTPUT_RETRIEVAL, 0, data_path,
+                                                         flags)
         if self.sample_rate <= 0:
             raise RuntimeError(f"espeak-ng did not initialise with the data in {data_path.decode()}")
         self.samples = bytearray()
@@ -64,9 +71,11 @@ class _Synthesiser:
     def speak(self, utterance: dict[str, Any]) -> tuple[bytes, list[tuple[str, int, str]]]:
         self.samples.clear()
         self.events.clear()
-        self._check(self.espeak.espeak_SetVoiceByName(utterance["voice"].encode()), f"voice {utterance['voice']!r}")
+        self._check(self.espeak.espeak_SetVoiceByName(utterance["voice"].encode()),
+                    f"voice {utterance['voice']!r}")
         for name, number in PARAMETERS.items():
-            self._check(self.espeak.espeak_SetParameter(number, utterance[name], 0), f"{name}={utterance[name]}")
+            self._check(self.espeak.espeak_SetParameter(number, utterance[name], 0),
+                        f"{name}={utterance[name]}")
         text = utterance["text"].encode()
         self._check(self.espeak.espeak_Synth(text, len(text) + 1, 0, POS_CHARACTER, 0, CHARS_UTF8, None, None), "the text")
         self._check(self.espeak.espeak_Synchronize(), "synchronising")

@@ -1,4 +1,5 @@
-"""What the Free Spoken Digit Dataset holds, from the list and the alignment that ship with the package.
+"""What the Free Spoken Digit Dataset holds, from the list and the alignment that ship with the
+package.
 
 Every recording is checked against the list, so it does not matter where the audio comes from.
 """
@@ -54,11 +55,13 @@ class Catalogue:
         """The same with other labels; recordings that the alignment lacks are left out."""
         segments = tuple(segment for segment in self.segments if segment.utt_id in alignment.pdf_T)
         if not segments:
-            raise DataError(f"{alignment.path} has no states for any recording of FSDD; give a file of ngsgd align recipe=fsdd.")
+            raise DataError(f"{alignment.path} has no states for any recording of FSDD; give a "
+                            "file of ngsgd align recipe=fsdd.")
         largest = max(int(pdf_T.max()) for pdf_T in alignment.pdf_T.values())
         if largest >= self.topology.num_pdfs:
-            raise DataError(f"{alignment.path} has the state {largest}, and FSDD's phones have {self.topology.num_pdfs} states, "
-                            "from 0; give a file of ngsgd align recipe=fsdd.")
+            raise DataError(f"{alignment.path} has the state {largest}, and FSDD's phones have "
+                            f"{self.topology.num_pdfs} states, from 0; give a file of ngsgd align "
+                            "recipe=fsdd.")
         pdf_T = {segment.utt_id: alignment.pdf_T[segment.utt_id] for segment in segments}
         _check_alignment(segments, pdf_T)
         return Catalogue(segments, pdf_T, self.topology)
@@ -69,35 +72,44 @@ def load_catalogue(folder: Traversable | None = None) -> Catalogue:
     folder = folder or resources.files("ngsgd.asr").joinpath(SHIPPED)
     with folder.joinpath("segments.csv").open(encoding="utf-8") as file:
         segments = tuple(
-            Segment(utt_id=row["utt_id"], file=row["file"], word=row["word"], speaker=row["speaker"],
+            Segment(utt_id=row["utt_id"], file=row["file"], word=row["word"],
+                    speaker=row["speaker"],
                     index=int(row["index"]), num_samples=int(row["num_samples"]),
                     sha256_pcm=row["sha256_pcm"])
             for row in csv.DictReader(file))
     description = json.loads(folder.joinpath("ali.json").read_text(encoding="utf-8"))
-    lexicon = {word: tuple(tuple(phones) for phones in all_) for word, all_ in description["lexicon"].items()}
+    lexicon = {word: tuple(tuple(phones) for phones in all_)
+               for word, all_ in description["lexicon"].items()}
     pdf_T = _load_alignment(folder.joinpath("ali.npz"))
     _check_alignment(segments, pdf_T)
-    return Catalogue(segments=segments, pdf_T=pdf_T, topology=Topology(tuple(description["phones"][1:]), lexicon))
+    return Catalogue(segments=segments, pdf_T=pdf_T,
+                     topology=Topology(tuple(description["phones"][1:]), lexicon))
 
 
-def split(segments: Sequence[Segment], kind: str, held_out: str = "") -> dict[str, tuple[Segment, ...]]:
+def split(segments: Sequence[Segment], kind: str,
+          held_out: str = "") -> dict[str, tuple[Segment, ...]]:
     """Recordings of train, valid and test.
 
-    "speaker": test is two speakers that are never trained on, valid the others' held-out recordings.
-    "official": test is everybody's held-out recordings; valid is index 5 to 9, taken from the official training part.
+    "speaker": test is two speakers that are never trained on, valid the others' held-out
+    recordings.
+    "official": test is everybody's held-out recordings; valid is index 5 to 9, taken from the
+    official training part.
     "loo": test is the speaker `held_out`, valid the others' held-out recordings.
     """
     speakers = sorted({segment.speaker for segment in segments})
     if kind == "loo" and held_out not in speakers:
-        raise DataError(f"data.held_out is {held_out!r}, who is not a speaker of FSDD; choose one of {', '.join(speakers)}.")
+        raise DataError(f"data.held_out is {held_out!r}, who is not a speaker of FSDD; choose one "
+                        f"of {', '.join(speakers)}.")
     test_speakers = (held_out,) if kind == "loo" else TEST_SPEAKERS
     sets: dict[str, list[Segment]] = {"train": [], "valid": [], "test": []}
     for segment in segments:
-        sets[_set_by_index(segment) if kind == "official" else _set_by_speaker(segment, test_speakers)].append(segment)
+        sets[_set_by_index(segment) if kind == "official"
+             else _set_by_speaker(segment, test_speakers)].append(segment)
     for name, members in sets.items():
         if not members:
-            raise DataError(f"The {name} set of data.split={kind} is empty: none of the {len(segments)} recordings belongs "
-                            "to it; use the whole data set, or the other data.split.")
+            raise DataError(f"The {name} set of data.split={kind} is empty: none of the "
+                            f"{len(segments)} recordings belongs to it; use the whole data set, or "
+                            "the other data.split.")
     return {name: tuple(members) for name, members in sets.items()}
 
 
@@ -114,7 +126,9 @@ def _set_by_index(segment: Segment) -> str:
 
 
 def _load_alignment(path: Traversable) -> dict[str, PdfIds]:
-    """Arrays of the file: pdf of all frames end to end, utt_ids, and offsets of the utterances in pdf."""
+    """Arrays of the file: pdf of all frames end to end, utt_ids, and offsets of the utterances in
+    pdf.
+    """
     with path.open("rb") as file, np.load(file) as arrays:
         pieces = np.split(_merge_silence(arrays["pdf"]), arrays["offsets"][1:-1])
         return dict(zip(arrays["utt_ids"].tolist(), pieces, strict=True))
@@ -123,7 +137,8 @@ def _load_alignment(path: Traversable) -> dict[str, PdfIds]:
 def _merge_silence(pdf_T: np.ndarray) -> PdfIds:
     # The GMM's silence has three states in a row; spliced strings cut silences anywhere, so here it
     # is one state
-    merged: PdfIds = np.where(pdf_T < STATES_PER_PHONE, SILENCE_PDF, pdf_T.astype(np.int32) - STATES_PER_PHONE + 1)
+    merged: PdfIds = np.where(pdf_T < STATES_PER_PHONE, SILENCE_PDF,
+                              pdf_T.astype(np.int32) - STATES_PER_PHONE + 1)
     return merged.astype(np.int32)
 
 
@@ -132,5 +147,6 @@ def _check_alignment(segments: Sequence[Segment], pdf_T: Mapping[str, PdfIds]) -
         expected = num_frames(segment.num_samples)
         found = len(pdf_T.get(segment.utt_id, ()))
         if found != expected:
-            raise DataError(f"The alignment has {found} frames for {segment.utt_id} ({segment.file}), whose audio has "
-                            f"{expected}; make it again with ngsgd align recipe=fsdd.")
+            raise DataError(f"The alignment has {found} frames for {segment.utt_id} "
+                            f"({segment.file}), whose audio has {expected}; make it again with "
+                            "ngsgd align recipe=fsdd.")
