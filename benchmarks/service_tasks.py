@@ -57,8 +57,7 @@ OPTIMIZERS: dict[str, tuple[dict[str, Any], dict[str, float]]] = {
     "adamw": (ADAMW, {"characters": 0.032, "images": 0.016}),
     "adamw, reset": ({**ADAMW, "curvature_state": "reset"}, {"characters": 0.016, "images": 0.016}),
     "muon": ({"kind": "muon", "graft": "none"}, {"characters": 0.032, "images": 0.016}),
-    # refuses the batch norm of the images
-    "kfac": ({"kind": "kfac"}, {"characters": 0.008}),
+    "kfac": ({"kind": "kfac"}, {"characters": 0.008, "images": 0.008}),
 }
 
 
@@ -122,7 +121,7 @@ def measure(setting: Setting) -> dict[str, Any]:
         with torch.no_grad():
             loss = float(cross_entropy(run.model(data.test[0]), data.test[1]))
     return {**setting._asdict(), "test_ce": loss if math.isfinite(loss) else None,
-            "num_outer_iters": len(steps), "num_examples": steps[-1]["frames_processed"],
+            "num_outer_iters": len(steps), "num_examples": steps[-1]["examples_processed"],
             "limited_layers": statistics.fmean(step["max_change_share"] for step in steps),
             "cpu_s": time.process_time() - start_s}
 

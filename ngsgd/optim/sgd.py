@@ -262,7 +262,20 @@ class SGD(torch.optim.Optimizer):
             limits = limits._replace(is_finite=limits.is_finite & others_finite.to(norms_C.device))
         factors_C = limits.factors_C if factors_C is None else limits.factors_C * factors_C
         # the fused step subtracts, hence the sign
-        _add(moving, -factors_C * self._constant(norms_C, *moving.rates), ~limits.is_finite)
+        steps_C = -factors_C * self._constant(norms_C, *moving.rates)
+        # no host synchronization: the kernel does nothing where this is not 0
+        found_inf = (~limits.is_finite).to(torch.float32)
+        for params, directions, step in zip(moving.params, moving.directions, steps_C.unbind(), strict=True):
+            torch._fused_sgd_(params, directions, [], weight_decay=0.0, momentum=0.0, lr=step,
+                              dampening=0.0, nesterov=False, maximize=False, is_first_step=False,
+                              grad_scale=None, found_inf=found_inf)
+            # fused kernels leave that out, and autograd would not see stale tensors
+            torch.autograd.graph.increment_version(params)
+            # a velocity, or a copy that nobody sees again
+            if directions[0] is not params[0].grad:
+                # after a skipped minibatch the velocity starts again from zero, as in Kaldi
+                for direction in directions:
+                    direction.masked_fill_(~limits.is_finite, 0.0)
         self._count(limits, moving.indices)
         return limits.is_finite
 
@@ -508,21 +521,6 @@ def _stack_level() -> int:
     while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("ngsgd", "torch"):
         level, frame = level + 1, frame.f_back
     return level
-
-
-def _add(moving: _StepInputs, steps_C: Tensor, is_skipped: Tensor) -> None:
-    """p -= step * direction for each component in one kernel, nothing where `is_skipped`; no host sync."""
-    found_inf = is_skipped.to(torch.float32)
-    for params, directions, step in zip(moving.params, moving.directions, steps_C.unbind(), strict=True):
-        torch._fused_sgd_(params, directions, [], weight_decay=0.0, momentum=0.0, lr=step, dampening=0.0, nesterov=False,
-                          maximize=False, is_first_step=False, grad_scale=None, found_inf=found_inf)
-        # fused kernels leave that out, and autograd would not see stale tensors
-        torch.autograd.graph.increment_version(params)
-        # a velocity, or a copy that nobody sees again
-        if directions[0] is not params[0].grad:
-            # after a skipped minibatch the velocity starts again from zero, as in Kaldi
-            for direction in directions:
-                direction.masked_fill_(is_skipped, 0.0)
 
 
 def _laid_out(p: Tensor) -> Tensor:
