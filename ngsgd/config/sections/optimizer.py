@@ -1,7 +1,7 @@
 """Options of the optimizer of a worker.
 
 The traits of the methods are repeated here, because the configuration imports nothing of the
-library; tests/test_defaults.py compares both.
+library; tests/training/test_preconditioned.py and tests/test_defaults.py compare both.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ Kind = Literal[
     "muon"]
 # Kinds that `ngsgd.preconditioners` implements: SGD on a preconditioned gradient
 METHODS = tuple(kind for kind in get_args(Kind) if kind not in ("ngsgd", "sgd"))
-WITHOUT_DECAY = ("skfac", "seng", "smw", "simple", "online")
-# Rows and random projections of different jobs have no mean
-WITHOUT_MEAN = WITHOUT_DECAY
+# Rows and random projections of different jobs have no mean, and no moving average
+WITHOUT_MEAN = ("skfac", "seng", "smw", "simple", "online")
 # What ranks of a group compute alike, because it depends on the sum of their gradients alone
 OF_SUMMED_GRADIENTS = ("ngsgd", "sgd", "adam", "adamw", "muon")
 EVERY_MINIBATCH = ("hessian_free", "simple", "online", "adam", "adamw", "muon")
@@ -114,8 +113,8 @@ class OptimizerConfig:
         used=_all_but(*EVERY_MINIBATCH), default_of_kind=dict.fromkeys(EVERY_MINIBATCH, 1))
     ema_decay: float = option(
         0.95, "weight of the past in the moving average of the curvature; soap, adam, adamw, muon: "
-              "beta 2", low=0.0, high=0.9999, used=_all_but("psgd", *WITHOUT_DECAY),
-        default_of_kind={**dict.fromkeys(WITHOUT_DECAY, 0.0), **dict.fromkeys(_ADAM, 0.999)})
+              "beta 2", low=0.0, high=0.9999, used=_all_but("psgd", *WITHOUT_MEAN),
+        default_of_kind={**dict.fromkeys(WITHOUT_MEAN, 0.0), **dict.fromkeys(_ADAM, 0.999)})
     fisher: Literal["empirical", "mc", "exact"] = option(
         "empirical", "gradients of the Fisher matrix: those of the targets, of sampled targets, or "
                      "the exact Gauss-Newton matrix", used=_kinds(_OF_FISHER),
