@@ -69,8 +69,11 @@ def _once_settled(look: Callable[[], list[str]]) -> list[str]:
 
 
 def _shared_objects() -> set[str]:
-    """Names in /dev/shm, where a fuzz campaign that runs at the same time has its scratch folders."""
-    return {name for name in os.listdir("/dev/shm") if not name.startswith("ngsgd-fuzz-")}
+    """Names in /dev/shm of the kinds that multiprocessing and torch make.
+
+    Programs that run at the same time, such as other tests, may have files of other kinds there.
+    """
+    return {name for name in os.listdir("/dev/shm") if name.startswith(("psm_", "sem.mp-", "torch_"))}
 
 
 def _shared_memory() -> Counter[str]:
@@ -99,7 +102,7 @@ class Surroundings:
     def problems(self, folder: Path) -> list[str]:
         gc.collect()
         found = [f"process {process} is left" for process in _once_settled(self._processes_left)]
-        found += [f"/dev/shm/{name} is left" for name in _shared_objects() - self.shared]
+        found += [f"/dev/shm/{name} is left" for name in _once_settled(lambda: sorted(_shared_objects() - self.shared))]
         found += [f"{name}: {count} more than before" for name, count in (_shared_memory() - self.memory).items()]
         found += [f"port {port} is open" for port in _listening() - self.ports]
         found += [f"{path} is left" for path in folder.rglob("*.tmp")]
