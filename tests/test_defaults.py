@@ -20,11 +20,11 @@ from ngsgd.preconditioners import METHODS
 from ngsgd.preconditioners.build import LIBRARY_NAMES, make_preconditioner, options_of
 
 
-@pytest.mark.entry("R5", "you use a method or an optimizer in your own loop and in `ngsgd train`", "right",
+@pytest.mark.entry("R5", "you use a method or an optimizer in your own loop and in `ngsgd train`", "works",
                    "the defaults of `ngsgd.preconditioners` and of `OptimizerConfig` are equal for every kind, and those of "
                    "`NGSGD` and `SGD` equal `OptimizerConfig`'s; stated exceptions: `graft`, the two intervals "
                    "and `curvature_state`")
-@pytest.mark.entry("P2", "you compare the defaults of a method in the library with those of the command line", "right",
+@pytest.mark.entry("P2", "you compare the defaults of a method in the library with those of the command line", "works",
                    "they are equal, damping 1e-2 included; stated exceptions, which docs/preconditioners.md lists: in a run "
                    "`graft` is `gradient`, the intervals are 10 and `curvature_state` (`averaging`) depends on the kind")
 @pytest.mark.parametrize("kind", METHODS)

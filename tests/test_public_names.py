@@ -30,7 +30,7 @@ def names_in(text: str) -> set[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.entry("R3", "you write `import ngsgd` and then `ngsgd.hypergrad`, `ngsgd.optim` or another package", "right",
+@pytest.mark.entry("R3", "you write `import ngsgd` and then `ngsgd.hypergrad`, `ngsgd.optim` or another package", "works",
                    "all packages are attributes, loaded on first use, and every name that README and docs write resolves")
 def test_every_package_is_reachable_from_a_bare_import() -> None:
     packages = sorted({module.name for module in pkgutil.iter_modules(ngsgd.__path__) if module.ispkg} - {"conf", "launcher"})

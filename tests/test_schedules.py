@@ -50,7 +50,7 @@ def test_a_run_shorter_than_one_outer_iteration_still_has_one() -> None:
 
 
 @pytest.mark.entry("K14", "a run has fewer epochs than one archive pass, such as `schedule.num_epochs=0.1` on a small corpus",
-                   "right",
+                   "works",
                    "the amount is rounded down to archive passes, and at least one outer iteration with one pass per job is run; "
                    "its learning rate is `lr_final`; no ZeroDivisionError")
 @pytest.mark.parametrize(("num_archives", "frames_per_eg", "num_epochs", "num_jobs", "passes"), [

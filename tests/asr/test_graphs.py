@@ -130,7 +130,7 @@ def as_files(fst: object, folder: Path) -> tuple[bytes, bytes]:
     return (folder / "vector.fst").read_bytes(), (folder / "const.fst").read_bytes()
 
 
-@pytest.mark.entry("K1", "you give an HCLG.fst as `mkgraph.sh` writes it (a const FST), or a damaged one", "right",
+@pytest.mark.entry("K1", "you give an HCLG.fst as `mkgraph.sh` writes it (a const FST), or a damaged one", "works",
                    "const and vector FSTs are read by a parser that checks every number; the graph is opened before the audio is "
                    "read and before training, and a damaged one is a `DataError`.")
 def test_a_const_graph_decodes_as_its_vector_form(tmp_path: Path) -> None:

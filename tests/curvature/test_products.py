@@ -172,7 +172,7 @@ def _require_dense_products(model: nn.Module, x: Tensor, y: Tensor, view: str, l
 
 
 @pytest.mark.entry("P9", "you ask for `hmp` or `ggnmp` and the loss sees `o.flatten(0, -2)` or another view of the model's output",
-                   "right", "Products are exact for views of the output (slices, `flatten`, `transpose`). A copy, or another "
+                   "works", "Products are exact for views of the output (slices, `flatten`, `transpose`). A copy, or another "
                             "operation between model and loss, is a `ConfigError`.")
 @pytest.mark.parametrize("loss_fn", [nn.CrossEntropyLoss(), nn.CrossEntropyLoss(reduction="sum")], ids=["mean", "sum"])
 @pytest.mark.parametrize("view", VIEWS)

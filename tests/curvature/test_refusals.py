@@ -197,7 +197,7 @@ class _Mixed(nn.Module):
 
 
 @pytest.mark.entry("P8", "you ask `collect` for Kronecker factors of a model with Embedding, LayerNorm or grouped convolutions",
-                   "refused", "`ConfigError` before the forward pass lists the layers that have no factors and the `layers=[...]` "
+                   "error", "`ConfigError` before the forward pass lists the layers that have no factors and the `layers=[...]` "
                               "to pass.")
 @pytest.mark.parametrize("quantity", ["kfac", "kflr", "kfac_emp", "kfra"])
 def test_layers_without_factors_are_listed_with_the_argument_to_pass(quantity: str) -> None:
@@ -226,7 +226,7 @@ class _Scaled(nn.Module):
 
 
 @pytest.mark.entry("B11", "a model has a layer whose curvature is not known, or you collect the "
-                   "curvature of samples beside a BatchNorm in training mode", "refused",
+                   "curvature of samples beside a BatchNorm in training mode", "error",
                    "`ConfigError` names the argument that leaves the layer out: `layers=` of "
                    "`collect`, `skip=` of preconditioners. For BatchNorm it says what to do: "
                    "`eval()`, or Kronecker factors alone.")

@@ -120,7 +120,7 @@ def _made(model: Callable[[], nn.Module]) -> nn.Module:
 
 
 @pytest.mark.entry("A4", "you collect curvature of a model with a layer that runs once for the whole minibatch, such as "
-                         "`pos(torch.arange(T))`", "refused",
+                         "`pos(torch.arange(T))`", "error",
                    "`ConfigError` names the layer and the remedy: an input for each sample, such as "
                    "`pos(torch.arange(T).expand(N, T))`, with which all quantities are exact, or `layers=` / `skip=`; also where "
                    "T equals N. Preconditioners refuse it where the output is repeated for every sample.")
@@ -291,7 +291,7 @@ def _halves() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return x[:N], y[:N], x[N:], y[N:]
 
 
-@pytest.mark.entry("A9", "you call the model twice before one `backward()`, as in `ce(m(x1), y1) + ce(m(x2), y2)`", "refused",
+@pytest.mark.entry("A9", "you call the model twice before one `backward()`, as in `ce(m(x1), y1) + ce(m(x2), y2)`", "error",
                    "`collect` raises `ConfigError`: call `backward()` for each, make one minibatch of both, or collect on a module "
                    "that makes both calls. Preconditioners take the rows of both calls, as of one minibatch; where one loss "
                    "compares both outputs, row i of both is one sample.")
@@ -482,7 +482,7 @@ def _share(loss: Callable[[Tensor, Tensor], Tensor], model: nn.Module, x: Tensor
     return loss(torch.cat([fixed[:n], f[n:n + 1], fixed[n + 1:]]), y)
 
 
-@pytest.mark.entry("A5", "you add two losses of one output: mixup, or cross-entropy and distillation from soft targets", "right",
+@pytest.mark.entry("A5", "you add two losses of one output: mixup, or cross-entropy and distillation from soft targets", "works",
                    "Rows count once and the weights of both losses add up; the rows of the empirical Fisher matrix are the "
                    "gradients of the sum. `collect` gives one entry per sample. With `kl_div` or another loss whose rows have no "
                    "known weight, preconditioners raise `ConfigError` and name cross-entropy with soft targets.")
@@ -608,7 +608,7 @@ def _frames() -> tuple[nn.Module, Tensor, Tensor]:
 
 
 @pytest.mark.entry("B7", "you compute losses of slices of the output, as in `sum(ce(o[:, t], y[:, t]))`, or of heads of different "
-                         "width", "right",
+                         "width", "works",
                    "The losses add up as one loss of the complete output would. Where a loss sees only a part of the rows that "
                    "layers see as samples, `ConfigError` says how to compute it.")
 @pytest.mark.parametrize("loss_fn", [CE, CE_SUM], ids=["mean", "sum"])

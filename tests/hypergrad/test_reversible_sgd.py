@@ -129,7 +129,7 @@ def averaged(model: nn.Module) -> None:
         p.data.mul_(0.5)  # torch counts no change of this
 
 
-@pytest.mark.entry("A10", "you change the weights under a ReversibleSGD, as `model.load_state_dict` does", "refused",
+@pytest.mark.entry("A10", "you change the weights under a ReversibleSGD, as `model.load_state_dict` does", "error",
                    "weights set before the first step are adopted; later `step` raises ConfigError and `undo` ReversalError, "
                    "and both name the layer (changes through `p.data` are seen within as many steps as there are parameters)")
 @pytest.mark.parametrize("change", [loaded, edited, averaged])

@@ -199,7 +199,7 @@ def as_binary(name: str, window: Window = WINDOW) -> tuple[str, bytes]:
     return text, nnet3_text.to_binary(nnet3_text.read(text), text)
 
 
-@pytest.mark.entry("K5", "a model or priors go through Kaldi's programs and come back", "right",
+@pytest.mark.entry("K5", "a model or priors go through Kaldi's programs and come back", "works",
                    "binary files (`nnet3-copy`, the default) are read as well as text and keep every bit of weights; "
                    "`--binary=false` prints 7 digits, so that weights change by up to 5e-7 of their size; priors are "
                    "float32 in Kaldi.")
@@ -299,7 +299,7 @@ def idct(num_outputs: int = 5) -> str:
     return f"<FixedAffineComponent> <LinearParams>  [\n  {numbers} ]\n<BiasParams>  [ {biases} ]\n</FixedAffineComponent> "
 
 
-@pytest.mark.entry("K6", "you import a model with an idct-layer (a fixed transform of one frame, spliced behind it)", "right",
+@pytest.mark.entry("K6", "you import a model with an idct-layer (a fixed transform of one frame, spliced behind it)", "works",
                    "the transform is repeated for each spliced frame and becomes the model's fixed input transform.")
 @pytest.mark.parametrize("window", [WINDOW, BESIDE], ids=["frames", "ivector"])
 @pytest.mark.parametrize("name", ["relu", "tdnn", "relu-lda", "tdnn-lda"])
@@ -332,7 +332,7 @@ DROPOUTS = {
 }
 
 
-@pytest.mark.entry("K13", "you import a model with dropout layers (`relu-batchnorm-dropout-layer`)", "right",
+@pytest.mark.entry("K13", "you import a model with dropout layers (`relu-batchnorm-dropout-layer`)", "works",
                    "dropout components are passed over, as Kaldi passes over them outside of training; set "
                    "`model.dropout_schedule` to train on with dropout.")
 @pytest.mark.parametrize("kind", DROPOUTS)

@@ -59,7 +59,7 @@ def _trained(rows: Tensor, normalisation: type[nn.Module]) -> nn.Module:
     return model
 
 
-@pytest.mark.entry("A11", "you average models with `average_parameters`", "right",
+@pytest.mark.entry("A11", "you average models with `average_parameters`", "works",
                    "Running variances of batch normalisation are pooled with the means, as the service pools them; complex entries "
                    "are averaged. Other keys, shapes or dtypes and NaN are refused: `AveragingError` (a `ValueError`) names the "
                    "entry and the model.")
@@ -110,7 +110,7 @@ def test_complex_entries_are_averaged() -> None:
     assert mean["w"].tolist() == [2.0 - 1.0j]
 
 
-@pytest.mark.entry("B13", "you give modules to `average_parameters`, or a tensor to `OuterOptimizer`", "right",
+@pytest.mark.entry("B13", "you give modules to `average_parameters`, or a tensor to `OuterOptimizer`", "works",
                    "`average_parameters` takes modules as well as state dicts. `OuterOptimizer` takes flat NumPy vectors; anything "
                    "else is a `ConfigError` that says how to get one.")
 def test_modules_are_taken_for_their_state_dicts() -> None:

@@ -106,7 +106,7 @@ MODELS = {
 @pytest.mark.entry(
     "L12",
     "you call `torch.compile(model, fullgraph=True)`",
-    "right",
+    "works",
     "Linear, convolutions, norms and attention compile into one graph, whose parameters after training are those "
     "without compilation; give `NGSGD` the plain model, and call the compiled one first after that",
 )

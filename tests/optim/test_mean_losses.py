@@ -45,7 +45,7 @@ def trained(kind: str, num: int, divisor: float) -> tuple[Tensor, dict[str, Tens
     return torch.cat([p.detach().flatten() for p in model.parameters()]) - start, spectra
 
 
-@pytest.mark.entry("A6", "your loss is a mean over the minibatch", "right",
+@pytest.mark.entry("A6", "your loss is a mean over the minibatch", "works",
                    "the floor of the eigenvalues is relative to the largest, on both sides: a mean over 65,536 samples with lr "
                    "times 65,536 takes the steps of the sum; where rows are below 1e-10 an estimate is flat, and a warning says "
                    "so once")

@@ -100,7 +100,7 @@ def bfloat16_gradients(backward_inside: bool, num: int = 14) -> tuple[Tensor, di
 @pytest.mark.entry(
     "L18",
     "you train under `torch.autocast` in bfloat16",
-    "right",
+    "works",
     "rows are preconditioned and estimates kept in float32; `backward` inside or outside of autocast "
     "is the same",
 )
@@ -470,7 +470,7 @@ class TiedLanguageModel(nn.Module):
         return logits
 
 
-@pytest.mark.entry("N8", "an Embedding and the output layer share a weight", "stated",
+@pytest.mark.entry("N8", "an Embedding and the output layer share a weight", "works",
                    "AdamW trains it by the sum of both plain gradients")
 @pytest.mark.parametrize("bias", [True, False])
 def test_weights_tied_between_embedding_and_output_fall_back_by_name_to_their_plain_gradient(bias: bool) -> None:
@@ -492,7 +492,7 @@ def test_weights_tied_between_embedding_and_output_fall_back_by_name_to_their_pl
 @pytest.mark.entry(
     "N9",
     "two Linear layers share a weight",
-    "right",
+    "works",
     "each has estimates of its own, and the gradient is the sum of two natural gradients",
 )
 @pytest.mark.parametrize("bias", [True, False])
@@ -533,7 +533,7 @@ class Mixed(nn.Module):
 @pytest.mark.entry(
     "N7",
     "the model has an Embedding, LSTM, GRU, transposed convolution or parameters of its own",
-    "stated",
+    "works",
     "AdamW trains them at 1/8 of lr; `optimizer.fallbacks` names them, and a warning gives their "
     "share above 30 %",
 )
@@ -690,7 +690,7 @@ def test_a_model_that_is_one_layer_keeps_the_name_of_its_estimates_with_a_second
 @pytest.mark.entry(
     "L17",
     "you use activation checkpointing",
-    "right",
+    "works",
     "gradients are bit for bit those without it, and a minibatch counts once, reentrant or not",
 )
 @pytest.mark.parametrize("use_reentrant", [True, False])
@@ -715,7 +715,7 @@ def test_activation_checkpointing_gives_the_same_gradients_and_counts_once(use_r
 @pytest.mark.entry(
     "N11",
     "a layer is parametrized (`parametrizations.weight_norm`, `spectral_norm`) or pruned (`prune`)",
-    "stated",
+    "works",
     "AdamW trains what the parametrization made of the weight; to parametrize a layer that has natural gradient "
     "raises ConfigError at the next step, so make NGSGD after that",
 )
@@ -745,7 +745,7 @@ def test_parametrized_layers_are_trained_by_adamw(
 @pytest.mark.entry(
     "N12",
     "a layer is lazy (`nn.LazyLinear`)",
-    "refused",
+    "error",
     "ConfigError at construction until the model has run once, which makes its parameters",
 )
 def test_lazy_layers_are_refused_until_they_are_made() -> None:
@@ -773,7 +773,7 @@ def test_evaluation_between_minibatches_leaves_no_trace() -> None:
     assert all(torch.equal(state["W"], states(optimizer)[name]["W"]) for name, state in states(evaluating).items())
 
 
-@pytest.mark.entry("L19", "you clip gradients between `backward` and `step`", "right",
+@pytest.mark.entry("L19", "you clip gradients between `backward` and `step`", "works",
                    "the norm is that of the natural gradient; the limits on change come after it")
 def test_clipping_gradients_between_backward_and_step_acts_on_the_natural_gradient() -> None:
     model = network()

@@ -91,7 +91,7 @@ def messages(caught: list[warnings.WarningMessage], word: str) -> int:
 # --- the model belongs to everybody ---
 
 @pytest.mark.slow
-@pytest.mark.entry("A7", "you copy a model under NGSGD, or drop the optimizer", "right",
+@pytest.mark.entry("A7", "you copy a model under NGSGD, or drop the optimizer", "works",
                    "copies (`copy.deepcopy`, `AveragedModel`) are plain, and the model is plain once the optimizer is garbage "
                    "collected; a second NGSGD takes the layers over, and the first raises ConfigError at its next step")
 @pytest.mark.parametrize("way", ["deepcopy", "averaged", "copied module", "dropped", "detached"])
@@ -168,7 +168,7 @@ def generator_pass(model: nn.Module) -> None:
 
 
 @pytest.mark.entry("A8", "a backward pass does not train the layers: saliency, FGSM, `torch.autograd.grad`, `functional_call`, "
-                         "the generator's pass through a discriminator", "right",
+                         "the generator's pass through a discriminator", "works",
                    "the estimates do not move, and `torch.autograd.grad` returns plain gradients; a pass whose gradients are "
                    "cleared (`zero_grad`) without a step does not count")
 @pytest.mark.parametrize("kind_of_pass", [saliency, backward_to_inputs_alone, gradients_of_parameters, other_parameters,
@@ -214,7 +214,7 @@ def test_gradients_that_no_backward_pass_has_added_are_warned_of_once() -> None:
 
 # --- transforms and exports ---
 
-@pytest.mark.entry("B12", "you use torch.func, torch.jit, fx or torch.export on a model under NGSGD", "right",
+@pytest.mark.entry("B12", "you use torch.func, torch.jit, fx or torch.export on a model under NGSGD", "works",
                    "`torch.func.grad`, `vmap`, `torch.jit.trace`, `torch.fx.symbolic_trace` and `torch.export` see torch's "
                    "plain layers; `torch.jit.script` raises ConfigError and names the way out, a copy")
 def test_torch_func_sees_a_plain_model() -> None:
@@ -271,7 +271,7 @@ def test_scripting_is_refused_with_the_way_out() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.entry("P7", "you save a whole model under NGSGD with torch.save", "right",
+@pytest.mark.entry("P7", "you save a whole model under NGSGD with torch.save", "works",
                    "the file holds torch's plain layers and loads without ngsgd")
 def test_a_saved_model_loads_without_ngsgd(tmp_path: Path) -> None:
     model, optimizer = trained()
@@ -286,7 +286,7 @@ def test_a_saved_model_loads_without_ngsgd(tmp_path: Path) -> None:
 
 # --- copies of the optimizer ---
 
-@pytest.mark.entry("B6", "you copy or pickle an optimizer", "right",
+@pytest.mark.entry("B6", "you copy or pickle an optimizer", "works",
                    "`SGD` and `ReversibleSGD` are copied and pickled with their model; NGSGD raises ConfigError, since it "
                    "belongs to the layers of its model; all their state_dicts load under torch.load's default weights_only")
 @pytest.mark.parametrize("way", ["deepcopy", "pickle"])
@@ -315,7 +315,7 @@ def test_a_copy_of_ngsgd_is_refused() -> None:
 # --- param groups ---
 
 @KINDS
-@pytest.mark.entry("B3", "you unfreeze layers and call add_param_group", "right",
+@pytest.mark.entry("B3", "you unfreeze layers and call add_param_group", "works",
                    "the parameters of each layer become a group with the layer's name, and NGSGD preconditions the layer from "
                    "the next forward pass on; a layer that is unfrozen and not added is named in a warning")
 def test_unfrozen_layers_that_are_added_train_as_if_they_had_been_there(kind: type[SGD]) -> None:
@@ -392,7 +392,7 @@ def test_parameters_that_have_left_the_model_are_refused(kind: type[SGD]) -> Non
 
 @KINDS
 @pytest.mark.entry("B4", "you set weight_decay and your loop calls step() without num_samples (Lightning, Accelerate, the HF "
-                         "Trainer)", "warned",
+                         "Trainer)", "works",
                    "the loss is taken for a mean over the minibatch: a step takes 2 * weight_decay * lr * p off, and a warning "
                    "says so once")
 def test_weight_decay_without_a_number_of_samples_is_that_of_a_mean_loss(kind: type[SGD]) -> None:
@@ -422,7 +422,7 @@ def test_weight_decay_without_a_number_of_samples_is_that_of_a_mean_loss(kind: t
 
 
 @KINDS
-@pytest.mark.entry("B5", "you use OneCycleLR or CyclicLR with its defaults", "right",
+@pytest.mark.entry("B5", "you use OneCycleLR or CyclicLR with its defaults", "works",
                    "`momentum` is a key of every param group, and the schedule of the momentum takes effect at the next step")
 def test_momentum_of_a_param_group_takes_effect(kind: type[SGD]) -> None:
     model = network()
@@ -465,7 +465,7 @@ def test_components_may_have_different_momenta() -> None:
 # --- states ---
 
 @KINDS
-@pytest.mark.entry("P4", "you load a state into an optimizer with other settings", "right",
+@pytest.mark.entry("P4", "you load a state into an optimizer with other settings", "works",
                    "momentum, max_param_change and on_nonfinite are in the state and are restored; `lr` is torch's lr * (1 - "
                    "momentum), and `weight_decay` takes 2 * num_samples * weight_decay * lr * p off")
 def test_a_state_restores_momentum_and_limits(kind: type[SGD]) -> None:
@@ -486,7 +486,7 @@ def test_a_state_restores_momentum_and_limits(kind: type[SGD]) -> None:
 
 
 @KINDS
-@pytest.mark.entry("P5", "you load the state of a model of another width", "refused",
+@pytest.mark.entry("P5", "you load the state of a model of another width", "error",
                    "OptimizerStateError names the layer and both dimensions, before anything is loaded")
 def test_a_state_of_another_width_is_refused(kind: type[SGD]) -> None:
     model, wider = network(), network(width=14)
@@ -524,7 +524,7 @@ def test_a_state_of_an_earlier_version_loads() -> None:
 
 # --- warnings ---
 
-@pytest.mark.entry("P6", "you use a GradScaler and do not give it to NGSGD", "warned",
+@pytest.mark.entry("P6", "you use a GradScaler and do not give it to NGSGD", "works",
                    "the first `scaler.step(optimizer)` warns that the estimates mix loss scales; give `NGSGD(..., "
                    "grad_scaler=scaler)`")
 @pytest.mark.parametrize("given", [False, True])
@@ -559,7 +559,7 @@ def test_skipped_steps_are_warned_of_once(kind: type[SGD]) -> None:
 @pytest.mark.entry(
     "L13",
     "more than 30 % of the parameters have no natural gradient",
-    "warned",
+    "works",
     'AdamW trains them, and a warning says so once, with their share; `fallback="adamw"`, or a `rule` in '
     "`layer_options`, says that this is intended",
 )
@@ -589,7 +589,7 @@ def test_a_large_share_of_fallbacks_is_warned_of(
 @pytest.mark.entry(
     "L14",
     "limits on change shorten most steps",
-    "warned",
+    "works",
     "once, after 64 steps or more, where `max_change` shortened more than half of the steps of layers, or "
     "`max_param_change` nine tenths of those of the model; `activity()` has the shares",
 )
@@ -619,7 +619,7 @@ def test_limits_that_set_the_step_are_warned_of_once(
 @pytest.mark.entry(
     "L15",
     "you want Fisher estimates to start again, as after averaging or for a new task",
-    "right",
+    "works",
     "`optimizer.reset_estimates()`; the next minibatch starts them as those of a new NGSGD, and momentum stays",
 )
 def test_estimates_that_are_reset_are_those_of_a_new_optimizer() -> None:
@@ -639,7 +639,7 @@ def test_estimates_that_are_reset_are_those_of_a_new_optimizer() -> None:
         assert torch.equal(ours.grad, theirs.grad), name
 
 
-@pytest.mark.entry("P11", "a monitor plots the learning rate of every param group (Lightning's LearningRateMonitor)", "stated",
+@pytest.mark.entry("P11", "a monitor plots the learning rate of every param group (Lightning's LearningRateMonitor)", "works",
                    "there is one curve per layer, since every layer is a param group; its name is the layer's")
 def test_every_layer_is_a_param_group_with_its_name() -> None:
     _, optimizer = trained()

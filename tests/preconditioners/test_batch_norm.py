@@ -143,7 +143,7 @@ REFERENCES: dict[str, Callable[..., Tensor]] = {
 @pytest.mark.entry(
     "B14",
     "a model has a BatchNorm in training mode and you use a preconditioner that looks at rows",
-    "right",
+    "works",
     "Rows of linear and convolutional layers are the derivatives at their outputs, as autograd "
     "sends them through the BatchNorm, and sum up to the gradient; a row depends on all samples of the "
     "minibatch. Scale and offset have the diagonal of their Fisher matrix.",

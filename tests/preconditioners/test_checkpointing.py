@@ -83,7 +83,7 @@ def _directions(
 @pytest.mark.entry(
     "B17",
     "you use activation checkpointing with a preconditioner or with `collect`",
-    "right",
+    "works",
     "with `use_reentrant=False` directions and quantities are those without checkpointing; with "
     "`use_reentrant=True` methods that see gradients alone work, and the others raise ConfigError",
 )

@@ -50,7 +50,7 @@ def _trained(kind: str, model: nn.Module, *, half_way: bool = False) -> list[Ten
 @pytest.mark.entry(
     "B16",
     "your model has layers of Hugging Face's Conv1D (GPT-2)",
-    "right",
+    "works",
     "preconditioners give it the direction of a Linear with the transposed weight; `collect` "
     "raises ConfigError",
 )

@@ -119,7 +119,7 @@ def _found() -> list[dict[Any, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.entry("A1", "you use K-FAC and related methods under DistributedDataParallel", "right",
+@pytest.mark.entry("A1", "you use K-FAC and related methods under DistributedDataParallel", "works",
                    "KFAC, DiagonalNG, UnitWiseNG, LayerWiseNG, Shampoo and SOAP average their curvature over the ranks: "
                    "replicas are bitwise equal, and equal to one process with all rows to 1e-7; methods whose curvature has no "
                    "mean over ranks raise ConfigError before the first step; a loop that averages gradients itself gets a "

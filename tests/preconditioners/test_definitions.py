@@ -81,7 +81,7 @@ def _plain() -> dict[str, Tensor]:
     return _gradients(loss_NT.mean(), model)
 
 
-@pytest.mark.entry("A13", "you use DiagonalNG, UnitWiseNG, LayerWiseNG, FullNG, SENG or SMWNG on sequences", "stated",
+@pytest.mark.entry("A13", "you use DiagonalNG, UnitWiseNG, LayerWiseNG, FullNG, SENG or SMWNG on sequences", "works",
                    "F is 1/R times the sum over samples of g g^T, where g is the gradient of the sum of a sample's frames; with "
                    "fisher=\"exact\" it is the sum over frames, as always with K-FAC and EKFAC; docs/preconditioners.md defines F "
                    "for every method")

@@ -56,7 +56,7 @@ def _words() -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.entry("P10", "your model has a layer that runs once for the whole minibatch (BERT's position_embeddings, 1 x T) "
-                   "and you use a preconditioner that looks at rows", "refused",
+                   "and you use a preconditioner that looks at rows", "error",
                    "ConfigError in the first backward pass names the layer; give it an input for each sample, or leave it its "
                    "plain gradient with skip=")
 @pytest.mark.parametrize("form", ["T", "1 x T"])

@@ -324,7 +324,7 @@ def test_statistics_that_have_no_past_are_not_kept_beside_what_is_applied(method
         assert bool(kept.statistics) and bool(passed_on.statistics) == (step % 2 == 1)
 
 
-@pytest.mark.entry("B8", "you use a preconditioner on a model with bfloat16 or float16 parameters", "right",
+@pytest.mark.entry("B8", "you use a preconditioner on a model with bfloat16 or float16 parameters", "works",
                    "estimates are float32, and the direction is rounded to the parameter's type at the end")
 @pytest.mark.parametrize(("half", "at_once"), [(torch.bfloat16, False), (torch.bfloat16, True), (torch.float16, False)])
 @pytest.mark.parametrize("method", METHODS)

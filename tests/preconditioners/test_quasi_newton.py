@@ -246,7 +246,7 @@ def _scaled_loss(case: Problem, scale: list[float]) -> Tensor:
     return case.loss(case.model(case.x)) * scale[0]
 
 
-@pytest.mark.entry("B10", "a loss is NaN while you use KBFGS", "right",
+@pytest.mark.entry("B10", "a loss is NaN while you use KBFGS", "works",
                    "the minibatch is skipped and counted in num_skipped, and later steps go on from the curvature before it")
 @pytest.mark.parametrize("interval", [1, 2])
 def test_kbfgs_skips_a_minibatch_whose_loss_is_nan(interval: int) -> None:

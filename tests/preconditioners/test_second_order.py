@@ -222,7 +222,7 @@ class _Attention(nn.Module):
         return outer
 
 
-@pytest.mark.entry("B9", "you use PSGD, HessianFree or hypergradient with scaled_dot_product_attention", "right",
+@pytest.mark.entry("B9", "you use PSGD, HessianFree or hypergradient with scaled_dot_product_attention", "works",
                    "their passes run in torch's MATH kernel, which can be differentiated twice; an operation without a second "
                    "derivative raises ConfigError with its name")
 @pytest.mark.parametrize(("method", "options"), [

@@ -78,7 +78,7 @@ def _soap_steps(model: nn.Module, num_steps: int, **options: Any) -> tuple[dict[
     return seen, found
 
 
-@pytest.mark.entry("A2", "you use SOAP with curvature_interval and inverse_interval above 1", "right",
+@pytest.mark.entry("A2", "you use SOAP with curvature_interval and inverse_interval above 1", "works",
                    "v and the direction are updated at every step, in a basis that is tracked from step to step; 200 steps agree "
                    "with a float64 implementation of the paper's algorithm at intervals 1 and 10")
 @pytest.mark.parametrize(("look_every", "basis_every"), [(1, 1), (1, 10), (10, 10)])
@@ -92,7 +92,7 @@ def test_soap_equals_the_papers_algorithm_over_200_steps(layer: nn.Module, look_
         torch.testing.assert_close(torch.stack(found[name]), torch.stack(wanted), rtol=1e-7, atol=1e-7)
 
 
-@pytest.mark.entry("A3", "you use SOAP in float32", "right",
+@pytest.mark.entry("A3", "you use SOAP in float32", "works",
                    "the first step only initializes the factors, and its direction is 0; directions in float32 and float64 agree "
                    "to 1e-3 of their norm over 200 steps where factors have full rank, and to 3 % where they have not")
 def test_soap_in_float32_follows_float64() -> None:

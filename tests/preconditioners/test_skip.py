@@ -59,7 +59,7 @@ def _gradients(model: nn.Module) -> dict[str, Tensor]:
     "P12",
     "you skip single parameters: the class token and positions at the root of a ViT, LayerScale, "
     "`attn.in_proj_weight`",
-    "right",
+    "works",
     '`skip=("cls_token", "*.gamma", "attn.in_proj_weight")` leaves them their plain gradient; a '
     "name of a module or of a class means all parameters inside of it; an entry that matches "
     "nothing is a ConfigError with similar names",

@@ -88,7 +88,7 @@ class MeanPool(FaultyPool):
 
 
 @pytest.mark.entry("S2", "an outer rule of your own needs each job's vector, as a median does, and `cluster.exchange=collective` "
-                   "makes means on the workers", "right",
+                   "makes means on the workers", "works",
                    "a rule with a method `center` gets the vectors of all jobs under every exchange; the workers' mean is taken "
                    "for rules that are functions of the mean only")
 @pytest.mark.parametrize("is_median", [True, False])
@@ -116,7 +116,7 @@ def test_training_learns(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.entry("R6", "you rely on the guarantees of docs/fault-tolerance.md with the default settings (`outer.kind=bmuf`)",
-                   "right",
+                   "works",
                    "they are stated for the default rule and tested with it: after the death of a worker, and after a stop and a "
                    "resume, the model is bitwise identical and every shard is counted once; the same for every rule but "
                    "streaming, which the page lists as exceptions")

@@ -369,7 +369,7 @@ def test_alignments_of_every_form_label_the_frames(mine: Path, tmp_path: Path, w
     assert corpus.train.is_aligned
 
 
-@pytest.mark.entry("K8", "you give alignments of Kaldi's default features (`--snip-edges=true`) with audio", "refused",
+@pytest.mark.entry("K8", "you give alignments of Kaldi's default features (`--snip-edges=true`) with audio", "error",
                    "`DataError`: the message names `--snip-edges=false`, as features here are made, and `features.kind=given`.")
 @pytest.mark.parametrize(("change", "sentence"), [
     (lambda one: {utt_id: pdfs[:-1] for utt_id, pdfs in one.items()},

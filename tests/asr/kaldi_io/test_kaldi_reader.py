@@ -108,7 +108,7 @@ def test_integer_vectors_are_exchanged_both_ways(tmp_path: Path, form: str, pack
 RANGES = ["[0:19]", "[5:5]", "[0:19,3:5]", "[:,0:3]", "[:,2:2]", "[28:30]", "[28:31]", "[28:33]", "[0:4,:]"]
 
 
-@pytest.mark.entry("K10", "feats.scp has row ranges, as `feats.ark:12[0:19]`", "right",
+@pytest.mark.entry("K10", "feats.scp has row ranges, as `feats.ark:12[0:19]`", "works",
                    "rows and columns are cut as Kaldi cuts them; ranges outside of the matrix are a `DataError`.")
 @pytest.mark.parametrize("part", RANGES)
 def test_ranges_are_those_of_kaldi(tmp_path: Path, part: str) -> None:

@@ -118,7 +118,7 @@ def write_tied_run(folder: Path, settings: list[str]) -> Path:
 
 
 @pytest.mark.entry("K15", "you label with `ngsgd align --model RUN` after a run with `data.graph`, whose states may be tied",
-                   "right", "labels are the graph's states: the best path of HCLG with the transcript's words; a flat start with "
+                   "works", "labels are the graph's states: the best path of HCLG with the transcript's words; a flat start with "
                    "`data.graph` is a `ConfigError`.")
 def test_a_run_with_a_tied_graph_labels_in_the_numbers_of_the_graph(tmp_path: Path) -> None:
     source = write_data(tmp_path / "mine", num_utterances=2)

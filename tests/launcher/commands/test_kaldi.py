@@ -49,7 +49,7 @@ def exported(name: str, optimizer: OptimizerConfig, window: Window = WINDOW,
     return model, nnet3_text.read(text)
 
 
-@pytest.mark.entry("K2", "you train on with `nnet3-train` from an exported model", "right",
+@pytest.mark.entry("K2", "you train on with `nnet3-train` from an exported model", "works",
                    "each affine component has the ranks that the run had: `optimizer.rank_in` and `rank_out`, lowered to "
                    "(dim + 1) / 2 of the layer, as Kaldi's configurations lower them.")
 @pytest.mark.parametrize("name", SHAPES)
@@ -66,7 +66,7 @@ def test_ranks_are_those_of_the_runs_own_fisher_estimates(name: str, optimizer: 
     assert found == ranks and len(ranks) == 6
 
 
-@pytest.mark.entry("K3", "you set `optimizer.*` or `optimizer.layer_options` and export", "right",
+@pytest.mark.entry("K3", "you set `optimizer.*` or `optimizer.layer_options` and export", "works",
                    "the text has the run's update period, history, alpha, max-change, l2 (`weight_decay` as `<L2Regularize>`, the "
                    "same scale), learning-rate factor and final effective learning rate, layer by layer.")
 @pytest.mark.parametrize("name", ["relu", "tdnn-batchnorm", "pnorm"])
@@ -90,7 +90,7 @@ def test_a_run_of_plain_sgd_is_exported_without_natural_gradient() -> None:
     assert read.components["affine1"]["MaxChange"] == 0.0
 
 
-@pytest.mark.entry("K4", "you train on with `nnet3-train` from a batch-normalized model", "right",
+@pytest.mark.entry("K4", "you train on with `nnet3-train` from a batch-normalized model", "works",
                    "`<TestMode>` is F, so that nnet3-train normalizes by the minibatch; outputs in test mode are the same.")
 @pytest.mark.parametrize("name", [name for name in SHAPES if "batchnorm" in name])
 def test_batch_normalization_is_not_in_test_mode(name: str) -> None:
@@ -185,7 +185,7 @@ def read_back(output: Path, reports: list[str], **settings: Any) -> Corpus:
     return prepare(data, FeatureConfig(kind="given", cmvn="none"), output.parent / "cache", reports.append)
 
 
-@pytest.mark.entry("K9", "you export with a relative `--output` and read the scripts from another folder", "right",
+@pytest.mark.entry("K9", "you export with a relative `--output` and read the scripts from another folder", "works",
                    "feats.scp, cmvn.scp and ivector_online.scp hold absolute paths.")
 def test_scripts_are_found_from_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kaldiio = pytest.importorskip("kaldiio")
@@ -199,7 +199,7 @@ def test_scripts_are_found_from_another_folder(tmp_path: Path, monkeypatch: pyte
         assert len([np.shape(matrix) for matrix in kaldiio.load_scp(str(tmp_path / "relative" / f"{name}.scp")).values()]) == num
 
 
-@pytest.mark.entry("K11", "you take an exported alignment into a run whose lexicon numbers the states in another order", "right",
+@pytest.mark.entry("K11", "you take an exported alignment into a run whose lexicon numbers the states in another order", "works",
                    "`export --data` writes `lexicon.txt` and the table `pdfs.txt`; the states are renumbered by name, which is "
                    "reported, and an alignment with other states is a `DataError`.")
 def test_an_exported_alignment_keeps_its_states_in_another_numbering(tmp_path: Path) -> None:
@@ -245,7 +245,7 @@ def test_a_damaged_table_of_pdfs_is_named(tmp_path: Path, damage: str) -> None:
         read_back(tmp_path / "out", [])
 
 
-@pytest.mark.entry("K12", "you export a run with `features.cmvn=online`", "right",
+@pytest.mark.entry("K12", "you export a run with `features.cmvn=online`", "works",
                    "besides `global_cmvn.stats` there are `spk2utt` and `scale.mat`: `apply-cmvn-online`, then "
                    "`transform-feats scale.mat`, gives the network's input.")
 def test_online_means_and_the_scale_give_what_the_network_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,7 +279,7 @@ def of_chunks(num_frames: int, frames_per_chunk: int, period: int) -> list[int]:
     return rows
 
 
-@pytest.mark.entry("K7", "you compute an exported i-vector model with `nnet3-compute`", "stated",
+@pytest.mark.entry("K7", "you compute an exported i-vector model with `nnet3-compute`", "works",
                    "nnet3-compute takes the i-vector of the middle of each chunk: outputs are the same with `--frames-per-chunk` "
                    "equal to the i-vector period or a divisor of it, not with the default of 50.")
 def test_chunks_of_the_period_take_the_ivector_of_each_frame() -> None:

@@ -35,7 +35,7 @@ def recipe_file(folder: Path, content: dict[str, Any]) -> Path:
 
 
 @pytest.mark.entry("R4", "you give an option that the chosen kind or switch does not use, such as `outer.lr=0.5` with "
-                   "`outer.kind=bmuf`", "refused",
+                   "`outer.kind=bmuf`", "error",
                    "ConfigError before anything is made: it names the option, the kind and the options of that kind; the column "
                    "`used with` of the settings page lists all conditions")
 @pytest.mark.parametrize(("overrides", "sentence"), [
@@ -76,7 +76,7 @@ def test_an_option_that_is_not_used_is_refused_by_name(overrides: list[str], sen
     assert problem.startswith(sentence)
 
 
-@pytest.mark.entry("P1", "you set an option of another method in the library or with `optimizer.*`", "refused",
+@pytest.mark.entry("P1", "you set an option of another method in the library or with `optimizer.*`", "error",
                    "ConfigError names the method and its options, from the library and from the command line; "
                    "run folders of older versions still load")
 @pytest.mark.parametrize("kind", METHODS)
@@ -247,7 +247,7 @@ def test_a_sweep_over_old_methods_trains_the_new_ones() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.entry("P3", "you choose a method by `optimizer.kind=soap` instead of `optimizer=soap`", "right",
+@pytest.mark.entry("P3", "you choose a method by `optimizer.kind=soap` instead of `optimizer=soap`", "works",
                    "both compose the same settings for all methods; the defaults of each kind are in `ngsgd/config`")
 @pytest.mark.parametrize("kind", METHODS)
 def test_a_kind_has_its_defaults_with_and_without_its_file(kind: Any) -> None:
@@ -272,7 +272,7 @@ def leaves_of(file: Path) -> dict[str, Any]:
     return dict(leaves(content, ""))
 
 
-@pytest.mark.entry("S1", "your recipe sets `model.kind`, `outer.kind`, `optimizer.kind` or any other setting", "right",
+@pytest.mark.entry("S1", "your recipe sets `model.kind`, `outer.kind`, `optimizer.kind` or any other setting", "works",
                    "what a recipe sets is what is composed; a group or a setting on the command line wins over it")
 @pytest.mark.parametrize("recipe", compose.groups()["recipe"])
 def test_what_a_recipe_sets_is_what_is_composed(recipe: str) -> None:

@@ -28,7 +28,7 @@ def head_that_refuses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.delenv(name)
 
 
-@pytest.mark.entry("S3", "the token of this shell is not that of the Ray head at `cluster.address`", "refused",
+@pytest.mark.entry("S3", "the token of this shell is not that of the Ray head at `cluster.address`", "error",
                    "ClusterError after about 5 s: the head answers and refuses this process; the message names the token, where it "
                    "was taken from (variable or file, never its value) and how to get the head's")
 @pytest.mark.parametrize(("source", "told"), [

@@ -109,7 +109,7 @@ class ByLinear(nn.Module):
 @pytest.mark.entry(
     "N2",
     "the model has an `nn.MultiheadAttention`",
-    "right",
+    "works",
     "natural gradient for both projections, as of Linear layers; its output is torch's. With keys or values of "
     "another width (`kdim`, `vdim`), `add_bias_kv` or `add_zero_attn` AdamW trains the layer",
 )
@@ -160,7 +160,7 @@ def test_a_transformer_layer_has_no_fallbacks_and_evaluates_as_before() -> None:
 @pytest.mark.entry(
     "N3",
     "the model has a `Conv1D` of Hugging Face (GPT-2)",
-    "right",
+    "works",
     "natural gradient, as of a Linear layer",
 )
 def test_the_conv1d_of_hugging_face_takes_the_steps_of_a_linear_layer() -> None:

@@ -72,7 +72,7 @@ def check_spliced(layer: nn.Conv1d, *, num_minibatches: int = 2, batch: int = 2,
 @pytest.mark.entry(
     "N4",
     "the model has an `nn.Conv1d` with one group",
-    "right",
+    "works",
     "natural gradient, as of a Linear layer on spliced frames, for all strides, dilations, paddings "
     "and padding modes",
 )
@@ -145,7 +145,7 @@ FILTERED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 @pytest.mark.entry(
     "N5",
     "the model has an `nn.Conv2d`, `nn.Conv3d` or a grouped convolution",
-    "right",
+    "works",
     "natural gradient of the rows of the gradient, then of its transpose",
 )
 @pytest.mark.parametrize("case", FILTERED)

@@ -77,7 +77,7 @@ def test_the_two_shapes_take_the_two_forms(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.entry(
     "N1",
     "the model has an `nn.Linear`",
-    "right",
+    "works",
     "natural gradient of rows of inputs and of derivatives; exact classes only, since a subclass may "
     "compute something else",
 )
@@ -162,7 +162,7 @@ def test_a_module_used_twice_counts_twice_in_backward_order(num_rows: int, num_i
 @pytest.mark.entry(
     "L16",
     "you accumulate gradients over several backward passes",
-    "right",
+    "works",
     "the gradient is the sum of those of the passes, each preconditioned with the estimates of its "
     "pass",
 )

@@ -133,7 +133,7 @@ def check(name: str, num_minibatches: int, *, training: bool = True) -> None:
 @pytest.mark.entry(
     "N6",
     "the model has a LayerNorm, RMSNorm, GroupNorm or BatchNorm with scale and offset",
-    "right",
+    "works",
     "natural gradient of both; outputs and running statistics are torch's",
 )
 @ALL
@@ -176,7 +176,7 @@ def test_frozen_parameters_get_no_gradient_and_leave_the_other_alone(name: str) 
                 assert torch.equal(p.grad, layer.get_parameter(key).grad)
 
 
-@pytest.mark.entry("N10", "the weight of a layer is frozen and its bias is not", "stated",
+@pytest.mark.entry("N10", "the weight of a layer is frozen and its bias is not", "works",
                    "the bias has its plain gradient, and AdamW trains it")
 def test_an_offset_alone_gets_its_plain_gradient() -> None:
     plain, layer, optimizer = twins(CASES["layer_norm"])

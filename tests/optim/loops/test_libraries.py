@@ -30,7 +30,7 @@ def loader() -> DataLoader[Any]:
     return DataLoader(TensorDataset(*rows()), batch_size=SIZE)
 
 
-@pytest.mark.entry("L1", "you train with Lightning", "right",
+@pytest.mark.entry("L1", "you train with Lightning", "works",
                    "`configure_optimizers` may return an NGSGD; a run is bit for bit the plain loop, and so is one that "
                    "BaseFinetuning unfreezes")
 def test_lightning_is_the_plain_loop(tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ def test_lightning_is_the_plain_loop(tmp_path: Path) -> None:
         assert_equal(module.model, model)
 
 
-@pytest.mark.entry("L2", "you train with Accelerate", "right",
+@pytest.mark.entry("L2", "you train with Accelerate", "works",
                    "`accelerator.prepare(model, optimizer, loader)` and `save_state` / `load_state` give bit for bit the plain "
                    "loop")
 def test_accelerate_is_the_plain_loop(tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ def test_accelerate_is_the_plain_loop(tmp_path: Path) -> None:
     assert_equal(model, straight)
 
 
-@pytest.mark.entry("L3", "you train with the Trainer of Hugging Face", "right",
+@pytest.mark.entry("L3", "you train with the Trainer of Hugging Face", "works",
                    "give it as `optimizers=(NGSGD(model, lr), scheduler)`; a run that is resumed from a checkpoint is bit for "
                    "bit the straight one")
 def test_the_hugging_face_trainer_resumes(tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ def test_the_hugging_face_trainer_resumes(tmp_path: Path) -> None:
     assert {estimate.num_calls for _, estimate in resumed.optimizer.optimizer.preconditioners()} == {8}
 
 
-@pytest.mark.entry("L7", "you train LoRA adapters (peft)", "right",
+@pytest.mark.entry("L7", "you train LoRA adapters (peft)", "works",
                    "the adapters are Linear layers and are preconditioned; the frozen layers stay, and feed no estimates")
 def test_lora_adapters_train_and_the_rest_stays() -> None:
     peft = pytest.importorskip("peft")

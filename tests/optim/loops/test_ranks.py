@@ -53,7 +53,7 @@ def _with_ddp(rank: int) -> None:
         assert torch.equal(both[0], both[1])
 
 
-@pytest.mark.entry("L4", "you train with DistributedDataParallel", "stated",
+@pytest.mark.entry("L4", "you train with DistributedDataParallel", "works",
                    "the replicas stay equal bit for bit, with NGSGD made before or after the wrap; every rank preconditions "
                    "with estimates of its own rows, so the run is not that of one process, and a checkpoint of rank 0 holds the "
                    "estimates of rank 0")
@@ -94,12 +94,12 @@ def _with_fsdp1(rank: int) -> None:
                 train(wrapped, optimizer, minibatches(2)[rank:rank + 1])
 
 
-@pytest.mark.entry("L5", "you train with FSDP or FSDP2 (`fully_shard`)", "refused",
+@pytest.mark.entry("L5", "you train with FSDP or FSDP2 (`fully_shard`)", "error",
                    "ConfigError at construction if the parameters are sharded already, else at the first step, before anything "
                    "moves; use DistributedDataParallel")
-@pytest.mark.entry("A12", "you call `fully_shard` after making NGSGD or SGD", "refused",
+@pytest.mark.entry("A12", "you call `fully_shard` after making NGSGD or SGD", "error",
                    "ConfigError at the first step: the parameters of the optimizer are no longer the model's")
-@pytest.mark.entry("B1", "you give a model under FSDP or FSDP2 to NGSGD or SGD", "refused",
+@pytest.mark.entry("B1", "you give a model under FSDP or FSDP2 to NGSGD or SGD", "error",
                    "ConfigError at construction names the layer")
 @pytest.mark.parametrize("task", [_with_fsdp2, _with_fsdp1])
 def test_sharded_parameters_are_refused(task: Callable[[int], None], tmp_path: Path) -> None:

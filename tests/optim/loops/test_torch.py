@@ -47,10 +47,10 @@ def load(path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, *
 
 
 @KINDS
-@pytest.mark.entry("L6", "you save and load with torch.distributed.checkpoint", "right",
+@pytest.mark.entry("L6", "you save and load with torch.distributed.checkpoint", "works",
                    "a run that is loaded continues bit for bit, with its Fisher estimates, velocities and settings of the param "
                    "groups; a state of torch's optimizers is refused with OptimizerStateError")
-@pytest.mark.entry("B2", "you use `get_optimizer_state_dict` and `set_optimizer_state_dict`", "right",
+@pytest.mark.entry("B2", "you use `get_optimizer_state_dict` and `set_optimizer_state_dict`", "works",
                    "the estimates are in `state` of each weight, where torch.distributed.checkpoint keeps them; states of "
                    "earlier versions load")
 @pytest.mark.parametrize("flatten", [False, True], ids=["nested", "flat"])
@@ -99,7 +99,7 @@ def test_a_torch_state_is_refused_by_set_optimizer_state_dict() -> None:
             set_optimizer_state_dict(model, NGSGD(model, lr=0.1), each)
 
 
-@pytest.mark.entry("L8", "you keep an exponential moving average (`AveragedModel`)", "right",
+@pytest.mark.entry("L8", "you keep an exponential moving average (`AveragedModel`)", "works",
                    "the average is a plain model with the mean of the weights, and does not feed the estimates")
 def test_a_moving_average_is_a_plain_model() -> None:
     model = network()
@@ -118,7 +118,7 @@ def test_a_moving_average_is_a_plain_model() -> None:
     assert {estimate.num_calls for _, estimate in optimizer.preconditioners()} == {8}
 
 
-@pytest.mark.entry("L9", "you scale the loss with a GradScaler", "right",
+@pytest.mark.entry("L9", "you scale the loss with a GradScaler", "works",
                    "with `NGSGD(..., grad_scaler=scaler)` the run is that without a scaler; without it a warning says so once")
 def test_a_loss_scale_changes_nothing() -> None:
     plain, scaled = network(), network()
@@ -138,7 +138,7 @@ def test_a_loss_scale_changes_nothing() -> None:
 
 
 @KINDS
-@pytest.mark.entry("L10", "you use OneCycleLR with its defaults", "right",
+@pytest.mark.entry("L10", "you use OneCycleLR with its defaults", "works",
                    "learning rate and momentum of every layer follow the schedule")
 def test_one_cycle(kind: type[SGD]) -> None:
     model = network()
@@ -157,7 +157,7 @@ def test_one_cycle(kind: type[SGD]) -> None:
 
 
 @KINDS
-@pytest.mark.entry("L11", "you train a head and unfreeze the rest later", "right",
+@pytest.mark.entry("L11", "you train a head and unfreeze the rest later", "works",
                    "after `optimizer.add_param_group` the unfrozen layers train, under NGSGD with estimates of their own; "
                    "without it a warning names them")
 def test_gradual_unfreezing(kind: type[SGD]) -> None:
