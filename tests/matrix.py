@@ -110,7 +110,8 @@ def _report(run: _Run) -> bool:
 
 
 def _environment(cell: Cell, folder: Path) -> dict[str, str]:
-    found = cell.environment | {"OMP_NUM_THREADS": str(cell.threads)}
+    # torch's compiler takes code of its cache for the same processor whatever ATEN_CPU_CAPABILITY is
+    found = cell.environment | {"OMP_NUM_THREADS": str(cell.threads), "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
     # no kernel that was compiled before: the compiler would not be missed
     return found if cell.has_kernels else found | {_EMPTY_CACHE: str(folder / "cache")}
 

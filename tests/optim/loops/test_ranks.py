@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -31,6 +32,9 @@ def _rank(rank: int, task: Callable[[int], None], file: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
     try:
         task(rank)
+        # replicas in reference cycles still use the group, and threads of gloo must not outlive it
+        gc.collect()
+        dist.barrier()
     finally:
         dist.destroy_process_group()
 
