@@ -38,8 +38,8 @@ check test test-all: $(STAMP)
 	@$(MAKE) --no-print-directory -j2 lint run-$@
 
 check:     ## a minute: lint, doctests and one case of each quick test
-test:      ## 5 minutes: lint, doctests, all tests in this process and a few complete runs
-test-all:  ## 20 minutes: everything that CI runs, with faults, services, browsers and slow tests
+test:      ## 3 minutes: lint, doctests, all tests in this process and a few complete runs
+test-all:  ## 15 minutes: everything that CI runs, with faults, services, browsers and slow tests
 
 run-check: $(STAMP)
 	$(PYTEST) $(or $(PROCESSES),2) tests -m "not (end_to_end or slow or faults or services)" --quick $(ARGS)
@@ -51,7 +51,7 @@ run-test: $(STAMP)
 run-test-all: $(STAMP)
 	$(PYTEST) $(or $(PROCESSES),4) tests $(ARGS)
 
-test-matrix: $(STAMP)  ## the numerical tests with AVX2 only, without a compiler, with 1 and 2 threads, with other MKL paths (25 min)
+test-matrix: $(STAMP)  ## the numerical tests with AVX2 only, without a compiler, with 1 and 2 threads, with other MKL paths (20 min)
 	$(BIN)/python tests/matrix.py $(ARGS)
 
 mutants: $(STAMP)  ## break the numbers in some forty ways, one at a time, and see that a test notices each (4 min)
