@@ -215,23 +215,23 @@ def _minibatch(num: int, size: int, step: int, seed: int) -> Tensor:
 
 
 class Results:
-    """The lines of a file."""
+    """The runs of a file, one JSON line each; a run that it lacks is made and added."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, setting: type[Any], measure: Callable[[Any], dict[str, Any]], figure: str) -> None:
+        self.path, self.measure, self.figure = path, measure, figure
         lines = read_json_lines(path) if path.exists() else []
-        self.of = {Setting(**{key: line[key] for key in Setting._fields if key in line}): line for line in lines}
+        self.of = {setting(**{key: line[key] for key in setting._fields if key in line}): line for line in lines}
 
-    def get(self, setting: Setting) -> dict[str, Any]:
+    def get(self, setting: Any) -> dict[str, Any]:
         if setting not in self.of:
-            self.of[setting] = measure(setting)
+            self.of[setting] = self.measure(setting)
             with self.path.open("a") as file:
                 file.write(json.dumps(self.of[setting]) + "\n")
             print(json.dumps(self.of[setting]), flush=True)
         return self.of[setting]
 
-    def loss(self, setting: Setting) -> float:
-        found = self.get(setting)["valid_ce"]
+    def loss(self, setting: Any) -> float:
+        found = self.get(setting)[self.figure]
         return math.inf if found is None else float(found)
 
 
@@ -286,7 +286,7 @@ def main() -> None:
         TASKS["speech"] = lambda: Task(acoustic_model, *speech(options.an4), 256, 991)
     torch.set_num_threads(1)
     torch.optim._muon._zeropower_via_newtonschulz = newton_schulz
-    results = Results(options.results)
+    results = Results(options.results, Setting, measure, "valid_ce")
     if options.command == "run":
         results.get(Setting(options.task, options.optimizer, options.lr, options.seed, options.length))
     elif options.command == "sweep":

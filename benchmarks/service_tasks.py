@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import math
 import statistics
 import tempfile
@@ -34,7 +33,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
 import ngsgd
-from benchmarks.any_model import Transformer, characters, cnn, digits, newton_schulz
+from benchmarks.any_model import Results, Transformer, characters, cnn, digits, newton_schulz
 from ngsgd.errors import DivergenceError
 from ngsgd.files import read_json_lines
 from ngsgd.pipeline.services import Services
@@ -126,27 +125,6 @@ def measure(setting: Setting) -> dict[str, Any]:
             "cpu_s": time.process_time() - start_s}
 
 
-class Results:
-    """The lines of a file."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        lines = read_json_lines(path) if path.exists() else []
-        self.of = {Setting(*(line[key] for key in Setting._fields)): line for line in lines}
-
-    def get(self, setting: Setting) -> dict[str, Any]:
-        if setting not in self.of:
-            self.of[setting] = measure(setting)
-            with self.path.open("a") as file:
-                file.write(json.dumps(self.of[setting]) + "\n")
-            print(json.dumps(self.of[setting]), flush=True)
-        return self.of[setting]
-
-    def loss(self, setting: Setting) -> float:
-        found = self.get(setting)["test_ce"]
-        return math.inf if found is None else float(found)
-
-
 class Cell(NamedTuple):
     """All runs that differ in rate and seed."""
 
@@ -236,7 +214,7 @@ def main() -> None:
     torch.set_num_threads(1)
     # torch's is in bfloat16, which processors without such instructions emulate
     torch.optim._muon._zeropower_via_newtonschulz = newton_schulz
-    results = Results(options.results)
+    results = Results(options.results, Setting, measure, "test_ce")
     wanted = cells(options.tasks, options.optimizers, options.rules, options.num_jobs)
     if options.command == "run":
         for cell, lr in itertools.product(wanted, options.lr):
