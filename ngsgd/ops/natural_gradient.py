@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from ngsgd.ops import gemm
+from ngsgd.ops.devices import to_device
 
 Array = npt.NDArray[np.float64]
 
@@ -261,13 +262,6 @@ def apply_updates_together(
             W_LRD[i] = fixed_RD
     return [FisherState(W_RD, step.d_R, step.rho)
             for W_RD, step in zip(W_LRD.unbind(), steps, strict=True)]
-
-
-def to_device(numbers: Tensor, device: torch.device) -> Tensor:
-    """Numbers of the host on a device; from pinned memory, so that the host does not wait."""
-    if device.type == "cpu":
-        return numbers
-    return numbers.pin_memory().to(device, non_blocking=True)
 
 
 def resmoothed(state: FisherState, old: Smoothing, new: Smoothing) -> FisherState:

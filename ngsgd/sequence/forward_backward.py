@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ngsgd.ops.devices import to_device
 from ngsgd.sequence.transitions import Transitions
 
 
@@ -91,6 +92,8 @@ class _Batch(NamedTuple):
     alive: list[int]
     # row of each frame; beyond the end of a sequence any row of it
     row_TB: Tensor
+    # where each row is in T x B
+    place_N: Tensor
 
     @classmethod
     def of(cls, scores_NP: Tensor, lengths: Sequence[int]) -> _Batch:
@@ -102,7 +105,11 @@ class _Batch(NamedTuple):
         time_T = torch.arange(int(lengths_B.max()))
         alive = (time_T[:, None] < lengths_B).sum(dim=1).tolist()
         row_TB = first_B[order_B] + torch.minimum(time_T[:, None], lengths_B - 1)
-        return cls(order_B.to(device), lengths_B.to(device), alive, row_TB.to(device))
+        is_there_TB = time_T[:, None] < lengths_B
+        place_N = torch.empty(int(lengths_B.sum()), dtype=torch.int64)
+        place_N[row_TB[is_there_TB]] = is_there_TB.flatten().nonzero().squeeze(1)
+        return cls(to_device(order_B, device), to_device(lengths_B, device), alive,
+                   to_device(row_TB, device), to_device(place_N, device))
 
     def by_state(self, values_NP: Tensor, transitions: Transitions) -> Tensor:
         """T x S x B."""
@@ -112,10 +119,8 @@ class _Batch(NamedTuple):
         """N x P: sums over the states of each class."""
         T, _, B = values_TSB.shape
         by_class_TPB = values_TSB.new_zeros(T, num_classes, B).index_add_(1, transitions.pdf_S, values_TSB)
-        is_there_TB = torch.arange(T, device=values_TSB.device)[:, None] < self.lengths_B
-        values_NP = values_TSB.new_empty(int(self.lengths_B.sum()), num_classes)
-        values_NP[self.row_TB[is_there_TB]] = by_class_TPB.transpose(1, 2)[is_there_TB]
-        return values_NP
+        by_class_XP = by_class_TPB.transpose(1, 2).reshape(T * B, num_classes)
+        return by_class_XP.index_select(0, self.place_N)
 
     def in_order(self, values_B: Tensor) -> Tensor:
         """Values of the columns, in the order that the sequences came in."""
@@ -124,7 +129,7 @@ class _Batch(NamedTuple):
     def per_row(self, values_B: Tensor) -> Tensor:
         """N x 1: each row gets the value of its sequence."""
         lengths_B = torch.empty_like(self.lengths_B).index_copy_(0, self.order_B, self.lengths_B)
-        return values_B.repeat_interleave(lengths_B)[:, None]
+        return values_B.repeat_interleave(lengths_B, output_size=len(self.place_N))[:, None]
 
 
 # Recursions ---------------------------------------------------------------------------------------
