@@ -72,7 +72,8 @@ def run(names: Sequence[str], folder: Path, *, dry_run: bool, seconds: float, ag
             print(f"{name:12} finished before, skipped; --only {name} runs it again", flush=True)
     try:
         with ThreadPoolExecutor(_DRY_PROCESSES if dry_run else 1) as pool:
-            list(pool.map(lambda name: _run_part(this, name), wanted))
+            # the longest ones first, where two run at a time
+            list(pool.map(lambda name: _run_part(this, name), reversed(wanted) if dry_run else wanted))
     except KeyboardInterrupt:
         for process in this.running:
             _end(process)

@@ -118,7 +118,7 @@ def measure_machine(config: RunConfig, seconds: float, *, to_stderr: bool) -> tu
     if config.cluster.ranks_per_worker > 1:
         raise ConfigError("ngsgd plan measures workers of one process; leave out cluster.ranks_per_worker.")
     check_output_dir(config)
-    spec = _spec(config, report)
+    spec = spec_of(config, report)
     report(f"measuring for about {seconds:g} s")
     # the run's own disk
     with tempfile.TemporaryDirectory(dir=config.output_dir, prefix=".plan-") as scratch:
@@ -127,7 +127,7 @@ def measure_machine(config: RunConfig, seconds: float, *, to_stderr: bool) -> tu
     return machine, workload
 
 
-def _spec(config: RunConfig, report: Callable[[str], None]) -> TaskSpec:
+def spec_of(config: RunConfig, report: Callable[[str], None]) -> TaskSpec:
     """What is trained; the data of a speech recipe are prepared."""
     if config.task._target_:
         from ngsgd.pipeline.task_run import task_spec, with_module

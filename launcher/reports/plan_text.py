@@ -36,6 +36,7 @@ def _heading(machine: Machine, workload: Workload, assumed: Assumptions, example
     return [
         f"the run    {workload.model_bytes / 4e6:.2f} million parameters; a job has {workload.samples:.0f} {examples}, "
         f"minibatches of {workload.minibatch_size}",
+        *_memory(workload),
         f"measured   {units}; {examples} per second of a worker: {alone.rate:.0f} alone, {full.rate:.0f} beside "
         f"{full.num_processes - 1} others",
         f"           seconds of a job besides its steps {full.fixed_s:.2g}, checkpoint {machine.checkpoint_s:.2g}, "
@@ -44,6 +45,15 @@ def _heading(machine: Machine, workload: Workload, assumed: Assumptions, example
         f"spread of a job's time {_percent(sigma)},",
         f"           {assumed.failures_per_worker_hour:g} failures per worker and hour, "
         f"{assumed.replace_s:g} s to replace a worker"]
+
+
+def _memory(workload: Workload) -> list[str]:
+    """Of the optimizer and of a step, where they are predicted."""
+    if not workload.peak_bytes:
+        return []
+    return [f"memory     state of the optimizer {workload.state_bytes / 1e6:.3g} MB "
+            f"({4 * workload.state_bytes / workload.model_bytes:.2f} bytes per parameter); "
+            f"a step about {workload.peak_bytes / 1e6:.3g} MB at its peak"]
 
 
 def _reasons(table: Sequence[Row], length: str) -> list[str]:

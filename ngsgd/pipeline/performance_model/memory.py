@@ -21,8 +21,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ngsgd.config import RunConfig
 from ngsgd.errors import ConfigError
 from ngsgd.optim import NGSGD, SGD
+from ngsgd.schedules import Shard
+from ngsgd.training.task import Batch, Task, seeded_model
+from ngsgd.training.worker import make_optimizer
 
 # tensors of the size of the parameters that an update makes beside the gradients: Adam's denominator
 _ADAM_TEMPORARIES = 1.0
@@ -114,6 +118,25 @@ def predict(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Callable[[
     # products of the estimates with the minibatch, until the update
     in_step += sum(_fisher_bytes(optimizer)) if isinstance(optimizer, NGSGD) else 0
     return MemoryUse(parameters, gradients, state, activations, round(always + max(in_backward, in_step)))
+
+
+def predict_run(config: RunConfig, task: Task, *, size: int | None = None) -> MemoryUse:
+    """The memory of a step of a run, with minibatches of its own size or of `size` examples.
+
+    Raises:
+        ConfigError: as `predict`, or the run's optimizer is a preconditioner.
+    """
+    if config.optimizer.preconditions:
+        raise ConfigError(f"The memory of optimizer={config.optimizer.kind} is not predicted; measure it with ngsgd doctor --device.")
+    model = seeded_model(task, config.seed)
+    optimizer = make_optimizer(model, config.optimizer, config.schedule.lr_initial, 1.0)
+    batch = first_batch(config, task, size or config.schedule.minibatch_size)
+    return predict(model, optimizer, lambda one, data: task.loss(one, data).total, batch.data)
+
+
+def first_batch(config: RunConfig, task: Task, size: int) -> Batch:
+    """A minibatch of the first shard, of fewer examples where the shard has fewer."""
+    return next(iter(task.batches(Shard(0, 0), size, seed=(config.seed, 0, 0))))
 
 
 @dataclass(frozen=True)
