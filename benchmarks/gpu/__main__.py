@@ -33,17 +33,39 @@ def main() -> None:
         return
     folder = options.output or (_DRY_RESULTS if options.dry_run else RESULTS)
     names = options.only or list(PARTS)
-    sys.exit(run(names, folder, dry_run=options.dry_run, seconds=60.0 * options.minutes, again=bool(options.only)))
+    sys.exit(
+        run(
+            names,
+            folder,
+            dry_run=options.dry_run,
+            seconds=60.0 * options.minutes,
+            again=bool(options.only),
+        )
+    )
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--dry-run", action="store_true", help="small sizes on the CPU")
-    parser.add_argument("--only", nargs="+", metavar="PART", choices=list(PARTS), help=f"parts: {', '.join(PARTS)}")
-    parser.add_argument("--minutes", type=float, default=8.0, help="limit on all parts together (default: %(default)s)")
-    parser.add_argument("--output", type=Path, metavar="DIR",
-                        help="folder of the JSON file (default: benchmarks/gpu/results; runs/gpu with --dry-run)")
+    parser.add_argument(
+        "--only", nargs="+", metavar="PART", choices=list(PARTS), help=f"parts: {', '.join(PARTS)}"
+    )
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=8.0,
+        help="limit on all parts together (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="DIR",
+        help="folder of the JSON file (default: benchmarks/gpu/results; runs/gpu with --dry-run)",
+    )
     parser.add_argument("--page", action="store_true", help="write docs/devices.md and end")
     parser.add_argument("--part", choices=list(PARTS), help=argparse.SUPPRESS)
     return parser.parse_args()

@@ -24,14 +24,24 @@ _PACKAGES = ("numpy", "ray", "hydra-core", "safetensors", "psutil", "kaldi-decod
 def describe(*, dry_run: bool) -> dict[str, Any]:
     """Device, versions and commit; the device is the CPU in a dry run."""
     found: dict[str, Any] = {
-        "device": device_name(dry_run=dry_run), "torch": torch.__version__, "python": platform.python_version(),
-        "system": platform.platform(), "cores": os.cpu_count(), "packages": _versions(),
+        "device": device_name(dry_run=dry_run),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "cores": os.cpu_count(),
+        "packages": _versions(),
     }
     if not dry_run and torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)
-        found |= {"cuda": torch.version.cuda, "capability": f"{properties.major}.{properties.minor}",
-                  "memory_gib": round(properties.total_memory / 2**30, 1), "multiprocessors": properties.multi_processor_count,
-                  "num_gpus": torch.cuda.device_count(), "driver": _driver(), "cudnn": torch.backends.cudnn.version()}
+        found |= {
+            "cuda": torch.version.cuda,
+            "capability": f"{properties.major}.{properties.minor}",
+            "memory_gib": round(properties.total_memory / 2**30, 1),
+            "multiprocessors": properties.multi_processor_count,
+            "num_gpus": torch.cuda.device_count(),
+            "driver": _driver(),
+            "cudnn": torch.backends.cudnn.version(),
+        }
         with contextlib.suppress(Exception):
             found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     return found
@@ -48,7 +58,9 @@ def commit() -> str:
     """Short commit id, with + where files differ from it; "" outside of a git repository."""
     try:
         words = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
-        return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
+        return subprocess.run(
+            words, cwd=ROOT, capture_output=True, text=True, check=True, timeout=20
+        ).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return ""
 
@@ -57,8 +69,12 @@ def commit() -> str:
 def library_digest() -> str:
     """SHA-256 of the sources of the library and the service: the code that is measured."""
     folders = ("ngsgd", "launcher", "conf")
-    return digest(path for folder in folders for path in sorted((ROOT / folder).rglob("*"))
-                  if path.suffix in (".py", ".cpp", ".yaml"))
+    return digest(
+        path
+        for folder in folders
+        for path in sorted((ROOT / folder).rglob("*"))
+        if path.suffix in (".py", ".cpp", ".yaml")
+    )
 
 
 def digest(paths: Iterable[Path]) -> str:
@@ -80,7 +96,11 @@ def _versions() -> dict[str, str]:
 
 def _processor() -> str:
     with contextlib.suppress(OSError):
-        match = re.search(r"^model name\s*:\s*(.*)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
+        match = re.search(
+            r"^model name\s*:\s*(.*)$",
+            Path("/proc/cpuinfo").read_text(encoding="utf-8"),
+            re.MULTILINE,
+        )
         if match:
             return " ".join(match[1].split())
     return platform.processor() or platform.machine()
@@ -89,5 +109,7 @@ def _processor() -> str:
 def _driver() -> str:
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         words = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
-        return subprocess.run(words, capture_output=True, text=True, timeout=20, check=False).stdout.strip()
+        return subprocess.run(
+            words, capture_output=True, text=True, timeout=20, check=False
+        ).stdout.strip()
     return ""

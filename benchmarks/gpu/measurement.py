@@ -64,7 +64,12 @@ class Measurement:
             place = traceback.extract_tb(error.__traceback__)[-1]
             found = f"{type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno})"
             status, message = "failed", found[:_MAX_MESSAGE]
-        row = {"case": name, "status": status, **figures, "wall_s": round(time.perf_counter() - start, 3)}
+        row = {
+            "case": name,
+            "status": status,
+            **figures,
+            "wall_s": round(time.perf_counter() - start, 3),
+        }
         self._keep(row | ({"message": message} if message else {}))
 
     def _keep(self, row: dict[str, Any]) -> None:

@@ -34,7 +34,9 @@ class Draw:
     def definite(self, dim: int) -> Tensor:
         """Symmetric, with condition about 100."""
         rows = self(4 * dim, dim)
-        return rows.T @ rows / (4 * dim) + 0.01 * torch.eye(dim, device=self.device, dtype=self.dtype)
+        return rows.T @ rows / (4 * dim) + 0.01 * torch.eye(
+            dim, device=self.device, dtype=self.dtype
+        )
 
     def orthonormal_rows(self, num_rows: int, dim: int) -> Tensor:
         """Rows of norm 0.9, as W of an estimate has them."""
@@ -46,14 +48,20 @@ class Draw:
 
 
 def _project(draw: Draw) -> Any:
-    X, one, W = draw(64, 300), torch.ones(64, device=draw.device, dtype=draw.dtype), draw.orthonormal_rows(20, 301)
+    X, one, W = (
+        draw(64, 300),
+        torch.ones(64, device=draw.device, dtype=draw.dtype),
+        draw.orthonormal_rows(20, 301),
+    )
     found = fisher_projection.project(X, W, one)
     return found.H_NR, found.Xhat_ND, found.one_hat_N, found.sum_sq, found.sum_sq_hat
 
 
 def _with_residual(draw: Draw) -> Any:
     X, W = draw(64, 300), draw.orthonormal_rows(20, 300)
-    held = fisher_projection.Projection(fisher_projection.sum_of_squares(X), fisher_projection.coefficients(X, W))
+    held = fisher_projection.Projection(
+        fisher_projection.sum_of_squares(X), fisher_projection.coefficients(X, W)
+    )
     return fisher_projection.with_residual(held, X, W).Xhat_ND
 
 
@@ -98,8 +106,12 @@ OPERATIONS: dict[str, Callable[[Draw], Any]] = {
     "averaging.average_parameters": _average,
     "fisher_projection.project": _project,
     "fisher_projection.with_residual": _with_residual,
-    "fisher_projection.sum_of_squares": lambda draw: fisher_projection.sum_of_squares(draw(64, 300), draw(64)),
-    "fisher_projection.coefficients": lambda draw: fisher_projection.coefficients(draw(64, 300), draw(20, 301), draw(64)),
+    "fisher_projection.sum_of_squares": lambda draw: fisher_projection.sum_of_squares(
+        draw(64, 300), draw(64)
+    ),
+    "fisher_projection.coefficients": lambda draw: fisher_projection.coefficients(
+        draw(64, 300), draw(20, 301), draw(64)
+    ),
     "gemm.mm": lambda draw: gemm.mm(draw(200, 300), draw(300, 250)),
     "gemm.scaled_mm": lambda draw: gemm.scaled_mm(draw(200, 300), draw(300, 250), draw.full(0.3)),
     "gemm.scaled_mv": lambda draw: gemm.scaled_mv(draw(200, 300), draw(300), draw.full(0.3)),
@@ -111,27 +123,52 @@ OPERATIONS: dict[str, Callable[[Draw], Any]] = {
     "linalg.damped_cholesky": lambda draw: linalg.damped_cholesky(draw.definite(40), 0.1),
     "linalg.eigh": lambda draw: linalg.eigh(draw.definite(40))[0],
     "linalg.inverse_root": lambda draw: linalg.inverse_root(draw.definite(40), 4, 1e-6),
-    "linalg.inverse_root_newton": lambda draw: linalg.inverse_root_newton(draw.definite(40), 4, 1e-6),
+    "linalg.inverse_root_newton": lambda draw: linalg.inverse_root_newton(
+        draw.definite(40), 4, 1e-6
+    ),
     "linalg.largest_eigenvalue": lambda draw: linalg.largest_eigenvalue(draw.definite(40)),
     "linalg.woodbury_rows": _woodbury,
     "linalg.less_upper_product": _less_upper,
-    "linalg.upper_gram": lambda draw: linalg.upper_gram(torch.triu(draw(90, 90)), torch.empty_like(draw(90, 90))),
+    "linalg.upper_gram": lambda draw: linalg.upper_gram(
+        torch.triu(draw(90, 90)), torch.empty_like(draw(90, 90))
+    ),
     "linalg.conjugate_gradients": _conjugate_gradients,
-    "linalg.doubly_damped": lambda draw: linalg.doubly_damped(draw(9), draw(9), draw(9), least=0.2, damping=0.1),
+    "linalg.doubly_damped": lambda draw: linalg.doubly_damped(
+        draw(9), draw(9), draw(9), least=0.2, damping=0.1
+    ),
     "linalg.bfgs_inverse": _bfgs,
     "max_change.max_change_limits": _limits,
-    "max_change.row_product_factor": lambda draw: max_change.row_product_factor(draw.full(3.0), 64.0, 0.1, 0.001),
+    "max_change.row_product_factor": lambda draw: max_change.row_product_factor(
+        draw.full(3.0), 64.0, 0.1, 0.001
+    ),
     "nonlinearities.p_norm": lambda draw: nonlinearities.p_norm(draw(64, 200), 10),
     "nonlinearities.p_norm_gradient": lambda draw: nonlinearities.p_norm_gradient(
-        x := draw(64, 200), nonlinearities.p_norm(x, 10), draw(64, 20), 10),
+        x := draw(64, 200), nonlinearities.p_norm(x, 10), draw(64, 20), 10
+    ),
     "nonlinearities.renormalize": lambda draw: nonlinearities.renormalize(draw(64, 200), 1.0),
-    "nonlinearities.renormalize_gradient": lambda draw: nonlinearities.renormalize_gradient(draw(64, 200), draw(64, 200), 1.0),
+    "nonlinearities.renormalize_gradient": lambda draw: nonlinearities.renormalize_gradient(
+        draw(64, 200), draw(64, 200), 1.0
+    ),
     "nonlinearities.inverse_rms": lambda draw: nonlinearities.inverse_rms(draw(64, 200), 1.0),
 }
 # compared with tests/reference and Kaldi's vectors through the classes that use them
 THROUGH_CLASSES = ("natural_gradient", "orthonormal", "simple_natural_gradient")
 # NumPy, C++ for the CPU, contexts and views
-HOST_ONLY = ("averaging.weighted_mean", "averaging.pool_variances", "averaging.mean_of_chunk", "averaging.shares_of",
-             "compression", "packed_gemm", "second_derivatives", "gemm.rows_of", "gemm.forget_copies", "gemm.is_there",
-             "gemm.is_faster", "fisher_projection.is_native", "fisher_projection.workspace_size",
-             "fisher_projection.load_library", "nonlinearities.is_native", "nonlinearities.load_library")
+HOST_ONLY = (
+    "averaging.weighted_mean",
+    "averaging.pool_variances",
+    "averaging.mean_of_chunk",
+    "averaging.shares_of",
+    "compression",
+    "packed_gemm",
+    "second_derivatives",
+    "gemm.rows_of",
+    "gemm.forget_copies",
+    "gemm.is_there",
+    "gemm.is_faster",
+    "fisher_projection.is_native",
+    "fisher_projection.workspace_size",
+    "fisher_projection.load_library",
+    "nonlinearities.is_native",
+    "nonlinearities.load_library",
+)

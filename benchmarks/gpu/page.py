@@ -48,10 +48,17 @@ def text(runs: Sequence[Run]) -> str:
     if on_gpus:
         lines.append(f"{len(on_gpus)} {'run' if len(on_gpus) == 1 else 'runs'} on GPUs.")
     else:
-        lines.append("No run on a GPU has been recorded. The program has run on a CPU with `--dry-run` only: code paths that need "
-                     "CUDA (CUDA graphs, NCCL, streams, pinned memory) have not run anywhere.")
-    lines += ["", "| device | torch | CUDA | date | commit | passed | failed | skipped or not run |", "|---|---|---|---|---|---|---|---|",
-              *map(_line, runs), ""]
+        lines.append(
+            "No run on a GPU has been recorded. The program has run on a CPU with `--dry-run` only:\n"
+            "code paths that need CUDA (CUDA graphs, NCCL, streams, pinned memory) have not run anywhere."
+        )
+    lines += [
+        "",
+        "| device | torch | CUDA | date | commit | passed | failed | skipped or not run |",
+        "|---|---|---|---|---|---|---|---|",
+        *map(_line, runs),
+        "",
+    ]
     for run in on_gpus:
         lines += _sections(run)
     return "\n".join(lines).rstrip() + "\n"
@@ -59,14 +66,23 @@ def text(runs: Sequence[Run]) -> str:
 
 def _line(run: Run) -> str:
     about, parts = run["machine"], run["parts"]
-    passed, failed, rest = [], [], []
+    passed: list[str] = []
+    failed: list[str] = []
+    rest: list[str] = []
+    lists = {"passed": passed, "failed": failed, "crashed": failed, "timed out": failed}
     for name in PARTS:
-        status = parts.get(name, {}).get("status", "not run")
-        (passed if status == "passed" else failed if status in ("failed", "crashed", "timed out") else rest).append(name)
+        lists.get(parts.get(name, {}).get("status", ""), rest).append(name)
     dates = sorted(part["date"] for part in parts.values()) or [""]
     commits = sorted({part["commit"] for part in parts.values()})
     device = about["device"] + (" (dry run)" if run["dry_run"] else "")
-    cells = [device, about["torch"], about.get("cuda", "-"), dates[-1], ", ".join(commits), *map(", ".join, (passed, failed, rest))]
+    cells = [
+        device,
+        about["torch"],
+        about.get("cuda", "-"),
+        dates[-1],
+        ", ".join(commits),
+        *map(", ".join, (passed, failed, rest)),
+    ]
     return f"| {' | '.join(cell or '-' for cell in cells)} |"
 
 
@@ -74,8 +90,14 @@ def _sections(run: Run) -> Iterator[str]:
     about = run["machine"]
     yield f"## {about['device']}, torch {about['torch']}"
     yield ""
-    yield ", ".join(f"{name} {about[name]}" for name in ("capability", "memory_gib", "driver", "cudnn", "nccl", "cores")
-                    if about.get(name)) + "."
+    yield (
+        ", ".join(
+            f"{name} {about[name]}"
+            for name in ("capability", "memory_gib", "driver", "cudnn", "nccl", "cores")
+            if about.get(name)
+        )
+        + "."
+    )
     yield ""
     for name, part in PARTS.items():
         found = run["parts"].get(name)
@@ -111,16 +133,32 @@ def _steps(rows: Sequence[Run]) -> Iterator[str]:
     """Milliseconds of SGD, and the others relative to it."""
     timed = [row for row in rows if "step_ms" in row]
     names = list(dict.fromkeys(row["optimizer"] for row in timed))
-    yield "| network | batch | " + " | ".join(f"{name}, ms (ratio; of roofline)" for name in names) + " |"
+    yield (
+        "| network | batch | "
+        + " | ".join(f"{name}, ms (ratio; of roofline)" for name in names)
+        + " |"
+    )
     yield "|---|---|" + "---|" * len(names)
     for net, batch in dict.fromkeys((row["net"], row["batch"]) for row in timed):
-        found = {row["optimizer"]: row for row in timed if (row["net"], row["batch"]) == (net, batch)}
-        cells = [f"{found[name]['step_ms']:.3g} ({found[name]['ratio']}; {100 * found[name]['of_roofline']:.0f} %)"
-                 if name in found else "-" for name in names]
+        found = {
+            row["optimizer"]: row for row in timed if (row["net"], row["batch"]) == (net, batch)
+        }
+        cells = [
+            f"{found[name]['step_ms']:.3g} ({found[name]['ratio']}; {100 * found[name]['of_roofline']:.0f} %)"
+            if name in found
+            else "-"
+            for name in names
+        ]
         yield f"| {net} | {batch} | {' | '.join(cells)} |"
     yield ""
-    yield from _cases([row for row in rows if "step_ms" not in row and not row["case"].endswith("warm-up")
-                       or row["status"] != "passed"])
+    yield from _cases(
+        [
+            row
+            for row in rows
+            if ("step_ms" not in row and not row["case"].endswith("warm-up"))
+            or row["status"] != "passed"
+        ]
+    )
 
 
 def _figures(row: Run) -> str:

@@ -36,15 +36,21 @@ def measure_peaks(measurement: Measurement) -> Peaks:
     """Peaks of large matrix products and of a copy: medians of rounds after a warm-up."""
     size, copied, repeat = (256, 2**20, 1) if measurement.dry_run else (8192, 2**28, 5)
     speeds = {}
-    for name, dtype, precision in (("float32", torch.float32, "highest"), ("tf32", torch.float32, "high"),
-                                   ("bfloat16", torch.bfloat16, "highest")):
+    for name, dtype, precision in (
+        ("float32", torch.float32, "highest"),
+        ("tf32", torch.float32, "high"),
+        ("bfloat16", torch.bfloat16, "highest"),
+    ):
         torch.set_float32_matmul_precision(precision)
         a, b = (torch.randn(size, size, device=measurement.device, dtype=dtype) for _ in range(2))
         speeds[name] = 2.0 * size**3 / _least_s(measurement, lambda a=a, b=b: a @ b, repeat)
     torch.set_float32_matmul_precision("highest")
     source = torch.ones(copied, device=measurement.device)
     target = torch.empty_like(source)
-    return Peaks(**speeds, copy=2.0 * source.nbytes / _least_s(measurement, lambda: target.copy_(source), repeat))
+    return Peaks(
+        **speeds,
+        copy=2.0 * source.nbytes / _least_s(measurement, lambda: target.copy_(source), repeat),
+    )
 
 
 def _least_s(measurement: Measurement, run: Any, repeat: int) -> float:
@@ -74,17 +80,24 @@ class OperationCounter(TorchDispatchMode):
     """
 
     def __init__(self, peaks: Peaks) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.peaks, self.counts = peaks, Counts()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func.is_view or func.namespace == "prim" or "empty" in func.name() or "detach" in func.name():
+        if (
+            func.is_view
+            or func.namespace == "prim"
+            or "empty" in func.name()
+            or "detach" in func.name()
+        ):
             return out
         tensors = _tensors((args, kwargs)), _tensors(out)
         num_bytes = float(sum(_unique_bytes(side) for side in tensors))
         of_flops: Any = flop_registry.get(func._overloadpacket)
-        flops = float(of_flops(*args, **(kwargs or {}), out_val=out)) if of_flops is not None else 0.0
+        flops = (
+            float(of_flops(*args, **(kwargs or {}), out_val=out)) if of_flops is not None else 0.0
+        )
         is_half = any(x.dtype in (torch.bfloat16, torch.float16) for x in tensors[0])
         peak = self.peaks.bfloat16 if is_half else self.peaks.float32
         self.counts.num_operations += 1

@@ -49,7 +49,9 @@ class _Run:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
-def run(names: Sequence[str], folder: Path, *, dry_run: bool, seconds: float, again: bool = False) -> int:
+def run(
+    names: Sequence[str], folder: Path, *, dry_run: bool, seconds: float, again: bool = False
+) -> int:
     """Run parts and write the JSON file after each of them; returns 1 where one did not pass, else 0.
 
     Args:
@@ -60,8 +62,10 @@ def run(names: Sequence[str], folder: Path, *, dry_run: bool, seconds: float, ag
         again: also run parts whose results are in the file already.
     """
     if not dry_run and not torch.cuda.is_available():
-        print(f"torch {torch.__version__} sees no GPU here; give --dry-run for the CPU, or install a torch with CUDA.",
-              file=sys.stderr)
+        print(
+            f"torch {torch.__version__} sees no GPU here; give --dry-run for the CPU, or install a torch with CUDA.",
+            file=sys.stderr,
+        )
         return 2
     folder.mkdir(parents=True, exist_ok=True)
     kept, path = _opened(folder, dry_run=dry_run)
@@ -73,14 +77,25 @@ def run(names: Sequence[str], folder: Path, *, dry_run: bool, seconds: float, ag
     try:
         with ThreadPoolExecutor(_DRY_PROCESSES if dry_run else 1) as pool:
             # the longest ones first, where two run at a time
-            list(pool.map(lambda name: _run_part(this, name), reversed(wanted) if dry_run else wanted))
+            list(
+                pool.map(
+                    lambda name: _run_part(this, name), reversed(wanted) if dry_run else wanted
+                )
+            )
     except KeyboardInterrupt:
         for process in this.running:
             _end(process)
-        print(f"stopped; finished parts are in {path}, and the same command continues", file=sys.stderr)
+        print(
+            f"stopped; finished parts are in {path}, and the same command continues",
+            file=sys.stderr,
+        )
         return 130
     print(f"results: {path}")
-    bad = [name for name in names if kept["parts"].get(name, {}).get("status") not in ("passed", "skipped")]
+    bad = [
+        name
+        for name in names
+        if kept["parts"].get(name, {}).get("status") not in ("passed", "skipped")
+    ]
     if bad:
         print(f"not passed: {', '.join(bad)}", file=sys.stderr)
     return 1 if bad else 0
@@ -97,13 +112,15 @@ def part_key(name: str) -> str:
 def is_finished(kept: dict[str, Any], name: str) -> bool:
     """Whether the file has a result of this part that passed, by the same code."""
     found = kept["parts"].get(name, {})
-    return found.get("status") == "passed" and found.get("key") == part_key(name)
+    return bool(found.get("status") == "passed" and found.get("key") == part_key(name))
 
 
 def _opened(folder: Path, *, dry_run: bool) -> tuple[dict[str, Any], Path]:
     """The results so far of this device, torch and library."""
     about = machine.describe(dry_run=dry_run)
-    device = "dry-run" if dry_run else re.sub(r"[^a-z0-9]+", "-", about["device"].lower()).strip("-")
+    device = (
+        "dry-run" if dry_run else re.sub(r"[^a-z0-9]+", "-", about["device"].lower()).strip("-")
+    )
     version = torch.__version__.partition("+")[0]
     path = folder / f"{device}-torch{version}-{machine.library_digest()[:8]}.json"
     with contextlib.suppress(OSError, ValueError):
@@ -119,15 +136,25 @@ def _run_part(this: _Run, name: str) -> None:
     if left_s < _LEAST_S:
         found: dict[str, Any] = {"status": "not run", "message": "no time was left (--minutes)"}
     else:
-        found = _in_process(this, name, min(part.dry_limit_s if this.dry_run else part.limit_s, left_s))
+        found = _in_process(
+            this, name, min(part.dry_limit_s if this.dry_run else part.limit_s, left_s)
+        )
     with this.lock:
-        this.kept["parts"][name] = {**found, "key": part_key(name), "commit": machine.commit(),
-                                    "date": time.strftime("%Y-%m-%d", time.gmtime())}
+        this.kept["parts"][name] = {
+            **found,
+            "key": part_key(name),
+            "commit": machine.commit(),
+            "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        }
         _write(this.path, this.kept)
-    counts = [f"{sum(row['status'] == status for row in found.get('cases', []))} {status}"
-              for status in ("passed", "failed", "skipped")]
-    print(f"{name:12} {found['status']:10} {found.get('wall_s', 0.0):6.1f} s   {', '.join(counts)}   {found.get('message', '')}",
-          flush=True)
+    counts = [
+        f"{sum(row['status'] == status for row in found.get('cases', []))} {status}"
+        for status in ("passed", "failed", "skipped")
+    ]
+    print(
+        f"{name:12} {found['status']:10} {found.get('wall_s', 0.0):6.1f} s   {', '.join(counts)}   {found.get('message', '')}",
+        flush=True,
+    )
     for row in found.get("cases", []):
         if row["status"] == "failed":
             print(f"{'':12} failed: {row['case']}: {row.get('message', '')}", flush=True)
@@ -140,22 +167,37 @@ def _in_process(this: _Run, name: str, limit_s: float) -> dict[str, Any]:
         words = [sys.executable, "-m", "benchmarks.gpu", "--part", name, "--output", str(rows)]
         start = time.monotonic()
         with log.open("wb") as output:
-            process = subprocess.Popen(words + ["--dry-run"] * this.dry_run, cwd=machine.ROOT, stdout=output, stderr=output,
-                                       env=_environment(), start_new_session=True)
+            process = subprocess.Popen(
+                words + ["--dry-run"] * this.dry_run,
+                cwd=machine.ROOT,
+                stdout=output,
+                stderr=output,
+                env=_environment(),
+                start_new_session=True,
+            )
             this.running.append(process)
             try:
                 code: int | None = process.wait(limit_s)
             except subprocess.TimeoutExpired:
                 code = None
             _end(process)
-        cases = [json.loads(line) for line in rows.read_text(encoding="utf-8").splitlines()] if rows.exists() else []
+        cases = (
+            [json.loads(line) for line in rows.read_text(encoding="utf-8").splitlines()]
+            if rows.exists()
+            else []
+        )
         found = {"wall_s": round(time.monotonic() - start, 1), "cases": cases}
         if code == 0 and cases:
             return {"status": _status([row["status"] for row in cases]), **found}
         tail = log.read_text(encoding="utf-8", errors="replace")[-_TAIL:]
         after = f"after {cases[-1]['case']!r}" if cases else "before its first case"
         ended = f"took longer than {limit_s:.0f} s" if code is None else f"ended with code {code}"
-        return {"status": "timed out" if code is None else "crashed", "message": f"{ended}, {after}", "output": tail, **found}
+        return {
+            "status": "timed out" if code is None else "crashed",
+            "message": f"{ended}, {after}",
+            "output": tail,
+            **found,
+        }
 
 
 def _status(of_cases: Sequence[str]) -> str:
@@ -166,8 +208,14 @@ def _status(of_cases: Sequence[str]) -> str:
 
 def _environment() -> dict[str, str]:
     path = os.pathsep.join([str(machine.ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return {"OMP_WAIT_POLICY": "PASSIVE", "RAY_USAGE_STATS_ENABLED": "0", "MLFLOW_DISABLE_TELEMETRY": "true",
-            "PYTHONUNBUFFERED": "1", **os.environ, "PYTHONPATH": path}
+    return {
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+        "PYTHONUNBUFFERED": "1",
+        **os.environ,
+        "PYTHONPATH": path,
+    }
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -38,13 +38,23 @@ class Workload:
     def batch(self, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """(inputs, targets), seeded."""
         torch.manual_seed(1)
-        x, y = self.inputs(size), torch.randint(self.num_classes, (size * self.targets_per_example,))
+        x, y = (
+            self.inputs(size),
+            torch.randint(self.num_classes, (size * self.targets_per_example,)),
+        )
         return x.to(device), y.to(device)
 
 
 def _of(name: str, batches: tuple[int, int, int], dry_batch: int) -> Workload:
     net = nets.NETS[name]
-    return Workload(net.build, lambda size: torch.randn(size, *net.input_shape), net.num_classes, 1, batches, dry_batch)
+    return Workload(
+        net.build,
+        lambda size: torch.randn(size, *net.input_shape),
+        net.num_classes,
+        1,
+        batches,
+        dry_batch,
+    )
 
 
 _SMALL = _of("smallmlp", (128, 512, 2048), 2)
@@ -52,8 +62,17 @@ WORKLOADS = {
     "mlp": _of("mlp", (128, 512, 2048), 2),
     "tdnn": _of("tdnn", (128, 512, 2048), 4),
     "3c3d": _of("3c3d", (128, 512, 2048), 4),
-    "resnet14": Workload(nets.resnet14, lambda size: torch.randn(size, 3, 32, 32), 10, 1, (128, 512, 2048), 4),
-    "gpt": Workload(lambda: nets.Gpt(nets.SelfAttention), lambda size: torch.randint(100, (size, 64)), 100, 64, (8, 32, 128), 2),
+    "resnet14": Workload(
+        nets.resnet14, lambda size: torch.randn(size, 3, 32, 32), 10, 1, (128, 512, 2048), 4
+    ),
+    "gpt": Workload(
+        lambda: nets.Gpt(nets.SelfAttention),
+        lambda size: torch.randint(100, (size, 64)),
+        100,
+        64,
+        (8, 32, 128),
+        2,
+    ),
 }
 
 # on a CPU three small networks suffice to run all the code
@@ -63,14 +82,25 @@ DRY_WORKLOADS = {"mlp": _SMALL, "resnet14": WORKLOADS["resnet14"], "gpt": WORKLO
 class TrainingStep:
     """A network, its optimizer and one minibatch that stays on the device."""
 
-    def __init__(self, workload: Workload, size: int, optimizer: str, device: torch.device, *, capturable: bool = False) -> None:
+    def __init__(
+        self,
+        workload: Workload,
+        size: int,
+        optimizer: str,
+        device: torch.device,
+        *,
+        capturable: bool = False,
+    ) -> None:
         torch.manual_seed(0)
         self.model = workload.build().to(device)
         self.x, self.y = workload.batch(size, device)
         self.optimizers = OPTIMIZERS[optimizer](self.model, capturable)
         # K-FAC, which computes gradients itself
-        self.maker = KFAC(self.model, damping=1e-3, curvature_interval=PERIOD, inverse_interval=PERIOD) \
-            if optimizer == "K-FAC" else None
+        self.maker = (
+            KFAC(self.model, damping=1e-3, curvature_interval=PERIOD, inverse_interval=PERIOD)
+            if optimizer == "K-FAC"
+            else None
+        )
 
     def __call__(self) -> None:
         for optimizer in self.optimizers:
@@ -97,7 +127,10 @@ def _muon(model: nn.Module, capturable: bool) -> list[torch.optim.Optimizer]:
         raise Skipped(f"torch {torch.__version__} has no torch.optim.Muon")
     matrices = [p for p in model.parameters() if p.ndim == 2]
     others = [p for p in model.parameters() if p.ndim != 2]
-    return [muon(matrices, lr=_LR), torch.optim.AdamW(others, lr=_LR, capturable=capturable, foreach=True)]
+    return [
+        muon(matrices, lr=_LR),
+        torch.optim.AdamW(others, lr=_LR, capturable=capturable, foreach=True),
+    ]
 
 
 def _sgd(model: nn.Module, _: bool) -> list[torch.optim.Optimizer]:
@@ -106,8 +139,12 @@ def _sgd(model: nn.Module, _: bool) -> list[torch.optim.Optimizer]:
 
 OPTIMIZERS: dict[str, Callable[[nn.Module, bool], list[torch.optim.Optimizer]]] = {
     "SGD": _sgd,
-    "NG-SGD": lambda model, _: [NGSGD(model, _LR, loss_reduction="mean", momentum=0.9, update_period=PERIOD)],
-    "AdamW": lambda model, capturable: [torch.optim.AdamW(model.parameters(), _LR, capturable=capturable, foreach=True)],
+    "NG-SGD": lambda model, _: [
+        NGSGD(model, _LR, loss_reduction="mean", momentum=0.9, update_period=PERIOD)
+    ],
+    "AdamW": lambda model, capturable: [
+        torch.optim.AdamW(model.parameters(), _LR, capturable=capturable, foreach=True)
+    ],
     "Muon": _muon,
     "K-FAC": _sgd,
 }

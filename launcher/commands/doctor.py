@@ -71,9 +71,10 @@ def examine(output_dir: Path, num_workers: int, address: str = "",
 
         checks.append(lambda: cluster.nodes(address, output_dir))
     if config is not None:
+        from ngsgd.launcher.commands.plan import spec_of
         from ngsgd.launcher.doctor import device
 
-        checks.append(lambda: device.batch_size(config, _progress))
+        checks.append(lambda: device.batch_size(config, lambda: spec_of(config, _progress)))
     for check in checks:
         yield from check()
 

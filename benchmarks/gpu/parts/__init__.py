@@ -23,13 +23,20 @@ class Part:
 
 
 # in the order in which their results are wanted, should time run out
-PARTS = {part.module: part for part in (
-    Part("correctness", "Correctness against the CPU in float64 and against Kaldi's vectors", 90.0),
-    Part("steps", "Time of a training step, and its share of the roofline", 150.0),
-    Part("graphs", "CUDA graphs of forward, backward and step", 60.0),
-    Part("memory", "Memory beside the planner's prediction", 60.0),
-    Part("exchange", "NCCL and gloo with tensors of the device", 60.0),
-    Part("workers", "Workers of one device, and kill -9 of a worker", 90.0),
-    Part("decoding", "Throughput of the acoustic model and of decoding", 45.0),
-    Part("digits", "The recipe digits with 1, 2 and 4 workers on one device", 240.0),
-)}
+PARTS = {
+    part.module: part
+    for part in (
+        Part(
+            "correctness",
+            "Correctness against the CPU in float64 and against Kaldi's vectors",
+            90.0,
+        ),
+        Part("steps", "Time of a training step, and its share of the roofline", 150.0),
+        Part("graphs", "CUDA graphs of forward, backward and step", 60.0),
+        Part("memory", "Memory beside the planner's prediction", 60.0),
+        Part("exchange", "NCCL and gloo with tensors of the device", 60.0),
+        Part("workers", "Workers of one device, and kill -9 of a worker", 90.0),
+        Part("decoding", "Throughput of the acoustic model and of decoding", 45.0),
+        Part("digits", "The recipe digits with 1, 2 and 4 workers on one device", 240.0),
+    )
+}

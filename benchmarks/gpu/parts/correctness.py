@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -38,8 +39,18 @@ _DIRECTION = 5e-3
 # bfloat16 has 8 bits, and Muon's polynomial takes five steps in it
 _BFLOAT16 = 0.2
 _KALDI_ONE_CALL, _KALDI_TRAJECTORY = 1e-3, 1e-2
-_QUANTITIES = ("batch_grad", "batch_l2", "sum_grad_squared", "second_moment", "variance", "diag_ggn", "batch_diag_ggn",
-               "sqrt_ggn", "diag_h", "batch_diag_h")
+_QUANTITIES = (
+    "batch_grad",
+    "batch_l2",
+    "sum_grad_squared",
+    "second_moment",
+    "variance",
+    "diag_ggn",
+    "batch_diag_ggn",
+    "sqrt_ggn",
+    "diag_h",
+    "batch_diag_h",
+)
 _RANDOM = ("psgd",)
 _GOLDEN = machine.ROOT / "tests" / "golden"
 
@@ -47,8 +58,13 @@ _GOLDEN = machine.ROOT / "tests" / "golden"
 def run(measurement: Measurement) -> None:
     for name, operation in OPERATIONS.items():
         with measurement.case(f"operation {name}"):
-            found, wanted = (operation(Draw(device, dtype))
-                             for device, dtype in ((measurement.device, torch.float32), (torch.device("cpu"), torch.float64)))
+            found, wanted = (
+                operation(Draw(device, dtype))
+                for device, dtype in (
+                    (measurement.device, torch.float32),
+                    (torch.device("cpu"), torch.float64),
+                )
+            )
             _require_close(found, wanted, _OPERATION)
     _against_reference(measurement)
     _against_kaldi(measurement)
@@ -69,7 +85,9 @@ def _require_close(found: Any, wanted: Any, tolerance: float) -> float:
         difference = float((a - b).norm()) / max(float(b.norm()), 1e-30)
         # also true of NaN
         if not difference <= tolerance:
-            raise Failed(f"result {index} differs by {difference:.2g} of its norm; {tolerance:g} is allowed")
+            raise Failed(
+                f"result {index} differs by {difference:.2g} of its norm; {tolerance:g} is allowed"
+            )
         largest = max(largest, difference)
     return float(f"{largest:.2g}")
 
@@ -91,7 +109,11 @@ def _against_reference(measurement: Measurement) -> None:
     draw = Draw(measurement.device, torch.float32)
     with measurement.case("reference simple natural gradient"):
         X = draw(12, 7)
-        _require_close(precondition_simple(X), torch.from_numpy(precondition_by_definition(_double(X), 4.0)), _OPERATION)
+        _require_close(
+            precondition_simple(X),
+            torch.from_numpy(precondition_by_definition(_double(X), 4.0)),
+            _OPERATION,
+        )
     with measurement.case("reference orthonormal constraint"):
         for scale in (1.0, -1.0):
             weight = draw(6, 9)
@@ -103,11 +125,13 @@ def _against_reference(measurement: Measurement) -> None:
         for _ in range(4):
             ng.precondition(draw(40, 20))
         state = ng.state_dict()
-        dense = DenseFisher.from_w(_double(state["W"]), _double(state["d"]), float(state["rho"]), alpha=4.0)
+        dense = DenseFisher.from_w(
+            _double(state["W"]), _double(state["d"]), float(state["rho"]), alpha=4.0
+        )
         X = draw(40, 20)
-        Xhat, scale = ng.precondition(X)
+        Xhat, gamma = ng.precondition(X)
         wanted_Xhat, wanted_scale = dense.precondition(_double(X))
-        _require_close((Xhat, scale), (torch.from_numpy(wanted_Xhat), wanted_scale), _OPERATION)
+        _require_close((Xhat, gamma), (torch.from_numpy(wanted_Xhat), wanted_scale), _OPERATION)
         dense.update(_double(X), 1.0 - np.exp(-40 / 2000.0))
         # rows of W have no sign
         W = ng.state_dict()["W"]
@@ -144,45 +168,78 @@ def _kaldi_estimate(measurement: Measurement, vectors: Any, name: str) -> None:
 
     config, inputs = case_inputs(vectors, name)
     for t, X in enumerate(inputs):
-        rows = next((f"{name}__{kind}_{t:02d}" for kind in ("Xhat", "Xhat_rows") if f"{name}__{kind}_{t:02d}" in vectors.files),
-                    None)
+        rows = next(
+            (
+                f"{name}__{kind}_{t:02d}"
+                for kind in ("Xhat", "Xhat_rows")
+                if f"{name}__{kind}_{t:02d}" in vectors.files
+            ),
+            None,
+        )
         before = f"{name}__init_W" if t == 0 else f"{name}__W_{t - 1:02d}"
         if rows is None or before not in vectors.files:
             continue
-        ng = OnlineNaturalGradient(config["rank"], config["update_period"], config["num_samples_history"],
-                                   config["num_minibatches_history"], config["alpha"])
-        d, rho = (vectors[f"{name}__init_{x}"] if t == 0 else vectors[f"{name}__{x}"][t - 1] for x in ("d", "rho"))
-        ng.load_state_dict({"W": torch.tensor(vectors[before], device=measurement.device), "d": torch.tensor(d),
-                            "rho": torch.tensor(rho), "t": t})
+        ng = OnlineNaturalGradient(
+            config["rank"],
+            config["update_period"],
+            config["num_samples_history"],
+            config["num_minibatches_history"],
+            config["alpha"],
+        )
+        d, rho = (
+            vectors[f"{name}__init_{x}"] if t == 0 else vectors[f"{name}__{x}"][t - 1]
+            for x in ("d", "rho")
+        )
+        ng.load_state_dict(
+            {
+                "W": torch.tensor(vectors[before], device=measurement.device),
+                "d": torch.tensor(d),
+                "rho": torch.tensor(rho),
+                "t": t,
+            }
+        )
         Xhat, scale = ng.precondition(torch.tensor(X, device=measurement.device))
         wanted = vectors[rows]
-        _require_close((Xhat[:len(wanted)], scale), (torch.from_numpy(wanted), float(vectors[f"{name}__scale"][t])),
-                       _KALDI_ONE_CALL)
+        _require_close(
+            (Xhat[: len(wanted)], scale),
+            (torch.from_numpy(wanted), float(vectors[f"{name}__scale"][t])),
+            _KALDI_ONE_CALL,
+        )
 
 
-def _kaldi_training(measurement: Measurement, vectors: Any, name: str, config: dict[str, Any]) -> float:
+def _kaldi_training(
+    measurement: Measurement, vectors: Any, name: str, config: dict[str, Any]
+) -> float:
     """Whole training steps of nnet3-train."""
     model, affines = _kaldi_network(vectors, name, config)
     model.to(measurement.device)
     optimizer = _kaldi_optimizer(config, model)
     largest = 0.0
     for t in range(config["T"]):
-        label, weight, X = (torch.tensor(vectors[f"{name}__{kind}_{t:02d}"]).to(measurement.device)
-                            for kind in ("label", "weight", "X"))
+        label, weight, X = (
+            torch.tensor(vectors[f"{name}__{kind}_{t:02d}"]).to(measurement.device)
+            for kind in ("label", "weight", "X")
+        )
         optimizer.zero_grad()
-        (weight * nn.functional.cross_entropy(model(X), label.long(), reduction="none")).sum().backward()
+        (
+            weight * nn.functional.cross_entropy(model(X), label.long(), reduction="none")
+        ).sum().backward()
         optimizer.step(num_samples=len(label))
         for k, affine in enumerate(affines):
             key = f"{name}__params_{t + 1:02d}_{k}"
             if key in vectors.files:
                 start = torch.from_numpy(vectors[f"{name}__params0_{k}"]).double()
-                ours = torch.cat([affine.weight, affine.bias[:, None]], dim=1).detach().cpu().double()
+                ours = (
+                    torch.cat([affine.weight, affine.bias[:, None]], dim=1).detach().cpu().double()
+                )
                 change = torch.from_numpy(vectors[key]).double() - start
                 largest = max(largest, _require_close(ours - start, change, _KALDI_TRAJECTORY))
     return largest
 
 
-def _kaldi_network(vectors: Any, name: str, config: dict[str, Any]) -> tuple[nn.Sequential, list[nn.Linear]]:
+def _kaldi_network(
+    vectors: Any, name: str, config: dict[str, Any]
+) -> tuple[nn.Sequential, list[nn.Linear]]:
     layers: list[nn.Module] = []
     affines = []
     for k, (kind, num_in, *dims) in enumerate(config["layers"]):
@@ -199,11 +256,17 @@ def _kaldi_network(vectors: Any, name: str, config: dict[str, Any]) -> tuple[nn.
 
 
 def _kaldi_optimizer(config: dict[str, Any], model: nn.Module) -> SGD:
-    common = {"momentum": config["mom"], "max_change": config["mc"], "max_param_change": config["maxc"],
-              "weight_decay": config["l2"] * config["l2f"]}
+    common = {
+        "momentum": config["mom"],
+        "max_change": config["mc"],
+        "max_param_change": config["maxc"],
+        "weight_decay": config["l2"] * config["l2f"],
+    }
     made: SGD
     if config["ng"]:
-        made = natural = NGSGD(model, config["lr"], update_period=config["period"], alpha=config["alpha"], **common)
+        made = natural = NGSGD(
+            model, config["lr"], update_period=config["period"], alpha=config["alpha"], **common
+        )
         for side, estimate in natural.preconditioners():
             estimate.rank = config["rin"] if side.endswith("input") else config["rout"]
     else:
@@ -215,7 +278,9 @@ def _kaldi_optimizer(config: dict[str, Any], model: nn.Module) -> SGD:
 # Preconditioners, curvature, optimizers -----------------------------------------------------------
 
 
-def _both(measurement: Measurement, model: nn.Module, x: Tensor) -> Iterator[tuple[nn.Module, Tensor]]:
+def _both(
+    measurement: Measurement, model: nn.Module, x: Tensor
+) -> Iterator[tuple[nn.Module, Tensor]]:
     """The model and its input on the device in float32, and on the CPU in float64."""
     yield copy.deepcopy(model).float().to(measurement.device), x.float().to(measurement.device)
     yield copy.deepcopy(model).double(), x.double()
@@ -230,31 +295,52 @@ def _preconditioners(measurement: Measurement) -> None:
                 if name in _RANDOM:
                     raise Skipped("draws random vectors on the device")
                 case = problem(kind)
-                found, wanted = (_directions(name, model, x, case.y) for model, x in _both(measurement, case.model, case.x))
+                found, wanted = (
+                    _directions(name, model, x, case.y)
+                    for model, x in _both(measurement, case.model, case.x)
+                )
                 # torch.optim.Muon computes in bfloat16 everywhere
-                figures["difference"] = _require_close(found, wanted, _BFLOAT16 if name == "muon" else _DIRECTION)
+                figures["difference"] = _require_close(
+                    found, wanted, _BFLOAT16 if name == "muon" else _DIRECTION
+                )
 
 
 def _directions(method: str, model: nn.Module, x: Tensor, y: Tensor) -> list[Tensor]:
     """Preconditioned gradients after four minibatches that differ in scale."""
-    options: dict[str, Any] = {"fisher": "empirical"} if issubclass(METHODS[method].Options, FisherOptions) else {}
+    options: dict[str, Any] = (
+        {"fisher": "empirical"} if issubclass(METHODS[method].Options, FisherOptions) else {}
+    )
     maker = METHODS[method](model, damping=0.1, **options)
     for step in range(4):
         rows = x * (1.0 + 0.1 * step)
         model.zero_grad()
-        maker.evaluate(lambda rows=rows: nn.functional.cross_entropy(model(rows), y.to(rows.device)))
+        maker.evaluate(partial(_loss, model, rows, y.to(rows.device)))
         maker.step(lr=0.01)
     return [p.grad for p in model.parameters() if p.grad is not None]
 
 
+def _loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(model(x), y)
+
+
 def _curvature(measurement: Measurement) -> None:
     torch.manual_seed(0)
-    problems = {"linear": (nn.Sequential(nn.Linear(5, 4), nn.Sigmoid(), nn.Linear(4, 3)), torch.randn(6, 5)),
-                "conv": (nn.Sequential(nn.Conv2d(2, 3, 3), nn.ReLU(), nn.Flatten(), nn.Linear(48, 3)), torch.randn(6, 2, 6, 6))}
+    problems = {
+        "linear": (
+            nn.Sequential(nn.Linear(5, 4), nn.Sigmoid(), nn.Linear(4, 3)),
+            torch.randn(6, 5),
+        ),
+        "conv": (
+            nn.Sequential(nn.Conv2d(2, 3, 3), nn.ReLU(), nn.Flatten(), nn.Linear(48, 3)),
+            torch.randn(6, 2, 6, 6),
+        ),
+    }
     for kind, (model, x) in problems.items():
         for name in _QUANTITIES:
             with measurement.case(f"curvature {name}, {kind}") as figures:
-                found, wanted = (_quantity(one, rows, name) for one, rows in _both(measurement, model, x))
+                found, wanted = (
+                    _quantity(one, rows, name) for one, rows in _both(measurement, model, x)
+                )
                 figures["difference"] = _require_close(found, wanted, _CURVATURE)
 
 
@@ -270,8 +356,11 @@ def _steps(measurement: Measurement, workload: Workload, name: str) -> float:
     torch.manual_seed(0)
     model = workload.build()
     x, y = workload.batch(workload.dry_batch, torch.device("cpu"))
-    ends = []
-    for device, dtype in ((measurement.device, torch.float32), (torch.device("cpu"), torch.float64)):
+    changes = []
+    for device, dtype in (
+        (measurement.device, torch.float32),
+        (torch.device("cpu"), torch.float64),
+    ):
         one = copy.deepcopy(model).to(device, dtype)
         rows = x.to(device, dtype) if x.is_floating_point() else x.to(device)
         optimizer = _OPTIMIZERS[name](one)
@@ -279,9 +368,16 @@ def _steps(measurement: Measurement, workload: Workload, name: str) -> float:
             optimizer.zero_grad()
             nn.functional.cross_entropy(one(rows), y.to(device)).backward()
             optimizer.step()
-        ends.append(torch.cat([(p.detach().cpu().double() - before.detach().double()).flatten()
-                               for p, before in zip(one.parameters(), model.parameters(), strict=True)]))
-    return _require_close(*ends, _BFLOAT16 if name == "NaturalMuon" else _STEPS)
+        changes.append(
+            torch.cat(
+                [
+                    (p.detach().cpu().double() - before.detach().double()).flatten()
+                    for p, before in zip(one.parameters(), model.parameters(), strict=True)
+                ]
+            )
+        )
+    found, wanted = changes
+    return _require_close(found, wanted, _BFLOAT16 if name == "NaturalMuon" else _STEPS)
 
 
 _OPTIMIZERS: dict[str, Callable[[nn.Module], SGD]] = {

@@ -16,9 +16,24 @@ from benchmarks.gpu import machine
 from benchmarks.gpu.measurement import Failed, Measurement
 from ngsgd.files import read_json_lines
 
-_NEEDS = ("ray", "hydra", "mlflow", "safetensors", "kaldi_native_fbank", "kaldifst", "kaldi_decoder", "espeakng_loader", "psutil")
-_SMALL = ("data.train_minutes=1", "data.valid_minutes=0.3", "data.test_minutes=0.3", "schedule.num_epochs=1",
-          "egs.samples_per_iter=512")
+_NEEDS = (
+    "ray",
+    "hydra",
+    "mlflow",
+    "safetensors",
+    "kaldi_native_fbank",
+    "kaldifst",
+    "kaldi_decoder",
+    "espeakng_loader",
+    "psutil",
+)
+_SMALL = (
+    "data.train_minutes=1",
+    "data.valid_minutes=0.3",
+    "data.test_minutes=0.3",
+    "schedule.num_epochs=1",
+    "egs.samples_per_iter=512",
+)
 # of a run on a GPU; a part has less than all of them together
 _LIMIT_S = 150.0
 _POLL_S = 0.2
@@ -31,18 +46,32 @@ def run(measurement: Measurement) -> None:
         for num_workers in () if measurement.dry_run else (1, 2, 4):
             with measurement.case(f"{num_workers} workers") as figures:
                 measurement.need(*_NEEDS)
-                figures |= _train(measurement, Path(folder), num_workers, kill=False)
+                figures.update(_train(measurement, Path(folder), num_workers, kill=False))
         with measurement.case("2 workers, kill -9 of one of them") as figures:
             measurement.need(*_NEEDS)
-            figures |= _train(measurement, Path(folder), 2, kill=True)
+            figures.update(_train(measurement, Path(folder), 2, kill=True))
 
 
-def _train(measurement: Measurement, folder: Path, num_workers: int, *, kill: bool) -> dict[str, Any]:
+def _train(
+    measurement: Measurement, folder: Path, num_workers: int, *, kill: bool
+) -> dict[str, Any]:
     """Word error rate and seconds of a run; with `kill` a Ray worker is killed while the second outer iteration trains."""
     name = f"digits-{num_workers}{'-killed' * kill}"
-    words = [sys.executable, "-m", "ngsgd.launcher", "train", "recipe=digits", "cluster=ray", f"cluster.num_workers={num_workers}",
-             f"cluster.device={'cpu' if measurement.dry_run else 'cuda'}", f"name={name}", f"output_dir={folder / 'runs'}",
-             f"data.cache_dir={folder / 'data'}", "tracking.kind=none", *(_SMALL if measurement.dry_run else ())]
+    words = [
+        sys.executable,
+        "-m",
+        "ngsgd.launcher",
+        "train",
+        "recipe=digits",
+        "cluster=ray",
+        f"cluster.num_workers={num_workers}",
+        f"cluster.device={'cpu' if measurement.dry_run else 'cuda'}",
+        f"name={name}",
+        f"output_dir={folder / 'runs'}",
+        f"data.cache_dir={folder / 'data'}",
+        "tracking.kind=none",
+        *(_SMALL if measurement.dry_run else ()),
+    ]
     log = folder / f"{name}.log"
     start = time.monotonic()
     with log.open("w", encoding="utf-8") as output:
@@ -70,7 +99,9 @@ def _events(folder: Path, name: str) -> Path | None:
 def _num_outer_iterations(folder: Path, name: str) -> int:
     events = _events(folder, name)
     with contextlib.suppress(OSError, ValueError):
-        return 0 if events is None else events.read_text(encoding="utf-8").count('"outer_iteration"')
+        return (
+            0 if events is None else events.read_text(encoding="utf-8").count('"outer_iteration"')
+        )
     return 0
 
 
@@ -94,10 +125,14 @@ def _summary(events: Path | None) -> dict[str, Any]:
     steps = [line for line in lines if line["event"] == "outer_iteration"]
     report = next(line for line in reversed(lines) if line["event"] == "finished")
     seconds = sum(step["compute_s"] for step in steps)
-    return {"wer": report["wer"], "train_s": round(seconds, 2), "outer_iterations": len(steps),
-            "frames_per_s": round(report["frames_processed"] / max(seconds, 1e-9)),
-            "average_s": round(sum(step["average_s"] for step in steps), 3),
-            "incidents": sum(line["event"] == "incident" for line in lines)}
+    return {
+        "wer": report["wer"],
+        "train_s": round(seconds, 2),
+        "outer_iterations": len(steps),
+        "frames_per_s": round(report["frames_processed"] / max(seconds, 1e-9)),
+        "average_s": round(sum(step["average_s"] for step in steps), 3),
+        "incidents": sum(line["event"] == "incident" for line in lines),
+    }
 
 
 def _end_of(log: Path) -> str:

@@ -38,9 +38,13 @@ class _Case:
 
 # those that may leave a broken capture behind come last
 _CASES = (
-    _Case("SGD", "SGD", must_work=True), _Case("AdamW", "AdamW", must_work=True), _Case("Muon", "Muon"),
+    _Case("SGD", "SGD", must_work=True),
+    _Case("AdamW", "AdamW", must_work=True),
+    _Case("Muon", "Muon"),
     _Case("NG-SGD", "NG-SGD without Fisher update", frozen=True, must_work=True),
-    _Case("NG-SGD", "NG-SGD, a period with a Fisher update", steps_per_graph=PERIOD), _Case("K-FAC", "K-FAC"))
+    _Case("NG-SGD", "NG-SGD, a period with a Fisher update", steps_per_graph=PERIOD),
+    _Case("K-FAC", "K-FAC"),
+)
 
 
 class _Graph(Protocol):
@@ -52,7 +56,7 @@ def run(measurement: Measurement) -> None:
         # in the second the device is the limit, in the first the host
         for net in ("mlp",) if measurement.dry_run else ("resnet14", "mlp"):
             with measurement.case(f"{net} {case.title}") as figures:
-                figures |= _measure(measurement, net, case)
+                figures.update(_measure(measurement, net, case))
                 measurement.need_gpu("capture of a CUDA graph")
 
 
@@ -60,8 +64,12 @@ def _measure(measurement: Measurement, net: str, case: _Case) -> dict[str, float
     """Milliseconds of a step eagerly and in a graph."""
     workload = (DRY_WORKLOADS if measurement.dry_run else WORKLOADS)[net]
     size = workload.dry_batch if measurement.dry_run else workload.batches[0]
-    eager, captured = (TrainingStep(workload, size, case.optimizer, measurement.device, capturable=measurement.on_gpu)
-                       for _ in range(2))
+    eager, captured = (
+        TrainingStep(
+            workload, size, case.optimizer, measurement.device, capturable=measurement.on_gpu
+        )
+        for _ in range(2)
+    )
     for step in (eager, captured):
         step.repeat(2 if measurement.dry_run else WARM_UP)
         for optimizer in step.optimizers:
@@ -74,16 +82,28 @@ def _measure(measurement: Measurement, net: str, case: _Case) -> dict[str, float
         graph.replay()
     eager.repeat(_REPLAYS * case.steps_per_graph)
     measurement.synchronize()
-    change, difference = float((_vector(eager) - before).norm()), float((_vector(captured) - _vector(eager)).norm())
+    change, difference = (
+        float((_vector(eager) - before).norm()),
+        float((_vector(captured) - _vector(eager)).norm()),
+    )
     # also true of NaN
     if not difference <= _TOLERANCE * change:
-        raise Failed(f"after {_REPLAYS} replays the parameters differ from eager ones by {difference:.2g}; they changed by "
-                     f"{change:.2g}")
+        raise Failed(
+            f"after {_REPLAYS} replays the parameters differ from eager ones by {difference:.2g}; they changed by "
+            f"{change:.2g}"
+        )
     rounds = 1 if measurement.dry_run else _ROUNDS
     eager_s = min(measurement.seconds(eager, PERIOD) for _ in range(rounds))
-    graph_s = min(measurement.seconds(graph.replay, PERIOD) for _ in range(rounds)) / case.steps_per_graph
-    return {"batch": size, "eager_ms": round(1e3 * eager_s, 4), "graph_ms": round(1e3 * graph_s, 4),
-            "speed_up": round(eager_s / graph_s, 2), "difference": float(f"{difference / max(change, 1e-30):.2g}")}
+    graph_s = (
+        min(measurement.seconds(graph.replay, PERIOD) for _ in range(rounds)) / case.steps_per_graph
+    )
+    return {
+        "batch": size,
+        "eager_ms": round(1e3 * eager_s, 4),
+        "graph_ms": round(1e3 * graph_s, 4),
+        "speed_up": round(eager_s / graph_s, 2),
+        "difference": float(f"{difference / max(change, 1e-30):.2g}"),
+    }
 
 
 def _prepared(measurement: Measurement, step: TrainingStep, case: _Case) -> _Graph:

@@ -20,17 +20,27 @@ def run(measurement: Measurement) -> None:
             for name in _OPTIMIZERS:
                 with measurement.case(f"{net} {size} {name}") as figures:
                     expected = _predicted(measurement, workload, size, name)
-                    figures |= {"state_mb": _mega(expected.state), "predicted_mb": _mega(expected.peak)}
+                    figures |= {
+                        "state_mb": _mega(expected.state),
+                        "predicted_mb": _mega(expected.peak),
+                    }
                     measurement.need_gpu("the measured peak")
                     peak = _measured(measurement, workload, size, name)
-                    figures |= {"measured_mb": _mega(peak), "predicted_over_measured": round(expected.peak / peak, 3)}
+                    figures |= {
+                        "measured_mb": _mega(peak),
+                        "predicted_over_measured": round(expected.peak / peak, 3),
+                    }
 
 
 def _predicted(measurement: Measurement, workload: Workload, size: int, name: str) -> MemoryUse:
     step = TrainingStep(workload, size, name, measurement.device)
     (optimizer,) = step.optimizers
-    return predict(step.model, optimizer, lambda model, data: nn.functional.cross_entropy(model(data[0]), data[1]),
-                   (step.x, step.y))
+    return predict(
+        step.model,
+        optimizer,
+        lambda model, data: nn.functional.cross_entropy(model(data[0]), data[1]),
+        (step.x, step.y),
+    )
 
 
 def _measured(measurement: Measurement, workload: Workload, size: int, name: str) -> int:

@@ -14,7 +14,15 @@ import torch
 
 from benchmarks.gpu.measurement import Measurement
 from benchmarks.gpu.roofline import OperationCounter, Peaks, measure_peaks
-from benchmarks.gpu.training import DRY_WORKLOADS, OPTIMIZERS, PERIOD, WARM_UP, WORKLOADS, TrainingStep, Workload
+from benchmarks.gpu.training import (
+    DRY_WORKLOADS,
+    OPTIMIZERS,
+    PERIOD,
+    WARM_UP,
+    WORKLOADS,
+    TrainingStep,
+    Workload,
+)
 from ngsgd.ops.kernels import native
 
 _ROUNDS = 9
@@ -30,7 +38,9 @@ def run(measurement: Measurement) -> None:
             _compare(measurement, net, workload, size, peaks)
 
 
-def _compare(measurement: Measurement, net: str, workload: Workload, size: int, peaks: Peaks) -> None:
+def _compare(
+    measurement: Measurement, net: str, workload: Workload, size: int, peaks: Peaks
+) -> None:
     """All optimizers on one network and batch size."""
     warm_up, period, num_rounds = (2, 1, 1) if measurement.dry_run else (WARM_UP, PERIOD, _ROUNDS)
     steps: dict[str, TrainingStep] = {}
@@ -51,19 +61,27 @@ def _compare(measurement: Measurement, net: str, workload: Workload, size: int, 
             step_s = statistics.median(one[name] for one in rounds)
             found = counts[name].counts
             figures |= {
-                "net": net, "batch": size, "optimizer": name, "step_ms": round(1e3 * step_s, 4),
+                "net": net,
+                "batch": size,
+                "optimizer": name,
+                "step_ms": round(1e3 * step_s, 4),
                 "host_ms": round(1e3 * _host_s(measurement, step, period), 4),
-                "ratio": round(statistics.median(one[name] / one["SGD"] for one in rounds), 3) if "SGD" in steps else None,
+                "ratio": round(statistics.median(one[name] / one["SGD"] for one in rounds), 3)
+                if "SGD" in steps
+                else None,
                 "operations": round(found.num_operations / period, 1),
-                "gflops": round(found.flops / period / 1e9, 4), "mbytes": round(found.num_bytes / period / 1e6, 2),
+                "gflops": round(found.flops / period / 1e9, 4),
+                "mbytes": round(found.num_bytes / period / 1e6, 2),
                 "of_roofline": float(f"{found.roofline_s / period / step_s:.3g}"),
                 "of_flops": float(f"{found.flops / period / step_s / peaks.float32:.3g}"),
-                "of_bytes": float(f"{found.num_bytes / period / step_s / peaks.copy:.3g}")}
+                "of_bytes": float(f"{found.num_bytes / period / step_s / peaks.copy:.3g}"),
+            }
 
 
 def _count(step: TrainingStep, peaks: Peaks, period: int) -> OperationCounter:
     """The operations of a period of steps; on a CPU without compiled kernels and oneDNN, which cannot be counted."""
-    with native.in_torch_operations(), torch.backends.mkldnn.flags(enabled=False), OperationCounter(peaks) as counter:
+    counter = OperationCounter(peaks)
+    with native.in_torch_operations(), torch.backends.mkldnn.flags(enabled=False), counter:
         step.repeat(period)
     return counter
 

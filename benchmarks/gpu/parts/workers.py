@@ -50,15 +50,25 @@ def run(measurement: Measurement) -> None:
             figures["bitwise_identical"] = torch.equal(parameters, whole)
             difference = float((parameters - whole).norm() / whole.norm())
             if not difference <= _TOLERANCE:
-                raise Failed(f"the parameters differ from the undisturbed run's by {difference:.2g} of their norm")
+                raise Failed(
+                    f"the parameters differ from the undisturbed run's by {difference:.2g} of their norm"
+                )
 
 
 def _train(measurement: Measurement, num_workers: int, folder: str) -> tuple[float, Tensor]:
     """(seconds in which jobs ran, final parameters)."""
     device = "cpu" if measurement.dry_run else "cuda"
     name = f"w{num_workers}-{time.time_ns()}"
-    done = ngsgd.train(_small_task if measurement.dry_run else _task, num_workers=num_workers, name=name, output_dir=folder,
-                       cluster={"kind": "local", "device": device}, num_epochs=1, seed=0, quiet=True)
+    done = ngsgd.train(
+        _small_task if measurement.dry_run else _task,
+        num_workers=num_workers,
+        name=name,
+        output_dir=folder,
+        cluster={"kind": "local", "device": device},
+        num_epochs=1,
+        seed=0,
+        quiet=True,
+    )
     events: list[dict[str, Any]] = read_json_lines(Path(done.folder.path) / "events.jsonl")
     seconds = sum(event["compute_s"] for event in events if event["event"] == "outer_iteration")
     return round(seconds, 3), torch.cat([p.detach().flatten() for p in done.model.parameters()])
@@ -75,10 +85,18 @@ def _small_task() -> DatasetTask:
 def _made(num_examples: int, width: int, shard_size: int) -> DatasetTask:
     random = torch.Generator().manual_seed(3)
     y = torch.randint(_NUM_CLASSES, (num_examples,), generator=random)
-    x = torch.randn(_NUM_CLASSES, _DIM, generator=random)[y] + torch.randn(num_examples, _DIM, generator=random)
+    x = torch.randn(_NUM_CLASSES, _DIM, generator=random)[y] + torch.randn(
+        num_examples, _DIM, generator=random
+    )
 
     def model() -> nn.Module:
-        return nn.Sequential(nn.Linear(_DIM, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, _NUM_CLASSES))
+        return nn.Sequential(
+            nn.Linear(_DIM, width),
+            nn.ReLU(),
+            nn.Linear(width, width),
+            nn.ReLU(),
+            nn.Linear(width, _NUM_CLASSES),
+        )
 
     return DatasetTask(TensorDataset(x, y), model, _loss, shard_size=shard_size)
 

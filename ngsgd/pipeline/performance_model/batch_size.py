@@ -34,7 +34,9 @@ class FittingBatch:
     is_verified: bool
 
 
-def fitting_batch(config: RunConfig, task: Task, device: torch.device, free_bytes: int) -> FittingBatch:
+def fitting_batch(
+    config: RunConfig, task: Task, device: torch.device, free_bytes: int
+) -> FittingBatch:
     """The largest power of two of examples whose training step fits into `free_bytes`.
 
     The bytes of two sizes of minibatches give a line.  On a GPU they are measured, and a step of the size that is found is run
@@ -46,10 +48,17 @@ def fitting_batch(config: RunConfig, task: Task, device: torch.device, free_byte
     small = max(1, config.schedule.minibatch_size // 2)
     sizes = [first_batch(config, task, size).num_examples for size in (small, 2 * small)]
     if sizes[0] >= sizes[1]:
-        raise ConfigError(f"The first shard has {sizes[1]} examples, too few for minibatches of {2 * small}; lower "
-                          "schedule.minibatch_size.")
+        raise ConfigError(
+            f"The first shard has {sizes[1]} examples, too few for minibatches of {2 * small}; lower "
+            "schedule.minibatch_size."
+        )
     on_gpu = device.type == "cuda"
-    used = [step_bytes(config, task, device, size) if on_gpu else predict_run(config, task, size=size).peak for size in sizes]
+    used = [
+        step_bytes(config, task, device, size)
+        if on_gpu
+        else predict_run(config, task, size=size).peak
+        for size in sizes
+    ]
     slope = max((used[1] - used[0]) / (sizes[1] - sizes[0]), 1.0)
     fixed = used[1] - slope * sizes[1]
     size = _power_of_two((_USABLE * free_bytes - fixed) / slope)
@@ -73,8 +82,14 @@ def step_bytes(config: RunConfig, task: Task, device: torch.device, size: int) -
     before = torch.cuda.memory_allocated(device)
     model = seeded_model(task, config.seed).to(device)
     is_preconditioned = config.optimizer.preconditions
-    optimizer = make_optimizer(model, config.optimizer, config.schedule.lr_initial, 1.0, fast_gemm=not is_preconditioned)
-    maker = make_preconditioner(model, config.optimizer, config.seed, model) if is_preconditioned else None
+    optimizer = make_optimizer(
+        model, config.optimizer, config.schedule.lr_initial, 1.0, fast_gemm=not is_preconditioned
+    )
+    maker = (
+        make_preconditioner(model, config.optimizer, config.seed, model)
+        if is_preconditioned
+        else None
+    )
     batch = first_batch(config, task, size)
     data = to_device(batch.data, device)
     for _ in range(_STEPS):
@@ -82,7 +97,9 @@ def step_bytes(config: RunConfig, task: Task, device: torch.device, size: int) -
         if maker is None:
             task.loss(model, data).total.backward()
         else:
-            maker.evaluate_and_step(lambda: task.loss(model, data).total, config.schedule.lr_initial)
+            maker.evaluate_and_step(
+                lambda: task.loss(model, data).total, config.schedule.lr_initial
+            )
         optimizer.step(num_samples=batch.num_examples)
     torch.cuda.synchronize(device)
     return int(torch.cuda.max_memory_allocated(device) - before)

@@ -34,9 +34,8 @@ _ADAM_TEMPORARIES = 1.0
 _BACKWARD_TEMPORARIES = 2.0
 # under NG-SGD also projected rows of both sides, and their products with the rows
 _NATURAL_TEMPORARIES = 6.0
-# and of normalization layers rows of scale and offset together (measured: docs/planner.md)
-_NATURAL_NORM_TEMPORARIES = 11.0
-_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.modules.batchnorm._BatchNorm)
+# layers that keep their normalized rows under NG-SGD
+_KEEPS_ROWS = nn.modules.batchnorm._BatchNorm
 # state tensors of the size of a parameter, of torch's optimizers
 _MOMENTS = {"Adam": 2, "AdamW": 2, "Muon": 1}
 
@@ -70,8 +69,11 @@ def optimizer_state_bytes(optimizer: torch.optim.Optimizer) -> int:
     >>> optimizer_state_bytes(torch.optim.AdamW(model.parameters()))     # two moments of 8 parameters
     64
     """
-    tensors = sum(_tensors_per_parameter(optimizer, group) * p.numel() * p.element_size()
-                  for group in optimizer.param_groups for p in group["params"])
+    tensors: int = sum(
+        _tensors_per_parameter(optimizer, group) * p.numel() * p.element_size()
+        for group in optimizer.param_groups
+        for p in group["params"]
+    )
     return tensors + (sum(_fisher_bytes(optimizer)) if isinstance(optimizer, NGSGD) else 0)
 
 
@@ -82,7 +84,9 @@ def _tensors_per_parameter(optimizer: torch.optim.Optimizer, group: dict[str, An
     if isinstance(optimizer, SGD | torch.optim.SGD):
         return int(group["momentum"] > 0.0)
     if kind not in _MOMENTS:
-        raise ConfigError(f"The memory of {kind} is not predicted; measure it with ngsgd doctor --device.")
+        raise ConfigError(
+            f"The memory of {kind} is not predicted; measure it with ngsgd doctor --device."
+        )
     return _MOMENTS[kind] + bool(group.get("amsgrad"))
 
 
@@ -93,8 +97,12 @@ def _fisher_bytes(optimizer: NGSGD) -> Iterator[int]:
             yield 4 * min(estimate.rank, estimate.dim - 1) * estimate.dim
 
 
-def predict(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Callable[[nn.Module, Any], Tensor],
-            data: Any) -> MemoryUse:
+def predict(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss: Callable[[nn.Module, Any], Tensor],
+    data: Any,
+) -> MemoryUse:
     """The memory of a training step on a minibatch.
 
     Args:
@@ -111,13 +119,20 @@ def predict(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Callable[[
     buffers = _bytes_of(model.buffers())
     gradients = _bytes_of(p for p in model.parameters() if p.requires_grad)
     state = optimizer_state_bytes(optimizer)
-    always = parameters + buffers + state + _bytes_of(x for x in tree_leaves(data) if isinstance(x, Tensor))
+    always = (
+        parameters
+        + buffers
+        + state
+        + _bytes_of(x for x in tree_leaves(data) if isinstance(x, Tensor))
+    )
     activations, in_backward = _walk(saved)
     is_adam = type(optimizer).__name__ in ("Adam", "AdamW")
     in_step = gradients * (1.0 + (_ADAM_TEMPORARIES if is_adam else 0.0))
     # products of the estimates with the minibatch, until the update
     in_step += sum(_fisher_bytes(optimizer)) if isinstance(optimizer, NGSGD) else 0
-    return MemoryUse(parameters, gradients, state, activations, round(always + max(in_backward, in_step)))
+    return MemoryUse(
+        parameters, gradients, state, activations, round(always + max(in_backward, in_step))
+    )
 
 
 def predict_run(config: RunConfig, task: Task, *, size: int | None = None) -> MemoryUse:
@@ -127,7 +142,9 @@ def predict_run(config: RunConfig, task: Task, *, size: int | None = None) -> Me
         ConfigError: as `predict`, or the run's optimizer is a preconditioner.
     """
     if config.optimizer.preconditions:
-        raise ConfigError(f"The memory of optimizer={config.optimizer.kind} is not predicted; measure it with ngsgd doctor --device.")
+        raise ConfigError(
+            f"The memory of optimizer={config.optimizer.kind} is not predicted; measure it with ngsgd doctor --device."
+        )
     model = seeded_model(task, config.seed)
     optimizer = make_optimizer(model, config.optimizer, config.schedule.lr_initial, 1.0)
     batch = first_batch(config, task, size or config.schedule.minibatch_size)
@@ -152,7 +169,9 @@ class _Saved:
     temporaries: float
 
 
-def _saved_tensors(model: nn.Module, loss: Callable[[nn.Module, Any], Tensor], data: Any, *, is_natural: bool) -> list[_Saved]:
+def _saved_tensors(
+    model: nn.Module, loss: Callable[[nn.Module, Any], Tensor], data: Any, *, is_natural: bool
+) -> list[_Saved]:
     """In the order of the forward pass."""
     shadow = copy.deepcopy(model).to("meta")
     on_meta = tree_map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, data)
@@ -160,32 +179,50 @@ def _saved_tensors(model: nn.Module, loss: Callable[[nn.Module, Any], Tensor], d
     given = {_storage(x) for x in tree_leaves(on_meta) if isinstance(x, Tensor)}
     saved: list[_Saved] = []
 
-    inside_norms: list[nn.Module] = []
-    for module in shadow.modules():
-        if isinstance(module, _NORMS):
-            module.register_forward_pre_hook(lambda one, _: inside_norms.append(one))
-            module.register_forward_hook(lambda _, __, ___: inside_norms.clear())
+    temporaries = _NATURAL_TEMPORARIES if is_natural else _BACKWARD_TEMPORARIES
 
     def pack(x: Tensor) -> Tensor:
-        natural = _NATURAL_NORM_TEMPORARIES if inside_norms else _NATURAL_TEMPORARIES
-        saved.append(_Saved(_storage(x), x.untyped_storage().nbytes(), _storage(x) in own, _storage(x) in given,
-                            natural if is_natural else _BACKWARD_TEMPORARIES))
+        saved.append(
+            _Saved(
+                _storage(x),
+                x.untyped_storage().nbytes(),
+                _storage(x) in own,
+                _storage(x) in given,
+                temporaries,
+            )
+        )
         # kept alive by the graph, so that no other tensor gets its place
         return x
+
+    def add_rows(_: nn.Module, __: Any, output: Tensor) -> None:
+        # no storage has a negative name
+        saved.append(
+            _Saved(-len(saved) - 1, output.untyped_storage().nbytes(), False, False, temporaries)
+        )
+
+    for module in shadow.modules():
+        if is_natural and isinstance(module, _KEEPS_ROWS):
+            module.register_forward_hook(add_rows)
 
     try:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
             total = loss(shadow, on_meta)
     except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
-        raise ConfigError(f"The memory of this model cannot be predicted: its forward pass does not run on torch's meta device "
-                          f"({str(error).partition(chr(10))[0]}); measure it with ngsgd doctor --device.") from error
+        raise ConfigError(
+            f"The memory of this model cannot be predicted: its forward pass does not run on torch's meta device "
+            f"({str(error).partition(chr(10))[0]}); measure it with ngsgd doctor --device."
+        ) from error
     del total
     return saved
 
 
 def _walk(saved: list[_Saved]) -> tuple[int, float]:
     """(bytes of all activations, the peak of the backward pass over activations, gradients and temporaries)."""
-    total = sum({one.storage: one.num_bytes for one in saved if not one.is_parameter and not one.is_given}.values())
+    total = sum(
+        {
+            one.storage: one.num_bytes for one in saved if not one.is_parameter and not one.is_given
+        }.values()
+    )
     live = peak = float(total)
     uses = Counter(one.storage for one in saved)
     done = set[int]()
