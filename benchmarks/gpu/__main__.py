@@ -1,6 +1,7 @@
 """Check and measure ngsgd on one GPU in at most 8 minutes; one JSON file per machine and version.
 
-    python -m benchmarks.gpu                       all parts; finished parts of the same code are skipped
+    python -m benchmarks.gpu                       all parts; finished parts of the same code are
+    skipped
     python -m benchmarks.gpu --dry-run             the same program on the CPU, with small sizes
     python -m benchmarks.gpu --only steps memory   these parts, also where they are finished
     python -m benchmarks.gpu --page                write docs/devices.md from benchmarks/gpu/results

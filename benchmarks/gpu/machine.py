@@ -27,7 +27,7 @@ def describe(*, dry_run: bool) -> dict[str, Any]:
         "device": device_name(dry_run=dry_run),
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "system": platform.platform(),
+        "system": f"{platform.system()} {platform.machine()}",
         "cores": os.cpu_count(),
         "packages": _versions(),
     }

@@ -1,4 +1,5 @@
-"""What a part is given: the device, clocks, and a file that takes each figure as soon as it is known."""
+"""What a part is given: the device, clocks, and a file that takes each figure as soon as it is
+known."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ class Measurement:
     """The device and the results of one part.
 
     Args:
-        path: file that gets one line of JSON per case; a crash of the process keeps the lines before it.
+        path: file that gets one line of JSON per case; a crash of the process keeps the lines
+        before it.
             None writes nothing.
         dry_run: run on the CPU with small sizes.
     """
@@ -49,7 +51,8 @@ class Measurement:
 
     @contextlib.contextmanager
     def case(self, name: str) -> Iterator[dict[str, Any]]:
-        """Record one case; the block fills the figures.  Exceptions become its status and do not leave the block."""
+        """Record one case; the block fills the figures.  Exceptions become its status and do not
+        leave the block."""
         figures: dict[str, Any] = {}
         status, message = "passed", ""
         start = time.perf_counter()

@@ -1,6 +1,8 @@
-"""Every operation of `ngsgd.ops` that takes tensors, as a function that runs on any device in any precision.
+"""Every operation of `ngsgd.ops` that takes tensors, as a function that runs on any device in any
+precision.
 
-A test compares the list with the public functions; those that run on the host only are in `HOST_ONLY`.
+A test compares the list with the public functions; those that run on the host only are in
+`HOST_ONLY`.
 """
 
 from __future__ import annotations
@@ -28,8 +30,11 @@ class Draw:
         self._generator = torch.Generator().manual_seed(7)
 
     def __call__(self, *shape: int) -> Tensor:
-        # rounded to float32, so that both precisions have the same numbers
-        return torch.randn(*shape, generator=self._generator).to(self.device, self.dtype)
+        return self._numbers(*shape).to(self.device, self.dtype)
+
+    def _numbers(self, *shape: int) -> Tensor:
+        # float32, which both precisions hold
+        return torch.randn(*shape, generator=self._generator)
 
     def definite(self, dim: int) -> Tensor:
         """Symmetric, with condition about 100."""
@@ -40,8 +45,9 @@ class Draw:
 
     def orthonormal_rows(self, num_rows: int, dim: int) -> Tensor:
         """Rows of norm 0.9, as W of an estimate has them."""
-        q: Tensor = torch.linalg.qr(self(dim, num_rows).double())[0].T
-        return (0.9 * q).to(self.dtype).contiguous()
+        # on the CPU: other libraries choose other signs
+        q: Tensor = torch.linalg.qr(self._numbers(dim, num_rows).double())[0].T
+        return (0.9 * q).to(self.device, self.dtype).contiguous()
 
     def full(self, value: float) -> Tensor:
         return torch.tensor(value, device=self.device, dtype=self.dtype)

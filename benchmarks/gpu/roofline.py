@@ -1,8 +1,9 @@
-"""Peaks of the device, measured, and the time that the operations of a step would take at these peaks.
+"""Peaks of the device, measured, and the time that the operations of a step would take at these
+peaks.
 
-An operation takes at least max(FLOPs / peak FLOP/s, bytes / peak bytes/s); the roofline time of a step is the sum over its
-operations.  The bytes of an operation are those of its inputs and outputs, so a kernel that fuses two operations of torch
-can be faster than this roofline.
+An operation takes at least max(FLOPs / peak FLOP/s, bytes / peak bytes/s); the roofline time of a
+step is the sum over its operations.  The bytes of an operation are those of its inputs and outputs,
+so a kernel that fuses two operations of torch can be faster than this roofline.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ _ROUNDS = 5
 
 @dataclass(frozen=True)
 class Peaks:
-    """FLOP/s of a float32 GEMM without TF32, with TF32, of a bfloat16 GEMM; bytes/s read and written by a copy."""
+    """FLOP/s of a float32 GEMM without TF32, with TF32, of a bfloat16 GEMM; bytes/s read and
+    written by a copy."""
 
     float32: float
     tf32: float
@@ -94,10 +96,7 @@ class OperationCounter(TorchDispatchMode):
             return out
         tensors = _tensors((args, kwargs)), _tensors(out)
         num_bytes = float(sum(_unique_bytes(side) for side in tensors))
-        of_flops: Any = flop_registry.get(func._overloadpacket)
-        flops = (
-            float(of_flops(*args, **(kwargs or {}), out_val=out)) if of_flops is not None else 0.0
-        )
+        flops = _flops(func, args, kwargs or {}, out)
         is_half = any(x.dtype in (torch.bfloat16, torch.float16) for x in tensors[0])
         peak = self.peaks.bfloat16 if is_half else self.peaks.float32
         self.counts.num_operations += 1
@@ -105,6 +104,17 @@ class OperationCounter(TorchDispatchMode):
         self.counts.num_bytes += num_bytes
         self.counts.roofline_s += max(flops / peak, num_bytes / self.peaks.copy)
         return out
+
+
+def _flops(func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> float:
+    of_flops: Any = flop_registry.get(func._overloadpacket)
+    if of_flops is None:
+        return 0.0
+    try:
+        return float(of_flops(*args, **kwargs, out_val=out))
+    except (TypeError, ValueError, IndexError):
+        # a formula of another version of the operation; its bytes count
+        return 0.0
 
 
 def _tensors(tree: Any) -> list[Tensor]:

@@ -1,4 +1,5 @@
-"""Runs parts in processes of their own, one after another, and keeps their results in one JSON file."""
+"""Runs parts in processes of their own, one after another, and keeps their results in one JSON
+file."""
 
 from __future__ import annotations
 
@@ -52,7 +53,8 @@ class _Run:
 def run(
     names: Sequence[str], folder: Path, *, dry_run: bool, seconds: float, again: bool = False
 ) -> int:
-    """Run parts and write the JSON file after each of them; returns 1 where one did not pass, else 0.
+    """Run parts and write the JSON file after each of them; returns 1 where one did not pass, else
+    0.
 
     Args:
         names: the parts, in the order in which they run.
@@ -102,7 +104,8 @@ def run(
 
 
 def part_key(name: str) -> str:
-    """Digest of the code of a part and of the library: results of the same key need not be measured again."""
+    """Digest of the code of a part and of the library: results of the same key need not be measured
+    again."""
     own = Path(__file__).parent
     files = [*sorted(own.glob("*.py")), own / "parts" / f"{name}.py"]
     shared = [path for path in files if path.name not in ("page.py", "runner.py", "__main__.py")]

@@ -1,4 +1,5 @@
-"""Networks, batch sizes and optimizers of the timings: `step` is a complete training step without a host synchronization."""
+"""Networks, batch sizes and optimizers of the timings: `step` is a complete training step without a
+host synchronization."""
 
 from __future__ import annotations
 

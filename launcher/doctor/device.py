@@ -1,4 +1,5 @@
-"""What `ngsgd doctor --device` finds: the memory of a run's training step, and the batch size that fits."""
+"""What `ngsgd doctor --device` finds: the memory of a run's training step, and the batch size that
+fits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`python -m benchmarks.gpu`: the list of operations, statuses, limits, resumption, the page, and a complete dry run."""
+"""`python -m benchmarks.gpu`: the list of operations, statuses, limits, resumption, the page, and a
+complete dry run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The parts of `python -m benchmarks.gpu`: each runs alone, in any order, within its own time limit."""
+"""The parts of `python -m benchmarks.gpu`: each runs alone, in any order, within its own time
+limit."""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""Operations, estimates, optimizers and curvature on the device in float32, compared with the CPU in float64.
+"""Operations, estimates, optimizers and curvature on the device in float32, compared with the CPU
+in float64.
 
-Operations and training steps run twice from the same numbers.  The online estimate, the simple natural gradient and the
-orthonormality constraint are compared with tests/reference, and the estimate and whole steps with vectors from Kaldi.
+Operations and training steps run twice from the same numbers.  The online estimate, the simple
+natural gradient and the orthonormality constraint are compared with tests/reference, and the
+estimate and whole steps with vectors from Kaldi.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ from ngsgd.optim import SGD
 from ngsgd.preconditioners import METHODS
 from ngsgd.preconditioners.options import FisherOptions
 
-# relative to the norm of the reference.  Operations: products of 300 terms, and solves of condition 1e3
+# relative to the norm of the reference.  Operations: products of 300 terms, and solves of condition
+# 1e3
 _OPERATION = 1e-4
 # of the change of the parameters over a few steps, in which ReLU inputs near 0 may have other signs
 _STEPS = 2e-2
@@ -77,7 +80,8 @@ def run(measurement: Measurement) -> None:
 
 
 def _require_close(found: Any, wanted: Any, tolerance: float) -> float:
-    """The largest relative difference of tensors in the same order; Failed where one is above the tolerance."""
+    """The largest relative difference of tensors in the same order; Failed where one is above the
+    tolerance."""
     pairs = list(zip(_flat(found), _flat(wanted), strict=True))
     largest = 0.0
     for index, (one, other) in enumerate(pairs):

@@ -1,4 +1,5 @@
-"""Throughput of the acoustic model on the device, and of the search over its log-likelihoods on the CPU."""
+"""Throughput of the acoustic model on the device, and of the search over its log-likelihoods on the
+CPU."""
 
 from __future__ import annotations
 

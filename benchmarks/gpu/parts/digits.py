@@ -1,4 +1,5 @@
-"""The recipe digits as a user runs it: `ngsgd train` over Ray, with 1, 2 and 4 workers that share one GPU, and a killed worker."""
+"""The recipe digits as a user runs it: `ngsgd train` over Ray, with 1, 2 and 4 workers that share
+one GPU, and a killed worker."""
 
 from __future__ import annotations
 
@@ -55,7 +56,8 @@ def run(measurement: Measurement) -> None:
 def _train(
     measurement: Measurement, folder: Path, num_workers: int, *, kill: bool
 ) -> dict[str, Any]:
-    """Word error rate and seconds of a run; with `kill` a Ray worker is killed while the second outer iteration trains."""
+    """Word error rate and seconds of a run; with `kill` a Ray worker is killed while the second
+    outer iteration trains."""
     name = f"digits-{num_workers}{'-killed' * kill}"
     words = [
         sys.executable,

@@ -1,4 +1,5 @@
-"""Collectives with tensors of the device: this project's groups and torch.distributed, NCCL with one rank and gloo with two.
+"""Collectives with tensors of the device: this project's groups and torch.distributed, NCCL with
+one rank and gloo with two.
 
 One GPU holds one rank of NCCL, so a world of one is all that NCCL can show on one GPU.
 """
@@ -46,7 +47,8 @@ def run(measurement: Measurement) -> None:
 
 
 def _nccl_group(measurement: Measurement, size: int) -> dict[str, float]:
-    """All-reduce on the device, and all-to-all from and to host memory, as the exchange of parameters does it."""
+    """All-reduce on the device, and all-to-all from and to host memory, as the exchange of
+    parameters does it."""
     secret = secrets.token_bytes(32)
     rendezvous = Rendezvous("127.0.0.1", secret)
     group = join(
@@ -170,7 +172,8 @@ def _init(backend: str, folder: str, rank: int, world_size: int) -> None:
 
 
 def _local_sgd(device: torch.device) -> float:
-    """The sum of the parameters after four steps with two averagings; each rank has minibatches of its own."""
+    """The sum of the parameters after four steps with two averagings; each rank has minibatches of
+    its own."""
     torch.manual_seed(0)
     model = nn.Linear(16, 4).to(device)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)

@@ -1,8 +1,9 @@
-"""A training step as one CUDA graph: forward, backward and optimizer step, captured once and replayed.
+"""A training step as one CUDA graph: forward, backward and optimizer step, captured once and
+replayed.
 
-NG-SGD is captured outside of Fisher updates (frozen estimates), and as a period of four steps with one update.  The
-parameters after replays are compared with those after eager steps of a copy.  On a CPU eager steps stand in for the graph,
-so that all but the capture runs.
+NG-SGD is captured outside of Fisher updates (frozen estimates), and as a period of four steps with
+one update.  The parameters after replays are compared with those after eager steps of a copy.  On a
+CPU eager steps stand in for the graph, so that all but the capture runs.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from ngsgd import NGSGD
 _ROUNDS, _REPLAYS = 5, 8
 # steps on a side stream before the capture
 _SIDE_STEPS = 3
-# of the change of the parameters: a graph may choose other algorithms of cuBLAS and cuDNN, in float32
+# of the change of the parameters: a graph may choose other algorithms of cuBLAS and cuDNN, in
+# float32
 _TOLERANCE = 1e-2
 
 
@@ -107,7 +109,8 @@ def _measure(measurement: Measurement, net: str, case: _Case) -> dict[str, float
 
 
 def _prepared(measurement: Measurement, step: TrainingStep, case: _Case) -> _Graph:
-    """A graph, after steps on a side stream as torch.cuda.graphs asks for; Skipped where it cannot be captured and need not."""
+    """A graph, after steps on a side stream as torch.cuda.graphs asks for; Skipped where it cannot
+    be captured and need not."""
     if not measurement.on_gpu:
         step.repeat(_SIDE_STEPS * case.steps_per_graph)
         return _EagerGraph(step, case.steps_per_graph)

@@ -1,4 +1,5 @@
-"""Peak memory of a training step (torch.cuda.max_memory_allocated) beside the planner's prediction."""
+"""Peak memory of a training step (torch.cuda.max_memory_allocated) beside the planner's
+prediction."""
 
 from __future__ import annotations
 

@@ -1,13 +1,16 @@
-"""Step times of five optimizers on five networks and three batch sizes, in turns within one process.
+"""Step times of five optimizers on five networks and three batch sizes, in turns within one
+process.
 
-A round takes a step of each optimizer in a period of four steps, so that NG-SGD's and K-FAC's share of curvature updates is
-that of a run.  `ratio` is the median over rounds of the time over that of SGD in the same round.
+A round takes a step of each optimizer in a period of four steps, so that NG-SGD's and K-FAC's share
+of curvature updates is that of a run.  `ratio` is the median over rounds of the time over that of
+SGD in the same round.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
+from contextlib import nullcontext
 from dataclasses import asdict
 
 import torch
@@ -79,15 +82,19 @@ def _compare(
 
 
 def _count(step: TrainingStep, peaks: Peaks, period: int) -> OperationCounter:
-    """The operations of a period of steps; on a CPU without compiled kernels and oneDNN, which cannot be counted."""
+    """The operations of a period of steps; on a CPU without compiled kernels and oneDNN, which
+    cannot be counted."""
     counter = OperationCounter(peaks)
-    with native.in_torch_operations(), torch.backends.mkldnn.flags(enabled=False), counter:
+    on_cpu = step.x.device.type == "cpu"
+    without_onednn = torch.backends.mkldnn.flags(enabled=False) if on_cpu else nullcontext()
+    with native.in_torch_operations(), without_onednn, counter:
         step.repeat(period)
     return counter
 
 
 def _host_s(measurement: Measurement, step: TrainingStep, period: int) -> float:
-    """Seconds until a step is submitted: close to the step's time, the host is the limit and a CUDA graph helps."""
+    """Seconds until a step is submitted: close to the step's time, the host is the limit and a CUDA
+    graph helps."""
     measurement.synchronize()
     start = time.perf_counter()
     step.repeat(period)

@@ -1,6 +1,8 @@
-"""Workers of one device without Ray: 1, 2 and 4 processes, and a run in which one of them is killed.
+"""Workers of one device without Ray: 1, 2 and 4 processes, and a run in which one of them is
+killed.
 
-The model and the data are random.  A run with a killed worker must end with the parameters of the undisturbed run.
+The model and the data are random.  A run with a killed worker must end with the parameters of the
+undisturbed run.
 """
 
 from __future__ import annotations

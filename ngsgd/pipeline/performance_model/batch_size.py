@@ -1,4 +1,5 @@
-"""The largest minibatch whose training step fits on a device: measured on a GPU, predicted on a CPU."""
+"""The largest minibatch whose training step fits on a device: measured on a GPU, predicted on a
+CPU."""
 
 from __future__ import annotations
 
@@ -39,11 +40,12 @@ def fitting_batch(
 ) -> FittingBatch:
     """The largest power of two of examples whose training step fits into `free_bytes`.
 
-    The bytes of two sizes of minibatches give a line.  On a GPU they are measured, and a step of the size that is found is run
-    where a shard has as many examples.
+    The bytes of two sizes of minibatches give a line.  On a GPU they are measured, and a step of
+    the size that is found is run where a shard has as many examples.
 
     Raises:
-        ConfigError: the shard is too small for two sizes, or on a CPU the memory cannot be predicted.
+        ConfigError: the shard is too small for two sizes, or on a CPU the memory cannot be
+        predicted.
     """
     small = max(1, config.schedule.minibatch_size // 2)
     sizes = [first_batch(config, task, size).num_examples for size in (small, 2 * small)]

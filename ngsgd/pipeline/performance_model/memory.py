@@ -1,7 +1,8 @@
 """Memory of a training step: the state of the optimizer exactly, the peak as an estimate.
 
     state   SGD: 4 bytes per parameter with momentum, else 0;  AdamW: 8
-            NG-SGD: as SGD, and 4 R D for each side of each layer (W of the Fisher estimate, R ranks, D dimensions)
+            NG-SGD: as SGD, and 4 R D for each side of each layer (W of the Fisher estimate, R
+            ranks, D dimensions)
     peak    parameters + state + minibatch + the largest of
               backward:  activations still saved + gradients so far + temporaries of the operation
               step:      all gradients + temporaries of the update
@@ -28,9 +29,11 @@ from ngsgd.schedules import Shard
 from ngsgd.training.task import Batch, Task, seeded_model
 from ngsgd.training.worker import make_optimizer
 
-# tensors of the size of the parameters that an update makes beside the gradients: Adam's denominator
+# tensors of the size of the parameters that an update makes beside the gradients: Adam's
+# denominator
 _ADAM_TEMPORARIES = 1.0
-# tensors of the size of a saved activation that its backward pass makes: gradients of output and input
+# tensors of the size of a saved activation that its backward pass makes: gradients of output and
+# input
 _BACKWARD_TEMPORARIES = 2.0
 # under NG-SGD also projected rows of both sides, and their products with the rows
 _NATURAL_TEMPORARIES = 6.0
@@ -55,18 +58,19 @@ class MemoryUse:
 
 
 def optimizer_state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of the state that an optimizer has after its first step, in tensors of the size of parameters and in Fisher
-    estimates; counters are left out.
+    """Bytes of the state that an optimizer has after its first step, in tensors of the size of
+    parameters and in Fisher estimates; counters are left out.
 
     Args:
-        optimizer: `NGSGD`, `ngsgd.optim.SGD`, torch's SGD, Adam, AdamW or Muon, before or after steps.
+        optimizer: `NGSGD`, `ngsgd.optim.SGD`, torch's SGD, Adam, AdamW or Muon, before or after
+        steps.
 
     Raises:
         ConfigError: another optimizer.
 
     >>> import torch
     >>> model = torch.nn.Linear(3, 2)
-    >>> optimizer_state_bytes(torch.optim.AdamW(model.parameters()))     # two moments of 8 parameters
+    >>> optimizer_state_bytes(torch.optim.AdamW(model.parameters()))     # two moments
     64
     """
     tensors: int = sum(
@@ -112,7 +116,8 @@ def predict(
         data: a minibatch, tensors in tuples and dictionaries; only shapes and types matter.
 
     Raises:
-        ConfigError: the forward pass needs the numbers of its input, so it cannot run on the meta device.
+        ConfigError: the forward pass needs the numbers of its input, so it cannot run on the meta
+        device.
     """
     saved = _saved_tensors(model, loss, data, is_natural=isinstance(optimizer, NGSGD))
     parameters = _bytes_of(model.parameters())
@@ -158,7 +163,8 @@ def first_batch(config: RunConfig, task: Task, size: int) -> Batch:
 
 @dataclass(frozen=True)
 class _Saved:
-    """A tensor that the forward pass saved: an activation, or a parameter (its gradient is then made)."""
+    """A tensor that the forward pass saved: an activation, or a parameter (its gradient is then
+    made)."""
 
     storage: int
     num_bytes: int
@@ -217,7 +223,8 @@ def _saved_tensors(
 
 
 def _walk(saved: list[_Saved]) -> tuple[int, float]:
-    """(bytes of all activations, the peak of the backward pass over activations, gradients and temporaries)."""
+    """(bytes of all activations, the peak of the backward pass over activations, gradients and
+    temporaries)."""
     total = sum(
         {
             one.storage: one.num_bytes for one in saved if not one.is_parameter and not one.is_given

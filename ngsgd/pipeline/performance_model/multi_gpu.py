@@ -1,10 +1,13 @@
-"""Synchronous training and averaging on nodes of 8 GPUs, on paper: formulas, and their inputs as data.
+"""Synchronous training and averaging on nodes of 8 GPUs, on paper: formulas, and their inputs as
+data.
 
-Letters: n nodes   g GPUs of a node   P bytes of the gradients or parameters   t seconds of a training step without exchange
-H steps between averagings   V, B bytes per second and direction inside a node (of a GPU) and between nodes (of a node)
-L_V, L_B latencies
+Letters: n nodes   g GPUs of a node   P bytes of the gradients or parameters   t seconds of a
+training step without exchange
+H steps between averagings   V, B bytes per second and direction inside a node (of a GPU) and
+between nodes (of a node) L_V, L_B latencies
 
-A hierarchical all-reduce sums in the node, then among the nodes (each GPU its share of P), then gathers in the node:
+A hierarchical all-reduce sums in the node, then among the nodes (each GPU its share of P), then
+gathers in the node:
 
     inside    A_V = 2 (g - 1) (L_V + P / (g V))
     between   A_B = 2 (n - 1) (L_B + P / (n B))
@@ -13,9 +16,10 @@ A hierarchical all-reduce sums in the node, then among the nodes (each GPU its s
     averaging over all GPUs, every H steps           T = t + (A_V + A_B) / H
     a node sums, nodes average every H steps         T = t + max(0, A_V - o t) + A_B / H
 
-o is the share of a step, its backward pass, that hides the exchange of gradients.  The rate of averaging over that of
-synchronous training is the data factor m up to which averaging is ahead (`formulas.data_factor`).  Not in the model:
-stragglers, and that synchronous training has n g times the minibatch.
+o is the share of a step, its backward pass, that hides the exchange of gradients.  The rate of
+averaging over that of synchronous training is the data factor m up to which averaging is ahead
+(`formulas.data_factor`).  Not in the model: stragglers, and that synchronous training has n g times
+the minibatch.
 """
 
 from __future__ import annotations
@@ -28,8 +32,9 @@ from dataclasses import dataclass
 class GpuNode:
     """A node with 8 H200 GPUs.
 
-    Sources: NVIDIA H200 data sheet (SXM: 989 TFLOP/s of dense bfloat16; NVLink 900 GB/s and PCIe Gen5 128 GB/s, both
-    directions together).  Assumed: 40 % of the peak in a training step, and 1 ms for the launches of a small network's step.
+    Sources: NVIDIA H200 data sheet (SXM: 989 TFLOP/s of dense bfloat16; NVLink 900 GB/s and PCIe
+    Gen5 128 GB/s, both directions together).  Assumed: 40 % of the peak in a training step, and 1
+    ms for the launches of a small network's step.
     """
 
     num_gpus: int = 8
@@ -112,7 +117,8 @@ class NodesRow:
 
     @property
     def data_factor(self) -> float:
-        """Times the data that the better way of averaging may need before synchronous training is ahead."""
+        """Times the data that the better way of averaging may need before synchronous training is
+        ahead."""
         return max(self.averaging, self.groups) / self.synchronous
 
 

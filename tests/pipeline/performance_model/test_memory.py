@@ -1,4 +1,5 @@
-"""Predicted memory against tensors that torch counts (MemTracker): state exactly, peak within the stated tolerance."""
+"""Predicted memory against tensors that torch counts (MemTracker): state exactly, peak within the
+stated tolerance."""
 
 from __future__ import annotations
 
