@@ -89,7 +89,7 @@ def _tensors_per_parameter(optimizer: torch.optim.Optimizer, group: dict[str, An
         return int(group["momentum"] > 0.0)
     if kind not in _MOMENTS:
         raise ConfigError(
-            f"The memory of {kind} is not predicted; measure it with ngsgd doctor --device."
+            f"The memory of {kind} is not predicted; ngsgd doctor --device measures it on a GPU."
         )
     return _MOMENTS[kind] + bool(group.get("amsgrad"))
 
@@ -148,7 +148,7 @@ def predict_run(config: RunConfig, task: Task, *, size: int | None = None) -> Me
     """
     if config.optimizer.preconditions:
         raise ConfigError(
-            f"The memory of optimizer={config.optimizer.kind} is not predicted; measure it with ngsgd doctor --device."
+            f"The memory of optimizer={config.optimizer.kind} is not predicted; ngsgd doctor --device measures it on a GPU."
         )
     model = seeded_model(task, config.seed)
     optimizer = make_optimizer(model, config.optimizer, config.schedule.lr_initial, 1.0)
@@ -216,7 +216,7 @@ def _saved_tensors(
     except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
         raise ConfigError(
             f"The memory of this model cannot be predicted: its forward pass does not run on torch's meta device "
-            f"({str(error).partition(chr(10))[0]}); measure it with ngsgd doctor --device."
+            f"({str(error).partition(chr(10))[0]}); ngsgd doctor --device measures it on a GPU."
         ) from error
     del total
     return saved
