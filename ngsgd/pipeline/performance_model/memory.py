@@ -37,6 +37,8 @@ _ADAM_TEMPORARIES = 1.0
 _BACKWARD_TEMPORARIES = 2.0
 # under NG-SGD also projected rows of both sides, and their products with the rows
 _NATURAL_TEMPORARIES = 6.0
+# on a device rows of layers wait to be preconditioned together, up to so many bytes
+_MOST_WAITING = 1 << 28
 # layers that keep their normalized rows under NG-SGD
 _KEEPS_ROWS = nn.modules.batchnorm._BatchNorm
 # state tensors of the size of a parameter, of torch's optimizers
@@ -133,8 +135,11 @@ def predict(
     activations, in_backward = _walk(saved)
     is_adam = type(optimizer).__name__ in ("Adam", "AdamW")
     in_step = gradients * (1.0 + (_ADAM_TEMPORARIES if is_adam else 0.0))
-    # products of the estimates with the minibatch, until the update
-    in_step += sum(_fisher_bytes(optimizer)) if isinstance(optimizer, NGSGD) else 0
+    if isinstance(optimizer, NGSGD):
+        # products of the estimates with the minibatch, until the update
+        in_step += sum(_fisher_bytes(optimizer))
+        if next(model.parameters()).device.type != "cpu":
+            in_backward += min(activations, _MOST_WAITING)
     return MemoryUse(
         parameters, gradients, state, activations, round(always + max(in_backward, in_step))
     )

@@ -135,6 +135,14 @@ def test_activations_grow_with_the_minibatch_and_the_model_is_left_alone() -> No
     assert next(model.parameters()).device.type == "cpu"
 
 
+def test_on_a_device_rows_of_ng_sgd_wait_until_the_end_of_the_backward_pass() -> None:
+    model, data = case("mlp", 512)
+    here = predict(model, OPTIMIZERS["NGSGD"](model), loss, data)
+    there = predict(model.to("meta"), OPTIMIZERS["NGSGD"](model), loss, data)
+    assert there.state == here.state
+    assert there.peak == here.peak + here.activations
+
+
 def test_what_cannot_be_predicted_is_refused_with_a_way_to_measure_it() -> None:
     class Reads(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
