@@ -33,16 +33,19 @@ def main() -> None:
         page.write()
         return
     folder = options.output or (_DRY_RESULTS if options.dry_run else RESULTS)
-    names = options.only or list(PARTS)
-    sys.exit(
-        run(
-            names,
-            folder,
-            dry_run=options.dry_run,
-            seconds=60.0 * options.minutes,
-            again=bool(options.only),
-        )
+    code = run(
+        options.only or list(PARTS),
+        folder,
+        dry_run=options.dry_run,
+        seconds=60.0 * options.minutes,
+        again=bool(options.only),
     )
+    # the page of the docs for results that are kept, else one beside the results
+    if folder.is_dir():
+        where = page.PAGE if folder == RESULTS else folder / page.PAGE.name
+        page.write(folder, where)
+        print(f"page: {where}")
+    sys.exit(code)
 
 
 def _options() -> argparse.Namespace:

@@ -46,6 +46,7 @@ class _Run:
     kept: dict[str, Any]
     # process groups that are to be ended at Ctrl-C
     running: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    is_stopped: bool = False
     # of `kept` and its file
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -76,17 +77,19 @@ def run(
     for name in names:
         if name not in wanted:
             print(f"{name:12} finished before, skipped; --only {name} runs it again", flush=True)
-    try:
-        with ThreadPoolExecutor(_DRY_PROCESSES if dry_run else 1) as pool:
-            # the longest ones first, where two run at a time
-            list(
-                pool.map(
-                    lambda name: _run_part(this, name), reversed(wanted) if dry_run else wanted
-                )
-            )
-    except KeyboardInterrupt:
-        for process in this.running:
-            _end(process)
+    # the longest ones first, where two run at a time
+    order = reversed(wanted) if dry_run else wanted
+    with ThreadPoolExecutor(_DRY_PROCESSES if dry_run else 1) as pool:
+        try:
+            list(pool.map(lambda name: _run_part(this, name), order))
+        except KeyboardInterrupt:
+            # a second one would leave processes behind
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            this.is_stopped = True
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in this.running:
+                _end(process)
+    if this.is_stopped:
         print(
             f"stopped; finished parts are in {path}, and the same command continues",
             file=sys.stderr,
@@ -138,10 +141,15 @@ def _run_part(this: _Run, name: str) -> None:
     left_s = this.deadline - time.monotonic()
     if left_s < _LEAST_S:
         found: dict[str, Any] = {"status": "not run", "message": "no time was left (--minutes)"}
+        # an earlier result says more
+        if name in this.kept["parts"]:
+            return
     else:
         found = _in_process(
             this, name, min(part.dry_limit_s if this.dry_run else part.limit_s, left_s)
         )
+    if this.is_stopped:
+        return
     with this.lock:
         this.kept["parts"][name] = {
             **found,

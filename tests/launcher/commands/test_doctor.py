@@ -146,7 +146,8 @@ def test_a_node_that_cannot_work_fails(sees: bool, writes: bool, code: str, told
 
 
 def test_the_batch_size_that_fits_is_found_for_a_task(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["doctor", "--device", "--json", "--output-dir", str(tmp_path), "task=tests.tasks.blobs:make_task", "cluster.device=cpu"]
+    words = ["doctor", "--device", "--json", "--output-dir", str(tmp_path),
+             "task=tests.tasks.blobs:make_task", "cluster.device=cpu"]
     cli.main([*words, "schedule.minibatch_size=64"])
     [found] = [one for one in json.loads(capsys.readouterr().out) if one["what"] == "batch size"]
     assert found["verdict"] == "ok"
