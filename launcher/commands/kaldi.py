@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ngsgd.pipeline.run import Run
 
 # of ngsgd export
-FORMATS = ("nnet3", "onnx", "torch", "sherpa-onnx", "huggingface")
+FORMATS = ("nnet3", "bundle", "onnx", "torch", "sherpa-onnx", "huggingface")
 # of a model; as text about a billion parameters
 _MAX_MODEL_BYTES = 1 << 34
 
@@ -41,11 +41,12 @@ def export(arguments: Sequence[str]) -> int:
 def _export_options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = Parser("export")
     parser.add_argument("run", metavar="RUN", help="a run folder, or its name under runs/")
-    parser.add_argument("output", metavar="OUTPUT", nargs="?", help="what to make: a folder, for onnx and torch a file")
+    parser.add_argument("output", metavar="OUTPUT", nargs="?", help="file (bundle, onnx, torch) or folder to make")
     parser.add_argument("--output", "-o", dest="named_output", metavar="OUTPUT", help="the same as an option")
     parser.add_argument("--format", choices=FORMATS, default="nnet3",
-                        help="nnet3: Kaldi's raw model as text, and its priors (default); onnx, torch (torch.export): the network "
-                        "and its decoding graph; sherpa-onnx, huggingface: a folder")
+                        help="nnet3: Kaldi's raw model as text, and its priors (default); bundle: one file with all that "
+                        "ngsgd transcribe takes; onnx, torch (torch.export): the network and its decoding graph; sherpa-onnx: "
+                        "model and graph for that engine; huggingface: a folder with a model card")
     parser.add_argument("--data", action="store_true", help="also features, CMVN and alignments (pdf ids) of train, valid and test "
                         "(nnet3)")
     parser.add_argument("--egs", type=int, default=0, metavar="N", help="also the first N archives of training examples (nnet3)")

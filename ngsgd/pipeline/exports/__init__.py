@@ -1,4 +1,6 @@
-"""A run's final model for other programs: ONNX, torch.export, sherpa-onnx, Hugging Face."""
+"""A run's final model in one file, or for other programs: ONNX, torch.export, sherpa-onnx, Hugging
+Face.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ from ngsgd.errors import ConfigError
 from ngsgd.pipeline.exports import huggingface, onnx, sherpa, torch_program
 from ngsgd.pipeline.exports.source import Source, load
 from ngsgd.pipeline.run import Run
+from ngsgd.pipeline.runs.recognizer import export_bundle
 
 # what each writes: paths, the named one first
 WRITERS: Mapping[str, Callable[[Source, Path], list[Path]]] = {
@@ -22,8 +25,8 @@ def export(run: Run, format_name: str, output: Path, *, license_id: str = "unkno
 
     Args:
         run: a run that has been decoded.
-        format_name: a key of `WRITERS`.
-        output: file (onnx, torch) or folder (sherpa-onnx, huggingface) to make.
+        format_name: bundle, or a key of `WRITERS`.
+        output: file (bundle, onnx, torch) or folder (sherpa-onnx, huggingface) to make.
         license_id: licence of the model, for the model card.
         trust: import the module that the run names (see docs/own-model.md).
 
@@ -38,4 +41,7 @@ def export(run: Run, format_name: str, output: Path, *, license_id: str = "unkno
     if output.exists() or output.is_symlink():
         raise ConfigError(f"{output} exists; choose another name, or remove it.")
     output.parent.mkdir(parents=True, exist_ok=True)
+    if format_name == "bundle":
+        export_bundle(run.folder, run.config, run.data.corpus, output)
+        return [output]
     return WRITERS[format_name](load(run, license_id=license_id, trust=trust), output)

@@ -1,37 +1,37 @@
-"""A folder in the style of Hugging Face: the files of the final model, configurations in JSON and a
-model card.
+"""A folder in the style of Hugging Face: a bundle with configurations in JSON and a model card.
+
+`ngsgd transcribe FOLDER` and `Recognizer.load(FOLDER)` read it as any bundle.
 """
 
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
-from ngsgd.files import new_directory, read_json, write_text
+from ngsgd.files import new_directory, parse_json, write_text
 from ngsgd.pipeline.exports.model_card import model_card
 from ngsgd.pipeline.exports.source import Source, write_graph, write_words
-
-GRAPH, WORDS = "HCLG.fst", "words.txt"
+from ngsgd.pipeline.runs.recognizer import bundle_content
 
 
 def write(source: Source, output: Path) -> list[Path]:
-    """Write the folder; its files of the final model are those of the run, byte by byte."""
-    about = read_json(source.folder.final / "model.json")
+    """Write the folder; the parameters in it are those of the run, byte by byte."""
+    content = bundle_content(source.folder, source.config, source.corpus)
+    about = parse_json(content["model.json"].decode())
     num_parameters = sum(parameter.numel() for parameter in source.network.network.parameters())
-    config = {"model_type": "ngsgd", "architectures": [source.config.model._target_ or source.config.model.kind], **about,
-              **{key: source.facts[key] for key in ("pdfs", "words", "acoustic_scale", "word_penalty", "ngsgd_version")}}
-    preprocessor = {"feature_extractor_type": "ngsgd", "sampling_rate": source.facts["features"].get("sample_rate_hz"),
-                    "feature_size": source.window.feature_dim, **source.facts["features"], "cmvn": source.facts["cmvn"]}
+    model, features = source.config.model, source.facts["features"]
+    config = {"model_type": "ngsgd", "architectures": [model._target_ or model.kind], **about,
+              **{key: source.facts[key]
+                 for key in ("pdfs", "words", "acoustic_scale", "word_penalty", "ngsgd_version")}}
+    preprocessor = {"feature_extractor_type": "ngsgd", "feature_size": source.window.feature_dim,
+                    "sampling_rate": features.get("sample_rate_hz"), **features,
+                    "cmvn": source.facts["cmvn"]}
     with new_directory(output) as temporary:
-        for file in sorted(source.folder.final.iterdir()):
-            if file.is_file():
-                shutil.copyfile(file, temporary / file.name)
+        for name, data in content.items():
+            (temporary / name).write_bytes(data)
         write_text(temporary / "config.json", json.dumps(config, indent=1))
         write_text(temporary / "preprocessor_config.json", json.dumps(preprocessor, indent=1))
-        if not (temporary / GRAPH).exists():
-            write_graph(source.graph, temporary / GRAPH)
-        if not (temporary / WORDS).exists():
-            write_words(source.graph, temporary / WORDS)
+        write_graph(source.graph, temporary / "graph.fst")
+        write_words(source.graph, temporary / "words.txt")
         write_text(temporary / "README.md", model_card(source, num_parameters))
     return [output]

@@ -37,7 +37,8 @@ def _introduction(source: Source, num_parameters: int) -> str:
     return (f"A hybrid acoustic model ({model._target_ or model.kind}, {num_parameters:,} parameters, "
             f"{len(source.facts['pdfs'])} HMM states) and its decoding graph, trained with ngsgd {source.facts['ngsgd_version']}. "
             "`model.safetensors` has the parameters, `config.json` the shapes, class priors, words and decoding setting, "
-            "`preprocessor_config.json` the features, and `HCLG.fst` the graph (pdf + 1 in, word + 1 out).")
+            "`preprocessor_config.json` the features, and `graph.fst` the graph (pdf + 1 in, word + 1 out).\n\n"
+            "    ngsgd transcribe FOLDER recording.wav")
 
 
 def _data(source: Source) -> str:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ngsgd import __version__
+from ngsgd.asr.corpora.corpus import Corpus
 from ngsgd.asr.decode import evaluation
 from ngsgd.asr.features import cmvn
 from ngsgd.asr.lang import graphs
@@ -21,6 +22,7 @@ from ngsgd.config import FeatureConfig, RunConfig
 from ngsgd.errors import CheckpointError, ConfigError
 from ngsgd.files import read_json, write_text
 from ngsgd.models.inputs import Window
+from ngsgd.models.saved import window_of
 from ngsgd.models.standalone import StandaloneNetwork
 from ngsgd.pipeline.run import Run
 from ngsgd.pipeline.runs.final_model import load_final
@@ -37,6 +39,7 @@ class Source:
 
     folder: RunFolder
     config: RunConfig
+    corpus: Corpus
     network: StandaloneNetwork
     # with the word penalty
     graph: Graph
@@ -75,8 +78,7 @@ def load(run: Run, *, license_id: str, trust: bool) -> Source:
     """Read the final model, the graph and the decoding setting of a run that has ended."""
     model, prior_P = load_final(run.folder, trust=trust)
     about = read_json(run.folder.final / "model.json")
-    window = Window(about["left_context"], about["right_context"], about["feature_dim"],
-                    about.get("side_dim", 0))
+    window = window_of(about)
     decoded = _decoded(run.folder)
     corpus = run.data.corpus
     graph = graphs.with_word_penalty(evaluation.build_graph(corpus.language, run.config.decode),
@@ -97,7 +99,7 @@ def load(run: Run, *, license_id: str, trust: bool) -> Source:
             name: _size(speech) for name, speech in (("train", corpus.train), ("valid", corpus.valid),
                                                      ("test", corpus.test))}}}
     network = StandaloneNetwork(model, window, prior_P).eval()
-    return Source(run.folder, run.config, network, graph, decoded, facts, license_id)
+    return Source(run.folder, run.config, corpus, network, graph, decoded, facts, license_id)
 
 
 def path_of_graph(model: Path) -> Path:

@@ -18,6 +18,7 @@ import torch
 from ngsgd.asr.decode import scoring
 from ngsgd.asr.decode.evaluation import decode_set
 from ngsgd.asr.lang import graphs
+from ngsgd.asr.recognizer import Recognizer
 from ngsgd.launcher.cli import main
 from ngsgd.launcher.commands.train import open_run
 from ngsgd.pipeline import build_run, recipe
@@ -192,3 +193,10 @@ def test_a_hugging_face_folder_describes_the_model_and_loads(trained: Trained, t
     expected = run.model.state_dict()
     assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
     assert config["priors"] == prior_P.tolist()
+    assert Recognizer.load(folder).sample_rate_hz == 16000
+
+
+def test_a_bundle_is_one_file_that_loads(trained: Trained, tmp_path: Path) -> None:
+    run, path = trained("tdnn"), tmp_path / "model.ngsgd"
+    assert main(["export", "--format", "bundle", str(run.folder.path), str(path)]) == 0
+    assert Recognizer.load(path).bundle.provenance["wer"]["test"] == run.metrics["test"]
