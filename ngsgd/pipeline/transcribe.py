@@ -33,7 +33,8 @@ class Outcome:
 def open_recognizer(model: str, *, trust: bool = False) -> Recognizer:
     """The recognizer of a bundle, a run folder, or a run by its name under runs/.
 
-    A custom network is imported where this user began the run, or with `trust` (see docs/own-model.md).
+    A custom network is imported where this user began the run, or with `trust` (see
+    docs/own-model.md).
     """
     path = Path(model)
     if not path.is_file() and not (path / "model.json").is_file():
@@ -47,7 +48,9 @@ def open_recognizer(model: str, *, trust: bool = False) -> Recognizer:
 
 
 def find_audio(names: Sequence[str]) -> list[Path]:
-    """The files that names, folders and patterns stand for; a folder means all audio files below it, in order of their names."""
+    """The files that names, folders and patterns stand for; a folder means all audio files below
+    it, in order of their names.
+    """
     found: list[Path] = []
     for name in names:
         path = Path(name)
@@ -57,7 +60,8 @@ def find_audio(names: Sequence[str]) -> list[Path]:
             )
             if not inside:
                 raise DataError(
-                    f"{path} holds no audio file ({' '.join(SUFFIXES)}); give another folder, or the files themselves."
+                    f"{path} holds no audio file ({' '.join(SUFFIXES)}); give another folder, or "
+                    f"the files themselves."
                 )
             found += inside
         elif not path.exists() and glob.has_magic(name):
@@ -86,7 +90,8 @@ def transcribe_all(
         recognizer: the model.
         audio: files.
         num_best: hypotheses of each segment.
-        num_processes: processes that share the files; each loads the model and computes with one thread.
+        num_processes: processes that share the files; each loads the model and computes with one
+            thread.
         trust: as for `open_recognizer`, in these processes.
     """
     if min(num_processes, len(audio)) <= 1:
@@ -104,7 +109,8 @@ def transcribe_all(
         yield from pool.map(_in_worker, audio)
     except BrokenProcessPool as error:
         raise DataError(
-            "a process that recognized recordings died, from lack of memory or on a damaged file; find the file with "
+            "a process that recognized recordings died, from lack of memory or on a damaged file; "
+            "find the file with "
             "--processes 1."
         ) from error
     finally:
