@@ -5,15 +5,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ngsgd.errors import EXIT_OK, ConfigError, DataError
 from ngsgd.files import read_regular_bytes
 from ngsgd.launcher.console import TRUST, Parser
 from ngsgd.pipeline.runs.run_folder import find_run
-
-if TYPE_CHECKING:
-    from ngsgd.pipeline.run import Run
 
 # of ngsgd export
 FORMATS = ("nnet3", "bundle", "onnx", "torch", "sherpa-onnx", "huggingface")
@@ -24,23 +20,19 @@ _MAX_MODEL_BYTES = 1 << 34
 def export(arguments: Sequence[str]) -> int:
     """`ngsgd export`."""
     options = _export_options(arguments)
-    folder, output = find_run(options.run), Path(options.output)
-    from ngsgd.launcher.commands.train import open_run
-
-    is_nnet3 = options.format == "nnet3"
-    run = open_run(folder, quiet=False, is_unchanged=not is_nnet3 or options.data)
+    write = {"nnet3": _export_nnet3, "bundle": _export_bundle}.get(options.format, _export_other)
     try:
-        written = _export_nnet3(run, output, options) if is_nnet3 else _export_other(run, output, options)
+        written = write(options, Path(options.output))
     except OSError as error:
-        raise DataError(f"{error.filename or output} could not be written ({error.strerror or error}); make room, or choose "
-                        "another place.") from error
+        raise DataError(f"{error.filename or options.output} could not be written ({error.strerror or error}); make room, or "
+                        "choose another place.") from error
     print("\n".join(map(str, written)))
     return EXIT_OK
 
 
 def _export_options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = Parser("export")
-    parser.add_argument("run", metavar="RUN", help="a run folder, or its name under runs/")
+    parser.add_argument("run", metavar="RUN", help="a run folder, or its name under runs/; a bundle, except for nnet3 and bundle")
     parser.add_argument("output", metavar="OUTPUT", nargs="?", help="file (bundle, onnx, torch) or folder to make")
     parser.add_argument("--output", "-o", dest="named_output", metavar="OUTPUT", help="the same as an option")
     parser.add_argument("--format", choices=FORMATS, default="nnet3",
@@ -63,19 +55,32 @@ def _export_options(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def _export_nnet3(run: Run, output: Path, options: argparse.Namespace) -> list[Path]:
+def _export_nnet3(options: argparse.Namespace, output: Path) -> list[Path]:
+    from ngsgd.launcher.commands.train import open_run
     from ngsgd.pipeline import kaldi_exchange
 
+    run = open_run(find_run(options.run), quiet=False, is_unchanged=options.data)
     output.mkdir(parents=True, exist_ok=True)
     return [*kaldi_exchange.export_model(run, output, trust=options.trust),
             *(kaldi_exchange.export_data(run, output) if options.data else []),
             *(kaldi_exchange.export_egs(run.folder, output, options.egs) if options.egs else [])]
 
 
-def _export_other(run: Run, output: Path, options: argparse.Namespace) -> list[Path]:
+def _export_bundle(options: argparse.Namespace, output: Path) -> list[Path]:
+    from ngsgd.launcher.commands.train import open_run
+    from ngsgd.pipeline.exports import require_new
+    from ngsgd.pipeline.runs.recognizer import export_bundle
+
+    require_new(output)
+    run = open_run(find_run(options.run), quiet=True)
+    export_bundle(run.folder, run.config, run.data.corpus, output)
+    return [output]
+
+
+def _export_other(options: argparse.Namespace, output: Path) -> list[Path]:
     from ngsgd.pipeline import exports
 
-    return exports.export(run, options.format, output, license_id=options.license or "unknown", trust=options.trust)
+    return exports.export(options.run, options.format, output, license_id=options.license or "unknown", trust=options.trust)
 
 
 def import_(arguments: Sequence[str]) -> int:

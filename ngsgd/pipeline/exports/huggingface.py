@@ -8,19 +8,19 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from ngsgd.asr.bundle import read_files
 from ngsgd.files import new_directory, parse_json, write_text
 from ngsgd.pipeline.exports.model_card import model_card
 from ngsgd.pipeline.exports.source import Source, write_graph, write_words
-from ngsgd.pipeline.runs.recognizer import bundle_content
 
 
 def write(source: Source, output: Path) -> list[Path]:
     """Write the folder; the parameters in it are those of the run, byte by byte."""
-    content = bundle_content(source.folder, source.config, source.corpus)
+    content = read_files(source.bundle.path)
     about = parse_json(content["model.json"].decode())
     num_parameters = sum(parameter.numel() for parameter in source.network.network.parameters())
-    model, features = source.config.model, source.facts["features"]
-    config = {"model_type": "ngsgd", "architectures": [model._target_ or model.kind], **about,
+    features = source.facts["features"]
+    config = {"model_type": "ngsgd", "architectures": [source.facts["provenance"].get("model")], **about,
               **{key: source.facts[key]
                  for key in ("pdfs", "words", "acoustic_scale", "word_penalty", "ngsgd_version")}}
     preprocessor = {"feature_extractor_type": "ngsgd", "feature_size": source.window.feature_dim,
@@ -31,7 +31,7 @@ def write(source: Source, output: Path) -> list[Path]:
             (temporary / name).write_bytes(data)
         write_text(temporary / "config.json", json.dumps(config, indent=1))
         write_text(temporary / "preprocessor_config.json", json.dumps(preprocessor, indent=1))
-        write_graph(source.graph, temporary / "graph.fst")
-        write_words(source.graph, temporary / "words.txt")
+        write_graph(source.bundle.graph, temporary / "graph.fst")
+        write_words(source.bundle.graph, temporary / "words.txt")
         write_text(temporary / "README.md", model_card(source, num_parameters))
     return [output]

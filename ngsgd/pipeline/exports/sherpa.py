@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ngsgd.asr.features.cmvn import SMALLEST_DEVIATION
-from ngsgd.config import FeatureConfig, RunConfig
+from ngsgd.config import FeatureConfig
 from ngsgd.errors import ConfigError
 from ngsgd.files import new_directory, write_text
 from ngsgd.models.standalone import StandaloneNetwork
@@ -30,34 +30,34 @@ _LIFTER = 22.0
 
 def write(source: Source, output: Path) -> list[Path]:
     """Write the folder: model.onnx, HLG.fst, tokens.txt, words.txt."""
-    require_support(source.config)
-    network = UtteranceNetwork(source.network, source.config.features,
+    require_support(source.bundle.features, source.window.side_dim)
+    network = UtteranceNetwork(source.network, source.bundle.features,
                                acoustic_scale=source.facts["acoustic_scale"]).eval()
     sequences, frames = torch.export.Dim("N", min=1, max=1 << 16), torch.export.Dim("T", min=2, max=1 << 24)
     # sherpa-onnx reads these; times of words follow from the factor
     facts = {**source.facts, "model_type": "wenet_ctc", "subsampling_factor": 1,
              "vocab_size": len(source.facts["priors"])}
-    inputs = [_example(source.config.features, num_frames) for num_frames in (20, 1, 57)]
+    inputs = [_example(source.bundle.features, num_frames) for num_frames in (20, 1, 57)]
     proto = convert(network, inputs[0], ({0: sequences, 1: frames}, {0: sequences}),
                     input_names=["x", "x_lens"], output_names=["log_probs", "log_probs_lens"], facts=facts)
     check(proto, network, inputs[1:])
     with new_directory(output) as temporary:
         (temporary / "model.onnx").write_bytes(proto.SerializeToString())
-        write_graph(source.graph, temporary / "HLG.fst")
+        write_graph(source.bundle.graph, temporary / "HLG.fst")
         write_text(temporary / "tokens.txt", _tokens(source.facts["pdfs"]))
-        write_words(source.graph, temporary / "words.txt")
+        write_words(source.bundle.graph, temporary / "words.txt")
     return [output]
 
 
-def require_support(config: RunConfig) -> None:
+def require_support(features: FeatureConfig, ivector_dim: int) -> None:
     """Raises ConfigError unless sherpa-onnx can compute the inputs of the network."""
     problems = []
-    if config.features.kind == "given":
+    if features.kind == "given":
         problems.append("features.kind is given, and sherpa-onnx computes filterbanks from audio")
-    if config.features.cmvn not in ("none", "utterance"):
-        problems.append(f"features.cmvn is {config.features.cmvn}, and sherpa-onnx neither tells speakers apart nor keeps their "
+    if features.cmvn not in ("none", "utterance"):
+        problems.append(f"features.cmvn is {features.cmvn}, and sherpa-onnx neither tells speakers apart nor keeps their "
                         "statistics")
-    if config.ivectors.dim:
+    if ivector_dim:
         problems.append("the model takes i-vectors, which sherpa-onnx does not compute")
     if problems:
         raise ConfigError([f"{problem}; export with --format onnx and compute the input yourself, or train with fbank or mfcc "

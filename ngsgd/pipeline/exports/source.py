@@ -12,42 +12,46 @@ import torch
 from torch import Tensor
 
 from ngsgd import __version__
-from ngsgd.asr.corpora.corpus import Corpus
-from ngsgd.asr.decode import evaluation
+from ngsgd.asr.bundle import Bundle
 from ngsgd.asr.features import cmvn
-from ngsgd.asr.lang import graphs
 from ngsgd.asr.lang.graphs import Graph
-from ngsgd.asr.speech_set import SpeechSet
-from ngsgd.config import FeatureConfig, RunConfig
-from ngsgd.errors import CheckpointError, ConfigError
-from ngsgd.files import read_json, write_text
+from ngsgd.config import FeatureConfig
+from ngsgd.errors import ConfigError
+from ngsgd.files import write_text
 from ngsgd.models.inputs import Window
-from ngsgd.models.saved import window_of
 from ngsgd.models.standalone import StandaloneNetwork
-from ngsgd.pipeline.run import Run
-from ngsgd.pipeline.runs.final_model import load_final
-from ngsgd.pipeline.runs.run_folder import RunFolder
 
 # of `Source.facts`; raise it when a key changes its meaning
 FACTS_FORMAT = 1
-_FRAME_SHIFT_S = 0.01
 
 
 @dataclass(frozen=True)
 class Source:
     """A model to export."""
 
-    folder: RunFolder
-    config: RunConfig
-    corpus: Corpus
+    bundle: Bundle
     network: StandaloneNetwork
-    # with the word penalty
-    graph: Graph
-    # content of decode/wer.json
-    decoded: dict[str, Any]
     # what is written into the model, by name
     facts: dict[str, Any]
     license_id: str
+
+    @classmethod
+    def of(cls, bundle: Bundle, license_id: str = "unknown") -> Source:
+        """The network of a bundle as a function of frames, and its facts."""
+        window, features, language = bundle.window, bundle.features, bundle.language
+        is_given = language.given is not None and bundle.decode.graph != "made"
+        facts = {
+            "format": FACTS_FORMAT, "ngsgd_version": __version__,
+            "features": _features(features),
+            "cmvn": _cmvn(features, bundle.all_speech if features.cmvn == "online" else None),
+            "left_context": window.left_context, "right_context": window.right_context,
+            "edges": "repeat the first and the last frame", "feature_dim": window.feature_dim,
+            "ivector_dim": window.side_dim, "priors": bundle.prior_P.tolist(),
+            "pdfs": list(language.pdf_names(of_graph=is_given)), "words": list(bundle.graph.words),
+            "acoustic_scale": bundle.weights.acoustic_scale,
+            "word_penalty": bundle.weights.word_penalty, "provenance": dict(bundle.provenance)}
+        network = StandaloneNetwork(bundle.model, window, bundle.prior_P).eval()
+        return cls(bundle, network, facts, license_id)
 
     @property
     def window(self) -> Window:
@@ -74,34 +78,6 @@ class Source:
         return ({0: sequences, 1: frames}, *([{0: sequences}] if self.window.side_dim else []))
 
 
-def load(run: Run, *, license_id: str, trust: bool) -> Source:
-    """Read the final model, the graph and the decoding setting of a run that has ended."""
-    model, prior_P = load_final(run.folder, trust=trust)
-    about = read_json(run.folder.final / "model.json")
-    window = window_of(about)
-    decoded = _decoded(run.folder)
-    corpus = run.data.corpus
-    graph = graphs.with_word_penalty(evaluation.build_graph(corpus.language, run.config.decode),
-                                     decoded["word_penalty"])
-    is_given = corpus.language.given is not None and run.config.decode.graph != "made"
-    stats = corpus.train.cmvn.stats if corpus.train.cmvn else {}
-    facts = {
-        "format": FACTS_FORMAT, "ngsgd_version": __version__,
-        "features": _features(run.config.features),
-        "cmvn": _cmvn(run.config.features, stats.get(cmvn.GLOBAL)),
-        "left_context": window.left_context, "right_context": window.right_context,
-        "edges": "repeat the first and the last frame", "feature_dim": window.feature_dim,
-        "ivector_dim": window.side_dim, "priors": prior_P.tolist(),
-        "pdfs": list(corpus.language.pdf_names(of_graph=is_given)), "words": list(graph.words),
-        "acoustic_scale": decoded["acoustic_scale"], "word_penalty": decoded["word_penalty"],
-        "test_wer": decoded["test"],
-        "data": {"corpus": run.config.data.corpus, "sets": {
-            name: _size(speech) for name, speech in (("train", corpus.train), ("valid", corpus.valid),
-                                                     ("test", corpus.test))}}}
-    network = StandaloneNetwork(model, window, prior_P).eval()
-    return Source(run.folder, run.config, corpus, network, graph, decoded, facts, license_id)
-
-
 def path_of_graph(model: Path) -> Path:
     """The file next to a model that holds its decoding graph; raises ConfigError if it exists."""
     path = model.with_suffix(".fst")
@@ -121,23 +97,6 @@ def write_words(graph: Graph, path: Path) -> None:
     """The symbol table of the graph's words."""
     symbols = enumerate(("<eps>", *graph.words))
     write_text(path, "".join(f"{word} {number}\n" for number, word in symbols))
-
-
-def _decoded(folder: RunFolder) -> dict[str, Any]:
-    try:
-        found = read_json(folder.decode / "wer.json")
-        if not isinstance(found, dict) or not found.keys() >= {"word_penalty", "acoustic_scale",
-                                                               "test"}:
-            raise ValueError("wer.json has no setting")
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{folder.path} has not been decoded yet ({error}); finish it with: "
-                              f"ngsgd resume {folder.path}") from error
-    return found
-
-
-def _size(speech: SpeechSet) -> dict[str, Any]:
-    return {"utterances": len(speech.texts), "speakers": len(set(speech.speakers)),
-            "hours": speech.frames.num_frames * _FRAME_SHIFT_S / 3600.0}
 
 
 def _features(config: FeatureConfig) -> dict[str, Any]:

@@ -33,5 +33,5 @@ def write(source: Source, output: Path) -> list[Path]:
     with new_file(output) as temporary:
         temporary.write_bytes(buffer.getvalue())
     with new_file(graph_path) as temporary:
-        write_graph(source.graph, temporary)
+        write_graph(source.bundle.graph, temporary)
     return [output, graph_path]
