@@ -23,9 +23,13 @@ _RATE_HZ = 8000
 
 def check(config: RunConfig) -> list[str]:
     """Return one message per wrong value; an empty list if the configuration can run."""
-    problems = [message for section, path, spec in _options(config, "")
-                for message in _check_value(section, path, spec)]
-    return problems or [message for rule in _RULES for message in rule(config)]
+    return check_values(config) or [message for rule in _RULES for message in rule(config)]
+
+
+def check_values(config: RunConfig) -> list[str]:
+    """Return one message per value outside its range, without the rules between options."""
+    return [message for section, path, spec in _options(config, "")
+            for message in _check_value(section, path, spec)]
 
 
 def _options(section: Any, prefix: str) -> Iterator[tuple[Any, str, Field[Any]]]:
