@@ -57,7 +57,7 @@ class RayWorker:
         self._member = CollectiveWorker(index, self._worker.layout, self._worker.device)
         codec = spec.settings.cluster.compression
         self._encoder = None if codec == "none" else MoveEncoder(codec)
-        fingerprint = Fingerprint.of_this_process(num_threads, self._worker.device)
+        fingerprint = Fingerprint.of_this_process(num_threads, self._worker.device, spec.settings.cluster.precision)
         device = WorkerDevice.of(self._worker.device, is_near=self._heartbeats is not None)
         return Address(os.uname().nodename, os.getpid(), fingerprint, device)
 

@@ -35,8 +35,10 @@ class SequenceTraining(FrameClassification):
         self._denominator = denominator
 
     def loss(self, model: nn.Module, data: Any) -> BatchLoss:
-        logits_NP = model(data.x_ND)
-        loss = self._criterion(logits_NP, data.pdf_N, data.lengths, data.log_weight_B)
+        # sums over all paths need the digits and the range of float32
+        logits_NP = model(data.x_ND).float()
+        with torch.autocast(logits_NP.device.type, enabled=False):
+            loss = self._criterion(logits_NP, data.pdf_N, data.lengths, data.log_weight_B)
         return with_accuracy(loss, logits_NP, data)
 
     @cached_property

@@ -30,6 +30,7 @@ from ngsgd.preconditioners.build import make_preconditioner
 from ngsgd.training.job import Fisher, Job, JobInit, JobResult, LocalRef, WorkItem
 from ngsgd.training.parameter_deltas import NO_LIMITS, PartOfStart, change_limits, measure
 from ngsgd.training.parameter_vector import FlatLayout, Vector
+from ngsgd.training.precision import autocast, set_precision
 from ngsgd.training.ranks import ALONE, Ranks
 from ngsgd.training.task import Batch, BatchLoss, TaskSpec, seeded_model, to_device
 from ngsgd.training.validation.checksums import digest, not_finite
@@ -90,6 +91,8 @@ class Worker:
         self.index = index
         self.ranks = ranks
         self.device = choose_device(self.settings.cluster.device, index * ranks.size + ranks.rank)
+        # before the task, which may choose another one
+        set_precision(self.settings.cluster.precision, self.device)
         self.task = spec.task(self.device)
         self.model = seeded_model(self.task, self.settings.seed).to(self.device)
         self.layout = FlatLayout.of(self.model)
@@ -193,7 +196,8 @@ class Worker:
 
         def forward() -> Tensor:
             nonlocal found
-            found = self.task.loss(network, data)
+            with autocast(self.settings.cluster.precision, self.device):
+                found = self.task.loss(network, data)
             return found.total
 
         def gradients() -> Tensor:

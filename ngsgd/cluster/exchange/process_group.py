@@ -15,7 +15,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Literal, Protocol
 
@@ -35,7 +35,7 @@ c10d: Any = torch.distributed
 _POLL_S = 0.0001
 # Read when a ProcessGroupNCCL is made.  By default a thread of torch ends the complete process, and
 # the results in it, when a peer is gone; with blocking waits there is no such thread
-_NCCL_SETTINGS = {"TORCH_NCCL_BLOCKING_WAIT": "1"}
+_BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 
 
 class Group(Protocol):
@@ -147,19 +147,13 @@ class NcclGroup:
     def __init__(self, store: MemberStore, rank: int, world_size: int, timeout_s: float, device: torch.device) -> None:
         if not hasattr(c10d, "ProcessGroupNCCL"):
             raise RuntimeError(f"torch {torch.__version__} is built without NCCL")
-        options = c10d.ProcessGroupNCCL.Options()
-        options._timeout = timedelta(seconds=timeout_s)
-        # an init call that waits for a peer that never comes returns, instead of blocking for ever
-        options.config.blocking = 0
-        # in whole seconds; torch reads it once in the life of a process
-        os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(math.ceil(timeout_s)))
         is_gpu = device.type == "cuda"
         if is_gpu:
             torch.cuda.set_device(device)
         self._device, self._is_gpu = device, is_gpu
         self._stream = torch.cuda.Stream(device) if is_gpu else None
         self._store = store
-        with _environment(_NCCL_SETTINGS):
+        with nccl_options(timeout_s) as options:
             self._group: Any = c10d.ProcessGroupNCCL(store, rank, world_size, options)
 
     def all_to_all(self, outgoing: Bytes, out_sizes: Sequence[int], in_sizes: Sequence[int], deadline: float) -> Bytes:
@@ -167,7 +161,7 @@ class NcclGroup:
         # else torch uses the current stream and returns nothing that can be waited for
         settings.asyncOp = True
         # without a stream the context does nothing
-        with torch.cuda.stream(self._stream):  # type: ignore[arg-type]
+        with torch.cuda.stream(self._stream):
             sent = self._pinned(torch.from_numpy(outgoing)).to(self._device, non_blocking=True)
             received = torch.empty(sum(in_sizes), dtype=torch.uint8, device=self._device)
             self._wait(self._group.alltoall_base(received, sent, list(in_sizes), list(out_sizes), settings), deadline)
@@ -207,18 +201,31 @@ class NcclGroup:
 
 
 @contextlib.contextmanager
-def _environment(settings: Mapping[str, str]) -> Iterator[None]:
-    """Environment variables for as long as it lasts."""
-    before = {name: os.environ.get(name) for name in settings}
-    os.environ.update(settings)
+def nccl_options(timeout_s: float) -> Iterator[Any]:
+    """Options for a ProcessGroupNCCL that is made inside the context, and whose failures are exceptions.
+
+    Args:
+        timeout_s: Longest time for one operation, and for the connections to come about, in seconds.
+
+    Yields:
+        torch.distributed.ProcessGroupNCCL.Options.
+    """
+    options = c10d.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=timeout_s)
+    # a call that waits for a peer that never comes returns, instead of blocking for ever
+    options.config.blocking = 0
+    # in whole seconds; torch reads it once in the life of a process
+    os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(math.ceil(timeout_s)))
+    before = os.environ.get(_BLOCKING_WAIT)
+    os.environ[_BLOCKING_WAIT] = "1"
     try:
-        yield
+        yield options
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        # other groups of this process are the user's
+        if before is None:
+            del os.environ[_BLOCKING_WAIT]
+        else:
+            os.environ[_BLOCKING_WAIT] = before
 
 
 def _address_towards(host: str, port: int) -> str:

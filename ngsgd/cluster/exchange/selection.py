@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -37,11 +37,13 @@ class WorkerDevice:
         host = os.uname().nodename
         if device.type != "cuda":
             return cls(host, is_near)
-        found = torch.cuda.get_device_properties(device)
+        # torch's stubs do not have all of them
+        found: Any = torch.cuda.get_device_properties(device)
         uuid = str(getattr(found, "uuid", ""))
-        places = [getattr(found, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
-        # torch shows the PCI address since 2.8
-        address = "" if None in places else "{:04x}:{:02x}:{:02x}".format(*places)
+        address = ""
+        # not every version of torch shows it
+        if hasattr(found, "pci_bus_id"):
+            address = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}"
         return cls(host, is_near, address or uuid or str(device), uuid, " MIG " in f"{found.name} ")
 
 

@@ -22,6 +22,9 @@ class ClusterConfig:
         0, "compute threads of a worker; 0: cores divided by workers, at least 1", low=0)
     device: Literal["auto", "cpu", "cuda"] = option(
         "auto", "device of the workers; auto: a GPU where Ray offers one, else the CPU")
+    precision: Literal["float32", "tf32", "bf16"] = option(
+        "float32", "number format of matrix products on the workers; tf32: GPUs only; bf16: autocast "
+                   "over forward pass and loss; parameters and Fisher estimates stay float32")
     address: str = option(
         "", "Ray cluster to join, host:port or auto; empty: start one on this machine",
         used="kind=ray")

@@ -101,7 +101,7 @@ def test_a_library_that_moves_other_bytes_is_refused(monkeypatch: pytest.MonkeyP
     """torch's fake process group reports success and sends nothing."""
     class Fake(GlooAsNccl):
         def __init__(self, store: object, rank: int, size: int, options: object) -> None:
-            self._group = torch._C._distributed_c10d.FakeProcessGroup._create_internal(rank, size)  # type: ignore[attr-defined]
+            self._group = torch._C._distributed_c10d.FakeProcessGroup._create_internal(rank, size)
 
         def alltoall_base(self, *arguments: object) -> object:  # type: ignore[override]
             self._group.alltoall_base(*arguments)
