@@ -27,12 +27,13 @@ from ngsgd.optim.layer_options import layer_options
 from ngsgd.optim.rules import backstitch_step, shrink
 from ngsgd.preconditioners.base import Preconditioner
 from ngsgd.preconditioners.build import make_preconditioner
+from ngsgd.training.device_copies import on_device
 from ngsgd.training.job import Fisher, Job, JobInit, JobResult, LocalRef, WorkItem
 from ngsgd.training.parameter_deltas import NO_LIMITS, PartOfStart, change_limits, measure
 from ngsgd.training.parameter_vector import FlatLayout, Vector
 from ngsgd.training.precision import autocast, set_precision
 from ngsgd.training.ranks import ALONE, Ranks
-from ngsgd.training.task import Batch, BatchLoss, TaskSpec, seeded_model, to_device
+from ngsgd.training.task import Batch, BatchLoss, TaskSpec, seeded_model
 from ngsgd.training.validation.checksums import digest, not_finite
 from ngsgd.training.validation.plausibility import impossible
 
@@ -130,7 +131,7 @@ class Worker:
         sums = _Sums(self.device)
         began = time.perf_counter()
         remainder: tuple[WorkItem, ...] = ()
-        for index, (batch, left) in enumerate(self._batches(job)):
+        for index, (batch, left) in enumerate(on_device(self._batches(job), self.device)):
             is_turn = (index + job.outer_iter) % settings.backstitch_interval == 0
             steps_back = not has_preconditioner and is_turn
             self._train(network, batch, optimizer, preconditioner, sums,
@@ -189,7 +190,7 @@ class Worker:
     def _train(self, network: nn.Module, batch: Batch | None, optimizer: SGD,
                preconditioner: Preconditioner | None, sums: _Sums, backstitch_scale: float) -> None:
         """One minibatch: forward, backward and the update of the parameters."""
-        data = None if batch is None else to_device(batch.data, self.device)
+        data = None if batch is None else batch.data
         num_examples = 0 if batch is None else batch.num_examples
         num_samples = num_examples
         found = BatchLoss(torch.zeros((), device=self.device), 0.0)
