@@ -97,6 +97,8 @@ class Worker:
         self.task = spec.task(self.device)
         self.model = seeded_model(self.task, self.settings.seed).to(self.device)
         self.layout = FlatLayout.of(self.model)
+        # of a rank without a minibatch
+        self._no_loss = BatchLoss(torch.zeros((), device=self.device), 0.0)
 
     def run(self, job: Job, place: Place = np_empty,
             should_stop: Callable[[], bool] = never) -> JobResult:
@@ -193,7 +195,7 @@ class Worker:
         data = None if batch is None else batch.data
         num_examples = 0 if batch is None else batch.num_examples
         num_samples = num_examples
-        found = BatchLoss(torch.zeros((), device=self.device), 0.0)
+        found = self._no_loss
 
         def forward() -> Tensor:
             nonlocal found
