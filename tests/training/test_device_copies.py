@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -52,6 +52,11 @@ class Event:
         return any(one is operation for one in stream.queued[:count])
 
 
+def _method(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """A function that becomes a method of the tensor, which a bound method does not."""
+    return lambda tensor: function(tensor)  # noqa: PLW0108
+
+
 class Cuda:
     """What `ngsgd.training.device_copies` asks of torch.cuda, and what was done."""
 
@@ -65,7 +70,7 @@ class Cuda:
         monkeypatch.setattr(torch.cuda, "Event", Event)
         monkeypatch.setattr(torch.cuda, "stream", self.stream)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.current)
-        monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: self.pin(tensor))
+        monkeypatch.setattr(Tensor, "pin_memory", _method(self.pin))
         monkeypatch.setattr(Tensor, "is_pinned", lambda tensor: any(tensor is one for one in self.pinned))
         monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: self.used_on[id(tensor)].append(stream))
         monkeypatch.setattr(device_copies, "to_device", lambda data, device: device_copies.map_tensors(data, self.copy))

@@ -33,7 +33,8 @@ def config(precision: Precision, kind: Any = "ngsgd", **changes: Any) -> RunConf
 
 
 @pytest.mark.parametrize("kind", ["ngsgd", "sgd", "kfac"])
-def test_bf16_computes_in_bfloat16_and_keeps_everything_in_float32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def test_bf16_computes_in_bfloat16_and_keeps_the_rest_in_float32(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     formats: set[tuple[torch.dtype, torch.dtype]] = set()
     loss = FrameClassification.loss
 
