@@ -33,6 +33,7 @@ _EXTRAS = {
     "matplotlib": ("matplotlib", "service"), "psutil": ("psutil", "service"), "kaldi_native_fbank": ("kaldi-native-fbank", "asr"),
     "kaldi_decoder": ("kaldi-decoder", "asr"), "kaldifst": ("kaldifst", "asr"), "kaldialign": ("kaldialign", "asr"),
     "espeakng_loader": ("espeakng-loader", "synth"), "scipy": ("scipy", "asr"),
+    "webrtcvad": ("webrtcvad-wheels", "asr"),
 }
 
 TRUST = "import the module that the run names (model._target_) although another user or machine began it; it runs as you"

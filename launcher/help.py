@@ -11,6 +11,7 @@ from ngsgd.launcher.config import compose, describe
 
 COMMANDS = {
     "train": "train an acoustic model, decode the test set, print the word error rate",
+    "transcribe": "recognize recordings or live audio with a trained model: text, JSON, CTM or captions",
     "resume": "continue an interrupted run from its last checkpoint",
     "evaluate": "objf and frame accuracy of a run's model on all of valid and test, without decoding",
     "decode": "decode a run's test set again with its newest model",

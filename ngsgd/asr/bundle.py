@@ -120,10 +120,21 @@ class Bundle:
         content = _read(path)
         try:
             return _bundle(path, content, trust=trust)
-        except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError, AttributeError, DataError, OverflowError,
-                MemoryError) as error:
+        except (
+            SafetensorError,
+            ValueError,
+            KeyError,
+            TypeError,
+            RuntimeError,
+            AttributeError,
+            DataError,
+            OverflowError,
+            MemoryError,
+        ) as error:
             reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
-            raise CheckpointError(f"{path} cannot be used as a model ({reason}); {_AGAIN}.") from error
+            raise CheckpointError(
+                f"{path} cannot be used as a model ({reason}); {_AGAIN}."
+            ) from error
 
     @cached_property
     def graph(self) -> Graph:
@@ -146,24 +157,49 @@ class Bundle:
         return Search(self.weights.acoustic_scale, self.decode.beam, self.decode.max_active)
 
     @torch.no_grad()
-    def log_likelihoods(self, features_TD: npt.NDArray[np.float32], side: Side | None = None) -> npt.NDArray[np.float32]:
+    def scores(self, x_TI: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        """T x P: log posterior minus log prior of spliced frames in any order."""
+        return self._log_likelihoods(self.model(torch.from_numpy(np.ascontiguousarray(x_TI))))
+
+    @torch.no_grad()
+    def log_likelihoods(
+        self, features_TD: npt.NDArray[np.float32], side: Side | None = None
+    ) -> npt.NDArray[np.float32]:
         """T x P: log posterior minus log prior of one utterance.
 
         Args:
             features_TD: normalized features.
             side: rows that go next to the features, such as i-vectors.
         """
-        frames = FrameSet(features_TD, np.zeros(len(features_TD), np.int32), np.array([0, len(features_TD)]), ("",), side=side)
+        frames = FrameSet(
+            features_TD,
+            np.zeros(len(features_TD), np.int32),
+            np.array([0, len(features_TD)]),
+            ("",),
+            side=side,
+        )
         [x_TI] = spliced_utterances(frames, self.window.left_context, self.window.right_context)
-        log_posterior_TP = utterance_logits(self.model, torch.from_numpy(x_TI)).log_softmax(dim=1)
-        return np.asarray((log_posterior_TP - torch.from_numpy(np.log(self.prior_P)).float()).numpy())
+        return self._log_likelihoods(utterance_logits(self.model, torch.from_numpy(x_TI)))
+
+    def _log_likelihoods(self, logits_TP: Tensor) -> npt.NDArray[np.float32]:
+        return np.asarray(
+            (logits_TP.log_softmax(dim=1) - torch.from_numpy(np.log(self.prior_P)).float()).numpy()
+        )
 
 
 # Writing ------------------------------------------------------------------------------------------
 
 
-def index_of(model_files: Mapping[str, bytes], *, language: Language, features: FeatureConfig, decode: DecodeConfig,
-             weights: DecodingWeights, all_speech: Stats | None, provenance: Mapping[str, Any]) -> str:
+def index_of(
+    model_files: Mapping[str, bytes],
+    *,
+    language: Language,
+    features: FeatureConfig,
+    decode: DecodeConfig,
+    weights: DecodingWeights,
+    all_speech: Stats | None,
+    provenance: Mapping[str, Any],
+) -> str:
     """Text of `recognizer.json`.
 
     Args:
@@ -171,15 +207,32 @@ def index_of(model_files: Mapping[str, bytes], *, language: Language, features: 
         language, features, decode, weights, all_speech, provenance: as in `Bundle`.
     """
     content = {**model_files, **language.files()}
-    return json.dumps(files.sealed({
-        "kind": _KIND, "version": VERSION, "sha256": {name: sha256(data).hexdigest() for name, data in sorted(content.items())},
-        "language": language.to_json(), "features": asdict(features), "decode": asdict(decode), "weights": asdict(weights),
-        "all_speech": None if all_speech is None else all_speech.tolist(), "provenance": dict(provenance)}), indent=1)
+    return json.dumps(
+        files.sealed(
+            {
+                "kind": _KIND,
+                "version": VERSION,
+                "sha256": {
+                    name: sha256(data).hexdigest() for name, data in sorted(content.items())
+                },
+                "language": language.to_json(),
+                "features": asdict(features),
+                "decode": asdict(decode),
+                "weights": asdict(weights),
+                "all_speech": None if all_speech is None else all_speech.tolist(),
+                "provenance": dict(provenance),
+            }
+        ),
+        indent=1,
+    )
 
 
 def write_file(path: Path, content: Mapping[str, bytes]) -> None:
     """A bundle in one file: the index first, then the files that it lists, at a fixed time of their own."""
-    with files.new_file(path) as temporary, zipfile.ZipFile(temporary, "w", zipfile.ZIP_STORED) as archive:
+    with (
+        files.new_file(path) as temporary,
+        zipfile.ZipFile(temporary, "w", zipfile.ZIP_STORED) as archive,
+    ):
         for name in sorted(content, key=lambda name: (name != INDEX, name)):
             # ZipInfo's default time: equal content gives an equal file
             archive.writestr(zipfile.ZipInfo(name), content[name])
@@ -194,12 +247,16 @@ def _read(path: Path) -> dict[str, Any]:
         read = _reader(path)
         index, has_digest = files.unsealed(files.parse_json(read(INDEX).decode("utf-8")))
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read as a model ({_reason(error)}); {_AGAIN}.") from error
+        raise CheckpointError(
+            f"{path} cannot be read as a model ({_reason(error)}); {_AGAIN}."
+        ) from error
     if not has_digest or index.get("kind") != _KIND or type(index.get("version")) is not int:
         raise CheckpointError(f"{path} is not a model that ngsgd exported; {_AGAIN}.")
     if index["version"] > VERSION:
-        raise CheckpointError(f"{path} was written by a newer version of ngsgd (format {index['version']}, and this one reads "
-                              f"up to {VERSION}); install a newer ngsgd.")
+        raise CheckpointError(
+            f"{path} was written by a newer version of ngsgd (format {index['version']}, and this one reads "
+            f"up to {VERSION}); install a newer ngsgd."
+        )
     listed = index.get("sha256")
     if not isinstance(listed, dict) or not set(listed) <= {*MODEL_FILES, *_LANGUAGE_FILES}:
         raise CheckpointError(f"{path} lists files that are not of a model; {_AGAIN}.")
@@ -208,23 +265,37 @@ def _read(path: Path) -> dict[str, Any]:
         try:
             found[name] = read(name)
         except (OSError, ValueError) as error:
-            raise CheckpointError(f"{path}: {name} cannot be read ({_reason(error)}); {_AGAIN}.") from error
+            raise CheckpointError(
+                f"{path}: {name} cannot be read ({_reason(error)}); {_AGAIN}."
+            ) from error
         if sha256(found[name]).hexdigest() != digest:
-            raise CheckpointError(f"{path}: {name} is not what was written (its SHA-256 differs from {INDEX}); {_AGAIN}.")
+            raise CheckpointError(
+                f"{path}: {name} is not what was written (its SHA-256 differs from {INDEX}); {_AGAIN}."
+            )
     return {**index, "files": found}
 
 
 def _reader(path: Path) -> Callable[[str], bytes]:
     """A function from the name of a file to its content."""
     if not path.exists():
-        raise CheckpointError(f"{path} does not exist; give a run folder, or a file of: ngsgd export --format bundle RUN FILE.")
+        raise CheckpointError(
+            f"{path} does not exist; give a run folder, or a file of: ngsgd export --format bundle RUN FILE."
+        )
     if path.is_dir():
-        folder = path / "final" if (path / "config.yaml").is_file() or (path / "final").is_dir() else path
+        folder = (
+            path / "final"
+            if (path / "config.yaml").is_file() or (path / "final").is_dir()
+            else path
+        )
         if not (folder / "model.json").is_file():
-            raise CheckpointError(f"{path} has no final model; finish the run with: ngsgd resume {path}.")
+            raise CheckpointError(
+                f"{path} has no final model; finish the run with: ngsgd resume {path}."
+            )
         if not (folder / INDEX).is_file():
-            raise CheckpointError(f"{path} was written by an earlier version of ngsgd, whose final/ has no {INDEX}; make a "
-                                  f"bundle with: ngsgd export --format bundle {path} FILE, and use FILE.")
+            raise CheckpointError(
+                f"{path} was written by an earlier version of ngsgd, whose final/ has no {INDEX}; make a "
+                f"bundle with: ngsgd export --format bundle {path} FILE, and use FILE."
+            )
         return lambda name: files.read_regular_bytes(folder / name, _MAX_BYTES)
     return _zip_reader(path)
 
@@ -234,21 +305,33 @@ def _zip_reader(path: Path) -> Callable[[str], bytes]:
     content = files.read_regular_bytes(path, _MAX_BYTES)
     members: dict[str, bytes] = {}
     try:
-
-
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
             for info in archive.infolist():
-                if info.filename in members or info.compress_type != zipfile.ZIP_STORED or info.file_size > len(content) \
-                        or info.flag_bits & 1:
-                    raise ValueError(f"its member {info.filename[:40]!r} is compressed, encrypted or there twice")
+                if (
+                    info.filename in members
+                    or info.compress_type != zipfile.ZIP_STORED
+                    or info.file_size > len(content)
+                    or info.flag_bits & 1
+                ):
+                    raise ValueError(
+                        f"its member {info.filename[:40]!r} is compressed, encrypted or there twice"
+                    )
                 members[info.filename] = archive.read(info)
-    except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, OverflowError, MemoryError) as error:
+    except (
+        zipfile.BadZipFile,
+        NotImplementedError,
+        RuntimeError,
+        EOFError,
+        OverflowError,
+        MemoryError,
+    ) as error:
         raise ValueError(str(error)) from error
 
     def read(name: str) -> bytes:
         if name not in members:
             raise ValueError(f"it has no {name}")
         return members[name]
+
     return read
 
 
@@ -258,29 +341,51 @@ def _bundle(path: Path, index: Mapping[str, Any], *, trust: bool) -> Bundle:
     config = _config(index, about)
     language = _language(index["language"], found)
     if config.model._target_ and not trust:
-        raise ConfigError(f"{path} asks to import {config.model._target_}, which runs that code as you. Look at that module; if "
-                          "you trust it, allow it with --trust (in Python: trust=True).")
+        raise ConfigError(
+            f"{path} asks to import {config.model._target_}, which runs that code as you. Look at that module; if "
+            "you trust it, allow it with --trust (in Python: trust=True)."
+        )
     state, transform = load_tensors(found["model.safetensors"]), None
     if _TRANSFORM in found:
         transform = load_tensors(found[_TRANSFORM])["input_transform"]
     window = _window(about, config, language)
-    _require_size(config.model, about, {**state, **({} if transform is None else {_TRANSFORM: transform})})
+    _require_size(
+        config.model, about, {**state, **({} if transform is None else {_TRANSFORM: transform})}
+    )
     model, prior_P = rebuild(about, about["model"], state, transform)
     if not (prior_P > 0.0).all():
         raise ValueError("a prior is not above 0")
     all_speech = index["all_speech"]
     return Bundle(
-        path, model, prior_P, window, config.features,
-        None if all_speech is None else cmvn.check(np.asarray(all_speech, np.float64), "all_speech", window.feature_dim),
-        ivector_model.of_arrays(load_tensors(found[_IVECTORS]), config.ivectors) if config.ivectors.dim else None,
-        language, config.decode, _weights(index["weights"]), dict(index["provenance"]))
+        path,
+        model,
+        prior_P,
+        window,
+        config.features,
+        None
+        if all_speech is None
+        else cmvn.check(np.asarray(all_speech, np.float64), "all_speech", window.feature_dim),
+        ivector_model.of_arrays(load_tensors(found[_IVECTORS]), config.ivectors)
+        if config.ivectors.dim
+        else None,
+        language,
+        config.decode,
+        _weights(index["weights"]),
+        dict(index["provenance"]),
+    )
 
 
 def _config(index: Mapping[str, Any], about: Mapping[str, Any]) -> RunConfig:
     """The sections that a bundle has, with all values in their ranges; the others have their defaults."""
-    sections = {"model": about["model"], "features": index["features"], "decode": index["decode"],
-                "ivectors": about.get("ivectors", {})}
-    config, problems = build(with_defaults({name: without_removed(name, values) for name, values in sections.items()}))
+    sections = {
+        "model": about["model"],
+        "features": index["features"],
+        "decode": index["decode"],
+        "ivectors": about.get("ivectors", {}),
+    }
+    config, problems = build(
+        with_defaults({name: without_removed(name, values) for name, values in sections.items()})
+    )
     wrong = [one.message for one in problems] or check_values(config)
     if wrong:
         raise ValueError(wrong[0])
@@ -297,39 +402,70 @@ def _weights(values: Mapping[str, Any]) -> DecodingWeights:
 def _window(about: Mapping[str, Any], config: RunConfig, language: Language) -> Window:
     """The window, where features, i-vectors and words of the bundle fit the network."""
     window, features = window_of(about), config.features
-    dim = {"fbank": features.num_mel_bins, "mfcc": features.num_ceps}.get(features.kind, window.feature_dim)
+    dim = {"fbank": features.num_mel_bins, "mfcc": features.num_ceps}.get(
+        features.kind, window.feature_dim
+    )
     sizes = (*window, about["num_inputs"], about["num_classes"])
-    if any(type(size) is not int for size in sizes) or not 0 < window.feature_dim <= _MAX_FEATURES \
-            or not all(0 <= size <= _MAX_CONTEXT for size in window[:2]):
+    if (
+        any(type(size) is not int for size in sizes)
+        or not 0 < window.feature_dim <= _MAX_FEATURES
+        or not all(0 <= size <= _MAX_CONTEXT for size in window[:2])
+    ):
         raise ValueError(f"its network has an input of {window}")
-    if (window.feature_dim, window.side_dim) != (dim, config.ivectors.dim) or window.num_inputs != about["num_inputs"]:
-        raise ValueError(f"its network has an input of {window}, and its features have {dim} dimensions and "
-                         f"{config.ivectors.dim} next to them")
+    if (window.feature_dim, window.side_dim) != (
+        dim,
+        config.ivectors.dim,
+    ) or window.num_inputs != about["num_inputs"]:
+        raise ValueError(
+            f"its network has an input of {window}, and its features have {dim} dimensions and "
+            f"{config.ivectors.dim} next to them"
+        )
     if about["num_classes"] != language.num_pdfs:
-        raise ValueError(f"its network has {about['num_classes']} classes, and its words {language.num_pdfs} HMM states")
+        raise ValueError(
+            f"its network has {about['num_classes']} classes, and its words {language.num_pdfs} HMM states"
+        )
     return window
 
 
-def _require_size(model: ModelConfig, about: Mapping[str, Any], state: Mapping[str, Tensor]) -> None:
+def _require_size(
+    model: ModelConfig, about: Mapping[str, Any], state: Mapping[str, Tensor]
+) -> None:
     """Raise ValueError for a description of more parameters than there are, before they are allocated."""
     size = sum(values.numel() for values in state.values())
-    if not model._target_ and max(least_parameters(model, 1, about["num_classes"]), model.num_subclasses,
-                                  len(about["class_counts"])) > size:
+    if (
+        not model._target_
+        and max(
+            least_parameters(model, 1, about["num_classes"]),
+            model.num_subclasses,
+            len(about["class_counts"]),
+        )
+        > size
+    ):
         raise ValueError(f"its description is of a larger network than its {size} parameters")
 
 
 def _language(tree: Mapping[str, Any], found: Mapping[str, bytes]) -> Language:
     """Words, phones and language model, where they are what they must be."""
-    language = Language.from_json(dict(tree), {name: found[name] for name in _LANGUAGE_FILES if name in found})
+    language = Language.from_json(
+        dict(tree), {name: found[name] for name in _LANGUAGE_FILES if name in found}
+    )
     topology, given = language.topology, language.given
     phones = {*topology.phones, topologies.SILENCE_PHONE}
     texts = [*topology.phones, *topology.lexicon, *(given.words if given else ())]
-    if not all(isinstance(text, str) and text.split() == [text] for text in texts) \
-            or len(set(topology.phones)) != len(topology.phones):
-        raise ValueError("its words and phones are not texts without spaces, or a phone is there twice")
-    if type(topology.num_silence_states) is not int or not 1 <= topology.num_silence_states <= _MAX_SILENCE_STATES:
+    if not all(isinstance(text, str) and text.split() == [text] for text in texts) or len(
+        set(topology.phones)
+    ) != len(topology.phones):
+        raise ValueError(
+            "its words and phones are not texts without spaces, or a phone is there twice"
+        )
+    if (
+        type(topology.num_silence_states) is not int
+        or not 1 <= topology.num_silence_states <= _MAX_SILENCE_STATES
+    ):
         raise ValueError(f"silence has {topology.num_silence_states} states")
-    if not topology.lexicon or not all(spoken and set(spoken) <= phones for all_ in topology.lexicon.values() for spoken in all_):
+    if not topology.lexicon or not all(
+        spoken and set(spoken) <= phones for all_ in topology.lexicon.values() for spoken in all_
+    ):
         raise ValueError("a word is spelled in phones that are not its own")
     if given and not all(type(pdf) is int and 0 <= pdf < 1 << 24 for pdf in given.tid2pdf):
         raise ValueError("a transition of its graph has no HMM state")

@@ -16,8 +16,12 @@ from ngsgd.models.growth_stages import Stage
 from ngsgd.models.inputs import DataStatistics, Window
 
 
-def rebuild(about: Mapping[str, Any], settings: Mapping[str, Any], state: Mapping[str, Tensor],
-            transform: Tensor | None) -> tuple[nn.Module, npt.NDArray[np.float64]]:
+def rebuild(
+    about: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    state: Mapping[str, Tensor],
+    transform: Tensor | None,
+) -> tuple[nn.Module, npt.NDArray[np.float64]]:
     """Build the network of a description and load its parameters.
 
     Args:
@@ -34,14 +38,21 @@ def rebuild(about: Mapping[str, Any], settings: Mapping[str, Any], state: Mappin
         KeyError, TypeError, RuntimeError, AttributeError: an incomplete or damaged description.
     """
     # parameters that are not finite would decode without an error
-    wrong = [name for name, values in {**state, "input_transform": transform}.items()
-             if values is not None and values.is_floating_point()
-             and not bool(values.isfinite().all())]
+    wrong = [
+        name
+        for name, values in {**state, "input_transform": transform}.items()
+        if values is not None and values.is_floating_point() and not bool(values.isfinite().all())
+    ]
     if wrong:
         raise ValueError(f"its parameters have values in {wrong[0]} that are not finite")
-    model = build_model(ModelConfig(**without_removed("model", settings)), about["num_inputs"],
-                        about["num_classes"], seed=0, window=window_of(about),
-                        statistics=DataStatistics(tuple(about["class_counts"]), transform))
+    model = build_model(
+        ModelConfig(**without_removed("model", settings)),
+        about["num_inputs"],
+        about["num_classes"],
+        seed=0,
+        window=window_of(about),
+        statistics=DataStatistics(tuple(about["class_counts"]), transform),
+    )
     model.load_state_dict(dict(state))
     if about["stage"]:
         set_stage(model, Stage(**about["stage"]))
@@ -53,8 +64,12 @@ def rebuild(about: Mapping[str, Any], settings: Mapping[str, Any], state: Mappin
 
 def window_of(about: Mapping[str, Any]) -> Window:
     """Frames and values of the network's input."""
-    return Window(about["left_context"], about["right_context"], about["feature_dim"],
-                  about.get("side_dim", 0))
+    return Window(
+        about["left_context"],
+        about["right_context"],
+        about["feature_dim"],
+        about.get("side_dim", 0),
+    )
 
 
 def least_parameters(model: ModelConfig, num_inputs: int, num_classes: int) -> int:

@@ -25,13 +25,17 @@ from ngsgd.pipeline.runs.run_folder import RunFolder
 _MAX_BYTES = 1 << 34
 
 
-def keep_recognizer(folder: RunFolder, config: RunConfig, corpus: Corpus, result: DecodingResult) -> None:
+def keep_recognizer(
+    folder: RunFolder, config: RunConfig, corpus: Corpus, result: DecodingResult
+) -> None:
     """Complete `final/` with all that recognizing speech takes; its index is written last."""
     wer = {"valid": str(result.valid), "test": str(result.test)}
     for name, content in _content(folder, config, corpus, result.setting, wer).items():
         path = folder.final / name
         # the index comes last in the mapping
-        if name in bundle.MODEL_FILES or (path.is_file() and read_regular_bytes(path, _MAX_BYTES) == content):
+        if name in bundle.MODEL_FILES or (
+            path.is_file() and read_regular_bytes(path, _MAX_BYTES) == content
+        ):
             continue
         with new_file(path) as temporary:
             temporary.write_bytes(content)
@@ -46,18 +50,35 @@ def export_bundle(folder: RunFolder, config: RunConfig, corpus: Corpus, output: 
         weights = DecodingWeights(float(scores["acoustic_scale"]), float(scores["word_penalty"]))
         wer = {name: str(scores[name]) for name in ("valid", "test")}
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} has no scale and penalty ({type(error).__name__}: {error}); decode the run first with: "
-                              f"ngsgd decode {folder.path}.") from error
+        raise CheckpointError(
+            f"{path} has no scale and penalty ({type(error).__name__}: {error}); decode the run first with: "
+            f"ngsgd decode {folder.path}."
+        ) from error
     bundle.write_file(output, _content(folder, config, corpus, weights, wer))
 
 
-def _content(folder: RunFolder, config: RunConfig, corpus: Corpus, weights: DecodingWeights,
-             wer: Mapping[str, str]) -> dict[str, bytes]:
+def _content(
+    folder: RunFolder,
+    config: RunConfig,
+    corpus: Corpus,
+    weights: DecodingWeights,
+    wer: Mapping[str, str],
+) -> dict[str, bytes]:
     """Name -> content of every file of a bundle, the index last."""
-    model_files = {name: read_regular_bytes(folder.final / name, _MAX_BYTES) for name in bundle.MODEL_FILES
-                   if (folder.final / name).is_file()}
-    index = bundle.index_of(model_files, language=corpus.language, features=config.features, decode=config.decode, weights=weights,
-                            all_speech=_all_speech(corpus.train), provenance=_provenance(folder, config, corpus, wer))
+    model_files = {
+        name: read_regular_bytes(folder.final / name, _MAX_BYTES)
+        for name in bundle.MODEL_FILES
+        if (folder.final / name).is_file()
+    }
+    index = bundle.index_of(
+        model_files,
+        language=corpus.language,
+        features=config.features,
+        decode=config.decode,
+        weights=weights,
+        all_speech=_all_speech(corpus.train),
+        provenance=_provenance(folder, config, corpus, wer),
+    )
     return {**model_files, **corpus.language.files(), bundle.INDEX: index.encode()}
 
 
@@ -66,13 +87,28 @@ def _all_speech(speech: SpeechSet) -> Stats | None:
     if speech.cmvn is None or not speech.cmvn.stats:
         return None
     stats = speech.cmvn.stats
-    return np.asarray(stats[cmvn.GLOBAL] if cmvn.GLOBAL in stats else np.sum(list(stats.values()), axis=0))
+    return np.asarray(
+        stats[cmvn.GLOBAL] if cmvn.GLOBAL in stats else np.sum(list(stats.values()), axis=0)
+    )
 
 
-def _provenance(folder: RunFolder, config: RunConfig, corpus: Corpus, wer: Mapping[str, str]) -> dict[str, Any]:
+def _provenance(
+    folder: RunFolder, config: RunConfig, corpus: Corpus, wer: Mapping[str, str]
+) -> dict[str, Any]:
     """Where the model comes from; no path or address of the machine that trained it."""
     train = corpus.train
-    return {"run": folder.path.name, "ngsgd": ngsgd.__version__, "torch": str(torch_version), "corpus": corpus.name,
-            "corpus_sha256": corpus.digest, "train_utterances": len(train.texts), "train_hours": train.frames.num_frames / 360_000,
-            "train_speakers": len(set(train.speakers)), "model": config.model.label, "objective": config.objective.kind,
-            "optimizer": config.optimizer.kind, "seed": config.seed, "wer": dict(wer)}
+    return {
+        "run": folder.path.name,
+        "ngsgd": ngsgd.__version__,
+        "torch": str(torch_version),
+        "corpus": corpus.name,
+        "corpus_sha256": corpus.digest,
+        "train_utterances": len(train.texts),
+        "train_hours": train.frames.num_frames / 360_000,
+        "train_speakers": len(set(train.speakers)),
+        "model": config.model.label,
+        "objective": config.objective.kind,
+        "optimizer": config.optimizer.kind,
+        "seed": config.seed,
+        "wer": dict(wer),
+    }
