@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from ngsgd.asr.bundle import Bundle
 from ngsgd.asr.recognizer import Recognizer
 from ngsgd.asr.recording import SUFFIXES
 from ngsgd.asr.transcript import Transcript
@@ -31,7 +32,12 @@ class Outcome:
 
 
 def open_recognizer(model: str, *, trust: bool = False) -> Recognizer:
-    """The recognizer of a bundle, a run folder, or a run by its name under runs/.
+    """The recognizer of `open_bundle`."""
+    return Recognizer(open_bundle(model, trust=trust))
+
+
+def open_bundle(model: str, *, trust: bool = False) -> Bundle:
+    """The model of a bundle, a run folder, or a run by its name under runs/.
 
     A custom network is imported where this user began the run, or with `trust` (see docs/own-model.md).
     """
@@ -43,7 +49,7 @@ def open_recognizer(model: str, *, trust: bool = False) -> Recognizer:
         about = permission.read_about(final)
         permission.require(about["model"], final / "model.json", about["run_id"], trust=trust)
         trust = True
-    return Recognizer.load(path, trust=trust)
+    return Bundle.load(path, trust=trust)
 
 
 def find_audio(names: Sequence[str]) -> list[Path]:
