@@ -72,6 +72,8 @@ _LANGUAGE_FILES = ("lm.arpa", "HCLG.fst")
 _MAX_BYTES = 1 << 34
 # larger than that of any archive of examples
 _MAX_CONTEXT, _MAX_FEATURES, _MAX_SILENCE_STATES = 1000, 10_000, 10
+# far beyond all that decodes anything
+_MAX_SCALE, _MAX_PENALTY = 100.0, 1000.0
 _AGAIN = "copy it again, or write it again with: ngsgd export --format bundle RUN FILE"
 
 
@@ -125,7 +127,7 @@ class Bundle:
         except (
             SafetensorError,
             ValueError,
-            KeyError,
+            LookupError,
             TypeError,
             RuntimeError,
             AttributeError,
@@ -405,7 +407,8 @@ def _config(index: Mapping[str, Any], about: Mapping[str, Any]) -> RunConfig:
 
 def _weights(values: Mapping[str, Any]) -> DecodingWeights:
     weights = DecodingWeights(float(values["acoustic_scale"]), float(values["word_penalty"]))
-    if not (np.isfinite(list(asdict(weights).values())).all() and weights.acoustic_scale > 0.0):
+    # false for NaN, too
+    if not (0.0 < weights.acoustic_scale <= _MAX_SCALE and abs(weights.word_penalty) <= _MAX_PENALTY):
         raise ValueError(f"its decoding weights are {weights}")
     return weights
 
@@ -477,9 +480,8 @@ def _language(tree: Mapping[str, Any], found: Mapping[str, bytes]) -> Language:
         or not 1 <= topology.num_silence_states <= _MAX_SILENCE_STATES
     ):
         raise ValueError(f"silence has {topology.num_silence_states} states")
-    if not topology.lexicon or not all(
-        spoken and set(spoken) <= phones for all_ in topology.lexicon.values() for spoken in all_
-    ):
+    spoken = [phones_ for all_ in topology.lexicon.values() for phones_ in all_]
+    if not all(topology.lexicon.values()) or not all(one and set(one) <= phones for one in spoken):
         raise ValueError("a word is spelled in phones that are not its own")
     if given and not all(type(pdf) is int and 0 <= pdf < 1 << 24 for pdf in given.tid2pdf):
         raise ValueError("a transition of its graph has no HMM state")
