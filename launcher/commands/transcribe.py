@@ -35,7 +35,8 @@ def command(arguments: Sequence[str]) -> int:
         _require_different_names(audio)
     elif options.format == "srt" and len(audio) > 1:
         raise ConfigError(
-            f"--format srt of {len(audio)} recordings needs a file for each; give a folder with --output."
+            f"--format srt of {len(audio)} recordings needs a file for each; give a folder with "
+            f"--output."
         )
     recognizer = service.open_recognizer(options.model, trust=options.trust)
     if options.audio == [_STREAM]:
@@ -57,7 +58,8 @@ def command(arguments: Sequence[str]) -> int:
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = Parser(
         "transcribe",
-        epilog="exit codes: 0 all recordings were recognized; 3 some could not be read, and the others "
+        epilog="exit codes: 0 all recordings were recognized; 3 some could not be read, and the "
+        "others "
         "were; 2, 6: no recording was, for a wrong argument or a model that cannot be used",
     )
     parser.add_argument(
@@ -69,7 +71,8 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
         "audio",
         metavar="AUDIO",
         nargs="+",
-        help="files (wav, flac, ogg, mp3 and others), folders, patterns; -: a wav or raw 16-bit samples from stdin",
+        help="files (wav, flac, ogg, mp3 and others), folders, patterns; -: a wav or raw 16-bit "
+        "samples from stdin",
     )
     parser.add_argument(
         "--format",
@@ -127,7 +130,8 @@ def _require_different_names(audio: Sequence[Path]) -> None:
         if number > 1:
             both = [str(path) for path in audio if path.stem == stem][:2]
             raise ConfigError(
-                f"{both[0]} and {both[1]} would be written to one file of --output; transcribe them one after the "
+                f"{both[0]} and {both[1]} would be written to one file of --output; transcribe "
+                f"them one after the "
                 "other into different folders."
             )
 
@@ -189,7 +193,8 @@ def _summarize(outcomes: Sequence[Outcome], rate_hz: int, elapsed_s: float, *, q
         ]
         if empty:
             _say(
-                f"no words in {_files(len(empty))}: {', '.join(empty[:5])}{' ...' if len(empty) > 5 else ''}"
+                f"no words in {_files(len(empty))}: "
+                f"{', '.join(empty[:5])}{' ...' if len(empty) > 5 else ''}"
             )
     if failed and len(outcomes) > 1:
         _say(f"{_files(len(failed))} failed:")
@@ -239,6 +244,8 @@ def _stream(recognizer: Recognizer, options: argparse.Namespace) -> int:
                 flush=True,
             )
         segments.append(found)
+    if not num_samples:
+        raise DataError("the stream on stdin holds no sample; send a wav or raw 16-bit samples.")
     if options.format != "text":
         transcript = Transcript(
             tuple(segments), num_samples / source.sample_rate_hz, source.sample_rate_hz, 1

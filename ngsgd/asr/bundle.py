@@ -1,4 +1,5 @@
-"""A model with all that recognizing speech takes, read from the folder `final/` of a run or from one file.
+"""A model with all that recognizing speech takes, read from the folder `final/` of a run or from
+one file.
 
 The index `recognizer.json` lists every other file with its SHA-256:
 
@@ -6,7 +7,8 @@ The index `recognizer.json` lists every other file with its SHA-256:
     model.json, model.safetensors      the network, its input and the priors of its classes
     input_transform.safetensors, ivectors.safetensors, lm.arpa, HCLG.fst    where the model has them
 
-A bundle in one file is a zip archive of these, not compressed. Nothing in it is executed or unpickled.
+A bundle in one file is a zip archive of these, not compressed. Nothing in it is executed or
+unpickled.
 
 Letters: T frames, D features, S values next to the features, P pdfs.
 """
@@ -70,6 +72,8 @@ _LANGUAGE_FILES = ("lm.arpa", "HCLG.fst")
 _MAX_BYTES = 1 << 34
 # larger than that of any archive of examples
 _MAX_CONTEXT, _MAX_FEATURES, _MAX_SILENCE_STATES = 1000, 10_000, 10
+# far beyond all that decodes anything
+_MAX_SCALE, _MAX_PENALTY = 100.0, 1000.0
 _AGAIN = "copy it again, or write it again with: ngsgd export --format bundle RUN FILE"
 
 
@@ -123,7 +127,7 @@ class Bundle:
         except (
             SafetensorError,
             ValueError,
-            KeyError,
+            LookupError,
             TypeError,
             RuntimeError,
             AttributeError,
@@ -228,7 +232,9 @@ def index_of(
 
 
 def write_file(path: Path, content: Mapping[str, bytes]) -> None:
-    """A bundle in one file: the index first, then the files that it lists, at a fixed time of their own."""
+    """A bundle in one file: the index first, then the files that it lists, at a fixed time of
+    their own.
+    """
     with (
         files.new_file(path) as temporary,
         zipfile.ZipFile(temporary, "w", zipfile.ZIP_STORED) as archive,
@@ -254,7 +260,8 @@ def _read(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} is not a model that ngsgd exported; {_AGAIN}.")
     if index["version"] > VERSION:
         raise CheckpointError(
-            f"{path} was written by a newer version of ngsgd (format {index['version']}, and this one reads "
+            f"{path} was written by a newer version of ngsgd (format {index['version']}, and this "
+            f"one reads "
             f"up to {VERSION}); install a newer ngsgd."
         )
     listed = index.get("sha256")
@@ -270,7 +277,8 @@ def _read(path: Path) -> dict[str, Any]:
             ) from error
         if sha256(found[name]).hexdigest() != digest:
             raise CheckpointError(
-                f"{path}: {name} is not what was written (its SHA-256 differs from {INDEX}); {_AGAIN}."
+                f"{path}: {name} is not what was written (its SHA-256 differs from {INDEX}); "
+                f"{_AGAIN}."
             )
     return {**index, "files": found}
 
@@ -279,7 +287,8 @@ def _reader(path: Path) -> Callable[[str], bytes]:
     """A function from the name of a file to its content."""
     if not path.exists():
         raise CheckpointError(
-            f"{path} does not exist; give a run folder, or a file of: ngsgd export --format bundle RUN FILE."
+            f"{path} does not exist; give a run folder, or a file of: ngsgd export --format "
+            f"bundle RUN FILE."
         )
     if path.is_dir():
         folder = (
@@ -293,7 +302,8 @@ def _reader(path: Path) -> Callable[[str], bytes]:
             )
         if not (folder / INDEX).is_file():
             raise CheckpointError(
-                f"{path} was written by an earlier version of ngsgd, whose final/ has no {INDEX}; make a "
+                f"{path} was written by an earlier version of ngsgd, whose final/ has no {INDEX}; "
+                f"make a "
                 f"bundle with: ngsgd export --format bundle {path} FILE, and use FILE."
             )
         return lambda name: files.read_regular_bytes(folder / name, _MAX_BYTES)
@@ -342,7 +352,8 @@ def _bundle(path: Path, index: Mapping[str, Any], *, trust: bool) -> Bundle:
     language = _language(index["language"], found)
     if config.model._target_ and not trust:
         raise ConfigError(
-            f"{path} asks to import {config.model._target_}, which runs that code as you. Look at that module; if "
+            f"{path} asks to import {config.model._target_}, which runs that code as you. Look at "
+            f"that module; if "
             "you trust it, allow it with --trust (in Python: trust=True)."
         )
     state, transform = load_tensors(found["model.safetensors"]), None
@@ -376,7 +387,9 @@ def _bundle(path: Path, index: Mapping[str, Any], *, trust: bool) -> Bundle:
 
 
 def _config(index: Mapping[str, Any], about: Mapping[str, Any]) -> RunConfig:
-    """The sections that a bundle has, with all values in their ranges; the others have their defaults."""
+    """The sections that a bundle has, with all values in their ranges; the others have their
+    defaults.
+    """
     sections = {
         "model": about["model"],
         "features": index["features"],
@@ -394,7 +407,8 @@ def _config(index: Mapping[str, Any], about: Mapping[str, Any]) -> RunConfig:
 
 def _weights(values: Mapping[str, Any]) -> DecodingWeights:
     weights = DecodingWeights(float(values["acoustic_scale"]), float(values["word_penalty"]))
-    if not (np.isfinite(list(asdict(weights).values())).all() and weights.acoustic_scale > 0.0):
+    # false for NaN, too
+    if not (0.0 < weights.acoustic_scale <= _MAX_SCALE and abs(weights.word_penalty) <= _MAX_PENALTY):
         raise ValueError(f"its decoding weights are {weights}")
     return weights
 
@@ -422,7 +436,8 @@ def _window(about: Mapping[str, Any], config: RunConfig, language: Language) -> 
         )
     if about["num_classes"] != language.num_pdfs:
         raise ValueError(
-            f"its network has {about['num_classes']} classes, and its words {language.num_pdfs} HMM states"
+            f"its network has {about['num_classes']} classes, and its words {language.num_pdfs} "
+            f"HMM states"
         )
     return window
 
@@ -430,7 +445,9 @@ def _window(about: Mapping[str, Any], config: RunConfig, language: Language) -> 
 def _require_size(
     model: ModelConfig, about: Mapping[str, Any], state: Mapping[str, Tensor]
 ) -> None:
-    """Raise ValueError for a description of more parameters than there are, before they are allocated."""
+    """Raise ValueError for a description of more parameters than there are, before they are
+    allocated.
+    """
     size = sum(values.numel() for values in state.values())
     if (
         not model._target_
@@ -463,9 +480,8 @@ def _language(tree: Mapping[str, Any], found: Mapping[str, bytes]) -> Language:
         or not 1 <= topology.num_silence_states <= _MAX_SILENCE_STATES
     ):
         raise ValueError(f"silence has {topology.num_silence_states} states")
-    if not topology.lexicon or not all(
-        spoken and set(spoken) <= phones for all_ in topology.lexicon.values() for spoken in all_
-    ):
+    spoken = [phones_ for all_ in topology.lexicon.values() for phones_ in all_]
+    if not all(topology.lexicon.values()) or not all(one and set(one) <= phones for one in spoken):
         raise ValueError("a word is spelled in phones that are not its own")
     if given and not all(type(pdf) is int and 0 <= pdf < 1 << 24 for pdf in given.tid2pdf):
         raise ValueError("a transition of its graph has no HMM state")

@@ -30,6 +30,9 @@ from ngsgd.data.frames import Side
 from ngsgd.errors import DataError
 
 FRAME_S = 0.01
+# of the lattices that confidences and further hypotheses come from (nats); stretches are long, and
+# with twice as much determinization takes twenty times as long as everything else
+LATTICE_BEAM = 4.0
 # blocks that an array is taken in
 _BLOCK_S = 5.0
 
@@ -37,9 +40,10 @@ _BLOCK_S = 5.0
 class Recognizer:
     """Recognizes speech with a model of `ngsgd train`.
 
-    A recording is cut into stretches of speech (`ngsgd.asr.segmentation`), and each is decoded as one utterance; memory does not
-    grow with the length of the recording. Channels are recognized one by one. Features are normalized over each stretch
-    (`features.cmvn=utterance`), over the channel so far (`speaker`), or frame by frame (`online`), as the model was trained.
+    A recording is cut into stretches of speech (`ngsgd.asr.segmentation`), and each is decoded as
+    one utterance; memory does not grow with the length of the recording. Channels are recognized
+    one by one. Features are normalized over each stretch (`features.cmvn=utterance`), over the
+    channel so far (`speaker`), or frame by frame (`online`), as the model was trained.
 
     Example:
         recognizer = ngsgd.asr.Recognizer.load("runs/RUN")
@@ -51,12 +55,14 @@ class Recognizer:
     def __init__(self, bundle: Bundle) -> None:
         if bundle.features.kind == "given":
             raise DataError(
-                f"{bundle.path} was trained on features that came with its corpus (features.kind=given), so it cannot "
+                f"{bundle.path} was trained on features that came with its corpus "
+                f"(features.kind=given), so it cannot "
                 "take audio; train a model on recordings (features.kind=fbank or mfcc)."
             )
         if bundle.features.cmvn == "online" and bundle.all_speech is None:
             raise DataError(
-                f"{bundle.path} has no statistics of its training speech, which features.cmvn=online needs; export it "
+                f"{bundle.path} has no statistics of its training speech, which "
+                f"features.cmvn=online needs; export it "
                 "again."
             )
         self.bundle = bundle
@@ -90,8 +96,8 @@ class Recognizer:
         """Recognize a complete recording.
 
         Args:
-            audio: a file, or samples: N, N x C or C x N (NumPy array, torch tensor). Integers count by their width,
-                floating-point samples are in the range -1 to 1.
+            audio: a file, or samples: N, N x C or C x N (NumPy array, torch tensor). Integers count
+                by their width, floating-point samples are in the range -1 to 1.
             sample_rate_hz: of samples; None is the model's own. A file has its own.
             num_best: hypotheses of each segment.
 
@@ -101,7 +107,8 @@ class Recognizer:
         if isinstance(audio, (str, Path)):
             if sample_rate_hz is not None:
                 raise DataError(
-                    f"sample_rate_hz was given with the file {audio}, which has its own; leave it out."
+                    f"sample_rate_hz was given with the file {audio}, which has its own; leave it "
+                    f"out."
                 )
             with recording.opened(Path(audio)) as source:
                 return self.transcribe(source, num_best=num_best)
@@ -136,9 +143,10 @@ class Recognizer:
     ) -> Iterator[Partial | Segment]:
         """Recognize speech while it is spoken.
 
-        Every stretch of speech ends with a `Segment`, whose words are those of `transcribe` for the same samples. Until then
-        a `Partial` comes whenever the words so far change. With `features.cmvn=utterance` or `speaker` partial words are found
-        with the mean so far, as the mean of the stretch is not known.
+        Every stretch of speech ends with a `Segment`, whose words are those of `transcribe` for the
+        same samples. Until then a `Partial` comes whenever the words so far change. With
+        `features.cmvn=utterance` or `speaker` partial words are found with the mean so far, as the
+        mean of the stretch is not known.
 
         Args:
             chunks: samples of one channel, as they come; any size.
@@ -154,7 +162,8 @@ class Recognizer:
             samples_N = recording.scaled(_array(chunk), "the stream")
             if samples_N.ndim != 1:
                 raise DataError(
-                    f"a chunk of the stream has the shape {samples_N.shape}; give the samples of one channel."
+                    f"a chunk of the stream has the shape {samples_N.shape}; give the samples of "
+                    f"one channel."
                 )
             yield from channel.accept(samples_N)
             if drafts is not None and (draft := drafts.update(channel)) is not None:
@@ -165,7 +174,8 @@ class Recognizer:
         samples = _array(audio)
         if samples.ndim not in (1, 2):
             raise DataError(
-                f"the samples have the shape {samples.shape}; give one dimension, or samples and channels."
+                f"the samples have the shape {samples.shape}; give one dimension, or samples and "
+                f"channels."
             )
         # the shorter side is that of the channels
         samples_NC = (
@@ -228,7 +238,7 @@ class _Channel:
             bundle.graph,
             bundle.log_likelihoods(features_TD, side),
             bundle.search,
-            lattice_beam=bundle.decode.lattice_beam,
+            lattice_beam=min(bundle.decode.lattice_beam, LATTICE_BEAM),
             frame_shift_s=FRAME_S,
             num_best=self._num_best,
         )

@@ -1,4 +1,5 @@
-"""Recordings read block by block, in any format of libsndfile; whatever is wrong with one is a DataError with its name.
+"""Recordings read block by block, in any format of libsndfile; whatever is wrong with one is a
+DataError with its name.
 
 Letters: N samples, C channels.
 """
@@ -99,6 +100,8 @@ class _File:
     def __init__(self, path: Path) -> None:
         soundfile: Any = extras.load("soundfile", extra="asr", purpose="Reading audio files")
         self._path, self._num_read = path, 0
+        if not path.exists():
+            raise DataError(f"{path} does not exist; correct the path.")
         try:
             with files.open_regular(path) as file:
                 _check_is_whole(path, file)
@@ -119,7 +122,8 @@ class _File:
         self._num_read += len(block_NC)
         if not len(block_NC) and self._num_read < self.audio.frames:
             raise DataError(
-                f"{self._path} is truncated: {self._num_read} of the {self.audio.frames} samples that it promises; "
+                f"{self._path} is truncated: {self._num_read} of the {self.audio.frames} samples "
+                f"that it promises; "
                 "copy it again."
             )
         return block_NC
@@ -129,13 +133,15 @@ class _File:
             str(getattr(error, "strerror", None) or error).rpartition(": ")[2].strip().rstrip(".")
         )
         return DataError(
-            f"{self._path} cannot be read as audio ({reason or type(error).__name__}); make it again, or convert it "
+            f"{self._path} cannot be read as audio ({reason or type(error).__name__}); make it "
+            f"again, or convert it "
             "to wav."
         )
 
 
 def scaled(samples: npt.NDArray[Any], name: str) -> Samples:
-    """Samples as float32 of 16-bit scale: integers by their width, floating-point numbers from the range -1 to 1.
+    """Samples as float32 of 16-bit scale: integers by their width, floating-point numbers from the
+    range -1 to 1.
 
     Raises:
         DataError: numbers that are no audio: not finite, or beyond 8.
@@ -149,32 +155,39 @@ def scaled(samples: npt.NDArray[Any], name: str) -> Samples:
         )
     if samples.dtype.kind != "f":
         raise DataError(
-            f"{name} has samples of the type {samples.dtype}; give integers or floating-point numbers."
+            f"{name} has samples of the type {samples.dtype}; give integers or floating-point "
+            f"numbers."
         )
     peak = float(np.abs(samples).max(initial=0.0))
     # false for NaN, too
     if not peak <= _LOUDEST:
         raise DataError(
-            f"{name} has floating-point samples up to {peak:g}; they must be finite and within -1 to 1: divide samples "
+            f"{name} has floating-point samples up to {peak:g}; they must be finite and within -1 "
+            f"to 1: divide samples "
             f"of 16-bit scale by {FULL_SCALE:g}, or make the recording again."
         )
     return np.asarray(samples * FULL_SCALE, dtype=np.float32)
 
 
 def check_rate(name: str, sample_rate_hz: int, num_channels: int = 1) -> None:
-    """Raise DataError for a sampling rate or a number of channels that no recording of speech has."""
+    """Raise DataError for a sampling rate or a number of channels that no recording of speech
+    has.
+    """
     if (
         not LOWEST_RATE_HZ <= sample_rate_hz <= HIGHEST_RATE_HZ
         or not 1 <= num_channels <= MAX_CHANNELS
     ):
         raise DataError(
-            f"{name} has {num_channels} channels at {sample_rate_hz} Hz; give 1 to {MAX_CHANNELS} channels at "
+            f"{name} has {num_channels} channels at {sample_rate_hz} Hz; give 1 to {MAX_CHANNELS} "
+            f"channels at "
             f"{LOWEST_RATE_HZ} to {HIGHEST_RATE_HZ} Hz."
         )
 
 
 def _check_is_whole(path: Path, file: BinaryIO) -> None:
-    """Raise DataError for a wav that was cut off, which libsndfile reads as a shorter one; leaves the file at its start."""
+    """Raise DataError for a wav that was cut off, which libsndfile reads as a shorter one; leaves
+    the file at its start.
+    """
     size = os.fstat(file.fileno()).st_size
     try:
         if not size:
@@ -190,7 +203,8 @@ def _check_is_whole(path: Path, file: BinaryIO) -> None:
                 found = size - file.tell()
                 if found < length < _UNKNOWN_BYTES:
                     raise DataError(
-                        f"{path} is truncated: {found} of the {length} bytes of samples that it promises; copy it "
+                        f"{path} is truncated: {found} of the {length} bytes of samples that it "
+                        f"promises; copy it "
                         "again."
                     )
                 return
@@ -205,7 +219,8 @@ def _check_is_whole(path: Path, file: BinaryIO) -> None:
 
 
 def of_stream(stream: io.BufferedReader, raw_rate_hz: int) -> Recording:
-    """A recording that comes through a pipe: a wav of whole numbers, else single-channel 16-bit samples, little-endian.
+    """A recording that comes through a pipe: a wav of whole numbers, else single-channel 16-bit
+    samples, little-endian.
 
     Args:
         stream: for example `sys.stdin.buffer`.
@@ -218,7 +233,8 @@ def of_stream(stream: io.BufferedReader, raw_rate_hz: int) -> Recording:
         width, num_channels, rate_hz = wav.getsampwidth(), wav.getnchannels(), wav.getframerate()
     except (wave.Error, EOFError) as error:
         raise DataError(
-            f"the stream has a wav header that cannot be read ({error or 'it is cut'}); send a wav of whole numbers, or "
+            f"the stream has a wav header that cannot be read ({str(error) or 'it is cut'}); send "
+            f"a wav of whole numbers, or "
             "raw 16-bit samples."
         ) from error
     check_rate("the stream", rate_hz, num_channels)

@@ -1,13 +1,16 @@
 """A stream of samples cut into stretches of speech, in constant memory.
 
-The cuts depend on the samples alone, never on how many come at once: a file and a live stream are cut at the same places.
+The cuts depend on the samples alone, never on how many come at once: a file and a live stream are
+cut at the same places.
 
-- Silence is skipped where it lasts longer than two seconds; half a second stays at each end of the speech.
+- Silence is skipped where it lasts longer than two seconds; half a second stays at each end of the
+  speech.
 - From ten seconds on, a stretch is cut in the middle of the next pause of half a second.
-- A stretch of thirty seconds without such a pause is cut at its quietest place of the last ten seconds.
+- A stretch of thirty seconds without such a pause is cut at its quietest place of the last ten
+  seconds.
 
-A recording of less than ten seconds without long pauses is one stretch. WebRTC's voice-activity detection, in its mode that
-loses the least speech, decides which 30 ms are speech.
+A recording of less than ten seconds without long pauses is one stretch. WebRTC's voice-activity
+detection, in its mode that loses the least speech, decides which 30 ms are speech.
 
 Letters: N samples.
 """
@@ -35,6 +38,9 @@ _SEARCHED, _QUIET = round(10.0 / _FRAME_S), 5
 # rates that WebRTC's detector takes; others are interpolated to the second
 _RATES_HZ = (8000, 16000, 32000, 48000)
 _LOSES_LEAST = 0
+# frames in which the detector takes any noise for speech, until it has adapted; they count in
+# recordings of less than a second only
+_ADAPTATION, _SHORT = 6, round(1.0 / _FRAME_S)
 
 
 @dataclass(frozen=True)
@@ -59,6 +65,8 @@ class Segmenter:
         self._is_speech: list[bool] = []
         self._rest = np.zeros(0, np.float32)
         self._first = 0
+        self._num_detected = 0
+        self._starts_with_speech = False
 
     @property
     def current(self) -> Stretch | None:
@@ -86,6 +94,8 @@ class Segmenter:
 
     def finish(self) -> Stretch | None:
         """The last stretch, where it has speech."""
+        if self._num_detected <= _SHORT and self._starts_with_speech:
+            self._is_speech[0] = True
         stretch = self.current
         self._remove(len(self._frames))
         return stretch
@@ -96,11 +106,13 @@ class Segmenter:
             frame = np.interp(
                 np.linspace(0, len(frame) - 1, size), np.arange(len(frame)), frame
             ).astype(np.float32)
-        return bool(
-            self._vad.is_speech(
-                np.clip(frame, -32768, 32767).astype("<i2").tobytes(), self._vad_rate_hz
-            )
-        )
+        pcm = np.clip(frame, -32768, 32767).astype("<i2").tobytes()
+        is_speech = bool(self._vad.is_speech(pcm, self._vad_rate_hz))
+        self._num_detected += 1
+        if self._num_detected <= _ADAPTATION:
+            self._starts_with_speech |= is_speech
+            return False
+        return is_speech
 
     def _end(self) -> int | None:
         """How many frames from the start make a stretch that has ended."""

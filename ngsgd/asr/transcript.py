@@ -84,11 +84,11 @@ class Transcript:
 
     @property
     def text(self) -> str:
-        """The words, separated by spaces; a line for each channel."""
-        return "\n".join(
-            " ".join(segment.text for segment in self.channel(number).segments if segment.words)
-            for number in range(1, self.num_channels + 1)
-        )
+        """The words, separated by spaces; a line for each channel that has any."""
+        lines: dict[int, list[str]] = {}
+        for segment in self.segments:
+            lines.setdefault(segment.channel, []).extend(word.word for word in segment.words)
+        return "\n".join(" ".join(words) for words in lines.values() if words)
 
     def channel(self, number: int) -> Transcript:
         """The transcript of one channel, counted from 1."""
@@ -107,7 +107,9 @@ class Transcript:
 
 
 def as_text(transcript: Transcript, name: str = "") -> str:
-    """A line for each segment that has words; `name`, where given, and the channel of several come first."""
+    """A line for each segment that has words; `name`, where given, and the channel of several
+    come first.
+    """
     lines = []
     for segment in transcript.segments:
         label = f"{name} [{segment.channel}]".strip() if transcript.num_channels > 1 else name
@@ -121,10 +123,13 @@ def as_json(transcript: Transcript, name: str = "") -> str:
 
 
 def as_ctm(transcript: Transcript, name: str = "") -> str:
-    """NIST's lines "name channel start duration word confidence", in seconds; spaces of the name become underscores."""
+    """NIST's lines "name channel start duration word confidence", in seconds; spaces of the name
+    become underscores.
+    """
     name = "_".join(name.split()) or "-"
     return "".join(
-        f"{name} {segment.channel} {word.start_s:.2f} {word.end_s - word.start_s:.2f} {word.word} {word.confidence:.3f}\n"
+        f"{name} {segment.channel} {word.start_s:.2f} {word.end_s - word.start_s:.2f} {word.word} "
+        f"{word.confidence:.3f}\n"
         for segment in transcript.segments
         for word in segment.words
     )

@@ -7,6 +7,7 @@ from functools import partial
 
 from torch import nn
 
+from ngsgd.asr.bundle import INDEX
 from ngsgd.config import RunConfig
 from ngsgd.data.reader import EgsReader
 from ngsgd.models.growing import set_stage
@@ -46,7 +47,9 @@ def finish(folder: RunFolder, data: PreparedData, spec: SpeechTaskSpec, checkpoi
     result = decode_and_score(folder, config, data.corpus, model, prior_P)
     keep_recognizer(folder, config, data.corpus, result)
     services.plot(folder.events, folder.learning_curve)
-    files = {"run folder": folder.path, "final model": folder.final, "per-utterance": folder.decode / "test.per_utt.txt",
+    takes_audio = config.features.kind != "given"
+    files = {"run folder": folder.path, "final model": folder.final,
+             **({"recognizer": folder.final / INDEX} if takes_audio else {}), "per-utterance": folder.decode / "test.per_utt.txt",
              "learning curve": folder.learning_curve, "events": folder.events}
     return FinalReport(str(result.test), result.test.wer, str(result.valid),
                        score_subset(model, reader.diagnostic("train")), score_subset(model, reader.diagnostic("valid")),

@@ -39,7 +39,8 @@ def open_recognizer(model: str, *, trust: bool = False) -> Recognizer:
 def open_bundle(model: str, *, trust: bool = False) -> Bundle:
     """The model of a bundle, a run folder, or a run by its name under runs/.
 
-    A custom network is imported where this user began the run, or with `trust` (see docs/own-model.md).
+    A custom network is imported where this user began the run, or with `trust` (see
+    docs/own-model.md).
     """
     path = Path(model)
     if not path.is_file() and not (path / "model.json").is_file():
@@ -53,7 +54,9 @@ def open_bundle(model: str, *, trust: bool = False) -> Bundle:
 
 
 def find_audio(names: Sequence[str]) -> list[Path]:
-    """The files that names, folders and patterns stand for; a folder means all audio files below it, in order of their names."""
+    """The files that names, folders and patterns stand for; a folder means all audio files below
+    it, in order of their names.
+    """
     found: list[Path] = []
     for name in names:
         path = Path(name)
@@ -63,7 +66,8 @@ def find_audio(names: Sequence[str]) -> list[Path]:
             )
             if not inside:
                 raise DataError(
-                    f"{path} holds no audio file ({' '.join(SUFFIXES)}); give another folder, or the files themselves."
+                    f"{path} holds no audio file ({' '.join(SUFFIXES)}); give another folder, or "
+                    f"the files themselves."
                 )
             found += inside
         elif not path.exists() and glob.has_magic(name):
@@ -92,7 +96,8 @@ def transcribe_all(
         recognizer: the model.
         audio: files.
         num_best: hypotheses of each segment.
-        num_processes: processes that share the files; each loads the model and computes with one thread.
+        num_processes: processes that share the files; each loads the model and computes with one
+            thread.
         trust: as for `open_recognizer`, in these processes.
     """
     if min(num_processes, len(audio)) <= 1:
@@ -110,7 +115,8 @@ def transcribe_all(
         yield from pool.map(_in_worker, audio)
     except BrokenProcessPool as error:
         raise DataError(
-            "a process that recognized recordings died, from lack of memory or on a damaged file; find the file with "
+            "a process that recognized recordings died, from lack of memory or on a damaged file; "
+            "find the file with "
             "--processes 1."
         ) from error
     finally:

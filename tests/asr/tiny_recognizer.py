@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -36,13 +37,13 @@ def say(words: Sequence[str], seed: int = 0, rate_hz: int = RATE_HZ) -> npt.NDAr
     return made_up_speech.say(words, np.random.default_rng(seed), rate_hz)
 
 
-def write(path: Path, features: FeatureConfig = FEATURES, **changes: object) -> Path:
+def write(path: Path, features: FeatureConfig = FEATURES, **changes: Any) -> Path:
     """A bundle in one file."""
     bundle.write_file(path, content(features, **changes))
     return path
 
 
-def content(features: FeatureConfig = FEATURES, **about_changes: object) -> dict[str, bytes]:
+def content(features: FeatureConfig = FEATURES, **about_changes: Any) -> dict[str, bytes]:
     """Name -> content of a bundle's files."""
     model_files, all_speech = _trained(features)
     about = json.loads(model_files["model.json"]) | about_changes
@@ -50,12 +51,19 @@ def content(features: FeatureConfig = FEATURES, **about_changes: object) -> dict
     return with_index(model_files, features, all_speech)
 
 
-def with_index(model_files: Mapping[str, bytes], features: FeatureConfig,
-               all_speech: cmvn.Stats) -> dict[str, bytes]:
+def with_index(
+    model_files: Mapping[str, bytes], features: FeatureConfig, all_speech: cmvn.Stats
+) -> dict[str, bytes]:
     """The files with an index that lists them."""
-    index = bundle.index_of(model_files, language=LANGUAGE, features=features,
-                            decode=DecodeConfig(), weights=DecodingWeights(0.3, 1.0),
-                            all_speech=all_speech, provenance={"corpus": "made-up speech"})
+    index = bundle.index_of(
+        model_files,
+        language=LANGUAGE,
+        features=features,
+        decode=DecodeConfig(),
+        weights=DecodingWeights(0.3, 1.0),
+        all_speech=all_speech,
+        provenance={"corpus": "made-up speech"},
+    )
     return {**model_files, bundle.INDEX: index.encode()}
 
 
@@ -72,18 +80,27 @@ def _trained(features: FeatureConfig) -> tuple[dict[str, bytes], cmvn.Stats]:
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     for _ in range(60):
         optimizer.zero_grad()
-        nn.functional.cross_entropy(model(x_NI), y_N).backward()  # type: ignore[no-untyped-call]
+        nn.functional.cross_entropy(model(x_NI), y_N).backward()
         optimizer.step()
     prior_P = np.bincount(y_N.numpy(), minlength=LANGUAGE.num_pdfs) / len(y_N)
-    about = {"model": asdict(MODEL), "num_inputs": WINDOW.num_inputs, **WINDOW._asdict(),
-             "num_classes": LANGUAGE.num_pdfs, "priors": prior_P.tolist(), "stage": None,
-             "class_counts": []}
-    return {"model.json": json.dumps(about).encode(),
-            "model.safetensors": save(model.state_dict())}, all_speech
+    about = {
+        "model": asdict(MODEL),
+        "num_inputs": WINDOW.num_inputs,
+        **WINDOW._asdict(),
+        "num_classes": LANGUAGE.num_pdfs,
+        "priors": prior_P.tolist(),
+        "stage": None,
+        "class_counts": [],
+    }
+    return {
+        "model.json": json.dumps(about).encode(),
+        "model.safetensors": save(model.state_dict()),
+    }, all_speech
 
 
-def _utterance(rng: np.random.Generator,
-               features: FeatureConfig) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
+def _utterance(
+    rng: np.random.Generator, features: FeatureConfig
+) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
     """(features, HMM state of each frame): loud frames are a word's, a third for each state."""
     words = made_up_speech.draw_words(rng, 6)
     raw_TD = filterbank.extract(made_up_speech.say(words, rng), features)
@@ -96,14 +113,17 @@ def _utterance(rng: np.random.Generator,
     return raw_TD, state_T
 
 
-def _normalized(raw_TD: npt.NDArray[np.float32], features: FeatureConfig,
-                all_speech: cmvn.Stats) -> npt.NDArray[np.float32]:
+def _normalized(
+    raw_TD: npt.NDArray[np.float32], features: FeatureConfig, all_speech: cmvn.Stats
+) -> npt.NDArray[np.float32]:
     if features.cmvn != "online":
         return cmvn.normalised(raw_TD, cmvn.statistics(raw_TD))
     mean_TD = cmvn.OnlineMean(all_speech).accept(raw_TD)
-    return ((raw_TD - mean_TD) / cmvn.mean_and_deviation(all_speech)[1]).astype(np.float32)
+    deviation_D = cmvn.mean_and_deviation(all_speech)[1]
+    return np.asarray((raw_TD - mean_TD) / deviation_D, np.float32)
 
 
 def _spliced(normal_TD: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
     at_TW = np.arange(len(normal_TD))[:, None] + np.arange(-2, 3)
-    return normal_TD[at_TW.clip(0, len(normal_TD) - 1)].reshape(len(normal_TD), -1)
+    x_TWD = normal_TD[at_TW.clip(0, len(normal_TD) - 1)]
+    return np.asarray(x_TWD.reshape(len(normal_TD), -1), np.float32)

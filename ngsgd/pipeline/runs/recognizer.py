@@ -28,7 +28,7 @@ _MAX_BYTES = 1 << 34
 def keep_recognizer(
     folder: RunFolder, config: RunConfig, corpus: Corpus, result: DecodingResult
 ) -> None:
-    """Complete `final/` with all that recognizing speech takes; its index is written last."""
+    """Complete `final/` with all that recognizing speech takes; the index is written last."""
     wer = {"valid": str(result.valid), "test": str(result.test)}
     for name, content in _content(folder, config, corpus, result.setting, wer).items():
         path = folder.final / name
@@ -51,7 +51,8 @@ def export_bundle(folder: RunFolder, config: RunConfig, corpus: Corpus, output: 
         wer = {name: str(scores[name]) for name in ("valid", "test")}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
-            f"{path} has no scale and penalty ({type(error).__name__}: {error}); decode the run first with: "
+            f"{path} has no scale and penalty ({type(error).__name__}: {error}); decode the run "
+            f"first with: "
             f"ngsgd decode {folder.path}."
         ) from error
     bundle.write_file(output, _content(folder, config, corpus, weights, wer))
