@@ -34,6 +34,7 @@ from torch import Tensor, nn
 
 from ngsgd import files
 from ngsgd.asr.decode import evaluation
+from ngsgd.asr.decode.calibration import Calibration
 from ngsgd.asr.decode.evaluation import DecodingWeights
 from ngsgd.asr.decode.streaming import Search
 from ngsgd.asr.features import cmvn
@@ -74,6 +75,9 @@ _MAX_BYTES = 1 << 34
 _MAX_CONTEXT, _MAX_FEATURES, _MAX_SILENCE_STATES = 1000, 10_000, 10
 # far beyond all that decodes anything
 _MAX_SCALE, _MAX_PENALTY = 100.0, 1000.0
+# of the slope and the offset of a calibration
+_MAX_CALIBRATION = 1e6
+_UNCALIBRATED = Calibration()
 _AGAIN = "copy it again, or write it again with: ngsgd export --format bundle RUN FILE"
 
 
@@ -93,6 +97,7 @@ class Bundle:
         language: words, pronunciations, phones and language model, or a graph of words.
         decode: beam and graph settings.
         weights: acoustic scale and word penalty that were best on the validation set.
+        calibration: map from posteriors of words to confidences, fitted on the validation set.
         provenance: run, corpus and WER, as texts and numbers.
     """
 
@@ -106,6 +111,7 @@ class Bundle:
     language: Language
     decode: DecodeConfig
     weights: DecodingWeights
+    calibration: Calibration
     provenance: Mapping[str, Any]
 
     @classmethod
@@ -201,6 +207,7 @@ def index_of(
     features: FeatureConfig,
     decode: DecodeConfig,
     weights: DecodingWeights,
+    calibration: Calibration = _UNCALIBRATED,
     all_speech: Stats | None,
     provenance: Mapping[str, Any],
 ) -> str:
@@ -208,7 +215,7 @@ def index_of(
 
     Args:
         model_files: name -> content of the `MODEL_FILES` that there are.
-        language, features, decode, weights, all_speech, provenance: as in `Bundle`.
+        language, features, decode, weights, calibration, all_speech, provenance: as in `Bundle`.
     """
     content = {**model_files, **language.files()}
     return json.dumps(
@@ -223,6 +230,7 @@ def index_of(
                 "features": asdict(features),
                 "decode": asdict(decode),
                 "weights": asdict(weights),
+                "calibration": asdict(calibration),
                 "all_speech": None if all_speech is None else all_speech.tolist(),
                 "provenance": dict(provenance),
             }
@@ -382,6 +390,7 @@ def _bundle(path: Path, index: Mapping[str, Any], *, trust: bool) -> Bundle:
         language,
         config.decode,
         _weights(index["weights"]),
+        _calibration(index.get("calibration")),
         dict(index["provenance"]),
     )
 
@@ -403,6 +412,16 @@ def _config(index: Mapping[str, Any], about: Mapping[str, Any]) -> RunConfig:
     if wrong:
         raise ValueError(wrong[0])
     return config
+
+
+def _calibration(values: Mapping[str, Any] | None) -> Calibration:
+    """The calibration; a model of an earlier version has none."""
+    if values is None:
+        return Calibration()
+    found = Calibration(float(values["slope"]), float(values["offset"]))
+    if not (0.0 <= found.slope <= _MAX_CALIBRATION and abs(found.offset) <= _MAX_CALIBRATION):
+        raise ValueError(f"its calibration is {found}")
+    return found
 
 
 def _weights(values: Mapping[str, Any]) -> DecodingWeights:

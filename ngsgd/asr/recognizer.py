@@ -241,6 +241,7 @@ class _Channel:
             lattice_beam=min(bundle.decode.lattice_beam, LATTICE_BEAM),
             frame_shift_s=FRAME_S,
             num_best=self._num_best,
+            calibration=bundle.calibration,
         )
         rate_hz = bundle.features.sample_rate_hz
         start_s, end_s = stretch.first / rate_hz, (stretch.first + len(stretch.samples)) / rate_hz

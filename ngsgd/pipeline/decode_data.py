@@ -17,9 +17,9 @@ from ngsgd.asr.bundle import Bundle
 from ngsgd.asr.decode import calibration, evaluation, scoring, tuning, word_lattice
 from ngsgd.asr.decode.calibration import Calibration, ReliabilityBin
 from ngsgd.asr.decode.evaluation import DecodingWeights
-from ngsgd.asr.decode.scoring import NOTHING, Interval, UtteranceErrors, WordErrors
+from ngsgd.asr.decode.scoring import Interval, UtteranceErrors, WordErrors
 from ngsgd.asr.decode.streaming import Search
-from ngsgd.asr.decode.words import Hypothesis, lattice_of, recognized
+from ngsgd.asr.decode.words import Hypothesis, calibrate, lattice_of, outcomes, recognized
 from ngsgd.asr.lang import graphs, ngram, vocabulary
 from ngsgd.asr.lang.grammar import Grammar
 from ngsgd.asr.lang.graphs import Graph
@@ -117,11 +117,12 @@ def decode_data(bundle: Bundle, request: DecodeRequest) -> DataResult:
         total, rows = scoring.score(speech.texts, hypotheses, speech.utt_ids)
     found: tuple[Hypothesis, ...] = ()
     bins: Sequence[ReliabilityBin] = ()
-    calibrated = Calibration()
+    # the model's own holds for its own decoding weights
+    calibrated = bundle.calibration if weights == bundle.weights else Calibration()
     if request.confidences:
         calibrated = recognizer.calibration(tuning_set) if tuning_set else calibrated
         found = recognizer.recognized(speech, calibrated)
-        bins = calibration.reliability(*_outcomes(speech, found))
+        bins = calibration.reliability(*outcomes(found, speech.texts))
     return DataResult(
         weights,
         tuned,
@@ -335,17 +336,13 @@ class _DataRecognizer:
 
     def calibration(self, speech: ScoredSet) -> Calibration:
         """The map from posteriors to the share of correct words of this set."""
-        return calibration.fit(*_outcomes(speech, self.recognized(speech, Calibration())))
-
-
-def _outcomes(
-    speech: ScoredSet, hypotheses: Sequence[Hypothesis]
-) -> tuple[list[float], list[bool]]:
-    """The confidence of every recognized word, and whether it was said."""
-    said = [[word.word for word in one.words] for one in hypotheses]
-    rows = scoring.score(speech.texts, said, speech.utt_ids)[1]
-    is_correct = [ref == hyp for row in rows for ref, hyp in row.pairs if hyp != NOTHING]
-    return [word.confidence for one in hypotheses for word in one.words], is_correct
+        return calibrate(
+            self.graph,
+            speech.logliks,
+            speech.texts,
+            self.search,
+            lattice_beam=self.bundle.decode.lattice_beam,
+        )
 
 
 def _ctm(result: DataResult) -> str:

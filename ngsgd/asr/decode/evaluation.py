@@ -11,8 +11,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from ngsgd.asr.decode import decoding, scoring
+from ngsgd.asr.decode import decoding, scoring, words
+from ngsgd.asr.decode.calibration import Calibration
 from ngsgd.asr.decode.scoring import Interval, UtteranceErrors, WordErrors
+from ngsgd.asr.decode.streaming import Search
 from ngsgd.asr.lang import graphs
 from ngsgd.asr.lang.grammar import Grammar
 from ngsgd.asr.lang.graphs import Graph
@@ -20,6 +22,10 @@ from ngsgd.asr.lang.language import Language
 from ngsgd.asr.speech_set import SpeechSet
 from ngsgd.config import DecodeConfig
 from ngsgd.errors import DataError
+
+# utterances that the calibration is fitted on, and the beam of their lattices: two parameters need no more
+_MAX_CALIBRATION = 300
+_CALIBRATION_BEAM = 4.0
 
 # T x P of each utterance: log posterior minus log prior
 LogLikelihoods = Sequence[npt.NDArray[np.float32]]
@@ -55,6 +61,8 @@ class DecodingResult:
     graph: Graph
     # the setting that is best on test: not a result, only beside Kaldi's own
     oracle: tuple[DecodingWeights, WordErrors] | None
+    # of the posteriors of words, fitted on valid
+    calibration: Calibration
 
 
 def tune_and_decode(
@@ -78,7 +86,18 @@ def tune_and_decode(
         setting=setting, valid=valid_errors, sweep=tried, test=total,
         test_interval=scoring.confidence_interval(test.texts, hypotheses), hypotheses=hypotheses, per_utterance=tuple(rows),
         graph=penalised, oracle=oracle,
+        calibration=_calibration(penalised, config, setting, valid, valid_logliks),
     )
+
+
+def _calibration(graph: Graph, config: DecodeConfig, setting: DecodingWeights, valid: SpeechSet,
+                 logliks: LogLikelihoods) -> Calibration:
+    """The calibration of confidences, of some utterances where there are many."""
+    texts, some = valid.texts[:_MAX_CALIBRATION], logliks[:_MAX_CALIBRATION]
+    if not any(texts):
+        return Calibration()
+    return words.calibrate(graph, some, texts, Search(setting.acoustic_scale, config.beam, config.max_active),
+                           lattice_beam=min(config.lattice_beam, _CALIBRATION_BEAM))
 
 
 def build_graph(language: Language, config: DecodeConfig, rules: Grammar | None = None) -> Graph:

@@ -15,7 +15,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ngsgd.asr.decode import decoding, word_lattice
+from ngsgd.asr.decode import calibration as calibrations
+from ngsgd.asr.decode import decoding, scoring, word_lattice
 from ngsgd.asr.decode.calibration import Calibration
 from ngsgd.asr.decode.decoding import Path
 from ngsgd.asr.decode.streaming import Search
@@ -99,6 +100,37 @@ def recognized(
             # the beam of the search may have lost it
             found += [convert(path, frames)] if path.words == names else []
     return found
+
+
+def outcomes(
+    hypotheses: Sequence[Hypothesis], texts: Sequence[Sequence[str]]
+) -> tuple[list[float], list[bool]]:
+    """The confidence of every recognized word, and whether it was said.
+
+    Args:
+        hypotheses: one for each utterance.
+        texts: the words of each utterance.
+    """
+    said = [[word.word for word in one.words] for one in hypotheses]
+    rows = scoring.score(texts, said, [""] * len(said))[1]
+    is_correct = [ref == hyp for row in rows for ref, hyp in row.pairs if hyp != scoring.NOTHING]
+    return [word.confidence for one in hypotheses for word in one.words], is_correct
+
+
+def calibrate(
+    graph: Graph,
+    logliks: Sequence[npt.NDArray[np.float32]],
+    texts: Sequence[Sequence[str]],
+    search: Search,
+    *,
+    lattice_beam: float,
+) -> Calibration:
+    """Fit the map from posteriors to the share of correct words; arguments as in `recognized`."""
+    found = [
+        recognized(graph, one, search, lattice_beam=lattice_beam, frame_shift_s=1.0)[0]
+        for one in logliks
+    ]
+    return calibrations.fit(*outcomes(found, texts))
 
 
 def _searched(
