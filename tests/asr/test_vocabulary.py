@@ -20,7 +20,10 @@ grammar pairs;   // of digits
    perhaps a nine */
 public <pairs> = (<digit> <digit>)+ [nine];
 """
-ARPA = r"""
+ARPA = r"""The form of the file:
+\1-grams:
+p_1 wd_1 bo_wt_1
+
 \data\
 ngram 1=4
 ngram 2=2
@@ -119,7 +122,9 @@ def test_n_gram_costs_back_off() -> None:
     assert model.cost([], "three") > 50.0
 
 
-@pytest.mark.parametrize("text", ["", "\\1-grams:\nx one\n", "\\1-grams:\n-0.1\n", "\\1-grams:\nnan one\n", "\\99-grams:\n"])
+@pytest.mark.parametrize("text", [
+    "", "\\1-grams:\n-0.1 one\n", "\\data\\\n", "\\data\\\n\\1-grams:\nx one\n", "\\data\\\n\\1-grams:\n-0.1\n",
+    "\\data\\\n\\1-grams:\nnan one\n", "\\data\\\n\\99-grams:\n"])
 def test_a_damaged_language_model_is_one_error(text: str) -> None:
     with pytest.raises(DataError):
         ngram.parse(text)

@@ -50,7 +50,12 @@ def parse(text: str) -> NgramModel:
     """
     entries: dict[tuple[str, ...], tuple[float, float]] = {}
     order = highest = 0
+    has_begun = False
     for number, line in enumerate(text.splitlines(), start=1):
+        # text may come first, even with examples of sections
+        has_begun = has_begun or line.strip() == "\\data\\"
+        if not has_begun:
+            continue
         if section := _SECTION.fullmatch(line.strip()):
             order = int(section[1])
             highest = max(highest, order)
