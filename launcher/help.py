@@ -28,7 +28,7 @@ COMMANDS = {
     "settings": "list the options of ngsgd train: default, values, unit and meaning",
     "ui": "open the dashboard (MLflow) on the runs of an output folder",
     "doctor": "look at this machine and tell what would go wrong, with the fix of each",
-    "export": "write a run's final model: one file for ngsgd transcribe, or Kaldi's formats with features and examples",
+    "export": "write a run's final model: a bundle, ONNX, torch.export, sherpa-onnx, Hugging Face, or Kaldi's formats",
     "import": "convert Kaldi's raw nnet3 model, binary or text, to continue from with init_model=",
     "info": "state of a run; without a run: versions of what is installed",
 }

@@ -207,7 +207,7 @@ def _check(options: argparse.Namespace) -> None:
 def _decode_data(options: argparse.Namespace) -> int:
     from ngsgd.asr.lang.vocabulary import Vocabulary
     from ngsgd.pipeline import decode_data as service
-    from ngsgd.pipeline.transcribe import open_bundle
+    from ngsgd.pipeline.runs.recognizer import open_bundle
 
     bundle = open_bundle(options.model, trust=options.trust)
     vocabulary = Vocabulary(options.lexicon, options.words, options.lm, options.grammar)

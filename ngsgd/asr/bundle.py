@@ -255,6 +255,15 @@ def write_file(path: Path, content: Mapping[str, bytes]) -> None:
 # Reading ------------------------------------------------------------------------------------------
 
 
+def read_files(path: Path) -> dict[str, bytes]:
+    """Name -> content of every file of a model, with digests compared; the index comes last.
+
+    Raises:
+        CheckpointError: nothing there, damaged, edited, or of a newer version.
+    """
+    return {**_read(path)["files"], INDEX: _reader(path)(INDEX)}
+
+
 def _read(path: Path) -> dict[str, Any]:
     """Content of the index, and under "files" that of the files it lists; all digests compared."""
     try:

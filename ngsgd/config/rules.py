@@ -238,6 +238,12 @@ def _outer(c: RunConfig) -> Iterator[str]:
                "between.")
 
 
+def _precision(c: RunConfig) -> Iterator[str]:
+    if c.cluster.precision == "tf32" and c.cluster.device == "cpu":
+        yield ("cluster.precision is tf32, but cluster.device is cpu, which has no TF32; choose "
+               "float32 or bf16.")
+
+
 def _exchange(c: RunConfig) -> Iterator[str]:
     cluster = c.cluster
     possible = {"in_process": ("auto",),
@@ -303,4 +309,4 @@ def _tune(c: RunConfig) -> Iterator[str]:
 
 _RULES: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     _name, _ranges, _augmentation, _curvature_frames, _features, _held_out, _architecture, _growth,
-    _optimizer, _groups, _dropout, _outer, _exchange, _layers, _objective, _tune)
+    _optimizer, _groups, _dropout, _outer, _precision, _exchange, _layers, _objective, _tune)

@@ -13,13 +13,11 @@ from pathlib import Path
 
 import torch
 
-from ngsgd.asr.bundle import Bundle
 from ngsgd.asr.recognizer import Recognizer
 from ngsgd.asr.recording import SUFFIXES
 from ngsgd.asr.transcript import Transcript
 from ngsgd.errors import DataError, NgsgdError
-from ngsgd.pipeline.runs import trust as permission
-from ngsgd.pipeline.runs.run_folder import find_run
+from ngsgd.pipeline.runs.recognizer import open_bundle
 
 
 @dataclass(frozen=True)
@@ -32,25 +30,12 @@ class Outcome:
 
 
 def open_recognizer(model: str, *, trust: bool = False) -> Recognizer:
-    """The recognizer of `open_bundle`."""
-    return Recognizer(open_bundle(model, trust=trust))
-
-
-def open_bundle(model: str, *, trust: bool = False) -> Bundle:
-    """The model of a bundle, a run folder, or a run by its name under runs/.
+    """The recognizer of a bundle, a run folder, or a run by its name under runs/.
 
     A custom network is imported where this user began the run, or with `trust` (see
     docs/own-model.md).
     """
-    path = Path(model)
-    if not path.is_file() and not (path / "model.json").is_file():
-        path = find_run(model)
-    final = path / "final" if (path / "config.yaml").is_file() else path
-    if (final / "model.json").is_file():
-        about = permission.read_about(final)
-        permission.require(about["model"], final / "model.json", about["run_id"], trust=trust)
-        trust = True
-    return Bundle.load(path, trust=trust)
+    return Recognizer(open_bundle(model, trust=trust))
 
 
 def find_audio(names: Sequence[str]) -> list[Path]:

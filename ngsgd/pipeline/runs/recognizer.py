@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import __version__ as torch_version
 
 import ngsgd
 from ngsgd.asr import bundle
+from ngsgd.asr.bundle import Bundle
 from ngsgd.asr.corpora.corpus import Corpus
 from ngsgd.asr.decode.calibration import Calibration
 from ngsgd.asr.decode.evaluation import DecodingResult, DecodingWeights
@@ -20,8 +22,9 @@ from ngsgd.asr.speech_set import SpeechSet
 from ngsgd.config import RunConfig
 from ngsgd.errors import CheckpointError
 from ngsgd.files import new_file, read_json, read_regular_bytes
+from ngsgd.pipeline.runs import trust as permission
 from ngsgd.pipeline.runs.final_model import check_final
-from ngsgd.pipeline.runs.run_folder import RunFolder
+from ngsgd.pipeline.runs.run_folder import RunFolder, find_run
 
 _MAX_BYTES = 1 << 34
 
@@ -30,8 +33,10 @@ def keep_recognizer(
     folder: RunFolder, config: RunConfig, corpus: Corpus, result: DecodingResult
 ) -> None:
     """Complete `final/` with all that recognizing speech takes; the index is written last."""
-    wer = {"valid": str(result.valid), "test": str(result.test)}
-    for name, content in _content(folder, config, corpus, result.setting, result.calibration, wer).items():
+    wer = {"valid": str(result.valid), "test": str(result.test),
+           **_interval(asdict(result.test_interval))}
+    content_of = _content(folder, config, corpus, result.setting, result.calibration, wer)
+    for name, content in content_of.items():
         path = folder.final / name
         # the index comes last in the mapping
         if name in bundle.MODEL_FILES or (
@@ -40,6 +45,23 @@ def keep_recognizer(
             continue
         with new_file(path) as temporary:
             temporary.write_bytes(content)
+
+
+def open_bundle(model: str, *, trust: bool = False) -> Bundle:
+    """The content of a bundle, a run folder, or a run by its name under runs/.
+
+    A custom network is imported where this user began the run, or with `trust` (see
+    docs/own-model.md).
+    """
+    path = Path(model)
+    if not path.is_file() and not (path / "model.json").is_file():
+        path = find_run(model)
+    final = path / "final" if (path / "config.yaml").is_file() else path
+    if (final / "model.json").is_file():
+        about = permission.read_about(final)
+        permission.require(about["model"], final / "model.json", about["run_id"], trust=trust)
+        trust = True
+    return Bundle.load(path, trust=trust)
 
 
 def export_bundle(folder: RunFolder, config: RunConfig, corpus: Corpus, output: Path) -> None:
@@ -51,7 +73,10 @@ def export_bundle(folder: RunFolder, config: RunConfig, corpus: Corpus, output: 
         weights = DecodingWeights(float(scores["acoustic_scale"]), float(scores["word_penalty"]))
         # earlier versions have none
         calibration = Calibration(**scores.get("calibration", {}))
-        wer = {name: str(scores[name]) for name in ("valid", "test")}
+        wer = {
+            **{name: str(scores[name]) for name in ("valid", "test")},
+            **_interval(scores.get("test_interval_95")),
+        }
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
             f"{path} has no scale and penalty ({type(error).__name__}: {error}); decode the run "
@@ -59,6 +84,11 @@ def export_bundle(folder: RunFolder, config: RunConfig, corpus: Corpus, output: 
             f"ngsgd decode {folder.path}."
         ) from error
     bundle.write_file(output, _content(folder, config, corpus, weights, calibration, wer))
+
+
+def _interval(of_test: Mapping[str, float] | None) -> dict[str, str]:
+    """Earlier versions wrote none."""
+    return {"test_interval_95": f"{of_test['low']:.2f} to {of_test['high']:.2f}"} if of_test else {}
 
 
 def _content(
