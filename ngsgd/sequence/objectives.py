@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from ngsgd.config import ObjectiveConfig
-from ngsgd.ops.natural_gradient import to_device
+from ngsgd.ops.devices import to_device
 from ngsgd.sequence.forward_backward import expected_accuracy, log_path_sum
 from ngsgd.sequence.graph import StateGraph
 from ngsgd.sequence.transitions import Transitions
