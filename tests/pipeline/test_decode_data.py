@@ -125,7 +125,8 @@ def test_a_folder_that_is_no_data_is_one_error(model: Path, tmp_path: Path, dama
 def test_the_command_prints_and_writes_the_result(model: Path, data: Path, tmp_path: Path,
                                                   capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "out"
-    assert main(["decode", str(model), "--data", str(data / "test"), "--json", "--confidences", "--penalty", "8", "--output", str(output)]) == 0
+    assert main(["decode", str(model), "--data", str(data / "test"), "--json", "--confidences",
+                 "--penalty", "8", "--output", str(output)]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed["wer"] == 0.0
     assert json.loads((output / "wer.json").read_text()) == printed
