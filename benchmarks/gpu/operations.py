@@ -166,6 +166,7 @@ HOST_ONLY = (
     "averaging.mean_of_chunk",
     "averaging.shares_of",
     "compression",
+    "devices",
     "packed_gemm",
     "second_derivatives",
     "gemm.rows_of",

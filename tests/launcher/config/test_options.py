@@ -31,6 +31,12 @@ def recipe_file(folder: Path, content: dict[str, Any]) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module", autouse=True)
+def imported() -> None:
+    """Hydra and what it reads, once for all tests of the file."""
+    compose.compose([])
+
+
 # Settings without effect ----------------------------------------------------------------------------------------------
 
 
