@@ -36,11 +36,11 @@ _COPY = re.compile(r"(?:cp\d+-)?(?:sp(?P<factor>\d+(?:\.\d+)?)-)?(?P<utt_id>.*)"
 # Kaldi's recipes have these values: three speeds (utils/data/perturb_data_dir_speed_3way.sh), half
 # of the utterances in rooms and noise, and the factors of utils/data/perturb_data_dir_volume.sh
 SPEEDS = (0.9, 1.0, 1.1)
-REVERB_PROBABILITY = NOISE_PROBABILITY = 0.5
+VOICE_PROBABILITY = REVERB_PROBABILITY = NOISE_PROBABILITY = 0.5
 VOLUMES = (0.125, 2.0)
 # from a small room with carpet to a lecture hall
 RT60_MS = (100.0, 600.0)
-# of a speaker, the first unchanged: speakers stay units of normalization
+# into which a speaker is changed: few enough that each remains a unit of normalization
 NUM_VOICES = 16
 # of a simulated room: nothing of its tail arrives sooner after the direct sound
 _DIRECT_PATH_MS = 1.0
@@ -180,9 +180,11 @@ def _changed(utterance: Utterance, factor: float, sounds: _Sounds, config: Augme
     # all numbers are drawn whatever is on, so that switching one thing on changes no other
     rooms, noises, volumes = (np.random.default_rng(seed) for seed in random.integers(2**63, size=3))
     if config.voice:
-        number = int(random.integers(NUM_VOICES))
-        samples, pdf_T = _another_voice(samples, pdf_T, utterance.speaker, number, rate_hz, random)
-        utterance = replace(utterance, speaker=f"vc{number}-{utterance.speaker}")
+        voices = np.random.default_rng(random.integers(2**63))
+        if voices.random() < VOICE_PROBABILITY:
+            number = int(voices.integers(NUM_VOICES))
+            samples, pdf_T = _another_voice(samples, pdf_T, utterance.speaker, number, rate_hz, voices)
+            utterance = replace(utterance, speaker=f"vc{number}-{utterance.speaker}")
     if config.reverb and not is_clean and rooms.random() < REVERB_PROBABILITY:
         samples = reverberate(samples, sounds.response(rooms))
     if config.noise and not is_clean and noises.random() < NOISE_PROBABILITY:
@@ -200,9 +202,7 @@ def _changed(utterance: Utterance, factor: float, sounds: _Sounds, config: Augme
 
 def _another_voice(samples: FisherSample, pdf_T: PdfIds, speaker: str, number: int, rate_hz: int,
                    random: np.random.Generator) -> tuple[FisherSample, PdfIds]:
-    """The audio in voice `number` of the speaker, at a rate of the utterance's own; 0: unchanged."""
-    if not number:
-        return samples, pdf_T
+    """The audio in voice `number` of the speaker, at a rate of the utterance's own."""
     of_voice = voice.sample_change(_random(f"voice {speaker}", number))
     change = replace(of_voice, rate=voice.sample_change(random).rate)
     changed = voice.change_voice(samples, change, rate_hz)

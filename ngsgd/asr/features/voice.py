@@ -18,10 +18,12 @@ import numpy.typing as npt
 from ngsgd.asr import extras
 from ngsgd.asr.features.noise import FisherSample
 
-# factors: from a lower voice of the same speaker to men who become women and adults who become children
-PITCH = (0.8, 2.0)
-FORMANTS = (0.88, 1.25)
+# factors, from a man with a lower voice to a man who becomes a woman or a child; pitch and formants rise together
+PITCH = (0.85, 1.9)
+FORMANTS = (0.92, 1.22)
 RATE = (0.85, 1.2)
+# standard deviation of the logarithm, of speakers who are equally tall
+_PITCH_SPREAD, _FORMANT_SPREAD = 0.1, 0.03
 WINDOW_MS, HOPS_PER_WINDOW = 32, 4
 # the envelope has no detail finer than this quefrency, which lies below the pitch period of a high voice
 ENVELOPE_MS = 1.75
@@ -44,8 +46,16 @@ class VoiceChange:
 
 
 def sample_change(random: np.random.Generator) -> VoiceChange:
-    """Sample factors, log-uniform in `PITCH`, `FORMANTS` and `RATE`."""
-    return VoiceChange(*(float(np.exp(random.uniform(*np.log(bounds)))) for bounds in (PITCH, FORMANTS, RATE)))
+    """Sample factors around a point of `PITCH` and `FORMANTS` that both share, and a rate in `RATE`."""
+    height, pitch, formants, rate = random.uniform(), random.normal(), random.normal(), random.uniform()
+    return VoiceChange(pitch=_between(PITCH, height) * float(np.exp(_PITCH_SPREAD * pitch)),
+                       formants=_between(FORMANTS, height) * float(np.exp(_FORMANT_SPREAD * formants)),
+                       rate=_between(RATE, rate))
+
+
+def _between(bounds: tuple[float, float], part: float) -> float:
+    low, high = np.log(bounds)
+    return float(np.exp(low + (high - low) * part))
 
 
 def change_voice(samples: FisherSample, change: VoiceChange, sample_rate_hz: int) -> FisherSample:

@@ -265,7 +265,8 @@ def test_completion_offers_commands_then_settings(
     for command in ("train", "submit"):
         monkeypatch.setenv("COMP_LINE", f"ngsgd {command} augment=")
         assert cli.main(["-sc", "query=bash"]) == 0
-        assert capsys.readouterr().out.split() == ["augment=kaldi", "augment=none", "augment=rooms", "augment=spec"]
+        assert capsys.readouterr().out.split() == ["augment=kaldi", "augment=none", "augment=robust", "augment=rooms",
+                                                   "augment=spec"]
     monkeypatch.setenv("COMP_LINE", "ngsgd submit seed=1 --res")
     assert cli.main(["-sc", "query=bash"]) == 0
     assert capsys.readouterr().out.split() == ["--resume"]
