@@ -56,7 +56,7 @@ def _reflected(x: Array, n: int) -> float:
 
 
 def _floor(x: Array, size: int, hop: int, window: list[float]) -> list[float]:
-    """1e-5 of the largest magnitude of each bin over time is too fine: one number per bin, of all windows."""
+    """Added to magnitudes before their logarithm: 1e-5 of the largest."""
     spectra = _spectra(x, size, hop, window)
     return [1e-5 * max(max(abs(z) for z in X) for X in spectra)] * (size // 2 + 1)
 

@@ -28,11 +28,12 @@ import numpy.typing as npt
 from ngsgd.asr import extras
 from ngsgd.asr.features import noise, voice
 from ngsgd.asr.features.noise import FULL_SCALE, LOUDEST_MIX, FisherSample
+from ngsgd.asr.features.voice import VoiceChange
 from ngsgd.asr.utterance import SAMPLE_RATE_HZ, Audio, PdfIds, Samples, Utterance, num_frames
 from ngsgd.config import AugmentConfig, with_removed
 from ngsgd.errors import DataError
 
-_COPY = re.compile(r"(?:cp\d+-)?(?:sp(?P<factor>\d+(?:\.\d+)?)-)?(?P<utt_id>.*)", re.DOTALL)
+_COPY = re.compile(r"(?:vc\d+x(?P<rate>\d\.\d{4})-)?(?:cp\d+-)?(?:sp(?P<factor>\d+(?:\.\d+)?)-)?(?P<utt_id>.*)", re.DOTALL)
 # Kaldi's recipes have these values: three speeds (utils/data/perturb_data_dir_speed_3way.sh), half
 # of the utterances in rooms and noise, and the factors of utils/data/perturb_data_dir_volume.sh
 SPEEDS = (0.9, 1.0, 1.1)
@@ -64,7 +65,8 @@ def augmented(utterances: Iterable[Utterance], config: AugmentConfig, *,
     its own.
 
     As in Kaldi, a speed other than 1 makes another speaker (sp0.9-NAME), since it changes pitch and
-    formants; copies after the first are named cp1-NAME and so on.  Frames of `silence_pdfs` do not
+    formants; so does another voice (vc3-NAME), whose utterances have their rate in the name
+    (vc3x0.9124-NAME). Copies after the first are named cp1-NAME and so on.  Frames of `silence_pdfs` do not
     count when noise is set in proportion to speech.  Raises DataError for folders and files that
     cannot be used, before the first utterance is made.
     """
@@ -182,9 +184,11 @@ def _changed(utterance: Utterance, factor: float, sounds: _Sounds, config: Augme
     if config.voice:
         voices = np.random.default_rng(random.integers(2**63))
         if voices.random() < VOICE_PROBABILITY:
-            number = int(voices.integers(NUM_VOICES))
-            samples, pdf_T = _another_voice(samples, pdf_T, utterance.speaker, number, rate_hz, voices)
-            utterance = replace(utterance, speaker=f"vc{number}-{utterance.speaker}")
+            number, change = _sample_voice(utterance.speaker, voices)
+            samples = voice.change_voice(samples, change, rate_hz)
+            pdf_T = retime(pdf_T, num_frames(len(samples), rate_hz), change.rate)
+            utterance = replace(utterance, utt_id=f"vc{number}x{change.rate:.4f}-{utterance.utt_id}",
+                                speaker=f"vc{number}-{utterance.speaker}")
     if config.reverb and not is_clean and rooms.random() < REVERB_PROBABILITY:
         samples = reverberate(samples, sounds.response(rooms))
     if config.noise and not is_clean and noises.random() < NOISE_PROBABILITY:
@@ -200,13 +204,11 @@ def _changed(utterance: Utterance, factor: float, sounds: _Sounds, config: Augme
     return replace(utterance, samples=_to_16_bits(samples), pdf_T=pdf_T)
 
 
-def _another_voice(samples: FisherSample, pdf_T: PdfIds, speaker: str, number: int, rate_hz: int,
-                   random: np.random.Generator) -> tuple[FisherSample, PdfIds]:
-    """The audio in voice `number` of the speaker, at a rate of the utterance's own."""
+def _sample_voice(speaker: str, random: np.random.Generator) -> tuple[int, VoiceChange]:
+    """One of the speaker's other voices, at a rate that is sampled for the utterance."""
+    number = int(random.integers(NUM_VOICES))
     of_voice = voice.sample_change(_random(f"voice {speaker}", number))
-    change = replace(of_voice, rate=voice.sample_change(random).rate)
-    changed = voice.change_voice(samples, change, rate_hz)
-    return changed, retime(pdf_T, num_frames(len(changed), rate_hz), change.rate)
+    return number, replace(of_voice, rate=voice.sample_change(random).rate)
 
 
 def _to_16_bits(samples: FisherSample) -> Samples:
@@ -229,10 +231,10 @@ def _renamed(utterance: Utterance, copy: int, factor: float) -> Utterance:
 
 
 def original(utt_id: str) -> tuple[str, float]:
-    """The name before `augmented` changed it, and the speed."""
+    """The name before `augmented` changed it, and the factor on the speed of the speech."""
     match = _COPY.fullmatch(utt_id)
     assert match is not None
-    return match["utt_id"], float(match["factor"] or 1.0)
+    return match["utt_id"], float(match["factor"] or 1.0) * float(match["rate"] or 1.0)
 
 
 def _random(utt_id: str, copy: int) -> np.random.Generator:

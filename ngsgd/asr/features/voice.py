@@ -109,7 +109,7 @@ def _stretch(spectra_TF: Spectra, speed: float, hop: int, num_windows: int) -> S
     magnitude_TF = np.abs(spectra_TF)
     between_TF = (1 - part_T1) * magnitude_TF[low_T] + part_T1 * magnitude_TF[low_T + 1]
     phase_TF = np.angle(spectra_TF)
-    step_TF = (phase_TF[low_T + 1] - phase_TF[low_T])
+    step_TF = phase_TF[low_T + 1] - phase_TF[low_T]
     advance_F = 2 * np.pi * hop * np.arange(spectra_TF.shape[1]) / (2 * (spectra_TF.shape[1] - 1))
     step_TF = advance_F + np.angle(np.exp(1j * (step_TF - advance_F)))
     total_TF = phase_TF[0] + np.concatenate([np.zeros_like(step_TF[:1]), np.cumsum(step_TF[:-1], axis=0)])
@@ -120,7 +120,7 @@ def _synthesize(spectra_TF: Spectra, size: int, hop: int, length: int) -> Fisher
     window_L = np.hanning(size + 1)[:-1]
     windows_TL = np.fft.irfft(spectra_TF, n=size, axis=1) * window_L
     total = np.zeros((len(spectra_TF) - 1) * hop + size)
-    norm = np.full_like(total, 0.0)
+    norm = np.zeros_like(total)
     # windows that are HOPS_PER_WINDOW apart do not overlap
     for first in range(HOPS_PER_WINDOW):
         part_TL = windows_TL[first::HOPS_PER_WINDOW]
@@ -128,5 +128,6 @@ def _synthesize(spectra_TF: Spectra, size: int, hop: int, length: int) -> Fisher
         total[first * hop:stop] += part_TL.ravel()
         norm[first * hop:stop] += np.tile(window_L ** 2, len(part_TL))
     start = size // 2
-    whole = total / np.maximum(norm, 1e-3)
-    return np.asarray(np.pad(whole[start:start + length], (0, max(0, start + length - len(whole)))))
+    # the first and the last samples lie under the edge of one window
+    samples = total / np.maximum(norm, 1e-3)
+    return np.asarray(np.pad(samples[start:start + length], (0, max(0, start + length - len(samples)))))

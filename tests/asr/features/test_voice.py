@@ -22,7 +22,8 @@ def vowel(pitch_hz: float = 110.0, formant_hz: float = 900.0, num_samples: int =
     time_s = np.arange(num_samples) / RATE
     harmonics = np.arange(pitch_hz, 3500.0, pitch_hz)
     gains = 1.0 / (1.0 + ((harmonics - formant_hz) / 120.0) ** 2)
-    return 3000.0 * sum(gain * np.sin(2 * np.pi * f * time_s + f) for f, gain in zip(harmonics, gains, strict=True))
+    return np.asarray(3000.0 * sum(gain * np.sin(2 * np.pi * f * time_s + f)
+                                   for f, gain in zip(harmonics, gains, strict=True)))
 
 
 def middle(samples: np.ndarray) -> np.ndarray:
@@ -141,6 +142,16 @@ def test_half_of_the_utterances_have_another_voice_of_sixteen() -> None:
     assert is_same == [np.array_equal(one.samples, other.samples) for one, other in zip(found, utterances, strict=True)]
     again = changed(utterances[::-1], AugmentConfig(voice=True))[::-1]
     assert all(np.array_equal(one.samples, other.samples) for one, other in zip(found, again, strict=True))
+
+
+def test_a_name_leads_to_the_labels_of_the_original() -> None:
+    utterances = [tone(f"u{n}") for n in range(40)]
+    for before, after in zip(utterances, changed(utterances, AugmentConfig(voice=True)), strict=True):
+        name, factor = augment.original(after.utt_id)
+        assert name == before.utt_id
+        # the name has four digits of the rate
+        again_T = augment.retime(before.pdf_T, len(after.pdf_T), factor)
+        assert (again_T != after.pdf_T).sum() <= 1
 
 
 def test_voices_of_two_speakers_differ() -> None:

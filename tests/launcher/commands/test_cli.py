@@ -146,7 +146,7 @@ def test_bad_input_as_a_real_command_shows_no_traceback_and_writes_nothing(tmp_p
         cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     first, second = done.stderr.splitlines()
-    assert first.startswith("ngsgd: augment=rain ") and "kaldi, none, rooms, spec" in first
+    assert first.startswith("ngsgd: augment=rain ") and "kaldi, none, robust, rooms, spec" in first
     assert second.startswith("ngsgd: sed ") and "seed?" in second
     assert list(tmp_path.iterdir()) == []
 
