@@ -64,7 +64,7 @@ def test_labels_are_those_of_the_mapped_phones() -> None:
         for old, new in zip(before.pdf_T, after.pdf_T, strict=True):
             phone, state = phone_and_state(labels.TOPOLOGY, int(old))
             assert phone_and_state(topology, int(new)) == (PHONES.get(phone, "SIL"), state)
-        assert words_of(topology, after.pdf_T) == list(after.words)
+        assert words_of(topology, after.pdf_T.tolist()) == list(after.words)
         assert np.array_equal(before.samples, after.samples)
 
 
