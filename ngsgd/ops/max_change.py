@@ -5,6 +5,7 @@ Letters: C components (a layer's weight and bias together are one), factors mult
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -12,36 +13,53 @@ from torch import Tensor
 
 
 class Limits(NamedTuple):
-    """What may be applied of a proposed change, and which limits were met; all tensors, so no device sync is needed."""
+    """What may be applied of a proposed change; all tensors, so nothing waits for a device.
+
+    A ratio below 1 means that the limit was active.
+    """
 
     # multiply component c's proposed change by this; includes `scale` and the whole-model limit
     factors_C: Tensor
-    # 0-d bool; False: some norm is Inf or NaN, and nothing may be applied
-    is_finite: Tensor
-    # bool, the component's own limit was active
-    layer_hits_C: Tensor
-    # 0-d bool, the whole-model limit was active
-    model_hit: Tensor
+    # limit / size of each component, and of the model
+    layer_ratios_C: Tensor
+    model_ratio: Tensor
+    # 0-d, size of the model's change before its own limit; NaN: some norm is Inf or NaN, and
+    # nothing may be applied
+    total: Tensor
+
+    @property
+    def is_finite(self) -> Tensor:
+        """0-d bool; False: nothing may be applied."""
+        return self.total == self.total
+
+    @property
+    def layer_hits_C(self) -> Tensor:
+        """Bool, the component's own limit was active."""
+        return self.layer_ratios_C < 1.0
+
+    @property
+    def model_hit(self) -> Tensor:
+        """0-d bool, the whole-model limit was active."""
+        return self.model_ratio < 1.0
 
 
-def max_change_limits(norms_C: Tensor, max_changes_C: Tensor, max_param_change: float, *, scale: float = 1.0,
-                      max_change_scale: float = 1.0) -> Limits:
+def max_change_limits(norms_C: Tensor, max_changes_C: Tensor, max_param_change: float, *,
+                      scale: float = 1.0, max_change_scale: float = 1.0) -> Limits:
     """Factors for adding `scale` times a change whose component norms are `norms_C`.
 
-    `max_changes_C` holds each component's limit, `max_param_change` that of the whole model, 0 meaning none; both are
-    L2 norms per minibatch and are multiplied by `max_change_scale`.  Unlike in Kaldi, NaN does not pass.
+    `max_changes_C` holds each component's limit (inf: none), `max_param_change` that of the whole
+    model (0: none); both are L2 norms per minibatch and are multiplied by `max_change_scale`.
+    Unlike in Kaldi, NaN does not pass.
     """
-    size_C = norms_C * abs(scale)
-    allowed_C = max_changes_C * max_change_scale
-    layer_hits_C = (max_changes_C > 0.0) & (size_C > allowed_C)
-    factors_C = torch.where(layer_hits_C, allowed_C / size_C, 1.0)
+    size_C = norms_C if scale == 1.0 else norms_C * abs(scale)
+    allowed_C = max_changes_C if max_change_scale == 1.0 else max_changes_C * max_change_scale
+    ratios_C = allowed_C / size_C
+    factors_C = ratios_C.clamp(max=1.0)
+    # an Inf norm has the factor 0, or NaN without a limit; 0 * Inf = NaN
     total = torch.linalg.vector_norm(factors_C * size_C)
-    allowed = max_param_change * max_change_scale
-    model_hit = (total > allowed) & (max_param_change > 0.0)
-    model_factor = torch.where(model_hit, allowed / total, 1.0)
-    # an Inf norm gives factor 0 and 0 * Inf = NaN, which would pass the comparison above: look at
-    # the norms themselves
-    return Limits(factors_C * model_factor * scale, torch.isfinite(norms_C).all(), layer_hits_C, model_hit)
+    model_ratio = (max_param_change * max_change_scale or math.inf) / total
+    factors_C = factors_C * model_ratio.clamp(max=1.0)
+    return Limits(factors_C if scale == 1.0 else factors_C * scale, ratios_C, model_ratio, total)
 
 
 def row_product_factor(products: Tensor, num_rows: Tensor | float, lr: float, max_change_per_sample: float) -> Tensor:

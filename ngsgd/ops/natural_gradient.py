@@ -235,6 +235,41 @@ def apply_update(state: FisherState, J_RD: Tensor, step: FisherUpdate,
     return FisherState(W_RD, step.d_R, step.rho)
 
 
+def apply_updates_together(
+    states: Sequence[FisherState], all_J_RD: Sequence[Tensor], steps: Sequence[FisherUpdate],
+    smoothings: Sequence[Smoothing]) -> list[FisherState]:
+    """`apply_update` for L estimates of one rank and dimension, in few operations of a device.
+
+    The host waits for nothing.  The new W are views of one L x R x D tensor.
+    """
+    W_LRD = torch.stack([state.W_RD for state in states])
+    J_LRD = torch.stack(list(all_J_RD))
+    rank = W_LRD.shape[1]
+    e_LR = np.stack([spectrum(FisherState(state.W_RD, step.d_R, step.rho), smoothing)
+                     for state, step, smoothing in zip(states, steps, smoothings, strict=True)])
+    numbers_LRC = np.concatenate([np.stack([step.A_RR for step in steps]),
+                                  np.stack([step.b_R for step in steps])[:, :, None],
+                                  e_LR[:, :, None]], axis=2)
+    sent_LRC = to_device(torch.from_numpy(numbers_LRC).to(W_LRD.dtype), W_LRD.device)
+    A_LRR, b_LR1, e_LR1 = sent_LRC.split([rank, 1, 1], dim=2)
+    W_LRD = torch.bmm(A_LRR, J_LRD.addcmul_(b_LR1, W_LRD))                    # (64)
+    flagged = [i for i, step in enumerate(steps) if step.must_reorthogonalize]
+    if flagged:
+        fixed_FRD = reorthogonalized_without_wait(torch.stack([W_LRD[i] for i in flagged]),
+                                                  torch.stack([e_LR1[i, :, 0] for i in flagged]))
+        for i, fixed_RD in zip(flagged, fixed_FRD, strict=True):
+            W_LRD[i] = fixed_RD
+    return [FisherState(W_RD, step.d_R, step.rho)
+            for W_RD, step in zip(W_LRD.unbind(), steps, strict=True)]
+
+
+def to_device(numbers: Tensor, device: torch.device) -> Tensor:
+    """Numbers of the host on a device; from pinned memory, so that the host does not wait."""
+    if device.type == "cpu":
+        return numbers
+    return numbers.pin_memory().to(device, non_blocking=True)
+
+
 def resmoothed(state: FisherState, old: Smoothing, new: Smoothing) -> FisherState:
     """The same estimate for another alpha."""
     W_RD = state.W_RD
@@ -283,6 +318,28 @@ def _descending_eigh(Z_BRR: Array) -> tuple[Array, Array]:
     found = [torch.linalg.eigh(Z_RR) for Z_RR in torch.from_numpy(Z_BRR / size_B[:, None, None])]
     c_BR, U_BRR = (np.stack([pair[i].numpy() for pair in found]) for i in range(2))
     return c_BR[:, ::-1] * size_B[:, None], U_BRR[:, :, ::-1]
+
+
+def reorthogonalized_without_wait(W_FRD: Tensor, e_FR: Tensor) -> Tensor:
+    """`reorthogonalized` for F estimates on a device, which decides itself what to do.
+
+    Where O is too near singular for its Cholesky factor, that of O + s I makes the rows less
+    dependent; the next update is then flagged again.
+    """
+    W64_FRD, e_FR = W_FRD.double(), e_FR.double()
+    root_FR1, inverse_root_FR1 = e_FR.sqrt()[:, :, None], e_FR.rsqrt()[:, :, None]
+    O_FRR = inverse_root_FR1 * (W64_FRD @ W64_FRD.mT) * inverse_root_FR1.mT
+    eye_RR = torch.eye(O_FRR.shape[1], dtype=O_FRR.dtype, device=O_FRR.device)
+    error_F11 = (O_FRR - eye_RR).abs().amax(dim=(1, 2), keepdim=True)
+    C_FRR, info_F = torch.linalg.cholesky_ex(O_FRR)
+    shifted_FRR, _ = torch.linalg.cholesky_ex(O_FRR + eye_RR * _CHOLESKY_LIMIT**-2)
+    inverse_FRR, of_shifted_FRR = (torch.linalg.solve_triangular(factor, eye_RR, upper=False)
+                                   for factor in (C_FRR, shifted_FRR))
+    largest_F11 = inverse_FRR.abs().amax(dim=(1, 2), keepdim=True)
+    is_usable_F11 = (info_F == 0)[:, None, None] & (largest_F11 < _CHOLESKY_LIMIT)
+    inverse_FRR = torch.where(is_usable_F11, inverse_FRR, of_shifted_FRR)
+    fixed_FRD = (root_FR1 * inverse_FRR * inverse_root_FR1.mT) @ W64_FRD
+    return torch.where(error_F11 > _ORTHOGONALITY_ERROR, fixed_FRD, W64_FRD).to(W_FRD.dtype)
 
 
 def reorthogonalized(W_RD: Tensor, e_R: Tensor) -> Tensor:

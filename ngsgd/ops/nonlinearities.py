@@ -19,7 +19,7 @@ from torch import Tensor
 from ngsgd.ops.kernels import native
 
 # of the input relative to target_rms^2; Kaldi's floor
-_MIN_MEAN_SQUARE = 2.0**-66
+MIN_MEAN_SQUARE = 2.0**-66
 SOURCE = Path(__file__).with_name("kernels") / "nonlinearities.cpp"
 
 
@@ -51,7 +51,7 @@ def renormalize(x: Tensor, target_rms: float) -> Tensor:
     if not _is_native(x):
         return (x * inverse_rms(x, target_rms)[0]).to(x.dtype)
     y = torch.empty_like(x)
-    load_library().renormalize(x.data_ptr(), *_shape(x), _size(x, target_rms), _MIN_MEAN_SQUARE,
+    load_library().renormalize(x.data_ptr(), *_shape(x), _size(x, target_rms), MIN_MEAN_SQUARE,
                                y.data_ptr(), torch.get_num_threads())
     return y
 
@@ -64,7 +64,7 @@ def renormalize_gradient(x: Tensor, dY: Tensor, target_rms: float) -> Tensor:
         return torch.addcmul(dY * r, x.to(r.dtype), along, value=-1).to(x.dtype)
     dX = torch.empty_like(x)
     load_library().renormalize_gradient(x.data_ptr(), dY.data_ptr(), *_shape(x), _size(x, target_rms),
-                                        _MIN_MEAN_SQUARE, dX.data_ptr(), torch.get_num_threads())
+                                        MIN_MEAN_SQUARE, dX.data_ptr(), torch.get_num_threads())
     return dX
 
 
@@ -75,8 +75,8 @@ def inverse_rms(x: Tensor, target_rms: float) -> tuple[Tensor, Tensor]:
     """
     size = _size(x, target_rms)
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
-    r = (norm.square() / size).clamp(min=_MIN_MEAN_SQUARE).rsqrt()
-    return r, torch.where(r < _MIN_MEAN_SQUARE**-0.5, r**3 / size, 0.0)
+    r = (norm.square() / size).clamp(min=MIN_MEAN_SQUARE).rsqrt()
+    return r, torch.where(r < MIN_MEAN_SQUARE**-0.5, r**3 / size, 0.0)
 
 
 def is_native() -> bool:

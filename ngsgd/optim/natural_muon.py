@@ -138,7 +138,7 @@ class NaturalMuon(NGSGD):
         self._num_steps += 1
         self._counts = self._counts.to(is_finite.device)
         self._counts[0] += ~is_finite
-        return is_finite
+        return (~is_finite).to(torch.float32)
 
     def _direction(self, group: dict[str, Any], p: Tensor, gradient: Tensor) -> Tensor:
         """What a step with learning rate 1 takes off a matrix, O x I."""

@@ -24,6 +24,7 @@ from ngsgd.optim.layers import (
 )
 from ngsgd.optim.layers.attention import NaturalGradientMultiheadAttention
 from ngsgd.optim.layers.base import NaturalGradientLayer
+from ngsgd.optim.layers.batched import BatchedPass
 from ngsgd.optim.layers.fast_linear import FastLinear
 from ngsgd.optim.sgd import SGD, _ParameterSlot, _StepInputs, name_of, require_non_negative
 from ngsgd.preconditioners.online import OnlineNaturalGradient
@@ -133,6 +134,7 @@ class NGSGD(SGD):
                                      sums_row_products=max_change_per_sample > 0.0,
                                      on_nonfinite=on_nonfinite, grad_scaler=grad_scaler,
                                      asks_reduction=lr is not None and loss_reduction is None)
+        self._context.batch = BatchedPass(self._context)
         self.cosine_period = cosine_period
         self._layers: dict[str, nn.Module] = {}
         self._preconditioners: dict[str, LayerPreconditioner] = {}

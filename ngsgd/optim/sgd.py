@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import math
 import statistics
 import sys
 import warnings
@@ -31,6 +32,8 @@ from ngsgd.optim.layers.fast_linear import attach_fast_linear, detach_fast_linea
 _OUTSIDE = "(outside of the model)"
 # made again where they are needed; `step` is what a scheduler puts there
 _NOT_COPIED = ("step", "_places", "_constants")
+# steps whose hits are added up together
+_MANY_UNCOUNTED = 64
 # a layer is pulled back every fourth step; Kaldi draws lots with probability 1/4
 _ORTHONORMAL_PERIOD = 4
 # a warning comes after so many steps, if limits shortened more than these shares of them
@@ -232,39 +235,45 @@ class SGD(torch.optim.Optimizer):
         adamw_groups = self._adamw_groups()
         is_finite = adamw.gradients_are_finite(adamw_groups)
         if moving.indices:
-            is_finite = self._step_with_limits(moving, scale, is_finite)
-        if is_finite is None:
+            is_skipped = self._step_with_limits(moving, scale, is_finite)
+        elif is_finite is not None:
+            is_skipped = (~is_finite).to(torch.float32)
+        else:
             return
-        if self.on_nonfinite == "raise" and not bool(is_finite):
+        if self.on_nonfinite == "raise" and bool(is_skipped):
             bad = [group["name"] for group in self.param_groups
                    if any(p.grad is not None and not _norms([p.grad])[0].isfinite() for p in group["params"])]
             raise DivergenceError(f"the gradient of {', '.join(bad)} is not finite; lower the learning rate or skip such "
                                   "minibatches with on_nonfinite=\"skip\".")
         # once per minibatch, also with backstitch
         if scale > 0.0:
-            adamw.step(adamw_groups, self.state, ~is_finite)
+            adamw.step(adamw_groups, self.state, is_skipped)
             self._constrain(self.param_groups[index] for index in moving.indices)
 
     def _adamw_groups(self) -> list[dict[str, Any]]:
         return [group for group in self.param_groups if group["rule"] == "adamw"]
 
-    def _step_with_limits(self, moving: _StepInputs, scale: float, others_finite: Tensor | None) -> Tensor:
-        """Move what AdamW does not move; returns whether all gradients are finite, without which nothing moves."""
+    def _step_with_limits(self, moving: _StepInputs, scale: float,
+                          others_finite: Tensor | None) -> Tensor:
+        """Move what AdamW does not move; returns 1 (0-d float32) if nothing moved, since a gradient is not finite."""
         norms_C = self._norms(moving)
-        factors_C = self._own_factors(moving)
-        if factors_C is not None:
-            norms_C = norms_C * factors_C
+        own_C = self._own_factors(moving)
+        if own_C is not None:
+            norms_C = norms_C * own_C
         groups = [self.param_groups[index] for index in moving.indices]
-        max_changes_C = self._constant(norms_C, *(float(group["max_change"]) for group in groups))
-        limits = max_change_limits(norms_C, max_changes_C, self.max_param_change, scale=scale * (1.0 - moving.momentum),
-                                   max_change_scale=abs(scale))
+        max_changes_C = self._constant(
+            norms_C, *(float(group["max_change"]) or math.inf for group in groups))
+        limits = max_change_limits(norms_C, max_changes_C, self.max_param_change,
+                                   scale=scale * (1.0 - moving.momentum), max_change_scale=abs(scale))
         if others_finite is not None:
-            limits = limits._replace(is_finite=limits.is_finite & others_finite.to(norms_C.device))
-        factors_C = limits.factors_C if factors_C is None else limits.factors_C * factors_C
+            limits = limits._replace(
+                total=torch.where(others_finite.to(norms_C.device), limits.total, math.nan))
+        factors_C = limits.factors_C if own_C is None else limits.factors_C * own_C
         # the fused step subtracts, hence the sign
-        steps_C = -factors_C * self._constant(norms_C, *moving.rates)
+        steps_C = factors_C * self._constant(norms_C, *(-rate for rate in moving.rates))
         # no host synchronization: the kernel does nothing where this is not 0
-        found_inf = (~limits.is_finite).to(torch.float32)
+        found_inf = torch.ne(limits.total, limits.total,
+                             out=torch.empty((), dtype=torch.float32, device=norms_C.device))
         for params, directions, step in zip(moving.params, moving.directions, steps_C.unbind(), strict=True):
             torch._fused_sgd_(params, directions, [], weight_decay=0.0, momentum=0.0, lr=step,
                               dampening=0.0, nesterov=False, maximize=False, is_first_step=False,
@@ -275,9 +284,9 @@ class SGD(torch.optim.Optimizer):
             if directions[0] is not params[0].grad:
                 # after a skipped minibatch the velocity starts again from zero, as in Kaldi
                 for direction in directions:
-                    direction.masked_fill_(~limits.is_finite, 0.0)
+                    direction.masked_fill_(found_inf.bool(), 0.0)
         self._count(limits, moving.indices)
-        return limits.is_finite
+        return found_inf
 
     def _moving(self, scale: float, num_samples: int | None) -> _StepInputs:
         """What to add, but for the limits; p.grad is left as it is."""
@@ -323,11 +332,13 @@ class SGD(torch.optim.Optimizer):
 
     def _norms(self, moving: _StepInputs) -> Tensor:
         """L2 norm of each component's change."""
-        norms_P = torch.stack(_norms([d for ds in moving.directions for d in ds]))
-        component_P = tuple(c for c, ds in enumerate(moving.directions) for _ in ds)
-        index_P = self._constant(norms_P, *component_P, dtype=torch.int64)
-        sum_sq_C = norms_P.new_zeros(len(moving.indices)).index_add_(0, index_P, norms_P.square())
-        return sum_sq_C.sqrt() * self._constant(norms_P, *moving.rates).abs()
+        norms = iter(_norms([d for ds in moving.directions for d in ds]))
+        most = max(map(len, moving.directions))
+        rows = [[next(norms) for _ in ds] for ds in moving.directions]
+        zero = self._constant(rows[0][0], 0.0)[0]
+        norms_P = torch.stack([norm for row in rows for norm in row + [zero] * (most - len(row))])
+        norms_C = norms_P if most == 1 else norms_P.square().view(-1, most).sum(dim=1).sqrt()
+        return norms_C * self._constant(norms_P, *map(abs, moving.rates))
 
     def _own_factors(self, moving: _StepInputs) -> Tensor | None:
         """Factors of a subclass on the change of each component, before the limits."""
@@ -345,17 +356,30 @@ class SGD(torch.optim.Optimizer):
 
     def _count(self, limits: Limits, indices: list[int]) -> None:
         self._num_steps += 1
-        hits = torch.cat([(~limits.is_finite)[None], torch.cat([limits.model_hit[None], limits.layer_hits_C]) & limits.is_finite])
-        # stays on the device: no sync per step
-        counts = self._counts.to(hits.device)
-        self._counts = counts.index_add_(0, self._constant(hits, 0, 1, *(i + 2 for i in indices), dtype=torch.int64),
-                                         hits.to(counts.dtype))
+        if self._uncounted and (self._uncounted[0][0] != indices
+                                or len(self._uncounted) >= _MANY_UNCOUNTED):
+            self._count_all()
+        self._uncounted.append((indices, limits))
         # rarely, as it waits for the device
         if (
             self._num_steps & (self._num_steps - 1) == 0
             and not {"skipped", "limits"} <= self._warned
         ):
             self._warn_of_activity([self.param_groups[index]["name"] for index in indices])
+
+    def _count_all(self) -> None:
+        """Adds up the steps that `_count` has put aside: many in few operations, and on the device."""
+        if not self._uncounted:
+            return
+        (indices, *_), all_limits = self._uncounted[0], [limits for _, limits in self._uncounted]
+        self._uncounted = []
+        is_finite_S1 = torch.stack([limits.total for limits in all_limits]).isnan().logical_not()[:, None]
+        ratios_SC = torch.stack([torch.cat([limits.model_ratio[None], limits.layer_ratios_C])
+                                 for limits in all_limits])
+        hits_SC = torch.cat([~is_finite_S1, (ratios_SC < 1.0) & is_finite_S1], dim=1)
+        counts = self._counts.to(hits_SC.device)
+        columns = self._constant(hits_SC, 0, 1, *(i + 2 for i in indices), dtype=torch.int64)
+        self._counts = counts.index_add_(0, columns, hits_SC.sum(dim=0))
 
     def _warn_of_activity(self, limited: list[str]) -> None:
         done = self.activity()
@@ -422,6 +446,7 @@ class SGD(torch.optim.Optimizer):
 
     def activity(self) -> StepActivity:
         """How often each limit was active; reading it waits for the device once."""
+        self._count_all()
         num_skipped, model_hits, *layer_hits = self._counts.tolist()
         steps = max(self._num_steps, 1)
         names = [group["name"] for group in self.param_groups]
@@ -489,6 +514,7 @@ class SGD(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """All but hooks and what is made again; `copy.deepcopy` also copies the model."""
+        self._count_all()
         return {key: value for key, value in self.__dict__.items() if key not in _NOT_COPIED and not key.endswith("_hooks")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -496,6 +522,7 @@ class SGD(torch.optim.Optimizer):
 
     def reset_activity(self) -> None:
         self._num_steps = 0
+        self._uncounted: list[tuple[list[int], Limits]] = []
         self._counts = torch.zeros(2 + len(self.param_groups), dtype=torch.int64)
 
 

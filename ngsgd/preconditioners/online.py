@@ -216,6 +216,21 @@ class OnlineNaturalGradient:
         self._count_call()
         return total_D
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether there is an estimate; the first rows make it."""
+        return self._state is not None
+
+    def _current(self, X: Tensor) -> ops.FisherState:
+        """The estimate for rows like X, after all updates of earlier minibatches."""
+        self._queue.wait(self)
+        assert self._state is not None
+        return self._matched(X, self._state.W_RD.shape[1])
+
+    def _hold(self, state: ops.FisherState) -> None:
+        """Keeps the same estimate in other memory."""
+        self._state = state
+
     def _count_call(self) -> None:
         if self._commit != self._queue.num_commits:
             self._commit, self._calls_since = self._queue.num_commits, 0
@@ -248,10 +263,17 @@ class OnlineNaturalGradient:
         """
         for turn in _in_turns(updates):
             problems = [estimate._problem(J_RD, moments) for estimate, J_RD, moments in turn]
-            for (estimate, J_RD, _), problem, step in zip(
-                turn, problems, ops.compute_updates(problems), strict=True
-            ):
-                estimate._apply(J_RD, problem, step)
+            found = [estimate._finite_step(J_RD, problem, step)
+                     for (estimate, J_RD, _), problem, step in zip(
+                         turn, problems, ops.compute_updates(problems), strict=True)]
+            moving = [_Move(estimate, J_RD, problem, step) for (estimate, J_RD, _), problem, step
+                      in zip(turn, problems, found, strict=True) if step is not None]
+            if turn[0][1].is_cpu:
+                for one in moving:
+                    one.estimate._set(one, ops.apply_update(
+                        one.problem.state, one.J_RD, one.step, one.estimate.smoothing))
+            else:
+                _apply_on_device(moving)
 
     def _problem(self, J_RD: Tensor, moments: ops.Moments) -> ops.UpdateProblem:
         assert self._state is not None
@@ -263,23 +285,25 @@ class OnlineNaturalGradient:
                 moments = ops.wide_moments(J_RD, moments)
         return ops.UpdateProblem(state, moments, dim, eta, smoothing)
 
-    def _apply(
-        self, J_RD: Tensor, problem: ops.UpdateProblem, step: ops.FisherUpdate | None
-    ) -> None:
+    @staticmethod
+    def _finite_step(J_RD: Tensor, problem: ops.UpdateProblem,
+                     step: ops.FisherUpdate | None) -> ops.FisherUpdate | None:
         if step is None:
             # K may have passed the range of its type
             (step,) = ops.compute_updates(
                 [problem._replace(moments=ops.wide_moments(J_RD, problem.moments))]
             )
-        if step is not None:
-            self._state = ops.apply_update(problem.state, J_RD, step, self.smoothing)
-            self._gram_RR = None
-            if (
-                self.smoothing.is_relative
-                and step.d_R[0] <= ops.SMALLEST_EIGENVALUE
-                and problem.moments.sum_sq > 0.0
-            ):
-                self._warn_that_it_is_flat()
+        return step
+
+    def _set(self, move: _Move, state: ops.FisherState) -> None:
+        self._state = state
+        self._gram_RR = None
+        if (
+            self.smoothing.is_relative
+            and move.step.d_R[0] <= ops.SMALLEST_EIGENVALUE
+            and move.problem.moments.sum_sq > 0.0
+        ):
+            self._warn_that_it_is_flat()
 
     def set_alpha(self, alpha: float) -> None:
         """Changes the smoothing; W = E^(1/2) R follows, since E depends on alpha."""
@@ -388,6 +412,28 @@ class OnlineNaturalGradient:
             H_NR = fisher_projection.coefficients(X64_ND, self._state.W_RD, one64_N)
             J_RD = ops.project_back(X64_ND, H_NR, one64_N)
             passes.add(self, J_RD, ops.moment_products(J_RD, H_NR), (sum_sq, num_rows, loss_scale))
+
+
+class _Move(NamedTuple):
+    """One update that is to be applied."""
+
+    estimate: OnlineNaturalGradient
+    J_RD: Tensor
+    problem: ops.UpdateProblem
+    step: ops.FisherUpdate
+
+
+def _apply_on_device(moves: Sequence[_Move]) -> None:
+    """Estimates of one dimension together, since on a device each operation has its price."""
+    by_dim: dict[int, list[_Move]] = {}
+    for move in moves:
+        by_dim.setdefault(move.problem.dim, []).append(move)
+    for alike in by_dim.values():
+        states = ops.apply_updates_together(
+            [move.problem.state for move in alike], [move.J_RD for move in alike],
+            [move.step for move in alike], [move.estimate.smoothing for move in alike])
+        for move, state in zip(alike, states, strict=True):
+            move.estimate._set(move, state)
 
 
 def _in_turns(updates: Sequence[tuple[OnlineNaturalGradient, Tensor, ops.Moments]]) -> Iterator[

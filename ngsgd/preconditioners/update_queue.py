@@ -29,6 +29,24 @@ class _PendingUpdate(NamedTuple):
     # tr X X^T, the number of rows, the scale that they carry
     numbers: tuple[Number, Number, Number]
 
+    def on_device(self) -> list[Tensor]:
+        """What the host must be told, flat; numbers that it has are not sent."""
+        sent = [number.view(1).to(self.KL_2RR.dtype) for number in self.numbers
+                if isinstance(number, Tensor)]
+        return [self.KL_2RR.view(-1), *sent]
+
+    @property
+    def num_sent(self) -> int:
+        return self.KL_2RR.numel() + sum(isinstance(number, Tensor) for number in self.numbers)
+
+    def moments(self, received: Tensor) -> Moments:
+        """From what `on_device` sent, now on the host."""
+        size = self.KL_2RR.numel()
+        rest = iter(received[size:].tolist())
+        return _moments(received[:size].view_as(self.KL_2RR),
+                        [next(rest) if isinstance(number, Tensor) else number
+                         for number in self.numbers])
+
 
 class UpdateQueue:
     """Updates whose numbers are yet to reach the host.
@@ -77,7 +95,7 @@ class UpdateQueue:
             if self._waiting[0].J_RD.is_cpu:
                 self.wait()
             else:
-                self._transfer = _to_host(torch.cat([_packed(update) for update in self._waiting]))
+                self._transfer = _sent(self._waiting)
 
     def wait(self, needed: Estimate | None = None) -> None:
         """Carries the waiting updates out, in the order in which they came; only if `needed` waits, where it is given."""
@@ -93,18 +111,13 @@ class UpdateQueue:
 
     def _received(self, waiting: Sequence[_PendingUpdate]) -> list[Moments]:
         """From the device, once all are there."""
-        numbers, done = self._transfer or _to_host(torch.cat([_packed(update) for update in waiting]))
+        numbers, done = self._transfer or _sent(waiting)
         self._transfer = None
         if done is not None:
             done.synchronize()
-        moments, start = [], 0
-        for update in waiting:
-            end = start + update.KL_2RR.numel()
-            moments.append(
-                _moments(numbers[start:end].view_as(update.KL_2RR), numbers[end : end + 3].tolist())
-            )
-            start = end + 3
-        return moments
+        parts = [update.num_sent for update in waiting]
+        return [update.moments(part)
+                for update, part in zip(waiting, numbers.split(parts), strict=True)]
 
 
 def _moments(KL_2RR: Tensor, numbers: Any) -> Moments:
@@ -112,12 +125,9 @@ def _moments(KL_2RR: Tensor, numbers: Any) -> Moments:
     return Moments(K_RR, L_RR, *map(float, numbers))
 
 
-def _packed(update: _PendingUpdate) -> Tensor:
-    """All that the host must know of an update, as one vector on the device."""
-    rest = update.KL_2RR.new_empty(3)
-    for index, number in enumerate(update.numbers):
-        rest[index] = number
-    return torch.cat([update.KL_2RR.view(-1), rest])
+def _sent(updates: Sequence[_PendingUpdate]) -> tuple[Tensor, Any]:
+    """All that the host must be told, on its way; see `_to_host`."""
+    return _to_host(torch.cat([part for update in updates for part in update.on_device()]))
 
 
 def _to_host(numbers: Tensor) -> tuple[Tensor, Any]:

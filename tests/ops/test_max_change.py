@@ -22,7 +22,8 @@ def test_limited_change_equals_kaldi(case: str) -> None:
     while GOLDEN.has(case, f"delta{call}_0"):
         deltas = [GOLDEN(case, f"delta{call}_{k}").astype(np.float64) for k in range(num_components)]
         norms = torch.tensor([np.linalg.norm(delta) for delta in deltas])
-        limits = max_change_limits(norms, torch.tensor(config["per_component"], dtype=torch.float64),
+        per_component = [limit or math.inf for limit in config["per_component"]]
+        limits = max_change_limits(norms, torch.tensor(per_component, dtype=torch.float64),
                                    config["max_param_change"], scale=config["scale"],
                                    max_change_scale=config["max_change_scale"])
         for k in range(num_components):
@@ -42,6 +43,18 @@ def test_a_norm_that_is_not_finite_is_reported_even_with_component_limits(bad: f
     assert not limits.is_finite
 
 
-def test_zero_means_no_limit() -> None:
-    limits = max_change_limits(torch.tensor([100.0]), torch.tensor([0.0]), 0.0)
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_a_norm_that_is_not_finite_is_reported_without_limits(bad: float) -> None:
+    limits = max_change_limits(torch.tensor([1.0, bad]), torch.tensor([math.inf] * 2), 0.0)
+    assert not limits.is_finite
+
+
+def test_a_change_of_zero_is_finite_and_hits_no_limit() -> None:
+    limits = max_change_limits(torch.zeros(2), torch.tensor([0.75, math.inf]), 2.0)
+    assert limits.is_finite and limits.factors_C.tolist() == [1.0, 1.0]
+    assert not limits.model_hit and not limits.layer_hits_C.any()
+
+
+def test_infinity_and_zero_mean_no_limit() -> None:
+    limits = max_change_limits(torch.tensor([100.0]), torch.tensor([math.inf]), 0.0)
     assert limits.factors_C.tolist() == [1.0] and not limits.model_hit and not limits.layer_hits_C.any()

@@ -121,6 +121,8 @@ class LayerContext:
     # that layer, and the last backward pass of it
     loss_layer: int | None = None
     loss_task: int | None = None
+    # a BatchedPass, for layers on a device
+    batch: Any = None
     scratch: Scratch = field(default_factory=Scratch)
     queue: UpdateQueue = field(default_factory=lambda: UpdateQueue(deferred=True))
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ngsgd.optim.layers.base import NaturalGradientLayer, asked_for, is_plain_context
+from ngsgd.optim.layers.batched import Leaves, batches, leaves_of
 from ngsgd.optim.layers.common import (
     FisherSettings,
     LayerContext,
@@ -65,6 +66,12 @@ class SplicedPreconditioner(KroneckerPreconditioner):
         X_NI = splice(x, weight.shape[2], geometry)
         dW_OI, db = self.gradient(X_NI, dY.transpose(1, 2).reshape(-1, dY.shape[1]))
         return dW_OI.view(weight.shape), db
+
+    def record(self, x: Tensor, dY: Tensor, weight: Tensor, geometry: Geometry,
+               leaves: Leaves) -> None:
+        """Leaves the gradient to the end of the backward pass (see `batched`)."""
+        self.context.batch.record(self, splice(x, weight.shape[2], geometry),
+                                  dY.transpose(1, 2).reshape(-1, dY.shape[1]), leaves)
 
 
 class FilterPreconditioner(LayerPreconditioner):
@@ -116,6 +123,7 @@ class _Convolution(torch.autograd.Function):
                 layer: SplicedPreconditioner | FilterPreconditioner | None, geometry: Geometry,
                 dtype: torch.dtype | None) -> Tensor:
         ctx.layer, ctx.geometry, ctx.has_bias = layer, geometry, bias is not None
+        ctx.leaves = leaves_of(x, weight, bias, layer)
         ctx.input_dtype = x.dtype
         saved = weight
         x, weight, bias = cast(dtype, x, weight, bias)
@@ -129,6 +137,11 @@ class _Convolution(torch.autograd.Function):
         needs_x, _, needs_bias = ctx.needs_input_grad[:3]
         needs_weight, is_added = asked_for(ctx, 1)
         with without_autocast(dY.device.type):
+            if is_added and batches(ctx):
+                dX = _plain_gradients(x, weight.to(dY.dtype), dY, ctx.geometry,
+                                      (needs_x, False, False))[0]
+                ctx.layer.record(x, dY, weight, ctx.geometry, ctx.leaves)
+                return None if dX is None else dX.to(ctx.input_dtype), None, None, None, None, None
             # a bias alone gets its plain gradient
             dX, dW, db = gradients(ctx.layer if is_added else None, x, weight, dY, ctx.geometry,
                                    (needs_x, needs_weight, ctx.has_bias))

@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from ngsgd.ops import gemm
 from ngsgd.optim.layers.base import NaturalGradientLayer, asked_for, is_plain_context
+from ngsgd.optim.layers.batched import batches, leaves_of
 from ngsgd.optim.layers.common import cast, compute_dtype, without_autocast
 from ngsgd.optim.layers.kronecker import KroneckerPreconditioner
 
@@ -29,6 +30,7 @@ class _Affine(torch.autograd.Function):
         is_transposed: bool,
     ) -> Tensor:
         ctx.layer, ctx.is_transposed = layer, is_transposed
+        ctx.leaves = None if is_transposed else leaves_of(x, weight, bias, layer)
         ctx.input_dtype = x.dtype
         saved = weight
         x, weight, bias = cast(dtype, x, weight, bias)
@@ -44,6 +46,10 @@ class _Affine(torch.autograd.Function):
         with without_autocast(dY.device.type):
             (dX,) = cast(ctx.input_dtype, gemm.input_gradient(dY, weight) if ctx.needs_input_grad[0] else None)
             is_needed, is_added = asked_for(ctx, 1)
+            if is_added and batches(ctx):
+                ctx.layer.context.batch.record(
+                    ctx.layer, gemm.rows_of(x), gemm.rows_of(dY), ctx.leaves)
+                return dX, None, None, None, None, None
             dW, db = gradients(ctx.layer if is_added else None, x, dY, is_needed, ctx.needs_input_grad[2])
         return dX, dW.T if dW is not None and ctx.is_transposed else dW, db, None, None, None
 

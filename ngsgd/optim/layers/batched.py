@@ -1,0 +1,217 @@
+"""The gradients of many affine layers, preconditioned together at the end of a backward pass.
+
+On a GPU the launch of an operator costs more than the products of a narrow layer.  So a layer only
+records its rows in its backward node, and layers of equal shape go through batched products when
+autograd has finished.  The numbers are those of `KroneckerPreconditioner.gradient` up to the order
+of sums.
+
+A layer takes part where its rows are on a device and nothing looks at its gradient before the end
+of the backward pass: no hook of a parameter, no DistributedDataParallel.  `gradient` serves all
+others, and the first minibatch, from which estimates start.
+
+Letters: L layers, N rows, I inputs, O outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from ngsgd.optim.layers.base import asked_for
+from ngsgd.optim.layers.common import LayerContext, upcast, without_autocast
+from ngsgd.optim.layers.kronecker import KroneckerPreconditioner
+from ngsgd.preconditioners.estimate_group import EstimateGroup, GroupProjection
+
+# rows that wait: more are preconditioned at once, as the launches of large products cost little
+_MOST_WAITING_BYTES = 1 << 28
+# groups of layers of a model, before they are forgotten
+_MANY_GROUPS = 64
+
+
+class Leaves(NamedTuple):
+    """The parameters whose `grad` a layer's gradient is added to."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
+class _Rows(NamedTuple):
+    """What a layer recorded."""
+
+    layer: KroneckerPreconditioner
+    X_NI: Tensor
+    dY_NO: Tensor
+    leaves: Leaves
+    # of the product
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        """Layers that agree in this go together."""
+        layer = self.layer
+        return (self.X_NI.shape, self.dY_NO.shape, self.X_NI.dtype, self.dtype, self.X_NI.device,
+                layer.has_bias, layer.input_side.rank, layer.output_side.rank)
+
+
+class _Group(NamedTuple):
+    """Layers of one shape, projected on both sides."""
+
+    rows: Sequence[_Rows]
+    sides: tuple[EstimateGroup, EstimateGroup]
+    inputs: GroupProjection
+    outputs: GroupProjection
+
+
+def leaves_of(x: Tensor, weight: Tensor, bias: Tensor | None, layer: Any) -> Leaves | None:
+    """The leaves of a layer that may take part; None for a layer whose gradient is made in its node."""
+    if (x.is_cpu or not isinstance(layer, KroneckerPreconditioner) or torch.compiler.is_compiling()
+            or DistributedDataParallel._active_ddp_module is not None):
+        return None
+    parameters = [p for p in (weight, bias) if p is not None and p.requires_grad]
+    if any(not p.is_leaf or p._backward_hooks or p._post_accumulate_grad_hooks
+           for p in parameters):
+        return None
+    return Leaves(weight, bias if bias is not None and bias.requires_grad else None)
+
+
+def batches(ctx: Any) -> bool:
+    """Whether the layer of a backward node leaves its gradient to the end of the backward pass."""
+    if ctx.leaves is None or ctx.layer.context.batch is None \
+            or not ctx.layer.context.batch.takes(ctx.layer):
+        return False
+    return ctx.leaves.bias is None or asked_for(ctx, 2)[1]
+
+
+class BatchedPass:
+    """The backward passes of the layers of one optimizer."""
+
+    def __init__(self, context: LayerContext) -> None:
+        self._context = context
+        self._waiting: list[_Rows] = []
+        # of autograd, which those that wait belong to
+        self._task: int | None = None
+        self._num_bytes = 0
+        self._sides: dict[Any, tuple[EstimateGroup, EstimateGroup]] = {}
+        self._constants: dict[Any, Tensor] = {}
+
+    def takes(self, layer: KroneckerPreconditioner) -> bool:
+        """Whether the options of the optimizer allow it, and both estimates have begun."""
+        c = self._context
+        return (c.on_nonfinite == "skip" and layer.input_side.has_begun
+                and layer.output_side.has_begun
+                and not (c.observes or c.ignore_zero_rows or c.sums_row_products or c.measures_cosine))
+
+    def record(self, layer: KroneckerPreconditioner, X_NI: Tensor, dY_NO: Tensor,
+               leaves: Leaves) -> None:
+        """Called in the backward node of the layer."""
+        layer.begin_pass(dY_NO, dY_NO.shape[0])
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            # what is left there belongs to a pass that ended with an error
+            self._waiting, self._num_bytes, self._task = [], 0, task
+            torch.autograd.Variable._execution_engine.queue_callback(self.run)
+        num_bytes = 4 * (X_NI.numel() + dY_NO.numel())
+        if (any(rows.layer is layer for rows in self._waiting)
+                or self._num_bytes + num_bytes > _MOST_WAITING_BYTES):
+            self.run()
+        self._waiting.append(_Rows(layer, upcast(X_NI), upcast(dY_NO), leaves, X_NI.dtype))
+        self._num_bytes += num_bytes
+
+    @torch.no_grad()
+    def run(self) -> None:
+        """Adds the gradients of all layers that wait to the `grad` of their parameters."""
+        waiting, self._waiting, self._num_bytes = self._waiting, [], 0
+        by_shape: dict[Any, list[_Rows]] = {}
+        for rows in waiting:
+            by_shape.setdefault(rows.shape, []).append(rows)
+        if not waiting:
+            return
+        with without_autocast(waiting[0].X_NI.device.type):
+            groups = [self._projected(shape, rows) for shape, rows in by_shape.items()]
+            norms_23L = self._norms(groups)
+            # norm of [X | 1], then of that times the norm of the derivatives
+            inputs_2L = torch.hypot(norms_23L[:, 0], norms_23L[:, 1])
+            products_2L = inputs_2L * norms_23L[:, 2]
+            scale_L = torch.nan_to_num(products_2L[0] / products_2L[1], nan=1.0, posinf=1.0)
+            loss_scale, first = self._context.loss_scale(), 0
+            for group in groups:
+                last = first + len(group.rows)
+                self._add_gradients(group, scale_L[first:last])
+                num_rows = float(group.inputs.X_LND.shape[1])
+                group.sides[0].finish(group.inputs, inputs_2L[0, first:last], num_rows, 1.0)
+                group.sides[1].finish(group.outputs, norms_23L[0, 2, first:last], num_rows,
+                                      loss_scale)
+                first = last
+
+    def _projected(self, shape: Any, rows: Sequence[_Rows]) -> _Group:
+        layers = tuple(one.layer for one in rows)
+        key = (shape, tuple(layer.number for layer in layers))
+        if key not in self._sides:
+            if len(self._sides) >= _MANY_GROUPS:
+                self._sides.clear()
+            self._sides[key] = (EstimateGroup([layer.input_side for layer in layers]),
+                                EstimateGroup([layer.output_side for layer in layers]))
+        sides = self._sides[key]
+        X_LNI = _stacked([one.X_NI for one in rows])
+        one = self._constant(X_LNI, 1.0) if layers[0].has_bias else None
+        outputs = sides[1].project(_stacked([row.dY_NO for row in rows]), None)
+        return _Group(rows, sides, sides[0].project(X_LNI, one), outputs)
+
+    def _norms(self, groups: Sequence[_Group]) -> Tensor:
+        """Frobenius norms: before and after, of X, the appended column and dY, of each layer."""
+        lists: list[list[Tensor]] = [[], [], [], []]
+        for group in groups:
+            (X, _, Xhat, one_hat), (dY, _, dYhat, _) = group.inputs, group.outputs
+            for parts, stacked in zip(lists, (X, dY, Xhat, dYhat), strict=True):
+                parts += stacked.unbind()
+        appended = [group.inputs.one_hat_LN1 for group in groups]
+        hats = [one for stacked in appended if stacked is not None for one in stacked.unbind()]
+        norms = list(torch._foreach_norm([part for parts in lists for part in parts] + hats))
+        num_layers = len(lists[0])
+        X_L, dY_L, Xhat_L, dYhat_L = (norms[i * num_layers:(i + 1) * num_layers] for i in range(4))
+        of_hats = iter(norms[4 * num_layers:])
+        one_L, one_hat_L = [], []
+        for group, stacked in zip(groups, appended, strict=True):
+            num_rows = group.inputs.X_LND.shape[1]
+            one = self._constant(X_L[0], num_rows**0.5 if stacked is not None else 0.0)
+            one_L += [one] * len(group.rows)
+            one_hat_L += [next(of_hats) if stacked is not None else one for _ in group.rows]
+        return torch.stack([*X_L, *one_L, *dY_L, *Xhat_L, *one_hat_L, *dYhat_L]).view(
+            2, 3, num_layers)
+
+    def _add_gradients(self, group: _Group, scale_L: Tensor) -> None:
+        dYhat_LNO = group.outputs.Xhat_LND.mul_(scale_L[:, None, None])
+        dtype = group.rows[0].dtype
+        dYhat_LON, Xhat_LNI = dYhat_LNO.to(dtype).mT, group.inputs.Xhat_LND.to(dtype)
+        _add([rows.leaves.weight for rows in group.rows], torch.bmm(dYhat_LON, Xhat_LNI))
+        one_hat_LN1 = group.inputs.one_hat_LN1
+        biases = [rows.leaves.bias for rows in group.rows]
+        if one_hat_LN1 is not None and any(bias is not None for bias in biases):
+            _add(biases, torch.bmm(dYhat_LNO.mT, one_hat_LN1))
+
+    def _constant(self, like: Tensor, value: float) -> Tensor:
+        """A number on the device, of no dimension."""
+        key = (value, like.dtype, like.device)
+        if key not in self._constants:
+            self._constants[key] = torch.full((), value, dtype=like.dtype, device=like.device)
+        return self._constants[key]
+
+
+def _stacked(rows: Sequence[Tensor]) -> Tensor:
+    return rows[0][None] if len(rows) == 1 else torch.stack(list(rows))
+
+
+def _add(parameters: Sequence[Tensor | None], gradients: Tensor) -> None:
+    """Gradients, one for each parameter, in place of `grad` or added to it."""
+    for p, gradient in zip(parameters, gradients.unbind(), strict=True):
+        if p is None:
+            continue
+        gradient = gradient.reshape(p.shape).to(p.dtype)
+        if p.grad is None:
+            p.grad = gradient
+        else:
+            p.grad.add_(gradient)

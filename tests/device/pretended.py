@@ -1,0 +1,266 @@
+"""A pretended accelerator on a CPU: tensors whose device is `pretended:0` and whose values are real.
+
+torch lets Python stand in for a backend (PrivateUse1).  A tensor of the device wraps a CPU tensor,
+and each operator runs on the wrapped ones.  `Watch` sees each operator on the way and
+
+- raises WrongDevice where an operator mixes CPU tensors with those of the device (a CPU number of
+  no dimension is allowed, as on a GPU) or makes a CPU tensor inside a step,
+- counts the kernels that a GPU would launch,
+- counts the places where the host waits for the device.
+
+The registration holds for the whole process and starts autograd's thread for the device, after
+which no fork may train; so tests call this in a process of its own.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+_NAME = "pretended"
+_ROOT = Path(__file__).parents[2]
+_aten = torch.ops.aten
+
+# the host reads a number of the device, or the shape of the result depends on it
+_WAITS = {
+    "_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select", "unique_dim",
+    "_unique2", "unique_consecutive", "repeat_interleave.Tensor", "_linalg_eigh", "linalg_qr",
+    "_linalg_svd", "linalg_cholesky", "linalg_inv", "_linalg_solve_ex", "linalg_eig",
+    "bincount", "histc",
+}
+# no kernel: only sizes, strides or memory
+_FREE = {
+    "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias",
+    "view", "_unsafe_view", "_reshape_alias", "lift_fresh", "is_same_size", "resize_", "set_",
+    "record_stream",
+}
+
+
+class WrongDevice(AssertionError):
+    """An operator got tensors of two devices, or made one on the CPU inside a step."""
+
+
+class PretendedTensor(Tensor):
+    """A tensor of the pretended device; `raw` has its values."""
+
+    raw: Tensor
+
+    @staticmethod
+    def __new__(cls, raw: Tensor, requires_grad: bool = False) -> PretendedTensor:
+        made = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, raw.size(), strides=raw.stride(), storage_offset=raw.storage_offset(),
+            dtype=raw.dtype, device=device(), requires_grad=requires_grad)
+        made.raw = raw
+        return made  # type: ignore[no-any-return]
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"PretendedTensor({self.raw})"
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (),
+                           kwargs: Any = None) -> Any:
+        return _run(function, args, kwargs or {})
+
+
+def register() -> None:
+    """Make the device known to torch, once in a process."""
+    _setup_privateuseone_for_python_backend(_NAME)
+
+
+def device() -> torch.device:
+    return torch.device(_NAME, 0)
+
+
+def _is_ours(thing: Any) -> bool:
+    return isinstance(thing, PretendedTensor)
+
+
+def _is_device(thing: Any) -> bool:
+    return isinstance(thing, torch.device) and thing.type == _NAME
+
+
+def _run(function: Any, args: Any, kwargs: Any) -> Any:
+    """The operator on the wrapped tensors."""
+    def raw(thing: Any) -> Any:
+        if _is_ours(thing):
+            return thing.raw
+        return torch.device("cpu") if _is_device(thing) else thing
+
+    to_cpu = function is _aten._to_copy.default and str(kwargs.get("device", _NAME)) == "cpu"
+    found = function(*tree_map(raw, args), **tree_map(raw, kwargs))
+    # an operator that writes into its argument returns that argument
+    written = {id(raw(thing)): thing for thing in tree_flatten((args, kwargs))[0] if _is_ours(thing)}
+
+    def wrapped(thing: Any) -> Any:
+        if not isinstance(thing, Tensor) or to_cpu:
+            return thing
+        return written.get(id(thing)) if id(thing) in written else PretendedTensor(thing)
+
+    return tree_map(wrapped, found)
+
+
+class Watch(TorchDispatchMode):
+    """Runs operators of the device and writes down what a GPU would do; see the module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launches = Counter[str]()
+        # place in the project -> times
+        self.waits = Counter[str]()
+        self.inside_step = False
+
+    @contextmanager
+    def step(self) -> Iterator[Watch]:
+        """Counts afresh; inside, no tensor may be made on the CPU."""
+        self.launches.clear()
+        self.waits.clear()
+        self.inside_step = True
+        try:
+            yield self
+        finally:
+            self.inside_step = False
+
+    @property
+    def num_launches(self) -> int:
+        return self.launches.total()
+
+    def __enter__(self) -> Watch:
+        self._functions = _Numbers(self)
+        self._functions.__enter__()
+        return super().__enter__()  # type: ignore[no-any-return]
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._functions.__exit__(*error)
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (),
+                           kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        flat = tree_flatten((args, kwargs))[0]
+        ours = [thing for thing in flat if _is_ours(thing)]
+        name = function.overloadpacket.__name__
+        if not ours and not any(_is_device(thing) for thing in flat):
+            return self._on_cpu(function, name, args, kwargs)
+        copies = name in ("_to_copy", "copy_", "copy")
+        others = [thing for thing in flat if isinstance(thing, Tensor) and not _is_ours(thing)]
+        if not copies and any(other.ndim for other in others):
+            raise WrongDevice(f"{function} mixes the device with CPU tensors {_place()}")
+        found = _run(function, args, kwargs)
+        if self.inside_step:
+            self._note(function, name, args, kwargs, found)
+        return found
+
+    def _on_cpu(self, function: Any, name: str, args: Any, kwargs: Any) -> Any:
+        if name in ("_pin_memory", "pin_memory"):
+            return args[0]
+        is_factory = not any(isinstance(thing, Tensor) for thing in tree_flatten((args, kwargs))[0])
+        found = function(*args, **kwargs)
+        if self.inside_step and is_factory and isinstance(found, Tensor) and found.ndim \
+                and kwargs.get("device") is None:
+            raise WrongDevice(f"{function} makes a tensor without a device {_place()}")
+        return found
+
+    def _note(self, function: Any, name: str, args: Any, kwargs: Any, found: Any) -> None:
+        if name in _WAITS or str(function).removeprefix("aten.") in _WAITS:
+            self.waits[f"{name} {_place()}"] += 1
+        elif name == "_to_copy" and not _is_ours(found):
+            self.waits[f"copy to the host {_place()}"] += not kwargs.get("non_blocking", False)
+        elif name == "copy_" and not (_is_ours(args[0]) and _is_ours(args[1])):
+            self.waits[f"copy between host and device {_place()}"] += not (
+                len(args) > 2 and args[2])
+        elif name == "_to_copy" and not _is_ours(args[0]):
+            self.waits[f"copy to the device {_place()}"] += not kwargs.get("non_blocking", False)
+        number = _num_kernels(function, name, args)
+        if number:
+            self.launches[name] += number
+
+
+class _Numbers(TorchFunctionMode):
+    """`torch.tensor` of numbers on the host, which no operator sees: a copy that the host waits for."""
+
+    def __init__(self, watch: Watch) -> None:
+        super().__init__()
+        self._watch = watch
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (),
+                           kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if kwargs.get("pin_memory"):
+            return function(*args, **{**kwargs, "pin_memory": False})
+        if function is Tensor.pin_memory:
+            return args[0]
+        if function is Tensor.tolist and _is_ours(args[0]):
+            if self._watch.inside_step:
+                self._watch.waits[f"tolist {_place()}"] += 1
+            return args[0].raw.tolist()
+        to = kwargs.get("device")
+        if function not in (torch.tensor, torch.as_tensor) or to is None or not _is_device(
+                torch.device(to)) or _is_ours(args[0]):
+            return function(*args, **kwargs)
+        if self._watch.inside_step:
+            self._watch.waits[f"torch.tensor {_place()}"] += 1
+            self._watch.launches["torch.tensor"] += 1
+        return PretendedTensor(function(*args, **{**kwargs, "device": "cpu"}))
+
+
+def _num_kernels(function: Any, name: str, args: Any) -> int:
+    """Kernels that a GPU launches for an operator: none for views, one for each result of a
+    backward pass, one for a list.
+    """
+    if name in _FREE or _is_view(function):
+        return 0
+    if name == "convolution_backward":
+        return sum(args[-1])
+    if name == "native_layer_norm_backward":
+        return 1 + any(args[-1][1:])
+    return 1
+
+
+def _is_view(function: Any) -> bool:
+    returns = function._schema.returns
+    return bool(returns) and all(
+        value.alias_info is not None and not value.alias_info.is_write for value in returns)
+
+
+def _place() -> str:
+    """The innermost line of the project."""
+    for frame in reversed(traceback.extract_stack()):
+        path = Path(frame.filename)
+        if path.is_relative_to(_ROOT / "ngsgd"):
+            return f"in {path.relative_to(_ROOT)}, {frame.name}"
+    return "outside of the project"
+
+
+def moved(module: torch.nn.Module) -> torch.nn.Module:
+    """The module with its parameters and buffers on the device, in place."""
+    for child in module.modules():
+        for name, p in child._parameters.items():
+            if p is not None:
+                child._parameters[name] = torch.nn.Parameter(
+                    PretendedTensor(p.detach().clone()), requires_grad=p.requires_grad)
+        for name, buffer in child._buffers.items():
+            if buffer is not None:
+                child._buffers[name] = PretendedTensor(buffer.clone())
+    return module
+
+
+def host(thing: Any) -> Any:
+    """Copies of tensors of the device as CPU tensors, in any nest."""
+    def plain(value: Any) -> Any:
+        return value.raw.clone() if _is_ours(value) else value
+
+    return tree_map(plain, thing)
+
+
+Step = Callable[[], Any]
