@@ -3,15 +3,17 @@
     python recipes/digits/local/unseen_voices.py OUT
 
 Four women (slt of Flite, slt of Festival's HTS, the two voices of SVOX Pico) and four men (kal16, awb and rms of Flite,
-ked of Festival) each say the same kind of strings: 20 of three to seven digits. OUT/clean, OUT/10dB and OUT/5dB hold
-the same speech, 8 kHz, the latter two with white or pink noise. Needs the Debian packages flite, festival,
-festvox-kdlpc16k and festvox-us-slt-hts, and the Python package ttspico. The plan is seeded; the noise is that of
-ngsgd.asr.features.noise.
+ked of Festival) each say strings of three to seven digits, 20 a voice. OUT/clean, OUT/30dB, OUT/10dB and OUT/5dB hold the
+same speech at 8 kHz: without noise, where pauses are digital silence, and with white or pink noise. The plan is seeded.
+Needs the Debian packages flite, festival, festvox-kdlpc16k and festvox-us-slt-hts, and ttspico from PyPI in this
+environment.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -27,7 +29,7 @@ from ngsgd.asr.features import noise
 RATE_HZ = 8000
 DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 STRINGS_PER_VOICE, NUM_WORDS = 20, (3, 7)
-CONDITIONS = {"clean": np.inf, "10dB": 10.0, "5dB": 5.0}
+CONDITIONS = {"clean": np.inf, "30dB": 30.0, "10dB": 10.0, "5dB": 5.0}
 EDGE_SILENCE_MS = 200
 # below the loudest 10 ms: pauses, which do not count in the signal-to-noise ratio
 _PAUSE_DB = 35.0
@@ -63,6 +65,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="new folder for the data directories")
     out: Path = parser.parse_args().out
+    missing = [name for name in ("flite", "text2wave") if not shutil.which(name)]
+    if missing or not importlib.util.find_spec("ttspico"):
+        raise SystemExit(f"{' and '.join(missing) or 'ttspico'} cannot be found; install the packages that --help names.")
     tables: dict[str, dict[str, list[str]]] = {name: {"wav.scp": [], "text": [], "utt2spk": []} for name in CONDITIONS}
     for number, (voice, speak) in enumerate(VOICES.items()):
         random = np.random.default_rng([0, number])
