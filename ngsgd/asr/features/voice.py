@@ -69,8 +69,8 @@ def change_voice(samples: FisherSample, change: VoiceChange, sample_rate_hz: int
     soxr = extras.load("soxr", extra="asr", purpose="Voice perturbation")
     length = round(len(samples) / change.rate)
     higher = np.asarray(soxr.resample(samples, change.pitch, 1.0))
-    size = 2 * round(WINDOW_MS * sample_rate_hz / 2000)
-    hop = size // HOPS_PER_WINDOW
+    hop = round(WINDOW_MS * sample_rate_hz / (1000 * HOPS_PER_WINDOW))
+    size = HOPS_PER_WINDOW * hop
     if len(higher) <= size:
         return np.resize(samples, length)
     spectra_TF = _analyze(higher, size, hop)
