@@ -16,7 +16,7 @@ PROCESSES ?=
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m tests.parallel --processes
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train check test test-all run-check run-test run-test-all test-matrix mutants chaos soak fuzz nodes slurm reference docs image lint format clean
+.PHONY: help setup train check test test-all run-check run-test run-test-all gpu test-matrix mutants chaos soak fuzz nodes slurm reference docs image lint format clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 20
@@ -27,7 +27,7 @@ $(STAMP): pyproject.toml constraints.txt Makefile
 	@command -v $(PYTHON) >/dev/null || { echo "make: $(PYTHON) is not there; install Python 3.11 or say make PYTHON=python3"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt setuptools wheel torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[service,asr,synth,tune,sweep,docs,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[service,asr,synth,onnx,tune,sweep,docs,dev]'
 	@touch $(STAMP)
 
 train: $(STAMP)  ## train on synthetic digits and print a word error rate; make train ARGS="optimizer=sgd"
@@ -50,6 +50,9 @@ run-test: $(STAMP)
 # half of its time is waiting for other processes
 run-test-all: $(STAMP)
 	$(PYTEST) $(or $(PROCESSES),4) tests $(ARGS)
+
+gpu: $(STAMP)  ## check and measure on a GPU, one JSON file and docs/devices.md (8 min); make gpu ARGS=--dry-run for the CPU
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.gpu $(ARGS)
 
 test-matrix: $(STAMP)  ## the numerical tests with AVX2 only, without a compiler, with 1 and 2 threads, with other MKL paths (20 min)
 	$(BIN)/python tests/matrix.py $(ARGS)

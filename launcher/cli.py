@@ -25,7 +25,7 @@ _COMMANDS = {
     "decode": "run_commands:decode", "align": "run_commands:align", "report": "report",
     "compare": "compare", "plan": "plan", "simulate": "simulate", "submit": "submit", "tune": "tune",
     "status": "jobs:status", "logs": "jobs:logs", "stop": "jobs:stop", "ui": "ui",
-    "settings": "settings", "doctor": "doctor", "info": "info", "export": "kaldi:export",
+    "settings": "settings", "doctor": "doctor", "info": "info", "export": "kaldi:export", "transcribe": "transcribe",
     "import": "kaldi:import_",
 }
 

@@ -33,6 +33,8 @@ _EXTRAS = {
     "matplotlib": ("matplotlib", "service"), "psutil": ("psutil", "service"), "kaldi_native_fbank": ("kaldi-native-fbank", "asr"),
     "kaldi_decoder": ("kaldi-decoder", "asr"), "kaldifst": ("kaldifst", "asr"), "kaldialign": ("kaldialign", "asr"),
     "espeakng_loader": ("espeakng-loader", "synth"), "scipy": ("scipy", "asr"),
+    "onnx": ("onnx", "onnx"), "onnxscript": ("onnxscript", "onnx"), "onnxruntime": ("onnxruntime", "onnx"),
+    "webrtcvad": ("webrtcvad-wheels", "asr"),
 }
 
 TRUST = "import the module that the run names (model._target_) although another user or machine began it; it runs as you"

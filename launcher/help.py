@@ -11,6 +11,7 @@ from ngsgd.launcher.config import compose, describe
 
 COMMANDS = {
     "train": "train an acoustic model, decode the test set, print the word error rate",
+    "transcribe": "recognize recordings or live audio with a trained model: text, JSON, CTM or captions",
     "resume": "continue an interrupted run from its last checkpoint",
     "evaluate": "objf and frame accuracy of a run's model on all of valid and test, without decoding",
     "decode": "decode a run's test set again with its newest model",
@@ -27,7 +28,7 @@ COMMANDS = {
     "settings": "list the options of ngsgd train: default, values, unit and meaning",
     "ui": "open the dashboard (MLflow) on the runs of an output folder",
     "doctor": "look at this machine and tell what would go wrong, with the fix of each",
-    "export": "write a run's final model, its features, alignments and examples in Kaldi's formats",
+    "export": "write a run's final model: a bundle, ONNX, torch.export, sherpa-onnx, Hugging Face, or Kaldi's formats",
     "import": "convert Kaldi's raw nnet3 model, binary or text, to continue from with init_model=",
     "info": "state of a run; without a run: versions of what is installed",
 }

@@ -45,6 +45,10 @@ SUBCLASSES = "ngsgd/models/subclasses.py"
 STAGES = "ngsgd/models/growth_stages.py"
 TRANSFORM_TEST = "tests/models/test_input_transform.py::test_the_transform_is_kaldis"
 GROWTH = "tests/training/test_growth.py"
+DEVICE_STEP = (
+    "tests/device/test_audit.py::test_a_step_runs_on_the_device_and_waits_only_where_the_table_says"
+    "[NGSGD]"
+)
 
 
 class Mutant(NamedTuple):
@@ -106,8 +110,8 @@ MUTANTS = [
             W_RD=self.state.W_RD, projection=fisher_projection.project(X_ND, self.state.W_RD)).preconditioned()
         return Xhat_ND""",
            (ONE_CALL,)),
-    Mutant("gram_matrix_of_the_old_estimate", ONLINE, "step, self.smoothing)\n            self._gram_RR = None",
-           "step, self.smoothing)",
+    Mutant("gram_matrix_of_the_old_estimate", ONLINE, "self._state = state\n        self._gram_RR = None",
+           "self._state = state",
            (f"{PROPERTIES}::test_the_gram_matrix_follows_every_change_of_the_estimate",)),
     # ------------------------------------------------------------------------------ what is left out of the estimate
     Mutant("loss_scale_in_the_estimate", OPS, "one.num_rows / one.scale**2", "one.num_rows",
@@ -127,7 +131,8 @@ MUTANTS = [
     Mutant("hold_one_out_left_out", "ngsgd/ops/simple_natural_gradient.py", "b_N = 1.0 + a_N / (len(X_ND) - 1 - a_N)",
            "b_N = torch.ones_like(a_N)", ("tests/ops/test_simple_natural_gradient.py::test_equals_kaldi[c00-float64]",)),
     # ---------------------------------------------------------------------------------------------------- the limits
-    Mutant("nan_passes_max_change", "ngsgd/ops/max_change.py", "torch.isfinite(norms_C).all()", "~torch.isinf(norms_C).any()",
+    Mutant("nan_passes_max_change", "ngsgd/ops/max_change.py", "return self.total == self.total",
+           "return ~torch.isinf(self.total)",
            ("tests/ops/test_max_change.py::test_a_norm_that_is_not_finite_is_reported_even_with_component_limits",)),
     Mutant("limit_not_per_sample", "ngsgd/ops/max_change.py", "num_rows * max_change_per_sample", "max_change_per_sample",
            (f"{LAYER_STEPS}[s06-float64]",)),
@@ -164,6 +169,14 @@ MUTANTS = [
     Mutant("a_piece_cut_as_in_the_outer_iteration_that_runs_it", "ngsgd/training/worker.py",
            "if self.task.growth.is_early(piece.outer_iter):", "if self.task.growth.is_early(job.outer_iter):",
            (f"{GROWTH}::test_what_an_early_outer_iteration_put_off_is_cut_as_it_was_there",)),
+    Mutant("a_tensor_made_without_its_device", "ngsgd/optim/layers/batched.py",
+           "torch.full((), value, dtype=like.dtype, device=like.device)",
+           "torch.full((1,), value, dtype=like.dtype)[0]", (DEVICE_STEP,)),
+    Mutant("a_number_read_back_in_each_step", "ngsgd/optim/sgd.py",
+           "        return norms_C * self._constant(norms_P, *map(abs, moving.rates))\n",
+           "        norms_C.max().item()\n"
+           "        return norms_C * self._constant(norms_P, *map(abs, moving.rates))\n",
+           (DEVICE_STEP,)),
 ]
 
 

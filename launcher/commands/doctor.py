@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from ngsgd.config import RunConfig
 from ngsgd.errors import EXIT_OK, EXIT_RUN_FAILED, ConfigError
 from ngsgd.launcher.console import Parser
 from ngsgd.launcher.doctor import machine
@@ -17,6 +19,11 @@ from ngsgd.launcher.doctor.machine import Finding
 def command(arguments: Sequence[str]) -> int:
     """Prints a line for everything that was looked at; exit code 1 if anything fails."""
     parser = Parser("doctor")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE",
+                        help="settings of the run, with --device")
+    parser.add_argument("--device", action="store_true",
+                        help="find the batch size that fits on the GPU, or in memory, with these "
+                             "settings; prepares the data of the recipe")
     parser.add_argument("--output-dir", default="runs",
                         help="where runs will be written (default: %(default)s)")
     parser.add_argument("--address", default="",
@@ -27,11 +34,14 @@ def command(arguments: Sequence[str]) -> int:
                         help="that a run shall have here (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--quiet", "-q", action="store_true", help="only what is not ok")
-    options = parser.parse_args(list(arguments))
+    options = parser.parse_intermixed_args(list(arguments))
     if options.workers < 1:
         raise ConfigError(f"--workers is {options.workers}; it must be at least 1.")
+    if options.overrides and not options.device:
+        raise ConfigError(f"{options.overrides[0]} is a setting of a run; add --device, or leave it out.")
+    config = _config(options.overrides, options.output_dir) if options.device else None
     findings = list(examine(Path(options.output_dir), options.workers, options.address,
-                            options.tracking_uri))
+                            options.tracking_uri, config))
     if options.json:
         print(json.dumps([asdict(finding) for finding in findings], indent=1))
     else:
@@ -46,8 +56,11 @@ def command(arguments: Sequence[str]) -> int:
 
 
 def examine(output_dir: Path, num_workers: int, address: str = "",
-            tracking_uri: str = "") -> Iterator[Finding]:
-    """Everything, in an order in which an early fault explains a later one."""
+            tracking_uri: str = "", config: RunConfig | None = None) -> Iterator[Finding]:
+    """Everything, in an order in which an early fault explains a later one.
+
+    With a configuration, also the batch size that fits.
+    """
     checks: list[Callable[[], Iterator[Finding]]] = [
         machine.python, machine.packages, machine.shadows, lambda: machine.threads(num_workers),
         machine.memory, machine.gpus,
@@ -57,5 +70,21 @@ def examine(output_dir: Path, num_workers: int, address: str = "",
         from ngsgd.launcher.doctor import cluster
 
         checks.append(lambda: cluster.nodes(address, output_dir))
+    if config is not None:
+        from ngsgd.launcher.commands.plan import spec_of
+        from ngsgd.launcher.doctor import device
+
+        checks.append(lambda: device.batch_size(config, lambda: spec_of(config, _progress)))
     for check in checks:
         yield from check()
+
+
+def _config(overrides: Sequence[str], output_dir: str) -> RunConfig:
+    from ngsgd.launcher.config import compose
+
+    return compose.compose([f"output_dir={output_dir}", *overrides])
+
+
+def _progress(line: str) -> None:
+    # --json is on the other stream
+    print(line, file=sys.stderr, flush=True)

@@ -9,14 +9,17 @@ import math
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ngsgd.config import RunConfig
 from ngsgd.errors import EXIT_OK, ConfigError
 from ngsgd.launcher.console import Parser
-from ngsgd.launcher.reports.plan_text import as_json, text
+from ngsgd.launcher.reports.plan_text import as_json, nodes_text, text
 from ngsgd.launcher.reports.predictions import keep, kept_in, saved
+from ngsgd.pipeline.performance_model.multi_gpu import INTERCONNECTS
+from ngsgd.pipeline.performance_model.multi_gpu import rows as on_nodes
 from ngsgd.pipeline.performance_model.planner import Machine, Workload
 from ngsgd.pipeline.performance_model.scaling import Assumptions, momentum_of, rows
 
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
 
 _WORKERS = "1,2,4,8,16,32,64,256,1000"
 _MAX_WORKERS = 100_000
+_LINK = "ethernet-100"
 
 
 def command(arguments: Sequence[str]) -> int:
@@ -34,6 +38,8 @@ def command(arguments: Sequence[str]) -> int:
     from ngsgd.launcher.config import compose
 
     config = compose.compose(options.overrides, config_dir=Path(options.config_dir) if options.config_dir else None)
+    if options.nodes:
+        return _on_nodes(config, options)
     machine, workload = _saved(config) if options.saved else measure_machine(config, options.seconds, to_stderr=options.json)
     assumed = _assumptions(options, config, machine)
     table = rows(machine, workload, config, workers, assumed)
@@ -65,6 +71,12 @@ def _parser() -> Parser:
                         help="default: %(default)s, one in 8 hours on 1000 GPUs; spot machines: 0.05 and more")
     parser.add_argument("--replace-s", type=float, default=20.0, help="to replace a lost worker (default: %(default)s)")
     parser.add_argument("--sigma", type=float, help="spread of a job's time over the machines (default: as measured here)")
+    parser.add_argument("--nodes", help="instead of the table above: synchronous training and averaging on so many nodes of "
+                                        "8 x H200 GPUs, such as 1,4,16; a model on paper, nothing is measured")
+    parser.add_argument("--link", choices=list(INTERCONNECTS),
+                        help=f"between the GPUs of --nodes; NVLink inside a node, but for pcie (default: {_LINK})")
+    parser.add_argument("--parameters", type=float, metavar="P",
+                        help="of the model on --nodes (default: that of the last measurement of these settings)")
     parser.add_argument("--gamma", type=float, help="growth of the data needed per sample of a job (default: not known)")
     parser.add_argument("--outer-momentum", type=float, help="eta of the outer optimiser (default: that of the settings)")
     return parser
@@ -72,13 +84,9 @@ def _parser() -> Parser:
 
 def _checked(options: argparse.Namespace) -> list[int]:
     """The numbers of workers; raises one ConfigError that lists everything wrong."""
-    problems = []
-    words = options.workers.split(",")
-    workers = [int(word) for word in words if word.strip().isdecimal() and 1 <= int(word) <= _MAX_WORKERS]
-    if len(workers) != len(words):
-        problems.append(f"--workers is {options.workers!r}; give whole numbers from 1 to {_MAX_WORKERS} with commas between them, "
-                        "such as 1,2,8.")
-    for name in ("seconds", "bandwidth", "gamma"):
+    problems: list[str] = []
+    workers = _counts("workers", options.workers, problems)
+    for name in ("seconds", "bandwidth", "gamma", "parameters"):
         value = getattr(options, name)
         if value is not None and not (math.isfinite(value) and value > 0.0):
             problems.append(f"--{name} is {value}; it must be greater than 0.")
@@ -90,15 +98,47 @@ def _checked(options: argparse.Namespace) -> list[int]:
         problems.append(f"--outer-momentum is {options.outer_momentum}; it must be at least 0 and less than 1.")
     if options.cores_per_node is not None and options.cores_per_node < 1:
         problems.append(f"--cores-per-node is {options.cores_per_node}; it must be at least 1.")
+    if not options.nodes and (options.link or options.parameters):
+        problems.append("--link and --parameters are of the table of --nodes; add --nodes, or leave them out.")
     if problems:
         raise ConfigError(problems)
-    return sorted(set(workers))
+    return workers
+
+
+def _counts(name: str, given: str, problems: list[str]) -> list[int]:
+    """Whole numbers with commas between them, in rising order; adds to `problems` where they are not."""
+    words = given.split(",")
+    counts = [int(word) for word in words if word.strip().isdecimal() and 1 <= int(word) <= _MAX_WORKERS]
+    if len(counts) != len(words):
+        problems.append(f"--{name} is {given!r}; give whole numbers from 1 to {_MAX_WORKERS} with commas between them, such as "
+                        "1,2,8.")
+    return sorted(set(counts))
 
 
 def _assumptions(options: argparse.Namespace, config: RunConfig, machine: Machine) -> Assumptions:
     momentum = momentum_of(config) if options.outer_momentum is None else options.outer_momentum
     return Assumptions(options.cores_per_node or machine.slots(1), options.bandwidth, options.latency,
                        options.failures_per_worker_hour, options.replace_s, options.sigma, options.gamma, momentum)
+
+
+def _on_nodes(config: RunConfig, options: argparse.Namespace) -> int:
+    """The table of --nodes."""
+    problems: list[str] = []
+    counts = _counts("nodes", options.nodes, problems)
+    if problems:
+        raise ConfigError(problems)
+    num_parameters = options.parameters or _saved(config)[1].model_bytes / 4
+    size = config.schedule.minibatch_size
+    steps_between = max(1.0, config.egs.samples_per_iter / size)
+    link = INTERCONNECTS[options.link or _LINK]
+    table = on_nodes(num_parameters, size, steps_between, counts, link)
+    if options.json:
+        told = {"parameters": num_parameters, "minibatch_size": size, "steps_between": steps_between, "link": asdict(link),
+                "rows": [{**asdict(row), "data_factor": row.data_factor} for row in table]}
+        print(json.dumps(told, indent=1))
+    else:
+        print("\n".join(nodes_text(num_parameters, size, steps_between, link, table)))
+    return EXIT_OK
 
 
 # Measuring, and keeping what was measured ---------------------------------------------------------
@@ -118,7 +158,7 @@ def measure_machine(config: RunConfig, seconds: float, *, to_stderr: bool) -> tu
     if config.cluster.ranks_per_worker > 1:
         raise ConfigError("ngsgd plan measures workers of one process; leave out cluster.ranks_per_worker.")
     check_output_dir(config)
-    spec = _spec(config, report)
+    spec = spec_of(config, report)
     report(f"measuring for about {seconds:g} s")
     # the run's own disk
     with tempfile.TemporaryDirectory(dir=config.output_dir, prefix=".plan-") as scratch:
@@ -127,7 +167,7 @@ def measure_machine(config: RunConfig, seconds: float, *, to_stderr: bool) -> tu
     return machine, workload
 
 
-def _spec(config: RunConfig, report: Callable[[str], None]) -> TaskSpec:
+def spec_of(config: RunConfig, report: Callable[[str], None]) -> TaskSpec:
     """What is trained; the data of a speech recipe are prepared."""
     if config.task._target_:
         from ngsgd.pipeline.task_run import task_spec, with_module

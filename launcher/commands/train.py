@@ -165,7 +165,7 @@ def _pool(request: PoolRequest) -> WorkerPool:
         return local_pool(request)
     from ngsgd.launcher.ray.pool import RayPool
 
-    return RayPool(request.spec, request.num_threads, request.num_parameters, request.agreement)
+    return RayPool(request.spec, request.num_threads, request.num_parameters, request.agreement, request.report)
 
 
 def _as_given(config: RunConfig, given: RunConfig | None) -> RunConfig:

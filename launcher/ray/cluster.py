@@ -140,7 +140,7 @@ def _join(address: str) -> None:
 
     if hasattr(ray_constants, "NUM_REDIS_GET_RETRIES"):
         ray_constants.NUM_REDIS_GET_RETRIES = _JOIN_TRIES
-    worker_env = {name: value for name, value in os.environ.items() if name.startswith(("NCCL_", "GLOO_"))}
+    worker_env = {name: value for name, value in os.environ.items() if name.startswith(("NCCL_", "GLOO_", "TORCH_NCCL_"))}
     with _without_stderr():
         ray.init(address=address, runtime_env={"env_vars": {**worker_env, **_WORKER_ENV}}, **_QUIET)
 

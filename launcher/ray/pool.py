@@ -21,6 +21,7 @@ from ngsgd.cluster.exchange.collective import FetchRequest, MeanRequest, RemoteR
 from ngsgd.cluster.exchange.collective_client import Exchange, exchange_of, remote
 from ngsgd.cluster.exchange.compressed import unpacked
 from ngsgd.cluster.exchange.process_group import Backend
+from ngsgd.cluster.exchange.selection import Way, choose_way
 from ngsgd.cluster.exchange.shared_memory import SharedRef, SharedVectors
 from ngsgd.cluster.fingerprint import Agreement, Fingerprint
 from ngsgd.cluster.restarts import Restarts, check_fingerprint, incidents_of, none_agrees
@@ -37,6 +38,9 @@ from ngsgd.training.worker_pool import Retired
 
 _PING_S = 5.0
 _POLL_S = 0.2
+_NAMES: Mapping[Way, str] = {"shared_memory": "shared memory, and Ray's object store between machines",
+                             "object_store": "Ray's object store", "collective": "gloo, averaged by the workers",
+                             "nccl": "NCCL, averaged by the workers"}
 # for an object to arrive that Ray says is there; the largest model takes seconds
 _FETCH_S = 300.0
 
@@ -100,8 +104,11 @@ class RayPool:
     store to and from all others; or, to the coordinator, as the mean alone, which the workers make among themselves.
     """
 
-    def __init__(self, spec: TaskSpec, num_threads: int, size: int, agreement: Agreement | None = None) -> None:
+    def __init__(self, spec: TaskSpec, num_threads: int, size: int, agreement: Agreement | None = None,
+                 report: Callable[[str], object] = lambda _line: None) -> None:
         self.spec = spec
+        # takes lines of progress
+        self._report = report
         # the head of a cluster may be another kind of machine, but its code and libraries are the
         # workers'
         self.agreement = agreement or Agreement(Fingerprint.of_this_process(num_threads).without_machine())
@@ -123,6 +130,9 @@ class RayPool:
 
     def start(self) -> None:
         self._owns_ray = connect(self.config)
+        if self.config.exchange == "nccl" and self.gpus_per_worker() < 1.0:
+            raise ClusterError("cluster.exchange is nccl, which takes one GPU per worker, and Ray offers fewer; set "
+                               "cluster.exchange=auto.")
         self._head = HeadWatch(ray.get_runtime_context().gcs_address)
         self._heartbeats = self._cells.allocate()
         self._spec_ref = ray.put(self.spec)
@@ -245,22 +255,17 @@ class RayPool:
             self._in_store[ref] = _StoreRef(ray.put(ref.read()))
         return self._in_store[ref]
 
-    def chosen_exchange(self) -> str:
+    def chosen_exchange(self) -> Way:
         """The way of results to the average; "shared_memory" for those workers that can, the object store for the others.
 
-        It stays when a worker's replacement comes up on another machine.
+        It stays when a worker's replacement comes up on another machine or GPU. Workers that NCCL cannot connect any more make the
+        coordinator average, with the same bits.
         """
-        way = self.config.exchange
-        far = [slot for slot in self._slots if slot.process and not slot.process.shares_memory]
-        if way == "shared_memory" and far:
-            raise ClusterError(f"cluster.exchange is shared_memory, but worker {far[0].index} is on another machine; "
-                               "leave it auto.")
-        if way == "nccl" and self.gpus_per_worker() != 1.0:
-            raise ClusterError("cluster.exchange is nccl, which takes one whole GPU per worker, and Ray offers fewer; set "
-                               "cluster.exchange=auto.")
-        # the averages among the workers were never measured between machines, and NCCL was never
-        # run: only by name
-        return "shared_memory" if way == "auto" else way
+        devices = [slot.process.device for slot in self._slots if slot.process]
+        way, reason = choose_way(self.config.exchange, devices, jobs_keep_state=self.spec.settings.outer.jobs_keep_state)
+        if self.config.exchange != "auto" or any(device.gpu or not device.is_near for device in devices):
+            self._report(f"parameters travel by {_NAMES[way]}: {reason}")
+        return way
 
     def _ask(self, questions: Mapping[int, MeanRequest | FetchRequest], timeout_s: float,
              when_lost: Callable[[], None]) -> dict[int, object]:

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ngsgd.cluster.exchange.collective import FetchRequest, GroupFailure, MeanRequest, MeanShard
+from ngsgd.cluster.exchange.selection import WorkerDevice
 from ngsgd.cluster.exchange.shared_memory import SharedRef
 from ngsgd.cluster.fingerprint import Fingerprint
 from ngsgd.errors import ClusterError
@@ -26,7 +27,12 @@ class Address:
     host: str
     process_id: int
     fingerprint: Fingerprint
-    shares_memory: bool   # with the coordinator
+    device: WorkerDevice
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether it does so with the coordinator."""
+        return self.device.is_near
 
 
 class RayWorker:
@@ -51,8 +57,9 @@ class RayWorker:
         self._member = CollectiveWorker(index, self._worker.layout, self._worker.device)
         codec = spec.settings.cluster.compression
         self._encoder = None if codec == "none" else MoveEncoder(codec)
-        fingerprint = Fingerprint.of_this_process(num_threads, self._worker.device)
-        return Address(os.uname().nodename, os.getpid(), fingerprint, self._heartbeats is not None)
+        fingerprint = Fingerprint.of_this_process(num_threads, self._worker.device, spec.settings.cluster.precision)
+        device = WorkerDevice.of(self._worker.device, is_near=self._heartbeats is not None)
+        return Address(os.uname().nodename, os.getpid(), fingerprint, device)
 
     def run(self, job: Job, places: tuple[SharedRef, ...], keep: bool) -> tuple[JobResult, Vector | None]:
         """The result, and apart from it the vector that only the job's next start needs, if it is another one.

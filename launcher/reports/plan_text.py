@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from ngsgd.pipeline.performance_model.multi_gpu import Interconnect, NodesRow
 from ngsgd.pipeline.performance_model.planner import Machine, Prediction, Workload
 from ngsgd.pipeline.performance_model.scaling import MAX_OVERHEAD, Assumptions, Row
 
@@ -36,6 +37,7 @@ def _heading(machine: Machine, workload: Workload, assumed: Assumptions, example
     return [
         f"the run    {workload.model_bytes / 4e6:.2f} million parameters; a job has {workload.samples:.0f} {examples}, "
         f"minibatches of {workload.minibatch_size}",
+        *_memory(workload),
         f"measured   {units}; {examples} per second of a worker: {alone.rate:.0f} alone, {full.rate:.0f} beside "
         f"{full.num_processes - 1} others",
         f"           seconds of a job besides its steps {full.fixed_s:.2g}, checkpoint {machine.checkpoint_s:.2g}, "
@@ -44,6 +46,15 @@ def _heading(machine: Machine, workload: Workload, assumed: Assumptions, example
         f"spread of a job's time {_percent(sigma)},",
         f"           {assumed.failures_per_worker_hour:g} failures per worker and hour, "
         f"{assumed.replace_s:g} s to replace a worker"]
+
+
+def _memory(workload: Workload) -> list[str]:
+    """Of the optimizer and of a step, where they are predicted."""
+    if not workload.peak_bytes:
+        return []
+    return [f"memory     state of the optimizer {workload.state_bytes / 1e6:.3g} MB "
+            f"({4 * workload.state_bytes / workload.model_bytes:.2f} bytes per parameter); "
+            f"a step about {workload.peak_bytes / 1e6:.3g} MB at its peak"]
 
 
 def _reasons(table: Sequence[Row], length: str) -> list[str]:
@@ -99,6 +110,19 @@ def as_json(machine: Machine, workload: Workload, assumed: Assumptions, table: S
     return {"machine": machine.to_json(), "workload": asdict(workload), "assumptions": asdict(assumed),
             "rows": [{**asdict(row), "here": told(row.here), "there": told(row.there)} for row in table],
             "advice": advice(machine, table, is_speech=is_speech)}
+
+
+def nodes_text(num_parameters: float, minibatch_size: int, steps_between: float, link: Interconnect, table: Sequence[NodesRow]
+               ) -> list[str]:
+    """The table of `ngsgd plan --nodes`: shares of the GPUs' time that is training."""
+    lines = [f"on paper   {num_parameters:.3g} parameters, {minibatch_size} rows per GPU and step, averaging every "
+             f"{steps_between:.0f} steps; nodes of 8 x H200",
+             f"link       {link.source}", "",
+             "nodes  step, ms  inside, ms  between, ms  synchronous  averaging  groups  data factor"]
+    lines += [f"{row.num_nodes:>5}  {1e3 * row.step_s:>8.4g}  {1e3 * row.inside_s:>10.4g}  {1e3 * row.between_s:>11.4g}  "
+              f"{_percent(row.synchronous):>11}  {_percent(row.averaging):>9}  {_percent(row.groups):>6}  {row.data_factor:>11.3g}"
+              for row in table]
+    return [*lines, "", "averaging is ahead where it needs less than the data factor times the data of synchronous training"]
 
 
 def _seconds(value: float) -> str:

@@ -141,7 +141,11 @@ def final_lines(report: FinalReport) -> list[str]:
     lines += [f"valid  {report.valid_wer}"] if report.valid_wer else []
     lines += [f"test   {report.wer}"] if report.wer else []
     width = max(map(len, report.files), default=0)
-    return lines + [f"{label:{width}}  {path}" for label, path in report.files.items()]
+    lines += [f"{label:{width}}  {path}" for label, path in report.files.items()]
+    if "recognizer" in report.files:
+        run = shlex.quote(report.files["run folder"])
+        lines.append(f"recognize recordings with: ngsgd transcribe {run} recording.wav")
+    return lines
 
 
 def duration(seconds: float) -> str:

@@ -1,1 +1,23 @@
-"""Speech: corpora, features, HMM-state topology, decoding and scoring.  No training code."""
+"""Speech: corpora, features, HMM-state topology, decoding, scoring and recognition.  No training code."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ngsgd.asr.bundle import Bundle
+    from ngsgd.asr.recognizer import Recognizer
+    from ngsgd.asr.transcript import Partial, Segment, Transcript
+
+_HOME_OF = {"Bundle": "bundle", "Recognizer": "recognizer", "Partial": "transcript", "Segment": "transcript",
+            "Transcript": "transcript"}
+
+__all__ = ["Bundle", "Partial", "Recognizer", "Segment", "Transcript"]
+
+
+def __getattr__(name: str) -> Any:
+    # on first use: the packages of the extra `asr` need not be there for everything else
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'ngsgd.asr' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"ngsgd.asr.{_HOME_OF[name]}"), name)

@@ -51,7 +51,8 @@ _MEANINGS = {
     "processor": f"MKL and oneDNN choose their code by it, {_ROUNDING}",
     "capability": f"sums run over vectors of another width, {_ROUNDING}",
     "device": f"other devices sum in another order, {_ROUNDING}",
-    "threads": f"sums are divided among the threads in another way, {_ROUNDING}"}
+    "threads": f"sums are divided among the threads in another way, {_ROUNDING}",
+    "precision": "matrix products have other digits, so results differ"}
 _SHOWN = 12   # characters of a digest
 
 
@@ -74,13 +75,15 @@ class Fingerprint:
     # cpu, or the GPU's name and the version of CUDA
     device: str = ""
     threads: int = 0      # of one worker
+    # cluster.precision
+    precision: str = ""
 
     @classmethod
-    def of_this_process(cls, num_threads: int, device: _Device | None = None) -> Fingerprint:
+    def of_this_process(cls, num_threads: int, device: _Device | None = None, precision: str = "") -> Fingerprint:
         """Loads the kernels, so that none is resolved later, in the middle of a job."""
         return cls(code_digest(), torch.__version__, np.__version__, processor(),
-                   native.capability(), _settings(), kernels(),
-                   "" if device is None else _name_of(device), num_threads)
+                   native.capability(), _settings(precision), kernels(),
+                   "" if device is None else _name_of(device), num_threads, precision)
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Fingerprint:
@@ -245,10 +248,11 @@ def processor() -> str:
     return f"{platform.machine()} {platform.processor()}".strip()
 
 
-def _settings() -> dict[str, str]:
+def _settings(precision: str) -> dict[str, str]:
     found = {name: os.environ[name] for name in _SETTINGS if name in os.environ}
-    if (precision := torch.get_float32_matmul_precision()) != "highest":
-        found["float32_matmul_precision"] = precision
+    # workers set it for tf32, and the coordinator does not
+    if precision != "tf32" and (matmul := torch.get_float32_matmul_precision()) != "highest":
+        found["float32_matmul_precision"] = matmul
     if not torch.backends.mkldnn.enabled:
         found["torch.backends.mkldnn.enabled"] = "False"
     return found

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ngsgd.cluster.exchange.process_group import Group, join
+from ngsgd.cluster.exchange.process_group import Backend, Group, join
 from ngsgd.cluster.exchange.rendezvous import Rendezvous
 from ngsgd.cluster.fork_server import ForkedProcess, fork_server
 from ngsgd.cluster.messages import Disconnected, Messages
@@ -96,6 +96,10 @@ class GroupRanks(Ranks):
             raise ClusterError("the parameters of the ranks of a group differ; an optimizer setting uses the minibatch of one "
                                "rank.")
 
+    def close(self) -> None:
+        """Leave the group, so that the other ranks fail at once."""
+        self._group.close()
+
     def _sum(self, tensor: Tensor) -> Tensor:
         self._group.all_reduce(tensor, time.monotonic() + _HANGS_S)
         return tensor
@@ -125,22 +129,29 @@ class GroupWorker(Worker):
 
     def _start(self) -> None:
         secret = secrets.token_bytes(32)
-        rendezvous = Rendezvous(_LOCALHOST, secret)
+        is_nccl = backend_of(self.device, self.ranks.size) == "nccl"
+        self._rendezvous = Rendezvous(_LOCALHOST, secret, revokes=is_nccl)
         size = self.ranks.size
         try:
-            self._others = [_OtherRank(_RankSetup(self._spec, self.index, rank, torch.get_num_threads(), rendezvous.port, secret))
+            self._others = [_OtherRank(_RankSetup(self._spec, self.index, rank, torch.get_num_threads(), self._rendezvous.port,
+                                                  secret))
                             for rank in range(1, size)]
-            group = _joined(self._spec, 0, rendezvous.port, secret, self.device)
+            group = _joined(self._spec, 0, self._rendezvous.port, secret, self.device)
         except Exception as error:
             raise self._end(error) from error
         finally:
-            rendezvous.close()
+            # an NCCL group lives as long as its rendezvous
+            if not is_nccl:
+                self._rendezvous.close()
         self.ranks = GroupRanks(0, size, group, self.device)
 
     def _end(self, error: Exception) -> Exception:
         """End all ranks; returns the error of the rank that failed first, where that is known."""
         reasons = [other.end() for other in self._others]
         self._others = []
+        self._rendezvous.close()
+        if isinstance(self.ranks, GroupRanks):
+            self.ranks.close()
         self.ranks = _not_connected(self._spec)
         if isinstance(error, NgsgdError):
             return error
@@ -214,6 +225,15 @@ def make_worker(spec: TaskSpec, index: int) -> Worker:
     return Worker(spec, index) if spec.settings.cluster.ranks_per_worker == 1 else GroupWorker(spec, index)
 
 
+def backend_of(device: torch.device, num_ranks: int) -> Backend:
+    """NCCL where every rank of a group has a GPU of its own, else gloo, which takes CUDA tensors through host memory.
+
+    The ranks of a group take turns at the GPUs that they all see; NCCL refuses two ranks on one GPU. A process sees at most one MIG
+    instance, so ranks on MIG instances use gloo.
+    """
+    return "nccl" if device.type == "cuda" and torch.cuda.device_count() >= num_ranks else "gloo"
+
+
 def _not_connected(spec: TaskSpec, rank: int = 0) -> Ranks:
     ranks = Ranks()
     ranks.rank, ranks.size = rank, spec.settings.cluster.ranks_per_worker
@@ -223,7 +243,7 @@ def _not_connected(spec: TaskSpec, rank: int = 0) -> Ranks:
 def _joined(spec: TaskSpec, rank: int, port: int, secret: bytes, device: torch.device) -> Group:
     cluster = spec.settings.cluster
     try:
-        return join("nccl" if device.type == "cuda" else "gloo", _LOCALHOST, port, secret=secret, generation=0, rank=rank,
+        return join(backend_of(device, cluster.ranks_per_worker), _LOCALHOST, port, secret=secret, generation=0, rank=rank,
                     world_size=cluster.ranks_per_worker, timeout_s=cluster.start_timeout_s, device=device)
     except RuntimeError as error:
         raise ClusterError(f"the {cluster.ranks_per_worker} ranks of a group did not connect within cluster.start_timeout_s = "

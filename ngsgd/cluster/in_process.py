@@ -33,7 +33,8 @@ class InProcessPool:
         configure_process(self.num_threads)
         self._worker = make_worker(self.spec, 0)
         if self.agreement is not None and (differences := self.agreement.refusal(
-                Fingerprint.of_this_process(self.num_threads, self._worker.device))):
+                Fingerprint.of_this_process(self.num_threads, self._worker.device,
+                                            self.spec.settings.cluster.precision))):
             raise none_agrees(differences)
 
     def publish(self, write: Callable[[Vector], object]) -> VectorRef:

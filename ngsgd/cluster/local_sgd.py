@@ -18,10 +18,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.distributed_c10d import _abort_process_group, _get_default_store
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
+from ngsgd.cluster.exchange.process_group import nccl_options
 from ngsgd.errors import ClusterError, ConfigError
 from ngsgd.optim.outer_rules import Average, Bmuf, DiLoCo, OuterInfo, OuterRule
 
@@ -42,7 +43,8 @@ class LocalSGD:
     variances of batch norms are pooled over the ranks; integer buffers, such as counters, stay those of the rank.
 
     A rank that dies costs the samples of its round: the other ranks form a group of their own and continue. This needs
-    the process of the rendezvous store (rank 0, or the agent of torchrun) to live. A rank that starts later loads
+    the process of the rendezvous store (rank 0, or the agent of torchrun) to live. With NCCL, which has not run on a GPU yet, a
+    dead rank is noticed after `timeout_s`, and `init_process_group` must not get a `device_id`. A rank that starts later loads
     `state_dict()` of a rank; all ranks then form a new process group, as after an elastic restart of torchrun.
 
     Args:
@@ -86,7 +88,7 @@ class LocalSGD:
         self._ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
         self._backend = dist.get_backend(process_group)
         # a group of its own can be left when a rank dies
-        self._group = dist.new_group(self._ranks, timedelta(seconds=timeout_s), self._backend)
+        self._group = self._new_group()
         self._num_regroups, self._is_new = 0, False
         self.num_steps = 0
         self.num_rounds = 0
@@ -99,7 +101,7 @@ class LocalSGD:
         # of all ranks: samples times parameters and statistics, then samples
         self._sums = torch.empty(1 + sum(tensor.numel() for tensor in tensors), device=tensors[0].device)
         self._fill(1)
-        dist.broadcast(self._sums, self._ranks[0], self._group)
+        _wait(dist.broadcast(self._sums, self._ranks[0], self._group, async_op=True))
         # B; often W itself
         self._start = self._sums[:self._size].clone()
         self._arrays = {"model": self._start, **{name: torch.full_like(self._start, value)
@@ -151,7 +153,7 @@ class LocalSGD:
         self.sync()
         with contextlib.suppress(RuntimeError):
             # a process that ends closes connections that the average of others may still need
-            dist.barrier(self._group)
+            _wait(dist.barrier(self._group, async_op=True))
         self._closed.set()
         _read(self._arrays["model"], self._parameters())
 
@@ -244,15 +246,23 @@ class LocalSGD:
                 if self._is_new and self._caught_up():
                     return False
                 self._fill(self._num_samples)
-                dist.all_reduce(self._sums, group=self._group)
+                _wait(dist.all_reduce(self._sums, group=self._group, async_op=True))
                 return True
             except (RuntimeError, dist.DistBackendError) as error:
                 self._regroup(error)
 
+    def _new_group(self, *, use_local_synchronization: bool = False) -> dist.ProcessGroup:
+        """A group of the ranks that live, which this class can leave."""
+        with nccl_options(self._timeout_s) if self._backend == "nccl" else contextlib.nullcontext() as options:
+            group: dist.ProcessGroup = dist.new_group(self._ranks, timedelta(seconds=self._timeout_s), self._backend, options,
+                                                      use_local_synchronization=use_local_synchronization)
+        return group
+
     def _regroup(self, error: Exception) -> None:
         """Form a group of the ranks that announce themselves in the store."""
         with contextlib.suppress(Exception):
-            dist.destroy_process_group(self._group)
+            # NCCL's destroy waits for what will never come
+            (_abort_process_group if self._backend == "nccl" else dist.destroy_process_group)(self._group)
         # its connections close when nothing refers to it, so that the neighbors notice at once
         traceback.clear_frames(error.__traceback__)
         del self._group
@@ -270,21 +280,21 @@ class LocalSGD:
         if rank not in members:
             raise ClusterError(f"rank {rank} answered too late and was left out; restart it from the state_dict() of another rank.")
         self._ranks = members
-        self._group = dist.new_group(members, timedelta(seconds=self._timeout_s), self._backend, use_local_synchronization=True)
+        self._group = self._new_group(use_local_synchronization=True)
         self._is_new = True
 
     def _caught_up(self) -> bool:
         """Where the last average reached some ranks only, give its state to the others; True on those, whose samples are in it."""
         own = torch.tensor([self.num_rounds], device=self._sums.device)
         gathered = [torch.empty_like(own) for _ in self._ranks]
-        dist.all_gather(gathered, own, group=self._group)
+        _wait(dist.all_gather(gathered, own, group=self._group, async_op=True))
         rounds = [int(one) for one in gathered]
         newest = max(rounds)
         is_behind = self.num_rounds < newest
         if min(rounds) < newest:
             source, start = self._ranks[rounds.index(newest)], self._start.clone()
             for tensor in (*self._arrays.values(), start):
-                dist.broadcast(tensor, source, group=self._group)
+                _wait(dist.broadcast(tensor, source, group=self._group, async_op=True))
             store, key = _get_default_store(), f"ngsgd/local_sgd/{self._num_regroups}/numbers"
             if dist.get_rank() == source:
                 store.set(key, json.dumps(self._numbers))
@@ -327,6 +337,12 @@ def _read(vector: Tensor, tensors: Sequence[Tensor]) -> None:
     """Set tensors from their values one after another."""
     for tensor, values in zip(tensors, vector.split([tensor.numel() for tensor in tensors]), strict=True):
         tensor.copy_(values.view_as(tensor))
+
+
+def _wait(work: dist.Work | None) -> None:
+    """Wait for a collective; without `async_op` torch would only queue one of NCCL, and a dead rank would never be noticed."""
+    if work is not None:
+        work.wait()
 
 
 def _alive(rank: int) -> str:

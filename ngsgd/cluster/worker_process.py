@@ -117,7 +117,9 @@ class WorkerProcess:
             return
         if self._should_end:
             return
-        self.messages.send(Ready(os.getpid(), Fingerprint.of_this_process(torch.get_num_threads(), worker.device)))
+        fingerprint = Fingerprint.of_this_process(torch.get_num_threads(), worker.device,
+                                                  self.setup.spec.settings.cluster.precision)
+        self.messages.send(Ready(os.getpid(), fingerprint))
         self._member = CollectiveWorker(self.setup.index, worker.layout, worker.device)
         while self._may_wait():
             message = self.messages.receive()

@@ -12,7 +12,7 @@ objective function summed over the minibatch (Kaldi's convention).
 from ngsgd.config.build import build
 from ngsgd.config.option import choices_of, default_of, option, types_of
 from ngsgd.config.renamed import REMOVED, RENAMED, Rename, with_new_names, with_removed, without_removed
-from ngsgd.config.rules import check
+from ngsgd.config.rules import check, check_values
 from ngsgd.config.run import RunConfig
 from ngsgd.config.sections.augmentation import AugmentConfig
 from ngsgd.config.sections.cluster import ClusterConfig
@@ -34,6 +34,6 @@ __all__ = [
     "CombinationConfig", "DataConfig", "DecodeConfig", "EgsConfig", "FailureConfig",
     "FeatureConfig", "IvectorConfig", "ModelConfig", "ObjectiveConfig", "OptimizerConfig",
     "OuterConfig", "ProxyConfig", "Rename", "RunConfig", "ScheduleConfig", "TaskConfig",
-    "TrackingConfig", "TuneConfig", "Unused", "build", "check", "choices_of", "default_of", "option",
+    "TrackingConfig", "TuneConfig", "Unused", "build", "check", "check_values", "choices_of", "default_of", "option",
     "types_of", "unused", "unused_in", "with_new_names", "with_removed", "without_removed",
 ]

@@ -23,9 +23,13 @@ _RATE_HZ = 8000
 
 def check(config: RunConfig) -> list[str]:
     """Return one message per wrong value; an empty list if the configuration can run."""
-    problems = [message for section, path, spec in _options(config, "")
-                for message in _check_value(section, path, spec)]
-    return problems or [message for rule in _RULES for message in rule(config)]
+    return check_values(config) or [message for rule in _RULES for message in rule(config)]
+
+
+def check_values(config: RunConfig) -> list[str]:
+    """Return one message per value outside its range, without the rules between options."""
+    return [message for section, path, spec in _options(config, "")
+            for message in _check_value(section, path, spec)]
 
 
 def _options(section: Any, prefix: str) -> Iterator[tuple[Any, str, Field[Any]]]:
@@ -234,6 +238,12 @@ def _outer(c: RunConfig) -> Iterator[str]:
                "between.")
 
 
+def _precision(c: RunConfig) -> Iterator[str]:
+    if c.cluster.precision == "tf32" and c.cluster.device == "cpu":
+        yield ("cluster.precision is tf32, but cluster.device is cpu, which has no TF32; choose "
+               "float32 or bf16.")
+
+
 def _exchange(c: RunConfig) -> Iterator[str]:
     cluster = c.cluster
     possible = {"in_process": ("auto",),
@@ -299,4 +309,4 @@ def _tune(c: RunConfig) -> Iterator[str]:
 
 _RULES: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     _name, _ranges, _augmentation, _curvature_frames, _features, _held_out, _architecture, _growth,
-    _optimizer, _groups, _dropout, _outer, _exchange, _layers, _objective, _tune)
+    _optimizer, _groups, _dropout, _outer, _precision, _exchange, _layers, _objective, _tune)

@@ -33,6 +33,8 @@ class EgsTask(ModuleTask):
     def __init__(self, config: RunConfig, reader: EgsReader, *, steps_per_iter: int, num_jobs: int, num_outer_iters: int) -> None:
         if config.model.num_subclasses or config.model.add_layers_period:
             raise ConfigError("ngsgd tune needs a model that stays the same; set model.num_subclasses=0 model.add_layers_period=0.")
+        if config.cluster.precision != "float32":
+            raise ConfigError("ngsgd tune computes in float32; set cluster.precision=float32.")
         self.config, self.reader = config, reader
         self.steps_per_iter, self.num_jobs, self.num_outer_iters = steps_per_iter, num_jobs, num_outer_iters
         valid = reader.diagnostic("valid")

@@ -94,7 +94,7 @@ class SumSubclasses(nn.Module):
 
     def forward(self, z_NS: Tensor) -> Tensor:
         index_NS = self.class_S.expand_as(z_NS)
-        nothing_NP = z_NS.new_zeros(len(z_NS), self.num_classes)
+        nothing_NP = z_NS.new_zeros(z_NS.shape[0], self.num_classes)
         # each class against its own largest: against the row's, a class far behind would underflow
         top_NP = nothing_NP.scatter_reduce(1, index_NS, z_NS.detach(), "amax", include_self=False)
         sum_NP = nothing_NP.index_add(1, self.class_S, (z_NS - top_NP.gather(1, index_NS)).exp())

@@ -33,7 +33,7 @@ class Limits(NamedTuple):
         return self.total == self.total
 
     @property
-    def layer_hits_C(self) -> Tensor:
+    def layer_hits_C(self) -> Tensor:  # noqa: N802  the letter says its shape
         """Bool, the component's own limit was active."""
         return self.layer_ratios_C < 1.0
 

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from ngsgd.ops import gemm
+from ngsgd.ops.devices import to_device
 
 Array = npt.NDArray[np.float64]
 
@@ -240,7 +241,7 @@ def apply_updates_together(
     smoothings: Sequence[Smoothing]) -> list[FisherState]:
     """`apply_update` for L estimates of one rank and dimension, in few operations of a device.
 
-    The host waits for nothing.  The new W are views of one L x R x D tensor.
+    Overwrites each W, whose memory a captured CUDA graph may read.  The host waits for nothing.
     """
     W_LRD = torch.stack([state.W_RD for state in states])
     J_LRD = torch.stack(list(all_J_RD))
@@ -259,15 +260,9 @@ def apply_updates_together(
                                                   torch.stack([e_LR1[i, :, 0] for i in flagged]))
         for i, fixed_RD in zip(flagged, fixed_FRD, strict=True):
             W_LRD[i] = fixed_RD
-    return [FisherState(W_RD, step.d_R, step.rho)
-            for W_RD, step in zip(W_LRD.unbind(), steps, strict=True)]
-
-
-def to_device(numbers: Tensor, device: torch.device) -> Tensor:
-    """Numbers of the host on a device; from pinned memory, so that the host does not wait."""
-    if device.type == "cpu":
-        return numbers
-    return numbers.pin_memory().to(device, non_blocking=True)
+    torch._foreach_copy_([state.W_RD for state in states], list(W_LRD.unbind()))
+    return [FisherState(state.W_RD, step.d_R, step.rho)
+            for state, step in zip(states, steps, strict=True)]
 
 
 def resmoothed(state: FisherState, old: Smoothing, new: Smoothing) -> FisherState:

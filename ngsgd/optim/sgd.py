@@ -110,6 +110,8 @@ class SGD(torch.optim.Optimizer):
     """
 
     _counts: Tensor
+    # limits of the last steps, which `_counts` does not have yet
+    _uncounted: list[tuple[list[int], Limits]]
     # of a component; the first is the default
     _rules: tuple[str, ...] = ("sgd", "adamw")
     # number of samples of the minibatch where the loss is their mean
@@ -522,7 +524,7 @@ class SGD(torch.optim.Optimizer):
 
     def reset_activity(self) -> None:
         self._num_steps = 0
-        self._uncounted: list[tuple[list[int], Limits]] = []
+        self._uncounted = []
         self._counts = torch.zeros(2 + len(self.param_groups), dtype=torch.int64)
 
 

@@ -153,7 +153,7 @@ class BaseRun(ABC):
                      * (1 + len(make_rule(config.outer).buffers) + (config.outer.ema_decay > 0)))
         start = self._start(training)
         pool = services.make_pool(PoolRequest(spec, fingerprint.num_threads, size, folder.workers,
-                                              fingerprint.agreement, services.stop.expired))
+                                              fingerprint.agreement, services.stop.expired, services.report))
         services.report(f"starting {config.cluster.num_workers} workers ({config.cluster.kind}, "
                         f"{fingerprint.num_threads} threads each)")
 

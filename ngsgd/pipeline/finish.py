@@ -7,6 +7,7 @@ from functools import partial
 
 from torch import nn
 
+from ngsgd.asr.bundle import INDEX
 from ngsgd.config import RunConfig
 from ngsgd.data.reader import EgsReader
 from ngsgd.models.growing import set_stage
@@ -15,6 +16,7 @@ from ngsgd.models.statistics import model_for
 from ngsgd.pipeline.combination import Candidate, HeldOut, candidates, generalized, normalize_stddev, running_mean
 from ngsgd.pipeline.prepare import PreparedData
 from ngsgd.pipeline.runs.final_model import load_final, save_final
+from ngsgd.pipeline.runs.recognizer import keep_recognizer
 from ngsgd.pipeline.runs.run_folder import RunFolder
 from ngsgd.pipeline.score import decode_and_score
 from ngsgd.pipeline.services import Services
@@ -43,8 +45,11 @@ def finish(folder: RunFolder, data: PreparedData, spec: SpeechTaskSpec, checkpoi
     # the model that users will load, read from disk
     model, prior_P = load_final(folder)
     result = decode_and_score(folder, config, data.corpus, model, prior_P)
+    keep_recognizer(folder, config, data.corpus, result)
     services.plot(folder.events, folder.learning_curve)
-    files = {"run folder": folder.path, "final model": folder.final, "per-utterance": folder.decode / "test.per_utt.txt",
+    takes_audio = config.features.kind != "given"
+    files = {"run folder": folder.path, "final model": folder.final,
+             **({"recognizer": folder.final / INDEX} if takes_audio else {}), "per-utterance": folder.decode / "test.per_utt.txt",
              "learning curve": folder.learning_curve, "events": folder.events}
     return FinalReport(str(result.test), result.test.wer, str(result.valid),
                        score_subset(model, reader.diagnostic("train")), score_subset(model, reader.diagnostic("valid")),

@@ -33,6 +33,7 @@ from ngsgd.pipeline.runs import trust as permission
 from ngsgd.pipeline.runs.config_file import to_yaml
 from ngsgd.pipeline.runs.final_model import check_final, load_final
 from ngsgd.pipeline.runs.fingerprint_check import FingerprintCheck
+from ngsgd.pipeline.runs.recognizer import keep_recognizer
 from ngsgd.pipeline.runs.run_folder import RunFolder, check_output_dir, folder_of_model
 from ngsgd.pipeline.score import decode_and_score, score_held_out
 from ngsgd.pipeline.services import Report, Services
@@ -112,7 +113,9 @@ class Run(BaseRun):
         """Decode valid and test with the final model."""
         with self.folder.locked("decode", self.services.warn):
             model, prior_P = load_final(self.folder, trust=trust)
-            return decode_and_score(self.folder, self.config, self.data.corpus, model, prior_P)
+            result = decode_and_score(self.folder, self.config, self.data.corpus, model, prior_P)
+            keep_recognizer(self.folder, self.config, self.data.corpus, result)
+            return result
 
     def evaluate(self, outer_iter: int | None = None, *,
                  trust: bool = False) -> dict[str, dict[str, float] | None]:

@@ -35,6 +35,8 @@ class PoolRequest:
     # the numeric fingerprint that every worker must have
     agreement: Agreement
     should_stop: Callable[[], bool]
+    # takes lines of progress
+    report: Report
 
 
 def local_pool(request: PoolRequest) -> WorkerPool:

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ngsgd.ops.devices import to_device
 from ngsgd.sequence.transitions import Transitions
 
 
@@ -86,23 +87,31 @@ class _Batch(NamedTuple):
 
     # which sequence a column is
     order_B: Tensor
-    lengths_B: Tensor        # of the columns
     # columns that have a frame t
     alive: list[int]
     # row of each frame; beyond the end of a sequence any row of it
     row_TB: Tensor
+    # of each row: its frame, its column and its sequence
+    frame_N: Tensor
+    column_N: Tensor
+    sequence_N: Tensor
 
     @classmethod
     def of(cls, scores_NP: Tensor, lengths: Sequence[int]) -> _Batch:
-        device = scores_NP.device
         lengths_B = torch.tensor(lengths)
         order_B = torch.argsort(lengths_B, descending=True, stable=True)
         first_B = torch.cumsum(lengths_B, 0) - lengths_B
+        sequence_N = torch.repeat_interleave(torch.arange(len(lengths)), lengths_B)
+        frame_N = torch.arange(len(sequence_N)) - first_B[sequence_N]
+        column_N = torch.empty_like(order_B).index_copy_(0, order_B, torch.arange(len(lengths)))[sequence_N]
         lengths_B = lengths_B[order_B]
         time_T = torch.arange(int(lengths_B.max()))
         alive = (time_T[:, None] < lengths_B).sum(dim=1).tolist()
         row_TB = first_B[order_B] + torch.minimum(time_T[:, None], lengths_B - 1)
-        return cls(order_B.to(device), lengths_B.to(device), alive, row_TB.to(device))
+        # computed on the host, where all of it is known, and sent at once: a GPU has nothing to wait for
+        parts = (order_B, row_TB, frame_N, column_N, sequence_N)
+        sent = to_device(torch.cat([part.flatten() for part in parts]), scores_NP.device).split([part.numel() for part in parts])
+        return cls(sent[0], alive, sent[1].view(row_TB.shape), *sent[2:])
 
     def by_state(self, values_NP: Tensor, transitions: Transitions) -> Tensor:
         """T x S x B."""
@@ -112,10 +121,7 @@ class _Batch(NamedTuple):
         """N x P: sums over the states of each class."""
         T, _, B = values_TSB.shape
         by_class_TPB = values_TSB.new_zeros(T, num_classes, B).index_add_(1, transitions.pdf_S, values_TSB)
-        is_there_TB = torch.arange(T, device=values_TSB.device)[:, None] < self.lengths_B
-        values_NP = values_TSB.new_empty(int(self.lengths_B.sum()), num_classes)
-        values_NP[self.row_TB[is_there_TB]] = by_class_TPB.transpose(1, 2)[is_there_TB]
-        return values_NP
+        return by_class_TPB.transpose(1, 2)[self.frame_N, self.column_N]
 
     def in_order(self, values_B: Tensor) -> Tensor:
         """Values of the columns, in the order that the sequences came in."""
@@ -123,8 +129,7 @@ class _Batch(NamedTuple):
 
     def per_row(self, values_B: Tensor) -> Tensor:
         """N x 1: each row gets the value of its sequence."""
-        lengths_B = torch.empty_like(self.lengths_B).index_copy_(0, self.order_B, self.lengths_B)
-        return values_B.repeat_interleave(lengths_B)[:, None]
+        return values_B[self.sequence_N, None]
 
 
 # Recursions ---------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from ngsgd.config import ObjectiveConfig
+from ngsgd.ops.devices import to_device
 from ngsgd.sequence.forward_backward import expected_accuracy, log_path_sum
 from ngsgd.sequence.graph import StateGraph
 from ngsgd.sequence.transitions import Transitions
@@ -114,7 +115,7 @@ class SequenceObjective:
         said_N = scores_NP.gather(1, pdf_N[:, None]).squeeze(1).double()
         said_B = torch.stack([part.sum() for part in said_N.split(list(lengths))]) + log_weight_B
         z_B = log_path_sum(against_NP, lengths, self.transitions)
-        nothing_B = _NO_PATH * torch.tensor(lengths, dtype=z_B.dtype, device=z_B.device)
+        nothing_B = _NO_PATH * to_device(torch.tensor(lengths, dtype=z_B.dtype), z_B.device)
         # not by `where` alone: minus infinity would leave its mark on the derivative
         has_path_B = z_B.isfinite() & log_weight_B.isfinite()
         return torch.where(has_path_B,

@@ -31,9 +31,9 @@ class Transitions:
         self.restart_S = torch.from_numpy(graph.restart_S).to(device, dtype) if graph.leak else self.log_final_S.new_zeros(S)
         ends = torch.stack([torch.from_numpy(graph.source_A), torch.from_numpy(graph.target_A)])
         values = torch.from_numpy(graph.log_weight_A).exp()
-        weights = torch.sparse_coo_tensor(ends, values, (S, S), check_invariants=False).to(device, dtype).coalesce()
-        self._retreat = _matrix(weights)
-        self._advance = _matrix(weights.T.coalesce())
+        weights = torch.sparse_coo_tensor(ends, values, (S, S), check_invariants=False).to(dtype).coalesce()
+        self._retreat = _matrix(weights).to(device)
+        self._advance = _matrix(weights.T.coalesce()).to(device)
 
     def advance(self, x_SB: Tensor) -> Tensor:
         """A^T x."""

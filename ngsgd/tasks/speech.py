@@ -13,6 +13,7 @@ from torch import nn
 from ngsgd.config import RunConfig
 from ngsgd.data.reader import EgsReader
 from ngsgd.errors import ConfigError
+from ngsgd.optim.layers.common import without_autocast
 from ngsgd.sequence.archives import SequenceReader
 from ngsgd.sequence.objectives import Denominator, SequenceObjective
 from ngsgd.tasks.frames import FrameClassification, with_accuracy
@@ -35,8 +36,10 @@ class SequenceTraining(FrameClassification):
         self._denominator = denominator
 
     def loss(self, model: nn.Module, data: Any) -> BatchLoss:
-        logits_NP = model(data.x_ND)
-        loss = self._criterion(logits_NP, data.pdf_N, data.lengths, data.log_weight_B)
+        # sums over all paths need the digits and the range of float32
+        logits_NP = model(data.x_ND).float()
+        with without_autocast(logits_NP.device.type):
+            loss = self._criterion(logits_NP, data.pdf_N, data.lengths, data.log_weight_B)
         return with_accuracy(loss, logits_NP, data)
 
     @cached_property

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -183,12 +183,17 @@ def seeded_model(task: Task, seed: int) -> nn.Module:
 
 def to_device(data: Any, device: torch.device) -> Any:
     """The data of a batch with its tensors on a device; other values are unchanged."""
+    return map_tensors(data, lambda tensor: tensor.to(device, non_blocking=True))
+
+
+def map_tensors(data: Any, function: Callable[[Tensor], Any]) -> Any:
+    """The data of a batch with `function` of each tensor in place of it; other values are unchanged."""
     if isinstance(data, Tensor):
-        return data.to(device, non_blocking=True)
+        return function(data)
     if isinstance(data, tuple) and hasattr(data, "_fields"):
-        return type(data)(*(to_device(value, device) for value in data))
+        return type(data)(*(map_tensors(value, function) for value in data))
     if isinstance(data, (tuple, list)):
-        return type(data)(to_device(value, device) for value in data)
+        return type(data)(map_tensors(value, function) for value in data)
     if isinstance(data, Mapping):
-        return {key: to_device(value, device) for key, value in data.items()}
+        return {key: map_tensors(value, function) for key, value in data.items()}
     return data

@@ -27,11 +27,13 @@ from ngsgd.optim.layer_options import layer_options
 from ngsgd.optim.rules import backstitch_step, shrink
 from ngsgd.preconditioners.base import Preconditioner
 from ngsgd.preconditioners.build import make_preconditioner
+from ngsgd.training.device_copies import on_device
 from ngsgd.training.job import Fisher, Job, JobInit, JobResult, LocalRef, WorkItem
 from ngsgd.training.parameter_deltas import NO_LIMITS, PartOfStart, change_limits, measure
 from ngsgd.training.parameter_vector import FlatLayout, Vector
+from ngsgd.training.precision import autocast, set_precision
 from ngsgd.training.ranks import ALONE, Ranks
-from ngsgd.training.task import Batch, BatchLoss, TaskSpec, seeded_model, to_device
+from ngsgd.training.task import Batch, BatchLoss, TaskSpec, seeded_model
 from ngsgd.training.validation.checksums import digest, not_finite
 from ngsgd.training.validation.plausibility import impossible
 
@@ -90,9 +92,13 @@ class Worker:
         self.index = index
         self.ranks = ranks
         self.device = choose_device(self.settings.cluster.device, index * ranks.size + ranks.rank)
+        # before the task, which may choose another one
+        set_precision(self.settings.cluster.precision, self.device)
         self.task = spec.task(self.device)
         self.model = seeded_model(self.task, self.settings.seed).to(self.device)
         self.layout = FlatLayout.of(self.model)
+        # of a rank without a minibatch
+        self._no_loss = BatchLoss(torch.zeros((), device=self.device), 0.0)
 
     def run(self, job: Job, place: Place = np_empty,
             should_stop: Callable[[], bool] = never) -> JobResult:
@@ -127,7 +133,7 @@ class Worker:
         sums = _Sums(self.device)
         began = time.perf_counter()
         remainder: tuple[WorkItem, ...] = ()
-        for index, (batch, left) in enumerate(self._batches(job)):
+        for index, (batch, left) in enumerate(on_device(self._batches(job), self.device)):
             is_turn = (index + job.outer_iter) % settings.backstitch_interval == 0
             steps_back = not has_preconditioner and is_turn
             self._train(network, batch, optimizer, preconditioner, sums,
@@ -186,14 +192,15 @@ class Worker:
     def _train(self, network: nn.Module, batch: Batch | None, optimizer: SGD,
                preconditioner: Preconditioner | None, sums: _Sums, backstitch_scale: float) -> None:
         """One minibatch: forward, backward and the update of the parameters."""
-        data = None if batch is None else to_device(batch.data, self.device)
+        data = None if batch is None else batch.data
         num_examples = 0 if batch is None else batch.num_examples
         num_samples = num_examples
-        found = BatchLoss(torch.zeros((), device=self.device), 0.0)
+        found = self._no_loss
 
         def forward() -> Tensor:
             nonlocal found
-            found = self.task.loss(network, data)
+            with autocast(self.settings.cluster.precision, self.device):
+                found = self.task.loss(network, data)
             return found.total
 
         def gradients() -> Tensor:

@@ -17,11 +17,11 @@ from ngsgd.ops.kernels import native
 
 SOME = Fingerprint("c0de", "2.9.0", "2.2.0", "GenuineIntel family 6 model 85", "AVX512", {}, 
                    {"fisher_projection.cpp": "ab12 GCC: (x) 13"},
-                   "cpu", 2)
+                   "cpu", 2, "float32")
 CHANGES: dict[str, Any] = {
     "code": "0ther", "torch": "2.8.0", "numpy": "2.1.0", "processor": "AuthenticAMD family 26 model 2", "capability": "AVX2",
     "settings": {"MKL_CBWR": "COMPATIBLE"}, "kernels": {"fisher_projection.cpp": NO_KERNEL},
-    "device": "NVIDIA H200, CUDA 12.8", "threads": 1}
+    "device": "NVIDIA H200, CUDA 12.8", "threads": 1, "precision": "bf16"}
 
 
 def test_every_field_is_compared() -> None:

@@ -8,8 +8,7 @@ and each operator runs on the wrapped ones.  `Watch` sees each operator on the w
 - counts the kernels that a GPU would launch,
 - counts the places where the host waits for the device.
 
-The registration holds for the whole process and starts autograd's thread for the device, after
-which no fork may train; so tests call this in a process of its own.
+The registration holds for the whole process, so tests call this in a process of its own.
 """
 
 from __future__ import annotations
@@ -39,6 +38,8 @@ _WAITS = {
     "_linalg_svd", "linalg_cholesky", "linalg_inv", "_linalg_solve_ex", "linalg_eig",
     "bincount", "histc",
 }
+# plans a batch on the host, from the lengths of its sequences
+_ON_HOST = {"in ngsgd/sequence/forward_backward.py, of"}
 # no kernel: only sizes, strides or memory
 _FREE = {
     "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias",
@@ -58,24 +59,38 @@ class PretendedTensor(Tensor):
 
     @staticmethod
     def __new__(cls, raw: Tensor, requires_grad: bool = False) -> PretendedTensor:
-        made = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made = Tensor._make_wrapper_subclass(
             cls, raw.size(), strides=raw.stride(), storage_offset=raw.storage_offset(),
             dtype=raw.dtype, device=device(), requires_grad=requires_grad)
         made.raw = raw
-        return made  # type: ignore[no-any-return]
+        return made
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def untyped_storage(self) -> Any:
+        return self.raw.untyped_storage()
+
+    def data_ptr(self) -> int:
+        return self.raw.data_ptr()
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"PretendedTensor({self.raw})"
 
     @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (),
-                           kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, function: Any, types: Any,  # type: ignore[override]
+                           args: Any = (), kwargs: Any = None) -> Any:
         return _run(function, args, kwargs or {})
+
+
+class _Generator(torch.Generator):
+    """Of the device, too: its random numbers are the CPU's."""
+
+    def __new__(cls, device: Any = "cpu") -> _Generator:
+        return super().__new__(cls)
 
 
 def register() -> None:
     """Make the device known to torch, once in a process."""
     _setup_privateuseone_for_python_backend(_NAME)
+    torch.Generator = _Generator  # type: ignore[misc]
 
 
 def device() -> torch.device:
@@ -84,6 +99,10 @@ def device() -> torch.device:
 
 def _is_ours(thing: Any) -> bool:
     return isinstance(thing, PretendedTensor)
+
+
+def _is_sparse(thing: Any) -> bool:
+    return isinstance(thing, Tensor) and thing.layout is not torch.strided
 
 
 def _is_device(thing: Any) -> bool:
@@ -103,7 +122,7 @@ def _run(function: Any, args: Any, kwargs: Any) -> Any:
     written = {id(raw(thing)): thing for thing in tree_flatten((args, kwargs))[0] if _is_ours(thing)}
 
     def wrapped(thing: Any) -> Any:
-        if not isinstance(thing, Tensor) or to_cpu:
+        if not isinstance(thing, Tensor) or to_cpu or _is_sparse(thing):
             return thing
         return written.get(id(thing)) if id(thing) in written else PretendedTensor(thing)
 
@@ -114,7 +133,7 @@ class Watch(TorchDispatchMode):
     """Runs operators of the device and writes down what a GPU would do; see the module."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.launches = Counter[str]()
         # place in the project -> times
         self.waits = Counter[str]()
@@ -137,23 +156,29 @@ class Watch(TorchDispatchMode):
 
     def __enter__(self) -> Watch:
         self._functions = _Numbers(self)
-        self._functions.__enter__()
-        return super().__enter__()  # type: ignore[no-any-return]
+        self._functions.__enter__()  # type: ignore[no-untyped-call]
+        # nodes run in this thread, where the modes are
+        self._one_thread = torch.autograd.set_multithreading_enabled(False)
+        self._one_thread.__enter__()
+        return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self._functions.__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._one_thread.__exit__(*error)
+        self._functions.__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (),
                            kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         flat = tree_flatten((args, kwargs))[0]
-        ours = [thing for thing in flat if _is_ours(thing)]
+        # sparse tensors have no wrapper; the cases make none but for the device
+        ours = [thing for thing in flat if _is_ours(thing) or _is_sparse(thing)]
         name = function.overloadpacket.__name__
         if not ours and not any(_is_device(thing) for thing in flat):
             return self._on_cpu(function, name, args, kwargs)
         copies = name in ("_to_copy", "copy_", "copy")
-        others = [thing for thing in flat if isinstance(thing, Tensor) and not _is_ours(thing)]
+        others = [thing for thing in flat if isinstance(thing, Tensor) and not _is_ours(thing)
+                  and not _is_sparse(thing)]
         if not copies and any(other.ndim for other in others):
             raise WrongDevice(f"{function} mixes the device with CPU tensors {_place()}")
         found = _run(function, args, kwargs)
@@ -166,13 +191,19 @@ class Watch(TorchDispatchMode):
             return args[0]
         is_factory = not any(isinstance(thing, Tensor) for thing in tree_flatten((args, kwargs))[0])
         found = function(*args, **kwargs)
-        if self.inside_step and is_factory and isinstance(found, Tensor) and found.ndim \
-                and kwargs.get("device") is None:
+        # `torch.zeros(3)` and `torch.zeros(3, device="cpu")` look the same here
+        if (self.inside_step and is_factory and isinstance(found, Tensor) and found.ndim
+                and _place() not in _ON_HOST):
             raise WrongDevice(f"{function} makes a tensor without a device {_place()}")
         return found
 
     def _note(self, function: Any, name: str, args: Any, kwargs: Any, found: Any) -> None:
-        if name in _WAITS or str(function).removeprefix("aten.") in _WAITS:
+        if name == "repeat_interleave" and kwargs.get("output_size") is not None:
+            pass
+        elif name in ("index", "index_put_", "_index_put_impl_") and any(
+                isinstance(index, Tensor) and index.dtype == torch.bool for index in args[1]):
+            self.waits[f"index by truth values {_place()}"] += 1
+        elif name in _WAITS or str(function).removeprefix("aten.") in _WAITS:
             self.waits[f"{name} {_place()}"] += 1
         elif name == "_to_copy" and not _is_ours(found):
             self.waits[f"copy to the host {_place()}"] += not kwargs.get("non_blocking", False)

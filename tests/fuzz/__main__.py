@@ -5,6 +5,8 @@
     python -m tests.fuzz damage --cases 600            files of a run and of its data are damaged
     python -m tests.fuzz power                         what was not synced is lost
     python -m tests.fuzz two-resumes --tries 20        two coordinators at once
+    python -m tests.fuzz audio --cases 1000            damaged recordings for ngsgd transcribe
+    python -m tests.fuzz bundles --cases 1000          damaged and edited bundles for it
     python -m tests.fuzz crash --only 'kill-0037'      one case again
 """
 
@@ -27,7 +29,9 @@ if TYPE_CHECKING:
     from tests.fuzz.stage import Stage
 
 _SCRATCH = "NGSGD_FUZZ_SCRATCH"   # environment variable with the folder for runs
-_CAMPAIGNS = ("crash", "damage", "power", "two-resumes")
+_CAMPAIGNS = ("crash", "damage", "power", "two-resumes", "audio", "bundles")
+# without a run, and without the library that injects faults
+_OF_RECOGNITION = ("audio", "bundles")
 
 
 def main() -> int:
@@ -35,6 +39,8 @@ def main() -> int:
     options = _options()
     if interposer.LIBRARY in os.environ:
         return _run(options)
+    if options.campaign in _OF_RECOGNITION:
+        return _recognition(options)
     if not interposer.compiler():
         print("no C compiler was found, which the fault injection needs; install cc", file=sys.stderr)
         return 2
@@ -57,10 +63,10 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("campaign", choices=[*_CAMPAIGNS, "all", "slice"])
-    parser.add_argument("--cases", type=int, help="number of cases (default: all; damage: 600)")
+    parser.add_argument("--cases", type=int, help="number of cases (default: all; damage: 600; audio, bundles: 1000)")
     parser.add_argument("--only", metavar="PATTERN", help="only cases whose name matches")
     parser.add_argument("--how", default="kill", help="crash: kill, full, eio or half")
-    parser.add_argument("--seed", type=int, default=0, help="of the damage table")
+    parser.add_argument("--seed", type=int, default=0, help="of the damages")
     parser.add_argument("--tries", type=int, default=20, help="two-resumes: number of tries")
     parser.add_argument("--hang-s", type=float, default=30.0, help="limit of one command, in seconds")
     parser.add_argument("--scratch", type=Path, help="parent of the scratch folder")
@@ -80,6 +86,19 @@ def _run(options: argparse.Namespace) -> int:
             report.write(options.json)
     print("\n".join(line for report in reports for line in report.summary()))
     return int(any(report.problems for report in reports))
+
+
+def _recognition(options: argparse.Namespace) -> int:
+    from tests.fuzz import recognition, server
+
+    server.preload()
+    campaign = {"audio": recognition.audio_campaign, "bundles": recognition.bundle_campaign}[options.campaign]
+    with tempfile.TemporaryDirectory(prefix="ngsgd-fuzz-", dir=options.scratch) as folder:
+        report = campaign(Path(folder), options.cases or 1000, options.only, options.seed, options.hang_s)
+    if options.json:
+        report.write(options.json)
+    print("\n".join(report.summary()))
+    return int(bool(report.problems))
 
 
 def _reports(options: argparse.Namespace, stage: Stage) -> Iterator[Report]:

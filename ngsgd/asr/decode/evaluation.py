@@ -6,7 +6,7 @@ Letters: T frames, P pdfs.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -85,7 +85,8 @@ def build_graph(language: Language, config: DecodeConfig) -> Graph:
         raise DataError("decode.graph is given, but this corpus comes without a decoding graph; set decode.graph=made, or "
                         "data.graph=FOLDER for your own.")
     if language.given is not None and config.graph != "made":
-        return graphs.read(language.given)
+        is_tied = language.num_pdfs != language.topology.num_pdfs
+        return replace(graphs.read(language.given), topology=None if is_tied else language.topology)
     if language.num_pdfs != language.topology.num_pdfs:
         raise DataError(f"decode.graph is made, and a graph made of the lexicon has {language.topology.num_pdfs} states, not the "
                         f"{language.num_pdfs} of the alignment; set decode.graph=given.")

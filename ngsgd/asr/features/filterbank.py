@@ -28,6 +28,14 @@ def extract(samples: Audio, config: FeatureConfig) -> Features:
 
     T is `utterance.num_frames(len(samples), config.sample_rate_hz)`.
     """
+    online = stream(config)
+    online.accept_waveform(config.sample_rate_hz, samples.astype(np.float32))
+    online.input_finished()
+    return np.stack([online.get_frame(t) for t in range(online.num_frames_ready)])
+
+
+def stream(config: FeatureConfig) -> Any:
+    """Kaldi's OnlineFbank or OnlineMfcc, for samples as they come."""
     knf = toolkit()
     options = knf.MfccOptions() if config.kind == "mfcc" else knf.FbankOptions()
     options.frame_opts.samp_freq = config.sample_rate_hz
@@ -38,10 +46,7 @@ def extract(samples: Audio, config: FeatureConfig) -> Features:
     if config.kind == "mfcc":
         options.num_ceps = config.num_ceps
         options.use_energy = False
-    stream = knf.OnlineMfcc(options) if config.kind == "mfcc" else knf.OnlineFbank(options)
-    stream.accept_waveform(config.sample_rate_hz, samples.astype(np.float32))
-    stream.input_finished()
-    return np.stack([stream.get_frame(t) for t in range(stream.num_frames_ready)])
+    return knf.OnlineMfcc(options) if config.kind == "mfcc" else knf.OnlineFbank(options)
 
 
 def normalise(features: Sequence[Features], speakers: Sequence[str],

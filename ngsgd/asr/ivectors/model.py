@@ -6,6 +6,7 @@ Letters: T frames, C spliced features, K of them that are kept, I Gaussians.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,17 +78,26 @@ def write(model: IvectorModel, path: Path) -> None:
 def read(path: Path, config: IvectorConfig) -> IvectorModel:
     """The model in a file that `write` wrote; the settings say how it is used."""
     try:
-        a = _checked_arrays(path)
-        found = IvectorModel(FrontEnd(config, a["all_speech"].numpy(), a["axes"]),
-                             DiagonalMixture(a["weight"], a["mean"], a["variance"]),
-                             Extractor(a["M"], a["covariance"], float(a["prior_offset"])))
-    except (OSError, SafetensorError, KeyError, ValueError) as error:
+        return of_arrays(_checked_arrays(path), config)
+    except (OSError, SafetensorError, KeyError, ValueError, RuntimeError) as error:
         raise DataError(f"{path} cannot be read as an i-vector extractor ({error}); restore it, or remove it and train again.") \
             from error
-    if found.extractor.dim != config.dim:
-        raise DataError(f"{path} makes i-vectors of {found.extractor.dim} dimensions, and ivectors.dim is {config.dim}; "
-                        "set it to that.")
-    return found
+
+
+def of_arrays(a: Mapping[str, Tensor], config: IvectorConfig) -> IvectorModel:
+    """The model of the arrays that `write` stores; raises ValueError for shapes that do not fit together or the settings."""
+    num_gaussians, num_kept, dim = a["M"].shape
+    shapes = {"all_speech": (2, len(a["axes"]) // (2 * CONTEXT + 1) + 1), "axes": (len(a["axes"]), num_kept),
+              "weight": (num_gaussians,), "mean": (num_gaussians, num_kept), "variance": (num_gaussians, num_kept),
+              "covariance": (num_gaussians, num_kept, num_kept), "prior_offset": (1,)}
+    wrong = [name for name, shape in shapes.items() if tuple(a[name].shape) != shape or not bool(a[name].isfinite().all())]
+    if wrong:
+        raise ValueError(f"{wrong[0]} is not finite or has the shape {tuple(a[wrong[0]].shape)}")
+    if dim != config.dim:
+        raise ValueError(f"it makes i-vectors of {dim} dimensions, and ivectors.dim is {config.dim}")
+    return IvectorModel(FrontEnd(config, a["all_speech"].numpy(), a["axes"]),
+                        DiagonalMixture(a["weight"], a["mean"], a["variance"]),
+                        Extractor(a["M"], a["covariance"], float(a["prior_offset"])))
 
 
 def is_sound(path: Path) -> bool:

@@ -43,6 +43,8 @@ class Graph:
 
     fst: Any                    # kaldifst.StdVectorFst
     words: tuple[str, ...]      # output label - 1 -> word
+    # how the words are spelt in pdfs; None where that is not known, as with tied states
+    topology: Topology | None = None
 
 
 class Arc(NamedTuple):
@@ -76,7 +78,7 @@ def build(language: Language, *, silence_prob: float) -> Graph:
     fst = _rewritten(fst, lambda arc: arc if arc.input <= topology.num_pdfs
                      else arc._replace(input=EPSILON))
     kaldifst.minimize_encoded(fst, delta=_PRECISION)
-    return Graph(_with_self_loops(fst), topology.words)
+    return Graph(_with_self_loops(fst), topology.words, topology)
 
 
 def read(given: GivenGraph) -> Graph:
@@ -120,7 +122,7 @@ def check(given: GivenGraph) -> openfst.Fst:
 def with_word_penalty(graph: Graph, word_penalty: float) -> Graph:
     """The same graph with `word_penalty` added to the cost of every word."""
     return Graph(_rewritten(graph.fst, lambda arc: arc._replace(cost=arc.cost + word_penalty)
-                            if arc.output else arc), graph.words)
+                            if arc.output else arc), graph.words, graph.topology)
 
 
 def arcs(graph: Graph) -> Iterator[Arc]:
@@ -149,7 +151,7 @@ def of_transcript(topology: Topology, words: Sequence[str]) -> Graph:
         for phones in topology.lexicon[word]:
             _add_epsilon(fst, _chain(fst, before, topology.pdfs_of(phones), label=label), state)
     fst.set_final(_after_optional_silence(fst, state, topology), 0.0)
-    return Graph(fst, topology.words)
+    return Graph(fst, topology.words, topology)
 
 
 def within(graph: Graph, words: Sequence[str]) -> Graph:
@@ -167,7 +169,7 @@ def within(graph: Graph, words: Sequence[str]) -> Graph:
     transcript = kaldifst.make_linear_acceptor([labels[word] for word in words])
     kaldifst.arcsort(transcript, "ilabel")
     # on the side of the transcript, so that the arcs of a large graph need not be sorted
-    return Graph(kaldifst.compose(graph.fst, transcript, match_side="right"), graph.words)
+    return replace(graph, fst=kaldifst.compose(graph.fst, transcript, match_side="right"))
 
 
 # Lexicon ------------------------------------------------------------------------------------------

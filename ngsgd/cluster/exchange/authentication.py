@@ -6,6 +6,7 @@ protects against processes that can reach a port; nothing here is encrypted.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import secrets
@@ -76,6 +77,19 @@ class Channel:
             raise RefusedError("a message was altered on its way")
         self._received += 1
         return message
+
+    def is_closed(self) -> bool:
+        """Whether the other end has closed the connection, or is gone; waits for nothing."""
+        self.connection.settimeout(0.0)
+        try:
+            return not self.connection.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+        finally:
+            with contextlib.suppress(OSError):
+                self.connection.settimeout(None)
 
     def close(self) -> None:
         self.connection.close()

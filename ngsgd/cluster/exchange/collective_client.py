@@ -141,7 +141,7 @@ class Exchange:
             self.close()
             return None
         if self.backend == "gloo":
-            # all are connected; NCCL may ask it later
+            # all are connected; an NCCL group lives as long as its rendezvous
             self._close_rendezvous()
         statistics = {identity: vector for shard in shards for identity, vector in shard.statistics.items()}
         layers = shards[0].layers
@@ -158,10 +158,11 @@ class Exchange:
 
     def _orders(self, refs: Sequence[RemoteResultRef], shares: Sequence[float], workers: Sequence[int]) -> dict[int, MeanRequest]:
         members = tuple(sorted({(ref.worker, ref.process) for ref in refs}))
-        if self._rendezvous is None or members != self._members:
+        is_revoked = self.backend == "nccl" and self._rendezvous is not None and self._rendezvous.is_closed
+        if self._rendezvous is None or members != self._members or is_revoked:
             self._close_rendezvous()
             self._secret = new_secret()
-            self._rendezvous = Rendezvous(self.host, self._secret)
+            self._rendezvous = Rendezvous(self.host, self._secret, revokes=self.backend == "nccl")
             self._members = members
             self._generation += 1
         placed: list[tuple[int, Identity]] = [(workers.index(ref.worker), ref.identity) for ref in refs]

@@ -10,11 +10,12 @@ secret to each other over the connections that came about, and authenticate ever
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import secrets
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Literal, Protocol
 
@@ -31,7 +32,10 @@ Bytes = npt.NDArray[np.uint8]
 Backend = Literal["gloo", "nccl"]
 # its type stubs leave out what is used here
 c10d: Any = torch.distributed
-_POLL_S = 0.001
+_POLL_S = 0.0001
+# Read when a ProcessGroupNCCL is made.  By default a thread of torch ends the complete process, and
+# the results in it, when a peer is gone; with blocking waits there is no such thread
+_BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 
 
 class Group(Protocol):
@@ -57,13 +61,17 @@ def join(backend: Backend, host: str, port: int, *, secret: bytes, generation: i
     Raises RuntimeError also where one of those that are connected does not hold the secret.
     """
     deadline = time.monotonic() + timeout_s
-    timeout = timedelta(seconds=timeout_s)
     store = MemberStore(host, port, secret, timeout_s)
     group: Group
-    if backend == "nccl":
-        group = _NcclGroup(store, rank, world_size, timeout, device)
-    else:
-        group = GlooGroup(store, rank, world_size, timeout, _address_towards(host, port))
+    try:
+        if backend == "nccl":
+            group = NcclGroup(store, rank, world_size, timeout_s, device)
+        else:
+            timeout = timedelta(seconds=timeout_s)
+            group = GlooGroup(store, rank, world_size, timeout, _address_towards(host, port))
+    except BaseException:
+        store.close()
+        raise
     try:
         prove_members(group, secret, generation, rank, world_size, deadline)
     except BaseException:
@@ -127,51 +135,97 @@ class GlooGroup:
         del self._group
 
 
-class _NcclGroup:
-    """Not run anywhere yet, so only `cluster.exchange=nccl` chooses it.  NCCL's own connections are not authenticated by NCCL."""
+class NcclGroup:
+    """GPUs that are connected by NCCL.  It has not run on a GPU yet; tests put gloo in its place.
 
-    def __init__(self, store: MemberStore, rank: int, world_size: int, timeout: timedelta, device: torch.device) -> None:
-        # by default NCCL's watchdog ends the whole process, and the results in it, when a peer is
-        # gone
-        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
-        options = c10d.ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        torch.cuda.set_device(device)
-        self._device = device
-        self._stream = torch.cuda.Stream(device)
-        # see above; NCCL asks it when the group is first used
+    Every wait has a deadline, and ends at once when the rendezvous is closed: the coordinator closes
+    it when a worker dies, and it closes itself when a member disconnects.  `close` then aborts the
+    communicator, which also ends kernels that wait for a peer that is gone.  NCCL authenticates no
+    connection; see the top of this file.
+    """
+
+    def __init__(self, store: MemberStore, rank: int, world_size: int, timeout_s: float, device: torch.device) -> None:
+        if not hasattr(c10d, "ProcessGroupNCCL"):
+            raise RuntimeError(f"torch {torch.__version__} is built without NCCL")
+        is_gpu = device.type == "cuda"
+        if is_gpu:
+            torch.cuda.set_device(device)
+        self._device, self._is_gpu = device, is_gpu
+        self._stream = torch.cuda.Stream(device) if is_gpu else None
         self._store = store
-        self._group: Any = c10d.ProcessGroupNCCL(store, rank, world_size, options)
+        with nccl_options(timeout_s) as options:
+            self._group: Any = c10d.ProcessGroupNCCL(store, rank, world_size, options)
 
     def all_to_all(self, outgoing: Bytes, out_sizes: Sequence[int], in_sizes: Sequence[int], deadline: float) -> Bytes:
+        settings = c10d.AllToAllOptions()
+        # else torch uses the current stream and returns nothing that can be waited for
+        settings.asyncOp = True
+        # without a stream the context does nothing
         with torch.cuda.stream(self._stream):
-            sent = torch.from_numpy(outgoing).pin_memory().to(self._device, non_blocking=True)
+            sent = self._pinned(torch.from_numpy(outgoing)).to(self._device, non_blocking=True)
             received = torch.empty(sum(in_sizes), dtype=torch.uint8, device=self._device)
-            work = self._group.alltoall_base(received, sent, list(in_sizes), list(out_sizes), c10d.AllToAllOptions())
-            # the host must not wait on the stream before it is known to end: nothing would wake it
-            # if a peer were gone
-            while not work.is_completed():
-                if time.monotonic() > deadline:
-                    raise RuntimeError("the exchange on the GPUs did not end in time")
-                time.sleep(_POLL_S)
-            # the stream waits for NCCL's own, and errors are raised
-            work.wait()
-            incoming: Tensor = torch.empty(len(received), dtype=torch.uint8, pin_memory=True)
+            self._wait(self._group.alltoall_base(received, sent, list(in_sizes), list(out_sizes), settings), deadline)
+            incoming = torch.empty(len(received), dtype=torch.uint8, pin_memory=self._is_gpu)
             incoming.copy_(received, non_blocking=True)
-        self._stream.synchronize()
+        if self._stream is not None:
+            # ends soon: NCCL's part of it is done
+            self._stream.synchronize()
         return incoming.numpy()
 
     def all_reduce(self, tensor: Tensor, deadline: float) -> None:
-        work = self._group.allreduce([tensor], c10d.AllreduceOptions())
-        while not work.is_completed():
-            if time.monotonic() > deadline:
-                raise RuntimeError("the sum over the GPUs did not end in time")
-        work.wait()
+        settings = c10d.AllreduceOptions()
+        settings.asyncOp = True
+        self._wait(self._group.allreduce([tensor], settings), deadline)
 
     def close(self) -> None:
         with contextlib.suppress(RuntimeError):
             self._group.abort()
         del self._group
+        # the others fail now, and not at their deadline
+        self._store.close()
+
+    def _pinned(self, tensor: Tensor) -> Tensor:
+        return tensor.pin_memory() if self._is_gpu else tensor
+
+    def _wait(self, work: Any, deadline: float) -> None:
+        """Wait until it is done; RuntimeError when it failed, is late, or the group was revoked."""
+        # the host must not wait on the stream: nothing would wake it if a peer were gone
+        while not work.is_completed():
+            if time.monotonic() > deadline:
+                raise RuntimeError("the exchange over NCCL did not end in time")
+            if self._store.is_revoked():
+                raise RuntimeError("a member of the NCCL group is gone")
+            time.sleep(_POLL_S)
+        # raises the operation's error; the current stream then waits for NCCL's own
+        work.wait()
+
+
+@contextlib.contextmanager
+def nccl_options(timeout_s: float) -> Iterator[Any]:
+    """Options for a ProcessGroupNCCL that is made inside the context, and whose failures are exceptions.
+
+    Args:
+        timeout_s: Longest time for one operation, and for the connections to come about, in seconds.
+
+    Yields:
+        torch.distributed.ProcessGroupNCCL.Options.
+    """
+    options = c10d.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=timeout_s)
+    # a call that waits for a peer that never comes returns, instead of blocking for ever
+    options.config.blocking = 0
+    # in whole seconds; torch reads it once in the life of a process
+    os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(math.ceil(timeout_s)))
+    before = os.environ.get(_BLOCKING_WAIT)
+    os.environ[_BLOCKING_WAIT] = "1"
+    try:
+        yield options
+    finally:
+        # other groups of this process are the user's
+        if before is None:
+            del os.environ[_BLOCKING_WAIT]
+        else:
+            os.environ[_BLOCKING_WAIT] = before
 
 
 def _address_towards(host: str, port: int) -> str:

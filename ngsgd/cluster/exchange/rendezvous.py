@@ -38,16 +38,24 @@ _Store: Any = _c10d.Store
 
 
 class Rendezvous:
-    """The server, in threads of the coordinator's process."""
+    """The server, in threads of the coordinator's process.
 
-    def __init__(self, host: str, secret: bytes) -> None:
+    Args:
+        host: Address of this machine that members connect to.
+        secret: Shared by the members of the group.
+        revokes: Close all connections when one member disconnects. For NCCL, which does not notice
+            over NVLink that a peer is gone; gloo's members disconnect as soon as they are connected
+            to each other.
+    """
+
+    def __init__(self, host: str, secret: bytes, *, revokes: bool = False) -> None:
         try:
             self._listener = socket.create_server((host, 0), backlog=1024)
         except OSError as error:
             raise ClusterError(
                 f"this machine cannot listen on its own address {host} ({error.strerror}), which the "
                 "workers need to average among themselves; set cluster.exchange=object_store.") from error
-        self.host, self.secret = host, secret
+        self.host, self.secret, self._revokes = host, secret, revokes
         self.port: int = self._listener.getsockname()[1]
         # connections that did not prove the secret
         self.num_refused = 0
@@ -57,6 +65,11 @@ class Rendezvous:
         self._proven: set[socket.socket] = set()
         self._is_closed = False
         threading.Thread(target=self._accept, name="rendezvous", daemon=True).start()
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether nobody can join any more."""
+        return self._is_closed
 
     def close(self) -> None:
         """Closes all connections, so that members that wait for a key fail at once."""
@@ -98,6 +111,8 @@ class Rendezvous:
             finally:
                 with self._changed:
                     self._proven.discard(connection)
+                if self._revokes:
+                    self.close()
 
     def _proven_channel(self, connection: socket.socket) -> Channel:
         try:
@@ -157,6 +172,11 @@ class MemberStore(_Store):  # type: ignore[misc]
 
     def has_extended_api(self) -> bool:
         return False
+
+    def is_revoked(self) -> bool:
+        """Whether the rendezvous was closed, which ends a group that keeps its connection to it."""
+        with self._lock:
+            return self._channel.is_closed()
 
     def close(self) -> None:
         self._channel.close()

@@ -22,6 +22,9 @@ class ClusterConfig:
         0, "compute threads of a worker; 0: cores divided by workers, at least 1", low=0)
     device: Literal["auto", "cpu", "cuda"] = option(
         "auto", "device of the workers; auto: a GPU where Ray offers one, else the CPU")
+    precision: Literal["float32", "tf32", "bf16"] = option(
+        "float32", "number format of matrix products on the workers; tf32: GPUs only; bf16: autocast "
+                   "over forward pass and loss; parameters and Fisher estimates stay float32")
     address: str = option(
         "", "Ray cluster to join, host:port or auto; empty: start one on this machine",
         used="kind=ray")
@@ -30,9 +33,9 @@ class ClusterConfig:
     min_workers: int = option(
         1, "number of workers; with fewer for longer than start_timeout_s the run stops", low=1)
     exchange: Literal["auto", "shared_memory", "object_store", "collective", "nccl"] = option(
-        "auto", "transport of parameters; auto: shared memory on the coordinator's machine, Ray's "
-                "object store elsewhere; collective: averaged by the workers over gloo; nccl: "
-                "averaged between GPUs (untested)")
+        "auto", "transport of parameters; auto: shared memory on the coordinator's machine, elsewhere "
+                "nccl where each worker has a GPU of its own, else Ray's object store; collective: "
+                "averaged by the workers over gloo; nccl: over NCCL (has not run on a GPU)")
     exchange_timeout_s: float = option(
         60.0, "time for a worker to send its part of an average before it counts as hanging",
         unit="s", above=0.0, used="exchange=collective|nccl")

@@ -165,9 +165,10 @@ class BatchedPass:
         """Frobenius norms: before and after, of X, the appended column and dY, of each layer."""
         lists: list[list[Tensor]] = [[], [], [], []]
         for group in groups:
-            (X, _, Xhat, one_hat), (dY, _, dYhat, _) = group.inputs, group.outputs
-            for parts, stacked in zip(lists, (X, dY, Xhat, dYhat), strict=True):
-                parts += stacked.unbind()
+            inputs, outputs = group.inputs, group.outputs
+            for parts, rows in zip(lists, (inputs.X_LND, outputs.X_LND, inputs.Xhat_LND,
+                                           outputs.Xhat_LND), strict=True):
+                parts.extend(rows.unbind())
         appended = [group.inputs.one_hat_LN1 for group in groups]
         hats = [one for stacked in appended if stacked is not None for one in stacked.unbind()]
         norms = list(torch._foreach_norm([part for parts in lists for part in parts] + hats))
@@ -175,11 +176,11 @@ class BatchedPass:
         X_L, dY_L, Xhat_L, dYhat_L = (norms[i * num_layers:(i + 1) * num_layers] for i in range(4))
         of_hats = iter(norms[4 * num_layers:])
         one_L, one_hat_L = [], []
-        for group, stacked in zip(groups, appended, strict=True):
-            num_rows = group.inputs.X_LND.shape[1]
-            one = self._constant(X_L[0], num_rows**0.5 if stacked is not None else 0.0)
+        for group in groups:
+            has_one, num_rows = group.inputs.one_hat_LN1 is not None, group.inputs.X_LND.shape[1]
+            one = self._constant(X_L[0], num_rows**0.5 if has_one else 0.0)
             one_L += [one] * len(group.rows)
-            one_hat_L += [next(of_hats) if stacked is not None else one for _ in group.rows]
+            one_hat_L += [next(of_hats) if has_one else one for _ in group.rows]
         return torch.stack([*X_L, *one_L, *dY_L, *Xhat_L, *one_hat_L, *dYhat_L]).view(
             2, 3, num_layers)
 
@@ -210,8 +211,8 @@ def _add(parameters: Sequence[Tensor | None], gradients: Tensor) -> None:
     for p, gradient in zip(parameters, gradients.unbind(), strict=True):
         if p is None:
             continue
-        gradient = gradient.reshape(p.shape).to(p.dtype)
+        own = gradient.reshape(p.shape).to(p.dtype)
         if p.grad is None:
-            p.grad = gradient
+            p.grad = own
         else:
-            p.grad.add_(gradient)
+            p.grad.add_(own)

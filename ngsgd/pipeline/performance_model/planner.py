@@ -32,6 +32,9 @@ class Workload:
     model_bytes: int         # P
     # of the whole run, over all jobs
     total_samples: float
+    # of the optimizer between steps, and of a step at its largest; 0: not predicted
+    state_bytes: int = 0
+    peak_bytes: int = 0
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,10 @@ from pathlib import Path
 import torch
 
 from ngsgd.config import RunConfig
+from ngsgd.errors import ConfigError
 from ngsgd.optim.outer import OuterInfo, OuterOptimizer, make_rule
 from ngsgd.pipeline.performance_model.formulas import Link, Spread, split_spread
+from ngsgd.pipeline.performance_model.memory import predict_run
 from ngsgd.pipeline.performance_model.planner import Machine, Speed, Workload, slots_of, threads_of
 from ngsgd.pipeline.performance_model.probe_worker import JobTiming, Process, TimedJob, workers
 from ngsgd.schedules import Shard
@@ -110,7 +112,13 @@ def workload_of(config: RunConfig, task: Task, layout: FlatLayout) -> Workload:
     # minibatches of one example are examples
     samples = statistics.fmean(task.num_batches(Shard(*one), 1) for one in itertools.islice(shards, _MAX_SHARDS))
     total = samples * grid.num_archives * grid.shards_per_archive * config.schedule.num_epochs
-    return Workload(samples, config.schedule.minibatch_size, 4 * layout.size, total)
+    try:
+        memory = predict_run(config, task)
+        of_memory = (memory.state, memory.peak)
+    except ConfigError:
+        # time can be predicted without
+        of_memory = (0, 0)
+    return Workload(samples, config.schedule.minibatch_size, 4 * layout.size, total, *of_memory)
 
 
 # The coordinator's side ---------------------------------------------------------------------------

@@ -20,9 +20,9 @@ from ngsgd.config import ModelConfig, RunConfig, without_removed
 from ngsgd.data.reader import EgsReader
 from ngsgd.errors import CheckpointError
 from ngsgd.files import new_directory, read_json, sha256, write_text
-from ngsgd.models import DataStatistics, Window, build_model
-from ngsgd.models.growing import StagedModel, set_stage
-from ngsgd.models.growth_stages import Stage
+from ngsgd.models import DataStatistics
+from ngsgd.models.growing import StagedModel
+from ngsgd.models.saved import rebuild
 from ngsgd.models.statistics import statistics_for
 from ngsgd.pipeline.runs import trust as permission
 from ngsgd.pipeline.runs.limits import require_memory
@@ -144,24 +144,6 @@ def _opened(path: Path, about: Mapping[str, Any],
             settings: Mapping[str, Any]) -> tuple[nn.Module, npt.NDArray[np.float64]]:
     state = load_file(path / "model.safetensors")
     transform = load_file(path / _TRANSFORM)["input_transform"] if (path / _TRANSFORM).exists() else None
-    # parameters that are not finite would decode without an error
-    wrong = [name for name, values in {**state, _TRANSFORM: transform}.items()
-             if values is not None and values.is_floating_point()
-             and not bool(values.isfinite().all())]
-    if wrong:
-        raise CheckpointError(f"{path / 'model.safetensors'} has values in {wrong[0]} that are not "
-                              f"finite; {_AGAIN}")
-    config = ModelConfig(**without_removed("model", settings))
-    require_memory(config, about["num_inputs"], about["num_classes"])
-    window = Window(about["left_context"], about["right_context"], about["feature_dim"],
-                    about.get("side_dim", 0))
-    model = build_model(config, about["num_inputs"], about["num_classes"], seed=0, window=window,
-                        statistics=DataStatistics(tuple(about["class_counts"]), transform))
-    model.load_state_dict(state)
-    if about["stage"]:
-        set_stage(model, Stage(**about["stage"]))
-    model.eval()
-    prior_P = np.asarray(about["priors"], dtype=np.float64)
-    if prior_P.shape != (about["num_classes"],) or not np.isfinite(prior_P).all():
-        raise ValueError(f"its priors are not {about['num_classes']} finite numbers")
-    return model, prior_P
+    require_memory(ModelConfig(**without_removed("model", settings)), about["num_inputs"],
+                   about["num_classes"])
+    return rebuild(about, settings, state, transform)

@@ -60,6 +60,6 @@ class FingerprintCheck:
 
 
 def _of_coordinator(config: RunConfig, num_threads: int) -> Fingerprint:
-    here = Fingerprint.of_this_process(num_threads)
+    here = Fingerprint.of_this_process(num_threads, precision=config.cluster.precision)
     # the machine that coordinates a Ray cluster may be of another kind than those that compute
     return here.without_machine() if config.cluster.kind == "ray" else here

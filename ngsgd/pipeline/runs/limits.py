@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ngsgd.config import ModelConfig, RunConfig
 from ngsgd.errors import ConfigError
+from ngsgd.models.saved import least_parameters
 
 # archive passes of a run; a plan lists them all, which takes some seconds
 _MAX_PASSES = 5_000_000
@@ -23,17 +24,6 @@ def require_memory(model: ModelConfig, num_inputs: int = 1, num_classes: int = 1
         raise ConfigError(f"model.hidden_dim {model.hidden_dim} with model.num_layers {model.num_layers} makes at least "
                           f"{num_parameters:.2g} parameters, {num_parameters * _BYTES / 2**30:,.0f} GiB, and this machine has "
                           f"{available / 2**30:,.0f} GiB; lower them.")
-
-
-def least_parameters(model: ModelConfig, num_inputs: int, num_classes: int) -> int:
-    """A lower bound of the weights in the affine layers, as an exact integer of any size."""
-    width, outputs = model.hidden_dim, model.hidden_dim
-    if model.kind == "pnorm":
-        outputs = max(1, width // model.pnorm_group)
-    between = outputs * width
-    if model.kind == "tdnnf":
-        between = 2 * min(model.bottleneck_dim, width) * width
-    return num_inputs * width + (model.num_layers - 1) * between + outputs * num_classes
 
 
 def require_schedule(config: RunConfig, num_frames: int) -> None:

@@ -236,10 +236,12 @@ class EKFAC(KFAC):
         values_B, U_B = eigh(known["B"])
         # after averaging: the products of eigenvalues, until rows come
         if name not in self._rows:
-            return {"U_A": U_A, "U_B": U_B, "S": torch.outer(values_B, values_A).clamp(min=0.0), "weight": torch.ones(())}
+            return {"U_A": U_A, "U_B": U_B, "S": torch.outer(values_B, values_A).clamp(min=0.0),
+                    "weight": torch.ones((), device=values_A.device)}
         found = {"U_A": U_A, "U_B": U_B}
         keep = 1.0 - self.option(name, "ema_decay")
-        return {**found, "S": self._moments(self._rows[name], found) * keep, "weight": torch.tensor(keep, dtype=torch.float64)}
+        return {**found, "S": self._moments(self._rows[name], found) * keep,
+                "weight": torch.full((), keep, dtype=torch.float64, device=values_A.device)}
 
     def direction(self, name: str, inverse: State, g_OI: Tensor) -> Tensor:
         U_A, U_B = inverse["U_A"], inverse["U_B"]

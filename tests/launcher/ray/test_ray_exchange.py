@@ -1,51 +1,61 @@
-"""Which way results take to the average on a Ray cluster: never one that was not measured, unless it is named."""
+"""Which way results take to the average on a Ray cluster."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
 from ray.exceptions import RayTaskError
 
+from ngsgd.cluster.exchange.selection import WorkerDevice
 from ngsgd.cluster.fingerprint import Fingerprint
 from ngsgd.config import ClusterConfig, OuterConfig, check
 from ngsgd.errors import ClusterError, DataError
+from ngsgd.launcher.ray import pool as pool_module
 from ngsgd.launcher.ray.cluster import exchange_error
 from ngsgd.launcher.ray.pool import RayPool, WorkerSlot
 from ngsgd.launcher.ray.worker import Address
 from tests.toy import Run, config
 
 
-def pool_of(tmp_path: Path, exchange: Any, *, far: bool, gpus: float = 0.0, size: int = 50_000_000) -> RayPool:
+def pool_of(tmp_path: Path, exchange: Any, devices: Sequence[WorkerDevice], lines: list[str]) -> RayPool:
     run = Run(tmp_path)
     spec = replace(run.spec, config=replace(run.config, cluster=ClusterConfig(exchange=exchange)))
-    pool = RayPool(spec, 1, size)
-    addresses = [Address(f"host{index}", 1 + index, Fingerprint(), index == 0 or not far) for index in range(2)]
-    pool._slots = [WorkerSlot(index, None, None, address) for index, address in enumerate(addresses)]
-    pool.gpus_per_worker = lambda: gpus  # type: ignore[method-assign]
+    pool = RayPool(spec, 1, 1000, report=lines.append)
+    pool._slots = [WorkerSlot(index, None, None, Address(device.host, 1 + index, Fingerprint(), device))
+                   for index, device in enumerate(devices)]
     return pool
 
 
-@pytest.mark.parametrize("far", [False, True])
-@pytest.mark.parametrize("gpus", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("size", [1000, 50_000_000])
-def test_auto_never_averages_among_the_workers(tmp_path: Path, far: bool, gpus: float, size: int) -> None:
-    """That is the slowest way on one machine, was never measured between machines, and NCCL was never run."""
-    assert pool_of(tmp_path, "auto", far=far, gpus=gpus, size=size).chosen_exchange() == "shared_memory"
+def test_the_pool_reports_the_choice_where_there_is_one(tmp_path: Path) -> None:
+    lines: list[str] = []
+    cpus = [WorkerDevice("here", True)] * 2
+    assert pool_of(tmp_path / "a", "auto", cpus, lines).chosen_exchange() == "shared_memory"
+    assert lines == []
+    gpus = [WorkerDevice("here", False, "0000:3b:00"), WorkerDevice("there", False, "0000:3b:00")]
+    assert pool_of(tmp_path / "b", "auto", gpus, lines).chosen_exchange() == "nccl"
+    assert len(lines) == 1 and "NCCL" in lines[0]
 
 
-def test_the_others_are_taken_when_they_are_named(tmp_path: Path) -> None:
-    assert pool_of(tmp_path / "a", "collective", far=True, gpus=1.0).chosen_exchange() == "collective"
-    assert pool_of(tmp_path / "b", "nccl", far=True, gpus=1.0).chosen_exchange() == "nccl"
-    assert pool_of(tmp_path / "c", "object_store", far=True).chosen_exchange() == "object_store"
+@pytest.mark.parametrize(("num_gpus", "is_refused"), [(0.0, True), (1.0, True), (2.0, False), (8.0, False)])
+def test_nccl_without_a_gpu_for_each_worker_is_refused_before_a_worker_starts(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_gpus: float, is_refused: bool) -> None:
+    class Started(Exception):
+        pass
 
-
-@pytest.mark.parametrize("gpus", [0.0, 0.5])
-def test_nccl_needs_a_whole_gpu_for_each_worker(tmp_path: Path, gpus: float) -> None:
-    with pytest.raises(ClusterError, match="nccl"):
-        pool_of(tmp_path, "nccl", far=True, gpus=gpus).chosen_exchange()
+    def start(address: str) -> None:
+        raise Started
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"GPU": num_gpus})
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address=""))
+    monkeypatch.setattr(pool_module, "connect", lambda config: False)
+    monkeypatch.setattr(pool_module, "HeadWatch", start)
+    with pytest.raises(ClusterError if is_refused else Started):
+        pool_of(tmp_path, "nccl", [], []).start()
 
 
 @pytest.mark.parametrize("changes", [

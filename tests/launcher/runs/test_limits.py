@@ -12,6 +12,7 @@ from ngsgd.config import EgsConfig, ModelConfig, RunConfig, ScheduleConfig
 from ngsgd.errors import ConfigError
 from ngsgd.launcher import cli
 from ngsgd.models import Window, build_model
+from ngsgd.models.saved import least_parameters
 from ngsgd.pipeline import prepare
 from ngsgd.pipeline.runs import limits
 
@@ -51,8 +52,8 @@ def test_a_run_of_too_many_passes_is_told_before_its_archives_are_written() -> N
 def test_the_bound_is_never_above_the_size(model: ModelConfig) -> None:
     built = build_model(model, 40, 30, 0, window=Window(4, 3, 5))
     size = sum(parameter.numel() for parameter in built.parameters())
-    assert 0 < limits.least_parameters(model, 1, 1) <= size
-    assert limits.least_parameters(ModelConfig(), 40, 30) <= sum(
+    assert 0 < least_parameters(model, 1, 1) <= size
+    assert least_parameters(ModelConfig(), 40, 30) <= sum(
         parameter.numel() for parameter in build_model(ModelConfig(), 40, 30, 0).parameters())
 
 

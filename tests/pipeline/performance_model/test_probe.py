@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -137,7 +138,8 @@ def test_a_probe_finds_speeds_and_leaves_no_process(tmp_path: Path, no_process_l
     run = Run(tmp_path, config(schedule=MANY_MINIBATCHES, cluster=ClusterConfig()))
     (tmp_path / "scratch").mkdir()
     machine, workload = probe.measure(run.spec, run.config, num_cores=2, seconds=1.0, scratch=tmp_path / "scratch")
-    assert workload == Workload(3600 / (3 * 4), 4, 4 * run.store.layout.size, 3600.0)
+    assert replace(workload, state_bytes=0, peak_bytes=0) == Workload(3600 / (3 * 4), 4, 4 * run.store.layout.size, 3600.0)
+    assert 0 < workload.state_bytes < workload.peak_bytes
     assert [(s.num_processes, s.num_threads) for s in machine.parallel] == [(1, 2), (2, 1), (4, 1)]
     assert [(s.num_processes, s.num_threads) for s in machine.serial] == [(1, 1), (1, 2)]
     assert all(speed.rate > 0.0 and speed.fixed_s >= 0.0 and speed.diagnostics_s > 0.0 for speed in machine.parallel)

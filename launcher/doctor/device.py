@@ -1,0 +1,59 @@
+"""What `ngsgd doctor --device` finds: the memory of a run's training step, and the batch size that
+fits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from ngsgd.config import RunConfig
+from ngsgd.errors import ConfigError
+from ngsgd.launcher.doctor.machine import Finding
+from ngsgd.pipeline.performance_model.batch_size import FittingBatch, fitting_batch
+from ngsgd.training.task import TaskSpec
+from ngsgd.training.worker import choose_device
+
+
+def batch_size(config: RunConfig, spec: Callable[[], TaskSpec]) -> Iterator[Finding]:
+    """One line; `spec` prepares what is trained."""
+    try:
+        device = choose_device(config.cluster.device)
+        found = fitting_batch(config, spec().task(device), device, _free_bytes(device))
+    except ConfigError as error:
+        yield Finding("warn", "batch size", str(error))
+        return
+    asked = config.schedule.minibatch_size
+    fits = found.size >= asked
+    yield Finding(
+        "ok" if fits else "fail",
+        "batch size",
+        _sentence(found, device),
+        ""
+        if fits
+        else f"schedule.minibatch_size={max(found.size, 1)} instead of {asked}, or a smaller model",
+    )
+
+
+def _free_bytes(device: torch.device) -> int:
+    """Of the GPU, or of the machine's memory."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    import psutil
+
+    return int(psutil.virtual_memory().available)
+
+
+def _sentence(found: FittingBatch, device: torch.device) -> str:
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else "this machine's memory"
+    how = (
+        "measured with two sizes"
+        if found.is_measured
+        else "predicted, not measured: no GPU is used"
+    )
+    if found.is_verified:
+        how += f", and a step of {found.size} was run"
+    return (
+        f"up to {found.size} examples in {found.free_bytes / 2**30:.1f} GiB free of {where}; a step takes "
+        f"{found.fixed_bytes / 2**20:.1f} MiB and {found.bytes_per_example / 2**10:.1f} KiB per example ({how})"
+    )

@@ -1,0 +1,385 @@
+"""Speech to words with a trained model: recordings, arrays and live streams.
+
+    recognizer = Recognizer.load("runs/RUN")
+    print(recognizer.transcribe("recording.wav").text)
+
+Letters: N samples, C channels, T frames, D features, S values next to them, P pdfs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ngsgd.asr import extras, recording
+from ngsgd.asr.bundle import Bundle
+from ngsgd.asr.decode.streaming import StreamingDecoder
+from ngsgd.asr.decode.words import Hypothesis, recognized
+from ngsgd.asr.features import cmvn, filterbank
+from ngsgd.asr.features.cmvn import CmnState, OnlineMean, Stats
+from ngsgd.asr.ivectors.online import IvectorStream, SpeakerState
+from ngsgd.asr.recording import Recording, Samples
+from ngsgd.asr.segmentation import Segmenter, Stretch
+from ngsgd.asr.transcript import Partial, Segment, Transcript
+from ngsgd.data.frames import Side
+from ngsgd.errors import DataError
+
+FRAME_S = 0.01
+# blocks that an array is taken in
+_BLOCK_S = 5.0
+
+
+class Recognizer:
+    """Recognizes speech with a model of `ngsgd train`.
+
+    A recording is cut into stretches of speech (`ngsgd.asr.segmentation`), and each is decoded as
+    one utterance; memory does not grow with the length of the recording. Channels are recognized
+    one by one. Features are normalized over each stretch (`features.cmvn=utterance`), over the
+    channel so far (`speaker`), or frame by frame (`online`), as the model was trained.
+
+    Example:
+        recognizer = ngsgd.asr.Recognizer.load("runs/RUN")
+        transcript = recognizer.transcribe("recording.wav")
+        for word, start_s, end_s, confidence in transcript.words:
+            print(word, start_s, end_s, confidence)
+    """
+
+    def __init__(self, bundle: Bundle) -> None:
+        if bundle.features.kind == "given":
+            raise DataError(
+                f"{bundle.path} was trained on features that came with its corpus "
+                f"(features.kind=given), so it cannot "
+                "take audio; train a model on recordings (features.kind=fbank or mfcc)."
+            )
+        if bundle.features.cmvn == "online" and bundle.all_speech is None:
+            raise DataError(
+                f"{bundle.path} has no statistics of its training speech, which "
+                f"features.cmvn=online needs; export it "
+                "again."
+            )
+        self.bundle = bundle
+
+    @classmethod
+    def load(cls, path: str | Path, *, trust: bool = False) -> Recognizer:
+        """Read a model.
+
+        Args:
+            path: a run folder, its folder `final/`, or a file of `ngsgd export --format bundle`.
+            trust: import the module of a custom network, which runs its code.
+
+        Raises:
+            CheckpointError: it is damaged, unfinished, or of another version.
+            DataError: it does not take audio.
+        """
+        return cls(Bundle.load(path, trust=trust))
+
+    @property
+    def sample_rate_hz(self) -> int:
+        """Sampling rate of the model; other audio is resampled by soxr."""
+        return self.bundle.features.sample_rate_hz
+
+    def transcribe(
+        self,
+        audio: str | Path | npt.ArrayLike | Recording,
+        sample_rate_hz: int | None = None,
+        *,
+        num_best: int = 1,
+    ) -> Transcript:
+        """Recognize a complete recording.
+
+        Args:
+            audio: a file, or samples: N, N x C or C x N (NumPy array, torch tensor). Integers count
+                by their width, floating-point samples are in the range -1 to 1.
+            sample_rate_hz: of samples; None is the model's own. A file has its own.
+            num_best: hypotheses of each segment.
+
+        Raises:
+            DataError: the audio cannot be read, or has impossible values.
+        """
+        if isinstance(audio, (str, Path)):
+            if sample_rate_hz is not None:
+                raise DataError(
+                    f"sample_rate_hz was given with the file {audio}, which has its own; leave it "
+                    f"out."
+                )
+            with recording.opened(Path(audio)) as source:
+                return self.transcribe(source, num_best=num_best)
+        if not isinstance(audio, Recording):
+            audio = self._recording(audio, sample_rate_hz)
+        channels = [
+            _Channel(self, number, audio.sample_rate_hz, num_best)
+            for number in range(1, audio.num_channels + 1)
+        ]
+        segments: list[Segment] = []
+        num_samples = 0
+        for block_NC in audio.blocks():
+            num_samples += len(block_NC)
+            for channel, samples_N in zip(channels, block_NC.T, strict=True):
+                segments += channel.accept(samples_N)
+        for channel in channels:
+            segments += channel.finish()
+        return Transcript(
+            tuple(sorted(segments, key=lambda one: (one.channel, one.start_s))),
+            num_samples / audio.sample_rate_hz,
+            audio.sample_rate_hz,
+            audio.num_channels,
+        )
+
+    def stream(
+        self,
+        chunks: Iterable[npt.ArrayLike],
+        sample_rate_hz: int | None = None,
+        *,
+        num_best: int = 1,
+        partial: bool = True,
+    ) -> Iterator[Partial | Segment]:
+        """Recognize speech while it is spoken.
+
+        Every stretch of speech ends with a `Segment`, whose words are those of `transcribe` for the
+        same samples. Until then a `Partial` comes whenever the words so far change. With
+        `features.cmvn=utterance` or `speaker` partial words are found with the mean so far, as the
+        mean of the stretch is not known.
+
+        Args:
+            chunks: samples of one channel, as they come; any size.
+            sample_rate_hz: of the samples; None is the model's own.
+            num_best: hypotheses of each segment.
+            partial: also yield partial words, which takes about as much computing again.
+        """
+        rate_hz = self.sample_rate_hz if sample_rate_hz is None else sample_rate_hz
+        recording.check_rate("the stream", rate_hz)
+        channel = _Channel(self, 1, rate_hz, num_best)
+        drafts = _Drafts(self) if partial else None
+        for chunk in chunks:
+            samples_N = recording.scaled(_array(chunk), "the stream")
+            if samples_N.ndim != 1:
+                raise DataError(
+                    f"a chunk of the stream has the shape {samples_N.shape}; give the samples of "
+                    f"one channel."
+                )
+            yield from channel.accept(samples_N)
+            if drafts is not None and (draft := drafts.update(channel)) is not None:
+                yield draft
+        yield from channel.finish()
+
+    def _recording(self, audio: npt.ArrayLike, sample_rate_hz: int | None) -> Recording:
+        samples = _array(audio)
+        if samples.ndim not in (1, 2):
+            raise DataError(
+                f"the samples have the shape {samples.shape}; give one dimension, or samples and "
+                f"channels."
+            )
+        # the shorter side is that of the channels
+        samples_NC = (
+            samples[:, None]
+            if samples.ndim == 1
+            else samples.T
+            if samples.shape[0] < samples.shape[1]
+            else samples
+        )
+        rate_hz = self.sample_rate_hz if sample_rate_hz is None else sample_rate_hz
+        recording.check_rate("the array", rate_hz, samples_NC.shape[1])
+        blocks = iter(range(0, len(samples_NC), round(_BLOCK_S * rate_hz)))
+
+        def read(size: int) -> npt.NDArray[Any]:
+            first = next(blocks, len(samples_NC))
+            return samples_NC[first : first + size]
+
+        return Recording("the array", rate_hz, samples_NC.shape[1], read)
+
+
+class _Channel:
+    """One channel: resampling, segmentation, and the words of each stretch."""
+
+    def __init__(
+        self, recognizer: Recognizer, number: int, sample_rate_hz: int, num_best: int
+    ) -> None:
+        self._bundle, self._number, self._num_best = recognizer.bundle, number, num_best
+        self.segmenter = Segmenter(recognizer.sample_rate_hz)
+        self._resampler: Any = None
+        if sample_rate_hz != recognizer.sample_rate_hz:
+            soxr = extras.load("soxr", extra="asr", purpose="Resampling")
+            self._resampler = soxr.ResampleStream(
+                sample_rate_hz, recognizer.sample_rate_hz, 1, dtype="float32"
+            )
+        self.speaker = _Speaker()
+
+    def accept(self, samples_N: Samples) -> Iterator[Segment]:
+        """The segments that end in these samples."""
+        yield from map(self._segment, self.segmenter.accept(self._resampled(samples_N)))
+
+    def finish(self) -> Iterator[Segment]:
+        """The segments that are left."""
+        if self._resampler is not None:
+            rest_N = self._resampled(np.zeros(0, np.float32), is_last=True)
+            yield from map(self._segment, self.segmenter.accept(rest_N))
+        if (stretch := self.segmenter.finish()) is not None:
+            yield self._segment(stretch)
+
+    def _resampled(self, samples_N: Samples, *, is_last: bool = False) -> Samples:
+        if self._resampler is None:
+            return samples_N
+        return np.asarray(
+            self._resampler.resample_chunk(np.ascontiguousarray(samples_N), last=is_last)
+        )
+
+    def _segment(self, stretch: Stretch) -> Segment:
+        bundle = self._bundle
+        features_TD, side, self.speaker = _front(bundle, stretch.samples, self.speaker)
+        found = recognized(
+            bundle.graph,
+            bundle.log_likelihoods(features_TD, side),
+            bundle.search,
+            lattice_beam=bundle.decode.lattice_beam,
+            frame_shift_s=FRAME_S,
+            num_best=self._num_best,
+        )
+        rate_hz = bundle.features.sample_rate_hz
+        start_s, end_s = stretch.first / rate_hz, (stretch.first + len(stretch.samples)) / rate_hz
+        return Segment(
+            self._number, start_s, end_s, tuple(_shifted(one, start_s, end_s) for one in found)
+        )
+
+
+# Features -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Speaker:
+    """Statistics of a channel's stretches so far."""
+
+    stats: Stats | None = None
+    mean: CmnState | None = None
+    ivectors: SpeakerState | None = None
+
+
+def _front(
+    bundle: Bundle, samples_N: Samples, before: _Speaker
+) -> tuple[npt.NDArray[np.float32], Side | None, _Speaker]:
+    """(normalized features, i-vectors, what the channel's next stretch begins with)."""
+    raw_TD = filterbank.extract(samples_N, bundle.features)
+    normal_TD, speaker = _normalized(bundle, raw_TD, before)
+    if bundle.ivectors is None:
+        return normal_TD, None, speaker
+    stream = IvectorStream(bundle.ivectors, before.ivectors)
+    stream.accept(raw_TD)
+    speaker = replace(speaker, ivectors=stream.finish())
+    period = bundle.ivectors.front.config.period
+    return (
+        normal_TD,
+        Side(stream.rows(), (np.arange(len(raw_TD)) // period).astype(np.int32)),
+        speaker,
+    )
+
+
+def _normalized(
+    bundle: Bundle, raw_TD: npt.NDArray[np.float32], before: _Speaker
+) -> tuple[npt.NDArray[np.float32], _Speaker]:
+    kind = bundle.features.cmvn
+    if kind == "online":
+        assert bundle.all_speech is not None
+        mean = OnlineMean(bundle.all_speech, before.mean)
+        deviation_D = cmvn.mean_and_deviation(bundle.all_speech)[1]
+        normal_TD = ((raw_TD - mean.accept(raw_TD)) / deviation_D).astype(np.float32)
+        return normal_TD, replace(before, mean=mean.heard())
+    if kind == "speaker":
+        stats = cmvn.statistics(raw_TD) + (0.0 if before.stats is None else before.stats)
+        return cmvn.normalised(raw_TD, stats), replace(before, stats=stats)
+    [normal_TD] = filterbank.normalise([raw_TD], [""], bundle.features)
+    return normal_TD, before
+
+
+# Partial words ------------------------------------------------------------------------------------
+
+
+class _Drafts:
+    """Words of the stretch that is spoken at the moment."""
+
+    def __init__(self, recognizer: Recognizer) -> None:
+        self._bundle = recognizer.bundle
+        self._draft: _Draft | None = None
+        self._words: tuple[str, ...] = ()
+
+    def update(self, channel: _Channel) -> Partial | None:
+        """The words so far, where they changed."""
+        stretch = channel.segmenter.current
+        if stretch is None:
+            self._draft, self._words = None, ()
+            return None
+        if self._draft is None or self._draft.first != stretch.first:
+            self._draft, self._words = _Draft(self._bundle, stretch.first, channel.speaker), ()
+        words = self._draft.words(stretch.samples)
+        if words == self._words:
+            return None
+        self._words, rate_hz = words, self._bundle.features.sample_rate_hz
+        return Partial(
+            words, stretch.first / rate_hz, (stretch.first + len(stretch.samples)) / rate_hz
+        )
+
+
+class _Draft:
+    """A stretch, decoded as its samples come."""
+
+    def __init__(self, bundle: Bundle, first: int, speaker: _Speaker) -> None:
+        self.first, self._num_samples, self._num_frames = first, 0, 0
+        self._features = filterbank.stream(bundle.features)
+        self._rate_hz = bundle.features.sample_rate_hz
+        self._mean = (
+            None if bundle.all_speech is None else OnlineMean(bundle.all_speech, speaker.mean)
+        )
+        self._deviation_D = (
+            None if bundle.all_speech is None else cmvn.mean_and_deviation(bundle.all_speech)[1]
+        )
+        self._ivectors = (
+            IvectorStream(bundle.ivectors, speaker.ivectors) if bundle.ivectors else None
+        )
+        self._decoder = StreamingDecoder(
+            bundle.graph,
+            bundle.scores,
+            bundle.search,
+            left_context=bundle.window.left_context,
+            right_context=bundle.window.right_context,
+            beside=self._ivectors,
+        )
+
+    def words(self, samples_N: Samples) -> tuple[str, ...]:
+        """Words so far; `samples_N` are all samples of the stretch."""
+        self._features.accept_waveform(self._rate_hz, samples_N[self._num_samples :])
+        self._num_samples = len(samples_N)
+        frames = [
+            self._features.get_frame(t)
+            for t in range(self._num_frames, self._features.num_frames_ready)
+        ]
+        if frames:
+            self._num_frames += len(frames)
+            self._accept(np.stack(frames))
+        return self._decoder.words()
+
+    def _accept(self, raw_TD: npt.NDArray[np.float32]) -> None:
+        if self._ivectors is not None:
+            self._ivectors.accept(raw_TD)
+        normal_TD = raw_TD
+        if self._mean is not None and self._deviation_D is not None:
+            normal_TD = ((raw_TD - self._mean.accept(raw_TD)) / self._deviation_D).astype(
+                np.float32
+            )
+        self._decoder.accept(normal_TD)
+
+
+def _shifted(found: Hypothesis, start_s: float, end_s: float) -> Hypothesis:
+    words = tuple(
+        word._replace(start_s=start_s + word.start_s, end_s=min(start_s + word.end_s, end_s))
+        for word in found.words
+    )
+    return replace(found, words=words)
+
+
+def _array(audio: npt.ArrayLike | Sequence[float]) -> npt.NDArray[Any]:
+    """A NumPy array of a list, an array or a torch tensor."""
+    detach = getattr(audio, "detach", None)
+    return np.asarray(audio if detach is None else detach().cpu().numpy())

@@ -1,0 +1,150 @@
+"""A stream of samples cut into stretches of speech, in constant memory.
+
+The cuts depend on the samples alone, never on how many come at once: a file and a live stream are
+cut at the same places.
+
+- Silence is skipped where it lasts longer than two seconds; half a second stays at each end of the
+  speech.
+- From ten seconds on, a stretch is cut in the middle of the next pause of half a second.
+- A stretch of thirty seconds without such a pause is cut at its quietest place of the last ten
+  seconds.
+
+A recording of less than ten seconds without long pauses is one stretch. WebRTC's voice-activity
+detection, in its mode that loses the least speech, decides which 30 ms are speech.
+
+Letters: N samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ngsgd.asr import extras
+
+Samples = npt.NDArray[np.float32]
+
+_FRAME_S = 0.03
+# silence that ends a stretch of any length, and what stays of it
+_LONG_PAUSE, _KEPT = round(2.0 / _FRAME_S), round(0.5 / _FRAME_S)
+# from this length on a shorter pause is enough
+_SHORT_PAUSE, _ENOUGH, _MOST = round(0.5 / _FRAME_S), round(10.0 / _FRAME_S), round(30.0 / _FRAME_S)
+# frames that are searched for a quiet place, and how many must be quiet together
+_SEARCHED, _QUIET = round(10.0 / _FRAME_S), 5
+# rates that WebRTC's detector takes; others are interpolated to the second
+_RATES_HZ = (8000, 16000, 32000, 48000)
+_LOSES_LEAST = 0
+# frames in which the detector takes any noise for speech, until it has adapted; they count in
+# recordings of less than a second only
+_ADAPTATION, _SHORT = 6, round(1.0 / _FRAME_S)
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Speech, and its first sample counted from the start of the stream."""
+
+    first: int
+    samples: Samples
+
+
+class Segmenter:
+    """Cuts one channel; `accept` as often as samples come, then `finish`."""
+
+    def __init__(self, sample_rate_hz: int) -> None:
+        self._frame = round(_FRAME_S * sample_rate_hz)
+        self._vad_rate_hz = sample_rate_hz if sample_rate_hz in _RATES_HZ else _RATES_HZ[1]
+        self._vad: Any = extras.load(
+            "webrtcvad", extra="asr", purpose="Finding speech in recordings"
+        ).Vad(_LOSES_LEAST)
+        # samples of the stretch so far, in frames, and what is not a complete frame yet
+        self._frames: list[Samples] = []
+        self._is_speech: list[bool] = []
+        self._rest = np.zeros(0, np.float32)
+        self._first = 0
+        self._num_detected = 0
+        self._starts_with_speech = False
+
+    @property
+    def current(self) -> Stretch | None:
+        """The stretch so far; None as long as there is only silence."""
+        if not any(self._is_speech):
+            return None
+        return Stretch(self._first, np.concatenate([*self._frames, self._rest]))
+
+    def accept(self, samples_N: Samples) -> Iterator[Stretch]:
+        """Take samples in the range of 16-bit numbers; yields the stretches that end in them."""
+        samples_N = np.concatenate([self._rest, samples_N])
+        num_frames = len(samples_N) // self._frame
+        self._rest = samples_N[num_frames * self._frame :]
+        for number in range(num_frames):
+            frame = samples_N[number * self._frame : (number + 1) * self._frame]
+            self._frames.append(frame)
+            self._is_speech.append(self._detect(frame))
+            if (end := self._end()) is not None:
+                stretch = Stretch(self._first, np.concatenate(self._frames[:end]))
+                is_speech = any(self._is_speech[:end])
+                self._remove(end)
+                if is_speech:
+                    yield stretch
+                self._skip_silence()
+
+    def finish(self) -> Stretch | None:
+        """The last stretch, where it has speech."""
+        if self._num_detected <= _SHORT and self._starts_with_speech:
+            self._is_speech[0] = True
+        stretch = self.current
+        self._remove(len(self._frames))
+        return stretch
+
+    def _detect(self, frame: Samples) -> bool:
+        size = round(_FRAME_S * self._vad_rate_hz)
+        if len(frame) != size:
+            frame = np.interp(
+                np.linspace(0, len(frame) - 1, size), np.arange(len(frame)), frame
+            ).astype(np.float32)
+        pcm = np.clip(frame, -32768, 32767).astype("<i2").tobytes()
+        is_speech = bool(self._vad.is_speech(pcm, self._vad_rate_hz))
+        self._num_detected += 1
+        if self._num_detected <= _ADAPTATION:
+            self._starts_with_speech |= is_speech
+            return False
+        return is_speech
+
+    def _end(self) -> int | None:
+        """How many frames from the start make a stretch that has ended."""
+        length, pause = len(self._frames), self._pause()
+        if pause == length:
+            # no speech yet
+            return length - _KEPT if length > _LONG_PAUSE else None
+        if pause >= _LONG_PAUSE:
+            return length - pause + _KEPT
+        if length >= _ENOUGH and pause >= _SHORT_PAUSE:
+            return length - pause // 2
+        return self._quietest() if length >= _MOST else None
+
+    def _pause(self) -> int:
+        """Frames without speech at the end."""
+        pause = 0
+        while pause < len(self._is_speech) and not self._is_speech[-1 - pause]:
+            pause += 1
+        return pause
+
+    def _quietest(self) -> int:
+        power_F = np.array(
+            [np.square(frame, dtype=np.float64).mean() for frame in self._frames[-_SEARCHED:]]
+        )
+        smooth = np.convolve(power_F, np.ones(_QUIET), mode="valid")
+        return len(self._frames) - len(power_F) + int(smooth.argmin()) + _QUIET // 2
+
+    def _remove(self, num_frames: int) -> None:
+        self._first += num_frames * self._frame
+        del self._frames[:num_frames], self._is_speech[:num_frames]
+
+    def _skip_silence(self) -> None:
+        """After a stretch only silence is left, or the beginning of the next one."""
+        if self._pause() == len(self._frames) > _KEPT:
+            self._remove(len(self._frames) - _KEPT)

@@ -1,0 +1,207 @@
+"""The result of recognizing a recording, and its text, JSON, CTM and SRT forms."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ngsgd.asr.decode.words import Hypothesis, Word
+
+# a caption ends after this pause, this long, or at this many words
+_CAPTION_PAUSE_S, _CAPTION_S, _CAPTION_WORDS = 0.8, 6.0, 12
+
+
+@dataclass(frozen=True)
+class Partial:
+    """Words of a stretch of speech that has not ended; they may still change.
+
+    Attributes:
+        words: of the best path so far.
+        start_s: where the stretch starts, in seconds from the start of the stream.
+        end_s: up to where the stream has come.
+    """
+
+    words: tuple[str, ...]
+    start_s: float
+    end_s: float
+    is_final = False
+
+    @property
+    def text(self) -> str:
+        """The words, separated by spaces."""
+        return " ".join(self.words)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A stretch of speech and its words.
+
+    Attributes:
+        channel: number of the channel, from 1.
+        start_s, end_s: seconds from the start of the recording.
+        hypotheses: word sequences, best first; times count from the start of the recording.
+    """
+
+    channel: int
+    start_s: float
+    end_s: float
+    hypotheses: tuple[Hypothesis, ...]
+    is_final = True
+
+    @property
+    def words(self) -> tuple[Word, ...]:
+        """Words of the best hypothesis."""
+        return self.hypotheses[0].words
+
+    @property
+    def text(self) -> str:
+        """The words, separated by spaces."""
+        return " ".join(word.word for word in self.words)
+
+
+@dataclass(frozen=True)
+class Transcript:
+    """All words of a recording.
+
+    Attributes:
+        segments: stretches of speech, by channel and time; silence is skipped.
+        duration_s: of the recording.
+        sample_rate_hz: of the recording, before resampling.
+        num_channels: of the recording; each is recognized alone.
+    """
+
+    segments: tuple[Segment, ...]
+    duration_s: float
+    sample_rate_hz: int
+    num_channels: int
+
+    @property
+    def words(self) -> tuple[Word, ...]:
+        """(word, start_s, end_s, confidence) by channel and time."""
+        return tuple(word for segment in self.segments for word in segment.words)
+
+    @property
+    def text(self) -> str:
+        """The words, separated by spaces; a line for each channel that has any."""
+        lines: dict[int, list[str]] = {}
+        for segment in self.segments:
+            lines.setdefault(segment.channel, []).extend(word.word for word in segment.words)
+        return "\n".join(" ".join(words) for words in lines.values() if words)
+
+    def channel(self, number: int) -> Transcript:
+        """The transcript of one channel, counted from 1."""
+        found = tuple(segment for segment in self.segments if segment.channel == number)
+        return Transcript(found, self.duration_s, self.sample_rate_hz, 1)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values: all hypotheses of each segment, with word times and confidences."""
+        return {
+            "text": self.text,
+            "duration_s": round(self.duration_s, 3),
+            "sample_rate_hz": self.sample_rate_hz,
+            "num_channels": self.num_channels,
+            "segments": [_segment_json(segment) for segment in self.segments],
+        }
+
+
+def as_text(transcript: Transcript, name: str = "") -> str:
+    """A line for each segment that has words; `name`, where given, and the channel of several
+    come first.
+    """
+    lines = []
+    for segment in transcript.segments:
+        label = f"{name} [{segment.channel}]".strip() if transcript.num_channels > 1 else name
+        lines += [f"{label and f'{label}: '}{text}" for text in _texts(segment)]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def as_json(transcript: Transcript, name: str = "") -> str:
+    """One line of JSON."""
+    return json.dumps({"audio": name, **transcript.to_json()}, ensure_ascii=False) + "\n"
+
+
+def as_ctm(transcript: Transcript, name: str = "") -> str:
+    """NIST's lines "name channel start duration word confidence", in seconds; spaces of the name
+    become underscores.
+    """
+    name = "_".join(name.split()) or "-"
+    return "".join(
+        f"{name} {segment.channel} {word.start_s:.2f} {word.end_s - word.start_s:.2f} {word.word} "
+        f"{word.confidence:.3f}\n"
+        for segment in transcript.segments
+        for word in segment.words
+    )
+
+
+def as_srt(transcript: Transcript, name: str = "") -> str:
+    """SubRip captions; channels are marked where there are several."""
+    captions = []
+    for segment in transcript.segments:
+        mark = f"[{segment.channel}] " if transcript.num_channels > 1 else ""
+        captions += [
+            (words[0].start_s, words[-1].end_s, mark + " ".join(word.word for word in words))
+            for words in _captions(segment.words)
+        ]
+    return "".join(
+        f"{number}\n{_clock(start_s)} --> {_clock(end_s)}\n{text}\n\n"
+        for number, (start_s, end_s, text) in enumerate(sorted(captions), start=1)
+    )
+
+
+FORMATS = {"text": as_text, "json": as_json, "ctm": as_ctm, "srt": as_srt}
+
+
+def _texts(segment: Segment) -> Iterator[str]:
+    """The best text, and below it the others with their rank."""
+    if not any(hypothesis.words for hypothesis in segment.hypotheses):
+        return
+    for rank, hypothesis in enumerate(segment.hypotheses, start=1):
+        text = " ".join(word.word for word in hypothesis.words)
+        yield text if len(segment.hypotheses) == 1 else f"{rank} {text}"
+
+
+def _segment_json(segment: Segment) -> dict[str, Any]:
+    return {
+        "channel": segment.channel,
+        "start_s": round(segment.start_s, 3),
+        "end_s": round(segment.end_s, 3),
+        "hypotheses": [
+            {
+                "text": " ".join(word.word for word in one.words),
+                "cost": one.cost if one.words else None,
+                "words": [
+                    {
+                        "word": word.word,
+                        "start_s": round(word.start_s, 3),
+                        "end_s": round(word.end_s, 3),
+                        "confidence": round(word.confidence, 4),
+                    }
+                    for word in one.words
+                ],
+            }
+            for one in segment.hypotheses
+        ],
+    }
+
+
+def _captions(words: Iterable[Word]) -> Iterator[list[Word]]:
+    caption: list[Word] = []
+    for word in words:
+        if caption and (
+            word.start_s - caption[-1].end_s > _CAPTION_PAUSE_S
+            or word.end_s - caption[0].start_s > _CAPTION_S
+            or len(caption) == _CAPTION_WORDS
+        ):
+            yield caption
+            caption = []
+        caption.append(word)
+    if caption:
+        yield caption
+
+
+def _clock(seconds: float) -> str:
+    milliseconds = round(1000 * seconds)
+    minutes, rest = divmod(milliseconds, 60_000)
+    return f"{minutes // 60:02}:{minutes % 60:02}:{rest // 1000:02},{rest % 1000:03}"

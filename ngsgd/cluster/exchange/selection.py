@@ -1,0 +1,87 @@
+"""Which way results take to the average, by where the workers compute.
+
+NCCL refuses two processes on one GPU, and so it does two MIG instances of one GPU, between which
+CUDA IPC does not exist either. Such workers, and those on CPUs, exchange through host memory.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from ngsgd.errors import ClusterError
+
+Way = Literal["shared_memory", "object_store", "collective", "nccl"]
+
+
+@dataclass(frozen=True)
+class WorkerDevice:
+    """The device of a worker, as it looks from within its process."""
+
+    host: str
+    # shares memory with the coordinator
+    is_near: bool
+    # PCI address, which all MIG instances of a GPU have in common; empty: the worker has no GPU
+    gpu: str = ""
+    # of the GPU, or of the MIG instance
+    uuid: str = ""
+    is_mig: bool = False
+
+    @classmethod
+    def of(cls, device: torch.device, *, is_near: bool) -> WorkerDevice:
+        """Ask torch for the identity of `device`, in the process that uses it."""
+        host = os.uname().nodename
+        if device.type != "cuda":
+            return cls(host, is_near)
+        # torch's stubs do not have all of them
+        found: Any = torch.cuda.get_device_properties(device)
+        uuid = str(getattr(found, "uuid", ""))
+        address = ""
+        # not every version of torch shows it
+        if hasattr(found, "pci_bus_id"):
+            address = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}"
+        return cls(host, is_near, address or uuid or str(device), uuid, " MIG " in f"{found.name} ")
+
+
+def choose_way(wanted: str, devices: Sequence[WorkerDevice], *, jobs_keep_state: bool) -> tuple[Way, str]:
+    """The way of results, and the reason for it.
+
+    Args:
+        wanted: `cluster.exchange`.
+        devices: One per worker, in their order.
+        jobs_keep_state: Jobs continue from their own results, which the workers then must not keep.
+
+    Raises:
+        ClusterError: The wanted way is impossible.
+    """
+    far = [worker for worker, device in enumerate(devices) if not device.is_near]
+    obstacle = _why_not_nccl(devices)
+    if wanted == "shared_memory" and far:
+        raise ClusterError(f"cluster.exchange is shared_memory, but worker {far[0]} is on another machine; leave it auto.")
+    if wanted == "nccl" and obstacle:
+        raise ClusterError(f"cluster.exchange is nccl, but {obstacle}; set cluster.exchange=auto.")
+    if wanted in ("object_store", "collective", "nccl", "shared_memory"):
+        return wanted, f"cluster.exchange={wanted}"  # type: ignore[return-value]
+    if not far:
+        return "shared_memory", "all workers are on this machine"
+    if not obstacle and len(devices) > 1 and not jobs_keep_state:
+        return "nccl", "each worker has a GPU of its own, on several machines"
+    return "shared_memory", (obstacle or "jobs continue from their own results") + ", and some are on other machines"
+
+
+def _why_not_nccl(devices: Sequence[WorkerDevice]) -> str:
+    """What keeps NCCL from connecting these workers; empty if nothing does."""
+    users: dict[tuple[str, str], int] = {}
+    for worker, device in enumerate(devices):
+        if not device.gpu:
+            return f"worker {worker} has no GPU"
+        if device.is_mig:
+            return f"worker {worker} has a MIG instance of a GPU"
+        first = users.setdefault((device.host, device.gpu), worker)
+        if first != worker:
+            return f"workers {first} and {worker} share GPU {device.gpu} of {device.host}"
+    return ""

@@ -1,0 +1,50 @@
+"""A final model for other programs: ONNX, torch.export, sherpa-onnx, Hugging Face."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from ngsgd.errors import ConfigError
+from ngsgd.pipeline.exports import huggingface, onnx, sherpa, torch_program
+from ngsgd.pipeline.exports.source import Source
+from ngsgd.pipeline.runs.recognizer import open_bundle
+
+# what each writes: paths, the named one first
+WRITERS: Mapping[str, Callable[[Source, Path], list[Path]]] = {
+    "onnx": onnx.write, "torch": torch_program.write, "sherpa-onnx": sherpa.write,
+    "huggingface": huggingface.write}
+
+
+def export(model: str, format_name: str, output: Path, *, license_id: str = "unknown",
+           trust: bool = False) -> list[Path]:
+    """Write a model to a new file or folder.
+
+    Args:
+        model: a run folder, a run by its name under runs/, or a bundle.
+        format_name: a key of `WRITERS`.
+        output: file (onnx, torch) or folder (sherpa-onnx, huggingface) to make.
+        license_id: licence of the model, for the model card.
+        trust: import the module that a run names (see docs/own-model.md).
+
+    Returns:
+        The files that were written.
+
+    Raises:
+        ConfigError: this model has no such form, or a custom module may not be imported.
+        MissingExtraError: a package of the format is not installed.
+        CheckpointError: the run has not ended, or a file of its model is damaged.
+
+    Example:
+        export("runs/RUN", "onnx", Path("model.onnx"))
+    """
+    require_new(output)
+    source = Source.of(open_bundle(model, trust=trust), license_id)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    return WRITERS[format_name](source, output)
+
+
+def require_new(output: Path) -> None:
+    """Raises ConfigError if there is a file or folder."""
+    if output.exists() or output.is_symlink():
+        raise ConfigError(f"{output} exists; choose another name, or remove it.")

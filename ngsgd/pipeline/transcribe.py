@@ -1,0 +1,134 @@
+"""Recordings to words: finds the files, and recognizes them in this process or in several."""
+
+from __future__ import annotations
+
+import glob
+import multiprocessing
+import signal
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ngsgd.asr.recognizer import Recognizer
+from ngsgd.asr.recording import SUFFIXES
+from ngsgd.asr.transcript import Transcript
+from ngsgd.errors import DataError, NgsgdError
+from ngsgd.pipeline.runs.recognizer import open_bundle
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A recording's transcript, or the message of its failure."""
+
+    audio: Path
+    transcript: Transcript | None
+    error: str = ""
+
+
+def open_recognizer(model: str, *, trust: bool = False) -> Recognizer:
+    """The recognizer of a bundle, a run folder, or a run by its name under runs/.
+
+    A custom network is imported where this user began the run, or with `trust` (see
+    docs/own-model.md).
+    """
+    return Recognizer(open_bundle(model, trust=trust))
+
+
+def find_audio(names: Sequence[str]) -> list[Path]:
+    """The files that names, folders and patterns stand for; a folder means all audio files below
+    it, in order of their names.
+    """
+    found: list[Path] = []
+    for name in names:
+        path = Path(name)
+        if path.is_dir():
+            inside = sorted(
+                one for one in path.rglob("*") if one.suffix.lower() in SUFFIXES and one.is_file()
+            )
+            if not inside:
+                raise DataError(
+                    f"{path} holds no audio file ({' '.join(SUFFIXES)}); give another folder, or "
+                    f"the files themselves."
+                )
+            found += inside
+        elif not path.exists() and glob.has_magic(name):
+            matching = sorted(
+                Path(one) for one in glob.glob(name, recursive=True) if Path(one).is_file()
+            )
+            if not matching:
+                raise DataError(f"no file matches {name}; correct the pattern.")
+            found += matching
+        else:
+            found.append(path)
+    return found
+
+
+def transcribe_all(
+    recognizer: Recognizer,
+    audio: Sequence[Path],
+    *,
+    num_best: int = 1,
+    num_processes: int = 1,
+    trust: bool = False,
+) -> Iterator[Outcome]:
+    """Recognize recordings, in their order; one that fails has a message instead of a transcript.
+
+    Args:
+        recognizer: the model.
+        audio: files.
+        num_best: hypotheses of each segment.
+        num_processes: processes that share the files; each loads the model and computes with one
+            thread.
+        trust: as for `open_recognizer`, in these processes.
+    """
+    if min(num_processes, len(audio)) <= 1:
+        for path in audio:
+            yield _outcome(recognizer, path, num_best)
+        return
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(
+        min(num_processes, len(audio)),
+        context,
+        _begin,
+        (str(recognizer.bundle.path), trust, num_best),
+    )
+    try:
+        yield from pool.map(_in_worker, audio)
+    except BrokenProcessPool as error:
+        raise DataError(
+            "a process that recognized recordings died, from lack of memory or on a damaged file; "
+            "find the file with "
+            "--processes 1."
+        ) from error
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        # an interrupted command does not wait for long recordings
+        for process in multiprocessing.active_children():
+            process.terminate()
+
+
+def _outcome(recognizer: Recognizer, path: Path, num_best: int) -> Outcome:
+    try:
+        return Outcome(path, recognizer.transcribe(path, num_best=num_best))
+    except NgsgdError as error:
+        return Outcome(path, None, str(error))
+
+
+_worker: tuple[Recognizer, int]
+
+
+def _begin(model: str, trust: bool, num_best: int) -> None:
+    global _worker  # noqa: PLW0603 - the state of a worker process
+    # Ctrl-C ends the workers without a traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    torch.set_num_threads(1)
+    _worker = Recognizer.load(model, trust=trust), num_best
+
+
+def _in_worker(path: Path) -> Outcome:
+    recognizer, num_best = _worker
+    return _outcome(recognizer, path, num_best)

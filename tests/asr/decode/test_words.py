@@ -1,0 +1,157 @@
+import math
+from collections import defaultdict
+
+import numpy as np
+import pytest
+
+from ngsgd.asr.corpora.digits.labels import TOPOLOGY
+from ngsgd.asr.decode import decoding, state_lattice, words
+from ngsgd.asr.decode.streaming import Search
+from ngsgd.asr.lang import graphs
+from ngsgd.asr.lang.graphs import Graph
+from ngsgd.asr.lang.language import Language
+from tests.asr.decode.test_decoding import SMALL, digit_loop, spell
+from tests.reference import word_lattice
+
+pytest.importorskip("kaldi_decoder")
+
+EXACT = Search(acoustic_scale=0.5, beam=1000.0, max_active=100000)
+NUM_FRAMES = 8
+
+
+def noise(seed: int) -> np.ndarray:
+    return (
+        np.random.default_rng(seed)
+        .normal(scale=2.0, size=(NUM_FRAMES, SMALL.num_pdfs))
+        .astype(np.float32)
+    )
+
+
+def recognized(graph: Graph, loglik_TP: np.ndarray, num_best: int = 1) -> list[words.Hypothesis]:
+    return words.recognized(
+        graph, loglik_TP, EXACT, lattice_beam=1000.0, frame_shift_s=0.01, num_best=num_best
+    )
+
+
+def text(hypothesis: words.Hypothesis) -> tuple[str, ...]:
+    return tuple(word.word for word in hypothesis.words)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_n_best_are_the_best_sequences_of_all_paths(seed: int) -> None:
+    graph, loglik_TP = digit_loop(SMALL, 1.0), noise(seed)
+    expected = word_lattice.best_sequences(
+        word_lattice.paths(graph, loglik_TP.astype(np.float64), EXACT.acoustic_scale)
+    )
+    found = recognized(graph, loglik_TP, num_best=6)
+    assert [text(one) for one in found] == [sequence for _, sequence in expected[:6]]
+    # the costs of a lattice have six digits
+    assert [one.cost for one in found] == pytest.approx(
+        [cost for cost, _ in expected[:6]], abs=1e-3
+    )
+    assert all(one.is_complete for one in found)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_posteriors_of_emitted_words_are_sums_over_all_paths(seed: int) -> None:
+    graph, loglik_TP = digit_loop(SMALL, 1.0), noise(seed)
+    expected = word_lattice.posteriors(
+        word_lattice.paths(graph, loglik_TP.astype(np.float64), EXACT.acoustic_scale)
+    )
+    lattice = state_lattice.read(
+        decoding.lattice(
+            graph, loglik_TP, acoustic_scale=EXACT.acoustic_scale, beam=1000.0, lattice_beam=1000.0
+        )
+    )
+    found: defaultdict[tuple[int, str], float] = defaultdict(float)
+    for one in state_lattice.word_posteriors(lattice):
+        found[one.frame, graph.words[one.label - 1]] += one.posterior
+    assert found == pytest.approx(expected, abs=1e-4)
+
+
+def test_confidence_is_the_posterior_of_the_word_at_its_place() -> None:
+    graph = digit_loop(SMALL, 1.0)
+    for seed in range(5):
+        loglik_TP = noise(seed)
+        every = word_lattice.paths(graph, loglik_TP.astype(np.float64), EXACT.acoustic_scale)
+        posteriors = word_lattice.posteriors(every)
+        best = recognized(graph, loglik_TP)[0]
+        if len(best.words) == 1:
+            # all frames are its place
+            word = best.words[0]
+            assert word.confidence == pytest.approx(
+                min(1.0, sum(p for (_, name), p in posteriors.items() if name == word.word)),
+                abs=1e-3,
+            )
+
+
+def test_times_are_those_of_the_states() -> None:
+    said = ["nine", "nine", "one", "seven"]
+    loglik_TP = spell(TOPOLOGY, said, frames_per_state=3)
+    found = words.recognized(
+        digit_loop(TOPOLOGY, 0.0), loglik_TP, EXACT, lattice_beam=8.0, frame_shift_s=0.01
+    )[0]
+    assert text(found) == tuple(said)
+    start = 5
+    for word, name in zip(found.words, said, strict=True):
+        end = start + 3 * len(dict(TOPOLOGY.spellings())[name])
+        assert (word.start_s, word.end_s) == pytest.approx((start / 100, end / 100))
+        assert word.confidence == pytest.approx(1.0, abs=1e-3)
+        start = end + 3
+
+
+def test_words_of_a_graph_without_topology_follow_each_other() -> None:
+    graph = digit_loop(TOPOLOGY, 0.0)
+    loglik_TP = spell(TOPOLOGY, ["two", "six"], frames_per_state=3)
+    without = Graph(graph.fst, graph.words)
+    first, second = words.recognized(
+        without, loglik_TP, EXACT, lattice_beam=8.0, frame_shift_s=0.01
+    )[0].words
+    assert (
+        0.0
+        < first.start_s
+        < first.end_s
+        == second.start_s
+        < second.end_s
+        == pytest.approx(len(loglik_TP) / 100)
+    )
+
+
+def test_ambiguous_words_share_their_posterior() -> None:
+    # equally likely: the same sounds
+    topology = type(SMALL)(phones=("a",), lexicon={"one": (("a",),), "won": (("a",),)})
+    graph = graphs.build(Language(topology), silence_prob=0.0)
+    found = recognized(graph, spell(topology, ["one"], frames_per_state=5), num_best=2)
+    assert {text(one) for one in found} == {("one",), ("won",)}
+    # some paths say a word twice
+    assert [one.words[0].confidence for one in found] == pytest.approx([0.5, 0.5], abs=0.05)
+
+
+def test_the_best_path_is_that_of_best_path() -> None:
+    graph = digit_loop(TOPOLOGY, 2.0)
+    for seed in range(3):
+        loglik_TP = (
+            np.random.default_rng(seed)
+            .normal(scale=3.0, size=(60, TOPOLOGY.num_pdfs))
+            .astype(np.float32)
+        )
+        best = decoding.best_path(
+            graph, loglik_TP, acoustic_scale=0.3, beam=100.0, max_active=100000
+        )
+        found = words.recognized(
+            graph, loglik_TP, Search(0.3, 100.0, 100000), lattice_beam=2.0, frame_shift_s=0.01
+        )[0]
+        assert text(found) == best.words
+        assert found.cost == pytest.approx(best.cost, abs=1e-2)
+
+
+def test_an_utterance_without_frames_has_no_words() -> None:
+    found = recognized(digit_loop(SMALL, 0.0), np.zeros((0, SMALL.num_pdfs), np.float32))
+    assert found == [words.Hypothesis((), math.inf, is_complete=False)]
+
+
+def test_an_utterance_that_is_too_short_for_a_word_is_not_complete() -> None:
+    topology = type(SMALL)(phones=("a",), lexicon={"a": (("a",),)})
+    graph = graphs.build(Language(topology, is_one_word=True), silence_prob=0.0)
+    found = recognized(graph, np.zeros((1, topology.num_pdfs), np.float32))
+    assert not found[0].is_complete

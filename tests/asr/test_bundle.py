@@ -1,0 +1,150 @@
+"""A bundle holds all that recognizing speech takes; a damaged or edited one is refused."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ngsgd.asr import bundle
+from ngsgd.asr.bundle import Bundle
+from ngsgd.asr.lang.language import Language
+from ngsgd.asr.lang.topology import Topology
+from ngsgd.errors import CheckpointError, ConfigError
+from tests.asr import tiny_recognizer
+
+
+@pytest.fixture(scope="module")
+def content() -> dict[str, bytes]:
+    return tiny_recognizer.content()
+
+
+def folder_of(path: Path, content: dict[str, bytes]) -> Path:
+    path.mkdir()
+    for name, data in content.items():
+        (path / name).write_bytes(data)
+    return path
+
+
+def test_a_file_and_a_folder_hold_the_same(tmp_path: Path, content: dict[str, bytes]) -> None:
+    bundle.write_file(tmp_path / "a", content)
+    bundle.write_file(tmp_path / "b", dict(reversed(content.items())))
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+    (tmp_path / "run").mkdir()
+    folder = folder_of(tmp_path / "run" / "final", content)
+    x_TD = np.random.default_rng(0).normal(size=(30, 20)).astype(np.float32)
+    found = [Bundle.load(path) for path in (tmp_path / "a", folder, tmp_path / "run")]
+    scores = [one.log_likelihoods(x_TD) for one in found]
+    assert all(np.array_equal(one, scores[0]) for one in scores)
+    first = found[0]
+    assert first.provenance == {"corpus": "made-up speech"}
+    assert first.language == tiny_recognizer.LANGUAGE and first.features == tiny_recognizer.FEATURES
+    assert first.weights.word_penalty == 1.0 and first.search.acoustic_scale == 0.3
+
+
+def test_scores_of_spliced_frames_are_those_of_the_utterance(tmp_path: Path) -> None:
+    found = Bundle.load(tiny_recognizer.write(tmp_path / "a"))
+    x_TD = np.random.default_rng(0).normal(size=(30, 20)).astype(np.float32)
+    at_TW = (np.arange(30)[:, None] + np.arange(-2, 3)).clip(0, 29)
+    np.testing.assert_allclose(
+        found.scores(x_TD[at_TW].reshape(30, -1)), found.log_likelihoods(x_TD), rtol=1e-5, atol=1e-5
+    )
+
+
+def test_other_words_over_the_same_phones_make_another_graph(tmp_path: Path) -> None:
+    found = Bundle.load(tiny_recognizer.write(tmp_path / "a"))
+    other = Language(Topology(("N", "Y"), {"NY": (("N", "Y"),)}))
+    assert found.graph_of(other).words == ("NY",) and found.graph.words == ("NO", "YES")
+
+
+def test_what_is_not_a_model_is_refused_with_the_next_step(
+    tmp_path: Path, content: dict[str, bytes]
+) -> None:
+    with pytest.raises(CheckpointError, match="does not exist"):
+        Bundle.load(tmp_path / "nothing")
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").touch()
+    with pytest.raises(CheckpointError, match="ngsgd resume"):
+        Bundle.load(run)
+    folder_of(run / "final", {name: data for name, data in content.items() if name != bundle.INDEX})
+    with pytest.raises(CheckpointError, match="export --format bundle"):
+        Bundle.load(run)
+
+
+@pytest.mark.parametrize("name", ["model.json", "model.safetensors", bundle.INDEX])
+@pytest.mark.parametrize(
+    "damage", [lambda data: data[:-1], lambda data: data[:100] + b"x" + data[101:], lambda _: b""]
+)
+def test_a_damaged_file_is_named(
+    tmp_path: Path, content: dict[str, bytes], name: str, damage: Callable[[bytes], bytes]
+) -> None:
+    folder = folder_of(tmp_path / "final", {**content, name: damage(content[name])})
+    with pytest.raises(CheckpointError):
+        Bundle.load(folder)
+
+
+def test_a_missing_file_is_named(tmp_path: Path, content: dict[str, bytes]) -> None:
+    folder = folder_of(tmp_path / "final", content)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+        Bundle.load(folder)
+
+
+def test_a_newer_version_is_named(tmp_path: Path, content: dict[str, bytes]) -> None:
+    from ngsgd import files
+
+    index = files.unsealed(json.loads(content[bundle.INDEX]))[0]
+    newer = files.sealed({**index, "version": bundle.VERSION + 1})
+    bundle.write_file(tmp_path / "a", {**content, bundle.INDEX: json.dumps(newer).encode()})
+    with pytest.raises(CheckpointError, match="newer version"):
+        Bundle.load(tmp_path / "a")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_inputs": 10},
+        {"num_classes": 10**9},
+        {"left_context": -1},
+        {"left_context": 10**6},
+        {"feature_dim": 40},
+        {"side_dim": 5},
+        {"priors": [0.0] * 7},
+        {"priors": [1.0]},
+        {"model": {"hidden_dim": 10**9}},
+        {"stage": 5},
+        {"model": {"num_layers": 10**9}},
+        {"model": 5},
+        {"ivectors": {"dim": 3}},
+    ],
+)
+def test_a_description_that_does_not_fit_is_refused(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    path = tiny_recognizer.write(tmp_path / "a", **changes)
+    with pytest.raises(CheckpointError):
+        Bundle.load(path)
+
+
+def test_a_custom_network_needs_trust(tmp_path: Path) -> None:
+    (tmp_path / "trap.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    path = tiny_recognizer.write(
+        tmp_path / "a", model={"_target_": "trap:Net", "search_path": str(tmp_path)}
+    )
+    with pytest.raises(ConfigError, match="trust"):
+        Bundle.load(path)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_compressed_archive_is_refused(tmp_path: Path, content: dict[str, bytes]) -> None:
+    with zipfile.ZipFile(tmp_path / "a", "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, data in content.items():
+            archive.writestr(name, data)
+    with pytest.raises(CheckpointError, match="compressed"):
+        Bundle.load(tmp_path / "a")

@@ -1,0 +1,120 @@
+"""Every public name runs on a pretended device: right devices, few launches, no wait but those of the table.
+
+The cases run in one process of their own (see `pretended`).
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ngsgd
+import ngsgd.curvature
+import ngsgd.optim
+import ngsgd.preconditioners
+from ngsgd.config import ModelConfig
+from tests.device import waits
+from tests.device.cases import CASES, NOT_RUN
+
+ROOT = Path(__file__).parents[2]
+# names that compute nothing on a device by themselves
+_NO_STEP = {"DummyObject", "METHODS", "Preconditioner", "GradientMaker", "StepActivity"}
+# tests that look at certain cases
+_READ_MANY = {"test_natural_gradient_launches_little_more_than_sgd",
+              "test_every_transfer_of_estimates_is_one_wait"}
+# launches of torch.optim.SGD(foreach=True), within and outside of steps that update Fisher estimates
+_BUDGET, _BUDGET_OF_UPDATES = 1.6, 3.0
+
+
+def _run(*arguments: str) -> dict[str, Any]:
+    done = subprocess.run([sys.executable, "-m", *arguments], cwd=ROOT, capture_output=True,
+                          text=True, timeout=300, check=False)
+    assert not done.returncode, done.stderr[-2000:]
+    found: dict[str, Any] = {}
+    for line in done.stdout.splitlines():
+        found |= json.loads(line)
+    return found
+
+
+@pytest.fixture(scope="module")
+def seen(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """What the audit prints of the cases that selected tests ask for."""
+    names = {item.callspec.params.get("case") for item in request.session.items
+             if hasattr(item, "callspec")} & set(CASES)
+    if any(item.originalname in _READ_MANY for item in request.session.items
+           if isinstance(item, pytest.Function)):
+        names |= {"NGSGD", "network tdnn", "network tdnn, torch.optim.SGD"}
+    return _run("tests.device.audit", *sorted(names))
+
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_step_runs_on_the_device_and_waits_only_where_the_table_says(
+        case: str, seen: dict[str, Any]) -> None:
+    assert "error" not in seen[case], seen[case]
+    for place, steps in seen[case]["waits"].items():
+        wait = waits.allowed(place)
+        assert wait is not None, f"the host waits {place}"
+        assert steps <= wait.steps, (place, steps)
+
+
+def test_natural_gradient_launches_little_more_than_sgd(seen: dict[str, Any]) -> None:
+    """The 6-layer TDNN of `ngsgd.models`."""
+    launches = seen["network tdnn"]["launches"]
+    plain = max(seen["network tdnn, torch.optim.SGD"]["launches"])
+    # one step in four moves the estimates, and the next one takes them over
+    others = sorted(launches)[:len(launches) // 2]
+    assert max(others) <= _BUDGET * plain
+    assert max(launches) <= _BUDGET_OF_UPDATES * plain
+
+
+def test_every_transfer_of_estimates_is_one_wait(seen: dict[str, Any]) -> None:
+    # 16 steps, update period 4
+    assert [steps for place, steps in seen["NGSGD"]["waits"].items() if "_to_host" in place] == [4]
+
+
+def test_all_public_names_have_a_case() -> None:
+    covered = {name for case in CASES.values() for name in case.names}
+    packages = set(ngsgd.__all__) - {name for name in ngsgd.__all__
+                                     if type(getattr(ngsgd, name)).__name__ == "module"}
+    wanted = packages - {"load", "train"}
+    wanted |= {name for name in dir(ngsgd.preconditioners) if name[0].isupper()} - _NO_STEP
+    wanted |= {name for name in dir(ngsgd.optim) if name[0].isupper()} - _NO_STEP
+    wanted |= set(ngsgd.curvature.QUANTITIES) - set(NOT_RUN)
+    wanted |= set(ModelConfig.__dataclass_fields__["kind"].metadata.get("choices", ()))
+    wanted |= {"ReversibleSGD"}
+    assert wanted - covered == set()
+
+
+def test_numbers_on_the_device_are_those_of_a_cpu() -> None:
+    """Layers in batches there, one by one here; float32 sums in another order."""
+    found = _run("tests.device.equality")
+    assert found
+    for case, (of_parameters, of_estimates) in found.items():
+        assert of_parameters < 1e-4, case
+        assert of_estimates < 1e-3, case
+
+
+@pytest.mark.parametrize(("case", "error"), [
+    ("mixes devices", "WrongDevice"), ("no device", "WrongDevice")])
+def test_the_watch_sees_a_tensor_on_the_wrong_device(case: str, error: str) -> None:
+    assert _run("tests.device.equality", case)[case].startswith(error)
+
+
+@pytest.mark.parametrize("case", ["item", "copy", "copy back", "truth values", "tolist"])
+def test_the_watch_sees_a_wait(case: str) -> None:
+    assert _run("tests.device.equality", case)[case] == 1
+
+
+def test_the_table_of_the_page_is_that_of_the_tests() -> None:
+    text = waits.PAGE.read_text(encoding="utf-8")
+    assert waits.with_table(text) == text
+    for wait in waits.WAITS:
+        assert (ROOT / wait.file).exists(), wait

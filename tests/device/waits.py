@@ -1,0 +1,109 @@
+"""Places where the host waits for a device, and how often: the table of docs/gpu.md.
+
+    python -m tests.device.waits          # rewrites the table
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+PAGE = Path(__file__).parents[2] / "docs" / "gpu.md"
+MEASURED = 16  # steps
+
+
+class Wait(NamedTuple):
+    """A place, in how many of 16 steps it may wait, and why."""
+
+    file: str
+    function: str
+    steps: int
+    often: str
+    reason: str
+
+
+_LOOK, _INVERSE = "once per `curvature_interval`", "once per `inverse_interval`"
+_EVERY = "every step"
+_SHIP = "the R x R algebra runs on the host in float64; the transfer starts in the step before"
+_FINITE = "a look at the curvature that is not finite is left out"
+WAITS = (
+    Wait("ngsgd/preconditioners/update_queue.py", "_to_host", 16, "once per `update_period`", _SHIP),
+    Wait("ngsgd/optim/sgd.py", "activity", 1, "steps 1, 2, 4, 8, 16 ...",
+         "the warning about steps that limits shorten"),
+    Wait("ngsgd/cluster/local_sgd.py", "sync", 4, "once per `sync_every`", "samples of all ranks"),
+    Wait("ngsgd/training/parameter_vector.py", "flatten", 16, "once per job",
+         "the job's result goes to the host"),
+    Wait("ngsgd/training/parameter_vector.py", "load", 16, "once per job", "the job's model comes"),
+    Wait("ngsgd/ops/averaging.py", "_require_like", 16, "once per average",
+         "parameters that are not finite raise an error"),
+    Wait("ngsgd/curvature/losses.py", "evaluation", 16, _LOOK, "negative weights raise an error"),
+    Wait("ngsgd/curvature/products/hessian.py", "_second_derivative", 16, "`diag_h` alone",
+         "zero second derivatives are left out"),
+    Wait("ngsgd/preconditioners/fisher_recorder.py", "_differentiated", 16, _LOOK,
+         "the number of rows divides the statistics"),
+    Wait("ngsgd/curvature/second_order/full_model.py", "<genexpr>", 16, _LOOK,
+         "the number of rows divides the products"),
+    Wait("ngsgd/preconditioners/base.py", "<genexpr>", 16, _LOOK, _FINITE),
+    Wait("ngsgd/preconditioners/methods/kfac.py", "<genexpr>", 4, _LOOK, _FINITE),
+    Wait("ngsgd/preconditioners/methods/kfac.py", "update_curvature", 4, _LOOK, _FINITE),
+    Wait("ngsgd/preconditioners/methods/kfac.py", "shared_damping", 2, _INVERSE,
+         "damping is shared by the traces of both factors"),
+    Wait("ngsgd/preconditioners/methods/kfac.py", "_mean_square", 2, _INVERSE, "likewise"),
+    Wait("ngsgd/preconditioners/methods/psgd.py", "<genexpr>", 4, _LOOK, _FINITE),
+    Wait("ngsgd/preconditioners/methods/kbfgs.py", "<genexpr>", 4, _LOOK, _FINITE),
+    Wait("ngsgd/preconditioners/methods/kbfgs.py", "_with_inputs", 4, _LOOK,
+         "a pair of zeros is left out"),
+    Wait("ngsgd/preconditioners/methods/two_pass.py", "_norms", 8, _LOOK, "the step's length"),
+    Wait("ngsgd/preconditioners/methods/shampoo.py", "_tracked", 2, _INVERSE,
+         "QR decomposition"),
+    Wait("ngsgd/preconditioners/methods/hessian_free.py", "apply", 16, _EVERY,
+         "the conjugate gradients stop by a test"),
+    Wait("ngsgd/ops/linalg.py", "conjugate_gradients", 16, _EVERY, "likewise"),
+    Wait("ngsgd/preconditioners/methods/online_ng.py", "preconditioned", 16, _EVERY,
+         "rows that are not finite are left out; `NGSGD` decides that on the device"),
+    Wait("ngsgd/preconditioners/online.py", "_raise_unless_finite", 16,
+         "every step with `on_nonfinite=\"raise\"`", "the error names the minibatch"),
+    Wait("ngsgd/preconditioners/methods/torch_optimizers.py", "apply", 16, _EVERY,
+         "a gradient that is not finite leaves the moments alone"),
+    Wait("ngsgd/ops/linalg.py", "damped_cholesky", 2, _INVERSE, "more damping where it fails"),
+    Wait("ngsgd/ops/linalg.py", "eigh", 2, _INVERSE, "the decomposition checks its result"),
+    Wait("ngsgd/ops/linalg.py", "bfgs_inverse", 8, _LOOK, "a pair of no curvature is left out"),
+    Wait("ngsgd/ops/linalg.py", "doubly_damped", 4, _LOOK, "Powell's damping"),
+    Wait("ngsgd/ops/simple_natural_gradient.py", "precondition_simple", 16, _EVERY,
+         "the minibatch's own Fisher matrix is inverted; rows of zeros stay as they are"),
+    Wait("ngsgd/ops/simple_natural_gradient.py", "_cholesky", 16, _EVERY, "likewise"),
+    Wait("ngsgd/ops/simple_natural_gradient.py", "_held_out", 16, _EVERY, "likewise"),
+    Wait("ngsgd/hypergrad/reversible_sgd.py", "_changed", 16, _EVERY,
+         "a parameter that somebody changed could not be taken back"),
+    Wait("ngsgd/hypergrad/fused.py", "add_scaled", 16, _EVERY, "numbers out of range"),
+    Wait("ngsgd/hypergrad/fused.py", "_in_range", 16, _EVERY, "numbers out of range"),
+    Wait("ngsgd/hypergrad/fused.py", "apply_velocity", 16, _EVERY, "numbers out of range"),
+)
+
+
+def allowed(place: str) -> Wait | None:
+    """The line of the table for a place as the audit names it."""
+    found = [wait for wait in WAITS if place.endswith(f"in {wait.file}, {wait.function}")]
+    return found[0] if found else None
+
+
+def table() -> str:
+    lines = ["| where | how often | why |", "|---|---|---|"]
+    lines += [f"| `{wait.file.removeprefix('ngsgd/')}`, `{wait.function}` | {wait.often} | "
+              f"{wait.reason} |" for wait in WAITS]
+    return "\n".join(lines)
+
+
+def with_table(text: str) -> str:
+    """The page with its table made again; it stands between two marks."""
+    marks = r"(<!-- waits -->\n).*?(<!-- end of waits -->)"
+    found, count = re.subn(marks, lambda match: f"{match[1]}{table()}\n{match[2]}", text, count=1,
+                           flags=re.DOTALL)
+    if count != 1:
+        raise ValueError(f"{PAGE} has no place for the table of waits")
+    return found
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,0 +1,212 @@
+"""`ngsgd transcribe`: files, folders, patterns and streams to text, JSON, CTM and captions."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import soundfile
+
+from ngsgd.launcher.cli import main
+from tests.asr import tiny_recognizer
+
+WORDS = ["NO", "YES", "YES", "NO"]
+OTHERS = ["YES", "NO"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tiny_recognizer.write(tmp_path_factory.mktemp("model") / "model.ngsgd"))
+
+
+@pytest.fixture
+def audio(tmp_path: Path) -> Path:
+    """A folder with two recordings and a text."""
+    folder = tmp_path / "audio"
+    (folder / "deep").mkdir(parents=True)
+    soundfile.write(folder / "a.wav", tiny_recognizer.say(WORDS), 8000)
+    soundfile.write(folder / "deep" / "b.flac", tiny_recognizer.say(OTHERS, rate_hz=16000), 16000)
+    (folder / "notes.txt").write_text("no audio")
+    return folder
+
+
+def lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    return capsys.readouterr().out.splitlines()
+
+
+def test_one_file_gives_its_words_alone(
+    model: str, audio: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["transcribe", model, str(audio / "a.wav")]) == 0
+    out, err = capsys.readouterr()
+    assert out.split() == WORDS
+    assert "real-time factor" in err and "soxr" not in err
+
+
+def test_a_folder_gives_its_recordings_and_resampling_is_reported(
+    model: str, audio: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["transcribe", model, str(audio)]) == 0
+    out, err = capsys.readouterr()
+    assert out.splitlines() == [
+        f"{audio / 'a.wav'}: {' '.join(WORDS)}",
+        f"{audio / 'deep' / 'b.flac'}: {' '.join(OTHERS)}",
+    ]
+    assert "16000" in err
+
+
+def test_a_pattern_and_quiet(model: str, audio: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["transcribe", model, str(audio / "**" / "*.flac"), "-q"]) == 0
+    out, err = capsys.readouterr()
+    assert out.split() == OTHERS and not err
+
+
+def test_a_damaged_file_is_a_line_and_the_others_stay(
+    model: str, audio: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (audio / "bad.wav").write_bytes((audio / "a.wav").read_bytes()[:1000])
+    assert main(["transcribe", model, str(audio), str(audio / "missing.wav")]) == 3
+    out, err = capsys.readouterr()
+    assert len(out.splitlines()) == 2
+    messages = [line for line in err.splitlines() if line.startswith("ngsgd: ")]
+    assert len(messages) == 2 and "bad.wav" in messages[0] and "missing.wav" in messages[1]
+
+
+def test_forms(model: str, audio: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recording = str(audio / "a.wav")
+    assert main(["transcribe", model, recording, "--format", "json", "--nbest", "2"]) == 0
+    tree = json.loads(lines(capsys)[0])
+    assert tree["text"].split() == WORDS and len(tree["segments"][0]["hypotheses"]) <= 2
+    assert main(["transcribe", model, recording, "--format", "ctm"]) == 0
+    found = [line.split() for line in lines(capsys)]
+    assert [line[4] for line in found] == WORDS and {line[0] for line in found} == {"a"}
+    assert main(["transcribe", model, recording, "--format", "srt"]) == 0
+    assert lines(capsys)[0] == "1"
+
+
+def test_a_folder_of_results(
+    model: str, audio: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        main(
+            ["transcribe", model, str(audio), "--format", "srt", "--output", str(tmp_path / "out")]
+        )
+        == 0
+    )
+    assert lines(capsys) == []
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["a.srt", "b.srt"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["-", "a.wav"],
+        ["a.wav", "--rate", "8000"],
+        ["a.wav", "--nbest", "0"],
+        ["a.wav", "--processes", "-1"],
+        ["a.wav", "deep/b.flac", "--format", "srt"],
+        ["a.wav", "deep/a.wav", "--output", "out"],
+        [],
+    ],
+)
+def test_wrong_arguments_are_one_message(
+    model: str,
+    audio: Path,
+    arguments: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(audio)
+    assert main(["transcribe", model, *arguments]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_an_empty_folder_and_a_pattern_without_files(model: str, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    assert main(["transcribe", model, str(tmp_path / "empty")]) == 3
+    assert main(["transcribe", model, str(tmp_path / "*.wav")]) == 3
+
+
+def test_what_is_not_a_model(audio: Path, tmp_path: Path) -> None:
+    assert main(["transcribe", str(audio / "a.wav"), str(audio / "a.wav")]) == 6
+    assert main(["transcribe", str(tmp_path / "nothing"), str(audio / "a.wav")]) == 2
+
+
+class _Pipe(io.RawIOBase):
+    """A stream that gives what is there, and cannot be read again."""
+
+    def __init__(self, content: bytes) -> None:
+        super().__init__()
+        self._left = content
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        size = min(len(buffer), 1000, len(self._left))
+        buffer[:size], self._left = self._left[:size], self._left[size:]
+        return size
+
+
+class _Stdin:
+    """In place of sys.stdin."""
+
+    def __init__(self, content: bytes) -> None:
+        self.buffer = io.BufferedReader(_Pipe(content))
+
+
+def wav_bytes(samples: np.ndarray, rate_hz: int, subtype: str = "PCM_16") -> bytes:
+    file = io.BytesIO()
+    soundfile.write(file, samples, rate_hz, format="WAV", subtype=subtype)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("content", "options"),
+    [
+        (tiny_recognizer.say(WORDS).tobytes(), []),
+        (tiny_recognizer.say(WORDS, rate_hz=16000).tobytes(), ["--rate", "16000"]),
+        (wav_bytes(tiny_recognizer.say(WORDS, rate_hz=16000), 16000), []),
+        (wav_bytes(tiny_recognizer.say(WORDS), 8000, "PCM_U8"), []),
+        (wav_bytes(tiny_recognizer.say(WORDS), 8000, "PCM_24"), []),
+    ],
+    ids=["raw", "raw 16000", "wav", "8 bit", "24 bit"],
+)
+def test_a_stream(
+    model: str,
+    content: bytes,
+    options: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "stdin", _Stdin(content))
+    assert main(["transcribe", model, "-", *options]) == 0
+    assert " ".join(lines(capsys)).split() == WORDS
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"RIFF", wav_bytes(np.zeros(0, np.int16), 8000), b"RIFF" + bytes(range(100))]
+)
+def test_a_stream_that_is_no_audio_is_one_message(
+    model: str, content: bytes, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", _Stdin(content))
+    assert main(["transcribe", model, "-"]) == 3
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+@pytest.mark.end_to_end
+def test_several_processes_give_the_same_in_the_same_order(
+    model: str, audio: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (audio / "bad.wav").write_bytes(b"RIFF")
+    arguments = ["transcribe", model, str(audio), "--format", "json", "-q"]
+    assert main(arguments) == 3
+    alone = capsys.readouterr()
+    assert main([*arguments, "--processes", "2"]) == 3
+    assert capsys.readouterr() == alone
