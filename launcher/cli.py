@@ -21,8 +21,8 @@ _EXIT_BROKEN_PIPE = 141
 # command -> "module" of ngsgd.launcher.commands whose `command(arguments)` it is, or
 # "module:function"
 _COMMANDS = {
-    "resume": "run_commands:resume", "evaluate": "run_commands:evaluate",
-    "decode": "run_commands:decode", "align": "run_commands:align", "report": "report",
+    "resume": "run_commands:resume", "evaluate": "decode:evaluate",
+    "decode": "decode:decode", "align": "run_commands:align", "report": "report",
     "compare": "compare", "plan": "plan", "simulate": "simulate", "submit": "submit", "tune": "tune",
     "status": "jobs:status", "logs": "jobs:logs", "stop": "jobs:stop", "ui": "ui",
     "settings": "settings", "doctor": "doctor", "info": "info", "export": "kaldi:export", "transcribe": "transcribe",

@@ -1,8 +1,7 @@
-"""The arguments of `ngsgd resume`, `evaluate`, `decode` and `align`; what they do is imported after those are read."""
+"""The arguments of `ngsgd resume` and `align`; what they do is imported after those are read."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -30,45 +29,6 @@ def resume(arguments: Sequence[str]) -> int:
                           allow_other_bits=options.allow_other_bits)
 
 
-def decode(arguments: Sequence[str]) -> int:
-    parser = _parser("decode")
-    parser.add_argument("--json", action="store_true", help="print what decode/wer.json holds, and nothing else on stdout")
-    parser.add_argument("--streaming", action="store_true",
-                        help="the test set frame by frame as it comes, on one thread: is it the same, how fast, how late")
-    parser.add_argument("--chunk-frames", type=int, default=10, metavar="N", help="frames scored together (default: %(default)s)")
-    options = parser.parse_args(list(arguments))
-    run = find_run(options.run)
-    if options.chunk_frames < 1:
-        raise ConfigError(f"--chunk-frames is {options.chunk_frames}; it must be at least 1.")
-    if options.streaming:
-        from ngsgd.launcher.commands.train import open_run
-        from ngsgd.pipeline import streaming
-
-        print(streaming.measure(open_run(run, quiet=False), chunk_frames=options.chunk_frames, trust=options.trust))
-        return EXIT_OK
-    from ngsgd.launcher.commands import train as service
-
-    code = service.decode(run, quiet=options.quiet or options.json, trust=options.trust)
-    if options.json:
-        print((run / "decode" / "wer.json").read_text(encoding="utf-8"))
-    return code
-
-
-def evaluate(arguments: Sequence[str]) -> int:
-    parser = _parser("evaluate")
-    parser.add_argument("--outer-iter", type=int, metavar="N",
-                        help="the checkpoint after outer iteration N, counted from 1 (default: the final model)")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    options = parser.parse_args(list(arguments))
-    run = find_run(options.run)
-    from ngsgd.launcher.commands import train as service
-
-    scores = service.evaluate(run, quiet=options.quiet or options.json, outer_iter=options.outer_iter,
-                              trust=options.trust)
-    print(json.dumps(scores, indent=1) if options.json else "\n".join(_told(name, score) for name, score in scores.items()))
-    return EXIT_OK
-
-
 def align(arguments: Sequence[str]) -> int:
     parser = Parser("align")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="as for ngsgd train: recipe=fsdd data.source=PATH")
@@ -87,12 +47,6 @@ def align(arguments: Sequence[str]) -> int:
     else:
         service.to_file(options.overrides, Path(options.output))
     return EXIT_OK
-
-
-def _told(name: str, score: dict[str, float] | None) -> str:
-    if score is None:
-        return f"{name:6} the states of its frames are not known; ngsgd decode gives a word error rate"
-    return f"{name:6} objf {score['objf']:.4f} nats per frame, {100 * score['accuracy']:.2f}% of frames right"
 
 
 def _parser(command: str) -> Parser:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import sys
 import time
 from collections import Counter
@@ -138,7 +139,9 @@ def _require_different_names(audio: Sequence[Path]) -> None:
 
 def _with_progress(outcomes: Iterable[Outcome], total: int) -> Iterator[Outcome]:
     """The same, with a bar on a terminal."""
-    if total == 1 or not sys.stderr.isatty():
+    # rich comes with the service; recognition alone does without
+    has_bar = total > 1 and sys.stderr.isatty() and importlib.util.find_spec("rich") is not None
+    if not has_bar:
         yield from outcomes
         return
     from rich.console import Console

@@ -34,6 +34,7 @@ from torch import Tensor, nn
 
 from ngsgd import files
 from ngsgd.asr.decode import evaluation
+from ngsgd.asr.decode.calibration import Calibration
 from ngsgd.asr.decode.evaluation import DecodingWeights
 from ngsgd.asr.decode.streaming import Search
 from ngsgd.asr.features import cmvn
@@ -72,6 +73,11 @@ _LANGUAGE_FILES = ("lm.arpa", "HCLG.fst")
 _MAX_BYTES = 1 << 34
 # larger than that of any archive of examples
 _MAX_CONTEXT, _MAX_FEATURES, _MAX_SILENCE_STATES = 1000, 10_000, 10
+# far beyond all that decodes anything
+_MAX_SCALE, _MAX_PENALTY = 100.0, 1000.0
+# of the slope and the offset of a calibration
+_MAX_CALIBRATION = 1e6
+_UNCALIBRATED = Calibration()
 _AGAIN = "copy it again, or write it again with: ngsgd export --format bundle RUN FILE"
 
 
@@ -91,6 +97,7 @@ class Bundle:
         language: words, pronunciations, phones and language model, or a graph of words.
         decode: beam and graph settings.
         weights: acoustic scale and word penalty that were best on the validation set.
+        calibration: map from posteriors of words to confidences, fitted on the validation set.
         provenance: run, corpus and WER, as texts and numbers.
     """
 
@@ -104,6 +111,7 @@ class Bundle:
     language: Language
     decode: DecodeConfig
     weights: DecodingWeights
+    calibration: Calibration
     provenance: Mapping[str, Any]
 
     @classmethod
@@ -125,7 +133,7 @@ class Bundle:
         except (
             SafetensorError,
             ValueError,
-            KeyError,
+            LookupError,
             TypeError,
             RuntimeError,
             AttributeError,
@@ -199,6 +207,7 @@ def index_of(
     features: FeatureConfig,
     decode: DecodeConfig,
     weights: DecodingWeights,
+    calibration: Calibration = _UNCALIBRATED,
     all_speech: Stats | None,
     provenance: Mapping[str, Any],
 ) -> str:
@@ -206,7 +215,7 @@ def index_of(
 
     Args:
         model_files: name -> content of the `MODEL_FILES` that there are.
-        language, features, decode, weights, all_speech, provenance: as in `Bundle`.
+        language, features, decode, weights, calibration, all_speech, provenance: as in `Bundle`.
     """
     content = {**model_files, **language.files()}
     return json.dumps(
@@ -221,6 +230,7 @@ def index_of(
                 "features": asdict(features),
                 "decode": asdict(decode),
                 "weights": asdict(weights),
+                "calibration": asdict(calibration),
                 "all_speech": None if all_speech is None else all_speech.tolist(),
                 "provenance": dict(provenance),
             }
@@ -389,6 +399,7 @@ def _bundle(path: Path, index: Mapping[str, Any], *, trust: bool) -> Bundle:
         language,
         config.decode,
         _weights(index["weights"]),
+        _calibration(index.get("calibration")),
         dict(index["provenance"]),
     )
 
@@ -412,9 +423,20 @@ def _config(index: Mapping[str, Any], about: Mapping[str, Any]) -> RunConfig:
     return config
 
 
+def _calibration(values: Mapping[str, Any] | None) -> Calibration:
+    """The calibration; a model of an earlier version has none."""
+    if values is None:
+        return Calibration()
+    found = Calibration(float(values["slope"]), float(values["offset"]))
+    if not (0.0 <= found.slope <= _MAX_CALIBRATION and abs(found.offset) <= _MAX_CALIBRATION):
+        raise ValueError(f"its calibration is {found}")
+    return found
+
+
 def _weights(values: Mapping[str, Any]) -> DecodingWeights:
     weights = DecodingWeights(float(values["acoustic_scale"]), float(values["word_penalty"]))
-    if not (np.isfinite(list(asdict(weights).values())).all() and weights.acoustic_scale > 0.0):
+    # false for NaN, too
+    if not (0.0 < weights.acoustic_scale <= _MAX_SCALE and abs(weights.word_penalty) <= _MAX_PENALTY):
         raise ValueError(f"its decoding weights are {weights}")
     return weights
 
@@ -486,9 +508,8 @@ def _language(tree: Mapping[str, Any], found: Mapping[str, bytes]) -> Language:
         or not 1 <= topology.num_silence_states <= _MAX_SILENCE_STATES
     ):
         raise ValueError(f"silence has {topology.num_silence_states} states")
-    if not topology.lexicon or not all(
-        spoken and set(spoken) <= phones for all_ in topology.lexicon.values() for spoken in all_
-    ):
+    spoken = [phones_ for all_ in topology.lexicon.values() for phones_ in all_]
+    if not all(topology.lexicon.values()) or not all(one and set(one) <= phones for one in spoken):
         raise ValueError("a word is spelled in phones that are not its own")
     if given and not all(type(pdf) is int and 0 <= pdf < 1 << 24 for pdf in given.tid2pdf):
         raise ValueError("a transition of its graph has no HMM state")

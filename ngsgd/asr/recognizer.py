@@ -30,6 +30,9 @@ from ngsgd.data.frames import Side
 from ngsgd.errors import DataError
 
 FRAME_S = 0.01
+# of the lattices that confidences and further hypotheses come from (nats); stretches are long, and
+# with twice as much determinization takes twenty times as long as everything else
+LATTICE_BEAM = 4.0
 # blocks that an array is taken in
 _BLOCK_S = 5.0
 
@@ -235,9 +238,10 @@ class _Channel:
             bundle.graph,
             bundle.log_likelihoods(features_TD, side),
             bundle.search,
-            lattice_beam=bundle.decode.lattice_beam,
+            lattice_beam=min(bundle.decode.lattice_beam, LATTICE_BEAM),
             frame_shift_s=FRAME_S,
             num_best=self._num_best,
+            calibration=bundle.calibration,
         )
         rate_hz = bundle.features.sample_rate_hz
         start_s, end_s = stretch.first / rate_hz, (stretch.first + len(stretch.samples)) / rate_hz

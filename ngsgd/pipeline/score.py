@@ -31,7 +31,8 @@ def decode_and_score(folder: RunFolder, config: RunConfig, corpus: Corpus, model
     result = tune_and_decode(corpus.language, config.decode, valid=corpus.valid, valid_logliks=logliks["valid"], test=corpus.test,
                              test_logliks=logliks["test"])
     frames = {name: score_frames(speech, logliks[name], prior_P) for name, speech in _held_out(corpus).items()}
-    about = {**asdict(result.setting), "valid": str(result.valid), "test": str(result.test),
+    about = {**asdict(result.setting), "calibration": asdict(result.calibration),
+             "valid": str(result.valid), "test": str(result.test),
              "test_interval_95": asdict(result.test_interval), **_oracle(result),
              "frames": {name: asdict(score) for name, score in frames.items() if score},
              "sweep_on_valid": [{**asdict(setting), "errors": str(errors)} for setting, errors in result.sweep]}

@@ -13,6 +13,7 @@ import pytest
 
 from ngsgd.asr import bundle
 from ngsgd.asr.bundle import Bundle
+from ngsgd.asr.decode.calibration import Calibration
 from ngsgd.asr.lang.language import Language
 from ngsgd.asr.lang.topology import Topology
 from ngsgd.errors import CheckpointError, ConfigError
@@ -65,7 +66,7 @@ def test_other_words_over_the_same_phones_make_another_graph(tmp_path: Path) -> 
 def test_what_is_not_a_model_is_refused_with_the_next_step(
     tmp_path: Path, content: dict[str, bytes]
 ) -> None:
-    with pytest.raises(CheckpointError, match="does not exist"):
+    with pytest.raises(CheckpointError, match="nothing"):
         Bundle.load(tmp_path / "nothing")
     run = tmp_path / "run"
     run.mkdir()
@@ -103,6 +104,33 @@ def test_a_newer_version_is_named(tmp_path: Path, content: dict[str, bytes]) -> 
     newer = files.sealed({**index, "version": bundle.VERSION + 1})
     bundle.write_file(tmp_path / "a", {**content, bundle.INDEX: json.dumps(newer).encode()})
     with pytest.raises(CheckpointError, match="newer version"):
+        Bundle.load(tmp_path / "a")
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        (None, Calibration()),
+        ({"slope": 0.5, "offset": -1.0}, Calibration(0.5, -1.0)),
+        ({"slope": -1.0, "offset": 0.0}, None),
+        ({"slope": 1e300, "offset": 0.0}, None),
+        ({"slope": "x", "offset": 0.0}, None),
+        ({"slope": 1.0}, None),
+        ([], None),
+    ],
+)
+def test_a_calibration_is_read_and_checked(
+    tmp_path: Path, content: dict[str, bytes], values: Any, expected: Calibration | None
+) -> None:
+    from ngsgd import files
+
+    index = files.unsealed(json.loads(content[bundle.INDEX]))[0]
+    changed = files.sealed({**index, "calibration": values})
+    bundle.write_file(tmp_path / "a", {**content, bundle.INDEX: json.dumps(changed).encode()})
+    if expected is not None:
+        assert Bundle.load(tmp_path / "a").calibration == expected
+        return
+    with pytest.raises(CheckpointError):
         Bundle.load(tmp_path / "a")
 
 

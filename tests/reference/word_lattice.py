@@ -6,7 +6,6 @@ Letters: T frames, P pdfs.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -63,12 +62,30 @@ def best_sequences(found: list[FullPath]) -> list[tuple[float, tuple[str, ...]]]
     return sorted((cost, words) for words, cost in best.items())
 
 
-def posteriors(found: list[FullPath]) -> dict[tuple[int, str], float]:
-    """(frame, word) -> probability that a path emits the word there."""
-    least = min(path.cost for path in found)
-    total = sum(math.exp(least - path.cost) for path in found)
-    sums: defaultdict[tuple[int, str], float] = defaultdict(float)
-    for path in found:
-        for event in path.words:
-            sums[event] += math.exp(least - path.cost) / total
-    return sums
+def confidences(
+    sequences: list[tuple[float, tuple[str, ...]]], hypothesis: tuple[str, ...]
+) -> list[float]:
+    """For each word of the hypothesis the probability of all sequences that have it, aligned."""
+    least = min(cost for cost, _ in sequences)
+    total = sum(math.exp(least - cost) for cost, _ in sequences)
+    found = [0.0] * len(hypothesis)
+    for cost, words in sequences:
+        for number in _agreeing(words, hypothesis):
+            found[number] += math.exp(least - cost) / total
+    return found
+
+
+def _agreeing(words: tuple[str, ...], hypothesis: tuple[str, ...]) -> list[int]:
+    """The words of the hypothesis that are opposite an equal word."""
+    best: dict[tuple[int, int], tuple[float, list[int]]] = {(0, 0): (0.0, [])}
+    for i in range(len(words) + 1):
+        for j in range(len(hypothesis) + 1):
+            ways = [(best[i - 1, j][0] + 1.0, best[i - 1, j][1])] if i else []
+            ways += [(best[i, j - 1][0] + 1.0, best[i, j - 1][1])] if j else []
+            if i and j:
+                is_equal = words[i - 1] == hypothesis[j - 1]
+                cost, agreeing = best[i - 1, j - 1]
+                ways.append((cost + (not is_equal), [*agreeing, j - 1] if is_equal else agreeing))
+            if ways:
+                best[i, j] = min(ways, key=lambda way: way[0])
+    return best[len(words), len(hypothesis)][1]

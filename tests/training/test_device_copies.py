@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ngsgd.training import device_copies
 from ngsgd.training.device_copies import on_device
-from ngsgd.training.task import Batch
+from ngsgd.training.task import Batch, map_tensors
 
 CUDA = torch.device("cuda", 0)
 
@@ -73,7 +73,7 @@ class Cuda:
         monkeypatch.setattr(Tensor, "pin_memory", _method(self.pin))
         monkeypatch.setattr(Tensor, "is_pinned", lambda tensor: any(tensor is one for one in self.pinned))
         monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: self.used_on[id(tensor)].append(stream))
-        monkeypatch.setattr(device_copies, "to_device", lambda data, device: device_copies.map_tensors(data, self.copy))
+        monkeypatch.setattr(device_copies, "to_device", lambda data, device: map_tensors(data, self.copy))
 
     @contextlib.contextmanager
     def stream(self, stream: Stream) -> Iterator[None]:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ngsgd.cluster.fingerprint import kernels
 from ngsgd.config import OptimizerConfig
 from ngsgd.schedules import Shard
 from ngsgd.tasks.speech import SpeechTaskSpec
@@ -56,6 +57,8 @@ def main(kind: Any, objective: str, folder: Path) -> None:
     vars(worker_module)["seeded_model"] = on_device
     made = toy.Run(folder) if objective == "ce" else test_sequences.run(folder, objective)
     config = replace(made.config, optimizer=OptimizerConfig(kind))
+    # tried once in a process, as its fingerprint does before the first job
+    kernels()
     with pretended.Watch() as watch:
         worker = WatchedWorker(SpeechTaskSpec(config, str(made.egs), made.spec.sequences), watch)
         start = np.zeros(worker.layout.size, np.float32)

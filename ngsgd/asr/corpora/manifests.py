@@ -36,6 +36,15 @@ def read_sets(source: Path) -> dict[str, list[UtteranceEntry]]:
     return sets
 
 
+def read_folder(folder: Path) -> list[UtteranceEntry] | None:
+    """The utterances of `recordings` and `supervisions` in one folder; None without these files."""
+    for suffix in _SUFFIXES:
+        paths = [folder / f"{kind}{suffix}" for kind in ("recordings", "supervisions")]
+        if all(path.is_file() for path in paths):
+            return _read_set(*paths)
+    return None
+
+
 def _find(source: Path, kind: str, names: tuple[str, ...]) -> Path | None:
     for name in names:
         for suffix in _SUFFIXES:

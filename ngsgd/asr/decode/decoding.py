@@ -37,12 +37,33 @@ class Path:
 
 def best_path(graph: Graph, loglik_TP: npt.NDArray[np.float32], *, acoustic_scale: float, beam: float, max_active: int) -> Path:
     """The best path through `graph`.  `loglik_TP` is log posterior minus log prior of each pdf."""
+    return path_of(_searched(graph, loglik_TP, acoustic_scale, beam, max_active), graph)
+
+
+def timed_path(graph: Graph, loglik_TP: npt.NDArray[np.float32], *, acoustic_scale: float, beam: float,
+               max_active: int) -> tuple[Path, list[int]]:
+    """The best path, and the number of frames before each word label of it."""
+    decoder = _searched(graph, loglik_TP, acoustic_scale, beam, max_active)
+    found, path = decoder.get_best_path(True)
+    frames: list[int] = []
+    num_frames = 0
+    # a linear path, printed from its start; lines of final states have fewer fields
+    for line in path.to_str(show_weight_one=True, fst_field_separator=" ").splitlines() if found else ():
+        fields = line.split(" ")
+        if len(fields) > 3:
+            frames += [num_frames] * (fields[3] != "0")
+            num_frames += fields[2] != "0"
+    return path_of(decoder, graph), frames
+
+
+def _searched(graph: Graph, loglik_TP: npt.NDArray[np.float32], acoustic_scale: float, beam: float, max_active: int) -> Any:
+    """A FasterDecoder at the end of the utterance; it refers to the graph, which must outlive it."""
     # first: kaldi_decoder takes its graphs
     extras.load("kaldifst", extra="asr", purpose="Decoding")
     kaldi_decoder = extras.load("kaldi_decoder", extra="asr", purpose="Decoding")
     decoder = kaldi_decoder.FasterDecoder(graph.fst, kaldi_decoder.FasterDecoderOptions(beam=beam, max_active=max_active))
     decoder.decode(kaldi_decoder.DecodableCtc(_scaled(loglik_TP, acoustic_scale)))
-    return path_of(decoder, graph)
+    return decoder
 
 
 def path_of(decoder: Any, graph: Graph, *, use_final: bool = True) -> Path:

@@ -11,14 +11,21 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from ngsgd.asr.decode import decoding, scoring
+from ngsgd.asr.decode import decoding, scoring, words
+from ngsgd.asr.decode.calibration import Calibration
 from ngsgd.asr.decode.scoring import Interval, UtteranceErrors, WordErrors
+from ngsgd.asr.decode.streaming import Search
 from ngsgd.asr.lang import graphs
+from ngsgd.asr.lang.grammar import Grammar
 from ngsgd.asr.lang.graphs import Graph
 from ngsgd.asr.lang.language import Language
 from ngsgd.asr.speech_set import SpeechSet
 from ngsgd.config import DecodeConfig
 from ngsgd.errors import DataError
+
+# utterances that the calibration is fitted on, and the beam of their lattices: two parameters need no more
+_MAX_CALIBRATION = 300
+_CALIBRATION_BEAM = 4.0
 
 # T x P of each utterance: log posterior minus log prior
 LogLikelihoods = Sequence[npt.NDArray[np.float32]]
@@ -54,6 +61,8 @@ class DecodingResult:
     graph: Graph
     # the setting that is best on test: not a result, only beside Kaldi's own
     oracle: tuple[DecodingWeights, WordErrors] | None
+    # of the posteriors of words, fitted on valid
+    calibration: Calibration
 
 
 def tune_and_decode(
@@ -65,22 +74,34 @@ def tune_and_decode(
     Among equals the setting named first wins.
     """
     graph = build_graph(language, config)
-    sweep = _sweep(graph, config, valid, valid_logliks, language.num_pdfs)
-    setting, valid_errors = min(sweep, key=lambda tried: tried[1].num_errors)
+    tried = sweep(graph, config, valid.texts, valid.frames.utt_ids, valid_logliks, language.num_pdfs)
+    setting, valid_errors = min(tried, key=lambda one: one[1].num_errors)
     penalised = graphs.with_word_penalty(graph, setting.word_penalty)
     hypotheses = decode_set(penalised, config, setting.acoustic_scale, test_logliks, language.num_pdfs)
     total, rows = scoring.score(test.texts, hypotheses, test.frames.utt_ids)
-    on_test = _sweep(graph, config, test, test_logliks, language.num_pdfs) if config.oracle else ()
-    oracle = min(on_test, key=lambda tried: tried[1].num_errors, default=None)
+    on_test = (sweep(graph, config, test.texts, test.frames.utt_ids, test_logliks, language.num_pdfs)
+               if config.oracle else ())
+    oracle = min(on_test, key=lambda one: one[1].num_errors, default=None)
     return DecodingResult(
-        setting=setting, valid=valid_errors, sweep=sweep, test=total,
+        setting=setting, valid=valid_errors, sweep=tried, test=total,
         test_interval=scoring.confidence_interval(test.texts, hypotheses), hypotheses=hypotheses, per_utterance=tuple(rows),
         graph=penalised, oracle=oracle,
+        calibration=_calibration(penalised, config, setting, valid, valid_logliks),
     )
 
 
-def build_graph(language: Language, config: DecodeConfig) -> Graph:
-    """The graph to decode with: the one that came with the data, or one made of lexicon and grammar."""
+def _calibration(graph: Graph, config: DecodeConfig, setting: DecodingWeights, valid: SpeechSet,
+                 logliks: LogLikelihoods) -> Calibration:
+    """The calibration of confidences, of some utterances where there are many."""
+    texts, some = valid.texts[:_MAX_CALIBRATION], logliks[:_MAX_CALIBRATION]
+    if not any(texts):
+        return Calibration()
+    return words.calibrate(graph, some, texts, Search(setting.acoustic_scale, config.beam, config.max_active),
+                           lattice_beam=min(config.lattice_beam, _CALIBRATION_BEAM))
+
+
+def build_graph(language: Language, config: DecodeConfig, rules: Grammar | None = None) -> Graph:
+    """The graph to decode with: the one that came with the data, or one made of lexicon and language model or `rules`."""
     if config.graph == "given" and language.given is None:
         raise DataError("decode.graph is given, but this corpus comes without a decoding graph; set decode.graph=made, or "
                         "data.graph=FOLDER for your own.")
@@ -90,7 +111,7 @@ def build_graph(language: Language, config: DecodeConfig) -> Graph:
     if language.num_pdfs != language.topology.num_pdfs:
         raise DataError(f"decode.graph is made, and a graph made of the lexicon has {language.topology.num_pdfs} states, not the "
                         f"{language.num_pdfs} of the alignment; set decode.graph=given.")
-    return graphs.build(language, silence_prob=config.silence_prob)
+    return graphs.build(language, silence_prob=config.silence_prob, rules=rules)
 
 
 def decode_set(
@@ -100,14 +121,15 @@ def decode_set(
     return tuple(_decode_one(graph, config, acoustic_scale, loglik_TP, num_pdfs) for loglik_TP in logliks)
 
 
-def _sweep(graph: Graph, config: DecodeConfig, speech: SpeechSet, logliks: LogLikelihoods, num_pdfs: int) -> Sweep:
+def sweep(graph: Graph, config: DecodeConfig, texts: Sequence[Sequence[str]], utt_ids: Sequence[str],
+          logliks: LogLikelihoods, num_pdfs: int) -> Sweep:
     """The errors at every acoustic scale and word penalty."""
     penalised = {penalty: graphs.with_word_penalty(graph, penalty) for penalty in config.word_penalties}
     tried = []
     for scale in config.acoustic_scales:
         for penalty in config.word_penalties:
             hypotheses = decode_set(penalised[penalty], config, scale, logliks, num_pdfs)
-            errors = scoring.score(speech.texts, hypotheses, speech.frames.utt_ids)[0]
+            errors = scoring.score(texts, hypotheses, utt_ids)[0]
             tried.append((DecodingWeights(acoustic_scale=scale, word_penalty=penalty), errors))
     return tuple(tried)
 

@@ -15,11 +15,14 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ngsgd.asr import extras
-from ngsgd.asr.decode import state_lattice
-from ngsgd.asr.decode.state_lattice import LatticePath, WordPosterior
+from ngsgd.asr.decode import calibration as calibrations
+from ngsgd.asr.decode import decoding, scoring, word_lattice
+from ngsgd.asr.decode.calibration import Calibration
+from ngsgd.asr.decode.decoding import Path
 from ngsgd.asr.decode.streaming import Search
-from ngsgd.asr.lang.graphs import Arc, Graph
+from ngsgd.asr.decode.word_lattice import WordLattice
+from ngsgd.asr.lang import graphs
+from ngsgd.asr.lang.graphs import Graph
 from ngsgd.asr.lang.topology import Topology
 
 
@@ -29,7 +32,7 @@ class Word(NamedTuple):
     word: str
     start_s: float
     end_s: float
-    # posterior probability of the word at its place, 0 to 1
+    # probability that the word was said at this place, 0 to 1
     confidence: float
 
 
@@ -58,118 +61,163 @@ def recognized(
     lattice_beam: float,
     frame_shift_s: float,
     num_best: int = 1,
+    calibration: Calibration | None = None,
 ) -> list[Hypothesis]:
     """Decode one utterance into its best word sequences.
 
-    Posteriors are those of the lattice at the acoustic scale of the search, language model costs
-    with a scale of 1, as in Kaldi's lattice-to-ctm-conf with acoustic scale 1/LMWT.
+    The words of the first hypothesis are those of `decoding.best_path` and of `StreamingDecoder`.
+    Confidences are posteriors of the word lattice at the acoustic scale of the search, with the
+    language model at scale 1, as in Kaldi's lattice-to-ctm-conf with an acoustic scale of 1/LMWT.
 
     Args:
         graph: What is searched.  With `graph.topology` words start and end where their states do.
             Without it (tied states) a word starts where the graph emits it and ends at the next.
         loglik_TP: Log posterior minus log prior of each pdf.
-        search: Acoustic scale and beam.
+        search: Acoustic scale, beam, and maximum number of active states of the best path; lattices
+            are limited by the beam only.
         lattice_beam: Paths whose cost is higher than the best one's by more than this do not count
             (nats; typical 8).
         frame_shift_s: Seconds per frame, 0.01 for all features of this package.
-        num_best: Number of distinct word sequences.
+        num_best: Maximum number of distinct word sequences.
+        calibration: Map from posteriors to confidences; None leaves them as they are.
 
     Returns:
-        At most `num_best` hypotheses, best first, and at least one.
+        At least one and at most `num_best` hypotheses, best first.
     """
-    # first: kaldi_decoder takes its graphs
-    extras.load("kaldifst", extra="asr", purpose="Decoding")
-    kaldi_decoder = extras.load("kaldi_decoder", extra="asr", purpose="Decoding")
-    config = kaldi_decoder.LatticeSimpleDecoderConfig(beam=search.beam, lattice_beam=lattice_beam)
-    decoder = kaldi_decoder.LatticeSimpleDecoder(graph.fst, config)
-    scaled_TP = np.ascontiguousarray(search.acoustic_scale * loglik_TP, dtype=np.float32)
-    if not len(loglik_TP) or not decoder.decode(kaldi_decoder.DecodableCtc(scaled_TP)):
+    if not len(loglik_TP):
         return [Hypothesis((), math.inf, is_complete=False)]
-    lattice = state_lattice.read(decoder.get_raw_lattice()[1])
-    posteriors = state_lattice.word_posteriors(lattice)
-    is_complete = math.isfinite(decoder.final_relative_cost())
-    return [
-        Hypothesis(_words(graph, path, posteriors, frame_shift_s), path.cost, is_complete)
-        for path in state_lattice.best_paths(lattice, num_best)
+    best, frames = _searched(graph, loglik_TP, search)
+    if not math.isfinite(best.cost):
+        return [Hypothesis((), math.inf, is_complete=False)]
+    lattice = lattice_of(graph, loglik_TP, search, lattice_beam=lattice_beam)
+    convert = _Converter(graph, lattice, frame_shift_s, calibration or Calibration())
+    found = [convert(best, frames)]
+    # the best is one of these, unless it was beyond the beam of the lattice
+    for scored in word_lattice.best_sequences(lattice, num_best) if num_best > 1 else ():
+        names = tuple(graph.words[label - 1] for label in scored.labels)
+        if names != best.words and len(found) < num_best:
+            path, frames = _searched(graphs.within(graph, names), loglik_TP, search)
+            # the beam of the search may have lost it
+            found += [convert(path, frames)] if path.words == names else []
+    return found
+
+
+def outcomes(
+    hypotheses: Sequence[Hypothesis], texts: Sequence[Sequence[str]]
+) -> tuple[list[float], list[bool]]:
+    """The confidence of every recognized word, and whether it was said.
+
+    Args:
+        hypotheses: one for each utterance.
+        texts: the words of each utterance.
+    """
+    said = [[word.word for word in one.words] for one in hypotheses]
+    rows = scoring.score(texts, said, [""] * len(said))[1]
+    is_correct = [ref == hyp for row in rows for ref, hyp in row.pairs if hyp != scoring.NOTHING]
+    return [word.confidence for one in hypotheses for word in one.words], is_correct
+
+
+def calibrate(
+    graph: Graph,
+    logliks: Sequence[npt.NDArray[np.float32]],
+    texts: Sequence[Sequence[str]],
+    search: Search,
+    *,
+    lattice_beam: float,
+) -> Calibration:
+    """Fit the map from posteriors to the share of correct words; arguments as in `recognized`."""
+    found = [
+        recognized(graph, one, search, lattice_beam=lattice_beam, frame_shift_s=1.0)[0]
+        for one in logliks
     ]
+    return calibrations.fit(*outcomes(found, texts))
 
 
-def _words(
-    graph: Graph, path: LatticePath, posteriors: Sequence[WordPosterior], frame_shift_s: float
-) -> tuple[Word, ...]:
-    """The words of a path, with their times and confidences."""
-    labels, frames, pdfs = _emissions(path.arcs)
-    names = [graph.words[label - 1] for label in labels]
-    spans = (
-        _spans_of_states(graph.topology, names, pdfs) if graph.topology else None
-    ) or _spans_of_emissions(frames, len(pdfs))
-    found = []
-    for number, (label, name, span) in enumerate(zip(labels, names, spans, strict=True)):
-        place = _place(spans, frames, number, len(pdfs))
-        confidence = sum(
-            one.posterior
-            for one in posteriors
-            if one.label == label and place.start <= one.frame < place.end
+def _searched(
+    graph: Graph, loglik_TP: npt.NDArray[np.float32], search: Search
+) -> tuple[Path, list[int]]:
+    return decoding.timed_path(
+        graph,
+        loglik_TP,
+        acoustic_scale=search.acoustic_scale,
+        beam=search.beam,
+        max_active=search.max_active,
+    )
+
+
+def lattice_of(
+    graph: Graph, loglik_TP: npt.NDArray[np.float32], search: Search, *, lattice_beam: float
+) -> WordLattice:
+    """The word lattice of one utterance with at least a frame; arguments as in `recognized`.
+
+    The beam is halved for as long as there are too many word sequences.
+    """
+    raw = decoding.lattice(
+        graph,
+        loglik_TP,
+        acoustic_scale=search.acoustic_scale,
+        beam=search.beam,
+        lattice_beam=lattice_beam,
+    )
+    return word_lattice.determinized(raw) or lattice_of(
+        graph, loglik_TP, search, lattice_beam=lattice_beam / 2
+    )
+
+
+@dataclass(frozen=True)
+class _Converter:
+    """Paths of one utterance to hypotheses."""
+
+    graph: Graph
+    lattice: WordLattice
+    frame_shift_s: float
+    calibration: Calibration
+
+    def __call__(self, path: Path, frames: Sequence[int]) -> Hypothesis:
+        topology, shift_s = self.graph.topology, self.frame_shift_s
+        spans = spans_of_states(topology, path.words, path.pdf_T) if topology else None
+        if spans is None:
+            spans = [
+                Span(start, end) for start, end in itertools.pairwise([*frames, len(path.pdf_T)])
+            ]
+        label_of = {word: label for label, word in enumerate(self.graph.words, start=1)}
+        posteriors = word_lattice.confidences(self.lattice, [label_of[word] for word in path.words])
+        words = tuple(
+            Word(word, span.start * shift_s, span.end * shift_s, self.calibration(posterior))
+            for word, span, posterior in zip(path.words, spans, posteriors, strict=True)
         )
-        # an alternative may emit the word twice at one place
-        found.append(
-            Word(name, span.start * frame_shift_s, span.end * frame_shift_s, min(confidence, 1.0))
-        )
-    return tuple(found)
+        return Hypothesis(words, path.cost, path.is_complete)
 
 
-def _emissions(arcs: Sequence[Arc]) -> tuple[list[int], list[int], list[int]]:
-    """The word labels of a path, the frames before each of them, and the pdf of every frame."""
-    labels: list[int] = []
-    frames: list[int] = []
-    pdfs: list[int] = []
-    for arc in arcs:
-        if arc.output:
-            labels.append(arc.output)
-            frames.append(len(pdfs))
-        if arc.input:
-            pdfs.append(arc.input - 1)
-    return labels, frames, pdfs
-
-
-def _spans_of_states(
-    topology: Topology, words: Sequence[str], pdfs: Sequence[int]
+def spans_of_states(
+    topology: Topology,
+    words: Sequence[str],
+    pdf_T: Sequence[int] | npt.NDArray[np.int32],
 ) -> list[Span] | None:
-    """The frames of each word, its states matched with its pronunciations; None if they differ."""
-    # a state is one character, a run of it any number of frames
+    """The frames of each word of an alignment, silence excluded.
+
+    Args:
+        topology: Pronunciations and their states.
+        words: The words, in their order.
+        pdf_T: The state of each frame.
+
+    Returns:
+        None if the states are not those of the words.
+    """
+    # a state is one character of a regular expression, and its frames are a run of it
     silence = f"[{''.join(map(_char, topology.silence_pdfs))}]*"
-    pattern = silence + silence.join(f"({_spellings(topology, word)})" for word in words) + silence
-    match = re.fullmatch(pattern, "".join(map(_char, pdfs)))
+    pattern = silence + "".join(f"({_pronunciations(topology, word)}){silence}" for word in words)
+    match = re.fullmatch(pattern, "".join(map(_char, pdf_T)))
     return match and [Span(*match.span(number)) for number in range(1, len(words) + 1)]
 
 
-def _spellings(topology: Topology, word: str) -> str:
-    pronunciations = topology.lexicon.get(word, ())
+def _pronunciations(topology: Topology, word: str) -> str:
     return "|".join(
-        "".join(f"{_char(pdf)}+" for pdf in topology.pdfs_of(phones)) for phones in pronunciations
+        "".join(f"{_char(pdf)}+" for pdf in topology.pdfs_of(phones))
+        for phones in topology.lexicon.get(word, ())
     )
 
 
 def _char(pdf: int) -> str:
-    # of a plane without characters that mean something in a pattern
+    # of a plane whose characters mean nothing in a pattern
     return chr(0x10000 + pdf)
-
-
-def _spans_of_emissions(frames: Sequence[int], num_frames: int) -> list[Span]:
-    return [Span(start, end) for start, end in itertools.pairwise([*frames, num_frames])]
-
-
-def _place(spans: Sequence[Span], frames: Sequence[int], number: int, num_frames: int) -> Span:
-    """The frames at which an emission of the same word counts as this word.
-
-    Half of the word's duration around it, and nearer to its emission than to another word's.
-    """
-    start, end = spans[number]
-    margin = (end - start + 1) // 2
-    before = (frames[number - 1] + frames[number] + 1) // 2 if number else 0
-    after = (
-        (frames[number] + frames[number + 1] + 1) // 2
-        if number + 1 < len(frames)
-        else num_frames + 1
-    )
-    return Span(max(start - margin, before), min(end + margin + 1, after))

@@ -26,6 +26,7 @@ import numpy as np
 
 from ngsgd.asr import extras
 from ngsgd.asr.lang import openfst
+from ngsgd.asr.lang.grammar import Grammar
 from ngsgd.asr.lang.language import GivenGraph, Language
 from ngsgd.asr.lang.topology import SILENCE_PHONE, Pronunciation, Topology
 from ngsgd.errors import DataError
@@ -55,14 +56,15 @@ class Arc(NamedTuple):
     cost: float
 
 
-def build(language: Language, *, silence_prob: float) -> Graph:
+def build(language: Language, *, silence_prob: float, rules: Grammar | None = None) -> Graph:
     """HCLG of a language.  Silence may stand before, between and after words, with probability
     `silence_prob`; at 0 it costs
-    as much as no silence: nothing.
+    as much as no silence: nothing.  `rules` take the place of the language model.
     """
     topology = language.topology
     lexicon = _Lexicon(topology)
-    grammar = _arpa_grammar(language.arpa, topology.words) if language.arpa else _loop(topology, language.is_one_word)
+    grammar = rules.acceptor(topology.word_labels) if rules \
+        else _arpa_grammar(language.arpa, topology.words) if language.arpa else _loop(topology, language.is_one_word)
     fst = lexicon.transducer(silence_prob)
     kaldifst = _kaldifst()
     kaldifst.arcsort(fst, "olabel")

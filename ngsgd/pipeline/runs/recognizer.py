@@ -14,6 +14,7 @@ import ngsgd
 from ngsgd.asr import bundle
 from ngsgd.asr.bundle import Bundle
 from ngsgd.asr.corpora.corpus import Corpus
+from ngsgd.asr.decode.calibration import Calibration
 from ngsgd.asr.decode.evaluation import DecodingResult, DecodingWeights
 from ngsgd.asr.features import cmvn
 from ngsgd.asr.features.cmvn import Stats
@@ -34,7 +35,8 @@ def keep_recognizer(
     """Complete `final/` with all that recognizing speech takes; the index is written last."""
     wer = {"valid": str(result.valid), "test": str(result.test),
            **_interval(asdict(result.test_interval))}
-    for name, content in _content(folder, config, corpus, result.setting, wer).items():
+    content_of = _content(folder, config, corpus, result.setting, result.calibration, wer)
+    for name, content in content_of.items():
         path = folder.final / name
         # the index comes last in the mapping
         if name in bundle.MODEL_FILES or (
@@ -69,6 +71,8 @@ def export_bundle(folder: RunFolder, config: RunConfig, corpus: Corpus, output: 
     try:
         scores = read_json(path)
         weights = DecodingWeights(float(scores["acoustic_scale"]), float(scores["word_penalty"]))
+        # earlier versions have none
+        calibration = Calibration(**scores.get("calibration", {}))
         wer = {
             **{name: str(scores[name]) for name in ("valid", "test")},
             **_interval(scores.get("test_interval_95")),
@@ -79,7 +83,7 @@ def export_bundle(folder: RunFolder, config: RunConfig, corpus: Corpus, output: 
             f"first with: "
             f"ngsgd decode {folder.path}."
         ) from error
-    bundle.write_file(output, _content(folder, config, corpus, weights, wer))
+    bundle.write_file(output, _content(folder, config, corpus, weights, calibration, wer))
 
 
 def _interval(of_test: Mapping[str, float] | None) -> dict[str, str]:
@@ -92,6 +96,7 @@ def _content(
     config: RunConfig,
     corpus: Corpus,
     weights: DecodingWeights,
+    calibration: Calibration,
     wer: Mapping[str, str],
 ) -> dict[str, bytes]:
     """Name -> content of every file of a bundle, the index last."""
@@ -106,6 +111,7 @@ def _content(
         features=config.features,
         decode=config.decode,
         weights=weights,
+        calibration=calibration,
         all_speech=_all_speech(corpus.train),
         provenance=_provenance(folder, config, corpus, wer),
     )

@@ -1,0 +1,229 @@
+"""Grammars of what may be said, in a subset of JSGF (JSpeech Grammar Format, W3C note 2000).
+
+    #JSGF V1.0;
+    <digit> = zero | one | two;
+    public <call> = call <digit>+ [please];
+
+Words, rules, ( ) for groups, [ ] for options, | for alternatives, * and + for repetition, and
+comments as in C. Weights, tags and imports are rejected. A rule must not contain itself. The first
+public rule is the grammar, without one the first rule.
+
+Each alternative of n has the probability 1/n; options and repetitions cost nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from ngsgd import files
+from ngsgd.asr import extras
+from ngsgd.errors import DataError
+
+_MAX_BYTES = 1 << 24
+_MAX_STATES = 1_000_000
+# of groups and rules inside of each other
+_MAX_DEPTH = 200
+_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
+_TOKEN = re.compile(r"\s*(<[^<>\s]+>|[|()\[\]*+;=]|[^\s|()\[\]*+;=<>]+|\S)")
+
+
+@dataclass(frozen=True)
+class _Node:
+    kind: Literal["word", "rule", "all", "any", "option", "star", "plus"]
+    name: str = ""
+    parts: tuple[_Node, ...] = ()
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """The rules of a file."""
+
+    path: Path
+    rules: Mapping[str, _Node]
+    start: str
+
+    def words(self) -> tuple[str, ...]:
+        """All words of all rules, sorted."""
+        return tuple(sorted({name for rule in self.rules.values() for name in _words(rule)}))
+
+    def acceptor(self, labels: Mapping[str, int]) -> Any:
+        """The word sequences of the grammar as kaldifst.StdVectorFst.
+
+        Args:
+            labels: word -> label, for every word of the grammar.
+
+        Raises:
+            DataError: a rule that is not there or contains itself, or too many states.
+        """
+        expansion = _Expansion(self, labels)
+        end = expansion.add(_Node("rule", self.start), 0, ())
+        kaldifst = extras.load("kaldifst", extra="asr", purpose="Decoding")
+        fst = kaldifst.compile("\n".join([*expansion.lines, f"{end} 0", ""]))
+        kaldifst.determinize_star(fst)
+        return fst
+
+
+def read(path: Path) -> Grammar:
+    """Read a grammar.
+
+    Raises:
+        DataError: the file cannot be read or is not in this form.
+    """
+    try:
+        text = files.read_regular_text(path, _MAX_BYTES)
+    except (OSError, UnicodeError) as error:
+        raise DataError(
+            f"the grammar {path} cannot be read ({error}); give a text file."
+        ) from error
+    tokens = _TOKEN.findall(_COMMENT.sub(" ", text))
+    return _Parser(path, tokens).grammar()
+
+
+class _Parser:
+    """Recursive descent over the tokens."""
+
+    def __init__(self, path: Path, tokens: list[str]) -> None:
+        self._path, self._tokens, self._at = path, tokens, 0
+
+    def grammar(self) -> Grammar:
+        rules: dict[str, _Node] = {}
+        public = []
+        while self._peek():
+            head = self._next()
+            if head.lower() in ("#jsgf", "grammar"):
+                while self._next() != ";":
+                    pass
+                continue
+            is_public = head == "public"
+            name = self._next() if is_public else head
+            if not name.startswith("<") or name in rules:
+                raise self._error(f"{name!r} is not the name of a new rule; write <name> = words;")
+            self._expect("=")
+            rules[name] = self._alternatives(0)
+            self._expect(";")
+            public += [name] if is_public else []
+        if not rules:
+            raise self._error("it has no rule; write <name> = words;")
+        return Grammar(self._path, rules, [*public, *rules][0])
+
+    def _alternatives(self, depth: int) -> _Node:
+        if depth > _MAX_DEPTH:
+            raise self._error("its groups are too deep")
+        parts = [self._sequence(depth)]
+        while self._peek() == "|":
+            self._next()
+            parts.append(self._sequence(depth))
+        return _Node("any", parts=tuple(parts)) if len(parts) > 1 else parts[0]
+
+    def _sequence(self, depth: int) -> _Node:
+        parts: list[_Node] = []
+        while self._peek() not in ("", "|", ")", "]", ";", "="):
+            parts.append(self._item(depth))
+        if not parts:
+            raise self._error("an alternative is empty; write [ ] around optional words")
+        return _Node("all", parts=tuple(parts))
+
+    def _item(self, depth: int) -> _Node:
+        token = self._next()
+        if token in ("(", "["):
+            inside = self._alternatives(depth + 1)
+            self._expect({"(": ")", "[": "]"}[token])
+            node = inside if token == "(" else _Node("option", parts=(inside,))
+        elif token.startswith("<") and token.endswith(">"):
+            node = _Node("rule", token)
+        elif token[0] in '*+<>/{}"\\':
+            raise self._error(f"{token!r} is not supported; write words, rules, ( ) [ ] | * and +")
+        else:
+            node = _Node("word", token)
+        while self._peek() in ("*", "+"):
+            node = _Node("star" if self._next() == "*" else "plus", parts=(node,))
+        return node
+
+    def _peek(self) -> str:
+        return self._tokens[self._at] if self._at < len(self._tokens) else ""
+
+    def _next(self) -> str:
+        if not self._peek():
+            raise self._error("it ends inside of a rule; end every rule with ;")
+        self._at += 1
+        return self._tokens[self._at - 1]
+
+    def _expect(self, token: str) -> None:
+        if self._peek() != token:
+            raise self._error(f"{self._peek() or 'the end'!r} stands where {token} is due")
+        self._next()
+
+    def _error(self, reason: str) -> DataError:
+        near = " ".join(self._tokens[max(0, self._at - 4) : self._at + 1])
+        return DataError(f"the grammar {self._path}: {reason} (near {near!r}).")
+
+
+@dataclass
+class _Expansion:
+    """States and arcs of a grammar, as lines of OpenFst's text form; state 0 is the start."""
+
+    grammar: Grammar
+    labels: Mapping[str, int]
+    lines: list[str] = field(default_factory=list)
+    num_states: int = 1
+
+    def add(self, node: _Node, source: int, inside: tuple[str, ...]) -> int:
+        """The state after `node`; `inside` are the rules that are being expanded."""
+        if len(inside) > _MAX_DEPTH or self.num_states > _MAX_STATES:
+            raise DataError(f"the grammar {self.grammar.path} is too large; make it smaller.")
+        if node.kind == "word":
+            return self._arc(source, self.labels[node.name])
+        if node.kind == "rule":
+            return self._rule(node.name, source, inside)
+        if node.kind == "all":
+            for part in node.parts:
+                source = self.add(part, source, inside)
+            return source
+        if node.kind == "any":
+            end = self._state()
+            for part in node.parts:
+                first = self._arc(source, 0, math.log(len(node.parts)))
+                self._join(self.add(part, first, inside), end)
+            return end
+        begin = self._arc(source, 0)
+        end = self.add(node.parts[0], begin, inside)
+        if node.kind in ("option", "star"):
+            self._join(begin, after := self._arc(end, 0))
+        else:
+            after = self._arc(end, 0)
+        if node.kind in ("star", "plus"):
+            self._join(end, begin)
+        return after
+
+    def _rule(self, name: str, source: int, inside: tuple[str, ...]) -> int:
+        if name in inside:
+            raise DataError(
+                f"the grammar {self.grammar.path}: the rule {name} contains itself; "
+                "write repetitions with * or +."
+            )
+        if name not in self.grammar.rules:
+            raise DataError(f"the grammar {self.grammar.path} has no rule {name}; add it.")
+        return self.add(self.grammar.rules[name], source, (*inside, name))
+
+    def _state(self) -> int:
+        self.num_states += 1
+        return self.num_states - 1
+
+    def _arc(self, source: int, label: int, cost: float = 0.0) -> int:
+        self._join(source, target := self._state(), label, cost)
+        return target
+
+    def _join(self, source: int, target: int, label: int = 0, cost: float = 0.0) -> None:
+        self.lines.append(f"{source} {target} {label} {label} {cost}")
+
+
+def _words(node: _Node) -> Iterator[str]:
+    if node.kind == "word":
+        yield node.name
+    for part in node.parts:
+        yield from _words(part)

@@ -1,0 +1,135 @@
+"""Other words for a trained model: lexicons, word lists and language models over the same phones."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ngsgd import files
+from ngsgd.asr.kaldi_io import tables
+from ngsgd.asr.lang import grammar, lexicon
+from ngsgd.asr.lang.grammar import Grammar
+from ngsgd.asr.lang.language import Language
+from ngsgd.asr.lang.topology import SILENCE_PHONE
+from ngsgd.errors import DataError
+
+_MAX_ARPA_BYTES = 1 << 32
+_NUM_SHOWN = 10
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """What takes the place of a model's own words; empty: nothing does.
+
+    Attributes:
+        lexicon: file of pronunciations.
+        words: file of the words that may be recognized, one on a line.
+        arpa: n-gram language model in ARPA's format.
+        grammar: grammar in the subset of JSGF of `ngsgd.asr.lang.grammar`.
+    """
+
+    lexicon: Path | None = None
+    words: Path | None = None
+    arpa: Path | None = None
+    grammar: Path | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.lexicon or self.words or self.arpa or self.grammar)
+
+
+@dataclass(frozen=True)
+class UnknownWords:
+    """Words of the references that the decoder cannot recognize."""
+
+    num_words: int
+    num_unknown: int
+    # the most frequent first
+    most_frequent: tuple[tuple[str, int], ...]
+
+
+def of_model(language: Language, vocabulary: Vocabulary) -> tuple[Language, Grammar | None]:
+    """The language to decode with, and the grammar that takes the place of its language model.
+
+    Raises:
+        DataError: a phone that the model lacks, a word without a pronunciation, or a model whose
+            states are tied.
+    """
+    if vocabulary.is_empty:
+        return language, None
+    topology = language.topology
+    if language.num_pdfs != topology.num_pdfs:
+        raise DataError(
+            f"the model has {language.num_pdfs} tied HMM states, and a graph of other words "
+            f"can be made of its {topology.num_pdfs} states of phones only; train without "
+            "data.graph to change words at decoding time."
+        )
+    if vocabulary.lexicon:
+        read = lexicon.read(vocabulary.lexicon, topology.num_silence_states)
+        _require_phones(read.phones, topology.phones, vocabulary.lexicon)
+        topology = replace(topology, lexicon=read.lexicon)
+    rules = grammar.read(vocabulary.grammar) if vocabulary.grammar else None
+    wanted = _word_list(vocabulary.words) if vocabulary.words else rules.words() if rules else ()
+    if wanted:
+        source = vocabulary.words or vocabulary.grammar
+        _require_pronunciations(wanted, topology.lexicon, f"{source}")
+        topology = replace(topology, lexicon={word: topology.lexicon[word] for word in wanted})
+    if rules and vocabulary.words:
+        _require_pronunciations(rules.words(), topology.lexicon, f"{vocabulary.grammar}")
+    # words of the model's own language model that are not in the lexicon are omitted
+    arpa = _text(vocabulary.arpa) if vocabulary.arpa else language.arpa
+    return Language(topology, arpa, language.is_one_word and not arpa), rules
+
+
+def unknown_words(texts: Iterable[Sequence[str]], language: Language) -> UnknownWords:
+    """The words of the references that the lexicon (or the graph that came with the data) lacks."""
+    known = set(language.given.words if language.given else language.topology.words)
+    counts = Counter(word for words in texts for word in words)
+    unknown = Counter({word: count for word, count in counts.items() if word not in known})
+    order = sorted(unknown.items(), key=lambda one: (-one[1], one[0]))
+    return UnknownWords(counts.total(), unknown.total(), tuple(order[:_NUM_SHOWN]))
+
+
+def _word_list(path: Path) -> tuple[str, ...]:
+    found: dict[str, None] = {}
+    for where, line in tables.read_lines(path):
+        if len(line.split()) != 1:
+            raise DataError(f"{where}: {line[:40]!r} is not one word; write one word on each line.")
+        found[line] = None
+    if not found:
+        raise DataError(f"{path} holds no word; write one on each line.")
+    return tuple(found)
+
+
+def _require_phones(phones: Sequence[str], known: Sequence[str], path: Path) -> None:
+    if missing := [phone for phone in phones if phone not in known and phone != SILENCE_PHONE]:
+        raise DataError(
+            f"the lexicon {path} uses phones that the model does not have: {_listed(missing)}; "
+            f"spell its words with {' '.join(known)}."
+        )
+
+
+def _require_pronunciations(words: Sequence[str], known: Iterable[str], source: str) -> None:
+    if missing := sorted(set(words) - set(known)):
+        raise DataError(
+            f"{source} has words without a pronunciation: {_listed(missing)}; add them to a "
+            "lexicon (--lexicon FILE)."
+        )
+
+
+def _text(path: Path) -> str:
+    try:
+        return files.read_regular_text(path, _MAX_ARPA_BYTES)
+    except (OSError, UnicodeError) as error:
+        raise DataError(
+            f"the language model {path} cannot be read ({error}); give a text file in ARPA's "
+            "format."
+        ) from error
+
+
+def _listed(words: Sequence[str]) -> str:
+    return " ".join(words[:_NUM_SHOWN]) + (
+        f" and {len(words) - _NUM_SHOWN} more" if len(words) > _NUM_SHOWN else ""
+    )

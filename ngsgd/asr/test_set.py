@@ -1,0 +1,122 @@
+"""Transcribed speech of any corpus, scored by a trained model.
+
+A folder is a Kaldi data directory (`text`, `utt2spk`, and `wav.scp` or `feats.scp`), or holds
+lhotse's `recordings.jsonl.gz` and `supervisions.jsonl.gz`.
+
+Letters: T frames, P pdfs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from ngsgd.asr import speech_set
+from ngsgd.asr.bundle import Bundle
+from ngsgd.asr.corpora import data_dir, manifests
+from ngsgd.asr.corpora.data_dir import UtteranceEntry
+from ngsgd.asr.ivectors.training import extract
+from ngsgd.asr.speech_set import SpeechSet
+from ngsgd.data.frames import Side
+from ngsgd.errors import DataError
+
+
+@dataclass(frozen=True)
+class ScoredSet:
+    """Utterances with their references and the scores of a model.
+
+    Attributes:
+        utt_ids: names of the utterances.
+        speakers: who speaks in each.
+        texts: words of each.
+        logliks: T x P of each, log posterior minus log prior.
+    """
+
+    utt_ids: tuple[str, ...]
+    speakers: tuple[str, ...]
+    texts: tuple[tuple[str, ...], ...]
+    logliks: tuple[npt.NDArray[np.float32], ...]
+
+
+def read(bundle: Bundle, folder: Path) -> ScoredSet:
+    """Read a folder, make features as the model was trained with, and score them.
+
+    Raises:
+        DataError: files that are missing or damaged, or speech that the model cannot take.
+    """
+    speech = _speech(
+        bundle, _utterances(folder, given_features=bundle.features.kind == "given"), folder
+    )
+    dim = speech.frames.features_TD.shape[1]
+    if dim != bundle.window.feature_dim:
+        raise DataError(
+            f"{folder} has {dim} features a frame, and the model takes {bundle.window.feature_dim}; "
+            "give features of the kind that it was trained on."
+        )
+    sides = _sides(bundle, speech)
+    logliks = [
+        bundle.log_likelihoods(np.asarray(x_TD), side)
+        for x_TD, side in zip(speech.split_features(), sides, strict=True)
+    ]
+    return ScoredSet(speech.frames.utt_ids, speech.speakers, speech.texts, tuple(logliks))
+
+
+def _utterances(folder: Path, *, given_features: bool) -> list[UtteranceEntry]:
+    if not folder.is_dir():
+        raise DataError(
+            f"{folder} is not a folder; give a Kaldi data directory, or a folder with lhotse's "
+            "recordings.jsonl.gz and supervisions.jsonl.gz."
+        )
+    if (folder / "text").is_file():
+        return data_dir.read(folder, given_features=given_features)
+    if (found := manifests.read_folder(folder)) is not None:
+        if given_features:
+            raise DataError(
+                f"{folder} has recordings, and the model was trained on features that came with its "
+                "corpus (features.kind=given); give a Kaldi data directory with feats.scp."
+            )
+        return found
+    raise DataError(
+        f"{folder} holds neither Kaldi's text nor lhotse's manifests; give a folder with text, "
+        "utt2spk and wav.scp, or with recordings.jsonl.gz and supervisions.jsonl.gz."
+    )
+
+
+def _speech(bundle: Bundle, listed: Sequence[UtteranceEntry], folder: Path) -> SpeechSet:
+    """The utterances, normalized as in training."""
+    config = bundle.features
+    if config.kind == "given":
+        framed = list(data_dir.given(listed, folder))
+        dim = framed[0].features_TD.shape[1]
+        return speech_set.assemble(
+            framed,
+            config,
+            data_dir.given_cmvn(listed, folder, dim) if config.cmvn == "given" else None,
+        )
+    speech = speech_set.build(data_dir.spoken(listed, config), config)
+    if config.cmvn != "online":
+        return speech
+    if bundle.all_speech is None:
+        raise DataError(
+            f"{bundle.path} has no statistics of its training speech, which features.cmvn=online "
+            "needs; export it again."
+        )
+    return speech_set.normalised_online(speech, bundle.all_speech)
+
+
+def _sides(bundle: Bundle, speech: SpeechSet) -> list[Side | None]:
+    """The i-vectors of each utterance, of a model that has them."""
+    if bundle.ivectors is None:
+        return [None] * len(speech.texts)
+    period = bundle.ivectors.front.config.period
+    lengths = np.diff(speech.frames.offsets)
+    return [
+        Side(rows_RS, (np.arange(length) // period).astype(np.int32))
+        for rows_RS, length in zip(
+            extract(speech, bundle.ivectors, most_utterances=0), lengths, strict=True
+        )
+    ]

@@ -1,0 +1,354 @@
+"""Decoding any transcribed data with a trained model: WER with other words, language models and
+decoding settings.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from ngsgd.asr import test_set
+from ngsgd.asr.bundle import Bundle
+from ngsgd.asr.decode import calibration, evaluation, scoring, tuning, word_lattice
+from ngsgd.asr.decode.calibration import Calibration, ReliabilityBin
+from ngsgd.asr.decode.evaluation import DecodingWeights
+from ngsgd.asr.decode.scoring import Interval, UtteranceErrors, WordErrors
+from ngsgd.asr.decode.streaming import Search
+from ngsgd.asr.decode.words import Hypothesis, calibrate, lattice_of, outcomes, recognized
+from ngsgd.asr.lang import graphs, ngram, vocabulary
+from ngsgd.asr.lang.grammar import Grammar
+from ngsgd.asr.lang.graphs import Graph
+from ngsgd.asr.lang.language import Language
+from ngsgd.asr.lang.vocabulary import UnknownWords, Vocabulary
+from ngsgd.asr.test_set import ScoredSet
+from ngsgd.errors import ConfigError, DataError
+from ngsgd.files import new_directory, read_regular_text, write_text
+
+FRAME_S = 0.01
+_MAX_ARPA_BYTES = 1 << 32
+# lower bounds of the groups of utterances by their words
+_LENGTHS = (1, 2, 4, 8, 16, 32)
+
+
+@dataclass(frozen=True)
+class DecodeRequest:
+    """What to decode, and with what.
+
+    Attributes:
+        data: folder of a Kaldi data directory or lhotse's manifests.
+        vocabulary: what takes the place of the model's words.
+        acoustic_scale, word_penalty: None is that of the model, or the tuned one.
+        tune_on: folder of the data that scale and penalty (those that are None) are chosen on.
+        rescore_lm: ARPA file of the language model that lattices are rescored with.
+        confidences: also recognize words with confidences, and compare these with the references.
+    """
+
+    data: Path
+    vocabulary: Vocabulary = field(default_factory=Vocabulary)
+    acoustic_scale: float | None = None
+    word_penalty: float | None = None
+    tune_on: Path | None = None
+    rescore_lm: Path | None = None
+    confidences: bool = False
+
+
+@dataclass(frozen=True)
+class DataResult:
+    """WER of the data, and what it was found with.
+
+    Attributes:
+        weights: acoustic scale and word penalty.
+        tuned: errors of the set that they were chosen on; None if they were not.
+        total: errors.
+        interval: 95 % bootstrap interval of the WER.
+        first_pass: errors before rescoring; None without rescoring.
+        unknown: words of the references that cannot be recognized.
+        rows: errors of each utterance.
+        speakers: who speaks in each utterance.
+        hypotheses: words with confidences; empty without `confidences`.
+        calibration: map that the confidences were made with.
+        reliability: words grouped by their confidence.
+    """
+
+    weights: DecodingWeights
+    tuned: WordErrors | None
+    total: WordErrors
+    interval: Interval
+    first_pass: WordErrors | None
+    unknown: UnknownWords
+    rows: tuple[UtteranceErrors, ...]
+    speakers: tuple[str, ...]
+    hypotheses: tuple[Hypothesis, ...]
+    calibration: Calibration
+    reliability: tuple[ReliabilityBin, ...]
+
+
+def decode_data(bundle: Bundle, request: DecodeRequest) -> DataResult:
+    """Decode the data of a request.
+
+    Raises:
+        ConfigError: parts of the request that exclude each other.
+        DataError: data, words or language models that cannot be used.
+    """
+    if request.vocabulary.grammar and (request.vocabulary.arpa or request.rescore_lm):
+        raise ConfigError(
+            "a grammar takes the place of the language model; give a grammar, or language models."
+        )
+    language, rules = vocabulary.of_model(bundle.language, request.vocabulary)
+    # the small files first: a mistake there need not wait for the speech
+    rescorer = _Rescorer.read(request.rescore_lm, language) if request.rescore_lm else None
+    graph = _graph(bundle, language, rules)
+    speech = test_set.read(bundle, request.data)
+    tuning_set = test_set.read(bundle, request.tune_on) if request.tune_on else None
+    weights, tuned = _weights(bundle, request, graph, language, tuning_set)
+    penalized = graphs.with_word_penalty(graph, weights.word_penalty)
+    search = replace(bundle.search, acoustic_scale=weights.acoustic_scale)
+    recognizer = _DataRecognizer(bundle, language, penalized, search)
+    hypotheses = recognizer.words(speech)
+    first_pass, rows = scoring.score(speech.texts, hypotheses, speech.utt_ids)
+    total = first_pass
+    if rescorer:
+        hypotheses = recognizer.rescored(speech, rescorer)
+        total, rows = scoring.score(speech.texts, hypotheses, speech.utt_ids)
+    found: tuple[Hypothesis, ...] = ()
+    bins: Sequence[ReliabilityBin] = ()
+    # the model's own holds for its own decoding weights
+    calibrated = bundle.calibration if weights == bundle.weights else Calibration()
+    if request.confidences:
+        calibrated = recognizer.calibration(tuning_set) if tuning_set else calibrated
+        found = recognizer.recognized(speech, calibrated)
+        bins = calibration.reliability(*outcomes(found, speech.texts))
+    return DataResult(
+        weights,
+        tuned,
+        total,
+        scoring.confidence_interval(speech.texts, hypotheses),
+        first_pass if rescorer else None,
+        vocabulary.unknown_words(speech.texts, language),
+        tuple(rows),
+        speech.speakers,
+        found,
+        calibrated,
+        tuple(bins),
+    )
+
+
+def as_json(result: DataResult) -> dict[str, Any]:
+    """The result as a tree of texts and numbers, utterances apart."""
+    return {
+        **asdict(result.weights),
+        "wer": result.total.wer,
+        "errors": str(result.total),
+        "interval_95": asdict(result.interval),
+        "tuned": str(result.tuned) if result.tuned else None,
+        "first_pass": str(result.first_pass) if result.first_pass else None,
+        "unknown_words": asdict(result.unknown),
+        "by_speaker": {name: str(errors) for name, errors in by_speaker(result).items()},
+        "by_length": {name: str(errors) for name, errors in by_length(result.rows).items()},
+        "calibration": asdict(result.calibration),
+        "reliability": [one._asdict() for one in result.reliability],
+        "expected_calibration_error": calibration.expected_calibration_error(result.reliability)
+        if result.reliability
+        else None,
+    }
+
+
+def write(folder: Path, result: DataResult) -> None:
+    """Write wer.json, and tables by utterance, speaker and operation, as in `decode/` of a run."""
+    with new_directory(folder) as new:
+        scoring.write_per_utterance(new / "per_utt.txt", result.total, result.rows)
+        scoring.write_per_speaker(new / "per_spk.txt", result.rows, result.speakers)
+        scoring.write_operations(new / "ops.txt", result.rows)
+        scoring.write_recogs(new / "recogs.txt", result.rows)
+        if result.hypotheses:
+            write_text(new / "words.ctm", _ctm(result))
+        write_text(new / "wer.json", json.dumps(as_json(result), indent=1))
+
+
+def by_speaker(result: DataResult) -> dict[str, WordErrors]:
+    """The errors of each speaker, in the order of their names."""
+    return _grouped(
+        dict.fromkeys(sorted(set(result.speakers))), zip(result.speakers, result.rows, strict=True)
+    )
+
+
+def by_length(rows: Sequence[UtteranceErrors]) -> dict[str, WordErrors]:
+    """The errors of utterances of 0, 1, 2 to 3, 4 to 7, ... words."""
+    names = [
+        "0",
+        *(
+            str(low) if high == low + 1 else f"{low}-{high - 1}"
+            for low, high in itertools.pairwise(_LENGTHS)
+        ),
+        f"{_LENGTHS[-1]}-",
+    ]
+    return _grouped(
+        dict.fromkeys(names),
+        ((names[sum(row.errors.num_words >= low for low in _LENGTHS)], row) for row in rows),
+    )
+
+
+def _grouped(names: Mapping[str, None], rows: Any) -> dict[str, WordErrors]:
+    sums = {name: WordErrors(0, 0, 0, 0) for name in names}
+    present = set()
+    for name, row in rows:
+        sums[name] += row.errors
+        present.add(name)
+    return {name: errors for name, errors in sums.items() if name in present}
+
+
+def _graph(bundle: Bundle, language: Language, rules: Grammar | None) -> Graph:
+    """The graph without a word penalty."""
+    is_own = language is bundle.language
+    return evaluation.build_graph(
+        language, bundle.decode if is_own else replace(bundle.decode, graph="made"), rules
+    )
+
+
+def _weights(
+    bundle: Bundle,
+    request: DecodeRequest,
+    graph: Graph,
+    language: Language,
+    tuning_set: ScoredSet | None,
+) -> tuple[DecodingWeights, WordErrors | None]:
+    """The given weights, completed by those of the model or tuned ones."""
+    scale, penalty = request.acoustic_scale, request.word_penalty
+    if tuning_set is None or (scale is not None and penalty is not None):
+        own = bundle.weights
+        return DecodingWeights(
+            own.acoustic_scale if scale is None else scale,
+            own.word_penalty if penalty is None else penalty,
+        ), None
+    config = replace(
+        bundle.decode,
+        acoustic_scales=bundle.decode.acoustic_scales if scale is None else (scale,),
+        word_penalties=bundle.decode.word_penalties if penalty is None else (penalty,),
+    )
+    return tuning.choose(
+        evaluation.sweep(
+            graph,
+            config,
+            tuning_set.texts,
+            tuning_set.utt_ids,
+            tuning_set.logliks,
+            language.num_pdfs,
+        )
+    )
+
+
+@dataclass(frozen=True)
+class _Rescorer:
+    """The difference of two language models."""
+
+    old: ngram.NgramModel | None
+    new: ngram.NgramModel
+    # log of the words of a loop, where there is no old model
+    loop_cost: float
+
+    @staticmethod
+    def read(path: Path, language: Language) -> _Rescorer:
+        if language.given:
+            raise DataError(
+                "the graph that came with the model hides its language model, so its lattices cannot be rescored; "
+                "give the first language model with --lm FILE."
+            )
+        try:
+            text = read_regular_text(path, _MAX_ARPA_BYTES)
+        except (OSError, UnicodeError) as error:
+            raise DataError(
+                f"the language model {path} cannot be read ({error}); give a text file in ARPA's format."
+            ) from error
+        loop_cost = math.log(len(language.topology.words))
+        return _Rescorer(
+            ngram.parse(language.arpa) if language.arpa else None, ngram.parse(text), loop_cost
+        )
+
+    @property
+    def order(self) -> int:
+        return max(self.new.order, self.old.order if self.old else 1)
+
+    def difference(self, history: Sequence[str], word: str | None) -> float:
+        """Cost under the new model minus that under the old one; None is the end."""
+        # a history that is shorter reaches the beginning
+        context = history if len(history) >= self.order - 1 else (ngram.BEGIN, *history)
+        then = ngram.END if word is None else word
+        old = self.old.cost(context, then) if self.old else self.loop_cost * (word is not None)
+        return self.new.cost(context, then) - old
+
+
+@dataclass(frozen=True)
+class _DataRecognizer:
+    """Words of a set, by three kinds of search."""
+
+    bundle: Bundle
+    language: Language
+    graph: Graph
+    search: Search
+
+    def words(self, speech: ScoredSet) -> tuple[tuple[str, ...], ...]:
+        return evaluation.decode_set(
+            self.graph,
+            self.bundle.decode,
+            self.search.acoustic_scale,
+            speech.logliks,
+            self.language.num_pdfs,
+        )
+
+    def rescored(self, speech: ScoredSet, rescorer: _Rescorer) -> tuple[tuple[str, ...], ...]:
+        """The best words of the lattices under the new language model."""
+        names = self.graph.words
+
+        def cost(history: tuple[int, ...], label: int | None) -> float:
+            return rescorer.difference(
+                [names[one - 1] for one in history], None if label is None else names[label - 1]
+            )
+
+        found = []
+        for loglik_TP in speech.logliks:
+            lattice = lattice_of(
+                self.graph, loglik_TP, self.search, lattice_beam=self.bundle.decode.lattice_beam
+            )
+            best = word_lattice.best_sequences(
+                word_lattice.reweighted(lattice, cost, rescorer.order), 1
+            )
+            found.append(tuple(names[label - 1] for label in best[0].labels) if best else ())
+        return tuple(found)
+
+    def recognized(self, speech: ScoredSet, calibrated: Calibration) -> tuple[Hypothesis, ...]:
+        """The best hypothesis of each utterance."""
+        return tuple(
+            recognized(
+                self.graph,
+                loglik_TP,
+                self.search,
+                lattice_beam=self.bundle.decode.lattice_beam,
+                frame_shift_s=FRAME_S,
+                calibration=calibrated,
+            )[0]
+            for loglik_TP in speech.logliks
+        )
+
+    def calibration(self, speech: ScoredSet) -> Calibration:
+        """The map from posteriors to the share of correct words of this set."""
+        return calibrate(
+            self.graph,
+            speech.logliks,
+            speech.texts,
+            self.search,
+            lattice_beam=self.bundle.decode.lattice_beam,
+        )
+
+
+def _ctm(result: DataResult) -> str:
+    """Lines "utterance 1 start duration word confidence", times in seconds."""
+    return "".join(
+        f"{row.utt_id} 1 {word.start_s:.2f} {word.end_s - word.start_s:.2f} {word.word} {word.confidence:.3f}\n"
+        for row, one in zip(result.rows, result.hypotheses, strict=True)
+        for word in one.words
+    )

@@ -1,0 +1,143 @@
+"""A small model on data directories of made-up speech."""
+
+import gzip
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ngsgd.asr.bundle import Bundle
+from ngsgd.asr.lang.vocabulary import Vocabulary
+from ngsgd.errors import ConfigError, DataError
+from ngsgd.launcher.cli import main
+from ngsgd.pipeline import decode_data
+from ngsgd.pipeline.decode_data import DataResult, DecodeRequest
+from tests.asr import made_up_speech, tiny_recognizer
+
+pytest.importorskip("kaldi_decoder")
+pytest.importorskip("kaldi_native_fbank")
+
+UNIGRAM = "\\data\\\nngram 1=4\n\n\\1-grams:\n-99 <s>\n-0.5 </s>\n{} NO\n{} YES\n\n\\end\\\n"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_recognizer.write(tmp_path_factory.mktemp("model") / "tiny.ngsgd")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return made_up_speech.write_data(tmp_path_factory.mktemp("data") / "sets", rate_hz=tiny_recognizer.RATE_HZ)
+
+
+def decode(model: Path, request: DecodeRequest) -> DataResult:
+    bundle = Bundle.load(model)
+    # the penalty of the tiny model is too low for pauses
+    return decode_data.decode_data(replace(bundle, weights=replace(bundle.weights, word_penalty=8.0)), request)
+
+
+def arpa(path: Path, no: float, yes: float) -> Path:
+    path.write_text(UNIGRAM.format(no, yes))
+    return path
+
+
+def test_the_words_of_a_data_directory_are_recognized(model: Path, data: Path) -> None:
+    result = decode(model, DecodeRequest(data / "test", confidences=True))
+    assert result.total.num_errors == 0
+    assert result.total.num_words == 18
+    assert set(decode_data.by_speaker(result)) == {"test-s0", "test-s1"}
+    assert list(decode_data.by_length(result.rows)) == ["2-3"]
+    assert sum(one.num_words for one in result.reliability) == 18
+    assert result.unknown.num_unknown == 0
+
+
+def test_lhotse_manifests_give_the_same_words(model: Path, data: Path, tmp_path: Path) -> None:
+    texts = [line.split(" ", 1) for line in (data / "test" / "text").read_text().splitlines()]
+    recordings = [{"id": name, "sources": [{"type": "file", "channels": [0], "source": str(data / "test" / f"{name}.wav")}],
+                   "sampling_rate": 8000, "num_samples": 1, "duration": 1.0} for name, _ in texts]
+    supervisions = [{"id": name, "recording_id": name, "start": 0.0, "duration": _duration_s(data / "test" / f"{name}.wav"),
+                     "text": text, "speaker": "one"} for name, text in texts]
+    for kind, items in (("recordings", recordings), ("supervisions", supervisions)):
+        with gzip.open(tmp_path / f"{kind}.jsonl.gz", "wt") as file:
+            file.write("".join(json.dumps(item) + "\n" for item in items))
+    assert decode(model, DecodeRequest(tmp_path)).total.num_errors == 0
+
+
+def _duration_s(path: Path) -> float:
+    # 16-bit samples after a header of 44 bytes
+    return (path.stat().st_size - 44) / 2 / tiny_recognizer.RATE_HZ
+
+
+def test_weights_are_tuned_unless_given(model: Path, data: Path) -> None:
+    own = Bundle.load(model)
+    tuned = decode(model, DecodeRequest(data / "test", tune_on=data / "valid"))
+    assert tuned.tuned is not None
+    assert tuned.total.num_errors == 0
+    half = decode(model, DecodeRequest(data / "test", tune_on=data / "valid", acoustic_scale=0.2))
+    assert half.weights.acoustic_scale == 0.2
+    assert half.weights.word_penalty in own.decode.word_penalties
+    given = decode(model, DecodeRequest(data / "test", word_penalty=1.5))
+    assert (given.weights.acoustic_scale, given.weights.word_penalty) == (own.weights.acoustic_scale, 1.5)
+    assert given.tuned is None
+
+
+def test_other_words_and_language_models_change_what_is_recognized(model: Path, data: Path, tmp_path: Path) -> None:
+    only = tmp_path / "words"
+    only.write_text("YES\n")
+    result = decode(model, DecodeRequest(data / "test", Vocabulary(words=only)))
+    assert {hyp for row in result.rows for _, hyp in row.pairs} <= {"YES", "***"}
+    assert result.unknown.num_unknown == sum(ref == "NO" for row in result.rows for ref, _ in row.pairs)
+    # NO is as good as impossible
+    biased = arpa(tmp_path / "biased.arpa", -90.0, -0.2)
+    assert decode(model, DecodeRequest(data / "test", Vocabulary(arpa=biased))).total.num_errors > 0
+
+
+def test_rescoring_replaces_the_language_model(model: Path, data: Path, tmp_path: Path) -> None:
+    flat, biased = arpa(tmp_path / "flat.arpa", -0.4, -0.4), arpa(tmp_path / "biased.arpa", -0.9, -0.2)
+    same = decode(model, DecodeRequest(data / "test", Vocabulary(arpa=biased), rescore_lm=biased))
+    assert same.first_pass == same.total
+    back = decode(model, DecodeRequest(data / "test", Vocabulary(arpa=biased), rescore_lm=flat))
+    direct = decode(model, DecodeRequest(data / "test", Vocabulary(arpa=flat)))
+    assert [row.pairs for row in back.rows] == [row.pairs for row in direct.rows]
+
+
+def test_a_grammar_excludes_language_models(model: Path, data: Path, tmp_path: Path) -> None:
+    rules = tmp_path / "g.jsgf"
+    rules.write_text("<answer> = YES NO YES;")
+    result = decode(model, DecodeRequest(data / "test", Vocabulary(grammar=rules)))
+    assert all([hyp for _, hyp in row.pairs if hyp != "***"] in (["YES", "NO", "YES"], []) for row in result.rows)
+    with pytest.raises(ConfigError):
+        decode(model, DecodeRequest(data / "test", Vocabulary(grammar=rules), rescore_lm=arpa(tmp_path / "a", -1.0, -1.0)))
+
+
+@pytest.mark.parametrize("damage", ["nothing", "empty", "text"])
+def test_a_folder_that_is_no_data_is_one_error(model: Path, tmp_path: Path, damage: str) -> None:
+    folder = tmp_path / "data"
+    if damage != "nothing":
+        folder.mkdir()
+    if damage == "text":
+        (folder / "text").write_text("a YES\n")
+    with pytest.raises(DataError):
+        decode(model, DecodeRequest(folder))
+
+
+def test_the_command_prints_and_writes_the_result(model: Path, data: Path, tmp_path: Path,
+                                                  capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "out"
+    assert main(["decode", str(model), "--data", str(data / "test"), "--json", "--confidences",
+                 "--penalty", "8", "--output", str(output)]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["wer"] == 0.0
+    assert json.loads((output / "wer.json").read_text()) == printed
+    assert len((output / "words.ctm").read_text().splitlines()) == 18
+    assert {path.name for path in output.iterdir()} == {
+        "wer.json", "words.ctm", "per_utt.txt", "per_spk.txt", "ops.txt", "recogs.txt"}
+
+
+@pytest.mark.parametrize("options", [
+    ["--lm", "x"], ["--scale", "1"], ["--data", "x", "--frames"], ["--data", "x", "--streaming"], ["--data", "x", "--scale", "0"],
+    ["--data", "x", "--penalty", "nan"], ["--chunk-frames", "0"], ["--data", "x", "--output", "."]])
+def test_options_that_exclude_each_other_are_an_error(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["decode", "runs/none", *options]) == ConfigError.exit_code
+    assert "Traceback" not in capsys.readouterr().err
