@@ -14,7 +14,9 @@ one speaker.  kaldi, lhotse: as the user's folders say.
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import itertools
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -27,7 +29,7 @@ import numpy as np
 from ngsgd.asr import speech_set
 from ngsgd.asr.corpora import alignments, an4, cache, kaldi_dirs, yesno
 from ngsgd.asr.corpora.digits import labels, synthesis, utterances
-from ngsgd.asr.corpora.fsdd import recordings, source
+from ngsgd.asr.corpora.fsdd import recordings, source, synthetic
 from ngsgd.asr.corpora.fsdd.segments import load_catalogue, split
 from ngsgd.asr.features import augment, cmvn, filterbank
 from ngsgd.asr.lang import graphs
@@ -88,8 +90,11 @@ def check_source(data: DataConfig) -> None:
         yesno.locate(data.source)
     elif data.corpus in ("kaldi", "lhotse"):
         kaldi_dirs.locate(data)
-    elif data.source:
-        source.locate(data.source)
+    else:
+        if data.source:
+            source.locate(data.source)
+        if data.synthetic_minutes:
+            synthesis.require()
 
 
 def needs_alignment(data: DataConfig) -> bool:
@@ -141,7 +146,11 @@ def _what_decides(data: DataConfig, feature_config: FeatureConfig) -> dict[str, 
     """All that the content of the prepared files depends on."""
     decides = _FSDD if data.corpus == "fsdd" and data.style == "isolated" else _DECIDES[data.corpus]
     settings = {_KEY_OF.get(name, name): value for name, value in with_removed("data", asdict(data)).items() if name in decides}
-    made_with = ["numpy", "kaldi-native-fbank", *(["espeakng-loader", "soxr"] if data.corpus == "digits" else [])]
+    has_synthetic = data.corpus == "fsdd" and data.synthetic_minutes > 0
+    if has_synthetic:
+        settings["synthetic_minutes"] = data.synthetic_minutes
+    made_with = ["numpy", "kaldi-native-fbank"]
+    made_with += ["espeakng-loader", "soxr"] if data.corpus == "digits" or has_synthetic else []
     content = {"yesno": lambda: yesno.fingerprint(data), "kaldi": lambda: kaldi_dirs.fingerprint(data, feature_config),
                "lhotse": lambda: kaldi_dirs.fingerprint(data, feature_config),
                "fsdd": lambda: _content_of_alignment(data)}.get(data.corpus, dict)()
@@ -195,7 +204,8 @@ def _make_digits(data: DataConfig, feature_config: FeatureConfig, changes: Augme
     sets = {}
     for name, minutes in _minutes_of_sets(data).items():
         made: Iterable[Utterance] = utterances.utterances(name, data, minutes=minutes,
-                                                          num_at_once=os.cpu_count() or 1)
+                                                          num_at_once=os.cpu_count() or 1,
+                                                          is_clean=_is_clean(name, changes))
         made = augment.for_set(name, made, changes, silence_pdfs=[SILENCE_PDF])
         sets[name] = speech_set.build(made, feature_config)
     return sets, Language(labels.TOPOLOGY)
@@ -209,15 +219,26 @@ def _make_fsdd(data: DataConfig, feature_config: FeatureConfig, changes: Augment
     pools = split(catalogue.segments, data.split, data.held_out)
     place = source.locate(data.source) if data.source else source.download(cache_root / "downloads", report)
     samples = source.read_recordings(place, catalogue.segments)
+    topology = synthetic.with_pronunciations(catalogue.topology) if data.synthetic_minutes else catalogue.topology
     sets = {}
     for name, minutes in _minutes_of_sets(data).items():
         pool = recordings.Pool(segments=pools[name], babble=pools["train"], samples=samples,
                                pdf_T=catalogue.pdf_T)
         said: Iterable[Utterance] = (recordings.recordings(pool) if data.style == "isolated" else
-                                     recordings.utterances(name, data, pool, minutes=minutes))
+                                     recordings.utterances(name, data, pool, minutes=minutes,
+                                                           is_clean=_is_clean(name, changes)))
+        if name == "train" and data.synthetic_minutes:
+            made = utterances.utterances(name, data, minutes=data.synthetic_minutes, num_at_once=os.cpu_count() or 1,
+                                         is_clean=_is_clean(name, changes))
+            said = itertools.chain(said, synthetic.relabelled(made, topology))
         said = augment.for_set(name, said, changes, silence_pdfs=[SILENCE_PDF])
         sets[name] = speech_set.build(said, feature_config)
-    return sets, Language(catalogue.topology, is_one_word=data.style == "isolated")
+    return sets, Language(topology, is_one_word=data.style == "isolated")
+
+
+def _is_clean(set_name: str, changes: AugmentConfig) -> Callable[[str], bool]:
+    """Which utterances of a generated set are made without noise: none of valid and test."""
+    return functools.partial(augment.is_clean, config=changes if set_name == "train" else AugmentConfig())
 
 
 def _make_an4(data: DataConfig, feature_config: FeatureConfig, _changes: AugmentConfig,

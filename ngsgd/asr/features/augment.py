@@ -1,5 +1,5 @@
-"""More training speech from what there is: other speeds, rooms, noises and volumes.  Labels follow
-the audio.
+"""More training speech from what there is: other speeds, voices, rooms, noises and volumes.  Labels
+follow the audio.
 
     for utterance in augmented(utterances, config.augment, sample_rate_hz=8000, silence_pdfs=(0,)):
     ...
@@ -26,20 +26,23 @@ import numpy as np
 import numpy.typing as npt
 
 from ngsgd.asr import extras
-from ngsgd.asr.features import noise
+from ngsgd.asr.features import noise, voice
 from ngsgd.asr.features.noise import FULL_SCALE, LOUDEST_MIX, FisherSample
+from ngsgd.asr.features.voice import VoiceChange
 from ngsgd.asr.utterance import SAMPLE_RATE_HZ, Audio, PdfIds, Samples, Utterance, num_frames
 from ngsgd.config import AugmentConfig, with_removed
 from ngsgd.errors import DataError
 
-_COPY = re.compile(r"(?:cp\d+-)?(?:sp(?P<factor>\d+(?:\.\d+)?)-)?(?P<utt_id>.*)", re.DOTALL)
+_COPY = re.compile(r"(?:vc\d+x(?P<rate>\d\.\d{4})-)?(?:cp\d+-)?(?:sp(?P<factor>\d+(?:\.\d+)?)-)?(?P<utt_id>.*)", re.DOTALL)
 # Kaldi's recipes have these values: three speeds (utils/data/perturb_data_dir_speed_3way.sh), half
 # of the utterances in rooms and noise, and the factors of utils/data/perturb_data_dir_volume.sh
 SPEEDS = (0.9, 1.0, 1.1)
-REVERB_PROBABILITY = NOISE_PROBABILITY = 0.5
+VOICE_PROBABILITY = REVERB_PROBABILITY = NOISE_PROBABILITY = 0.5
 VOLUMES = (0.125, 2.0)
 # from a small room with carpet to a lecture hall
 RT60_MS = (100.0, 600.0)
+# into which a speaker is changed: few enough that each remains a unit of normalization
+NUM_VOICES = 16
 # of a simulated room: nothing of its tail arrives sooner after the direct sound
 _DIRECT_PATH_MS = 1.0
 
@@ -62,7 +65,8 @@ def augmented(utterances: Iterable[Utterance], config: AugmentConfig, *,
     its own.
 
     As in Kaldi, a speed other than 1 makes another speaker (sp0.9-NAME), since it changes pitch and
-    formants; copies after the first are named cp1-NAME and so on.  Frames of `silence_pdfs` do not
+    formants; so does another voice (vc3-NAME), whose utterances have their rate in the name
+    (vc3x0.9124-NAME). Copies after the first are named cp1-NAME and so on.  Frames of `silence_pdfs` do not
     count when noise is set in proportion to speech.  Raises DataError for folders and files that
     cannot be used, before the first utterance is made.
     """
@@ -72,7 +76,13 @@ def augmented(utterances: Iterable[Utterance], config: AugmentConfig, *,
         for copy in range(config.num_copies):
             random = _random(utterance.utt_id, copy)
             for factor in SPEEDS if config.speed == "all" else (1.0,):
-                yield _changed(_renamed(utterance, copy, factor), factor, sounds, config, random, silence_pdfs)
+                yield _changed(_renamed(utterance, copy, factor), factor, sounds, config, random, silence_pdfs,
+                               is_clean=is_clean(utterance.utt_id, config, copy))
+
+
+def is_clean(utt_id: str, config: AugmentConfig, copy: int = 0) -> bool:
+    """Whether a training utterance belongs to the fraction without noise and reverberation."""
+    return bool(config.clean_fraction > 0 and _random(f"clean {utt_id}", copy).random() < config.clean_fraction)
 
 
 def what_decides(config: AugmentConfig) -> dict[str, Any]:
@@ -82,12 +92,14 @@ def what_decides(config: AugmentConfig) -> dict[str, Any]:
     if not config.changes_audio:
         return {}
     settings = {name: value for name, value in with_removed("augment", asdict(config)).items() if not name.startswith("spec")}
+    # data prepared before these options existed keeps its name
+    settings = {name: value for name, value in settings.items() if value or name not in ("voice", "clean_fraction")}
     folders = [folder for folder in (config.rir_dir, config.noise_dir) if folder]
     # names and sizes: collections of noises are too large to be read for a name
     files = [[str(path.relative_to(folder)), path.stat().st_size] for folder in folders
              for path in sorted(Path(folder).rglob("*.wav"))]
     return {"augment": {**settings, "files": files,
-                        "soxr": metadata.version("soxr") if config.speed != "none" else ""}}
+                        "soxr": metadata.version("soxr") if config.speed != "none" or config.voice else ""}}
 
 
 # Speed --------------------------------------------------------------------------------------------
@@ -161,7 +173,7 @@ def add_noise(samples: FisherSample, background: FisherSample, snr_db: float,
 
 
 def _changed(utterance: Utterance, factor: float, sounds: _Sounds, config: AugmentConfig,
-             random: np.random.Generator, silence_pdfs: Sequence[int]) -> Utterance:
+             random: np.random.Generator, silence_pdfs: Sequence[int], *, is_clean: bool) -> Utterance:
     fast = change_speed(utterance.samples, factor)
     rate_hz = sounds.sample_rate_hz
     pdf_T = utterance.pdf_T if factor == 1.0 else retime(utterance.pdf_T,
@@ -169,9 +181,17 @@ def _changed(utterance: Utterance, factor: float, sounds: _Sounds, config: Augme
     samples = fast.astype(np.float64)
     # all numbers are drawn whatever is on, so that switching one thing on changes no other
     rooms, noises, volumes = (np.random.default_rng(seed) for seed in random.integers(2**63, size=3))
-    if config.reverb and rooms.random() < REVERB_PROBABILITY:
+    if config.voice:
+        voices = np.random.default_rng(random.integers(2**63))
+        if voices.random() < VOICE_PROBABILITY:
+            number, change = _sample_voice(utterance.speaker, voices)
+            samples = voice.change_voice(samples, change, rate_hz)
+            pdf_T = retime(pdf_T, num_frames(len(samples), rate_hz), change.rate)
+            utterance = replace(utterance, utt_id=f"vc{number}x{change.rate:.4f}-{utterance.utt_id}",
+                                speaker=f"vc{number}-{utterance.speaker}")
+    if config.reverb and not is_clean and rooms.random() < REVERB_PROBABILITY:
         samples = reverberate(samples, sounds.response(rooms))
-    if config.noise and noises.random() < NOISE_PROBABILITY:
+    if config.noise and not is_clean and noises.random() < NOISE_PROBABILITY:
         # frames are 10 ms apart
         frame_of_sample = np.minimum(np.arange(len(samples)) // (rate_hz // 100), len(pdf_T) - 1)
         is_speech = ~np.isin(pdf_T, silence_pdfs)[frame_of_sample]
@@ -182,6 +202,13 @@ def _changed(utterance: Utterance, factor: float, sounds: _Sounds, config: Augme
         volumes.random()
         samples = samples * volumes.uniform(*VOLUMES)
     return replace(utterance, samples=_to_16_bits(samples), pdf_T=pdf_T)
+
+
+def _sample_voice(speaker: str, random: np.random.Generator) -> tuple[int, VoiceChange]:
+    """One of the speaker's other voices, at a rate that is sampled for the utterance."""
+    number = int(random.integers(NUM_VOICES))
+    of_voice = voice.sample_change(_random(f"voice {speaker}", number))
+    return number, replace(of_voice, rate=voice.sample_change(random).rate)
 
 
 def _to_16_bits(samples: FisherSample) -> Samples:
@@ -204,10 +231,10 @@ def _renamed(utterance: Utterance, copy: int, factor: float) -> Utterance:
 
 
 def original(utt_id: str) -> tuple[str, float]:
-    """The name before `augmented` changed it, and the speed."""
+    """The name before `augmented` changed it, and the factor on the speed of the speech."""
     match = _COPY.fullmatch(utt_id)
     assert match is not None
-    return match["utt_id"], float(match["factor"] or 1.0)
+    return match["utt_id"], float(match["factor"] or 1.0) * float(match["rate"] or 1.0)
 
 
 def _random(utt_id: str, copy: int) -> np.random.Generator:

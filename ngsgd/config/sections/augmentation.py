@@ -12,14 +12,20 @@ from ngsgd.config.option import option
 class AugmentConfig:
     """Augmentation of the training data; validation and test data stay unchanged.
 
-    Audio is changed before features are computed, in the order speed, reverberation, noise and
-    volume. SpecAugment masks windows at training time. Everything is off by default.
+    Audio is changed before features are computed, in the order speed, voice, reverberation, noise
+    and volume. SpecAugment masks windows at training time. Everything is off by default.
     """
 
     num_copies: int = option(1, "copies of each training utterance, each augmented independently",
                              low=1, high=100)
     speed: Literal["none", "all"] = option(
         "none", "speed perturbation; all: copies at 0.9, 1 and 1.1 times the speed (Kaldi)")
+    voice: bool = option(
+        False, "perturbation of pitch, vocal-tract length and rate of half of the utterances: 16 other "
+               "voices of each speaker")
+    clean_fraction: float = option(
+        0.0, "fraction of the training utterances without noise and reverberation, also without the "
+             "noise of corpus=digits|fsdd", low=0.0, high=1.0)
     reverb: bool = option(
         False, "convolution of half of the utterances with the impulse response of a room")
     rir_dir: str = option(
@@ -44,5 +50,5 @@ class AugmentConfig:
     @property
     def changes_audio(self) -> bool:
         """Whether the prepared data differs from that without augmentation."""
-        return (self.num_copies > 1 or self.speed != "none" or self.reverb or self.noise
-                or self.volume)
+        return (self.num_copies > 1 or self.speed != "none" or self.voice or self.clean_fraction > 0
+                or self.reverb or self.noise or self.volume)

@@ -52,6 +52,9 @@ class DataConfig:
                                   above=0.0, high=600.0, used=_MADE)
     test_minutes: float = option(10.0, "duration of the generated test set", unit="min",
                                  above=0.0, high=600.0, used=_MADE)
+    synthetic_minutes: float = option(
+        0.0, "duration of the synthetic digits that are added to the training set", unit="min",
+        low=0.0, high=6000.0, used="corpus=fsdd")
     snr_db_low: float = option(0.0, "lowest signal-to-noise ratio of an utterance", unit="dB",
                                low=-20.0, high=60.0, used=_MADE)
     snr_db_high: float = option(15.0, "highest signal-to-noise ratio of an utterance", unit="dB",

@@ -146,7 +146,7 @@ def test_bad_input_as_a_real_command_shows_no_traceback_and_writes_nothing(tmp_p
         cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     first, second = done.stderr.splitlines()
-    assert first.startswith("ngsgd: augment=rain ") and "kaldi, none, rooms, spec" in first
+    assert first.startswith("ngsgd: augment=rain ") and "kaldi, none, robust, rooms, spec" in first
     assert second.startswith("ngsgd: sed ") and "seed?" in second
     assert list(tmp_path.iterdir()) == []
 
@@ -265,7 +265,8 @@ def test_completion_offers_commands_then_settings(
     for command in ("train", "submit"):
         monkeypatch.setenv("COMP_LINE", f"ngsgd {command} augment=")
         assert cli.main(["-sc", "query=bash"]) == 0
-        assert capsys.readouterr().out.split() == ["augment=kaldi", "augment=none", "augment=rooms", "augment=spec"]
+        assert capsys.readouterr().out.split() == ["augment=kaldi", "augment=none", "augment=robust", "augment=rooms",
+                                                   "augment=spec"]
     monkeypatch.setenv("COMP_LINE", "ngsgd submit seed=1 --res")
     assert cli.main(["-sc", "query=bash"]) == 0
     assert capsys.readouterr().out.split() == ["--resume"]

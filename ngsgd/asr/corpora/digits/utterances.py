@@ -5,9 +5,9 @@ Everything is drawn first, from the seed alone; how many shards are spoken at on
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -52,9 +52,14 @@ class PlannedUtterance:
         return len(self.words) * per_word_s + (self.lead_ms + self.tail_ms) / 1000
 
 
-def utterances(set_name: str, data: DataConfig, *, minutes: float, num_at_once: int) -> Iterator[Utterance]:
-    """About `minutes` of audio, in the order of the plan; `num_at_once` shards are spoken at a time."""
-    planned = list(plan(set_name, data, minutes=minutes))
+def utterances(set_name: str, data: DataConfig, *, minutes: float, num_at_once: int,
+               is_clean: Callable[[str], bool] = lambda _utt_id: False) -> Iterator[Utterance]:
+    """About `minutes` of audio, in the order of the plan; `num_at_once` shards are spoken at a time.
+
+    Utterances for which `is_clean` is true have no noise.
+    """
+    planned = [replace(one, snr_db=np.inf) if is_clean(one.utt_id) else one
+               for one in plan(set_name, data, minutes=minutes)]
     shards = [planned[i:i + SENTENCES_PER_SHARD] for i in range(0, len(planned), SENTENCES_PER_SHARD)]
     seeds = _rng(data, set_name, "synthesiser").integers(2**31, size=len(shards)).tolist()
     pool = ThreadPoolExecutor(num_at_once)

@@ -6,7 +6,7 @@ alignment; pauses are silence.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -48,15 +48,17 @@ class Pool:
     pdf_T: Mapping[str, PdfIds]     # by utt_id
 
 
-def utterances(set_name: str, data: DataConfig, pool: Pool, *, minutes: float) -> Iterator[Utterance]:
-    """Strings until they last `minutes`."""
+def utterances(set_name: str, data: DataConfig, pool: Pool, *, minutes: float,
+               is_clean: Callable[[str], bool] = lambda _utt_id: False) -> Iterator[Utterance]:
+    """Strings until they last `minutes`; those for which `is_clean` is true have no noise."""
     rng = np.random.default_rng([0, SETS.index(set_name)])
     decks = {speaker: draw_recordings(pool, speaker, rng) for speaker in sorted({segment.speaker for segment in pool.segments})}
     index, made_s = 0, 0.0
     while made_s < 60 * minutes:
         speaker = str(rng.choice(list(decks)))
         segments = [next(decks[speaker]) for _ in range(int(rng.integers(*NUM_WORDS, endpoint=True)))]
-        utterance = splice_string(f"{speaker}-{set_name}-{index:06d}", segments, pool, data, rng)
+        utt_id = f"{speaker}-{set_name}-{index:06d}"
+        utterance = splice_string(utt_id, segments, pool, data, rng, is_clean=is_clean(utt_id))
         yield utterance
         index, made_s = index + 1, made_s + len(utterance.samples) / SAMPLE_RATE_HZ
 
@@ -74,7 +76,8 @@ def draw_recordings(pool: Pool, speaker: str, rng: np.random.Generator) -> Itera
         yield from (own[i] for i in rng.permutation(len(own)))
 
 
-def splice_string(utt_id: str, segments: Sequence[Segment], pool: Pool, data: DataConfig, rng: np.random.Generator) -> Utterance:
+def splice_string(utt_id: str, segments: Sequence[Segment], pool: Pool, data: DataConfig, rng: np.random.Generator,
+                  *, is_clean: bool = False) -> Utterance:
     starts, num_samples = lay_out_segments(segments, rng)
     speech = np.zeros(num_samples)
     pdf_T = np.full(len(frame_centres(num_samples)), SILENCE_PDF, dtype=np.int32)
@@ -83,7 +86,8 @@ def splice_string(utt_id: str, segments: Sequence[Segment], pool: Pool, data: Da
         speech[start:start + segment.num_samples] = gain * pool.samples[segment.utt_id]
         _place_labels(pdf_T, pool.pdf_T[segment.utt_id], start, num_samples)
     background = background_noise(str(rng.choice(NOISES)), num_samples, pool, segments[0].speaker, rng)
-    samples = noise.mix(speech, background, snr_db=float(rng.uniform(data.snr_db_low, data.snr_db_high)),
+    snr_db = float(rng.uniform(data.snr_db_low, data.snr_db_high))
+    samples = noise.mix(speech, background, snr_db=np.inf if is_clean else snr_db,
                         is_speech=spread_to_samples(pdf_T != SILENCE_PDF, num_samples))
     return Utterance(utt_id=utt_id, speaker=segments[0].speaker, words=tuple(segment.word for segment in segments),
                      samples=samples, pdf_T=pdf_T)

@@ -1,0 +1,133 @@
+"""Other voices from recorded speech: pitch, vocal-tract length and rate change independently.
+
+    samples = change_voice(samples, VoiceChange(pitch=1.7, formants=1.15, rate=1.0), 8000)
+
+Resampling scales pitch and formants together. A phase vocoder (Flanagan and Golden 1966) then restores the
+duration, and a filter moves the spectral envelope, estimated by cepstral smoothing, to the formants asked for.
+
+Letters: T windows, F frequency bins, L samples of a window.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ngsgd.asr import extras
+from ngsgd.asr.features.noise import FisherSample
+
+# factors, from a man with a lower voice to a man who becomes a woman or a child; pitch and formants rise together
+PITCH = (0.85, 1.9)
+FORMANTS = (0.92, 1.22)
+RATE = (0.85, 1.2)
+# standard deviation of the logarithm, of speakers who are equally tall
+_PITCH_SPREAD, _FORMANT_SPREAD = 0.1, 0.03
+WINDOW_MS, HOPS_PER_WINDOW = 32, 4
+# the envelope has no detail finer than this quefrency, which lies below the pitch period of a high voice
+ENVELOPE_MS = 1.75
+# limits the filter where one of the two envelopes is nearly zero
+_LARGEST_GAIN = 10.0
+_TINY = 1e-5
+
+Spectra = npt.NDArray[np.complex128]
+
+
+@dataclass(frozen=True)
+class VoiceChange:
+    """Factors on a voice; 1 leaves a property as it is."""
+
+    pitch: float = 1.0
+    # of the resonance frequencies: the inverse of the factor on the vocal-tract length
+    formants: float = 1.0
+    # of speech: the duration is divided by it
+    rate: float = 1.0
+
+
+def sample_change(random: np.random.Generator) -> VoiceChange:
+    """Sample factors around a point of `PITCH` and `FORMANTS` that both share, and a rate in `RATE`."""
+    height, pitch, formants, rate = random.uniform(), random.normal(), random.normal(), random.uniform()
+    return VoiceChange(pitch=_between(PITCH, height) * float(np.exp(_PITCH_SPREAD * pitch)),
+                       formants=_between(FORMANTS, height) * float(np.exp(_FORMANT_SPREAD * formants)),
+                       rate=_between(RATE, rate))
+
+
+def _between(bounds: tuple[float, float], part: float) -> float:
+    low, high = np.log(bounds)
+    return float(np.exp(low + (high - low) * part))
+
+
+def change_voice(samples: FisherSample, change: VoiceChange, sample_rate_hz: int) -> FisherSample:
+    """Return speech of another voice, with len(samples) / change.rate samples.
+
+    Args:
+        samples: speech, any scale.
+        change: the factors.
+        sample_rate_hz: sampling rate, Hz.
+    """
+    soxr = extras.load("soxr", extra="asr", purpose="Voice perturbation")
+    length = round(len(samples) / change.rate)
+    higher = np.asarray(soxr.resample(samples, change.pitch, 1.0))
+    hop = round(WINDOW_MS * sample_rate_hz / (1000 * HOPS_PER_WINDOW))
+    size = HOPS_PER_WINDOW * hop
+    if len(higher) <= size:
+        return np.resize(samples, length)
+    spectra_TF = _analyze(higher, size, hop)
+    # the resampled voice has its formants at `pitch` times their frequencies
+    ratio = change.pitch / change.formants
+    spectra_TF = spectra_TF * _envelope_gain(spectra_TF, ratio, round(ENVELOPE_MS * sample_rate_hz / 1000))
+    stretched_TF = _stretch(spectra_TF, len(higher) / length, hop, length // hop + 1)
+    return _synthesize(stretched_TF, size, hop, length)
+
+
+def _analyze(samples: FisherSample, size: int, hop: int) -> Spectra:
+    padded = np.pad(samples, size // 2, mode="reflect")
+    windows_TL = np.lib.stride_tricks.sliding_window_view(padded, size)[::hop]
+    return np.asarray(np.fft.rfft(windows_TL * np.hanning(size + 1)[:-1], axis=1))
+
+
+def _envelope_gain(spectra_TF: Spectra, ratio: float, num_ceps: int) -> FisherSample:
+    """The gain that moves the envelope from frequency ratio * f to f."""
+    log_TF = np.log(np.abs(spectra_TF) + _TINY * np.abs(spectra_TF).max(initial=1e-9))
+    cepstra_TL = np.fft.irfft(log_TF, axis=1)
+    cepstra_TL[:, num_ceps + 1:-num_ceps] = 0.0
+    envelope_TF = np.fft.rfft(cepstra_TL, axis=1).real
+    bin_F = np.minimum(np.arange(log_TF.shape[1]) * ratio, log_TF.shape[1] - 1.0)
+    low_F = np.minimum(bin_F.astype(np.int64), log_TF.shape[1] - 2)
+    part_F = bin_F - low_F
+    moved_TF = (1 - part_F) * envelope_TF[:, low_F] + part_F * envelope_TF[:, low_F + 1]
+    limit = np.log(_LARGEST_GAIN)
+    return np.asarray(np.exp(np.clip(moved_TF - envelope_TF, -limit, limit)))
+
+
+def _stretch(spectra_TF: Spectra, speed: float, hop: int, num_windows: int) -> Spectra:
+    """Windows of the same sound, played `speed` times as fast: phases advance as between neighbors."""
+    at_T = np.minimum(np.arange(num_windows) * speed, len(spectra_TF) - 1.0)
+    low_T = np.minimum(at_T.astype(np.int64), len(spectra_TF) - 2)
+    part_T1 = (at_T - low_T)[:, None]
+    magnitude_TF = np.abs(spectra_TF)
+    between_TF = (1 - part_T1) * magnitude_TF[low_T] + part_T1 * magnitude_TF[low_T + 1]
+    phase_TF = np.angle(spectra_TF)
+    step_TF = phase_TF[low_T + 1] - phase_TF[low_T]
+    advance_F = 2 * np.pi * hop * np.arange(spectra_TF.shape[1]) / (2 * (spectra_TF.shape[1] - 1))
+    step_TF = advance_F + np.angle(np.exp(1j * (step_TF - advance_F)))
+    total_TF = phase_TF[0] + np.concatenate([np.zeros_like(step_TF[:1]), np.cumsum(step_TF[:-1], axis=0)])
+    return np.asarray(between_TF * np.exp(1j * total_TF))
+
+
+def _synthesize(spectra_TF: Spectra, size: int, hop: int, length: int) -> FisherSample:
+    window_L = np.hanning(size + 1)[:-1]
+    windows_TL = np.fft.irfft(spectra_TF, n=size, axis=1) * window_L
+    total = np.zeros((len(spectra_TF) - 1) * hop + size)
+    norm = np.zeros_like(total)
+    # windows that are HOPS_PER_WINDOW apart do not overlap
+    for first in range(HOPS_PER_WINDOW):
+        part_TL = windows_TL[first::HOPS_PER_WINDOW]
+        stop = first * hop + part_TL.size
+        total[first * hop:stop] += part_TL.ravel()
+        norm[first * hop:stop] += np.tile(window_L ** 2, len(part_TL))
+    start = size // 2
+    # the first and the last samples lie under the edge of one window
+    samples = total / np.maximum(norm, 1e-3)
+    return np.asarray(np.pad(samples[start:start + length], (0, max(0, start + length - len(samples)))))

@@ -1,0 +1,120 @@
+"""Connected digits from synthesizers that no training set uses, as Kaldi data directories.
+
+    python recipes/digits/local/unseen_voices.py OUT
+
+Four women (slt of Flite, slt of Festival's HTS, the two voices of SVOX Pico) and four men (kal16, awb and rms of Flite,
+ked of Festival) each say strings of three to seven digits, 20 a voice. OUT/clean, OUT/30dB, OUT/10dB and OUT/5dB hold the
+same speech at 8 kHz: without noise, where pauses are digital silence, and with white or pink noise. The plan is seeded.
+Needs the Debian packages flite, festival, festvox-kdlpc16k and festvox-us-slt-hts, and ttspico from PyPI in this
+environment.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import shutil
+import subprocess
+import sys
+import tempfile
+import wave
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import soxr
+
+from ngsgd.asr.features import noise
+
+RATE_HZ = 8000
+DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+STRINGS_PER_VOICE, NUM_WORDS = 20, (3, 7)
+CONDITIONS = {"clean": np.inf, "30dB": 30.0, "10dB": 10.0, "5dB": 5.0}
+EDGE_SILENCE_MS = 200
+# below the loudest 10 ms: pauses, which do not count in the signal-to-noise ratio
+_PAUSE_DB = 35.0
+_PICO = """
+import sys, wave, ttspico
+engine = ttspico.TtsEngine(sys.argv[1])
+with wave.open(sys.argv[3], "wb") as wav:
+    wav.setparams((1, 2, 16000, 0, "NONE", ""))
+    wav.writeframes(engine.speak(sys.argv[2]))
+"""
+
+
+def flite(voice: str) -> Callable[[str, Path], None]:
+    return lambda text, path: run("flite", "-voice", voice, "-t", text, "-o", str(path))
+
+
+def festival(voice: str) -> Callable[[str, Path], None]:
+    return lambda text, path: run("text2wave", "-eval", f"(voice_{voice})", "-o", str(path), stdin=text)
+
+
+def pico(language: str) -> Callable[[str, Path], None]:
+    return lambda text, path: run(sys.executable, "-c", _PICO, language, text, str(path))
+
+
+VOICES = {
+    "f-flite-slt": flite("slt"), "f-hts-slt": festival("cmu_us_slt_arctic_hts"), "f-pico-us": pico("en-US"),
+    "f-pico-gb": pico("en-GB"), "m-flite-awb": flite("awb"), "m-flite-kal": flite("kal16"), "m-flite-rms": flite("rms"),
+    "m-festival-ked": festival("ked_diphone"),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, help="new folder for the data directories")
+    out: Path = parser.parse_args().out
+    missing = [name for name in ("flite", "text2wave") if not shutil.which(name)]
+    if missing or not importlib.util.find_spec("ttspico"):
+        raise SystemExit(f"{' and '.join(missing) or 'ttspico'} cannot be found; install the packages that --help names.")
+    tables: dict[str, dict[str, list[str]]] = {name: {"wav.scp": [], "text": [], "utt2spk": []} for name in CONDITIONS}
+    for number, (voice, speak) in enumerate(VOICES.items()):
+        random = np.random.default_rng([0, number])
+        for index in range(STRINGS_PER_VOICE):
+            utt_id = f"{voice}-{index:02d}"
+            words = random.choice(DIGITS, size=int(random.integers(*NUM_WORDS, endpoint=True)))
+            speech = spoken(speak, " ".join(words))
+            color = str(random.choice(list(noise.COLOURS)))
+            background = noise.COLOURS[color](len(speech), np.random.default_rng([1, number, index]))
+            for name, snr_db in CONDITIONS.items():
+                path = (out / name / "wav" / f"{utt_id}.wav").absolute()
+                write(path, noise.mix(speech, background, snr_db=snr_db, is_speech=is_speech(speech)))
+                for table, value in (("wav.scp", path), ("text", " ".join(words)), ("utt2spk", voice)):
+                    tables[name][table].append(f"{utt_id} {value}\n")
+    for name, contents in tables.items():
+        for table, lines in contents.items():
+            (out / name / table).write_text("".join(sorted(lines)))
+
+
+def spoken(speak: Callable[[str, Path], None], text: str) -> noise.FisherSample:
+    """The text as speech at 8 kHz with silence at both ends."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "speech.wav"
+        speak(text, path)
+        with wave.open(str(path)) as wav:
+            rate_hz = wav.getframerate()
+            samples = np.frombuffer(wav.readframes(wav.getnframes()), "<i2").astype(np.float64)
+    return np.pad(soxr.resample(samples, rate_hz, RATE_HZ), RATE_HZ * EDGE_SILENCE_MS // 1000)
+
+
+def is_speech(samples: noise.FisherSample) -> np.ndarray:
+    """Whether each sample lies in a 10 ms block that is not a pause."""
+    block = RATE_HZ // 100
+    power = np.array([np.mean(part ** 2) for part in np.split(samples, range(block, len(samples), block))])
+    return np.repeat(power > power.max() * 10 ** (-_PAUSE_DB / 10), block)[:len(samples)]
+
+
+def write(path: Path, samples: np.ndarray) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with wave.open(str(path), "wb") as wav:
+        wav.setparams((1, 2, RATE_HZ, 0, "NONE", ""))
+        wav.writeframes(samples.astype("<i2").tobytes())
+
+
+def run(*command: str, stdin: str = "") -> None:
+    subprocess.run(command, input=stdin.encode(), check=True, capture_output=True)
+
+
+if __name__ == "__main__":
+    main()
