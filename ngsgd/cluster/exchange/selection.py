@@ -68,8 +68,10 @@ def choose_way(wanted: str, devices: Sequence[WorkerDevice], *, jobs_keep_state:
         return wanted, f"cluster.exchange={wanted}"  # type: ignore[return-value]
     if not far:
         return "shared_memory", "all workers are on this machine"
-    if not obstacle and len(devices) > 1 and not jobs_keep_state:
-        return "nccl", "each worker has a GPU of its own, on several machines"
+    if not obstacle and not jobs_keep_state:
+        # a default must have run on the hardware that it is for
+        return "shared_memory", ("cluster.exchange=nccl would average between the workers' GPUs, "
+                                 "but has not run on a GPU yet")
     return "shared_memory", (obstacle or "jobs continue from their own results") + ", and some are on other machines"
 
 

@@ -33,9 +33,9 @@ class ClusterConfig:
     min_workers: int = option(
         1, "number of workers; with fewer for longer than start_timeout_s the run stops", low=1)
     exchange: Literal["auto", "shared_memory", "object_store", "collective", "nccl"] = option(
-        "auto", "transport of parameters; auto: shared memory on the coordinator's machine, elsewhere "
-                "nccl where each worker has a GPU of its own, else Ray's object store; collective: "
-                "averaged by the workers over gloo; nccl: over NCCL (has not run on a GPU)")
+        "auto", "transport of parameters; auto: shared memory on the coordinator's machine, Ray's "
+                "object store elsewhere; collective: averaged by the workers over gloo; nccl: over "
+                "NCCL, each worker with a GPU of its own (has not run on a GPU)")
     exchange_timeout_s: float = option(
         60.0, "time for a worker to send its part of an average before it counts as hanging",
         unit="s", above=0.0, used="exchange=collective|nccl")
