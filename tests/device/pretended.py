@@ -38,8 +38,10 @@ _WAITS = {
     "_linalg_svd", "linalg_cholesky", "linalg_inv", "_linalg_solve_ex", "linalg_eig",
     "bincount", "histc",
 }
-# plans a batch on the host, from the lengths of its sequences
-_ON_HOST = {"in ngsgd/sequence/forward_backward.py, of"}
+# work of the host: the plan of a batch, from the lengths of its sequences; once, a look for products
+# of the CPU; once per estimate, its start
+_ON_HOST = {"in ngsgd/sequence/forward_backward.py, of", "in ngsgd/ops/gemm.py, is_there",
+            "in ngsgd/ops/natural_gradient.py, initial_state"}
 # no kernel: only sizes, strides or memory
 _FREE = {
     "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias",

@@ -44,10 +44,11 @@ def _run(*arguments: str) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def seen(request: pytest.FixtureRequest) -> dict[str, Any]:
     """What the audit prints of the cases that selected tests ask for."""
-    names = {item.callspec.params.get("case") for item in request.session.items
-             if hasattr(item, "callspec")} & set(CASES)
-    if any(item.originalname in _READ_MANY for item in request.session.items
-           if isinstance(item, pytest.Function)):
+    own = [item for item in request.session.items
+           if isinstance(item, pytest.Function) and item.module.__name__ == __name__]
+    names = {item.callspec.params.get("case") for item in own if hasattr(item, "callspec")}
+    names &= set(CASES)
+    if any(item.originalname in _READ_MANY for item in own):
         names |= {"NGSGD", "network tdnn", "network tdnn, torch.optim.SGD"}
     return _run("tests.device.audit", *sorted(names))
 

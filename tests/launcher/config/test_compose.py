@@ -63,7 +63,7 @@ def test_a_model_and_an_optimizer_on_the_command_line_win_over_a_recipe(recipe: 
     ("optimizer.max_chnage=1", "optimizer.max_chnage is not a setting. Did you mean optimizer.max_change?"),
     ("max_change=1", "max_change is not a setting. Did you mean optimizer.max_change?"),
     ("optimzer=sgd", "optimzer is not a setting. Did you mean optimizer?"),
-    ("augment=rain", "augment=rain is not a choice; choose one of kaldi, none, rooms, spec."),
+    ("augment=rain", "augment=rain is not a choice; choose one of kaldi, none, robust, rooms, spec."),
     ("lr=0.1", "lr is not a setting. Did you mean schedule.lr_initial?"),
     ("optimizer.lr=0.1", "optimizer.lr is not a setting. Did you mean schedule.lr_initial?"),
     ("epochs=3", "epochs is not a setting. Did you mean schedule.num_epochs?"),
@@ -152,7 +152,7 @@ def test_sweep_is_checked_value_by_value() -> None:
     compose.check_sweep(["optimizer=ngsgd,sgd", "seed=range(0,3)"])
     with pytest.raises(ConfigError) as caught:
         compose.check_sweep(["augment=none,rain", "schedule.num_epochs=1,abc"])
-    assert caught.value.problems == ["augment=rain is not a choice; choose one of kaldi, none, rooms, spec.",
+    assert caught.value.problems == ["augment=rain is not a choice; choose one of kaldi, none, robust, rooms, spec.",
                                      "schedule.num_epochs is 'abc'; it must be a number."]
 
 
