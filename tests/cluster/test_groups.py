@@ -72,14 +72,15 @@ def test_ngsgd_learns_in_groups_of_three_and_an_uneven_number_of_minibatches(tmp
     assert digest(again) == digest(run)
 
 
-def _kill_a_rank(number: int, found: list[int]) -> None:
-    """A process whose parent was started by a worker, once there is one."""
+def _kill_a_rank(number: int, found: list[int], folder: Path) -> None:
+    """A process whose parent was started by a worker, in the first jobs of the run in `folder`."""
+    while not any("outer_iteration" in events.read_text() for events in folder.rglob("events.jsonl")):
+        time.sleep(0.01)
     me = psutil.Process()
     while not found:
         with_names = [(process, process.cmdline()) for process in me.children(recursive=True) if process.is_running()]
         ranks = [process for process, words in with_names if _depth(process, me.pid) == 4]
         if len(ranks) == 2:
-            time.sleep(0.5)
             os.kill(ranks[0].pid, number)
             found.append(ranks[0].pid)
         time.sleep(0.01)
@@ -103,7 +104,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=lambda n: n.name)
 def test_a_rank_that_dies_costs_its_job_only(tmp_path: Path, whole: str, number: signal.Signals) -> None:
     found: list[int] = []
-    thread = threading.Thread(target=_kill_a_rank, args=(number, found), daemon=True)
+    thread = threading.Thread(target=_kill_a_rank, args=(number, found, tmp_path), daemon=True)
     thread.start()
     run = train(tmp_path / "killed", 2, 8, **LONG)
     thread.join(1.0)
