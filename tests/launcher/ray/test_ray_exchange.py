@@ -38,8 +38,10 @@ def test_the_pool_reports_the_choice_where_there_is_one(tmp_path: Path) -> None:
     assert pool_of(tmp_path / "a", "auto", cpus, lines).chosen_exchange() == "shared_memory"
     assert lines == []
     gpus = [WorkerDevice("here", False, "0000:3b:00"), WorkerDevice("there", False, "0000:3b:00")]
-    assert pool_of(tmp_path / "b", "auto", gpus, lines).chosen_exchange() == "nccl"
-    assert len(lines) == 1 and "NCCL" in lines[0]
+    assert pool_of(tmp_path / "b", "auto", gpus, lines).chosen_exchange() == "shared_memory"
+    assert len(lines) == 1
+    assert pool_of(tmp_path / "c", "nccl", gpus, lines).chosen_exchange() == "nccl"
+    assert len(lines) == 2
 
 
 @pytest.mark.parametrize(("num_gpus", "is_refused"), [(0.0, True), (1.0, True), (2.0, False), (8.0, False)])
