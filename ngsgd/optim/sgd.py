@@ -282,11 +282,14 @@ class SGD(torch.optim.Optimizer):
                               grad_scale=None, found_inf=found_inf)
             # fused kernels leave that out, and autograd would not see stale tensors
             torch.autograd.graph.increment_version(params)
-            # a velocity, or a copy that nobody sees again
-            if directions[0] is not params[0].grad:
+        # velocities, and copies that nobody sees again
+        own = [direction for params, directions in zip(moving.params, moving.directions, strict=True)
+               if directions[0] is not params[0].grad for direction in directions]
+        if own:
+            is_skipped = found_inf.bool()
+            for direction in own:
                 # after a skipped minibatch the velocity starts again from zero, as in Kaldi
-                for direction in directions:
-                    direction.masked_fill_(found_inf.bool(), 0.0)
+                direction.masked_fill_(is_skipped, 0.0)
         self._count(limits, moving.indices)
         return found_inf
 
@@ -375,10 +378,10 @@ class SGD(torch.optim.Optimizer):
             return
         (indices, *_), all_limits = self._uncounted[0], [limits for _, limits in self._uncounted]
         self._uncounted = []
-        is_finite_S1 = torch.stack([limits.total for limits in all_limits]).isnan().logical_not()[:, None]
+        is_skipped_S1 = torch.stack([limits.total for limits in all_limits]).isnan()[:, None]
         ratios_SC = torch.stack([torch.cat([limits.model_ratio[None], limits.layer_ratios_C])
                                  for limits in all_limits])
-        hits_SC = torch.cat([~is_finite_S1, (ratios_SC < 1.0) & is_finite_S1], dim=1)
+        hits_SC = torch.cat([is_skipped_S1, (ratios_SC < 1.0) & ~is_skipped_S1], dim=1)
         counts = self._counts.to(hits_SC.device)
         columns = self._constant(hits_SC, 0, 1, *(i + 2 for i in indices), dtype=torch.int64)
         self._counts = counts.index_add_(0, columns, hits_SC.sum(dim=0))
