@@ -6,9 +6,11 @@ One GPU holds one rank of NCCL, so a world of one is all that NCCL can show on o
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import secrets
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -21,7 +23,7 @@ from torch import distributed, nn
 
 from benchmarks.gpu.measurement import Failed, Measurement
 from ngsgd import LocalSGD
-from ngsgd.cluster.exchange.process_group import join
+from ngsgd.cluster.exchange.process_group import Backend, join
 from ngsgd.cluster.exchange.rendezvous import Rendezvous
 
 _TIMEOUT_S = 30.0
@@ -49,40 +51,26 @@ def run(measurement: Measurement) -> None:
 def _nccl_group(measurement: Measurement, size: int) -> dict[str, float]:
     """All-reduce on the device, and all-to-all from and to host memory, as the exchange of
     parameters does it."""
-    secret = secrets.token_bytes(32)
-    rendezvous = Rendezvous("127.0.0.1", secret)
-    group = join(
-        "nccl",
-        "127.0.0.1",
-        rendezvous.port,
-        secret=secret,
-        generation=0,
-        rank=0,
-        world_size=1,
-        timeout_s=_TIMEOUT_S,
-        device=torch.device("cuda", 0),
-    )
-    try:
+    with _group_of_one("nccl", torch.device("cuda", 0)) as group:
         tensor = torch.arange(size, dtype=torch.float32, device=measurement.device)
         reduced = tensor.clone()
         group.all_reduce(reduced, time.monotonic() + _TIMEOUT_S)
         _require(torch.equal(reduced, tensor), "all-reduce of one rank changed the tensor")
-        sent = np.arange(size, dtype=np.uint8)
-        start = time.perf_counter()
-        received = group.all_to_all(sent, [size], [size], time.monotonic() + _TIMEOUT_S)
-        seconds = time.perf_counter() - start
-        _require(bool(np.array_equal(received, sent)), "all-to-all of one rank changed the bytes")
-        return {"all_to_all_gb_per_s": round(2 * size / seconds / 1e9, 3)}
-    finally:
-        group.close()
-        rendezvous.close()
+        return _all_to_all(group, size)
 
 
 def _gloo_group(size: int) -> dict[str, float]:
+    with _group_of_one("gloo", torch.device("cpu")) as group:
+        return _all_to_all(group, size)
+
+
+@contextlib.contextmanager
+def _group_of_one(backend: Backend, device: torch.device) -> Iterator[Any]:
+    """A group of ngsgd with one member."""
     secret = secrets.token_bytes(32)
     rendezvous = Rendezvous("127.0.0.1", secret)
     group = join(
-        "gloo",
+        backend,
         "127.0.0.1",
         rendezvous.port,
         secret=secret,
@@ -90,18 +78,22 @@ def _gloo_group(size: int) -> dict[str, float]:
         rank=0,
         world_size=1,
         timeout_s=_TIMEOUT_S,
-        device=torch.device("cpu"),
+        device=device,
     )
     try:
-        sent = np.arange(size, dtype=np.uint8)
-        start = time.perf_counter()
-        received = group.all_to_all(sent, [size], [size], time.monotonic() + _TIMEOUT_S)
-        seconds = time.perf_counter() - start
-        _require(bool(np.array_equal(received, sent)), "all-to-all of one rank changed the bytes")
-        return {"all_to_all_gb_per_s": round(2 * size / seconds / 1e9, 3)}
+        yield group
     finally:
         group.close()
         rendezvous.close()
+
+
+def _all_to_all(group: Any, size: int) -> dict[str, float]:
+    sent = np.arange(size, dtype=np.uint8)
+    start = time.perf_counter()
+    received = group.all_to_all(sent, [size], [size], time.monotonic() + _TIMEOUT_S)
+    seconds = time.perf_counter() - start
+    _require(bool(np.array_equal(received, sent)), "all-to-all of one rank changed the bytes")
+    return {"all_to_all_gb_per_s": round(2 * size / seconds / 1e9, 3)}
 
 
 def _two_processes(dry_run: bool, size: int) -> dict[str, float]:
