@@ -93,7 +93,7 @@ _MOST_USED = (
 _WIDEST = 110   # columns
 
 def top() -> str:
-    return TOP.format(commands="\n".join(f"  {name:10}{what}" for name, what in COMMANDS.items()))
+    return TOP.format(commands="\n".join(f"  {name:12}{what}" for name, what in COMMANDS.items()))
 
 
 def train(group: str = "") -> str:

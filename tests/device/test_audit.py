@@ -46,8 +46,8 @@ def seen(request: pytest.FixtureRequest) -> dict[str, Any]:
     """What the audit prints of the cases that selected tests ask for."""
     own = [item for item in request.session.items
            if isinstance(item, pytest.Function) and item.module.__name__ == __name__]
-    names = {item.callspec.params.get("case") for item in own if hasattr(item, "callspec")}
-    names &= set(CASES)
+    asked = {item.callspec.params.get("case") for item in own if hasattr(item, "callspec")}
+    names = {name for name in CASES if name in asked}
     if any(item.originalname in _READ_MANY for item in own):
         names |= {"NGSGD", "network tdnn", "network tdnn, torch.optim.SGD"}
     return _run("tests.device.audit", *sorted(names))
