@@ -25,13 +25,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ngsgd.asr import speech_set
 from ngsgd.asr.corpora import alignments, an4, cache, kaldi_dirs, yesno
 from ngsgd.asr.corpora.digits import labels, synthesis, utterances
 from ngsgd.asr.corpora.fsdd import recordings, source, synthetic
 from ngsgd.asr.corpora.fsdd.segments import load_catalogue, split
-from ngsgd.asr.features import augment, cmvn, filterbank
+from ngsgd.asr.features import augment, cmvn, filterbank, noise
+from ngsgd.asr.features.noise import FisherSample
 from ngsgd.asr.lang import graphs
 from ngsgd.asr.lang.language import Language
 from ngsgd.asr.lang.topology import SILENCE_PDF
@@ -206,7 +208,7 @@ def _make_digits(data: DataConfig, feature_config: FeatureConfig, changes: Augme
         made: Iterable[Utterance] = utterances.utterances(name, data, minutes=minutes,
                                                           num_at_once=os.cpu_count() or 1,
                                                           is_clean=_is_clean(name, changes))
-        made = augment.for_set(name, made, changes, silence_pdfs=[SILENCE_PDF])
+        made = augment.for_set(name, made, changes, silence_pdfs=[SILENCE_PDF], mix=_mix(data, changes))
         sets[name] = speech_set.build(made, feature_config)
     return sets, Language(labels.TOPOLOGY)
 
@@ -231,14 +233,36 @@ def _make_fsdd(data: DataConfig, feature_config: FeatureConfig, changes: Augment
             made = utterances.utterances(name, data, minutes=data.synthetic_minutes, num_at_once=os.cpu_count() or 1,
                                          is_clean=_is_clean(name, changes))
             said = itertools.chain(said, synthetic.relabelled(made, topology))
-        said = augment.for_set(name, said, changes, silence_pdfs=[SILENCE_PDF])
+        mix = None if data.style == "isolated" else _mix(data, changes, pool)
+        said = augment.for_set(name, said, changes, silence_pdfs=[SILENCE_PDF], mix=mix)
         sets[name] = speech_set.build(said, feature_config)
     return sets, Language(topology, is_one_word=data.style == "isolated")
 
 
 def _is_clean(set_name: str, changes: AugmentConfig) -> Callable[[str], bool]:
     """Which utterances of a generated set are made without noise: none of valid and test."""
+    if set_name == "train" and changes.voice:
+        # their noise is added after the voice has changed
+        return lambda _utt_id: True
     return functools.partial(augment.is_clean, config=changes if set_name == "train" else AugmentConfig())
+
+
+def _mix(data: DataConfig, changes: AugmentConfig, pool: recordings.Pool | None = None) -> augment.Mix | None:
+    """Adds the noise that a generated corpus has; with a pool also babble."""
+    if not changes.voice:
+        return None
+
+    def mix(samples: FisherSample, is_speech: npt.NDArray[np.bool_],
+            random: np.random.Generator) -> FisherSample:
+        snr_db = float(random.uniform(data.snr_db_low, data.snr_db_high))
+        if pool:
+            kind = str(random.choice(recordings.NOISES))
+            background = recordings.background_noise(kind, len(samples), pool, "", random)
+        else:
+            background = noise.COLOURS[str(random.choice(list(noise.COLOURS)))](len(samples), random)
+        return augment.add_noise(samples, background, snr_db, is_speech)
+
+    return mix
 
 
 def _make_an4(data: DataConfig, feature_config: FeatureConfig, _changes: AugmentConfig,

@@ -45,22 +45,31 @@ RT60_MS = (100.0, 600.0)
 NUM_VOICES = 16
 # of a simulated room: nothing of its tail arrives sooner after the direct sound
 _DIRECT_PATH_MS = 1.0
+# raise it when `augment.voice` gives other speech
+_VOICE_VERSION = 2
+
+
+# (samples, whether each is speech, random) to samples in the noise of a corpus
+Mix = Callable[[FisherSample, npt.NDArray[np.bool_], np.random.Generator], FisherSample]
 
 
 def for_set(set_name: str, utterances: Iterable[Utterance], config: AugmentConfig, *,
             sample_rate_hz: int = SAMPLE_RATE_HZ,
-            silence_pdfs: Sequence[int] = ()) -> Iterable[Utterance]:
+            silence_pdfs: Sequence[int] = (), mix: Mix | None = None) -> Iterable[Utterance]:
     """The utterances of a set as they are to be prepared: changed if it is "train", and never
     otherwise.
+
+    `mix` adds the noise of a corpus to speech that it made without: noise that is there before the
+    voice changes would change with it.
     """
     if set_name != "train" or not config.changes_audio:
         return utterances
-    return augmented(utterances, config, sample_rate_hz=sample_rate_hz, silence_pdfs=silence_pdfs)
+    return augmented(utterances, config, sample_rate_hz=sample_rate_hz, silence_pdfs=silence_pdfs, mix=mix)
 
 
 def augmented(utterances: Iterable[Utterance], config: AugmentConfig, *,
               sample_rate_hz: int = SAMPLE_RATE_HZ,
-              silence_pdfs: Sequence[int] = ()) -> Iterator[Utterance]:
+              silence_pdfs: Sequence[int] = (), mix: Mix | None = None) -> Iterator[Utterance]:
     """`augment.num_copies` of each utterance at each speed, each with a room, noise and volume of
     its own.
 
@@ -77,7 +86,7 @@ def augmented(utterances: Iterable[Utterance], config: AugmentConfig, *,
             random = _random(utterance.utt_id, copy)
             for factor in SPEEDS if config.speed == "all" else (1.0,):
                 yield _changed(_renamed(utterance, copy, factor), factor, sounds, config, random, silence_pdfs,
-                               is_clean=is_clean(utterance.utt_id, config, copy))
+                               is_clean=is_clean(utterance.utt_id, config, copy), mix=mix)
 
 
 def is_clean(utt_id: str, config: AugmentConfig, copy: int = 0) -> bool:
@@ -94,6 +103,8 @@ def what_decides(config: AugmentConfig) -> dict[str, Any]:
     settings = {name: value for name, value in with_removed("augment", asdict(config)).items() if not name.startswith("spec")}
     # data prepared before these options existed keeps its name
     settings = {name: value for name, value in settings.items() if value or name not in ("voice", "clean_fraction")}
+    if config.voice:
+        settings["voice"] = _VOICE_VERSION
     folders = [folder for folder in (config.rir_dir, config.noise_dir) if folder]
     # names and sizes: collections of noises are too large to be read for a name
     files = [[str(path.relative_to(folder)), path.stat().st_size] for folder in folders
@@ -173,7 +184,7 @@ def add_noise(samples: FisherSample, background: FisherSample, snr_db: float,
 
 
 def _changed(utterance: Utterance, factor: float, sounds: _Sounds, config: AugmentConfig,
-             random: np.random.Generator, silence_pdfs: Sequence[int], *, is_clean: bool) -> Utterance:
+             random: np.random.Generator, silence_pdfs: Sequence[int], *, is_clean: bool, mix: Mix | None) -> Utterance:
     fast = change_speed(utterance.samples, factor)
     rate_hz = sounds.sample_rate_hz
     pdf_T = utterance.pdf_T if factor == 1.0 else retime(utterance.pdf_T,
@@ -191,12 +202,14 @@ def _changed(utterance: Utterance, factor: float, sounds: _Sounds, config: Augme
                                 speaker=f"vc{number}-{utterance.speaker}")
     if config.reverb and not is_clean and rooms.random() < REVERB_PROBABILITY:
         samples = reverberate(samples, sounds.response(rooms))
+    # frames are 10 ms apart
+    frame_of_sample = np.minimum(np.arange(len(samples)) // (rate_hz // 100), len(pdf_T) - 1)
+    is_speech = ~np.isin(pdf_T, silence_pdfs)[frame_of_sample]
     if config.noise and not is_clean and noises.random() < NOISE_PROBABILITY:
-        # frames are 10 ms apart
-        frame_of_sample = np.minimum(np.arange(len(samples)) // (rate_hz // 100), len(pdf_T) - 1)
-        is_speech = ~np.isin(pdf_T, silence_pdfs)[frame_of_sample]
         snr_db = float(noises.uniform(config.noise_snr_db_low, config.noise_snr_db_high))
         samples = add_noise(samples, sounds.background(len(samples), noises), snr_db, is_speech)
+    if mix and not is_clean:
+        samples = mix(samples, is_speech, noises)
     if config.volume:
         # a number that earlier versions drew, whose augmented speech stays the same
         volumes.random()

@@ -24,6 +24,11 @@ FORMANTS = (0.92, 1.22)
 RATE = (0.85, 1.2)
 # standard deviation of the logarithm, of speakers who are equally tall
 _PITCH_SPREAD, _FORMANT_SPREAD = 0.1, 0.03
+# standard deviation, dB per octave: breathy to pressed voices, and their microphones
+TILT_SPREAD = 2.0
+# the gain of a tilt is 0 dB here
+_TILT_CENTER_HZ = 1000.0
+_LARGEST_TILT_DB = 20.0
 WINDOW_MS, HOPS_PER_WINDOW = 32, 4
 # the envelope has no detail finer than this quefrency, which lies below the pitch period of a high voice
 ENVELOPE_MS = 1.75
@@ -36,21 +41,23 @@ Spectra = npt.NDArray[np.complex128]
 
 @dataclass(frozen=True)
 class VoiceChange:
-    """Factors on a voice; 1 leaves a property as it is."""
+    """Factors on a voice; 1 leaves a property as it is, and a tilt of 0."""
 
     pitch: float = 1.0
     # of the resonance frequencies: the inverse of the factor on the vocal-tract length
     formants: float = 1.0
     # of speech: the duration is divided by it
     rate: float = 1.0
+    # added to the slope of the spectrum, dB per octave; not a factor
+    tilt: float = 0.0
 
 
 def sample_change(random: np.random.Generator) -> VoiceChange:
-    """Sample factors around a point of `PITCH` and `FORMANTS` that both share, and a rate in `RATE`."""
+    """Sample factors around a point of `PITCH` and `FORMANTS` that both share, a rate in `RATE`, a tilt."""
     height, pitch, formants, rate = random.uniform(), random.normal(), random.normal(), random.uniform()
     return VoiceChange(pitch=_between(PITCH, height) * float(np.exp(_PITCH_SPREAD * pitch)),
                        formants=_between(FORMANTS, height) * float(np.exp(_FORMANT_SPREAD * formants)),
-                       rate=_between(RATE, rate))
+                       rate=_between(RATE, rate), tilt=TILT_SPREAD * float(random.normal()))
 
 
 def _between(bounds: tuple[float, float], part: float) -> float:
@@ -77,6 +84,10 @@ def change_voice(samples: FisherSample, change: VoiceChange, sample_rate_hz: int
     # the resampled voice has its formants at `pitch` times their frequencies
     ratio = change.pitch / change.formants
     spectra_TF = spectra_TF * _envelope_gain(spectra_TF, ratio, round(ENVELOPE_MS * sample_rate_hz / 1000))
+    if change.tilt:
+        octave_F = np.log2(np.maximum(np.fft.rfftfreq(size, 1 / sample_rate_hz), 1.0) / _TILT_CENTER_HZ)
+        tilt_db_F = np.clip(change.tilt * octave_F, -_LARGEST_TILT_DB, _LARGEST_TILT_DB)
+        spectra_TF = spectra_TF * 10 ** (tilt_db_F / 20)
     stretched_TF = _stretch(spectra_TF, len(higher) / length, hop, length // hop + 1)
     return _synthesize(stretched_TF, size, hop, length)
 

@@ -79,6 +79,15 @@ def test_rate_changes_the_duration_and_not_the_pitch(rate: float) -> None:
     assert pitch_of(changed) == pytest.approx(110, rel=0.03)
 
 
+def test_tilt_is_a_slope_of_the_spectrum_around_one_kilohertz() -> None:
+    samples = np.random.default_rng(0).normal(size=40000)
+    before, after = (np.abs(np.fft.rfft(one)) ** 2 for one in (samples, change_voice(samples, VoiceChange(tilt=-4.0), RATE)))
+    hz = np.fft.rfftfreq(len(samples), 1 / RATE)
+    for octave, expected_db in ((-1, 4.0), (0, 0.0), (1, -4.0)):
+        near = np.abs(hz - 1000 * 2.0 ** octave) < 50
+        assert 10 * np.log10(after[near].sum() / before[near].sum()) == pytest.approx(expected_db, abs=0.5)
+
+
 @pytest.mark.parametrize("num_samples", [1, 100, 256])
 def test_audio_shorter_than_a_window_has_the_length_asked_for(num_samples: int) -> None:
     changed = change_voice(np.ones(num_samples), VoiceChange(pitch=1.3, rate=0.9), RATE)
@@ -182,3 +191,21 @@ def test_the_clean_fraction_has_no_noise_and_no_room(monkeypatch: pytest.MonkeyP
     without = changed(utterances, replace(config, clean_fraction=0.0))
     assert all(np.array_equal(one.samples, other.samples) for one, other, clean in zip(found, without, is_same, strict=True)
                if not clean)
+
+
+def test_noise_of_the_corpus_is_added_after_the_voice_changed_and_not_to_clean_speech() -> None:
+    utterances, config = [tone(f"u{n}") for n in range(60)], AugmentConfig(voice=True, clean_fraction=0.3)
+
+    def mix(samples: np.ndarray, is_speech: np.ndarray, _random: np.random.Generator) -> np.ndarray:
+        assert is_speech.shape == samples.shape
+        return np.asarray(samples + 100.0 * ~is_speech)
+
+    without = changed(utterances, config)
+    mixed = augment.augmented(utterances, config, silence_pdfs=[0], mix=mix)
+    for before, one, other in zip(utterances, without, mixed, strict=True):
+        assert one.utt_id == other.utt_id
+        difference = other.samples.astype(int) - one.samples
+        expected = 0 if augment.is_clean(before.utt_id, config) else 100
+        # the ends are silence, and the middle of the tone is speech
+        assert (difference[:100] == expected).all() and (difference[-100:] == expected).all()
+        assert difference[len(difference) // 2] == 0
