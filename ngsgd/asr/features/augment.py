@@ -37,7 +37,7 @@ _COPY = re.compile(r"(?:vc\d+x(?P<rate>\d\.\d{4})-)?(?:cp\d+-)?(?:sp(?P<factor>\
 # Kaldi's recipes have these values: three speeds (utils/data/perturb_data_dir_speed_3way.sh), half
 # of the utterances in rooms and noise, and the factors of utils/data/perturb_data_dir_volume.sh
 SPEEDS = (0.9, 1.0, 1.1)
-VOICE_PROBABILITY = REVERB_PROBABILITY = NOISE_PROBABILITY = 0.5
+REVERB_PROBABILITY = NOISE_PROBABILITY = 0.5
 VOLUMES = (0.125, 2.0)
 # from a small room with carpet to a lecture hall
 RT60_MS = (100.0, 600.0)
@@ -105,6 +105,8 @@ def what_decides(config: AugmentConfig) -> dict[str, Any]:
     settings = {name: value for name, value in settings.items() if value or name not in ("voice", "clean_fraction")}
     if config.voice:
         settings["voice"] = _VOICE_VERSION
+    else:
+        del settings["voice_fraction"], settings["voice_tilt_db"]
     folders = [folder for folder in (config.rir_dir, config.noise_dir) if folder]
     # names and sizes: collections of noises are too large to be read for a name
     files = [[str(path.relative_to(folder)), path.stat().st_size] for folder in folders
@@ -194,8 +196,8 @@ def _changed(utterance: Utterance, factor: float, sounds: _Sounds, config: Augme
     rooms, noises, volumes = (np.random.default_rng(seed) for seed in random.integers(2**63, size=3))
     if config.voice:
         voices = np.random.default_rng(random.integers(2**63))
-        if voices.random() < VOICE_PROBABILITY:
-            number, change = _sample_voice(utterance.speaker, voices)
+        if voices.random() < config.voice_fraction:
+            number, change = _sample_voice(utterance.speaker, voices, config.voice_tilt_db)
             samples = voice.change_voice(samples, change, rate_hz)
             pdf_T = retime(pdf_T, num_frames(len(samples), rate_hz), change.rate)
             utterance = replace(utterance, utt_id=f"vc{number}x{change.rate:.4f}-{utterance.utt_id}",
@@ -217,10 +219,10 @@ def _changed(utterance: Utterance, factor: float, sounds: _Sounds, config: Augme
     return replace(utterance, samples=_to_16_bits(samples), pdf_T=pdf_T)
 
 
-def _sample_voice(speaker: str, random: np.random.Generator) -> tuple[int, VoiceChange]:
+def _sample_voice(speaker: str, random: np.random.Generator, tilt_spread: float) -> tuple[int, VoiceChange]:
     """One of the speaker's other voices, at a rate that is sampled for the utterance."""
     number = int(random.integers(NUM_VOICES))
-    of_voice = voice.sample_change(_random(f"voice {speaker}", number))
+    of_voice = voice.sample_change(_random(f"voice {speaker}", number), tilt_spread)
     return number, replace(of_voice, rate=voice.sample_change(random).rate)
 
 

@@ -24,8 +24,6 @@ FORMANTS = (0.92, 1.22)
 RATE = (0.85, 1.2)
 # standard deviation of the logarithm, of speakers who are equally tall
 _PITCH_SPREAD, _FORMANT_SPREAD = 0.1, 0.03
-# standard deviation, dB per octave: breathy to pressed voices, and their microphones
-TILT_SPREAD = 2.0
 # the gain of a tilt is 0 dB here
 _TILT_CENTER_HZ = 1000.0
 _LARGEST_TILT_DB = 20.0
@@ -52,12 +50,17 @@ class VoiceChange:
     tilt: float = 0.0
 
 
-def sample_change(random: np.random.Generator) -> VoiceChange:
-    """Sample factors around a point of `PITCH` and `FORMANTS` that both share, a rate in `RATE`, a tilt."""
+def sample_change(random: np.random.Generator, tilt_spread: float = 0.0) -> VoiceChange:
+    """Sample factors around a point of `PITCH` and `FORMANTS` that both share, and a rate in `RATE`.
+
+    Args:
+        random: source of randomness.
+        tilt_spread: standard deviation of the tilt, dB per octave.
+    """
     height, pitch, formants, rate = random.uniform(), random.normal(), random.normal(), random.uniform()
     return VoiceChange(pitch=_between(PITCH, height) * float(np.exp(_PITCH_SPREAD * pitch)),
                        formants=_between(FORMANTS, height) * float(np.exp(_FORMANT_SPREAD * formants)),
-                       rate=_between(RATE, rate), tilt=TILT_SPREAD * float(random.normal()))
+                       rate=_between(RATE, rate), tilt=tilt_spread * float(random.normal()))
 
 
 def _between(bounds: tuple[float, float], part: float) -> float:

@@ -21,8 +21,12 @@ class AugmentConfig:
     speed: Literal["none", "all"] = option(
         "none", "speed perturbation; all: copies at 0.9, 1 and 1.1 times the speed (Kaldi)")
     voice: bool = option(
-        False, "perturbation of pitch, vocal-tract length and rate of half of the utterances: 16 other "
-               "voices of each speaker")
+        False, "perturbation of pitch, vocal-tract length and rate: 16 other voices of each speaker")
+    voice_fraction: float = option(0.5, "fraction of the utterances in another voice", low=0.0,
+                                   high=1.0, used="voice")
+    voice_tilt_db: float = option(
+        0.0, "standard deviation of the spectral tilt of the other voices", unit="dB per octave",
+        low=0.0, high=12.0, used="voice")
     clean_fraction: float = option(
         0.0, "fraction of the training utterances without noise and reverberation, also without the "
              "noise of corpus=digits|fsdd", low=0.0, high=1.0)
