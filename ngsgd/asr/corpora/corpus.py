@@ -115,6 +115,9 @@ def prepare(data: DataConfig, feature_config: FeatureConfig, cache_root: Path, r
     check_source(data)
     changes = augment_config or AugmentConfig()
     key = {**_what_decides(data, feature_config), **augment.what_decides(changes)}
+    if data.corpus == "digits" and changes.voice:
+        # data prepared with noise before voices has the name without
+        key["noise"] = "after voices"
     folder = cache_root / f"{data.corpus}-{cache.short_hash(key)}"
     if folder.exists():
         try:
@@ -203,12 +206,21 @@ def _labelled(corpus: Corpus, data: DataConfig, report: Report) -> Corpus:
 
 def _make_digits(data: DataConfig, feature_config: FeatureConfig, changes: AugmentConfig,
                  _cache_root: Path, _report: Report) -> Made:
+    def mix(samples: FisherSample, is_speech: npt.NDArray[np.bool_],
+            random: np.random.Generator) -> FisherSample:
+        snr_db = float(random.uniform(data.snr_db_low, data.snr_db_high))
+        background = noise.COLOURS[str(random.choice(list(noise.COLOURS)))](len(samples), random)
+        return augment.add_noise(samples, background, snr_db, is_speech)
+
     sets = {}
     for name, minutes in _minutes_of_sets(data).items():
-        made: Iterable[Utterance] = utterances.utterances(name, data, minutes=minutes,
-                                                          num_at_once=os.cpu_count() or 1,
-                                                          is_clean=_is_clean(name, changes))
-        made = augment.for_set(name, made, changes, silence_pdfs=[SILENCE_PDF], mix=_mix(data, changes))
+        # noise that is there before the voice changes would change with it
+        is_late = changes.voice and name == "train"
+        is_clean = (lambda _utt_id: True) if is_late else _is_clean(name, changes)
+        made: Iterable[Utterance] = utterances.utterances(
+            name, data, minutes=minutes, num_at_once=os.cpu_count() or 1, is_clean=is_clean)
+        made = augment.for_set(name, made, changes, silence_pdfs=[SILENCE_PDF],
+                               mix=mix if is_late else None)
         sets[name] = speech_set.build(made, feature_config)
     return sets, Language(labels.TOPOLOGY)
 
@@ -233,36 +245,14 @@ def _make_fsdd(data: DataConfig, feature_config: FeatureConfig, changes: Augment
             made = utterances.utterances(name, data, minutes=data.synthetic_minutes, num_at_once=os.cpu_count() or 1,
                                          is_clean=_is_clean(name, changes))
             said = itertools.chain(said, synthetic.relabelled(made, topology))
-        mix = None if data.style == "isolated" else _mix(data, changes, pool)
-        said = augment.for_set(name, said, changes, silence_pdfs=[SILENCE_PDF], mix=mix)
+        said = augment.for_set(name, said, changes, silence_pdfs=[SILENCE_PDF])
         sets[name] = speech_set.build(said, feature_config)
     return sets, Language(topology, is_one_word=data.style == "isolated")
 
 
 def _is_clean(set_name: str, changes: AugmentConfig) -> Callable[[str], bool]:
     """Which utterances of a generated set are made without noise: none of valid and test."""
-    if set_name == "train" and changes.voice:
-        # their noise is added after the voice has changed
-        return lambda _utt_id: True
     return functools.partial(augment.is_clean, config=changes if set_name == "train" else AugmentConfig())
-
-
-def _mix(data: DataConfig, changes: AugmentConfig, pool: recordings.Pool | None = None) -> augment.Mix | None:
-    """Adds the noise that a generated corpus has; with a pool also babble."""
-    if not changes.voice:
-        return None
-
-    def mix(samples: FisherSample, is_speech: npt.NDArray[np.bool_],
-            random: np.random.Generator) -> FisherSample:
-        snr_db = float(random.uniform(data.snr_db_low, data.snr_db_high))
-        if pool:
-            kind = str(random.choice(recordings.NOISES))
-            background = recordings.background_noise(kind, len(samples), pool, "", random)
-        else:
-            background = noise.COLOURS[str(random.choice(list(noise.COLOURS)))](len(samples), random)
-        return augment.add_noise(samples, background, snr_db, is_speech)
-
-    return mix
 
 
 def _make_an4(data: DataConfig, feature_config: FeatureConfig, _changes: AugmentConfig,

@@ -45,8 +45,6 @@ RT60_MS = (100.0, 600.0)
 NUM_VOICES = 16
 # of a simulated room: nothing of its tail arrives sooner after the direct sound
 _DIRECT_PATH_MS = 1.0
-# raise it when `augment.voice` gives other speech
-_VOICE_VERSION = 2
 
 
 # (samples, whether each is speech, random) to samples in the noise of a corpus
@@ -59,8 +57,7 @@ def for_set(set_name: str, utterances: Iterable[Utterance], config: AugmentConfi
     """The utterances of a set as they are to be prepared: changed if it is "train", and never
     otherwise.
 
-    `mix` adds the noise of a corpus to speech that it made without: noise that is there before the
-    voice changes would change with it.
+    `mix` adds the noise of a corpus to speech that it made without, after everything else.
     """
     if set_name != "train" or not config.changes_audio:
         return utterances
@@ -102,11 +99,8 @@ def what_decides(config: AugmentConfig) -> dict[str, Any]:
         return {}
     settings = {name: value for name, value in with_removed("augment", asdict(config)).items() if not name.startswith("spec")}
     # data prepared before these options existed keeps its name
-    settings = {name: value for name, value in settings.items() if value or name not in ("voice", "clean_fraction")}
-    if config.voice:
-        settings["voice"] = _VOICE_VERSION
-    else:
-        del settings["voice_fraction"], settings["voice_tilt_db"]
+    added = {"voice": False, "clean_fraction": 0.0, "voice_fraction": 0.5, "voice_tilt_db": 0.0}
+    settings = {name: value for name, value in settings.items() if name not in added or value != added[name]}
     folders = [folder for folder in (config.rir_dir, config.noise_dir) if folder]
     # names and sizes: collections of noises are too large to be read for a name
     files = [[str(path.relative_to(folder)), path.stat().st_size] for folder in folders
