@@ -30,16 +30,14 @@ def collect(model: nn.Module, *quantities: str, loss_fn: Any = None, reduction: 
         sum_grad_squared   p               sum_n (c g_n)^2
         second_moment      p               1/N sum_n g_n^2
         variance           p               1/N sum_n g_n^2 - (1/N sum_n g_n)^2
-        diag_ggn, diag_ggn_mc              p        diagonal of the generalized Gauss-Newton matrix
-        (GGN), exact and sampled
+        diag_ggn, diag_ggn_mc              p        diagonal of the GGN, exact and sampled
         batch_diag_ggn, batch_diag_ggn_mc  N x p    the same per sample
-        sqrt_ggn, sqrt_ggn_mc              V x N x p  a root: the GGN is the sum over V and N of
-        outer products
+        sqrt_ggn, sqrt_ggn_mc              V x N x p  root: the GGN is the sum of outer products
         diag_h, batch_diag_h               p, N x p  diagonal of the Hessian
-        kfac, kflr, kfac_emp, kfra         Kronecker(B, A): sampled, exact, empirical Fisher, by
-        averages
-        hmp, ggnmp, pchmp                  functions: products with the block of the parameter (see
-        `Products`)
+        kfac, kflr, kfac_emp, kfra         Kronecker(B, A): sampled, exact, empirical, by averages
+        hmp, ggnmp, pchmp                  functions: products with the block (see `Products`)
+
+    GGN: generalized Gauss-Newton matrix.
 
     `q["layer.weight"].variance` has the shape and dtype of the parameter, at least float32, and is
     on its device.

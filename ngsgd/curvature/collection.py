@@ -103,7 +103,7 @@ class Collection(Mapping[str, Quantities]):
         for name, module in model.named_modules():
             if name in self._capture.layers and has_transposed_weight(module):
                 raise ConfigError(f"layer {name} (Conv1D of Hugging Face) has a weight of inputs x "
-                                  "outputs, whose quantities would be in another order; replace "
+                                  "outputs, whose quantities would be in another order. Replace "
                                   "it by an nn.Linear with the transposed weight, or exclude it "
                                   "by listing the others in layers=.")
         factored = [name for name in asked if SIGNALS.get(name, ("", ""))[1] == "factors"]
@@ -229,7 +229,7 @@ class Collection(Mapping[str, Quantities]):
     def _agree(self, record: Record) -> None:
         if self._pass_samples not in (0, record.num_samples):
             raise DataError(f"layer {record.layer} has {record.num_samples} samples, and the "
-                            f"layers after it {self._pass_samples}; give num_samples= if the rows "
+                            f"layers after it {self._pass_samples}. Give num_samples= if the rows "
                             "of each sample are adjacent there, or give the layer an input for "
                             "each sample if it runs once for the complete minibatch.")
         self._pass_samples = record.num_samples

@@ -47,7 +47,7 @@ class ModelCalls:
         if self._call is None or view is None:
             raise ConfigError("products with curvature blocks need a loss of the model output, "
                               "from its last call before the backward pass, or of a view of that "
-                              "output (a slice, flatten, transpose); move operations between them, "
+                              "output (a slice, flatten, transpose). Move operations between them, "
                               "such as a copy or a softmax, into forward() of the model.")
         args, kwargs, state, runs = self._call
         versions = tuple(p._version for p in self._model.parameters())

@@ -4,12 +4,10 @@ A row is one loss term: for cross-entropy the C logits of one frame, otherwise a
 loss is sum_r w_r l_r over rows; H_r is the second derivative of l_r. Letters: R rows, C classes, N
 samples, V columns.
 
-    cross-entropy             H = diag(p) - p p^T       root: its Cholesky factor, C - 1 columns
-    sample p - onehot(y), y ~ p
-    mean squared error        H = 2                     root sqrt 2                                2
-    (f - y), y ~ N(f, 1/2)
-    binary cross-entropy      H = s (1 - s)             root sqrt(s (1 - s))                       s
-    - y, y ~ Bernoulli(s)
+    loss                  H                  root                     sample
+    cross-entropy         diag(p) - p p^T    C - 1 Cholesky columns   p - onehot(y), y ~ p
+    mean squared error    2                  sqrt 2                   2 (f - y), y ~ N(f, 1/2)
+    binary cross-entropy  s (1 - s)          sqrt(s (1 - s))          s - y, y ~ Bernoulli(s)
 """
 
 from __future__ import annotations
@@ -62,8 +60,8 @@ class LossEvaluation:
         """Return the rows of each sample; ConfigError if the loss does not cover all samples."""
         if self.num_samples % num_samples:
             raise ConfigError(f"the loss has {self.num_samples} rows of the output and the layers "
-                              f"{num_samples} samples, so rows cannot be assigned to samples: "
-                              "compute one loss of the complete output, include rows of all "
+                              f"{num_samples} samples, so rows cannot be assigned to samples. "
+                              "Compute one loss of the complete output, include rows of all "
                               "samples in each loss, or give num_samples= if layers have several "
                               "rows per sample.")
         return len(self.weight_R) // num_samples

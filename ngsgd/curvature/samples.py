@@ -4,10 +4,8 @@ A position embedding `pos(torch.arange(T))` runs once for the complete minibatch
 added to every sample, so the derivative at its output is a sum over samples, even if T equals N.
 Two criteria:
 
-    graph     the loss reaches the layer only through operations that repeat a tensor along the
-    leading dimension
-    numbers   derivatives of the first half of the rows of a layer reach the second half of the rows
-    of a layer before it
+    graph     all paths from the loss to the layer repeat a tensor along the leading dimension
+    numbers   derivatives of the first half of a layer's rows reach the second half of earlier rows
 
 The first costs a traversal of the graph. The second also detects mixed samples (a batch statistic,
 a product with the output of another layer), and costs a backward pass. Both run once for each model

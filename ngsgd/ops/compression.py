@@ -3,15 +3,13 @@
 Use codecs for deltas only (parameters minus the broadcast model), not for parameters. A loss is
 then relative to a small number, and the next delta includes it.
 
-| codec | element                                                | bytes per element | error of an
-element x in a row of peak p  |
-|-------|--------------------------------------------------------|-------------------|-------------------------------------------|
-| bf16  | sign, 8-bit exponent, 7-bit mantissa                   | 2                 | abs(x) / 2^8
-+ 2^-134                     |
-| int8  | -127..127, in units of p / 127                         | 1 + 4 / row       | 0.5001 p /
-127 + 2^-150                   |
-| e3m0  | sign, 3-bit exponent: 0, p / 64, p / 32, .., p         | 1/2 + 4 / row     | max(0.3334
-abs(x), p / 128) + 2^-150      |
+| codec | element                            | bytes per element | error of x, with row peak p     |
+|-------|------------------------------------|-------------------|---------------------------------|
+| bf16  | sign, 8-bit exponent, 7-bit        | 2                 | abs(x) / 2^8 + 2^-134           |
+|       | mantissa                           |                   |                                 |
+| int8  | -127..127, in units of p / 127     | 1 + 4 / row       | 0.5001 p / 127 + 2^-150         |
+| e3m0  | sign, 3-bit exponent: 0, p / 64,   | 1/2 + 4 / row     | max(abs(x) / 3, p / 128)        |
+|       | p / 32, .., p                      |                   | + 2^-150, with 0.3334 for 1/3   |
 
 The peak of a row is its largest magnitude, sent in float32. int8 and e3m0 preserve it, and all
 three preserve zeros.

@@ -5,9 +5,10 @@ numbers are those of the paper. Where the paper and Kaldi differ, this follows K
 
 Letters: N rows (frames) of a minibatch, D their dimension, R the rank of the Fisher estimate
     F_t = R_t^T D_t R_t + rho_t I            (18)
-stored as W = E^(1/2) R_t (R x D), d = diag(D_t) (R) and rho. GEMMs of the size of the minibatch run
-on its device and in its dtype. R x R algebra runs on the host in float64, where it is cheap; a GPU
-is synchronized at most once.
+
+It is stored as W = E^(1/2) R_t (R x D), d = diag(D_t) (R) and rho. GEMMs of the size of the
+minibatch run on its device and in its dtype. R x R algebra runs on the host in float64, where it is
+cheap; a GPU is synchronized at most once.
 
 Rows of an affine layer end in a 1 for the bias. That column `one_N` is a separate argument, to
 avoid a copy of the rows; W has its entries in the last column.

@@ -85,8 +85,8 @@ def product(dY: Tensor | PackedMatrix, X: PackedMatrix, scale: float, one_N: Ten
 
     With `correction`, of dY - H W instead of dY.
 
-    With a correction X must have space for R more rows, which are overwritten. dY^T X - W^T (H^T X)
-    is then one product: of dY and W with X and -H^T X.
+    With a correction X must have space for R more rows, which are overwritten. Then one product, of
+    dY and W with X and -H^T X, computes dY^T X - W^T (H^T X).
     """
     more_RO = None
     if correction is not None:

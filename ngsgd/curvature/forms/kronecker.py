@@ -3,14 +3,13 @@
 The block of the weight is about B (x) A, that of the bias B. Letters: V vectors, N samples, T
 positions, I inputs, O outputs. Treatment of positions (Eschenhagen et al. 2023):
 
-    "expand"    A = 1/(N T) sum_nt a a^T,  B = sum_vnt e e^T         positions as samples: frames
-    with separate targets
-    "reduce"    a_n = mean_t a, e_n = sum_t e, then as without positions     one target for all
-    positions of a sample
-    "backpack"  A = 1/N sum_nt a a^T,  B = sum_vn (sum_t e)(sum_t e)^T       the convolutions of
-    BackPACK
+    "expand"    A = 1/(N T) sum_nt a a^T,  B = sum_vnt e e^T
+    "reduce"    a_n = mean_t a, e_n = sum_t e, then as without positions
+    "backpack"  A = 1/N sum_nt a a^T,  B = sum_vn (sum_t e)(sum_t e)^T
 
-With a single position the three are equal.
+"expand" treats positions as samples (frames with separate targets), "reduce" assumes one target for
+all positions of a sample, and "backpack" equals the convolutions of BackPACK. With a single
+position the three are equal.
 """
 
 from __future__ import annotations

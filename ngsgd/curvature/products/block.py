@@ -5,10 +5,9 @@ graphs serve all further products and are freed with the mapping of `collect`.
 
     Hessian   d/d eps of the gradient at theta + eps v
     GGN       J^T H (J v), with J v from differentiating J^T u with respect to u
-    PCH       GGN plus J_x^T m(r) J_x v for every curved operation (see hessian.py), m(r) = |r| or
-    max(r, 0)
+    PCH       GGN plus J_x^T m(r) J_x v for every curved operation, m(r) = |r| or max(r, 0)
 
-GGN: generalized Gauss-Newton matrix. PCH: Chen and Hsieh 2018. Letters: V vectors.
+GGN: generalized Gauss-Newton matrix. PCH: Chen and Hsieh 2018; see hessian.py. Letters: V vectors.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 For a parameter theta whose layer output reaches the loss through operations y = s(x),
 
-    d2L/dtheta2 = J_f^T H_f J_f + sum over curved operations of J_x^T diag(r) J_x,     r = dL/dy
-    s''(x)
+    d2L/dtheta2 = J_f^T H_f J_f + sum over curved operations of J_x^T diag(r) J_x,  r = dL/dy s''(x)
 
 The residuals are additional vectors to propagate, with the sign of r, from the inputs of those
 operations, one for each element of the operation per sample. Piecewise linear networks have none.

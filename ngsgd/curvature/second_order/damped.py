@@ -5,8 +5,8 @@
 The curvature G is a diagonal or a Kronecker product. The latter is damped factor by factor as in
 Martens and Grosse (2015):
 
-    (B (x) A + d I)^-1  ~  (B + sqrt(d) / pi I)^-1 (x) (A + pi sqrt(d) I)^-1,   pi^2 = (tr A / dim
-    A) / (tr B / dim B)
+    (B (x) A + d I)^-1  ~  (B + sqrt(d) / pi I)^-1 (x) (A + pi sqrt(d) I)^-1
+    pi^2 = (tr A / dim A) / (tr B / dim B)
 
 Source: arXiv 1912.10985, equations 27 to 29. Letters: O outputs, I inputs.
 """

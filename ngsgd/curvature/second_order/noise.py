@@ -2,11 +2,11 @@
 
 2018).
 
-    trace of the covariance of one sample's gradient      S = sum of the variances, N / (N - 1) for
-    a minibatch of N
-    squared norm of the true gradient                     |g|^2 - S / N
-    simple noise scale                                    S / |true g|^2: the minibatch size above
-    which averaging saturates
+    trace of the per-sample covariance    S = N / (N - 1) times the sum of the variances
+    squared norm of the true gradient     |g|^2 - S / N
+    simple noise scale                    S / |true g|^2
+
+The noise scale is the minibatch size above which averaging saturates.
 """
 
 from __future__ import annotations

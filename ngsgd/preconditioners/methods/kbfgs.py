@@ -1,12 +1,11 @@
 """K-BFGS: BFGS updates of the two inverses of K-FAC, without matrix inversions or roots.
 
-    P g = H_g G H_a                                          lambda = sqrt(damping), for either
-    factor
-    H_a  of A + lambda I, A = mean of a a^T:  s = H_a mean(a),  y = A s + lambda s;   starts at the
-    first minibatch's inverse
-    H_g  of the Hessian with respect to outputs z:  s = mean(z+) - mean(z),  y = mean(e+) - mean(e)
-    of the same minibatch before
-         and after the optimizer step, doubly damped (y <- y + lambda s);             starts at I
+    P g = H_g G H_a                                  lambda = sqrt(damping), for either factor
+    H_a  of A + lambda I, A = mean of a a^T:         s = H_a mean(a),  y = A s + lambda s
+    H_g  of the Hessian with respect to outputs z:   s = mean(z+) - mean(z),  y = mean(e+) - mean(e)
+
+H_a starts at the inverse of the first minibatch, H_g at I. The plus sign marks the same minibatch
+after the optimizer step; its pair is doubly damped (y <- y + lambda s).
 
 a: input rows, z: output rows, e: derivatives of the loss of a row with respect to z; means are over
 rows. Source: Goldfarb, Ren and Bahamou 2020.

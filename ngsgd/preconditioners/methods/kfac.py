@@ -1,10 +1,10 @@
 """Kronecker-factored natural gradients: F of an affine layer is about B (x) A (outputs, inputs).
 
     K-FAC   (B + sqrt(d)/pi I)^-1 G (A + pi sqrt(d) I)^-1,  pi^2 = (tr A / dim A) / (tr B / dim B)
-    Martens and Grosse 2015, 6.3
-    SKFAC   the same for one minibatch, through N x N matrices (Tang et al. 2021)
+    SKFAC   the same for one minibatch, through N x N matrices
     EKFAC   U_B [(U_B^T G U_A) / (S + d)] U_A^T,  S_ij = 1/R sum_n (U_B^T G_n U_A)_ij^2
-    George et al. 2018
+
+Sources: Martens and Grosse 2015, section 6.3; Tang et al. 2021; George et al. 2018.
 
 Letters: N samples, T positions, X rows, O outputs, I inputs (with the 1 of the bias).
 """

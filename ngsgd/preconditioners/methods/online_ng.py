@@ -1,14 +1,13 @@
 """Kaldi's two natural gradients (arXiv 1410.7455) as preconditioners.
 
-    P g = gamma sum_x ehat_x ahat_x^T    of input rows a and derivative rows e, each side separately
-    and with its original norm
+    P g = gamma sum_x ehat_x ahat_x^T    of input rows a and derivative rows e
 
-    simple   each row times the inverse Fisher matrix of the other rows of the minibatch (Appendix
-    A); stateless
+    simple   each row times the inverse Fisher matrix of the other rows (Appendix A); stateless
     online   a low-rank estimate that is updated over minibatches (section 3)
 
-`ngsgd.NGSGD` computes the same inside the backward pass, which is faster, with Kaldi's treatment of
-every kind of layer. The classes here serve comparisons and loops with other optimizers.
+Each side is preconditioned separately and keeps its norm. `ngsgd.NGSGD` computes the same inside
+the backward pass, which is faster, with Kaldi's treatment of every kind of layer. The classes here
+serve comparisons and loops with other optimizers.
 
 Letters: X rows (samples, positions), O outputs, I inputs (with the 1 of the bias).
 """

@@ -1,11 +1,12 @@
 """PSGD: P = Q^T Q with triangular Q, fitted on the Lie group of Q to Hessian-vector products.
 
     v ~ N(0, I), h = H v:  minimize E[h^T P h + v^T P^-1 v], whose minimum is at P = |H|^-1
-    dense       a = Q h,         b = Q^-T v,            t = triu(a a^T - b b^T),   Q <- Q - mu /
-    max|t| t Q
-    Kronecker   a = Ql dG Qr^T,  b = Ql^-T dX Qr^-1,    Ql by triu(a a^T - b b^T), Qr by triu(a^T a
-    - b^T b)      dX = v, dG = h
-    diagonal    q <- q - mu / max|t| t q,  t = (q h)^2 - (v / q)^2
+    dense       a = Q h,         b = Q^-T v,          t = triu(a a^T - b b^T)
+    Kronecker   a = Ql dG Qr^T,  b = Ql^-T dX Qr^-1,  dX = v,  dG = h,
+                Ql by triu(a a^T - b b^T),  Qr by triu(a^T a - b^T b)
+    diagonal    t = (q h)^2 - (v / q)^2
+
+with the step Q <- Q - mu / max|t| t Q in all cases.
 
 The Kronecker form is for affine layers, P g = Ql^T Ql G Qr^T Qr; other parameters use the diagonal.
 Source: Li 2018.

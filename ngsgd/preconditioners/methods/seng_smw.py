@@ -1,11 +1,11 @@
 """Natural gradients through the Gram matrix of per-sample gradients of one minibatch.
 
-    (U^T U / R + d I)^-1 g = (1/d) [g - U^T (R d I + U U^T)^-1 U g],   U: one row g_n for each
-    sample     (Woodbury)
+    (U^T U / R + d I)^-1 g = (1/d) [g - U^T (R d I + U U^T)^-1 U g]     (Woodbury)
 
-    SMW-NG  all layers together (Ren and Goldfarb 2019); with `fisher="exact"` SMW-GN, the
-    Gauss-Newton matrix
+    SMW-NG  all layers together (Ren and Goldfarb 2019)
     SENG    layer by layer, with the Gram matrix of sketched coordinates (Yang et al. 2020)
+
+U has one row g_n for each sample. With `fisher="exact"`, SMW-NG is SMW-GN (Gauss-Newton).
 
 The number of parameters is not limited: for layers with one position U is never formed, because U
 U^T = (A A^T) * (E E^T).

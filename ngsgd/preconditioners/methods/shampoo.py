@@ -1,9 +1,9 @@
 """Preconditioners of each tensor dimension, from gradients only.
 
     Shampoo   G x_1 L_1^(-1/(2 k)) .. x_k L_k^(-1/(2 k)),  L_i = mean of G_(i) G_(i)^T over steps
-    Gupta et al. 2018, algorithm 2
-    SOAP      Q [m / (sqrt(v) + d)] in the eigenvectors Q of the L_i, m and v Adam's moments of Q^T
-    g  Vyas et al. 2024, algorithm 3
+    SOAP      Q [m / (sqrt(v) + d)] with eigenvectors Q of the L_i and Adam's moments of Q^T g
+
+Sources: Gupta et al. 2018, algorithm 2; Vyas et al. 2024, algorithm 3.
 
 Large tensors are split into blocks, and small adjacent dimensions are merged (channels and taps of
 a convolution). The damping of Shampoo is relative to the largest eigenvalue of each L_i.
