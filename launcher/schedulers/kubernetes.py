@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ngsgd import __version__
 from ngsgd.errors import ConfigError
 from ngsgd.launcher.console import version
 
@@ -57,7 +58,7 @@ class KubernetesJob:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What Kubernetes alone is asked for."""
-    parser.add_argument("--image", default=f"ngsgd:{version('ngsgd')}", help="kubernetes (default: %(default)s; see docker/)")
+    parser.add_argument("--image", default=f"ngsgd:{__version__}", help="kubernetes (default: %(default)s; see docker/)")
     parser.add_argument("--namespace", default="default", help="kubernetes (default: %(default)s)")
     parser.add_argument("--claim", default="", help="kubernetes: PersistentVolumeClaim for output_dir, ReadWriteMany")
     parser.add_argument("--mount", default="/shared", help="kubernetes: where it is in the pods (default: %(default)s)")

@@ -96,7 +96,7 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
 
 
 def test_every_test_that_the_fault_tolerance_page_names_is_there() -> None:
-    page = (ROOT / "docs" / "fault-tolerance.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "fault-tests.md").read_text(encoding="utf-8")
     rows = [line for line in page.splitlines() if re.match(r"\| [HML]\d+ \|", line)]
     assert [row.split("|")[1].strip() for row in rows] == [
         *(f"H{n}" for n in range(1, 10)), *(f"M{n}" for n in range(1, 14)), *(f"L{n}" for n in range(1, 8))]
