@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ngsgd.errors import EXIT_OK, ConfigError
-from ngsgd.launcher.console import TRUST, Parser
+from ngsgd.launcher.arguments import TRUST, Parser
 from ngsgd.launcher.text import printable
 from ngsgd.pipeline.runs.run_folder import find_run
 

@@ -16,7 +16,8 @@ from typing import Any
 from ngsgd import process_identity
 from ngsgd.errors import EXIT_OK
 from ngsgd.files import read_json, read_regular_text, unsealed
-from ngsgd.launcher.console import Parser, version
+from ngsgd.launcher.arguments import Parser
+from ngsgd.launcher.console import version
 from ngsgd.launcher.reports.progress import duration
 from ngsgd.launcher.text import masked, printable
 from ngsgd.pipeline.runs.run_folder import RunFolder, find_run

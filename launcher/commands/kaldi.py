@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ngsgd.errors import EXIT_OK, ConfigError, DataError
 from ngsgd.files import read_regular_bytes
-from ngsgd.launcher.console import TRUST, Parser
+from ngsgd.launcher.arguments import TRUST, Parser
 from ngsgd.pipeline.runs.run_folder import find_run
 
 # of ngsgd export

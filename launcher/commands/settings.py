@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 from ngsgd.errors import EXIT_OK, ConfigError
 from ngsgd.launcher.config import describe
-from ngsgd.launcher.console import Parser
+from ngsgd.launcher.arguments import Parser
 
 
 def command(arguments: Sequence[str]) -> int:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ngsgd.errors import EXIT_OK, ConfigError, DataError
 from ngsgd.files import make_directories, write_text
-from ngsgd.launcher.console import TRUST, Parser
+from ngsgd.launcher.arguments import TRUST, Parser
 from ngsgd.launcher.text import printable
 
 if TYPE_CHECKING:

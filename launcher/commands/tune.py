@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from ngsgd.config import RunConfig
 from ngsgd.errors import EXIT_OK, ConfigError, DataError
 from ngsgd.files import read_json, write_text
-from ngsgd.launcher.console import Parser
+from ngsgd.launcher.arguments import Parser
 from ngsgd.pipeline.tuning.proxy import Proxy
 
 # these import torch, and --help must answer at once

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from ngsgd.errors import EXIT_OK, ConfigError, MissingExtraError, NgsgdError
-from ngsgd.launcher.console import Parser
+from ngsgd.launcher.arguments import Parser
 from ngsgd.launcher.mlflow.store import read_tracking, sqlite_uri
 
 # MLflow with our check of origins around it

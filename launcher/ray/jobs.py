@@ -16,7 +16,7 @@ from ngsgd.launcher.ray.probe import require_dashboard, require_version
 from ngsgd.launcher.text import printable
 
 if TYPE_CHECKING:
-    from ngsgd.launcher.console import Parser
+    from ngsgd.launcher.arguments import Parser
 
 # Ray's words for a job that is over
 ENDED = ("STOPPED", "SUCCEEDED", "FAILED")

@@ -16,7 +16,7 @@ import pytest
 from ngsgd.config import ClusterConfig, OuterConfig, RunConfig, ScheduleConfig
 from ngsgd.errors import ConfigError
 from ngsgd.launcher import cli
-from ngsgd.launcher.commands import plan
+from ngsgd.launcher.commands.cluster import plan
 from ngsgd.launcher.config import compose
 from ngsgd.launcher.reports import plan_text
 from ngsgd.launcher.reports.predictions import Forecast, keep, kept_in, saved, settings_key

@@ -13,8 +13,8 @@ import pytest
 from ngsgd.errors import ConfigError
 from ngsgd.files import read_json_lines
 from ngsgd.launcher import cli
-from ngsgd.launcher.commands import simulate
-from ngsgd.launcher.commands.simulate import Summary, VirtualProgress
+from ngsgd.launcher.commands.cluster import simulate
+from ngsgd.launcher.commands.cluster.simulate import Summary, VirtualProgress
 from ngsgd.launcher.reports.progress import duration
 from ngsgd.pipeline.performance_model.formulas import Spread
 from ngsgd.training.records import SubsetScore

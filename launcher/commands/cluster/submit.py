@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ngsgd.errors import EXIT_OK, ClusterError, ConfigError
-from ngsgd.launcher.console import TRUST, Parser
+from ngsgd.launcher.arguments import TRUST, Parser
 from ngsgd.launcher.ray import jobs
 from ngsgd.launcher.ray.jobs import told
 from ngsgd.launcher.schedulers import kubernetes, slurm
@@ -109,7 +109,7 @@ def _to_ray(options: argparse.Namespace, words: list[str]) -> int:
         print(f"the same as: {same}\njob {job}\nfollow it with: ngsgd logs --follow --address {server.address} {job}")
     if not options.follow:
         return EXIT_OK
-    from ngsgd.launcher.commands.jobs import exit_code
+    from ngsgd.launcher.commands.cluster.jobs import exit_code
 
     with told(server, job):
         return exit_code(jobs.follow(client, job))

@@ -16,7 +16,7 @@ from ngsgd import process_identity
 from ngsgd.errors import EXIT_OK, EXIT_RUN_FAILED, ClusterError, ConfigError
 from ngsgd.files import parse_json_lines, read_log
 from ngsgd.launcher.commands.info import describe_run, is_elsewhere, may_be_alive, progress_line, state_of
-from ngsgd.launcher.console import Parser
+from ngsgd.launcher.arguments import Parser
 from ngsgd.launcher.ray import jobs
 from ngsgd.launcher.ray.jobs import ENDED, JobServer, told
 from ngsgd.launcher.reports.progress import ProgressTracker, final_lines, iteration_line

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ngsgd.config import RunConfig
 from ngsgd.errors import EXIT_OK, EXIT_RUN_FAILED, ConfigError
-from ngsgd.launcher.console import Parser
+from ngsgd.launcher.arguments import Parser
 from ngsgd.launcher.doctor import machine
 from ngsgd.launcher.doctor.machine import Finding
 
@@ -71,7 +71,7 @@ def examine(output_dir: Path, num_workers: int, address: str = "",
 
         checks.append(lambda: cluster.nodes(address, output_dir))
     if config is not None:
-        from ngsgd.launcher.commands.plan import spec_of
+        from ngsgd.launcher.commands.cluster.plan import spec_of
         from ngsgd.launcher.doctor import device
 
         checks.append(lambda: device.batch_size(config, lambda: spec_of(config, _progress)))

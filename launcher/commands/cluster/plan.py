@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from ngsgd.config import RunConfig
 from ngsgd.errors import EXIT_OK, ConfigError
-from ngsgd.launcher.console import Parser
+from ngsgd.launcher.arguments import Parser
 from ngsgd.launcher.reports.plan_text import as_json, nodes_text, text
 from ngsgd.launcher.reports.predictions import keep, kept_in, saved
 from ngsgd.pipeline.performance_model.multi_gpu import INTERCONNECTS

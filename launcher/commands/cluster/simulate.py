@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from ngsgd.config import RunConfig
 from ngsgd.errors import EXIT_OK, ConfigError
 from ngsgd.files import write_text
-from ngsgd.launcher.console import Parser
+from ngsgd.launcher.arguments import Parser
 from ngsgd.launcher.reports.progress import ProgressTracker, duration, iteration_line
 from ngsgd.pipeline.performance_model.formulas import Link, Spread
 from ngsgd.pipeline.performance_model.simulated_cluster import TOPOLOGIES, Expected, SimulatedCluster, expected
