@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 from ngsgd.config.other_names import instead_of
 from ngsgd.errors import ConfigError
 
+JSON = "print JSON, and nothing else, on stdout"
 TRUST = "import the custom module that the run names (model._target_), even if another user or machine made the run"
 
 

@@ -63,7 +63,8 @@ def command(arguments: list[str], print_help: Help) -> int:
     # install=bash and query=bash: the notation of earlier versions and of Hydra
     word = arguments[0].removeprefix("install=") if arguments else ""
     if word in ("-h", "--help"):
-        print(f"usage: ngsgd completion {{{','.join(_SCRIPTS)}}}\n\nPrint the completion script of a shell. To use it:\n"
+        print(f"usage: ngsgd completion {{{','.join(_SCRIPTS)}}}\n\nPrint the completion script "
+              "of a shell. To use it:\n"
               + "\n".join(f"  {shell:6}{how}" for shell, how in _INSTALL.items()))
     elif word == "--words" or word.startswith("query="):
         print("\n".join(words(os.environ.get("COMP_LINE", ""), print_help)))

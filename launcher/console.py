@@ -22,8 +22,6 @@ from ngsgd.errors import (
     MissingExtraError,
     NgsgdError,
 )
-from ngsgd.launcher.arguments import TRUST as TRUST
-from ngsgd.launcher.arguments import Parser as Parser
 from ngsgd.launcher.text import masked, printable
 
 # import name -> (package, extra); only what an optional extra brings

@@ -105,9 +105,11 @@ _TRAIN_FLAGS = {
     "--cfg job": "print the composed settings and exit; with --resolve also resolve references",
     "--multirun, -m": "run all combinations of the values given as KEY=A,B",
     "--config-dir, -cd DIR": "folder of custom YAML files; DIR/recipe/mine.yaml is recipe=mine",
-    "--continue": "resume the newest run of this name= in output_dir, or start it; for requeued jobs",
+    "--continue": "resume the newest run of this name= in output_dir, or start it; for requeued "
+                  "jobs",
     "--trust": "import the custom module that init_model= or the resumed run names",
-    "--allow-other-bits": "accept workers, or a resumed run, on other processors, versions or kernels; "
+    "--allow-other-bits": "accept workers, or a resumed run, on other processors, versions or "
+                          "kernels; "
                           "results then agree up to rounding",
     "--quiet, -q": "print incidents and the result only",
     "--debug": "print the traceback of an error",
@@ -151,7 +153,8 @@ def _of_group(name: str) -> str:
     sections = {one.section for one in describe.options() if one.section}
     if name not in choices and name not in sections:
         known = sorted({*choices, *sections})
-        raise ConfigError(f"{name!r} is not a group of settings; choose one of {', '.join(known)}, or search with: "
+        raise ConfigError(f"{name!r} is not a group of settings; choose one of "
+                          f"{', '.join(known)}, or search with: "
                           f"ngsgd settings {name}")
     parts = []
     if name in choices:

@@ -29,9 +29,12 @@ def pages() -> dict[str, str]:
 def settings() -> Iterator[str]:
     """Every option with its default, its values and its help text."""
     yield "# Settings\n"
-    yield ("Made from `ngsgd/config` by `make reference`. On the command line: `ngsgd train KEY=VALUE`; "
-           "`ngsgd settings PATTERN` prints the same. Learning rates are per frame, on the objective function summed over "
-           "the minibatch; section numbers are those of arXiv 1410.7455. An option that is given and not used, by the "
+    yield ("Made from `ngsgd/config` by `make reference`. On the command line: `ngsgd train "
+           "KEY=VALUE`; "
+           "`ngsgd settings PATTERN` prints the same. Learning rates are per frame, on the "
+           "objective function summed over "
+           "the minibatch; section numbers are those of arXiv 1410.7455. An option that is given "
+           "and not used, by the "
            "column `used with`, is an error.\n")
     yield "## Groups\n"
     yield "A group sets several of the options below: `ngsgd train GROUP=CHOICE`.\n"
@@ -93,7 +96,8 @@ def help_of(command: str) -> str:
 def error_codes() -> Iterator[str]:
     """The error tree with its exit codes."""
     yield "# Errors and exit codes\n"
-    yield ("Made from `ngsgd/errors.py` by `make reference`. Every error is a sentence on stderr beginning with `ngsgd:` that says "
+    yield ("Made from `ngsgd/errors.py` by `make reference`. Every error is a sentence on stderr "
+           "beginning with `ngsgd:` that says "
            "what to do next; `--debug` adds the traceback. Scripts can rely on the codes.\n")
     yield "| exit code | error | meaning |\n|---|---|---|"
     yield "| 0 | | all is well; for `ngsgd doctor`: nothing fails |"

@@ -17,14 +17,18 @@ from ngsgd.pipeline.runs.run_folder import find_run
 def command(arguments: Sequence[str]) -> int:
     """`ngsgd align`."""
     parser = Parser("align")
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings of ngsgd train, such as recipe=fsdd data.source=PATH")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE",
+                        help="settings of ngsgd train, such as recipe=fsdd data.source=PATH")
     parser.add_argument("--output", "-o", required=True, metavar="FILE",
                         help="file to write: .npz, or text lines \"utterance pdf pdf ...\"")
-    parser.add_argument("--model", metavar="RUN", help="run whose final model, data and settings are used (default: flat start)")
+    parser.add_argument("--model", metavar="RUN",
+                        help="run whose final model, data and settings are used (default: flat "
+                             "start)")
     parser.add_argument("--trust", action="store_true", help=f"with --model: {TRUST}")
     options = parser.parse_with_settings(arguments)
     if options.model and options.overrides:
-        raise ConfigError(f"--model uses the settings of its run; remove {' '.join(options.overrides)}.")
+        raise ConfigError("--model uses the settings of its run; remove "
+                          f"{' '.join(options.overrides)}.")
     output = Path(options.output)
     require_writable("--output", output.parent)
     if options.model:
@@ -66,6 +70,7 @@ def _written(output: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise DataError(f"the alignment could not be written to {error.filename or output} ({error.strerror or error}); "
+        raise DataError(f"the alignment could not be written to {error.filename or output} "
+                        f"({error.strerror or error}); "
                         "make room, or choose another place.") from error
     print(f"alignment {output}; use it with data.alignment={output}")

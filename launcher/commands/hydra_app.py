@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from ngsgd.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError
 from ngsgd.files import write_text
+from ngsgd.launcher.arguments import TRUST, Parser
 from ngsgd.launcher.config import compose, config_builder
 from ngsgd.launcher.config.paths import require_paths
 from ngsgd.launcher.config.tuned_file import expanded
-from ngsgd.launcher.arguments import TRUST, Parser
 from ngsgd.launcher.console import run_guarded
 from ngsgd.launcher.text import masked
 from ngsgd.pipeline.runs.run_folder import find_run, run_to_continue
@@ -60,13 +60,17 @@ def resume(arguments: Sequence[str]) -> int:
     """`ngsgd resume`."""
     parser = Parser("resume")
     parser.add_argument("run", metavar="RUN", help="run folder, or its name under runs/")
-    parser.add_argument("--address", metavar="HOST:PORT", help="Ray cluster to join, or auto (default: that of the run)")
-    parser.add_argument("--workers", type=int, metavar="N", help="number of workers; results stay the same (default: that of the run)")
+    parser.add_argument("--address", metavar="HOST:PORT",
+                        help="Ray cluster to join, or auto (default: that of the run)")
+    parser.add_argument("--workers", type=int, metavar="N",
+                        help="number of workers; results stay the same (default: that of the run)")
     parser.add_argument("--accept-changed-config", action="store_true",
                         help="accept a config.yaml that was edited after the start of the run")
     parser.add_argument("--allow-other-bits", action="store_true",
-                        help="accept other processors, versions or kernels; results then agree up to rounding")
-    parser.add_argument("--quiet", "-q", action="store_true", help="print incidents and the result only")
+                        help="accept other processors, versions or kernels; results then agree up "
+                             "to rounding")
+    parser.add_argument("--quiet", "-q", action="store_true",
+                        help="print incidents and the result only")
     parser.add_argument("--trust", action="store_true", help=TRUST)
     options = parser.parse_args(list(arguments))
     run = find_run(options.run)

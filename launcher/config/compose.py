@@ -184,7 +184,8 @@ def _read_overrides(overrides: Sequence[str], config_dir: Path | None) -> tuple[
     from hydra.errors import OverrideParseException
 
     if config_dir is not None and not config_dir.is_dir():
-        raise ConfigError(f"--config-dir {config_dir} is not a folder; give one that holds recipe/*.yaml and so on.")
+        raise ConfigError(f"--config-dir {config_dir} is not a folder; give one that holds "
+                          "recipe/*.yaml and so on.")
     parser, choices = OverridesParser.create(), groups(config_dir)
     good: list[Override] = []
     problems: list[str] = []

@@ -109,7 +109,7 @@ def test_json_is_all_that_stdout_gets(measured: list[RunConfig], capsys: pytest.
     (["--outer-momentum", "1"], "--outer-momentum is 1.0"),
     (["--cores-per-node", "0"], "--cores-per-node is 0"),
     (["--gamma", "much"], "'much'"),
-    (["optimizer.max_chnage=1"], "optimizer.max_change?"),
+    (["optimizer.max_chnage=1"], "optimizer.max_change=1"),
     (["--saved"], "--saved"),
 ])
 def test_bad_input_is_told_in_sentences(arguments: list[str], told: str, measured: list[RunConfig], tmp_path: Path,
