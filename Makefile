@@ -66,8 +66,8 @@ nodes: $(STAMP)  ## train over machines made of network namespaces: cut cables, 
 slurm: $(STAMP)  ## a real Slurm on nodes of that kind: time limit, preemption, scancel (root, slurm-wlm and munge, 10 min)
 	OMP_NUM_THREADS=1 PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m tests.nodes.slurm $(ARGS)
 
-chaos: $(STAMP)  ## break all that can break, in 161 cases, and write the table into docs/fault-tolerance.md (10 min)
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos --write docs/fault-tolerance.md $(ARGS)
+chaos: $(STAMP)  ## break all that can break, in 161 cases, and write the table into docs/fault-tests.md (10 min)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos --write docs/fault-tests.md $(ARGS)
 
 soak: $(STAMP)  ## 16 workers, a random fault every 20 to 30 s for 20 min: what is left of the speed; make soak ARGS="--minutes 5"
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos.soak $(ARGS)
