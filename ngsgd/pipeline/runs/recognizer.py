@@ -1,4 +1,4 @@
-"""What `final/` needs beside the network to recognize speech, and bundles of it in one file."""
+"""Files for speech recognition in `final/` besides the network, and bundles in one file."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ _MAX_BYTES = 1 << 34
 def keep_recognizer(
     folder: RunFolder, config: RunConfig, corpus: Corpus, result: DecodingResult
 ) -> None:
-    """Complete `final/` with all that recognizing speech takes; the index is written last."""
+    """Write all files for speech recognition to `final/`; the index is written last."""
     wer = {"valid": str(result.valid), "test": str(result.test),
            **_interval(asdict(result.test_interval))}
     content_of = _content(folder, config, corpus, result.setting, result.calibration, wer)
     for name, content in content_of.items():
         path = folder.final / name
-        # the index comes last in the mapping
+        # the index is the last entry of the mapping
         if name in bundle.MODEL_FILES or (
             path.is_file() and read_regular_bytes(path, _MAX_BYTES) == content
         ):
@@ -48,9 +48,9 @@ def keep_recognizer(
 
 
 def open_bundle(model: str, *, trust: bool = False) -> Bundle:
-    """The content of a bundle, a run folder, or a run by its name under runs/.
+    """Open a bundle, a run folder, or a run by its name under runs/.
 
-    A custom network is imported where this user began the run, or with `trust` (see
+    A custom network is imported if this user began the run, or with `trust` (see
     docs/own-model.md).
     """
     path = Path(model)
@@ -65,7 +65,7 @@ def open_bundle(model: str, *, trust: bool = False) -> Bundle:
 
 
 def export_bundle(folder: RunFolder, config: RunConfig, corpus: Corpus, output: Path) -> None:
-    """Write one file with all that recognizing speech takes, also of a run of an earlier version."""
+    """Write a bundle in one file, also for a run of an earlier version."""
     check_final(folder.final)
     path = folder.decode / "wer.json"
     try:
@@ -80,14 +80,13 @@ def export_bundle(folder: RunFolder, config: RunConfig, corpus: Corpus, output: 
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
             f"{path} has no scale and penalty ({type(error).__name__}: {error}); decode the run "
-            f"first with: "
-            f"ngsgd decode {folder.path}."
+            f"first with: ngsgd decode {folder.path}."
         ) from error
     bundle.write_file(output, _content(folder, config, corpus, weights, calibration, wer))
 
 
 def _interval(of_test: Mapping[str, float] | None) -> dict[str, str]:
-    """Earlier versions wrote none."""
+    """Interval of the test WER, which earlier versions did not write."""
     return {"test_interval_95": f"{of_test['low']:.2f} to {of_test['high']:.2f}"} if of_test else {}
 
 
@@ -131,7 +130,7 @@ def _all_speech(speech: SpeechSet) -> Stats | None:
 def _provenance(
     folder: RunFolder, config: RunConfig, corpus: Corpus, wer: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Where the model comes from; no path or address of the machine that trained it."""
+    """Origin of the model, without paths or addresses of the training machine."""
     train = corpus.train
     return {
         "run": folder.path.name,
