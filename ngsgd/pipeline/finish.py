@@ -7,7 +7,7 @@ from functools import partial
 
 from torch import nn
 
-from ngsgd.asr.bundle import INDEX
+from ngsgd.asr.bundle_files import INDEX
 from ngsgd.config import RunConfig
 from ngsgd.data.reader import EgsReader
 from ngsgd.models.growing import set_stage

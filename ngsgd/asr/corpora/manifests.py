@@ -71,7 +71,7 @@ def _read_set(recordings: Path, supervisions: Path) -> list[UtteranceEntry]:
     for where, item in _lines(supervisions):
         one = _utterance(item, where, files, recordings)
         if one.utt_id in found:
-            raise DataError(f"{where}: duplicate {one.utt_id}, first in {found[one.utt_id].where}; "
+            raise DataError(f"{where}: {one.utt_id} is a duplicate, first in {found[one.utt_id].where}; "
                             "remove one of them.")
         found[one.utt_id] = one
     if not found:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from ngsgd.asr.bundle import read_files
+from ngsgd.asr.bundle_files import read_files
 from ngsgd.files import new_directory, parse_json, write_text
 from ngsgd.pipeline.exports.model_card import model_card
 from ngsgd.pipeline.exports.source import Source, write_graph, write_words

@@ -13,7 +13,7 @@ from ngsgd.config import RunConfig
 from ngsgd.errors import ConfigError
 from ngsgd.pipeline.performance_model.memory import first_batch, predict_run
 from ngsgd.preconditioners.build import make_preconditioner
-from ngsgd.training.task import Task, seeded_model, to_device
+from ngsgd.training.task import Task, data_to_device, seeded_model
 from ngsgd.training.worker import make_optimizer
 
 # usable fraction of the free memory: allocators keep unused blocks
@@ -95,7 +95,7 @@ def step_bytes(config: RunConfig, task: Task, device: torch.device, size: int) -
         else None
     )
     batch = first_batch(config, task, size)
-    data = to_device(batch.data, device)
+    data = data_to_device(batch.data, device)
     for _ in range(_STEPS):
         optimizer.zero_grad(set_to_none=True)
         if maker is None:

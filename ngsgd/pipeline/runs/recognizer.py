@@ -11,7 +11,7 @@ import numpy as np
 from torch import __version__ as torch_version
 
 import ngsgd
-from ngsgd.asr import bundle
+from ngsgd.asr import bundle_files
 from ngsgd.asr.bundle import Bundle
 from ngsgd.asr.corpora.corpus import Corpus
 from ngsgd.asr.decode.calibration import Calibration
@@ -39,7 +39,7 @@ def keep_recognizer(
     for name, content in content_of.items():
         path = folder.final / name
         # the index is the last entry of the mapping
-        if name in bundle.MODEL_FILES or (
+        if name in bundle_files.MODEL_FILES or (
             path.is_file() and read_regular_bytes(path, _MAX_BYTES) == content
         ):
             continue
@@ -82,7 +82,7 @@ def export_bundle(folder: RunFolder, config: RunConfig, corpus: Corpus, output: 
             f"{path} has no scale and penalty ({type(error).__name__}: {error}); decode the run "
             f"first with: ngsgd decode {folder.path}."
         ) from error
-    bundle.write_file(output, _content(folder, config, corpus, weights, calibration, wer))
+    bundle_files.write_file(output, _content(folder, config, corpus, weights, calibration, wer))
 
 
 def _interval(of_test: Mapping[str, float] | None) -> dict[str, str]:
@@ -101,10 +101,10 @@ def _content(
     """Name -> content of every file of a bundle, the index last."""
     model_files = {
         name: read_regular_bytes(folder.final / name, _MAX_BYTES)
-        for name in bundle.MODEL_FILES
+        for name in bundle_files.MODEL_FILES
         if (folder.final / name).is_file()
     }
-    index = bundle.index_of(
+    index = bundle_files.index_of(
         model_files,
         language=corpus.language,
         features=config.features,
@@ -114,7 +114,7 @@ def _content(
         all_speech=_all_speech(corpus.train),
         provenance=_provenance(folder, config, corpus, wer),
     )
-    return {**model_files, **corpus.language.files(), bundle.INDEX: index.encode()}
+    return {**model_files, **corpus.language.files(), bundle_files.INDEX: index.encode()}
 
 
 def _all_speech(speech: SpeechSet) -> Stats | None:
