@@ -1,14 +1,16 @@
-"""Are examples read faster than they are trained on?  Writing, reading with 1 and 8 readers, training, and feature extraction.
+"""Speed of writing and reading examples, of training and of feature extraction.
 
     python benchmarks/data.py [--hours 5] [--folder FOLDER] [--seconds 5]
 
-makes `--hours` of synthetic frames (100 per second, 40 features) in FOLDER, writes their archives with one process and with one
-per core, reads them from 1 and from 8 processes at once, trains the default model on them with and without a thread that reads
-ahead, and extracts features beside lhotse's own if that is installed.  All rates are per second of wall-clock time.
+The program makes `--hours` of synthetic frames (100 per second, 40 features) in FOLDER.  It writes
+their archives with one process and with one per core, and reads them from 1 and from 8 concurrent
+processes.  It trains the default model on them with and without prefetching, and extracts features,
+also with lhotse if that is installed.  Rates are per second of wall-clock time.
 
-"From memory" means from the page cache, where an archive is after its first pass unless all of them together are larger than
-memory.  Memory of a reader is what is its own beyond Python and torch (Pss without what is mapped from files): pages of archives,
-which the system can drop at any time, do not count.
+"From memory" means from the page cache, where an archive is after its first pass unless all
+archives are larger than memory. Memory of a reader is private memory beyond Python and torch (Pss
+without mapped files).  Pages of archives do not count, because the system can drop them at any
+time.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ DIM, NUM_CLASSES, FRAMES_PER_HOUR, UTTERANCE = 40, 100, 360_000, 500
 MINIBATCH = 128
 RATE_HZ = 16_000
 PREFETCH = 4
-ROUNDS = 5  # of training with and without prefetching, in turns
+ROUNDS = 5  # runs with and without prefetching, interleaved
 
 
 def synthetic(num_frames: int, path: Path) -> FrameSet:
@@ -60,7 +62,7 @@ def synthetic(num_frames: int, path: Path) -> FrameSet:
 
 
 def writing(frames: FrameSet, config: EgsConfig, folder: Path) -> Path:
-    """Writes the archives with one process and with one per core; returns the latter's directory."""
+    """Write the archives with one process and with one per core; return the latter's directory."""
     directory = folder
     for num_writers in (1, 0):
         began = time.perf_counter()
@@ -77,7 +79,9 @@ def writing(frames: FrameSet, config: EgsConfig, folder: Path) -> Path:
 
 
 def read_for(directory: Path, index: int, num_readers: int, seconds: float, cold: bool) -> None:
-    """The body of a reader process: rows per second, and its own memory beyond that of Python and torch, as JSON."""
+    """The body of a reader process: rows per second, and private memory beyond that of Python and
+    torch, as JSON.
+    """
     torch.set_num_threads(1)
     before_mb = _own_mb()
     reader = EgsReader(directory)
@@ -113,7 +117,9 @@ def reading(directory: Path, seconds: float) -> dict[int, float]:
 
 
 def training(directory: Path, config: EgsConfig) -> float:
-    """Frames per second of one worker with one thread and the default model; prefetching on and off in turns."""
+    """Frames per second of one worker with one thread and the default model, with and without
+    prefetching, interleaved.
+    """
     torch.set_num_threads(1)
     rates: dict[int, list[float]] = {0: [], PREFETCH: []}
     workers = {depth: Worker(SpeechTaskSpec(RunConfig(egs=replace(config, prefetch=depth), cluster=ClusterConfig(device="auto")),
@@ -123,7 +129,7 @@ def training(directory: Path, config: EgsConfig) -> float:
             start = worker.layout.flatten(worker.model.state_dict())
             piece = WorkItem(Shard(number % worker.task.shards().num_archives, 0), number, 0)
             result = worker.run(Job(number, 0, 1, (piece,), JobInit(LocalRef(start)), lr=0.005, lr_factor=1.0))
-            if number:  # the first one warms up
+            if number:  # the first run is a warm-up
                 rates[depth].append(result.num_frames / result.seconds)
     for depth, found in rates.items():
         print(f"training   prefetch={depth}     {statistics.median(found):,.0f} frames/s (median of {len(found)}; "
@@ -132,7 +138,9 @@ def training(directory: Path, config: EgsConfig) -> float:
 
 
 def extraction(seconds: float) -> None:
-    """Seconds of audio that become 80 filterbanks per second of work, on one thread; lhotse's own where it is installed."""
+    """Seconds of audio converted to 80 filterbanks per second on one thread; also lhotse's where it
+    is installed.
+    """
     random = np.random.default_rng(0)
     utterances = [(3000 * random.standard_normal(RATE_HZ * 10)).astype(np.int16) for _ in range(20)]
     ours = _ours()
@@ -172,7 +180,7 @@ def _extraction(name: str, extract: Callable[[np.ndarray], object], utterances: 
 
 
 def _forget(path: Path) -> None:
-    """Makes the system drop what it has cached of a file."""
+    """Drop a file from the page cache."""
     with path.open("rb") as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 

@@ -15,7 +15,7 @@ class Part:
 
     module: str
     title: str
-    # seconds after which its process is ended, on a GPU and on a CPU that may be busy
+    # time limit in seconds, on a GPU and on a CPU that may be busy
     limit_s: float
     dry_limit_s: float = 240.0
 
@@ -23,7 +23,7 @@ class Part:
         importlib.import_module(f"benchmarks.gpu.parts.{self.module}").run(measurement)
 
 
-# in the order in which their results are wanted, should time run out
+# in order of importance, in case time runs out
 PARTS = {
     part.module: part
     for part in (
