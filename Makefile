@@ -16,7 +16,7 @@ PROCESSES ?=
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m tests.parallel --processes
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train check test test-all run-check run-test run-test-all gpu test-matrix mutants chaos soak fuzz nodes slurm reference docs image lint format clean
+.PHONY: help setup train check test test-all run-check run-test run-test-all gpu test-matrix mutants chaos soak fuzz nodes slurm reference docs image lint prose format clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 20
@@ -89,6 +89,9 @@ lint: $(STAMP)  ## style, types and import layers
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+prose: $(STAMP)  ## words, sentences, widths and spellings of everything that people read; make prose ARGS="docs README.md"
+	$(BIN)/python -m tools.prose $(ARGS)
 
 format: $(STAMP)  ## sort imports and mend what ruff can
 	$(BIN)/ruff check --fix .

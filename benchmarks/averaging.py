@@ -329,7 +329,7 @@ def measure_planes(options: argparse.Namespace) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RUST_LOG", "error")  # torchft writes eight long lines per round
     os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
-    print("| parameters | workers | plane | ms, median (least) | ours, average, to it | models through sockets per worker | "
+    print("| parameters | workers | method | ms, median (min) | ratio | models through sockets per worker | "
           "coordinator's memory, models | a worker's |\n" + "|---" * 8 + "|")
     for millions in options.millions:
         for num_workers in options.workers:
@@ -432,7 +432,7 @@ def local_ranks(num_ranks: int, millions: int, rounds: int, names: Sequence[str]
 def measure_local(options: argparse.Namespace) -> None:
     os.environ.setdefault("RUST_LOG", "error")
     os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
-    print("| parameters | ranks | method | ms, median (least) | LocalSGD to it | memory, models |\n" + "|---" * 6 + "|")
+    print("| parameters | ranks | method | ms, median (min) | ratio | memory, models |\n" + "|---" * 6 + "|")
     groups = [["LocalSGD, average", "torchft, average", "torch PostLocalSGD"], ["LocalSGD, diloco", "torchft, diloco"]]
     for millions, num_ranks, names in itertools.product(options.millions, options.ranks, groups):
         milliseconds, _ = local_ranks(num_ranks, millions, options.rounds, names)
@@ -529,7 +529,7 @@ def main() -> None:
     local.set_defaults(measure=measure_local)
     overlap = commands.add_parser("overlap")
     overlap.add_argument("--rounds", type=int, default=3)
-    overlap.add_argument("--frames", type=int, default=30000, help="per job; as many as take 20 s")
+    overlap.add_argument("--frames", type=int, default=30000, help="frames per job; the default takes 20 s")
     overlap.set_defaults(measure=measure_overlap)
     options = parser.parse_args()
     options.measure(options)

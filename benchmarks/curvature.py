@@ -247,7 +247,7 @@ def main() -> None:
     parser.add_argument("--nets", nargs="+", default=list(NETS), choices=list(NETS))
     parser.add_argument("--quantities", nargs="+", default=list(QUANTITIES), choices=QUANTITIES)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--minutes", type=float, default=1e9, help="begin no cell after so many")
+    parser.add_argument("--minutes", type=float, default=1e9, help="start no cell after so many minutes")
     parser.add_argument("--side", default="ours", choices=("plain", "ours", "theirs"))
     args = parser.parse_args()
     warnings.filterwarnings("ignore")

@@ -209,7 +209,7 @@ def table(runs: Runs) -> None:
     highest).
     """
     for problem in PROBLEMS:
-        print(f"\n{problem}\n\n| method | lr | damping | training loss | test digits right, % | ms a step |\n{'|---' * 6}|")
+        print(f"\n{problem}\n\n| method | lr | damping | training loss | test accuracy, % | ms a step |\n{'|---' * 6}|")
         for method, title in METHODS.items():
             best = runs.best(problem, method)
             if best:
@@ -255,7 +255,7 @@ def main() -> None:
     parser.add_argument("picture", type=Path, nargs="?")
     parser.add_argument("--problems", nargs="+", default=list(PROBLEMS), choices=list(PROBLEMS))
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
-    parser.add_argument("--minutes", type=float, default=1e9, help="begin no run after so many")
+    parser.add_argument("--minutes", type=float, default=1e9, help="start no run after so many minutes")
     args = parser.parse_args()
     runs = Runs(args.runs)
     if args.what == "run":

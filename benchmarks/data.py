@@ -110,7 +110,7 @@ def reading(directory: Path, seconds: float) -> dict[int, float]:
         rate = sum(answer["rows_per_s"] for answer in answers)
         own = [answer["own_mb"] for answer in answers]
         print(f"reading    {num_readers} at once, from {where:6} {rate:,.0f} examples/s together, "
-              f"{max(own):.1f} MB of its own each", flush=True)
+              f"{max(own):.1f} MB of private memory each", flush=True)
         if where == "memory":
             rates[num_readers] = rate
     return rates
@@ -147,11 +147,11 @@ def extraction(seconds: float) -> None:
     if ours:
         _extraction("ngsgd (kaldi-native-fbank)", ours, utterances, seconds)
     else:
-        print("extraction ngsgd: not measured, since pip install 'ngsgd[asr]' is missing")
+        print("extraction ngsgd: not measured: run pip install 'ngsgd[asr]'")
     try:
         from lhotse import Fbank, FbankConfig
     except ImportError as error:
-        print(f"extraction lhotse: not measured, since it is not installed ({error})")
+        print(f"extraction lhotse: not measured: not installed ({error})")
         return
     theirs = Fbank(FbankConfig(sampling_rate=RATE_HZ, num_mel_bins=80, dither=0.0))
     _extraction("lhotse Fbank", lambda samples: theirs.extract(samples.astype(np.float32) / 32768.0, RATE_HZ), utterances, seconds)
@@ -193,8 +193,8 @@ def _own_mb() -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--hours", type=float, default=5.0)
-    parser.add_argument("--seconds", type=float, default=5.0, help="of each measurement")
-    parser.add_argument("--folder", type=Path, default=None, help="where there is room: 2.4 GB per 10 hours and as much again")
+    parser.add_argument("--seconds", type=float, default=5.0, help="seconds per measurement")
+    parser.add_argument("--folder", type=Path, default=None, help="folder with 4.8 GB per 10 hours of free space")
     parser.add_argument("--read", nargs=5, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.read:
@@ -207,8 +207,8 @@ def main() -> None:
         directory = writing(frames, config, folder)
         rates = reading(directory, options.seconds)
         rate = training(directory, config)
-        print(f"           one reader gives {rates[1] / rate:.0f} times what one worker trains on; 8 workers on cores of their own "
-              f"would take {8 * rate / rates[8]:.2f} of what 8 readers give here")
+        print(f"           one reader supplies {rates[1] / rate:.0f} times the examples of one worker; 8 workers on separate cores "
+              f"would consume {8 * rate / rates[8]:.2f} of the output of 8 readers")
     extraction(options.seconds)
 
 

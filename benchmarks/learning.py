@@ -342,13 +342,13 @@ def parse_arguments() -> argparse.Namespace:
         sub = commands.add_parser(command.__name__)
         sub.set_defaults(command=command)
         if command is not table:
-            sub.add_argument("folder", type=Path, help="of AN4: feats_*.ark, ali_*.npz, utt2spk_*")
+            sub.add_argument("folder", type=Path, help="folder of AN4: feats_*.ark, ali_*.npz, utt2spk_*")
             sub.add_argument("--epochs", type=int, default=4)
             sub.add_argument("--threads", type=int, default=1)
         sub.add_argument("results", type=Path, help="a file of JSON lines")
         if command is run:
             sub.add_argument("--net", choices=MODELS, required=True)
-            sub.add_argument("--minibatch", type=int, required=True, help="frames")
+            sub.add_argument("--minibatch", type=int, required=True, help="frames per minibatch")
             sub.add_argument("--optimizer", choices=OPTIMIZERS, required=True)
             sub.add_argument("--lr", type=float, required=True, help="the first rate; per frame for ngsgd and sgd")
             sub.add_argument("--seed", type=int, default=0)
@@ -356,7 +356,7 @@ def parse_arguments() -> argparse.Namespace:
             sub.add_argument("--nets", nargs="+", choices=MODELS, default=list(MODELS))
             sub.add_argument("--minibatches", nargs="+", type=int, default=MINIBATCHES)
             sub.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=OPTIMIZERS)
-            sub.add_argument("--seeds", nargs="+", type=int, default=(0, 1, 2), help="the first one searches the rate")
+            sub.add_argument("--seeds", nargs="+", type=int, default=(0, 1, 2), help="seeds; the first one searches the rate")
     return parser.parse_args()
 
 

@@ -165,7 +165,7 @@ class Sgemm:
 
 def steps(threads: int, rounds: int, names: list[str], nets: tuple[Net, ...], minibatches: tuple[int, ...]) -> None:
     torch.set_num_threads(threads)
-    print(f"{threads} thread(s), torch {torch.__version__}, {rounds} rounds of {PERIOD} steps each in turns")
+    print(f"{threads} thread(s), torch {torch.__version__}, {rounds} interleaved rounds of {PERIOD} steps")
     sgemm = Sgemm()
     sgemm.speed()
     for net in nets:
@@ -250,7 +250,7 @@ def preconditioner(rounds: int) -> None:
         pairs = [(seconds(lambda: ng.precondition(X_ND), 10 * PERIOD), seconds(lambda: torch.mm(a, b, out=out), 3))  # noqa: B023
                  for _ in range(rounds)]
         time_s, product_s = (statistics.median(column) for column in zip(*pairs, strict=True))
-        print(f"512 x {dim}, rank {rank}, period {PERIOD}: {1e3 * time_s:.3f} ms a call; product {1e3 * product_s:.2f} ms; "
+        print(f"512 x {dim}, rank {rank}, period {PERIOD}: {1e3 * time_s:.3f} ms a call; GEMM {1e3 * product_s:.2f} ms; "
               f"scaled {1e3 * time_s * KALDI_PRODUCT_S / product_s:.3f} ms (Kaldi's bound {1e3 * target:.2f})", flush=True)
 
 
@@ -307,10 +307,10 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--optimizers", nargs="+", default=list(MAKERS), choices=list(MAKERS))
-    parser.add_argument("--optimizer", default="NG-SGD", help="peak: which one")
-    parser.add_argument("--net", default="", help="only nets whose name begins so")
+    parser.add_argument("--optimizer", default="NG-SGD", help="optimizer of peak")
+    parser.add_argument("--net", default="", help="only networks whose name starts with this")
     parser.add_argument("--minibatches", nargs="+", type=int, default=[512, 128])
-    parser.add_argument("--mkl", action="store_true", help="no product by oneDNN, on processors where we take it")
+    parser.add_argument("--mkl", action="store_true", help="no oneDNN GEMMs, on processors where ngsgd uses them")
     args = parser.parse_args()
     keep_freed_memory()
     torch.backends.mkldnn.enabled = not args.mkl  # type: ignore[assignment]

@@ -60,7 +60,8 @@ def main() -> None:
                     told = predicted_s(count, settings)
                     took = taken_s(count, kind, Path(folder), settings)
                     pairs[kind, count].append((told, took))
-                    print(f"{kind} {count} workers: predicted {told:.3f} s, took {took:.3f} s ({took / told - 1:+.1%})", flush=True)
+                    print(f"{kind} {count} workers: predicted {told:.3f} s, measured {took:.3f} s "
+                          f"({took / told - 1:+.1%})", flush=True)
     for (kind, count), found in pairs.items():
         told, took = (statistics.median(values) for values in zip(*found, strict=True))
         off = [took / told - 1 for told, took in found]

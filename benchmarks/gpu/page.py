@@ -23,7 +23,7 @@ This page is written by `python -m benchmarks.gpu --page` from the files in
     make gpu ARGS=--dry-run     # the same program on the CPU, with small sizes; CI runs it
     python -m benchmarks.gpu    # without make and .venv: torch with CUDA and numpy are enough
 
-Each part runs in a process of its own with a time limit. A part whose packages are missing is
+Each part runs in a separate process with a time limit. A part whose packages are missing is
 skipped with its reason. Results are written after each part, and a second call skips the parts that
 passed with the same code, device and torch.
 """

@@ -34,7 +34,7 @@ PARTS = {
         ),
         Part("steps", "Time of a training step, and its share of the roofline", 150.0),
         Part("graphs", "CUDA graphs of forward, backward and step", 60.0),
-        Part("memory", "Memory beside the planner's prediction", 60.0),
+        Part("memory", "Memory and the planner's prediction", 60.0),
         Part("exchange", "NCCL and gloo with tensors of the device", 60.0),
         Part("workers", "Workers of one device, and kill -9 of a worker", 90.0),
         Part("decoding", "Throughput of the acoustic model and of decoding", 45.0),
