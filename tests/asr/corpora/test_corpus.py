@@ -1,4 +1,5 @@
 import json
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,9 @@ from ngsgd.asr.corpora import cache, corpus
 from ngsgd.asr.corpora.corpus import check_source, prepare
 from ngsgd.asr.corpora.digits import utterances
 from ngsgd.asr.corpora.fsdd.segments import load_catalogue
+from ngsgd.asr.speech_set import SpeechSet
 from ngsgd.asr.utterance import Utterance
-from ngsgd.config import DataConfig, FeatureConfig
+from ngsgd.config import AugmentConfig, DataConfig, FeatureConfig
 from ngsgd.errors import DataError
 from ngsgd.files import DIGEST
 from tests.asr.fake_fsdd import FakeFsdd
@@ -46,6 +48,28 @@ def test_digits_prepared_twice_from_nothing_are_bit_identical_and_then_come_from
     assert reports == []
     assert first.num_pdfs == 73
     assert not set(first.train.speakers) & set(first.test.speakers)
+
+
+@pytest.mark.parametrize("clean_fraction", [0.0, 1.0])
+def test_digits_in_other_voices_have_noise_unless_they_are_clean(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clean_fraction: float) -> None:
+    pytest.importorskip("espeakng_loader")
+    made: list[list[Utterance]] = []
+    build = speech_set.build
+
+    def record(said: Iterable[Utterance], features: FeatureConfig) -> SpeechSet:
+        made.append(list(said))
+        return build(made[-1], features)
+
+    monkeypatch.setattr(speech_set, "build", record)
+    data = replace(TINY, train_minutes=0.1, valid_minutes=0.05, test_minutes=0.05)
+    prepare(data, FEATURES, tmp_path, silent,
+            augment_config=AugmentConfig(voice=True, clean_fraction=clean_fraction))
+    train, valid, test = made
+    for one in train:
+        # an utterance starts with silence
+        assert (np.abs(one.samples[:400]).max() == 0) == (clean_fraction == 1.0)
+    assert all(one.samples[:400].any() for one in (*valid, *test))
 
 
 def test_loaded_corpus_is_the_stored_one(data: DataConfig, tmp_path: Path) -> None:
