@@ -13,7 +13,7 @@ from typing import Any
 from ngsgd.config import METHODS, RunConfig, choices_of, types_of
 from ngsgd.config.other_names import instead_of
 
-_TYPES = {"str": "text", "int": "whole number", "float": "number", "bool": "true or false",
+_TYPES = {"str": "text", "int": "integer", "float": "number", "bool": "true or false",
           "tuple[float, ...]": "list of numbers", "tuple[str, ...]": "list of names"}
 # columns of a text
 _WIDEST = 100

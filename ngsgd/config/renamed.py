@@ -178,7 +178,7 @@ def with_new_names(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Rena
 
     A run folder of an earlier version holds all options of the section `preconditioner`. With
     preconditioner.kind=none they had no effect, and optimizer.kind decided. Removed options with
-    the value of their constant are left out.
+    the value of their constant are omitted.
     """
     flat = {path: value for path, value in _leaves(values, "")
             if path not in _OF_REMOVED_METHODS}
