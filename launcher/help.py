@@ -159,6 +159,8 @@ def _of_group(name: str) -> str:
     parts = []
     if name in choices:
         about = {f"{name}={choice}": compose.about_choice(name, choice) for choice in choices[name]}
+        if not any(about.values()):
+            about = {f"{name}=": " | ".join(choices[name])}
         parts.append("\n".join(["Choices:", *_rows(about, 24)]))
     if name in sections:
         parts.append(describe.text(describe.in_section(name)))

@@ -6,6 +6,8 @@ coordinator.
 
 from __future__ import annotations
 
+import argparse
+import json
 import math
 import sys
 from collections import Counter
@@ -286,11 +288,17 @@ def _named(name: _Pass, span: _Span) -> str:
 
 
 def main() -> int:
-    if len(sys.argv) != 2:
-        print("usage: python -m ngsgd.training.storage.audit RUN_FOLDER", file=sys.stderr)
-        return 2
-    problems = audit(Path(sys.argv[1]) / "ledger.jsonl")
-    print("\n".join(problems) or "the ledger is in order")
+    parser = argparse.ArgumentParser(
+        prog="python -m ngsgd.training.storage.audit",
+        description="Check that a run counted all planned data exactly once; exit code 1: it did not.")
+    parser.add_argument("run", metavar="RUN_FOLDER", type=Path, help="run folder with ledger.jsonl")
+    parser.add_argument("--json", action="store_true", help="print a JSON list of the problems")
+    options = parser.parse_args()
+    problems = audit(options.run / "ledger.jsonl")
+    if options.json:
+        print(json.dumps(problems, indent=1))
+    else:
+        print("\n".join(problems) or "the ledger is in order")
     return bool(problems)
 
 

@@ -35,7 +35,8 @@ def test_help_imports_no_torch() -> None:
 
 
 def test_everything_wrong_is_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["simulate", "--frames-per-s", "0", "--sigma", "-1", "--hang-fraction", "2", "--latency", "nan"]) == ConfigError.exit_code
+    words = ["--frames-per-s", "0", "--sigma", "-1", "--hang-fraction", "2", "--latency", "nan"]
+    assert cli.main(["simulate", *words]) == ConfigError.exit_code
     told = capsys.readouterr().err
     assert "--frames-per-s" in told
     assert "--sigma is -1.0" in told
