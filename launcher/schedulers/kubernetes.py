@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ngsgd import __version__
 from ngsgd.errors import ConfigError
 from ngsgd.launcher.console import version
 
@@ -63,7 +64,7 @@ class KubernetesJob:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of Kubernetes alone."""
     group = parser.add_argument_group("Kubernetes")
-    group.add_argument("--image", default=f"ngsgd:{version('ngsgd')}",
+    group.add_argument("--image", default=f"ngsgd:{__version__}",
                        help="container image (default: %(default)s; see docker/)")
     group.add_argument("--namespace", default="default", help="namespace (default: %(default)s)")
     group.add_argument("--claim", default="", metavar="NAME",
