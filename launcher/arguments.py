@@ -1,4 +1,4 @@
-"""The argument parser of all commands: flags and settings in any order, renamed flags, typed errors."""
+"""The argument parser of all commands: settings among flags, renamed flags, typed errors."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def load_of_machine(folder: Path) -> dict[str, float]:
-    """Return load of processor, memory, network and GPU memory, and the free space on the disk of `folder`.
+    """Return load of processor, memory, network and GPU, and free space on the disk of `folder`.
 
     Unavailable figures are omitted. The processor load is the mean since the previous call of this
     process, and 0 at the first call.
@@ -25,7 +25,7 @@ def load_of_machine(folder: Path) -> dict[str, float]:
 
 
 def _gpu_memory() -> dict[str, float]:
-    """Memory of the first GPU; empty without an initialized CUDA context, which a query would create."""
+    """Memory of the first GPU; empty without a CUDA context, which a query would create."""
     import torch
 
     if not torch.cuda.is_initialized():

@@ -1,4 +1,4 @@
-"""`ngsgd train` as a Hydra application, with Hydra's --cfg, --multirun and --info, and `ngsgd resume`."""
+"""`ngsgd train`, a Hydra application with --cfg, --multirun and --info, and `ngsgd resume`."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def _hydra_arguments(options: argparse.Namespace) -> list[str]:
 
 def _train_one(composed: Any, codes: Path, *, quiet: bool, debug: bool, continues: bool,
                trust: bool = False, allow_other_bits: bool = False) -> float | None:
-    """Train a new run, or with `continues` resume one; return the value that a sweeper minimizes, if any."""
+    """Train a run, or with `continues` resume one; return the value that a sweeper minimizes."""
     from hydra.core.hydra_config import HydraConfig
     from omegaconf import OmegaConf
 

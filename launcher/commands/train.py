@@ -1,4 +1,4 @@
-"""Services of `ngsgd train`, `resume`, `decode` and `evaluate`: progress, MLflow, Ray and signals."""
+"""Services of `ngsgd train`, `resume` and `decode`: progress lines, MLflow, Ray and signals."""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ def resume(run_dir: Path, quiet: bool, address: str | None = None, num_workers: 
            allow_other_bits: bool = False) -> int:
     """Continue a run after its last outer iteration, with its own configuration.
 
-    The place and the number of workers change no result and may differ; the threads of each worker stay.
+    Cluster and number of workers may differ, without effect on the result. The threads per worker
+    stay the same.
 
     Args:
         run_dir: the run folder.
@@ -100,7 +101,7 @@ def decode(run_dir: Path, quiet: bool, trust: bool = False) -> int:
 
 def evaluate(run_dir: Path, quiet: bool, outer_iter: int | None = None,
              trust: bool = False) -> dict[str, dict[str, float] | None]:
-    """Return objective and frame accuracy of validation and test set, of the final model or a checkpoint."""
+    """Return objective and frame accuracy of validation and test set."""
     return open_run(run_dir, quiet).evaluate(outer_iter, trust=trust)
 
 
@@ -171,9 +172,9 @@ def _pool(request: PoolRequest) -> WorkerPool:
 
 
 def _as_given(config: RunConfig, given: RunConfig | None) -> RunConfig:
-    """Add the login of tracking.uri and the permission to import a module, which config.yaml does not hold.
+    """Add data that config.yaml does not hold: the login of tracking.uri, permission to import.
 
-    That module is found in the folder that the command line names, and its arguments must be the same.
+    The module is imported from the folder of the command line, and its arguments must be equal.
     """
     if given is not None and masked(given.tracking.uri, known=False) == config.tracking.uri:
         config = replace(config, tracking=replace(config.tracking, uri=given.tracking.uri))

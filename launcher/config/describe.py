@@ -28,7 +28,7 @@ class Described:
     default: str
     # the choices, or the type with its range
     values: str
-    # what can be written after =, where that is a choice
+    # the words that are allowed after =; empty: any value of the type
     choices: tuple[str, ...]
     unit: str
     # the condition under which a run uses the option; empty: always

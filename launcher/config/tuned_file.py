@@ -21,7 +21,7 @@ def write(path: Path, settings: Mapping[str, Any], comments: Sequence[str]) -> N
 
 
 def expanded(overrides: Sequence[str]) -> list[str]:
-    """Return overrides with tuned files replaced by their settings; later overrides take precedence."""
+    """Return overrides with tuned files replaced by their settings."""
     return [line for override in overrides for line in (_read(override) if override.startswith(_WORDS) else [override])]
 
 

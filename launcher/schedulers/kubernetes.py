@@ -1,4 +1,4 @@
-"""The manifest of a run on Kubernetes: a RayJob of the KubeRay operator (1.5.1 or newer), with token authentication."""
+"""The manifest of a run on Kubernetes: a RayJob with token authentication, for KubeRay 1.5.1."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def ray_job(request: KubernetesJob, words: Sequence[str]) -> dict[str, Any]:
 
 
 def _entrypoint(request: KubernetesJob, words: Sequence[str]) -> list[str]:
-    """The command of all retries, with a unique run name: the first starts the run, others resume it."""
+    """The command with a unique run name: the first try starts the run, retries resume it."""
     if "train" not in words[:2]:
         return list(words)
     given = next((word.partition("=")[2] for word in words if word.startswith("name=")), request.name)

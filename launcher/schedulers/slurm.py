@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from ngsgd.errors import ConfigError
 
-# Double braces belong to the shell. `ray symmetric-run` is not used, because its `ray stop` ends every Ray of a host.
+# Double braces belong to the shell. `ray symmetric-run` would run `ray stop`, which ends every Ray
+# of a host.
 _SCRIPT = """\
 #!/bin/bash
 #SBATCH --job-name={name}
@@ -147,7 +148,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def script(request: SlurmJob, words: Sequence[str]) -> str:
-    """Return the script for sbatch; `words` are the train or resume command, without cluster address."""
+    """Return the script for sbatch; `words` are the command without cluster address."""
     more = [f"#SBATCH --partition={request.partition}"] if request.partition else []
     more += [f"#SBATCH --account={request.account}"] if request.account else []
     more += [f"#SBATCH --gpus-per-node={request.gpus_per_node}"] if request.gpus_per_node else []

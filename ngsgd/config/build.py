@@ -31,7 +31,7 @@ def build(values: Mapping[str, Any]) -> tuple[RunConfig, list[Problem]]:
     """Build a configuration from nested mappings that hold every option.
 
     Returns:
-        The configuration, with defaults in the place of wrong values, and everything wrong.
+        The configuration, with defaults instead of wrong values, and all problems.
     """
     problems: list[Problem] = []
     return _build_section(RunConfig, values, "", problems), problems

@@ -17,7 +17,7 @@ _SAME = {
     "schedule.num_epochs": (
         "epochs", "epoch", "num_epochs", "max_epochs", "n_epochs", "num_train_epochs"),
     "schedule.minibatch_size": (
-        "batch_size", "batch", "bsz", "mini_batch_size", "train_batch_size",
+        "batch_size", "batch", "bsz", "minibatch_size", "mini_batch_size", "train_batch_size",
         "per_device_train_batch_size"),
     "schedule.num_jobs_initial": ("num_jobs_initial",),
     "schedule.num_jobs_final": ("jobs", "num_jobs", "num_jobs_final"),

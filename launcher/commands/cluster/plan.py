@@ -1,4 +1,4 @@
-"""`ngsgd plan`: predict the time of an outer iteration on 1 to 1000 workers from a measurement of this machine."""
+"""`ngsgd plan`: predict the time of an outer iteration on 1 to 1000 workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options of the network, or of a task that is trained in the place of a speech model."""
+"""Options of the network, or of a custom task that is trained instead of a speech model."""
 
 from __future__ import annotations
 
