@@ -94,7 +94,8 @@ _RELATED = {
     "tracking.kind=mlflow": ("logger", "report_to", "wandb", "tensorboard", "use_wandb"),
     "decode.acoustic_scales=[{}]": ("acwt", "acoustic_scale"),
 }
-_SETTINGS_INSTEAD = {name: text for text, names in _RELATED.items() for name in names}
+# name -> settings with a similar meaning; {} is the value
+SETTINGS_INSTEAD = {name: text for text, names in _RELATED.items() for name in names}
 
 
 def instead_of(word: str, value: str = "") -> str:
@@ -104,7 +105,7 @@ def instead_of(word: str, value: str = "") -> str:
     'schedule.minibatch_size=512'
     """
     name = word.lower().lstrip("-+").replace("-", "_").rpartition(".")[2]
-    if text := _SETTINGS_INSTEAD.get(name):
+    if text := SETTINGS_INSTEAD.get(name):
         return text.format(value or "VALUE")
     path = OTHER_NAMES.get(name, "")
     return f"{path}={value}" if path and value else path

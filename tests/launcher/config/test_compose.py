@@ -9,7 +9,8 @@ import pytest
 import yaml
 
 from ngsgd.config import ModelConfig, RunConfig, check
-from ngsgd.config.build import flatten, plain
+from ngsgd.config.build import flatten, paths, plain
+from ngsgd.config.other_names import OTHER_NAMES, SETTINGS_INSTEAD, instead_of
 from ngsgd.errors import ConfigError
 from ngsgd.launcher import cli
 from ngsgd.launcher.config import compose
@@ -111,6 +112,13 @@ def test_unreadable_override_is_one_line() -> None:
     [problem] = problems_of("name=[1")
     assert problem.startswith("'name=[1' cannot be read")
     assert "\n" not in problem
+
+
+def test_names_of_other_trainers_lead_to_settings_that_exist() -> None:
+    assert set(OTHER_NAMES.values()) <= set(paths())
+    words = {word for name in SETTINGS_INSTEAD for word in instead_of(name, "1").split() if "=" in word}
+    keys = {word.partition("=")[0] for word in words}
+    assert keys <= {*paths(), *compose.groups()}
 
 
 def test_all_mistakes_are_told_at_once() -> None:
