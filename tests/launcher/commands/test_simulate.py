@@ -35,13 +35,8 @@ def test_help_imports_no_torch() -> None:
 
 
 def test_everything_wrong_is_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
-<<<<<<< HEAD
-    words = ["--frames-per-s", "0", "--sigma", "-1", "--hang-fraction", "2", "--latency", "nan"]
-    assert cli.main(["simulate", *words]) == ConfigError.exit_code
-=======
     wrong = ["--frames-per-s", "0", "--sigma", "-1", "--hang-fraction", "2", "--latency", "nan"]
     assert cli.main(["simulate", *wrong]) == ConfigError.exit_code
->>>>>>> main
     told = capsys.readouterr().err
     assert "--frames-per-s" in told
     assert "--sigma is -1.0" in told
