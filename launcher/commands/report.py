@@ -131,7 +131,7 @@ def _page(folder: RunFolder, run: RunHistory, charts: Mapping[str, Sequence[Char
     utterances = read_per_utterance(_text_of(folder.decode / "test.per_utt.txt"))
     body = [*sections.summary(run, verdict, checks),
             *sections.quality(run, charts.get("learning", []), _word_errors(folder)),
-            *sections.words(utterances, _text_of(folder.decode / "test.per_spk.txt").splitlines()),
+            *sections.words(utterances, _text_of(folder.decode / "test.per_spk.txt")),
             *sections.time_spent(run, charts.get("time", [])), *sections.interruptions(run),
             *sections.natural_gradient(run, charts.get("layers", [])),
             *sections.settings(run, config_file.to_yaml(run.config))]
@@ -147,12 +147,14 @@ def _text_of(path: Path) -> str:
         return ""
 
 
-def _word_errors(folder: RunFolder) -> list[tuple[str, str, str]]:
+def _word_errors(folder: RunFolder) -> list[tuple[str, str, str, str]]:
+    """(set, WER, interval, counts) of the final model; empty where nothing was decoded."""
     try:
         about = read_json(folder.decode / "wer.json")
-        interval = about.get("test_interval_95", {})
-        shown = f"{interval['low']:.2f} to {interval['high']:.2f}" if interval.keys() >= {"low", "high"} else ""
-        return [("validation", str(about["valid"]), ""), ("test", str(about["test"]), shown)]
+        low, high = (float(about["test_interval_95"][name]) for name in ("low", "high"))
+        results = {"validation": str(about["valid"]), "test": str(about["test"])}
     # not decoded yet, or damaged
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return []
+    return [(name, result.removeprefix("%WER ").partition(" ")[0], f"{low:.2f} to {high:.2f}" if name == "test" else "",
+             result.partition("[ ")[2].removesuffix(" ]")) for name, result in results.items()]

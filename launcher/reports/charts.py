@@ -96,10 +96,10 @@ def _curves(run: RunHistory, name: str, title: str, unit: str, what: Mapping[str
     return Chart(name, title, told, figure, spots=_spots(curve, columns))
 
 
-def _spots(curve: Curve, columns: Mapping[str, Sequence[float]], positions: Sequence[float] = ()) -> list[Spot]:
+def _spots(curve: Curve, columns: Mapping[str, Sequence[float]], positions: Sequence[float] = (), form: str = ".4g") -> list[Spot]:
     """Over each outer iteration the values of all curves."""
     tips = [(f"outer iteration {event['outer_iter'] + 1}, epoch {event['epoch']:.2f}",
-             *(f"{series}: {values[index]:.4g}" for series, values in columns.items()))
+             *(f"{series}: {values[index]:{form}}" for series, values in columns.items()))
             for index, event in enumerate(curve.iterations)]
     return strips(positions or curve.positions, tips)
 
@@ -114,7 +114,8 @@ def _mark_stops(axes: Any, curve: Curve, stops: Sequence[Stop]) -> None:
 
 def _time_split(run: RunHistory) -> Chart:
     curve = run.curve
-    figure, axes = narrow_axes()
+    figure = new_figure(10.0, 2.6)
+    axes = figure.subplots()
     outer_iters = [event["outer_iter"] + 1 for event in curve.iterations]
     base = [0.0] * len(outer_iters)
     columns = {}
@@ -123,13 +124,13 @@ def _time_split(run: RunHistory) -> Chart:
         axes.bar(outer_iters, seconds, bottom=base, width=0.9, color=color, label=f"{name}, {sum(seconds):.1f} s")
         base = [below + more for below, more in zip(base, seconds, strict=True)]
     label(axes, "Seconds of each outer iteration", "seconds")
-    axes.legend(ncols=2, fontsize=8, frameon=False, loc="upper left")
+    axes.legend(ncols=4, fontsize=8, frameon=False, loc="upper right")
     # room for the legend above the bars
-    axes.set_ylim(top=1.3 * max(max(base), 1e-9))
+    axes.set_ylim(top=1.2 * max(max(base), 1e-9))
     axes.set_xlabel("outer iteration")
     told = ", ".join(f"{name} {sum(curve.values(key)):.1f} s" for key, (name, _) in _TIMES.items())
     return Chart("time", "Seconds of each outer iteration", f"In total: {told}. Workers train only during jobs.", figure,
-                 spots=_spots(curve, columns, outer_iters))
+                 is_wide=True, spots=_spots(curve, columns, outer_iters, ".2f"))
 
 
 def _timeline(run: RunHistory) -> Chart:
@@ -160,8 +161,8 @@ def _timeline(run: RunHistory) -> Chart:
                     (f"{one['what'].replace('_', ' ')}, {one['elapsed_s']:.1f} s",), lanes[one["worker"]] + 0.4,
                     lanes[one["worker"]] - 0.4) for one in faults]
     shown = "" if len(iterations) == len(run.iterations) else f" The last {len(iterations)} of {len(run.iterations)} outer iterations."
-    told = (f"Jobs of {len(lanes)} workers until {duration(iterations[-1]['elapsed_s'])}: {len(faults)} faults, "
-            f"{len(stops)} times resumed. White is waiting.{shown}")
+    told = (f"Jobs of {len(lanes)} workers until {duration(iterations[-1]['elapsed_s'])}: faults {len(faults)}, "
+            f"resumes {len(stops)}. Gaps are waiting.{shown}")
     return Chart("timeline", "Timeline of the workers", told, figure, is_wide=True, spots=[*spots, *crosses])
 
 

@@ -189,7 +189,8 @@ def _rejected(run: RunHistory) -> Check:
 
 def _speed(run: RunHistory) -> Iterator[Check]:
     rows = run.workers()
-    if len(rows) > 1:
+    # jobs of one process run one after another: their speed says nothing about a worker
+    if len(rows) > 1 and run.config.cluster.kind != "in_process":
         slowest, median = rows[0], statistics.median(row.frames_per_s for row in rows)
         share = slowest.frames_per_s / max(median, 1e-9)
         level = GREEN if share >= _SLOW[0] else AMBER if share >= _SLOW[1] else RED
@@ -211,11 +212,14 @@ def _faults(run: RunHistory) -> Check:
 
 def _interruptions(run: RunHistory) -> Check:
     stops = run.stops()
-    limit = "amber: training was stopped and resumed"
+    limit = "amber: a process of the run ended unexpectedly"
     if not stops:
         return Check("Interruptions", GREEN, "Training ran without a stop.", limit)
+    hard = sum(not stop.is_clean for stop in stops)
     places = ", ".join(str(stop.outer_iter + 1) for stop in stops[:5])
-    return Check("Interruptions", AMBER, f"Training stopped and resumed {len(stops)} times, after outer iteration {places}.", limit)
+    times = "once" if len(stops) == 1 else f"{len(stops)} times"
+    return Check("Interruptions", AMBER if hard else GREEN,
+                 f"Training was resumed {times}, after outer iteration {places}; {hard} of the stops were unexpected.", limit)
 
 
 def _above(value: float, limits: tuple[float, float], *, at_least: bool = False) -> str:

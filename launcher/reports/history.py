@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,8 @@ class Stop:
     elapsed_s: float
     frames_processed: int
     reason: str
+    # by a person or a scheduler, after a complete outer iteration
+    is_clean: bool
 
 
 @dataclass(frozen=True)
@@ -110,7 +113,8 @@ class RunHistory:
         found = {event["outer_iter"]: event for event in self.iterations}
         return [Stop(after, float(found[after]["elapsed_s"]) if after in found else 0.0,
                      int(found[after]["frames_processed"]) if after in found else 0,
-                     _ENDINGS.get(closed.get(after, ""), _NO_WORD)) for after in starts[1:]]
+                     _ENDINGS.get(closed.get(after, ""), _NO_WORD), closed.get(after) in ("KILLED", "FINISHED"))
+                for after in starts[1:]]
 
     def workers(self) -> list[WorkerRow]:
         """A row for each worker, the slowest first."""
@@ -160,12 +164,8 @@ def mean_health(event: Event) -> dict[str, float]:
     return {name: statistics.fmean(found) for name, found in values.items()}
 
 
-def errors_by_speaker(lines: Iterable[str]) -> list[tuple[str, str, float]]:
-    """(speaker, counts, WER in percent) from lines of test.per_spk.txt, the highest WER first."""
-    rows = []
-    for line in lines:
-        speaker, _, counts = line.partition(" ")
-        words = counts.split()
-        if len(words) > 1 and words[0] == "%WER" and speaker != "SUM":
-            rows.append((speaker, counts.strip().partition("[ ")[2].removesuffix(" ]"), float(words[1])))
-    return sorted(rows, key=lambda row: (-row[2], row[0]))
+def errors_by_speaker(text: str) -> list[tuple[str, int, int]]:
+    """(speaker, errors, words) from test.per_spk.txt, the highest WER first."""
+    found = re.findall(r"^(\S+) +%WER \S+ \[ (\d+) / (\d+),", text, re.MULTILINE)
+    rows = [(speaker, int(errors), int(words)) for speaker, errors, words in found if speaker != "SUM"]
+    return sorted(rows, key=lambda row: (-row[1] / max(row[2], 1), row[0]))

@@ -18,7 +18,7 @@ h2 { font-size: 1.2rem; margin: 36px 0 10px; } h3 { font-size: 1rem; margin: 20p
 p { margin: 0 0 10px; } p.lead, p.note { color: var(--soft); overflow-wrap: anywhere; } p.lead { margin-bottom: 16px; }
 .verdict, .tile, figure, .card { background: var(--card); border: 1px solid var(--line); border-radius: 8px; }
 .verdict { border-left: 6px solid var(--mark); padding: 12px 16px; margin: 0 0 14px; font-size: 1.1rem; }
-.verdict b { color: var(--mark); text-transform: capitalize; margin-right: 8px; }
+.verdict b { color: var(--mark); margin-right: 8px; }
 .green { --mark: var(--green); } .amber { --mark: var(--orange); } .red { --mark: var(--red); } .gray { --mark: var(--gray); }
 ul.checks { list-style: none; margin: 0 0 14px; padding: 0; }
 ul.checks li { display: grid; grid-template-columns: 1.6em minmax(9em, 13em) 1fr; gap: 2px 8px; padding: 6px 12px;
@@ -37,7 +37,7 @@ figcaption { color: var(--soft); font-size: .82rem; padding: 2px 6px 4px; }
 table { border-collapse: collapse; width: 100%; font-size: .9rem; }
 th, td { text-align: left; padding: 6px 12px; border-bottom: 1px solid var(--line); vertical-align: top; }
 th { color: var(--soft); font-weight: 600; } tr:last-child td { border-bottom: 0; }
-.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
+.number { text-align: right; font-variant-numeric: tabular-nums; } td.number { white-space: nowrap; } .long { min-width: 17em; }
 .utterance { padding: 8px 12px; border-bottom: 1px solid var(--line); } .utterance:last-child { border-bottom: 0; }
 .words { display: flex; flex-wrap: wrap; gap: 2px 6px; font: .85rem/1.4 ui-monospace, Menlo, Consolas, monospace; }
 .words span { display: inline-grid; padding: 0 3px; border-radius: 4px; } .words .sides { color: var(--soft); }
@@ -46,11 +46,16 @@ code, pre { font: .85rem/1.45 ui-monospace, "SF Mono", Menlo, Consolas, monospac
 pre { margin: 0; padding: 12px; overflow-x: auto; }
 ul.list { margin: 0; padding: 10px 14px 10px 30px; } ul.list li { overflow-wrap: anywhere; }
 details summary { cursor: pointer; padding: 10px 14px; color: var(--blue); }
+ul.list summary { padding: 0; color: inherit; }
 footer { color: var(--soft); font-size: .85rem; margin-top: 32px; overflow-wrap: anywhere; }
 @media (max-width: 600px) { ul.checks li { grid-template-columns: 1.6em 1fr; } ul.checks li > :nth-child(3) { grid-column: 2; } }
 @media print { body { background: none; } main { max-width: none; padding: 0; } figure.wide svg { min-width: 0; } }
 """
 _ICONS = {"green": ("✓", "passed"), "amber": ("!", "look at"), "red": ("✕", "failed"), "gray": ("–", "not judged")}
+# characters of an item of a list that are shown at once
+_LONG = 240
+# of a cell whose column must not become narrow
+_WIDE = 50
 
 
 class Html(str):
@@ -78,7 +83,7 @@ def note(text: str) -> str:
 
 def verdict(level: str, word: str, sentence: str) -> str:
     """The first line; the level is a name of `_ICONS`."""
-    return f'<p class="verdict {level}"><b>{html.escape(word)}</b>{html.escape(sentence)}</p>'
+    return f'<p class="verdict {level}"><b>{html.escape(word.capitalize())}</b>{html.escape(sentence)}</p>'
 
 
 def checks(rows: Iterable[tuple[str, str, str, str]]) -> str:
@@ -109,7 +114,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A table; columns of numbers are aligned right, columns without any value are omitted."""
     lines = [list(row) for row in rows]
     shown = [column for column in range(len(header)) if any(row[column] for row in lines)]
-    marks = {column: ' class="number"' if all(_is_number(row[column]) for row in lines) else "" for column in shown}
+    marks = {column: _mark([row[column] for row in lines]) for column in shown}
     head = "".join(f'<th scope="col"{marks[column]}>{html.escape(header[column])}</th>' for column in shown)
     body = "".join("<tr>" + "".join(f"<td{marks[column]}>{_cell(row[column])}</td>" for column in shown) + "</tr>"
                    for row in lines)
@@ -122,8 +127,10 @@ def columns(parts: Iterable[str]) -> str:
 
 
 def bullets(texts: Sequence[str]) -> str:
-    inside = "".join(f"<li>{html.escape(text)}</li>" for text in texts)
-    return f'<div class="card"><ul class="list">{inside}</ul></div>'
+    """A list; the rest of a long text opens at a click."""
+    parts = (text if len(text) <= _LONG else Html(f"<details><summary>{html.escape(text[:_LONG])} ...</summary>{html.escape(text)}</details>")
+             for text in texts)
+    return card(f'<ul class="list">{"".join(f"<li>{_cell(part)}</li>" for part in parts)}</ul>')
 
 
 def utterance(name: str, counts: str, pairs: Iterable[tuple[str, str]]) -> str:
@@ -145,6 +152,13 @@ def folded(summary: str, text: str) -> str:
 
 def _cell(text: str) -> str:
     return text if isinstance(text, Html) else html.escape(text)
+
+
+def _mark(cells: Sequence[str]) -> str:
+    """The class of a column."""
+    if all(map(_is_number, cells)):
+        return ' class="number"'
+    return ' class="long"' if max(map(len, cells)) > _WIDE else ""
 
 
 def _is_number(text: str) -> bool:

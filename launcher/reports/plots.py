@@ -122,7 +122,7 @@ class Curve:
             return [Score("objf", "Objective function", "nats per frame", "train.objf", "valid.objf"),
                     Score("accuracy", "Frame accuracy", "%", "train.accuracy", "valid.accuracy", 100.0, 1)]
         metrics = [name.removeprefix("valid/") for name in self.iterations[-1].get("diagnostics", {}) if name.startswith("valid/")]
-        return [Score("loss", "Loss", "mean", "train.objf", "valid.objf", -1.0, 4),
+        return [Score("loss", "Loss (mean over examples)", "", "train.objf", "valid.objf", -1.0, 4),
                 *(Score(name, name, "", f"diagnostics.train/{name}", f"diagnostics.valid/{name}", 1.0, 4) for name in metrics)]
 
     def values(self, key: str, scale: float = 1.0) -> list[float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -21,6 +22,7 @@ _MOST_WORKERS = 100
 _MOST_INCIDENTS = 100
 # of the smallest e_i of a Fisher factor (docs/natural-gradient.md, section 8)
 _HEALTHY_E = (0.05, 0.2)
+_RANK_OF = {"input": "rank_in", "output": "rank_out"}
 # of the share of updates that max_change clips
 _MAX_CLIPPED = 0.5
 
@@ -38,7 +40,7 @@ def summary(run: RunHistory, verdict: Verdict, checks: Sequence[Check]) -> Itera
     yield html.tiles(tiles)
 
 
-def quality(run: RunHistory, charts: Sequence[Chart], word_errors: Sequence[tuple[str, str, str]]) -> Iterator[str]:
+def quality(run: RunHistory, charts: Sequence[Chart], word_errors: Sequence[Sequence[str]]) -> Iterator[str]:
     """Scores of the final model and of the last outer iteration, and the curves."""
     yield html.heading("How good is the model?")
     if run.iterations:
@@ -47,11 +49,11 @@ def quality(run: RunHistory, charts: Sequence[Chart], word_errors: Sequence[tupl
             yield html.note("The final model is combined from the last outer iterations, so its scores differ from the "
                             "ends of the curves.")
     if word_errors:
-        yield html.table(("set", "WER of the final model", "95 % interval (%)"), word_errors)
+        yield html.table(("set", "WER (%), final model", "95 % interval", "errors / words"), word_errors)
     yield html.pictures(charts)
 
 
-def words(rows: Sequence[UtteranceErrors], per_speaker: Sequence[str]) -> Iterator[str]:
+def words(rows: Sequence[UtteranceErrors], per_speaker: str) -> Iterator[str]:
     """Wrong words, speakers and utterances of the test set."""
     if not rows:
         return
@@ -67,8 +69,9 @@ def words(rows: Sequence[UtteranceErrors], per_speaker: Sequence[str]) -> Iterat
         ("Deletions", ("reference", "", "count"), _pairs(wrong, lambda ref, hyp: hyp == NOTHING)),
         ("Insertions", ("", "hypothesis", "count"), _pairs(wrong, lambda ref, hyp: ref == NOTHING)),
         ("Words", ("word", "in reference", "wrong", "wrong (%)"), _words(found)),
-        ("Speakers", ("speaker", "errors / words", "WER (%)"),
-         [(name, counts, f"{wer:.2f}") for name, counts, wer in errors_by_speaker(per_speaker)[:_MOST]])) if lines])
+        ("Speakers", ("speaker", "words", "errors", "WER (%)"),
+         [(name, str(said), str(errors), f"{100 * errors / max(said, 1):.1f}")
+          for name, errors, said in errors_by_speaker(per_speaker)[:_MOST]])) if lines])
     worst = sorted((row for row in rows if row.errors.num_errors), key=lambda row: (-row.errors.num_errors, row.utt_id))[:_WORST]
     yield html.heading(f"The {len(worst)} utterances with the most errors", level=3)
     yield html.card("".join(html.utterance(row.utt_id, str(row.errors), row.pairs) for row in worst))
@@ -80,7 +83,7 @@ def time_spent(run: RunHistory, charts: Sequence[Chart]) -> Iterator[str]:
     if not rows:
         return
     yield html.heading("Which worker was slow?")
-    median = sorted(row.frames_per_s for row in rows)[len(rows) // 2]
+    median = statistics.median(row.frames_per_s for row in rows)
     in_turn = run.config.cluster.kind == "in_process"
     if in_turn:
         yield html.note("cluster.kind is in_process: one process runs the jobs one after another, so no worker waits.")
@@ -119,11 +122,11 @@ def natural_gradient(run: RunHistory, charts: Sequence[Chart]) -> Iterator[str]:
     yield html.note("Last outer iteration, mean over its jobs. Directions in which the model's Fisher matrix is large get "
                     "smaller steps. The first row has the healthy ranges.")
     sides = list(dict.fromkeys(side for row in rows for side in row.sides))
-    header = ["layer", *(f"{side}: {what}" for side in sides for what in ("effective rank", "smallest e")), "clipped updates (%)",
-              "cosine to plain gradient", "parameter change (%)", "reading"]
+    header = ["layer", "reading", *(f"{side}: {what}" for side in sides for what in ("effective rank", "smallest e")),
+              "clipped updates (%)", "cosine to plain gradient", "parameter change (%)"]
     low, high = _HEALTHY_E
-    ranges = ["healthy", *(text for _ in sides for text in ("1 or more", f"{low:g} to {high:g}")), f"0 to {100 * _MAX_CLIPPED:.0f}",
-              "0 to 1", "0 to 50", "1 in the column of the cosine: the step equals the plain gradient"]
+    ranges = ["healthy", "A cosine of 1 means that the step equals the plain gradient.", *(text for _ in sides for text in ("1 or more", f"{low:g} to {high:g}")), f"0 to {100 * _MAX_CLIPPED:.0f}",
+              "0 to 1", "0 to 50"]
     yield html.table(header, [ranges, *(_layer(row, sides) for row in rows)])
     yield html.pictures(charts)
 
@@ -177,26 +180,24 @@ def _words(found: Counter[tuple[str, str]]) -> list[tuple[str, ...]]:
 
 
 def _layer(row: LayerRow, sides: Sequence[str]) -> list[str]:
-    found = [row.layer]
+    found = [row.layer, _reading(row)]
     for side in sides:
         rank, e = row.sides.get(side, (float("nan"), float("nan")))
         found += [_shown(rank, ".1f"), _shown(e, ".3f")]
-    return [*found, _shown(100 * row.clipped, ".0f"), _shown(row.cosine, ".2f"), _shown(100 * row.change, ".2g"), _reading(row)]
+    return [*found, _shown(100 * row.clipped, ".0f"), _shown(row.cosine, ".2f"), _shown(100 * row.change, ".2g")]
 
 
 def _reading(row: LayerRow) -> str:
     """One sentence on a layer."""
     low, high = _HEALTHY_E
-    small = [side for side, (_, e) in row.sides.items() if e > high]
-    large = [side for side, (_, e) in row.sides.items() if e < low]
-    told = []
-    if row.clipped > _MAX_CLIPPED:
-        told.append("max_change sets the step, so a lower learning rate may be better")
-    if small:
-        told.append(f"a higher rank of the {' and '.join(small)} side would still change steps")
-    if large:
-        told.append(f"a lower rank of the {' and '.join(large)} side would do the same at less cost")
-    return f"{'; '.join(told) or 'all in the healthy range'}.".capitalize()
+    told = ["max_change sets the step: lower the learning rate"] if row.clipped > _MAX_CLIPPED else []
+    for side, (_, e) in row.sides.items():
+        option = f"optimizer.{_RANK_OF.get(side, 'rank_in')}"
+        if e > high:
+            told.append(f"a higher {option} would still change the steps")
+        elif e < low:
+            told.append(f"a lower {option} would be cheaper and do the same")
+    return f"{'; '.join(told) or 'all values are in the healthy range'}.".capitalize()
 
 
 def _shown(value: float, form: str) -> str:
